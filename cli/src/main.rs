@@ -1,0 +1,2 @@
+//! The `baton` binary.
+fn main() {}

@@ -1,0 +1,1 @@
+//! Who is there: worker records and the ways to discover them.

@@ -1,0 +1,1 @@
+//! The decode worker: its service, and run(config).

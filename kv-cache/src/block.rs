@@ -1,0 +1,115 @@
+//! Names of blocks: where one lies ([`BlockId`]) and what it holds ([`BlockHash`]).
+
+use std::fmt;
+
+/// Index of a block in one worker's block pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BlockId(pub u32);
+
+impl BlockId {
+    /// As an index into per-block tables.
+    pub fn idx(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl fmt::Display for BlockId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "b{}", self.0)
+    }
+}
+
+/// What a full block holds: a hash of its tokens and of every token before it.
+///
+/// 128 bits of BLAKE3, chained from a [`HashRoot`]. Two blocks of equal hash may be shared, so the
+/// hash is a cryptographic one: a prompt cannot be crafted to read a stranger's KV.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BlockHash(u128);
+
+impl BlockHash {
+    /// The hash of a block that follows this one and holds `tokens`.
+    #[must_use]
+    pub fn child(self, tokens: &[u32]) -> BlockHash {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&self.0.to_le_bytes());
+        for token in tokens {
+            hasher.update(&token.to_le_bytes());
+        }
+        BlockHash::from_hasher(&hasher)
+    }
+
+    fn from_hasher(hasher: &blake3::Hasher) -> BlockHash {
+        let mut bytes = [0; 16];
+        bytes.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
+        BlockHash(u128::from_le_bytes(bytes))
+    }
+}
+
+impl fmt::Debug for BlockHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "BlockHash({:032x})", self.0)
+    }
+}
+
+/// Where chains of block hashes begin. Only requests of one root can share blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct HashRoot(BlockHash);
+
+impl HashRoot {
+    /// `model` is the model's revision, `adapter` the name of a LoRA adapter or empty, `salt` the
+    /// tenant's secret or empty.
+    pub fn new(model: &str, adapter: &str, salt: &str) -> HashRoot {
+        let mut hasher = blake3::Hasher::new();
+        for part in [model, adapter, salt] {
+            // The length keeps ("ab", "c") and ("a", "bc") apart.
+            hasher.update(&(part.len() as u64).to_le_bytes());
+            hasher.update(part.as_bytes());
+        }
+        HashRoot(BlockHash::from_hasher(&hasher))
+    }
+
+    /// The parent of a sequence's first block.
+    pub fn hash(self) -> BlockHash {
+        self.0
+    }
+
+    /// Hashes of the full blocks of `tokens`, first to last; a partial last block has none.
+    pub fn block_hashes(self, tokens: &[u32], block_size: usize) -> impl Iterator<Item = BlockHash> {
+        tokens.chunks_exact(block_size).scan(self.0, |parent, block| {
+            *parent = parent.child(block);
+            Some(*parent)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_prefixes_have_equal_hashes_and_a_change_reaches_every_later_block() {
+        let root = HashRoot::new("model", "", "");
+        let tokens: Vec<u32> = (0..70).collect();
+        let hashes: Vec<_> = root.block_hashes(&tokens, 16).collect();
+        assert_eq!(hashes.len(), 4);
+        assert_eq!(hashes[..2], root.block_hashes(&tokens[..33], 16).collect::<Vec<_>>()[..]);
+
+        let mut changed = tokens.clone();
+        changed[17] += 1;
+        let other: Vec<_> = root.block_hashes(&changed, 16).collect();
+        assert_eq!(hashes[0], other[0]);
+        for idx in 1..4 {
+            assert_ne!(hashes[idx], other[idx], "block {idx}");
+        }
+    }
+
+    #[test]
+    fn model_adapter_and_salt_keep_chains_apart() {
+        let roots = [("m", "", ""), ("", "m", ""), ("", "", "m"), ("ma", "", ""), ("m", "a", "")];
+        for (i, a) in roots.iter().enumerate() {
+            for b in &roots[i + 1..] {
+                assert_ne!(HashRoot::new(a.0, a.1, a.2), HashRoot::new(b.0, b.1, b.2), "{a:?} {b:?}");
+            }
+        }
+    }
+}

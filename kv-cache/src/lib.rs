@@ -1,0 +1,16 @@
+//! What a KV cache is made of: blocks and their names ([`BlockId`], [`BlockHash`]), how a block's
+//! bytes are arranged ([`KvLayout`]), what two workers must agree on to exchange them
+//! ([`KvFormat`]), and the memory that holds them ([`BlockStorage`]).
+//!
+//! It does not know who owns which block (that is the engine's block pool), nor how blocks travel
+//! (`kv-transfer`).
+
+mod block;
+mod format;
+mod layout;
+mod storage;
+
+pub use block::{BlockHash, BlockId, HashRoot};
+pub use format::KvFormat;
+pub use layout::{KvDtype, KvLayout};
+pub use storage::BlockStorage;

@@ -1,0 +1,214 @@
+//! The memory of a block pool: one region, anonymous but with a file descriptor, so that a prefill
+//! worker of the same user on the same host can map it and write into granted blocks.
+//!
+//! The storage hands out places, not rights. Who may read or write a block at a time is decided by
+//! its owners (the engine's block pool, the handoff's grants); that is why the accessors are unsafe.
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    ptr::NonNull,
+};
+
+use crate::{BlockId, KvLayout};
+
+/// Memory of `num_blocks` blocks of one [`KvLayout`], zeroed at first.
+#[derive(Debug)]
+pub struct BlockStorage {
+    base: NonNull<u8>,
+    fd: OwnedFd,
+    layout: KvLayout,
+    num_blocks: usize,
+}
+
+// SAFETY: the storage is a fixed region that lives until the drop; every access to its bytes goes
+// through an unsafe method whose caller vouches for exclusivity.
+unsafe impl Send for BlockStorage {}
+// SAFETY: as above.
+unsafe impl Sync for BlockStorage {}
+
+impl BlockStorage {
+    /// New zeroed memory. The kernel supplies pages as they are touched.
+    ///
+    /// # Errors
+    /// When the kernel refuses the memory.
+    pub fn new(layout: KvLayout, num_blocks: usize) -> io::Result<BlockStorage> {
+        let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+        // SAFETY: the name is a valid C string; the result is checked before it is owned.
+        let raw = unsafe { libc::memfd_create(c"baton-kv-blocks".as_ptr(), flags) };
+        if raw < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: `raw` is a new descriptor that nobody else owns.
+        let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+        let size_bytes = size_bytes(&layout, num_blocks)?;
+        check(
+            // SAFETY: plain system calls on an owned descriptor.
+            unsafe { libc::ftruncate(fd.as_raw_fd(), size_bytes as libc::off_t) },
+        )?;
+        // Neither side can pull the memory from under the other's mapping.
+        let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+        // SAFETY: as above.
+        check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) })?;
+        Self::map(fd, layout, num_blocks)
+    }
+
+    /// Maps another process's storage.
+    ///
+    /// # Errors
+    /// When the descriptor is not sealed memory of just the size that `layout` and `num_blocks` need.
+    pub fn from_fd(fd: OwnedFd, layout: KvLayout, num_blocks: usize) -> io::Result<BlockStorage> {
+        // SAFETY: a plain system call on an owned descriptor; fails on anything but a memfd.
+        let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
+        if seals < 0 || seals & libc::F_SEAL_SHRINK == 0 {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "block memory is not a sealed memfd"));
+        }
+        // SAFETY: `stat` is plain data for which all zeroes is a value.
+        let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+        // SAFETY: `stat` outlives the call.
+        check(unsafe { libc::fstat(fd.as_raw_fd(), &mut stat) })?;
+        let expected = size_bytes(&layout, num_blocks)?;
+        if stat.st_size as usize != expected {
+            let message = format!("block memory has {} bytes, expected {expected}", stat.st_size);
+            return Err(io::Error::new(io::ErrorKind::InvalidData, message));
+        }
+        Self::map(fd, layout, num_blocks)
+    }
+
+    fn map(fd: OwnedFd, layout: KvLayout, num_blocks: usize) -> io::Result<BlockStorage> {
+        let size_bytes = size_bytes(&layout, num_blocks)?;
+        // SAFETY: a fresh mapping of an owned descriptor; the result is checked.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                size_bytes,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                fd.as_raw_fd(),
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let base = NonNull::new(base.cast()).expect("mmap does not return null without MAP_FIXED");
+        Ok(BlockStorage { base, fd, layout, num_blocks })
+    }
+
+    /// How blocks are arranged.
+    pub fn layout(&self) -> &KvLayout {
+        &self.layout
+    }
+
+    /// Blocks that fit.
+    pub fn num_blocks(&self) -> usize {
+        self.num_blocks
+    }
+
+    /// The memory's descriptor, to be given to a peer.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// First byte of a piece (one layer of one block); [`KvLayout::layer_bytes`] bytes from here belong to it.
+    ///
+    /// # Panics
+    /// When the block or layer does not exist: such an id was never handed out.
+    pub fn layer_ptr(&self, block: BlockId, layer_idx: usize) -> NonNull<u8> {
+        assert!(
+            block.idx() < self.num_blocks && layer_idx < self.layout.num_layers,
+            "no piece {block}/{layer_idx}"
+        );
+        let offset = block.idx() * self.layout.block_bytes() + self.layout.layer_offset(layer_idx);
+        // SAFETY: block and layer were checked, so the offset lies inside the mapping.
+        unsafe { self.base.add(offset) }
+    }
+
+    /// The bytes of a piece.
+    ///
+    /// # Safety
+    /// Nobody writes the piece while the slice lives.
+    pub unsafe fn layer(&self, block: BlockId, layer_idx: usize) -> &[u8] {
+        // SAFETY: in bounds by `layer_ptr`; unwritten by the caller's word.
+        unsafe {
+            std::slice::from_raw_parts(self.layer_ptr(block, layer_idx).as_ptr(), self.layout.layer_bytes())
+        }
+    }
+
+    /// The bytes of a piece, to be written.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes the piece while the slice lives.
+    #[allow(clippy::mut_from_ref)] // the storage hands out places; the caller holds the right
+    pub unsafe fn layer_mut(&self, block: BlockId, layer_idx: usize) -> &mut [u8] {
+        // SAFETY: in bounds by `layer_ptr`; exclusive by the caller's word.
+        unsafe {
+            std::slice::from_raw_parts_mut(
+                self.layer_ptr(block, layer_idx).as_ptr(),
+                self.layout.layer_bytes(),
+            )
+        }
+    }
+}
+
+impl Drop for BlockStorage {
+    fn drop(&mut self) {
+        let size_bytes = self.num_blocks * self.layout.block_bytes();
+        // SAFETY: the mapping was made with this size and nothing borrowed from it is alive.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), size_bytes) };
+    }
+}
+
+fn size_bytes(layout: &KvLayout, num_blocks: usize) -> io::Result<usize> {
+    match layout.block_bytes().checked_mul(num_blocks) {
+        Some(size) if size > 0 && size <= isize::MAX as usize => Ok(size),
+        _ => Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{num_blocks} blocks of KV memory"))),
+    }
+}
+
+fn check(result: libc::c_int) -> io::Result<()> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::KvDtype;
+
+    const LAYOUT: KvLayout =
+        KvLayout { block_size: 4, num_layers: 2, num_kv_heads: 1, head_dim: 8, dtype: KvDtype::F32 };
+
+    #[test]
+    fn a_peer_that_maps_the_descriptor_sees_the_bytes() {
+        let ours = BlockStorage::new(LAYOUT, 3).unwrap();
+        let fd = ours.fd().try_clone_to_owned().unwrap();
+        let theirs = BlockStorage::from_fd(fd, LAYOUT, 3).unwrap();
+        // SAFETY: this test is the only user of both mappings.
+        unsafe {
+            theirs.layer_mut(BlockId(2), 1).fill(7);
+            assert!(ours.layer(BlockId(2), 1).iter().all(|&byte| byte == 7));
+            assert!(ours.layer(BlockId(2), 0).iter().all(|&byte| byte == 0));
+            assert!(ours.layer(BlockId(1), 1).iter().all(|&byte| byte == 0));
+        }
+    }
+
+    #[test]
+    fn memory_of_another_size_is_refused() {
+        let ours = BlockStorage::new(LAYOUT, 3).unwrap();
+        let fd = ours.fd().try_clone_to_owned().unwrap();
+        let error = BlockStorage::from_fd(fd, LAYOUT, 4).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+    }
+
+    #[test]
+    fn an_ordinary_file_is_refused() {
+        let file = std::fs::File::open("/dev/null").unwrap();
+        assert!(BlockStorage::from_fd(file.into(), LAYOUT, 3).is_err());
+    }
+
+    #[test]
+    #[should_panic(expected = "no piece b3/0")]
+    fn a_block_that_does_not_exist_has_no_place() {
+        BlockStorage::new(LAYOUT, 3).unwrap().layer_ptr(BlockId(3), 0);
+    }
+}

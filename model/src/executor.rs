@@ -1,0 +1,67 @@
+//! The seam between the engine and whatever computes: a [`Batch`] in, logits out.
+//!
+//! An executor knows tokens, positions and blocks. It does not know requests, sampling or why a
+//! batch looks as it does.
+
+use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
+
+/// Sequences to advance in one step.
+#[derive(Clone, Debug, Default)]
+pub struct Batch<'a> {
+    /// In the order in which their logits come back.
+    pub sequences: Vec<BatchSequence<'a>>,
+}
+
+/// The next `tokens` of one sequence: a chunk of a prompt, or the one token decoded last.
+#[derive(Clone, Copy, Debug)]
+pub struct BatchSequence<'a> {
+    /// Tokens whose KV is computed in this step; at least one.
+    pub tokens: &'a [u32],
+    /// Position of the first of them: as many tokens lie in the cache already.
+    pub start_idx: usize,
+    /// Blocks of the whole sequence, enough for `start_idx + tokens.len()` tokens.
+    pub blocks: &'a [BlockId],
+    /// Whether the logits that follow the last of `tokens` are wanted.
+    pub wants_logits: bool,
+}
+
+/// Computes forward passes of one model over one block storage.
+///
+/// The result for a sequence is a function of that sequence alone: bit for bit the same whatever
+/// else is in the batch and however its tokens are cut into chunks.
+pub trait Executor: Send {
+    /// The layout that the KV of this model has in blocks.
+    fn kv_layout(&self) -> KvLayout;
+
+    /// Token ids are below this; a row of logits has this many.
+    fn vocab_size(&self) -> usize;
+
+    /// Runs one step: writes the KV of every token of the batch into its blocks and returns, row by
+    /// row, the logits of the sequences that want them (`[num_wanted][vocab_size]`).
+    ///
+    /// `on_layer(layer_idx)` is called when the KV of that layer has been written for the whole
+    /// batch, while later layers are still to come: the layer-wise push begins there.
+    ///
+    /// # Errors
+    /// When the device failed. The contents of the blocks that the batch writes are then unspecified.
+    ///
+    /// # Safety
+    /// Nobody else writes the blocks of the batch during the call, and nobody reads the places of
+    /// the tokens it computes before `on_layer` named their layer.
+    unsafe fn execute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<&[f32], ExecuteError>;
+}
+
+/// The device failed; the engine cannot go on with this executor.
+#[derive(Debug, thiserror::Error)]
+#[error("{device}: {message}")]
+pub struct ExecuteError {
+    /// "cpu", "cuda:0".
+    pub device: String,
+    /// What it said.
+    pub message: String,
+}

@@ -1,0 +1,1 @@
+//! The prefill worker: its service, and run(config).

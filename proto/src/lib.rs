@@ -1,0 +1,24 @@
+//! The protocol's types, generated from the `.proto` files beside this folder. No logic lives here:
+//! services convert to and from these types at their edge.
+#![forbid(unsafe_code)]
+#![allow(missing_docs, unreachable_pub)] // generated; the comments are in the .proto files
+
+// The nesting of the packages: generated code refers to its neighbours by `super`.
+mod baton {
+    pub mod v1 {
+        tonic::include_proto!("baton.v1");
+    }
+    pub mod worker {
+        pub mod v1 {
+            tonic::include_proto!("baton.worker.v1");
+        }
+    }
+}
+
+/// What clients call.
+pub use baton::v1;
+/// What the router asks of workers, and workers of each other.
+pub use baton::worker::v1 as worker;
+
+/// Every file above as an encoded `FileDescriptorSet`, for gRPC reflection.
+pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));

@@ -1,0 +1,1 @@
+//! The router: HTTP and gRPC edge, tokenising, planning, retries.

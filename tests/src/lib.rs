@@ -1,0 +1,1 @@
+//! Whole-system tests: a cluster harness, faults, parity.

@@ -1,0 +1,2 @@
+//! Checks and set-up of the workspace.
+fn main() {}
