@@ -1,1 +1,32 @@
-//! Who is there: worker records and the ways to discover them.
+//! Who is there: worker records ([`WorkerRecord`]) and the ways to discover them.
+//!
+//! A worker calls [`register`] and stays known until it withdraws. A router calls [`watch()`] and reads
+//! the newest [`Members`]. Whichever way is configured ([`DiscoveryConfig`]):
+//!
+//! - Losing the discovery service changes nothing: the last known membership stays, and registration
+//!   is renewed when the service returns, however long that takes.
+//! - A worker whose KV format differs from its model's is refused, with a sentence that says in what.
+//!
+//! This crate does not know whether a worker answers, how busy it is, or who should serve a request.
+#![forbid(unsafe_code)]
+
+mod backoff;
+mod config;
+mod discovery;
+mod embedded;
+mod etcd;
+mod fixed;
+mod members;
+mod record;
+mod registration;
+#[cfg(test)]
+mod testing;
+
+pub use config::{DiscoveryConfig, DiscoveryError, EtcdAuth, EtcdConfig, EtcdTls};
+pub use discovery::{Discovery, watch};
+pub use embedded::RegistryService;
+pub use members::{Members, Membership, Refusal};
+pub use record::{
+    Capacity, RecordError, Role, WorkerId, WorkerRecord, kv_format_from_proto, kv_format_to_proto,
+};
+pub use registration::{Registration, RegistrationState, register};

@@ -1,0 +1,185 @@
+//! How discovery is configured. Plain data; the layers of flags, environment and file are `cli`'s.
+
+use std::{path::PathBuf, time::Duration};
+
+use serde::{Deserialize, Serialize};
+
+/// Where workers announce themselves and the router looks for them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase", tag = "kind")]
+pub enum DiscoveryConfig {
+    /// Inside the router. No further service is needed.
+    Embedded {
+        /// The router's address, `http://host:port`. Only workers use it.
+        router: String,
+    },
+    /// An etcd cluster. Routers and workers survive each other.
+    Etcd(EtcdConfig),
+    /// A fixed list, which the router asks one by one.
+    Static {
+        /// Addresses of workers, `http://host:port`. Only the router uses it.
+        workers: Vec<String>,
+    },
+}
+
+/// How to reach etcd.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EtcdConfig {
+    /// `http://host:port` or `https://host:port`, at least one.
+    pub endpoints: Vec<String>,
+    /// What keys begin with; a worker's is `<prefix>/workers/<id>`.
+    pub prefix: String,
+    /// How long a worker that fell silent stays registered. Whole seconds, at least 2.
+    pub lease_ttl: Duration,
+    /// Certificates, for `https`.
+    pub tls: Option<EtcdTls>,
+    /// User name and password, when etcd has authentication switched on.
+    pub auth: Option<EtcdAuth>,
+}
+
+impl Default for EtcdConfig {
+    fn default() -> EtcdConfig {
+        EtcdConfig {
+            endpoints: vec!["http://127.0.0.1:2379".into()],
+            prefix: "/baton".into(),
+            lease_ttl: Duration::from_secs(5),
+            tls: None,
+            auth: None,
+        }
+    }
+}
+
+/// Certificates in PEM files.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EtcdTls {
+    /// Certificate authority that signed etcd's certificate.
+    pub ca: Option<PathBuf>,
+    /// This process's certificate, when etcd asks for one.
+    pub cert: Option<PathBuf>,
+    /// The key of `cert`.
+    pub key: Option<PathBuf>,
+    /// Name in etcd's certificate, when it is not the host of the endpoint.
+    pub domain: Option<String>,
+}
+
+/// A user of etcd.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EtcdAuth {
+    /// User name.
+    pub user: String,
+    /// Password; never printed.
+    #[serde(skip_serializing)]
+    pub password: String,
+}
+
+impl std::fmt::Debug for EtcdAuth {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("EtcdAuth").field("user", &self.user).finish_non_exhaustive()
+    }
+}
+
+/// A configuration that cannot work.
+#[derive(Debug, thiserror::Error)]
+pub enum DiscoveryError {
+    /// A value is wrong.
+    #[error("discovery: {0}")]
+    Config(String),
+    /// A certificate file cannot be read.
+    #[error("discovery: cannot read {path}: {source}")]
+    File {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+impl DiscoveryConfig {
+    /// Checks every value that can be checked without the network.
+    ///
+    /// # Errors
+    /// Says which value is wrong and what is expected. [`register`](crate::register) and
+    /// [`discover`](crate::discover) ask more: that the part they use is there.
+    pub fn validate(&self) -> Result<(), DiscoveryError> {
+        match self {
+            DiscoveryConfig::Embedded { router } if router.is_empty() => Ok(()),
+            DiscoveryConfig::Embedded { router } => url("router", router),
+            DiscoveryConfig::Static { workers } => {
+                workers.iter().try_for_each(|address| url("worker", address))
+            }
+            DiscoveryConfig::Etcd(etcd) => etcd.validate(),
+        }
+    }
+}
+
+impl EtcdConfig {
+    fn validate(&self) -> Result<(), DiscoveryError> {
+        if self.endpoints.is_empty() {
+            return Err(DiscoveryError::Config("etcd needs at least one endpoint, http://host:port".into()));
+        }
+        self.endpoints.iter().try_for_each(|endpoint| url("etcd endpoint", endpoint))?;
+        if self.endpoints.iter().any(|endpoint| endpoint.starts_with("http://")) && self.tls.is_some() {
+            let message = "etcd has TLS options but an endpoint is http://; write https://";
+            return Err(DiscoveryError::Config(message.into()));
+        }
+        if self.lease_ttl < Duration::from_secs(2) || self.lease_ttl.subsec_nanos() != 0 {
+            let message = format!("etcd lease ttl is {:?}; whole seconds, at least 2", self.lease_ttl);
+            return Err(DiscoveryError::Config(message));
+        }
+        if let Some(tls) = &self.tls
+            && tls.cert.is_some() != tls.key.is_some()
+        {
+            return Err(DiscoveryError::Config("etcd: a certificate and its key come together".into()));
+        }
+        Ok(())
+    }
+
+    /// `<prefix>/workers/`.
+    pub(crate) fn workers_prefix(&self) -> String {
+        format!("{}/workers/", self.prefix.trim_end_matches('/'))
+    }
+}
+
+pub(crate) fn url(what: &str, address: &str) -> Result<(), DiscoveryError> {
+    let wrong = || DiscoveryError::Config(format!("{what} is {address:?}, expected http://host:port"));
+    let uri = address.parse::<tonic::transport::Uri>().map_err(|_| wrong())?;
+    let scheme = uri.scheme_str().is_some_and(|scheme| scheme == "http" || scheme == "https");
+    let host = uri.host().is_some_and(|host| !host.is_empty());
+    if scheme && host { Ok(()) } else { Err(wrong()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wrong_values_are_named() {
+        let etcd = |change: fn(&mut EtcdConfig)| {
+            let mut config = EtcdConfig::default();
+            change(&mut config);
+            DiscoveryConfig::Etcd(config)
+        };
+        let cases = [
+            (DiscoveryConfig::Embedded { router: "router:80".into() }, "router is \"router:80\""),
+            (DiscoveryConfig::Static { workers: vec!["ftp://x".into()] }, "worker is \"ftp://x\""),
+            (etcd(|c| c.endpoints.clear()), "at least one endpoint"),
+            (etcd(|c| c.lease_ttl = Duration::from_millis(2500)), "whole seconds"),
+            (etcd(|c| c.tls = Some(EtcdTls::default())), "write https://"),
+        ];
+        for (config, expected) in cases {
+            let error = config.validate().unwrap_err().to_string();
+            assert!(error.contains(expected), "{error:?} does not say {expected:?}");
+        }
+        assert!(DiscoveryConfig::Etcd(EtcdConfig::default()).validate().is_ok());
+    }
+
+    #[test]
+    fn a_password_is_not_printed() {
+        let auth = EtcdAuth { user: "u".into(), password: "secret".into() };
+        assert!(!format!("{auth:?}").contains("secret"));
+        assert!(!serde_json::to_string(&auth).unwrap().contains("secret"));
+    }
+}

@@ -1,0 +1,110 @@
+//! The worker's half: holds the stream open, and opens it again whenever it ends.
+
+use std::time::Duration;
+
+use baton_proto::worker::{self as proto, registry_client::RegistryClient};
+use tokio::{
+    sync::mpsc,
+    time::{sleep, timeout},
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{
+    Status,
+    transport::{Channel, Endpoint},
+};
+
+use crate::{
+    DiscoveryError, RegistrationState, WorkerRecord, backoff::Backoff, config::url, registration::Report,
+};
+
+/// A router that accepts a connection and then says nothing is as good as none.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+const BACKOFF_LIMIT: Duration = Duration::from_secs(2);
+
+/// Registers one worker with one router.
+pub(crate) struct Registrar {
+    channel: Channel,
+    record: WorkerRecord,
+    report: Report,
+}
+
+/// Why a session ended.
+enum End {
+    Withdrawn,
+    Lost(Status),
+    Refused(String),
+}
+
+impl Registrar {
+    pub(crate) fn new(
+        router: &str,
+        record: WorkerRecord,
+        report: Report,
+    ) -> Result<Registrar, DiscoveryError> {
+        url("router", router)?;
+        let endpoint = Endpoint::from_shared(router.to_owned())
+            .map_err(|error| DiscoveryError::Config(format!("router is {router:?}: {error}")))?
+            .connect_timeout(Duration::from_secs(2))
+            .http2_keep_alive_interval(Duration::from_secs(1))
+            .keep_alive_timeout(Duration::from_secs(2))
+            .keep_alive_while_idle(true);
+        Ok(Registrar { channel: endpoint.connect_lazy(), record, report })
+    }
+
+    pub(crate) async fn run(mut self, withdraw: CancellationToken) {
+        let mut backoff = Backoff::new(BACKOFF_LIMIT);
+        loop {
+            match self.session(&withdraw, &mut backoff).await {
+                End::Withdrawn => return,
+                End::Lost(status) => self.report.searching(status.message()),
+                End::Refused(reason) => self.report.set(RegistrationState::Refused(reason)),
+            }
+            tokio::select! {
+                () = withdraw.cancelled() => return,
+                () = sleep(backoff.next()) => {}
+            }
+        }
+    }
+
+    async fn session(&mut self, withdraw: &CancellationToken, backoff: &mut Backoff) -> End {
+        // One message: the record. The sender's life is the stream's.
+        let (records, outbound) = mpsc::channel(1);
+        let record = proto::WorkerRecord::from(&self.record);
+        records.try_send(record).expect("the channel is new and has room for one");
+        let mut client = RegistryClient::new(self.channel.clone());
+        let opened = tokio::select! {
+            () = withdraw.cancelled() => return End::Withdrawn,
+            opened = timeout(ANSWER_TIMEOUT, async {
+                let mut answers = client.register(ReceiverStream::new(outbound)).await?.into_inner();
+                let first = answers.message().await?;
+                Ok::<_, Status>((answers, first))
+            }) => opened,
+        };
+        let mut answers = match opened {
+            Err(_) => return End::Lost(Status::deadline_exceeded("the router does not answer")),
+            Ok(Err(status)) => return End::Lost(status),
+            Ok(Ok((_, None))) => return End::Lost(Status::unavailable("the router closed the stream")),
+            Ok(Ok((_, Some(first)))) if !first.refused.is_empty() => return End::Refused(first.refused),
+            Ok(Ok((answers, Some(_)))) => answers,
+        };
+        backoff.reset();
+        self.report.set(RegistrationState::Registered);
+        loop {
+            tokio::select! {
+                () = withdraw.cancelled() => {
+                    // Half-closing ends the lease; the router's end of stream says that it has.
+                    drop(records);
+                    let _ = timeout(ANSWER_TIMEOUT, async { while let Ok(Some(_)) = answers.message().await {} }).await;
+                    return End::Withdrawn;
+                }
+                answer = answers.message() => match answer {
+                    Ok(Some(answer)) if answer.refused.is_empty() => {}
+                    Ok(Some(answer)) => return End::Refused(answer.refused),
+                    Ok(None) => return End::Lost(Status::unavailable("the router closed the stream")),
+                    Err(status) => return End::Lost(status),
+                }
+            }
+        }
+    }
+}

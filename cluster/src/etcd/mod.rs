@@ -1,0 +1,96 @@
+//! Discovery through etcd: one key per worker, held by a lease, watched by prefix.
+//!
+//! ```text
+//! <prefix>/workers/<id>  =  the WorkerRecord as JSON     while the worker is registered
+//!                           nothing (an empty value)     for a moment, when it withdraws
+//! ```
+//! The empty value tells a worker that left from one whose lease ran out. The latter may be alive: an
+//! etcd that stood still for longer than the lease forgets everybody at once.
+
+mod registrar;
+#[cfg(test)]
+mod tests;
+mod watcher;
+
+use std::time::Duration;
+
+use etcd_client::{Certificate, Client, ConnectOptions, Identity, TlsOptions};
+use tokio::time::timeout;
+
+pub(crate) use registrar::Registrar;
+pub(crate) use watcher::Watcher;
+
+use crate::{DiscoveryError, EtcdConfig, EtcdTls};
+
+/// For each call; etcd answers within milliseconds or has a problem.
+const CALL_TIMEOUT: Duration = Duration::from_secs(3);
+/// etcd closes connections that are pinged more often than every 5 s.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(6);
+const BACKOFF_LIMIT: Duration = Duration::from_secs(2);
+
+/// How to connect; certificates are read once, at start.
+struct Connector {
+    endpoints: Vec<String>,
+    options: ConnectOptions,
+}
+
+impl Connector {
+    fn new(config: &EtcdConfig) -> Result<Connector, DiscoveryError> {
+        let mut options = ConnectOptions::new()
+            .with_connect_timeout(CALL_TIMEOUT)
+            .with_timeout(CALL_TIMEOUT)
+            .with_keep_alive(KEEP_ALIVE_INTERVAL, CALL_TIMEOUT)
+            .with_keep_alive_while_idle(true)
+            // A member cut off from the others says so instead of showing an old view.
+            .with_require_leader(true);
+        if let Some(auth) = &config.auth {
+            options = options.with_user(&auth.user, &auth.password).with_auto_token_refresh(true);
+        }
+        if let Some(tls) = &config.tls {
+            options = options.with_tls(tls_options(tls)?);
+        }
+        Ok(Connector { endpoints: config.endpoints.clone(), options })
+    }
+
+    async fn connect(&self) -> Result<Client, Lost> {
+        in_time(Client::connect(&self.endpoints, Some(self.options.clone()))).await
+    }
+}
+
+fn tls_options(tls: &EtcdTls) -> Result<TlsOptions, DiscoveryError> {
+    let read = |path: &std::path::PathBuf| {
+        std::fs::read(path).map_err(|source| DiscoveryError::File { path: path.clone(), source })
+    };
+    let mut options = TlsOptions::new();
+    if let Some(ca) = &tls.ca {
+        options = options.ca_certificate(Certificate::from_pem(read(ca)?));
+    }
+    if let (Some(cert), Some(key)) = (&tls.cert, &tls.key) {
+        options = options.identity(Identity::from_pem(read(cert)?, read(key)?));
+    }
+    if let Some(domain) = &tls.domain {
+        options = options.domain_name(domain);
+    }
+    Ok(options)
+}
+
+/// etcd, or our place in it, is lost for now.
+#[derive(Debug, thiserror::Error)]
+enum Lost {
+    #[error("etcd: {0}")]
+    Call(#[from] etcd_client::Error),
+    #[error("etcd does not answer")]
+    Silent,
+    #[error("etcd closed the stream")]
+    Closed,
+    #[error("the lease expired while etcd or this worker stood still")]
+    Expired,
+    #[error("the worker's key has gone from etcd")]
+    KeyGone,
+    #[error("etcd ended the watch: {0}")]
+    WatchEnded(String),
+}
+
+async fn in_time<T>(call: impl Future<Output = Result<T, etcd_client::Error>>) -> Result<T, Lost> {
+    timeout(CALL_TIMEOUT, call).await.map_err(|_| Lost::Silent)?.map_err(Lost::Call)
+}

@@ -1,0 +1,140 @@
+//! The worker's side: a key under a lease, kept alive, and made anew whenever either is lost.
+
+use std::time::Duration;
+
+use etcd_client::{Client, GetOptions, PutOptions};
+use tokio::time::{Instant, sleep, sleep_until};
+use tokio_util::sync::CancellationToken;
+
+use super::{BACKOFF_LIMIT, Connector, Lost, in_time};
+use crate::{
+    DiscoveryError, EtcdConfig, Refusal, RegistrationState, WorkerRecord, backoff::Backoff, members::Roster,
+    registration::Report,
+};
+
+/// Registers one worker.
+pub(crate) struct Registrar {
+    connector: Connector,
+    prefix: String,
+    ttl: Duration,
+    record: WorkerRecord,
+    report: Report,
+}
+
+/// Why a session ended without being lost.
+enum End {
+    Withdrawn,
+    Refused(Refusal),
+}
+
+impl Registrar {
+    pub(crate) fn new(
+        config: &EtcdConfig,
+        record: WorkerRecord,
+        report: Report,
+    ) -> Result<Registrar, DiscoveryError> {
+        Ok(Registrar {
+            connector: Connector::new(config)?,
+            prefix: config.workers_prefix(),
+            ttl: config.lease_ttl,
+            record,
+            report,
+        })
+    }
+
+    pub(crate) async fn run(mut self, withdraw: CancellationToken) {
+        let mut backoff = Backoff::new(BACKOFF_LIMIT);
+        loop {
+            match self.session(&withdraw, &mut backoff).await {
+                Ok(End::Withdrawn) => return,
+                Ok(End::Refused(refusal)) => {
+                    self.report.set(RegistrationState::Refused(refusal.to_string()));
+                }
+                Err(lost) => self.report.searching(lost),
+            }
+            tokio::select! {
+                () = withdraw.cancelled() => return,
+                () = sleep(backoff.next()) => {}
+            }
+        }
+    }
+
+    async fn session(&mut self, withdraw: &CancellationToken, backoff: &mut Backoff) -> Result<End, Lost> {
+        let entered = tokio::select! {
+            () = withdraw.cancelled() => return Ok(End::Withdrawn),
+            entered = self.enter() => entered?,
+        };
+        let (mut client, lease) = match entered {
+            Ok(entered) => entered,
+            Err(refusal) => return Ok(End::Refused(refusal)),
+        };
+        backoff.reset();
+        self.report.set(RegistrationState::Registered);
+        tokio::select! {
+            () = withdraw.cancelled() => {
+                // Whoever watches learns of the departure at once; the lease would end it too.
+                let _ = in_time(client.put(self.key(), "", Some(PutOptions::new().with_lease(lease)))).await;
+                let _ = in_time(client.lease_revoke(lease)).await;
+                Ok(End::Withdrawn)
+            }
+            lost = self.keep_alive(client.clone(), lease) => Err(lost),
+        }
+    }
+
+    /// Writes the key, unless a worker that is there has a reason against it.
+    async fn enter(&self) -> Result<Result<(Client, i64), Refusal>, Lost> {
+        let mut client = self.connector.connect().await?;
+        let listed = in_time(client.get(self.prefix.as_str(), Some(GetOptions::new().with_prefix()))).await?;
+        let mut present: Vec<_> = listed.kvs().iter().collect();
+        present.sort_by_key(|kv| kv.create_revision());
+        let mut roster = Roster::default();
+        for record in present.iter().filter_map(|kv| WorkerRecord::from_json(kv.value()).ok()) {
+            roster.insert(record);
+        }
+        if let Some(holder) = roster.get(&self.record.id)
+            && holder.incarnation != self.record.incarnation
+            && holder.address != self.record.address
+        {
+            let address = holder.address.clone();
+            return Ok(Err(Refusal::Taken { id: self.record.id.0.clone(), address }));
+        }
+        if let Some(refusal) = roster.refusal(&self.record) {
+            return Ok(Err(refusal));
+        }
+        let lease = in_time(client.lease_grant(self.ttl.as_secs() as i64, None)).await?.id();
+        let options = PutOptions::new().with_lease(lease);
+        in_time(client.put(self.key(), self.record.to_json(), Some(options))).await?;
+        Ok(Ok((client, lease)))
+    }
+
+    /// Three times within the life of the lease; returns when lease or key are lost.
+    async fn keep_alive(&self, mut client: Client, lease: i64) -> Lost {
+        let lost = async {
+            let (mut keeper, mut answers) = in_time(client.lease_keep_alive(lease)).await?;
+            let mut next = Instant::now();
+            loop {
+                next += self.ttl / 3;
+                sleep_until(next).await;
+                in_time(keeper.keep_alive()).await?;
+                let answer = in_time(answers.message()).await?.ok_or(Lost::Closed)?;
+                if answer.ttl() <= 0 {
+                    return Err(Lost::Expired);
+                }
+                // A lease can outlive its key: somebody may have deleted it.
+                let held = in_time(client.get(self.key(), None)).await?;
+                if !held.kvs().first().is_some_and(|kv| kv.value() == self.record.to_json()) {
+                    return Err(Lost::KeyGone);
+                }
+                next = next.max(Instant::now() - self.ttl / 3);
+            }
+        };
+        let result: Result<std::convert::Infallible, Lost> = lost.await;
+        match result {
+            Err(lost) => lost,
+        }
+    }
+
+    fn key(&self) -> String {
+        format!("{}{}", self.prefix, self.record.id)
+    }
+}

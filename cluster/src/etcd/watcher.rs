@@ -1,0 +1,222 @@
+//! The router's side: the list of keys, then every change after it.
+//!
+//! ```text
+//! connect -> list at revision r -> watch from r + 1 -> ... -> broken: keep what is known, connect again
+//!              ^                                          |
+//!              +---------- compacted ---------------------+
+//! ```
+//! After a lost connection the list is read anew instead of resuming at the last revision: an etcd that
+//! came back with an empty directory counts from 1, and a watch from a revision that lies in its future
+//! would wait there in silence.
+
+use std::{
+    collections::{HashMap, HashSet},
+    time::Duration,
+};
+
+use etcd_client::{Client, EventType, GetOptions, WatchOptions, WatchResponse};
+use tokio::time::{Instant, sleep, sleep_until};
+use tokio_util::sync::CancellationToken;
+
+use super::{BACKOFF_LIMIT, Connector, Lost, in_time};
+use crate::{
+    DiscoveryError, EtcdConfig, Membership, WorkerId, WorkerRecord,
+    backoff::Backoff,
+    members::{Publisher, Roster},
+};
+
+/// Keeps the membership equal to what etcd holds.
+pub(crate) struct Watcher {
+    connector: Connector,
+    prefix: String,
+    ttl: Duration,
+    known: Known,
+}
+
+/// What is published, and who of it etcd no longer holds.
+struct Known {
+    roster: Roster,
+    publisher: Publisher,
+    /// Workers whose key has gone without a word, and until when they may come back. A lease that
+    /// expired is not yet a worker that died.
+    suspects: HashMap<WorkerId, Instant>,
+}
+
+impl Watcher {
+    pub(crate) fn new(config: &EtcdConfig) -> Result<Watcher, DiscoveryError> {
+        Ok(Watcher {
+            connector: Connector::new(config)?,
+            prefix: config.workers_prefix(),
+            ttl: config.lease_ttl,
+            known: Known { roster: Roster::default(), publisher: Publisher::new(), suspects: HashMap::new() },
+        })
+    }
+
+    pub(crate) fn members(&self) -> Membership {
+        self.known.publisher.subscribe()
+    }
+
+    pub(crate) async fn run(mut self, stop: CancellationToken) {
+        let mut backoff = Backoff::new(BACKOFF_LIMIT);
+        let mut lost_before = false;
+        loop {
+            let lost = tokio::select! {
+                () = stop.cancelled() => return,
+                lost = self.session(&mut backoff, &mut lost_before) => lost,
+            };
+            if !lost_before {
+                tracing::warn!(problem = %lost, "discovery lost; going on with the workers known last");
+                lost_before = true;
+            }
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = sleep(backoff.next()) => {}
+            }
+        }
+    }
+
+    /// Follows etcd until it is lost.
+    async fn session(&mut self, backoff: &mut Backoff, lost_before: &mut bool) -> Lost {
+        let followed: Result<std::convert::Infallible, Lost> = async {
+            let mut client = self.connector.connect().await?;
+            loop {
+                let revision = self.list(&mut client).await?;
+                backoff.reset();
+                if std::mem::take(lost_before) {
+                    tracing::info!("discovery is back");
+                }
+                self.follow(&mut client, revision + 1).await?;
+            }
+        }
+        .await;
+        match followed {
+            Err(lost) => lost,
+        }
+    }
+
+    /// Reads every key; the revision at which that was true.
+    async fn list(&mut self, client: &mut Client) -> Result<i64, Lost> {
+        let listed = in_time(client.get(self.prefix.as_str(), Some(GetOptions::new().with_prefix()))).await?;
+        let mut present: Vec<_> = listed.kvs().iter().collect();
+        // Who came first decides the KV format.
+        present.sort_by_key(|kv| kv.create_revision());
+        let mut seen = HashSet::new();
+        for kv in present {
+            seen.extend(self.known.put(&self.prefix, kv.key(), kv.value()));
+        }
+        let until = Instant::now() + 2 * self.ttl;
+        self.known.suspects.clear();
+        self.known.suspect(|id| !seen.contains(id), until);
+        self.known.publish();
+        Ok(listed.header().map_or(0, |header| header.revision()))
+    }
+
+    /// Applies changes from `revision` on; returns when etcd has compacted them away.
+    async fn follow(&mut self, client: &mut Client, mut revision: i64) -> Result<(), Lost> {
+        loop {
+            let options = WatchOptions::new().with_prefix().with_start_revision(revision);
+            let mut changes = in_time(client.watch(self.prefix.as_str(), Some(options))).await?;
+            loop {
+                let change = tokio::select! {
+                    change = changes.message() => change?.ok_or(Lost::Closed)?,
+                    () = wait_until(self.known.next_deadline()) => {
+                        self.known.give_up_suspects(Instant::now());
+                        continue;
+                    }
+                };
+                if change.compact_revision() > 0 {
+                    tracing::info!(revision, "etcd has compacted the changes; reading the list again");
+                    return Ok(());
+                }
+                if change.canceled() {
+                    return Err(Lost::WatchEnded(change.cancel_reason().to_owned()));
+                }
+                self.apply(&change);
+                // Nothing before this needs to be seen again.
+                revision = revision.max(change.header().map_or(0, |header| header.revision()) + 1);
+            }
+        }
+    }
+
+    fn apply(&mut self, change: &WatchResponse) {
+        for event in change.events() {
+            let Some(kv) = event.kv() else { continue };
+            match event.event_type() {
+                EventType::Put => {
+                    self.known.put(&self.prefix, kv.key(), kv.value());
+                }
+                EventType::Delete => {
+                    let gone = worker_id(&self.prefix, kv.key());
+                    self.known.suspect(|id| Some(id) == gone.as_ref(), Instant::now() + self.ttl);
+                }
+            }
+        }
+        self.known.publish();
+    }
+}
+
+impl Known {
+    /// Enters what a key holds; the worker's id unless it has left or cannot be understood.
+    fn put(&mut self, prefix: &str, key: &[u8], value: &[u8]) -> Option<WorkerId> {
+        let id = worker_id(prefix, key)?;
+        if value.is_empty() {
+            self.suspects.remove(&id);
+            self.roster.remove(&id);
+            return None;
+        }
+        match WorkerRecord::from_json(value) {
+            Ok(record) if record.id == id => {
+                self.suspects.remove(&id);
+                self.roster.insert(record);
+                Some(id)
+            }
+            Ok(record) => {
+                tracing::warn!(key = %id, record = %record.id, "etcd key and record name different workers");
+                None
+            }
+            Err(error) => {
+                tracing::warn!(key = %id, %error, "etcd holds something that is not a worker record");
+                None
+            }
+        }
+    }
+
+    fn suspect(&mut self, gone: impl Fn(&WorkerId) -> bool, until: Instant) {
+        for id in self.roster.ids().filter(|id| gone(id)) {
+            tracing::debug!(worker = %id, "the key has gone; waiting whether it returns");
+            self.suspects.entry(id.clone()).or_insert(until);
+        }
+    }
+
+    fn next_deadline(&self) -> Option<Instant> {
+        self.suspects.values().min().copied()
+    }
+
+    fn give_up_suspects(&mut self, now: Instant) {
+        let roster = &mut self.roster;
+        self.suspects.retain(|id, until| {
+            let keep = *until > now;
+            if !keep {
+                roster.remove(id);
+            }
+            keep
+        });
+        self.publish();
+    }
+
+    fn publish(&mut self) {
+        self.publisher.publish(&self.roster);
+    }
+}
+
+fn worker_id(prefix: &str, key: &[u8]) -> Option<WorkerId> {
+    let id = std::str::from_utf8(key).ok()?.strip_prefix(prefix)?;
+    (!id.is_empty()).then(|| WorkerId(id.to_owned()))
+}
+
+async fn wait_until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => sleep_until(deadline).await,
+        None => std::future::pending().await,
+    }
+}
