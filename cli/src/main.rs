@@ -1,2 +1,5 @@
 //! The `baton` binary.
-fn main() {}
+
+fn main() -> std::process::ExitCode {
+    baton_cli::main(std::env::args_os())
+}

@@ -1,0 +1,335 @@
+//! The command line: what a newcomer reads in `--help`.
+
+use std::{net::SocketAddr, path::PathBuf};
+
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+
+/// Serves large language models with prefill and decode on separate workers.
+///
+/// `baton up` starts everything on this machine. The other commands run one part of it.
+#[derive(Debug, Parser)]
+#[command(name = "baton", version, max_term_width = 100)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Start a router, a prefill worker and a decode worker on this machine, and keep them running.
+    Up(UpArgs),
+    /// Run a router: the HTTP and gRPC edge that plans where each request goes.
+    Router(RouterArgs),
+    /// Run a prefill worker: turns prompts into KV cache and their first token.
+    PrefillWorker(WorkerArgs),
+    /// Run a decode worker: owns requests and makes the rest of their tokens.
+    DecodeWorker(WorkerArgs),
+    /// Print a completion script for a shell.
+    Completions(CompletionsArgs),
+}
+
+#[derive(Debug, Args)]
+pub struct UpArgs {
+    /// Directory of a Hugging Face model. Without it: a tiny model that is part of this program.
+    pub model_dir: Option<PathBuf>,
+    /// Port of the HTTP and gRPC API.
+    #[arg(long, default_value_t = 8080, env = "BATON_PORT")]
+    pub port: u16,
+    /// Address to listen on; 0.0.0.0 lets other machines in.
+    #[arg(long, default_value = "127.0.0.1", env = "BATON_HOST")]
+    pub host: std::net::IpAddr,
+    /// Prefill workers to start. 0: decode workers prefill by themselves.
+    #[arg(long, value_name = "N", default_value_t = 1, env = "BATON_PREFILL")]
+    pub prefill: usize,
+    /// Decode workers to start.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one, env = "BATON_DECODE")]
+    pub decode: usize,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    #[command(flatten)]
+    pub log: LogArgs,
+    #[command(flatten)]
+    pub layers: LayerArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct RouterArgs {
+    /// Address and port of the HTTP and gRPC API.
+    #[arg(long, default_value = "127.0.0.1:8080", env = "BATON_LISTEN")]
+    pub listen: SocketAddr,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub discovery: DiscoveryArgs,
+    /// Addresses of the workers, for `--discovery static`: http://host:port, separated by commas.
+    #[arg(long, value_name = "URLS", value_delimiter = ',', env = "BATON_WORKERS")]
+    pub workers: Vec<String>,
+    /// Prompts with fewer tokens than this to compute are prefilled by the decode worker itself.
+    #[arg(long, value_name = "TOKENS", default_value_t = 32, env = "BATON_LOCAL_PREFILL_BELOW")]
+    pub local_prefill_below: usize,
+    /// Requests in flight at once; more are answered with 429.
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = at_least_one, env = "BATON_MAX_REQUESTS")]
+    pub max_requests: usize,
+    #[command(flatten)]
+    pub log: LogArgs,
+    #[command(flatten)]
+    pub layers: LayerArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct WorkerArgs {
+    /// Name of this worker among all. Default: role, host name and process id.
+    #[arg(long, env = "BATON_ID")]
+    pub id: Option<String>,
+    /// Address and port of its gRPC services, /metrics and probes. Port 0 takes a free one.
+    #[arg(long, default_value = "127.0.0.1:0", env = "BATON_LISTEN")]
+    pub listen: SocketAddr,
+    /// URL at which others reach `listen`. Default: the address it is bound to.
+    #[arg(long, value_name = "URL", env = "BATON_ADVERTISE")]
+    pub advertise: Option<String>,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub discovery: DiscoveryArgs,
+    /// URL of the router, for `--discovery embedded`.
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8080", env = "BATON_ROUTER")]
+    pub router: String,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Ways for KV blocks to travel, best first, separated by commas.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "shm,tcp", env = "BATON_TRANSPORTS")]
+    pub transports: Vec<Transport>,
+    /// Address and port at which a decode worker receives KV over TCP. Port 0 takes a free one.
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_DATA_LISTEN")]
+    pub data_listen: SocketAddr,
+    /// Host name or address at which others reach `data-listen`. Default: that of `advertise`.
+    #[arg(long, value_name = "HOST", env = "BATON_DATA_HOST")]
+    pub data_host: Option<String>,
+    /// Directory for the sockets of the shm transport. Default: a private one under the runtime directory.
+    #[arg(long, value_name = "DIR", env = "BATON_SHM_DIR")]
+    pub shm_dir: Option<PathBuf>,
+    /// Seconds within which one handoff must end.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, env = "BATON_HANDOFF_DEADLINE")]
+    pub handoff_deadline: u64,
+    /// Seconds that running requests get to finish after SIGTERM.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "BATON_DRAIN_TIMEOUT")]
+    pub drain_timeout: u64,
+    #[command(flatten)]
+    pub log: LogArgs,
+    #[command(flatten)]
+    pub layers: LayerArgs,
+}
+
+/// Which model, and under which name.
+#[derive(Clone, Debug, Args)]
+pub struct ModelArgs {
+    /// Directory of a Hugging Face model. Without it: a tiny model that is part of this program.
+    #[arg(long, value_name = "DIR", env = "BATON_MODEL")]
+    pub model: Option<PathBuf>,
+    /// Name that clients ask for. Default: the directory's name.
+    #[arg(long, value_name = "NAME", env = "BATON_MODEL_NAME")]
+    pub model_name: Option<String>,
+}
+
+/// How the parts find each other.
+#[derive(Clone, Debug, Args)]
+pub struct DiscoveryArgs {
+    /// How routers and workers find each other.
+    #[arg(long, value_enum, default_value_t = Discovery::Embedded, env = "BATON_DISCOVERY")]
+    pub discovery: Discovery,
+    /// URLs of etcd, separated by commas.
+    #[arg(long, value_name = "URLS", value_delimiter = ',', default_value = "http://127.0.0.1:2379", env = "BATON_ETCD_ENDPOINTS")]
+    pub etcd_endpoints: Vec<String>,
+    /// Prefix of every key in etcd: clusters with different prefixes do not see each other.
+    #[arg(long, value_name = "KEY", default_value = "/baton", env = "BATON_ETCD_PREFIX")]
+    pub etcd_prefix: String,
+    /// Seconds after which etcd forgets a worker that fell silent.
+    #[arg(long, value_name = "SECONDS", default_value_t = 5, env = "BATON_ETCD_LEASE_TTL")]
+    pub etcd_lease_ttl: u64,
+    /// User name for etcd.
+    #[arg(long, value_name = "NAME", env = "BATON_ETCD_USER")]
+    pub etcd_user: Option<String>,
+    /// File that holds the password for etcd.
+    #[arg(long, value_name = "FILE", env = "BATON_ETCD_PASSWORD_FILE")]
+    pub etcd_password_file: Option<PathBuf>,
+    /// Certificate authority (PEM) that etcd's certificate must come from.
+    #[arg(long, value_name = "FILE", env = "BATON_ETCD_CA")]
+    pub etcd_ca: Option<PathBuf>,
+    /// Client certificate (PEM) for etcd.
+    #[arg(long, value_name = "FILE", requires = "etcd_key", env = "BATON_ETCD_CERT")]
+    pub etcd_cert: Option<PathBuf>,
+    /// Key (PEM) of the client certificate.
+    #[arg(long, value_name = "FILE", requires = "etcd_cert", env = "BATON_ETCD_KEY")]
+    pub etcd_key: Option<PathBuf>,
+}
+
+/// How routers and workers find each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Discovery {
+    /// Workers register with the router; nothing else is needed.
+    Embedded,
+    /// Through etcd; several routers may share the workers.
+    Etcd,
+    /// The router is given a list of workers.
+    Static,
+}
+
+/// A way for KV blocks to travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Transport {
+    /// Shared memory, between processes of one user on one host.
+    Shm,
+    /// TCP.
+    Tcp,
+}
+
+/// The engine's sizes.
+#[derive(Clone, Debug, Args)]
+pub struct EngineArgs {
+    /// Memory for the KV cache of each worker, such as 512M or 4G.
+    #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_size, env = "BATON_KV_MEMORY")]
+    pub kv_memory: Size,
+    /// Tokens in a KV block.
+    #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = at_least_one, env = "BATON_BLOCK_SIZE")]
+    pub block_size: usize,
+    /// Type of KV elements: f32, f16 or bf16. Default: that of the weights.
+    #[arg(long, value_name = "TYPE", env = "BATON_KV_DTYPE")]
+    pub kv_dtype: Option<String>,
+    /// Sequences that run at once.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one, env = "BATON_MAX_RUNNING")]
+    pub max_running: usize,
+    /// Requests that may wait in a worker; more are refused.
+    #[arg(long, value_name = "N", default_value_t = 1024, env = "BATON_MAX_WAITING")]
+    pub max_waiting: usize,
+    /// Tokens that one step computes at most: the size of a prefill chunk.
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = at_least_one, env = "BATON_TOKEN_BUDGET")]
+    pub token_budget: usize,
+    /// Do not keep the KV of finished prompts for later ones that begin alike.
+    #[arg(long, env = "BATON_NO_PREFIX_CACHE")]
+    pub no_prefix_cache: bool,
+    /// Threads that compute. Default: one per core, at most 64.
+    #[arg(long, value_name = "N", value_parser = at_least_one, env = "BATON_THREADS")]
+    pub threads: Option<usize>,
+}
+
+/// What is logged, and where traces go.
+#[derive(Clone, Debug, Args)]
+pub struct LogArgs {
+    /// What to log: error, warn, info, debug, trace, or rules such as info,baton_router=debug.
+    #[arg(long, value_name = "FILTER", default_value = "info", env = "BATON_LOG")]
+    pub log: String,
+    /// How log lines look.
+    #[arg(long, value_enum, default_value_t = LogFormat::Pretty, env = "BATON_LOG_FORMAT")]
+    pub log_format: LogFormat,
+    /// Send traces to this OpenTelemetry collector (gRPC), such as http://127.0.0.1:4317.
+    #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
+    pub otlp_endpoint: Option<String>,
+}
+
+/// How log lines look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// For people, in colour on a terminal.
+    Pretty,
+    /// For people under a supervisor that prefixes lines: no time stamps.
+    Compact,
+    /// One JSON object a line, for machines.
+    Json,
+}
+
+impl LogFormat {
+    /// As `--log-format` takes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            LogFormat::Pretty => "pretty",
+            LogFormat::Compact => "compact",
+            LogFormat::Json => "json",
+        }
+    }
+}
+
+/// Where settings come from.
+#[derive(Clone, Debug, Args)]
+pub struct LayerArgs {
+    /// TOML file with a table for each role; flags and environment override it.
+    #[arg(long, value_name = "FILE", env = "BATON_CONFIG")]
+    pub config: Option<PathBuf>,
+    /// Print every setting with its value and where it came from, and stop.
+    #[arg(long)]
+    pub print_config: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct CompletionsArgs {
+    /// Shell to write the script for.
+    pub shell: clap_complete::Shell,
+}
+
+impl CompletionsArgs {
+    /// Writes the script to standard output.
+    pub fn print(&self) {
+        clap_complete::generate(self.shell, &mut Cli::command(), "baton", &mut std::io::stdout());
+    }
+}
+
+/// A number of bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Size(pub usize);
+
+impl std::fmt::Display for Size {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+fn parse_size(text: &str) -> Result<Size, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
+        "" | "B" => 0,
+        "K" | "KB" | "KIB" => 10,
+        "M" | "MB" | "MIB" => 20,
+        "G" | "GB" | "GIB" => 30,
+        "T" | "TB" | "TIB" => 40,
+        unit => return Err(format!("unknown unit '{unit}'; use K, M, G or T (powers of 1024)")),
+    };
+    let number: usize = digits.parse().map_err(|_| format!("'{digits}' is not a whole number"))?;
+    match number.checked_mul(1 << shift) {
+        Some(bytes) if bytes > 0 => Ok(Size(bytes)),
+        Some(_) => Err("must be more than 0".to_owned()),
+        None => Err("is more than this machine can address".to_owned()),
+    }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) => Err("must be at least 1".to_owned()),
+        Ok(number) => Ok(number),
+        Err(_) => Err("not a whole number".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn sizes() {
+        let cases = [
+            ("1", Ok(Size(1))),
+            ("512M", Ok(Size(512 << 20))),
+            ("4GiB", Ok(Size(4 << 30))),
+            ("2k", Ok(Size(2048))),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(parse_size(text), expected, "{text}");
+        }
+        for text in ["", "M", "0", "4X", "1.5G", "-1", "99999999999999T"] {
+            assert!(parse_size(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! What a newcomer reads when everything is up: where it is, and how to call it.
+
+use std::{net::SocketAddr, time::Duration};
+
+use http_body_util::{BodyExt, Empty};
+use hyper_util::{
+    client::legacy::{Client, connect::HttpConnector},
+    rt::TokioExecutor,
+};
+
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Waits until the router is ready with all workers, then prints.
+pub(super) async fn print_when_ready(address: SocketAddr, prefill: usize, decode: usize) {
+    let client = Client::builder(TokioExecutor::new()).build_http();
+    let base = base_url(address);
+    while !is_ready(&client, &base, prefill, decode).await {
+        tokio::time::sleep(POLL_INTERVAL).await;
+    }
+    let model = model_name(&client, &base).await.unwrap_or_default();
+    println!("{}", text(&base, &model));
+}
+
+type HttpClient = Client<HttpConnector, Empty<&'static [u8]>>;
+
+fn base_url(address: SocketAddr) -> String {
+    let host = if address.ip().is_unspecified() { "localhost".to_owned() } else { address.ip().to_string() };
+    let host = if host.contains(':') { format!("[{host}]") } else { host };
+    format!("http://{host}:{}", address.port())
+}
+
+async fn get(client: &HttpClient, url: &str) -> Option<serde_json::Value> {
+    let response = client.get(url.parse().ok()?).await.ok()?;
+    if !response.status().is_success() {
+        return None;
+    }
+    let body = response.into_body().collect().await.ok()?.to_bytes();
+    serde_json::from_slice(&body).ok()
+}
+
+async fn is_ready(client: &HttpClient, base: &str, prefill: usize, decode: usize) -> bool {
+    let Some(health) = get(client, &format!("{base}/health")).await else { return false };
+    let num = |role: &str| health["workers"][role].as_u64().unwrap_or(0) as usize;
+    num("prefill") >= prefill && num("decode") >= decode
+}
+
+async fn model_name(client: &HttpClient, base: &str) -> Option<String> {
+    let models = get(client, &format!("{base}/v1/models")).await?;
+    Some(models["data"][0]["id"].as_str()?.to_owned())
+}
+
+fn text(base: &str, model: &str) -> String {
+    let authority = base.trim_start_matches("http://");
+    format!(
+        r#"
+  Baton is ready: {base}  (model {model})
+
+  HTTP, OpenAI style:
+    curl -N {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
+      "model": "{model}", "stream": true, "max_tokens": 40, "temperature": 0,
+      "messages": [{{"role": "user", "content": "Mara keeps the red key. What does Mara keep?"}}]}}'
+
+  gRPC:
+    grpcurl -plaintext -d '{{"chat": {{"messages": [{{"role": "user", "content": "Hello!"}}]}},
+      "sampling": {{"max_tokens": 40}}}}' {authority} baton.v1.Inference/Generate
+
+  Or talk to it: baton chat{chat_flag}
+"#,
+        chat_flag = if base.ends_with(":8080") { String::new() } else { format!(" --url {base}") },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_url_is_one_that_can_be_called() {
+        let cases = [
+            ("127.0.0.1:8080", "http://127.0.0.1:8080"),
+            ("0.0.0.0:80", "http://localhost:80"),
+            ("[::1]:80", "http://[::1]:80"),
+        ];
+        for (address, expected) in cases {
+            assert_eq!(base_url(address.parse().unwrap()), expected);
+        }
+    }
+}

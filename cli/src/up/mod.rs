@@ -1,0 +1,162 @@
+//! `baton up`: a router and workers as separate processes under one supervisor.
+//!
+//! The supervisor knows commands and exit codes only. It starts the router first, so that the port
+//! answers at once, and stops it first, so that it can end its streams while workers still serve.
+
+mod banner;
+mod child;
+mod logs;
+
+use std::{net::SocketAddr, path::Path, time::Duration};
+
+use anyhow::{Context, bail};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use crate::{args::UpArgs, embedded_model};
+use child::{Child, Supervised};
+use logs::Logs;
+
+/// How long the router gets to end its streams before the workers are told to stop.
+const ROUTER_DRAIN: Duration = Duration::from_secs(10);
+
+/// Runs until Ctrl-C or SIGTERM, or until a part cannot be started.
+pub async fn run(args: UpArgs) -> anyhow::Result<()> {
+    let (model_dir, model_name) = match &args.model_dir {
+        Some(dir) => (dir.canonicalize().with_context(|| format!("model directory {}", dir.display()))?, None),
+        None => (embedded_model::directory()?, Some(embedded_model::NAME)),
+    };
+    let address = SocketAddr::new(args.host, args.port);
+    check_port_is_free(address)?;
+
+    let shutdown = crate::shutdown_signal()?;
+    let children = plan(&args, address, &model_dir, model_name);
+    let logs = Logs::new(children.iter().map(|child| child.name.len()).max().unwrap_or(0));
+    let mut children = children.into_iter();
+    let router = children.next().expect("the plan begins with the router");
+    let mut router = tokio::spawn(child::supervise(router, logs.clone(), shutdown.clone()));
+    // Workers outlive the router's drain: their token is cancelled below, once it is gone.
+    let stop_workers = CancellationToken::new();
+    let mut workers = JoinSet::new();
+    for child in children {
+        workers.spawn(child::supervise(child, logs.clone(), stop_workers.clone()));
+    }
+
+    let ready = tokio::spawn(banner::print_when_ready(address, args.prefill, args.decode));
+    let outcome = tokio::select! {
+        () = shutdown.cancelled() => Ok(()),
+        ended = &mut router => describe(ended?),
+        Some(ended) = workers.join_next() => describe(ended?),
+    };
+    ready.abort();
+
+    shutdown.cancel();
+    if !router.is_finished() {
+        logs.note("stopping; press Ctrl-C again to stop at once");
+        // One that does not end in time is killed when its task is dropped, with the runtime.
+        let _ = tokio::time::timeout(ROUTER_DRAIN, &mut router).await;
+    }
+    stop_workers.cancel();
+    while workers.join_next().await.is_some() {}
+    outcome
+}
+
+fn describe(ended: Supervised) -> anyhow::Result<()> {
+    match ended {
+        Supervised::Stopped => Ok(()),
+        Supervised::GaveUp(message) => bail!(message),
+    }
+}
+
+/// A clear message now beats a router that dies and is restarted for ever.
+fn check_port_is_free(address: SocketAddr) -> anyhow::Result<()> {
+    std::net::TcpListener::bind(address)
+        .map(drop)
+        .with_context(|| format!("cannot listen on {address}; is another server running? try --port"))
+}
+
+/// The processes to run, the router first.
+fn plan(args: &UpArgs, address: SocketAddr, model_dir: &Path, model_name: Option<&str>) -> Vec<Child> {
+    let mut common = vec!["--model".to_owned(), model_dir.display().to_string()];
+    if let Some(name) = model_name {
+        common.extend(["--model-name".to_owned(), name.to_owned()]);
+    }
+    common.extend(["--log".to_owned(), args.log.log.clone()]);
+    common.extend(["--log-format".to_owned(), "compact".to_owned()]);
+    if let Some(endpoint) = &args.log.otlp_endpoint {
+        common.extend(["--otlp-endpoint".to_owned(), endpoint.clone()]);
+    }
+
+    let mut router = vec!["router".to_owned(), "--listen".to_owned(), address.to_string()];
+    router.extend(common.clone());
+
+    // Workers reach the router on this machine whatever it listens on.
+    let local = match address {
+        SocketAddr::V4(_) => format!("http://127.0.0.1:{}", address.port()),
+        SocketAddr::V6(_) => format!("http://[::1]:{}", address.port()),
+    };
+    let mut worker = vec!["--router".to_owned(), local];
+    worker.extend(common);
+    worker.extend(engine_flags(args));
+
+    let mut children = vec![Child { name: "router".to_owned(), args: router }];
+    for (role, num) in [("prefill", args.prefill), ("decode", args.decode)] {
+        for idx in 0..num {
+            let name = format!("{role}-{idx}");
+            let mut args = vec![format!("{role}-worker"), "--id".to_owned(), name.clone()];
+            args.extend(worker.clone());
+            children.push(Child { name, args });
+        }
+    }
+    children
+}
+
+/// The engine's settings as the workers' flags; threads are divided among the workers.
+fn engine_flags(args: &UpArgs) -> Vec<String> {
+    let engine = &args.engine;
+    let mut flags: Vec<String> = [
+        ("--kv-memory", engine.kv_memory.to_string()),
+        ("--block-size", engine.block_size.to_string()),
+        ("--max-running", engine.max_running.to_string()),
+        ("--max-waiting", engine.max_waiting.to_string()),
+        ("--token-budget", engine.token_budget.to_string()),
+    ]
+    .into_iter()
+    .flat_map(|(flag, value)| [flag.to_owned(), value])
+    .collect();
+    if let Some(dtype) = &engine.kv_dtype {
+        flags.extend(["--kv-dtype".to_owned(), dtype.clone()]);
+    }
+    if engine.no_prefix_cache {
+        flags.push("--no-prefix-cache".to_owned());
+    }
+    if let Some(threads) = engine.threads {
+        flags.extend(["--threads".to_owned(), threads.to_string()]);
+    }
+    flags
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::{Cli, Command};
+
+    #[test]
+    fn every_planned_command_line_parses() {
+        let cli = Cli::parse_from(
+            "baton up --port 9 --prefill 2 --decode 2 --threads 1 --kv-dtype f32 --no-prefix-cache \
+             --otlp-endpoint http://127.0.0.1:4317"
+                .split_whitespace(),
+        );
+        let Command::Up(args) = cli.command else { panic!("not up") };
+        let children = plan(&args, "127.0.0.1:9".parse().unwrap(), Path::new("/model"), Some("tiny"));
+        let names: Vec<_> = children.iter().map(|child| child.name.as_str()).collect();
+        assert_eq!(names, ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]);
+        for child in &children {
+            let line = std::iter::once("baton".to_owned()).chain(child.args.clone());
+            Cli::try_parse_from(line).unwrap_or_else(|error| panic!("{}: {error}", child.name));
+        }
+    }
+}

@@ -1,1 +1,0 @@
-//! Whole-system tests: a cluster harness, faults, parity.

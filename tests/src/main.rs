@@ -1,0 +1,5 @@
+//! `baton`, as the whole-system tests start it.
+
+fn main() -> std::process::ExitCode {
+    baton_cli::main(std::env::args_os())
+}

@@ -1,0 +1,74 @@
+//! Every mistake gets a clear, typed answer, and leaves nothing behind.
+
+use serde_json::{Value, json};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+
+use crate::harness::Cluster;
+
+fn chat(changes: Value) -> Value {
+    let mut body = json!({"model": "baton-tiny", "messages": [{"role": "user", "content": "Hello!"}]});
+    for (key, value) in changes.as_object().expect("changes are an object") {
+        body[key] = value.clone();
+    }
+    body
+}
+
+fn completion(changes: Value) -> Value {
+    let mut body = json!({"model": "baton-tiny", "prompt": "Hello"});
+    for (key, value) in changes.as_object().expect("changes are an object") {
+        body[key] = value.clone();
+    }
+    body
+}
+
+#[tokio::test]
+async fn mistakes_are_named_in_openai_shape() {
+    let cluster = Cluster::new().start().await;
+    let long = "word ".repeat(6000);
+    // Path, body, status, and a word that the message must hold.
+    let cases = [
+        ("/v1/chat/completions", chat(json!({"temperature": -1})), 400, "temperature"),
+        ("/v1/chat/completions", chat(json!({"temperature": "hot"})), 400, "temperature"),
+        ("/v1/chat/completions", chat(json!({"n": 0})), 400, "n"),
+        ("/v1/chat/completions", chat(json!({"top_p": 1.5})), 400, "top_p"),
+        ("/v1/chat/completions", chat(json!({"max_tokens": -3})), 400, "max_tokens"),
+        ("/v1/chat/completions", chat(json!({"messages": []})), 400, "messages"),
+        ("/v1/chat/completions", chat(json!({"messages": "Hello"})), 400, "messages"),
+        ("/v1/chat/completions", chat(json!({"model": "gpt-4"})), 404, "gpt-4"),
+        ("/v1/chat/completions", chat(json!({"logit_bias": {"99999999": 1}})), 400, "logit_bias"),
+        ("/v1/completions", completion(json!({"prompt": [1, 99_999_999]})), 400, "99999999"),
+        ("/v1/completions", completion(json!({"prompt": long})), 400, "2048"),
+        ("/v1/completions", completion(json!({"prompt": 7})), 400, "prompt"),
+        ("/v1/completions", completion(json!({"stop": ["a"; 99]})), 400, "stop"),
+    ];
+    for (path, body, status, word) in cases {
+        let answer = cluster.http.post(path, &body).await.expect("the router answers");
+        let shown: String = answer.text.chars().take(300).collect();
+        assert_eq!(answer.status.as_u16(), status, "{shown}");
+        let error = &answer.json()["error"];
+        assert!(error["message"].as_str().is_some_and(|message| message.contains(word)), "{word}: {shown}");
+        assert!(error["type"].is_string(), "{shown}");
+    }
+    cluster.assert_all_blocks_free().await;
+}
+
+#[tokio::test]
+async fn half_a_request_and_then_silence_is_ended() {
+    let cluster = Cluster::new().start().await;
+    let address = cluster.base.trim_start_matches("http://").to_owned();
+    let halves = ["POST /v1/chat/comple", "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999\r\n\r\n{\"mod"];
+    for half in halves {
+        let mut socket = TcpStream::connect(&address).await.expect("the router listens");
+        socket.write_all(half.as_bytes()).await.expect("the router reads");
+        let mut rest = Vec::new();
+        // Ends when the router closes: that it does is the test.
+        let read = tokio::time::timeout(std::time::Duration::from_secs(90), socket.read_to_end(&mut rest));
+        read.await.expect("the router ends a silent request").ok();
+        let answer = String::from_utf8_lossy(&rest);
+        assert!(answer.is_empty() || answer.contains(" 408 ") || answer.contains(" 400 "), "{answer}");
+    }
+    cluster.assert_all_blocks_free().await;
+}

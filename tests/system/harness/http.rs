@@ -1,0 +1,105 @@
+//! A small HTTP client: JSON calls and streamed completions.
+
+use bytes::{Bytes, BytesMut};
+use http::{Request, StatusCode};
+use http_body_util::{BodyExt, Full};
+use hyper_util::{
+    client::legacy::{Client, connect::HttpConnector},
+    rt::TokioExecutor,
+};
+use serde_json::Value;
+
+/// Keeps connections open between calls. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Http {
+    client: Client<HttpConnector, Full<Bytes>>,
+    base: String,
+}
+
+/// An answer that was read whole.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) status: StatusCode,
+    pub(crate) text: String,
+}
+
+impl Answer {
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.text).unwrap_or_else(|error| panic!("{error} in {}", self.text))
+    }
+}
+
+impl Http {
+    pub(crate) fn new(base: String) -> Http {
+        Http { client: Client::builder(TokioExecutor::new()).build_http(), base }
+    }
+
+    pub(crate) async fn get(&self, path: &str) -> anyhow::Result<Answer> {
+        let request = Request::get(format!("{}{path}", self.base)).body(Full::default())?;
+        self.call(request).await
+    }
+
+    pub(crate) async fn post(&self, path: &str, body: &Value) -> anyhow::Result<Answer> {
+        self.call(self.json_request(path, body)).await
+    }
+
+    async fn call(&self, request: Request<Full<Bytes>>) -> anyhow::Result<Answer> {
+        let response = self.client.request(request).await?;
+        let status = response.status();
+        let body = response.into_body().collect().await?.to_bytes();
+        Ok(Answer { status, text: String::from_utf8(body.into())? })
+    }
+
+    fn json_request(&self, path: &str, body: &Value) -> Request<Full<Bytes>> {
+        Request::post(format!("{}{path}", self.base))
+            .header("content-type", "application/json")
+            .body(Full::from(body.to_string()))
+            .expect("a request of fixed parts is well-formed")
+    }
+
+    /// Begins a streamed completion; `body` says `"stream": true`.
+    pub(crate) async fn stream(&self, path: &str, body: &Value) -> anyhow::Result<Events> {
+        let response = self.client.request(self.json_request(path, body)).await?;
+        let status = response.status();
+        let body = response.into_body();
+        if !status.is_success() {
+            let text = body.collect().await?.to_bytes();
+            anyhow::bail!("{status}: {}", String::from_utf8_lossy(&text));
+        }
+        Ok(Events { body, buffer: BytesMut::new() })
+    }
+}
+
+/// The events of a stream. Dropping it closes the connection: the client went away.
+pub(crate) struct Events {
+    body: hyper::body::Incoming,
+    buffer: BytesMut,
+}
+
+
+impl Events {
+    /// The next event's JSON; `None` after `[DONE]`.
+    pub(crate) async fn next(&mut self) -> anyhow::Result<Option<Value>> {
+        loop {
+            if let Some(end) = self.buffer.windows(2).position(|window| window == b"\n\n") {
+                let event = self.buffer.split_to(end + 2);
+                let event = std::str::from_utf8(&event[..end])?;
+                let Some(data) = event.strip_prefix("data: ") else { continue };
+                if data == "[DONE]" {
+                    return Ok(None);
+                }
+                let value: Value = serde_json::from_str(data)?;
+                anyhow::ensure!(value.get("error").is_none(), "the stream failed: {value}");
+                return Ok(Some(value));
+            }
+            match self.body.frame().await {
+                Some(frame) => {
+                    if let Ok(data) = frame?.into_data() {
+                        self.buffer.extend_from_slice(&data);
+                    }
+                }
+                None => anyhow::bail!("the stream ended without [DONE]"),
+            }
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! A fluent cluster of real processes on loopback.
+//!
+//! ```text
+//! let cluster = Cluster::new().prefill(2).decode(1).start().await;
+//! let reply = cluster.chat("…").await;
+//! cluster.kill("prefill-0");
+//! ```
+
+mod etcd;
+mod http;
+mod process;
+
+use std::{collections::BTreeMap, path::Path, time::Duration};
+
+use baton_proto::v1::{LoadsRequest, WorkerLoad, inference_client::InferenceClient};
+use serde_json::{Value, json};
+use tokio::sync::{Mutex, MutexGuard};
+
+pub(crate) use etcd::{Etcd, eventually, free_ports};
+pub(crate) use http::{Answer, Events, Http};
+pub(crate) use process::{Process, children_of, signal_pid};
+
+/// The program under test.
+pub(crate) const BATON: &str = env!("CARGO_BIN_EXE_baton-under-test");
+
+/// One cluster at a time: tests that measure faults on two cores should not disturb each other.
+static TURN: Mutex<()> = Mutex::const_new(());
+
+/// How long a whole cluster may take to be ready on a loaded machine.
+const START_LIMIT: Duration = Duration::from_secs(120);
+
+/// What to start.
+pub(crate) struct ClusterBuilder {
+    num_prefill: usize,
+    num_decode: usize,
+    with_etcd: bool,
+    router_flags: Vec<String>,
+    worker_flags: Vec<String>,
+}
+
+impl ClusterBuilder {
+    pub(crate) fn prefill(mut self, num: usize) -> Self {
+        self.num_prefill = num;
+        self
+    }
+
+    pub(crate) fn decode(mut self, num: usize) -> Self {
+        self.num_decode = num;
+        self
+    }
+
+    /// Discovery through a real etcd instead of the router.
+    pub(crate) fn with_etcd(mut self) -> Self {
+        self.with_etcd = true;
+        self
+    }
+
+    pub(crate) fn router_flags(mut self, flags: &str) -> Self {
+        self.router_flags.extend(flags.split_whitespace().map(str::to_owned));
+        self
+    }
+
+    pub(crate) fn worker_flags(mut self, flags: &str) -> Self {
+        self.worker_flags.extend(flags.split_whitespace().map(str::to_owned));
+        self
+    }
+
+    /// Starts everything and waits until all workers are known to the router.
+    pub(crate) async fn start(self) -> Cluster {
+        let turn = TURN.lock().await;
+        let dir = tempfile::tempdir().expect("a temporary directory can be made");
+        let [port] = free_ports();
+        let etcd = self.with_etcd.then(|| Etcd::start(dir.path()));
+        let base = format!("http://127.0.0.1:{port}");
+        let discovery: Vec<String> = match &etcd {
+            Some(etcd) => ["--discovery", "etcd", "--etcd-endpoints", &etcd.endpoint].map(str::to_owned).into(),
+            None => Vec::new(),
+        };
+
+        let mut commands = BTreeMap::new();
+        let mut router = vec!["router".to_owned(), "--listen".to_owned(), format!("127.0.0.1:{port}")];
+        router.extend(discovery.iter().chain(&self.router_flags).cloned());
+        commands.insert("router".to_owned(), router);
+        for (role, num) in [("prefill", self.num_prefill), ("decode", self.num_decode)] {
+            for idx in 0..num {
+                let name = format!("{role}-{idx}");
+                let mut args = vec![format!("{role}-worker"), "--id".to_owned(), name.clone()];
+                args.extend(["--router".to_owned(), base.clone(), "--kv-memory".to_owned(), "64M".to_owned()]);
+                args.extend(discovery.iter().chain(&self.worker_flags).cloned());
+                commands.insert(name, args);
+            }
+        }
+        let mut cluster = Cluster {
+            http: Http::new(base.clone()),
+            base,
+            etcd,
+            processes: BTreeMap::new(),
+            commands,
+            dir,
+            _turn: turn,
+        };
+        for name in cluster.commands.keys().cloned().collect::<Vec<_>>() {
+            cluster.start_again(&name);
+        }
+        cluster.wait_for_workers(self.num_prefill, self.num_decode).await;
+        cluster
+    }
+}
+
+/// A running cluster; everything ends when it is dropped.
+pub(crate) struct Cluster {
+    pub(crate) http: Http,
+    pub(crate) base: String,
+    pub(crate) etcd: Option<Etcd>,
+    processes: BTreeMap<String, Process>,
+    commands: BTreeMap<String, Vec<String>>,
+    dir: tempfile::TempDir,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Cluster {
+    #[allow(clippy::new_ret_no_self)] // reads as a sentence: Cluster::new().prefill(2).start()
+    pub(crate) fn new() -> ClusterBuilder {
+        ClusterBuilder {
+            num_prefill: 1,
+            num_decode: 1,
+            with_etcd: false,
+            router_flags: Vec::new(),
+            worker_flags: Vec::new(),
+        }
+    }
+
+    pub(crate) fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    pub(crate) fn process(&mut self, name: &str) -> &mut Process {
+        self.processes.get_mut(name).unwrap_or_else(|| panic!("no process {name}"))
+    }
+
+    pub(crate) fn kill(&mut self, name: &str) {
+        let mut process = self.processes.remove(name).unwrap_or_else(|| panic!("no process {name}"));
+        process.kill();
+    }
+
+    pub(crate) fn start_again(&mut self, name: &str) {
+        let args = &self.commands[name];
+        let process = Process::start(name, BATON, args, self.dir.path());
+        assert!(self.processes.insert(name.to_owned(), process).is_none(), "{name} runs already");
+    }
+
+    pub(crate) async fn wait_for_workers(&self, num_prefill: usize, num_decode: usize) {
+        eventually(&format!("{num_prefill} prefill and {num_decode} decode workers"), START_LIMIT, async || {
+            let health = self.http.get("/health").await.ok()?.json();
+            let num = |role: &str| health["workers"][role].as_u64().map(|num| num as usize);
+            (num("prefill")? == num_prefill && num("decode")? == num_decode).then_some(())
+        })
+        .await;
+    }
+
+    /// A completion of `prompt`, read whole.
+    pub(crate) async fn complete(&self, body: &Value) -> Value {
+        let answer = self.http.post("/v1/completions", body).await.expect("the router answers");
+        assert!(answer.status.is_success(), "{}: {}", answer.status, answer.text);
+        answer.json()
+    }
+
+    /// The greedy answer to a one-turn chat.
+    pub(crate) async fn chat(&self, content: &str) -> String {
+        let body = json!({
+            "model": "baton-tiny", "temperature": 0, "max_tokens": 64,
+            "messages": [{"role": "user", "content": content}],
+        });
+        let answer = self.http.post("/v1/chat/completions", &body).await.expect("the router answers");
+        assert!(answer.status.is_success(), "{}: {}", answer.status, answer.text);
+        answer.json()["choices"][0]["message"]["content"].as_str().expect("an answer has content").to_owned()
+    }
+
+    /// What the router knows of its workers.
+    pub(crate) async fn loads(&self) -> Vec<WorkerLoad> {
+        let mut client = InferenceClient::connect(self.base.clone()).await.expect("the router listens");
+        client.loads(LoadsRequest {}).await.expect("the router answers").into_inner().workers
+    }
+
+    /// Sums a counter or gauge of one process over the labels that contain every one of `labels`.
+    pub(crate) async fn metric(&self, address: &str, name: &str, labels: &[&str]) -> f64 {
+        let text = Http::new(address.to_owned()).get("/metrics").await.expect("metrics are served").text;
+        sum_metric(&text, name, labels)
+    }
+
+    /// Waits until no worker runs anything, then demands that every block is free.
+    pub(crate) async fn assert_all_blocks_free(&self) {
+        let loads = eventually("idle workers with every block free", Duration::from_secs(60), async || {
+            let loads = self.loads().await;
+            let idle = loads.iter().all(|worker| {
+                worker.load.as_ref().is_some_and(|load| {
+                    load.num_running == 0 && load.num_waiting == 0 && load.num_free_blocks == load.num_total_blocks
+                })
+            });
+            idle.then_some(loads)
+        })
+        .await;
+        assert!(!loads.is_empty(), "no worker reported");
+    }
+}
+
+/// Sums the samples of `name` in a text exposition whose labels contain every one of `labels`.
+pub(crate) fn sum_metric(text: &str, name: &str, labels: &[&str]) -> f64 {
+    text.lines()
+        .filter(|line| {
+            let rest = line.strip_prefix(name).unwrap_or("#");
+            rest.starts_with(['{', ' ']) && labels.iter().all(|label| rest.contains(label))
+        })
+        .map(|line| line.rsplit(' ').next().and_then(|value| value.parse::<f64>().ok()).expect("a sample has a value"))
+        .sum()
+}
+
+/// `baton up` as a user starts it: the supervisor restarts what dies.
+pub(crate) struct Up {
+    pub(crate) http: Http,
+    pub(crate) base: String,
+    pub(crate) supervisor: Process,
+    _dir: tempfile::TempDir,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Up {
+    /// Starts it and waits until it says that it is ready.
+    pub(crate) async fn start(flags: &str) -> Up {
+        let turn = TURN.lock().await;
+        let dir = tempfile::tempdir().expect("a temporary directory can be made");
+        let [port] = free_ports();
+        let mut args = vec!["up".to_owned(), "--port".to_owned(), port.to_string()];
+        args.extend(["--kv-memory", "64M"].map(str::to_owned));
+        args.extend(flags.split_whitespace().map(str::to_owned));
+        let mut supervisor = Process::start("up", BATON, &args, dir.path());
+        eventually("baton up is ready", START_LIMIT, async || {
+            let log = supervisor.log();
+            assert!(supervisor.exit_status().is_none(), "baton up ended: {log}");
+            log.contains("Baton is ready").then_some(())
+        })
+        .await;
+        let base = format!("http://127.0.0.1:{port}");
+        Up { http: Http::new(base.clone()), base, supervisor, _dir: dir, _turn: turn }
+    }
+
+    /// The process id of a part, such as "decode-0"; `None` while it is down.
+    pub(crate) fn pid_of(&self, name: &str) -> Option<i32> {
+        children_of(self.supervisor.pid()).into_iter().find(|(child, _)| child == name).map(|(_, pid)| pid)
+    }
+}
+
+impl Drop for Up {
+    fn drop(&mut self) {
+        // The parts end with their supervisor; a killed one could not tell them.
+        if self.supervisor.exit_status().is_none() {
+            self.supervisor.signal(libc::SIGTERM);
+            self.supervisor.wait();
+        }
+    }
+}

@@ -1,0 +1,10 @@
+//! Baton as its users meet it: real processes, real sockets, real etcd, real faults.
+
+mod bad_input;
+mod cancel;
+mod clients;
+mod faults;
+mod harness;
+mod prompts;
+mod serving;
+mod up;
