@@ -1,8 +1,12 @@
-//! Records for this crate's own tests.
+//! Records and waiting, for this crate's own tests.
+
+use std::{sync::Arc, time::Duration};
 
 use baton_kv_cache::{KvDtype, KvFormat, KvLayout};
 
-use crate::{Capacity, Role, WorkerRecord};
+use tokio::time::timeout;
+
+use crate::{Capacity, Members, Membership, Registration, RegistrationState, Role, WorkerRecord};
 
 /// A plausible record.
 pub(crate) fn record(id: &str, role: Role) -> WorkerRecord {
@@ -23,4 +27,26 @@ pub(crate) fn record(id: &str, role: Role) -> WorkerRecord {
 pub(crate) fn other_format(mut record: WorkerRecord) -> WorkerRecord {
     record.kv_format.block_size *= 2;
     record
+}
+
+/// A bound for what should take milliseconds; a test that reaches it has failed.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Waits for a membership of which `is` holds.
+pub(crate) async fn until(membership: &mut Membership, is: impl FnMut(&Arc<Members>) -> bool) {
+    let reached = timeout(PATIENCE, membership.wait_for(is)).await.map(|reached| reached.map(|_| ()));
+    match reached {
+        Ok(reached) => reached.expect("discovery runs"),
+        Err(_) => panic!("membership stays {:?}", membership.borrow()),
+    }
+}
+
+/// Waits for a registration of which `is` holds, and returns how it stands then.
+pub(crate) async fn until_state(
+    registration: &Registration,
+    is: impl FnMut(&RegistrationState) -> bool,
+) -> RegistrationState {
+    let mut state = registration.state();
+    let reached = timeout(PATIENCE, state.wait_for(is)).await;
+    reached.expect("registration gets there in time").expect("registration runs").clone()
 }

@@ -1,1 +1,276 @@
+//! Workers and a router with a real etcd between them.
 
+use std::{
+    net::TcpListener,
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::Duration,
+};
+
+use etcd_client::{Client, GetOptions};
+use tempfile::TempDir;
+use tokio::process::{Child, Command};
+
+use crate::{
+    DiscoveryConfig, EtcdConfig, RegistrationState, Role, WorkerRecord, register,
+    testing::{PATIENCE, other_format, record, until, until_state},
+    watch,
+};
+
+/// An etcd of its own, killed when dropped.
+struct Etcd {
+    child: Option<Child>,
+    dir: TempDir,
+    client_url: String,
+    peer_url: String,
+}
+
+impl Etcd {
+    async fn start() -> Etcd {
+        let mut etcd = Etcd {
+            child: None,
+            dir: TempDir::new().expect("a temporary directory can be made"),
+            client_url: free_url(),
+            peer_url: free_url(),
+        };
+        etcd.run().await;
+        etcd
+    }
+
+    fn data_dir(&self) -> PathBuf {
+        self.dir.path().join("data")
+    }
+
+    /// Starts the process and waits until it answers.
+    async fn run(&mut self) {
+        let child = Command::new("etcd")
+            .arg("--data-dir")
+            .arg(self.data_dir())
+            .args(["--listen-client-urls", &self.client_url, "--advertise-client-urls", &self.client_url])
+            .args(["--listen-peer-urls", &self.peer_url, "--initial-advertise-peer-urls", &self.peer_url])
+            .args(["--initial-cluster", &format!("default={}", self.peer_url)])
+            .arg("--unsafe-no-fsync")
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .kill_on_drop(true)
+            .spawn()
+            .expect("these tests need the program `etcd`; `cargo xtask setup` installs it");
+        self.child = Some(child);
+        let answers = async {
+            while self.get("/").await.is_err() {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(PATIENCE, answers).await.expect("etcd answers soon after its start");
+    }
+
+    async fn get(&self, prefix: &str) -> Result<Vec<String>, etcd_client::Error> {
+        let mut client = Client::connect([&self.client_url], None).await?;
+        let found = client.get(prefix, Some(GetOptions::new().with_prefix())).await?;
+        found.kvs().iter().map(|kv| Ok(kv.key_str()?.to_owned())).collect()
+    }
+
+    async fn kill(&mut self) {
+        let mut child = self.child.take().expect("etcd runs");
+        child.kill().await.expect("etcd dies");
+    }
+
+    fn signal(&self, signal: &str) {
+        let pid = self.child.as_ref().and_then(Child::id).expect("etcd runs");
+        let status = std::process::Command::new("kill").args([signal, &pid.to_string()]).status();
+        assert!(status.expect("`kill` runs").success());
+    }
+
+    fn config(&self) -> DiscoveryConfig {
+        DiscoveryConfig::Etcd(EtcdConfig {
+            endpoints: vec![self.client_url.clone()],
+            lease_ttl: Duration::from_secs(2),
+            ..EtcdConfig::default()
+        })
+    }
+}
+
+/// A port that was free a moment ago. etcd cannot be given a listening socket.
+fn free_url() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
+    format!("http://{}", listener.local_addr().expect("it is bound"))
+}
+
+fn empty(dir: &Path) {
+    std::fs::remove_dir_all(dir).expect("etcd's directory can be removed");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_is_known_from_registration_to_withdrawal() {
+    let etcd = Etcd::start().await;
+    let discovery = watch(&etcd.config()).unwrap();
+    let mut members = discovery.members();
+    let registration = register(&etcd.config(), record("p0", Role::Prefill)).unwrap();
+    until(&mut members, |members| members.get(&"p0".into()).is_some()).await;
+    assert_eq!(etcd.get("/baton/").await.unwrap(), ["/baton/workers/p0"]);
+
+    // A router that comes later finds the worker in the list.
+    let late = watch(&etcd.config()).unwrap();
+    until(&mut late.members(), |members| members.len() == 1).await;
+
+    registration.withdraw().await;
+    until(&mut members, |members| members.is_empty()).await;
+    assert!(etcd.get("/baton/").await.unwrap().is_empty());
+    late.stop().await;
+    discovery.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_dies_is_forgotten_when_its_lease_ends() {
+    let etcd = Etcd::start().await;
+    let discovery = watch(&etcd.config()).unwrap();
+    let mut members = discovery.members();
+    // A runtime of its own: dropping it is as sudden as a kill.
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let registration = {
+        let _guard = runtime.enter();
+        register(&etcd.config(), record("p0", Role::Prefill)).unwrap()
+    };
+    until(&mut members, |members| members.len() == 1).await;
+    runtime.shutdown_background();
+    std::mem::forget(registration);
+    until(&mut members, |members| members.is_empty()).await;
+    discovery.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn etcd_stopped_and_started_again_changes_nothing() {
+    let mut etcd = Etcd::start().await;
+    let discovery = watch(&etcd.config()).unwrap();
+    let mut members = discovery.members();
+    let registration = register(&etcd.config(), record("p0", Role::Prefill)).unwrap();
+    until(&mut members, |members| members.len() == 1).await;
+    members.mark_unchanged();
+
+    etcd.kill().await;
+    until_state(&registration, |state| matches!(state, RegistrationState::Searching { .. })).await;
+    assert_eq!(members.borrow().len(), 1);
+    etcd.run().await;
+    until_state(&registration, |state| *state == RegistrationState::Registered).await;
+    // The watcher follows again: it sees a worker that came after the restart.
+    let later = register(&etcd.config(), record("d0", Role::Decode)).unwrap();
+    until(&mut members, |members| members.get(&"d0".into()).is_some()).await;
+    assert!(members.borrow().get(&"p0".into()).is_some());
+    registration.withdraw().await;
+    later.withdraw().await;
+    until(&mut members, |members| members.is_empty()).await;
+    discovery.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_etcd_that_lost_its_data_is_filled_again() {
+    let mut etcd = Etcd::start().await;
+    let discovery = watch(&etcd.config()).unwrap();
+    let mut members = discovery.members();
+    let stays = register(&etcd.config(), record("p0", Role::Prefill)).unwrap();
+    let leaves = register(&etcd.config(), record("p1", Role::Prefill)).unwrap();
+    until(&mut members, |members| members.len() == 2).await;
+    // Revisions before the loss are far ahead of those after it.
+    let mut client = Client::connect([&etcd.client_url], None).await.unwrap();
+    for _ in 0..50 {
+        client.put("/elsewhere", "", None).await.unwrap();
+    }
+    drop(client);
+
+    etcd.kill().await;
+    empty(&etcd.data_dir());
+    leaves.withdraw().await; // nobody can be told
+    etcd.run().await;
+    until(&mut members, |members| {
+        assert!(members.get(&"p0".into()).is_some(), "a live worker was never absent");
+        members.len() == 1
+    })
+    .await;
+    assert_eq!(etcd.get("/baton/").await.unwrap(), ["/baton/workers/p0"]);
+    stays.withdraw().await;
+    until(&mut members, |members| members.is_empty()).await;
+    discovery.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lease_that_ran_out_under_a_live_worker_is_renewed_unseen() {
+    let etcd = Etcd::start().await;
+    let discovery = watch(&etcd.config()).unwrap();
+    let mut members = discovery.members();
+    let registration = register(&etcd.config(), record("p0", Role::Prefill)).unwrap();
+    until_state(&registration, |state| *state == RegistrationState::Registered).await;
+    until(&mut members, |members| members.len() == 1).await;
+
+    // The lease is taken away under the worker, as an etcd that stood still for too long does.
+    let mut client = Client::connect([&etcd.client_url], None).await.unwrap();
+    let lease = client.leases().await.unwrap().leases()[0].id();
+    client.lease_revoke(lease).await.unwrap();
+    until_state(&registration, |state| matches!(state, RegistrationState::Searching { .. })).await;
+    until_state(&registration, |state| *state == RegistrationState::Registered).await;
+    assert_eq!(etcd.get("/baton/").await.unwrap(), ["/baton/workers/p0"]);
+    let other = register(&etcd.config(), record("p1", Role::Prefill)).unwrap();
+    until(&mut members, |members| {
+        assert!(members.get(&"p0".into()).is_some(), "a live worker was never absent");
+        members.len() == 2
+    })
+    .await;
+    registration.withdraw().await;
+    other.withdraw().await;
+    discovery.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_etcd_that_stands_still_is_noticed_and_returned_to() {
+    let etcd = Etcd::start().await;
+    let discovery = watch(&etcd.config()).unwrap();
+    let mut members = discovery.members();
+    let registration = register(&etcd.config(), record("p0", Role::Prefill)).unwrap();
+    until_state(&registration, |state| *state == RegistrationState::Registered).await;
+    until(&mut members, |members| members.len() == 1).await;
+
+    etcd.signal("-STOP");
+    until_state(&registration, |state| matches!(state, RegistrationState::Searching { .. })).await;
+    assert_eq!(members.borrow().len(), 1);
+    etcd.signal("-CONT");
+    until_state(&registration, |state| *state == RegistrationState::Registered).await;
+    let other = register(&etcd.config(), record("p1", Role::Prefill)).unwrap();
+    until(&mut members, |members| members.len() == 2).await;
+    registration.withdraw().await;
+    other.withdraw().await;
+    discovery.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_different_kv_format_is_refused_in_words() {
+    let etcd = Etcd::start().await;
+    let first = register(&etcd.config(), record("p0", Role::Prefill)).unwrap();
+    until_state(&first, |state| *state == RegistrationState::Registered).await;
+    let second = register(&etcd.config(), other_format(record("d0", Role::Decode))).unwrap();
+    let state = until_state(&second, |state| matches!(state, RegistrationState::Refused(_))).await;
+    let RegistrationState::Refused(reason) = state else { unreachable!("just matched") };
+    assert!(reason.contains("block size 16 against 32"), "{reason}");
+    let taken =
+        WorkerRecord { incarnation: 2, address: "http://127.0.0.1:10".into(), ..record("p0", Role::Prefill) };
+    let third = register(&etcd.config(), taken).unwrap();
+    let state = until_state(&third, |state| matches!(state, RegistrationState::Refused(_))).await;
+    assert!(format!("{state:?}").contains("taken by a running worker"), "{state:?}");
+    third.withdraw().await;
+    first.withdraw().await;
+    until_state(&second, |state| *state == RegistrationState::Registered).await;
+    second.withdraw().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_watch_behind_a_compaction_reads_the_list_again() {
+    let etcd = Etcd::start().await;
+    let DiscoveryConfig::Etcd(config) = etcd.config() else { unreachable!("it is etcd") };
+    let mut client = Client::connect([&etcd.client_url], None).await.unwrap();
+    for _ in 0..20 {
+        client.put("/elsewhere", "", None).await.unwrap();
+    }
+    let revision = client.get("/elsewhere", None).await.unwrap().header().unwrap().revision();
+    client.compact(revision, None).await.unwrap();
+    let mut watcher = super::Watcher::new(&config).unwrap();
+    let followed = tokio::time::timeout(PATIENCE, watcher.follow(&mut client, 2)).await;
+    followed.expect("etcd tells of the compaction").expect("the watch ends in order to list again");
+}

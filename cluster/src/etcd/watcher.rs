@@ -112,7 +112,7 @@ impl Watcher {
     }
 
     /// Applies changes from `revision` on; returns when etcd has compacted them away.
-    async fn follow(&mut self, client: &mut Client, mut revision: i64) -> Result<(), Lost> {
+    pub(super) async fn follow(&mut self, client: &mut Client, mut revision: i64) -> Result<(), Lost> {
         loop {
             let options = WatchOptions::new().with_prefix().with_start_revision(revision);
             let mut changes = in_time(client.watch(self.prefix.as_str(), Some(options))).await?;
