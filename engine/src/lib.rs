@@ -1,1 +1,40 @@
-//! The engine: sequences, scheduler, block pool, prefix cache, sampler, and the loop that drives them.
+//! The engine: one thread that advances many sequences, a step at a time.
+//!
+//! In reading order:
+//! - [`request`]: what is asked for, and when it is over;
+//! - [`block_pool`]: who owns which KV block, and the prefix cache;
+//! - [`sequence`] and [`scheduler`]: which tokens are computed in the next step, decided purely;
+//! - [`sampler`]: from logits to a token;
+//! - `step_loop`: the thread that owns all of the above and an [`Executor`](baton_model::Executor);
+//! - [`handle`] and [`events`]: how other threads talk to it.
+//!
+//! One loop serves both phases and every role. A step has no "prefill mode": each sequence has
+//! computed tokens and tokens, and a step lets the former catch up with the latter under a budget.
+//! A prefill worker's sequences end after their first token with the blocks held; a decode worker's
+//! arrive with their blocks computed.
+//!
+//! The engine does not know the network, protocol messages, text, or how blocks travel.
+
+// One call and the fake executor need unsafe code; each says why at its place.
+#![deny(unsafe_code)]
+
+pub mod block_pool;
+mod command;
+mod config;
+pub mod events;
+pub mod handle;
+pub mod request;
+pub mod sampler;
+pub mod scheduler;
+pub mod sequence;
+mod step_loop;
+#[doc(hidden)]
+pub mod testing;
+
+pub use block_pool::{BlockPool, IntegrityError, PoolReport};
+pub use config::{EngineConfig, StartError};
+pub use events::{EngineError, PrefillEvent, PrefillEvents, TokenEvent, TokenStream};
+pub use handle::{
+    EngineHandle, EngineLoad, EngineThread, HeldBlocks, IdleError, Reservation, SubmitError, start,
+};
+pub use request::{FinishReason, InvalidRequest, Request, SampledToken, SamplingParams, TokenLogprobs};

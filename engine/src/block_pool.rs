@@ -1,0 +1,222 @@
+//! Who owns which block, and the prefix cache over them. Pure bookkeeping: it knows block ids and
+//! hashes, not bytes, tokens or sequences.
+//!
+//! ```text
+//!            allocate                     release, no hash
+//!   free  -------------->  owned (n >= 1) ---------------->  free
+//!    ^                       |   ^
+//!    |         release, hash |   | acquire (a prefix was found)
+//!    |                       v   |
+//!    +-----------------  cached, no owner      evicted least recently used first,
+//!        (reused)                              only when no block is free
+//! ```
+//!
+//! A block enters the cache while it is owned, as soon as its KV is complete, and may be acquired by
+//! others from then on. A cached block is never written again before it is evicted.
+
+use std::collections::{BTreeMap, HashMap};
+
+use baton_kv_cache::{BlockHash, BlockId};
+
+/// The blocks of one engine.
+#[derive(Debug)]
+pub struct BlockPool {
+    blocks: Vec<Block>,
+    /// Blocks without owner or hash.
+    free: Vec<BlockId>,
+    /// Blocks without owner but with a hash, by when they were released.
+    evictable: BTreeMap<u64, BlockId>,
+    /// Every block with a hash.
+    by_hash: HashMap<BlockHash, BlockId>,
+    /// Counts releases into the cache.
+    clock: u64,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Block {
+    num_owners: u32,
+    hash: Option<BlockHash>,
+    /// Key in `evictable`; meaningful without owner and with hash.
+    released_at: u64,
+}
+
+/// A count of a pool's blocks by state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolReport {
+    /// All blocks.
+    pub num_total: usize,
+    /// Without owner or content.
+    pub num_free: usize,
+    /// Without owner, kept for their content.
+    pub num_cached: usize,
+    /// With an owner.
+    pub num_owned: usize,
+}
+
+/// The pool's books do not agree with each other, or with the tables of the owners.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("block pool: {0}")]
+pub struct IntegrityError(pub String);
+
+impl BlockPool {
+    /// A pool of `num_blocks` free blocks.
+    pub fn new(num_blocks: usize) -> BlockPool {
+        BlockPool {
+            blocks: vec![Block::default(); num_blocks],
+            // Popped from the end: low ids first, which keeps the touched memory small.
+            free: (0..num_blocks as u32).rev().map(BlockId).collect(),
+            evictable: BTreeMap::new(),
+            by_hash: HashMap::new(),
+            clock: 0,
+        }
+    }
+
+    /// All blocks.
+    pub fn num_blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Blocks that [`allocate`](Self::allocate) can give.
+    pub fn num_available(&self) -> usize {
+        self.free.len() + self.evictable.len()
+    }
+
+    /// Whether nobody owns `block`: acquiring it makes one fewer available.
+    pub fn is_unowned(&self, block: BlockId) -> bool {
+        self.blocks[block.idx()].num_owners == 0
+    }
+
+    /// A block with one owner and no content; `None` when all are owned.
+    pub fn allocate(&mut self) -> Option<BlockId> {
+        let id = match self.free.pop() {
+            Some(id) => id,
+            None => self.evict()?,
+        };
+        let block = &mut self.blocks[id.idx()];
+        debug_assert!(block.num_owners == 0 && block.hash.is_none());
+        block.num_owners = 1;
+        Some(id)
+    }
+
+    fn evict(&mut self) -> Option<BlockId> {
+        let (_, id) = self.evictable.pop_first()?;
+        let hash = self.blocks[id.idx()].hash.take().expect("an evictable block has a hash");
+        self.by_hash.remove(&hash);
+        Some(id)
+    }
+
+    /// The cached blocks of the longest prefix of `hashes`, a sequence's hashes in order.
+    pub fn find_prefix(&self, hashes: &[BlockHash]) -> Vec<BlockId> {
+        hashes.iter().map_while(|hash| self.by_hash.get(hash).copied()).collect()
+    }
+
+    /// One more owner for each of `blocks`, which are owned or cached.
+    pub fn acquire(&mut self, blocks: &[BlockId]) {
+        for id in blocks {
+            let block = &mut self.blocks[id.idx()];
+            if block.num_owners == 0 {
+                let removed = self.evictable.remove(&block.released_at);
+                assert_eq!(
+                    removed,
+                    Some(*id),
+                    "acquired a block that nobody owns and the cache does not hold"
+                );
+            }
+            block.num_owners += 1;
+        }
+    }
+
+    /// One owner fewer for each of `blocks`, a sequence's table in order.
+    pub fn release(&mut self, blocks: &[BlockId]) {
+        // Backwards: of one sequence the last block is evicted first, as it is useless without those
+        // before it.
+        for id in blocks.iter().rev() {
+            let block = &mut self.blocks[id.idx()];
+            assert!(block.num_owners > 0, "released {id}, which has no owner");
+            block.num_owners -= 1;
+            if block.num_owners > 0 {
+                continue;
+            }
+            if block.hash.is_some() {
+                self.clock += 1;
+                block.released_at = self.clock;
+                self.evictable.insert(self.clock, *id);
+            } else {
+                self.free.push(*id);
+            }
+        }
+    }
+
+    /// Declares that the owned `block` holds what `hash` says, for good. When another block already
+    /// does, that one stays the cached one.
+    pub fn cache(&mut self, block: BlockId, hash: BlockHash) {
+        let entry = &mut self.blocks[block.idx()];
+        debug_assert!(entry.num_owners > 0, "only an owner knows what a block holds");
+        if entry.hash.is_none() && !self.by_hash.contains_key(&hash) {
+            entry.hash = Some(hash);
+            self.by_hash.insert(hash, block);
+        }
+    }
+
+    /// Checks every rule above, and that owners are counted right: `tables` are the block tables of
+    /// all owners.
+    ///
+    /// # Errors
+    /// Names the first rule that does not hold.
+    pub fn check_integrity<'a>(
+        &self,
+        tables: impl IntoIterator<Item = &'a [BlockId]>,
+    ) -> Result<PoolReport, IntegrityError> {
+        let fail = |what: String| Err(IntegrityError(what));
+        let mut num_owners = vec![0; self.blocks.len()];
+        for id in tables.into_iter().flatten() {
+            num_owners[id.idx()] += 1;
+        }
+        let mut is_free = vec![false; self.blocks.len()];
+        for id in &self.free {
+            if std::mem::replace(&mut is_free[id.idx()], true) {
+                return fail(format!("{id} is free twice"));
+            }
+        }
+        let mut num_hashed = 0;
+        let mut num_owned = 0;
+        for (idx, block) in self.blocks.iter().enumerate() {
+            let id = BlockId(idx as u32);
+            if block.num_owners != num_owners[idx] {
+                return fail(format!("{id} counts {} owners, has {}", block.num_owners, num_owners[idx]));
+            }
+            if let Some(hash) = &block.hash {
+                num_hashed += 1;
+                if self.by_hash.get(hash) != Some(&id) {
+                    return fail(format!("{id} has a hash that leads elsewhere"));
+                }
+            }
+            let is_evictable = self.evictable.get(&block.released_at) == Some(&id);
+            let expected = match (block.num_owners, block.hash) {
+                (0, None) => (true, false),
+                (0, Some(_)) => (false, true),
+                _ => (false, false),
+            };
+            if (is_free[idx], is_evictable) != expected {
+                return fail(format!(
+                    "{id} with {} owners: free {}, evictable {is_evictable}",
+                    block.num_owners, is_free[idx]
+                ));
+            }
+            num_owned += usize::from(block.num_owners > 0);
+        }
+        if num_hashed != self.by_hash.len() {
+            return fail(format!("{} hashes lead to {num_hashed} blocks", self.by_hash.len()));
+        }
+        let report = PoolReport {
+            num_total: self.blocks.len(),
+            num_free: self.free.len(),
+            num_cached: self.evictable.len(),
+            num_owned,
+        };
+        if report.num_free + report.num_cached + report.num_owned != report.num_total {
+            return fail(format!("{report:?} does not add up"));
+        }
+        Ok(report)
+    }
+}

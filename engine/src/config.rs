@@ -1,0 +1,64 @@
+//! What an engine is started with.
+
+/// Sizes and limits of one engine.
+#[derive(Clone, Debug)]
+pub struct EngineConfig {
+    /// Blocks in the pool.
+    pub num_blocks: usize,
+    /// Sequences that hold blocks at a time: running, or reserved for.
+    pub max_running: usize,
+    /// Tokens computed in one step. Decodes are served first: below `max_running`, the youngest
+    /// sequences wait for older ones to end.
+    pub token_budget: usize,
+    /// Longest sequence, prompt and output together.
+    pub context_length: usize,
+    /// Requests that wait at a time; more are refused.
+    pub max_waiting: usize,
+    /// Whether blocks are shared between requests of equal prefix.
+    pub prefix_cache: bool,
+    /// Identity of the weights: part of every block's hash.
+    pub model_revision: String,
+}
+
+/// Why an engine did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// A size or limit is 0.
+    #[error("{field} must be at least 1")]
+    Zero {
+        /// Its name in [`EngineConfig`].
+        field: &'static str,
+    },
+    /// No memory for the blocks.
+    #[error("no memory for {num_blocks} KV blocks of {block_bytes} bytes")]
+    Memory {
+        /// Blocks asked for.
+        num_blocks: usize,
+        /// Size of one.
+        block_bytes: usize,
+        /// What the kernel said.
+        source: std::io::Error,
+    },
+    /// No thread.
+    #[error("cannot start the engine thread")]
+    Thread {
+        /// What the kernel said.
+        source: std::io::Error,
+    },
+}
+
+impl EngineConfig {
+    pub(crate) fn validate(&self) -> Result<(), StartError> {
+        let sizes = [
+            ("num_blocks", self.num_blocks),
+            ("max_running", self.max_running),
+            ("token_budget", self.token_budget),
+            ("context_length", self.context_length),
+            ("max_waiting", self.max_waiting),
+        ];
+        match sizes.into_iter().find(|&(_, size)| size == 0) {
+            Some((field, _)) => Err(StartError::Zero { field }),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! From a row of logits to a token. A pure function of the row, the parameters and the tokens so far:
+//! it does not know what else is in the batch.
+//!
+//! In this order: repetition, frequency and presence penalty; logit bias; stop ids are masked until
+//! `min_tokens`; temperature 0 takes the largest logit here (the smallest id of equals). Otherwise
+//! temperature, min-p, top-k, top-p over what top-k left, and one random number. Log-probabilities
+//! are those of the untouched row, as OpenAI and vLLM report them.
+
+use std::{cmp::Ordering, collections::HashMap};
+
+use crate::request::{Request, SampledToken, SamplingParams, TokenLogprobs};
+
+/// Scaled logits this far below the largest are not considered: all together they have less than
+/// `vocab_size * e^-40` of the largest one's probability.
+const NEGLIGIBLE: f32 = -40.0;
+
+/// Tokens of which top-p sorts the likeliest first; it sorts more only when these are too few.
+const NUCLEUS_GUESS: usize = 64;
+
+/// Chooses tokens. Holds scratch memory, nothing that outlives a call.
+#[derive(Debug, Default)]
+pub struct Sampler {
+    logits: Vec<f32>,
+    candidates: Vec<Candidate>,
+}
+
+/// What the sampler needs to know of the tokens before.
+#[derive(Clone, Debug)]
+pub struct TokenHistory {
+    num_output_tokens: usize,
+    /// Tokens of prompt and output, and how often the output has them. `None` without penalties.
+    counts: Option<HashMap<u32, u32>>,
+}
+
+/// The logits hold NaN, or no finite largest value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InvalidLogits;
+
+#[derive(Clone, Copy, Debug)]
+struct Candidate {
+    id: u32,
+    /// Logit minus the largest, divided by the temperature.
+    scaled: f32,
+}
+
+impl TokenHistory {
+    /// The history of a request before its next token.
+    pub fn new(request: &Request) -> TokenHistory {
+        let params = &request.sampling;
+        let penalises = params.repetition_penalty != 1.0
+            || params.presence_penalty != 0.0
+            || params.frequency_penalty != 0.0;
+        let counts = penalises.then(|| request.prompt.iter().map(|&token| (token, 0)).collect());
+        let mut history = TokenHistory { num_output_tokens: 0, counts };
+        request.output.iter().for_each(|&token| history.push(token));
+        history
+    }
+
+    /// Adds an output token.
+    pub fn push(&mut self, token: u32) {
+        self.num_output_tokens += 1;
+        if let Some(counts) = &mut self.counts {
+            *counts.entry(token).or_insert(0) += 1;
+        }
+    }
+
+    /// Output tokens so far, those of earlier attempts included.
+    pub fn num_output_tokens(&self) -> usize {
+        self.num_output_tokens
+    }
+}
+
+impl Sampler {
+    /// The token that follows.
+    ///
+    /// # Errors
+    /// When the row is not usable.
+    pub fn sample(
+        &mut self,
+        logits: &[f32],
+        params: &SamplingParams,
+        history: &TokenHistory,
+    ) -> Result<SampledToken, InvalidLogits> {
+        let id = if changes_logits(params, history) {
+            self.logits.clear();
+            self.logits.extend_from_slice(logits);
+            check(&self.logits)?;
+            apply(&mut self.logits, params, history);
+            choose(&self.logits, &mut self.candidates, params, history)?
+        } else {
+            choose(logits, &mut self.candidates, params, history)?
+        };
+        let logprobs = params.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
+        Ok(SampledToken { id, logprobs })
+    }
+}
+
+/// The random number of an output token, in [0, 1): a function of seed and index alone, so that a
+/// token does not depend on batch, role, attempt or preemption.
+///
+/// Two rounds of the SplitMix64 finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+/// Generators, 2014), once over the seed and once over the sum with the index's Weyl step.
+pub fn random_unit(seed: u64, output_idx: u64) -> f64 {
+    const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
+    let mix = |mut z: u64| {
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    };
+    let bits = mix(mix(seed.wrapping_add(GOLDEN)).wrapping_add(output_idx.wrapping_mul(GOLDEN)));
+    (bits >> 11) as f64 / (1u64 << 53) as f64
+}
+
+fn must_not_stop(params: &SamplingParams, history: &TokenHistory) -> bool {
+    history.num_output_tokens < params.min_tokens as usize && !params.stop_token_ids.is_empty()
+}
+
+fn changes_logits(params: &SamplingParams, history: &TokenHistory) -> bool {
+    history.counts.is_some() || !params.logit_bias.is_empty() || must_not_stop(params, history)
+}
+
+fn apply(logits: &mut [f32], params: &SamplingParams, history: &TokenHistory) {
+    for (&token, &count) in history.counts.iter().flatten() {
+        let logit = &mut logits[token as usize];
+        *logit = if *logit > 0.0 {
+            *logit / params.repetition_penalty
+        } else {
+            *logit * params.repetition_penalty
+        };
+        if count > 0 {
+            *logit -= params.presence_penalty + params.frequency_penalty * count as f32;
+        }
+    }
+    for &(token, bias) in &params.logit_bias {
+        logits[token as usize] += bias;
+    }
+    if must_not_stop(params, history) {
+        for &token in &params.stop_token_ids {
+            logits[token as usize] = f32::NEG_INFINITY;
+        }
+    }
+}
+
+fn check(logits: &[f32]) -> Result<(), InvalidLogits> {
+    largest(logits).map(|_| ())
+}
+
+/// Id and value of the largest logit; the smallest id of equals.
+fn largest(logits: &[f32]) -> Result<(u32, f32), InvalidLogits> {
+    // Two passes that vectorise: a sum is NaN if any term is (or infinities cancel), and a maximum.
+    let mut max = f32::NEG_INFINITY;
+    let mut has_nan = false;
+    for &logit in logits {
+        has_nan |= logit.is_nan();
+        max = if logit > max { logit } else { max };
+    }
+    if has_nan || !max.is_finite() {
+        return Err(InvalidLogits);
+    }
+    let id = logits.iter().position(|&logit| logit == max).expect("the maximum is one of them");
+    Ok((id as u32, max))
+}
+
+fn choose(
+    logits: &[f32],
+    candidates: &mut Vec<Candidate>,
+    params: &SamplingParams,
+    history: &TokenHistory,
+) -> Result<u32, InvalidLogits> {
+    let (likeliest, max) = largest(logits)?;
+    if params.temperature == 0.0 || params.top_k == 1 {
+        return Ok(likeliest);
+    }
+    let lowest = if params.min_p > 0.0 { params.min_p.ln().max(NEGLIGIBLE) } else { NEGLIGIBLE };
+    candidates.clear();
+    for (id, &logit) in logits.iter().enumerate() {
+        let scaled = (logit - max) / params.temperature;
+        if scaled >= lowest {
+            candidates.push(Candidate { id: id as u32, scaled });
+        }
+    }
+    keep_top_k(candidates, params.top_k as usize);
+    keep_top_p(candidates, params.top_p);
+
+    let total: f64 = candidates.iter().map(Candidate::weight).sum();
+    let mut left = random_unit(params.seed, history.num_output_tokens as u64) * total;
+    for candidate in candidates.iter() {
+        left -= candidate.weight();
+        if left < 0.0 {
+            return Ok(candidate.id);
+        }
+    }
+    Ok(candidates.last().map_or(likeliest, |candidate| candidate.id)) // rounding used up the interval
+}
+
+fn keep_top_k(candidates: &mut Vec<Candidate>, top_k: usize) {
+    if top_k > 0 && top_k < candidates.len() {
+        candidates.select_nth_unstable_by(top_k - 1, Candidate::likelier);
+        candidates.truncate(top_k);
+    }
+}
+
+/// Keeps the fewest likeliest candidates that have `top_p` of the weight.
+fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f32) {
+    if top_p >= 1.0 {
+        return;
+    }
+    let total: f64 = candidates.iter().map(Candidate::weight).sum();
+    let wanted = f64::from(top_p) * total;
+    let mut sum = 0.0;
+    let mut num_sorted = 0;
+    let mut num_next = NUCLEUS_GUESS;
+    while num_sorted < candidates.len() {
+        let rest = &mut candidates[num_sorted..];
+        let num = num_next.min(rest.len());
+        if num < rest.len() {
+            rest.select_nth_unstable_by(num - 1, Candidate::likelier);
+        }
+        rest[..num].sort_unstable_by(Candidate::likelier);
+        for idx in num_sorted..num_sorted + num {
+            sum += candidates[idx].weight();
+            if sum >= wanted {
+                candidates.truncate(idx + 1);
+                return;
+            }
+        }
+        num_sorted += num;
+        num_next *= 4;
+    }
+}
+
+impl Candidate {
+    /// Proportional to its probability.
+    fn weight(&self) -> f64 {
+        f64::from(self.scaled.exp())
+    }
+
+    /// A total order (no two have the same id), so that a selection does not depend on an algorithm.
+    fn likelier(&self, other: &Candidate) -> Ordering {
+        other.scaled.total_cmp(&self.scaled).then(self.id.cmp(&other.id))
+    }
+}
+
+fn token_logprobs(logits: &[f32], id: u32, num_top: usize) -> TokenLogprobs {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&logit| f64::from((logit - max).exp())).sum();
+    let log_sum = f64::from(max) + sum.ln();
+    let logprob = |logit: f32| (f64::from(logit) - log_sum) as f32;
+
+    // At most 20: insertion into a sorted list beats selecting over the vocabulary.
+    let mut top: Vec<(u32, f32)> = Vec::with_capacity(num_top + 1);
+    for (id, &logit) in logits.iter().enumerate() {
+        if top.len() == num_top && top.last().is_none_or(|&(_, least)| logit <= least) {
+            continue;
+        }
+        let place = top.partition_point(|&(_, other)| other >= logit);
+        top.insert(place, (id as u32, logit));
+        top.truncate(num_top);
+    }
+    for (_, logit) in &mut top {
+        *logit = logprob(*logit);
+    }
+    TokenLogprobs { logprob: logprob(logits[id as usize]), top }
+}

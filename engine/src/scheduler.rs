@@ -1,0 +1,384 @@
+//! Which tokens are computed in the next step. Plain synchronous code: sequences in, a [`Plan`] out.
+//! It knows no tokens' meaning, no sampling, no time and no threads.
+//!
+//! ```text
+//!                    admit: a place and all blocks of its tokens        end
+//!   add --> waiting ------------------------------------> running ----------->
+//!              ^  |      (role Decode) --> reserved --^ start_decode
+//!              |  +-----------------------------------+
+//!              +------------ preempt: blocks taken away, recomputed later
+//! ```
+//!
+//! A step, in this order:
+//! 1. Every sequence with one token left gets it, oldest first. One that needs a block when none is
+//!    available takes the blocks of the *youngest* running sequence, at worst its own. So the oldest
+//!    always advances and two sequences cannot preempt each other for ever.
+//! 2. Prompts under way get chunks of what is left of the token budget, oldest first. A chunk that
+//!    does not reach the end stops at a block boundary: only full blocks can be shared or pushed.
+//! 3. Waiting sequences and reservations are admitted, in one queue, first come first served. The
+//!    head waits for a place (`max_running`) and for blocks: those of its tokens, and one for each
+//!    sequence here that may still grow, so that what was admitted can run for a while before
+//!    somebody is preempted. Nobody overtakes the head, so it cannot starve; nobody is preempted for
+//!    it. After a preemption nothing is admitted in that step.
+//!
+//! Blocks of a prefill's prompt are never taken away (see [`Sequence`]), and reserved ones neither:
+//! their owners return them by a deadline of their own. Until then a sequence that cannot grow waits.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use baton_kv_cache::BlockId;
+
+use crate::{
+    block_pool::{BlockPool, IntegrityError, PoolReport},
+    sequence::{Role, Sequence, SequenceId},
+};
+
+/// Limits of one scheduler.
+#[derive(Clone, Copy, Debug)]
+pub struct SchedulerConfig {
+    /// Blocks in the pool.
+    pub num_blocks: usize,
+    /// Tokens in a block.
+    pub block_size: usize,
+    /// Sequences that hold blocks at a time, reserved ones included.
+    pub max_running: usize,
+    /// Tokens computed in one step.
+    pub token_budget: usize,
+}
+
+/// What the next step does. Reused from step to step.
+#[derive(Clone, Debug, Default)]
+pub struct Plan {
+    /// Tokens to compute, in the order of the batch.
+    pub chunks: Vec<Chunk>,
+    /// Left the queue and hold blocks now.
+    pub admitted: Vec<Admission>,
+    /// Lost their blocks and wait again.
+    pub preempted: Vec<SequenceId>,
+}
+
+/// A run of tokens of one sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chunk {
+    /// Whose.
+    pub id: SequenceId,
+    /// Position of the first of them.
+    pub start_idx: usize,
+    /// At least one.
+    pub num_tokens: usize,
+    /// Whether they are the last ones known, so that the next token is to be sampled.
+    pub wants_token: bool,
+}
+
+/// A sequence that came to hold blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Admission {
+    /// Who.
+    pub id: SequenceId,
+    /// Whole blocks at its front that the prefix cache supplied.
+    pub num_cached_blocks: usize,
+    /// False when it comes back after a preemption.
+    pub is_first: bool,
+}
+
+/// The sequences of one engine and their blocks.
+#[derive(Debug)]
+pub struct Scheduler {
+    config: SchedulerConfig,
+    pool: BlockPool,
+    /// Oldest first.
+    waiting: VecDeque<Sequence>,
+    /// Oldest first.
+    running: Vec<Sequence>,
+    /// Blocks set aside for prompts that are computed elsewhere.
+    reserved: BTreeMap<SequenceId, Sequence>,
+    /// The second owner of prefilled blocks. An empty table: its sequence still waits.
+    holds: BTreeMap<SequenceId, Vec<BlockId>>,
+}
+
+impl Plan {
+    /// Whether the step computes and changes nothing: without a word from outside, neither will the next.
+    pub fn is_empty(&self) -> bool {
+        self.chunks.is_empty() && self.admitted.is_empty() && self.preempted.is_empty()
+    }
+
+    fn clear(&mut self) {
+        self.chunks.clear();
+        self.admitted.clear();
+        self.preempted.clear();
+    }
+}
+
+impl Scheduler {
+    /// A scheduler with all blocks free.
+    pub fn new(config: SchedulerConfig) -> Scheduler {
+        Scheduler {
+            config,
+            pool: BlockPool::new(config.num_blocks),
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            reserved: BTreeMap::new(),
+            holds: BTreeMap::new(),
+        }
+    }
+
+    /// Puts a sequence into the queue. A prefill's blocks get their hold with it; see [`release`](Self::release).
+    ///
+    /// # Panics
+    /// When it would not fit into an empty pool: it could never be admitted.
+    pub fn add(&mut self, sequence: Sequence) {
+        assert!(sequence.max_num_blocks() <= self.pool.num_blocks(), "{} can never fit", sequence.id);
+        if sequence.role == Role::Prefill {
+            self.holds.insert(sequence.id, Vec::new());
+        }
+        self.enqueue(sequence);
+    }
+
+    /// Decides the next step. Blocks move at once; computed tokens are counted by [`advance`](Self::advance).
+    pub fn step(&mut self, plan: &mut Plan) {
+        plan.clear();
+        let mut budget = self.config.token_budget;
+        self.plan_decodes(plan, &mut budget);
+        self.plan_chunks(plan, &mut budget);
+        if plan.preempted.is_empty() {
+            self.admit(plan, &mut budget);
+        }
+    }
+
+    /// Counts the plan's tokens as computed; blocks that this filled enter the prefix cache.
+    pub fn advance(&mut self, plan: &Plan) {
+        for chunk in &plan.chunks {
+            let idx = self.running_idx(chunk.id).expect("planned sequences run until the step is over");
+            for (block, hash) in self.running[idx].advance(chunk.num_tokens) {
+                self.pool.cache(block, hash);
+            }
+        }
+    }
+
+    /// Appends the sampled token of a running sequence.
+    pub fn push_token(&mut self, id: SequenceId, token: u32) {
+        let idx = self.running_idx(id).expect("only a running sequence is sampled");
+        self.running[idx].push(token);
+    }
+
+    /// Lets a reserved sequence run, its prompt being computed now and `first` the token after it.
+    pub fn start_decode(&mut self, id: SequenceId, first: u32) {
+        let mut sequence = self.reserved.remove(&id).expect("a reservation is used once");
+        for (block, hash) in sequence.advance(sequence.num_left()) {
+            self.pool.cache(block, hash);
+        }
+        sequence.push(first);
+        sequence.role = Role::Generate; // from here on like any other, also when it is preempted
+        self.run(sequence);
+    }
+
+    /// Ends a waiting or running sequence and gives up its blocks; a hold on them stays.
+    pub fn end(&mut self, id: SequenceId) {
+        if let Some(idx) = self.running_idx(id) {
+            let sequence = self.running.remove(idx);
+            self.pool.release(&sequence.blocks);
+        } else if let Some(idx) = self.waiting.iter().position(|sequence| sequence.id == id) {
+            self.waiting.remove(idx);
+        }
+    }
+
+    /// Gives up what is held outside: a prefill's hold, or a reservation, waiting or granted.
+    pub fn release(&mut self, id: SequenceId) {
+        if let Some(blocks) = self.holds.remove(&id) {
+            self.pool.release(&blocks);
+        } else if let Some(sequence) = self.reserved.remove(&id) {
+            self.pool.release(&sequence.blocks);
+        } else {
+            self.waiting.retain(|sequence| sequence.id != id || sequence.role != Role::Decode);
+        }
+    }
+
+    /// A sequence that holds blocks.
+    pub fn sequence(&self, id: SequenceId) -> Option<&Sequence> {
+        match self.running_idx(id) {
+            Some(idx) => Some(&self.running[idx]),
+            None => self.reserved.get(&id),
+        }
+    }
+
+    /// Sequences and reservations in the queue.
+    pub fn num_waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Sequences that hold blocks, reserved ones included.
+    pub fn num_running(&self) -> usize {
+        self.running.len() + self.reserved.len()
+    }
+
+    /// Prefilled prompts whose blocks are held from outside, or will be.
+    pub fn num_holds(&self) -> usize {
+        self.holds.len()
+    }
+
+    /// Blocks that nobody owns.
+    pub fn num_free_blocks(&self) -> usize {
+        self.pool.num_available()
+    }
+
+    /// Tokens that this engine will have to compute before everything here decodes.
+    pub fn num_queued_tokens(&self) -> usize {
+        let waiting = self.waiting.iter().filter(|sequence| sequence.role != Role::Decode);
+        let prompts = self.running.iter().filter(|sequence| sequence.num_left() > 1);
+        waiting.chain(prompts).map(Sequence::num_left).sum()
+    }
+
+    /// Whether nothing waits, runs, is reserved or held.
+    pub fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.num_running() == 0 && self.holds.is_empty()
+    }
+
+    /// Checks the pool's books against every table here.
+    ///
+    /// # Errors
+    /// When they disagree.
+    pub fn check_integrity(&self) -> Result<PoolReport, IntegrityError> {
+        let sequences = self.running.iter().chain(self.reserved.values()).chain(&self.waiting);
+        let tables = sequences.map(|sequence| &sequence.blocks[..]);
+        self.pool.check_integrity(tables.chain(self.holds.values().map(|blocks| &blocks[..])))
+    }
+
+    fn plan_decodes(&mut self, plan: &mut Plan, budget: &mut usize) {
+        let mut idx = 0;
+        while idx < self.running.len() && *budget > 0 {
+            if self.running[idx].num_left() != 1 {
+                idx += 1;
+            } else if self.grow(idx, plan) {
+                plan.chunks.push(chunk(&self.running[idx], 1));
+                *budget -= 1;
+                idx += 1;
+            } // else it preempted itself, and `idx` is the next one
+        }
+    }
+
+    /// Gives the sequence a block for its last token, if it has none; false when it had to be preempted.
+    fn grow(&mut self, idx: usize, plan: &mut Plan) -> bool {
+        while self.running[idx].blocks.len() < self.running[idx].num_blocks_needed() {
+            if let Some(block) = self.pool.allocate() {
+                self.running[idx].blocks.push(block);
+                continue;
+            }
+            // Younger than what was planned so far: those are not preemptible or come before `idx`.
+            let youngest = self.running.iter().rposition(Sequence::is_preemptible);
+            let victim = youngest.expect("a sequence that grows is preemptible");
+            self.preempt(victim, plan);
+            if victim == idx {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn preempt(&mut self, idx: usize, plan: &mut Plan) {
+        let mut sequence = self.running.remove(idx);
+        self.pool.release(&sequence.blocks);
+        sequence.blocks.clear();
+        sequence.num_computed = 0;
+        plan.preempted.push(sequence.id);
+        self.enqueue(sequence);
+    }
+
+    fn plan_chunks(&mut self, plan: &mut Plan, budget: &mut usize) {
+        for sequence in self.running.iter().filter(|sequence| sequence.num_left() > 1) {
+            if *budget == 0 {
+                break;
+            }
+            let num_tokens = self.chunk_len(sequence, *budget);
+            plan.chunks.push(chunk(sequence, num_tokens));
+            *budget -= num_tokens;
+        }
+    }
+
+    /// Tokens of the next chunk: all that are left, or up to the last block boundary within the
+    /// budget, or, when the budget reaches none, the budget.
+    fn chunk_len(&self, sequence: &Sequence, budget: usize) -> usize {
+        if sequence.num_left() <= budget {
+            return sequence.num_left();
+        }
+        let end = sequence.num_computed + budget;
+        let aligned = end - end % self.config.block_size;
+        if aligned > sequence.num_computed { aligned - sequence.num_computed } else { budget }
+    }
+
+    fn admit(&mut self, plan: &mut Plan, budget: &mut usize) {
+        while let Some(head) = self.waiting.front() {
+            let computes_here = head.role != Role::Decode;
+            if self.num_running() >= self.config.max_running || (computes_here && *budget == 0) {
+                break;
+            }
+            let cached = self.pool.find_prefix(head.sharable_hashes());
+            if !self.has_room_for(head, &cached) {
+                break;
+            }
+            let mut sequence = self.waiting.pop_front().expect("it has a head");
+            self.furnish(&mut sequence, &cached);
+            plan.admitted.push(Admission {
+                id: sequence.id,
+                num_cached_blocks: cached.len(),
+                is_first: sequence.num_cached_tokens.is_none(),
+            });
+            sequence.num_cached_tokens.get_or_insert(cached.len() * self.config.block_size);
+            if computes_here {
+                let num_tokens = self.chunk_len(&sequence, *budget);
+                plan.chunks.push(chunk(&sequence, num_tokens));
+                *budget -= num_tokens;
+                self.run(sequence);
+            } else {
+                self.reserved.insert(sequence.id, sequence);
+            }
+        }
+    }
+
+    fn has_room_for(&self, sequence: &Sequence, cached: &[BlockId]) -> bool {
+        let num_blocks = sequence.num_blocks_needed();
+        let num_revived = cached.iter().filter(|&&block| self.pool.is_unowned(block)).count();
+        let present = self.running.iter().chain(self.reserved.values());
+        let num_growing = present.filter(|other| other.can_grow_beyond(other.blocks.len())).count()
+            + usize::from(sequence.can_grow_beyond(num_blocks));
+        num_blocks - cached.len() + num_revived + num_growing <= self.pool.num_available()
+    }
+
+    /// Gives the sequence all blocks that its tokens need.
+    fn furnish(&mut self, sequence: &mut Sequence, cached: &[BlockId]) {
+        self.pool.acquire(cached);
+        sequence.blocks.extend_from_slice(cached);
+        while sequence.blocks.len() < sequence.num_blocks_needed() {
+            sequence.blocks.push(self.pool.allocate().expect("there is room"));
+        }
+        if sequence.role != Role::Decode {
+            sequence.num_computed = cached.len() * self.config.block_size;
+        }
+        if let Some(hold) = self.holds.get_mut(&sequence.id) {
+            hold.extend_from_slice(&sequence.blocks);
+            self.pool.acquire(&sequence.blocks);
+        }
+    }
+
+    fn enqueue(&mut self, sequence: Sequence) {
+        let idx = self.waiting.partition_point(|other| other.id < sequence.id);
+        self.waiting.insert(idx, sequence);
+    }
+
+    fn run(&mut self, sequence: Sequence) {
+        let idx = self.running.partition_point(|other| other.id < sequence.id);
+        self.running.insert(idx, sequence);
+    }
+
+    fn running_idx(&self, id: SequenceId) -> Option<usize> {
+        self.running.binary_search_by_key(&id, |sequence| sequence.id).ok()
+    }
+}
+
+fn chunk(sequence: &Sequence, num_tokens: usize) -> Chunk {
+    Chunk {
+        id: sequence.id,
+        start_idx: sequence.num_computed,
+        num_tokens,
+        wants_token: num_tokens == sequence.num_left(),
+    }
+}

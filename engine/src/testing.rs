@@ -1,0 +1,170 @@
+//! A model that computes nothing but remembers everything, for tests of the engine and of whoever
+//! uses it.
+//!
+//! It writes token ids into its KV blocks, in every layer, head and half, and makes logits from a hash
+//! of what it *reads back* from the blocks. A block mixed up, written too late, overwritten or never
+//! transferred changes every token that follows. [`FakeModel::greedy`] says what they should be.
+#![allow(unsafe_code)]
+
+use baton_kv_cache::{BlockStorage, KvDtype, KvLayout};
+use baton_model::{Batch, ExecuteError, Executor};
+
+/// Sizes of a fake model, and what it should say.
+#[derive(Clone, Copy, Debug)]
+pub struct FakeModel {
+    /// Of its KV. Elements have four bytes.
+    pub layout: KvLayout,
+    /// Token ids are below this.
+    pub vocab_size: usize,
+    /// A sequence that ends with this token gets NaN for logits.
+    pub nan_after: Option<u32>,
+}
+
+/// Called before each step with its batch: may wait, fail or panic.
+pub type StepHook = Box<dyn FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send>;
+
+/// Runs a [`FakeModel`].
+pub struct FakeExecutor {
+    model: FakeModel,
+    hook: StepHook,
+    logits: Vec<f32>,
+}
+
+impl FakeModel {
+    /// Two layers, two heads, and a vocabulary of 64.
+    pub fn new(block_size: usize) -> FakeModel {
+        FakeModel {
+            layout: KvLayout { block_size, num_layers: 2, num_kv_heads: 2, head_dim: 2, dtype: KvDtype::F32 },
+            vocab_size: 64,
+            nan_after: None,
+        }
+    }
+
+    /// An executor of this model.
+    pub fn executor(self) -> Box<dyn Executor> {
+        self.executor_with_hook(Box::new(|_| Ok(())))
+    }
+
+    /// An executor that calls `hook` before each step.
+    pub fn executor_with_hook(self, hook: StepHook) -> Box<dyn Executor> {
+        Box::new(FakeExecutor { model: self, hook, logits: Vec::new() })
+    }
+
+    /// The first `num_tokens` greedy tokens after `prompt`.
+    pub fn greedy(&self, prompt: &[u32], num_tokens: usize) -> Vec<u32> {
+        let mut tokens = prompt.to_vec();
+        for _ in 0..num_tokens {
+            let logits = self.logits(&tokens);
+            let best = (0..logits.len()).rev().max_by(|&a, &b| logits[a].total_cmp(&logits[b]));
+            tokens.push(best.expect("a vocabulary is not empty") as u32);
+        }
+        tokens.split_off(prompt.len())
+    }
+
+    /// The logits after `tokens`.
+    pub fn logits(&self, tokens: &[u32]) -> Vec<f32> {
+        let places = self.num_places();
+        let all = tokens.iter().flat_map(|&token| std::iter::repeat_n(token, places));
+        let mut logits = Vec::new();
+        self.push_logits(all, tokens.last().copied(), &mut logits);
+        logits
+    }
+
+    /// Copies of a token in the KV: one for each layer, half and head.
+    fn num_places(&self) -> usize {
+        self.layout.num_layers * 2 * self.layout.num_kv_heads
+    }
+
+    fn push_logits(&self, places: impl Iterator<Item = u32>, last: Option<u32>, logits: &mut Vec<f32>) {
+        let state = places.fold(0, |state, token| mix(state ^ u64::from(token)));
+        let is_nan = last.is_some() && last == self.nan_after;
+        logits.extend((0..self.vocab_size as u64).map(|id| {
+            let unit = (mix(state ^ (id << 32)) >> 40) as f32 / (1u64 << 24) as f32;
+            if is_nan { f32::NAN } else { 10.0 * unit - 5.0 }
+        }));
+    }
+}
+
+impl FakeExecutor {
+    /// Where a copy of a token lies: offset in the piece of its layer.
+    fn offset(&self, is_value: bool, head_idx: usize, slot_idx: usize) -> usize {
+        let layout = &self.model.layout;
+        let half = if is_value { layout.half_bytes() } else { 0 };
+        half + layout.head_offset(head_idx) + slot_idx * layout.head_dim * layout.dtype.size_bytes()
+    }
+}
+
+impl Executor for FakeExecutor {
+    fn kv_layout(&self) -> KvLayout {
+        self.model.layout
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.model.vocab_size
+    }
+
+    unsafe fn execute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<&[f32], ExecuteError> {
+        (self.hook)(batch)?;
+        let layout = self.model.layout;
+        for layer_idx in 0..layout.num_layers {
+            for sequence in &batch.sequences {
+                for (idx, &token) in sequence.tokens.iter().enumerate() {
+                    let position = sequence.start_idx + idx;
+                    let block = sequence.blocks[position / layout.block_size];
+                    // SAFETY: the caller vouches for the places of the batch's tokens.
+                    let piece = unsafe { storage.layer_mut(block, layer_idx) };
+                    for is_value in [false, true] {
+                        for head_idx in 0..layout.num_kv_heads {
+                            let at = self.offset(is_value, head_idx, position % layout.block_size);
+                            let salt = salt(position, layer_idx, is_value, head_idx);
+                            piece[at..at + 4].copy_from_slice(&(token ^ salt).to_le_bytes());
+                        }
+                    }
+                }
+            }
+            on_layer(layer_idx);
+        }
+        let mut logits = std::mem::take(&mut self.logits);
+        logits.clear();
+        for sequence in batch.sequences.iter().filter(|sequence| sequence.wants_logits) {
+            let positions = 0..sequence.start_idx + sequence.tokens.len();
+            let this = &*self;
+            let read = positions.flat_map(|position| {
+                (0..layout.num_layers).flat_map(move |layer_idx| {
+                    let block = sequence.blocks[position / layout.block_size];
+                    // SAFETY: the caller vouches that nobody writes the sequence's blocks.
+                    let piece = unsafe { storage.layer(block, layer_idx) };
+                    [false, true].into_iter().flat_map(move |is_value| {
+                        (0..layout.num_kv_heads).map(move |head_idx| {
+                            let at = this.offset(is_value, head_idx, position % layout.block_size);
+                            let bytes = piece[at..at + 4].try_into().expect("four bytes");
+                            u32::from_le_bytes(bytes) ^ salt(position, layer_idx, is_value, head_idx)
+                        })
+                    })
+                })
+            });
+            this.model.push_logits(read, sequence.tokens.last().copied(), &mut logits);
+        }
+        self.logits = logits;
+        Ok(&self.logits)
+    }
+}
+
+/// Makes a token's copies differ, so that none can stand in for another.
+fn salt(position: usize, layer_idx: usize, is_value: bool, head_idx: usize) -> u32 {
+    let place = [position as u64, layer_idx as u64, u64::from(is_value), head_idx as u64];
+    place.into_iter().fold(1, |state, part| mix(state ^ part)) as u32
+}
+
+/// The finaliser of SplitMix64.
+fn mix(mut z: u64) -> u64 {
+    z = z.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}

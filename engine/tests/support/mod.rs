@@ -1,0 +1,106 @@
+//! A started engine with a fake model, and ways to talk to it in a line.
+#![allow(dead_code)] // each test file uses a part
+
+use std::ops::Deref;
+
+use baton_engine::{
+    EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, PoolReport, Request, SamplingParams,
+    TokenEvent, TokenStream,
+    testing::{FakeModel, StepHook},
+};
+
+pub const BLOCK_SIZE: usize = 4;
+
+/// Plenty of room.
+pub fn config() -> EngineConfig {
+    EngineConfig {
+        num_blocks: 256,
+        max_running: 16,
+        token_budget: 64,
+        context_length: 512,
+        max_waiting: 1024,
+        prefix_cache: true,
+        model_revision: "fake".into(),
+    }
+}
+
+/// Greedy, `max_tokens` long.
+pub fn request(prompt: &[u32], max_tokens: u32) -> Request {
+    Request {
+        id: "test".into(),
+        prompt: prompt.to_vec(),
+        sampling: SamplingParams { max_tokens, ..SamplingParams::default() },
+        ..Request::default()
+    }
+}
+
+/// Tokens and how they ended: with reason and cached tokens, or an error.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Output {
+    pub tokens: Vec<u32>,
+    pub end: Result<(FinishReason, usize), EngineError>,
+}
+
+/// A running engine; it is shut down when dropped.
+pub struct TestEngine {
+    handle: EngineHandle,
+    pub thread: EngineThread,
+}
+
+impl Deref for TestEngine {
+    type Target = EngineHandle;
+
+    fn deref(&self) -> &EngineHandle {
+        &self.handle
+    }
+}
+
+pub fn engine(config: EngineConfig) -> (FakeModel, TestEngine) {
+    engine_with_hook(config, Box::new(|_| Ok(())))
+}
+
+pub fn engine_with_hook(config: EngineConfig, hook: StepHook) -> (FakeModel, TestEngine) {
+    engine_of(FakeModel::new(BLOCK_SIZE), config, hook)
+}
+
+pub fn engine_of(model: FakeModel, config: EngineConfig, hook: StepHook) -> (FakeModel, TestEngine) {
+    let (handle, thread) =
+        baton_engine::start(model.executor_with_hook(hook), config).expect("a test engine starts");
+    (model, TestEngine { handle, thread })
+}
+
+impl TestEngine {
+    pub async fn generate_all(&self, request: Request) -> Output {
+        collect(self.generate(request).expect("accepted")).await
+    }
+
+    /// Everything was returned and the books are right.
+    pub async fn check_whole(&self) -> PoolReport {
+        let report = self.check_idle_integrity().await.expect("idle and whole");
+        assert_eq!(report.num_owned, 0);
+        report
+    }
+
+    /// Shuts down and waits for the thread.
+    pub fn stop(self) -> Result<(), EngineError> {
+        self.handle.shutdown();
+        self.thread.join()
+    }
+}
+
+/// Reads a stream to its end, which must be exactly one terminal event.
+pub async fn collect(mut stream: TokenStream) -> Output {
+    let mut tokens = Vec::new();
+    loop {
+        let end = match stream.next().await.expect("a terminal event comes first") {
+            TokenEvent::Token(token) => {
+                tokens.push(token.id);
+                continue;
+            }
+            TokenEvent::Finished { reason, cached_tokens } => Ok((reason, cached_tokens)),
+            TokenEvent::Failed(error) => Err(error),
+        };
+        assert_eq!(stream.next().await, None, "nothing follows a terminal event");
+        return Output { tokens, end };
+    }
+}
