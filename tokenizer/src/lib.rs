@@ -1,1 +1,26 @@
 //! Text to token ids and back: tokenizer, chat template, incremental detokenising.
+//!
+//! Everything is read from a Hugging Face model directory, once, at start. The crate knows no
+//! model, no requests and no network.
+#![forbid(unsafe_code)]
+
+mod tokenizer;
+
+mod chat_template;
+mod template_functions;
+
+mod detokenizer;
+mod vocabulary;
+
+mod error;
+mod files;
+mod generation_defaults;
+
+pub use chat_template::{ChatTemplate, TemplateError};
+pub use detokenizer::Detokenizer;
+pub use error::TokenizerError;
+pub use generation_defaults::GenerationDefaults;
+pub use tokenizer::Tokenizer;
+
+#[cfg(test)]
+mod testing;

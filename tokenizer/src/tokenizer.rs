@@ -1,0 +1,278 @@
+//! The tokenizer of a model directory.
+
+use std::{fmt, path::Path, sync::Arc};
+
+use serde_json::{Map, Value};
+
+use crate::{
+    ChatTemplate, TemplateError, TokenizerError, files,
+    vocabulary::{Joining, Vocabulary},
+};
+
+/// Past this many white-space characters in a row, the regular expressions that split a text hit
+/// their backtracking limit, and would yield other tokens than they should.
+const MAX_WHITESPACE_RUN: usize = 200_000;
+
+/// Text to token ids and back. Cheap to clone.
+#[derive(Clone)]
+pub struct Tokenizer {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    tokenizer: tokenizers::Tokenizer,
+    vocabulary: Vocabulary,
+    special_tokens: Map<String, Value>,
+    chat_template: Option<ChatTemplate>,
+}
+
+impl Tokenizer {
+    /// Reads `tokenizer.json`, `tokenizer_config.json` and the chat template of a model directory.
+    /// Only the first must be there.
+    ///
+    /// # Errors
+    /// Names the file that is missing or wrong.
+    pub fn load(dir: &Path) -> Result<Self, TokenizerError> {
+        let path = dir.join("tokenizer.json");
+        let tokenizer = files::read(&path)?.parse().map_err(|error| files::invalid(&path, error))?;
+        let config: Map<String, Value> =
+            files::read_json_if_present(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
+        let mut special_tokens: Map<String, Value> =
+            files::read_json_if_present(&dir.join("special_tokens_map.json"))?.unwrap_or_default();
+        special_tokens.extend(config.clone());
+        let chat_template = ChatTemplate::load(dir, &config)?;
+        Ok(Self::new(tokenizer, special_token_texts(&special_tokens), chat_template))
+    }
+
+    /// Puts one together from its parts. `special_tokens` maps names such as `bos_token` to texts.
+    pub fn new(
+        mut tokenizer: tokenizers::Tokenizer,
+        special_tokens: Map<String, Value>,
+        chat_template: Option<ChatTemplate>,
+    ) -> Self {
+        // Some files were saved with the settings of a training run. Prompts are never cut or filled up.
+        tokenizer.with_truncation(None).expect("no truncation suits every tokenizer");
+        tokenizer.with_padding(None);
+        let vocabulary = Vocabulary::new(&tokenizer);
+        Self { inner: Arc::new(Inner { tokenizer, vocabulary, special_tokens, chat_template }) }
+    }
+
+    /// Token ids of `text`. With `add_special_tokens`, what the model expects around a bare text
+    /// (usually a begin-of-sequence token): right for completions, wrong for the output of a chat
+    /// template, which has written them already. Special tokens spelled out in `text` are recognised.
+    ///
+    /// Takes time about linear in the text; a text of megabytes does not belong on an async runtime.
+    ///
+    /// # Errors
+    /// When the text cannot be tokenised faithfully.
+    pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TokenizerError> {
+        let run = longest_whitespace_run(text);
+        if run > MAX_WHITESPACE_RUN {
+            return Err(TokenizerError::Encode(format!(
+                "it holds {run} white-space characters in a row; at most {MAX_WHITESPACE_RUN} are possible"
+            )));
+        }
+        let encoding = self
+            .inner
+            .tokenizer
+            .encode_fast(text, add_special_tokens)
+            .map_err(|error| TokenizerError::Encode(error.to_string()))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The text of `ids`, as Hugging Face's `decode` gives it. Bytes that form no character become
+    /// U+FFFD, ids without a token nothing.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
+        // Some decoders index the last token without looking whether there is one.
+        if ids.iter().all(|&id| self.is_hidden(id, skip_special)) {
+            return String::new();
+        }
+        self.inner.tokenizer.decode(ids, skip_special).unwrap_or_default()
+    }
+
+    /// One more than the highest token id. The model's own vocabulary may be padded beyond it.
+    pub fn vocab_size(&self) -> usize {
+        self.inner.vocabulary.num_ids()
+    }
+
+    /// The token as text; a part of a character shows as U+FFFD. `None` if no token has this id.
+    pub fn token_text(&self, id: u32) -> Option<String> {
+        self.token_bytes(id).map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// The bytes that the token stands for inside a text. `None` if no token has this id.
+    pub fn token_bytes(&self, id: u32) -> Option<Vec<u8>> {
+        if !self.inner.vocabulary.flags(id).exists {
+            return None;
+        }
+        Some(match self.inner.vocabulary.joining {
+            Joining::Opaque => self.decode(&[id], false).into_bytes(),
+            _ => self.inner.vocabulary.bytes(id).to_vec(),
+        })
+    }
+
+    /// The id of the token that is written `token` in the vocabulary.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.inner.tokenizer.token_to_id(token)
+    }
+
+    /// The id of a named special token: `special_token_id("eos_token")`.
+    pub fn special_token_id(&self, name: &str) -> Option<u32> {
+        self.token_id(self.inner.special_tokens.get(name)?.as_str()?)
+    }
+
+    /// Whether the id is a special token: not a part of what is said.
+    pub fn is_special(&self, id: u32) -> bool {
+        self.inner.vocabulary.flags(id).special
+    }
+
+    /// Whether [`chat_prompt`](Self::chat_prompt) can work.
+    pub fn has_chat_template(&self) -> bool {
+        self.inner.chat_template.is_some()
+    }
+
+    /// Writes a chat as the prompt that the model was trained on. `messages` is an array of
+    /// OpenAI-shaped messages, `tools` one of tool descriptions. `extra` are further variables of the
+    /// template; `add_generation_prompt` is true unless `extra` says otherwise.
+    ///
+    /// # Errors
+    /// [`TemplateError::Raised`] when the template itself refuses the messages.
+    pub fn chat_prompt(
+        &self,
+        messages: &Value,
+        tools: Option<&Value>,
+        extra: &Map<String, Value>,
+    ) -> Result<String, TemplateError> {
+        let template = self.inner.chat_template.as_ref().ok_or(TemplateError::Missing)?;
+        template.render(messages, tools, &self.inner.special_tokens, extra)
+    }
+
+    pub(crate) fn vocabulary(&self) -> &Vocabulary {
+        &self.inner.vocabulary
+    }
+
+    /// Whether decoding leaves the id out.
+    pub(crate) fn is_hidden(&self, id: u32, skip_special: bool) -> bool {
+        let flags = self.inner.vocabulary.flags(id);
+        !flags.exists || (skip_special && flags.special)
+    }
+}
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tokenizer")
+            .field("vocab_size", &self.vocab_size())
+            .field("special_tokens", &self.inner.special_tokens)
+            .field("has_chat_template", &self.has_chat_template())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Named tokens are written as text, or as an object with the text in `content`.
+fn special_token_texts(config: &Map<String, Value>) -> Map<String, Value> {
+    config
+        .iter()
+        .filter(|(name, _)| name.ends_with("_token"))
+        .filter_map(|(name, value)| {
+            let text = value.as_str().or_else(|| value.get("content")?.as_str())?;
+            Some((name.clone(), Value::from(text)))
+        })
+        .collect()
+}
+
+fn longest_whitespace_run(text: &str) -> usize {
+    let mut longest = 0;
+    let mut run = 0;
+    for char in text.chars() {
+        run = if char.is_whitespace() { run + 1 } else { 0 };
+        longest = longest.max(run);
+    }
+    longest
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::testing;
+
+    #[test]
+    fn missing_and_broken_files_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = Tokenizer::load(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("tokenizer.json") && error.contains("cannot read"), "{error}");
+        std::fs::write(dir.path().join("tokenizer.json"), "{\"model\": 1}").unwrap();
+        let error = Tokenizer::load(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("tokenizer.json is not valid"), "{error}");
+        let dir = testing::model_dir(&[("tokenizer_config.json", "[")]);
+        let error = Tokenizer::load(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("tokenizer_config.json is not valid"), "{error}");
+    }
+
+    #[test]
+    fn special_tokens_are_texts_or_objects() {
+        let config = r#"{"bos_token": "<|start|>", "eos_token": {"content": "<|end|>"},
+                         "pad_token": null, "add_bos_token": true}"#;
+        let dir = testing::model_dir(&[("tokenizer_config.json", config)]);
+        let tokenizer = Tokenizer::load(dir.path()).unwrap();
+        assert_eq!(tokenizer.special_token_id("bos_token"), tokenizer.token_id("<|start|>"));
+        assert_eq!(tokenizer.special_token_id("eos_token"), tokenizer.token_id("<|end|>"));
+        assert!(tokenizer.is_special(tokenizer.token_id("<|end|>").unwrap()));
+        assert_eq!(tokenizer.special_token_id("pad_token"), None);
+    }
+
+    #[test]
+    fn saved_truncation_does_not_cut_prompts() {
+        let dir = testing::model_dir(&[]);
+        let tokenizer = Tokenizer::load(dir.path()).unwrap();
+        assert_eq!(tokenizer.encode(&"x ".repeat(100), false).unwrap().len(), 200);
+    }
+
+    #[test]
+    fn tokens_have_bytes() {
+        let tokenizer = testing::byte_level();
+        assert_eq!(tokenizer.token_bytes(tokenizer.token_id("Ġhe").unwrap()).unwrap(), b" he");
+        assert_eq!(tokenizer.token_bytes(tokenizer.token_id("ð").unwrap()).unwrap(), [0xF0]);
+        assert_eq!(tokenizer.token_text(tokenizer.token_id("<|end|>").unwrap()).unwrap(), "<|end|>");
+        assert_eq!(tokenizer.vocab_size(), 263);
+        assert_eq!(tokenizer.token_bytes(263), None);
+        let tokenizer = testing::byte_fallback();
+        assert_eq!(tokenizer.token_bytes(tokenizer.token_id("<0xE2>").unwrap()).unwrap(), [0xE2]);
+        assert_eq!(tokenizer.token_text(tokenizer.token_id("▁t").unwrap()).unwrap(), " t");
+        let tokenizer = testing::word_piece();
+        assert_eq!(tokenizer.token_text(tokenizer.token_id("you").unwrap()).unwrap(), "you");
+        assert_eq!(tokenizer.decode(&[], true), "");
+    }
+
+    #[test]
+    fn special_tokens_are_added_on_request() {
+        let tokenizer = testing::byte_fallback();
+        assert_eq!(tokenizer.encode("x", true).unwrap()[0], 1);
+        assert_ne!(tokenizer.encode("x", false).unwrap()[0], 1);
+    }
+
+    #[test]
+    fn huge_texts_are_tokenised_faithfully_or_refused() {
+        let deadline = Duration::from_secs(60); // quadratic work takes hours
+        for tokenizer in [testing::byte_level(), testing::byte_fallback()] {
+            let texts = [
+                "a".repeat(300_000),
+                "hello world ".repeat(30_000),
+                "🙂".repeat(80_000),
+                "!?".repeat(100_000),
+                "\n".repeat(150_000),
+                " ".repeat(MAX_WHITESPACE_RUN) + "x",
+                "1234567890".repeat(20_000),
+            ];
+            for text in texts {
+                let start = Instant::now();
+                let ids = tokenizer.encode(&text, false).unwrap();
+                assert!(start.elapsed() < deadline, "{:?} for {:?}", start.elapsed(), &text[..8]);
+                assert!(tokenizer.decode(&ids, true) == text, "{:?}", &text[..8]);
+            }
+            let error = tokenizer.encode(&" ".repeat(MAX_WHITESPACE_RUN + 1), false).unwrap_err();
+            assert!(matches!(error, TokenizerError::Encode(_)), "{error}");
+        }
+    }
+}
