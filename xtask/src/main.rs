@@ -1,2 +1,84 @@
-//! Checks and set-up of the workspace.
-fn main() {}
+//! Checks and set-up of the workspace: `cargo xtask verify | fix | setup | ci`.
+//!
+//! `verify` never writes to the checkout, `fix` does, `setup` installs. Nothing here knows what
+//! Baton does; it knows how the repository is put together.
+
+#![forbid(unsafe_code)]
+
+mod architecture;
+mod chart;
+mod check;
+mod descriptors;
+mod edges;
+mod fix;
+mod hygiene;
+mod setup;
+mod tools;
+mod verify;
+mod workspace;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::{setup::Mode, workspace::Workspace};
+
+/// Checks and set-up of the workspace.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run every check, tests last. Writes nothing but build output.
+    Verify {
+        /// Run only these checks; `--list` names them.
+        checks: Vec<String>,
+        /// Name the checks and stop.
+        #[arg(long)]
+        list: bool,
+    },
+    /// Repair what can be repaired: formatting, clippy's suggestions, generated files.
+    Fix,
+    /// Install what the tests need and this machine lacks.
+    Setup {
+        /// Only say what is there and what is missing.
+        #[arg(long)]
+        check: bool,
+    },
+    /// `setup`, then `verify`: what CI runs.
+    Ci,
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse().command) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Whether all is well.
+fn run(command: Command) -> anyhow::Result<bool> {
+    let workspace = Workspace::load()?;
+    match command {
+        Command::Verify { list: true, .. } => {
+            verify::list();
+            Ok(true)
+        }
+        Command::Verify { checks, list: false } => verify::run(&workspace, &checks),
+        Command::Fix => fix::run(&workspace),
+        Command::Setup { check } => setup::run(&workspace, if check { Mode::Check } else { Mode::Install }),
+        // What setup could not install shows up in the tests; they are worth running all the same.
+        Command::Ci => {
+            let complete = setup::run(&workspace, Mode::Install)?;
+            Ok(verify::run(&workspace, &[])? && complete)
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! The Helm chart: lint, render with every values file, and refuse what the schema forbids.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result};
+
+use crate::{check::Outcome, tools, workspace::Workspace};
+
+const CHART: &str = "helm/baton";
+/// One YAML document per supported way to install.
+const VALUES: &str = "helm/baton/ci";
+/// Mistakes that the schema must catch.
+const REFUSED: &str = "helm/baton/ci/refused";
+
+pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
+    let Some(helm) = tools::helm(&workspace.root) else {
+        return Ok(Outcome::Skipped(
+            "no helm here: the chart was not checked; `cargo xtask setup` builds it where Go is installed"
+                .to_owned(),
+        ));
+    };
+    let helm = |args: &[&str]| run(&helm, args, &workspace.root);
+    let accepted = yaml_files(&workspace.root, VALUES)?;
+    let refused = yaml_files(&workspace.root, REFUSED)?;
+    let mut findings = Vec::new();
+    for values in &accepted {
+        if let Err(message) = helm(&["lint", "--strict", "--quiet", CHART, "--values", values]) {
+            findings.push(format!("helm lint with {values}: {message}"));
+        }
+        match helm(&["template", "release", CHART, "--namespace", "somewhere", "--values", values]) {
+            Ok(manifests) if manifests.contains("kind: ") => {}
+            Ok(_) => findings.push(format!("helm template with {values} renders nothing")),
+            Err(message) => findings.push(format!("helm template with {values}: {message}")),
+        }
+    }
+    for values in &refused {
+        match helm(&["template", "release", CHART, "--values", values]) {
+            Ok(_) => findings.push(format!("the schema lets {values} through")),
+            Err(message) if message.contains("schema") => {}
+            Err(message) => {
+                findings.push(format!("{values} is refused by a template, not the schema: {message}"))
+            }
+        }
+    }
+    let looked_at = format!("{} values files rendered, {} refused", accepted.len(), refused.len());
+    Ok(Outcome::of(findings, looked_at))
+}
+
+/// What it printed, or what it complained about in one line.
+fn run(helm: &Path, args: &[&str], root: &Path) -> Result<String, String> {
+    let output =
+        Command::new(helm).args(args).current_dir(root).output().map_err(|error| error.to_string())?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let all = [output.stdout, output.stderr].concat();
+    let lines: Vec<String> = String::from_utf8_lossy(&all)
+        .lines()
+        .map(|line| line.trim().to_owned())
+        .filter(|line| !line.is_empty())
+        .collect();
+    Err(lines.join(" | "))
+}
+
+/// Relative to the root, sorted.
+fn yaml_files(root: &Path, folder: &str) -> Result<Vec<String>> {
+    let entries = std::fs::read_dir(root.join(folder)).with_context(|| format!("list {folder}"))?;
+    let mut files: Vec<PathBuf> = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?;
+    files.retain(|file| file.extension().is_some_and(|extension| extension == "yaml"));
+    files.sort();
+    Ok(files
+        .iter()
+        .filter_map(|file| Some(format!("{folder}/{}", file.file_name()?.to_string_lossy())))
+        .collect())
+}

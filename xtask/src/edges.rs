@@ -1,0 +1,243 @@
+//! Who may depend on whom: the arrows of ARCHITECTURE.md as data, checked against cargo's own graph.
+//!
+//! A new edge is a design change: it is made here and in ARCHITECTURE.md, in the same commit.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use crate::{
+    check::Outcome,
+    workspace::{Package, Workspace},
+};
+
+/// One crate of the workspace and what it may see.
+struct Room {
+    name: &'static str,
+    /// Rooms it may depend on directly.
+    uses: &'static [&'static str],
+    /// Rooms that its tests may use besides.
+    tests_use: &'static [&'static str],
+    /// Packages it must not reach, over however many steps: what makes the room what it is.
+    never: &'static [&'static str],
+}
+
+/// Top to bottom: a room uses only rooms below it.
+const ROOMS: &[Room] = &[
+    Room {
+        name: "baton-tests",
+        uses: &[
+            "baton-cli",
+            "baton-proto",
+            "baton-tokenizer",
+            "baton-engine",
+            "baton-model",
+            "baton-kv-cache",
+        ],
+        tests_use: &[],
+        never: &[],
+    },
+    Room {
+        name: "baton-cli",
+        uses: &[
+            "baton-router",
+            "baton-prefill-worker",
+            "baton-decode-worker",
+            "baton-worker",
+            "baton-model",
+            "baton-cluster",
+            "baton-tokenizer",
+            "baton-telemetry",
+        ],
+        tests_use: &[],
+        never: &[],
+    },
+    // Tokenises and plans, and never sees a weight: it runs on machines without accelerators.
+    Room {
+        name: "baton-router",
+        uses: &["baton-cluster", "baton-kv-cache", "baton-tokenizer", "baton-telemetry", "baton-proto"],
+        tests_use: &[],
+        never: &["baton-model", "baton-engine", "baton-kv-transfer", "baton-worker", "safetensors", "cudarc"],
+    },
+    Room {
+        name: "baton-prefill-worker",
+        uses: ROLE,
+        tests_use: &["baton-model", "baton-cluster", "baton-decode-worker"],
+        never: &["baton-router", "baton-tokenizer", "tokenizers"],
+    },
+    Room {
+        name: "baton-decode-worker",
+        uses: ROLE,
+        tests_use: &["baton-model", "baton-cluster", "baton-prefill-worker"],
+        never: &["baton-router", "baton-tokenizer", "tokenizers"],
+    },
+    Room {
+        name: "baton-worker",
+        uses: &[
+            "baton-engine",
+            "baton-model",
+            "baton-kv-transfer",
+            "baton-kv-cache",
+            "baton-cluster",
+            "baton-telemetry",
+            "baton-proto",
+        ],
+        tests_use: &[],
+        never: &["baton-router", "baton-tokenizer", "tokenizers"],
+    },
+    // Knows no network and no protocol.
+    Room {
+        name: "baton-engine",
+        uses: &["baton-model", "baton-kv-cache"],
+        tests_use: &[],
+        never: &[
+            "baton-proto",
+            "baton-kv-transfer",
+            "baton-cluster",
+            "tonic",
+            "prost",
+            "hyper",
+            "axum",
+            "h2",
+        ],
+    },
+    Room {
+        name: "baton-model",
+        uses: &["baton-kv-cache"],
+        tests_use: &[],
+        never: &["baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
+    },
+    // Moves blocks; whose they are is not its business.
+    Room {
+        name: "baton-kv-transfer",
+        uses: &["baton-kv-cache"],
+        tests_use: &[],
+        never: &["baton-engine", "baton-model", "baton-proto", "tonic", "prost", "hyper", "axum", "h2"],
+    },
+    Room {
+        name: "baton-cluster",
+        uses: &["baton-kv-cache", "baton-proto"],
+        tests_use: &[],
+        never: &["baton-engine", "baton-model", "baton-kv-transfer"],
+    },
+    Room { name: "baton-kv-cache", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
+    Room { name: "baton-tokenizer", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
+    Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
+    Room { name: "baton-proto", uses: &[], tests_use: &[], never: &[] },
+    Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
+];
+
+/// Both roles are thin and alike.
+const ROLE: &[&str] = &[
+    "baton-worker",
+    "baton-engine",
+    "baton-kv-transfer",
+    "baton-kv-cache",
+    "baton-telemetry",
+    "baton-proto",
+];
+
+/// Packages that one room hides from the others.
+const BEHIND: &[(&str, &[&str])] = &[
+    ("etcd-client", &["baton-cluster"]),
+    ("tokenizers", &["baton-tokenizer"]),
+    ("minijinja", &["baton-tokenizer"]),
+    ("safetensors", &["baton-model"]),
+    ("cudarc", &["baton-model", "baton-kv-transfer"]),
+    ("opentelemetry-otlp", &["baton-telemetry"]),
+    ("clap", &["baton-cli", "xtask"]),
+];
+
+pub(crate) fn check(workspace: &Workspace) -> anyhow::Result<Outcome> {
+    let members = workspace.members();
+    let mut findings = Vec::new();
+    for member in &members {
+        match ROOMS.iter().find(|room| room.name == member.name()) {
+            Some(room) => findings.extend(forbidden_edges(workspace, room, *member)),
+            None => findings.push(format!("{} has no entry in xtask/src/edges.rs", member.name())),
+        }
+    }
+    let num_edges: usize = members.iter().map(|member| our_dependencies(*member).count()).sum();
+    Ok(Outcome::of(findings, format!("{} crates, {num_edges} edges between them", members.len())))
+}
+
+fn forbidden_edges(workspace: &Workspace, room: &Room, member: Package<'_>) -> Vec<String> {
+    let mut findings = BTreeSet::new();
+    for (name, for_tests) in our_dependencies(member) {
+        let allowed = room.uses.contains(&name) || (for_tests && room.tests_use.contains(&name));
+        if !allowed {
+            let tests = if for_tests { " (in its tests)" } else { "" };
+            findings.insert(format!("{} must not use {name}{tests}; see xtask/src/edges.rs", room.name));
+        }
+    }
+    for (name, _) in member.dependencies().filter(|(_, for_tests)| !for_tests) {
+        if let Some((_, owners)) = BEHIND.iter().find(|(package, _)| *package == name)
+            && !owners.contains(&room.name)
+        {
+            findings.insert(format!(
+                "{} must not use {name}: that is behind {}",
+                room.name,
+                owners.join(", ")
+            ));
+        }
+    }
+    for never in room.never {
+        if let Some(path) = way_to(workspace, member.id(), never) {
+            findings.insert(format!("{} must not reach {never}, but does: {path}", room.name));
+        }
+    }
+    findings.into_iter().collect()
+}
+
+/// Direct dependencies that are members of the workspace.
+fn our_dependencies<'a>(member: Package<'a>) -> impl Iterator<Item = (&'a str, bool)> {
+    member.dependencies().filter(|(name, _)| name.starts_with("baton-"))
+}
+
+/// The shortest way from a package to one of this name, as "a -> b -> c".
+fn way_to(workspace: &Workspace, from: &str, target: &str) -> Option<String> {
+    let names: BTreeMap<&str, &str> = workspace.packages().map(|p| (p.id(), p.name())).collect();
+    let mut came_from: BTreeMap<&str, &str> = BTreeMap::new();
+    let mut queue = VecDeque::from([from]);
+    while let Some(id) = queue.pop_front() {
+        if names.get(id) == Some(&target) {
+            let mut way = vec![target];
+            let mut at = id;
+            while let Some(before) = came_from.get(at) {
+                at = before;
+                way.push(names[at]);
+            }
+            way.reverse();
+            return Some(way.join(" -> "));
+        }
+        for next in workspace.build_dependencies(id) {
+            if next != from && !came_from.contains_key(next) {
+                came_from.insert(next, id);
+                queue.push_back(next);
+            }
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arrows_point_down() {
+        for (above, room) in ROOMS.iter().enumerate() {
+            for used in room.uses {
+                let below = ROOMS.iter().position(|other| other.name == *used);
+                assert!(below.is_some_and(|below| below > above), "{} -> {used} points up", room.name);
+            }
+        }
+    }
+
+    #[test]
+    fn no_room_allows_what_it_forbids() {
+        for room in ROOMS {
+            for used in room.uses {
+                assert!(!room.never.contains(used), "{} both uses and forbids {used}", room.name);
+            }
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! Small rules that every crate and every file keeps.
+
+use anyhow::Result;
+
+use crate::{
+    check::Outcome,
+    workspace::{Package, Workspace},
+};
+
+const LICENSE: &str = "Apache-2.0";
+const EDITION: &str = "2024";
+const MAX_FILE_BYTES: u64 = 20 << 20;
+
+/// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`.
+const MAY_BE_UNSAFE: [&str; 5] =
+    ["baton-model", "baton-kv-cache", "baton-kv-transfer", "baton-worker", "baton-cli"];
+
+/// What unfinished work leaves behind, split so that this file does not find itself.
+const MARKERS: [&str; 7] = [
+    concat!("TO", "DO"),
+    concat!("FIX", "ME"),
+    concat!("XX", "X:"),
+    concat!("todo", "!("),
+    concat!("unimplemented", "!("),
+    concat!("dbg", "!("),
+    concat!("<<<<", "<<< "),
+];
+
+pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
+    let members = workspace.members();
+    let mut findings: Vec<String> = Vec::new();
+    for member in &members {
+        findings.extend(of_member(*member)?);
+    }
+    let Some(files) = workspace.files()? else {
+        let looked_at = format!("{} crates; files not looked at, as this is no git checkout", members.len());
+        return Ok(Outcome::of(findings, looked_at));
+    };
+    findings.extend(of_lock_file(workspace));
+    for file in &files {
+        findings.extend(of_file(workspace, file, &members)?);
+    }
+    Ok(Outcome::of(findings, format!("{} crates, {} files", members.len(), files.len())))
+}
+
+fn of_member(member: Package<'_>) -> Result<Vec<String>> {
+    let name = member.name();
+    let mut findings = Vec::new();
+    let mut want = |holds: bool, what: &str| {
+        if !holds {
+            findings.push(format!("{name}: {what}"));
+        }
+    };
+    want(member.license() == Some(LICENSE), "license.workspace = true is missing");
+    want(member.edition() == Some(EDITION), "edition.workspace = true is missing");
+    want(member.rust_version().is_some(), "rust-version.workspace = true is missing");
+    want(member.description().is_some(), "description is missing");
+    let manifest = std::fs::read_to_string(member.manifest())?;
+    let inherits_lints = manifest
+        .lines()
+        .map(str::trim)
+        .skip_while(|line| *line != "[lints]")
+        .skip(1)
+        .take_while(|line| !line.starts_with('['))
+        .any(|line| line.replace(' ', "") == "workspace=true");
+    want(inherits_lints, "[lints] workspace = true is missing");
+    if !MAY_BE_UNSAFE.contains(&name) {
+        for root in ["src/lib.rs", "src/main.rs"] {
+            let path = member.folder().join(root);
+            if path.exists() {
+                let forbids = std::fs::read_to_string(path)?.contains("#![forbid(unsafe_code)]");
+                want(forbids, &format!("{root} does not say #![forbid(unsafe_code)]"));
+            }
+        }
+    }
+    Ok(findings)
+}
+
+fn of_lock_file(workspace: &Workspace) -> Option<String> {
+    if !workspace.git(&["ls-files", "--error-unmatch", "Cargo.lock"]) {
+        return Some("Cargo.lock is not committed".to_owned());
+    }
+    // Cargo brings the lock file up to date by itself, so a stale one shows up as a change of its own.
+    let lock_changed = !workspace.git(&["diff", "--quiet", "HEAD", "--", "Cargo.lock"]);
+    let manifests_unchanged = workspace.git(&["diff", "--quiet", "HEAD", "--", "*Cargo.toml"]);
+    (lock_changed && manifests_unchanged)
+        .then(|| "Cargo.lock was out of date with the committed manifests: commit the new one".to_owned())
+}
+
+fn of_file(workspace: &Workspace, file: &str, members: &[Package<'_>]) -> Result<Vec<String>> {
+    let path = workspace.root.join(file);
+    let mut findings = Vec::new();
+    let size_bytes = std::fs::metadata(&path)?.len();
+    if size_bytes > MAX_FILE_BYTES {
+        findings.push(format!(
+            "{file} has {} MB; at most {} are wanted",
+            size_bytes >> 20,
+            MAX_FILE_BYTES >> 20
+        ));
+        return Ok(findings);
+    }
+    if file.ends_with("Cargo.toml") && file != "Cargo.toml" {
+        let is_member = members.iter().any(|member| member.manifest() == path);
+        if !is_member {
+            findings.push(format!("{file} is no member of the workspace"));
+        }
+    }
+    if file.ends_with(".rs") {
+        let text = std::fs::read_to_string(&path)?;
+        // Tests that fill a file of their own need no header: it is that of the file they test.
+        if !text.starts_with("//!") && !file.ends_with("tests.rs") {
+            findings.push(format!("{file} does not open with a //! line that says what it holds"));
+        }
+        for (line_idx, line) in text.lines().enumerate() {
+            if let Some(marker) = MARKERS.iter().find(|marker| line.contains(**marker)) {
+                findings.push(format!("{file}:{} still says {marker}", line_idx + 1));
+            }
+        }
+    }
+    Ok(findings)
+}

@@ -1,0 +1,190 @@
+//! `cargo xtask setup`: installs what the tests need and the machine lacks.
+//!
+//! It says what it is about to do before it does it, changes nothing outside of target/ except
+//! through the system's package manager, and finds at the second call that nothing is left to do.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result, bail};
+
+use crate::{tools, workspace::Workspace};
+
+/// Whether to install, or only to look.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mode {
+    Install,
+    Check,
+}
+
+/// Something that verify uses besides the Rust toolchain.
+struct Need {
+    name: &'static str,
+    what_for: &'static str,
+    /// Without it tests fail; otherwise a check is skipped, and says so.
+    required: bool,
+    /// Where it is, if it is there.
+    find: fn(&Path) -> Result<Option<String>>,
+    install: fn(&Path) -> Result<()>,
+}
+
+const NEEDS: &[Need] = &[
+    Need {
+        name: "etcd",
+        what_for: "tests of discovery through etcd",
+        required: true,
+        find: find_etcd,
+        install: install_etcd,
+    },
+    Need {
+        name: "python clients",
+        what_for: "tests with the official openai client and with grpcio",
+        required: true,
+        find: find_venv,
+        install: install_venv,
+    },
+    Need {
+        name: "helm",
+        what_for: "checks of the chart",
+        required: false,
+        find: find_helm,
+        install: install_helm,
+    },
+];
+
+/// helm 3, built from source through the Go module proxy. Needs Go 1.26.
+const HELM: &str = "helm.sh/helm/v3/cmd/helm@v3.22.0";
+
+const REQUIREMENTS: &str = "tests/clients/requirements.txt";
+
+/// Whether everything required is there at the end.
+pub(crate) fn run(workspace: &Workspace, mode: Mode) -> Result<bool> {
+    let root = &workspace.root;
+    let mut complete = true;
+    for need in NEEDS {
+        let mut problem = None;
+        let mut found = (need.find)(root)?;
+        if found.is_none() && mode == Mode::Install {
+            problem = (need.install)(root).err();
+            if problem.is_none() {
+                found = (need.find)(root)?;
+            }
+        }
+        match found {
+            Some(place) => println!("setup {:<15} ok        {place}", need.name),
+            None => {
+                let word = if need.required { "MISSING" } else { "missing" };
+                let why = problem.map_or_else(String::new, |problem| format!(": {problem:#}"));
+                println!("setup {:<15} {word:<8}  {} need it{why}", need.name, need.what_for);
+                complete &= !need.required;
+            }
+        }
+    }
+    Ok(complete)
+}
+
+fn find_etcd(_: &Path) -> Result<Option<String>> {
+    Ok(tools::on_path("etcd").map(|path| path.display().to_string()))
+}
+
+/// Debian and Ubuntu package etcd; elsewhere its owner knows better how programs get there.
+fn install_etcd(_: &Path) -> Result<()> {
+    println!(
+        "setup: etcd is not on PATH: installing Debian's etcd-server (the tests start their own instances)"
+    );
+    apt_install("etcd-server")
+        .context("install etcd by hand and put it on PATH (https://etcd.io/docs, 3.4 or newer)")
+}
+
+fn find_venv(root: &Path) -> Result<Option<String>> {
+    let venv = tools::venv(root);
+    let wanted = std::fs::read(root.join(REQUIREMENTS)).with_context(|| format!("read {REQUIREMENTS}"))?;
+    let installed = std::fs::read(stamp(&venv)).ok();
+    let whole = installed == Some(wanted) && venv.join("bin/python").exists();
+    Ok(whole.then(|| venv.display().to_string()))
+}
+
+fn install_venv(root: &Path) -> Result<()> {
+    let venv = tools::venv(root);
+    println!("setup: making {} with what {REQUIREMENTS} names, from PyPI", venv.display());
+    let python = tools::on_path("python3").context("python3 is not installed; it must be 3.9 or newer")?;
+    // Debian splits the part of venv that brings pip into a package of its own.
+    if !succeeds(Command::new(&python).args(["-c", "import venv, ensurepip"])) {
+        println!("setup: {} has no venv module: installing Debian's python3-venv", python.display());
+        apt_install("python3-venv")?;
+    }
+    if venv.exists() {
+        // Half a one, or one of older requirements.
+        std::fs::remove_dir_all(&venv).with_context(|| format!("remove {}", venv.display()))?;
+    }
+    run_shown(Command::new(&python).args(["-m", "venv"]).arg(&venv))?;
+    let requirements = root.join(REQUIREMENTS);
+    let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--requirement"];
+    run_shown(Command::new(venv.join("bin/python")).args(pip).arg(&requirements))?;
+    // Last, so that it is there only if everything before it worked.
+    std::fs::copy(&requirements, stamp(&venv))?;
+    Ok(())
+}
+
+/// A copy of the requirements that were installed.
+fn stamp(venv: &Path) -> PathBuf {
+    venv.join("requirements.installed")
+}
+
+fn find_helm(root: &Path) -> Result<Option<String>> {
+    Ok(tools::helm(root).map(|path| path.display().to_string()))
+}
+
+fn install_helm(root: &Path) -> Result<()> {
+    let go = tools::on_path("go").context("skipped, as there is neither helm nor Go (1.26 or newer)")?;
+    let bin = tools::own_bin(root);
+    println!(
+        "setup: building helm into {} through the Go module proxy; takes some minutes once",
+        bin.display()
+    );
+    std::fs::create_dir_all(&bin)?;
+    run_shown(Command::new(go).args(["install", HELM]).env("GOBIN", &bin)).context("skipped")
+}
+
+/// Installs a package of Debian's or Ubuntu's.
+fn apt_install(package: &str) -> Result<()> {
+    if tools::on_path("apt-get").is_none() {
+        bail!("there is no apt-get here");
+    }
+    let install = ["install", "--yes", "--no-install-recommends", package];
+    if run_shown(as_root("apt-get")?.args(install)).is_ok() {
+        return Ok(());
+    }
+    // Fresh machines and images know no packages until they are told.
+    run_shown(as_root("apt-get")?.arg("update"))?;
+    run_shown(as_root("apt-get")?.args(install))
+}
+
+/// The command, through sudo unless we are root.
+fn as_root(program: &str) -> Result<Command> {
+    let id = Command::new("id").arg("-u").output().context("run id")?;
+    let mut command = if id.stdout.trim_ascii() == b"0" {
+        Command::new(program)
+    } else if tools::on_path("sudo").is_some() {
+        let mut sudo = Command::new("sudo");
+        sudo.arg(program);
+        sudo
+    } else {
+        bail!("{program} needs root, and there is no sudo");
+    };
+    command.env("DEBIAN_FRONTEND", "noninteractive");
+    Ok(command)
+}
+
+fn run_shown(command: &mut Command) -> Result<()> {
+    let shown = tools::shown(command);
+    println!("setup: {shown}");
+    let status = command.status().with_context(|| format!("run {shown}"))?;
+    if status.success() { Ok(()) } else { bail!("`{shown}` failed with {status}") }
+}
+
+fn succeeds(command: &mut Command) -> bool {
+    command.output().is_ok_and(|output| output.status.success())
+}

@@ -1,0 +1,46 @@
+//! Where programs that are not part of the toolchain lie, and how to call one.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+/// The program of this name on PATH.
+pub(crate) fn on_path(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).map(|folder| folder.join(name)).find(|file| is_program(file))
+}
+
+/// helm: the one that `setup` built, else the machine's.
+pub(crate) fn helm(root: &Path) -> Option<PathBuf> {
+    let own = own_bin(root).join("helm");
+    if own.is_file() { Some(own) } else { on_path("helm") }
+}
+
+/// Programs that `setup` builds for this checkout.
+pub(crate) fn own_bin(root: &Path) -> PathBuf {
+    root.join("target/tools/bin")
+}
+
+/// Python with what the client tests import.
+pub(crate) fn venv(root: &Path) -> PathBuf {
+    root.join("target/venv")
+}
+
+/// The command as one would type it.
+pub(crate) fn shown(command: &Command) -> String {
+    let mut words = vec![command.get_program().to_string_lossy().into_owned()];
+    words.extend(command.get_args().map(|arg| arg.to_string_lossy().into_owned()));
+    words.join(" ")
+}
+
+#[cfg(unix)]
+fn is_program(file: &Path) -> bool {
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::metadata(file).is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
+}
+
+#[cfg(not(unix))]
+fn is_program(file: &Path) -> bool {
+    file.is_file()
+}

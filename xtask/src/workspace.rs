@@ -1,0 +1,144 @@
+//! The workspace as cargo and git see it.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+/// The root folder and what `cargo metadata` says about it.
+pub(crate) struct Workspace {
+    pub(crate) root: PathBuf,
+    metadata: Value,
+}
+
+impl Workspace {
+    pub(crate) fn load() -> Result<Workspace> {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask/ lies in the root")?;
+        // Cargo has just built this program from the lock file, so --locked holds unless it changed since.
+        let args = ["metadata", "--format-version", "1", "--locked", "--all-features"];
+        let output = cargo(root).args(args).output().context("run cargo metadata")?;
+        if !output.status.success() {
+            bail!("cargo metadata: {}", String::from_utf8_lossy(&output.stderr).trim());
+        }
+        let metadata = serde_json::from_slice(&output.stdout).context("read cargo metadata")?;
+        Ok(Workspace { root: root.to_owned(), metadata })
+    }
+
+    /// A cargo command that runs in the root.
+    pub(crate) fn cargo(&self) -> Command {
+        cargo(&self.root)
+    }
+
+    /// The workspace's own packages, in the order of their names.
+    pub(crate) fn members(&self) -> Vec<Package<'_>> {
+        let ids: Vec<&str> = array(&self.metadata["workspace_members"]).filter_map(Value::as_str).collect();
+        let mut members: Vec<_> = self.packages().filter(|package| ids.contains(&package.id())).collect();
+        members.sort_by_key(|package| package.name());
+        members
+    }
+
+    /// Every package of the lock file that some member uses.
+    pub(crate) fn packages(&self) -> impl Iterator<Item = Package<'_>> {
+        array(&self.metadata["packages"]).map(Package)
+    }
+
+    /// What the package of this id depends on when it is built (not: when it is tested).
+    pub(crate) fn build_dependencies(&self, id: &str) -> Vec<&str> {
+        let Some(node) = array(&self.metadata["resolve"]["nodes"]).find(|node| node["id"] == id) else {
+            return Vec::new();
+        };
+        array(&node["deps"])
+            .filter(|dep| array(&dep["dep_kinds"]).any(|kind| kind["kind"] != "dev"))
+            .filter_map(|dep| dep["pkg"].as_str())
+            .collect()
+    }
+
+    /// Files that git tracks, or would track: relative to the root, sorted.
+    /// `None` where there is no git checkout, as in an unpacked archive.
+    pub(crate) fn files(&self) -> Result<Option<Vec<String>>> {
+        let args = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"];
+        let Ok(output) = Command::new("git").args(args).current_dir(&self.root).output() else {
+            return Ok(None);
+        };
+        if !output.status.success() {
+            return Ok(None);
+        }
+        let text = String::from_utf8(output.stdout).context("a file name that is not UTF-8")?;
+        let mut files: Vec<String> = text
+            .split_terminator('\0')
+            .map(str::to_owned)
+            // A tracked file may have been deleted and not yet committed.
+            .filter(|file| self.root.join(file).exists())
+            .collect();
+        files.sort();
+        files.dedup();
+        ensure!(!files.is_empty(), "git lists no files in {}", self.root.display());
+        Ok(Some(files))
+    }
+
+    /// Whether git exits with success.
+    pub(crate) fn git(&self, args: &[&str]) -> bool {
+        let output = Command::new("git").args(args).current_dir(&self.root).output();
+        output.is_ok_and(|output| output.status.success())
+    }
+}
+
+/// One package in the words of `cargo metadata`.
+#[derive(Clone, Copy)]
+pub(crate) struct Package<'a>(&'a Value);
+
+impl<'a> Package<'a> {
+    pub(crate) fn id(self) -> &'a str {
+        self.0["id"].as_str().expect("cargo gives every package an id")
+    }
+
+    pub(crate) fn name(self) -> &'a str {
+        self.0["name"].as_str().expect("cargo gives every package a name")
+    }
+
+    pub(crate) fn version(self) -> &'a str {
+        self.0["version"].as_str().expect("cargo gives every package a version")
+    }
+
+    pub(crate) fn license(self) -> Option<&'a str> {
+        self.0["license"].as_str()
+    }
+
+    pub(crate) fn edition(self) -> Option<&'a str> {
+        self.0["edition"].as_str()
+    }
+
+    pub(crate) fn rust_version(self) -> Option<&'a str> {
+        self.0["rust_version"].as_str()
+    }
+
+    pub(crate) fn description(self) -> Option<&'a str> {
+        self.0["description"].as_str()
+    }
+
+    pub(crate) fn manifest(self) -> PathBuf {
+        PathBuf::from(self.0["manifest_path"].as_str().expect("cargo gives every package a manifest"))
+    }
+
+    pub(crate) fn folder(self) -> PathBuf {
+        self.manifest().parent().expect("a manifest lies in a folder").to_owned()
+    }
+
+    /// Names of direct dependencies, each with whether only tests use it.
+    pub(crate) fn dependencies(self) -> impl Iterator<Item = (&'a str, bool)> {
+        array(&self.0["dependencies"]).filter_map(|dep| Some((dep["name"].as_str()?, dep["kind"] == "dev")))
+    }
+}
+
+fn array(value: &Value) -> impl Iterator<Item = &Value> {
+    value.as_array().into_iter().flatten()
+}
+
+fn cargo(root: &Path) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root);
+    command
+}
