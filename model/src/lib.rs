@@ -1,5 +1,27 @@
 //! Configuration, weights and the forward pass of decoder-only language models.
+//!
+//! A Hugging Face directory becomes a [`LoadedModel`] by [`load`]: `config.json` is read into a
+//! [`DecoderSpec`], one decoder described by data, and the tensors of `*.safetensors` are used where
+//! the files are mapped. Its [`CpuExecutor`] computes [`Batch`]es over blocks of KV.
+//!
+//! It does not know requests, sampling, text, or the network.
 
+mod architecture;
+mod config;
+mod cpu;
+mod decoder;
+mod error;
 mod executor;
+mod fields;
+mod load;
+mod rope;
+mod spec;
+mod weights;
 
+pub use config::ModelConfig;
+pub use cpu::CpuExecutor;
+pub use error::LoadError;
 pub use executor::{Batch, BatchSequence, ExecuteError, Executor};
+pub use load::{LoadOptions, LoadProgress, LoadedModel, load};
+pub use rope::{RopeScaling, RopeSpec};
+pub use spec::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};

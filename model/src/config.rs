@@ -1,0 +1,99 @@
+//! `config.json` of a Hugging Face model directory.
+//!
+//! Fields that change what a model means are either understood or refused. It knows no weights.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::architecture;
+use crate::fields::{Fields, parse_object};
+use crate::{DecoderSpec, LoadError};
+
+/// What `config.json` says.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    /// "LlamaForCausalLM".
+    pub architecture: String,
+    /// Tokens that a sequence may have.
+    pub context_length: usize,
+    /// Tokens that end a text. `generation_config.json` may know more of them.
+    pub eos_token_ids: Vec<u32>,
+    /// The token that begins a text.
+    pub bos_token_id: Option<u32>,
+    /// The decoder.
+    pub decoder: DecoderSpec,
+}
+
+impl ModelConfig {
+    /// Reads `config.json` in `dir`.
+    ///
+    /// # Errors
+    /// When it is missing, broken, or describes what the decoder cannot compute.
+    pub fn load(dir: &Path) -> Result<ModelConfig, LoadError> {
+        let path = dir.join("config.json");
+        let text = std::fs::read(&path).map_err(|source| LoadError::io(&path, source))?;
+        ModelConfig::parse(&path, &text)
+    }
+
+    /// Reads the text of a `config.json`; `path` is for messages.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn parse(path: &Path, text: &[u8]) -> Result<ModelConfig, LoadError> {
+        let object = parse_object(path, text)?;
+        let fields = Fields::new(path, &object);
+        refuse_quantised(&fields)?;
+        let architecture = name_of(&fields)?;
+        // A multimodal model keeps its language model's configuration in a field.
+        let (decoder, fields) = match fields.object("text_config")? {
+            Some(text) => {
+                refuse_quantised(&text)?;
+                (architecture::decoder(&architecture, &text)?, text)
+            }
+            None => (architecture::decoder(&architecture, &fields)?, fields.clone()),
+        };
+        let outer = Fields::new(path, &object);
+        let eos = |fields: &Fields<'_>| fields.token_ids("eos_token_id");
+        let mut eos_token_ids = eos(&outer)?;
+        if eos_token_ids.is_empty() {
+            eos_token_ids = eos(&fields)?;
+        }
+        Ok(ModelConfig {
+            context_length: architecture::context_length(&architecture, &fields)?,
+            eos_token_ids,
+            bos_token_id: fields.token_ids("bos_token_id")?.first().copied(),
+            architecture,
+            decoder,
+        })
+    }
+
+    /// Token ids are below.
+    pub fn vocab_size(&self) -> usize {
+        self.decoder.vocab_size
+    }
+}
+
+fn name_of(fields: &Fields<'_>) -> Result<String, LoadError> {
+    let expected = "a list with the name of one architecture";
+    let names = fields.list("architectures")?.ok_or_else(|| fields.refuse("architectures", expected))?;
+    match names.as_slice() {
+        [Value::String(name)] => Ok(name.clone()),
+        _ => Err(fields.refuse("architectures", expected)),
+    }
+}
+
+fn refuse_quantised(fields: &Fields<'_>) -> Result<(), LoadError> {
+    for field in ["quantization_config", "compression_config"] {
+        if let Some(value) = fields.get(field) {
+            let empty = Map::new();
+            let object = value.as_object().unwrap_or(&empty);
+            let method = ["quant_method", "quant_algo", "format"]
+                .iter()
+                .find_map(|key| object.get(*key).and_then(Value::as_str))
+                .unwrap_or(field);
+            return Err(LoadError::Quantised { path: fields.path(), method: method.to_owned() });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,626 @@
+//! Causal attention over paged KV.
+//!
+//! An item of work is one kv head of a few consecutive rows of one sequence: the query heads of its
+//! group times the rows form a small matrix Q, and KV passes by in tiles at fixed absolute positions.
+//!
+//! ```text
+//! positions   0        64       128      192
+//! tiles       |--------|--------|--------|---
+//! row p, window w          [p-w+1 ....... p]      what the row sees; the rest of a tile weighs zero
+//! ```
+//! Softmax goes tile by tile with a running maximum. Tiles, the order inside them and the zeroes are
+//! functions of positions alone, so a row's result does not depend on its neighbours or on chunks.
+
+use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
+
+use super::Cpu;
+use super::gemm::{SharedMut, dot_tile, widen};
+use super::rows::soft_capped;
+use super::simd::{Bf16, Dtype, F16, F32, LANES, Simd, Stored, kernel};
+
+/// Positions in a tile of KV; a multiple of the lanes.
+const TILE: usize = 64;
+/// Query vectors in an item, about.
+const QUERIES: usize = 48;
+
+/// What a layer's attention looks like.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AttentionShape {
+    pub(crate) num_heads: usize,
+    pub(crate) num_kv_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) scale: f32,
+    pub(crate) soft_cap: Option<f32>,
+    /// Positions that a row sees, its own included.
+    pub(crate) window: Option<usize>,
+}
+
+/// Rows of one sequence.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AttentionRows<'a> {
+    /// Which row of the queries is the first.
+    pub(crate) first_row: usize,
+    pub(crate) num_rows: usize,
+    /// Position of the first.
+    pub(crate) start_idx: usize,
+    pub(crate) blocks: &'a [BlockId],
+}
+
+/// Attends with `queries` (rows `query_stride` apart, heads one after the other) to the KV of
+/// `layer_idx` and writes `[rows][num_heads * head_dim]` to `out`.
+///
+/// # Safety
+/// Nobody writes the layer's KV of these sequences meanwhile.
+///
+/// # Panics
+/// When sizes do not fit together.
+#[allow(clippy::too_many_arguments)]
+pub(crate) unsafe fn attend(
+    cpu: &mut Cpu,
+    shape: &AttentionShape,
+    storage: &BlockStorage,
+    layer_idx: usize,
+    sequences: &[AttentionRows<'_>],
+    queries: &[f32],
+    query_stride: usize,
+    out: &mut [f32],
+) {
+    let group = shape.num_heads / shape.num_kv_heads;
+    let width = shape.num_heads * shape.head_dim;
+    assert!(group * shape.num_kv_heads == shape.num_heads && width <= query_stride);
+    for rows in sequences {
+        let last = rows.first_row + rows.num_rows;
+        assert!(rows.num_rows > 0 && last * query_stride <= queries.len() && last * width <= out.len());
+        assert!(
+            rows.blocks.len() * storage.layout().block_size >= rows.start_idx + rows.num_rows,
+            "too few blocks"
+        );
+    }
+    let tile_rows = (QUERIES / group).max(1);
+    let dim = shape.head_dim.next_multiple_of(LANES);
+    // Per thread: Q and the sums [queries][dim] each, scores [queries][TILE], KV [TILE][dim],
+    // maxima and weights of the queries.
+    let max_queries = tile_rows * group;
+    let scratch_len = max_queries * (2 * dim + TILE + 2) + TILE * dim;
+    let num_threads = cpu.pool.num_threads();
+    let scratch = cpu.scratch.reserve(num_threads, scratch_len);
+    let isa = cpu.isa;
+    let out = SharedMut::new(out);
+
+    // Items of a sequence: row tiles x kv heads.
+    let num_tiles = |rows: &AttentionRows<'_>| rows.num_rows.div_ceil(tile_rows) * shape.num_kv_heads;
+    let num_items: usize = sequences.iter().map(num_tiles).sum();
+    let item = |thread_idx: usize, mut item_idx: usize| {
+        let mut sequences = sequences.iter();
+        let rows = loop {
+            let rows = sequences.next().expect("items are counted from the same sequences");
+            let tiles = num_tiles(rows);
+            if item_idx < tiles {
+                break rows;
+            }
+            item_idx -= tiles;
+        };
+        let (tile, kv_head) = (item_idx / shape.num_kv_heads, item_idx % shape.num_kv_heads);
+        let first = tile * tile_rows;
+        let first_row = rows.first_row + first;
+        let args = ItemArgs {
+            shape,
+            layout: storage.layout(),
+            storage,
+            layer_idx,
+            blocks: rows.blocks,
+            kv_head,
+            position: rows.start_idx + first,
+            num_rows: tile_rows.min(rows.num_rows - first),
+            // SAFETY: rows were checked above.
+            queries: unsafe {
+                queries.as_ptr().add(first_row * query_stride + kv_head * group * shape.head_dim)
+            },
+            query_stride,
+            // SAFETY: as above; an item's heads of its rows are its own.
+            out: unsafe { out.ptr().add(first_row * width + kv_head * group * shape.head_dim) },
+            out_stride: width,
+            scratch: scratch.of(thread_idx),
+        };
+        // SAFETY: pointers are valid as said beside each; the KV is stable by the caller's word.
+        unsafe { item_kernel(isa, &args) }
+    };
+    // A decode step over a short context is not worth waking anybody.
+    let work: usize = sequences.iter().map(|rows| rows.num_rows * (rows.start_idx + rows.num_rows)).sum();
+    if num_threads > 1 && work * width >= 64 * 1024 {
+        cpu.pool.for_each(num_items, item);
+    } else {
+        (0..num_items).for_each(|idx| item(0, idx));
+    }
+}
+
+struct ItemArgs<'a> {
+    shape: &'a AttentionShape,
+    layout: &'a KvLayout,
+    storage: &'a BlockStorage,
+    layer_idx: usize,
+    blocks: &'a [BlockId],
+    kv_head: usize,
+    /// Of the first row.
+    position: usize,
+    num_rows: usize,
+    /// The group's first head of the first row.
+    queries: *const f32,
+    query_stride: usize,
+    out: *mut f32,
+    out_stride: usize,
+    scratch: *mut f32,
+}
+
+kernel! {
+    /// # Safety
+    /// Pointers are valid for the rows; the scratch has the size that `attend` reserves.
+    fn item_kernel / item (args: &ItemArgs<'_>)
+}
+
+#[inline(always)]
+unsafe fn item<S: Simd>(args: &ItemArgs<'_>) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        match args.layout.dtype {
+            Dtype::F32 => item_of::<S, F32>(args),
+            Dtype::F16 => item_of::<S, F16>(args),
+            Dtype::Bf16 => item_of::<S, Bf16>(args),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn item_of<S: Simd, T: Stored>(args: &ItemArgs<'_>) {
+    let shape = args.shape;
+    let group = shape.num_heads / shape.num_kv_heads;
+    let head_dim = shape.head_dim;
+    let dim = head_dim.next_multiple_of(LANES);
+    let num_queries = args.num_rows * group;
+    // SAFETY: the parts add up to what `attend` reserves.
+    unsafe {
+        let q = args.scratch;
+        let sums = q.add(num_queries * dim);
+        let scores = sums.add(num_queries * dim);
+        let kv = scores.add(num_queries * TILE);
+        let maxima = kv.add(TILE * dim);
+        let weights = maxima.add(num_queries);
+
+        // Q, scaled and padded with zeroes; query `row * group + head`.
+        for query in 0..num_queries {
+            let from = args.queries.add(query / group * args.query_stride + query % group * head_dim);
+            let to = q.add(query * dim);
+            for i in 0..head_dim {
+                *to.add(i) = *from.add(i) * shape.scale;
+            }
+            for i in head_dim..dim {
+                *to.add(i) = 0.0;
+            }
+            for i in 0..dim {
+                *sums.add(query * dim + i) = 0.0;
+            }
+            *maxima.add(query) = f32::NEG_INFINITY;
+            *weights.add(query) = 0.0;
+        }
+
+        let end = args.position + args.num_rows;
+        let seen_from =
+            |row: usize| shape.window.map_or(0, |window| (args.position + row + 1).saturating_sub(window));
+        let mut first = seen_from(0) / TILE * TILE;
+        while first < end {
+            let len = TILE.min(end - first);
+            gather::<S, T>(args, 0, first, len, kv, dim);
+            score::<S>(q, num_queries, kv, len, dim, scores);
+            for query in 0..num_queries {
+                let row = query / group;
+                let from = seen_from(row).saturating_sub(first);
+                let to = (args.position + row + 1).saturating_sub(first).min(len);
+                weigh::<S>(
+                    scores.add(query * TILE),
+                    from,
+                    to,
+                    shape.soft_cap,
+                    &mut *maxima.add(query),
+                    &mut *weights.add(query),
+                    std::slice::from_raw_parts_mut(sums.add(query * dim), dim),
+                );
+            }
+            gather::<S, T>(args, 1, first, len, kv, dim);
+            accumulate::<S>(scores, num_queries, kv, len, dim, sums);
+            first += TILE;
+        }
+
+        for query in 0..num_queries {
+            let to = args.out.add(query / group * args.out_stride + query % group * head_dim);
+            let inverse = 1.0 / *weights.add(query);
+            for i in 0..head_dim {
+                *to.add(i) = *sums.add(query * dim + i) * inverse;
+            }
+        }
+    }
+}
+
+/// Widens K (`half` 0) or V (1) of `len` positions from `first` to `[len][dim]`, padded with zeroes.
+#[inline(always)]
+unsafe fn gather<S: Simd, T: Stored>(
+    args: &ItemArgs<'_>,
+    half: usize,
+    first: usize,
+    len: usize,
+    to: *mut f32,
+    dim: usize,
+) {
+    let layout = args.layout;
+    let head_dim = layout.head_dim;
+    let head = half * layout.half_bytes() + layout.head_offset(args.kv_head);
+    let mut done = 0;
+    while done < len {
+        let position = first + done;
+        let (block_idx, slot) = (position / layout.block_size, position % layout.block_size);
+        let run = (layout.block_size - slot).min(len - done);
+        // SAFETY: `attend` checked that there are blocks for every position; `layer_ptr` checks the id.
+        unsafe {
+            let piece = args.storage.layer_ptr(args.blocks[block_idx], args.layer_idx).as_ptr();
+            let from = piece.add(head + slot * head_dim * T::SIZE);
+            let to = to.add(done * dim);
+            if dim == head_dim {
+                widen::<S, T>(from, to, run * dim);
+            } else {
+                for i in 0..run {
+                    widen::<S, T>(from.add(i * head_dim * T::SIZE), to.add(i * dim), head_dim);
+                    std::slice::from_raw_parts_mut(to.add(i * dim + head_dim), dim - head_dim).fill(0.0);
+                }
+            }
+        }
+        done += run;
+    }
+}
+
+/// `scores[query][t] = q[query] . k[t]`
+#[inline(always)]
+unsafe fn score<S: Simd>(
+    q: *const f32,
+    num_queries: usize,
+    k: *const f32,
+    len: usize,
+    dim: usize,
+    scores: *mut f32,
+) {
+    let max_rows = if S::WIDE { 6 } else { 3 };
+    let mut query = 0;
+    while query < num_queries {
+        let rows = max_rows.min(num_queries - query);
+        let mut t = 0;
+        // SAFETY: queries and positions stay below their numbers.
+        unsafe {
+            while t < len {
+                let q = q.add(query * dim);
+                let k = k.add(t * dim).cast();
+                let out = scores.add(query * TILE + t);
+                let cols = if S::WIDE { 4 } else { 2 }.min(len - t);
+                match (rows, cols) {
+                    (6, 4) if S::WIDE => score_tile::<S, 6, 4>(q, k, dim, out),
+                    (5, 4) if S::WIDE => score_tile::<S, 5, 4>(q, k, dim, out),
+                    (4, 4) if S::WIDE => score_tile::<S, 4, 4>(q, k, dim, out),
+                    (3, 4) if S::WIDE => score_tile::<S, 3, 4>(q, k, dim, out),
+                    (2, 4) if S::WIDE => score_tile::<S, 2, 4>(q, k, dim, out),
+                    (1, 4) if S::WIDE => score_tile::<S, 1, 4>(q, k, dim, out),
+                    (3, 2) => score_tile::<S, 3, 2>(q, k, dim, out),
+                    (2, 2) => score_tile::<S, 2, 2>(q, k, dim, out),
+                    (1, 2) => score_tile::<S, 1, 2>(q, k, dim, out),
+                    _ => {
+                        for r in 0..rows {
+                            for c in 0..cols {
+                                let k = k.add(c * dim * F32::SIZE);
+                                score_tile::<S, 1, 1>(q.add(r * dim), k, dim, out.add(r * TILE + c));
+                            }
+                        }
+                    }
+                }
+                t += cols;
+            }
+        }
+        query += rows;
+    }
+}
+
+#[inline(always)]
+unsafe fn score_tile<S: Simd, const R: usize, const C: usize>(
+    q: *const f32,
+    k: *const u8,
+    dim: usize,
+    out: *mut f32,
+) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let dots = dot_tile::<S, F32, R, C>(q, dim, k, dim, dim);
+        for (r, dots) in dots.iter().enumerate() {
+            for (c, &dot) in dots.iter().enumerate() {
+                *out.add(r * TILE + c) = dot;
+            }
+        }
+    }
+}
+
+/// Turns a query's scores of one tile into weights relative to the running maximum, and rescales what
+/// was summed before. Only positions `from..to` of the tile are seen; the others weigh zero.
+#[inline(always)]
+unsafe fn weigh<S: Simd>(
+    scores: *mut f32,
+    from: usize,
+    to: usize,
+    soft_cap: Option<f32>,
+    maximum: &mut f32,
+    weight: &mut f32,
+    sums: &mut [f32],
+) {
+    // SAFETY: a row of scores holds TILE elements, a multiple of the lanes.
+    unsafe {
+        if from >= to {
+            std::slice::from_raw_parts_mut(scores, TILE).fill(0.0);
+            return;
+        }
+        if let Some(cap) = soft_cap {
+            let mut i = 0;
+            while i < TILE {
+                S::store(scores.add(i), soft_capped::<S>(S::load(scores.add(i)), cap));
+                i += LANES;
+            }
+        }
+        std::slice::from_raw_parts_mut(scores, from).fill(f32::NEG_INFINITY);
+        std::slice::from_raw_parts_mut(scores.add(to), TILE - to).fill(f32::NEG_INFINITY);
+        let mut top = S::splat(*maximum);
+        let mut i = 0;
+        while i < TILE {
+            top = S::max(top, S::load(scores.add(i)));
+            i += LANES;
+        }
+        let top = S::max_lane(top);
+        let offset = S::splat(-top);
+        let mut total = S::splat(0.0);
+        let mut i = 0;
+        while i < TILE {
+            let e = S::exp(S::add(S::load(scores.add(i)), offset));
+            S::store(scores.add(i), e);
+            total = S::add(total, e);
+            i += LANES;
+        }
+        let total = S::sum(total);
+        if top > *maximum {
+            // The first tile a row sees rescales zeroes: e^-inf is zero.
+            let mut lanes = [0.0; LANES];
+            S::store(lanes.as_mut_ptr(), S::exp(S::splat(*maximum - top)));
+            let rescale = S::splat(lanes[0]);
+            let mut i = 0;
+            while i < sums.len() {
+                let at = sums.as_mut_ptr().add(i);
+                S::store(at, S::mul(S::load(at), rescale));
+                i += LANES;
+            }
+            *weight = *weight * lanes[0] + total;
+            *maximum = top;
+        } else {
+            *weight += total;
+        }
+    }
+}
+
+/// `sums[query] += sum over t of weights[query][t] * v[t]`, t ascending.
+#[inline(always)]
+unsafe fn accumulate<S: Simd>(
+    weights: *const f32,
+    num_queries: usize,
+    v: *const f32,
+    len: usize,
+    dim: usize,
+    sums: *mut f32,
+) {
+    // SAFETY: queries, positions and columns stay below their numbers; `dim` is a multiple of the lanes.
+    unsafe {
+        let mut query = 0;
+        while query < num_queries {
+            let rows = if S::WIDE { 4 } else { 2 }.min(num_queries - query);
+            let mut d = 0;
+            while d < dim {
+                let vectors = if S::WIDE { 4 } else { 2 }.min((dim - d) / LANES);
+                let (weights, v) = (weights.add(query * TILE), v.add(d));
+                let sums = sums.add(query * dim + d);
+                match (rows, vectors) {
+                    (4, 4) if S::WIDE => add_tile::<S, 4, 4>(weights, v, len, dim, sums),
+                    (2, 2) => add_tile::<S, 2, 2>(weights, v, len, dim, sums),
+                    _ => {
+                        for r in 0..rows {
+                            let (weights, sums) = (weights.add(r * TILE), sums.add(r * dim));
+                            if S::WIDE && vectors == 4 {
+                                add_tile::<S, 1, 4>(weights, v, len, dim, sums);
+                            } else {
+                                for i in 0..vectors {
+                                    let (v, sums) = (v.add(i * LANES), sums.add(i * LANES));
+                                    add_tile::<S, 1, 1>(weights, v, len, dim, sums);
+                                }
+                            }
+                        }
+                    }
+                }
+                d += vectors * LANES;
+            }
+            query += rows;
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn add_tile<S: Simd, const R: usize, const C: usize>(
+    weights: *const f32,
+    v: *const f32,
+    len: usize,
+    dim: usize,
+    sums: *mut f32,
+) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let mut acc: [[S::V; C]; R] =
+            std::array::from_fn(|r| std::array::from_fn(|c| S::load(sums.add(r * dim + c * LANES))));
+        for t in 0..len {
+            let vs: [S::V; C] = std::array::from_fn(|c| S::load(v.add(t * dim + c * LANES)));
+            for (r, acc) in acc.iter_mut().enumerate() {
+                let weight = S::splat(*weights.add(r * TILE + t));
+                for (acc, &v) in acc.iter_mut().zip(&vs) {
+                    *acc = S::fma(weight, v, *acc);
+                }
+            }
+        }
+        for (r, acc) in acc.iter().enumerate() {
+            for (c, &acc) in acc.iter().enumerate() {
+                S::store(sums.add(r * dim + c * LANES), acc);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::simd::Isa;
+    use crate::cpu::testing::{noise, store};
+
+    struct Case {
+        shape: AttentionShape,
+        block_size: usize,
+        dtype: Dtype,
+        len: usize,
+    }
+
+    /// KV of one sequence in blocks that lie in no order.
+    fn fill(case: &Case) -> (BlockStorage, Vec<BlockId>, Vec<f32>, Vec<f32>) {
+        let shape = &case.shape;
+        let layout = KvLayout {
+            block_size: case.block_size,
+            num_layers: 2,
+            num_kv_heads: shape.num_kv_heads,
+            head_dim: shape.head_dim,
+            dtype: case.dtype,
+        };
+        let num_blocks = layout.num_blocks_for(case.len);
+        let storage = BlockStorage::new(layout, num_blocks + 3).unwrap();
+        let blocks: Vec<BlockId> = (0..num_blocks).rev().map(|idx| BlockId(idx as u32 + 2)).collect();
+        let n = case.len * shape.num_kv_heads * shape.head_dim;
+        let halves = [1, 2].map(|seed| store(case.dtype, &noise(seed, n)));
+        let size = case.dtype.size_bytes();
+        let run = shape.head_dim * size;
+        for (half, (bytes, _)) in halves.iter().enumerate() {
+            for position in 0..case.len {
+                for head in 0..shape.num_kv_heads {
+                    // SAFETY: the test is the only user.
+                    let piece = unsafe { storage.layer_mut(blocks[position / case.block_size], 1) };
+                    let at = half * layout.half_bytes()
+                        + layout.head_offset(head)
+                        + position % case.block_size * run;
+                    let from = (position * shape.num_kv_heads + head) * run;
+                    piece[at..at + run].copy_from_slice(&bytes[from..from + run]);
+                }
+            }
+        }
+        let [(_, k), (_, v)] = halves;
+        (storage, blocks, k, v)
+    }
+
+    /// The formula, in f64.
+    fn reference(shape: &AttentionShape, q: &[f32], k: &[f32], v: &[f32], position: usize) -> Vec<f64> {
+        let dim = shape.head_dim;
+        let group = shape.num_heads / shape.num_kv_heads;
+        let from = shape.window.map_or(0, |window| (position + 1).saturating_sub(window));
+        let mut out = vec![0.0; shape.num_heads * dim];
+        for head in 0..shape.num_heads {
+            let at = |t: usize| (t * shape.num_kv_heads + head / group) * dim;
+            let scores: Vec<f64> = (from..=position)
+                .map(|t| {
+                    let dot: f64 =
+                        (0..dim).map(|i| f64::from(q[head * dim + i]) * f64::from(k[at(t) + i])).sum();
+                    let score = dot * f64::from(shape.scale);
+                    shape.soft_cap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+                })
+                .collect();
+            let max = scores.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
+            let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+            for (t, score) in (from..=position).zip(&scores) {
+                for i in 0..dim {
+                    out[head * dim + i] += (score - max).exp() / total * f64::from(v[at(t) + i]);
+                }
+            }
+        }
+        out
+    }
+
+    /// Tolerance 5e-6 absolute for values of magnitude one.
+    fn check(isa: Isa, case: &Case) {
+        let shape = &case.shape;
+        let (storage, blocks, k, v) = fill(case);
+        let width = shape.num_heads * shape.head_dim;
+        let stride = width + 5;
+        let queries: Vec<f32> = noise(3, case.len * stride).iter().map(|x| x * 4.0).collect();
+        let run = |threads: usize, chunks: &[(usize, usize)]| {
+            let mut cpu = Cpu::new(isa, threads).unwrap();
+            let mut out = vec![f32::NAN; case.len * width];
+            for &(start, num_rows) in chunks {
+                let rows = AttentionRows { first_row: 0, num_rows, start_idx: start, blocks: &blocks };
+                // SAFETY: nobody writes.
+                unsafe {
+                    attend(
+                        &mut cpu,
+                        shape,
+                        &storage,
+                        1,
+                        &[rows],
+                        &queries[start * stride..],
+                        stride,
+                        &mut out[start * width..],
+                    );
+                }
+            }
+            out
+        };
+        let whole = run(2, &[(0, case.len)]);
+        for position in [0, 1, case.len / 2, case.len - 1] {
+            let expected = reference(shape, &queries[position * stride..], &k, &v, position);
+            for (i, expected) in expected.iter().enumerate() {
+                let got = f64::from(whole[position * width + i]);
+                assert!(
+                    (got - expected).abs() < 5e-6,
+                    "{isa:?} {shape:?} {position}/{i}: {got} not {expected}"
+                );
+            }
+        }
+        let singles: Vec<_> = (0..case.len).map(|start| (start, 1)).collect();
+        assert_eq!(run(1, &singles), whole, "{isa:?} {shape:?} row by row");
+        let sevens: Vec<_> = (0..case.len).step_by(7).map(|s| (s, 7.min(case.len - s))).collect();
+        assert_eq!(run(3, &sevens), whole, "{isa:?} {shape:?} in sevens");
+    }
+
+    #[test]
+    fn attention_matches_the_formula_and_does_not_depend_on_chunks() {
+        let base = AttentionShape {
+            num_heads: 4,
+            num_kv_heads: 2,
+            head_dim: 16,
+            scale: 0.25,
+            soft_cap: None,
+            window: None,
+        };
+        for isa in Isa::available() {
+            for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+                check(isa, &Case { shape: base, block_size: 16, dtype, len: 150 });
+            }
+            let shapes = [
+                AttentionShape { head_dim: 24, num_heads: 3, num_kv_heads: 1, ..base },
+                AttentionShape { head_dim: 64, num_heads: 10, ..base },
+                AttentionShape { window: Some(1), ..base },
+                AttentionShape { window: Some(70), ..base },
+                AttentionShape { soft_cap: Some(5.0), head_dim: 80, ..base },
+            ];
+            for shape in shapes {
+                check(isa, &Case { shape, block_size: 5, dtype: Dtype::F32, len: 135 });
+            }
+        }
+    }
+}

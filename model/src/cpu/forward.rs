@@ -1,0 +1,388 @@
+//! The decoder's forward pass over a batch: which operations, in which order, on which memory.
+//!
+//! The rows of all sequences lie one after the other in one matrix of activations; only attention
+//! knows where one sequence ends. Memory grows to the largest batch seen, then nothing is allocated.
+
+use baton_kv_cache::{BlockStorage, KvLayout};
+
+use super::Cpu;
+use super::attention::{AttentionRows, AttentionShape, attend};
+use super::experts::ExpertBuffers;
+use super::gemm::{MatrixRef, Output, SharedMut, gemm};
+use super::rope::{RopeTables, store_rows};
+use super::rows::{Gate, gated, rms_norm, rms_norm_in_place, soft_cap};
+use super::simd::Isa;
+use crate::decoder::{DenseMlp, LayerWeights, Linear, Mlp};
+use crate::spec::{Activation, DecoderSpec, MlpSpec};
+use crate::{Batch, ExecuteError, Executor, LoadedModel};
+
+/// Computes on this machine's processors.
+pub struct CpuExecutor {
+    model: LoadedModel,
+    cpu: Cpu,
+    buffers: Buffers,
+    ropes: RopeTables,
+}
+
+/// Activations, `[rows][...]` each.
+#[derive(Default)]
+struct Buffers {
+    /// The residual stream, `[hidden]`.
+    x: Vec<f32>,
+    /// What a norm or a projection made of it, `[hidden]`.
+    hidden: Vec<f32>,
+    /// Queries, keys and values side by side.
+    qkv: Vec<f32>,
+    /// What attention found, `[heads * head_dim]`.
+    attended: Vec<f32>,
+    mlp: MlpBuffers,
+    experts: ExpertBuffers,
+    /// `[wanted][vocab]`
+    logits: Vec<f32>,
+    /// Of each row.
+    positions: Vec<usize>,
+}
+
+/// Of a dense MLP, or of one expert.
+#[derive(Default)]
+pub(super) struct MlpBuffers {
+    gate_up: Vec<f32>,
+    gated: Vec<f32>,
+}
+
+/// The first `len` elements, after growing to as many.
+pub(super) fn grown<T: Default + Clone>(memory: &mut Vec<T>, len: usize) -> &mut [T] {
+    if memory.len() < len {
+        memory.resize(len, T::default());
+    }
+    &mut memory[..len]
+}
+
+impl CpuExecutor {
+    pub(crate) fn new(model: LoadedModel, num_threads: usize) -> std::io::Result<CpuExecutor> {
+        CpuExecutor::with_isa(model, num_threads, Isa::detect())
+    }
+
+    fn with_isa(model: LoadedModel, num_threads: usize, isa: Isa) -> std::io::Result<CpuExecutor> {
+        let cpu = Cpu::new(isa, num_threads)?;
+        let ropes = RopeTables::new(&model.config().decoder.ropes);
+        tracing::debug!(threads = num_threads, instructions = isa.name(), "cpu executor");
+        Ok(CpuExecutor { model, cpu, buffers: Buffers::default(), ropes })
+    }
+
+    /// The model that it computes.
+    pub fn model(&self) -> &LoadedModel {
+        &self.model
+    }
+
+    /// "avx512", "avx2" or "portable".
+    pub fn instruction_set(&self) -> &'static str {
+        self.cpu.isa.name()
+    }
+}
+
+impl Executor for CpuExecutor {
+    fn kv_layout(&self) -> KvLayout {
+        self.model.kv_layout()
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.model.config().vocab_size()
+    }
+
+    unsafe fn execute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<&[f32], ExecuteError> {
+        assert_eq!(*storage.layout(), self.kv_layout(), "blocks of another layout");
+        let CpuExecutor { model, cpu, buffers, ropes } = self;
+        let weights = model.weights();
+        let mut sequences = Vec::with_capacity(batch.sequences.len());
+        buffers.positions.clear();
+        for sequence in &batch.sequences {
+            let rows = AttentionRows {
+                first_row: buffers.positions.len(),
+                num_rows: sequence.tokens.len(),
+                start_idx: sequence.start_idx,
+                blocks: sequence.blocks,
+            };
+            assert!(rows.num_rows > 0, "a sequence without tokens");
+            buffers.positions.extend(rows.start_idx..rows.start_idx + rows.num_rows);
+            sequences.push(rows);
+        }
+        let mut pass = Pass {
+            spec: &model.config().decoder,
+            cpu,
+            num_rows: buffers.positions.len(),
+            buffers,
+            sequences,
+        };
+        ropes.prepare(&pass.buffers.positions);
+        let tokens = batch.sequences.iter().flat_map(|sequence| sequence.tokens);
+        pass.embed(&weights.embedding.as_ref(), tokens);
+        for (layer_idx, layer) in weights.layers.iter().enumerate() {
+            pass.project(layer);
+            // SAFETY: the caller gives this call the blocks of the batch.
+            unsafe { pass.store(layer_idx, layer, ropes, storage) };
+            on_layer(layer_idx);
+            // SAFETY: as above, and the layer's KV has been written.
+            unsafe { pass.attend(layer_idx, storage) };
+            pass.finish_attention(layer);
+            pass.mlp(&pass.spec.layers[layer_idx].mlp, layer);
+        }
+        let wanted = batch.sequences.iter().map(|sequence| sequence.wants_logits);
+        let num_wanted = pass.normalise_wanted(&weights.norm, wanted);
+        let num_logits = pass.logits(&weights.head.as_ref(), num_wanted);
+        Ok(&self.buffers.logits[..num_logits])
+    }
+}
+
+/// One call of `execute`.
+struct Pass<'a> {
+    spec: &'a DecoderSpec,
+    cpu: &'a mut Cpu,
+    buffers: &'a mut Buffers,
+    sequences: Vec<AttentionRows<'a>>,
+    num_rows: usize,
+}
+
+impl Pass<'_> {
+    fn embed<'t>(&mut self, embedding: &MatrixRef<'_>, tokens: impl Iterator<Item = &'t u32>) {
+        let hidden = self.spec.hidden_size;
+        let x = grown(&mut self.buffers.x, self.num_rows * hidden);
+        for (row, &token) in x.chunks_exact_mut(hidden).zip(tokens) {
+            let token = token as usize;
+            assert!(token < embedding.rows(), "token {token} outside the vocabulary");
+            embedding.read_row(token, self.spec.embedding_scale, row);
+        }
+    }
+
+    /// Queries, keys and values of every row.
+    fn project(&mut self, layer: &LayerWeights) {
+        let spec = self.spec;
+        let rows = self.num_rows;
+        let hidden = grown(&mut self.buffers.hidden, rows * spec.hidden_size);
+        normalise(self.cpu, spec, &self.buffers.x, &layer.attention_norm, hidden);
+        let width = spec.query_width() + 2 * spec.kv_width();
+        let qkv = grown(&mut self.buffers.qkv, rows * width);
+        apply(self.cpu, rows, hidden, &layer.qkv, qkv, Output::Store);
+    }
+
+    /// Norms and rotates heads in place and puts keys and values into their blocks.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes the rows' places in this layer of their blocks.
+    unsafe fn store(
+        &mut self,
+        layer_idx: usize,
+        layer: &LayerWeights,
+        ropes: &RopeTables,
+        storage: &BlockStorage,
+    ) {
+        let spec = self.spec;
+        let (query, kv) = (spec.query_width(), spec.kv_width());
+        let width = query + 2 * kv;
+        let isa = self.cpu.isa;
+        let qkv = SharedMut::new(&mut self.buffers.qkv[..self.num_rows * width]);
+        let rope_idx = spec.layers[layer_idx].rope_idx;
+        let positions = &self.buffers.positions;
+        let sequences = &self.sequences;
+        self.cpu.for_rows(self.num_rows, width, |row_idx| {
+            // SAFETY: every row is its own.
+            let row = unsafe { std::slice::from_raw_parts_mut(qkv.ptr().add(row_idx * width), width) };
+            let (queries, key_values) = row.split_at_mut(query);
+            let (keys, values) = key_values.split_at_mut(kv);
+            for (heads, norm) in [(queries, &layer.query_norm), (&mut *keys, &layer.key_norm)] {
+                for head in heads.chunks_exact_mut(spec.head_dim) {
+                    if let Some(norm) = norm {
+                        rms_norm_in_place(isa, head, norm, spec.norm_eps);
+                    }
+                    ropes.rotate(rope_idx, row_idx, head);
+                }
+            }
+            // Sequences are in the order of their rows.
+            let at = sequences.partition_point(|sequence| sequence.first_row <= row_idx) - 1;
+            // SAFETY: positions differ between rows of a sequence, and sequences do not share the
+            // blocks they write; nobody else uses them by the caller's word.
+            unsafe { store_rows(storage, layer_idx, sequences[at].blocks, positions[row_idx], keys, values) };
+        });
+    }
+
+    /// # Safety
+    /// Nobody writes this layer of the batch's blocks meanwhile.
+    unsafe fn attend(&mut self, layer_idx: usize, storage: &BlockStorage) {
+        let spec = self.spec;
+        let shape = AttentionShape {
+            num_heads: spec.num_heads,
+            num_kv_heads: spec.num_kv_heads,
+            head_dim: spec.head_dim,
+            scale: spec.attention_scale,
+            soft_cap: spec.attention_soft_cap,
+            window: spec.layers[layer_idx].window,
+        };
+        let width = spec.query_width() + 2 * spec.kv_width();
+        let attended = grown(&mut self.buffers.attended, self.num_rows * spec.query_width());
+        let queries = &self.buffers.qkv[..self.num_rows * width];
+        // SAFETY: passed on to the caller.
+        unsafe { attend(self.cpu, &shape, storage, layer_idx, &self.sequences, queries, width, attended) };
+    }
+
+    /// The output projection, added to the residual stream.
+    fn finish_attention(&mut self, layer: &LayerWeights) {
+        let rows = self.num_rows;
+        let x = &mut self.buffers.x[..rows * self.spec.hidden_size];
+        let attended = &self.buffers.attended;
+        match &layer.attention_post_norm {
+            None => apply(self.cpu, rows, attended, &layer.output, x, Output::Add),
+            Some(norm) => {
+                let hidden = grown(&mut self.buffers.hidden, x.len());
+                apply(self.cpu, rows, attended, &layer.output, hidden, Output::Store);
+                add_normalised(self.cpu, self.spec, hidden, norm, x);
+            }
+        }
+    }
+
+    fn mlp(&mut self, mlp: &MlpSpec, layer: &LayerWeights) {
+        let spec = self.spec;
+        let rows = self.num_rows;
+        let buffers = &mut *self.buffers;
+        let x = &mut buffers.x[..rows * spec.hidden_size];
+        let hidden = grown(&mut buffers.hidden, x.len());
+        normalise(self.cpu, spec, x, &layer.mlp_norm, hidden);
+        match (&layer.mlp, &layer.mlp_post_norm) {
+            (Mlp::Dense(dense), None) => {
+                dense_mlp(self.cpu, spec.activation, rows, hidden, dense, &mut buffers.mlp, x, Output::Add);
+            }
+            (Mlp::Dense(dense), Some(norm)) => {
+                // The products no longer need their input when the last one is written.
+                let gated = gate_and_up(self.cpu, spec.activation, rows, hidden, dense, &mut buffers.mlp);
+                apply(self.cpu, rows, gated, &dense.down, hidden, Output::Store);
+                add_normalised(self.cpu, spec, hidden, norm, x);
+            }
+            (Mlp::Experts { router, experts }, _) => {
+                let MlpSpec::Experts { num_active, renormalise, .. } = *mlp else {
+                    unreachable!("weights were taken by this spec")
+                };
+                let routing =
+                    super::experts::Routing { num_active, renormalise, activation: spec.activation };
+                let memory = (&mut buffers.experts, &mut buffers.mlp);
+                super::experts::run(self.cpu, &routing, rows, hidden, router, experts, memory, x);
+            }
+        }
+    }
+
+    /// The last row of each sequence that wants logits, normed; how many there are.
+    fn normalise_wanted(&mut self, norm: &[f32], wanted: impl Iterator<Item = bool>) -> usize {
+        let size = self.spec.hidden_size;
+        let hidden = grown(&mut self.buffers.hidden, self.sequences.len() * size);
+        let mut num_wanted = 0;
+        for (sequence, wanted) in self.sequences.iter().zip(wanted) {
+            if wanted {
+                let row = sequence.first_row + sequence.num_rows - 1;
+                let x = &self.buffers.x[row * size..(row + 1) * size];
+                let out = &mut hidden[num_wanted * size..(num_wanted + 1) * size];
+                rms_norm(self.cpu.isa, x, norm, self.spec.norm_eps, out);
+                num_wanted += 1;
+            }
+        }
+        num_wanted
+    }
+
+    /// Fills in the logits; how many numbers they are.
+    fn logits(&mut self, head: &MatrixRef<'_>, num_wanted: usize) -> usize {
+        let logits = grown(&mut self.buffers.logits, num_wanted * self.spec.vocab_size);
+        gemm(self.cpu, num_wanted, &self.buffers.hidden, &[*head], None, logits, Output::Store);
+        if let Some(cap) = self.spec.logit_soft_cap {
+            soft_cap(self.cpu.isa, logits, cap);
+        }
+        logits.len()
+    }
+}
+
+pub(super) fn apply(
+    cpu: &mut Cpu,
+    num_rows: usize,
+    a: &[f32],
+    linear: &Linear,
+    out: &mut [f32],
+    output: Output,
+) {
+    let bias = linear.bias.as_deref();
+    match linear.parts.as_slice() {
+        [one] => gemm(cpu, num_rows, a, &[one.as_ref()], bias, out, output),
+        [one, two] => gemm(cpu, num_rows, a, &[one.as_ref(), two.as_ref()], bias, out, output),
+        [one, two, three] => {
+            gemm(cpu, num_rows, a, &[one.as_ref(), two.as_ref(), three.as_ref()], bias, out, output);
+        }
+        parts => unreachable!("{} parts of a projection", parts.len()),
+    }
+}
+
+fn normalise(cpu: &mut Cpu, spec: &DecoderSpec, x: &[f32], norm: &[f32], out: &mut [f32]) {
+    let size = spec.hidden_size;
+    let isa = cpu.isa;
+    let num_rows = out.len() / size;
+    let out = SharedMut::new(out);
+    cpu.for_rows(num_rows, size, |row| {
+        // SAFETY: every row is its own.
+        let out = unsafe { std::slice::from_raw_parts_mut(out.ptr().add(row * size), size) };
+        rms_norm(isa, &x[row * size..(row + 1) * size], norm, spec.norm_eps, out);
+    });
+}
+
+/// `x += norm(y)`, `y` is used up.
+fn add_normalised(cpu: &mut Cpu, spec: &DecoderSpec, y: &mut [f32], norm: &[f32], x: &mut [f32]) {
+    let size = spec.hidden_size;
+    for (x, y) in x.chunks_exact_mut(size).zip(y.chunks_exact_mut(size)) {
+        rms_norm_in_place(cpu.isa, y, norm, spec.norm_eps);
+        for (x, y) in x.iter_mut().zip(y) {
+            *x += *y;
+        }
+    }
+}
+
+/// `activation(gate(a)) * up(a)`
+fn gate_and_up<'m>(
+    cpu: &mut Cpu,
+    activation: Activation,
+    num_rows: usize,
+    a: &[f32],
+    mlp: &DenseMlp,
+    memory: &'m mut MlpBuffers,
+) -> &'m [f32] {
+    let size = mlp.down.parts[0].cols;
+    let gate_up = grown(&mut memory.gate_up, num_rows * 2 * size);
+    apply(cpu, num_rows, a, &mlp.gate_up, gate_up, Output::Store);
+    let gate = match activation {
+        Activation::Silu => Gate::Silu,
+        Activation::Gelu => Gate::GeluErf,
+        Activation::GeluTanh => Gate::GeluTanh,
+    };
+    let all = grown(&mut memory.gated, num_rows * size);
+    let isa = cpu.isa;
+    let out = SharedMut::new(all);
+    let gate_up = &*gate_up;
+    cpu.for_rows(num_rows, 2 * size, |row| {
+        // SAFETY: every row is its own.
+        let out = unsafe { std::slice::from_raw_parts_mut(out.ptr().add(row * size), size) };
+        gated(isa, gate, &gate_up[row * 2 * size..(row + 1) * 2 * size], out);
+    });
+    all
+}
+
+#[allow(clippy::too_many_arguments)]
+pub(super) fn dense_mlp(
+    cpu: &mut Cpu,
+    activation: Activation,
+    num_rows: usize,
+    a: &[f32],
+    mlp: &DenseMlp,
+    memory: &mut MlpBuffers,
+    out: &mut [f32],
+    output: Output,
+) {
+    let gated = gate_and_up(cpu, activation, num_rows, a, mlp, memory);
+    apply(cpu, num_rows, gated, &mlp.down, out, output);
+}

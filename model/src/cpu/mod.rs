@@ -1,0 +1,116 @@
+//! The forward pass on processors: kernels, the threads that run them, and the executor.
+
+mod attention;
+mod experts;
+mod forward;
+mod gemm;
+mod pool;
+mod rope;
+mod rows;
+mod simd;
+
+pub use forward::CpuExecutor;
+pub(crate) use gemm::MatrixRef;
+
+use pool::Pool;
+use simd::Isa;
+
+/// What every operation needs: the instruction set, threads, and memory for each thread.
+pub(crate) struct Cpu {
+    isa: Isa,
+    pool: Pool,
+    scratch: Scratch,
+}
+
+impl Cpu {
+    fn new(isa: Isa, num_threads: usize) -> std::io::Result<Cpu> {
+        Ok(Cpu { isa, pool: Pool::new(num_threads)?, scratch: Scratch::default() })
+    }
+
+    /// Calls `work` for every row, on several threads when there is enough to do.
+    fn for_rows(&mut self, num_rows: usize, elements_per_row: usize, work: impl Fn(usize) + Sync) {
+        const ELEMENTS_PER_ITEM: usize = 16 * 1024;
+        let rows_per_item = (ELEMENTS_PER_ITEM / elements_per_row.max(1)).max(1);
+        let num_items = num_rows.div_ceil(rows_per_item);
+        self.pool.for_each(num_items, |_, item_idx| {
+            let first = item_idx * rows_per_item;
+            (first..num_rows.min(first + rows_per_item)).for_each(&work);
+        });
+    }
+}
+
+/// Memory of the threads, used by one operation at a time; it grows and never shrinks.
+#[derive(Default)]
+struct Scratch {
+    memory: Vec<f32>,
+}
+
+/// One operation's view of it.
+#[derive(Clone, Copy)]
+struct ThreadScratch {
+    memory: gemm::SharedMut<f32>,
+    stride: usize,
+}
+
+impl Scratch {
+    /// At least `len` elements, with any contents, for each of `num_threads`.
+    fn reserve(&mut self, num_threads: usize, len: usize) -> ThreadScratch {
+        // Whole cache lines, so that threads do not share one.
+        let stride = len.next_multiple_of(16);
+        if self.memory.len() < stride * num_threads {
+            self.memory.resize(stride * num_threads, 0.0);
+        }
+        ThreadScratch { memory: gemm::SharedMut::new(&mut self.memory), stride }
+    }
+}
+
+impl ThreadScratch {
+    /// The part of one thread.
+    fn of(&self, thread_idx: usize) -> *mut f32 {
+        // SAFETY: `reserve` made room for every thread.
+        unsafe { self.memory.ptr().add(thread_idx * self.stride) }
+    }
+}
+
+#[cfg(test)]
+mod testing {
+    use super::simd::Dtype;
+
+    /// Numbers in -1..1 that look random.
+    pub(crate) fn noise(seed: u64, n: usize) -> Vec<f32> {
+        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        (0..n)
+            .map(|_| {
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+            })
+            .collect()
+    }
+
+    /// The bytes that hold `values` in `dtype`, and what they widen to.
+    pub(crate) fn store(dtype: Dtype, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
+        let mut bytes = Vec::new();
+        let mut widened = Vec::new();
+        for &value in values {
+            match dtype {
+                Dtype::F32 => {
+                    bytes.extend(value.to_le_bytes());
+                    widened.push(value);
+                }
+                Dtype::F16 => {
+                    let value = half::f16::from_f32(value);
+                    bytes.extend(value.to_le_bytes());
+                    widened.push(value.to_f32());
+                }
+                Dtype::Bf16 => {
+                    let value = half::bf16::from_f32(value);
+                    bytes.extend(value.to_le_bytes());
+                    widened.push(value.to_f32());
+                }
+            }
+        }
+        (bytes, widened)
+    }
+}

@@ -1,0 +1,246 @@
+//! A few threads that share the work of one operation at a time.
+//!
+//! An operation is a closure that every participant calls once; it takes its pieces of work from a
+//! counter of its own, so it is complete whoever takes part. Threads spin briefly between operations
+//! and sleep when none comes: a forward pass has a dozen operations per layer, each microseconds
+//! after the other. Nothing is allocated or locked per operation.
+//!
+//! ```text
+//! state   | epoch (32) | open (1) | active (31) |
+//! caller:  epoch+1, open, 0 active --> runs its share --> not open --> waits for active == 0
+//! helper:  sees a new open epoch --> active+1 (fails once closed) --> runs --> active-1
+//! ```
+//! A helper that wakes too late finds the operation closed and loses nothing.
+
+use std::cell::UnsafeCell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+
+const OPEN: u64 = 1 << 31;
+const ACTIVE: u64 = OPEN - 1;
+/// Looks at the state before a helper sleeps: some 20 to 50 microseconds.
+const SPINS: u32 = 4000;
+
+type Work<'a> = &'a (dyn Fn(usize) + Sync);
+
+struct Shared {
+    state: AtomicU64,
+    work: UnsafeCell<Option<Work<'static>>>,
+    num_sleeping: AtomicU32,
+    panicked: AtomicBool,
+    stop: AtomicBool,
+}
+
+// SAFETY: `work` is written only by the caller of `run` while no operation is open and none active,
+// and read only by participants that are counted in `active`.
+unsafe impl Sync for Shared {}
+
+/// The threads. One caller at a time, by `&mut`.
+pub(crate) struct Pool {
+    shared: Arc<Shared>,
+    helpers: Vec<JoinHandle<()>>,
+}
+
+impl Pool {
+    /// `num_threads` participants, the calling thread being one of them.
+    pub(crate) fn new(num_threads: usize) -> std::io::Result<Pool> {
+        let shared = Arc::new(Shared {
+            state: AtomicU64::new(0),
+            work: UnsafeCell::new(None),
+            num_sleeping: AtomicU32::new(0),
+            panicked: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+        });
+        let mut pool = Pool { shared, helpers: Vec::new() };
+        for idx in 1..num_threads.max(1) {
+            let shared = Arc::clone(&pool.shared);
+            let helper = std::thread::Builder::new()
+                .name(format!("baton-cpu-{idx}"))
+                .spawn(move || help(&shared, idx))?;
+            pool.helpers.push(helper);
+        }
+        Ok(pool)
+    }
+
+    /// Participants, so that each can have memory of its own.
+    pub(crate) fn num_threads(&self) -> usize {
+        self.helpers.len() + 1
+    }
+
+    /// Calls `work(thread_idx)` on this thread (0) and on those helpers that come in time.
+    ///
+    /// # Panics
+    /// When `work` panicked, after all participants have left it.
+    pub(crate) fn run(&mut self, work: Work<'_>) {
+        if self.helpers.is_empty() {
+            return work(0);
+        }
+        let shared = &*self.shared;
+        // SAFETY: the lifetime ends with this call: `Closing` waits until nobody is inside, and
+        // nobody enters once the operation is closed.
+        let work_forever = unsafe { std::mem::transmute::<Work<'_>, Work<'static>>(work) };
+        // SAFETY: no operation is open (`&mut self`), so nobody reads.
+        unsafe { *shared.work.get() = Some(work_forever) };
+        let epoch = (shared.state.load(Ordering::Relaxed) >> 32).wrapping_add(1);
+        shared.state.store(epoch << 32 | OPEN, Ordering::SeqCst);
+        if shared.num_sleeping.load(Ordering::SeqCst) > 0 {
+            for helper in &self.helpers {
+                helper.thread().unpark();
+            }
+        }
+        let closing = Closing(shared);
+        work(0);
+        drop(closing);
+        if shared.panicked.swap(false, Ordering::Relaxed) {
+            panic!("a compute thread panicked");
+        }
+    }
+
+    /// Calls `item(thread_idx, item_idx)` for every item below `num_items`, in some order.
+    pub(crate) fn for_each(&mut self, num_items: usize, item: impl Fn(usize, usize) + Sync) {
+        let next = AtomicUsize::new(0);
+        let work = |thread_idx: usize| {
+            loop {
+                let item_idx = next.fetch_add(1, Ordering::Relaxed);
+                if item_idx >= num_items {
+                    return;
+                }
+                item(thread_idx, item_idx);
+            }
+        };
+        if num_items <= 1 { work(0) } else { self.run(&work) }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        for helper in self.helpers.drain(..) {
+            helper.thread().unpark();
+            // A helper does not panic: panics of the work are caught.
+            let _ = helper.join();
+        }
+    }
+}
+
+/// Closes the operation and waits for the helpers inside, also when the caller's share panics.
+struct Closing<'a>(&'a Shared);
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        self.0.state.fetch_and(!OPEN, Ordering::AcqRel);
+        let mut spins = 0u32;
+        while self.0.state.load(Ordering::Acquire) & ACTIVE != 0 {
+            spins += 1;
+            // A helper may have lost its core to somebody else: let it have this one.
+            if spins.is_multiple_of(256) { std::thread::yield_now() } else { std::hint::spin_loop() }
+        }
+    }
+}
+
+fn help(shared: &Shared, thread_idx: usize) {
+    let mut seen = 0;
+    loop {
+        let state = wait(shared, seen);
+        let Some(state) = state else { return };
+        seen = state >> 32;
+        if !enter(shared, state) {
+            continue;
+        }
+        // SAFETY: counted in `active`, so the caller waits for us before it ends or changes `work`.
+        let work = unsafe { *shared.work.get() }.expect("set before the operation opened");
+        if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work(thread_idx))).is_err() {
+            shared.panicked.store(true, Ordering::Relaxed);
+        }
+        shared.state.fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// Waits for an open operation other than `seen`; `None` when the pool stops.
+fn wait(shared: &Shared, seen: u64) -> Option<u64> {
+    let is_new = |state: u64| state & OPEN != 0 && state >> 32 != seen;
+    loop {
+        for _ in 0..SPINS {
+            let state = shared.state.load(Ordering::Acquire);
+            if is_new(state) {
+                return Some(state);
+            }
+            std::hint::spin_loop();
+        }
+        shared.num_sleeping.fetch_add(1, Ordering::SeqCst);
+        // Looked at once more after announcing the sleep: either we see the operation here or its
+        // caller sees us sleeping and unparks.
+        if !is_new(shared.state.load(Ordering::SeqCst)) && !shared.stop.load(Ordering::SeqCst) {
+            std::thread::park();
+        }
+        shared.num_sleeping.fetch_sub(1, Ordering::SeqCst);
+        if shared.stop.load(Ordering::SeqCst) {
+            return None;
+        }
+    }
+}
+
+/// Becomes a participant unless the operation of `state` was closed meanwhile.
+fn enter(shared: &Shared, mut state: u64) -> bool {
+    let epoch = state >> 32;
+    while state & OPEN != 0 && state >> 32 == epoch {
+        match shared.state.compare_exchange_weak(state, state + 1, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => return true,
+            Err(now) => state = now,
+        }
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_item_runs_once() {
+        for num_threads in [1, 2, 5] {
+            let mut pool = Pool::new(num_threads).unwrap();
+            for num_items in [0, 1, 2, 7, 1000] {
+                let counts: Vec<AtomicUsize> = (0..num_items).map(|_| AtomicUsize::new(0)).collect();
+                for _ in 0..50 {
+                    pool.for_each(num_items, |thread_idx, idx| {
+                        assert!(thread_idx < num_threads);
+                        counts[idx].fetch_add(1, Ordering::Relaxed);
+                    });
+                }
+                assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 50));
+            }
+        }
+    }
+
+    #[test]
+    fn sleeping_helpers_are_woken_or_not_needed() {
+        let mut pool = Pool::new(3).unwrap();
+        for _ in 0..20 {
+            // Longer than the helpers spin.
+            while pool.shared.num_sleeping.load(Ordering::SeqCst) < 2 {
+                std::thread::yield_now();
+            }
+            let sum = AtomicUsize::new(0);
+            pool.for_each(100, |_, idx| {
+                sum.fetch_add(idx, Ordering::Relaxed);
+            });
+            assert_eq!(sum.into_inner(), 4950);
+        }
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_pool_goes_on() {
+        let mut pool = Pool::new(2).unwrap();
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            pool.for_each(64, |_, idx| assert_ne!(idx, 40, "on purpose"));
+        }));
+        assert!(result.is_err());
+        let count = AtomicUsize::new(0);
+        pool.for_each(64, |_, _| {
+            count.fetch_add(1, Ordering::Relaxed);
+        });
+        assert_eq!(count.into_inner(), 64);
+    }
+}

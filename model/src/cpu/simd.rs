@@ -1,0 +1,567 @@
+//! Sixteen lanes of f32 on whatever the processor offers.
+//!
+//! Every kernel is written once over [`Simd`] and compiled for AVX-512, for AVX2 with FMA and for
+//! plain Rust. All three compute with sixteen lanes and reduce them in the same order, so AVX-512
+//! and AVX2 machines agree bit for bit. It knows no tensors.
+
+use baton_kv_cache::KvDtype;
+
+/// Type of a stored number; the same three for weights and for KV.
+pub(crate) type Dtype = KvDtype;
+
+/// Lanes of a vector.
+pub(crate) const LANES: usize = 16;
+
+/// What the kernels were chosen for; found out once, when an executor is built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Isa {
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    Portable,
+}
+
+impl Isa {
+    /// The best one that this processor runs.
+    pub(crate) fn detect() -> Isa {
+        Isa::available()[0]
+    }
+
+    /// All that this processor runs, best first.
+    pub(crate) fn available() -> Vec<Isa> {
+        let mut found = Vec::new();
+        #[cfg(target_arch = "x86_64")]
+        {
+            let avx2 = is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("fma")
+                && is_x86_feature_detected!("f16c");
+            if avx2 && is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512dq") {
+                found.push(Isa::Avx512);
+            }
+            if avx2 {
+                found.push(Isa::Avx2);
+            }
+        }
+        found.push(Isa::Portable);
+        found
+    }
+
+    /// For logs and `baton inspect`.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => "avx2",
+            Isa::Portable => "portable",
+        }
+    }
+}
+
+/// Operations on sixteen f32 lanes.
+///
+/// # Safety (of all methods)
+/// The processor has the instructions of the implementation, and pointers are valid for the sixteen
+/// (or `n`) elements that the name promises. No alignment is asked for.
+pub(crate) trait Simd: Copy {
+    type V: Copy;
+    /// Whether there are 32 registers of 16 lanes: decides the tile sizes.
+    const WIDE: bool;
+
+    unsafe fn splat(x: f32) -> Self::V;
+    unsafe fn load(p: *const f32) -> Self::V;
+    unsafe fn load_bf16(p: *const u16) -> Self::V;
+    unsafe fn load_f16(p: *const u16) -> Self::V;
+    unsafe fn store(p: *mut f32, v: Self::V);
+    /// `a * b + c`, rounded once.
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
+    /// To the nearest whole number.
+    unsafe fn round(a: Self::V) -> Self::V;
+    /// `2^a` of whole numbers in -126..=127.
+    unsafe fn pow2(a: Self::V) -> Self::V;
+    /// Lanes added as a tree: i with i+8, then +4, +2, +1.
+    unsafe fn sum(a: Self::V) -> f32;
+
+    /// The sums of several vectors, each as [`sum`](Self::sum) does it.
+    #[inline(always)]
+    unsafe fn sums<const N: usize>(vectors: [Self::V; N]) -> [f32; N] {
+        // SAFETY: no pointers.
+        vectors.map(|v| unsafe { Self::sum(v) })
+    }
+
+    /// `n < 16` elements, the other lanes zero.
+    #[inline(always)]
+    unsafe fn load_part(p: *const f32, n: usize) -> Self::V {
+        let mut lanes = [0.0f32; LANES];
+        // SAFETY: the caller vouches for `n` elements, and `n < LANES`.
+        unsafe {
+            std::ptr::copy_nonoverlapping(p.cast::<u8>(), lanes.as_mut_ptr().cast(), n * 4);
+            Self::load(lanes.as_ptr())
+        }
+    }
+
+    /// The first `n < 16` lanes.
+    #[inline(always)]
+    unsafe fn store_part(p: *mut f32, v: Self::V, n: usize) {
+        let mut lanes = [0.0f32; LANES];
+        // SAFETY: as above.
+        unsafe {
+            Self::store(lanes.as_mut_ptr(), v);
+            std::ptr::copy_nonoverlapping(lanes.as_ptr(), p, n);
+        }
+    }
+
+    /// The largest lane.
+    #[inline(always)]
+    unsafe fn max_lane(a: Self::V) -> f32 {
+        let mut lanes = [0.0f32; LANES];
+        // SAFETY: `lanes` holds sixteen.
+        unsafe { Self::store(lanes.as_mut_ptr(), a) };
+        lanes.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x))
+    }
+
+    /// e^x within two units in the last place; zero below -87.7, where results would be denormal.
+    ///
+    /// Cephes' expf: x = n ln 2 + r, and a polynomial of degree five for e^r.
+    #[inline(always)]
+    unsafe fn exp(x: Self::V) -> Self::V {
+        // SAFETY: no pointers.
+        unsafe {
+            // Of min and max the second operand survives when one is NaN.
+            let x = Self::min(Self::splat(88.02), Self::max(Self::splat(-88.02), x));
+            let n = Self::round(Self::mul(x, Self::splat(std::f32::consts::LOG2_E)));
+            let r = Self::fma(n, Self::splat(-0.693_359_4), x);
+            let r = Self::fma(n, Self::splat(2.121_944_4e-4), r);
+            let mut p = Self::splat(1.987_569_1e-4);
+            for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
+                p = Self::fma(p, r, Self::splat(c));
+            }
+            let p = Self::add(Self::fma(Self::mul(r, r), p, r), Self::splat(1.0));
+            Self::mul(p, Self::pow2(n))
+        }
+    }
+}
+
+/// Plain arrays: the reference of the others, and what other processors get.
+#[derive(Clone, Copy)]
+pub(crate) struct Portable;
+
+#[inline(always)]
+fn map2(a: [f32; LANES], b: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> [f32; LANES] {
+    std::array::from_fn(|lane| f(a[lane], b[lane]))
+}
+
+impl Simd for Portable {
+    type V = [f32; LANES];
+    const WIDE: bool = false;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::V {
+        [x; LANES]
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self::V {
+        // SAFETY: the caller vouches for sixteen elements, of any alignment.
+        unsafe { p.cast::<[f32; LANES]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self::V {
+        // SAFETY: as above.
+        let bits = unsafe { p.cast::<[u16; LANES]>().read_unaligned() };
+        bits.map(|bits| f32::from_bits(u32::from(bits) << 16))
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> Self::V {
+        // SAFETY: as above.
+        let bits = unsafe { p.cast::<[u16; LANES]>().read_unaligned() };
+        bits.map(|bits| half::f16::from_bits(bits).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        // SAFETY: as above.
+        unsafe { p.cast::<[f32; LANES]>().write_unaligned(v) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        // Without an instruction for it `mul_add` is a slow library call.
+        std::array::from_fn(|lane| {
+            if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
+                a[lane].mul_add(b[lane], c[lane])
+            } else {
+                a[lane] * b[lane] + c[lane]
+            }
+        })
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        map2(a, b, |a, b| a + b)
+    }
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        map2(a, b, |a, b| a * b)
+    }
+    #[inline(always)]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        map2(a, b, |a, b| a / b)
+    }
+    #[inline(always)]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        map2(a, b, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    unsafe fn min(a: Self::V, b: Self::V) -> Self::V {
+        map2(a, b, |a, b| if a < b { a } else { b })
+    }
+    #[inline(always)]
+    unsafe fn round(a: Self::V) -> Self::V {
+        a.map(f32::round_ties_even)
+    }
+    #[inline(always)]
+    unsafe fn pow2(a: Self::V) -> Self::V {
+        a.map(|a| f32::from_bits(((a as i32 + 127) as u32) << 23))
+    }
+    #[inline(always)]
+    unsafe fn sum(a: Self::V) -> f32 {
+        let a: [f32; 8] = std::array::from_fn(|i| a[i] + a[i + 8]);
+        let a: [f32; 4] = std::array::from_fn(|i| a[i] + a[i + 4]);
+        (a[0] + a[2]) + (a[1] + a[3])
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86::{Avx2, Avx512};
+
+#[cfg(target_arch = "x86_64")]
+#[allow(clippy::undocumented_unsafe_blocks)] // the trait's contract, instruction by instruction
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::Simd;
+
+    /// One 512-bit register.
+    #[derive(Clone, Copy)]
+    pub(crate) struct Avx512;
+
+    impl Simd for Avx512 {
+        type V = __m512;
+        const WIDE: bool = true;
+
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> __m512 {
+            unsafe { _mm512_set1_ps(x) }
+        }
+        #[inline(always)]
+        unsafe fn load(p: *const f32) -> __m512 {
+            unsafe { _mm512_loadu_ps(p) }
+        }
+        #[inline(always)]
+        unsafe fn load_bf16(p: *const u16) -> __m512 {
+            unsafe {
+                let half = _mm256_loadu_si256(p.cast());
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half)))
+            }
+        }
+        #[inline(always)]
+        unsafe fn load_f16(p: *const u16) -> __m512 {
+            unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+        }
+        #[inline(always)]
+        unsafe fn store(p: *mut f32, v: __m512) {
+            unsafe { _mm512_storeu_ps(p, v) }
+        }
+        #[inline(always)]
+        unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+            unsafe { _mm512_fmadd_ps(a, b, c) }
+        }
+        #[inline(always)]
+        unsafe fn add(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_add_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_mul_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn div(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_div_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn max(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_max_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn min(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_min_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn round(a: __m512) -> __m512 {
+            unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
+        }
+        #[inline(always)]
+        unsafe fn pow2(a: __m512) -> __m512 {
+            unsafe {
+                let bits = _mm512_add_epi32(_mm512_cvtps_epi32(a), _mm512_set1_epi32(127));
+                _mm512_castsi512_ps(_mm512_slli_epi32::<23>(bits))
+            }
+        }
+        #[inline(always)]
+        unsafe fn sum(a: __m512) -> f32 {
+            unsafe { sum8(_mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a))) }
+        }
+        #[inline(always)]
+        unsafe fn load_part(p: *const f32, n: usize) -> __m512 {
+            unsafe { _mm512_maskz_loadu_ps(((1u32 << n) - 1) as __mmask16, p) }
+        }
+        #[inline(always)]
+        unsafe fn store_part(p: *mut f32, v: __m512, n: usize) {
+            unsafe { _mm512_mask_storeu_ps(p, ((1u32 << n) - 1) as __mmask16, v) }
+        }
+        #[inline(always)]
+        unsafe fn max_lane(a: __m512) -> f32 {
+            unsafe { _mm512_reduce_max_ps(a) }
+        }
+    }
+
+    /// Two 256-bit registers.
+    #[derive(Clone, Copy)]
+    pub(crate) struct Avx2;
+
+    impl Simd for Avx2 {
+        type V = (__m256, __m256);
+        const WIDE: bool = false;
+
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self::V {
+            unsafe { (_mm256_set1_ps(x), _mm256_set1_ps(x)) }
+        }
+        #[inline(always)]
+        unsafe fn load(p: *const f32) -> Self::V {
+            unsafe { (_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))) }
+        }
+        #[inline(always)]
+        unsafe fn load_bf16(p: *const u16) -> Self::V {
+            unsafe {
+                let widen = |p: *const u16| {
+                    let eight = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(eight))
+                };
+                (widen(p), widen(p.add(8)))
+            }
+        }
+        #[inline(always)]
+        unsafe fn load_f16(p: *const u16) -> Self::V {
+            unsafe {
+                (
+                    _mm256_cvtph_ps(_mm_loadu_si128(p.cast())),
+                    _mm256_cvtph_ps(_mm_loadu_si128(p.add(8).cast())),
+                )
+            }
+        }
+        #[inline(always)]
+        unsafe fn store(p: *mut f32, v: Self::V) {
+            unsafe {
+                _mm256_storeu_ps(p, v.0);
+                _mm256_storeu_ps(p.add(8), v.1);
+            }
+        }
+        #[inline(always)]
+        unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+            unsafe { (_mm256_fmadd_ps(a.0, b.0, c.0), _mm256_fmadd_ps(a.1, b.1, c.1)) }
+        }
+        #[inline(always)]
+        unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+            unsafe { (_mm256_add_ps(a.0, b.0), _mm256_add_ps(a.1, b.1)) }
+        }
+        #[inline(always)]
+        unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+            unsafe { (_mm256_mul_ps(a.0, b.0), _mm256_mul_ps(a.1, b.1)) }
+        }
+        #[inline(always)]
+        unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+            unsafe { (_mm256_div_ps(a.0, b.0), _mm256_div_ps(a.1, b.1)) }
+        }
+        #[inline(always)]
+        unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+            unsafe { (_mm256_max_ps(a.0, b.0), _mm256_max_ps(a.1, b.1)) }
+        }
+        #[inline(always)]
+        unsafe fn min(a: Self::V, b: Self::V) -> Self::V {
+            unsafe { (_mm256_min_ps(a.0, b.0), _mm256_min_ps(a.1, b.1)) }
+        }
+        #[inline(always)]
+        unsafe fn round(a: Self::V) -> Self::V {
+            unsafe {
+                (
+                    _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a.0),
+                    _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a.1),
+                )
+            }
+        }
+        #[inline(always)]
+        unsafe fn pow2(a: Self::V) -> Self::V {
+            unsafe {
+                let bias = _mm256_set1_epi32(127);
+                let lo = _mm256_add_epi32(_mm256_cvtps_epi32(a.0), bias);
+                let hi = _mm256_add_epi32(_mm256_cvtps_epi32(a.1), bias);
+                (
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<23>(lo)),
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<23>(hi)),
+                )
+            }
+        }
+        #[inline(always)]
+        unsafe fn sum(a: Self::V) -> f32 {
+            unsafe { sum8(_mm256_add_ps(a.0, a.1)) }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn sum8(a: __m256) -> f32 {
+        unsafe {
+            let a = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+            _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)))
+        }
+    }
+}
+
+/// Stored numbers that widen to f32.
+pub(crate) trait Stored {
+    /// Bytes of one.
+    const SIZE: usize;
+    /// Sixteen of them.
+    ///
+    /// # Safety
+    /// As [`Simd`].
+    unsafe fn load<S: Simd>(p: *const u8) -> S::V;
+    /// One of them.
+    ///
+    /// # Safety
+    /// `p` is valid for one element.
+    unsafe fn load_one(p: *const u8) -> f32;
+    /// Rounds to the nearest and stores.
+    ///
+    /// # Safety
+    /// `p` is valid for one element.
+    unsafe fn store_one(p: *mut u8, x: f32);
+
+    /// `n < 16` of them, the other lanes zero.
+    ///
+    /// # Safety
+    /// As [`Simd`].
+    #[inline(always)]
+    unsafe fn load_part<S: Simd>(p: *const u8, n: usize) -> S::V {
+        let mut bytes = [0u8; LANES * 4];
+        // SAFETY: the caller vouches for `n` elements, and the buffer has room for sixteen.
+        unsafe {
+            std::ptr::copy_nonoverlapping(p, bytes.as_mut_ptr(), n * Self::SIZE);
+            Self::load::<S>(bytes.as_ptr())
+        }
+    }
+}
+
+pub(crate) struct F32;
+pub(crate) struct F16;
+pub(crate) struct Bf16;
+
+// SAFETY of the blocks below: the callers vouch for the elements; alignment is never assumed.
+impl Stored for F32 {
+    const SIZE: usize = 4;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const u8) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::load(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn load_one(p: *const u8) -> f32 {
+        // SAFETY: see above.
+        unsafe { p.cast::<f32>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store_one(p: *mut u8, x: f32) {
+        // SAFETY: see above.
+        unsafe { p.cast::<f32>().write_unaligned(x) }
+    }
+}
+
+impl Stored for F16 {
+    const SIZE: usize = 2;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const u8) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::load_f16(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn load_one(p: *const u8) -> f32 {
+        // SAFETY: see above.
+        half::f16::from_bits(unsafe { p.cast::<u16>().read_unaligned() }).to_f32()
+    }
+    #[inline(always)]
+    unsafe fn store_one(p: *mut u8, x: f32) {
+        // SAFETY: see above.
+        unsafe { p.cast::<u16>().write_unaligned(half::f16::from_f32(x).to_bits()) }
+    }
+}
+
+impl Stored for Bf16 {
+    const SIZE: usize = 2;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const u8) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::load_bf16(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn load_one(p: *const u8) -> f32 {
+        // SAFETY: see above.
+        half::bf16::from_bits(unsafe { p.cast::<u16>().read_unaligned() }).to_f32()
+    }
+    #[inline(always)]
+    unsafe fn store_one(p: *mut u8, x: f32) {
+        // SAFETY: see above.
+        unsafe { p.cast::<u16>().write_unaligned(half::bf16::from_f32(x).to_bits()) }
+    }
+}
+
+/// Compiles a generic function for every instruction set and chooses by [`Isa`].
+///
+/// `kernel! { fn name / generic(args) }` makes `unsafe fn name(isa, args)` out of
+/// `generic::<S: Simd>(args)`, which must be `#[inline(always)]`.
+macro_rules! kernel {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident ($($arg:ident: $ty:ty),* $(,)?)) => {
+        $(#[$meta])*
+        #[allow(clippy::too_many_arguments)]
+        $vis unsafe fn $name(isa: $crate::cpu::simd::Isa, $($arg: $ty),*) {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512dq,avx2,fma,f16c")]
+            #[allow(clippy::too_many_arguments)]
+            unsafe fn avx512($($arg: $ty),*) {
+                // SAFETY: passed on to the caller.
+                unsafe { $generic::<$crate::cpu::simd::Avx512>($($arg),*) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            #[allow(clippy::too_many_arguments)]
+            unsafe fn avx2($($arg: $ty),*) {
+                // SAFETY: passed on to the caller.
+                unsafe { $generic::<$crate::cpu::simd::Avx2>($($arg),*) }
+            }
+            // SAFETY: an `Isa` is only made when the processor has it; the rest is the caller's.
+            unsafe {
+                match isa {
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::cpu::simd::Isa::Avx512 => avx512($($arg),*),
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::cpu::simd::Isa::Avx2 => avx2($($arg),*),
+                    $crate::cpu::simd::Isa::Portable => $generic::<$crate::cpu::simd::Portable>($($arg),*),
+                }
+            }
+        }
+    };
+}
+pub(crate) use kernel;

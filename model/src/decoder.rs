@@ -1,0 +1,179 @@
+//! The tensors of a [`DecoderSpec`], found by their published names.
+
+use crate::LoadError;
+use crate::spec::{DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
+use crate::weights::{Checkpoint, Matrix};
+
+/// Weights in the order in which the forward pass needs them.
+#[derive(Debug)]
+pub(crate) struct DecoderWeights {
+    pub(crate) embedding: Matrix,
+    pub(crate) layers: Vec<LayerWeights>,
+    pub(crate) norm: Vec<f32>,
+    pub(crate) head: Matrix,
+}
+
+#[derive(Debug)]
+pub(crate) struct LayerWeights {
+    pub(crate) attention_norm: Vec<f32>,
+    pub(crate) qkv: Linear,
+    pub(crate) query_norm: Option<Vec<f32>>,
+    pub(crate) key_norm: Option<Vec<f32>>,
+    pub(crate) output: Linear,
+    pub(crate) attention_post_norm: Option<Vec<f32>>,
+    pub(crate) mlp_norm: Vec<f32>,
+    pub(crate) mlp: Mlp,
+    pub(crate) mlp_post_norm: Option<Vec<f32>>,
+}
+
+/// Products whose outputs lie side by side.
+#[derive(Debug)]
+pub(crate) struct Linear {
+    pub(crate) parts: Vec<Matrix>,
+    pub(crate) bias: Option<Vec<f32>>,
+}
+
+#[derive(Debug)]
+pub(crate) enum Mlp {
+    Dense(DenseMlp),
+    Experts { router: Linear, experts: Vec<DenseMlp> },
+}
+
+#[derive(Debug)]
+pub(crate) struct DenseMlp {
+    pub(crate) gate_up: Linear,
+    pub(crate) down: Linear,
+}
+
+/// Takes what `spec` needs out of the checkpoint.
+pub(crate) fn take_weights(spec: &DecoderSpec, from: &mut Checkpoint) -> Result<DecoderWeights, LoadError> {
+    let prefix = &spec.tensor_prefix;
+    let embedding =
+        from.take(&format!("{prefix}embed_tokens.weight"), &[spec.vocab_size, spec.hidden_size])?;
+    let mut layers = Vec::with_capacity(spec.layers.len());
+    for (layer_idx, layer) in spec.layers.iter().enumerate() {
+        let mut taker = Taker { spec, from, prefix: format!("{prefix}layers.{layer_idx}.") };
+        layers.push(taker.layer(layer)?);
+    }
+    let mut taker = Taker { spec, from, prefix: prefix.clone() };
+    let norm = taker.norm("norm", spec.hidden_size)?;
+    let head = if spec.tied_head {
+        embedding.clone()
+    } else {
+        from.take("lm_head.weight", &[spec.vocab_size, spec.hidden_size])?
+    };
+    Ok(DecoderWeights { embedding, layers, norm, head })
+}
+
+/// Tensors that may be left over: buffers that old versions saved, and a tied head saved twice.
+pub(crate) fn is_redundant(spec: &DecoderSpec, name: &str) -> bool {
+    name.ends_with("rotary_emb.inv_freq")
+        || name.ends_with("masked_bias")
+        || (spec.tied_head && name == "lm_head.weight")
+}
+
+struct Taker<'a> {
+    spec: &'a DecoderSpec,
+    from: &'a mut Checkpoint,
+    prefix: String,
+}
+
+impl Taker<'_> {
+    fn layer(&mut self, layer: &LayerSpec) -> Result<LayerWeights, LoadError> {
+        let spec = self.spec;
+        let hidden = spec.hidden_size;
+        // With norms on both sides the one before the MLP has another name.
+        let (post_attention, before_mlp) = if spec.post_norms {
+            (Some("post_attention_layernorm"), "pre_feedforward_layernorm")
+        } else {
+            (None, "post_attention_layernorm")
+        };
+        let (query, kv) = (spec.query_width(), spec.kv_width());
+        let qkv = if spec.fused_projections {
+            self.linear("self_attn.", &[("qkv_proj", query + 2 * kv)], hidden, spec.qkv_bias)?
+        } else {
+            let parts = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)];
+            self.linear("self_attn.", &parts, hidden, spec.qkv_bias)?
+        };
+        let head_norm =
+            |taker: &mut Self, name: &str| spec.qk_norm.then(|| taker.norm(name, spec.head_dim)).transpose();
+        Ok(LayerWeights {
+            attention_norm: self.norm("input_layernorm", hidden)?,
+            qkv,
+            query_norm: head_norm(self, "self_attn.q_norm")?,
+            key_norm: head_norm(self, "self_attn.k_norm")?,
+            output: self.linear("self_attn.", &[("o_proj", hidden)], query, spec.output_bias)?,
+            attention_post_norm: post_attention.map(|name| self.norm(name, hidden)).transpose()?,
+            mlp_norm: self.norm(before_mlp, hidden)?,
+            mlp: self.mlp(&layer.mlp)?,
+            mlp_post_norm: spec
+                .post_norms
+                .then(|| self.norm("post_feedforward_layernorm", hidden))
+                .transpose()?,
+        })
+    }
+
+    fn mlp(&mut self, mlp: &MlpSpec) -> Result<Mlp, LoadError> {
+        let hidden = self.spec.hidden_size;
+        match *mlp {
+            MlpSpec::Dense { intermediate_size: n } => {
+                let bias = self.spec.mlp_bias;
+                let gate_up = if self.spec.fused_projections {
+                    self.linear("mlp.", &[("gate_up_proj", 2 * n)], hidden, bias)?
+                } else {
+                    self.linear("mlp.", &[("gate_proj", n), ("up_proj", n)], hidden, bias)?
+                };
+                let down = self.linear("mlp.", &[("down_proj", hidden)], n, bias)?;
+                Ok(Mlp::Dense(DenseMlp { gate_up, down }))
+            }
+            MlpSpec::Experts { num_experts, intermediate_size: n, naming, .. } => {
+                let (block, [gate, up, down]) = match naming {
+                    ExpertNaming::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
+                    ExpertNaming::Qwen => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
+                };
+                let router = self.linear(&format!("{block}."), &[("gate", num_experts)], hidden, false)?;
+                let mut experts = Vec::with_capacity(num_experts);
+                for expert_idx in 0..num_experts {
+                    let name = format!("{block}.experts.{expert_idx}.");
+                    experts.push(DenseMlp {
+                        gate_up: self.linear(&name, &[(gate, n), (up, n)], hidden, false)?,
+                        down: self.linear(&name, &[(down, hidden)], n, false)?,
+                    });
+                }
+                Ok(Mlp::Experts { router, experts })
+            }
+        }
+    }
+
+    /// `parts`: names and rows, side by side in the output.
+    fn linear(
+        &mut self,
+        block: &str,
+        parts: &[(&str, usize)],
+        cols: usize,
+        bias: bool,
+    ) -> Result<Linear, LoadError> {
+        let mut matrices = Vec::with_capacity(parts.len());
+        let mut biases = Vec::new();
+        for &(name, rows) in parts {
+            matrices.push(self.from.take(&format!("{}{block}{name}.weight", self.prefix), &[rows, cols])?);
+            if bias {
+                biases.extend(self.vector(&format!("{block}{name}.bias"), rows)?);
+            }
+        }
+        Ok(Linear { parts: matrices, bias: bias.then_some(biases) })
+    }
+
+    fn norm(&mut self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {
+        let mut weight = self.vector(&format!("{name}.weight"), len)?;
+        if self.spec.norm_unit_offset {
+            weight.iter_mut().for_each(|w| *w += 1.0);
+        }
+        Ok(weight)
+    }
+
+    /// Vectors are few: they are kept in f32.
+    fn vector(&mut self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {
+        Ok(self.from.take(&format!("{}{name}", self.prefix), &[len])?.to_f32())
+    }
+}

@@ -1,0 +1,130 @@
+//! Why a model cannot be loaded: each a sentence that names the file, the thing in it and what was expected.
+
+use std::path::{Path, PathBuf};
+
+/// A model directory was refused. Nothing about it gets better by trying again.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// A file cannot be read.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file or directory.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A file is not the JSON that it should be.
+    #[error("{}: {message}", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Where and what.
+        message: String,
+    },
+    /// There are no weights in the directory.
+    #[error("{}: found neither model.safetensors nor model.safetensors.index.json", path.display())]
+    NoWeights {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// The decoder does not know this architecture.
+    #[error("{}: architecture {found} is not supported, expected one of {expected}", path.display())]
+    UnknownArchitecture {
+        /// config.json
+        path: PathBuf,
+        /// What it asks for.
+        found: String,
+        /// What there is.
+        expected: String,
+    },
+    /// A field of config.json asks for what the decoder does not do, or for nothing sensible.
+    #[error("{}: {field} is {found}, expected {expected}", path.display())]
+    Config {
+        /// config.json
+        path: PathBuf,
+        /// The field, with dots between levels.
+        field: String,
+        /// Its value.
+        found: String,
+        /// What would do.
+        expected: String,
+    },
+    /// Weights are quantised.
+    #[error("{}: the weights are quantised ({method}), expected a checkpoint in f32, f16 or bf16", path.display())]
+    Quantised {
+        /// config.json
+        path: PathBuf,
+        /// By which method.
+        method: String,
+    },
+    /// A weight file is damaged.
+    #[error("{}: {message}", path.display())]
+    BadFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        message: String,
+    },
+    /// A tensor that the architecture needs is not there.
+    #[error("{}: tensor {tensor} is missing, expected one of shape {expected:?}", path.display())]
+    MissingTensor {
+        /// The weight file, or the index of several.
+        path: PathBuf,
+        /// Its name.
+        tensor: String,
+        /// The shape that config.json implies.
+        expected: Vec<usize>,
+    },
+    /// A tensor does not fit config.json.
+    #[error("{}: tensor {tensor} has shape {found:?}, expected {expected:?}", path.display())]
+    WrongShape {
+        /// The weight file.
+        path: PathBuf,
+        /// Its name.
+        tensor: String,
+        /// The shape in the file.
+        found: Vec<usize>,
+        /// The shape that config.json implies.
+        expected: Vec<usize>,
+    },
+    /// A tensor is of a type that the kernels do not compute with.
+    #[error("{}: tensor {tensor} is of type {found}, expected F32, F16 or BF16", path.display())]
+    WrongDtype {
+        /// The weight file.
+        path: PathBuf,
+        /// Its name.
+        tensor: String,
+        /// Its type.
+        found: String,
+    },
+    /// A tensor that the decoder would ignore: the model is another than config.json says.
+    #[error("{}: tensor {tensor} is not part of {architecture}, expected none by this name", path.display())]
+    UnexpectedTensor {
+        /// The weight file.
+        path: PathBuf,
+        /// Its name.
+        tensor: String,
+        /// The architecture of config.json.
+        architecture: String,
+    },
+    /// An option of the caller makes no sense.
+    #[error("{option} is {found}, expected {expected}")]
+    Option {
+        /// The field of `LoadOptions`.
+        option: &'static str,
+        /// Its value.
+        found: usize,
+        /// What would do.
+        expected: &'static str,
+    },
+}
+
+impl LoadError {
+    pub(crate) fn io(path: &Path, source: std::io::Error) -> LoadError {
+        LoadError::Io { path: path.to_owned(), source }
+    }
+
+    pub(crate) fn bad_file(path: &Path, message: impl Into<String>) -> LoadError {
+        LoadError::BadFile { path: path.to_owned(), message: message.into() }
+    }
+}

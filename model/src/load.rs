@@ -1,0 +1,156 @@
+//! Loading a model directory: configuration, weights, and what identifies them.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use baton_kv_cache::{KvDtype, KvFormat, KvLayout};
+
+use crate::cpu::CpuExecutor;
+use crate::decoder::{DecoderWeights, is_redundant, take_weights};
+use crate::weights::Checkpoint;
+use crate::{LoadError, ModelConfig};
+
+/// How a model is to be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LoadOptions {
+    /// Type of KV; that of the weights when `None`.
+    pub kv_dtype: Option<KvDtype>,
+    /// Tokens in a block.
+    pub block_size: usize,
+    /// Threads of the executor; one per processor when `None`.
+    pub threads: Option<usize>,
+}
+
+impl Default for LoadOptions {
+    fn default() -> LoadOptions {
+        LoadOptions { kv_dtype: None, block_size: 16, threads: None }
+    }
+}
+
+/// How far loading has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoadProgress {
+    /// Bytes of weights in memory.
+    pub bytes_done: u64,
+    /// Bytes of all weight files.
+    pub bytes_total: u64,
+}
+
+/// A model, ready to compute. Clones share the weights, which are the mapped files themselves.
+#[derive(Clone, Debug)]
+pub struct LoadedModel {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    config: ModelConfig,
+    weights: DecoderWeights,
+    layout: KvLayout,
+    revision: String,
+    threads: usize,
+    weight_bytes: u64,
+    num_parameters: u64,
+}
+
+impl LoadedModel {
+    /// What `config.json` says.
+    pub fn config(&self) -> &ModelConfig {
+        &self.inner.config
+    }
+
+    /// How KV lies in blocks.
+    pub fn kv_layout(&self) -> KvLayout {
+        self.inner.layout
+    }
+
+    /// The fingerprint of KV that this model computes.
+    pub fn kv_format(&self) -> KvFormat {
+        KvFormat::new(self.inner.revision.clone(), &self.inner.layout, self.inner.config.decoder.rope_text())
+    }
+
+    /// Identity of the weights: a hash of the configuration and of the weight files' headers and sizes.
+    pub fn revision(&self) -> &str {
+        &self.inner.revision
+    }
+
+    /// Numbers in the weights that the decoder uses.
+    pub fn num_parameters(&self) -> u64 {
+        self.inner.num_parameters
+    }
+
+    /// Bytes of the weight files.
+    pub fn weight_bytes(&self) -> u64 {
+        self.inner.weight_bytes
+    }
+
+    /// An executor on this machine's processors, with threads and scratch memory of its own.
+    ///
+    /// # Errors
+    /// When threads cannot be started.
+    pub fn cpu_executor(&self) -> std::io::Result<CpuExecutor> {
+        CpuExecutor::new(self.clone(), self.inner.threads)
+    }
+
+    pub(crate) fn weights(&self) -> &DecoderWeights {
+        &self.inner.weights
+    }
+}
+
+/// Loads the Hugging Face model directory `dir`.
+///
+/// `progress` is called now and then while the weights are read, the first time with zero bytes done.
+///
+/// # Errors
+/// When something is missing, broken or not supported: one sentence that says what.
+pub fn load(
+    dir: &Path,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<LoadedModel, LoadError> {
+    if !(1..=4096).contains(&options.block_size) {
+        let (option, found) = ("block_size", options.block_size);
+        return Err(LoadError::Option { option, found, expected: "1 to 4096 tokens" });
+    }
+    let threads =
+        options.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
+    if !(1..=1024).contains(&threads) {
+        return Err(LoadError::Option { option: "threads", found: threads, expected: "1 to 1024" });
+    }
+    let config = ModelConfig::load(dir)?;
+    let spec = &config.decoder;
+    let mut checkpoint = Checkpoint::open(dir)?;
+    let weights = take_weights(spec, &mut checkpoint)?;
+    checkpoint.refuse_rest(&config.architecture, |name| is_redundant(spec, name))?;
+    checkpoint.read_ahead(progress);
+
+    let layout = KvLayout {
+        block_size: options.block_size,
+        num_layers: spec.layers.len(),
+        num_kv_heads: spec.num_kv_heads,
+        head_dim: spec.head_dim,
+        dtype: options.kv_dtype.unwrap_or(weights.embedding.dtype),
+    };
+    Ok(LoadedModel {
+        inner: Arc::new(Inner {
+            revision: revision(dir, &checkpoint)?,
+            weight_bytes: checkpoint.size_bytes(),
+            num_parameters: checkpoint.num_parameters(),
+            weights,
+            layout,
+            threads,
+            config,
+        }),
+    })
+}
+
+/// Identity of the weights: a hash of the configuration and of the weight files' headers and sizes.
+fn revision(dir: &Path, checkpoint: &Checkpoint) -> Result<String, LoadError> {
+    let path = dir.join("config.json");
+    let config = std::fs::read(&path).map_err(|source| LoadError::io(&path, source))?;
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&(config.len() as u64).to_le_bytes());
+    hasher.update(&config);
+    checkpoint.hash_into(&mut hasher);
+    Ok(hasher.finalize().to_hex()[..32].to_owned())
+}

@@ -1,0 +1,271 @@
+//! Weight files: safetensors, mapped into memory and never copied.
+//!
+//! It knows names, shapes and bytes, not what they are for.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use baton_kv_cache::KvDtype;
+use memmap2::Mmap;
+use safetensors::tensor::{Dtype, Metadata};
+
+use crate::cpu::MatrixRef;
+use crate::fields::{Fields, read_object};
+use crate::{LoadError, LoadProgress};
+
+/// All tensors of a model directory.
+pub(crate) struct Checkpoint {
+    /// For messages about tensors that are in no file.
+    path: PathBuf,
+    tensors: BTreeMap<String, Tensor>,
+    files: Vec<Arc<WeightFile>>,
+    /// Elements of the tensors that were taken.
+    num_parameters: u64,
+}
+
+/// One mapped file. Whoever truncates it while it is in use kills the process: replace, do not rewrite.
+#[derive(Debug)]
+struct WeightFile {
+    path: PathBuf,
+    map: Mmap,
+    /// Hash of the header.
+    header: blake3::Hash,
+}
+
+/// Where a tensor lies.
+#[derive(Clone, Debug)]
+pub(crate) struct Tensor {
+    file: Arc<WeightFile>,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) dtype: Dtype,
+    start: usize,
+}
+
+/// A matrix, or some rows of a tensor, in a mapped file.
+#[derive(Clone, Debug)]
+pub(crate) struct Matrix {
+    file: Arc<WeightFile>,
+    start: usize,
+    pub(crate) dtype: KvDtype,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+}
+
+impl Matrix {
+    pub(crate) fn as_ref(&self) -> MatrixRef<'_> {
+        MatrixRef::new(self.bytes(), self.dtype, self.rows, self.cols)
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &self.file.map[self.start..self.start + self.size_bytes()]
+    }
+
+    fn size_bytes(&self) -> usize {
+        self.rows * self.cols * self.dtype.size_bytes()
+    }
+
+    /// All of it, widened.
+    pub(crate) fn to_f32(&self) -> Vec<f32> {
+        let pairs = || self.bytes().chunks_exact(2).map(|two| [two[0], two[1]]);
+        match self.dtype {
+            KvDtype::F16 => pairs().map(|two| half::f16::from_le_bytes(two).to_f32()).collect(),
+            KvDtype::Bf16 => pairs().map(|two| half::bf16::from_le_bytes(two).to_f32()).collect(),
+            KvDtype::F32 => {
+                let fours = self.bytes().chunks_exact(4);
+                fours.map(|four| f32::from_le_bytes([four[0], four[1], four[2], four[3]])).collect()
+            }
+        }
+    }
+}
+
+impl Checkpoint {
+    /// Maps the weight files of `dir` and checks their headers.
+    pub(crate) fn open(dir: &Path) -> Result<Checkpoint, LoadError> {
+        let single = dir.join("model.safetensors");
+        let index = dir.join("model.safetensors.index.json");
+        // As transformers: one whole file goes before an index.
+        if single.exists() {
+            let mut checkpoint = Checkpoint {
+                path: single.clone(),
+                tensors: BTreeMap::new(),
+                files: vec![],
+                num_parameters: 0,
+            };
+            for (name, tensor) in checkpoint.add_file(&single)? {
+                checkpoint.tensors.insert(name, tensor);
+            }
+            return Ok(checkpoint);
+        }
+        if !index.exists() {
+            return Err(LoadError::NoWeights { path: dir.to_owned() });
+        }
+        let object = read_object(&index)?;
+        let fields = Fields::new(&index, &object);
+        let expected = "an object from tensor names to file names";
+        let map = fields.get("weight_map").and_then(serde_json::Value::as_object);
+        let map = map.ok_or_else(|| fields.refuse("weight_map", expected))?;
+        let mut names_of: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for (name, file) in map {
+            let file = file.as_str().ok_or_else(|| fields.refuse("weight_map", expected))?;
+            // A file of this directory, not of another.
+            if Path::new(file).file_name() != Some(file.as_ref()) {
+                return Err(LoadError::bad_file(&index, format!("{file:?} is not the name of a file")));
+            }
+            names_of.entry(file).or_default().push(name);
+        }
+        let mut checkpoint =
+            Checkpoint { path: index.clone(), tensors: BTreeMap::new(), files: vec![], num_parameters: 0 };
+        for (file, names) in names_of {
+            let path = dir.join(file);
+            let mut found = checkpoint.add_file(&path)?;
+            for name in names {
+                let tensor = found.remove(name).ok_or_else(|| {
+                    LoadError::bad_file(
+                        &path,
+                        format!("tensor {name} is missing, expected by {}", index.display()),
+                    )
+                })?;
+                checkpoint.tensors.insert(name.to_owned(), tensor);
+            }
+        }
+        Ok(checkpoint)
+    }
+
+    fn add_file(&mut self, path: &Path) -> Result<BTreeMap<String, Tensor>, LoadError> {
+        let opened = File::open(path).map_err(|source| LoadError::io(path, source))?;
+        // SAFETY: a read-only mapping; see `WeightFile` about truncation.
+        let map = unsafe { Mmap::map(&opened) }.map_err(|source| LoadError::io(path, source))?;
+        let bad = |message: String| LoadError::bad_file(path, message);
+        let Some(length) = map.first_chunk::<8>() else {
+            return Err(bad(format!("the file has {} bytes, expected a safetensors header", map.len())));
+        };
+        let length = u64::from_le_bytes(*length);
+        let data = length.checked_add(8).filter(|&data| data <= map.len() as u64).ok_or_else(|| {
+            bad(format!(
+                "the file has {} bytes, expected a safetensors header of {length}: truncated, or another format",
+                map.len()
+            ))
+        })? as usize;
+        let header = &map[8..data];
+        let metadata: Metadata = serde_json::from_slice(header)
+            .map_err(|error| bad(format!("the safetensors header is broken: {error}")))?;
+        let header = blake3::hash(header);
+        let infos: Vec<_> = metadata.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
+        let size = map.len();
+        let file = Arc::new(WeightFile { path: path.to_owned(), map, header });
+        let mut tensors = BTreeMap::new();
+        for (name, info) in infos {
+            let (start, end) = info.data_offsets;
+            let elements = info.shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
+            let expected = elements.and_then(|n| n.checked_mul(info.dtype.bitsize())).map(|bits| bits / 8);
+            if end < start || expected != Some(end - start) {
+                return Err(bad(format!(
+                    "tensor {name} has bytes {start} to {end}, expected as many as shape {:?} of {:?} needs",
+                    info.shape, info.dtype
+                )));
+            }
+            if end.checked_add(data).is_none_or(|end| end > size) {
+                return Err(bad(format!(
+                    "the file has {size} bytes, expected {} for tensor {name}: truncated",
+                    end.saturating_add(data)
+                )));
+            }
+            let tensor =
+                Tensor { file: Arc::clone(&file), shape: info.shape, dtype: info.dtype, start: data + start };
+            tensors.insert(name, tensor);
+        }
+        self.files.push(file);
+        Ok(tensors)
+    }
+
+    /// Takes a tensor out, so that those nobody asked for remain.
+    pub(crate) fn take(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, LoadError> {
+        let missing = || LoadError::MissingTensor {
+            path: self.path.clone(),
+            tensor: name.to_owned(),
+            expected: shape.to_vec(),
+        };
+        let tensor = self.tensors.get(name).ok_or_else(missing)?;
+        let path = || tensor.file.path.clone();
+        if tensor.shape != shape {
+            return Err(LoadError::WrongShape {
+                path: path(),
+                tensor: name.to_owned(),
+                found: tensor.shape.clone(),
+                expected: shape.to_vec(),
+            });
+        }
+        let dtype = match tensor.dtype {
+            Dtype::F32 => KvDtype::F32,
+            Dtype::F16 => KvDtype::F16,
+            Dtype::BF16 => KvDtype::Bf16,
+            other => {
+                return Err(LoadError::WrongDtype {
+                    path: path(),
+                    tensor: name.to_owned(),
+                    found: format!("{other:?}"),
+                });
+            }
+        };
+        let tensor = self.tensors.remove(name).expect("found above");
+        let cols = shape.last().copied().unwrap_or(1);
+        let rows: usize = shape.iter().rev().skip(1).product();
+        self.num_parameters += (rows * cols) as u64;
+        Ok(Matrix { file: tensor.file, start: tensor.start, dtype, rows, cols })
+    }
+
+    /// Elements of the tensors that were taken.
+    pub(crate) fn num_parameters(&self) -> u64 {
+        self.num_parameters
+    }
+
+    /// Refuses tensors that nobody took, unless they may be ignored.
+    pub(crate) fn refuse_rest(
+        &self,
+        architecture: &str,
+        ignore: impl Fn(&str) -> bool,
+    ) -> Result<(), LoadError> {
+        match self.tensors.iter().find(|(name, _)| !ignore(name)) {
+            None => Ok(()),
+            Some((name, tensor)) => Err(LoadError::UnexpectedTensor {
+                path: tensor.file.path.clone(),
+                tensor: name.clone(),
+                architecture: architecture.to_owned(),
+            }),
+        }
+    }
+
+    /// Bytes of all files.
+    pub(crate) fn size_bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.map.len() as u64).sum()
+    }
+
+    /// Adds what identifies the weights without reading them all: headers and sizes.
+    pub(crate) fn hash_into(&self, hasher: &mut blake3::Hasher) {
+        for file in &self.files {
+            hasher.update(file.header.as_bytes());
+            hasher.update(&(file.map.len() as u64).to_le_bytes());
+        }
+    }
+
+    /// Brings the files into memory, reporting after each piece.
+    pub(crate) fn read_ahead(&self, progress: &mut dyn FnMut(LoadProgress)) {
+        const PIECE: usize = 32 << 20;
+        const PAGE: usize = 4096;
+        let bytes_total = self.size_bytes();
+        let mut bytes_done = 0;
+        progress(LoadProgress { bytes_done, bytes_total });
+        for file in &self.files {
+            // Only a hint: reading below works without it.
+            let _ = file.map.advise(memmap2::Advice::WillNeed);
+            for piece in file.map.chunks(PIECE) {
+                let touched: u8 = piece.iter().step_by(PAGE).fold(0, |all, byte| all ^ byte);
+                std::hint::black_box(touched);
+                bytes_done += piece.len() as u64;
+                progress(LoadProgress { bytes_done, bytes_total });
+            }
+        }
+    }
+}
