@@ -1,1 +1,30 @@
-//! The handoff: its state machine, and the transports that move KV blocks between workers.
+//! The handoff: its state machines, and the data plane that moves KV blocks between workers.
+//!
+//! - [`handoff`]: what the two sides say to each other, decided by two pure state machines.
+//! - [`Receiver`], on the decode worker: grants blocks to be written, verifies, revokes, fences.
+//! - [`Sender`], on the prefill worker: finds a [`Route`] to granted blocks, pushes pieces.
+//! - Transports, best first: shared memory (`shm`), sockets (`tcp`). The choice is logged and counted.
+//!
+//! It knows no engine and no wire protocol: what keeps blocks allocated is an opaque guard that
+//! travels with the grant (decode side) or the route (prefill side), and is dropped only when no
+//! writer, or reader, can touch the blocks any more.
+
+mod checksum;
+mod counters;
+mod error;
+pub mod handoff;
+mod message;
+mod receiver;
+mod sender;
+mod shm;
+mod tcp;
+
+pub use checksum::checksum;
+pub use counters::{Counters, TransportCounters, TransportCounts};
+pub use error::{HandoffError, KvFault, PushError, RouteError, Side};
+pub use message::{
+    Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, Piece, PieceWrite, PrefillMessage,
+    TransportKind, TransportOffer, Written,
+};
+pub use receiver::{Fenced, Granted, Receiver, ReceiverConfig, ReceiverLoad};
+pub use sender::{Pushed, Route, Sender, SenderConfig};

@@ -1,0 +1,382 @@
+//! The decode worker's side of a handoff.
+//!
+//! ```text
+//!   begin()
+//!      | Begin
+//!      v        Started             Granted                  all verified, last named,
+//!   Queued -----------> Reserving -----------> Receiving --- first token known: Commit ---+
+//!      |     (Reserve)      |       (Grant)        |                                      |
+//!      +--------------------+----------------------+                                      |
+//!      | anything wrong, Cancel, deadline:         | stream closed:                       |
+//!      | Revoke, Cancel, Finish(Err)               | Revoke, Finish(Err)                  |
+//!      v                                           v                                      v
+//!   Stopping --- Stopped, stream closed, deadline ------------------------------------> Over
+//! ```
+//!
+//! The machine does not wait for fences: `Revoke` hands the blocks to the data plane, which gives
+//! them back when no writer can reach them. `Stopping` only keeps the stream open a little, so that
+//! the peer can say `Stopped` and the data plane is told.
+
+use std::time::Instant;
+
+use super::{
+    Limits,
+    pieces::{Insert, PieceSet},
+};
+use crate::{
+    error::{HandoffError, KvFault, Side},
+    message::{
+        Begin, DecodeMessage, Failed, Generation, Grant, Piece, PrefillMessage, TransportKind, Written,
+    },
+};
+
+/// What happened.
+#[derive(Clone, Debug)]
+pub enum Input<T> {
+    /// From the prefill worker.
+    Message(PrefillMessage<T>),
+    /// The stream ended or broke, for this reason.
+    StreamClosed(String),
+    /// Answer to [`Action::Reserve`]: blocks are set aside and the data plane lets them be written.
+    /// Welcome at any time; too late, it is answered with [`Action::Revoke`].
+    Granted(Grant),
+    /// Answer to [`Action::Reserve`]: there will be no blocks.
+    ReserveFailed(Failed),
+    /// Answer to one [`Action::Verify`].
+    Verified {
+        /// How many pieces it named.
+        num_pieces: usize,
+        /// Whether all of them are right.
+        result: Result<(), KvFault>,
+    },
+    /// Nobody wants the result any more.
+    Cancel(String),
+    /// Nothing but time: to be given when [`DecodeHandoff::deadline`] has passed.
+    Tick,
+}
+
+/// What is to be done, in this order.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action<T> {
+    /// Send to the prefill worker.
+    Send(DecodeMessage),
+    /// Wait for free blocks, make a grant of them, answer [`Input::Granted`]. Give up at `Finish`.
+    Reserve,
+    /// Pass the first token on. Before `Finish(Ok)`, once.
+    FirstToken(T),
+    /// Compare checksums with the blocks' memory, answer [`Input::Verified`].
+    Verify(Vec<Piece>),
+    /// Take the grant back; the blocks return when the data plane has fenced them.
+    Revoke(Generation),
+    /// The peer says that it writes no more: tell the data plane.
+    WriterStopped(Generation),
+    /// The outcome, once. When good, take the blocks out of the grant and decode.
+    Finish(Result<Committed, HandoffError>),
+    /// Drop the stream. Nothing more will come out but `Revoke` for a late `Granted`.
+    Close,
+}
+
+/// A handoff that went well.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Committed {
+    /// The grant whose blocks hold the verified KV.
+    pub generation: Generation,
+    /// What carried it; `None` when every block was cached.
+    pub transport: Option<TransportKind>,
+    /// Bytes that moved.
+    pub bytes: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Queued,
+    Reserving,
+    Receiving,
+    Stopping,
+    Over,
+}
+
+/// The decode worker's side of one handoff. See the module's picture.
+#[derive(Debug)]
+pub struct DecodeHandoff {
+    state: State,
+    num_blocks: usize,
+    num_layers: usize,
+    limits: Limits,
+    total: Instant,
+    /// The deadline of the state, when it has one of its own.
+    patience: Option<Instant>,
+    transfer: Option<Transfer>,
+    has_first_token: bool,
+}
+
+/// What is known of the KV since the grant.
+#[derive(Debug)]
+struct Transfer {
+    generation: Generation,
+    named: PieceSet,
+    num_unverified: usize,
+    last: bool,
+    transport: Option<TransportKind>,
+    bytes: u64,
+}
+
+impl DecodeHandoff {
+    /// Starts a handoff; the actions send `begin`. Its deadline counts from `now`.
+    pub fn begin<T>(
+        begin: Begin,
+        num_layers: usize,
+        limits: Limits,
+        now: Instant,
+    ) -> (DecodeHandoff, Vec<Action<T>>) {
+        let handoff = DecodeHandoff {
+            state: State::Queued,
+            num_blocks: begin.num_blocks,
+            num_layers,
+            limits,
+            total: now + begin.deadline,
+            patience: None,
+            transfer: None,
+            has_first_token: false,
+        };
+        (handoff, vec![Action::Send(DecodeMessage::Begin(begin))])
+    }
+
+    /// When [`Input::Tick`] is due; `None` when the handoff is over.
+    pub fn deadline(&self) -> Option<Instant> {
+        match self.state {
+            State::Over => None,
+            State::Stopping => self.patience,
+            _ => Some(self.patience.map_or(self.total, |patience| patience.min(self.total))),
+        }
+    }
+
+    /// Whether `Close` has been said.
+    pub fn is_over(&self) -> bool {
+        self.state == State::Over
+    }
+
+    /// Takes one input.
+    pub fn on<T>(&mut self, input: Input<T>, now: Instant) -> Vec<Action<T>> {
+        let mut actions = Vec::new();
+        match self.state {
+            State::Queued | State::Reserving | State::Receiving => {
+                if let Err((error, peer)) = self.advance(input, now, &mut actions) {
+                    self.fail(error, peer, now, &mut actions);
+                }
+            }
+            State::Stopping => self.stop(input, now, &mut actions),
+            State::Over => {
+                if let Input::Granted(grant) = input {
+                    actions.push(Action::Revoke(grant.generation));
+                }
+            }
+        }
+        actions
+    }
+
+    fn advance<T>(
+        &mut self,
+        input: Input<T>,
+        now: Instant,
+        actions: &mut Vec<Action<T>>,
+    ) -> Result<(), (HandoffError, Peer)> {
+        use PrefillMessage as M;
+        match input {
+            Input::Message(M::Started) if self.state == State::Queued => {
+                self.state = State::Reserving;
+                actions.push(Action::Reserve);
+            }
+            Input::Message(M::FirstToken(token)) if self.state != State::Queued && !self.has_first_token => {
+                self.has_first_token = true;
+                self.progress(now);
+                actions.push(Action::FirstToken(token));
+                self.try_commit(actions);
+            }
+            Input::Message(M::Written(written)) if self.state == State::Receiving => {
+                self.progress(now);
+                let pieces = self.note(written).map_err(|fault| (fault.into(), Peer::Listens))?;
+                if !pieces.is_empty() {
+                    actions.push(Action::Verify(pieces));
+                }
+                self.try_commit(actions);
+            }
+            Input::Message(M::Failed(failed)) => {
+                return Err((HandoffError::Refused { by: Side::Prefill, failed }, Peer::Stops));
+            }
+            Input::Message(message) => {
+                let what = format!("{} while {}", name(&message), self.state.doing());
+                return Err((HandoffError::PrefillLost(what), Peer::Listens));
+            }
+            Input::StreamClosed(why) => return Err((HandoffError::PrefillLost(why), Peer::Gone)),
+            Input::Granted(grant) => self.grant(grant, now, actions)?,
+            Input::ReserveFailed(failed) => {
+                return Err((HandoffError::Refused { by: Side::Decode, failed }, Peer::Listens));
+            }
+            Input::Verified { num_pieces, result } => {
+                result.map_err(|fault| (fault.into(), Peer::Listens))?;
+                let transfer = self.transfer.as_mut().expect("only a granted transfer is verified");
+                transfer.num_unverified -= num_pieces;
+                self.progress(now);
+                self.try_commit(actions);
+            }
+            Input::Cancel(why) => return Err((HandoffError::Cancelled(why), Peer::Listens)),
+            Input::Tick => {
+                if self.deadline().is_some_and(|deadline| now >= deadline) {
+                    return Err((HandoffError::Deadline { state: self.state.doing() }, Peer::Listens));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn grant<T>(
+        &mut self,
+        grant: Grant,
+        now: Instant,
+        actions: &mut Vec<Action<T>>,
+    ) -> Result<(), (HandoffError, Peer)> {
+        if self.state != State::Reserving
+            || grant.num_cached_blocks + grant.block_ids.len() != self.num_blocks
+        {
+            actions.push(Action::Revoke(grant.generation));
+            let what = format!(
+                "grant of {} + {} blocks for a sequence of {}, while {}",
+                grant.num_cached_blocks,
+                grant.block_ids.len(),
+                self.num_blocks,
+                self.state.doing()
+            );
+            let failed = Failed::new(crate::message::FailureKind::Internal, what);
+            return Err((HandoffError::Refused { by: Side::Decode, failed }, Peer::Listens));
+        }
+        self.state = State::Receiving;
+        self.transfer = Some(Transfer {
+            generation: grant.generation,
+            named: PieceSet::new(grant.block_ids.len(), self.num_layers),
+            num_unverified: 0,
+            last: false,
+            transport: None,
+            bytes: 0,
+        });
+        self.progress(now);
+        actions.push(Action::Send(DecodeMessage::Grant(grant)));
+        Ok(())
+    }
+
+    /// Notes what is written and returns what is to be verified.
+    fn note(&mut self, written: Written) -> Result<Vec<Piece>, KvFault> {
+        let transfer = self.transfer.as_mut().expect("Receiving has a transfer");
+        if written.generation != transfer.generation {
+            return Err(KvFault::WrongGeneration);
+        }
+        for &Piece { block_idx, layer_idx, .. } in &written.pieces {
+            match transfer.named.insert(block_idx as usize, layer_idx as usize) {
+                Insert::New => {}
+                Insert::Present => return Err(KvFault::DuplicatePiece { block_idx, layer_idx }),
+                Insert::OutOfRange => return Err(KvFault::UnknownPiece { block_idx, layer_idx }),
+            }
+        }
+        if written.last && !transfer.named.is_full() {
+            return Err(KvFault::MissingPieces { missing: transfer.named.num_missing() });
+        }
+        transfer.last |= written.last;
+        transfer.num_unverified += written.pieces.len();
+        if !written.pieces.is_empty() {
+            transfer.transport = Some(written.transport);
+            transfer.bytes += written.bytes;
+        }
+        Ok(written.pieces)
+    }
+
+    fn try_commit<T>(&mut self, actions: &mut Vec<Action<T>>) {
+        let Some(transfer) = &self.transfer else { return };
+        if !(transfer.last && transfer.num_unverified == 0 && self.has_first_token) {
+            return;
+        }
+        debug_assert!(transfer.named.is_full());
+        let generation = transfer.generation;
+        let committed = Committed { generation, transport: transfer.transport, bytes: transfer.bytes };
+        actions.push(Action::Send(DecodeMessage::Commit { generation }));
+        actions.push(Action::Finish(Ok(committed)));
+        actions.push(Action::Close);
+        self.state = State::Over;
+    }
+
+    fn fail<T>(&mut self, error: HandoffError, peer: Peer, now: Instant, actions: &mut Vec<Action<T>>) {
+        if let Some(transfer) = &self.transfer {
+            actions.push(Action::Revoke(transfer.generation));
+        }
+        if peer == Peer::Listens {
+            actions.push(Action::Send(DecodeMessage::Cancel { reason: error.to_string() }));
+        }
+        actions.push(Action::Finish(Err(error)));
+        if peer == Peer::Gone {
+            actions.push(Action::Close);
+            self.state = State::Over;
+        } else {
+            self.state = State::Stopping;
+            self.patience = Some(now + self.limits.stop);
+        }
+    }
+
+    fn stop<T>(&mut self, input: Input<T>, now: Instant, actions: &mut Vec<Action<T>>) {
+        match input {
+            Input::Granted(grant) => actions.push(Action::Revoke(grant.generation)),
+            Input::Message(PrefillMessage::Stopped) => {
+                if let Some(transfer) = &self.transfer {
+                    actions.push(Action::WriterStopped(transfer.generation));
+                }
+                self.close(actions);
+            }
+            Input::StreamClosed(_) => self.close(actions),
+            Input::Tick if self.patience.is_some_and(|patience| now >= patience) => self.close(actions),
+            // What the peer sent before it heard of the end.
+            _ => {}
+        }
+    }
+
+    fn close<T>(&mut self, actions: &mut Vec<Action<T>>) {
+        actions.push(Action::Close);
+        self.state = State::Over;
+    }
+
+    fn progress(&mut self, now: Instant) {
+        if self.state == State::Receiving {
+            self.patience = Some(now + self.limits.stall);
+        }
+    }
+}
+
+/// What is left of the peer when a handoff fails.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Peer {
+    /// It must be told.
+    Listens,
+    /// It ended the handoff itself, and will say when it has stopped.
+    Stops,
+    /// The stream is closed.
+    Gone,
+}
+
+impl State {
+    fn doing(self) -> &'static str {
+        match self {
+            State::Queued => "waiting for the prefill worker to start",
+            State::Reserving => "waiting for free blocks",
+            State::Receiving => "receiving kv",
+            State::Stopping => "stopping",
+            State::Over => "over",
+        }
+    }
+}
+
+fn name<T>(message: &PrefillMessage<T>) -> &'static str {
+    match message {
+        PrefillMessage::Started => "Started",
+        PrefillMessage::FirstToken(_) => "FirstToken",
+        PrefillMessage::Written(_) => "Written",
+        PrefillMessage::Stopped => "Stopped",
+        PrefillMessage::Failed(_) => "Failed",
+    }
+}

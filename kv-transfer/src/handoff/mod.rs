@@ -1,0 +1,51 @@
+//! The handoff as two pure state machines: [`decode::DecodeHandoff`] on the worker that owns the
+//! request, [`prefill::PrefillHandoff`] on the worker that computes its prompt. Inputs and the time
+//! go in, actions come out; they know no socket, no engine and no clock. One handoff is one stream
+//! between the two workers.
+//!
+//! ```text
+//! D (decode worker)                              P (prefill worker)
+//!   Begin ---------------------------------------> queued
+//!   reserve blocks <------------------------------ Started       (its scheduler took it up)
+//!   Grant ---------------------------------------> route, push   (pieces ready before are kept till now)
+//!   pass it on <---------------------------------- FirstToken    (at any time after Started)
+//!   verify <-------------------------------------- Written       (many; the last one says so)
+//!   Commit --------------------------------------> free          (all verified, first token known)
+//! ```
+//!
+//! Instead of any of these D may send `Cancel`, which P answers with `Stopped` once nothing of it
+//! writes any more; P may send `Failed`, and then `Stopped`. A stream that breaks ends both.
+//!
+//! Both machines keep these promises, which the tests check over interrupted exchanges:
+//! - exactly one `Finish`, and then exactly one `Close`, the last action but for late `Revoke`s;
+//! - D finishes well only if every granted piece was named once and verified;
+//! - every reservation is either committed or revoked, once;
+//! - P's blocks are released once, and after the computation and the pushes were told to stop;
+//! - in every state but the last, there is a deadline.
+
+pub mod decode;
+mod pieces;
+pub mod prefill;
+
+use std::time::Duration;
+
+/// How long a handoff may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// From `Begin` to the outcome, whatever happens. D's travels in `Begin` and binds P too.
+    pub total: Duration,
+    /// While KV is expected to move: from one sign of progress to the next.
+    pub stall: Duration,
+    /// After the outcome: for the peer (D) or the own data plane (P) to stop.
+    pub stop: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits {
+            total: Duration::from_secs(120),
+            stall: Duration::from_secs(30),
+            stop: Duration::from_secs(10),
+        }
+    }
+}

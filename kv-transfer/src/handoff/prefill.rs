@@ -1,0 +1,477 @@
+//! The prefill worker's side of a handoff.
+//!
+//! ```text
+//!   new()
+//!      |
+//!      v       Begin            Started                       all written and first token sent
+//!   Opening ---------> Queued ----------> Computing ---------------------------> Committing
+//!      |     (Compute)    |                   |  Grant: Route, then Push as pieces     |
+//!      |                  |                   |  become ready; those of before are kept| Commit:
+//!      |                  +-------------------+----------------------------------------+ Release
+//!      | anything wrong: Failed, Finish(Err)  | Cancel, Failed, deadline, stream closed:|
+//!      |                                      v Stop, Finish(Err)                       |
+//!      |                                   Stopping --- idle: Stopped; deadline ---+    |
+//!      v                                                                 (Release) v    v
+//!      +-----------------------------------------------------------------------> Over
+//! ```
+//!
+//! `Stop` ends the computation and closes the route; `Idle` says that no thread reads the blocks
+//! any more. The blocks' guard travels with the route, so that `Release` is safe even when the
+//! deadline of `Stopping` passes first: the memory stays until the route is idle.
+
+use std::{collections::VecDeque, ops::Range, time::Instant};
+
+use baton_kv_cache::BlockId;
+
+use super::{
+    Limits,
+    pieces::{Insert, PieceSet},
+};
+use crate::{
+    error::{HandoffError, PushError, RouteError, Side},
+    message::{
+        Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, PieceWrite, PrefillMessage,
+        TransportOffer, Written,
+    },
+    sender::Pushed,
+};
+
+/// Pushes under way at a time: enough to keep every stream of a route busy. What becomes ready
+/// meanwhile is gathered into the next push.
+const MAX_PUSHES: usize = 4;
+/// Pieces of one push: bounds the size of a `Written`.
+const MAX_PUSH_PIECES: usize = 1024;
+
+/// What happened.
+#[derive(Clone, Debug)]
+pub enum Input<T> {
+    /// From the decode worker.
+    Message(DecodeMessage),
+    /// The stream ended or broke, for this reason.
+    StreamClosed(String),
+    /// The engine has scheduled the request.
+    Started,
+    /// These blocks of the sequence hold final KV of these layers.
+    Ready {
+        /// Decoder layers.
+        layers: Range<usize>,
+        /// Position in the sequence of the first of `blocks`.
+        first_block_idx: usize,
+        /// The engine's blocks.
+        blocks: Vec<BlockId>,
+    },
+    /// The engine has sampled.
+    FirstToken(T),
+    /// The engine or the service gives up.
+    Fail(Failed),
+    /// Answer to [`Action::Route`].
+    Routed(Result<(), RouteError>),
+    /// Answer to one [`Action::Push`], in any order.
+    Pushed(Result<Pushed, PushError>),
+    /// Answer to [`Action::Stop`]: the computation is dropped and the route is closed and idle.
+    Idle,
+    /// Nothing but time: to be given when [`PrefillHandoff::deadline`] has passed.
+    Tick,
+}
+
+/// What is to be done, in this order.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action<T> {
+    /// Give the request to the engine, answer with `Started`, `Ready`, `FirstToken` or `Fail`.
+    Compute,
+    /// Open a route to the granted blocks (the blocks' guard goes with it), answer [`Input::Routed`].
+    Route {
+        /// Name of the grant.
+        generation: Generation,
+        /// Ways, best first.
+        offers: Vec<TransportOffer>,
+    },
+    /// Write these over the route, answer [`Input::Pushed`].
+    Push(Vec<PieceWrite>),
+    /// Send to the decode worker.
+    Send(PrefillMessage<T>),
+    /// The outcome, once.
+    Finish(Result<(), HandoffError>),
+    /// Drop the computation, close the route, answer [`Input::Idle`]. No push follows.
+    Stop,
+    /// Drop the blocks and the route. Once, if `Compute` was said.
+    Release,
+    /// Drop the stream. The last action.
+    Close,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Opening,
+    Queued,
+    Computing,
+    Committing,
+    Stopping,
+    Over,
+}
+
+/// The prefill worker's side of one handoff. See the module's picture.
+#[derive(Debug)]
+pub struct PrefillHandoff {
+    state: State,
+    incarnation: u64,
+    num_layers: usize,
+    limits: Limits,
+    total: Instant,
+    /// The deadline of the state, when it has one of its own.
+    patience: Option<Instant>,
+    num_blocks: usize,
+    known: PieceSet,
+    /// Pieces to be pushed: layer, position in the sequence, block here.
+    waiting: VecDeque<(usize, usize, BlockId)>,
+    grant: Option<Granted>,
+    has_first_token: bool,
+    is_peer_listening: bool,
+}
+
+#[derive(Debug)]
+struct Granted {
+    generation: Generation,
+    num_cached_blocks: usize,
+    block_ids: Vec<BlockId>,
+    is_routed: bool,
+    num_pushing: usize,
+    num_unwritten: usize,
+}
+
+impl PrefillHandoff {
+    /// A stream has opened. `incarnation` and `num_layers` are this worker's. Until `Begin` comes,
+    /// `limits.stall` bounds the wait.
+    pub fn new(incarnation: u64, num_layers: usize, limits: Limits, now: Instant) -> PrefillHandoff {
+        PrefillHandoff {
+            state: State::Opening,
+            incarnation,
+            num_layers,
+            limits,
+            total: now + limits.total,
+            patience: Some(now + limits.stall),
+            num_blocks: 0,
+            known: PieceSet::new(0, 0),
+            waiting: VecDeque::new(),
+            grant: None,
+            has_first_token: false,
+            is_peer_listening: true,
+        }
+    }
+
+    /// When [`Input::Tick`] is due; `None` when the handoff is over.
+    pub fn deadline(&self) -> Option<Instant> {
+        match self.state {
+            State::Over => None,
+            State::Stopping => self.patience,
+            _ => Some(self.patience.map_or(self.total, |patience| patience.min(self.total))),
+        }
+    }
+
+    /// Whether `Close` has been said.
+    pub fn is_over(&self) -> bool {
+        self.state == State::Over
+    }
+
+    /// Takes one input.
+    pub fn on<T>(&mut self, input: Input<T>, now: Instant) -> Vec<Action<T>> {
+        let mut actions = Vec::new();
+        match self.state {
+            State::Opening | State::Queued | State::Computing | State::Committing => {
+                if let Err(error) = self.advance(input, now, &mut actions) {
+                    self.fail(error, now, &mut actions);
+                }
+            }
+            State::Stopping => self.stop(input, now, &mut actions),
+            State::Over => {}
+        }
+        actions
+    }
+
+    fn advance<T>(
+        &mut self,
+        input: Input<T>,
+        now: Instant,
+        actions: &mut Vec<Action<T>>,
+    ) -> Result<(), HandoffError> {
+        use DecodeMessage as M;
+        match input {
+            Input::Message(M::Begin(begin)) if self.state == State::Opening => {
+                self.begin(begin, now, actions)?;
+            }
+            Input::Message(M::Grant(grant)) if self.state != State::Opening && self.grant.is_none() => {
+                self.route(grant, now, actions)?;
+            }
+            Input::Message(M::Commit { generation })
+                if self.state == State::Committing
+                    && self.grant.as_ref().is_some_and(|grant| grant.generation == generation) =>
+            {
+                actions.push(Action::Finish(Ok(())));
+                self.close(actions);
+            }
+            Input::Message(M::Cancel { reason }) => return Err(HandoffError::Cancelled(reason)),
+            Input::Message(message) => {
+                let what = format!("{} while {}", name(&message), self.state.doing());
+                return Err(HandoffError::DecodeLost(what));
+            }
+            Input::StreamClosed(why) => {
+                self.is_peer_listening = false;
+                return Err(HandoffError::DecodeLost(why));
+            }
+            Input::Started => {
+                if self.state == State::Queued {
+                    self.state = State::Computing;
+                    actions.push(Action::Send(PrefillMessage::Started));
+                }
+            }
+            Input::Ready { layers, first_block_idx, blocks } => {
+                self.ready(layers, first_block_idx, &blocks)?;
+                self.push(false, now, actions);
+            }
+            Input::FirstToken(token) => {
+                self.has_first_token = true;
+                actions.push(Action::Send(PrefillMessage::FirstToken(token)));
+                self.finish_writing(now);
+            }
+            Input::Fail(failed) => return Err(HandoffError::Refused { by: Side::Prefill, failed }),
+            Input::Routed(result) => {
+                result.map_err(|error| HandoffError::TransferFailed(error.to_string()))?;
+                self.granted().is_routed = true;
+                self.push(true, now, actions);
+                self.nothing_to_write(actions);
+                self.finish_writing(now);
+            }
+            Input::Pushed(result) => {
+                let pushed = result.map_err(|error| HandoffError::TransferFailed(error.to_string()))?;
+                self.written(pushed, actions);
+                self.push(true, now, actions);
+                self.finish_writing(now);
+            }
+            // Nothing was told to stop.
+            Input::Idle => {}
+            Input::Tick => {
+                if self.deadline().is_some_and(|deadline| now >= deadline) {
+                    return Err(HandoffError::Deadline { state: self.state.doing() });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn begin<T>(
+        &mut self,
+        begin: Begin,
+        now: Instant,
+        actions: &mut Vec<Action<T>>,
+    ) -> Result<(), HandoffError> {
+        if begin.prefill_incarnation != self.incarnation {
+            let what = format!(
+                "this is incarnation {:x} of the prefill worker, not {:x}",
+                self.incarnation, begin.prefill_incarnation
+            );
+            let failed = Failed::new(FailureKind::PrefillLost, what);
+            return Err(HandoffError::Refused { by: Side::Prefill, failed });
+        }
+        self.state = State::Queued;
+        self.num_blocks = begin.num_blocks;
+        self.known = PieceSet::new(begin.num_blocks, self.num_layers);
+        self.total = now + begin.deadline.min(self.limits.total);
+        self.patience = None;
+        actions.push(Action::Compute);
+        Ok(())
+    }
+
+    fn route<T>(
+        &mut self,
+        grant: Grant,
+        now: Instant,
+        actions: &mut Vec<Action<T>>,
+    ) -> Result<(), HandoffError> {
+        if grant.num_cached_blocks + grant.block_ids.len() != self.num_blocks {
+            let what = format!(
+                "grant of {} + {} blocks for a sequence of {}",
+                grant.num_cached_blocks,
+                grant.block_ids.len(),
+                self.num_blocks
+            );
+            return Err(HandoffError::DecodeLost(what));
+        }
+        let Grant { generation, num_cached_blocks, block_ids, offers } = grant;
+        self.waiting.retain(|&(_, block_idx, _)| block_idx >= num_cached_blocks);
+        let num_unwritten = block_ids.len() * self.num_layers;
+        self.grant = Some(Granted {
+            generation,
+            num_cached_blocks,
+            block_ids,
+            is_routed: false,
+            num_pushing: 0,
+            num_unwritten,
+        });
+        self.patience = Some(now + self.limits.stall);
+        actions.push(Action::Route { generation, offers });
+        Ok(())
+    }
+
+    fn ready(
+        &mut self,
+        layers: Range<usize>,
+        first_block_idx: usize,
+        blocks: &[BlockId],
+    ) -> Result<(), HandoffError> {
+        let num_cached_blocks = self.grant.as_ref().map_or(0, |grant| grant.num_cached_blocks);
+        for layer_idx in layers {
+            for (block_idx, &block) in (first_block_idx..).zip(blocks) {
+                match self.known.insert(block_idx, layer_idx) {
+                    Insert::New if block_idx >= num_cached_blocks => {
+                        self.waiting.push_back((layer_idx, block_idx, block));
+                    }
+                    Insert::New | Insert::Present => {}
+                    Insert::OutOfRange => {
+                        let what = format!("engine finished piece {block_idx}/{layer_idx} of no such block");
+                        let failed = Failed::new(FailureKind::Internal, what);
+                        return Err(HandoffError::Refused { by: Side::Prefill, failed });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Pushes what is ready, as far as the route has room. `progress`: something has moved.
+    fn push<T>(&mut self, progress: bool, now: Instant, actions: &mut Vec<Action<T>>) {
+        let Some(grant) = self.grant.as_mut().filter(|grant| grant.is_routed) else { return };
+        if self.state == State::Committing {
+            return;
+        }
+        while grant.num_pushing < MAX_PUSHES && !self.waiting.is_empty() {
+            let num_pieces = self.waiting.len().min(MAX_PUSH_PIECES);
+            let pieces = self.waiting.drain(..num_pieces).map(|(layer_idx, seq_idx, src)| {
+                let block_idx = seq_idx - grant.num_cached_blocks;
+                PieceWrite {
+                    layer_idx: layer_idx as u32,
+                    block_idx: block_idx as u32,
+                    src,
+                    dst: grant.block_ids[block_idx],
+                }
+            });
+            actions.push(Action::Push(pieces.collect()));
+            grant.num_pushing += 1;
+        }
+        if grant.num_pushing == 0 {
+            // Nothing moves while the engine computes: only the total deadline bounds that.
+            self.patience = None;
+        } else if progress || self.patience.is_none() {
+            self.patience = Some(now + self.limits.stall);
+        }
+    }
+
+    fn written<T>(&mut self, pushed: Pushed, actions: &mut Vec<Action<T>>) {
+        let grant = self.granted();
+        grant.num_pushing -= 1;
+        grant.num_unwritten -= pushed.pieces.len();
+        let written = Written {
+            generation: grant.generation,
+            transport: pushed.transport,
+            pieces: pushed.pieces,
+            last: grant.num_unwritten == 0,
+            bytes: pushed.bytes,
+        };
+        actions.push(Action::Send(PrefillMessage::Written(written)));
+    }
+
+    /// The decode worker has every block already: says so.
+    fn nothing_to_write<T>(&mut self, actions: &mut Vec<Action<T>>) {
+        let grant = self.granted();
+        if grant.num_unwritten > 0 {
+            return;
+        }
+        let written = Written {
+            generation: grant.generation,
+            transport: crate::message::TransportKind::Tcp,
+            pieces: Vec::new(),
+            last: true,
+            bytes: 0,
+        };
+        actions.push(Action::Send(PrefillMessage::Written(written)));
+    }
+
+    fn finish_writing(&mut self, now: Instant) {
+        let is_written = self.grant.as_ref().is_some_and(|grant| grant.is_routed && grant.num_unwritten == 0);
+        if self.state == State::Computing && self.has_first_token && is_written {
+            self.state = State::Committing;
+            self.patience = Some(now + self.limits.stall);
+        }
+    }
+
+    fn granted(&mut self) -> &mut Granted {
+        self.grant.as_mut().expect("routes and pushes come after the grant")
+    }
+
+    fn fail<T>(&mut self, error: HandoffError, now: Instant, actions: &mut Vec<Action<T>>) {
+        let is_cancelled = matches!(error, HandoffError::Cancelled(_));
+        if self.is_peer_listening && !is_cancelled {
+            let message = match &error {
+                HandoffError::Refused { failed, .. } => failed.message.clone(),
+                error => error.to_string(),
+            };
+            actions.push(Action::Send(PrefillMessage::Failed(Failed { kind: error.kind(), message })));
+        }
+        actions.push(Action::Finish(Err(error)));
+        if self.state == State::Opening {
+            // Nothing was begun, so nothing is to be stopped.
+            if self.is_peer_listening {
+                actions.push(Action::Send(PrefillMessage::Stopped));
+            }
+            actions.push(Action::Close);
+            self.state = State::Over;
+        } else {
+            actions.push(Action::Stop);
+            self.waiting.clear();
+            self.state = State::Stopping;
+            self.patience = Some(now + self.limits.stop);
+        }
+    }
+
+    fn stop<T>(&mut self, input: Input<T>, now: Instant, actions: &mut Vec<Action<T>>) {
+        match input {
+            Input::Idle => {
+                if self.is_peer_listening {
+                    actions.push(Action::Send(PrefillMessage::Stopped));
+                }
+                self.close(actions);
+            }
+            Input::StreamClosed(_) => self.is_peer_listening = false,
+            Input::Tick if self.patience.is_some_and(|patience| now >= patience) => self.close(actions),
+            // What was under way when the end came.
+            _ => {}
+        }
+    }
+
+    fn close<T>(&mut self, actions: &mut Vec<Action<T>>) {
+        actions.push(Action::Release);
+        actions.push(Action::Close);
+        self.state = State::Over;
+    }
+}
+
+impl State {
+    fn doing(self) -> &'static str {
+        match self {
+            State::Opening => "waiting for Begin",
+            State::Queued => "queued",
+            State::Computing => "computing and writing",
+            State::Committing => "waiting for the commit",
+            State::Stopping => "stopping",
+            State::Over => "over",
+        }
+    }
+}
+
+fn name(message: &DecodeMessage) -> &'static str {
+    match message {
+        DecodeMessage::Begin(_) => "Begin",
+        DecodeMessage::Grant(_) => "Grant",
+        DecodeMessage::Commit { .. } => "Commit",
+        DecodeMessage::Cancel { .. } => "Cancel",
+    }
+}

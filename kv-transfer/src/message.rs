@@ -1,0 +1,231 @@
+//! What the two sides of a handoff say to each other, as plain values.
+//!
+//! The worker service turns them into and out of the wire's messages. What a request asks for (its
+//! tokens, its sampling) is not here: the handoff needs only its size. `T` is the first token, of
+//! whatever type the engine has.
+
+use std::{fmt, path::PathBuf, time::Duration};
+
+use baton_kv_cache::BlockId;
+
+/// Name of one grant, and the right to write into its blocks: 64 bits that nobody can guess.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Generation(pub u64);
+
+impl fmt::Debug for Generation {
+    /// Shows too little of it to write with.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "g…{:04x}", self.0 & 0xffff)
+    }
+}
+
+impl fmt::Display for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self, f)
+    }
+}
+
+/// Decode worker to prefill worker.
+#[derive(Clone, Debug, PartialEq)]
+pub enum DecodeMessage {
+    /// The first message: compute this.
+    Begin(Begin),
+    /// Write here.
+    Grant(Grant),
+    /// Everything is verified: free your blocks. The last message.
+    Commit {
+        /// Of the grant that is committed.
+        generation: Generation,
+    },
+    /// Stop, and say so.
+    Cancel {
+        /// For the log.
+        reason: String,
+    },
+}
+
+/// Prefill worker to decode worker.
+#[derive(Clone, Debug, PartialEq)]
+pub enum PrefillMessage<T> {
+    /// The scheduler has taken the request up: set blocks aside now.
+    Started,
+    /// Sampled.
+    FirstToken(T),
+    /// These pieces lie in the granted blocks.
+    Written(Written),
+    /// Answer to `Cancel`: no byte is written after this.
+    Stopped,
+    /// It ends here; nothing is written after this.
+    Failed(Failed),
+}
+
+/// What the handoff must know about a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Begin {
+    /// The client's request.
+    pub request_id: String,
+    /// How often the router planned it before.
+    pub attempt: u32,
+    /// The prefill worker this is meant for.
+    pub prefill_incarnation: u64,
+    /// Who will decode.
+    pub decode_worker_id: String,
+    /// Which life of it.
+    pub decode_incarnation: u64,
+    /// Blocks of the whole sequence, the last one perhaps in part.
+    pub num_blocks: usize,
+    /// Both sides give up, and free, this long after `Begin`.
+    pub deadline: Duration,
+}
+
+/// Blocks to write into.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Grant {
+    /// Its name, and the right to write.
+    pub generation: Generation,
+    /// Whole blocks at the front of the sequence that need not be written.
+    pub num_cached_blocks: usize,
+    /// The decode worker's block for each block of the sequence from `num_cached_blocks` on.
+    pub block_ids: Vec<BlockId>,
+    /// Ways to reach them, best first.
+    pub offers: Vec<TransportOffer>,
+}
+
+/// Pieces that lie in the granted blocks now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Written {
+    /// Of the grant.
+    pub generation: Generation,
+    /// What carried them.
+    pub transport: TransportKind,
+    /// Which, and what they hold.
+    pub pieces: Vec<Piece>,
+    /// Every piece has been named now.
+    pub last: bool,
+    /// Bytes of these pieces.
+    pub bytes: u64,
+}
+
+/// One layer of one block, written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Counted in the grant's `block_ids`.
+    pub block_idx: u32,
+    /// Decoder layer.
+    pub layer_idx: u32,
+    /// Of its bytes, see [`checksum`](crate::checksum).
+    pub checksum: u64,
+}
+
+/// One layer of one block, to be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PieceWrite {
+    /// Decoder layer.
+    pub layer_idx: u32,
+    /// Counted in the grant's `block_ids`.
+    pub block_idx: u32,
+    /// The prefill worker's block.
+    pub src: BlockId,
+    /// The decode worker's block: `block_ids[block_idx]`.
+    pub dst: BlockId,
+}
+
+/// Why a side ends a handoff; what the peer may do about it follows from the kind.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failed {
+    /// The same kinds as on the wire.
+    pub kind: FailureKind,
+    /// For people.
+    pub message: String,
+}
+
+impl Failed {
+    /// A failure in words.
+    pub fn new(kind: FailureKind, message: impl Into<String>) -> Failed {
+        Failed { kind, message: message.into() }
+    }
+}
+
+/// Why an attempt ended without an answer, named for what the router can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FailureKind {
+    /// Nobody can serve the request.
+    Invalid,
+    /// No room here; another worker may have some.
+    Full,
+    /// The prefill worker broke off, was unreachable, or is another incarnation.
+    PrefillLost,
+    /// The KV that arrived was not what was promised.
+    KvRejected,
+    /// A deadline passed.
+    Deadline,
+    /// The worker is about to leave.
+    Draining,
+    /// Something broke.
+    Internal,
+}
+
+/// What moves KV between two workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum TransportKind {
+    /// The decode worker's memory, mapped: same user, same host.
+    Shm,
+    /// Sockets.
+    Tcp,
+}
+
+impl TransportKind {
+    /// Every kind, best first.
+    pub const ALL: [TransportKind; 2] = [TransportKind::Shm, TransportKind::Tcp];
+
+    /// "shm" or "tcp".
+    pub fn name(self) -> &'static str {
+        match self {
+            TransportKind::Shm => "shm",
+            TransportKind::Tcp => "tcp",
+        }
+    }
+
+    /// The inverse of [`name`](Self::name).
+    pub fn from_name(name: &str) -> Option<TransportKind> {
+        TransportKind::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+}
+
+impl fmt::Display for TransportKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A way to reach the decode worker's blocks. `pool` is the incarnation of its block pool: whoever
+/// answers at the address with another one has restarted, and is not written to.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum TransportOffer {
+    /// Shared memory.
+    Shm {
+        /// Boot id and name of the host.
+        host_id: String,
+        /// Unix socket that hands out the pool's memory.
+        socket_path: PathBuf,
+        /// Incarnation of the pool.
+        pool: u64,
+    },
+    /// Sockets.
+    Tcp {
+        /// "host:port" of the data listener.
+        address: String,
+        /// Incarnation of the pool.
+        pool: u64,
+    },
+}
+
+impl TransportOffer {
+    /// Which transport it is for.
+    pub fn kind(&self) -> TransportKind {
+        match self {
+            TransportOffer::Shm { .. } => TransportKind::Shm,
+            TransportOffer::Tcp { .. } => TransportKind::Tcp,
+        }
+    }
+}

@@ -1,0 +1,336 @@
+//! The table of grants: who may write where, and when a revoked grant is fenced.
+//!
+//! Two kinds of writers. The receiver's own threads write what sockets bring, always under the
+//! grant's [`LiveGrant::with_fence`]; closing the fence stops them at once. One-sided writers (peers
+//! that mapped the memory) are registered while they hold a grant open, and fence it by leaving.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, RwLock,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+};
+
+use baton_kv_cache::{BlockId, BlockStorage};
+
+use super::ReceiverLoad;
+use crate::{counters::Counters, message::Generation};
+
+/// A peer's connection through which it holds grants open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct WriterId(u64);
+
+/// A peer that writes by itself.
+pub(crate) trait OneSidedWriter: Send + Sync {
+    /// Asks it to let go of a grant. Must not block: the peer may be frozen.
+    fn ask_to_close(&self, generation: Generation);
+}
+
+/// Gives the grant's guard back.
+type Release = Box<dyn FnOnce() + Send>;
+
+pub(crate) struct Grants {
+    storage: Arc<BlockStorage>,
+    pool: u64,
+    counters: Counters,
+    next_writer: AtomicU64,
+    entries: Mutex<HashMap<Generation, Entry>>,
+}
+
+struct Entry {
+    grant: Arc<LiveGrant>,
+    writers: Vec<(WriterId, Arc<dyn OneSidedWriter>)>,
+    is_revoked: bool,
+    release: Release,
+}
+
+impl Grants {
+    pub(super) fn new(storage: Arc<BlockStorage>, pool: u64) -> Grants {
+        Grants {
+            storage,
+            pool,
+            counters: Counters::default(),
+            next_writer: AtomicU64::new(0),
+            entries: Mutex::default(),
+        }
+    }
+
+    pub(crate) fn storage(&self) -> &Arc<BlockStorage> {
+        &self.storage
+    }
+
+    /// Incarnation of the pool.
+    pub(crate) fn pool(&self) -> u64 {
+        self.pool
+    }
+
+    pub(crate) fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    pub(super) fn insert(&self, blocks: Vec<BlockId>, release: Release) -> Generation {
+        for block in &blocks {
+            assert!(block.idx() < self.storage.num_blocks(), "{block} is not of this storage");
+        }
+        let num_pieces = blocks.len() * self.storage.layout().num_layers;
+        let mut entries = self.entries();
+        let generation = loop {
+            let generation = Generation(super::random_u64().expect("the kernel's randomness is available"));
+            if generation.0 != 0 && !entries.contains_key(&generation) {
+                break generation;
+            }
+        };
+        let grant = Arc::new(LiveGrant {
+            generation,
+            num_layers: self.storage.layout().num_layers,
+            blocks,
+            is_revoked: RwLock::new(false),
+            is_one_sided: AtomicBool::new(false),
+            pieces: Mutex::new(vec![PieceState::Empty; num_pieces]),
+        });
+        entries.insert(generation, Entry { grant, writers: Vec::new(), is_revoked: false, release });
+        generation
+    }
+
+    /// A grant that may be written.
+    pub(crate) fn find(&self, generation: Generation) -> Option<Arc<LiveGrant>> {
+        let entries = self.entries();
+        let entry = entries.get(&generation).filter(|entry| !entry.is_revoked)?;
+        Some(Arc::clone(&entry.grant))
+    }
+
+    /// Closes the grant to sockets at once, and asks one-sided writers to leave. Does nothing to a
+    /// grant that is unknown or revoked.
+    pub(super) fn revoke(&self, generation: Generation) {
+        let Some(grant) = self.find(generation) else { return };
+        // Waits for what the receiver's threads are copying this moment, not for a peer.
+        *grant.is_revoked.write().unwrap_or_else(PoisonError::into_inner) = true;
+        let mut entries = self.entries();
+        let Some(entry) = entries.get_mut(&generation) else { return };
+        entry.is_revoked = true;
+        let writers: Vec<_> = entry.writers.iter().map(|(_, writer)| Arc::clone(writer)).collect();
+        let release = settle(&mut entries, generation);
+        drop(entries);
+        for writer in writers {
+            writer.ask_to_close(generation);
+        }
+        run(release);
+    }
+
+    pub(crate) fn new_writer(&self) -> WriterId {
+        WriterId(self.next_writer.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// From now on `writer` may write into the grant by itself; `false` when there is none to write to.
+    pub(crate) fn open(
+        &self,
+        generation: Generation,
+        writer: WriterId,
+        peer: Arc<dyn OneSidedWriter>,
+    ) -> bool {
+        let mut entries = self.entries();
+        match entries.get_mut(&generation) {
+            Some(entry) if !entry.is_revoked => {
+                entry.grant.is_one_sided.store(true, Ordering::Relaxed);
+                if entry.writers.iter().all(|(id, _)| *id != writer) {
+                    entry.writers.push((writer, peer));
+                }
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// `writer` writes into the grant no more.
+    pub(crate) fn close(&self, generation: Generation, writer: WriterId) {
+        let mut entries = self.entries();
+        let Some(entry) = entries.get_mut(&generation) else { return };
+        entry.writers.retain(|(id, _)| *id != writer);
+        let release = settle(&mut entries, generation);
+        drop(entries);
+        run(release);
+    }
+
+    /// `writer` is gone and writes nowhere any more.
+    pub(crate) fn writer_gone(&self, writer: WriterId) {
+        let mut entries = self.entries();
+        for entry in entries.values_mut() {
+            entry.writers.retain(|(id, _)| *id != writer);
+        }
+        let fenced: Vec<_> = entries
+            .iter()
+            .filter(|(_, entry)| entry.is_revoked && entry.writers.is_empty())
+            .map(|(&generation, _)| generation)
+            .collect();
+        let releases: Vec<_> =
+            fenced.into_iter().map(|generation| settle(&mut entries, generation)).collect();
+        drop(entries);
+        releases.into_iter().for_each(run);
+    }
+
+    /// Nobody writes into the grant any more, by the word of the one who was given it.
+    pub(super) fn writers_stopped(&self, generation: Generation) {
+        let mut entries = self.entries();
+        let Some(entry) = entries.get_mut(&generation) else { return };
+        entry.writers.clear();
+        let release = settle(&mut entries, generation);
+        drop(entries);
+        run(release);
+    }
+
+    pub(super) fn load(&self) -> ReceiverLoad {
+        let mut load = ReceiverLoad::default();
+        for entry in self.entries().values() {
+            if entry.is_revoked {
+                load.num_quarantined_grants += 1;
+                load.num_quarantined_blocks += entry.grant.blocks.len();
+            } else {
+                load.num_grants += 1;
+            }
+        }
+        load
+    }
+
+    fn entries(&self) -> MutexGuard<'_, HashMap<Generation, Entry>> {
+        // Every change is complete before anything can panic.
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Grants {
+    fn drop(&mut self) {
+        for (_, entry) in self.entries.get_mut().unwrap_or_else(PoisonError::into_inner).drain() {
+            if !entry.writers.is_empty() {
+                // A peer may still write: its blocks must never be given to somebody else.
+                std::mem::forget(entry.release);
+            }
+        }
+    }
+}
+
+/// Removes a grant that is fenced. Its release runs outside of the lock: it may be anybody's code.
+fn settle(entries: &mut HashMap<Generation, Entry>, generation: Generation) -> Option<Release> {
+    let entry = entries.get(&generation)?;
+    if entry.is_revoked && entry.writers.is_empty() {
+        entries.remove(&generation).map(|entry| entry.release)
+    } else {
+        None
+    }
+}
+
+fn run(release: Option<Release>) {
+    if let Some(release) = release {
+        release();
+    }
+}
+
+/// A grant as the receiver's threads see it.
+pub(crate) struct LiveGrant {
+    generation: Generation,
+    num_layers: usize,
+    blocks: Vec<BlockId>,
+    /// Read while memory is touched; written once, by the revocation.
+    is_revoked: RwLock<bool>,
+    /// Whether a peer has ever opened it to write by itself.
+    is_one_sided: AtomicBool,
+    pieces: Mutex<Vec<PieceState>>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum PieceState {
+    Empty,
+    Arriving,
+    Placed,
+}
+
+/// What [`LiveGrant::claim`] says to somebody who wants to write pieces.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Claim {
+    /// They are his now: to be [`placed`](LiveGrant::placed) or [`abandoned`](LiveGrant::abandon).
+    Taken,
+    /// All of them were placed before.
+    Placed,
+    /// Some were never granted, or are somebody else's.
+    Refused,
+}
+
+impl LiveGrant {
+    pub(crate) fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    pub(super) fn is_one_sided(&self) -> bool {
+        self.is_one_sided.load(Ordering::Relaxed)
+    }
+
+    /// The block here of a position in the grant.
+    pub(crate) fn block(&self, block_idx: u32) -> Option<BlockId> {
+        self.blocks.get(block_idx as usize).copied()
+    }
+
+    /// Runs `touch`, which may read and write the grant's memory, unless the grant is revoked; a
+    /// revocation waits for it.
+    pub(crate) fn with_fence<R>(&self, touch: impl FnOnce() -> R) -> Option<R> {
+        let is_revoked = self.is_revoked.read().unwrap_or_else(PoisonError::into_inner);
+        (!*is_revoked).then(touch)
+    }
+
+    /// Each piece is written once: what was verified cannot change before it is committed.
+    /// `pieces` are (layer, position in the grant).
+    pub(crate) fn claim(&self, pieces: &[(u32, u32)]) -> Claim {
+        let mut states = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut num_placed = 0;
+        for (n, &piece) in pieces.iter().enumerate() {
+            match self.idx(piece).map(|idx| &mut states[idx]) {
+                Some(state) if *state == PieceState::Empty => *state = PieceState::Arriving,
+                Some(PieceState::Placed) => num_placed += 1,
+                _ => {
+                    // Undo what this claim took: of equal pieces in it, the first.
+                    for &piece in &pieces[..n] {
+                        if let Some(state) = self.idx(piece).map(|idx| &mut states[idx])
+                            && *state == PieceState::Arriving
+                        {
+                            *state = PieceState::Empty;
+                        }
+                    }
+                    return Claim::Refused;
+                }
+            }
+        }
+        match num_placed {
+            0 => Claim::Taken,
+            _ if num_placed == pieces.len() => Claim::Placed,
+            _ => {
+                self.set_arriving(&mut states, pieces, PieceState::Empty);
+                Claim::Refused
+            }
+        }
+    }
+
+    pub(crate) fn placed(&self, pieces: &[(u32, u32)]) {
+        let mut states = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        self.set_arriving(&mut states, pieces, PieceState::Placed);
+    }
+
+    pub(crate) fn abandon(&self, pieces: &[(u32, u32)]) {
+        let mut states = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        self.set_arriving(&mut states, pieces, PieceState::Empty);
+    }
+
+    fn set_arriving(&self, states: &mut [PieceState], pieces: &[(u32, u32)], new: PieceState) {
+        for &piece in pieces {
+            if let Some(state) = self.idx(piece).map(|idx| &mut states[idx])
+                && *state == PieceState::Arriving
+            {
+                *state = new;
+            }
+        }
+    }
+
+    fn idx(&self, (layer_idx, block_idx): (u32, u32)) -> Option<usize> {
+        let (layer_idx, block_idx) = (layer_idx as usize, block_idx as usize);
+        (layer_idx < self.num_layers && block_idx < self.blocks.len())
+            .then(|| block_idx * self.num_layers + layer_idx)
+    }
+}

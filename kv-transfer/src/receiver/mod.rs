@@ -1,0 +1,227 @@
+//! The decode worker's end of the data plane: it lets peers write into granted blocks, verifies
+//! what they wrote, and takes grants back.
+//!
+//! ```text
+//! grant() --> Granted --- verify() * ---> commit() ---+
+//!                |                                    |  one-sided writers: when each said so or is gone
+//!                +--- revoke(), drop ----> revoked ---+---------------------> fenced: the guard is released
+//! ```
+//!
+//! Sockets are read by this side's own threads, straight into the blocks and under the grant's
+//! fence: once it is closed, nothing more lands, not even the rest of a half-read frame. Shared
+//! memory is written by the peer, so a revoked grant that a peer has opened stays quarantined until
+//! the peer confirms or its socket closes. [`ReceiverLoad`] counts what is quarantined.
+
+mod grants;
+mod verify;
+
+use std::{
+    future::Future,
+    io,
+    net::SocketAddr,
+    path::PathBuf,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use baton_kv_cache::{BlockId, BlockStorage};
+use tokio::sync::oneshot;
+
+pub(crate) use grants::{Claim, Grants, LiveGrant, OneSidedWriter, WriterId};
+
+use crate::{
+    counters::Counters,
+    error::KvFault,
+    message::{Generation, Piece, TransportOffer},
+    shm::ShmServer,
+    tcp::TcpServer,
+};
+
+/// What a [`Receiver`] offers, and its patience.
+#[derive(Clone, Debug)]
+pub struct ReceiverConfig {
+    /// Where to listen for `tcp`; `None` offers none. Port 0 takes a free one.
+    pub tcp_listen: Option<SocketAddr>,
+    /// The host that peers reach this one by; by default the listener's address.
+    pub advertise_host: Option<String>,
+    /// A private folder for the `shm` socket, made if absent; `None` offers none. Its path must be
+    /// short: a socket's path has at most 107 bytes.
+    pub shm_dir: Option<PathBuf>,
+    /// For the next byte of something begun (a handshake, a frame, an answer).
+    pub io_timeout: Duration,
+    /// Connections beyond these are closed at once.
+    pub max_connections: usize,
+}
+
+impl Default for ReceiverConfig {
+    fn default() -> ReceiverConfig {
+        ReceiverConfig {
+            tcp_listen: None,
+            advertise_host: None,
+            shm_dir: None,
+            io_timeout: Duration::from_secs(10),
+            max_connections: 256,
+        }
+    }
+}
+
+/// What a receiver holds now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReceiverLoad {
+    /// Grants that may be written.
+    pub num_grants: usize,
+    /// Revoked grants that a one-sided writer has not let go of.
+    pub num_quarantined_grants: usize,
+    /// Their blocks.
+    pub num_quarantined_blocks: usize,
+}
+
+/// Lets peers write into granted blocks of one pool. Cheap to clone; the threads stop, and the
+/// socket file goes, with the last clone.
+#[derive(Clone)]
+pub struct Receiver {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    grants: Arc<Grants>,
+    verifier: verify::Verifier,
+    offers: Vec<TransportOffer>,
+    // Dropped in this order: no thread outlives the receiver.
+    _tcp: Option<TcpServer>,
+    _shm: Option<ShmServer>,
+}
+
+impl Receiver {
+    /// Listens for peers that write into `storage`.
+    ///
+    /// # Errors
+    /// When an address or the folder of the socket cannot be used, or a thread cannot be started.
+    pub fn start(storage: Arc<BlockStorage>, config: ReceiverConfig) -> io::Result<Receiver> {
+        let pool = random_u64()?;
+        let grants = Arc::new(Grants::new(storage, pool));
+        let mut offers = Vec::new();
+        let shm = match &config.shm_dir {
+            Some(dir) => Some(ShmServer::start(Arc::clone(&grants), dir, &config)?),
+            None => None,
+        };
+        offers.extend(shm.as_ref().map(ShmServer::offer));
+        let tcp = match config.tcp_listen {
+            Some(address) => Some(TcpServer::start(Arc::clone(&grants), address, &config)?),
+            None => None,
+        };
+        offers.extend(tcp.as_ref().map(TcpServer::offer));
+        let verifier = verify::Verifier::start(Arc::clone(&grants))?;
+        Ok(Receiver { shared: Arc::new(Shared { grants, verifier, offers, _tcp: tcp, _shm: shm }) })
+    }
+
+    /// Lets whoever knows the generation write into `blocks`. `keep` is what holds the blocks
+    /// allocated; it comes back from [`Granted::commit`] or [`Granted::revoke`], or is dropped,
+    /// once no writer can reach them.
+    ///
+    /// # Panics
+    /// When a block is not of the receiver's storage, or the system has no randomness to give.
+    pub fn grant<K: Send + 'static>(&self, blocks: Vec<BlockId>, keep: K) -> Granted<K> {
+        let (give_back, fenced) = oneshot::channel();
+        let release = Box::new(move || {
+            // Nobody waits for it: then it is dropped, which is as good.
+            let _ = give_back.send(keep);
+        });
+        let generation = self.shared.grants.insert(blocks, release);
+        Granted { generation, receiver: self.clone(), fenced: Some(fenced) }
+    }
+
+    /// Ways to reach the pool, best first.
+    pub fn offers(&self) -> &[TransportOffer] {
+        &self.shared.offers
+    }
+
+    /// What arrived, by transport.
+    pub fn counters(&self) -> &Counters {
+        self.shared.grants.counters()
+    }
+
+    /// What is granted and quarantined now.
+    pub fn load(&self) -> ReceiverLoad {
+        self.shared.grants.load()
+    }
+}
+
+/// Blocks that a peer may write into. Dropping it revokes the grant.
+#[must_use = "dropping a grant revokes it"]
+pub struct Granted<K> {
+    generation: Generation,
+    receiver: Receiver,
+    fenced: Option<oneshot::Receiver<K>>,
+}
+
+impl<K> Granted<K> {
+    /// Its name, to be told to the one peer that shall write.
+    pub fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    /// Ways to reach the blocks, best first.
+    pub fn offers(&self) -> &[TransportOffer] {
+        self.receiver.offers()
+    }
+
+    /// Compares checksums with the blocks' memory, on the receiver's own thread.
+    ///
+    /// # Errors
+    /// The first piece that is unknown or wrong.
+    pub fn verify(&self, pieces: Vec<Piece>) -> impl Future<Output = Result<(), KvFault>> + Send + use<K> {
+        self.receiver.shared.verifier.verify(self.generation, pieces)
+    }
+
+    /// The peer has said, on the handoff's stream, that nothing of it writes any more.
+    pub fn writer_stopped(&self) {
+        self.receiver.shared.grants.writers_stopped(self.generation);
+    }
+
+    /// Ends the grant after everything was verified: the writer has nothing left to write.
+    pub fn commit(self) -> Fenced<K> {
+        self.writer_stopped();
+        self.revoke()
+    }
+
+    /// Takes the grant back. Sockets are fenced when this returns; the result resolves when
+    /// everything is. Dropping the result is fine: then `keep` is dropped at that time.
+    pub fn revoke(mut self) -> Fenced<K> {
+        self.receiver.shared.grants.revoke(self.generation);
+        Fenced(self.fenced.take().expect("taken only here, where the grant is consumed"))
+    }
+}
+
+impl<K> Drop for Granted<K> {
+    fn drop(&mut self) {
+        if self.fenced.take().is_some() {
+            self.receiver.shared.grants.revoke(self.generation);
+        }
+    }
+}
+
+/// Resolves to the grant's guard when no writer can reach its blocks; to `None` only if the
+/// receiver was torn down.
+pub struct Fenced<K>(oneshot::Receiver<K>);
+
+impl<K> Future for Fenced<K> {
+    type Output = Option<K>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<K>> {
+        Pin::new(&mut self.0).poll(context).map(Result::ok)
+    }
+}
+
+/// A number that nobody can guess.
+fn random_u64() -> io::Result<u64> {
+    let mut bytes = [0u8; 8];
+    // SAFETY: the buffer is valid for its length; 8 bytes are never returned in part.
+    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+    if got != bytes.len() as isize {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(u64::from_ne_bytes(bytes))
+}

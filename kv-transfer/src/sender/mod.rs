@@ -1,0 +1,192 @@
+//! The prefill worker's end of the data plane: it finds the best way to a decode worker's granted
+//! blocks and writes pieces there.
+//!
+//! ```text
+//! Sender --- route(generation, offers, keep) ---> Route --- push(pieces) * ---> close()
+//!    |                                              |
+//!    +--- peers, one per pool and transport: persistent connections and threads
+//! ```
+//!
+//! `keep` is what holds the source blocks allocated. It is dropped when the route is, and no thread
+//! reads from the blocks any more.
+
+mod route;
+
+use std::{
+    collections::HashMap,
+    io,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use baton_kv_cache::BlockStorage;
+use tokio::sync::oneshot;
+use tracing::{info, warn};
+
+pub(crate) use route::{Active, Frame, RouteState};
+pub use route::{Pushed, Route};
+
+use crate::{
+    counters::Counters,
+    error::RouteError,
+    message::{Generation, TransportKind, TransportOffer},
+    shm::ShmPeer,
+    tcp::TcpPeer,
+};
+
+/// How a [`Sender`] reaches its peers.
+#[derive(Clone, Debug)]
+pub struct SenderConfig {
+    /// What may be used. Of these the best that both sides have is taken.
+    pub transports: Vec<TransportKind>,
+    /// `tcp`: connections to one peer.
+    pub streams_per_peer: usize,
+    /// `tcp`: KV bytes of one frame, at least one piece. Large frames cost less, small ones spread
+    /// better over the streams.
+    pub frame_bytes: usize,
+    /// To reach a peer and shake hands.
+    pub connect_timeout: Duration,
+    /// For a peer to take or confirm what is written.
+    pub io_timeout: Duration,
+}
+
+impl Default for SenderConfig {
+    fn default() -> SenderConfig {
+        SenderConfig {
+            transports: TransportKind::ALL.to_vec(),
+            streams_per_peer: 2,
+            frame_bytes: 1 << 20,
+            connect_timeout: Duration::from_secs(3),
+            io_timeout: Duration::from_secs(10),
+        }
+    }
+}
+
+/// Writes blocks of one pool into those of other workers. Cheap to clone; connections and threads
+/// stop with the last clone and the last route.
+#[derive(Clone)]
+pub struct Sender {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    context: Arc<SenderContext>,
+    peers: Mutex<HashMap<TransportOffer, Arc<dyn Peer>>>,
+}
+
+/// What every peer needs.
+pub(crate) struct SenderContext {
+    pub(crate) storage: Arc<BlockStorage>,
+    pub(crate) config: SenderConfig,
+    pub(crate) counters: Counters,
+}
+
+/// The seam between routes and transports: one other pool, reached in one way.
+pub(crate) trait Peer: Send + Sync {
+    /// Makes sure that the peer is connected and the route may write; answers once.
+    fn open(&self, route: Arc<RouteState>, answer: oneshot::Sender<Result<(), RouteError>>);
+    /// Queues a frame of an opened route; it ends by [`Frame::done`] or [`Frame::fail`].
+    fn push(&self, frame: Frame);
+    /// The route is closed: drops what is queued of it, and tells the peer where that matters.
+    fn retire(&self, route: &Arc<RouteState>);
+    /// Whether nothing is connected, so that the peer may be forgotten.
+    fn is_cold(&self) -> bool;
+}
+
+impl Sender {
+    /// A sender that reads from `storage`. Peers are connected when first needed.
+    ///
+    /// # Errors
+    /// When the configuration makes no sense.
+    pub fn start(storage: Arc<BlockStorage>, config: SenderConfig) -> io::Result<Sender> {
+        if config.streams_per_peer == 0 || config.frame_bytes == 0 {
+            let message = "streams_per_peer and frame_bytes must not be 0";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
+        let context = Arc::new(SenderContext { storage, config, counters: Counters::default() });
+        Ok(Sender { shared: Arc::new(Shared { context, peers: Mutex::default() }) })
+    }
+
+    /// A way to the blocks of a grant: the best of `offers` that is allowed and reachable.
+    ///
+    /// # Errors
+    /// When there is none. `keep` is dropped then.
+    pub async fn route(
+        &self,
+        generation: Generation,
+        offers: &[TransportOffer],
+        keep: impl Send + 'static,
+    ) -> Result<Route, RouteError> {
+        let allowed = &self.shared.context.config.transports;
+        let names = |kinds: Vec<&str>| if kinds.is_empty() { "none".to_owned() } else { kinds.join(", ") };
+        let mut candidates: Vec<_> = offers.iter().filter(|offer| allowed.contains(&offer.kind())).collect();
+        candidates.sort_by_key(|offer| offer.kind());
+        if candidates.is_empty() {
+            return Err(RouteError::NoCommonTransport {
+                offered: names(offers.iter().map(|offer| offer.kind().name()).collect()),
+                allowed: names(allowed.iter().map(|kind| kind.name()).collect()),
+            });
+        }
+        let mut keep: Box<dyn Send> = Box::new(keep);
+        let mut failures = Vec::new();
+        let mut error = None;
+        for offer in candidates {
+            let peer = self.peer(offer);
+            let state = RouteState::new(generation, offer.kind(), Arc::clone(&self.shared.context), keep);
+            let (answer, opened) = oneshot::channel();
+            peer.open(Arc::clone(&state), answer);
+            match opened.await.unwrap_or(Err(RouteError::Closed)) {
+                Ok(()) => {
+                    let is_fallback = !failures.is_empty();
+                    self.shared.context.counters.of(offer.kind()).routed(is_fallback);
+                    if is_fallback {
+                        let why = failures.join("; ");
+                        warn!(%generation, transport = %offer.kind(), %why, "fell back to a slower transport");
+                    } else {
+                        info!(%generation, transport = %offer.kind(), "route opened");
+                    }
+                    return Ok(Route::new(state, peer));
+                }
+                Err(failure) => {
+                    keep = state.take_keep();
+                    failures.push(format!("{}: {failure}", offer.kind()));
+                    error = Some(failure);
+                }
+            }
+        }
+        Err(match error {
+            Some(error @ RouteError::OtherIncarnation(_)) => error,
+            _ => RouteError::Unreachable(failures.join("; ")),
+        })
+    }
+
+    /// What was sent, by transport.
+    pub fn counters(&self) -> &Counters {
+        &self.shared.context.counters
+    }
+
+    fn peer(&self, offer: &TransportOffer) -> Arc<dyn Peer> {
+        let mut peers = self.shared.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        // Pools that have gone: their offers never come back.
+        let mut cold = Vec::new();
+        peers.retain(|known, peer| {
+            let keep = known == offer || Arc::strong_count(peer) > 1 || !peer.is_cold();
+            if !keep {
+                cold.push(Arc::clone(peer));
+            }
+            keep
+        });
+        let peer = peers.entry(offer.clone()).or_insert_with(|| match offer {
+            TransportOffer::Tcp { address, pool } => {
+                Arc::new(TcpPeer::new(Arc::clone(&self.shared.context), address.clone(), *pool))
+            }
+            TransportOffer::Shm { host_id, socket_path, pool } => {
+                Arc::new(ShmPeer::new(Arc::clone(&self.shared.context), host_id, socket_path, *pool))
+            }
+        });
+        let peer = Arc::clone(peer);
+        drop(peers);
+        drop(cold);
+        peer
+    }
+}

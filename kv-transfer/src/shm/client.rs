@@ -1,0 +1,370 @@
+//! The prefill worker's mapping of one pool: a thread that copies, and one that listens.
+//!
+//! The copying thread holds the connection's lock while it copies a frame, and copies only under
+//! grants that are open. So whoever takes the lock and closes a grant knows that nothing is written
+//! under it any more, and may say `Close`.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io,
+    net::Shutdown,
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread::{self, JoinHandle},
+};
+
+use baton_kv_cache::BlockStorage;
+use tokio::sync::oneshot;
+use tracing::{info, warn};
+
+use super::{
+    host,
+    wire::{self, Message},
+};
+use crate::{
+    checksum::checksum,
+    error::{PushError, RouteError},
+    message::{Generation, Piece, TransportKind},
+    sender::{Frame, Peer, RouteState, SenderContext},
+};
+
+/// One pool of another process, written through a mapping.
+pub(crate) struct ShmPeer {
+    shared: Arc<Shared>,
+    copier: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    context: Arc<SenderContext>,
+    host_id: String,
+    path: PathBuf,
+    pool: u64,
+    queue: Mutex<Queue>,
+    more: Condvar,
+    /// Of the present connection.
+    link: Mutex<Option<Link>>,
+}
+
+#[derive(Default)]
+struct Queue {
+    opens: VecDeque<Open>,
+    frames: VecDeque<Frame>,
+    is_closed: bool,
+}
+
+struct Open {
+    route: Arc<RouteState>,
+    answer: oneshot::Sender<Result<(), RouteError>>,
+}
+
+enum Job {
+    Open(Open),
+    Frame(Frame),
+}
+
+/// The mapping, its socket, and the grants that are open through it.
+struct Link {
+    socket: Arc<UnixStream>,
+    memory: BlockStorage,
+    opening: HashMap<Generation, Open>,
+    open: HashMap<Generation, Arc<RouteState>>,
+    listener: Option<JoinHandle<()>>,
+}
+
+impl ShmPeer {
+    pub(crate) fn new(context: Arc<SenderContext>, host_id: &str, path: &Path, pool: u64) -> ShmPeer {
+        let shared = Arc::new(Shared {
+            context,
+            host_id: host_id.to_owned(),
+            path: path.to_owned(),
+            pool,
+            queue: Mutex::default(),
+            more: Condvar::new(),
+            link: Mutex::default(),
+        });
+        ShmPeer { shared, copier: Mutex::default() }
+    }
+}
+
+impl Peer for ShmPeer {
+    fn open(&self, route: Arc<RouteState>, answer: oneshot::Sender<Result<(), RouteError>>) {
+        let open = Open { route, answer };
+        if self.shared.host_id != host::host_id() {
+            return open.fail(RouteError::Unreachable("on another host".into()));
+        }
+        let mut copier = self.copier.lock().unwrap_or_else(PoisonError::into_inner);
+        if copier.is_none() {
+            let shared = Arc::clone(&self.shared);
+            match thread::Builder::new().name("kv-shm-copy".into()).spawn(move || run(&shared)) {
+                Ok(thread) => *copier = Some(thread),
+                Err(error) => {
+                    return open.fail(RouteError::Unreachable(format!("cannot start a thread: {error}")));
+                }
+            }
+        }
+        self.shared.queue().opens.push_back(open);
+        self.shared.more.notify_one();
+    }
+
+    fn push(&self, frame: Frame) {
+        self.shared.queue().frames.push_back(frame);
+        self.shared.more.notify_one();
+    }
+
+    fn retire(&self, route: &Arc<RouteState>) {
+        let mut queue = self.shared.queue();
+        let (retired, kept) = queue.frames.drain(..).partition(|frame| Arc::ptr_eq(frame.route(), route));
+        queue.frames = kept;
+        drop(queue);
+        let retired: VecDeque<Frame> = retired;
+        retired.into_iter().for_each(|frame| frame.fail(PushError::Closed));
+        // Waits for the copy of one frame at most.
+        if let Some(link) = self.shared.link().as_mut() {
+            link.close(route.generation());
+        }
+    }
+
+    fn is_cold(&self) -> bool {
+        self.shared.link().is_none()
+    }
+}
+
+impl Drop for ShmPeer {
+    fn drop(&mut self) {
+        let frames = {
+            let mut queue = self.shared.queue();
+            queue.is_closed = true;
+            std::mem::take(&mut queue.frames)
+        };
+        frames.into_iter().for_each(|frame| frame.fail(PushError::Closed));
+        self.shared.more.notify_all();
+        if let Some(copier) = self.copier.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
+            // A panic there has been reported by the panic hook.
+            let _ = copier.join();
+        }
+        self.shared.unlink(None);
+    }
+}
+
+impl Open {
+    fn fail(self, error: RouteError) {
+        // Nobody waits any more: fine.
+        let _ = self.answer.send(Err(error));
+    }
+}
+
+impl Link {
+    /// Ends writing under a grant and says so. The caller holds the lock, so nothing is being copied.
+    fn close(&mut self, generation: Generation) {
+        let was_opening = self.opening.remove(&generation).is_some();
+        let was_open = self.open.remove(&generation).is_some();
+        if (was_opening || was_open)
+            && let Err(error) = wire::send(&self.socket, Message::Close(generation), None)
+        {
+            // The peer cannot know that it is over unless the socket ends. The listener sees that.
+            warn!(%generation, %error, "cannot tell a peer that writing has stopped: disconnecting");
+            let _ = self.socket.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Shared {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        // Every change is complete before anything can panic.
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn link(&self) -> MutexGuard<'_, Option<Link>> {
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn next(&self) -> Option<Job> {
+        let mut queue = self.queue();
+        loop {
+            if queue.is_closed {
+                return None;
+            }
+            if let Some(open) = queue.opens.pop_front() {
+                return Some(Job::Open(open));
+            }
+            if let Some(frame) = queue.frames.pop_front() {
+                return Some(Job::Frame(frame));
+            }
+            queue = self.more.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Takes the connection down: `only` this one, or whichever there is. Its memory is unmapped
+    /// first, then its socket closes: that is what tells the peer that nothing is written any more.
+    fn unlink(&self, only: Option<&Arc<UnixStream>>) {
+        let link = {
+            let mut slot = self.link();
+            if slot.as_ref().is_none_or(|link| only.is_some_and(|only| !Arc::ptr_eq(only, &link.socket))) {
+                return;
+            }
+            slot.take()
+        };
+        let Some(Link { socket, memory, opening, open, listener }) = link else { return };
+        drop(memory);
+        drop(open);
+        let _ = socket.shutdown(Shutdown::Both);
+        for (_, open) in opening {
+            open.fail(RouteError::Unreachable("the peer is gone".into()));
+        }
+        if only.is_none()
+            && let Some(listener) = listener
+        {
+            // A panic there has been reported by the panic hook.
+            let _ = listener.join();
+        }
+    }
+
+    fn connect(self: &Arc<Self>) -> Result<(), RouteError> {
+        let unreachable =
+            |error: io::Error| RouteError::Unreachable(format!("{}: {error}", self.path.display()));
+        let timeout = Some(self.context.config.connect_timeout);
+        let socket = UnixStream::connect(&self.path).map_err(unreachable)?;
+        socket.set_read_timeout(timeout).map_err(unreachable)?;
+        let layout = *self.context.storage.layout();
+        let hello = Message::Hello {
+            pool: self.pool,
+            layer_bytes: layout.layer_bytes() as u64,
+            num_layers: layout.num_layers as u32,
+        };
+        wire::send(&socket, hello, None).map_err(unreachable)?;
+        let memory = match wire::receive(&socket).map_err(unreachable)? {
+            Some((Message::Welcome { num_blocks }, Some(descriptor))) => {
+                let num_blocks = usize::try_from(num_blocks).unwrap_or(usize::MAX);
+                BlockStorage::from_fd(descriptor, layout, num_blocks).map_err(unreachable)?
+            }
+            Some((Message::OtherPool, _)) => {
+                return Err(RouteError::OtherIncarnation(self.path.display().to_string()));
+            }
+            Some((Message::Refused, _)) => {
+                return Err(RouteError::Unreachable(format!("{} refuses to share", self.path.display())));
+            }
+            _ => return Err(RouteError::Unreachable(format!("{} is no kv socket", self.path.display()))),
+        };
+        socket.set_read_timeout(None).map_err(unreachable)?;
+        let socket = Arc::new(socket);
+        // Before the thread: it looks for the link.
+        let mut slot = self.link();
+        let listener = thread::Builder::new().name("kv-shm-listen".into()).spawn({
+            let (shared, socket) = (Arc::clone(self), Arc::clone(&socket));
+            move || listen(&shared, &socket)
+        });
+        let listener = listener.map_err(unreachable)?;
+        *slot = Some(Link {
+            socket,
+            memory,
+            opening: HashMap::new(),
+            open: HashMap::new(),
+            listener: Some(listener),
+        });
+        info!(path = %self.path.display(), "mapped a peer's kv memory");
+        Ok(())
+    }
+
+    fn open(self: &Arc<Self>, open: Open) {
+        if self.link().is_none()
+            && let Err(error) = self.connect()
+        {
+            open.fail(error);
+            return;
+        }
+        let mut slot = self.link();
+        let Some(link) = slot.as_mut() else {
+            open.fail(RouteError::Unreachable("the peer is gone".into()));
+            return;
+        };
+        let generation = open.route.generation();
+        if let Err(error) = wire::send(&link.socket, Message::Open(generation), None) {
+            open.fail(RouteError::Unreachable(error.to_string()));
+            return;
+        }
+        link.opening.insert(generation, open);
+    }
+
+    fn copy(&self, frame: Frame) {
+        let route = Arc::clone(frame.route());
+        let slot = self.link();
+        let Some(link) = slot.as_ref() else {
+            frame.fail(PushError::Lost("the peer is gone".into()));
+            return;
+        };
+        if !link.open.contains_key(&route.generation()) {
+            frame.fail(PushError::Revoked);
+            return;
+        }
+        let Some(_active) = route.enter() else {
+            frame.fail(PushError::Closed);
+            return;
+        };
+        if let Some(piece) = frame.pieces.iter().find(|piece| piece.dst.idx() >= link.memory.num_blocks()) {
+            let message = format!("the peer has no block {}", piece.dst);
+            frame.fail(PushError::Refused(message));
+            return;
+        }
+        let mut pieces = Vec::with_capacity(frame.pieces.len());
+        for piece in &frame.pieces {
+            let layer_idx = piece.layer_idx as usize;
+            // SAFETY: the source is final and kept by the route's guard; the destination is granted to
+            // this route, whose grant is open as long as the lock is held.
+            let checksum = unsafe {
+                let source = route.storage().layer(piece.src, layer_idx);
+                let target = link.memory.layer_ptr(piece.dst, layer_idx);
+                std::ptr::copy_nonoverlapping(source.as_ptr(), target.as_ptr(), source.len());
+                checksum(source, route.generation())
+            };
+            pieces.push(Piece { block_idx: piece.block_idx, layer_idx: piece.layer_idx, checksum });
+        }
+        drop(slot);
+        frame.done(pieces);
+    }
+}
+
+fn run(shared: &Arc<Shared>) {
+    while let Some(job) = shared.next() {
+        match job {
+            Job::Open(open) => shared.open(open),
+            Job::Frame(frame) => shared.copy(frame),
+        }
+    }
+}
+
+fn listen(shared: &Shared, socket: &Arc<UnixStream>) {
+    let error = loop {
+        match wire::receive(socket) {
+            Ok(Some((message, _))) => {
+                let mut slot = shared.link();
+                let Some(link) = slot.as_mut().filter(|link| Arc::ptr_eq(&link.socket, socket)) else {
+                    return;
+                };
+                match message {
+                    Message::Opened(generation) => {
+                        if let Some(open) = link.opening.remove(&generation) {
+                            link.open.insert(generation, Arc::clone(&open.route));
+                            if open.answer.send(Ok(())).is_err() {
+                                // Nobody waits any more, so nobody would close it.
+                                link.close(generation);
+                            }
+                        }
+                    }
+                    Message::Unknown(generation) => {
+                        if let Some(open) = link.opening.remove(&generation) {
+                            open.fail(RouteError::Unreachable("the grant is revoked".into()));
+                        }
+                    }
+                    Message::Revoke(generation) => link.close(generation),
+                    other => break format!("unexpected {other:?}"),
+                }
+            }
+            Ok(None) => break "closed by the peer".to_owned(),
+            Err(error) => break error.to_string(),
+        }
+    };
+    shared.context.counters.of(TransportKind::Shm).failed();
+    warn!(path = %shared.path.display(), %error, "shared-memory peer lost");
+    shared.unlink(Some(socket));
+}

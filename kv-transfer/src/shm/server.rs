@@ -1,0 +1,309 @@
+//! The decode worker's unix socket: hands out the pool's memory, and keeps track of who writes.
+
+use std::{
+    fs, io,
+    net::Shutdown,
+    os::{
+        fd::AsRawFd,
+        unix::{
+            fs::{DirBuilderExt, MetadataExt, PermissionsExt},
+            net::{UnixListener, UnixStream},
+        },
+    },
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use tracing::{info, warn};
+
+use super::{
+    host,
+    wire::{self, Message},
+};
+use crate::{
+    message::{Generation, TransportKind, TransportOffer},
+    receiver::{Grants, OneSidedWriter, ReceiverConfig, WriterId},
+};
+
+/// Socket names: "kv-<pool>.sock".
+const PREFIX: &str = "kv-";
+const SUFFIX: &str = ".sock";
+
+/// Bytes of a socket's path that the kernel takes.
+const MAX_PATH_BYTES: usize = 107;
+
+/// How long an ending server waits for its peers to let go.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Listens until dropped; its socket file goes then.
+pub(crate) struct ShmServer {
+    shared: Arc<Shared>,
+    path: PathBuf,
+    acceptor: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    grants: Arc<Grants>,
+    listener: UnixListener,
+    io_timeout: Duration,
+    max_connections: usize,
+    is_stopping: AtomicBool,
+    connections: Mutex<Vec<(Arc<Writer>, JoinHandle<()>)>>,
+}
+
+impl ShmServer {
+    pub(crate) fn start(grants: Arc<Grants>, dir: &Path, config: &ReceiverConfig) -> io::Result<ShmServer> {
+        prepare(dir)?;
+        let path = dir.join(format!("{PREFIX}{:016x}{SUFFIX}", grants.pool()));
+        let num_bytes = path.as_os_str().len();
+        if num_bytes > MAX_PATH_BYTES {
+            let message = format!(
+                "the path of the shared-memory socket is too long: {} has {num_bytes} bytes, {MAX_PATH_BYTES} \
+                 are allowed",
+                path.display()
+            );
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
+        let listener = UnixListener::bind(&path).map_err(|error| {
+            io::Error::new(error.kind(), format!("cannot listen on {}: {error}", path.display()))
+        })?;
+        // The folder is private already, so that nobody came in before this.
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600))?;
+        let shared = Arc::new(Shared {
+            grants,
+            listener,
+            io_timeout: config.io_timeout,
+            max_connections: config.max_connections,
+            is_stopping: AtomicBool::new(false),
+            connections: Mutex::default(),
+        });
+        let acceptor = thread::Builder::new().name("kv-shm-accept".into()).spawn({
+            let shared = Arc::clone(&shared);
+            move || accept(&shared)
+        })?;
+        Ok(ShmServer { shared, path, acceptor: Some(acceptor) })
+    }
+
+    pub(crate) fn offer(&self) -> TransportOffer {
+        TransportOffer::Shm {
+            host_id: host::host_id(),
+            socket_path: self.path.clone(),
+            pool: self.shared.grants.pool(),
+        }
+    }
+}
+
+impl Drop for ShmServer {
+    fn drop(&mut self) {
+        self.shared.is_stopping.store(true, Ordering::SeqCst);
+        // It may be gone; the next start removes it if not.
+        let _ = fs::remove_file(&self.path);
+        // SAFETY: a plain system call on an owned descriptor; wakes the acceptor.
+        unsafe { libc::shutdown(self.shared.listener.as_raw_fd(), libc::SHUT_RDWR) };
+        if let Some(acceptor) = self.acceptor.take() {
+            // A panic there has been reported by the panic hook; the same below.
+            let _ = acceptor.join();
+        }
+        let connections =
+            std::mem::take(&mut *self.shared.connections.lock().unwrap_or_else(PoisonError::into_inner));
+        // A peer that reads the end stops writing and closes. One that does not is given up: what it
+        // holds open stays allocated.
+        for (writer, _) in &connections {
+            // Fails when the peer was faster.
+            let _ = writer.socket.shutdown(Shutdown::Write);
+        }
+        let start = Instant::now();
+        while start.elapsed() < PATIENCE && connections.iter().any(|(_, thread)| !thread.is_finished()) {
+            thread::sleep(Duration::from_millis(1));
+        }
+        for (writer, thread) in connections {
+            writer.is_given_up.store(!thread.is_finished(), Ordering::SeqCst);
+            let _ = writer.socket.shutdown(Shutdown::Both);
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Makes the folder private and removes sockets that nobody listens on.
+fn prepare(dir: &Path) -> io::Result<()> {
+    let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", dir.display()));
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(named)?;
+    let metadata = fs::metadata(dir).map_err(named)?;
+    if !host::may_share(host::own_uid(), metadata.uid()) {
+        let message = format!("{} belongs to another user", dir.display());
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
+    }
+    if metadata.permissions().mode() & 0o077 != 0 {
+        let message = format!(
+            "{} is open to other users (mode {:o}); the shared-memory socket needs a folder of mode 700",
+            dir.display(),
+            metadata.permissions().mode() & 0o777
+        );
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
+    }
+    for entry in fs::read_dir(dir).map_err(named)? {
+        let path = entry.map_err(named)?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let is_ours = name.starts_with(PREFIX) && name.ends_with(SUFFIX);
+        if is_ours
+            && let Err(error) = UnixStream::connect(&path)
+            && error.kind() == io::ErrorKind::ConnectionRefused
+        {
+            info!(path = %path.display(), "removing the socket of a process that is gone");
+            // Somebody else may do the same.
+            let _ = fs::remove_file(&path);
+        }
+    }
+    Ok(())
+}
+
+fn accept(shared: &Arc<Shared>) {
+    loop {
+        let accepted = shared.listener.accept();
+        if shared.is_stopping.load(Ordering::SeqCst) {
+            return;
+        }
+        let socket = match accepted {
+            Ok((socket, _)) => socket,
+            Err(error) => {
+                warn!(%error, "shared-memory socket cannot accept");
+                // Out of descriptors, mostly: others must close first.
+                thread::sleep(Duration::from_millis(50));
+                continue;
+            }
+        };
+        let mut connections = shared.connections.lock().unwrap_or_else(PoisonError::into_inner);
+        connections.retain(|(_, thread)| !thread.is_finished());
+        if connections.len() >= shared.max_connections {
+            warn!(max_connections = shared.max_connections, "too many shared-memory peers");
+            continue;
+        }
+        let writer =
+            Arc::new(Writer { socket, id: shared.grants.new_writer(), is_given_up: AtomicBool::new(false) });
+        let thread = thread::Builder::new().name("kv-shm-peer".into()).spawn({
+            let (shared, writer) = (Arc::clone(shared), Arc::clone(&writer));
+            move || serve(&shared, &writer)
+        });
+        match thread {
+            Ok(thread) => connections.push((writer, thread)),
+            Err(error) => warn!(%error, "cannot start a thread for a shared-memory peer"),
+        }
+    }
+}
+
+/// One peer's connection.
+struct Writer {
+    socket: UnixStream,
+    id: WriterId,
+    /// The server ends without having seen the peer stop.
+    is_given_up: AtomicBool,
+}
+
+impl OneSidedWriter for Writer {
+    fn ask_to_close(&self, generation: Generation) {
+        if let Err(error) = wire::send(&self.socket, Message::Revoke(generation), None) {
+            // It will stop by the handoff's stream, or end.
+            warn!(%generation, %error, "cannot ask a shared-memory peer to stop");
+        }
+    }
+}
+
+fn serve(shared: &Shared, writer: &Arc<Writer>) {
+    let counters = shared.grants.counters().of(TransportKind::Shm);
+    let mut result = greet(shared, writer);
+    if let Ok(true) = result {
+        counters.routed(false);
+        info!("shared-memory peer connected");
+        result = converse(shared, writer).map(|()| true);
+    }
+    if let Err(error) = result {
+        if !shared.is_stopping.load(Ordering::SeqCst) {
+            counters.failed();
+            warn!(%error, "shared-memory peer broke the protocol");
+        }
+        // Only the peer's own end of the socket says that it writes no more.
+        let _ = writer.socket.shutdown(Shutdown::Write);
+        let _ = writer.socket.set_read_timeout(None);
+        while !matches!(drain(&writer.socket), Ok(0)) {}
+    }
+    if !writer.is_given_up.load(Ordering::SeqCst) {
+        shared.grants.writer_gone(writer.id);
+    }
+    // The registry keeps the descriptor until its next sweep.
+    let _ = writer.socket.shutdown(Shutdown::Both);
+}
+
+/// Whether the peer was given the memory.
+fn greet(shared: &Shared, writer: &Writer) -> io::Result<bool> {
+    let socket = &writer.socket;
+    socket.set_read_timeout(Some(shared.io_timeout))?;
+    let peer_uid = host::peer_uid(socket)?;
+    if !host::may_share(host::own_uid(), peer_uid) {
+        warn!(peer_uid, "shared memory refused to a process of another user");
+        wire::send(socket, Message::Refused, None)?;
+        return Ok(false);
+    }
+    let storage = shared.grants.storage();
+    let layout = storage.layout();
+    let (answer, descriptor) = match wire::receive(socket)? {
+        None => return Ok(false),
+        Some((Message::Hello { pool, layer_bytes, num_layers }, _)) => {
+            if pool != shared.grants.pool() {
+                (Message::OtherPool, None)
+            } else if (layer_bytes, num_layers) != (layout.layer_bytes() as u64, layout.num_layers as u32) {
+                (Message::Refused, None)
+            } else {
+                (Message::Welcome { num_blocks: storage.num_blocks() as u64 }, Some(storage.fd()))
+            }
+        }
+        Some((message, _)) => return Err(unexpected(message)),
+    };
+    let is_welcome = descriptor.is_some();
+    wire::send(socket, answer, descriptor)?;
+    // From now on the peer may be silent for as long as it likes.
+    socket.set_read_timeout(None)?;
+    Ok(is_welcome)
+}
+
+fn converse(shared: &Shared, writer: &Arc<Writer>) -> io::Result<()> {
+    while let Some((message, _)) = receive_until_end(&writer.socket)? {
+        match message {
+            Message::Open(generation) => {
+                let peer = Arc::clone(writer) as Arc<dyn OneSidedWriter>;
+                let answer = if shared.grants.open(generation, writer.id, peer) {
+                    Message::Opened(generation)
+                } else {
+                    Message::Unknown(generation)
+                };
+                wire::send(&writer.socket, answer, None)?;
+            }
+            Message::Close(generation) => shared.grants.close(generation, writer.id),
+            message => return Err(unexpected(message)),
+        }
+    }
+    Ok(())
+}
+
+/// A reset is an end, too: the peer closed without reading everything.
+fn receive_until_end(socket: &UnixStream) -> io::Result<Option<(Message, Option<std::os::fd::OwnedFd>)>> {
+    match wire::receive(socket) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(None),
+        received => received,
+    }
+}
+
+fn drain(mut socket: &UnixStream) -> io::Result<usize> {
+    match io::Read::read(&mut socket, &mut [0; 1024]) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(0),
+        result => result,
+    }
+}
+
+fn unexpected(message: Message) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("unexpected {message:?}"))
+}

@@ -1,0 +1,442 @@
+//! The prefill worker's connections to one pool: a queue of frames, and lanes that send them.
+//!
+//! A lane is a thread with one connection, made when first needed and again when lost. Frames that
+//! were on a connection that broke are tried once more: the receiver places each piece once, so a
+//! second arrival changes nothing.
+
+use std::{
+    collections::VecDeque,
+    io::{self, Write},
+    net::{Shutdown, TcpStream, ToSocketAddrs},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use tokio::sync::oneshot;
+use tracing::{info, warn};
+
+use super::{
+    socket::{self, Places},
+    wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome},
+};
+use crate::{
+    checksum::checksum,
+    error::{PushError, RouteError},
+    message::{Piece, TransportKind},
+    sender::{Active, Frame, Peer, RouteState, SenderContext},
+};
+
+/// How often a frame may be begun.
+const MAX_TRIES: u32 = 2;
+
+/// One pool, reached over sockets.
+pub(crate) struct TcpPeer {
+    shared: Arc<Shared>,
+    lanes: Mutex<Vec<JoinHandle<()>>>,
+}
+
+struct Shared {
+    context: Arc<SenderContext>,
+    address: String,
+    pool: u64,
+    queue: Mutex<Queue>,
+    more: Condvar,
+    num_connected: AtomicUsize,
+    /// Of every lane, to be shut down at the end.
+    sockets: Mutex<Vec<Arc<TcpStream>>>,
+}
+
+#[derive(Default)]
+struct Queue {
+    opens: VecDeque<Open>,
+    frames: VecDeque<Frame>,
+    is_closed: bool,
+}
+
+struct Open {
+    answer: oneshot::Sender<Result<(), RouteError>>,
+}
+
+enum Job {
+    Open(Open),
+    Frame(Frame),
+}
+
+impl TcpPeer {
+    pub(crate) fn new(context: Arc<SenderContext>, address: String, pool: u64) -> TcpPeer {
+        let shared = Arc::new(Shared {
+            context,
+            address,
+            pool,
+            queue: Mutex::default(),
+            more: Condvar::new(),
+            num_connected: AtomicUsize::new(0),
+            sockets: Mutex::default(),
+        });
+        TcpPeer { shared, lanes: Mutex::default() }
+    }
+
+    fn start_lanes(&self) -> io::Result<()> {
+        let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
+        while lanes.len() < self.shared.context.config.streams_per_peer {
+            let shared = Arc::clone(&self.shared);
+            lanes.push(thread::Builder::new().name("kv-tcp-send".into()).spawn(move || run_lane(&shared))?);
+        }
+        Ok(())
+    }
+}
+
+impl Peer for TcpPeer {
+    fn open(&self, _: Arc<RouteState>, answer: oneshot::Sender<Result<(), RouteError>>) {
+        if let Err(error) = self.start_lanes() {
+            // Nobody waits any more: fine.
+            let _ = answer.send(Err(RouteError::Unreachable(format!("cannot start a thread: {error}"))));
+            return;
+        }
+        self.shared.queue().opens.push_back(Open { answer });
+        self.shared.more.notify_one();
+    }
+
+    fn push(&self, frame: Frame) {
+        self.shared.queue().frames.push_back(frame);
+        self.shared.more.notify_one();
+    }
+
+    fn retire(&self, route: &Arc<RouteState>) {
+        let mut queue = self.shared.queue();
+        let (retired, kept) = queue.frames.drain(..).partition(|frame| Arc::ptr_eq(frame.route(), route));
+        queue.frames = kept;
+        drop(queue);
+        let retired: VecDeque<Frame> = retired;
+        retired.into_iter().for_each(|frame| frame.fail(PushError::Closed));
+    }
+
+    fn is_cold(&self) -> bool {
+        self.shared.num_connected.load(Ordering::SeqCst) == 0
+    }
+}
+
+impl Drop for TcpPeer {
+    fn drop(&mut self) {
+        let queue = {
+            let mut queue = self.shared.queue();
+            queue.is_closed = true;
+            std::mem::take(&mut queue.frames)
+        };
+        queue.into_iter().for_each(|frame| frame.fail(PushError::Closed));
+        self.shared.more.notify_all();
+        for socket in self.shared.sockets().iter() {
+            // Fails when it is closed already.
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+        for lane in self.lanes.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
+            // A panic there has been reported by the panic hook.
+            let _ = lane.join();
+        }
+    }
+}
+
+impl Shared {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        // Every change is complete before anything can panic.
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn sockets(&self) -> MutexGuard<'_, Vec<Arc<TcpStream>>> {
+        self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn next(&self) -> Option<Job> {
+        let mut queue = self.queue();
+        loop {
+            if queue.is_closed {
+                return None;
+            }
+            if let Some(open) = queue.opens.pop_front() {
+                return Some(Job::Open(open));
+            }
+            if let Some(frame) = queue.frames.pop_front() {
+                return Some(Job::Frame(frame));
+            }
+            queue = self.more.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// The peer cannot be reached: nothing that waits for it gets through.
+    fn fail_all(&self, error: &RouteError) {
+        let (opens, frames) = {
+            let mut queue = self.queue();
+            (std::mem::take(&mut queue.opens), std::mem::take(&mut queue.frames))
+        };
+        for open in opens {
+            // Nobody waits any more: fine.
+            let _ = open.answer.send(Err(error.clone()));
+        }
+        for frame in frames {
+            frame.fail(PushError::Lost(error.to_string()));
+        }
+    }
+
+    /// A frame whose connection broke.
+    fn retry(&self, mut frame: Frame, why: &str) {
+        frame.num_tries += 1;
+        let mut queue = self.queue();
+        if frame.num_tries >= MAX_TRIES || queue.is_closed {
+            drop(queue);
+            frame.fail(PushError::Lost(why.to_owned()));
+        } else {
+            queue.frames.push_front(frame);
+            drop(queue);
+            self.more.notify_one();
+        }
+    }
+}
+
+fn run_lane(shared: &Arc<Shared>) {
+    let mut connection: Option<Connection> = None;
+    while let Some(job) = shared.next() {
+        if connection.as_ref().is_none_or(Connection::is_dead) {
+            drop(connection.take());
+            match Connection::open(shared) {
+                Ok(new) => connection = Some(new),
+                Err(error) => {
+                    match job {
+                        // Nobody waits any more: fine.
+                        Job::Open(open) => drop(open.answer.send(Err(error.clone()))),
+                        Job::Frame(frame) => frame.fail(PushError::Lost(error.to_string())),
+                    }
+                    shared.fail_all(&error);
+                    continue;
+                }
+            }
+        }
+        let connection = connection.as_mut().expect("opened above");
+        match job {
+            Job::Open(open) => drop(open.answer.send(Ok(()))),
+            Job::Frame(frame) => connection.send(frame),
+        }
+    }
+}
+
+/// One connection, its lane's end: sends frames, while a thread of its own reads the acks.
+struct Connection {
+    shared: Arc<Shared>,
+    socket: Arc<TcpStream>,
+    flight: Arc<Mutex<Flight>>,
+    next_sequence: u64,
+    acks: Option<JoinHandle<()>>,
+}
+
+/// What is on the wire.
+struct Flight {
+    is_dead: bool,
+    sent: VecDeque<Sent>,
+    /// Since when the peer owes an ack.
+    since: Instant,
+}
+
+struct Sent {
+    sequence: u64,
+    frame: Frame,
+    pieces: Vec<Piece>,
+    // The route is not idle before the peer has answered.
+    _active: Active,
+}
+
+impl Connection {
+    fn open(shared: &Arc<Shared>) -> Result<Connection, RouteError> {
+        let unreachable = |error: io::Error| RouteError::Unreachable(format!("{}: {error}", shared.address));
+        let config = &shared.context.config;
+        let socket = connect(&shared.address, config.connect_timeout).map_err(unreachable)?;
+        socket::configure(&socket, config.io_timeout).map_err(unreachable)?;
+        let layout = shared.context.storage.layout();
+        let hello = Hello {
+            version: wire::VERSION,
+            pool: shared.pool,
+            layer_bytes: layout.layer_bytes() as u64,
+            num_layers: layout.num_layers as u32,
+        };
+        (&socket).write_all(&hello.encode()).map_err(unreachable)?;
+        let mut bytes = [0; wire::WELCOME_BYTES];
+        socket::receive_exact(&socket, &mut bytes, config.connect_timeout).map_err(unreachable)?;
+        match Welcome::decode(&bytes) {
+            Some(Welcome::Accepted) => {}
+            Some(Welcome::OtherPool) => return Err(RouteError::OtherIncarnation(shared.address.clone())),
+            Some(refusal) => {
+                return Err(RouteError::Unreachable(format!("{} refused: {refusal:?}", shared.address)));
+            }
+            None => return Err(RouteError::Unreachable(format!("{} is no kv data port", shared.address))),
+        }
+
+        let socket = Arc::new(socket);
+        let flight =
+            Arc::new(Mutex::new(Flight { is_dead: false, sent: VecDeque::new(), since: Instant::now() }));
+        let acks = thread::Builder::new()
+            .name("kv-tcp-acks".into())
+            .spawn({
+                let (shared, socket, flight) = (Arc::clone(shared), Arc::clone(&socket), Arc::clone(&flight));
+                move || read_acks(&shared, &socket, &flight)
+            })
+            .map_err(unreachable)?;
+        {
+            let queue = shared.queue();
+            shared.sockets().push(Arc::clone(&socket));
+            if queue.is_closed {
+                // The drop may have been past the sockets already.
+                let _ = socket.shutdown(Shutdown::Both);
+            }
+        }
+        shared.num_connected.fetch_add(1, Ordering::SeqCst);
+        info!(address = %shared.address, "kv data connection opened");
+        Ok(Connection { shared: Arc::clone(shared), socket, flight, next_sequence: 0, acks: Some(acks) })
+    }
+
+    fn is_dead(&self) -> bool {
+        lock(&self.flight).is_dead
+    }
+
+    fn send(&mut self, frame: Frame) {
+        let route = Arc::clone(frame.route());
+        // One for the bytes that are read here, one for the frame until it is answered.
+        let (Some(_reading), Some(active)) = (route.enter(), route.enter()) else {
+            frame.fail(PushError::Closed);
+            return;
+        };
+        let storage = route.storage();
+        let layer_bytes = storage.layout().layer_bytes();
+        let header = FrameHeader {
+            num_pieces: frame.pieces.len() as u32,
+            generation: route.generation(),
+            sequence: self.next_sequence,
+            payload_bytes: (frame.pieces.len() * layer_bytes) as u64,
+        };
+        let mut head = header.encode().to_vec();
+        let mut pieces = Vec::with_capacity(frame.pieces.len());
+        let mut places = Places::new();
+        for piece in &frame.pieces {
+            head.extend(wire::encode_piece(piece.layer_idx, piece.block_idx));
+            // SAFETY: the piece is final and kept by the route's guard: nobody writes it.
+            let bytes = unsafe { storage.layer(piece.src, piece.layer_idx as usize) };
+            pieces.push(Piece {
+                block_idx: piece.block_idx,
+                layer_idx: piece.layer_idx,
+                checksum: checksum(bytes, route.generation()),
+            });
+        }
+        places.push(head.as_mut_ptr(), head.len());
+        for piece in &frame.pieces {
+            places.push(storage.layer_ptr(piece.src, piece.layer_idx as usize).as_ptr(), layer_bytes);
+        }
+
+        {
+            let mut flight = lock(&self.flight);
+            if flight.is_dead {
+                drop(flight);
+                self.shared.retry(frame, "closed by the peer");
+                return;
+            }
+            if flight.sent.is_empty() {
+                flight.since = Instant::now();
+            }
+            flight.sent.push_back(Sent { sequence: self.next_sequence, frame, pieces, _active: active });
+        }
+        self.next_sequence += 1;
+        // SAFETY: the head lives here, the pieces as long as `_reading`.
+        if let Err(error) = unsafe { places.send_all(&self.socket) } {
+            warn!(address = %self.shared.address, %error, "kv data connection cannot send");
+            // The thread that reads acks sees the end and answers for what is in flight.
+            let _ = self.socket.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        // Fails when it is closed already.
+        let _ = self.socket.shutdown(Shutdown::Both);
+        if let Some(acks) = self.acks.take() {
+            // A panic there has been reported by the panic hook.
+            let _ = acks.join();
+        }
+        self.shared.sockets().retain(|socket| !Arc::ptr_eq(socket, &self.socket));
+    }
+}
+
+fn read_acks(shared: &Shared, socket: &TcpStream, flight: &Mutex<Flight>) {
+    let error = loop {
+        if let Err(error) = read_ack(shared, socket, flight) {
+            break error;
+        }
+    };
+    // Also ends a send that is under way.
+    let _ = socket.shutdown(Shutdown::Both);
+    let lost = {
+        let mut flight = lock(flight);
+        flight.is_dead = true;
+        std::mem::take(&mut flight.sent)
+    };
+    shared.num_connected.fetch_sub(1, Ordering::SeqCst);
+    if !lost.is_empty() {
+        shared.context.counters.of(TransportKind::Tcp).failed();
+        warn!(address = %shared.address, %error, num_frames = lost.len(), "kv data connection lost");
+    }
+    // The oldest goes to the front of the queue last.
+    for sent in lost.into_iter().rev() {
+        shared.retry(sent.frame, &error.to_string());
+    }
+}
+
+fn read_ack(shared: &Shared, socket: &TcpStream, flight: &Mutex<Flight>) -> io::Result<()> {
+    let io_timeout = shared.context.config.io_timeout;
+    while !socket::wait_readable(socket, Some(io_timeout / 4))? {
+        let flight = lock(flight);
+        if !flight.sent.is_empty() && flight.since.elapsed() >= io_timeout {
+            return Err(socket::timed_out("an ack"));
+        }
+    }
+    let mut bytes = [0; wire::ACK_BYTES];
+    socket::receive_exact(socket, &mut bytes, io_timeout)?;
+    let ack =
+        Ack::decode(&bytes).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "malformed ack"))?;
+    let sent = {
+        let mut flight = lock(flight);
+        flight.since = Instant::now();
+        match flight.sent.pop_front() {
+            Some(sent) if sent.sequence == ack.sequence => sent,
+            other => {
+                flight.sent.extend(other);
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "ack of a frame that was not sent"));
+            }
+        }
+    };
+    let Sent { frame, pieces, _active: active, .. } = sent;
+    // Whoever waits for the route to be idle may go on before the push is answered, not after.
+    drop(active);
+    match ack.status {
+        AckStatus::Placed => frame.done(pieces),
+        AckStatus::PlacedBefore if frame.num_tries > 0 => frame.done(pieces),
+        AckStatus::PlacedBefore => frame.fail(PushError::Refused("pieces were written before".into())),
+        AckStatus::Refused => frame.fail(PushError::Refused("pieces are not in the grant".into())),
+        AckStatus::Revoked => frame.fail(PushError::Revoked),
+    }
+    Ok(())
+}
+
+fn connect(address: &str, timeout: Duration) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "no such host");
+    for address in address.to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, timeout) {
+            Ok(socket) => return Ok(socket),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+fn lock(flight: &Mutex<Flight>) -> MutexGuard<'_, Flight> {
+    flight.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,164 @@
+//! Vectored, bounded-wait I/O on sockets, between the kernel and block memory.
+
+use std::{
+    io,
+    net::TcpStream,
+    os::fd::{AsRawFd, RawFd},
+    time::Duration,
+};
+
+/// Places that a message is gathered from, or scattered to, in order.
+pub(super) struct Places {
+    places: Vec<libc::iovec>,
+    first: usize,
+}
+
+impl Places {
+    pub(super) fn new() -> Places {
+        Places { places: Vec::new(), first: 0 }
+    }
+
+    pub(super) fn push(&mut self, base: *mut u8, len: usize) {
+        self.places.push(libc::iovec { iov_base: base.cast(), iov_len: len });
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        self.first == self.places.len()
+    }
+
+    /// Bytes still to be moved.
+    pub(super) fn num_bytes(&self) -> usize {
+        self.places[self.first..].iter().map(|place| place.iov_len).sum()
+    }
+
+    fn advance(&mut self, mut num_bytes: usize) {
+        while let Some(place) = self.places.get_mut(self.first) {
+            if num_bytes < place.iov_len {
+                // SAFETY: stays inside of the place.
+                place.iov_base = unsafe { place.iov_base.cast::<u8>().add(num_bytes) }.cast();
+                place.iov_len -= num_bytes;
+                return;
+            }
+            num_bytes -= place.iov_len;
+            self.first += 1;
+        }
+    }
+
+    fn message(&mut self) -> libc::msghdr {
+        // SAFETY: `msghdr` is plain data for which all zeroes is a value.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        let rest = &mut self.places[self.first..];
+        message.msg_iov = rest.as_mut_ptr();
+        // The kernel takes at most IOV_MAX (1024) at a time.
+        message.msg_iovlen = rest.len().min(1024);
+        message
+    }
+
+    /// Moves what has arrived into the places, without waiting. `Ok(0)` is the end of the stream.
+    ///
+    /// # Safety
+    /// The places are valid for writes, and nobody else uses them during the call.
+    pub(super) unsafe fn receive(&mut self, socket: &TcpStream) -> io::Result<usize> {
+        let mut message = self.message();
+        // SAFETY: the message describes the places, which are valid by the caller's word.
+        let got = unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, libc::MSG_DONTWAIT) };
+        let got = usize::try_from(got).map_err(|_| io::Error::last_os_error())?;
+        self.advance(got);
+        Ok(got)
+    }
+
+    /// Sends all of the places. Fails when the socket takes nothing for its write timeout.
+    ///
+    /// # Safety
+    /// The places are valid for reads during the call.
+    pub(super) unsafe fn send_all(&mut self, socket: &TcpStream) -> io::Result<()> {
+        while !self.is_done() {
+            let message = self.message();
+            // SAFETY: as in `receive`.
+            let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
+            match usize::try_from(sent) {
+                Ok(sent) => self.advance(sent),
+                Err(_) => match io::Error::last_os_error() {
+                    error if error.kind() == io::ErrorKind::Interrupted => {}
+                    error if error.kind() == io::ErrorKind::WouldBlock => return Err(timed_out("send")),
+                    error => return Err(error),
+                },
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Waits until something can be read, or the stream has ended; `false` when `timeout` passed first.
+pub(super) fn wait_readable(socket: &TcpStream, timeout: Option<Duration>) -> io::Result<bool> {
+    let millis = timeout.map_or(-1, |timeout| timeout.as_millis().clamp(1, i32::MAX as u128) as i32);
+    let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    loop {
+        // SAFETY: one valid pollfd.
+        match unsafe { libc::poll(&mut poll, 1, millis) } {
+            0 => return Ok(false),
+            1 => return Ok(true),
+            _ => {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(error);
+                }
+            }
+        }
+    }
+}
+
+/// Fills `bytes`, waiting at most `timeout` for each part of it.
+pub(super) fn receive_exact(socket: &TcpStream, bytes: &mut [u8], timeout: Duration) -> io::Result<()> {
+    let mut places = Places::new();
+    places.push(bytes.as_mut_ptr(), bytes.len());
+    while !places.is_done() {
+        // SAFETY: the place is `bytes`, borrowed mutably.
+        match unsafe { places.receive(socket) } {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(_) => {}
+            Err(error) if is_retry(&error) => {
+                if !wait_readable(socket, Some(timeout))? {
+                    return Err(timed_out("receive"));
+                }
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn is_retry(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+}
+
+pub(super) fn timed_out(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, format!("{what} timed out"))
+}
+
+/// Small messages leave at once, a silent peer is noticed, and no send waits for longer than `timeout`.
+pub(super) fn configure(socket: &TcpStream, timeout: Duration) -> io::Result<()> {
+    socket.set_nodelay(true)?;
+    socket.set_write_timeout(Some(timeout))?;
+    let fd = socket.as_raw_fd();
+    set_option(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1)?;
+    set_option(fd, libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 5)?;
+    set_option(fd, libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 2)?;
+    set_option(fd, libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3)?;
+    let millis = timeout.as_millis().clamp(1, i32::MAX as u128) as libc::c_int;
+    set_option(fd, libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, millis)
+}
+
+fn set_option(fd: RawFd, level: libc::c_int, name: libc::c_int, value: libc::c_int) -> io::Result<()> {
+    // SAFETY: the value outlives the call and its size is told.
+    let result = unsafe {
+        libc::setsockopt(
+            fd,
+            level,
+            name,
+            (&raw const value).cast(),
+            std::mem::size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}

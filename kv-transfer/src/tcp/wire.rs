@@ -1,0 +1,224 @@
+//! The bytes on a data connection, all little-endian.
+//!
+//! ```text
+//! hello   P->D  magic u32 | version u32 | pool u64 | layer_bytes u64 | num_layers u32 | 0 u32
+//! welcome D->P  magic u32 | status u32
+//! frame   P->D  magic u32 | num_pieces u32 | generation u64 | sequence u64 | payload_bytes u64
+//!               then num_pieces x (layer_idx u32 | block_idx u32), then the pieces' bytes
+//! ack     D->P  magic u32 | status u32 | sequence u64
+//! ```
+
+use crate::message::Generation;
+
+pub(super) const VERSION: u32 = 1;
+/// Pieces in a frame: bounds what a peer can make the other side hold.
+pub(super) const MAX_PIECES: usize = 256;
+
+const HELLO: u32 = u32::from_le_bytes(*b"BKVh");
+const WELCOME: u32 = u32::from_le_bytes(*b"BKVw");
+const FRAME: u32 = u32::from_le_bytes(*b"BKVf");
+const ACK: u32 = u32::from_le_bytes(*b"BKVa");
+
+pub(super) const HELLO_BYTES: usize = 32;
+pub(super) const WELCOME_BYTES: usize = 8;
+pub(super) const FRAME_BYTES: usize = 32;
+pub(super) const PIECE_BYTES: usize = 8;
+pub(super) const ACK_BYTES: usize = 16;
+
+/// Which pool a connection is for, and the shape of its pieces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Hello {
+    pub(super) version: u32,
+    pub(super) pool: u64,
+    pub(super) layer_bytes: u64,
+    pub(super) num_layers: u32,
+}
+
+/// Answer to [`Hello`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Welcome {
+    Accepted,
+    OtherVersion,
+    OtherPool,
+    OtherLayout,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct FrameHeader {
+    pub(super) num_pieces: u32,
+    pub(super) generation: Generation,
+    pub(super) sequence: u64,
+    pub(super) payload_bytes: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Ack {
+    pub(super) status: AckStatus,
+    pub(super) sequence: u64,
+}
+
+/// What became of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AckStatus {
+    /// Its bytes are in the granted blocks.
+    Placed,
+    /// No such grant, or no more: dropped.
+    Revoked,
+    /// Not in the grant, or being written by another connection: dropped.
+    Refused,
+    /// Its pieces were placed before: dropped.
+    PlacedBefore,
+}
+
+impl Hello {
+    pub(super) fn encode(self) -> [u8; HELLO_BYTES] {
+        let mut bytes = [0; HELLO_BYTES];
+        put(&mut bytes, 0, HELLO.to_le_bytes());
+        put(&mut bytes, 4, self.version.to_le_bytes());
+        put(&mut bytes, 8, self.pool.to_le_bytes());
+        put(&mut bytes, 16, self.layer_bytes.to_le_bytes());
+        put(&mut bytes, 24, self.num_layers.to_le_bytes());
+        bytes
+    }
+
+    pub(super) fn decode(bytes: &[u8; HELLO_BYTES]) -> Option<Hello> {
+        (u32_at(bytes, 0) == HELLO).then(|| Hello {
+            version: u32_at(bytes, 4),
+            pool: u64_at(bytes, 8),
+            layer_bytes: u64_at(bytes, 16),
+            num_layers: u32_at(bytes, 24),
+        })
+    }
+}
+
+impl Welcome {
+    const ALL: [Welcome; 4] =
+        [Welcome::Accepted, Welcome::OtherVersion, Welcome::OtherPool, Welcome::OtherLayout];
+
+    pub(super) fn encode(self) -> [u8; WELCOME_BYTES] {
+        let mut bytes = [0; WELCOME_BYTES];
+        put(&mut bytes, 0, WELCOME.to_le_bytes());
+        put(&mut bytes, 4, (self as u32).to_le_bytes());
+        bytes
+    }
+
+    pub(super) fn decode(bytes: &[u8; WELCOME_BYTES]) -> Option<Welcome> {
+        let status = u32_at(bytes, 4);
+        Self::ALL.into_iter().find(|welcome| u32_at(bytes, 0) == WELCOME && *welcome as u32 == status)
+    }
+}
+
+impl FrameHeader {
+    pub(super) fn encode(self) -> [u8; FRAME_BYTES] {
+        let mut bytes = [0; FRAME_BYTES];
+        put(&mut bytes, 0, FRAME.to_le_bytes());
+        put(&mut bytes, 4, self.num_pieces.to_le_bytes());
+        put(&mut bytes, 8, self.generation.0.to_le_bytes());
+        put(&mut bytes, 16, self.sequence.to_le_bytes());
+        put(&mut bytes, 24, self.payload_bytes.to_le_bytes());
+        bytes
+    }
+
+    /// `None` when this cannot be the header of a frame of pieces of `layer_bytes` each.
+    pub(super) fn decode(bytes: &[u8; FRAME_BYTES], layer_bytes: usize) -> Option<FrameHeader> {
+        let num_pieces = u32_at(bytes, 4);
+        let payload_bytes = u64_at(bytes, 24);
+        let is_sound = u32_at(bytes, 0) == FRAME
+            && (1..=MAX_PIECES).contains(&(num_pieces as usize))
+            && u64::from(num_pieces).checked_mul(layer_bytes as u64) == Some(payload_bytes);
+        is_sound.then(|| FrameHeader {
+            num_pieces,
+            generation: Generation(u64_at(bytes, 8)),
+            sequence: u64_at(bytes, 16),
+            payload_bytes,
+        })
+    }
+}
+
+pub(super) fn encode_piece(layer_idx: u32, block_idx: u32) -> [u8; PIECE_BYTES] {
+    let mut bytes = [0; PIECE_BYTES];
+    put(&mut bytes, 0, layer_idx.to_le_bytes());
+    put(&mut bytes, 4, block_idx.to_le_bytes());
+    bytes
+}
+
+/// (layer, position in the grant) of each piece.
+pub(super) fn decode_pieces(bytes: &[u8]) -> Vec<(u32, u32)> {
+    bytes.chunks_exact(PIECE_BYTES).map(|piece| (u32_at(piece, 0), u32_at(piece, 4))).collect()
+}
+
+impl Ack {
+    pub(super) fn encode(self) -> [u8; ACK_BYTES] {
+        let mut bytes = [0; ACK_BYTES];
+        put(&mut bytes, 0, ACK.to_le_bytes());
+        put(&mut bytes, 4, (self.status as u32).to_le_bytes());
+        put(&mut bytes, 8, self.sequence.to_le_bytes());
+        bytes
+    }
+
+    pub(super) fn decode(bytes: &[u8; ACK_BYTES]) -> Option<Ack> {
+        let status = u32_at(bytes, 4);
+        let status = [AckStatus::Placed, AckStatus::Revoked, AckStatus::Refused, AckStatus::PlacedBefore]
+            .into_iter()
+            .find(|known| *known as u32 == status)?;
+        (u32_at(bytes, 0) == ACK).then(|| Ack { status, sequence: u64_at(bytes, 8) })
+    }
+}
+
+fn put<const N: usize>(bytes: &mut [u8], at: usize, value: [u8; N]) {
+    bytes[at..at + N].copy_from_slice(&value);
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn what_is_encoded_is_decoded() {
+        let hello = Hello { version: 1, pool: 77, layer_bytes: 4096, num_layers: 3 };
+        assert_eq!(Hello::decode(&hello.encode()), Some(hello));
+        for welcome in Welcome::ALL {
+            assert_eq!(Welcome::decode(&welcome.encode()), Some(welcome));
+        }
+        let header =
+            FrameHeader { num_pieces: 2, generation: Generation(5), sequence: 9, payload_bytes: 8192 };
+        assert_eq!(FrameHeader::decode(&header.encode(), 4096), Some(header));
+        assert_eq!(decode_pieces(&[encode_piece(1, 2), encode_piece(3, 4)].concat()), [(1, 2), (3, 4)]);
+        let ack = Ack { status: AckStatus::Refused, sequence: 3 };
+        assert_eq!(Ack::decode(&ack.encode()), Some(ack));
+    }
+
+    #[test]
+    fn headers_that_promise_too_much_are_refused() {
+        let header = |num_pieces, payload_bytes| {
+            FrameHeader { num_pieces, generation: Generation(1), sequence: 0, payload_bytes }.encode()
+        };
+        assert!(FrameHeader::decode(&header(256, 256 * 64), 64).is_some());
+        for (num_pieces, payload_bytes) in
+            [(0, 0), (257, 257 * 64), (1, 65), (1, u64::MAX), (u32::MAX, u64::MAX), (2, 64)]
+        {
+            assert_eq!(FrameHeader::decode(&header(num_pieces, payload_bytes), 64), None);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_make_a_decoder_panic(bytes in proptest::array::uniform32(any::<u8>()), layer_bytes: usize) {
+            let _ = Hello::decode(&bytes);
+            let _ = FrameHeader::decode(&bytes, layer_bytes);
+            let _ = Welcome::decode(bytes[..8].try_into().unwrap());
+            let _ = Ack::decode(bytes[..16].try_into().unwrap());
+            let _ = decode_pieces(&bytes);
+        }
+    }
+}
