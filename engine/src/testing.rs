@@ -20,8 +20,7 @@ pub struct FakeModel {
     pub nan_after: Option<u32>,
 }
 
-/// Called before each step with its batch: may wait, fail or panic.
-pub type StepHook = Box<dyn FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send>;
+type StepHook = Box<dyn FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send>;
 
 /// Runs a [`FakeModel`].
 pub struct FakeExecutor {
@@ -42,12 +41,15 @@ impl FakeModel {
 
     /// An executor of this model.
     pub fn executor(self) -> Box<dyn Executor> {
-        self.executor_with_hook(Box::new(|_| Ok(())))
+        self.executor_with_hook(|_| Ok(()))
     }
 
-    /// An executor that calls `hook` before each step.
-    pub fn executor_with_hook(self, hook: StepHook) -> Box<dyn Executor> {
-        Box::new(FakeExecutor { model: self, hook, logits: Vec::new() })
+    /// An executor that calls `hook` with each batch before it computes: it may wait, fail or panic.
+    pub fn executor_with_hook(
+        self,
+        hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
+    ) -> Box<dyn Executor> {
+        Box::new(FakeExecutor { model: self, hook: Box::new(hook), logits: Vec::new() })
     }
 
     /// The first `num_tokens` greedy tokens after `prompt`.

@@ -5,9 +5,9 @@ use std::ops::Deref;
 
 use baton_engine::{
     EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, PoolReport, Request, SamplingParams,
-    TokenEvent, TokenStream,
-    testing::{FakeModel, StepHook},
+    TokenEvent, TokenStream, testing::FakeModel,
 };
+use baton_model::{Batch, ExecuteError};
 
 pub const BLOCK_SIZE: usize = 4;
 
@@ -56,14 +56,21 @@ impl Deref for TestEngine {
 }
 
 pub fn engine(config: EngineConfig) -> (FakeModel, TestEngine) {
-    engine_with_hook(config, Box::new(|_| Ok(())))
+    engine_with_hook(config, |_| Ok(()))
 }
 
-pub fn engine_with_hook(config: EngineConfig, hook: StepHook) -> (FakeModel, TestEngine) {
+pub fn engine_with_hook(
+    config: EngineConfig,
+    hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
+) -> (FakeModel, TestEngine) {
     engine_of(FakeModel::new(BLOCK_SIZE), config, hook)
 }
 
-pub fn engine_of(model: FakeModel, config: EngineConfig, hook: StepHook) -> (FakeModel, TestEngine) {
+pub fn engine_of(
+    model: FakeModel,
+    config: EngineConfig,
+    hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
+) -> (FakeModel, TestEngine) {
     let (handle, thread) =
         baton_engine::start(model.executor_with_hook(hook), config).expect("a test engine starts");
     (model, TestEngine { handle, thread })

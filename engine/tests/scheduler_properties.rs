@@ -1,0 +1,288 @@
+//! The pool and the scheduler under random operations: the books are right after each one, no plan
+//! breaks a limit, and everything that was added ends.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use baton_engine::{
+    BlockPool,
+    scheduler::{Plan, Scheduler, SchedulerConfig},
+    sequence::{Role, Sequence, SequenceId},
+};
+use baton_kv_cache::{BlockHash, BlockId, HashRoot};
+use proptest::prelude::*;
+
+#[derive(Clone, Debug)]
+enum PoolOperation {
+    /// A new owner of so many new blocks, after the cached prefix of a text.
+    Allocate {
+        text: u32,
+        num_blocks: usize,
+    },
+    /// A second owner of an owner's blocks.
+    Share(usize),
+    /// An owner's blocks enter the cache.
+    Cache(usize),
+    Release(usize),
+}
+
+fn pool_operation() -> impl Strategy<Value = PoolOperation> {
+    prop_oneof![
+        (0..4u32, 1..6usize).prop_map(|(text, num_blocks)| PoolOperation::Allocate { text, num_blocks }),
+        (0..8usize).prop_map(PoolOperation::Share),
+        (0..8usize).prop_map(PoolOperation::Cache),
+        (0..8usize).prop_map(PoolOperation::Release),
+    ]
+}
+
+fn hashes(text: u32, num_blocks: usize) -> Vec<BlockHash> {
+    let tokens: Vec<u32> = (0..num_blocks as u32).map(|idx| text * 100 + idx).collect();
+    HashRoot::new("pool", "", "").block_hashes(&tokens, 1).collect()
+}
+
+proptest! {
+    #[test]
+    fn a_pool_keeps_its_books(operations in prop::collection::vec(pool_operation(), 1..120)) {
+        let mut pool = BlockPool::new(12);
+        let mut owners: Vec<(u32, Vec<BlockId>)> = Vec::new();
+        // What an eviction or a wrong hit would change: the last hash declared for each block.
+        let mut contents: HashMap<BlockId, BlockHash> = HashMap::new();
+        for operation in operations {
+            match operation {
+                PoolOperation::Allocate { text, num_blocks } => {
+                    let found = pool.find_prefix(&hashes(text, num_blocks));
+                    for (block, hash) in found.iter().zip(hashes(text, num_blocks)) {
+                        prop_assert_eq!(contents[block], hash, "a hit holds what it says");
+                    }
+                    pool.acquire(&found);
+                    let mut table = found;
+                    while table.len() < num_blocks {
+                        let available = pool.num_available();
+                        let Some(block) = pool.allocate() else {
+                            prop_assert_eq!(available, 0);
+                            break;
+                        };
+                        contents.remove(&block);
+                        prop_assert!(!table.contains(&block));
+                        table.push(block);
+                    }
+                    owners.push((text, table));
+                }
+                PoolOperation::Share(idx) if !owners.is_empty() => {
+                    let (text, table) = owners[idx % owners.len()].clone();
+                    pool.acquire(&table);
+                    owners.push((text, table));
+                }
+                PoolOperation::Cache(idx) if !owners.is_empty() => {
+                    let (text, table) = &owners[idx % owners.len()];
+                    for (block, hash) in table.iter().zip(hashes(*text, table.len())) {
+                        pool.cache(*block, hash);
+                        contents.insert(*block, hash);
+                    }
+                }
+                PoolOperation::Release(idx) if !owners.is_empty() => {
+                    let (_, table) = owners.swap_remove(idx % owners.len());
+                    pool.release(&table);
+                }
+                _ => {}
+            }
+            let report = pool.check_integrity(owners.iter().map(|(_, table)| &table[..])).expect("whole");
+            prop_assert_eq!(report.num_free + report.num_cached, pool.num_available());
+        }
+        for (_, table) in owners.drain(..) {
+            pool.release(&table);
+        }
+        let report = pool.check_integrity([]).expect("whole");
+        prop_assert_eq!(report.num_owned, 0);
+    }
+}
+
+#[test]
+fn wrong_books_are_noticed() {
+    let mut pool = BlockPool::new(4);
+    let block = pool.allocate().expect("there are four");
+    let error = pool.check_integrity([]).expect_err("the owner is missing");
+    assert_eq!(error.to_string(), "block pool: b0 counts 1 owners, has 0");
+    pool.check_integrity([&[block][..]]).expect("whole");
+    pool.check_integrity([&[block][..], &[block]]).expect_err("one owner too many");
+}
+
+#[derive(Clone, Debug)]
+enum Operation {
+    Add { role: Role, text: u32, num_prompt: usize, num_output: usize },
+    Step,
+    Decode(usize),
+    Cancel(usize),
+    Release(usize),
+}
+
+fn operation() -> impl Strategy<Value = Operation> {
+    let role = prop_oneof![
+        3 => Just(Role::Generate),
+        1 => Just(Role::Prefill),
+        1 => Just(Role::Decode),
+    ];
+    prop_oneof![
+        3 => (role, 0..3u32, 1..40usize, 1..30usize).prop_map(|(role, text, num_prompt, num_output)| {
+            Operation::Add { role, text, num_prompt, num_output }
+        }),
+        6 => Just(Operation::Step),
+        1 => any::<usize>().prop_map(Operation::Decode),
+        1 => any::<usize>().prop_map(Operation::Cancel),
+        1 => any::<usize>().prop_map(Operation::Release),
+    ]
+}
+
+fn config() -> impl Strategy<Value = SchedulerConfig> {
+    (18..40usize, 1..6usize, 1..40usize).prop_map(|(num_blocks, max_running, token_budget)| SchedulerConfig {
+        num_blocks,
+        block_size: 4,
+        max_running,
+        token_budget,
+    })
+}
+
+/// The engine around the scheduler, without threads.
+struct Driver {
+    config: SchedulerConfig,
+    scheduler: Scheduler,
+    plan: Plan,
+    next_id: u64,
+    /// Longest length and role of what has not ended.
+    alive: BTreeMap<SequenceId, (usize, Role)>,
+    granted: Vec<SequenceId>,
+    holds: Vec<SequenceId>,
+}
+
+impl Driver {
+    fn new(config: SchedulerConfig) -> Driver {
+        Driver {
+            config,
+            scheduler: Scheduler::new(config),
+            plan: Plan::default(),
+            next_id: 0,
+            alive: BTreeMap::new(),
+            granted: Vec::new(),
+            holds: Vec::new(),
+        }
+    }
+
+    fn apply(&mut self, operation: Operation) {
+        match operation {
+            Operation::Add { role, text, num_prompt, num_output } => {
+                let id = SequenceId(self.next_id);
+                self.next_id += 1;
+                let tokens = (0..num_prompt as u32).map(|idx| text * 1000 + idx).collect();
+                let max = num_prompt + num_output;
+                let root = Some(HashRoot::new("random", "", ""));
+                self.scheduler.add(Sequence::new(id, role, tokens, max, self.config.block_size, root));
+                self.alive.insert(id, (max, role));
+                if role == Role::Prefill {
+                    self.holds.push(id);
+                }
+            }
+            Operation::Step => self.step(),
+            Operation::Decode(idx) if !self.granted.is_empty() => {
+                let id = self.granted.swap_remove(idx % self.granted.len());
+                self.scheduler.start_decode(id, 7);
+                self.end_if_over(id);
+            }
+            Operation::Cancel(idx) if !self.alive.is_empty() => {
+                let (&id, &(_, role)) = self.alive.iter().nth(idx % self.alive.len()).expect("in range");
+                // A reservation, waiting or granted, is released; a stream is cancelled.
+                if self.granted.contains(&id)
+                    || (role == Role::Decode && self.scheduler.sequence(id).is_none())
+                {
+                    self.scheduler.release(id);
+                    self.scheduler.end(id); // in case it was preempted after its reservation
+                } else {
+                    self.scheduler.end(id);
+                }
+                self.granted.retain(|&granted| granted != id);
+                self.alive.remove(&id);
+            }
+            Operation::Release(idx) if !self.holds.is_empty() => {
+                let id = self.holds.swap_remove(idx % self.holds.len());
+                self.scheduler.release(id);
+            }
+            _ => {}
+        }
+        self.scheduler.check_integrity().expect("the books are right after every operation");
+    }
+
+    fn step(&mut self) {
+        self.scheduler.step(&mut self.plan);
+        self.check_plan();
+        for admission in &self.plan.admitted {
+            if self.alive[&admission.id].1 == Role::Decode && admission.is_first {
+                self.granted.push(admission.id);
+            }
+        }
+        self.scheduler.advance(&self.plan);
+        let plan = std::mem::take(&mut self.plan);
+        for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
+            self.scheduler.push_token(chunk.id, 9);
+            self.end_if_over(chunk.id);
+        }
+        self.plan = plan;
+    }
+
+    fn end_if_over(&mut self, id: SequenceId) {
+        let (max, role) = self.alive[&id];
+        if role == Role::Prefill || self.scheduler.sequence(id).expect("it runs").tokens().len() == max {
+            self.scheduler.end(id);
+            self.alive.remove(&id);
+        }
+    }
+
+    fn check_plan(&self) {
+        let num_tokens: usize = self.plan.chunks.iter().map(|chunk| chunk.num_tokens).sum();
+        assert!(num_tokens <= self.config.token_budget, "{:?}", self.plan);
+        assert!(self.scheduler.num_running() <= self.config.max_running);
+        let mut seen = HashSet::new();
+        let mut written = HashSet::new();
+        for chunk in &self.plan.chunks {
+            assert!(seen.insert(chunk.id), "{} is planned twice", chunk.id);
+            assert!(!self.plan.preempted.contains(&chunk.id));
+            let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences hold blocks");
+            let end = chunk.start_idx + chunk.num_tokens;
+            assert!(chunk.num_tokens > 0 && chunk.start_idx == sequence.num_computed_tokens());
+            assert_eq!(chunk.wants_token, end == sequence.tokens().len());
+            assert!(end <= sequence.blocks().len() * self.config.block_size, "a token without a block");
+            for idx in chunk.start_idx..end {
+                let place = (sequence.blocks()[idx / self.config.block_size], idx % self.config.block_size);
+                assert!(written.insert(place), "{place:?} is written twice");
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_sequence_ends_and_every_block_returns(
+        config in config(),
+        operations in prop::collection::vec(operation(), 1..150),
+    ) {
+        let mut driver = Driver::new(config);
+        for operation in operations {
+            driver.apply(operation);
+        }
+        // Whoever holds something outside gives it back or uses it, sooner or later.
+        let mut num_steps = 0;
+        while !driver.alive.is_empty() {
+            driver.apply(Operation::Step);
+            driver.apply(Operation::Release(0));
+            driver.apply(Operation::Decode(0));
+            num_steps += 1;
+            // At most 150 sequences of 70 tokens, each computed a few times over.
+            prop_assert!(num_steps < 100_000, "no progress: {:?}", driver.scheduler);
+        }
+        while !driver.holds.is_empty() {
+            driver.apply(Operation::Release(0));
+        }
+        prop_assert!(driver.scheduler.is_idle());
+        let report = driver.scheduler.check_integrity().expect("whole");
+        prop_assert_eq!(report.num_owned, 0);
+    }
+}
