@@ -195,10 +195,14 @@ impl StepLoop {
     fn step(&mut self) -> Result<bool, EngineError> {
         let mut plan = mem::take(&mut self.plan);
         self.scheduler.step(&mut plan);
+        // Whoever is told that it runs finds itself counted, and its place in the queue free.
+        for admission in &plan.admitted {
+            self.live.get_mut(&admission.id).expect("who waits is alive").ticket = None;
+        }
+        self.publish_load();
         for admission in &plan.admitted {
             self.tell_admitted(admission);
         }
-        self.publish_load();
         if !plan.chunks.is_empty() {
             let tokens = self.execute(&plan)?;
             self.scheduler.advance(&plan);
@@ -212,7 +216,6 @@ impl StepLoop {
 
     fn tell_admitted(&mut self, admission: &Admission) {
         let live = self.live.get_mut(&admission.id).expect("who waits is alive");
-        live.ticket = None;
         let sequence = self.scheduler.sequence(admission.id).expect("it was admitted");
         match &mut live.reply {
             Reply::Prefill(sink) => {

@@ -1,6 +1,8 @@
 //! A started engine with a fake model, and ways to talk to it in a line.
 #![allow(dead_code)] // each test file uses a part
 
+pub mod handoff;
+
 use std::ops::Deref;
 
 use baton_engine::{
@@ -77,6 +79,10 @@ pub fn engine_of(
 }
 
 impl TestEngine {
+    pub fn clone_handle(&self) -> EngineHandle {
+        self.handle.clone()
+    }
+
     pub async fn generate_all(&self, request: Request) -> Output {
         collect(self.generate(request).expect("accepted")).await
     }
@@ -110,4 +116,14 @@ pub async fn collect(mut stream: TokenStream) -> Output {
         assert_eq!(stream.next().await, None, "nothing follows a terminal event");
         return Output { tokens, end };
     }
+}
+
+/// Drives all of them at once.
+pub async fn join_all(futures: Vec<impl Future<Output = ()>>) {
+    let mut futures: Vec<_> = futures.into_iter().map(Box::pin).collect();
+    std::future::poll_fn(|cx| {
+        futures.retain_mut(|future| future.as_mut().poll(cx).is_pending());
+        if futures.is_empty() { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+    })
+    .await;
 }

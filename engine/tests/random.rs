@@ -1,0 +1,181 @@
+//! Thousands of requests of every kind against a prefill and a decode engine, many of them cancelled
+//! at random moments. Whatever was not cancelled has the right tokens, and every block returns.
+
+mod support;
+
+use std::{cell::Cell, rc::Rc};
+
+use baton_engine::{
+    EngineConfig, EngineHandle, PrefillEvent, Request, SubmitError, TokenEvent, TokenStream,
+    sampler::random_unit, testing::FakeModel,
+};
+use support::{config, engine, handoff::copy, join_all, request};
+
+const NUM_REQUESTS: usize = 10_000;
+const CONCURRENCY: usize = 48;
+
+/// Dice of one request: reproducible up to the interleaving of threads.
+struct Dice {
+    seed: u64,
+    num_thrown: Cell<u64>,
+}
+
+impl Dice {
+    fn below(&self, num: u64) -> u64 {
+        let idx = self.num_thrown.replace(self.num_thrown.get() + 1);
+        (random_unit(self.seed, idx) * num as f64) as u64
+    }
+}
+
+/// A client that may leave.
+struct Client {
+    model: FakeModel,
+    p: EngineHandle,
+    d: EngineHandle,
+    dice: Dice,
+    request: Request,
+    /// Events until it leaves.
+    patience: u64,
+}
+
+struct Left;
+
+impl Client {
+    fn new(seed: u64, model: FakeModel, p: &EngineHandle, d: &EngineHandle) -> Client {
+        let dice = Dice { seed, num_thrown: Cell::new(0) };
+        // Few texts, so that prefixes are shared, and cached blocks evicted.
+        let text = dice.below(6) as u32;
+        let num_prompt = 1 + dice.below(40) as u32;
+        let prompt: Vec<u32> = (0..num_prompt).map(|idx| (text * 11 + idx * idx) % 64).collect();
+        let max_tokens = 1 + dice.below(20) as u32;
+        let patience = if dice.below(10) < 3 { dice.below(20) } else { u64::MAX };
+        Client { model, p: p.clone(), d: d.clone(), dice, request: request(&prompt, max_tokens), patience }
+    }
+
+    async fn run(mut self) {
+        let result = match self.dice.below(4) {
+            0 => self.generate().await,
+            1 => self.resume().await,
+            _ => self.hand_off().await,
+        };
+        // Leaving is not an error: the engines must not care.
+        let (Ok(()) | Err(Left)) = result;
+    }
+
+    fn use_patience(&mut self) -> Result<(), Left> {
+        self.patience = self.patience.checked_sub(1).ok_or(Left)?;
+        Ok(())
+    }
+
+    fn expected(&self) -> Vec<u32> {
+        self.model.greedy(&self.request.prompt, self.request.sampling.max_tokens as usize)
+    }
+
+    async fn generate(&mut self) -> Result<(), Left> {
+        let stream = self.d.generate(self.request.clone()).expect("accepted");
+        let expected = self.expected();
+        self.read(stream, &expected).await
+    }
+
+    async fn resume(&mut self) -> Result<(), Left> {
+        let expected = self.expected();
+        let num_delivered = self.dice.below(expected.len() as u64) as usize;
+        let request = Request { output: expected[..num_delivered].to_vec(), ..self.request.clone() };
+        let stream = self.d.generate(request).expect("accepted");
+        self.read(stream, &expected[num_delivered..]).await
+    }
+
+    async fn hand_off(&mut self) -> Result<(), Left> {
+        let (mut events, held) = self.p.prefill(self.request.clone()).expect("accepted");
+        let num_blocks = self.p.storage().layout().num_blocks_for(self.request.prompt.len());
+        let mut table = vec![None; num_blocks];
+        let first = loop {
+            self.use_patience()?;
+            match events.next().await.expect("a terminal event comes first") {
+                PrefillEvent::Started { .. } => {}
+                PrefillEvent::Ready { first_block_idx, blocks, .. } => {
+                    (first_block_idx..).zip(blocks).for_each(|(idx, block)| table[idx] = Some(block));
+                }
+                PrefillEvent::FirstToken(token) => break token,
+                PrefillEvent::Failed(error) => panic!("{error}"),
+            }
+        };
+        self.use_patience()?;
+        let reservation = if self.patience < 3 {
+            // Leaves while it waits in the queue, unless there is room at once.
+            let mut place = Box::pin(self.d.reserve(self.request.clone()));
+            tokio::select! {
+                biased;
+                reservation = &mut place => reservation,
+                () = tokio::task::yield_now() => return Err(Left),
+            }
+        } else {
+            self.d.reserve(self.request.clone()).await
+        };
+        let reservation = reservation.expect("granted");
+        self.use_patience()?;
+        let blocks: Vec<_> = table.into_iter().map(|block| block.expect("named")).collect();
+        copy(&self.p, &blocks, &self.d, &reservation);
+        drop(held);
+        self.use_patience()?;
+        let expected = self.expected();
+        assert_eq!(first.id, expected[0]);
+        let stream = self.d.decode(reservation, first).expect("accepted");
+        self.read(stream, &expected[1..]).await
+    }
+
+    async fn read(&mut self, mut stream: TokenStream, expected: &[u32]) -> Result<(), Left> {
+        let mut tokens = Vec::new();
+        loop {
+            self.use_patience()?;
+            match stream.next().await.expect("a terminal event comes first") {
+                TokenEvent::Token(token) => tokens.push(token.id),
+                TokenEvent::Finished { .. } => break,
+                TokenEvent::Failed(error) => panic!("{error}"),
+            }
+        }
+        assert_eq!(tokens, expected, "of {:?}", self.request);
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn whatever_clients_do_tokens_are_right_and_blocks_return() {
+    // Tight pools: everything waits, preempts and evicts.
+    let (model, p) = engine(EngineConfig { num_blocks: 40, max_running: 6, token_budget: 24, ..config() });
+    let (_, d) = engine(EngineConfig { num_blocks: 48, max_running: 10, token_budget: 32, ..config() });
+    let next = Rc::new(Cell::new(0));
+    let workers = (0..CONCURRENCY).map(|_| {
+        let (p, d, next) = (p.clone_handle(), d.clone_handle(), next.clone());
+        async move {
+            while next.get() < NUM_REQUESTS {
+                let seed = next.replace(next.get() + 1) as u64;
+                Client::new(seed, model, &p, &d).run().await;
+            }
+        }
+    });
+    join_all(workers.collect()).await;
+    p.check_whole().await;
+    d.check_whole().await;
+    assert_eq!(p.stop(), Ok(()));
+    assert_eq!(d.stop(), Ok(()));
+}
+
+#[tokio::test]
+async fn shutdown_under_load_ends_every_stream() {
+    let (_, engine) = engine(EngineConfig { num_blocks: 40, max_running: 6, ..config() });
+    let mut streams = Vec::new();
+    for idx in 0..60 {
+        if idx == 40 {
+            engine.shutdown();
+        }
+        match engine.generate(request(&[idx], 100)) {
+            Ok(stream) => streams.push(stream),
+            Err(error) => assert_eq!(error, SubmitError::ShuttingDown),
+        }
+    }
+    assert_eq!(streams.len(), 40);
+    for stream in streams {
+        let _ = support::collect(stream).await; // checks that it has exactly one terminal event
+    }
+}
