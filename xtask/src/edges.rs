@@ -43,7 +43,9 @@ const ROOMS: &[Room] = &[
             "baton-decode-worker",
             "baton-worker",
             "baton-model",
+            "baton-kv-transfer",
             "baton-cluster",
+            "baton-kv-cache",
             "baton-tokenizer",
             "baton-telemetry",
         ],
@@ -60,13 +62,13 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-prefill-worker",
         uses: ROLE,
-        tests_use: &["baton-model", "baton-cluster", "baton-decode-worker"],
+        tests_use: &["baton-model", "baton-decode-worker"],
         never: &["baton-router", "baton-tokenizer", "tokenizers"],
     },
     Room {
         name: "baton-decode-worker",
         uses: ROLE,
-        tests_use: &["baton-model", "baton-cluster", "baton-prefill-worker"],
+        tests_use: &["baton-model", "baton-prefill-worker"],
         never: &["baton-router", "baton-tokenizer", "tokenizers"],
     },
     Room {
@@ -130,6 +132,7 @@ const ROLE: &[&str] = &[
     "baton-worker",
     "baton-engine",
     "baton-kv-transfer",
+    "baton-cluster",
     "baton-kv-cache",
     "baton-telemetry",
     "baton-proto",

@@ -12,6 +12,7 @@ mod descriptors;
 mod edges;
 mod fix;
 mod hygiene;
+mod settings;
 mod setup;
 mod tools;
 mod verify;

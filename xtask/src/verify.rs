@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use crate::{
     architecture, chart,
     check::{self, Check, Outcome},
-    descriptors, edges, hygiene,
+    descriptors, edges, hygiene, settings,
     workspace::Workspace,
 };
 
@@ -18,6 +18,7 @@ const CHECKS: &[Check] = &[
     Check { name: "architecture", about: "files that the documents name exist", run: architecture::check },
     Check { name: "hygiene", about: "lints, licence, lock file, file sizes, leftovers", run: hygiene::check },
     Check { name: "descriptors", about: "tools/protoc fits the locked etcd-client", run: descriptors::check },
+    Check { name: "settings", about: "deploy/ and helm/ use flags that exist", run: settings::check },
     Check { name: "chart", about: "the Helm chart lints, renders, and refuses mistakes", run: chart::check },
     Check { name: "clippy", about: "clippy has nothing to say", run: clippy },
     Check { name: "tests", about: "cargo test --workspace passes", run: tests },
