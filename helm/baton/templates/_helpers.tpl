@@ -1,0 +1,164 @@
+{{/* Names. Kept short: a suffix follows, and 63 characters is the end. */}}
+{{- define "baton.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "baton.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "baton.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "baton.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "baton.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Takes a dict of root and component. */}}
+{{- define "baton.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "baton.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "baton.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{ include "baton.selectorLabels" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+{{- end -}}
+
+{{- define "baton.image" -}}
+{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- end -}}
+
+{{/* Whether the chart brings its own etcd: "true" or empty. */}}
+{{- define "baton.ownEtcd" -}}
+{{- if and (eq .Values.discovery.mode "etcd") .Values.etcd.enabled (empty .Values.discovery.etcd.endpoints) -}}true{{- end -}}
+{{- end -}}
+
+{{/* Flags rather than environment variables: a flag that does not exist is refused at start. */}}
+{{- define "baton.commonArgs" -}}
+{{- with .Values.model.path }}
+- --model={{ . }}
+{{- end }}
+{{- with .Values.model.name }}
+- --model-name={{ . }}
+{{- end }}
+- --discovery={{ .Values.discovery.mode }}
+{{- if eq .Values.discovery.mode "etcd" }}
+{{- with .Values.discovery.etcd }}
+- --etcd-endpoints={{ if .endpoints }}{{ join "," .endpoints }}{{ else }}http://{{ include "baton.fullname" $ }}-etcd:2379{{ end }}
+- --etcd-prefix={{ default (printf "/baton/%s/%s" $.Release.Namespace $.Release.Name) .prefix }}
+- --etcd-lease-ttl={{ .leaseTtlSeconds }}
+{{- if .auth.secretName }}
+- --etcd-user={{ .auth.username }}
+- --etcd-password-file=/etc/baton/etcd-auth/{{ .auth.passwordKey }}
+{{- end }}
+{{- if .tls.secretName }}
+- --etcd-ca=/etc/baton/etcd-tls/{{ .tls.caKey }}
+{{- if .tls.certKey }}
+- --etcd-cert=/etc/baton/etcd-tls/{{ .tls.certKey }}
+- --etcd-key=/etc/baton/etcd-tls/{{ .tls.keyKey }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+- --log={{ .Values.log.filter }}
+- --log-format={{ .Values.log.format }}
+{{- with .Values.otlpEndpoint }}
+- --otlp-endpoint={{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* The root file system is read-only; what is written goes to /tmp: the embedded model, unpacked. */}}
+{{- define "baton.volumeMounts" -}}
+- name: tmp
+  mountPath: /tmp
+{{- if .Values.model.volume }}
+- name: model
+  mountPath: {{ .Values.model.mountPath }}
+  readOnly: true
+{{- end }}
+{{- if and (eq .Values.discovery.mode "etcd") .Values.discovery.etcd.auth.secretName }}
+- name: etcd-auth
+  mountPath: /etc/baton/etcd-auth
+  readOnly: true
+{{- end }}
+{{- if and (eq .Values.discovery.mode "etcd") .Values.discovery.etcd.tls.secretName }}
+- name: etcd-tls
+  mountPath: /etc/baton/etcd-tls
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{- define "baton.volumes" -}}
+- name: tmp
+  emptyDir:
+    sizeLimit: 256Mi
+{{- with .Values.model.volume }}
+- name: model
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if eq .Values.discovery.mode "etcd" }}
+{{- with .Values.discovery.etcd.auth.secretName }}
+- name: etcd-auth
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+{{- end }}
+{{- with .Values.discovery.etcd.tls.secretName }}
+- name: etcd-tls
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "baton.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* Where pods of one component go; takes its values. */}}
+{{- define "baton.placement" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}

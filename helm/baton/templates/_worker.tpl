@@ -1,0 +1,159 @@
+{{/*
+One kind of worker: a Deployment, since a worker is who its pod is and keeps nothing; a headless
+Service, so that scrapers find every pod; and a PodDisruptionBudget if wanted.
+Takes a dict of root, role ("prefill" or "decode") and values.
+*/}}
+{{- define "baton.worker" -}}
+{{- $root := .root -}}
+{{- $values := .values -}}
+{{- $name := printf "%s-%s" (include "baton.fullname" $root) .role -}}
+{{- $component := dict "root" $root "component" .role -}}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- include "baton.labels" $component | nindent 4 }}
+spec:
+  clusterIP: None
+  selector:
+    {{- include "baton.selectorLabels" $component | nindent 4 }}
+  ports:
+    - name: grpc
+      port: 8090
+      targetPort: grpc
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- include "baton.labels" $component | nindent 4 }}
+spec:
+  replicas: {{ $values.replicas }}
+  selector:
+    matchLabels:
+      {{- include "baton.selectorLabels" $component | nindent 6 }}
+  template:
+    metadata:
+      labels:
+        {{- include "baton.labels" $component | nindent 8 }}
+        {{- with $values.podLabels }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      {{- with $values.podAnnotations }}
+      annotations:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+    spec:
+      serviceAccountName: {{ include "baton.serviceAccountName" $root }}
+      automountServiceAccountToken: false
+      # Kubernetes would describe services in variables such as BATON_PORT, which mean something else here.
+      enableServiceLinks: false
+      {{- with $root.Values.image.pullSecrets }}
+      imagePullSecrets:
+        {{- range . }}
+        - name: {{ . }}
+        {{- end }}
+      {{- end }}
+      securityContext:
+        {{- include "baton.podSecurityContext" $root | nindent 8 }}
+      # SIGTERM: leave discovery, finish what runs for drainSeconds, hand over what is held, exit.
+      terminationGracePeriodSeconds: {{ add $values.drainSeconds 15 }}
+      containers:
+        - name: {{ .role }}-worker
+          image: {{ include "baton.image" $root }}
+          imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+          args:
+            - {{ .role }}-worker
+            - --id=$(POD_NAME)
+            - --listen=0.0.0.0:8090
+            - --advertise=http://$(POD_IP):8090
+            {{- if eq .role "decode" }}
+            - --data-listen=0.0.0.0:8091
+            - --data-host=$(POD_IP)
+            {{- end }}
+            # Pods share no memory: KV travels over TCP.
+            - --transports=tcp
+            {{- include "baton.commonArgs" $root | trim | nindent 12 }}
+            {{- if eq $root.Values.discovery.mode "embedded" }}
+            - --router=http://{{ include "baton.fullname" $root }}-registry:8080
+            {{- end }}
+            - --block-size={{ $root.Values.kv.blockSize }}
+            {{- with $root.Values.kv.dtype }}
+            - --kv-dtype={{ . }}
+            {{- end }}
+            - --kv-memory={{ $values.kvMemory }}
+            - --max-running={{ $values.maxRunning }}
+            - --max-waiting={{ $values.maxWaiting }}
+            - --token-budget={{ $values.tokenBudget }}
+            {{- if not $values.prefixCache }}
+            - --no-prefix-cache
+            {{- end }}
+            {{- if $values.threads }}
+            - --threads={{ $values.threads }}
+            {{- end }}
+            - --handoff-deadline={{ $values.handoffDeadlineSeconds }}
+            - --drain-timeout={{ $values.drainSeconds }}
+            {{- with $values.extraArgs }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
+          env:
+            - name: POD_NAME
+              valueFrom:
+                fieldRef:
+                  fieldPath: metadata.name
+            - name: POD_IP
+              valueFrom:
+                fieldRef:
+                  fieldPath: status.podIP
+            {{- with $values.extraEnv }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
+          ports:
+            - name: grpc
+              containerPort: 8090
+            {{- if eq .role "decode" }}
+            - name: data
+              containerPort: 8091
+            {{- end }}
+          # It listens before it loads the model, so a short start-up time does; loading shows in readiness.
+          startupProbe:
+            httpGet: {path: /livez, port: grpc}
+            periodSeconds: 2
+            failureThreshold: 30
+          livenessProbe:
+            httpGet: {path: /livez, port: grpc}
+            periodSeconds: 10
+            timeoutSeconds: 5
+            failureThreshold: 6
+          readinessProbe:
+            httpGet: {path: /readyz, port: grpc}
+            periodSeconds: 2
+            timeoutSeconds: 2
+          resources:
+            {{- toYaml $values.resources | nindent 12 }}
+          securityContext:
+            {{- include "baton.containerSecurityContext" $root | nindent 12 }}
+          volumeMounts:
+            {{- include "baton.volumeMounts" $root | trim | nindent 12 }}
+      volumes:
+        {{- include "baton.volumes" $root | trim | nindent 8 }}
+      {{- with include "baton.placement" $values | trim }}
+      {{- . | nindent 6 }}
+      {{- end }}
+{{- if $values.podDisruptionBudget.enabled }}
+---
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- include "baton.labels" $component | nindent 4 }}
+spec:
+  maxUnavailable: {{ $values.podDisruptionBudget.maxUnavailable }}
+  selector:
+    matchLabels:
+      {{- include "baton.selectorLabels" $component | nindent 6 }}
+{{- end }}
+{{- end -}}
