@@ -133,6 +133,12 @@ impl Receiver {
         Granted { generation, receiver: self.clone(), fenced: Some(fenced) }
     }
 
+    /// The peer has said, on the handoff's stream, that nothing of it writes under a grant any more: a
+    /// grant that was revoked meanwhile need not be quarantined any longer.
+    pub fn writer_stopped(&self, generation: Generation) {
+        self.shared.grants.writers_stopped(generation);
+    }
+
     /// Ways to reach the pool, best first.
     pub fn offers(&self) -> &[TransportOffer] {
         &self.shared.offers
