@@ -1,1 +1,16 @@
 //! Logs, traces and metrics.
+//!
+//! [`init`] once per process; then `tracing` macros anywhere, [`trace_context`] where a request
+//! crosses a process, and one [`Metrics`] handed to whoever has something to count. The crate knows
+//! no gRPC, no HTTP and nothing of what is measured.
+#![forbid(unsafe_code)]
+
+mod init;
+mod otlp;
+mod panics;
+
+mod metrics;
+pub mod trace_context;
+
+pub use init::{LogFormat, TelemetryConfig, TelemetryGuard, init};
+pub use metrics::{Metrics, e2e_histogram, itl_histogram, token_count_histogram, ttft_histogram};

@@ -1,0 +1,113 @@
+//! W3C trace context: carries a trace over a process boundary in `traceparent` and `tracestate`.
+//!
+//! Carriers are plain closures over names and values, so that gRPC metadata, HTTP headers and test
+//! maps all serve.
+
+use opentelemetry::propagation::{Extractor, Injector, TextMapPropagator};
+use opentelemetry_sdk::propagation::TraceContextPropagator;
+use tracing::Span;
+use tracing_opentelemetry::OpenTelemetrySpanExt;
+
+/// The names that [`set_parent`] asks for.
+pub const NAMES: [&str; 2] = ["traceparent", "tracestate"];
+
+/// Writes the current span into an outgoing call. Calls `set` with each name and value; not at all
+/// when no trace is recorded.
+pub fn inject(set: impl FnMut(&str, String)) {
+    inject_span(&Span::current(), set);
+}
+
+/// Writes `span` into an outgoing call.
+pub fn inject_span(span: &Span, set: impl FnMut(&str, String)) {
+    let mut carrier = Set(set);
+    TraceContextPropagator::new().inject_context(&span.context(), &mut carrier);
+}
+
+/// Makes `span` a child of the caller's span that an incoming call names. Must come before `span` is
+/// entered for the first time. Without a valid `traceparent`, or when no trace is recorded, nothing
+/// happens.
+pub fn set_parent(span: &Span, get: impl Fn(&str) -> Option<String>) {
+    let values = NAMES.map(|name| (name, get(name)));
+    let context = TraceContextPropagator::new().extract(&Get(values));
+    // Refused when nothing records spans, which is fine.
+    let _ = span.set_parent(context);
+}
+
+struct Set<F>(F);
+
+impl<F: FnMut(&str, String)> Injector for Set<F> {
+    fn set(&mut self, key: &str, value: String) {
+        // An empty tracestate says nothing.
+        if !value.is_empty() {
+            (self.0)(key, value);
+        }
+    }
+}
+
+struct Get([(&'static str, Option<String>); 2]);
+
+impl Extractor for Get {
+    fn get(&self, key: &str) -> Option<&str> {
+        let (_, value) = self.0.iter().find(|(name, _)| name.eq_ignore_ascii_case(key))?;
+        value.as_deref()
+    }
+
+    fn keys(&self) -> Vec<&str> {
+        NAMES.to_vec()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use opentelemetry::trace::TracerProvider;
+    use opentelemetry_sdk::trace::SdkTracerProvider;
+    use tracing_subscriber::layer::SubscriberExt;
+
+    use super::*;
+
+    const PARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+
+    fn injected(span: &Span) -> Vec<(String, String)> {
+        let mut headers = Vec::new();
+        inject_span(span, |name, value| headers.push((name.to_owned(), value)));
+        headers
+    }
+
+    #[test]
+    fn trace_goes_on_in_the_next_process() {
+        let provider = SdkTracerProvider::builder().build();
+        let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("test"));
+        let subscriber = tracing_subscriber::registry().with(layer);
+        tracing::subscriber::with_default(subscriber, || {
+            let span = tracing::info_span!("request");
+            set_parent(&span, |name| (name == "traceparent").then(|| PARENT.to_owned()));
+            let headers = injected(&span);
+            let [(name, value)] = headers.as_slice() else { panic!("{headers:?}") };
+            assert_eq!(name, "traceparent");
+            assert!(value.starts_with("00-0af7651916cd43dd8448eb211c80319c-"), "same trace: {value}");
+            assert!(!value.contains("b7ad6b7169203331"), "another span: {value}");
+        });
+    }
+
+    #[test]
+    fn malformed_parent_starts_a_new_trace() {
+        let provider = SdkTracerProvider::builder().build();
+        let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("test"));
+        let subscriber = tracing_subscriber::registry().with(layer);
+        tracing::subscriber::with_default(subscriber, || {
+            let span = tracing::info_span!("request");
+            set_parent(&span, |_| Some("nonsense".to_owned()));
+            assert!(injected(&span)[0].1.starts_with("00-"));
+        });
+    }
+
+    #[test]
+    fn nothing_is_sent_when_nothing_is_recorded() {
+        let subscriber = tracing_subscriber::registry();
+        tracing::subscriber::with_default(subscriber, || {
+            let span = tracing::info_span!("request");
+            set_parent(&span, |_| Some(PARENT.to_owned()));
+            assert_eq!(injected(&span), []);
+        });
+    }
+}

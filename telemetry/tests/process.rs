@@ -1,0 +1,83 @@
+//! What a process sees that calls `init`: once per process, so each case is a process of its own.
+
+use std::{
+    env,
+    io::Read,
+    net::TcpListener,
+    process::{Command, Output},
+    thread,
+};
+
+use baton_telemetry::{TelemetryConfig, init};
+
+const CASE: &str = "BATON_TELEMETRY_TEST_CASE";
+
+/// Runs `case` of this test in a child process.
+fn run_case(case: &str, otlp_endpoint: &str) -> Output {
+    Command::new(env::current_exe().unwrap())
+        .args(["--exact", "child", "--nocapture"])
+        .env(CASE, case)
+        .env("OTEL_EXPORTER_OTLP_ENDPOINT", otlp_endpoint)
+        .env_remove("RUST_BACKTRACE")
+        .output()
+        .unwrap()
+}
+
+/// Not a test by itself: the child's side of the others.
+#[test]
+fn child() {
+    let Ok(case) = env::var(CASE) else { return };
+    let format = if case == "json" { "json" } else { "pretty" }.parse().unwrap();
+    let config = TelemetryConfig { format, ..TelemetryConfig::default() };
+    let guard = init(&config).unwrap();
+    match case.as_str() {
+        "panic" => {
+            drop(thread::Builder::new().name("engine".into()).spawn(|| panic!("out of luck")).unwrap().join())
+        }
+        "twice" => tracing::info!("{:#}", init(&config).unwrap_err()),
+        _ => tracing::info_span!(target: "baton_test", "request", id = 7)
+            .in_scope(|| tracing::info!(worker = "d0", "ready")),
+    }
+    drop(guard);
+}
+
+fn stderr(output: Output) -> String {
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{text}");
+    text
+}
+
+#[test]
+fn log_lines_are_for_people_or_machines() {
+    let text = stderr(run_case("pretty", ""));
+    assert!(text.contains(" INFO request{id=7}: ready worker=\"d0\"\n"), "{text}");
+    assert!(!text.contains('\u{1b}'), "no colours in a pipe: {text}");
+    let text = stderr(run_case("json", ""));
+    assert!(text.contains("\"message\":\"ready\"") && text.contains("\"worker\":\"d0\""), "{text}");
+}
+
+#[test]
+fn panics_are_logged() {
+    let text = stderr(run_case("panic", ""));
+    assert!(text.contains("ERROR panicked: out of luck thread=\"engine\""), "{text}");
+    assert!(text.contains("process.rs:"), "{text}");
+}
+
+#[test]
+fn second_init_is_an_error() {
+    let text = stderr(run_case("twice", ""));
+    assert!(text.contains("logging can be set up only once in a process"), "{text}");
+}
+
+#[test]
+fn spans_go_to_the_collector_and_a_deaf_one_does_not_hold_the_process() {
+    // Connections and what they say wait in the listener's queue; nothing is ever answered.
+    let collector = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", collector.local_addr().unwrap());
+    stderr(run_case("pretty", &endpoint));
+    collector.set_nonblocking(true).unwrap();
+    let (mut connection, _) = collector.accept().expect("the process has connected before it ended");
+    let mut preface = [0; 24];
+    connection.read_exact(&mut preface).unwrap();
+    assert_eq!(&preface, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
+}
