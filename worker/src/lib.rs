@@ -1,1 +1,27 @@
-//! What prefill and decode workers share: configuration, start, registration, serving, draining.
+//! What prefill and decode workers share: configuration, start, registration, serving, draining, and
+//! the conversions between the protocol and the engine.
+//!
+//! In reading order: [`run()`] is the life of a worker, [`Worker`] what its services see, [`Lifecycle`]
+//! where it stands. A role adds one gRPC service ([`RoleService`]).
+//!
+//! This crate does not know what a handoff looks like from either side, nor how requests are planned.
+#![forbid(unsafe_code)]
+
+mod config;
+pub mod convert;
+pub mod convert_handoff;
+mod lifecycle;
+mod load;
+mod metrics;
+mod run;
+mod server;
+mod service;
+mod worker;
+
+pub use config::{ConfigError, KvMemory, WorkerConfig, private_runtime_dir};
+pub use lifecycle::{Lifecycle, Phase};
+pub use load::Model;
+pub use metrics::{Plan, WorkerMetrics};
+pub use run::{RoleService, run, serve, service_name};
+pub use server::{KEEP_ALIVE_INTERVAL, KEEP_ALIVE_TIMEOUT, MAX_MESSAGE_BYTES};
+pub use worker::{Direction, ReadCounts, Worker};

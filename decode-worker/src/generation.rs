@@ -1,0 +1,141 @@
+//! The stream that a router reads: token events, then exactly one end. Dropping it cancels what stands
+//! behind it.
+
+use std::sync::Arc;
+
+use baton_engine::{FinishReason, SampledToken, TokenEvent, TokenStream};
+use baton_kv_transfer::{Failed, FailureKind};
+use baton_proto::worker::GenerateEvent;
+use baton_worker::{
+    Worker,
+    convert::{engine_failure, failed_event, finished_event, token_event},
+};
+use tokio::sync::mpsc;
+use tokio_util::{sync::CancellationToken, task::task_tracker::TaskTrackerToken};
+
+/// What a remote prefill says to the stream.
+#[derive(Debug)]
+pub enum HandoffEvent {
+    /// Sampled by the prefill worker.
+    First {
+        /// The token.
+        token: SampledToken,
+        /// Prompt tokens found in the prefill worker's cache.
+        cached_tokens: usize,
+        /// Present when the token ends the request.
+        finish: Option<FinishReason>,
+    },
+    /// The KV has arrived; these are the tokens after the first.
+    Decoding(TokenStream),
+    /// It ends here.
+    Failed(Failed),
+}
+
+/// Where the next event comes from.
+enum Source {
+    Handoff(mpsc::Receiver<HandoffEvent>),
+    Engine(TokenStream),
+    /// One last event, decided already.
+    End(GenerateEvent),
+    Over,
+}
+
+/// One request's events.
+pub struct Generation {
+    source: Source,
+    /// Of the prefill worker; the engine says its own at the end.
+    cached_tokens: usize,
+    worker: Arc<Worker>,
+    halted: CancellationToken,
+    /// The worker waits for the stream before it ends.
+    _busy: TaskTrackerToken,
+}
+
+impl Generation {
+    /// The engine here computes the prompt.
+    pub fn local(worker: Arc<Worker>, tokens: TokenStream) -> Generation {
+        Generation::new(worker, Source::Engine(tokens))
+    }
+
+    /// A handoff supplies the first token and then the engine's stream.
+    pub fn remote(worker: Arc<Worker>, events: mpsc::Receiver<HandoffEvent>) -> Generation {
+        Generation::new(worker, Source::Handoff(events))
+    }
+
+    fn new(worker: Arc<Worker>, source: Source) -> Generation {
+        let lifecycle = worker.lifecycle();
+        let (halted, busy) = (lifecycle.halted(), lifecycle.token());
+        Generation { source, cached_tokens: 0, worker, halted, _busy: busy }
+    }
+
+    /// The next event; `None` after the terminal one.
+    pub async fn next(&mut self) -> Option<GenerateEvent> {
+        loop {
+            match &mut self.source {
+                Source::Handoff(events) => {
+                    let event = tokio::select! {
+                        biased;
+                        event = events.recv() => event,
+                        () = self.halted.cancelled() => return Some(self.fail(leaving())),
+                    };
+                    match event {
+                        Some(HandoffEvent::First { token, cached_tokens, finish }) => {
+                            self.cached_tokens = cached_tokens;
+                            if let Some(reason) = finish {
+                                self.source = Source::End(finished_event(reason, cached_tokens));
+                            }
+                            return Some(self.token(&token));
+                        }
+                        Some(HandoffEvent::Decoding(tokens)) => self.source = Source::Engine(tokens),
+                        Some(HandoffEvent::Failed(failed)) => return Some(self.fail(failed)),
+                        None => {
+                            let failed = Failed::new(FailureKind::Internal, "the handoff broke off");
+                            return Some(self.fail(failed));
+                        }
+                    }
+                }
+                Source::Engine(tokens) => {
+                    let event = tokio::select! {
+                        biased;
+                        event = tokens.next() => event,
+                        () = self.halted.cancelled() => return Some(self.fail(leaving())),
+                    };
+                    match event {
+                        Some(TokenEvent::Token(token)) => return Some(self.token(&token)),
+                        Some(TokenEvent::Finished { reason, cached_tokens }) => {
+                            self.source = Source::Over;
+                            return Some(finished_event(reason, cached_tokens.max(self.cached_tokens)));
+                        }
+                        Some(TokenEvent::Failed(error)) => return Some(self.fail(engine_failure(&error))),
+                        None => {
+                            let failed = Failed::new(FailureKind::Internal, "the engine broke off");
+                            return Some(self.fail(failed));
+                        }
+                    }
+                }
+                Source::End(_) => {
+                    let Source::End(event) = std::mem::replace(&mut self.source, Source::Over) else {
+                        unreachable!("just matched")
+                    };
+                    return Some(event);
+                }
+                Source::Over => return None,
+            }
+        }
+    }
+
+    fn token(&self, token: &SampledToken) -> GenerateEvent {
+        self.worker.metrics().output_tokens.inc();
+        token_event(token)
+    }
+
+    fn fail(&mut self, failed: Failed) -> GenerateEvent {
+        self.source = Source::Over;
+        tracing::debug!(kind = ?failed.kind, "generation failed: {}", failed.message);
+        failed_event(&failed)
+    }
+}
+
+fn leaving() -> Failed {
+    Failed::new(FailureKind::Draining, "the decode worker is leaving")
+}

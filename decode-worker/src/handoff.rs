@@ -1,0 +1,387 @@
+//! One remote prefill, from `Begin` to verified KV: feeds the state machine with what the stream, the
+//! engine, the data plane, the router and the clock say, and does what it decides.
+
+use std::{
+    collections::VecDeque,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use baton_engine::{Request, Reservation, SampledToken, SubmitError};
+use baton_kv_transfer::{
+    Begin, FailureKind, Generation, Grant, Granted, HandoffError, KvFault, Piece, Receiver,
+    handoff::{
+        Limits,
+        decode::{Action, Committed, DecodeHandoff, Input},
+    },
+};
+use baton_proto::worker::{self as proto, PrefillPeer, prefill_client::PrefillClient};
+use baton_telemetry::trace_context;
+use baton_worker::{
+    Worker,
+    convert::submit_failure,
+    convert_handoff::{FirstToken, Payload, decode_message_to_proto, prefill_message_from_proto},
+};
+use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
+use tokio::{sync::mpsc, time::timeout};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Response, Status, Streaming, metadata::MetadataKey, transport::Channel};
+
+use crate::generation::HandoffEvent;
+
+/// Messages to the prefill worker that wait in the stream: all that one handoff can have, `Begin`,
+/// `Grant` and `Commit` or `Cancel`.
+const OUTBOUND_BOUND: usize = 4;
+/// For the last messages to leave.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
+
+type Opening = BoxFuture<'static, Result<Response<Streaming<proto::PrefillMessage>>, Status>>;
+type Reserving = BoxFuture<'static, Result<Reservation, SubmitError>>;
+type Verifying = BoxFuture<'static, (usize, Result<(), KvFault>)>;
+
+/// What the router wants.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The request.
+    pub request: Request,
+    /// How often it was planned before.
+    pub attempt: u32,
+    /// Who computes its prompt.
+    pub peer: PrefillPeer,
+}
+
+/// One remote prefill.
+pub struct Handoff {
+    worker: Arc<Worker>,
+    receiver: Receiver,
+    plan: Plan,
+    machine: DecodeHandoff,
+    first_actions: Vec<Action<FirstToken>>,
+    started: Instant,
+
+    /// The router's stream; closed when nobody reads it any more.
+    events: mpsc::Sender<HandoffEvent>,
+    /// Nothing is said to the router any more.
+    is_told: bool,
+
+    opening: Option<Opening>,
+    inbound: Option<Streaming<proto::PrefillMessage>>,
+    outbound: mpsc::Sender<proto::DecodeMessage>,
+    unsent: VecDeque<proto::DecodeMessage>,
+
+    reserving: Option<Reserving>,
+    granted: Option<Granted<Reservation>>,
+    verifying: FuturesUnordered<Verifying>,
+    first: Option<(SampledToken, Instant)>,
+}
+
+impl Handoff {
+    /// Opens the stream to the prefill worker.
+    pub fn new(
+        worker: Arc<Worker>,
+        receiver: Receiver,
+        client: PrefillClient<Channel>,
+        plan: Plan,
+        events: mpsc::Sender<HandoffEvent>,
+    ) -> Handoff {
+        let started = Instant::now();
+        let layout = *worker.engine().storage().layout();
+        let total = worker.config().handoff_deadline;
+        let limits = Limits { total, stall: total.min(Limits::default().stall), ..Limits::default() };
+        let begin = Begin {
+            request_id: plan.request.id.clone(),
+            attempt: plan.attempt,
+            prefill_incarnation: plan.peer.incarnation,
+            decode_worker_id: worker.id().0.clone(),
+            decode_incarnation: worker.incarnation(),
+            num_blocks: layout.num_blocks_for(plan.request.num_known_tokens()),
+            deadline: total,
+        };
+        let (machine, first_actions) = DecodeHandoff::begin(begin, layout.num_layers, limits, started);
+        let (outbound, messages) = mpsc::channel(OUTBOUND_BOUND);
+        Handoff {
+            worker,
+            receiver,
+            plan,
+            machine,
+            first_actions,
+            started,
+            events,
+            is_told: false,
+            opening: Some(Box::pin(open(client, messages))),
+            inbound: None,
+            outbound,
+            unsent: VecDeque::new(),
+            reserving: None,
+            granted: None,
+            verifying: FuturesUnordered::new(),
+            first: None,
+        }
+    }
+
+    /// Drives it to its end.
+    pub async fn run(mut self) {
+        let mut inputs = VecDeque::new();
+        let mut actions = std::mem::take(&mut self.first_actions);
+        loop {
+            for action in actions {
+                inputs.extend(self.act(action).await);
+            }
+            if self.machine.is_over() {
+                break;
+            }
+            let input = match inputs.pop_front() {
+                Some(input) => input,
+                None => self.next().await,
+            };
+            actions = self.machine.on(input, Instant::now());
+        }
+        let flush = async {
+            for message in std::mem::take(&mut self.unsent) {
+                if self.outbound.send(message).await.is_err() {
+                    break;
+                }
+            }
+        };
+        // A peer that reads nothing loses what it did not read.
+        let _ = timeout(FLUSH_TIMEOUT, flush).await;
+        self.end_stream().await;
+    }
+
+    /// Ends our half of the stream and reads the rest of the other, so that the last message arrives:
+    /// dropping the stream at once would reset it and may discard what is still on its way.
+    async fn end_stream(self) {
+        let Handoff { inbound, outbound, .. } = self;
+        drop(outbound);
+        if let Some(mut inbound) = inbound {
+            let _ =
+                timeout(FLUSH_TIMEOUT, async { while let Ok(Some(_)) = inbound.message().await {} }).await;
+        }
+    }
+
+    /// Waits for whatever happens next.
+    async fn next(&mut self) -> Input<FirstToken> {
+        loop {
+            let halted = self.worker.lifecycle().halted();
+            let deadline = self.machine.deadline();
+            tokio::select! {
+                opened = maybe(&mut self.opening) => {
+                    self.opening = None;
+                    match opened {
+                        Ok(response) => self.inbound = Some(response.into_inner()),
+                        Err(status) => return Input::StreamClosed(self.lost(&status)),
+                    }
+                }
+                message = receive(&mut self.inbound) => return self.received(message),
+                sent = send_next(&self.outbound, &mut self.unsent), if !self.unsent.is_empty() => {
+                    if !sent {
+                        // Why, the other half of the stream will say.
+                        self.unsent.clear();
+                    }
+                }
+                reserved = maybe(&mut self.reserving) => {
+                    self.reserving = None;
+                    return self.reserved(reserved);
+                }
+                Some((num_pieces, result)) = self.verifying.next() => {
+                    return Input::Verified { num_pieces, result };
+                }
+                () = self.events.closed(), if !self.is_told => {
+                    self.is_told = true;
+                    return Input::Cancel("the request was cancelled".into());
+                }
+                () = halted.cancelled(), if !self.is_told => {
+                    self.is_told = true;
+                    return Input::Cancel("the decode worker is leaving".into());
+                }
+                () = sleep_until(deadline) => return Input::Tick,
+            }
+        }
+    }
+
+    fn received(&mut self, message: Result<Option<proto::PrefillMessage>, Status>) -> Input<FirstToken> {
+        let why = match message.map(|message| message.map(prefill_message_from_proto)) {
+            Ok(Some(Ok(message))) => return Input::Message(message),
+            Ok(Some(Err(error))) => format!("the prefill worker sent nonsense: {error}"),
+            Ok(None) => "the prefill worker ended the stream".to_owned(),
+            Err(status) => self.lost(&status),
+        };
+        self.inbound = None;
+        Input::StreamClosed(why)
+    }
+
+    fn lost(&self, status: &Status) -> String {
+        format!("{} at {}: {}", self.plan.peer.worker_id, self.plan.peer.address, status.message())
+    }
+
+    fn reserved(&mut self, reserved: Result<Reservation, SubmitError>) -> Input<FirstToken> {
+        let reservation = match reserved {
+            Ok(reservation) => reservation,
+            Err(error) => return Input::ReserveFailed(submit_failure(&error)),
+        };
+        let num_cached_blocks = reservation.num_cached_blocks();
+        let block_ids = reservation.blocks()[num_cached_blocks..].to_vec();
+        let granted = self.receiver.grant(block_ids.clone(), reservation);
+        let offers = granted.offers().to_vec();
+        let grant = Grant { generation: granted.generation(), num_cached_blocks, block_ids, offers };
+        self.granted = Some(granted);
+        Input::Granted(grant)
+    }
+
+    /// Does what was decided; what that leads to at once is the next input.
+    async fn act(&mut self, action: Action<FirstToken>) -> Option<Input<FirstToken>> {
+        match action {
+            Action::Send(message) => {
+                let payload = Payload { request: &self.plan.request, kv_format: self.worker.kv_format() };
+                self.unsent.push_back(decode_message_to_proto(message, payload));
+            }
+            Action::Reserve => {
+                let (engine, request) = (self.worker.engine().clone(), self.plan.request.clone());
+                self.reserving = Some(Box::pin(async move { engine.reserve(request).await }));
+            }
+            Action::FirstToken(first) => return self.pass_on(first),
+            Action::Verify(pieces) => self.verify(pieces),
+            Action::Revoke(generation) => self.revoke(generation),
+            Action::WriterStopped(generation) => self.receiver.writer_stopped(generation),
+            Action::Finish(result) => {
+                self.reserving = None;
+                self.verifying.clear();
+                self.finish(result).await;
+            }
+            // `run` ends, and with it the stream.
+            Action::Close => {}
+        }
+        None
+    }
+
+    /// The router gets the first token at once, and the end with it if that is all.
+    fn pass_on(&mut self, first: FirstToken) -> Option<Input<FirstToken>> {
+        let FirstToken { token, cached_tokens } = first;
+        let request = &self.plan.request;
+        let context_length = self.worker.engine().context_length();
+        let finish = request.finish_after(request.output.len() + 1, token.id, context_length);
+        self.first = Some((token.clone(), Instant::now()));
+        self.tell(HandoffEvent::First { token, cached_tokens, finish });
+        finish.map(|_| {
+            self.is_told = true;
+            Input::Cancel("the first token ends the request".into())
+        })
+    }
+
+    fn verify(&mut self, pieces: Vec<Piece>) {
+        let granted = self.granted.as_ref().expect("pieces are verified under a grant");
+        let num_pieces = pieces.len();
+        let verified = granted.verify(pieces);
+        self.verifying.push(Box::pin(async move { (num_pieces, verified.await) }));
+    }
+
+    fn revoke(&mut self, generation: Generation) {
+        if let Some(granted) = self.granted.take_if(|granted| granted.generation() == generation) {
+            // The reservation goes with the grant, and returns its blocks once they are fenced.
+            drop(granted.revoke());
+        }
+    }
+
+    async fn finish(&mut self, result: Result<Committed, HandoffError>) {
+        let elapsed = self.started.elapsed();
+        let metrics = self.worker.metrics();
+        metrics.handoff_seconds.observe(elapsed.as_secs_f64());
+        let peer = &self.plan.peer.worker_id;
+        match result {
+            Ok(committed) => {
+                let (_, sampled) = self.first.as_ref().expect("a handoff commits with a first token");
+                let exposed = sampled.elapsed();
+                metrics.handoff_ended("committed");
+                metrics.exposed_seconds.observe(exposed.as_secs_f64());
+                let transport = committed.transport.map_or("none", |kind| kind.name());
+                tracing::info!(prefill = %peer, transport, bytes = committed.bytes, ?elapsed, ?exposed, "kv received");
+                self.decode().await;
+            }
+            Err(error) => {
+                metrics.handoff_ended(error.label());
+                tracing::info!(prefill = %peer, ?elapsed, %error, "handoff ended");
+                let failed = match &error {
+                    HandoffError::Refused { failed, .. } => failed.clone(),
+                    error => baton_kv_transfer::Failed::new(error.kind(), error.to_string()),
+                };
+                self.tell(HandoffEvent::Failed(failed));
+                self.is_told = true;
+            }
+        }
+    }
+
+    /// The KV is here: gives the blocks to the engine.
+    async fn decode(&mut self) {
+        let granted = self.granted.take().expect("a handoff commits a grant");
+        let (token, _) = self.first.take().expect("a handoff commits with a first token");
+        let event = match granted.commit().await {
+            Some(reservation) => match self.worker.engine().decode(reservation, token) {
+                Ok(tokens) => HandoffEvent::Decoding(tokens),
+                Err(error) => HandoffEvent::Failed(submit_failure(&error)),
+            },
+            None => HandoffEvent::Failed(baton_kv_transfer::Failed::new(
+                FailureKind::Internal,
+                "the receiver was torn down",
+            )),
+        };
+        self.tell(event);
+        self.is_told = true;
+    }
+
+    /// Says it to the router's stream, unless it was told its end or has left.
+    fn tell(&self, event: HandoffEvent) {
+        if !self.is_told {
+            // Room is kept for all that a handoff says; a closed channel is a router that left.
+            let _ = self.events.try_send(event);
+        }
+    }
+}
+
+async fn open(
+    mut client: PrefillClient<Channel>,
+    messages: mpsc::Receiver<proto::DecodeMessage>,
+) -> Result<Response<Streaming<proto::PrefillMessage>>, Status> {
+    let mut request = tonic::Request::new(ReceiverStream::new(messages));
+    trace_context::inject(|name, value| {
+        if let (Ok(name), Ok(value)) = (MetadataKey::from_bytes(name.as_bytes()), value.parse()) {
+            request.metadata_mut().insert(name, value);
+        }
+    });
+    client.handoff(request).await
+}
+
+/// Sends the first of `unsent` when the stream has room; whether somebody reads it. Nothing is lost when
+/// the future is dropped.
+async fn send_next(
+    outbound: &mpsc::Sender<proto::DecodeMessage>,
+    unsent: &mut VecDeque<proto::DecodeMessage>,
+) -> bool {
+    let Ok(permit) = outbound.reserve().await else { return false };
+    if let Some(message) = unsent.pop_front() {
+        permit.send(message);
+    }
+    true
+}
+
+async fn receive(
+    inbound: &mut Option<Streaming<proto::PrefillMessage>>,
+) -> Result<Option<proto::PrefillMessage>, Status> {
+    match inbound {
+        Some(inbound) => inbound.message().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn maybe<T>(future: &mut Option<BoxFuture<'static, T>>) -> T {
+    match future {
+        Some(future) => future.await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn sleep_until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline.into()).await,
+        None => std::future::pending().await,
+    }
+}

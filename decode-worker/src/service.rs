@@ -1,0 +1,90 @@
+//! `baton.worker.v1.Decode`.
+
+use std::{pin::Pin, sync::Arc};
+
+use baton_kv_transfer::{Failed, FailureKind, Receiver};
+use baton_proto::worker::{GenerateEvent, GenerateRequest, decode_server::Decode};
+use baton_telemetry::trace_context;
+use baton_worker::{
+    Worker,
+    convert::{failure_status, request_from_generate, submit_failure},
+};
+use tokio::sync::mpsc;
+use tokio_stream::Stream;
+use tonic::{Request, Response, Status};
+use tracing::Instrument;
+
+use crate::{
+    generation::Generation,
+    handoff::{Handoff, Plan},
+    peers::Peers,
+};
+
+/// A handoff says at most two things: the first token, and the stream of the others or a failure.
+const EVENTS_BOUND: usize = 2;
+
+/// Serves `Decode`.
+#[derive(Clone)]
+pub struct DecodeService {
+    worker: Arc<Worker>,
+    receiver: Receiver,
+    peers: Arc<Peers>,
+}
+
+impl DecodeService {
+    /// Decodes on `worker`'s engine, receives through `receiver`.
+    pub fn new(worker: Arc<Worker>, receiver: Receiver) -> DecodeService {
+        DecodeService { worker, receiver, peers: Arc::default() }
+    }
+
+    fn generation(&self, message: &GenerateRequest, span: tracing::Span) -> Result<Generation, Status> {
+        if self.worker.lifecycle().is_draining() {
+            let failed = Failed::new(FailureKind::Draining, "the decode worker is leaving");
+            return Err(failure_status(&failed));
+        }
+        let request = request_from_generate(message)?;
+        let engine = self.worker.engine();
+        let num_tokens = request.num_known_tokens();
+        let worker = self.worker.clone();
+        let Some(peer) = &message.prefill else {
+            let tokens = engine.generate(request).map_err(|error| failure_status(&submit_failure(&error)))?;
+            worker.metrics().request_taken("local", num_tokens);
+            return Ok(Generation::local(worker, tokens));
+        };
+        request
+            .validate(engine.vocab_size(), engine.context_length())
+            .map_err(|error| failure_status(&submit_failure(&error.into())))?;
+        let client = self.peers.client(&peer.address).map_err(|error| {
+            Status::invalid_argument(format!("prefill.address: {:?} is no address: {error}", peer.address))
+        })?;
+        worker.metrics().request_taken("remote", num_tokens);
+        let (events, received) = mpsc::channel(EVENTS_BOUND);
+        let plan = Plan { request, attempt: message.attempt, peer: peer.clone() };
+        let handoff = Handoff::new(worker.clone(), self.receiver.clone(), client, plan, events);
+        worker.lifecycle().spawn(handoff.run().instrument(span));
+        Ok(Generation::remote(worker, received))
+    }
+}
+
+#[tonic::async_trait]
+impl Decode for DecodeService {
+    type GenerateStream = Pin<Box<dyn Stream<Item = Result<GenerateEvent, Status>> + Send>>;
+
+    async fn generate(
+        &self,
+        request: Request<GenerateRequest>,
+    ) -> Result<Response<Self::GenerateStream>, Status> {
+        let message = request.get_ref();
+        let span =
+            tracing::info_span!("generate", request_id = message.request_id, attempt = message.attempt);
+        trace_context::set_parent(&span, |name| {
+            request.metadata().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
+        });
+        let generation = self.generation(message, span)?;
+        let events = futures_util::stream::unfold(generation, |mut generation| async move {
+            let event = generation.next().await?;
+            Some((Ok(event), generation))
+        });
+        Ok(Response::new(Box::pin(events)))
+    }
+}

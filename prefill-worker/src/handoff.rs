@@ -1,0 +1,335 @@
+//! One handoff, from the stream's opening to its end: feeds the state machine with what the stream, the
+//! engine, the data plane and the clock say, and does what it decides.
+
+use std::{
+    collections::VecDeque,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use baton_engine::{HeldBlocks, PrefillEvent, PrefillEvents, Request};
+use baton_kv_cache::KvFormat;
+use baton_kv_transfer::{
+    DecodeMessage, Failed, FailureKind, HandoffError, PushError, Pushed, Route, RouteError, Sender,
+    TransportKind,
+    handoff::{
+        Limits,
+        prefill::{Action, Input, PrefillHandoff},
+    },
+};
+use baton_proto::worker as proto;
+use baton_worker::{
+    Worker,
+    convert::{WireError, engine_failure, request_from_begin, submit_failure},
+    convert_handoff::{FirstToken, begin_from_proto, decode_message_from_proto, prefill_message_to_proto},
+};
+use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
+use tokio::{sync::mpsc, time::timeout};
+use tonic::{Status, Streaming};
+
+/// For the last messages to leave.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
+
+type Routing = BoxFuture<'static, Result<Route, RouteError>>;
+type Pushing = BoxFuture<'static, Result<Pushed, PushError>>;
+type Outbound = mpsc::Sender<Result<proto::PrefillMessage, Status>>;
+
+/// One handoff.
+pub struct Handoff {
+    worker: Arc<Worker>,
+    sender: Sender,
+    machine: PrefillHandoff,
+    started: Instant,
+
+    /// `None` once the decode worker has ended its half.
+    inbound: Option<Streaming<proto::DecodeMessage>>,
+    outbound: Outbound,
+    unsent: VecDeque<Result<proto::PrefillMessage, Status>>,
+
+    /// What `Begin` asked for, until it is computed.
+    request: Option<(Request, KvFormat)>,
+    events: Option<PrefillEvents>,
+    /// Shared with the route: whichever is dropped last returns the blocks.
+    held: Option<Arc<HeldBlocks>>,
+    cached_tokens: usize,
+
+    routing: Option<Routing>,
+    route: Option<Route>,
+    pushes: FuturesUnordered<Pushing>,
+    stopping: Option<BoxFuture<'static, ()>>,
+    moved: Option<(TransportKind, u64)>,
+    is_halted: bool,
+}
+
+impl Handoff {
+    /// A stream has opened.
+    pub fn new(
+        worker: Arc<Worker>,
+        sender: Sender,
+        inbound: Streaming<proto::DecodeMessage>,
+        outbound: Outbound,
+    ) -> Handoff {
+        let started = Instant::now();
+        let total = worker.config().handoff_deadline;
+        let limits = Limits { total, stall: total.min(Limits::default().stall), ..Limits::default() };
+        let num_layers = worker.engine().storage().layout().num_layers;
+        Handoff {
+            machine: PrefillHandoff::new(worker.incarnation(), num_layers, limits, started),
+            worker,
+            sender,
+            started,
+            inbound: Some(inbound),
+            outbound,
+            unsent: VecDeque::new(),
+            request: None,
+            events: None,
+            held: None,
+            cached_tokens: 0,
+            routing: None,
+            route: None,
+            pushes: FuturesUnordered::new(),
+            stopping: None,
+            moved: None,
+            is_halted: false,
+        }
+    }
+
+    /// Drives it to its end.
+    pub async fn run(mut self) {
+        let mut inputs = VecDeque::new();
+        while !self.machine.is_over() {
+            let input = match inputs.pop_front() {
+                Some(input) => input,
+                None => match self.next().await {
+                    Some(input) => input,
+                    None => continue,
+                },
+            };
+            for action in self.machine.on(input, Instant::now()) {
+                inputs.extend(self.act(action));
+            }
+        }
+        let flush = async {
+            for message in std::mem::take(&mut self.unsent) {
+                if self.outbound.send(message).await.is_err() {
+                    break;
+                }
+            }
+        };
+        // A peer that reads nothing loses what it did not read.
+        let _ = timeout(FLUSH_TIMEOUT, flush).await;
+    }
+
+    /// Waits for whatever happens next; `None` when it does not concern the state machine.
+    async fn next(&mut self) -> Option<Input<FirstToken>> {
+        let halted = self.worker.lifecycle().halted();
+        let deadline = self.machine.deadline();
+        tokio::select! {
+            message = receive(&mut self.inbound) => Some(self.received(message)),
+            sent = send_next(&self.outbound, &mut self.unsent), if !self.unsent.is_empty() => {
+                if sent { None } else { Some(self.peer_left()) }
+            }
+            () = self.outbound.closed(), if self.inbound.is_some() => Some(self.peer_left()),
+            event = next_event(&mut self.events) => Some(self.computed(event)),
+            routed = maybe(&mut self.routing) => {
+                self.routing = None;
+                Some(Input::Routed(routed.map(|route| {
+                    self.route = Some(route);
+                })))
+            }
+            Some(pushed) = self.pushes.next() => {
+                if let Ok(pushed) = &pushed {
+                    let bytes = self.moved.map_or(0, |(_, bytes)| bytes) + pushed.bytes;
+                    self.moved = Some((pushed.transport, bytes));
+                }
+                Some(Input::Pushed(pushed))
+            }
+            () = maybe(&mut self.stopping) => {
+                self.stopping = None;
+                Some(Input::Idle)
+            }
+            () = sleep_until(deadline) => Some(Input::Tick),
+            () = halted.cancelled(), if !self.is_halted => {
+                self.is_halted = true;
+                Some(Input::Fail(Failed::new(FailureKind::Draining, "the prefill worker is leaving")))
+            }
+        }
+    }
+
+    fn peer_left(&mut self) -> Input<FirstToken> {
+        self.inbound = None;
+        self.unsent.clear();
+        Input::StreamClosed("the decode worker dropped the stream".into())
+    }
+
+    fn received(&mut self, message: Result<Option<proto::DecodeMessage>, Status>) -> Input<FirstToken> {
+        let broken = match message {
+            Ok(Some(message)) => match self.convert(message) {
+                Ok(message) => return Input::Message(message),
+                Err(error) => {
+                    self.unsent.push_back(Err(error.clone().into()));
+                    error.to_string()
+                }
+            },
+            Ok(None) => "the decode worker ended the stream".to_owned(),
+            Err(status) => status.message().to_owned(),
+        };
+        self.inbound = None;
+        Input::StreamClosed(broken)
+    }
+
+    fn convert(&mut self, message: proto::DecodeMessage) -> Result<DecodeMessage, WireError> {
+        let Some(proto::decode_message::Message::Begin(begin)) = &message.message else {
+            return decode_message_from_proto(message);
+        };
+        let layout = self.worker.engine().storage().layout();
+        let request = request_from_begin(begin)?;
+        let (begin, kv_format) = begin_from_proto(begin, layout)?;
+        tracing::Span::current().record("request_id", &begin.request_id);
+        // A second one is the state machine's to refuse; it must not replace the first.
+        self.request.get_or_insert((request, kv_format));
+        Ok(DecodeMessage::Begin(begin))
+    }
+
+    fn computed(&mut self, event: Option<PrefillEvent>) -> Input<FirstToken> {
+        match event {
+            Some(PrefillEvent::Started { cached_tokens }) => {
+                self.cached_tokens = cached_tokens;
+                Input::Started
+            }
+            Some(PrefillEvent::Ready { layers, first_block_idx, blocks }) => {
+                Input::Ready { layers, first_block_idx, blocks }
+            }
+            Some(PrefillEvent::FirstToken(token)) => {
+                self.events = None;
+                Input::FirstToken(FirstToken { token, cached_tokens: self.cached_tokens })
+            }
+            Some(PrefillEvent::Failed(error)) => {
+                self.events = None;
+                Input::Fail(engine_failure(&error))
+            }
+            None => {
+                self.events = None;
+                Input::Fail(Failed::new(FailureKind::Internal, "the engine broke off"))
+            }
+        }
+    }
+
+    /// Does what was decided; what that leads to at once is the next input.
+    fn act(&mut self, action: Action<FirstToken>) -> Option<Input<FirstToken>> {
+        match action {
+            Action::Compute => return self.compute().err().map(Input::Fail),
+            Action::Route { generation, offers } => {
+                let (sender, held) = (self.sender.clone(), self.held.clone());
+                self.routing = Some(Box::pin(async move { sender.route(generation, &offers, held).await }));
+            }
+            Action::Push(pieces) => {
+                let route = self.route.as_ref().expect("the state machine pushes once it is routed");
+                self.pushes.push(Box::pin(route.push(pieces)));
+            }
+            Action::Send(message) => self.unsent.push_back(Ok(prefill_message_to_proto(message))),
+            Action::Finish(result) => self.finish(result),
+            Action::Stop => {
+                self.events = None;
+                self.pushes.clear();
+                let (routing, route) = (self.routing.take(), self.route.take());
+                self.stopping = Some(Box::pin(close(routing, route)));
+            }
+            Action::Release => {
+                self.events = None;
+                self.route = None;
+                self.held = None;
+            }
+            // `run` ends, and with it the stream.
+            Action::Close => {}
+        }
+        None
+    }
+
+    fn compute(&mut self) -> Result<(), Failed> {
+        let (request, kv_format) = self.request.take().expect("Begin came with a request");
+        if self.worker.lifecycle().is_draining() {
+            return Err(Failed::new(FailureKind::Draining, "the prefill worker is leaving"));
+        }
+        if let Some(difference) = self.worker.kv_format().difference(&kv_format) {
+            let message = format!("the workers' KV formats differ: {difference}");
+            return Err(Failed::new(FailureKind::KvRejected, message));
+        }
+        self.worker.metrics().request_taken("handoff", request.num_known_tokens());
+        let (events, held) = self.worker.engine().prefill(request).map_err(|error| submit_failure(&error))?;
+        self.events = Some(events);
+        self.held = Some(Arc::new(held));
+        Ok(())
+    }
+
+    fn finish(&self, result: Result<(), HandoffError>) {
+        let elapsed = self.started.elapsed();
+        let metrics = self.worker.metrics();
+        metrics.handoff_seconds.observe(elapsed.as_secs_f64());
+        let (transport, bytes) = self.moved.map_or(("none", 0), |(kind, bytes)| (kind.name(), bytes));
+        match result {
+            Ok(()) => {
+                metrics.handoff_ended("committed");
+                tracing::debug!(transport, bytes, ?elapsed, "handed over");
+            }
+            Err(error) => {
+                metrics.handoff_ended(error.label());
+                tracing::info!(transport, bytes, ?elapsed, %error, "handoff ended");
+            }
+        }
+    }
+}
+
+/// Closes a route, or the one that is just being opened: the peer must hear of either.
+async fn close(routing: Option<Routing>, route: Option<Route>) {
+    let opened = match routing {
+        Some(routing) => routing.await.ok(),
+        None => None,
+    };
+    if let Some(route) = route.or(opened) {
+        route.close().await;
+    }
+}
+
+/// Sends the first of `unsent` when the stream has room; whether somebody reads it. Nothing is lost when
+/// the future is dropped.
+async fn send_next(
+    outbound: &Outbound,
+    unsent: &mut VecDeque<Result<proto::PrefillMessage, Status>>,
+) -> bool {
+    let Ok(permit) = outbound.reserve().await else { return false };
+    if let Some(message) = unsent.pop_front() {
+        permit.send(message);
+    }
+    true
+}
+
+async fn receive(
+    inbound: &mut Option<Streaming<proto::DecodeMessage>>,
+) -> Result<Option<proto::DecodeMessage>, Status> {
+    match inbound {
+        Some(inbound) => inbound.message().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn next_event(events: &mut Option<PrefillEvents>) -> Option<PrefillEvent> {
+    match events {
+        Some(events) => events.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn maybe<T>(future: &mut Option<BoxFuture<'static, T>>) -> T {
+    match future {
+        Some(future) => future.await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn sleep_until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline.into()).await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,50 @@
+//! `baton.worker.v1.Prefill`.
+
+use std::sync::Arc;
+
+use baton_kv_transfer::Sender;
+use baton_proto::worker::{DecodeMessage, PrefillMessage, prefill_server::Prefill};
+use baton_telemetry::trace_context;
+use baton_worker::Worker;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+use tracing::Instrument;
+
+use crate::handoff::Handoff;
+
+/// Messages to the decode worker that wait in the stream; more wait in the handoff, in order.
+const OUTBOUND_BOUND: usize = 16;
+
+/// Serves `Prefill`.
+#[derive(Clone)]
+pub struct PrefillService {
+    worker: Arc<Worker>,
+    sender: Sender,
+}
+
+impl PrefillService {
+    /// Computes on `worker`'s engine, writes through `sender`.
+    pub fn new(worker: Arc<Worker>, sender: Sender) -> PrefillService {
+        PrefillService { worker, sender }
+    }
+}
+
+#[tonic::async_trait]
+impl Prefill for PrefillService {
+    type HandoffStream = ReceiverStream<Result<PrefillMessage, Status>>;
+
+    async fn handoff(
+        &self,
+        request: Request<Streaming<DecodeMessage>>,
+    ) -> Result<Response<Self::HandoffStream>, Status> {
+        let span = tracing::info_span!("handoff", request_id = tracing::field::Empty);
+        trace_context::set_parent(&span, |name| {
+            request.metadata().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
+        });
+        let (outbound, messages) = mpsc::channel(OUTBOUND_BOUND);
+        let handoff = Handoff::new(self.worker.clone(), self.sender.clone(), request.into_inner(), outbound);
+        self.worker.lifecycle().spawn(handoff.run().instrument(span));
+        Ok(Response::new(ReceiverStream::new(messages)))
+    }
+}

@@ -1,0 +1,268 @@
+//! What a worker is started with, checked once, before anything is opened.
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+use baton_cluster::{DiscoveryConfig, Role, WorkerId};
+use baton_kv_cache::{KvDtype, KvLayout};
+use baton_kv_transfer::TransportKind;
+
+/// One worker.
+#[derive(Clone, Debug)]
+pub struct WorkerConfig {
+    /// Which phase it serves.
+    pub role: Role,
+    /// Its name among all workers.
+    pub id: WorkerId,
+    /// Where gRPC, metrics and probes are served; port 0 takes a free one.
+    pub listen: SocketAddr,
+    /// URL at which others reach `listen`. `None`: the bound address.
+    pub advertise: Option<String>,
+    /// Directory of a Hugging Face model.
+    pub model_dir: PathBuf,
+    /// Name that clients ask for. `None`: the directory's name.
+    pub model_name: Option<String>,
+    /// Size of the block pool.
+    pub kv: KvMemory,
+    /// Tokens in a block.
+    pub block_size: usize,
+    /// Type of KV elements. `None`: that of the weights.
+    pub kv_dtype: Option<KvDtype>,
+    /// Sequences that run at once.
+    pub max_running: usize,
+    /// Requests that may wait; more are refused.
+    pub max_waiting: usize,
+    /// Tokens that one step computes at most.
+    pub token_budget: usize,
+    /// Whether blocks are shared between requests of equal prefix.
+    pub prefix_cache: bool,
+    /// Threads that compute. `None`: one per core.
+    pub threads: Option<usize>,
+    /// How routers find this worker.
+    pub discovery: DiscoveryConfig,
+    /// How KV may travel, best first.
+    pub transports: Vec<TransportKind>,
+    /// Where a decode worker receives KV over TCP; port 0 takes a free one.
+    pub data_listen: SocketAddr,
+    /// Host at which others reach `data_listen`. `None`: that of `advertise`.
+    pub data_host: Option<String>,
+    /// Directory of the shared-memory transport's sockets. `None`: a private one of this user.
+    pub shm_dir: Option<PathBuf>,
+    /// Time within which a handoff must end.
+    pub handoff_deadline: Duration,
+    /// Time that running requests get to finish when the worker is told to leave.
+    pub drain_timeout: Duration,
+}
+
+/// How large the block pool is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvMemory {
+    /// So many blocks.
+    Blocks(usize),
+    /// As many blocks as fit into so many bytes.
+    Bytes(usize),
+}
+
+impl KvMemory {
+    /// Blocks of `layout`.
+    ///
+    /// # Errors
+    /// When not even one fits.
+    pub fn num_blocks(self, layout: &KvLayout) -> Result<usize, ConfigError> {
+        match self {
+            KvMemory::Blocks(num_blocks) => Ok(num_blocks),
+            KvMemory::Bytes(bytes) if bytes >= layout.block_bytes() => Ok(bytes / layout.block_bytes()),
+            KvMemory::Bytes(bytes) => {
+                Err(ConfigError::KvMemoryTooSmall { bytes, block_bytes: layout.block_bytes() })
+            }
+        }
+    }
+}
+
+/// A configuration that cannot work, and what to do about it.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// A number that must not be 0.
+    #[error("{0} is 0; it must be at least 1")]
+    Zero(&'static str),
+    /// Not one block.
+    #[error("--kv-memory is {bytes} bytes, but one KV block of this model takes {block_bytes}; give it more")]
+    KvMemoryTooSmall {
+        /// What was given.
+        bytes: usize,
+        /// What one block takes.
+        block_bytes: usize,
+    },
+    /// Nobody can connect to "any address".
+    #[error("--listen {listen} is no address that others can connect to; say with --advertise which is")]
+    Unadvertised {
+        /// What was given.
+        listen: SocketAddr,
+    },
+    /// Not a URL.
+    #[error("--advertise is {0:?}; expected http://host:port")]
+    Advertise(String),
+    /// No way for KV to travel.
+    #[error("--transports is empty; give shm, tcp or both")]
+    NoTransport,
+    /// Discovery cannot work.
+    #[error(transparent)]
+    Discovery(#[from] baton_cluster::DiscoveryError),
+}
+
+impl WorkerConfig {
+    /// Defaults for everything that has one.
+    pub fn new(role: Role, id: WorkerId, model_dir: PathBuf, discovery: DiscoveryConfig) -> WorkerConfig {
+        let any_port = SocketAddr::from(([127, 0, 0, 1], 0));
+        WorkerConfig {
+            role,
+            id,
+            listen: any_port,
+            advertise: None,
+            model_dir,
+            model_name: None,
+            kv: KvMemory::Bytes(512 << 20),
+            block_size: 16,
+            kv_dtype: None,
+            max_running: 64,
+            max_waiting: 1024,
+            token_budget: 512,
+            prefix_cache: true,
+            threads: None,
+            discovery,
+            transports: TransportKind::ALL.to_vec(),
+            data_listen: any_port,
+            data_host: None,
+            shm_dir: None,
+            handoff_deadline: Duration::from_secs(60),
+            drain_timeout: Duration::from_secs(30),
+        }
+    }
+
+    /// Checks what can be checked without opening anything.
+    ///
+    /// # Errors
+    /// Names the flag and what to do.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let counts = [
+            ("--block-size", self.block_size),
+            ("--max-running", self.max_running),
+            ("--max-waiting", self.max_waiting),
+            ("--token-budget", self.token_budget),
+            ("--threads", self.threads.unwrap_or(1)),
+            ("--handoff-deadline", usize::from(!self.handoff_deadline.is_zero())),
+            ("the number of KV blocks", if let KvMemory::Blocks(num) = self.kv { num } else { 1 }),
+        ];
+        if let Some((name, _)) = counts.into_iter().find(|&(_, count)| count == 0) {
+            return Err(ConfigError::Zero(name));
+        }
+        if self.transports.is_empty() {
+            return Err(ConfigError::NoTransport);
+        }
+        self.address(self.listen)?;
+        self.discovery.validate()?;
+        Ok(())
+    }
+
+    /// URL at which others reach this worker, once `bound` is known.
+    ///
+    /// # Errors
+    /// When none is given and `bound` is not one that others can use.
+    pub fn address(&self, bound: SocketAddr) -> Result<String, ConfigError> {
+        match &self.advertise {
+            Some(url) => {
+                let uri = url.parse::<tonic::transport::Uri>().ok();
+                let port = uri.as_ref().filter(|uri| uri.scheme().is_some()).and_then(|uri| uri.port_u16());
+                if port.is_none() {
+                    return Err(ConfigError::Advertise(url.clone()));
+                }
+                Ok(url.trim_end_matches('/').to_owned())
+            }
+            None if bound.ip().is_unspecified() => Err(ConfigError::Unadvertised { listen: bound }),
+            None => Ok(format!("http://{bound}")),
+        }
+    }
+
+    /// Host at which others reach the data listener, given this worker's URL.
+    pub fn data_host(&self, address: &str) -> String {
+        self.data_host.clone().unwrap_or_else(|| {
+            let uri = address.parse::<tonic::transport::Uri>().ok();
+            uri.as_ref().and_then(|uri| uri.host()).unwrap_or("127.0.0.1").to_owned()
+        })
+    }
+
+    /// The model's name.
+    pub fn model_name(&self) -> String {
+        self.model_name.clone().unwrap_or_else(|| {
+            let dir = self.model_dir.file_name().map(|name| name.to_string_lossy().into_owned());
+            dir.unwrap_or_else(|| "model".to_owned())
+        })
+    }
+}
+
+/// A directory of this user alone, by convention the same for every worker of the user. It need not
+/// exist.
+///
+/// # Errors
+/// When it cannot be told who the user is.
+pub fn private_runtime_dir() -> std::io::Result<PathBuf> {
+    if let Some(dir) = std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()) {
+        return Ok(PathBuf::from(dir).join("baton"));
+    }
+    let uid = std::os::unix::fs::MetadataExt::uid(&std::fs::metadata("/proc/self")?);
+    Ok(std::env::temp_dir().join(format!("baton-{uid}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config() -> WorkerConfig {
+        let discovery = DiscoveryConfig::Embedded { router: "http://127.0.0.1:8080".into() };
+        WorkerConfig::new(Role::Prefill, "p0".into(), "/models/tiny".into(), discovery)
+    }
+
+    fn with(change: impl FnOnce(&mut WorkerConfig)) -> WorkerConfig {
+        let mut config = config();
+        change(&mut config);
+        config
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused_with_what_to_do() {
+        let cases = [
+            (with(|c| c.max_running = 0), "--max-running is 0"),
+            (with(|c| c.kv = KvMemory::Blocks(0)), "number of KV blocks is 0"),
+            (with(|c| c.transports.clear()), "give shm, tcp or both"),
+            (with(|c| c.listen = ([0, 0, 0, 0], 80).into()), "say with --advertise"),
+            (with(|c| c.advertise = Some("host:80".into())), "expected http://host:port"),
+            (with(|c| c.advertise = Some("http://host".into())), "expected http://host:port"),
+            (with(|c| c.handoff_deadline = Duration::ZERO), "--handoff-deadline is 0"),
+        ];
+        for (config, expected) in cases {
+            let error = config.validate().unwrap_err().to_string();
+            assert!(error.contains(expected), "{error:?} does not say {expected:?}");
+        }
+        assert!(config().validate().is_ok());
+    }
+
+    #[test]
+    fn memory_becomes_blocks() {
+        let layout =
+            KvLayout { block_size: 16, num_layers: 2, num_kv_heads: 1, head_dim: 4, dtype: KvDtype::F32 };
+        assert_eq!(layout.block_bytes(), 1024);
+        assert_eq!(KvMemory::Bytes(2047).num_blocks(&layout).unwrap(), 1);
+        let error = KvMemory::Bytes(1023).num_blocks(&layout).unwrap_err().to_string();
+        assert!(error.contains("takes 1024"), "{error}");
+    }
+
+    #[test]
+    fn addresses_follow_what_is_advertised() {
+        let bound = SocketAddr::from(([127, 0, 0, 1], 4000));
+        assert_eq!(config().address(bound).unwrap(), "http://127.0.0.1:4000");
+        let config = with(|c| c.advertise = Some("http://decode-0:9000/".into()));
+        assert_eq!(config.address(bound).unwrap(), "http://decode-0:9000");
+        assert_eq!(config.data_host("http://decode-0:9000"), "decode-0");
+        assert_eq!(with(|c| c.data_host = Some("10.0.0.1".into())).data_host("http://x:1"), "10.0.0.1");
+        assert_eq!(config.model_name(), "tiny");
+    }
+}

@@ -1,0 +1,312 @@
+//! Between the protocol's messages and the engine's types. Nothing else in the workers looks into a
+//! protocol message of a request.
+//!
+//! What comes from the wire is checked here for what the types cannot hold; what a request may ask of
+//! a model is checked by the engine ([`Request::validate`]).
+
+use baton_engine::{
+    EngineError, FinishReason, InvalidRequest, Request, SampledToken, SamplingParams, SubmitError,
+    TokenLogprobs,
+};
+use baton_kv_transfer::{Failed, FailureKind};
+use baton_proto::{v1, worker as proto};
+use tonic::Status;
+
+/// Longest accepted request id.
+const MAX_ID_BYTES: usize = 256;
+
+/// What is wrong with a message.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WireError {
+    /// A field must be there.
+    #[error("{0} is missing")]
+    Missing(&'static str),
+    /// A field cannot have this value.
+    #[error("{field}: {value} is not {expected}")]
+    Invalid {
+        /// Which field.
+        field: &'static str,
+        /// What it held.
+        value: String,
+        /// What it may hold.
+        expected: &'static str,
+    },
+}
+
+impl From<WireError> for Status {
+    fn from(error: WireError) -> Status {
+        Status::invalid_argument(error.to_string())
+    }
+}
+
+/// A request as the router sends it to a decode worker.
+///
+/// # Errors
+/// When the message is not one.
+pub fn request_from_generate(message: &proto::GenerateRequest) -> Result<Request, WireError> {
+    check_id("request_id", &message.request_id)?;
+    let sampling = message.sampling.as_ref().ok_or(WireError::Missing("sampling"))?;
+    Ok(Request {
+        id: message.request_id.clone(),
+        prompt: message.prompt_token_ids.clone(),
+        output: message.output_token_ids.clone(),
+        sampling: sampling_from_proto(sampling),
+        cache_salt: message.cache_salt.clone(),
+    })
+}
+
+/// A request as a decode worker sends it to a prefill worker.
+///
+/// # Errors
+/// When the message is not one.
+pub fn request_from_begin(message: &proto::Begin) -> Result<Request, WireError> {
+    check_id("request_id", &message.request_id)?;
+    let sampling = message.sampling.as_ref().ok_or(WireError::Missing("sampling"))?;
+    let num_tokens = message.token_ids.len();
+    let num_prompt_tokens =
+        num_tokens.checked_sub(message.num_output_tokens as usize).ok_or_else(|| WireError::Invalid {
+            field: "num_output_tokens",
+            value: message.num_output_tokens.to_string(),
+            expected: "at most the number of token_ids",
+        })?;
+    let (prompt, output) = message.token_ids.split_at(num_prompt_tokens);
+    Ok(Request {
+        id: message.request_id.clone(),
+        prompt: prompt.to_vec(),
+        output: output.to_vec(),
+        sampling: sampling_from_proto(sampling),
+        cache_salt: message.cache_salt.clone(),
+    })
+}
+
+fn check_id(field: &'static str, id: &str) -> Result<(), WireError> {
+    if id.is_empty() {
+        return Err(WireError::Missing(field));
+    }
+    if id.len() > MAX_ID_BYTES {
+        let value = format!("{} bytes", id.len());
+        return Err(WireError::Invalid { field, value, expected: "at most 256 bytes" });
+    }
+    Ok(())
+}
+
+fn sampling_from_proto(sampling: &proto::Sampling) -> SamplingParams {
+    let mut logit_bias: Vec<_> = sampling.logit_bias.iter().map(|(&id, &bias)| (id, bias)).collect();
+    // A map has no order; equal requests shall be equal.
+    logit_bias.sort_by_key(|&(id, _)| id);
+    SamplingParams {
+        max_tokens: sampling.max_tokens,
+        min_tokens: sampling.min_tokens,
+        temperature: sampling.temperature,
+        top_k: sampling.top_k,
+        top_p: sampling.top_p,
+        min_p: sampling.min_p,
+        repetition_penalty: sampling.repetition_penalty,
+        presence_penalty: sampling.presence_penalty,
+        frequency_penalty: sampling.frequency_penalty,
+        logit_bias,
+        seed: sampling.seed,
+        stop_token_ids: sampling.stop_token_ids.clone(),
+        logprobs: sampling.logprobs,
+    }
+}
+
+/// For a prefill worker, or for a test that plays the router.
+pub fn sampling_to_proto(sampling: &SamplingParams) -> proto::Sampling {
+    proto::Sampling {
+        max_tokens: sampling.max_tokens,
+        min_tokens: sampling.min_tokens,
+        temperature: sampling.temperature,
+        top_k: sampling.top_k,
+        top_p: sampling.top_p,
+        min_p: sampling.min_p,
+        repetition_penalty: sampling.repetition_penalty,
+        presence_penalty: sampling.presence_penalty,
+        frequency_penalty: sampling.frequency_penalty,
+        logit_bias: sampling.logit_bias.iter().copied().collect(),
+        seed: sampling.seed,
+        stop_token_ids: sampling.stop_token_ids.clone(),
+        logprobs: sampling.logprobs,
+    }
+}
+
+/// A token for the wire.
+pub fn token_to_proto(token: &SampledToken) -> proto::Token {
+    let logprobs = token.logprobs.as_ref().map(|logprobs| v1::TokenLogprobs {
+        token_id: token.id,
+        logprob: logprobs.logprob,
+        top: logprobs.top.iter().map(|&(token_id, logprob)| v1::TopLogprob { token_id, logprob }).collect(),
+    });
+    proto::Token { id: token.id, logprobs }
+}
+
+/// A token from the wire.
+pub fn token_from_proto(token: proto::Token) -> SampledToken {
+    let logprobs = token.logprobs.map(|logprobs| TokenLogprobs {
+        logprob: logprobs.logprob,
+        top: logprobs.top.into_iter().map(|top| (top.token_id, top.logprob)).collect(),
+    });
+    SampledToken { id: token.id, logprobs }
+}
+
+/// The next token, as the router gets it.
+pub fn token_event(token: &SampledToken) -> proto::GenerateEvent {
+    event(proto::generate_event::Event::Token(token_to_proto(token)))
+}
+
+/// A good end.
+pub fn finished_event(reason: FinishReason, cached_tokens: usize) -> proto::GenerateEvent {
+    let reason = match reason {
+        FinishReason::Stop => v1::FinishReason::Stop,
+        FinishReason::Length => v1::FinishReason::Length,
+        FinishReason::Abort => v1::FinishReason::Abort,
+    };
+    let cached_tokens = u32::try_from(cached_tokens).unwrap_or(u32::MAX);
+    event(proto::generate_event::Event::Finished(proto::Finished { reason: reason.into(), cached_tokens }))
+}
+
+/// A bad end.
+pub fn failed_event(failed: &Failed) -> proto::GenerateEvent {
+    event(proto::generate_event::Event::Failed(failed_to_proto(failed)))
+}
+
+fn event(event: proto::generate_event::Event) -> proto::GenerateEvent {
+    proto::GenerateEvent { event: Some(event) }
+}
+
+/// A failure for the wire.
+pub fn failed_to_proto(failed: &Failed) -> proto::Failed {
+    use proto::failed::Kind;
+    let kind = match failed.kind {
+        FailureKind::Invalid => Kind::Invalid,
+        FailureKind::Full => Kind::Full,
+        FailureKind::PrefillLost => Kind::PrefillLost,
+        FailureKind::KvRejected => Kind::KvRejected,
+        FailureKind::Deadline => Kind::Deadline,
+        FailureKind::Draining => Kind::Draining,
+        FailureKind::Internal => Kind::Internal,
+    };
+    proto::Failed { kind: kind.into(), message: failed.message.clone() }
+}
+
+/// A failure from the wire. A kind that is unknown here counts as internal: the router tries elsewhere.
+pub fn failed_from_proto(failed: proto::Failed) -> Failed {
+    use proto::failed::Kind;
+    let kind = match failed.kind() {
+        Kind::Invalid => FailureKind::Invalid,
+        Kind::Full => FailureKind::Full,
+        Kind::PrefillLost => FailureKind::PrefillLost,
+        Kind::KvRejected => FailureKind::KvRejected,
+        Kind::Deadline => FailureKind::Deadline,
+        Kind::Draining => FailureKind::Draining,
+        Kind::Internal | Kind::Unspecified => FailureKind::Internal,
+    };
+    Failed { kind, message: failed.message }
+}
+
+/// What a refusal by the engine means to the router.
+pub fn submit_failure(error: &SubmitError) -> Failed {
+    let kind = match error {
+        // Another worker may have a larger pool.
+        SubmitError::Invalid(InvalidRequest::TooLargeForPool { .. }) | SubmitError::Full { .. } => {
+            FailureKind::Full
+        }
+        SubmitError::Invalid(_) => FailureKind::Invalid,
+        SubmitError::ShuttingDown => FailureKind::Draining,
+    };
+    Failed::new(kind, error.to_string())
+}
+
+/// What a failure of the engine means to the router.
+pub fn engine_failure(error: &EngineError) -> Failed {
+    let kind = match error {
+        EngineError::ShuttingDown => FailureKind::Draining,
+        EngineError::InvalidLogits | EngineError::Executor { .. } | EngineError::Panicked { .. } => {
+            FailureKind::Internal
+        }
+    };
+    Failed::new(kind, error.to_string())
+}
+
+/// A failure before the first event: the call itself is refused.
+pub fn failure_status(failed: &Failed) -> Status {
+    let message = failed.message.clone();
+    match failed.kind {
+        FailureKind::Invalid => Status::invalid_argument(message),
+        FailureKind::Full => Status::resource_exhausted(message),
+        FailureKind::Draining | FailureKind::PrefillLost => Status::unavailable(message),
+        FailureKind::KvRejected => Status::data_loss(message),
+        FailureKind::Deadline => Status::deadline_exceeded(message),
+        FailureKind::Internal => Status::internal(message),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn generate() -> proto::GenerateRequest {
+        proto::GenerateRequest {
+            request_id: "r".into(),
+            prompt_token_ids: vec![1, 2],
+            output_token_ids: vec![3],
+            sampling: Some(sampling_to_proto(&SamplingParams {
+                logit_bias: vec![(1, 0.5), (7, -1.0)],
+                logprobs: Some(2),
+                seed: 9,
+                ..SamplingParams::default()
+            })),
+            ..proto::GenerateRequest::default()
+        }
+    }
+
+    #[test]
+    fn a_request_keeps_its_meaning_over_both_hops() {
+        let request = request_from_generate(&generate()).unwrap();
+        let begin = proto::Begin {
+            request_id: request.id.clone(),
+            token_ids: [&request.prompt[..], &request.output].concat(),
+            num_output_tokens: 1,
+            sampling: Some(sampling_to_proto(&request.sampling)),
+            ..proto::Begin::default()
+        };
+        assert_eq!(request_from_begin(&begin).unwrap(), request);
+    }
+
+    #[test]
+    fn broken_messages_are_named() {
+        let cases = [
+            (proto::GenerateRequest { request_id: String::new(), ..generate() }, "request_id is missing"),
+            (proto::GenerateRequest { request_id: "x".repeat(257), ..generate() }, "request_id: 257 bytes"),
+            (proto::GenerateRequest { sampling: None, ..generate() }, "sampling is missing"),
+        ];
+        for (message, expected) in cases {
+            let error = request_from_generate(&message).unwrap_err().to_string();
+            assert!(error.starts_with(expected), "{error:?} does not say {expected:?}");
+        }
+        let begin = proto::Begin {
+            request_id: "r".into(),
+            num_output_tokens: 1,
+            sampling: generate().sampling,
+            ..proto::Begin::default()
+        };
+        let error = request_from_begin(&begin).unwrap_err().to_string();
+        assert!(error.starts_with("num_output_tokens: 1 is not at most"), "{error}");
+    }
+
+    #[test]
+    fn failures_and_tokens_survive_the_wire() {
+        use FailureKind as K;
+        for kind in
+            [K::Invalid, K::Full, K::PrefillLost, K::KvRejected, K::Deadline, K::Draining, K::Internal]
+        {
+            let failed = Failed::new(kind, "why");
+            assert_eq!(failed_from_proto(failed_to_proto(&failed)), failed);
+        }
+        let token = SampledToken {
+            id: 5,
+            logprobs: Some(TokenLogprobs { logprob: -0.5, top: vec![(5, -0.5), (6, -2.0)] }),
+        };
+        assert_eq!(token_from_proto(token_to_proto(&token)), token);
+    }
+}

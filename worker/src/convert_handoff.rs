@@ -1,0 +1,289 @@
+//! Between the protocol's handoff messages and those of `kv-transfer`.
+//!
+//! `Begin` carries the request too; that part is [`request_from_begin`](crate::convert::request_from_begin)'s.
+
+use std::time::Duration;
+
+use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
+use baton_engine::{Request, SampledToken};
+use baton_kv_cache::{BlockId, KvFormat, KvLayout};
+use baton_kv_transfer::{
+    Begin, DecodeMessage, Generation, Grant, Piece, PrefillMessage, TransportKind, TransportOffer, Written,
+};
+use baton_proto::worker as proto;
+use proto::{decode_message, prefill_message, transport_offer};
+
+use crate::convert::{
+    WireError, failed_from_proto, failed_to_proto, sampling_to_proto, token_from_proto, token_to_proto,
+};
+
+/// What the state machines carry as first token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FirstToken {
+    /// The token.
+    pub token: SampledToken,
+    /// Prompt tokens found in the prefill worker's prefix cache.
+    pub cached_tokens: usize,
+}
+
+/// The request that travels in `Begin`, beside what the state machine knows of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Payload<'a> {
+    /// What is to be computed.
+    pub request: &'a Request,
+    /// What the decode worker's blocks mean.
+    pub kv_format: &'a KvFormat,
+}
+
+/// For the wire; `payload` is used by `Begin` alone.
+pub fn decode_message_to_proto(message: DecodeMessage, payload: Payload<'_>) -> proto::DecodeMessage {
+    use decode_message::Message;
+    let message = match message {
+        DecodeMessage::Begin(begin) => Message::Begin(begin_to_proto(begin, payload)),
+        DecodeMessage::Grant(grant) => Message::Grant(proto::Grant {
+            generation: grant.generation.0,
+            num_cached_blocks: grant.num_cached_blocks as u32,
+            block_ids: grant.block_ids.iter().map(|block| block.0).collect(),
+            transports: grant.offers.iter().map(offer_to_proto).collect(),
+        }),
+        DecodeMessage::Commit { generation } => Message::Commit(proto::Commit { generation: generation.0 }),
+        DecodeMessage::Cancel { reason } => Message::Cancel(proto::Cancel { reason }),
+    };
+    proto::DecodeMessage { message: Some(message) }
+}
+
+fn begin_to_proto(begin: Begin, payload: Payload<'_>) -> proto::Begin {
+    let Payload { request, kv_format } = payload;
+    proto::Begin {
+        request_id: begin.request_id,
+        attempt: begin.attempt,
+        prefill_incarnation: begin.prefill_incarnation,
+        decode_worker_id: begin.decode_worker_id,
+        decode_incarnation: begin.decode_incarnation,
+        token_ids: [&request.prompt[..], &request.output].concat(),
+        num_output_tokens: request.output.len() as u32,
+        sampling: Some(sampling_to_proto(&request.sampling)),
+        kv_format: Some(kv_format_to_proto(kv_format)),
+        cache_salt: request.cache_salt.clone(),
+        deadline_ms: u64::try_from(begin.deadline.as_millis()).unwrap_or(u64::MAX),
+    }
+}
+
+/// What the state machine knows of a `Begin`, and the decode worker's KV format.
+///
+/// # Errors
+/// When the message is not one.
+pub fn begin_from_proto(message: &proto::Begin, layout: &KvLayout) -> Result<(Begin, KvFormat), WireError> {
+    let format = message.kv_format.clone().ok_or(WireError::Missing("kv_format"))?;
+    let dtype = format.dtype.clone();
+    let format = kv_format_from_proto(format).map_err(|_| WireError::Invalid {
+        field: "kv_format.dtype",
+        value: dtype,
+        expected: "f32, f16 or bf16",
+    })?;
+    if message.deadline_ms == 0 {
+        return Err(WireError::Missing("deadline_ms"));
+    }
+    let begin = Begin {
+        request_id: message.request_id.clone(),
+        attempt: message.attempt,
+        prefill_incarnation: message.prefill_incarnation,
+        decode_worker_id: message.decode_worker_id.clone(),
+        decode_incarnation: message.decode_incarnation,
+        num_blocks: layout.num_blocks_for(message.token_ids.len()),
+        deadline: Duration::from_millis(message.deadline_ms),
+    };
+    Ok((begin, format))
+}
+
+/// From the wire; anything but `Begin`, which opens a handoff and is read by itself.
+///
+/// # Errors
+/// When the message is not one.
+pub fn decode_message_from_proto(message: proto::DecodeMessage) -> Result<DecodeMessage, WireError> {
+    use decode_message::Message;
+    match message.message.ok_or(WireError::Missing("message"))? {
+        Message::Begin(_) => Err(WireError::Invalid {
+            field: "message",
+            value: "Begin".into(),
+            expected: "Grant, Commit or Cancel, a handoff having one Begin",
+        }),
+        Message::Grant(grant) => {
+            // An offer of a transport that is unknown here is one that cannot be taken.
+            let offers = grant.transports.into_iter().filter_map(offer_from_proto).collect();
+            Ok(DecodeMessage::Grant(Grant {
+                generation: Generation(grant.generation),
+                num_cached_blocks: grant.num_cached_blocks as usize,
+                block_ids: grant.block_ids.into_iter().map(BlockId).collect(),
+                offers,
+            }))
+        }
+        Message::Commit(commit) => Ok(DecodeMessage::Commit { generation: Generation(commit.generation) }),
+        Message::Cancel(cancel) => Ok(DecodeMessage::Cancel { reason: cancel.reason }),
+    }
+}
+
+/// For the wire.
+pub fn prefill_message_to_proto(message: PrefillMessage<FirstToken>) -> proto::PrefillMessage {
+    use prefill_message::Message;
+    let message = match message {
+        PrefillMessage::Started => Message::Started(proto::Started {}),
+        PrefillMessage::FirstToken(first) => Message::FirstToken(proto::FirstToken {
+            token: Some(token_to_proto(&first.token)),
+            cached_tokens: u32::try_from(first.cached_tokens).unwrap_or(u32::MAX),
+        }),
+        PrefillMessage::Written(written) => Message::Written(proto::Written {
+            generation: written.generation.0,
+            transport: written.transport.name().to_owned(),
+            pieces: written
+                .pieces
+                .iter()
+                .map(|piece| proto::Piece {
+                    block_idx: piece.block_idx,
+                    layer_idx: piece.layer_idx,
+                    checksum: piece.checksum,
+                })
+                .collect(),
+            last: written.last,
+            bytes: written.bytes,
+        }),
+        PrefillMessage::Stopped => Message::Stopped(proto::Stopped {}),
+        PrefillMessage::Failed(failed) => Message::Failed(failed_to_proto(&failed)),
+    };
+    proto::PrefillMessage { message: Some(message) }
+}
+
+/// From the wire.
+///
+/// # Errors
+/// When the message is not one.
+pub fn prefill_message_from_proto(
+    message: proto::PrefillMessage,
+) -> Result<PrefillMessage<FirstToken>, WireError> {
+    use prefill_message::Message;
+    Ok(match message.message.ok_or(WireError::Missing("message"))? {
+        Message::Started(proto::Started {}) => PrefillMessage::Started,
+        Message::FirstToken(first) => PrefillMessage::FirstToken(FirstToken {
+            token: token_from_proto(first.token.ok_or(WireError::Missing("token"))?),
+            cached_tokens: first.cached_tokens as usize,
+        }),
+        Message::Written(written) => PrefillMessage::Written(Written {
+            generation: Generation(written.generation),
+            transport: TransportKind::from_name(&written.transport).ok_or(WireError::Invalid {
+                field: "transport",
+                value: written.transport,
+                expected: "shm or tcp",
+            })?,
+            pieces: written
+                .pieces
+                .into_iter()
+                .map(|piece| Piece {
+                    block_idx: piece.block_idx,
+                    layer_idx: piece.layer_idx,
+                    checksum: piece.checksum,
+                })
+                .collect(),
+            last: written.last,
+            bytes: written.bytes,
+        }),
+        Message::Stopped(proto::Stopped {}) => PrefillMessage::Stopped,
+        Message::Failed(failed) => PrefillMessage::Failed(failed_from_proto(failed)),
+    })
+}
+
+fn offer_to_proto(offer: &TransportOffer) -> proto::TransportOffer {
+    let transport = match offer {
+        TransportOffer::Shm { host_id, socket_path, pool } => {
+            transport_offer::Transport::Shm(proto::ShmOffer {
+                host_id: host_id.clone(),
+                socket_path: socket_path.to_string_lossy().into_owned(),
+                pool: *pool,
+            })
+        }
+        TransportOffer::Tcp { address, pool } => {
+            transport_offer::Transport::Tcp(proto::TcpOffer { address: address.clone(), pool: *pool })
+        }
+    };
+    proto::TransportOffer { transport: Some(transport) }
+}
+
+fn offer_from_proto(offer: proto::TransportOffer) -> Option<TransportOffer> {
+    Some(match offer.transport? {
+        transport_offer::Transport::Shm(shm) => {
+            TransportOffer::Shm { host_id: shm.host_id, socket_path: shm.socket_path.into(), pool: shm.pool }
+        }
+        transport_offer::Transport::Tcp(tcp) => TransportOffer::Tcp { address: tcp.address, pool: tcp.pool },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_kv_cache::KvDtype;
+    use baton_kv_transfer::{Failed, FailureKind};
+
+    use super::*;
+
+    fn layout() -> KvLayout {
+        KvLayout { block_size: 4, num_layers: 2, num_kv_heads: 1, head_dim: 2, dtype: KvDtype::F16 }
+    }
+
+    #[test]
+    fn what_d_says_arrives() {
+        let request = Request { id: "r".into(), prompt: vec![1; 9], output: vec![2], ..Request::default() };
+        let kv_format = KvFormat::new("rev".into(), &layout(), "theta".into());
+        let payload = Payload { request: &request, kv_format: &kv_format };
+        let begin = Begin {
+            request_id: "r".into(),
+            attempt: 2,
+            prefill_incarnation: 7,
+            decode_worker_id: "d".into(),
+            decode_incarnation: 8,
+            num_blocks: 3,
+            deadline: Duration::from_millis(1500),
+        };
+        let wire = decode_message_to_proto(DecodeMessage::Begin(begin.clone()), payload);
+        let Some(decode_message::Message::Begin(wire)) = wire.message else { panic!("{wire:?}") };
+        assert_eq!(begin_from_proto(&wire, &layout()), Ok((begin, kv_format.clone())));
+
+        let messages = [
+            DecodeMessage::Grant(Grant {
+                generation: Generation(5),
+                num_cached_blocks: 1,
+                block_ids: vec![BlockId(3), BlockId(9)],
+                offers: vec![
+                    TransportOffer::Shm { host_id: "h".into(), socket_path: "/s".into(), pool: 4 },
+                    TransportOffer::Tcp { address: "h:1".into(), pool: 4 },
+                ],
+            }),
+            DecodeMessage::Commit { generation: Generation(5) },
+            DecodeMessage::Cancel { reason: "why".into() },
+        ];
+        for message in messages {
+            let wire = decode_message_to_proto(message.clone(), payload);
+            assert_eq!(decode_message_from_proto(wire), Ok(message));
+        }
+    }
+
+    #[test]
+    fn what_p_says_arrives() {
+        let messages = [
+            PrefillMessage::Started,
+            PrefillMessage::FirstToken(FirstToken {
+                token: SampledToken { id: 3, logprobs: None },
+                cached_tokens: 16,
+            }),
+            PrefillMessage::Written(Written {
+                generation: Generation(5),
+                transport: TransportKind::Shm,
+                pieces: vec![Piece { block_idx: 1, layer_idx: 2, checksum: u64::MAX }],
+                last: true,
+                bytes: 99,
+            }),
+            PrefillMessage::Stopped,
+            PrefillMessage::Failed(Failed::new(FailureKind::Full, "no room")),
+        ];
+        for message in messages {
+            assert_eq!(prefill_message_from_proto(prefill_message_to_proto(message.clone())), Ok(message));
+        }
+    }
+}

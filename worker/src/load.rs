@@ -1,0 +1,114 @@
+//! From a model directory to something an engine can run.
+
+use std::{
+    io::IsTerminal,
+    time::{Duration, Instant},
+};
+
+use anyhow::Context;
+use baton_model::{Executor, LoadOptions, LoadProgress};
+use indicatif::{ProgressBar, ProgressStyle};
+use tokio::sync::oneshot;
+
+use crate::config::WorkerConfig;
+
+/// A model, ready to compute.
+pub struct Model {
+    /// What computes.
+    pub executor: Box<dyn Executor>,
+    /// Name that clients ask for.
+    pub name: String,
+    /// Identity of the weights.
+    pub revision: String,
+    /// Canonical text of the rotary embedding's parameters.
+    pub rope: String,
+    /// Longest sequence, prompt and output together.
+    pub context_length: usize,
+}
+
+impl std::fmt::Debug for Model {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Model").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// Loads the model of `config`, showing how far it has come.
+///
+/// On a thread of its own: a process that is told to end meanwhile need not wait for it.
+pub(crate) async fn load(config: &WorkerConfig) -> anyhow::Result<Model> {
+    let (config, (done, loaded)) = (config.clone(), oneshot::channel());
+    std::thread::Builder::new().name("model-load".into()).spawn(move || {
+        // Nobody waits any more: fine.
+        let _ = done.send(load_blocking(&config));
+    })?;
+    loaded.await.context("loading the model broke")?
+}
+
+fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
+    let options =
+        LoadOptions { kv_dtype: config.kv_dtype, block_size: config.block_size, threads: config.threads };
+    let started = Instant::now();
+    let mut shown = Shown::new();
+    let loaded = baton_model::load(&config.model_dir, &options, &mut |progress| shown.update(progress))?;
+    shown.finish();
+    let format = loaded.kv_format();
+    let executor = loaded.cpu_executor().context("cannot start the threads that compute")?;
+    let name = config.model_name();
+    tracing::info!(
+        model = name,
+        architecture = loaded.config().architecture,
+        weight_bytes = loaded.weight_bytes(),
+        elapsed = ?started.elapsed(),
+        "model loaded"
+    );
+    Ok(Model {
+        executor: Box::new(executor),
+        name,
+        revision: format.model_revision,
+        rope: format.rope,
+        context_length: loaded.config().context_length,
+    })
+}
+
+/// How progress is shown: a bar to people, a line now and then to others.
+enum Shown {
+    Bar(ProgressBar),
+    Lines { next: Instant },
+}
+
+const LINE_EVERY: Duration = Duration::from_secs(2);
+
+impl Shown {
+    fn new() -> Shown {
+        if std::io::stderr().is_terminal() {
+            let style = ProgressStyle::with_template(
+                "loading {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} {eta}",
+            );
+            let bar = ProgressBar::new(0).with_style(style.expect("the template is right"));
+            return Shown::Bar(bar);
+        }
+        Shown::Lines { next: Instant::now() + LINE_EVERY }
+    }
+
+    fn update(&mut self, progress: LoadProgress) {
+        match self {
+            Shown::Bar(bar) => {
+                bar.set_length(progress.bytes_total);
+                bar.set_position(progress.bytes_done);
+            }
+            Shown::Lines { next } if Instant::now() >= *next => {
+                *next = Instant::now() + LINE_EVERY;
+                let LoadProgress { bytes_done, bytes_total } = progress;
+                let percent = (bytes_done * 100).checked_div(bytes_total).unwrap_or(100);
+                tracing::info!(bytes_done, bytes_total, "loading the model: {percent} %");
+            }
+            Shown::Lines { .. } => {}
+        }
+    }
+
+    fn finish(self) {
+        if let Shown::Bar(bar) = self {
+            bar.finish_and_clear();
+        }
+    }
+}

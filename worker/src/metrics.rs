@@ -1,0 +1,144 @@
+//! What a worker counts, under the names of `/metrics`.
+
+use baton_engine::{EngineHandle, EngineLoad};
+use baton_kv_transfer::{TransportCounts, TransportKind};
+use baton_telemetry::Metrics;
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
+    metrics::{
+        counter::{ConstCounter, Counter},
+        family::Family,
+        gauge::ConstGauge,
+        histogram::{Histogram, exponential_buckets},
+    },
+};
+
+use crate::worker::DataPlane;
+
+/// Counters and histograms that services feed.
+#[derive(Clone, Debug)]
+pub struct WorkerMetrics {
+    handoffs: Family<Outcome, Counter>,
+    /// Seconds from `Begin` to the outcome.
+    pub handoff_seconds: Histogram,
+    /// Of a committed handoff's seconds, those after the first token: transfer that was not hidden
+    /// behind the computation.
+    pub exposed_seconds: Histogram,
+    /// Output tokens sent to routers.
+    pub output_tokens: Counter,
+    /// Prompt tokens of requests taken.
+    pub prompt_tokens: Counter,
+    /// Requests taken.
+    pub requests: Family<Plan, Counter>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Outcome {
+    outcome: &'static str,
+}
+
+/// Where a request's prompt is computed, as a label.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct Plan {
+    /// "local", "remote", or on a prefill worker "handoff".
+    pub prefill: &'static str,
+}
+
+impl WorkerMetrics {
+    /// Registers everything, the engine's gauges and the data plane's bytes included.
+    pub(crate) fn register(metrics: &Metrics, engine: &EngineHandle, data_plane: DataPlane) -> WorkerMetrics {
+        let seconds = || Histogram::new(exponential_buckets(0.000_5, 2.0, 18));
+        let ours = WorkerMetrics {
+            handoffs: Family::default(),
+            handoff_seconds: seconds(),
+            exposed_seconds: seconds(),
+            output_tokens: Counter::default(),
+            prompt_tokens: Counter::default(),
+            requests: Family::default(),
+        };
+        metrics.register(|registry| {
+            registry.register("baton_handoffs", "Handoffs that ended, by how", ours.handoffs.clone());
+            registry.register(
+                "baton_handoff_seconds",
+                "Seconds from the beginning of a handoff to its end",
+                ours.handoff_seconds.clone(),
+            );
+            registry.register(
+                "baton_handoff_exposed_seconds",
+                "Seconds of committed handoffs that no computation hid",
+                ours.exposed_seconds.clone(),
+            );
+            registry.register("baton_output_tokens", "Output tokens", ours.output_tokens.clone());
+            registry.register("baton_prompt_tokens", "Prompt tokens taken", ours.prompt_tokens.clone());
+            registry.register("baton_requests", "Requests taken, by plan", ours.requests.clone());
+            registry.register_collector(Box::new(State { engine: engine.clone(), data_plane }));
+        });
+        ours
+    }
+
+    /// A handoff ended; "committed" or the error's label.
+    pub fn handoff_ended(&self, outcome: &'static str) {
+        self.handoffs.get_or_create(&Outcome { outcome }).inc();
+    }
+
+    /// A request was taken.
+    pub fn request_taken(&self, prefill: &'static str, num_prompt_tokens: usize) {
+        self.requests.get_or_create(&Plan { prefill }).inc();
+        self.prompt_tokens.inc_by(num_prompt_tokens as u64);
+    }
+}
+
+/// Read when somebody asks.
+struct State {
+    engine: EngineHandle,
+    data_plane: DataPlane,
+}
+
+impl std::fmt::Debug for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("State")
+    }
+}
+
+type Gauge = (&'static str, &'static str, fn(&EngineLoad) -> usize);
+
+const GAUGES: [Gauge; 5] = [
+    ("baton_engine_waiting", "Requests that wait for blocks or a place", |load| load.num_waiting),
+    ("baton_engine_running", "Sequences that hold blocks", |load| load.num_running),
+    ("baton_engine_free_blocks", "KV blocks without owner", |load| load.num_free_blocks),
+    ("baton_engine_total_blocks", "KV blocks", |load| load.num_total_blocks),
+    ("baton_engine_queued_tokens", "Prompt tokens that wait to be computed", |load| load.num_queued_tokens),
+];
+
+type Count = (&'static str, &'static str, fn(&TransportCounts) -> u64);
+
+const COUNTS: [Count; 5] = [
+    ("baton_handoff_bytes", "KV bytes moved by handoffs", |counts| counts.bytes),
+    ("baton_handoff_pieces", "KV pieces moved by handoffs", |counts| counts.pieces),
+    ("baton_handoff_routes", "Handoffs that took, or peers that used, a transport", |counts| counts.routes),
+    ("baton_handoff_late_bytes", "Bytes that came for a revoked grant", |counts| counts.late_bytes),
+    ("baton_handoff_connection_failures", "Connections that broke in use", |counts| counts.failures),
+];
+
+impl Collector for State {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let load = *self.engine.load().borrow();
+        for (name, help, read) in GAUGES {
+            let gauge = ConstGauge::new(read(&load) as i64);
+            let metric = encoder.encode_descriptor(name, help, None, gauge.metric_type())?;
+            gauge.encode(metric)?;
+        }
+        let Some((direction, counts)) = self.data_plane.get() else { return Ok(()) };
+        for (name, help, read) in COUNTS {
+            let metric_type = ConstCounter::new(0_u64).metric_type();
+            let mut family = encoder.encode_descriptor(name, help, None, metric_type)?;
+            for kind in TransportKind::ALL {
+                let labels = [("transport", kind.name()), ("direction", direction.name())];
+                let counter = ConstCounter::new(read(&counts(kind)));
+                counter.encode(family.encode_family(&labels)?)?;
+            }
+        }
+        Ok(())
+    }
+}

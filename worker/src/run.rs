@@ -1,0 +1,226 @@
+//! The life of a worker: listen, load, start, register, serve, drain, end.
+
+use std::{pin::Pin, sync::Arc, time::Duration};
+
+use anyhow::Context;
+use baton_cluster::{Capacity, Registration, RegistrationState, Role, WorkerRecord, register};
+use baton_engine::{EngineConfig, EngineHandle, EngineThread};
+use baton_kv_cache::KvFormat;
+use baton_proto::worker::worker_server::WorkerServer;
+use baton_telemetry::Metrics;
+use tokio::{net::TcpListener, time::timeout};
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+
+use crate::{
+    config::WorkerConfig,
+    lifecycle::Lifecycle,
+    load::{self, Model},
+    metrics::WorkerMetrics,
+    server::Server,
+    service::WorkerService,
+    worker::{DataPlane, Worker},
+};
+
+/// For what still runs after it was told to end.
+const HALT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What makes a worker a prefill or a decode worker.
+pub struct RoleService {
+    /// Its gRPC service.
+    pub routes: Routes,
+    /// The service's full name, for `grpc.health.v1`.
+    pub name: &'static str,
+    /// Ends what it started; called when nothing runs or is served any more.
+    pub stop: Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+impl std::fmt::Debug for RoleService {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RoleService").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// Runs a worker until `shutdown` and a drain, or until its engine breaks.
+///
+/// # Errors
+/// When it cannot start, or its engine broke.
+pub async fn run<R>(
+    config: WorkerConfig,
+    metrics: Metrics,
+    shutdown: CancellationToken,
+    role: R,
+) -> anyhow::Result<()>
+where
+    R: FnOnce(&Arc<Worker>) -> anyhow::Result<RoleService>,
+{
+    config.validate()?;
+    let listener = TcpListener::bind(config.listen)
+        .await
+        .with_context(|| format!("cannot listen on {}", config.listen))?;
+    let lifecycle = Lifecycle::new();
+    let server = Server::start(listener, lifecycle.clone(), metrics.clone()).await?;
+    let loaded = tokio::select! {
+        loaded = load::load(&config) => loaded,
+        () = shutdown.cancelled() => {
+            server.close().await;
+            return Ok(());
+        }
+    };
+    operate(config, loaded?, server, lifecycle, metrics, shutdown, role).await
+}
+
+/// As [`run`], with a listener and a model that are there already.
+///
+/// # Errors
+/// As [`run`].
+pub async fn serve<R>(
+    config: WorkerConfig,
+    model: Model,
+    listener: TcpListener,
+    metrics: Metrics,
+    shutdown: CancellationToken,
+    role: R,
+) -> anyhow::Result<()>
+where
+    R: FnOnce(&Arc<Worker>) -> anyhow::Result<RoleService>,
+{
+    config.validate()?;
+    let lifecycle = Lifecycle::new();
+    let server = Server::start(listener, lifecycle.clone(), metrics.clone()).await?;
+    operate(config, model, server, lifecycle, metrics, shutdown, role).await
+}
+
+async fn operate<R>(
+    config: WorkerConfig,
+    model: Model,
+    server: Server,
+    lifecycle: Lifecycle,
+    metrics: Metrics,
+    shutdown: CancellationToken,
+    role: R,
+) -> anyhow::Result<()>
+where
+    R: FnOnce(&Arc<Worker>) -> anyhow::Result<RoleService>,
+{
+    let record = describe(&config, &model, &server)?;
+    let (engine, thread) = start_engine(&config, model, &record)?;
+    let data_plane = DataPlane::default();
+    let metrics = WorkerMetrics::register(&metrics, &engine, data_plane.clone());
+    let drain_timeout = config.drain_timeout;
+    let worker = Arc::new(Worker { config, record, engine, lifecycle, metrics, data_plane });
+    let role = role(&worker)?;
+    server.mount(role.routes.add_service(WorkerServer::new(WorkerService { worker: worker.clone() })));
+    tracing::info!(
+        worker = %worker.id(),
+        role = %worker.record.role,
+        address = %worker.record.address,
+        num_blocks = worker.record.capacity.num_blocks,
+        "worker serves"
+    );
+
+    let registration = register(&worker.config.discovery, worker.record.clone())?;
+    let names = [role.name, "baton.worker.v1.Worker"];
+    tokio::select! {
+        () = shutdown.cancelled() => worker.lifecycle.drain(),
+        () = worker.lifecycle.draining() => {}
+        () = engine_ended(&worker.engine) => {}
+        never = announce_readiness(&registration, &worker.lifecycle, &server, &names) => match never {},
+    }
+
+    server.set_serving(&names, false).await;
+    drain(&worker, registration, drain_timeout).await;
+    worker.engine.shutdown();
+    let ended = tokio::task::spawn_blocking(|| thread.join()).await.context("the engine thread")?;
+    server.close().await;
+    role.stop.await;
+    ended.context("the engine broke")
+}
+
+fn describe(config: &WorkerConfig, model: &Model, server: &Server) -> anyhow::Result<WorkerRecord> {
+    let layout = model.executor.kv_layout();
+    Ok(WorkerRecord {
+        id: config.id.clone(),
+        incarnation: new_incarnation(),
+        role: config.role,
+        address: config.address(server.address())?,
+        model: model.name.clone(),
+        kv_format: KvFormat::new(model.revision.clone(), &layout, model.rope.clone()),
+        capacity: Capacity {
+            num_blocks: config.kv.num_blocks(&layout)?,
+            block_size: layout.block_size,
+            max_running: config.max_running,
+            context_length: model.context_length,
+        },
+    })
+}
+
+fn start_engine(
+    config: &WorkerConfig,
+    model: Model,
+    record: &WorkerRecord,
+) -> anyhow::Result<(EngineHandle, EngineThread)> {
+    let engine = EngineConfig {
+        num_blocks: record.capacity.num_blocks,
+        max_running: config.max_running,
+        token_budget: config.token_budget,
+        context_length: model.context_length,
+        max_waiting: config.max_waiting,
+        prefix_cache: config.prefix_cache,
+        model_revision: model.revision,
+    };
+    baton_engine::start(model.executor, engine).context("cannot start the engine")
+}
+
+/// Random; 0 stays free for "none".
+fn new_incarnation() -> u64 {
+    (uuid::Uuid::new_v4().as_u128() as u64).max(1)
+}
+
+/// Completes when the engine has ended, which it does by itself only when it breaks.
+async fn engine_ended(engine: &EngineHandle) {
+    let mut load = engine.load();
+    while load.changed().await.is_ok() {}
+}
+
+/// Ready is who can be found. Losing discovery later changes nothing: routers remember.
+async fn announce_readiness(
+    registration: &Registration,
+    lifecycle: &Lifecycle,
+    server: &Server,
+    names: &[&str],
+) -> std::convert::Infallible {
+    let mut state = registration.state();
+    if state.wait_for(|state| *state == RegistrationState::Registered).await.is_ok() {
+        lifecycle.ready();
+        server.set_serving(names, true).await;
+    }
+    std::future::pending().await
+}
+
+/// Leaves discovery, lets what runs finish, then ends it.
+async fn drain(worker: &Worker, registration: Registration, drain_timeout: Duration) {
+    let lifecycle = &worker.lifecycle;
+    lifecycle.drain();
+    tracing::info!(num_busy = lifecycle.num_busy(), "draining");
+    registration.withdraw().await;
+    tokio::select! {
+        () = lifecycle.idle() => return,
+        () = tokio::time::sleep(drain_timeout) => {
+            tracing::warn!(num_busy = lifecycle.num_busy(), "time is up; ending what still runs");
+        }
+        () = engine_ended(&worker.engine) => {}
+    }
+    lifecycle.halt();
+    if timeout(HALT_TIMEOUT, lifecycle.idle()).await.is_err() {
+        tracing::error!(num_busy = lifecycle.num_busy(), "something does not end; leaving it behind");
+    }
+}
+
+/// The gRPC service of a role, by its full name.
+pub fn service_name(role: Role) -> &'static str {
+    match role {
+        Role::Prefill => "baton.worker.v1.Prefill",
+        Role::Decode => "baton.worker.v1.Decode",
+    }
+}

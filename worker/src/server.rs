@@ -1,0 +1,184 @@
+//! One port for everything a worker serves: gRPC services, health, reflection, and over plain HTTP
+//! `/metrics`, `/livez` and `/readyz`.
+//!
+//! It listens before the model is loaded, so that probes get an answer at once; the services that need
+//! the engine are mounted when there is one.
+
+use std::{
+    net::SocketAddr,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use axum::{
+    Router,
+    extract::{Request, State},
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+    routing::get,
+};
+use baton_telemetry::Metrics;
+use tokio::{net::TcpListener, task::JoinHandle, time::timeout};
+use tokio_util::sync::CancellationToken;
+use tonic::{
+    Status,
+    service::Routes,
+    transport::server::{Server as TonicServer, TcpIncoming},
+};
+use tonic_health::{ServingStatus, server::HealthReporter};
+use tower::ServiceExt;
+
+use crate::lifecycle::{Lifecycle, Phase};
+
+/// Largest gRPC message taken or sent: a context of a million token ids has room.
+pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
+
+/// How often a silent connection is asked whether it lives, and how long the answer may take.
+pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
+/// See [`KEEP_ALIVE_INTERVAL`].
+pub const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// For streams that nobody reads when the server closes.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A listening server.
+#[derive(Debug)]
+pub(crate) struct Server {
+    address: SocketAddr,
+    services: Services,
+    health: HealthReporter,
+    close: CancellationToken,
+    task: JoinHandle<Result<(), tonic::transport::Error>>,
+}
+
+/// Everything that is served only once there is an engine.
+type Services = Arc<OnceLock<Router>>;
+
+#[derive(Clone)]
+struct Shared {
+    lifecycle: Lifecycle,
+    metrics: Metrics,
+    services: Services,
+}
+
+impl Server {
+    /// Serves health, reflection and HTTP on `listener`, at once.
+    pub(crate) async fn start(
+        listener: TcpListener,
+        lifecycle: Lifecycle,
+        metrics: Metrics,
+    ) -> anyhow::Result<Server> {
+        let address = listener.local_addr()?;
+        let (health, health_service) = tonic_health::server::health_reporter();
+        // "" is the server as a whole; it is known and not serving until a router can send.
+        health.set_service_status("", ServingStatus::NotServing).await;
+        let services = Services::default();
+        let shared = Shared { lifecycle, metrics, services: services.clone() };
+        let routes = Router::new()
+            .route("/metrics", get(metrics_text))
+            .route("/livez", get(livez))
+            .route("/readyz", get(readyz))
+            .fallback(mounted)
+            .with_state(shared);
+        let mut routes = Routes::from(routes).add_service(health_service);
+        for service in reflection()? {
+            routes = service(routes);
+        }
+        let close = CancellationToken::new();
+        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+        let server = TonicServer::builder()
+            .accept_http1(true)
+            .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
+            .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
+            .http2_adaptive_window(Some(true))
+            .add_routes(routes.prepare())
+            .serve_with_incoming_shutdown(incoming, close.clone().cancelled_owned());
+        let task = tokio::spawn(server);
+        Ok(Server { address, services, health, close, task })
+    }
+
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves `routes` too, from now on and once.
+    pub(crate) fn mount(&self, routes: Routes) {
+        let mounted = self.services.set(routes.prepare().into_axum_router());
+        assert!(mounted.is_ok(), "services are mounted once");
+    }
+
+    /// Says through `grpc.health.v1` whether `services` can be sent to.
+    pub(crate) async fn set_serving(&self, services: &[&str], serving: bool) {
+        let status = if serving { ServingStatus::Serving } else { ServingStatus::NotServing };
+        for service in services.iter().chain(&[""]) {
+            self.health.set_service_status(*service, status).await;
+        }
+    }
+
+    /// Takes no connection any more, lets open calls end for a moment, then cuts them.
+    pub(crate) async fn close(mut self) {
+        self.close.cancel();
+        match timeout(CLOSE_TIMEOUT, &mut self.task).await {
+            Ok(Ok(Ok(()))) => {}
+            Ok(Ok(Err(error))) => tracing::warn!(%error, "the server ended badly"),
+            Ok(Err(error)) => tracing::error!(%error, "the server broke"),
+            // Health watches, for example, never end by themselves.
+            Err(_) => {
+                self.task.abort();
+                tracing::debug!("closed with calls open");
+            }
+        }
+    }
+}
+
+type Mount = Box<dyn FnOnce(Routes) -> Routes>;
+
+fn reflection() -> anyhow::Result<[Mount; 2]> {
+    let builder = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(baton_proto::DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    let v1 = builder().build_v1()?;
+    let v1alpha = builder().build_v1alpha()?;
+    Ok([
+        Box::new(|routes: Routes| routes.add_service(v1)),
+        Box::new(|routes: Routes| routes.add_service(v1alpha)),
+    ])
+}
+
+async fn metrics_text(State(shared): State<Shared>) -> impl IntoResponse {
+    ([(header::CONTENT_TYPE, Metrics::CONTENT_TYPE)], shared.metrics.encode())
+}
+
+/// Answering is being alive: an engine that ends takes the process with it.
+async fn livez() -> &'static str {
+    "ok\n"
+}
+
+async fn readyz(State(shared): State<Shared>) -> (StatusCode, &'static str) {
+    match shared.lifecycle.phase() {
+        Phase::Serving => (StatusCode::OK, "ok\n"),
+        Phase::Starting => (StatusCode::SERVICE_UNAVAILABLE, "starting\n"),
+        Phase::Draining => (StatusCode::SERVICE_UNAVAILABLE, "draining\n"),
+    }
+}
+
+/// Whatever is mounted later; until then a gRPC caller is told to come back.
+async fn mounted(State(shared): State<Shared>, request: Request) -> Response {
+    if let Some(router) = shared.services.get() {
+        return match router.clone().oneshot(request).await {
+            Ok(response) => response,
+            Err(never) => match never {},
+        };
+    }
+    let is_grpc = request
+        .headers()
+        .get(header::CONTENT_TYPE)
+        .is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"));
+    if is_grpc {
+        Status::unavailable("the worker is loading its model").into_http::<axum::body::Body>()
+    } else {
+        StatusCode::NOT_FOUND.into_response()
+    }
+}
