@@ -25,6 +25,12 @@ impl From<&str> for WorkerId {
     }
 }
 
+impl From<String> for WorkerId {
+    fn from(id: String) -> WorkerId {
+        WorkerId(id)
+    }
+}
+
 impl fmt::Display for WorkerId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)

@@ -17,7 +17,6 @@ use std::sync::Arc;
 use anyhow::Context;
 use baton_kv_transfer::{Receiver, ReceiverConfig, TransportKind};
 use baton_proto::worker::decode_server::DecodeServer;
-use baton_telemetry::Metrics;
 use baton_worker::{
     Direction, MAX_MESSAGE_BYTES, RoleService, Worker, WorkerConfig, private_runtime_dir, service_name,
 };
@@ -30,8 +29,8 @@ use service::DecodeService;
 ///
 /// # Errors
 /// When it cannot start, or its engine broke.
-pub async fn run(config: WorkerConfig, metrics: Metrics, shutdown: CancellationToken) -> anyhow::Result<()> {
-    baton_worker::run(config, metrics, shutdown, role).await
+pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> anyhow::Result<()> {
+    baton_worker::run(config, shutdown, role).await
 }
 
 /// What makes a worker a decode worker.

@@ -12,7 +12,6 @@ use std::sync::Arc;
 
 use baton_kv_transfer::{Sender, SenderConfig};
 use baton_proto::worker::prefill_server::PrefillServer;
-use baton_telemetry::Metrics;
 use baton_worker::{Direction, MAX_MESSAGE_BYTES, RoleService, Worker, WorkerConfig, service_name};
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
@@ -23,8 +22,8 @@ use service::PrefillService;
 ///
 /// # Errors
 /// When it cannot start, or its engine broke.
-pub async fn run(config: WorkerConfig, metrics: Metrics, shutdown: CancellationToken) -> anyhow::Result<()> {
-    baton_worker::run(config, metrics, shutdown, role).await
+pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> anyhow::Result<()> {
+    baton_worker::run(config, shutdown, role).await
 }
 
 /// What makes a worker a prefill worker.

@@ -45,16 +45,12 @@ impl std::fmt::Debug for RoleService {
 ///
 /// # Errors
 /// When it cannot start, or its engine broke.
-pub async fn run<R>(
-    config: WorkerConfig,
-    metrics: Metrics,
-    shutdown: CancellationToken,
-    role: R,
-) -> anyhow::Result<()>
+pub async fn run<R>(config: WorkerConfig, shutdown: CancellationToken, role: R) -> anyhow::Result<()>
 where
     R: FnOnce(&Arc<Worker>) -> anyhow::Result<RoleService>,
 {
     config.validate()?;
+    let metrics = Metrics::new();
     let listener = TcpListener::bind(config.listen)
         .await
         .with_context(|| format!("cannot listen on {}", config.listen))?;
@@ -78,7 +74,6 @@ pub async fn serve<R>(
     config: WorkerConfig,
     model: Model,
     listener: TcpListener,
-    metrics: Metrics,
     shutdown: CancellationToken,
     role: R,
 ) -> anyhow::Result<()>
@@ -86,6 +81,7 @@ where
     R: FnOnce(&Arc<Worker>) -> anyhow::Result<RoleService>,
 {
     config.validate()?;
+    let metrics = Metrics::new();
     let lifecycle = Lifecycle::new();
     let server = Server::start(listener, lifecycle.clone(), metrics.clone()).await?;
     operate(config, model, server, lifecycle, metrics, shutdown, role).await
