@@ -1,0 +1,270 @@
+"""The official OpenAI client against a running Baton: does it understand every answer?
+
+    python openai_client.py --base-url http://127.0.0.1:8080
+
+The checks compare answers with each other and with what was asked for. Only one needs a model that has
+learned something: the questions of models/tiny/eval, which come with their answers.
+"""
+
+import argparse
+import asyncio
+import json
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+
+from checks import check, raises, run
+
+EVAL = Path(__file__).resolve().parents[2] / "models/tiny/eval"
+MESSAGES = [{"role": "user", "content": "Mara keeps the red key. Tell me a story about Mara and the key."}]
+PROMPT = "Mara keeps the red key in the box near the river. "
+# Greedy and of a known length, so that answers can be compared and counted.
+FIXED = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@dataclass
+class Server:
+    client: openai.OpenAI
+    model: str
+    url: str
+
+    def chat(self, **params):
+        return self.client.chat.completions.create(**{"model": self.model, "messages": MESSAGES, **params})
+
+    def complete(self, **params):
+        return self.client.completions.create(**{"model": self.model, "prompt": PROMPT, **params})
+
+    def tokenize(self, text: str) -> list[int]:
+        body = json.dumps({"prompt": text}).encode()
+        request = urllib.request.Request(f"{self.url}/tokenize", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request) as response:
+            return json.load(response)["tokens"]
+
+
+@check
+def models_are_listed(server: Server) -> None:
+    models = server.client.models.list().data
+    assert [model.id for model in models] == [server.model], models
+    assert server.client.models.retrieve(server.model).object == "model"
+
+
+@check
+def a_chat_has_an_answer_with_usage(server: Server) -> None:
+    answer = server.chat(max_completion_tokens=12, **FIXED)
+    assert answer.object == "chat.completion" and answer.id and answer.created > 0, answer
+    assert answer.model == server.model
+    [choice] = answer.choices
+    assert choice.index == 0 and choice.message.role == "assistant" and choice.message.content, choice
+    assert choice.finish_reason == "length" and choice.logprobs is None, choice
+    usage = answer.usage
+    assert usage.completion_tokens == 12 and usage.prompt_tokens > 0, usage
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens, usage
+
+
+@check
+def a_streamed_chat_says_the_same(server: Server) -> None:
+    whole = server.chat(max_tokens=24, **FIXED).choices[0].message.content
+    chunks = list(server.chat(max_tokens=24, stream=True, **FIXED))
+    assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
+    assert len({chunk.id for chunk in chunks}) == 1 and all(len(chunk.choices) == 1 for chunk in chunks)
+    assert all(chunk.usage is None for chunk in chunks), "usage was not asked for"
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert choices[0].delta.role == "assistant"
+    assert "".join(choice.delta.content or "" for choice in choices) == whole
+    reasons = [choice.finish_reason for choice in choices]
+    assert reasons[-1] == "length" and not any(reasons[:-1]), reasons
+    assert len(choices) > 4, "it arrived in one piece"
+
+
+@check
+def a_stream_ends_with_usage_when_asked(server: Server) -> None:
+    expected = server.chat(max_tokens=8, **FIXED).usage
+    for kind in (server.chat, server.complete):
+        chunks = list(kind(max_tokens=8, stream=True, stream_options={"include_usage": True}, **FIXED))
+        *others, last = chunks
+        assert last.choices == [] and last.usage.completion_tokens == 8, last
+        assert all(chunk.usage is None and chunk.choices for chunk in others)
+        if kind == server.chat:
+            assert last.usage.prompt_tokens == expected.prompt_tokens
+
+
+@check
+def the_streaming_helper_reassembles_the_answer(server: Server) -> None:
+    whole = server.chat(max_tokens=12, **FIXED).choices[0].message.content
+    params = {"model": server.model, "messages": MESSAGES, "max_tokens": 12, **FIXED}
+    with server.client.chat.completions.stream(**params) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_completion().choices[0].message.content == whole
+
+
+@check
+def a_completion_has_an_answer_with_usage(server: Server) -> None:
+    answer = server.complete(**FIXED)
+    assert answer.object == "text_completion" and answer.choices[0].text, answer
+    assert answer.usage.completion_tokens == 16, "OpenAI's default for max_tokens is 16"
+    streamed = "".join(chunk.choices[0].text for chunk in server.complete(stream=True, **FIXED))
+    assert streamed == answer.choices[0].text
+
+
+@check
+def prompts_may_be_lists_and_token_ids(server: Server) -> None:
+    other = "The old house near the river has a green lamp. "
+    prompts = [PROMPT, other]
+    singly = [server.complete(prompt=prompt, max_tokens=8, **FIXED).choices[0].text for prompt in prompts]
+    ids = [server.tokenize(prompt) for prompt in prompts]
+    for batch in (prompts, ids):
+        answer = server.complete(prompt=batch, max_tokens=8, **FIXED)
+        assert [choice.index for choice in answer.choices] == [0, 1]
+        assert [choice.text for choice in answer.choices] == singly
+        assert answer.usage.completion_tokens == 16
+        assert answer.usage.prompt_tokens == sum(map(len, ids))
+    assert server.complete(prompt=ids[0], max_tokens=8, **FIXED).choices[0].text == singly[0]
+
+
+@check
+def n_gives_as_many_choices(server: Server) -> None:
+    sampled = {"temperature": 1.5, "seed": 7, "extra_body": {"ignore_eos": True}, "max_tokens": 16}
+    answer = server.chat(n=3, **sampled)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    texts = [choice.message.content for choice in answer.choices]
+    assert len(set(texts)) > 1, f"three samples at a high temperature are alike: {texts}"
+    assert answer.usage.completion_tokens == 48
+    streamed = ["", "", ""]
+    finished = []
+    for chunk in server.chat(n=3, stream=True, **sampled):
+        [choice] = chunk.choices
+        streamed[choice.index] += choice.delta.content or ""
+        finished += [choice.index] if choice.finish_reason else []
+    assert streamed == texts and sorted(finished) == [0, 1, 2]
+
+
+@check
+def a_seed_repeats_itself(server: Server) -> None:
+    texts = [server.complete(max_tokens=24, temperature=1.2, seed=seed).choices[0].text for seed in (1, 1, 2, 3)]
+    assert texts[0] == texts[1], texts
+    assert len(set(texts)) > 1, "other seeds give other texts"
+
+
+@check
+def a_stop_string_ends_the_answer_before_itself(server: Server) -> None:
+    whole = server.complete(max_tokens=48, **FIXED).choices[0].text
+    stop = whole[len(whole) // 2 :][:4]
+    assert len(stop) == 4, whole
+    before = whole[: whole.index(stop)]
+    for stops in (stop, ["never to be seen", stop]):
+        [choice] = server.complete(max_tokens=48, stop=stops, **FIXED).choices
+        assert choice.text == before and choice.finish_reason == "stop", (choice, before)
+    chunks = list(server.complete(max_tokens=48, stop=stop, stream=True, **FIXED))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == before
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+@check
+def chat_logprobs_name_the_most_likely_tokens(server: Server) -> None:
+    params = {"max_tokens": 8, "logprobs": True, "top_logprobs": 3, **FIXED}
+    tokens = server.chat(**params).choices[0].logprobs.content
+    assert len(tokens) == 8
+    for token in tokens:
+        assert len(token.top_logprobs) == 3 and token.logprob <= 0, token
+        # Greedy: the chosen token is the most likely one.
+        assert token.token == token.top_logprobs[0].token, token
+        logprobs = [top.logprob for top in token.top_logprobs]
+        assert logprobs == sorted(logprobs, reverse=True) and abs(logprobs[0] - token.logprob) < 1e-4, token
+    streamed = []
+    for chunk in server.chat(stream=True, **params):
+        streamed += chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
+    assert [token.token for token in streamed] == [token.token for token in tokens]
+
+
+@check
+def completion_logprobs_are_parallel_lists(server: Server) -> None:
+    logprobs = server.complete(max_tokens=8, logprobs=2, **FIXED).choices[0].logprobs
+    lists = (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, logprobs.text_offset)
+    assert [len(one) for one in lists] == [8] * 4, logprobs
+    assert logprobs.text_offset[0] == 0 and logprobs.text_offset == sorted(logprobs.text_offset)
+    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs):
+        assert abs(top[token] - logprob) < 1e-4 and max(top.values()) == top[token], (token, top)
+
+
+@check
+def many_at_once_get_what_one_alone_gets(server: Server) -> None:
+    alone = server.complete(max_tokens=24, **FIXED).choices[0].text
+
+    async def together() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.client.base_url, api_key="unused", max_retries=0) as client:
+            params = {"model": server.model, "prompt": PROMPT, "max_tokens": 24, **FIXED}
+            answers = await asyncio.gather(*(client.completions.create(**params) for _ in range(8)))
+        return [answer.choices[0].text for answer in answers]
+
+    assert asyncio.run(together()) == [alone] * 8
+
+
+@check
+def a_client_may_leave_in_the_middle(server: Server) -> None:
+    for _ in range(3):
+        stream = server.chat(max_tokens=1000, stream=True, **FIXED)
+        next(iter(stream))
+        stream.close()
+    assert server.chat(max_tokens=4, **FIXED).usage.completion_tokens == 4
+
+
+@check
+def mistakes_raise_the_right_exception(server: Server) -> None:
+    error = raises(openai.NotFoundError, server.chat, model="no-such-model")
+    assert error.code == "model_not_found" and error.param == "model" and "no-such-model" in error.message, error
+    raises(openai.NotFoundError, server.client.models.retrieve, "no-such-model")
+    bad_request = openai.BadRequestError
+    for params, param in [
+        ({"n": 0}, "n"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ]:
+        error = raises(bad_request, server.chat, **params)
+        assert error.type == "invalid_request_error" and error.param == param, (params, error.body)
+        assert error.status_code == 400 and error.message, error
+    for prompt in ("word " * 5000, [1_000_000_000], []):
+        error = raises(bad_request, server.complete, prompt=prompt, max_tokens=4)
+        assert error.param == "prompt", error.body
+    # Also when a stream was asked for, the error comes before it begins.
+    raises(bad_request, server.chat, n=0, stream=True)
+
+
+@check
+def a_prompt_over_the_context_has_openais_code(server: Server) -> None:
+    error = raises(openai.BadRequestError, server.complete, prompt="word " * 5000)
+    assert error.code == "context_length_exceeded", error.body
+
+
+@check
+def the_tiny_model_recalls_what_it_was_told(server: Server) -> None:
+    files = sorted(EVAL.glob("recall*.jsonl"))
+    assert files, f"no questions in {EVAL}"
+    tasks = [json.loads(line) for line in files[0].read_text().splitlines()[:8]]
+    num_right = 0
+    for task in tasks:
+        answer = server.chat(messages=task["messages"], max_tokens=48, temperature=0).choices[0].message.content
+        num_right += task["answer"] in answer
+    assert num_right >= 6, f"{num_right} of {len(tasks)} answers are right"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base-url", required=True, help="of the router, without /v1")
+    url = parser.parse_args().base_url.rstrip("/").removesuffix("/v1")
+    # No retries: what fails once should be seen.
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120)
+    run(Server(client, client.models.list().data[0].id, url))
+
+
+if __name__ == "__main__":
+    main()
