@@ -1,1 +1,120 @@
 //! The router: HTTP and gRPC edge, tokenising, planning, retries.
+//!
+//! [`run`] serves one model on one port. [`plan`] is the policy that decides who serves a request; it
+//! is plain code, so that a simulator can drive it too. The crate knows no model weights, no engine,
+//! and no KV.
+#![forbid(unsafe_code)]
+
+mod server;
+
+mod grpc;
+mod http;
+
+mod core;
+pub mod plan;
+mod workers;
+
+mod config;
+mod metrics;
+mod model;
+mod trace;
+
+use std::sync::Arc;
+
+use anyhow::Context;
+use baton_telemetry::Metrics;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+pub use config::RouterConfig;
+
+use crate::{core::Core, metrics::RouterMetrics, model::Model, workers::Workers};
+
+/// Serves until `shutdown` is cancelled and running requests have ended.
+///
+/// # Errors
+/// When the address is taken, the model's tokenizer cannot be loaded, or discovery is misconfigured.
+pub async fn run(config: RouterConfig, shutdown: CancellationToken) -> anyhow::Result<()> {
+    let listener = TcpListener::bind(config.listen)
+        .await
+        .with_context(|| format!("cannot listen on {}", config.listen))?;
+    run_on(listener, config, shutdown).await
+}
+
+/// Like [`run`], on a listener that is there already; `config.listen` is not used.
+///
+/// # Errors
+/// See [`run`].
+pub async fn run_on(
+    listener: TcpListener,
+    config: RouterConfig,
+    shutdown: CancellationToken,
+) -> anyhow::Result<()> {
+    let discovery = baton_cluster::watch(&config.discovery)?;
+    let workers = Workers::new(config.keep_alive);
+    workers.follow(discovery.members());
+    let metrics = RouterMetrics::new(&Metrics::new());
+    // A load that fails ends the server as a shutdown would.
+    let drain = shutdown.child_token();
+    let core = Core::new(config.clone(), workers.clone(), metrics, drain.clone());
+    let loading = tokio::spawn(load_model(core.clone(), drain.clone()));
+    let readiness = grpc::Readiness::follow(core.clone());
+    let routes = http::routes(core.clone(), |router| {
+        grpc::mount(router, core.clone(), readiness.status(), discovery.registry())
+    });
+    tracing::info!(address = %listener.local_addr()?, model = config.model_name, "router listens");
+
+    let abort = CancellationToken::new();
+    let mut server = std::pin::pin!(server::serve(listener, routes, &config, &drain, &abort));
+    tokio::select! {
+        biased;
+        () = drain.cancelled() => {}
+        () = &mut server => unreachable!("the server runs until it is told to drain"),
+    }
+    tracing::info!(running = core.active.len(), "router drains");
+    // Streams without an end of their own would keep the server from draining.
+    readiness.stop().await;
+    discovery.stop().await;
+    drain_requests(&mut server, &core, &abort).await;
+    workers.shut_down().await;
+    loading.await.context("loading the tokenizer broke")?
+}
+
+/// Waits for running requests, then ends them with an error, then drops the connections.
+async fn drain_requests(
+    mut server: impl Future<Output = ()> + Unpin,
+    core: &Core,
+    abort: &CancellationToken,
+) {
+    let timeout = core.config.drain_timeout;
+    if tokio::time::timeout(timeout, &mut server).await.is_ok() {
+        return;
+    }
+    tracing::warn!(running = core.active.len(), "requests still run after {timeout:?} and are ended");
+    core.closing.cancel();
+    if tokio::time::timeout(LAST_WORDS, &mut server).await.is_err() {
+        abort.cancel();
+        server.await;
+    }
+}
+
+/// What the last event of an ended stream may take to reach its client.
+const LAST_WORDS: std::time::Duration = std::time::Duration::from_secs(1);
+
+async fn load_model(core: Arc<Core>, drain: CancellationToken) -> anyhow::Result<()> {
+    let loader = core.clone();
+    let loaded =
+        tokio::task::spawn_blocking(move || Model::load(&loader.config.model_dir, &loader.config.model_name))
+            .await;
+    match loaded.context("the loading thread broke").and_then(|model| model) {
+        Ok(model) => {
+            tracing::info!(model = model.name, vocab_size = model.vocab_size, "tokenizer loaded");
+            core.set_model(model);
+            Ok(())
+        }
+        Err(error) => {
+            drain.cancel();
+            Err(error)
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! What a router must be told. Plain data; flags, environment and files are `cli`'s.
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+use baton_cluster::DiscoveryConfig;
+
+use crate::plan::PrefixAwareConfig;
+
+/// A router's configuration. [`RouterConfig::new`] gives every value but the first three its default.
+#[derive(Clone, Debug)]
+pub struct RouterConfig {
+    /// Directory with the model's tokenizer, chat template and generation defaults. Weights are not read.
+    pub model_dir: PathBuf,
+    /// The name clients ask for.
+    pub model_name: String,
+    /// Where workers are found.
+    pub discovery: DiscoveryConfig,
+    /// Where HTTP and gRPC are served.
+    pub listen: SocketAddr,
+    /// The planning policy's parameters.
+    pub policy: PrefixAwareConfig,
+    /// Blocks that the prefix index remembers.
+    pub prefix_index_blocks: usize,
+    /// Choices (a request has one, or prompts times `n`) that run at a time; more are refused with 429.
+    pub max_requests: usize,
+    /// Choices of one request: prompts times `n`.
+    pub max_choices: usize,
+    /// Largest request body and gRPC message.
+    pub max_body_bytes: usize,
+    /// Until a connection's first bytes, and the head of each HTTP/1 request, must be there.
+    pub header_timeout: Duration,
+    /// Until a request's body must be there.
+    pub body_timeout: Duration,
+    /// Attempts that may fail in a row without a token in between.
+    pub max_attempts: u32,
+    /// How long a request waits for a worker to come back, and goes on trying without progress.
+    pub recovery_timeout: Duration,
+    /// A worker that sends nothing for a request this long is given up for it.
+    pub stall_timeout: Duration,
+    /// HTTP/2 pings to workers and clients: their interval, and how long an answer may take.
+    pub keep_alive: Duration,
+    /// How long running requests may go on after a shutdown began.
+    pub drain_timeout: Duration,
+}
+
+impl RouterConfig {
+    /// The defaults.
+    pub fn new(model_dir: PathBuf, model_name: String, discovery: DiscoveryConfig) -> RouterConfig {
+        RouterConfig {
+            model_dir,
+            model_name,
+            discovery,
+            listen: SocketAddr::from(([127, 0, 0, 1], 8080)),
+            policy: PrefixAwareConfig::default(),
+            prefix_index_blocks: 1 << 17,
+            max_requests: 1024,
+            max_choices: 128,
+            max_body_bytes: 16 << 20,
+            header_timeout: Duration::from_secs(10),
+            body_timeout: Duration::from_secs(30),
+            max_attempts: 16,
+            recovery_timeout: Duration::from_secs(30),
+            stall_timeout: Duration::from_secs(300),
+            keep_alive: Duration::from_secs(1),
+            drain_timeout: Duration::from_secs(30),
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! One attempt: one plan, one stream of a decode worker.
+
+use std::time::Duration;
+
+use baton_proto::worker::{
+    GenerateEvent, GenerateRequest, PrefillPeer, decode_client::DecodeClient, generate_event,
+};
+use tokio::time::timeout;
+use tonic::{Request, Streaming};
+
+use super::retry::{Failure, FailureKind};
+use crate::{
+    plan::{Plan, Prefill, WorkerKey},
+    workers::{Assignment, Workers},
+};
+
+/// Dropping it cancels the request at the worker.
+#[derive(Debug)]
+pub(crate) struct Attempt {
+    pub(crate) plan: Plan,
+    pub(crate) decode: WorkerKey,
+    /// A token has come.
+    pub(crate) answered: bool,
+    stream: Streaming<GenerateEvent>,
+    _decode: Assignment,
+    /// Until the first token: then the prefill worker is done.
+    prefill: Option<Assignment>,
+    stall_timeout: Duration,
+}
+
+impl Attempt {
+    /// Sends the request to the plan's decode worker.
+    pub(crate) async fn start(
+        workers: &Workers,
+        plan: Plan,
+        mut request: GenerateRequest,
+        stall_timeout: Duration,
+    ) -> Result<Attempt, (Plan, Failure)> {
+        let decode = WorkerKey::of(&plan.decode);
+        let gone = || Failure::new(FailureKind::Draining, format!("worker {decode} has left"));
+        let Some((channel, assignment)) = workers.assign(&decode) else {
+            let failure = gone();
+            return Err((plan, failure));
+        };
+        let mut prefill = None;
+        if let Prefill::Remote(worker) = &plan.prefill {
+            prefill = workers.assign(&WorkerKey::of(worker)).map(|(_, assignment)| assignment);
+            request.prefill = Some(PrefillPeer {
+                worker_id: worker.id.0.clone(),
+                incarnation: worker.incarnation,
+                address: worker.address.clone(),
+            });
+        }
+        let mut message = Request::new(request);
+        crate::trace::inject(message.metadata_mut());
+        let mut client = DecodeClient::new(channel);
+        let answer = match timeout(stall_timeout, client.generate(message)).await {
+            Ok(answer) => answer.map_err(Failure::from),
+            Err(_) => Err(Failure::stalled(stall_timeout)),
+        };
+        match answer {
+            Ok(response) => Ok(Attempt {
+                plan,
+                decode,
+                answered: false,
+                stream: response.into_inner(),
+                _decode: assignment,
+                prefill,
+                stall_timeout,
+            }),
+            Err(failure) => Err((plan, failure)),
+        }
+    }
+
+    /// The worker's next event.
+    pub(crate) async fn next(&mut self) -> Result<generate_event::Event, Failure> {
+        let message = match timeout(self.stall_timeout, self.stream.message()).await {
+            Ok(message) => message?,
+            Err(_) => return Err(Failure::stalled(self.stall_timeout)),
+        };
+        match message {
+            Some(GenerateEvent { event: Some(generate_event::Event::Failed(failed)) }) => Err(failed.into()),
+            Some(GenerateEvent { event: Some(event) }) => {
+                self.prefill = None;
+                Ok(event)
+            }
+            // An event of a newer worker that this router does not know cannot be skipped safely.
+            Some(GenerateEvent { event: None }) => {
+                Err(Failure::new(FailureKind::Internal, "the worker sent an unknown event"))
+            }
+            None => Err(Failure::new(FailureKind::Lost, "the worker's stream ended without a last event")),
+        }
+    }
+}

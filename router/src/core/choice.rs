@@ -1,0 +1,305 @@
+//! One choice of a request, from plan to last token: plans, sends, and on a worker's failure plans
+//! again with what was delivered, so that its reader sees every token exactly once.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use baton_proto::{
+    v1,
+    worker::{self as proto, GenerateRequest, Sampling, generate_event},
+};
+use baton_tokenizer::Detokenizer;
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    Core, CoreError, Event, Finish, FinishReason, Generation, TokenOut, Usage,
+    attempt::Attempt,
+    event::saturate,
+    generation::Prompt,
+    planner::Wanted,
+    retry::{Failure, Retry},
+    stops::StopMatcher,
+};
+use crate::plan::Plan;
+
+/// Who failed is asked again after this long, if nobody else has come.
+const FORGIVE_AFTER: Duration = Duration::from_millis(250);
+
+/// The state of one choice.
+pub(crate) struct Choice {
+    core: Arc<Core>,
+    generation: Arc<Generation>,
+    index: u32,
+    sampling: Sampling,
+    /// What the reader has been given, all attempts together.
+    delivered: Vec<u32>,
+    /// Set with the first token.
+    detokenizer: Option<Detokenizer>,
+    stops: StopMatcher,
+    retry: Retry,
+    num_attempts: u32,
+    attempt: Option<Attempt>,
+    abort: CancellationToken,
+    last_token: Option<Instant>,
+    done: bool,
+}
+
+impl Choice {
+    pub(crate) fn new(
+        core: Arc<Core>,
+        generation: Arc<Generation>,
+        index: u32,
+        abort: CancellationToken,
+    ) -> Choice {
+        let prompt = &generation.prompts[(index / generation.n) as usize];
+        let sampling = Sampling {
+            seed: generation.sampling.seed.wrapping_add(u64::from(index % generation.n)),
+            max_tokens: prompt.max_tokens,
+            ..generation.sampling.clone()
+        };
+        Choice {
+            stops: StopMatcher::new(generation.stop.clone()),
+            retry: Retry::new(core.config.max_attempts, core.config.recovery_timeout),
+            core,
+            generation,
+            index,
+            sampling,
+            delivered: Vec::new(),
+            detokenizer: None,
+            num_attempts: 0,
+            attempt: None,
+            abort,
+            last_token: None,
+            done: false,
+        }
+    }
+
+    /// The next event; `None` after the last one, and after an error.
+    pub(crate) async fn next(&mut self) -> Option<Result<Event, CoreError>> {
+        if self.done {
+            return None;
+        }
+        let abort = self.abort.clone();
+        let closing = self.core.closing.clone();
+        let event = tokio::select! {
+            biased;
+            () = abort.cancelled() => Ok(self.finished(FinishReason::Abort, 0)),
+            () = closing.cancelled() => Err(CoreError::unavailable("the router is shutting down")),
+            event = self.advance() => event,
+        };
+        if !matches!(event, Ok(Event { finish: None, .. })) {
+            // Dropping the attempt cancels it at the worker, if it still runs there.
+            self.done = true;
+            self.attempt = None;
+        }
+        Some(event)
+    }
+
+    async fn advance(&mut self) -> Result<Event, CoreError> {
+        loop {
+            if self.attempt.is_none() {
+                self.attempt = Some(self.connect().await?);
+            }
+            let Some(attempt) = self.attempt.as_mut() else { continue };
+            match attempt.next().await {
+                Ok(generate_event::Event::Token(token)) => return Ok(self.on_token(token)),
+                Ok(generate_event::Event::Finished(finished)) => {
+                    let reason = match finished.reason() {
+                        v1::FinishReason::Length => FinishReason::Length,
+                        v1::FinishReason::Stop => FinishReason::Stop,
+                        v1::FinishReason::Abort | v1::FinishReason::Unspecified => {
+                            // Nobody here asked for it: the worker is shutting down.
+                            let failure = proto::Failed {
+                                kind: proto::failed::Kind::Draining.into(),
+                                message: "it aborted".into(),
+                            };
+                            self.on_failure(failure.into())?;
+                            continue;
+                        }
+                    };
+                    let decode = attempt.decode.clone();
+                    self.core.planner.note_finished(
+                        &self.core.workers,
+                        &decode,
+                        &self.prompt().tokens,
+                        &self.delivered,
+                        &self.generation.cache_salt,
+                    );
+                    return Ok(self.finished(reason, finished.cached_tokens));
+                }
+                // `Attempt::next` turns it into an error.
+                Ok(generate_event::Event::Failed(failed)) => self.on_failure(failed.into())?,
+                Err(failure) => {
+                    // The last token may have come, and only the word that it was the last be lost.
+                    let ended = self.ended_already();
+                    let retried = self.on_failure(failure);
+                    match ended {
+                        Some(reason) => return Ok(self.finished(reason, 0)),
+                        None => retried?,
+                    }
+                }
+            }
+        }
+    }
+
+    /// Plans until a worker takes the request.
+    async fn connect(&mut self) -> Result<Attempt, CoreError> {
+        loop {
+            // Before looking, so that no change is missed.
+            let mut changes = self.core.workers.changes();
+            let plan = self.core.planner.plan(
+                &self.core.workers,
+                &Wanted {
+                    prompt: &self.prompt().tokens,
+                    output: &self.delivered,
+                    max_tokens: self.sampling.max_tokens,
+                    cache_salt: &self.generation.cache_salt,
+                    prefill: self.generation.prefill,
+                    excluded: self.retry.excluded(),
+                },
+            );
+            let plan = match plan {
+                Ok(plan) => plan,
+                Err(no_plan) => {
+                    let now = Instant::now();
+                    let known_until =
+                        self.core.workers.last_usable().filter(|_| no_plan.may_pass()).map(|at| {
+                            // For one who never failed, an outage is as long as it is, not as it seems.
+                            at + self.core.config.recovery_timeout
+                        });
+                    let has_output = !self.delivered.is_empty();
+                    let until = self.retry.on_nobody(&no_plan, known_until, has_output, now)?;
+                    let wait = until.saturating_duration_since(now).min(FORGIVE_AFTER);
+                    // Whether somebody came or time passed: look again.
+                    let _ = tokio::time::timeout(wait, changes.changed()).await;
+                    self.retry.forgive();
+                    continue;
+                }
+            };
+            self.core.metrics.on_plan(&plan.prefill);
+            tracing::debug!(
+                request = %self.generation.id, index = self.index, attempt = self.num_attempts,
+                decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.delivered.len(), "planned"
+            );
+            let request = self.request();
+            self.num_attempts += 1;
+            match Attempt::start(&self.core.workers, plan, request, self.core.config.stall_timeout).await {
+                Ok(attempt) => return Ok(attempt),
+                Err((plan, failure)) => self.on_failed_plan(failure, &plan)?,
+            }
+        }
+    }
+
+    fn request(&self) -> GenerateRequest {
+        GenerateRequest {
+            request_id: format!("{}-{}", self.generation.id, self.index),
+            attempt: self.num_attempts,
+            prompt_token_ids: self.prompt().tokens.clone(),
+            output_token_ids: self.delivered.clone(),
+            sampling: Some(self.sampling.clone()),
+            cache_salt: self.generation.cache_salt.clone(),
+            prefill: None,
+        }
+    }
+
+    fn on_failure(&mut self, failure: Failure) -> Result<(), CoreError> {
+        match self.attempt.take() {
+            Some(attempt) => self.on_failed_plan(failure, &attempt.plan),
+            None => Ok(()),
+        }
+    }
+
+    fn on_failed_plan(&mut self, failure: Failure, plan: &Plan) -> Result<(), CoreError> {
+        self.core.metrics.on_failed_attempt(failure.kind.name());
+        tracing::warn!(
+            request = %self.generation.id, index = self.index, attempt = self.num_attempts - 1,
+            decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.delivered.len(),
+            reason = failure.kind.name(), message = failure.message, "attempt failed"
+        );
+        let blame = self.retry.on_failure(failure, plan, Instant::now())?;
+        if let Some(worker) = &blame.spare {
+            self.core.workers.report_failure(worker);
+        }
+        Ok(())
+    }
+
+    fn on_token(&mut self, token: proto::Token) -> Event {
+        self.note_progress();
+        self.delivered.push(token.id);
+        let model = self.core.model().expect("a request exists only after its prompt was tokenised");
+        let generation = &self.generation;
+        let prompt = &generation.prompts[(self.index / generation.n) as usize];
+        let text = self
+            .detokenizer
+            .get_or_insert_with(|| Detokenizer::new(&model.tokenizer, &prompt.tokens))
+            .push(token.id);
+        let tokens = vec![TokenOut { id: token.id, logprobs: token.logprobs }];
+        if self.delivered.len() < self.sampling.min_tokens as usize {
+            return Event { index: self.index, text, tokens, finish: None };
+        }
+        let matched = self.stops.push(text);
+        let finish = matched.stop.map(|stop| Finish {
+            reason: FinishReason::Stop,
+            stop: Some(self.generation.stop[stop].clone()),
+            usage: self.usage(0),
+        });
+        Event { index: self.index, text: matched.text, tokens, finish }
+    }
+
+    fn note_progress(&mut self) {
+        let now = Instant::now();
+        match self.last_token.replace(now) {
+            None => self.core.metrics.on_first_token(now - self.generation.started),
+            Some(last) => self.core.metrics.on_next_token(now - last),
+        }
+        self.retry.on_progress();
+        if let Some(attempt) = &mut self.attempt
+            && !std::mem::replace(&mut attempt.answered, true)
+        {
+            self.core.workers.report_success(&attempt.decode);
+        }
+    }
+
+    fn finished(&mut self, reason: FinishReason, cached_tokens: u32) -> Event {
+        let mut text = String::new();
+        let mut stop = None;
+        if let Some(mut detokenizer) = self.detokenizer.take() {
+            let matched = self.stops.push(detokenizer.finish());
+            text = matched.text;
+            match matched.stop {
+                Some(idx) => stop = Some(self.generation.stop[idx].clone()),
+                None => text.push_str(&self.stops.finish()),
+            }
+        }
+        let finish = Finish { reason, stop, usage: self.usage(cached_tokens) };
+        Event { index: self.index, text, tokens: Vec::new(), finish: Some(finish) }
+    }
+
+    /// Whether the tokens that were delivered end the sequence, by the worker's rules.
+    fn ended_already(&self) -> Option<FinishReason> {
+        let last = self.delivered.last()?;
+        let num_output = self.delivered.len();
+        if num_output >= self.sampling.min_tokens as usize && self.sampling.stop_token_ids.contains(last) {
+            return Some(FinishReason::Stop);
+        }
+        let num_tokens = self.prompt().tokens.len() + num_output;
+        let full =
+            num_output >= self.sampling.max_tokens as usize || num_tokens >= self.core.context_length();
+        full.then_some(FinishReason::Length)
+    }
+
+    fn usage(&self, cached_tokens: u32) -> Usage {
+        let prompt_tokens = saturate(self.prompt().tokens.len());
+        Usage {
+            prompt_tokens,
+            completion_tokens: saturate(self.delivered.len()),
+            cached_tokens: cached_tokens.min(prompt_tokens),
+        }
+    }
+
+    fn prompt(&self) -> &Prompt {
+        &self.generation.prompts[(self.index / self.generation.n) as usize]
+    }
+}

@@ -1,0 +1,49 @@
+//! Why a request gets no answer, named for what the caller can do about it.
+
+use std::time::Duration;
+
+/// One error for both edges, HTTP and gRPC.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub(crate) enum CoreError {
+    /// The request is wrong: change it.
+    #[error("{message}")]
+    Invalid {
+        message: String,
+        /// The field at fault.
+        param: Option<String>,
+        code: Option<&'static str>,
+    },
+    /// No such model, or other thing that was named.
+    #[error("{message}")]
+    NotFound { message: String, param: Option<String>, code: Option<&'static str> },
+    /// A request of this id runs already: choose another.
+    #[error("a request with the id {id:?} is running already")]
+    Duplicate { id: String },
+    /// No room: come again.
+    #[error("{message}")]
+    Full { message: String, retry_after: Duration },
+    /// Nobody to serve it now: come again later.
+    #[error("{message}")]
+    Unavailable { message: String },
+    /// Something broke here.
+    #[error("{message}")]
+    Internal { message: String },
+}
+
+impl CoreError {
+    pub(crate) fn invalid(param: &str, message: impl Into<String>) -> CoreError {
+        CoreError::Invalid { message: message.into(), param: Some(param.to_owned()), code: None }
+    }
+
+    pub(crate) fn unavailable(message: impl Into<String>) -> CoreError {
+        CoreError::Unavailable { message: message.into() }
+    }
+
+    pub(crate) fn internal(message: impl Into<String>) -> CoreError {
+        CoreError::Internal { message: message.into() }
+    }
+
+    pub(crate) fn full(message: impl Into<String>) -> CoreError {
+        CoreError::Full { message: message.into(), retry_after: Duration::from_secs(1) }
+    }
+}

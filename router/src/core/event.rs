@@ -1,0 +1,159 @@
+//! What a running request tells its edge: [`Event`]s, by way of [`Events`].
+
+use std::{pin::Pin, sync::Arc, time::Instant};
+
+use baton_proto::v1;
+use futures_util::{Stream, StreamExt, stream::SelectAll};
+use tokio::sync::OwnedSemaphorePermit;
+
+use super::{ActiveRequest, Core, CoreError, Generation, choice::Choice};
+
+/// A step of one choice.
+#[derive(Clone, Debug)]
+pub(crate) struct Event {
+    /// Which choice: choice `i` of prompt `p` has the index `p * n + i`.
+    pub(crate) index: u32,
+    /// Whole characters; may be empty.
+    pub(crate) text: String,
+    pub(crate) tokens: Vec<TokenOut>,
+    /// Set in the choice's last event.
+    pub(crate) finish: Option<Finish>,
+}
+
+/// One generated token.
+#[derive(Clone, Debug)]
+pub(crate) struct TokenOut {
+    pub(crate) id: u32,
+    pub(crate) logprobs: Option<v1::TokenLogprobs>,
+}
+
+/// How a choice ended.
+#[derive(Clone, Debug)]
+pub(crate) struct Finish {
+    pub(crate) reason: FinishReason,
+    /// The stop string that matched.
+    pub(crate) stop: Option<String>,
+    pub(crate) usage: Usage,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FinishReason {
+    Stop,
+    Length,
+    Abort,
+}
+
+impl FinishReason {
+    /// OpenAI's name; it has none for an abort.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            FinishReason::Stop => "stop",
+            FinishReason::Length => "length",
+            FinishReason::Abort => "abort",
+        }
+    }
+}
+
+/// Tokens of one choice.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Usage {
+    pub(crate) prompt_tokens: u32,
+    pub(crate) completion_tokens: u32,
+    pub(crate) cached_tokens: u32,
+}
+
+type ChoiceStream = Pin<Box<dyn Stream<Item = Result<Event, CoreError>> + Send>>;
+
+/// The events of all choices of a request. Dropping it cancels the request everywhere.
+pub(crate) struct Events {
+    choices: SelectAll<ChoiceStream>,
+    /// Summed over prompts and choices that have finished.
+    usage: Usage,
+    n: u32,
+    core: Arc<Core>,
+    endpoint: &'static str,
+    started: Instant,
+    outcome: &'static str,
+    _active: ActiveRequest,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Events {
+    pub(crate) fn new(
+        core: Arc<Core>,
+        generation: Generation,
+        active: ActiveRequest,
+        permit: OwnedSemaphorePermit,
+    ) -> Events {
+        let prompt_tokens: usize = generation.prompts.iter().map(|prompt| prompt.tokens.len()).sum();
+        let usage = Usage { prompt_tokens: saturate(prompt_tokens), ..Usage::default() };
+        core.metrics.on_start(usage.prompt_tokens);
+        let (n, endpoint, started) = (generation.n, generation.endpoint, generation.started);
+        let num_prompts = generation.prompts.len() as u32;
+        let generation = Arc::new(generation);
+        let choices = (0..num_prompts * n).map(|index| {
+            let choice = Choice::new(core.clone(), generation.clone(), index, active.abort_signal().clone());
+            let events = futures_util::stream::unfold(Box::new(choice), |mut choice| async move {
+                let event = choice.next().await?;
+                Some((event, choice))
+            });
+            Box::pin(events) as ChoiceStream
+        });
+        let choices = choices.collect();
+        Events {
+            choices,
+            usage,
+            n,
+            core,
+            endpoint,
+            started,
+            outcome: "cancelled",
+            _active: active,
+            _permit: permit,
+        }
+    }
+
+    /// The next event of any choice; nothing follows an error.
+    pub(crate) async fn next(&mut self) -> Option<Result<Event, CoreError>> {
+        let Some(event) = self.choices.next().await else {
+            self.outcome = if self.outcome == "cancelled" { "ok" } else { self.outcome };
+            return None;
+        };
+        match &event {
+            Ok(Event { index, finish: Some(finish), .. }) => {
+                self.usage.completion_tokens += finish.usage.completion_tokens;
+                // Choices of one prompt share its prefix: it is counted once.
+                if index % self.n == 0 {
+                    self.usage.cached_tokens += finish.usage.cached_tokens;
+                }
+                if finish.reason == FinishReason::Abort {
+                    self.outcome = "aborted";
+                }
+            }
+            Ok(_) => {}
+            Err(_) => {
+                self.outcome = "error";
+                self.choices.clear();
+            }
+        }
+        Some(event)
+    }
+
+    /// Tokens of the whole request; complete once [`next`](Self::next) has returned `None`.
+    pub(crate) fn usage(&self) -> Usage {
+        self.usage
+    }
+}
+
+impl Drop for Events {
+    fn drop(&mut self) {
+        // The last event was taken but the end was not asked for: the request is as complete.
+        let outcome =
+            if self.outcome == "cancelled" && self.choices.is_empty() { "ok" } else { self.outcome };
+        self.core.metrics.on_end(self.endpoint, outcome, self.started.elapsed());
+    }
+}
+
+pub(super) fn saturate(count: usize) -> u32 {
+    u32::try_from(count).unwrap_or(u32::MAX)
+}

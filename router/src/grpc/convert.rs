@@ -1,0 +1,121 @@
+//! Between `baton.v1`'s messages and the core's types.
+
+use std::time::Instant;
+
+use baton_proto::v1;
+use serde_json::json;
+use tonic::{Code, Status};
+
+use crate::{
+    core::{
+        ChatInput, CoreError, Event, FinishReason, GenerationInput, PromptInput, SamplingInput, TokenOut,
+        Usage,
+    },
+    plan::PrefillMode,
+};
+
+/// What a client's message asks for.
+pub(super) fn input(
+    request: v1::GenerateRequest,
+    id: String,
+    started: Instant,
+) -> Result<GenerationInput, CoreError> {
+    let prefill = match request.prefill_mode() {
+        v1::PrefillMode::Unspecified => PrefillMode::Auto,
+        v1::PrefillMode::Local => PrefillMode::Local,
+        v1::PrefillMode::Remote => PrefillMode::Remote,
+    };
+    use v1::generate_request::Prompt;
+    let (prompt, prompt_param) = match request.prompt {
+        Some(Prompt::Text(text)) => (PromptInput::Text(text), "text"),
+        Some(Prompt::TokenIds(tokens)) => (PromptInput::Tokens(tokens.ids), "token_ids"),
+        Some(Prompt::Chat(chat)) => {
+            if chat.messages.is_empty() {
+                return Err(CoreError::invalid("chat", "chat has no messages"));
+            }
+            let messages = chat.messages.into_iter();
+            let messages = messages.map(|message| json!({"role": message.role, "content": message.content}));
+            let messages = serde_json::Value::Array(messages.collect());
+            let chat = ChatInput { messages, tools: None, extra: serde_json::Map::new() };
+            (PromptInput::Chat(chat), "chat")
+        }
+        None => return Err(CoreError::invalid("prompt", "the prompt is missing: text, token_ids or chat")),
+    };
+    Ok(GenerationInput {
+        id,
+        endpoint: "/baton.v1.Inference/Generate",
+        model: request.model,
+        prompts: vec![prompt],
+        prompt_param,
+        n: request.n.max(1),
+        stop: request.stop,
+        sampling: sampling(request.sampling.unwrap_or_default()),
+        cache_salt: request.cache_salt,
+        prefill,
+        started,
+    })
+}
+
+fn sampling(sampling: v1::SamplingParams) -> SamplingInput {
+    SamplingInput {
+        max_tokens: sampling.max_tokens,
+        max_tokens_param: Some("max_tokens"),
+        default_max_tokens: None,
+        min_tokens: sampling.min_tokens,
+        temperature: sampling.temperature,
+        top_k: sampling.top_k,
+        top_p: sampling.top_p,
+        min_p: sampling.min_p,
+        repetition_penalty: sampling.repetition_penalty,
+        presence_penalty: sampling.presence_penalty,
+        frequency_penalty: sampling.frequency_penalty,
+        logit_bias: sampling.logit_bias.into_iter().collect(),
+        seed: sampling.seed,
+        stop_token_ids: sampling.stop_token_ids,
+        ignore_eos: sampling.ignore_eos,
+        logprobs: sampling.logprobs,
+    }
+}
+
+/// The responses that one event makes: what was generated, then how the choice ended.
+pub(super) fn responses(id: &str, event: Event) -> impl Iterator<Item = v1::GenerateResponse> {
+    use v1::generate_response::Event as Body;
+    let output = (!event.text.is_empty() || !event.tokens.is_empty()).then(|| {
+        let token_ids = event.tokens.iter().map(|token| token.id).collect();
+        let logprobs = event.tokens.into_iter().filter_map(|token: TokenOut| token.logprobs).collect();
+        Body::Output(v1::Output { text: event.text, token_ids, logprobs })
+    });
+    let finished = event.finish.map(|finish| {
+        let reason = match finish.reason {
+            FinishReason::Stop => v1::FinishReason::Stop,
+            FinishReason::Length => v1::FinishReason::Length,
+            FinishReason::Abort => v1::FinishReason::Abort,
+        };
+        let usage = Some(usage(finish.usage));
+        Body::Finished(v1::Finished { reason: reason.into(), usage, stop: finish.stop })
+    });
+    let (request_id, index) = (id.to_owned(), event.index);
+    let bodies = output.into_iter().chain(finished);
+    bodies.map(move |body| v1::GenerateResponse { request_id: request_id.clone(), index, event: Some(body) })
+}
+
+fn usage(usage: Usage) -> v1::Usage {
+    v1::Usage {
+        prompt_tokens: usage.prompt_tokens,
+        completion_tokens: usage.completion_tokens,
+        cached_tokens: usage.cached_tokens,
+    }
+}
+
+/// The right status for an error.
+pub(super) fn status(error: CoreError) -> Status {
+    let code = match &error {
+        CoreError::Invalid { .. } => Code::InvalidArgument,
+        CoreError::NotFound { .. } => Code::NotFound,
+        CoreError::Duplicate { .. } => Code::AlreadyExists,
+        CoreError::Full { .. } => Code::ResourceExhausted,
+        CoreError::Unavailable { .. } => Code::Unavailable,
+        CoreError::Internal { .. } => Code::Internal,
+    };
+    Status::new(code, error.to_string())
+}

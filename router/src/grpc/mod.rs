@@ -1,0 +1,113 @@
+//! The gRPC edge: `baton.v1.Inference`, health, reflection, and the registry of embedded discovery.
+
+mod convert;
+mod health;
+mod inference;
+
+use std::{convert::Infallible, sync::Arc, time::Duration};
+
+use axum::{Router, body::Body};
+use baton_cluster::RegistryService;
+use baton_proto::{v1::inference_server::InferenceServer, worker::registry_server::RegistryServer};
+use futures_util::StreamExt;
+use http::{Request, Response};
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout_at};
+use tonic::{Code, Status, server::NamedService};
+use tower::ServiceExt;
+
+use crate::core::Core;
+use inference::Inference;
+
+pub(crate) use health::Readiness;
+
+/// Adds every gRPC service.
+pub(crate) fn mount(
+    router: Router<Arc<Core>>,
+    core: Arc<Core>,
+    ready: watch::Receiver<Option<bool>>,
+    registry: Option<RegistryServer<RegistryService>>,
+) -> Router<Arc<Core>> {
+    let (limit, body_timeout) = (core.config.max_body_bytes, core.config.body_timeout);
+    let inference = InferenceServer::new(Inference::new(core)).max_decoding_message_size(limit);
+    let inference = inference
+        .map_request(move |request| with_deadline(request, body_timeout))
+        .map_response(with_right_status);
+    let mut router = router.route_service(&path::<InferenceServer<Inference>>(), inference);
+    router = add(router, health::service(ready));
+    router = add(router, reflection_v1());
+    router = add(router, reflection_v1alpha());
+    match registry {
+        Some(registry) => add(router, registry),
+        None => router,
+    }
+}
+
+fn add<S>(router: Router<Arc<Core>>, service: S) -> Router<Arc<Core>>
+where
+    S: tower::Service<Request<Body>, Response = Response<tonic::body::Body>, Error = Infallible>
+        + NamedService
+        + Clone
+        + Send
+        + Sync
+        + 'static,
+    S::Future: Send + 'static,
+{
+    router.route_service(&path::<S>(), service)
+}
+
+fn path<S: NamedService>() -> String {
+    format!("/{}/{{*rest}}", S::NAME)
+}
+
+fn reflection() -> tonic_reflection::server::Builder<'static> {
+    tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(baton_proto::DESCRIPTORS)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        // What clients may call; the workers' protocol is not for them.
+        .with_service_name("baton.v1.Inference")
+        .with_service_name("grpc.health.v1.Health")
+}
+
+macro_rules! reflection_service {
+    ($name:ident, $build:ident, $version:ident) => {
+        fn $name() -> tonic_reflection::server::$version::ServerReflectionServer<
+            impl tonic_reflection::server::$version::ServerReflection,
+        > {
+            reflection().$build().expect("the descriptors were compiled with this crate")
+        }
+    };
+}
+reflection_service!(reflection_v1, build_v1, v1);
+reflection_service!(reflection_v1alpha, build_v1alpha, v1alpha);
+
+/// The request's only message must come in time: half of one, then silence, must not stay.
+fn with_deadline(request: Request<Body>, timeout: Duration) -> Request<Body> {
+    let deadline = Instant::now() + timeout;
+    request.map(|body| {
+        let pieces = futures_util::stream::unfold(Some(body.into_data_stream()), move |pieces| async move {
+            let mut pieces = pieces?;
+            match timeout_at(deadline, pieces.next()).await {
+                Ok(piece) => Some((piece?.map_err(|error| Status::unknown(error.to_string())), Some(pieces))),
+                Err(_) => {
+                    let message = format!("the request did not arrive within {timeout:?}");
+                    Some((Err(Status::deadline_exceeded(message)), None))
+                }
+            }
+        });
+        Body::from_stream(pieces)
+    })
+}
+
+/// tonic calls a message that cannot be read INTERNAL, and one over the limit OUT_OF_RANGE. The first is
+/// the client's fault, and gRPC's own name for the second is RESOURCE_EXHAUSTED.
+fn with_right_status(response: Response<tonic::body::Body>) -> Response<tonic::body::Body> {
+    let Some(status) = Status::from_header_map(response.headers()) else { return response };
+    let message = status.message();
+    let right = match status.code() {
+        Code::Internal if message.starts_with("failed to decode Protobuf message") => Code::InvalidArgument,
+        Code::OutOfRange if message.contains("message length too large") => Code::ResourceExhausted,
+        _ => return response,
+    };
+    Status::new(right, message).into_http()
+}

@@ -1,0 +1,110 @@
+//! Request bodies: bounded in size and time, parsed with errors that name the field or the position.
+
+use axum::{
+    body::{Body, Bytes},
+    extract::Request,
+    response::{IntoResponse, Response},
+};
+use futures_util::StreamExt;
+use http::{HeaderMap, HeaderValue, StatusCode, header};
+use serde::{Serialize, de::DeserializeOwned};
+use tokio::time::{Instant, timeout_at};
+
+use super::error::ApiError;
+use crate::config::RouterConfig;
+
+/// Reads a JSON body.
+pub(crate) async fn read_json<T: DeserializeOwned>(
+    config: &RouterConfig,
+    request: Request,
+) -> Result<T, ApiError> {
+    check_content_type(request.headers())?;
+    let body = read(config, request.into_body()).await?;
+    parse(&body)
+}
+
+/// Answers with JSON.
+pub(crate) fn json(value: &impl Serialize) -> Response {
+    let body = serde_json::to_vec(value).expect("an answer is plain data with string keys");
+    let mut response = Body::from(body).into_response();
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}
+
+fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
+    let Some(value) = headers.get(header::CONTENT_TYPE) else { return Ok(()) };
+    let text = value.to_str().unwrap_or_default();
+    let essence = text.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    if essence == "application/json" || essence.ends_with("+json") {
+        return Ok(());
+    }
+    let message = format!("content-type is {text:?}, expected application/json");
+    Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message))
+}
+
+async fn read(config: &RouterConfig, body: Body) -> Result<Bytes, ApiError> {
+    let limit = config.max_body_bytes;
+    let too_large = || {
+        let message = format!("the request body is larger than {limit} bytes");
+        Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message))
+    };
+    let hint = http_body_size(&body);
+    if hint.is_some_and(|bytes| bytes > limit as u64) {
+        return too_large();
+    }
+    let deadline = Instant::now() + config.body_timeout;
+    let mut pieces = body.into_data_stream();
+    let mut whole = Vec::new();
+    loop {
+        let piece = match timeout_at(deadline, pieces.next()).await {
+            Ok(Some(Ok(piece))) => piece,
+            Ok(None) => return Ok(Bytes::from(whole)),
+            Ok(Some(Err(error))) => {
+                return Err(ApiError::new(StatusCode::BAD_REQUEST, format!("the body broke off: {error}")));
+            }
+            Err(_) => {
+                let message = format!("the request body did not arrive within {:?}", config.body_timeout);
+                return Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, message));
+            }
+        };
+        if whole.len() + piece.len() > limit {
+            return too_large();
+        }
+        whole.extend_from_slice(&piece);
+    }
+}
+
+fn http_body_size(body: &Body) -> Option<u64> {
+    use axum::body::HttpBody as _;
+    body.size_hint().exact()
+}
+
+fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
+    let mut json = serde_json::Deserializer::from_slice(body);
+    let value = serde_path_to_error::deserialize(&mut json).map_err(|error| {
+        let path = error.path().to_string();
+        describe(error.into_inner(), path)
+    })?;
+    json.end().map_err(|error| describe(error, ".".to_owned()))?;
+    Ok(value)
+}
+
+fn describe(error: serde_json::Error, path: String) -> ApiError {
+    let message = error.to_string();
+    if !error.is_data() {
+        let message = format!("the body is not valid JSON: {message}");
+        return ApiError::new(StatusCode::BAD_REQUEST, message).with_code("invalid_json");
+    }
+    // "missing field `messages` at line 1 column 2": the path is that of the object that lacks it.
+    let missing = message.strip_prefix("missing field `").and_then(|rest| rest.split('`').next());
+    let param = match (missing, path.as_str()) {
+        (Some(field), "." | "?") => Some(field.to_owned()),
+        (Some(field), path) => Some(format!("{path}.{field}")),
+        (None, "." | "?") => None,
+        (None, path) => Some(path.to_owned()),
+    };
+    match param {
+        Some(param) => ApiError::invalid(param.clone(), format!("{param}: {message}")),
+        None => ApiError::new(StatusCode::BAD_REQUEST, message),
+    }
+}

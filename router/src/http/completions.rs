@@ -1,0 +1,259 @@
+//! `POST /v1/completions`.
+
+use std::{collections::BTreeMap, sync::Arc, time::Instant};
+
+use axum::{
+    extract::{Request, State},
+    response::Response,
+};
+use baton_tokenizer::Tokenizer;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::{
+    body::{json, read_json},
+    error::ApiError,
+    params::{self, request_body},
+    shape::{Head, UsageBody, chosen_and_top, finite, token_text},
+    sse::{self, Chunks, Frame},
+};
+use crate::{
+    core::{Core, Event, Events, GenerationInput, PromptInput, TokenOut, Usage},
+    plan::PrefillMode,
+};
+
+/// OpenAI's default for this endpoint.
+const DEFAULT_MAX_TOKENS: u32 = 16;
+
+request_body! {
+    /// The request.
+    CompletionRequest {
+        prompt: Prompts,
+        logprobs: Option<u32>,
+    }
+}
+
+/// A string, a list of strings, token ids, or a list of lists of token ids.
+#[derive(Debug, Deserialize)]
+#[serde(try_from = "Value")]
+pub(crate) struct Prompts(Vec<PromptInput>);
+
+impl TryFrom<Value> for Prompts {
+    type Error = String;
+
+    fn try_from(value: Value) -> Result<Prompts, String> {
+        const EXPECTED: &str = "expected a string, a list of strings, token ids, or a list of token id lists";
+        let items = match value {
+            Value::String(text) => return Ok(Prompts(vec![PromptInput::Text(text)])),
+            Value::Array(items) => items,
+            _ => return Err(EXPECTED.to_owned()),
+        };
+        if items.first().is_some_and(Value::is_number) {
+            return Ok(Prompts(vec![PromptInput::Tokens(token_ids(&items)?)]));
+        }
+        let prompts = items.into_iter().map(|item| match item {
+            Value::String(text) => Ok(PromptInput::Text(text)),
+            Value::Array(ids) => token_ids(&ids).map(PromptInput::Tokens),
+            _ => Err(EXPECTED.to_owned()),
+        });
+        prompts.collect::<Result<_, _>>().map(Prompts)
+    }
+}
+
+fn token_ids(items: &[Value]) -> Result<Vec<u32>, String> {
+    let ids = items.iter().map(|item| {
+        let id = item.as_u64().and_then(|id| u32::try_from(id).ok());
+        id.ok_or_else(|| format!("{item} is not a token id"))
+    });
+    ids.collect()
+}
+
+/// Serves one completion.
+pub(crate) async fn completions(
+    State(core): State<Arc<Core>>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let started = Instant::now();
+    let request: CompletionRequest = read_json(&core.config, request).await?;
+    let streamed = request.stream.unwrap_or(false);
+    let include_usage = request.stream_options.and_then(|options| options.include_usage).unwrap_or(false);
+    let with_logprobs = request.logprobs.is_some();
+    let input = request.into_input(started)?;
+    let head = Head::new(input.id.clone(), core.model()?);
+    let generation = core.prepare(input).await?;
+    let num_choices = generation.prompts.len() * generation.n as usize;
+    let events = core.generate(generation)?;
+    let tokenizer = if with_logprobs { Some(core.model()?.tokenizer.clone()) } else { None };
+    if streamed {
+        let chunks = CompletionChunks { head, include_usage, tokenizer, offsets: vec![0; num_choices] };
+        return sse::stream(events, chunks).await;
+    }
+    collect(head, tokenizer, num_choices, events).await
+}
+
+impl CompletionRequest {
+    fn into_input(self, started: Instant) -> Result<GenerationInput, ApiError> {
+        params::refuse_unsupported(&self.rest)?;
+        let mut sampling = self.sampling()?;
+        sampling.default_max_tokens = Some(DEFAULT_MAX_TOKENS);
+        sampling.logprobs = self.logprobs.map(|num| params::check_logprobs("logprobs", num)).transpose()?;
+        Ok(GenerationInput {
+            id: format!("cmpl-{}", uuid::Uuid::new_v4().simple()),
+            endpoint: "/v1/completions",
+            model: self.model.unwrap_or_default(),
+            prompts: self.prompt.0,
+            prompt_param: "prompt",
+            n: params::num_choices(self.n)?,
+            stop: self.stop.map(|stop| stop.0).unwrap_or_default(),
+            sampling,
+            cache_salt: self.cache_salt.unwrap_or_default(),
+            prefill: self.prefill_mode.map_or(PrefillMode::Auto, PrefillMode::from),
+            started,
+        })
+    }
+}
+
+/// Parallel lists, one entry per token.
+#[derive(Debug, Default, Serialize)]
+struct Logprobs {
+    tokens: Vec<String>,
+    token_logprobs: Vec<f32>,
+    top_logprobs: Vec<BTreeMap<String, f32>>,
+    /// Where each token begins in the choice's text, in characters.
+    text_offset: Vec<usize>,
+}
+
+impl Logprobs {
+    /// Appends tokens; `offset` is where the next one begins.
+    fn extend(&mut self, tokenizer: &Tokenizer, tokens: &[TokenOut], offset: &mut usize) {
+        for token in tokens {
+            let text = token_text(tokenizer, token.id);
+            let (logprob, top) = chosen_and_top(token);
+            let mut top: BTreeMap<_, _> = top
+                .iter()
+                .rev()
+                .map(|top| (token_text(tokenizer, top.token_id), finite(top.logprob)))
+                .collect();
+            // OpenAI names the chosen token even when it is not among the most likely.
+            top.insert(text.clone(), logprob);
+            self.text_offset.push(*offset);
+            *offset += text.chars().count();
+            self.tokens.push(text);
+            self.token_logprobs.push(logprob);
+            self.top_logprobs.push(top);
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Answer<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    system_fingerprint: &'a str,
+    choices: &'a [Choice<'a>],
+    /// In a stream: absent unless asked for, then null in every chunk but the last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Option<UsageBody>>,
+}
+
+#[derive(Serialize)]
+struct Choice<'a> {
+    text: &'a str,
+    index: u32,
+    logprobs: Option<Logprobs>,
+    finish_reason: Option<&'static str>,
+}
+
+fn answer<'a>(head: &'a Head, choices: &'a [Choice<'a>], usage: Option<Option<UsageBody>>) -> Answer<'a> {
+    Answer {
+        id: &head.id,
+        object: "text_completion",
+        created: head.created,
+        model: &head.model,
+        system_fingerprint: &head.fingerprint,
+        choices,
+        usage,
+    }
+}
+
+/// Writes `text_completion` chunks: pieces of text, then the finish reason.
+struct CompletionChunks {
+    head: Head,
+    include_usage: bool,
+    /// Set when log-probabilities were asked for.
+    tokenizer: Option<Tokenizer>,
+    /// Per choice, where its next token begins.
+    offsets: Vec<usize>,
+}
+
+impl Chunks for CompletionChunks {
+    fn write_event(&mut self, event: &Event, out: &mut Frame) {
+        let usage = self.include_usage.then_some(None);
+        let index = event.index;
+        let mut logprobs = None;
+        if let Some(tokenizer) = self.tokenizer.as_ref().filter(|_| !event.tokens.is_empty()) {
+            let mut all = Logprobs::default();
+            all.extend(tokenizer, &event.tokens, &mut self.offsets[index as usize]);
+            logprobs = Some(all);
+        }
+        if !event.text.is_empty() || logprobs.is_some() {
+            let choice = Choice { text: &event.text, index, logprobs, finish_reason: None };
+            out.push(&answer(&self.head, &[choice], usage));
+        }
+        if let Some(finish) = &event.finish {
+            let finish_reason = Some(finish.reason.name());
+            let choice = Choice { text: "", index, logprobs: None, finish_reason };
+            out.push(&answer(&self.head, &[choice], usage));
+        }
+    }
+
+    fn write_end(&mut self, usage: Usage, out: &mut Frame) {
+        if self.include_usage {
+            out.push(&answer(&self.head, &[], Some(Some(usage.into()))));
+        }
+    }
+}
+
+#[derive(Default)]
+struct Collected {
+    text: String,
+    logprobs: Option<Logprobs>,
+    offset: usize,
+    finish_reason: Option<&'static str>,
+}
+
+/// Answers in one piece.
+async fn collect(
+    head: Head,
+    tokenizer: Option<Tokenizer>,
+    num_choices: usize,
+    mut events: Events,
+) -> Result<Response, ApiError> {
+    let mut collected: Vec<Collected> = Vec::new();
+    collected.resize_with(num_choices, Collected::default);
+    while let Some(event) = events.next().await {
+        let event = event?;
+        let choice = &mut collected[event.index as usize];
+        choice.text.push_str(&event.text);
+        if let Some(tokenizer) = &tokenizer {
+            let logprobs = choice.logprobs.get_or_insert_default();
+            logprobs.extend(tokenizer, &event.tokens, &mut choice.offset);
+        }
+        if let Some(finish) = event.finish {
+            choice.finish_reason = Some(finish.reason.name());
+        }
+    }
+    let choices: Vec<_> = collected
+        .iter_mut()
+        .zip(0..)
+        .map(|(choice, index)| Choice {
+            text: &choice.text,
+            index,
+            logprobs: choice.logprobs.take(),
+            finish_reason: choice.finish_reason,
+        })
+        .collect();
+    Ok(json(&answer(&head, &choices, Some(Some(events.usage().into())))))
+}

@@ -1,0 +1,114 @@
+//! Errors in OpenAI's shape: `{"error":{"message","type","param","code"}}`.
+
+use std::time::Duration;
+
+use axum::response::{IntoResponse, Response};
+use http::{HeaderValue, StatusCode, header};
+use serde::Serialize;
+
+use crate::core::CoreError;
+
+/// An error as a client sees it.
+#[derive(Clone, Debug)]
+pub(crate) struct ApiError {
+    pub(crate) status: StatusCode,
+    pub(crate) detail: Detail,
+    retry_after: Option<Duration>,
+}
+
+/// The object under `error`.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Detail {
+    pub(crate) message: String,
+    #[serde(rename = "type")]
+    pub(crate) kind: &'static str,
+    pub(crate) param: Option<String>,
+    pub(crate) code: Option<&'static str>,
+}
+
+#[derive(Serialize)]
+pub(crate) struct ErrorBody<'a> {
+    pub(crate) error: &'a Detail,
+}
+
+impl ApiError {
+    pub(crate) fn new(status: StatusCode, message: impl Into<String>) -> ApiError {
+        let kind = match status {
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            status if status.is_server_error() => "server_error",
+            _ => "invalid_request_error",
+        };
+        let detail = Detail { message: message.into(), kind, param: None, code: None };
+        ApiError { status, detail, retry_after: None }
+    }
+
+    pub(crate) fn with_param(mut self, param: impl Into<String>) -> ApiError {
+        self.detail.param = Some(param.into());
+        self
+    }
+
+    pub(crate) fn with_code(mut self, code: &'static str) -> ApiError {
+        self.detail.code = Some(code);
+        self
+    }
+
+    /// A 400 that names the field.
+    pub(crate) fn invalid(param: impl Into<String>, message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::BAD_REQUEST, message).with_param(param)
+    }
+
+    /// A 400 for what is not built.
+    pub(crate) fn unsupported(param: impl Into<String>, message: impl Into<String>) -> ApiError {
+        ApiError::invalid(param, message).with_code("unsupported_parameter")
+    }
+}
+
+impl From<CoreError> for ApiError {
+    fn from(error: CoreError) -> ApiError {
+        let message = error.to_string();
+        match error {
+            CoreError::Invalid { param, code, .. } => {
+                let mut error = ApiError::new(StatusCode::BAD_REQUEST, message);
+                error.detail.param = param;
+                error.detail.code = code;
+                error
+            }
+            CoreError::NotFound { param, code, .. } => {
+                let mut error = ApiError::new(StatusCode::NOT_FOUND, message);
+                error.detail.param = param;
+                error.detail.code = code;
+                error
+            }
+            CoreError::Duplicate { .. } => ApiError::new(StatusCode::CONFLICT, message),
+            CoreError::Full { retry_after, .. } => {
+                let mut error =
+                    ApiError::new(StatusCode::TOO_MANY_REQUESTS, message).with_code("rate_limit_exceeded");
+                error.retry_after = Some(retry_after);
+                error
+            }
+            CoreError::Unavailable { .. } => {
+                let mut error =
+                    ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message).with_code("service_unavailable");
+                error.retry_after = Some(Duration::from_secs(1));
+                error
+            }
+            CoreError::Internal { .. } => ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, message),
+        }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let body = serde_json::to_vec(&ErrorBody { error: &self.detail }).expect("an error is plain data");
+        let mut response = (self.status, [(header::CONTENT_TYPE, "application/json")], body).into_response();
+        if let Some(after) = self.retry_after {
+            let seconds = after.as_secs().max(1);
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.status == StatusCode::REQUEST_TIMEOUT || self.status == StatusCode::PAYLOAD_TOO_LARGE {
+            // The rest of the body is not going to be read.
+            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
+        response
+    }
+}

@@ -1,0 +1,77 @@
+//! Chat messages: from what OpenAI clients send to what chat templates read.
+
+use serde_json::{Map, Value};
+
+use super::error::ApiError;
+
+/// Checks the messages, joins text parts, and gives templates tool arguments as objects.
+pub(crate) fn normalise(messages: Vec<Value>) -> Result<Value, ApiError> {
+    if messages.is_empty() {
+        return Err(ApiError::invalid("messages", "messages is empty, at least one message is needed"));
+    }
+    let messages = messages.into_iter().enumerate().map(|(idx, message)| normalise_one(idx, message));
+    messages.collect::<Result<Vec<_>, _>>().map(Value::Array)
+}
+
+fn normalise_one(idx: usize, message: Value) -> Result<Value, ApiError> {
+    let path = format!("messages[{idx}]");
+    let wrong = |field: &str, expected: &str| {
+        let param = if field.is_empty() { path.clone() } else { format!("{path}.{field}") };
+        Err(ApiError::invalid(param.clone(), format!("{param}: expected {expected}")))
+    };
+    let Value::Object(mut message) = message else { return wrong("", "an object") };
+    if !message.get("role").is_some_and(Value::is_string) {
+        return wrong("role", "a string");
+    }
+    let content = match message.get_mut("content").map(Value::take) {
+        None | Some(Value::Null) => {
+            if !message.contains_key("tool_calls") {
+                return wrong("content", "a string or a list of parts");
+            }
+            Value::Null
+        }
+        Some(Value::String(text)) => Value::String(text),
+        Some(Value::Array(parts)) => Value::String(join_parts(&path, parts)?),
+        Some(_) => return wrong("content", "a string or a list of parts"),
+    };
+    message.insert("content".to_owned(), content);
+    if let Some(Value::Array(calls)) = message.get_mut("tool_calls") {
+        calls.iter_mut().for_each(parse_arguments);
+    }
+    Ok(Value::Object(message))
+}
+
+fn join_parts(path: &str, parts: Vec<Value>) -> Result<String, ApiError> {
+    let mut texts = Vec::with_capacity(parts.len());
+    for (idx, part) in parts.into_iter().enumerate() {
+        let path = format!("{path}.content[{idx}]");
+        let kind = part["type"].as_str().unwrap_or_default();
+        match (kind, &part["text"]) {
+            ("text", Value::String(text)) => texts.push(text.clone()),
+            ("text", _) => {
+                let param = format!("{path}.text");
+                return Err(ApiError::invalid(param.clone(), format!("{param}: expected a string")));
+            }
+            ("", _) => {
+                let param = format!("{path}.type");
+                return Err(ApiError::invalid(param.clone(), format!("{param}: expected \"text\"")));
+            }
+            (kind, _) => {
+                let param = format!("{path}.type");
+                let message = format!("{param}: {kind:?} is not supported by this model, only \"text\" is");
+                return Err(ApiError::unsupported(param, message));
+            }
+        }
+    }
+    Ok(texts.join("\n"))
+}
+
+/// OpenAI sends a call's arguments as JSON in a string, templates expect the object.
+fn parse_arguments(call: &mut Value) {
+    let Some(arguments) = call.get_mut("function").and_then(|function| function.get_mut("arguments")) else {
+        return;
+    };
+    if let Some(object) = arguments.as_str().and_then(|text| serde_json::from_str::<Map<_, _>>(text).ok()) {
+        *arguments = Value::Object(object);
+    }
+}

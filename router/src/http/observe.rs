@@ -1,0 +1,79 @@
+//! Around every request: its id, its span, its count.
+
+use std::sync::Arc;
+
+use axum::{
+    extract::{Request, State},
+    middleware::Next,
+    response::Response,
+};
+use http::{HeaderMap, HeaderName, HeaderValue};
+use tracing::Instrument;
+
+use super::is_grpc;
+use crate::{core::Core, trace};
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+const MAX_ID_BYTES: usize = 128;
+
+/// Gives the request an id, unless the client has, and returns it; counts the answer.
+pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request, next: Next) -> Response {
+    let id = request_id(request.headers());
+    request.headers_mut().insert(REQUEST_ID, id.clone());
+    let endpoint = endpoint(request.uri().path());
+    let span = tracing::info_span!(
+        "request",
+        id = id.to_str().unwrap_or_default(),
+        method = %request.method(),
+        endpoint
+    );
+    trace::set_parent(&span, request.headers());
+    let mut response = next.run(request).instrument(span).await;
+    core.metrics.on_answer(endpoint, status(&response));
+    response.headers_mut().insert(REQUEST_ID, id);
+    response
+}
+
+fn request_id(headers: &HeaderMap) -> HeaderValue {
+    let given = headers.get(REQUEST_ID).filter(|id| {
+        !id.is_empty() && id.len() <= MAX_ID_BYTES && id.as_bytes().iter().all(u8::is_ascii_graphic)
+    });
+    given.cloned().unwrap_or_else(|| {
+        let id = uuid::Uuid::new_v4().to_string();
+        HeaderValue::try_from(id).expect("a UUID is letters, digits and dashes")
+    })
+}
+
+/// One of a few names: whatever clients make up must not become a label.
+fn endpoint(path: &str) -> &'static str {
+    const KNOWN: [&str; 18] = [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+        "/livez",
+        "/readyz",
+        "/startupz",
+        "/version",
+        "/metrics",
+        "/baton.v1.Inference/Generate",
+        "/baton.v1.Inference/Abort",
+        "/baton.v1.Inference/ModelInfo",
+        "/baton.v1.Inference/Loads",
+        "/baton.worker.v1.Registry/Register",
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/Watch",
+    ];
+    KNOWN.into_iter().find(|known| *known == path).unwrap_or("other")
+}
+
+/// The HTTP status; for gRPC the status of an answer without a body, else 0: its stream has begun.
+fn status(response: &Response) -> String {
+    if !is_grpc(response.headers()) {
+        return response.status().as_str().to_owned();
+    }
+    let status = response.headers().get("grpc-status").and_then(|status| status.to_str().ok());
+    status.unwrap_or("0").to_owned()
+}

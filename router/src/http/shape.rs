@@ -1,0 +1,109 @@
+//! Pieces of OpenAI's answers that chat and completions share.
+
+use std::sync::Arc;
+
+use baton_proto::v1;
+use baton_tokenizer::Tokenizer;
+use serde::Serialize;
+
+use crate::{
+    core::{TokenOut, Usage},
+    model::Model,
+};
+
+/// What every chunk of one answer repeats.
+#[derive(Clone, Debug)]
+pub(crate) struct Head {
+    pub(crate) id: String,
+    pub(crate) created: u64,
+    pub(crate) model: Arc<str>,
+    pub(crate) fingerprint: Arc<str>,
+}
+
+impl Head {
+    pub(crate) fn new(id: String, model: &Model) -> Head {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        Head {
+            id,
+            created: now.map_or(0, |since| since.as_secs()),
+            model: model.name.as_str().into(),
+            fingerprint: model.fingerprint.as_str().into(),
+        }
+    }
+}
+
+/// `usage`.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct UsageBody {
+    prompt_tokens: u32,
+    completion_tokens: u32,
+    total_tokens: u32,
+    prompt_tokens_details: PromptDetails,
+}
+
+#[derive(Clone, Copy, Debug, Serialize)]
+struct PromptDetails {
+    cached_tokens: u32,
+}
+
+impl From<Usage> for UsageBody {
+    fn from(usage: Usage) -> UsageBody {
+        UsageBody {
+            prompt_tokens: usage.prompt_tokens,
+            completion_tokens: usage.completion_tokens,
+            total_tokens: usage.prompt_tokens.saturating_add(usage.completion_tokens),
+            prompt_tokens_details: PromptDetails { cached_tokens: usage.cached_tokens },
+        }
+    }
+}
+
+/// One token of a chat answer's `logprobs.content`.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct ChatLogprob {
+    token: String,
+    logprob: f32,
+    bytes: Option<Vec<u8>>,
+    top_logprobs: Vec<ChatTopLogprob>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct ChatTopLogprob {
+    token: String,
+    logprob: f32,
+    bytes: Option<Vec<u8>>,
+}
+
+impl ChatLogprob {
+    pub(crate) fn new(tokenizer: &Tokenizer, token: &TokenOut) -> ChatLogprob {
+        let (logprob, top) = chosen_and_top(token);
+        let top = top.iter().map(|top| ChatTopLogprob {
+            token: token_text(tokenizer, top.token_id),
+            logprob: finite(top.logprob),
+            bytes: tokenizer.token_bytes(top.token_id),
+        });
+        ChatLogprob {
+            token: token_text(tokenizer, token.id),
+            logprob,
+            bytes: tokenizer.token_bytes(token.id),
+            top_logprobs: top.collect(),
+        }
+    }
+}
+
+/// The log-probability of the token itself, and the most likely ones.
+pub(crate) fn chosen_and_top(token: &TokenOut) -> (f32, &[v1::TopLogprob]) {
+    match &token.logprobs {
+        Some(logprobs) => (finite(logprobs.logprob), &logprobs.top),
+        None => (finite(f32::NEG_INFINITY), &[]),
+    }
+}
+
+/// JSON has no infinity; OpenAI writes this instead.
+pub(crate) fn finite(logprob: f32) -> f32 {
+    if logprob.is_finite() { logprob } else { -9999.0 }
+}
+
+/// Ids that the tokenizer does not name (a padded vocabulary) still need a text.
+pub(crate) fn token_text(tokenizer: &Tokenizer, id: u32) -> String {
+    tokenizer.token_text(id).unwrap_or_else(|| format!("<{id}>"))
+}

@@ -1,0 +1,91 @@
+//! Server-sent events: a stream of `data:` lines from a request's events.
+
+use axum::{
+    body::{Body, Bytes},
+    response::{IntoResponse, Response},
+};
+use http::{HeaderValue, header};
+use serde::Serialize;
+
+use super::error::{ApiError, ErrorBody};
+use crate::core::{Event, Events, Usage};
+
+/// Turns events into chunks of one of OpenAI's shapes.
+pub(crate) trait Chunks: Send + 'static {
+    /// Appends what one event means.
+    fn write_event(&mut self, event: &Event, out: &mut Frame);
+    /// Appends what follows the last event.
+    fn write_end(&mut self, usage: Usage, out: &mut Frame);
+}
+
+/// Bytes of some SSE events, under construction.
+#[derive(Debug, Default)]
+pub(crate) struct Frame(Vec<u8>);
+
+impl Frame {
+    /// Appends one event.
+    pub(crate) fn push(&mut self, data: &impl Serialize) {
+        self.0.extend_from_slice(b"data: ");
+        serde_json::to_writer(&mut self.0, data).expect("chunks are plain data and memory takes all");
+        self.0.extend_from_slice(b"\n\n");
+    }
+
+    fn push_done(&mut self) {
+        self.0.extend_from_slice(b"data: [DONE]\n\n");
+    }
+}
+
+struct State<C> {
+    events: Events,
+    chunks: C,
+    /// The event that has been taken to see whether the request can be answered at all.
+    first: Option<Event>,
+    over: bool,
+}
+
+/// Answers with a stream. Waits for the first event, so that whatever fails before it is an
+/// error with a status of its own.
+pub(crate) async fn stream<C: Chunks>(mut events: Events, chunks: C) -> Result<Response, ApiError> {
+    let first = events.next().await.transpose()?;
+    let state = State { events, chunks, first, over: false };
+    let frames = futures_util::stream::unfold(state, |mut state| async move {
+        let frame = state.next_frame().await?;
+        Some((Ok::<_, std::convert::Infallible>(Bytes::from(frame.0)), state))
+    });
+    let mut response = Body::from_stream(frames).into_response();
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    // nginx would collect the events otherwise.
+    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+    Ok(response)
+}
+
+impl<C: Chunks> State<C> {
+    async fn next_frame(&mut self) -> Option<Frame> {
+        if self.over {
+            return None;
+        }
+        let mut frame = Frame::default();
+        // An event that says nothing yet makes no frame.
+        while frame.0.is_empty() {
+            let event = match self.first.take() {
+                Some(event) => Some(Ok(event)),
+                None => self.events.next().await,
+            };
+            match event {
+                Some(Ok(event)) => self.chunks.write_event(&event, &mut frame),
+                Some(Err(error)) => {
+                    self.over = true;
+                    frame.push(&ErrorBody { error: &ApiError::from(error).detail });
+                }
+                None => {
+                    self.over = true;
+                    self.chunks.write_end(self.events.usage(), &mut frame);
+                    frame.push_done();
+                }
+            }
+        }
+        Some(frame)
+    }
+}

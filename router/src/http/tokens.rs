@@ -1,0 +1,102 @@
+//! `POST /tokenize` and `/detokenize`, in vLLM's shapes.
+
+use std::sync::Arc;
+
+use axum::{
+    extract::{Request, State},
+    response::Response,
+};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::{
+    body::{json, read_json},
+    error::ApiError,
+    messages,
+};
+use crate::core::{ChatInput, Core, PromptInput, check_model, check_token, tokenize};
+
+#[derive(Debug, Deserialize)]
+struct TokenizeRequest {
+    model: Option<String>,
+    prompt: Option<String>,
+    messages: Option<Vec<Value>>,
+    tools: Option<Vec<Value>>,
+    add_special_tokens: Option<bool>,
+    add_generation_prompt: Option<bool>,
+    return_token_strs: Option<bool>,
+}
+
+#[derive(Serialize)]
+struct Tokenized {
+    count: usize,
+    max_model_len: usize,
+    tokens: Vec<u32>,
+    token_strs: Option<Vec<String>>,
+}
+
+/// The token ids of a text or a chat.
+pub(crate) async fn tokenize_text(
+    State(core): State<Arc<Core>>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let request: TokenizeRequest = read_json(&core.config, request).await?;
+    check_model(core.model()?, &request.model.unwrap_or_default())?;
+    let (prompt, param, num_bytes) = match (request.prompt, request.messages) {
+        (Some(text), None) => {
+            let num_bytes = text.len();
+            (PromptInput::Text(text), "prompt", num_bytes)
+        }
+        (None, Some(messages)) => {
+            let mut extra = Map::new();
+            if let Some(add) = request.add_generation_prompt {
+                extra.insert("add_generation_prompt".to_owned(), Value::Bool(add));
+            }
+            let tools = request.tools.filter(|tools| !tools.is_empty()).map(Value::Array);
+            let messages = messages::normalise(messages)?;
+            // The size of a chat is not worth a walk: it goes to the other thread.
+            (PromptInput::Chat(ChatInput { messages, tools, extra }), "messages", usize::MAX)
+        }
+        _ => return Err(ApiError::invalid("prompt", "either prompt or messages is needed, and not both")),
+    };
+    let add_special = request.add_special_tokens.unwrap_or(true);
+    let with_texts = request.return_token_strs.unwrap_or(false);
+    let tokenized = core
+        .offload(num_bytes, move |core| {
+            let model = core.model()?;
+            let tokens = tokenize(model, prompt, param, add_special)?;
+            let text = |id: &u32| model.tokenizer.token_text(*id).unwrap_or_default();
+            let token_strs = with_texts.then(|| tokens.iter().map(text).collect());
+            Ok(Tokenized { count: tokens.len(), max_model_len: core.context_length(), tokens, token_strs })
+        })
+        .await?;
+    Ok(json(&tokenized))
+}
+
+#[derive(Debug, Deserialize)]
+struct DetokenizeRequest {
+    model: Option<String>,
+    tokens: Vec<u32>,
+}
+
+#[derive(Serialize)]
+struct Detokenized {
+    prompt: String,
+}
+
+/// The text of token ids, special tokens included.
+pub(crate) async fn detokenize(
+    State(core): State<Arc<Core>>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let request: DetokenizeRequest = read_json(&core.config, request).await?;
+    check_model(core.model()?, &request.model.unwrap_or_default())?;
+    let detokenized = core
+        .offload(request.tokens.len(), move |core| {
+            let model = core.model()?;
+            request.tokens.iter().try_for_each(|id| check_token(model, "tokens", *id))?;
+            Ok(Detokenized { prompt: model.tokenizer.decode(&request.tokens, false) })
+        })
+        .await?;
+    Ok(json(&detokenized))
+}

@@ -1,0 +1,240 @@
+//! The router's metrics. Durations are in seconds, as Prometheus has them.
+
+use std::{sync::atomic::AtomicU64, time::Duration};
+
+use baton_telemetry::{Metrics, e2e_histogram, itl_histogram, ttft_histogram};
+use prometheus_client::{
+    encoding::EncodeLabelSet,
+    metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
+    registry::Unit,
+};
+
+use crate::{
+    plan::{Prefill, Usability},
+    workers::Workers,
+};
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Outcome {
+    endpoint: &'static str,
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Answer {
+    endpoint: &'static str,
+    status: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Endpoint {
+    endpoint: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Kind {
+    prefill: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Reason {
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RoleState {
+    role: &'static str,
+    state: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Worker {
+    worker: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct WorkerTransport {
+    worker: String,
+    transport: String,
+}
+
+/// Handles to every metric; clones share them.
+#[derive(Clone, Debug)]
+pub(crate) struct RouterMetrics {
+    metrics: Metrics,
+    answers: Family<Answer, Counter>,
+    generations: Family<Outcome, Counter>,
+    ttft: Histogram,
+    itl: Histogram,
+    e2e: Family<Endpoint, Histogram>,
+    prompt_tokens: Counter,
+    output_tokens: Counter,
+    plans: Family<Kind, Counter>,
+    retries: Family<Reason, Counter>,
+    running: Gauge,
+    workers: Family<RoleState, Gauge>,
+    worker_running: Family<Worker, Gauge>,
+    worker_waiting: Family<Worker, Gauge>,
+    worker_queued_tokens: Family<Worker, Gauge>,
+    worker_free_blocks: Family<Worker, Gauge>,
+    handoff_bytes: Family<WorkerTransport, Gauge<u64, AtomicU64>>,
+}
+
+impl RouterMetrics {
+    /// Registers them.
+    pub(crate) fn new(metrics: &Metrics) -> RouterMetrics {
+        let this = RouterMetrics {
+            metrics: metrics.clone(),
+            answers: Family::default(),
+            generations: Family::default(),
+            ttft: ttft_histogram(),
+            itl: itl_histogram(),
+            e2e: Family::new_with_constructor(e2e_histogram),
+            prompt_tokens: Counter::default(),
+            output_tokens: Counter::default(),
+            plans: Family::default(),
+            retries: Family::default(),
+            running: Gauge::default(),
+            workers: Family::default(),
+            worker_running: Family::default(),
+            worker_waiting: Family::default(),
+            worker_queued_tokens: Family::default(),
+            worker_free_blocks: Family::default(),
+            handoff_bytes: Family::default(),
+        };
+        metrics.register(|registry| {
+            let registry = registry.sub_registry_with_prefix("baton");
+            registry.register("requests", "Requests answered, by endpoint and status", this.answers.clone());
+            registry.register(
+                "generations",
+                "Admitted generations that ended, by how: ok, error, aborted, cancelled (by the client)",
+                this.generations.clone(),
+            );
+            registry.register_with_unit(
+                "ttft",
+                "From the request's arrival to a choice's first token",
+                Unit::Seconds,
+                this.ttft.clone(),
+            );
+            registry.register_with_unit(
+                "itl",
+                "Between two tokens of a choice",
+                Unit::Seconds,
+                this.itl.clone(),
+            );
+            registry.register_with_unit(
+                "e2e",
+                "From a generation's arrival to its end",
+                Unit::Seconds,
+                this.e2e.clone(),
+            );
+            registry.register("prompt_tokens", "Prompt tokens admitted", this.prompt_tokens.clone());
+            registry.register("output_tokens", "Tokens generated", this.output_tokens.clone());
+            registry.register("plans", "Plans made, by where the prompt is computed", this.plans.clone());
+            registry.register("attempt_failures", "Attempts that failed, by reason", this.retries.clone());
+            registry.register("requests_running", "Generations that run now", this.running.clone());
+            registry.register("workers", "Workers, by role and state", this.workers.clone());
+            registry.register(
+                "worker_running_sequences",
+                "Sequences in the worker's batch",
+                this.worker_running.clone(),
+            );
+            registry.register(
+                "worker_waiting_sequences",
+                "Sequences that wait at the worker",
+                this.worker_waiting.clone(),
+            );
+            registry.register(
+                "worker_queued_tokens",
+                "Prompt tokens that wait to be computed at the worker",
+                this.worker_queued_tokens.clone(),
+            );
+            registry.register(
+                "worker_free_blocks",
+                "Blocks that are free at the worker",
+                this.worker_free_blocks.clone(),
+            );
+            registry.register(
+                "worker_handoff_bytes",
+                "KV bytes that handoffs moved since the worker started, by what carried them",
+                this.handoff_bytes.clone(),
+            );
+        });
+        this
+    }
+
+    /// The text of `/metrics`, with the workers' newest reports.
+    pub(crate) fn encode(&self, workers: &Workers) -> String {
+        self.take_reports(workers);
+        self.metrics.encode()
+    }
+
+    pub(crate) fn on_answer(&self, endpoint: &'static str, status: String) {
+        self.answers.get_or_create(&Answer { endpoint, status }).inc();
+    }
+
+    pub(crate) fn on_start(&self, prompt_tokens: u32) {
+        self.running.inc();
+        self.prompt_tokens.inc_by(u64::from(prompt_tokens));
+    }
+
+    pub(crate) fn on_end(&self, endpoint: &'static str, outcome: &'static str, took: Duration) {
+        self.running.dec();
+        self.generations.get_or_create(&Outcome { endpoint, outcome }).inc();
+        self.e2e.get_or_create(&Endpoint { endpoint }).observe(took.as_secs_f64());
+    }
+
+    pub(crate) fn on_first_token(&self, after: Duration) {
+        self.output_tokens.inc();
+        self.ttft.observe(after.as_secs_f64());
+    }
+
+    pub(crate) fn on_next_token(&self, after: Duration) {
+        self.output_tokens.inc();
+        self.itl.observe(after.as_secs_f64());
+    }
+
+    pub(crate) fn on_plan(&self, prefill: &Prefill) {
+        self.plans.get_or_create(&Kind { prefill: prefill.name() }).inc();
+    }
+
+    pub(crate) fn on_failed_attempt(&self, reason: &'static str) {
+        self.retries.get_or_create(&Reason { reason }).inc();
+    }
+
+    fn take_reports(&self, workers: &Workers) {
+        for role in ["prefill", "decode"] {
+            for state in ["ready", "backing_off", "draining", "unreachable"] {
+                self.workers.get_or_create(&RoleState { role, state }).set(0);
+            }
+        }
+        for worker in workers.view().workers {
+            let state = match worker.usability {
+                Usability::Ready => "ready",
+                Usability::BackingOff => "backing_off",
+                Usability::Draining => "draining",
+                Usability::Unreachable => "unreachable",
+            };
+            self.workers.get_or_create(&RoleState { role: worker.record.role.name(), state }).inc();
+        }
+        // Workers that left leave no series behind.
+        self.worker_running.clear();
+        self.worker_waiting.clear();
+        self.worker_queued_tokens.clear();
+        self.worker_free_blocks.clear();
+        self.handoff_bytes.clear();
+        for listed in workers.list() {
+            let Some(report) = listed.report else { continue };
+            let label = Worker { worker: listed.record.id.0.clone() };
+            let load = report.load;
+            self.worker_running.get_or_create(&label).set(load.num_running.into());
+            self.worker_waiting.get_or_create(&label).set(load.num_waiting.into());
+            self.worker_queued_tokens.get_or_create(&label).set(load.num_queued_tokens as i64);
+            self.worker_free_blocks.get_or_create(&label).set(load.num_free_blocks.into());
+            for moved in load.handoff_bytes {
+                let label = WorkerTransport { worker: label.worker.clone(), transport: moved.transport };
+                self.handoff_bytes.get_or_create(&label).set(moved.bytes);
+            }
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! The port: accepts connections, tells HTTP/1.1 from HTTP/2, bounds how long anybody may dawdle, and
+//! ends everything it began.
+
+use std::{
+    io,
+    pin::{Pin, pin},
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use axum::Router;
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    server::conn::auto,
+    service::TowerToHyperService,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{TcpListener, TcpStream},
+    time::{Sleep, sleep},
+};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+use crate::config::RouterConfig;
+
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// Streams that one HTTP/2 connection may have open.
+const MAX_STREAMS: u32 = 4096;
+
+/// Serves until `drain` is cancelled; then takes nothing new, and returns when what runs has ended.
+/// `abort` ends that too.
+pub(crate) async fn serve(
+    listener: TcpListener,
+    routes: Router,
+    config: &RouterConfig,
+    drain: &CancellationToken,
+    abort: &CancellationToken,
+) {
+    let tasks = TaskTracker::new();
+    let mut builder = auto::Builder::new(Tracked(tasks.clone()));
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(config.header_timeout);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .keep_alive_interval(config.keep_alive)
+        .keep_alive_timeout(config.keep_alive.max(Duration::from_secs(5)))
+        .max_concurrent_streams(MAX_STREAMS);
+    loop {
+        let accepted = tokio::select! {
+            () = drain.cancelled() => break,
+            accepted = listener.accept() => accepted,
+        };
+        let stream = match accepted {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                // Usually out of file descriptors: some will be freed.
+                tracing::warn!(%error, "cannot accept a connection");
+                sleep(Duration::from_millis(50)).await;
+                continue;
+            }
+        };
+        // Token by token: nothing is gained by waiting for more.
+        let _ = stream.set_nodelay(true);
+        let io = TokioIo::new(Preface::new(stream, config.header_timeout));
+        let connection = builder.serve_connection(io, TowerToHyperService::new(routes.clone())).into_owned();
+        let (drain, abort) = (drain.clone(), abort.clone());
+        tasks.spawn(async move {
+            let mut connection = pin!(connection);
+            let result = tokio::select! {
+                result = connection.as_mut() => result,
+                () = abort.cancelled() => return,
+                () = drain.cancelled() => {
+                    connection.as_mut().graceful_shutdown();
+                    tokio::select! {
+                        result = connection.as_mut() => result,
+                        () = abort.cancelled() => return,
+                    }
+                }
+            };
+            if let Err(error) = result {
+                tracing::debug!(error, "a connection broke");
+            }
+        });
+    }
+    drop(listener);
+    tasks.close();
+    tasks.wait().await;
+}
+
+/// Runs hyper's own tasks where they can be waited for.
+#[derive(Clone, Debug)]
+struct Tracked(TaskTracker);
+
+impl<F> hyper::rt::Executor<F> for Tracked
+where
+    F: Future<Output: Send + 'static> + Send + 'static,
+{
+    fn execute(&self, future: F) {
+        self.0.spawn(future);
+    }
+}
+
+/// A connection whose first bytes must come in time.
+///
+/// Until they have told HTTP/1 from HTTP/2, no timeout of hyper runs: a client that sends nothing, or
+/// only `P`, would be waited for for ever.
+#[derive(Debug)]
+struct Preface {
+    stream: TcpStream,
+    /// `None` once the protocol is known.
+    deadline: Option<Pin<Box<Sleep>>>,
+    num_matched: usize,
+}
+
+impl Preface {
+    fn new(stream: TcpStream, timeout: Duration) -> Preface {
+        Preface { stream, deadline: Some(Box::pin(sleep(timeout))), num_matched: 0 }
+    }
+
+    fn look(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            if *byte != PREFACE[self.num_matched] {
+                self.deadline = None;
+                return;
+            }
+            self.num_matched += 1;
+            if self.num_matched == PREFACE.len() {
+                self.deadline = None;
+                return;
+            }
+        }
+    }
+}
+
+impl AsyncRead for Preface {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let num_before = buf.filled().len();
+        let read = Pin::new(&mut this.stream).poll_read(cx, buf);
+        if let Some(deadline) = &mut this.deadline {
+            if read.is_pending() && deadline.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+            }
+            this.look(&buf.filled()[num_before..]);
+        }
+        read
+    }
+}
+
+impl AsyncWrite for Preface {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().stream).poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().stream).poll_write_vectored(cx, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_shutdown(cx)
+    }
+}

@@ -1,0 +1,318 @@
+//! The workers the router can send to: follows the membership, keeps a channel to each worker, and
+//! watches its load, which is also the probe of its liveness.
+//!
+//! It does not know requests or policies; it answers with a [`ClusterView`].
+
+mod channel;
+mod watch;
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use baton_cluster::{Membership, Role, WorkerRecord};
+use baton_proto::v1;
+use tokio::sync::watch as notify;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tonic::transport::Channel;
+
+use crate::plan::{ClusterView, Load, Usability, WorkerKey, WorkerView};
+
+const BACKOFF_FIRST: Duration = Duration::from_millis(250);
+const BACKOFF_LIMIT: Duration = Duration::from_secs(5);
+
+/// Every known worker. Shared by all requests.
+#[derive(Debug)]
+pub(crate) struct Workers {
+    keep_alive: Duration,
+    state: Mutex<State>,
+    /// Counts changes of who is usable.
+    changed: notify::Sender<u64>,
+    tasks: TaskTracker,
+    stop: CancellationToken,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    workers: BTreeMap<WorkerKey, Worker>,
+    /// When a decode worker was last usable.
+    last_usable: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Worker {
+    record: Arc<WorkerRecord>,
+    channel: Channel,
+    /// The newest report; absent while it does not answer.
+    report: Option<Report>,
+    /// What it had moved by its last report, also while it does not answer.
+    num_failures: u32,
+    spared_until: Option<Instant>,
+    num_assigned: Arc<AtomicUsize>,
+    stop: CancellationToken,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Report {
+    pub(crate) load: v1::Load,
+    pub(crate) at: Instant,
+}
+
+/// A worker with its newest report, for listings.
+#[derive(Clone, Debug)]
+pub(crate) struct Listed {
+    pub(crate) record: Arc<WorkerRecord>,
+    pub(crate) report: Option<Report>,
+}
+
+/// A request is with a worker as long as this lives.
+#[derive(Debug)]
+pub(crate) struct Assignment(Arc<AtomicUsize>);
+
+impl Drop for Assignment {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Workers {
+    /// Nobody yet; [`follow`](Self::follow) fills it.
+    pub(crate) fn new(keep_alive: Duration) -> Arc<Workers> {
+        Arc::new(Workers {
+            keep_alive,
+            state: Mutex::default(),
+            changed: notify::Sender::new(0),
+            tasks: TaskTracker::new(),
+            stop: CancellationToken::new(),
+        })
+    }
+
+    /// Follows the membership until [`shut_down`](Self::shut_down).
+    pub(crate) fn follow(self: &Arc<Self>, mut members: Membership) {
+        let workers = self.clone();
+        let stop = self.stop.clone();
+        self.tasks.spawn(async move {
+            loop {
+                let records: Vec<_> = members.borrow_and_update().iter().cloned().collect();
+                workers.update(records);
+                tokio::select! {
+                    () = stop.cancelled() => return,
+                    changed = members.changed() => if changed.is_err() {
+                        // Discovery ended: the last known membership stays.
+                        return stop.cancelled().await;
+                    }
+                }
+            }
+        });
+    }
+
+    /// Ends every task and waits for them.
+    pub(crate) async fn shut_down(&self) {
+        self.stop.cancel();
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
+
+    /// What a policy needs to know.
+    pub(crate) fn view(&self) -> ClusterView {
+        let state = self.lock();
+        let now = Instant::now();
+        let workers = state.workers.values().map(|worker| worker.view(now)).collect();
+        ClusterView { workers }
+    }
+
+    /// Follows the changes of who is usable. Subscribe before looking, then wait.
+    pub(crate) fn changes(&self) -> notify::Receiver<u64> {
+        self.changed.subscribe()
+    }
+
+    /// When a decode worker was last usable; now, if one is.
+    pub(crate) fn last_usable(&self) -> Option<Instant> {
+        let state = self.lock();
+        if state.has_usable(Role::Decode) { Some(Instant::now()) } else { state.last_usable }
+    }
+
+    /// Whether a decode worker is usable, and as many KV formats' block size as there is: the first's.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.lock().has_usable(Role::Decode)
+    }
+
+    /// The record of some decode worker: all of one model have the same KV format.
+    pub(crate) fn any_decode(&self) -> Option<Arc<WorkerRecord>> {
+        let state = self.lock();
+        let mut decode = state.workers.values().filter(|worker| worker.record.role == Role::Decode);
+        decode.next().map(|worker| worker.record.clone())
+    }
+
+    /// The longest context that a decode worker serves.
+    pub(crate) fn context_length(&self) -> Option<usize> {
+        let state = self.lock();
+        let decode = state.workers.values().filter(|worker| worker.record.role == Role::Decode);
+        decode.map(|worker| worker.record.capacity.context_length).filter(|length| *length > 0).max()
+    }
+
+    /// Counts a request to the worker, and gives the way to it. `None` when it has gone.
+    pub(crate) fn assign(&self, key: &WorkerKey) -> Option<(Channel, Assignment)> {
+        let state = self.lock();
+        let worker = state.workers.get(key)?;
+        worker.num_assigned.fetch_add(1, Ordering::Relaxed);
+        Some((worker.channel.clone(), Assignment(worker.num_assigned.clone())))
+    }
+
+    /// It broke off or could not be reached: spare it for a while.
+    pub(crate) fn report_failure(&self, key: &WorkerKey) {
+        let mut state = self.lock();
+        let now = Instant::now();
+        let Some(worker) = state.workers.get_mut(key) else { return };
+        if worker.spared_until.is_some_and(|until| now < until) {
+            return; // One crash breaks many streams, and is one failure.
+        }
+        let wait = BACKOFF_FIRST.saturating_mul(1 << worker.num_failures.min(8)).min(BACKOFF_LIMIT);
+        worker.num_failures += 1;
+        worker.spared_until = Some(now + wait);
+        tracing::warn!(worker = %key, ?wait, "worker failed a request and is spared");
+    }
+
+    /// It answered a request.
+    pub(crate) fn report_success(&self, key: &WorkerKey) {
+        let mut state = self.lock();
+        if let Some(worker) = state.workers.get_mut(key) {
+            worker.num_failures = 0;
+            worker.spared_until = None;
+        }
+    }
+
+    /// Every worker with its newest report.
+    pub(crate) fn list(&self) -> Vec<Listed> {
+        let state = self.lock();
+        let listed =
+            |worker: &Worker| Listed { record: worker.record.clone(), report: worker.report.clone() };
+        state.workers.values().map(listed).collect()
+    }
+
+    /// Makes the known workers those of the records.
+    fn update(self: &Arc<Self>, records: Vec<Arc<WorkerRecord>>) {
+        let mut state = self.lock();
+        state.note_usable();
+        let mut old = std::mem::take(&mut state.workers);
+        for record in records {
+            let key = WorkerKey::of(&record);
+            let worker = match old.remove(&key) {
+                Some(mut worker) if worker.record.address == record.address => {
+                    worker.record = record;
+                    worker
+                }
+                replaced => {
+                    if let Some(worker) = replaced {
+                        worker.stop.cancel();
+                    }
+                    match self.meet(record) {
+                        Some(worker) => worker,
+                        None => continue,
+                    }
+                }
+            };
+            state.workers.insert(key, worker);
+        }
+        for gone in old.into_values() {
+            gone.stop.cancel();
+        }
+        drop(state);
+        self.notify();
+    }
+
+    fn meet(self: &Arc<Self>, record: Arc<WorkerRecord>) -> Option<Worker> {
+        let channel = match channel::open(&record.address, self.keep_alive) {
+            Ok(channel) => channel,
+            Err(error) => {
+                tracing::error!(worker = %record.id, address = record.address, %error, "worker has an unusable address");
+                return None;
+            }
+        };
+        let stop = self.stop.child_token();
+        let watcher = watch::Watcher::new(self.clone(), WorkerKey::of(&record), channel.clone());
+        self.tasks.spawn(watcher.run(stop.clone()));
+        Some(Worker {
+            record,
+            channel,
+            report: None,
+            num_failures: 0,
+            spared_until: None,
+            num_assigned: Arc::default(),
+            stop,
+        })
+    }
+
+    /// Enters a load report, or that there is none.
+    fn enter(&self, key: &WorkerKey, report: Option<Report>) {
+        let mut state = self.lock();
+        let now = Instant::now();
+        state.note_usable();
+        let Some(worker) = state.workers.get_mut(key) else { return };
+        let before = worker.view(now).usability;
+        if worker.report.is_none() && report.is_some() {
+            // It was away and is back: what failed before says nothing any more.
+            worker.spared_until = None;
+        }
+        worker.report = report;
+        let after = worker.view(now).usability;
+        drop(state);
+        if before != after {
+            tracing::debug!(worker = %key, ?before, ?after, "worker's usability changed");
+            self.notify();
+        }
+    }
+
+    fn notify(&self) {
+        self.changed.send_modify(|count| *count += 1);
+    }
+
+    /// No user code runs under the lock, so a poisoned one holds whole data.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn has_usable(&self, role: Role) -> bool {
+        let now = Instant::now();
+        let mut workers = self.workers.values().filter(|worker| worker.record.role == role);
+        workers.any(|worker| matches!(worker.view(now).usability, Usability::Ready | Usability::BackingOff))
+    }
+
+    /// Called before a change that may take the last one away.
+    fn note_usable(&mut self) {
+        if self.has_usable(Role::Decode) {
+            self.last_usable = Some(Instant::now());
+        }
+    }
+}
+
+impl Worker {
+    fn view(&self, now: Instant) -> WorkerView {
+        let usability = match &self.report {
+            None => Usability::Unreachable,
+            Some(report) if report.load.draining => Usability::Draining,
+            Some(_) if self.spared_until.is_some_and(|until| now < until) => Usability::BackingOff,
+            Some(_) => Usability::Ready,
+        };
+        let load = self.report.as_ref().map(|report| load(&report.load)).unwrap_or_default();
+        let num_assigned = self.num_assigned.load(Ordering::Relaxed);
+        WorkerView { record: self.record.clone(), usability, load, num_assigned }
+    }
+}
+
+fn load(load: &v1::Load) -> Load {
+    Load {
+        num_waiting: load.num_waiting as usize,
+        num_running: load.num_running as usize,
+        num_free_blocks: load.num_free_blocks as usize,
+        num_total_blocks: load.num_total_blocks as usize,
+        num_queued_tokens: load.num_queued_tokens,
+    }
+}

@@ -1,0 +1,21 @@
+//! One pooled HTTP/2 connection per worker, which notices soon when the other side is gone.
+
+use std::time::Duration;
+
+use tonic::transport::{Channel, Endpoint, Error};
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A channel that connects when it is first used, and again whenever it is used after a loss.
+pub(super) fn open(address: &str, keep_alive: Duration) -> Result<Channel, Error> {
+    let endpoint = Endpoint::from_shared(address.to_owned())?
+        .connect_timeout(CONNECT_TIMEOUT)
+        .tcp_nodelay(true)
+        .http2_keep_alive_interval(keep_alive)
+        .keep_alive_timeout(keep_alive)
+        .keep_alive_while_idle(true)
+        // Token events are tiny: windows of this size never close, and so never delay one.
+        .initial_stream_window_size(1 << 20)
+        .initial_connection_window_size(16 << 20);
+    Ok(endpoint.connect_lazy())
+}
