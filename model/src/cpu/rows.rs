@@ -100,7 +100,7 @@ unsafe fn gated_of<S: Simd>(gate: Gate, x: *const f32, up: *const f32, out: *mut
                 Gate::GeluTanh => {
                     let cube = S::mul(S::mul(x, x), x);
                     let inner = S::fma(cube, S::splat(0.044_715), x);
-                    S::mul(inner, S::splat(-1.595_769_1))
+                    S::mul(inner, S::splat(-1.595_769))
                 }
                 _ => S::mul(x, S::splat(-1.0)),
             };
