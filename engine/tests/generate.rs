@@ -259,8 +259,10 @@ async fn bad_logits_fail_their_request_and_no_other() {
 
 #[tokio::test]
 async fn a_failing_device_ends_every_stream_and_the_engine() {
+    let (permit, permits) = mpsc::channel::<()>();
     let mut num_steps = 0;
     let (model, engine) = engine_with_hook(EngineConfig { max_running: 1, ..config() }, move |_| {
+        permits.recv().ok();
         num_steps += 1;
         match num_steps {
             3 => Err(ExecuteError { device: "fake".into(), message: "on fire".into() }),
@@ -269,10 +271,11 @@ async fn a_failing_device_ends_every_stream_and_the_engine() {
     });
     let running = engine.generate(request(&[1], 9)).expect("accepted");
     let waiting = engine.generate(request(&[1], 9)).expect("accepted");
+    drop(permit); // steps no longer wait
     let error = EngineError::Executor { message: "fake: on fire".into() };
     let expected = Output { tokens: model.greedy(&[1], 2), end: Err(error.clone()) };
     assert_eq!(collect(running).await, expected);
-    // Submitted before or after the failure: it ends either way.
+    // The engine has either taken it up or not; it ends either way.
     let end = collect(waiting).await.end.expect_err("the engine ended");
     assert!([error.clone(), EngineError::ShuttingDown].contains(&end), "{end}");
     engine.load().wait_for(|_| false).await.expect_err("the load closes with the engine");
@@ -290,11 +293,17 @@ async fn a_panicking_executor_ends_every_stream_and_the_engine() {
 
 #[tokio::test]
 async fn shutdown_ends_every_stream_once() {
-    let (_, engine) = engine(EngineConfig { max_running: 2, ..config() });
+    let (permit, permits) = mpsc::channel::<()>();
+    let (_, engine) = engine_with_hook(EngineConfig { max_running: 2, ..config() }, move |_| {
+        permits.recv().ok();
+        Ok(())
+    });
+    permit.send(()).expect("the engine waits for it");
     let mut streams: Vec<_> =
         (0..6).map(|idx| engine.generate(request(&[idx], 500)).expect("accepted")).collect();
     streams[0].next().await.expect("it runs");
     engine.shutdown();
+    drop(permit); // the step under way completes, and none follows
     for stream in streams {
         assert_eq!(collect(stream).await.end, Err(EngineError::ShuttingDown));
     }

@@ -127,6 +127,16 @@ fn tokens_come_as_often_as_they_should() {
 }
 
 #[test]
+fn each_output_token_has_a_random_number_of_its_own() {
+    let params = SamplingParams { temperature: 1.0, seed: 5, ..SamplingParams::default() };
+    let mut counts = [0; 4];
+    for num_output_tokens in 0..400 {
+        counts[sample(&[0.0; 4], &params, &[0], &vec![0; num_output_tokens]) as usize] += 1;
+    }
+    assert!(counts.iter().all(|count| (70..130).contains(count)), "{counts:?}");
+}
+
+#[test]
 fn greedy_takes_the_largest_and_the_first_of_equals() {
     let params = SamplingParams { max_tokens: 100, ..SamplingParams::default() };
     assert_eq!(sample(&[1.0, 3.0, 2.0, 3.0], &params, &[0], &[]), 1);
