@@ -79,7 +79,11 @@ fn run(command: Command) -> anyhow::Result<bool> {
         // What setup could not install shows up in the tests; they are worth running all the same.
         Command::Ci => {
             let complete = setup::run(&workspace, Mode::Install)?;
-            Ok(verify::run(&workspace, &[])? && complete)
+            let verified = verify::run(&workspace, &[])?;
+            if !complete {
+                println!("setup: FAILED: something required is MISSING, see the first lines");
+            }
+            Ok(verified && complete)
         }
     }
 }
