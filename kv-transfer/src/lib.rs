@@ -19,6 +19,11 @@ mod sender;
 mod shm;
 mod tcp;
 
+#[cfg(test)]
+mod conformance;
+#[cfg(test)]
+mod testing;
+
 pub use checksum::checksum;
 pub use counters::{Counters, TransportCounters, TransportCounts};
 pub use error::{HandoffError, KvFault, PushError, RouteError, Side};

@@ -27,6 +27,13 @@ pub mod decode;
 mod pieces;
 pub mod prefill;
 
+#[cfg(test)]
+mod decode_scripts;
+#[cfg(test)]
+mod exchange;
+#[cfg(test)]
+mod prefill_scripts;
+
 use std::time::Duration;
 
 /// How long a handoff may take.

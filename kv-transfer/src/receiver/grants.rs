@@ -27,8 +27,17 @@ pub(crate) trait OneSidedWriter: Send + Sync {
     fn ask_to_close(&self, generation: Generation);
 }
 
-/// Gives the grant's guard back.
-type Release = Box<dyn FnOnce() + Send>;
+/// Gives the grant's guard back, or sees to it that nobody ever gets it.
+pub(super) type Release = Box<dyn FnOnce(End) + Send>;
+
+/// How a grant ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    /// No writer can reach its blocks.
+    Fenced,
+    /// The receiver ends while a peer may still write: the blocks must not be used again.
+    Abandoned,
+}
 
 pub(crate) struct Grants {
     storage: Arc<BlockStorage>,
@@ -201,10 +210,7 @@ impl Grants {
 impl Drop for Grants {
     fn drop(&mut self) {
         for (_, entry) in self.entries.get_mut().unwrap_or_else(PoisonError::into_inner).drain() {
-            if !entry.writers.is_empty() {
-                // A peer may still write: its blocks must never be given to somebody else.
-                std::mem::forget(entry.release);
-            }
+            (entry.release)(if entry.writers.is_empty() { End::Fenced } else { End::Abandoned });
         }
     }
 }
@@ -221,7 +227,7 @@ fn settle(entries: &mut HashMap<Generation, Entry>, generation: Generation) -> O
 
 fn run(release: Option<Release>) {
     if let Some(release) = release {
-        release();
+        release(End::Fenced);
     }
 }
 

@@ -29,6 +29,7 @@ use std::{
 use baton_kv_cache::{BlockId, BlockStorage};
 use tokio::sync::oneshot;
 
+use grants::End;
 pub(crate) use grants::{Claim, Grants, LiveGrant, OneSidedWriter, WriterId};
 
 use crate::{
@@ -79,7 +80,8 @@ pub struct ReceiverLoad {
 }
 
 /// Lets peers write into granted blocks of one pool. Cheap to clone; the threads stop, and the
-/// socket file goes, with the last clone.
+/// socket file goes, with the last clone and the last [`Granted`]. That waits up to a second for
+/// peers that have a grant open; the guards of those that do not let go are never dropped.
 #[derive(Clone)]
 pub struct Receiver {
     shared: Arc<Shared>,
@@ -125,9 +127,10 @@ impl Receiver {
     /// When a block is not of the receiver's storage, or the system has no randomness to give.
     pub fn grant<K: Send + 'static>(&self, blocks: Vec<BlockId>, keep: K) -> Granted<K> {
         let (give_back, fenced) = oneshot::channel();
-        let release = Box::new(move || {
+        let release = Box::new(move |end| match end {
             // Nobody waits for it: then it is dropped, which is as good.
-            let _ = give_back.send(keep);
+            End::Fenced => drop(give_back.send(keep)),
+            End::Abandoned => std::mem::forget(keep),
         });
         let generation = self.shared.grants.insert(blocks, release);
         Granted { generation, receiver: self.clone(), fenced: Some(fenced) }
@@ -182,14 +185,9 @@ impl<K> Granted<K> {
         self.receiver.shared.verifier.verify(self.generation, pieces)
     }
 
-    /// The peer has said, on the handoff's stream, that nothing of it writes any more.
-    pub fn writer_stopped(&self) {
-        self.receiver.shared.grants.writers_stopped(self.generation);
-    }
-
     /// Ends the grant after everything was verified: the writer has nothing left to write.
     pub fn commit(self) -> Fenced<K> {
-        self.writer_stopped();
+        self.receiver.writer_stopped(self.generation);
         self.revoke()
     }
 

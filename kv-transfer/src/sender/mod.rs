@@ -83,8 +83,8 @@ pub(crate) struct SenderContext {
 
 /// The seam between routes and transports: one other pool, reached in one way.
 pub(crate) trait Peer: Send + Sync {
-    /// Makes sure that the peer is connected and the route may write; answers once.
-    fn open(&self, route: Arc<RouteState>, answer: oneshot::Sender<Result<(), RouteError>>);
+    /// Makes sure that the peer is connected and may write under the grant; answers once.
+    fn open(&self, generation: Generation, answer: oneshot::Sender<Result<(), RouteError>>);
     /// Queues a frame of an opened route; it ends by [`Frame::done`] or [`Frame::fail`].
     fn push(&self, frame: Frame);
     /// The route is closed: drops what is queued of it, and tells the peer where that matters.
@@ -127,14 +127,12 @@ impl Sender {
                 allowed: names(allowed.iter().map(|kind| kind.name()).collect()),
             });
         }
-        let mut keep: Box<dyn Send> = Box::new(keep);
         let mut failures = Vec::new();
         let mut error = None;
         for offer in candidates {
             let peer = self.peer(offer);
-            let state = RouteState::new(generation, offer.kind(), Arc::clone(&self.shared.context), keep);
             let (answer, opened) = oneshot::channel();
-            peer.open(Arc::clone(&state), answer);
+            peer.open(generation, answer);
             match opened.await.unwrap_or(Err(RouteError::Closed)) {
                 Ok(()) => {
                     let is_fallback = !failures.is_empty();
@@ -145,10 +143,13 @@ impl Sender {
                     } else {
                         info!(%generation, transport = %offer.kind(), "route opened");
                     }
-                    return Ok(Route::new(state, peer));
+                    let context = Arc::clone(&self.shared.context);
+                    return Ok(Route::new(
+                        RouteState::new(generation, offer.kind(), context, Box::new(keep)),
+                        peer,
+                    ));
                 }
                 Err(failure) => {
-                    keep = state.take_keep();
                     failures.push(format!("{}: {failure}", offer.kind()));
                     error = Some(failure);
                 }

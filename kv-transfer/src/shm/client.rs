@@ -5,7 +5,7 @@
 //! under it any more, and may say `Close`.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     io,
     net::Shutdown,
     os::unix::net::UnixStream,
@@ -54,7 +54,7 @@ struct Queue {
 }
 
 struct Open {
-    route: Arc<RouteState>,
+    generation: Generation,
     answer: oneshot::Sender<Result<(), RouteError>>,
 }
 
@@ -68,7 +68,7 @@ struct Link {
     socket: Arc<UnixStream>,
     memory: BlockStorage,
     opening: HashMap<Generation, Open>,
-    open: HashMap<Generation, Arc<RouteState>>,
+    open: HashSet<Generation>,
     listener: Option<JoinHandle<()>>,
 }
 
@@ -88,8 +88,8 @@ impl ShmPeer {
 }
 
 impl Peer for ShmPeer {
-    fn open(&self, route: Arc<RouteState>, answer: oneshot::Sender<Result<(), RouteError>>) {
-        let open = Open { route, answer };
+    fn open(&self, generation: Generation, answer: oneshot::Sender<Result<(), RouteError>>) {
+        let open = Open { generation, answer };
         if self.shared.host_id != host::host_id() {
             return open.fail(RouteError::Unreachable("on another host".into()));
         }
@@ -158,7 +158,7 @@ impl Link {
     /// Ends writing under a grant and says so. The caller holds the lock, so nothing is being copied.
     fn close(&mut self, generation: Generation) {
         let was_opening = self.opening.remove(&generation).is_some();
-        let was_open = self.open.remove(&generation).is_some();
+        let was_open = self.open.remove(&generation);
         if (was_opening || was_open)
             && let Err(error) = wire::send(&self.socket, Message::Close(generation), None)
         {
@@ -195,19 +195,18 @@ impl Shared {
         }
     }
 
-    /// Takes the connection down: `only` this one, or whichever there is. Its memory is unmapped
+    /// Takes the connection down, `only` this one or whichever there is, and says whether it did. Its memory is unmapped
     /// first, then its socket closes: that is what tells the peer that nothing is written any more.
-    fn unlink(&self, only: Option<&Arc<UnixStream>>) {
+    fn unlink(&self, only: Option<&Arc<UnixStream>>) -> bool {
         let link = {
             let mut slot = self.link();
             if slot.as_ref().is_none_or(|link| only.is_some_and(|only| !Arc::ptr_eq(only, &link.socket))) {
-                return;
+                return false;
             }
             slot.take()
         };
-        let Some(Link { socket, memory, opening, open, listener }) = link else { return };
-        drop(memory);
-        drop(open);
+        let Some(Link { socket, memory, opening, open, listener }) = link else { return false };
+        drop((memory, open));
         let _ = socket.shutdown(Shutdown::Both);
         for (_, open) in opening {
             open.fail(RouteError::Unreachable("the peer is gone".into()));
@@ -218,6 +217,7 @@ impl Shared {
             // A panic there has been reported by the panic hook.
             let _ = listener.join();
         }
+        true
     }
 
     fn connect(self: &Arc<Self>) -> Result<(), RouteError> {
@@ -259,7 +259,7 @@ impl Shared {
             socket,
             memory,
             opening: HashMap::new(),
-            open: HashMap::new(),
+            open: HashSet::new(),
             listener: Some(listener),
         });
         info!(path = %self.path.display(), "mapped a peer's kv memory");
@@ -267,9 +267,8 @@ impl Shared {
     }
 
     fn open(self: &Arc<Self>, open: Open) {
-        if self.link().is_none()
-            && let Err(error) = self.connect()
-        {
+        let is_connected = self.link().is_some();
+        if !is_connected && let Err(error) = self.connect() {
             open.fail(error);
             return;
         }
@@ -278,7 +277,7 @@ impl Shared {
             open.fail(RouteError::Unreachable("the peer is gone".into()));
             return;
         };
-        let generation = open.route.generation();
+        let generation = open.generation;
         if let Err(error) = wire::send(&link.socket, Message::Open(generation), None) {
             open.fail(RouteError::Unreachable(error.to_string()));
             return;
@@ -293,7 +292,7 @@ impl Shared {
             frame.fail(PushError::Lost("the peer is gone".into()));
             return;
         };
-        if !link.open.contains_key(&route.generation()) {
+        if !link.open.contains(&route.generation()) {
             frame.fail(PushError::Revoked);
             return;
         }
@@ -344,7 +343,7 @@ fn listen(shared: &Shared, socket: &Arc<UnixStream>) {
                 match message {
                     Message::Opened(generation) => {
                         if let Some(open) = link.opening.remove(&generation) {
-                            link.open.insert(generation, Arc::clone(&open.route));
+                            link.open.insert(generation);
                             if open.answer.send(Ok(())).is_err() {
                                 // Nobody waits any more, so nobody would close it.
                                 link.close(generation);
@@ -364,7 +363,8 @@ fn listen(shared: &Shared, socket: &Arc<UnixStream>) {
             Err(error) => break error.to_string(),
         }
     };
-    shared.context.counters.of(TransportKind::Shm).failed();
-    warn!(path = %shared.path.display(), %error, "shared-memory peer lost");
-    shared.unlink(Some(socket));
+    if shared.unlink(Some(socket)) {
+        shared.context.counters.of(TransportKind::Shm).failed();
+        warn!(path = %shared.path.display(), %error, "shared-memory peer lost");
+    }
 }

@@ -20,6 +20,8 @@
 //! frozen process may hold blocks for as long as it is frozen; they are counted, never reused.
 
 mod client;
+#[cfg(test)]
+mod faults;
 mod host;
 mod server;
 mod wire;

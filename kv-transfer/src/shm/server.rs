@@ -229,7 +229,7 @@ fn serve(shared: &Shared, writer: &Arc<Writer>) {
         // Only the peer's own end of the socket says that it writes no more.
         let _ = writer.socket.shutdown(Shutdown::Write);
         let _ = writer.socket.set_read_timeout(None);
-        while !matches!(drain(&writer.socket), Ok(0)) {}
+        while drain(&writer.socket).is_ok_and(|num_bytes| num_bytes > 0) {}
     }
     if !writer.is_given_up.load(Ordering::SeqCst) {
         shared.grants.writer_gone(writer.id);
@@ -298,9 +298,11 @@ fn receive_until_end(socket: &UnixStream) -> io::Result<Option<(Message, Option<
 }
 
 fn drain(mut socket: &UnixStream) -> io::Result<usize> {
-    match io::Read::read(&mut socket, &mut [0; 1024]) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(0),
-        result => result,
+    loop {
+        match io::Read::read(&mut socket, &mut [0; 1024]) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            result => return result,
+        }
     }
 }
 

@@ -26,7 +26,7 @@ use super::{
 use crate::{
     checksum::checksum,
     error::{PushError, RouteError},
-    message::{Piece, TransportKind},
+    message::{Generation, Piece, TransportKind},
     sender::{Active, Frame, Peer, RouteState, SenderContext},
 };
 
@@ -91,7 +91,7 @@ impl TcpPeer {
 }
 
 impl Peer for TcpPeer {
-    fn open(&self, _: Arc<RouteState>, answer: oneshot::Sender<Result<(), RouteError>>) {
+    fn open(&self, _: Generation, answer: oneshot::Sender<Result<(), RouteError>>) {
         if let Err(error) = self.start_lanes() {
             // Nobody waits any more: fine.
             let _ = answer.send(Err(RouteError::Unreachable(format!("cannot start a thread: {error}"))));

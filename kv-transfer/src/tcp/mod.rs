@@ -12,6 +12,8 @@
 //! incarnation and the shape of its pieces; then frames go one way and acks the other, in order.
 
 mod client;
+#[cfg(test)]
+mod faults;
 mod server;
 mod socket;
 mod wire;

@@ -1,0 +1,489 @@
+//! Both machines against each other, over a stream that keeps order but may break at any moment,
+//! with engines and a data plane that do their parts in any order, or fail. Every promise of the
+//! module above is checked on the way.
+
+use std::{
+    collections::{HashSet, VecDeque},
+    time::{Duration, Instant},
+};
+
+use baton_kv_cache::BlockId;
+use proptest::prelude::*;
+
+use super::{Limits, decode, prefill};
+use crate::message::{
+    Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, Piece, PieceWrite, PrefillMessage,
+    TransportKind,
+};
+use crate::{KvFault, PushError, Pushed, RouteError};
+
+const LAYERS: usize = 2;
+const GENERATION: Generation = Generation(1);
+const LIMITS: Limits =
+    Limits { total: Duration::from_secs(100), stall: Duration::from_secs(30), stop: Duration::from_secs(10) };
+
+/// What may happen next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Event {
+    ToPrefill,
+    ToDecode,
+    Reserved,
+    Verified,
+    Engine,
+    Routed,
+    Pushed,
+    Idle,
+    // From here on: faults.
+    Time,
+    Cancel,
+    Break,
+    EngineFails,
+    ReserveFails,
+    PushFails,
+    RouteFails,
+    WrongBytes,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Blocks {
+    None,
+    /// In a grant that may be written.
+    Granted,
+    /// Taken back, with a writer that has not left.
+    Quarantined,
+    /// Free, or somebody else's.
+    Released,
+    Committed,
+}
+
+struct World {
+    now: Instant,
+    decode: decode::DecodeHandoff,
+    prefill: prefill::PrefillHandoff,
+    num_blocks: usize,
+    num_cached_blocks: usize,
+    // The stream.
+    to_prefill: VecDeque<DecodeMessage>,
+    to_decode: VecDeque<PrefillMessage<u32>>,
+    decode_hung_up: bool,
+    prefill_hung_up: bool,
+    /// Told of the end of the stream: prefill, decode.
+    heard_end: [bool; 2],
+    // D's engine and data plane.
+    is_reserving: bool,
+    blocks: Blocks,
+    verifying: VecDeque<Vec<Piece>>,
+    verified: HashSet<(u32, u32)>,
+    // P's engine and data plane.
+    engine: VecDeque<prefill::Input<u32>>,
+    is_routing: bool,
+    is_route_open: bool,
+    pushing: Vec<Vec<PieceWrite>>,
+    is_stopping: bool,
+    was_stopped: bool,
+    // What was said.
+    decode_outcomes: Vec<bool>,
+    decode_closes: usize,
+    num_tokens: usize,
+    prefill_outcomes: Vec<bool>,
+    prefill_closes: usize,
+    num_computes: usize,
+    num_releases: usize,
+}
+
+impl World {
+    fn new(num_blocks: usize, num_cached_blocks: usize, incarnation: u64) -> World {
+        let now = Instant::now();
+        let begin = Begin {
+            request_id: "r".into(),
+            attempt: 0,
+            prefill_incarnation: 7,
+            decode_worker_id: "d".into(),
+            decode_incarnation: 8,
+            num_blocks,
+            deadline: LIMITS.total,
+        };
+        let (decode, actions) = decode::DecodeHandoff::begin(begin, LAYERS, LIMITS, now);
+        let mut world = World {
+            now,
+            decode,
+            prefill: prefill::PrefillHandoff::new(incarnation, LAYERS, LIMITS, now),
+            num_blocks,
+            num_cached_blocks: num_cached_blocks.min(num_blocks),
+            to_prefill: VecDeque::new(),
+            to_decode: VecDeque::new(),
+            decode_hung_up: false,
+            prefill_hung_up: false,
+            heard_end: [false; 2],
+            is_reserving: false,
+            blocks: Blocks::None,
+            verifying: VecDeque::new(),
+            verified: HashSet::new(),
+            engine: VecDeque::new(),
+            is_routing: false,
+            is_route_open: false,
+            pushing: Vec::new(),
+            is_stopping: false,
+            was_stopped: false,
+            decode_outcomes: Vec::new(),
+            decode_closes: 0,
+            num_tokens: 0,
+            prefill_outcomes: Vec::new(),
+            prefill_closes: 0,
+            num_computes: 0,
+            num_releases: 0,
+        };
+        world.obey_decode(actions);
+        world
+    }
+
+    fn enabled(&self, with_faults: bool) -> Vec<Event> {
+        let prefill_hears = !self.to_prefill.is_empty() || (self.decode_hung_up && !self.heard_end[0]);
+        let decode_hears = !self.to_decode.is_empty() || (self.prefill_hung_up && !self.heard_end[1]);
+        let mut events = Vec::new();
+        let mut offer = |event, is_possible| {
+            if is_possible {
+                events.push(event);
+            }
+        };
+        offer(Event::ToPrefill, prefill_hears && !self.prefill.is_over());
+        offer(Event::ToDecode, decode_hears && !self.decode.is_over());
+        offer(Event::Reserved, self.is_reserving);
+        offer(Event::Verified, !self.verifying.is_empty());
+        offer(Event::Engine, !self.engine.is_empty());
+        offer(Event::Routed, self.is_routing);
+        offer(Event::Pushed, !self.pushing.is_empty());
+        offer(Event::Idle, self.is_stopping && self.pushing.is_empty());
+        if with_faults {
+            let time = !self.decode.is_over() || !self.prefill.is_over();
+            offer(Event::Time, time);
+            offer(Event::Cancel, !self.decode.is_over());
+            offer(Event::Break, !self.decode_hung_up || !self.prefill_hung_up);
+            offer(Event::EngineFails, !self.engine.is_empty());
+            offer(Event::ReserveFails, self.is_reserving);
+            offer(Event::PushFails, !self.pushing.is_empty());
+            offer(Event::RouteFails, self.is_routing);
+            offer(Event::WrongBytes, !self.verifying.is_empty());
+        }
+        events
+    }
+
+    fn happen(&mut self, event: Event, nth: usize) {
+        match event {
+            Event::ToPrefill => {
+                let input = match self.to_prefill.pop_front() {
+                    Some(message) => prefill::Input::Message(message),
+                    None => prefill::Input::StreamClosed("closed".into()),
+                };
+                self.heard_end[0] |= matches!(input, prefill::Input::StreamClosed(_));
+                self.give_prefill(input);
+            }
+            Event::ToDecode => {
+                let input = match self.to_decode.pop_front() {
+                    Some(message) => decode::Input::Message(message),
+                    None => decode::Input::StreamClosed("closed".into()),
+                };
+                self.heard_end[1] |= matches!(input, decode::Input::StreamClosed(_));
+                self.give_decode(input);
+            }
+            Event::Reserved => {
+                self.is_reserving = false;
+                self.blocks = Blocks::Granted;
+                let num_blocks = self.num_blocks - self.num_cached_blocks;
+                self.give_decode(decode::Input::Granted(Grant {
+                    generation: GENERATION,
+                    num_cached_blocks: self.num_cached_blocks,
+                    block_ids: (0..num_blocks as u32).map(BlockId).collect(),
+                    offers: vec![],
+                }));
+            }
+            Event::ReserveFails => {
+                self.is_reserving = false;
+                self.give_decode(decode::Input::ReserveFailed(Failed::new(FailureKind::Full, "full")));
+            }
+            Event::Verified => {
+                let pieces = self.verifying.pop_front().expect("enabled");
+                // A grant that was revoked meanwhile has no right pieces.
+                let result =
+                    if self.blocks == Blocks::Granted { Ok(()) } else { Err(KvFault::WrongGeneration) };
+                if result.is_ok() {
+                    self.verified.extend(pieces.iter().map(|piece| (piece.block_idx, piece.layer_idx)));
+                }
+                self.give_decode(decode::Input::Verified { num_pieces: pieces.len(), result });
+            }
+            Event::WrongBytes => {
+                let pieces = self.verifying.pop_front().expect("enabled");
+                let Piece { block_idx, layer_idx, .. } = pieces[nth % pieces.len()];
+                let result = Err(KvFault::Checksum { block_idx, layer_idx });
+                self.give_decode(decode::Input::Verified { num_pieces: pieces.len(), result });
+            }
+            Event::Engine => {
+                let input = self.engine.pop_front().expect("enabled");
+                self.give_prefill(input);
+            }
+            Event::EngineFails => {
+                self.engine.clear();
+                self.give_prefill(prefill::Input::Fail(Failed::new(FailureKind::Internal, "broken")));
+            }
+            Event::Routed => {
+                self.is_routing = false;
+                self.is_route_open = self.blocks == Blocks::Granted;
+                let result = match self.is_route_open {
+                    true => Ok(()),
+                    false => Err(RouteError::Unreachable("revoked".into())),
+                };
+                self.give_prefill(prefill::Input::Routed(result));
+            }
+            Event::RouteFails => {
+                self.is_routing = false;
+                self.give_prefill(prefill::Input::Routed(Err(RouteError::Unreachable("no".into()))));
+            }
+            Event::Pushed => {
+                let writes = self.pushing.swap_remove(nth % self.pushing.len());
+                // The one thing that must never be: bytes into memory that is somebody else's.
+                assert!(
+                    matches!(self.blocks, Blocks::Granted | Blocks::Quarantined),
+                    "late write into {:?} blocks",
+                    self.blocks
+                );
+                let pieces = writes
+                    .iter()
+                    .map(|w| Piece { block_idx: w.block_idx, layer_idx: w.layer_idx, checksum: 0 })
+                    .collect();
+                let pushed = Pushed { pieces, transport: TransportKind::Shm, bytes: 1 };
+                self.give_prefill(prefill::Input::Pushed(Ok(pushed)));
+            }
+            Event::PushFails => {
+                self.pushing.swap_remove(nth % self.pushing.len());
+                self.give_prefill(prefill::Input::Pushed(Err(PushError::Revoked)));
+            }
+            Event::Idle => {
+                self.is_stopping = false;
+                self.close_route();
+                self.give_prefill(prefill::Input::Idle);
+            }
+            Event::Time => {
+                let deadlines = [self.decode.deadline(), self.prefill.deadline()];
+                self.now = deadlines.into_iter().flatten().min().expect("enabled").max(self.now);
+                self.give_decode(decode::Input::Tick);
+                self.give_prefill(prefill::Input::Tick);
+            }
+            Event::Cancel => self.give_decode(decode::Input::Cancel("client left".into())),
+            Event::Break => {
+                self.decode_hung_up = true;
+                self.prefill_hung_up = true;
+                // What was on the way is lost, or some of it arrives.
+                self.to_prefill.truncate(nth % 3);
+                self.to_decode.truncate(nth % 2);
+            }
+        }
+    }
+
+    fn give_decode(&mut self, input: decode::Input<u32>) {
+        let actions = self.decode.on(input, self.now);
+        self.obey_decode(actions);
+        assert_eq!(self.decode.deadline().is_some(), !self.decode.is_over());
+    }
+
+    fn obey_decode(&mut self, actions: Vec<decode::Action<u32>>) {
+        use decode::Action as A;
+        for action in actions {
+            assert!(self.decode_closes == 0 || matches!(action, A::Revoke(_)), "{action:?} after Close");
+            match action {
+                A::Send(message) => {
+                    if !self.decode_hung_up {
+                        self.to_prefill.push_back(message);
+                    }
+                }
+                A::Reserve => self.is_reserving = true,
+                A::FirstToken(_) => {
+                    assert!(self.decode_outcomes.is_empty());
+                    self.num_tokens += 1;
+                }
+                A::Verify(pieces) => self.verifying.push_back(pieces),
+                A::Revoke(generation) => {
+                    assert_eq!((generation, self.blocks), (GENERATION, Blocks::Granted), "revoked once");
+                    self.blocks = if self.is_route_open { Blocks::Quarantined } else { Blocks::Released };
+                }
+                A::WriterStopped(_) => {
+                    assert!(!self.is_route_open && self.pushing.is_empty(), "Stopped was not true");
+                    self.blocks = Blocks::Released;
+                }
+                A::Finish(result) => {
+                    if let Ok(committed) = &result {
+                        assert_eq!((committed.generation, self.blocks), (GENERATION, Blocks::Granted));
+                        let num_pieces = (self.num_blocks - self.num_cached_blocks) * LAYERS;
+                        assert_eq!(self.verified.len(), num_pieces, "committed without verification");
+                        assert!(self.pushing.is_empty(), "committed while something is written");
+                        assert_eq!(self.num_tokens, 1);
+                        self.blocks = Blocks::Committed;
+                    }
+                    // Nobody waits for blocks any more; but they may have been found this moment.
+                    self.decode_outcomes.push(result.is_ok());
+                }
+                A::Close => {
+                    self.decode_closes += 1;
+                    self.decode_hung_up = true;
+                }
+            }
+        }
+    }
+
+    fn give_prefill(&mut self, input: prefill::Input<u32>) {
+        let actions = self.prefill.on(input, self.now);
+        self.obey_prefill(actions);
+        assert_eq!(self.prefill.deadline().is_some(), !self.prefill.is_over());
+    }
+
+    fn obey_prefill(&mut self, actions: Vec<prefill::Action<u32>>) {
+        use prefill::Action as A;
+        for action in actions {
+            assert_eq!(self.prefill_closes, 0, "{action:?} after Close");
+            match action {
+                A::Compute => {
+                    self.num_computes += 1;
+                    self.compute();
+                }
+                A::Route { .. } => self.is_routing = true,
+                A::Push(pieces) => {
+                    assert!(!self.was_stopped && self.num_releases == 0 && !pieces.is_empty());
+                    self.pushing.push(pieces);
+                }
+                A::Send(message) => {
+                    if message == PrefillMessage::Stopped {
+                        assert!(!self.is_route_open && self.pushing.is_empty(), "not stopped");
+                    }
+                    if !self.prefill_hung_up {
+                        self.to_decode.push_back(message);
+                    }
+                }
+                A::Finish(result) => self.prefill_outcomes.push(result.is_ok()),
+                A::Stop => {
+                    self.engine.clear();
+                    self.is_routing = false;
+                    self.is_stopping = true;
+                    self.was_stopped = true;
+                }
+                A::Release => {
+                    self.num_releases += 1;
+                    let was_good = self.prefill_outcomes == [true];
+                    assert!(self.was_stopped || (was_good && self.pushing.is_empty()));
+                    // The route goes, but what it has begun to write it finishes writing.
+                    if self.pushing.is_empty() {
+                        self.close_route();
+                    }
+                }
+                A::Close => {
+                    self.prefill_closes += 1;
+                    self.prefill_hung_up = true;
+                }
+            }
+        }
+    }
+
+    fn compute(&mut self) {
+        self.engine.push_back(prefill::Input::Started);
+        // One chunk of the cached prefix, all layers at once; then layer by layer.
+        let num_prefix_blocks = self.num_blocks / 2;
+        let blocks = |range: std::ops::Range<usize>| range.map(|n| BlockId(n as u32)).collect::<Vec<_>>();
+        self.engine.push_back(prefill::Input::Ready {
+            layers: 0..LAYERS,
+            first_block_idx: 0,
+            blocks: blocks(0..num_prefix_blocks),
+        });
+        for layer_idx in 0..LAYERS {
+            self.engine.push_back(prefill::Input::Ready {
+                layers: layer_idx..layer_idx + 1,
+                first_block_idx: num_prefix_blocks,
+                blocks: blocks(num_prefix_blocks..self.num_blocks),
+            });
+        }
+        self.engine.push_back(prefill::Input::FirstToken(5));
+    }
+
+    /// The writer has left: what was quarantined for it is free.
+    fn close_route(&mut self) {
+        self.is_route_open = false;
+        if self.blocks == Blocks::Quarantined {
+            self.blocks = Blocks::Released;
+        }
+    }
+
+    /// Lets everything come to its end, without further faults but the passing of time.
+    fn settle(&mut self) {
+        for _ in 0..1000 {
+            let event = match self.enabled(false).first() {
+                Some(&event) => event,
+                None if !self.decode.is_over() || !self.prefill.is_over() => Event::Time,
+                None => {
+                    // The route's last write has ended, and so has the route.
+                    self.close_route();
+                    return;
+                }
+            };
+            self.happen(event, 0);
+        }
+        panic!("no end in sight");
+    }
+
+    fn check_end(&self) {
+        assert_eq!(self.decode_outcomes.len(), 1, "one outcome at D");
+        assert_eq!(self.decode_closes, 1);
+        assert_eq!(self.prefill_outcomes.len(), 1, "one outcome at P");
+        assert_eq!(self.prefill_closes, 1);
+        assert_eq!(self.num_releases, self.num_computes, "P's blocks are released once");
+        let is_good = self.decode_outcomes == [true];
+        match self.blocks {
+            Blocks::Committed => assert!(is_good),
+            Blocks::None | Blocks::Released => assert!(!is_good),
+            Blocks::Granted | Blocks::Quarantined => panic!("{:?} blocks at the end", self.blocks),
+        }
+        assert!(is_good || self.prefill_outcomes == [false], "P alone believes that it went well");
+    }
+}
+
+fn play(num_blocks: usize, num_cached_blocks: usize, incarnation: u64, choices: &[(u16, u16)]) -> World {
+    let mut world = World::new(num_blocks, num_cached_blocks, incarnation);
+    for &(choice, nth) in choices {
+        // One choice in 16 may be a fault.
+        let events = world.enabled(choice % 16 == 0);
+        if !events.is_empty() {
+            world.happen(events[choice as usize / 16 % events.len()], nth as usize);
+        }
+    }
+    world.settle();
+    world.check_end();
+    world
+}
+
+#[test]
+fn without_faults_both_sides_end_well() {
+    for num_blocks in 1..6 {
+        for num_cached_blocks in 0..=num_blocks {
+            let world = play(num_blocks, num_cached_blocks, 7, &[]);
+            assert_eq!(world.decode_outcomes, [true], "{num_blocks} blocks, {num_cached_blocks} cached");
+            assert_eq!(world.prefill_outcomes, [true]);
+        }
+    }
+}
+
+#[test]
+fn a_restarted_prefill_worker_is_not_mistaken_for_the_old_one() {
+    let world = play(3, 0, 6, &[]);
+    assert_eq!(world.decode_outcomes, [false]);
+    assert_eq!(world.num_computes, 0);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn promises_hold_whatever_happens(
+        num_blocks in 1usize..5,
+        num_cached_blocks in 0usize..5,
+        is_restarted in proptest::bool::weighted(0.02),
+        choices in proptest::collection::vec(any::<(u16, u16)>(), 0..80),
+    ) {
+        play(num_blocks, num_cached_blocks, if is_restarted { 6 } else { 7 }, &choices);
+    }
+}

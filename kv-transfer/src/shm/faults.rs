@@ -1,0 +1,277 @@
+//! Peers that misbehave with shared memory; some of them are processes of their own.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Write},
+    os::unix::{
+        fs::PermissionsExt,
+        net::{UnixListener, UnixStream},
+    },
+    path::{Path, PathBuf},
+    pin::pin,
+    process::{Child, Command, Stdio},
+    sync::Arc,
+    task::Poll,
+};
+
+use super::{
+    host,
+    wire::{self, Message},
+};
+use crate::{
+    Generation, Receiver, ReceiverConfig, ReceiverLoad, Sender, SenderConfig, TransportKind, TransportOffer,
+    testing::{
+        Fabric, Guards, LAYOUT, blocks, bytes, eventually, pattern, private_dir, soon, storage, writes,
+    },
+};
+
+/// A sender by hand.
+fn connect(fabric: &Fabric) -> UnixStream {
+    let TransportOffer::Shm { socket_path, pool, .. } = fabric.offer(TransportKind::Shm) else {
+        unreachable!()
+    };
+    let socket = UnixStream::connect(socket_path).unwrap();
+    let hello = Message::Hello {
+        pool,
+        layer_bytes: LAYOUT.layer_bytes() as u64,
+        num_layers: LAYOUT.num_layers as u32,
+    };
+    wire::send(&socket, hello, None).unwrap();
+    let (welcome, descriptor) = wire::receive(&socket).unwrap().unwrap();
+    assert!(matches!(welcome, Message::Welcome { num_blocks: 64 }) && descriptor.is_some());
+    socket
+}
+
+fn open(socket: &UnixStream, generation: Generation) {
+    wire::send(socket, Message::Open(generation), None).unwrap();
+    assert_eq!(wire::receive(socket).unwrap().unwrap().0, Message::Opened(generation));
+}
+
+async fn is_pending<F: Future + Unpin>(future: &mut F) -> bool {
+    let mut future = pin!(future);
+    std::future::poll_fn(|context| Poll::Ready(future.as_mut().poll(context).is_pending())).await
+}
+
+#[tokio::test]
+async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
+    /// Ways to let go.
+    enum End {
+        Close,
+        Leave,
+        Stopped,
+        Garbage,
+    }
+    for end in [End::Close, End::Leave, End::Stopped, End::Garbage] {
+        let fabric = Fabric::new(&[TransportKind::Shm]);
+        let guards = Guards::default();
+        let granted = fabric.receiver.grant(blocks([3, 4]), guards.guard());
+        let generation = granted.generation();
+        let peer = connect(&fabric);
+        open(&peer, generation);
+        let mut fenced = granted.revoke();
+        assert_eq!(wire::receive(&peer).unwrap().unwrap().0, Message::Revoke(generation));
+        assert!(is_pending(&mut fenced).await);
+        let quarantined =
+            ReceiverLoad { num_grants: 0, num_quarantined_grants: 1, num_quarantined_blocks: 2 };
+        assert_eq!(fabric.receiver.load(), quarantined);
+
+        match end {
+            End::Close => wire::send(&peer, Message::Close(generation), None).unwrap(),
+            End::Leave => drop(peer),
+            End::Stopped => fabric.receiver.writer_stopped(generation),
+            End::Garbage => {
+                (&peer).write_all(&[0xFF; wire::MESSAGE_BYTES]).unwrap();
+                assert!(wire::receive(&peer).unwrap().is_none(), "hung up on");
+                // But it still has the memory, so that nothing is fenced before it has gone.
+                assert!(is_pending(&mut fenced).await);
+                drop(peer);
+            }
+        }
+        assert!(soon(fenced).await.is_some());
+        assert_eq!(guards.num_out(), 0);
+        assert_eq!(fabric.receiver.load(), ReceiverLoad::default());
+    }
+}
+
+#[tokio::test]
+async fn a_grant_that_nobody_opened_is_fenced_at_once_and_cannot_be_opened_later() {
+    let fabric = Fabric::new(&[TransportKind::Shm]);
+    let peer = connect(&fabric);
+    let granted = fabric.receiver.grant(blocks([3]), ());
+    let generation = granted.generation();
+    assert!(!is_pending(&mut granted.revoke()).await);
+    wire::send(&peer, Message::Open(generation), None).unwrap();
+    assert_eq!(wire::receive(&peer).unwrap().unwrap().0, Message::Unknown(generation));
+}
+
+#[tokio::test]
+async fn a_receiver_that_ends_gives_no_block_away_that_a_peer_may_write() {
+    let fabric = Fabric::new(&[TransportKind::Shm]);
+    let guards = Guards::default();
+    let granted = fabric.receiver.grant(blocks([3]), guards.guard());
+    let peer = connect(&fabric);
+    open(&peer, granted.generation());
+    let fenced = granted.revoke();
+    // The peer neither answers nor leaves.
+    drop(fabric);
+    assert!(soon(fenced).await.is_none());
+    assert_eq!(guards.num_out(), 1, "kept for ever, rather than given to somebody else");
+}
+
+#[test]
+fn the_socket_is_private_and_stale_ones_are_removed() {
+    let dir = private_dir();
+    let path = dir.path().join("d");
+    let start = || {
+        Receiver::start(
+            storage(),
+            ReceiverConfig { shm_dir: Some(path.clone()), ..ReceiverConfig::default() },
+        )
+    };
+    let socket_of = |receiver: &Receiver| match &receiver.offers()[0] {
+        TransportOffer::Shm { socket_path, .. } => socket_path.clone(),
+        other => panic!("{other:?}"),
+    };
+    let first = start().unwrap();
+    let socket = socket_of(&first);
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!((mode(&path), mode(&socket)), (0o700, 0o600));
+
+    // Of a process that died, of one that lives, and of somebody else altogether.
+    let stale = path.join("kv-0000000000000000.sock");
+    drop(UnixListener::bind(&stale).unwrap());
+    let other = path.join("other.sock");
+    drop(UnixListener::bind(&other).unwrap());
+    let second = start().unwrap();
+    assert!(!stale.exists() && socket.exists() && other.exists());
+    drop(first);
+    assert!(!socket.exists() && socket_of(&second).exists());
+    drop(second);
+
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o750)).unwrap();
+    let error = start().err().unwrap().to_string();
+    assert!(error.contains("open to other users (mode 750)"), "{error}");
+}
+
+#[test]
+fn a_path_that_no_socket_can_have_is_refused_in_words() {
+    let dir = private_dir();
+    let shm_dir = Some(dir.path().join("x".repeat(100)));
+    let error =
+        Receiver::start(storage(), ReceiverConfig { shm_dir, ..ReceiverConfig::default() }).err().unwrap();
+    assert!(error.to_string().contains("too long"), "{error}");
+}
+
+/// Not a test of its own: the prefill worker's process of the tests below.
+#[tokio::test]
+#[ignore = "run by other tests, as a process of its own"]
+async fn prefill_process() {
+    let Ok(path) = std::env::var("BATON_TEST_SHM_SOCKET") else { return };
+    let number = |name| u64::from_str_radix(&std::env::var(name).unwrap(), 16).unwrap();
+    let offer = TransportOffer::Shm {
+        host_id: host::host_id(),
+        socket_path: PathBuf::from(path),
+        pool: number("BATON_TEST_SHM_POOL"),
+    };
+    let generation = Generation(number("BATON_TEST_SHM_GENERATION"));
+    let source = storage();
+    for layer_idx in 0..LAYOUT.num_layers {
+        crate::testing::fill(&source, baton_kv_cache::BlockId(3), layer_idx, pattern(3, layer_idx));
+    }
+    let sender = Sender::start(source, SenderConfig::default()).unwrap();
+    let route = sender.route(generation, &[offer], ()).await.unwrap();
+    let pushed = route.push(writes(&blocks([3]))).await.unwrap();
+    println!("\npushed {} pieces", pushed.pieces.len());
+    // Until killed, or told to go.
+    let _ = std::io::stdin().read_line(&mut String::new());
+}
+
+struct Process(Child);
+
+impl Process {
+    async fn start(fabric: &Fabric, generation: Generation) -> Process {
+        let TransportOffer::Shm { socket_path, pool, .. } = fabric.offer(TransportKind::Shm) else {
+            unreachable!()
+        };
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["shm::faults::prefill_process", "--exact", "--ignored", "--nocapture"])
+            .env("BATON_TEST_SHM_SOCKET", socket_path)
+            .env("BATON_TEST_SHM_POOL", format!("{pool:x}"))
+            .env("BATON_TEST_SHM_GENERATION", format!("{:x}", generation.0))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let has_pushed = tokio::task::spawn_blocking(move || {
+            lines.map_while(Result::ok).any(|line| line == "pushed 3 pieces")
+        });
+        assert!(soon(has_pushed).await.unwrap());
+        Process(child)
+    }
+
+    fn signal(&self, signal: libc::c_int) {
+        // SAFETY: a signal to a child that has not been waited for.
+        assert_eq!(unsafe { libc::kill(self.0.id() as libc::pid_t, signal) }, 0);
+    }
+
+    /// Signals are asynchronous: a stop is complete when the kernel reports it.
+    fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+        let mut status = 0;
+        // SAFETY: as above; `status` outlives the call.
+        let pid = unsafe { libc::waitpid(self.0.id() as libc::pid_t, &mut status, libc::WUNTRACED) };
+        assert!(pid > 0 && libc::WIFSTOPPED(status));
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may be gone.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[tokio::test]
+async fn a_frozen_process_holds_its_blocks_until_it_goes_on_or_dies() {
+    for signal in [libc::SIGCONT, libc::SIGKILL] {
+        let fabric = Fabric::new(&[TransportKind::Shm]);
+        let guards = Guards::default();
+        let granted = fabric.receiver.grant(blocks([3]), guards.guard());
+        let process = Process::start(&fabric, granted.generation()).await;
+        for layer_idx in 0..LAYOUT.num_layers {
+            let found = bytes(&fabric.target, baton_kv_cache::BlockId(3), layer_idx);
+            assert!(found.iter().all(|&byte| byte == pattern(3, layer_idx)));
+        }
+        process.stop();
+        let mut fenced = granted.revoke();
+        assert!(is_pending(&mut fenced).await);
+        assert_eq!(fabric.receiver.load().num_quarantined_blocks, 1);
+        process.signal(signal);
+        assert!(soon(fenced).await.is_some());
+        assert_eq!(guards.num_out(), 0);
+        assert_eq!(fabric.receiver.load(), ReceiverLoad::default());
+    }
+}
+
+#[tokio::test]
+async fn a_killed_process_lets_go_of_grants_that_are_not_revoked_yet() {
+    let fabric = Fabric::new(&[TransportKind::Shm]);
+    let granted = fabric.receiver.grant(blocks([3]), ());
+    let process = Process::start(&fabric, granted.generation()).await;
+    drop(process);
+    assert!(soon(granted.revoke()).await.is_some());
+}
+
+#[tokio::test]
+async fn a_decode_worker_that_goes_is_noticed_by_its_socket() {
+    let Fabric { receiver, sender, source, dir, .. } = Fabric::new(&[TransportKind::Shm]);
+    let granted = receiver.grant(blocks([3]), ());
+    let route = soon(sender.route(granted.generation(), granted.offers(), ())).await.unwrap();
+    drop((granted, receiver));
+    let failures = || sender.counters().of(TransportKind::Shm).read().failures;
+    eventually("the loss is noticed", || failures() == 1).await;
+    assert!(soon(route.push(writes(&blocks([3])))).await.is_err());
+    drop((Arc::clone(&source), dir));
+}

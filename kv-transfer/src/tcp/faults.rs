@@ -1,0 +1,319 @@
+//! Peers that misbehave on a data connection, on either side.
+
+use std::{
+    io::{Read, Write},
+    net::{Shutdown, TcpListener, TcpStream},
+    sync::Arc,
+    time::Duration,
+};
+
+use baton_kv_cache::BlockId;
+
+use super::wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome};
+use crate::{
+    Generation, PushError, Receiver, ReceiverConfig, Sender, SenderConfig, TransportKind, TransportOffer,
+    testing::{Fabric, Guards, LAYOUT, blocks, bytes, eventually, fill, soon, storage, writes},
+};
+
+const LAYER: usize = 512;
+
+/// A sender by hand.
+struct Peer(TcpStream);
+
+impl Peer {
+    fn connect(fabric: &Fabric) -> Peer {
+        assert_eq!(LAYOUT.layer_bytes(), LAYER);
+        let TransportOffer::Tcp { address, pool } = fabric.offer(TransportKind::Tcp) else { unreachable!() };
+        let mut peer = Peer(TcpStream::connect(address).unwrap());
+        peer.0.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        let hello = Hello {
+            version: wire::VERSION,
+            pool,
+            layer_bytes: LAYER as u64,
+            num_layers: LAYOUT.num_layers as u32,
+        };
+        peer.0.write_all(&hello.encode()).unwrap();
+        let mut welcome = [0; wire::WELCOME_BYTES];
+        peer.0.read_exact(&mut welcome).unwrap();
+        assert_eq!(Welcome::decode(&welcome), Some(Welcome::Accepted));
+        peer
+    }
+
+    fn head(&mut self, generation: Generation, pieces: &[(u32, u32)]) {
+        let header = FrameHeader {
+            num_pieces: pieces.len() as u32,
+            generation,
+            sequence: 0,
+            payload_bytes: (pieces.len() * LAYER) as u64,
+        };
+        self.0.write_all(&header.encode()).unwrap();
+        for &(layer_idx, block_idx) in pieces {
+            self.0.write_all(&wire::encode_piece(layer_idx, block_idx)).unwrap();
+        }
+    }
+
+    fn payload(&mut self, byte: u8, num_bytes: usize) {
+        self.0.write_all(&vec![byte; num_bytes]).unwrap();
+    }
+
+    fn ack(&mut self) -> AckStatus {
+        let mut ack = [0; wire::ACK_BYTES];
+        self.0.read_exact(&mut ack).unwrap();
+        Ack::decode(&ack).unwrap().status
+    }
+
+    fn is_hung_up(&mut self) -> bool {
+        matches!(self.0.read(&mut [0]), Ok(0) | Err(_))
+    }
+}
+
+fn is_filled(fabric: &Fabric, block: u32, layer_idx: usize, byte: u8) -> bool {
+    bytes(&fabric.target, BlockId(block), layer_idx).iter().all(|&found| found == byte)
+}
+
+#[tokio::test]
+async fn a_sender_killed_in_the_middle_of_a_frame_leaves_its_place_to_the_next() {
+    let fabric = Fabric::new(&[TransportKind::Tcp]);
+    let granted = fabric.receiver.grant(blocks([5]), ());
+    let mut peer = Peer::connect(&fabric);
+    peer.head(granted.generation(), &[(0, 0), (1, 0), (2, 0)]);
+    peer.payload(0x11, LAYER + 100);
+    eventually("the first piece is there", || is_filled(&fabric, 5, 0, 0x11)).await;
+    drop(peer);
+    let failures = || fabric.receiver.counters().of(TransportKind::Tcp).read().failures;
+    eventually("the connection is given up", || failures() == 1).await;
+    assert_eq!(fabric.receiver.counters().of(TransportKind::Tcp).read().bytes, 0);
+
+    let route = fabric.route(&granted).await.unwrap();
+    let pushed = soon(route.push(writes(&blocks([5])))).await.unwrap();
+    soon(granted.verify(pushed.pieces)).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_revocation_does_not_wait_for_a_stalled_writer_and_nothing_of_it_lands() {
+    let fabric = Fabric::new(&[TransportKind::Tcp]);
+    let guards = Guards::default();
+    let granted = fabric.receiver.grant(blocks([5]), guards.guard());
+    let generation = granted.generation();
+    let mut peer = Peer::connect(&fabric);
+    peer.head(generation, &[(0, 0), (1, 0)]);
+    peer.payload(0x11, LAYER);
+    eventually("half a frame is there", || is_filled(&fabric, 5, 0, 0x11)).await;
+
+    assert!(soon(granted.revoke()).await.is_some());
+    assert_eq!(guards.num_out(), 0);
+    fill(&fabric.target, BlockId(5), 0, 0xEE);
+    fill(&fabric.target, BlockId(5), 1, 0xEE);
+    peer.payload(0x22, LAYER);
+    assert_eq!(peer.ack(), AckStatus::Revoked);
+    assert!(is_filled(&fabric, 5, 0, 0xEE) && is_filled(&fabric, 5, 1, 0xEE));
+    assert_eq!(fabric.receiver.counters().of(TransportKind::Tcp).read().late_bytes, 2 * LAYER as u64);
+
+    // The connection serves on.
+    let granted = fabric.receiver.grant(blocks([6]), ());
+    peer.head(granted.generation(), &[(1, 0)]);
+    peer.payload(0x33, LAYER);
+    assert_eq!(peer.ack(), AckStatus::Placed);
+    assert!(is_filled(&fabric, 6, 1, 0x33));
+}
+
+#[tokio::test]
+async fn frames_for_other_grants_and_places_are_dropped_and_counted() {
+    let fabric = Fabric::new(&[TransportKind::Tcp]);
+    let granted = fabric.receiver.grant(blocks([5, 6]), ());
+    let generation = granted.generation();
+    let mut peer = Peer::connect(&fabric);
+    let mut send = |generation, pieces: &[(u32, u32)], byte| {
+        peer.head(generation, pieces);
+        peer.payload(byte, pieces.len() * LAYER);
+        peer.ack()
+    };
+    for guess in [Generation(0), Generation(1), Generation(!generation.0)] {
+        assert_eq!(send(guess, &[(0, 0)], 1), AckStatus::Revoked);
+    }
+    for piece in [(0, 2), (3, 0), (u32::MAX, 0), (0, u32::MAX)] {
+        assert_eq!(send(generation, &[(0, 1), piece], 1), AckStatus::Refused);
+    }
+    assert_eq!(send(generation, &[(0, 1), (0, 1)], 1), AckStatus::Refused, "twice in one frame");
+    // What was refused in part is free as a whole, and is written once.
+    assert_eq!(send(generation, &[(0, 1)], 7), AckStatus::Placed);
+    assert_eq!(send(generation, &[(0, 1)], 8), AckStatus::PlacedBefore);
+    assert_eq!(send(generation, &[(0, 0), (0, 1)], 8), AckStatus::Refused);
+    assert!(is_filled(&fabric, 6, 0, 7) && is_filled(&fabric, 5, 0, 0));
+    drop(granted);
+    assert_eq!(send(generation, &[(1, 1)], 9), AckStatus::Revoked);
+    assert!(is_filled(&fabric, 6, 1, 0));
+    let counts = fabric.receiver.counters().of(TransportKind::Tcp).read();
+    assert_eq!(counts.bytes, LAYER as u64);
+    assert_eq!(counts.late_bytes, 17 * LAYER as u64);
+}
+
+#[tokio::test]
+async fn two_connections_cannot_write_one_piece() {
+    let fabric = Fabric::new(&[TransportKind::Tcp]);
+    let granted = fabric.receiver.grant(blocks([5]), ());
+    let (mut first, mut second) = (Peer::connect(&fabric), Peer::connect(&fabric));
+    first.head(granted.generation(), &[(0, 0), (1, 0)]);
+    first.payload(0x11, LAYER);
+    eventually("half a frame is there", || is_filled(&fabric, 5, 0, 0x11)).await;
+    second.head(granted.generation(), &[(1, 0)]);
+    second.payload(0x22, LAYER);
+    assert_eq!(second.ack(), AckStatus::Refused);
+    first.payload(0x11, LAYER);
+    assert_eq!(first.ack(), AckStatus::Placed);
+    assert!(is_filled(&fabric, 5, 1, 0x11));
+}
+
+#[tokio::test]
+async fn whoever_does_not_speak_the_protocol_is_hung_up_on_without_a_word() {
+    let fabric = Fabric::new(&[TransportKind::Tcp]);
+    let TransportOffer::Tcp { address, .. } = fabric.offer(TransportKind::Tcp) else { unreachable!() };
+    let mut stranger = Peer(TcpStream::connect(address).unwrap());
+    stranger.0.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+    assert!(stranger.is_hung_up());
+
+    let mut peer = Peer::connect(&fabric);
+    peer.0.write_all(&[0xFF; wire::FRAME_BYTES]).unwrap();
+    assert!(peer.is_hung_up());
+}
+
+#[tokio::test]
+async fn whoever_stops_in_the_middle_of_a_frame_is_hung_up_on() {
+    let mut fabric = Fabric::new(&[TransportKind::Tcp]);
+    let config = ReceiverConfig { io_timeout: Duration::from_millis(50), ..fabric.config.clone() };
+    fabric.receiver = Receiver::start(Arc::clone(&fabric.target), config).unwrap();
+    let granted = fabric.receiver.grant(blocks([5]), ());
+    // In the header, in the list of pieces, in the payload.
+    for num_bytes in [10, wire::FRAME_BYTES + 4, wire::FRAME_BYTES + 8 + 100] {
+        let mut peer = Peer::connect(&fabric);
+        let header = FrameHeader {
+            num_pieces: 1,
+            generation: granted.generation(),
+            sequence: 0,
+            payload_bytes: LAYER as u64,
+        };
+        let mut frame = header.encode().to_vec();
+        frame.extend(wire::encode_piece(0, 0));
+        frame.extend([0x11; LAYER]);
+        peer.0.write_all(&frame[..num_bytes]).unwrap();
+        assert!(peer.is_hung_up());
+    }
+}
+
+#[tokio::test]
+async fn more_connections_than_allowed_are_closed() {
+    let mut fabric = Fabric::new(&[TransportKind::Tcp]);
+    let config = ReceiverConfig { max_connections: 1, ..fabric.config.clone() };
+    fabric.receiver = Receiver::start(Arc::clone(&fabric.target), config).unwrap();
+    let _first = Peer::connect(&fabric);
+    let TransportOffer::Tcp { address, .. } = fabric.offer(TransportKind::Tcp) else { unreachable!() };
+    let mut second = Peer(TcpStream::connect(address).unwrap());
+    assert!(second.is_hung_up());
+}
+
+/// A receiver by hand: says welcome, then treats each connection as told.
+fn receiver_by_hand(fates: Vec<Fate>) -> (TransportOffer, std::thread::JoinHandle<()>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let offer = TransportOffer::Tcp { address: listener.local_addr().unwrap().to_string(), pool: 1 };
+    let thread = std::thread::spawn(move || {
+        let mut silent = Vec::new();
+        for fate in fates {
+            let (mut socket, _) = listener.accept().unwrap();
+            let mut hello = [0; wire::HELLO_BYTES];
+            socket.read_exact(&mut hello).unwrap();
+            socket.write_all(&Welcome::Accepted.encode()).unwrap();
+            let mut frame = vec![0; wire::FRAME_BYTES + wire::PIECE_BYTES + LAYER];
+            if socket.read_exact(&mut frame).is_err() {
+                // The sender has left before it sent anything.
+                continue;
+            }
+            match fate {
+                Fate::Close => socket.shutdown(Shutdown::Both).unwrap(),
+                Fate::Silence => silent.push(socket),
+                Fate::Ack(status) => {
+                    socket.write_all(&Ack { status, sequence: 0 }.encode()).unwrap();
+                    silent.push(socket);
+                }
+            }
+        }
+        // Until the sender leaves.
+        for mut socket in silent {
+            let _ = socket.read(&mut [0]);
+        }
+    });
+    (offer, thread)
+}
+
+#[derive(Clone, Copy)]
+enum Fate {
+    Close,
+    Silence,
+    Ack(AckStatus),
+}
+
+#[tokio::test]
+async fn a_frame_lost_with_its_connection_is_sent_once_more() {
+    use AckStatus::{Placed, PlacedBefore, Revoked};
+    use Fate::{Ack, Close, Silence};
+    for (fates, expected) in [
+        (vec![Close, Ack(Placed)], Ok(())),
+        // The first arrived, its ack did not.
+        (vec![Close, Ack(PlacedBefore)], Ok(())),
+        (vec![Close, Ack(Revoked)], Err("the grant is revoked")),
+        (vec![Close, Close], Err("connection lost")),
+        (vec![Silence, Ack(Placed)], Ok(())),
+        (vec![Silence, Silence], Err("connection lost")),
+        // Never sent before, so that somebody else wrote it.
+        (vec![Ack(PlacedBefore)], Err("refused")),
+    ] {
+        let (offer, thread) = receiver_by_hand(fates);
+        let config = SenderConfig {
+            streams_per_peer: 1,
+            io_timeout: Duration::from_millis(200),
+            ..SenderConfig::default()
+        };
+        let guards = Guards::default();
+        let sender = Sender::start(storage(), config).unwrap();
+        let route = soon(sender.route(Generation(9), &[offer], guards.guard())).await.unwrap();
+        let mut pieces = writes(&blocks([1]));
+        pieces.truncate(1);
+        match (soon(route.push(pieces)).await, expected) {
+            (Ok(_), Ok(())) => {}
+            (Err(error), Err(expected)) => assert!(error.to_string().starts_with(expected), "{error}"),
+            (got, expected) => panic!("{got:?} instead of {expected:?}"),
+        }
+        soon(route.close()).await;
+        assert_eq!(guards.num_out(), 0);
+        drop(sender);
+        thread.join().unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_peer_that_is_not_there_is_an_error_at_once() {
+    let (address, listener) = {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        (listener.local_addr().unwrap().to_string(), listener)
+    };
+    drop(listener);
+    let sender = Sender::start(storage(), SenderConfig::default()).unwrap();
+    for address in [address, "no.such.host.invalid:1".into(), "not an address".into()] {
+        let offer = TransportOffer::Tcp { address, pool: 1 };
+        assert!(soon(sender.route(Generation(9), &[offer], ())).await.is_err());
+    }
+}
+
+#[tokio::test]
+async fn closing_a_route_ends_a_push_that_the_peer_does_not_take() {
+    let (offer, thread) = receiver_by_hand(vec![Fate::Silence]);
+    let config = SenderConfig { streams_per_peer: 1, ..SenderConfig::default() };
+    let sender = Sender::start(storage(), config).unwrap();
+    let route = soon(sender.route(Generation(9), &[offer], ())).await.unwrap();
+    let mut pieces = writes(&blocks([1]));
+    pieces.truncate(1);
+    let push = route.push(pieces);
+    // The sender goes while the frame is not answered.
+    drop((route, sender));
+    assert!(matches!(soon(push).await, Err(PushError::Lost(_) | PushError::Closed)));
+    thread.join().unwrap();
+}

@@ -1,0 +1,153 @@
+//! What the tests of the data plane stand on: two pools in one process, and guards that count.
+
+use std::{
+    future::Future,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
+
+use crate::{
+    Granted, PieceWrite, Pushed, Receiver, ReceiverConfig, Route, RouteError, Sender, SenderConfig,
+    TransportKind, TransportOffer,
+};
+
+pub(crate) const LAYOUT: KvLayout =
+    KvLayout { block_size: 4, num_layers: 3, num_kv_heads: 2, head_dim: 8, dtype: KvDtype::F32 };
+pub(crate) const NUM_BLOCKS: usize = 64;
+
+/// A prefill worker's and a decode worker's data plane.
+pub(crate) struct Fabric {
+    pub(crate) receiver: Receiver,
+    pub(crate) sender: Sender,
+    pub(crate) source: Arc<BlockStorage>,
+    pub(crate) target: Arc<BlockStorage>,
+    pub(crate) config: ReceiverConfig,
+    // Removed at the end.
+    pub(crate) dir: tempfile::TempDir,
+}
+
+impl Fabric {
+    pub(crate) fn new(transports: &[TransportKind]) -> Fabric {
+        let dir = private_dir();
+        let config = ReceiverConfig {
+            tcp_listen: transports.contains(&TransportKind::Tcp).then(|| ([127, 0, 0, 1], 0).into()),
+            shm_dir: transports.contains(&TransportKind::Shm).then(|| dir.path().join("d")),
+            ..ReceiverConfig::default()
+        };
+        let source = storage();
+        for block_idx in 0..NUM_BLOCKS as u32 {
+            for layer_idx in 0..LAYOUT.num_layers {
+                fill(&source, BlockId(block_idx), layer_idx, pattern(block_idx, layer_idx));
+            }
+        }
+        let target = storage();
+        let receiver = Receiver::start(Arc::clone(&target), config.clone()).unwrap();
+        let sender = Sender::start(Arc::clone(&source), SenderConfig::default()).unwrap();
+        Fabric { receiver, sender, source, target, config, dir }
+    }
+
+    /// The offer of one transport.
+    pub(crate) fn offer(&self, kind: TransportKind) -> TransportOffer {
+        self.receiver.offers().iter().find(|offer| offer.kind() == kind).cloned().expect("offered")
+    }
+
+    pub(crate) async fn route<K>(&self, granted: &Granted<K>) -> Result<Route, RouteError> {
+        soon(self.sender.route(granted.generation(), granted.offers(), ())).await
+    }
+
+    /// Whether the target's blocks hold what the source's blocks hold.
+    pub(crate) fn holds(&self, writes: &[PieceWrite]) -> bool {
+        writes.iter().all(|write| {
+            let layer_idx = write.layer_idx as usize;
+            bytes(&self.source, write.src, layer_idx) == bytes(&self.target, write.dst, layer_idx)
+        })
+    }
+}
+
+/// A folder that only this user may look into.
+pub(crate) fn private_dir() -> tempfile::TempDir {
+    tempfile::Builder::new().prefix("baton-kv").tempdir().unwrap()
+}
+
+pub(crate) fn storage() -> Arc<BlockStorage> {
+    Arc::new(BlockStorage::new(LAYOUT, NUM_BLOCKS).unwrap())
+}
+
+pub(crate) fn pattern(block_idx: u32, layer_idx: usize) -> u8 {
+    (block_idx as usize * LAYOUT.num_layers + layer_idx) as u8 | 1
+}
+
+pub(crate) fn fill(storage: &BlockStorage, block: BlockId, layer_idx: usize, byte: u8) {
+    // SAFETY: tests touch only blocks that nobody else does, or look at what a late writer would do.
+    unsafe { storage.layer_mut(block, layer_idx) }.fill(byte);
+}
+
+pub(crate) fn bytes(storage: &BlockStorage, block: BlockId, layer_idx: usize) -> Vec<u8> {
+    // SAFETY: as above.
+    unsafe { storage.layer(block, layer_idx) }.to_vec()
+}
+
+/// All pieces of `dst`, from source blocks of the same numbers, layer by layer.
+pub(crate) fn writes(dst: &[BlockId]) -> Vec<PieceWrite> {
+    let piece = |layer_idx: usize, block_idx: usize| PieceWrite {
+        layer_idx: layer_idx as u32,
+        block_idx: block_idx as u32,
+        src: dst[block_idx],
+        dst: dst[block_idx],
+    };
+    (0..LAYOUT.num_layers)
+        .flat_map(|layer_idx| (0..dst.len()).map(move |block_idx| piece(layer_idx, block_idx)))
+        .collect()
+}
+
+pub(crate) fn blocks(ids: impl IntoIterator<Item = u32>) -> Vec<BlockId> {
+    ids.into_iter().map(BlockId).collect()
+}
+
+/// The bytes that a push should have moved.
+pub(crate) fn bytes_of(pushed: &Pushed) -> u64 {
+    (pushed.pieces.len() * LAYOUT.layer_bytes()) as u64
+}
+
+/// Fails the test instead of hanging.
+pub(crate) async fn soon<F: Future>(future: F) -> F::Output {
+    tokio::time::timeout(Duration::from_secs(30), future).await.expect("within 30 s")
+}
+
+/// Waits for what another thread will bring about.
+pub(crate) async fn eventually(what: &str, condition: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < Duration::from_secs(30), "never: {what}");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// Counts guards that are out.
+#[derive(Clone, Default)]
+pub(crate) struct Guards(Arc<AtomicUsize>);
+
+/// One of them.
+pub(crate) struct Guard(Arc<AtomicUsize>);
+
+impl Guards {
+    pub(crate) fn guard(&self) -> Guard {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        Guard(Arc::clone(&self.0))
+    }
+
+    pub(crate) fn num_out(&self) -> usize {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
