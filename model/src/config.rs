@@ -45,26 +45,13 @@ impl ModelConfig {
         let fields = Fields::new(path, &object);
         refuse_quantised(&fields)?;
         let architecture = name_of(&fields)?;
-        // A multimodal model keeps its language model's configuration in a field.
-        let (decoder, fields) = match fields.object("text_config")? {
-            Some(text) => {
-                refuse_quantised(&text)?;
-                (architecture::decoder(&architecture, &text)?, text)
-            }
-            None => (architecture::decoder(&architecture, &fields)?, fields.clone()),
-        };
-        let outer = Fields::new(path, &object);
-        let eos = |fields: &Fields<'_>| fields.token_ids("eos_token_id");
-        let mut eos_token_ids = eos(&outer)?;
-        if eos_token_ids.is_empty() {
-            eos_token_ids = eos(&fields)?;
-        }
         Ok(ModelConfig {
+            // The decoder first: it knows whether the architecture is supported at all.
             context_length: architecture::context_length(&architecture, &fields)?,
-            eos_token_ids,
+            eos_token_ids: fields.token_ids("eos_token_id")?,
             bos_token_id: fields.token_ids("bos_token_id")?.first().copied(),
+            decoder: architecture::decoder(&architecture, &fields)?,
             architecture,
-            decoder,
         })
     }
 

@@ -8,6 +8,7 @@
 
 mod architecture;
 mod config;
+pub mod cost;
 mod cpu;
 mod decoder;
 mod error;

@@ -220,19 +220,18 @@ mod tests {
             for n in [1, 16, 33] {
                 let gate_up: Vec<f32> = noise(3, 2 * n).iter().map(|x| x * 8.0).collect();
                 let mut out = vec![0.0; n];
-                let formulas: [(Gate, fn(f64) -> f64); 3] = [
-                    (Gate::Silu, |x| x / (1.0 + (-x).exp())),
-                    (Gate::GeluTanh, |x| {
+                let formula = |gate: Gate, x: f64| match gate {
+                    Gate::Silu => x / (1.0 + (-x).exp()),
+                    Gate::GeluTanh => {
                         let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
                         0.5 * x * (1.0 + inner.tanh())
-                    }),
-                    (Gate::GeluErf, |x| {
-                        0.5 * x * (1.0 + f64::from(erf((x / std::f64::consts::SQRT_2) as f32)))
-                    }),
-                ];
-                for (gate, formula) in formulas {
+                    }
+                    Gate::GeluErf => 0.5 * x * (1.0 + f64::from(erf((x / std::f64::consts::SQRT_2) as f32))),
+                };
+                for gate in [Gate::Silu, Gate::GeluTanh, Gate::GeluErf] {
                     gated(isa, gate, &gate_up, &mut out);
-                    let expected = (0..n).map(|i| formula(f64::from(gate_up[i])) * f64::from(gate_up[n + i]));
+                    let expected =
+                        (0..n).map(|i| formula(gate, f64::from(gate_up[i])) * f64::from(gate_up[n + i]));
                     close(&out, expected, 1e-6, &format!("{gate:?}"));
                 }
             }
@@ -241,7 +240,7 @@ mod tests {
 
     #[test]
     fn the_error_function_is_known_at_some_points() {
-        for (x, expected) in [(0.0, 0.0), (0.5, 0.520_499_9), (1.0, 0.842_700_8), (-2.0, -0.995_322_27)] {
+        for (x, expected) in [(0.0, 0.0), (0.5, 0.520_499_9), (1.0, 0.842_700_8), (-2.0, -0.995_322_3)] {
             assert!((erf(x) - expected).abs() < 3e-7, "erf({x})");
         }
     }

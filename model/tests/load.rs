@@ -1,0 +1,323 @@
+//! What is refused at start, and in which words.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use baton_kv_cache::KvDtype;
+use baton_model::{Executor, LoadOptions, LoadProgress, load};
+use safetensors::tensor::{Dtype, TensorView};
+use tempfile::TempDir;
+
+const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures");
+
+/// A copy of a fixture that a test may break.
+struct Model {
+    dir: TempDir,
+}
+
+impl Model {
+    fn new(name: &str) -> Model {
+        let dir = TempDir::new().unwrap();
+        for entry in fs::read_dir(Path::new(FIXTURES).join(name)).unwrap() {
+            let entry = entry.unwrap();
+            if entry.file_name() != "expected.safetensors" {
+                fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+            }
+        }
+        Model { dir }
+    }
+
+    fn path(&self, file: &str) -> PathBuf {
+        self.dir.path().join(file)
+    }
+
+    /// Sets a field of config.json; `null` for none.
+    fn set(&self, field: &str, value: &str) {
+        let path = self.path("config.json");
+        let mut config: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        config[field] = serde_json::from_str(value).unwrap();
+        fs::write(&path, config.to_string()).unwrap();
+    }
+
+    /// Changes the tensors of model.safetensors.
+    fn rewrite(&self, change: impl FnOnce(&mut Vec<(String, Dtype, Vec<usize>, Vec<u8>)>)) {
+        let path = self.path("model.safetensors");
+        let bytes = fs::read(&path).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let mut list: Vec<_> = tensors
+            .iter()
+            .map(|(name, view)| (name.to_owned(), view.dtype(), view.shape().to_vec(), view.data().to_vec()))
+            .collect();
+        change(&mut list);
+        let views = list.iter().map(|(name, dtype, shape, data)| {
+            (name.clone(), TensorView::new(*dtype, shape.clone(), data).unwrap())
+        });
+        fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
+    }
+
+    /// The refusal, without the temporary directory's name.
+    fn refusal(&self) -> String {
+        let error = load(self.dir.path(), &LoadOptions::default(), &mut |_| {}).unwrap_err();
+        let message = error.to_string().replace(&format!("{}/", self.dir.path().display()), "");
+        assert!(!message.contains('\n'), "{message}");
+        message
+    }
+}
+
+#[track_caller]
+fn check_config(name: &str, field: &str, value: &str, expected: &str) {
+    let model = Model::new(name);
+    model.set(field, value);
+    assert_eq!(model.refusal(), format!("config.json: {expected}"));
+}
+
+#[test]
+fn configurations_that_mean_something_else_are_refused() {
+    let known = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM, \
+                 Qwen3MoeForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, Phi3ForCausalLM";
+    let cases = [
+        (
+            "architectures",
+            r#"["BertModel"]"#,
+            &*format!("architecture BertModel is not supported, expected one of {known}"),
+        ),
+        (
+            "architectures",
+            "null",
+            "architectures is missing, expected a list with the name of one architecture",
+        ),
+        ("hidden_size", "null", "hidden_size is missing, expected a whole number from 1 to 2^31"),
+        ("hidden_size", "0", "hidden_size is 0, expected a whole number from 1 to 2^31"),
+        ("hidden_size", "\"48\"", "hidden_size is \"48\", expected a whole number from 1 to 2^31"),
+        ("num_hidden_layers", "1e3", "num_hidden_layers is 1000.0, expected a whole number from 1 to 2^31"),
+        ("num_key_value_heads", "3", "num_key_value_heads is 3, expected a divisor of 4 attention heads"),
+        ("head_dim", "13", "head_dim is 13, expected an even number, with partial_rotary_factor in 0 to 1"),
+        ("hidden_act", "\"relu\"", "hidden_act is \"relu\", expected silu, gelu or gelu_pytorch_tanh"),
+        ("rms_norm_eps", "-1", "rms_norm_eps is -1, expected a positive number"),
+        ("mlp_bias", "1", "mlp_bias is 1, expected true or false"),
+        (
+            "rope_parameters",
+            r#"{"rope_type": "longrope"}"#,
+            "rope_parameters.rope_type is \"longrope\", expected default, linear, llama3 or yarn",
+        ),
+        (
+            "rope_parameters",
+            r#"{"rope_type": "llama3", "factor": 8}"#,
+            "rope_parameters.low_freq_factor is missing, expected a positive number",
+        ),
+        (
+            "rope_parameters",
+            r#"{"rope_type": "linear", "factor": 0}"#,
+            "rope_parameters.factor is 0, expected a positive number",
+        ),
+        ("residual_multiplier", "0.22", "residual_multiplier is 0.22, expected none, or 1"),
+        (
+            "final_logit_softcapping",
+            "30.0",
+            "final_logit_softcapping is 30.0, expected none for this architecture",
+        ),
+        ("eos_token_id", "[1, -2]", "eos_token_id is [1,-2], expected a token id or a list of token ids"),
+        (
+            "quantization_config",
+            r#"{"quant_method": "gptq", "bits": 4}"#,
+            "the weights are quantised (gptq), expected a checkpoint in f32, f16 or bf16",
+        ),
+    ];
+    for (field, value, expected) in cases {
+        check_config("llama", field, value, expected);
+    }
+    check_config(
+        "gemma3",
+        "layer_types",
+        r#"["full_attention"]"#,
+        "layer_types is [\"full_attention\"], expected 4 times full_attention or sliding_attention",
+    );
+    check_config(
+        "gemma3",
+        "use_bidirectional_attention",
+        "true",
+        "use_bidirectional_attention is true, expected false",
+    );
+    check_config(
+        "mixtral",
+        "num_experts_per_tok",
+        "5",
+        "num_experts_per_tok is 5, expected at most 4 experts",
+    );
+}
+
+#[test]
+fn a_configuration_that_is_not_json_is_refused() {
+    let model = Model::new("llama");
+    fs::write(model.path("config.json"), "{\"hidden_size\": ").unwrap();
+    assert_eq!(model.refusal(), "config.json: not valid JSON: EOF while parsing a value at line 1 column 16");
+    fs::write(model.path("config.json"), "[]").unwrap();
+    assert_eq!(model.refusal(), "config.json: found a list, expected a JSON object");
+    fs::remove_file(model.path("config.json")).unwrap();
+    assert_eq!(model.refusal(), "config.json: No such file or directory (os error 2)");
+}
+
+#[test]
+fn tensors_that_do_not_fit_are_refused() {
+    const NAME: &str = "model.layers.1.mlp.up_proj.weight";
+    let model = Model::new("llama");
+    model.rewrite(|tensors| tensors.retain(|(name, ..)| name != NAME));
+    assert_eq!(
+        model.refusal(),
+        format!("model.safetensors: tensor {NAME} is missing, expected one of shape [80, 48]")
+    );
+
+    let model = Model::new("llama");
+    model.rewrite(|tensors| {
+        let tensor = tensors.iter_mut().find(|(name, ..)| name == NAME).unwrap();
+        tensor.2 = vec![48, 80];
+    });
+    assert_eq!(
+        model.refusal(),
+        format!("model.safetensors: tensor {NAME} has shape [48, 80], expected [80, 48]")
+    );
+
+    let model = Model::new("llama");
+    model.rewrite(|tensors| {
+        let tensor = tensors.iter_mut().find(|(name, ..)| name == NAME).unwrap();
+        tensor.1 = Dtype::I32;
+    });
+    assert_eq!(
+        model.refusal(),
+        format!("model.safetensors: tensor {NAME} is of type I32, expected F32, F16 or BF16")
+    );
+
+    let model = Model::new("llama");
+    let extra = "model.layers.0.self_attn.q_norm.weight";
+    model.rewrite(|tensors| tensors.push((extra.to_owned(), Dtype::F32, vec![2], vec![0; 8])));
+    assert_eq!(
+        model.refusal(),
+        format!(
+            "model.safetensors: tensor {extra} is not part of LlamaForCausalLM, expected none by this name"
+        )
+    );
+
+    // Old files have a buffer that is computed nowadays.
+    let model = Model::new("llama");
+    let buffer = "model.layers.0.self_attn.rotary_emb.inv_freq";
+    model.rewrite(|tensors| tensors.push((buffer.to_owned(), Dtype::F32, vec![2], vec![0; 8])));
+    load(model.dir.path(), &LoadOptions::default(), &mut |_| {}).unwrap();
+}
+
+#[test]
+fn damaged_weight_files_are_refused() {
+    let model = Model::new("llama");
+    let path = model.path("model.safetensors");
+    let whole = fs::read(&path).unwrap();
+    let check = |bytes: &[u8], expected: &str| {
+        fs::write(&path, bytes).unwrap();
+        let refusal = model.refusal();
+        assert!(refusal.starts_with("model.safetensors: ") && refusal.contains(expected), "{refusal}");
+    };
+    check(&[], "the file has 0 bytes, expected a safetensors header");
+    check(&whole[..5], "the file has 5 bytes, expected a safetensors header");
+    check(&whole[..300], "the file has 300 bytes, expected a safetensors header of ");
+    let end = whole.len() - 1;
+    check(&whole[..end], &format!("the file has {end} bytes, expected {} for tensor ", end + 1));
+    check(&[&[0xff; 8], &whole[8..]].concat(), "expected a safetensors header of 18446744073709551615");
+    check(&[&whole[..8], b"!!", &whole[10..]].concat(), "the safetensors header is broken: ");
+    check(b"version https://git-lfs.github.com/spec/v1\n", "truncated, or another format");
+
+    fs::remove_file(&path).unwrap();
+    let error = load(model.dir.path(), &LoadOptions::default(), &mut |_| {}).unwrap_err().to_string();
+    assert!(error.ends_with("found neither model.safetensors nor model.safetensors.index.json"), "{error}");
+}
+
+#[test]
+fn indices_that_lie_are_refused() {
+    const INDEX: &str = "model.safetensors.index.json";
+    let model = Model::new("llama-bf16-sharded");
+    let text = fs::read_to_string(model.path(INDEX)).unwrap();
+
+    fs::write(model.path(INDEX), "{}").unwrap();
+    assert_eq!(
+        model.refusal(),
+        format!("{INDEX}: weight_map is missing, expected an object from tensor names to file names")
+    );
+
+    fs::write(model.path(INDEX), text.replacen("model-00002", "../model-00002", 1)).unwrap();
+    assert!(model.refusal().contains("is not the name of a file"), "{}", model.refusal());
+
+    fs::write(model.path(INDEX), text.replace("model-00002", "model-00009")).unwrap();
+    assert_eq!(model.refusal(), "model-00009-of-00004.safetensors: No such file or directory (os error 2)");
+
+    let first = "\"lm_head.weight\": \"model-0000";
+    let at = text.find(first).unwrap() + first.len();
+    let mut moved = text.clone();
+    moved.replace_range(at..at + 1, if &text[at..at + 1] == "1" { "2" } else { "1" });
+    fs::write(model.path(INDEX), moved).unwrap();
+    assert!(
+        model.refusal().contains("tensor lm_head.weight is missing, expected by "),
+        "{}",
+        model.refusal()
+    );
+}
+
+#[test]
+fn options_out_of_range_are_refused() {
+    let model = Model::new("llama");
+    for (options, expected) in [
+        (
+            LoadOptions { block_size: 0, ..LoadOptions::default() },
+            "block_size is 0, expected 1 to 4096 tokens",
+        ),
+        (LoadOptions { threads: Some(0), ..LoadOptions::default() }, "threads is 0, expected 1 to 1024"),
+    ] {
+        let error = load(model.dir.path(), &options, &mut |_| {}).unwrap_err();
+        assert_eq!(error.to_string(), expected);
+    }
+}
+
+#[test]
+fn loading_reports_bytes_and_describes_the_model() {
+    let model = Model::new("llama-bf16-sharded");
+    let mut seen: Vec<LoadProgress> = Vec::new();
+    let loaded =
+        load(model.dir.path(), &LoadOptions::default(), &mut |progress| seen.push(progress)).unwrap();
+    let total: u64 = fs::read_dir(model.dir.path())
+        .unwrap()
+        .map(|entry| entry.unwrap())
+        .filter(|entry| entry.file_name().to_string_lossy().ends_with(".safetensors"))
+        .map(|entry| entry.metadata().unwrap().len())
+        .sum();
+    assert_eq!(seen[0].bytes_done, 0);
+    assert_eq!(seen.last().unwrap().bytes_done, total);
+    assert!(seen.iter().all(|progress| progress.bytes_total == total));
+    assert!(seen.is_sorted_by_key(|progress| progress.bytes_done));
+
+    assert_eq!(loaded.weight_bytes(), total);
+    assert_eq!(loaded.config().architecture, "LlamaForCausalLM");
+    assert_eq!(loaded.config().context_length, 256);
+    assert_eq!(loaded.config().eos_token_ids, [2]);
+    assert_eq!(loaded.config().bos_token_id, Some(1));
+    let cost = baton_model::cost::ModelCost::new(&loaded.config().decoder, KvDtype::Bf16, KvDtype::Bf16);
+    assert_eq!(cost.num_parameters(), loaded.num_parameters());
+    assert_eq!(loaded.kv_layout().dtype, KvDtype::Bf16, "as the weights");
+    assert_eq!(loaded.cpu_executor().unwrap().kv_layout(), loaded.kv_layout());
+}
+
+#[test]
+fn another_configuration_or_other_weights_are_another_revision() {
+    let load = |model: &Model| {
+        let options = LoadOptions { kv_dtype: Some(KvDtype::F32), ..LoadOptions::default() };
+        load(model.dir.path(), &options, &mut |_| {}).unwrap().kv_format()
+    };
+    let format = load(&Model::new("llama"));
+    assert_eq!(format.difference(&load(&Model::new("llama"))), None);
+    let other = Model::new("llama");
+    other.set("rms_norm_eps", "1e-5");
+    assert!(format.difference(&load(&other)).unwrap().starts_with("model revision"));
+    let other = Model::new("llama");
+    other.rewrite(|tensors| {
+        for (_, dtype, _, data) in tensors.iter_mut() {
+            *dtype = Dtype::BF16;
+            *data = data.chunks_exact(4).flat_map(|four| [four[2], four[3]]).collect();
+        }
+    });
+    assert!(format.difference(&load(&other)).unwrap().starts_with("model revision"));
+}
