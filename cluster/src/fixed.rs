@@ -92,3 +92,89 @@ async fn ask(channel: &Channel) -> Result<WorkerRecord, String> {
         .map_err(|status| status.message().to_owned())?;
     WorkerRecord::try_from(answer.into_inner()).map_err(|error| error.to_string())
 }
+
+#[cfg(test)]
+mod tests {
+    use baton_proto::worker::{self as proto, worker_server};
+    use tokio::net::TcpListener;
+    use tokio_stream::wrappers::TcpListenerStream;
+    use tonic::{Request, Response, Status, transport::Server};
+
+    use super::*;
+    use crate::{
+        Role,
+        testing::{record, until},
+    };
+
+    /// A worker that says who it is and nothing else.
+    struct Someone(WorkerRecord);
+
+    #[tonic::async_trait]
+    impl worker_server::Worker for Someone {
+        async fn info(&self, _: Request<InfoRequest>) -> Result<Response<proto::WorkerRecord>, Status> {
+            Ok(Response::new((&self.0).into()))
+        }
+
+        type WatchLoadStream = tokio_stream::Empty<Result<baton_proto::v1::Load, Status>>;
+
+        async fn watch_load(
+            &self,
+            _: Request<proto::WatchLoadRequest>,
+        ) -> Result<Response<Self::WatchLoadStream>, Status> {
+            Err(Status::unimplemented(""))
+        }
+
+        async fn drain(
+            &self,
+            _: Request<proto::DrainRequest>,
+        ) -> Result<Response<proto::DrainResponse>, Status> {
+            Err(Status::unimplemented(""))
+        }
+    }
+
+    async fn serve(listener: TcpListener, record: WorkerRecord, stop: CancellationToken) -> JoinHandle<()> {
+        let service = worker_server::WorkerServer::new(Someone(record));
+        tokio::spawn(async move {
+            Server::builder()
+                .add_service(service)
+                .serve_with_incoming_shutdown(TcpListenerStream::new(listener), stop.cancelled_owned())
+                .await
+                .expect("the server runs until it is told to stop");
+        })
+    }
+
+    #[tokio::test]
+    async fn a_listed_worker_is_found_when_it_answers_kept_when_it_does_not_and_replaced_when_it_returns() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let stop = CancellationToken::new();
+        let (mut members, task) = watch(&[format!("http://{address}")], stop.clone()).unwrap();
+        assert!(members.borrow().is_empty());
+
+        let down = CancellationToken::new();
+        let server = serve(listener, record("d0", Role::Decode), down.clone()).await;
+        until(&mut members, |members| members.get(&"d0".into()).is_some()).await;
+        down.cancel();
+        server.await.unwrap();
+        assert_eq!(members.borrow().len(), 1);
+
+        let listener = TcpListener::bind(address).await.unwrap();
+        let down = CancellationToken::new();
+        let restarted = WorkerRecord { incarnation: 2, ..record("d0", Role::Decode) };
+        let server = serve(listener, restarted, down.clone()).await;
+        until(&mut members, |members| {
+            members.get(&"d0".into()).expect("it stays known meanwhile").incarnation == 2
+        })
+        .await;
+        stop.cancel();
+        task.await.unwrap();
+        down.cancel();
+        server.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn an_empty_list_is_refused() {
+        let error = watch(&[], CancellationToken::new()).unwrap_err().to_string();
+        assert!(error.contains("at least one worker"), "{error}");
+    }
+}

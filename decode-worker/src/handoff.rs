@@ -165,6 +165,9 @@ impl Handoff {
             let halted = self.worker.lifecycle().halted();
             let deadline = self.machine.deadline();
             tokio::select! {
+                // Time first, so that nothing busy outlives its deadline.
+                biased;
+                () = sleep_until(deadline) => return Input::Tick,
                 opened = maybe(&mut self.opening) => {
                     self.opening = None;
                     match opened {
@@ -194,7 +197,6 @@ impl Handoff {
                     self.is_told = true;
                     return Input::Cancel("the decode worker is leaving".into());
                 }
-                () = sleep_until(deadline) => return Input::Tick,
             }
         }
     }

@@ -125,6 +125,10 @@ impl Handoff {
         let halted = self.worker.lifecycle().halted();
         let deadline = self.machine.deadline();
         tokio::select! {
+            // Time first, so that nothing busy outlives its deadline; leaving last, since what just happened
+            // says more.
+            biased;
+            () = sleep_until(deadline) => Some(Input::Tick),
             message = receive(&mut self.inbound) => Some(self.received(message)),
             sent = send_next(&self.outbound, &mut self.unsent), if !self.unsent.is_empty() => {
                 if sent { None } else { Some(self.peer_left()) }
@@ -148,7 +152,6 @@ impl Handoff {
                 self.stopping = None;
                 Some(Input::Idle)
             }
-            () = sleep_until(deadline) => Some(Input::Tick),
             () = halted.cancelled(), if !self.is_halted => {
                 self.is_halted = true;
                 Some(Input::Fail(Failed::new(FailureKind::Draining, "the prefill worker is leaving")))

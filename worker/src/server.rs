@@ -36,7 +36,7 @@ pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
 /// How often a silent connection is asked whether it lives, and how long the answer may take.
 pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
 /// See [`KEEP_ALIVE_INTERVAL`].
-pub const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
+pub const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// For streams that nobody reads when the server closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);

@@ -1,0 +1,119 @@
+//! Streams that are dropped: nothing stays behind, on either side.
+
+use baton_proto::worker::generate_event::Event;
+
+use crate::{
+    gate::gate,
+    harness::{decode, expected, generate, next, prefill, prompt, request},
+};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cancelled_before_the_prefill_is_computed() {
+    let (steps, hook) = gate();
+    let p = prefill().hook(hook).start().await;
+    let d = decode().start().await;
+    let mut client = d.client().await;
+    let events = client.generate(request(&prompt(1, 80), 8, Some(p.peer()))).await.unwrap();
+    steps.pass(0);
+    drop(events);
+    // The decode worker holds nothing as soon as it noticed, though the prefill worker stands still.
+    d.assert_all_free().await;
+    steps.open();
+    p.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cancelled_during_the_transfer() {
+    let (steps, hook) = gate();
+    let p = prefill().hook(hook).start().await;
+    let d = decode().start().await;
+    let mut client = d.client().await;
+    let events = client.generate(request(&prompt(1, 80), 8, Some(p.peer()))).await.unwrap();
+    // Two chunks are computed and pushed, the third is about to be.
+    steps.pass(2);
+    while d.worker.load().handoff_bytes.iter().all(|transport| transport.bytes == 0) {
+        tokio::task::yield_now().await;
+    }
+    drop(events);
+    steps.open();
+    p.assert_all_free().await;
+    d.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cancelled_while_decoding() {
+    let p = prefill().start().await;
+    let d = decode().start().await;
+    let mut client = d.client().await;
+    let mut events =
+        client.generate(request(&prompt(1, 80), 100, Some(p.peer()))).await.unwrap().into_inner();
+    for _ in 0..5 {
+        assert!(matches!(next(&mut events).await.unwrap(), Some(Event::Token(_))));
+    }
+    drop(events);
+    p.assert_all_free().await;
+    d.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cancelled_while_waiting_for_blocks_of_the_decode_worker() {
+    // One sequence takes the whole pool of the decode worker.
+    let p = prefill().start().await;
+    let (steps, hook) = gate();
+    let d = decode().with(|config| config.kv = baton_worker::KvMemory::Blocks(28)).hook(hook).start().await;
+    let mut client = d.client().await;
+    let large = prompt(1, 100);
+    let first = tokio::spawn({
+        let (client, request) = (client.clone(), request(&large, 8, Some(p.peer())));
+        async move { generate(&client, request).await.unwrap().finished() }
+    });
+    // It decodes, and stands before its first step.
+    tokio::task::block_in_place(|| steps.pass(0));
+    let mut second = client.generate(request(&prompt(2, 100), 8, Some(p.peer()))).await.unwrap().into_inner();
+    assert!(
+        matches!(next(&mut second).await.unwrap(), Some(Event::Token(_))),
+        "the first token does not wait"
+    );
+    drop(second);
+    p.assert_all_free().await;
+    steps.open();
+    assert_eq!(first.await.unwrap(), expected(&large, 8));
+    d.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cancelled_at_any_moment() {
+    let (p, d) = (prefill().start().await, decode().start().await);
+    let client = d.client().await;
+    let mut requests = tokio::task::JoinSet::new();
+    for seed in 0..150_u32 {
+        let (mut client, peer) = (client.clone(), p.peer());
+        requests.spawn(async move {
+            let prompt = prompt(seed, 1 + (seed as usize * 37) % 120);
+            let call = client.generate(request(&prompt, 24, Some(peer)));
+            match seed % 5 {
+                // Dropped before it is answered.
+                0 => drop(tokio::time::timeout(std::time::Duration::from_micros(seed.into()), call).await),
+                // Dropped after some of its events.
+                1..4 => {
+                    let mut events = call.await.unwrap().into_inner();
+                    for _ in 0..seed % 11 {
+                        next(&mut events).await.unwrap();
+                    }
+                }
+                // Read to its end, among all the others.
+                _ => {
+                    let answer = crate::harness::read(&mut call.await.unwrap().into_inner()).await.unwrap();
+                    assert_eq!(answer.finished(), expected(&prompt, 24), "request {seed}");
+                }
+            }
+        });
+    }
+    while let Some(request) = requests.join_next().await {
+        request.unwrap();
+    }
+    p.assert_all_free().await;
+    d.assert_all_free().await;
+    d.stop().await;
+    p.stop().await;
+}

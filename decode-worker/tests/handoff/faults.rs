@@ -1,0 +1,108 @@
+//! Prefill workers that die, are not there, or are not who they should be.
+
+use baton_proto::worker::{PrefillPeer, failed::Kind};
+use tokio::net::TcpListener;
+
+use crate::{
+    gate::gate,
+    harness::{decode, expected, generate, prefill, prompt, read, request},
+};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefill_worker_killed_mid_way_is_lost_in_words_and_costs_no_block() {
+    for num_steps in [0, 2] {
+        let (steps, hook) = gate();
+        let mut p = prefill().hook(hook).start().await;
+        let d = decode().start().await;
+        let mut client = d.client().await;
+        let prompt = prompt(1, 80);
+        let mut events = client.generate(request(&prompt, 8, Some(p.peer()))).await.unwrap().into_inner();
+        tokio::task::block_in_place(|| steps.pass(num_steps));
+        while num_steps > 0 && d.worker.load().handoff_bytes.iter().all(|transport| transport.bytes == 0) {
+            tokio::task::yield_now().await;
+        }
+        p.kill();
+        let answer = read(&mut events).await.unwrap();
+        assert!(answer.tokens.is_empty(), "{answer:?}");
+        assert_eq!(answer.failed().0, Kind::PrefillLost, "{answer:?}");
+        steps.open();
+        d.assert_all_free().await;
+
+        // The router plans again; the decode worker is none the worse.
+        let answer = generate(&client, request(&prompt, 8, None)).await.unwrap();
+        assert_eq!(answer.finished(), expected(&prompt, 8));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefill_worker_that_is_not_there_is_lost() {
+    let d = decode().start().await;
+    let client = d.client().await;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    drop(listener);
+    let nobody = PrefillPeer { worker_id: "p9".into(), incarnation: 1, address };
+    let answer = generate(&client, request(&prompt(1, 80), 8, Some(nobody))).await.unwrap();
+    let (kind, message) = answer.failed();
+    assert_eq!(kind, Kind::PrefillLost);
+    assert!(message.contains("p9 at http://127.0.0.1"), "{message}");
+    d.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn another_incarnation_of_the_prefill_worker_refuses() {
+    let (p, d) = (prefill().start().await, decode().start().await);
+    let client = d.client().await;
+    let old = PrefillPeer { incarnation: p.worker.incarnation() ^ 1, ..p.peer() };
+    let answer = generate(&client, request(&prompt(1, 80), 8, Some(old))).await.unwrap();
+    let (kind, message) = answer.failed();
+    assert_eq!(kind, Kind::PrefillLost);
+    assert!(message.contains("incarnation"), "{message}");
+    p.assert_all_free().await;
+    d.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefill_worker_of_another_kv_format_refuses() {
+    let (p, d) = (prefill().block_size(8).start().await, decode().start().await);
+    let client = d.client().await;
+    let answer = generate(&client, request(&prompt(1, 80), 8, Some(p.peer()))).await.unwrap();
+    let (kind, message) = answer.failed();
+    assert_eq!(kind, Kind::KvRejected);
+    assert!(message.contains("block size 8 against 4"), "{message}");
+    p.assert_all_free().await;
+    d.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefill_worker_that_stands_still_runs_into_the_deadline() {
+    let (steps, hook) = gate();
+    let p = prefill().hook(hook).start().await;
+    let soon = std::time::Duration::from_millis(300);
+    let d = decode().with(|config| config.handoff_deadline = soon).start().await;
+    let client = d.client().await;
+    let answer = generate(&client, request(&prompt(1, 80), 8, Some(p.peer()))).await.unwrap();
+    assert_eq!(answer.failed().0, Kind::Deadline);
+    d.assert_all_free().await;
+    tokio::task::block_in_place(|| steps.pass(0));
+    steps.open();
+    p.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_breaks_ends_its_worker_and_fails_its_requests() {
+    let mut steps_left = 2;
+    let p = prefill()
+        .hook(Box::new(move |_| {
+            steps_left -= 1;
+            assert!(steps_left > 0, "a bug in the executor");
+            Ok(())
+        }))
+        .start()
+        .await;
+    let d = decode().start().await;
+    let client = d.client().await;
+    let answer = generate(&client, request(&prompt(1, 80), 8, Some(p.peer()))).await.unwrap();
+    assert_eq!(answer.failed().0, Kind::Internal, "{answer:?}");
+    d.assert_all_free().await;
+}

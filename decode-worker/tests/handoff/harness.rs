@@ -1,0 +1,274 @@
+//! Workers to start, kill and ask.
+
+use std::{sync::Arc, time::Duration};
+
+use baton_cluster::{DiscoveryConfig, Role};
+use baton_engine::{IdleError, SamplingParams, testing::FakeModel};
+use baton_kv_transfer::TransportKind;
+use baton_proto::worker::{
+    self as proto, GenerateEvent, decode_client::DecodeClient, failed::Kind, generate_event::Event,
+};
+use baton_worker::{KvMemory, Model, Worker, WorkerConfig, convert::sampling_to_proto};
+use tokio::{net::TcpListener, runtime::Runtime, sync::oneshot, task::JoinHandle, time::timeout};
+use tokio_util::sync::CancellationToken;
+use tonic::{Status, Streaming, transport::Channel};
+
+use crate::gate::StepHook;
+
+/// A bound for what should take milliseconds; a test that reaches it has failed.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+
+pub(crate) const BLOCK_SIZE: usize = 4;
+pub(crate) const CONTEXT_LENGTH: usize = 256;
+
+/// One worker on a runtime of its own, so that it can be killed.
+pub(crate) struct TestWorker {
+    pub(crate) worker: Arc<Worker>,
+    runtime: Option<Runtime>,
+    shutdown: CancellationToken,
+    ended: Option<JoinHandle<anyhow::Result<()>>>,
+    _dir: tempfile::TempDir,
+}
+
+/// What a worker is started with.
+pub(crate) struct Builder {
+    config: WorkerConfig,
+    model: FakeModel,
+    hook: Option<StepHook>,
+    dir: tempfile::TempDir,
+}
+
+/// A prefill worker.
+pub(crate) fn prefill() -> Builder {
+    Builder::new(Role::Prefill, "p0")
+}
+
+/// A decode worker.
+pub(crate) fn decode() -> Builder {
+    Builder::new(Role::Decode, "d0")
+}
+
+impl Builder {
+    fn new(role: Role, id: &str) -> Builder {
+        let dir = tempfile::tempdir().expect("a temporary directory can be made");
+        let discovery = DiscoveryConfig::Static { workers: Vec::new() };
+        let mut config = WorkerConfig::new(role, id.into(), "fake".into(), discovery);
+        config.kv = KvMemory::Blocks(128);
+        config.max_running = 16;
+        // Prompts come in several chunks.
+        config.token_budget = 24;
+        config.shm_dir = Some(dir.path().join("shm"));
+        Builder { config, model: FakeModel::new(BLOCK_SIZE), hook: None, dir }
+    }
+
+    pub(crate) fn with(mut self, change: impl FnOnce(&mut WorkerConfig)) -> Builder {
+        change(&mut self.config);
+        self
+    }
+
+    pub(crate) fn transport(self, kind: TransportKind) -> Builder {
+        self.with(|config| config.transports = vec![kind])
+    }
+
+    pub(crate) fn block_size(mut self, block_size: usize) -> Builder {
+        self.model = FakeModel::new(block_size);
+        self
+    }
+
+    pub(crate) fn hook(mut self, hook: StepHook) -> Builder {
+        self.hook = Some(hook);
+        self
+    }
+
+    pub(crate) async fn start(self) -> TestWorker {
+        let Builder { config, model, hook, dir } = self;
+        let executor = match hook {
+            Some(hook) => model.executor_with_hook(hook),
+            None => model.executor(),
+        };
+        let model = Model {
+            executor,
+            name: "fake".into(),
+            revision: "r1".into(),
+            rope: "none".into(),
+            context_length: CONTEXT_LENGTH,
+        };
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .expect("a runtime can be built");
+        let shutdown = CancellationToken::new();
+        let (give, worker) = oneshot::channel();
+        let stop = shutdown.clone();
+        let ended = runtime.spawn(async move {
+            let listener = TcpListener::bind("127.0.0.1:0").await?;
+            let is_prefill = config.role == Role::Prefill;
+            baton_worker::serve(config, model, listener, stop, |worker| {
+                let role = match is_prefill {
+                    true => baton_prefill_worker::role(worker)?,
+                    false => baton_decode_worker::role(worker)?,
+                };
+                let _ = give.send(worker.clone());
+                Ok(role)
+            })
+            .await
+        });
+        let worker = timeout(PATIENCE, worker).await.expect("in time").expect("the worker starts");
+        TestWorker { worker, runtime: Some(runtime), shutdown, ended: Some(ended), _dir: dir }
+    }
+}
+
+impl TestWorker {
+    pub(crate) fn address(&self) -> String {
+        self.worker.record().address.clone()
+    }
+
+    pub(crate) fn peer(&self) -> proto::PrefillPeer {
+        proto::PrefillPeer {
+            worker_id: self.worker.id().0.clone(),
+            incarnation: self.worker.incarnation(),
+            address: self.address(),
+        }
+    }
+
+    pub(crate) async fn client(&self) -> DecodeClient<Channel> {
+        DecodeClient::connect(self.address()).await.expect("the worker listens")
+    }
+
+    /// Bytes that its data plane has moved.
+    pub(crate) fn moved(&self, kind: TransportKind) -> u64 {
+        let load = self.worker.load();
+        let bytes = load.handoff_bytes.iter().find(|bytes| bytes.transport == kind.name());
+        bytes.expect("every transport is reported").bytes
+    }
+
+    /// Waits until everything is given back, then demands that every block is there.
+    pub(crate) async fn assert_all_free(&self) {
+        let deadline = tokio::time::Instant::now() + PATIENCE;
+        let report = loop {
+            match self.worker.engine().check_idle_integrity().await {
+                Ok(report) => break report,
+                Err(busy @ IdleError::Busy { .. }) => {
+                    let name = self.worker.id();
+                    assert!(tokio::time::Instant::now() < deadline, "{name}: {busy}");
+                    tokio::time::sleep(Duration::from_millis(2)).await;
+                }
+                Err(error) => panic!("{}: {error}", self.worker.id()),
+            }
+        };
+        assert_eq!(report.num_free + report.num_cached, report.num_total, "{}: {report:?}", self.worker.id());
+    }
+
+    /// As sudden as a kill: every task stops where it stands.
+    pub(crate) fn kill(&mut self) {
+        self.runtime.take().expect("killed once").shutdown_background();
+    }
+
+    /// Begins the drain and returns what `serve` returned.
+    pub(crate) async fn stop(mut self) {
+        self.shutdown.cancel();
+        self.ended().await;
+    }
+
+    /// Waits for `serve` to return.
+    pub(crate) async fn ended(&mut self) {
+        let ended = self.ended.take().expect("it ends once");
+        let result = timeout(PATIENCE, ended).await.expect("the worker ends in time");
+        result.expect("the worker does not panic").expect("the worker ends well");
+    }
+}
+
+impl Drop for TestWorker {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// Something of a prompt: `num_tokens` tokens, different for each `seed`.
+pub(crate) fn prompt(seed: u32, num_tokens: usize) -> Vec<u32> {
+    (0..num_tokens as u32).map(|idx| (idx * 7 + seed * 13 + idx * idx * seed) % 64).collect()
+}
+
+/// A request for `max_tokens` greedy tokens.
+pub(crate) fn request(
+    prompt: &[u32],
+    max_tokens: u32,
+    prefill: Option<proto::PrefillPeer>,
+) -> proto::GenerateRequest {
+    let sampling = SamplingParams { max_tokens, ..SamplingParams::default() };
+    proto::GenerateRequest {
+        request_id: "r".into(),
+        prompt_token_ids: prompt.to_vec(),
+        sampling: Some(sampling_to_proto(&sampling)),
+        prefill,
+        ..proto::GenerateRequest::default()
+    }
+}
+
+/// What one request gave.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Answer {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) end: End,
+}
+
+#[derive(Debug, PartialEq)]
+pub(crate) enum End {
+    Finished { cached_tokens: u32 },
+    Failed(Kind, String),
+}
+
+impl Answer {
+    pub(crate) fn failed(&self) -> (Kind, &str) {
+        match &self.end {
+            End::Failed(kind, message) => (*kind, message),
+            End::Finished { .. } => panic!("finished: {self:?}"),
+        }
+    }
+
+    pub(crate) fn finished(self) -> Vec<u32> {
+        assert!(matches!(self.end, End::Finished { .. }), "{self:?}");
+        self.tokens
+    }
+}
+
+/// Reads one request's stream to its end.
+pub(crate) async fn generate(
+    client: &DecodeClient<Channel>,
+    request: proto::GenerateRequest,
+) -> Result<Answer, Status> {
+    let mut client = client.clone();
+    let mut events = timeout(PATIENCE, client.generate(request)).await.expect("an answer")?.into_inner();
+    read(&mut events).await
+}
+
+/// Reads the rest of a stream: exactly one end, and nothing after it.
+pub(crate) async fn read(events: &mut Streaming<GenerateEvent>) -> Result<Answer, Status> {
+    let mut tokens = Vec::new();
+    loop {
+        let event = next(events).await?.expect("a stream has a terminal event");
+        let end = match event {
+            Event::Token(token) => {
+                tokens.push(token.id);
+                continue;
+            }
+            Event::Finished(finished) => End::Finished { cached_tokens: finished.cached_tokens },
+            Event::Failed(failed) => End::Failed(failed.kind(), failed.message),
+        };
+        assert_eq!(next(events).await?, None, "nothing follows the terminal event");
+        return Ok(Answer { tokens, end });
+    }
+}
+
+pub(crate) async fn next(events: &mut Streaming<GenerateEvent>) -> Result<Option<Event>, Status> {
+    let event = timeout(PATIENCE, events.message()).await.expect("the stream goes on")?;
+    Ok(event.map(|event| event.event.expect("an event says something")))
+}
+
+/// The tokens that the model gives, whoever computes them.
+pub(crate) fn expected(prompt: &[u32], num_tokens: usize) -> Vec<u32> {
+    FakeModel::new(BLOCK_SIZE).greedy(prompt, num_tokens)
+}

@@ -1,0 +1,10 @@
+//! A prefill worker and a decode worker in one process, with real sockets and shared memory between
+//! them and a model that notices every misplaced byte.
+#![forbid(unsafe_code)]
+
+mod cancel;
+mod faults;
+mod gate;
+mod harness;
+mod leaving;
+mod serving;

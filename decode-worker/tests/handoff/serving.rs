@@ -1,0 +1,135 @@
+//! What a router gets: the same tokens, whoever computes the prompt.
+
+use baton_engine::testing::FakeModel;
+use baton_kv_transfer::TransportKind;
+use tonic::Code;
+
+use crate::harness::{BLOCK_SIZE, decode, expected, generate, prefill, prompt, request};
+
+async fn remote_tokens_are_local_tokens(kind: TransportKind) {
+    let p = prefill().transport(kind).start().await;
+    let d = decode().transport(kind).start().await;
+    let client = d.client().await;
+    let block_bytes = FakeModel::new(BLOCK_SIZE).layout.block_bytes() as u64;
+    let mut expected_bytes = 0;
+    // Shorter than a block, just full, several chunks, a partial last block.
+    for (seed, num_tokens) in [(1, 1), (2, 4), (3, 64), (4, 101), (5, 24)] {
+        let prompt = prompt(seed, num_tokens);
+        let local = generate(&client, request(&prompt, 20, None)).await.unwrap().finished();
+        assert_eq!(local, expected(&prompt, 20));
+        assert_eq!(d.moved(kind), expected_bytes, "a local prefill moves nothing");
+
+        // The decode worker holds the prompt's full blocks now; another salt makes it forget them.
+        let mut remote = request(&prompt, 20, Some(p.peer()));
+        remote.cache_salt = "other".into();
+        assert_eq!(generate(&client, remote).await.unwrap().finished(), local, "{num_tokens} tokens");
+        expected_bytes += (num_tokens.div_ceil(BLOCK_SIZE)) as u64 * block_bytes;
+        assert_eq!(d.moved(kind), expected_bytes, "every block of the prompt travels");
+        assert_eq!(p.moved(kind), expected_bytes);
+    }
+    p.assert_all_free().await;
+    d.assert_all_free().await;
+    d.stop().await;
+    p.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn remote_tokens_are_local_tokens_over_tcp() {
+    remote_tokens_are_local_tokens(TransportKind::Tcp).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn remote_tokens_are_local_tokens_over_shm() {
+    remote_tokens_are_local_tokens(TransportKind::Shm).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_decode_worker_has_cached_does_not_travel() {
+    let (p, d) = (prefill().start().await, decode().start().await);
+    let client = d.client().await;
+    let prompt = prompt(9, 64);
+    let first = generate(&client, request(&prompt, 8, Some(p.peer()))).await.unwrap();
+    let moved = d.moved(TransportKind::Shm);
+    assert!(moved > 0);
+    let second = generate(&client, request(&prompt, 8, Some(p.peer()))).await.unwrap();
+    assert_eq!(second.tokens, first.tokens);
+    let again = d.moved(TransportKind::Shm) - moved;
+    assert!(again < moved / 4, "{again} of {moved} bytes travelled again");
+    assert!(format!("{:?}", second.end).contains("cached_tokens: 6"), "60 of 64 or so: {second:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_goes_on_where_an_earlier_attempt_stopped() {
+    let (p, d) = (prefill().start().await, decode().start().await);
+    let client = d.client().await;
+    let prompt = prompt(3, 40);
+    let whole = expected(&prompt, 30);
+    for prefill in [None, Some(p.peer())] {
+        let mut rest = request(&prompt, 30, prefill);
+        rest.output_token_ids = whole[..13].to_vec();
+        rest.attempt = 1;
+        assert_eq!(generate(&client, rest).await.unwrap().finished(), whole[13..]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_first_token_that_is_all_needs_no_kv() {
+    let (p, d) = (prefill().start().await, decode().start().await);
+    let client = d.client().await;
+    let prompt = prompt(3, 40);
+    let answer = generate(&client, request(&prompt, 1, Some(p.peer()))).await.unwrap();
+    assert_eq!(answer.finished(), expected(&prompt, 1));
+    p.assert_all_free().await;
+    d.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn many_requests_share_two_small_pools() {
+    // A few sequences fill either pool: the others wait their turn.
+    let small = |config: &mut baton_worker::WorkerConfig| {
+        config.kv = baton_worker::KvMemory::Blocks(40);
+        config.max_running = 4;
+    };
+    let (p, d) = (prefill().with(small).start().await, decode().with(small).start().await);
+    let client = d.client().await;
+    let mut answers = tokio::task::JoinSet::new();
+    for seed in 0..40 {
+        let (client, peer) = (client.clone(), p.peer());
+        answers.spawn(async move {
+            let prompt = prompt(seed, 20 + seed as usize);
+            let peer = (seed % 4 != 0).then_some(peer);
+            let answer = generate(&client, request(&prompt, 16, peer)).await.unwrap();
+            assert_eq!(answer.finished(), expected(&prompt, 16), "request {seed}");
+        });
+    }
+    while let Some(answer) = answers.join_next().await {
+        answer.unwrap();
+    }
+    assert!(d.moved(TransportKind::Shm) > 0);
+    p.assert_all_free().await;
+    d.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bad_requests_are_refused_by_name() {
+    let (p, d) = (prefill().start().await, decode().start().await);
+    let client = d.client().await;
+    for peer in [None, Some(p.peer())] {
+        let good = || request(&prompt(1, 10), 8, peer.clone());
+        let cases = [
+            (baton_proto::worker::GenerateRequest { request_id: String::new(), ..good() }, "request_id"),
+            (baton_proto::worker::GenerateRequest { sampling: None, ..good() }, "sampling is missing"),
+            (request(&[], 8, peer.clone()), "prompt: is empty"),
+            (request(&[64], 8, peer.clone()), "prompt: token id 64 is outside"),
+            (request(&prompt(1, 256), 8, peer.clone()), "leave no room in a context of 256"),
+            (request(&prompt(1, 10), 0, peer.clone()), "max_tokens: 0"),
+        ];
+        for (request, message) in cases {
+            let status = generate(&client, request).await.unwrap_err();
+            assert_eq!(status.code(), Code::InvalidArgument, "{status:?}");
+            assert!(status.message().contains(message), "{:?} does not say {message:?}", status.message());
+        }
+    }
+    p.assert_all_free().await;
+    d.assert_all_free().await;
+}
