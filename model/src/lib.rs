@@ -21,6 +21,8 @@ mod weights;
 
 pub use config::ModelConfig;
 pub use cpu::CpuExecutor;
+#[doc(hidden)]
+pub use cpu::benchmark;
 pub use error::LoadError;
 pub use executor::{Batch, BatchSequence, ExecuteError, Executor};
 pub use load::{LoadOptions, LoadProgress, LoadedModel, load};

@@ -17,6 +17,7 @@ use super::Cpu;
 use super::gemm::{SharedMut, dot_tile, widen};
 use super::rows::soft_capped;
 use super::simd::{Bf16, Dtype, F16, F32, LANES, Simd, Stored, kernel};
+use crate::BatchSequence;
 
 /// Positions in a tile of KV; a multiple of the lanes.
 const TILE: usize = 64;
@@ -35,19 +36,9 @@ pub(crate) struct AttentionShape {
     pub(crate) window: Option<usize>,
 }
 
-/// Rows of one sequence.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct AttentionRows<'a> {
-    /// Which row of the queries is the first.
-    pub(crate) first_row: usize,
-    pub(crate) num_rows: usize,
-    /// Position of the first.
-    pub(crate) start_idx: usize,
-    pub(crate) blocks: &'a [BlockId],
-}
-
 /// Attends with `queries` (rows `query_stride` apart, heads one after the other) to the KV of
-/// `layer_idx` and writes `[rows][num_heads * head_dim]` to `out`.
+/// `layer_idx` and writes `[rows][num_heads * head_dim]` to `out`. The rows of `sequences[i]` begin at
+/// `first_rows[i]`.
 ///
 /// # Safety
 /// Nobody writes the layer's KV of these sequences meanwhile.
@@ -60,7 +51,8 @@ pub(crate) unsafe fn attend(
     shape: &AttentionShape,
     storage: &BlockStorage,
     layer_idx: usize,
-    sequences: &[AttentionRows<'_>],
+    sequences: &[BatchSequence<'_>],
+    first_rows: &[usize],
     queries: &[f32],
     query_stride: usize,
     out: &mut [f32],
@@ -68,13 +60,12 @@ pub(crate) unsafe fn attend(
     let group = shape.num_heads / shape.num_kv_heads;
     let width = shape.num_heads * shape.head_dim;
     assert!(group * shape.num_kv_heads == shape.num_heads && width <= query_stride);
-    for rows in sequences {
-        let last = rows.first_row + rows.num_rows;
-        assert!(rows.num_rows > 0 && last * query_stride <= queries.len() && last * width <= out.len());
-        assert!(
-            rows.blocks.len() * storage.layout().block_size >= rows.start_idx + rows.num_rows,
-            "too few blocks"
-        );
+    assert_eq!(sequences.len(), first_rows.len());
+    for (sequence, first_row) in sequences.iter().zip(first_rows) {
+        let end = first_row + sequence.tokens.len();
+        assert!(end * query_stride <= queries.len() && end * width <= out.len());
+        let context = sequence.start_idx + sequence.tokens.len();
+        assert!(sequence.blocks.len() * storage.layout().block_size >= context, "too few blocks");
     }
     let tile_rows = (QUERIES / group).max(1);
     let dim = shape.head_dim.next_multiple_of(LANES);
@@ -88,30 +79,31 @@ pub(crate) unsafe fn attend(
     let out = SharedMut::new(out);
 
     // Items of a sequence: row tiles x kv heads.
-    let num_tiles = |rows: &AttentionRows<'_>| rows.num_rows.div_ceil(tile_rows) * shape.num_kv_heads;
+    let num_tiles =
+        |sequence: &BatchSequence<'_>| sequence.tokens.len().div_ceil(tile_rows) * shape.num_kv_heads;
     let num_items: usize = sequences.iter().map(num_tiles).sum();
     let item = |thread_idx: usize, mut item_idx: usize| {
-        let mut sequences = sequences.iter();
-        let rows = loop {
-            let rows = sequences.next().expect("items are counted from the same sequences");
-            let tiles = num_tiles(rows);
+        let mut with_rows = sequences.iter().zip(first_rows);
+        let (sequence, first_row) = loop {
+            let (sequence, first_row) = with_rows.next().expect("items are counted from the same sequences");
+            let tiles = num_tiles(sequence);
             if item_idx < tiles {
-                break rows;
+                break (sequence, first_row);
             }
             item_idx -= tiles;
         };
         let (tile, kv_head) = (item_idx / shape.num_kv_heads, item_idx % shape.num_kv_heads);
         let first = tile * tile_rows;
-        let first_row = rows.first_row + first;
+        let first_row = first_row + first;
         let args = ItemArgs {
             shape,
             layout: storage.layout(),
             storage,
             layer_idx,
-            blocks: rows.blocks,
+            blocks: sequence.blocks,
             kv_head,
-            position: rows.start_idx + first,
-            num_rows: tile_rows.min(rows.num_rows - first),
+            position: sequence.start_idx + first,
+            num_rows: tile_rows.min(sequence.tokens.len() - first),
             // SAFETY: rows were checked above.
             queries: unsafe {
                 queries.as_ptr().add(first_row * query_stride + kv_head * group * shape.head_dim)
@@ -126,7 +118,8 @@ pub(crate) unsafe fn attend(
         unsafe { item_kernel(isa, &args) }
     };
     // A decode step over a short context is not worth waking anybody.
-    let work: usize = sequences.iter().map(|rows| rows.num_rows * (rows.start_idx + rows.num_rows)).sum();
+    let pairs = |s: &BatchSequence<'_>| s.tokens.len() * (s.start_idx + s.tokens.len());
+    let work: usize = sequences.iter().map(pairs).sum();
     if num_threads > 1 && work * width >= 64 * 1024 {
         cpu.pool.for_each(num_items, item);
     } else {
@@ -563,7 +556,12 @@ mod tests {
             let mut cpu = Cpu::new(isa, threads).unwrap();
             let mut out = vec![f32::NAN; case.len * width];
             for &(start, num_rows) in chunks {
-                let rows = AttentionRows { first_row: 0, num_rows, start_idx: start, blocks: &blocks };
+                let sequence = BatchSequence {
+                    tokens: &vec![0; num_rows],
+                    start_idx: start,
+                    blocks: &blocks,
+                    wants_logits: false,
+                };
                 // SAFETY: nobody writes.
                 unsafe {
                     attend(
@@ -571,7 +569,8 @@ mod tests {
                         shape,
                         &storage,
                         1,
-                        &[rows],
+                        &[sequence],
+                        &[0],
                         &queries[start * stride..],
                         stride,
                         &mut out[start * width..],

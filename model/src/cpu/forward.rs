@@ -6,7 +6,7 @@
 use baton_kv_cache::{BlockStorage, KvLayout};
 
 use super::Cpu;
-use super::attention::{AttentionRows, AttentionShape, attend};
+use super::attention::{AttentionShape, attend};
 use super::experts::ExpertBuffers;
 use super::gemm::{MatrixRef, Output, SharedMut, gemm};
 use super::rope::{RopeTables, store_rows};
@@ -14,7 +14,7 @@ use super::rows::{Gate, gated, rms_norm, rms_norm_in_place, soft_cap};
 use super::simd::Isa;
 use crate::decoder::{DenseMlp, LayerWeights, Linear, Mlp};
 use crate::spec::{Activation, DecoderSpec, MlpSpec};
-use crate::{Batch, ExecuteError, Executor, LoadedModel};
+use crate::{Batch, BatchSequence, ExecuteError, Executor, LoadedModel};
 
 /// Computes on this machine's processors.
 pub struct CpuExecutor {
@@ -41,6 +41,8 @@ struct Buffers {
     logits: Vec<f32>,
     /// Of each row.
     positions: Vec<usize>,
+    /// Of each sequence.
+    first_rows: Vec<usize>,
 }
 
 /// Of a dense MLP, or of one expert.
@@ -99,25 +101,19 @@ impl Executor for CpuExecutor {
         assert_eq!(*storage.layout(), self.kv_layout(), "blocks of another layout");
         let CpuExecutor { model, cpu, buffers, ropes } = self;
         let weights = model.weights();
-        let mut sequences = Vec::with_capacity(batch.sequences.len());
         buffers.positions.clear();
+        buffers.first_rows.clear();
         for sequence in &batch.sequences {
-            let rows = AttentionRows {
-                first_row: buffers.positions.len(),
-                num_rows: sequence.tokens.len(),
-                start_idx: sequence.start_idx,
-                blocks: sequence.blocks,
-            };
-            assert!(rows.num_rows > 0, "a sequence without tokens");
-            buffers.positions.extend(rows.start_idx..rows.start_idx + rows.num_rows);
-            sequences.push(rows);
+            assert!(!sequence.tokens.is_empty(), "a sequence without tokens");
+            buffers.first_rows.push(buffers.positions.len());
+            buffers.positions.extend(sequence.start_idx..sequence.start_idx + sequence.tokens.len());
         }
         let mut pass = Pass {
             spec: &model.config().decoder,
             cpu,
             num_rows: buffers.positions.len(),
             buffers,
-            sequences,
+            sequences: &batch.sequences,
         };
         ropes.prepare(&pass.buffers.positions);
         let tokens = batch.sequences.iter().flat_map(|sequence| sequence.tokens);
@@ -132,8 +128,7 @@ impl Executor for CpuExecutor {
             pass.finish_attention(layer);
             pass.mlp(&pass.spec.layers[layer_idx].mlp, layer);
         }
-        let wanted = batch.sequences.iter().map(|sequence| sequence.wants_logits);
-        let num_wanted = pass.normalise_wanted(&weights.norm, wanted);
+        let num_wanted = pass.normalise_wanted(&weights.norm);
         let num_logits = pass.logits(&weights.head.as_ref(), num_wanted);
         Ok(&self.buffers.logits[..num_logits])
     }
@@ -144,7 +139,7 @@ struct Pass<'a> {
     spec: &'a DecoderSpec,
     cpu: &'a mut Cpu,
     buffers: &'a mut Buffers,
-    sequences: Vec<AttentionRows<'a>>,
+    sequences: &'a [BatchSequence<'a>],
     num_rows: usize,
 }
 
@@ -188,7 +183,7 @@ impl Pass<'_> {
         let qkv = SharedMut::new(&mut self.buffers.qkv[..self.num_rows * width]);
         let rope_idx = spec.layers[layer_idx].rope_idx;
         let positions = &self.buffers.positions;
-        let sequences = &self.sequences;
+        let (sequences, first_rows) = (self.sequences, &self.buffers.first_rows);
         self.cpu.for_rows(self.num_rows, width, |row_idx| {
             // SAFETY: every row is its own.
             let row = unsafe { std::slice::from_raw_parts_mut(qkv.ptr().add(row_idx * width), width) };
@@ -203,7 +198,7 @@ impl Pass<'_> {
                 }
             }
             // Sequences are in the order of their rows.
-            let at = sequences.partition_point(|sequence| sequence.first_row <= row_idx) - 1;
+            let at = first_rows.partition_point(|&first_row| first_row <= row_idx) - 1;
             // SAFETY: positions differ between rows of a sequence, and sequences do not share the
             // blocks they write; nobody else uses them by the caller's word.
             unsafe { store_rows(storage, layer_idx, sequences[at].blocks, positions[row_idx], keys, values) };
@@ -226,7 +221,10 @@ impl Pass<'_> {
         let attended = grown(&mut self.buffers.attended, self.num_rows * spec.query_width());
         let queries = &self.buffers.qkv[..self.num_rows * width];
         // SAFETY: passed on to the caller.
-        unsafe { attend(self.cpu, &shape, storage, layer_idx, &self.sequences, queries, width, attended) };
+        unsafe {
+            let (sequences, rows) = (self.sequences, &self.buffers.first_rows);
+            attend(self.cpu, &shape, storage, layer_idx, sequences, rows, queries, width, attended);
+        };
     }
 
     /// The output projection, added to the residual stream.
@@ -274,13 +272,13 @@ impl Pass<'_> {
     }
 
     /// The last row of each sequence that wants logits, normed; how many there are.
-    fn normalise_wanted(&mut self, norm: &[f32], wanted: impl Iterator<Item = bool>) -> usize {
+    fn normalise_wanted(&mut self, norm: &[f32]) -> usize {
         let size = self.spec.hidden_size;
         let hidden = grown(&mut self.buffers.hidden, self.sequences.len() * size);
         let mut num_wanted = 0;
-        for (sequence, wanted) in self.sequences.iter().zip(wanted) {
-            if wanted {
-                let row = sequence.first_row + sequence.num_rows - 1;
+        for (sequence, first_row) in self.sequences.iter().zip(&self.buffers.first_rows) {
+            if sequence.wants_logits {
+                let row = first_row + sequence.tokens.len() - 1;
                 let x = &self.buffers.x[row * size..(row + 1) * size];
                 let out = &mut hidden[num_wanted * size..(num_wanted + 1) * size];
                 rms_norm(self.cpu.isa, x, norm, self.spec.norm_eps, out);

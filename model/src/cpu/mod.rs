@@ -1,6 +1,7 @@
 //! The forward pass on processors: kernels, the threads that run them, and the executor.
 
 mod attention;
+pub mod benchmark;
 mod experts;
 mod forward;
 mod gemm;

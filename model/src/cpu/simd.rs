@@ -92,6 +92,24 @@ pub(crate) trait Simd: Copy {
     #[inline(always)]
     unsafe fn sums<const N: usize>(vectors: [Self::V; N]) -> [f32; N] {
         // SAFETY: no pointers.
+        unsafe {
+            let mut sums = [0.0; N];
+            if N == 4 {
+                let four = Self::sums4([vectors[0], vectors[1], vectors[2], vectors[3]]);
+                sums.copy_from_slice(&four);
+            } else {
+                for (sum, v) in sums.iter_mut().zip(vectors) {
+                    *sum = Self::sum(v);
+                }
+            }
+            sums
+        }
+    }
+
+    /// As [`sums`](Self::sums), where there is something better for four.
+    #[inline(always)]
+    unsafe fn sums4(vectors: [Self::V; 4]) -> [f32; 4] {
+        // SAFETY: no pointers.
         vectors.map(|v| unsafe { Self::sum(v) })
     }
 
@@ -313,6 +331,27 @@ mod x86 {
         #[inline(always)]
         unsafe fn sum(a: __m512) -> f32 {
             unsafe { sum8(_mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a))) }
+        }
+        #[inline(always)]
+        unsafe fn sums4([a, b, c, d]: [__m512; 4]) -> [f32; 4] {
+            unsafe {
+                // Halves of two vectors side by side, then quarters of four: one addition for all.
+                let halves = |a, b| {
+                    let low = _mm512_shuffle_f32x4::<0b01_00_01_00>(a, b);
+                    let high = _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b);
+                    _mm512_add_ps(low, high)
+                };
+                let (ab, cd) = (halves(a, b), halves(c, d));
+                let low = _mm512_shuffle_f32x4::<0b10_00_10_00>(ab, cd);
+                let high = _mm512_shuffle_f32x4::<0b11_01_11_01>(ab, cd);
+                let all = _mm512_add_ps(low, high);
+                let all = _mm512_add_ps(all, _mm512_permute_ps::<0b01_00_11_10>(all));
+                let all = _mm512_add_ps(all, _mm512_permute_ps::<0b10_11_00_01>(all));
+                let firsts = _mm512_maskz_compress_ps(0b0001_0001_0001_0001, all);
+                let mut sums = [0.0; 4];
+                _mm_storeu_ps(sums.as_mut_ptr(), _mm512_castps512_ps128(firsts));
+                sums
+            }
         }
         #[inline(always)]
         unsafe fn load_part(p: *const f32, n: usize) -> __m512 {

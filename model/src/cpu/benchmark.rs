@@ -1,0 +1,102 @@
+//! Kernels on made-up data, for `cargo bench`. Not part of the crate's interface.
+
+use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
+
+use super::Cpu;
+use super::attention::{AttentionShape, attend};
+use super::gemm::{MatrixRef, Output, gemm};
+use super::simd::{Dtype, Isa};
+use crate::BatchSequence;
+
+/// `C[m][n] = A[m][k] W[n][k]^T`
+pub struct Gemm {
+    cpu: Cpu,
+    m: usize,
+    n: usize,
+    k: usize,
+    dtype: Dtype,
+    a: Vec<f32>,
+    w: Vec<u8>,
+    out: Vec<f32>,
+}
+
+impl Gemm {
+    /// A product on `threads` threads.
+    pub fn new(m: usize, n: usize, k: usize, dtype: Dtype, threads: usize) -> Gemm {
+        let cpu = Cpu::new(Isa::detect(), threads).expect("threads start");
+        let w = vec![0; n * k * dtype.size_bytes()];
+        Gemm { cpu, m, n, k, dtype, a: vec![1.0; m * k], w, out: vec![0.0; m * n] }
+    }
+
+    /// Multiplies once.
+    pub fn run(&mut self) -> f32 {
+        let w = MatrixRef::new(&self.w, self.dtype, self.n, self.k);
+        gemm(&mut self.cpu, self.m, &self.a, &[w], None, &mut self.out, Output::Store);
+        self.out[0]
+    }
+}
+
+/// One layer's attention of one sequence.
+pub struct Attention {
+    cpu: Cpu,
+    shape: AttentionShape,
+    storage: BlockStorage,
+    blocks: Vec<BlockId>,
+    tokens: Vec<u32>,
+    start_idx: usize,
+    queries: Vec<f32>,
+    out: Vec<f32>,
+}
+
+impl Attention {
+    /// `num_rows` rows that end a context of `context` tokens, with 32 heads of 128 and 8 kv heads.
+    pub fn new(num_rows: usize, context: usize, dtype: Dtype, threads: usize) -> Attention {
+        let shape = AttentionShape {
+            num_heads: 32,
+            num_kv_heads: 8,
+            head_dim: 128,
+            scale: 0.1,
+            soft_cap: None,
+            window: None,
+        };
+        let layout = KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 8, head_dim: 128, dtype };
+        let num_blocks = context.div_ceil(16);
+        let width = shape.num_heads * shape.head_dim;
+        Attention {
+            cpu: Cpu::new(Isa::detect(), threads).expect("threads start"),
+            shape,
+            storage: BlockStorage::new(layout, num_blocks).expect("memory for the blocks"),
+            blocks: (0..num_blocks as u32).map(BlockId).collect(),
+            tokens: vec![0; num_rows],
+            start_idx: context - num_rows,
+            queries: vec![1.0; num_rows * width],
+            out: vec![0.0; num_rows * width],
+        }
+    }
+
+    /// Attends once.
+    pub fn run(&mut self) -> f32 {
+        let sequence = BatchSequence {
+            tokens: &self.tokens,
+            start_idx: self.start_idx,
+            blocks: &self.blocks,
+            wants_logits: false,
+        };
+        let stride = self.shape.num_heads * self.shape.head_dim;
+        // SAFETY: nobody else uses the storage.
+        unsafe {
+            attend(
+                &mut self.cpu,
+                &self.shape,
+                &self.storage,
+                0,
+                &[sequence],
+                &[0],
+                &self.queries,
+                stride,
+                &mut self.out,
+            );
+        }
+        self.out[0]
+    }
+}

@@ -1,0 +1,57 @@
+//! Decoding does not allocate: everything it needs was there after the first step.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use baton_kv_cache::{BlockId, BlockStorage};
+use baton_model::{Batch, BatchSequence, Executor, LoadOptions, load};
+
+struct Counting;
+
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: all is passed on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: as above.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: as above.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+#[test]
+fn decode_steps_do_not_allocate() {
+    for name in ["llama", "gemma3", "qwen3-moe"] {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures").join(name);
+        let options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
+        let model = load(&dir, &options, &mut |_| {}).unwrap();
+        let storage = BlockStorage::new(model.kv_layout(), 16).unwrap();
+        let mut executor = model.cpu_executor().unwrap();
+        let blocks: Vec<BlockId> = (0..16).map(BlockId).collect();
+        for step in 0..40 {
+            // Experts are chosen by the token: the first steps see what buffers can need at most.
+            let tokens = if step == 0 { vec![7; 64] } else { vec![step as u32 + 10] };
+            let sequences = [0, 8].map(|first| BatchSequence {
+                tokens: &tokens,
+                start_idx: if step == 0 { 0 } else { 63 + step },
+                blocks: &blocks[first..],
+                wants_logits: true,
+            });
+            let batch = Batch { sequences: sequences[..if step == 0 { 1 } else { 2 }].to_vec() };
+            let before = ALLOCATIONS.load(Ordering::Relaxed);
+            // SAFETY: nobody else uses the storage.
+            unsafe { executor.execute(&batch, &storage, &mut |_| {}).unwrap() };
+            let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
+            assert!(step <= 1 || allocations == 0, "{name}: {allocations} allocations in step {step}");
+        }
+    }
+}
