@@ -50,7 +50,7 @@ struct Worker {
     channel: Channel,
     /// The newest report; absent while it does not answer.
     report: Option<Report>,
-    /// What it had moved by its last report, also while it does not answer.
+    /// Failures in a row.
     num_failures: u32,
     spared_until: Option<Instant>,
     num_assigned: Arc<AtomicUsize>,
@@ -137,7 +137,7 @@ impl Workers {
         if state.has_usable(Role::Decode) { Some(Instant::now()) } else { state.last_usable }
     }
 
-    /// Whether a decode worker is usable, and as many KV formats' block size as there is: the first's.
+    /// Whether a decode worker is usable.
     pub(crate) fn is_ready(&self) -> bool {
         self.lock().has_usable(Role::Decode)
     }

@@ -61,6 +61,10 @@ impl Active {
 }
 
 impl ActiveRequest {
+    pub(crate) fn id(&self) -> &str {
+        &self.id
+    }
+
     /// Cancelled when the request is aborted.
     pub(crate) fn abort_signal(&self) -> &CancellationToken {
         &self.abort

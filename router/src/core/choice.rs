@@ -12,6 +12,7 @@ use baton_proto::{
 };
 use baton_tokenizer::Detokenizer;
 use tokio_util::sync::CancellationToken;
+use tracing::{Instrument, Span};
 
 use super::{
     Core, CoreError, Event, Finish, FinishReason, Generation, TokenOut, Usage,
@@ -43,6 +44,8 @@ pub(crate) struct Choice {
     attempt: Option<Attempt>,
     abort: CancellationToken,
     last_token: Option<Instant>,
+    /// The client's request, also after its handler has returned.
+    span: Span,
     done: bool,
 }
 
@@ -72,6 +75,7 @@ impl Choice {
             attempt: None,
             abort,
             last_token: None,
+            span: Span::current(),
             done: false,
         }
     }
@@ -83,11 +87,12 @@ impl Choice {
         }
         let abort = self.abort.clone();
         let closing = self.core.closing.clone();
+        let span = self.span.clone();
         let event = tokio::select! {
             biased;
             () = abort.cancelled() => Ok(self.finished(FinishReason::Abort, 0)),
             () = closing.cancelled() => Err(CoreError::unavailable("the router is shutting down")),
-            event = self.advance() => event,
+            event = self.advance().instrument(span) => event,
         };
         if !matches!(event, Ok(Event { finish: None, .. })) {
             // Dropping the attempt cancels it at the worker, if it still runs there.

@@ -74,7 +74,7 @@ pub(crate) struct Events {
     endpoint: &'static str,
     started: Instant,
     outcome: &'static str,
-    _active: ActiveRequest,
+    active: ActiveRequest,
     _permit: OwnedSemaphorePermit,
 }
 
@@ -100,17 +100,7 @@ impl Events {
             Box::pin(events) as ChoiceStream
         });
         let choices = choices.collect();
-        Events {
-            choices,
-            usage,
-            n,
-            core,
-            endpoint,
-            started,
-            outcome: "cancelled",
-            _active: active,
-            _permit: permit,
-        }
+        Events { choices, usage, n, core, endpoint, started, outcome: "cancelled", active, _permit: permit }
     }
 
     /// The next event of any choice; nothing follows an error.
@@ -150,6 +140,14 @@ impl Drop for Events {
         // The last event was taken but the end was not asked for: the request is as complete.
         let outcome =
             if self.outcome == "cancelled" && self.choices.is_empty() { "ok" } else { self.outcome };
+        tracing::debug!(
+            request = self.active.id(),
+            endpoint = self.endpoint,
+            outcome,
+            prompt_tokens = self.usage.prompt_tokens,
+            completion_tokens = self.usage.completion_tokens,
+            "request ended"
+        );
         self.core.metrics.on_end(self.endpoint, outcome, self.started.elapsed());
     }
 }

@@ -69,8 +69,21 @@ impl From<Status> for Failure {
             Code::ResourceExhausted => FailureKind::Full,
             _ => FailureKind::Lost,
         };
-        Failure::new(kind, status.message())
+        let message = match cause(&status) {
+            Some(cause) => format!("{}: {cause}", status.message()),
+            None => status.message().to_owned(),
+        };
+        Failure::new(kind, message)
     }
+}
+
+/// "transport error" says little; what lies below it says more.
+fn cause(status: &Status) -> Option<String> {
+    let mut error = std::error::Error::source(status)?;
+    while let Some(source) = error.source() {
+        error = source;
+    }
+    Some(error.to_string())
 }
 
 impl FailureKind {

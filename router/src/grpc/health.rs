@@ -55,8 +55,9 @@ async fn publish(core: &Core, status: &watch::Sender<Option<bool>>) {
     core.model_loaded().await;
     loop {
         let ready = core.missing().is_none();
-        let before = status.send_replace(Some(ready));
-        if before != Some(ready) {
+        // Watchers are told of changes only.
+        let changed = status.send_if_modified(|status| status.replace(ready) != Some(ready));
+        if changed {
             tracing::info!(ready, "readiness changed");
         }
         if changes.changed().await.is_err() {

@@ -68,14 +68,6 @@ impl PrefixIndex {
         found
     }
 
-    /// Forgets a worker that is gone.
-    pub fn remove(&mut self, worker: &WorkerKey) {
-        self.entries.retain(|_, entry| {
-            entry.holders.retain(|holder| holder != worker);
-            !entry.holders.is_empty()
-        });
-    }
-
     /// How many blocks are remembered.
     pub fn len(&self) -> usize {
         self.entries.len()

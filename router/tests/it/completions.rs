@@ -1,0 +1,104 @@
+use baton_proto::v1;
+use serde_json::{Value, json};
+
+use crate::{
+    fake::{Step, say},
+    harness::Router,
+    model::ids,
+};
+
+async fn complete(router: &Router, body: Value) -> Value {
+    let answer = router.client.post("/v1/completions", &body).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    answer.json()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn prompts_come_as_text_ids_and_lists_of_either() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(|request| {
+        let first = request.prompt_token_ids[0];
+        vec![Step::Token(first), Step::Finish(v1::FinishReason::Length, 1)]
+    });
+    let cases = [
+        (json!("abc"), vec!["a"]),
+        (json!(["abc", "xyz"]), vec!["a", "x"]),
+        (json!([98, 99]), vec!["b"]),
+        (json!([[98, 99], [100]]), vec!["b", "d"]),
+    ];
+    for (prompt, expected) in cases {
+        let body = complete(&router, json!({"prompt": prompt})).await;
+        assert_eq!(body["object"], "text_completion");
+        let texts: Vec<_> = body["choices"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|choice| choice["text"].as_str().unwrap())
+            .collect();
+        assert_eq!(texts, expected, "{prompt}");
+    }
+    assert_eq!(worker.requests()[0].sampling.as_ref().unwrap().max_tokens, 16, "OpenAI's default");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn choices_of_several_prompts_are_numbered_prompt_by_prompt() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(|request| {
+        let prompt =
+            String::from_utf8(request.prompt_token_ids.iter().map(|id| *id as u8).collect()).unwrap();
+        say(&format!("{prompt}{}", request.sampling.as_ref().unwrap().seed))(request)
+    });
+    let body = complete(&router, json!({"prompt": ["a", "b"], "n": 2, "seed": 1})).await;
+    let choices = body["choices"].as_array().unwrap();
+    let texts: Vec<_> = choices.iter().map(|choice| choice["text"].as_str().unwrap()).collect();
+    assert_eq!(texts, ["a1", "a2", "b1", "b2"]);
+    let indexes: Vec<_> = choices.iter().map(|choice| choice["index"].as_u64().unwrap()).collect();
+    assert_eq!(indexes, [0, 1, 2, 3]);
+    assert_eq!(body["usage"]["prompt_tokens"], 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_is_what_openai_sends() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(say("ab"));
+    let body = json!({"prompt": "x", "stream": true, "stream_options": {"include_usage": true}});
+    let events = router.client.post("/v1/completions", &body).await.events();
+    let choices: Vec<_> = events.iter().map(|event| event["choices"].clone()).collect();
+    let choice = |text: &str, reason: Option<&str>| json!([{"text": text, "index": 0, "logprobs": null, "finish_reason": reason}]);
+    assert_eq!(choices, [choice("a", None), choice("b", None), choice("", Some("stop")), json!([])]);
+    assert!(events[0]["usage"].is_null());
+    assert_eq!(events[3]["usage"]["total_tokens"], 4);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn logprobs_are_parallel_lists() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(|_| {
+        let [a, b, c] = [97, 98, 99];
+        vec![
+            Step::Logprobs(a, -0.5, vec![(a, -0.5)]),
+            Step::Logprobs(b, f32::NEG_INFINITY, vec![(c, -0.25)]),
+            Step::Finish(v1::FinishReason::Length, 0),
+        ]
+    });
+    let body = complete(&router, json!({"prompt": "x", "logprobs": 1})).await;
+    let expected = json!({
+        "tokens": ["a", "b"], "token_logprobs": [-0.5, -9999.0],
+        "top_logprobs": [{"a": -0.5}, {"b": -9999.0, "c": -0.25}], "text_offset": [0, 1],
+    });
+    assert_eq!(body["choices"][0]["logprobs"], expected);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn texts_become_tokens_and_back() {
+    let (router, _worker) = Router::with_worker().await;
+    let body = json!({"prompt": "hé", "return_token_strs": true});
+    let tokens = router.client.post("/tokenize", &body).await.json();
+    let expected = json!({"count": 3, "max_model_len": 512, "tokens": ids("hé"),
+                          "token_strs": ["h", "\u{fffd}", "\u{fffd}"]});
+    assert_eq!(tokens, expected);
+    let back = router.client.post("/detokenize", &json!({"tokens": tokens["tokens"]})).await.json();
+    assert_eq!(back, json!({"prompt": "hé"}));
+    let chat = json!({"messages": [{"role": "user", "content": "h"}], "add_generation_prompt": false});
+    assert_eq!(router.client.post("/tokenize", &chat).await.json()["tokens"], json!([257, 104]));
+}

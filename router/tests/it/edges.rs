@@ -1,0 +1,187 @@
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full};
+use hyper_util::{client::legacy, rt::TokioExecutor};
+use serde_json::json;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+
+use crate::{
+    fake::Step,
+    harness::{Router, SOON},
+};
+
+const TEXT: &str = "/v1/completions";
+const JSON: [(&str, &str); 1] = [("content-type", "application/json")];
+
+fn streamed() -> Bytes {
+    Bytes::from(json!({"prompt": "x", "stream": true}).to_string())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn probes_models_and_version_answer() {
+    let (router, worker) = Router::with_worker().await;
+    for path in ["/livez", "/readyz", "/startupz"] {
+        let answer = router.client.get(path).await;
+        assert_eq!((answer.status, answer.text().as_str()), (200, "ok\n"), "{path}");
+    }
+    let health = router.client.get("/health").await.json();
+    assert_eq!(health["status"], "ok");
+    assert_eq!(router.client.get("/version").await.json(), json!({"version": env!("CARGO_PKG_VERSION")}));
+    let models = router.client.get("/v1/models").await.json();
+    assert_eq!((&models["object"], &models["data"][0]["id"]), (&json!("list"), &json!("bytes")));
+    let model = router.client.get("/v1/models/bytes").await.json();
+    assert_eq!((&model["object"], &model["max_model_len"]), (&json!("model"), &json!(512)));
+    assert_eq!(router.client.get("/v1/models/a/b").await.status, 404);
+
+    worker.set_draining();
+    router.until("/readyz", 503).await;
+    assert_eq!(router.client.get("/readyz").await.text(), "every decode worker is draining\n");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn request_ids_are_returned_or_given() {
+    let (router, _worker) = Router::with_worker().await;
+    let given = router.client.get("/livez").await;
+    assert_eq!(given.header("x-request-id").len(), 36);
+    let own = router.client.send("GET", "/livez", &[("x-request-id", "mine-1")], Bytes::new()).await;
+    assert_eq!(own.header("x-request-id"), "mine-1");
+    let wrong = router.client.send("GET", "/livez", &[("x-request-id", "a b")], Bytes::new()).await;
+    assert_eq!(wrong.header("x-request-id").len(), 36);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn metrics_count_requests_tokens_plans_and_moved_bytes() {
+    let (router, _worker) = Router::with_worker().await;
+    router.client.post(TEXT, &json!({"prompt": "abc"})).await;
+    router.client.post(TEXT, &json!({"prompt": 1.5})).await;
+    let answer = router.client.get("/metrics").await;
+    assert!(answer.header("content-type").starts_with("application/openmetrics-text"));
+    let text = answer.text();
+    for line in [
+        "baton_requests_total{endpoint=\"/v1/completions\",status=\"200\"} 1",
+        "baton_requests_total{endpoint=\"/v1/completions\",status=\"400\"} 1",
+        "baton_generations_total{endpoint=\"/v1/completions\",outcome=\"ok\"} 1",
+        "baton_prompt_tokens_total 3",
+        "baton_output_tokens_total 6",
+        "baton_ttft_seconds_count 1",
+        "baton_itl_seconds_count 5",
+        "baton_plans_total{prefill=\"local\"} 1",
+        "baton_requests_running 0",
+        "baton_workers{role=\"decode\",state=\"ready\"} 1",
+        "baton_worker_handoff_bytes{worker=\"d0\",transport=\"shm\"} 4096",
+    ] {
+        assert!(text.lines().any(|found| found == line), "no line {line:?} in\n{text}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn http2_is_spoken_on_the_same_port() {
+    let (router, _worker) = Router::with_worker().await;
+    let client: legacy::Client<_, Full<Bytes>> =
+        legacy::Client::builder(TokioExecutor::new()).http2_only(true).build_http();
+    let uri = format!("http://{}/version", router.address).parse().unwrap();
+    let response = client.get(uri).await.unwrap();
+    assert_eq!((response.status().as_u16(), response.version()), (200, http::Version::HTTP_2));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_leaves_cancels_its_request() {
+    let (router, worker) = Router::with_worker().await;
+    // Before the first token.
+    worker.script(|_| vec![Step::Hang]);
+    let body = json!({"prompt": "x"}).to_string();
+    let head = format!(
+        "POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    let mut connection = TcpStream::connect(router.address).await.unwrap();
+    connection.write_all(format!("{head}{body}").as_bytes()).await.unwrap();
+    let id = worker.next_arrived().await;
+    drop(connection);
+    assert_eq!(worker.next_dropped().await, id);
+
+    // Mid-stream.
+    worker.script(|_| vec![Step::Token(97), Step::Hang]);
+    let mut response = router.client.begin("POST", TEXT, &JSON, streamed()).await;
+    response.body_mut().frame().await.unwrap().unwrap();
+    let id = worker.next_arrived().await;
+    drop(response);
+    assert_eq!(worker.next_dropped().await, id);
+    router.until_metric("baton_requests_running 0").await;
+    router
+        .until_metric("baton_generations_total{endpoint=\"/v1/completions\",outcome=\"cancelled\"} 2")
+        .await;
+}
+
+/// Sends bytes, then nothing, and returns what comes until the router closes.
+async fn dawdle(router: &Router, bytes: &[u8]) -> String {
+    let mut connection = TcpStream::connect(router.address).await.unwrap();
+    connection.write_all(bytes).await.unwrap();
+    let mut answer = Vec::new();
+    let closed = tokio::time::timeout(SOON, connection.read_to_end(&mut answer)).await;
+    let _ = closed.expect("the router closes the connection");
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn half_a_request_then_silence_is_ended() {
+    let (router, _worker) = Router::with_worker_and(|config| {
+        config.header_timeout = Duration::from_millis(300);
+        config.body_timeout = Duration::from_millis(300);
+    })
+    .await;
+    for head in
+        ["", "P", "PRI * HTTP/2.0\r\n", "POST /v1/comp", "POST /v1/completions HTTP/1.1\r\nhost: x\r\n"]
+    {
+        let answer = dawdle(&router, head.as_bytes()).await;
+        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 4"), "{head:?}: {answer:?}");
+    }
+    let half = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n\
+                content-length: 100\r\n\r\n{\"prompt\":";
+    let answer = dawdle(&router, half.as_bytes()).await;
+    assert!(answer.starts_with("HTTP/1.1 408"), "{answer}");
+    assert!(answer.contains("did not arrive within 300ms"), "{answer}");
+    router.until_metric("baton_requests_running 0").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shutdown_lets_running_requests_end() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(|_| {
+        vec![Step::Token(97), Step::Token(98), Step::Finish(baton_proto::v1::FinishReason::Length, 0)]
+    });
+    let response = router.client.begin("POST", TEXT, &JSON, streamed()).await;
+    router.begin_shutdown();
+    let body = response.into_body().collect().await.unwrap().to_bytes();
+    assert!(body.ends_with(b"data: [DONE]\n\n"));
+    router.ended().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shutdown_that_waited_long_enough_ends_streams_with_an_error() {
+    let (router, worker) =
+        Router::with_worker_and(|config| config.drain_timeout = Duration::from_millis(100)).await;
+    worker.script(|_| vec![Step::Token(97), Step::Hang]);
+    let response = router.client.begin("POST", TEXT, &JSON, streamed()).await;
+    router.begin_shutdown();
+    let body = response.into_body().collect().await.unwrap().to_bytes();
+    let text = String::from_utf8(body.to_vec()).unwrap();
+    assert!(text.contains("the router is shutting down"), "{text}");
+    worker.next_dropped().await;
+    router.ended().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_directory_without_a_tokenizer_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let discovery = baton_cluster::DiscoveryConfig::Embedded { router: "http://127.0.0.1:1".into() };
+    let config = baton_router::RouterConfig::new(dir.path().to_owned(), "x".into(), discovery);
+    let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+    let running = baton_router::run_on(listener, config, Default::default());
+    let error = tokio::time::timeout(SOON, running).await.unwrap().unwrap_err();
+    assert!(format!("{error:#}").contains("tokenizer.json"), "{error:#}");
+}

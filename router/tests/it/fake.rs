@@ -1,0 +1,289 @@
+//! A worker without an engine: it says what its script says.
+
+use std::{
+    collections::VecDeque,
+    net::SocketAddr,
+    pin::Pin,
+    sync::{Arc, Mutex},
+    task::{Context, Poll},
+};
+
+use baton_cluster::{Capacity, Role, WorkerRecord};
+use baton_kv_cache::{KvDtype, KvFormat, KvLayout};
+use baton_proto::{
+    v1,
+    worker::{
+        self as proto, DrainRequest, DrainResponse, Failed, GenerateEvent, GenerateRequest, InfoRequest,
+        WatchLoadRequest, decode_server, failed::Kind, generate_event::Event, worker_server,
+    },
+};
+use tokio::{
+    net::TcpListener,
+    runtime::Runtime,
+    sync::{mpsc, watch},
+};
+use tokio_stream::{Stream, wrappers::TcpListenerStream};
+use tonic::{Request, Response, Status};
+
+use crate::model::{CONTEXT, END, MODEL, ids};
+
+/// What a stream does next.
+#[derive(Clone, Debug)]
+pub enum Step {
+    Token(u32),
+    Logprobs(u32, f32, Vec<(u32, f32)>),
+    Finish(v1::FinishReason, u32),
+    Fail(Kind),
+    /// The stream ends with a status, as when the process dies.
+    Break,
+    /// The stream ends without a last event.
+    End,
+    /// Nothing comes any more.
+    Hang,
+}
+
+type Script = dyn Fn(&GenerateRequest) -> Vec<Step> + Send + Sync;
+
+/// One fake worker process.
+pub struct FakeWorker {
+    pub record: WorkerRecord,
+    pub address: SocketAddr,
+    shared: Arc<Shared>,
+    /// A stream's request id, when the router drops the stream before its end.
+    dropped: tokio::sync::Mutex<mpsc::UnboundedReceiver<String>>,
+    /// A request's id when it arrives.
+    arrived: tokio::sync::Mutex<mpsc::UnboundedReceiver<String>>,
+    load: watch::Sender<v1::Load>,
+    /// Its own, so that ending it breaks every connection, as `kill -9` does.
+    process: Option<Runtime>,
+}
+
+struct Shared {
+    record: WorkerRecord,
+    script: Mutex<Arc<Script>>,
+    requests: Mutex<Vec<GenerateRequest>>,
+    dropped: mpsc::UnboundedSender<String>,
+    arrived: mpsc::UnboundedSender<String>,
+    load: watch::Receiver<v1::Load>,
+}
+
+/// Says `answer`, from where earlier attempts stopped, then ends.
+pub fn say(answer: &str) -> impl Fn(&GenerateRequest) -> Vec<Step> + Send + Sync + 'static {
+    let answer = answer.to_owned();
+    move |request| {
+        let max = request.sampling.as_ref().map_or(0, |sampling| sampling.max_tokens as usize);
+        let mut all: Vec<_> = ids(&answer).into_iter().map(Step::Token).collect();
+        all.push(Step::Token(END));
+        let long = all.len() > max;
+        all.truncate(max);
+        let mut steps = all.split_off(request.output_token_ids.len().min(all.len()));
+        let reason = if long { v1::FinishReason::Length } else { v1::FinishReason::Stop };
+        steps.push(Step::Finish(reason, 3));
+        steps
+    }
+}
+
+impl FakeWorker {
+    pub async fn start(id: &str, role: Role, incarnation: u64) -> FakeWorker {
+        FakeWorker::start_at(id, role, incarnation, SocketAddr::from(([127, 0, 0, 1], 0))).await
+    }
+
+    pub async fn start_at(id: &str, role: Role, incarnation: u64, address: SocketAddr) -> FakeWorker {
+        let listener = std::net::TcpListener::bind(address).expect("a free port");
+        listener.set_nonblocking(true).expect("a socket");
+        let address = listener.local_addr().expect("a bound socket has an address");
+        let layout =
+            KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim: 8, dtype: KvDtype::F32 };
+        let record = WorkerRecord {
+            id: id.into(),
+            incarnation,
+            role,
+            address: format!("http://{address}"),
+            model: MODEL.into(),
+            kv_format: KvFormat::new("r1".into(), &layout, "theta=1".into()),
+            capacity: Capacity { num_blocks: 64, block_size: 16, max_running: 8, context_length: CONTEXT },
+        };
+        let (dropped_sender, dropped) = mpsc::unbounded_channel();
+        let (arrived_sender, arrived) = mpsc::unbounded_channel();
+        let (load, load_receiver) = watch::channel(v1::Load {
+            num_free_blocks: 64,
+            num_total_blocks: 64,
+            handoff_bytes: vec![v1::TransportBytes { transport: "shm".into(), bytes: 4096 }],
+            ..v1::Load::default()
+        });
+        let shared = Arc::new(Shared {
+            record: record.clone(),
+            script: Mutex::new(Arc::new(say("Hello"))),
+            requests: Mutex::default(),
+            dropped: dropped_sender,
+            arrived: arrived_sender,
+            load: load_receiver,
+        });
+        let service = Service(shared.clone());
+        let process = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        let process = process.expect("a thread can be started");
+        process.spawn(async move {
+            let listener = TcpListener::from_std(listener).expect("a socket");
+            let server = tonic::transport::Server::builder()
+                .add_service(worker_server::WorkerServer::new(service.clone()))
+                .add_service(decode_server::DecodeServer::new(service))
+                .serve_with_incoming(TcpListenerStream::new(listener));
+            server.await.expect("it serves until its runtime ends");
+        });
+        FakeWorker {
+            record,
+            address,
+            shared,
+            dropped: tokio::sync::Mutex::new(dropped),
+            arrived: tokio::sync::Mutex::new(arrived),
+            load,
+            process: Some(process),
+        }
+    }
+
+    /// Ends it as `kill -9` does; its address can be taken by another.
+    pub fn kill(mut self) -> SocketAddr {
+        // Not in the background: the port must be free.
+        let process = self.process.take().expect("it lives");
+        tokio::task::block_in_place(|| process.shutdown_timeout(crate::harness::SOON));
+        self.address
+    }
+
+    /// Replaces the script.
+    pub fn script(
+        &self,
+        script: impl Fn(&GenerateRequest) -> Vec<Step> + Send + Sync + 'static,
+    ) -> &FakeWorker {
+        *self.shared.script.lock().unwrap() = Arc::new(script);
+        self
+    }
+
+    pub fn requests(&self) -> Vec<GenerateRequest> {
+        self.shared.requests.lock().unwrap().clone()
+    }
+
+    pub async fn next_dropped(&self) -> String {
+        self.dropped.lock().await.recv().await.expect("the worker lives")
+    }
+
+    pub async fn next_arrived(&self) -> String {
+        self.arrived.lock().await.recv().await.expect("the worker lives")
+    }
+
+    pub fn set_draining(&self) {
+        self.load.send_modify(|load| load.draining = true);
+    }
+}
+
+impl Drop for FakeWorker {
+    fn drop(&mut self) {
+        if let Some(process) = self.process.take() {
+            process.shutdown_background();
+        }
+    }
+}
+
+#[derive(Clone)]
+struct Service(Arc<Shared>);
+
+type Reports = Pin<Box<dyn Stream<Item = Result<v1::Load, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl worker_server::Worker for Service {
+    async fn info(&self, _: Request<InfoRequest>) -> Result<Response<proto::WorkerRecord>, Status> {
+        Ok(Response::new(proto::WorkerRecord::from(&self.0.record)))
+    }
+
+    type WatchLoadStream = Reports;
+
+    async fn watch_load(&self, _: Request<WatchLoadRequest>) -> Result<Response<Reports>, Status> {
+        let mut load = self.0.load.clone();
+        load.mark_changed();
+        let reports = futures_util::stream::unfold(load, |mut load| async move {
+            let second = std::time::Duration::from_secs(1);
+            let _ = tokio::time::timeout(second, load.changed()).await;
+            let report = load.borrow_and_update().clone();
+            Some((Ok(report), load))
+        });
+        Ok(Response::new(Box::pin(reports)))
+    }
+
+    async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {
+        Ok(Response::new(DrainResponse {}))
+    }
+}
+
+#[tonic::async_trait]
+impl decode_server::Decode for Service {
+    type GenerateStream = Play;
+
+    async fn generate(&self, request: Request<GenerateRequest>) -> Result<Response<Play>, Status> {
+        let request = request.into_inner();
+        let script = self.0.script.lock().unwrap().clone();
+        let steps = script(&request);
+        self.0.requests.lock().unwrap().push(request.clone());
+        let _ = self.0.arrived.send(request.request_id.clone());
+        Ok(Response::new(Play {
+            id: request.request_id,
+            steps: steps.into(),
+            over: false,
+            dropped: self.0.dropped.clone(),
+        }))
+    }
+}
+
+/// A script that is being played.
+pub struct Play {
+    id: String,
+    steps: VecDeque<Step>,
+    over: bool,
+    dropped: mpsc::UnboundedSender<String>,
+}
+
+impl Stream for Play {
+    type Item = Result<GenerateEvent, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        if self.over {
+            return Poll::Ready(None);
+        }
+        let event = match self.steps.pop_front() {
+            Some(Step::Token(id)) => Event::Token(proto::Token { id, logprobs: None }),
+            Some(Step::Logprobs(id, logprob, top)) => {
+                let top = top.into_iter().map(|(token_id, logprob)| v1::TopLogprob { token_id, logprob });
+                let logprobs = v1::TokenLogprobs { token_id: id, logprob, top: top.collect() };
+                Event::Token(proto::Token { id, logprobs: Some(logprobs) })
+            }
+            Some(Step::Finish(reason, cached_tokens)) => {
+                self.over = true;
+                Event::Finished(proto::Finished { reason: reason.into(), cached_tokens })
+            }
+            Some(Step::Fail(kind)) => {
+                self.over = true;
+                Event::Failed(Failed { kind: kind.into(), message: format!("scripted {kind:?}") })
+            }
+            Some(Step::Break) => {
+                self.over = true;
+                return Poll::Ready(Some(Err(Status::unavailable("scripted break"))));
+            }
+            Some(Step::End) | None => {
+                self.over = true;
+                return Poll::Ready(None);
+            }
+            // The router's drop of the stream ends it.
+            Some(Step::Hang) => {
+                self.steps.push_front(Step::Hang);
+                return Poll::Pending;
+            }
+        };
+        Poll::Ready(Some(Ok(GenerateEvent { event: Some(event) })))
+    }
+}
+
+impl Drop for Play {
+    fn drop(&mut self) {
+        if !self.over {
+            let _ = self.dropped.send(self.id.clone());
+        }
+    }
+}

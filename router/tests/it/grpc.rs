@@ -1,0 +1,309 @@
+use std::{collections::HashMap, time::Duration};
+
+use baton_proto::v1::{
+    self, AbortRequest, ChatMessage, ChatMessages, FinishReason, GenerateRequest, LoadsRequest,
+    ModelInfoRequest, SamplingParams, TokenIds, generate_request::Prompt, generate_response::Event,
+    inference_client::InferenceClient,
+};
+use bytes::{BufMut, Bytes, BytesMut};
+use http::{HeaderMap, Request};
+use http_body_util::{BodyExt, Full, StreamBody, combinators::BoxBody};
+use hyper_util::{client::legacy, rt::TokioExecutor};
+use prost::Message;
+use tokio_stream::StreamExt;
+use tonic::{Code, transport::Channel};
+use tonic_health::pb::{
+    HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
+};
+
+use crate::{
+    fake::{Step, say},
+    harness::Router,
+    model::{END, ids},
+};
+
+async fn channel(router: &Router) -> Channel {
+    let address = format!("http://{}", router.address);
+    tonic::transport::Endpoint::from_shared(address).unwrap().connect().await.unwrap()
+}
+
+async fn client(router: &Router) -> InferenceClient<Channel> {
+    InferenceClient::new(channel(router).await)
+}
+
+fn text(prompt: &str) -> GenerateRequest {
+    GenerateRequest { prompt: Some(Prompt::Text(prompt.into())), ..GenerateRequest::default() }
+}
+
+/// Text per choice, and how each ended.
+async fn generate(
+    client: &mut InferenceClient<Channel>,
+    request: GenerateRequest,
+) -> Result<HashMap<u32, (String, v1::Finished)>, tonic::Status> {
+    let mut stream = client.generate(request).await?.into_inner();
+    let mut texts: HashMap<u32, String> = HashMap::new();
+    let mut ended = HashMap::new();
+    while let Some(response) = stream.next().await {
+        let response = response?;
+        match response.event.unwrap() {
+            Event::Output(output) => texts.entry(response.index).or_default().push_str(&output.text),
+            Event::Finished(finished) => {
+                let text = texts.remove(&response.index).unwrap_or_default();
+                assert!(ended.insert(response.index, (text, finished)).is_none(), "one end per choice");
+            }
+        }
+    }
+    Ok(ended)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn generates_from_text_chat_and_ids() {
+    let (router, worker) = Router::with_worker().await;
+    let mut client = client(&router).await;
+    let message = ChatMessage { role: "user".into(), content: "Hi".into() };
+    let prompts = [
+        (Prompt::Text("Hi".into()), ids("Hi")),
+        (Prompt::TokenIds(TokenIds { ids: vec![1, 2] }), vec![1, 2]),
+        (Prompt::Chat(ChatMessages { messages: vec![message] }), vec![257, 72, 105, 258]),
+    ];
+    for (prompt, tokens) in prompts {
+        let request = GenerateRequest { prompt: Some(prompt), ..GenerateRequest::default() };
+        let mut ended = generate(&mut client, request).await.unwrap();
+        let (text, finished) = ended.remove(&0).unwrap();
+        assert_eq!(text, "Hello");
+        assert_eq!(finished.reason(), FinishReason::Stop);
+        let usage = v1::Usage {
+            prompt_tokens: tokens.len() as u32,
+            completion_tokens: 6,
+            cached_tokens: 3.min(tokens.len() as u32),
+        };
+        assert_eq!(finished.usage, Some(usage));
+        assert_eq!(worker.requests().last().unwrap().prompt_token_ids, tokens);
+    }
+    let sampling = worker.requests()[0].sampling.clone().unwrap();
+    assert_eq!(sampling.max_tokens, 510, "what is left of the context");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stop_strings_and_choices() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(say("one two"));
+    let request = GenerateRequest { n: 2, stop: vec![" t".into()], ..text("x") };
+    let ended = generate(&mut client(&router).await, request).await.unwrap();
+    for index in 0..2 {
+        let (text, finished) = &ended[&index];
+        assert_eq!((text.as_str(), finished.stop.as_deref()), ("one", Some(" t")));
+        assert_eq!(finished.reason(), FinishReason::Stop);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_aborted_request_ends_with_that_reason() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(|_| vec![Step::Token(97), Step::Hang]);
+    let mut client = client(&router).await;
+    let request = GenerateRequest { request_id: "mine".into(), ..text("x") };
+    let mut stream = client.generate(request.clone()).await.unwrap().into_inner();
+    let first = stream.next().await.unwrap().unwrap();
+    assert_eq!(first.request_id, "mine");
+
+    let twice = client.generate(request).await.unwrap_err();
+    assert_eq!(twice.code(), Code::AlreadyExists);
+    client.abort(AbortRequest { request_id: "mine".into() }).await.unwrap();
+    let last = stream.next().await.unwrap().unwrap();
+    let Some(Event::Finished(finished)) = last.event else { panic!("{last:?}") };
+    assert_eq!(finished.reason(), FinishReason::Abort);
+    assert!(stream.next().await.is_none());
+    worker.next_dropped().await;
+    router.until_metric("baton_requests_running 0").await;
+    let gone = client.abort(AbortRequest { request_id: "mine".into() }).await.unwrap_err();
+    assert_eq!(gone.code(), Code::NotFound);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn wrong_requests_have_the_right_status() {
+    let (router, worker) = Router::with_worker_and(|config| config.max_body_bytes = 2000).await;
+    let mut client = client(&router).await;
+    let sampling = |sampling| GenerateRequest { sampling: Some(sampling), ..text("x") };
+    let none = SamplingParams::default();
+    let cases = [
+        (GenerateRequest::default(), Code::InvalidArgument, "prompt is missing"),
+        (text(""), Code::InvalidArgument, "no tokens"),
+        (text(&"x".repeat(600)), Code::InvalidArgument, "512 tokens"),
+        (text(&"x".repeat(3000)), Code::ResourceExhausted, "message length too large"),
+        (GenerateRequest { model: "other".into(), ..text("x") }, Code::NotFound, "other"),
+        (GenerateRequest { n: 129, ..text("x") }, Code::InvalidArgument, "at most 128"),
+        (
+            GenerateRequest { request_id: "x".repeat(129), ..text("x") },
+            Code::InvalidArgument,
+            "128 characters",
+        ),
+        (
+            GenerateRequest { prompt: Some(Prompt::TokenIds(TokenIds { ids: vec![259] })), ..text("x") },
+            Code::InvalidArgument,
+            "vocabulary",
+        ),
+        (
+            GenerateRequest {
+                prompt: Some(Prompt::Chat(ChatMessages {
+                    messages: vec![ChatMessage { role: "evil".into(), content: String::new() }],
+                })),
+                ..text("x")
+            },
+            Code::InvalidArgument,
+            "no evil",
+        ),
+        (
+            sampling(SamplingParams { temperature: Some(f32::NAN), ..none.clone() }),
+            Code::InvalidArgument,
+            "temperature",
+        ),
+        (
+            sampling(SamplingParams { temperature: Some(-1.0), ..none.clone() }),
+            Code::InvalidArgument,
+            "temperature",
+        ),
+        (
+            sampling(SamplingParams { max_tokens: Some(0), ..none.clone() }),
+            Code::InvalidArgument,
+            "max_tokens",
+        ),
+        (
+            sampling(SamplingParams { logit_bias: [(1, f32::NAN)].into(), ..none }),
+            Code::InvalidArgument,
+            "logit_bias",
+        ),
+    ];
+    for (request, code, message) in cases {
+        let status = generate(&mut client, request).await.unwrap_err();
+        assert_eq!(status.code(), code, "{message}: {status}");
+        assert!(status.message().contains(message), "{message}: {status}");
+    }
+    assert_eq!(worker.requests().len(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_workers_it_is_unavailable() {
+    let router = Router::start(|_| {}).await;
+    let status = generate(&mut client(&router).await, text("x")).await.unwrap_err();
+    assert_eq!((status.code(), status.message()), (Code::Unavailable, "no decode worker is registered"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn model_info_and_loads() {
+    let (router, _worker) = Router::with_worker().await;
+    let mut client = client(&router).await;
+    let info = client.model_info(ModelInfoRequest {}).await.unwrap().into_inner();
+    let expected = v1::ModelInfoResponse {
+        model: "bytes".into(),
+        architecture: "LlamaForCausalLM".into(),
+        context_length: 512,
+        vocab_size: 259,
+        eos_token_ids: vec![END],
+        has_chat_template: true,
+    };
+    assert_eq!(info, expected);
+    let loads = client.loads(LoadsRequest {}).await.unwrap().into_inner();
+    let worker = &loads.workers[0];
+    assert_eq!((worker.worker_id.as_str(), worker.role.as_str()), ("d0", "decode"));
+    assert_eq!(worker.load.as_ref().unwrap().num_total_blocks, 64);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn health_follows_readiness() {
+    let mut router = Router::start(|_| {}).await;
+    let mut health = HealthClient::new(channel(&router).await);
+    let ask = |service: &str| HealthCheckRequest { service: service.into() };
+    assert_eq!(health.check(ask("other")).await.unwrap_err().code(), Code::NotFound);
+    let mut watched = health.watch(ask("baton.v1.Inference")).await.unwrap().into_inner();
+    assert_eq!(watched.next().await.unwrap().unwrap().status(), ServingStatus::NotServing);
+
+    let worker = crate::fake::FakeWorker::start("d0", baton_cluster::Role::Decode, 1).await;
+    router.register(&worker).await;
+    assert_eq!(watched.next().await.unwrap().unwrap().status(), ServingStatus::Serving);
+    assert_eq!(health.check(ask("")).await.unwrap().into_inner().status(), ServingStatus::Serving);
+    router.withdraw_first().await;
+    assert_eq!(watched.next().await.unwrap().unwrap().status(), ServingStatus::NotServing);
+
+    router.begin_shutdown();
+    assert_eq!(watched.next().await.unwrap().unwrap().status(), ServingStatus::NotServing);
+    assert!(watched.next().await.is_none(), "a watcher does not keep the server from ending");
+    drop(health);
+    router.ended().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reflection_lists_the_services_in_both_versions() {
+    let (router, _worker) = Router::with_worker().await;
+    let channel = channel(&router).await;
+    macro_rules! names {
+        ($version:ident) => {{
+            use tonic_reflection::pb::$version::{
+                ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
+                server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
+            };
+            let request = ServerReflectionRequest {
+                host: String::new(),
+                message_request: Some(MessageRequest::ListServices(String::new())),
+            };
+            let mut client = ServerReflectionClient::new(channel.clone());
+            let mut answers =
+                client.server_reflection_info(tokio_stream::iter([request])).await.unwrap().into_inner();
+            let answer = answers.next().await.unwrap().unwrap();
+            let Some(MessageResponse::ListServicesResponse(list)) = answer.message_response else {
+                panic!("{answer:?}")
+            };
+            list.service.into_iter().map(|service| service.name).collect::<Vec<_>>()
+        }};
+    }
+    for names in [names!(v1), names!(v1alpha)] {
+        for service in ["baton.v1.Inference", "grpc.health.v1.Health"] {
+            assert!(names.iter().any(|name| name == service), "{names:?}");
+        }
+    }
+}
+
+type Raw = BoxBody<Bytes, std::convert::Infallible>;
+
+/// Sends bytes as a gRPC message, and returns status and message.
+async fn raw(router: &Router, path: &str, body: Raw) -> (String, String) {
+    let client: legacy::Client<_, Raw> =
+        legacy::Client::builder(TokioExecutor::new()).http2_only(true).build_http();
+    let request = Request::post(format!("http://{}{path}", router.address))
+        .header("content-type", "application/grpc")
+        .body(body)
+        .unwrap();
+    let response = client.request(request).await.unwrap();
+    let headers: HeaderMap = response.headers().clone();
+    let value = |name: &str| headers.get(name).map_or("", |value| value.to_str().unwrap()).to_owned();
+    (value("grpc-status"), value("grpc-message"))
+}
+
+fn framed(message: &[u8]) -> Bytes {
+    let mut frame = BytesMut::new();
+    frame.put_u8(0);
+    frame.put_u32(message.len() as u32);
+    frame.put_slice(message);
+    frame.freeze()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn messages_that_cannot_be_read_are_the_callers_fault() {
+    let (router, _worker) =
+        Router::with_worker_and(|config| config.body_timeout = Duration::from_millis(300)).await;
+    let path = "/baton.v1.Inference/Generate";
+    let mut message = text("??").encode_to_vec();
+    let at = message.windows(2).position(|bytes| bytes == b"??").unwrap();
+    message[at..at + 2].copy_from_slice(&[0xff, 0xfe]);
+    let (status, message) = raw(&router, path, Full::new(framed(&message)).boxed()).await;
+    assert_eq!(status, (Code::InvalidArgument as i32).to_string(), "{message}");
+
+    // Half a message, then silence.
+    let half = framed(&text("x").encode_to_vec()).slice(..4);
+    let pieces = tokio_stream::once(Ok(hyper::body::Frame::data(half))).chain(tokio_stream::pending());
+    let (status, message) = raw(&router, path, BodyExt::boxed(StreamBody::new(pieces))).await;
+    assert_eq!(status, (Code::DeadlineExceeded as i32).to_string(), "{message}");
+
+    let (status, _) = raw(&router, "/baton.v1.Other/Call", Full::new(framed(&[])).boxed()).await;
+    assert_eq!(status, (Code::Unimplemented as i32).to_string());
+}

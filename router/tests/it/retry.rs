@@ -1,0 +1,199 @@
+use std::time::Duration;
+
+use baton_cluster::Role;
+use baton_proto::worker::{GenerateRequest, failed::Kind};
+use bytes::Bytes;
+use http_body_util::BodyExt;
+use serde_json::json;
+
+use crate::{
+    client::Client,
+    fake::{FakeWorker, Step, say},
+    harness::{Router, SOON},
+    model::{END, ids},
+};
+
+const TEXT: &str = "/v1/completions";
+
+/// Says `answer`; the first attempt ends like `end` after `num_tokens`.
+fn fail_once(
+    answer: &str,
+    num_tokens: usize,
+    end: Step,
+) -> impl Fn(&GenerateRequest) -> Vec<Step> + Send + Sync + 'static {
+    let say = say(answer);
+    move |request| {
+        let mut steps = say(request);
+        if request.attempt == 0 {
+            steps.truncate(num_tokens);
+            steps.push(end.clone());
+        }
+        steps
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whatever_fails_tokens_come_exactly_once() {
+    let ends = [
+        Step::Break,
+        Step::End,
+        Step::Fail(Kind::Full),
+        Step::Fail(Kind::PrefillLost),
+        Step::Fail(Kind::KvRejected),
+        Step::Fail(Kind::Deadline),
+        Step::Fail(Kind::Draining),
+        Step::Fail(Kind::Internal),
+    ];
+    for end in ends {
+        for num_tokens in [0, 1, 3] {
+            if num_tokens == 0 && matches!(end, Step::Fail(Kind::Full)) {
+                continue; // Full before the first token is the client's to know.
+            }
+            let (router, worker) = Router::with_worker().await;
+            worker.script(fail_once("Hé!!", num_tokens, end.clone()));
+            let body = json!({"prompt": "x", "stream": true, "seed": 5});
+            let events = router.client.post(TEXT, &body).await.events();
+            let text: String =
+                events.iter().map(|event| event["choices"][0]["text"].as_str().unwrap()).collect();
+            assert_eq!(text, "Hé!!", "{end:?} after {num_tokens}");
+            let requests = worker.requests();
+            assert_eq!(requests.len(), 2, "{end:?} after {num_tokens}");
+            let (first, second) = (&requests[0], &requests[1]);
+            assert_eq!((first.attempt, second.attempt), (0, 1));
+            assert_eq!(second.output_token_ids, ids("Hé!!")[..num_tokens]);
+            assert_eq!(
+                (&first.prompt_token_ids, &first.sampling),
+                (&second.prompt_token_ids, &second.sampling)
+            );
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_random_seed_is_kept_over_attempts() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(fail_once("Hello", 2, Step::Break));
+    assert_eq!(router.client.post(TEXT, &json!({"prompt": "x"})).await.status, 200);
+    assert_eq!(router.client.post(TEXT, &json!({"prompt": "x"})).await.status, 200);
+    let seeds: Vec<_> =
+        worker.requests().iter().map(|request| request.sampling.as_ref().unwrap().seed).collect();
+    assert_eq!(seeds[0], seeds[1]);
+    assert_ne!(seeds[1], seeds[2]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_only_worker_is_killed_and_comes_back() {
+    let (mut router, worker) = Router::with_worker().await;
+    worker.script(|_| ids("Hel").into_iter().map(Step::Token).chain([Step::Hang]).collect());
+    let json = [("content-type", "application/json")];
+    let body = Bytes::from(json!({"prompt": "x", "stream": true}).to_string());
+    let response = router.client.begin("POST", TEXT, &json, body).await;
+    worker.next_arrived().await;
+    worker.kill();
+    router.withdraw_first().await;
+
+    let worker = FakeWorker::start("d0", Role::Decode, 2).await;
+    worker.script(say("Hello"));
+    router.register(&worker).await;
+    let text = tokio::time::timeout(SOON, response.into_body().collect()).await.unwrap().unwrap().to_bytes();
+    let text = String::from_utf8(text.to_vec()).unwrap();
+    let pieces: Vec<_> =
+        text.split("\"text\":\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();
+    assert_eq!(pieces.concat(), "Hello", "{text}");
+    assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
+    let continued = &worker.requests()[0];
+    assert_eq!(ids("Hello")[..continued.output_token_ids.len()], continued.output_token_ids);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn another_worker_takes_over_at_once() {
+    let (mut router, worker) = Router::with_worker().await;
+    worker.script(fail_once("Hello", 2, Step::Break));
+    let other = FakeWorker::start("d1", Role::Decode, 1).await;
+    router.register(&other).await;
+    let answer = router.client.post(TEXT, &json!({"prompt": "x"})).await.json();
+    assert_eq!(answer["choices"][0]["text"], "Hello");
+    // d0 is taken first: they are equally idle.
+    assert_eq!((worker.requests().len(), other.requests().len()), (1, 1));
+    assert_eq!(other.requests()[0].output_token_ids, ids("He"));
+    router.until_metric("baton_attempt_failures_total{reason=\"lost\"} 1").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_last_word_is_not_asked_for_again() {
+    for (tokens, max_tokens, reason) in [(vec![104, END], 16, "stop"), (vec![104, 105], 2, "length")] {
+        let (router, worker) = Router::with_worker().await;
+        worker.script(move |_| tokens.iter().map(|id| Step::Token(*id)).chain([Step::Break]).collect());
+        let body = json!({"prompt": "x", "max_tokens": max_tokens});
+        let answer = router.client.post(TEXT, &body).await.json();
+        assert_eq!(answer["choices"][0]["finish_reason"], reason);
+        assert_eq!(answer["usage"]["completion_tokens"], 2);
+        assert_eq!(worker.requests().len(), 1);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn attempts_without_progress_are_bounded() {
+    let (router, worker) = Router::with_worker_and(|config| config.max_attempts = 3).await;
+    worker.script(|_| vec![Step::Fail(Kind::Internal)]);
+    let answer = router.client.post(TEXT, &json!({"prompt": "x"})).await;
+    assert_eq!(answer.status, 503);
+    let error = answer.json()["error"]["message"].as_str().unwrap().to_owned();
+    assert_eq!(error, "the request failed 3 times in a row, last: scripted Internal");
+    assert_eq!(worker.requests().len(), 3);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_says_nothing_is_given_up() {
+    let (mut router, worker) =
+        Router::with_worker_and(|config| config.stall_timeout = Duration::from_millis(200)).await;
+    worker.script(|_| vec![Step::Token(72), Step::Hang]);
+    let other = FakeWorker::start("d1", Role::Decode, 1).await;
+    router.register(&other).await;
+    let answer = router.client.post(TEXT, &json!({"prompt": "x"})).await.json();
+    assert_eq!(answer["choices"][0]["text"], "Hello");
+    worker.next_dropped().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_short_outage_is_a_pause_for_new_requests_too() {
+    let (mut router, worker) = Router::with_worker().await;
+    router.withdraw_first().await;
+    drop(worker);
+    let client = Client::new(router.address);
+    let asked = tokio::spawn(async move { client.post(TEXT, &json!({"prompt": "x"})).await });
+    let worker = FakeWorker::start("d0", Role::Decode, 2).await;
+    router.register(&worker).await;
+    assert_eq!(asked.await.unwrap().status, 200);
+
+    let (mut router, _worker) =
+        Router::with_worker_and(|config| config.recovery_timeout = Duration::ZERO).await;
+    router.withdraw_first().await;
+    router.until("/readyz", 503).await;
+    assert_eq!(router.client.post(TEXT, &json!({"prompt": "x"})).await.status, 503);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn long_prompts_go_by_way_of_a_prefill_worker_that_may_fail() {
+    let (mut router, worker) = Router::with_worker().await;
+    let prefill = FakeWorker::start("p0", Role::Prefill, 7).await;
+    router.register(&prefill).await;
+    let long = |first: char| json!({"prompt": format!("{first}{}", "y".repeat(63))});
+
+    assert_eq!(router.client.post(TEXT, &long('a')).await.status, 200);
+    let peer = worker.requests()[0].prefill.clone().expect("a remote prefill");
+    assert_eq!((peer.worker_id.as_str(), peer.incarnation), ("p0", 7));
+    assert_eq!(peer.address, prefill.record.address);
+
+    // The whole prompt is known to lie with the decode worker now.
+    assert_eq!(router.client.post(TEXT, &long('a')).await.status, 200);
+    assert!(worker.requests()[1].prefill.is_none(), "cached prompts stay");
+
+    worker.script(fail_once("Hello", 0, Step::Fail(Kind::PrefillLost)));
+    assert_eq!(router.client.post(TEXT, &long('b')).await.status, 200);
+    let requests = worker.requests();
+    assert!(requests[2].prefill.is_some());
+    assert!(requests[3].prefill.is_none(), "the prefill worker has failed: local");
+    router.until_metric("baton_plans_total{prefill=\"remote\"} 2").await;
+    router.until_metric("baton_plans_total{prefill=\"local\"} 2").await;
+}
