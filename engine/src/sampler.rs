@@ -17,6 +17,9 @@ const NEGLIGIBLE: f32 = -40.0;
 /// Tokens of which top-p sorts the likeliest first; it sorts more only when these are too few.
 const NUCLEUS_GUESS: usize = 64;
 
+/// Logits that are compared at a time.
+const NUM_LANES: usize = 16;
+
 /// Chooses tokens. Holds scratch memory, nothing that outlives a call.
 #[derive(Debug, Default)]
 pub struct Sampler {
@@ -39,8 +42,8 @@ pub struct InvalidLogits;
 #[derive(Clone, Copy, Debug)]
 struct Candidate {
     id: u32,
-    /// Logit minus the largest, divided by the temperature.
-    scaled: f32,
+    /// Logit minus the largest, divided by the temperature; after top-k, e to the power of that.
+    weight: f32,
 }
 
 impl TokenHistory {
@@ -147,13 +150,20 @@ fn check(logits: &[f32]) -> Result<(), InvalidLogits> {
 
 /// Id and value of the largest logit; the smallest id of equals.
 fn largest(logits: &[f32]) -> Result<(u32, f32), InvalidLogits> {
-    // Two passes that vectorise: a sum is NaN if any term is (or infinities cancel), and a maximum.
-    let mut max = f32::NEG_INFINITY;
-    let mut has_nan = false;
-    for &logit in logits {
-        has_nan |= logit.is_nan();
-        max = if logit > max { logit } else { max };
+    // In lanes, as the order in which floats are compared is not the compiler's to change.
+    let mut maxima = [f32::NEG_INFINITY; NUM_LANES];
+    let mut has_nan = [false; NUM_LANES];
+    let (chunks, rest) = logits.as_chunks::<NUM_LANES>();
+    let mut look_at = |lane: usize, logit: f32| {
+        has_nan[lane] |= logit.is_nan();
+        maxima[lane] = if logit > maxima[lane] { logit } else { maxima[lane] };
+    };
+    for chunk in chunks {
+        chunk.iter().enumerate().for_each(|(lane, &logit)| look_at(lane, logit));
     }
+    rest.iter().enumerate().for_each(|(lane, &logit)| look_at(lane, logit));
+    let has_nan = has_nan.contains(&true);
+    let max = maxima.into_iter().fold(f32::NEG_INFINITY, f32::max);
     if has_nan || !max.is_finite() {
         return Err(InvalidLogits);
     }
@@ -176,16 +186,16 @@ fn choose(
     for (id, &logit) in logits.iter().enumerate() {
         let scaled = (logit - max) / params.temperature;
         if scaled >= lowest {
-            candidates.push(Candidate { id: id as u32, scaled });
+            candidates.push(Candidate { id: id as u32, weight: scaled });
         }
     }
     keep_top_k(candidates, params.top_k as usize);
+    candidates.iter_mut().for_each(|candidate| candidate.weight = candidate.weight.exp());
     keep_top_p(candidates, params.top_p);
 
-    let total: f64 = candidates.iter().map(Candidate::weight).sum();
-    let mut left = random_unit(params.seed, history.num_output_tokens as u64) * total;
+    let mut left = random_unit(params.seed, history.num_output_tokens as u64) * total_weight(candidates);
     for candidate in candidates.iter() {
-        left -= candidate.weight();
+        left -= f64::from(candidate.weight);
         if left < 0.0 {
             return Ok(candidate.id);
         }
@@ -205,8 +215,7 @@ fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f32) {
     if top_p >= 1.0 {
         return;
     }
-    let total: f64 = candidates.iter().map(Candidate::weight).sum();
-    let wanted = f64::from(top_p) * total;
+    let wanted = f64::from(top_p) * total_weight(candidates);
     let mut sum = 0.0;
     let mut num_sorted = 0;
     let mut num_next = NUCLEUS_GUESS;
@@ -218,7 +227,7 @@ fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f32) {
         }
         rest[..num].sort_unstable_by(Candidate::likelier);
         for idx in num_sorted..num_sorted + num {
-            sum += candidates[idx].weight();
+            sum += f64::from(candidates[idx].weight);
             if sum >= wanted {
                 candidates.truncate(idx + 1);
                 return;
@@ -229,15 +238,14 @@ fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f32) {
     }
 }
 
-impl Candidate {
-    /// Proportional to its probability.
-    fn weight(&self) -> f64 {
-        f64::from(self.scaled.exp())
-    }
+fn total_weight(candidates: &[Candidate]) -> f64 {
+    candidates.iter().map(|candidate| f64::from(candidate.weight)).sum()
+}
 
+impl Candidate {
     /// A total order (no two have the same id), so that a selection does not depend on an algorithm.
     fn likelier(&self, other: &Candidate) -> Ordering {
-        other.scaled.total_cmp(&self.scaled).then(self.id.cmp(&other.id))
+        other.weight.total_cmp(&self.weight).then(self.id.cmp(&other.id))
     }
 }
 

@@ -226,6 +226,7 @@ async fn reservations_are_granted_in_order_and_leave_the_queue_when_dropped() {
 
     third.abort();
     third.await.expect_err("aborted");
+    d.load().wait_for(|load| load.num_waiting == 2).await.expect("the engine lives");
     drop(second);
     let fourth = fourth.await.expect("no panic").expect("granted, the third having left");
     assert_eq!(d.load().borrow().num_waiting, 1);

@@ -404,6 +404,43 @@ fn a_reservation_is_never_preempted_and_never_preempts() {
 }
 
 #[test]
+fn a_prefill_under_way_is_not_preempted() {
+    check(
+        "
+        pool blocks=6 block_size=4 running=4 budget=2
+        add id=1 prompt=3 max=20
+        add id=2 prompt=16 max=20 role=prefill
+        step
+            admit 1
+            1: 0..2
+        step
+            admit 2
+            1: 2..3 token
+            2: 0..1
+        step
+            1: 3..4 token
+            2: 1..2
+        step
+            1: 4..5 token
+            2: 2..3
+        step
+            1: 5..6 token
+            2: 3..4
+        step
+            1: 6..7 token
+            2: 4..5
+        step
+            1: 7..8 token
+            2: 5..6
+        # All other blocks are those of 2, which somebody may be reading, though it is the youngest.
+        step
+            preempt 1
+            2: 6..8
+        ",
+    );
+}
+
+#[test]
 fn a_preempted_remote_prompt_is_recomputed_here() {
     check(
         "
