@@ -68,7 +68,9 @@ mod tests {
 
     #[test]
     fn stops_are_found_across_pieces_and_only_ambiguous_text_is_held() {
-        let cases: &[(&[&str], &[&str], &[&str], Option<usize>)] = &[
+        // Stop strings, pieces, what each piece shows, which stop string ends it.
+        type Case<'a> = (&'a [&'a str], &'a [&'a str], &'a [&'a str], Option<usize>);
+        let cases: &[Case<'_>] = &[
             (&["END"], &["a", "b"], &["a", "b"], None),
             (&["END"], &["aE", "N", "D and"], &["a", "", ""], Some(0)),
             (&["END"], &["aE", "N", "x"], &["a", "", "ENx"], None),

@@ -65,6 +65,7 @@ struct Shared {
     dropped: mpsc::UnboundedSender<String>,
     arrived: mpsc::UnboundedSender<String>,
     load: watch::Receiver<v1::Load>,
+    num_live: Arc<watch::Sender<usize>>,
 }
 
 /// Says `answer`, from where earlier attempts stopped, then ends.
@@ -118,6 +119,7 @@ impl FakeWorker {
             dropped: dropped_sender,
             arrived: arrived_sender,
             load: load_receiver,
+            num_live: Arc::new(watch::Sender::new(0)),
         });
         let service = Service(shared.clone());
         let process = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
@@ -168,6 +170,13 @@ impl FakeWorker {
 
     pub async fn next_arrived(&self) -> String {
         self.arrived.lock().await.recv().await.expect("the worker lives")
+    }
+
+    /// Waits until no stream is left.
+    pub async fn until_idle(&self) {
+        let mut num_live = self.shared.num_live.subscribe();
+        let idle = tokio::time::timeout(crate::harness::SOON, num_live.wait_for(|num| *num == 0)).await;
+        assert!(idle.is_ok(), "streams stay behind");
     }
 
     pub fn set_draining(&self) {
@@ -223,7 +232,9 @@ impl decode_server::Decode for Service {
         let steps = script(&request);
         self.0.requests.lock().unwrap().push(request.clone());
         let _ = self.0.arrived.send(request.request_id.clone());
+        self.0.num_live.send_modify(|num| *num += 1);
         Ok(Response::new(Play {
+            num_live: self.0.num_live.clone(),
             id: request.request_id,
             steps: steps.into(),
             over: false,
@@ -238,6 +249,7 @@ pub struct Play {
     steps: VecDeque<Step>,
     over: bool,
     dropped: mpsc::UnboundedSender<String>,
+    num_live: Arc<watch::Sender<usize>>,
 }
 
 impl Stream for Play {
@@ -282,6 +294,7 @@ impl Stream for Play {
 
 impl Drop for Play {
     fn drop(&mut self) {
+        self.num_live.send_modify(|num| *num -= 1);
         if !self.over {
             let _ = self.dropped.send(self.id.clone());
         }

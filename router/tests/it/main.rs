@@ -10,4 +10,5 @@ mod completions;
 mod edges;
 mod errors;
 mod grpc;
+mod load;
 mod retry;
