@@ -339,18 +339,20 @@ async fn the_best_reachable_transport_is_taken_and_a_fallback_counted() {
     assert_eq!(fabric.route(&granted).await.unwrap().transport(), TransportKind::Shm);
     assert_eq!(counts(TransportKind::Shm).fallbacks, 0);
 
-    let elsewhere = TransportOffer::Shm {
-        host_id: "another boot/another host".into(),
-        socket_path: fabric.dir.path().join("none.sock"),
-        pool: 5,
-    };
-    let offers = [elsewhere.clone(), fabric.offer(TransportKind::Tcp)];
-    let route = soon(fabric.sender.route(granted.generation(), &offers, ())).await.unwrap();
-    assert_eq!(route.transport(), TransportKind::Tcp);
-    assert_eq!((counts(TransportKind::Tcp).routes, counts(TransportKind::Tcp).fallbacks), (1, 1));
-
-    let error = soon(fabric.sender.route(granted.generation(), &[elsewhere], ())).await.err().unwrap();
-    assert!(matches!(error, RouteError::Unreachable(_)), "{error}");
+    // On this host, but not to be reached: that is a fallback. On another one: that is as it must be.
+    let TransportOffer::Shm { host_id, .. } = fabric.offer(TransportKind::Shm) else { unreachable!() };
+    let socket_path = fabric.dir.path().join("none.sock");
+    for (host_id, num_fallbacks) in [(host_id, 1), ("another boot/another host".into(), 0)] {
+        let before = counts(TransportKind::Tcp);
+        let nowhere = TransportOffer::Shm { host_id, socket_path: socket_path.clone(), pool: 5 };
+        let offers = [nowhere.clone(), fabric.offer(TransportKind::Tcp)];
+        let route = soon(fabric.sender.route(granted.generation(), &offers, ())).await.unwrap();
+        assert_eq!(route.transport(), TransportKind::Tcp);
+        let after = counts(TransportKind::Tcp);
+        assert_eq!(after.routes - before.routes, 1);
+        assert_eq!(after.fallbacks - before.fallbacks, num_fallbacks);
+        assert!(soon(fabric.sender.route(granted.generation(), &[nowhere], ())).await.is_err());
+    }
 
     let config = SenderConfig { transports: vec![TransportKind::Tcp], ..SenderConfig::default() };
     let sender = Sender::start(Arc::clone(&fabric.source), config).unwrap();
@@ -358,7 +360,7 @@ async fn the_best_reachable_transport_is_taken_and_a_fallback_counted() {
     assert_eq!(route.transport(), TransportKind::Tcp);
     let shm = [fabric.offer(TransportKind::Shm)];
     let error = soon(sender.route(granted.generation(), &shm, ())).await.err().unwrap();
-    assert_eq!(error.to_string(), "the peer offers shm, this worker allows tcp");
+    assert_eq!(error.to_string(), "no common transport: the peer offers shm, this worker allows tcp");
 }
 
 #[tokio::test]

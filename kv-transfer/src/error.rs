@@ -123,8 +123,8 @@ pub enum KvFault {
 /// Why no transport reaches a decode worker's blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum RouteError {
-    /// Nothing in common.
-    #[error("the peer offers {offered}, this worker allows {allowed}")]
+    /// Nothing in common, or only memory of another host.
+    #[error("no common transport: the peer offers {offered}, this worker allows {allowed}")]
     NoCommonTransport {
         /// Names of the offers.
         offered: String,

@@ -55,7 +55,7 @@ pub enum PrefillMessage<T> {
     Written(Written),
     /// Answer to `Cancel`: no byte is written after this.
     Stopped,
-    /// It ends here; nothing is written after this.
+    /// It ends here; `Stopped` follows once no byte is written any more.
     Failed(Failed),
 }
 

@@ -30,7 +30,7 @@ use crate::{
     counters::Counters,
     error::RouteError,
     message::{Generation, TransportKind, TransportOffer},
-    shm::ShmPeer,
+    shm::{ShmPeer, host_id},
     tcp::TcpPeer,
 };
 
@@ -71,6 +71,7 @@ pub struct Sender {
 
 struct Shared {
     context: Arc<SenderContext>,
+    host_id: String,
     peers: Mutex<HashMap<TransportOffer, Arc<dyn Peer>>>,
 }
 
@@ -104,7 +105,7 @@ impl Sender {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
         }
         let context = Arc::new(SenderContext { storage, config, counters: Counters::default() });
-        Ok(Sender { shared: Arc::new(Shared { context, peers: Mutex::default() }) })
+        Ok(Sender { shared: Arc::new(Shared { context, host_id: host_id(), peers: Mutex::default() }) })
     }
 
     /// A way to the blocks of a grant: the best of `offers` that is allowed and reachable.
@@ -119,7 +120,8 @@ impl Sender {
     ) -> Result<Route, RouteError> {
         let allowed = &self.shared.context.config.transports;
         let names = |kinds: Vec<&str>| if kinds.is_empty() { "none".to_owned() } else { kinds.join(", ") };
-        let mut candidates: Vec<_> = offers.iter().filter(|offer| allowed.contains(&offer.kind())).collect();
+        let mut candidates: Vec<_> =
+            offers.iter().filter(|offer| allowed.contains(&offer.kind()) && self.may_reach(offer)).collect();
         candidates.sort_by_key(|offer| offer.kind());
         if candidates.is_empty() {
             return Err(RouteError::NoCommonTransport {
@@ -166,6 +168,14 @@ impl Sender {
         &self.shared.context.counters
     }
 
+    /// Another host's memory is not worth a try, nor a word that something slower is taken.
+    fn may_reach(&self, offer: &TransportOffer) -> bool {
+        match offer {
+            TransportOffer::Shm { host_id, .. } => *host_id == self.shared.host_id,
+            TransportOffer::Tcp { .. } => true,
+        }
+    }
+
     fn peer(&self, offer: &TransportOffer) -> Arc<dyn Peer> {
         let mut peers = self.shared.peers.lock().unwrap_or_else(PoisonError::into_inner);
         // Pools that have gone: their offers never come back.
@@ -181,8 +191,8 @@ impl Sender {
             TransportOffer::Tcp { address, pool } => {
                 Arc::new(TcpPeer::new(Arc::clone(&self.shared.context), address.clone(), *pool))
             }
-            TransportOffer::Shm { host_id, socket_path, pool } => {
-                Arc::new(ShmPeer::new(Arc::clone(&self.shared.context), host_id, socket_path, *pool))
+            TransportOffer::Shm { socket_path, pool, .. } => {
+                Arc::new(ShmPeer::new(Arc::clone(&self.shared.context), socket_path, *pool))
             }
         });
         let peer = Arc::clone(peer);

@@ -18,10 +18,7 @@ use baton_kv_cache::BlockStorage;
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
-use super::{
-    host,
-    wire::{self, Message},
-};
+use super::wire::{self, Message};
 use crate::{
     checksum::checksum,
     error::{PushError, RouteError},
@@ -37,7 +34,6 @@ pub(crate) struct ShmPeer {
 
 struct Shared {
     context: Arc<SenderContext>,
-    host_id: String,
     path: PathBuf,
     pool: u64,
     queue: Mutex<Queue>,
@@ -73,10 +69,9 @@ struct Link {
 }
 
 impl ShmPeer {
-    pub(crate) fn new(context: Arc<SenderContext>, host_id: &str, path: &Path, pool: u64) -> ShmPeer {
+    pub(crate) fn new(context: Arc<SenderContext>, path: &Path, pool: u64) -> ShmPeer {
         let shared = Arc::new(Shared {
             context,
-            host_id: host_id.to_owned(),
             path: path.to_owned(),
             pool,
             queue: Mutex::default(),
@@ -90,9 +85,6 @@ impl ShmPeer {
 impl Peer for ShmPeer {
     fn open(&self, generation: Generation, answer: oneshot::Sender<Result<(), RouteError>>) {
         let open = Open { generation, answer };
-        if self.shared.host_id != host::host_id() {
-            return open.fail(RouteError::Unreachable("on another host".into()));
-        }
         let mut copier = self.copier.lock().unwrap_or_else(PoisonError::into_inner);
         if copier.is_none() {
             let shared = Arc::clone(&self.shared);
@@ -292,14 +284,14 @@ impl Shared {
             frame.fail(PushError::Lost("the peer is gone".into()));
             return;
         };
-        if !link.open.contains(&route.generation()) {
-            frame.fail(PushError::Revoked);
-            return;
-        }
         let Some(_active) = route.enter() else {
             frame.fail(PushError::Closed);
             return;
         };
+        if !link.open.contains(&route.generation()) {
+            frame.fail(PushError::Revoked);
+            return;
+        }
         if let Some(piece) = frame.pieces.iter().find(|piece| piece.dst.idx() >= link.memory.num_blocks()) {
             let message = format!("the peer has no block {}", piece.dst);
             frame.fail(PushError::Refused(message));

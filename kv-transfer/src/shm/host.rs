@@ -4,7 +4,7 @@ use std::{io, mem, os::fd::AsRawFd, os::unix::net::UnixStream};
 
 /// Boot id and name of this host. Equal ids do not promise that a socket can be reached (there may
 /// be containers in between), unequal ones promise that it is pointless to try.
-pub(super) fn host_id() -> String {
+pub(crate) fn host_id() -> String {
     let read = |path| std::fs::read_to_string(path).map(|text| text.trim().to_owned()).unwrap_or_default();
     format!("{}/{}", read("/proc/sys/kernel/random/boot_id"), read("/proc/sys/kernel/hostname"))
 }

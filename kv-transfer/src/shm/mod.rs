@@ -27,4 +27,5 @@ mod server;
 mod wire;
 
 pub(crate) use client::ShmPeer;
+pub(crate) use host::host_id;
 pub(crate) use server::ShmServer;
