@@ -48,9 +48,8 @@ pub(crate) struct Submission {
 pub(crate) enum Reply {
     Tokens(Sink<TokenEvent>),
     Prefill(Sink<PrefillEvent>),
-    Reservation(oneshot::Sender<Reservation>),
-    /// The reservation was granted; its `Decode` will bring a sink.
-    Granted,
+    /// `None` once it was granted; then `Decode` brings a sink.
+    Reservation(Option<oneshot::Sender<Reservation>>),
 }
 
 /// A place in the queue, from submission until admission or the end.

@@ -1,7 +1,7 @@
 //! What an engine says about a request, and the streams that carry it.
 //!
 //! Each stream is bounded by what its request can produce, so the engine thread never waits for a
-//! reader, and ends with exactly one terminal event, whatever becomes of the engine: a [`Sink`] that
+//! reader, and ends with exactly one terminal event, whatever becomes of the engine: a `Sink` that
 //! is dropped without one says [`EngineError::ShuttingDown`].
 
 use std::{

@@ -222,7 +222,7 @@ impl EngineHandle {
     /// As [`generate`](Self::generate).
     pub async fn reserve(&self, request: Request) -> Result<Reservation, SubmitError> {
         let (reply, granted) = oneshot::channel();
-        let place = self.submit(request, Role::Decode, Reply::Reservation(reply), Command::Release)?;
+        let place = self.submit(request, Role::Decode, Reply::Reservation(Some(reply)), Command::Release)?;
         let reservation = granted.await.map_err(|_| SubmitError::ShuttingDown)?;
         place.disarm();
         Ok(reservation)

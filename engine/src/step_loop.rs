@@ -31,7 +31,7 @@ use crate::{
     handle::{EngineLoad, IdleError, Reservation, max_token_events},
     request::{Request, SampledToken},
     sampler::{InvalidLogits, Sampler, TokenHistory},
-    scheduler::{Admission, Chunk, Plan, Scheduler, SchedulerConfig},
+    scheduler::{Admission, Plan, Scheduler, SchedulerConfig},
     sequence::SequenceId,
 };
 
@@ -59,8 +59,8 @@ struct Live {
 }
 
 /// Blocks that a chunk of a prefill completes, to be announced layer by layer.
-struct Completion {
-    id: SequenceId,
+struct Completion<'a> {
+    sink: &'a Sink<PrefillEvent>,
     first_block_idx: usize,
     blocks: Vec<BlockId>,
 }
@@ -155,7 +155,7 @@ impl StepLoop {
             Command::Release(id) => {
                 self.scheduler.release(id);
                 // A reservation is over with this; a prefill goes on for its reader.
-                if self.live.get(&id).is_some_and(|live| live.reply.is_reservation()) {
+                if self.live.get(&id).is_some_and(|live| matches!(live.reply, Reply::Reservation(_))) {
                     self.live.remove(&id);
                 }
             }
@@ -229,25 +229,25 @@ impl StepLoop {
                     });
                 }
             }
-            reply @ Reply::Reservation(_) => {
-                let Reply::Reservation(grant) = mem::replace(reply, Reply::Granted) else { unreachable!() };
+            Reply::Reservation(grant) => {
                 let reservation = Reservation {
                     owner: Owner::new(admission.id, self.commands.clone(), Command::Release),
                     blocks: sequence.blocks().to_vec(),
                     num_cached_blocks: admission.num_cached_blocks,
                     max_events: max_token_events(&live.request, self.context_length),
                 };
-                // Nobody waits for it any more: it is dropped, and so released.
+                let grant = grant.take().expect("a reservation is admitted once");
+                // If nobody waits for it any more it is dropped, and so released.
                 let _ = grant.send(reservation);
             }
-            Reply::Tokens(_) | Reply::Granted => {}
+            Reply::Tokens(_) => {}
         }
     }
 
     /// Computes the plan's tokens, announcing layers on the way. Returns what was sampled, in the
     /// order of the chunks that want a token.
     fn execute(&mut self, plan: &Plan) -> Result<Vec<Result<SampledToken, InvalidLogits>>, EngineError> {
-        let scheduler = &self.scheduler;
+        let (scheduler, live) = (&self.scheduler, &self.live);
         let sequences = plan.chunks.iter().map(|chunk| {
             let sequence = scheduler.sequence(chunk.id).expect("planned sequences run");
             BatchSequence {
@@ -258,12 +258,16 @@ impl StepLoop {
             }
         });
         let batch = Batch { sequences: sequences.collect() };
-        let completions: Vec<_> = plan.chunks.iter().filter_map(|chunk| self.completion(chunk)).collect();
-        let live = &self.live;
+        let block_size = self.storage.layout().block_size;
+        let completions = batch
+            .sequences
+            .iter()
+            .zip(&plan.chunks)
+            .filter_map(|(sequence, chunk)| Completion::of(sequence, &live[&chunk.id].reply, block_size));
+        let completions: Vec<_> = completions.collect();
         let mut on_layer = |layer_idx: usize| {
             for completion in &completions {
-                let Reply::Prefill(sink) = &live[&completion.id].reply else { unreachable!() };
-                sink.send(PrefillEvent::Ready {
+                completion.sink.send(PrefillEvent::Ready {
                     layers: layer_idx..layer_idx + 1,
                     first_block_idx: completion.first_block_idx,
                     blocks: completion.blocks.clone(),
@@ -284,39 +288,20 @@ impl StepLoop {
         let sampled = plan.chunks.iter().filter(|chunk| chunk.wants_token);
         debug_assert_eq!(rows.len(), sampled.clone().count(), "one row for each that wants one");
         let tokens = sampled.zip(rows).map(|(chunk, row)| {
-            let live = &self.live[&chunk.id];
+            let live = &live[&chunk.id];
             self.sampler.sample(row, &live.request.sampling, &live.history)
         });
         Ok(tokens.collect())
     }
 
-    /// The blocks that a chunk of a prefill completes.
-    fn completion(&self, chunk: &Chunk) -> Option<Completion> {
-        if !matches!(self.live[&chunk.id].reply, Reply::Prefill(_)) {
-            return None;
-        }
-        let block_size = self.storage.layout().block_size;
-        let end = chunk.start_idx + chunk.num_tokens;
-        let blocks = self.scheduler.sequence(chunk.id)?.blocks();
-        let first = chunk.start_idx / block_size;
-        let last = if chunk.wants_token { blocks.len() } else { end / block_size };
-        (first < last).then(|| Completion {
-            id: chunk.id,
-            first_block_idx: first,
-            blocks: blocks[first..last].to_vec(),
-        })
-    }
-
     fn tell_tokens(&mut self, plan: &Plan, tokens: Vec<Result<SampledToken, InvalidLogits>>) {
         let sampled = plan.chunks.iter().filter(|chunk| chunk.wants_token);
         for (chunk, token) in sampled.zip(tokens) {
-            let id = chunk.id;
             match token {
-                Ok(token) => self.tell_token(id, token),
+                Ok(token) => self.tell_token(chunk.id, token),
                 Err(InvalidLogits) => {
-                    let live = self.live.remove(&id).expect("sampled sequences live");
+                    let live = self.end(chunk.id);
                     tracing::warn!(request = live.request.id, "the logits are not finite");
-                    self.scheduler.end(id);
                     live.reply.fail(EngineError::InvalidLogits);
                 }
             }
@@ -324,21 +309,16 @@ impl StepLoop {
     }
 
     fn tell_token(&mut self, id: SequenceId, token: SampledToken) {
-        let token_id = token.id;
         let live = self.live.get_mut(&id).expect("sampled sequences live");
-        match &live.reply {
-            Reply::Tokens(sink) => sink.send(TokenEvent::Token(token)),
-            Reply::Prefill(_) => {
-                let live = self.live.remove(&id).expect("it was there");
-                self.scheduler.end(id);
-                let Reply::Prefill(sink) = live.reply else { unreachable!() };
-                return sink.end(PrefillEvent::FirstToken(token));
-            }
-            Reply::Reservation(_) | Reply::Granted => unreachable!("a reservation is not sampled"),
+        if let Reply::Tokens(sink) = &live.reply {
+            let token_id = token.id;
+            sink.send(TokenEvent::Token(token));
+            live.history.push(token_id);
+            self.scheduler.push_token(id, token_id);
+            self.finish_if_over(id, token_id);
+        } else if let Reply::Prefill(sink) = self.end(id).reply {
+            sink.end(PrefillEvent::FirstToken(token));
         }
-        live.history.push(token_id);
-        self.scheduler.push_token(id, token_id);
-        self.finish_if_over(id, token_id);
     }
 
     /// Ends the sequence if its newest token is its last.
@@ -348,12 +328,17 @@ impl StepLoop {
         let Some(reason) = live.request.finish_after(num_output_tokens, token, self.context_length) else {
             return;
         };
-        let live = self.live.remove(&id).expect("it was there");
         let sequence = self.scheduler.sequence(id).expect("who got a token runs");
         let cached_tokens = sequence.num_cached_tokens().min(live.request.prompt.len());
+        if let Reply::Tokens(sink) = self.end(id).reply {
+            sink.end(TokenEvent::Finished { reason, cached_tokens });
+        }
+    }
+
+    /// Forgets a sequence here and in the scheduler; its reader is still to be told.
+    fn end(&mut self, id: SequenceId) -> Live {
         self.scheduler.end(id);
-        let Reply::Tokens(sink) = live.reply else { unreachable!("only who decodes finishes") };
-        sink.end(TokenEvent::Finished { reason, cached_tokens });
+        self.live.remove(&id).expect("it ends once")
     }
 
     fn publish_load(&self) {
@@ -373,17 +358,26 @@ fn catch_panic<T>(execute: impl FnOnce() -> T) -> Result<T, EngineError> {
     catch_unwind(AssertUnwindSafe(execute)).map_err(|panic| EngineError::from_panic(&*panic))
 }
 
-impl Reply {
-    fn is_reservation(&self) -> bool {
-        matches!(self, Reply::Reservation(_) | Reply::Granted)
+impl<'a> Completion<'a> {
+    /// What computing this part of a sequence completes, if somebody waits for blocks.
+    fn of(sequence: &BatchSequence<'_>, reply: &'a Reply, block_size: usize) -> Option<Completion<'a>> {
+        let Reply::Prefill(sink) = reply else { return None };
+        let end = sequence.start_idx + sequence.tokens.len();
+        let first = sequence.start_idx / block_size;
+        // With the prompt its last block is complete, too, however full.
+        let last = if sequence.wants_logits { end.div_ceil(block_size) } else { end / block_size };
+        let blocks = sequence.blocks[first..last.max(first)].to_vec();
+        (first < last).then_some(Completion { sink, first_block_idx: first, blocks })
     }
+}
 
+impl Reply {
     fn fail(self, error: EngineError) {
         match self {
             Reply::Tokens(sink) => sink.end(TokenEvent::Failed(error)),
             Reply::Prefill(sink) => sink.end(PrefillEvent::Failed(error)),
             // Its future says that the engine is shutting down.
-            Reply::Reservation(_) | Reply::Granted => {}
+            Reply::Reservation(_) => {}
         }
     }
 }
