@@ -48,6 +48,8 @@ const ROOMS: &[Room] = &[
             "baton-kv-cache",
             "baton-tokenizer",
             "baton-telemetry",
+            // `baton bench` also measures a worker without a router in between.
+            "baton-proto",
         ],
         tests_use: &[],
         never: &[],
