@@ -18,6 +18,7 @@ mod server;
 mod service;
 mod worker;
 
+pub use baton_kv_transfer::TransportKind;
 pub use config::{ConfigError, KvMemory, WorkerConfig, private_runtime_dir};
 pub use lifecycle::{Lifecycle, Phase};
 pub use load::Model;

@@ -38,6 +38,11 @@ pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
 /// See [`KEEP_ALIVE_INTERVAL`].
 pub const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Calls dropped by a peer before the server came to accept them. The default, 20, guards servers of
+/// strangers against floods by closing the connection; here the peers are routers and workers, one
+/// connection carries every request between two of them, and a burst of cancellations is legitimate.
+const MAX_PENDING_RESETS: usize = 1 << 20;
+
 /// For streams that nobody reads when the server closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -91,6 +96,7 @@ impl Server {
             .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
             .http2_adaptive_window(Some(true))
+            .http2_max_pending_accept_reset_streams(Some(MAX_PENDING_RESETS))
             .add_routes(routes.prepare())
             .serve_with_incoming_shutdown(incoming, close.clone().cancelled_owned());
         let task = tokio::spawn(server);
@@ -166,19 +172,15 @@ async fn readyz(State(shared): State<Shared>) -> (StatusCode, &'static str) {
 
 /// Whatever is mounted later; until then a gRPC caller is told to come back.
 async fn mounted(State(shared): State<Shared>, request: Request) -> Response {
-    if let Some(router) = shared.services.get() {
-        return match router.clone().oneshot(request).await {
+    let content_type = request.headers().get(header::CONTENT_TYPE);
+    if !content_type.is_some_and(|value| value.as_bytes().starts_with(b"application/grpc")) {
+        return StatusCode::NOT_FOUND.into_response();
+    }
+    match shared.services.get() {
+        Some(router) => match router.clone().oneshot(request).await {
             Ok(response) => response,
             Err(never) => match never {},
-        };
-    }
-    let is_grpc = request
-        .headers()
-        .get(header::CONTENT_TYPE)
-        .is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"));
-    if is_grpc {
-        Status::unavailable("the worker is loading its model").into_http::<axum::body::Body>()
-    } else {
-        StatusCode::NOT_FOUND.into_response()
+        },
+        None => Status::unavailable("the worker is loading its model").into_http(),
     }
 }
