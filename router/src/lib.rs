@@ -74,6 +74,7 @@ pub async fn run_on(
     tracing::info!(running = core.active.len(), "router drains");
     // Streams without an end of their own would keep the server from draining.
     readiness.stop().await;
+    workers.settle();
     discovery.stop().await;
     drain_requests(&mut server, &core, &abort).await;
     workers.shut_down().await;

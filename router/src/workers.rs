@@ -34,6 +34,8 @@ pub(crate) struct Workers {
     /// Counts changes of who is usable.
     changed: notify::Sender<u64>,
     tasks: TaskTracker,
+    /// Cancelled when the membership is to stay as it is.
+    settled: CancellationToken,
     stop: CancellationToken,
 }
 
@@ -83,32 +85,39 @@ impl Drop for Assignment {
 impl Workers {
     /// Nobody yet; [`follow`](Self::follow) fills it.
     pub(crate) fn new(keep_alive: Duration) -> Arc<Workers> {
+        let stop = CancellationToken::new();
         Arc::new(Workers {
             keep_alive,
             state: Mutex::default(),
             changed: notify::Sender::new(0),
             tasks: TaskTracker::new(),
-            stop: CancellationToken::new(),
+            settled: stop.child_token(),
+            stop,
         })
     }
 
-    /// Follows the membership until [`shut_down`](Self::shut_down).
+    /// Follows the membership until it is [settled](Self::settle).
     pub(crate) fn follow(self: &Arc<Self>, mut members: Membership) {
         let workers = self.clone();
-        let stop = self.stop.clone();
+        let settled = self.settled.clone();
         self.tasks.spawn(async move {
             loop {
                 let records: Vec<_> = members.borrow_and_update().iter().cloned().collect();
                 workers.update(records);
                 tokio::select! {
-                    () = stop.cancelled() => return,
-                    changed = members.changed() => if changed.is_err() {
-                        // Discovery ended: the last known membership stays.
-                        return stop.cancelled().await;
-                    }
+                    biased;
+                    () = settled.cancelled() => return,
+                    // When discovery has ended, the last known membership stays.
+                    changed = members.changed() => if changed.is_err() { return },
                 }
             }
         });
+    }
+
+    /// From now on nobody comes or goes. Before discovery is stopped: that would look as if everybody
+    /// had gone, and running requests may still have to be planned again.
+    pub(crate) fn settle(&self) {
+        self.settled.cancel();
     }
 
     /// Ends every task and waits for them.

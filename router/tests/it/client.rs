@@ -28,6 +28,11 @@ impl Client {
         Client { address, http: legacy::Client::builder(TokioExecutor::new()).build_http() }
     }
 
+    /// Whether the address takes connections.
+    pub async fn try_connect(&self) -> bool {
+        tokio::net::TcpStream::connect(self.address).await.is_ok()
+    }
+
     pub async fn get(&self, path: &str) -> Answer {
         self.send("GET", path, &[], Bytes::new()).await
     }

@@ -4,8 +4,8 @@ use std::{
     collections::VecDeque,
     net::SocketAddr,
     pin::Pin,
-    sync::{Arc, Mutex},
-    task::{Context, Poll},
+    sync::{Arc, Condvar, Mutex},
+    task::{Context, Poll, Waker},
 };
 
 use baton_cluster::{Capacity, Role, WorkerRecord};
@@ -40,6 +40,8 @@ pub enum Step {
     End,
     /// Nothing comes any more.
     Hang,
+    /// The whole process stands still, as at `kill -STOP`, until the worker is dropped.
+    Freeze,
 }
 
 type Script = dyn Fn(&GenerateRequest) -> Vec<Step> + Send + Sync;
@@ -66,6 +68,15 @@ struct Shared {
     arrived: mpsc::UnboundedSender<String>,
     load: watch::Receiver<v1::Load>,
     num_live: Arc<watch::Sender<usize>>,
+    frozen: Arc<(Mutex<bool>, Condvar)>,
+    gate: Arc<Mutex<Gate>>,
+}
+
+/// What streams that hang do once they are released.
+#[derive(Default)]
+struct Gate {
+    step: Option<Step>,
+    waiting: Vec<Waker>,
 }
 
 /// Says `answer`, from where earlier attempts stopped, then ends.
@@ -120,6 +131,8 @@ impl FakeWorker {
             arrived: arrived_sender,
             load: load_receiver,
             num_live: Arc::new(watch::Sender::new(0)),
+            frozen: Arc::new((Mutex::new(true), Condvar::new())),
+            gate: Arc::default(),
         });
         let service = Service(shared.clone());
         let process = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
@@ -172,6 +185,13 @@ impl FakeWorker {
         self.arrived.lock().await.recv().await.expect("the worker lives")
     }
 
+    /// Streams that hang go on with this step.
+    pub fn release(&self, step: Step) {
+        let mut gate = self.shared.gate.lock().unwrap();
+        gate.step = Some(step);
+        gate.waiting.drain(..).for_each(Waker::wake);
+    }
+
     /// Waits until no stream is left.
     pub async fn until_idle(&self) {
         let mut num_live = self.shared.num_live.subscribe();
@@ -186,6 +206,8 @@ impl FakeWorker {
 
 impl Drop for FakeWorker {
     fn drop(&mut self) {
+        *self.shared.frozen.0.lock().unwrap() = false;
+        self.shared.frozen.1.notify_all();
         if let Some(process) = self.process.take() {
             process.shutdown_background();
         }
@@ -235,6 +257,8 @@ impl decode_server::Decode for Service {
         self.0.num_live.send_modify(|num| *num += 1);
         Ok(Response::new(Play {
             num_live: self.0.num_live.clone(),
+            frozen: self.0.frozen.clone(),
+            gate: self.0.gate.clone(),
             id: request.request_id,
             steps: steps.into(),
             over: false,
@@ -250,12 +274,14 @@ pub struct Play {
     over: bool,
     dropped: mpsc::UnboundedSender<String>,
     num_live: Arc<watch::Sender<usize>>,
+    frozen: Arc<(Mutex<bool>, Condvar)>,
+    gate: Arc<Mutex<Gate>>,
 }
 
 impl Stream for Play {
     type Item = Result<GenerateEvent, Status>;
 
-    fn poll_next(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         if self.over {
             return Poll::Ready(None);
         }
@@ -282,10 +308,27 @@ impl Stream for Play {
                 self.over = true;
                 return Poll::Ready(None);
             }
-            // The router's drop of the stream ends it.
-            Some(Step::Hang) => {
-                self.steps.push_front(Step::Hang);
+            Some(Step::Freeze) => {
+                let mut frozen = self.frozen.0.lock().unwrap();
+                while *frozen {
+                    frozen = self.frozen.1.wait(frozen).unwrap();
+                }
                 return Poll::Pending;
+            }
+            // Ended by the router's drop of the stream, or by `release`.
+            Some(Step::Hang) => {
+                let gate = self.gate.clone();
+                let mut gate = gate.lock().unwrap();
+                match gate.step.clone() {
+                    Some(step) => self.steps.push_front(step),
+                    None => {
+                        gate.waiting.push(cx.waker().clone());
+                        self.steps.push_front(Step::Hang);
+                        return Poll::Pending;
+                    }
+                }
+                drop(gate);
+                return self.poll_next(cx);
             }
         };
         Poll::Ready(Some(Ok(GenerateEvent { event: Some(event) })))

@@ -156,6 +156,40 @@ async fn a_worker_that_says_nothing_is_given_up() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_stands_still_is_noticed_and_left() {
+    let (mut router, worker) =
+        Router::with_worker_and(|config| config.keep_alive = Duration::from_millis(300)).await;
+    worker.script(|_| ids("He").into_iter().map(Step::Token).chain([Step::Freeze]).collect());
+    let other = FakeWorker::start("d1", Role::Decode, 1).await;
+    router.register(&other).await;
+    // The connection stays open, so only the unanswered ping tells. Well before `stall_timeout`.
+    let answer = router.client.post(TEXT, &json!({"prompt": "x"})).await.json();
+    assert_eq!(answer["choices"][0]["text"], "Hello");
+    let delivered = &other.requests()[0].output_token_ids;
+    assert_eq!(ids("Hello")[..delivered.len()], *delivered);
+    router.until_metric("baton_workers{role=\"decode\",state=\"unreachable\"} 1").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_running_request_is_planned_again_while_the_router_drains() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(fail_once("Hello", 2, Step::Hang));
+    let json = [("content-type", "application/json")];
+    let body = Bytes::from(json!({"prompt": "x", "stream": true}).to_string());
+    let response = router.client.begin("POST", TEXT, &json, body).await;
+    router.begin_shutdown();
+    // Its worker breaks off when the router has ceased to take new connections.
+    while Client::new(router.address).try_connect().await {
+        tokio::task::yield_now().await;
+    }
+    worker.release(Step::Break);
+    let text = tokio::time::timeout(SOON, response.into_body().collect()).await.unwrap().unwrap().to_bytes();
+    assert!(text.ends_with(b"data: [DONE]\n\n"), "{text:?}");
+    assert_eq!(worker.requests().len(), 2);
+    router.ended().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_short_outage_is_a_pause_for_new_requests_too() {
     let (mut router, worker) = Router::with_worker().await;
     router.withdraw_first().await;
