@@ -1,7 +1,8 @@
 //! The protocol's types, generated from the `.proto` files beside this folder. No logic lives here:
 //! services convert to and from these types at their edge.
 #![forbid(unsafe_code)]
-#![allow(missing_docs, unreachable_pub)] // generated; the comments are in the .proto files
+// Generated; the comments are in the .proto files.
+#![allow(missing_docs, unreachable_pub, clippy::large_enum_variant)]
 
 // The nesting of the packages: generated code refers to its neighbours by `super`.
 mod baton {

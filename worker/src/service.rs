@@ -33,12 +33,12 @@ struct Reports {
 }
 
 impl Reports {
-    async fn next(&mut self) -> v1::Load {
+    /// `None` when the engine has ended: the server closes, and need not wait for this stream.
+    async fn next(&mut self) -> Option<v1::Load> {
         if let Some(last) = self.last {
             tokio::select! {
                 () = sleep_until(last + REPORT_AT_LEAST_EVERY) => {}
-                // An engine that ended closes its channel; the worker ends soon after.
-                Ok(()) = self.load.changed() => {}
+                changed = self.load.changed() => changed.ok()?,
                 Ok(()) = self.phase.changed() => {}
             }
             sleep_until(last + REPORT_AT_MOST_EVERY).await;
@@ -46,7 +46,7 @@ impl Reports {
         self.load.mark_unchanged();
         self.phase.mark_unchanged();
         self.last = Some(Instant::now());
-        self.worker.load()
+        Some(self.worker.load())
     }
 }
 
@@ -69,7 +69,7 @@ impl proto::worker_server::Worker for WorkerService {
             last: None,
         };
         let reports = futures_util::stream::unfold(reports, |mut reports| async move {
-            let report = reports.next().await;
+            let report = reports.next().await?;
             Some((Ok(report), reports))
         });
         Ok(Response::new(Box::pin(reports)))

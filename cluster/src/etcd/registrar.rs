@@ -122,7 +122,7 @@ impl Registrar {
                 }
                 // A lease can outlive its key: somebody may have deleted it.
                 let held = in_time(client.get(self.key(), None)).await?;
-                if !held.kvs().first().is_some_and(|kv| kv.value() == self.record.to_json()) {
+                if held.kvs().first().is_none_or(|kv| kv.value() != self.record.to_json()) {
                     return Err(Lost::KeyGone);
                 }
                 next = next.max(Instant::now() - self.ttl / 3);

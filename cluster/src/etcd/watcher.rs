@@ -112,29 +112,25 @@ impl Watcher {
     }
 
     /// Applies changes from `revision` on; returns when etcd has compacted them away.
-    pub(super) async fn follow(&mut self, client: &mut Client, mut revision: i64) -> Result<(), Lost> {
+    pub(super) async fn follow(&mut self, client: &mut Client, revision: i64) -> Result<(), Lost> {
+        let options = WatchOptions::new().with_prefix().with_start_revision(revision);
+        let mut changes = in_time(client.watch(self.prefix.as_str(), Some(options))).await?;
         loop {
-            let options = WatchOptions::new().with_prefix().with_start_revision(revision);
-            let mut changes = in_time(client.watch(self.prefix.as_str(), Some(options))).await?;
-            loop {
-                let change = tokio::select! {
-                    change = changes.message() => change?.ok_or(Lost::Closed)?,
-                    () = wait_until(self.known.next_deadline()) => {
-                        self.known.give_up_suspects(Instant::now());
-                        continue;
-                    }
-                };
-                if change.compact_revision() > 0 {
-                    tracing::info!(revision, "etcd has compacted the changes; reading the list again");
-                    return Ok(());
+            let change = tokio::select! {
+                change = changes.message() => change?.ok_or(Lost::Closed)?,
+                () = wait_until(self.known.next_deadline()) => {
+                    self.known.give_up_suspects(Instant::now());
+                    continue;
                 }
-                if change.canceled() {
-                    return Err(Lost::WatchEnded(change.cancel_reason().to_owned()));
-                }
-                self.apply(&change);
-                // Nothing before this needs to be seen again.
-                revision = revision.max(change.header().map_or(0, |header| header.revision()) + 1);
+            };
+            if change.compact_revision() > 0 {
+                tracing::info!(revision, "etcd has compacted the changes; reading the list again");
+                return Ok(());
             }
+            if change.canceled() {
+                return Err(Lost::WatchEnded(change.cancel_reason().to_owned()));
+            }
+            self.apply(&change);
         }
     }
 
