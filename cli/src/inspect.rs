@@ -1,0 +1,549 @@
+//! `baton inspect`: what a model costs, on paper, with the formulas.
+//!
+//! Reads `config.json` and the sizes of files, never a weight. The numbers come from
+//! [`baton_model::cost`]; here they are only asked for and printed.
+
+use std::{
+    fmt::{self, Write},
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, ensure};
+use baton_kv_cache::KvDtype;
+use baton_model::{
+    DecoderSpec, MlpSpec, ModelConfig,
+    cost::{DeviceSpeed, ModelCost, StepCost},
+};
+use clap::{Args, ValueEnum};
+use serde_json::Value;
+
+use crate::embedded_model;
+
+const NOTES: &str = "\
+The times are the least that the device's peak numbers allow (its roofline): no kernel reaches them, and
+no time is counted for the network, for queues or for sampling.";
+
+/// Which model, which device, which request.
+#[derive(Debug, Args)]
+#[command(after_help = NOTES)]
+pub struct InspectArgs {
+    /// Directory of a Hugging Face model; config.json is enough. Without it: the tiny model of this program.
+    pub model_dir: Option<PathBuf>,
+    /// Type of the weights: f32, f16 or bf16. Default: as config.json says.
+    #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
+    pub dtype: Option<KvDtype>,
+    /// Type of KV elements. Default: that of the weights.
+    #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
+    pub kv_dtype: Option<KvDtype>,
+
+    /// Peak numbers of a device (dense bf16).
+    #[arg(long, value_enum, default_value_t = Device::H100, help_heading = "Device")]
+    pub device: Device,
+    /// Peak TFLOP/s, instead of the device's.
+    #[arg(long, value_name = "TFLOPS", help_heading = "Device")]
+    pub flops: Option<f64>,
+    /// Memory bandwidth in GB/s, instead of the device's.
+    #[arg(long, value_name = "GB/S", help_heading = "Device")]
+    pub bandwidth: Option<f64>,
+    /// Network bandwidth in GB/s between a prefill and a decode worker.
+    #[arg(long, value_name = "GB/S", default_value_t = 12.5, help_heading = "Device")]
+    pub network: f64,
+
+    /// Tokens of the prompt. Default: 1024, or half of a smaller context.
+    #[arg(long, value_name = "TOKENS", help_heading = "Request")]
+    pub prompt: Option<usize>,
+    /// Tokens of the answer. Default: 256, or what is left of a smaller context.
+    #[arg(long, value_name = "TOKENS", help_heading = "Request")]
+    pub output: Option<usize>,
+    /// Sequences that decode together.
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Request")]
+    pub batch: usize,
+    /// A measured time to the first token, in milliseconds, instead of the roofline's.
+    #[arg(long, value_name = "MS", help_heading = "Request")]
+    pub ttft: Option<f64>,
+    /// A measured time per output token, in milliseconds, instead of the roofline's.
+    #[arg(long, value_name = "MS", help_heading = "Request")]
+    pub tpot: Option<f64>,
+}
+
+/// A device by its peak numbers, as its maker states them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Device {
+    /// NVIDIA A100 SXM 80 GB: 312 TFLOP/s, 2039 GB/s
+    A100,
+    /// NVIDIA H100 SXM: 989 TFLOP/s, 3350 GB/s
+    H100,
+    /// NVIDIA H200 SXM: 989 TFLOP/s, 4800 GB/s
+    H200,
+    /// NVIDIA B200: 2250 TFLOP/s, 8000 GB/s
+    B200,
+    /// NVIDIA L40S: 362 TFLOP/s, 864 GB/s
+    L40s,
+    /// NVIDIA L4: 121 TFLOP/s, 300 GB/s
+    L4,
+    /// AMD MI300X: 1307 TFLOP/s, 5300 GB/s
+    Mi300x,
+    /// Two AVX-512 cores of a server: 0.45 TFLOP/s, 36 GB/s
+    Cpu,
+}
+
+impl Device {
+    /// TFLOP/s and GB/s.
+    fn peaks(self) -> (f64, f64) {
+        match self {
+            Self::A100 => (312.0, 2039.0),
+            Self::H100 => (989.0, 3350.0),
+            Self::H200 => (989.0, 4800.0),
+            Self::B200 => (2250.0, 8000.0),
+            Self::L40s => (362.0, 864.0),
+            Self::L4 => (121.0, 300.0),
+            Self::Mi300x => (1307.0, 5300.0),
+            Self::Cpu => (0.45, 36.0),
+        }
+    }
+}
+
+fn parse_dtype(name: &str) -> Result<KvDtype, String> {
+    KvDtype::from_name(name).ok_or_else(|| "expected f32, f16 or bf16".to_owned())
+}
+
+/// Prints what the model costs.
+pub fn run(args: InspectArgs) -> anyhow::Result<()> {
+    let dir = match &args.model_dir {
+        Some(dir) => dir.clone(),
+        None => embedded_model::directory()?,
+    };
+    let config = ModelConfig::load(&dir)?;
+    let weight_dtype = match args.dtype {
+        Some(dtype) => dtype,
+        None => stated_dtype(&dir)?,
+    };
+    let inspection = Inspection::new(&config, weight_dtype, &args)?;
+    print!("{} in {}\n\n{inspection}", config.architecture, dir.display());
+    if let Some(bytes) = weight_file_bytes(&dir)? {
+        println!("\nThe weight files here hold {}.", bytes_text(bytes as f64));
+    }
+    Ok(())
+}
+
+/// `dtype` or, in older files, `torch_dtype` of `config.json`; bf16 if it is silent or names another type.
+fn stated_dtype(dir: &Path) -> anyhow::Result<KvDtype> {
+    let path = dir.join("config.json");
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let config: Value =
+        serde_json::from_str(&text).with_context(|| format!("{} is not JSON", path.display()))?;
+    let configs = [&config, &config["text_config"]];
+    let name =
+        configs.iter().flat_map(|config| [&config["dtype"], &config["torch_dtype"]]).find_map(Value::as_str);
+    Ok(match name {
+        Some("float32") => KvDtype::F32,
+        Some("float16") => KvDtype::F16,
+        _ => KvDtype::Bf16,
+    })
+}
+
+/// `None` if there are none.
+fn weight_file_bytes(dir: &Path) -> anyhow::Result<Option<u64>> {
+    let entries = fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))?;
+    let mut total = None;
+    for entry in entries {
+        let entry = entry?;
+        if entry.path().extension().is_some_and(|extension| extension == "safetensors") {
+            *total.get_or_insert(0) += fs::metadata(entry.path())?.len();
+        }
+    }
+    Ok(total)
+}
+
+/// Everything that is printed.
+#[derive(Debug)]
+struct Inspection {
+    spec: DecoderSpec,
+    cost: ModelCost,
+    weight_dtype: KvDtype,
+    kv_dtype: KvDtype,
+    context_length: usize,
+    device_name: String,
+    device: DeviceSpeed,
+    network_bytes_per_second: f64,
+    prompt: usize,
+    output: usize,
+    batch: usize,
+    /// Measured, in seconds.
+    ttft: Option<f64>,
+    tpot: Option<f64>,
+}
+
+impl Inspection {
+    fn new(config: &ModelConfig, weight_dtype: KvDtype, args: &InspectArgs) -> anyhow::Result<Self> {
+        let (peak_tflops, peak_gigabytes) = args.device.peaks();
+        let positive = |name: &str, value: f64| {
+            ensure!(value.is_finite() && value > 0.0, "{name} must be more than 0");
+            Ok(value)
+        };
+        let device = DeviceSpeed {
+            flops_per_second: positive("--flops", args.flops.unwrap_or(peak_tflops))? * 1e12,
+            bytes_per_second: positive("--bandwidth", args.bandwidth.unwrap_or(peak_gigabytes))? * 1e9,
+        };
+        let context_length = config.context_length;
+        let prompt = args.prompt.unwrap_or(1024.min(context_length / 2)).max(1);
+        ensure!(
+            prompt < context_length,
+            "--prompt {prompt} leaves no room in the context of {context_length}"
+        );
+        let output = args.output.unwrap_or(256.min(context_length - prompt)).max(1);
+        ensure!(
+            prompt + output <= context_length,
+            "--prompt {prompt} and --output {output} are more than the context of {context_length}"
+        );
+        ensure!(args.batch > 0, "--batch must be at least 1");
+        let seconds = |name, value: Option<f64>| value.map(|ms| positive(name, ms / 1e3)).transpose();
+        let kv_dtype = args.kv_dtype.unwrap_or(weight_dtype);
+        let device_name = match (args.flops, args.bandwidth) {
+            (Some(_), Some(_)) => "given".to_owned(),
+            _ => {
+                args.device.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+            }
+        };
+        Ok(Self {
+            spec: config.decoder.clone(),
+            cost: ModelCost::new(&config.decoder, weight_dtype, kv_dtype),
+            weight_dtype,
+            kv_dtype,
+            context_length,
+            device_name,
+            device,
+            network_bytes_per_second: positive("--network", args.network)? * 1e9,
+            prompt,
+            output,
+            batch: args.batch,
+            ttft: seconds("--ttft", args.ttft)?,
+            tpot: seconds("--tpot", args.tpot)?,
+        })
+    }
+
+    fn prefill(&self) -> StepCost {
+        self.cost.prefill(self.prompt, 0)
+    }
+
+    /// In the middle of the answer.
+    fn decode(&self) -> StepCost {
+        self.cost.decode(self.batch, self.prompt + self.output / 2)
+    }
+
+    /// The smallest batch, a power of two, whose decode step computes longer than it reads; `None` if there
+    /// is none below a million. KV is read per sequence: long contexts never get there.
+    fn compute_bound_batch(&self) -> Option<usize> {
+        let context = self.prompt + self.output / 2;
+        (0..20)
+            .map(|power| 1 << power)
+            .find(|&batch| self.cost.decode(batch, context).intensity() >= self.device.ridge())
+    }
+}
+
+impl fmt::Display for Inspection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.write_model(f)?;
+        self.write_phases(f)?;
+        self.write_request(f)
+    }
+}
+
+impl Inspection {
+    fn write_model(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { spec, cost, .. } = self;
+        let (total, active) = (cost.num_parameters(), cost.num_active_parameters());
+        row(f, "parameters", &count_text(total as f64), &shape_text(spec))?;
+        if active != total {
+            row(f, "active", &count_text(active as f64), "parameters that one token uses")?;
+        }
+        row(
+            f,
+            "weights",
+            &bytes_text(cost.weight_bytes() as f64),
+            &format!("parameters x {} bytes ({})", self.weight_dtype.size_bytes(), self.weight_dtype.name()),
+        )?;
+        row(
+            f,
+            "KV of a token",
+            &bytes_text(cost.kv_bytes_per_token() as f64),
+            &format!(
+                "2 (K, V) x {} layers x {} heads x {} elements x {} bytes ({})",
+                spec.layers.len(),
+                spec.num_kv_heads,
+                spec.head_dim,
+                self.kv_dtype.size_bytes(),
+                self.kv_dtype.name()
+            ),
+        )?;
+        row(
+            f,
+            "KV of a context",
+            &bytes_text(cost.kv_bytes(self.context_length) as f64),
+            &format!("KV of a token x {} tokens", self.context_length),
+        )
+    }
+
+    fn write_phases(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let DeviceSpeed { flops_per_second, bytes_per_second } = self.device;
+        writeln!(
+            f,
+            "\nDevice {}: {} TFLOP/s, {} GB/s; computing takes longer than reading from {:.0} operations per byte on\n",
+            self.device_name,
+            flops_per_second / 1e12,
+            bytes_per_second / 1e9,
+            self.device.ridge()
+        )?;
+        let (prefill, decode) = (self.prefill(), self.decode());
+        let context = self.prompt + self.output / 2;
+        row(
+            f,
+            "prefill",
+            &flops_text(prefill.flops),
+            &format!(
+                "{} tokens x 2 x weights + attention (4 x heads x head_dim per position seen) + head",
+                self.prompt
+            ),
+        )?;
+        row(f, "  reads", &bytes_text(prefill.bytes), "every weight once + the KV it writes")?;
+        self.write_bound(f, &prefill)?;
+        let sequences = match self.batch {
+            1 => format!("1 sequence of {context} tokens"),
+            batch => format!("{batch} sequences of {context} tokens"),
+        };
+        row(
+            f,
+            "decode step",
+            &flops_text(decode.flops),
+            &format!("{sequences}: each 2 x weights + attention + head"),
+        )?;
+        row(f, "  reads", &bytes_text(decode.bytes), "every weight once for all + the KV of each sequence")?;
+        self.write_bound(f, &decode)?;
+        let batch = match self.compute_bound_batch() {
+            Some(batch) => format!("compute-bound from about {batch} such sequences on"),
+            None => "memory-bound at any batch: each sequence's KV weighs more than its work".to_owned(),
+        };
+        writeln!(f, "{:17}{batch}", "")
+    }
+
+    fn write_bound(&self, f: &mut fmt::Formatter<'_>, step: &StepCost) -> fmt::Result {
+        let bound = if step.intensity() < self.device.ridge() { "memory-bound" } else { "compute-bound" };
+        row(
+            f,
+            "  intensity",
+            &format!("{:.1}", step.intensity()),
+            &format!("operations per byte: {bound} here"),
+        )?;
+        row(
+            f,
+            "  at least",
+            &time_text(step.seconds_on(&self.device)),
+            "the longer of operations / (TFLOP/s) and bytes / (GB/s)",
+        )
+    }
+
+    fn write_request(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ttft = self.ttft.unwrap_or_else(|| self.prefill().seconds_on(&self.device));
+        let tpot = self.tpot.unwrap_or_else(|| self.decode().seconds_on(&self.device));
+        let source = |measured: Option<f64>, roofline: &str| match measured {
+            Some(_) => "as given".to_owned(),
+            None => format!("the {roofline}'s least time"),
+        };
+        writeln!(f, "\nOne request: {} tokens in, {} out\n", self.prompt, self.output)?;
+        row(f, "TTFT", &time_text(ttft), &source(self.ttft, "prefill"))?;
+        row(f, "TPOT", &time_text(tpot), &source(self.tpot, "decode step"))?;
+        row(
+            f,
+            "in all",
+            &time_text(ttft + tpot * (self.output - 1) as f64),
+            &format!("TTFT + TPOT x ({} - 1)", self.output),
+        )?;
+        row(
+            f,
+            "throughput",
+            &format!("{:.1} /s", self.batch as f64 / tpot),
+            &format!("tokens in all: {} / TPOT", sequences_text(self.batch)),
+        )?;
+        let kv = self.cost.kv_bytes(self.prompt) as f64;
+        let moved = kv / self.network_bytes_per_second;
+        row(f, "KV to hand over", &bytes_text(kv), "KV of a token x prompt")?;
+        row(
+            f,
+            "  at least",
+            &time_text(moved),
+            &format!(
+                "at {} GB/s: {:.0} % of TTFT, hidden where it overlaps the prefill",
+                self.network_bytes_per_second / 1e9,
+                100.0 * moved / ttft
+            ),
+        )
+    }
+}
+
+fn row(f: &mut fmt::Formatter<'_>, name: &str, value: &str, formula: &str) -> fmt::Result {
+    writeln!(f, "{name:<17}{value:>12}   {formula}")
+}
+
+fn sequences_text(count: usize) -> String {
+    if count == 1 { "1 sequence".to_owned() } else { format!("{count} sequences") }
+}
+
+fn shape_text(spec: &DecoderSpec) -> String {
+    let mut text = format!(
+        "{} layers, hidden {}, {} heads of {}, {} KV heads",
+        spec.layers.len(),
+        spec.hidden_size,
+        spec.num_heads,
+        spec.head_dim,
+        spec.num_kv_heads
+    );
+    if let Some(MlpSpec::Experts { num_experts, num_active, .. }) =
+        spec.layers.first().map(|layer| &layer.mlp)
+    {
+        write!(text, ", {num_active} of {num_experts} experts").expect("a String takes everything");
+    }
+    let num_local = spec.layers.iter().filter(|layer| layer.window.is_some()).count();
+    if let Some(window) = spec.layers.iter().find_map(|layer| layer.window) {
+        write!(text, ", {num_local} layers see {window} tokens").expect("a String takes everything");
+    }
+    text
+}
+
+/// With three digits and the unit's prefix, by thousands.
+fn scaled(value: f64, units: &[&str]) -> String {
+    let mut value = value;
+    let mut unit = 0;
+    while value >= 999.5 && unit + 1 < units.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    let digits = match value {
+        _ if unit == 0 && value.fract() == 0.0 => 0,
+        _ if value < 10.0 => 2,
+        _ if value < 100.0 => 1,
+        _ => 0,
+    };
+    format!("{value:.digits$} {}", units[unit]).trim_end().to_owned()
+}
+
+fn count_text(count: f64) -> String {
+    scaled(count, &["", "k", "M", "B", "T"])
+}
+
+/// Powers of 1000, like bandwidths.
+fn bytes_text(bytes: f64) -> String {
+    scaled(bytes, &["B", "kB", "MB", "GB", "TB"])
+}
+
+fn flops_text(flops: f64) -> String {
+    scaled(flops, &["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"])
+}
+
+fn time_text(seconds: f64) -> String {
+    if seconds >= 1.0 { format!("{seconds:.2} s") } else { scaled(seconds * 1e6, &["us", "ms"]) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LLAMA: &str = r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "torch_dtype": "bfloat16",
+        "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "num_hidden_layers": 32, "vocab_size": 128256, "max_position_embeddings": 8192}"#;
+
+    fn args() -> InspectArgs {
+        InspectArgs {
+            model_dir: None,
+            dtype: None,
+            kv_dtype: None,
+            device: Device::H100,
+            flops: None,
+            bandwidth: None,
+            network: 12.5,
+            prompt: None,
+            output: None,
+            batch: 1,
+            ttft: None,
+            tpot: None,
+        }
+    }
+
+    fn inspect(args: &InspectArgs) -> anyhow::Result<String> {
+        let config = ModelConfig::parse(Path::new("config.json"), LLAMA.as_bytes())?;
+        Ok(Inspection::new(&config, KvDtype::Bf16, args)?.to_string())
+    }
+
+    #[test]
+    fn llama_8b_on_an_h100() {
+        let text = inspect(&args()).unwrap();
+        for line in [
+            "8.03 B",
+            "16.1 GB",
+            "131 kB",
+            "1.07 GB",
+            "compute-bound here",
+            "memory-bound here",
+            "TTFT + TPOT x (256 - 1)",
+        ] {
+            assert!(text.contains(line), "{line} in\n{text}");
+        }
+        // 15 GB of weights (not the embedding) and 151 MB of KV at 3350 GB/s.
+        assert!(text.contains("4.53 ms"), "{text}");
+    }
+
+    #[test]
+    fn given_speeds_are_used() {
+        let args = InspectArgs { ttft: Some(100.0), tpot: Some(10.0), output: Some(101), ..args() };
+        let text = inspect(&args).unwrap();
+        assert!(text.contains("as given") && text.contains("1.10 s"), "{text}");
+    }
+
+    #[test]
+    fn nonsense_is_refused_by_name() {
+        let cases = [
+            (InspectArgs { prompt: Some(9000), ..args() }, "--prompt 9000"),
+            (InspectArgs { prompt: Some(8000), output: Some(1000), ..args() }, "--output 1000"),
+            (InspectArgs { flops: Some(0.0), ..args() }, "--flops"),
+            (InspectArgs { bandwidth: Some(f64::NAN), ..args() }, "--bandwidth"),
+            (InspectArgs { batch: 0, ..args() }, "--batch"),
+            (InspectArgs { tpot: Some(-1.0), ..args() }, "--tpot"),
+        ];
+        for (args, name) in cases {
+            let error = inspect(&args).unwrap_err().to_string();
+            assert!(error.contains(name), "{name}: {error}");
+        }
+    }
+
+    #[test]
+    fn numbers_have_three_digits() {
+        let cases = [
+            (0.0, "0 B"),
+            (999.0, "999 B"),
+            (1000.0, "1.00 kB"),
+            (999_600.0, "1.00 MB"),
+            (1.235e10, "12.3 GB"),
+            (2.5e17, "250000 TB"),
+        ];
+        for (bytes, expected) in cases {
+            assert_eq!(bytes_text(bytes), expected);
+        }
+        assert_eq!(time_text(0.000_045_3), "45.3 us");
+        assert_eq!(time_text(0.0453), "45.3 ms");
+        assert_eq!(time_text(75.0), "75.00 s");
+    }
+
+    #[test]
+    fn stated_type_is_found_under_either_name() {
+        let dir = tempfile::tempdir().unwrap();
+        for (json, expected) in [
+            (r#"{"torch_dtype": "float16"}"#, KvDtype::F16),
+            (r#"{"dtype": "float32"}"#, KvDtype::F32),
+            (r#"{"text_config": {"dtype": "float16"}}"#, KvDtype::F16),
+            ("{}", KvDtype::Bf16),
+        ] {
+            fs::write(dir.path().join("config.json"), json).unwrap();
+            assert_eq!(stated_dtype(dir.path()).unwrap(), expected, "{json}");
+        }
+    }
+}
