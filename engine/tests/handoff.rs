@@ -126,7 +126,7 @@ async fn a_first_token_that_ends_the_sequence_ends_it_at_once() {
     {
         let reservation = d.reserve(request).await.expect("granted");
         let output = collect(d.decode(reservation, first(token)).expect("accepted")).await;
-        assert_eq!(output.tokens, []);
+        assert!(output.tokens.is_empty());
         assert_eq!(output.end.expect("finished").0, reason);
     }
     let reservation = d.reserve(request(&[1, 2], 4)).await.expect("granted");
