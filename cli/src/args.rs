@@ -4,6 +4,8 @@ use std::{net::SocketAddr, path::PathBuf};
 
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
+use crate::{bench::BenchArgs, chat::ChatArgs, inspect::InspectArgs};
+
 /// Serves large language models with prefill and decode on separate workers.
 ///
 /// `baton up` starts everything on this machine. The other commands run one part of it.
@@ -24,6 +26,12 @@ pub enum Command {
     PrefillWorker(WorkerArgs),
     /// Run a decode worker: owns requests and makes the rest of their tokens.
     DecodeWorker(WorkerArgs),
+    /// Talk to a server in the terminal.
+    Chat(ChatArgs),
+    /// Put load on a server and measure latency, throughput and goodput.
+    Bench(BenchArgs),
+    /// Print what a model costs: memory, arithmetic, and times on a device.
+    Inspect(InspectArgs),
     /// Print a completion script for a shell.
     Completions(CompletionsArgs),
 }
@@ -221,6 +229,9 @@ pub struct LogArgs {
     /// How log lines look.
     #[arg(long, value_enum, default_value_t = LogFormat::Pretty, env = "BATON_LOG_FORMAT")]
     pub log_format: LogFormat,
+    /// Colours in log lines.
+    #[arg(long, value_enum, default_value_t = LogColor::Auto, env = "BATON_LOG_COLOR")]
+    pub log_color: LogColor,
     /// Send traces to this OpenTelemetry collector (gRPC), such as http://127.0.0.1:4317.
     #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
     pub otlp_endpoint: Option<String>,
@@ -229,23 +240,23 @@ pub struct LogArgs {
 /// How log lines look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
-    /// For people, in colour on a terminal.
+    /// For people: the time of day, the message, its fields.
     Pretty,
-    /// For people under a supervisor that prefixes lines: no time stamps.
+    /// For people who grep: one line with the full time and the module.
     Compact,
-    /// One JSON object a line, for machines.
+    /// For machines: one JSON object a line.
     Json,
 }
 
-impl LogFormat {
-    /// As `--log-format` takes it.
-    pub fn name(self) -> &'static str {
-        match self {
-            LogFormat::Pretty => "pretty",
-            LogFormat::Compact => "compact",
-            LogFormat::Json => "json",
-        }
-    }
+/// Whether log lines are coloured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogColor {
+    /// On a terminal, unless NO_COLOR is set.
+    Auto,
+    /// Always.
+    Always,
+    /// Never.
+    Never,
 }
 
 /// Where settings come from.

@@ -4,8 +4,11 @@
 //! A library, so that the whole-system tests can build the very same program.
 
 mod args;
+mod bench;
+mod chat;
 mod config;
 mod embedded_model;
+mod inspect;
 mod roles;
 mod up;
 
@@ -44,6 +47,9 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Router(args) => block_on(roles::router(args)),
         Command::PrefillWorker(args) => block_on(roles::prefill_worker(args)),
         Command::DecodeWorker(args) => block_on(roles::decode_worker(args)),
+        Command::Chat(args) => block_on(chat::run(args)),
+        Command::Bench(args) => block_on(bench::run(args)),
+        Command::Inspect(args) => inspect::run(args),
     }
 }
 

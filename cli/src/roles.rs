@@ -1,4 +1,148 @@
-//! placeholder
-pub async fn router(_: crate::args::RouterArgs) -> anyhow::Result<()> { Ok(()) }
-pub async fn prefill_worker(_: crate::args::WorkerArgs) -> anyhow::Result<()> { Ok(()) }
-pub async fn decode_worker(_: crate::args::WorkerArgs) -> anyhow::Result<()> { Ok(()) }
+//! One part of a cluster in this process: arguments become its configuration, it runs until a signal.
+
+use std::{fs, path::PathBuf, time::Duration};
+
+use anyhow::{Context, bail};
+use baton_cluster::{DiscoveryConfig, EtcdAuth, EtcdConfig, EtcdTls, Role, WorkerId};
+use baton_kv_cache::KvDtype;
+use baton_router::RouterConfig;
+use baton_telemetry::{TelemetryConfig, TelemetryGuard};
+use baton_worker::{KvMemory, TransportKind, WorkerConfig};
+
+use crate::{
+    args::{Discovery, DiscoveryArgs, LogArgs, LogColor, LogFormat, ModelArgs, RouterArgs, Transport, WorkerArgs},
+    embedded_model,
+};
+
+/// Runs a router.
+pub async fn router(args: RouterArgs) -> anyhow::Result<()> {
+    let _telemetry = init_telemetry(&args.log, "baton-router", &args.listen.to_string())?;
+    let (model_dir, model_name) = model(&args.model)?;
+    let discovery = discovery(&args.discovery, String::new(), args.workers)?;
+    let mut config = RouterConfig::new(model_dir, model_name, discovery);
+    config.listen = args.listen;
+    config.max_requests = args.max_requests;
+    config.policy.local_prefill_below = args.local_prefill_below;
+    baton_router::run(config, crate::shutdown_signal()?).await
+}
+
+/// Runs a prefill worker.
+pub async fn prefill_worker(args: WorkerArgs) -> anyhow::Result<()> {
+    let (config, _telemetry) = worker(Role::Prefill, args)?;
+    baton_prefill_worker::run(config, crate::shutdown_signal()?).await
+}
+
+/// Runs a decode worker.
+pub async fn decode_worker(args: WorkerArgs) -> anyhow::Result<()> {
+    let (config, _telemetry) = worker(Role::Decode, args)?;
+    baton_decode_worker::run(config, crate::shutdown_signal()?).await
+}
+
+fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, TelemetryGuard)> {
+    let (name, service) = match role {
+        Role::Prefill => ("prefill", "baton-prefill-worker"),
+        Role::Decode => ("decode", "baton-decode-worker"),
+    };
+    let id = args.id.unwrap_or_else(|| format!("{name}-{}-{}", host_name(), std::process::id()));
+    let telemetry = init_telemetry(&args.log, service, &id)?;
+    let (model_dir, model_name) = model(&args.model)?;
+    let discovery = discovery(&args.discovery, args.router, Vec::new())?;
+    let mut config = WorkerConfig::new(role, WorkerId::from(id), model_dir, discovery);
+    config.model_name = Some(model_name);
+    config.listen = args.listen;
+    config.advertise = args.advertise;
+    config.kv = KvMemory::Bytes(args.engine.kv_memory.0);
+    config.block_size = args.engine.block_size;
+    config.kv_dtype = args.engine.kv_dtype.as_deref().map(kv_dtype).transpose()?;
+    config.max_running = args.engine.max_running;
+    config.max_waiting = args.engine.max_waiting;
+    config.token_budget = args.engine.token_budget;
+    config.prefix_cache = !args.engine.no_prefix_cache;
+    config.threads = args.engine.threads;
+    config.transports = args.transports.into_iter().map(transport).collect();
+    config.data_listen = args.data_listen;
+    config.data_host = args.data_host;
+    config.shm_dir = args.shm_dir;
+    config.handoff_deadline = Duration::from_secs(args.handoff_deadline);
+    config.drain_timeout = Duration::from_secs(args.drain_timeout);
+    Ok((config, telemetry))
+}
+
+fn init_telemetry(args: &LogArgs, service: &str, instance: &str) -> anyhow::Result<TelemetryGuard> {
+    baton_telemetry::init(&TelemetryConfig {
+        log: args.log.clone(),
+        format: match args.log_format {
+            LogFormat::Pretty => baton_telemetry::LogFormat::Pretty,
+            LogFormat::Compact => baton_telemetry::LogFormat::Compact,
+            LogFormat::Json => baton_telemetry::LogFormat::Json,
+        },
+        color: match args.log_color {
+            LogColor::Auto => None,
+            LogColor::Always => Some(true),
+            LogColor::Never => Some(false),
+        },
+        otlp_endpoint: args.otlp_endpoint.clone(),
+        service_name: service.to_owned(),
+        instance: instance.to_owned(),
+    })
+}
+
+/// Directory and name of the model: the given one, or the embedded one.
+fn model(args: &ModelArgs) -> anyhow::Result<(PathBuf, String)> {
+    let Some(dir) = &args.model else {
+        let name = args.model_name.clone().unwrap_or_else(|| embedded_model::NAME.to_owned());
+        return Ok((embedded_model::directory()?, name));
+    };
+    let dir = dir.canonicalize().with_context(|| format!("model directory {}", dir.display()))?;
+    let name = match &args.model_name {
+        Some(name) => name.clone(),
+        None => dir.file_name().map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned()),
+    };
+    Ok((dir, name))
+}
+
+fn discovery(args: &DiscoveryArgs, router: String, workers: Vec<String>) -> anyhow::Result<DiscoveryConfig> {
+    Ok(match args.discovery {
+        Discovery::Embedded => DiscoveryConfig::Embedded { router },
+        Discovery::Static => DiscoveryConfig::Static { workers },
+        Discovery::Etcd => DiscoveryConfig::Etcd(EtcdConfig {
+            endpoints: args.etcd_endpoints.clone(),
+            prefix: args.etcd_prefix.clone(),
+            lease_ttl: Duration::from_secs(args.etcd_lease_ttl),
+            tls: etcd_tls(args),
+            auth: etcd_auth(args)?,
+        }),
+    })
+}
+
+fn etcd_tls(args: &DiscoveryArgs) -> Option<EtcdTls> {
+    let (ca, cert, key) = (args.etcd_ca.clone(), args.etcd_cert.clone(), args.etcd_key.clone());
+    (ca.is_some() || cert.is_some()).then_some(EtcdTls { ca, cert, key, domain: None })
+}
+
+fn etcd_auth(args: &DiscoveryArgs) -> anyhow::Result<Option<EtcdAuth>> {
+    let (user, file) = match (&args.etcd_user, &args.etcd_password_file) {
+        (Some(user), Some(file)) => (user.clone(), file),
+        (None, None) => return Ok(None),
+        _ => bail!("--etcd-user and --etcd-password-file belong together; give both or neither"),
+    };
+    let password = fs::read_to_string(file).with_context(|| format!("password file {}", file.display()))?;
+    Ok(Some(EtcdAuth { user, password: password.trim_end_matches(['\r', '\n']).to_owned() }))
+}
+
+fn kv_dtype(name: &str) -> anyhow::Result<KvDtype> {
+    KvDtype::from_name(name).with_context(|| format!("--kv-dtype {name}: expected f32, f16 or bf16"))
+}
+
+fn transport(transport: Transport) -> TransportKind {
+    match transport {
+        Transport::Shm => TransportKind::Shm,
+        Transport::Tcp => TransportKind::Tcp,
+    }
+}
+
+fn host_name() -> String {
+    let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name = name.trim();
+    if name.is_empty() { "host".to_owned() } else { name.to_owned() }
+}

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::harness::{BATON, Up, eventually, signal_pid};
+use crate::harness::{BATON, Up, eventually, num_workers, signal_pid};
 
 #[tokio::test]
 async fn a_killed_worker_is_started_again_and_serves() {
@@ -12,7 +12,7 @@ async fn a_killed_worker_is_started_again_and_serves() {
     eventually("a new decode-1 that is registered", Duration::from_secs(60), async || {
         let new = up.pid_of("decode-1").is_some_and(|pid| pid != before);
         let health = up.http.get("/health").await.ok()?.json();
-        (new && health["workers"]["decode"] == 2).then_some(())
+        (new && num_workers(&health, "decode") == 2).then_some(())
     })
     .await;
 }

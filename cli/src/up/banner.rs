@@ -40,7 +40,10 @@ async fn get(client: &HttpClient, url: &str) -> Option<serde_json::Value> {
 
 async fn is_ready(client: &HttpClient, base: &str, prefill: usize, decode: usize) -> bool {
     let Some(health) = get(client, &format!("{base}/health")).await else { return false };
-    let num = |role: &str| health["workers"][role].as_u64().unwrap_or(0) as usize;
+    let workers = health["workers"].as_array().map_or(&[][..], Vec::as_slice);
+    let num = |role: &str| {
+        workers.iter().filter(|worker| worker["role"] == role && worker["answers"] == true).count()
+    };
     num("prefill") >= prefill && num("decode") >= decode
 }
 

@@ -1,26 +1,18 @@
 //! Lines of many processes on one terminal, each behind the coloured name of its process.
 
-use std::{
-    io::{IsTerminal, Write},
-    sync::Arc,
-};
+use std::io::Write;
 
-/// Writes to standard error, a whole line at a time. Cheap to clone.
-#[derive(Clone)]
+/// Writes to standard error, a whole line at a time.
+#[derive(Clone, Copy)]
 pub(super) struct Logs {
-    inner: Arc<Inner>,
-}
-
-struct Inner {
     name_width: usize,
     colour: bool,
 }
 
 impl Logs {
     /// `name_width` is that of the longest name.
-    pub(super) fn new(name_width: usize) -> Logs {
-        let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-        Logs { inner: Arc::new(Inner { name_width, colour }) }
+    pub(super) fn new(name_width: usize, colour: bool) -> Logs {
+        Logs { name_width, colour }
     }
 
     /// A line of the process `name`.
@@ -34,7 +26,7 @@ impl Logs {
     }
 
     fn write(&self, name: &str, colour: &str, line: &str) {
-        let text = format_line(name, self.inner.name_width, self.inner.colour.then_some(colour), line);
+        let text = format_line(name, self.name_width, self.colour.then_some(colour), line);
         // Nothing can be done for a log that cannot be written.
         let _ = std::io::stderr().lock().write_all(text.as_bytes());
     }

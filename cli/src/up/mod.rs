@@ -7,7 +7,7 @@ mod banner;
 mod child;
 mod logs;
 
-use std::{net::SocketAddr, path::Path, time::Duration};
+use std::{io::IsTerminal, net::SocketAddr, path::Path, time::Duration};
 
 use anyhow::{Context, bail};
 use tokio::task::JoinSet;
@@ -30,16 +30,17 @@ pub async fn run(args: UpArgs) -> anyhow::Result<()> {
     check_port_is_free(address)?;
 
     let shutdown = crate::shutdown_signal()?;
-    let children = plan(&args, address, &model_dir, model_name);
-    let logs = Logs::new(children.iter().map(|child| child.name.len()).max().unwrap_or(0));
+    let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    let children = plan(&args, address, &model_dir, model_name, colour);
+    let logs = Logs::new(children.iter().map(|child| child.name.len()).max().unwrap_or(0), colour);
     let mut children = children.into_iter();
     let router = children.next().expect("the plan begins with the router");
-    let mut router = tokio::spawn(child::supervise(router, logs.clone(), shutdown.clone()));
+    let mut router = tokio::spawn(child::supervise(router, logs, shutdown.clone()));
     // Workers outlive the router's drain: their token is cancelled below, once it is gone.
     let stop_workers = CancellationToken::new();
     let mut workers = JoinSet::new();
     for child in children {
-        workers.spawn(child::supervise(child, logs.clone(), stop_workers.clone()));
+        workers.spawn(child::supervise(child, logs, stop_workers.clone()));
     }
 
     let ready = tokio::spawn(banner::print_when_ready(address, args.prefill, args.decode));
@@ -76,13 +77,20 @@ fn check_port_is_free(address: SocketAddr) -> anyhow::Result<()> {
 }
 
 /// The processes to run, the router first.
-fn plan(args: &UpArgs, address: SocketAddr, model_dir: &Path, model_name: Option<&str>) -> Vec<Child> {
+fn plan(
+    args: &UpArgs,
+    address: SocketAddr,
+    model_dir: &Path,
+    model_name: Option<&str>,
+    colour: bool,
+) -> Vec<Child> {
     let mut common = vec!["--model".to_owned(), model_dir.display().to_string()];
     if let Some(name) = model_name {
         common.extend(["--model-name".to_owned(), name.to_owned()]);
     }
     common.extend(["--log".to_owned(), args.log.log.clone()]);
-    common.extend(["--log-format".to_owned(), "compact".to_owned()]);
+    // Their output is a pipe; whether it ends on a terminal only the supervisor can tell.
+    common.extend(["--log-color".to_owned(), if colour { "always" } else { "never" }.to_owned()]);
     if let Some(endpoint) = &args.log.otlp_endpoint {
         common.extend(["--otlp-endpoint".to_owned(), endpoint.clone()]);
     }
@@ -151,7 +159,7 @@ mod tests {
                 .split_whitespace(),
         );
         let Command::Up(args) = cli.command else { panic!("not up") };
-        let children = plan(&args, "127.0.0.1:9".parse().unwrap(), Path::new("/model"), Some("tiny"));
+        let children = plan(&args, "127.0.0.1:9".parse().unwrap(), Path::new("/model"), Some("tiny"), true);
         let names: Vec<_> = children.iter().map(|child| child.name.as_str()).collect();
         assert_eq!(names, ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]);
         for child in &children {

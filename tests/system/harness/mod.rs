@@ -152,8 +152,8 @@ impl Cluster {
     pub(crate) async fn wait_for_workers(&self, num_prefill: usize, num_decode: usize) {
         eventually(&format!("{num_prefill} prefill and {num_decode} decode workers"), START_LIMIT, async || {
             let health = self.http.get("/health").await.ok()?.json();
-            let num = |role: &str| health["workers"][role].as_u64().map(|num| num as usize);
-            (num("prefill")? == num_prefill && num("decode")? == num_decode).then_some(())
+            let num = |role| num_workers(&health, role);
+            (num("prefill") == num_prefill && num("decode") == num_decode).then_some(())
         })
         .await;
     }
@@ -202,6 +202,12 @@ impl Cluster {
         .await;
         assert!(!loads.is_empty(), "no worker reported");
     }
+}
+
+/// Workers of a role that answer, in the body of `/health`.
+pub(crate) fn num_workers(health: &Value, role: &str) -> usize {
+    let workers = health["workers"].as_array().expect("/health lists the workers");
+    workers.iter().filter(|worker| worker["role"] == role && worker["answers"] == true).count()
 }
 
 /// Sums the samples of `name` in a text exposition whose labels contain every one of `labels`.
