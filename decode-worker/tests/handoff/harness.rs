@@ -1,9 +1,10 @@
 //! Workers to start, kill and ask.
 
-use std::{sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use baton_cluster::{DiscoveryConfig, Role};
 use baton_engine::{IdleError, SamplingParams, testing::FakeModel};
+use baton_kv_cache::KvDtype;
 use baton_kv_transfer::TransportKind;
 use baton_proto::worker::{
     self as proto, GenerateEvent, decode_client::DecodeClient, failed::Kind, generate_event::Event,
@@ -35,6 +36,8 @@ pub(crate) struct Builder {
     config: WorkerConfig,
     model: FakeModel,
     hook: Option<StepHook>,
+    /// The fake model, or the one in the configured directory.
+    is_fake: bool,
     dir: tempfile::TempDir,
 }
 
@@ -58,7 +61,7 @@ impl Builder {
         // Prompts come in several chunks.
         config.token_budget = 24;
         config.shm_dir = Some(dir.path().join("shm"));
-        Builder { config, model: FakeModel::new(BLOCK_SIZE), hook: None, dir }
+        Builder { config, model: FakeModel::new(BLOCK_SIZE), hook: None, is_fake: true, dir }
     }
 
     pub(crate) fn with(mut self, change: impl FnOnce(&mut WorkerConfig)) -> Builder {
@@ -75,13 +78,23 @@ impl Builder {
         self
     }
 
+    /// The model in a directory, computed in f32.
+    pub(crate) fn model(mut self, dir: PathBuf) -> Builder {
+        self.is_fake = false;
+        self.with(|config| {
+            config.model_dir = dir;
+            config.kv_dtype = Some(KvDtype::F32);
+            config.threads = Some(1);
+        })
+    }
+
     pub(crate) fn hook(mut self, hook: StepHook) -> Builder {
         self.hook = Some(hook);
         self
     }
 
     pub(crate) async fn start(self) -> TestWorker {
-        let Builder { config, model, hook, dir } = self;
+        let Builder { config, model, hook, is_fake, dir } = self;
         let executor = match hook {
             Some(hook) => model.executor_with_hook(hook),
             None => model.executor(),
@@ -102,17 +115,21 @@ impl Builder {
         let (give, worker) = oneshot::channel();
         let stop = shutdown.clone();
         let ended = runtime.spawn(async move {
-            let listener = TcpListener::bind("127.0.0.1:0").await?;
             let is_prefill = config.role == Role::Prefill;
-            baton_worker::serve(config, model, listener, stop, |worker| {
+            let role = |worker: &Arc<Worker>| {
                 let role = match is_prefill {
                     true => baton_prefill_worker::role(worker)?,
                     false => baton_decode_worker::role(worker)?,
                 };
                 let _ = give.send(worker.clone());
                 Ok(role)
-            })
-            .await
+            };
+            if is_fake {
+                let listener = TcpListener::bind("127.0.0.1:0").await?;
+                baton_worker::serve(config, model, listener, stop, role).await
+            } else {
+                baton_worker::run(config, stop, role).await
+            }
         });
         let worker = timeout(PATIENCE, worker).await.expect("in time").expect("the worker starts");
         TestWorker { worker, runtime: Some(runtime), shutdown, ended: Some(ended), _dir: dir }

@@ -2,6 +2,7 @@
 //! them and a model that notices every misplaced byte.
 #![forbid(unsafe_code)]
 
+mod architectures;
 mod cancel;
 mod faults;
 mod gate;

@@ -1,0 +1,52 @@
+//! Every architecture of `tests/parity/`, loaded as a worker loads it: the tokens of a remote prefill are
+//! those that transformers computed.
+
+use std::{collections::HashMap, path::Path};
+
+use baton_kv_transfer::TransportKind;
+
+use crate::harness::{decode, generate, prefill, request};
+
+const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures");
+
+#[tokio::test(flavor = "multi_thread")]
+async fn remote_tokens_are_those_of_transformers_for_every_architecture() {
+    let mut num_fixtures = 0;
+    for entry in std::fs::read_dir(FIXTURES).expect("the fixtures are part of the repository") {
+        let dir = entry.unwrap().path();
+        let name = dir.file_name().unwrap().to_string_lossy().into_owned();
+        let recorded = token_ids(&dir.join("expected.safetensors"));
+        let (prompt, greedy) = (&recorded["prompt"], &recorded["greedy"]);
+
+        let p = prefill().model(dir.clone()).start().await;
+        let d = decode().model(dir).start().await;
+        let client = d.client().await;
+        let num_tokens = greedy.len() as u32;
+        let remote = generate(&client, request(prompt, num_tokens, Some(p.peer()))).await.unwrap();
+        assert_eq!(remote.finished(), *greedy, "{name}, remote");
+        let moved = d.moved(TransportKind::Shm);
+        assert!(moved > 0, "{name}");
+        let mut local = request(prompt, num_tokens, None);
+        local.cache_salt = "other".into();
+        assert_eq!(generate(&client, local).await.unwrap().finished(), *greedy, "{name}, local");
+        assert_eq!(d.moved(TransportKind::Shm), moved, "{name}");
+        p.assert_all_free().await;
+        d.assert_all_free().await;
+        num_fixtures += 1;
+    }
+    assert!(num_fixtures >= 17, "{num_fixtures} fixtures; some are lost");
+}
+
+/// The i32 tensors of a safetensors file: a length, a header of JSON, the data.
+fn token_ids(path: &Path) -> HashMap<String, Vec<u32>> {
+    let file = std::fs::read(path).unwrap();
+    let (length, rest) = file.split_at(8);
+    let (header, data) = rest.split_at(u64::from_le_bytes(length.try_into().unwrap()) as usize);
+    let header: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(header).unwrap();
+    let ids = header.into_iter().filter(|(_, tensor)| tensor["dtype"] == "I32").map(|(name, tensor)| {
+        let offset = |idx: usize| tensor["data_offsets"][idx].as_u64().unwrap() as usize;
+        let words = data[offset(0)..offset(1)].chunks_exact(4);
+        (name, words.map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect())
+    });
+    ids.collect()
+}
