@@ -42,8 +42,8 @@ pub(crate) struct Workers {
 #[derive(Debug, Default)]
 struct State {
     workers: BTreeMap<WorkerKey, Worker>,
-    /// When a decode worker was last usable.
-    last_usable: Option<Instant>,
+    /// When a worker of each role was last usable.
+    last_usable: BTreeMap<Role, Instant>,
 }
 
 #[derive(Debug)]
@@ -140,10 +140,10 @@ impl Workers {
         self.changed.subscribe()
     }
 
-    /// When a decode worker was last usable; now, if one is.
-    pub(crate) fn last_usable(&self) -> Option<Instant> {
+    /// When a worker of this role was last usable; now, if one is.
+    pub(crate) fn last_usable(&self, role: Role) -> Option<Instant> {
         let state = self.lock();
-        if state.has_usable(Role::Decode) { Some(Instant::now()) } else { state.last_usable }
+        if state.has_usable(role) { Some(Instant::now()) } else { state.last_usable.get(&role).copied() }
     }
 
     /// Whether a decode worker is usable.
@@ -296,8 +296,10 @@ impl State {
 
     /// Called before a change that may take the last one away.
     fn note_usable(&mut self) {
-        if self.has_usable(Role::Decode) {
-            self.last_usable = Some(Instant::now());
+        for role in [Role::Prefill, Role::Decode] {
+            if self.has_usable(role) {
+                self.last_usable.insert(role, Instant::now());
+            }
         }
     }
 }

@@ -169,11 +169,11 @@ impl Choice {
                 Ok(plan) => plan,
                 Err(no_plan) => {
                     let now = Instant::now();
-                    let known_until =
-                        self.core.workers.last_usable().filter(|_| no_plan.may_pass()).map(|at| {
-                            // For one who never failed, an outage is as long as it is, not as it seems.
-                            at + self.core.config.recovery_timeout
-                        });
+                    // For one who never failed, an outage is as long as it is, not as it seems.
+                    let known_until = no_plan
+                        .lacks()
+                        .and_then(|role| self.core.workers.last_usable(role))
+                        .map(|at| at + self.core.config.recovery_timeout);
                     let has_output = !self.delivered.is_empty();
                     let until = self.retry.on_nobody(&no_plan, known_until, has_output, now)?;
                     let wait = until.saturating_duration_since(now).min(FORGIVE_AFTER);

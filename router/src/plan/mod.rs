@@ -10,7 +10,7 @@ mod tests;
 
 use std::{fmt, sync::Arc};
 
-use baton_cluster::{WorkerId, WorkerRecord};
+use baton_cluster::{Role, WorkerId, WorkerRecord};
 
 pub use policy::{PrefixAware, PrefixAwareConfig};
 pub use prefix_index::PrefixIndex;
@@ -179,8 +179,15 @@ pub enum NoPlan {
 }
 
 impl NoPlan {
-    /// Whether waiting for workers to come back can help.
-    pub fn may_pass(self) -> bool {
-        !matches!(self, NoPlan::DecodeTooSmall { .. } | NoPlan::NoPrefillWorker)
+    /// Workers of which role would have to come back; none when that cannot help.
+    pub fn lacks(self) -> Option<Role> {
+        match self {
+            NoPlan::DecodeTooSmall { .. } => None,
+            NoPlan::NoPrefillWorker => Some(Role::Prefill),
+            NoPlan::NoDecodeWorker
+            | NoPlan::DecodeUnreachable { .. }
+            | NoPlan::DecodeDraining
+            | NoPlan::DecodeFailed => Some(Role::Decode),
+        }
     }
 }

@@ -230,4 +230,12 @@ async fn long_prompts_go_by_way_of_a_prefill_worker_that_may_fail() {
     assert!(requests[3].prefill.is_none(), "the prefill worker has failed: local");
     router.until_metric("baton_plans_total{prefill=\"remote\"} 2").await;
     router.until_metric("baton_plans_total{prefill=\"local\"} 2").await;
+
+    // One that demands remote prefill waits until the prefill worker is not spared any more.
+    let mut remote = long('c');
+    remote["prefill_mode"] = json!("remote");
+    assert_eq!(router.client.post(TEXT, &remote).await.status, 200);
+    let requests = worker.requests();
+    assert!(requests[4..].iter().all(|request| request.prefill.is_some()));
+    assert_eq!(requests.len(), 6, "the first attempt fails as scripted");
 }
