@@ -92,12 +92,15 @@ def a_stream_ends_with_usage_when_asked(server: Server) -> None:
 
 @check
 def the_streaming_helper_reassembles_the_answer(server: Server) -> None:
-    whole = server.chat(max_tokens=12, **FIXED).choices[0].message.content
-    params = {"model": server.model, "messages": MESSAGES, "max_tokens": 12, **FIXED}
+    whole = server.chat(max_tokens=48, **FIXED).choices[0].message.content
+    stop = whole[len(whole) // 2 :][:4]
+    # Ended by a stop string: of a length limit the helper makes an exception.
+    params = {"model": server.model, "messages": MESSAGES, "max_tokens": 48, "stop": stop, **FIXED}
     with server.client.chat.completions.stream(**params) as stream:
         for _ in stream:
             pass
-        assert stream.get_final_completion().choices[0].message.content == whole
+        [choice] = stream.get_final_completion().choices
+    assert choice.message.content == whole[: whole.index(stop)] and choice.finish_reason == "stop", choice
 
 
 @check
@@ -253,7 +256,8 @@ def the_tiny_model_recalls_what_it_was_told(server: Server) -> None:
     num_right = 0
     for task in tasks:
         answer = server.chat(messages=task["messages"], max_tokens=48, temperature=0).choices[0].message.content
-        num_right += task["answer"] in answer
+        # A sentence that ends with what was asked for.
+        num_right += answer.strip().removesuffix(".").endswith(task["answer"])
     assert num_right >= 6, f"{num_right} of {len(tasks)} answers are right"
 
 
