@@ -42,7 +42,7 @@ async fn mistakes_are_named_in_openai_shape() {
         ("/v1/completions", completion(json!({"prompt": [1, 99_999_999]})), 400, "99999999"),
         ("/v1/completions", completion(json!({"prompt": long})), 400, "2048"),
         ("/v1/completions", completion(json!({"prompt": 7})), 400, "prompt"),
-        ("/v1/completions", completion(json!({"stop": ["a"; 99]})), 400, "stop"),
+        ("/v1/completions", completion(json!({"stop": vec!["a"; 99]})), 400, "stop"),
     ];
     for (path, body, status, word) in cases {
         let answer = cluster.http.post(path, &body).await.expect("the router answers");

@@ -94,10 +94,10 @@ async fn killing_the_prefill_worker_mid_prefill_costs_no_token() {
         signal_pid(before, libc::SIGKILL);
     })
     .await;
-    let after = eventually("a new prefill worker", Duration::from_secs(30), async || {
+    eventually("a new prefill worker", Duration::from_secs(30), async || {
         up.pid_of("prefill-0").filter(|&pid| pid != before)
-    });
-    after.await;
+    })
+    .await;
 }
 
 #[tokio::test]

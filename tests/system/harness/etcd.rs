@@ -49,11 +49,7 @@ pub(crate) fn free_ports<const N: usize>() -> [u16; N] {
 }
 
 /// Calls `check` until it gives a value; panics with `what` after `limit`.
-pub(crate) async fn eventually<T, F: Future<Output = Option<T>>>(
-    what: &str,
-    limit: Duration,
-    mut check: impl FnMut() -> F,
-) -> T {
+pub(crate) async fn eventually<T>(what: &str, limit: Duration, mut check: impl AsyncFnMut() -> Option<T>) -> T {
     let deadline = tokio::time::Instant::now() + limit;
     loop {
         if let Some(value) = check().await {

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use tokio::sync::{Mutex, MutexGuard};
 
 pub(crate) use etcd::{Etcd, eventually, free_ports};
-pub(crate) use http::{Answer, Events, Http};
+pub(crate) use http::Http;
 pub(crate) use process::{Process, children_of, signal_pid};
 
 /// The program under test.
