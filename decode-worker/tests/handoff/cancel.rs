@@ -1,5 +1,6 @@
 //! Streams that are dropped: nothing stays behind, on either side.
 
+use baton_kv_transfer::TransportKind;
 use baton_proto::worker::generate_event::Event;
 
 use crate::{
@@ -82,8 +83,17 @@ async fn cancelled_while_waiting_for_blocks_of_the_decode_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cancelled_at_any_moment() {
-    let (p, d) = (prefill().start().await, decode().start().await);
+async fn cancelled_at_any_moment_over_shm() {
+    cancelled_at_any_moment(TransportKind::Shm).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cancelled_at_any_moment_over_tcp() {
+    cancelled_at_any_moment(TransportKind::Tcp).await;
+}
+
+async fn cancelled_at_any_moment(kind: TransportKind) {
+    let (p, d) = (prefill().transport(kind).start().await, decode().transport(kind).start().await);
     let client = d.client().await;
     let mut requests = tokio::task::JoinSet::new();
     for seed in 0..150_u32 {

@@ -1,5 +1,6 @@
 //! Prefill workers that die, are not there, or are not who they should be.
 
+use baton_kv_transfer::TransportKind;
 use baton_proto::worker::{PrefillPeer, failed::Kind};
 use tokio::net::TcpListener;
 
@@ -31,6 +32,25 @@ async fn a_prefill_worker_killed_mid_way_is_lost_in_words_and_costs_no_block() {
         // The router plans again; the decode worker is none the worse.
         let answer = generate(&client, request(&prompt, 8, None)).await.unwrap();
         assert_eq!(answer.finished(), expected(&prompt, 8));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_decode_worker_killed_mid_way_costs_the_prefill_worker_no_block() {
+    for kind in TransportKind::ALL {
+        let (steps, hook) = gate();
+        let p = prefill().transport(kind).hook(hook).start().await;
+        let mut d = decode().transport(kind).start().await;
+        let mut client = d.client().await;
+        let events = client.generate(request(&prompt(1, 80), 8, Some(p.peer()))).await.unwrap();
+        tokio::task::block_in_place(|| steps.pass(2));
+        while p.moved(kind) == 0 {
+            tokio::task::yield_now().await;
+        }
+        d.kill();
+        steps.open();
+        p.assert_all_free().await;
+        drop(events);
     }
 }
 

@@ -10,7 +10,14 @@ use baton_proto::worker::{
     self as proto, GenerateEvent, decode_client::DecodeClient, failed::Kind, generate_event::Event,
 };
 use baton_worker::{KvMemory, Model, Worker, WorkerConfig, convert::sampling_to_proto};
-use tokio::{net::TcpListener, runtime::Runtime, sync::oneshot, task::JoinHandle, time::timeout};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    runtime::Runtime,
+    sync::oneshot,
+    task::JoinHandle,
+    time::timeout,
+};
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, Streaming, transport::Channel};
 
@@ -158,6 +165,18 @@ impl TestWorker {
         let load = self.worker.load();
         let bytes = load.handoff_bytes.iter().find(|bytes| bytes.transport == kind.name());
         bytes.expect("every transport is reported").bytes
+    }
+
+    /// What `/metrics` says.
+    pub(crate) async fn metrics(&self) -> String {
+        let address = self.address();
+        let host = address.trim_start_matches("http://");
+        let mut stream = TcpStream::connect(host).await.expect("the worker listens");
+        let request = format!("GET /metrics HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.expect("it reads");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.expect("it answers");
+        answer
     }
 
     /// Waits until everything is given back, then demands that every block is there.

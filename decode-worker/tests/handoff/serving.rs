@@ -27,6 +27,15 @@ async fn remote_tokens_are_local_tokens(kind: TransportKind) {
         assert_eq!(d.moved(kind), expected_bytes, "every block of the prompt travels");
         assert_eq!(p.moved(kind), expected_bytes);
     }
+    for (worker, direction) in [(&p, "sent"), (&d, "received")] {
+        let metrics = worker.metrics().await;
+        let bytes = format!(
+            "baton_handoff_bytes_total{{transport=\"{kind}\",direction=\"{direction}\"}} {expected_bytes}\n"
+        );
+        for line in [bytes.as_str(), "baton_handoffs_total{outcome=\"committed\"} 5\n"] {
+            assert!(metrics.contains(line), "{line:?} is not in\n{metrics}");
+        }
+    }
     p.assert_all_free().await;
     d.assert_all_free().await;
     d.stop().await;
