@@ -9,7 +9,7 @@ use baton_kv_transfer::TransportKind;
 use baton_proto::worker::{
     self as proto, GenerateEvent, decode_client::DecodeClient, failed::Kind, generate_event::Event,
 };
-use baton_worker::{KvMemory, Model, Worker, WorkerConfig, convert::sampling_to_proto};
+use baton_worker::{KvMemory, Model, Phase, Worker, WorkerConfig, convert::sampling_to_proto};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -139,6 +139,9 @@ impl Builder {
             }
         });
         let worker = timeout(PATIENCE, worker).await.expect("in time").expect("the worker starts");
+        let mut phase = worker.lifecycle().watch();
+        let serving = phase.wait_for(|phase| *phase == Phase::Serving);
+        timeout(PATIENCE, serving).await.expect("in time").expect("the worker serves");
         TestWorker { worker, runtime: Some(runtime), shutdown, ended: Some(ended), _dir: dir }
     }
 }
