@@ -139,7 +139,7 @@ pub struct BenchArgs {
     /// JSON object whose fields go into every request body.
     #[arg(long, value_name = "JSON", value_parser = parse_object, help_heading = "Requests")]
     pub extra_body: Option<Map<String, Value>>,
-    /// The same seed makes the same load.
+    /// The same seed makes the same load. A server that is still running may have its prompts cached.
     #[arg(long, default_value_t = 1, help_heading = "Requests")]
     pub seed: u64,
 

@@ -225,11 +225,13 @@ impl fmt::Display for Report {
                 limits.join(" and ")
             )?;
         }
-        writeln!(
-            f,
-            "\n{:<8}{:>11}{:>11}{:>11}{:>11}{:>11}{:>11}",
-            "ms", "mean", "p50", "p90", "p95", "p99", "max"
-        )?;
+        if self.requests.ok > 0 {
+            writeln!(
+                f,
+                "\n{:<8}{:>11}{:>11}{:>11}{:>11}{:>11}{:>11}",
+                "ms", "mean", "p50", "p90", "p95", "p99", "max"
+            )?;
+        }
         for (name, summary) in
             [("TTFT", self.ttft_ms), ("ITL", self.itl_ms), ("TPOT", self.tpot_ms), ("E2E", self.e2e_ms)]
         {
