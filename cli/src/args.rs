@@ -10,7 +10,7 @@ use crate::{bench::BenchArgs, chat::ChatArgs, inspect::InspectArgs};
 ///
 /// `baton up` starts everything on this machine. The other commands run one part of it.
 #[derive(Debug, Parser)]
-#[command(name = "baton", version, max_term_width = 100)]
+#[command(name = "baton", version, max_term_width = 100, args_override_self = true)]
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
@@ -146,7 +146,13 @@ pub struct DiscoveryArgs {
     #[arg(long, value_enum, default_value_t = Discovery::Embedded, env = "BATON_DISCOVERY")]
     pub discovery: Discovery,
     /// URLs of etcd, separated by commas.
-    #[arg(long, value_name = "URLS", value_delimiter = ',', default_value = "http://127.0.0.1:2379", env = "BATON_ETCD_ENDPOINTS")]
+    #[arg(
+        long,
+        value_name = "URLS",
+        value_delimiter = ',',
+        default_value = "http://127.0.0.1:2379",
+        env = "BATON_ETCD_ENDPOINTS"
+    )]
     pub etcd_endpoints: Vec<String>,
     /// Prefix of every key in etcd: clusters with different prefixes do not see each other.
     #[arg(long, value_name = "KEY", default_value = "/baton", env = "BATON_ETCD_PREFIX")]

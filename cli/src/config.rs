@@ -89,7 +89,8 @@ impl ConfigFile {
     fn read(path: &Path, role: &str) -> Result<ConfigFile, ConfigError> {
         let fail = |message: String| ConfigError::File(format!("config file {}: {message}", path.display()));
         let text = std::fs::read_to_string(path).map_err(|error| fail(error.to_string()))?;
-        let mut whole: toml::Table = text.parse().map_err(|error: toml::de::Error| fail(error.to_string()))?;
+        let mut whole: toml::Table =
+            text.parse().map_err(|error: toml::de::Error| fail(error.to_string()))?;
         let command = Cli::command();
         for table in whole.keys() {
             if command.find_subcommand(table).is_none() {
@@ -166,13 +167,14 @@ fn origins(role: &str, matches: &ArgMatches, file: Option<&ConfigFile>) -> Strin
                 None => "default".to_owned(),
             },
         };
-        writeln!(out, "{:<44}# {origin}", format!("{long} = {value}")).expect("writing to a string");
+        writeln!(out, "{:<44} # {origin}", format!("{long} = {value}")).expect("writing to a string");
     }
     out
 }
 
 fn quoted(text: &str) -> String {
-    let plain = text.parse::<i64>().is_ok() || text.parse::<f64>().is_ok() || matches!(text, "true" | "false");
+    let plain =
+        text.parse::<i64>().is_ok() || text.parse::<f64>().is_ok() || matches!(text, "true" | "false");
     if plain { text.to_owned() } else { toml::Value::String(text.to_owned()).to_string() }
 }
 
@@ -213,7 +215,8 @@ mod tests {
     fn what_is_printed_is_a_file_that_says_the_same() {
         let first = printed("baton decode-worker --listen 127.0.0.1:7 --print-config");
         let file = file(&first);
-        let second = printed(&format!("baton decode-worker --config {} --print-config", file.path().display()));
+        let second =
+            printed(&format!("baton decode-worker --config {} --print-config", file.path().display()));
         let values = |text: &str| -> Vec<String> {
             text.lines().map(|line| line.split('#').next().unwrap_or("").trim().to_owned()).collect()
         };

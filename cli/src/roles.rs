@@ -10,7 +10,9 @@ use baton_telemetry::{TelemetryConfig, TelemetryGuard};
 use baton_worker::{KvMemory, TransportKind, WorkerConfig};
 
 use crate::{
-    args::{Discovery, DiscoveryArgs, LogArgs, LogColor, LogFormat, ModelArgs, RouterArgs, Transport, WorkerArgs},
+    args::{
+        Discovery, DiscoveryArgs, LogArgs, LogColor, LogFormat, ModelArgs, RouterArgs, Transport, WorkerArgs,
+    },
     embedded_model,
 };
 
@@ -96,7 +98,9 @@ fn model(args: &ModelArgs) -> anyhow::Result<(PathBuf, String)> {
     let dir = dir.canonicalize().with_context(|| format!("model directory {}", dir.display()))?;
     let name = match &args.model_name {
         Some(name) => name.clone(),
-        None => dir.file_name().map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned()),
+        None => {
+            dir.file_name().map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
+        }
     };
     Ok((dir, name))
 }

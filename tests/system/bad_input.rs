@@ -59,7 +59,10 @@ async fn mistakes_are_named_in_openai_shape() {
 async fn half_a_request_and_then_silence_is_ended() {
     let cluster = Cluster::new().start().await;
     let address = cluster.base.trim_start_matches("http://").to_owned();
-    let halves = ["POST /v1/chat/comple", "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999\r\n\r\n{\"mod"];
+    let halves = [
+        "POST /v1/chat/comple",
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999\r\n\r\n{\"mod",
+    ];
     for half in halves {
         let mut socket = TcpStream::connect(&address).await.expect("the router listens");
         socket.write_all(half.as_bytes()).await.expect("the router reads");

@@ -48,9 +48,10 @@ async fn undisturbed_and_disturbed_agree(
     after_chunks: usize,
     fault: impl AsyncFnOnce(),
 ) {
-    let calm = join_all((0..NUM_STREAMS).map(async |idx| {
-        streamed(http, &body(idx, num_words, max_tokens, "calm"), |_| {}).await
-    }))
+    let calm = join_all(
+        (0..NUM_STREAMS)
+            .map(async |idx| streamed(http, &body(idx, num_words, max_tokens, "calm"), |_| {}).await),
+    )
     .await;
 
     let reached = tokio::sync::Notify::new();

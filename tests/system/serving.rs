@@ -38,9 +38,8 @@ async fn remote_requests_move_their_kv(transport: &str) {
     let config: serde_json::Value =
         serde_json::from_str(include_str!("../../models/tiny/config.json")).expect("config.json is JSON");
     let number = |key: &str| config[key].as_u64().unwrap_or_else(|| panic!("config.json has {key}"));
-    let head_dim = config["head_dim"]
-        .as_u64()
-        .unwrap_or_else(|| number("hidden_size") / number("num_attention_heads"));
+    let head_dim =
+        config["head_dim"].as_u64().unwrap_or_else(|| number("hidden_size") / number("num_attention_heads"));
     let token_bytes = 2 * number("num_hidden_layers") * number("num_key_value_heads") * head_dim * 2;
     let prompt_tokens = remote["usage"]["prompt_tokens"].as_u64().expect("usage is counted");
     let expected = prompt_tokens.div_ceil(16) * 16 * token_bytes;
@@ -66,7 +65,7 @@ async fn remote_requests_move_their_kv_over_tcp() {
 #[tokio::test]
 async fn the_tiny_model_recalls_facts_through_a_handoff() {
     let cluster = Cluster::new().router_flags("--local-prefill-below 0").start().await;
-    let tasks = tasks("recall");
+    let tasks = tasks("recall-512");
     let mut num_right = 0;
     let asked = tasks.iter().take(20);
     let num_asked = asked.len();
@@ -75,7 +74,8 @@ async fn the_tiny_model_recalls_facts_through_a_handoff() {
             "model": "baton-tiny", "messages": task.messages, "temperature": 0, "max_tokens": 48,
             "prefill_mode": "remote",
         });
-        let answer = cluster.http.post("/v1/chat/completions", &body).await.expect("the router answers").json();
+        let answer =
+            cluster.http.post("/v1/chat/completions", &body).await.expect("the router answers").json();
         let text = answer["choices"][0]["message"]["content"].as_str().expect("an answer has content");
         num_right += usize::from(text.contains(&task.answer));
     }

@@ -23,7 +23,9 @@ const ROUTER_DRAIN: Duration = Duration::from_secs(10);
 /// Runs until Ctrl-C or SIGTERM, or until a part cannot be started.
 pub async fn run(args: UpArgs) -> anyhow::Result<()> {
     let (model_dir, model_name) = match &args.model_dir {
-        Some(dir) => (dir.canonicalize().with_context(|| format!("model directory {}", dir.display()))?, None),
+        Some(dir) => {
+            (dir.canonicalize().with_context(|| format!("model directory {}", dir.display()))?, None)
+        }
         None => (embedded_model::directory()?, Some(embedded_model::NAME)),
     };
     let address = SocketAddr::new(args.host, args.port);

@@ -49,7 +49,11 @@ pub(crate) fn free_ports<const N: usize>() -> [u16; N] {
 }
 
 /// Calls `check` until it gives a value; panics with `what` after `limit`.
-pub(crate) async fn eventually<T>(what: &str, limit: Duration, mut check: impl AsyncFnMut() -> Option<T>) -> T {
+pub(crate) async fn eventually<T>(
+    what: &str,
+    limit: Duration,
+    mut check: impl AsyncFnMut() -> Option<T>,
+) -> T {
     let deadline = tokio::time::Instant::now() + limit;
     loop {
         if let Some(value) = check().await {

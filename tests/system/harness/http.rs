@@ -76,7 +76,6 @@ pub(crate) struct Events {
     buffer: BytesMut,
 }
 
-
 impl Events {
     /// The next event's JSON; `None` after `[DONE]`.
     pub(crate) async fn next(&mut self) -> anyhow::Result<Option<Value>> {

@@ -10,7 +10,7 @@ mod etcd;
 mod http;
 mod process;
 
-use std::{collections::BTreeMap, path::Path, time::Duration};
+use std::{collections::BTreeMap, time::Duration};
 
 use baton_proto::v1::{LoadsRequest, WorkerLoad, inference_client::InferenceClient};
 use serde_json::{Value, json};
@@ -73,7 +73,9 @@ impl ClusterBuilder {
         let etcd = self.with_etcd.then(|| Etcd::start(dir.path()));
         let base = format!("http://127.0.0.1:{port}");
         let discovery: Vec<String> = match &etcd {
-            Some(etcd) => ["--discovery", "etcd", "--etcd-endpoints", &etcd.endpoint].map(str::to_owned).into(),
+            Some(etcd) => {
+                ["--discovery", "etcd", "--etcd-endpoints", &etcd.endpoint].map(str::to_owned).into()
+            }
             None => Vec::new(),
         };
 
@@ -85,7 +87,12 @@ impl ClusterBuilder {
             for idx in 0..num {
                 let name = format!("{role}-{idx}");
                 let mut args = vec![format!("{role}-worker"), "--id".to_owned(), name.clone()];
-                args.extend(["--router".to_owned(), base.clone(), "--kv-memory".to_owned(), "64M".to_owned()]);
+                args.extend([
+                    "--router".to_owned(),
+                    base.clone(),
+                    "--kv-memory".to_owned(),
+                    "64M".to_owned(),
+                ]);
                 args.extend(discovery.iter().chain(&self.worker_flags).cloned());
                 commands.insert(name, args);
             }
@@ -130,14 +137,6 @@ impl Cluster {
         }
     }
 
-    pub(crate) fn dir(&self) -> &Path {
-        self.dir.path()
-    }
-
-    pub(crate) fn process(&mut self, name: &str) -> &mut Process {
-        self.processes.get_mut(name).unwrap_or_else(|| panic!("no process {name}"))
-    }
-
     pub(crate) fn kill(&mut self, name: &str) {
         let mut process = self.processes.remove(name).unwrap_or_else(|| panic!("no process {name}"));
         process.kill();
@@ -150,11 +149,15 @@ impl Cluster {
     }
 
     pub(crate) async fn wait_for_workers(&self, num_prefill: usize, num_decode: usize) {
-        eventually(&format!("{num_prefill} prefill and {num_decode} decode workers"), START_LIMIT, async || {
-            let health = self.http.get("/health").await.ok()?.json();
-            let num = |role| num_workers(&health, role);
-            (num("prefill") == num_prefill && num("decode") == num_decode).then_some(())
-        })
+        eventually(
+            &format!("{num_prefill} prefill and {num_decode} decode workers"),
+            START_LIMIT,
+            async || {
+                let health = self.http.get("/health").await.ok()?.json();
+                let num = |role| num_workers(&health, role);
+                (num("prefill") == num_prefill && num("decode") == num_decode).then_some(())
+            },
+        )
         .await;
     }
 
@@ -194,7 +197,9 @@ impl Cluster {
             let loads = self.loads().await;
             let idle = loads.iter().all(|worker| {
                 worker.load.as_ref().is_some_and(|load| {
-                    load.num_running == 0 && load.num_waiting == 0 && load.num_free_blocks == load.num_total_blocks
+                    load.num_running == 0
+                        && load.num_waiting == 0
+                        && load.num_free_blocks == load.num_total_blocks
                 })
             });
             idle.then_some(loads)
@@ -217,7 +222,9 @@ pub(crate) fn sum_metric(text: &str, name: &str, labels: &[&str]) -> f64 {
             let rest = line.strip_prefix(name).unwrap_or("#");
             rest.starts_with(['{', ' ']) && labels.iter().all(|label| rest.contains(label))
         })
-        .map(|line| line.rsplit(' ').next().and_then(|value| value.parse::<f64>().ok()).expect("a sample has a value"))
+        .map(|line| {
+            line.rsplit(' ').next().and_then(|value| value.parse::<f64>().ok()).expect("a sample has a value")
+        })
         .sum()
 }
 
