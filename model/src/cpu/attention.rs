@@ -23,6 +23,8 @@ use crate::BatchSequence;
 const TILE: usize = 64;
 /// Query vectors in an item, about.
 const QUERIES: usize = 48;
+/// Query vectors up to which KV is read from its blocks instead of being widened first.
+const DIRECT_QUERIES: usize = 6;
 
 /// What a layer's attention looks like.
 #[derive(Clone, Copy, Debug)]
@@ -197,16 +199,26 @@ unsafe fn item_of<S: Simd, T: Stored>(args: &ItemArgs<'_>) {
         }
 
         let end = args.position + args.num_rows;
-        let seen_from =
-            |row: usize| shape.window.map_or(0, |window| (args.position + row + 1).saturating_sub(window));
-        let mut first = seen_from(0) / TILE * TILE;
+        let window = shape.window.unwrap_or(usize::MAX);
+        let mut first = (args.position + 1).saturating_sub(window) / TILE * TILE;
+        // Widening pays when several tiles of queries use it.
+        let direct = dim == head_dim && num_queries <= DIRECT_QUERIES;
         while first < end {
             let len = TILE.min(end - first);
-            gather::<S, T>(args, 0, first, len, kv, dim);
-            score::<S>(q, num_queries, kv, len, dim, scores);
+            if direct {
+                let mut done = 0;
+                while done < len {
+                    let (k, run) = stored_run::<T>(args, 0, first + done, len - done);
+                    score::<S, T>(q, num_queries, k, run, dim, scores.add(done));
+                    done += run;
+                }
+            } else {
+                gather::<S, T>(args, 0, first, len, kv, dim);
+                score::<S, F32>(q, num_queries, kv.cast(), len, dim, scores);
+            }
             for query in 0..num_queries {
                 let row = query / group;
-                let from = seen_from(row).saturating_sub(first);
+                let from = (args.position + row + 1).saturating_sub(window).saturating_sub(first);
                 let to = (args.position + row + 1).saturating_sub(first).min(len);
                 weigh::<S>(
                     scores.add(query * TILE),
@@ -218,8 +230,17 @@ unsafe fn item_of<S: Simd, T: Stored>(args: &ItemArgs<'_>) {
                     std::slice::from_raw_parts_mut(sums.add(query * dim), dim),
                 );
             }
-            gather::<S, T>(args, 1, first, len, kv, dim);
-            accumulate::<S>(scores, num_queries, kv, len, dim, sums);
+            if direct {
+                let mut done = 0;
+                while done < len {
+                    let (v, run) = stored_run::<T>(args, 1, first + done, len - done);
+                    accumulate::<S, T>(scores.add(done), num_queries, v, run, dim, sums);
+                    done += run;
+                }
+            } else {
+                gather::<S, T>(args, 1, first, len, kv, dim);
+                accumulate::<S, F32>(scores, num_queries, kv.cast(), len, dim, sums);
+            }
             first += TILE;
         }
 
@@ -233,6 +254,24 @@ unsafe fn item_of<S: Simd, T: Stored>(args: &ItemArgs<'_>) {
     }
 }
 
+/// Where K (`half` 0) or V (1) of a position lies, and how many positions follow each other there, of at
+/// most `len`.
+#[inline(always)]
+unsafe fn stored_run<T: Stored>(
+    args: &ItemArgs<'_>,
+    half: usize,
+    position: usize,
+    len: usize,
+) -> (*const u8, usize) {
+    let layout = args.layout;
+    let (block_idx, slot) = (position / layout.block_size, position % layout.block_size);
+    let piece = args.storage.layer_ptr(args.blocks[block_idx], args.layer_idx).as_ptr();
+    let head = half * layout.half_bytes() + layout.head_offset(args.kv_head);
+    // SAFETY: head and slot lie in the piece.
+    let from = unsafe { piece.add(head + slot * layout.head_dim * T::SIZE) };
+    (from, (layout.block_size - slot).min(len))
+}
+
 /// Widens K (`half` 0) or V (1) of `len` positions from `first` to `[len][dim]`, padded with zeroes.
 #[inline(always)]
 unsafe fn gather<S: Simd, T: Stored>(
@@ -243,18 +282,12 @@ unsafe fn gather<S: Simd, T: Stored>(
     to: *mut f32,
     dim: usize,
 ) {
-    let layout = args.layout;
-    let head_dim = layout.head_dim;
-    let head = half * layout.half_bytes() + layout.head_offset(args.kv_head);
+    let head_dim = args.layout.head_dim;
     let mut done = 0;
     while done < len {
-        let position = first + done;
-        let (block_idx, slot) = (position / layout.block_size, position % layout.block_size);
-        let run = (layout.block_size - slot).min(len - done);
-        // SAFETY: `attend` checked that there are blocks for every position; `layer_ptr` checks the id.
+        // SAFETY: `to` has room for `len` positions.
         unsafe {
-            let piece = args.storage.layer_ptr(args.blocks[block_idx], args.layer_idx).as_ptr();
-            let from = piece.add(head + slot * head_dim * T::SIZE);
+            let (from, run) = stored_run::<T>(args, half, first + done, len - done);
             let to = to.add(done * dim);
             if dim == head_dim {
                 widen::<S, T>(from, to, run * dim);
@@ -264,17 +297,17 @@ unsafe fn gather<S: Simd, T: Stored>(
                     std::slice::from_raw_parts_mut(to.add(i * dim + head_dim), dim - head_dim).fill(0.0);
                 }
             }
+            done += run;
         }
-        done += run;
     }
 }
 
 /// `scores[query][t] = q[query] . k[t]`
 #[inline(always)]
-unsafe fn score<S: Simd>(
+unsafe fn score<S: Simd, W: Stored>(
     q: *const f32,
     num_queries: usize,
-    k: *const f32,
+    k: *const u8,
     len: usize,
     dim: usize,
     scores: *mut f32,
@@ -288,24 +321,24 @@ unsafe fn score<S: Simd>(
         unsafe {
             while t < len {
                 let q = q.add(query * dim);
-                let k = k.add(t * dim).cast();
+                let k = k.add(t * dim * W::SIZE);
                 let out = scores.add(query * TILE + t);
                 let cols = if S::WIDE { 4 } else { 2 }.min(len - t);
                 match (rows, cols) {
-                    (6, 4) if S::WIDE => score_tile::<S, 6, 4>(q, k, dim, out),
-                    (5, 4) if S::WIDE => score_tile::<S, 5, 4>(q, k, dim, out),
-                    (4, 4) if S::WIDE => score_tile::<S, 4, 4>(q, k, dim, out),
-                    (3, 4) if S::WIDE => score_tile::<S, 3, 4>(q, k, dim, out),
-                    (2, 4) if S::WIDE => score_tile::<S, 2, 4>(q, k, dim, out),
-                    (1, 4) if S::WIDE => score_tile::<S, 1, 4>(q, k, dim, out),
-                    (3, 2) => score_tile::<S, 3, 2>(q, k, dim, out),
-                    (2, 2) => score_tile::<S, 2, 2>(q, k, dim, out),
-                    (1, 2) => score_tile::<S, 1, 2>(q, k, dim, out),
+                    (6, 4) if S::WIDE => score_tile::<S, W, 6, 4>(q, k, dim, out),
+                    (5, 4) if S::WIDE => score_tile::<S, W, 5, 4>(q, k, dim, out),
+                    (4, 4) if S::WIDE => score_tile::<S, W, 4, 4>(q, k, dim, out),
+                    (3, 4) if S::WIDE => score_tile::<S, W, 3, 4>(q, k, dim, out),
+                    (2, 4) if S::WIDE => score_tile::<S, W, 2, 4>(q, k, dim, out),
+                    (1, 4) if S::WIDE => score_tile::<S, W, 1, 4>(q, k, dim, out),
+                    (3, 2) => score_tile::<S, W, 3, 2>(q, k, dim, out),
+                    (2, 2) => score_tile::<S, W, 2, 2>(q, k, dim, out),
+                    (1, 2) => score_tile::<S, W, 1, 2>(q, k, dim, out),
                     _ => {
                         for r in 0..rows {
                             for c in 0..cols {
-                                let k = k.add(c * dim * F32::SIZE);
-                                score_tile::<S, 1, 1>(q.add(r * dim), k, dim, out.add(r * TILE + c));
+                                let k = k.add(c * dim * W::SIZE);
+                                score_tile::<S, W, 1, 1>(q.add(r * dim), k, dim, out.add(r * TILE + c));
                             }
                         }
                     }
@@ -318,7 +351,7 @@ unsafe fn score<S: Simd>(
 }
 
 #[inline(always)]
-unsafe fn score_tile<S: Simd, const R: usize, const C: usize>(
+unsafe fn score_tile<S: Simd, W: Stored, const R: usize, const C: usize>(
     q: *const f32,
     k: *const u8,
     dim: usize,
@@ -326,7 +359,7 @@ unsafe fn score_tile<S: Simd, const R: usize, const C: usize>(
 ) {
     // SAFETY: passed on to the caller.
     unsafe {
-        let dots = dot_tile::<S, F32, R, C>(q, dim, k, dim, dim);
+        let dots = dot_tile::<S, W, false, R, C>(q, dim, k, dim, dim);
         for (r, dots) in dots.iter().enumerate() {
             for (c, &dot) in dots.iter().enumerate() {
                 *out.add(r * TILE + c) = dot;
@@ -400,10 +433,10 @@ unsafe fn weigh<S: Simd>(
 
 /// `sums[query] += sum over t of weights[query][t] * v[t]`, t ascending.
 #[inline(always)]
-unsafe fn accumulate<S: Simd>(
+unsafe fn accumulate<S: Simd, W: Stored>(
     weights: *const f32,
     num_queries: usize,
-    v: *const f32,
+    v: *const u8,
     len: usize,
     dim: usize,
     sums: *mut f32,
@@ -416,20 +449,20 @@ unsafe fn accumulate<S: Simd>(
             let mut d = 0;
             while d < dim {
                 let vectors = if S::WIDE { 4 } else { 2 }.min((dim - d) / LANES);
-                let (weights, v) = (weights.add(query * TILE), v.add(d));
+                let (weights, v) = (weights.add(query * TILE), v.add(d * W::SIZE));
                 let sums = sums.add(query * dim + d);
                 match (rows, vectors) {
-                    (4, 4) if S::WIDE => add_tile::<S, 4, 4>(weights, v, len, dim, sums),
-                    (2, 2) => add_tile::<S, 2, 2>(weights, v, len, dim, sums),
+                    (4, 4) if S::WIDE => add_tile::<S, W, 4, 4>(weights, v, len, dim, sums),
+                    (2, 2) => add_tile::<S, W, 2, 2>(weights, v, len, dim, sums),
                     _ => {
                         for r in 0..rows {
                             let (weights, sums) = (weights.add(r * TILE), sums.add(r * dim));
                             if S::WIDE && vectors == 4 {
-                                add_tile::<S, 1, 4>(weights, v, len, dim, sums);
+                                add_tile::<S, W, 1, 4>(weights, v, len, dim, sums);
                             } else {
                                 for i in 0..vectors {
-                                    let (v, sums) = (v.add(i * LANES), sums.add(i * LANES));
-                                    add_tile::<S, 1, 1>(weights, v, len, dim, sums);
+                                    let (v, sums) = (v.add(i * LANES * W::SIZE), sums.add(i * LANES));
+                                    add_tile::<S, W, 1, 1>(weights, v, len, dim, sums);
                                 }
                             }
                         }
@@ -443,29 +476,37 @@ unsafe fn accumulate<S: Simd>(
 }
 
 #[inline(always)]
-unsafe fn add_tile<S: Simd, const R: usize, const C: usize>(
+#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
+unsafe fn add_tile<S: Simd, W: Stored, const R: usize, const C: usize>(
     weights: *const f32,
-    v: *const f32,
+    v: *const u8,
     len: usize,
     dim: usize,
     sums: *mut f32,
 ) {
     // SAFETY: passed on to the caller.
     unsafe {
-        let mut acc: [[S::V; C]; R] =
-            std::array::from_fn(|r| std::array::from_fn(|c| S::load(sums.add(r * dim + c * LANES))));
+        let mut acc = [[S::splat(0.0); C]; R];
+        for r in 0..R {
+            for c in 0..C {
+                acc[r][c] = S::load(sums.add(r * dim + c * LANES));
+            }
+        }
+        let mut vs = [S::splat(0.0); C];
         for t in 0..len {
-            let vs: [S::V; C] = std::array::from_fn(|c| S::load(v.add(t * dim + c * LANES)));
-            for (r, acc) in acc.iter_mut().enumerate() {
+            for c in 0..C {
+                vs[c] = W::load::<S>(v.add((t * dim + c * LANES) * W::SIZE));
+            }
+            for r in 0..R {
                 let weight = S::splat(*weights.add(r * TILE + t));
-                for (acc, &v) in acc.iter_mut().zip(&vs) {
-                    *acc = S::fma(weight, v, *acc);
+                for c in 0..C {
+                    acc[r][c] = S::fma(weight, vs[c], acc[r][c]);
                 }
             }
         }
-        for (r, acc) in acc.iter().enumerate() {
-            for (c, &acc) in acc.iter().enumerate() {
-                S::store(sums.add(r * dim + c * LANES), acc);
+        for r in 0..R {
+            for c in 0..C {
+                S::store(sums.add(r * dim + c * LANES), acc[r][c]);
             }
         }
     }

@@ -2,10 +2,10 @@
 
 use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
 
-use super::Cpu;
 use super::attention::{AttentionShape, attend};
 use super::gemm::{MatrixRef, Output, gemm};
 use super::simd::{Dtype, Isa};
+use super::{Aligned, Cpu};
 use crate::BatchSequence;
 
 /// `C[m][n] = A[m][k] W[n][k]^T`
@@ -15,7 +15,7 @@ pub struct Gemm {
     n: usize,
     k: usize,
     dtype: Dtype,
-    a: Vec<f32>,
+    a: Aligned,
     w: Vec<u8>,
     out: Vec<f32>,
 }
@@ -25,7 +25,9 @@ impl Gemm {
     pub fn new(m: usize, n: usize, k: usize, dtype: Dtype, threads: usize) -> Gemm {
         let cpu = Cpu::new(Isa::detect(), threads).expect("threads start");
         let w = vec![0; n * k * dtype.size_bytes()];
-        Gemm { cpu, m, n, k, dtype, a: vec![1.0; m * k], w, out: vec![0.0; m * n] }
+        let mut a = Aligned::default();
+        a.grown(m * k).fill(1.0);
+        Gemm { cpu, m, n, k, dtype, a, w, out: vec![0.0; m * n] }
     }
 
     /// Multiplies once.

@@ -3,9 +3,9 @@
 //! Rows are gathered expert by expert, so an expert's weights are read once per batch. A row adds up
 //! its experts in the order of their numbers, whoever else goes there.
 
-use super::Cpu;
-use super::forward::{MlpBuffers, apply, dense_mlp, grown};
+use super::forward::{MlpBuffers, apply, dense_mlp};
 use super::gemm::Output;
+use super::{Aligned, Cpu};
 use crate::decoder::{DenseMlp, Linear};
 use crate::spec::Activation;
 
@@ -20,12 +20,12 @@ pub(super) struct Routing {
 #[derive(Default)]
 pub(super) struct ExpertBuffers {
     /// `[rows][experts]`: logits, then weights, zero for experts that were not chosen.
-    weights: Vec<f32>,
+    weights: Aligned,
     /// Rows of one expert, and what it makes of them.
-    input: Vec<f32>,
-    output: Vec<f32>,
+    input: Aligned,
+    output: Aligned,
     /// `[rows][hidden]`: the sum over experts.
-    sum: Vec<f32>,
+    sum: Aligned,
     /// Which rows go to the expert at hand.
     rows: Vec<usize>,
     /// Of one row, best first.
@@ -45,12 +45,12 @@ pub(super) fn run(
     x: &mut [f32],
 ) {
     let size = x.len() / num_rows;
-    let weights = grown(&mut memory.weights, num_rows * experts.len());
+    let weights = memory.weights.grown(num_rows * experts.len());
     apply(cpu, num_rows, hidden, router, weights, Output::Store);
     for row in weights.chunks_exact_mut(experts.len()) {
         choose(routing, row, &mut memory.chosen);
     }
-    let sum = grown(&mut memory.sum, x.len());
+    let sum = memory.sum.grown(x.len());
     sum.fill(0.0);
     for (expert_idx, expert) in experts.iter().enumerate() {
         let weight_of = |row: usize| weights[row * experts.len() + expert_idx];
@@ -59,11 +59,11 @@ pub(super) fn run(
         if memory.rows.is_empty() {
             continue;
         }
-        let input = grown(&mut memory.input, memory.rows.len() * size);
+        let input = memory.input.grown(memory.rows.len() * size);
         for (input, &row) in input.chunks_exact_mut(size).zip(&memory.rows) {
             input.copy_from_slice(&hidden[row * size..(row + 1) * size]);
         }
-        let output = grown(&mut memory.output, input.len());
+        let output = memory.output.grown(input.len());
         let num_rows = memory.rows.len();
         dense_mlp(cpu, routing.activation, num_rows, input, expert, mlp, output, Output::Store);
         for (output, &row) in output.chunks_exact(size).zip(&memory.rows) {

@@ -5,13 +5,13 @@
 
 use baton_kv_cache::{BlockStorage, KvLayout};
 
-use super::Cpu;
 use super::attention::{AttentionShape, attend};
 use super::experts::ExpertBuffers;
 use super::gemm::{MatrixRef, Output, SharedMut, gemm};
 use super::rope::{RopeTables, store_rows};
 use super::rows::{Gate, gated, rms_norm, rms_norm_in_place, soft_cap};
 use super::simd::Isa;
+use super::{Aligned, Cpu};
 use crate::decoder::{DenseMlp, LayerWeights, Linear, Mlp};
 use crate::spec::{Activation, DecoderSpec, MlpSpec};
 use crate::{Batch, BatchSequence, ExecuteError, Executor, LoadedModel};
@@ -28,17 +28,17 @@ pub struct CpuExecutor {
 #[derive(Default)]
 struct Buffers {
     /// The residual stream, `[hidden]`.
-    x: Vec<f32>,
+    x: Aligned,
     /// What a norm or a projection made of it, `[hidden]`.
-    hidden: Vec<f32>,
+    hidden: Aligned,
     /// Queries, keys and values side by side.
-    qkv: Vec<f32>,
+    qkv: Aligned,
     /// What attention found, `[heads * head_dim]`.
-    attended: Vec<f32>,
+    attended: Aligned,
     mlp: MlpBuffers,
     experts: ExpertBuffers,
     /// `[wanted][vocab]`
-    logits: Vec<f32>,
+    logits: Aligned,
     /// Of each row.
     positions: Vec<usize>,
     /// Of each sequence.
@@ -48,16 +48,8 @@ struct Buffers {
 /// Of a dense MLP, or of one expert.
 #[derive(Default)]
 pub(super) struct MlpBuffers {
-    gate_up: Vec<f32>,
-    gated: Vec<f32>,
-}
-
-/// The first `len` elements, after growing to as many.
-pub(super) fn grown<T: Default + Clone>(memory: &mut Vec<T>, len: usize) -> &mut [T] {
-    if memory.len() < len {
-        memory.resize(len, T::default());
-    }
-    &mut memory[..len]
+    gate_up: Aligned,
+    gated: Aligned,
 }
 
 impl CpuExecutor {
@@ -146,7 +138,7 @@ struct Pass<'a> {
 impl Pass<'_> {
     fn embed<'t>(&mut self, embedding: &MatrixRef<'_>, tokens: impl Iterator<Item = &'t u32>) {
         let hidden = self.spec.hidden_size;
-        let x = grown(&mut self.buffers.x, self.num_rows * hidden);
+        let x = self.buffers.x.grown(self.num_rows * hidden);
         for (row, &token) in x.chunks_exact_mut(hidden).zip(tokens) {
             let token = token as usize;
             assert!(token < embedding.rows(), "token {token} outside the vocabulary");
@@ -158,10 +150,10 @@ impl Pass<'_> {
     fn project(&mut self, layer: &LayerWeights) {
         let spec = self.spec;
         let rows = self.num_rows;
-        let hidden = grown(&mut self.buffers.hidden, rows * spec.hidden_size);
+        let hidden = self.buffers.hidden.grown(rows * spec.hidden_size);
         normalise(self.cpu, spec, &self.buffers.x, &layer.attention_norm, hidden);
         let width = spec.query_width() + 2 * spec.kv_width();
-        let qkv = grown(&mut self.buffers.qkv, rows * width);
+        let qkv = self.buffers.qkv.grown(rows * width);
         apply(self.cpu, rows, hidden, &layer.qkv, qkv, Output::Store);
     }
 
@@ -218,7 +210,7 @@ impl Pass<'_> {
             window: spec.layers[layer_idx].window,
         };
         let width = spec.query_width() + 2 * spec.kv_width();
-        let attended = grown(&mut self.buffers.attended, self.num_rows * spec.query_width());
+        let attended = self.buffers.attended.grown(self.num_rows * spec.query_width());
         let queries = &self.buffers.qkv[..self.num_rows * width];
         // SAFETY: passed on to the caller.
         unsafe {
@@ -235,7 +227,7 @@ impl Pass<'_> {
         match &layer.attention_post_norm {
             None => apply(self.cpu, rows, attended, &layer.output, x, Output::Add),
             Some(norm) => {
-                let hidden = grown(&mut self.buffers.hidden, x.len());
+                let hidden = self.buffers.hidden.grown(x.len());
                 apply(self.cpu, rows, attended, &layer.output, hidden, Output::Store);
                 add_normalised(self.cpu, self.spec, hidden, norm, x);
             }
@@ -247,7 +239,7 @@ impl Pass<'_> {
         let rows = self.num_rows;
         let buffers = &mut *self.buffers;
         let x = &mut buffers.x[..rows * spec.hidden_size];
-        let hidden = grown(&mut buffers.hidden, x.len());
+        let hidden = buffers.hidden.grown(x.len());
         normalise(self.cpu, spec, x, &layer.mlp_norm, hidden);
         match (&layer.mlp, &layer.mlp_post_norm) {
             (Mlp::Dense(dense), None) => {
@@ -274,7 +266,7 @@ impl Pass<'_> {
     /// The last row of each sequence that wants logits, normed; how many there are.
     fn normalise_wanted(&mut self, norm: &[f32]) -> usize {
         let size = self.spec.hidden_size;
-        let hidden = grown(&mut self.buffers.hidden, self.sequences.len() * size);
+        let hidden = self.buffers.hidden.grown(self.sequences.len() * size);
         let mut num_wanted = 0;
         for (sequence, first_row) in self.sequences.iter().zip(&self.buffers.first_rows) {
             if sequence.wants_logits {
@@ -290,7 +282,7 @@ impl Pass<'_> {
 
     /// Fills in the logits; how many numbers they are.
     fn logits(&mut self, head: &MatrixRef<'_>, num_wanted: usize) -> usize {
-        let logits = grown(&mut self.buffers.logits, num_wanted * self.spec.vocab_size);
+        let logits = self.buffers.logits.grown(num_wanted * self.spec.vocab_size);
         gemm(self.cpu, num_wanted, &self.buffers.hidden, &[*head], None, logits, Output::Store);
         if let Some(cap) = self.spec.logit_soft_cap {
             soft_cap(self.cpu.isa, logits, cap);
@@ -351,14 +343,14 @@ fn gate_and_up<'m>(
     memory: &'m mut MlpBuffers,
 ) -> &'m [f32] {
     let size = mlp.down.parts[0].cols;
-    let gate_up = grown(&mut memory.gate_up, num_rows * 2 * size);
+    let gate_up = memory.gate_up.grown(num_rows * 2 * size);
     apply(cpu, num_rows, a, &mlp.gate_up, gate_up, Output::Store);
     let gate = match activation {
         Activation::Silu => Gate::Silu,
         Activation::Gelu => Gate::GeluErf,
         Activation::GeluTanh => Gate::GeluTanh,
     };
-    let all = grown(&mut memory.gated, num_rows * size);
+    let all = memory.gated.grown(num_rows * size);
     let isa = cpu.isa;
     let out = SharedMut::new(all);
     let gate_up = &*gate_up;

@@ -6,7 +6,8 @@
 //!
 //! ```text
 //! items of work:  columns in blocks of W that fit a core's cache  x  rows in blocks, when columns are few
-//! inside an item: W widened to f32 once when many rows use it, then tiles of rows x columns
+//! inside an item: tiles of rows x columns; when many rows use the block of W, it is widened to f32 once
+//!                  and laid out as tiles read it: [columns / C][K / 16][C][16], zeroes at the edges
 //! ```
 
 use super::Cpu;
@@ -60,9 +61,9 @@ pub(crate) enum Output {
     Add,
 }
 
-/// Rows from which on a block of W is widened once instead of in every tile.
-const WIDEN_FROM_ROWS: usize = 13;
-/// Elements of a block of W: 256 KiB when widened, which leaves room for A in a core's second cache.
+/// Rows from which on a block of W is packed once instead of widened in every tile.
+const PACK_FROM_ROWS: usize = 25;
+/// Elements of a block of W: 256 KiB when packed, which leaves room for A in a core's second cache.
 const BLOCK_ELEMENTS: usize = 64 * 1024;
 /// Rows in an item where rows are divided: a multiple of every tile height.
 const BLOCK_ROWS: usize = 96;
@@ -123,9 +124,10 @@ pub(crate) fn gemm(
     let block_rows = if divide_rows { BLOCK_ROWS } else { num_rows };
     let num_row_blocks = num_rows.div_ceil(block_rows);
 
-    let widen = num_rows >= WIDEN_FROM_ROWS;
+    let pack = num_rows >= PACK_FROM_ROWS;
     let isa = cpu.isa;
-    let scratch = cpu.scratch.reserve(num_threads, block_cols * k);
+    let scratch =
+        cpu.scratch.reserve(num_threads, if pack { block_cols * k.next_multiple_of(LANES) } else { 0 });
     let out = SharedMut::new(out);
     let item = |thread_idx: usize, item_idx: usize| {
         let (mut block, row_block) = (item_idx / num_row_blocks, item_idx % num_row_blocks);
@@ -160,7 +162,7 @@ pub(crate) fn gemm(
                 out: out.ptr().add(first_row * n + first_out + first_col),
                 out_stride: n,
                 add: output == Output::Add,
-                widened: if widen { scratch.of(thread_idx) } else { std::ptr::null_mut() },
+                packed: if pack { scratch.of(thread_idx) } else { std::ptr::null_mut() },
             };
             block_kernel(isa, &args);
         }
@@ -182,7 +184,7 @@ struct BlockArgs {
     out_stride: usize,
     add: bool,
     /// Room for the block in f32, or null when widening in the tiles is better.
-    widened: *mut f32,
+    packed: *mut f32,
 }
 
 kernel! {
@@ -196,7 +198,7 @@ unsafe fn block<S: Simd>(args: &BlockArgs) {
     // SAFETY: passed on to the caller.
     unsafe {
         match args.dtype {
-            Dtype::F32 => tiles::<S, F32>(args, args.w),
+            Dtype::F32 => block_of::<S, F32>(args),
             Dtype::F16 => block_of::<S, F16>(args),
             Dtype::Bf16 => block_of::<S, Bf16>(args),
         }
@@ -207,12 +209,76 @@ unsafe fn block<S: Simd>(args: &BlockArgs) {
 unsafe fn block_of<S: Simd, W: Stored>(args: &BlockArgs) {
     // SAFETY: passed on to the caller.
     unsafe {
-        if args.widened.is_null() {
-            tiles::<S, W>(args, args.w);
-        } else {
-            widen::<S, W>(args.w, args.widened, args.num_cols * args.k);
-            tiles::<S, F32>(args, args.widened.cast());
+        match (args.packed.is_null(), S::WIDE) {
+            (true, _) => tiles::<S, W>(args),
+            (false, true) => {
+                pack::<S, W, 4>(args);
+                packed_tiles::<S, 4>(args);
+            }
+            (false, false) => {
+                pack::<S, W, 2>(args);
+                packed_tiles::<S, 2>(args);
+            }
         }
+    }
+}
+
+/// Widens the block and lays it out in panels of `C` columns.
+#[inline(always)]
+unsafe fn pack<S: Simd, W: Stored, const C: usize>(args: &BlockArgs) {
+    let k = args.k;
+    let mut to = args.packed;
+    let mut col = 0;
+    while col < args.num_cols {
+        let mut i = 0;
+        while i < k {
+            for c in 0..C {
+                // SAFETY: columns and K stay below their numbers; the room is for whole panels.
+                unsafe {
+                    let from = args.w.add(((col + c) * k + i) * W::SIZE);
+                    let v = if col + c >= args.num_cols {
+                        S::splat(0.0)
+                    } else if i + LANES <= k {
+                        W::load::<S>(from)
+                    } else {
+                        W::load_part::<S>(from, k - i)
+                    };
+                    S::store(to, v);
+                    to = to.add(LANES);
+                }
+            }
+            i += LANES;
+        }
+        col += C;
+    }
+}
+
+/// A tile of A stays in the first cache while the block passes by.
+#[inline(always)]
+unsafe fn packed_tiles<S: Simd, const C: usize>(args: &BlockArgs) {
+    let max_rows = if S::WIDE { 6 } else { 3 };
+    let mut row = 0;
+    while row < args.num_rows {
+        let rows = max_rows.min(args.num_rows - row);
+        let mut col = 0;
+        while col < args.num_cols {
+            // SAFETY: row and column lie in the block.
+            unsafe {
+                let a = args.a.add(row * args.k);
+                let w = args.packed.add(col * args.k.next_multiple_of(LANES)).cast();
+                let at = (row, col);
+                match rows {
+                    6 if S::WIDE => tile::<S, F32, true, 6, C>(args, a, w, at),
+                    5 if S::WIDE => tile::<S, F32, true, 5, C>(args, a, w, at),
+                    4 if S::WIDE => tile::<S, F32, true, 4, C>(args, a, w, at),
+                    3 => tile::<S, F32, true, 3, C>(args, a, w, at),
+                    2 => tile::<S, F32, true, 2, C>(args, a, w, at),
+                    _ => tile::<S, F32, true, 1, C>(args, a, w, at),
+                }
+            }
+            col += C;
+        }
+        row += rows;
     }
 }
 
@@ -235,66 +301,64 @@ pub(crate) unsafe fn widen<S: Simd, W: Stored>(from: *const u8, to: *mut f32, n:
     }
 }
 
+/// The tiles of a few columns one after the other: W, which comes from memory, is read once and in order.
 #[inline(always)]
-unsafe fn tiles<S: Simd, W: Stored>(args: &BlockArgs, w: *const u8) {
+unsafe fn tiles<S: Simd, W: Stored>(args: &BlockArgs) {
     let max_rows = if S::WIDE { 6 } else { 3 };
-    let row_tiles = args.num_rows.div_ceil(max_rows);
-    let tile_cols = if S::WIDE || args.num_rows == 1 { 4 } else { 2 };
-    let col_tiles = args.num_cols.div_ceil(tile_cols);
-    // Many rows: a tile of A stays while the block of W passes by. Few rows: the other way round, so
-    // that W, which comes from memory, is read once and in order.
-    let rows_outside = args.num_rows >= WIDEN_FROM_ROWS;
-    let (outer, inner) = if rows_outside { (row_tiles, col_tiles) } else { (col_tiles, row_tiles) };
-    for o in 0..outer {
-        for i in 0..inner {
-            let (row_tile, col_tile) = if rows_outside { (o, i) } else { (i, o) };
-            let (row, col) = (row_tile * max_rows, col_tile * tile_cols);
+    let max_cols = if S::WIDE || args.num_rows == 1 { 4 } else { 2 };
+    let mut col = 0;
+    while col < args.num_cols {
+        let cols = max_cols.min(args.num_cols - col);
+        let mut row = 0;
+        while row < args.num_rows {
             let rows = max_rows.min(args.num_rows - row);
-            let cols = tile_cols.min(args.num_cols - col);
             // SAFETY: row and column lie in the block.
             unsafe {
                 let a = args.a.add(row * args.k);
-                let w = w.add(col * args.k * W::SIZE);
+                let w = args.w.add(col * args.k * W::SIZE);
                 let at = (row, col);
                 match (rows, cols) {
-                    (1, 4) => tile::<S, W, 1, 4>(args, a, w, at),
-                    (6, 4) if S::WIDE => tile::<S, W, 6, 4>(args, a, w, at),
-                    (5, 4) if S::WIDE => tile::<S, W, 5, 4>(args, a, w, at),
-                    (4, 4) if S::WIDE => tile::<S, W, 4, 4>(args, a, w, at),
-                    (3, 4) if S::WIDE => tile::<S, W, 3, 4>(args, a, w, at),
-                    (2, 4) if S::WIDE => tile::<S, W, 2, 4>(args, a, w, at),
-                    (3, 2) => tile::<S, W, 3, 2>(args, a, w, at),
-                    (2, 2) => tile::<S, W, 2, 2>(args, a, w, at),
+                    (1, 4) => tile::<S, W, false, 1, 4>(args, a, w, at),
+                    (6, 4) if S::WIDE => tile::<S, W, false, 6, 4>(args, a, w, at),
+                    (5, 4) if S::WIDE => tile::<S, W, false, 5, 4>(args, a, w, at),
+                    (4, 4) if S::WIDE => tile::<S, W, false, 4, 4>(args, a, w, at),
+                    (3, 4) if S::WIDE => tile::<S, W, false, 3, 4>(args, a, w, at),
+                    (2, 4) if S::WIDE => tile::<S, W, false, 2, 4>(args, a, w, at),
+                    (3, 2) => tile::<S, W, false, 3, 2>(args, a, w, at),
+                    (2, 2) => tile::<S, W, false, 2, 2>(args, a, w, at),
                     // Edges are rare: one element at a time.
                     _ => {
                         for r in 0..rows {
                             for c in 0..cols {
                                 let at = (row + r, col + c);
                                 let (a, w) = (a.add(r * args.k), w.add(c * args.k * W::SIZE));
-                                tile::<S, W, 1, 1>(args, a, w, at);
+                                tile::<S, W, false, 1, 1>(args, a, w, at);
                             }
                         }
                     }
                 }
             }
+            row += rows;
         }
+        col += cols;
     }
 }
 
-/// Computes and writes `R x C` elements.
+/// Computes and writes `R x C` elements, as far as there are so many columns.
 #[inline(always)]
-unsafe fn tile<S: Simd, W: Stored, const R: usize, const C: usize>(
+unsafe fn tile<S: Simd, W: Stored, const PACKED: bool, const R: usize, const C: usize>(
     args: &BlockArgs,
     a: *const f32,
     w: *const u8,
     (row, col): (usize, usize),
 ) {
+    let cols = C.min(args.num_cols - col);
     // SAFETY: the tile lies in the block.
     unsafe {
-        let dots = dot_tile::<S, W, R, C>(a, args.k, w, args.k, args.k);
+        let dots = dot_tile::<S, W, PACKED, R, C>(a, args.k, w, args.k, args.k);
         for (r, dots) in dots.iter().enumerate() {
             let out = args.out.add((row + r) * args.out_stride + col);
-            for (c, &dot) in dots.iter().enumerate() {
+            for (c, &dot) in dots.iter().take(cols).enumerate() {
                 let value = if args.bias.is_null() { dot } else { dot + *args.bias.add(col + c) };
                 let out = out.add(c);
                 *out = if args.add { *out + value } else { value };
@@ -303,45 +367,59 @@ unsafe fn tile<S: Simd, W: Stored, const R: usize, const C: usize>(
     }
 }
 
-/// The dot products of `R` rows of `a` with `C` rows of `w`, strides in elements.
+/// The dot products of `R` rows of `a` with `C` rows of `w`, strides in elements; or with a packed panel.
 ///
 /// # Safety
 /// Both pointers are valid for their rows of `k` elements.
 #[inline(always)]
-pub(crate) unsafe fn dot_tile<S: Simd, W: Stored, const R: usize, const C: usize>(
+#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
+pub(crate) unsafe fn dot_tile<S: Simd, W: Stored, const PACKED: bool, const R: usize, const C: usize>(
     a: *const f32,
     a_stride: usize,
     w: *const u8,
     w_stride: usize,
     k: usize,
 ) -> [[f32; C]; R] {
-    // SAFETY: indices stay below `k`.
+    // SAFETY: indices stay below `k`, in a packed panel below the next multiple of the lanes.
     unsafe {
         let mut acc = [[S::splat(0.0); C]; R];
+        let mut ws = [S::splat(0.0); C];
         let whole = k - k % LANES;
         let mut i = 0;
         while i < whole {
-            let ws: [S::V; C] = std::array::from_fn(|c| W::load::<S>(w.add((c * w_stride + i) * W::SIZE)));
-            for (r, acc) in acc.iter_mut().enumerate() {
+            for c in 0..C {
+                let at = if PACKED { i * C + c * LANES } else { c * w_stride + i };
+                ws[c] = W::load::<S>(w.add(at * W::SIZE));
+            }
+            for r in 0..R {
                 let x = S::load(a.add(r * a_stride + i));
-                for (acc, &w) in acc.iter_mut().zip(&ws) {
-                    *acc = S::fma(x, w, *acc);
+                for c in 0..C {
+                    acc[r][c] = S::fma(x, ws[c], acc[r][c]);
                 }
             }
             i += LANES;
         }
         if i < k {
             let n = k - i;
-            let ws: [S::V; C] =
-                std::array::from_fn(|c| W::load_part::<S>(w.add((c * w_stride + i) * W::SIZE), n));
-            for (r, acc) in acc.iter_mut().enumerate() {
+            for c in 0..C {
+                ws[c] = if PACKED {
+                    W::load::<S>(w.add((i * C + c * LANES) * W::SIZE))
+                } else {
+                    W::load_part::<S>(w.add((c * w_stride + i) * W::SIZE), n)
+                };
+            }
+            for r in 0..R {
                 let x = S::load_part(a.add(r * a_stride + i), n);
-                for (acc, &w) in acc.iter_mut().zip(&ws) {
-                    *acc = S::fma(x, w, *acc);
+                for c in 0..C {
+                    acc[r][c] = S::fma(x, ws[c], acc[r][c]);
                 }
             }
         }
-        acc.map(|acc| S::sums(acc))
+        let mut dots = [[0.0; C]; R];
+        for r in 0..R {
+            dots[r] = S::sums(acc[r]);
+        }
+        dots
     }
 }
 

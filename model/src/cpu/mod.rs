@@ -40,10 +40,47 @@ impl Cpu {
     }
 }
 
-/// Memory of the threads, used by one operation at a time; it grows and never shrinks.
+/// Numbers that begin at a cache line, so that vectors do not lie across two; grows, never shrinks.
+#[derive(Default)]
+struct Aligned {
+    lines: Vec<Line>,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([f32; 16]);
+
+impl Aligned {
+    /// The first `len`, with any contents.
+    fn grown(&mut self, len: usize) -> &mut [f32] {
+        let num_lines = len.div_ceil(16);
+        if self.lines.len() < num_lines {
+            self.lines.resize(num_lines, Line([0.0; 16]));
+        }
+        &mut self[..len]
+    }
+}
+
+impl std::ops::Deref for Aligned {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        // SAFETY: a line is sixteen f32 without gaps.
+        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.lines.len() * 16) }
+    }
+}
+
+impl std::ops::DerefMut for Aligned {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.lines.len() * 16) }
+    }
+}
+
+/// Memory of the threads, used by one operation at a time.
 #[derive(Default)]
 struct Scratch {
-    memory: Vec<f32>,
+    memory: Aligned,
 }
 
 /// One operation's view of it.
@@ -56,12 +93,9 @@ struct ThreadScratch {
 impl Scratch {
     /// At least `len` elements, with any contents, for each of `num_threads`.
     fn reserve(&mut self, num_threads: usize, len: usize) -> ThreadScratch {
-        // Whole cache lines, so that threads do not share one.
         let stride = len.next_multiple_of(16);
-        if self.memory.len() < stride * num_threads {
-            self.memory.resize(stride * num_threads, 0.0);
-        }
-        ThreadScratch { memory: gemm::SharedMut::new(&mut self.memory), stride }
+        let memory = gemm::SharedMut::new(self.memory.grown(stride * num_threads));
+        ThreadScratch { memory, stride }
     }
 }
 

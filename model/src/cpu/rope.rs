@@ -2,7 +2,7 @@
 
 use baton_kv_cache::{BlockId, BlockStorage};
 
-use super::forward::grown;
+use super::Aligned;
 use super::rows::rotate;
 use super::simd::{Bf16, Dtype, F16, F32, Stored};
 use crate::RopeSpec;
@@ -16,7 +16,7 @@ struct RopeTable {
     frequencies: Vec<f32>,
     factor: f32,
     /// `[rows][2][frequencies]`: cosines, then sines.
-    cos_sin: Vec<f32>,
+    cos_sin: Aligned,
 }
 
 impl RopeTables {
@@ -24,7 +24,7 @@ impl RopeTables {
         let table = |spec: &RopeSpec| RopeTable {
             frequencies: spec.inverse_frequencies(),
             factor: spec.attention_factor(),
-            cos_sin: Vec::new(),
+            cos_sin: Aligned::default(),
         };
         RopeTables { tables: specs.iter().map(table).collect() }
     }
@@ -33,7 +33,7 @@ impl RopeTables {
     pub(super) fn prepare(&mut self, positions: &[usize]) {
         for table in &mut self.tables {
             let half = table.frequencies.len();
-            let cos_sin = grown(&mut table.cos_sin, positions.len() * 2 * half);
+            let cos_sin = table.cos_sin.grown(positions.len() * 2 * half);
             for (row, &position) in cos_sin.chunks_exact_mut(2 * half).zip(positions) {
                 let (cos, sin) = row.split_at_mut(half);
                 for i in 0..half {

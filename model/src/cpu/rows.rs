@@ -94,28 +94,33 @@ kernel! {
 unsafe fn gated_of<S: Simd>(gate: Gate, x: *const f32, up: *const f32, out: *mut f32, n: usize) {
     // SAFETY: indices stay below `n`.
     unsafe {
-        let one = |x: S::V, up: S::V| {
-            // Both are x times a sigmoid: gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)).
-            let arg = match gate {
-                Gate::GeluTanh => {
-                    let cube = S::mul(S::mul(x, x), x);
-                    let inner = S::fma(cube, S::splat(0.044_715), x);
-                    S::mul(inner, S::splat(-1.595_769))
-                }
-                _ => S::mul(x, S::splat(-1.0)),
-            };
-            S::mul(S::div(x, S::add(S::splat(1.0), S::exp(arg))), up)
-        };
         let whole = n - n % LANES;
         let mut i = 0;
         while i < whole {
-            S::store(out.add(i), one(S::load(x.add(i)), S::load(up.add(i))));
+            S::store(out.add(i), gated_one::<S>(gate, S::load(x.add(i)), S::load(up.add(i))));
             i += LANES;
         }
         if i < n {
-            let v = one(S::load_part(x.add(i), n - i), S::load_part(up.add(i), n - i));
+            let (x, up) = (S::load_part(x.add(i), n - i), S::load_part(up.add(i), n - i));
+            let v = gated_one::<S>(gate, x, up);
             S::store_part(out.add(i), v, n - i);
         }
+    }
+}
+
+/// Both gates are x times a sigmoid: `gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))`.
+#[inline(always)]
+unsafe fn gated_one<S: Simd>(gate: Gate, x: S::V, up: S::V) -> S::V {
+    // SAFETY: no pointers.
+    unsafe {
+        let arg = if gate == Gate::GeluTanh {
+            let cube = S::mul(S::mul(x, x), x);
+            let inner = S::fma(cube, S::splat(0.044_715), x);
+            S::mul(inner, S::splat(-1.595_769))
+        } else {
+            S::mul(x, S::splat(-1.0))
+        };
+        S::mul(S::div(x, S::add(S::splat(1.0), S::exp(arg))), up)
     }
 }
 

@@ -61,6 +61,10 @@ impl Isa {
 
 /// Operations on sixteen f32 lanes.
 ///
+/// Kernels over it use plain loops and functions that are `#[inline(always)]`: a closure, also one that
+/// `map` or `from_fn` calls, is compiled without the instruction set of the kernel around it, and costs
+/// a call per vector.
+///
 /// # Safety (of all methods)
 /// The processor has the instructions of the implementation, and pointers are valid for the sixteen
 /// (or `n`) elements that the name promises. No alignment is asked for.
@@ -90,6 +94,7 @@ pub(crate) trait Simd: Copy {
 
     /// The sums of several vectors, each as [`sum`](Self::sum) does it.
     #[inline(always)]
+    #[allow(clippy::needless_range_loop)]
     unsafe fn sums<const N: usize>(vectors: [Self::V; N]) -> [f32; N] {
         // SAFETY: no pointers.
         unsafe {
@@ -98,8 +103,8 @@ pub(crate) trait Simd: Copy {
                 let four = Self::sums4([vectors[0], vectors[1], vectors[2], vectors[3]]);
                 sums.copy_from_slice(&four);
             } else {
-                for (sum, v) in sums.iter_mut().zip(vectors) {
-                    *sum = Self::sum(v);
+                for i in 0..N {
+                    sums[i] = Self::sum(vectors[i]);
                 }
             }
             sums
@@ -108,9 +113,9 @@ pub(crate) trait Simd: Copy {
 
     /// As [`sums`](Self::sums), where there is something better for four.
     #[inline(always)]
-    unsafe fn sums4(vectors: [Self::V; 4]) -> [f32; 4] {
+    unsafe fn sums4([a, b, c, d]: [Self::V; 4]) -> [f32; 4] {
         // SAFETY: no pointers.
-        vectors.map(|v| unsafe { Self::sum(v) })
+        unsafe { [Self::sum(a), Self::sum(b), Self::sum(c), Self::sum(d)] }
     }
 
     /// `n < 16` elements, the other lanes zero.
@@ -336,11 +341,6 @@ mod x86 {
         unsafe fn sums4([a, b, c, d]: [__m512; 4]) -> [f32; 4] {
             unsafe {
                 // Halves of two vectors side by side, then quarters of four: one addition for all.
-                let halves = |a, b| {
-                    let low = _mm512_shuffle_f32x4::<0b01_00_01_00>(a, b);
-                    let high = _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b);
-                    _mm512_add_ps(low, high)
-                };
                 let (ab, cd) = (halves(a, b), halves(c, d));
                 let low = _mm512_shuffle_f32x4::<0b10_00_10_00>(ab, cd);
                 let high = _mm512_shuffle_f32x4::<0b11_01_11_01>(ab, cd);
@@ -385,13 +385,7 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn load_bf16(p: *const u16) -> Self::V {
-            unsafe {
-                let widen = |p: *const u16| {
-                    let eight = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
-                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(eight))
-                };
-                (widen(p), widen(p.add(8)))
-            }
+            unsafe { (widen8(p), widen8(p.add(8))) }
         }
         #[inline(always)]
         unsafe fn load_f16(p: *const u16) -> Self::V {
@@ -457,6 +451,25 @@ mod x86 {
         #[inline(always)]
         unsafe fn sum(a: Self::V) -> f32 {
             unsafe { sum8(_mm256_add_ps(a.0, a.1)) }
+        }
+    }
+
+    /// The lower halves of two vectors plus their upper halves, side by side.
+    #[inline(always)]
+    unsafe fn halves(a: __m512, b: __m512) -> __m512 {
+        unsafe {
+            let low = _mm512_shuffle_f32x4::<0b01_00_01_00>(a, b);
+            let high = _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b);
+            _mm512_add_ps(low, high)
+        }
+    }
+
+    /// Eight bf16.
+    #[inline(always)]
+    unsafe fn widen8(p: *const u16) -> __m256 {
+        unsafe {
+            let eight = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(eight))
         }
     }
 
