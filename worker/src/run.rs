@@ -205,7 +205,12 @@ async fn drain(worker: &Worker, registration: Registration, drain_timeout: Durat
         () = tokio::time::sleep(drain_timeout) => {
             tracing::warn!(num_busy = lifecycle.num_busy(), "time is up; ending what still runs");
         }
-        () = engine_ended(&worker.engine) => {}
+        // An engine that broke says so to each of its streams; that is worth waiting for.
+        () = engine_ended(&worker.engine) => {
+            if timeout(HALT_TIMEOUT, lifecycle.idle()).await.is_ok() {
+                return;
+            }
+        }
     }
     lifecycle.halt();
     if timeout(HALT_TIMEOUT, lifecycle.idle()).await.is_err() {
