@@ -28,29 +28,29 @@ Ctrl-C stops an answer. A line that ends with \\ goes on in the next one.";
 /// How to chat, and with whom.
 #[derive(Debug, Args)]
 #[command(after_help = "Start a server with `baton up` in another terminal first.")]
-pub struct ChatArgs {
+pub(crate) struct ChatArgs {
     /// The server: any OpenAI endpoint over plain HTTP.
     #[arg(long, default_value = "http://127.0.0.1:8080", env = "BATON_URL")]
-    pub url: String,
+    pub(crate) url: String,
     /// Model to talk to. Default: the first that the server serves.
     #[arg(long, value_name = "NAME")]
-    pub model: Option<String>,
+    pub(crate) model: Option<String>,
     /// Sent as a bearer token.
     #[arg(long, value_name = "KEY", env = "OPENAI_API_KEY", hide_env_values = true)]
-    pub api_key: Option<String>,
+    pub(crate) api_key: Option<String>,
     /// How the model should behave.
     #[arg(long, value_name = "TEXT")]
-    pub system: Option<String>,
+    pub(crate) system: Option<String>,
     /// 0 always says the likeliest word. Default: the model's own.
     #[arg(long, value_name = "T")]
-    pub temperature: Option<f64>,
+    pub(crate) temperature: Option<f64>,
     /// Longest answer in tokens. Default: what fits.
     #[arg(long, value_name = "N")]
-    pub max_tokens: Option<u32>,
+    pub(crate) max_tokens: Option<u32>,
 }
 
 /// Talks until the user has had enough.
-pub async fn run(args: ChatArgs) -> anyhow::Result<()> {
+pub(crate) async fn run(args: ChatArgs) -> anyhow::Result<()> {
     let server = OpenAi::new(&args.url, args.api_key.clone())?;
     let model = find_model(&server, args.model.as_deref()).await?;
     let mut screen = Screen::new();

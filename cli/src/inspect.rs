@@ -27,49 +27,49 @@ no time is counted for the network, for queues or for sampling.";
 /// Which model, which device, which request.
 #[derive(Debug, Args)]
 #[command(after_help = NOTES)]
-pub struct InspectArgs {
+pub(crate) struct InspectArgs {
     /// Directory of a Hugging Face model; config.json is enough. Without it: the tiny model of this program.
-    pub model_dir: Option<PathBuf>,
+    pub(crate) model_dir: Option<PathBuf>,
     /// Type of the weights: f32, f16 or bf16. Default: as config.json says.
     #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
-    pub dtype: Option<KvDtype>,
+    pub(crate) dtype: Option<KvDtype>,
     /// Type of KV elements. Default: that of the weights.
     #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
-    pub kv_dtype: Option<KvDtype>,
+    pub(crate) kv_dtype: Option<KvDtype>,
 
     /// Peak numbers of a device (dense bf16).
     #[arg(long, value_enum, default_value_t = Device::H100, help_heading = "Device")]
-    pub device: Device,
+    pub(crate) device: Device,
     /// Peak TFLOP/s, instead of the device's.
     #[arg(long, value_name = "TFLOPS", help_heading = "Device")]
-    pub flops: Option<f64>,
+    pub(crate) flops: Option<f64>,
     /// Memory bandwidth in GB/s, instead of the device's.
     #[arg(long, value_name = "GB/S", help_heading = "Device")]
-    pub bandwidth: Option<f64>,
+    pub(crate) bandwidth: Option<f64>,
     /// Network bandwidth in GB/s between a prefill and a decode worker.
     #[arg(long, value_name = "GB/S", default_value_t = 12.5, help_heading = "Device")]
-    pub network: f64,
+    pub(crate) network: f64,
 
     /// Tokens of the prompt. Default: 1024, or half of a smaller context.
     #[arg(long, value_name = "TOKENS", help_heading = "Request")]
-    pub prompt: Option<usize>,
+    pub(crate) prompt: Option<usize>,
     /// Tokens of the answer. Default: 256, or what is left of a smaller context.
     #[arg(long, value_name = "TOKENS", help_heading = "Request")]
-    pub output: Option<usize>,
+    pub(crate) output: Option<usize>,
     /// Sequences that decode together.
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Request")]
-    pub batch: usize,
+    pub(crate) batch: usize,
     /// A measured time to the first token, in milliseconds, instead of the roofline's.
     #[arg(long, value_name = "MS", help_heading = "Request")]
-    pub ttft: Option<f64>,
+    pub(crate) ttft: Option<f64>,
     /// A measured time per output token, in milliseconds, instead of the roofline's.
     #[arg(long, value_name = "MS", help_heading = "Request")]
-    pub tpot: Option<f64>,
+    pub(crate) tpot: Option<f64>,
 }
 
 /// A device by its peak numbers, as its maker states them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Device {
+pub(crate) enum Device {
     /// NVIDIA A100 SXM 80 GB: 312 TFLOP/s, 2039 GB/s
     A100,
     /// NVIDIA H100 SXM: 989 TFLOP/s, 3350 GB/s
@@ -109,7 +109,7 @@ fn parse_dtype(name: &str) -> Result<KvDtype, String> {
 }
 
 /// Prints what the model costs.
-pub fn run(args: InspectArgs) -> anyhow::Result<()> {
+pub(crate) fn run(args: InspectArgs) -> anyhow::Result<()> {
     let dir = match &args.model_dir {
         Some(dir) => dir.clone(),
         None => embedded_model::directory()?,

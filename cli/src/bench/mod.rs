@@ -61,53 +61,53 @@ A request is due by the plan (--rate, --trace), or as soon as its client is free
 /// How load is made, and where it goes.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
-pub struct BenchArgs {
+pub(crate) struct BenchArgs {
     /// OpenAI endpoint to send to. [default: http://127.0.0.1:8080]
     #[arg(long, value_name = "URL")]
-    pub url: Vec<String>,
+    pub(crate) url: Vec<String>,
     /// Decode worker to send to directly, over its gRPC; it prefills by itself.
     #[arg(long, value_name = "URL")]
-    pub worker: Vec<String>,
+    pub(crate) worker: Vec<String>,
     /// Let two targets take turns, and print how they differ. A is the first --url.
     #[arg(long)]
-    pub compare: bool,
+    pub(crate) compare: bool,
     /// Which API of the endpoint.
     #[arg(long, value_enum, default_value_t = Api::Completions)]
-    pub api: Api,
+    pub(crate) api: Api,
     /// Model to ask for. Default: the first that the endpoint serves.
     #[arg(long, value_name = "NAME")]
-    pub model: Option<String>,
+    pub(crate) model: Option<String>,
     /// Sent as a bearer token.
     #[arg(long, value_name = "KEY", env = "OPENAI_API_KEY", hide_env_values = true)]
-    pub api_key: Option<String>,
+    pub(crate) api_key: Option<String>,
 
     /// Requests in flight: that many clients, each sending when its last request is answered.
     #[arg(long, value_name = "N", default_value_t = 8, conflicts_with_all = ["rate", "trace"], help_heading = "Load")]
-    pub concurrency: usize,
+    pub(crate) concurrency: usize,
     /// Requests a second, at random (Poisson) times, whether or not earlier ones are answered.
     #[arg(long, value_name = "R", conflicts_with = "trace", help_heading = "Load")]
-    pub rate: Option<f64>,
+    pub(crate) rate: Option<f64>,
     /// Replay the arrivals and lengths of a trace: Azure CSV or Mooncake jsonl.
     #[arg(long, value_name = "FILE", help_heading = "Load")]
-    pub trace: Option<PathBuf>,
+    pub(crate) trace: Option<PathBuf>,
     /// How many requests; with --compare, to each of the two. [default: 100, or the whole trace]
     #[arg(long, value_name = "M", help_heading = "Load")]
-    pub requests: Option<usize>,
+    pub(crate) requests: Option<usize>,
     /// Begin no request after this many seconds.
     #[arg(long, value_name = "SECONDS", help_heading = "Load")]
-    pub duration: Option<f64>,
+    pub(crate) duration: Option<f64>,
     /// Requests before the measurement, to each target, that count for nothing.
     #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Load")]
-    pub warmup: usize,
+    pub(crate) warmup: usize,
     /// Seconds after which a request has failed.
     #[arg(long, value_name = "SECONDS", default_value_t = 600.0, help_heading = "Load")]
-    pub timeout: f64,
+    pub(crate) timeout: f64,
     /// Replay a trace this many times as fast.
     #[arg(long, value_name = "X", default_value_t = 1.0, requires = "trace", help_heading = "Load")]
-    pub time_scale: f64,
+    pub(crate) time_scale: f64,
     /// Multiply the lengths of a trace.
     #[arg(long, value_name = "X", default_value_t = 1.0, requires = "trace", help_heading = "Load")]
-    pub length_scale: f64,
+    pub(crate) length_scale: f64,
 
     /// Prompt tokens: 128, 64..256, normal:MEAN,DEVIATION, lognormal:MEDIAN,SIGMA or exponential:MEAN.
     #[arg(long, value_name = "N", default_value_t = Lengths::Fixed(128), help_heading = "Requests")]
@@ -117,49 +117,49 @@ pub struct BenchArgs {
     output_tokens: Lengths,
     /// Longest prompt.
     #[arg(long, value_name = "N", help_heading = "Requests")]
-    pub max_input_tokens: Option<usize>,
+    pub(crate) max_input_tokens: Option<usize>,
     /// Longest answer.
     #[arg(long, value_name = "N", help_heading = "Requests")]
-    pub max_output_tokens: Option<usize>,
+    pub(crate) max_output_tokens: Option<usize>,
     /// Tokens at the front that all prompts have in common.
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Requests")]
-    pub shared_prefix: usize,
+    pub(crate) shared_prefix: usize,
     /// What prompts are made of. Default: words; token ids if --worker is given.
     #[arg(long, value_enum, help_heading = "Requests")]
-    pub prompt: Option<PromptKind>,
+    pub(crate) prompt: Option<PromptKind>,
     /// Token ids that prompts are drawn from, for --prompt ids: all ordinary tokens of the model.
     #[arg(long, value_name = "LOW..HIGH", default_value = "300..1800", value_parser = parse_token_range, help_heading = "Requests")]
-    pub token_range: (u32, u32),
+    pub(crate) token_range: (u32, u32),
     /// 0 is greedy.
     #[arg(long, value_name = "T", default_value_t = 0.0, help_heading = "Requests")]
-    pub temperature: f64,
+    pub(crate) temperature: f64,
     /// Let answers end where the model ends them, instead of asking for all tokens (ignore_eos).
     #[arg(long, help_heading = "Requests")]
-    pub stop_at_eos: bool,
+    pub(crate) stop_at_eos: bool,
     /// JSON object whose fields go into every request body.
     #[arg(long, value_name = "JSON", value_parser = parse_object, help_heading = "Requests")]
-    pub extra_body: Option<Map<String, Value>>,
+    pub(crate) extra_body: Option<Map<String, Value>>,
     /// The same seed makes the same load. A server that is still running may have its prompts cached.
     #[arg(long, default_value_t = 1, help_heading = "Requests")]
-    pub seed: u64,
+    pub(crate) seed: u64,
 
     /// Longest useful TTFT in milliseconds: prints goodput.
     #[arg(long, value_name = "MS", help_heading = "Report")]
-    pub slo_ttft: Option<f64>,
+    pub(crate) slo_ttft: Option<f64>,
     /// Longest useful TPOT in milliseconds: prints goodput.
     #[arg(long, value_name = "MS", help_heading = "Report")]
-    pub slo_tpot: Option<f64>,
+    pub(crate) slo_tpot: Option<f64>,
     /// Show no progress on standard error.
     #[arg(long, short, help_heading = "Report")]
-    pub quiet: bool,
+    pub(crate) quiet: bool,
     /// Write the report as JSON, to a file or, with -, to standard output instead of the table.
     #[arg(long, value_name = "FILE", help_heading = "Report")]
-    pub json: Option<PathBuf>,
+    pub(crate) json: Option<PathBuf>,
 }
 
 /// Which API of an OpenAI endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Api {
+pub(crate) enum Api {
     /// /v1/completions
     Completions,
     /// /v1/chat/completions
@@ -168,7 +168,7 @@ pub enum Api {
 
 /// What prompts are made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum PromptKind {
+pub(crate) enum PromptKind {
     /// English words. A few requests at the start find out how many tokens they are.
     Text,
     /// Token ids: lengths are exact.
@@ -185,7 +185,7 @@ fn parse_object(text: &str) -> Result<Map<String, Value>, String> {
 }
 
 /// Runs the load and prints the report. Ctrl-C ends it early; what is done is reported.
-pub async fn run(args: BenchArgs) -> anyhow::Result<()> {
+pub(crate) async fn run(args: BenchArgs) -> anyhow::Result<()> {
     let plan = args.plan()?;
     let targets = args.targets().await?;
     let material = args.material(&targets).await?;

@@ -18,6 +18,7 @@ use super::{
 
 /// Where requests are sent.
 #[derive(Clone, Debug)]
+#[allow(clippy::large_enum_variant)] // one or two values a run
 pub(crate) enum Target {
     OpenAi(OpenAiTarget),
     Worker(WorkerTarget),
