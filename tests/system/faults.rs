@@ -139,7 +139,7 @@ async fn losing_etcd_for_a_minute_changes_nothing_and_a_death_meanwhile_costs_no
 
     // The minute is what is tested: every lease has run out by then.
     tokio::time::sleep_until(stopped + Duration::from_secs(60)).await;
-    assert_eq!(streamed(&http, &body(3, 60, 24, "out"), |_| {}).await.is_empty(), false);
+    assert!(!streamed(&http, &body(3, 60, 24, "out"), |_| {}).await.is_empty());
 
     cluster.etcd.as_mut().expect("built with etcd").start_again();
     cluster.start_again("decode-0");
