@@ -155,18 +155,6 @@ kernel! {
 
 #[inline(always)]
 unsafe fn item<S: Simd>(args: &ItemArgs<'_>) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        match args.layout.dtype {
-            Dtype::F32 => item_of::<S, F32>(args),
-            Dtype::F16 => item_of::<S, F16>(args),
-            Dtype::Bf16 => item_of::<S, Bf16>(args),
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn item_of<S: Simd, T: Stored>(args: &ItemArgs<'_>) {
     let shape = args.shape;
     let group = shape.num_heads / shape.num_kv_heads;
     let head_dim = shape.head_dim;
@@ -203,18 +191,26 @@ unsafe fn item_of<S: Simd, T: Stored>(args: &ItemArgs<'_>) {
         let mut first = (args.position + 1).saturating_sub(window) / TILE * TILE;
         // Widening pays when several tiles of queries use it.
         let direct = dim == head_dim && num_queries <= DIRECT_QUERIES;
+        let dtype = if direct { args.layout.dtype } else { Dtype::F32 };
         while first < end {
             let len = TILE.min(end - first);
-            if direct {
-                let mut done = 0;
-                while done < len {
-                    let (k, run) = stored_run::<T>(args, 0, first + done, len - done);
-                    score::<S, T>(q, num_queries, k, run, dim, scores.add(done));
-                    done += run;
+            if !direct {
+                gather::<S>(args, 0, first, len, kv, dim);
+            }
+            let mut done = 0;
+            while done < len {
+                let (k, run) = if direct {
+                    stored_run(args, 0, first + done, len - done)
+                } else {
+                    (kv.cast_const().cast(), len)
+                };
+                let scores = scores.add(done);
+                match dtype {
+                    Dtype::F32 => score::<S, F32>(q, num_queries, k, run, dim, scores),
+                    Dtype::F16 => score::<S, F16>(q, num_queries, k, run, dim, scores),
+                    Dtype::Bf16 => score::<S, Bf16>(q, num_queries, k, run, dim, scores),
                 }
-            } else {
-                gather::<S, T>(args, 0, first, len, kv, dim);
-                score::<S, F32>(q, num_queries, kv.cast(), len, dim, scores);
+                done += run;
             }
             for query in 0..num_queries {
                 let row = query / group;
@@ -230,16 +226,23 @@ unsafe fn item_of<S: Simd, T: Stored>(args: &ItemArgs<'_>) {
                     std::slice::from_raw_parts_mut(sums.add(query * dim), dim),
                 );
             }
-            if direct {
-                let mut done = 0;
-                while done < len {
-                    let (v, run) = stored_run::<T>(args, 1, first + done, len - done);
-                    accumulate::<S, T>(scores.add(done), num_queries, v, run, dim, sums);
-                    done += run;
+            if !direct {
+                gather::<S>(args, 1, first, len, kv, dim);
+            }
+            let mut done = 0;
+            while done < len {
+                let (v, run) = if direct {
+                    stored_run(args, 1, first + done, len - done)
+                } else {
+                    (kv.cast_const().cast(), len)
+                };
+                let scores = scores.add(done);
+                match dtype {
+                    Dtype::F32 => accumulate::<S, F32>(scores, num_queries, v, run, dim, sums),
+                    Dtype::F16 => accumulate::<S, F16>(scores, num_queries, v, run, dim, sums),
+                    Dtype::Bf16 => accumulate::<S, Bf16>(scores, num_queries, v, run, dim, sums),
                 }
-            } else {
-                gather::<S, T>(args, 1, first, len, kv, dim);
-                accumulate::<S, F32>(scores, num_queries, kv.cast(), len, dim, sums);
+                done += run;
             }
             first += TILE;
         }
@@ -257,24 +260,19 @@ unsafe fn item_of<S: Simd, T: Stored>(args: &ItemArgs<'_>) {
 /// Where K (`half` 0) or V (1) of a position lies, and how many positions follow each other there, of at
 /// most `len`.
 #[inline(always)]
-unsafe fn stored_run<T: Stored>(
-    args: &ItemArgs<'_>,
-    half: usize,
-    position: usize,
-    len: usize,
-) -> (*const u8, usize) {
+unsafe fn stored_run(args: &ItemArgs<'_>, half: usize, position: usize, len: usize) -> (*const u8, usize) {
     let layout = args.layout;
     let (block_idx, slot) = (position / layout.block_size, position % layout.block_size);
     let piece = args.storage.layer_ptr(args.blocks[block_idx], args.layer_idx).as_ptr();
     let head = half * layout.half_bytes() + layout.head_offset(args.kv_head);
     // SAFETY: head and slot lie in the piece.
-    let from = unsafe { piece.add(head + slot * layout.head_dim * T::SIZE) };
+    let from = unsafe { piece.add(head + slot * layout.head_dim * layout.dtype.size_bytes()) };
     (from, (layout.block_size - slot).min(len))
 }
 
 /// Widens K (`half` 0) or V (1) of `len` positions from `first` to `[len][dim]`, padded with zeroes.
 #[inline(always)]
-unsafe fn gather<S: Simd, T: Stored>(
+unsafe fn gather<S: Simd>(
     args: &ItemArgs<'_>,
     half: usize,
     first: usize,
@@ -283,20 +281,20 @@ unsafe fn gather<S: Simd, T: Stored>(
     dim: usize,
 ) {
     let head_dim = args.layout.head_dim;
+    // Positions at a time: those that follow each other, where there is no padding between them.
     let mut done = 0;
     while done < len {
         // SAFETY: `to` has room for `len` positions.
         unsafe {
-            let (from, run) = stored_run::<T>(args, half, first + done, len - done);
+            let (from, run) = stored_run(args, half, first + done, len - done);
+            let run = if dim == head_dim { run } else { 1 };
             let to = to.add(done * dim);
-            if dim == head_dim {
-                widen::<S, T>(from, to, run * dim);
-            } else {
-                for i in 0..run {
-                    widen::<S, T>(from.add(i * head_dim * T::SIZE), to.add(i * dim), head_dim);
-                    std::slice::from_raw_parts_mut(to.add(i * dim + head_dim), dim - head_dim).fill(0.0);
-                }
+            match args.layout.dtype {
+                Dtype::F32 => widen::<S, F32>(from, to, run * head_dim),
+                Dtype::F16 => widen::<S, F16>(from, to, run * head_dim),
+                Dtype::Bf16 => widen::<S, Bf16>(from, to, run * head_dim),
             }
+            std::slice::from_raw_parts_mut(to.add(run * head_dim), run * (dim - head_dim)).fill(0.0);
             done += run;
         }
     }
@@ -312,10 +310,21 @@ unsafe fn score<S: Simd, W: Stored>(
     dim: usize,
     scores: *mut f32,
 ) {
-    let max_rows = if S::WIDE { 6 } else { 3 };
+    let max_cols = match S::TILE_ROWS {
+        6 => 4,
+        3 => 2,
+        _ => 1,
+    };
     let mut query = 0;
     while query < num_queries {
-        let rows = max_rows.min(num_queries - query);
+        let left = num_queries - query;
+        let rows = match S::TILE_ROWS {
+            6 if left >= 6 => 6,
+            6 if left >= 4 => 4,
+            3 if left >= 3 => 3,
+            6 | 3 if left >= 2 => 2,
+            _ => 1,
+        };
         let mut t = 0;
         // SAFETY: queries and positions stay below their numbers.
         unsafe {
@@ -323,17 +332,15 @@ unsafe fn score<S: Simd, W: Stored>(
                 let q = q.add(query * dim);
                 let k = k.add(t * dim * W::SIZE);
                 let out = scores.add(query * TILE + t);
-                let cols = if S::WIDE { 4 } else { 2 }.min(len - t);
+                let cols = max_cols.min(len - t);
                 match (rows, cols) {
-                    (6, 4) if S::WIDE => score_tile::<S, W, 6, 4>(q, k, dim, out),
-                    (5, 4) if S::WIDE => score_tile::<S, W, 5, 4>(q, k, dim, out),
-                    (4, 4) if S::WIDE => score_tile::<S, W, 4, 4>(q, k, dim, out),
-                    (3, 4) if S::WIDE => score_tile::<S, W, 3, 4>(q, k, dim, out),
-                    (2, 4) if S::WIDE => score_tile::<S, W, 2, 4>(q, k, dim, out),
-                    (1, 4) if S::WIDE => score_tile::<S, W, 1, 4>(q, k, dim, out),
-                    (3, 2) => score_tile::<S, W, 3, 2>(q, k, dim, out),
-                    (2, 2) => score_tile::<S, W, 2, 2>(q, k, dim, out),
-                    (1, 2) => score_tile::<S, W, 1, 2>(q, k, dim, out),
+                    (6, 4) if S::TILE_ROWS == 6 => score_tile::<S, W, 6, 4>(q, k, dim, out),
+                    (4, 4) if S::TILE_ROWS == 6 => score_tile::<S, W, 4, 4>(q, k, dim, out),
+                    (2, 4) if S::TILE_ROWS == 6 => score_tile::<S, W, 2, 4>(q, k, dim, out),
+                    (1, 4) if S::TILE_ROWS == 6 => score_tile::<S, W, 1, 4>(q, k, dim, out),
+                    (3, 2) if S::TILE_ROWS == 3 => score_tile::<S, W, 3, 2>(q, k, dim, out),
+                    (2, 2) if S::TILE_ROWS == 3 => score_tile::<S, W, 2, 2>(q, k, dim, out),
+                    (1, 2) if S::TILE_ROWS == 3 => score_tile::<S, W, 1, 2>(q, k, dim, out),
                     _ => {
                         for r in 0..rows {
                             for c in 0..cols {
@@ -441,23 +448,28 @@ unsafe fn accumulate<S: Simd, W: Stored>(
     dim: usize,
     sums: *mut f32,
 ) {
+    let max_side = match S::TILE_ROWS {
+        6 => 4,
+        3 => 2,
+        _ => 1,
+    };
     // SAFETY: queries, positions and columns stay below their numbers; `dim` is a multiple of the lanes.
     unsafe {
         let mut query = 0;
         while query < num_queries {
-            let rows = if S::WIDE { 4 } else { 2 }.min(num_queries - query);
+            let rows = max_side.min(num_queries - query);
             let mut d = 0;
             while d < dim {
-                let vectors = if S::WIDE { 4 } else { 2 }.min((dim - d) / LANES);
+                let vectors = max_side.min((dim - d) / LANES);
                 let (weights, v) = (weights.add(query * TILE), v.add(d * W::SIZE));
                 let sums = sums.add(query * dim + d);
                 match (rows, vectors) {
-                    (4, 4) if S::WIDE => add_tile::<S, W, 4, 4>(weights, v, len, dim, sums),
-                    (2, 2) => add_tile::<S, W, 2, 2>(weights, v, len, dim, sums),
+                    (4, 4) if max_side == 4 => add_tile::<S, W, 4, 4>(weights, v, len, dim, sums),
+                    (2, 2) if max_side == 2 => add_tile::<S, W, 2, 2>(weights, v, len, dim, sums),
                     _ => {
                         for r in 0..rows {
                             let (weights, sums) = (weights.add(r * TILE), sums.add(r * dim));
-                            if S::WIDE && vectors == 4 {
+                            if max_side == 4 && vectors == 4 {
                                 add_tile::<S, W, 1, 4>(weights, v, len, dim, sums);
                             } else {
                                 for i in 0..vectors {

@@ -202,23 +202,25 @@ unsafe fn block<S: Simd>(args: &BlockArgs) {
             Dtype::F16 => block_of::<S, F16>(args),
             Dtype::Bf16 => block_of::<S, Bf16>(args),
         }
+        if !args.packed.is_null() {
+            tiles::<S, F32, true>(args);
+        }
     }
 }
 
+/// Multiplies at once, or packs.
 #[inline(always)]
 unsafe fn block_of<S: Simd, W: Stored>(args: &BlockArgs) {
     // SAFETY: passed on to the caller.
     unsafe {
-        match (args.packed.is_null(), S::WIDE) {
-            (true, _) => tiles::<S, W>(args),
-            (false, true) => {
-                pack::<S, W, 4>(args);
-                packed_tiles::<S, 4>(args);
-            }
-            (false, false) => {
-                pack::<S, W, 2>(args);
-                packed_tiles::<S, 2>(args);
-            }
+        if args.packed.is_null() {
+            tiles::<S, W, false>(args);
+        } else if S::TILE_ROWS == 6 {
+            pack::<S, W, 4>(args);
+        } else if S::TILE_ROWS == 3 {
+            pack::<S, W, 2>(args);
+        } else {
+            pack::<S, W, 1>(args);
         }
     }
 }
@@ -253,35 +255,6 @@ unsafe fn pack<S: Simd, W: Stored, const C: usize>(args: &BlockArgs) {
     }
 }
 
-/// A tile of A stays in the first cache while the block passes by.
-#[inline(always)]
-unsafe fn packed_tiles<S: Simd, const C: usize>(args: &BlockArgs) {
-    let max_rows = if S::WIDE { 6 } else { 3 };
-    let mut row = 0;
-    while row < args.num_rows {
-        let rows = max_rows.min(args.num_rows - row);
-        let mut col = 0;
-        while col < args.num_cols {
-            // SAFETY: row and column lie in the block.
-            unsafe {
-                let a = args.a.add(row * args.k);
-                let w = args.packed.add(col * args.k.next_multiple_of(LANES)).cast();
-                let at = (row, col);
-                match rows {
-                    6 if S::WIDE => tile::<S, F32, true, 6, C>(args, a, w, at),
-                    5 if S::WIDE => tile::<S, F32, true, 5, C>(args, a, w, at),
-                    4 if S::WIDE => tile::<S, F32, true, 4, C>(args, a, w, at),
-                    3 => tile::<S, F32, true, 3, C>(args, a, w, at),
-                    2 => tile::<S, F32, true, 2, C>(args, a, w, at),
-                    _ => tile::<S, F32, true, 1, C>(args, a, w, at),
-                }
-            }
-            col += C;
-        }
-        row += rows;
-    }
-}
-
 /// Widens `n` stored numbers.
 ///
 /// # Safety
@@ -301,46 +274,66 @@ pub(crate) unsafe fn widen<S: Simd, W: Stored>(from: *const u8, to: *mut f32, n:
     }
 }
 
-/// The tiles of a few columns one after the other: W, which comes from memory, is read once and in order.
+/// All tiles. In place: those of a few columns one after the other, so that W, which comes from memory,
+/// is read once and in order. Packed: those of a few rows, so that A stays while the block passes by.
 #[inline(always)]
-unsafe fn tiles<S: Simd, W: Stored>(args: &BlockArgs) {
-    let max_rows = if S::WIDE { 6 } else { 3 };
-    let max_cols = if S::WIDE || args.num_rows == 1 { 4 } else { 2 };
-    let mut col = 0;
-    while col < args.num_cols {
+unsafe fn tiles<S: Simd, W: Stored, const PACKED: bool>(args: &BlockArgs) {
+    // One row alone has registers for four columns everywhere; packed panels have their width.
+    let max_cols = match S::TILE_ROWS {
+        6 => 4,
+        _ if !PACKED && args.num_rows == 1 => 4,
+        3 => 2,
+        _ => 1,
+    };
+    let w_base = if PACKED { args.packed.cast_const().cast() } else { args.w };
+    let w_len = if PACKED { args.k.next_multiple_of(LANES) } else { args.k };
+    let (mut row, mut col) = (0, 0);
+    while row < args.num_rows && col < args.num_cols {
+        let left = args.num_rows - row;
+        // Few shapes: five rows are four and one.
+        let rows = match S::TILE_ROWS {
+            6 if left >= 6 => 6,
+            6 if left >= 4 => 4,
+            3 if left >= 3 => 3,
+            6 | 3 if left >= 2 => 2,
+            _ => 1,
+        };
         let cols = max_cols.min(args.num_cols - col);
-        let mut row = 0;
-        while row < args.num_rows {
-            let rows = max_rows.min(args.num_rows - row);
-            // SAFETY: row and column lie in the block.
-            unsafe {
-                let a = args.a.add(row * args.k);
-                let w = args.w.add(col * args.k * W::SIZE);
-                let at = (row, col);
-                match (rows, cols) {
-                    (1, 4) => tile::<S, W, false, 1, 4>(args, a, w, at),
-                    (6, 4) if S::WIDE => tile::<S, W, false, 6, 4>(args, a, w, at),
-                    (5, 4) if S::WIDE => tile::<S, W, false, 5, 4>(args, a, w, at),
-                    (4, 4) if S::WIDE => tile::<S, W, false, 4, 4>(args, a, w, at),
-                    (3, 4) if S::WIDE => tile::<S, W, false, 3, 4>(args, a, w, at),
-                    (2, 4) if S::WIDE => tile::<S, W, false, 2, 4>(args, a, w, at),
-                    (3, 2) => tile::<S, W, false, 3, 2>(args, a, w, at),
-                    (2, 2) => tile::<S, W, false, 2, 2>(args, a, w, at),
-                    // Edges are rare: one element at a time.
-                    _ => {
-                        for r in 0..rows {
-                            for c in 0..cols {
-                                let at = (row + r, col + c);
-                                let (a, w) = (a.add(r * args.k), w.add(c * args.k * W::SIZE));
-                                tile::<S, W, false, 1, 1>(args, a, w, at);
-                            }
+        // SAFETY: row and column lie in the block.
+        unsafe {
+            let a = args.a.add(row * args.k);
+            let w = w_base.add(col * w_len * W::SIZE);
+            let at = (row, col);
+            match (rows, if PACKED { max_cols } else { cols }) {
+                (6, 4) if S::TILE_ROWS == 6 => tile::<S, W, PACKED, 6, 4>(args, a, w, at),
+                (4, 4) if S::TILE_ROWS == 6 => tile::<S, W, PACKED, 4, 4>(args, a, w, at),
+                (2, 4) if S::TILE_ROWS == 6 => tile::<S, W, PACKED, 2, 4>(args, a, w, at),
+                (1, 4) if S::TILE_ROWS == 6 || !PACKED => tile::<S, W, PACKED, 1, 4>(args, a, w, at),
+                (3, 2) if S::TILE_ROWS == 3 => tile::<S, W, PACKED, 3, 2>(args, a, w, at),
+                (2, 2) if S::TILE_ROWS == 3 => tile::<S, W, PACKED, 2, 2>(args, a, w, at),
+                (1, 2) if S::TILE_ROWS == 3 => tile::<S, W, PACKED, 1, 2>(args, a, w, at),
+                // Edges in place are rare: one element at a time.
+                _ => {
+                    for r in 0..rows {
+                        for c in 0..cols {
+                            let (a, w) = (a.add(r * args.k), w.add(c * args.k * W::SIZE));
+                            tile::<S, W, PACKED, 1, 1>(args, a, w, (row + r, col + c));
                         }
                     }
                 }
             }
-            row += rows;
         }
-        col += cols;
+        if PACKED {
+            col += cols;
+            if col == args.num_cols {
+                (row, col) = (row + rows, 0);
+            }
+        } else {
+            row += rows;
+            if row == args.num_rows {
+                (row, col) = (0, col + cols);
+            }
+        }
     }
 }
 

@@ -70,8 +70,9 @@ impl Isa {
 /// (or `n`) elements that the name promises. No alignment is asked for.
 pub(crate) trait Simd: Copy {
     type V: Copy;
-    /// Whether there are 32 registers of 16 lanes: decides the tile sizes.
-    const WIDE: bool;
+    /// Rows of the largest tile whose sums stay in registers: 6 with four columns, 3 with two, 1 with one.
+    /// Every shape is compiled for every type of weights, so there are few.
+    const TILE_ROWS: usize;
 
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
@@ -182,7 +183,7 @@ fn map2(a: [f32; LANES], b: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> [f32; 
 
 impl Simd for Portable {
     type V = [f32; LANES];
-    const WIDE: bool = false;
+    const TILE_ROWS: usize = 1;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -273,7 +274,7 @@ mod x86 {
 
     impl Simd for Avx512 {
         type V = __m512;
-        const WIDE: bool = true;
+        const TILE_ROWS: usize = 6;
 
         #[inline(always)]
         unsafe fn splat(x: f32) -> __m512 {
@@ -373,7 +374,7 @@ mod x86 {
 
     impl Simd for Avx2 {
         type V = (__m256, __m256);
-        const WIDE: bool = false;
+        const TILE_ROWS: usize = 3;
 
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self::V {
