@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""Writes generated examples: training examples to look at, or held-out ones to measure with.
+
+    python generate.py training --count 5
+    python generate.py recall-512 --count 75 --seed 1 > ../../models/tiny/eval/recall-512.jsonl
+
+A held-out example is one JSON line {"task", "messages", "answer"}; `is_right` says how a reply is judged.
+"""
+
+import argparse
+import json
+import random
+import re
+import sys
+from pathlib import Path
+from typing import Callable
+
+from tokenizers import Tokenizer
+
+from tasks import (
+    FULL, Difficulty, Segment, World, conversation_example, copy_turn, chat, facts_example, sum_turn, training_example,
+)
+from tokenizer import ExampleEncoder
+
+SINGLE = Difficulty(single=1.0)
+# A prompt of "512 tokens" has this many, give or take.
+LENGTH_TOLERANCE = 0.06
+
+
+def held_out_examples(task: str, count: int, seed: int, encoder: ExampleEncoder) -> list[dict]:
+    rng = random.Random(f"{task} {seed}")
+    examples: list[dict] = []
+    while len(examples) < count:
+        example = to_example(task, TASKS[task](rng))
+        if example and has_length(example, encoder):
+            examples.append(example)
+    return examples
+
+
+def facts(hops: str, num_tokens: int) -> Callable[[random.Random], list[Segment]]:
+    def make(rng: random.Random) -> list[Segment]:
+        # Characters per token vary: aim a little around the length, and let `has_length` choose.
+        return facts_example(World(rng, SINGLE, "held_out"), int(num_tokens * rng.uniform(3.2, 4.2)), hops)
+    return make
+
+
+TASKS: dict[str, Callable[[random.Random], list[Segment]]] = {
+    "recall-512": facts("one", 512),
+    "recall-1024": facts("one", 1024),
+    "two-hop-256": facts("two", 256),
+    "two-hop-512": facts("two", 512),
+    "copy": lambda rng: chat([copy_turn(rng, "held_out", max_pieces=14)]),
+    "sums": lambda rng: chat([sum_turn(rng, "held_out")]),
+    "conversation": lambda rng: conversation_example(World(rng, SINGLE, "held_out"), rng.randint(100, 800)),
+}
+
+
+def to_example(task: str, segments: list[Segment]) -> dict | None:
+    """The last assistant turn becomes the answer; `None` when the segments do not suit the task."""
+    last = segments[-1]
+    if last.role != "assistant" or not last.value:
+        return None
+    messages = [{"role": segment.role, "content": segment.text} for segment in segments[:-1]]
+    if task.startswith("two-hop") and not in_different_paragraphs(messages[0]["content"], last.text):
+        return None
+    return {"task": task, "messages": messages, "answer": last.value}
+
+
+def in_different_paragraphs(context: str, reply: str) -> bool:
+    link, end = reply.rstrip(".").split(". ")
+    paragraphs = [p for p in context.split("\n") if p]
+    where = [[i for i, p in enumerate(paragraphs) if statement in p] for statement in (link, end)]
+    return bool(where[0] and where[1]) and not set(where[0]) & set(where[1])
+
+
+def has_length(example: dict, encoder: ExampleEncoder) -> bool:
+    match = re.search(r"-(\d+)$", example["task"])
+    if not match:
+        return True
+    wanted = int(match[1])
+    segments = [Segment(m["role"], m["content"]) for m in example["messages"]]
+    return abs(len(encoder.encode(segments)[0]) - wanted) <= wanted * LENGTH_TOLERANCE
+
+
+def is_right(task: str, reply: str, answer: str) -> bool:
+    """Copies must be exact. Elsewhere the reply must end with the answer, as whole words, full stop or not."""
+    reply = reply.strip()
+    if task == "copy":
+        return reply == answer
+    return re.search(rf"(^|[^\w]){re.escape(answer)}\.?$", reply) is not None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=["training", *TASKS])
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=200, help="length of training examples")
+    parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parents[2] / "models/tiny/tokenizer.json")
+    args = parser.parse_args()
+    if args.task == "training":
+        rng = random.Random(args.seed)
+        for _ in range(args.count):
+            segments = training_example(rng, args.tokens, FULL)
+            print("\n".join(f"[{segment.role}] {segment.text}" for segment in segments), end="\n\n")
+        return
+    encoder = ExampleEncoder(Tokenizer.from_file(str(args.tokenizer)))
+    for example in held_out_examples(args.task, args.count, args.seed, encoder):
+        json.dump(example, sys.stdout, ensure_ascii=False)
+        print()
+
+
+if __name__ == "__main__":
+    main()
