@@ -29,7 +29,6 @@ from tasks import EASY, FULL, MEDIUM, Difficulty, World, copy_example, facts_exa
 from tokenizer import ExampleEncoder
 
 WARMUP_STEPS = 30
-IGNORED = -1
 
 
 @dataclass(frozen=True)
