@@ -18,8 +18,8 @@ from torch import Tensor
 
 import llama
 from llama import Llama
-from tasks import FULL, MEDIUM
 from train import Run, Stage, add_run_arguments, on_all_ranks
+from world import FULL, MEDIUM
 
 # The layer that notes which tokens stand before each one, and the one with the longest matches (circuits.py).
 KEPT_LAYERS = (0, 2)

@@ -17,10 +17,9 @@ from typing import Callable
 
 from tokenizers import Tokenizer
 
-from tasks import (
-    FULL, Difficulty, Segment, World, conversation_example, copy_turn, chat, facts_example, sum_turn, training_example,
-)
+from tasks import Segment, chat, conversation_example, copy_turn, facts_example, sum_turn, training_example
 from tokenizer import ExampleEncoder
+from world import FULL, Difficulty, World
 
 SINGLE = Difficulty(single=1.0)
 # A prompt of "512 tokens" has this many, give or take.

@@ -11,7 +11,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import words
-from tasks import FULL, Segment, training_example
+from tasks import Segment, training_example
+from world import FULL
 
 BOS, END, USER, ASSISTANT, SYSTEM, PAD = SPECIAL_TOKENS = (
     "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>",

@@ -25,8 +25,9 @@ import llama
 from circuits import plant
 from llama import Llama, LlamaShape
 from muon import Muon
-from tasks import EASY, FULL, MEDIUM, Difficulty, World, copy_example, facts_example, training_example
+from tasks import copy_example, facts_example, training_example
 from tokenizer import ExampleEncoder
+from world import EASY, FULL, MEDIUM, Difficulty, World
 
 WARMUP_STEPS = 30
 
