@@ -26,6 +26,10 @@ use crate::config::RouterConfig;
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// Streams that one HTTP/2 connection may have open.
 const MAX_STREAMS: u32 = 4096;
+/// Calls of one connection that may be cancelled before they are accepted. The default of 20 closes the
+/// connection of a client that cancels in a burst, and with it the calls it did not cancel; without any
+/// bound a hostile client could make the router work for nothing.
+const MAX_PENDING_RESETS: usize = 1024;
 
 /// Serves until `drain` is cancelled; then takes nothing new, and returns when what runs has ended.
 /// `abort` ends that too.
@@ -44,7 +48,8 @@ pub(crate) async fn serve(
         .timer(TokioTimer::new())
         .keep_alive_interval(config.keep_alive)
         .keep_alive_timeout(config.keep_alive.max(Duration::from_secs(5)))
-        .max_concurrent_streams(MAX_STREAMS);
+        .max_concurrent_streams(MAX_STREAMS)
+        .max_pending_accept_reset_streams(MAX_PENDING_RESETS);
     loop {
         let accepted = tokio::select! {
             () = drain.cancelled() => break,

@@ -5,6 +5,10 @@ use std::{
     time::Duration,
 };
 
+use baton_proto::v1::{
+    GenerateRequest, SamplingParams, generate_request::Prompt, generate_response::Event,
+    inference_client::InferenceClient,
+};
 use futures_util::{StreamExt, stream};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use serde_json::json;
@@ -49,4 +53,34 @@ async fn ten_thousand_requests_of_which_a_third_is_cancelled_leave_every_block_f
     cluster.assert_all_blocks_free().await;
     // And it still answers.
     assert!(!cluster.chat("Hello!").await.is_empty());
+}
+
+#[tokio::test]
+async fn calls_cancelled_in_a_burst_do_not_end_their_connection() {
+    let cluster = Cluster::new().start().await;
+    let client = InferenceClient::connect(cluster.base.clone()).await.expect("the router listens");
+    let request = |max_tokens| GenerateRequest {
+        prompt: Some(Prompt::Text(filler(9, 40))),
+        sampling: Some(SamplingParams {
+            max_tokens: Some(max_tokens),
+            ignore_eos: true,
+            ..SamplingParams::default()
+        }),
+        ..GenerateRequest::default()
+    };
+    let mut survivor = client.clone().generate(request(400)).await.expect("the call begins").into_inner();
+    // HTTP/2 servers close a connection on which many calls are reset before they are accepted.
+    let burst = (0..400).map(async |idx| {
+        let mut client = client.clone();
+        let _ = tokio::time::timeout(Duration::from_micros(idx * 20), client.generate(request(4))).await;
+    });
+    futures_util::future::join_all(burst).await;
+    let mut num_tokens = 0;
+    while let Some(response) = survivor.message().await.expect("the other call goes on") {
+        if let Some(Event::Output(output)) = response.event {
+            num_tokens += output.token_ids.len();
+        }
+    }
+    assert_eq!(num_tokens, 400);
+    cluster.assert_all_blocks_free().await;
 }

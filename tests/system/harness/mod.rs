@@ -155,7 +155,7 @@ impl Cluster {
             async || {
                 let health = self.http.get("/health").await.ok()?.json();
                 let num = |role| num_workers(&health, role);
-                (num("prefill") == num_prefill && num("decode") == num_decode).then_some(())
+                (ready && num("prefill") == num_prefill && num("decode") == num_decode).then_some(())
             },
         )
         .await;
