@@ -153,7 +153,10 @@ impl Cluster {
             &format!("{num_prefill} prefill and {num_decode} decode workers"),
             START_LIMIT,
             async || {
-                let health = self.http.get("/health").await.ok()?.json();
+                let answer = self.http.get("/health").await.ok()?;
+                let health = answer.json();
+                // Workers may be there before the router has loaded its tokenizer.
+                let ready = answer.status.is_success();
                 let num = |role| num_workers(&health, role);
                 (ready && num("prefill") == num_prefill && num("decode") == num_decode).then_some(())
             },
