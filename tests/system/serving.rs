@@ -1,9 +1,11 @@
 //! A real request through router, prefill worker and decode worker.
 
+use std::time::Duration;
+
 use serde_json::json;
 
 use crate::{
-    harness::{Cluster, sum_metric},
+    harness::{Cluster, eventually, sum_metric},
     prompts::{filler, tasks},
 };
 
@@ -45,10 +47,13 @@ async fn remote_requests_move_their_kv(transport: &str) {
     let expected = prompt_tokens.div_ceil(16) * 16 * token_bytes;
     assert_eq!(received_bytes(&cluster, transport).await, expected as f64);
 
-    // The router shows the same from its load reports.
-    let metrics = cluster.http.get("/metrics").await.expect("metrics are served").text;
+    // The router shows the same once a load report has come: what was sent, and what was received.
     let label = format!("transport=\"{transport}\"");
-    assert!(sum_metric(&metrics, "baton_worker_handoff_bytes", &[&label]) > 0.0, "{metrics}");
+    eventually("the bytes moved, in the router's metrics", Duration::from_secs(20), async || {
+        let metrics = cluster.http.get("/metrics").await.expect("metrics are served").text;
+        (sum_metric(&metrics, "baton_worker_handoff_bytes", &[&label]) == 2.0 * expected as f64).then_some(())
+    })
+    .await;
     cluster.assert_all_blocks_free().await;
 }
 
