@@ -1,11 +1,7 @@
 //! One remote prefill, from `Begin` to verified KV: feeds the state machine with what the stream, the
 //! engine, the data plane, the router and the clock say, and does what it decides.
 
-use std::{
-    collections::VecDeque,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{collections::VecDeque, sync::Arc, time::Instant};
 
 use baton_engine::{Request, Reservation, SampledToken, SubmitError};
 use baton_kv_transfer::{
@@ -21,9 +17,10 @@ use baton_worker::{
     Worker,
     convert::submit_failure,
     convert_handoff::{FirstToken, Payload, decode_message_to_proto, prefill_message_from_proto},
+    handoff_stream::{HandoffStream, StreamEvent, if_any, sleep_until},
 };
 use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
-use tokio::{sync::mpsc, time::timeout};
+use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Response, Status, Streaming, metadata::MetadataKey, transport::Channel};
 
@@ -32,8 +29,6 @@ use crate::generation::HandoffEvent;
 /// Messages to the prefill worker that wait in the stream: all that one handoff can have, `Begin`,
 /// `Grant` and `Commit` or `Cancel`.
 const OUTBOUND_BOUND: usize = 4;
-/// For the last messages to leave.
-const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 type Opening = BoxFuture<'static, Result<Response<Streaming<proto::PrefillMessage>>, Status>>;
 type Reserving = BoxFuture<'static, Result<Reservation, SubmitError>>;
@@ -65,9 +60,7 @@ pub struct Handoff {
     is_told: bool,
 
     opening: Option<Opening>,
-    inbound: Option<Streaming<proto::PrefillMessage>>,
-    outbound: mpsc::Sender<proto::DecodeMessage>,
-    unsent: VecDeque<proto::DecodeMessage>,
+    stream: HandoffStream<proto::PrefillMessage, proto::DecodeMessage>,
 
     reserving: Option<Reserving>,
     granted: Option<Granted<Reservation>>,
@@ -109,9 +102,7 @@ impl Handoff {
             events,
             is_told: false,
             opening: Some(Box::pin(open(client, messages))),
-            inbound: None,
-            outbound,
-            unsent: VecDeque::new(),
+            stream: HandoffStream::new(outbound),
             reserving: None,
             granted: None,
             verifying: FuturesUnordered::new(),
@@ -136,27 +127,7 @@ impl Handoff {
             };
             actions = self.machine.on(input, Instant::now());
         }
-        let flush = async {
-            for message in std::mem::take(&mut self.unsent) {
-                if self.outbound.send(message).await.is_err() {
-                    break;
-                }
-            }
-        };
-        // A peer that reads nothing loses what it did not read.
-        let _ = timeout(FLUSH_TIMEOUT, flush).await;
-        self.end_stream().await;
-    }
-
-    /// Ends our half of the stream and reads the rest of the other, so that the last message arrives:
-    /// dropping the stream at once would reset it and may discard what is still on its way.
-    async fn end_stream(self) {
-        let Handoff { inbound, outbound, .. } = self;
-        drop(outbound);
-        if let Some(mut inbound) = inbound {
-            let _ =
-                timeout(FLUSH_TIMEOUT, async { while let Ok(Some(_)) = inbound.message().await {} }).await;
-        }
+        self.stream.end().await;
     }
 
     /// Waits for whatever happens next.
@@ -168,24 +139,16 @@ impl Handoff {
                 // Time first, so that nothing busy outlives its deadline.
                 biased;
                 () = sleep_until(deadline) => return Input::Tick,
-                opened = maybe(&mut self.opening) => {
-                    self.opening = None;
-                    match opened {
-                        Ok(response) => self.inbound = Some(response.into_inner()),
-                        Err(status) => return Input::StreamClosed(self.lost(&status)),
-                    }
-                }
-                message = receive(&mut self.inbound) => return self.received(message),
-                sent = send_next(&self.outbound, &mut self.unsent), if !self.unsent.is_empty() => {
-                    if !sent {
-                        // Why, the other half of the stream will say.
-                        self.unsent.clear();
-                    }
-                }
-                reserved = maybe(&mut self.reserving) => {
-                    self.reserving = None;
-                    return self.reserved(reserved);
-                }
+                opened = if_any(&mut self.opening) => match opened {
+                    Ok(response) => self.stream.opened(response.into_inner()),
+                    Err(status) => return Input::StreamClosed(self.lost(&status)),
+                },
+                event = self.stream.next() => match event {
+                    StreamEvent::Received(message) => return self.received(message),
+                    // Why, the other half of the stream will say.
+                    StreamEvent::Dropped => {}
+                },
+                reserved = if_any(&mut self.reserving) => return self.reserved(reserved),
                 Some((num_pieces, result)) = self.verifying.next() => {
                     return Input::Verified { num_pieces, result };
                 }
@@ -208,7 +171,7 @@ impl Handoff {
             Ok(None) => "the prefill worker ended the stream".to_owned(),
             Err(status) => self.lost(&status),
         };
-        self.inbound = None;
+        self.stream.close();
         Input::StreamClosed(why)
     }
 
@@ -235,7 +198,7 @@ impl Handoff {
         match action {
             Action::Send(message) => {
                 let payload = Payload { request: &self.plan.request, kv_format: self.worker.kv_format() };
-                self.unsent.push_back(decode_message_to_proto(message, payload));
+                self.stream.send(decode_message_to_proto(message, payload));
             }
             Action::Reserve => {
                 let (engine, request) = (self.worker.engine().clone(), self.plan.request.clone());
@@ -350,40 +313,4 @@ async fn open(
         }
     });
     client.handoff(request).await
-}
-
-/// Sends the first of `unsent` when the stream has room; whether somebody reads it. Nothing is lost when
-/// the future is dropped.
-async fn send_next(
-    outbound: &mpsc::Sender<proto::DecodeMessage>,
-    unsent: &mut VecDeque<proto::DecodeMessage>,
-) -> bool {
-    let Ok(permit) = outbound.reserve().await else { return false };
-    if let Some(message) = unsent.pop_front() {
-        permit.send(message);
-    }
-    true
-}
-
-async fn receive(
-    inbound: &mut Option<Streaming<proto::PrefillMessage>>,
-) -> Result<Option<proto::PrefillMessage>, Status> {
-    match inbound {
-        Some(inbound) => inbound.message().await,
-        None => std::future::pending().await,
-    }
-}
-
-async fn maybe<T>(future: &mut Option<BoxFuture<'static, T>>) -> T {
-    match future {
-        Some(future) => future.await,
-        None => std::future::pending().await,
-    }
-}
-
-async fn sleep_until(deadline: Option<Instant>) {
-    match deadline {
-        Some(deadline) => tokio::time::sleep_until(deadline.into()).await,
-        None => std::future::pending().await,
-    }
 }

@@ -1,11 +1,7 @@
 //! One handoff, from the stream's opening to its end: feeds the state machine with what the stream, the
 //! engine, the data plane and the clock say, and does what it decides.
 
-use std::{
-    collections::VecDeque,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{collections::VecDeque, sync::Arc, time::Instant};
 
 use baton_engine::{HeldBlocks, PrefillEvent, PrefillEvents, Request};
 use baton_kv_cache::KvFormat;
@@ -22,17 +18,14 @@ use baton_worker::{
     Worker,
     convert::{WireError, engine_failure, request_from_begin, submit_failure},
     convert_handoff::{FirstToken, begin_from_proto, decode_message_from_proto, prefill_message_to_proto},
+    handoff_stream::{HandoffStream, StreamEvent, if_any, sleep_until},
 };
 use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
-use tokio::{sync::mpsc, time::timeout};
+use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
-
-/// For the last messages to leave.
-const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 type Routing = BoxFuture<'static, Result<Route, RouteError>>;
 type Pushing = BoxFuture<'static, Result<Pushed, PushError>>;
-type Outbound = mpsc::Sender<Result<proto::PrefillMessage, Status>>;
 
 /// One handoff.
 pub struct Handoff {
@@ -41,10 +34,7 @@ pub struct Handoff {
     machine: PrefillHandoff,
     started: Instant,
 
-    /// `None` once the decode worker has ended its half.
-    inbound: Option<Streaming<proto::DecodeMessage>>,
-    outbound: Outbound,
-    unsent: VecDeque<Result<proto::PrefillMessage, Status>>,
+    stream: HandoffStream<proto::DecodeMessage, Result<proto::PrefillMessage, Status>>,
 
     /// What `Begin` asked for, until it is computed.
     request: Option<(Request, KvFormat)>,
@@ -67,8 +57,10 @@ impl Handoff {
         worker: Arc<Worker>,
         sender: Sender,
         inbound: Streaming<proto::DecodeMessage>,
-        outbound: Outbound,
+        outbound: mpsc::Sender<Result<proto::PrefillMessage, Status>>,
     ) -> Handoff {
+        let mut stream = HandoffStream::new(outbound);
+        stream.opened(inbound);
         let started = Instant::now();
         let total = worker.config().handoff_deadline;
         let limits = Limits { total, stall: total.min(Limits::default().stall), ..Limits::default() };
@@ -78,9 +70,7 @@ impl Handoff {
             worker,
             sender,
             started,
-            inbound: Some(inbound),
-            outbound,
-            unsent: VecDeque::new(),
+            stream,
             request: None,
             events: None,
             held: None,
@@ -100,69 +90,48 @@ impl Handoff {
         while !self.machine.is_over() {
             let input = match inputs.pop_front() {
                 Some(input) => input,
-                None => match self.next().await {
-                    Some(input) => input,
-                    None => continue,
-                },
+                None => self.next().await,
             };
             for action in self.machine.on(input, Instant::now()) {
                 inputs.extend(self.act(action));
             }
         }
-        let flush = async {
-            for message in std::mem::take(&mut self.unsent) {
-                if self.outbound.send(message).await.is_err() {
-                    break;
-                }
-            }
-        };
-        // A peer that reads nothing loses what it did not read.
-        let _ = timeout(FLUSH_TIMEOUT, flush).await;
+        self.stream.end().await;
     }
 
-    /// Waits for whatever happens next; `None` when it does not concern the state machine.
-    async fn next(&mut self) -> Option<Input<FirstToken>> {
+    /// Waits for whatever happens next.
+    async fn next(&mut self) -> Input<FirstToken> {
         let halted = self.worker.lifecycle().halted();
         let deadline = self.machine.deadline();
         tokio::select! {
             // Time first, so that nothing busy outlives its deadline; leaving last, since what just happened
             // says more.
             biased;
-            () = sleep_until(deadline) => Some(Input::Tick),
-            message = receive(&mut self.inbound) => Some(self.received(message)),
-            sent = send_next(&self.outbound, &mut self.unsent), if !self.unsent.is_empty() => {
-                if sent { None } else { Some(self.peer_left()) }
-            }
-            () = self.outbound.closed(), if self.inbound.is_some() => Some(self.peer_left()),
-            event = next_event(&mut self.events) => Some(self.computed(event)),
-            routed = maybe(&mut self.routing) => {
-                self.routing = None;
-                Some(Input::Routed(routed.map(|route| {
-                    self.route = Some(route);
-                })))
-            }
+            () = sleep_until(deadline) => Input::Tick,
+            event = self.stream.next() => match event {
+                StreamEvent::Received(message) => self.received(message),
+                StreamEvent::Dropped => {
+                    self.stream.close();
+                    Input::StreamClosed("the decode worker dropped the stream".into())
+                }
+            },
+            event = next_event(&mut self.events) => self.computed(event),
+            routed = if_any(&mut self.routing) => Input::Routed(routed.map(|route| {
+                self.route = Some(route);
+            })),
             Some(pushed) = self.pushes.next() => {
                 if let Ok(pushed) = &pushed {
                     let bytes = self.moved.map_or(0, |(_, bytes)| bytes) + pushed.bytes;
                     self.moved = Some((pushed.transport, bytes));
                 }
-                Some(Input::Pushed(pushed))
+                Input::Pushed(pushed)
             }
-            () = maybe(&mut self.stopping) => {
-                self.stopping = None;
-                Some(Input::Idle)
-            }
+            () = if_any(&mut self.stopping) => Input::Idle,
             () = halted.cancelled(), if !self.is_halted => {
                 self.is_halted = true;
-                Some(Input::Fail(Failed::new(FailureKind::Draining, "the prefill worker is leaving")))
+                Input::Fail(Failed::new(FailureKind::Draining, "the prefill worker is leaving"))
             }
         }
-    }
-
-    fn peer_left(&mut self) -> Input<FirstToken> {
-        self.inbound = None;
-        self.unsent.clear();
-        Input::StreamClosed("the decode worker dropped the stream".into())
     }
 
     fn received(&mut self, message: Result<Option<proto::DecodeMessage>, Status>) -> Input<FirstToken> {
@@ -170,14 +139,14 @@ impl Handoff {
             Ok(Some(message)) => match self.convert(message) {
                 Ok(message) => return Input::Message(message),
                 Err(error) => {
-                    self.unsent.push_back(Err(error.clone().into()));
+                    self.stream.send(Err(error.clone().into()));
                     error.to_string()
                 }
             },
             Ok(None) => "the decode worker ended the stream".to_owned(),
             Err(status) => status.message().to_owned(),
         };
-        self.inbound = None;
+        self.stream.close();
         Input::StreamClosed(broken)
     }
 
@@ -230,7 +199,7 @@ impl Handoff {
                 let route = self.route.as_ref().expect("the state machine pushes once it is routed");
                 self.pushes.push(Box::pin(route.push(pieces)));
             }
-            Action::Send(message) => self.unsent.push_back(Ok(prefill_message_to_proto(message))),
+            Action::Send(message) => self.stream.send(Ok(prefill_message_to_proto(message))),
             Action::Finish(result) => self.finish(result),
             Action::Stop => {
                 self.events = None;
@@ -294,45 +263,9 @@ async fn close(routing: Option<Routing>, route: Option<Route>) {
     }
 }
 
-/// Sends the first of `unsent` when the stream has room; whether somebody reads it. Nothing is lost when
-/// the future is dropped.
-async fn send_next(
-    outbound: &Outbound,
-    unsent: &mut VecDeque<Result<proto::PrefillMessage, Status>>,
-) -> bool {
-    let Ok(permit) = outbound.reserve().await else { return false };
-    if let Some(message) = unsent.pop_front() {
-        permit.send(message);
-    }
-    true
-}
-
-async fn receive(
-    inbound: &mut Option<Streaming<proto::DecodeMessage>>,
-) -> Result<Option<proto::DecodeMessage>, Status> {
-    match inbound {
-        Some(inbound) => inbound.message().await,
-        None => std::future::pending().await,
-    }
-}
-
 async fn next_event(events: &mut Option<PrefillEvents>) -> Option<PrefillEvent> {
     match events {
         Some(events) => events.next().await,
-        None => std::future::pending().await,
-    }
-}
-
-async fn maybe<T>(future: &mut Option<BoxFuture<'static, T>>) -> T {
-    match future {
-        Some(future) => future.await,
-        None => std::future::pending().await,
-    }
-}
-
-async fn sleep_until(deadline: Option<Instant>) {
-    match deadline {
-        Some(deadline) => tokio::time::sleep_until(deadline.into()).await,
         None => std::future::pending().await,
     }
 }

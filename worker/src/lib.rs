@@ -10,6 +10,7 @@
 mod config;
 pub mod convert;
 pub mod convert_handoff;
+pub mod handoff_stream;
 mod lifecycle;
 mod load;
 mod metrics;
