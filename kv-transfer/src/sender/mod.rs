@@ -10,6 +10,7 @@
 //! `keep` is what holds the source blocks allocated. It is dropped when the route is, and no thread
 //! reads from the blocks any more.
 
+mod jobs;
 mod route;
 
 use std::{
@@ -20,9 +21,9 @@ use std::{
 };
 
 use baton_kv_cache::BlockStorage;
-use tokio::sync::oneshot;
 use tracing::{info, warn};
 
+pub(crate) use jobs::{Job, Jobs, Open};
 pub(crate) use route::{Active, Frame, RouteState};
 pub use route::{Pushed, Route};
 
@@ -84,8 +85,8 @@ pub(crate) struct SenderContext {
 
 /// The seam between routes and transports: one other pool, reached in one way.
 pub(crate) trait Peer: Send + Sync {
-    /// Makes sure that the peer is connected and may write under the grant; answers once.
-    fn open(&self, generation: Generation, answer: oneshot::Sender<Result<(), RouteError>>);
+    /// Makes sure that the peer is connected and may be written to under the grant.
+    fn open(&self, open: Open);
     /// Queues a frame of an opened route; it ends by [`Frame::done`] or [`Frame::fail`].
     fn push(&self, frame: Frame);
     /// The route is closed: drops what is queued of it, and tells the peer where that matters.
@@ -133,8 +134,8 @@ impl Sender {
         let mut error = None;
         for offer in candidates {
             let peer = self.peer(offer);
-            let (answer, opened) = oneshot::channel();
-            peer.open(generation, answer);
+            let (open, opened) = Open::new(generation);
+            peer.open(open);
             match opened.await.unwrap_or(Err(RouteError::Closed)) {
                 Ok(()) => {
                     let is_fallback = !failures.is_empty();

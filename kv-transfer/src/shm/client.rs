@@ -5,17 +5,16 @@
 //! under it any more, and may say `Close`.
 
 use std::{
-    collections::{HashMap, HashSet, VecDeque},
+    collections::{HashMap, HashSet},
     io,
     net::Shutdown,
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread::{self, JoinHandle},
 };
 
 use baton_kv_cache::BlockStorage;
-use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use super::wire::{self, Message};
@@ -23,7 +22,7 @@ use crate::{
     checksum::checksum,
     error::{PushError, RouteError},
     message::{Generation, Piece, TransportKind},
-    sender::{Frame, Peer, RouteState, SenderContext},
+    sender::{Frame, Job, Jobs, Open, Peer, RouteState, SenderContext},
 };
 
 /// One pool of another process, written through a mapping.
@@ -36,27 +35,9 @@ struct Shared {
     context: Arc<SenderContext>,
     path: PathBuf,
     pool: u64,
-    queue: Mutex<Queue>,
-    more: Condvar,
+    jobs: Jobs,
     /// Of the present connection.
     link: Mutex<Option<Link>>,
-}
-
-#[derive(Default)]
-struct Queue {
-    opens: VecDeque<Open>,
-    frames: VecDeque<Frame>,
-    is_closed: bool,
-}
-
-struct Open {
-    generation: Generation,
-    answer: oneshot::Sender<Result<(), RouteError>>,
-}
-
-enum Job {
-    Open(Open),
-    Frame(Frame),
 }
 
 /// The mapping, its socket, and the grants that are open through it.
@@ -74,8 +55,7 @@ impl ShmPeer {
             context,
             path: path.to_owned(),
             pool,
-            queue: Mutex::default(),
-            more: Condvar::new(),
+            jobs: Jobs::default(),
             link: Mutex::default(),
         });
         ShmPeer { shared, copier: Mutex::default() }
@@ -83,8 +63,7 @@ impl ShmPeer {
 }
 
 impl Peer for ShmPeer {
-    fn open(&self, generation: Generation, answer: oneshot::Sender<Result<(), RouteError>>) {
-        let open = Open { generation, answer };
+    fn open(&self, open: Open) {
         let mut copier = self.copier.lock().unwrap_or_else(PoisonError::into_inner);
         if copier.is_none() {
             let shared = Arc::clone(&self.shared);
@@ -95,22 +74,15 @@ impl Peer for ShmPeer {
                 }
             }
         }
-        self.shared.queue().opens.push_back(open);
-        self.shared.more.notify_one();
+        self.shared.jobs.open(open);
     }
 
     fn push(&self, frame: Frame) {
-        self.shared.queue().frames.push_back(frame);
-        self.shared.more.notify_one();
+        self.shared.jobs.push(frame);
     }
 
     fn retire(&self, route: &Arc<RouteState>) {
-        let mut queue = self.shared.queue();
-        let (retired, kept) = queue.frames.drain(..).partition(|frame| Arc::ptr_eq(frame.route(), route));
-        queue.frames = kept;
-        drop(queue);
-        let retired: VecDeque<Frame> = retired;
-        retired.into_iter().for_each(|frame| frame.fail(PushError::Closed));
+        self.shared.jobs.retire(route);
         // Waits for the copy of one frame at most.
         if let Some(link) = self.shared.link().as_mut() {
             link.close(route.generation());
@@ -124,25 +96,12 @@ impl Peer for ShmPeer {
 
 impl Drop for ShmPeer {
     fn drop(&mut self) {
-        let frames = {
-            let mut queue = self.shared.queue();
-            queue.is_closed = true;
-            std::mem::take(&mut queue.frames)
-        };
-        frames.into_iter().for_each(|frame| frame.fail(PushError::Closed));
-        self.shared.more.notify_all();
+        self.shared.jobs.close();
         if let Some(copier) = self.copier.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
             // A panic there has been reported by the panic hook.
             let _ = copier.join();
         }
         self.shared.unlink(None);
-    }
-}
-
-impl Open {
-    fn fail(self, error: RouteError) {
-        // Nobody waits any more: fine.
-        let _ = self.answer.send(Err(error));
     }
 }
 
@@ -162,29 +121,8 @@ impl Link {
 }
 
 impl Shared {
-    fn queue(&self) -> MutexGuard<'_, Queue> {
-        // Every change is complete before anything can panic.
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn link(&self) -> MutexGuard<'_, Option<Link>> {
         self.link.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn next(&self) -> Option<Job> {
-        let mut queue = self.queue();
-        loop {
-            if queue.is_closed {
-                return None;
-            }
-            if let Some(open) = queue.opens.pop_front() {
-                return Some(Job::Open(open));
-            }
-            if let Some(frame) = queue.frames.pop_front() {
-                return Some(Job::Frame(frame));
-            }
-            queue = self.more.wait(queue).unwrap_or_else(PoisonError::into_inner);
-        }
     }
 
     /// Takes the connection down, `only` this one or whichever there is, and says whether it did. Its memory is unmapped
@@ -316,7 +254,7 @@ impl Shared {
 }
 
 fn run(shared: &Arc<Shared>) {
-    while let Some(job) = shared.next() {
+    while let Some(job) = shared.jobs.next() {
         match job {
             Job::Open(open) => shared.open(open),
             Job::Frame(frame) => shared.copy(frame),
@@ -336,8 +274,7 @@ fn listen(shared: &Shared, socket: &Arc<UnixStream>) {
                     Message::Opened(generation) => {
                         if let Some(open) = link.opening.remove(&generation) {
                             link.open.insert(generation);
-                            if open.answer.send(Ok(())).is_err() {
-                                // Nobody waits any more, so nobody would close it.
+                            if !open.succeed() {
                                 link.close(generation);
                             }
                         }

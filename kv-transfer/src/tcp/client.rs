@@ -9,14 +9,13 @@ use std::{
     io::{self, Write},
     net::{Shutdown, TcpStream, ToSocketAddrs},
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
-use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use super::{
@@ -26,8 +25,8 @@ use super::{
 use crate::{
     checksum::checksum,
     error::{PushError, RouteError},
-    message::{Generation, Piece, TransportKind},
-    sender::{Active, Frame, Peer, RouteState, SenderContext},
+    message::{Piece, TransportKind},
+    sender::{Active, Frame, Job, Jobs, Open, Peer, RouteState, SenderContext},
 };
 
 /// How often a frame may be begun.
@@ -43,27 +42,10 @@ struct Shared {
     context: Arc<SenderContext>,
     address: String,
     pool: u64,
-    queue: Mutex<Queue>,
-    more: Condvar,
+    jobs: Jobs,
     num_connected: AtomicUsize,
     /// Of every lane, to be shut down at the end.
     sockets: Mutex<Vec<Arc<TcpStream>>>,
-}
-
-#[derive(Default)]
-struct Queue {
-    opens: VecDeque<Open>,
-    frames: VecDeque<Frame>,
-    is_closed: bool,
-}
-
-struct Open {
-    answer: oneshot::Sender<Result<(), RouteError>>,
-}
-
-enum Job {
-    Open(Open),
-    Frame(Frame),
 }
 
 impl TcpPeer {
@@ -72,8 +54,7 @@ impl TcpPeer {
             context,
             address,
             pool,
-            queue: Mutex::default(),
-            more: Condvar::new(),
+            jobs: Jobs::default(),
             num_connected: AtomicUsize::new(0),
             sockets: Mutex::default(),
         });
@@ -91,28 +72,19 @@ impl TcpPeer {
 }
 
 impl Peer for TcpPeer {
-    fn open(&self, _: Generation, answer: oneshot::Sender<Result<(), RouteError>>) {
-        if let Err(error) = self.start_lanes() {
-            // Nobody waits any more: fine.
-            let _ = answer.send(Err(RouteError::Unreachable(format!("cannot start a thread: {error}"))));
-            return;
+    fn open(&self, open: Open) {
+        match self.start_lanes() {
+            Ok(()) => self.shared.jobs.open(open),
+            Err(error) => open.fail(RouteError::Unreachable(format!("cannot start a thread: {error}"))),
         }
-        self.shared.queue().opens.push_back(Open { answer });
-        self.shared.more.notify_one();
     }
 
     fn push(&self, frame: Frame) {
-        self.shared.queue().frames.push_back(frame);
-        self.shared.more.notify_one();
+        self.shared.jobs.push(frame);
     }
 
     fn retire(&self, route: &Arc<RouteState>) {
-        let mut queue = self.shared.queue();
-        let (retired, kept) = queue.frames.drain(..).partition(|frame| Arc::ptr_eq(frame.route(), route));
-        queue.frames = kept;
-        drop(queue);
-        let retired: VecDeque<Frame> = retired;
-        retired.into_iter().for_each(|frame| frame.fail(PushError::Closed));
+        self.shared.jobs.retire(route);
     }
 
     fn is_cold(&self) -> bool {
@@ -122,13 +94,7 @@ impl Peer for TcpPeer {
 
 impl Drop for TcpPeer {
     fn drop(&mut self) {
-        let queue = {
-            let mut queue = self.shared.queue();
-            queue.is_closed = true;
-            std::mem::take(&mut queue.frames)
-        };
-        queue.into_iter().for_each(|frame| frame.fail(PushError::Closed));
-        self.shared.more.notify_all();
+        self.shared.jobs.close();
         for socket in self.shared.sockets().iter() {
             // Fails when it is closed already.
             let _ = socket.shutdown(Shutdown::Both);
@@ -141,82 +107,38 @@ impl Drop for TcpPeer {
 }
 
 impl Shared {
-    fn queue(&self) -> MutexGuard<'_, Queue> {
-        // Every change is complete before anything can panic.
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn sockets(&self) -> MutexGuard<'_, Vec<Arc<TcpStream>>> {
         self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn next(&self) -> Option<Job> {
-        let mut queue = self.queue();
-        loop {
-            if queue.is_closed {
-                return None;
-            }
-            if let Some(open) = queue.opens.pop_front() {
-                return Some(Job::Open(open));
-            }
-            if let Some(frame) = queue.frames.pop_front() {
-                return Some(Job::Frame(frame));
-            }
-            queue = self.more.wait(queue).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    /// The peer cannot be reached: nothing that waits for it gets through.
-    fn fail_all(&self, error: &RouteError) {
-        let (opens, frames) = {
-            let mut queue = self.queue();
-            (std::mem::take(&mut queue.opens), std::mem::take(&mut queue.frames))
-        };
-        for open in opens {
-            // Nobody waits any more: fine.
-            let _ = open.answer.send(Err(error.clone()));
-        }
-        for frame in frames {
-            frame.fail(PushError::Lost(error.to_string()));
-        }
     }
 
     /// A frame whose connection broke.
     fn retry(&self, mut frame: Frame, why: &str) {
         frame.num_tries += 1;
-        let mut queue = self.queue();
-        if frame.num_tries >= MAX_TRIES || queue.is_closed {
-            drop(queue);
+        let refused = if frame.num_tries < MAX_TRIES { self.jobs.push_again(frame) } else { Err(frame) };
+        if let Err(frame) = refused {
             frame.fail(PushError::Lost(why.to_owned()));
-        } else {
-            queue.frames.push_front(frame);
-            drop(queue);
-            self.more.notify_one();
         }
     }
 }
 
 fn run_lane(shared: &Arc<Shared>) {
     let mut connection: Option<Connection> = None;
-    while let Some(job) = shared.next() {
+    while let Some(job) = shared.jobs.next() {
         if connection.as_ref().is_none_or(Connection::is_dead) {
             drop(connection.take());
             match Connection::open(shared) {
                 Ok(new) => connection = Some(new),
                 Err(error) => {
-                    match job {
-                        // Nobody waits any more: fine.
-                        Job::Open(open) => drop(open.answer.send(Err(error.clone()))),
-                        Job::Frame(frame) => frame.fail(PushError::Lost(error.to_string())),
-                    }
-                    shared.fail_all(&error);
+                    job.fail(&error);
+                    shared.jobs.fail_all(&error);
                     continue;
                 }
             }
         }
         let connection = connection.as_mut().expect("opened above");
         match job {
-            Job::Open(open) => drop(open.answer.send(Ok(()))),
+            // A grant needs no closing here: it is named by every frame.
+            Job::Open(open) => drop(open.succeed()),
             Job::Frame(frame) => connection.send(frame),
         }
     }
@@ -282,13 +204,10 @@ impl Connection {
                 move || read_acks(&shared, &socket, &flight)
             })
             .map_err(unreachable)?;
-        {
-            let queue = shared.queue();
-            shared.sockets().push(Arc::clone(&socket));
-            if queue.is_closed {
-                // The drop may have been past the sockets already.
-                let _ = socket.shutdown(Shutdown::Both);
-            }
+        shared.sockets().push(Arc::clone(&socket));
+        if shared.jobs.is_closed() {
+            // The drop, which closes the jobs first, may have been past the sockets already.
+            let _ = socket.shutdown(Shutdown::Both);
         }
         shared.num_connected.fetch_add(1, Ordering::SeqCst);
         info!(address = %shared.address, "kv data connection opened");

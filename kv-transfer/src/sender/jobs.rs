@@ -1,0 +1,152 @@
+//! What waits for the threads of one peer: grants to open, which go first, and frames to write.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+};
+
+use tokio::sync::oneshot;
+
+use super::{Frame, RouteState};
+use crate::{
+    error::{PushError, RouteError},
+    message::Generation,
+};
+
+/// A grant that a route wants to write under; answered once.
+pub(crate) struct Open {
+    pub(crate) generation: Generation,
+    answer: oneshot::Sender<Result<(), RouteError>>,
+}
+
+impl Open {
+    pub(super) fn new(generation: Generation) -> (Open, oneshot::Receiver<Result<(), RouteError>>) {
+        let (answer, opened) = oneshot::channel();
+        (Open { generation, answer }, opened)
+    }
+
+    /// The peer may be written to. `false`: nobody waits for that any more, so nobody will close it.
+    pub(crate) fn succeed(self) -> bool {
+        self.answer.send(Ok(())).is_ok()
+    }
+
+    pub(crate) fn fail(self, error: RouteError) {
+        // Nobody waits any more: fine.
+        let _ = self.answer.send(Err(error));
+    }
+}
+
+/// One thing for a thread to do.
+pub(crate) enum Job {
+    Open(Open),
+    Frame(Frame),
+}
+
+impl Job {
+    /// The peer cannot be reached.
+    pub(crate) fn fail(self, error: &RouteError) {
+        match self {
+            Job::Open(open) => open.fail(error.clone()),
+            Job::Frame(frame) => frame.fail(PushError::Lost(error.to_string())),
+        }
+    }
+}
+
+/// The jobs of one peer, taken by any number of threads.
+#[derive(Default)]
+pub(crate) struct Jobs {
+    queue: Mutex<Queue>,
+    more: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    opens: VecDeque<Open>,
+    frames: VecDeque<Frame>,
+    is_closed: bool,
+}
+
+impl Jobs {
+    pub(crate) fn open(&self, open: Open) {
+        self.queue().opens.push_back(open);
+        self.more.notify_one();
+    }
+
+    pub(crate) fn push(&self, frame: Frame) {
+        self.queue().frames.push_back(frame);
+        self.more.notify_one();
+    }
+
+    /// Before all other frames; given back when the jobs are closed.
+    pub(crate) fn push_again(&self, frame: Frame) -> Result<(), Frame> {
+        let mut queue = self.queue();
+        if queue.is_closed {
+            return Err(frame);
+        }
+        queue.frames.push_front(frame);
+        drop(queue);
+        self.more.notify_one();
+        Ok(())
+    }
+
+    /// Waits for the next one; `None` when the jobs are closed.
+    pub(crate) fn next(&self) -> Option<Job> {
+        let mut queue = self.queue();
+        loop {
+            if queue.is_closed {
+                return None;
+            }
+            if let Some(open) = queue.opens.pop_front() {
+                return Some(Job::Open(open));
+            }
+            if let Some(frame) = queue.frames.pop_front() {
+                return Some(Job::Frame(frame));
+            }
+            queue = self.more.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// A route is closed: fails its frames.
+    pub(crate) fn retire(&self, route: &Arc<RouteState>) {
+        let mut queue = self.queue();
+        let (retired, kept): (VecDeque<Frame>, _) =
+            queue.frames.drain(..).partition(|frame| Arc::ptr_eq(frame.route(), route));
+        queue.frames = kept;
+        drop(queue);
+        retired.into_iter().for_each(|frame| frame.fail(PushError::Closed));
+    }
+
+    /// The peer cannot be reached: nothing that waits for it gets through.
+    pub(crate) fn fail_all(&self, error: &RouteError) {
+        let Queue { opens, frames, .. } = {
+            let mut queue = self.queue();
+            let is_closed = queue.is_closed;
+            std::mem::replace(&mut *queue, Queue { is_closed, ..Queue::default() })
+        };
+        opens
+            .into_iter()
+            .map(Job::Open)
+            .chain(frames.into_iter().map(Job::Frame))
+            .for_each(|job| job.fail(error));
+    }
+
+    /// Ends every `next`, and fails the frames that wait.
+    pub(crate) fn close(&self) {
+        let frames = {
+            let mut queue = self.queue();
+            queue.is_closed = true;
+            std::mem::take(&mut queue.frames)
+        };
+        self.more.notify_all();
+        frames.into_iter().for_each(|frame| frame.fail(PushError::Closed));
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.queue().is_closed
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        // Every change is complete before anything can panic.
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
