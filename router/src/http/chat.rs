@@ -110,19 +110,6 @@ fn logprobs(tokenizer: Option<&Tokenizer>, tokens: &[TokenOut]) -> Option<Logpro
 }
 
 #[derive(Serialize)]
-struct Chunk<'a> {
-    id: &'a str,
-    object: &'static str,
-    created: u64,
-    model: &'a str,
-    system_fingerprint: &'a str,
-    choices: &'a [ChunkChoice<'a>],
-    /// Absent unless asked for; then null in every chunk but the last.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<Option<UsageBody>>,
-}
-
-#[derive(Serialize)]
 struct ChunkChoice<'a> {
     index: u32,
     delta: Delta<'a>,
@@ -150,15 +137,8 @@ struct ChatChunks {
 
 impl ChatChunks {
     fn push(&self, choices: &[ChunkChoice<'_>], usage: Option<UsageBody>, out: &mut Frame) {
-        out.push(&Chunk {
-            id: &self.head.id,
-            object: "chat.completion.chunk",
-            created: self.head.created,
-            model: &self.head.model,
-            system_fingerprint: &self.head.fingerprint,
-            choices,
-            usage: self.include_usage.then_some(usage),
-        });
+        let usage = self.include_usage.then_some(usage);
+        out.push(&self.head.answer("chat.completion.chunk", choices, usage));
     }
 
     fn push_choice(
@@ -196,17 +176,6 @@ impl Chunks for ChatChunks {
             self.push(&[], Some(usage.into()), out);
         }
     }
-}
-
-#[derive(Serialize)]
-struct Completion<'a> {
-    id: &'a str,
-    object: &'static str,
-    created: u64,
-    model: &'a str,
-    system_fingerprint: &'a str,
-    choices: Vec<Choice>,
-    usage: UsageBody,
 }
 
 #[derive(Serialize)]
@@ -250,13 +219,5 @@ async fn collect(
             choice.finish_reason = finish.reason.name();
         }
     }
-    Ok(json(&Completion {
-        id: &head.id,
-        object: "chat.completion",
-        created: head.created,
-        model: &head.model,
-        system_fingerprint: &head.fingerprint,
-        choices,
-        usage: events.usage().into(),
-    }))
+    Ok(json(&head.answer("chat.completion", &choices, Some(Some(events.usage().into())))))
 }

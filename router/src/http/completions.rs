@@ -14,7 +14,7 @@ use super::{
     body::{json, read_json},
     error::ApiError,
     params::{self, request_body},
-    shape::{Head, UsageBody, chosen_and_top, finite, token_text},
+    shape::{Head, chosen_and_top, finite, token_text},
     sse::{self, Chunks, Frame},
 };
 use crate::{
@@ -24,6 +24,9 @@ use crate::{
 
 /// OpenAI's default for this endpoint.
 const DEFAULT_MAX_TOKENS: u32 = 16;
+
+/// What the answer calls itself, in one piece or in chunks.
+const OBJECT: &str = "text_completion";
 
 request_body! {
     /// The request.
@@ -146,36 +149,11 @@ impl Logprobs {
 }
 
 #[derive(Serialize)]
-struct Answer<'a> {
-    id: &'a str,
-    object: &'static str,
-    created: u64,
-    model: &'a str,
-    system_fingerprint: &'a str,
-    choices: &'a [Choice<'a>],
-    /// In a stream: absent unless asked for, then null in every chunk but the last.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<Option<UsageBody>>,
-}
-
-#[derive(Serialize)]
 struct Choice<'a> {
     text: &'a str,
     index: u32,
     logprobs: Option<Logprobs>,
     finish_reason: Option<&'static str>,
-}
-
-fn answer<'a>(head: &'a Head, choices: &'a [Choice<'a>], usage: Option<Option<UsageBody>>) -> Answer<'a> {
-    Answer {
-        id: &head.id,
-        object: "text_completion",
-        created: head.created,
-        model: &head.model,
-        system_fingerprint: &head.fingerprint,
-        choices,
-        usage,
-    }
 }
 
 /// Writes `text_completion` chunks: pieces of text, then the finish reason.
@@ -200,18 +178,18 @@ impl Chunks for CompletionChunks {
         }
         if !event.text.is_empty() || logprobs.is_some() {
             let choice = Choice { text: &event.text, index, logprobs, finish_reason: None };
-            out.push(&answer(&self.head, &[choice], usage));
+            out.push(&self.head.answer(OBJECT, &[choice], usage));
         }
         if let Some(finish) = &event.finish {
             let finish_reason = Some(finish.reason.name());
             let choice = Choice { text: "", index, logprobs: None, finish_reason };
-            out.push(&answer(&self.head, &[choice], usage));
+            out.push(&self.head.answer(OBJECT, &[choice], usage));
         }
     }
 
     fn write_end(&mut self, usage: Usage, out: &mut Frame) {
         if self.include_usage {
-            out.push(&answer(&self.head, &[], Some(Some(usage.into()))));
+            out.push(&self.head.answer::<Choice<'_>>(OBJECT, &[], Some(Some(usage.into()))));
         }
     }
 }
@@ -255,5 +233,5 @@ async fn collect(
             finish_reason: choice.finish_reason,
         })
         .collect();
-    Ok(json(&answer(&head, &choices, Some(Some(events.usage().into())))))
+    Ok(json(&head.answer(OBJECT, &choices, Some(Some(events.usage().into())))))
 }

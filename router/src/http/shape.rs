@@ -30,6 +30,38 @@ impl Head {
             fingerprint: model.fingerprint.as_str().into(),
         }
     }
+
+    /// An answer, or a chunk of one. `usage` is left out when `None`; where a stream was asked for it, it is null in
+    /// every chunk but the last.
+    pub(crate) fn answer<'a, C>(
+        &'a self,
+        object: &'static str,
+        choices: &'a [C],
+        usage: Option<Option<UsageBody>>,
+    ) -> Answer<'a, C> {
+        Answer {
+            id: &self.id,
+            object,
+            created: self.created,
+            model: &self.model,
+            system_fingerprint: &self.fingerprint,
+            choices,
+            usage,
+        }
+    }
+}
+
+/// What choices are sent in.
+#[derive(Serialize)]
+pub(crate) struct Answer<'a, C> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    system_fingerprint: &'a str,
+    choices: &'a [C],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Option<UsageBody>>,
 }
 
 /// `usage`.
