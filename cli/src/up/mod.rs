@@ -10,10 +10,14 @@ mod logs;
 use std::{io::IsTerminal, net::SocketAddr, path::Path, time::Duration};
 
 use anyhow::{Context, bail};
+use clap::ValueEnum;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::{args::UpArgs, embedded_model};
+use crate::{
+    args::{EngineArgs, LogArgs, LogColor, UpArgs},
+    embedded_model,
+};
 use child::{Child, Supervised};
 use logs::Logs;
 
@@ -90,12 +94,7 @@ fn plan(
     if let Some(name) = model_name {
         common.extend(["--model-name".to_owned(), name.to_owned()]);
     }
-    common.extend(["--log".to_owned(), args.log.log.clone()]);
-    // Their output is a pipe; whether it ends on a terminal only the supervisor can tell.
-    common.extend(["--log-color".to_owned(), if colour { "always" } else { "never" }.to_owned()]);
-    if let Some(endpoint) = &args.log.otlp_endpoint {
-        common.extend(["--otlp-endpoint".to_owned(), endpoint.clone()]);
-    }
+    common.extend(log_flags(&args.log, colour));
 
     let mut router = vec!["router".to_owned(), "--listen".to_owned(), address.to_string()];
     router.extend(common.clone());
@@ -107,7 +106,7 @@ fn plan(
     };
     let mut worker = vec!["--router".to_owned(), local];
     worker.extend(common);
-    worker.extend(engine_flags(args));
+    worker.extend(engine_flags(&args.engine));
 
     let mut children = vec![Child { name: "router".to_owned(), args: router }];
     for (role, num) in [("prefill", args.prefill), ("decode", args.decode)] {
@@ -121,29 +120,47 @@ fn plan(
     children
 }
 
-/// The engine's settings as the workers' flags; threads are divided among the workers.
-fn engine_flags(args: &UpArgs) -> Vec<String> {
-    let engine = &args.engine;
-    let mut flags: Vec<String> = [
-        ("--kv-memory", engine.kv_memory.to_string()),
-        ("--block-size", engine.block_size.to_string()),
-        ("--max-running", engine.max_running.to_string()),
-        ("--max-waiting", engine.max_waiting.to_string()),
-        ("--token-budget", engine.token_budget.to_string()),
-    ]
-    .into_iter()
-    .flat_map(|(flag, value)| [flag.to_owned(), value])
-    .collect();
-    if let Some(dtype) = &engine.kv_dtype {
-        flags.extend(["--kv-dtype".to_owned(), dtype.clone()]);
-    }
-    if engine.no_prefix_cache {
-        flags.push("--no-prefix-cache".to_owned());
-    }
-    if let Some(threads) = engine.threads {
-        flags.extend(["--threads".to_owned(), threads.to_string()]);
-    }
-    flags
+/// The engine's settings as a worker's flags. Every field is named, so that none can be forgotten.
+fn engine_flags(engine: &EngineArgs) -> Vec<String> {
+    let EngineArgs {
+        kv_memory,
+        block_size,
+        kv_dtype,
+        max_running,
+        max_waiting,
+        token_budget,
+        no_prefix_cache,
+        threads,
+    } = engine;
+    let flags = [
+        Some(format!("--kv-memory={kv_memory}")),
+        Some(format!("--block-size={block_size}")),
+        kv_dtype.as_ref().map(|dtype| format!("--kv-dtype={dtype}")),
+        Some(format!("--max-running={max_running}")),
+        Some(format!("--max-waiting={max_waiting}")),
+        Some(format!("--token-budget={token_budget}")),
+        no_prefix_cache.then(|| "--no-prefix-cache".to_owned()),
+        threads.map(|threads| format!("--threads={threads}")),
+    ];
+    flags.into_iter().flatten().collect()
+}
+
+/// The same for logs. Their output is a pipe; whether it ends on a terminal only the supervisor can tell.
+fn log_flags(log: &LogArgs, colour: bool) -> Vec<String> {
+    let LogArgs { log, log_format, log_color, otlp_endpoint } = log;
+    let colour = match log_color {
+        LogColor::Auto => colour,
+        LogColor::Always => true,
+        LogColor::Never => false,
+    };
+    let format = log_format.to_possible_value().expect("no format is hidden");
+    let flags = [
+        Some(format!("--log={log}")),
+        Some(format!("--log-format={}", format.get_name())),
+        Some(format!("--log-color={}", if colour { "always" } else { "never" })),
+        otlp_endpoint.as_ref().map(|endpoint| format!("--otlp-endpoint={endpoint}")),
+    ];
+    flags.into_iter().flatten().collect()
 }
 
 #[cfg(test)]
@@ -154,10 +171,10 @@ mod tests {
     use crate::args::{Cli, Command};
 
     #[test]
-    fn every_planned_command_line_parses() {
+    fn children_get_what_up_was_told() {
         let cli = Cli::parse_from(
-            "baton up --port 9 --prefill 2 --decode 2 --threads 1 --kv-dtype f32 --no-prefix-cache \
-             --otlp-endpoint http://127.0.0.1:4317"
+            "baton up --port 9 --prefill 2 --decode 2 --threads 1 --kv-dtype f32 --kv-memory 3M \
+             --no-prefix-cache --log-format json --log-color never --otlp-endpoint http://127.0.0.1:4317"
                 .split_whitespace(),
         );
         let Command::Up(args) = cli.command else { panic!("not up") };
@@ -166,7 +183,18 @@ mod tests {
         assert_eq!(names, ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]);
         for child in &children {
             let line = std::iter::once("baton".to_owned()).chain(child.args.clone());
-            Cli::try_parse_from(line).unwrap_or_else(|error| panic!("{}: {error}", child.name));
+            let cli = Cli::try_parse_from(line).unwrap_or_else(|error| panic!("{}: {error}", child.name));
+            let (engine, log) = match cli.command {
+                Command::Router(router) => (None, router.log),
+                Command::PrefillWorker(worker) | Command::DecodeWorker(worker) => {
+                    (Some(worker.engine), worker.log)
+                }
+                other => panic!("{other:?}"),
+            };
+            assert_eq!(format!("{log:?}"), format!("{:?}", args.log));
+            if let Some(engine) = engine {
+                assert_eq!(format!("{engine:?}"), format!("{:?}", args.engine));
+            }
         }
     }
 }
