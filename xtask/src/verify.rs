@@ -1,6 +1,10 @@
 //! `cargo xtask verify`: every check, one summary line each, the tests last.
 
-use std::time::Instant;
+use std::{
+    io::{BufRead, BufReader},
+    process::{ExitStatus, Stdio},
+    time::Instant,
+};
 
 use anyhow::{Result, bail};
 
@@ -44,7 +48,7 @@ pub(crate) fn run(workspace: &Workspace, names: &[String]) -> Result<bool> {
         let started = Instant::now();
         let outcome =
             (check.run)(workspace).unwrap_or_else(|error| Outcome::Failed(vec![format!("{error:#}")]));
-        // After the tests nothing is said unless something is wrong: cargo's own summary ends the output.
+        // After the tests nothing is said unless something is wrong: their total ends the output.
         let last_word = check.name == "tests" && matches!(outcome, Outcome::Passed(_));
         if !last_word {
             check::print(check.name, &outcome, started.elapsed());
@@ -78,20 +82,71 @@ fn format(workspace: &Workspace) -> Result<Outcome> {
 /// between the two. Tests could be compiled by clippy-driver instead, but it leaves optimisations out, and
 /// then another program would be tested than the one that is released.
 fn clippy(workspace: &Workspace) -> Result<Outcome> {
-    stream(
-        workspace,
-        &["clippy", "--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"],
-    )
-}
-
-fn tests(workspace: &Workspace) -> Result<Outcome> {
-    stream(workspace, &["test", "--workspace", "--locked", "--no-fail-fast"])
-}
-
-/// Runs cargo with its output passed through as it comes.
-fn stream(workspace: &Workspace, args: &[&str]) -> Result<Outcome> {
+    let args = ["clippy", "--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"];
     println!("verify: cargo {} …", args.join(" "));
-    let status = workspace.cargo().args(args).status()?;
-    let findings = if status.success() { Vec::new() } else { vec![format!("cargo {}: {status}", args[0])] };
-    Ok(Outcome::of(findings, "every crate, every target"))
+    Ok(outcome(args[0], workspace.cargo().args(args).status()?))
+}
+
+/// Every test binary reports for itself, and the last ones have nothing to run: the total is counted here.
+fn tests(workspace: &Workspace) -> Result<Outcome> {
+    let args = ["test", "--workspace", "--locked", "--no-fail-fast"];
+    println!("verify: cargo {} …", args.join(" "));
+    let mut cargo = workspace.cargo().args(args).stdout(Stdio::piped()).spawn()?;
+    let mut total = Total::default();
+    for line in BufReader::new(cargo.stdout.take().expect("piped")).lines() {
+        let line = line?;
+        println!("{line}");
+        total.add(&line);
+    }
+    let status = cargo.wait()?;
+    println!("tests: {} passed, {} failed, {} skipped", total.passed, total.failed, total.ignored);
+    Ok(outcome(args[0], status))
+}
+
+fn outcome(command: &str, status: ExitStatus) -> Outcome {
+    let findings = if status.success() { Vec::new() } else { vec![format!("cargo {command}: {status}")] };
+    Outcome::of(findings, "every crate, every target")
+}
+
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Total {
+    passed: usize,
+    failed: usize,
+    ignored: usize,
+}
+
+impl Total {
+    /// Adds a line such as "test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; …".
+    fn add(&mut self, line: &str) {
+        let Some(result) = line.strip_prefix("test result: ") else { return };
+        for count in result.split(['.', ';']) {
+            let Some((number, what)) = count.trim().split_once(' ') else { continue };
+            let Ok(number) = number.parse::<usize>() else { continue };
+            match what {
+                "passed" => self.passed += number,
+                "failed" => self.failed += number,
+                "ignored" => self.ignored += number,
+                _ => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn test_results_add_up() {
+        let mut total = Total::default();
+        for line in [
+            "running 3 tests",
+            "test result: ok. 2 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.01s",
+            "test result: FAILED. 7 passed; 2 failed; 0 ignored; 0 measured; 4 filtered out; finished in 12.00s",
+            "9 passed; of something else",
+        ] {
+            total.add(line);
+        }
+        assert_eq!(total, Total { passed: 9, failed: 2, ignored: 1 });
+    }
 }
