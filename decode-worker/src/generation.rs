@@ -43,8 +43,8 @@ enum Source {
 /// One request's events.
 pub struct Generation {
     source: Source,
-    /// Of the prefill worker; the engine says its own at the end.
-    cached_tokens: usize,
+    /// Prompt tokens that were found in a prefix cache; goes with the first token.
+    cached_tokens: Option<usize>,
     worker: Arc<Worker>,
     halted: CancellationToken,
     /// The worker waits for the stream before it ends.
@@ -65,7 +65,7 @@ impl Generation {
     fn new(worker: Arc<Worker>, source: Source) -> Generation {
         let lifecycle = worker.lifecycle();
         let (halted, busy) = (lifecycle.halted(), lifecycle.token());
-        Generation { source, cached_tokens: 0, worker, halted, _busy: busy }
+        Generation { source, cached_tokens: None, worker, halted, _busy: busy }
     }
 
     /// The next event; `None` after the terminal one.
@@ -80,9 +80,9 @@ impl Generation {
                     };
                     match event {
                         Some(HandoffEvent::First { token, cached_tokens, finish }) => {
-                            self.cached_tokens = cached_tokens;
+                            self.cached_tokens = Some(cached_tokens);
                             if let Some(reason) = finish {
-                                self.source = Source::End(finished_event(reason, cached_tokens));
+                                self.source = Source::End(finished_event(reason));
                             }
                             return Some(self.token(&token));
                         }
@@ -101,10 +101,13 @@ impl Generation {
                         () = self.halted.cancelled() => return Some(self.fail(leaving())),
                     };
                     match event {
+                        Some(TokenEvent::Started { cached_tokens }) => {
+                            self.cached_tokens = Some(cached_tokens);
+                        }
                         Some(TokenEvent::Token(token)) => return Some(self.token(&token)),
-                        Some(TokenEvent::Finished { reason, cached_tokens }) => {
+                        Some(TokenEvent::Finished(reason)) => {
                             self.source = Source::Over;
-                            return Some(finished_event(reason, cached_tokens.max(self.cached_tokens)));
+                            return Some(finished_event(reason));
                         }
                         Some(TokenEvent::Failed(error)) => return Some(self.fail(engine_failure(&error))),
                         None => {
@@ -124,9 +127,9 @@ impl Generation {
         }
     }
 
-    fn token(&self, token: &SampledToken) -> GenerateEvent {
+    fn token(&mut self, token: &SampledToken) -> GenerateEvent {
         self.worker.metrics().output_tokens.inc();
-        token_event(token)
+        token_event(token, self.cached_tokens.take())
     }
 
     fn fail(&mut self, failed: Failed) -> GenerateEvent {

@@ -20,15 +20,15 @@ use crate::{
 /// An event of a sequence that decodes.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TokenEvent {
+    /// The engine has begun to compute its prompt. Not said of one that arrives computed.
+    Started {
+        /// Prompt tokens that the prefix cache supplied.
+        cached_tokens: usize,
+    },
     /// The next output token.
     Token(SampledToken),
     /// It is complete. Terminal.
-    Finished {
-        /// Why.
-        reason: FinishReason,
-        /// Prompt tokens that this engine's prefix cache supplied.
-        cached_tokens: usize,
-    },
+    Finished(FinishReason),
     /// It broke off. Terminal.
     Failed(EngineError),
 }

@@ -313,9 +313,9 @@ impl EngineHandle {
     }
 }
 
-/// Every token that is left to the request, and the terminal event.
+/// The start, every token that is left to the request, and the terminal event.
 pub(crate) fn max_token_events(request: &Request, context_length: usize) -> usize {
-    request.max_num_tokens(context_length).saturating_sub(request.num_known_tokens()) + 1
+    request.max_num_tokens(context_length).saturating_sub(request.num_known_tokens()) + 2
 }
 
 impl EngineLoad {

@@ -240,6 +240,10 @@ impl StepLoop {
                 // If nobody waits for it any more it is dropped, and so released.
                 let _ = grant.send(reservation);
             }
+            Reply::Tokens(sink) if admission.is_first => {
+                let cached_tokens = sequence.num_cached_tokens().min(live.request.prompt.len());
+                sink.send(TokenEvent::Started { cached_tokens });
+            }
             Reply::Tokens(_) => {}
         }
     }
@@ -328,10 +332,8 @@ impl StepLoop {
         let Some(reason) = live.request.finish_after(num_output_tokens, token, self.context_length) else {
             return;
         };
-        let sequence = self.scheduler.sequence(id).expect("who got a token runs");
-        let cached_tokens = sequence.num_cached_tokens().min(live.request.prompt.len());
         if let Reply::Tokens(sink) = self.end(id).reply {
-            sink.end(TokenEvent::Finished { reason, cached_tokens });
+            sink.end(TokenEvent::Finished(reason));
         }
     }
 

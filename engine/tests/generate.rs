@@ -171,7 +171,8 @@ async fn logprobs_are_those_of_the_model_and_only_when_asked_for() {
     asked.sampling.logprobs = Some(3);
     asked.sampling.logit_bias = vec![(5, 100.0)];
     let mut stream = engine.generate(asked).expect("accepted");
-    let Some(TokenEvent::Token(token)) = stream.next().await else { panic!("a token comes first") };
+    assert_eq!(stream.next().await, Some(TokenEvent::Started { cached_tokens: 0 }));
+    let Some(TokenEvent::Token(token)) = stream.next().await else { panic!("a token comes next") };
     assert_eq!(token.id, 5, "the bias decides");
     let logprobs = token.logprobs.expect("asked for");
 

@@ -130,7 +130,8 @@ impl Client {
             self.use_patience()?;
             match stream.next().await.expect("a terminal event comes first") {
                 TokenEvent::Token(token) => tokens.push(token.id),
-                TokenEvent::Finished { .. } => break,
+                TokenEvent::Started { .. } => {}
+                TokenEvent::Finished(_) => break,
                 TokenEvent::Failed(error) => panic!("{error}"),
             }
         }

@@ -137,7 +137,7 @@ pub fn token_to_proto(token: &SampledToken) -> proto::Token {
         logprob: logprobs.logprob,
         top: logprobs.top.iter().map(|&(token_id, logprob)| v1::TopLogprob { token_id, logprob }).collect(),
     });
-    proto::Token { id: token.id, logprobs }
+    proto::Token { id: token.id, logprobs, cached_tokens: None }
 }
 
 /// A token from the wire.
@@ -149,20 +149,20 @@ pub fn token_from_proto(token: proto::Token) -> SampledToken {
     SampledToken { id: token.id, logprobs }
 }
 
-/// The next token, as the router gets it.
-pub fn token_event(token: &SampledToken) -> proto::GenerateEvent {
-    event(proto::generate_event::Event::Token(token_to_proto(token)))
+/// The next token, as the router gets it; the first with the number of cached prompt tokens.
+pub fn token_event(token: &SampledToken, cached_tokens: Option<usize>) -> proto::GenerateEvent {
+    let cached_tokens = cached_tokens.map(|num| u32::try_from(num).unwrap_or(u32::MAX));
+    event(proto::generate_event::Event::Token(proto::Token { cached_tokens, ..token_to_proto(token) }))
 }
 
 /// A good end.
-pub fn finished_event(reason: FinishReason, cached_tokens: usize) -> proto::GenerateEvent {
+pub fn finished_event(reason: FinishReason) -> proto::GenerateEvent {
     let reason = match reason {
         FinishReason::Stop => v1::FinishReason::Stop,
         FinishReason::Length => v1::FinishReason::Length,
         FinishReason::Abort => v1::FinishReason::Abort,
     };
-    let cached_tokens = u32::try_from(cached_tokens).unwrap_or(u32::MAX);
-    event(proto::generate_event::Event::Finished(proto::Finished { reason: reason.into(), cached_tokens }))
+    event(proto::generate_event::Event::Finished(proto::Finished { reason: reason.into() }))
 }
 
 /// A bad end.

@@ -225,9 +225,11 @@ impl WorkerTarget {
         while let Some(event) = stream.message().await.map_err(of_status)? {
             let now = Instant::now();
             match event.event {
-                Some(Event::Token(_)) => answer.arrivals.push(now),
-                Some(Event::Finished(finished)) => {
-                    answer.cached_tokens = Some(u64::from(finished.cached_tokens));
+                Some(Event::Token(token)) => {
+                    answer.arrivals.push(now);
+                    answer.cached_tokens = token.cached_tokens.map(u64::from).or(answer.cached_tokens);
+                }
+                Some(Event::Finished(_)) => {
                     answer.output_tokens = Some(answer.arrivals.len() as u64);
                     answer.finished = Some(now);
                 }

@@ -286,15 +286,17 @@ pub(crate) async fn generate(
 
 /// Reads the rest of a stream: exactly one end, and nothing after it.
 pub(crate) async fn read(events: &mut Streaming<GenerateEvent>) -> Result<Answer, Status> {
-    let mut tokens = Vec::new();
+    let (mut tokens, mut cached_tokens) = (Vec::new(), 0);
     loop {
         let event = next(events).await?.expect("a stream has a terminal event");
         let end = match event {
             Event::Token(token) => {
+                assert!(token.cached_tokens.is_none() || tokens.is_empty(), "said with the first token");
+                cached_tokens += token.cached_tokens.unwrap_or(0);
                 tokens.push(token.id);
                 continue;
             }
-            Event::Finished(finished) => End::Finished { cached_tokens: finished.cached_tokens },
+            Event::Finished(_) => End::Finished { cached_tokens },
             Event::Failed(failed) => End::Failed(failed.kind(), failed.message),
         };
         assert_eq!(next(events).await?, None, "nothing follows the terminal event");

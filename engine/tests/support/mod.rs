@@ -103,14 +103,19 @@ impl TestEngine {
 
 /// Reads a stream to its end, which must be exactly one terminal event.
 pub async fn collect(mut stream: TokenStream) -> Output {
-    let mut tokens = Vec::new();
+    let (mut tokens, mut cached_tokens) = (Vec::new(), 0);
     loop {
         let end = match stream.next().await.expect("a terminal event comes first") {
+            TokenEvent::Started { cached_tokens: num } => {
+                assert!(tokens.is_empty(), "said before the first token");
+                cached_tokens = num;
+                continue;
+            }
             TokenEvent::Token(token) => {
                 tokens.push(token.id);
                 continue;
             }
-            TokenEvent::Finished { reason, cached_tokens } => Ok((reason, cached_tokens)),
+            TokenEvent::Finished(reason) => Ok((reason, cached_tokens)),
             TokenEvent::Failed(error) => Err(error),
         };
         assert_eq!(stream.next().await, None, "nothing follows a terminal event");

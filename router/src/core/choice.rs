@@ -36,6 +36,8 @@ pub(crate) struct Choice {
     sampling: Sampling,
     /// What the reader has been given, all attempts together.
     delivered: Vec<u32>,
+    /// Prompt tokens that whoever computed the prompt first had cached.
+    cached_tokens: u32,
     /// Set with the first token.
     detokenizer: Option<Detokenizer>,
     stops: StopMatcher,
@@ -70,6 +72,7 @@ impl Choice {
             index,
             sampling,
             delivered: Vec::new(),
+            cached_tokens: 0,
             detokenizer: None,
             num_attempts: 0,
             attempt: None,
@@ -90,7 +93,7 @@ impl Choice {
         let span = self.span.clone();
         let event = tokio::select! {
             biased;
-            () = abort.cancelled() => Ok(self.finished(FinishReason::Abort, 0)),
+            () = abort.cancelled() => Ok(self.finished(FinishReason::Abort)),
             () = closing.cancelled() => Err(CoreError::unavailable("the router is shutting down")),
             event = self.advance().instrument(span) => event,
         };
@@ -132,7 +135,7 @@ impl Choice {
                         &self.delivered,
                         &self.generation.cache_salt,
                     );
-                    return Ok(self.finished(reason, finished.cached_tokens));
+                    return Ok(self.finished(reason));
                 }
                 // `Attempt::next` turns it into an error.
                 Ok(generate_event::Event::Failed(failed)) => self.on_failure(failed.into())?,
@@ -141,7 +144,7 @@ impl Choice {
                     let ended = self.ended_already();
                     let retried = self.on_failure(failure);
                     match ended {
-                        Some(reason) => return Ok(self.finished(reason, 0)),
+                        Some(reason) => return Ok(self.finished(reason)),
                         None => retried?,
                     }
                 }
@@ -232,6 +235,9 @@ impl Choice {
 
     fn on_token(&mut self, token: proto::Token) -> Event {
         self.note_progress();
+        if self.delivered.is_empty() {
+            self.cached_tokens = token.cached_tokens.unwrap_or(0);
+        }
         self.delivered.push(token.id);
         let model = self.core.model().expect("a request exists only after its prompt was tokenised");
         let generation = &self.generation;
@@ -248,7 +254,7 @@ impl Choice {
         let finish = matched.stop.map(|stop| Finish {
             reason: FinishReason::Stop,
             stop: Some(self.generation.stop[stop].clone()),
-            usage: self.usage(0),
+            usage: self.usage(),
         });
         Event { index: self.index, text: matched.text, tokens, finish }
     }
@@ -267,7 +273,7 @@ impl Choice {
         }
     }
 
-    fn finished(&mut self, reason: FinishReason, cached_tokens: u32) -> Event {
+    fn finished(&mut self, reason: FinishReason) -> Event {
         let mut text = String::new();
         let mut stop = None;
         if let Some(mut detokenizer) = self.detokenizer.take() {
@@ -278,7 +284,7 @@ impl Choice {
                 None => text.push_str(&self.stops.finish()),
             }
         }
-        let finish = Finish { reason, stop, usage: self.usage(cached_tokens) };
+        let finish = Finish { reason, stop, usage: self.usage() };
         Event { index: self.index, text, tokens: Vec::new(), finish: Some(finish) }
     }
 
@@ -295,12 +301,12 @@ impl Choice {
         full.then_some(FinishReason::Length)
     }
 
-    fn usage(&self, cached_tokens: u32) -> Usage {
+    fn usage(&self) -> Usage {
         let prompt_tokens = saturate(self.prompt().tokens.len());
         Usage {
             prompt_tokens,
             completion_tokens: saturate(self.delivered.len()),
-            cached_tokens: cached_tokens.min(prompt_tokens),
+            cached_tokens: self.cached_tokens.min(prompt_tokens),
         }
     }
 

@@ -129,6 +129,11 @@ async fn stop_strings_end_a_stream_across_tokens_and_cancel_the_worker() {
     assert_eq!(events.last().unwrap()["choices"][0]["finish_reason"], "stop");
     worker.next_dropped().await;
 
+    // The usage is complete, though the worker never said its last word.
+    let answer = router.client.post("/v1/chat/completions", &ask(json!({"stop": "woth"}))).await.json();
+    assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], 3, "{answer}");
+    worker.next_dropped().await;
+
     // What was held back and became no stop string is text.
     worker.script(say("one twof"));
     let body = ask(json!({"stop": "twofold"}));
@@ -168,7 +173,7 @@ async fn logprobs_name_tokens_and_bytes() {
     worker.script(move |_| {
         vec![
             Step::Logprobs(u32::from(b'A'), -0.5, vec![(u32::from(b'A'), -0.5), (e, -1.5)]),
-            Step::Finish(v1::FinishReason::Length, 0),
+            Step::Finish(v1::FinishReason::Length),
         ]
     });
     let expected = json!({"content": [{

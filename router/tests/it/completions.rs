@@ -18,7 +18,7 @@ async fn prompts_come_as_text_ids_and_lists_of_either() {
     let (router, worker) = Router::with_worker().await;
     worker.script(|request| {
         let first = request.prompt_token_ids[0];
-        vec![Step::Token(first), Step::Finish(v1::FinishReason::Length, 1)]
+        vec![Step::Token(first), Step::Finish(v1::FinishReason::Length)]
     });
     let cases = [
         (json!("abc"), vec!["a"]),
@@ -78,7 +78,7 @@ async fn logprobs_are_parallel_lists() {
         vec![
             Step::Logprobs(a, -0.5, vec![(a, -0.5)]),
             Step::Logprobs(b, f32::NEG_INFINITY, vec![(c, -0.25)]),
-            Step::Finish(v1::FinishReason::Length, 0),
+            Step::Finish(v1::FinishReason::Length),
         ]
     });
     let body = complete(&router, json!({"prompt": "x", "logprobs": 1})).await;

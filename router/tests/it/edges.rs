@@ -152,7 +152,7 @@ async fn half_a_request_then_silence_is_ended() {
 async fn a_shutdown_lets_running_requests_end() {
     let (router, worker) = Router::with_worker().await;
     worker.script(|_| {
-        vec![Step::Token(97), Step::Token(98), Step::Finish(baton_proto::v1::FinishReason::Length, 0)]
+        vec![Step::Token(97), Step::Token(98), Step::Finish(baton_proto::v1::FinishReason::Length)]
     });
     let response = router.client.begin("POST", TEXT, &JSON, streamed()).await;
     router.begin_shutdown();

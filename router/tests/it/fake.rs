@@ -27,12 +27,15 @@ use tonic::{Request, Response, Status};
 
 use crate::model::{CONTEXT, END, MODEL, ids};
 
+/// Prompt tokens that the fake says were cached.
+const NUM_CACHED: u32 = 3;
+
 /// What a stream does next.
 #[derive(Clone, Debug)]
 pub enum Step {
     Token(u32),
     Logprobs(u32, f32, Vec<(u32, f32)>),
-    Finish(v1::FinishReason, u32),
+    Finish(v1::FinishReason),
     Fail(Kind),
     /// The stream ends with a status, as when the process dies.
     Break,
@@ -90,7 +93,7 @@ pub fn say(answer: &str) -> impl Fn(&GenerateRequest) -> Vec<Step> + Send + Sync
         all.truncate(max);
         let mut steps = all.split_off(request.output_token_ids.len().min(all.len()));
         let reason = if long { v1::FinishReason::Length } else { v1::FinishReason::Stop };
-        steps.push(Step::Finish(reason, 3));
+        steps.push(Step::Finish(reason));
         steps
     }
 }
@@ -261,6 +264,7 @@ impl decode_server::Decode for Service {
             gate: self.0.gate.clone(),
             id: request.request_id,
             steps: steps.into(),
+            cached: Some(NUM_CACHED),
             over: false,
             dropped: self.0.dropped.clone(),
         }))
@@ -271,6 +275,8 @@ impl decode_server::Decode for Service {
 pub struct Play {
     id: String,
     steps: VecDeque<Step>,
+    /// For the first token.
+    cached: Option<u32>,
     over: bool,
     dropped: mpsc::UnboundedSender<String>,
     num_live: Arc<watch::Sender<usize>>,
@@ -286,15 +292,17 @@ impl Stream for Play {
             return Poll::Ready(None);
         }
         let event = match self.steps.pop_front() {
-            Some(Step::Token(id)) => Event::Token(proto::Token { id, logprobs: None }),
+            Some(Step::Token(id)) => {
+                Event::Token(proto::Token { id, logprobs: None, cached_tokens: self.cached.take() })
+            }
             Some(Step::Logprobs(id, logprob, top)) => {
                 let top = top.into_iter().map(|(token_id, logprob)| v1::TopLogprob { token_id, logprob });
                 let logprobs = v1::TokenLogprobs { token_id: id, logprob, top: top.collect() };
-                Event::Token(proto::Token { id, logprobs: Some(logprobs) })
+                Event::Token(proto::Token { id, logprobs: Some(logprobs), cached_tokens: self.cached.take() })
             }
-            Some(Step::Finish(reason, cached_tokens)) => {
+            Some(Step::Finish(reason)) => {
                 self.over = true;
-                Event::Finished(proto::Finished { reason: reason.into(), cached_tokens })
+                Event::Finished(proto::Finished { reason: reason.into() })
             }
             Some(Step::Fail(kind)) => {
                 self.over = true;
