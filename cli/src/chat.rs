@@ -25,6 +25,9 @@ const HELP: &str = "\
 /quit           leave (or Ctrl-D)
 Ctrl-C stops an answer. A line that ends with \\ goes on in the next one.";
 
+/// An answer that comes faster says more of buffers than of a rate.
+const SHORTEST_RATE: Duration = Duration::from_millis(50);
+
 /// How to chat, and with whom.
 #[derive(Debug, Args)]
 #[command(after_help = "Start a server with `baton up` in another terminal first.")]
@@ -201,9 +204,13 @@ impl Said {
         let Some(first) = self.first else { return "[no text]".to_owned() };
         let mut parts = vec![format!("first token after {:.0} ms", millis(first - start))];
         if let Some(num_tokens) = self.num_tokens.filter(|&num_tokens| num_tokens > 1) {
-            let rate = (num_tokens - 1) as f64 / first.elapsed().as_secs_f64();
+            let rest = first.elapsed();
             parts.insert(0, format!("{num_tokens} tokens"));
-            parts.push(format!("then {rate:.0} per second"));
+            parts.push(if rest < SHORTEST_RATE {
+                format!("the last after {:.0} ms", millis(start.elapsed()))
+            } else {
+                format!("then {:.0} per second", (num_tokens - 1) as f64 / rest.as_secs_f64())
+            });
         }
         if self.was_cut {
             parts.push("cut at the longest length".to_owned());
