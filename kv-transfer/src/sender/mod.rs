@@ -21,7 +21,7 @@ use std::{
 };
 
 use baton_kv_cache::BlockStorage;
-use tracing::{info, warn};
+use tracing::{debug, warn};
 
 pub(crate) use jobs::{Job, Jobs, Open};
 pub(crate) use route::{Active, Frame, RouteState};
@@ -144,7 +144,7 @@ impl Sender {
                         let why = failures.join("; ");
                         warn!(%generation, transport = %offer.kind(), %why, "fell back to a slower transport");
                     } else {
-                        info!(%generation, transport = %offer.kind(), "route opened");
+                        debug!(%generation, transport = %offer.kind(), "route opened");
                     }
                     let context = Arc::clone(&self.shared.context);
                     return Ok(Route::new(
