@@ -12,6 +12,7 @@
 //! memory is written by the peer, so a revoked grant that a peer has opened stays quarantined until
 //! the peer confirms or its socket closes. [`ReceiverLoad`] counts what is quarantined.
 
+mod acceptor;
 mod grants;
 mod verify;
 
@@ -29,6 +30,7 @@ use std::{
 use baton_kv_cache::{BlockId, BlockStorage};
 use tokio::sync::oneshot;
 
+pub(crate) use acceptor::{Acceptor, Service};
 use grants::End;
 pub(crate) use grants::{Claim, Grants, LiveGrant, OneSidedWriter, WriterId};
 

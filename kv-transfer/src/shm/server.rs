@@ -3,19 +3,16 @@
 use std::{
     fs, io,
     net::Shutdown,
-    os::{
-        fd::AsRawFd,
-        unix::{
-            fs::{DirBuilderExt, MetadataExt, PermissionsExt},
-            net::{UnixListener, UnixStream},
-        },
+    os::unix::{
+        fs::{DirBuilderExt, MetadataExt, PermissionsExt},
+        net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
-    thread::{self, JoinHandle},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -27,7 +24,7 @@ use super::{
 };
 use crate::{
     message::{Generation, TransportKind, TransportOffer},
-    receiver::{Grants, OneSidedWriter, ReceiverConfig, WriterId},
+    receiver::{Acceptor, Grants, OneSidedWriter, ReceiverConfig, Service, WriterId},
 };
 
 /// Socket names: "kv-<pool>.sock".
@@ -42,18 +39,16 @@ const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Listens until dropped; its socket file goes then.
 pub(crate) struct ShmServer {
-    shared: Arc<Shared>,
+    sharing: Arc<Sharing>,
+    acceptor: Acceptor<Sharing>,
     path: PathBuf,
-    acceptor: Option<JoinHandle<()>>,
 }
 
-struct Shared {
+/// What every connection needs.
+struct Sharing {
     grants: Arc<Grants>,
-    listener: UnixListener,
     io_timeout: Duration,
-    max_connections: usize,
     is_stopping: AtomicBool,
-    connections: Mutex<Vec<(Arc<Writer>, JoinHandle<()>)>>,
 }
 
 impl ShmServer {
@@ -74,43 +69,27 @@ impl ShmServer {
         })?;
         // The folder is private already, so that nobody came in before this.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600))?;
-        let shared = Arc::new(Shared {
-            grants,
-            listener,
-            io_timeout: config.io_timeout,
-            max_connections: config.max_connections,
-            is_stopping: AtomicBool::new(false),
-            connections: Mutex::default(),
-        });
-        let acceptor = thread::Builder::new().name("kv-shm-accept".into()).spawn({
-            let shared = Arc::clone(&shared);
-            move || accept(&shared)
-        })?;
-        Ok(ShmServer { shared, path, acceptor: Some(acceptor) })
+        let sharing =
+            Arc::new(Sharing { grants, io_timeout: config.io_timeout, is_stopping: AtomicBool::new(false) });
+        let acceptor = Acceptor::start(Arc::clone(&sharing), listener, config.max_connections)?;
+        Ok(ShmServer { sharing, acceptor, path })
     }
 
     pub(crate) fn offer(&self) -> TransportOffer {
         TransportOffer::Shm {
             host_id: host::host_id(),
             socket_path: self.path.clone(),
-            pool: self.shared.grants.pool(),
+            pool: self.sharing.grants.pool(),
         }
     }
 }
 
 impl Drop for ShmServer {
     fn drop(&mut self) {
-        self.shared.is_stopping.store(true, Ordering::SeqCst);
+        self.sharing.is_stopping.store(true, Ordering::SeqCst);
         // It may be gone; the next start removes it if not.
         let _ = fs::remove_file(&self.path);
-        // SAFETY: a plain system call on an owned descriptor; wakes the acceptor.
-        unsafe { libc::shutdown(self.shared.listener.as_raw_fd(), libc::SHUT_RDWR) };
-        if let Some(acceptor) = self.acceptor.take() {
-            // A panic there has been reported by the panic hook; the same below.
-            let _ = acceptor.join();
-        }
-        let connections =
-            std::mem::take(&mut *self.shared.connections.lock().unwrap_or_else(PoisonError::into_inner));
+        let connections = self.acceptor.stop();
         // A peer that reads the end stops writing and closes. One that does not is given up: what it
         // holds open stays allocated.
         for (writer, _) in &connections {
@@ -124,8 +103,24 @@ impl Drop for ShmServer {
         for (writer, thread) in connections {
             writer.is_given_up.store(!thread.is_finished(), Ordering::SeqCst);
             let _ = writer.socket.shutdown(Shutdown::Both);
+            // A panic there has been reported by the panic hook.
             let _ = thread.join();
         }
+    }
+}
+
+impl Service for Sharing {
+    type Listener = UnixListener;
+    type Connection = Writer;
+
+    const THREADS: (&str, &str) = ("kv-shm-accept", "kv-shm-peer");
+
+    fn connection(&self, socket: UnixStream) -> Writer {
+        Writer { socket, id: self.grants.new_writer(), is_given_up: AtomicBool::new(false) }
+    }
+
+    fn serve(&self, writer: &Arc<Writer>) {
+        serve(self, writer);
     }
 }
 
@@ -162,40 +157,6 @@ fn prepare(dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn accept(shared: &Arc<Shared>) {
-    loop {
-        let accepted = shared.listener.accept();
-        if shared.is_stopping.load(Ordering::SeqCst) {
-            return;
-        }
-        let socket = match accepted {
-            Ok((socket, _)) => socket,
-            Err(error) => {
-                warn!(%error, "shared-memory socket cannot accept");
-                // Out of descriptors, mostly: others must close first.
-                thread::sleep(Duration::from_millis(50));
-                continue;
-            }
-        };
-        let mut connections = shared.connections.lock().unwrap_or_else(PoisonError::into_inner);
-        connections.retain(|(_, thread)| !thread.is_finished());
-        if connections.len() >= shared.max_connections {
-            warn!(max_connections = shared.max_connections, "too many shared-memory peers");
-            continue;
-        }
-        let writer =
-            Arc::new(Writer { socket, id: shared.grants.new_writer(), is_given_up: AtomicBool::new(false) });
-        let thread = thread::Builder::new().name("kv-shm-peer".into()).spawn({
-            let (shared, writer) = (Arc::clone(shared), Arc::clone(&writer));
-            move || serve(&shared, &writer)
-        });
-        match thread {
-            Ok(thread) => connections.push((writer, thread)),
-            Err(error) => warn!(%error, "cannot start a thread for a shared-memory peer"),
-        }
-    }
-}
-
 /// One peer's connection.
 struct Writer {
     socket: UnixStream,
@@ -213,16 +174,16 @@ impl OneSidedWriter for Writer {
     }
 }
 
-fn serve(shared: &Shared, writer: &Arc<Writer>) {
-    let counters = shared.grants.counters().of(TransportKind::Shm);
-    let mut result = greet(shared, writer);
+fn serve(sharing: &Sharing, writer: &Arc<Writer>) {
+    let counters = sharing.grants.counters().of(TransportKind::Shm);
+    let mut result = greet(sharing, writer);
     if let Ok(true) = result {
         counters.routed(false);
         info!("shared-memory peer connected");
-        result = converse(shared, writer).map(|()| true);
+        result = converse(sharing, writer).map(|()| true);
     }
     if let Err(error) = result {
-        if !shared.is_stopping.load(Ordering::SeqCst) {
+        if !sharing.is_stopping.load(Ordering::SeqCst) {
             counters.failed();
             warn!(%error, "shared-memory peer broke the protocol");
         }
@@ -232,28 +193,28 @@ fn serve(shared: &Shared, writer: &Arc<Writer>) {
         while drain(&writer.socket).is_ok_and(|num_bytes| num_bytes > 0) {}
     }
     if !writer.is_given_up.load(Ordering::SeqCst) {
-        shared.grants.writer_gone(writer.id);
+        sharing.grants.writer_gone(writer.id);
     }
     // The registry keeps the descriptor until its next sweep.
     let _ = writer.socket.shutdown(Shutdown::Both);
 }
 
 /// Whether the peer was given the memory.
-fn greet(shared: &Shared, writer: &Writer) -> io::Result<bool> {
+fn greet(sharing: &Sharing, writer: &Writer) -> io::Result<bool> {
     let socket = &writer.socket;
-    socket.set_read_timeout(Some(shared.io_timeout))?;
+    socket.set_read_timeout(Some(sharing.io_timeout))?;
     let peer_uid = host::peer_uid(socket)?;
     if !host::may_share(host::own_uid(), peer_uid) {
         warn!(peer_uid, "shared memory refused to a process of another user");
         wire::send(socket, Message::Refused, None)?;
         return Ok(false);
     }
-    let storage = shared.grants.storage();
+    let storage = sharing.grants.storage();
     let layout = storage.layout();
     let (answer, descriptor) = match wire::receive(socket)? {
         None => return Ok(false),
         Some((Message::Hello { pool, layer_bytes, num_layers }, _)) => {
-            if pool != shared.grants.pool() {
+            if pool != sharing.grants.pool() {
                 (Message::OtherPool, None)
             } else if (layer_bytes, num_layers) != (layout.layer_bytes() as u64, layout.num_layers as u32) {
                 (Message::Refused, None)
@@ -270,19 +231,19 @@ fn greet(shared: &Shared, writer: &Writer) -> io::Result<bool> {
     Ok(is_welcome)
 }
 
-fn converse(shared: &Shared, writer: &Arc<Writer>) -> io::Result<()> {
+fn converse(sharing: &Sharing, writer: &Arc<Writer>) -> io::Result<()> {
     while let Some((message, _)) = receive_until_end(&writer.socket)? {
         match message {
             Message::Open(generation) => {
                 let peer = Arc::clone(writer) as Arc<dyn OneSidedWriter>;
-                let answer = if shared.grants.open(generation, writer.id, peer) {
+                let answer = if sharing.grants.open(generation, writer.id, peer) {
                     Message::Opened(generation)
                 } else {
                     Message::Unknown(generation)
                 };
                 wire::send(&writer.socket, answer, None)?;
             }
-            Message::Close(generation) => shared.grants.close(generation, writer.id),
+            Message::Close(generation) => sharing.grants.close(generation, writer.id),
             message => return Err(unexpected(message)),
         }
     }

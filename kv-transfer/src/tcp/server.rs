@@ -3,12 +3,10 @@
 use std::{
     io::{self, Write},
     net::{Shutdown, SocketAddr, TcpListener, TcpStream},
-    os::fd::AsRawFd,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
-    thread::{self, JoinHandle},
     time::Duration,
 };
 
@@ -21,23 +19,21 @@ use super::{
 use crate::{
     counters::TransportCounters,
     message::{TransportKind, TransportOffer},
-    receiver::{Claim, Grants, LiveGrant, ReceiverConfig},
+    receiver::{Acceptor, Claim, Grants, LiveGrant, ReceiverConfig, Service},
 };
 
 /// Listens until dropped.
 pub(crate) struct TcpServer {
-    shared: Arc<Shared>,
+    receiving: Arc<Receiving>,
+    acceptor: Acceptor<Receiving>,
     offer: TransportOffer,
-    acceptor: Option<JoinHandle<()>>,
 }
 
-struct Shared {
+/// What every connection needs.
+struct Receiving {
     grants: Arc<Grants>,
-    listener: TcpListener,
     io_timeout: Duration,
-    max_connections: usize,
     is_stopping: AtomicBool,
-    connections: Mutex<Vec<(Arc<TcpStream>, JoinHandle<()>)>>,
 }
 
 impl TcpServer {
@@ -56,19 +52,13 @@ impl TcpServer {
         });
         let offer =
             TransportOffer::Tcp { address: format!("{host}:{}", address.port()), pool: grants.pool() };
-        let shared = Arc::new(Shared {
+        let receiving = Arc::new(Receiving {
             grants,
-            listener,
             io_timeout: config.io_timeout,
-            max_connections: config.max_connections,
             is_stopping: AtomicBool::new(false),
-            connections: Mutex::default(),
         });
-        let acceptor = thread::Builder::new().name("kv-tcp-accept".into()).spawn({
-            let shared = Arc::clone(&shared);
-            move || accept(&shared)
-        })?;
-        Ok(TcpServer { shared, offer, acceptor: Some(acceptor) })
+        let acceptor = Acceptor::start(Arc::clone(&receiving), listener, config.max_connections)?;
+        Ok(TcpServer { receiving, acceptor, offer })
     }
 
     pub(crate) fn offer(&self) -> TransportOffer {
@@ -78,81 +68,60 @@ impl TcpServer {
 
 impl Drop for TcpServer {
     fn drop(&mut self) {
-        self.shared.is_stopping.store(true, Ordering::SeqCst);
-        // SAFETY: a plain system call on an owned descriptor; wakes the acceptor.
-        unsafe { libc::shutdown(self.shared.listener.as_raw_fd(), libc::SHUT_RDWR) };
-        if let Some(acceptor) = self.acceptor.take() {
-            // A panic there has been reported by the panic hook; the same below.
-            let _ = acceptor.join();
-        }
-        let connections =
-            std::mem::take(&mut *self.shared.connections.lock().unwrap_or_else(PoisonError::into_inner));
-        for (socket, _) in &connections {
+        self.receiving.is_stopping.store(true, Ordering::SeqCst);
+        let connections = self.acceptor.stop();
+        for (connection, _) in &connections {
             // Fails when the peer was faster.
-            let _ = socket.shutdown(Shutdown::Both);
+            let _ = connection.socket.shutdown(Shutdown::Both);
         }
         for (_, thread) in connections {
+            // A panic there has been reported by the panic hook.
             let _ = thread.join();
         }
     }
 }
 
-fn accept(shared: &Arc<Shared>) {
-    loop {
-        let accepted = shared.listener.accept();
-        if shared.is_stopping.load(Ordering::SeqCst) {
-            return;
-        }
-        let (socket, peer) = match accepted {
-            Ok(accepted) => accepted,
-            Err(error) => {
-                warn!(%error, "kv data listener cannot accept");
-                // Out of descriptors, mostly: others must close first.
-                thread::sleep(Duration::from_millis(50));
-                continue;
-            }
-        };
-        let mut connections = shared.connections.lock().unwrap_or_else(PoisonError::into_inner);
-        connections.retain(|(_, thread)| !thread.is_finished());
-        if connections.len() >= shared.max_connections {
-            warn!(%peer, max_connections = shared.max_connections, "too many kv data connections");
-            continue;
-        }
-        let socket = Arc::new(socket);
-        let thread = thread::Builder::new().name("kv-tcp-receive".into()).spawn({
-            let connection = Connection { shared: Arc::clone(shared), socket: Arc::clone(&socket), peer };
-            move || connection.run()
-        });
-        match thread {
-            Ok(thread) => connections.push((socket, thread)),
-            Err(error) => warn!(%error, "cannot start a thread for a kv data connection"),
-        }
+impl Service for Receiving {
+    type Listener = TcpListener;
+    type Connection = Peer;
+
+    const THREADS: (&str, &str) = ("kv-tcp-accept", "kv-tcp-receive");
+
+    fn connection(&self, (socket, address): (TcpStream, SocketAddr)) -> Peer {
+        Peer { socket, address }
     }
-}
 
-struct Connection {
-    shared: Arc<Shared>,
-    socket: Arc<TcpStream>,
-    peer: SocketAddr,
-}
-
-impl Connection {
-    fn run(self) {
-        let peer = self.peer;
-        match self.serve() {
-            Ok(()) => debug!(%peer, "kv data connection closed"),
-            Err(_) if self.shared.is_stopping.load(Ordering::SeqCst) => {}
+    fn serve(&self, peer: &Arc<Peer>) {
+        let connection = Connection { receiving: self, socket: &peer.socket, peer: peer.address };
+        match connection.serve() {
+            Ok(()) => debug!(peer = %peer.address, "kv data connection closed"),
+            Err(_) if self.is_stopping.load(Ordering::SeqCst) => {}
             Err(error) => {
-                self.counters().failed();
-                warn!(%peer, %error, "kv data connection ended");
+                self.grants.counters().of(TransportKind::Tcp).failed();
+                warn!(peer = %peer.address, %error, "kv data connection ended");
             }
         }
         // The registry keeps the descriptor until its next sweep; the peer must hear of it now.
-        let _ = self.socket.shutdown(Shutdown::Both);
+        let _ = peer.socket.shutdown(Shutdown::Both);
     }
+}
 
+/// A connected sender.
+struct Peer {
+    socket: TcpStream,
+    address: SocketAddr,
+}
+
+/// A connection, as its thread serves it.
+struct Connection<'a> {
+    receiving: &'a Receiving,
+    socket: &'a TcpStream,
+    peer: SocketAddr,
+}
+
+impl Connection<'_> {
     fn serve(&self) -> io::Result<()> {
-        socket::configure(&self.socket, self.shared.io_timeout)?;
+        socket::configure(self.socket, self.receiving.io_timeout)?;
         if !self.shake_hands()? {
             return Ok(());
         }
@@ -167,12 +136,12 @@ impl Connection {
 
     fn shake_hands(&self) -> io::Result<bool> {
         let mut bytes = [0; wire::HELLO_BYTES];
-        socket::receive_exact(&self.socket, &mut bytes, self.shared.io_timeout)?;
+        socket::receive_exact(self.socket, &mut bytes, self.receiving.io_timeout)?;
         let hello = Hello::decode(&bytes).ok_or_else(|| invalid("not a kv data peer"))?;
-        let layout = self.shared.grants.storage().layout();
+        let layout = self.receiving.grants.storage().layout();
         let welcome = if hello.version != wire::VERSION {
             Welcome::OtherVersion
-        } else if hello.pool != self.shared.grants.pool() {
+        } else if hello.pool != self.receiving.grants.pool() {
             Welcome::OtherPool
         } else if (hello.layer_bytes, hello.num_layers)
             != (layout.layer_bytes() as u64, layout.num_layers as u32)
@@ -181,31 +150,36 @@ impl Connection {
         } else {
             Welcome::Accepted
         };
-        (&*self.socket).write_all(&welcome.encode())?;
+        self.answer(&welcome.encode())?;
         if welcome != Welcome::Accepted {
             debug!(peer = %self.peer, ?welcome, "kv data peer refused");
         }
         Ok(welcome == Welcome::Accepted)
     }
 
+    fn answer(&self, bytes: &[u8]) -> io::Result<()> {
+        let mut socket = self.socket;
+        socket.write_all(bytes)
+    }
+
     /// Between frames a peer may be silent for as long as it likes. `false`: it has left.
     fn wait_for_frame(&self) -> io::Result<bool> {
-        socket::wait_readable(&self.socket, None)?;
+        socket::wait_readable(self.socket, None)?;
         let mut byte = 0;
         self.socket.peek(std::slice::from_mut(&mut byte)).map(|num_bytes| num_bytes > 0)
     }
 
     fn receive_frame(&self, scratch: &mut [u8]) -> io::Result<()> {
         let mut bytes = [0; wire::FRAME_BYTES];
-        socket::receive_exact(&self.socket, &mut bytes, self.shared.io_timeout)?;
-        let layer_bytes = self.shared.grants.storage().layout().layer_bytes();
+        socket::receive_exact(self.socket, &mut bytes, self.receiving.io_timeout)?;
+        let layer_bytes = self.receiving.grants.storage().layout().layer_bytes();
         let header = FrameHeader::decode(&bytes, layer_bytes).ok_or_else(|| invalid("malformed frame"))?;
         let mut bytes = vec![0; header.num_pieces as usize * wire::PIECE_BYTES];
-        socket::receive_exact(&self.socket, &mut bytes, self.shared.io_timeout)?;
+        socket::receive_exact(self.socket, &mut bytes, self.receiving.io_timeout)?;
         let pieces = wire::decode_pieces(&bytes);
 
         let num_bytes = header.payload_bytes as usize;
-        let status = match self.shared.grants.find(header.generation) {
+        let status = match self.receiving.grants.find(header.generation) {
             None => {
                 self.discard(num_bytes, scratch)?;
                 AckStatus::Revoked
@@ -222,12 +196,12 @@ impl Connection {
                 }
             },
         };
-        (&*self.socket).write_all(&Ack { status, sequence: header.sequence }.encode())
+        self.answer(&Ack { status, sequence: header.sequence }.encode())
     }
 
     /// Scatters the payload into the grant's blocks, for as long as the grant is not revoked.
     fn place(&self, grant: &LiveGrant, pieces: &[(u32, u32)], scratch: &mut [u8]) -> io::Result<AckStatus> {
-        let storage = self.shared.grants.storage();
+        let storage = self.receiving.grants.storage();
         let layer_bytes = storage.layout().layer_bytes();
         let mut places = Places::new();
         for &(layer_idx, block_idx) in pieces {
@@ -238,7 +212,7 @@ impl Connection {
         while !places.is_done() {
             // SAFETY: the places lie in granted blocks, claimed for this frame alone, and the grant
             // cannot be taken back while the fence is held.
-            let received = grant.with_fence(|| unsafe { places.receive(&self.socket) });
+            let received = grant.with_fence(|| unsafe { places.receive(self.socket) });
             match received {
                 None => {
                     self.counters().late(pieces.len() * layer_bytes - places.num_bytes());
@@ -248,7 +222,7 @@ impl Connection {
                 Some(Ok(0)) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Some(Ok(_)) => {}
                 Some(Err(error)) if socket::is_retry(&error) => {
-                    if !socket::wait_readable(&self.socket, Some(self.shared.io_timeout))? {
+                    if !socket::wait_readable(self.socket, Some(self.receiving.io_timeout))? {
                         return Err(socket::timed_out("the rest of a frame"));
                     }
                 }
@@ -265,14 +239,14 @@ impl Connection {
         self.counters().late(num_bytes);
         while num_bytes > 0 {
             let len = num_bytes.min(scratch.len());
-            socket::receive_exact(&self.socket, &mut scratch[..len], self.shared.io_timeout)?;
+            socket::receive_exact(self.socket, &mut scratch[..len], self.receiving.io_timeout)?;
             num_bytes -= len;
         }
         Ok(())
     }
 
     fn counters(&self) -> &TransportCounters {
-        self.shared.grants.counters().of(TransportKind::Tcp)
+        self.receiving.grants.counters().of(TransportKind::Tcp)
     }
 }
 
