@@ -18,14 +18,14 @@ from torch import Tensor
 
 import llama
 from llama import Llama
-from train import Run, Stage, add_run_arguments, on_all_ranks
+from train import Run, Stage, add_run_arguments, on_all_ranks, parse_run_arguments
 from world import FULL, MEDIUM
 
 # The layer that notes which tokens stand before each one, and the one with the longest matches (circuits.py).
 KEPT_LAYERS = (0, 2)
 CURRICULUM = (
     Stage(1.0, (96, 128, 256), 6144, MEDIUM),
-    Stage(100.0, (128, 256, 512), 6144, FULL),
+    Stage(float("inf"), (128, 256, 512), 6144, FULL),
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -56,8 +56,8 @@ def beginning(teacher: Llama) -> Llama:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", type=Path, required=True)
-    add_run_arguments(parser, minutes=10)
-    args = parser.parse_args()
+    add_run_arguments(parser, million_tokens=5)
+    args = parse_run_arguments(parser)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         shutil.copyfile(args.teacher / name, args.out / name)
@@ -66,7 +66,7 @@ def main() -> None:
 
 def work(args: argparse.Namespace, rank: int) -> None:
     teacher = llama.load(args.teacher).requires_grad_(False)
-    Run(args, rank, beginning(teacher), CURRICULUM, Distillation(teacher)).until_done()
+    Run(args, rank, beginning(teacher), CURRICULUM, Distillation(teacher.to(args.device))).until_done()
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ def facts(hops: str, num_tokens: int) -> Callable[[random.Random], list[Segment]
 TASKS: dict[str, Callable[[random.Random], list[Segment]]] = {
     "recall-512": facts("one", 512),
     "recall-1024": facts("one", 1024),
+    "recall-1900": facts("one", 1900),  # with question and answer, the whole context of 2,048
     "two-hop-256": facts("two", 256),
     "two-hop-512": facts("two", 512),
     "copy": lambda rng: chat([copy_turn(rng, "held_out", max_pieces=14)]),

@@ -132,7 +132,7 @@ class Llama(nn.Module):
 def save(model: Llama, directory: Path, bos_id: int, end_id: int, pad_id: int) -> None:
     """Writes config.json, generation_config.json and model.safetensors (bf16)."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     tokens = {"bos_token_id": bos_id, "eos_token_id": end_id, "pad_token_id": pad_id}
     config = {

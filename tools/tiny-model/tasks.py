@@ -205,11 +205,20 @@ def sum_turn(rng: random.Random, split: Split) -> Question:
         a, b = rng.randint(0, limit), rng.randint(0, limit)
         if is_held_out("sum", a, b) == (split == "held_out"):
             order = rng.choice(("What is {a} + {b}?", "What is {a} plus {b}?", "{a} + {b} = ?", "Add {a} and {b}."))
-            return Question(order.format(a=a, b=b), f"{a} + {b} = {a + b}.", str(a + b))
+            return Question(order.format(a=a, b=b), worked_sum(a, b), str(a + b))
+
+
+def worked_sum(a: int, b: int) -> str:
+    """The sum as at school: ones, tens with the carry, then all of it. Every step is one the model can look up."""
+    steps = []
+    if a > 9 or b > 9:
+        ones, carry = a % 10 + b % 10, " + 1" if a % 10 + b % 10 > 9 else ""
+        steps = [f"{a % 10} + {b % 10} = {ones}.", f"{a // 10} + {b // 10}{carry} = {(a + b) // 10}."]
+    return " ".join([*steps, f"{a} + {b} = {a + b}."])
 
 
 def sums_example(world: World, room_chars: int) -> list[Segment]:
-    num_turns = max(1, room_chars // 80)
+    num_turns = max(1, room_chars // 110)
     return chat([sum_turn(world.rng, world.split) for _ in range(num_turns)])
 
 
@@ -341,11 +350,11 @@ def pairs_example(world: World, room_chars: int) -> list[Segment]:
 
 # Shares of the examples in training.
 MIXTURE = (
-    (0.34, lambda world, room: facts_example(world, room, "one")),
-    (0.26, lambda world, room: facts_example(world, room, "two")),
+    (0.32, lambda world, room: facts_example(world, room, "one")),
+    (0.24, lambda world, room: facts_example(world, room, "two")),
     (0.06, lambda world, room: facts_example(world, room, "mixed")),
     (0.14, copy_example),
-    (0.03, sums_example),
+    (0.07, sums_example),
     (0.10, conversation_example),
     (0.03, story_example),
     (0.04, pairs_example),

@@ -2,7 +2,8 @@
 
     python train.py --checkpoint /tmp/tiny.pt --out ../../models/tiny
 
-Stop it at any time: the same command goes on from the checkpoint, with the data it would have seen next.
+Stop it at any time: the same command goes on from the checkpoint, with the data it would have seen next. The curriculum
+and the learning rate depend on the tokens seen and on nothing else, so a busy machine makes the same model, later.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import llama
 from circuits import plant
 from llama import Llama, LlamaShape
 from muon import Muon
-from tasks import copy_example, facts_example, training_example
+from tasks import copy_example, facts_example, sums_example, training_example
 from tokenizer import ExampleEncoder
 from world import EASY, FULL, MEDIUM, Difficulty, World
 
@@ -34,9 +35,7 @@ WARMUP_STEPS = 30
 
 @dataclass(frozen=True)
 class Stage:
-    """Until `until_tokens` (in millions, counted from the start of training)."""
-
-    until_tokens: float
+    until_tokens: float  # in millions, counted from the start of training
     lengths: tuple[int, ...]  # one is drawn per batch
     batch_tokens: int
     difficulty: Difficulty
@@ -47,7 +46,8 @@ CURRICULUM = (
     Stage(0.8, (64, 96, 128), 4096, EASY, easy_start=True),
     Stage(2.0, (96, 128, 256), 4096, MEDIUM, easy_start=True),
     Stage(3.0, (128, 256, 512), 6144, FULL),
-    Stage(100.0, (128, 256, 512, 640, 128, 256, 512, 1024), 8192, FULL),
+    Stage(10.0, (128, 256, 512, 640, 128, 256, 512, 1024), 8192, FULL),
+    Stage(float("inf"), (128, 256, 512, 1024, 128, 256, 640, 2048), 8192, FULL),
 )
 
 
@@ -108,6 +108,7 @@ class Probe:
             ("one-hop@512", lambda world, room: facts_example(world, room, "one"), 512),
             ("two-hop@256", lambda world, room: facts_example(world, room, "two"), 256),
             ("copy", copy_example, 40),
+            ("sum", sums_example, 20),
         ):
             rng = random.Random(name)
             rows = []
@@ -122,6 +123,7 @@ class Probe:
         for name, rows in self.batches.items():
             num_right = 0
             for ids, weights in rows:
+                ids, weights = ids.to(model.cos.device), weights.to(model.cos.device)
                 answer = weights[0, 1:] == 1.0
                 greedy = model.logits(model(ids[:, :-1])[0][answer]).argmax(-1)
                 num_right += bool((greedy == ids[0, 1:][answer]).all())
@@ -134,7 +136,7 @@ class Probe:
 
 
 def learning_rate_factor(step: int, progress: float) -> float:
-    """Trapezoid over the time given: warm-up, constant for the first half, linear to zero in the second."""
+    """Trapezoid over the tokens to train on: warm-up, constant for the first half, linear to zero in the second."""
     return max(0.0, min((step + 1) / WARMUP_STEPS, 1.0, 2.0 * (1.0 - progress)))
 
 
@@ -145,7 +147,8 @@ class Run:
     """
 
     def __init__(self, args: argparse.Namespace, rank: int, model: Llama, curriculum: tuple[Stage, ...], loss: Loss) -> None:
-        self.args, self.rank, self.model, self.curriculum, self.loss = args, rank, model, curriculum, loss
+        self.args, self.rank, self.curriculum, self.loss = args, rank, curriculum, loss
+        self.model = model.to(args.device)
         self.encoder = ExampleEncoder(Tokenizer.from_file(str(args.out / "tokenizer.json")))
         inside_layers = {n: p.ndim == 2 and "embed" not in n for n, p in self.model.named_parameters()}
         self.optimisers = [
@@ -154,20 +157,20 @@ class Run:
                               lr=args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.base_rates = [args.muon_lr, args.adam_lr]
-        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.step, self.tokens = 0, 0
         if args.checkpoint.exists():
-            self._restore(torch.load(args.checkpoint, weights_only=False))
+            self._restore(torch.load(args.checkpoint, map_location=args.device, weights_only=False))
 
     def _restore(self, state: dict) -> None:
         self.model.load_state_dict(state["model"])
         for optimiser, saved in zip(self.optimisers, state["optimisers"]):
             optimiser.load_state_dict(saved)
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.step, self.tokens = state["step"], state["tokens"]
 
     def _save(self) -> None:
         state = {
             "model": self.model.state_dict(), "optimisers": [o.state_dict() for o in self.optimisers],
-            "step": self.step, "tokens": self.tokens, "seconds": self.seconds,
+            "step": self.step, "tokens": self.tokens,
         }
         unfinished = self.args.checkpoint.with_suffix(".new")
         torch.save(state, unfinished)
@@ -178,13 +181,12 @@ class Run:
         self._report(f"{self.model.num_parameters():,} parameters, from step {self.step}, {self.tokens / 1e6:.2f} M tokens")
         forward = torch.compile(self.model, dynamic=True) if self.args.compile else self.model
         probe = Probe(self.encoder)
-        last_save = last_log = last_step = time.monotonic()
+        last_save = last_log = time.monotonic()
         losses: list[float] = []
         tokens_logged = self.tokens
         while (loss := self._update(forward)) is not None:
             losses.append(loss)
             now = time.monotonic()
-            self.seconds, last_step = self.seconds + now - last_step, now
             if now - last_log > 30:
                 speed = (self.tokens - tokens_logged) / (now - last_log)
                 self._report(f"step {self.step}  {self.tokens / 1e6:.2f} M tokens  loss {sum(losses) / len(losses):.3f}  "
@@ -204,14 +206,15 @@ class Run:
             print(line, flush=True)
 
     def _update(self, forward: Callable[[Tensor], Tensor]) -> float | None:
-        """One step; the loss of this rank, or `None` when the time is over."""
+        """One step; the loss of this rank, or `None` when all tokens have been seen."""
         num_ranks = self.args.ranks
-        ids, weights = make_batch(self.encoder, stage_at(self.curriculum, self.tokens), self.step, self.rank, num_ranks)
-        loss = self.loss(self.model, forward, ids, weights)
-        loss.backward()
-        factor = self._average_gradients(learning_rate_factor(self.step, self.seconds / 60 / self.args.minutes))
+        factor = learning_rate_factor(self.step, self.tokens / 1e6 / self.args.million_tokens)
         if factor <= 0:
             return None
+        ids, weights = make_batch(self.encoder, stage_at(self.curriculum, self.tokens), self.step, self.rank, num_ranks)
+        loss = self.loss(self.model, forward, ids.to(self.args.device), weights.to(self.args.device))
+        loss.backward()
+        self._average_gradients()
         for optimiser, base in zip(self.optimisers, self.base_rates):
             for group in optimiser.param_groups:
                 group["lr"] = base * factor
@@ -221,18 +224,17 @@ class Run:
         self.tokens += ids.numel() * num_ranks
         return loss.item()
 
-    def _average_gradients(self, factor: float) -> float:
-        """Averages the gradients over the ranks. Gives back rank 0's `factor`: clocks differ, updates must not."""
+    def _average_gradients(self) -> None:
+        if self.args.ranks == 1:
+            return
         gradients = [parameter.grad for parameter in self.model.parameters()]
-        own_factor = torch.tensor([factor * self.args.ranks if self.rank == 0 else 0.0])
-        joined = torch.cat([gradient.flatten() for gradient in gradients] + [own_factor])
+        joined = torch.cat([gradient.flatten() for gradient in gradients])
         distributed.all_reduce(joined)
         joined /= self.args.ranks
         start = 0
         for gradient in gradients:
             gradient.copy_(joined[start:start + gradient.numel()].view_as(gradient))
             start += gradient.numel()
-        return joined[-1].item()
 
 
 def on_all_ranks(work: Callable[[argparse.Namespace, int], None], args: argparse.Namespace) -> None:
@@ -263,24 +265,31 @@ def _work_as_rank(work: Callable[[argparse.Namespace, int], None], args: argpars
     distributed.destroy_process_group()
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, minutes: float) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser, million_tokens: float) -> None:
     parser.add_argument("--checkpoint", type=Path, required=True, help="weights and optimiser state, to go on from")
     parser.add_argument("--out", type=Path, required=True, help="model folder; must hold tokenizer.json")
-    parser.add_argument("--minutes", type=float, default=minutes,
-                        help="for all runs from this checkpoint together; the learning rate falls in the second half")
+    parser.add_argument("--million-tokens", type=float, default=million_tokens,
+                        help="for all runs from this checkpoint together; the learning rate falls in the second half "
+                             "(default: %(default)s)")
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--save-every", type=float, default=120.0, help="seconds between checkpoints")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument("--ranks", type=int, default=os.cpu_count(), help="processes, one per core (default: %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
+    parser.add_argument("--ranks", type=int, help="processes (default: one per core, or one on a GPU)")
     parser.add_argument("--seed", type=int, default=0)
+
+
+def parse_run_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    args = parser.parse_args()
+    args.ranks = args.ranks or (os.cpu_count() if args.device == "cpu" else 1)
+    return args
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_run_arguments(parser, minutes=30)
-    args = parser.parse_args()
-    on_all_ranks(work, args)
+    add_run_arguments(parser, million_tokens=16)
+    on_all_ranks(work, parse_run_arguments(parser))
 
 
 def work(args: argparse.Namespace, rank: int) -> None:
