@@ -224,6 +224,10 @@ pub struct EngineArgs {
     /// Threads that compute. Default: one per core, at most 64.
     #[arg(long, value_name = "N", value_parser = at_least_one, env = "BATON_THREADS")]
     pub threads: Option<usize>,
+    /// Directory for weights in the layout of the kernels, one copy for all processes of this host; "none": each
+    /// process keeps its own. Default: a directory in the user's cache.
+    #[arg(long, value_name = "DIR", env = "BATON_WEIGHT_CACHE")]
+    pub weight_cache: Option<PathBuf>,
 }
 
 /// What is logged, and where traces go.

@@ -42,7 +42,7 @@ pub fn directory() -> anyhow::Result<PathBuf> {
 }
 
 /// `$XDG_CACHE_HOME/baton`, `~/.cache/baton`, or the temporary directory when there is no home.
-fn cache_dir() -> PathBuf {
+pub(crate) fn cache_dir() -> PathBuf {
     let non_empty = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let base = non_empty("XDG_CACHE_HOME").or_else(|| non_empty("HOME").map(|home| home.join(".cache")));
     let dir = base.map(|base| base.join("baton")).filter(|dir| fs::create_dir_all(dir).is_ok());

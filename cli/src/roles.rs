@@ -1,6 +1,10 @@
 //! One part of a cluster in this process: arguments become its configuration, it runs until a signal.
 
-use std::{fs, path::PathBuf, time::Duration};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use anyhow::{Context, bail};
 use baton_cluster::{DiscoveryConfig, EtcdAuth, EtcdConfig, EtcdTls, Role, WorkerId};
@@ -61,6 +65,11 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     config.token_budget = args.engine.token_budget;
     config.prefix_cache = !args.engine.no_prefix_cache;
     config.threads = args.engine.threads;
+    config.weight_cache = match args.engine.weight_cache {
+        Some(dir) if dir == Path::new("none") => None,
+        Some(dir) => Some(dir),
+        None => Some(embedded_model::cache_dir().join("weights")),
+    };
     config.transports = args.transports.into_iter().map(transport).collect();
     config.data_listen = args.data_listen;
     config.data_host = args.data_host;

@@ -19,7 +19,7 @@ fn products(criterion: &mut Criterion) {
     for threads in thread_counts() {
         let mut group = criterion.benchmark_group(format!("gemm_bf16_8192x2048_{threads}_threads"));
         group.sample_size(10);
-        for m in [1, 8, 64, 512] {
+        for m in [1, 2, 4, 8, 16, 32, 64, 512] {
             group.throughput(match m {
                 1 => Throughput::Bytes((n * k * 2) as u64),
                 _ => Throughput::Elements((2 * m * n * k) as u64),

@@ -1,16 +1,18 @@
 //! The tensors of a [`DecoderSpec`], found by their published names.
 
 use crate::LoadError;
+use crate::packed::{PackedMatrix, Packer};
 use crate::spec::{DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
 use crate::weights::{Checkpoint, Matrix};
 
 /// Weights in the order in which the forward pass needs them.
 #[derive(Debug)]
 pub(crate) struct DecoderWeights {
-    pub(crate) embedding: Matrix,
+    /// Looked up, not multiplied: stays where it is mapped. `None`: that of the head.
+    pub(crate) embedding: Option<Matrix>,
     pub(crate) layers: Vec<LayerWeights>,
     pub(crate) norm: Vec<f32>,
-    pub(crate) head: Matrix,
+    pub(crate) head: PackedMatrix,
 }
 
 #[derive(Debug)]
@@ -29,7 +31,7 @@ pub(crate) struct LayerWeights {
 /// Products whose outputs lie side by side.
 #[derive(Debug)]
 pub(crate) struct Linear {
-    pub(crate) parts: Vec<Matrix>,
+    pub(crate) weight: PackedMatrix,
     pub(crate) bias: Option<Vec<f32>>,
 }
 
@@ -45,24 +47,28 @@ pub(crate) struct DenseMlp {
     pub(crate) down: Linear,
 }
 
-/// Takes what `spec` needs out of the checkpoint.
-pub(crate) fn take_weights(spec: &DecoderSpec, from: &mut Checkpoint) -> Result<DecoderWeights, LoadError> {
+/// Takes what `spec` needs out of the checkpoint and has `packer` pack what is multiplied.
+pub(crate) fn take_weights(
+    spec: &DecoderSpec,
+    from: &mut Checkpoint,
+    packer: &mut Packer,
+) -> Result<DecoderWeights, LoadError> {
     let prefix = &spec.tensor_prefix;
     let embedding =
         from.take(&format!("{prefix}embed_tokens.weight"), &[spec.vocab_size, spec.hidden_size])?;
     let mut layers = Vec::with_capacity(spec.layers.len());
     for (layer_idx, layer) in spec.layers.iter().enumerate() {
-        let mut taker = Taker { spec, from, prefix: format!("{prefix}layers.{layer_idx}.") };
+        let mut taker = Taker { spec, from, packer, prefix: format!("{prefix}layers.{layer_idx}.") };
         layers.push(taker.layer(layer)?);
     }
-    let mut taker = Taker { spec, from, prefix: prefix.clone() };
+    let mut taker = Taker { spec, from, packer, prefix: prefix.clone() };
     let norm = taker.norm("norm", spec.hidden_size)?;
-    let head = if spec.tied_head {
-        embedding.clone()
+    let (embedding, head) = if spec.tied_head {
+        (None, embedding)
     } else {
-        from.take("lm_head.weight", &[spec.vocab_size, spec.hidden_size])?
+        (Some(embedding), from.take("lm_head.weight", &[spec.vocab_size, spec.hidden_size])?)
     };
-    Ok(DecoderWeights { embedding, layers, norm, head })
+    Ok(DecoderWeights { embedding, layers, norm, head: packer.add(vec![head]) })
 }
 
 /// Tensors that may be left over: buffers that old versions saved, and a tied head saved twice.
@@ -75,6 +81,7 @@ pub(crate) fn is_redundant(spec: &DecoderSpec, name: &str) -> bool {
 struct Taker<'a> {
     spec: &'a DecoderSpec,
     from: &'a mut Checkpoint,
+    packer: &'a mut Packer,
     prefix: String,
 }
 
@@ -161,7 +168,7 @@ impl Taker<'_> {
                 biases.extend(self.vector(&format!("{block}{name}.bias"), rows)?);
             }
         }
-        Ok(Linear { parts: matrices, bias: bias.then_some(biases) })
+        Ok(Linear { weight: self.packer.add(matrices), bias: bias.then_some(biases) })
     }
 
     fn norm(&mut self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {

@@ -1,8 +1,8 @@
 //! Configuration, weights and the forward pass of decoder-only language models.
 //!
 //! A Hugging Face directory becomes a [`LoadedModel`] by [`load`]: `config.json` is read into a
-//! [`DecoderSpec`], one decoder described by data, and the tensors of `*.safetensors` are used where
-//! the files are mapped. Its [`CpuExecutor`] computes [`Batch`]es over blocks of KV.
+//! [`DecoderSpec`], one decoder described by data, and the tensors of `*.safetensors` are packed into
+//! the layout that kernels stream. Its [`CpuExecutor`] computes [`Batch`]es over blocks of KV.
 //!
 //! It does not know requests, sampling, text, or the network.
 
@@ -15,6 +15,7 @@ mod error;
 mod executor;
 mod fields;
 mod load;
+mod packed;
 mod rope;
 mod spec;
 mod weights;

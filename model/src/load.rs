@@ -1,12 +1,13 @@
 //! Loading a model directory: configuration, weights, and what identifies them.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use baton_kv_cache::{KvDtype, KvFormat, KvLayout};
 
 use crate::cpu::CpuExecutor;
 use crate::decoder::{DecoderWeights, is_redundant, take_weights};
+use crate::packed::{Packer, WeightCache};
 use crate::weights::Checkpoint;
 use crate::{LoadError, ModelConfig};
 
@@ -19,11 +20,13 @@ pub struct LoadOptions {
     pub block_size: usize,
     /// Threads of the executor; one per processor when `None`.
     pub threads: Option<usize>,
+    /// Directory for packed weights, which processes of this host share; `None`: each keeps its own.
+    pub weight_cache: Option<PathBuf>,
 }
 
 impl Default for LoadOptions {
     fn default() -> LoadOptions {
-        LoadOptions { kv_dtype: None, block_size: 16, threads: None }
+        LoadOptions { kv_dtype: None, block_size: 16, threads: None, weight_cache: None }
     }
 }
 
@@ -32,11 +35,11 @@ impl Default for LoadOptions {
 pub struct LoadProgress {
     /// Bytes of weights in memory.
     pub bytes_done: u64,
-    /// Bytes of all weight files.
+    /// Bytes of all weights that are multiplied.
     pub bytes_total: u64,
 }
 
-/// A model, ready to compute. Clones share the weights, which are the mapped files themselves.
+/// A model, ready to compute. Clones share the weights.
 #[derive(Clone, Debug)]
 pub struct LoadedModel {
     inner: Arc<Inner>,
@@ -120,20 +123,31 @@ pub fn load(
     let config = ModelConfig::load(dir)?;
     let spec = &config.decoder;
     let mut checkpoint = Checkpoint::open(dir)?;
-    let weights = take_weights(spec, &mut checkpoint)?;
+    let mut packer = Packer::default();
+    let weights = take_weights(spec, &mut checkpoint, &mut packer)?;
     checkpoint.refuse_rest(&config.architecture, |name| is_redundant(spec, name))?;
-    checkpoint.read_ahead(progress);
+    let revision = revision(dir, &checkpoint)?;
+    let cache = match &options.weight_cache {
+        None => None,
+        Some(cache_dir) => {
+            let mut hasher = blake3::Hasher::new();
+            hasher.update(revision.as_bytes());
+            checkpoint.hash_files_into(&mut hasher)?;
+            Some(WeightCache { dir: cache_dir, model_dir: dir, key: hasher.finalize() })
+        }
+    };
+    packer.finish(cache.as_ref(), threads, progress).map_err(|source| LoadError::io(dir, source))?;
 
     let layout = KvLayout {
         block_size: options.block_size,
         num_layers: spec.layers.len(),
         num_kv_heads: spec.num_kv_heads,
         head_dim: spec.head_dim,
-        dtype: options.kv_dtype.unwrap_or(weights.embedding.dtype),
+        dtype: options.kv_dtype.unwrap_or(weights.head.dtype()),
     };
     Ok(LoadedModel {
         inner: Arc::new(Inner {
-            revision: revision(dir, &checkpoint)?,
+            revision,
             weight_bytes: checkpoint.size_bytes(),
             num_parameters: checkpoint.num_parameters(),
             weights,

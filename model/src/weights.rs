@@ -1,4 +1,4 @@
-//! Weight files: safetensors, mapped into memory and never copied.
+//! Weight files: safetensors, mapped into memory.
 //!
 //! It knows names, shapes and bytes, not what they are for.
 
@@ -11,9 +11,8 @@ use baton_kv_cache::KvDtype;
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, Metadata};
 
-use crate::cpu::MatrixRef;
+use crate::LoadError;
 use crate::fields::{Fields, read_object};
-use crate::{LoadError, LoadProgress};
 
 /// All tensors of a model directory.
 pub(crate) struct Checkpoint {
@@ -54,8 +53,16 @@ pub(crate) struct Matrix {
 }
 
 impl Matrix {
-    pub(crate) fn as_ref(&self) -> MatrixRef<'_> {
-        MatrixRef::new(self.bytes(), self.dtype, self.rows, self.cols)
+    /// The bytes of row `row_idx`.
+    pub(crate) fn row(&self, row_idx: usize) -> &[u8] {
+        let num_bytes = self.cols * self.dtype.size_bytes();
+        &self.bytes()[row_idx * num_bytes..][..num_bytes]
+    }
+
+    /// Row `row_idx`, widened.
+    pub(crate) fn row_values(&self, row_idx: usize) -> impl Iterator<Item = f32> {
+        let dtype = self.dtype;
+        self.row(row_idx).chunks_exact(dtype.size_bytes()).map(move |bytes| widen(dtype, bytes))
     }
 
     fn bytes(&self) -> &[u8] {
@@ -68,15 +75,16 @@ impl Matrix {
 
     /// All of it, widened.
     pub(crate) fn to_f32(&self) -> Vec<f32> {
-        let pairs = || self.bytes().chunks_exact(2).map(|two| [two[0], two[1]]);
-        match self.dtype {
-            KvDtype::F16 => pairs().map(|two| half::f16::from_le_bytes(two).to_f32()).collect(),
-            KvDtype::Bf16 => pairs().map(|two| half::bf16::from_le_bytes(two).to_f32()).collect(),
-            KvDtype::F32 => {
-                let fours = self.bytes().chunks_exact(4);
-                fours.map(|four| f32::from_le_bytes([four[0], four[1], four[2], four[3]])).collect()
-            }
-        }
+        self.bytes().chunks_exact(self.dtype.size_bytes()).map(|bytes| widen(self.dtype, bytes)).collect()
+    }
+}
+
+/// One stored number.
+fn widen(dtype: KvDtype, bytes: &[u8]) -> f32 {
+    match dtype {
+        KvDtype::F16 => half::f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+        KvDtype::Bf16 => half::bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+        KvDtype::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
     }
 }
 
@@ -250,22 +258,20 @@ impl Checkpoint {
         }
     }
 
-    /// Brings the files into memory, reporting after each piece.
-    pub(crate) fn read_ahead(&self, progress: &mut dyn FnMut(LoadProgress)) {
-        const PIECE: usize = 32 << 20;
-        const PAGE: usize = 4096;
-        let bytes_total = self.size_bytes();
-        let mut bytes_done = 0;
-        progress(LoadProgress { bytes_done, bytes_total });
+    /// Adds what tells these files from others with the same headers: where they lie, and when they were written.
+    ///
+    /// # Errors
+    /// When a file cannot be asked.
+    pub(crate) fn hash_files_into(&self, hasher: &mut blake3::Hasher) -> Result<(), LoadError> {
         for file in &self.files {
-            // Only a hint: reading below works without it.
-            let _ = file.map.advise(memmap2::Advice::WillNeed);
-            for piece in file.map.chunks(PIECE) {
-                let touched: u8 = piece.iter().step_by(PAGE).fold(0, |all, byte| all ^ byte);
-                std::hint::black_box(touched);
-                bytes_done += piece.len() as u64;
-                progress(LoadProgress { bytes_done, bytes_total });
-            }
+            let path = &file.path;
+            let modified = path.metadata().and_then(|metadata| metadata.modified());
+            let modified = modified.map_err(|source| LoadError::io(path, source))?;
+            let modified = modified.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+            let whole = path.canonicalize().map_err(|source| LoadError::io(path, source))?;
+            hasher.update(whole.as_os_str().as_encoded_bytes());
+            hasher.update(&modified.as_nanos().to_le_bytes());
         }
+        Ok(())
     }
 }

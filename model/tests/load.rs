@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use baton_kv_cache::KvDtype;
-use baton_model::{Executor, LoadOptions, LoadProgress, load};
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
+use baton_model::{Batch, BatchSequence, Executor, LoadOptions, LoadProgress, load};
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
@@ -279,18 +279,19 @@ fn loading_reports_bytes_and_describes_the_model() {
     let mut seen: Vec<LoadProgress> = Vec::new();
     let loaded =
         load(model.dir.path(), &LoadOptions::default(), &mut |progress| seen.push(progress)).unwrap();
-    let total: u64 = fs::read_dir(model.dir.path())
+    let weight_bytes: u64 = fs::read_dir(model.dir.path())
         .unwrap()
         .map(|entry| entry.unwrap())
         .filter(|entry| entry.file_name().to_string_lossy().ends_with(".safetensors"))
         .map(|entry| entry.metadata().unwrap().len())
         .sum();
+    let total = seen[0].bytes_total;
+    assert!(total > weight_bytes / 2, "{total} of {weight_bytes}");
     assert_eq!(seen[0].bytes_done, 0);
-    assert_eq!(seen.last().unwrap().bytes_done, total);
-    assert!(seen.iter().all(|progress| progress.bytes_total == total));
+    assert!(seen.iter().all(|progress| progress.bytes_total == total && progress.bytes_done <= total));
     assert!(seen.is_sorted_by_key(|progress| progress.bytes_done));
 
-    assert_eq!(loaded.weight_bytes(), total);
+    assert_eq!(loaded.weight_bytes(), weight_bytes);
     assert_eq!(loaded.config().architecture, "LlamaForCausalLM");
     assert_eq!(loaded.config().context_length, 256);
     assert_eq!(loaded.config().eos_token_ids, [2]);
@@ -299,6 +300,84 @@ fn loading_reports_bytes_and_describes_the_model() {
     assert_eq!(cost.num_parameters(), loaded.num_parameters());
     assert_eq!(loaded.kv_layout().dtype, KvDtype::Bf16, "as the weights");
     assert_eq!(loaded.cpu_executor().unwrap().kv_layout(), loaded.kv_layout());
+}
+
+/// The logits after two tokens.
+fn logits(model: &Model, weight_cache: Option<&Path>) -> Vec<f32> {
+    let options = LoadOptions {
+        threads: Some(2),
+        weight_cache: weight_cache.map(Path::to_owned),
+        ..LoadOptions::default()
+    };
+    let loaded = load(model.dir.path(), &options, &mut |_| {}).unwrap();
+    let storage = BlockStorage::new(loaded.kv_layout(), 1).unwrap();
+    let sequence = BatchSequence { tokens: &[5, 9], start_idx: 0, blocks: &[BlockId(0)], wants_logits: true };
+    let batch = Batch { sequences: vec![sequence] };
+    let mut executor = loaded.cpu_executor().unwrap();
+    // SAFETY: nobody else uses the storage.
+    unsafe { executor.execute(&batch, &storage, &mut |_| {}).unwrap().to_vec() }
+}
+
+fn packed_files(dir: &Path) -> Vec<PathBuf> {
+    let paths = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    paths.filter(|path| path.extension().is_some_and(|extension| extension == "panels")).collect()
+}
+
+#[test]
+fn packed_weights_are_kept_for_the_next_start() {
+    // Tied and untied heads, fused and separate projections, experts.
+    for name in ["llama", "llama-bf16-sharded", "phi3", "qwen3-moe"] {
+        let (model, cache) = (Model::new(name), TempDir::new().unwrap());
+        let expected = logits(&model, None);
+        assert_eq!(logits(&model, Some(cache.path())), expected, "{name}, written");
+        let [file] = packed_files(cache.path()).try_into().unwrap();
+        let written = file.metadata().unwrap().modified().unwrap();
+        assert_eq!(logits(&model, Some(cache.path())), expected, "{name}, found");
+        assert_eq!(file.metadata().unwrap().modified().unwrap(), written, "{name} was packed twice");
+
+        // What is cut short, or holds something else, is made again.
+        fs::write(&file, b"nonsense").unwrap();
+        assert_eq!(logits(&model, Some(cache.path())), expected, "{name}, repaired");
+        assert_eq!(packed_files(cache.path()), [file]);
+    }
+}
+
+#[test]
+fn packed_weights_of_a_changed_model_are_not_used() {
+    let (model, cache) = (Model::new("llama"), TempDir::new().unwrap());
+    let before = logits(&model, Some(cache.path()));
+    let old = packed_files(cache.path());
+    // Same header, same size.
+    model.rewrite(|tensors| tensors.iter_mut().for_each(|(_, _, _, data)| data.reverse()));
+    model.rewrite(|tensors| {
+        for (_, _, _, data) in tensors {
+            *data = data.chunks_exact(4).flat_map(|four| [four[3], four[2], four[1], four[0]]).collect();
+        }
+    });
+    let after = logits(&model, Some(cache.path()));
+    assert_eq!(after, logits(&model, None));
+    assert_ne!(after, before);
+    let new = packed_files(cache.path());
+    assert!(new.len() == 1 && new != old, "{old:?} became {new:?}");
+}
+
+#[test]
+fn processes_that_start_together_pack_once() {
+    let (model, cache) = (Model::new("llama"), TempDir::new().unwrap());
+    let expected = logits(&model, None);
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| assert_eq!(logits(&model, Some(cache.path())), expected));
+        }
+    });
+    assert_eq!(packed_files(cache.path()).len(), 1);
+}
+
+#[test]
+fn without_a_usable_cache_weights_are_packed_all_the_same() {
+    let model = Model::new("llama");
+    let no_directory = model.path("config.json");
+    assert_eq!(logits(&model, Some(&no_directory)), logits(&model, None));
 }
 
 #[test]

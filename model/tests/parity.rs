@@ -76,7 +76,7 @@ struct Place {
 
 impl Machine {
     fn new(dir: &Path, kv_dtype: Option<KvDtype>, block_size: usize, threads: usize) -> Machine {
-        let options = LoadOptions { kv_dtype, block_size, threads: Some(threads) };
+        let options = LoadOptions { kv_dtype, block_size, threads: Some(threads), ..LoadOptions::default() };
         let model = load(dir, &options, &mut |_| {}).unwrap();
         let storage = BlockStorage::new(model.kv_layout(), 2000 / block_size).unwrap();
         // What is not written yet must not matter.

@@ -37,6 +37,8 @@ pub struct WorkerConfig {
     pub prefix_cache: bool,
     /// Threads that compute. `None`: one per core.
     pub threads: Option<usize>,
+    /// Directory for packed weights, which processes of this host share; `None`: each keeps its own.
+    pub weight_cache: Option<PathBuf>,
     /// How routers find this worker.
     pub discovery: DiscoveryConfig,
     /// How KV may travel, best first.
@@ -128,6 +130,7 @@ impl WorkerConfig {
             token_budget: 512,
             prefix_cache: true,
             threads: None,
+            weight_cache: None,
             discovery,
             transports: TransportKind::ALL.to_vec(),
             data_listen: any_port,

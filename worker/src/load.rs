@@ -45,8 +45,12 @@ pub(crate) async fn load(config: &WorkerConfig) -> anyhow::Result<Model> {
 }
 
 fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
-    let options =
-        LoadOptions { kv_dtype: config.kv_dtype, block_size: config.block_size, threads: config.threads };
+    let options = LoadOptions {
+        kv_dtype: config.kv_dtype,
+        block_size: config.block_size,
+        threads: config.threads,
+        weight_cache: config.weight_cache.clone(),
+    };
     let started = Instant::now();
     let mut shown = Shown::new();
     let loaded = baton_model::load(&config.model_dir, &options, &mut |progress| shown.update(progress))?;

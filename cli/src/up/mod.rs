@@ -131,6 +131,7 @@ fn engine_flags(engine: &EngineArgs) -> Vec<String> {
         token_budget,
         no_prefix_cache,
         threads,
+        weight_cache,
     } = engine;
     let flags = [
         Some(format!("--kv-memory={kv_memory}")),
@@ -141,6 +142,7 @@ fn engine_flags(engine: &EngineArgs) -> Vec<String> {
         Some(format!("--token-budget={token_budget}")),
         no_prefix_cache.then(|| "--no-prefix-cache".to_owned()),
         threads.map(|threads| format!("--threads={threads}")),
+        weight_cache.as_ref().map(|dir| format!("--weight-cache={}", dir.display())),
     ];
     flags.into_iter().flatten().collect()
 }

@@ -13,10 +13,10 @@
 
 use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
 
-use super::Cpu;
-use super::gemm::{SharedMut, dot_tile, widen};
+use super::dots::{dot_tile, widen};
 use super::rows::soft_capped;
 use super::simd::{Bf16, Dtype, F16, F32, LANES, Simd, Stored, kernel};
+use super::{Cpu, SharedMut};
 use crate::BatchSequence;
 
 /// Positions in a tile of KV; a multiple of the lanes.
@@ -366,7 +366,7 @@ unsafe fn score_tile<S: Simd, W: Stored, const R: usize, const C: usize>(
 ) {
     // SAFETY: passed on to the caller.
     unsafe {
-        let dots = dot_tile::<S, W, false, R, C>(q, dim, k, dim, dim);
+        let dots = dot_tile::<S, W, R, C>(q, dim, k, dim, dim);
         for (r, dots) in dots.iter().enumerate() {
             for (c, &dot) in dots.iter().enumerate() {
                 *out.add(r * TILE + c) = dot;

@@ -3,12 +3,12 @@
 use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
 
 use super::attention::{AttentionShape, attend};
-use super::gemm::{MatrixRef, Output, gemm};
+use super::panels::{Output, PanelsRef, multiply, packed_bytes};
 use super::simd::{Dtype, Isa};
 use super::{Aligned, Cpu};
 use crate::BatchSequence;
 
-/// `C[m][n] = A[m][k] W[n][k]^T`
+/// `C[m][n] = A[m][k] W[n][k]^T` over packed weights.
 pub struct Gemm {
     cpu: Cpu,
     m: usize,
@@ -16,7 +16,7 @@ pub struct Gemm {
     k: usize,
     dtype: Dtype,
     a: Aligned,
-    w: Vec<u8>,
+    w: Aligned,
     out: Vec<f32>,
 }
 
@@ -24,7 +24,9 @@ impl Gemm {
     /// A product on `threads` threads.
     pub fn new(m: usize, n: usize, k: usize, dtype: Dtype, threads: usize) -> Gemm {
         let cpu = Cpu::new(Isa::detect(), threads).expect("threads start");
-        let w = vec![0; n * k * dtype.size_bytes()];
+        let mut w = Aligned::default();
+        // Not zeroes, which the kernel might find in one page of memory that stands for all.
+        w.grown(packed_bytes(dtype, n, k) / 4).fill(1.0);
         let mut a = Aligned::default();
         a.grown(m * k).fill(1.0);
         Gemm { cpu, m, n, k, dtype, a, w, out: vec![0.0; m * n] }
@@ -32,8 +34,12 @@ impl Gemm {
 
     /// Multiplies once.
     pub fn run(&mut self) -> f32 {
-        let w = MatrixRef::new(&self.w, self.dtype, self.n, self.k);
-        gemm(&mut self.cpu, self.m, &self.a, &[w], None, &mut self.out, Output::Store);
+        // SAFETY: any bytes are f32.
+        let bytes = unsafe {
+            std::slice::from_raw_parts(self.w.as_ptr().cast(), packed_bytes(self.dtype, self.n, self.k))
+        };
+        let w = PanelsRef::new(bytes, self.dtype, self.n, self.k);
+        multiply(&mut self.cpu, self.m, &self.a, w, None, &mut self.out, Output::Store);
         self.out[0]
     }
 }

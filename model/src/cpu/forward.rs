@@ -7,12 +7,12 @@ use baton_kv_cache::{BlockStorage, KvLayout};
 
 use super::attention::{AttentionShape, attend};
 use super::experts::ExpertBuffers;
-use super::gemm::{MatrixRef, Output, SharedMut, gemm};
+use super::panels::{Output, PanelsRef, multiply};
 use super::rope::{RopeTables, store_rows};
 use super::rows::{Gate, gated, rms_norm, rms_norm_in_place, soft_cap};
 use super::simd::Isa;
-use super::{Aligned, Cpu};
-use crate::decoder::{DenseMlp, LayerWeights, Linear, Mlp};
+use super::{Aligned, Cpu, SharedMut};
+use crate::decoder::{DecoderWeights, DenseMlp, LayerWeights, Linear, Mlp};
 use crate::spec::{Activation, DecoderSpec, MlpSpec};
 use crate::{Batch, BatchSequence, ExecuteError, Executor, LoadedModel};
 
@@ -109,7 +109,7 @@ impl Executor for CpuExecutor {
         };
         ropes.prepare(&pass.buffers.positions);
         let tokens = batch.sequences.iter().flat_map(|sequence| sequence.tokens);
-        pass.embed(&weights.embedding.as_ref(), tokens);
+        pass.embed(weights, tokens);
         for (layer_idx, layer) in weights.layers.iter().enumerate() {
             pass.project(layer);
             // SAFETY: the caller gives this call the blocks of the batch.
@@ -121,7 +121,7 @@ impl Executor for CpuExecutor {
             pass.mlp(&pass.spec.layers[layer_idx].mlp, layer);
         }
         let num_wanted = pass.normalise_wanted(&weights.norm);
-        let num_logits = pass.logits(&weights.head.as_ref(), num_wanted);
+        let num_logits = pass.logits(weights.head.as_ref(), num_wanted);
         Ok(&self.buffers.logits[..num_logits])
     }
 }
@@ -136,13 +136,18 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    fn embed<'t>(&mut self, embedding: &MatrixRef<'_>, tokens: impl Iterator<Item = &'t u32>) {
-        let hidden = self.spec.hidden_size;
+    fn embed<'t>(&mut self, weights: &DecoderWeights, tokens: impl Iterator<Item = &'t u32>) {
+        let (hidden, scale) = (self.spec.hidden_size, self.spec.embedding_scale);
         let x = self.buffers.x.grown(self.num_rows * hidden);
         for (row, &token) in x.chunks_exact_mut(hidden).zip(tokens) {
             let token = token as usize;
-            assert!(token < embedding.rows(), "token {token} outside the vocabulary");
-            embedding.read_row(token, self.spec.embedding_scale, row);
+            assert!(token < self.spec.vocab_size, "token {token} outside the vocabulary");
+            match &weights.embedding {
+                Some(embedding) => {
+                    row.iter_mut().zip(embedding.row_values(token)).for_each(|(x, value)| *x = value * scale);
+                }
+                None => weights.head.as_ref().read_row(token, scale, row),
+            }
         }
     }
 
@@ -281,9 +286,9 @@ impl Pass<'_> {
     }
 
     /// Fills in the logits; how many numbers they are.
-    fn logits(&mut self, head: &MatrixRef<'_>, num_wanted: usize) -> usize {
+    fn logits(&mut self, head: PanelsRef<'_>, num_wanted: usize) -> usize {
         let logits = self.buffers.logits.grown(num_wanted * self.spec.vocab_size);
-        gemm(self.cpu, num_wanted, &self.buffers.hidden, &[*head], None, logits, Output::Store);
+        multiply(self.cpu, num_wanted, &self.buffers.hidden, head, None, logits, Output::Store);
         if let Some(cap) = self.spec.logit_soft_cap {
             soft_cap(self.cpu.isa, logits, cap);
         }
@@ -299,15 +304,7 @@ pub(super) fn apply(
     out: &mut [f32],
     output: Output,
 ) {
-    let bias = linear.bias.as_deref();
-    match linear.parts.as_slice() {
-        [one] => gemm(cpu, num_rows, a, &[one.as_ref()], bias, out, output),
-        [one, two] => gemm(cpu, num_rows, a, &[one.as_ref(), two.as_ref()], bias, out, output),
-        [one, two, three] => {
-            gemm(cpu, num_rows, a, &[one.as_ref(), two.as_ref(), three.as_ref()], bias, out, output);
-        }
-        parts => unreachable!("{} parts of a projection", parts.len()),
-    }
+    multiply(cpu, num_rows, a, linear.weight.as_ref(), linear.bias.as_deref(), out, output);
 }
 
 fn normalise(cpu: &mut Cpu, spec: &DecoderSpec, x: &[f32], norm: &[f32], out: &mut [f32]) {
@@ -342,7 +339,7 @@ fn gate_and_up<'m>(
     mlp: &DenseMlp,
     memory: &'m mut MlpBuffers,
 ) -> &'m [f32] {
-    let size = mlp.down.parts[0].cols;
+    let size = mlp.down.weight.cols;
     let gate_up = memory.gate_up.grown(num_rows * 2 * size);
     apply(cpu, num_rows, a, &mlp.gate_up, gate_up, Output::Store);
     let gate = match activation {

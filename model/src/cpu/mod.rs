@@ -2,16 +2,17 @@
 
 mod attention;
 pub mod benchmark;
+mod dots;
 mod experts;
 mod forward;
-mod gemm;
+mod panels;
 mod pool;
 mod rope;
 mod rows;
 mod simd;
 
 pub use forward::CpuExecutor;
-pub(crate) use gemm::MatrixRef;
+pub(crate) use panels::{PANEL, PanelsRef, pack_panel, packed_bytes};
 
 use pool::Pool;
 use simd::Isa;
@@ -21,11 +22,18 @@ pub(crate) struct Cpu {
     isa: Isa,
     pool: Pool,
     scratch: Scratch,
+    /// Rows of a product's left side, as its kernel reads them.
+    packed: Aligned,
 }
 
 impl Cpu {
     fn new(isa: Isa, num_threads: usize) -> std::io::Result<Cpu> {
-        Ok(Cpu { isa, pool: Pool::new(num_threads)?, scratch: Scratch::default() })
+        Ok(Cpu {
+            isa,
+            pool: Pool::new(num_threads)?,
+            scratch: Scratch::default(),
+            packed: Aligned::default(),
+        })
     }
 
     /// Calls `work` for every row, on several threads when there is enough to do.
@@ -37,6 +45,25 @@ impl Cpu {
             let first = item_idx * rows_per_item;
             (first..num_rows.min(first + rows_per_item)).for_each(&work);
         });
+    }
+}
+
+/// A pointer that items of work write disjoint parts through.
+#[derive(Clone, Copy)]
+struct SharedMut<T>(*mut T);
+
+// SAFETY: whoever makes one sees to it that its users' parts are disjoint.
+unsafe impl<T> Sync for SharedMut<T> {}
+// SAFETY: as above.
+unsafe impl<T> Send for SharedMut<T> {}
+
+impl<T> SharedMut<T> {
+    fn new(slice: &mut [T]) -> SharedMut<T> {
+        SharedMut(slice.as_mut_ptr())
+    }
+
+    fn ptr(&self) -> *mut T {
+        self.0
     }
 }
 
@@ -86,7 +113,7 @@ struct Scratch {
 /// One operation's view of it.
 #[derive(Clone, Copy)]
 struct ThreadScratch {
-    memory: gemm::SharedMut<f32>,
+    memory: SharedMut<f32>,
     stride: usize,
 }
 
@@ -94,7 +121,7 @@ impl Scratch {
     /// At least `len` elements, with any contents, for each of `num_threads`.
     fn reserve(&mut self, num_threads: usize, len: usize) -> ThreadScratch {
         let stride = len.next_multiple_of(16);
-        let memory = gemm::SharedMut::new(self.memory.grown(stride * num_threads));
+        let memory = SharedMut::new(self.memory.grown(stride * num_threads));
         ThreadScratch { memory, stride }
     }
 }

@@ -73,11 +73,18 @@ pub(crate) trait Simd: Copy {
     /// Rows of the largest tile whose sums stay in registers: 6 with four columns, 3 with two, 1 with one.
     /// Every shape is compiled for every type of weights, so there are few.
     const TILE_ROWS: usize;
+    /// Rows of the largest tile over packed weights whose sums stay in registers: 14 with 32 columns, or 6 with 16.
+    const PANEL_ROWS: usize;
 
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
     unsafe fn load_bf16(p: *const u16) -> Self::V;
     unsafe fn load_f16(p: *const u16) -> Self::V;
+    /// Thirty-two bf16 that alternate: lane i of the first vector, lane i of the second.
+    unsafe fn load_bf16_pair(p: *const u16) -> [Self::V; 2];
+    /// Asks for the cache line at `p`, which need not be valid.
+    #[inline(always)]
+    unsafe fn prefetch(_p: *const u8) {}
     unsafe fn store(p: *mut f32, v: Self::V);
     /// `a * b + c`, rounded once.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
@@ -184,6 +191,7 @@ fn map2(a: [f32; LANES], b: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> [f32; 
 impl Simd for Portable {
     type V = [f32; LANES];
     const TILE_ROWS: usize = 1;
+    const PANEL_ROWS: usize = 6;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -205,6 +213,12 @@ impl Simd for Portable {
         // SAFETY: as above.
         let bits = unsafe { p.cast::<[u16; LANES]>().read_unaligned() };
         bits.map(|bits| half::f16::from_bits(bits).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn load_bf16_pair(p: *const u16) -> [Self::V; 2] {
+        // SAFETY: the caller vouches for thirty-two elements, of any alignment.
+        let bits = unsafe { p.cast::<[[u16; 2]; LANES]>().read_unaligned() };
+        [0, 1].map(|half| bits.map(|pair| f32::from_bits(u32::from(pair[half]) << 16)))
     }
     #[inline(always)]
     unsafe fn store(p: *mut f32, v: Self::V) {
@@ -275,6 +289,7 @@ mod x86 {
     impl Simd for Avx512 {
         type V = __m512;
         const TILE_ROWS: usize = 6;
+        const PANEL_ROWS: usize = 14;
 
         #[inline(always)]
         unsafe fn splat(x: f32) -> __m512 {
@@ -294,6 +309,19 @@ mod x86 {
         #[inline(always)]
         unsafe fn load_f16(p: *const u16) -> __m512 {
             unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+        }
+        #[inline(always)]
+        unsafe fn load_bf16_pair(p: *const u16) -> [__m512; 2] {
+            unsafe {
+                let both = _mm512_loadu_si512(p.cast());
+                let first = _mm512_slli_epi32::<16>(both);
+                let second = _mm512_and_si512(both, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+                [_mm512_castsi512_ps(first), _mm512_castsi512_ps(second)]
+            }
+        }
+        #[inline(always)]
+        unsafe fn prefetch(p: *const u8) {
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
         }
         #[inline(always)]
         unsafe fn store(p: *mut f32, v: __m512) {
@@ -375,6 +403,7 @@ mod x86 {
     impl Simd for Avx2 {
         type V = (__m256, __m256);
         const TILE_ROWS: usize = 3;
+        const PANEL_ROWS: usize = 6;
 
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self::V {
@@ -396,6 +425,27 @@ mod x86 {
                     _mm256_cvtph_ps(_mm_loadu_si128(p.add(8).cast())),
                 )
             }
+        }
+        #[inline(always)]
+        unsafe fn load_bf16_pair(p: *const u16) -> [Self::V; 2] {
+            unsafe {
+                let (low, high) = (_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(16).cast()));
+                let mask = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+                [
+                    (
+                        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
+                        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
+                    ),
+                    (
+                        _mm256_castsi256_ps(_mm256_and_si256(low, mask)),
+                        _mm256_castsi256_ps(_mm256_and_si256(high, mask)),
+                    ),
+                ]
+            }
+        }
+        #[inline(always)]
+        unsafe fn prefetch(p: *const u8) {
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
         }
         #[inline(always)]
         unsafe fn store(p: *mut f32, v: Self::V) {

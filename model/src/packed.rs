@@ -1,0 +1,298 @@
+//! Weights packed once into the layout that kernels stream, and shared by the processes of a host.
+//!
+//! ```text
+//! safetensors --- Packer::add, matrix by matrix ---> a plan --- finish ---> a file in the cache, mapped by all
+//!                                                                     \---> or memory of this process
+//! ```
+//! A packed file is named by what it was made from (the revision of the model, and place, size and time of its
+//! files) and how (the plan). It is written beside its name, synced and renamed, so it is whole or not there; of
+//! processes that start together one writes and the others wait for it. A file of the same model from before it
+//! changed is removed. When the cache cannot be used, every process packs for itself.
+
+use std::borrow::Cow;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+use baton_kv_cache::KvDtype;
+use memmap2::{Mmap, MmapMut};
+
+use crate::LoadProgress;
+use crate::cpu::{PANEL, PanelsRef, pack_panel, packed_bytes};
+use crate::weights::Matrix;
+
+/// Changes with the layout: files of another one are not read.
+const LAYOUT_VERSION: u32 = 1;
+/// A file begins with this many bytes, of which the first are the key.
+const HEADER_BYTES: usize = 4096;
+/// Matrices begin at multiples of this.
+const ALIGNMENT: usize = 4096;
+/// Packed between two reports of progress, about.
+const PIECE_BYTES: usize = 16 << 20;
+
+/// A matrix in packed memory. Usable once its [`Packer`] has finished.
+#[derive(Clone, Debug)]
+pub(crate) struct PackedMatrix {
+    memory: Arc<OnceLock<Memory>>,
+    offset: usize,
+    dtype: KvDtype,
+    rows: usize,
+    pub(crate) cols: usize,
+}
+
+#[derive(Debug)]
+enum Memory {
+    File(Mmap),
+    Private(MmapMut),
+}
+
+impl PackedMatrix {
+    pub(crate) fn as_ref(&self) -> PanelsRef<'_> {
+        let memory: &[u8] = match self.memory.get().expect("loading ends with packing") {
+            Memory::File(map) => &map[HEADER_BYTES..],
+            Memory::Private(map) => map,
+        };
+        let num_bytes = packed_bytes(self.dtype, self.rows, self.cols);
+        PanelsRef::new(&memory[self.offset..][..num_bytes], self.dtype, self.rows, self.cols)
+    }
+
+    pub(crate) fn dtype(&self) -> KvDtype {
+        self.dtype
+    }
+}
+
+/// Collects what is to be packed.
+#[derive(Default)]
+pub(crate) struct Packer {
+    memory: Arc<OnceLock<Memory>>,
+    jobs: Vec<Job>,
+    num_bytes: usize,
+}
+
+/// Matrices whose outputs lie side by side.
+struct Job {
+    parts: Vec<Matrix>,
+    dtype: KvDtype,
+    rows: usize,
+    cols: usize,
+    offset: usize,
+}
+
+/// Where packed weights are kept for the next start and for other processes.
+#[derive(Clone, Debug)]
+pub(crate) struct WeightCache<'a> {
+    pub(crate) dir: &'a Path,
+    /// The directory of the model: of two files for it, the older one is of no use.
+    pub(crate) model_dir: &'a Path,
+    /// What the weights are: the same key, the same bytes.
+    pub(crate) key: blake3::Hash,
+}
+
+impl Packer {
+    /// Adds a matrix made of `parts`, one after the other; in f32 if their types differ.
+    pub(crate) fn add(&mut self, parts: Vec<Matrix>) -> PackedMatrix {
+        let (cols, first) = (parts[0].cols, parts[0].dtype);
+        assert!(parts.iter().all(|part| part.cols == cols), "parts of one product");
+        let dtype = if parts.iter().all(|part| part.dtype == first) { first } else { KvDtype::F32 };
+        let rows = parts.iter().map(|part| part.rows).sum();
+        let offset = self.num_bytes;
+        self.num_bytes = (offset + packed_bytes(dtype, rows, cols)).next_multiple_of(ALIGNMENT);
+        self.jobs.push(Job { parts, dtype, rows, cols, offset });
+        PackedMatrix { memory: Arc::clone(&self.memory), offset, dtype, rows, cols }
+    }
+
+    /// Packs everything on `num_threads` threads, or finds it packed; from then on the matrices may be used.
+    ///
+    /// # Errors
+    /// When there is no memory for it.
+    pub(crate) fn finish(
+        self,
+        cache: Option<&WeightCache<'_>>,
+        num_threads: usize,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> io::Result<()> {
+        progress(LoadProgress { bytes_done: 0, bytes_total: self.num_bytes as u64 });
+        let memory = match cache.map(|cache| self.cached(cache, num_threads, progress)) {
+            Some(Ok(map)) => Memory::File(map),
+            Some(Err((path, error))) => {
+                let path = path.display();
+                tracing::warn!(%path, %error, "no cache for packed weights: every process keeps its own");
+                Memory::Private(self.private(num_threads, progress)?)
+            }
+            None => Memory::Private(self.private(num_threads, progress)?),
+        };
+        assert!(self.memory.set(memory).is_ok(), "packed once");
+        Ok(())
+    }
+
+    fn private(&self, num_threads: usize, progress: &mut dyn FnMut(LoadProgress)) -> io::Result<MmapMut> {
+        let mut map = MmapMut::map_anon(self.num_bytes.max(1))?;
+        // Only a hint: fewer entries of the page table to walk.
+        let _ = map.advise(memmap2::Advice::HugePage);
+        self.pack(num_threads, progress, &mut |offset, panels| {
+            map[offset..offset + panels.len()].copy_from_slice(panels);
+            Ok(())
+        })?;
+        Ok(map)
+    }
+
+    /// Maps the file, which is made if it is not there. Errors name the path at fault.
+    fn cached(
+        &self,
+        cache: &WeightCache<'_>,
+        num_threads: usize,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Mmap, (PathBuf, io::Error)> {
+        let key = self.key(cache);
+        let model_dir =
+            cache.model_dir.canonicalize().map_err(|error| (cache.model_dir.to_owned(), error))?;
+        let place = blake3::hash(model_dir.as_os_str().as_encoded_bytes()).to_hex();
+        let path = cache.dir.join(format!("{}-{}.panels", &place[..16], &key.to_hex()[..16]));
+        let at = |path: &Path| {
+            let path = path.to_owned();
+            move |error| (path, error)
+        };
+        if let Some(map) = self.open(&path, &key) {
+            read_ahead(&map, progress);
+            return Ok(map);
+        }
+        fs::create_dir_all(cache.dir).map_err(at(cache.dir))?;
+        // Whoever comes second waits here and then finds the file. The lock goes with the descriptor.
+        let lock_path = cache.dir.join(format!("{}.lock", &place[..16]));
+        let lock = File::create(&lock_path).map_err(at(&lock_path))?;
+        lock.lock().map_err(at(&lock_path))?;
+        if self.open(&path, &key).is_none() {
+            let unfinished = path.with_extension("new");
+            self.write(&unfinished, &key, num_threads, progress).map_err(at(&unfinished))?;
+            fs::rename(&unfinished, &path).map_err(at(&path))?;
+            remove_others(cache.dir, &place[..16], &path);
+            tracing::info!(path = %path.display(), bytes = self.num_bytes, "packed weights written");
+        }
+        self.open(&path, &key)
+            .ok_or_else(|| (path, io::Error::other("the file that was just written is another")))
+    }
+
+    fn write(
+        &self,
+        path: &Path,
+        key: &blake3::Hash,
+        num_threads: usize,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> io::Result<()> {
+        // Written, not mapped: a full disk is an error here, and a signal there.
+        let file = File::create(path)?;
+        file.write_all_at(key.as_bytes(), 0)?;
+        file.set_len((HEADER_BYTES + self.num_bytes) as u64)?;
+        self.pack(num_threads, progress, &mut |offset, panels| {
+            file.write_all_at(panels, (HEADER_BYTES + offset) as u64)
+        })?;
+        file.sync_all()
+    }
+
+    /// The file, if it is there and the right one.
+    fn open(&self, path: &Path, key: &blake3::Hash) -> Option<Mmap> {
+        let file = File::open(path).ok()?;
+        // SAFETY: a read-only mapping of a file that is replaced, never rewritten.
+        let map = unsafe { Mmap::map(&file) }.ok()?;
+        let is_right = map.len() == HEADER_BYTES + self.num_bytes && map[..32] == *key.as_bytes();
+        is_right.then_some(map)
+    }
+
+    fn key(&self, cache: &WeightCache<'_>) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&LAYOUT_VERSION.to_le_bytes());
+        hasher.update(cache.key.as_bytes());
+        for job in &self.jobs {
+            for number in [job.offset, job.rows, job.cols, job.dtype.size_bytes()] {
+                hasher.update(&(number as u64).to_le_bytes());
+            }
+        }
+        hasher.finalize()
+    }
+
+    /// Packs everything, piece by piece on `num_threads` threads, and gives `sink` each piece and its offset.
+    fn pack(
+        &self,
+        num_threads: usize,
+        progress: &mut dyn FnMut(LoadProgress),
+        sink: &mut dyn FnMut(usize, &[u8]) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut piece = Vec::new();
+        for job in &self.jobs {
+            let panel_bytes = packed_bytes(job.dtype, 1, job.cols);
+            let num_panels = job.rows.div_ceil(PANEL);
+            let panels_per_piece = (PIECE_BYTES / panel_bytes).max(num_threads);
+            for first in (0..num_panels).step_by(panels_per_piece) {
+                let num = panels_per_piece.min(num_panels - first);
+                piece.resize(num * panel_bytes, 0);
+                let panels_per_thread = num.div_ceil(num_threads);
+                std::thread::scope(|scope| {
+                    for (share_idx, share) in piece.chunks_mut(panels_per_thread * panel_bytes).enumerate() {
+                        scope.spawn(move || {
+                            for (idx, panel) in share.chunks_mut(panel_bytes).enumerate() {
+                                job.pack(first + share_idx * panels_per_thread + idx, panel);
+                            }
+                        });
+                    }
+                });
+                let offset = job.offset + first * panel_bytes;
+                sink(offset, &piece)?;
+                let bytes_done = (offset + piece.len()) as u64;
+                progress(LoadProgress { bytes_done, bytes_total: self.num_bytes as u64 });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Job {
+    fn pack(&self, panel_idx: usize, to: &mut [u8]) {
+        let rows = panel_idx * PANEL..self.rows.min((panel_idx + 1) * PANEL);
+        let rows: Vec<_> = rows.map(|row_idx| self.row(row_idx)).collect();
+        pack_panel(&rows, self.dtype, to);
+    }
+
+    /// A row as it is to be stored.
+    fn row(&self, mut row_idx: usize) -> Cow<'_, [u8]> {
+        let mut parts = self.parts.iter();
+        let part = loop {
+            let part = parts.next().expect("rows are counted from the same parts");
+            if row_idx < part.rows {
+                break part;
+            }
+            row_idx -= part.rows;
+        };
+        if part.dtype == self.dtype {
+            return Cow::Borrowed(part.row(row_idx));
+        }
+        Cow::Owned(part.row_values(row_idx).flat_map(f32::to_le_bytes).collect())
+    }
+}
+
+/// Removes packed files of the same model other than `keep`. Who has one mapped keeps it.
+fn remove_others(dir: &Path, place: &str, keep: &Path) {
+    let Ok(entries) = dir.read_dir() else { return };
+    for path in entries.flatten().map(|entry| entry.path()) {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if path != keep && name.starts_with(place) && name.ends_with(".panels") {
+            // What stays behind costs room, nothing else.
+            let _ = fs::remove_file(&path);
+        }
+    }
+}
+
+/// Brings a mapped file into memory.
+fn read_ahead(map: &Mmap, progress: &mut dyn FnMut(LoadProgress)) {
+    let bytes_total = (map.len() - HEADER_BYTES) as u64;
+    // Only a hint: what is not there yet is read when it is used.
+    let _ = map.advise(memmap2::Advice::WillNeed);
+    let mut bytes_done = 0;
+    for piece in map[HEADER_BYTES..].chunks(PIECE_BYTES) {
+        let touched = piece.iter().step_by(4096).fold(0u8, |all, byte| all ^ byte);
+        std::hint::black_box(touched);
+        bytes_done += piece.len() as u64;
+        progress(LoadProgress { bytes_done, bytes_total });
+    }
+}
