@@ -137,6 +137,7 @@ pub fn load(
         }
     };
     packer.finish(cache.as_ref(), threads, progress).map_err(|source| LoadError::io(dir, source))?;
+    checkpoint.release_pages();
 
     let layout = KvLayout {
         block_size: options.block_size,

@@ -258,6 +258,16 @@ impl Checkpoint {
         }
     }
 
+    /// Gives the files' pages back to the system: what was packed is read once. What is still looked up there comes
+    /// back by itself.
+    pub(crate) fn release_pages(&self) {
+        for file in &self.files {
+            // SAFETY: the mapping is of a file and never written, so its pages can be read again.
+            // Only a hint: pages that stay are no fault.
+            let _ = unsafe { file.map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
+        }
+    }
+
     /// Adds what tells these files from others with the same headers: where they lie, and when they were written.
     ///
     /// # Errors
