@@ -1,0 +1,225 @@
+#!/usr/bin/env python3
+"""Measures Baton and llama.cpp on the same bf16 weights with the same threads, in turns, and prints ratios.
+
+    pip install -r requirements.txt
+    python make_model.py /tmp/llama-1b
+    python compare.py /tmp/llama-1b --baton ../../target/release/baton
+
+Baton runs as its users run it: a worker process, asked over gRPC by `baton bench`. llama.cpp runs inside this process.
+For both, "prefill" is the time to the first token of one prompt, and "decode" the time between two tokens when so many
+sequences decode at once, with a context of 16 to 48 tokens.
+"""
+
+import argparse
+import ctypes
+import json
+import statistics
+import subprocess
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Callable, Iterator
+
+import gguf
+import llama_cpp
+import numpy
+import torch
+from safetensors import safe_open
+
+PROMPT_TOKENS = 16
+OUTPUT_TOKENS = 32
+
+# ---------------------------------------------------------------------------------------------------------------
+# Weights
+
+
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    name = name.removesuffix(".weight")
+    if not name.startswith("model.layers."):
+        return f"{NAMES[name]}.weight"
+    _, _, layer, name = name.split(".", 3)
+    return f"blk.{layer}.{NAMES[name]}.weight"
+
+
+def write_gguf(model: Path, to: Path) -> None:
+    """The same weights as GGUF. Rows of queries and keys keep their order: for speed it does not matter."""
+    config = json.loads((model / "config.json").read_text())
+    writer = gguf.GGUFWriter(to, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    with safe_open(model / "model.safetensors", "pt") as weights:
+        for name in weights.keys():
+            tensor = weights.get_tensor(name)
+            if tensor.ndim == 1:
+                writer.add_tensor(gguf_name(name), tensor.float().numpy())
+            else:
+                halves = tensor.view(torch.int16).numpy().view(numpy.uint8)
+                writer.add_tensor(gguf_name(name), halves, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file(progress=True)
+    writer.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The two
+
+
+class LlamaCpp:
+    """llama.cpp through its C API."""
+
+    def __init__(self, path: Path, threads: int, num_sequences: int, context: int) -> None:
+        llama_cpp.llama_backend_init()
+        # It says much; errors show as null pointers.
+        self.silence = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(self.silence, ctypes.c_void_p(0))
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = context, 2048, 512
+        params.n_seq_max, params.n_threads, params.n_threads_batch = num_sequences, threads, threads
+        params.kv_unified = True
+        self.context = llama_cpp.llama_init_from_model(self.model, params)
+        if not self.context:
+            raise SystemExit(f"llama.cpp cannot use {path}")
+        self.batch = llama_cpp.llama_batch_init(2048, 0, 1)
+
+    def _decode(self, rows: list[tuple[int, int, bool]]) -> float:
+        """Computes (sequence, position, wants logits) rows; seconds."""
+        for idx, (sequence, position, wants_logits) in enumerate(rows):
+            self.batch.token[idx] = 300 + (sequence * 31 + position * 7) % 1000
+            self.batch.pos[idx] = position
+            self.batch.n_seq_id[idx] = 1
+            self.batch.seq_id[idx][0] = sequence
+            self.batch.logits[idx] = wants_logits
+        self.batch.n_tokens = len(rows)
+        start = time.perf_counter()
+        if llama_cpp.llama_decode(self.context, self.batch) != 0:
+            raise SystemExit("llama.cpp could not decode")
+        llama_cpp.llama_synchronize(self.context)
+        return time.perf_counter() - start
+
+    def _clear(self) -> None:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+
+    def prefill(self, num_tokens: int) -> float:
+        self._clear()
+        return self._decode([(0, position, position == num_tokens - 1) for position in range(num_tokens)])
+
+    def decode(self, num_sequences: int) -> float:
+        self._clear()
+        for sequence in range(num_sequences):
+            self._decode([(sequence, position, False) for position in range(PROMPT_TOKENS)])
+        times = [
+            self._decode([(sequence, PROMPT_TOKENS + step, True) for sequence in range(num_sequences)])
+            for step in range(OUTPUT_TOKENS)
+        ]
+        return statistics.median(times)
+
+
+class Baton:
+    """A decode worker that computes prompts itself."""
+
+    def __init__(self, program: Path, worker: str) -> None:
+        self.program, self.worker, self.seed = program, worker, 0
+
+    def _bench(self, num_clients: int, input_tokens: int, output_tokens: int) -> dict:
+        self.seed += 1  # nothing of it is cached
+        command = [
+            self.program, "bench", "--worker", self.worker, "--quiet", "--json", "-", "--warmup", "0",
+            "--concurrency", num_clients, "--requests", num_clients, "--seed", self.seed,
+            "--input-tokens", input_tokens, "--output-tokens", output_tokens,
+        ]
+        output = subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True).stdout
+        report = json.loads(output)
+        assert report["requests"]["failed"] == 0, report["requests"]
+        return report
+
+    def prefill(self, num_tokens: int) -> float:
+        return self._bench(1, num_tokens, 1)["ttft_ms"]["p50"] / 1000
+
+    def decode(self, num_sequences: int) -> float:
+        return self._bench(num_sequences, PROMPT_TOKENS, OUTPUT_TOKENS)["itl_ms"]["p50"] / 1000
+
+
+@contextmanager
+def baton_up(program: Path, model: Path, threads: int, port: int) -> Iterator[Baton]:
+    command = [program, "up", model, "--prefill", "0", "--port", port, "--threads", threads, "--kv-memory", "1G"]
+    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            time.sleep(0.2)
+            if process.poll() is not None:
+                raise SystemExit("baton up ended; start it by hand to see why")
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as answer:
+                    workers = json.load(answer)["workers"]
+            except OSError:
+                continue  # not ready yet
+            yield Baton(program, next(worker["address"] for worker in workers if worker["role"] == "decode"))
+            return
+        raise SystemExit("baton up does not get ready")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The comparison
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="directory that make_model.py wrote")
+    parser.add_argument("--baton", type=Path, required=True, help="the program, a release build")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[512, 2048])
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--port", type=int, default=8099)
+    args = parser.parse_args()
+
+    weights = args.model / "model-bf16.gguf"
+    if not weights.exists():
+        write_gguf(args.model, weights)
+    cases: list[tuple[str, int, Callable]] = []
+    cases += [(f"prefill {n}", n, lambda one, n=n: one.prefill(n)) for n in args.prompts]
+    cases += [(f"decode, batch {n}", n, lambda one, n=n: one.decode(n)) for n in args.batches]
+    num_sequences = max(args.batches, default=1)
+    context = max([*args.prompts, num_sequences * (PROMPT_TOKENS + OUTPUT_TOKENS)]) + 64
+    with baton_up(args.baton, args.model, args.threads, args.port) as baton:
+        llama = LlamaCpp(weights, args.threads, num_sequences, context)
+        print(f"{args.threads} threads, medians of {args.rounds} rounds, bf16; tokens/s\n")
+        print("| | Baton | llama.cpp | Baton is faster by |\n|---|---|---|---|")
+        for name, num_tokens, measure in cases:
+            times: dict[object, list[float]] = {baton: [], llama: []}
+            for round_idx in range(args.rounds + 1):
+                for one in (baton, llama):
+                    seconds = measure(one)
+                    if round_idx > 0:  # the first warms up
+                        times[one].append(seconds)
+            ours, theirs = (num_tokens / statistics.median(times[one]) for one in (baton, llama))
+            print(f"| {name} | {ours:.1f} | {theirs:.1f} | {ours / theirs:.2f}x |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
