@@ -52,16 +52,15 @@ pub(crate) struct Outcomes {
 }
 
 impl Load {
-    /// Which target the request of this index goes to. Two take turns as A B B A, so that neither always
-    /// comes after the other.
-    fn target_idx(&self, idx: usize) -> usize {
-        if self.targets.len() < 2 { 0 } else { (idx + idx / 2) % 2 }
+    /// The target whose turn it is. Two take turns as A B B A, so that neither always comes after the other.
+    fn target_idx(&self, turn: usize) -> usize {
+        if self.targets.len() < 2 { 0 } else { (turn + turn / 2) % 2 }
     }
 
-    fn prepare(&self, idx: usize) -> anyhow::Result<Prepared> {
+    fn prepare(&self, idx: usize, target_idx: usize) -> anyhow::Result<Prepared> {
         let planned = &self.requests[idx];
         let prompt = self.prompts.make(planned);
-        self.targets[self.target_idx(idx)].prepare(prompt, planned.output_tokens, planned.id)
+        self.targets[target_idx].prepare(prompt, planned.output_tokens, planned.id)
     }
 
     /// Runs to the end, or until `stop`: then nothing new begins, what runs is dropped, and what is done
@@ -71,6 +70,8 @@ impl Load {
         let mut load = Running { load: Arc::new(self), progress, stop, start, tasks: JoinSet::new() };
         let requests = if load.load.requests.iter().any(|request| request.at.is_some()) {
             load.open_loop().await?
+        } else if load.load.targets.len() > 1 {
+            load.waves().await?
         } else {
             load.closed_loop().await?
         };
@@ -101,8 +102,8 @@ impl Running {
                     if idx >= client.load.requests.len() || client.is_over() {
                         return Ok(outcomes);
                     }
-                    let prepared = client.load.prepare(idx)?;
-                    let Some(outcome) = client.request(idx, prepared, Instant::now()).await else {
+                    let prepared = client.load.prepare(idx, 0)?;
+                    let Some(outcome) = client.request(0, prepared, Instant::now()).await else {
                         return Ok(outcomes);
                     };
                     outcomes.push(outcome);
@@ -112,11 +113,37 @@ impl Running {
         self.collect().await
     }
 
+    /// Two targets take turns, each with `concurrency` requests at a time and nothing beside it. Clients that
+    /// went on to whichever target comes next would pile up at the slower one and compare different batches.
+    async fn waves(&mut self) -> anyhow::Result<Vec<Outcome>> {
+        let num_requests = self.load.requests.len();
+        let mut outcomes = Vec::with_capacity(num_requests);
+        let (mut turn, mut next) = (0, 0);
+        while next < num_requests && !self.client().is_over() {
+            // The last two waves share what is left.
+            let left = if turn % 2 == 0 { (num_requests - next).div_ceil(2) } else { num_requests - next };
+            let target_idx = self.load.target_idx(turn);
+            let wave = next..next + left.min(self.load.concurrency);
+            next = wave.end;
+            turn += 1;
+            for idx in wave {
+                let prepared = self.load.prepare(idx, target_idx)?;
+                let client = self.client();
+                self.tasks.spawn(async move {
+                    Ok(client.request(target_idx, prepared, Instant::now()).await.into_iter().collect())
+                });
+            }
+            outcomes.extend(self.collect().await?);
+        }
+        Ok(outcomes)
+    }
+
     /// Each request is sent at its time, whatever became of the others.
     async fn open_loop(&mut self) -> anyhow::Result<Vec<Outcome>> {
         let start = self.start;
         for idx in 0..self.load.requests.len() {
-            let prepared = self.load.prepare(idx)?;
+            let target_idx = self.load.target_idx(idx);
+            let prepared = self.load.prepare(idx, target_idx)?;
             let due = start + self.load.requests[idx].at.unwrap_or_default();
             let client = self.client();
             if client.load.duration.is_some_and(|duration| due > start + duration) {
@@ -126,8 +153,9 @@ impl Running {
                 () = sleep_until(due) => {}
                 () = self.stop.cancelled() => break,
             }
-            self.tasks
-                .spawn(async move { Ok(client.request(idx, prepared, due).await.into_iter().collect()) });
+            self.tasks.spawn(async move {
+                Ok(client.request(target_idx, prepared, due).await.into_iter().collect())
+            });
         }
         self.collect().await
     }
@@ -164,8 +192,7 @@ impl Client {
     }
 
     /// `None` when the run was stopped meanwhile.
-    async fn request(&self, idx: usize, prepared: Prepared, due: Instant) -> Option<Outcome> {
-        let target_idx = self.load.target_idx(idx);
+    async fn request(&self, target_idx: usize, prepared: Prepared, due: Instant) -> Option<Outcome> {
         let target = &self.load.targets[target_idx];
         let sent = Instant::now();
         let result = tokio::select! {
@@ -313,6 +340,18 @@ mod tests {
         let outcomes = run(None, 2).await;
         let num_b = outcomes.requests.iter().filter(|outcome| outcome.target_idx == 1).count();
         assert_eq!(num_b, 15);
+        // Four clients: waves of four, A B B A, and the last two share what is left.
+        let turns: Vec<_> =
+            outcomes.requests.chunk_by(|a, b| a.target_idx == b.target_idx).map(<[Outcome]>::len).collect();
+        assert_eq!(turns, [4, 8, 8, 7, 3]);
+        // A wave begins when the one before it is answered.
+        let answered = |outcome: &Outcome| outcome.result.as_ref().ok().and_then(|answer| answer.finished);
+        let waves = [0..4, 4..8, 8..12, 12..16, 16..20, 20..24, 24..27, 27..30];
+        for (before, after) in waves.iter().zip(&waves[1..]) {
+            let end = outcomes.requests[before.clone()].iter().filter_map(answered).max();
+            let start = outcomes.requests[after.clone()].iter().map(|outcome| outcome.sent).min();
+            assert!(end <= start, "{before:?} and {after:?} overlap");
+        }
     }
 
     #[tokio::test]

@@ -68,7 +68,8 @@ pub(crate) struct BenchArgs {
     /// Decode worker to send to directly, over its gRPC; it prefills by itself.
     #[arg(long, value_name = "URL")]
     pub(crate) worker: Vec<String>,
-    /// Let two targets take turns, and print how they differ. A is the first --url.
+    /// Let two targets take turns, and print how they differ. A is the first --url. With --concurrency N
+    /// each turn is N requests at once to one target, while the other rests.
     #[arg(long)]
     pub(crate) compare: bool,
     /// Which API of the endpoint.
@@ -278,8 +279,10 @@ impl BenchArgs {
         ensure!(!plan.is_empty(), "there is nothing to send: --requests 0");
         if self.compare {
             // Each shape once to either target, with different text: the second must not profit from the
-            // first one's prefix cache.
-            plan = plan.into_iter().flat_map(|planned| [planned.clone(), planned]).collect();
+            // first one's prefix cache. Clients that wait for answers send in waves, see `Load::run`.
+            let has_times = plan.iter().any(|planned| planned.at.is_some());
+            let wave = if has_times { 1 } else { self.concurrency.max(1) };
+            plan = plan.chunks(wave).flat_map(|wave| [wave, wave].concat()).collect();
             for (idx, planned) in plan.iter_mut().enumerate() {
                 planned.id = idx as u64;
             }
