@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context, ensure};
 use baton_kv_cache::KvDtype;
 use baton_model::{
-    DecoderSpec, MlpSpec, ModelConfig,
+    DecoderSpec, FloatDtype, MlpSpec, ModelConfig,
     cost::{DeviceSpeed, ModelCost, StepCost},
 };
 use clap::{Args, ValueEnum};
@@ -32,9 +32,9 @@ pub(crate) struct InspectArgs {
     pub(crate) model_dir: Option<PathBuf>,
     /// Type of the weights: f32, f16 or bf16. Default: as config.json says.
     #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
-    pub(crate) dtype: Option<KvDtype>,
+    pub(crate) dtype: Option<FloatDtype>,
     /// Type of KV elements. Default: that of the weights.
-    #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
+    #[arg(long, value_name = "TYPE", value_parser = parse_kv_dtype)]
     pub(crate) kv_dtype: Option<KvDtype>,
 
     /// Peak numbers of a device (dense bf16).
@@ -104,7 +104,11 @@ impl Device {
     }
 }
 
-fn parse_dtype(name: &str) -> Result<KvDtype, String> {
+fn parse_dtype(name: &str) -> Result<FloatDtype, String> {
+    FloatDtype::from_name(name).ok_or_else(|| "expected f32, f16 or bf16".to_owned())
+}
+
+fn parse_kv_dtype(name: &str) -> Result<KvDtype, String> {
     KvDtype::from_name(name).ok_or_else(|| "expected f32, f16 or bf16".to_owned())
 }
 
@@ -128,7 +132,7 @@ pub(crate) fn run(args: InspectArgs) -> anyhow::Result<()> {
 }
 
 /// `dtype` or, in older files, `torch_dtype` of `config.json`; bf16 if it is silent or names another type.
-fn stated_dtype(dir: &Path) -> anyhow::Result<KvDtype> {
+fn stated_dtype(dir: &Path) -> anyhow::Result<FloatDtype> {
     let path = dir.join("config.json");
     let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let config: Value =
@@ -137,9 +141,9 @@ fn stated_dtype(dir: &Path) -> anyhow::Result<KvDtype> {
     let name =
         configs.iter().flat_map(|config| [&config["dtype"], &config["torch_dtype"]]).find_map(Value::as_str);
     Ok(match name {
-        Some("float32") => KvDtype::F32,
-        Some("float16") => KvDtype::F16,
-        _ => KvDtype::Bf16,
+        Some("float32") => FloatDtype::F32,
+        Some("float16") => FloatDtype::F16,
+        _ => FloatDtype::Bf16,
     })
 }
 
@@ -161,7 +165,7 @@ fn weight_file_bytes(dir: &Path) -> anyhow::Result<Option<u64>> {
 struct Inspection {
     spec: DecoderSpec,
     cost: ModelCost,
-    weight_dtype: KvDtype,
+    weight_dtype: FloatDtype,
     kv_dtype: KvDtype,
     context_length: usize,
     device_name: String,
@@ -176,7 +180,7 @@ struct Inspection {
 }
 
 impl Inspection {
-    fn new(config: &ModelConfig, weight_dtype: KvDtype, args: &InspectArgs) -> anyhow::Result<Self> {
+    fn new(config: &ModelConfig, weight_dtype: FloatDtype, args: &InspectArgs) -> anyhow::Result<Self> {
         let (peak_tflops, peak_gigabytes) = args.device.peaks();
         let positive = |name: &str, value: f64| {
             ensure!(value.is_finite() && value > 0.0, "{name} must be more than 0");
@@ -199,7 +203,7 @@ impl Inspection {
         );
         ensure!(args.batch > 0, "--batch must be at least 1");
         let seconds = |name, value: Option<f64>| value.map(|ms| positive(name, ms / 1e3)).transpose();
-        let kv_dtype = args.kv_dtype.unwrap_or(weight_dtype);
+        let kv_dtype = args.kv_dtype.unwrap_or(weight_dtype.kv_dtype());
         let device_name = match (args.flops, args.bandwidth) {
             (Some(_), Some(_)) => "given".to_owned(),
             _ => {
@@ -471,7 +475,7 @@ mod tests {
 
     fn inspect(args: &InspectArgs) -> anyhow::Result<String> {
         let config = ModelConfig::parse(Path::new("config.json"), LLAMA.as_bytes())?;
-        Ok(Inspection::new(&config, KvDtype::Bf16, args)?.to_string())
+        Ok(Inspection::new(&config, FloatDtype::Bf16, args)?.to_string())
     }
 
     #[test]
@@ -537,10 +541,10 @@ mod tests {
     fn stated_type_is_found_under_either_name() {
         let dir = tempfile::tempdir().unwrap();
         for (json, expected) in [
-            (r#"{"torch_dtype": "float16"}"#, KvDtype::F16),
-            (r#"{"dtype": "float32"}"#, KvDtype::F32),
-            (r#"{"text_config": {"dtype": "float16"}}"#, KvDtype::F16),
-            ("{}", KvDtype::Bf16),
+            (r#"{"torch_dtype": "float16"}"#, FloatDtype::F16),
+            (r#"{"dtype": "float32"}"#, FloatDtype::F32),
+            (r#"{"text_config": {"dtype": "float16"}}"#, FloatDtype::F16),
+            ("{}", FloatDtype::Bf16),
         ] {
             fs::write(dir.path().join("config.json"), json).unwrap();
             assert_eq!(stated_dtype(dir.path()).unwrap(), expected, "{json}");

@@ -6,6 +6,7 @@
 use std::hint::black_box;
 
 use baton_kv_cache::KvDtype;
+use baton_model::FloatDtype;
 use baton_model::benchmark::{Attention, Gemm};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
@@ -24,7 +25,7 @@ fn products(criterion: &mut Criterion) {
                 1 => Throughput::Bytes((n * k * 2) as u64),
                 _ => Throughput::Elements((2 * m * n * k) as u64),
             });
-            let mut gemm = Gemm::new(m, n, k, KvDtype::Bf16, threads);
+            let mut gemm = Gemm::new(m, n, k, FloatDtype::Bf16, threads);
             group.bench_function(BenchmarkId::from_parameter(m), |bencher| {
                 bencher.iter(|| black_box(gemm.run()))
             });

@@ -14,13 +14,14 @@
 
 use baton_kv_cache::KvDtype;
 
+use crate::FloatDtype;
 use crate::spec::{DecoderSpec, LayerSpec, MlpSpec};
 
 /// Costs of one model with weights and KV of given types.
 #[derive(Clone, Debug)]
 pub struct ModelCost {
     spec: DecoderSpec,
-    weight_dtype: KvDtype,
+    weight_dtype: FloatDtype,
     kv_dtype: KvDtype,
 }
 
@@ -63,7 +64,7 @@ impl DeviceSpeed {
 
 impl ModelCost {
     /// Costs of `spec` with weights and KV stored as given.
-    pub fn new(spec: &DecoderSpec, weight_dtype: KvDtype, kv_dtype: KvDtype) -> ModelCost {
+    pub fn new(spec: &DecoderSpec, weight_dtype: FloatDtype, kv_dtype: KvDtype) -> ModelCost {
         ModelCost { spec: spec.clone(), weight_dtype, kv_dtype }
     }
 
@@ -221,7 +222,7 @@ mod tests {
 
     fn cost(json: &str) -> ModelCost {
         let config = ModelConfig::parse(Path::new("config.json"), json.as_bytes()).unwrap();
-        ModelCost::new(&config.decoder, KvDtype::Bf16, KvDtype::Bf16)
+        ModelCost::new(&config.decoder, FloatDtype::Bf16, KvDtype::Bf16)
     }
 
     /// Llama 3.1 8B as it is published.

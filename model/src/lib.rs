@@ -14,6 +14,9 @@ mod decoder;
 mod error;
 mod executor;
 mod fields;
+mod float;
+#[cfg_attr(not(test), expect(dead_code, reason = "kernels and files that use it follow"))]
+mod integers;
 mod load;
 mod packed;
 mod rope;
@@ -26,6 +29,7 @@ pub use cpu::CpuExecutor;
 pub use cpu::benchmark;
 pub use error::LoadError;
 pub use executor::{Batch, BatchSequence, ExecuteError, Executor};
+pub use float::FloatDtype;
 pub use load::{LoadOptions, LoadProgress, LoadedModel, load};
 pub use rope::{RopeScaling, RopeSpec};
 pub use spec::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};

@@ -144,7 +144,7 @@ pub fn load(
         num_layers: spec.layers.len(),
         num_kv_heads: spec.num_kv_heads,
         head_dim: spec.head_dim,
-        dtype: options.kv_dtype.unwrap_or(weights.head.dtype()),
+        dtype: options.kv_dtype.unwrap_or(weights.head.dtype().kv_dtype()),
     };
     Ok(LoadedModel {
         inner: Arc::new(Inner {

@@ -16,7 +16,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use baton_kv_cache::KvDtype;
+use crate::FloatDtype;
 use memmap2::{Mmap, MmapMut};
 
 use crate::LoadProgress;
@@ -37,7 +37,7 @@ const PIECE_BYTES: usize = 16 << 20;
 pub(crate) struct PackedMatrix {
     memory: Arc<OnceLock<Memory>>,
     offset: usize,
-    dtype: KvDtype,
+    dtype: FloatDtype,
     rows: usize,
     pub(crate) cols: usize,
 }
@@ -58,7 +58,7 @@ impl PackedMatrix {
         PanelsRef::new(&memory[self.offset..][..num_bytes], self.dtype, self.rows, self.cols)
     }
 
-    pub(crate) fn dtype(&self) -> KvDtype {
+    pub(crate) fn dtype(&self) -> FloatDtype {
         self.dtype
     }
 }
@@ -74,7 +74,7 @@ pub(crate) struct Packer {
 /// Matrices whose outputs lie side by side.
 struct Job {
     parts: Vec<Matrix>,
-    dtype: KvDtype,
+    dtype: FloatDtype,
     rows: usize,
     cols: usize,
     offset: usize,
@@ -95,7 +95,7 @@ impl Packer {
     pub(crate) fn add(&mut self, parts: Vec<Matrix>) -> PackedMatrix {
         let (cols, first) = (parts[0].cols, parts[0].dtype);
         assert!(parts.iter().all(|part| part.cols == cols), "parts of one product");
-        let dtype = if parts.iter().all(|part| part.dtype == first) { first } else { KvDtype::F32 };
+        let dtype = if parts.iter().all(|part| part.dtype == first) { first } else { FloatDtype::F32 };
         let rows = parts.iter().map(|part| part.rows).sum();
         let offset = self.num_bytes;
         self.num_bytes = (offset + packed_bytes(dtype, rows, cols)).next_multiple_of(ALIGNMENT);

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use baton_kv_cache::KvDtype;
+use crate::FloatDtype;
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, Metadata};
 
@@ -47,7 +47,7 @@ pub(crate) struct Tensor {
 pub(crate) struct Matrix {
     file: Arc<WeightFile>,
     start: usize,
-    pub(crate) dtype: KvDtype,
+    pub(crate) dtype: FloatDtype,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
 }
@@ -80,11 +80,11 @@ impl Matrix {
 }
 
 /// One stored number.
-fn widen(dtype: KvDtype, bytes: &[u8]) -> f32 {
+fn widen(dtype: FloatDtype, bytes: &[u8]) -> f32 {
     match dtype {
-        KvDtype::F16 => half::f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
-        KvDtype::Bf16 => half::bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
-        KvDtype::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+        FloatDtype::F16 => half::f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+        FloatDtype::Bf16 => half::bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+        FloatDtype::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
     }
 }
 
@@ -206,9 +206,9 @@ impl Checkpoint {
             });
         }
         let dtype = match tensor.dtype {
-            Dtype::F32 => KvDtype::F32,
-            Dtype::F16 => KvDtype::F16,
-            Dtype::BF16 => KvDtype::Bf16,
+            Dtype::F32 => FloatDtype::F32,
+            Dtype::F16 => FloatDtype::F16,
+            Dtype::BF16 => FloatDtype::Bf16,
             other => {
                 return Err(LoadError::WrongDtype {
                     path: path(),

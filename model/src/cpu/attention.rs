@@ -11,11 +11,11 @@
 //! Softmax goes tile by tile with a running maximum. Tiles, the order inside them and the zeroes are
 //! functions of positions alone, so a row's result does not depend on its neighbours or on chunks.
 
-use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 
 use super::dots::{dot_tile, widen};
 use super::rows::soft_capped;
-use super::simd::{Bf16, Dtype, F16, F32, LANES, Simd, Stored, kernel};
+use super::simd::{Bf16, F16, F32, LANES, Simd, Stored, kernel};
 use super::{Cpu, SharedMut};
 use crate::BatchSequence;
 
@@ -191,7 +191,7 @@ unsafe fn item<S: Simd>(args: &ItemArgs<'_>) {
         let mut first = (args.position + 1).saturating_sub(window) / TILE * TILE;
         // Widening pays when several tiles of queries use it.
         let direct = dim == head_dim && num_queries <= DIRECT_QUERIES;
-        let dtype = if direct { args.layout.dtype } else { Dtype::F32 };
+        let dtype = if direct { args.layout.dtype } else { KvDtype::F32 };
         while first < end {
             let len = TILE.min(end - first);
             if !direct {
@@ -206,9 +206,9 @@ unsafe fn item<S: Simd>(args: &ItemArgs<'_>) {
                 };
                 let scores = scores.add(done);
                 match dtype {
-                    Dtype::F32 => score::<S, F32>(q, num_queries, k, run, dim, scores),
-                    Dtype::F16 => score::<S, F16>(q, num_queries, k, run, dim, scores),
-                    Dtype::Bf16 => score::<S, Bf16>(q, num_queries, k, run, dim, scores),
+                    KvDtype::F32 => score::<S, F32>(q, num_queries, k, run, dim, scores),
+                    KvDtype::F16 => score::<S, F16>(q, num_queries, k, run, dim, scores),
+                    KvDtype::Bf16 => score::<S, Bf16>(q, num_queries, k, run, dim, scores),
                 }
                 done += run;
             }
@@ -238,9 +238,9 @@ unsafe fn item<S: Simd>(args: &ItemArgs<'_>) {
                 };
                 let scores = scores.add(done);
                 match dtype {
-                    Dtype::F32 => accumulate::<S, F32>(scores, num_queries, v, run, dim, sums),
-                    Dtype::F16 => accumulate::<S, F16>(scores, num_queries, v, run, dim, sums),
-                    Dtype::Bf16 => accumulate::<S, Bf16>(scores, num_queries, v, run, dim, sums),
+                    KvDtype::F32 => accumulate::<S, F32>(scores, num_queries, v, run, dim, sums),
+                    KvDtype::F16 => accumulate::<S, F16>(scores, num_queries, v, run, dim, sums),
+                    KvDtype::Bf16 => accumulate::<S, Bf16>(scores, num_queries, v, run, dim, sums),
                 }
                 done += run;
             }
@@ -290,9 +290,9 @@ unsafe fn gather<S: Simd>(
             let run = if dim == head_dim { run } else { 1 };
             let to = to.add(done * dim);
             match args.layout.dtype {
-                Dtype::F32 => widen::<S, F32>(from, to, run * head_dim),
-                Dtype::F16 => widen::<S, F16>(from, to, run * head_dim),
-                Dtype::Bf16 => widen::<S, Bf16>(from, to, run * head_dim),
+                KvDtype::F32 => widen::<S, F32>(from, to, run * head_dim),
+                KvDtype::F16 => widen::<S, F16>(from, to, run * head_dim),
+                KvDtype::Bf16 => widen::<S, Bf16>(from, to, run * head_dim),
             }
             std::slice::from_raw_parts_mut(to.add(run * head_dim), run * (dim - head_dim)).fill(0.0);
             done += run;
@@ -527,14 +527,24 @@ unsafe fn add_tile<S: Simd, W: Stored, const R: usize, const C: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::FloatDtype;
     use crate::cpu::simd::Isa;
-    use crate::cpu::testing::{noise, store};
+    use crate::cpu::testing::noise;
 
     struct Case {
         shape: AttentionShape,
         block_size: usize,
-        dtype: Dtype,
+        dtype: KvDtype,
         len: usize,
+    }
+
+    fn store(dtype: KvDtype, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
+        let dtype = match dtype {
+            KvDtype::F32 => FloatDtype::F32,
+            KvDtype::F16 => FloatDtype::F16,
+            KvDtype::Bf16 => FloatDtype::Bf16,
+        };
+        crate::cpu::testing::store(dtype, values)
     }
 
     /// KV of one sequence in blocks that lie in no order.
@@ -660,7 +670,7 @@ mod tests {
             window: None,
         };
         for isa in Isa::available() {
-            for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+            for dtype in [KvDtype::F32, KvDtype::F16, KvDtype::Bf16] {
                 check(isa, &Case { shape: base, block_size: 16, dtype, len: 150 });
             }
             let shapes = [
@@ -671,7 +681,7 @@ mod tests {
                 AttentionShape { soft_cap: Some(5.0), head_dim: 80, ..base },
             ];
             for shape in shapes {
-                check(isa, &Case { shape, block_size: 5, dtype: Dtype::F32, len: 135 });
+                check(isa, &Case { shape, block_size: 5, dtype: KvDtype::F32, len: 135 });
             }
         }
     }

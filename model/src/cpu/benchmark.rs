@@ -1,6 +1,6 @@
 //! Kernels on made-up data, for `cargo bench`. Not part of the crate's interface.
 
-use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 
 use super::attention::{AttentionShape, attend};
 use super::panels::{Output, PanelsRef, multiply, packed_bytes};
@@ -58,7 +58,7 @@ pub struct Attention {
 
 impl Attention {
     /// `num_rows` rows that end a context of `context` tokens, with 32 heads of 128 and 8 kv heads.
-    pub fn new(num_rows: usize, context: usize, dtype: Dtype, threads: usize) -> Attention {
+    pub fn new(num_rows: usize, context: usize, dtype: KvDtype, threads: usize) -> Attention {
         let shape = AttentionShape {
             num_heads: 32,
             num_kv_heads: 8,

@@ -135,7 +135,7 @@ impl ThreadScratch {
 }
 
 #[cfg(test)]
-mod testing {
+pub(crate) mod testing {
     use super::simd::Dtype;
 
     /// Numbers in -1..1 that look random.

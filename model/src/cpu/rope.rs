@@ -1,10 +1,10 @@
 //! Cosines and sines of a batch's positions, and the places of keys and values in blocks.
 
-use baton_kv_cache::{BlockId, BlockStorage};
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
 
 use super::Aligned;
 use super::rows::rotate;
-use super::simd::{Bf16, Dtype, F16, F32, Stored};
+use super::simd::{Bf16, F16, F32, Stored};
 use crate::RopeSpec;
 
 /// Computed once per batch and used by every layer.
@@ -71,9 +71,9 @@ pub(super) unsafe fn store_rows(
     // SAFETY: passed on to the caller.
     unsafe {
         match storage.layout().dtype {
-            Dtype::F32 => store_as::<F32>(storage, layer_idx, blocks, position, keys, values),
-            Dtype::F16 => store_as::<F16>(storage, layer_idx, blocks, position, keys, values),
-            Dtype::Bf16 => store_as::<Bf16>(storage, layer_idx, blocks, position, keys, values),
+            KvDtype::F32 => store_as::<F32>(storage, layer_idx, blocks, position, keys, values),
+            KvDtype::F16 => store_as::<F16>(storage, layer_idx, blocks, position, keys, values),
+            KvDtype::Bf16 => store_as::<Bf16>(storage, layer_idx, blocks, position, keys, values),
         }
     }
 }

@@ -4,10 +4,10 @@
 //! plain Rust. All three compute with sixteen lanes and reduce them in the same order, so AVX-512
 //! and AVX2 machines agree bit for bit. It knows no tensors.
 
-use baton_kv_cache::KvDtype;
+use crate::FloatDtype;
 
-/// Type of a stored number; the same three for weights and for KV.
-pub(crate) type Dtype = KvDtype;
+/// Type of a stored weight.
+pub(crate) type Dtype = FloatDtype;
 
 /// Lanes of a vector.
 pub(crate) const LANES: usize = 16;

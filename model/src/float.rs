@@ -1,0 +1,43 @@
+//! The floating-point types that weights are stored in.
+
+use baton_kv_cache::KvDtype;
+
+/// Type of a stored weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FloatDtype {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// The upper half of single precision.
+    Bf16,
+}
+
+impl FloatDtype {
+    /// Bytes of one number.
+    pub fn size_bytes(self) -> usize {
+        match self {
+            FloatDtype::F32 => 4,
+            FloatDtype::F16 | FloatDtype::Bf16 => 2,
+        }
+    }
+
+    /// "f32", "f16" or "bf16".
+    pub fn name(self) -> &'static str {
+        self.kv_dtype().name()
+    }
+
+    /// The inverse of [`name`](Self::name).
+    pub fn from_name(name: &str) -> Option<FloatDtype> {
+        [FloatDtype::F32, FloatDtype::F16, FloatDtype::Bf16].into_iter().find(|dtype| dtype.name() == name)
+    }
+
+    /// The type of KV when nobody asks for another.
+    pub fn kv_dtype(self) -> KvDtype {
+        match self {
+            FloatDtype::F32 => KvDtype::F32,
+            FloatDtype::F16 => KvDtype::F16,
+            FloatDtype::Bf16 => KvDtype::Bf16,
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! Weights as small integers: what quantised files hold, and what quantising on load makes.
+//!
+//! It does not know how files lay them out, nor how kernels want them.
+
+/// How the numbers of a matrix became integers. Every `group` numbers of a row, the last ones perhaps fewer, share a
+/// scale, and a zero if they have one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct IntegerFormat {
+    pub(crate) width: IntegerWidth,
+    /// A multiple of 32.
+    pub(crate) group: usize,
+    /// Whether groups have zeros of their own; if not, the zero is the [middle](IntegerWidth::middle).
+    pub(crate) has_zeros: bool,
+}
+
+/// Bits of a level.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum IntegerWidth {
+    Four,
+    Eight,
+}
+
+impl IntegerWidth {
+    pub(crate) fn bits(self) -> usize {
+        match self {
+            IntegerWidth::Four => 4,
+            IntegerWidth::Eight => 8,
+        }
+    }
+
+    /// The level that stands for zero where nothing else is said.
+    pub(crate) fn middle(self) -> u8 {
+        1 << (self.bits() - 1)
+    }
+}
+
+/// A row: number k is `scales[k / group] * (levels[k] - zeros[k / group])`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct IntegerRow {
+    /// In `0..16` or `0..256`.
+    pub(crate) levels: Vec<u8>,
+    pub(crate) scales: Vec<f32>,
+    /// Empty when the format has none.
+    pub(crate) zeros: Vec<f32>,
+}
+
+impl IntegerRow {
+    /// Rounds `values` to a symmetric format: the largest of a group becomes the largest level.
+    ///
+    /// # Panics
+    /// When the format has zeros.
+    pub(crate) fn quantise(values: &[f32], format: IntegerFormat) -> IntegerRow {
+        assert!(!format.has_zeros, "quantising is symmetric");
+        let middle = f32::from(format.width.middle());
+        let mut row = IntegerRow::default();
+        for group in values.chunks(format.group) {
+            // The end that is one level longer goes to whichever sign has the largest number.
+            let largest = group.iter().fold(0.0f32, |max, &v| if v.abs() > max.abs() { v } else { max });
+            let scale = match format.width {
+                IntegerWidth::Four => largest / -middle,
+                IntegerWidth::Eight => largest.abs() / (middle - 1.0),
+            };
+            let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+            let level =
+                |v: &f32| (v * inverse + middle).round_ties_even().clamp(0.0, 2.0 * middle - 1.0) as u8;
+            row.levels.extend(group.iter().map(level));
+            row.scales.push(scale);
+        }
+        row
+    }
+
+    /// The numbers that the row stands for.
+    pub(crate) fn values(&self, format: IntegerFormat) -> impl Iterator<Item = f32> {
+        let middle = f32::from(format.width.middle());
+        self.levels.iter().enumerate().map(move |(k, &level)| {
+            let group = k / format.group;
+            let zero = if format.has_zeros { self.zeros[group] } else { middle };
+            self.scales[group] * (f32::from(level) - zero)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::testing::noise;
+
+    #[test]
+    fn quantised_numbers_are_half_a_level_off_at_most() {
+        for width in [IntegerWidth::Four, IntegerWidth::Eight] {
+            for (group, len) in [(32, 64), (32, 33), (128, 100)] {
+                let format = IntegerFormat { width, group, has_zeros: false };
+                let values = noise(len as u64, len);
+                let row = IntegerRow::quantise(&values, format);
+                assert_eq!(row.scales.len(), len.div_ceil(group));
+                for (k, (value, got)) in values.iter().zip(row.values(format)).enumerate() {
+                    // The far end of four bits is one level short.
+                    let levels = if width == IntegerWidth::Four { 1.0 } else { 0.5 };
+                    let bound = levels * row.scales[k / group].abs() * 1.0001;
+                    assert!((value - got).abs() <= bound, "{width:?} {k}: {got} not {value}");
+                }
+            }
+        }
+        let format = IntegerFormat { width: IntegerWidth::Four, group: 32, has_zeros: false };
+        let zeros = IntegerRow::quantise(&[0.0; 40], format);
+        assert!(zeros.values(format).all(|value| value == 0.0));
+    }
+}
