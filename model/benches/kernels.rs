@@ -6,8 +6,7 @@
 use std::hint::black_box;
 
 use baton_kv_cache::KvDtype;
-use baton_model::FloatDtype;
-use baton_model::benchmark::{Attention, Gemm};
+use baton_model::benchmark::{Attention, Gemm, Weights};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
 fn thread_counts() -> Vec<usize> {
@@ -18,17 +17,19 @@ fn thread_counts() -> Vec<usize> {
 fn products(criterion: &mut Criterion) {
     let (n, k) = (8192, 2048);
     for threads in thread_counts() {
-        let mut group = criterion.benchmark_group(format!("gemm_bf16_8192x2048_{threads}_threads"));
-        group.sample_size(10);
-        for m in [1, 2, 4, 8, 16, 32, 64, 512] {
-            group.throughput(match m {
-                1 => Throughput::Bytes((n * k * 2) as u64),
-                _ => Throughput::Elements((2 * m * n * k) as u64),
-            });
-            let mut gemm = Gemm::new(m, n, k, FloatDtype::Bf16, threads);
-            group.bench_function(BenchmarkId::from_parameter(m), |bencher| {
-                bencher.iter(|| black_box(gemm.run()))
-            });
+        for (name, weights) in Weights::available() {
+            let mut group = criterion.benchmark_group(format!("gemm_{name}_8192x2048_{threads}_threads"));
+            group.sample_size(10);
+            for m in [1, 2, 4, 8, 16, 32, 64, 512] {
+                group.throughput(match m {
+                    1 => Throughput::Bytes(weights.matrix_bytes(n, k) as u64),
+                    _ => Throughput::Elements((2 * m * n * k) as u64),
+                });
+                let mut gemm = Gemm::new(m, n, k, weights, threads);
+                group.bench_function(BenchmarkId::from_parameter(m), |bencher| {
+                    bencher.iter(|| black_box(gemm.run()))
+                });
+            }
         }
     }
 }

@@ -1,9 +1,9 @@
 //! The tensors of a [`DecoderSpec`], found by their published names.
 
-use crate::LoadError;
-use crate::packed::{PackedMatrix, Packer};
+use crate::packed::{PackedMatrix, Packer, Rounding};
 use crate::spec::{DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
 use crate::weights::{Checkpoint, Matrix};
+use crate::{FloatDtype, LoadError};
 
 /// Weights in the order in which the forward pass needs them.
 #[derive(Debug)]
@@ -13,6 +13,8 @@ pub(crate) struct DecoderWeights {
     pub(crate) layers: Vec<LayerWeights>,
     pub(crate) norm: Vec<f32>,
     pub(crate) head: PackedMatrix,
+    /// Type of the head in its file.
+    pub(crate) dtype: FloatDtype,
 }
 
 #[derive(Debug)]
@@ -68,7 +70,8 @@ pub(crate) fn take_weights(
     } else {
         (Some(embedding), from.take("lm_head.weight", &[spec.vocab_size, spec.hidden_size])?)
     };
-    Ok(DecoderWeights { embedding, layers, norm, head: packer.add(vec![head]) })
+    let dtype = head.dtype;
+    Ok(DecoderWeights { embedding, layers, norm, dtype, head: packer.add(vec![head], Rounding::EightBits) })
 }
 
 /// Tensors that may be left over: buffers that old versions saved, and a tied head saved twice.
@@ -138,7 +141,8 @@ impl Taker<'_> {
                     ExpertNaming::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
                     ExpertNaming::Qwen => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
                 };
-                let router = self.linear(&format!("{block}."), &[("gate", num_experts)], hidden, false)?;
+                let router = [("gate", num_experts)];
+                let router = self.rounded(&format!("{block}."), &router, hidden, false, Rounding::Never)?;
                 let mut experts = Vec::with_capacity(num_experts);
                 for expert_idx in 0..num_experts {
                     let name = format!("{block}.experts.{expert_idx}.");
@@ -160,6 +164,17 @@ impl Taker<'_> {
         cols: usize,
         bias: bool,
     ) -> Result<Linear, LoadError> {
+        self.rounded(block, parts, cols, bias, Rounding::Asked)
+    }
+
+    fn rounded(
+        &mut self,
+        block: &str,
+        parts: &[(&str, usize)],
+        cols: usize,
+        bias: bool,
+        rounding: Rounding,
+    ) -> Result<Linear, LoadError> {
         let mut matrices = Vec::with_capacity(parts.len());
         let mut biases = Vec::new();
         for &(name, rows) in parts {
@@ -168,7 +183,7 @@ impl Taker<'_> {
                 biases.extend(self.vector(&format!("{block}{name}.bias"), rows)?);
             }
         }
-        Ok(Linear { weight: self.packer.add(matrices), bias: bias.then_some(biases) })
+        Ok(Linear { weight: self.packer.add(matrices, rounding), bias: bias.then_some(biases) })
     }
 
     fn norm(&mut self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {

@@ -107,6 +107,9 @@ pub enum LoadError {
         /// The architecture of config.json.
         architecture: String,
     },
+    /// Activations in bf16 were asked for.
+    #[error("activations in bf16 need a processor with avx512_bf16, which this one has not: use f32 or auto")]
+    NoBf16,
     /// An option of the caller makes no sense.
     #[error("{option} is {found}, expected {expected}")]
     Option {

@@ -2,12 +2,15 @@
 //!
 //! It does not know how files lay them out, nor how kernels want them.
 
+/// Numbers that share a scale, at most.
+pub(crate) const MAX_GROUP: usize = 1024;
+
 /// How the numbers of a matrix became integers. Every `group` numbers of a row, the last ones perhaps fewer, share a
 /// scale, and a zero if they have one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct IntegerFormat {
     pub(crate) width: IntegerWidth,
-    /// A multiple of 32.
+    /// A multiple of 32, at most [`MAX_GROUP`].
     pub(crate) group: usize,
     /// Whether groups have zeros of their own; if not, the zero is the [middle](IntegerWidth::middle).
     pub(crate) has_zeros: bool,
@@ -70,6 +73,7 @@ impl IntegerRow {
     }
 
     /// The numbers that the row stands for.
+    #[cfg_attr(not(test), expect(dead_code, reason = "files that hold integers follow"))]
     pub(crate) fn values(&self, format: IntegerFormat) -> impl Iterator<Item = f32> {
         let middle = f32::from(format.width.middle());
         self.levels.iter().enumerate().map(move |(k, &level)| {

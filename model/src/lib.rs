@@ -15,10 +15,10 @@ mod error;
 mod executor;
 mod fields;
 mod float;
-#[cfg_attr(not(test), expect(dead_code, reason = "kernels and files that use it follow"))]
 mod integers;
 mod load;
 mod packed;
+mod precision;
 mod rope;
 mod spec;
 mod weights;
@@ -31,5 +31,6 @@ pub use error::LoadError;
 pub use executor::{Batch, BatchSequence, ExecuteError, Executor};
 pub use float::FloatDtype;
 pub use load::{LoadOptions, LoadProgress, LoadedModel, load};
+pub use precision::{Activations, ParseQuantisationError, Quantisation};
 pub use rope::{RopeScaling, RopeSpec};
 pub use spec::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use baton_kv_cache::{KvDtype, KvFormat, KvLayout};
 
-use crate::cpu::CpuExecutor;
+use crate::cpu::{CpuExecutor, bf16_is_faster, multiplies_bf16};
 use crate::decoder::{DecoderWeights, is_redundant, take_weights};
-use crate::packed::{Packer, WeightCache};
+use crate::packed::{Packer, Packing, WeightCache};
 use crate::weights::Checkpoint;
-use crate::{LoadError, ModelConfig};
+use crate::{Activations, LoadError, ModelConfig, Quantisation};
 
 /// How a model is to be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,13 +20,24 @@ pub struct LoadOptions {
     pub block_size: usize,
     /// Threads of the executor; one per processor when `None`.
     pub threads: Option<usize>,
+    /// How activations enter products with weights in bf16.
+    pub activations: Activations,
+    /// Weights are rounded to integers.
+    pub quantise: Option<Quantisation>,
     /// Directory for packed weights, which processes of this host share; `None`: each keeps its own.
     pub weight_cache: Option<PathBuf>,
 }
 
 impl Default for LoadOptions {
     fn default() -> LoadOptions {
-        LoadOptions { kv_dtype: None, block_size: 16, threads: None, weight_cache: None }
+        LoadOptions {
+            kv_dtype: None,
+            block_size: 16,
+            threads: None,
+            activations: Activations::Auto,
+            quantise: None,
+            weight_cache: None,
+        }
     }
 }
 
@@ -72,7 +83,7 @@ impl LoadedModel {
         KvFormat::new(self.inner.revision.clone(), &self.inner.layout, self.inner.config.decoder.rope_text())
     }
 
-    /// Identity of the weights: a hash of the configuration and of the weight files' headers and sizes.
+    /// Identity of the weights: a hash of the configuration, of the weight files' headers and sizes, and of the rounding.
     pub fn revision(&self) -> &str {
         &self.inner.revision
     }
@@ -123,10 +134,10 @@ pub fn load(
     let config = ModelConfig::load(dir)?;
     let spec = &config.decoder;
     let mut checkpoint = Checkpoint::open(dir)?;
-    let mut packer = Packer::default();
+    let mut packer = Packer::new(packing(options)?);
     let weights = take_weights(spec, &mut checkpoint, &mut packer)?;
     checkpoint.refuse_rest(&config.architecture, |name| is_redundant(spec, name))?;
-    let revision = revision(dir, &checkpoint)?;
+    let revision = revision(dir, &checkpoint, options.quantise)?;
     let cache = match &options.weight_cache {
         None => None,
         Some(cache_dir) => {
@@ -144,7 +155,7 @@ pub fn load(
         num_layers: spec.layers.len(),
         num_kv_heads: spec.num_kv_heads,
         head_dim: spec.head_dim,
-        dtype: options.kv_dtype.unwrap_or(weights.head.dtype().kv_dtype()),
+        dtype: options.kv_dtype.unwrap_or(weights.dtype.kv_dtype()),
     };
     Ok(LoadedModel {
         inner: Arc::new(Inner {
@@ -159,13 +170,31 @@ pub fn load(
     })
 }
 
-/// Identity of the weights: a hash of the configuration and of the weight files' headers and sizes.
-fn revision(dir: &Path, checkpoint: &Checkpoint) -> Result<String, LoadError> {
+fn packing(options: &LoadOptions) -> Result<Packing, LoadError> {
+    let bf16_pairs = match options.activations {
+        Activations::F32 => false,
+        Activations::Bf16 if !multiplies_bf16() => return Err(LoadError::NoBf16),
+        Activations::Bf16 => true,
+        Activations::Auto => bf16_is_faster(),
+    };
+    Ok(Packing { bf16_pairs, quantise: options.quantise.map(Quantisation::format) })
+}
+
+/// Identity of the weights: a hash of the configuration, of the weight files' headers and sizes, and of the rounding.
+fn revision(
+    dir: &Path,
+    checkpoint: &Checkpoint,
+    quantise: Option<Quantisation>,
+) -> Result<String, LoadError> {
     let path = dir.join("config.json");
     let config = std::fs::read(&path).map_err(|source| LoadError::io(&path, source))?;
     let mut hasher = blake3::Hasher::new();
     hasher.update(&(config.len() as u64).to_le_bytes());
     hasher.update(&config);
     checkpoint.hash_into(&mut hasher);
+    // Rounded weights are another model: its KV is not mixed with that of the one it was made of.
+    if let Some(quantisation) = quantise {
+        hasher.update(quantisation.to_string().as_bytes());
+    }
     Ok(hasher.finalize().to_hex()[..32].to_owned())
 }

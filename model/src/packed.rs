@@ -16,15 +16,15 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use crate::FloatDtype;
 use memmap2::{Mmap, MmapMut};
 
-use crate::LoadProgress;
-use crate::cpu::{PANEL, PanelsRef, pack_panel, packed_bytes};
+use crate::cpu::{PANEL, PanelFormat, PanelsRef, pack_floats, pack_integers};
+use crate::integers::{IntegerFormat, IntegerRow, IntegerWidth};
 use crate::weights::Matrix;
+use crate::{FloatDtype, LoadProgress};
 
 /// Changes with the layout: files of another one are not read.
-const LAYOUT_VERSION: u32 = 1;
+const LAYOUT_VERSION: u32 = 2;
 /// A file begins with this many bytes, of which the first are the key.
 const HEADER_BYTES: usize = 4096;
 /// Matrices begin at multiples of this.
@@ -37,7 +37,7 @@ const PIECE_BYTES: usize = 16 << 20;
 pub(crate) struct PackedMatrix {
     memory: Arc<OnceLock<Memory>>,
     offset: usize,
-    dtype: FloatDtype,
+    format: PanelFormat,
     rows: usize,
     pub(crate) cols: usize,
 }
@@ -54,18 +54,34 @@ impl PackedMatrix {
             Memory::File(map) => &map[HEADER_BYTES..],
             Memory::Private(map) => map,
         };
-        let num_bytes = packed_bytes(self.dtype, self.rows, self.cols);
-        PanelsRef::new(&memory[self.offset..][..num_bytes], self.dtype, self.rows, self.cols)
-    }
-
-    pub(crate) fn dtype(&self) -> FloatDtype {
-        self.dtype
+        let num_bytes = self.format.matrix_bytes(self.rows, self.cols);
+        PanelsRef::new(&memory[self.offset..][..num_bytes], self.format, self.rows, self.cols)
     }
 }
 
+/// What weights become when they are packed.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Packing {
+    /// Weights in bf16 are multiplied in pairs, with activations in bf16.
+    pub(crate) bf16_pairs: bool,
+    /// Weights of layers are rounded to it.
+    pub(crate) quantise: Option<IntegerFormat>,
+}
+
+/// How much rounding a matrix bears.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rounding {
+    /// As much as asked for.
+    Asked,
+    /// Eight bits at least: every token's logits come from it.
+    EightBits,
+    /// None: it chooses experts.
+    Never,
+}
+
 /// Collects what is to be packed.
-#[derive(Default)]
 pub(crate) struct Packer {
+    packing: Packing,
     memory: Arc<OnceLock<Memory>>,
     jobs: Vec<Job>,
     num_bytes: usize,
@@ -74,7 +90,9 @@ pub(crate) struct Packer {
 /// Matrices whose outputs lie side by side.
 struct Job {
     parts: Vec<Matrix>,
+    /// Of rows that are not integers.
     dtype: FloatDtype,
+    format: PanelFormat,
     rows: usize,
     cols: usize,
     offset: usize,
@@ -91,16 +109,32 @@ pub(crate) struct WeightCache<'a> {
 }
 
 impl Packer {
+    pub(crate) fn new(packing: Packing) -> Packer {
+        Packer { packing, memory: Arc::default(), jobs: vec![], num_bytes: 0 }
+    }
+
     /// Adds a matrix made of `parts`, one after the other; in f32 if their types differ.
-    pub(crate) fn add(&mut self, parts: Vec<Matrix>) -> PackedMatrix {
+    pub(crate) fn add(&mut self, parts: Vec<Matrix>, rounding: Rounding) -> PackedMatrix {
         let (cols, first) = (parts[0].cols, parts[0].dtype);
         assert!(parts.iter().all(|part| part.cols == cols), "parts of one product");
         let dtype = if parts.iter().all(|part| part.dtype == first) { first } else { FloatDtype::F32 };
         let rows = parts.iter().map(|part| part.rows).sum();
         let offset = self.num_bytes;
-        self.num_bytes = (offset + packed_bytes(dtype, rows, cols)).next_multiple_of(ALIGNMENT);
-        self.jobs.push(Job { parts, dtype, rows, cols, offset });
-        PackedMatrix { memory: Arc::clone(&self.memory), offset, dtype, rows, cols }
+        let format = self.format(dtype, rounding);
+        self.num_bytes = (offset + format.matrix_bytes(rows, cols)).next_multiple_of(ALIGNMENT);
+        self.jobs.push(Job { parts, dtype, format, rows, cols, offset });
+        PackedMatrix { memory: Arc::clone(&self.memory), offset, format, rows, cols }
+    }
+
+    fn format(&self, dtype: FloatDtype, rounding: Rounding) -> PanelFormat {
+        match (self.packing.quantise, rounding) {
+            (Some(format), Rounding::Asked) => PanelFormat::Integers(format),
+            (Some(format), Rounding::EightBits) => {
+                PanelFormat::Integers(IntegerFormat { width: IntegerWidth::Eight, ..format })
+            }
+            _ if dtype == FloatDtype::Bf16 && self.packing.bf16_pairs => PanelFormat::Bf16Pairs,
+            _ => PanelFormat::Floats(dtype),
+        }
     }
 
     /// Packs everything on `num_threads` threads, or finds it packed; from then on the matrices may be used.
@@ -205,9 +239,10 @@ impl Packer {
         hasher.update(&LAYOUT_VERSION.to_le_bytes());
         hasher.update(cache.key.as_bytes());
         for job in &self.jobs {
-            for number in [job.offset, job.rows, job.cols, job.dtype.size_bytes()] {
+            for number in [job.offset, job.rows, job.cols] {
                 hasher.update(&(number as u64).to_le_bytes());
             }
+            hasher.update(format!("{:?}", job.format).as_bytes());
         }
         hasher.finalize()
     }
@@ -221,7 +256,7 @@ impl Packer {
     ) -> io::Result<()> {
         let mut piece = Vec::new();
         for job in &self.jobs {
-            let panel_bytes = packed_bytes(job.dtype, 1, job.cols);
+            let panel_bytes = job.format.panel_bytes(job.cols);
             let num_panels = job.rows.div_ceil(PANEL);
             let panels_per_piece = (PIECE_BYTES / panel_bytes).max(num_threads);
             for first in (0..num_panels).step_by(panels_per_piece) {
@@ -250,20 +285,39 @@ impl Packer {
 impl Job {
     fn pack(&self, panel_idx: usize, to: &mut [u8]) {
         let rows = panel_idx * PANEL..self.rows.min((panel_idx + 1) * PANEL);
-        let rows: Vec<_> = rows.map(|row_idx| self.row(row_idx)).collect();
-        pack_panel(&rows, self.dtype, to);
+        match self.format {
+            PanelFormat::Integers(format) => {
+                let rows: Vec<_> = rows.map(|row_idx| self.integer_row(row_idx, format)).collect();
+                pack_integers(&rows, format, self.cols, to);
+            }
+            _ => {
+                let rows: Vec<_> = rows.map(|row_idx| self.float_row(row_idx)).collect();
+                pack_floats(&rows, self.format, to);
+            }
+        }
+    }
+
+    /// The part that holds a row, and the row's place in it.
+    fn find(&self, mut row_idx: usize) -> (&Matrix, usize) {
+        let mut parts = self.parts.iter();
+        loop {
+            let part = parts.next().expect("rows are counted from the same parts");
+            if row_idx < part.rows {
+                return (part, row_idx);
+            }
+            row_idx -= part.rows;
+        }
+    }
+
+    fn integer_row(&self, row_idx: usize, format: IntegerFormat) -> IntegerRow {
+        let (part, row_idx) = self.find(row_idx);
+        let values: Vec<f32> = part.row_values(row_idx).collect();
+        IntegerRow::quantise(&values, format)
     }
 
     /// A row as it is to be stored.
-    fn row(&self, mut row_idx: usize) -> Cow<'_, [u8]> {
-        let mut parts = self.parts.iter();
-        let part = loop {
-            let part = parts.next().expect("rows are counted from the same parts");
-            if row_idx < part.rows {
-                break part;
-            }
-            row_idx -= part.rows;
-        };
+    fn float_row(&self, row_idx: usize) -> Cow<'_, [u8]> {
+        let (part, row_idx) = self.find(row_idx);
         if part.dtype == self.dtype {
             return Cow::Borrowed(part.row(row_idx));
         }

@@ -3,10 +3,33 @@
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 
 use super::attention::{AttentionShape, attend};
-use super::panels::{Output, PanelsRef, multiply, packed_bytes};
+use super::products::{Output, PanelFormat, PanelsRef, multiply};
 use super::simd::{Dtype, Isa};
-use super::{Aligned, Cpu};
-use crate::BatchSequence;
+use super::{Aligned, Cpu, multiplies_bf16};
+use crate::{BatchSequence, Quantisation};
+
+/// Packed weights to measure with.
+#[derive(Clone, Copy, Debug)]
+pub struct Weights(PanelFormat);
+
+impl Weights {
+    /// Those that this processor has kernels for, with their names.
+    pub fn available() -> Vec<(&'static str, Weights)> {
+        let integers = |text: &str| text.parse::<Quantisation>().expect("one of ours").format();
+        let mut all = vec![("bf16", PanelFormat::Floats(Dtype::Bf16))];
+        if multiplies_bf16() {
+            all.push(("bf16_pairs", PanelFormat::Bf16Pairs));
+        }
+        all.push(("int8", PanelFormat::Integers(integers("int8"))));
+        all.push(("int4", PanelFormat::Integers(integers("int4"))));
+        all.into_iter().map(|(name, format)| (name, Weights(format))).collect()
+    }
+
+    /// Bytes of a matrix.
+    pub fn matrix_bytes(self, n: usize, k: usize) -> usize {
+        self.0.matrix_bytes(n, k)
+    }
+}
 
 /// `C[m][n] = A[m][k] W[n][k]^T` over packed weights.
 pub struct Gemm {
@@ -14,7 +37,7 @@ pub struct Gemm {
     m: usize,
     n: usize,
     k: usize,
-    dtype: Dtype,
+    weights: Weights,
     a: Aligned,
     w: Aligned,
     out: Vec<f32>,
@@ -22,23 +45,22 @@ pub struct Gemm {
 
 impl Gemm {
     /// A product on `threads` threads.
-    pub fn new(m: usize, n: usize, k: usize, dtype: Dtype, threads: usize) -> Gemm {
+    pub fn new(m: usize, n: usize, k: usize, weights: Weights, threads: usize) -> Gemm {
         let cpu = Cpu::new(Isa::detect(), threads).expect("threads start");
         let mut w = Aligned::default();
         // Not zeroes, which the kernel might find in one page of memory that stands for all.
-        w.grown(packed_bytes(dtype, n, k) / 4).fill(1.0);
+        w.grown(weights.matrix_bytes(n, k) / 4).fill(1.0);
         let mut a = Aligned::default();
         a.grown(m * k).fill(1.0);
-        Gemm { cpu, m, n, k, dtype, a, w, out: vec![0.0; m * n] }
+        Gemm { cpu, m, n, k, weights, a, w, out: vec![0.0; m * n] }
     }
 
     /// Multiplies once.
     pub fn run(&mut self) -> f32 {
-        // SAFETY: any bytes are f32.
-        let bytes = unsafe {
-            std::slice::from_raw_parts(self.w.as_ptr().cast(), packed_bytes(self.dtype, self.n, self.k))
-        };
-        let w = PanelsRef::new(bytes, self.dtype, self.n, self.k);
+        let num_bytes = self.weights.matrix_bytes(self.n, self.k);
+        // SAFETY: any bytes of f32 are bytes.
+        let bytes = unsafe { std::slice::from_raw_parts(self.w.as_ptr().cast(), num_bytes) };
+        let w = PanelsRef::new(bytes, self.weights.0, self.n, self.k);
         multiply(&mut self.cpu, self.m, &self.a, w, None, &mut self.out, Output::Store);
         self.out[0]
     }

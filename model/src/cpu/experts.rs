@@ -4,7 +4,7 @@
 //! its experts in the order of their numbers, whoever else goes there.
 
 use super::forward::{MlpBuffers, apply, dense_mlp};
-use super::panels::Output;
+use super::products::Output;
 use super::{Aligned, Cpu};
 use crate::decoder::{DenseMlp, Linear};
 use crate::spec::Activation;

@@ -4,15 +4,17 @@ mod attention;
 pub mod benchmark;
 mod dots;
 mod experts;
+mod fastest;
 mod forward;
-mod panels;
 mod pool;
+mod products;
 mod rope;
 mod rows;
 mod simd;
 
+pub(crate) use fastest::{bf16_is_faster, multiplies_bf16};
 pub use forward::CpuExecutor;
-pub(crate) use panels::{PANEL, PanelsRef, pack_panel, packed_bytes};
+pub(crate) use products::{PANEL, PanelFormat, PanelsRef, pack_floats, pack_integers};
 
 use pool::Pool;
 use simd::Isa;

@@ -1,0 +1,188 @@
+//! Matrix products `C[M][N] = A[M][K] W[N][K]^T` with weights that were packed once.
+//!
+//! Weights lie in panels of 32 outputs ([`panels`]), activations in tiles of a few rows ([`left`]), and a kernel holds a
+//! tile's 32 columns of C in registers while it walks down K. Which kernel is decided by what the panels hold:
+//!
+//! | panels | activations | kernel |
+//! |---|---|---|
+//! | f32, f16, bf16 | f32 | [`floats`] |
+//! | pairs of bf16 | bf16 | [`pairs`] |
+//! | integers | eight bits, by group | [`levels`] |
+//!
+//! In each of them an element of C is summed up in one order, whatever the tile and the number of threads: a row of C
+//! does not depend on how many rows there are or where it lies.
+
+mod floats;
+mod left;
+mod levels;
+mod pairs;
+mod panels;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use pairs::has_pairs;
+pub(crate) use panels::{PANEL, PanelFormat, PanelsRef, pack_floats, pack_integers};
+
+use left::{LeftKind, Tiles, pack_left};
+
+use super::simd::{Isa, LANES, Simd};
+use super::{Cpu, SharedMut};
+
+/// Bytes of weights that stay in a core's second cache while all rows pass by.
+const GROUP_BYTES: usize = 1 << 20;
+/// Multiplications below which waking the helpers costs more than it brings.
+const MIN_SHARED_WORK: usize = 128 * 1024;
+
+/// What becomes of the products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Output {
+    /// `C = A W^T + bias`
+    Store,
+    /// `C = C + (A W^T + bias)`
+    Add,
+}
+
+/// Multiplies `num_rows` rows of `a` with the weights.
+///
+/// # Panics
+/// When sizes do not fit together.
+pub(crate) fn multiply(
+    cpu: &mut Cpu,
+    num_rows: usize,
+    a: &[f32],
+    weights: PanelsRef<'_>,
+    bias: Option<&[f32]>,
+    out: &mut [f32],
+    output: Output,
+) {
+    let (n, k) = (weights.rows, weights.cols);
+    assert!(a.len() >= num_rows * k && out.len() >= num_rows * n);
+    assert!(bias.is_none_or(|bias| bias.len() == n));
+    if num_rows == 0 || n == 0 {
+        return;
+    }
+    let num_threads = cpu.pool.num_threads();
+    let shared = num_threads > 1 && num_rows * n * k >= MIN_SHARED_WORK;
+    let isa = cpu.isa;
+    let (kind, max_rows) = match weights.format {
+        PanelFormat::Floats(_) => (LeftKind::Floats, floats::tile_rows(isa)),
+        PanelFormat::Bf16Pairs => (LeftKind::Pairs, pairs::TILE_ROWS),
+        PanelFormat::Integers(format) => (LeftKind::Levels(format), levels::tile_rows(isa)),
+    };
+    let tiles = Tiles::new(num_rows, max_rows);
+    // One row of floats is read as it lies.
+    let as_it_lies = num_rows == 1 && matches!(kind, LeftKind::Floats);
+    if !as_it_lies {
+        pack_left(cpu, kind, &tiles, a, k, shared);
+    }
+    let Cpu { packed, pool, .. } = cpu;
+    let left: *const u8 = if as_it_lies { a.as_ptr().cast() } else { packed.as_ptr().cast() };
+    let left = SharedMut(left.cast_mut());
+    let row_bytes = kind.row_bytes(k);
+
+    let num_panels = n.div_ceil(PANEL);
+    let panel_bytes = weights.format.panel_bytes(k);
+    // As many panels as stay in the cache; fewer where threads would have nothing to do.
+    let fair = if shared { num_panels.div_ceil(4 * num_threads) } else { num_panels };
+    let group = (GROUP_BYTES / panel_bytes.max(1)).min(fair).max(1);
+    let group = if tiles.len() == 1 { group.next_multiple_of(floats::MAX_PANELS) } else { group };
+    let num_groups = num_panels.div_ceil(group);
+    // Where there are few panels, rows are divided as well.
+    let wanted = if shared { (4 * num_threads).div_ceil(num_groups) } else { 1 };
+    let tiles_per_item = tiles.len().div_ceil(wanted.min(tiles.len()));
+    let num_row_items = tiles.len().div_ceil(tiles_per_item);
+
+    let out = SharedMut::new(out);
+    let tiles = &tiles;
+    let item = |_: usize, item_idx: usize| {
+        let (group_idx, row_item) = (item_idx / num_row_items, item_idx % num_row_items);
+        let first_panel = group_idx * group;
+        let panels = group.min(num_panels - first_panel);
+        for tile_idx in row_item * tiles_per_item..tiles.len().min((row_item + 1) * tiles_per_item) {
+            let first_row = tiles.first_row(tile_idx);
+            let tile = TileArgs {
+                // SAFETY: all tiles were packed.
+                a: unsafe { left.ptr().add(first_row * row_bytes) },
+                rows: tiles.rows_of(tile_idx),
+                real_rows: tiles.real_rows_of(tile_idx),
+                w: weights.data[first_panel * panel_bytes..][..panels * panel_bytes].as_ptr(),
+                panel_bytes,
+                k,
+                panels,
+                bias: bias.map_or(std::ptr::null(), |bias| bias[first_panel * PANEL..].as_ptr()),
+                // SAFETY: rows and columns were checked above.
+                out: unsafe { out.ptr().add(first_row * n + first_panel * PANEL) },
+                out_stride: n,
+                num_cols: n - first_panel * PANEL,
+                add: output == Output::Add,
+            };
+            // SAFETY: the sizes fit; an item's elements of `out` are its own.
+            unsafe { run_tile(isa, weights.format, &tile) };
+        }
+    };
+    let num_items = num_groups * num_row_items;
+    if shared { pool.for_each(num_items, item) } else { (0..num_items).for_each(|idx| item(0, idx)) }
+}
+
+unsafe fn run_tile(isa: Isa, format: PanelFormat, tile: &TileArgs) {
+    // SAFETY: passed on to the caller; weights are packed in pairs where the processor multiplies them.
+    unsafe {
+        match format {
+            PanelFormat::Floats(dtype) => floats::tile_kernel(isa, tile, dtype),
+            PanelFormat::Bf16Pairs => pairs::tile_kernel(tile),
+            PanelFormat::Integers(format) => levels::tile_kernel(isa, tile, format),
+        }
+    }
+}
+
+/// Some panels for one tile of rows. The pointers are valid for the sizes beside them.
+struct TileArgs {
+    /// As [`left`] packs it.
+    a: *const u8,
+    rows: usize,
+    /// Those that are not padding.
+    real_rows: usize,
+    /// As [`panels`] packs them.
+    w: *const u8,
+    panel_bytes: usize,
+    k: usize,
+    panels: usize,
+    bias: *const f32,
+    out: *mut f32,
+    out_stride: usize,
+    /// From the first of the panels to the end of the matrix.
+    num_cols: usize,
+    add: bool,
+}
+
+impl TileArgs {
+    /// Adds what is to be added, and writes.
+    ///
+    /// # Safety
+    /// Row and column lie in the matrix.
+    #[inline(always)]
+    unsafe fn finish<S: Simd>(&self, row: usize, col: usize, mut sums: S::V) {
+        let num = self.num_cols - col;
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let out = self.out.add(row * self.out_stride + col);
+            if num >= LANES {
+                if !self.bias.is_null() {
+                    sums = S::add(sums, S::load(self.bias.add(col)));
+                }
+                if self.add {
+                    sums = S::add(S::load(out), sums);
+                }
+                S::store(out, sums);
+            } else {
+                if !self.bias.is_null() {
+                    sums = S::add(sums, S::load_part(self.bias.add(col), num));
+                }
+                if self.add {
+                    sums = S::add(S::load_part(out, num), sums);
+                }
+                S::store_part(out, sums, num);
+            }
+        }
+    }
+}
