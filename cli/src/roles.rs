@@ -65,6 +65,8 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     config.token_budget = args.engine.token_budget;
     config.prefix_cache = !args.engine.no_prefix_cache;
     config.threads = args.engine.threads;
+    config.quantise = args.engine.quantize;
+    config.activations = args.engine.activations;
     config.weight_cache = match args.engine.weight_cache {
         Some(dir) if dir == Path::new("none") => None,
         Some(dir) => Some(dir),

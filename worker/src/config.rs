@@ -5,6 +5,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use baton_cluster::{DiscoveryConfig, Role, WorkerId};
 use baton_kv_cache::{KvDtype, KvLayout};
 use baton_kv_transfer::TransportKind;
+use baton_model::{Activations, Quantisation};
 
 /// One worker.
 #[derive(Clone, Debug)]
@@ -37,6 +38,10 @@ pub struct WorkerConfig {
     pub prefix_cache: bool,
     /// Threads that compute. `None`: one per core.
     pub threads: Option<usize>,
+    /// Weights are rounded to integers.
+    pub quantise: Option<Quantisation>,
+    /// How activations enter products with weights in bf16.
+    pub activations: Activations,
     /// Directory for packed weights, which processes of this host share; `None`: each keeps its own.
     pub weight_cache: Option<PathBuf>,
     /// How routers find this worker.
@@ -130,6 +135,8 @@ impl WorkerConfig {
             token_budget: 512,
             prefix_cache: true,
             threads: None,
+            quantise: None,
+            activations: Activations::Auto,
             weight_cache: None,
             discovery,
             transports: TransportKind::ALL.to_vec(),

@@ -49,6 +49,8 @@ fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
         kv_dtype: config.kv_dtype,
         block_size: config.block_size,
         threads: config.threads,
+        quantise: config.quantise,
+        activations: config.activations,
         weight_cache: config.weight_cache.clone(),
     };
     let started = Instant::now();

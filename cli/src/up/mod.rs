@@ -131,6 +131,8 @@ fn engine_flags(engine: &EngineArgs) -> Vec<String> {
         token_budget,
         no_prefix_cache,
         threads,
+        quantize,
+        activations,
         weight_cache,
     } = engine;
     let flags = [
@@ -142,6 +144,8 @@ fn engine_flags(engine: &EngineArgs) -> Vec<String> {
         Some(format!("--token-budget={token_budget}")),
         no_prefix_cache.then(|| "--no-prefix-cache".to_owned()),
         threads.map(|threads| format!("--threads={threads}")),
+        quantize.map(|quantisation| format!("--quantize={quantisation}")),
+        Some(format!("--activations={}", activations.name())),
         weight_cache.as_ref().map(|dir| format!("--weight-cache={}", dir.display())),
     ];
     flags.into_iter().flatten().collect()
@@ -176,7 +180,7 @@ mod tests {
     fn children_get_what_up_was_told() {
         let cli = Cli::parse_from(
             "baton up --port 9 --prefill 2 --decode 2 --threads 1 --kv-dtype f32 --kv-memory 3M \
-             --no-prefix-cache --log-format json --log-color never --otlp-endpoint http://127.0.0.1:4317"
+             --no-prefix-cache --quantize int4:64 --activations f32 --log-format json --log-color never --otlp-endpoint http://127.0.0.1:4317"
                 .split_whitespace(),
         );
         let Command::Up(args) = cli.command else { panic!("not up") };
