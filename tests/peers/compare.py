@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures Baton and llama.cpp on the same bf16 weights with the same threads, in turns, and prints ratios.
+"""Measures Baton and llama.cpp on the same weights with the same threads, in turns, and prints ratios.
 
     pip install -r requirements.txt
     python make_model.py /tmp/llama-1b
@@ -8,6 +8,8 @@
 Baton runs as its users run it: a worker process, asked over gRPC by `baton bench`. llama.cpp runs inside this process.
 For both, "prefill" is the time to the first token of one prompt, and "decode" the time between two tokens when so many
 sequences decode at once, with a context of 16 to 48 tokens.
+
+Weights are bf16, or rounded to about as many bits by each in its own way: Baton's int8 beside Q8_0, int4 beside Q4_0.
 """
 
 import argparse
@@ -81,6 +83,29 @@ def write_gguf(model: Path, to: Path) -> None:
     writer.close()
 
 
+# Baton's type of weights, the one of GGUF beside it, and what llama.cpp calls that type.
+TYPES = {
+    "bf16": ("bf16", None),
+    "int8": ("q8_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0),
+    "int4": ("q4_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0),
+}
+
+
+def gguf_file(model: Path, weights: str) -> Path:
+    """The model in one of `TYPES`, written if it is not there."""
+    plain = model / "model-bf16.gguf"
+    if not plain.exists():
+        write_gguf(model, plain)
+    name, ftype = TYPES[weights]
+    path = model / f"model-{name}.gguf"
+    if not path.exists():
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype, params.nthread = ftype, 0
+        if llama_cpp.llama_model_quantize(str(plain).encode(), str(path).encode(), ctypes.byref(params)) != 0:
+            raise SystemExit(f"llama.cpp cannot write {path}")
+    return path
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # The two
 
@@ -117,6 +142,10 @@ class LlamaCpp:
             raise SystemExit("llama.cpp could not decode")
         llama_cpp.llama_synchronize(self.context)
         return time.perf_counter() - start
+
+    def close(self) -> None:
+        llama_cpp.llama_free(self.context)
+        llama_cpp.llama_model_free(self.model)
 
     def _clear(self) -> None:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
@@ -162,8 +191,10 @@ class Baton:
 
 
 @contextmanager
-def baton_up(program: Path, model: Path, threads: int, port: int) -> Iterator[Baton]:
+def baton_up(program: Path, model: Path, weights: str, threads: int, port: int) -> Iterator[Baton]:
     command = [program, "up", model, "--prefill", "0", "--port", port, "--threads", threads, "--kv-memory", "1G"]
+    if weights != "bf16":
+        command += ["--quantize", weights]
     process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(600):
@@ -195,30 +226,31 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, nargs="*", default=[512, 2048])
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--weights", nargs="*", choices=TYPES, default=list(TYPES))
     parser.add_argument("--port", type=int, default=8099)
     args = parser.parse_args()
 
-    weights = args.model / "model-bf16.gguf"
-    if not weights.exists():
-        write_gguf(args.model, weights)
     cases: list[tuple[str, int, Callable]] = []
     cases += [(f"prefill {n}", n, lambda one, n=n: one.prefill(n)) for n in args.prompts]
     cases += [(f"decode, batch {n}", n, lambda one, n=n: one.decode(n)) for n in args.batches]
     num_sequences = max(args.batches, default=1)
     context = max([*args.prompts, num_sequences * (PROMPT_TOKENS + OUTPUT_TOKENS)]) + 64
-    with baton_up(args.baton, args.model, args.threads, args.port) as baton:
-        llama = LlamaCpp(weights, args.threads, num_sequences, context)
-        print(f"{args.threads} threads, medians of {args.rounds} rounds, bf16; tokens/s\n")
-        print("| | Baton | llama.cpp | Baton is faster by |\n|---|---|---|---|")
-        for name, num_tokens, measure in cases:
-            times: dict[object, list[float]] = {baton: [], llama: []}
-            for round_idx in range(args.rounds + 1):
-                for one in (baton, llama):
-                    seconds = measure(one)
-                    if round_idx > 0:  # the first warms up
-                        times[one].append(seconds)
-            ours, theirs = (num_tokens / statistics.median(times[one]) for one in (baton, llama))
-            print(f"| {name} | {ours:.1f} | {theirs:.1f} | {ours / theirs:.2f}x |", flush=True)
+    print(f"{args.threads} threads, medians of {args.rounds} rounds; tokens/s\n")
+    print("| weights | | Baton | llama.cpp | Baton is faster by |\n|---|---|---|---|---|")
+    for weights in args.weights:
+        path = gguf_file(args.model, weights)
+        with baton_up(args.baton, args.model, weights, args.threads, args.port) as baton:
+            llama = LlamaCpp(path, args.threads, num_sequences, context)
+            for name, num_tokens, measure in cases:
+                times: dict[object, list[float]] = {baton: [], llama: []}
+                for round_idx in range(args.rounds + 1):
+                    for one in (baton, llama):
+                        seconds = measure(one)
+                        if round_idx > 0:  # the first warms up
+                            times[one].append(seconds)
+                ours, theirs = (num_tokens / statistics.median(times[one]) for one in (baton, llama))
+                print(f"| {weights}, {TYPES[weights][0]} | {name} | {ours:.1f} | {theirs:.1f} | {ours / theirs:.2f}x |", flush=True)
+            llama.close()
 
 
 if __name__ == "__main__":
