@@ -1,56 +1,121 @@
-//! Matrix products in GFLOP/s and, where reading the weights is what takes time, GB/s; attention alike.
+//! Kernels next to what the processor can do at best, measured in the same run.
 //!
-//! `cargo bench -p baton-model`. Criterion's "thrpt" counts floating-point operations for many rows
-//! (Gelem/s are GFLOP/s) and bytes of weights or KV for one row.
+//!     cargo bench -p baton-model                     # everything, some minutes
+//!     cargo bench -p baton-model -- int8             # rows that contain a word
+//!
+//! A rate is the best of many runs: others on the machine can only make one slower. Products of many rows are held
+//! against a loop of nothing but multiplications, those of one row and attention of one query against a loop that only
+//! reads memory.
 
 use std::hint::black_box;
+use std::time::{Duration, Instant};
 
 use baton_kv_cache::KvDtype;
-use baton_model::benchmark::{Attention, Gemm, Weights};
-use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use baton_model::benchmark::{Attention, Gemm, Peak, Peaks, Weights};
 
-fn thread_counts() -> Vec<usize> {
+/// Weights of a product: more than caches hold, so that they are read from memory.
+const MATRIX_BYTES: usize = 256 << 20;
+const SHAPES: [(usize, usize); 2] = [(16384, 2048), (2048, 8192)];
+/// Time for one row of the table.
+const BUDGET: Duration = Duration::from_millis(1500);
+
+fn main() {
+    let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
     let all = std::thread::available_parallelism().map_or(1, usize::from);
-    if all == 1 { vec![1] } else { vec![1, all] }
+    println!("{:<28} {:>7} {:>8} {:>10} {:>10} {:>6}", "kernel", "threads", "rows", "rate", "peak", "share");
+    for threads in if all == 1 { vec![1] } else { vec![1, all] } {
+        let mut table = Table { words: &words, threads, peaks: Peaks::new(threads, MATRIX_BYTES) };
+        products(&mut table);
+        attention(&mut table);
+    }
 }
 
-fn products(criterion: &mut Criterion) {
-    let (n, k) = (8192, 2048);
-    for threads in thread_counts() {
-        for (name, weights) in Weights::available() {
-            let mut group = criterion.benchmark_group(format!("gemm_{name}_8192x2048_{threads}_threads"));
-            group.sample_size(10);
+struct Table<'a> {
+    words: &'a [String],
+    threads: usize,
+    peaks: Peaks,
+}
+
+/// What a row is held against.
+#[derive(Clone, Copy)]
+enum Ceiling {
+    /// So many operations.
+    Operations(Peak, usize),
+    /// So many bytes read.
+    Bytes(usize),
+}
+
+impl Table<'_> {
+    fn wants(&self, name: &str) -> bool {
+        self.words.is_empty() || self.words.iter().any(|word| name.contains(word.as_str()))
+    }
+
+    /// Measures `run` and its ceiling in turns.
+    fn row(&mut self, name: &str, rows: usize, ceiling: Ceiling, mut run: impl FnMut()) {
+        run();
+        let (mut best, mut best_peak) = (Duration::MAX, Duration::MAX);
+        let start = Instant::now();
+        while start.elapsed() < BUDGET {
+            best = best.min(time(&mut run));
+            best_peak = best_peak.min(match ceiling {
+                Ceiling::Operations(peak, _) => time(|| self.peaks.run(peak)),
+                Ceiling::Bytes(_) => time(|| self.peaks.read()),
+            });
+        }
+        let per_second = |amount: usize, time: Duration| amount as f64 / time.as_secs_f64() / 1e9;
+        let (unit, rate, peak) = match ceiling {
+            Ceiling::Operations(peak, operations) => {
+                let most = per_second(peak.operations(self.threads), best_peak);
+                ("GOP/s", per_second(operations, best), most)
+            }
+            Ceiling::Bytes(bytes) => ("GB/s", per_second(bytes, best), per_second(MATRIX_BYTES, best_peak)),
+        };
+        let (threads, share) = (self.threads, 100.0 * rate / peak);
+        println!("{name:<28} {threads:>7} {rows:>8} {rate:>10.1} {peak:>10.1} {share:>4.0} %  {unit}");
+    }
+}
+
+fn time(run: impl FnOnce()) -> Duration {
+    let start = Instant::now();
+    run();
+    start.elapsed()
+}
+
+fn products(table: &mut Table<'_>) {
+    for (weights_name, weights) in Weights::available() {
+        for (n, k) in SHAPES {
+            let name = format!("{weights_name} {n}x{k}");
+            if !table.wants(&name) {
+                continue;
+            }
             for m in [1, 2, 4, 8, 16, 32, 64, 512] {
-                group.throughput(match m {
-                    1 => Throughput::Bytes(weights.matrix_bytes(n, k) as u64),
-                    _ => Throughput::Elements((2 * m * n * k) as u64),
-                });
-                let mut gemm = Gemm::new(m, n, k, weights, threads);
-                group.bench_function(BenchmarkId::from_parameter(m), |bencher| {
-                    bencher.iter(|| black_box(gemm.run()))
-                });
+                let bytes = weights.matrix_bytes(n, k);
+                // Several matrices in turn, so that none is still in a cache.
+                let num = if m < 64 { MATRIX_BYTES.div_ceil(bytes) } else { 1 };
+                let mut gemm = Gemm::new(m, n, k, weights, num, table.threads);
+                let ceiling = match m {
+                    1 => Ceiling::Bytes(num * bytes),
+                    _ => Ceiling::Operations(weights.peak(), 2 * num * m * n * k),
+                };
+                table.row(&name, m, ceiling, || _ = black_box(gemm.run()));
             }
         }
     }
 }
 
-fn attention(criterion: &mut Criterion) {
-    let context = 4096;
-    for threads in thread_counts() {
-        let mut group = criterion.benchmark_group(format!("attention_bf16_{context}_{threads}_threads"));
-        group.sample_size(10);
+fn attention(table: &mut Table<'_>) {
+    for context in [2048, 16384] {
+        let name = format!("attention bf16 of {context}");
+        if !table.wants(&name) {
+            continue;
+        }
         for rows in [1, 256] {
-            group.throughput(match rows {
-                1 => Throughput::Bytes((context * 2 * 8 * 128 * 2) as u64),
-                rows => Throughput::Elements((4 * 32 * 128 * rows * (context - rows / 2)) as u64),
-            });
-            let mut attention = Attention::new(rows, context, KvDtype::Bf16, threads);
-            group.bench_function(BenchmarkId::from_parameter(rows), |bencher| {
-                bencher.iter(|| black_box(attention.run()));
-            });
+            let ceiling = match rows {
+                1 => Ceiling::Bytes(context * 2 * 8 * 128 * 2),
+                rows => Ceiling::Operations(Peak::F32, 4 * 32 * 128 * rows * (context - rows / 2)),
+            };
+            let mut attention = Attention::new(rows, context, KvDtype::Bf16, table.threads);
+            table.row(&name, rows, ceiling, || _ = black_box(attention.run()));
         }
     }
 }
-
-criterion_group!(benches, products, attention);
-criterion_main!(benches);

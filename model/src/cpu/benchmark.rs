@@ -1,12 +1,15 @@
 //! Kernels on made-up data, for `cargo bench`. Not part of the crate's interface.
 
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
+use memmap2::MmapMut;
 
 use super::attention::{AttentionShape, attend};
 use super::products::{Output, PanelFormat, PanelsRef, multiply};
 use super::simd::{Dtype, Isa};
 use super::{Aligned, Cpu, multiplies_bf16};
 use crate::{BatchSequence, Quantisation};
+
+pub use super::peaks::{Peak, Peaks};
 
 /// Packed weights to measure with.
 #[derive(Clone, Copy, Debug)]
@@ -25,10 +28,28 @@ impl Weights {
         all.into_iter().map(|(name, format)| (name, Weights(format))).collect()
     }
 
+    /// The ceiling of their products.
+    pub fn peak(self) -> Peak {
+        match self.0 {
+            PanelFormat::Floats(_) => Peak::F32,
+            PanelFormat::Bf16Pairs => Peak::Bf16Pairs,
+            PanelFormat::Integers(_) => Peak::Int8,
+        }
+    }
+
     /// Bytes of a matrix.
     pub fn matrix_bytes(self, n: usize, k: usize) -> usize {
         self.0.matrix_bytes(n, k)
     }
+}
+
+/// Bytes in large pages, as packed weights have them. Not zeroes, which the system might keep in one page that stands for
+/// all.
+pub(super) fn memory(num_bytes: usize) -> MmapMut {
+    let mut map = MmapMut::map_anon(num_bytes).expect("memory to measure with");
+    let _ = map.advise(memmap2::Advice::HugePage);
+    map.fill(1);
+    map
 }
 
 /// `C[m][n] = A[m][k] W[n][k]^T` over packed weights.
@@ -39,29 +60,28 @@ pub struct Gemm {
     k: usize,
     weights: Weights,
     a: Aligned,
-    w: Aligned,
+    /// Matrices, one after the other.
+    w: MmapMut,
     out: Vec<f32>,
 }
 
 impl Gemm {
-    /// A product on `threads` threads.
-    pub fn new(m: usize, n: usize, k: usize, weights: Weights, threads: usize) -> Gemm {
+    /// Products with `num` matrices on `threads` threads.
+    pub fn new(m: usize, n: usize, k: usize, weights: Weights, num: usize, threads: usize) -> Gemm {
         let cpu = Cpu::new(Isa::detect(), threads).expect("threads start");
-        let mut w = Aligned::default();
-        // Not zeroes, which the kernel might find in one page of memory that stands for all.
-        w.grown(weights.matrix_bytes(n, k) / 4).fill(1.0);
+        let w = memory(num * weights.matrix_bytes(n, k));
         let mut a = Aligned::default();
         a.grown(m * k).fill(1.0);
         Gemm { cpu, m, n, k, weights, a, w, out: vec![0.0; m * n] }
     }
 
-    /// Multiplies once.
+    /// Multiplies with each matrix once.
     pub fn run(&mut self) -> f32 {
-        let num_bytes = self.weights.matrix_bytes(self.n, self.k);
-        // SAFETY: any bytes of f32 are bytes.
-        let bytes = unsafe { std::slice::from_raw_parts(self.w.as_ptr().cast(), num_bytes) };
-        let w = PanelsRef::new(bytes, self.weights.0, self.n, self.k);
-        multiply(&mut self.cpu, self.m, &self.a, w, None, &mut self.out, Output::Store);
+        let matrix_bytes = self.weights.matrix_bytes(self.n, self.k);
+        for matrix in self.w.chunks_exact(matrix_bytes) {
+            let w = PanelsRef::new(matrix, self.weights.0, self.n, self.k);
+            multiply(&mut self.cpu, self.m, &self.a, w, None, &mut self.out, Output::Store);
+        }
         self.out[0]
     }
 }

@@ -6,6 +6,7 @@ mod dots;
 mod experts;
 mod fastest;
 mod forward;
+mod peaks;
 mod pool;
 mod products;
 mod rope;

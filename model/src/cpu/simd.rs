@@ -36,7 +36,11 @@ impl Isa {
             let avx2 = is_x86_feature_detected!("avx2")
                 && is_x86_feature_detected!("fma")
                 && is_x86_feature_detected!("f16c");
-            if avx2 && is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512dq") {
+            let avx512 = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vl");
+            if avx2 && avx512 {
                 found.push(Isa::Avx512);
             }
             if avx2 {
@@ -636,21 +640,21 @@ impl Stored for Bf16 {
 /// `kernel! { fn name / generic(args) }` makes `unsafe fn name(isa, args)` out of
 /// `generic::<S: Simd>(args)`, which must be `#[inline(always)]`.
 macro_rules! kernel {
-    ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident ($($arg:ident: $ty:ty),* $(,)?)) => {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        $vis unsafe fn $name(isa: $crate::cpu::simd::Isa, $($arg: $ty),*) {
+        $vis unsafe fn $name(isa: $crate::cpu::simd::Isa, $($arg: $ty),*) $(-> $out)? {
             #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f,avx512dq,avx2,fma,f16c")]
+            #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
             #[allow(clippy::too_many_arguments)]
-            unsafe fn avx512($($arg: $ty),*) {
+            unsafe fn avx512($($arg: $ty),*) $(-> $out)? {
                 // SAFETY: passed on to the caller.
                 unsafe { $generic::<$crate::cpu::simd::Avx512>($($arg),*) }
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
             #[allow(clippy::too_many_arguments)]
-            unsafe fn avx2($($arg: $ty),*) {
+            unsafe fn avx2($($arg: $ty),*) $(-> $out)? {
                 // SAFETY: passed on to the caller.
                 unsafe { $generic::<$crate::cpu::simd::Avx2>($($arg),*) }
             }

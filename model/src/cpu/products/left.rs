@@ -228,15 +228,15 @@ unsafe fn pack_group(args: &ChunkArgs, format: IntegerFormat, first: usize, len:
                 largest = largest.max((*from.add(k)).to_bits() & 0x7fff_ffff);
             }
             let scale = f32::from_bits(largest) * (1.0 / 127.0);
+            let scale = if scale.is_finite() { scale } else { f32::NAN };
             let inverse = if scale > f32::MIN_POSITIVE { 1.0 / scale } else { 0.0 };
             // In two loops, of which the compiler makes vectors.
             let mut rounded = [[0i8; 4]; MAX_GROUP / 4];
             let flat = rounded.as_mut_ptr().cast::<i8>();
             let mut sum = 0i32;
             for k in 0..len {
-                // Saturates, so that a scale that is no number does no harm here.
-                let level = (*from.add(k) * inverse).round_ties_even() as i32;
-                sum += level;
+                let level = round(*from.add(k) * inverse);
+                sum = sum.wrapping_add(level);
                 *flat.add(k) = level as i8;
             }
             for word in 0..num_words {
@@ -248,10 +248,18 @@ unsafe fn pack_group(args: &ChunkArgs, format: IntegerFormat, first: usize, len:
                 (sum as f32).to_bits()
             } else {
                 // What the sums of products begin with.
-                (-sum * i32::from(format.width.middle())) as u32
+                sum.wrapping_mul(-i32::from(format.width.middle())) as u32
             };
         }
     }
+}
+
+/// The nearest whole number, the even one of two, of a number that is far below 2^22: the low bits of a sum in which
+/// they count ones. What comes of other numbers is of no use, but does no harm. A cast would be one number at a time.
+#[inline(always)]
+fn round(x: f32) -> i32 {
+    const ONES: f32 = 1.5 * (1 << 23) as f32;
+    (x + ONES).to_bits().wrapping_sub(ONES.to_bits()) as i32
 }
 
 #[cfg(test)]

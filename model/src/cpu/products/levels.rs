@@ -10,6 +10,7 @@
 
 use super::TileArgs;
 use super::panels::{GROUP_SCALE_BYTES, LINE_BYTES, PANEL, ROW_SCALE_BYTES};
+use crate::cpu::peaks::CHAINS;
 use crate::cpu::simd::{Isa, LANES, Portable, Simd};
 use crate::integers::{IntegerFormat, IntegerWidth};
 
@@ -57,9 +58,7 @@ impl IntegerIsa {
     fn of(isa: Isa) -> IntegerIsa {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 if is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512bw") => {
-                IntegerIsa::Vnni
-            }
+            Isa::Avx512 if is_x86_feature_detected!("avx512vnni") => IntegerIsa::Vnni,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Avx2 => IntegerIsa::Avx2,
             Isa::Portable => IntegerIsa::Portable,
@@ -82,7 +81,7 @@ pub(super) fn tile_rows(isa: Isa) -> usize {
 /// As [`TileArgs`] says.
 pub(super) unsafe fn tile_kernel(isa: Isa, args: &TileArgs, format: IntegerFormat) {
     #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vnni,avx2,fma,f16c")]
+    #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")]
     unsafe fn vnni(args: &TileArgs, format: IntegerFormat) {
         // SAFETY: passed on to the caller.
         unsafe { tile::<x86::Vnni>(args, format) }
@@ -105,48 +104,100 @@ pub(super) unsafe fn tile_kernel(isa: Isa, args: &TileArgs, format: IntegerForma
     }
 }
 
+/// A loop of nothing but products, to see what is possible.
+///
+/// # Safety
+/// None beyond the instruction set.
+pub(crate) unsafe fn integers_loop(isa: Isa, rounds: usize) -> f32 {
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")]
+    unsafe fn vnni(rounds: usize) -> f32 {
+        // SAFETY: passed on to the caller.
+        unsafe { products::<x86::Vnni>(rounds) }
+    }
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn avx2(rounds: usize) -> f32 {
+        // SAFETY: passed on to the caller.
+        unsafe { products::<x86::Avx2Integers>(rounds) }
+    }
+    // SAFETY: an instruction set is only chosen when the processor has it.
+    unsafe {
+        match IntegerIsa::of(isa) {
+            #[cfg(target_arch = "x86_64")]
+            IntegerIsa::Vnni => vnni(rounds),
+            #[cfg(target_arch = "x86_64")]
+            IntegerIsa::Avx2 => avx2(rounds),
+            IntegerIsa::Portable => products::<Portable>(rounds),
+        }
+    }
+}
+
+#[inline(always)]
+#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
+unsafe fn products<S: IntegerSimd>(rounds: usize) -> f32 {
+    let bytes = std::hint::black_box([0u8; 64]);
+    // SAFETY: there are as many bytes as are read.
+    unsafe {
+        let mut sums = [S::splat(0); CHAINS];
+        let (levels, activations) = (S::levels(bytes.as_ptr()), S::activations(bytes.as_ptr()));
+        for _ in 0..rounds {
+            for i in 0..CHAINS {
+                sums[i] = S::dot(sums[i], levels, activations);
+            }
+        }
+        let mut all = S::to_floats(sums[0]);
+        for i in 1..CHAINS {
+            all = S::Floats::add(all, S::to_floats(sums[i]));
+        }
+        S::Floats::sum(all)
+    }
+}
+
 #[inline(always)]
 unsafe fn tile<S: IntegerSimd>(args: &TileArgs, format: IntegerFormat) {
     // SAFETY: passed on to the caller.
     unsafe {
-        match format.width {
-            IntegerWidth::Eight => tile_of::<S, false>(args, format),
-            IntegerWidth::Four => tile_of::<S, true>(args, format),
+        match (format.width, format.has_zeros) {
+            (IntegerWidth::Eight, false) => tile_of::<S, false, false>(args, format.group),
+            (IntegerWidth::Eight, true) => tile_of::<S, false, true>(args, format.group),
+            (IntegerWidth::Four, false) => tile_of::<S, true, false>(args, format.group),
+            (IntegerWidth::Four, true) => tile_of::<S, true, true>(args, format.group),
         }
     }
 }
 
 #[inline(always)]
-unsafe fn tile_of<S: IntegerSimd, const NIBBLES: bool>(args: &TileArgs, format: IntegerFormat) {
+unsafe fn tile_of<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool>(args: &TileArgs, group: usize) {
     // SAFETY: passed on to the caller.
     unsafe {
         if S::HALVES == 2 {
             match args.rows {
-                1 => panels::<S, NIBBLES, 1, 2>(args, format),
-                2 => panels::<S, NIBBLES, 2, 2>(args, format),
-                4 => panels::<S, NIBBLES, 4, 2>(args, format),
-                _ => panels::<S, NIBBLES, 6, 2>(args, format),
+                1 => panels::<S, NIBBLES, ZEROS, 1, 2>(args, group),
+                2 => panels::<S, NIBBLES, ZEROS, 2, 2>(args, group),
+                4 => panels::<S, NIBBLES, ZEROS, 4, 2>(args, group),
+                _ => panels::<S, NIBBLES, ZEROS, 6, 2>(args, group),
             }
         } else {
             match args.rows {
-                1 => panels::<S, NIBBLES, 1, 1>(args, format),
-                _ => panels::<S, NIBBLES, 2, 1>(args, format),
+                1 => panels::<S, NIBBLES, ZEROS, 1, 1>(args, group),
+                _ => panels::<S, NIBBLES, ZEROS, 2, 1>(args, group),
             }
         }
     }
 }
 
 #[inline(always)]
-unsafe fn panels<S: IntegerSimd, const NIBBLES: bool, const R: usize, const H: usize>(
+unsafe fn panels<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool, const R: usize, const H: usize>(
     args: &TileArgs,
-    format: IntegerFormat,
+    group: usize,
 ) {
     for panel in 0..args.panels {
         // SAFETY: panels stay below their number.
         unsafe {
-            one_tile::<S, NIBBLES, R, H, 0>(args, format, panel);
+            one_tile::<S, NIBBLES, ZEROS, R, H, 0>(args, group, panel);
             if H == 1 {
-                one_tile::<S, NIBBLES, R, H, 1>(args, format, panel);
+                one_tile::<S, NIBBLES, ZEROS, R, H, 1>(args, group, panel);
             }
         }
     }
@@ -158,12 +209,13 @@ unsafe fn panels<S: IntegerSimd, const NIBBLES: bool, const R: usize, const H: u
 unsafe fn one_tile<
     S: IntegerSimd,
     const NIBBLES: bool,
+    const ZEROS: bool,
     const R: usize,
     const H: usize,
     const FIRST: usize,
 >(
     args: &TileArgs,
-    format: IntegerFormat,
+    group: usize,
     panel: usize,
 ) {
     // SAFETY: weights and activations are packed as `panels` and `left` say; what is asked for ahead need not exist.
@@ -174,15 +226,16 @@ unsafe fn one_tile<
         let mut sums = [[S::Floats::splat(0.0); H]; R];
         let mut left = args.k;
         while left > 0 {
-            let len = if left < format.group { left } else { format.group };
+            let len = if left < group { left } else { group };
             let weight_scales = w.cast::<u16>();
-            let zeros = weight_scales.add(PANEL);
-            w = w.add(GROUP_SCALE_BYTES * if format.has_zeros { 2 } else { 1 });
+            // The scales again where there are none: then nobody asks.
+            let zeros = weight_scales.add(if ZEROS { PANEL } else { 0 });
+            w = w.add(GROUP_SCALE_BYTES * if ZEROS { 2 } else { 1 });
             let (scales, activation_sums) = (a.cast::<f32>(), a.add(4 * R));
             a = a.add(8 * R);
 
             let mut group_sums = [[S::splat(0); H]; R];
-            if !format.has_zeros {
+            if !ZEROS {
                 for r in 0..R {
                     group_sums[r] = [S::splat(activation_sums.cast::<i32>().add(r).read_unaligned()); H];
                 }
@@ -222,11 +275,11 @@ unsafe fn one_tile<
             }
             for h in 0..H {
                 let weight_scale = S::Floats::load_f16(weight_scales.add((FIRST + h) * LANES));
+                let zero = S::Floats::load_f16(zeros.add((FIRST + h) * LANES));
                 for r in 0..R {
                     let scale = S::Floats::splat(scales.add(r).read_unaligned());
                     let mut sum = S::to_floats(group_sums[r][h]);
-                    if format.has_zeros {
-                        let zero = S::Floats::load_f16(zeros.add((FIRST + h) * LANES));
+                    if ZEROS {
                         let minus = S::Floats::splat(-activation_sums.cast::<f32>().add(r).read_unaligned());
                         sum = S::Floats::fma(zero, minus, sum);
                     }

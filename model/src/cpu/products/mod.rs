@@ -20,7 +20,8 @@ mod panels;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use pairs::has_pairs;
+pub(crate) use levels::integers_loop;
+pub(crate) use pairs::{has_pairs, pairs_loop};
 pub(crate) use panels::{PANEL, PanelFormat, PanelsRef, pack_floats, pack_integers};
 
 use left::{LeftKind, Tiles, pack_left};
@@ -28,8 +29,9 @@ use left::{LeftKind, Tiles, pack_left};
 use super::simd::{Isa, LANES, Simd};
 use super::{Cpu, SharedMut};
 
-/// Bytes of weights that stay in a core's second cache while all rows pass by.
-const GROUP_BYTES: usize = 1 << 20;
+/// Bytes of weights that stay in a core's second cache while all rows pass by: half of the usual megabyte, for the rows
+/// want room, too.
+const GROUP_BYTES: usize = 512 << 10;
 /// Multiplications below which waking the helpers costs more than it brings.
 const MIN_SHARED_WORK: usize = 128 * 1024;
 
@@ -84,6 +86,7 @@ pub(crate) fn multiply(
     let panel_bytes = weights.format.panel_bytes(k);
     // As many panels as stay in the cache; fewer where threads would have nothing to do.
     let fair = if shared { num_panels.div_ceil(4 * num_threads) } else { num_panels };
+
     let group = (GROUP_BYTES / panel_bytes.max(1)).min(fair).max(1);
     let group = if tiles.len() == 1 { group.next_multiple_of(floats::MAX_PANELS) } else { group };
     let num_groups = num_panels.div_ceil(group);

@@ -5,6 +5,7 @@
 
 use super::TileArgs;
 use super::panels::PANEL;
+use crate::cpu::peaks::CHAINS;
 use crate::cpu::simd::{Isa, LANES};
 
 /// Rows of the largest tile; all even numbers below it are heights, too, and one.
@@ -16,7 +17,7 @@ const PREFETCH: usize = 4096;
 pub(crate) fn has_pairs(isa: Isa) -> bool {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512bw"),
+        Isa::Avx512 => is_x86_feature_detected!("avx512bf16"),
         _ => false,
     }
 }
@@ -24,7 +25,7 @@ pub(crate) fn has_pairs(isa: Isa) -> bool {
 /// # Safety
 /// As [`TileArgs`] says; the processor has the instruction.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512bf16,avx2,fma,f16c")]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
 pub(super) unsafe fn tile_kernel(args: &TileArgs) {
     // SAFETY: passed on to the caller.
     unsafe {
@@ -46,6 +47,32 @@ pub(super) unsafe fn tile_kernel(args: &TileArgs) {
 #[cfg(not(target_arch = "x86_64"))]
 pub(super) unsafe fn tile_kernel(_args: &TileArgs) {
     unreachable!("weights are only packed in pairs where there is a kernel for them")
+}
+
+/// A loop of nothing but products, to see what is possible.
+///
+/// # Safety
+/// The processor has the instruction.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+pub(crate) unsafe fn pairs_loop(rounds: usize) -> f32 {
+    use std::arch::x86_64::*;
+    // SAFETY: vectors of integers are vectors of bf16.
+    let x = unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(std::hint::black_box(0))) };
+    let mut sums = [_mm512_setzero_ps(); CHAINS];
+    for _ in 0..rounds {
+        for sum in &mut sums {
+            *sum = _mm512_dpbf16_ps(*sum, x, x);
+        }
+    }
+    sums.iter().fold(0.0, |all, sum| all + _mm512_reduce_add_ps(*sum))
+}
+
+/// # Safety
+/// Nobody calls it.
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) unsafe fn pairs_loop(_rounds: usize) -> f32 {
+    unreachable!("only where there is an instruction for pairs")
 }
 
 #[cfg(target_arch = "x86_64")]
