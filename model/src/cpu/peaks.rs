@@ -111,6 +111,7 @@ kernel! {
 }
 
 #[inline(always)]
+#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
 unsafe fn reads<S: Simd>(from: *const f32, len: usize) -> f32 {
     // SAFETY: vectors stay below `len`.
     unsafe {
