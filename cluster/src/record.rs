@@ -251,7 +251,7 @@ pub fn kv_format_from_proto(format: proto::KvFormat) -> Result<KvFormat, RecordE
     let dtype = KvDtype::from_name(&format.dtype).ok_or_else(|| RecordError::Invalid {
         id: String::new(),
         field: "kv_format.dtype",
-        value: format!("{:?}, expected f32, f16 or bf16", format.dtype),
+        value: format!("{:?}, expected one of {}", format.dtype, KvDtype::names()),
     })?;
     Ok(KvFormat {
         model_revision: format.model_revision,

@@ -92,7 +92,7 @@ impl FakeExecutor {
     fn offset(&self, is_value: bool, head_idx: usize, slot_idx: usize) -> usize {
         let layout = &self.model.layout;
         let half = if is_value { layout.half_bytes() } else { 0 };
-        half + layout.head_offset(head_idx) + slot_idx * layout.head_dim * layout.dtype.size_bytes()
+        half + layout.head_offset(head_idx) + layout.token_offset(slot_idx)
     }
 }
 

@@ -70,6 +70,8 @@ mod tests {
         let others = [
             KvFormat { model_revision: "r2".into(), ..format.clone() },
             KvFormat { dtype: KvDtype::F16, ..format.clone() },
+            KvFormat { dtype: KvDtype::Fp8, ..format.clone() },
+            KvFormat { dtype: KvDtype::Int8, ..format.clone() },
             KvFormat { block_size: 32, ..format.clone() },
             KvFormat { num_layers: 3, ..format.clone() },
             KvFormat { num_kv_heads: 1, ..format.clone() },

@@ -10,8 +10,12 @@
 //! piece    |<-------- layer_bytes --------->|
 //!          | K                | V           |
 //! half     |<-- half_bytes -->|
-//!          | head 0 | head 1  |  head_bytes each, [token][head_dim] inside
+//!          | head 0 | head 1  |  head_bytes each
+//! head     | [token][head_dim] elements | [token] scales of 8-bit types, bf16 |
 //! ```
+//!
+//! An element of FP8 or INT8 stands for itself times the scale of its token: the scales of a head lie behind
+//! its elements, so that every run above stays one.
 
 use serde::{Deserialize, Serialize};
 
@@ -25,29 +29,57 @@ pub enum KvDtype {
     F16,
     /// The upper half of single precision.
     Bf16,
+    /// E4M3 (Open Compute Project, 8-bit floating point): 448 the largest, no infinities; scaled.
+    Fp8,
+    /// Whole numbers in -127..=127; scaled.
+    Int8,
 }
 
 impl KvDtype {
-    /// Bytes of one element.
+    /// All of them.
+    pub const ALL: [KvDtype; 5] = [KvDtype::F32, KvDtype::F16, KvDtype::Bf16, KvDtype::Fp8, KvDtype::Int8];
+
+    /// Bytes of one element, without its share of a scale.
     pub fn size_bytes(self) -> usize {
         match self {
             KvDtype::F32 => 4,
             KvDtype::F16 | KvDtype::Bf16 => 2,
+            KvDtype::Fp8 | KvDtype::Int8 => 1,
         }
     }
 
-    /// "f32", "f16" or "bf16".
+    /// Bytes of the scale that one head's key (or value) of one token has; 0 where elements stand for themselves.
+    pub fn scale_bytes(self) -> usize {
+        match self {
+            KvDtype::F32 | KvDtype::F16 | KvDtype::Bf16 => 0,
+            KvDtype::Fp8 | KvDtype::Int8 => 2,
+        }
+    }
+
+    /// Bytes of one head's key (or value) of one token: elements and scale.
+    pub fn vector_bytes(self, head_dim: usize) -> usize {
+        head_dim * self.size_bytes() + self.scale_bytes()
+    }
+
+    /// "f32", "f16", "bf16", "fp8" or "int8".
     pub fn name(self) -> &'static str {
         match self {
             KvDtype::F32 => "f32",
             KvDtype::F16 => "f16",
             KvDtype::Bf16 => "bf16",
+            KvDtype::Fp8 => "fp8",
+            KvDtype::Int8 => "int8",
         }
     }
 
     /// The inverse of [`name`](Self::name).
     pub fn from_name(name: &str) -> Option<KvDtype> {
-        [KvDtype::F32, KvDtype::F16, KvDtype::Bf16].into_iter().find(|dtype| dtype.name() == name)
+        KvDtype::ALL.into_iter().find(|dtype| dtype.name() == name)
+    }
+
+    /// All names, as a message lists them.
+    pub fn names() -> String {
+        KvDtype::ALL.map(KvDtype::name).join(", ")
     }
 }
 
@@ -67,9 +99,9 @@ pub struct KvLayout {
 }
 
 impl KvLayout {
-    /// Bytes of one head's K (or V) of one layer of one block: `[block_size][head_dim]`.
+    /// Bytes of one head's K (or V) of one layer of one block: `[block_size][head_dim]` elements, then scales.
     pub fn head_bytes(&self) -> usize {
-        self.block_size * self.head_dim * self.dtype.size_bytes()
+        self.block_size * self.dtype.vector_bytes(self.head_dim)
     }
 
     /// Bytes of K (or V) of one layer of one block.
@@ -108,6 +140,18 @@ impl KvLayout {
         debug_assert!(head_idx < self.num_kv_heads);
         head_idx * self.head_bytes()
     }
+
+    /// Offset of a token's elements in its head's K (or V).
+    pub fn token_offset(&self, token_idx: usize) -> usize {
+        debug_assert!(token_idx < self.block_size);
+        token_idx * self.head_dim * self.dtype.size_bytes()
+    }
+
+    /// Offset of a token's scale in its head's K (or V), where the type has scales.
+    pub fn scale_offset(&self, token_idx: usize) -> usize {
+        debug_assert!(token_idx < self.block_size);
+        self.block_size * self.head_dim * self.dtype.size_bytes() + token_idx * self.dtype.scale_bytes()
+    }
 }
 
 #[cfg(test)]
@@ -129,10 +173,22 @@ mod tests {
     }
 
     #[test]
+    fn scales_lie_behind_the_elements_of_their_head() {
+        for dtype in [KvDtype::Fp8, KvDtype::Int8] {
+            let layout = KvLayout { block_size: 5, num_layers: 2, num_kv_heads: 3, head_dim: 7, dtype };
+            assert_eq!(layout.token_offset(4) + 7, layout.scale_offset(0));
+            assert_eq!(layout.scale_offset(4) + 2, layout.head_bytes());
+            assert_eq!(layout.head_offset(2) + layout.head_bytes(), layout.half_bytes());
+            assert_eq!(layout.token_bytes(), 2 * 2 * 3 * (7 + 2));
+            assert_eq!(layout.block_bytes(), 5 * layout.token_bytes());
+        }
+    }
+
+    #[test]
     fn dtype_names_come_back() {
-        for dtype in [KvDtype::F32, KvDtype::F16, KvDtype::Bf16] {
+        for dtype in KvDtype::ALL {
             assert_eq!(KvDtype::from_name(dtype.name()), Some(dtype));
         }
-        assert_eq!(KvDtype::from_name("fp8"), None);
+        assert_eq!(KvDtype::from_name("fp4"), None);
     }
 }

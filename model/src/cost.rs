@@ -7,7 +7,7 @@
 //! and of up, V the vocabulary:
 //! ```text
 //! weights of a layer that multiply   H (Q + 2 K) + Q H + 3 H I        (3 H I per expert, H E the router)
-//! KV of a token, bytes               2 L K x bytes of an element
+//! KV of a token, bytes               2 L x kv heads x (head_dim x bytes of an element + bytes of a scale)
 //! flops of a token at position p     2 x weights + sum over layers of 4 Q min(p + 1, window)
 //! flops of the head                  2 H V, only where logits are wanted
 //! ```
@@ -91,8 +91,12 @@ impl ModelCost {
 
     /// Bytes of one token's KV in all layers.
     pub fn kv_bytes_per_token(&self) -> u64 {
-        let elements = 2 * self.spec.layers.len() * self.spec.kv_width();
-        (elements * self.kv_dtype.size_bytes()) as u64
+        (self.spec.layers.len() * self.kv_bytes_per_position()) as u64
+    }
+
+    /// Bytes of one token's KV in one layer.
+    fn kv_bytes_per_position(&self) -> usize {
+        2 * self.spec.num_kv_heads * self.kv_dtype.vector_bytes(self.spec.head_dim)
     }
 
     /// Bytes of the KV of a sequence; layers with a window keep all of it, too.
@@ -122,7 +126,7 @@ impl ModelCost {
     pub fn decode(&self, batch: usize, context: usize) -> StepCost {
         let last = |layer: &LayerSpec| seen(layer, context) - seen(layer, context.saturating_sub(1));
         let positions: f64 = self.spec.layers.iter().map(last).sum();
-        let kv = positions * (2 * self.spec.kv_width() * self.kv_dtype.size_bytes()) as f64;
+        let kv = positions * self.kv_bytes_per_position() as f64;
         let weights = self.active_weights() + self.head_weights();
         StepCost {
             flops: batch as f64 * (2.0 * weights + self.attention_flops(positions)),
@@ -237,6 +241,10 @@ mod tests {
         assert_eq!(llama.num_active_parameters(), 8_030_261_248);
         assert_eq!(llama.weight_bytes(), 16_060_522_496);
         assert_eq!(llama.kv_bytes_per_token(), 128 * 1024);
+        let of = |dtype| ModelCost { kv_dtype: dtype, ..llama.clone() }.kv_bytes_per_token();
+        assert_eq!(of(KvDtype::F32), 256 * 1024);
+        assert_eq!(of(KvDtype::Fp8), 2 * 32 * 8 * (128 + 2), "a scale for each head and token");
+        assert_eq!(of(KvDtype::Int8), of(KvDtype::Fp8));
 
         let mixtral = cost(
             r#"{"architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,

@@ -236,10 +236,12 @@ fn every_path_gives_the_same_bits() {
         let dir = dir_of(name);
         let expected = expected(&dir);
         for (rounding, _) in roundings() {
-            // KV in the type of the weights, as it is used.
-            for (block_size, threads) in [(16, 1), (5, 3)] {
+            // KV in the type of the weights, as it is used, and with scales.
+            for (kv_dtype, block_size, threads) in
+                [(None, 16, 1), (None, 5, 3), (Some(KvDtype::Fp8), 16, 3), (Some(KvDtype::Int8), 5, 2)]
+            {
                 let options =
-                    LoadOptions { kv_dtype: None, block_size, threads: Some(threads), ..rounding.clone() };
+                    LoadOptions { kv_dtype, block_size, threads: Some(threads), ..rounding.clone() };
                 check_paths(name, &expected, &mut Machine::new(&dir, &options));
             }
         }

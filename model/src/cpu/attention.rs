@@ -11,11 +11,12 @@
 //! Softmax goes tile by tile with a running maximum. Tiles, the order inside them and the zeroes are
 //! functions of positions alone, so a row's result does not depend on its neighbours or on chunks.
 
-use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
+use baton_kv_cache::{BlockStorage, KvDtype};
 
 use super::dots::{dot_tile, widen};
+use super::kv::HeadKv;
 use super::rows::soft_capped;
-use super::simd::{Bf16, F16, F32, LANES, Simd, Stored, kernel};
+use super::simd::{Bf16, E4m3, F16, F32, I8, LANES, Simd, Stored, kernel};
 use super::{Cpu, SharedMut};
 use crate::BatchSequence;
 
@@ -72,9 +73,9 @@ pub(crate) unsafe fn attend(
     let tile_rows = (QUERIES / group).max(1);
     let dim = shape.head_dim.next_multiple_of(LANES);
     // Per thread: Q and the sums [queries][dim] each, scores [queries][TILE], KV [TILE][dim],
-    // maxima and weights of the queries.
+    // maxima and weights of the queries, scales of a tile's K and of its V.
     let max_queries = tile_rows * group;
-    let scratch_len = max_queries * (2 * dim + TILE + 2) + TILE * dim;
+    let scratch_len = max_queries * (2 * dim + TILE + 2) + TILE * (dim + 2);
     let num_threads = cpu.pool.num_threads();
     let scratch = cpu.scratch.reserve(num_threads, scratch_len);
     let isa = cpu.isa;
@@ -99,11 +100,7 @@ pub(crate) unsafe fn attend(
         let first_row = first_row + first;
         let args = ItemArgs {
             shape,
-            layout: storage.layout(),
-            storage,
-            layer_idx,
-            blocks: sequence.blocks,
-            kv_head,
+            kv: HeadKv::both(storage, layer_idx, sequence.blocks, kv_head),
             position: sequence.start_idx + first,
             num_rows: tile_rows.min(sequence.tokens.len() - first),
             // SAFETY: rows were checked above.
@@ -131,11 +128,8 @@ pub(crate) unsafe fn attend(
 
 struct ItemArgs<'a> {
     shape: &'a AttentionShape,
-    layout: &'a KvLayout,
-    storage: &'a BlockStorage,
-    layer_idx: usize,
-    blocks: &'a [BlockId],
-    kv_head: usize,
+    /// Keys and values.
+    kv: [HeadKv<'a>; 2],
     /// Of the first row.
     position: usize,
     num_rows: usize,
@@ -168,6 +162,7 @@ unsafe fn item<S: Simd>(args: &ItemArgs<'_>) {
         let kv = scores.add(num_queries * TILE);
         let maxima = kv.add(TILE * dim);
         let weights = maxima.add(num_queries);
+        let scales = weights.add(num_queries);
 
         // Q, scaled and padded with zeroes; query `row * group + head`.
         for query in 0..num_queries {
@@ -191,16 +186,21 @@ unsafe fn item<S: Simd>(args: &ItemArgs<'_>) {
         let mut first = (args.position + 1).saturating_sub(window) / TILE * TILE;
         // Widening pays when several tiles of queries use it.
         let direct = dim == head_dim && num_queries <= DIRECT_QUERIES;
-        let dtype = if direct { args.layout.dtype } else { KvDtype::F32 };
+        let dtype = if direct { args.kv[0].layout().dtype } else { KvDtype::F32 };
+        let has_scales = args.kv[0].layout().dtype.scale_bytes() > 0;
         while first < end {
             let len = TILE.min(end - first);
+            if has_scales {
+                args.kv[0].scales(first, len, scales);
+                args.kv[1].scales(first, len, scales.add(TILE));
+            }
             if !direct {
-                gather::<S>(args, 0, first, len, kv, dim);
+                gather::<S>(&args.kv[0], first, len, kv, dim);
             }
             let mut done = 0;
             while done < len {
                 let (k, run) = if direct {
-                    stored_run(args, 0, first + done, len - done)
+                    args.kv[0].run(first + done, len - done)
                 } else {
                     (kv.cast_const().cast(), len)
                 };
@@ -209,6 +209,8 @@ unsafe fn item<S: Simd>(args: &ItemArgs<'_>) {
                     KvDtype::F32 => score::<S, F32>(q, num_queries, k, run, dim, scores),
                     KvDtype::F16 => score::<S, F16>(q, num_queries, k, run, dim, scores),
                     KvDtype::Bf16 => score::<S, Bf16>(q, num_queries, k, run, dim, scores),
+                    KvDtype::Fp8 => score::<S, E4m3>(q, num_queries, k, run, dim, scores),
+                    KvDtype::Int8 => score::<S, I8>(q, num_queries, k, run, dim, scores),
                 }
                 done += run;
             }
@@ -220,6 +222,7 @@ unsafe fn item<S: Simd>(args: &ItemArgs<'_>) {
                     scores.add(query * TILE),
                     from,
                     to,
+                    if has_scales { scales.cast_const() } else { std::ptr::null() },
                     shape.soft_cap,
                     &mut *maxima.add(query),
                     &mut *weights.add(query),
@@ -227,12 +230,12 @@ unsafe fn item<S: Simd>(args: &ItemArgs<'_>) {
                 );
             }
             if !direct {
-                gather::<S>(args, 1, first, len, kv, dim);
+                gather::<S>(&args.kv[1], first, len, kv, dim);
             }
             let mut done = 0;
             while done < len {
                 let (v, run) = if direct {
-                    stored_run(args, 1, first + done, len - done)
+                    args.kv[1].run(first + done, len - done)
                 } else {
                     (kv.cast_const().cast(), len)
                 };
@@ -241,6 +244,8 @@ unsafe fn item<S: Simd>(args: &ItemArgs<'_>) {
                     KvDtype::F32 => accumulate::<S, F32>(scores, num_queries, v, run, dim, sums),
                     KvDtype::F16 => accumulate::<S, F16>(scores, num_queries, v, run, dim, sums),
                     KvDtype::Bf16 => accumulate::<S, Bf16>(scores, num_queries, v, run, dim, sums),
+                    KvDtype::Fp8 => accumulate::<S, E4m3>(scores, num_queries, v, run, dim, sums),
+                    KvDtype::Int8 => accumulate::<S, I8>(scores, num_queries, v, run, dim, sums),
                 }
                 done += run;
             }
@@ -257,42 +262,24 @@ unsafe fn item<S: Simd>(args: &ItemArgs<'_>) {
     }
 }
 
-/// Where K (`half` 0) or V (1) of a position lies, and how many positions follow each other there, of at
-/// most `len`.
+/// Widens `len` positions from `first` to `[len][dim]`, padded with zeroes; scales are left for the scores.
 #[inline(always)]
-unsafe fn stored_run(args: &ItemArgs<'_>, half: usize, position: usize, len: usize) -> (*const u8, usize) {
-    let layout = args.layout;
-    let (block_idx, slot) = (position / layout.block_size, position % layout.block_size);
-    let piece = args.storage.layer_ptr(args.blocks[block_idx], args.layer_idx).as_ptr();
-    let head = half * layout.half_bytes() + layout.head_offset(args.kv_head);
-    // SAFETY: head and slot lie in the piece.
-    let from = unsafe { piece.add(head + slot * layout.head_dim * layout.dtype.size_bytes()) };
-    (from, (layout.block_size - slot).min(len))
-}
-
-/// Widens K (`half` 0) or V (1) of `len` positions from `first` to `[len][dim]`, padded with zeroes.
-#[inline(always)]
-unsafe fn gather<S: Simd>(
-    args: &ItemArgs<'_>,
-    half: usize,
-    first: usize,
-    len: usize,
-    to: *mut f32,
-    dim: usize,
-) {
-    let head_dim = args.layout.head_dim;
+unsafe fn gather<S: Simd>(kv: &HeadKv<'_>, first: usize, len: usize, to: *mut f32, dim: usize) {
+    let head_dim = kv.layout().head_dim;
     // Positions at a time: those that follow each other, where there is no padding between them.
     let mut done = 0;
     while done < len {
         // SAFETY: `to` has room for `len` positions.
         unsafe {
-            let (from, run) = stored_run(args, half, first + done, len - done);
+            let (from, run) = kv.run(first + done, len - done);
             let run = if dim == head_dim { run } else { 1 };
             let to = to.add(done * dim);
-            match args.layout.dtype {
+            match kv.layout().dtype {
                 KvDtype::F32 => widen::<S, F32>(from, to, run * head_dim),
                 KvDtype::F16 => widen::<S, F16>(from, to, run * head_dim),
                 KvDtype::Bf16 => widen::<S, Bf16>(from, to, run * head_dim),
+                KvDtype::Fp8 => widen::<S, E4m3>(from, to, run * head_dim),
+                KvDtype::Int8 => widen::<S, I8>(from, to, run * head_dim),
             }
             std::slice::from_raw_parts_mut(to.add(run * head_dim), run * (dim - head_dim)).fill(0.0);
             done += run;
@@ -376,12 +363,16 @@ unsafe fn score_tile<S: Simd, W: Stored, const R: usize, const C: usize>(
 }
 
 /// Turns a query's scores of one tile into weights relative to the running maximum, and rescales what
-/// was summed before. Only positions `from..to` of the tile are seen; the others weigh zero.
+/// was summed before. Only positions `from..to` of the tile are seen; the others weigh zero. `scales`, where KV
+/// has them, are those of the tile's K and then of its V: scores and weights take them over, so that the products
+/// are of codes.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 unsafe fn weigh<S: Simd>(
     scores: *mut f32,
     from: usize,
     to: usize,
+    scales: *const f32,
     soft_cap: Option<f32>,
     maximum: &mut f32,
     weight: &mut f32,
@@ -392,6 +383,13 @@ unsafe fn weigh<S: Simd>(
         if from >= to {
             std::slice::from_raw_parts_mut(scores, TILE).fill(0.0);
             return;
+        }
+        if !scales.is_null() {
+            let mut i = 0;
+            while i < TILE {
+                S::store(scores.add(i), S::mul(S::load(scores.add(i)), S::load(scales.add(i))));
+                i += LANES;
+            }
         }
         if let Some(cap) = soft_cap {
             let mut i = 0;
@@ -414,7 +412,8 @@ unsafe fn weigh<S: Simd>(
         let mut i = 0;
         while i < TILE {
             let e = S::exp(S::add(S::load(scores.add(i)), offset));
-            S::store(scores.add(i), e);
+            let scaled = if scales.is_null() { e } else { S::mul(e, S::load(scales.add(TILE + i))) };
+            S::store(scores.add(i), scaled);
             total = S::add(total, e);
             i += LANES;
         }
@@ -526,8 +525,11 @@ unsafe fn add_tile<S: Simd, W: Stored, const R: usize, const C: usize>(
 
 #[cfg(test)]
 mod tests {
+    use baton_kv_cache::{BlockId, KvLayout};
+
     use super::*;
-    use crate::FloatDtype;
+    use crate::cpu::kv::store_rows;
+    use crate::cpu::kv::testing::read_vector;
     use crate::cpu::simd::Isa;
     use crate::cpu::testing::noise;
 
@@ -536,15 +538,6 @@ mod tests {
         block_size: usize,
         dtype: KvDtype,
         len: usize,
-    }
-
-    fn store(dtype: KvDtype, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
-        let dtype = match dtype {
-            KvDtype::F32 => FloatDtype::F32,
-            KvDtype::F16 => FloatDtype::F16,
-            KvDtype::Bf16 => FloatDtype::Bf16,
-        };
-        crate::cpu::testing::store(dtype, values)
     }
 
     /// KV of one sequence in blocks that lie in no order.
@@ -560,24 +553,22 @@ mod tests {
         let num_blocks = layout.num_blocks_for(case.len);
         let storage = BlockStorage::new(layout, num_blocks + 3).unwrap();
         let blocks: Vec<BlockId> = (0..num_blocks).rev().map(|idx| BlockId(idx as u32 + 2)).collect();
-        let n = case.len * shape.num_kv_heads * shape.head_dim;
-        let halves = [1, 2].map(|seed| store(case.dtype, &noise(seed, n)));
-        let size = case.dtype.size_bytes();
-        let run = shape.head_dim * size;
-        for (half, (bytes, _)) in halves.iter().enumerate() {
-            for position in 0..case.len {
-                for head in 0..shape.num_kv_heads {
-                    // SAFETY: the test is the only user.
-                    let piece = unsafe { storage.layer_mut(blocks[position / case.block_size], 1) };
-                    let at = half * layout.half_bytes()
-                        + layout.head_offset(head)
-                        + position % case.block_size * run;
-                    let from = (position * shape.num_kv_heads + head) * run;
-                    piece[at..at + run].copy_from_slice(&bytes[from..from + run]);
-                }
-            }
+        let width = shape.num_kv_heads * shape.head_dim;
+        let [keys, values] = [1, 2].map(|seed| noise(seed, case.len * width));
+        for (position, (key, value)) in keys.chunks(width).zip(values.chunks(width)).enumerate() {
+            // SAFETY: the test is the only user.
+            unsafe { store_rows(&storage, 1, &blocks, position, key, value) };
         }
-        let [(_, k), (_, v)] = halves;
+        let [k, v] = [0, 1].map(|half| {
+            (0..case.len * shape.num_kv_heads)
+                .flat_map(|idx| {
+                    let (position, kv_head) = (idx / shape.num_kv_heads, idx % shape.num_kv_heads);
+                    let kv = HeadKv::both(&storage, 1, &blocks, kv_head)[half];
+                    // SAFETY: nobody writes.
+                    unsafe { read_vector(&kv, position) }
+                })
+                .collect()
+        });
         (storage, blocks, k, v)
     }
 
@@ -670,7 +661,7 @@ mod tests {
             window: None,
         };
         for isa in Isa::available() {
-            for dtype in [KvDtype::F32, KvDtype::F16, KvDtype::Bf16] {
+            for dtype in KvDtype::ALL {
                 check(isa, &Case { shape: base, block_size: 16, dtype, len: 150 });
             }
             let shapes = [

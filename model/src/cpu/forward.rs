@@ -7,8 +7,9 @@ use baton_kv_cache::{BlockStorage, KvLayout};
 
 use super::attention::{AttentionShape, attend};
 use super::experts::ExpertBuffers;
+use super::kv::store_rows;
 use super::products::{Output, PanelsRef, multiply};
-use super::rope::{RopeTables, store_rows};
+use super::rope::RopeTables;
 use super::rows::{Gate, gated, rms_norm, rms_norm_in_place, soft_cap};
 use super::simd::Isa;
 use super::{Aligned, Cpu, SharedMut};

@@ -3,9 +3,11 @@
 mod attention;
 pub mod benchmark;
 mod dots;
+mod e4m3;
 mod experts;
 mod fastest;
 mod forward;
+mod kv;
 mod peaks;
 mod pool;
 mod products;

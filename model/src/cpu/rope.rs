@@ -1,10 +1,7 @@
-//! Cosines and sines of a batch's positions, and the places of keys and values in blocks.
-
-use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
+//! Cosines and sines of a batch's positions.
 
 use super::Aligned;
 use super::rows::rotate;
-use super::simd::{Bf16, F16, F32, Stored};
 use crate::RopeSpec;
 
 /// Computed once per batch and used by every layer.
@@ -53,51 +50,5 @@ impl RopeTables {
         let half = table.frequencies.len();
         let (cos, sin) = table.cos_sin[row_idx * 2 * half..(row_idx + 1) * 2 * half].split_at(half);
         rotate(head, cos, sin);
-    }
-}
-
-/// Rounds a row's keys and values to the type of KV and writes them to their place.
-///
-/// # Safety
-/// Nobody else reads or writes that place of the layer.
-pub(super) unsafe fn store_rows(
-    storage: &BlockStorage,
-    layer_idx: usize,
-    blocks: &[BlockId],
-    position: usize,
-    keys: &[f32],
-    values: &[f32],
-) {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        match storage.layout().dtype {
-            KvDtype::F32 => store_as::<F32>(storage, layer_idx, blocks, position, keys, values),
-            KvDtype::F16 => store_as::<F16>(storage, layer_idx, blocks, position, keys, values),
-            KvDtype::Bf16 => store_as::<Bf16>(storage, layer_idx, blocks, position, keys, values),
-        }
-    }
-}
-
-unsafe fn store_as<T: Stored>(
-    storage: &BlockStorage,
-    layer_idx: usize,
-    blocks: &[BlockId],
-    position: usize,
-    keys: &[f32],
-    values: &[f32],
-) {
-    let layout = storage.layout();
-    let (block_idx, slot) = (position / layout.block_size, position % layout.block_size);
-    let piece = storage.layer_ptr(blocks[block_idx], layer_idx).as_ptr();
-    for (half, row) in [keys, values].into_iter().enumerate() {
-        assert_eq!(row.len(), layout.num_kv_heads * layout.head_dim);
-        for (head_idx, head) in row.chunks_exact(layout.head_dim).enumerate() {
-            let offset =
-                half * layout.half_bytes() + layout.head_offset(head_idx) + slot * layout.head_dim * T::SIZE;
-            for (i, &x) in head.iter().enumerate() {
-                // SAFETY: head and slot lie in the piece; the caller vouches for the place.
-                unsafe { T::store_one(piece.add(offset + i * T::SIZE), x) };
-            }
-        }
     }
 }

@@ -4,6 +4,7 @@
 //! plain Rust. All three compute with sixteen lanes and reduce them in the same order, so AVX-512
 //! and AVX2 machines agree bit for bit. It knows no tensors.
 
+use super::e4m3;
 use crate::FloatDtype;
 
 /// Type of a stored weight.
@@ -84,6 +85,8 @@ pub(crate) trait Simd: Copy {
     unsafe fn load(p: *const f32) -> Self::V;
     unsafe fn load_bf16(p: *const u16) -> Self::V;
     unsafe fn load_f16(p: *const u16) -> Self::V;
+    unsafe fn load_e4m3(p: *const u8) -> Self::V;
+    unsafe fn load_i8(p: *const i8) -> Self::V;
     /// Thirty-two bf16 that alternate: lane i of the first vector, lane i of the second.
     unsafe fn load_bf16_pair(p: *const u16) -> [Self::V; 2];
     /// Asks for the cache line at `p`, which need not be valid.
@@ -219,6 +222,16 @@ impl Simd for Portable {
         bits.map(|bits| half::f16::from_bits(bits).to_f32())
     }
     #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> Self::V {
+        // SAFETY: as above; bytes are aligned anywhere.
+        unsafe { *p.cast::<[u8; LANES]>() }.map(e4m3::to_f32)
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> Self::V {
+        // SAFETY: as above.
+        unsafe { *p.cast::<[i8; LANES]>() }.map(f32::from)
+    }
+    #[inline(always)]
     unsafe fn load_bf16_pair(p: *const u16) -> [Self::V; 2] {
         // SAFETY: the caller vouches for thirty-two elements, of any alignment.
         let bits = unsafe { p.cast::<[[u16; 2]; LANES]>().read_unaligned() };
@@ -313,6 +326,17 @@ mod x86 {
         #[inline(always)]
         unsafe fn load_f16(p: *const u16) -> __m512 {
             unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+        }
+        #[inline(always)]
+        unsafe fn load_e4m3(p: *const u8) -> __m512 {
+            unsafe {
+                let halves = halves_of_e4m3(_mm_loadu_si128(p.cast()));
+                _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0))
+            }
+        }
+        #[inline(always)]
+        unsafe fn load_i8(p: *const i8) -> __m512 {
+            unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))) }
         }
         #[inline(always)]
         unsafe fn load_bf16_pair(p: *const u16) -> [__m512; 2] {
@@ -431,6 +455,26 @@ mod x86 {
             }
         }
         #[inline(always)]
+        unsafe fn load_e4m3(p: *const u8) -> Self::V {
+            unsafe {
+                let halves = halves_of_e4m3(_mm_loadu_si128(p.cast()));
+                let low = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+                let high = _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves));
+                let scale = _mm256_set1_ps(256.0);
+                (_mm256_mul_ps(low, scale), _mm256_mul_ps(high, scale))
+            }
+        }
+        #[inline(always)]
+        unsafe fn load_i8(p: *const i8) -> Self::V {
+            unsafe {
+                let (low, high) = (_mm_loadl_epi64(p.cast()), _mm_loadl_epi64(p.add(8).cast()));
+                (
+                    _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low)),
+                    _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high)),
+                )
+            }
+        }
+        #[inline(always)]
         unsafe fn load_bf16_pair(p: *const u16) -> [Self::V; 2] {
             unsafe {
                 let (low, high) = (_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(16).cast()));
@@ -519,6 +563,19 @@ mod x86 {
         }
     }
 
+    /// Sixteen E4M3, divided by 256, as f16: exponent and mantissa move into place, and 256 is the ratio of the
+    /// exponents' biases.
+    #[inline(always)]
+    unsafe fn halves_of_e4m3(bytes: __m128i) -> __m256i {
+        unsafe {
+            let words = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(bytes));
+            let halves = _mm256_and_si256(words, _mm256_set1_epi16(0xbf80_u16 as i16));
+            // Only from all ones, which is NaN, does one more carry into the bit that makes f16 a NaN.
+            let carried = _mm256_add_epi16(halves, _mm256_set1_epi16(0x0080));
+            _mm256_or_si256(halves, _mm256_and_si256(carried, _mm256_set1_epi16(0x4000)))
+        }
+    }
+
     /// Eight bf16.
     #[inline(always)]
     unsafe fn widen8(p: *const u16) -> __m256 {
@@ -552,7 +609,7 @@ pub(crate) trait Stored {
     /// # Safety
     /// `p` is valid for one element.
     unsafe fn load_one(p: *const u8) -> f32;
-    /// Rounds to the nearest and stores.
+    /// Rounds to the nearest and stores; what is too large for a type of eight bits becomes its largest.
     ///
     /// # Safety
     /// `p` is valid for one element.
@@ -576,6 +633,8 @@ pub(crate) trait Stored {
 pub(crate) struct F32;
 pub(crate) struct F16;
 pub(crate) struct Bf16;
+pub(crate) struct E4m3;
+pub(crate) struct I8;
 
 // SAFETY of the blocks below: the callers vouch for the elements; alignment is never assumed.
 impl Stored for F32 {
@@ -632,6 +691,44 @@ impl Stored for Bf16 {
     unsafe fn store_one(p: *mut u8, x: f32) {
         // SAFETY: see above.
         unsafe { p.cast::<u16>().write_unaligned(half::bf16::from_f32(x).to_bits()) }
+    }
+}
+
+impl Stored for E4m3 {
+    const SIZE: usize = 1;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const u8) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::load_e4m3(p) }
+    }
+    #[inline(always)]
+    unsafe fn load_one(p: *const u8) -> f32 {
+        // SAFETY: see above.
+        e4m3::to_f32(unsafe { *p })
+    }
+    #[inline(always)]
+    unsafe fn store_one(p: *mut u8, x: f32) {
+        // SAFETY: see above.
+        unsafe { *p = e4m3::from_f32(x) }
+    }
+}
+
+impl Stored for I8 {
+    const SIZE: usize = 1;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const u8) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::load_i8(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn load_one(p: *const u8) -> f32 {
+        // SAFETY: see above.
+        f32::from(unsafe { *p.cast::<i8>() })
+    }
+    #[inline(always)]
+    unsafe fn store_one(p: *mut u8, x: f32) {
+        // SAFETY: see above.
+        unsafe { *p.cast::<i8>() = x.round_ties_even().clamp(-127.0, 127.0) as i8 }
     }
 }
 

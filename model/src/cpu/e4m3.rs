@@ -1,0 +1,125 @@
+//! FP8 E4M3 in plain Rust: how numbers become codes, and the reference of the kernels that widen them.
+//!
+//! Sign, four bits of exponent (bias 7), three of mantissa, as the Open Compute Project's "8-bit Floating Point
+//! Specification" (2023) has it: no infinities, 448 the largest, all ones the only NaN.
+
+/// The largest number.
+pub(super) const MAX: f32 = 448.0;
+
+/// What a code stands for.
+pub(super) fn to_f32(code: u8) -> f32 {
+    let (exponent, mantissa) = (code >> 3 & 0xf, code & 7);
+    let magnitude = match (exponent, mantissa) {
+        (15, 7) => f32::NAN,
+        (0, _) => f32::from(mantissa) / 512.0,
+        _ => f32::from_bits((u32::from(exponent) + 120) << 23 | u32::from(mantissa) << 20),
+    };
+    if code & 0x80 == 0 { magnitude } else { -magnitude }
+}
+
+/// The nearest code, of two the even one; more than [`MAX`] becomes it, NaN stays.
+pub(super) fn from_f32(x: f32) -> u8 {
+    let sign = (x.to_bits() >> 24) as u8 & 0x80;
+    let magnitude = x.abs();
+    let code = if magnitude.is_nan() {
+        0x7f
+    } else if magnitude < 1.0 / 64.0 {
+        // Steps of 1/512, as 2^14 has them: the addition rounds.
+        ((magnitude + 16384.0).to_bits() - 16384.0f32.to_bits()) as u8
+    } else {
+        let bits = magnitude.min(MAX).to_bits();
+        let rounded = bits + 0x7_ffff + (bits >> 20 & 1);
+        ((rounded >> 20) - (120 << 3)) as u8
+    };
+    sign | code
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::simd::{E4m3, Isa, LANES, Portable, Simd, Stored};
+
+    /// The formula of the specification.
+    fn reference(code: u8) -> f64 {
+        let sign = if code < 0x80 { 1.0 } else { -1.0 };
+        let (exponent, mantissa) = (i32::from(code >> 3 & 0xf), f64::from(code & 7));
+        match (exponent, code & 7) {
+            (15, 7) => f64::NAN,
+            (0, _) => sign * 2f64.powi(-6) * mantissa / 8.0,
+            _ => sign * 2f64.powi(exponent - 7) * (1.0 + mantissa / 8.0),
+        }
+    }
+
+    #[test]
+    fn every_code_is_what_the_specification_says_and_comes_back() {
+        for code in 0..=255u8 {
+            let (got, expected) = (f64::from(to_f32(code)), reference(code));
+            assert!(got == expected || got.is_nan() && expected.is_nan(), "{code:#x}: {got} not {expected}");
+            assert_eq!(got.is_sign_negative(), code >= 0x80, "{code:#x}");
+            assert_eq!(from_f32(to_f32(code)), code);
+        }
+        assert_eq!(to_f32(0x7e), MAX);
+    }
+
+    #[test]
+    fn every_kernel_widens_every_code_alike() {
+        unsafe fn widened<S: Simd>(codes: &[u8; LANES]) -> [u32; LANES] {
+            let mut out = [0.0; LANES];
+            // SAFETY: the processor has the instructions by the caller's word; sixteen codes and places.
+            unsafe { S::store(out.as_mut_ptr(), E4m3::load::<S>(codes.as_ptr())) };
+            out.map(|x: f32| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() })
+        }
+        for first in (0..256).step_by(LANES) {
+            let codes: [u8; LANES] = std::array::from_fn(|lane| (first + lane) as u8);
+            let expected = codes.map(|code| {
+                let x = to_f32(code);
+                if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }
+            });
+            for isa in Isa::available() {
+                // SAFETY: this processor has it.
+                let got = unsafe {
+                    match isa {
+                        #[cfg(target_arch = "x86_64")]
+                        Isa::Avx512 => widened::<crate::cpu::simd::Avx512>(&codes),
+                        #[cfg(target_arch = "x86_64")]
+                        Isa::Avx2 => widened::<crate::cpu::simd::Avx2>(&codes),
+                        Isa::Portable => widened::<Portable>(&codes),
+                    }
+                };
+                assert_eq!(got, expected, "{isa:?} from {first:#x}");
+            }
+        }
+    }
+
+    #[test]
+    fn numbers_become_the_nearest_code() {
+        let nearest = |x: f32| {
+            let within = f64::from(x.clamp(-MAX, MAX));
+            let distance = |code: &u8| (f64::from(to_f32(*code)) - within).abs();
+            let codes = || (0..=255u8).filter(|&code| !to_f32(code).is_nan());
+            let best = codes().map(|code| distance(&code)).fold(f64::INFINITY, f64::min);
+            // Of two equally near the even one; of the zeroes that of the same sign.
+            let mut ties: Vec<u8> = codes().filter(|code| distance(code) == best).collect();
+            ties.retain(|&code| to_f32(code) != 0.0 || (code >= 0x80) == x.is_sign_negative());
+            if ties.len() > 1 {
+                ties.retain(|code| code & 1 == 0);
+            }
+            assert_eq!(ties.len(), 1, "{x}: {ties:?}");
+            ties[0]
+        };
+        // Every code, every middle between two, and their neighbours.
+        let positive: Vec<f32> = (0..0x7f).map(to_f32).collect();
+        let mut points = positive.clone();
+        points.extend(positive.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0));
+        points.extend([500.0, 1e9, f32::MAX, f32::MIN_POSITIVE, 1e-45, 0.37, 11.1]);
+        for point in points {
+            for x in [point.next_down(), point, point.next_up()] {
+                for x in [x, -x] {
+                    assert_eq!(from_f32(x), nearest(x), "{x}");
+                }
+            }
+        }
+        assert_eq!([from_f32(f32::INFINITY), from_f32(f32::NEG_INFINITY)], [0x7e, 0xfe]);
+        assert_eq!([from_f32(f32::NAN) & 0x7f, from_f32(-f32::NAN) & 0x7f], [0x7f, 0x7f]);
+    }
+}
