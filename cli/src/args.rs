@@ -2,6 +2,7 @@
 
 use std::{net::SocketAddr, path::PathBuf};
 
+use baton_kv_cache::KvDtype;
 use baton_model::{Activations, Quantisation};
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
@@ -207,9 +208,9 @@ pub struct EngineArgs {
     /// Tokens in a KV block.
     #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = at_least_one, env = "BATON_BLOCK_SIZE")]
     pub block_size: usize,
-    /// Type of KV elements: f32, f16 or bf16. Default: that of the weights.
-    #[arg(long, value_name = "TYPE", env = "BATON_KV_DTYPE")]
-    pub kv_dtype: Option<String>,
+    /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: that of the weights.
+    #[arg(long, value_name = "TYPE", value_parser = parse_kv_dtype, env = "BATON_KV_DTYPE")]
+    pub kv_dtype: Option<KvDtype>,
     /// Sequences that run at once.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one, env = "BATON_MAX_RUNNING")]
     pub max_running: usize,
@@ -332,6 +333,11 @@ fn parse_size(text: &str) -> Result<Size, String> {
 
 fn parse_activations(text: &str) -> Result<Activations, String> {
     Activations::from_name(text).ok_or_else(|| "expected auto, f32 or bf16".to_owned())
+}
+
+/// The type of KV that a flag names.
+pub(crate) fn parse_kv_dtype(name: &str) -> Result<KvDtype, String> {
+    KvDtype::from_name(name).ok_or_else(|| format!("expected one of {}", KvDtype::names()))
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {

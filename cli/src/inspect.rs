@@ -18,7 +18,7 @@ use baton_model::{
 use clap::{Args, ValueEnum};
 use serde_json::Value;
 
-use crate::embedded_model;
+use crate::{args::parse_kv_dtype, embedded_model};
 
 const NOTES: &str = "\
 The times are the least that the device's peak numbers allow (its roofline): no kernel reaches them, and
@@ -33,7 +33,7 @@ pub(crate) struct InspectArgs {
     /// Type of the weights: f32, f16 or bf16. Default: as config.json says.
     #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
     pub(crate) dtype: Option<FloatDtype>,
-    /// Type of KV elements. Default: that of the weights.
+    /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: that of the weights.
     #[arg(long, value_name = "TYPE", value_parser = parse_kv_dtype)]
     pub(crate) kv_dtype: Option<KvDtype>,
 
@@ -106,10 +106,6 @@ impl Device {
 
 fn parse_dtype(name: &str) -> Result<FloatDtype, String> {
     FloatDtype::from_name(name).ok_or_else(|| "expected f32, f16 or bf16".to_owned())
-}
-
-fn parse_kv_dtype(name: &str) -> Result<KvDtype, String> {
-    KvDtype::from_name(name).ok_or_else(|| "expected f32, f16 or bf16".to_owned())
 }
 
 /// Prints what the model costs.
@@ -273,12 +269,10 @@ impl Inspection {
             "KV of a token",
             &bytes_text(cost.kv_bytes_per_token() as f64),
             &format!(
-                "2 (K, V) x {} layers x {} heads x {} elements x {} bytes ({})",
+                "2 (K, V) x {} layers x {} heads x {}",
                 spec.layers.len(),
                 spec.num_kv_heads,
-                spec.head_dim,
-                self.kv_dtype.size_bytes(),
-                self.kv_dtype.name()
+                vector_text(spec.head_dim, self.kv_dtype)
             ),
         )?;
         row(
@@ -440,6 +434,15 @@ fn bytes_text(bytes: f64) -> String {
     scaled(bytes, &["B", "kB", "MB", "GB", "TB"])
 }
 
+/// What one head's key of one token takes.
+fn vector_text(head_dim: usize, dtype: KvDtype) -> String {
+    let (size, scale, name) = (dtype.size_bytes(), dtype.scale_bytes(), dtype.name());
+    match scale {
+        0 => format!("{head_dim} elements x {size} bytes ({name})"),
+        _ => format!("({head_dim} elements x {size} byte + {scale} bytes of a scale) ({name})"),
+    }
+}
+
 fn flops_text(flops: f64) -> String {
     scaled(flops, &["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"])
 }
@@ -494,6 +497,12 @@ mod tests {
         }
         // 15 GB of weights (not the embedding) and 151 MB of KV at 3350 GB/s.
         assert!(text.contains("4.53 ms"), "{text}");
+    }
+
+    #[test]
+    fn scales_of_8_bit_kv_are_counted() {
+        let text = inspect(&InspectArgs { kv_dtype: Some(KvDtype::Fp8), ..args() }).unwrap();
+        assert!(text.contains("66.6 kB") && text.contains("128 elements x 1 byte + 2 bytes"), "{text}");
     }
 
     #[test]

@@ -8,7 +8,6 @@ use std::{
 
 use anyhow::{Context, bail};
 use baton_cluster::{DiscoveryConfig, EtcdAuth, EtcdConfig, EtcdTls, Role, WorkerId};
-use baton_kv_cache::KvDtype;
 use baton_router::RouterConfig;
 use baton_telemetry::{TelemetryConfig, TelemetryGuard};
 use baton_worker::{KvMemory, TransportKind, WorkerConfig};
@@ -59,7 +58,7 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     config.advertise = args.advertise;
     config.kv = KvMemory::Bytes(args.engine.kv_memory.0);
     config.block_size = args.engine.block_size;
-    config.kv_dtype = args.engine.kv_dtype.as_deref().map(kv_dtype).transpose()?;
+    config.kv_dtype = args.engine.kv_dtype;
     config.max_running = args.engine.max_running;
     config.max_waiting = args.engine.max_waiting;
     config.token_budget = args.engine.token_budget;
@@ -143,10 +142,6 @@ fn etcd_auth(args: &DiscoveryArgs) -> anyhow::Result<Option<EtcdAuth>> {
     };
     let password = fs::read_to_string(file).with_context(|| format!("password file {}", file.display()))?;
     Ok(Some(EtcdAuth { user, password: password.trim_end_matches(['\r', '\n']).to_owned() }))
-}
-
-fn kv_dtype(name: &str) -> anyhow::Result<KvDtype> {
-    KvDtype::from_name(name).with_context(|| format!("--kv-dtype {name}: expected f32, f16 or bf16"))
 }
 
 fn transport(transport: Transport) -> TransportKind {

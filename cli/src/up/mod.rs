@@ -138,7 +138,7 @@ fn engine_flags(engine: &EngineArgs) -> Vec<String> {
     let flags = [
         Some(format!("--kv-memory={kv_memory}")),
         Some(format!("--block-size={block_size}")),
-        kv_dtype.as_ref().map(|dtype| format!("--kv-dtype={dtype}")),
+        kv_dtype.map(|dtype| format!("--kv-dtype={}", dtype.name())),
         Some(format!("--max-running={max_running}")),
         Some(format!("--max-waiting={max_waiting}")),
         Some(format!("--token-budget={token_budget}")),
@@ -179,8 +179,9 @@ mod tests {
     #[test]
     fn children_get_what_up_was_told() {
         let cli = Cli::parse_from(
-            "baton up --port 9 --prefill 2 --decode 2 --threads 1 --kv-dtype f32 --kv-memory 3M \
-             --no-prefix-cache --quantize int4:64 --activations f32 --log-format json --log-color never --otlp-endpoint http://127.0.0.1:4317"
+            "baton up --port 9 --prefill 2 --decode 2 --threads 1 --kv-dtype fp8 --kv-memory 3M --no-prefix-cache \
+             --quantize int4:64 --activations f32 --log-format json --log-color never \
+             --otlp-endpoint http://127.0.0.1:4317"
                 .split_whitespace(),
         );
         let Command::Up(args) = cli.command else { panic!("not up") };
