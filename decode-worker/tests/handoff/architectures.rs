@@ -1,9 +1,11 @@
 //! Every architecture of `tests/parity/`, loaded as a worker loads it: the tokens of a remote prefill are
-//! those that transformers computed.
+//! those that transformers computed, and with every type of KV those of a local one.
 
 use std::{collections::HashMap, path::Path};
 
+use baton_kv_cache::{KvDtype, KvLayout};
 use baton_kv_transfer::TransportKind;
+use baton_proto::worker::failed::Kind;
 
 use crate::harness::{decode, generate, prefill, request};
 
@@ -35,6 +37,50 @@ async fn remote_tokens_are_those_of_transformers_for_every_architecture() {
         num_fixtures += 1;
     }
     assert!(num_fixtures >= 17, "{num_fixtures} fixtures; some are lost");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_type_of_kv_is_handed_over_as_it_is() {
+    let dir = Path::new(FIXTURES).join("llama");
+    let prompt = &token_ids(&dir.join("expected.safetensors"))["prompt"];
+    for dtype in KvDtype::ALL {
+        for kind in [TransportKind::Shm, TransportKind::Tcp] {
+            let p = prefill().model(dir.clone()).kv_dtype(dtype).transport(kind).start().await;
+            let d = decode().model(dir.clone()).kv_dtype(dtype).transport(kind).start().await;
+            let client = d.client().await;
+            let remote = generate(&client, request(prompt, 12, Some(p.peer()))).await.unwrap().finished();
+            let format = d.worker.kv_format();
+            let layout = KvLayout {
+                block_size: format.block_size,
+                num_layers: format.num_layers,
+                num_kv_heads: format.num_kv_heads,
+                head_dim: format.head_dim,
+                dtype,
+            };
+            let expected = layout.num_blocks_for(prompt.len()) * layout.block_bytes();
+            assert_eq!(d.moved(kind), expected as u64, "{}", dtype.name());
+            let mut local = request(prompt, 12, None);
+            local.cache_salt = "other".into();
+            let local = generate(&client, local).await.unwrap().finished();
+            assert_eq!(remote, local, "{} over {}", dtype.name(), kind.name());
+            p.assert_all_free().await;
+            d.assert_all_free().await;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn workers_with_other_types_of_kv_refuse_each_other() {
+    let dir = Path::new(FIXTURES).join("llama");
+    let prompt = &token_ids(&dir.join("expected.safetensors"))["prompt"];
+    let p = prefill().model(dir.clone()).kv_dtype(KvDtype::Fp8).start().await;
+    let d = decode().model(dir).kv_dtype(KvDtype::Int8).start().await;
+    let answer = generate(&d.client().await, request(prompt, 8, Some(p.peer()))).await.unwrap();
+    let (kind, message) = answer.failed();
+    assert_eq!(kind, Kind::KvRejected);
+    assert!(message.contains(r#"kv dtype "fp8" against "int8""#), "{message}");
+    p.assert_all_free().await;
+    d.assert_all_free().await;
 }
 
 /// The i32 tensors of a safetensors file: a length, a header of JSON, the data.

@@ -95,6 +95,10 @@ impl Builder {
         })
     }
 
+    pub(crate) fn kv_dtype(self, dtype: KvDtype) -> Builder {
+        self.with(|config| config.kv_dtype = Some(dtype))
+    }
+
     pub(crate) fn hook(mut self, hook: StepHook) -> Builder {
         self.hook = Some(hook);
         self
