@@ -1,0 +1,90 @@
+//! One model that computes one sequence at a time.
+
+use baton_kv_cache::{BlockId, BlockStorage};
+use baton_model::{Batch, BatchSequence, CpuExecutor, Executor, LoadOptions, load};
+
+use crate::prompts::model_dir;
+
+/// Tokens of a prompt and its reply.
+const MAX_TOKENS: usize = 1024;
+/// Tokens of a reply.
+const MAX_REPLY: usize = 64;
+
+/// The tiny model as some options load it.
+pub(crate) struct Runner {
+    executor: CpuExecutor,
+    storage: BlockStorage,
+    blocks: Vec<BlockId>,
+    end: u32,
+}
+
+/// What follows a prompt.
+pub(crate) struct Reply {
+    /// Without the token that ends it.
+    pub(crate) tokens: Vec<u32>,
+    /// Those that chose each of the tokens, and the end.
+    pub(crate) logits: Vec<Vec<f32>>,
+}
+
+impl Runner {
+    /// `end` is the token that ends a reply.
+    pub(crate) fn new(options: &LoadOptions, end: u32) -> Runner {
+        let model = load(&model_dir(), options, &mut |_| {}).expect("the tiny model loads");
+        let layout = model.kv_layout();
+        let num_blocks = layout.num_blocks_for(MAX_TOKENS);
+        Runner {
+            executor: model.cpu_executor().expect("threads start"),
+            storage: BlockStorage::new(layout, num_blocks).expect("memory for the blocks"),
+            blocks: (0..num_blocks as u32).map(BlockId).collect(),
+            end,
+        }
+    }
+
+    /// The greedy reply.
+    pub(crate) fn reply(&mut self, prompt: &[u32]) -> Reply {
+        let mut reply = Reply { tokens: Vec::new(), logits: vec![self.step(prompt, 0)] };
+        loop {
+            let token = argmax(&reply.logits[reply.tokens.len()]);
+            if token == self.end || reply.tokens.len() == MAX_REPLY {
+                return reply;
+            }
+            let logits = self.step(&[token], prompt.len() + reply.tokens.len());
+            reply.tokens.push(token);
+            reply.logits.push(logits);
+        }
+    }
+
+    /// The logits with which this model meets another's reply.
+    pub(crate) fn follow(&mut self, prompt: &[u32], reply: &[u32]) -> Vec<Vec<f32>> {
+        let mut logits = vec![self.step(prompt, 0)];
+        for (idx, &token) in reply.iter().enumerate() {
+            logits.push(self.step(&[token], prompt.len() + idx));
+        }
+        logits
+    }
+
+    fn step(&mut self, tokens: &[u32], start_idx: usize) -> Vec<f32> {
+        let sequence = BatchSequence { tokens, start_idx, blocks: &self.blocks, wants_logits: true };
+        let batch = Batch { sequences: vec![sequence] };
+        // SAFETY: nobody else uses the storage.
+        let logits = unsafe { self.executor.execute(&batch, &self.storage, &mut |_| {}) };
+        logits.expect("processors do not fail").to_vec()
+    }
+}
+
+/// The likeliest token.
+pub(crate) fn argmax(logits: &[f32]) -> u32 {
+    let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a)));
+    best.expect("a vocabulary is not empty") as u32
+}
+
+/// The Kullback-Leibler divergence of `other` from `reference`, in nats.
+pub(crate) fn divergence(reference: &[f32], other: &[f32]) -> f64 {
+    let log_probabilities = |logits: &[f32]| {
+        let max = f64::from(logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x)));
+        let total: f64 = logits.iter().map(|&x| (f64::from(x) - max).exp()).sum();
+        logits.iter().map(|&x| f64::from(x) - max - total.ln()).collect::<Vec<f64>>()
+    };
+    let (reference, other) = (log_probabilities(reference), log_probabilities(other));
+    reference.iter().zip(&other).map(|(p, q)| p.exp() * (p - q)).sum()
+}
