@@ -54,10 +54,19 @@ impl<'a> HeadKv<'a> {
     /// `to` is valid for `len`; nobody writes these positions meanwhile.
     #[inline(always)]
     pub(super) unsafe fn scales(&self, first: usize, len: usize, to: *mut f32) {
-        for idx in 0..len {
-            let (head, slot) = self.place(first + idx);
-            // SAFETY: the slot's scale lies in the head; `idx` is below `len`.
-            unsafe { *to.add(idx) = Bf16::load_one(head.add(self.layout().scale_offset(slot))) };
+        let layout = self.layout();
+        let mut done = 0;
+        while done < len {
+            let (head, slot) = self.place(first + done);
+            let run = (layout.block_size - slot).min(len - done);
+            for idx in 0..run {
+                // SAFETY: the slots' scales lie in the head; `done + idx` is below `len`.
+                unsafe {
+                    let from = head.add(layout.scale_offset(slot) + idx * layout.dtype.scale_bytes());
+                    *to.add(done + idx) = Bf16::load_one(from);
+                }
+            }
+            done += run;
         }
     }
 
@@ -133,7 +142,7 @@ unsafe fn store_scaled<T: Stored>(vector: &[f32], largest_code: f32, to: *mut u8
 }
 
 /// The smallest bf16 by which `vector` can be divided to lie within `largest_code`; NaN when a number is not finite,
-/// so that all of the vector reads back as NaN.
+/// so that all of the vector reads back as NaN, whatever its codes are.
 fn scale_of(vector: &[f32], largest_code: f32) -> f32 {
     if vector.iter().any(|x| !x.is_finite()) {
         return f32::NAN;

@@ -85,6 +85,7 @@ pub(crate) trait Simd: Copy {
     unsafe fn load(p: *const f32) -> Self::V;
     unsafe fn load_bf16(p: *const u16) -> Self::V;
     unsafe fn load_f16(p: *const u16) -> Self::V;
+    /// Sixteen E4M3 that are numbers: what NaN becomes is not said.
     unsafe fn load_e4m3(p: *const u8) -> Self::V;
     unsafe fn load_i8(p: *const i8) -> Self::V;
     /// Thirty-two bf16 that alternate: lane i of the first vector, lane i of the second.
@@ -299,6 +300,11 @@ mod x86 {
 
     use super::Simd;
 
+    /// Where E4M3 lies in an f32 whose sign, exponent and mantissa begin with it...
+    const E4M3_BITS: i32 = 0x87f0_0000_u32 as i32;
+    /// ... and which is smaller by the ratio of the exponents' biases.
+    const E4M3_SCALE: f32 = f32::from_bits((127 + 120) << 23);
+
     /// One 512-bit register.
     #[derive(Clone, Copy)]
     pub(crate) struct Avx512;
@@ -330,8 +336,9 @@ mod x86 {
         #[inline(always)]
         unsafe fn load_e4m3(p: *const u8) -> __m512 {
             unsafe {
-                let halves = halves_of_e4m3(_mm_loadu_si128(p.cast()));
-                _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0))
+                let words = _mm512_slli_epi32::<20>(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())));
+                let bits = _mm512_and_si512(words, _mm512_set1_epi32(E4M3_BITS));
+                _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(E4M3_SCALE))
             }
         }
         #[inline(always)]
@@ -457,11 +464,14 @@ mod x86 {
         #[inline(always)]
         unsafe fn load_e4m3(p: *const u8) -> Self::V {
             unsafe {
-                let halves = halves_of_e4m3(_mm_loadu_si128(p.cast()));
-                let low = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
-                let high = _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves));
-                let scale = _mm256_set1_ps(256.0);
-                (_mm256_mul_ps(low, scale), _mm256_mul_ps(high, scale))
+                let (low, high) = (_mm_loadl_epi64(p.cast()), _mm_loadl_epi64(p.add(8).cast()));
+                let low = _mm256_slli_epi32::<20>(_mm256_cvtepi8_epi32(low));
+                let high = _mm256_slli_epi32::<20>(_mm256_cvtepi8_epi32(high));
+                let (mask, scale) = (_mm256_set1_epi32(E4M3_BITS), _mm256_set1_ps(E4M3_SCALE));
+                (
+                    _mm256_mul_ps(_mm256_castsi256_ps(_mm256_and_si256(low, mask)), scale),
+                    _mm256_mul_ps(_mm256_castsi256_ps(_mm256_and_si256(high, mask)), scale),
+                )
             }
         }
         #[inline(always)]
@@ -560,19 +570,6 @@ mod x86 {
             let low = _mm512_shuffle_f32x4::<0b01_00_01_00>(a, b);
             let high = _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b);
             _mm512_add_ps(low, high)
-        }
-    }
-
-    /// Sixteen E4M3, divided by 256, as f16: exponent and mantissa move into place, and 256 is the ratio of the
-    /// exponents' biases.
-    #[inline(always)]
-    unsafe fn halves_of_e4m3(bytes: __m128i) -> __m256i {
-        unsafe {
-            let words = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(bytes));
-            let halves = _mm256_and_si256(words, _mm256_set1_epi16(0xbf80_u16 as i16));
-            // Only from all ones, which is NaN, does one more carry into the bit that makes f16 a NaN.
-            let carried = _mm256_add_epi16(halves, _mm256_set1_epi16(0x0080));
-            _mm256_or_si256(halves, _mm256_and_si256(carried, _mm256_set1_epi16(0x4000)))
         }
     }
 
