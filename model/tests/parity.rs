@@ -72,7 +72,7 @@ fn exact() -> LoadOptions {
 
 /// Ways to round, and how far logits may be from those of transformers, in parts of the largest, where
 /// that can be said: the models are small and of random weights, to which four bits do anything. What a trained one
-/// loses is in docs/quantisation.md.
+/// loses is in docs/benchmarks.
 fn roundings() -> Vec<(LoadOptions, Option<f32>)> {
     let quantised = |text: &str| LoadOptions { quantise: Some(text.parse().unwrap()), ..exact() };
     vec![

@@ -3,6 +3,8 @@
 //!
 //! `cargo test --release -p baton-tests --test quality -- --nocapture` prints the tables.
 
+mod comparison;
 mod kv;
 mod prompts;
 mod runner;
+mod weights;

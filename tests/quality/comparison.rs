@@ -1,0 +1,72 @@
+//! Ways to compress, each held against the model as it is.
+
+use baton_model::LoadOptions;
+use baton_tokenizer::Tokenizer;
+
+use crate::prompts::{TASKS, examples, model_dir};
+use crate::runner::{Reply, Runner, argmax, divergence};
+
+/// One way to compress, and what it may cost.
+pub(crate) struct Compression {
+    pub(crate) name: &'static str,
+    pub(crate) options: LoadOptions,
+    /// Of all examples, of which the model as it is gets 99 %.
+    pub(crate) right: f64,
+    /// Of the logits from those of the model as it is, a mean over the tokens of its replies.
+    pub(crate) divergence: f64,
+}
+
+/// Prints a table of `title` and asserts the bounds. `reference` is the model as it is.
+pub(crate) fn compare(title: &str, reference: &LoadOptions, compressions: &[Compression]) {
+    let tokenizer = Tokenizer::load(&model_dir()).expect("the tiny model has a tokenizer");
+    let end = tokenizer.token_id("<|end|>").expect("the tiny model's replies end");
+    let examples = examples(&tokenizer);
+    let mut reference = Runner::new(reference, end);
+    let replies: Vec<Reply> = examples.iter().map(|example| reference.reply(&example.prompt)).collect();
+
+    println!(
+        "{title:<14}{}{:>8}{:>12}{:>12}{:>8}",
+        TASKS.map(|task| format!("{task:>14}")).concat(),
+        "right",
+        "mean KL",
+        "largest",
+        "same"
+    );
+    for Compression { name, options, right, divergence: allowed } in compressions {
+        let mut runner = Runner::new(options, end);
+        let mut num_right = [0; TASKS.len()];
+        let mut num_of = [0; TASKS.len()];
+        let (mut num_tokens, mut num_same, mut sum, mut largest) = (0, 0, 0.0, 0.0f64);
+        for (example, reply) in examples.iter().zip(&replies) {
+            let own = runner.reply(&example.prompt);
+            let task_idx =
+                TASKS.iter().position(|task| *task == example.task).expect("an example has a task");
+            num_of[task_idx] += 1;
+            num_right[task_idx] += usize::from(example.is_right(&tokenizer.decode(&own.tokens, true)));
+            let logits = match own.tokens == reply.tokens {
+                true => own.logits,
+                false => runner.follow(&example.prompt, &reply.tokens),
+            };
+            for (got, expected) in logits.iter().zip(&reply.logits) {
+                let divergence = divergence(expected, got);
+                num_tokens += 1;
+                num_same += usize::from(argmax(got) == argmax(expected));
+                sum += divergence;
+                largest = largest.max(divergence);
+            }
+        }
+        let share = num_right.iter().sum::<usize>() as f64 / examples.len() as f64;
+        let mean = sum / f64::from(num_tokens);
+        let by_task: String = (0..TASKS.len())
+            .map(|idx| format!("{:>14}", format!("{} of {}", num_right[idx], num_of[idx])))
+            .collect();
+        let same = num_same as f64 / f64::from(num_tokens);
+        println!(
+            "{name:<14}{by_task}{:>7.1}%{mean:>12.1e}{largest:>12.1e}{:>7.1}%",
+            100.0 * share,
+            100.0 * same
+        );
+        assert!(share >= *right, "{name}: {share:.3} right");
+        assert!(mean <= *allowed, "{name}: mean divergence of {mean:.1e}");
+    }
+}

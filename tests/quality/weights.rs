@@ -1,0 +1,29 @@
+//! Rounded weights, and activations in bf16, against bf16 weights with activations in f32.
+
+use baton_model::{Activations, LoadOptions};
+
+use crate::comparison::{Compression, compare};
+
+#[test]
+fn rounded_weights_recall_what_bf16_recalls() {
+    let exact = LoadOptions { activations: Activations::F32, ..LoadOptions::default() };
+    let quantised = |name, right, divergence| Compression {
+        name,
+        options: LoadOptions { quantise: Some(name.parse().expect("one of ours")), ..exact.clone() },
+        right,
+        divergence,
+    };
+    let compressions = [
+        Compression {
+            // On a processor without an instruction for pairs of bf16 it is as exact as it gets.
+            name: "bf16",
+            options: LoadOptions { activations: Activations::Auto, ..exact.clone() },
+            right: 0.98,
+            divergence: 1e-3,
+        },
+        quantised("int8", 0.975, 2e-3),
+        quantised("int4", 0.97, 2e-2),
+        quantised("int4:128", 0.96, 3e-2),
+    ];
+    compare("weights", &exact, &compressions);
+}
