@@ -124,6 +124,8 @@ const ROOMS: &[Room] = &[
     },
     Room { name: "baton-kv-cache", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
     Room { name: "baton-tokenizer", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
+    // Its own tests use its writer.
+    Room { name: "baton-gguf", uses: &[], tests_use: &["baton-gguf"], never: &["tokio", "serde"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
     Room { name: "baton-proto", uses: &[], tests_use: &[], never: &[] },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
