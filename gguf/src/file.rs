@@ -35,7 +35,7 @@ impl GgufFile {
     }
 
     /// Its bytes.
-    pub fn map(self) -> Mmap {
-        self.map
+    pub fn bytes(&self) -> &[u8] {
+        &self.map
     }
 }

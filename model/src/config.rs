@@ -1,4 +1,4 @@
-//! `config.json` of a Hugging Face model directory.
+//! What a model is: `config.json` of a Hugging Face directory, or the metadata of a GGUF file.
 //!
 //! Fields that change what a model means are either understood or refused. It knows no weights.
 
@@ -8,9 +8,10 @@ use serde_json::{Map, Value};
 
 use crate::architecture;
 use crate::fields::{Fields, parse_object};
+use crate::gguf;
 use crate::{DecoderSpec, LoadError};
 
-/// What `config.json` says.
+/// What `config.json`, or a GGUF file's metadata, says.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// "LlamaForCausalLM".
@@ -26,12 +27,15 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// Reads `config.json` in `dir`.
+    /// Reads `config.json` of the directory `model`, or the metadata of the GGUF file `model`.
     ///
     /// # Errors
     /// When it is missing, broken, or describes what the decoder cannot compute.
-    pub fn load(dir: &Path) -> Result<ModelConfig, LoadError> {
-        let path = dir.join("config.json");
+    pub fn load(model: &Path) -> Result<ModelConfig, LoadError> {
+        if !model.is_dir() {
+            return gguf::load_config(model);
+        }
+        let path = model.join("config.json");
         let text = std::fs::read(&path).map_err(|source| LoadError::io(&path, source))?;
         ModelConfig::parse(&path, &text)
     }

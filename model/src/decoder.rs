@@ -1,9 +1,13 @@
 //! The tensors of a [`DecoderSpec`], found by their published names.
 
+use baton_kv_cache::KvDtype;
+
 use crate::LoadError;
+use crate::gguf::ROPE_DIVISORS;
+use crate::matrix::Matrix;
 use crate::packed::{PackedMatrix, Packer};
 use crate::spec::{DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
-use crate::weights::{Checkpoint, Matrix};
+use crate::weights::Checkpoint;
 
 /// Weights in the order in which the forward pass needs them.
 #[derive(Debug)]
@@ -13,6 +17,8 @@ pub(crate) struct DecoderWeights {
     pub(crate) layers: Vec<LayerWeights>,
     pub(crate) norm: Vec<f32>,
     pub(crate) head: PackedMatrix,
+    /// The type of KV that goes with them.
+    pub(crate) kv_dtype: KvDtype,
 }
 
 #[derive(Debug)]
@@ -68,12 +74,15 @@ pub(crate) fn take_weights(
     } else {
         (Some(embedding), from.take("lm_head.weight", &[spec.vocab_size, spec.hidden_size])?)
     };
-    Ok(DecoderWeights { embedding, layers, norm, head: packer.add(vec![head]) })
+    let kv_dtype = head.kv_dtype();
+    Ok(DecoderWeights { embedding, layers, norm, head: packer.add(vec![head]), kv_dtype })
 }
 
-/// Tensors that may be left over: buffers that old versions saved, and a tied head saved twice.
+/// Tensors that may be left over: buffers that old versions saved, what the configuration has taken in, and a tied
+/// head saved twice.
 pub(crate) fn is_redundant(spec: &DecoderSpec, name: &str) -> bool {
     name.ends_with("rotary_emb.inv_freq")
+        || name == ROPE_DIVISORS
         || name.ends_with("masked_bias")
         || (spec.tied_head && name == "lm_head.weight")
 }
@@ -139,7 +148,8 @@ impl Taker<'_> {
                     ExpertNaming::Qwen => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
                 };
                 let router = self.linear(&format!("{block}."), &[("gate", num_experts)], hidden, false)?;
-                let mut experts = Vec::with_capacity(num_experts);
+                // Nothing is reserved by a number that no tensor has confirmed yet.
+                let mut experts = Vec::new();
                 for expert_idx in 0..num_experts {
                     let name = format!("{block}.experts.{expert_idx}.");
                     experts.push(DenseMlp {

@@ -21,7 +21,7 @@ use memmap2::{Mmap, MmapMut};
 
 use crate::LoadProgress;
 use crate::cpu::{PANEL, PanelsRef, pack_panel, packed_bytes};
-use crate::weights::Matrix;
+use crate::matrix::Matrix;
 
 /// Changes with the layout: files of another one are not read.
 const LAYOUT_VERSION: u32 = 1;
@@ -57,10 +57,6 @@ impl PackedMatrix {
         let num_bytes = packed_bytes(self.dtype, self.rows, self.cols);
         PanelsRef::new(&memory[self.offset..][..num_bytes], self.dtype, self.rows, self.cols)
     }
-
-    pub(crate) fn dtype(&self) -> FloatDtype {
-        self.dtype
-    }
 }
 
 /// Collects what is to be packed.
@@ -84,8 +80,8 @@ struct Job {
 #[derive(Clone, Debug)]
 pub(crate) struct WeightCache<'a> {
     pub(crate) dir: &'a Path,
-    /// The directory of the model: of two files for it, the older one is of no use.
-    pub(crate) model_dir: &'a Path,
+    /// The directory or file of the model: of two packed files for it, the older one is of no use.
+    pub(crate) model: &'a Path,
     /// What the weights are: the same key, the same bytes.
     pub(crate) key: blake3::Hash,
 }
@@ -93,9 +89,9 @@ pub(crate) struct WeightCache<'a> {
 impl Packer {
     /// Adds a matrix made of `parts`, one after the other; in f32 if their types differ.
     pub(crate) fn add(&mut self, parts: Vec<Matrix>) -> PackedMatrix {
-        let (cols, first) = (parts[0].cols, parts[0].dtype);
+        let (cols, first) = (parts[0].cols, parts[0].dtype());
         assert!(parts.iter().all(|part| part.cols == cols), "parts of one product");
-        let dtype = if parts.iter().all(|part| part.dtype == first) { first } else { FloatDtype::F32 };
+        let dtype = if parts.iter().all(|part| part.dtype() == first) { first } else { FloatDtype::F32 };
         let rows = parts.iter().map(|part| part.rows).sum();
         let offset = self.num_bytes;
         self.num_bytes = (offset + packed_bytes(dtype, rows, cols)).next_multiple_of(ALIGNMENT);
@@ -146,9 +142,8 @@ impl Packer {
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Mmap, (PathBuf, io::Error)> {
         let key = self.key(cache);
-        let model_dir =
-            cache.model_dir.canonicalize().map_err(|error| (cache.model_dir.to_owned(), error))?;
-        let place = blake3::hash(model_dir.as_os_str().as_encoded_bytes()).to_hex();
+        let model = cache.model.canonicalize().map_err(|error| (cache.model.to_owned(), error))?;
+        let place = blake3::hash(model.as_os_str().as_encoded_bytes()).to_hex();
         let path = cache.dir.join(format!("{}-{}.panels", &place[..16], &key.to_hex()[..16]));
         let at = |path: &Path| {
             let path = path.to_owned();
@@ -264,10 +259,10 @@ impl Job {
             }
             row_idx -= part.rows;
         };
-        if part.dtype == self.dtype {
-            return Cow::Borrowed(part.row(row_idx));
+        match part.row(row_idx) {
+            Some(bytes) if part.dtype() == self.dtype => Cow::Borrowed(bytes),
+            _ => Cow::Owned(part.row_values(row_idx).flat_map(f32::to_le_bytes).collect()),
         }
-        Cow::Owned(part.row_values(row_idx).flat_map(f32::to_le_bytes).collect())
     }
 }
 

@@ -105,7 +105,7 @@ const ROOMS: &[Room] = &[
     },
     Room {
         name: "baton-model",
-        uses: &["baton-kv-cache"],
+        uses: &["baton-kv-cache", "baton-gguf"],
         tests_use: &[],
         never: &["baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
     },
