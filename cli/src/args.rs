@@ -38,8 +38,8 @@ pub enum Command {
 
 #[derive(Debug, Args)]
 pub struct UpArgs {
-    /// Directory of a Hugging Face model. Without it: a tiny model that is part of this program.
-    pub model_dir: Option<PathBuf>,
+    /// Directory of a Hugging Face model, or a .gguf file. Without it: a tiny model that is part of this program.
+    pub model: Option<PathBuf>,
     /// Port of the HTTP and gRPC API.
     #[arg(long, default_value_t = 8080, env = "BATON_PORT")]
     pub port: u16,
@@ -131,10 +131,10 @@ pub struct WorkerArgs {
 /// Which model, and under which name.
 #[derive(Clone, Debug, Args)]
 pub struct ModelArgs {
-    /// Directory of a Hugging Face model. Without it: a tiny model that is part of this program.
-    #[arg(long, value_name = "DIR", env = "BATON_MODEL")]
+    /// Directory of a Hugging Face model, or a .gguf file. Without it: a tiny model that is part of this program.
+    #[arg(long, value_name = "DIR|FILE", env = "BATON_MODEL")]
     pub model: Option<PathBuf>,
-    /// Name that clients ask for. Default: the directory's name.
+    /// Name that clients ask for. Default: the directory's name, or the file's without .gguf.
     #[arg(long, value_name = "NAME", env = "BATON_MODEL_NAME")]
     pub model_name: Option<String>,
 }

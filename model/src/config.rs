@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use crate::architecture;
 use crate::fields::{Fields, parse_object};
 use crate::gguf;
-use crate::{DecoderSpec, LoadError};
+use crate::{DecoderSpec, FloatDtype, LoadError};
 
 /// What `config.json`, or a GGUF file's metadata, says.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,6 +22,8 @@ pub struct ModelConfig {
     pub eos_token_ids: Vec<u32>,
     /// The token that begins a text.
     pub bos_token_id: Option<u32>,
+    /// The type in which weights are stored, or of the scales of integers that are.
+    pub dtype: FloatDtype,
     /// The decoder.
     pub decoder: DecoderSpec,
 }
@@ -54,6 +56,7 @@ impl ModelConfig {
             context_length: architecture::context_length(&architecture, &fields)?,
             eos_token_ids: fields.token_ids("eos_token_id")?,
             bos_token_id: fields.token_ids("bos_token_id")?.first().copied(),
+            dtype: stated_dtype(&fields)?,
             decoder: architecture::decoder(&architecture, &fields)?,
             architecture,
         })
@@ -74,6 +77,16 @@ fn name_of(fields: &Fields<'_>) -> Result<String, LoadError> {
     }
 }
 
+/// `dtype` or, in older files, `torch_dtype`; bf16 if neither is there or names another type.
+fn stated_dtype(fields: &Fields<'_>) -> Result<FloatDtype, LoadError> {
+    let name = fields.text("dtype")?.or(fields.text("torch_dtype")?);
+    Ok(match name {
+        Some("float32") => FloatDtype::F32,
+        Some("float16") => FloatDtype::F16,
+        _ => FloatDtype::Bf16,
+    })
+}
+
 fn refuse_quantised(fields: &Fields<'_>) -> Result<(), LoadError> {
     for field in ["quantization_config", "compression_config"] {
         if let Some(value) = fields.get(field) {
@@ -87,4 +100,23 @@ fn refuse_quantised(fields: &Fields<'_>) -> Result<(), LoadError> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stated_type_is_found_under_either_name() {
+        let path = Path::new("config.json");
+        for (json, expected) in [
+            (r#"{"torch_dtype": "float16"}"#, FloatDtype::F16),
+            (r#"{"dtype": "float32"}"#, FloatDtype::F32),
+            (r#"{"dtype": "float8_e4m3fn"}"#, FloatDtype::Bf16),
+            ("{}", FloatDtype::Bf16),
+        ] {
+            let object = parse_object(path, json.as_bytes()).unwrap();
+            assert_eq!(stated_dtype(&Fields::new(path, &object)).unwrap(), expected, "{json}");
+        }
+    }
 }

@@ -4,6 +4,7 @@
 //! rotated projections of `llama` are interleaved, Gemma's norms have their one added, Llama 3's frequencies became
 //! a tensor of divisors.
 
+use std::collections::HashMap;
 use std::path::Path;
 
 use baton_gguf::{Gguf, GgufError, GgufFile, TensorType, Value};
@@ -14,7 +15,7 @@ use crate::fields::Fields;
 use crate::matrix::RowOrder;
 use crate::rope::RopeScaling;
 use crate::spec::MlpSpec;
-use crate::{DecoderSpec, LoadError, ModelConfig};
+use crate::{DecoderSpec, FloatDtype, LoadError, ModelConfig};
 
 /// Metadata keys, after the architecture's name and a dot, and the fields that they are.
 const FIELDS: &[(&str, &str)] = &[
@@ -107,8 +108,22 @@ fn config(path: &Path, file: &GgufFile, gguf: &Gguf<'_>) -> Result<ModelConfig, 
         context_length: architecture::context_length(architecture, &fields).map_err(named)?,
         eos_token_ids: fields.token_ids("eos_token_id").map_err(named)?,
         bos_token_id: fields.token_ids("bos_token_id").map_err(named)?.first().copied(),
+        dtype: most_bytes(gguf),
         decoder,
     })
+}
+
+/// The type of the floats that take most of the file, or of the scales if integers do.
+fn most_bytes(gguf: &Gguf<'_>) -> FloatDtype {
+    let mut bytes = HashMap::new();
+    for tensor in gguf.tensors().values() {
+        *bytes.entry(tensor.tensor_type).or_insert(0) += tensor.size_bytes;
+    }
+    match bytes.into_iter().max_by_key(|(_, bytes)| *bytes) {
+        Some((TensorType::F32, _)) => FloatDtype::F32,
+        Some((TensorType::Bf16, _)) => FloatDtype::Bf16,
+        _ => FloatDtype::F16,
+    }
 }
 
 /// What `config.json` would say.

@@ -57,7 +57,14 @@ const ROOMS: &[Room] = &[
     // Tokenises and plans, and never sees a weight: it runs on machines without accelerators.
     Room {
         name: "baton-router",
-        uses: &["baton-cluster", "baton-kv-cache", "baton-tokenizer", "baton-telemetry", "baton-proto"],
+        uses: &[
+            "baton-cluster",
+            "baton-kv-cache",
+            "baton-tokenizer",
+            "baton-gguf",
+            "baton-telemetry",
+            "baton-proto",
+        ],
         tests_use: &[],
         never: &["baton-model", "baton-engine", "baton-kv-transfer", "baton-worker", "safetensors", "cudarc"],
     },
@@ -123,7 +130,12 @@ const ROOMS: &[Room] = &[
         never: &["baton-engine", "baton-model", "baton-kv-transfer"],
     },
     Room { name: "baton-kv-cache", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
-    Room { name: "baton-tokenizer", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
+    Room {
+        name: "baton-tokenizer",
+        uses: &["baton-gguf"],
+        tests_use: &[],
+        never: &["tokio", "tonic", "prost", "hyper"],
+    },
     // Its own tests use its writer.
     Room { name: "baton-gguf", uses: &[], tests_use: &["baton-gguf"], never: &["tokio", "serde"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
