@@ -4,11 +4,12 @@
 
 use std::path::Path;
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use crate::architecture;
 use crate::fields::{Fields, parse_object};
 use crate::gguf;
+use crate::quantised::Quantisation;
 use crate::{DecoderSpec, FloatDtype, LoadError};
 
 /// What `config.json`, or a GGUF file's metadata, says.
@@ -24,6 +25,8 @@ pub struct ModelConfig {
     pub bos_token_id: Option<u32>,
     /// The type in which weights are stored, or of the scales of integers that are.
     pub dtype: FloatDtype,
+    /// How the weights of a directory were quantised, if they were.
+    pub(crate) quantisation: Option<Quantisation>,
     /// The decoder.
     pub decoder: DecoderSpec,
 }
@@ -49,7 +52,6 @@ impl ModelConfig {
     pub fn parse(path: &Path, text: &[u8]) -> Result<ModelConfig, LoadError> {
         let object = parse_object(path, text)?;
         let fields = Fields::new(path, &object);
-        refuse_quantised(&fields)?;
         let architecture = name_of(&fields)?;
         Ok(ModelConfig {
             // The decoder first: it knows whether the architecture is supported at all.
@@ -57,6 +59,7 @@ impl ModelConfig {
             eos_token_ids: fields.token_ids("eos_token_id")?,
             bos_token_id: fields.token_ids("bos_token_id")?.first().copied(),
             dtype: stated_dtype(&fields)?,
+            quantisation: Quantisation::read(&fields)?,
             decoder: architecture::decoder(&architecture, &fields)?,
             architecture,
         })
@@ -85,21 +88,6 @@ fn stated_dtype(fields: &Fields<'_>) -> Result<FloatDtype, LoadError> {
         Some("float16") => FloatDtype::F16,
         _ => FloatDtype::Bf16,
     })
-}
-
-fn refuse_quantised(fields: &Fields<'_>) -> Result<(), LoadError> {
-    for field in ["quantization_config", "compression_config"] {
-        if let Some(value) = fields.get(field) {
-            let empty = Map::new();
-            let object = value.as_object().unwrap_or(&empty);
-            let method = ["quant_method", "quant_algo", "format"]
-                .iter()
-                .find_map(|key| object.get(*key).and_then(Value::as_str))
-                .unwrap_or(field);
-            return Err(LoadError::Quantised { path: fields.path(), method: method.to_owned() });
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use crate::LoadError;
 use crate::gguf::ROPE_DIVISORS;
 use crate::matrix::Matrix;
 use crate::packed::{PackedMatrix, Packer};
+use crate::quantised::is_about_activations;
 use crate::spec::{DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
 use crate::weights::Checkpoint;
 
@@ -83,6 +84,7 @@ pub(crate) fn take_weights(
 pub(crate) fn is_redundant(spec: &DecoderSpec, name: &str) -> bool {
     name.ends_with("rotary_emb.inv_freq")
         || name == ROPE_DIVISORS
+        || is_about_activations(name)
         || name.ends_with("masked_bias")
         || (spec.tied_head && name == "lm_head.weight")
 }

@@ -51,14 +51,6 @@ pub enum LoadError {
         /// What would do.
         expected: String,
     },
-    /// Weights are quantised.
-    #[error("{}: the weights are quantised ({method}), expected a checkpoint in f32, f16 or bf16", path.display())]
-    Quantised {
-        /// config.json
-        path: PathBuf,
-        /// By which method.
-        method: String,
-    },
     /// A weight file is damaged.
     #[error("{}: {message}", path.display())]
     BadFile {

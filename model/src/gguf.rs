@@ -109,6 +109,7 @@ fn config(path: &Path, file: &GgufFile, gguf: &Gguf<'_>) -> Result<ModelConfig, 
         eos_token_ids: fields.token_ids("eos_token_id").map_err(named)?,
         bos_token_id: fields.token_ids("bos_token_id").map_err(named)?.first().copied(),
         dtype: most_bytes(gguf),
+        quantisation: None,
         decoder,
     })
 }

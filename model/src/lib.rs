@@ -17,11 +17,13 @@ mod executor;
 mod fields;
 mod float;
 mod gguf;
-#[cfg_attr(not(test), expect(dead_code, reason = "kernels and files that use it follow"))]
+mod integer_tensors;
+#[cfg_attr(not(test), expect(dead_code, reason = "kernels that use it follow"))]
 mod integers;
 mod load;
 mod matrix;
 mod packed;
+mod quantised;
 mod rope;
 mod spec;
 mod weights;

@@ -122,7 +122,7 @@ pub fn load(
     }
     let config = ModelConfig::load(model)?;
     let spec = &config.decoder;
-    let mut checkpoint = Checkpoint::open(model, spec)?;
+    let mut checkpoint = Checkpoint::open(model, &config)?;
     let mut packer = Packer::default();
     let weights = take_weights(spec, &mut checkpoint, &mut packer)?;
     checkpoint.refuse_rest(&config.architecture, |name| is_redundant(spec, name))?;

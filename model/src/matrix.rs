@@ -10,6 +10,7 @@ use baton_kv_cache::KvDtype;
 
 use crate::FloatDtype;
 use crate::blocks;
+use crate::integer_tensors::{Fp8Tensors, IntegerTensors};
 use crate::integers::{IntegerFormat, IntegerRow};
 use crate::weights::WeightFile;
 
@@ -67,6 +68,9 @@ pub(crate) enum Stored {
     Floats(Span, FloatDtype),
     /// GGUF's blocks of integers.
     Blocks(Span, TensorType),
+    /// Integers whose scales and zeros are tensors of their own.
+    Integers(IntegerTensors),
+    Fp8(Fp8Tensors),
 }
 
 /// Where a file keeps the rows of a matrix.
@@ -100,19 +104,21 @@ impl Matrix {
         Matrix { rows, cols, stored, order }
     }
 
-    /// What rows are widened to: the type of the floats; single precision for integers, which holds them exactly.
+    /// What rows are widened to: the type of the floats; single precision for what has scales.
     pub(crate) fn dtype(&self) -> FloatDtype {
         match self.stored {
             Stored::Floats(_, dtype) => dtype,
-            Stored::Blocks(..) => FloatDtype::F32,
+            Stored::Blocks(..) | Stored::Integers(_) | Stored::Fp8(_) => FloatDtype::F32,
         }
     }
 
-    /// The type of KV when nobody asks for another: that of the floats, or of the integers' scales.
+    /// The type of KV when nobody asks for another: that of the floats, or of the scales.
     pub(crate) fn kv_dtype(&self) -> KvDtype {
         match self.stored {
             Stored::Floats(_, dtype) => dtype.kv_dtype(),
             Stored::Blocks(..) => KvDtype::F16,
+            Stored::Integers(ref tensors) => tensors.scales.dtype.kv_dtype(),
+            Stored::Fp8(ref tensors) => tensors.scales.dtype.kv_dtype(),
         }
     }
 
@@ -122,7 +128,7 @@ impl Matrix {
             Stored::Floats(span, dtype) => {
                 Some(self.row_bytes(span, row_idx, self.cols * dtype.size_bytes()))
             }
-            Stored::Blocks(..) => None,
+            _ => None,
         }
     }
 
@@ -144,6 +150,8 @@ impl Matrix {
             Stored::Blocks(span, tensor_type) => {
                 blocks::read(*tensor_type, self.block_row(span, *tensor_type, row_idx), to)
             }
+            Stored::Integers(tensors) => tensors.read_row(self.order.stored_idx(row_idx), to),
+            Stored::Fp8(tensors) => tensors.read_row(self.order.stored_idx(row_idx), to),
         }
     }
 
@@ -164,11 +172,12 @@ impl Matrix {
     }
 
     /// The integers that rows are, if rows are made of integers in groups that kernels take.
-    #[expect(dead_code, reason = "kernels that use it follow")]
+    #[cfg_attr(not(test), expect(dead_code, reason = "kernels that use it follow"))]
     pub(crate) fn integer_format(&self) -> Option<IntegerFormat> {
-        match self.stored {
-            Stored::Floats(..) => None,
-            Stored::Blocks(_, tensor_type) => blocks::integer_format(tensor_type),
+        match &self.stored {
+            Stored::Floats(..) | Stored::Fp8(_) => None,
+            Stored::Blocks(_, tensor_type) => blocks::integer_format(*tensor_type),
+            Stored::Integers(tensors) => tensors.format(),
         }
     }
 
@@ -176,10 +185,11 @@ impl Matrix {
     ///
     /// # Panics
     /// When there is no [integer format](Self::integer_format).
-    #[expect(dead_code, reason = "kernels that use it follow")]
+    #[cfg_attr(not(test), expect(dead_code, reason = "kernels that use it follow"))]
     pub(crate) fn integer_row(&self, row_idx: usize) -> IntegerRow {
         match &self.stored {
-            Stored::Floats(..) => panic!("floats are no integers"),
+            Stored::Floats(..) | Stored::Fp8(_) => panic!("floats are no integers"),
+            Stored::Integers(tensors) => tensors.row(self.order.stored_idx(row_idx)),
             Stored::Blocks(span, tensor_type) => {
                 blocks::integer_row(*tensor_type, self.block_row(span, *tensor_type, row_idx))
             }
@@ -188,7 +198,7 @@ impl Matrix {
 }
 
 /// One stored number.
-fn widen(dtype: FloatDtype, bytes: &[u8]) -> f32 {
+pub(crate) fn widen(dtype: FloatDtype, bytes: &[u8]) -> f32 {
     match dtype {
         FloatDtype::F16 => half::f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
         FloatDtype::Bf16 => half::bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),

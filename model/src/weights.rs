@@ -15,7 +15,8 @@ use safetensors::tensor::{Dtype, Metadata};
 use crate::fields::{Fields, read_object};
 use crate::gguf::{Names, Place};
 use crate::matrix::{Matrix, RowOrder, Span, Stored};
-use crate::{DecoderSpec, FloatDtype, LoadError};
+use crate::quantised::{self, Quantisation};
+use crate::{DecoderSpec, FloatDtype, LoadError, ModelConfig};
 
 /// All tensors of a model.
 pub(crate) struct Checkpoint {
@@ -24,6 +25,8 @@ pub(crate) struct Checkpoint {
     tensors: BTreeMap<String, Tensor>,
     /// How the tensors are named, if not as published.
     names: Option<Names>,
+    /// How they were quantised, if several make up a weight.
+    quantisation: Option<Quantisation>,
     files: Vec<Arc<WeightFile>>,
     /// Elements of the tensors that were taken.
     num_parameters: u64,
@@ -72,6 +75,23 @@ impl fmt::Display for StoredDtype {
     }
 }
 
+/// A tensor of any type: a part of a weight.
+pub(crate) struct Raw {
+    pub(crate) span: Span,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) dtype: Dtype,
+}
+
+impl Raw {
+    pub(crate) fn wrong_shape(&self, tensor: String, found: Vec<usize>, expected: Vec<usize>) -> LoadError {
+        LoadError::WrongShape { path: self.span.file().path.clone(), tensor, found, expected }
+    }
+
+    pub(crate) fn bad(&self, message: String) -> LoadError {
+        LoadError::bad_file(&self.span.file().path, message)
+    }
+}
+
 impl From<Dtype> for StoredDtype {
     fn from(dtype: Dtype) -> StoredDtype {
         match dtype {
@@ -100,16 +120,26 @@ impl Checkpoint {
             path: path.to_owned(),
             tensors: BTreeMap::new(),
             names: None,
+            quantisation: None,
             files: vec![],
             num_parameters: 0,
         }
     }
 
     /// Maps the weight files of the directory or GGUF file `model` and checks their headers.
-    pub(crate) fn open(model: &Path, spec: &DecoderSpec) -> Result<Checkpoint, LoadError> {
+    pub(crate) fn open(model: &Path, config: &ModelConfig) -> Result<Checkpoint, LoadError> {
         if !model.is_dir() {
-            return Checkpoint::open_gguf(model, spec);
+            return Checkpoint::open_gguf(model, &config.decoder);
         }
+        Ok(Checkpoint { quantisation: config.quantisation, ..Checkpoint::open_directory(model)? })
+    }
+
+    #[cfg(test)]
+    pub(crate) fn open_quantised(model: &Path, quantisation: Quantisation) -> Result<Checkpoint, LoadError> {
+        Ok(Checkpoint { quantisation: Some(quantisation), ..Checkpoint::open_directory(model)? })
+    }
+
+    fn open_directory(model: &Path) -> Result<Checkpoint, LoadError> {
         let single = model.join("model.safetensors");
         let index = model.join("model.safetensors.index.json");
         // As transformers: one whole file goes before an index.
@@ -221,8 +251,15 @@ impl Checkpoint {
         Ok(tensors)
     }
 
-    /// Takes the tensor that is published as `name`.
+    /// Takes the tensor, or the tensors that make up the one, that is published as `name`.
     pub(crate) fn take(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, LoadError> {
+        if let (Some(quantisation), &[rows, cols]) = (self.quantisation, shape)
+            && let Some(module) = name.strip_suffix(".weight")
+            && let Some(matrix) = quantised::take(self, quantisation, module, [rows, cols])?
+        {
+            self.num_parameters += (rows * cols) as u64;
+            return Ok(matrix);
+        }
         let Place { name, part, order } = match &self.names {
             Some(names) => names.place(name),
             None => Place { name: name.to_owned(), part: None, order: RowOrder::AsIs },
@@ -262,6 +299,49 @@ impl Checkpoint {
         Ok(Matrix::new(rows, cols, stored, order))
     }
 
+    /// The type of a tensor that is no float, or is one; `None` if there is no such tensor.
+    pub(crate) fn dtype_of(&self, name: &str) -> Option<Dtype> {
+        match self.tensors.get(name)?.dtype {
+            StoredDtype::Float(FloatDtype::F32) => Some(Dtype::F32),
+            StoredDtype::Float(FloatDtype::F16) => Some(Dtype::F16),
+            StoredDtype::Float(FloatDtype::Bf16) => Some(Dtype::BF16),
+            StoredDtype::Other(dtype) => Some(dtype),
+            StoredDtype::Block(_) => None,
+        }
+    }
+
+    /// The shape of a tensor; `None` if it is not there.
+    pub(crate) fn shape_of(&self, name: &str) -> Option<Vec<usize>> {
+        Some(self.tensors.get(name)?.shape.clone())
+    }
+
+    /// Takes a tensor that is a part of a weight, of one of these types and shapes.
+    pub(crate) fn take_raw(
+        &mut self,
+        name: &str,
+        dtypes: &[Dtype],
+        shapes: &[&[usize]],
+    ) -> Result<Raw, LoadError> {
+        let (tensor, expected) = (name.to_owned(), shapes[0].to_vec());
+        let Some(dtype) = self.dtype_of(name) else {
+            return Err(LoadError::MissingTensor { path: self.path.clone(), tensor, expected });
+        };
+        let found = self.tensors.get_mut(name).expect("it has a type");
+        let raw = Raw { span: found.span.clone(), shape: found.shape.clone(), dtype };
+        if !shapes.contains(&&*raw.shape) {
+            let found = raw.shape.clone();
+            return Err(raw.wrong_shape(tensor, found, expected));
+        }
+        if !dtypes.contains(&dtype) {
+            let names: Vec<String> = dtypes.iter().map(|dtype| format!("{dtype:?}")).collect();
+            return Err(
+                raw.bad(format!("tensor {tensor} is of type {dtype:?}, expected {}", names.join(" or ")))
+            );
+        }
+        found.is_taken = true;
+        Ok(raw)
+    }
+
     /// Elements of the tensors that were taken.
     pub(crate) fn num_parameters(&self) -> u64 {
         self.num_parameters
@@ -273,7 +353,15 @@ impl Checkpoint {
         architecture: &str,
         ignore: impl Fn(&str) -> bool,
     ) -> Result<(), LoadError> {
-        match self.tensors.iter().find(|(name, tensor)| !tensor.is_taken && !ignore(name)) {
+        // Quantising wrote biases where there were none.
+        let is_nothing = |name: &str, tensor: &Tensor| {
+            self.quantisation.is_some()
+                && name.ends_with(".bias")
+                && tensor.span.iter().all(|byte| *byte == 0)
+        };
+        let is_left =
+            |name: &str, tensor: &Tensor| !tensor.is_taken && !ignore(name) && !is_nothing(name, tensor);
+        match self.tensors.iter().find(|(name, tensor)| is_left(name, tensor)) {
             None => Ok(()),
             Some((name, tensor)) => Err(LoadError::UnexpectedTensor {
                 path: tensor.span.file().path.clone(),
