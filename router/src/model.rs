@@ -84,3 +84,23 @@ impl Model {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gguf_file_says_what_a_directory_says() {
+        let fixtures = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/gguf/fixtures"));
+        let model = Model::load(&fixtures.join("tokenizer-qwen2.gguf"), "x").unwrap();
+        assert_eq!((model.architecture.as_str(), model.max_context), ("llama", None));
+        assert_eq!(model.vocab_size, model.tokenizer.vocab_size(), "no embedding tells otherwise");
+        assert!(model.tokenizer.has_chat_template());
+
+        let path = fixtures.join("llama-f32.gguf");
+        let description = Description::read_gguf(&path).unwrap();
+        assert_eq!((description.vocab_size, description.max_position_embeddings), (Some(48), Some(64)));
+        let error = Model::load(&path, "x").unwrap_err();
+        assert!(format!("{error:#}").contains("tokenizer.ggml.model is \"none\""), "{error:#}");
+    }
+}

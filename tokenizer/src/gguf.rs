@@ -212,10 +212,17 @@ impl Vocabulary {
         if before.is_some() || after.is_some() {
             tokenizer.with_post_processor(Some(self.post_processor(before, after)));
         }
+        // Phi-3's signs take the white space after them along; its file does not say so, nor does any other.
+        let takes_space = |id: usize| {
+            let is_phi = gguf.get("general.architecture") == Some(Value::Text("phi3"));
+            let others = ["<unk>", "<s>", "<|endoftext|>"];
+            is_phi && self.kind == Kind::Pieces && !others.contains(&&*self.tokens[id])
+        };
         let added: Vec<AddedToken> = self
             .added()
             .map(|id| {
-                AddedToken::from(&*self.tokens[id], self.types[id] == TokenType::Control).normalized(false)
+                let is_special = self.types[id] == TokenType::Control;
+                AddedToken::from(&*self.tokens[id], is_special).normalized(false).rstrip(takes_space(id))
             })
             .collect();
         tokenizer.add_tokens(added).map_err(bad)?;

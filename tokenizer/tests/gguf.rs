@@ -108,6 +108,22 @@ fn settings_of_a_file_are_kept() {
 }
 
 #[test]
+fn signs_of_phi_3_take_the_space_after_them() {
+    let pieces = |architecture: &str| {
+        let writer = Writer::default()
+            .text("general.architecture", architecture)
+            .text("tokenizer.ggml.model", "llama")
+            .texts("tokenizer.ggml.tokens", ["<unk>", "<s>", "</s>", "<|user|>", "▁", "x", "▁x", "<0x0A>"])
+            .i32s("tokenizer.ggml.token_type", &[2, 3, 3, 3, 1, 1, 1, 6])
+            .f32s("tokenizer.ggml.scores", &[0.0, 0.0, 0.0, 0.0, -3.0, -2.0, -1.0, 0.0]);
+        let (tokenizer, _) = load(&writer).unwrap();
+        tokenizer.encode("<|user|>\n x", false).unwrap()
+    };
+    assert_eq!(pieces("phi3"), [3, 6]);
+    assert_eq!(pieces("llama"), [3, 4, 7, 6]);
+}
+
+#[test]
 fn files_without_a_usable_tokenizer_are_refused() {
     let check = |writer: Writer, expected: &str| {
         assert_eq!(load(&writer).unwrap_err(), format!("model.gguf is not valid: {expected}"));
@@ -160,5 +176,50 @@ fn files_without_a_usable_tokenizer_are_refused() {
     ] {
         let error = load(&writer).unwrap_err();
         assert!(error.contains(expected), "{error}");
+    }
+}
+
+/// Damage that leaves a container whole still has to be refused, or loaded as what it says.
+#[test]
+fn damaged_files_are_loaded_or_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    let mut random = 0x6775_6667u64;
+    let mut draw = |below: usize| {
+        // SplitMix64 (Steele et al. 2014).
+        random = random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut bits = random;
+        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((bits ^ (bits >> 31)) % below as u64) as usize
+    };
+    for name in ["llama", "qwen2"] {
+        let whole = fs::read(fixture(name)).unwrap();
+        let (mut num_loaded, mut num_refused) = (0, 0);
+        for _ in 0..400 {
+            let mut bytes = whole.clone();
+            for _ in 0..=draw(3) {
+                let at = draw(bytes.len() - 4);
+                match draw(3) {
+                    0 => bytes[at] ^= 1 << draw(8),
+                    1 => bytes[at] = draw(256) as u8,
+                    _ => bytes[at..at + 4].copy_from_slice(&(1u32 << draw(32)).to_le_bytes()),
+                }
+            }
+            fs::write(&path, bytes).unwrap();
+            let _ = GenerationDefaults::load(&path);
+            match Tokenizer::load(&path) {
+                Ok(tokenizer) => {
+                    num_loaded += 1;
+                    let ids = tokenizer.encode("Hello  <|start|> wörld\n<tool>", true).unwrap_or_default();
+                    tokenizer.decode(&ids, false);
+                }
+                Err(error) => {
+                    num_refused += 1;
+                    assert!(error.to_string().contains("model.gguf is not valid: "), "{error}");
+                }
+            }
+        }
+        assert!(num_loaded > 20 && num_refused > 20, "{name}: {num_loaded} loaded, {num_refused} refused");
     }
 }

@@ -30,6 +30,7 @@ const ROOMS: &[Room] = &[
             "baton-tokenizer",
             "baton-engine",
             "baton-model",
+            "baton-gguf",
             "baton-kv-cache",
         ],
         tests_use: &[],
