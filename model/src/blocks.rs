@@ -105,27 +105,27 @@ impl Block {
     fn unpack(&mut self, tensor_type: TensorType, bytes: &[u8]) {
         match tensor_type {
             TensorType::Q4_0 => {
-                self.scales[0] = half(bytes, 0);
+                self.scales[0] = f16_at(bytes, 0);
                 nibbles(&bytes[2..], &mut self.levels[..32]);
             }
             TensorType::Q4_1 => {
-                self.scales[0] = half(bytes, 0);
-                self.minima[0] = -half(bytes, 2);
+                self.scales[0] = f16_at(bytes, 0);
+                self.minima[0] = -f16_at(bytes, 2);
                 nibbles(&bytes[4..], &mut self.levels[..32]);
             }
             TensorType::Q5_0 => {
-                self.scales[0] = half(bytes, 0);
+                self.scales[0] = f16_at(bytes, 0);
                 nibbles(&bytes[6..], &mut self.levels[..32]);
                 fifth_bits(&bytes[2..6], &mut self.levels[..32]);
             }
             TensorType::Q5_1 => {
-                self.scales[0] = half(bytes, 0);
-                self.minima[0] = -half(bytes, 2);
+                self.scales[0] = f16_at(bytes, 0);
+                self.minima[0] = -f16_at(bytes, 2);
                 nibbles(&bytes[8..], &mut self.levels[..32]);
                 fifth_bits(&bytes[4..8], &mut self.levels[..32]);
             }
             TensorType::Q8_0 => {
-                self.scales[0] = half(bytes, 0);
+                self.scales[0] = f16_at(bytes, 0);
                 // Two's complement with its sign turned is the number plus 128.
                 self.levels.iter_mut().zip(&bytes[2..]).for_each(|(level, byte)| *level = byte ^ 0x80);
             }
@@ -154,7 +154,7 @@ impl Block {
 
     /// `scales[16] levels[64] scale minimum`; a byte of levels serves four groups of 32.
     fn unpack_q2k(&mut self, bytes: &[u8]) {
-        let (scale, minimum) = (half(bytes, 80), half(bytes, 82));
+        let (scale, minimum) = (f16_at(bytes, 80), f16_at(bytes, 82));
         for (group_idx, &packed) in bytes[..16].iter().enumerate() {
             self.scales[group_idx] = scale * f32::from(packed & 15);
             self.minima[group_idx] = minimum * f32::from(packed >> 4);
@@ -168,7 +168,7 @@ impl Block {
     /// four, and are centred on 32.
     fn unpack_q3k(&mut self, bytes: &[u8]) {
         let (low, high) = bytes[96..108].split_at(8);
-        let scale = half(bytes, 108);
+        let scale = f16_at(bytes, 108);
         for group_idx in 0..16 {
             let low = low[group_idx % 8] >> (group_idx / 8 * 4) & 15;
             let high = high[group_idx % 4] >> (group_idx / 4 * 2) & 3;
@@ -182,7 +182,7 @@ impl Block {
     /// `low bits[128] high bits[64] scales[16] scale`; halves of 128 numbers, in which a byte of low bits serves
     /// numbers 64 apart and a byte of high bits numbers 32 apart.
     fn unpack_q6k(&mut self, bytes: &[u8]) {
-        let scale = half(bytes, 208);
+        let scale = f16_at(bytes, 208);
         for (group_idx, &stored) in bytes[192..208].iter().enumerate() {
             self.scales[group_idx] = scale * f32::from(stored as i8);
         }
@@ -198,7 +198,7 @@ impl Block {
     /// bits of bytes 0 to 3 and 4 to 7; of the others the low four bits are in bytes 8 to 11, the high two on top of
     /// the first four.
     fn six_bit_scales(&mut self, bytes: &[u8]) {
-        let (scale, minimum, packed) = (half(bytes, 0), half(bytes, 2), &bytes[4..16]);
+        let (scale, minimum, packed) = (f16_at(bytes, 0), f16_at(bytes, 2), &bytes[4..16]);
         for group_idx in 0..8 {
             let (six_bit_scale, six_bit_minimum) = if group_idx < 4 {
                 (packed[group_idx] & 63, packed[group_idx + 4] & 63)
@@ -212,7 +212,7 @@ impl Block {
     }
 }
 
-fn half(bytes: &[u8], at: usize) -> f32 {
+fn f16_at(bytes: &[u8], at: usize) -> f32 {
     half::f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
 }
 

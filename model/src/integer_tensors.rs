@@ -19,6 +19,7 @@ pub(crate) struct IntegerTensors {
     /// If not the middle for all.
     pub(crate) zeros: Option<Zeros>,
     pub(crate) groups: Groups,
+    pub(crate) num_groups: usize,
 }
 
 /// Which numbers of a row share a scale.
@@ -108,6 +109,18 @@ impl IntegerTensors {
                 }
             }
         }
+    }
+
+    /// Forgets zeros that are all in the middle: symmetric methods write them, too.
+    pub(crate) fn without_needless_zeros(mut self, rows: usize) -> IntegerTensors {
+        let middle = f32::from(self.width.middle());
+        let num_groups = self.num_groups;
+        let are_middle =
+            (0..rows).all(|row_idx| (0..num_groups).all(|group| self.zero(row_idx, group) == middle));
+        if are_middle {
+            self.zeros = None;
+        }
+        self
     }
 
     fn zero(&self, row_idx: usize, group: usize) -> f32 {

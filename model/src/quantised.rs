@@ -167,6 +167,10 @@ pub(crate) fn take(
         }
         _ => return Ok(None),
     };
+    let stored = match stored {
+        Stored::Integers(tensors) => Stored::Integers(tensors.without_needless_zeros(rows)),
+        other => other,
+    };
     Ok(Some(Matrix::new(rows, cols, stored, RowOrder::AsIs)))
 }
 
@@ -220,6 +224,7 @@ impl Taker<'_> {
             scales: Table { row_stride: 1, col_stride: rows, ..table(scales) },
             zeros: zeros.map(|zeros| Zeros { levels: field(zeros), offset: 0 }),
             groups: Groups::InOrder(cols / num_groups),
+            num_groups,
         })
     }
 
@@ -252,6 +257,7 @@ impl Taker<'_> {
                 offset: zero_offset,
             }),
             groups: self.groups("g_idx", num_groups)?,
+            num_groups,
         })
     }
 
@@ -301,6 +307,7 @@ impl Taker<'_> {
             scales,
             zeros,
             groups: self.groups("weight_g_idx", num_groups)?,
+            num_groups,
         })
     }
 
@@ -320,6 +327,7 @@ impl Taker<'_> {
             scales,
             zeros,
             groups: self.groups("weight_g_idx", num_groups)?,
+            num_groups,
         })
     }
 

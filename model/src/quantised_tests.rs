@@ -19,7 +19,7 @@ const CASES: &[(&str, Option<(usize, bool)>)] = &[
     ("gptq-4", Some((32, true))),
     ("gptq-4-act-order", None),
     ("gptq-4-v2", None),
-    ("gptq-8-rows", Some((128, true))),
+    ("gptq-8-rows", Some((128, false))),
     ("packed-4-act-order", None),
     ("packed-4-groups", Some((32, false))),
     ("packed-4-rows", Some((128, false))),

@@ -353,10 +353,10 @@ impl Checkpoint {
         architecture: &str,
         ignore: impl Fn(&str) -> bool,
     ) -> Result<(), LoadError> {
-        // Quantising wrote biases where there were none.
+        // Quantising wrote biases where there were none, and zeros of what needs none.
         let is_nothing = |name: &str, tensor: &Tensor| {
             self.quantisation.is_some()
-                && name.ends_with(".bias")
+                && (name.ends_with(".bias") || name.ends_with(".weight_zero_point"))
                 && tensor.span.iter().all(|byte| *byte == 0)
         };
         let is_left =
