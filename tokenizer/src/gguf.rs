@@ -37,6 +37,10 @@ const NAMED_TOKENS: &[(&str, &str, Option<usize>)] = &[
     ("tokenizer.ggml.mask_token_id", "mask_token", None),
 ];
 
+/// Looking for the ways to make a piece of two takes time that grows with the square of its length. Real ones have at
+/// most a few dozen bytes.
+const MAX_PIECE_BYTES: usize = 512;
+
 /// Tokens that end a turn. Many files say so of one of them only, where `generation_config.json` lists them all.
 const TURN_ENDS: &[&str] =
     &["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"];
@@ -250,7 +254,10 @@ impl Vocabulary {
             return Err(gguf.refuse(SCORES, "one for each token"));
         }
         let mut merges = vec![];
-        let made_of_two = |id: &usize| !matches!(self.types[*id], TokenType::Control | TokenType::Byte);
+        let made_of_two = |id: &usize| {
+            let is_text = !matches!(self.types[*id], TokenType::Control | TokenType::Byte);
+            is_text && self.tokens[*id].len() <= MAX_PIECE_BYTES
+        };
         for (id, score) in scores.iter().enumerate().filter(|(id, _)| made_of_two(id)) {
             let token = &self.tokens[id];
             let score = score.as_float().ok_or_else(|| gguf.refuse(SCORES, "numbers"))?;
