@@ -73,6 +73,10 @@ tensor_types! {
     Q5K = 13, "Q5_K", 256 in 176;
     /// Six bits; a scale of eight bits for 16.
     Q6K = 14, "Q6_K", 256 in 210;
+    /// Four bits that choose among sixteen levels; a scale for 32.
+    Iq4Nl = 20, "IQ4_NL", 32 in 18;
+    /// Four bits that choose among sixteen levels; a scale of six bits for 32.
+    Iq4Xs = 23, "IQ4_XS", 256 in 136;
 }
 
 /// Types that exist and that nobody here reads, so that a refusal can name them.
@@ -83,10 +87,8 @@ const OTHERS: &[(u32, &str)] = &[
     (17, "IQ2_XS"),
     (18, "IQ3_XXS"),
     (19, "IQ1_S"),
-    (20, "IQ4_NL"),
     (21, "IQ3_S"),
     (22, "IQ2_S"),
-    (23, "IQ4_XS"),
     (24, "I8"),
     (25, "I16"),
     (26, "I32"),

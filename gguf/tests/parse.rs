@@ -155,7 +155,8 @@ fn lies_are_refused() {
         )
     };
     let values = "expected a scalar, a text, or an array of these";
-    let types = "expected one of F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K";
+    let types = "expected one of F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, \
+                 IQ4_NL, IQ4_XS";
     check_refusal(&with(13, &[0; 8]), &format!("k is of type 13, {values}"));
     check_refusal(
         &Writer::default().array("k", 9, 1, &[0; 32]).finish(),

@@ -9,6 +9,8 @@ use crate::integers::{IntegerFormat, IntegerRow, IntegerWidth};
 
 const MAX_BLOCK_LEN: usize = 256;
 const MAX_GROUPS: usize = 16;
+/// The levels that the four bits of the IQ4 types choose among, with 128 for zero.
+const IQ4_LEVELS: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
 
 /// What the blocks of a type are made of.
 struct Layout {
@@ -23,7 +25,7 @@ fn layout(tensor_type: TensorType) -> Layout {
     let (group, middle, has_minima) = match tensor_type {
         TensorType::Q4_0 => (32, 8, false),
         TensorType::Q5_0 => (32, 16, false),
-        TensorType::Q8_0 => (32, 128, false),
+        TensorType::Q8_0 | TensorType::Iq4Nl | TensorType::Iq4Xs => (32, 128, false),
         TensorType::Q4_1 | TensorType::Q5_1 | TensorType::Q4K | TensorType::Q5K => (32, 0, true),
         TensorType::Q2K => (16, 0, true),
         TensorType::Q3K => (16, 4, false),
@@ -148,8 +150,29 @@ impl Block {
                 }
             }
             TensorType::Q6K => self.unpack_q6k(bytes),
+            TensorType::Iq4Nl => {
+                self.scales[0] = f16_at(bytes, 0);
+                nibbles(&bytes[2..], &mut self.levels[..32]);
+                self.choose_levels(32);
+            }
+            TensorType::Iq4Xs => {
+                let scale = f16_at(bytes, 0);
+                for group_idx in 0..8 {
+                    let low = bytes[4 + group_idx / 2] >> (group_idx % 2 * 4) & 15;
+                    let high = bytes[2 + group_idx / 4] >> (group_idx % 4 * 2) & 3;
+                    self.scales[group_idx] = scale * f32::from((low | high << 4) as i8 - 32);
+                }
+                for (pair, levels) in bytes[8..].chunks_exact(16).zip(self.levels.chunks_exact_mut(32)) {
+                    nibbles(pair, levels);
+                }
+                self.choose_levels(256);
+            }
             TensorType::F32 | TensorType::F16 | TensorType::Bf16 => unreachable!("floats have no blocks"),
         }
+    }
+
+    fn choose_levels(&mut self, num: usize) {
+        self.levels[..num].iter_mut().for_each(|level| *level = IQ4_LEVELS[usize::from(*level)]);
     }
 
     /// `scales[16] levels[64] scale minimum`; a byte of levels serves four groups of 32.

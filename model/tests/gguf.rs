@@ -137,8 +137,16 @@ impl Published {
     }
 }
 
+/// How a file keeps experts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Experts {
+    Stacked,
+    /// As early files did.
+    Apart,
+}
+
 /// What a converter makes of a model directory.
-fn converted(dir: &Path, architecture: &str) -> Writer {
+fn converted(dir: &Path, architecture: &str, kept: Experts) -> Writer {
     let text = fs::read(dir.join("config.json")).unwrap();
     let config: serde_json::Value = serde_json::from_slice(&text).unwrap();
     let key = |key: &str| format!("{architecture}.{key}");
@@ -266,6 +274,13 @@ fn converted(dir: &Path, architecture: &str) -> Writer {
         writer = writer.tensor(&name, tensor.tensor_type, &tensor.shape, &tensor.data);
     }
     for (name, members) in experts {
+        if kept == Experts::Apart {
+            for (expert_idx, member) in members.iter().enumerate() {
+                let name = name.replace("_exps", &format!(".{expert_idx}"));
+                writer = writer.tensor(&name, member.tensor_type, &member.shape, &member.data);
+            }
+            continue;
+        }
         let shape = [&[members.len()], &members[0].shape[..]].concat();
         let data: Vec<u8> = members.iter().flat_map(|member| member.data.clone()).collect();
         writer = writer.tensor(&name, members[0].tensor_type, &shape, &data);
@@ -281,23 +296,24 @@ fn write(dir: &tempfile::TempDir, bytes: &[u8]) -> PathBuf {
 
 #[test]
 fn conversion_changes_no_bit_of_a_logit() {
-    for (name, architecture) in [
-        ("llama", "llama"),
-        ("llama-bf16-sharded", "llama"),
-        ("llama-rope-linear", "llama"),
-        ("llama-rope-yarn", "llama"),
-        ("mixtral", "llama"),
-        ("qwen2", "qwen2"),
-        ("qwen3", "qwen3"),
-        ("gemma2", "gemma2"),
-        ("gemma3", "gemma3"),
-        ("gemma3-legacy-linear", "gemma3"),
-        ("phi3", "phi3"),
-        ("phi3-partial-rotary", "phi3"),
+    for (name, architecture, experts) in [
+        ("llama", "llama", Experts::Stacked),
+        ("llama-bf16-sharded", "llama", Experts::Stacked),
+        ("llama-rope-linear", "llama", Experts::Stacked),
+        ("llama-rope-yarn", "llama", Experts::Stacked),
+        ("mixtral", "llama", Experts::Stacked),
+        ("mixtral", "llama", Experts::Apart),
+        ("qwen2", "qwen2", Experts::Stacked),
+        ("qwen3", "qwen3", Experts::Stacked),
+        ("gemma2", "gemma2", Experts::Stacked),
+        ("gemma3", "gemma3", Experts::Stacked),
+        ("gemma3-legacy-linear", "gemma3", Experts::Stacked),
+        ("phi3", "phi3", Experts::Stacked),
+        ("phi3-partial-rotary", "phi3", Experts::Stacked),
     ] {
         let dir = Path::new(PARITY).join(name);
         let (original, files) = (open(&dir), tempfile::tempdir().unwrap());
-        let copy = open(&write(&files, &converted(&dir, architecture).finish()));
+        let copy = open(&write(&files, &converted(&dir, architecture, experts).finish()));
         assert_eq!(copy.config().decoder.rope_text(), original.config().decoder.rope_text(), "{name}");
         assert_eq!(copy.config().architecture, original.config().architecture, "{name}");
         assert_eq!(copy.config().context_length, original.config().context_length, "{name}");
@@ -402,7 +418,7 @@ fn tensors_that_do_not_fit_are_refused() {
         &of_shape("rope_freqs.weight", &[3]),
         "tensor rope_freqs.weight has shape [3], expected [2]",
     );
-    let whole = converted(&Path::new(PARITY).join("llama"), "llama");
+    let whole = converted(&Path::new(PARITY).join("llama"), "llama", Experts::Stacked);
     check_refusal(
         &whole.tensor("blk.0.attn_q_norm.weight", TensorType::F32, &[12], &[0; 48]).finish(),
         "tensor blk.0.attn_q_norm.weight is not part of LlamaForCausalLM, expected none by this name",

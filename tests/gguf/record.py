@@ -13,10 +13,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 FIXTURES = Path(__file__).parent / "fixtures"
+# The package can write the first, and only read the others.
 TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0]
-K_TYPES = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
+READ_TYPES = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS]
 # Where the scale of a block lies in it, and its minimum if it has one.
-HALVES = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}
+HALVES = {
+    Type.Q2_K: (80, 82),
+    Type.Q3_K: (108,),
+    Type.Q4_K: (0, 2),
+    Type.Q5_K: (0, 2),
+    Type.Q6_K: (208,),
+    Type.IQ4_NL: (0,),
+    Type.IQ4_XS: (0,),
+}
 VOCAB = 48
 PROMPT_LEN = 21
 
@@ -82,7 +91,7 @@ def record_types():
     """One tensor of every type, and what the reference implementation reads from it."""
     random = np.random.default_rng(1)
     writer = gguf.GGUFWriter(FIXTURES / "types.gguf", "none")
-    for kind in TYPES + K_TYPES:
+    for kind in TYPES + READ_TYPES:
         if kind in TYPES:
             data = gguf.quants.quantize(random.standard_normal((3, 64), dtype=np.float32), kind)
         else:
