@@ -10,7 +10,7 @@ use std::path::Path;
 use baton_gguf::{Gguf, GgufError, GgufFile, TensorType, Value};
 use serde_json::{Map, json};
 
-use crate::architecture;
+use crate::architecture::{self, MAX_LAYERS};
 use crate::fields::Fields;
 use crate::matrix::RowOrder;
 use crate::rope::RopeScaling;
@@ -143,7 +143,8 @@ fn config_object(gguf: &Gguf<'_>, name: &str) -> Map<String, serde_json::Value> 
     }
     // A list of layers, of which the true ones slide.
     if let Some(pattern) = get("attention.sliding_window_pattern").and_then(Value::as_array) {
-        let kinds = pattern.iter().map(|slides| match slides {
+        // One for each layer, or it is refused: no need to write down millions.
+        let kinds = pattern.iter().take(MAX_LAYERS + 1).map(|slides| match slides {
             Value::Bool(false) | Value::Unsigned(0) | Value::Signed(0) => "full_attention",
             _ => "sliding_attention",
         });

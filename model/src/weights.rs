@@ -299,7 +299,7 @@ impl Checkpoint {
         Ok(Matrix::new(rows, cols, stored, order))
     }
 
-    /// The type of a tensor that is no float, or is one; `None` if there is no such tensor.
+    /// The type of a tensor of a directory; `None` if there is no such tensor.
     pub(crate) fn dtype_of(&self, name: &str) -> Option<Dtype> {
         match self.tensors.get(name)?.dtype {
             StoredDtype::Float(FloatDtype::F32) => Some(Dtype::F32),
