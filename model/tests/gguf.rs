@@ -323,6 +323,45 @@ fn conversion_changes_no_bit_of_a_logit() {
     }
 }
 
+/// The same file with its blocks of eight bits widened.
+fn widened(gguf: &Gguf<'_>, bytes: &[u8]) -> Writer {
+    let mut writer = Writer::default();
+    for (key, value) in gguf.metadata() {
+        writer = match value {
+            Value::Unsigned(number) => writer.u32(key, *number as u32),
+            Value::Float(number) => writer.f32(key, *number as f32),
+            Value::Text(text) => writer.text(key, text),
+            _ => writer,
+        };
+    }
+    for (name, tensor) in gguf.tensors() {
+        let data = &bytes[tensor.start..][..tensor.size_bytes];
+        if tensor.tensor_type != TensorType::Q8_0 {
+            writer = writer.tensor(name, tensor.tensor_type, &tensor.shape, data);
+            continue;
+        }
+        let numbers = data.chunks_exact(34).flat_map(|block| {
+            let scale = half::f16::from_le_bytes([block[0], block[1]]).to_f32();
+            block[2..].iter().map(move |level| scale * f32::from(*level as i8))
+        });
+        let data: Vec<u8> = numbers.flat_map(f32::to_le_bytes).collect();
+        writer = writer.tensor(name, TensorType::F32, &tensor.shape, &data);
+    }
+    writer
+}
+
+#[test]
+fn integers_compute_what_their_numbers_compute() {
+    for name in ["llama-q8_0", "mixtral-q8_0", "qwen3-q8_0", "gemma3-q8_0"] {
+        let path = Path::new(FIXTURES).join(format!("{name}.gguf"));
+        let bytes = fs::read(&path).unwrap();
+        let files = tempfile::tempdir().unwrap();
+        let numbers = write(&files, &widened(&Gguf::parse(&bytes).unwrap(), &bytes).finish());
+        let prompt: Vec<u32> = (0..20).map(|idx| (idx * 37 + 5) % 48).collect();
+        assert_eq!(logits(&open(&path), &prompt), logits(&open(&numbers), &prompt), "{name}");
+    }
+}
+
 /// The refusal of a file with these bytes, without the temporary directory's name.
 fn refusal(bytes: &[u8]) -> String {
     let dir = tempfile::tempdir().unwrap();
