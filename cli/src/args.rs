@@ -40,8 +40,8 @@ pub enum Command {
 
 #[derive(Debug, Args)]
 pub struct UpArgs {
-    /// Directory of a Hugging Face model. Without it: a tiny model that is part of this program.
-    pub model_dir: Option<PathBuf>,
+    /// Directory of a Hugging Face model, or a .gguf file. Without it: a tiny model that is part of this program.
+    pub model: Option<PathBuf>,
     /// Port of the HTTP and gRPC API.
     #[arg(long, default_value_t = 8080, env = "BATON_PORT")]
     pub port: u16,
@@ -133,10 +133,10 @@ pub struct WorkerArgs {
 /// Which model, and under which name.
 #[derive(Clone, Debug, Args)]
 pub struct ModelArgs {
-    /// Directory of a Hugging Face model. Without it: a tiny model that is part of this program.
-    #[arg(long, value_name = "DIR", env = "BATON_MODEL")]
+    /// Directory of a Hugging Face model, or a .gguf file. Without it: a tiny model that is part of this program.
+    #[arg(long, value_name = "DIR|FILE", env = "BATON_MODEL")]
     pub model: Option<PathBuf>,
-    /// Name that clients ask for. Default: the directory's name.
+    /// Name that clients ask for. Default: the directory's name, or the file's without .gguf.
     #[arg(long, value_name = "NAME", env = "BATON_MODEL_NAME")]
     pub model_name: Option<String>,
 }
@@ -230,8 +230,8 @@ pub struct EngineArgs {
     /// as in int4:64. Half or a quarter of the memory of bf16, and as much faster per token.
     #[arg(long, value_name = "TYPE", env = "BATON_QUANTIZE")]
     pub quantize: Option<Quantisation>,
-    /// How activations meet weights in bf16: auto takes what is faster on this processor, f32 rounds nothing, bf16 needs
-    /// a processor with avx512_bf16.
+    /// How activations meet weights in bf16: auto takes what is faster on this processor, f32 rounds nothing (and widens
+    /// the integers of quantised files), bf16 needs a processor with avx512_bf16.
     #[arg(long, value_name = "TYPE", default_value = "auto", value_parser = parse_activations, env = "BATON_ACTIVATIONS")]
     pub activations: Activations,
     /// Directory for weights in the layout of the kernels, one copy for all processes of this host; "none": each

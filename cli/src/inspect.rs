@@ -1,6 +1,6 @@
 //! `baton inspect`: what a model costs, on paper, with the formulas.
 //!
-//! Reads `config.json` and the sizes of files, never a weight. The numbers come from
+//! Reads `config.json` or a GGUF file's metadata, and the sizes of files, never a weight. The numbers come from
 //! [`baton_model::cost`]; here they are only asked for and printed.
 
 use std::{
@@ -16,7 +16,6 @@ use baton_model::{
     cost::{DeviceSpeed, ModelCost, StepCost},
 };
 use clap::{Args, ValueEnum};
-use serde_json::Value;
 
 use crate::{args::parse_kv_dtype, embedded_model};
 
@@ -28,9 +27,10 @@ no time is counted for the network, for queues or for sampling.";
 #[derive(Debug, Args)]
 #[command(after_help = NOTES)]
 pub(crate) struct InspectArgs {
-    /// Directory of a Hugging Face model; config.json is enough. Without it: the tiny model of this program.
-    pub(crate) model_dir: Option<PathBuf>,
-    /// Type of the weights: f32, f16 or bf16. Default: as config.json says.
+    /// Directory of a Hugging Face model, of which config.json is enough, or a .gguf file. Without it: the tiny
+    /// model of this program.
+    pub(crate) model: Option<PathBuf>,
+    /// Type of the weights: f32, f16 or bf16. Default: as the model says.
     #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
     pub(crate) dtype: Option<FloatDtype>,
     /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: that of the weights.
@@ -110,42 +110,26 @@ fn parse_dtype(name: &str) -> Result<FloatDtype, String> {
 
 /// Prints what the model costs.
 pub(crate) fn run(args: InspectArgs) -> anyhow::Result<()> {
-    let dir = match &args.model_dir {
-        Some(dir) => dir.clone(),
+    let model = match &args.model {
+        Some(model) => model.clone(),
         None => embedded_model::directory()?,
     };
-    let config = ModelConfig::load(&dir)?;
-    let weight_dtype = match args.dtype {
-        Some(dtype) => dtype,
-        None => stated_dtype(&dir)?,
-    };
+    let config = ModelConfig::load(&model)?;
+    let weight_dtype = args.dtype.unwrap_or(config.dtype);
     let inspection = Inspection::new(&config, weight_dtype, &args)?;
-    print!("{} in {}\n\n{inspection}", config.architecture, dir.display());
-    if let Some(bytes) = weight_file_bytes(&dir)? {
+    print!("{} in {}\n\n{inspection}", config.architecture, model.display());
+    if let Some(bytes) = weight_file_bytes(&model)? {
         println!("\nThe weight files here hold {}.", bytes_text(bytes as f64));
     }
     Ok(())
 }
 
-/// `dtype` or, in older files, `torch_dtype` of `config.json`; bf16 if it is silent or names another type.
-fn stated_dtype(dir: &Path) -> anyhow::Result<FloatDtype> {
-    let path = dir.join("config.json");
-    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-    let config: Value =
-        serde_json::from_str(&text).with_context(|| format!("{} is not JSON", path.display()))?;
-    let configs = [&config, &config["text_config"]];
-    let name =
-        configs.iter().flat_map(|config| [&config["dtype"], &config["torch_dtype"]]).find_map(Value::as_str);
-    Ok(match name {
-        Some("float32") => FloatDtype::F32,
-        Some("float16") => FloatDtype::F16,
-        _ => FloatDtype::Bf16,
-    })
-}
-
 /// `None` if there are none.
-fn weight_file_bytes(dir: &Path) -> anyhow::Result<Option<u64>> {
-    let entries = fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))?;
+fn weight_file_bytes(model: &Path) -> anyhow::Result<Option<u64>> {
+    if !model.is_dir() {
+        return Ok(Some(fs::metadata(model)?.len()));
+    }
+    let entries = fs::read_dir(model).with_context(|| format!("cannot list {}", model.display()))?;
     let mut total = None;
     for entry in entries {
         let entry = entry?;
@@ -461,7 +445,7 @@ mod tests {
 
     fn args() -> InspectArgs {
         InspectArgs {
-            model_dir: None,
+            model: None,
             dtype: None,
             kv_dtype: None,
             device: Device::H100,
@@ -544,19 +528,5 @@ mod tests {
         assert_eq!(time_text(0.000_045_3), "45.3 us");
         assert_eq!(time_text(0.0453), "45.3 ms");
         assert_eq!(time_text(75.0), "75.00 s");
-    }
-
-    #[test]
-    fn stated_type_is_found_under_either_name() {
-        let dir = tempfile::tempdir().unwrap();
-        for (json, expected) in [
-            (r#"{"torch_dtype": "float16"}"#, FloatDtype::F16),
-            (r#"{"dtype": "float32"}"#, FloatDtype::F32),
-            (r#"{"text_config": {"dtype": "float16"}}"#, FloatDtype::F16),
-            ("{}", FloatDtype::Bf16),
-        ] {
-            fs::write(dir.path().join("config.json"), json).unwrap();
-            assert_eq!(stated_dtype(dir.path()).unwrap(), expected, "{json}");
-        }
     }
 }

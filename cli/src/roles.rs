@@ -22,9 +22,9 @@ use crate::{
 /// Runs a router.
 pub async fn router(args: RouterArgs) -> anyhow::Result<()> {
     let _telemetry = init_telemetry(&args.log, "baton-router", &args.listen.to_string())?;
-    let (model_dir, model_name) = model(&args.model)?;
+    let (model, model_name) = model(&args.model)?;
     let discovery = discovery(&args.discovery, String::new(), args.workers)?;
-    let mut config = RouterConfig::new(model_dir, model_name, discovery);
+    let mut config = RouterConfig::new(model, model_name, discovery);
     config.listen = args.listen;
     config.max_requests = args.max_requests;
     config.policy.local_prefill_below = args.local_prefill_below;
@@ -50,9 +50,9 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     };
     let id = args.id.unwrap_or_else(|| format!("{name}-{}-{}", host_name(), std::process::id()));
     let telemetry = init_telemetry(&args.log, service, &id)?;
-    let (model_dir, model_name) = model(&args.model)?;
+    let (model, model_name) = model(&args.model)?;
     let discovery = discovery(&args.discovery, args.router, Vec::new())?;
-    let mut config = WorkerConfig::new(role, WorkerId::from(id), model_dir, discovery);
+    let mut config = WorkerConfig::new(role, WorkerId::from(id), model, discovery);
     config.model_name = Some(model_name);
     config.listen = args.listen;
     config.advertise = args.advertise;
@@ -101,18 +101,13 @@ fn init_telemetry(args: &LogArgs, service: &str, instance: &str) -> anyhow::Resu
 
 /// Directory and name of the model: the given one, or the embedded one.
 fn model(args: &ModelArgs) -> anyhow::Result<(PathBuf, String)> {
-    let Some(dir) = &args.model else {
+    let Some(model) = &args.model else {
         let name = args.model_name.clone().unwrap_or_else(|| embedded_model::NAME.to_owned());
         return Ok((embedded_model::directory()?, name));
     };
-    let dir = dir.canonicalize().with_context(|| format!("model directory {}", dir.display()))?;
-    let name = match &args.model_name {
-        Some(name) => name.clone(),
-        None => {
-            dir.file_name().map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
-        }
-    };
-    Ok((dir, name))
+    let model = model.canonicalize().with_context(|| format!("model {}", model.display()))?;
+    let name = args.model_name.clone().unwrap_or_else(|| baton_worker::name_of(&model));
+    Ok((model, name))
 }
 
 fn discovery(args: &DiscoveryArgs, router: String, workers: Vec<String>) -> anyhow::Result<DiscoveryConfig> {

@@ -7,6 +7,9 @@ use crate::fields::Fields;
 use crate::rope::{RopeScaling, RopeSpec};
 use crate::spec::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
 
+/// More are a mistake.
+pub(crate) const MAX_LAYERS: usize = 4096;
+
 /// One row per architecture: what its name implies before any field is read.
 struct Family {
     name: &'static str,
@@ -231,8 +234,8 @@ fn layers(
     head_dim: usize,
 ) -> Result<(Vec<RopeSpec>, Vec<LayerSpec>), LoadError> {
     let num_layers = fields.need_size("num_hidden_layers")?;
-    if num_layers > 4096 {
-        return Err(fields.refuse("num_hidden_layers", "at most 4096"));
+    if num_layers > MAX_LAYERS {
+        return Err(fields.refuse("num_hidden_layers", format!("at most {MAX_LAYERS}")));
     }
     let dual_rope = family.gemma && family.qk_norm;
     let ropes = ropes(fields, family, head_dim, dual_rope)?;

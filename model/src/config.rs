@@ -1,16 +1,18 @@
-//! `config.json` of a Hugging Face model directory.
+//! What a model is: `config.json` of a Hugging Face directory, or the metadata of a GGUF file.
 //!
 //! Fields that change what a model means are either understood or refused. It knows no weights.
 
 use std::path::Path;
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use crate::architecture;
 use crate::fields::{Fields, parse_object};
-use crate::{DecoderSpec, LoadError};
+use crate::gguf;
+use crate::quantised::Quantisation;
+use crate::{DecoderSpec, FloatDtype, LoadError};
 
-/// What `config.json` says.
+/// What `config.json`, or a GGUF file's metadata, says.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// "LlamaForCausalLM".
@@ -21,17 +23,24 @@ pub struct ModelConfig {
     pub eos_token_ids: Vec<u32>,
     /// The token that begins a text.
     pub bos_token_id: Option<u32>,
+    /// The type in which weights are stored, or of the scales of integers that are.
+    pub dtype: FloatDtype,
+    /// How the weights of a directory were quantised, if they were.
+    pub(crate) quantisation: Option<Quantisation>,
     /// The decoder.
     pub decoder: DecoderSpec,
 }
 
 impl ModelConfig {
-    /// Reads `config.json` in `dir`.
+    /// Reads `config.json` of the directory `model`, or the metadata of the GGUF file `model`.
     ///
     /// # Errors
     /// When it is missing, broken, or describes what the decoder cannot compute.
-    pub fn load(dir: &Path) -> Result<ModelConfig, LoadError> {
-        let path = dir.join("config.json");
+    pub fn load(model: &Path) -> Result<ModelConfig, LoadError> {
+        if !model.is_dir() {
+            return gguf::load_config(model);
+        }
+        let path = model.join("config.json");
         let text = std::fs::read(&path).map_err(|source| LoadError::io(&path, source))?;
         ModelConfig::parse(&path, &text)
     }
@@ -43,13 +52,14 @@ impl ModelConfig {
     pub fn parse(path: &Path, text: &[u8]) -> Result<ModelConfig, LoadError> {
         let object = parse_object(path, text)?;
         let fields = Fields::new(path, &object);
-        refuse_quantised(&fields)?;
         let architecture = name_of(&fields)?;
         Ok(ModelConfig {
             // The decoder first: it knows whether the architecture is supported at all.
             context_length: architecture::context_length(&architecture, &fields)?,
             eos_token_ids: fields.token_ids("eos_token_id")?,
             bos_token_id: fields.token_ids("bos_token_id")?.first().copied(),
+            dtype: stated_dtype(&fields)?,
+            quantisation: Quantisation::read(&fields)?,
             decoder: architecture::decoder(&architecture, &fields)?,
             architecture,
         })
@@ -70,17 +80,31 @@ fn name_of(fields: &Fields<'_>) -> Result<String, LoadError> {
     }
 }
 
-fn refuse_quantised(fields: &Fields<'_>) -> Result<(), LoadError> {
-    for field in ["quantization_config", "compression_config"] {
-        if let Some(value) = fields.get(field) {
-            let empty = Map::new();
-            let object = value.as_object().unwrap_or(&empty);
-            let method = ["quant_method", "quant_algo", "format"]
-                .iter()
-                .find_map(|key| object.get(*key).and_then(Value::as_str))
-                .unwrap_or(field);
-            return Err(LoadError::Quantised { path: fields.path(), method: method.to_owned() });
+/// `dtype` or, in older files, `torch_dtype`; bf16 if neither is there or names another type.
+fn stated_dtype(fields: &Fields<'_>) -> Result<FloatDtype, LoadError> {
+    let name = fields.text("dtype")?.or(fields.text("torch_dtype")?);
+    Ok(match name {
+        Some("float32") => FloatDtype::F32,
+        Some("float16") => FloatDtype::F16,
+        _ => FloatDtype::Bf16,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stated_type_is_found_under_either_name() {
+        let path = Path::new("config.json");
+        for (json, expected) in [
+            (r#"{"torch_dtype": "float16"}"#, FloatDtype::F16),
+            (r#"{"dtype": "float32"}"#, FloatDtype::F32),
+            (r#"{"dtype": "float8_e4m3fn"}"#, FloatDtype::Bf16),
+            ("{}", FloatDtype::Bf16),
+        ] {
+            let object = parse_object(path, json.as_bytes()).unwrap();
+            assert_eq!(stated_dtype(&Fields::new(path, &object)).unwrap(), expected, "{json}");
         }
     }
-    Ok(())
 }

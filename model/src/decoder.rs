@@ -1,9 +1,14 @@
 //! The tensors of a [`DecoderSpec`], found by their published names.
 
+use baton_kv_cache::KvDtype;
+
+use crate::LoadError;
+use crate::gguf::ROPE_DIVISORS;
+use crate::matrix::Matrix;
 use crate::packed::{PackedMatrix, Packer, Rounding};
+use crate::quantised::is_about_activations;
 use crate::spec::{DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
-use crate::weights::{Checkpoint, Matrix};
-use crate::{FloatDtype, LoadError};
+use crate::weights::Checkpoint;
 
 /// Weights in the order in which the forward pass needs them.
 #[derive(Debug)]
@@ -13,8 +18,8 @@ pub(crate) struct DecoderWeights {
     pub(crate) layers: Vec<LayerWeights>,
     pub(crate) norm: Vec<f32>,
     pub(crate) head: PackedMatrix,
-    /// Type of the head in its file.
-    pub(crate) dtype: FloatDtype,
+    /// The type of KV that goes with them.
+    pub(crate) kv_dtype: KvDtype,
 }
 
 #[derive(Debug)]
@@ -70,13 +75,22 @@ pub(crate) fn take_weights(
     } else {
         (Some(embedding), from.take("lm_head.weight", &[spec.vocab_size, spec.hidden_size])?)
     };
-    let dtype = head.dtype;
-    Ok(DecoderWeights { embedding, layers, norm, dtype, head: packer.add(vec![head], Rounding::EightBits) })
+    let kv_dtype = head.kv_dtype();
+    Ok(DecoderWeights {
+        embedding,
+        layers,
+        norm,
+        head: packer.add(vec![head], Rounding::EightBits),
+        kv_dtype,
+    })
 }
 
-/// Tensors that may be left over: buffers that old versions saved, and a tied head saved twice.
+/// Tensors that may be left over: buffers that old versions saved, what the configuration has taken in, and a tied
+/// head saved twice.
 pub(crate) fn is_redundant(spec: &DecoderSpec, name: &str) -> bool {
     name.ends_with("rotary_emb.inv_freq")
+        || name == ROPE_DIVISORS
+        || is_about_activations(name)
         || name.ends_with("masked_bias")
         || (spec.tied_head && name == "lm_head.weight")
 }
@@ -143,7 +157,8 @@ impl Taker<'_> {
                 };
                 let router = [("gate", num_experts)];
                 let router = self.rounded(&format!("{block}."), &router, hidden, false, Rounding::Never)?;
-                let mut experts = Vec::with_capacity(num_experts);
+                // Nothing is reserved by a number that no tensor has confirmed yet.
+                let mut experts = Vec::new();
                 for expert_idx in 0..num_experts {
                     let name = format!("{block}.experts.{expert_idx}.");
                     experts.push(DenseMlp {

@@ -2,7 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-/// A model directory was refused. Nothing about it gets better by trying again.
+use baton_gguf::GgufError;
+
+/// A model was refused. Nothing about it gets better by trying again.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// A file cannot be read.
@@ -48,14 +50,6 @@ pub enum LoadError {
         found: String,
         /// What would do.
         expected: String,
-    },
-    /// Weights are quantised.
-    #[error("{}: the weights are quantised ({method}), expected a checkpoint in f32, f16 or bf16", path.display())]
-    Quantised {
-        /// config.json
-        path: PathBuf,
-        /// By which method.
-        method: String,
     },
     /// A weight file is damaged.
     #[error("{}: {message}", path.display())]
@@ -125,6 +119,10 @@ pub enum LoadError {
 impl LoadError {
     pub(crate) fn io(path: &Path, source: std::io::Error) -> LoadError {
         LoadError::Io { path: path.to_owned(), source }
+    }
+
+    pub(crate) fn gguf(path: &Path, error: &GgufError) -> LoadError {
+        LoadError::bad_file(path, error.to_string())
     }
 
     pub(crate) fn bad_file(path: &Path, message: impl Into<String>) -> LoadError {

@@ -136,6 +136,15 @@ impl<'a> Fields<'a> {
         Ok(ids.unwrap_or_default())
     }
 
+    /// The fields that are objects.
+    pub(crate) fn objects(&self) -> impl Iterator<Item = Fields<'a>> {
+        let (path, prefix) = (self.path, self.prefix.clone());
+        self.values.iter().filter_map(move |(field, value)| {
+            let values = value.as_object()?;
+            Some(Fields { path, prefix: format!("{prefix}{field}."), values })
+        })
+    }
+
     pub(crate) fn object(&self, field: &str) -> Result<Option<Fields<'a>>, LoadError> {
         let object = self.read(field, "an object", Value::as_object)?;
         Ok(object.map(|values| Fields {

@@ -73,7 +73,7 @@ impl IntegerRow {
     }
 
     /// The numbers that the row stands for.
-    #[cfg_attr(not(test), expect(dead_code, reason = "files that hold integers follow"))]
+    #[cfg(test)]
     pub(crate) fn values(&self, format: IntegerFormat) -> impl Iterator<Item = f32> {
         let middle = f32::from(format.width.middle());
         self.levels.iter().enumerate().map(move |(k, &level)| {

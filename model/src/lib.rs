@@ -1,12 +1,13 @@
 //! Configuration, weights and the forward pass of decoder-only language models.
 //!
-//! A Hugging Face directory becomes a [`LoadedModel`] by [`load`]: `config.json` is read into a
-//! [`DecoderSpec`], one decoder described by data, and the tensors of `*.safetensors` are packed into
-//! the layout that kernels stream. Its [`CpuExecutor`] computes [`Batch`]es over blocks of KV.
+//! A Hugging Face directory or a GGUF file becomes a [`LoadedModel`] by [`load`]: its configuration is read into
+//! a [`DecoderSpec`], one decoder described by data, and its tensors are packed into the layout that kernels
+//! stream. Its [`CpuExecutor`] computes [`Batch`]es over blocks of KV.
 //!
 //! It does not know requests, sampling, text, or the network.
 
 mod architecture;
+mod blocks;
 mod config;
 pub mod cost;
 mod cpu;
@@ -15,10 +16,14 @@ mod error;
 mod executor;
 mod fields;
 mod float;
+mod gguf;
+mod integer_tensors;
 mod integers;
 mod load;
+mod matrix;
 mod packed;
 mod precision;
+mod quantised;
 mod rope;
 mod spec;
 mod weights;

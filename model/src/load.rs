@@ -1,4 +1,4 @@
-//! Loading a model directory: configuration, weights, and what identifies them.
+//! Loading a model: configuration, weights, and what identifies them.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub struct LoadOptions {
     pub block_size: usize,
     /// Threads of the executor; one per processor when `None`.
     pub threads: Option<usize>,
-    /// How activations enter products with weights in bf16.
+    /// How activations enter products.
     pub activations: Activations,
     /// Weights are rounded to integers.
     pub quantise: Option<Quantisation>,
@@ -68,7 +68,7 @@ struct Inner {
 }
 
 impl LoadedModel {
-    /// What `config.json` says.
+    /// What the model says it is.
     pub fn config(&self) -> &ModelConfig {
         &self.inner.config
     }
@@ -111,14 +111,14 @@ impl LoadedModel {
     }
 }
 
-/// Loads the Hugging Face model directory `dir`.
+/// Loads `model`, a Hugging Face directory or a GGUF file.
 ///
 /// `progress` is called now and then while the weights are read, the first time with zero bytes done.
 ///
 /// # Errors
 /// When something is missing, broken or not supported: one sentence that says what.
 pub fn load(
-    dir: &Path,
+    model: &Path,
     options: &LoadOptions,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<LoadedModel, LoadError> {
@@ -131,23 +131,23 @@ pub fn load(
     if !(1..=1024).contains(&threads) {
         return Err(LoadError::Option { option: "threads", found: threads, expected: "1 to 1024" });
     }
-    let config = ModelConfig::load(dir)?;
+    let config = ModelConfig::load(model)?;
     let spec = &config.decoder;
-    let mut checkpoint = Checkpoint::open(dir)?;
+    let mut checkpoint = Checkpoint::open(model, &config)?;
     let mut packer = Packer::new(packing(options)?);
     let weights = take_weights(spec, &mut checkpoint, &mut packer)?;
     checkpoint.refuse_rest(&config.architecture, |name| is_redundant(spec, name))?;
-    let revision = revision(dir, &checkpoint, options.quantise)?;
+    let revision = revision(model, &checkpoint, options.quantise)?;
     let cache = match &options.weight_cache {
         None => None,
         Some(cache_dir) => {
             let mut hasher = blake3::Hasher::new();
             hasher.update(revision.as_bytes());
             checkpoint.hash_files_into(&mut hasher)?;
-            Some(WeightCache { dir: cache_dir, model_dir: dir, key: hasher.finalize() })
+            Some(WeightCache { dir: cache_dir, model, key: hasher.finalize() })
         }
     };
-    packer.finish(cache.as_ref(), threads, progress).map_err(|source| LoadError::io(dir, source))?;
+    packer.finish(cache.as_ref(), threads, progress).map_err(|source| LoadError::io(model, source))?;
     checkpoint.release_pages();
 
     let layout = KvLayout {
@@ -155,7 +155,7 @@ pub fn load(
         num_layers: spec.layers.len(),
         num_kv_heads: spec.num_kv_heads,
         head_dim: spec.head_dim,
-        dtype: options.kv_dtype.unwrap_or(weights.dtype.kv_dtype()),
+        dtype: options.kv_dtype.unwrap_or(weights.kv_dtype),
     };
     Ok(LoadedModel {
         inner: Arc::new(Inner {
@@ -177,20 +177,27 @@ fn packing(options: &LoadOptions) -> Result<Packing, LoadError> {
         Activations::Bf16 => true,
         Activations::Auto => bf16_is_faster(),
     };
-    Ok(Packing { bf16_pairs, quantise: options.quantise.map(Quantisation::format) })
+    Ok(Packing {
+        bf16_pairs,
+        widen: options.activations == Activations::F32,
+        quantise: options.quantise.map(Quantisation::format),
+    })
 }
 
 /// Identity of the weights: a hash of the configuration, of the weight files' headers and sizes, and of the rounding.
 fn revision(
-    dir: &Path,
+    model: &Path,
     checkpoint: &Checkpoint,
     quantise: Option<Quantisation>,
 ) -> Result<String, LoadError> {
-    let path = dir.join("config.json");
-    let config = std::fs::read(&path).map_err(|source| LoadError::io(&path, source))?;
     let mut hasher = blake3::Hasher::new();
-    hasher.update(&(config.len() as u64).to_le_bytes());
-    hasher.update(&config);
+    // The header of a GGUF file is its configuration, too.
+    if model.is_dir() {
+        let path = model.join("config.json");
+        let config = std::fs::read(&path).map_err(|source| LoadError::io(&path, source))?;
+        hasher.update(&(config.len() as u64).to_le_bytes());
+        hasher.update(&config);
+    }
     checkpoint.hash_into(&mut hasher);
     // Rounded weights are another model: its KV is not mixed with that of the one it was made of.
     if let Some(quantisation) = quantise {

@@ -19,8 +19,8 @@ use std::sync::{Arc, OnceLock};
 use memmap2::{Mmap, MmapMut};
 
 use crate::cpu::{PANEL, PanelFormat, PanelsRef, pack_floats, pack_integers};
-use crate::integers::{IntegerFormat, IntegerRow, IntegerWidth};
-use crate::weights::Matrix;
+use crate::integers::{IntegerFormat, IntegerRow, IntegerWidth, MAX_GROUP};
+use crate::matrix::Matrix;
 use crate::{FloatDtype, LoadProgress};
 
 /// Changes with the layout: files of another one are not read.
@@ -64,6 +64,8 @@ impl PackedMatrix {
 pub(crate) struct Packing {
     /// Weights in bf16 are multiplied in pairs, with activations in bf16.
     pub(crate) bf16_pairs: bool,
+    /// Integers of files are multiplied as the floats that they stand for.
+    pub(crate) widen: bool,
     /// Weights of layers are rounded to it.
     pub(crate) quantise: Option<IntegerFormat>,
 }
@@ -102,8 +104,8 @@ struct Job {
 #[derive(Clone, Debug)]
 pub(crate) struct WeightCache<'a> {
     pub(crate) dir: &'a Path,
-    /// The directory of the model: of two files for it, the older one is of no use.
-    pub(crate) model_dir: &'a Path,
+    /// The directory or file of the model: of two packed files for it, the older one is of no use.
+    pub(crate) model: &'a Path,
     /// What the weights are: the same key, the same bytes.
     pub(crate) key: blake3::Hash,
 }
@@ -115,22 +117,33 @@ impl Packer {
 
     /// Adds a matrix made of `parts`, one after the other; in f32 if their types differ.
     pub(crate) fn add(&mut self, parts: Vec<Matrix>, rounding: Rounding) -> PackedMatrix {
-        let (cols, first) = (parts[0].cols, parts[0].dtype);
+        let (cols, first) = (parts[0].cols, parts[0].dtype());
         assert!(parts.iter().all(|part| part.cols == cols), "parts of one product");
-        let dtype = if parts.iter().all(|part| part.dtype == first) { first } else { FloatDtype::F32 };
+        let dtype = if !self.packing.widen && parts.iter().all(Matrix::is_fp8) {
+            // Four significant bits and a scale: bf16 is off by a thirty-second of their last bit.
+            FloatDtype::Bf16
+        } else if parts.iter().all(|part| part.dtype() == first) {
+            first
+        } else {
+            FloatDtype::F32
+        };
         let rows = parts.iter().map(|part| part.rows).sum();
         let offset = self.num_bytes;
-        let format = self.format(dtype, rounding);
+        let format = self.format(&parts, dtype, rounding);
         self.num_bytes = (offset + format.matrix_bytes(rows, cols)).next_multiple_of(ALIGNMENT);
         self.jobs.push(Job { parts, dtype, format, rows, cols, offset });
         PackedMatrix { memory: Arc::clone(&self.memory), offset, format, rows, cols }
     }
 
-    fn format(&self, dtype: FloatDtype, rounding: Rounding) -> PanelFormat {
+    fn format(&self, parts: &[Matrix], dtype: FloatDtype, rounding: Rounding) -> PanelFormat {
+        let are_integers = parts.iter().all(Matrix::is_integers) && !self.packing.widen;
         match (self.packing.quantise, rounding) {
             (Some(format), Rounding::Asked) => PanelFormat::Integers(format),
             (Some(format), Rounding::EightBits) => {
                 PanelFormat::Integers(IntegerFormat { width: IntegerWidth::Eight, ..format })
+            }
+            (None, Rounding::Asked | Rounding::EightBits) if are_integers => {
+                PanelFormat::Integers(common_format(parts))
             }
             _ if dtype == FloatDtype::Bf16 && self.packing.bf16_pairs => PanelFormat::Bf16Pairs,
             _ => PanelFormat::Floats(dtype),
@@ -180,9 +193,8 @@ impl Packer {
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Mmap, (PathBuf, io::Error)> {
         let key = self.key(cache);
-        let model_dir =
-            cache.model_dir.canonicalize().map_err(|error| (cache.model_dir.to_owned(), error))?;
-        let place = blake3::hash(model_dir.as_os_str().as_encoded_bytes()).to_hex();
+        let model = cache.model.canonicalize().map_err(|error| (cache.model.to_owned(), error))?;
+        let place = blake3::hash(model.as_os_str().as_encoded_bytes()).to_hex();
         let path = cache.dir.join(format!("{}-{}.panels", &place[..16], &key.to_hex()[..16]));
         let at = |path: &Path| {
             let path = path.to_owned();
@@ -282,6 +294,15 @@ impl Packer {
     }
 }
 
+/// The format of integers that all parts have. Where they differ, or where there is no kernel for it, it is one that
+/// loses little: in groups of 32, eight bits are off by 1/254 of the largest number at most.
+fn common_format(parts: &[Matrix]) -> IntegerFormat {
+    let first = parts[0].integer_format().filter(|format| format.group <= MAX_GROUP);
+    let all = parts.iter().all(|part| part.integer_format() == first);
+    let otherwise = IntegerFormat { width: IntegerWidth::Eight, group: 32, has_zeros: false };
+    first.filter(|_| all).unwrap_or(otherwise)
+}
+
 impl Job {
     fn pack(&self, panel_idx: usize, to: &mut [u8]) {
         let rows = panel_idx * PANEL..self.rows.min((panel_idx + 1) * PANEL);
@@ -311,6 +332,9 @@ impl Job {
 
     fn integer_row(&self, row_idx: usize, format: IntegerFormat) -> IntegerRow {
         let (part, row_idx) = self.find(row_idx);
+        if part.integer_format() == Some(format) {
+            return part.integer_row(row_idx);
+        }
         let values: Vec<f32> = part.row_values(row_idx).collect();
         IntegerRow::quantise(&values, format)
     }
@@ -318,10 +342,14 @@ impl Job {
     /// A row as it is to be stored.
     fn float_row(&self, row_idx: usize) -> Cow<'_, [u8]> {
         let (part, row_idx) = self.find(row_idx);
-        if part.dtype == self.dtype {
-            return Cow::Borrowed(part.row(row_idx));
+        match part.row(row_idx) {
+            Some(bytes) if part.dtype() == self.dtype => Cow::Borrowed(bytes),
+            _ if self.dtype == FloatDtype::Bf16 => {
+                let values = part.row_values(row_idx).map(half::bf16::from_f32);
+                Cow::Owned(values.flat_map(half::bf16::to_le_bytes).collect())
+            }
+            _ => Cow::Owned(part.row_values(row_idx).flat_map(f32::to_le_bytes).collect()),
         }
-        Cow::Owned(part.row_values(row_idx).flat_map(f32::to_le_bytes).collect())
     }
 }
 

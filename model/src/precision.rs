@@ -5,15 +5,16 @@ use std::str::FromStr;
 
 use crate::integers::{IntegerFormat, IntegerWidth, MAX_GROUP};
 
-/// How activations enter products with weights in bf16.
+/// How activations enter products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Activations {
-    /// Whichever is faster on this processor, by a measurement of some microseconds.
+    /// With weights in bf16 as f32 or bf16, whichever is faster on this processor, by a measurement of some microseconds;
+    /// with integers rounded to eight bits.
     #[default]
     Auto,
-    /// As they are.
+    /// As they are. Integers of files are multiplied as the floats that they stand for, at a price in memory.
     F32,
-    /// Rounded to bf16. It needs a processor with an instruction for it (`avx512_bf16`).
+    /// The same, but always bf16 with weights in bf16. It needs a processor with an instruction for it (`avx512_bf16`).
     Bf16,
 }
 

@@ -50,6 +50,11 @@ pub enum RopeScaling {
         /// Whether the ramp's ends are rounded outwards to whole dimensions.
         truncate: bool,
     },
+    /// Each frequency is divided by a number of its own: how GGUF files tell Llama 3.1's scaling.
+    Divided {
+        /// `rotary_dim / 2` of them.
+        divisors: Vec<f32>,
+    },
 }
 
 impl RopeSpec {
@@ -73,14 +78,14 @@ impl RopeSpec {
     }
 
     fn scaled(&self, i: usize, inverse: f64) -> f64 {
-        match self.scaling {
+        match &self.scaling {
             RopeScaling::None => inverse,
             RopeScaling::Linear { factor } => inverse / factor,
             RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
                 let rotations = original_context * inverse / (2.0 * PI);
-                if rotations < low_freq_factor {
+                if rotations < *low_freq_factor {
                     inverse / factor
-                } else if rotations > high_freq_factor {
+                } else if rotations > *high_freq_factor {
                     inverse
                 } else {
                     let keep = (rotations - low_freq_factor) / (high_freq_factor - low_freq_factor);
@@ -93,8 +98,8 @@ impl RopeSpec {
                 let dim_of = |rotations: f64| {
                     dim * (original_context / (rotations * 2.0 * PI)).ln() / (2.0 * self.theta.ln())
                 };
-                let (mut low, mut high) = (dim_of(beta_fast), dim_of(beta_slow));
-                if truncate {
+                let (mut low, mut high) = (dim_of(*beta_fast), dim_of(*beta_slow));
+                if *truncate {
                     (low, high) = (low.floor(), high.ceil());
                 }
                 let (low, mut high) = (low.max(0.0), high.min(dim - 1.0));
@@ -104,6 +109,7 @@ impl RopeSpec {
                 let divide = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
                 inverse / factor * divide + inverse * (1.0 - divide)
             }
+            RopeScaling::Divided { divisors } => inverse / f64::from(divisors[i]),
         }
     }
 }
@@ -112,7 +118,7 @@ impl RopeSpec {
 impl std::fmt::Display for RopeSpec {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "theta={} dim={}", self.theta, self.rotary_dim)?;
-        match self.scaling {
+        match &self.scaling {
             RopeScaling::None => Ok(()),
             RopeScaling::Linear { factor } => write!(f, " linear factor={factor}"),
             RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => write!(
@@ -131,6 +137,10 @@ impl std::fmt::Display for RopeSpec {
                 " yarn factor={factor} attention={attention_factor} fast={beta_fast} slow={beta_slow} \
                  original={original_context} truncate={truncate}"
             ),
+            RopeScaling::Divided { divisors } => {
+                let bytes: Vec<u8> = divisors.iter().flat_map(|divisor| divisor.to_le_bytes()).collect();
+                write!(f, " divided by={}", &blake3::hash(&bytes).to_hex()[..16])
+            }
         }
     }
 }
@@ -151,6 +161,10 @@ mod tests {
 
         let linear = spec(RopeScaling::Linear { factor: 4.0 }).inverse_frequencies();
         assert_eq!(linear[10], plain[10] / 4.0);
+
+        let divisors: Vec<f32> = (1..=64).map(|divisor| divisor as f32).collect();
+        let divided = spec(RopeScaling::Divided { divisors }).inverse_frequencies();
+        assert!((divided[10] * 11.0 / plain[10] - 1.0).abs() < 1e-6);
 
         let others = [
             RopeScaling::Llama3 {

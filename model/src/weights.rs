@@ -1,24 +1,32 @@
-//! Weight files: safetensors, mapped into memory.
+//! Weight files: safetensors and GGUF, mapped into memory.
 //!
 //! It knows names, shapes and bytes, not what they are for.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::FloatDtype;
+use baton_gguf::{Gguf, TensorType};
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, Metadata};
 
-use crate::LoadError;
 use crate::fields::{Fields, read_object};
+use crate::gguf::{Names, Place};
+use crate::matrix::{Matrix, RowOrder, Span, Stored};
+use crate::quantised::{self, Quantisation};
+use crate::{DecoderSpec, FloatDtype, LoadError, ModelConfig};
 
-/// All tensors of a model directory.
+/// All tensors of a model.
 pub(crate) struct Checkpoint {
     /// For messages about tensors that are in no file.
     path: PathBuf,
     tensors: BTreeMap<String, Tensor>,
+    /// How the tensors are named, if not as published.
+    names: Option<Names>,
+    /// How they were quantised, if several make up a weight.
+    quantisation: Option<Quantisation>,
     files: Vec<Arc<WeightFile>>,
     /// Elements of the tensors that were taken.
     num_parameters: u64,
@@ -26,91 +34,149 @@ pub(crate) struct Checkpoint {
 
 /// One mapped file. Whoever truncates it while it is in use kills the process: replace, do not rewrite.
 #[derive(Debug)]
-struct WeightFile {
+pub(crate) struct WeightFile {
     path: PathBuf,
     map: Mmap,
     /// Hash of the header.
     header: blake3::Hash,
 }
 
+impl WeightFile {
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.map
+    }
+}
+
 /// Where a tensor lies.
 #[derive(Clone, Debug)]
-pub(crate) struct Tensor {
-    file: Arc<WeightFile>,
+struct Tensor {
+    span: Span,
+    shape: Vec<usize>,
+    dtype: StoredDtype,
+    is_taken: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum StoredDtype {
+    Float(FloatDtype),
+    /// Blocks of integers.
+    Block(TensorType),
+    /// Nothing that a weight is made of.
+    Other(Dtype),
+}
+
+impl fmt::Display for StoredDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            StoredDtype::Float(dtype) => f.write_str(dtype.name()),
+            StoredDtype::Block(tensor_type) => f.write_str(tensor_type.name()),
+            StoredDtype::Other(dtype) => write!(f, "{dtype:?}"),
+        }
+    }
+}
+
+/// A tensor of any type: a part of a weight.
+pub(crate) struct Raw {
+    pub(crate) span: Span,
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: Dtype,
-    start: usize,
 }
 
-/// A matrix, or some rows of a tensor, in a mapped file.
-#[derive(Clone, Debug)]
-pub(crate) struct Matrix {
-    file: Arc<WeightFile>,
-    start: usize,
-    pub(crate) dtype: FloatDtype,
-    pub(crate) rows: usize,
-    pub(crate) cols: usize,
-}
-
-impl Matrix {
-    /// The bytes of row `row_idx`.
-    pub(crate) fn row(&self, row_idx: usize) -> &[u8] {
-        let num_bytes = self.cols * self.dtype.size_bytes();
-        &self.bytes()[row_idx * num_bytes..][..num_bytes]
+impl Raw {
+    pub(crate) fn wrong_shape(&self, tensor: String, found: Vec<usize>, expected: Vec<usize>) -> LoadError {
+        LoadError::WrongShape { path: self.span.file().path.clone(), tensor, found, expected }
     }
 
-    /// Row `row_idx`, widened.
-    pub(crate) fn row_values(&self, row_idx: usize) -> impl Iterator<Item = f32> {
-        let dtype = self.dtype;
-        self.row(row_idx).chunks_exact(dtype.size_bytes()).map(move |bytes| widen(dtype, bytes))
-    }
-
-    fn bytes(&self) -> &[u8] {
-        &self.file.map[self.start..self.start + self.size_bytes()]
-    }
-
-    fn size_bytes(&self) -> usize {
-        self.rows * self.cols * self.dtype.size_bytes()
-    }
-
-    /// All of it, widened.
-    pub(crate) fn to_f32(&self) -> Vec<f32> {
-        self.bytes().chunks_exact(self.dtype.size_bytes()).map(|bytes| widen(self.dtype, bytes)).collect()
+    pub(crate) fn bad(&self, message: String) -> LoadError {
+        LoadError::bad_file(&self.span.file().path, message)
     }
 }
 
-/// One stored number.
-fn widen(dtype: FloatDtype, bytes: &[u8]) -> f32 {
-    match dtype {
-        FloatDtype::F16 => half::f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
-        FloatDtype::Bf16 => half::bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
-        FloatDtype::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+impl From<Dtype> for StoredDtype {
+    fn from(dtype: Dtype) -> StoredDtype {
+        match dtype {
+            Dtype::F32 => StoredDtype::Float(FloatDtype::F32),
+            Dtype::F16 => StoredDtype::Float(FloatDtype::F16),
+            Dtype::BF16 => StoredDtype::Float(FloatDtype::Bf16),
+            other => StoredDtype::Other(other),
+        }
+    }
+}
+
+impl From<TensorType> for StoredDtype {
+    fn from(tensor_type: TensorType) -> StoredDtype {
+        match tensor_type {
+            TensorType::F32 => StoredDtype::Float(FloatDtype::F32),
+            TensorType::F16 => StoredDtype::Float(FloatDtype::F16),
+            TensorType::Bf16 => StoredDtype::Float(FloatDtype::Bf16),
+            blocks => StoredDtype::Block(blocks),
+        }
     }
 }
 
 impl Checkpoint {
-    /// Maps the weight files of `dir` and checks their headers.
-    pub(crate) fn open(dir: &Path) -> Result<Checkpoint, LoadError> {
-        let single = dir.join("model.safetensors");
-        let index = dir.join("model.safetensors.index.json");
+    fn new(path: &Path) -> Checkpoint {
+        Checkpoint {
+            path: path.to_owned(),
+            tensors: BTreeMap::new(),
+            names: None,
+            quantisation: None,
+            files: vec![],
+            num_parameters: 0,
+        }
+    }
+
+    /// Maps the weight files of the directory or GGUF file `model` and checks their headers.
+    pub(crate) fn open(model: &Path, config: &ModelConfig) -> Result<Checkpoint, LoadError> {
+        if !model.is_dir() {
+            return Checkpoint::open_gguf(model, &config.decoder);
+        }
+        Ok(Checkpoint { quantisation: config.quantisation, ..Checkpoint::open_directory(model)? })
+    }
+
+    #[cfg(test)]
+    pub(crate) fn open_quantised(model: &Path, quantisation: Quantisation) -> Result<Checkpoint, LoadError> {
+        Ok(Checkpoint { quantisation: Some(quantisation), ..Checkpoint::open_directory(model)? })
+    }
+
+    fn open_directory(model: &Path) -> Result<Checkpoint, LoadError> {
+        let single = model.join("model.safetensors");
+        let index = model.join("model.safetensors.index.json");
         // As transformers: one whole file goes before an index.
         if single.exists() {
-            let mut checkpoint = Checkpoint {
-                path: single.clone(),
-                tensors: BTreeMap::new(),
-                files: vec![],
-                num_parameters: 0,
-            };
-            for (name, tensor) in checkpoint.add_file(&single)? {
-                checkpoint.tensors.insert(name, tensor);
-            }
+            let mut checkpoint = Checkpoint::new(&single);
+            checkpoint.tensors = checkpoint.add_file(&single)?;
             return Ok(checkpoint);
         }
         if !index.exists() {
-            return Err(LoadError::NoWeights { path: dir.to_owned() });
+            return Err(LoadError::NoWeights { path: model.to_owned() });
         }
-        let object = read_object(&index)?;
-        let fields = Fields::new(&index, &object);
+        Checkpoint::open_index(model, &index)
+    }
+
+    fn open_gguf(path: &Path, spec: &DecoderSpec) -> Result<Checkpoint, LoadError> {
+        let map = map(path)?;
+        let gguf = Gguf::parse(&map).map_err(|error| LoadError::gguf(path, &error))?;
+        let names = Names::new(&gguf, spec);
+        let header = blake3::hash(gguf.header());
+        let found: Vec<(String, baton_gguf::Tensor)> =
+            gguf.tensors().iter().map(|(name, tensor)| ((*name).to_owned(), tensor.clone())).collect();
+        let file = Arc::new(WeightFile { path: path.to_owned(), map, header });
+        let tensors = found.into_iter().map(|(name, tensor)| {
+            let span = Span::new(&file, tensor.start..tensor.start + tensor.size_bytes);
+            (name, Tensor { span, shape: tensor.shape, dtype: tensor.tensor_type.into(), is_taken: false })
+        });
+        Ok(Checkpoint {
+            tensors: tensors.collect(),
+            names: Some(names),
+            files: vec![Arc::clone(&file)],
+            ..Checkpoint::new(path)
+        })
+    }
+
+    fn open_index(dir: &Path, index: &Path) -> Result<Checkpoint, LoadError> {
+        let object = read_object(index)?;
+        let fields = Fields::new(index, &object);
         let expected = "an object from tensor names to file names";
         let map = fields.get("weight_map").and_then(serde_json::Value::as_object);
         let map = map.ok_or_else(|| fields.refuse("weight_map", expected))?;
@@ -119,12 +185,11 @@ impl Checkpoint {
             let file = file.as_str().ok_or_else(|| fields.refuse("weight_map", expected))?;
             // A file of this directory, not of another.
             if Path::new(file).file_name() != Some(file.as_ref()) {
-                return Err(LoadError::bad_file(&index, format!("{file:?} is not the name of a file")));
+                return Err(LoadError::bad_file(index, format!("{file:?} is not the name of a file")));
             }
             names_of.entry(file).or_default().push(name);
         }
-        let mut checkpoint =
-            Checkpoint { path: index.clone(), tensors: BTreeMap::new(), files: vec![], num_parameters: 0 };
+        let mut checkpoint = Checkpoint::new(index);
         for (file, names) in names_of {
             let path = dir.join(file);
             let mut found = checkpoint.add_file(&path)?;
@@ -142,9 +207,7 @@ impl Checkpoint {
     }
 
     fn add_file(&mut self, path: &Path) -> Result<BTreeMap<String, Tensor>, LoadError> {
-        let opened = File::open(path).map_err(|source| LoadError::io(path, source))?;
-        // SAFETY: a read-only mapping; see `WeightFile` about truncation.
-        let map = unsafe { Mmap::map(&opened) }.map_err(|source| LoadError::io(path, source))?;
+        let map = map(path)?;
         let bad = |message: String| LoadError::bad_file(path, message);
         let Some(length) = map.first_chunk::<8>() else {
             return Err(bad(format!("the file has {} bytes, expected a safetensors header", map.len())));
@@ -180,48 +243,103 @@ impl Checkpoint {
                     end.saturating_add(data)
                 )));
             }
-            let tensor =
-                Tensor { file: Arc::clone(&file), shape: info.shape, dtype: info.dtype, start: data + start };
-            tensors.insert(name, tensor);
+            let span = Span::new(&file, data + start..data + end);
+            let dtype = info.dtype.into();
+            tensors.insert(name, Tensor { span, shape: info.shape, dtype, is_taken: false });
         }
         self.files.push(file);
         Ok(tensors)
     }
 
-    /// Takes a tensor out, so that those nobody asked for remain.
+    /// Takes the tensor, or the tensors that make up the one, that is published as `name`.
     pub(crate) fn take(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, LoadError> {
-        let missing = || LoadError::MissingTensor {
-            path: self.path.clone(),
-            tensor: name.to_owned(),
-            expected: shape.to_vec(),
+        if let (Some(quantisation), &[rows, cols]) = (self.quantisation, shape)
+            && let Some(module) = name.strip_suffix(".weight")
+            && let Some(matrix) = quantised::take(self, quantisation, module, [rows, cols])?
+        {
+            self.num_parameters += (rows * cols) as u64;
+            return Ok(matrix);
+        }
+        let Place { name, part, order } = match &self.names {
+            Some(names) => names.place(name),
+            None => Place { name: name.to_owned(), part: None, order: RowOrder::AsIs },
         };
-        let tensor = self.tensors.get(name).ok_or_else(missing)?;
-        let path = || tensor.file.path.clone();
-        if tensor.shape != shape {
+        let expected: Vec<usize> =
+            part.map(|(_, num_parts)| num_parts).into_iter().chain(shape.iter().copied()).collect();
+        let Some(tensor) = self.tensors.get_mut(&name) else {
+            return Err(LoadError::MissingTensor { path: self.path.clone(), tensor: name, expected });
+        };
+        let path = || tensor.span.file().path.clone();
+        if tensor.shape != expected {
             return Err(LoadError::WrongShape {
                 path: path(),
-                tensor: name.to_owned(),
                 found: tensor.shape.clone(),
-                expected: shape.to_vec(),
+                tensor: name,
+                expected,
             });
         }
-        let dtype = match tensor.dtype {
-            Dtype::F32 => FloatDtype::F32,
-            Dtype::F16 => FloatDtype::F16,
-            Dtype::BF16 => FloatDtype::Bf16,
+        let span = match part {
+            Some((part_idx, num_parts)) => tensor.span.part(part_idx, num_parts),
+            None => tensor.span.clone(),
+        };
+        // A vector is one row, unless its elements are in the order of a matrix's rows.
+        let cols = if shape.len() == 1 && order != RowOrder::AsIs { 1 } else { shape[shape.len() - 1] };
+        let stored = match tensor.dtype {
+            StoredDtype::Float(dtype) => Stored::Floats(span, dtype),
+            StoredDtype::Block(tensor_type) if cols.is_multiple_of(tensor_type.block_len()) => {
+                Stored::Blocks(span, tensor_type)
+            }
             other => {
-                return Err(LoadError::WrongDtype {
-                    path: path(),
-                    tensor: name.to_owned(),
-                    found: format!("{other:?}"),
-                });
+                return Err(LoadError::WrongDtype { path: path(), tensor: name, found: other.to_string() });
             }
         };
-        let tensor = self.tensors.remove(name).expect("found above");
-        let cols = shape.last().copied().unwrap_or(1);
-        let rows: usize = shape.iter().rev().skip(1).product();
+        tensor.is_taken = true;
+        let rows = shape.iter().product::<usize>() / cols;
         self.num_parameters += (rows * cols) as u64;
-        Ok(Matrix { file: tensor.file, start: tensor.start, dtype, rows, cols })
+        Ok(Matrix::new(rows, cols, stored, order))
+    }
+
+    /// The type of a tensor of a directory; `None` if there is no such tensor.
+    pub(crate) fn dtype_of(&self, name: &str) -> Option<Dtype> {
+        match self.tensors.get(name)?.dtype {
+            StoredDtype::Float(FloatDtype::F32) => Some(Dtype::F32),
+            StoredDtype::Float(FloatDtype::F16) => Some(Dtype::F16),
+            StoredDtype::Float(FloatDtype::Bf16) => Some(Dtype::BF16),
+            StoredDtype::Other(dtype) => Some(dtype),
+            StoredDtype::Block(_) => None,
+        }
+    }
+
+    /// The shape of a tensor; `None` if it is not there.
+    pub(crate) fn shape_of(&self, name: &str) -> Option<Vec<usize>> {
+        Some(self.tensors.get(name)?.shape.clone())
+    }
+
+    /// Takes a tensor that is a part of a weight, of one of these types and shapes.
+    pub(crate) fn take_raw(
+        &mut self,
+        name: &str,
+        dtypes: &[Dtype],
+        shapes: &[&[usize]],
+    ) -> Result<Raw, LoadError> {
+        let (tensor, expected) = (name.to_owned(), shapes[0].to_vec());
+        let Some(dtype) = self.dtype_of(name) else {
+            return Err(LoadError::MissingTensor { path: self.path.clone(), tensor, expected });
+        };
+        let found = self.tensors.get_mut(name).expect("it has a type");
+        let raw = Raw { span: found.span.clone(), shape: found.shape.clone(), dtype };
+        if !shapes.contains(&&*raw.shape) {
+            let found = raw.shape.clone();
+            return Err(raw.wrong_shape(tensor, found, expected));
+        }
+        if !dtypes.contains(&dtype) {
+            let names: Vec<String> = dtypes.iter().map(|dtype| format!("{dtype:?}")).collect();
+            return Err(
+                raw.bad(format!("tensor {tensor} is of type {dtype:?}, expected {}", names.join(" or ")))
+            );
+        }
+        found.is_taken = true;
+        Ok(raw)
     }
 
     /// Elements of the tensors that were taken.
@@ -235,10 +353,18 @@ impl Checkpoint {
         architecture: &str,
         ignore: impl Fn(&str) -> bool,
     ) -> Result<(), LoadError> {
-        match self.tensors.iter().find(|(name, _)| !ignore(name)) {
+        // Quantising wrote biases where there were none, and zeros of what needs none.
+        let is_nothing = |name: &str, tensor: &Tensor| {
+            self.quantisation.is_some()
+                && (name.ends_with(".bias") || name.ends_with(".weight_zero_point"))
+                && tensor.span.iter().all(|byte| *byte == 0)
+        };
+        let is_left =
+            |name: &str, tensor: &Tensor| !tensor.is_taken && !ignore(name) && !is_nothing(name, tensor);
+        match self.tensors.iter().find(|(name, tensor)| is_left(name, tensor)) {
             None => Ok(()),
             Some((name, tensor)) => Err(LoadError::UnexpectedTensor {
-                path: tensor.file.path.clone(),
+                path: tensor.span.file().path.clone(),
                 tensor: name.clone(),
                 architecture: architecture.to_owned(),
             }),
@@ -284,4 +410,10 @@ impl Checkpoint {
         }
         Ok(())
     }
+}
+
+fn map(path: &Path) -> Result<Mmap, LoadError> {
+    let file = File::open(path).map_err(|source| LoadError::io(path, source))?;
+    // SAFETY: a read-only mapping; see `WeightFile` about truncation.
+    unsafe { Mmap::map(&file) }.map_err(|source| LoadError::io(path, source))
 }

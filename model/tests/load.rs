@@ -119,8 +119,8 @@ fn configurations_that_mean_something_else_are_refused() {
         ("eos_token_id", "[1, -2]", "eos_token_id is [1,-2], expected a token id or a list of token ids"),
         (
             "quantization_config",
-            r#"{"quant_method": "gptq", "bits": 4}"#,
-            "the weights are quantised (gptq), expected a checkpoint in f32, f16 or bf16",
+            r#"{"quant_method": "gptq", "bits": 3}"#,
+            "quantization_config.bits is 3, expected 4 or 8",
         ),
     ];
     for (field, value, expected) in cases {

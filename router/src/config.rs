@@ -9,8 +9,9 @@ use crate::plan::PrefixAwareConfig;
 /// A router's configuration. [`RouterConfig::new`] gives every value but the first three its default.
 #[derive(Clone, Debug)]
 pub struct RouterConfig {
-    /// Directory with the model's tokenizer, chat template and generation defaults. Weights are not read.
-    pub model_dir: PathBuf,
+    /// Directory or GGUF file with the model's tokenizer, chat template and generation defaults. Weights are not
+    /// read.
+    pub model: PathBuf,
     /// The name clients ask for.
     pub model_name: String,
     /// Where workers are found.
@@ -45,9 +46,9 @@ pub struct RouterConfig {
 
 impl RouterConfig {
     /// The defaults.
-    pub fn new(model_dir: PathBuf, model_name: String, discovery: DiscoveryConfig) -> RouterConfig {
+    pub fn new(model: PathBuf, model_name: String, discovery: DiscoveryConfig) -> RouterConfig {
         RouterConfig {
-            model_dir,
+            model,
             model_name,
             discovery,
             listen: SocketAddr::from(([127, 0, 0, 1], 8080)),

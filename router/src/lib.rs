@@ -105,7 +105,7 @@ const LAST_WORDS: std::time::Duration = std::time::Duration::from_secs(1);
 async fn load_model(core: Arc<Core>, drain: CancellationToken) -> anyhow::Result<()> {
     let loader = core.clone();
     let loaded =
-        tokio::task::spawn_blocking(move || Model::load(&loader.config.model_dir, &loader.config.model_name))
+        tokio::task::spawn_blocking(move || Model::load(&loader.config.model, &loader.config.model_name))
             .await;
     match loaded.context("the loading thread broke").and_then(|model| model) {
         Ok(model) => {

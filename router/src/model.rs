@@ -6,10 +6,11 @@ use std::{
 };
 
 use anyhow::Context;
+use baton_gguf::{GgufFile, Value};
 use baton_tokenizer::{GenerationDefaults, Tokenizer};
 use serde::Deserialize;
 
-/// The served model, as its directory describes it.
+/// The served model, as it describes itself.
 #[derive(Debug)]
 pub(crate) struct Model {
     pub(crate) name: String,
@@ -26,38 +27,80 @@ pub(crate) struct Model {
     pub(crate) fingerprint: String,
 }
 
+/// What a model says of itself, as far as a router cares.
 #[derive(Deserialize, Default)]
-struct ConfigFile {
+struct Description {
     #[serde(default)]
     architectures: Vec<String>,
     vocab_size: Option<usize>,
     max_position_embeddings: Option<usize>,
 }
 
-impl Model {
-    /// Reads a model directory; blocks.
-    pub(crate) fn load(dir: &Path, name: &str) -> anyhow::Result<Model> {
-        let tokenizer = Tokenizer::load(dir)?;
-        let defaults = GenerationDefaults::load(dir)?;
+impl Description {
+    /// Reads `config.json` of a directory.
+    fn read(dir: &Path) -> anyhow::Result<Description> {
         let path = dir.join("config.json");
-        let config: ConfigFile = match std::fs::read(&path) {
+        match std::fs::read(&path) {
             Ok(json) => {
-                serde_json::from_slice(&json).with_context(|| format!("cannot read {}", path.display()))?
+                serde_json::from_slice(&json).with_context(|| format!("cannot read {}", path.display()))
             }
             // A directory with only the tokenizer is enough for a router.
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => ConfigFile::default(),
-            Err(error) => return Err(error).with_context(|| format!("cannot read {}", path.display())),
-        };
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Description::default()),
+            Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
+        }
+    }
+
+    /// Reads the metadata of a GGUF file.
+    fn read_gguf(path: &Path) -> anyhow::Result<Description> {
+        let file = GgufFile::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let gguf = file.parse().with_context(|| path.display().to_string())?;
+        let architecture = gguf.get("general.architecture").and_then(Value::as_text).unwrap_or_default();
+        let context = gguf.get(&format!("{architecture}.context_length")).and_then(Value::as_unsigned);
+        Ok(Description {
+            architectures: vec![architecture.to_owned()],
+            vocab_size: gguf.tensors().get("token_embd.weight").map(|embedding| embedding.shape[0]),
+            max_position_embeddings: context.and_then(|context| context.try_into().ok()),
+        })
+    }
+}
+
+impl Model {
+    /// Reads a model directory or a GGUF file; blocks.
+    pub(crate) fn load(model: &Path, name: &str) -> anyhow::Result<Model> {
+        let tokenizer = Tokenizer::load(model)?;
+        let defaults = GenerationDefaults::load(model)?;
+        let description =
+            if model.is_dir() { Description::read(model)? } else { Description::read_gguf(model)? };
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         Ok(Model {
             name: name.to_owned(),
-            architecture: config.architectures.into_iter().next().unwrap_or_default(),
-            vocab_size: config.vocab_size.unwrap_or_else(|| tokenizer.vocab_size()),
-            max_context: config.max_position_embeddings,
+            architecture: description.architectures.into_iter().next().unwrap_or_default(),
+            vocab_size: description.vocab_size.unwrap_or_else(|| tokenizer.vocab_size()),
+            max_context: description.max_position_embeddings,
             tokenizer,
             defaults,
             created,
             fingerprint: concat!("fp_baton_", env!("CARGO_PKG_VERSION")).to_owned(),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gguf_file_says_what_a_directory_says() {
+        let fixtures = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/gguf/fixtures"));
+        let model = Model::load(&fixtures.join("tokenizer-qwen2.gguf"), "x").unwrap();
+        assert_eq!((model.architecture.as_str(), model.max_context), ("llama", None));
+        assert_eq!(model.vocab_size, model.tokenizer.vocab_size(), "no embedding tells otherwise");
+        assert!(model.tokenizer.has_chat_template());
+
+        let path = fixtures.join("llama-f32.gguf");
+        let description = Description::read_gguf(&path).unwrap();
+        assert_eq!((description.vocab_size, description.max_position_embeddings), (Some(48), Some(64)));
+        let error = Model::load(&path, "x").unwrap_err();
+        assert!(format!("{error:#}").contains("tokenizer.ggml.model is \"none\""), "{error:#}");
     }
 }

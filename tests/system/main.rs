@@ -4,6 +4,7 @@ mod bad_input;
 mod cancel;
 mod clients;
 mod faults;
+mod gguf;
 mod harness;
 mod prompts;
 mod serving;

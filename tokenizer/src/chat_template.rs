@@ -60,7 +60,8 @@ impl ChatTemplate {
             .map_err(|(name, error)| files::invalid(path, format!("template {name:?}: {error}")))
     }
 
-    fn compile(sources: BTreeMap<String, String>) -> Result<Self, (String, TemplateError)> {
+    /// Compiles templates by name; an error comes with the name.
+    pub(crate) fn compile(sources: BTreeMap<String, String>) -> Result<Self, (String, TemplateError)> {
         let mut environment = environment();
         for (name, source) in sources {
             environment

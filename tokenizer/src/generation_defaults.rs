@@ -4,9 +4,9 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use crate::{TokenizerError, files};
+use crate::{TokenizerError, files, gguf};
 
-/// `generation_config.json`; where that is silent about token ids, `config.json`.
+/// `generation_config.json`; where that is silent about token ids, `config.json`. Or what a GGUF file says.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerationDefaults {
     /// Any of these ends a sequence. Empty when the model names none.
@@ -32,11 +32,16 @@ pub struct GenerationDefaults {
 }
 
 impl GenerationDefaults {
-    /// Reads them from a model directory. Both files may be absent: then nothing is known.
+    /// Reads them from a model directory, whose files may be absent: then nothing is known; or from a
+    /// GGUF file.
     ///
     /// # Errors
-    /// When a file is there and cannot be read, is not JSON, or a value has the wrong type.
-    pub fn load(dir: &Path) -> Result<Self, TokenizerError> {
+    /// When a file is there and cannot be read, is not what it should be, or a value has the wrong type.
+    pub fn load(model: &Path) -> Result<Self, TokenizerError> {
+        if !model.is_dir() {
+            return gguf::load_defaults(model);
+        }
+        let dir = model;
         let generation: File =
             files::read_json_if_present(&dir.join("generation_config.json"))?.unwrap_or_default();
         let model: Ids = files::read_json_if_present(&dir.join("config.json"))?.unwrap_or_default();

@@ -1,7 +1,7 @@
 //! Text to token ids and back: tokenizer, chat template, incremental detokenising.
 //!
-//! Everything is read from a Hugging Face model directory, once, at start. The crate knows no
-//! model, no requests and no network.
+//! Everything is read from a Hugging Face model directory or a GGUF file, once, at start. The crate
+//! knows no model, no requests and no network.
 #![forbid(unsafe_code)]
 
 mod tokenizer;
@@ -15,6 +15,8 @@ mod vocabulary;
 mod error;
 mod files;
 mod generation_defaults;
+mod gguf;
+mod splitter;
 
 pub use chat_template::{ChatTemplate, TemplateError};
 pub use detokenizer::Detokenizer;

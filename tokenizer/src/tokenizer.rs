@@ -1,11 +1,11 @@
-//! The tokenizer of a model directory.
+//! The tokenizer of a model.
 
 use std::{fmt, path::Path, sync::Arc};
 
 use serde_json::{Map, Value};
 
 use crate::{
-    ChatTemplate, TemplateError, TokenizerError, files,
+    ChatTemplate, TemplateError, TokenizerError, files, gguf,
     vocabulary::{Joining, Vocabulary},
 };
 
@@ -27,12 +27,16 @@ struct Inner {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json`, `tokenizer_config.json` and the chat template of a model directory.
-    /// Only the first must be there.
+    /// Reads `tokenizer.json`, `tokenizer_config.json` and the chat template of the model directory
+    /// `model`, of which only the first must be there; or the same from the GGUF file `model`.
     ///
     /// # Errors
     /// Names the file that is missing or wrong.
-    pub fn load(dir: &Path) -> Result<Self, TokenizerError> {
+    pub fn load(model: &Path) -> Result<Self, TokenizerError> {
+        if !model.is_dir() {
+            return gguf::load_tokenizer(model);
+        }
+        let dir = model;
         let path = dir.join("tokenizer.json");
         let tokenizer = files::read(&path)?.parse().map_err(|error| files::invalid(&path, error))?;
         let config: Map<String, Value> =

@@ -1,6 +1,10 @@
 //! What a worker is started with, checked once, before anything is opened.
 
-use std::{net::SocketAddr, path::PathBuf, time::Duration};
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use baton_cluster::{DiscoveryConfig, Role, WorkerId};
 use baton_kv_cache::{KvDtype, KvLayout};
@@ -18,9 +22,9 @@ pub struct WorkerConfig {
     pub listen: SocketAddr,
     /// URL at which others reach `listen`. `None`: the bound address.
     pub advertise: Option<String>,
-    /// Directory of a Hugging Face model.
-    pub model_dir: PathBuf,
-    /// Name that clients ask for. `None`: the directory's name.
+    /// Directory of a Hugging Face model, or a GGUF file.
+    pub model: PathBuf,
+    /// Name that clients ask for. `None`: [that of the path](name_of).
     pub model_name: Option<String>,
     /// Size of the block pool.
     pub kv: KvMemory,
@@ -40,7 +44,7 @@ pub struct WorkerConfig {
     pub threads: Option<usize>,
     /// Weights are rounded to integers.
     pub quantise: Option<Quantisation>,
-    /// How activations enter products with weights in bf16.
+    /// How activations enter products.
     pub activations: Activations,
     /// Directory for packed weights, which processes of this host share; `None`: each keeps its own.
     pub weight_cache: Option<PathBuf>,
@@ -118,14 +122,14 @@ pub enum ConfigError {
 
 impl WorkerConfig {
     /// Defaults for everything that has one.
-    pub fn new(role: Role, id: WorkerId, model_dir: PathBuf, discovery: DiscoveryConfig) -> WorkerConfig {
+    pub fn new(role: Role, id: WorkerId, model: PathBuf, discovery: DiscoveryConfig) -> WorkerConfig {
         let any_port = SocketAddr::from(([127, 0, 0, 1], 0));
         WorkerConfig {
             role,
             id,
             listen: any_port,
             advertise: None,
-            model_dir,
+            model,
             model_name: None,
             kv: KvMemory::Bytes(512 << 20),
             block_size: 16,
@@ -202,11 +206,14 @@ impl WorkerConfig {
 
     /// The model's name.
     pub fn model_name(&self) -> String {
-        self.model_name.clone().unwrap_or_else(|| {
-            let dir = self.model_dir.file_name().map(|name| name.to_string_lossy().into_owned());
-            dir.unwrap_or_else(|| "model".to_owned())
-        })
+        self.model_name.clone().unwrap_or_else(|| name_of(&self.model))
     }
+}
+
+/// The name of a model that was given none: that of its directory, or of its file without `.gguf`.
+pub fn name_of(model: &Path) -> String {
+    let name = model.file_name().map_or("model".into(), |name| name.to_string_lossy());
+    name.strip_suffix(".gguf").unwrap_or(&name).to_owned()
 }
 
 /// A directory of this user alone, by convention the same for every worker of the user. It need not
@@ -253,6 +260,15 @@ mod tests {
             assert!(error.contains(expected), "{error:?} does not say {expected:?}");
         }
         assert!(config().validate().is_ok());
+    }
+
+    #[test]
+    fn models_are_named_by_their_paths() {
+        for (path, name) in
+            [("/models/Llama-3.2", "Llama-3.2"), ("/models/qwen-q4_k_m.gguf", "qwen-q4_k_m"), ("/", "model")]
+        {
+            assert_eq!(name_of(Path::new(path)), name);
+        }
     }
 
     #[test]

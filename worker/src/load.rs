@@ -1,4 +1,4 @@
-//! From a model directory to something an engine can run.
+//! From a model's files to something an engine can run.
 
 use std::{
     io::IsTerminal,
@@ -55,7 +55,7 @@ fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
     };
     let started = Instant::now();
     let mut shown = Shown::new();
-    let loaded = baton_model::load(&config.model_dir, &options, &mut |progress| shown.update(progress))?;
+    let loaded = baton_model::load(&config.model, &options, &mut |progress| shown.update(progress))?;
     shown.finish();
     let format = loaded.kv_format();
     let executor = loaded.cpu_executor().context("cannot start the threads that compute")?;

@@ -30,6 +30,7 @@ const ROOMS: &[Room] = &[
             "baton-tokenizer",
             "baton-engine",
             "baton-model",
+            "baton-gguf",
             "baton-kv-cache",
         ],
         tests_use: &[],
@@ -57,7 +58,14 @@ const ROOMS: &[Room] = &[
     // Tokenises and plans, and never sees a weight: it runs on machines without accelerators.
     Room {
         name: "baton-router",
-        uses: &["baton-cluster", "baton-kv-cache", "baton-tokenizer", "baton-telemetry", "baton-proto"],
+        uses: &[
+            "baton-cluster",
+            "baton-kv-cache",
+            "baton-tokenizer",
+            "baton-gguf",
+            "baton-telemetry",
+            "baton-proto",
+        ],
         tests_use: &[],
         never: &["baton-model", "baton-engine", "baton-kv-transfer", "baton-worker", "safetensors", "cudarc"],
     },
@@ -105,7 +113,7 @@ const ROOMS: &[Room] = &[
     },
     Room {
         name: "baton-model",
-        uses: &["baton-kv-cache"],
+        uses: &["baton-kv-cache", "baton-gguf"],
         tests_use: &[],
         never: &["baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
     },
@@ -123,7 +131,14 @@ const ROOMS: &[Room] = &[
         never: &["baton-engine", "baton-model", "baton-kv-transfer"],
     },
     Room { name: "baton-kv-cache", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
-    Room { name: "baton-tokenizer", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
+    Room {
+        name: "baton-tokenizer",
+        uses: &["baton-gguf"],
+        tests_use: &[],
+        never: &["tokio", "tonic", "prost", "hyper"],
+    },
+    // Its own tests use its writer.
+    Room { name: "baton-gguf", uses: &[], tests_use: &["baton-gguf"], never: &["tokio", "serde"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
     Room { name: "baton-proto", uses: &[], tests_use: &[], never: &[] },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },

@@ -13,8 +13,15 @@ const MAX_FILE_BYTES: u64 = 20 << 20;
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
 /// engine, which calls the model's executor under a contract that no type can state.
-const MAY_BE_UNSAFE: [&str; 6] =
-    ["baton-model", "baton-kv-cache", "baton-kv-transfer", "baton-engine", "baton-worker", "baton-cli"];
+const MAY_BE_UNSAFE: [&str; 7] = [
+    "baton-model",
+    "baton-gguf",
+    "baton-kv-cache",
+    "baton-kv-transfer",
+    "baton-engine",
+    "baton-worker",
+    "baton-cli",
+];
 
 /// What unfinished work leaves behind, split so that this file does not find itself.
 const MARKERS: [&str; 7] = [

@@ -26,10 +26,8 @@ const ROUTER_DRAIN: Duration = Duration::from_secs(10);
 
 /// Runs until Ctrl-C or SIGTERM, or until a part cannot be started.
 pub async fn run(args: UpArgs) -> anyhow::Result<()> {
-    let (model_dir, model_name) = match &args.model_dir {
-        Some(dir) => {
-            (dir.canonicalize().with_context(|| format!("model directory {}", dir.display()))?, None)
-        }
+    let (model, model_name) = match &args.model {
+        Some(model) => (model.canonicalize().with_context(|| format!("model {}", model.display()))?, None),
         None => (embedded_model::directory()?, Some(embedded_model::NAME)),
     };
     let address = SocketAddr::new(args.host, args.port);
@@ -37,7 +35,7 @@ pub async fn run(args: UpArgs) -> anyhow::Result<()> {
 
     let shutdown = crate::shutdown_signal()?;
     let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-    let children = plan(&args, address, &model_dir, model_name, colour);
+    let children = plan(&args, address, &model, model_name, colour);
     let logs = Logs::new(children.iter().map(|child| child.name.len()).max().unwrap_or(0), colour);
     let mut children = children.into_iter();
     let router = children.next().expect("the plan begins with the router");
@@ -86,11 +84,11 @@ fn check_port_is_free(address: SocketAddr) -> anyhow::Result<()> {
 fn plan(
     args: &UpArgs,
     address: SocketAddr,
-    model_dir: &Path,
+    model: &Path,
     model_name: Option<&str>,
     colour: bool,
 ) -> Vec<Child> {
-    let mut common = vec!["--model".to_owned(), model_dir.display().to_string()];
+    let mut common = vec!["--model".to_owned(), model.display().to_string()];
     if let Some(name) = model_name {
         common.extend(["--model-name".to_owned(), name.to_owned()]);
     }

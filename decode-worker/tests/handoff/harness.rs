@@ -89,7 +89,7 @@ impl Builder {
     pub(crate) fn model(mut self, dir: PathBuf) -> Builder {
         self.is_fake = false;
         self.with(|config| {
-            config.model_dir = dir;
+            config.model = dir;
             config.kv_dtype = Some(KvDtype::F32);
             config.threads = Some(1);
         })

@@ -145,7 +145,8 @@ impl Pass<'_> {
             assert!(token < self.spec.vocab_size, "token {token} outside the vocabulary");
             match &weights.embedding {
                 Some(embedding) => {
-                    row.iter_mut().zip(embedding.row_values(token)).for_each(|(x, value)| *x = value * scale);
+                    embedding.read_row(token, row);
+                    row.iter_mut().for_each(|x| *x *= scale);
                 }
                 None => weights.head.as_ref().read_row(token, scale, row),
             }

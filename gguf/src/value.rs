@@ -1,0 +1,108 @@
+//! Metadata values. Texts and arrays stay where they are in the file.
+
+use std::fmt;
+
+use crate::parse::Reader;
+
+/// A metadata value. Widths are forgotten: they say nothing that a reader needs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Value<'a> {
+    /// Any unsigned integer.
+    Unsigned(u64),
+    /// Any signed integer.
+    Signed(i64),
+    /// `f32` or `f64`.
+    Float(f64),
+    /// `true` or `false`.
+    Bool(bool),
+    /// UTF-8.
+    Text(&'a str),
+    /// Scalars or texts of one type.
+    Array(Array<'a>),
+}
+
+impl<'a> Value<'a> {
+    /// The text, if it is one.
+    pub fn as_text(self) -> Option<&'a str> {
+        if let Value::Text(text) = self { Some(text) } else { None }
+    }
+
+    /// The integer, if it is one and not negative.
+    pub fn as_unsigned(self) -> Option<u64> {
+        match self {
+            Value::Unsigned(number) => Some(number),
+            Value::Signed(number) => number.try_into().ok(),
+            _ => None,
+        }
+    }
+
+    /// The number, integers included.
+    pub fn as_float(self) -> Option<f64> {
+        match self {
+            Value::Unsigned(number) => Some(number as f64),
+            Value::Signed(number) => Some(number as f64),
+            Value::Float(number) => Some(number),
+            _ => None,
+        }
+    }
+
+    /// The truth value, if it is one.
+    pub fn as_bool(self) -> Option<bool> {
+        if let Value::Bool(value) = self { Some(value) } else { None }
+    }
+
+    /// The array, if it is one.
+    pub fn as_array(self) -> Option<Array<'a>> {
+        if let Value::Array(array) = self { Some(array) } else { None }
+    }
+}
+
+/// For messages: long values are cut short.
+impl fmt::Display for Value<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Value::Unsigned(number) => number.fmt(f),
+            Value::Signed(number) => number.fmt(f),
+            Value::Float(number) => number.fmt(f),
+            Value::Bool(value) => value.fmt(f),
+            Value::Text(text) if text.chars().nth(60).is_some() => {
+                write!(f, "{:?}...", text.chars().take(57).collect::<String>())
+            }
+            Value::Text(text) => write!(f, "{text:?}"),
+            Value::Array(array) => write!(f, "an array of {}", array.len()),
+        }
+    }
+}
+
+/// An array that was checked when the file was parsed, and is read when somebody looks.
+#[derive(Clone, Copy, PartialEq)]
+pub struct Array<'a> {
+    pub(crate) element_type: u32,
+    pub(crate) len: usize,
+    /// From the first element on.
+    pub(crate) bytes: &'a [u8],
+}
+
+impl<'a> Array<'a> {
+    /// How many elements there are.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// First to last.
+    pub fn iter(&self) -> impl Iterator<Item = Value<'a>> + use<'a> {
+        let (mut reader, element_type) = (Reader::new(self.bytes), self.element_type);
+        (0..self.len).map(move |_| reader.value(element_type, "").expect("checked when the file was parsed"))
+    }
+}
+
+impl fmt::Debug for Array<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.iter()).finish()
+    }
+}

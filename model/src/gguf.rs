@@ -1,0 +1,374 @@
+//! GGUF model files: their metadata as the fields of `config.json`, and their names for published tensors.
+//!
+//! Converters (llama.cpp's) changed a few things on the way, which are undone or taken into account here: rows of
+//! rotated projections of `llama` are interleaved, Gemma's norms have their one added, Llama 3's frequencies became
+//! a tensor of divisors.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use baton_gguf::{Gguf, GgufError, GgufFile, TensorType, Value};
+use serde_json::{Map, json};
+
+use crate::architecture::{self, MAX_LAYERS};
+use crate::fields::Fields;
+use crate::matrix::RowOrder;
+use crate::rope::RopeScaling;
+use crate::spec::MlpSpec;
+use crate::{DecoderSpec, FloatDtype, LoadError, ModelConfig};
+
+/// Metadata keys, after the architecture's name and a dot, and the fields that they are.
+const FIELDS: &[(&str, &str)] = &[
+    ("block_count", "num_hidden_layers"),
+    ("context_length", "max_position_embeddings"),
+    ("embedding_length", "hidden_size"),
+    ("feed_forward_length", "intermediate_size"),
+    ("attention.head_count", "num_attention_heads"),
+    ("attention.head_count_kv", "num_key_value_heads"),
+    ("attention.key_length", "head_dim"),
+    ("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
+    ("attention.sliding_window", "sliding_window"),
+    ("attention.sliding_window_pattern", "sliding_window_pattern"),
+    ("attn_logit_softcapping", "attn_logit_softcapping"),
+    ("final_logit_softcapping", "final_logit_softcapping"),
+    ("expert_count", "num_local_experts"),
+    ("expert_used_count", "num_experts_per_tok"),
+    ("expert_feed_forward_length", "moe_intermediate_size"),
+    ("rope.freq_base", "rope_theta"),
+    ("rope.freq_base_swa", "rope_local_base_freq"),
+];
+
+/// The same for what a field of `rope_scaling` is.
+const ROPE_SCALING_FIELDS: &[(&str, &str)] = &[
+    ("rope.scaling.factor", "factor"),
+    ("rope.scaling.original_context_length", "original_max_position_embeddings"),
+    ("rope.scaling.yarn_beta_fast", "beta_fast"),
+    ("rope.scaling.yarn_beta_slow", "beta_slow"),
+];
+
+/// Factors that the decoder does not know, and may be absent or one.
+const FOREIGN_FACTORS: &[&str] = &[
+    "expert_weights_scale",
+    "logit_scale",
+    "residual_scale",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor",
+];
+
+/// Names of architectures, and who they are.
+const ARCHITECTURES: &[(&str, &str)] = &[
+    ("llama", "LlamaForCausalLM"),
+    ("qwen2", "Qwen2ForCausalLM"),
+    ("qwen3", "Qwen3ForCausalLM"),
+    ("qwen3moe", "Qwen3MoeForCausalLM"),
+    ("gemma2", "Gemma2ForCausalLM"),
+    ("gemma3", "Gemma3ForCausalLM"),
+    ("phi3", "Phi3ForCausalLM"),
+];
+
+const EMBEDDING: &str = "token_embd.weight";
+/// Llama 3's divisors of frequencies.
+pub(crate) const ROPE_DIVISORS: &str = "rope_freqs.weight";
+
+/// Reads the configuration of a GGUF file.
+pub(crate) fn load_config(path: &Path) -> Result<ModelConfig, LoadError> {
+    let file = GgufFile::open(path).map_err(|source| LoadError::io(path, source))?;
+    let gguf = file.parse().map_err(|error| LoadError::gguf(path, &error))?;
+    config(path, &file, &gguf)
+}
+
+fn config(path: &Path, file: &GgufFile, gguf: &Gguf<'_>) -> Result<ModelConfig, LoadError> {
+    let bad = |error: GgufError| LoadError::gguf(path, &error);
+    let text = |key: &str| gguf.read(key, "a text", Value::as_text).map_err(bad);
+    let name = text("general.architecture")?
+        .ok_or_else(|| bad(gguf.refuse("general.architecture", "the name of one")))?;
+    let num_files = gguf.read("split.count", "a whole number", Value::as_unsigned).map_err(bad)?;
+    if num_files.is_some_and(|num_files| num_files > 1) {
+        return Err(bad(gguf.refuse("split.count", "1: merge the files with llama-gguf-split")));
+    }
+    let Some((_, architecture)) = ARCHITECTURES.iter().find(|(known, _)| *known == name) else {
+        let expected = ARCHITECTURES.iter().map(|(known, _)| *known).collect::<Vec<_>>().join(", ");
+        return Err(LoadError::UnknownArchitecture {
+            path: path.to_owned(),
+            found: name.to_owned(),
+            expected,
+        });
+    };
+    let has_experts =
+        gguf.get(&format!("{name}.expert_count")).and_then(Value::as_unsigned).is_some_and(|count| count > 0);
+    let architecture = if name == "llama" && has_experts { "MixtralForCausalLM" } else { architecture };
+
+    let object = config_object(gguf, name);
+    let fields = Fields::new(path, &object);
+    let named = |error| name_in_file(error, name);
+    let mut decoder = architecture::decoder(architecture, &fields).map_err(named)?;
+    adjust(&mut decoder, path, file, gguf, name)?;
+    Ok(ModelConfig {
+        architecture: architecture.to_owned(),
+        context_length: architecture::context_length(architecture, &fields).map_err(named)?,
+        eos_token_ids: fields.token_ids("eos_token_id").map_err(named)?,
+        bos_token_id: fields.token_ids("bos_token_id").map_err(named)?.first().copied(),
+        dtype: most_bytes(gguf),
+        quantisation: None,
+        decoder,
+    })
+}
+
+/// The type of the floats that take most of the file, or of the scales if integers do.
+fn most_bytes(gguf: &Gguf<'_>) -> FloatDtype {
+    let mut bytes = HashMap::new();
+    for tensor in gguf.tensors().values() {
+        *bytes.entry(tensor.tensor_type).or_insert(0) += tensor.size_bytes;
+    }
+    match bytes.into_iter().max_by_key(|(_, bytes)| *bytes) {
+        Some((TensorType::F32, _)) => FloatDtype::F32,
+        Some((TensorType::Bf16, _)) => FloatDtype::Bf16,
+        _ => FloatDtype::F16,
+    }
+}
+
+/// What `config.json` would say.
+fn config_object(gguf: &Gguf<'_>, name: &str) -> Map<String, serde_json::Value> {
+    let get = |key: &str| gguf.get(&format!("{name}.{key}"));
+    let read = |fields: &[(&str, &str)]| -> Map<String, serde_json::Value> {
+        let present =
+            fields.iter().filter_map(|(key, field)| Some(((*field).to_owned(), to_json(get(key)?))));
+        present.collect()
+    };
+    let mut object = read(FIELDS);
+    for field in ["sliding_window", "num_local_experts"] {
+        if object.get(field).is_some_and(|value| *value == json!(0)) {
+            object.remove(field);
+        }
+    }
+    // A list of layers, of which the true ones slide.
+    if let Some(pattern) = get("attention.sliding_window_pattern").and_then(Value::as_array) {
+        // One for each layer, or it is refused: no need to write down millions.
+        let kinds = pattern.iter().take(MAX_LAYERS + 1).map(|slides| match slides {
+            Value::Bool(false) | Value::Unsigned(0) | Value::Signed(0) => "full_attention",
+            _ => "sliding_attention",
+        });
+        object.insert("layer_types".to_owned(), json!(kinds.collect::<Vec<_>>()));
+        object.remove("sliding_window_pattern");
+    }
+    if let Some(kind) = get("rope.scaling.type").and_then(Value::as_text)
+        && kind != "none"
+    {
+        let mut scaling = read(ROPE_SCALING_FIELDS);
+        scaling.insert("rope_type".to_owned(), json!(kind));
+        object.insert("rope_scaling".to_owned(), scaling.into());
+    } else if let Some(factor) = get("rope.scale_linear") {
+        object.insert("rope_scaling".to_owned(), json!({"rope_type": "linear", "factor": to_json(factor)}));
+    }
+    for (key, field) in
+        [("tokenizer.ggml.eos_token_id", "eos_token_id"), ("tokenizer.ggml.bos_token_id", "bos_token_id")]
+    {
+        if let Some(id) = gguf.get(key) {
+            object.insert(field.to_owned(), to_json(id));
+        }
+    }
+    if let Some(embedding) = gguf.tensors().get(EMBEDDING) {
+        object.insert("vocab_size".to_owned(), json!(embedding.shape[0]));
+    }
+    object.insert("tie_word_embeddings".to_owned(), json!(!gguf.tensors().contains_key("output.weight")));
+    // Not in the metadata: everybody who writes such files has it so.
+    object.insert("norm_topk_prob".to_owned(), json!(true));
+    if let Some(scores) = score_dimension(&object, name) {
+        object.insert("query_pre_attn_scalar".to_owned(), scores);
+    }
+    object
+}
+
+/// What Gemma's scores are divided by the root of: the size of a head, but for the largest of each generation, which
+/// files tell by nothing but their layers.
+fn score_dimension(object: &Map<String, serde_json::Value>, name: &str) -> Option<serde_json::Value> {
+    let size = |field: &str| object.get(field)?.as_u64().filter(|size| *size > 0);
+    match (name, size("num_hidden_layers")) {
+        ("gemma2", Some(46)) | ("gemma3", Some(62)) => {
+            Some(json!(size("hidden_size")? / size("num_attention_heads")?))
+        }
+        ("gemma2" | "gemma3", _) => Some(json!(size("head_dim")?)),
+        _ => None,
+    }
+}
+
+fn to_json(value: Value<'_>) -> serde_json::Value {
+    match value {
+        Value::Unsigned(number) => json!(number),
+        Value::Signed(number) => json!(number),
+        Value::Float(number) => json!(number),
+        Value::Bool(value) => json!(value),
+        Value::Text(text) => json!(text),
+        // For a message that will not print more of it anyway.
+        Value::Array(array) => array.iter().take(100).map(to_json).collect(),
+    }
+}
+
+/// What only the tensors say, and what conversion did.
+fn adjust(
+    spec: &mut DecoderSpec,
+    path: &Path,
+    file: &GgufFile,
+    gguf: &Gguf<'_>,
+    name: &str,
+) -> Result<(), LoadError> {
+    let bad = |error: GgufError| LoadError::gguf(path, &error);
+    let has = |tensor: &str| gguf.tensors().contains_key(&*format!("blk.0.{tensor}.bias"));
+    spec.tensor_prefix = "model.".to_owned();
+    spec.norm_unit_offset = false;
+    spec.qkv_bias = has("attn_q") || has("attn_qkv");
+    spec.output_bias = has("attn_output");
+    spec.mlp_bias =
+        has("ffn_down") && spec.layers.iter().all(|layer| matches!(layer.mlp, MlpSpec::Dense { .. }));
+
+    for factor in FOREIGN_FACTORS {
+        let key = format!("{name}.{factor}");
+        if gguf.read(&key, "a number", Value::as_float).map_err(bad)?.is_some_and(|factor| factor != 1.0) {
+            return Err(bad(gguf.refuse(&key, "none, or 1")));
+        }
+    }
+    let size = |key: &str| {
+        let key = format!("{name}.{key}");
+        gguf.read(&key, "a whole number", Value::as_unsigned).map_err(bad)
+    };
+    if size("attention.value_length")?.is_some_and(|length| length != spec.head_dim as u64) {
+        let expected = format!("{}, the length of keys", spec.head_dim);
+        return Err(bad(gguf.refuse(&format!("{name}.attention.value_length"), &expected)));
+    }
+    let key = format!("{name}.attention.scale");
+    if let Some(scale) =
+        gguf.read(&key, "a number", Value::as_float).map_err(bad)?.filter(|scale| *scale > 0.0)
+    {
+        spec.attention_scale = scale as f32;
+    }
+    if let Some(dimensions) = size("rope.dimension_count")? {
+        let fits = dimensions.is_multiple_of(2) && (2..=spec.head_dim as u64).contains(&dimensions);
+        if !fits {
+            let expected = format!("an even number up to {}, the length of heads", spec.head_dim);
+            return Err(bad(gguf.refuse(&format!("{name}.rope.dimension_count"), &expected)));
+        }
+        spec.ropes.iter_mut().for_each(|rope| rope.rotary_dim = dimensions as usize);
+    }
+    if let Some(tensor) = gguf.tensors().get(ROPE_DIVISORS) {
+        let rope = &mut spec.ropes[0];
+        let expected = [rope.rotary_dim / 2];
+        if tensor.tensor_type != TensorType::F32 || tensor.shape != expected {
+            return Err(LoadError::WrongShape {
+                path: path.to_owned(),
+                tensor: ROPE_DIVISORS.to_owned(),
+                found: tensor.shape.clone(),
+                expected: expected.to_vec(),
+            });
+        }
+        let bytes = &file.bytes()[tensor.start..][..tensor.size_bytes];
+        let divisors =
+            bytes.chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().expect("four bytes")));
+        rope.scaling = RopeScaling::Divided { divisors: divisors.collect() };
+    }
+    Ok(())
+}
+
+/// Has a message name the metadata key instead of the field that it became.
+fn name_in_file(error: LoadError, name: &str) -> LoadError {
+    let LoadError::Config { path, field, found, expected } = error else { return error };
+    let inner = field.strip_prefix("rope_scaling.");
+    let key = match inner {
+        Some("rope_type") => Some("rope.scaling.type"),
+        Some(inner) => ROPE_SCALING_FIELDS.iter().find(|(_, field)| *field == inner).map(|(key, _)| *key),
+        None => FIELDS.iter().find(|(_, known)| *known == field).map(|(key, _)| *key),
+    };
+    let field = match (key, &*field) {
+        (Some(key), _) => format!("{name}.{key}"),
+        (None, "vocab_size") => format!("the number of rows of {EMBEDDING}"),
+        (None, "eos_token_id" | "bos_token_id") => format!("tokenizer.ggml.{field}"),
+        (None, _) => field,
+    };
+    LoadError::Config { path, field, found, expected }
+}
+
+/// A published tensor in a GGUF file.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) name: String,
+    /// Index and number of parts, for one expert's part of a tensor of all.
+    pub(crate) part: Option<(usize, usize)>,
+    pub(crate) order: RowOrder,
+}
+
+/// How a GGUF file names and arranges what is published.
+#[derive(Clone, Debug)]
+pub(crate) struct Names {
+    /// Size of the heads whose rows are interleaved.
+    interleaved: Option<usize>,
+    post_norms: bool,
+    num_experts: usize,
+    /// Early files have a tensor for each expert.
+    separate_experts: bool,
+}
+
+impl Names {
+    pub(crate) fn new(gguf: &Gguf<'_>, spec: &DecoderSpec) -> Names {
+        let num_experts = spec.layers.iter().map(|layer| match layer.mlp {
+            MlpSpec::Dense { .. } => 0,
+            MlpSpec::Experts { num_experts, .. } => num_experts,
+        });
+        let is_llama = gguf.get("general.architecture") == Some(Value::Text("llama"));
+        Names {
+            interleaved: is_llama.then_some(spec.head_dim),
+            post_norms: spec.post_norms,
+            num_experts: num_experts.max().unwrap_or(0),
+            separate_experts: gguf.tensors().contains_key("blk.0.ffn_gate.0.weight"),
+        }
+    }
+
+    /// Where the tensor is that is published as `name`.
+    pub(crate) fn place(&self, name: &str) -> Place {
+        let whole = |name: String| Place { name, part: None, order: RowOrder::AsIs };
+        let (module, kind) = name.rsplit_once('.').unwrap_or((name, "weight"));
+        let Some(in_layer) = module.strip_prefix("model.layers.") else {
+            return whole(match module {
+                "model.embed_tokens" => EMBEDDING.to_owned(),
+                "model.norm" => "output_norm.weight".to_owned(),
+                "lm_head" => "output.weight".to_owned(),
+                _ => name.to_owned(),
+            });
+        };
+        let (layer, module) = in_layer.split_once('.').unwrap_or((in_layer, ""));
+        if let Some((_, expert)) = module.split_once(".experts.") {
+            let (expert, projection) = expert.split_once('.').unwrap_or((expert, ""));
+            let stem = match projection {
+                "gate_proj" | "w1" => "ffn_gate",
+                "up_proj" | "w3" => "ffn_up",
+                _ => "ffn_down",
+            };
+            if self.separate_experts {
+                return whole(format!("blk.{layer}.{stem}.{expert}.{kind}"));
+            }
+            let part = expert.parse().ok().map(|expert_idx| (expert_idx, self.num_experts));
+            return Place { part, ..whole(format!("blk.{layer}.{stem}_exps.{kind}")) };
+        }
+        let stem = match module {
+            "input_layernorm" => "attn_norm",
+            "self_attn.q_proj" => "attn_q",
+            "self_attn.k_proj" => "attn_k",
+            "self_attn.v_proj" => "attn_v",
+            "self_attn.qkv_proj" => "attn_qkv",
+            "self_attn.o_proj" => "attn_output",
+            "self_attn.q_norm" => "attn_q_norm",
+            "self_attn.k_norm" => "attn_k_norm",
+            "post_attention_layernorm" if self.post_norms => "post_attention_norm",
+            "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
+            "post_feedforward_layernorm" => "post_ffw_norm",
+            "mlp.gate_proj" => "ffn_gate",
+            "mlp.up_proj" | "mlp.gate_up_proj" => "ffn_up",
+            "mlp.down_proj" => "ffn_down",
+            "mlp.gate" | "block_sparse_moe.gate" => "ffn_gate_inp",
+            other => other,
+        };
+        let order = match (stem, self.interleaved) {
+            ("attn_q" | "attn_k", Some(head_dim)) => RowOrder::InterleavedHalves { head_dim },
+            _ => RowOrder::AsIs,
+        };
+        Place { order, ..whole(format!("blk.{layer}.{stem}.{kind}")) }
+    }
+}

@@ -1,0 +1,215 @@
+//! A matrix in mapped files, as floats or as integers, row by row.
+//!
+//! It knows how numbers are stored, not what they are for, nor how kernels want them.
+
+use std::ops::{Deref, Range};
+use std::sync::Arc;
+
+use baton_gguf::TensorType;
+use baton_kv_cache::KvDtype;
+
+use crate::FloatDtype;
+use crate::blocks;
+use crate::integer_tensors::{Fp8Tensors, IntegerTensors};
+use crate::integers::{IntegerFormat, IntegerRow};
+use crate::weights::WeightFile;
+
+/// Bytes of a mapped file.
+#[derive(Clone, Debug)]
+pub(crate) struct Span {
+    file: Arc<WeightFile>,
+    start: usize,
+    len: usize,
+}
+
+impl Span {
+    /// # Panics
+    /// When the file ends before the range does.
+    pub(crate) fn new(file: &Arc<WeightFile>, range: Range<usize>) -> Span {
+        assert!(
+            range.start <= range.end && range.end <= file.bytes().len(),
+            "ranges are checked when files are opened"
+        );
+        Span { file: Arc::clone(file), start: range.start, len: range.len() }
+    }
+
+    /// One of `num_parts` equal parts.
+    pub(crate) fn part(&self, part_idx: usize, num_parts: usize) -> Span {
+        let len = self.len / num_parts;
+        assert!(part_idx < num_parts, "part {part_idx} of {num_parts}");
+        Span { file: Arc::clone(&self.file), start: self.start + part_idx * len, len }
+    }
+
+    pub(crate) fn file(&self) -> &WeightFile {
+        &self.file
+    }
+}
+
+impl Deref for Span {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.file.bytes()[self.start..self.start + self.len]
+    }
+}
+
+/// A matrix, or some rows of a tensor.
+#[derive(Clone, Debug)]
+pub(crate) struct Matrix {
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    stored: Stored,
+    order: RowOrder,
+}
+
+/// How the numbers of a matrix are stored, row after row.
+#[derive(Clone, Debug)]
+pub(crate) enum Stored {
+    Floats(Span, FloatDtype),
+    /// GGUF's blocks of integers.
+    Blocks(Span, TensorType),
+    /// Integers whose scales and zeros are tensors of their own.
+    Integers(IntegerTensors),
+    Fp8(Fp8Tensors),
+}
+
+/// Where a file keeps the rows of a matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RowOrder {
+    AsIs,
+    /// Heads of so many rows, each with the rows of its first and its second half in turns.
+    InterleavedHalves {
+        head_dim: usize,
+    },
+}
+
+impl RowOrder {
+    fn stored_idx(self, row_idx: usize) -> usize {
+        match self {
+            RowOrder::AsIs => row_idx,
+            RowOrder::InterleavedHalves { head_dim } => {
+                let (head, idx) = (row_idx / head_dim, row_idx % head_dim);
+                let (half, idx) = (idx / (head_dim / 2), idx % (head_dim / 2));
+                head * head_dim + 2 * idx + half
+            }
+        }
+    }
+}
+
+impl Matrix {
+    pub(crate) fn new(rows: usize, cols: usize, stored: Stored, order: RowOrder) -> Matrix {
+        if let RowOrder::InterleavedHalves { head_dim } = order {
+            assert!(head_dim.is_multiple_of(2) && rows.is_multiple_of(head_dim), "whole heads of two halves");
+        }
+        Matrix { rows, cols, stored, order }
+    }
+
+    /// What rows are widened to: the type of the floats; single precision for what has scales.
+    pub(crate) fn dtype(&self) -> FloatDtype {
+        match self.stored {
+            Stored::Floats(_, dtype) => dtype,
+            Stored::Blocks(..) | Stored::Integers(_) | Stored::Fp8(_) => FloatDtype::F32,
+        }
+    }
+
+    /// The type of KV when nobody asks for another: that of the floats, or of the scales.
+    pub(crate) fn kv_dtype(&self) -> KvDtype {
+        match self.stored {
+            Stored::Floats(_, dtype) => dtype.kv_dtype(),
+            Stored::Blocks(..) => KvDtype::F16,
+            Stored::Integers(ref tensors) => tensors.scales.dtype.kv_dtype(),
+            Stored::Fp8(ref tensors) => tensors.scales.dtype.kv_dtype(),
+        }
+    }
+
+    /// The bytes of row `row_idx` of a matrix of floats.
+    pub(crate) fn row(&self, row_idx: usize) -> Option<&[u8]> {
+        match &self.stored {
+            Stored::Floats(span, dtype) => {
+                Some(self.row_bytes(span, row_idx, self.cols * dtype.size_bytes()))
+            }
+            _ => None,
+        }
+    }
+
+    fn row_bytes<'a>(&self, span: &'a Span, row_idx: usize, num_bytes: usize) -> &'a [u8] {
+        &span[self.order.stored_idx(row_idx) * num_bytes..][..num_bytes]
+    }
+
+    /// The numbers of row `row_idx`, into a slice of as many.
+    pub(crate) fn read_row(&self, row_idx: usize, to: &mut [f32]) {
+        assert_eq!(to.len(), self.cols, "numbers of a row");
+        match &self.stored {
+            Stored::Floats(span, dtype) => {
+                let size_bytes = dtype.size_bytes();
+                let bytes = self.row_bytes(span, row_idx, self.cols * size_bytes);
+                to.iter_mut()
+                    .zip(bytes.chunks_exact(size_bytes))
+                    .for_each(|(to, bytes)| *to = widen(*dtype, bytes));
+            }
+            Stored::Blocks(span, tensor_type) => {
+                blocks::read(*tensor_type, self.block_row(span, *tensor_type, row_idx), to)
+            }
+            Stored::Integers(tensors) => tensors.read_row(self.order.stored_idx(row_idx), to),
+            Stored::Fp8(tensors) => tensors.read_row(self.order.stored_idx(row_idx), to),
+        }
+    }
+
+    fn block_row<'a>(&self, span: &'a Span, tensor_type: TensorType, row_idx: usize) -> &'a [u8] {
+        self.row_bytes(span, row_idx, self.cols / tensor_type.block_len() * tensor_type.block_bytes())
+    }
+
+    /// The numbers of row `row_idx`.
+    pub(crate) fn row_values(&self, row_idx: usize) -> impl Iterator<Item = f32> {
+        let mut values = vec![0.0; self.cols];
+        self.read_row(row_idx, &mut values);
+        values.into_iter()
+    }
+
+    /// All of it.
+    pub(crate) fn to_f32(&self) -> Vec<f32> {
+        (0..self.rows).flat_map(|row_idx| self.row_values(row_idx)).collect()
+    }
+
+    /// Whether a file holds its numbers as integers, be it in groups that no kernel takes.
+    pub(crate) fn is_integers(&self) -> bool {
+        matches!(self.stored, Stored::Blocks(..) | Stored::Integers(_))
+    }
+
+    /// Whether a file holds its numbers as floats of eight bits.
+    pub(crate) fn is_fp8(&self) -> bool {
+        matches!(self.stored, Stored::Fp8(_))
+    }
+
+    /// The integers that rows are, if rows are made of integers in groups that kernels take.
+    pub(crate) fn integer_format(&self) -> Option<IntegerFormat> {
+        match &self.stored {
+            Stored::Floats(..) | Stored::Fp8(_) => None,
+            Stored::Blocks(_, tensor_type) => blocks::integer_format(*tensor_type),
+            Stored::Integers(tensors) => tensors.format(),
+        }
+    }
+
+    /// The integers of row `row_idx`.
+    ///
+    /// # Panics
+    /// When there is no [integer format](Self::integer_format).
+    pub(crate) fn integer_row(&self, row_idx: usize) -> IntegerRow {
+        match &self.stored {
+            Stored::Floats(..) | Stored::Fp8(_) => panic!("floats are no integers"),
+            Stored::Integers(tensors) => tensors.row(self.order.stored_idx(row_idx)),
+            Stored::Blocks(span, tensor_type) => {
+                blocks::integer_row(*tensor_type, self.block_row(span, *tensor_type, row_idx))
+            }
+        }
+    }
+}
+
+/// One stored number.
+pub(crate) fn widen(dtype: FloatDtype, bytes: &[u8]) -> f32 {
+    match dtype {
+        FloatDtype::F16 => half::f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+        FloatDtype::Bf16 => half::bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+        FloatDtype::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+    }
+}

@@ -1,0 +1,142 @@
+use std::path::Path;
+
+use safetensors::SafeTensors;
+
+use super::*;
+use crate::fields::parse_object;
+
+const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/quantised/fixtures");
+
+/// What `record.py` makes, and the size of groups that kernels may have, if any, and whether there are zeros.
+const CASES: &[(&str, Option<(usize, bool)>)] = &[
+    ("awq", Some((32, true))),
+    ("bytes-one", Some((128, false))),
+    ("bytes-rows", Some((128, false))),
+    ("bytes-zeros", Some((128, true))),
+    ("fp8-blocks", None),
+    ("fp8-one", None),
+    ("fp8-rows", None),
+    ("gptq-4", Some((32, true))),
+    ("gptq-4-act-order", None),
+    ("gptq-4-v2", None),
+    ("gptq-8-rows", Some((128, false))),
+    ("packed-4-act-order", None),
+    ("packed-4-groups", Some((32, false))),
+    ("packed-4-rows", Some((128, false))),
+    ("packed-4-zeros", Some((32, true))),
+    ("packed-8-rows", Some((128, false))),
+];
+
+fn quantisation(config: &str) -> Result<Option<Quantisation>, LoadError> {
+    let path = Path::new("config.json");
+    let object = parse_object(path, format!("{{\"quantization_config\": {config}}}").as_bytes())?;
+    Quantisation::read(&Fields::new(path, &object))
+}
+
+/// The fixture as a model directory; how it was quantised; and its numbers, row by row.
+fn fixture(name: &str) -> (tempfile::TempDir, Quantisation, Vec<Vec<f32>>) {
+    let bytes = std::fs::read(Path::new(FIXTURES).join(format!("{name}.safetensors"))).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("model.safetensors"), &bytes).unwrap();
+    let (_, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
+    let config = &metadata.metadata().as_ref().unwrap()["quantization_config"];
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let expected = tensors.tensor("expected").unwrap();
+    let words = expected.data().chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().unwrap()));
+    let values: Vec<f32> = words.collect();
+    let rows = values.chunks_exact(expected.shape()[1]).map(<[f32]>::to_vec).collect();
+    (dir, quantisation(config).unwrap().unwrap(), rows)
+}
+
+#[test]
+fn numbers_and_integers_are_those_that_were_packed() {
+    let mut found: Vec<String> = std::fs::read_dir(FIXTURES)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap().replace(".safetensors", ""))
+        .collect();
+    found.sort();
+    assert_eq!(found, CASES.iter().map(|(name, _)| *name).collect::<Vec<_>>());
+    for (name, groups) in CASES {
+        let (dir, quantisation, expected) = fixture(name);
+        let shape = [expected.len(), expected[0].len()];
+        let mut checkpoint = Checkpoint::open_quantised(dir.path(), quantisation).unwrap();
+        let matrix = checkpoint.take("layer.weight", &shape).unwrap();
+        let is_noise = |tensor: &str| tensor == "expected" || is_about_activations(tensor);
+        checkpoint.refuse_rest("layer", is_noise).unwrap();
+        let format = matrix.integer_format();
+        assert_eq!(format.map(|format| (format.group, format.has_zeros)), *groups, "{name}");
+        for (row_idx, expected) in expected.iter().enumerate() {
+            assert_eq!(matrix.row_values(row_idx).collect::<Vec<_>>(), *expected, "{name} {row_idx}");
+            let Some(format) = format else { continue };
+            let row = matrix.integer_row(row_idx);
+            assert_eq!(row.values(format).collect::<Vec<_>>(), *expected, "{name} {row_idx} as integers");
+            let num_groups = expected.len().div_ceil(format.group);
+            assert_eq!(row.scales.len(), num_groups, "{name}");
+            assert_eq!(row.zeros.len(), if format.has_zeros { num_groups } else { 0 }, "{name}");
+        }
+    }
+}
+
+#[test]
+fn configurations_that_mean_something_else_are_refused() {
+    let methods = "expected awq, gptq, compressed-tensors, fp8 or fbgemm_fp8";
+    let formats =
+        "expected pack-quantized, int-quantized, float-quantized, naive-quantized, mixed-precision, dense";
+    for (config, expected) in [
+        (r#"{"bits": 4}"#, format!("quant_method is missing, {methods}")),
+        (r#"{"quant_method": "hqq"}"#, format!("quant_method is \"hqq\", {methods}")),
+        (r#"{"quant_method": "awq"}"#, "bits is missing, expected 4".to_owned()),
+        (
+            r#"{"quant_method": "awq", "bits": 4, "version": "gemv"}"#,
+            "version is \"gemv\", expected gemm".into(),
+        ),
+        (r#"{"quant_method": "gptq", "bits": 3}"#, "bits is 3, expected 4 or 8".into()),
+        (
+            r#"{"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}"#,
+            "checkpoint_format is \"marlin\", expected gptq or gptq_v2".into(),
+        ),
+        (
+            r#"{"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}"#,
+            format!("format is \"nvfp4-pack-quantized\", {formats}"),
+        ),
+        (
+            r#"{"quant_method": "compressed-tensors", "config_groups": {"group_0": {"format": "marlin-24"}}}"#,
+            format!("config_groups.group_0.format is \"marlin-24\", {formats}"),
+        ),
+        (
+            r#"{"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}"#,
+            "sparsity_config.format is \"sparse-24-bitmask\", expected dense".into(),
+        ),
+        (r#"{"quant_method": "fp8", "fmt": "e5m2"}"#, "fmt is \"e5m2\", expected e4m3".into()),
+        (
+            r#"{"quant_method": "fp8", "weight_block_size": [0, 1]}"#,
+            "weight_block_size is [0,1], expected two sizes".into(),
+        ),
+    ] {
+        let error = quantisation(config).unwrap_err().to_string();
+        assert_eq!(error, format!("config.json: quantization_config.{expected}"));
+    }
+}
+
+#[test]
+fn tensors_that_do_not_fit_are_refused() {
+    let check = |name: &str, shape: [usize; 2], expected: &str| {
+        let (dir, quantisation, _) = fixture(name);
+        let mut checkpoint = Checkpoint::open_quantised(dir.path(), quantisation).unwrap();
+        let error = checkpoint.take("layer.weight", &shape).unwrap_err().to_string();
+        let error = error.replace(&format!("{}/", dir.path().display()), "");
+        assert_eq!(error, format!("model.safetensors: tensor layer.{expected}"));
+    };
+    check("awq", [16, 64], "qweight has shape [64, 3], expected [64, 2]");
+    check("awq", [24, 32], "qweight has shape [64, 3], expected [32, 3]");
+    check("gptq-4", [24, 48], "qweight has shape [8, 24], expected [6, 24]");
+    check("packed-4-groups", [24, 60], "weight_shape has shape [24, 64], expected [24, 60]");
+    check("packed-4-rows", [24, 58], "weight_shape has shape [24, 60], expected [24, 58]");
+    check("bytes-rows", [23, 64], "weight has shape [24, 64], expected [23, 64]");
+    check("fp8-blocks", [24, 65], "weight has shape [24, 64], expected [24, 65]");
+    let (dir, _, _) = fixture("awq");
+    let quantisation = Quantisation::Gptq { zero_offset: 1 };
+    let mut checkpoint = Checkpoint::open_quantised(dir.path(), quantisation).unwrap();
+    let error = checkpoint.take("layer.weight", &[24, 64]).unwrap_err().to_string();
+    assert!(error.ends_with("tensor layer.qweight has shape [64, 3], expected [8, 24]"), "{error}");
+}

@@ -1,0 +1,111 @@
+//! Directories with quantised weights: the same model as one with the numbers that they stand for.
+
+use std::fs;
+use std::path::Path;
+
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
+use baton_model::{Activations, Batch, BatchSequence, Executor, LoadOptions, load};
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
+use tempfile::TempDir;
+
+const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures");
+
+type Tensors = Vec<(String, Dtype, Vec<usize>, Vec<u8>)>;
+
+fn write(name: &str, tensors: &Tensors, quantization_config: serde_json::Value) -> TempDir {
+    let dir = TempDir::new().unwrap();
+    let config = fs::read(Path::new(FIXTURES).join(name).join("config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+    config["quantization_config"] = quantization_config;
+    fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let views = tensors.iter().map(|(name, dtype, shape, data)| {
+        (name.clone(), TensorView::new(*dtype, shape.clone(), data).unwrap())
+    });
+    fs::write(dir.path().join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+    dir
+}
+
+fn floats(values: impl IntoIterator<Item = f32>) -> Vec<u8> {
+    values.into_iter().flat_map(f32::to_le_bytes).collect()
+}
+
+/// The fixture's tensors with the matrices of its layers in bytes with a scale for each row; and with their numbers.
+fn quantised(name: &str) -> (Tensors, Tensors) {
+    let bytes = fs::read(Path::new(FIXTURES).join(name).join("model.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let (mut integers, mut plain) = (vec![], vec![]);
+    for (name, view) in tensors.iter() {
+        let (shape, data) = (view.shape().to_vec(), view.data().to_vec());
+        let is_routing = name.ends_with("gate.weight");
+        if shape.len() != 2 || !name.contains(".layers.") || is_routing {
+            integers.push((name.to_owned(), view.dtype(), shape.clone(), data.clone()));
+            plain.push((name.to_owned(), view.dtype(), shape, data));
+            continue;
+        }
+        let values: Vec<f32> = match view.dtype() {
+            Dtype::F32 => data.chunks_exact(4).map(|w| f32::from_le_bytes(w.try_into().unwrap())).collect(),
+            _ => data.chunks_exact(2).map(|h| half::bf16::from_le_bytes([h[0], h[1]]).to_f32()).collect(),
+        };
+        let (mut levels, mut scales, mut numbers) = (vec![], vec![], vec![]);
+        for row in values.chunks_exact(shape[1]) {
+            let scale = row.iter().fold(0.0f32, |max, value| max.max(value.abs())) / 127.0;
+            let row: Vec<i8> = row.iter().map(|value| (value / scale).round() as i8).collect();
+            numbers.extend(row.iter().map(|level| scale * f32::from(*level)));
+            levels.extend(row.iter().map(|level| *level as u8));
+            scales.push(scale);
+        }
+        integers.push((name.to_owned(), Dtype::I8, shape.clone(), levels));
+        integers.push((format!("{name}_scale"), Dtype::F32, vec![shape[0], 1], floats(scales)));
+        plain.push((name.to_owned(), Dtype::F32, shape, floats(numbers)));
+    }
+    // What such files have besides.
+    integers.push(("model.layers.0.self_attn.k_scale".into(), Dtype::F32, vec![1], floats([1.0])));
+    (integers, plain)
+}
+
+fn logits(dir: &TempDir) -> (Vec<f32>, u64) {
+    let options = LoadOptions {
+        kv_dtype: Some(KvDtype::F32),
+        threads: Some(2),
+        activations: Activations::F32,
+        ..LoadOptions::default()
+    };
+    let loaded = load(dir.path(), &options, &mut |_| {}).unwrap();
+    let storage = BlockStorage::new(loaded.kv_layout(), 1).unwrap();
+    let sequence =
+        BatchSequence { tokens: &[5, 9, 77], start_idx: 0, blocks: &[BlockId(0)], wants_logits: true };
+    let mut executor = loaded.cpu_executor().unwrap();
+    // SAFETY: nobody else uses the storage.
+    let logits = unsafe {
+        executor.execute(&Batch { sequences: vec![sequence] }, &storage, &mut |_| {}).unwrap().to_vec()
+    };
+    (logits, loaded.num_parameters())
+}
+
+#[test]
+fn quantised_weights_compute_what_their_numbers_compute() {
+    let config = serde_json::json!({
+        "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}},
+    });
+    for name in ["llama", "phi3", "mixtral"] {
+        let (integers, plain) = quantised(name);
+        let expected = logits(&write(name, &plain, serde_json::Value::Null));
+        assert_eq!(logits(&write(name, &integers, config.clone())), expected, "{name}");
+    }
+}
+
+#[test]
+fn biases_that_quantising_made_up_are_nothing() {
+    let (mut integers, _) = quantised("llama");
+    let config = serde_json::json!({"quant_method": "compressed-tensors", "format": "int-quantized"});
+    let expected = logits(&write("llama", &integers, config.clone()));
+    let bias = "model.layers.1.mlp.up_proj.bias";
+    integers.push((bias.into(), Dtype::F32, vec![80], vec![0; 320]));
+    assert_eq!(logits(&write("llama", &integers, config.clone())), expected);
+    integers.last_mut().unwrap().3[7] = 1;
+    let dir = write("llama", &integers, config);
+    let error = load(dir.path(), &LoadOptions::default(), &mut |_| {}).unwrap_err().to_string();
+    assert!(error.contains(&format!("tensor {bias} is not part of LlamaForCausalLM")), "{error}");
+}
