@@ -17,6 +17,7 @@ mod executor;
 mod fields;
 mod float;
 mod gguf;
+mod gguf_files;
 mod integer_tensors;
 #[cfg_attr(not(test), expect(dead_code, reason = "kernels that use it follow"))]
 mod integers;
@@ -35,6 +36,7 @@ pub use cpu::benchmark;
 pub use error::LoadError;
 pub use executor::{Batch, BatchSequence, ExecuteError, Executor};
 pub use float::FloatDtype;
+pub use gguf_files::gguf_files;
 pub use load::{LoadOptions, LoadProgress, LoadedModel, load};
 pub use rope::{RopeScaling, RopeSpec};
 pub use spec::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
