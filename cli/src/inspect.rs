@@ -14,6 +14,7 @@ use baton_kv_cache::KvDtype;
 use baton_model::{
     DecoderSpec, FloatDtype, MlpSpec, ModelConfig,
     cost::{DeviceSpeed, ModelCost, StepCost},
+    gguf_files,
 };
 use clap::{Args, ValueEnum};
 
@@ -127,7 +128,8 @@ pub(crate) fn run(args: InspectArgs) -> anyhow::Result<()> {
 /// `None` if there are none.
 fn weight_file_bytes(model: &Path) -> anyhow::Result<Option<u64>> {
     if !model.is_dir() {
-        return Ok(Some(fs::metadata(model)?.len()));
+        let sizes = gguf_files(model)?.into_iter().map(|path| Ok(fs::metadata(path)?.len()));
+        return sizes.sum::<anyhow::Result<u64>>().map(Some);
     }
     let entries = fs::read_dir(model).with_context(|| format!("cannot list {}", model.display()))?;
     let mut total = None;

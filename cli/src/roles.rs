@@ -105,9 +105,19 @@ fn model(args: &ModelArgs) -> anyhow::Result<(PathBuf, String)> {
         let name = args.model_name.clone().unwrap_or_else(|| embedded_model::NAME.to_owned());
         return Ok((embedded_model::directory()?, name));
     };
-    let model = model.canonicalize().with_context(|| format!("model {}", model.display()))?;
+    let model = model_path(model)?;
     let name = args.model_name.clone().unwrap_or_else(|| baton_worker::name_of(&model));
     Ok((model, name))
+}
+
+/// The whole path of a model. A link to a file keeps its name: what it links to may have one that says nothing, such as
+/// the blobs of a download cache.
+pub(crate) fn model_path(model: &Path) -> anyhow::Result<PathBuf> {
+    let whole = match model.is_file() {
+        true => std::path::absolute(model),
+        false => model.canonicalize(),
+    };
+    whole.with_context(|| format!("model {}", model.display()))
 }
 
 fn discovery(args: &DiscoveryArgs, router: String, workers: Vec<String>) -> anyhow::Result<DiscoveryConfig> {
@@ -150,4 +160,22 @@ fn host_name() -> String {
     let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name = name.trim();
     if name.is_empty() { "host".to_owned() } else { name.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_link_to_a_model_file_keeps_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let (blob, link) = (dir.path().join("5891b5b522d5df08"), dir.path().join("tiny.gguf"));
+        fs::write(&blob, "GGUF").unwrap();
+        std::os::unix::fs::symlink(&blob, &link).unwrap();
+        let path = model_path(&link).unwrap();
+        assert_eq!(baton_worker::name_of(&path), "tiny");
+        assert_eq!(fs::read(path).unwrap(), b"GGUF");
+        let error = model_path(&dir.path().join("absent.gguf")).unwrap_err();
+        assert!(format!("{error:#}").contains("absent.gguf: No such file"), "{error:#}");
+    }
 }

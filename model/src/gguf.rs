@@ -7,11 +7,12 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use baton_gguf::{Gguf, GgufError, GgufFile, TensorType, Value};
+use baton_gguf::{GgufError, TensorType, Value};
 use serde_json::{Map, json};
 
 use crate::architecture::{self, MAX_LAYERS};
 use crate::fields::Fields;
+use crate::gguf_files::{Contents, with_contents};
 use crate::matrix::RowOrder;
 use crate::rope::RopeScaling;
 use crate::spec::MlpSpec;
@@ -70,22 +71,17 @@ const EMBEDDING: &str = "token_embd.weight";
 /// Llama 3's divisors of frequencies.
 pub(crate) const ROPE_DIVISORS: &str = "rope_freqs.weight";
 
-/// Reads the configuration of a GGUF file.
+/// Reads the configuration of a GGUF model, of whose files `path` is the first.
 pub(crate) fn load_config(path: &Path) -> Result<ModelConfig, LoadError> {
-    let file = GgufFile::open(path).map_err(|source| LoadError::io(path, source))?;
-    let gguf = file.parse().map_err(|error| LoadError::gguf(path, &error))?;
-    config(path, &file, &gguf)
+    with_contents(path, |contents| config(path, contents))
 }
 
-fn config(path: &Path, file: &GgufFile, gguf: &Gguf<'_>) -> Result<ModelConfig, LoadError> {
+fn config(path: &Path, contents: &Contents<'_>) -> Result<ModelConfig, LoadError> {
+    let gguf = contents.gguf;
     let bad = |error: GgufError| LoadError::gguf(path, &error);
     let text = |key: &str| gguf.read(key, "a text", Value::as_text).map_err(bad);
     let name = text("general.architecture")?
         .ok_or_else(|| bad(gguf.refuse("general.architecture", "the name of one")))?;
-    let num_files = gguf.read("split.count", "a whole number", Value::as_unsigned).map_err(bad)?;
-    if num_files.is_some_and(|num_files| num_files > 1) {
-        return Err(bad(gguf.refuse("split.count", "1: merge the files with llama-gguf-split")));
-    }
     let Some((_, architecture)) = ARCHITECTURES.iter().find(|(known, _)| *known == name) else {
         let expected = ARCHITECTURES.iter().map(|(known, _)| *known).collect::<Vec<_>>().join(", ");
         return Err(LoadError::UnknownArchitecture {
@@ -98,26 +94,26 @@ fn config(path: &Path, file: &GgufFile, gguf: &Gguf<'_>) -> Result<ModelConfig, 
         gguf.get(&format!("{name}.expert_count")).and_then(Value::as_unsigned).is_some_and(|count| count > 0);
     let architecture = if name == "llama" && has_experts { "MixtralForCausalLM" } else { architecture };
 
-    let object = config_object(gguf, name);
+    let object = config_object(contents, name);
     let fields = Fields::new(path, &object);
     let named = |error| name_in_file(error, name);
     let mut decoder = architecture::decoder(architecture, &fields).map_err(named)?;
-    adjust(&mut decoder, path, file, gguf, name)?;
+    adjust(&mut decoder, path, contents, name)?;
     Ok(ModelConfig {
         architecture: architecture.to_owned(),
         context_length: architecture::context_length(architecture, &fields).map_err(named)?,
         eos_token_ids: fields.token_ids("eos_token_id").map_err(named)?,
         bos_token_id: fields.token_ids("bos_token_id").map_err(named)?.first().copied(),
-        dtype: most_bytes(gguf),
+        dtype: most_bytes(contents),
         quantisation: None,
         decoder,
     })
 }
 
 /// The type of the floats that take most of the file, or of the scales if integers do.
-fn most_bytes(gguf: &Gguf<'_>) -> FloatDtype {
+fn most_bytes(contents: &Contents<'_>) -> FloatDtype {
     let mut bytes = HashMap::new();
-    for tensor in gguf.tensors().values() {
+    for (tensor, _) in contents.tensors.values() {
         *bytes.entry(tensor.tensor_type).or_insert(0) += tensor.size_bytes;
     }
     match bytes.into_iter().max_by_key(|(_, bytes)| *bytes) {
@@ -128,7 +124,8 @@ fn most_bytes(gguf: &Gguf<'_>) -> FloatDtype {
 }
 
 /// What `config.json` would say.
-fn config_object(gguf: &Gguf<'_>, name: &str) -> Map<String, serde_json::Value> {
+fn config_object(contents: &Contents<'_>, name: &str) -> Map<String, serde_json::Value> {
+    let Contents { gguf, tensors } = contents;
     let get = |key: &str| gguf.get(&format!("{name}.{key}"));
     let read = |fields: &[(&str, &str)]| -> Map<String, serde_json::Value> {
         let present =
@@ -167,10 +164,10 @@ fn config_object(gguf: &Gguf<'_>, name: &str) -> Map<String, serde_json::Value> 
             object.insert(field.to_owned(), to_json(id));
         }
     }
-    if let Some(embedding) = gguf.tensors().get(EMBEDDING) {
+    if let Some((embedding, _)) = tensors.get(EMBEDDING) {
         object.insert("vocab_size".to_owned(), json!(embedding.shape[0]));
     }
-    object.insert("tie_word_embeddings".to_owned(), json!(!gguf.tensors().contains_key("output.weight")));
+    object.insert("tie_word_embeddings".to_owned(), json!(!tensors.contains_key("output.weight")));
     // Not in the metadata: everybody who writes such files has it so.
     object.insert("norm_topk_prob".to_owned(), json!(true));
     if let Some(scores) = score_dimension(&object, name) {
@@ -205,15 +202,10 @@ fn to_json(value: Value<'_>) -> serde_json::Value {
 }
 
 /// What only the tensors say, and what conversion did.
-fn adjust(
-    spec: &mut DecoderSpec,
-    path: &Path,
-    file: &GgufFile,
-    gguf: &Gguf<'_>,
-    name: &str,
-) -> Result<(), LoadError> {
+fn adjust(spec: &mut DecoderSpec, path: &Path, contents: &Contents<'_>, name: &str) -> Result<(), LoadError> {
+    let Contents { gguf, tensors } = contents;
     let bad = |error: GgufError| LoadError::gguf(path, &error);
-    let has = |tensor: &str| gguf.tensors().contains_key(&*format!("blk.0.{tensor}.bias"));
+    let has = |tensor: &str| tensors.contains_key(&*format!("blk.0.{tensor}.bias"));
     spec.tensor_prefix = "model.".to_owned();
     spec.norm_unit_offset = false;
     spec.qkv_bias = has("attn_q") || has("attn_qkv");
@@ -249,7 +241,7 @@ fn adjust(
         }
         spec.ropes.iter_mut().for_each(|rope| rope.rotary_dim = dimensions as usize);
     }
-    if let Some(tensor) = gguf.tensors().get(ROPE_DIVISORS) {
+    if let Some((tensor, bytes)) = tensors.get(ROPE_DIVISORS) {
         let rope = &mut spec.ropes[0];
         let expected = [rope.rotary_dim / 2];
         if tensor.tensor_type != TensorType::F32 || tensor.shape != expected {
@@ -260,7 +252,6 @@ fn adjust(
                 expected: expected.to_vec(),
             });
         }
-        let bytes = &file.bytes()[tensor.start..][..tensor.size_bytes];
         let divisors =
             bytes.chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().expect("four bytes")));
         rope.scaling = RopeScaling::Divided { divisors: divisors.collect() };
@@ -302,22 +293,21 @@ pub(crate) struct Names {
     interleaved: Option<usize>,
     post_norms: bool,
     num_experts: usize,
-    /// Early files have a tensor for each expert.
     separate_experts: bool,
 }
 
 impl Names {
-    pub(crate) fn new(gguf: &Gguf<'_>, spec: &DecoderSpec) -> Names {
+    /// For a file of this architecture; early ones have a tensor for each expert.
+    pub(crate) fn new(architecture: &str, separate_experts: bool, spec: &DecoderSpec) -> Names {
         let num_experts = spec.layers.iter().map(|layer| match layer.mlp {
             MlpSpec::Dense { .. } => 0,
             MlpSpec::Experts { num_experts, .. } => num_experts,
         });
-        let is_llama = gguf.get("general.architecture") == Some(Value::Text("llama"));
         Names {
-            interleaved: is_llama.then_some(spec.head_dim),
+            interleaved: (architecture == "llama").then_some(spec.head_dim),
             post_norms: spec.post_norms,
             num_experts: num_experts.max().unwrap_or(0),
-            separate_experts: gguf.tensors().contains_key("blk.0.ffn_gate.0.weight"),
+            separate_experts,
         }
     }
 

@@ -8,12 +8,13 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use baton_gguf::{Gguf, TensorType};
+use baton_gguf::{Gguf, TensorType, Value};
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, Metadata};
 
 use crate::fields::{Fields, read_object};
 use crate::gguf::{Names, Place};
+use crate::gguf_files::gguf_files;
 use crate::matrix::{Matrix, RowOrder, Span, Stored};
 use crate::quantised::{self, Quantisation};
 use crate::{DecoderSpec, FloatDtype, LoadError, ModelConfig};
@@ -154,24 +155,28 @@ impl Checkpoint {
         Checkpoint::open_index(model, &index)
     }
 
-    fn open_gguf(path: &Path, spec: &DecoderSpec) -> Result<Checkpoint, LoadError> {
-        let map = map(path)?;
-        let gguf = Gguf::parse(&map).map_err(|error| LoadError::gguf(path, &error))?;
-        let names = Names::new(&gguf, spec);
-        let header = blake3::hash(gguf.header());
-        let found: Vec<(String, baton_gguf::Tensor)> =
-            gguf.tensors().iter().map(|(name, tensor)| ((*name).to_owned(), tensor.clone())).collect();
-        let file = Arc::new(WeightFile { path: path.to_owned(), map, header });
-        let tensors = found.into_iter().map(|(name, tensor)| {
-            let span = Span::new(&file, tensor.start..tensor.start + tensor.size_bytes);
-            (name, Tensor { span, shape: tensor.shape, dtype: tensor.tensor_type.into(), is_taken: false })
-        });
-        Ok(Checkpoint {
-            tensors: tensors.collect(),
-            names: Some(names),
-            files: vec![Arc::clone(&file)],
-            ..Checkpoint::new(path)
-        })
+    fn open_gguf(first: &Path, spec: &DecoderSpec) -> Result<Checkpoint, LoadError> {
+        let mut checkpoint = Checkpoint::new(first);
+        let mut architecture = None;
+        for path in gguf_files(first)? {
+            let map = map(&path)?;
+            let gguf = Gguf::parse(&map).map_err(|error| LoadError::gguf(&path, &error))?;
+            let found = gguf.get("general.architecture").and_then(Value::as_text).map(str::to_owned);
+            architecture = architecture.or(found);
+            let tensors: Vec<(String, baton_gguf::Tensor)> =
+                gguf.tensors().iter().map(|(name, tensor)| ((*name).to_owned(), tensor.clone())).collect();
+            let header = blake3::hash(gguf.header());
+            let file = Arc::new(WeightFile { path, map, header });
+            for (name, tensor) in tensors {
+                let span = Span::new(&file, tensor.start..tensor.start + tensor.size_bytes);
+                let dtype = tensor.tensor_type.into();
+                checkpoint.tensors.insert(name, Tensor { span, shape: tensor.shape, dtype, is_taken: false });
+            }
+            checkpoint.files.push(file);
+        }
+        let separate_experts = checkpoint.tensors.contains_key("blk.0.ffn_gate.0.weight");
+        checkpoint.names = Some(Names::new(&architecture.unwrap_or_default(), separate_experts, spec));
+        Ok(checkpoint)
     }
 
     fn open_index(dir: &Path, index: &Path) -> Result<Checkpoint, LoadError> {

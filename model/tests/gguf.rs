@@ -329,8 +329,7 @@ fn conversion_changes_no_bit_of_a_logit() {
     }
 }
 
-/// The same file with its blocks of eight bits widened.
-fn widened(gguf: &Gguf<'_>, bytes: &[u8]) -> Writer {
+fn copied_metadata(gguf: &Gguf<'_>) -> Writer {
     let mut writer = Writer::default();
     for (key, value) in gguf.metadata() {
         writer = match value {
@@ -340,6 +339,12 @@ fn widened(gguf: &Gguf<'_>, bytes: &[u8]) -> Writer {
             _ => writer,
         };
     }
+    writer
+}
+
+/// The same file with its blocks of eight bits widened.
+fn widened(gguf: &Gguf<'_>, bytes: &[u8]) -> Writer {
+    let mut writer = copied_metadata(gguf);
     for (name, tensor) in gguf.tensors() {
         let data = &bytes[tensor.start..][..tensor.size_bytes];
         if tensor.tensor_type != TensorType::Q8_0 {
@@ -381,6 +386,37 @@ fn integers_compute_what_their_numbers_compute() {
         let prompt: Vec<u32> = (0..20).map(|idx| (idx * 37 + 5) % 48).collect();
         assert_eq!(logits(&open(&path), &prompt), logits(&open(&numbers), &prompt), "{name}");
     }
+}
+
+#[test]
+fn split_models_are_loaded_whole() {
+    let path = Path::new(FIXTURES).join("llama-f32.gguf");
+    let bytes = fs::read(&path).unwrap();
+    let gguf = Gguf::parse(&bytes).unwrap();
+    let files = tempfile::tempdir().unwrap();
+    let part = |number: usize| files.path().join(format!("llama-{number:05}-of-00003.gguf"));
+    // The first has only metadata, as it often does.
+    let mut writers = [copied_metadata(&gguf), Writer::default(), Writer::default()];
+    for (idx, (name, tensor)) in gguf.tensors().iter().enumerate() {
+        let data = &bytes[tensor.start..][..tensor.size_bytes];
+        let writer = &mut writers[1 + idx % 2];
+        *writer = std::mem::take(writer).tensor(name, tensor.tensor_type, &tensor.shape, data);
+    }
+    for (idx, writer) in writers.iter().enumerate() {
+        fs::write(part(idx + 1), writer.clone().u32("split.count", 3).finish()).unwrap();
+    }
+    let prompt: Vec<u32> = (0..20).map(|idx| (idx * 37 + 5) % 48).collect();
+    let whole = open(&path);
+    let split = open(&part(1));
+    assert_eq!(logits(&split, &prompt), logits(&whole, &prompt));
+    assert_ne!(split.revision(), whole.revision());
+
+    let load = |path: &Path| load(path, &LoadOptions::default(), &mut |_| {}).unwrap_err().to_string();
+    assert!(load(&part(2)).ends_with("expected 1, or the first of as many files: NAME-00001-of-00003.gguf"));
+    fs::remove_file(part(3)).unwrap();
+    assert!(load(&part(1)).ends_with("llama-00003-of-00003.gguf: No such file or directory (os error 2)"));
+    fs::copy(part(2), part(3)).unwrap();
+    assert!(load(&part(1)).contains(" is there twice"), "{}", load(&part(1)));
 }
 
 /// The refusal of a file with these bytes, without the temporary directory's name.
@@ -447,7 +483,7 @@ fn files_that_mean_something_else_are_refused() {
         let bytes = llama_without("").u32(&name, value).finish();
         check_refusal(&bytes, &format!("{name} is {value}, expected {expected}"));
     };
-    check("split.count", 3, "1: merge the files with llama-gguf-split");
+    check("split.count", 3, "1, or the first of as many files: NAME-00001-of-00003.gguf");
     check("attention.value_length", 8, "4, the length of keys");
     check("rope.dimension_count", 6, "an even number up to 4, the length of heads");
     check("rope.dimension_count", 3, "an even number up to 4, the length of heads");

@@ -210,10 +210,16 @@ impl WorkerConfig {
     }
 }
 
-/// The name of a model that was given none: that of its directory, or of its file without `.gguf`.
+/// The name of a model that was given none: that of its directory, or of its file without `.gguf` and without the
+/// number of a part.
 pub fn name_of(model: &Path) -> String {
     let name = model.file_name().map_or("model".into(), |name| name.to_string_lossy());
-    name.strip_suffix(".gguf").unwrap_or(&name).to_owned()
+    let Some(stem) = name.strip_suffix(".gguf") else { return name.into_owned() };
+    let whole = match stem.rsplit_once("-00001-of-") {
+        Some((whole, count)) if count.len() == 5 => whole,
+        _ => stem,
+    };
+    whole.to_owned()
 }
 
 /// A directory of this user alone, by convention the same for every worker of the user. It need not

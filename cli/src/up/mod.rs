@@ -17,6 +17,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     args::{EngineArgs, LogArgs, LogColor, UpArgs},
     embedded_model,
+    roles::model_path,
 };
 use child::{Child, Supervised};
 use logs::Logs;
@@ -27,7 +28,7 @@ const ROUTER_DRAIN: Duration = Duration::from_secs(10);
 /// Runs until Ctrl-C or SIGTERM, or until a part cannot be started.
 pub async fn run(args: UpArgs) -> anyhow::Result<()> {
     let (model, model_name) = match &args.model {
-        Some(model) => (model.canonicalize().with_context(|| format!("model {}", model.display()))?, None),
+        Some(model) => (model_path(model)?, None),
         None => (embedded_model::directory()?, Some(embedded_model::NAME)),
     };
     let address = SocketAddr::new(args.host, args.port);
