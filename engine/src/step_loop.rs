@@ -258,7 +258,7 @@ impl StepLoop {
                 tokens: &sequence.tokens()[chunk.start_idx..chunk.start_idx + chunk.num_tokens],
                 start_idx: chunk.start_idx,
                 blocks: sequence.blocks(),
-                wants_logits: chunk.wants_token,
+                num_logits: usize::from(chunk.wants_token),
             }
         });
         let batch = Batch { sequences: sequences.collect() };
@@ -367,7 +367,7 @@ impl<'a> Completion<'a> {
         let end = sequence.start_idx + sequence.tokens.len();
         let first = sequence.start_idx / block_size;
         // With the prompt its last block is complete, too, however full.
-        let last = if sequence.wants_logits { end.div_ceil(block_size) } else { end / block_size };
+        let last = if sequence.num_logits > 0 { end.div_ceil(block_size) } else { end / block_size };
         let blocks = sequence.blocks[first..last.max(first)].to_vec();
         (first < last).then_some(Completion { sink, first_block_idx: first, blocks })
     }

@@ -133,8 +133,12 @@ impl Executor for FakeExecutor {
         }
         let mut logits = std::mem::take(&mut self.logits);
         logits.clear();
-        for sequence in batch.sequences.iter().filter(|sequence| sequence.wants_logits) {
-            let positions = 0..sequence.start_idx + sequence.tokens.len();
+        let wanted = batch.sequences.iter().flat_map(|sequence| {
+            let num_tokens = sequence.tokens.len();
+            (num_tokens - sequence.num_logits..num_tokens).map(move |idx| (sequence, idx))
+        });
+        for (sequence, last_idx) in wanted {
+            let positions = 0..=sequence.start_idx + last_idx;
             let this = &*self;
             let read = positions.flat_map(|position| {
                 (0..layout.num_layers).flat_map(move |layer_idx| {
@@ -150,7 +154,7 @@ impl Executor for FakeExecutor {
                     })
                 })
             });
-            this.model.push_logits(read, sequence.tokens.last().copied(), &mut logits);
+            this.model.push_logits(read, Some(sequence.tokens[last_idx]), &mut logits);
         }
         self.logits = logits;
         Ok(&self.logits)
