@@ -5,6 +5,7 @@
 //! - [`block_pool`]: who owns which KV block, and the prefix cache;
 //! - [`sequence`] and [`scheduler`]: which tokens are computed in the next step, decided purely;
 //! - [`sampler`]: from logits to a token;
+//! - `live`: the requests under way, from submission to their terminal event;
 //! - `step_loop`: the thread that owns all of the above and an [`Executor`](baton_model::Executor);
 //! - [`handle`] and [`events`]: how other threads talk to it.
 //!
@@ -23,6 +24,7 @@ mod command;
 mod config;
 pub mod events;
 pub mod handle;
+mod live;
 pub mod request;
 pub mod sampler;
 pub mod scheduler;

@@ -221,6 +221,11 @@ impl Scheduler {
         self.pool.num_available()
     }
 
+    /// All blocks.
+    pub fn num_total_blocks(&self) -> usize {
+        self.pool.num_blocks()
+    }
+
     /// Tokens that this engine will have to compute before everything here decodes.
     pub fn num_queued_tokens(&self) -> usize {
         let waiting = self.waiting.iter().filter(|sequence| sequence.role != Role::Decode);
