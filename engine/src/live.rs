@@ -3,14 +3,14 @@
 //!
 //! Dropping a live request tells its reader; see [`Sink`].
 
-use std::collections::HashMap;
+use std::{collections::HashMap, mem};
 
 use crate::{
     block_pool::PoolReport,
     command::{Command, Commands, Owner, Reply, Submission, Ticket},
     events::{EngineError, PrefillEvent, Sink, TokenEvent},
     handle::{EngineLoad, IdleError, Reservation, max_token_events},
-    request::{Request, SampledToken},
+    request::{FinishReason, Request, SampledToken},
     sampler::{InvalidLogits, Sampler, TokenHistory},
     scheduler::{Admission, Chunk, Plan, Scheduler},
     sequence::SequenceId,
@@ -21,6 +21,8 @@ pub(crate) struct LiveRequests {
     pub(crate) scheduler: Scheduler,
     requests: HashMap<SequenceId, LiveRequest>,
     sampler: Sampler,
+    /// Of one sequence in one step; reused.
+    drawn: Vec<SampledToken>,
     commands: Commands,
     context_length: usize,
     num_layers: usize,
@@ -45,6 +47,7 @@ impl LiveRequests {
             scheduler,
             requests: HashMap::new(),
             sampler: Sampler::default(),
+            drawn: Vec::new(),
             commands,
             context_length,
             num_layers,
@@ -63,7 +66,9 @@ impl LiveRequests {
         live.reply = Reply::Tokens(sink);
         self.scheduler.start_decode(id, first);
         live.history.push(first);
-        self.finish_if_over(id, first);
+        if let Some(reason) = live.finish_after(first, self.context_length) {
+            self.finish(id, reason);
+        }
     }
 
     /// The reader has left.
@@ -159,52 +164,75 @@ impl LiveRequests {
         &self.requests[&id].reply
     }
 
-    /// The plan's tokens are computed, and `rows` are the logits of those that want a token: draws them,
-    /// and tells the readers.
-    pub(crate) fn advance<'a>(&mut self, plan: &Plan, mut rows: impl Iterator<Item = &'a [f32]>) {
+    /// The plan's tokens are computed, and `logits` has a row of `vocab_size` for each that is to be drawn
+    /// after: draws, and tells the readers.
+    pub(crate) fn advance(&mut self, plan: &Plan, mut logits: &[f32], vocab_size: usize) {
         self.scheduler.advance(plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
-            let row = rows.next().expect("one row for each that wants one");
-            match self.draw(chunk, row) {
-                Ok(token) => self.tell_token(chunk.id, token),
-                Err(InvalidLogits) => {
-                    let live = self.end(chunk.id);
-                    tracing::warn!(request = live.request.id, "the logits are not finite");
-                    live.reply.fail(EngineError::InvalidLogits);
+            let (rows, rest) = logits.split_at((chunk.num_drafts + 1) * vocab_size);
+            logits = rest;
+            let outcome = self.draw(chunk.id, rows.chunks_exact(vocab_size));
+            self.tell_drawn(chunk, outcome);
+        }
+        debug_assert!(logits.is_empty(), "no row that nobody wants");
+    }
+
+    /// Draws into `drawn` the token after each row, as long as the draft had the one before. Each is drawn
+    /// as it would be without a draft: from the same logits, after the same tokens, with the same random
+    /// number. So a draft changes how many tokens a step yields, and not which.
+    fn draw<'a>(
+        &mut self,
+        id: SequenceId,
+        rows: impl Iterator<Item = &'a [f32]>,
+    ) -> Result<Option<FinishReason>, InvalidLogits> {
+        let live = self.requests.get_mut(&id).expect("sampled sequences live");
+        self.drawn.clear();
+        for row in rows {
+            let token = self.sampler.sample(row, &live.request.sampling, &live.history)?;
+            let token_id = token.id;
+            self.drawn.push(token);
+            live.history.push(token_id);
+            let was_drafted = self.scheduler.push_token(id, token_id);
+            let finish = live.finish_after(token_id, self.context_length);
+            if finish.is_some() || !was_drafted {
+                return Ok(finish);
+            }
+        }
+        unreachable!("nothing is drafted to follow the last row")
+    }
+
+    fn tell_drawn(&mut self, chunk: &Chunk, outcome: Result<Option<FinishReason>, InvalidLogits>) {
+        let mut drawn = mem::take(&mut self.drawn);
+        match (&self.requests[&chunk.id].reply, outcome) {
+            (Reply::Tokens(sink), outcome) => {
+                drawn.drain(..).for_each(|token| sink.send(TokenEvent::Token(token)));
+                match outcome {
+                    Ok(None) => {}
+                    Ok(Some(reason)) => self.finish(chunk.id, reason),
+                    Err(InvalidLogits) => self.fail(chunk.id),
+                }
+            }
+            (_, Err(InvalidLogits)) => self.fail(chunk.id),
+            (_, Ok(_)) => {
+                let token = drawn.pop().expect("a token was drawn");
+                if let Reply::Prefill(sink) = self.end(chunk.id).reply {
+                    sink.end(PrefillEvent::FirstToken(token));
                 }
             }
         }
-        debug_assert!(rows.next().is_none(), "no row that nobody wants");
+        self.drawn = drawn;
     }
 
-    fn draw(&mut self, chunk: &Chunk, row: &[f32]) -> Result<SampledToken, InvalidLogits> {
-        let live = &self.requests[&chunk.id];
-        self.sampler.sample(row, &live.request.sampling, &live.history)
-    }
-
-    fn tell_token(&mut self, id: SequenceId, token: SampledToken) {
-        let live = self.requests.get_mut(&id).expect("sampled sequences live");
-        if let Reply::Tokens(sink) = &live.reply {
-            let token_id = token.id;
-            sink.send(TokenEvent::Token(token));
-            live.history.push(token_id);
-            self.scheduler.push_token(id, token_id);
-            self.finish_if_over(id, token_id);
-        } else if let Reply::Prefill(sink) = self.end(id).reply {
-            sink.end(PrefillEvent::FirstToken(token));
-        }
-    }
-
-    /// Ends the sequence if its newest token is its last.
-    fn finish_if_over(&mut self, id: SequenceId, token: u32) {
-        let live = &self.requests[&id];
-        let num_output_tokens = live.history.num_output_tokens();
-        let Some(reason) = live.request.finish_after(num_output_tokens, token, self.context_length) else {
-            return;
-        };
+    fn finish(&mut self, id: SequenceId, reason: FinishReason) {
         if let Reply::Tokens(sink) = self.end(id).reply {
             sink.end(TokenEvent::Finished(reason));
         }
+    }
+
+    fn fail(&mut self, id: SequenceId) {
+        let live = self.end(id);
+        tracing::warn!(request = live.request.id, "the logits are not finite");
+        live.reply.fail(EngineError::InvalidLogits);
     }
 
     /// Forgets a sequence here and in the scheduler; its reader is still to be told.
@@ -215,6 +243,13 @@ impl LiveRequests {
 
     pub(crate) fn num_live(&self) -> usize {
         self.requests.len()
+    }
+}
+
+impl LiveRequest {
+    /// Why the sequence ends with `token`, its newest, if it does.
+    fn finish_after(&self, token: u32, context_length: usize) -> Option<FinishReason> {
+        self.request.finish_after(self.history.num_output_tokens(), token, context_length)
     }
 }
 

@@ -145,7 +145,7 @@ impl StepLoop {
         }
         if !plan.chunks.is_empty() {
             let logits = execute(&mut *self.executor, &self.storage, &self.live, &plan)?;
-            self.live.advance(&plan, logits.chunks_exact(self.vocab_size));
+            self.live.advance(&plan, logits, self.vocab_size);
             self.publish_load();
         }
         let can_move = !plan.is_empty();
@@ -159,8 +159,8 @@ impl StepLoop {
     }
 }
 
-/// Computes the plan's tokens, announcing layers on the way. Returns the logits of the chunks that want
-/// a token, in their order.
+/// Computes the plan's tokens, announcing layers on the way. Returns the logits after the last token of each
+/// chunk that wants one, and after the token before its draft and each of the draft.
 fn execute<'e>(
     executor: &'e mut dyn Executor,
     storage: &BlockStorage,
@@ -170,10 +170,10 @@ fn execute<'e>(
     let sequences = plan.chunks.iter().map(|chunk| {
         let sequence = live.scheduler.sequence(chunk.id).expect("planned sequences run");
         BatchSequence {
-            tokens: &sequence.tokens()[chunk.start_idx..chunk.start_idx + chunk.num_tokens],
+            tokens: &sequence.tokens_and_draft()[chunk.start_idx..chunk.start_idx + chunk.num_tokens],
             start_idx: chunk.start_idx,
             blocks: sequence.blocks(),
-            num_logits: usize::from(chunk.wants_token),
+            num_logits: if chunk.wants_token { chunk.num_drafts + 1 } else { 0 },
         }
     });
     let batch = Batch { sequences: sequences.collect() };
