@@ -29,6 +29,7 @@ pub mod request;
 pub mod sampler;
 pub mod scheduler;
 pub mod sequence;
+pub mod speculation;
 mod step_loop;
 #[doc(hidden)]
 pub mod testing;
