@@ -104,6 +104,7 @@ impl Generation {
                         Some(TokenEvent::Started { cached_tokens }) => {
                             self.cached_tokens = Some(cached_tokens);
                         }
+                        Some(TokenEvent::Verified(_)) => {}
                         Some(TokenEvent::Token(token)) => return Some(self.token(&token)),
                         Some(TokenEvent::Finished(reason)) => {
                             self.source = Source::Over;

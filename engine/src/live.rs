@@ -3,17 +3,21 @@
 //!
 //! Dropping a live request tells its reader; see [`Sink`].
 
-use std::{collections::HashMap, mem};
+use std::{collections::HashMap, mem, sync::Arc};
+
+use baton_kv_cache::KvLayout;
 
 use crate::{
     block_pool::PoolReport,
     command::{Command, Commands, Owner, Reply, Submission, Ticket},
+    config::EngineConfig,
     events::{EngineError, PrefillEvent, Sink, TokenEvent},
     handle::{EngineLoad, IdleError, Reservation, max_token_events},
-    request::{FinishReason, Request, SampledToken},
+    request::{FinishReason, Request, SampledToken, SpeculationMode},
     sampler::{InvalidLogits, Sampler, TokenHistory},
-    scheduler::{Admission, Chunk, Plan, Scheduler},
+    scheduler::{Admission, Chunk, Plan, Scheduler, SchedulerConfig},
     sequence::SequenceId,
+    speculation::{DraftCounters, DraftCounts, policy::DraftLength},
 };
 
 /// Every request of an engine, and its sequences.
@@ -22,7 +26,8 @@ pub(crate) struct LiveRequests {
     requests: HashMap<SequenceId, LiveRequest>,
     sampler: Sampler,
     /// Of one sequence in one step; reused.
-    drawn: Vec<SampledToken>,
+    drawn: Drawn,
+    draft_counters: Arc<DraftCounters>,
     commands: Commands,
     context_length: usize,
     num_layers: usize,
@@ -32,31 +37,47 @@ struct LiveRequest {
     request: Request,
     history: TokenHistory,
     reply: Reply,
+    draft_length: DraftLength,
     /// Until it is admitted.
     ticket: Option<Ticket>,
 }
 
+/// What followed a chunk.
+#[derive(Debug, Default)]
+struct Drawn {
+    tokens: Vec<SampledToken>,
+    /// Of them, so many at the front were drafted.
+    num_accepted: usize,
+}
+
 impl LiveRequests {
     pub(crate) fn new(
-        scheduler: Scheduler,
+        config: &EngineConfig,
+        layout: &KvLayout,
         commands: Commands,
-        context_length: usize,
-        num_layers: usize,
+        draft_counters: Arc<DraftCounters>,
     ) -> LiveRequests {
         LiveRequests {
-            scheduler,
+            scheduler: Scheduler::new(SchedulerConfig {
+                num_blocks: config.num_blocks,
+                block_size: layout.block_size,
+                max_running: config.max_running,
+                token_budget: config.token_budget,
+            }),
             requests: HashMap::new(),
             sampler: Sampler::default(),
-            drawn: Vec::new(),
+            drawn: Drawn::default(),
+            draft_counters,
             commands,
-            context_length,
-            num_layers,
+            context_length: config.context_length,
+            num_layers: layout.num_layers,
         }
     }
 
     pub(crate) fn submit(&mut self, submission: Submission) {
         let Submission { sequence, request, history, reply, ticket } = submission;
-        self.requests.insert(sequence.id, LiveRequest { request, history, reply, ticket: Some(ticket) });
+        let (draft_length, ticket) = (DraftLength::default(), Some(ticket));
+        self.requests.insert(sequence.id, LiveRequest { request, history, reply, draft_length, ticket });
         self.scheduler.add(sequence);
     }
 
@@ -164,6 +185,35 @@ impl LiveRequests {
         &self.requests[&id].reply
     }
 
+    /// Tokens to draft for a sequence that decodes, at most `max`, when one costs `cost` steps.
+    pub(crate) fn draft_length(&mut self, id: SequenceId, max: usize, cost: f64) -> usize {
+        let live = self.requests.get_mut(&id).expect("planned sequences live");
+        let sequence = self.scheduler.sequence(id).expect("planned sequences run");
+        match live.request.speculation {
+            SpeculationMode::Auto => live.draft_length.next(max.min(sequence.max_num_drafts()), cost),
+            SpeculationMode::Off => 0,
+        }
+    }
+
+    /// Drafts the token that would be drawn if `logits` were the target's; whether it makes sense to draft
+    /// on. Until [`end_draft`](Self::end_draft) the draft counts as output.
+    pub(crate) fn draw_draft(&mut self, id: SequenceId, logits: &[f32]) -> bool {
+        let live = self.requests.get_mut(&id).expect("planned sequences live");
+        let Ok(token) = self.sampler.sample_id(logits, &live.request.sampling, &live.history) else {
+            return false;
+        };
+        live.history.push(token);
+        self.scheduler.push_draft(id, token);
+        live.finish_after(token, self.context_length).is_none()
+    }
+
+    /// The draft is complete.
+    pub(crate) fn end_draft(&mut self, id: SequenceId) {
+        let live = self.requests.get_mut(&id).expect("planned sequences live");
+        let sequence = self.scheduler.sequence(id).expect("planned sequences run");
+        sequence.draft().iter().rev().for_each(|&token| live.history.pop(token));
+    }
+
     /// The plan's tokens are computed, and `logits` has a row of `vocab_size` for each that is to be drawn
     /// after: draws, and tells the readers.
     pub(crate) fn advance(&mut self, plan: &Plan, mut logits: &[f32], vocab_size: usize) {
@@ -186,13 +236,15 @@ impl LiveRequests {
         rows: impl Iterator<Item = &'a [f32]>,
     ) -> Result<Option<FinishReason>, InvalidLogits> {
         let live = self.requests.get_mut(&id).expect("sampled sequences live");
-        self.drawn.clear();
+        self.drawn.tokens.clear();
+        self.drawn.num_accepted = 0;
         for row in rows {
             let token = self.sampler.sample(row, &live.request.sampling, &live.history)?;
             let token_id = token.id;
-            self.drawn.push(token);
+            self.drawn.tokens.push(token);
             live.history.push(token_id);
             let was_drafted = self.scheduler.push_token(id, token_id);
+            self.drawn.num_accepted += usize::from(was_drafted);
             let finish = live.finish_after(token_id, self.context_length);
             if finish.is_some() || !was_drafted {
                 return Ok(finish);
@@ -203,9 +255,12 @@ impl LiveRequests {
 
     fn tell_drawn(&mut self, chunk: &Chunk, outcome: Result<Option<FinishReason>, InvalidLogits>) {
         let mut drawn = mem::take(&mut self.drawn);
+        if chunk.num_drafts > 0 {
+            self.tell_verified(chunk, drawn.num_accepted);
+        }
         match (&self.requests[&chunk.id].reply, outcome) {
             (Reply::Tokens(sink), outcome) => {
-                drawn.drain(..).for_each(|token| sink.send(TokenEvent::Token(token)));
+                drawn.tokens.drain(..).for_each(|token| sink.send(TokenEvent::Token(token)));
                 match outcome {
                     Ok(None) => {}
                     Ok(Some(reason)) => self.finish(chunk.id, reason),
@@ -214,13 +269,23 @@ impl LiveRequests {
             }
             (_, Err(InvalidLogits)) => self.fail(chunk.id),
             (_, Ok(_)) => {
-                let token = drawn.pop().expect("a token was drawn");
+                let token = drawn.tokens.pop().expect("a token was drawn");
                 if let Reply::Prefill(sink) = self.end(chunk.id).reply {
                     sink.end(PrefillEvent::FirstToken(token));
                 }
             }
         }
         self.drawn = drawn;
+    }
+
+    fn tell_verified(&mut self, chunk: &Chunk, num_accepted: usize) {
+        let live = self.requests.get_mut(&chunk.id).expect("sampled sequences live");
+        live.draft_length.observe(chunk.num_drafts, num_accepted);
+        let counts = DraftCounts { drafted: chunk.num_drafts as u64, accepted: num_accepted as u64 };
+        self.draft_counters.add(counts);
+        if let Reply::Tokens(sink) = &live.reply {
+            sink.send(TokenEvent::Verified(counts));
+        }
     }
 
     fn finish(&mut self, id: SequenceId, reason: FinishReason) {

@@ -134,6 +134,16 @@ impl Sequence {
         self.num_cached_tokens.unwrap_or(0)
     }
 
+    /// Tokens in a block.
+    pub(crate) fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    /// Hashes of the full blocks of its tokens; none when it shares no blocks.
+    pub(crate) fn hashes(&self) -> &[BlockHash] {
+        &self.hashes
+    }
+
     /// Hashes of the full blocks that the cache may supply. When the engine itself must compute
     /// logits, the last token is left to compute.
     pub(crate) fn sharable_hashes(&self) -> &[BlockHash] {

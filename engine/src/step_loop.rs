@@ -1,7 +1,7 @@
 //! The engine thread: owns the executor and every live request, and moves them a step at a time.
 //!
 //! ```text
-//! loop: receive commands (sleeping when nothing can move) -> plan -> execute -> draw and tell
+//! loop: receive commands (sleeping when nothing can move) -> plan, draft -> execute -> draw and tell
 //! ```
 //!
 //! A request is live from its `Submit` to its terminal event; its blocks may live longer, with a
@@ -23,12 +23,12 @@ use baton_model::{Batch, BatchSequence, Executor};
 use tokio::sync::watch;
 
 use crate::{
-    command::{Command, Commands, Reply},
-    config::EngineConfig,
+    command::{Command, Reply},
     events::{EngineError, PrefillEvent, Sink},
     handle::EngineLoad,
     live::LiveRequests,
-    scheduler::{Plan, Scheduler, SchedulerConfig},
+    scheduler::Plan,
+    speculation::Speculator,
 };
 
 pub(crate) struct StepLoop {
@@ -36,6 +36,7 @@ pub(crate) struct StepLoop {
     storage: Arc<BlockStorage>,
     vocab_size: usize,
     live: LiveRequests,
+    speculator: Option<Speculator>,
     /// Reused from step to step.
     plan: Plan,
     inbox: Receiver<Command>,
@@ -57,28 +58,14 @@ enum Next {
 impl StepLoop {
     pub(crate) fn new(
         executor: Box<dyn Executor>,
+        speculator: Option<Speculator>,
         storage: Arc<BlockStorage>,
-        config: &EngineConfig,
-        commands: Commands,
+        live: LiveRequests,
         inbox: Receiver<Command>,
         load: watch::Sender<EngineLoad>,
     ) -> StepLoop {
-        let layout = storage.layout();
-        let scheduler = Scheduler::new(SchedulerConfig {
-            num_blocks: config.num_blocks,
-            block_size: layout.block_size,
-            max_running: config.max_running,
-            token_budget: config.token_budget,
-        });
-        StepLoop {
-            vocab_size: executor.vocab_size(),
-            executor,
-            live: LiveRequests::new(scheduler, commands, config.context_length, layout.num_layers),
-            storage,
-            plan: Plan::default(),
-            inbox,
-            load,
-        }
+        let vocab_size = executor.vocab_size();
+        StepLoop { executor, storage, vocab_size, live, speculator, plan: Plan::default(), inbox, load }
     }
 
     /// Runs until shutdown or until the executor fails.
@@ -144,6 +131,9 @@ impl StepLoop {
             self.live.tell_admitted(admission);
         }
         if !plan.chunks.is_empty() {
+            if let Some(speculator) = &mut self.speculator {
+                speculator.draft(&mut plan, &mut self.live)?;
+            }
             let logits = execute(&mut *self.executor, &self.storage, &self.live, &plan)?;
             self.live.advance(&plan, logits, self.vocab_size);
             self.publish_load();
@@ -204,7 +194,7 @@ fn execute<'e>(
 }
 
 /// A panic of `execute` as an error. What it left behind is not used again: the engine ends.
-fn catch_panic<T>(execute: impl FnOnce() -> T) -> Result<T, EngineError> {
+pub(crate) fn catch_panic<T>(execute: impl FnOnce() -> T) -> Result<T, EngineError> {
     catch_unwind(AssertUnwindSafe(execute)).map_err(|panic| EngineError::from_panic(&*panic))
 }
 

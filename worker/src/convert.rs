@@ -52,6 +52,7 @@ pub fn request_from_generate(message: &proto::GenerateRequest) -> Result<Request
         output: message.output_token_ids.clone(),
         sampling: sampling_from_proto(sampling),
         cache_salt: message.cache_salt.clone(),
+        ..Request::default()
     })
 }
 
@@ -76,6 +77,7 @@ pub fn request_from_begin(message: &proto::Begin) -> Result<Request, WireError> 
         output: output.to_vec(),
         sampling: sampling_from_proto(sampling),
         cache_salt: message.cache_salt.clone(),
+        ..Request::default()
     })
 }
 

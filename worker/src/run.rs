@@ -165,7 +165,7 @@ fn start_engine(
         prefix_cache: config.prefix_cache,
         model_revision: model.revision,
     };
-    baton_engine::start(model.executor, engine).context("cannot start the engine")
+    baton_engine::start(model.executor, None, engine).context("cannot start the engine")
 }
 
 /// Random; 0 stays free for "none".
