@@ -16,15 +16,15 @@ const NEWEST: f64 = 0.125;
 const REST: std::ops::RangeInclusive<usize> = 8..=256;
 
 /// How many tokens to draft for one sequence. It grows and shrinks with measured acceptance; while
-/// drafting does not pay it is 0, but for one token now and then that probes whether it would: after 8
-/// steps, then 16, 32, ... 256, and at once after a probe that was right.
+/// drafting does not pay it is 0, but for one token now and then that probes whether it would: 8 steps after
+/// the last that was rejected, then 16, 32, ... 256, and at once after a probe that was accepted.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DraftLength {
     /// Running mean of what became of the drafted tokens whose turn came.
     acceptance: f64,
-    /// Length of the next rest.
+    /// Steps until a probe, after the next token that is rejected.
     rest: usize,
-    /// Steps that are left of this one.
+    /// Steps until a probe.
     num_resting: usize,
 }
 
@@ -43,15 +43,13 @@ impl DraftLength {
         let best = self.best(max, cost);
         if best > 0 {
             self.rest = *REST.start();
-            self.num_resting = self.rest;
+            self.num_resting = 0;
             return best;
         }
         if self.num_resting > 0 {
             self.num_resting -= 1;
             return 0;
         }
-        self.rest = (2 * self.rest).min(*REST.end());
-        self.num_resting = self.rest;
         1
     }
 
@@ -63,8 +61,8 @@ impl DraftLength {
         // Those behind the first that was rejected say nothing.
         if num_accepted < num_drafts {
             self.acceptance -= NEWEST * self.acceptance;
-        } else {
-            self.num_resting = 0;
+            self.num_resting = self.rest;
+            self.rest = (2 * self.rest).min(*REST.end());
         }
     }
 
