@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     args::{EngineArgs, LogArgs, LogColor, UpArgs},
-    embedded_model,
+    embedded_model, roles,
 };
 use child::{Child, Supervised};
 use logs::Logs;
@@ -25,13 +25,14 @@ use logs::Logs;
 const ROUTER_DRAIN: Duration = Duration::from_secs(10);
 
 /// Runs until Ctrl-C or SIGTERM, or until a part cannot be started.
-pub async fn run(args: UpArgs) -> anyhow::Result<()> {
+pub async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     let (model_dir, model_name) = match &args.model_dir {
         Some(dir) => {
             (dir.canonicalize().with_context(|| format!("model directory {}", dir.display()))?, None)
         }
         None => (embedded_model::directory()?, Some(embedded_model::NAME)),
     };
+    args.engine.draft_model = roles::draft_model(&args.engine, args.model_dir.is_none())?;
     let address = SocketAddr::new(args.host, args.port);
     check_port_is_free(address)?;
 
@@ -132,7 +133,11 @@ fn engine_flags(engine: &EngineArgs) -> Vec<String> {
         no_prefix_cache,
         threads,
         weight_cache,
+        speculate,
+        draft_model,
+        max_draft_tokens,
     } = engine;
+    let speculate = speculate.to_possible_value().expect("no drafter is hidden");
     let flags = [
         Some(format!("--kv-memory={kv_memory}")),
         Some(format!("--block-size={block_size}")),
@@ -143,6 +148,9 @@ fn engine_flags(engine: &EngineArgs) -> Vec<String> {
         no_prefix_cache.then(|| "--no-prefix-cache".to_owned()),
         threads.map(|threads| format!("--threads={threads}")),
         weight_cache.as_ref().map(|dir| format!("--weight-cache={}", dir.display())),
+        Some(format!("--speculate={}", speculate.get_name())),
+        draft_model.as_ref().map(|dir| format!("--draft-model={}", dir.display())),
+        Some(format!("--max-draft-tokens={max_draft_tokens}")),
     ];
     flags.into_iter().flatten().collect()
 }
@@ -176,7 +184,7 @@ mod tests {
     fn children_get_what_up_was_told() {
         let cli = Cli::parse_from(
             "baton up --port 9 --prefill 2 --decode 2 --threads 1 --kv-dtype f32 --kv-memory 3M \
-             --no-prefix-cache --log-format json --log-color never --otlp-endpoint http://127.0.0.1:4317"
+             --no-prefix-cache --speculate draft --draft-model /draft --max-draft-tokens 3 --log-format json --log-color never --otlp-endpoint http://127.0.0.1:4317"
                 .split_whitespace(),
         );
         let Command::Up(args) = cli.command else { panic!("not up") };
