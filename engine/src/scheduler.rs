@@ -108,6 +108,11 @@ impl Plan {
         self.chunks.is_empty() && self.admitted.is_empty() && self.preempted.is_empty()
     }
 
+    /// Tokens that the step computes, drafts included.
+    pub fn num_tokens(&self) -> usize {
+        self.chunks.iter().map(|chunk| chunk.num_tokens).sum()
+    }
+
     fn clear(&mut self) {
         self.chunks.clear();
         self.admitted.clear();
@@ -159,8 +164,7 @@ impl Scheduler {
 
     /// Adds drafts to the chunks of sequences that decode, cut to what is left of budget and blocks.
     pub fn plan_drafts(&mut self, plan: &mut Plan) {
-        let num_planned: usize = plan.chunks.iter().map(|chunk| chunk.num_tokens).sum();
-        let mut budget = self.config.token_budget - num_planned;
+        let mut budget = self.config.token_budget - plan.num_tokens();
         for chunk in &mut plan.chunks {
             let idx = self.running_idx(chunk.id).expect("planned sequences run");
             let sequence = &mut self.running[idx];

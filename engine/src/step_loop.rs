@@ -136,6 +136,9 @@ impl StepLoop {
             }
             let logits = execute(&mut *self.executor, &self.storage, &self.live, &plan)?;
             self.live.advance(&plan, logits, self.vocab_size);
+            if let Some(speculator) = &mut self.speculator {
+                speculator.executed(&plan);
+            }
             self.publish_load();
         }
         let can_move = !plan.is_empty();

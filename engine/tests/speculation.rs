@@ -4,18 +4,19 @@ mod support;
 
 use std::sync::{
     Arc,
-    atomic::{AtomicUsize, Ordering},
+    atomic::{AtomicU64, AtomicUsize, Ordering},
     mpsc,
 };
+use std::time::Duration;
 
 use baton_engine::{
     DraftCounts, Drafter, EngineConfig, EngineError, FinishReason, Request, SampledToken, SamplingParams,
     Speculation, SpeculationMode, StartError, TokenEvent, TokenStream, testing::FakeModel,
 };
-use baton_model::ExecuteError;
+use baton_model::{Batch, ExecuteError};
 use support::{
     BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, draft_with_hook, engine, engine_of,
-    handoff::hand_off, request, speculating, speculating_with_hook,
+    handoff::hand_off, request, speculating, speculating_by_clock, speculating_with_hook, standing_clock,
 };
 
 /// A vocabulary so small that texts repeat themselves.
@@ -247,7 +248,7 @@ async fn a_prompt_that_was_computed_elsewhere_is_computed_by_the_draft_model_in_
 
 #[tokio::test]
 async fn a_draft_model_that_is_behind_does_not_keep_others_from_drafting() {
-    // One sequence of 300 tokens for the draft model to compute, 8 in a step, while another decodes.
+    // Of the long prompt the draft model computes what is left of 8 tokens a step; the other sequence drafts on.
     let (model, p) = engine(EngineConfig { token_budget: 256, ..config() });
     let d = speculating(model, draft(model), EngineConfig { token_budget: 8, ..config() });
     let long: Vec<u32> = (0..300).map(|idx| idx * 11 % 64).collect();
@@ -258,6 +259,30 @@ async fn a_draft_model_that_is_behind_does_not_keep_others_from_drafting() {
     let ids: Vec<u32> = tokens.iter().map(|token| token.id).collect();
     assert_eq!(ids, model.greedy(&[1, 2, 3], 100));
     assert!(counts.accepted > 0);
+}
+
+/// Microseconds that executors say they took.
+static ELAPSED: AtomicU64 = AtomicU64::new(0);
+
+#[tokio::test]
+async fn drafting_ends_when_it_is_measured_to_cost_more_than_it_gains() {
+    let clock = || standing_clock() + Duration::from_micros(ELAPSED.load(Ordering::Relaxed));
+    let model = FakeModel::new(BLOCK_SIZE);
+    // Microseconds of a step of either, and tokens that are drafted of 300.
+    for (target, draft, expected) in [(1000, 50, 200..300), (1000, 1100, 1..100), (1000, 50_000, 1..100)] {
+        let took = |micros: u64| {
+            move |_: &Batch<'_>| {
+                ELAPSED.fetch_add(micros, Ordering::Relaxed);
+                Ok(())
+            }
+        };
+        let drafter = draft_with_hook(model, took(draft));
+        let engine = speculating_by_clock(model, drafter, config(), took(target), clock);
+        let output = engine.generate_all(request(&[1, 2, 3], 300)).await;
+        assert_eq!(output.tokens, model.greedy(&[1, 2, 3], 300));
+        let (_, counts) = engine.drafts().expect("it has a drafter");
+        assert!(expected.contains(&counts.drafted), "{counts:?} at {draft} of {target}");
+    }
 }
 
 #[tokio::test]
@@ -334,7 +359,12 @@ async fn a_draft_model_that_fails_ends_the_engine_like_any_device() {
 #[test]
 fn a_draft_model_of_other_tokens_is_refused() {
     let other = FakeModel { vocab_size: 65, ..FakeModel::new(BLOCK_SIZE) };
-    let speculation = Speculation { drafter: draft(other), max_draft_tokens: 5, max_step_tokens: 64 };
+    let speculation = Speculation {
+        drafter: draft(other),
+        max_draft_tokens: 5,
+        max_step_tokens: 64,
+        clock: standing_clock,
+    };
     let error = baton_engine::start(FakeModel::new(BLOCK_SIZE).executor(), Some(speculation), config())
         .expect_err("refused");
     assert!(matches!(error, StartError::Vocabulary { draft: 65, target: 64 }), "{error}");

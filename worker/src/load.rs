@@ -110,8 +110,9 @@ fn load_drafter(
     let DrafterConfig::Model(dir) = drafter else { return Ok(Drafter::Ngram) };
     let name = dir.file_name().unwrap_or(dir.as_os_str()).to_string_lossy();
     let draft = load_dir(dir, &name, config).with_context(|| format!("draft model {}", dir.display()))?;
-    // A step of few tokens takes as long as reading the weights does.
-    let cost = draft.weight_bytes() as f64 / target.weight_bytes() as f64;
+    // A step of few tokens takes as long as reading the weights does. It is a guess until it is measured, and
+    // below 1, so that it is.
+    let cost = (draft.weight_bytes() as f64 / target.weight_bytes() as f64).min(0.9);
     Ok(Drafter::Model { executor: Box::new(executor(&draft)?), cost })
 }
 

@@ -1,6 +1,10 @@
 //! The life of a worker: listen, load, start, register, serve, drain, end.
 
-use std::{pin::Pin, sync::Arc, time::Duration};
+use std::{
+    pin::Pin,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use anyhow::Context;
 use baton_cluster::{Capacity, Registration, RegistrationState, Role, WorkerRecord, register};
@@ -173,6 +177,7 @@ fn start_engine(
         drafter,
         max_draft_tokens: config.max_draft_tokens,
         max_step_tokens: MAX_DRAFTED_STEP_TOKENS,
+        clock: Instant::now,
     });
     baton_engine::start(model.executor, speculation, engine).context("cannot start the engine")
 }

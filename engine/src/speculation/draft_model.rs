@@ -85,26 +85,36 @@ impl DraftModel {
         })
     }
 
-    /// Drafts so many tokens for each of these sequences, or fewer.
+    /// Drafts so many tokens for each of these sequences, or fewer. `on_step(num_tokens, is_draft)` is called
+    /// after each step of the model; `is_draft`: it computed nothing else that was missing.
     pub(super) fn draft(
         &mut self,
         wanted: impl Iterator<Item = (SequenceId, usize)>,
         live: &mut LiveRequests,
+        on_step: &mut dyn FnMut(usize, bool),
     ) -> Result<(), EngineError> {
         self.forget_ended(live);
-        let mut budget = self.token_budget;
         for (id, num_drafts) in wanted {
             let sequence = live.scheduler.sequence(id).expect("planned sequences run");
-            let num_missing = self.prepare(sequence, num_drafts);
-            let num_tokens = num_missing.unwrap_or(0).min(budget);
-            if num_tokens > 0 {
-                budget -= num_tokens;
-                let is_complete = num_missing == Some(num_tokens);
-                self.runs.push(Run { id, num_tokens, is_complete, num_drafts });
+            if let Some(num_tokens) = self.prepare(sequence, num_drafts) {
+                self.runs.push(Run { id, num_tokens, is_complete: true, num_drafts });
             }
         }
+        // Who misses least comes first: a long prompt does not keep others from drafting.
+        self.runs.sort_by_key(|run| run.num_tokens);
+        let mut budget = self.token_budget;
+        self.runs.retain_mut(|run| {
+            run.is_complete = run.num_tokens <= budget;
+            run.num_tokens = run.num_tokens.min(budget);
+            budget -= run.num_tokens;
+            run.num_tokens > 0
+        });
         while !self.runs.is_empty() {
+            let num_tokens = self.runs.iter().map(|run| run.num_tokens).sum();
+            // The newest token is always missing, and when a whole draft was accepted its last.
+            let is_draft = self.runs.iter().all(|run| run.num_tokens <= 2);
             self.step(live)?;
+            on_step(num_tokens, is_draft);
             self.runs.retain(|run| {
                 let goes_on = run.num_drafts > 0;
                 if !goes_on {

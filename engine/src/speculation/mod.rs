@@ -6,14 +6,17 @@
 //!
 //! What is drawn never depends on a draft. Each position is drawn from the target's own logits with the
 //! request's own parameters and the random number of its output index, and a drafted token is accepted
-//! when it equals what was drawn. For a draft that names one token per position this accepts as often as
-//! rejection sampling does (Leviathan et al. 2023): with probability `p(token)`; and besides the
-//! distribution it keeps the very tokens, so that a seed means the same with and without a drafter.
+//! when it equals what was drawn. A token that is proposed for certain, as by look-up, is so accepted as often
+//! as by rejection sampling (Leviathan et al. 2023), with probability `p(token)`; and besides the distribution
+//! the very tokens are kept, so that a seed means the same with and without a drafter. A draft model draws with
+//! the same random number: it proposes what the target draws wherever both put that number on one token.
 //!
-//! - [`policy`]: how many tokens to draft, from what was accepted;
+//! - [`policy`]: how many tokens to draft, from what was accepted and what it costs;
+//! - [`cost`]: what it costs, from what steps took;
 //! - [`ngram`]: proposes what followed the same few tokens before;
 //! - `draft_model`: has a smaller model propose, over KV blocks of its own.
 
+pub mod cost;
 mod draft_model;
 pub mod ngram;
 pub mod policy;
@@ -21,6 +24,7 @@ pub mod policy;
 use std::{
     fmt,
     sync::atomic::{AtomicU64, Ordering},
+    time::Instant,
 };
 
 use baton_model::Executor;
@@ -32,6 +36,7 @@ use crate::{
     scheduler::Plan,
     sequence::SequenceId,
 };
+use cost::Costs;
 use draft_model::DraftModel;
 
 /// How an engine speculates.
@@ -44,6 +49,8 @@ pub struct Speculation {
     /// Drafts are added to a step as long as it has fewer tokens than this: in a larger one arithmetic is
     /// the limit, and verifying a token costs as much as decoding one.
     pub max_step_tokens: usize,
+    /// [`Instant::now`]. Tells what steps take; tokens do not depend on it.
+    pub clock: fn() -> Instant,
 }
 
 /// Who proposes tokens.
@@ -54,7 +61,7 @@ pub enum Drafter {
     Model {
         /// Computes it, on blocks of the target's size.
         executor: Box<dyn Executor>,
-        /// What a step of it costs, in steps of the target.
+        /// What a step of it costs until that is measured, in steps of the target.
         cost: f64,
     },
 }
@@ -78,8 +85,10 @@ pub(crate) struct DraftCounters {
 /// Drafts for the sequences of a plan.
 pub(crate) struct Speculator {
     proposer: Proposer,
-    /// Of drafting and verifying one token, in steps.
-    cost: f64,
+    costs: Costs,
+    clock: fn() -> Instant,
+    /// When the target's step began.
+    started: Instant,
     max_draft_tokens: usize,
     max_step_tokens: usize,
     /// For whom to draft in this step; reused.
@@ -132,8 +141,8 @@ impl Speculator {
         vocab_size: usize,
         block_size: usize,
     ) -> Result<Speculator, StartError> {
-        let Speculation { drafter, max_draft_tokens, max_step_tokens } = speculation;
-        let (proposer, drafting_cost) = match drafter {
+        let Speculation { drafter, max_draft_tokens, max_step_tokens, clock } = speculation;
+        let (proposer, draft_guess) = match drafter {
             Drafter::Ngram => (Proposer::Ngram, 0.0),
             Drafter::Model { executor, cost } => {
                 let model = DraftModel::new(executor, config, vocab_size, block_size)?;
@@ -142,7 +151,9 @@ impl Speculator {
         };
         Ok(Speculator {
             proposer,
-            cost: drafting_cost + policy::VERIFY_COST,
+            costs: Costs::new(draft_guess),
+            clock,
+            started: clock(),
             max_draft_tokens,
             max_step_tokens,
             ids: Vec::new(),
@@ -151,20 +162,10 @@ impl Speculator {
         })
     }
 
-    /// Drafts for the plan's sequences that decode, as far as it pays, and adds the drafts to the plan.
+    /// Drafts for the plan's sequences that decode, as far as it pays, and adds the drafts to the plan. What
+    /// follows until [`executed`](Self::executed) is the target's step.
     pub(crate) fn draft(&mut self, plan: &mut Plan, live: &mut LiveRequests) -> Result<(), EngineError> {
-        let num_planned: usize = plan.chunks.iter().map(|chunk| chunk.num_tokens).sum();
-        let budget = self.max_step_tokens.saturating_sub(num_planned);
-        if budget == 0 {
-            return Ok(());
-        }
-        self.ids.clear();
-        self.lengths.clear();
-        for chunk in plan.chunks.iter().filter(|chunk| chunk.num_tokens == 1 && chunk.wants_token) {
-            self.ids.push(chunk.id);
-            self.lengths.push(live.draft_length(chunk.id, self.max_draft_tokens, self.cost));
-        }
-        policy::share(budget, &mut self.lengths);
+        self.decide_lengths(plan, live);
         let wanted = self.ids.iter().copied().zip(self.lengths.iter().copied());
         let wanted = wanted.filter(|&(_, num_tokens)| num_tokens > 0);
         match &mut self.proposer {
@@ -176,9 +177,46 @@ impl Speculator {
                     self.proposed.iter().for_each(|&token| live.scheduler.push_draft(id, token));
                 }
             }
-            Proposer::Model(model) => model.draft(wanted, live)?,
+            Proposer::Model(model) => {
+                let (clock, costs) = (self.clock, &mut self.costs);
+                let mut started = clock();
+                model.draft(wanted, live, &mut |num_tokens, is_draft| {
+                    let now = clock();
+                    if is_draft {
+                        costs.observe_draft(num_tokens, now - started);
+                    }
+                    started = now;
+                })?;
+            }
         }
         live.scheduler.plan_drafts(plan);
+        self.started = (self.clock)();
         Ok(())
+    }
+
+    fn decide_lengths(&mut self, plan: &Plan, live: &mut LiveRequests) {
+        self.ids.clear();
+        self.lengths.clear();
+        let budget = self.max_step_tokens.saturating_sub(plan.num_tokens());
+        if budget == 0 {
+            return;
+        }
+        let decodes = plan.chunks.iter().filter(|chunk| chunk.num_tokens == 1 && chunk.wants_token);
+        self.ids.extend(decodes.map(|chunk| chunk.id));
+        let cost = self.costs.per_token(self.ids.len());
+        let lengths = self.ids.iter().map(|&id| live.draft_length(id, self.max_draft_tokens, cost));
+        self.lengths.extend(lengths);
+        policy::share(budget, &mut self.lengths);
+    }
+
+    /// The plan was computed and what followed was told.
+    pub(crate) fn executed(&mut self, plan: &Plan) {
+        let num_tokens = plan.num_tokens();
+        if num_tokens <= self.max_step_tokens {
+            self.costs.observe_step(num_tokens, (self.clock)() - self.started);
+        }
+        if plan.chunks.iter().all(|chunk| chunk.num_drafts == 0) {
+            self.costs.forget();
+        }
     }
 }

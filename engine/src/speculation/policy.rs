@@ -5,9 +5,6 @@
 //! Decoding, 2023, equation 1) for the price of `1 + k c` steps, `c` being what drafting and verifying one
 //! token costs. The length is the `k` of the best yield per price, and 0 when none beats 1.
 
-/// What verifying one drafted token adds to a step, in steps: a row more while weights are read anyway.
-pub const VERIFY_COST: f64 = 0.05;
-
 /// Chance of acceptance that is assumed of a sequence at its start.
 const FIRST_GUESS: f64 = 0.8;
 /// Weight of the newest token in the running mean: it remembers about the last eight.
@@ -37,7 +34,8 @@ impl Default for DraftLength {
 impl DraftLength {
     /// Tokens to draft for the next step, at most `max`, when drafting and verifying one costs `cost` steps.
     pub fn next(&mut self, max: usize, cost: f64) -> usize {
-        if max == 0 {
+        // At the price of a step even a draft that is always right gains nothing.
+        if max == 0 || cost >= 1.0 {
             return 0;
         }
         let best = self.best(max, cost);
@@ -162,6 +160,7 @@ mod tests {
             assert_eq!(after(acceptance, cost), expected, "acceptance {acceptance}, cost {cost}");
         }
         assert_eq!(DraftLength::default().next(0, 0.05), 0, "there may be no room");
+        assert_eq!(DraftLength::default().next(8, 1.0), 0, "there is nothing to gain, and no probe");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 pub mod handoff;
 
-use std::ops::Deref;
+use std::{ops::Deref, sync::LazyLock, time::Instant};
 
 use baton_engine::{
     Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, PoolReport, Request,
@@ -91,10 +91,26 @@ pub fn speculating_with_hook(
     config: EngineConfig,
     hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
 ) -> TestEngine {
-    let speculation = Speculation { drafter, max_draft_tokens: 5, max_step_tokens: MAX_STEP_TOKENS };
+    speculating_by_clock(model, drafter, config, hook, standing_clock)
+}
+
+pub fn speculating_by_clock(
+    model: FakeModel,
+    drafter: Drafter,
+    config: EngineConfig,
+    hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
+    clock: fn() -> Instant,
+) -> TestEngine {
+    let speculation = Speculation { drafter, max_draft_tokens: 5, max_step_tokens: MAX_STEP_TOKENS, clock };
     let (handle, thread) = baton_engine::start(model.executor_with_hook(hook), Some(speculation), config)
         .expect("a test engine starts");
     TestEngine { handle, thread }
+}
+
+/// With it nothing is measured: drafts cost what is guessed, whatever else the machine does.
+pub fn standing_clock() -> Instant {
+    static NOW: LazyLock<Instant> = LazyLock::new(Instant::now);
+    *NOW
 }
 
 /// A model as drafter.
