@@ -238,6 +238,28 @@ pub struct EngineArgs {
     /// process keeps its own. Default: a directory in the user's cache.
     #[arg(long, value_name = "DIR", env = "BATON_WEIGHT_CACHE")]
     pub weight_cache: Option<PathBuf>,
+    /// Propose several tokens cheaply and verify them in one step of the model: answers are the same and come
+    /// faster, most of all with few requests at a time. Decode workers do it; prefill workers ignore it.
+    #[arg(long, value_enum, default_value_t = Speculate::Off, env = "BATON_SPECULATE")]
+    pub speculate: Speculate,
+    /// Directory or .gguf file of the draft model, for `--speculate draft`: smaller, with the same vocabulary. The
+    /// model that is part of this program brings one. Its KV counts towards `--kv-memory`.
+    #[arg(long, value_name = "DIR|FILE", env = "BATON_DRAFT_MODEL")]
+    pub draft_model: Option<PathBuf>,
+    /// Tokens proposed for a request in one step at most. How many it is follows from how many were right.
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_one, env = "BATON_MAX_DRAFT_TOKENS")]
+    pub max_draft_tokens: usize,
+}
+
+/// Who proposes tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Speculate {
+    /// Nobody: one token a step.
+    Off,
+    /// The text itself: what followed the same few tokens earlier. For answers that repeat their prompt.
+    Ngram,
+    /// A smaller model.
+    Draft,
 }
 
 /// What is logged, and where traces go.

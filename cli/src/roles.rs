@@ -10,11 +10,12 @@ use anyhow::{Context, bail};
 use baton_cluster::{DiscoveryConfig, EtcdAuth, EtcdConfig, EtcdTls, Role, WorkerId};
 use baton_router::RouterConfig;
 use baton_telemetry::{TelemetryConfig, TelemetryGuard};
-use baton_worker::{KvMemory, TransportKind, WorkerConfig};
+use baton_worker::{DrafterConfig, KvMemory, TransportKind, WorkerConfig};
 
 use crate::{
     args::{
-        Discovery, DiscoveryArgs, LogArgs, LogColor, LogFormat, ModelArgs, RouterArgs, Transport, WorkerArgs,
+        Discovery, DiscoveryArgs, EngineArgs, LogArgs, LogColor, LogFormat, ModelArgs, RouterArgs, Speculate,
+        Transport, WorkerArgs,
     },
     embedded_model,
 };
@@ -52,6 +53,7 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     let telemetry = init_telemetry(&args.log, service, &id)?;
     let (model, model_name) = model(&args.model)?;
     let discovery = discovery(&args.discovery, args.router, Vec::new())?;
+    let draft_model = draft_model(&args.engine, args.model.model.is_none())?;
     let mut config = WorkerConfig::new(role, WorkerId::from(id), model, discovery);
     config.model_name = Some(model_name);
     config.listen = args.listen;
@@ -71,6 +73,12 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
         Some(dir) => Some(dir),
         None => Some(embedded_model::cache_dir().join("weights")),
     };
+    config.drafter = match args.engine.speculate {
+        Speculate::Off => None,
+        Speculate::Ngram => Some(DrafterConfig::Ngram),
+        Speculate::Draft => draft_model.map(DrafterConfig::Model),
+    };
+    config.max_draft_tokens = args.engine.max_draft_tokens;
     config.transports = args.transports.into_iter().map(transport).collect();
     config.data_listen = args.data_listen;
     config.data_host = args.data_host;
@@ -120,6 +128,21 @@ pub(crate) fn model_path(model: &Path) -> anyhow::Result<PathBuf> {
     whole.with_context(|| format!("model {}", model.display()))
 }
 
+/// Directory of the draft model if there is to be one: the given one, or that of the embedded model.
+pub(crate) fn draft_model(engine: &EngineArgs, is_embedded: bool) -> anyhow::Result<Option<PathBuf>> {
+    match (engine.speculate, &engine.draft_model) {
+        (Speculate::Draft, Some(draft)) => model_path(draft).map(Some),
+        (Speculate::Draft, None) if is_embedded => embedded_model::draft_directory().map(Some),
+        (Speculate::Draft, None) => {
+            bail!("--speculate draft needs a smaller model: say where with --draft-model")
+        }
+        (Speculate::Off | Speculate::Ngram, Some(_)) => {
+            bail!("--draft-model is for --speculate draft; give both or neither")
+        }
+        (Speculate::Off | Speculate::Ngram, None) => Ok(None),
+    }
+}
+
 fn discovery(args: &DiscoveryArgs, router: String, workers: Vec<String>) -> anyhow::Result<DiscoveryConfig> {
     Ok(match args.discovery {
         Discovery::Embedded => DiscoveryConfig::Embedded { router },
@@ -164,18 +187,33 @@ fn host_name() -> String {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
+    use crate::args::{Cli, Command};
 
     #[test]
-    fn a_link_to_a_model_file_keeps_its_name() {
-        let dir = tempfile::tempdir().unwrap();
-        let (blob, link) = (dir.path().join("5891b5b522d5df08"), dir.path().join("tiny.gguf"));
-        fs::write(&blob, "GGUF").unwrap();
-        std::os::unix::fs::symlink(&blob, &link).unwrap();
-        let path = model_path(&link).unwrap();
-        assert_eq!(baton_worker::name_of(&path), "tiny");
-        assert_eq!(fs::read(path).unwrap(), b"GGUF");
-        let error = model_path(&dir.path().join("absent.gguf")).unwrap_err();
-        assert!(format!("{error:#}").contains("absent.gguf: No such file"), "{error:#}");
+    fn a_draft_model_is_given_or_embedded_or_missed() {
+        let draft = |flags: &str, is_embedded: bool| {
+            let cli = Cli::parse_from(format!("baton decode-worker {flags}").split_whitespace());
+            let Command::DecodeWorker(args) = cli.command else { panic!("not a decode worker") };
+            draft_model(&args.engine, is_embedded).map_err(|error| error.to_string())
+        };
+        for flags in ["", "--speculate off", "--speculate ngram"] {
+            assert_eq!(draft(flags, true), Ok(None), "{flags}");
+        }
+        let embedded = draft("--speculate draft", true).unwrap().unwrap();
+        assert!(embedded.join("model.safetensors").is_file());
+        let given = format!("--speculate draft --draft-model {}", embedded.display());
+        assert_eq!(draft(&given, false).unwrap().unwrap(), embedded.canonicalize().unwrap());
+        for (flags, message) in [
+            ("--speculate draft", "say where with --draft-model"),
+            ("--speculate draft --draft-model /nowhere", "/nowhere"),
+            ("--draft-model /draft", "give both or neither"),
+            ("--speculate ngram --draft-model /draft", "give both or neither"),
+        ] {
+            let error = draft(flags, false).unwrap_err();
+            assert!(error.contains(message), "{flags}: {error}");
+        }
     }
 }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use baton_engine::{FinishReason, SampledToken, TokenEvent, TokenStream};
+use baton_engine::{DraftCounts, FinishReason, SampledToken, TokenEvent, TokenStream};
 use baton_kv_transfer::{Failed, FailureKind};
 use baton_proto::worker::GenerateEvent;
 use baton_worker::{
@@ -45,6 +45,8 @@ pub struct Generation {
     source: Source,
     /// Prompt tokens that were found in a prefix cache; goes with the first token.
     cached_tokens: Option<usize>,
+    /// What was verified since the last token; goes with the next.
+    drafts: DraftCounts,
     worker: Arc<Worker>,
     halted: CancellationToken,
     /// The worker waits for the stream before it ends.
@@ -65,7 +67,14 @@ impl Generation {
     fn new(worker: Arc<Worker>, source: Source) -> Generation {
         let lifecycle = worker.lifecycle();
         let (halted, busy) = (lifecycle.halted(), lifecycle.token());
-        Generation { source, cached_tokens: None, worker, halted, _busy: busy }
+        Generation {
+            source,
+            cached_tokens: None,
+            drafts: DraftCounts::default(),
+            worker,
+            halted,
+            _busy: busy,
+        }
     }
 
     /// The next event; `None` after the terminal one.
@@ -104,6 +113,7 @@ impl Generation {
                         Some(TokenEvent::Started { cached_tokens }) => {
                             self.cached_tokens = Some(cached_tokens);
                         }
+                        Some(TokenEvent::Verified(drafts)) => self.drafts = drafts,
                         Some(TokenEvent::Token(token)) => return Some(self.token(&token)),
                         Some(TokenEvent::Finished(reason)) => {
                             self.source = Source::Over;
@@ -129,7 +139,7 @@ impl Generation {
 
     fn token(&mut self, token: &SampledToken) -> GenerateEvent {
         self.worker.metrics().output_tokens.inc();
-        token_event(token, self.cached_tokens.take())
+        token_event(token, self.cached_tokens.take(), std::mem::take(&mut self.drafts))
     }
 
     fn fail(&mut self, failed: Failed) -> GenerateEvent {

@@ -39,6 +39,16 @@ pub enum StartError {
         /// What the kernel said.
         source: std::io::Error,
     },
+    /// The draft model speaks of other tokens.
+    #[error(
+        "the draft model has {draft} tokens in its vocabulary, the model {target}; they must be the same"
+    )]
+    Vocabulary {
+        /// Of the draft model.
+        draft: usize,
+        /// Of the model that is served.
+        target: usize,
+    },
     /// No thread.
     #[error("cannot start the engine thread")]
     Thread {

@@ -15,6 +15,7 @@ use tokio::sync::mpsc;
 use crate::{
     command::Owner,
     request::{FinishReason, SampledToken},
+    speculation::DraftCounts,
 };
 
 /// An event of a sequence that decodes.
@@ -25,6 +26,8 @@ pub enum TokenEvent {
         /// Prompt tokens that the prefix cache supplied.
         cached_tokens: usize,
     },
+    /// A draft was verified: what the tokens that follow at once came from.
+    Verified(DraftCounts),
     /// The next output token.
     Token(SampledToken),
     /// It is complete. Terminal.

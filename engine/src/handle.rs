@@ -19,19 +19,25 @@ use crate::{
     command::{Command, Commands, Owner, Reply, Submission, Ticket},
     config::{EngineConfig, StartError},
     events::{EngineError, PrefillEvents, Sink, TokenStream},
+    live::LiveRequests,
     request::{InvalidRequest, Request, SampledToken},
     sampler::TokenHistory,
     sequence::{Role, Sequence, SequenceId},
+    speculation::{DraftCounters, DraftCounts, Speculation, Speculator},
     step_loop::StepLoop,
 };
 
 /// Starts an engine on a thread of its own. It ends with [`EngineHandle::shutdown`], when its
-/// [`EngineThread`] is dropped, or when the executor fails.
+/// [`EngineThread`] is dropped, or when an executor fails.
 ///
 /// # Errors
-/// When the configuration makes no sense or memory or a thread is refused.
+/// When the configuration makes no sense, a draft model does not fit, or memory or a thread is refused.
+///
+/// # Panics
+/// When a draft model's blocks have not the size of the executor's.
 pub fn start(
     executor: Box<dyn Executor>,
+    speculation: Option<Speculation>,
     config: EngineConfig,
 ) -> Result<(EngineHandle, EngineThread), StartError> {
     config.validate()?;
@@ -43,6 +49,14 @@ pub fn start(
     })?;
     let storage = Arc::new(storage);
     let (commands, inbox) = mpsc::channel();
+    let draft_counters = Arc::new(DraftCounters::default());
+    let drafter = speculation.as_ref().map(|speculation| speculation.drafter.name());
+    let speculator = match speculation {
+        Some(speculation) => {
+            Some(Speculator::new(speculation, &config, executor.vocab_size(), layout.block_size)?)
+        }
+        None => None,
+    };
     let (load_sender, load) = watch::channel(EngineLoad::idle(config.num_blocks));
     let handle = EngineHandle {
         shared: Arc::new(Shared {
@@ -53,10 +67,13 @@ pub fn start(
             num_waiting: Arc::new(AtomicUsize::new(0)),
             is_closing: AtomicBool::new(false),
             load,
+            drafter,
+            draft_counters: draft_counters.clone(),
             config: config.clone(),
         }),
     };
-    let step_loop = StepLoop::new(executor, storage, &config, commands, inbox, load_sender);
+    let live = LiveRequests::new(&config, &layout, commands, draft_counters);
+    let step_loop = StepLoop::new(executor, speculator, storage, live, inbox, load_sender);
     let thread = std::thread::Builder::new()
         .name("engine".into())
         .spawn(|| step_loop.run())
@@ -80,6 +97,8 @@ struct Shared {
     num_waiting: Arc<AtomicUsize>,
     is_closing: AtomicBool,
     load: watch::Receiver<EngineLoad>,
+    drafter: Option<&'static str>,
+    draft_counters: Arc<DraftCounters>,
 }
 
 /// The engine's thread.
@@ -252,6 +271,11 @@ impl EngineHandle {
         self.shared.load.clone()
     }
 
+    /// The drafter's name, "ngram" or "draft", and what it has drafted; `None` without one.
+    pub fn drafts(&self) -> Option<(&'static str, DraftCounts)> {
+        self.shared.drafter.map(|drafter| (drafter, self.shared.draft_counters.read()))
+    }
+
     /// Whether everything that was given out is back and the pool's books are right. What was dropped
     /// before the call counts as returned.
     ///
@@ -313,9 +337,9 @@ impl EngineHandle {
     }
 }
 
-/// The start, every token that is left to the request, and the terminal event.
+/// The start, every token that is left to the request, a draft before each, and the terminal event.
 pub(crate) fn max_token_events(request: &Request, context_length: usize) -> usize {
-    request.max_num_tokens(context_length).saturating_sub(request.num_known_tokens()) + 2
+    2 * request.max_num_tokens(context_length).saturating_sub(request.num_known_tokens()) + 2
 }
 
 impl EngineLoad {

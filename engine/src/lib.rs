@@ -5,6 +5,8 @@
 //! - [`block_pool`]: who owns which KV block, and the prefix cache;
 //! - [`sequence`] and [`scheduler`]: which tokens are computed in the next step, decided purely;
 //! - [`sampler`]: from logits to a token;
+//! - [`speculation`]: who drafts tokens, and how many;
+//! - `live`: the requests under way, from submission to their terminal event;
 //! - `step_loop`: the thread that owns all of the above and an [`Executor`](baton_model::Executor);
 //! - [`handle`] and [`events`]: how other threads talk to it.
 //!
@@ -23,10 +25,12 @@ mod command;
 mod config;
 pub mod events;
 pub mod handle;
+mod live;
 pub mod request;
 pub mod sampler;
 pub mod scheduler;
 pub mod sequence;
+pub mod speculation;
 mod step_loop;
 #[doc(hidden)]
 pub mod testing;
@@ -37,4 +41,7 @@ pub use events::{EngineError, PrefillEvent, PrefillEvents, TokenEvent, TokenStre
 pub use handle::{
     EngineHandle, EngineLoad, EngineThread, HeldBlocks, IdleError, Reservation, SubmitError, start,
 };
-pub use request::{FinishReason, InvalidRequest, Request, SampledToken, SamplingParams, TokenLogprobs};
+pub use request::{
+    FinishReason, InvalidRequest, Request, SampledToken, SamplingParams, SpeculationMode, TokenLogprobs,
+};
+pub use speculation::{DraftCounts, Drafter, Speculation};

@@ -15,6 +15,18 @@ pub struct Request {
     pub sampling: SamplingParams,
     /// Only requests of equal salt share blocks; a tenant's secret, or empty.
     pub cache_salt: String,
+    /// Whether tokens may be drafted. It never changes them.
+    pub speculation: SpeculationMode,
+}
+
+/// Whether the tokens of a request may be drafted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SpeculationMode {
+    /// If the engine has a drafter.
+    #[default]
+    Auto,
+    /// Never: one token a step.
+    Off,
 }
 
 /// How tokens are chosen, and when to stop. The default is greedy.

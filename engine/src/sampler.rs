@@ -31,8 +31,15 @@ pub struct Sampler {
 #[derive(Clone, Debug)]
 pub struct TokenHistory {
     num_output_tokens: usize,
-    /// Tokens of prompt and output, and how often the output has them. `None` without penalties.
-    counts: Option<HashMap<u32, u32>>,
+    /// Tokens of prompt and output. `None` without penalties.
+    counts: Option<HashMap<u32, TokenCount>>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct TokenCount {
+    in_prompt: bool,
+    /// How often the output has it.
+    num_output: u32,
 }
 
 /// The logits hold NaN, or no finite largest value.
@@ -53,7 +60,8 @@ impl TokenHistory {
         let penalises = params.repetition_penalty != 1.0
             || params.presence_penalty != 0.0
             || params.frequency_penalty != 0.0;
-        let counts = penalises.then(|| request.prompt.iter().map(|&token| (token, 0)).collect());
+        let of_prompt = TokenCount { in_prompt: true, num_output: 0 };
+        let counts = penalises.then(|| request.prompt.iter().map(|&token| (token, of_prompt)).collect());
         let mut history = TokenHistory { num_output_tokens: 0, counts };
         request.output.iter().for_each(|&token| history.push(token));
         history
@@ -63,7 +71,19 @@ impl TokenHistory {
     pub fn push(&mut self, token: u32) {
         self.num_output_tokens += 1;
         if let Some(counts) = &mut self.counts {
-            *counts.entry(token).or_insert(0) += 1;
+            counts.entry(token).or_default().num_output += 1;
+        }
+    }
+
+    /// Takes the newest output token back.
+    pub fn pop(&mut self, token: u32) {
+        self.num_output_tokens -= 1;
+        if let Some(counts) = &mut self.counts {
+            let count = counts.get_mut(&token).expect("it was pushed");
+            count.num_output -= 1;
+            if count.num_output == 0 && !count.in_prompt {
+                counts.remove(&token);
+            }
         }
     }
 
@@ -84,17 +104,29 @@ impl Sampler {
         params: &SamplingParams,
         history: &TokenHistory,
     ) -> Result<SampledToken, InvalidLogits> {
-        let id = if changes_logits(params, history) {
-            self.logits.clear();
-            self.logits.extend_from_slice(logits);
-            check(&self.logits)?;
-            apply(&mut self.logits, params, history);
-            choose(&self.logits, &mut self.candidates, params, history)?
-        } else {
-            choose(logits, &mut self.candidates, params, history)?
-        };
+        let id = self.sample_id(logits, params, history)?;
         let logprobs = params.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
         Ok(SampledToken { id, logprobs })
+    }
+
+    /// [`sample`](Self::sample) without log-probabilities.
+    ///
+    /// # Errors
+    /// When the row is not usable.
+    pub fn sample_id(
+        &mut self,
+        logits: &[f32],
+        params: &SamplingParams,
+        history: &TokenHistory,
+    ) -> Result<u32, InvalidLogits> {
+        if !changes_logits(params, history) {
+            return choose(logits, &mut self.candidates, params, history);
+        }
+        self.logits.clear();
+        self.logits.extend_from_slice(logits);
+        check(&self.logits)?;
+        apply(&mut self.logits, params, history);
+        choose(&self.logits, &mut self.candidates, params, history)
     }
 }
 
@@ -130,8 +162,8 @@ fn apply(logits: &mut [f32], params: &SamplingParams, history: &TokenHistory) {
         } else {
             *logit * params.repetition_penalty
         };
-        if count > 0 {
-            *logit -= params.presence_penalty + params.frequency_penalty * count as f32;
+        if count.num_output > 0 {
+            *logit -= params.presence_penalty + params.frequency_penalty * count.num_output as f32;
         }
     }
     for &(token, bias) in &params.logit_bias {

@@ -21,6 +21,10 @@
 //!    somebody is preempted. Nobody overtakes the head, so it cannot starve; nobody is preempted for
 //!    it. After a preemption nothing is admitted in that step.
 //!
+//! Then, if somebody drafts tokens for sequences that decode, [`Scheduler::plan_drafts`] adds them to the
+//! step: as far as budget and blocks go that nobody else takes. After the step their blocks return, but
+//! for those that accepted tokens need. So drafts change neither who is admitted nor who is preempted.
+//!
 //! Blocks of a prefill's prompt are never taken away (see [`Sequence`]), and reserved ones neither:
 //! their owners return them by a deadline of their own. Until then a sequence that cannot grow waits.
 
@@ -66,6 +70,8 @@ pub struct Chunk {
     pub start_idx: usize,
     /// At least one.
     pub num_tokens: usize,
+    /// Of them, so many at the end are a draft.
+    pub num_drafts: usize,
     /// Whether they are the last ones known, so that the next token is to be sampled.
     pub wants_token: bool,
 }
@@ -100,6 +106,11 @@ impl Plan {
     /// Whether the step computes and changes nothing: without a word from outside, neither will the next.
     pub fn is_empty(&self) -> bool {
         self.chunks.is_empty() && self.admitted.is_empty() && self.preempted.is_empty()
+    }
+
+    /// Tokens that the step computes, drafts included.
+    pub fn num_tokens(&self) -> usize {
+        self.chunks.iter().map(|chunk| chunk.num_tokens).sum()
     }
 
     fn clear(&mut self) {
@@ -145,20 +156,62 @@ impl Scheduler {
         }
     }
 
-    /// Counts the plan's tokens as computed; blocks that this filled enter the prefix cache.
+    /// Drafts `token` to follow a running sequence and what is drafted for it.
+    pub fn push_draft(&mut self, id: SequenceId, token: u32) {
+        let idx = self.running_idx(id).expect("only a running sequence is drafted for");
+        self.running[idx].push_draft(token);
+    }
+
+    /// Adds drafts to the chunks of sequences that decode, cut to what is left of budget and blocks.
+    pub fn plan_drafts(&mut self, plan: &mut Plan) {
+        let mut budget = self.config.token_budget - plan.num_tokens();
+        for chunk in &mut plan.chunks {
+            let idx = self.running_idx(chunk.id).expect("planned sequences run");
+            let sequence = &mut self.running[idx];
+            let num_tokens = sequence.tokens().len();
+            debug_assert!(sequence.draft().is_empty() || (chunk.num_tokens == 1 && chunk.wants_token));
+            sequence.truncate_draft(budget.min(sequence.max_num_drafts()));
+            while sequence.blocks.len() * self.config.block_size < sequence.tokens_and_draft().len() {
+                match self.pool.allocate() {
+                    Some(block) => sequence.blocks.push(block),
+                    None => {
+                        sequence.truncate_draft(sequence.blocks.len() * self.config.block_size - num_tokens);
+                    }
+                }
+            }
+            chunk.num_drafts = sequence.draft().len();
+            chunk.num_tokens += chunk.num_drafts;
+            budget -= chunk.num_drafts;
+        }
+    }
+
+    /// Counts the plan's tokens as computed, drafts not yet; blocks that this filled enter the prefix cache.
     pub fn advance(&mut self, plan: &Plan) {
         for chunk in &plan.chunks {
             let idx = self.running_idx(chunk.id).expect("planned sequences run until the step is over");
-            for (block, hash) in self.running[idx].advance(chunk.num_tokens) {
+            for (block, hash) in self.running[idx].advance(chunk.num_tokens - chunk.num_drafts) {
                 self.pool.cache(block, hash);
             }
         }
     }
 
-    /// Appends the sampled token of a running sequence.
-    pub fn push_token(&mut self, id: SequenceId, token: u32) {
+    /// Appends the drawn token of a running sequence. True when its draft had it: then the token's KV is
+    /// computed, and the next token is to be drawn from the logits after it.
+    pub fn push_token(&mut self, id: SequenceId, token: u32) -> bool {
         let idx = self.running_idx(id).expect("only a running sequence is sampled");
-        self.running[idx].push(token);
+        let sequence = &mut self.running[idx];
+        let is_accepted = sequence.push(token);
+        if is_accepted {
+            for (block, hash) in sequence.advance(1) {
+                self.pool.cache(block, hash);
+            }
+        } else {
+            // What only the rest of the draft needed.
+            let num_blocks = sequence.blocks.len().min(sequence.num_blocks_needed());
+            self.pool.release(&sequence.blocks[num_blocks..]);
+            sequence.blocks.truncate(num_blocks);
+        }
+        is_accepted
     }
 
     /// Lets a reserved sequence run, its prompt being computed now and `first` the token after it.
@@ -219,6 +272,11 @@ impl Scheduler {
     /// Blocks that nobody owns.
     pub fn num_free_blocks(&self) -> usize {
         self.pool.num_available()
+    }
+
+    /// All blocks.
+    pub fn num_total_blocks(&self) -> usize {
+        self.pool.num_blocks()
     }
 
     /// Tokens that this engine will have to compute before everything here decodes.
@@ -379,6 +437,7 @@ fn chunk(sequence: &Sequence, num_tokens: usize) -> Chunk {
         id: sequence.id,
         start_idx: sequence.num_computed,
         num_tokens,
+        num_drafts: 0,
         wants_token: num_tokens == sequence.num_left(),
     }
 }

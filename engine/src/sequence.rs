@@ -30,18 +30,24 @@ pub enum Role {
 /// One sequence.
 ///
 /// ```text
-/// tokens    |<---------- num_tokens ----------->|
-/// computed  |<-- num_computed -->|<- num_left ->|      KV in the blocks; to be computed
-/// blocks    |  b4  |  b7  |  b9  |  b2  |  b5  ...     enough for all tokens once admitted,
-///                                                      one more each time decoding fills the last
+/// tokens    |<---------- num_tokens ----------->|<- draft ->|   proposed for this step only
+/// computed  |<-- num_computed -->|<- num_left ->|               KV in the blocks; to be computed
+/// blocks    |  b4  |  b7  |  b9  |  b2  |  b5  ...              enough for all tokens once admitted,
+///                                                               one more each time decoding fills the last
 /// ```
+///
+/// The step computes the draft's KV, too. As tokens are drawn, those of the draft that they equal become
+/// tokens whose KV is computed; with the first that differs the rest of the draft is gone, and what was
+/// computed for it is overwritten. Hashes are of tokens alone.
 #[derive(Clone, Debug)]
 pub struct Sequence {
     /// Its name.
     pub id: SequenceId,
     /// Its role.
     pub role: Role,
+    /// Followed by the draft.
     tokens: Vec<u32>,
+    num_drafts: usize,
     block_size: usize,
     /// Most tokens whose KV it can ever need.
     max_kv_tokens: usize,
@@ -73,6 +79,7 @@ impl Sequence {
             id,
             role,
             tokens,
+            num_drafts: 0,
             block_size,
             max_kv_tokens,
             root,
@@ -85,7 +92,22 @@ impl Sequence {
 
     /// Prompt and output so far.
     pub fn tokens(&self) -> &[u32] {
+        &self.tokens[..self.num_tokens()]
+    }
+
+    /// Prompt and output so far, and the draft.
+    pub fn tokens_and_draft(&self) -> &[u32] {
         &self.tokens
+    }
+
+    /// Tokens that are drafted to follow.
+    pub fn draft(&self) -> &[u32] {
+        &self.tokens[self.num_tokens()..]
+    }
+
+    /// Most tokens that a draft can have. The last token of a sequence is never fed back.
+    pub fn max_num_drafts(&self) -> usize {
+        self.max_kv_tokens.saturating_sub(self.num_tokens())
     }
 
     /// Its block table.
@@ -100,7 +122,11 @@ impl Sequence {
 
     /// Tokens whose KV is still to be computed. One, when it decodes.
     pub fn num_left(&self) -> usize {
-        self.tokens.len() - self.num_computed
+        self.num_tokens() - self.num_computed
+    }
+
+    fn num_tokens(&self) -> usize {
+        self.tokens.len() - self.num_drafts
     }
 
     /// Tokens found in the prefix cache when it was first admitted.
@@ -108,19 +134,29 @@ impl Sequence {
         self.num_cached_tokens.unwrap_or(0)
     }
 
+    /// Tokens in a block.
+    pub(crate) fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    /// Hashes of the full blocks of its tokens; none when it shares no blocks.
+    pub(crate) fn hashes(&self) -> &[BlockHash] {
+        &self.hashes
+    }
+
     /// Hashes of the full blocks that the cache may supply. When the engine itself must compute
     /// logits, the last token is left to compute.
     pub(crate) fn sharable_hashes(&self) -> &[BlockHash] {
         let num_sharable = match self.role {
-            Role::Decode => self.tokens.len(),
-            Role::Generate | Role::Prefill => self.tokens.len() - 1,
+            Role::Decode => self.num_tokens(),
+            Role::Generate | Role::Prefill => self.num_tokens() - 1,
         };
         &self.hashes[..self.hashes.len().min(num_sharable / self.block_size)]
     }
 
     /// Blocks that all its tokens need.
     pub(crate) fn num_blocks_needed(&self) -> usize {
-        self.tokens.len().div_ceil(self.block_size)
+        self.num_tokens().div_ceil(self.block_size)
     }
 
     /// Blocks at its longest.
@@ -139,21 +175,40 @@ impl Sequence {
         self.role != Role::Prefill
     }
 
-    pub(crate) fn push(&mut self, token: u32) {
+    pub(crate) fn push_draft(&mut self, token: u32) {
         self.tokens.push(token);
+        self.num_drafts += 1;
+    }
+
+    /// Keeps the first `num_drafts` of the draft.
+    pub(crate) fn truncate_draft(&mut self, num_drafts: usize) {
+        self.tokens.truncate(self.num_tokens() + num_drafts);
+        self.num_drafts = self.num_drafts.min(num_drafts);
+    }
+
+    /// Appends a token that was drawn; whether the draft had it.
+    pub(crate) fn push(&mut self, token: u32) -> bool {
+        let is_accepted = self.draft().first() == Some(&token);
+        if is_accepted {
+            self.num_drafts -= 1;
+        } else {
+            self.truncate_draft(0);
+            self.tokens.push(token);
+        }
         if let Some(root) = self.root
-            && self.tokens.len().is_multiple_of(self.block_size)
+            && self.num_tokens().is_multiple_of(self.block_size)
         {
             let parent = self.hashes.last().copied().unwrap_or(root.hash());
-            self.hashes.push(parent.child(&self.tokens[self.tokens.len() - self.block_size..]));
+            self.hashes.push(parent.child(&self.tokens()[self.num_tokens() - self.block_size..]));
         }
+        is_accepted
     }
 
     /// Counts `num_tokens` more tokens as computed; returns the blocks that this filled, with their hashes.
     pub(crate) fn advance(&mut self, num_tokens: usize) -> impl Iterator<Item = (BlockId, BlockHash)> {
         let first = self.num_computed / self.block_size;
         self.num_computed += num_tokens;
-        debug_assert!(self.num_computed <= self.tokens.len());
+        debug_assert!(self.num_computed <= self.num_tokens());
         let filled = self.num_computed / self.block_size;
         let hashes = self.hashes.iter().take(filled).skip(first);
         self.blocks[first.min(self.blocks.len())..].iter().copied().zip(hashes.copied())

@@ -18,6 +18,8 @@ pub struct FakeModel {
     pub vocab_size: usize,
     /// A sequence that ends with this token gets NaN for logits.
     pub nan_after: Option<u32>,
+    /// It disagrees with a model that has `None` here after one in so many texts. As a draft: 1 is always wrong.
+    pub errs_in: Option<u64>,
 }
 
 type StepHook = Box<dyn FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send>;
@@ -36,6 +38,7 @@ impl FakeModel {
             layout: KvLayout { block_size, num_layers: 2, num_kv_heads: 2, head_dim: 2, dtype: KvDtype::F32 },
             vocab_size: 64,
             nan_after: None,
+            errs_in: None,
         }
     }
 
@@ -78,7 +81,10 @@ impl FakeModel {
     }
 
     fn push_logits(&self, places: impl Iterator<Item = u32>, last: Option<u32>, logits: &mut Vec<f32>) {
-        let state = places.fold(0, |state, token| mix(state ^ u64::from(token)));
+        let mut state = places.fold(0, |state, token| mix(state ^ u64::from(token)));
+        if self.errs_in.is_some_and(|num_texts| state % num_texts == 0) {
+            state = !state;
+        }
         let is_nan = last.is_some() && last == self.nan_after;
         logits.extend((0..self.vocab_size as u64).map(|id| {
             let unit = (mix(state ^ (id << 32)) >> 40) as f32 / (1u64 << 24) as f32;
@@ -133,8 +139,12 @@ impl Executor for FakeExecutor {
         }
         let mut logits = std::mem::take(&mut self.logits);
         logits.clear();
-        for sequence in batch.sequences.iter().filter(|sequence| sequence.wants_logits) {
-            let positions = 0..sequence.start_idx + sequence.tokens.len();
+        let wanted = batch.sequences.iter().flat_map(|sequence| {
+            let num_tokens = sequence.tokens.len();
+            (num_tokens - sequence.num_logits..num_tokens).map(move |idx| (sequence, idx))
+        });
+        for (sequence, last_idx) in wanted {
+            let positions = 0..=sequence.start_idx + last_idx;
             let this = &*self;
             let read = positions.flat_map(|position| {
                 (0..layout.num_layers).flat_map(move |layer_idx| {
@@ -150,7 +160,7 @@ impl Executor for FakeExecutor {
                     })
                 })
             });
-            this.model.push_logits(read, sequence.tokens.last().copied(), &mut logits);
+            this.model.push_logits(read, Some(sequence.tokens[last_idx]), &mut logits);
         }
         self.logits = logits;
         Ok(&self.logits)

@@ -315,6 +315,7 @@ async fn shutdown_ends_every_stream_once() {
 #[test]
 fn a_configuration_of_nothing_is_refused() {
     let config = EngineConfig { token_budget: 0, ..config() };
-    let error = baton_engine::start(FakeModel::new(BLOCK_SIZE).executor(), config).expect_err("refused");
+    let error =
+        baton_engine::start(FakeModel::new(BLOCK_SIZE).executor(), None, config).expect_err("refused");
     assert!(matches!(error, StartError::Zero { field: "token_budget" }), "{error}");
 }

@@ -9,7 +9,7 @@ use baton_engine::{
     EngineConfig, EngineHandle, PrefillEvent, Request, SubmitError, TokenEvent, TokenStream,
     sampler::random_unit, testing::FakeModel,
 };
-use support::{config, engine, handoff::copy, join_all, request};
+use support::{BLOCK_SIZE, TestEngine, config, draft, engine, handoff::copy, join_all, request, speculating};
 
 const NUM_REQUESTS: usize = 10_000;
 const CONCURRENCY: usize = 48;
@@ -130,7 +130,7 @@ impl Client {
             self.use_patience()?;
             match stream.next().await.expect("a terminal event comes first") {
                 TokenEvent::Token(token) => tokens.push(token.id),
-                TokenEvent::Started { .. } => {}
+                TokenEvent::Started { .. } | TokenEvent::Verified(_) => {}
                 TokenEvent::Finished(_) => break,
                 TokenEvent::Failed(error) => panic!("{error}"),
             }
@@ -142,9 +142,24 @@ impl Client {
 
 #[tokio::test]
 async fn whatever_clients_do_tokens_are_right_and_blocks_return() {
-    // Tight pools: everything waits, preempts and evicts.
+    let (_, d) = engine(decoding());
+    run_clients(d).await;
+}
+
+#[tokio::test]
+async fn whatever_clients_do_drafts_change_nothing() {
+    let model = FakeModel::new(BLOCK_SIZE);
+    let drafter = draft(FakeModel { errs_in: Some(5), ..model });
+    run_clients(speculating(model, drafter, decoding())).await;
+}
+
+/// Tight pools: everything waits, preempts and evicts.
+fn decoding() -> EngineConfig {
+    EngineConfig { num_blocks: 48, max_running: 10, token_budget: 32, ..config() }
+}
+
+async fn run_clients(d: TestEngine) {
     let (model, p) = engine(EngineConfig { num_blocks: 40, max_running: 6, token_budget: 24, ..config() });
-    let (_, d) = engine(EngineConfig { num_blocks: 48, max_running: 10, token_budget: 32, ..config() });
     let next = Rc::new(Cell::new(0));
     let workers = (0..CONCURRENCY).map(|_| {
         let (p, d, next) = (p.clone_handle(), d.clone_handle(), next.clone());

@@ -108,8 +108,18 @@ fn wrong_books_are_noticed() {
 
 #[derive(Clone, Debug)]
 enum Operation {
-    Add { role: Role, text: u32, num_prompt: usize, num_output: usize },
+    Add {
+        role: Role,
+        text: u32,
+        num_prompt: usize,
+        num_output: usize,
+    },
     Step,
+    /// With drafts of so many tokens, of which so many are right.
+    Draft {
+        num_drafts: usize,
+        num_right: usize,
+    },
     Decode(usize),
     Cancel(usize),
     Release(usize),
@@ -126,6 +136,8 @@ fn operation() -> impl Strategy<Value = Operation> {
             Operation::Add { role, text, num_prompt, num_output }
         }),
         6 => Just(Operation::Step),
+        4 => (0..9usize, 0..9usize)
+            .prop_map(|(num_drafts, num_right)| Operation::Draft { num_drafts, num_right }),
         1 => any::<usize>().prop_map(Operation::Decode),
         1 => any::<usize>().prop_map(Operation::Cancel),
         1 => any::<usize>().prop_map(Operation::Release),
@@ -140,6 +152,9 @@ fn config() -> impl Strategy<Value = SchedulerConfig> {
         token_budget,
     })
 }
+
+/// What every sequence draws.
+const DRAWN: u32 = 9;
 
 /// The engine around the scheduler, without threads.
 struct Driver {
@@ -180,7 +195,11 @@ impl Driver {
                     self.holds.push(id);
                 }
             }
-            Operation::Step => self.step(),
+            Operation::Step => self.step(&[]),
+            Operation::Draft { num_drafts, num_right } => {
+                let wrong = num_drafts.saturating_sub(num_right);
+                self.step(&[vec![DRAWN; num_drafts - wrong], vec![DRAWN + 1; wrong]].concat());
+            }
             Operation::Decode(idx) if !self.granted.is_empty() => {
                 let id = self.granted.swap_remove(idx % self.granted.len());
                 self.scheduler.start_decode(id, 7);
@@ -209,8 +228,14 @@ impl Driver {
         self.scheduler.check_integrity().expect("the books are right after every operation");
     }
 
-    fn step(&mut self) {
+    /// A step in which every sequence that decodes has this draft.
+    fn step(&mut self, draft: &[u32]) {
         self.scheduler.step(&mut self.plan);
+        let decodes = self.plan.chunks.iter().filter(|chunk| chunk.num_tokens == 1 && chunk.wants_token);
+        for chunk in decodes {
+            draft.iter().for_each(|&token| self.scheduler.push_draft(chunk.id, token));
+        }
+        self.scheduler.plan_drafts(&mut self.plan);
         self.check_plan();
         for admission in &self.plan.admitted {
             if self.alive[&admission.id].1 == Role::Decode && admission.is_first {
@@ -220,8 +245,16 @@ impl Driver {
         self.scheduler.advance(&self.plan);
         let plan = std::mem::take(&mut self.plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
-            self.scheduler.push_token(chunk.id, 9);
-            self.end_if_over(chunk.id);
+            let mut num_drawn = 0;
+            while self.alive.contains_key(&chunk.id) {
+                let was_drafted = self.scheduler.push_token(chunk.id, DRAWN);
+                num_drawn += 1;
+                self.end_if_over(chunk.id);
+                if !was_drafted {
+                    break;
+                }
+            }
+            assert!(num_drawn <= chunk.num_drafts + 1);
         }
         self.plan = plan;
     }
@@ -246,7 +279,10 @@ impl Driver {
             let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences hold blocks");
             let end = chunk.start_idx + chunk.num_tokens;
             assert!(chunk.num_tokens > 0 && chunk.start_idx == sequence.num_computed_tokens());
-            assert_eq!(chunk.wants_token, end == sequence.tokens().len());
+            assert_eq!(chunk.wants_token, end - chunk.num_drafts == sequence.tokens().len());
+            assert_eq!(sequence.draft().len(), chunk.num_drafts);
+            let (max, role) = self.alive[&chunk.id];
+            assert!(role == Role::Prefill || end < max, "the last token is never computed");
             assert!(end <= sequence.blocks().len() * self.config.block_size, "a token without a block");
             for idx in chunk.start_idx..end {
                 let place = (sequence.blocks()[idx / self.config.block_size], idx % self.config.block_size);

@@ -7,6 +7,8 @@
 //!     text=a                                       prompts of equal text share their prefix
 //! step                                             plans and carries it out: `1: 0..10 token` is a
 //!                                                  chunk, `token` that one was sampled after it
+//! draft id=1 right=2 wrong=1                       for the next step, in which `1: 9..12 token draft 2
+//!                                                  accepted 1` is a chunk whose last two were drafted
 //! decode id=1 | end id=1 | release id=1
 //! state                                            who waits, how many run, free blocks
 //! ```
@@ -475,6 +477,135 @@ fn a_preempted_remote_prompt_is_recomputed_here() {
     );
 }
 
+#[test]
+fn a_draft_is_verified_in_one_step_and_as_much_of_it_is_kept_as_is_right() {
+    check(
+        "
+        pool blocks=16 block_size=4 running=4 budget=16
+        add id=1 prompt=6 max=30
+        step
+            admit 1
+            1: 0..6 token
+        draft id=1 right=3
+        step
+            1: 6..10 token draft 3 accepted 3
+        draft id=1 right=1 wrong=3
+        step
+            1: 10..15 token draft 4 accepted 1
+        draft id=1 wrong=2
+        step
+            1: 12..15 token draft 2 accepted 0
+        step
+            1: 13..14 token
+        ",
+    );
+}
+
+#[test]
+fn blocks_of_rejected_tokens_return_after_the_step() {
+    check(
+        "
+        pool blocks=8 block_size=4 running=4 budget=16
+        add id=1 prompt=4 max=30
+        step
+            admit 1
+            1: 0..4 token
+        state
+            waiting 0 running 1 free 7
+        draft id=1 wrong=8
+        step
+            1: 4..13 token draft 8 accepted 0
+        # Its five tokens are computed; the next one needs no block yet.
+        state
+            waiting 0 running 1 free 6
+        draft id=1 right=8
+        step
+            1: 5..14 token draft 8 accepted 8
+        state
+            waiting 0 running 1 free 4
+        ",
+    );
+}
+
+#[test]
+fn accepted_tokens_are_cached_and_rejected_ones_never() {
+    check(
+        "
+        pool blocks=16 block_size=4 running=4 budget=32
+        add id=1 prompt=6 max=20 text=a
+        step
+            admit 1
+            1: 0..6 token
+        draft id=1 right=2 wrong=6
+        step
+            1: 6..15 token draft 8 accepted 2
+        end id=1
+        # The first eight tokens of a text that goes on as 1 did: six and two that were accepted.
+        add id=2 prompt=6 max=40 text=a output=4
+        # And as the draft went on that was rejected.
+        add id=3 prompt=6 max=40 text=a output=2 wrong=6
+        step
+            admit 2 cached 2
+            admit 3 cached 2
+            2: 8..10 token
+            3: 8..14 token
+        ",
+    );
+}
+
+#[test]
+fn drafts_get_what_nobody_else_takes() {
+    check(
+        "
+        pool blocks=8 block_size=4 running=4 budget=9
+        add id=1 prompt=4 max=30
+        add id=2 prompt=4 max=30
+        step
+            admit 1
+            admit 2
+            1: 0..4 token
+            2: 0..4 token
+        # The budget is for 9: the second draft is cut.
+        draft id=1 wrong=5
+        draft id=2 wrong=5
+        step
+            1: 4..10 token draft 5 accepted 0
+            2: 4..7 token draft 2 accepted 0
+        # A prompt goes before drafts, and what is decoded as well.
+        add id=3 prompt=6 max=8
+        draft id=1 wrong=5
+        step
+            admit 3
+            1: 5..7 token draft 1 accepted 0
+            2: 5..6 token
+            3: 0..6 token
+        ",
+    );
+}
+
+#[test]
+fn nobody_is_preempted_for_a_draft_and_none_is_longer_than_its_sequence_may_become() {
+    check(
+        "
+        pool blocks=4 block_size=4 running=4 budget=32
+        add id=1 prompt=4 max=10
+        add id=2 prompt=4 max=7
+        step
+            admit 1
+            admit 2
+            1: 0..4 token
+            2: 0..4 token
+        # Each takes a block for the token it decodes; then there is none.
+        draft id=1 right=9
+        draft id=2 right=9
+        step
+            1: 4..8 token draft 3 accepted 3
+            2: 4..6 token draft 1 accepted 1
+            end 2
+        ",
+    );
+}
+
 /// Runs a script; what it answers must be what it says.
 #[track_caller]
 fn check(script: &str) {
@@ -522,6 +653,12 @@ impl<'a> Command<'a> {
         self.arguments[key].parse().expect("a number")
     }
 
+    /// So many tokens as are drawn, then so many `wrong` ones.
+    fn tokens(&self, drawn: &str) -> Vec<u32> {
+        let number = |key| if self.arguments.contains_key(key) { self.number(key) } else { 0 };
+        [vec![DRAWN; number(drawn)], vec![WRONG; number("wrong")]].concat()
+    }
+
     fn id(&self) -> SequenceId {
         SequenceId(self.number("id") as u64)
     }
@@ -533,7 +670,14 @@ struct Player {
     plan: Plan,
     /// Longest length, and whether it ends after one token.
     ends: BTreeMap<SequenceId, (usize, bool)>,
+    /// For the next step.
+    drafts: Vec<(SequenceId, Vec<u32>)>,
 }
+
+/// What every sequence draws.
+const DRAWN: u32 = 77;
+/// What none does.
+const WRONG: u32 = 78;
 
 impl Player {
     fn new(pool: &Command<'_>) -> Player {
@@ -548,6 +692,7 @@ impl Player {
             block_size: config.block_size,
             plan: Plan::default(),
             ends: BTreeMap::new(),
+            drafts: Vec::new(),
         }
     }
 
@@ -556,7 +701,11 @@ impl Player {
             "add" => self.add(command),
             "step" => self.step(),
             "decode" => {
-                self.scheduler.start_decode(command.id(), 77);
+                self.scheduler.start_decode(command.id(), DRAWN);
+                Vec::new()
+            }
+            "draft" => {
+                self.drafts.push((command.id(), command.tokens("right")));
                 Vec::new()
             }
             "end" => {
@@ -592,7 +741,8 @@ impl Player {
             Some(text) => u32::from(text.as_bytes()[0]) * 1000,
             None => 1_000_000 + id.0 as u32 * 1000,
         };
-        let tokens = (0..command.number("prompt") as u32).map(|idx| text + idx).collect();
+        let prompt = (0..command.number("prompt") as u32).map(|idx| text + idx);
+        let tokens = prompt.chain(command.tokens("output")).collect();
         let root = Some(HashRoot::new("script", "", ""));
         let max = command.number("max");
         self.ends.insert(id, (max, role == Role::Prefill));
@@ -615,21 +765,46 @@ impl Player {
             answers.push(format!("{verb} {}{cached}", admission.id.0));
         }
         answers.extend(self.plan.preempted.iter().map(|id| format!("preempt {}", id.0)));
-        for chunk in &self.plan.chunks {
+        for (id, draft) in std::mem::take(&mut self.drafts) {
+            draft.into_iter().for_each(|token| self.scheduler.push_draft(id, token));
+        }
+        self.scheduler.plan_drafts(&mut self.plan);
+        self.scheduler.advance(&self.plan);
+        let mut ends = Vec::new();
+        for chunk in &self.plan.chunks.clone() {
+            let mut draft = String::new();
+            if chunk.wants_token {
+                let num_accepted = self.draw(chunk.id);
+                if chunk.num_drafts > 0 {
+                    draft = format!(" draft {} accepted {num_accepted}", chunk.num_drafts);
+                }
+                let (max, ends_at_once) = self.ends[&chunk.id];
+                if ends_at_once || self.num_tokens(chunk.id) == max {
+                    self.scheduler.end(chunk.id);
+                    ends.push(format!("end {}", chunk.id.0));
+                }
+            }
             let end = chunk.start_idx + chunk.num_tokens;
             let token = if chunk.wants_token { " token" } else { "" };
-            answers.push(format!("{}: {}..{end}{token}", chunk.id.0, chunk.start_idx));
+            answers.push(format!("{}: {}..{end}{token}{draft}", chunk.id.0, chunk.start_idx));
         }
-        self.scheduler.advance(&self.plan);
-        for chunk in self.plan.chunks.iter().filter(|chunk| chunk.wants_token) {
-            self.scheduler.push_token(chunk.id, 77);
-            let (max, ends_at_once) = self.ends[&chunk.id];
-            let sequence = self.scheduler.sequence(chunk.id).expect("it runs");
-            if ends_at_once || sequence.tokens().len() == max {
-                self.scheduler.end(chunk.id);
-                answers.push(format!("end {}", chunk.id.0));
+        answers.extend(ends);
+        answers
+    }
+
+    /// Draws until a token was not drafted, or the sequence is as long as it may be; how many were.
+    fn draw(&mut self, id: SequenceId) -> usize {
+        let mut num_accepted = 0;
+        while self.scheduler.push_token(id, DRAWN) {
+            num_accepted += 1;
+            if self.num_tokens(id) == self.ends[&id].0 {
+                break;
             }
         }
-        answers
+        num_accepted
+    }
+
+    fn num_tokens(&self, id: SequenceId) -> usize {
+        self.scheduler.sequence(id).expect("it runs").tokens().len()
     }
 }

@@ -12,7 +12,8 @@ pub struct Batch<'a> {
     pub sequences: Vec<BatchSequence<'a>>,
 }
 
-/// The next `tokens` of one sequence: a chunk of a prompt, or the one token decoded last.
+/// The next `tokens` of one sequence: a chunk of a prompt, or the token decoded last and those that are
+/// drafted to follow it.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchSequence<'a> {
     /// Tokens whose KV is computed in this step; at least one.
@@ -21,8 +22,8 @@ pub struct BatchSequence<'a> {
     pub start_idx: usize,
     /// Blocks of the whole sequence, enough for `start_idx + tokens.len()` tokens.
     pub blocks: &'a [BlockId],
-    /// Whether the logits that follow the last of `tokens` are wanted.
-    pub wants_logits: bool,
+    /// Of so many of the last of `tokens` the logits that follow are wanted; at most all.
+    pub num_logits: usize,
 }
 
 /// Computes forward passes of one model over one block storage.
@@ -37,7 +38,8 @@ pub trait Executor: Send {
     fn vocab_size(&self) -> usize;
 
     /// Runs one step: writes the KV of every token of the batch into its blocks and returns, row by
-    /// row, the logits of the sequences that want them (`[num_wanted][vocab_size]`).
+    /// row, the logits that are wanted (`[sum of num_logits][vocab_size]`): those of the first sequence in
+    /// the order of its tokens, then those of the next.
     ///
     /// `on_layer(layer_idx)` is called when the KV of that layer has been written for the whole
     /// batch, while later layers are still to come: the layer-wise push begins there.

@@ -54,7 +54,7 @@ fn decode_steps_do_not_allocate() {
                 tokens: &tokens,
                 start_idx: if step == 0 { 0 } else { 63 + step },
                 blocks: &blocks[first..],
-                wants_logits: true,
+                num_logits: 1,
             });
             let batch = Batch { sequences: sequences[..if step == 0 { 1 } else { 2 }].to_vec() };
             let before = ALLOCATIONS.load(Ordering::Relaxed);

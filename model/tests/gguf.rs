@@ -44,7 +44,7 @@ fn logits(model: &LoadedModel, prompt: &[u32]) -> Vec<Vec<f32>> {
     let steps = prompt.iter().enumerate().map(|(start_idx, token)| {
         let blocks = &blocks[..start_idx / model.kv_layout().block_size + 1];
         let tokens = std::slice::from_ref(token);
-        let sequences = vec![BatchSequence { tokens, start_idx, blocks, wants_logits: true }];
+        let sequences = vec![BatchSequence { tokens, start_idx, blocks, num_logits: 1 }];
         // SAFETY: nobody else uses the storage.
         unsafe { executor.execute(&Batch { sequences }, &storage, &mut |_| {}).unwrap().to_vec() }
     });

@@ -311,7 +311,7 @@ fn logits(model: &Model, weight_cache: Option<&Path>) -> Vec<f32> {
     };
     let loaded = load(model.dir.path(), &options, &mut |_| {}).unwrap();
     let storage = BlockStorage::new(loaded.kv_layout(), 1).unwrap();
-    let sequence = BatchSequence { tokens: &[5, 9], start_idx: 0, blocks: &[BlockId(0)], wants_logits: true };
+    let sequence = BatchSequence { tokens: &[5, 9], start_idx: 0, blocks: &[BlockId(0)], num_logits: 1 };
     let batch = Batch { sequences: vec![sequence] };
     let mut executor = loaded.cpu_executor().unwrap();
     // SAFETY: nobody else uses the storage.

@@ -144,7 +144,7 @@ impl Machine {
                 tokens: &tokens[first..end],
                 start_idx: first,
                 blocks: &place.blocks[..end.div_ceil(place.block_size)],
-                wants_logits: end == tokens.len(),
+                num_logits: usize::from(end == tokens.len()),
             }]);
         }
         assert_eq!(last.len(), 1);
@@ -291,17 +291,34 @@ fn check_paths(name: &str, expected: &Expected, machine: &mut Machine) {
             tokens: &tokens[*start..],
             start_idx: *start,
             blocks: &place.blocks,
-            wants_logits: true,
+            num_logits: 1,
         })
         .collect();
-    sequences[3].wants_logits = false;
+    sequences[3].num_logits = 0;
     sequences.insert(
         2,
-        BatchSequence { tokens: &prompt[10..], start_idx: 10, blocks: &place.blocks, wants_logits: true },
+        BatchSequence { tokens: &prompt[10..], start_idx: 10, blocks: &place.blocks, num_logits: 1 },
     );
     let together: Vec<_> = machine.run(sequences).iter().map(|logits| bits(logits)).collect();
     let [one, two, three, _] = alone.try_into().unwrap();
     assert_eq!(together, [one, two, reference, three], "{name}: among strangers");
+
+    // The logits of several rows, as drafted tokens are verified, are those of one row after the other. What
+    // rejected tokens wrote before is overwritten.
+    let (place, other) = (machine.place(prompt.len()), machine.place(prompt.len()));
+    for num_logits in [2, 5, 15] {
+        let start_idx = prompt.len() - num_logits;
+        machine.prefill(&place, &prompt[..start_idx], 0, usize::MAX);
+        let rejected: Vec<u32> = prompt.iter().rev().take(num_logits).copied().collect();
+        let sequence = |tokens| vec![BatchSequence { tokens, start_idx, blocks: &place.blocks, num_logits }];
+        machine.run(sequence(&rejected));
+        let together = machine.run(sequence(&prompt[start_idx..]));
+        assert_eq!(together.len(), num_logits);
+        for (idx, logits) in together.iter().enumerate() {
+            let alone = machine.prefill(&other, &prompt[..=start_idx + idx], 0, usize::MAX);
+            assert_eq!(bits(logits), bits(&alone), "{name}: row {idx} of {num_logits}");
+        }
+    }
 }
 
 #[test]
@@ -327,7 +344,7 @@ fn decoding_among_strangers_gives_the_greedy_tokens() {
                         tokens: &tokens[computed[idx]..],
                         start_idx: computed[idx],
                         blocks: &place.blocks,
-                        wants_logits: true,
+                        num_logits: 1,
                     });
                     computed[idx] = tokens.len();
                 }

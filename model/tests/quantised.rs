@@ -73,8 +73,7 @@ fn logits(dir: &TempDir) -> (Vec<f32>, u64) {
     };
     let loaded = load(dir.path(), &options, &mut |_| {}).unwrap();
     let storage = BlockStorage::new(loaded.kv_layout(), 1).unwrap();
-    let sequence =
-        BatchSequence { tokens: &[5, 9, 77], start_idx: 0, blocks: &[BlockId(0)], wants_logits: true };
+    let sequence = BatchSequence { tokens: &[5, 9, 77], start_idx: 0, blocks: &[BlockId(0)], num_logits: 1 };
     let mut executor = loaded.cpu_executor().unwrap();
     // SAFETY: nobody else uses the storage.
     let logits = unsafe {

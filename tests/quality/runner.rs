@@ -64,7 +64,7 @@ impl Runner {
     }
 
     fn step(&mut self, tokens: &[u32], start_idx: usize) -> Vec<f32> {
-        let sequence = BatchSequence { tokens, start_idx, blocks: &self.blocks, wants_logits: true };
+        let sequence = BatchSequence { tokens, start_idx, blocks: &self.blocks, num_logits: 1 };
         let batch = Batch { sequences: vec![sequence] };
         // SAFETY: nobody else uses the storage.
         let logits = unsafe { self.executor.execute(&batch, &self.storage, &mut |_| {}) };

@@ -2,7 +2,12 @@
 
 use std::time::Duration;
 
-use crate::harness::{BATON, Up, eventually, num_workers, signal_pid};
+use serde_json::json;
+
+use crate::{
+    harness::{BATON, Up, eventually, num_workers, signal_pid},
+    prompts::filler,
+};
 
 #[tokio::test]
 async fn a_killed_worker_is_started_again_and_serves() {
@@ -26,6 +31,28 @@ async fn everything_ends_with_the_supervisor() {
     for pid in parts {
         assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists(), "{pid} is left");
     }
+}
+
+#[tokio::test]
+async fn speculation_changes_what_is_counted_and_not_what_is_said() {
+    let up = Up::start("--speculate draft").await;
+    let complete = async |mode: &str, seed: usize| {
+        let body = json!({
+            "model": "baton-tiny", "prompt": filler(seed, 200), "max_tokens": 40, "temperature": 0.5, "seed": seed,
+            "ignore_eos": true, "prefill_mode": "remote", "cache_salt": mode, "speculation_mode": mode,
+        });
+        up.http.post("/v1/completions", &body).await.expect("it is served").json()
+    };
+    let mut is_drafted = false;
+    for seed in 0..4 {
+        let (with, without) = (complete("auto", seed).await, complete("off", seed).await);
+        assert_eq!(with["choices"][0]["text"], without["choices"][0]["text"]);
+        assert_eq!(with["usage"]["completion_tokens"], 40);
+        // How often it pays to draft depends on the machine.
+        is_drafted |= with["usage"].get("completion_tokens_details").is_some();
+        assert!(without["usage"].get("completion_tokens_details").is_none(), "{without}");
+    }
+    assert!(is_drafted);
 }
 
 #[test]

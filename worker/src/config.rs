@@ -7,7 +7,7 @@ use std::{
 };
 
 use baton_cluster::{DiscoveryConfig, Role, WorkerId};
-use baton_kv_cache::{KvDtype, KvLayout};
+use baton_kv_cache::KvDtype;
 use baton_kv_transfer::TransportKind;
 use baton_model::{Activations, Quantisation};
 
@@ -48,6 +48,10 @@ pub struct WorkerConfig {
     pub activations: Activations,
     /// Directory for packed weights, which processes of this host share; `None`: each keeps its own.
     pub weight_cache: Option<PathBuf>,
+    /// Who drafts tokens for speculative decoding. Only decode workers speculate.
+    pub drafter: Option<DrafterConfig>,
+    /// Tokens that are drafted for a sequence in one step at most.
+    pub max_draft_tokens: usize,
     /// How routers find this worker.
     pub discovery: DiscoveryConfig,
     /// How KV may travel, best first.
@@ -64,6 +68,15 @@ pub struct WorkerConfig {
     pub drain_timeout: Duration,
 }
 
+/// Who drafts tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DrafterConfig {
+    /// What followed the same few tokens earlier in the sequence.
+    Ngram,
+    /// A smaller model with the same vocabulary, in this directory.
+    Model(PathBuf),
+}
+
 /// How large the block pool is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvMemory {
@@ -74,17 +87,15 @@ pub enum KvMemory {
 }
 
 impl KvMemory {
-    /// Blocks of `layout`.
+    /// Blocks, when each takes `block_bytes`.
     ///
     /// # Errors
     /// When not even one fits.
-    pub fn num_blocks(self, layout: &KvLayout) -> Result<usize, ConfigError> {
+    pub fn num_blocks(self, block_bytes: usize) -> Result<usize, ConfigError> {
         match self {
             KvMemory::Blocks(num_blocks) => Ok(num_blocks),
-            KvMemory::Bytes(bytes) if bytes >= layout.block_bytes() => Ok(bytes / layout.block_bytes()),
-            KvMemory::Bytes(bytes) => {
-                Err(ConfigError::KvMemoryTooSmall { bytes, block_bytes: layout.block_bytes() })
-            }
+            KvMemory::Bytes(bytes) if bytes >= block_bytes => Ok(bytes / block_bytes),
+            KvMemory::Bytes(bytes) => Err(ConfigError::KvMemoryTooSmall { bytes, block_bytes }),
         }
     }
 }
@@ -142,6 +153,8 @@ impl WorkerConfig {
             quantise: None,
             activations: Activations::Auto,
             weight_cache: None,
+            drafter: None,
+            max_draft_tokens: 8,
             discovery,
             transports: TransportKind::ALL.to_vec(),
             data_listen: any_port,
@@ -162,6 +175,7 @@ impl WorkerConfig {
             ("--max-running", self.max_running),
             ("--max-waiting", self.max_waiting),
             ("--token-budget", self.token_budget),
+            ("--max-draft-tokens", self.max_draft_tokens),
             ("--threads", self.threads.unwrap_or(1)),
             ("--handoff-deadline", usize::from(!self.handoff_deadline.is_zero())),
             ("the number of KV blocks", if let KvMemory::Blocks(num) = self.kv { num } else { 1 }),
@@ -254,6 +268,7 @@ mod tests {
     fn what_cannot_work_is_refused_with_what_to_do() {
         let cases = [
             (with(|c| c.max_running = 0), "--max-running is 0"),
+            (with(|c| c.max_draft_tokens = 0), "--max-draft-tokens is 0"),
             (with(|c| c.kv = KvMemory::Blocks(0)), "number of KV blocks is 0"),
             (with(|c| c.transports.clear()), "give shm, tcp or both"),
             (with(|c| c.listen = ([0, 0, 0, 0], 80).into()), "say with --advertise"),
@@ -279,11 +294,8 @@ mod tests {
 
     #[test]
     fn memory_becomes_blocks() {
-        let layout =
-            KvLayout { block_size: 16, num_layers: 2, num_kv_heads: 1, head_dim: 4, dtype: KvDtype::F32 };
-        assert_eq!(layout.block_bytes(), 1024);
-        assert_eq!(KvMemory::Bytes(2047).num_blocks(&layout).unwrap(), 1);
-        let error = KvMemory::Bytes(1023).num_blocks(&layout).unwrap_err().to_string();
+        assert_eq!(KvMemory::Bytes(2047).num_blocks(1024).unwrap(), 1);
+        let error = KvMemory::Bytes(1023).num_blocks(1024).unwrap_err().to_string();
         assert!(error.contains("takes 1024"), "{error}");
     }
 

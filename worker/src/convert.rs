@@ -5,8 +5,8 @@
 //! a model is checked by the engine ([`Request::validate`]).
 
 use baton_engine::{
-    EngineError, FinishReason, InvalidRequest, Request, SampledToken, SamplingParams, SubmitError,
-    TokenLogprobs,
+    DraftCounts, EngineError, FinishReason, InvalidRequest, Request, SampledToken, SamplingParams,
+    SpeculationMode, SubmitError, TokenLogprobs,
 };
 use baton_kv_transfer::{Failed, FailureKind};
 use baton_proto::{v1, worker as proto};
@@ -52,6 +52,10 @@ pub fn request_from_generate(message: &proto::GenerateRequest) -> Result<Request
         output: message.output_token_ids.clone(),
         sampling: sampling_from_proto(sampling),
         cache_salt: message.cache_salt.clone(),
+        speculation: match message.speculation_mode() {
+            v1::SpeculationMode::Unspecified => SpeculationMode::Auto,
+            v1::SpeculationMode::Off => SpeculationMode::Off,
+        },
     })
 }
 
@@ -76,6 +80,7 @@ pub fn request_from_begin(message: &proto::Begin) -> Result<Request, WireError> 
         output: output.to_vec(),
         sampling: sampling_from_proto(sampling),
         cache_salt: message.cache_salt.clone(),
+        ..Request::default()
     })
 }
 
@@ -137,7 +142,7 @@ pub fn token_to_proto(token: &SampledToken) -> proto::Token {
         logprob: logprobs.logprob,
         top: logprobs.top.iter().map(|&(token_id, logprob)| v1::TopLogprob { token_id, logprob }).collect(),
     });
-    proto::Token { id: token.id, logprobs, cached_tokens: None }
+    proto::Token { id: token.id, logprobs, ..proto::Token::default() }
 }
 
 /// A token from the wire.
@@ -149,10 +154,20 @@ pub fn token_from_proto(token: proto::Token) -> SampledToken {
     SampledToken { id: token.id, logprobs }
 }
 
-/// The next token, as the router gets it; the first with the number of cached prompt tokens.
-pub fn token_event(token: &SampledToken, cached_tokens: Option<usize>) -> proto::GenerateEvent {
-    let cached_tokens = cached_tokens.map(|num| u32::try_from(num).unwrap_or(u32::MAX));
-    event(proto::generate_event::Event::Token(proto::Token { cached_tokens, ..token_to_proto(token) }))
+/// The next token, as the router gets it: the first with the number of cached prompt tokens, the first after
+/// a draft with what became of that.
+pub fn token_event(
+    token: &SampledToken,
+    cached_tokens: Option<usize>,
+    drafts: DraftCounts,
+) -> proto::GenerateEvent {
+    let count = |num: u64| u32::try_from(num).unwrap_or(u32::MAX);
+    event(proto::generate_event::Event::Token(proto::Token {
+        cached_tokens: cached_tokens.map(|num| count(num as u64)),
+        drafted_tokens: count(drafts.drafted),
+        accepted_tokens: count(drafts.accepted),
+        ..token_to_proto(token)
+    }))
 }
 
 /// A good end.

@@ -2,20 +2,25 @@
 
 use std::{
     io::IsTerminal,
+    path::Path,
     time::{Duration, Instant},
 };
 
 use anyhow::Context;
-use baton_model::{Executor, LoadOptions, LoadProgress};
+use baton_cluster::Role;
+use baton_engine::Drafter;
+use baton_model::{CpuExecutor, Executor, LoadOptions, LoadProgress, LoadedModel};
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::oneshot;
 
-use crate::config::WorkerConfig;
+use crate::config::{DrafterConfig, WorkerConfig};
 
 /// A model, ready to compute.
 pub struct Model {
     /// What computes.
     pub executor: Box<dyn Executor>,
+    /// Who drafts tokens for it.
+    pub drafter: Option<Drafter>,
     /// Name that clients ask for.
     pub name: String,
     /// Identity of the weights.
@@ -24,6 +29,16 @@ pub struct Model {
     pub rope: String,
     /// Longest sequence, prompt and output together.
     pub context_length: usize,
+}
+
+impl Model {
+    /// Bytes of KV that a draft model keeps beside each block.
+    pub(crate) fn draft_block_bytes(&self) -> usize {
+        match &self.drafter {
+            Some(Drafter::Model { executor, .. }) => executor.kv_layout().block_bytes(),
+            Some(Drafter::Ngram) | None => 0,
+        }
+    }
 }
 
 impl std::fmt::Debug for Model {
@@ -45,6 +60,24 @@ pub(crate) async fn load(config: &WorkerConfig) -> anyhow::Result<Model> {
 }
 
 fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
+    let name = config.model_name();
+    let loaded = load_model(&config.model, &name, config)?;
+    let drafter = match &config.drafter {
+        Some(drafter) if config.role == Role::Decode => Some(load_drafter(drafter, &loaded, config)?),
+        _ => None,
+    };
+    let format = loaded.kv_format();
+    Ok(Model {
+        executor: Box::new(executor(&loaded)?),
+        drafter,
+        name,
+        revision: format.model_revision,
+        rope: format.rope,
+        context_length: loaded.config().context_length,
+    })
+}
+
+fn load_model(path: &Path, name: &str, config: &WorkerConfig) -> anyhow::Result<LoadedModel> {
     let options = LoadOptions {
         kv_dtype: config.kv_dtype,
         block_size: config.block_size,
@@ -55,11 +88,8 @@ fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
     };
     let started = Instant::now();
     let mut shown = Shown::new();
-    let loaded = baton_model::load(&config.model, &options, &mut |progress| shown.update(progress))?;
+    let loaded = baton_model::load(path, &options, &mut |progress| shown.update(progress))?;
     shown.finish();
-    let format = loaded.kv_format();
-    let executor = loaded.cpu_executor().context("cannot start the threads that compute")?;
-    let name = config.model_name();
     tracing::info!(
         model = name,
         architecture = loaded.config().architecture,
@@ -67,13 +97,25 @@ fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
         elapsed = ?started.elapsed(),
         "model loaded"
     );
-    Ok(Model {
-        executor: Box::new(executor),
-        name,
-        revision: format.model_revision,
-        rope: format.rope,
-        context_length: loaded.config().context_length,
-    })
+    Ok(loaded)
+}
+
+fn executor(loaded: &LoadedModel) -> anyhow::Result<CpuExecutor> {
+    loaded.cpu_executor().context("cannot start the threads that compute")
+}
+
+fn load_drafter(
+    drafter: &DrafterConfig,
+    target: &LoadedModel,
+    config: &WorkerConfig,
+) -> anyhow::Result<Drafter> {
+    let DrafterConfig::Model(dir) = drafter else { return Ok(Drafter::Ngram) };
+    let name = dir.file_name().unwrap_or(dir.as_os_str()).to_string_lossy();
+    let draft = load_model(dir, &name, config).with_context(|| format!("draft model {}", dir.display()))?;
+    // A step of few tokens takes as long as reading the weights does. It is a guess until it is measured, and
+    // below 1, so that it is.
+    let cost = (draft.weight_bytes() as f64 / target.weight_bytes() as f64).min(0.9);
+    Ok(Drafter::Model { executor: Box::new(executor(&draft)?), cost })
 }
 
 /// How progress is shown: a bar to people, a line now and then to others.

@@ -129,6 +129,16 @@ impl Collector for State {
             let metric = encoder.encode_descriptor(name, help, None, gauge.metric_type())?;
             gauge.encode(metric)?;
         }
+        if let Some((drafter, counts)) = self.engine.drafts() {
+            for (name, help, count) in [
+                ("baton_drafted_tokens", "Tokens drafted and verified", counts.drafted),
+                ("baton_accepted_tokens", "Drafted tokens that were accepted", counts.accepted),
+            ] {
+                let counter = ConstCounter::new(count);
+                let mut family = encoder.encode_descriptor(name, help, None, counter.metric_type())?;
+                counter.encode(family.encode_family(&[("drafter", drafter)])?)?;
+            }
+        }
         let Some((direction, counts)) = self.data_plane.get() else { return Ok(()) };
         for (name, help, read) in COUNTS {
             let metric_type = ConstCounter::new(0_u64).metric_type();

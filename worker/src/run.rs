@@ -1,10 +1,14 @@
 //! The life of a worker: listen, load, start, register, serve, drain, end.
 
-use std::{pin::Pin, sync::Arc, time::Duration};
+use std::{
+    pin::Pin,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use anyhow::Context;
 use baton_cluster::{Capacity, Registration, RegistrationState, Role, WorkerRecord, register};
-use baton_engine::{EngineConfig, EngineHandle, EngineThread};
+use baton_engine::{EngineConfig, EngineHandle, EngineThread, Speculation};
 use baton_kv_cache::KvFormat;
 use baton_proto::worker::worker_server::WorkerServer;
 use baton_telemetry::Metrics;
@@ -21,6 +25,10 @@ use crate::{
     service::WorkerService,
     worker::{DataPlane, Worker},
 };
+
+/// A step with more tokens than this is bound by arithmetic on a processor: its kernels read weights once for
+/// 14 rows.
+const MAX_DRAFTED_STEP_TOKENS: usize = 32;
 
 /// For what still runs after it was told to end.
 const HALT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -143,7 +151,7 @@ fn describe(config: &WorkerConfig, model: &Model, server: &Server) -> anyhow::Re
         model: model.name.clone(),
         kv_format: KvFormat::new(model.revision.clone(), &layout, model.rope.clone()),
         capacity: Capacity {
-            num_blocks: config.kv.num_blocks(&layout)?,
+            num_blocks: config.kv.num_blocks(layout.block_bytes() + model.draft_block_bytes())?,
             block_size: layout.block_size,
             max_running: config.max_running,
             context_length: model.context_length,
@@ -165,7 +173,13 @@ fn start_engine(
         prefix_cache: config.prefix_cache,
         model_revision: model.revision,
     };
-    baton_engine::start(model.executor, engine).context("cannot start the engine")
+    let speculation = model.drafter.map(|drafter| Speculation {
+        drafter,
+        max_draft_tokens: config.max_draft_tokens,
+        max_step_tokens: MAX_DRAFTED_STEP_TOKENS,
+        clock: Instant::now,
+    });
+    baton_engine::start(model.executor, speculation, engine).context("cannot start the engine")
 }
 
 /// Random; 0 stays free for "none".

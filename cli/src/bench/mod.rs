@@ -50,6 +50,8 @@ Examples:
   What a router adds to a worker's own time:
     baton bench --compare --concurrency 1 --prompt ids --extra-body '{\"prefill_mode\": \"local\"}' \\
       --url http://127.0.0.1:8080 --worker http://127.0.0.1:50051
+  What speculative decoding gains, on `baton up --speculate draft` (A / B of TPOT):
+    baton bench --compare --concurrency 1 --body-b '{\"speculation_mode\": \"off\"}'
 
 What is measured:
   TTFT  from when a request was due to its first token
@@ -72,6 +74,10 @@ pub(crate) struct BenchArgs {
     /// each turn is N requests at once to one target, while the other rests.
     #[arg(long)]
     pub(crate) compare: bool,
+    /// Compare the --url with itself: B is A with these fields in every request body, in place of those of
+    /// --extra-body.
+    #[arg(long, value_name = "JSON", value_parser = parse_object, requires = "compare", conflicts_with = "worker")]
+    pub(crate) body_b: Option<Map<String, Value>>,
     /// Which API of the endpoint.
     #[arg(long, value_enum, default_value_t = Api::Completions)]
     pub(crate) api: Api,
@@ -295,14 +301,19 @@ impl BenchArgs {
         if urls.is_empty() && self.worker.is_empty() {
             urls.push(DEFAULT_URL.to_owned());
         }
+        if self.body_b.is_some() {
+            ensure!(urls.len() == 1, "--body-b compares one --url with itself");
+            urls.push(urls[0].clone());
+        }
         let num_targets = urls.len() + self.worker.len();
         match (self.compare, num_targets) {
             (true, 2) | (false, 1) => {}
-            (true, _) => bail!("--compare needs two targets: --url twice, or --url and --worker"),
+            (true, _) => bail!("--compare needs two targets: --url twice, --url and --worker, or --body-b"),
             (false, _) => bail!("{num_targets} targets: add --compare to let two take turns"),
         }
         let mut targets = Vec::new();
-        for url in urls {
+        for (idx, url) in urls.into_iter().enumerate() {
+            let extra = self.body_b.as_ref().filter(|_| idx == 1).or(self.extra_body.as_ref());
             let server = OpenAi::new(&url, self.api_key.clone())?;
             let model = match &self.model {
                 Some(model) => model.clone(),
@@ -314,7 +325,7 @@ impl BenchArgs {
                 model,
                 temperature: self.temperature,
                 ignore_eos: !self.stop_at_eos,
-                extra: self.extra_body.clone().unwrap_or_default(),
+                extra: extra.cloned().unwrap_or_default(),
             }));
         }
         let run = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros() as u64;

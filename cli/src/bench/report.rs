@@ -63,6 +63,10 @@ pub(crate) struct Tokens {
     pub(crate) cached: Option<u64>,
     /// False: the server did not count, and pieces of text were taken for tokens.
     pub(crate) counted_by_server: bool,
+    /// Drafted for the output and verified.
+    pub(crate) drafted: u64,
+    /// Of those.
+    pub(crate) accepted: u64,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -177,10 +181,13 @@ impl Requests {
 
 impl Tokens {
     fn of(outcomes: &[&Outcome]) -> Self {
-        let mut tokens = Self { input: 0, output: 0, cached: None, counted_by_server: true };
+        let mut tokens =
+            Self { input: 0, output: 0, cached: None, counted_by_server: true, drafted: 0, accepted: 0 };
         for answer in outcomes.iter().filter_map(|outcome| outcome.result.as_ref().ok()) {
             tokens.input += answer.input_tokens.unwrap_or(0);
             tokens.output += answer.output_tokens.unwrap_or(answer.arrivals.len() as u64);
+            tokens.drafted += answer.drafted_tokens;
+            tokens.accepted += answer.accepted_tokens;
             tokens.counted_by_server &= answer.output_tokens.is_some();
             if let Some(cached) = answer.cached_tokens {
                 *tokens.cached.get_or_insert(0) += cached;
@@ -198,13 +205,17 @@ impl fmt::Display for Report {
         for (kind, failures) in failures {
             writeln!(f, "            {} x {kind}: {}", failures.count, failures.example)?;
         }
-        let Tokens { input, output, cached, counted_by_server } = &self.tokens;
+        let Tokens { input, output, cached, counted_by_server, drafted, accepted } = &self.tokens;
         write!(f, "tokens      {input} in")?;
         if let Some(cached) = cached {
             write!(f, " ({:.0} % cached)", 100.0 * *cached as f64 / (*input).max(1) as f64)?;
         }
         let counted = if *counted_by_server { "" } else { " (the server does not count; pieces of text)" };
         writeln!(f, ", {output} out{counted}")?;
+        if *drafted > 0 {
+            let rate = 100.0 * *accepted as f64 / *drafted as f64;
+            writeln!(f, "drafts      {accepted} of {drafted} tokens accepted ({rate:.0} %)")?;
+        }
         let Throughput { requests_per_s, input_tokens_per_s, output_tokens_per_s } = self.throughput;
         writeln!(
             f,
@@ -328,6 +339,8 @@ mod tests {
             input_tokens: Some(10),
             output_tokens,
             cached_tokens: Some(4),
+            drafted_tokens: 6,
+            accepted_tokens: 3,
         };
         Outcome { target_idx, due: start, sent: start + ms(1), result: Ok(answer) }
     }
@@ -375,8 +388,13 @@ mod tests {
         assert_eq!((goodput.good_requests, goodput.requests_per_s), (2, 1.0));
         assert!((goodput.fraction - 2.0 / 6.0).abs() < 1e-9, "failures are not good");
         let table = report.to_string();
-        for text in ["2 x http_429: HTTP 429: full", "40 % cached", "TTFT <= 100 ms and TPOT <= 10 ms", "p99"]
-        {
+        for text in [
+            "2 x http_429: HTTP 429: full",
+            "40 % cached",
+            "9 of 18 tokens accepted (50 %)",
+            "TTFT <= 100 ms and TPOT <= 10 ms",
+            "p99",
+        ] {
             assert!(table.contains(text), "{table}");
         }
         let json = serde_json::to_value(&report).unwrap();

@@ -56,6 +56,9 @@ pub(crate) struct Answer {
     pub(crate) input_tokens: Option<u64>,
     pub(crate) output_tokens: Option<u64>,
     pub(crate) cached_tokens: Option<u64>,
+    /// Tokens that were drafted, and of those accepted; 0 if the server does not say.
+    pub(crate) drafted_tokens: u64,
+    pub(crate) accepted_tokens: u64,
 }
 
 /// A request ready to be sent: no work is left for the moment when it counts.
@@ -69,7 +72,12 @@ impl Target {
     /// What it is called in reports.
     pub(crate) fn name(&self) -> String {
         match self {
-            Self::OpenAi(target) => format!("{}{}", target.server.base(), target.path()),
+            Self::OpenAi(target) if target.extra.is_empty() => {
+                format!("{}{}", target.server.base(), target.path())
+            }
+            Self::OpenAi(target) => {
+                format!("{}{} {}", target.server.base(), target.path(), Value::Object(target.extra.clone()))
+            }
             Self::Worker(target) => format!("worker {}", target.address),
         }
     }
@@ -152,6 +160,10 @@ impl Answer {
         self.input_tokens = count(&usage["prompt_tokens"]).or(self.input_tokens);
         self.output_tokens = count(&usage["completion_tokens"]).or(self.output_tokens);
         self.cached_tokens = count(&usage["prompt_tokens_details"]["cached_tokens"]).or(self.cached_tokens);
+        let details = &usage["completion_tokens_details"];
+        let accepted = count(&details["accepted_prediction_tokens"]).unwrap_or(0);
+        self.accepted_tokens += accepted;
+        self.drafted_tokens += accepted + count(&details["rejected_prediction_tokens"]).unwrap_or(0);
     }
 
     /// An answer without any text still has its first moment: its end.
@@ -228,6 +240,8 @@ impl WorkerTarget {
                 Some(Event::Token(token)) => {
                     answer.arrivals.push(now);
                     answer.cached_tokens = token.cached_tokens.map(u64::from).or(answer.cached_tokens);
+                    answer.drafted_tokens += u64::from(token.drafted_tokens);
+                    answer.accepted_tokens += u64::from(token.accepted_tokens);
                 }
                 Some(Event::Finished(_)) => {
                     answer.output_tokens = Some(answer.arrivals.len() as u64);
@@ -281,9 +295,12 @@ mod tests {
             chunk(json!({"content": "b"}), Value::Null),
             chunk(json!({}), json!("stop")),
             json!({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3,
-                   "prompt_tokens_details": {"cached_tokens": 4}}}),
+                   "prompt_tokens_details": {"cached_tokens": 4},
+                   "completion_tokens_details": {"accepted_prediction_tokens": 2,
+                                                 "rejected_prediction_tokens": 5}}}),
         ])
         .unwrap();
+        assert_eq!((got.drafted_tokens, got.accepted_tokens), (7, 2));
         assert_eq!(got.arrivals.len(), 2);
         assert_eq!((got.input_tokens, got.output_tokens, got.cached_tokens), (Some(9), Some(3), Some(4)));
     }

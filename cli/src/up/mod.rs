@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     args::{EngineArgs, LogArgs, LogColor, UpArgs},
     embedded_model,
-    roles::model_path,
+    roles::{self, model_path},
 };
 use child::{Child, Supervised};
 use logs::Logs;
@@ -26,11 +26,12 @@ use logs::Logs;
 const ROUTER_DRAIN: Duration = Duration::from_secs(10);
 
 /// Runs until Ctrl-C or SIGTERM, or until a part cannot be started.
-pub async fn run(args: UpArgs) -> anyhow::Result<()> {
+pub async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     let (model, model_name) = match &args.model {
         Some(model) => (model_path(model)?, None),
         None => (embedded_model::directory()?, Some(embedded_model::NAME)),
     };
+    args.engine.draft_model = roles::draft_model(&args.engine, args.model.is_none())?;
     let address = SocketAddr::new(args.host, args.port);
     check_port_is_free(address)?;
 
@@ -133,7 +134,11 @@ fn engine_flags(engine: &EngineArgs) -> Vec<String> {
         quantize,
         activations,
         weight_cache,
+        speculate,
+        draft_model,
+        max_draft_tokens,
     } = engine;
+    let speculate = speculate.to_possible_value().expect("no drafter is hidden");
     let flags = [
         Some(format!("--kv-memory={kv_memory}")),
         Some(format!("--block-size={block_size}")),
@@ -146,6 +151,9 @@ fn engine_flags(engine: &EngineArgs) -> Vec<String> {
         quantize.map(|quantisation| format!("--quantize={quantisation}")),
         Some(format!("--activations={}", activations.name())),
         weight_cache.as_ref().map(|dir| format!("--weight-cache={}", dir.display())),
+        Some(format!("--speculate={}", speculate.get_name())),
+        draft_model.as_ref().map(|dir| format!("--draft-model={}", dir.display())),
+        Some(format!("--max-draft-tokens={max_draft_tokens}")),
     ];
     flags.into_iter().flatten().collect()
 }
@@ -179,7 +187,8 @@ mod tests {
     fn children_get_what_up_was_told() {
         let cli = Cli::parse_from(
             "baton up --port 9 --prefill 2 --decode 2 --threads 1 --kv-dtype fp8 --kv-memory 3M --no-prefix-cache \
-             --quantize int4:64 --activations f32 --log-format json --log-color never \
+             --quantize int4:64 --activations f32 --speculate draft --draft-model /draft \
+             --max-draft-tokens 3 --log-format json --log-color never \
              --otlp-endpoint http://127.0.0.1:4317"
                 .split_whitespace(),
         );

@@ -6,6 +6,7 @@ use std::{collections::HashMap, path::Path};
 use baton_kv_cache::{KvDtype, KvLayout};
 use baton_kv_transfer::TransportKind;
 use baton_proto::worker::failed::Kind;
+use baton_worker::DrafterConfig;
 
 use crate::harness::{decode, generate, prefill, request};
 
@@ -21,7 +22,9 @@ async fn remote_tokens_are_those_of_transformers_for_every_architecture() {
         let (prompt, greedy) = (&recorded["prompt"], &recorded["greedy"]);
 
         let p = prefill().model(dir.clone()).start().await;
-        let d = decode().model(dir).start().await;
+        // Its own draft: each token of that is accepted, if rows do not depend on how they are computed.
+        let drafter = DrafterConfig::Model(dir.clone());
+        let d = decode().model(dir).with(|config| config.drafter = Some(drafter)).start().await;
         let client = d.client().await;
         let num_tokens = greedy.len() as u32;
         let remote = generate(&client, request(prompt, num_tokens, Some(p.peer()))).await.unwrap();
@@ -32,6 +35,8 @@ async fn remote_tokens_are_those_of_transformers_for_every_architecture() {
         local.cache_salt = "other".into();
         assert_eq!(generate(&client, local).await.unwrap().finished(), *greedy, "{name}, local");
         assert_eq!(d.moved(TransportKind::Shm), moved, "{name}");
+        let (_, drafts) = d.worker.engine().drafts().expect("it has a drafter");
+        assert!(drafts.drafted > 0 && drafts.accepted == drafts.drafted, "{name}: {drafts:?}");
         p.assert_all_free().await;
         d.assert_all_free().await;
         num_fixtures += 1;

@@ -3,7 +3,7 @@
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use baton_cluster::{DiscoveryConfig, Role};
-use baton_engine::{IdleError, SamplingParams, testing::FakeModel};
+use baton_engine::{Drafter, IdleError, SamplingParams, testing::FakeModel};
 use baton_kv_cache::KvDtype;
 use baton_kv_transfer::TransportKind;
 use baton_proto::worker::{
@@ -43,6 +43,7 @@ pub(crate) struct Builder {
     config: WorkerConfig,
     model: FakeModel,
     hook: Option<StepHook>,
+    drafter: Option<Drafter>,
     /// The fake model, or the one in the configured directory.
     is_fake: bool,
     dir: tempfile::TempDir,
@@ -68,7 +69,7 @@ impl Builder {
         // Prompts come in several chunks.
         config.token_budget = 24;
         config.shm_dir = Some(dir.path().join("shm"));
-        Builder { config, model: FakeModel::new(BLOCK_SIZE), hook: None, is_fake: true, dir }
+        Builder { config, model: FakeModel::new(BLOCK_SIZE), hook: None, drafter: None, is_fake: true, dir }
     }
 
     pub(crate) fn with(mut self, change: impl FnOnce(&mut WorkerConfig)) -> Builder {
@@ -104,14 +105,20 @@ impl Builder {
         self
     }
 
+    pub(crate) fn drafter(mut self, drafter: Drafter) -> Builder {
+        self.drafter = Some(drafter);
+        self
+    }
+
     pub(crate) async fn start(self) -> TestWorker {
-        let Builder { config, model, hook, is_fake, dir } = self;
+        let Builder { config, model, hook, drafter, is_fake, dir } = self;
         let executor = match hook {
             Some(hook) => model.executor_with_hook(hook),
             None => model.executor(),
         };
         let model = Model {
             executor,
+            drafter,
             name: "fake".into(),
             revision: "r1".into(),
             rope: "none".into(),

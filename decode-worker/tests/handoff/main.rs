@@ -9,3 +9,4 @@ mod gate;
 mod harness;
 mod leaving;
 mod serving;
+mod speculation;

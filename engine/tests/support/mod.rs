@@ -3,15 +3,17 @@
 
 pub mod handoff;
 
-use std::ops::Deref;
+use std::{ops::Deref, sync::LazyLock, time::Instant};
 
 use baton_engine::{
-    EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, PoolReport, Request, SamplingParams,
-    TokenEvent, TokenStream, testing::FakeModel,
+    Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, PoolReport, Request,
+    SamplingParams, Speculation, TokenEvent, TokenStream, testing::FakeModel,
 };
 use baton_model::{Batch, ExecuteError};
 
 pub const BLOCK_SIZE: usize = 4;
+/// Of an engine that speculates.
+pub const MAX_STEP_TOKENS: usize = 40;
 
 /// Plenty of room.
 pub fn config() -> EngineConfig {
@@ -74,8 +76,53 @@ pub fn engine_of(
     hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
 ) -> (FakeModel, TestEngine) {
     let (handle, thread) =
-        baton_engine::start(model.executor_with_hook(hook), config).expect("a test engine starts");
+        baton_engine::start(model.executor_with_hook(hook), None, config).expect("a test engine starts");
     (model, TestEngine { handle, thread })
+}
+
+/// With a drafter, of drafts up to five tokens.
+pub fn speculating(model: FakeModel, drafter: Drafter, config: EngineConfig) -> TestEngine {
+    speculating_with_hook(model, drafter, config, |_| Ok(()))
+}
+
+pub fn speculating_with_hook(
+    model: FakeModel,
+    drafter: Drafter,
+    config: EngineConfig,
+    hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
+) -> TestEngine {
+    speculating_by_clock(model, drafter, config, hook, standing_clock)
+}
+
+pub fn speculating_by_clock(
+    model: FakeModel,
+    drafter: Drafter,
+    config: EngineConfig,
+    hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
+    clock: fn() -> Instant,
+) -> TestEngine {
+    let speculation = Speculation { drafter, max_draft_tokens: 5, max_step_tokens: MAX_STEP_TOKENS, clock };
+    let (handle, thread) = baton_engine::start(model.executor_with_hook(hook), Some(speculation), config)
+        .expect("a test engine starts");
+    TestEngine { handle, thread }
+}
+
+/// With it nothing is measured: drafts cost what is guessed, whatever else the machine does.
+pub fn standing_clock() -> Instant {
+    static NOW: LazyLock<Instant> = LazyLock::new(Instant::now);
+    *NOW
+}
+
+/// A model as drafter.
+pub fn draft(model: FakeModel) -> Drafter {
+    draft_with_hook(model, |_| Ok(()))
+}
+
+pub fn draft_with_hook(
+    model: FakeModel,
+    hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
+) -> Drafter {
+    Drafter::Model { executor: model.executor_with_hook(hook), cost: 0.2 }
 }
 
 impl TestEngine {
@@ -111,6 +158,7 @@ pub async fn collect(mut stream: TokenStream) -> Output {
                 cached_tokens = num;
                 continue;
             }
+            TokenEvent::Verified(_) => continue,
             TokenEvent::Token(token) => {
                 tokens.push(token.id);
                 continue;

@@ -614,7 +614,7 @@ mod tests {
                     tokens: &vec![0; num_rows],
                     start_idx: start,
                     blocks: &blocks,
-                    wants_logits: false,
+                    num_logits: 0,
                 };
                 // SAFETY: nobody writes.
                 unsafe {

@@ -130,7 +130,7 @@ impl Attention {
             tokens: &self.tokens,
             start_idx: self.start_idx,
             blocks: &self.blocks,
-            wants_logits: false,
+            num_logits: 0,
         };
         let stride = self.shape.num_heads * self.shape.head_dim;
         // SAFETY: nobody else uses the storage.

@@ -98,6 +98,7 @@ impl Executor for CpuExecutor {
         buffers.first_rows.clear();
         for sequence in &batch.sequences {
             assert!(!sequence.tokens.is_empty(), "a sequence without tokens");
+            assert!(sequence.num_logits <= sequence.tokens.len(), "more logits than tokens");
             buffers.first_rows.push(buffers.positions.len());
             buffers.positions.extend(sequence.start_idx..sequence.start_idx + sequence.tokens.len());
         }
@@ -270,19 +271,18 @@ impl Pass<'_> {
         }
     }
 
-    /// The last row of each sequence that wants logits, normed; how many there are.
+    /// The rows whose logits are wanted, normed; how many there are.
     fn normalise_wanted(&mut self, norm: &[f32]) -> usize {
         let size = self.spec.hidden_size;
-        let hidden = self.buffers.hidden.grown(self.sequences.len() * size);
-        let mut num_wanted = 0;
-        for (sequence, first_row) in self.sequences.iter().zip(&self.buffers.first_rows) {
-            if sequence.wants_logits {
-                let row = first_row + sequence.tokens.len() - 1;
-                let x = &self.buffers.x[row * size..(row + 1) * size];
-                let out = &mut hidden[num_wanted * size..(num_wanted + 1) * size];
-                rms_norm(self.cpu.isa, x, norm, self.spec.norm_eps, out);
-                num_wanted += 1;
-            }
+        let num_wanted = self.sequences.iter().map(|sequence| sequence.num_logits).sum();
+        let hidden = self.buffers.hidden.grown(num_wanted * size);
+        let rows = self.sequences.iter().zip(&self.buffers.first_rows).flat_map(|(sequence, first_row)| {
+            let end = first_row + sequence.tokens.len();
+            end - sequence.num_logits..end
+        });
+        for (row, out) in rows.zip(hidden.chunks_exact_mut(size)) {
+            let x = &self.buffers.x[row * size..(row + 1) * size];
+            rms_norm(self.cpu.isa, x, norm, self.spec.norm_eps, out);
         }
         num_wanted
     }

@@ -38,6 +38,9 @@ pub(crate) struct Choice {
     delivered: Vec<u32>,
     /// Prompt tokens that whoever computed the prompt first had cached.
     cached_tokens: u32,
+    /// By all attempts.
+    drafted_tokens: u32,
+    accepted_tokens: u32,
     /// Set with the first token.
     detokenizer: Option<Detokenizer>,
     stops: StopMatcher,
@@ -73,6 +76,8 @@ impl Choice {
             sampling,
             delivered: Vec::new(),
             cached_tokens: 0,
+            drafted_tokens: 0,
+            accepted_tokens: 0,
             detokenizer: None,
             num_attempts: 0,
             attempt: None,
@@ -209,6 +214,7 @@ impl Choice {
             sampling: Some(self.sampling.clone()),
             cache_salt: self.generation.cache_salt.clone(),
             prefill: None,
+            speculation_mode: self.generation.speculation.into(),
         }
     }
 
@@ -238,6 +244,8 @@ impl Choice {
         if self.delivered.is_empty() {
             self.cached_tokens = token.cached_tokens.unwrap_or(0);
         }
+        self.drafted_tokens += token.drafted_tokens;
+        self.accepted_tokens += token.accepted_tokens;
         self.delivered.push(token.id);
         let model = self.core.model().expect("a request exists only after its prompt was tokenised");
         let generation = &self.generation;
@@ -307,6 +315,8 @@ impl Choice {
             prompt_tokens,
             completion_tokens: saturate(self.delivered.len()),
             cached_tokens: self.cached_tokens.min(prompt_tokens),
+            drafted_tokens: self.drafted_tokens,
+            accepted_tokens: self.accepted_tokens,
         }
     }
 

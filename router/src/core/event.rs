@@ -60,6 +60,10 @@ pub(crate) struct Usage {
     pub(crate) prompt_tokens: u32,
     pub(crate) completion_tokens: u32,
     pub(crate) cached_tokens: u32,
+    /// Proposed by a drafter and verified.
+    pub(crate) drafted_tokens: u32,
+    /// Of those.
+    pub(crate) accepted_tokens: u32,
 }
 
 type ChoiceStream = Pin<Box<dyn Stream<Item = Result<Event, CoreError>> + Send>>;
@@ -112,6 +116,8 @@ impl Events {
         match &event {
             Ok(Event { index, finish: Some(finish), .. }) => {
                 self.usage.completion_tokens += finish.usage.completion_tokens;
+                self.usage.drafted_tokens += finish.usage.drafted_tokens;
+                self.usage.accepted_tokens += finish.usage.accepted_tokens;
                 // Choices of one prompt share its prefix: it is counted once.
                 if index % self.n == 0 {
                     self.usage.cached_tokens += finish.usage.cached_tokens;

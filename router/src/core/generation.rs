@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use baton_proto::worker::Sampling;
+use baton_proto::{v1::SpeculationMode, worker::Sampling};
 use baton_tokenizer::{TemplateError, TokenizerError};
 use serde_json::{Map, Value};
 
@@ -29,6 +29,7 @@ pub(crate) struct GenerationInput {
     pub(crate) sampling: SamplingInput,
     pub(crate) cache_salt: String,
     pub(crate) prefill: PrefillMode,
+    pub(crate) speculation: SpeculationMode,
     /// When the request arrived.
     pub(crate) started: Instant,
 }
@@ -64,6 +65,7 @@ pub(crate) struct Generation {
     pub(crate) sampling: Sampling,
     pub(crate) cache_salt: String,
     pub(crate) prefill: PrefillMode,
+    pub(crate) speculation: SpeculationMode,
     pub(crate) started: Instant,
 }
 
@@ -140,6 +142,7 @@ impl GenerationInput {
             sampling,
             cache_salt: self.cache_salt,
             prefill: self.prefill,
+            speculation: self.speculation,
             started: self.started,
         })
     }

@@ -25,6 +25,7 @@ pub(super) fn input(
         v1::PrefillMode::Local => PrefillMode::Local,
         v1::PrefillMode::Remote => PrefillMode::Remote,
     };
+    let speculation = request.speculation_mode();
     use v1::generate_request::Prompt;
     let (prompt, prompt_param) = match request.prompt {
         Some(Prompt::Text(text)) => (PromptInput::Text(text), "text"),
@@ -52,6 +53,7 @@ pub(super) fn input(
         sampling: sampling(request.sampling.unwrap_or_default()),
         cache_salt: request.cache_salt,
         prefill,
+        speculation,
         started,
     })
 }
@@ -104,6 +106,8 @@ fn usage(usage: Usage) -> v1::Usage {
         prompt_tokens: usage.prompt_tokens,
         completion_tokens: usage.completion_tokens,
         cached_tokens: usage.cached_tokens,
+        drafted_tokens: usage.drafted_tokens,
+        accepted_tokens: usage.accepted_tokens,
     }
 }
 

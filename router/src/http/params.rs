@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use baton_proto::v1::SpeculationMode;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
@@ -37,6 +38,7 @@ macro_rules! request_body {
             pub(crate) ignore_eos: Option<bool>,
             pub(crate) cache_salt: Option<String>,
             pub(crate) prefill_mode: Option<crate::http::params::PrefillModeName>,
+            pub(crate) speculation_mode: Option<crate::http::params::SpeculationModeName>,
             /// Everything else: to refuse what would change the answer and is not built.
             #[serde(flatten)]
             pub(crate) rest: serde_json::Map<String, serde_json::Value>,
@@ -112,6 +114,24 @@ impl From<PrefillModeName> for PrefillMode {
             PrefillModeName::Auto => PrefillMode::Auto,
             PrefillModeName::Local => PrefillMode::Local,
             PrefillModeName::Remote => PrefillMode::Remote,
+        }
+    }
+}
+
+/// Whether tokens may be drafted; it changes no token.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum SpeculationModeName {
+    /// As the workers are configured.
+    Auto,
+    Off,
+}
+
+impl From<SpeculationModeName> for SpeculationMode {
+    fn from(name: SpeculationModeName) -> SpeculationMode {
+        match name {
+            SpeculationModeName::Auto => SpeculationMode::Unspecified,
+            SpeculationModeName::Off => SpeculationMode::Off,
         }
     }
 }

@@ -71,6 +71,9 @@ pub(crate) struct UsageBody {
     completion_tokens: u32,
     total_tokens: u32,
     prompt_tokens_details: PromptDetails,
+    /// Absent when nothing was drafted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    completion_tokens_details: Option<CompletionDetails>,
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -78,13 +81,25 @@ struct PromptDetails {
     cached_tokens: u32,
 }
 
+/// OpenAI's names for drafts. Those that were rejected are not among `completion_tokens`.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct CompletionDetails {
+    accepted_prediction_tokens: u32,
+    rejected_prediction_tokens: u32,
+}
+
 impl From<Usage> for UsageBody {
     fn from(usage: Usage) -> UsageBody {
+        let drafted = (usage.drafted_tokens > 0).then_some(CompletionDetails {
+            accepted_prediction_tokens: usage.accepted_tokens,
+            rejected_prediction_tokens: usage.drafted_tokens.saturating_sub(usage.accepted_tokens),
+        });
         UsageBody {
             prompt_tokens: usage.prompt_tokens,
             completion_tokens: usage.completion_tokens,
             total_tokens: usage.prompt_tokens.saturating_add(usage.completion_tokens),
             prompt_tokens_details: PromptDetails { cached_tokens: usage.cached_tokens },
+            completion_tokens_details: drafted,
         }
     }
 }

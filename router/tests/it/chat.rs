@@ -66,6 +66,28 @@ async fn usage_is_null_until_the_last_chunk() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn drafts_are_accounted_for_also_when_a_stop_string_ends_the_answer() {
+    let (router, worker) = Router::with_worker().await;
+    let token = |byte: u8| u32::from(byte);
+    worker.script(move |_| {
+        vec![
+            Step::Token(token(b'a')),
+            Step::Verified(token(b'b'), 4, 2),
+            Step::Token(token(b'c')),
+            Step::Verified(token(b'd'), 3, 3),
+            Step::Token(token(b'e')),
+            Step::Finish(v1::FinishReason::Length),
+        ]
+    });
+    let details = json!({"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2});
+    for stop in [json!([]), json!(["d"])] {
+        let answer = router.client.post("/v1/chat/completions", &ask(json!({"stop": stop}))).await.json();
+        assert_eq!(answer["usage"]["completion_tokens_details"], details, "{answer}");
+    }
+    assert_eq!(worker.requests()[0].speculation_mode(), v1::SpeculationMode::Unspecified);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_answer_in_one_piece() {
     let (router, worker) = Router::with_worker().await;
     let answer = router.client.post("/v1/chat/completions", &ask(json!({"max_tokens": 4, "seed": 7}))).await;
@@ -93,10 +115,12 @@ async fn every_sampling_field_reaches_the_worker() {
         "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5,
         "logit_bias": {"65": -100, "66": 1.5}, "stop_token_ids": [10], "ignore_eos": true, "seed": -1,
         "logprobs": true, "top_logprobs": 2, "cache_salt": "tenant", "prefill_mode": "local",
+        "speculation_mode": "off",
     }));
     assert_eq!(router.client.post("/v1/chat/completions", &body).await.status, 200);
     let request = worker.requests().remove(0);
     assert_eq!(request.cache_salt, "tenant");
+    assert_eq!(request.speculation_mode(), v1::SpeculationMode::Off);
     let expected = baton_proto::worker::Sampling {
         max_tokens: 9,
         min_tokens: 2,

@@ -35,6 +35,8 @@ const NUM_CACHED: u32 = 3;
 pub enum Step {
     Token(u32),
     Logprobs(u32, f32, Vec<(u32, f32)>),
+    /// A token, the first after a draft of so many tokens, of which so many were accepted.
+    Verified(u32, u32, u32),
     Finish(v1::FinishReason),
     Fail(Kind),
     /// The stream ends with a status, as when the process dies.
@@ -292,14 +294,28 @@ impl Stream for Play {
             return Poll::Ready(None);
         }
         let event = match self.steps.pop_front() {
-            Some(Step::Token(id)) => {
-                Event::Token(proto::Token { id, logprobs: None, cached_tokens: self.cached.take() })
-            }
+            Some(Step::Token(id)) => Event::Token(proto::Token {
+                id,
+                cached_tokens: self.cached.take(),
+                ..proto::Token::default()
+            }),
             Some(Step::Logprobs(id, logprob, top)) => {
                 let top = top.into_iter().map(|(token_id, logprob)| v1::TopLogprob { token_id, logprob });
                 let logprobs = v1::TokenLogprobs { token_id: id, logprob, top: top.collect() };
-                Event::Token(proto::Token { id, logprobs: Some(logprobs), cached_tokens: self.cached.take() })
+                Event::Token(proto::Token {
+                    id,
+                    logprobs: Some(logprobs),
+                    cached_tokens: self.cached.take(),
+                    ..proto::Token::default()
+                })
             }
+            Some(Step::Verified(id, drafted_tokens, accepted_tokens)) => Event::Token(proto::Token {
+                id,
+                cached_tokens: self.cached.take(),
+                drafted_tokens,
+                accepted_tokens,
+                ..proto::Token::default()
+            }),
             Some(Step::Finish(reason)) => {
                 self.over = true;
                 Event::Finished(proto::Finished { reason: reason.into() })

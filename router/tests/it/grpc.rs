@@ -76,6 +76,7 @@ async fn generates_from_text_chat_and_ids() {
             prompt_tokens: tokens.len() as u32,
             completion_tokens: 6,
             cached_tokens: 3.min(tokens.len() as u32),
+            ..v1::Usage::default()
         };
         assert_eq!(finished.usage, Some(usage));
         assert_eq!(worker.requests().last().unwrap().prompt_token_ids, tokens);

@@ -1,0 +1,174 @@
+//! What drafting costs, learned from what steps took. Pure: times come from outside.
+//!
+//! A step of `n` tokens takes about `fixed + n * per_token`: weights are read once, arithmetic grows with the
+//! tokens. One more drafted token for each of `n` sequences is a step of the draft model and `n` tokens more
+//! to verify:
+//!
+//! ```text
+//! cost = (draft(n) + n * target.per_token) / target(n)          in steps of the target that draft nothing
+//! ```
+//! The more sequences decode, the more of a step is arithmetic, and the closer this comes to 1 and beyond.
+
+use std::time::Duration;
+
+/// What verifying a token costs until it is measured, in steps: a row more while weights are read anyway.
+const VERIFY_GUESS: f64 = 0.05;
+/// How far the newest measurement moves the line.
+const NEWEST: f64 = 0.125;
+/// Tokens that weigh as much as the fixed part when a measurement is split between the two.
+const BALANCE: f64 = 8.0;
+/// A measurement counts as at most this many times what was expected, and at least as this part of it: a
+/// processor that was taken away for a while says nothing about steps.
+const OUTLIER: f64 = 4.0;
+/// How far each step without drafts moves what was learned back to the guesses. Without drafts nothing is
+/// measured, and what has changed would never be noticed.
+const FORGET: f64 = 1.0 / 1024.0;
+
+/// Costs of one engine.
+#[derive(Clone, Debug)]
+pub struct Costs {
+    /// What a step of the drafter costs until it is measured, in steps of the target.
+    draft_guess: f64,
+    target: Option<StepTime>,
+    draft: Option<StepTime>,
+}
+
+/// Seconds that a step takes.
+#[derive(Clone, Debug, PartialEq)]
+struct StepTime {
+    fixed: f64,
+    per_token: f64,
+}
+
+impl Costs {
+    /// Nothing is measured yet.
+    pub fn new(draft_guess: f64) -> Costs {
+        Costs { draft_guess, target: None, draft: None }
+    }
+
+    /// One more drafted token for each of `num_sequences`, in steps of the target. From 1 on no draft pays.
+    pub fn per_token(&self, num_sequences: usize) -> f64 {
+        let Some(target) = &self.target else { return self.draft_guess + VERIFY_GUESS };
+        let step = target.of(num_sequences);
+        let draft = self.draft.as_ref().map_or(self.draft_guess * step, |draft| draft.of(num_sequences));
+        (draft + num_sequences as f64 * target.per_token) / step
+    }
+
+    /// A step of the target took so long.
+    pub fn observe_step(&mut self, num_tokens: usize, elapsed: Duration) {
+        let seconds = elapsed.as_secs_f64();
+        // Nothing is learned from a clock that stands still.
+        if seconds > 0.0 {
+            let guess = || StepTime::guess(seconds, num_tokens);
+            self.target.get_or_insert_with(guess).observe(num_tokens, seconds);
+        }
+    }
+
+    /// A step of the draft model did, in which nothing was computed but drafts.
+    pub fn observe_draft(&mut self, num_tokens: usize, elapsed: Duration) {
+        // From the guess on, as the first steps of a process are slow.
+        if let (None, Some(StepTime { fixed, per_token })) = (&self.draft, &self.target) {
+            let (fixed, per_token) = (self.draft_guess * fixed, self.draft_guess * per_token);
+            self.draft = Some(StepTime { fixed, per_token });
+        }
+        if let Some(draft) = &mut self.draft {
+            draft.observe(num_tokens, elapsed.as_secs_f64());
+        }
+    }
+
+    /// A step without drafts has passed.
+    pub fn forget(&mut self) {
+        let Some(target) = &mut self.target else { return };
+        target.per_token += FORGET * (VERIFY_GUESS * target.fixed - target.per_token);
+        if let Some(draft) = &mut self.draft {
+            draft.fixed += FORGET * (self.draft_guess * target.fixed - draft.fixed);
+            draft.per_token += FORGET * (self.draft_guess * target.per_token - draft.per_token);
+        }
+    }
+}
+
+impl StepTime {
+    /// From one step.
+    fn guess(seconds: f64, num_tokens: usize) -> StepTime {
+        let fixed = seconds / (1.0 + VERIFY_GUESS * num_tokens as f64);
+        StepTime { fixed, per_token: VERIFY_GUESS * fixed }
+    }
+
+    fn of(&self, num_tokens: usize) -> f64 {
+        self.fixed + num_tokens as f64 * self.per_token
+    }
+
+    /// Normalised least mean squares (Widrow, Hoff 1960) in `1` and `num_tokens / BALANCE`.
+    fn observe(&mut self, num_tokens: usize, seconds: f64) {
+        let expected = self.of(num_tokens);
+        let x = num_tokens as f64 / BALANCE;
+        let error = seconds.clamp(expected / OUTLIER, expected * OUTLIER) - expected;
+        let step = NEWEST * error / (1.0 + x * x);
+        // Neither is ever nothing, or negative.
+        self.fixed = (self.fixed + step).max(expected / 1000.0);
+        self.per_token = (self.per_token + step * x / BALANCE).max(0.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Costs after many steps that take `fixed + num_tokens * per_token` milliseconds.
+    fn learned(target: (f64, f64), draft: (f64, f64), num_sequences: usize) -> Costs {
+        let time = |(fixed, per_token): (f64, f64), num_tokens: usize| {
+            Duration::from_secs_f64((fixed + per_token * num_tokens as f64) / 1e3)
+        };
+        let mut costs = Costs::new(0.3);
+        for step in 0..2000 {
+            let num_tokens = num_sequences * (1 + step % 5);
+            costs.observe_step(num_tokens, time(target, num_tokens));
+            costs.observe_draft(num_sequences, time(draft, num_sequences));
+        }
+        costs
+    }
+
+    #[test]
+    fn costs_are_those_that_were_measured() {
+        for (target, draft, num_sequences, expected) in [
+            ((10.0, 0.1), (2.0, 0.0), 1, 2.1 / 10.1),
+            ((10.0, 0.1), (2.0, 0.1), 8, 3.6 / 10.8),
+            ((1.0, 1.0), (0.1, 0.1), 1, 1.2 / 2.0),
+            ((1.0, 1.0), (0.1, 0.1), 16, 17.7 / 17.0), // arithmetic is all there is
+            ((1.0, 0.0), (1.5, 0.0), 1, 1.5),
+        ] {
+            let cost = learned(target, draft, num_sequences).per_token(num_sequences);
+            assert!((cost / expected - 1.0).abs() < 0.05, "{target:?} {draft:?}: {cost}, not {expected}");
+        }
+    }
+
+    #[test]
+    fn until_something_is_measured_costs_are_guessed() {
+        let mut costs = Costs::new(0.3);
+        assert_eq!(costs.per_token(1), 0.35);
+        costs.observe_step(1, Duration::ZERO); // a clock that stands still
+        assert_eq!(costs.per_token(1), 0.35);
+        costs.observe_step(1, Duration::from_millis(7));
+        assert!((costs.per_token(1) - 0.35).abs() < 0.01, "{costs:?}");
+    }
+
+    #[test]
+    fn a_step_that_was_interrupted_hardly_counts() {
+        let mut costs = learned((10.0, 0.1), (2.0, 0.0), 1);
+        let before = costs.per_token(1);
+        costs.observe_draft(1, Duration::from_secs(5));
+        assert!(costs.per_token(1) < 1.5 * before, "{} after {before}", costs.per_token(1));
+    }
+
+    #[test]
+    fn what_is_not_measured_any_more_is_forgotten_slowly() {
+        let mut costs = learned((1.0, 0.0), (3.0, 0.0), 1);
+        assert!(costs.per_token(1) > 2.5);
+        let num_steps = (0..10_000).take_while(|_| {
+            costs.forget();
+            costs.per_token(1) >= 1.0
+        });
+        let num_steps = num_steps.count();
+        assert!((500..5000).contains(&num_steps), "drafting is tried again after {num_steps} steps");
+    }
+}

@@ -1,0 +1,223 @@
+//! A smaller model as drafter. It runs a few tokens ahead of the target, on KV blocks of its own, and draws
+//! each as the target would: with the request's parameters and the random number of that output index.
+//! Where the two models agree, so do their draws, greedy or not.
+//!
+//! ```text
+//! tokens    |<------------------ num_tokens ------------------>|<- draft ->|
+//! computed  |<-- num_computed -->|<--------- missing --------->|               of a prompt that was computed
+//! ahead                                                        |<----->|       elsewhere, all is missing
+//! ```
+//! Before it drafts for a sequence it computes what is missing, at most `token_budget` tokens of all
+//! sequences in one step, and in that step drafts for those of which nothing is missing any more. What it
+//! computed ahead counts later, as far as those tokens came to be.
+
+use std::collections::HashMap;
+
+use baton_kv_cache::{BlockId, BlockStorage};
+use baton_model::{Batch, BatchSequence, Executor};
+
+use crate::{
+    block_pool::BlockPool,
+    config::{EngineConfig, StartError},
+    events::EngineError,
+    live::LiveRequests,
+    sequence::{Sequence, SequenceId},
+    step_loop::catch_panic,
+};
+
+pub(super) struct DraftModel {
+    executor: Box<dyn Executor>,
+    storage: BlockStorage,
+    pool: BlockPool,
+    token_budget: usize,
+    kv: HashMap<SequenceId, DraftKv>,
+    /// What is drafted in this step; reused.
+    runs: Vec<Run>,
+}
+
+/// What it has computed of a sequence.
+#[derive(Debug, Default)]
+struct DraftKv {
+    blocks: Vec<BlockId>,
+    /// Tokens of the sequence whose KV lies in the blocks.
+    num_computed: usize,
+    /// Drafted tokens whose KV lies behind that.
+    ahead: Vec<u32>,
+}
+
+/// A draft under way.
+struct Run {
+    id: SequenceId,
+    /// To be computed next.
+    num_tokens: usize,
+    /// Whether a token is drawn after them: nothing is missing then.
+    is_complete: bool,
+    /// Still to be drafted.
+    num_drafts: usize,
+}
+
+impl DraftModel {
+    /// # Panics
+    /// When its blocks have not the target's size.
+    pub(super) fn new(
+        executor: Box<dyn Executor>,
+        config: &EngineConfig,
+        vocab_size: usize,
+        block_size: usize,
+    ) -> Result<DraftModel, StartError> {
+        let layout = executor.kv_layout();
+        assert_eq!(layout.block_size, block_size, "the draft model's blocks have the target's size");
+        if executor.vocab_size() != vocab_size {
+            return Err(StartError::Vocabulary { draft: executor.vocab_size(), target: vocab_size });
+        }
+        let storage = BlockStorage::new(layout, config.num_blocks).map_err(|source| StartError::Memory {
+            num_blocks: config.num_blocks,
+            block_bytes: layout.block_bytes(),
+            source,
+        })?;
+        Ok(DraftModel {
+            executor,
+            storage,
+            pool: BlockPool::new(config.num_blocks),
+            token_budget: config.token_budget,
+            kv: HashMap::new(),
+            runs: Vec::new(),
+        })
+    }
+
+    /// Drafts so many tokens for each of these sequences, or fewer. `on_step(num_tokens, is_draft)` is called
+    /// after each step of the model; `is_draft`: it computed nothing else that was missing.
+    pub(super) fn draft(
+        &mut self,
+        wanted: impl Iterator<Item = (SequenceId, usize)>,
+        live: &mut LiveRequests,
+        on_step: &mut dyn FnMut(usize, bool),
+    ) -> Result<(), EngineError> {
+        self.forget_ended(live);
+        for (id, num_drafts) in wanted {
+            let sequence = live.scheduler.sequence(id).expect("planned sequences run");
+            if let Some(num_tokens) = self.prepare(sequence, num_drafts) {
+                self.runs.push(Run { id, num_tokens, is_complete: true, num_drafts });
+            }
+        }
+        // Who misses least comes first: a long prompt does not keep others from drafting.
+        self.runs.sort_by_key(|run| run.num_tokens);
+        let mut budget = self.token_budget;
+        self.runs.retain_mut(|run| {
+            run.is_complete = run.num_tokens <= budget;
+            run.num_tokens = run.num_tokens.min(budget);
+            budget -= run.num_tokens;
+            run.num_tokens > 0
+        });
+        while !self.runs.is_empty() {
+            let num_tokens = self.runs.iter().map(|run| run.num_tokens).sum();
+            // The newest token is always missing, and when a whole draft was accepted its last.
+            let is_draft = self.runs.iter().all(|run| run.num_tokens <= 2);
+            self.step(live)?;
+            on_step(num_tokens, is_draft);
+            self.runs.retain(|run| {
+                let goes_on = run.num_drafts > 0;
+                if !goes_on {
+                    live.end_draft(run.id);
+                }
+                goes_on
+            });
+        }
+        Ok(())
+    }
+
+    /// Gives up the blocks of sequences that have ended or were preempted.
+    fn forget_ended(&mut self, live: &LiveRequests) {
+        self.kv.retain(|&id, kv| {
+            let runs = live.scheduler.sequence(id).is_some();
+            if !runs {
+                self.pool.release(&kv.blocks);
+            }
+            runs
+        });
+        debug_assert!(self.pool.check_integrity(self.kv.values().map(|kv| &kv.blocks[..])).is_ok());
+    }
+
+    /// Finds blocks for all tokens of a sequence and a draft; how many tokens are missing. `None` when
+    /// there are not enough blocks: then it has none.
+    fn prepare(&mut self, sequence: &Sequence, num_drafts: usize) -> Option<usize> {
+        let pool = &mut self.pool;
+        let kv = self.kv.entry(sequence.id).or_insert_with(|| {
+            let blocks = pool.find_prefix(sequence.sharable_hashes());
+            pool.acquire(&blocks);
+            DraftKv { num_computed: blocks.len() * sequence.block_size(), blocks, ahead: Vec::new() }
+        });
+        kv.settle(sequence, pool);
+        let num_tokens = sequence.tokens().len();
+        // The last token of a draft is never fed back.
+        while kv.blocks.len() * sequence.block_size() < num_tokens + num_drafts - 1 {
+            let Some(block) = pool.allocate() else {
+                pool.release(&kv.blocks);
+                self.kv.remove(&sequence.id);
+                return None;
+            };
+            kv.blocks.push(block);
+        }
+        Some(num_tokens - kv.num_computed)
+    }
+
+    /// Computes the next tokens of every run, and drafts one more for those that are complete.
+    fn step(&mut self, live: &mut LiveRequests) -> Result<(), EngineError> {
+        let (scheduler, kv) = (&live.scheduler, &self.kv);
+        let sequences = self.runs.iter().map(|run| {
+            let (sequence, kv) = (scheduler.sequence(run.id).expect("planned sequences run"), &kv[&run.id]);
+            let start_idx = kv.num_computed + kv.ahead.len();
+            BatchSequence {
+                tokens: &sequence.tokens_and_draft()[start_idx..start_idx + run.num_tokens],
+                start_idx,
+                blocks: &kv.blocks,
+                num_logits: usize::from(run.is_complete),
+            }
+        });
+        let batch = Batch { sequences: sequences.collect() };
+        let (executor, storage) = (&mut self.executor, &self.storage);
+        let vocab_size = executor.vocab_size();
+        // SAFETY: the storage is this drafter's alone. A batch's tokens lie in blocks that their sequence
+        // allocated; blocks that sequences share are full, and nobody computes them again.
+        #[allow(unsafe_code)]
+        let outcome = catch_panic(|| unsafe { executor.execute(&batch, storage, &mut |_| {}) });
+        let logits = outcome?.map_err(|error| EngineError::Executor { message: error.to_string() })?;
+
+        let mut rows = logits.chunks_exact(vocab_size);
+        for run in &mut self.runs {
+            let sequence = live.scheduler.sequence(run.id).expect("planned sequences run");
+            let kv = self.kv.get_mut(&run.id).expect("it was prepared");
+            if kv.num_computed < sequence.tokens().len() {
+                kv.advance(run.num_tokens, sequence, &mut self.pool);
+            } else {
+                kv.ahead.extend(sequence.draft().last());
+            }
+            let goes_on = run.is_complete
+                && live.draw_draft(run.id, rows.next().expect("one row for each that is complete"));
+            run.num_drafts = if goes_on { run.num_drafts - 1 } else { 0 };
+            run.num_tokens = 1;
+        }
+        Ok(())
+    }
+}
+
+impl DraftKv {
+    /// Counts what was computed ahead, as far as it came to be. The newest token is left to compute: a
+    /// draft begins with the logits after it.
+    fn settle(&mut self, sequence: &Sequence, pool: &mut BlockPool) {
+        let (_, tokens) = sequence.tokens().split_last().expect("a sequence has tokens");
+        let came_to_be = self.ahead.iter().zip(&tokens[self.num_computed..]).take_while(|(a, b)| a == b);
+        let num_tokens = came_to_be.count();
+        self.ahead.clear();
+        self.advance(num_tokens, sequence, pool);
+    }
+
+    /// Counts tokens of the sequence as computed; blocks that this filled may be shared.
+    fn advance(&mut self, num_tokens: usize, sequence: &Sequence, pool: &mut BlockPool) {
+        let first = self.num_computed / sequence.block_size();
+        self.num_computed += num_tokens;
+        let filled = self.num_computed / sequence.block_size();
+        let hashes = sequence.hashes().iter().zip(&self.blocks).take(filled).skip(first);
+        hashes.for_each(|(&hash, &block)| pool.cache(block, hash));
+    }
+}

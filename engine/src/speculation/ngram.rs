@@ -1,0 +1,66 @@
+//! Drafts by looking up (Saxena: Prompt Lookup Decoding, 2023): where the last few tokens of a sequence
+//! stood before, what followed them there. It costs nothing, and is right where text repeats: answers
+//! that quote their prompt, code that is edited, lists.
+
+/// Fewest tokens that must be equal.
+const MIN_NGRAM: usize = 2;
+/// Most that are compared.
+const MAX_NGRAM: usize = 4;
+/// Newest tokens that are searched: a bound for what a step pays.
+const WINDOW: usize = 8192;
+
+/// What follows `tokens` if they go on as they did where their last few stood before; empty if these are
+/// new. Of the longest match it is the newest. A text that repeats itself is continued without end: what
+/// follows a match runs into what is drafted.
+pub fn propose(tokens: &[u32]) -> impl Iterator<Item = u32> {
+    let tokens = &tokens[tokens.len().saturating_sub(WINDOW)..];
+    let follower_idx = find(tokens).unwrap_or(tokens.len());
+    tokens[follower_idx..].iter().copied().cycle()
+}
+
+/// Index of the token that follows the best match of the end of `tokens`.
+fn find(tokens: &[u32]) -> Option<usize> {
+    let (&last, before) = tokens.split_last()?;
+    let (mut best, mut best_len) = (None, MIN_NGRAM - 1);
+    for (idx, _) in before.iter().enumerate().rev().filter(|&(_, &token)| token == last) {
+        let pairs = tokens[..=idx].iter().rev().zip(tokens.iter().rev());
+        let len = pairs.take(MAX_NGRAM).take_while(|(a, b)| a == b).count();
+        if len > best_len {
+            (best, best_len) = (Some(idx + 1), len);
+        }
+        if len == MAX_NGRAM {
+            break;
+        }
+    }
+    best
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_followed_the_longest_newest_match_is_proposed() {
+        let cases: [(&[u32], &[u32]); 9] = [
+            (&[], &[]),
+            (&[5], &[]),
+            (&[1, 2, 3, 4], &[]), // nothing repeats
+            (&[1, 7, 2, 7], &[]), // one token is too few
+            (&[1, 2, 3, 4, 9, 1, 2], &[3, 4, 9, 1, 2, 3]),
+            (&[1, 2, 3, 1, 2, 4, 1, 2], &[4, 1, 2, 4, 1, 2]), // the newest of equals
+            (&[0, 1, 2, 3, 8, 1, 2, 4, 8, 0, 1, 2], &[3, 8, 1, 2, 4, 8]), // three beat two
+            (&[6, 6, 6], &[6, 6, 6, 6, 6, 6]),
+            (&[1, 2, 3, 1, 2, 3, 1, 2], &[3, 1, 2, 3, 1, 2]),
+        ];
+        for (tokens, expected) in cases {
+            assert_eq!(propose(tokens).take(6).collect::<Vec<_>>(), expected, "after {tokens:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_too_long_ago_is_not_searched() {
+        let with_gap = |len: usize| [&[1, 2, 3][..], &vec![9; len], &[1, 2]].concat();
+        assert_eq!(propose(&with_gap(WINDOW - 5)).next(), Some(3));
+        assert_eq!(propose(&with_gap(WINDOW)).next(), None);
+    }
+}

@@ -1,0 +1,182 @@
+//! How many tokens to draft. Plain arithmetic over what was accepted: it knows neither tokens nor time.
+//!
+//! If each drafted token is accepted with probability `a` once those before it were, a draft of `k`
+//! yields `1 + a + ... + a^k` tokens (Leviathan et al., Fast Inference from Transformers via Speculative
+//! Decoding, 2023, equation 1) for the price of `1 + k c` steps, `c` being what drafting and verifying one
+//! token costs. The length is the `k` of the best yield per price, and 0 when none beats 1.
+
+/// Chance of acceptance that is assumed of a sequence at its start.
+const FIRST_GUESS: f64 = 0.8;
+/// Weight of the newest token in the running mean: it remembers about the last eight.
+const NEWEST: f64 = 0.125;
+/// Steps without a draft before the first probe, and before any later one at most.
+const REST: std::ops::RangeInclusive<usize> = 8..=256;
+
+/// How many tokens to draft for one sequence. It grows and shrinks with measured acceptance; while
+/// drafting does not pay it is 0, but for one token now and then that probes whether it would: 8 steps after
+/// the last that was rejected, then 16, 32, ... 256, and at once after a probe that was accepted.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DraftLength {
+    /// Running mean of what became of the drafted tokens whose turn came.
+    acceptance: f64,
+    /// Steps until a probe, after the next token that is rejected.
+    rest: usize,
+    /// Steps until a probe.
+    num_resting: usize,
+}
+
+impl Default for DraftLength {
+    fn default() -> DraftLength {
+        DraftLength { acceptance: FIRST_GUESS, rest: *REST.start(), num_resting: 0 }
+    }
+}
+
+impl DraftLength {
+    /// Tokens to draft for the next step, at most `max`, when drafting and verifying one costs `cost` steps.
+    pub fn next(&mut self, max: usize, cost: f64) -> usize {
+        // At the price of a step even a draft that is always right gains nothing.
+        if max == 0 || cost >= 1.0 {
+            return 0;
+        }
+        let best = self.best(max, cost);
+        if best > 0 {
+            self.rest = *REST.start();
+            self.num_resting = 0;
+            return best;
+        }
+        if self.num_resting > 0 {
+            self.num_resting -= 1;
+            return 0;
+        }
+        1
+    }
+
+    /// Of a draft of `num_drafts` tokens the first `num_accepted` were accepted.
+    pub fn observe(&mut self, num_drafts: usize, num_accepted: usize) {
+        for _ in 0..num_accepted {
+            self.acceptance += NEWEST * (1.0 - self.acceptance);
+        }
+        // Those behind the first that was rejected say nothing.
+        if num_accepted < num_drafts {
+            self.acceptance -= NEWEST * self.acceptance;
+            self.num_resting = self.rest;
+            self.rest = (2 * self.rest).min(*REST.end());
+        }
+    }
+
+    fn best(&self, max: usize, cost: f64) -> usize {
+        let (mut best, mut best_gain) = (0, 1.0);
+        let (mut tokens, mut all_accepted) = (1.0, 1.0);
+        for length in 1..=max {
+            all_accepted *= self.acceptance;
+            tokens += all_accepted;
+            let gain = tokens / (1.0 + length as f64 * cost);
+            if gain > best_gain {
+                (best, best_gain) = (length, gain);
+            }
+        }
+        best
+    }
+}
+
+/// Cuts lengths so that they add up to at most `budget`: the longest first, of equals the last.
+pub fn share(mut budget: usize, lengths: &mut [usize]) {
+    for level in 1..=lengths.iter().copied().max().unwrap_or(0) {
+        for length in lengths.iter_mut().filter(|length| **length >= level) {
+            match budget.checked_sub(1) {
+                Some(left) => budget = left,
+                None => *length = level - 1,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Lengths over `num_steps` in which each drafted token is accepted if `accepts` says so of its number.
+    fn lengths(num_steps: usize, cost: f64, mut accepts: impl FnMut(usize) -> bool) -> Vec<usize> {
+        let (mut length, mut num_verified) = (DraftLength::default(), 0);
+        let mut step = || {
+            let num_drafts = length.next(8, cost);
+            let mut is_right = || {
+                num_verified += 1;
+                accepts(num_verified - 1)
+            };
+            let num_accepted = (0..num_drafts).take_while(|_| is_right()).count();
+            if num_drafts > 0 {
+                length.observe(num_drafts, num_accepted);
+            }
+            num_drafts
+        };
+        (0..num_steps).map(|_| step()).collect()
+    }
+
+    #[test]
+    fn a_draft_that_is_right_grows_to_the_maximum() {
+        let lengths = lengths(30, 0.5, |_| true);
+        assert!(lengths[0] < 8, "{lengths:?}");
+        assert!(lengths.is_sorted(), "{lengths:?}");
+        assert_eq!(lengths[29], 8);
+    }
+
+    #[test]
+    fn a_draft_that_is_wrong_is_only_probed_ever_more_rarely() {
+        let lengths = lengths(2000, 0.5, |_| false);
+        let steps: Vec<usize> = (0..2000).filter(|&step| lengths[step] > 0).collect();
+        let gaps: Vec<usize> = steps.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let first_rest = gaps.iter().position(|&gap| gap > 1).unwrap();
+        assert!(first_rest < 8, "{steps:?}");
+        assert_eq!(gaps[first_rest..][..6], [9, 17, 33, 65, 129, 257], "{steps:?}");
+        assert!(gaps[first_rest + 6..].iter().all(|&gap| gap == 257));
+        assert!(steps[first_rest + 1..].iter().all(|&step| lengths[step] == 1));
+    }
+
+    #[test]
+    fn a_draft_that_becomes_right_is_found_by_a_probe() {
+        // Wrong for 12 tokens that were verified, then right.
+        let lengths = lengths(3000, 0.5, |num_verified| num_verified >= 12);
+        assert_eq!(lengths[2999], 8);
+        let worst = lengths.iter().rposition(|&length| length == 0).unwrap();
+        assert!(lengths[worst + 1..].len() > 1000, "it recovers after step {worst}");
+    }
+
+    #[test]
+    fn length_follows_acceptance_and_cost() {
+        let after =
+            |acceptance: f64, cost: f64| DraftLength { acceptance, ..Default::default() }.best(8, cost);
+        for (acceptance, cost, expected) in [
+            (1.0, 0.5, 8),
+            (0.97, 0.5, 7),
+            (0.9, 0.5, 3),
+            (0.6, 0.5, 1),
+            (0.5, 0.5, 0), // half a token for half a step
+            (0.2, 0.05, 1),
+            (0.9, 0.05, 8),
+            (0.04, 0.05, 0),
+            (1.0, 1.0, 0),
+        ] {
+            assert_eq!(after(acceptance, cost), expected, "acceptance {acceptance}, cost {cost}");
+        }
+        assert_eq!(DraftLength::default().next(0, 0.05), 0, "there may be no room");
+        assert_eq!(DraftLength::default().next(8, 1.0), 0, "there is nothing to gain, and no probe");
+    }
+
+    #[test]
+    fn a_budget_is_shared_evenly() {
+        for (budget, wanted, expected) in [
+            (100, vec![3, 8, 0], vec![3, 8, 0]),
+            (6, vec![3, 8, 0], vec![3, 3, 0]),
+            (7, vec![1, 8, 8], vec![1, 3, 3]),
+            (8, vec![8, 1, 8], vec![4, 1, 3]),
+            (2, vec![4, 4, 4], vec![1, 1, 0]),
+            (0, vec![4, 4], vec![0, 0]),
+            (5, vec![], vec![]),
+        ] {
+            let mut lengths = wanted.clone();
+            share(budget, &mut lengths);
+            assert_eq!(lengths, expected, "{budget} for {wanted:?}");
+        }
+    }
+}
