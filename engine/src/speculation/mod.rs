@@ -202,10 +202,13 @@ impl Speculator {
             return;
         }
         let decodes = plan.chunks.iter().filter(|chunk| chunk.num_tokens == 1 && chunk.wants_token);
-        self.ids.extend(decodes.map(|chunk| chunk.id));
-        let cost = self.costs.per_token(self.ids.len());
+        let cost = self.costs.per_token(decodes.clone().count());
+        self.ids.extend(decodes.map(|chunk| chunk.id).filter(|&id| live.may_draft(id)));
         let lengths = self.ids.iter().map(|&id| live.draft_length(id, self.max_draft_tokens, cost));
         self.lengths.extend(lengths);
+        if !self.ids.is_empty() && self.lengths.iter().all(|&length| length == 0) {
+            self.costs.forget();
+        }
         policy::share(budget, &mut self.lengths);
     }
 
@@ -214,9 +217,6 @@ impl Speculator {
         let num_tokens = plan.num_tokens();
         if num_tokens <= self.max_step_tokens {
             self.costs.observe_step(num_tokens, (self.clock)() - self.started);
-        }
-        if plan.chunks.iter().all(|chunk| chunk.num_drafts == 0) {
-            self.costs.forget();
         }
     }
 }
