@@ -15,9 +15,9 @@ use baton_engine::{
 use baton_model::{LoadOptions, LoadedModel, load};
 
 /// Turns of either kind.
-const NUM_TURNS: u64 = 24;
-const NUM_PROMPT: u64 = 128;
-const NUM_OUTPUT: u32 = 128;
+const NUM_TURNS: u64 = 10;
+const NUM_PROMPT: u64 = 64;
+const NUM_OUTPUT: u32 = 256;
 
 fn main() {
     let dirs: Vec<PathBuf> =
@@ -31,7 +31,7 @@ fn main() {
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime can be built");
     println!("{:<8}{:>12}{:>14}{:>12}{:>12}", "drafter", "sequences", "temperature", "accepted", "speed-up");
     for name in ["ngram", "draft"] {
-        for num_sequences in [1, 4, 16] {
+        for num_sequences in [1, 4] {
             for temperature in [0.0, 0.7] {
                 let drafter = match name {
                     "ngram" => Drafter::Ngram,

@@ -192,6 +192,11 @@ impl LiveRequests {
         live.draft_length.next(max.min(sequence.max_num_drafts()), cost)
     }
 
+    /// Output tokens of a sequence so far.
+    pub(crate) fn num_output_tokens(&self, id: SequenceId) -> usize {
+        self.requests[&id].history.num_output_tokens()
+    }
+
     /// Whether the request of a sequence lets its tokens be drafted.
     pub(crate) fn may_draft(&self, id: SequenceId) -> bool {
         self.requests[&id].request.speculation == SpeculationMode::Auto

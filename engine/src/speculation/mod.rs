@@ -177,17 +177,7 @@ impl Speculator {
                     self.proposed.iter().for_each(|&token| live.scheduler.push_draft(id, token));
                 }
             }
-            Proposer::Model(model) => {
-                let (clock, costs) = (self.clock, &mut self.costs);
-                let mut started = clock();
-                model.draft(wanted, live, &mut |num_tokens, is_draft| {
-                    let now = clock();
-                    if is_draft {
-                        costs.observe_draft(num_tokens, now - started);
-                    }
-                    started = now;
-                })?;
-            }
+            Proposer::Model(model) => model.draft(wanted, live, &mut self.costs, self.clock)?,
         }
         live.scheduler.plan_drafts(plan);
         self.started = (self.clock)();
