@@ -189,10 +189,17 @@ impl LiveRequests {
     pub(crate) fn draft_length(&mut self, id: SequenceId, max: usize, cost: f64) -> usize {
         let live = self.requests.get_mut(&id).expect("planned sequences live");
         let sequence = self.scheduler.sequence(id).expect("planned sequences run");
-        match live.request.speculation {
-            SpeculationMode::Auto => live.draft_length.next(max.min(sequence.max_num_drafts()), cost),
-            SpeculationMode::Off => 0,
-        }
+        live.draft_length.next(max.min(sequence.max_num_drafts()), cost)
+    }
+
+    /// Output tokens of a sequence so far.
+    pub(crate) fn num_output_tokens(&self, id: SequenceId) -> usize {
+        self.requests[&id].history.num_output_tokens()
+    }
+
+    /// Whether the request of a sequence lets its tokens be drafted.
+    pub(crate) fn may_draft(&self, id: SequenceId) -> bool {
+        self.requests[&id].request.speculation == SpeculationMode::Auto
     }
 
     /// Drafts the token that would be drawn if `logits` were the target's; whether it makes sense to draft

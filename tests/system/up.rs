@@ -38,7 +38,7 @@ async fn speculation_changes_what_is_counted_and_not_what_is_said() {
     let up = Up::start("--speculate draft").await;
     let complete = async |mode: &str, seed: usize| {
         let body = json!({
-            "model": "baton-tiny", "prompt": filler(seed, 200), "max_tokens": 40, "temperature": 0.5, "seed": seed,
+            "model": "baton-tiny", "prompt": filler(seed, 40), "max_tokens": 40, "temperature": 0.5, "seed": seed,
             "ignore_eos": true, "prefill_mode": "remote", "cache_salt": mode, "speculation_mode": mode,
         });
         up.http.post("/v1/completions", &body).await.expect("it is served").json()

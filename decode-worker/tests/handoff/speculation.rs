@@ -83,7 +83,11 @@ async fn the_draft_beside_the_tiny_model_changes_no_token() {
     let p = prefill().model(dir.clone()).start().await;
     let plain = decode().model(dir.clone()).start().await;
     let draft = DrafterConfig::Model(dir.join("draft"));
-    let speculating = decode().model(dir).with(|config| config.drafter = Some(draft)).start().await;
+    let speculating = decode().model(dir).with(|config| {
+        config.drafter = Some(draft);
+        config.token_budget = 512;
+    });
+    let speculating = speculating.start().await;
     let (plain_client, client) = (plain.client().await, speculating.client().await);
     for (seed, temperature) in [(1, 0.0), (2, 0.0), (3, 0.7), (4, 1.0)] {
         let prompt: Vec<u32> = prompt(seed, 90).into_iter().map(|token| token * 20 + 300).collect();

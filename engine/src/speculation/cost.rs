@@ -20,9 +20,12 @@ const BALANCE: f64 = 8.0;
 /// A measurement counts as at most this many times what was expected, and at least as this part of it: a
 /// processor that was taken away for a while says nothing about steps.
 const OUTLIER: f64 = 4.0;
-/// How far each step without drafts moves what was learned back to the guesses. Without drafts nothing is
-/// measured, and what has changed would never be noticed.
-const FORGET: f64 = 1.0 / 1024.0;
+/// How far each step in which drafting did not pay moves what was learned back to the guesses. Without drafts
+/// nothing is measured, and what has changed would never be noticed.
+const FORGET: f64 = 1.0 / 8192.0;
+
+/// Of a step's time, what drafting is taken to save where it pays.
+const SAVING: f64 = 0.25;
 
 /// Costs of one engine.
 #[derive(Clone, Debug)]
@@ -31,6 +34,8 @@ pub struct Costs {
     draft_guess: f64,
     target: Option<StepTime>,
     draft: Option<StepTime>,
+    /// Seconds that the draft model takes for a token of a prompt.
+    prompt_token: Option<f64>,
 }
 
 /// Seconds that a step takes.
@@ -43,7 +48,7 @@ struct StepTime {
 impl Costs {
     /// Nothing is measured yet.
     pub fn new(draft_guess: f64) -> Costs {
-        Costs { draft_guess, target: None, draft: None }
+        Costs { draft_guess, target: None, draft: None, prompt_token: None }
     }
 
     /// One more drafted token for each of `num_sequences`, in steps of the target. From 1 on no draft pays.
@@ -52,6 +57,25 @@ impl Costs {
         let step = target.of(num_sequences);
         let draft = self.draft.as_ref().map_or(self.draft_guess * step, |draft| draft.of(num_sequences));
         (draft + num_sequences as f64 * target.per_token) / step
+    }
+
+    /// Whether the draft model should compute `num_missing` tokens of a sequence first, `num_output` of which
+    /// were drawn. Nobody knows how many will be; as many again is the guess that is never far too high.
+    pub fn pays_to_catch_up(&self, num_missing: usize, num_output: usize) -> bool {
+        let per_token = match (&self.target, self.prompt_token) {
+            (Some(target), Some(seconds)) => seconds / target.of(1),
+            _ => self.draft_guess * VERIFY_GUESS,
+        };
+        num_missing as f64 * per_token <= SAVING * num_output as f64
+    }
+
+    /// A step of the draft model took so long that computed missing tokens.
+    pub fn observe_catch_up(&mut self, num_tokens: usize, elapsed: Duration) {
+        let newest = elapsed.as_secs_f64() / num_tokens as f64;
+        if newest > 0.0 {
+            let mean = self.prompt_token.get_or_insert(newest);
+            *mean += NEWEST * (newest - *mean);
+        }
     }
 
     /// A step of the target took so long.
@@ -76,7 +100,7 @@ impl Costs {
         }
     }
 
-    /// A step without drafts has passed.
+    /// A step has passed in which drafting did not pay.
     pub fn forget(&mut self) {
         let Some(target) = &mut self.target else { return };
         target.per_token += FORGET * (VERIFY_GUESS * target.fixed - target.per_token);
@@ -153,6 +177,22 @@ mod tests {
     }
 
     #[test]
+    fn a_long_prompt_is_caught_up_with_when_many_tokens_have_come() {
+        let mut costs = learned((10.0, 0.0), (2.0, 0.0), 1);
+        // A token of a prompt takes a tenth of a step.
+        costs.observe_catch_up(100, Duration::from_millis(100));
+        for (num_missing, num_output, expected) in
+            [(1, 1, true), (10, 3, false), (10, 5, true), (1000, 300, false)]
+        {
+            assert_eq!(
+                costs.pays_to_catch_up(num_missing, num_output),
+                expected,
+                "{num_missing}, {num_output}"
+            );
+        }
+    }
+
+    #[test]
     fn a_step_that_was_interrupted_hardly_counts() {
         let mut costs = learned((10.0, 0.1), (2.0, 0.0), 1);
         let before = costs.per_token(1);
@@ -164,11 +204,11 @@ mod tests {
     fn what_is_not_measured_any_more_is_forgotten_slowly() {
         let mut costs = learned((1.0, 0.0), (3.0, 0.0), 1);
         assert!(costs.per_token(1) > 2.5);
-        let num_steps = (0..10_000).take_while(|_| {
+        let num_steps = (0..100_000).take_while(|_| {
             costs.forget();
             costs.per_token(1) >= 1.0
         });
         let num_steps = num_steps.count();
-        assert!((500..5000).contains(&num_steps), "drafting is tried again after {num_steps} steps");
+        assert!((5000..50_000).contains(&num_steps), "drafting is tried again after {num_steps} steps");
     }
 }

@@ -7,11 +7,11 @@
 //! computed  |<-- num_computed -->|<--------- missing --------->|               of a prompt that was computed
 //! ahead                                                        |<----->|       elsewhere, all is missing
 //! ```
-//! Before it drafts for a sequence it computes what is missing, at most `token_budget` tokens of all
+//! Before it drafts for a sequence it computes what is missing, when so many tokens have come that this pays: at most `token_budget` tokens of all
 //! sequences in one step, and in that step drafts for those of which nothing is missing any more. What it
 //! computed ahead counts later, as far as those tokens came to be.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, time::Instant};
 
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model::{Batch, BatchSequence, Executor};
@@ -22,6 +22,7 @@ use crate::{
     events::EngineError,
     live::LiveRequests,
     sequence::{Sequence, SequenceId},
+    speculation::cost::Costs,
     step_loop::catch_panic,
 };
 
@@ -85,18 +86,20 @@ impl DraftModel {
         })
     }
 
-    /// Drafts so many tokens for each of these sequences, or fewer. `on_step(num_tokens, is_draft)` is called
-    /// after each step of the model; `is_draft`: it computed nothing else that was missing.
+    /// Drafts so many tokens for each of these sequences, or fewer.
     pub(super) fn draft(
         &mut self,
         wanted: impl Iterator<Item = (SequenceId, usize)>,
         live: &mut LiveRequests,
-        on_step: &mut dyn FnMut(usize, bool),
+        costs: &mut Costs,
+        clock: fn() -> Instant,
     ) -> Result<(), EngineError> {
         self.forget_ended(live);
         for (id, num_drafts) in wanted {
             let sequence = live.scheduler.sequence(id).expect("planned sequences run");
-            if let Some(num_tokens) = self.prepare(sequence, num_drafts) {
+            let num_output = live.num_output_tokens(id);
+            let pays = |num_missing| costs.pays_to_catch_up(num_missing, num_output);
+            if let Some(num_tokens) = self.prepare(sequence, num_drafts, pays) {
                 self.runs.push(Run { id, num_tokens, is_complete: true, num_drafts });
             }
         }
@@ -113,8 +116,14 @@ impl DraftModel {
             let num_tokens = self.runs.iter().map(|run| run.num_tokens).sum();
             // The newest token is always missing, and when a whole draft was accepted its last.
             let is_draft = self.runs.iter().all(|run| run.num_tokens <= 2);
+            let started = clock();
             self.step(live)?;
-            on_step(num_tokens, is_draft);
+            let elapsed = clock() - started;
+            if is_draft {
+                costs.observe_draft(num_tokens, elapsed);
+            } else {
+                costs.observe_catch_up(num_tokens, elapsed);
+            }
             self.runs.retain(|run| {
                 let goes_on = run.num_drafts > 0;
                 if !goes_on {
@@ -138,9 +147,14 @@ impl DraftModel {
         debug_assert!(self.pool.check_integrity(self.kv.values().map(|kv| &kv.blocks[..])).is_ok());
     }
 
-    /// Finds blocks for all tokens of a sequence and a draft; how many tokens are missing. `None` when
-    /// there are not enough blocks: then it has none.
-    fn prepare(&mut self, sequence: &Sequence, num_drafts: usize) -> Option<usize> {
+    /// Finds blocks for all tokens of a sequence and a draft; how many tokens are missing. `None` when it does
+    /// not pay to compute these, or there are not enough blocks: then it has none.
+    fn prepare(
+        &mut self,
+        sequence: &Sequence,
+        num_drafts: usize,
+        pays: impl Fn(usize) -> bool,
+    ) -> Option<usize> {
         let pool = &mut self.pool;
         let kv = self.kv.entry(sequence.id).or_insert_with(|| {
             let blocks = pool.find_prefix(sequence.sharable_hashes());
@@ -149,6 +163,9 @@ impl DraftModel {
         });
         kv.settle(sequence, pool);
         let num_tokens = sequence.tokens().len();
+        if !pays(num_tokens - kv.num_computed) {
+            return None;
+        }
         // The last token of a draft is never fed back.
         while kv.blocks.len() * sequence.block_size() < num_tokens + num_drafts - 1 {
             let Some(block) = pool.allocate() else {

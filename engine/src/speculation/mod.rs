@@ -177,17 +177,7 @@ impl Speculator {
                     self.proposed.iter().for_each(|&token| live.scheduler.push_draft(id, token));
                 }
             }
-            Proposer::Model(model) => {
-                let (clock, costs) = (self.clock, &mut self.costs);
-                let mut started = clock();
-                model.draft(wanted, live, &mut |num_tokens, is_draft| {
-                    let now = clock();
-                    if is_draft {
-                        costs.observe_draft(num_tokens, now - started);
-                    }
-                    started = now;
-                })?;
-            }
+            Proposer::Model(model) => model.draft(wanted, live, &mut self.costs, self.clock)?,
         }
         live.scheduler.plan_drafts(plan);
         self.started = (self.clock)();
@@ -202,10 +192,13 @@ impl Speculator {
             return;
         }
         let decodes = plan.chunks.iter().filter(|chunk| chunk.num_tokens == 1 && chunk.wants_token);
-        self.ids.extend(decodes.map(|chunk| chunk.id));
-        let cost = self.costs.per_token(self.ids.len());
+        let cost = self.costs.per_token(decodes.clone().count());
+        self.ids.extend(decodes.map(|chunk| chunk.id).filter(|&id| live.may_draft(id)));
         let lengths = self.ids.iter().map(|&id| live.draft_length(id, self.max_draft_tokens, cost));
         self.lengths.extend(lengths);
+        if !self.ids.is_empty() && self.lengths.iter().all(|&length| length == 0) {
+            self.costs.forget();
+        }
         policy::share(budget, &mut self.lengths);
     }
 
@@ -214,9 +207,6 @@ impl Speculator {
         let num_tokens = plan.num_tokens();
         if num_tokens <= self.max_step_tokens {
             self.costs.observe_step(num_tokens, (self.clock)() - self.started);
-        }
-        if plan.chunks.iter().all(|chunk| chunk.num_drafts == 0) {
-            self.costs.forget();
         }
     }
 }
