@@ -6,6 +6,7 @@ use baton_cluster::{DiscoveryConfig, Role};
 use baton_engine::{Drafter, IdleError, SamplingParams, testing::FakeModel};
 use baton_kv_cache::KvDtype;
 use baton_kv_transfer::TransportKind;
+use baton_model::Activations;
 use baton_proto::worker::{
     self as proto, GenerateEvent, decode_client::DecodeClient, failed::Kind, generate_event::Event,
 };
@@ -92,6 +93,7 @@ impl Builder {
         self.with(|config| {
             config.model = dir;
             config.kv_dtype = Some(KvDtype::F32);
+            config.activations = Activations::F32;
             config.threads = Some(1);
         })
     }
