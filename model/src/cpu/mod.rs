@@ -2,7 +2,6 @@
 
 mod attention;
 pub mod benchmark;
-mod dots;
 mod e4m3;
 mod experts;
 mod fastest;
@@ -29,6 +28,8 @@ pub(crate) struct Cpu {
     scratch: Scratch,
     /// Rows of a product's left side, as its kernel reads them.
     packed: Aligned,
+    /// What several threads found about the same rows.
+    partials: Aligned,
 }
 
 impl Cpu {
@@ -38,6 +39,7 @@ impl Cpu {
             pool: Pool::new(num_threads)?,
             scratch: Scratch::default(),
             packed: Aligned::default(),
+            partials: Aligned::default(),
         })
     }
 

@@ -93,6 +93,9 @@ pub(crate) trait Simd: Copy {
     /// Asks for the cache line at `p`, which need not be valid.
     #[inline(always)]
     unsafe fn prefetch(_p: *const u8) {}
+    /// As [`prefetch`](Self::prefetch), but only as far as the second cache: it will be needed later, among much else.
+    #[inline(always)]
+    unsafe fn prefetch_for_later(_p: *const u8) {}
     unsafe fn store(p: *mut f32, v: Self::V);
     /// `a * b + c`, rounded once.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
@@ -107,32 +110,6 @@ pub(crate) trait Simd: Copy {
     unsafe fn pow2(a: Self::V) -> Self::V;
     /// Lanes added as a tree: i with i+8, then +4, +2, +1.
     unsafe fn sum(a: Self::V) -> f32;
-
-    /// The sums of several vectors, each as [`sum`](Self::sum) does it.
-    #[inline(always)]
-    #[allow(clippy::needless_range_loop)]
-    unsafe fn sums<const N: usize>(vectors: [Self::V; N]) -> [f32; N] {
-        // SAFETY: no pointers.
-        unsafe {
-            let mut sums = [0.0; N];
-            if N == 4 {
-                let four = Self::sums4([vectors[0], vectors[1], vectors[2], vectors[3]]);
-                sums.copy_from_slice(&four);
-            } else {
-                for i in 0..N {
-                    sums[i] = Self::sum(vectors[i]);
-                }
-            }
-            sums
-        }
-    }
-
-    /// As [`sums`](Self::sums), where there is something better for four.
-    #[inline(always)]
-    unsafe fn sums4([a, b, c, d]: [Self::V; 4]) -> [f32; 4] {
-        // SAFETY: no pointers.
-        unsafe { [Self::sum(a), Self::sum(b), Self::sum(c), Self::sum(d)] }
-    }
 
     /// `n < 16` elements, the other lanes zero.
     #[inline(always)]
@@ -291,7 +268,7 @@ impl Simd for Portable {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86::{Avx2, Avx512};
+pub(crate) use x86::{Avx2, Avx512, E4M3_BITS, E4M3_SCALE};
 
 #[cfg(target_arch = "x86_64")]
 #[allow(clippy::undocumented_unsafe_blocks)] // the trait's contract, instruction by instruction
@@ -301,9 +278,9 @@ mod x86 {
     use super::Simd;
 
     /// Where E4M3 lies in an f32 whose sign, exponent and mantissa begin with it...
-    const E4M3_BITS: i32 = 0x87f0_0000_u32 as i32;
+    pub(crate) const E4M3_BITS: i32 = 0x87f0_0000_u32 as i32;
     /// ... and which is smaller by the ratio of the exponents' biases.
-    const E4M3_SCALE: f32 = f32::from_bits((127 + 120) << 23);
+    pub(crate) const E4M3_SCALE: f32 = f32::from_bits((127 + 120) << 23);
 
     /// One 512-bit register.
     #[derive(Clone, Copy)]
@@ -359,6 +336,10 @@ mod x86 {
             unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
         }
         #[inline(always)]
+        unsafe fn prefetch_for_later(p: *const u8) {
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+        }
+        #[inline(always)]
         unsafe fn store(p: *mut f32, v: __m512) {
             unsafe { _mm512_storeu_ps(p, v) }
         }
@@ -400,22 +381,6 @@ mod x86 {
         #[inline(always)]
         unsafe fn sum(a: __m512) -> f32 {
             unsafe { sum8(_mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a))) }
-        }
-        #[inline(always)]
-        unsafe fn sums4([a, b, c, d]: [__m512; 4]) -> [f32; 4] {
-            unsafe {
-                // Halves of two vectors side by side, then quarters of four: one addition for all.
-                let (ab, cd) = (halves(a, b), halves(c, d));
-                let low = _mm512_shuffle_f32x4::<0b10_00_10_00>(ab, cd);
-                let high = _mm512_shuffle_f32x4::<0b11_01_11_01>(ab, cd);
-                let all = _mm512_add_ps(low, high);
-                let all = _mm512_add_ps(all, _mm512_permute_ps::<0b01_00_11_10>(all));
-                let all = _mm512_add_ps(all, _mm512_permute_ps::<0b10_11_00_01>(all));
-                let firsts = _mm512_maskz_compress_ps(0b0001_0001_0001_0001, all);
-                let mut sums = [0.0; 4];
-                _mm_storeu_ps(sums.as_mut_ptr(), _mm512_castps512_ps128(firsts));
-                sums
-            }
         }
         #[inline(always)]
         unsafe fn load_part(p: *const f32, n: usize) -> __m512 {
@@ -506,6 +471,10 @@ mod x86 {
             unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
         }
         #[inline(always)]
+        unsafe fn prefetch_for_later(p: *const u8) {
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+        }
+        #[inline(always)]
         unsafe fn store(p: *mut f32, v: Self::V) {
             unsafe {
                 _mm256_storeu_ps(p, v.0);
@@ -560,16 +529,6 @@ mod x86 {
         #[inline(always)]
         unsafe fn sum(a: Self::V) -> f32 {
             unsafe { sum8(_mm256_add_ps(a.0, a.1)) }
-        }
-    }
-
-    /// The lower halves of two vectors plus their upper halves, side by side.
-    #[inline(always)]
-    unsafe fn halves(a: __m512, b: __m512) -> __m512 {
-        unsafe {
-            let low = _mm512_shuffle_f32x4::<0b01_00_01_00>(a, b);
-            let high = _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b);
-            _mm512_add_ps(low, high)
         }
     }
 

@@ -1,0 +1,134 @@
+//! Products of a few rows with a tile of KV: scores `Q K^T` and sums `P V`.
+//!
+//! A number of each row times one line of the tile: every element of the result is one chain of fused multiply-adds
+//! in the order of the lines, whatever the shape of the kernel.
+
+use crate::cpu::simd::{LANES, Simd, kernel};
+
+/// Rows of numbers, `stride` apart.
+#[derive(Clone, Copy)]
+pub(super) struct Rows<P> {
+    pub(super) first: P,
+    pub(super) stride: usize,
+}
+
+/// What the sums begin with.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Start {
+    Zero,
+    /// What lies in the result.
+    Result,
+}
+
+kernel! {
+    /// `c[r][n] = start + sum over i of a[r][i] b[i][n]` for `num_rows` rows, `num_lines` lines and `num_vectors`
+    /// times sixteen columns.
+    ///
+    /// # Safety
+    /// All is valid for these numbers.
+    pub(super) fn multiply / product (
+        num_rows: usize,
+        num_lines: usize,
+        num_vectors: usize,
+        a: Rows<*const f32>,
+        b: Rows<*const f32>,
+        c: Rows<*mut f32>,
+        start: Start,
+    )
+}
+
+#[inline(always)]
+unsafe fn product<S: Simd>(
+    num_rows: usize,
+    num_lines: usize,
+    num_vectors: usize,
+    a: Rows<*const f32>,
+    b: Rows<*const f32>,
+    c: Rows<*mut f32>,
+    start: Start,
+) {
+    let mut row = 0;
+    // SAFETY: rows stay below their number.
+    unsafe {
+        while row < num_rows {
+            let left = num_rows - row;
+            let a = Rows { first: a.first.add(row * a.stride), ..a };
+            let c = Rows { first: c.first.add(row * c.stride), ..c };
+            row += match S::TILE_ROWS {
+                6 if left >= 6 => rows::<S, 6>(num_lines, num_vectors, a, b, c, start),
+                6 if left >= 4 => rows::<S, 4>(num_lines, num_vectors, a, b, c, start),
+                3 if left >= 3 => rows::<S, 3>(num_lines, num_vectors, a, b, c, start),
+                6 | 3 if left >= 2 => rows::<S, 2>(num_lines, num_vectors, a, b, c, start),
+                _ => rows::<S, 1>(num_lines, num_vectors, a, b, c, start),
+            };
+        }
+    }
+}
+
+/// All columns of `R` rows; returns `R`.
+#[inline(always)]
+unsafe fn rows<S: Simd, const R: usize>(
+    num_lines: usize,
+    num_vectors: usize,
+    a: Rows<*const f32>,
+    b: Rows<*const f32>,
+    c: Rows<*mut f32>,
+    start: Start,
+) -> usize {
+    let mut vector = 0;
+    // SAFETY: columns stay below their number.
+    unsafe {
+        while vector < num_vectors {
+            let left = num_vectors - vector;
+            let b = Rows { first: b.first.add(vector * LANES), ..b };
+            let c = Rows { first: c.first.add(vector * LANES), ..c };
+            vector += match S::TILE_ROWS {
+                6 if left >= 4 => tile::<S, R, 4>(num_lines, a, b, c, start),
+                6 | 3 if left >= 2 => tile::<S, R, 2>(num_lines, a, b, c, start),
+                _ => tile::<S, R, 1>(num_lines, a, b, c, start),
+            };
+        }
+    }
+    R
+}
+
+/// `C` vectors of columns, in registers over all lines; returns `C`.
+#[inline(always)]
+#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
+unsafe fn tile<S: Simd, const R: usize, const C: usize>(
+    num_lines: usize,
+    a: Rows<*const f32>,
+    b: Rows<*const f32>,
+    c: Rows<*mut f32>,
+    start: Start,
+) -> usize {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let mut sums = [[S::splat(0.0); C]; R];
+        if start == Start::Result {
+            for r in 0..R {
+                for v in 0..C {
+                    sums[r][v] = S::load(c.first.add(r * c.stride + v * LANES));
+                }
+            }
+        }
+        let mut line = [S::splat(0.0); C];
+        for i in 0..num_lines {
+            for v in 0..C {
+                line[v] = S::load(b.first.add(i * b.stride + v * LANES));
+            }
+            for r in 0..R {
+                let x = S::splat(*a.first.add(r * a.stride + i));
+                for v in 0..C {
+                    sums[r][v] = S::fma(x, line[v], sums[r][v]);
+                }
+            }
+        }
+        for r in 0..R {
+            for v in 0..C {
+                S::store(c.first.add(r * c.stride + v * LANES), sums[r][v]);
+            }
+        }
+    }
+    C
+}
