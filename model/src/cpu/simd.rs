@@ -75,9 +75,8 @@ impl Isa {
 /// (or `n`) elements that the name promises. No alignment is asked for.
 pub(crate) trait Simd: Copy {
     type V: Copy;
-    /// Rows of the largest tile whose sums stay in registers: 6 with four columns, 3 with two, 1 with one.
-    /// Every shape is compiled for every type of weights, so there are few.
-    const TILE_ROWS: usize;
+    /// Registers: with sixteen lanes each, or half as wide where there are 16.
+    const NUM_REGISTERS: usize;
     /// Rows of the largest tile over packed weights whose sums stay in registers: 14 with 32 columns, or 6 with 16.
     const PANEL_ROWS: usize;
 
@@ -175,7 +174,7 @@ fn map2(a: [f32; LANES], b: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> [f32; 
 
 impl Simd for Portable {
     type V = [f32; LANES];
-    const TILE_ROWS: usize = 1;
+    const NUM_REGISTERS: usize = 16;
     const PANEL_ROWS: usize = 6;
 
     #[inline(always)]
@@ -288,7 +287,7 @@ mod x86 {
 
     impl Simd for Avx512 {
         type V = __m512;
-        const TILE_ROWS: usize = 6;
+        const NUM_REGISTERS: usize = 32;
         const PANEL_ROWS: usize = 14;
 
         #[inline(always)]
@@ -402,7 +401,7 @@ mod x86 {
 
     impl Simd for Avx2 {
         type V = (__m256, __m256);
-        const TILE_ROWS: usize = 3;
+        const NUM_REGISTERS: usize = 16;
         const PANEL_ROWS: usize = 6;
 
         #[inline(always)]

@@ -87,19 +87,21 @@ unsafe fn score_of<S: Words, W: Unpack>(
         unsafe {
             let scores = Rows { first: scores.first.add(t), ..scores };
             match num_queries {
-                1..=2 => score_group::<S, W, 2>(positions, t, q, scores),
-                3..=4 => score_group::<S, W, 4>(positions, t, q, scores),
-                _ => score_group::<S, W, MAX_QUERIES>(positions, t, q, scores),
+                1..=2 => score_group::<S, W, 2, 1>(positions, t, q, scores),
+                3..=4 => score_group::<S, W, 4, 1>(positions, t, q, scores),
+                _ if S::NUM_REGISTERS == 32 => score_group::<S, W, MAX_QUERIES, 1>(positions, t, q, scores),
+                _ => score_group::<S, W, 4, 2>(positions, t, q, scores),
             }
         }
         t += LANES;
     }
 }
 
-/// Sixteen positions from `t` on: turned to columns in registers, and each column times a number of every query.
+/// Sixteen positions from `t` on: turned to columns, and each column times a number of every query, of which there
+/// are `N` times as many as `R` in registers.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
-unsafe fn score_group<S: Words, W: Unpack, const R: usize>(
+unsafe fn score_group<S: Words, W: Unpack, const R: usize, const N: usize>(
     positions: &Positions<'_>,
     t: usize,
     q: Rows<*const f32>,
@@ -110,7 +112,7 @@ unsafe fn score_group<S: Words, W: Unpack, const R: usize>(
     let mut done = 0;
     // SAFETY: passed on to the caller; bytes are whole words of sixteen.
     unsafe {
-        let mut sums = [S::splat(0.0); R];
+        let mut sums = [[S::splat(0.0); R]; N];
         while done < num_bytes {
             let mut words = [S::splat(0.0); LANES];
             for r in 0..LANES {
@@ -118,19 +120,26 @@ unsafe fn score_group<S: Words, W: Unpack, const R: usize>(
             }
             let columns = S::transpose(words);
             let numbers = q.first.add(done / W::SIZE);
-            for c in 0..LANES {
-                for i in 0..per_word {
-                    let column = W::unpack::<S>(columns[c], i);
-                    for r in 0..R {
-                        let x = S::splat(*numbers.add(r * q.stride + c * per_word + i));
-                        sums[r] = S::fma(x, column, sums[r]);
+            for part in 0..N {
+                let numbers = numbers.add(part * R * q.stride);
+                let mut some = sums[part];
+                for c in 0..LANES {
+                    for i in 0..per_word {
+                        let column = W::unpack::<S>(columns[c], i);
+                        for r in 0..R {
+                            let x = S::splat(*numbers.add(r * q.stride + c * per_word + i));
+                            some[r] = S::fma(x, column, some[r]);
+                        }
                     }
                 }
+                sums[part] = some;
             }
             done += LANES * 4;
         }
-        for r in 0..R {
-            S::store(scores.first.add(r * scores.stride), sums[r]);
+        for part in 0..N {
+            for r in 0..R {
+                S::store(scores.first.add((part * R + r) * scores.stride), sums[part][r]);
+            }
         }
     }
 }
@@ -161,25 +170,47 @@ unsafe fn add_of<S: Simd, W: Stored>(
     weights: Rows<*const f32>,
     sums: Rows<*mut f32>,
 ) {
-    let num_vectors = positions.n / LANES;
-    let mut vector = 0;
-    while vector < num_vectors {
-        let left = num_vectors - vector;
-        // SAFETY: passed on to the caller; columns stay below their number.
-        unsafe {
-            vector += match num_queries {
-                1..=2 if left >= 4 => add_tile::<S, W, 2, 4>(positions, vector, weights, sums),
-                1..=2 => add_tile::<S, W, 2, 1>(positions, vector, weights, sums),
-                3..=4 if left >= 4 => add_tile::<S, W, 4, 4>(positions, vector, weights, sums),
-                3..=4 => add_tile::<S, W, 4, 1>(positions, vector, weights, sums),
-                _ if left >= 2 => add_tile::<S, W, MAX_QUERIES, 2>(positions, vector, weights, sums),
-                _ => add_tile::<S, W, MAX_QUERIES, 1>(positions, vector, weights, sums),
-            };
+    // SAFETY: passed on to the caller.
+    unsafe {
+        match num_queries {
+            1..=2 if S::NUM_REGISTERS == 32 => add_rows::<S, W, 2, 4>(positions, weights, sums),
+            1..=2 => add_rows::<S, W, 2, 2>(positions, weights, sums),
+            3..=4 if S::NUM_REGISTERS == 32 => add_rows::<S, W, 4, 4>(positions, weights, sums),
+            3..=4 => add_rows::<S, W, 4, 1>(positions, weights, sums),
+            _ if S::NUM_REGISTERS == 32 => add_rows::<S, W, MAX_QUERIES, 2>(positions, weights, sums),
+            _ => {
+                add_rows::<S, W, 4, 1>(positions, weights, sums);
+                let weights = Rows { first: weights.first.add(4 * weights.stride), ..weights };
+                let sums = Rows { first: sums.first.add(4 * sums.stride), ..sums };
+                add_rows::<S, W, 4, 1>(positions, weights, sums);
+            }
         }
     }
 }
 
-/// `C` vectors of columns from `vector` on, in registers over all positions; returns `C`.
+/// All columns of `R` queries, `C` vectors at a time, the last ones one by one.
+#[inline(always)]
+unsafe fn add_rows<S: Simd, W: Stored, const R: usize, const C: usize>(
+    positions: &Positions<'_>,
+    weights: Rows<*const f32>,
+    sums: Rows<*mut f32>,
+) {
+    let num_vectors = positions.n / LANES;
+    let mut vector = 0;
+    // SAFETY: passed on to the caller; columns stay below their number.
+    unsafe {
+        while vector + C <= num_vectors {
+            add_tile::<S, W, R, C>(positions, vector, weights, sums);
+            vector += C;
+        }
+        while vector < num_vectors {
+            add_tile::<S, W, R, 1>(positions, vector, weights, sums);
+            vector += 1;
+        }
+    }
+}
+
+/// `C` vectors of columns from `vector` on, in registers over all positions.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
 unsafe fn add_tile<S: Simd, W: Stored, const R: usize, const C: usize>(
@@ -187,7 +218,7 @@ unsafe fn add_tile<S: Simd, W: Stored, const R: usize, const C: usize>(
     vector: usize,
     weights: Rows<*const f32>,
     sums: Rows<*mut f32>,
-) -> usize {
+) {
     // SAFETY: passed on to the caller.
     unsafe {
         let to = sums.first.add(vector * LANES);
@@ -216,7 +247,6 @@ unsafe fn add_tile<S: Simd, W: Stored, const R: usize, const C: usize>(
             }
         }
     }
-    C
 }
 
 /// Asks for the lines of `num_bytes`, which need not be valid.

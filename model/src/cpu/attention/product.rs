@@ -51,15 +51,13 @@ unsafe fn product<S: Simd>(
     // SAFETY: rows stay below their number.
     unsafe {
         while row < num_rows {
-            let left = num_rows - row;
             let a = Rows { first: a.first.add(row * a.stride), ..a };
             let c = Rows { first: c.first.add(row * c.stride), ..c };
-            row += match S::TILE_ROWS {
-                6 if left >= 6 => rows::<S, 6>(num_lines, num_vectors, a, b, c, start),
-                6 if left >= 4 => rows::<S, 4>(num_lines, num_vectors, a, b, c, start),
-                3 if left >= 3 => rows::<S, 3>(num_lines, num_vectors, a, b, c, start),
-                6 | 3 if left >= 2 => rows::<S, 2>(num_lines, num_vectors, a, b, c, start),
-                _ => rows::<S, 1>(num_lines, num_vectors, a, b, c, start),
+            row += match num_rows - row {
+                1 => rows::<S, 1>(num_lines, num_vectors, a, b, c, start),
+                2..=3 => rows::<S, 2>(num_lines, num_vectors, a, b, c, start),
+                4..=5 => rows::<S, 4>(num_lines, num_vectors, a, b, c, start),
+                _ => rows::<S, 6>(num_lines, num_vectors, a, b, c, start),
             };
         }
     }
@@ -82,9 +80,10 @@ unsafe fn rows<S: Simd, const R: usize>(
             let left = num_vectors - vector;
             let b = Rows { first: b.first.add(vector * LANES), ..b };
             let c = Rows { first: c.first.add(vector * LANES), ..c };
-            vector += match S::TILE_ROWS {
-                6 if left >= 4 => tile::<S, R, 4>(num_lines, a, b, c, start),
-                6 | 3 if left >= 2 => tile::<S, R, 2>(num_lines, a, b, c, start),
+            // Sums of six rows and a line stay in registers: 24 + 4 of 32, or 2 x 6 + 2 of 16 half as wide.
+            vector += match left {
+                4.. if S::NUM_REGISTERS == 32 => tile::<S, R, 4>(num_lines, a, b, c, start),
+                2.. if S::NUM_REGISTERS == 32 => tile::<S, R, 2>(num_lines, a, b, c, start),
                 _ => tile::<S, R, 1>(num_lines, a, b, c, start),
             };
         }
