@@ -238,8 +238,9 @@ pub struct EngineArgs {
     /// process keeps its own. Default: a directory in the user's cache.
     #[arg(long, value_name = "DIR", env = "BATON_WEIGHT_CACHE")]
     pub weight_cache: Option<PathBuf>,
-    /// Propose several tokens cheaply and verify them in one step of the model: answers are the same and come
-    /// faster, most of all with few requests at a time. Decode workers do it; prefill workers ignore it.
+    /// Propose several tokens cheaply and verify them in one step of the model: answers are the same, and can come
+    /// faster where a step is bound by reading weights, as with large models and few requests at a time. Decode
+    /// workers do it; prefill workers ignore it.
     #[arg(long, value_enum, default_value_t = Speculate::Off, env = "BATON_SPECULATE")]
     pub speculate: Speculate,
     /// Directory or .gguf file of the draft model, for `--speculate draft`: smaller, with the same vocabulary. The

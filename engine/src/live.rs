@@ -185,11 +185,11 @@ impl LiveRequests {
         &self.requests[&id].reply
     }
 
-    /// Tokens to draft for a sequence that decodes, at most `max`, when one costs `cost` steps.
-    pub(crate) fn draft_length(&mut self, id: SequenceId, max: usize, cost: f64) -> usize {
+    /// Tokens to draft for a sequence that decodes, at most `max`; see [`DraftLength::next`].
+    pub(crate) fn draft_length(&mut self, id: SequenceId, max: usize, cost: f64, overhead: f64) -> usize {
         let live = self.requests.get_mut(&id).expect("planned sequences live");
         let sequence = self.scheduler.sequence(id).expect("planned sequences run");
-        live.draft_length.next(max.min(sequence.max_num_drafts()), cost)
+        live.draft_length.next(max.min(sequence.max_num_drafts()), cost, overhead)
     }
 
     /// Output tokens of a sequence so far.

@@ -5,7 +5,8 @@
 //! to verify:
 //!
 //! ```text
-//! cost = (draft(n) + n * target.per_token) / target(n)          in steps of the target that draft nothing
+//! per token = (draft(n) + n * target.per_token) / plain(n)         in steps without drafts
+//! per draft = target(n) / plain(n) - 1                             going back and forth between two models
 //! ```
 //! The more sequences decode, the more of a step is arithmetic, and the closer this comes to 1 and beyond.
 
@@ -32,6 +33,9 @@ const SAVING: f64 = 0.25;
 pub struct Costs {
     /// What a step of the drafter costs until it is measured, in steps of the target.
     draft_guess: f64,
+    /// Of steps without drafts.
+    plain: Option<StepTime>,
+    /// Of steps with drafts: caches and threads have just been the draft model's.
     target: Option<StepTime>,
     draft: Option<StepTime>,
     /// Seconds that the draft model takes for a token of a prompt.
@@ -48,22 +52,33 @@ struct StepTime {
 impl Costs {
     /// Nothing is measured yet.
     pub fn new(draft_guess: f64) -> Costs {
-        Costs { draft_guess, target: None, draft: None, prompt_token: None }
+        Costs { draft_guess, plain: None, target: None, draft: None, prompt_token: None }
     }
 
     /// One more drafted token for each of `num_sequences`, in steps of the target. From 1 on no draft pays.
     pub fn per_token(&self, num_sequences: usize) -> f64 {
-        let Some(target) = &self.target else { return self.draft_guess + VERIFY_GUESS };
-        let step = target.of(num_sequences);
+        let Some(plain) = &self.plain else { return self.draft_guess + VERIFY_GUESS };
+        let step = plain.of(num_sequences);
         let draft = self.draft.as_ref().map_or(self.draft_guess * step, |draft| draft.of(num_sequences));
-        (draft + num_sequences as f64 * target.per_token) / step
+        let verify = self.target.as_ref().unwrap_or(plain).per_token;
+        (draft + num_sequences as f64 * verify) / step
+    }
+
+    /// What a step with a draft costs more than one without, however long the draft is; in steps.
+    pub fn per_draft(&self, num_sequences: usize) -> f64 {
+        match (&self.plain, &self.target) {
+            (Some(plain), Some(target)) => {
+                (target.of(num_sequences) / plain.of(num_sequences) - 1.0).max(0.0)
+            }
+            _ => 0.0,
+        }
     }
 
     /// Whether the draft model should compute `num_missing` tokens of a sequence first, `num_output` of which
     /// were drawn. Nobody knows how many will be; as many again is the guess that is never far too high.
     pub fn pays_to_catch_up(&self, num_missing: usize, num_output: usize) -> bool {
-        let per_token = match (&self.target, self.prompt_token) {
-            (Some(target), Some(seconds)) => seconds / target.of(1),
+        let per_token = match (&self.plain, self.prompt_token) {
+            (Some(plain), Some(seconds)) => seconds / plain.of(1),
             _ => self.draft_guess * VERIFY_GUESS,
         };
         num_missing as f64 * per_token <= SAVING * num_output as f64
@@ -78,20 +93,20 @@ impl Costs {
         }
     }
 
-    /// A step of the target took so long.
-    pub fn observe_step(&mut self, num_tokens: usize, elapsed: Duration) {
+    /// A step of the target took so long, `num_drafts` of its tokens being drafts.
+    pub fn observe_step(&mut self, num_tokens: usize, num_drafts: usize, elapsed: Duration) {
         let seconds = elapsed.as_secs_f64();
         // Nothing is learned from a clock that stands still.
         if seconds > 0.0 {
-            let guess = || StepTime::guess(seconds, num_tokens);
-            self.target.get_or_insert_with(guess).observe(num_tokens, seconds);
+            let time = if num_drafts == 0 { &mut self.plain } else { &mut self.target };
+            time.get_or_insert_with(|| StepTime::guess(seconds, num_tokens)).observe(num_tokens, seconds);
         }
     }
 
     /// A step of the draft model did, in which nothing was computed but drafts.
     pub fn observe_draft(&mut self, num_tokens: usize, elapsed: Duration) {
         // From the guess on, as the first steps of a process are slow.
-        if let (None, Some(StepTime { fixed, per_token })) = (&self.draft, &self.target) {
+        if let (None, Some(StepTime { fixed, per_token })) = (&self.draft, &self.plain) {
             let (fixed, per_token) = (self.draft_guess * fixed, self.draft_guess * per_token);
             self.draft = Some(StepTime { fixed, per_token });
         }
@@ -102,11 +117,12 @@ impl Costs {
 
     /// A step has passed in which drafting did not pay.
     pub fn forget(&mut self) {
-        let Some(target) = &mut self.target else { return };
-        target.per_token += FORGET * (VERIFY_GUESS * target.fixed - target.per_token);
+        let Some(plain) = &self.plain else { return };
+        if let Some(target) = &mut self.target {
+            target.approach(plain, 1.0);
+        }
         if let Some(draft) = &mut self.draft {
-            draft.fixed += FORGET * (self.draft_guess * target.fixed - draft.fixed);
-            draft.per_token += FORGET * (self.draft_guess * target.per_token - draft.per_token);
+            draft.approach(plain, self.draft_guess);
         }
     }
 }
@@ -116,6 +132,12 @@ impl StepTime {
     fn guess(seconds: f64, num_tokens: usize) -> StepTime {
         let fixed = seconds / (1.0 + VERIFY_GUESS * num_tokens as f64);
         StepTime { fixed, per_token: VERIFY_GUESS * fixed }
+    }
+
+    /// Forgets a little: goes towards `share` of `other`.
+    fn approach(&mut self, other: &StepTime, share: f64) {
+        self.fixed += FORGET * (share * other.fixed - self.fixed);
+        self.per_token += FORGET * (share * VERIFY_GUESS * other.fixed - self.per_token);
     }
 
     fn of(&self, num_tokens: usize) -> f64 {
@@ -146,7 +168,8 @@ mod tests {
         let mut costs = Costs::new(0.3);
         for step in 0..2000 {
             let num_tokens = num_sequences * (1 + step % 5);
-            costs.observe_step(num_tokens, time(target, num_tokens));
+            costs.observe_step(num_sequences, 0, time(target, num_sequences));
+            costs.observe_step(num_tokens, num_tokens - num_sequences + 1, time(target, num_tokens));
             costs.observe_draft(num_sequences, time(draft, num_sequences));
         }
         costs
@@ -167,12 +190,20 @@ mod tests {
     }
 
     #[test]
+    fn a_step_may_take_longer_for_having_any_draft() {
+        let mut costs = learned((10.0, 0.0), (2.0, 0.0), 1);
+        assert!(costs.per_draft(1) < 0.01, "{costs:?}");
+        (0..1000).for_each(|_| costs.observe_step(3, 2, Duration::from_millis(14)));
+        assert!((costs.per_draft(1) - 0.4).abs() < 0.1, "{costs:?}");
+    }
+
+    #[test]
     fn until_something_is_measured_costs_are_guessed() {
         let mut costs = Costs::new(0.3);
         assert_eq!(costs.per_token(1), 0.35);
-        costs.observe_step(1, Duration::ZERO); // a clock that stands still
+        costs.observe_step(1, 0, Duration::ZERO); // a clock that stands still
         assert_eq!(costs.per_token(1), 0.35);
-        costs.observe_step(1, Duration::from_millis(7));
+        costs.observe_step(1, 0, Duration::from_millis(7));
         assert!((costs.per_token(1) - 0.35).abs() < 0.01, "{costs:?}");
     }
 

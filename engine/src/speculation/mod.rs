@@ -192,9 +192,11 @@ impl Speculator {
             return;
         }
         let decodes = plan.chunks.iter().filter(|chunk| chunk.num_tokens == 1 && chunk.wants_token);
-        let cost = self.costs.per_token(decodes.clone().count());
+        let num_sequences = decodes.clone().count();
+        let cost = self.costs.per_token(num_sequences);
+        let overhead = self.costs.per_draft(num_sequences);
         self.ids.extend(decodes.map(|chunk| chunk.id).filter(|&id| live.may_draft(id)));
-        let lengths = self.ids.iter().map(|&id| live.draft_length(id, self.max_draft_tokens, cost));
+        let lengths = self.ids.iter().map(|&id| live.draft_length(id, self.max_draft_tokens, cost, overhead));
         self.lengths.extend(lengths);
         if !self.ids.is_empty() && self.lengths.iter().all(|&length| length == 0) {
             self.costs.forget();
@@ -206,7 +208,8 @@ impl Speculator {
     pub(crate) fn executed(&mut self, plan: &Plan) {
         let num_tokens = plan.num_tokens();
         if num_tokens <= self.max_step_tokens {
-            self.costs.observe_step(num_tokens, (self.clock)() - self.started);
+            let num_drafts = plan.chunks.iter().map(|chunk| chunk.num_drafts).sum();
+            self.costs.observe_step(num_tokens, num_drafts, (self.clock)() - self.started);
         }
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! If each drafted token is accepted with probability `a` once those before it were, a draft of `k`
 //! yields `1 + a + ... + a^k` tokens (Leviathan et al., Fast Inference from Transformers via Speculative
-//! Decoding, 2023, equation 1) for the price of `1 + k c` steps, `c` being what drafting and verifying one
-//! token costs. The length is the `k` of the best yield per price, and 0 when none beats 1.
+//! Decoding, 2023, equation 1) for the price of `1 + o + k c` steps, `c` being what drafting and verifying one
+//! token costs, `o` what doing so at all does. The length is the `k` of the best yield per price, and 0 when none beats 1.
 
 /// Chance of acceptance that is assumed of a sequence at its start.
 const FIRST_GUESS: f64 = 0.8;
@@ -32,13 +32,14 @@ impl Default for DraftLength {
 }
 
 impl DraftLength {
-    /// Tokens to draft for the next step, at most `max`, when drafting and verifying one costs `cost` steps.
-    pub fn next(&mut self, max: usize, cost: f64) -> usize {
+    /// Tokens to draft for the next step, at most `max`, when drafting and verifying one costs `cost` steps, and
+    /// doing so at all `overhead`.
+    pub fn next(&mut self, max: usize, cost: f64, overhead: f64) -> usize {
         // At the price of a step even a draft that is always right gains nothing.
-        if max == 0 || cost >= 1.0 {
+        if max == 0 || cost + overhead / max as f64 >= 1.0 {
             return 0;
         }
-        let best = self.best(max, cost);
+        let best = self.best(max, cost, overhead);
         if best > 0 {
             self.rest = *REST.start();
             self.num_resting = 0;
@@ -64,13 +65,13 @@ impl DraftLength {
         }
     }
 
-    fn best(&self, max: usize, cost: f64) -> usize {
+    fn best(&self, max: usize, cost: f64, overhead: f64) -> usize {
         let (mut best, mut best_gain) = (0, 1.0);
         let (mut tokens, mut all_accepted) = (1.0, 1.0);
         for length in 1..=max {
             all_accepted *= self.acceptance;
             tokens += all_accepted;
-            let gain = tokens / (1.0 + length as f64 * cost);
+            let gain = tokens / (1.0 + overhead + length as f64 * cost);
             if gain > best_gain {
                 (best, best_gain) = (length, gain);
             }
@@ -99,7 +100,7 @@ mod tests {
     fn lengths(num_steps: usize, cost: f64, mut accepts: impl FnMut(usize) -> bool) -> Vec<usize> {
         let (mut length, mut num_verified) = (DraftLength::default(), 0);
         let mut step = || {
-            let num_drafts = length.next(8, cost);
+            let num_drafts = length.next(8, cost, 0.0);
             let mut is_right = || {
                 num_verified += 1;
                 accepts(num_verified - 1)
@@ -145,7 +146,7 @@ mod tests {
     #[test]
     fn length_follows_acceptance_and_cost() {
         let after =
-            |acceptance: f64, cost: f64| DraftLength { acceptance, ..Default::default() }.best(8, cost);
+            |acceptance: f64, cost: f64| DraftLength { acceptance, ..Default::default() }.best(8, cost, 0.0);
         for (acceptance, cost, expected) in [
             (1.0, 0.5, 8),
             (0.97, 0.5, 7),
@@ -159,8 +160,15 @@ mod tests {
         ] {
             assert_eq!(after(acceptance, cost), expected, "acceptance {acceptance}, cost {cost}");
         }
-        assert_eq!(DraftLength::default().next(0, 0.05), 0, "there may be no room");
-        assert_eq!(DraftLength::default().next(8, 1.0), 0, "there is nothing to gain, and no probe");
+        assert_eq!(DraftLength::default().next(0, 0.05, 0.0), 0, "there may be no room");
+        assert_eq!(DraftLength::default().next(8, 0.2, 0.0), 4);
+        assert_eq!(
+            DraftLength::default().next(8, 0.2, 2.0),
+            1,
+            "a probe: it would have to be right more often"
+        );
+        assert_eq!(DraftLength::default().next(8, 0.5, 4.0), 0, "nor is there with this overhead");
+        assert_eq!(DraftLength::default().next(8, 1.0, 0.0), 0, "there is nothing to gain, and no probe");
     }
 
     #[test]
