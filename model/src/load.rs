@@ -137,12 +137,14 @@ pub fn load(
     let mut packer = Packer::new(packing(options)?);
     let weights = take_weights(spec, &mut checkpoint, &mut packer)?;
     checkpoint.refuse_rest(&config.architecture, |name| is_redundant(spec, name))?;
+    let unrounded = revision(model, &checkpoint, None)?;
     let revision = revision(model, &checkpoint, options.quantise)?;
     let cache = match &options.weight_cache {
         None => None,
         Some(cache_dir) => {
             let mut hasher = blake3::Hasher::new();
-            hasher.update(revision.as_bytes());
+            // However they are rounded, they are the same weights.
+            hasher.update(unrounded.as_bytes());
             checkpoint.hash_files_into(&mut hasher)?;
             Some(WeightCache { dir: cache_dir, model, key: hasher.finalize() })
         }

@@ -6,8 +6,8 @@
 //! ```
 //! A packed file is named by what it was made from (the revision of the model, and place, size and time of its
 //! files) and how (the plan). It is written beside its name, synced and renamed, so it is whole or not there; of
-//! processes that start together one writes and the others wait for it. A file of the same model from before it
-//! changed is removed. When the cache cannot be used, every process packs for itself.
+//! processes that start together one writes and the others wait for it. Files of the same model from before it
+//! changed are removed; those that were packed otherwise from the same weights stay. When the cache cannot be used, every process packs for itself.
 
 use std::borrow::Cow;
 use std::fs::{self, File};
@@ -104,10 +104,20 @@ struct Job {
 #[derive(Clone, Debug)]
 pub(crate) struct WeightCache<'a> {
     pub(crate) dir: &'a Path,
-    /// The directory or file of the model: of two packed files for it, the older one is of no use.
+    /// The directory or file of the model: packed files of it under another key are of no use.
     pub(crate) model: &'a Path,
     /// What the weights are: the same key, the same bytes.
     pub(crate) key: blake3::Hash,
+}
+
+impl WeightCache<'_> {
+    /// The same key, the same weights in layouts of the same kind.
+    fn layout_key(&self) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&LAYOUT_VERSION.to_le_bytes());
+        hasher.update(self.key.as_bytes());
+        hasher.finalize()
+    }
 }
 
 impl Packer {
@@ -195,7 +205,8 @@ impl Packer {
         let key = self.key(cache);
         let model = cache.model.canonicalize().map_err(|error| (cache.model.to_owned(), error))?;
         let place = blake3::hash(model.as_os_str().as_encoded_bytes()).to_hex();
-        let path = cache.dir.join(format!("{}-{}.panels", &place[..16], &key.to_hex()[..16]));
+        let weights = format!("{}-{}", &place[..16], &cache.layout_key().to_hex()[..16]);
+        let path = cache.dir.join(format!("{weights}-{}.panels", &key.to_hex()[..16]));
         let at = |path: &Path| {
             let path = path.to_owned();
             move |error| (path, error)
@@ -213,7 +224,7 @@ impl Packer {
             let unfinished = path.with_extension("new");
             self.write(&unfinished, &key, num_threads, progress).map_err(at(&unfinished))?;
             fs::rename(&unfinished, &path).map_err(at(&path))?;
-            remove_others(cache.dir, &place[..16], &path);
+            remove_old(cache.dir, &place[..16], &weights);
             tracing::info!(path = %path.display(), bytes = self.num_bytes, "packed weights written");
         }
         self.open(&path, &key)
@@ -248,8 +259,7 @@ impl Packer {
 
     fn key(&self, cache: &WeightCache<'_>) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new();
-        hasher.update(&LAYOUT_VERSION.to_le_bytes());
-        hasher.update(cache.key.as_bytes());
+        hasher.update(cache.layout_key().as_bytes());
         for job in &self.jobs {
             for number in [job.offset, job.rows, job.cols] {
                 hasher.update(&(number as u64).to_le_bytes());
@@ -353,12 +363,12 @@ impl Job {
     }
 }
 
-/// Removes packed files of the same model other than `keep`. Who has one mapped keeps it.
-fn remove_others(dir: &Path, place: &str, keep: &Path) {
+/// Removes packed files of the model at `place` that do not begin with `weights`. Who has one mapped keeps it.
+fn remove_old(dir: &Path, place: &str, weights: &str) {
     let Ok(entries) = dir.read_dir() else { return };
     for path in entries.flatten().map(|entry| entry.path()) {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        if path != keep && name.starts_with(place) && name.ends_with(".panels") {
+        if name.starts_with(place) && !name.starts_with(weights) && name.ends_with(".panels") {
             // What stays behind costs room, nothing else.
             let _ = fs::remove_file(&path);
         }

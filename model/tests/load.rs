@@ -304,9 +304,14 @@ fn loading_reports_bytes_and_describes_the_model() {
 
 /// The logits after two tokens.
 fn logits(model: &Model, weight_cache: Option<&Path>) -> Vec<f32> {
+    logits_with(model, weight_cache, None)
+}
+
+fn logits_with(model: &Model, weight_cache: Option<&Path>, quantise: Option<&str>) -> Vec<f32> {
     let options = LoadOptions {
         threads: Some(2),
         weight_cache: weight_cache.map(Path::to_owned),
+        quantise: quantise.map(|text| text.parse().unwrap()),
         ..LoadOptions::default()
     };
     let loaded = load(model.dir.path(), &options, &mut |_| {}).unwrap();
@@ -359,6 +364,21 @@ fn packed_weights_of_a_changed_model_are_not_used() {
     assert_ne!(after, before);
     let new = packed_files(cache.path());
     assert!(new.len() == 1 && new != old, "{old:?} became {new:?}");
+}
+
+#[test]
+fn weights_that_are_packed_in_two_ways_are_kept_in_both() {
+    let (model, cache) = (Model::new("llama"), TempDir::new().unwrap());
+    let whole = logits(&model, Some(cache.path()));
+    let [file] = packed_files(cache.path()).try_into().unwrap();
+    let rounded = logits_with(&model, Some(cache.path()), Some("int8"));
+    assert_ne!(rounded, whole);
+    assert_eq!(rounded, logits_with(&model, None, Some("int8")));
+    let files = packed_files(cache.path());
+    assert!(files.len() == 2 && files.contains(&file), "{files:?}");
+    model.set("rms_norm_eps", "1e-5");
+    logits(&model, Some(cache.path()));
+    assert_eq!(packed_files(cache.path()).len(), 1, "the old ones are gone");
 }
 
 #[test]
