@@ -220,6 +220,10 @@ pub struct EngineArgs {
     /// Tokens that one step computes at most: the size of a prefill chunk.
     #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = at_least_one, env = "BATON_TOKEN_BUDGET")]
     pub token_budget: usize,
+    /// Milliseconds between two tokens to aim at: prompts that are computed beside running answers come in chunks that
+    /// keep it, by what steps were measured to take. Default: chunks of the token budget.
+    #[arg(long, value_name = "MS", value_parser = at_least_one, env = "BATON_ITL_TARGET")]
+    pub itl_target: Option<usize>,
     /// Do not keep the KV of finished prompts for later ones that begin alike.
     #[arg(long, env = "BATON_NO_PREFIX_CACHE")]
     pub no_prefix_cache: bool,

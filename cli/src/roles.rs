@@ -64,6 +64,7 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     config.max_running = args.engine.max_running;
     config.max_waiting = args.engine.max_waiting;
     config.token_budget = args.engine.token_budget;
+    config.itl_target = args.engine.itl_target.map(|ms| Duration::from_millis(ms as u64));
     config.prefix_cache = !args.engine.no_prefix_cache;
     config.threads = args.engine.threads;
     config.quantise = args.engine.quantize;

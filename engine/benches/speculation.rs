@@ -69,6 +69,7 @@ fn start(target: &LoadedModel, drafter: Drafter) -> (EngineHandle, EngineThread)
         num_blocks: 1024,
         max_running: 64,
         token_budget: 512,
+        itl_target: None,
         context_length: target.config().context_length,
         max_waiting: 64,
         prefix_cache: false,

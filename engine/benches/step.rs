@@ -17,8 +17,13 @@ use criterion::{Criterion, criterion_group, criterion_main};
 /// A step in which everything decodes: plan, count, one token each.
 fn scheduler(c: &mut Criterion) {
     const NUM_RUNNING: u64 = 256;
-    let config =
-        SchedulerConfig { num_blocks: 65_536, block_size: 16, max_running: 256, token_budget: 100_000 };
+    let config = SchedulerConfig {
+        num_blocks: 65_536,
+        block_size: 16,
+        max_running: 256,
+        token_budget: 100_000,
+        itl_target: None,
+    };
     let root = Some(HashRoot::new("bench", "", ""));
     let start = || {
         let mut scheduler = Scheduler::new(config);

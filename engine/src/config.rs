@@ -1,5 +1,7 @@
 //! What an engine is started with.
 
+use std::time::Duration;
+
 /// Sizes and limits of one engine.
 #[derive(Clone, Debug)]
 pub struct EngineConfig {
@@ -10,6 +12,9 @@ pub struct EngineConfig {
     /// Tokens computed in one step. Decodes are served first: below `max_running`, the youngest
     /// sequences wait for older ones to end.
     pub token_budget: usize,
+    /// Time between two tokens to aim at: prompts that are computed beside sequences that decode come in chunks
+    /// that keep it, by what steps were measured to take. `None`: chunks of the token budget.
+    pub itl_target: Option<Duration>,
     /// Longest sequence, prompt and output together.
     pub context_length: usize,
     /// Requests that wait at a time; more are refused.

@@ -4,6 +4,7 @@
 //! - [`request`]: what is asked for, and when it is over;
 //! - [`block_pool`]: who owns which KV block, and the prefix cache;
 //! - [`sequence`] and [`scheduler`]: which tokens are computed in the next step, decided purely;
+//! - `step_time`: what steps take, and how much of prompts fits beside decodes;
 //! - [`sampler`]: from logits to a token;
 //! - [`speculation`]: who drafts tokens, and how many;
 //! - `live`: the requests under way, from submission to their terminal event;
@@ -32,6 +33,7 @@ pub mod scheduler;
 pub mod sequence;
 pub mod speculation;
 mod step_loop;
+mod step_time;
 #[doc(hidden)]
 pub mod testing;
 

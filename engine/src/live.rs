@@ -63,6 +63,7 @@ impl LiveRequests {
                 block_size: layout.block_size,
                 max_running: config.max_running,
                 token_budget: config.token_budget,
+                itl_target: config.itl_target,
             }),
             requests: HashMap::new(),
             sampler: Sampler::default(),

@@ -28,13 +28,17 @@
 //! Blocks of a prefill's prompt are never taken away (see [`Sequence`]), and reserved ones neither:
 //! their owners return them by a deadline of their own. Until then a sequence that cannot grow waits.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::Duration,
+};
 
 use baton_kv_cache::BlockId;
 
 use crate::{
     block_pool::{BlockPool, IntegrityError, PoolReport},
     sequence::{Role, Sequence, SequenceId},
+    step_time::Pace,
 };
 
 /// Limits of one scheduler.
@@ -48,6 +52,8 @@ pub struct SchedulerConfig {
     pub max_running: usize,
     /// Tokens computed in one step.
     pub token_budget: usize,
+    /// Time between two tokens to aim at when prompts are computed beside sequences that decode.
+    pub itl_target: Option<Duration>,
 }
 
 /// What the next step does. Reused from step to step.
@@ -91,6 +97,7 @@ pub struct Admission {
 #[derive(Debug)]
 pub struct Scheduler {
     config: SchedulerConfig,
+    pace: Pace,
     pool: BlockPool,
     /// Oldest first.
     waiting: VecDeque<Sequence>,
@@ -125,6 +132,7 @@ impl Scheduler {
     pub fn new(config: SchedulerConfig) -> Scheduler {
         Scheduler {
             config,
+            pace: Pace::new(config.itl_target),
             pool: BlockPool::new(config.num_blocks),
             waiting: VecDeque::new(),
             running: Vec::new(),
@@ -150,10 +158,20 @@ impl Scheduler {
         plan.clear();
         let mut budget = self.config.token_budget;
         self.plan_decodes(plan, &mut budget);
+        if !plan.chunks.is_empty() {
+            // A block at least, or a prompt would never be done.
+            let beside = self.pace.num_tokens_beside(plan.chunks.len()).max(self.config.block_size);
+            budget = budget.min(beside);
+        }
         self.plan_chunks(plan, &mut budget);
         if plan.preempted.is_empty() {
             self.admit(plan, &mut budget);
         }
+    }
+
+    /// The step of `plan` took so long, drawing included.
+    pub fn observe(&mut self, plan: &Plan, elapsed: Duration) {
+        self.pace.observe(plan.num_tokens(), elapsed);
     }
 
     /// Drafts `token` to follow a running sequence and what is drafted for it.

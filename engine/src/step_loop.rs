@@ -16,6 +16,7 @@ use std::{
         Arc,
         mpsc::{Receiver, TryRecvError},
     },
+    time::Instant,
 };
 
 use baton_kv_cache::{BlockId, BlockStorage};
@@ -131,6 +132,7 @@ impl StepLoop {
             self.live.tell_admitted(admission);
         }
         if !plan.chunks.is_empty() {
+            let started = Instant::now();
             if let Some(speculator) = &mut self.speculator {
                 speculator.draft(&mut plan, &mut self.live)?;
             }
@@ -139,6 +141,7 @@ impl StepLoop {
             if let Some(speculator) = &mut self.speculator {
                 speculator.executed(&plan);
             }
+            self.live.scheduler.observe(&plan, started.elapsed());
             self.publish_load();
         }
         let can_move = !plan.is_empty();

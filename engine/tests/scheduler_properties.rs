@@ -1,7 +1,10 @@
 //! The pool and the scheduler under random operations: the books are right after each one, no plan
 //! breaks a limit, and everything that was added ends.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    time::Duration,
+};
 
 use baton_engine::{
     BlockPool,
@@ -145,12 +148,61 @@ fn operation() -> impl Strategy<Value = Operation> {
 }
 
 fn config() -> impl Strategy<Value = SchedulerConfig> {
-    (18..40usize, 1..6usize, 1..40usize).prop_map(|(num_blocks, max_running, token_budget)| SchedulerConfig {
-        num_blocks,
+    (18..40usize, 1..6usize, 1..40usize, any::<bool>()).prop_map(
+        |(num_blocks, max_running, token_budget, is_paced)| SchedulerConfig {
+            num_blocks,
+            block_size: 4,
+            max_running,
+            token_budget,
+            itl_target: is_paced.then_some(Duration::from_millis(12)),
+        },
+    )
+}
+
+/// What a step takes.
+fn time_of(num_tokens: usize) -> Duration {
+    Duration::from_millis(4 + num_tokens as u64)
+}
+
+#[test]
+fn prompts_beside_decodes_come_in_chunks_that_keep_the_target() {
+    let itl_target = Duration::from_millis(40);
+    let mut scheduler = Scheduler::new(SchedulerConfig {
+        num_blocks: 2000,
         block_size: 4,
-        max_running,
-        token_budget,
-    })
+        max_running: 8,
+        token_budget: 512,
+        itl_target: Some(itl_target),
+    });
+    let prompt = |id: u64, len: usize, max: usize| {
+        Sequence::new(SequenceId(id), Role::Generate, vec![id as u32; len], max, 4, None)
+    };
+    scheduler.add(prompt(0, 4, 4000));
+    let mut plan = Plan::default();
+    let mut longest = Duration::ZERO;
+    let mut longest_late = Duration::ZERO;
+    let mut num_steps = 0;
+    while scheduler.sequence(SequenceId(1)).is_none_or(|sequence| sequence.tokens().len() == 3000) {
+        if num_steps == 1 {
+            scheduler.add(prompt(1, 3000, 3001));
+        }
+        scheduler.step(&mut plan);
+        let elapsed = time_of(plan.chunks.iter().map(|chunk| chunk.num_tokens).sum());
+        scheduler.advance(&plan);
+        scheduler.observe(&plan, elapsed);
+        for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
+            scheduler.push_token(chunk.id, DRAWN);
+        }
+        num_steps += 1;
+        longest = longest.max(elapsed);
+        if num_steps > 20 {
+            longest_late = longest_late.max(elapsed);
+        }
+    }
+    assert!(longest <= 2 * itl_target, "{longest:?} while learning");
+    assert!(longest_late <= itl_target + itl_target / 10, "{longest_late:?}");
+    // 35 tokens fit beside one that decodes: it is not kept by doing little.
+    assert!((80..130).contains(&num_steps), "{num_steps} steps for 3000 tokens");
 }
 
 /// What every sequence draws.
@@ -243,6 +295,8 @@ impl Driver {
             }
         }
         self.scheduler.advance(&self.plan);
+        let num_tokens = self.plan.chunks.iter().map(|chunk| chunk.num_tokens).sum();
+        self.scheduler.observe(&self.plan, time_of(num_tokens));
         let plan = std::mem::take(&mut self.plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
             let mut num_drawn = 0;

@@ -686,6 +686,7 @@ impl Player {
             block_size: pool.number("block_size"),
             max_running: pool.number("running"),
             token_budget: pool.number("budget"),
+            itl_target: None,
         };
         Player {
             scheduler: Scheduler::new(config),

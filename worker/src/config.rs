@@ -38,6 +38,8 @@ pub struct WorkerConfig {
     pub max_waiting: usize,
     /// Tokens that one step computes at most.
     pub token_budget: usize,
+    /// Time between two tokens to aim at when prompts are computed beside answers.
+    pub itl_target: Option<Duration>,
     /// Whether blocks are shared between requests of equal prefix.
     pub prefix_cache: bool,
     /// Threads that compute. `None`: one per core.
@@ -148,6 +150,7 @@ impl WorkerConfig {
             max_running: 64,
             max_waiting: 1024,
             token_budget: 512,
+            itl_target: None,
             prefix_cache: true,
             threads: None,
             quantise: None,

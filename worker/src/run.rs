@@ -168,6 +168,7 @@ fn start_engine(
         num_blocks: record.capacity.num_blocks,
         max_running: config.max_running,
         token_budget: config.token_budget,
+        itl_target: config.itl_target,
         context_length: model.context_length,
         max_waiting: config.max_waiting,
         prefix_cache: config.prefix_cache,

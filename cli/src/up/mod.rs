@@ -129,6 +129,7 @@ fn engine_flags(engine: &EngineArgs) -> Vec<String> {
         max_running,
         max_waiting,
         token_budget,
+        itl_target,
         no_prefix_cache,
         threads,
         quantize,
@@ -146,6 +147,7 @@ fn engine_flags(engine: &EngineArgs) -> Vec<String> {
         Some(format!("--max-running={max_running}")),
         Some(format!("--max-waiting={max_waiting}")),
         Some(format!("--token-budget={token_budget}")),
+        itl_target.map(|ms| format!("--itl-target={ms}")),
         no_prefix_cache.then(|| "--no-prefix-cache".to_owned()),
         threads.map(|threads| format!("--threads={threads}")),
         quantize.map(|quantisation| format!("--quantize={quantisation}")),
@@ -186,7 +188,7 @@ mod tests {
     #[test]
     fn children_get_what_up_was_told() {
         let cli = Cli::parse_from(
-            "baton up --port 9 --prefill 2 --decode 2 --threads 1 --kv-dtype fp8 --kv-memory 3M --no-prefix-cache \
+            "baton up --port 9 --prefill 2 --decode 2 --threads 1 --kv-dtype fp8 --kv-memory 3M --itl-target 40 --no-prefix-cache \
              --quantize int4:64 --activations f32 --speculate draft --draft-model /draft \
              --max-draft-tokens 3 --log-format json --log-color never \
              --otlp-endpoint http://127.0.0.1:4317"

@@ -12,18 +12,7 @@
 
 use std::time::Duration;
 
-/// What verifying a token costs until it is measured, in steps: a row more while weights are read anyway.
-const VERIFY_GUESS: f64 = 0.05;
-/// How far the newest measurement moves the line.
-const NEWEST: f64 = 0.125;
-/// Tokens that weigh as much as the fixed part when a measurement is split between the two.
-const BALANCE: f64 = 8.0;
-/// A measurement counts as at most this many times what was expected, and at least as this part of it: a
-/// processor that was taken away for a while says nothing about steps.
-const OUTLIER: f64 = 4.0;
-/// How far each step in which drafting did not pay moves what was learned back to the guesses. Without drafts
-/// nothing is measured, and what has changed would never be noticed.
-const FORGET: f64 = 1.0 / 8192.0;
+use crate::step_time::{NEWEST, StepTime, TOKEN_GUESS};
 
 /// Of a step's time, what drafting is taken to save where it pays.
 const SAVING: f64 = 0.25;
@@ -42,13 +31,6 @@ pub struct Costs {
     prompt_token: Option<f64>,
 }
 
-/// Seconds that a step takes.
-#[derive(Clone, Debug, PartialEq)]
-struct StepTime {
-    fixed: f64,
-    per_token: f64,
-}
-
 impl Costs {
     /// Nothing is measured yet.
     pub fn new(draft_guess: f64) -> Costs {
@@ -57,7 +39,7 @@ impl Costs {
 
     /// One more drafted token for each of `num_sequences`, in steps of the target. From 1 on no draft pays.
     pub fn per_token(&self, num_sequences: usize) -> f64 {
-        let Some(plain) = &self.plain else { return self.draft_guess + VERIFY_GUESS };
+        let Some(plain) = &self.plain else { return self.draft_guess + TOKEN_GUESS };
         let step = plain.of(num_sequences);
         let draft = self.draft.as_ref().map_or(self.draft_guess * step, |draft| draft.of(num_sequences));
         let verify = self.target.as_ref().unwrap_or(plain).per_token;
@@ -79,7 +61,7 @@ impl Costs {
     pub fn pays_to_catch_up(&self, num_missing: usize, num_output: usize) -> bool {
         let per_token = match (&self.plain, self.prompt_token) {
             (Some(plain), Some(seconds)) => seconds / plain.of(1),
-            _ => self.draft_guess * VERIFY_GUESS,
+            _ => self.draft_guess * TOKEN_GUESS,
         };
         num_missing as f64 * per_token <= SAVING * num_output as f64
     }
@@ -124,35 +106,6 @@ impl Costs {
         if let Some(draft) = &mut self.draft {
             draft.approach(plain, self.draft_guess);
         }
-    }
-}
-
-impl StepTime {
-    /// From one step.
-    fn guess(seconds: f64, num_tokens: usize) -> StepTime {
-        let fixed = seconds / (1.0 + VERIFY_GUESS * num_tokens as f64);
-        StepTime { fixed, per_token: VERIFY_GUESS * fixed }
-    }
-
-    /// Forgets a little: goes towards `share` of `other`.
-    fn approach(&mut self, other: &StepTime, share: f64) {
-        self.fixed += FORGET * (share * other.fixed - self.fixed);
-        self.per_token += FORGET * (share * VERIFY_GUESS * other.fixed - self.per_token);
-    }
-
-    fn of(&self, num_tokens: usize) -> f64 {
-        self.fixed + num_tokens as f64 * self.per_token
-    }
-
-    /// Normalised least mean squares (Widrow, Hoff 1960) in `1` and `num_tokens / BALANCE`.
-    fn observe(&mut self, num_tokens: usize, seconds: f64) {
-        let expected = self.of(num_tokens);
-        let x = num_tokens as f64 / BALANCE;
-        let error = seconds.clamp(expected / OUTLIER, expected * OUTLIER) - expected;
-        let step = NEWEST * error / (1.0 + x * x);
-        // Neither is ever nothing, or negative.
-        self.fixed = (self.fixed + step).max(expected / 1000.0);
-        self.per_token = (self.per_token + step * x / BALANCE).max(0.0);
     }
 }
 

@@ -21,6 +21,7 @@ pub fn config() -> EngineConfig {
         num_blocks: 256,
         max_running: 16,
         token_budget: 64,
+        itl_target: None,
         context_length: 512,
         max_waiting: 1024,
         prefix_cache: true,
