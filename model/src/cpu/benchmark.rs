@@ -99,17 +99,17 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// `num_rows` rows that end a context of `context` tokens, with 32 heads of 128 and 8 kv heads.
+    /// `num_rows` rows that end a context of `context` tokens, with 32 heads of 64 and 8 kv heads.
     pub fn new(num_rows: usize, context: usize, dtype: KvDtype, threads: usize) -> Attention {
         let shape = AttentionShape {
             num_heads: 32,
             num_kv_heads: 8,
-            head_dim: 128,
+            head_dim: 64,
             scale: 0.1,
             soft_cap: None,
             window: None,
         };
-        let layout = KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 8, head_dim: 128, dtype };
+        let layout = KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 8, head_dim: 64, dtype };
         let num_blocks = context.div_ceil(16);
         let width = shape.num_heads * shape.head_dim;
         Attention {
