@@ -137,14 +137,13 @@ pub fn load(
     let mut packer = Packer::new(packing(options)?);
     let weights = take_weights(spec, &mut checkpoint, &mut packer)?;
     checkpoint.refuse_rest(&config.architecture, |name| is_redundant(spec, name))?;
-    let unrounded = revision(model, &checkpoint, None)?;
-    let revision = revision(model, &checkpoint, options.quantise)?;
+    let hasher = identity(model, &checkpoint)?;
+    let revision = revision(hasher.clone(), options.quantise);
     let cache = match &options.weight_cache {
         None => None,
         Some(cache_dir) => {
-            let mut hasher = blake3::Hasher::new();
             // However they are rounded, they are the same weights.
-            hasher.update(unrounded.as_bytes());
+            let mut hasher = hasher;
             checkpoint.hash_files_into(&mut hasher)?;
             Some(WeightCache { dir: cache_dir, model, key: hasher.finalize() })
         }
@@ -186,12 +185,8 @@ fn packing(options: &LoadOptions) -> Result<Packing, LoadError> {
     })
 }
 
-/// Identity of the weights: a hash of the configuration, of the weight files' headers and sizes, and of the rounding.
-fn revision(
-    model: &Path,
-    checkpoint: &Checkpoint,
-    quantise: Option<Quantisation>,
-) -> Result<String, LoadError> {
+/// A hash of what the files say: the configuration, and the weight files' headers and sizes.
+fn identity(model: &Path, checkpoint: &Checkpoint) -> Result<blake3::Hasher, LoadError> {
     let mut hasher = blake3::Hasher::new();
     // The header of a GGUF file is its configuration, too.
     if model.is_dir() {
@@ -201,9 +196,14 @@ fn revision(
         hasher.update(&config);
     }
     checkpoint.hash_into(&mut hasher);
+    Ok(hasher)
+}
+
+/// Identity of the weights as they are computed with.
+fn revision(mut hasher: blake3::Hasher, quantise: Option<Quantisation>) -> String {
     // Rounded weights are another model: its KV is not mixed with that of the one it was made of.
     if let Some(quantisation) = quantise {
         hasher.update(quantisation.to_string().as_bytes());
     }
-    Ok(hasher.finalize().to_hex()[..32].to_owned())
+    hasher.finalize().to_hex()[..32].to_owned()
 }
