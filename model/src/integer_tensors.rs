@@ -3,6 +3,7 @@
 //! It knows where each number lies, not which tensors those are: that is [`quantised`](crate::quantised).
 
 use crate::FloatDtype;
+use crate::cpu::e4m3;
 use crate::integers::{IntegerFormat, IntegerRow, IntegerWidth};
 use crate::matrix::{Span, widen};
 
@@ -181,21 +182,9 @@ impl Fp8Tensors {
     pub(crate) fn read_row(&self, row_idx: usize, to: &mut [f32]) {
         let row = &self.levels[row_idx * self.cols..][..self.cols];
         for (k, (to, byte)) in to.iter_mut().zip(row).enumerate() {
-            *to = widen_e4m3(*byte) * self.scales.get(row_idx, k / self.group);
+            *to = e4m3::to_f32(*byte) * self.scales.get(row_idx, k / self.group);
         }
     }
-}
-
-/// A sign, four bits of exponent above 7, three of mantissa; no infinities (Micikevicius et al. 2022,
-/// arXiv:2209.05433).
-fn widen_e4m3(byte: u8) -> f32 {
-    let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
-    let magnitude = match (exponent, byte & 7) {
-        (0, _) => mantissa * 2f32.powi(-9),
-        (15, 7) => f32::NAN,
-        _ => (8.0 + mantissa) * 2f32.powi(exponent - 10),
-    };
-    if byte & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
 #[cfg(test)]
@@ -215,8 +204,8 @@ mod tests {
             (0x7e, 448.0),
             (0xfe, -448.0),
         ] {
-            assert_eq!(widen_e4m3(byte), value, "{byte:#x}");
+            assert_eq!(e4m3::to_f32(byte), value, "{byte:#x}");
         }
-        assert!(widen_e4m3(0x7f).is_nan());
+        assert!(e4m3::to_f32(0x7f).is_nan());
     }
 }

@@ -7,7 +7,7 @@
 pub(super) const MAX: f32 = 448.0;
 
 /// What a code stands for.
-pub(super) fn to_f32(code: u8) -> f32 {
+pub(crate) fn to_f32(code: u8) -> f32 {
     let (exponent, mantissa) = (code >> 3 & 0xf, code & 7);
     let magnitude = match (exponent, mantissa) {
         (15, 7) => f32::NAN,

@@ -2,7 +2,7 @@
 
 mod attention;
 pub mod benchmark;
-mod e4m3;
+pub(crate) mod e4m3;
 mod experts;
 mod fastest;
 mod forward;
