@@ -1,4 +1,4 @@
-//! A writer of GGUF files, for tests.
+//! A writer of GGUF files and what damages them, for tests.
 
 use crate::TensorType;
 
@@ -137,5 +137,36 @@ impl Writer {
         bytes.resize(bytes.len().next_multiple_of(self.alignment), 0);
         bytes.extend(&self.data);
         bytes
+    }
+}
+
+/// Damage that looks random, the same for a seed: numbers are those of SplitMix64 (Steele et al. 2014).
+#[derive(Clone, Debug)]
+pub struct Damage(u64);
+
+impl Damage {
+    /// Begins anew.
+    pub fn new(seed: u64) -> Damage {
+        Damage(seed)
+    }
+
+    /// Changes one to three places that begin among the first `len` bytes, up to four bytes each.
+    pub fn apply(&mut self, bytes: &mut [u8], len: usize) {
+        for _ in 0..=self.below(3) {
+            let at = self.below(len);
+            match self.below(3) {
+                0 => bytes[at] ^= 1 << self.below(8),
+                1 => bytes[at] = self.below(256) as u8,
+                _ => bytes[at..at + 4].copy_from_slice(&(1u32 << self.below(32)).to_le_bytes()),
+            }
+        }
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut bits = self.0;
+        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((bits ^ (bits >> 31)) % limit as u64) as usize
     }
 }

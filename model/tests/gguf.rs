@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use baton_gguf::testing::Writer;
+use baton_gguf::testing::{Damage, Writer};
 use baton_gguf::{Gguf, TensorType, Value};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
 use baton_model::{Activations, Batch, BatchSequence, Executor, LoadOptions, LoadedModel, load};
@@ -538,26 +538,11 @@ fn damaged_files_are_loaded_or_refused() {
     let whole = fs::read(Path::new(FIXTURES).join("mixtral-q8_0.gguf")).unwrap();
     let header_len = Gguf::parse(&whole).unwrap().header().len();
     let dir = tempfile::tempdir().unwrap();
-    let mut random = 0x6775_6667u64;
-    let mut draw = |below: usize| {
-        // SplitMix64 (Steele et al. 2014).
-        random = random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut bits = random;
-        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((bits ^ (bits >> 31)) % below as u64) as usize
-    };
+    let mut damage = Damage::new(0x6775_6667);
     let (mut num_loaded, mut num_refused) = (0, 0);
     for _ in 0..1000 {
         let mut bytes = whole.clone();
-        for _ in 0..=draw(3) {
-            let at = draw(header_len);
-            match draw(3) {
-                0 => bytes[at] ^= 1 << draw(8),
-                1 => bytes[at] = draw(256) as u8,
-                _ => bytes[at..at + 4].copy_from_slice(&(1u32 << draw(32)).to_le_bytes()),
-            }
-        }
+        damage.apply(&mut bytes, header_len);
         let options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
         match load(&write(&dir, &bytes), &options, &mut |_| {}) {
             Ok(_) => num_loaded += 1,

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use baton_gguf::testing::Writer;
+use baton_gguf::testing::{Damage, Writer};
 use baton_gguf::{GgufFile, Value};
 use baton_tokenizer::{GenerationDefaults, Tokenizer};
 use serde_json::{Map, json};
@@ -184,28 +184,14 @@ fn files_without_a_usable_tokenizer_are_refused() {
 fn damaged_files_are_loaded_or_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.gguf");
-    let mut random = 0x6775_6667u64;
-    let mut draw = |below: usize| {
-        // SplitMix64 (Steele et al. 2014).
-        random = random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut bits = random;
-        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((bits ^ (bits >> 31)) % below as u64) as usize
-    };
+    let mut damage = Damage::new(0x6775_6667);
     for name in ["llama", "qwen2"] {
         let whole = fs::read(fixture(name)).unwrap();
         let (mut num_loaded, mut num_refused) = (0, 0);
         for _ in 0..400 {
             let mut bytes = whole.clone();
-            for _ in 0..=draw(3) {
-                let at = draw(bytes.len() - 4);
-                match draw(3) {
-                    0 => bytes[at] ^= 1 << draw(8),
-                    1 => bytes[at] = draw(256) as u8,
-                    _ => bytes[at..at + 4].copy_from_slice(&(1u32 << draw(32)).to_le_bytes()),
-                }
-            }
+            let len = bytes.len() - 4;
+            damage.apply(&mut bytes, len);
             fs::write(&path, bytes).unwrap();
             let _ = GenerationDefaults::load(&path);
             match Tokenizer::load(&path) {
