@@ -4,6 +4,7 @@ use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use memmap2::MmapMut;
 
 use super::attention::{AttentionShape, attend};
+use super::memory::anonymous;
 use super::products::{Output, PanelFormat, PanelsRef, multiply};
 use super::simd::{Dtype, Isa};
 use super::{Aligned, Cpu, multiplies_bf16};
@@ -46,8 +47,7 @@ impl Weights {
 /// Bytes in large pages, as packed weights have them. Not zeroes, which the system might keep in one page that stands for
 /// all.
 pub(super) fn memory(num_bytes: usize) -> MmapMut {
-    let mut map = MmapMut::map_anon(num_bytes).expect("memory to measure with");
-    let _ = map.advise(memmap2::Advice::HugePage);
+    let mut map = anonymous(num_bytes);
     map.fill(1);
     map
 }
@@ -62,7 +62,7 @@ pub struct Gemm {
     a: Aligned,
     /// Matrices, one after the other.
     w: MmapMut,
-    out: Vec<f32>,
+    out: Aligned,
 }
 
 impl Gemm {
@@ -72,7 +72,7 @@ impl Gemm {
         let w = memory(num * weights.matrix_bytes(n, k));
         let mut a = Aligned::default();
         a.grown(m * k).fill(1.0);
-        Gemm { cpu, m, n, k, weights, a, w, out: vec![0.0; m * n] }
+        Gemm { cpu, m, n, k, weights, a, w, out: Aligned::default() }
     }
 
     /// Multiplies with each matrix once.
@@ -80,7 +80,7 @@ impl Gemm {
         let matrix_bytes = self.weights.matrix_bytes(self.n, self.k);
         for matrix in self.w.chunks_exact(matrix_bytes) {
             let w = PanelsRef::new(matrix, self.weights.0, self.n, self.k);
-            multiply(&mut self.cpu, self.m, &self.a, w, None, &mut self.out, Output::Store);
+            multiply(&mut self.cpu, self.m, &self.a, w, None, self.out.grown(self.m * self.n), Output::Store);
         }
         self.out[0]
     }

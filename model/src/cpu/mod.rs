@@ -7,6 +7,7 @@ mod experts;
 mod fastest;
 mod forward;
 mod kv;
+mod memory;
 mod peaks;
 mod pool;
 mod products;
@@ -18,6 +19,7 @@ pub(crate) use fastest::{bf16_is_faster, multiplies_bf16};
 pub use forward::CpuExecutor;
 pub(crate) use products::{PANEL, PanelFormat, PanelsRef, pack_floats, pack_integers};
 
+use memory::Aligned;
 use pool::Pool;
 use simd::Isa;
 
@@ -71,43 +73,6 @@ impl<T> SharedMut<T> {
 
     fn ptr(&self) -> *mut T {
         self.0
-    }
-}
-
-/// Numbers that begin at a cache line, so that vectors do not lie across two; grows, never shrinks.
-#[derive(Default)]
-struct Aligned {
-    lines: Vec<Line>,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([f32; 16]);
-
-impl Aligned {
-    /// The first `len`, with any contents.
-    fn grown(&mut self, len: usize) -> &mut [f32] {
-        let num_lines = len.div_ceil(16);
-        if self.lines.len() < num_lines {
-            self.lines.resize(num_lines, Line([0.0; 16]));
-        }
-        &mut self[..len]
-    }
-}
-
-impl std::ops::Deref for Aligned {
-    type Target = [f32];
-
-    fn deref(&self) -> &[f32] {
-        // SAFETY: a line is sixteen f32 without gaps.
-        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.lines.len() * 16) }
-    }
-}
-
-impl std::ops::DerefMut for Aligned {
-    fn deref_mut(&mut self) -> &mut [f32] {
-        // SAFETY: as above.
-        unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.lines.len() * 16) }
     }
 }
 
