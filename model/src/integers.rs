@@ -16,6 +16,14 @@ pub(crate) struct IntegerFormat {
     pub(crate) has_zeros: bool,
 }
 
+impl IntegerFormat {
+    /// Activations that share a scale: whole groups of weights, together some 256 numbers. Where groups are small, a
+    /// product of both scales for each of them would cost as much as its multiplications.
+    pub(crate) fn activation_group(self) -> usize {
+        (256 / self.group).max(1) * self.group
+    }
+}
+
 /// Bits of a level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum IntegerWidth {

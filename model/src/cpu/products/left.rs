@@ -4,7 +4,8 @@
 //! tiles of R rows, one after the other; zeroes where rows or columns are missing
 //! floats    [K][R] f32
 //! pairs     [K / 2][R][2] bf16
-//! levels    group by group of K: [R] f32 scales, [R] sums, [K / 4][R][4] i8
+//! levels    for every activation group of K: [R] f32 scales, then for every group of weights in it:
+//!           [R] sums, [K / 4][R][4] i8
 //! ```
 
 use crate::cpu::simd::{Simd, kernel};
@@ -16,7 +17,7 @@ use crate::integers::{IntegerFormat, MAX_GROUP};
 pub(super) enum LeftKind {
     Floats,
     Pairs,
-    /// Rounded to -127..=127, each group of a row by a scale of its own.
+    /// Rounded to -127..=127, each [activation group](IntegerFormat::activation_group) of a row by a scale of its own.
     Levels(IntegerFormat),
 }
 
@@ -26,7 +27,9 @@ impl LeftKind {
         match self {
             LeftKind::Floats => k * 4,
             LeftKind::Pairs => k.next_multiple_of(2) * 2,
-            LeftKind::Levels(format) => k.div_ceil(format.group) * 8 + k.next_multiple_of(8),
+            LeftKind::Levels(format) => {
+                (k.div_ceil(format.activation_group()) + k.div_ceil(format.group)) * 4 + k.next_multiple_of(8)
+            }
         }
     }
 
@@ -35,7 +38,9 @@ impl LeftKind {
         match self {
             LeftKind::Floats => column * 4,
             LeftKind::Pairs => column * 2,
-            LeftKind::Levels(format) => column / format.group * 8 + column,
+            LeftKind::Levels(format) => {
+                (column / format.activation_group() + column / format.group) * 4 + column
+            }
         }
     }
 
@@ -43,7 +48,7 @@ impl LeftKind {
     fn chunk(self, about: usize) -> usize {
         match self {
             LeftKind::Floats | LeftKind::Pairs => about,
-            LeftKind::Levels(format) => (about / format.group).max(1) * format.group,
+            LeftKind::Levels(format) => about.next_multiple_of(format.activation_group()),
         }
     }
 }
@@ -194,63 +199,72 @@ unsafe fn pack_groups(args: &ChunkArgs, format: IntegerFormat) {
     let mut to = args.to;
     let mut first = 0;
     while first < args.len {
-        let len = format.group.min(args.len - first);
-        // SAFETY: groups follow each other as `bytes_before` counts them.
-        unsafe {
-            pack_group(args, format, first, len, to);
-            to = to.add(args.rows * (8 + len.next_multiple_of(8)));
-        }
+        let len = format.activation_group().min(args.len - first);
+        // SAFETY: activation groups follow each other as `bytes_before` counts them.
+        to = unsafe { pack_group(args, format, first, len, to) };
         first += len;
     }
 }
 
-/// One group of all rows.
+/// One activation group of all rows; where the next one begins.
 #[inline(always)]
-unsafe fn pack_group(args: &ChunkArgs, format: IntegerFormat, first: usize, len: usize, to: *mut u8) {
+unsafe fn pack_group(
+    args: &ChunkArgs,
+    format: IntegerFormat,
+    first: usize,
+    len: usize,
+    to: *mut u8,
+) -> *mut u8 {
     let rows = args.rows;
-    let (scales, sums) = (to.cast::<f32>(), to.cast::<u32>().wrapping_add(rows));
-    let levels = to.cast::<u32>().wrapping_add(2 * rows);
-    let num_words = len.div_ceil(8) * 2;
     // SAFETY: rows and columns stay below their numbers.
     unsafe {
-        for row in args.real_rows..rows {
-            *scales.add(row) = 0.0;
-            *sums.add(row) = 0;
-            for word in 0..num_words {
-                levels.add(word * rows + row).write_unaligned(0);
-            }
-        }
-        for row in 0..args.real_rows {
-            let from = args.from.add(row * args.stride + first);
-            // Bits of magnitudes order as they do; a NaN is above all and makes the scale NaN.
+        for row in 0..rows {
+            let is_real = row < args.real_rows;
+            // What is missing is zero.
+            let from = args.from.add(if is_real { row * args.stride + first } else { 0 });
             let mut largest = 0u32;
-            for k in 0..len {
-                largest = largest.max((*from.add(k)).to_bits() & 0x7fff_ffff);
+            if is_real {
+                // Bits of magnitudes order as they do; a NaN is above all and makes the scale NaN.
+                for k in 0..len {
+                    largest = largest.max((*from.add(k)).to_bits() & 0x7fff_ffff);
+                }
             }
             let scale = f32::from_bits(largest) * (1.0 / 127.0);
             let scale = if scale.is_finite() { scale } else { f32::NAN };
             let inverse = if scale > f32::MIN_POSITIVE { 1.0 / scale } else { 0.0 };
-            // In two loops, of which the compiler makes vectors.
-            let mut rounded = [[0i8; 4]; MAX_GROUP / 4];
-            let flat = rounded.as_mut_ptr().cast::<i8>();
-            let mut sum = 0i32;
-            for k in 0..len {
-                let level = round(*from.add(k) * inverse);
-                sum = sum.wrapping_add(level);
-                *flat.add(k) = level as i8;
+            to.cast::<f32>().add(row).write_unaligned(scale);
+
+            let mut sums = to.cast::<u32>().wrapping_add(rows);
+            let mut done = 0;
+            while done < len {
+                let group = format.group.min(len - done);
+                let num_words = group.div_ceil(8) * 2;
+                // In two loops, of which the compiler makes vectors.
+                let mut rounded = [[0i8; 4]; MAX_GROUP / 4];
+                let flat = rounded.as_mut_ptr().cast::<i8>();
+                let mut sum = 0i32;
+                for k in 0..if is_real { group } else { 0 } {
+                    let level = round(*from.add(done + k) * inverse);
+                    sum = sum.wrapping_add(level);
+                    *flat.add(k) = level as i8;
+                }
+                let levels = sums.add(rows);
+                for word in 0..num_words {
+                    let four = rounded.as_ptr().add(word).cast::<u32>().read_unaligned();
+                    levels.add(word * rows + row).write_unaligned(four);
+                }
+                sums.add(row).write_unaligned(if format.has_zeros {
+                    (sum as f32).to_bits()
+                } else {
+                    // What the sums of products begin with.
+                    sum.wrapping_mul(-i32::from(format.width.middle())) as u32
+                });
+                sums = levels.add(num_words * rows);
+                done += group;
             }
-            for word in 0..num_words {
-                let four = rounded.as_ptr().add(word).cast::<u32>().read_unaligned();
-                levels.add(word * rows + row).write_unaligned(four);
-            }
-            *scales.add(row) = scale;
-            *sums.add(row) = if format.has_zeros {
-                (sum as f32).to_bits()
-            } else {
-                // What the sums of products begin with.
-                sum.wrapping_mul(-i32::from(format.width.middle())) as u32
-            };
         }
+        let num_groups = len.div_ceil(format.group);
+        to.add(rows * (4 + 4 * num_groups + len.next_multiple_of(8)))
     }
 }
 

@@ -1,10 +1,12 @@
 //! Products of integers: levels of weights times activations that were rounded to eight bits.
 //!
 //! Within a group sums are exact, whatever the instructions. A group's sum then becomes f32, loses its zero, and is
-//! added to the row's sum with both scales, in the order of K:
+//! added with the scale of its weights to the sum of those groups whose activations share a scale, and that with this
+//! scale to the row's sum, all in the order of K:
 //!
 //! ```text
-//! sum = fma(group_sum - zero * activation_sum, weight_scale * activation_scale, sum)
+//! shared = fma(group_sum - zero * activation_sum, weight_scale, shared)
+//! sum    = fma(shared, activation_scale, sum)
 //! ```
 //! so that results do not depend on the tile, on threads, or on whether the processor has AVX-512 or AVX2.
 
@@ -159,29 +161,32 @@ unsafe fn tile<S: IntegerSimd>(args: &TileArgs, format: IntegerFormat) {
     // SAFETY: passed on to the caller.
     unsafe {
         match (format.width, format.has_zeros) {
-            (IntegerWidth::Eight, false) => tile_of::<S, false, false>(args, format.group),
-            (IntegerWidth::Eight, true) => tile_of::<S, false, true>(args, format.group),
-            (IntegerWidth::Four, false) => tile_of::<S, true, false>(args, format.group),
-            (IntegerWidth::Four, true) => tile_of::<S, true, true>(args, format.group),
+            (IntegerWidth::Eight, false) => tile_of::<S, false, false>(args, format),
+            (IntegerWidth::Eight, true) => tile_of::<S, false, true>(args, format),
+            (IntegerWidth::Four, false) => tile_of::<S, true, false>(args, format),
+            (IntegerWidth::Four, true) => tile_of::<S, true, true>(args, format),
         }
     }
 }
 
 #[inline(always)]
-unsafe fn tile_of<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool>(args: &TileArgs, group: usize) {
+unsafe fn tile_of<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool>(
+    args: &TileArgs,
+    format: IntegerFormat,
+) {
     // SAFETY: passed on to the caller.
     unsafe {
         if S::HALVES == 2 {
             match args.rows {
-                1 => panels::<S, NIBBLES, ZEROS, 1, 2>(args, group),
-                2 => panels::<S, NIBBLES, ZEROS, 2, 2>(args, group),
-                4 => panels::<S, NIBBLES, ZEROS, 4, 2>(args, group),
-                _ => panels::<S, NIBBLES, ZEROS, 6, 2>(args, group),
+                1 => panels::<S, NIBBLES, ZEROS, 1, 2>(args, format),
+                2 => panels::<S, NIBBLES, ZEROS, 2, 2>(args, format),
+                4 => panels::<S, NIBBLES, ZEROS, 4, 2>(args, format),
+                _ => panels::<S, NIBBLES, ZEROS, 6, 2>(args, format),
             }
         } else {
             match args.rows {
-                1 => panels::<S, NIBBLES, ZEROS, 1, 1>(args, group),
-                _ => panels::<S, NIBBLES, ZEROS, 2, 1>(args, group),
+                1 => panels::<S, NIBBLES, ZEROS, 1, 1>(args, format),
+                _ => panels::<S, NIBBLES, ZEROS, 2, 1>(args, format),
             }
         }
     }
@@ -190,14 +195,14 @@ unsafe fn tile_of<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool>(args: 
 #[inline(always)]
 unsafe fn panels<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool, const R: usize, const H: usize>(
     args: &TileArgs,
-    group: usize,
+    format: IntegerFormat,
 ) {
     for panel in 0..args.panels {
         // SAFETY: panels stay below their number.
         unsafe {
-            one_tile::<S, NIBBLES, ZEROS, R, H, 0>(args, group, panel);
+            one_tile::<S, NIBBLES, ZEROS, R, H, 0>(args, format, panel);
             if H == 1 {
-                one_tile::<S, NIBBLES, ZEROS, R, H, 1>(args, group, panel);
+                one_tile::<S, NIBBLES, ZEROS, R, H, 1>(args, format, panel);
             }
         }
     }
@@ -215,7 +220,7 @@ unsafe fn one_tile<
     const FIRST: usize,
 >(
     args: &TileArgs,
-    group: usize,
+    format: IntegerFormat,
     panel: usize,
 ) {
     // SAFETY: weights and activations are packed as `panels` and `left` say; what is asked for ahead need not exist.
@@ -226,67 +231,81 @@ unsafe fn one_tile<
         let mut sums = [[S::Floats::splat(0.0); H]; R];
         let mut left = args.k;
         while left > 0 {
-            let len = if left < group { left } else { group };
-            let weight_scales = w.cast::<u16>();
-            // The scales again where there are none: then nobody asks.
-            let zeros = weight_scales.add(if ZEROS { PANEL } else { 0 });
-            w = w.add(GROUP_SCALE_BYTES * if ZEROS { 2 } else { 1 });
-            let (scales, activation_sums) = (a.cast::<f32>(), a.add(4 * R));
-            a = a.add(8 * R);
+            let mut shared_left =
+                if left < format.activation_group() { left } else { format.activation_group() };
+            left -= shared_left;
+            let mut shared = [[S::Floats::splat(0.0); H]; R];
+            let scales = a.cast::<f32>();
+            a = a.add(4 * R);
+            while shared_left > 0 {
+                let len = if shared_left < format.group { shared_left } else { format.group };
+                shared_left -= len;
+                let weight_scales = w.cast::<u16>();
+                // The scales again where there are none: then nobody asks.
+                let zeros = weight_scales.add(if ZEROS { PANEL } else { 0 });
+                w = w.add(GROUP_SCALE_BYTES * if ZEROS { 2 } else { 1 });
+                let activation_sums = a;
+                a = a.add(4 * R);
 
-            let mut group_sums = [[S::splat(0); H]; R];
-            if !ZEROS {
-                for r in 0..R {
-                    group_sums[r] = [S::splat(activation_sums.cast::<i32>().add(r).read_unaligned()); H];
-                }
-            }
-            for _ in 0..len.div_ceil(if NIBBLES { 8 } else { 4 }) {
-                for h in 0..H {
-                    S::Floats::prefetch(w.wrapping_add(PREFETCH + h * 64));
-                }
-                if NIBBLES {
-                    let mut halves = [S::nibbles(w.add(FIRST * 64)); H];
-                    for h in 1..H {
-                        halves[h] = S::nibbles(w.add((FIRST + h) * 64));
+                let mut group_sums = [[S::splat(0); H]; R];
+                if !ZEROS {
+                    for r in 0..R {
+                        group_sums[r] = [S::splat(activation_sums.cast::<i32>().add(r).read_unaligned()); H];
                     }
-                    for part in 0..2 {
-                        for r in 0..R {
-                            let x = S::activations(a.add((part * R + r) * 4));
-                            for h in 0..H {
-                                group_sums[r][h] = S::dot(group_sums[r][h], halves[h][part], x);
+                }
+                for _ in 0..len.div_ceil(if NIBBLES { 8 } else { 4 }) {
+                    for h in 0..H {
+                        S::Floats::prefetch(w.wrapping_add(PREFETCH + h * 64));
+                    }
+                    if NIBBLES {
+                        let mut halves = [S::nibbles(w.add(FIRST * 64)); H];
+                        for h in 1..H {
+                            halves[h] = S::nibbles(w.add((FIRST + h) * 64));
+                        }
+                        for part in 0..2 {
+                            for r in 0..R {
+                                let x = S::activations(a.add((part * R + r) * 4));
+                                for h in 0..H {
+                                    group_sums[r][h] = S::dot(group_sums[r][h], halves[h][part], x);
+                                }
                             }
                         }
-                    }
-                    a = a.add(8 * R);
-                } else {
-                    let mut halves = [S::levels(w.add(FIRST * 64)); H];
-                    for h in 1..H {
-                        halves[h] = S::levels(w.add((FIRST + h) * 64));
-                    }
-                    for r in 0..R {
-                        let x = S::activations(a.add(r * 4));
-                        for h in 0..H {
-                            group_sums[r][h] = S::dot(group_sums[r][h], halves[h], x);
+                        a = a.add(8 * R);
+                    } else {
+                        let mut halves = [S::levels(w.add(FIRST * 64)); H];
+                        for h in 1..H {
+                            halves[h] = S::levels(w.add((FIRST + h) * 64));
                         }
+                        for r in 0..R {
+                            let x = S::activations(a.add(r * 4));
+                            for h in 0..H {
+                                group_sums[r][h] = S::dot(group_sums[r][h], halves[h], x);
+                            }
+                        }
+                        a = a.add(4 * R);
                     }
-                    a = a.add(4 * R);
+                    w = w.add(LINE_BYTES);
                 }
-                w = w.add(LINE_BYTES);
-            }
-            for h in 0..H {
-                let weight_scale = S::Floats::load_f16(weight_scales.add((FIRST + h) * LANES));
-                let zero = S::Floats::load_f16(zeros.add((FIRST + h) * LANES));
-                for r in 0..R {
-                    let scale = S::Floats::splat(scales.add(r).read_unaligned());
-                    let mut sum = S::to_floats(group_sums[r][h]);
-                    if ZEROS {
-                        let minus = S::Floats::splat(-activation_sums.cast::<f32>().add(r).read_unaligned());
-                        sum = S::Floats::fma(zero, minus, sum);
+                for h in 0..H {
+                    let weight_scale = S::Floats::load_f16(weight_scales.add((FIRST + h) * LANES));
+                    let zero = S::Floats::load_f16(zeros.add((FIRST + h) * LANES));
+                    for r in 0..R {
+                        let mut sum = S::to_floats(group_sums[r][h]);
+                        if ZEROS {
+                            let minus =
+                                S::Floats::splat(-activation_sums.cast::<f32>().add(r).read_unaligned());
+                            sum = S::Floats::fma(zero, minus, sum);
+                        }
+                        shared[r][h] = S::Floats::fma(sum, weight_scale, shared[r][h]);
                     }
-                    sums[r][h] = S::Floats::fma(sum, S::Floats::mul(weight_scale, scale), sums[r][h]);
                 }
             }
-            left -= len;
+            for r in 0..R {
+                let scale = S::Floats::splat(scales.add(r).read_unaligned());
+                for h in 0..H {
+                    sums[r][h] = S::Floats::fma(shared[r][h], scale, sums[r][h]);
+                }
+            }
         }
         for h in 0..H {
             let col = panel * PANEL + (FIRST + h) * LANES;

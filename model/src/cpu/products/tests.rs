@@ -74,16 +74,22 @@ fn reference(case: &Case, packed: &Packed, a: &[f32], col: usize) -> f32 {
             let row_scale = if uniform { row.scales[0] } else { 2f32.powi(largest.log2().floor() as i32) };
             let row_scale = if largest == 0.0 { 1.0 } else { row_scale };
             let mut sum = 0.0f32;
-            for (idx, group) in a.chunks(format.group).enumerate() {
-                let scale = group.iter().fold(0.0f32, |max, a| max.max(a.abs())) * (1.0 / 127.0);
-                let levels: Vec<i32> =
-                    group.iter().map(|a| (a * (1.0 / scale)).round_ties_even() as i32).collect();
-                let weights = &row.levels[idx * format.group..];
-                let products: i32 = levels.iter().zip(weights).map(|(a, w)| a * i32::from(*w)).sum();
-                let total: i32 = levels.iter().sum();
-                let zero = if format.has_zeros { row.zeros[idx] } else { f32::from(format.width.middle()) };
-                let products = (-zero).mul_add(total as f32, products as f32);
-                sum = products.mul_add(row.scales[idx] / row_scale * scale, sum);
+            let mut groups = (0..row.scales.len()).zip(row.levels.chunks(format.group));
+            for a in a.chunks(format.activation_group()) {
+                let scale = a.iter().fold(0.0f32, |max, a| max.max(a.abs())) * (1.0 / 127.0);
+                let mut shared = 0.0f32;
+                for a in a.chunks(format.group) {
+                    let (idx, weights) = groups.next().expect("as many groups");
+                    let levels: Vec<i32> =
+                        a.iter().map(|a| (a * (1.0 / scale)).round_ties_even() as i32).collect();
+                    let products: i32 = levels.iter().zip(weights).map(|(a, w)| a * i32::from(*w)).sum();
+                    let total: i32 = levels.iter().sum();
+                    let zero =
+                        if format.has_zeros { row.zeros[idx] } else { f32::from(format.width.middle()) };
+                    let products = (-zero).mul_add(total as f32, products as f32);
+                    shared = products.mul_add(row.scales[idx] / row_scale, shared);
+                }
+                sum = shared.mul_add(scale, sum);
             }
             sum * row_scale
         }
@@ -130,7 +136,7 @@ fn formats(isa: Isa) -> Vec<PanelFormat> {
         all.push(PanelFormat::Bf16Pairs);
     }
     for width in [IntegerWidth::Four, IntegerWidth::Eight] {
-        for (group, has_zeros) in [(32, false), (64, true), (128, false), (128, true)] {
+        for (group, has_zeros) in [(32, false), (96, true), (128, false), (128, true), (288, false)] {
             all.push(PanelFormat::Integers(IntegerFormat { width, group, has_zeros }));
         }
     }
