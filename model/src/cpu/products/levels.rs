@@ -68,9 +68,12 @@ impl IntegerIsa {
     }
 }
 
-/// Rows of the largest tile.
-pub(super) fn tile_rows(isa: Isa) -> usize {
+/// Rows of the largest tile, if there are `num_rows`.
+pub(super) fn tile_rows(isa: Isa, num_rows: usize) -> usize {
     match IntegerIsa::of(isa) {
+        // One tile is better than two, for the weights stream by once. It keeps some sums in memory, however.
+        #[cfg(target_arch = "x86_64")]
+        IntegerIsa::Vnni if num_rows <= 2 * x86::Vnni::ROWS => 2 * x86::Vnni::ROWS,
         #[cfg(target_arch = "x86_64")]
         IntegerIsa::Vnni => x86::Vnni::ROWS,
         #[cfg(target_arch = "x86_64")]
@@ -181,7 +184,10 @@ unsafe fn tile_of<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool>(
                 1 => panels::<S, NIBBLES, ZEROS, 1, 2>(args, format),
                 2 => panels::<S, NIBBLES, ZEROS, 2, 2>(args, format),
                 4 => panels::<S, NIBBLES, ZEROS, 4, 2>(args, format),
-                _ => panels::<S, NIBBLES, ZEROS, 6, 2>(args, format),
+                6 => panels::<S, NIBBLES, ZEROS, 6, 2>(args, format),
+                8 => panels::<S, NIBBLES, ZEROS, 8, 2>(args, format),
+                10 => panels::<S, NIBBLES, ZEROS, 10, 2>(args, format),
+                _ => panels::<S, NIBBLES, ZEROS, 12, 2>(args, format),
             }
         } else {
             match args.rows {
@@ -228,6 +234,10 @@ unsafe fn one_tile<
         let row_scales = args.w.add(panel * args.panel_bytes);
         let mut w = row_scales.add(ROW_SCALE_BYTES);
         let mut a = args.a;
+        let num_groups = args.k.div_ceil(format.group);
+        // Lines to ask for with each group.
+        let ahead_lines = args.ahead.len().div_ceil(64 * args.panels * num_groups);
+        let mut ahead = args.ahead.as_ptr().wrapping_add(panel * num_groups * ahead_lines * 64);
         let mut sums = [[S::Floats::splat(0.0); H]; R];
         let mut left = args.k;
         while left > 0 {
@@ -244,6 +254,10 @@ unsafe fn one_tile<
                 // The scales again where there are none: then nobody asks.
                 let zeros = weight_scales.add(if ZEROS { PANEL } else { 0 });
                 w = w.add(GROUP_SCALE_BYTES * if ZEROS { 2 } else { 1 });
+                for _ in 0..ahead_lines {
+                    S::Floats::prefetch_for_later(ahead);
+                    ahead = ahead.wrapping_add(64);
+                }
                 let activation_sums = a;
                 a = a.add(4 * R);
 

@@ -29,9 +29,11 @@ use left::{LeftKind, Tiles, pack_left};
 use super::simd::{Isa, LANES, Simd};
 use super::{Cpu, SharedMut};
 
-/// Bytes of weights that stay in a core's second cache while all rows pass by: half of the usual megabyte, for the rows
-/// want room, too.
-const GROUP_BYTES: usize = 512 << 10;
+/// Bytes of weights that stay in a core's second cache while all rows pass by: a quarter of the usual megabyte, for those
+/// that come next and the rows want room, too.
+const GROUP_BYTES: usize = 256 << 10;
+/// Bytes of weights that a thread takes at a time, group by group.
+const ITEM_BYTES: usize = 4 << 20;
 /// Multiplications below which waking the helpers costs more than it brings.
 const MIN_SHARED_WORK: usize = 128 * 1024;
 
@@ -69,7 +71,7 @@ pub(crate) fn multiply(
     let (kind, max_rows) = match weights.format {
         PanelFormat::Floats(_) => (LeftKind::Floats, floats::tile_rows(isa)),
         PanelFormat::Bf16Pairs => (LeftKind::Pairs, pairs::TILE_ROWS),
-        PanelFormat::Integers(format) => (LeftKind::Levels(format), levels::tile_rows(isa)),
+        PanelFormat::Integers(format) => (LeftKind::Levels(format), levels::tile_rows(isa, num_rows)),
     };
     let tiles = Tiles::new(num_rows, max_rows);
     // One row of floats is read as it lies.
@@ -84,47 +86,63 @@ pub(crate) fn multiply(
 
     let num_panels = n.div_ceil(PANEL);
     let panel_bytes = weights.format.panel_bytes(k);
-    // As many panels as stay in the cache; fewer where threads would have nothing to do.
+    // As many panels as stay in the cache, and a few such groups one after the other, of which the next can be fetched
+    // while one is computed; fewer where threads would have nothing to do.
     let fair = if shared { num_panels.div_ceil(4 * num_threads) } else { num_panels };
-
     let group = (GROUP_BYTES / panel_bytes.max(1)).min(fair).max(1);
     let group = if tiles.len() == 1 { group.next_multiple_of(floats::MAX_PANELS) } else { group };
-    let num_groups = num_panels.div_ceil(group);
+    let item_panels = (ITEM_BYTES / panel_bytes.max(1)).min(fair).max(group);
+    let num_panel_items = num_panels.div_ceil(item_panels);
     // Where there are few panels, rows are divided as well.
-    let wanted = if shared { (4 * num_threads).div_ceil(num_groups) } else { 1 };
+    let wanted = if shared { (4 * num_threads).div_ceil(num_panel_items) } else { 1 };
     let tiles_per_item = tiles.len().div_ceil(wanted.min(tiles.len()));
     let num_row_items = tiles.len().div_ceil(tiles_per_item);
 
     let out = SharedMut::new(out);
     let tiles = &tiles;
     let item = |_: usize, item_idx: usize| {
-        let (group_idx, row_item) = (item_idx / num_row_items, item_idx % num_row_items);
-        let first_panel = group_idx * group;
-        let panels = group.min(num_panels - first_panel);
-        for tile_idx in row_item * tiles_per_item..tiles.len().min((row_item + 1) * tiles_per_item) {
-            let first_row = tiles.first_row(tile_idx);
-            let tile = TileArgs {
-                // SAFETY: all tiles were packed.
-                a: unsafe { left.ptr().add(first_row * row_bytes) },
-                rows: tiles.rows_of(tile_idx),
-                real_rows: tiles.real_rows_of(tile_idx),
-                w: weights.data[first_panel * panel_bytes..][..panels * panel_bytes].as_ptr(),
-                panel_bytes,
-                k,
-                panels,
-                bias: bias.map_or(std::ptr::null(), |bias| bias[first_panel * PANEL..].as_ptr()),
-                // SAFETY: rows and columns were checked above.
-                out: unsafe { out.ptr().add(first_row * n + first_panel * PANEL) },
-                out_stride: n,
-                num_cols: n - first_panel * PANEL,
-                add: output == Output::Add,
-            };
-            // SAFETY: the sizes fit; an item's elements of `out` are its own.
-            unsafe { run_tile(isa, weights.format, &tile) };
+        let (panel_item, row_item) = (item_idx / num_row_items, item_idx % num_row_items);
+        let item_end = num_panels.min((panel_item + 1) * item_panels);
+        let tile_range = row_item * tiles_per_item..tiles.len().min((row_item + 1) * tiles_per_item);
+        for first_panel in (panel_item * item_panels..item_end).step_by(group) {
+            let panels = group.min(item_end - first_panel);
+            let next = &weights.data[(first_panel + panels) * panel_bytes..item_end * panel_bytes];
+            let next = &next[..next.len().min(group * panel_bytes)];
+            for tile_idx in tile_range.clone() {
+                let first_row = tiles.first_row(tile_idx);
+                let tile = TileArgs {
+                    // SAFETY: all tiles were packed.
+                    a: unsafe { left.ptr().add(first_row * row_bytes) },
+                    rows: tiles.rows_of(tile_idx),
+                    real_rows: tiles.real_rows_of(tile_idx),
+                    w: weights.data[first_panel * panel_bytes..][..panels * panel_bytes].as_ptr(),
+                    panel_bytes,
+                    k,
+                    panels,
+                    ahead: ahead(next, tile_idx - tile_range.start, tile_range.len()),
+                    bias: bias.map_or(std::ptr::null(), |bias| bias[first_panel * PANEL..].as_ptr()),
+                    // SAFETY: rows and columns were checked above.
+                    out: unsafe { out.ptr().add(first_row * n + first_panel * PANEL) },
+                    out_stride: n,
+                    num_cols: n - first_panel * PANEL,
+                    add: output == Output::Add,
+                };
+                // SAFETY: the sizes fit; an item's elements of `out` are its own.
+                unsafe { run_tile(isa, weights.format, &tile) };
+            }
         }
     };
-    let num_items = num_groups * num_row_items;
+    let num_items = num_panel_items * num_row_items;
     if shared { pool.for_each(num_items, item) } else { (0..num_items).for_each(|idx| item(0, idx)) }
+}
+
+/// The part of the next group's panels that a tile asks for. The first tile has its own panels to wait for.
+fn ahead(next: &[u8], tile_idx: usize, num_tiles: usize) -> &[u8] {
+    if tile_idx == 0 {
+        return &[];
+    }
+    let share = next.len().div_ceil(num_tiles - 1);
+    &next[next.len().min((tile_idx - 1) * share)..next.len().min(tile_idx * share)]
 }
 
 unsafe fn run_tile(isa: Isa, format: PanelFormat, tile: &TileArgs) {
@@ -139,7 +157,7 @@ unsafe fn run_tile(isa: Isa, format: PanelFormat, tile: &TileArgs) {
 }
 
 /// Some panels for one tile of rows. The pointers are valid for the sizes beside them.
-struct TileArgs {
+struct TileArgs<'a> {
     /// As [`left`] packs it.
     a: *const u8,
     rows: usize,
@@ -150,6 +168,8 @@ struct TileArgs {
     panel_bytes: usize,
     k: usize,
     panels: usize,
+    /// Memory that is wanted in the second cache when the tile is done.
+    ahead: &'a [u8],
     bias: *const f32,
     out: *mut f32,
     out_stride: usize,
@@ -158,7 +178,7 @@ struct TileArgs {
     add: bool,
 }
 
-impl TileArgs {
+impl TileArgs<'_> {
     /// Adds what is to be added, and writes.
     ///
     /// # Safety
