@@ -3,6 +3,7 @@
 use baton_kv_cache::KvDtype;
 
 use crate::LoadError;
+use crate::cpu::RowOrder;
 use crate::gguf::ROPE_DIVISORS;
 use crate::matrix::Matrix;
 use crate::packed::{PackedMatrix, Packer, Rounding};
@@ -80,7 +81,7 @@ pub(crate) fn take_weights(
         embedding,
         layers,
         norm,
-        head: packer.add(vec![head], Rounding::EightBits),
+        head: packer.add(vec![head], Rounding::EightBits, RowOrder::Plain),
         kv_dtype,
     })
 }
@@ -143,9 +144,9 @@ impl Taker<'_> {
             MlpSpec::Dense { intermediate_size: n } => {
                 let bias = self.spec.mlp_bias;
                 let gate_up = if self.spec.fused_projections {
-                    self.linear("mlp.", &[("gate_up_proj", 2 * n)], hidden, bias)?
+                    self.gated("mlp.", &[("gate_up_proj", 2 * n)], hidden, bias)?
                 } else {
-                    self.linear("mlp.", &[("gate_proj", n), ("up_proj", n)], hidden, bias)?
+                    self.gated("mlp.", &[("gate_proj", n), ("up_proj", n)], hidden, bias)?
                 };
                 let down = self.linear("mlp.", &[("down_proj", hidden)], n, bias)?;
                 Ok(Mlp::Dense(DenseMlp { gate_up, down }))
@@ -156,13 +157,19 @@ impl Taker<'_> {
                     ExpertNaming::Qwen => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
                 };
                 let router = [("gate", num_experts)];
-                let router = self.rounded(&format!("{block}."), &router, hidden, false, Rounding::Never)?;
+                let router = self.packed(
+                    &format!("{block}."),
+                    &router,
+                    hidden,
+                    false,
+                    (Rounding::Never, RowOrder::Plain),
+                )?;
                 // Nothing is reserved by a number that no tensor has confirmed yet.
                 let mut experts = Vec::new();
                 for expert_idx in 0..num_experts {
                     let name = format!("{block}.experts.{expert_idx}.");
                     experts.push(DenseMlp {
-                        gate_up: self.linear(&name, &[(gate, n), (up, n)], hidden, false)?,
+                        gate_up: self.gated(&name, &[(gate, n), (up, n)], hidden, false)?,
                         down: self.linear(&name, &[(down, hidden)], n, false)?,
                     });
                 }
@@ -179,16 +186,27 @@ impl Taker<'_> {
         cols: usize,
         bias: bool,
     ) -> Result<Linear, LoadError> {
-        self.rounded(block, parts, cols, bias, Rounding::Asked)
+        self.packed(block, parts, cols, bias, (Rounding::Asked, RowOrder::Plain))
     }
 
-    fn rounded(
+    /// Gates, and as many rows that they let through.
+    fn gated(
         &mut self,
         block: &str,
         parts: &[(&str, usize)],
         cols: usize,
         bias: bool,
-        rounding: Rounding,
+    ) -> Result<Linear, LoadError> {
+        self.packed(block, parts, cols, bias, (Rounding::Asked, RowOrder::Gated))
+    }
+
+    fn packed(
+        &mut self,
+        block: &str,
+        parts: &[(&str, usize)],
+        cols: usize,
+        bias: bool,
+        (rounding, order): (Rounding, RowOrder),
     ) -> Result<Linear, LoadError> {
         let mut matrices = Vec::with_capacity(parts.len());
         let mut biases = Vec::new();
@@ -198,7 +216,7 @@ impl Taker<'_> {
                 biases.extend(self.vector(&format!("{block}{name}.bias"), rows)?);
             }
         }
-        Ok(Linear { weight: self.packer.add(matrices, rounding), bias: bias.then_some(biases) })
+        Ok(Linear { weight: self.packer.add(matrices, rounding, order), bias: bias.then_some(biases) })
     }
 
     fn norm(&mut self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {

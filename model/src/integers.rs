@@ -80,6 +80,13 @@ impl IntegerRow {
         row
     }
 
+    /// `len` numbers that are zero, whatever they are multiplied with.
+    pub(crate) fn zeroes(len: usize, format: IntegerFormat) -> IntegerRow {
+        let groups = vec![0.0; len.div_ceil(format.group)];
+        let zeros = if format.has_zeros { groups.clone() } else { vec![] };
+        IntegerRow { levels: vec![0; len], scales: groups, zeros }
+    }
+
     /// The numbers that the row stands for.
     #[cfg(test)]
     pub(crate) fn values(&self, format: IntegerFormat) -> impl Iterator<Item = f32> {

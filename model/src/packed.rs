@@ -18,13 +18,13 @@ use std::sync::{Arc, OnceLock};
 
 use memmap2::{Mmap, MmapMut};
 
-use crate::cpu::{PANEL, PanelFormat, PanelsRef, pack_floats, pack_integers};
+use crate::cpu::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};
 use crate::integers::{IntegerFormat, IntegerRow, IntegerWidth, MAX_GROUP};
 use crate::matrix::Matrix;
 use crate::{FloatDtype, LoadProgress};
 
 /// Changes with the layout: files of another one are not read.
-const LAYOUT_VERSION: u32 = 2;
+const LAYOUT_VERSION: u32 = 3;
 /// A file begins with this many bytes, of which the first are the key.
 const HEADER_BYTES: usize = 4096;
 /// Matrices begin at multiples of this.
@@ -40,6 +40,7 @@ pub(crate) struct PackedMatrix {
     format: PanelFormat,
     rows: usize,
     pub(crate) cols: usize,
+    order: RowOrder,
 }
 
 #[derive(Debug)]
@@ -56,6 +57,7 @@ impl PackedMatrix {
         };
         let num_bytes = self.format.matrix_bytes(self.rows, self.cols);
         PanelsRef::new(&memory[self.offset..][..num_bytes], self.format, self.rows, self.cols)
+            .in_order(self.order)
     }
 }
 
@@ -97,6 +99,7 @@ struct Job {
     format: PanelFormat,
     rows: usize,
     cols: usize,
+    order: RowOrder,
     offset: usize,
 }
 
@@ -125,8 +128,8 @@ impl Packer {
         Packer { packing, memory: Arc::default(), jobs: vec![], num_bytes: 0 }
     }
 
-    /// Adds a matrix made of `parts`, one after the other; in f32 if their types differ.
-    pub(crate) fn add(&mut self, parts: Vec<Matrix>, rounding: Rounding) -> PackedMatrix {
+    /// Adds a matrix made of `parts`, one after the other, its rows packed in `order`; in f32 if their types differ.
+    pub(crate) fn add(&mut self, parts: Vec<Matrix>, rounding: Rounding, order: RowOrder) -> PackedMatrix {
         let (cols, first) = (parts[0].cols, parts[0].dtype());
         assert!(parts.iter().all(|part| part.cols == cols), "parts of one product");
         let dtype = if !self.packing.widen && parts.iter().all(Matrix::is_fp8) {
@@ -141,8 +144,8 @@ impl Packer {
         let offset = self.num_bytes;
         let format = self.format(&parts, dtype, rounding);
         self.num_bytes = (offset + format.matrix_bytes(rows, cols)).next_multiple_of(ALIGNMENT);
-        self.jobs.push(Job { parts, dtype, format, rows, cols, offset });
-        PackedMatrix { memory: Arc::clone(&self.memory), offset, format, rows, cols }
+        self.jobs.push(Job { parts, dtype, format, rows, cols, order, offset });
+        PackedMatrix { memory: Arc::clone(&self.memory), offset, format, rows, cols, order }
     }
 
     fn format(&self, parts: &[Matrix], dtype: FloatDtype, rounding: Rounding) -> PanelFormat {
@@ -263,7 +266,7 @@ impl Packer {
             for number in [job.offset, job.rows, job.cols] {
                 hasher.update(&(number as u64).to_le_bytes());
             }
-            hasher.update(format!("{:?}", job.format).as_bytes());
+            hasher.update(format!("{:?} {:?}", job.format, job.order).as_bytes());
         }
         hasher.finalize()
     }
@@ -369,14 +372,18 @@ fn common_format(parts: &[Matrix]) -> IntegerFormat {
 
 impl Job {
     fn pack(&self, panel_idx: usize, to: &mut [u8]) {
-        let rows = panel_idx * PANEL..self.rows.min((panel_idx + 1) * PANEL);
+        let rows = (0..PANEL).map(|output| self.order.row(self.rows, panel_idx, output));
         match self.format {
             PanelFormat::Integers(format) => {
-                let rows: Vec<_> = rows.map(|row_idx| self.integer_row(row_idx, format)).collect();
+                let zeroes = || IntegerRow::zeroes(self.cols, format);
+                let rows: Vec<_> =
+                    rows.map(|row| row.map_or_else(zeroes, |row| self.integer_row(row, format))).collect();
                 pack_integers(&rows, format, self.cols, to);
             }
             _ => {
-                let rows: Vec<_> = rows.map(|row_idx| self.float_row(row_idx)).collect();
+                let zeroes = || Cow::Owned(vec![0; self.cols * self.dtype.size_bytes()]);
+                let rows: Vec<_> =
+                    rows.map(|row| row.map_or_else(zeroes, |row| self.float_row(row))).collect();
                 pack_floats(&rows, self.format, to);
             }
         }

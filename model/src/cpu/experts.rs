@@ -3,7 +3,7 @@
 //! Rows are gathered expert by expert, so an expert's weights are read once per batch. A row adds up
 //! its experts in the order of their numbers, whoever else goes there.
 
-use super::forward::{MlpBuffers, apply, dense_mlp};
+use super::forward::{apply, dense_mlp};
 use super::products::Output;
 use super::{Aligned, Cpu};
 use crate::decoder::{DenseMlp, Linear};
@@ -41,7 +41,7 @@ pub(super) fn run(
     hidden: &[f32],
     router: &Linear,
     experts: &[DenseMlp],
-    (memory, mlp): (&mut ExpertBuffers, &mut MlpBuffers),
+    (memory, gated): (&mut ExpertBuffers, &mut Aligned),
     x: &mut [f32],
 ) {
     let size = x.len() / num_rows;
@@ -65,7 +65,7 @@ pub(super) fn run(
         }
         let output = memory.output.grown(input.len());
         let num_rows = memory.rows.len();
-        dense_mlp(cpu, routing.activation, num_rows, input, expert, mlp, output, Output::Store);
+        dense_mlp(cpu, routing.activation, num_rows, input, expert, gated, output, Output::Store);
         for (output, &row) in output.chunks_exact(size).zip(&memory.rows) {
             let weight = weight_of(row);
             for (sum, output) in sum[row * size..(row + 1) * size].iter_mut().zip(output) {

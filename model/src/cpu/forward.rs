@@ -10,7 +10,7 @@ use super::experts::ExpertBuffers;
 use super::kv::store_rows;
 use super::products::{Output, PanelsRef, multiply};
 use super::rope::RopeTables;
-use super::rows::{Gate, gated, rms_norm, rms_norm_in_place, soft_cap};
+use super::rows::{Gate, rms_norm, rms_norm_in_place, soft_cap};
 use super::simd::Isa;
 use super::{Aligned, Cpu, SharedMut};
 use crate::decoder::{DecoderWeights, DenseMlp, LayerWeights, Linear, Mlp};
@@ -36,7 +36,8 @@ struct Buffers {
     qkv: Aligned,
     /// What attention found, `[heads * head_dim]`.
     attended: Aligned,
-    mlp: MlpBuffers,
+    /// Inside a dense MLP, or one expert.
+    gated: Aligned,
     experts: ExpertBuffers,
     /// `[wanted][vocab]`
     logits: Aligned,
@@ -44,13 +45,6 @@ struct Buffers {
     positions: Vec<usize>,
     /// Of each sequence.
     first_rows: Vec<usize>,
-}
-
-/// Of a dense MLP, or of one expert.
-#[derive(Default)]
-pub(super) struct MlpBuffers {
-    gate_up: Aligned,
-    gated: Aligned,
 }
 
 impl CpuExecutor {
@@ -251,11 +245,11 @@ impl Pass<'_> {
         normalise(self.cpu, spec, x, &layer.mlp_norm, hidden);
         match (&layer.mlp, &layer.mlp_post_norm) {
             (Mlp::Dense(dense), None) => {
-                dense_mlp(self.cpu, spec.activation, rows, hidden, dense, &mut buffers.mlp, x, Output::Add);
+                dense_mlp(self.cpu, spec.activation, rows, hidden, dense, &mut buffers.gated, x, Output::Add);
             }
             (Mlp::Dense(dense), Some(norm)) => {
                 // The products no longer need their input when the last one is written.
-                let gated = gate_and_up(self.cpu, spec.activation, rows, hidden, dense, &mut buffers.mlp);
+                let gated = gate_and_up(self.cpu, spec.activation, rows, hidden, dense, &mut buffers.gated);
                 apply(self.cpu, rows, gated, &dense.down, hidden, Output::Store);
                 add_normalised(self.cpu, spec, hidden, norm, x);
             }
@@ -265,7 +259,7 @@ impl Pass<'_> {
                 };
                 let routing =
                     super::experts::Routing { num_active, renormalise, activation: spec.activation };
-                let memory = (&mut buffers.experts, &mut buffers.mlp);
+                let memory = (&mut buffers.experts, &mut buffers.gated);
                 super::experts::run(self.cpu, &routing, rows, hidden, router, experts, memory, x);
             }
         }
@@ -339,26 +333,16 @@ fn gate_and_up<'m>(
     num_rows: usize,
     a: &[f32],
     mlp: &DenseMlp,
-    memory: &'m mut MlpBuffers,
+    memory: &'m mut Aligned,
 ) -> &'m [f32] {
-    let size = mlp.down.weight.cols;
-    let gate_up = memory.gate_up.grown(num_rows * 2 * size);
-    apply(cpu, num_rows, a, &mlp.gate_up, gate_up, Output::Store);
     let gate = match activation {
         Activation::Silu => Gate::Silu,
         Activation::Gelu => Gate::GeluErf,
         Activation::GeluTanh => Gate::GeluTanh,
     };
-    let all = memory.gated.grown(num_rows * size);
-    let isa = cpu.isa;
-    let out = SharedMut::new(all);
-    let gate_up = &*gate_up;
-    cpu.for_rows(num_rows, 2 * size, |row| {
-        // SAFETY: every row is its own.
-        let out = unsafe { std::slice::from_raw_parts_mut(out.ptr().add(row * size), size) };
-        gated(isa, gate, &gate_up[row * 2 * size..(row + 1) * 2 * size], out);
-    });
-    all
+    let gated = memory.grown(num_rows * mlp.down.weight.cols);
+    apply(cpu, num_rows, a, &mlp.gate_up, gated, Output::Gated(gate));
+    gated
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -368,7 +352,7 @@ pub(super) fn dense_mlp(
     num_rows: usize,
     a: &[f32],
     mlp: &DenseMlp,
-    memory: &mut MlpBuffers,
+    memory: &mut Aligned,
     out: &mut [f32],
     output: Output,
 ) {

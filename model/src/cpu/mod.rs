@@ -17,7 +17,7 @@ mod simd;
 
 pub(crate) use fastest::{bf16_is_faster, multiplies_bf16};
 pub use forward::CpuExecutor;
-pub(crate) use products::{PANEL, PanelFormat, PanelsRef, pack_floats, pack_integers};
+pub(crate) use products::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};
 
 use memory::Aligned;
 use pool::Pool;

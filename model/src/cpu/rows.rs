@@ -66,59 +66,31 @@ unsafe fn rms_norm_of<S: Simd>(x: *const f32, weight: *const f32, eps: f32, out:
     }
 }
 
-/// `out = gate(gate_up[..n]) * gate_up[n..]` with `n = out.len()`.
+/// `gate(x) * up`. SiLU and the approximate GELU are x times a sigmoid:
+/// `gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))`.
 ///
-/// # Panics
-/// When lengths do not fit.
-pub(crate) fn gated(isa: super::Isa, gate: Gate, gate_up: &[f32], out: &mut [f32]) {
-    let n = out.len();
-    assert_eq!(gate_up.len(), 2 * n);
-    if gate == Gate::GeluErf {
-        for (i, out) in out.iter_mut().enumerate() {
-            let x = gate_up[i];
-            *out = 0.5 * x * (1.0 + erf(x * std::f32::consts::FRAC_1_SQRT_2)) * gate_up[n + i];
-        }
-        return;
-    }
-    // SAFETY: lengths were checked.
-    unsafe { gated_kernel(isa, gate, gate_up.as_ptr(), gate_up.as_ptr().add(n), out.as_mut_ptr(), n) }
-}
-
-kernel! {
-    /// # Safety
-    /// Pointers are valid for `n`.
-    fn gated_kernel / gated_of (gate: Gate, x: *const f32, up: *const f32, out: *mut f32, n: usize)
-}
-
+/// # Safety
+/// As [`Simd`].
 #[inline(always)]
-unsafe fn gated_of<S: Simd>(gate: Gate, x: *const f32, up: *const f32, out: *mut f32, n: usize) {
-    // SAFETY: indices stay below `n`.
+#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
+pub(super) unsafe fn gated<S: Simd>(gate: Gate, x: S::V, up: S::V) -> S::V {
+    // SAFETY: no pointers but to as many numbers as are loaded and stored.
     unsafe {
-        let whole = n - n % LANES;
-        let mut i = 0;
-        while i < whole {
-            S::store(out.add(i), gated_one::<S>(gate, S::load(x.add(i)), S::load(up.add(i))));
-            i += LANES;
-        }
-        if i < n {
-            let (x, up) = (S::load_part(x.add(i), n - i), S::load_part(up.add(i), n - i));
-            let v = gated_one::<S>(gate, x, up);
-            S::store_part(out.add(i), v, n - i);
-        }
-    }
-}
-
-/// Both gates are x times a sigmoid: `gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))`.
-#[inline(always)]
-unsafe fn gated_one<S: Simd>(gate: Gate, x: S::V, up: S::V) -> S::V {
-    // SAFETY: no pointers.
-    unsafe {
-        let arg = if gate == Gate::GeluTanh {
-            let cube = S::mul(S::mul(x, x), x);
-            let inner = S::fma(cube, S::splat(0.044_715), x);
-            S::mul(inner, S::splat(-1.595_769))
-        } else {
-            S::mul(x, S::splat(-1.0))
+        let arg = match gate {
+            Gate::Silu => S::mul(x, S::splat(-1.0)),
+            Gate::GeluTanh => {
+                let cube = S::mul(S::mul(x, x), x);
+                let inner = S::fma(cube, S::splat(0.044_715), x);
+                S::mul(inner, S::splat(-1.595_769))
+            }
+            Gate::GeluErf => {
+                let mut lanes = [0.0; LANES];
+                S::store(lanes.as_mut_ptr(), x);
+                for i in 0..LANES {
+                    lanes[i] *= 0.5 * (1.0 + erf(lanes[i] * std::f32::consts::FRAC_1_SQRT_2));
+                }
+                return S::mul(S::load(lanes.as_ptr()), up);
+            }
         };
         S::mul(S::div(x, S::add(S::splat(1.0), S::exp(arg))), up)
     }
@@ -194,6 +166,21 @@ mod tests {
     use crate::cpu::simd::Isa;
     use crate::cpu::testing::noise;
 
+    /// Calls a function with every instruction set that the processor has.
+    macro_rules! everywhere {
+        ($check:ident) => {
+            $check::<crate::cpu::simd::Portable>();
+            #[cfg(target_arch = "x86_64")]
+            for isa in Isa::available() {
+                match isa {
+                    Isa::Avx512 => $check::<crate::cpu::simd::Avx512>(),
+                    Isa::Avx2 => $check::<crate::cpu::simd::Avx2>(),
+                    Isa::Portable => {}
+                }
+            }
+        };
+    }
+
     fn close(got: &[f32], expected: impl Iterator<Item = f64>, tolerance: f64, what: &str) {
         for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
             let error = (f64::from(*got) - expected).abs();
@@ -221,26 +208,34 @@ mod tests {
 
     #[test]
     fn gates_match_their_formulas_to_1e_6() {
-        for isa in Isa::available() {
-            for n in [1, 16, 33] {
-                let gate_up: Vec<f32> = noise(3, 2 * n).iter().map(|x| x * 8.0).collect();
-                let mut out = vec![0.0; n];
-                let formula = |gate: Gate, x: f64| match gate {
-                    Gate::Silu => x / (1.0 + (-x).exp()),
-                    Gate::GeluTanh => {
-                        let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
-                        0.5 * x * (1.0 + inner.tanh())
-                    }
-                    Gate::GeluErf => 0.5 * x * (1.0 + f64::from(erf((x / std::f64::consts::SQRT_2) as f32))),
-                };
+        fn check<S: Simd>() {
+            let formula = |gate: Gate, x: f64| match gate {
+                Gate::Silu => x / (1.0 + (-x).exp()),
+                Gate::GeluTanh => {
+                    let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
+                    0.5 * x * (1.0 + inner.tanh())
+                }
+                Gate::GeluErf => 0.5 * x * (1.0 + f64::from(erf((x / std::f64::consts::SQRT_2) as f32))),
+            };
+            for seed in 0..20 {
+                let (x, up) =
+                    (noise(seed, LANES).iter().map(|x| x * 8.0).collect::<Vec<_>>(), noise(9, LANES));
                 for gate in [Gate::Silu, Gate::GeluTanh, Gate::GeluErf] {
-                    gated(isa, gate, &gate_up, &mut out);
+                    let mut out = [0.0; LANES];
+                    // SAFETY: only called for what the processor has; sixteen numbers each.
+                    unsafe {
+                        S::store(
+                            out.as_mut_ptr(),
+                            gated::<S>(gate, S::load(x.as_ptr()), S::load(up.as_ptr())),
+                        );
+                    }
                     let expected =
-                        (0..n).map(|i| formula(gate, f64::from(gate_up[i])) * f64::from(gate_up[n + i]));
+                        x.iter().zip(&up).map(|(x, up)| formula(gate, f64::from(*x)) * f64::from(*up));
                     close(&out, expected, 1e-6, &format!("{gate:?}"));
                 }
             }
         }
+        everywhere!(check);
     }
 
     #[test]
@@ -278,15 +273,7 @@ mod tests {
                 assert_eq!(out, [0.0; LANES], "e^{x}");
             }
         }
-        check::<crate::cpu::simd::Portable>();
-        #[cfg(target_arch = "x86_64")]
-        for isa in Isa::available() {
-            match isa {
-                Isa::Avx512 => check::<crate::cpu::simd::Avx512>(),
-                Isa::Avx2 => check::<crate::cpu::simd::Avx2>(),
-                Isa::Portable => {}
-            }
-        }
+        everywhere!(check);
     }
 
     #[test]

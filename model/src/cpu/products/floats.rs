@@ -135,10 +135,7 @@ unsafe fn one_tile<S, W, const R: usize, const P: usize, const H: usize, const F
             }
             for p in 0..P {
                 for h in 0..H {
-                    let col = (first_panel + p) * PANEL + (FIRST + h) * LANES;
-                    if col < args.num_cols {
-                        args.finish::<S>(r, col, acc[r][p][h]);
-                    }
+                    args.finish::<S>(r, first_panel + p, FIRST + h, acc[r][p][h]);
                 }
             }
         }

@@ -322,13 +322,10 @@ unsafe fn one_tile<
             }
         }
         for h in 0..H {
-            let col = panel * PANEL + (FIRST + h) * LANES;
-            if col < args.num_cols {
-                let row_scale = S::Floats::load(row_scales.cast::<f32>().add((FIRST + h) * LANES));
-                for r in 0..R {
-                    if r < args.real_rows {
-                        args.finish::<S::Floats>(r, col, S::Floats::mul(sums[r][h], row_scale));
-                    }
+            let row_scale = S::Floats::load(row_scales.cast::<f32>().add((FIRST + h) * LANES));
+            for r in 0..R {
+                if r < args.real_rows {
+                    args.finish::<S::Floats>(r, panel, FIRST + h, S::Floats::mul(sums[r][h], row_scale));
                 }
             }
         }

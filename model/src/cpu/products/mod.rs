@@ -22,10 +22,11 @@ mod tests;
 
 pub(crate) use levels::integers_loop;
 pub(crate) use pairs::{has_pairs, pairs_loop};
-pub(crate) use panels::{PANEL, PanelFormat, PanelsRef, pack_floats, pack_integers};
+pub(crate) use panels::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};
 
 use left::{LeftKind, Tiles, pack_left};
 
+use super::rows::{Gate, gated};
 use super::simd::{Isa, LANES, Simd};
 use super::{Cpu, SharedMut};
 
@@ -44,6 +45,9 @@ pub(crate) enum Output {
     Store,
     /// `C = C + (A W^T + bias)`
     Add,
+    /// `C = gate(G) U`, where `G` is the first half of the rows of `A W^T + bias` and `U` the second. The weights are in
+    /// the [order](RowOrder::Gated) for it.
+    Gated(Gate),
 }
 
 /// Multiplies `num_rows` rows of `a` with the weights.
@@ -60,7 +64,11 @@ pub(crate) fn multiply(
     output: Output,
 ) {
     let (n, k) = (weights.rows, weights.cols);
-    assert!(a.len() >= num_rows * k && out.len() >= num_rows * n);
+    let is_gated = matches!(output, Output::Gated(_));
+    assert_eq!(is_gated, weights.order == RowOrder::Gated, "rows in another order");
+    // Columns of C, and those of a panel.
+    let (num_cols, panel_cols) = if is_gated { (n / 2, LANES) } else { (n, PANEL) };
+    assert!(a.len() >= num_rows * k && out.len() >= num_rows * num_cols);
     assert!(bias.is_none_or(|bias| bias.len() == n));
     if num_rows == 0 || n == 0 {
         return;
@@ -120,12 +128,13 @@ pub(crate) fn multiply(
                     k,
                     panels,
                     ahead: ahead(next, tile_idx - tile_range.start, tile_range.len()),
-                    bias: bias.map_or(std::ptr::null(), |bias| bias[first_panel * PANEL..].as_ptr()),
+                    bias: bias.map_or(std::ptr::null(), |bias| bias[first_panel * panel_cols..].as_ptr()),
                     // SAFETY: rows and columns were checked above.
-                    out: unsafe { out.ptr().add(first_row * n + first_panel * PANEL) },
-                    out_stride: n,
-                    num_cols: n - first_panel * PANEL,
-                    add: output == Output::Add,
+                    out: unsafe { out.ptr().add(first_row * num_cols + first_panel * panel_cols) },
+                    out_stride: num_cols,
+                    num_cols: num_cols - first_panel * panel_cols,
+                    ups: num_cols,
+                    output,
                 };
                 // SAFETY: the sizes fit; an item's elements of `out` are its own.
                 unsafe { run_tile(isa, weights.format, &tile) };
@@ -173,39 +182,51 @@ struct TileArgs<'a> {
     bias: *const f32,
     out: *mut f32,
     out_stride: usize,
-    /// From the first of the panels to the end of the matrix.
+    /// From the first of the panels to the end of C.
     num_cols: usize,
-    add: bool,
+    /// How far behind the bias of a gate that of its other half is.
+    ups: usize,
+    output: Output,
 }
 
 impl TileArgs<'_> {
-    /// Adds what is to be added, and writes.
+    /// Makes of the sums of half a panel what is asked for, and writes it where the matrix has such columns. Of a row
+    /// and a panel the first half comes first.
     ///
     /// # Safety
-    /// Row and column lie in the matrix.
+    /// Row and panel lie in the matrix.
     #[inline(always)]
-    unsafe fn finish<S: Simd>(&self, row: usize, col: usize, mut sums: S::V) {
+    unsafe fn finish<S: Simd>(&self, row: usize, panel: usize, half: usize, mut sums: S::V) {
+        let is_gated = matches!(self.output, Output::Gated(_));
+        let col = if is_gated { panel * LANES } else { panel * PANEL + half * LANES };
+        if col >= self.num_cols {
+            return;
+        }
         let num = self.num_cols - col;
         // SAFETY: passed on to the caller.
         unsafe {
             let out = self.out.add(row * self.out_stride + col);
-            if num >= LANES {
-                if !self.bias.is_null() {
-                    sums = S::add(sums, S::load(self.bias.add(col)));
-                }
-                if self.add {
-                    sums = S::add(S::load(out), sums);
-                }
-                S::store(out, sums);
-            } else {
-                if !self.bias.is_null() {
-                    sums = S::add(sums, S::load_part(self.bias.add(col), num));
-                }
-                if self.add {
-                    sums = S::add(S::load_part(out, num), sums);
-                }
-                S::store_part(out, sums, num);
+            if !self.bias.is_null() {
+                let bias = self.bias.add(if is_gated { col + half * self.ups } else { col });
+                sums = S::add(sums, load_up_to::<S>(bias, num));
             }
+            match self.output {
+                Output::Add => sums = S::add(load_up_to::<S>(out, num), sums),
+                // Where the result will be, the gates wait for the other half.
+                Output::Gated(gate) if half == 1 => {
+                    sums = gated::<S>(gate, load_up_to::<S>(out, num), sums);
+                }
+                Output::Store | Output::Gated(_) => {}
+            }
+            if num >= LANES { S::store(out, sums) } else { S::store_part(out, sums, num) }
         }
     }
+}
+
+/// # Safety
+/// As [`Simd`], for `num` numbers.
+#[inline(always)]
+unsafe fn load_up_to<S: Simd>(p: *const f32, num: usize) -> S::V {
+    // SAFETY: passed on to the caller.
+    unsafe { if num >= LANES { S::load(p) } else { S::load_part(p, num) } }
 }

@@ -6,7 +6,7 @@
 use super::TileArgs;
 use super::panels::PANEL;
 use crate::cpu::peaks::CHAINS;
-use crate::cpu::simd::{Isa, LANES};
+use crate::cpu::simd::Isa;
 
 /// Rows of the largest tile; all even numbers below it are heights, too, and one.
 pub(super) const TILE_ROWS: usize = 14;
@@ -110,10 +110,7 @@ unsafe fn panels<const R: usize>(args: &TileArgs) {
                     break;
                 }
                 for half in 0..2 {
-                    let col = panel * PANEL + half * LANES;
-                    if col < args.num_cols {
-                        args.finish::<Avx512>(r, col, sums[r][half]);
-                    }
+                    args.finish::<Avx512>(r, panel, half, sums[r][half]);
                 }
             }
         }

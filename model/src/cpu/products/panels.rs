@@ -56,6 +56,28 @@ impl PanelFormat {
     }
 }
 
+/// Which row of a matrix an output of a panel is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum RowOrder {
+    /// As they come.
+    Plain,
+    /// Sixteen of the first half, the gates, beside sixteen of the second, what they let through.
+    Gated,
+}
+
+impl RowOrder {
+    /// The row, of `rows`, that is output `output` of panel `panel_idx`, if there is one.
+    pub(crate) fn row(self, rows: usize, panel_idx: usize, output: usize) -> Option<usize> {
+        match self {
+            RowOrder::Plain => Some(panel_idx * PANEL + output).filter(|&row| row < rows),
+            RowOrder::Gated => {
+                let (size, at) = (rows / 2, panel_idx * LANES + output % LANES);
+                (at < size).then_some(at + output / LANES * size)
+            }
+        }
+    }
+}
+
 /// Numbers of K in a line.
 pub(super) fn per_line(width: IntegerWidth) -> usize {
     32 / width.bits()
@@ -72,6 +94,7 @@ pub(crate) struct PanelsRef<'a> {
     pub(super) format: PanelFormat,
     pub(super) rows: usize,
     pub(super) cols: usize,
+    pub(super) order: RowOrder,
 }
 
 impl<'a> PanelsRef<'a> {
@@ -79,12 +102,17 @@ impl<'a> PanelsRef<'a> {
     /// When `data` has not the size that the shape needs.
     pub(crate) fn new(data: &'a [u8], format: PanelFormat, rows: usize, cols: usize) -> PanelsRef<'a> {
         assert_eq!(data.len(), format.matrix_bytes(rows, cols), "panels of {rows} x {cols}");
-        PanelsRef { data, format, rows, cols }
+        PanelsRef { data, format, rows, cols, order: RowOrder::Plain }
+    }
+
+    /// The same with its rows in another order.
+    pub(crate) fn in_order(self, order: RowOrder) -> PanelsRef<'a> {
+        PanelsRef { order, ..self }
     }
 
     /// Writes row `row_idx`, widened and scaled, to `out`.
     pub(crate) fn read_row(&self, row_idx: usize, scale: f32, out: &mut [f32]) {
-        assert!(row_idx < self.rows && out.len() == self.cols);
+        assert!(row_idx < self.rows && out.len() == self.cols && self.order == RowOrder::Plain);
         let panel_bytes = self.format.panel_bytes(self.cols);
         let panel = &self.data[row_idx / PANEL * panel_bytes..][..panel_bytes];
         let output = row_idx % PANEL;

@@ -130,6 +130,49 @@ fn check(isa: Isa, threads: usize, case: &Case) {
     }
 }
 
+/// Gates as [`check`] has found them, side by side with what they let through.
+fn check_gated(isa: Isa, threads: usize, case: &Case) {
+    let Case { format, m, n, k } = *case;
+    let mut cpu = Cpu::new(isa, threads).unwrap();
+    let (a, bias) = (noise(1, m * k), noise(3, 2 * n));
+    let plain = pack(&Case { n: 2 * n, ..*case });
+    let mut both = vec![0.0; m * 2 * n];
+    let panels = PanelsRef::new(&plain.bytes, format, 2 * n, k);
+    multiply(&mut cpu, m, &a, panels, Some(&bias), &mut both, Output::Store);
+
+    // The same rows in the other order: of the panels' numbers, a row at a time.
+    let mut bytes = vec![0; plain.bytes.len()];
+    let order = RowOrder::Gated;
+    for (panel_idx, panel) in bytes.chunks_mut(format.panel_bytes(k)).enumerate() {
+        let rows = (0..PANEL).map(|output| order.row(2 * n, panel_idx, output));
+        match format {
+            PanelFormat::Integers(integers) => {
+                let row = |row: usize| plain.rows[row].clone();
+                let rows: Vec<_> =
+                    rows.map(|at| at.map_or_else(|| IntegerRow::zeroes(k, integers), row)).collect();
+                pack_integers(&rows, integers, k, panel);
+            }
+            PanelFormat::Floats(_) | PanelFormat::Bf16Pairs => {
+                let dtype = if let PanelFormat::Floats(dtype) = format { dtype } else { Dtype::Bf16 };
+                let row = |row: usize| store(dtype, &plain.values[row * k..][..k]).0;
+                let zeroes = || vec![0; k * dtype.size_bytes()];
+                pack_floats(&rows.map(|at| at.map_or_else(zeroes, row)).collect::<Vec<_>>(), format, panel);
+            }
+        }
+    }
+    let mut out = vec![f32::NAN; m * n];
+    let panels = PanelsRef::new(&bytes, format, 2 * n, k).in_order(order);
+    multiply(&mut cpu, m, &a, panels, Some(&bias), &mut out, Output::Gated(Gate::Silu));
+    for (row, (out, both)) in out.chunks(n).zip(both.chunks(2 * n)).enumerate() {
+        for (col, out) in out.iter().enumerate() {
+            let (gate, up) = (f64::from(both[col]), f64::from(both[n + col]));
+            let expected = gate / (1.0 + (-gate).exp()) * up;
+            let error = (f64::from(*out) - expected).abs();
+            assert!(error <= 1e-5 * expected.abs().max(1.0), "{isa:?} {format:?} {m}x{n}x{k} at {row},{col}");
+        }
+    }
+}
+
 fn formats(isa: Isa) -> Vec<PanelFormat> {
     let mut all: Vec<_> = [Dtype::F32, Dtype::F16, Dtype::Bf16].map(PanelFormat::Floats).to_vec();
     if has_pairs(isa) {
@@ -149,6 +192,9 @@ fn products_are_the_same_sums_everywhere() {
         for format in formats(isa) {
             for m in [1, 2, 3, 4, 5, 7, 8, 9, 11, 13, 14, 15, 16, 27, 29, 33, 45] {
                 check(isa, 1, &Case { format, m, n: 1 + m * 7 % 150, k: 1 + m * 13 % 90 });
+            }
+            for (m, n, k) in [(1, 16, 40), (3, 37, 64), (20, 150, 100), (1, 1500, 90)] {
+                check_gated(isa, 2, &Case { format, m, n, k });
             }
             check(isa, 3, &Case { format, m: 210, n: 24, k: 96 });
             check(isa, 3, &Case { format, m: 17, n: 300, k: 200 });
