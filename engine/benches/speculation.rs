@@ -5,6 +5,7 @@
 
 use std::{
     path::{Path, PathBuf},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -12,7 +13,7 @@ use baton_engine::{
     Drafter, EngineConfig, EngineHandle, EngineThread, Request, SamplingParams, Speculation, SpeculationMode,
     TokenEvent, sampler::random_unit,
 };
-use baton_model::{LoadOptions, LoadedModel, load};
+use baton_model::{LoadOptions, LoadedModel, ThreadPool, load};
 
 /// Turns of either kind.
 const NUM_TURNS: u64 = 10;
@@ -28,6 +29,7 @@ fn main() {
         _ => (tiny.clone(), tiny.join("draft")),
     };
     let (target, draft) = (open(&dir), open(&draft_dir));
+    let pool = Arc::new(ThreadPool::new(target.num_threads()).expect("threads can be started"));
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime can be built");
     println!("{:<8}{:>12}{:>14}{:>12}{:>12}", "drafter", "sequences", "temperature", "accepted", "speed-up");
     for name in ["ngram", "draft"] {
@@ -36,11 +38,11 @@ fn main() {
                 let drafter = match name {
                     "ngram" => Drafter::Ngram,
                     _ => Drafter::Model {
-                        executor: Box::new(draft.cpu_executor().expect("threads can be started")),
+                        executor: Box::new(draft.cpu_executor_on(Arc::clone(&pool))),
                         cost: draft.weight_bytes() as f64 / target.weight_bytes() as f64,
                     },
                 };
-                let (engine, _thread) = start(&target, drafter);
+                let (engine, _thread) = start(&target, &pool, drafter);
                 let mut elapsed = [Duration::ZERO; 2];
                 for turn in 0..2 * NUM_TURNS {
                     // A B B A, each with a text of its own, so that no cache helps.
@@ -64,7 +66,7 @@ fn open(dir: &Path) -> LoadedModel {
     load(dir, &LoadOptions::default(), &mut |_| {}).expect("the model is there")
 }
 
-fn start(target: &LoadedModel, drafter: Drafter) -> (EngineHandle, EngineThread) {
+fn start(target: &LoadedModel, pool: &Arc<ThreadPool>, drafter: Drafter) -> (EngineHandle, EngineThread) {
     let config = EngineConfig {
         num_blocks: 1024,
         max_running: 64,
@@ -76,7 +78,7 @@ fn start(target: &LoadedModel, drafter: Drafter) -> (EngineHandle, EngineThread)
         model_revision: "bench".into(),
     };
     let speculation = Speculation { drafter, max_draft_tokens: 8, max_step_tokens: 32, clock: Instant::now };
-    let executor = Box::new(target.cpu_executor().expect("threads can be started"));
+    let executor = Box::new(target.cpu_executor_on(Arc::clone(pool)));
     baton_engine::start(executor, Some(speculation), config).expect("an engine starts")
 }
 

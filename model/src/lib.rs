@@ -30,7 +30,7 @@ mod spec;
 mod weights;
 
 pub use config::ModelConfig;
-pub use cpu::CpuExecutor;
+pub use cpu::{CpuExecutor, ThreadPool};
 #[doc(hidden)]
 pub use cpu::benchmark;
 pub use error::LoadError;

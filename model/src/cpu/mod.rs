@@ -16,15 +16,16 @@ mod simd;
 
 pub(crate) use fastest::{bf16_is_faster, multiplies_bf16};
 pub use forward::CpuExecutor;
+pub use pool::ThreadPool;
 pub(crate) use products::{PANEL, PanelFormat, PanelsRef, pack_floats, pack_integers};
 
-use pool::Pool;
 use simd::Isa;
+use std::sync::Arc;
 
 /// What every operation needs: the instruction set, threads, and memory for each thread.
 pub(crate) struct Cpu {
     isa: Isa,
-    pool: Pool,
+    pool: Arc<ThreadPool>,
     scratch: Scratch,
     /// Rows of a product's left side, as its kernel reads them.
     packed: Aligned,
@@ -33,14 +34,19 @@ pub(crate) struct Cpu {
 }
 
 impl Cpu {
+    /// With threads of its own.
     fn new(isa: Isa, num_threads: usize) -> std::io::Result<Cpu> {
-        Ok(Cpu {
+        Ok(Cpu::on(Arc::new(ThreadPool::new(num_threads)?), isa))
+    }
+
+    fn on(pool: Arc<ThreadPool>, isa: Isa) -> Cpu {
+        Cpu {
             isa,
-            pool: Pool::new(num_threads)?,
+            pool,
             scratch: Scratch::default(),
             packed: Aligned::default(),
             partials: Aligned::default(),
-        })
+        }
     }
 
     /// Calls `work` for every row, on several threads when there is enough to do.
