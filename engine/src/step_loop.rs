@@ -20,7 +20,7 @@ use std::{
 };
 
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_model::{Batch, BatchSequence, Executor};
+use baton_model::{Batch, BatchSequence, ExecuteError, Executor};
 use tokio::sync::watch;
 
 use crate::{
@@ -80,6 +80,10 @@ impl StepLoop {
     }
 
     fn run_steps(&mut self) -> Result<(), EngineError> {
+        self.executor.attach_thread()?;
+        if let Some(speculator) = &mut self.speculator {
+            speculator.attach_thread()?;
+        }
         let mut can_move = true;
         loop {
             match self.receive(!can_move) {
@@ -196,7 +200,7 @@ fn execute<'e>(
     // prefill's blocks are not taken away while they are held.
     #[allow(unsafe_code)]
     let outcome = catch_panic(move || unsafe { executor.execute(batch, storage, on_layer) });
-    outcome?.map_err(|error| EngineError::Executor { message: error.to_string() })
+    Ok(outcome??)
 }
 
 /// A panic of `execute` as an error. What it left behind is not used again: the engine ends.
@@ -214,6 +218,12 @@ impl<'a> Completion<'a> {
         let last = if sequence.num_logits > 0 { end.div_ceil(block_size) } else { end / block_size };
         let blocks = sequence.blocks[first..last.max(first)].to_vec();
         (first < last).then_some(Completion { sink, first_block_idx: first, blocks })
+    }
+}
+
+impl From<ExecuteError> for EngineError {
+    fn from(error: ExecuteError) -> EngineError {
+        EngineError::Executor { message: error.to_string() }
     }
 }
 

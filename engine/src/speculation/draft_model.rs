@@ -86,6 +86,10 @@ impl DraftModel {
         })
     }
 
+    pub(super) fn attach_thread(&mut self) -> Result<(), EngineError> {
+        Ok(self.executor.attach_thread()?)
+    }
+
     /// Drafts so many tokens for each of these sequences, or fewer.
     pub(super) fn draft(
         &mut self,
@@ -198,7 +202,7 @@ impl DraftModel {
         // allocated; blocks that sequences share are full, and nobody computes them again.
         #[allow(unsafe_code)]
         let outcome = catch_panic(|| unsafe { executor.execute(&batch, storage, &mut |_| {}) });
-        let logits = outcome?.map_err(|error| EngineError::Executor { message: error.to_string() })?;
+        let logits = outcome??;
 
         let mut rows = logits.chunks_exact(vocab_size);
         for run in &mut self.runs {

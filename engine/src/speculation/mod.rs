@@ -162,6 +162,14 @@ impl Speculator {
         })
     }
 
+    /// See [`Executor::attach_thread`].
+    pub(crate) fn attach_thread(&mut self) -> Result<(), EngineError> {
+        match &mut self.proposer {
+            Proposer::Ngram => Ok(()),
+            Proposer::Model(model) => model.attach_thread(),
+        }
+    }
+
     /// Drafts for the plan's sequences that decode, as far as it pays, and adds the drafts to the plan. What
     /// follows until [`executed`](Self::executed) is the target's step.
     pub(crate) fn draft(&mut self, plan: &mut Plan, live: &mut LiveRequests) -> Result<(), EngineError> {

@@ -83,6 +83,12 @@ impl Executor for CpuExecutor {
         self.model.config().vocab_size()
     }
 
+    fn attach_thread(&mut self) -> Result<(), ExecuteError> {
+        let refused =
+            |error| ExecuteError { device: "cpu".into(), message: format!("cannot pin a thread: {error}") };
+        self.cpu.pool.attach_thread().map_err(refused)
+    }
+
     unsafe fn execute(
         &mut self,
         batch: &Batch<'_>,

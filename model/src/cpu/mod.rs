@@ -1,5 +1,6 @@
 //! The forward pass on processors: kernels, the threads that run them, and the executor.
 
+mod affinity;
 mod attention;
 pub mod benchmark;
 pub(crate) mod e4m3;
@@ -14,6 +15,7 @@ mod rope;
 mod rows;
 mod simd;
 
+pub use affinity::{CpuList, CpuListError};
 pub(crate) use fastest::{bf16_is_faster, multiplies_bf16};
 pub use forward::CpuExecutor;
 pub use pool::ThreadPool;

@@ -15,9 +15,12 @@
 //! A helper that wakes too late finds the operation closed and loses nothing.
 
 use std::cell::UnsafeCell;
-use std::sync::Arc;
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
+
+use super::affinity::{CpuList, CpuListError};
 
 const OPEN: u64 = 1 << 31;
 const ACTIVE: u64 = OPEN - 1;
@@ -46,6 +49,8 @@ pub struct ThreadPool {
     helpers: Vec<JoinHandle<()>>,
     /// Whether somebody's operation has the helpers. Apart from what these look at all the time.
     is_busy: AtomicBool,
+    /// The processor of each participant, if it is kept to one.
+    cpus: Option<CpuList>,
 }
 
 impl ThreadPool {
@@ -53,7 +58,21 @@ impl ThreadPool {
     ///
     /// # Errors
     /// When threads cannot be started.
-    pub fn new(num_threads: usize) -> std::io::Result<ThreadPool> {
+    pub fn new(num_threads: usize) -> io::Result<ThreadPool> {
+        ThreadPool::start(num_threads, None)
+    }
+
+    /// A participant for each of these processors, which it does not leave. The thread that calls an executor is kept to
+    /// the first by [`Executor::attach_thread`](crate::Executor::attach_thread).
+    ///
+    /// # Errors
+    /// When this process may not use one of them, or threads cannot be started.
+    pub fn pinned(cpus: CpuList) -> Result<ThreadPool, CpuListError> {
+        cpus.check()?;
+        Ok(ThreadPool::start(cpus.num_cpus(), Some(cpus))?)
+    }
+
+    fn start(num_threads: usize, cpus: Option<CpuList>) -> io::Result<ThreadPool> {
         let shared = Arc::new(Shared {
             state: AtomicU64::new(0),
             work: UnsafeCell::new(None),
@@ -61,15 +80,26 @@ impl ThreadPool {
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
         });
-        let mut pool = ThreadPool { shared, helpers: Vec::new(), is_busy: AtomicBool::new(false) };
+        let mut pool = ThreadPool { shared, helpers: Vec::new(), is_busy: AtomicBool::new(false), cpus };
+        let (pinned, outcomes) = mpsc::channel();
         for idx in 1..num_threads.max(1) {
-            let shared = Arc::clone(&pool.shared);
-            let helper = std::thread::Builder::new()
-                .name(format!("baton-cpu-{idx}"))
-                .spawn(move || help(&shared, idx))?;
+            let (shared, cpus, pinned) = (Arc::clone(&pool.shared), pool.cpus.clone(), pinned.clone());
+            let helper = std::thread::Builder::new().name(format!("baton-cpu-{idx}")).spawn(move || {
+                // Whoever does not wait for the outcome has failed to start another.
+                let _ = pinned.send(cpus.map_or(Ok(()), |cpus| cpus.pin(idx)));
+                drop(pinned);
+                help(&shared, idx);
+            })?;
             pool.helpers.push(helper);
         }
+        drop(pinned);
+        outcomes.into_iter().collect::<io::Result<()>>()?;
         Ok(pool)
+    }
+
+    /// Keeps the calling thread, participant 0 of what it will run, to its processor.
+    pub(crate) fn attach_thread(&self) -> io::Result<()> {
+        self.cpus.as_ref().map_or(Ok(()), |cpus| cpus.pin(0))
     }
 
     /// Participants, so that each can have memory of its own.
@@ -261,6 +291,26 @@ mod tests {
             });
             assert_eq!(sum.into_inner(), 4950);
         }
+    }
+
+    #[test]
+    fn pinned_threads_stay_on_their_processors() {
+        let allowed = CpuList::allowed().unwrap();
+        let pool = ThreadPool::pinned(allowed.clone()).unwrap();
+        assert_eq!(pool.num_threads(), allowed.num_cpus());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                pool.attach_thread().unwrap();
+                // Every participant takes one item and waits for the others.
+                let everybody = std::sync::Barrier::new(pool.num_threads());
+                pool.for_each(pool.num_threads(), |thread_idx, _| {
+                    everybody.wait();
+                    let expected = allowed.divide(allowed.num_cpus()).unwrap().swap_remove(thread_idx);
+                    assert_eq!(CpuList::allowed().unwrap(), expected);
+                });
+            });
+        });
+        assert_eq!(CpuList::allowed().unwrap(), allowed, "whoever makes a pool is not kept to a processor");
     }
 
     #[test]
