@@ -38,7 +38,7 @@ use baton_kv_cache::BlockId;
 use crate::{
     block_pool::{BlockPool, IntegrityError, PoolReport},
     sequence::{Role, Sequence, SequenceId},
-    step_time::Pace,
+    step_time::{Pace, StepTime},
 };
 
 /// Limits of one scheduler.
@@ -120,6 +120,11 @@ impl Plan {
         self.chunks.iter().map(|chunk| chunk.num_tokens).sum()
     }
 
+    /// Of them, so many are drafts.
+    pub fn num_drafts(&self) -> usize {
+        self.chunks.iter().map(|chunk| chunk.num_drafts).sum()
+    }
+
     fn clear(&mut self) {
         self.chunks.clear();
         self.admitted.clear();
@@ -171,7 +176,14 @@ impl Scheduler {
 
     /// The step of `plan` took so long, drawing included.
     pub fn observe(&mut self, plan: &Plan, elapsed: Duration) {
-        self.pace.observe(plan.num_tokens(), elapsed);
+        if plan.num_drafts() == 0 {
+            self.pace.observe(plan.num_tokens(), elapsed);
+        }
+    }
+
+    /// What a step without drafts takes, once one was observed.
+    pub(crate) fn step_time(&self) -> Option<StepTime> {
+        self.pace.step()
     }
 
     /// Drafts `token` to follow a running sequence and what is drafted for it.

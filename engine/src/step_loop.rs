@@ -42,6 +42,7 @@ pub(crate) struct StepLoop {
     plan: Plan,
     inbox: Receiver<Command>,
     load: watch::Sender<EngineLoad>,
+    clock: fn() -> Instant,
 }
 
 /// Blocks that a chunk of a prefill completes, to be announced layer by layer.
@@ -64,9 +65,20 @@ impl StepLoop {
         live: LiveRequests,
         inbox: Receiver<Command>,
         load: watch::Sender<EngineLoad>,
+        clock: fn() -> Instant,
     ) -> StepLoop {
         let vocab_size = executor.vocab_size();
-        StepLoop { executor, storage, vocab_size, live, speculator, plan: Plan::default(), inbox, load }
+        StepLoop {
+            executor,
+            storage,
+            vocab_size,
+            live,
+            speculator,
+            plan: Plan::default(),
+            inbox,
+            load,
+            clock,
+        }
     }
 
     /// Runs until shutdown or until the executor fails.
@@ -136,16 +148,17 @@ impl StepLoop {
             self.live.tell_admitted(admission);
         }
         if !plan.chunks.is_empty() {
-            let started = Instant::now();
             if let Some(speculator) = &mut self.speculator {
                 speculator.draft(&mut plan, &mut self.live)?;
             }
+            let started = (self.clock)();
             let logits = execute(&mut *self.executor, &self.storage, &self.live, &plan)?;
             self.live.advance(&plan, logits, self.vocab_size);
+            let elapsed = (self.clock)() - started;
+            self.live.scheduler.observe(&plan, elapsed);
             if let Some(speculator) = &mut self.speculator {
-                speculator.executed(&plan);
+                speculator.observe(&plan, self.live.scheduler.step_time(), elapsed);
             }
-            self.live.scheduler.observe(&plan, started.elapsed());
             self.publish_load();
         }
         let can_move = !plan.is_empty();

@@ -140,8 +140,9 @@ fn start(target: &LoadedModel, pool: &Arc<ThreadPool>, drafter: Drafter) -> (Eng
         max_waiting: 64,
         prefix_cache: false,
         model_revision: "bench".into(),
+        clock: Instant::now,
     };
-    let speculation = Speculation { drafter, max_draft_tokens: MAX_DRAFT_TOKENS, max_step_tokens: 32, clock: Instant::now };
+    let speculation = Speculation { drafter, max_draft_tokens: MAX_DRAFT_TOKENS, max_step_tokens: 32 };
     let executor = Box::new(target.cpu_executor_on(Arc::clone(pool)));
     baton_engine::start(executor, Some(speculation), config).expect("an engine starts")
 }

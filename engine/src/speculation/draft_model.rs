@@ -99,10 +99,11 @@ impl DraftModel {
         clock: fn() -> Instant,
     ) -> Result<(), EngineError> {
         self.forget_ended(live);
+        let plain = live.scheduler.step_time();
         for (id, num_drafts) in wanted {
             let sequence = live.scheduler.sequence(id).expect("planned sequences run");
             let num_output = live.num_output_tokens(id);
-            let pays = |num_missing| costs.pays_to_catch_up(num_missing, num_output);
+            let pays = |num_missing| costs.pays_to_catch_up(plain, num_missing, num_output);
             if let Some(num_tokens) = self.prepare(sequence, num_drafts, pays) {
                 self.runs.push(Run { id, num_tokens, is_complete: true, num_drafts });
             }
@@ -124,7 +125,7 @@ impl DraftModel {
             self.step(live)?;
             let elapsed = clock() - started;
             if is_draft {
-                costs.observe_draft(num_tokens, elapsed);
+                costs.observe_draft(plain, num_tokens, elapsed);
             } else {
                 costs.observe_catch_up(num_tokens, elapsed);
             }
