@@ -28,7 +28,7 @@ use crate::{
     events::{EngineError, PrefillEvent, Sink},
     handle::EngineLoad,
     live::LiveRequests,
-    scheduler::Plan,
+    plan::Plan,
     speculation::Speculator,
 };
 

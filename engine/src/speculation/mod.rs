@@ -33,7 +33,7 @@ use crate::{
     config::{EngineConfig, StartError},
     events::EngineError,
     live::LiveRequests,
-    scheduler::Plan,
+    plan::Plan,
     sequence::SequenceId,
     step_time::StepTime,
 };
