@@ -16,6 +16,8 @@ use crate::step_time::{NEWEST, StepTime, TOKEN_GUESS};
 
 /// Of a step's time, what drafting is taken to save where it pays.
 const SAVING: f64 = 0.25;
+/// Of a step's time, what is spent to find out whether it would.
+const PROBING: f64 = 1.0 / 64.0;
 
 /// Costs of one engine, beside what a step without drafts takes: `plain`, which whoever plans steps learns.
 #[derive(Clone, Debug)]
@@ -54,19 +56,24 @@ impl Costs {
         }
     }
 
-    /// Whether the draft model should compute `num_missing` tokens of a sequence first, `num_output` of which
-    /// were drawn. Nobody knows how many will be; as many again is the guess that is never far too high.
+    /// Whether the draft model should compute `num_missing` tokens of a sequence before it drafts `num_drafts`, when
+    /// `num_output` were drawn. Nobody knows how many will be; as many again is the guess that is never far too high.
+    /// A single token is a probe, or gains no more than one; once it is known what tokens of a prompt take, it is worth
+    /// little.
     pub(crate) fn pays_to_catch_up(
         &self,
         plain: Option<StepTime>,
         num_missing: usize,
         num_output: usize,
+        num_drafts: usize,
     ) -> bool {
         let per_token = match (plain, self.prompt_token) {
             (Some(plain), Some(seconds)) => seconds / plain.of(1),
             _ => self.draft_guess * TOKEN_GUESS,
         };
-        num_missing as f64 * per_token <= SAVING * num_output as f64
+        let is_known = self.prompt_token.is_some();
+        let share = if num_drafts > 1 || !is_known { SAVING } else { PROBING };
+        num_missing <= 2 || num_missing as f64 * per_token <= share * num_output as f64
     }
 
     /// A step of the draft model took so long that computed missing tokens.
@@ -170,13 +177,19 @@ mod tests {
         let (mut costs, plain) = learned((10.0, 0.0), (2.0, 0.0), 1);
         // A token of a prompt takes a tenth of a step.
         costs.observe_catch_up(100, Duration::from_millis(100));
-        for (num_missing, num_output, expected) in
-            [(1, 1, true), (10, 3, false), (10, 5, true), (1000, 300, false)]
-        {
+        for (num_missing, num_output, num_drafts, expected) in [
+            (1, 1, 4, true),
+            (10, 3, 4, false),
+            (10, 5, 4, true),
+            (1000, 300, 4, false),
+            (2, 1, 1, true), // nothing but what every draft computes
+            (10, 60, 1, false),
+            (10, 70, 1, true),
+        ] {
             assert_eq!(
-                costs.pays_to_catch_up(plain, num_missing, num_output),
+                costs.pays_to_catch_up(plain, num_missing, num_output, num_drafts),
                 expected,
-                "{num_missing}, {num_output}"
+                "{num_missing}, {num_output}, {num_drafts}"
             );
         }
     }

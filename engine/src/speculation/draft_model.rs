@@ -103,7 +103,7 @@ impl DraftModel {
         for (id, num_drafts) in wanted {
             let sequence = live.scheduler.sequence(id).expect("planned sequences run");
             let num_output = live.num_output_tokens(id);
-            let pays = |num_missing| costs.pays_to_catch_up(plain, num_missing, num_output);
+            let pays = |num_missing| costs.pays_to_catch_up(plain, num_missing, num_output, num_drafts);
             if let Some(num_tokens) = self.prepare(sequence, num_drafts, pays) {
                 self.runs.push(Run { id, num_tokens, is_complete: true, num_drafts });
             }
