@@ -1,11 +1,11 @@
 //! What speculative decoding gains, by what a step of the draft model costs beside one of the target: the tiny model,
-//! and deeper ones that say the same. The same requests with and without drafts take turns within one run, so that a
+//! and wider ones that say the same. The same requests with and without drafts take turns within one run, so that a
 //! busy machine disturbs both alike.
 //!
 //! `cargo bench -p baton-engine --bench speculation [-- MODEL_DIR DRAFT_DIR]`
 
-mod deeper;
 mod steps;
+mod wider;
 
 use std::{
     path::{Path, PathBuf},
@@ -20,12 +20,12 @@ use baton_engine::{
 use baton_model::{LoadOptions, LoadedModel, ThreadPool, load};
 use steps::Costs;
 
-/// Layers of the targets; the draft model has two.
-const NUM_LAYERS: [usize; 4] = [4, 12, 28, 60];
+/// How much wider than the tiny model's the MLPs of the targets are.
+const FACTORS: [usize; 3] = [1, 8, 32];
 /// Turns of either kind.
-const NUM_TURNS: u64 = 10;
+const NUM_TURNS: u64 = 8;
 const NUM_PROMPT: u64 = 64;
-const NUM_OUTPUT: u32 = 256;
+const NUM_OUTPUT: u32 = 192;
 const MAX_DRAFT_TOKENS: usize = 8;
 
 /// Some requests at once, and what became of them.
@@ -43,8 +43,16 @@ fn main() {
     let dirs: Vec<PathBuf> =
         std::env::args().skip(1).filter(|arg| !arg.starts_with("--")).map(PathBuf::from).collect();
     println!(
-        "{:>6}{:>8}{:>8}  {:<8}{:>10}{:>13}{:>10}{:>10}{:>10}  middle half",
-        "layers", "draft", "verify", "drafter", "sequences", "temperature", "accepted", "at best", "speed-up"
+        "{:>10}{:>8}{:>8}  {:<8}{:>10}{:>13}{:>10}{:>10}{:>10}  middle half",
+        "parameters",
+        "draft",
+        "verify",
+        "drafter",
+        "sequences",
+        "temperature",
+        "accepted",
+        "at best",
+        "speed-up"
     );
     if let [dir, draft_dir] = &dirs[..] {
         return measure(&open(dir), &open(draft_dir), &mut Vec::new());
@@ -52,8 +60,8 @@ fn main() {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tiny");
     let draft = open(&tiny.join("draft"));
     let mut said = Vec::new();
-    for num_layers in NUM_LAYERS {
-        let dir = deeper::deepen(&tiny, num_layers);
+    for factor in FACTORS {
+        let dir = wider::widen(&tiny, factor);
         measure(&open(dir.path()), &draft, &mut said);
     }
 }
@@ -97,9 +105,9 @@ fn measure(target: &LoadedModel, draft: &LoadedModel, said: &mut Vec<Vec<u32>>) 
                 let at = |share: f64| ratios[(share * (ratios.len() - 1) as f64).round() as usize];
                 let acceptance = num_accepted as f64 / (num_accepted + num_rejected).max(1) as f64;
                 println!(
-                    "{:>6}{:>8.2}{:>8.2}  {name:<8}{num_sequences:>10}{temperature:>13}{:>8.0} %{:>10.2}{:>10.2}  \
+                    "{:>8.1} M{:>8.2}{:>8.2}  {name:<8}{num_sequences:>10}{temperature:>13}{:>8.0} %{:>10.2}{:>10.2}  \
                      {:.2} to {:.2}",
-                    target.config().decoder.layers.len(),
+                    target.num_parameters() as f64 / 1e6,
                     costs.draft,
                     costs.verify,
                     100.0 * acceptance,
@@ -112,7 +120,7 @@ fn measure(target: &LoadedModel, draft: &LoadedModel, said: &mut Vec<Vec<u32>>) 
         }
     }
     if !said.is_empty() {
-        assert!(*said == saying, "neither drafts nor layers that add nothing change what is said");
+        assert!(*said == saying, "neither drafts nor inputs that count nothing change what is said");
     }
     *said = saying;
 }
