@@ -4,6 +4,7 @@ use std::{net::SocketAddr, path::PathBuf};
 
 use baton_kv_cache::KvDtype;
 use baton_model::{Activations, Quantisation};
+use baton_worker::ThreadPinning;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
 use crate::{bench::BenchArgs, chat::ChatArgs, inspect::InspectArgs};
@@ -230,6 +231,11 @@ pub struct EngineArgs {
     /// Threads that compute. Default: one per core, at most 64.
     #[arg(long, value_name = "N", value_parser = at_least_one, env = "BATON_THREADS")]
     pub threads: Option<usize>,
+    /// Keep each thread that computes to a processor of its own: "auto" takes those that this process may use (by taskset,
+    /// cpuset or container), or a list such as 0-3,8. The list then also says how many threads there are, unless
+    /// --threads asks for fewer. `baton up` divides the processors among its workers.
+    #[arg(long, value_name = "none|auto|CPUS", default_value = "none", env = "BATON_PIN_THREADS")]
+    pub pin_threads: ThreadPinning,
     /// Round the weights of layers when loading: int8 or int4, perhaps with the number of weights that share a scale,
     /// as in int4:64. Half or a quarter of the memory of bf16, and as much faster per token.
     #[arg(long, value_name = "TYPE", env = "BATON_QUANTIZE")]

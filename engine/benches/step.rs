@@ -7,8 +7,9 @@ use std::hint::black_box;
 
 use baton_engine::{
     Request, SamplingParams,
+    plan::Plan,
     sampler::{Sampler, TokenHistory, random_unit},
-    scheduler::{Plan, Scheduler, SchedulerConfig},
+    scheduler::{Scheduler, SchedulerConfig},
     sequence::{Role, Sequence, SequenceId},
 };
 use baton_kv_cache::HashRoot;

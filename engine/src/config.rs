@@ -1,6 +1,6 @@
 //! What an engine is started with.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Sizes and limits of one engine.
 #[derive(Clone, Debug)]
@@ -23,6 +23,8 @@ pub struct EngineConfig {
     pub prefix_cache: bool,
     /// Identity of the weights: part of every block's hash.
     pub model_revision: String,
+    /// [`Instant::now`]. Tells what steps take; tokens do not depend on it.
+    pub clock: fn() -> Instant,
 }
 
 /// Why an engine did not start.

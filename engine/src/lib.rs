@@ -3,7 +3,7 @@
 //! In reading order:
 //! - [`request`]: what is asked for, and when it is over;
 //! - [`block_pool`]: who owns which KV block, and the prefix cache;
-//! - [`sequence`] and [`scheduler`]: which tokens are computed in the next step, decided purely;
+//! - [`sequence`], [`plan`] and [`scheduler`]: which tokens are computed in the next step, decided purely;
 //! - `step_time`: what steps take, and how much of prompts fits beside decodes;
 //! - [`sampler`]: from logits to a token;
 //! - [`speculation`]: who drafts tokens, and how many;
@@ -27,6 +27,7 @@ mod config;
 pub mod events;
 pub mod handle;
 mod live;
+pub mod plan;
 pub mod request;
 pub mod sampler;
 pub mod scheduler;

@@ -13,9 +13,10 @@ use crate::{
     config::EngineConfig,
     events::{EngineError, PrefillEvent, Sink, TokenEvent},
     handle::{EngineLoad, IdleError, Reservation, max_token_events},
+    plan::{Admission, Chunk, Plan},
     request::{FinishReason, Request, SampledToken, SpeculationMode},
     sampler::{InvalidLogits, Sampler, TokenHistory},
-    scheduler::{Admission, Chunk, Plan, Scheduler, SchedulerConfig},
+    scheduler::{Scheduler, SchedulerConfig},
     sequence::SequenceId,
     speculation::{DraftCounters, DraftCounts, policy::DraftLength},
 };

@@ -37,8 +37,9 @@ use baton_kv_cache::BlockId;
 
 use crate::{
     block_pool::{BlockPool, IntegrityError, PoolReport},
+    plan::{Admission, Chunk, Plan},
     sequence::{Role, Sequence, SequenceId},
-    step_time::Pace,
+    step_time::{Pace, StepTime},
 };
 
 /// Limits of one scheduler.
@@ -56,43 +57,6 @@ pub struct SchedulerConfig {
     pub itl_target: Option<Duration>,
 }
 
-/// What the next step does. Reused from step to step.
-#[derive(Clone, Debug, Default)]
-pub struct Plan {
-    /// Tokens to compute, in the order of the batch.
-    pub chunks: Vec<Chunk>,
-    /// Left the queue and hold blocks now.
-    pub admitted: Vec<Admission>,
-    /// Lost their blocks and wait again.
-    pub preempted: Vec<SequenceId>,
-}
-
-/// A run of tokens of one sequence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Chunk {
-    /// Whose.
-    pub id: SequenceId,
-    /// Position of the first of them.
-    pub start_idx: usize,
-    /// At least one.
-    pub num_tokens: usize,
-    /// Of them, so many at the end are a draft.
-    pub num_drafts: usize,
-    /// Whether they are the last ones known, so that the next token is to be sampled.
-    pub wants_token: bool,
-}
-
-/// A sequence that came to hold blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Admission {
-    /// Who.
-    pub id: SequenceId,
-    /// Whole blocks at its front that the prefix cache supplied.
-    pub num_cached_blocks: usize,
-    /// False when it comes back after a preemption.
-    pub is_first: bool,
-}
-
 /// The sequences of one engine and their blocks.
 #[derive(Debug)]
 pub struct Scheduler {
@@ -107,24 +71,6 @@ pub struct Scheduler {
     reserved: BTreeMap<SequenceId, Sequence>,
     /// The second owner of prefilled blocks. An empty table: its sequence still waits.
     holds: BTreeMap<SequenceId, Vec<BlockId>>,
-}
-
-impl Plan {
-    /// Whether the step computes and changes nothing: without a word from outside, neither will the next.
-    pub fn is_empty(&self) -> bool {
-        self.chunks.is_empty() && self.admitted.is_empty() && self.preempted.is_empty()
-    }
-
-    /// Tokens that the step computes, drafts included.
-    pub fn num_tokens(&self) -> usize {
-        self.chunks.iter().map(|chunk| chunk.num_tokens).sum()
-    }
-
-    fn clear(&mut self) {
-        self.chunks.clear();
-        self.admitted.clear();
-        self.preempted.clear();
-    }
 }
 
 impl Scheduler {
@@ -171,7 +117,14 @@ impl Scheduler {
 
     /// The step of `plan` took so long, drawing included.
     pub fn observe(&mut self, plan: &Plan, elapsed: Duration) {
-        self.pace.observe(plan.num_tokens(), elapsed);
+        if plan.num_drafts() == 0 {
+            self.pace.observe(plan.num_tokens(), elapsed);
+        }
+    }
+
+    /// What a step without drafts takes, once one was observed.
+    pub(crate) fn step_time(&self) -> Option<StepTime> {
+        self.pace.step()
     }
 
     /// Drafts `token` to follow a running sequence and what is drafted for it.
@@ -325,7 +278,7 @@ impl Scheduler {
             if self.running[idx].num_left() != 1 {
                 idx += 1;
             } else if self.grow(idx, plan) {
-                plan.chunks.push(chunk(&self.running[idx], 1));
+                plan.chunks.push(Chunk::of(&self.running[idx], 1));
                 *budget -= 1;
                 idx += 1;
             } // else it preempted itself, and `idx` is the next one
@@ -365,7 +318,7 @@ impl Scheduler {
                 break;
             }
             let num_tokens = self.chunk_len(sequence, *budget);
-            plan.chunks.push(chunk(sequence, num_tokens));
+            plan.chunks.push(Chunk::of(sequence, num_tokens));
             *budget -= num_tokens;
         }
     }
@@ -401,7 +354,7 @@ impl Scheduler {
             sequence.num_cached_tokens.get_or_insert(cached.len() * self.config.block_size);
             if computes_here {
                 let num_tokens = self.chunk_len(&sequence, *budget);
-                plan.chunks.push(chunk(&sequence, num_tokens));
+                plan.chunks.push(Chunk::of(&sequence, num_tokens));
                 *budget -= num_tokens;
                 self.run(sequence);
             } else {
@@ -447,15 +400,5 @@ impl Scheduler {
 
     fn running_idx(&self, id: SequenceId) -> Option<usize> {
         self.running.binary_search_by_key(&id, |sequence| sequence.id).ok()
-    }
-}
-
-fn chunk(sequence: &Sequence, num_tokens: usize) -> Chunk {
-    Chunk {
-        id: sequence.id,
-        start_idx: sequence.num_computed,
-        num_tokens,
-        num_drafts: 0,
-        wants_token: num_tokens == sequence.num_left(),
     }
 }

@@ -20,7 +20,7 @@ use std::{
 };
 
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_model::{Batch, BatchSequence, Executor};
+use baton_model::{Batch, BatchSequence, ExecuteError, Executor};
 use tokio::sync::watch;
 
 use crate::{
@@ -28,7 +28,7 @@ use crate::{
     events::{EngineError, PrefillEvent, Sink},
     handle::EngineLoad,
     live::LiveRequests,
-    scheduler::Plan,
+    plan::Plan,
     speculation::Speculator,
 };
 
@@ -42,6 +42,7 @@ pub(crate) struct StepLoop {
     plan: Plan,
     inbox: Receiver<Command>,
     load: watch::Sender<EngineLoad>,
+    clock: fn() -> Instant,
 }
 
 /// Blocks that a chunk of a prefill completes, to be announced layer by layer.
@@ -64,9 +65,20 @@ impl StepLoop {
         live: LiveRequests,
         inbox: Receiver<Command>,
         load: watch::Sender<EngineLoad>,
+        clock: fn() -> Instant,
     ) -> StepLoop {
         let vocab_size = executor.vocab_size();
-        StepLoop { executor, storage, vocab_size, live, speculator, plan: Plan::default(), inbox, load }
+        StepLoop {
+            executor,
+            storage,
+            vocab_size,
+            live,
+            speculator,
+            plan: Plan::default(),
+            inbox,
+            load,
+            clock,
+        }
     }
 
     /// Runs until shutdown or until the executor fails.
@@ -80,6 +92,10 @@ impl StepLoop {
     }
 
     fn run_steps(&mut self) -> Result<(), EngineError> {
+        self.executor.attach_thread()?;
+        if let Some(speculator) = &mut self.speculator {
+            speculator.attach_thread()?;
+        }
         let mut can_move = true;
         loop {
             match self.receive(!can_move) {
@@ -132,16 +148,17 @@ impl StepLoop {
             self.live.tell_admitted(admission);
         }
         if !plan.chunks.is_empty() {
-            let started = Instant::now();
             if let Some(speculator) = &mut self.speculator {
                 speculator.draft(&mut plan, &mut self.live)?;
             }
+            let started = (self.clock)();
             let logits = execute(&mut *self.executor, &self.storage, &self.live, &plan)?;
             self.live.advance(&plan, logits, self.vocab_size);
+            let elapsed = (self.clock)() - started;
+            self.live.scheduler.observe(&plan, elapsed);
             if let Some(speculator) = &mut self.speculator {
-                speculator.executed(&plan);
+                speculator.observe(&plan, self.live.scheduler.step_time(), elapsed);
             }
-            self.live.scheduler.observe(&plan, started.elapsed());
             self.publish_load();
         }
         let can_move = !plan.is_empty();
@@ -196,7 +213,7 @@ fn execute<'e>(
     // prefill's blocks are not taken away while they are held.
     #[allow(unsafe_code)]
     let outcome = catch_panic(move || unsafe { executor.execute(batch, storage, on_layer) });
-    outcome?.map_err(|error| EngineError::Executor { message: error.to_string() })
+    Ok(outcome??)
 }
 
 /// A panic of `execute` as an error. What it left behind is not used again: the engine ends.
@@ -214,6 +231,12 @@ impl<'a> Completion<'a> {
         let last = if sequence.num_logits > 0 { end.div_ceil(block_size) } else { end / block_size };
         let blocks = sequence.blocks[first..last.max(first)].to_vec();
         (first < last).then_some(Completion { sink, first_block_idx: first, blocks })
+    }
+}
+
+impl From<ExecuteError> for EngineError {
+    fn from(error: ExecuteError) -> EngineError {
+        EngineError::Executor { message: error.to_string() }
     }
 }
 

@@ -16,7 +16,7 @@ const OUTLIER: f64 = 4.0;
 const FORGET: f64 = 1.0 / 8192.0;
 
 /// Seconds that a step takes: a line over its tokens.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct StepTime {
     pub(crate) fixed: f64,
     pub(crate) per_token: f64,
@@ -51,14 +51,15 @@ impl StepTime {
     }
 }
 
-/// How much of prompts is computed beside sequences that decode, so that these get their tokens in time.
+/// What steps without drafts take, and how much of prompts is computed beside sequences that decode, so that these get
+/// their tokens in time.
 ///
 /// Prompts and decodes share a step: its weights are read once for both. The longer the prompt's chunk, the better
 /// the arithmetic units are used, and the longer everybody waits for the next token.
 #[derive(Clone, Debug)]
 pub(crate) struct Pace {
     target: Option<Duration>,
-    time: Option<StepTime>,
+    step: Option<StepTime>,
     /// Tokens of the largest step so far: of what nobody has seen yet, twice as much is believed.
     largest: usize,
 }
@@ -66,29 +67,35 @@ pub(crate) struct Pace {
 impl Pace {
     /// Without a target, nobody is slowed down.
     pub(crate) fn new(target: Option<Duration>) -> Pace {
-        Pace { target, time: None, largest: 0 }
+        Pace { target, step: None, largest: 0 }
+    }
+
+    /// What a step takes, once one was observed.
+    pub(crate) fn step(&self) -> Option<StepTime> {
+        self.step
     }
 
     /// Tokens that fit into a step beside `num_decodes`, which takes as long as the target. It may be none.
     pub(crate) fn num_tokens_beside(&self, num_decodes: usize) -> usize {
-        match (self.target, &self.time) {
+        match (self.target, self.step) {
             (None, _) => usize::MAX,
             // Nothing is known yet: the first step tells.
             (Some(_), None) => 0,
-            (Some(target), Some(time)) => {
-                let left = target.as_secs_f64() - time.of(num_decodes);
+            (Some(target), Some(step)) => {
+                let left = target.as_secs_f64() - step.of(num_decodes);
                 // Saturates: without a price per token any number fits.
-                ((left.max(0.0) / time.per_token) as usize).min(2 * self.largest)
+                ((left.max(0.0) / step.per_token) as usize).min(2 * self.largest)
             }
         }
     }
 
-    /// A step took so long.
+    /// A step without drafts took so long.
     pub(crate) fn observe(&mut self, num_tokens: usize, elapsed: Duration) {
         let seconds = elapsed.as_secs_f64();
-        if self.target.is_some() && seconds > 0.0 {
+        // Nothing is learned from a clock that stands still.
+        if seconds > 0.0 {
             self.largest = self.largest.max(num_tokens);
-            self.time
+            self.step
                 .get_or_insert_with(|| StepTime::guess(seconds, num_tokens))
                 .observe(num_tokens, seconds);
         }

@@ -8,7 +8,8 @@ use std::{
 
 use baton_engine::{
     BlockPool,
-    scheduler::{Plan, Scheduler, SchedulerConfig},
+    plan::Plan,
+    scheduler::{Scheduler, SchedulerConfig},
     sequence::{Role, Sequence, SequenceId},
 };
 use baton_kv_cache::{BlockHash, BlockId, HashRoot};

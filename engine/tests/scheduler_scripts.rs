@@ -16,7 +16,8 @@
 use std::{collections::BTreeMap, fmt::Write};
 
 use baton_engine::{
-    scheduler::{Plan, Scheduler, SchedulerConfig},
+    plan::Plan,
+    scheduler::{Scheduler, SchedulerConfig},
     sequence::{Role, Sequence, SequenceId},
 };
 use baton_kv_cache::HashRoot;

@@ -16,7 +16,7 @@ use baton_engine::{
 use baton_model::{Batch, ExecuteError};
 use support::{
     BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, draft_with_hook, engine, engine_of,
-    handoff::hand_off, request, speculating, speculating_by_clock, speculating_with_hook, standing_clock,
+    handoff::hand_off, request, speculating, speculating_with_hook, standing_clock,
 };
 
 /// A vocabulary so small that texts repeat themselves.
@@ -277,7 +277,7 @@ async fn drafting_ends_when_it_is_measured_to_cost_more_than_it_gains() {
             }
         };
         let drafter = draft_with_hook(model, took(draft));
-        let engine = speculating_by_clock(model, drafter, config(), took(target), clock);
+        let engine = speculating_with_hook(model, drafter, EngineConfig { clock, ..config() }, took(target));
         let output = engine.generate_all(request(&[1, 2, 3], 300)).await;
         assert_eq!(output.tokens, model.greedy(&[1, 2, 3], 300));
         let (_, counts) = engine.drafts().expect("it has a drafter");
@@ -359,12 +359,7 @@ async fn a_draft_model_that_fails_ends_the_engine_like_any_device() {
 #[test]
 fn a_draft_model_of_other_tokens_is_refused() {
     let other = FakeModel { vocab_size: 65, ..FakeModel::new(BLOCK_SIZE) };
-    let speculation = Speculation {
-        drafter: draft(other),
-        max_draft_tokens: 5,
-        max_step_tokens: 64,
-        clock: standing_clock,
-    };
+    let speculation = Speculation { drafter: draft(other), max_draft_tokens: 5, max_step_tokens: 64 };
     let error = baton_engine::start(FakeModel::new(BLOCK_SIZE).executor(), Some(speculation), config())
         .expect_err("refused");
     assert!(matches!(error, StartError::Vocabulary { draft: 65, target: 64 }), "{error}");

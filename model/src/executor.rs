@@ -37,6 +37,15 @@ pub trait Executor: Send {
     /// Token ids are below this; a row of logits has this many.
     fn vocab_size(&self) -> usize;
 
+    /// Called once on the thread that will call [`execute`](Self::execute), before it does: what belongs to a thread,
+    /// such as the processor that it runs on, is set up here.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    fn attach_thread(&mut self) -> Result<(), ExecuteError> {
+        Ok(())
+    }
+
     /// Runs one step: writes the KV of every token of the batch into its blocks and returns, row by
     /// row, the logits that are wanted (`[sum of num_logits][vocab_size]`): those of the first sequence in
     /// the order of its tokens, then those of the next.

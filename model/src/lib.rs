@@ -30,9 +30,9 @@ mod spec;
 mod weights;
 
 pub use config::ModelConfig;
-pub use cpu::CpuExecutor;
 #[doc(hidden)]
 pub use cpu::benchmark;
+pub use cpu::{CpuExecutor, CpuList, CpuListError, ThreadPool};
 pub use error::LoadError;
 pub use executor::{Batch, BatchSequence, ExecuteError, Executor};
 pub use float::FloatDtype;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use baton_kv_cache::{KvDtype, KvFormat, KvLayout};
 
-use crate::cpu::{CpuExecutor, bf16_is_faster, multiplies_bf16};
+use crate::cpu::{CpuExecutor, ThreadPool, bf16_is_faster, multiplies_bf16};
 use crate::decoder::{DecoderWeights, is_redundant, take_weights};
 use crate::packed::{Packer, Packing, WeightCache};
 use crate::weights::Checkpoint;
@@ -98,12 +98,22 @@ impl LoadedModel {
         self.inner.weight_bytes
     }
 
-    /// An executor on this machine's processors, with threads and scratch memory of its own.
+    /// Threads that it was loaded with.
+    pub fn num_threads(&self) -> usize {
+        self.inner.threads
+    }
+
+    /// An executor on this machine's processors, with threads of its own, as many as the model was loaded with.
     ///
     /// # Errors
     /// When threads cannot be started.
     pub fn cpu_executor(&self) -> std::io::Result<CpuExecutor> {
-        CpuExecutor::new(self.clone(), self.inner.threads)
+        Ok(self.cpu_executor_on(Arc::new(ThreadPool::new(self.inner.threads)?)))
+    }
+
+    /// An executor on threads that it shares with others.
+    pub fn cpu_executor_on(&self, pool: Arc<ThreadPool>) -> CpuExecutor {
+        CpuExecutor::new(self.clone(), pool)
     }
 
     pub(crate) fn weights(&self) -> &DecoderWeights {

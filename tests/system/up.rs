@@ -55,6 +55,44 @@ async fn speculation_changes_what_is_counted_and_not_what_is_said() {
     assert!(is_drafted);
 }
 
+#[tokio::test]
+async fn pinned_workers_have_processors_of_their_own_and_draft_models_no_threads() {
+    let allowed = allowed_cpus("/proc/self/status");
+    let flags = "--prefill 0 --pin-threads auto --speculate draft";
+    let up = Up::start(flags).await;
+    let pid = up.pid_of("decode-0").expect("it runs");
+    // The engine's thread is one of those that compute.
+    let mut cpus = Vec::new();
+    for task in std::fs::read_dir(format!("/proc/{pid}/task")).expect("it runs") {
+        let task = task.expect("it runs").path();
+        let name = std::fs::read_to_string(task.join("comm")).unwrap_or_default();
+        if name.starts_with("engine") || name.starts_with("baton-cpu-") {
+            cpus.push(allowed_cpus(task.join("status")));
+        }
+    }
+    cpus.sort();
+    let expected = baton_model::CpuList::allowed().expect("the system says");
+    let expected = expected.divide(expected.num_cpus()).expect("one each");
+    let mut expected: Vec<_> = expected.iter().map(ToString::to_string).collect();
+    expected.sort();
+    assert_eq!(cpus, expected, "of {allowed}");
+    drop(up);
+
+    let output = std::process::Command::new(BATON)
+        .args(["up", "--port", "0", "--pin-threads", "0,8191"])
+        .output()
+        .expect("the program runs");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && error.contains("this machine has no CPU 8191"), "{error}");
+}
+
+/// What the kernel says of a thread.
+fn allowed_cpus(status: impl AsRef<std::path::Path>) -> String {
+    let status = std::fs::read_to_string(status).expect("the thread runs");
+    let line = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+    line.expect("the kernel says").trim().to_owned()
+}
+
 #[test]
 fn a_model_that_cannot_be_loaded_is_one_clear_sentence() {
     let dir = tempfile::tempdir().expect("a temporary directory can be made");

@@ -1,15 +1,17 @@
 //! What a worker is started with, checked once, before anything is opened.
 
 use std::{
+    fmt,
     net::SocketAddr,
     path::{Path, PathBuf},
+    str::FromStr,
     time::Duration,
 };
 
 use baton_cluster::{DiscoveryConfig, Role, WorkerId};
 use baton_kv_cache::KvDtype;
 use baton_kv_transfer::TransportKind;
-use baton_model::{Activations, Quantisation};
+use baton_model::{Activations, CpuList, CpuListError, Quantisation};
 
 /// One worker.
 #[derive(Clone, Debug)]
@@ -42,8 +44,10 @@ pub struct WorkerConfig {
     pub itl_target: Option<Duration>,
     /// Whether blocks are shared between requests of equal prefix.
     pub prefix_cache: bool,
-    /// Threads that compute. `None`: one per core.
+    /// Threads that compute. `None`: one per core, or for each processor of `pin_threads`.
     pub threads: Option<usize>,
+    /// Which processors they are kept to.
+    pub pin_threads: ThreadPinning,
     /// Weights are rounded to integers.
     pub quantise: Option<Quantisation>,
     /// How activations enter products.
@@ -68,6 +72,54 @@ pub struct WorkerConfig {
     pub handoff_deadline: Duration,
     /// Time that running requests get to finish when the worker is told to leave.
     pub drain_timeout: Duration,
+}
+
+/// Which processors threads that compute are kept to, one thread to each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ThreadPinning {
+    /// To none.
+    None,
+    /// Those that this process may use.
+    Auto,
+    /// These.
+    Cpus(CpuList),
+}
+
+impl ThreadPinning {
+    /// The processors for so many threads; `None` when threads are not kept to any.
+    ///
+    /// # Errors
+    /// When there are fewer, or the system does not say which there are.
+    pub fn cpus(&self, threads: Option<usize>) -> Result<Option<CpuList>, CpuListError> {
+        let cpus = match self {
+            ThreadPinning::None => return Ok(None),
+            ThreadPinning::Auto => CpuList::allowed()?,
+            ThreadPinning::Cpus(cpus) => cpus.clone(),
+        };
+        threads.map_or(Ok(cpus.clone()), |num_threads| cpus.first(num_threads)).map(Some)
+    }
+}
+
+impl FromStr for ThreadPinning {
+    type Err = CpuListError;
+
+    fn from_str(text: &str) -> Result<ThreadPinning, CpuListError> {
+        match text {
+            "none" => Ok(ThreadPinning::None),
+            "auto" => Ok(ThreadPinning::Auto),
+            list => list.parse().map(ThreadPinning::Cpus),
+        }
+    }
+}
+
+impl fmt::Display for ThreadPinning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ThreadPinning::None => f.write_str("none"),
+            ThreadPinning::Auto => f.write_str("auto"),
+            ThreadPinning::Cpus(cpus) => cpus.fmt(f),
+        }
+    }
 }
 
 /// Who drafts tokens.
@@ -153,6 +205,7 @@ impl WorkerConfig {
             itl_target: None,
             prefix_cache: true,
             threads: None,
+            pin_threads: ThreadPinning::None,
             quantise: None,
             activations: Activations::Auto,
             weight_cache: None,
@@ -284,6 +337,23 @@ mod tests {
             assert!(error.contains(expected), "{error:?} does not say {expected:?}");
         }
         assert!(config().validate().is_ok());
+    }
+
+    #[test]
+    fn threads_take_the_first_of_their_processors() {
+        let cpus = |text: &str, threads| {
+            let pinning = text.parse::<ThreadPinning>().unwrap();
+            assert_eq!(pinning.to_string(), text);
+            pinning
+                .cpus(threads)
+                .map(|cpus| cpus.map(|cpus| cpus.to_string()))
+                .map_err(|error| error.to_string())
+        };
+        assert_eq!(cpus("none", Some(4)), Ok(None));
+        assert_eq!(cpus("auto", None), Ok(Some(CpuList::allowed().unwrap().to_string())));
+        assert_eq!(cpus("4-7,9", None), Ok(Some("4-7,9".into())));
+        assert_eq!(cpus("4-7,9", Some(2)), Ok(Some("4-5".into())));
+        assert_eq!(cpus("4-7,9", Some(6)), Err("6 CPUs are needed, and there are 5: 4-7,9".into()));
     }
 
     #[test]

@@ -20,7 +20,9 @@ mod service;
 mod worker;
 
 pub use baton_kv_transfer::TransportKind;
-pub use config::{ConfigError, DrafterConfig, KvMemory, WorkerConfig, name_of, private_runtime_dir};
+pub use config::{
+    ConfigError, DrafterConfig, KvMemory, ThreadPinning, WorkerConfig, name_of, private_runtime_dir,
+};
 pub use lifecycle::{Lifecycle, Phase};
 pub use load::Model;
 pub use metrics::{Plan, WorkerMetrics};

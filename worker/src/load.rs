@@ -3,13 +3,14 @@
 use std::{
     io::IsTerminal,
     path::Path,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use anyhow::Context;
 use baton_cluster::Role;
 use baton_engine::Drafter;
-use baton_model::{CpuExecutor, Executor, LoadOptions, LoadProgress, LoadedModel};
+use baton_model::{Executor, LoadOptions, LoadProgress, LoadedModel, ThreadPool};
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::oneshot;
 
@@ -61,14 +62,24 @@ pub(crate) async fn load(config: &WorkerConfig) -> anyhow::Result<Model> {
 
 fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
     let name = config.model_name();
-    let loaded = load_model(&config.model, &name, config)?;
+    let cpus = config.pin_threads.cpus(config.threads).context("--pin-threads")?;
+    let threads = cpus.as_ref().map_or(config.threads, |cpus| Some(cpus.num_cpus()));
+    let loaded = load_model(&config.model, &name, config, threads)?;
+    let pool = match cpus {
+        Some(cpus) => {
+            tracing::info!(%cpus, "threads are pinned");
+            ThreadPool::pinned(cpus).context("--pin-threads")?
+        }
+        None => ThreadPool::new(loaded.num_threads()).context("cannot start the threads that compute")?,
+    };
+    let pool = Arc::new(pool);
     let drafter = match &config.drafter {
-        Some(drafter) if config.role == Role::Decode => Some(load_drafter(drafter, &loaded, config)?),
+        Some(drafter) if config.role == Role::Decode => Some(load_drafter(drafter, &loaded, &pool, config)?),
         _ => None,
     };
     let format = loaded.kv_format();
     Ok(Model {
-        executor: Box::new(executor(&loaded)?),
+        executor: Box::new(loaded.cpu_executor_on(pool)),
         drafter,
         name,
         revision: format.model_revision,
@@ -77,11 +88,16 @@ fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
     })
 }
 
-fn load_model(path: &Path, name: &str, config: &WorkerConfig) -> anyhow::Result<LoadedModel> {
+fn load_model(
+    path: &Path,
+    name: &str,
+    config: &WorkerConfig,
+    threads: Option<usize>,
+) -> anyhow::Result<LoadedModel> {
     let options = LoadOptions {
         kv_dtype: config.kv_dtype,
         block_size: config.block_size,
-        threads: config.threads,
+        threads,
         quantise: config.quantise,
         activations: config.activations,
         weight_cache: config.weight_cache.clone(),
@@ -100,22 +116,21 @@ fn load_model(path: &Path, name: &str, config: &WorkerConfig) -> anyhow::Result<
     Ok(loaded)
 }
 
-fn executor(loaded: &LoadedModel) -> anyhow::Result<CpuExecutor> {
-    loaded.cpu_executor().context("cannot start the threads that compute")
-}
-
 fn load_drafter(
     drafter: &DrafterConfig,
     target: &LoadedModel,
+    pool: &Arc<ThreadPool>,
     config: &WorkerConfig,
 ) -> anyhow::Result<Drafter> {
     let DrafterConfig::Model(dir) = drafter else { return Ok(Drafter::Ngram) };
     let name = dir.file_name().unwrap_or(dir.as_os_str()).to_string_lossy();
-    let draft = load_model(dir, &name, config).with_context(|| format!("draft model {}", dir.display()))?;
+    let draft = load_model(dir, &name, config, Some(pool.num_threads()));
+    let draft = draft.with_context(|| format!("draft model {}", dir.display()))?;
     // A step of few tokens takes as long as reading the weights does. It is a guess until it is measured, and
     // below 1, so that it is.
     let cost = (draft.weight_bytes() as f64 / target.weight_bytes() as f64).min(0.9);
-    Ok(Drafter::Model { executor: Box::new(executor(&draft)?), cost })
+    // The two compute in turns, on the engine's thread.
+    Ok(Drafter::Model { executor: Box::new(draft.cpu_executor_on(Arc::clone(pool))), cost })
 }
 
 /// How progress is shown: a bar to people, a line now and then to others.

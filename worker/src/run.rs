@@ -173,12 +173,12 @@ fn start_engine(
         max_waiting: config.max_waiting,
         prefix_cache: config.prefix_cache,
         model_revision: model.revision,
+        clock: Instant::now,
     };
     let speculation = model.drafter.map(|drafter| Speculation {
         drafter,
         max_draft_tokens: config.max_draft_tokens,
         max_step_tokens: MAX_DRAFTED_STEP_TOKENS,
-        clock: Instant::now,
     });
     baton_engine::start(model.executor, speculation, engine).context("cannot start the engine")
 }

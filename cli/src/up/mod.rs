@@ -10,6 +10,8 @@ mod logs;
 use std::{io::IsTerminal, net::SocketAddr, path::Path, time::Duration};
 
 use anyhow::{Context, bail};
+use baton_model::CpuListError;
+use baton_worker::ThreadPinning;
 use clap::ValueEnum;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -37,7 +39,8 @@ pub async fn run(mut args: UpArgs) -> anyhow::Result<()> {
 
     let shutdown = crate::shutdown_signal()?;
     let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-    let children = plan(&args, address, &model, model_name, colour);
+    let cpus = divide_cpus(&args.engine, args.prefill + args.decode).context("--pin-threads")?;
+    let children = plan(&args, address, &model, model_name, &cpus, colour);
     let logs = Logs::new(children.iter().map(|child| child.name.len()).max().unwrap_or(0), colour);
     let mut children = children.into_iter();
     let router = children.next().expect("the plan begins with the router");
@@ -82,12 +85,26 @@ fn check_port_is_free(address: SocketAddr) -> anyhow::Result<()> {
         .with_context(|| format!("cannot listen on {address}; is another server running? try --port"))
 }
 
-/// The processes to run, the router first.
+/// What each worker's threads are kept to: threads of two on one processor would wait for each other.
+fn divide_cpus(engine: &EngineArgs, num_workers: usize) -> Result<Vec<ThreadPinning>, CpuListError> {
+    let Some(cpus) = engine.pin_threads.cpus(None)? else {
+        return Ok(vec![ThreadPinning::None; num_workers]);
+    };
+    cpus.check()?;
+    let parts = cpus.divide(num_workers)?.into_iter().map(|part| match engine.threads {
+        Some(num_threads) => part.first(num_threads),
+        None => Ok(part),
+    });
+    parts.map(|part| part.map(ThreadPinning::Cpus)).collect()
+}
+
+/// The processes to run, the router first. `cpus` has a part for each worker.
 fn plan(
     args: &UpArgs,
     address: SocketAddr,
     model: &Path,
     model_name: Option<&str>,
+    cpus: &[ThreadPinning],
     colour: bool,
 ) -> Vec<Child> {
     let mut common = vec!["--model".to_owned(), model.display().to_string()];
@@ -109,18 +126,21 @@ fn plan(
     worker.extend(engine_flags(&args.engine));
 
     let mut children = vec![Child { name: "router".to_owned(), args: router }];
+    let mut cpus = cpus.iter();
     for (role, num) in [("prefill", args.prefill), ("decode", args.decode)] {
         for idx in 0..num {
             let name = format!("{role}-{idx}");
             let mut args = vec![format!("{role}-worker"), "--id".to_owned(), name.clone()];
             args.extend(worker.clone());
+            args.push(format!("--pin-threads={}", cpus.next().expect("a part for each worker")));
             children.push(Child { name, args });
         }
     }
     children
 }
 
-/// The engine's settings as a worker's flags. Every field is named, so that none can be forgotten.
+/// The engine's settings as a worker's flags, but for the processors, which are divided. Every field is named, so that none
+/// can be forgotten.
 fn engine_flags(engine: &EngineArgs) -> Vec<String> {
     let EngineArgs {
         kv_memory,
@@ -132,6 +152,7 @@ fn engine_flags(engine: &EngineArgs) -> Vec<String> {
         itl_target,
         no_prefix_cache,
         threads,
+        pin_threads: _,
         quantize,
         activations,
         weight_cache,
@@ -183,7 +204,28 @@ mod tests {
     use clap::Parser;
 
     use super::*;
+    use baton_model::CpuList;
+
     use crate::args::{Cli, Command};
+
+    #[test]
+    fn workers_share_no_processor() {
+        let divide = |flags: &str, num_workers| {
+            let cli = Cli::parse_from(format!("baton up {flags}").split_whitespace());
+            let Command::Up(args) = cli.command else { panic!("not up") };
+            let parts = divide_cpus(&args.engine, num_workers).map_err(|error| error.to_string())?;
+            Ok::<_, String>(parts.iter().map(ThreadPinning::to_string).collect::<Vec<_>>().join(" "))
+        };
+        let allowed = CpuList::allowed().unwrap();
+        assert_eq!(divide("", 3).unwrap(), "none none none");
+        assert_eq!(divide("--pin-threads auto", 1).unwrap(), allowed.to_string());
+        let first = allowed.first(1).unwrap();
+        assert_eq!(divide("--pin-threads auto --threads 1", 1).unwrap(), first.to_string());
+        let error = divide(&format!("--pin-threads {first}"), 2).unwrap_err();
+        assert_eq!(error, format!("2 CPUs are needed, and there are 1: {first}"));
+        let error = divide("--pin-threads 8191", 1).unwrap_err();
+        assert!(error.contains("no CPU 8191"), "{error}");
+    }
 
     #[test]
     fn children_get_what_up_was_told() {
@@ -195,9 +237,12 @@ mod tests {
                 .split_whitespace(),
         );
         let Command::Up(args) = cli.command else { panic!("not up") };
-        let children = plan(&args, "127.0.0.1:9".parse().unwrap(), Path::new("/model"), Some("tiny"), true);
+        let cpus = ["0", "1", "2-3", "none"].map(|cpus| cpus.parse().unwrap());
+        let children =
+            plan(&args, "127.0.0.1:9".parse().unwrap(), Path::new("/model"), Some("tiny"), &cpus, true);
         let names: Vec<_> = children.iter().map(|child| child.name.as_str()).collect();
         assert_eq!(names, ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]);
+        let mut cpus = cpus.into_iter();
         for child in &children {
             let line = std::iter::once("baton".to_owned()).chain(child.args.clone());
             let cli = Cli::try_parse_from(line).unwrap_or_else(|error| panic!("{}: {error}", child.name));
@@ -210,7 +255,8 @@ mod tests {
             };
             assert_eq!(format!("{log:?}"), format!("{:?}", args.log));
             if let Some(engine) = engine {
-                assert_eq!(format!("{engine:?}"), format!("{:?}", args.engine));
+                let expected = EngineArgs { pin_threads: cpus.next().unwrap(), ..args.engine.clone() };
+                assert_eq!(format!("{engine:?}"), format!("{expected:?}"));
             }
         }
     }

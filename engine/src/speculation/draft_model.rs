@@ -86,6 +86,10 @@ impl DraftModel {
         })
     }
 
+    pub(super) fn attach_thread(&mut self) -> Result<(), EngineError> {
+        Ok(self.executor.attach_thread()?)
+    }
+
     /// Drafts so many tokens for each of these sequences, or fewer.
     pub(super) fn draft(
         &mut self,
@@ -95,10 +99,11 @@ impl DraftModel {
         clock: fn() -> Instant,
     ) -> Result<(), EngineError> {
         self.forget_ended(live);
+        let plain = live.scheduler.step_time();
         for (id, num_drafts) in wanted {
             let sequence = live.scheduler.sequence(id).expect("planned sequences run");
             let num_output = live.num_output_tokens(id);
-            let pays = |num_missing| costs.pays_to_catch_up(num_missing, num_output);
+            let pays = |num_missing| costs.pays_to_catch_up(plain, num_missing, num_output, num_drafts);
             if let Some(num_tokens) = self.prepare(sequence, num_drafts, pays) {
                 self.runs.push(Run { id, num_tokens, is_complete: true, num_drafts });
             }
@@ -120,7 +125,7 @@ impl DraftModel {
             self.step(live)?;
             let elapsed = clock() - started;
             if is_draft {
-                costs.observe_draft(num_tokens, elapsed);
+                costs.observe_draft(plain, num_tokens, elapsed);
             } else {
                 costs.observe_catch_up(num_tokens, elapsed);
             }
@@ -198,7 +203,7 @@ impl DraftModel {
         // allocated; blocks that sequences share are full, and nobody computes them again.
         #[allow(unsafe_code)]
         let outcome = catch_panic(|| unsafe { executor.execute(&batch, storage, &mut |_| {}) });
-        let logits = outcome?.map_err(|error| EngineError::Executor { message: error.to_string() })?;
+        let logits = outcome??;
 
         let mut rows = logits.chunks_exact(vocab_size);
         for run in &mut self.runs {

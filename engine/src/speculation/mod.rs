@@ -12,11 +12,11 @@
 //! the same random number: it proposes what the target draws wherever both put that number on one token.
 //!
 //! - [`policy`]: how many tokens to draft, from what was accepted and what it costs;
-//! - [`cost`]: what it costs, from what steps took;
+//! - `cost`: what it costs, from what steps took;
 //! - [`ngram`]: proposes what followed the same few tokens before;
 //! - `draft_model`: has a smaller model propose, over KV blocks of its own.
 
-pub mod cost;
+mod cost;
 mod draft_model;
 pub mod ngram;
 pub mod policy;
@@ -24,7 +24,7 @@ pub mod policy;
 use std::{
     fmt,
     sync::atomic::{AtomicU64, Ordering},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use baton_model::Executor;
@@ -33,8 +33,9 @@ use crate::{
     config::{EngineConfig, StartError},
     events::EngineError,
     live::LiveRequests,
-    scheduler::Plan,
+    plan::Plan,
     sequence::SequenceId,
+    step_time::StepTime,
 };
 use cost::Costs;
 use draft_model::DraftModel;
@@ -49,8 +50,6 @@ pub struct Speculation {
     /// Drafts are added to a step as long as it has fewer tokens than this: in a larger one arithmetic is
     /// the limit, and verifying a token costs as much as decoding one.
     pub max_step_tokens: usize,
-    /// [`Instant::now`]. Tells what steps take; tokens do not depend on it.
-    pub clock: fn() -> Instant,
 }
 
 /// Who proposes tokens.
@@ -87,8 +86,6 @@ pub(crate) struct Speculator {
     proposer: Proposer,
     costs: Costs,
     clock: fn() -> Instant,
-    /// When the target's step began.
-    started: Instant,
     max_draft_tokens: usize,
     max_step_tokens: usize,
     /// For whom to draft in this step; reused.
@@ -141,7 +138,7 @@ impl Speculator {
         vocab_size: usize,
         block_size: usize,
     ) -> Result<Speculator, StartError> {
-        let Speculation { drafter, max_draft_tokens, max_step_tokens, clock } = speculation;
+        let Speculation { drafter, max_draft_tokens, max_step_tokens } = speculation;
         let (proposer, draft_guess) = match drafter {
             Drafter::Ngram => (Proposer::Ngram, 0.0),
             Drafter::Model { executor, cost } => {
@@ -152,8 +149,7 @@ impl Speculator {
         Ok(Speculator {
             proposer,
             costs: Costs::new(draft_guess),
-            clock,
-            started: clock(),
+            clock: config.clock,
             max_draft_tokens,
             max_step_tokens,
             ids: Vec::new(),
@@ -162,8 +158,15 @@ impl Speculator {
         })
     }
 
-    /// Drafts for the plan's sequences that decode, as far as it pays, and adds the drafts to the plan. What
-    /// follows until [`executed`](Self::executed) is the target's step.
+    /// See [`Executor::attach_thread`].
+    pub(crate) fn attach_thread(&mut self) -> Result<(), EngineError> {
+        match &mut self.proposer {
+            Proposer::Ngram => Ok(()),
+            Proposer::Model(model) => model.attach_thread(),
+        }
+    }
+
+    /// Drafts for the plan's sequences that decode, as far as it pays, and adds the drafts to the plan.
     pub(crate) fn draft(&mut self, plan: &mut Plan, live: &mut LiveRequests) -> Result<(), EngineError> {
         self.decide_lengths(plan, live);
         let wanted = self.ids.iter().copied().zip(self.lengths.iter().copied());
@@ -180,7 +183,6 @@ impl Speculator {
             Proposer::Model(model) => model.draft(wanted, live, &mut self.costs, self.clock)?,
         }
         live.scheduler.plan_drafts(plan);
-        self.started = (self.clock)();
         Ok(())
     }
 
@@ -193,23 +195,22 @@ impl Speculator {
         }
         let decodes = plan.chunks.iter().filter(|chunk| chunk.num_tokens == 1 && chunk.wants_token);
         let num_sequences = decodes.clone().count();
-        let cost = self.costs.per_token(num_sequences);
-        let overhead = self.costs.per_draft(num_sequences);
+        let plain = live.scheduler.step_time();
+        let cost = self.costs.per_token(plain, num_sequences);
+        let overhead = self.costs.per_draft(plain, num_sequences);
         self.ids.extend(decodes.map(|chunk| chunk.id).filter(|&id| live.may_draft(id)));
         let lengths = self.ids.iter().map(|&id| live.draft_length(id, self.max_draft_tokens, cost, overhead));
         self.lengths.extend(lengths);
         if !self.ids.is_empty() && self.lengths.iter().all(|&length| length == 0) {
-            self.costs.forget();
+            self.costs.forget(plain);
         }
         policy::share(budget, &mut self.lengths);
     }
 
-    /// The plan was computed and what followed was told.
-    pub(crate) fn executed(&mut self, plan: &Plan) {
-        let num_tokens = plan.num_tokens();
-        if num_tokens <= self.max_step_tokens {
-            let num_drafts = plan.chunks.iter().map(|chunk| chunk.num_drafts).sum();
-            self.costs.observe_step(num_tokens, num_drafts, (self.clock)() - self.started);
+    /// The step of `plan` took so long, drawing included and drafting not; `plain` is what one without drafts takes.
+    pub(crate) fn observe(&mut self, plan: &Plan, plain: Option<StepTime>, elapsed: Duration) {
+        if plan.num_drafts() > 0 {
+            self.costs.observe_target(plain, plan.num_tokens(), elapsed);
         }
     }
 }

@@ -3,12 +3,14 @@
 //! If each drafted token is accepted with probability `a` once those before it were, a draft of `k`
 //! yields `1 + a + ... + a^k` tokens (Leviathan et al., Fast Inference from Transformers via Speculative
 //! Decoding, 2023, equation 1) for the price of `1 + o + k c` steps, `c` being what drafting and verifying one
-//! token costs, `o` what doing so at all does. The length is the `k` of the best yield per price, and 0 when none beats 1.
+//! token costs, `o` what doing so at all does. The length is the `k` of the best yield per price, and 0 when none is worth it.
 
 /// Chance of acceptance that is assumed of a sequence at its start.
 const FIRST_GUESS: f64 = 0.8;
 /// Weight of the newest token in the running mean: it remembers about the last eight.
 const NEWEST: f64 = 0.125;
+/// Tokens per step that a draft promises at least: what it costs is not measured to less than the difference.
+const MIN_GAIN: f64 = 1.05;
 /// Steps without a draft before the first probe, and before any later one at most.
 const REST: std::ops::RangeInclusive<usize> = 8..=256;
 
@@ -66,7 +68,7 @@ impl DraftLength {
     }
 
     fn best(&self, max: usize, cost: f64, overhead: f64) -> usize {
-        let (mut best, mut best_gain) = (0, 1.0);
+        let (mut best, mut best_gain) = (0, MIN_GAIN);
         let (mut tokens, mut all_accepted) = (1.0, 1.0);
         for length in 1..=max {
             all_accepted *= self.acceptance;

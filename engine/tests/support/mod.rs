@@ -26,6 +26,7 @@ pub fn config() -> EngineConfig {
         max_waiting: 1024,
         prefix_cache: true,
         model_revision: "fake".into(),
+        clock: standing_clock,
     }
 }
 
@@ -92,17 +93,7 @@ pub fn speculating_with_hook(
     config: EngineConfig,
     hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
 ) -> TestEngine {
-    speculating_by_clock(model, drafter, config, hook, standing_clock)
-}
-
-pub fn speculating_by_clock(
-    model: FakeModel,
-    drafter: Drafter,
-    config: EngineConfig,
-    hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
-    clock: fn() -> Instant,
-) -> TestEngine {
-    let speculation = Speculation { drafter, max_draft_tokens: 5, max_step_tokens: MAX_STEP_TOKENS, clock };
+    let speculation = Speculation { drafter, max_draft_tokens: 5, max_step_tokens: MAX_STEP_TOKENS };
     let (handle, thread) = baton_engine::start(model.executor_with_hook(hook), Some(speculation), config)
         .expect("a test engine starts");
     TestEngine { handle, thread }

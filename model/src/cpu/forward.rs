@@ -3,6 +3,8 @@
 //! The rows of all sequences lie one after the other in one matrix of activations; only attention
 //! knows where one sequence ends. Memory grows to the largest batch seen, then nothing is allocated.
 
+use std::sync::Arc;
+
 use baton_kv_cache::{BlockStorage, KvLayout};
 
 use super::attention::{AttentionShape, attend};
@@ -12,7 +14,7 @@ use super::products::{Output, PanelsRef, multiply};
 use super::rope::RopeTables;
 use super::rows::{Gate, rms_norm, rms_norm_in_place, soft_cap};
 use super::simd::Isa;
-use super::{Aligned, Cpu, SharedMut};
+use super::{Aligned, Cpu, SharedMut, ThreadPool};
 use crate::decoder::{DecoderWeights, DenseMlp, LayerWeights, Linear, Mlp};
 use crate::spec::{Activation, DecoderSpec, MlpSpec};
 use crate::{Batch, BatchSequence, ExecuteError, Executor, LoadedModel};
@@ -48,15 +50,11 @@ struct Buffers {
 }
 
 impl CpuExecutor {
-    pub(crate) fn new(model: LoadedModel, num_threads: usize) -> std::io::Result<CpuExecutor> {
-        CpuExecutor::with_isa(model, num_threads, Isa::detect())
-    }
-
-    fn with_isa(model: LoadedModel, num_threads: usize, isa: Isa) -> std::io::Result<CpuExecutor> {
-        let cpu = Cpu::new(isa, num_threads)?;
+    pub(crate) fn new(model: LoadedModel, pool: Arc<ThreadPool>) -> CpuExecutor {
+        let isa = Isa::detect();
+        tracing::debug!(threads = pool.num_threads(), instructions = isa.name(), "cpu executor");
         let ropes = RopeTables::new(&model.config().decoder.ropes);
-        tracing::debug!(threads = num_threads, instructions = isa.name(), "cpu executor");
-        Ok(CpuExecutor { model, cpu, buffers: Buffers::default(), ropes })
+        CpuExecutor { model, cpu: Cpu::on(pool, isa), buffers: Buffers::default(), ropes }
     }
 
     /// The model that it computes.
@@ -77,6 +75,12 @@ impl Executor for CpuExecutor {
 
     fn vocab_size(&self) -> usize {
         self.model.config().vocab_size()
+    }
+
+    fn attach_thread(&mut self) -> Result<(), ExecuteError> {
+        let refused =
+            |error| ExecuteError { device: "cpu".into(), message: format!("cannot pin a thread: {error}") };
+        self.cpu.pool.attach_thread().map_err(refused)
     }
 
     unsafe fn execute(

@@ -1,5 +1,6 @@
 //! The forward pass on processors: kernels, the threads that run them, and the executor.
 
+mod affinity;
 mod attention;
 pub mod benchmark;
 pub(crate) mod e4m3;
@@ -15,18 +16,20 @@ mod rope;
 mod rows;
 mod simd;
 
+pub use affinity::{CpuList, CpuListError};
 pub(crate) use fastest::{bf16_is_faster, multiplies_bf16};
 pub use forward::CpuExecutor;
+pub use pool::ThreadPool;
 pub(crate) use products::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};
 
 use memory::Aligned;
-use pool::Pool;
 use simd::Isa;
+use std::sync::Arc;
 
 /// What every operation needs: the instruction set, threads, and memory for each thread.
 pub(crate) struct Cpu {
     isa: Isa,
-    pool: Pool,
+    pool: Arc<ThreadPool>,
     scratch: Scratch,
     /// Rows of a product's left side, as its kernel reads them.
     packed: Aligned,
@@ -35,14 +38,19 @@ pub(crate) struct Cpu {
 }
 
 impl Cpu {
+    /// With threads of its own.
     fn new(isa: Isa, num_threads: usize) -> std::io::Result<Cpu> {
-        Ok(Cpu {
+        Ok(Cpu::on(Arc::new(ThreadPool::new(num_threads)?), isa))
+    }
+
+    fn on(pool: Arc<ThreadPool>, isa: Isa) -> Cpu {
+        Cpu {
             isa,
-            pool: Pool::new(num_threads)?,
+            pool,
             scratch: Scratch::default(),
             packed: Aligned::default(),
             partials: Aligned::default(),
-        })
+        }
     }
 
     /// Calls `work` for every row, on several threads when there is enough to do.

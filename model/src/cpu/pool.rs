@@ -1,9 +1,11 @@
-//! A few threads that share the work of one operation at a time.
+//! A few threads that share the work of one operation at a time: one pool for all executors of a process, so that
+//! there are as many busy threads as processors.
 //!
 //! An operation is a closure that every participant calls once; it takes its pieces of work from a
 //! counter of its own, so it is complete whoever takes part. Threads spin briefly between operations
 //! and sleep when none comes: a forward pass has a dozen operations per layer, each microseconds
-//! after the other. Nothing is allocated or locked per operation.
+//! after the other. Nothing is allocated per operation, and nobody waits for a lock: an operation that finds the pool
+//! busy with another thread's runs on its caller alone.
 //!
 //! ```text
 //! state   | epoch (32) | open (1) | active (31) |
@@ -13,9 +15,12 @@
 //! A helper that wakes too late finds the operation closed and loses nothing.
 
 use std::cell::UnsafeCell;
-use std::sync::Arc;
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
+
+use super::affinity::{CpuList, CpuListError};
 
 const OPEN: u64 = 1 << 31;
 const ACTIVE: u64 = OPEN - 1;
@@ -32,19 +37,42 @@ struct Shared {
     stop: AtomicBool,
 }
 
-// SAFETY: `work` is written only by the caller of `run` while no operation is open and none active,
+// SAFETY: `work` is written only by the call of `run` that made the pool busy, while no operation is open and none active,
 // and read only by participants that are counted in `active`.
 unsafe impl Sync for Shared {}
 
-/// The threads. One caller at a time, by `&mut`.
-pub(crate) struct Pool {
+/// Threads that compute, to be shared by the executors of a process. Those that are called from one thread, as a
+/// target's and its draft model's are, have all of them in turn; of two threads that compute at the same time, one has
+/// the helpers for an operation, and the other computes its own alone.
+pub struct ThreadPool {
     shared: Arc<Shared>,
     helpers: Vec<JoinHandle<()>>,
+    /// Whether somebody's operation has the helpers. Apart from what these look at all the time.
+    is_busy: AtomicBool,
+    /// The processor of each participant, if it is kept to one.
+    cpus: Option<CpuList>,
 }
 
-impl Pool {
-    /// `num_threads` participants, the calling thread being one of them.
-    pub(crate) fn new(num_threads: usize) -> std::io::Result<Pool> {
+impl ThreadPool {
+    /// `num_threads` participants, the thread that calls an executor being one of them.
+    ///
+    /// # Errors
+    /// When threads cannot be started.
+    pub fn new(num_threads: usize) -> io::Result<ThreadPool> {
+        ThreadPool::start(num_threads, None)
+    }
+
+    /// A participant for each of these processors, which it does not leave. The thread that calls an executor is kept to
+    /// the first by [`Executor::attach_thread`](crate::Executor::attach_thread).
+    ///
+    /// # Errors
+    /// When this process may not use one of them, or threads cannot be started.
+    pub fn pinned(cpus: CpuList) -> Result<ThreadPool, CpuListError> {
+        cpus.check()?;
+        Ok(ThreadPool::start(cpus.num_cpus(), Some(cpus))?)
+    }
+
+    fn start(num_threads: usize, cpus: Option<CpuList>) -> io::Result<ThreadPool> {
         let shared = Arc::new(Shared {
             state: AtomicU64::new(0),
             work: UnsafeCell::new(None),
@@ -52,19 +80,30 @@ impl Pool {
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
         });
-        let mut pool = Pool { shared, helpers: Vec::new() };
+        let mut pool = ThreadPool { shared, helpers: Vec::new(), is_busy: AtomicBool::new(false), cpus };
+        let (pinned, outcomes) = mpsc::channel();
         for idx in 1..num_threads.max(1) {
-            let shared = Arc::clone(&pool.shared);
-            let helper = std::thread::Builder::new()
-                .name(format!("baton-cpu-{idx}"))
-                .spawn(move || help(&shared, idx))?;
+            let (shared, cpus, pinned) = (Arc::clone(&pool.shared), pool.cpus.clone(), pinned.clone());
+            let helper = std::thread::Builder::new().name(format!("baton-cpu-{idx}")).spawn(move || {
+                // Whoever does not wait for the outcome has failed to start another.
+                let _ = pinned.send(cpus.map_or(Ok(()), |cpus| cpus.pin(idx)));
+                drop(pinned);
+                help(&shared, idx);
+            })?;
             pool.helpers.push(helper);
         }
+        drop(pinned);
+        outcomes.into_iter().collect::<io::Result<()>>()?;
         Ok(pool)
     }
 
+    /// Keeps the calling thread, participant 0 of what it will run, to its processor.
+    pub(crate) fn attach_thread(&self) -> io::Result<()> {
+        self.cpus.as_ref().map_or(Ok(()), |cpus| cpus.pin(0))
+    }
+
     /// Participants, so that each can have memory of its own.
-    pub(crate) fn num_threads(&self) -> usize {
+    pub fn num_threads(&self) -> usize {
         self.helpers.len() + 1
     }
 
@@ -72,15 +111,17 @@ impl Pool {
     ///
     /// # Panics
     /// When `work` panicked, after all participants have left it.
-    pub(crate) fn run(&mut self, work: Work<'_>) {
+    fn run(&self, work: Work<'_>) {
         if self.helpers.is_empty() {
             return work(0);
         }
+        let Some(_busy) = Busy::new(&self.is_busy) else { return work(0) };
         let shared = &*self.shared;
+        shared.panicked.store(false, Ordering::Relaxed);
         // SAFETY: the lifetime ends with this call: `Closing` waits until nobody is inside, and
         // nobody enters once the operation is closed.
         let work_forever = unsafe { std::mem::transmute::<Work<'_>, Work<'static>>(work) };
-        // SAFETY: no operation is open (`&mut self`), so nobody reads.
+        // SAFETY: no operation is open, as this call made the pool busy, so nobody reads.
         unsafe { *shared.work.get() = Some(work_forever) };
         let epoch = (shared.state.load(Ordering::Relaxed) >> 32).wrapping_add(1);
         shared.state.store(epoch << 32 | OPEN, Ordering::SeqCst);
@@ -92,13 +133,13 @@ impl Pool {
         let closing = Closing(shared);
         work(0);
         drop(closing);
-        if shared.panicked.swap(false, Ordering::Relaxed) {
+        if shared.panicked.load(Ordering::Relaxed) {
             panic!("a compute thread panicked");
         }
     }
 
     /// Calls `item(thread_idx, item_idx)` for every item below `num_items`, in some order.
-    pub(crate) fn for_each(&mut self, num_items: usize, item: impl Fn(usize, usize) + Sync) {
+    pub(crate) fn for_each(&self, num_items: usize, item: impl Fn(usize, usize) + Sync) {
         let next = AtomicUsize::new(0);
         let work = |thread_idx: usize| {
             loop {
@@ -113,7 +154,13 @@ impl Pool {
     }
 }
 
-impl Drop for Pool {
+impl std::fmt::Debug for ThreadPool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ThreadPool").field("num_threads", &self.num_threads()).finish_non_exhaustive()
+    }
+}
+
+impl Drop for ThreadPool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
         for helper in self.helpers.drain(..) {
@@ -121,6 +168,22 @@ impl Drop for Pool {
             // A helper does not panic: panics of the work are caught.
             let _ = helper.join();
         }
+    }
+}
+
+/// The pool is one operation's until this is dropped.
+struct Busy<'a>(&'a AtomicBool);
+
+impl<'a> Busy<'a> {
+    /// `None` when it is another's.
+    fn new(is_busy: &'a AtomicBool) -> Option<Busy<'a>> {
+        (!is_busy.swap(true, Ordering::Acquire)).then_some(Busy(is_busy))
+    }
+}
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
     }
 }
 
@@ -200,7 +263,7 @@ mod tests {
     #[test]
     fn every_item_runs_once() {
         for num_threads in [1, 2, 5] {
-            let mut pool = Pool::new(num_threads).unwrap();
+            let pool = ThreadPool::new(num_threads).unwrap();
             for num_items in [0, 1, 2, 7, 1000] {
                 let counts: Vec<AtomicUsize> = (0..num_items).map(|_| AtomicUsize::new(0)).collect();
                 for _ in 0..50 {
@@ -216,7 +279,7 @@ mod tests {
 
     #[test]
     fn sleeping_helpers_are_woken_or_not_needed() {
-        let mut pool = Pool::new(3).unwrap();
+        let pool = ThreadPool::new(3).unwrap();
         for _ in 0..20 {
             // Longer than the helpers spin.
             while pool.shared.num_sleeping.load(Ordering::SeqCst) < 2 {
@@ -231,12 +294,66 @@ mod tests {
     }
 
     #[test]
+    fn pinned_threads_stay_on_their_processors() {
+        let allowed = CpuList::allowed().unwrap();
+        let pool = ThreadPool::pinned(allowed.clone()).unwrap();
+        assert_eq!(pool.num_threads(), allowed.num_cpus());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                pool.attach_thread().unwrap();
+                // Every participant takes one item and waits for the others.
+                let everybody = std::sync::Barrier::new(pool.num_threads());
+                pool.for_each(pool.num_threads(), |thread_idx, _| {
+                    everybody.wait();
+                    let expected = allowed.divide(allowed.num_cpus()).unwrap().swap_remove(thread_idx);
+                    assert_eq!(CpuList::allowed().unwrap(), expected);
+                });
+            });
+        });
+        assert_eq!(CpuList::allowed().unwrap(), allowed, "whoever makes a pool is not kept to a processor");
+    }
+
+    #[test]
+    fn operations_of_several_threads_are_complete() {
+        let pool = ThreadPool::new(3).unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    for _ in 0..300 {
+                        let counts: Vec<AtomicUsize> = (0..100).map(|_| AtomicUsize::new(0)).collect();
+                        pool.for_each(100, |_, idx| {
+                            counts[idx].fetch_add(1, Ordering::Relaxed);
+                        });
+                        assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+                    }
+                });
+            }
+        });
+        assert!(!pool.is_busy.load(Ordering::Relaxed));
+    }
+
+    #[test]
+    fn an_operation_within_an_operation_runs_alone() {
+        let pool = ThreadPool::new(3).unwrap();
+        let sum = AtomicUsize::new(0);
+        pool.for_each(10, |_, _| {
+            pool.for_each(10, |thread_idx, idx| {
+                assert_eq!(thread_idx, 0);
+                sum.fetch_add(idx, Ordering::Relaxed);
+            });
+        });
+        assert_eq!(sum.into_inner(), 450);
+    }
+
+    #[test]
     fn a_panic_reaches_the_caller_and_the_pool_goes_on() {
-        let mut pool = Pool::new(2).unwrap();
-        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            pool.for_each(64, |_, idx| assert_ne!(idx, 40, "on purpose"));
-        }));
-        assert!(result.is_err());
+        let pool = ThreadPool::new(2).unwrap();
+        for panicking in [40..41, 0..64] {
+            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                pool.for_each(64, |_, idx| assert!(!panicking.contains(&idx), "on purpose"));
+            }));
+            assert!(result.is_err());
+        }
         let count = AtomicUsize::new(0);
         pool.for_each(64, |_, _| {
             count.fetch_add(1, Ordering::Relaxed);

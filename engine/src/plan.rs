@@ -1,0 +1,76 @@
+//! What one step does: decided by the scheduler, carried out by the step loop.
+
+use crate::sequence::{Sequence, SequenceId};
+
+/// What the next step does. Reused from step to step.
+#[derive(Clone, Debug, Default)]
+pub struct Plan {
+    /// Tokens to compute, in the order of the batch.
+    pub chunks: Vec<Chunk>,
+    /// Left the queue and hold blocks now.
+    pub admitted: Vec<Admission>,
+    /// Lost their blocks and wait again.
+    pub preempted: Vec<SequenceId>,
+}
+
+/// A run of tokens of one sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chunk {
+    /// Whose.
+    pub id: SequenceId,
+    /// Position of the first of them.
+    pub start_idx: usize,
+    /// At least one.
+    pub num_tokens: usize,
+    /// Of them, so many at the end are a draft.
+    pub num_drafts: usize,
+    /// Whether they are the last ones known, so that the next token is to be sampled.
+    pub wants_token: bool,
+}
+
+/// A sequence that came to hold blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Admission {
+    /// Who.
+    pub id: SequenceId,
+    /// Whole blocks at its front that the prefix cache supplied.
+    pub num_cached_blocks: usize,
+    /// False when it comes back after a preemption.
+    pub is_first: bool,
+}
+
+impl Plan {
+    /// Whether the step computes and changes nothing: without a word from outside, neither will the next.
+    pub fn is_empty(&self) -> bool {
+        self.chunks.is_empty() && self.admitted.is_empty() && self.preempted.is_empty()
+    }
+
+    /// Tokens that the step computes, drafts included.
+    pub fn num_tokens(&self) -> usize {
+        self.chunks.iter().map(|chunk| chunk.num_tokens).sum()
+    }
+
+    /// Of them, so many are drafts.
+    pub fn num_drafts(&self) -> usize {
+        self.chunks.iter().map(|chunk| chunk.num_drafts).sum()
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.chunks.clear();
+        self.admitted.clear();
+        self.preempted.clear();
+    }
+}
+
+impl Chunk {
+    /// The next `num_tokens` of a sequence.
+    pub(crate) fn of(sequence: &Sequence, num_tokens: usize) -> Chunk {
+        Chunk {
+            id: sequence.id,
+            start_idx: sequence.num_computed,
+            num_tokens,
+            num_drafts: 0,
+            wants_token: num_tokens == sequence.num_left(),
+        }
+    }
+}
