@@ -23,64 +23,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable, Iterator
 
-import gguf
 import llama_cpp
-import numpy
-import torch
-from safetensors import safe_open
+
+from write_gguf import write_gguf
 
 PROMPT_TOKENS = 16
 OUTPUT_TOKENS = 32
 
 # ---------------------------------------------------------------------------------------------------------------
 # Weights
-
-
-NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}
-
-
-def gguf_name(name: str) -> str:
-    name = name.removesuffix(".weight")
-    if not name.startswith("model.layers."):
-        return f"{NAMES[name]}.weight"
-    _, _, layer, name = name.split(".", 3)
-    return f"blk.{layer}.{NAMES[name]}.weight"
-
-
-def write_gguf(model: Path, to: Path) -> None:
-    """The same weights as GGUF. Rows of queries and keys keep their order: for speed it does not matter."""
-    config = json.loads((model / "config.json").read_text())
-    writer = gguf.GGUFWriter(to, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
-    with safe_open(model / "model.safetensors", "pt") as weights:
-        for name in weights.keys():
-            tensor = weights.get_tensor(name)
-            if tensor.ndim == 1:
-                writer.add_tensor(gguf_name(name), tensor.float().numpy())
-            else:
-                halves = tensor.view(torch.int16).numpy().view(numpy.uint8)
-                writer.add_tensor(gguf_name(name), halves, raw_dtype=gguf.GGMLQuantizationType.BF16)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file(progress=True)
-    writer.close()
 
 
 # Baton's type of weights, the one of GGUF beside it, and what llama.cpp calls that type.
