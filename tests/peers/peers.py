@@ -131,5 +131,6 @@ def mapped_weight_bytes(pid: int) -> int:
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         if ".panels" in line:
             return Path(line.split(maxsplit=5)[5]).stat().st_size
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return max((mapped_weight_bytes(int(child)) for child in children), default=0)
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    return max((mapped_weight_bytes(child) for child in children), default=0)
