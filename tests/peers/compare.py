@@ -1,97 +1,91 @@
 #!/usr/bin/env python3
-"""Measures Baton and llama.cpp on the same weights with the same threads, in turns, and prints ratios.
+"""Measures Baton and builds of llama.cpp on the same weights with the same threads, in turns, and prints ratios.
 
     pip install -r requirements.txt
-    python make_model.py /tmp/llama-1b
-    python compare.py /tmp/llama-1b --baton ../../target/release/baton
+    ./make_model.py /tmp/llama-1b
+    ./compare.py /tmp/llama-1b --baton ../../target/release/baton
 
-Baton runs as its users run it: a worker process, asked over gRPC by `baton bench`. llama.cpp runs inside this process.
-For both, "prefill" is the time to the first token of one prompt, and "decode" the time between two tokens when so many
-sequences decode at once, with a context of 16 to 48 tokens.
+Baton runs as its users run it: a worker process, asked over gRPC. llama.cpp is a library in a process of its own. A point
+is "p512", the time to the first token of a prompt of 512, "d8", the time between two tokens when 8 sequences of 16 to 48
+tokens decode at once, or "d8@2048", the same behind 2,048 tokens each.
 
 Weights are bf16, or rounded to about as many bits by each in its own way: Baton's int8 beside Q8_0, int4 beside Q4_0.
+`--same-file` adds a row in which Baton reads llama.cpp's file. In Q4_0 files the head, which is the embedding here, is
+Q6_K; Baton's int4 has a head of eight bits.
 """
 
 import argparse
-import ctypes
+import importlib.util
 import json
 import statistics
-import subprocess
 import time
-import urllib.request
-from contextlib import contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator
 
-import gguf
-import llama_cpp
-import numpy
-import torch
-from safetensors import safe_open
+from peers import Baton, LlamaCpp, Peer, baton_up, llama_up, quantize
+from write_gguf import write_gguf
 
-PROMPT_TOKENS = 16
-OUTPUT_TOKENS = 32
+SHORT_CONTEXT = 16
+# Threads that wait for work spin for some milliseconds before they sleep.
+PAUSE_SECONDS = 0.2
 
 # ---------------------------------------------------------------------------------------------------------------
-# Weights
+# What is measured
 
 
-NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}
+@dataclass(frozen=True)
+class Point:
+    """Decodes `num_sequences` with `context` tokens each; none: computes a prompt of that length."""
+
+    num_sequences: int
+    context: int
+
+    @staticmethod
+    def parse(text: str) -> "Point":
+        numbers, _, context = text[1:].partition("@")
+        match text[:1]:
+            case "p":
+                return Point(0, int(numbers))
+            case "d":
+                return Point(int(numbers), int(context or SHORT_CONTEXT))
+        raise ValueError(text)
+
+    def __str__(self) -> str:
+        if self.num_sequences == 0:
+            return f"prefill {self.context}"
+        behind = f", context {self.context}" if self.context != SHORT_CONTEXT else ""
+        return f"decode, batch {self.num_sequences}{behind}"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the measured time makes."""
+        return self.num_sequences or self.context
+
+    def measure(self, peer: Peer) -> float:
+        time.sleep(PAUSE_SECONDS)
+        if self.num_sequences == 0:
+            return peer.prefill(self.context)
+        return peer.decode(self.num_sequences, self.context)
 
 
-def gguf_name(name: str) -> str:
-    name = name.removesuffix(".weight")
-    if not name.startswith("model.layers."):
-        return f"{NAMES[name]}.weight"
-    _, _, layer, name = name.split(".", 3)
-    return f"blk.{layer}.{NAMES[name]}.weight"
+@dataclass(frozen=True)
+class Build:
+    """A llama.cpp to measure, and whether only for prompts in bf16: its other products use no BLAS."""
+
+    name: str
+    library: Path
+    has_blas: bool = False
+
+    def measures(self, weights: str, point: Point) -> bool:
+        return not self.has_blas or (weights == "bf16" and point.num_sequences == 0)
 
 
-def write_gguf(model: Path, to: Path) -> None:
-    """The same weights as GGUF. Rows of queries and keys keep their order: for speed it does not matter."""
-    config = json.loads((model / "config.json").read_text())
-    writer = gguf.GGUFWriter(to, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
-    with safe_open(model / "model.safetensors", "pt") as weights:
-        for name in weights.keys():
-            tensor = weights.get_tensor(name)
-            if tensor.ndim == 1:
-                writer.add_tensor(gguf_name(name), tensor.float().numpy())
-            else:
-                halves = tensor.view(torch.int16).numpy().view(numpy.uint8)
-                writer.add_tensor(gguf_name(name), halves, raw_dtype=gguf.GGMLQuantizationType.BF16)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file(progress=True)
-    writer.close()
+# Baton's type of weights, the one of GGUF beside it, and its number in llama.cpp's `enum llama_ftype`.
+TYPES = {"bf16": ("bf16", None), "int8": ("q8_0", 7), "int4": ("q4_0", 2)}
 
 
-# Baton's type of weights, the one of GGUF beside it, and what llama.cpp calls that type.
-TYPES = {
-    "bf16": ("bf16", None),
-    "int8": ("q8_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0),
-    "int4": ("q4_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0),
-}
-
-
-def gguf_file(model: Path, weights: str) -> Path:
+def gguf_file(model: Path, weights: str, library: Path) -> Path:
     """The model in one of `TYPES`, written if it is not there."""
     plain = model / "model-bf16.gguf"
     if not plain.exists():
@@ -99,158 +93,132 @@ def gguf_file(model: Path, weights: str) -> Path:
     name, ftype = TYPES[weights]
     path = model / f"model-{name}.gguf"
     if not path.exists():
-        params = llama_cpp.llama_model_quantize_default_params()
-        params.ftype, params.nthread = ftype, 0
-        if llama_cpp.llama_model_quantize(str(plain).encode(), str(path).encode(), ctypes.byref(params)) != 0:
-            raise SystemExit(f"llama.cpp cannot write {path}")
+        quantize(library, plain, path, ftype)
     return path
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The two
-
-
-class LlamaCpp:
-    """llama.cpp through its C API."""
-
-    def __init__(self, path: Path, threads: int, num_sequences: int, context: int) -> None:
-        llama_cpp.llama_backend_init()
-        # It says much; errors show as null pointers.
-        self.silence = llama_cpp.llama_log_callback(lambda *_: None)
-        llama_cpp.llama_log_set(self.silence, ctypes.c_void_p(0))
-        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = context, 2048, 512
-        params.n_seq_max, params.n_threads, params.n_threads_batch = num_sequences, threads, threads
-        params.kv_unified = True
-        self.context = llama_cpp.llama_init_from_model(self.model, params)
-        if not self.context:
-            raise SystemExit(f"llama.cpp cannot use {path}")
-        self.batch = llama_cpp.llama_batch_init(2048, 0, 1)
-
-    def _decode(self, rows: list[tuple[int, int, bool]]) -> float:
-        """Computes (sequence, position, wants logits) rows; seconds."""
-        for idx, (sequence, position, wants_logits) in enumerate(rows):
-            self.batch.token[idx] = 300 + (sequence * 31 + position * 7) % 1000
-            self.batch.pos[idx] = position
-            self.batch.n_seq_id[idx] = 1
-            self.batch.seq_id[idx][0] = sequence
-            self.batch.logits[idx] = wants_logits
-        self.batch.n_tokens = len(rows)
-        start = time.perf_counter()
-        if llama_cpp.llama_decode(self.context, self.batch) != 0:
-            raise SystemExit("llama.cpp could not decode")
-        llama_cpp.llama_synchronize(self.context)
-        return time.perf_counter() - start
-
-    def close(self) -> None:
-        llama_cpp.llama_free(self.context)
-        llama_cpp.llama_model_free(self.model)
-
-    def _clear(self) -> None:
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
-
-    def prefill(self, num_tokens: int) -> float:
-        self._clear()
-        return self._decode([(0, position, position == num_tokens - 1) for position in range(num_tokens)])
-
-    def decode(self, num_sequences: int) -> float:
-        self._clear()
-        for sequence in range(num_sequences):
-            self._decode([(sequence, position, False) for position in range(PROMPT_TOKENS)])
-        times = [
-            self._decode([(sequence, PROMPT_TOKENS + step, True) for sequence in range(num_sequences)])
-            for step in range(OUTPUT_TOKENS)
-        ]
-        return statistics.median(times)
-
-
-class Baton:
-    """A decode worker that computes prompts itself."""
-
-    def __init__(self, program: Path, worker: str) -> None:
-        self.program, self.worker, self.seed = program, worker, 0
-
-    def _bench(self, num_clients: int, input_tokens: int, output_tokens: int) -> dict:
-        self.seed += 1  # nothing of it is cached
-        command = [
-            self.program, "bench", "--worker", self.worker, "--quiet", "--json", "-", "--warmup", "0",
-            "--concurrency", num_clients, "--requests", num_clients, "--seed", self.seed,
-            "--input-tokens", input_tokens, "--output-tokens", output_tokens,
-        ]
-        output = subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True).stdout
-        report = json.loads(output)
-        assert report["requests"]["failed"] == 0, report["requests"]
-        return report
-
-    def prefill(self, num_tokens: int) -> float:
-        return self._bench(1, num_tokens, 1)["ttft_ms"]["p50"] / 1000
-
-    def decode(self, num_sequences: int) -> float:
-        return self._bench(num_sequences, PROMPT_TOKENS, OUTPUT_TOKENS)["itl_ms"]["p50"] / 1000
-
-
-@contextmanager
-def baton_up(program: Path, model: Path, weights: str, threads: int, port: int) -> Iterator[Baton]:
-    command = [program, "up", model, "--prefill", "0", "--port", port, "--threads", threads, "--kv-memory", "1G"]
-    if weights != "bf16":
-        command += ["--quantize", weights]
-    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(600):
-            time.sleep(0.2)
-            if process.poll() is not None:
-                raise SystemExit("baton up ended; start it by hand to see why")
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as answer:
-                    workers = json.load(answer)["workers"]
-            except OSError:
-                continue  # not ready yet
-            yield Baton(program, next(worker["address"] for worker in workers if worker["role"] == "decode"))
-            return
-        raise SystemExit("baton up does not get ready")
-    finally:
-        process.terminate()
-        process.wait()
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # The comparison
 
 
+def measure_in_turns(peers: list[Peer], point: Point, num_rounds: int) -> dict[Peer, list[float]]:
+    """Seconds of each in each round. Who begins changes from round to round."""
+    times: dict[Peer, list[float]] = {peer: [] for peer in peers}
+    for round_idx in range(num_rounds):
+        begin = round_idx % len(peers)
+        for peer in peers[begin:] + peers[:begin]:
+            times[peer].append(point.measure(peer))
+    return times
+
+
+def ratio(ours: list[float], theirs: list[float]) -> str:
+    """How many times as fast we are: the median of rounds, and from where to where."""
+    ratios = [their / our for our, their in zip(ours, theirs)]
+    return f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+def table_rows(point: Point, times: dict[Peer, list[float]], names: list[str]) -> list[str]:
+    """One for each Baton, with a column for each build of llama.cpp."""
+    def rate(seconds: list[float]) -> str:
+        return f"{point.num_tokens / statistics.median(seconds):.1f}"
+
+    others = {peer.name: seconds for peer, seconds in times.items() if isinstance(peer, LlamaCpp)}
+    rows = []
+    for peer, ours in times.items():
+        if isinstance(peer, Baton):
+            cells = [
+                f"{rate(others[name])}: {ratio(ours, others[name])}" if name in others else "" for name in names
+            ]
+            rows.append(f"| {' | '.join([peer.name, str(point), rate(ours), *cells])} |")
+    return rows
+
+
+def kv_row(model: Path, peer: Peer, weights: str, long: Point, short_seconds: float, long_seconds: float) -> str:
+    """What a longer context costs beside the bytes of KV that it adds."""
+    config = json.loads((model / "config.json").read_text())
+    element_bytes = 2
+    token_bytes = (
+        2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * element_bytes
+    )
+    kv_bytes = long.num_sequences * (long.context - SHORT_CONTEXT) * token_bytes
+    kv_rate = kv_bytes / max(long_seconds - short_seconds, 1e-9)
+    cells = [
+        weights, peer.name, str(long), f"{short_seconds * 1000:.1f}", f"{long_seconds * 1000:.1f}",
+        f"{kv_bytes / 1e6:.0f}", f"{kv_rate / 1e9:.1f}", f"{peer.weight_bytes / short_seconds / 1e9:.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def compare(args: argparse.Namespace, builds: list[Build], weights: str, threads: int) -> list[str]:
+    """Prints the rates of one type of weights; what longer contexts cost."""
+    file = gguf_file(args.model, weights, builds[0].library)
+    names = [build.name for build in builds]
+    rounding = [] if weights == "bf16" else ["--quantize", weights]
+    medians: dict[tuple[Peer, Point], float] = {}
+    with ExitStack() as stack:
+        models = {weights: [args.model, *rounding]}
+        if weights in args.same_file:
+            models[TYPES[weights][0]] = [file]
+        batons = [
+            stack.enter_context(baton_up(name, args.baton, model, threads, args.port + idx))
+            for idx, (name, model) in enumerate(models.items())
+        ]
+        llamas = {
+            build: stack.enter_context(llama_up(build.name, build.library, file, threads))
+            for build in builds
+            if any(build.measures(weights, point) for point in args.points)
+        }
+        for peer in [*batons, *llamas.values()]:  # reads the weights
+            peer.decode(1, SHORT_CONTEXT)
+            peer.prefill(64)
+        for point in args.points:
+            peers = batons + [peer for build, peer in llamas.items() if build.measures(weights, point)]
+            times = measure_in_turns(peers, point, args.rounds)
+            medians |= {(peer, point): statistics.median(seconds) for peer, seconds in times.items()}
+            print(*table_rows(point, times, names), sep="\n", flush=True)
+    return [
+        kv_row(args.model, peer, weights, point, medians[peer, short], seconds)
+        for (peer, point), seconds in medians.items()
+        if point.num_sequences and point.context != SHORT_CONTEXT
+        and (peer, short := Point(point.num_sequences, SHORT_CONTEXT)) in medians
+    ]
+
+
+def installed_library() -> Path | None:
+    """The llama.cpp of the llama-cpp-python that is installed beside this interpreter."""
+    package = importlib.util.find_spec("llama_cpp")
+    return Path(package.origin).parent / "lib/libllama.so" if package else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="directory that make_model.py wrote")
     parser.add_argument("--baton", type=Path, required=True, help="the program, a release build")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--llama", type=Path, default=installed_library(), help="libllama.so; default: llama-cpp-python's")
+    parser.add_argument("--openblas", type=Path, help="libllama.so that uses OpenBLAS, for prompts in bf16")
+    parser.add_argument("--fork", type=Path, help="libllama.so of a fork, such as ik_llama.cpp")
+    parser.add_argument("--threads", type=int, nargs="*", default=[2])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompts", type=int, nargs="*", default=[512, 2048])
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
+    points = ["p512", "p2048", "d1", "d8", "d32", "d1@2048", "d8@2048"]
+    parser.add_argument("--points", type=Point.parse, nargs="*", default=[Point.parse(text) for text in points])
     parser.add_argument("--weights", nargs="*", choices=TYPES, default=list(TYPES))
+    parser.add_argument("--same-file", nargs="*", choices=TYPES, default=["int4"], help="types with a row for the GGUF file")
     parser.add_argument("--port", type=int, default=8099)
     args = parser.parse_args()
-
-    cases: list[tuple[str, int, Callable]] = []
-    cases += [(f"prefill {n}", n, lambda one, n=n: one.prefill(n)) for n in args.prompts]
-    cases += [(f"decode, batch {n}", n, lambda one, n=n: one.decode(n)) for n in args.batches]
-    num_sequences = max(args.batches, default=1)
-    context = max([*args.prompts, num_sequences * (PROMPT_TOKENS + OUTPUT_TOKENS)]) + 64
-    print(f"{args.threads} threads, medians of {args.rounds} rounds; tokens/s\n")
-    print("| weights | | Baton | llama.cpp | Baton is faster by |\n|---|---|---|---|---|")
-    for weights in args.weights:
-        path = gguf_file(args.model, weights)
-        with baton_up(args.baton, args.model, weights, args.threads, args.port) as baton:
-            llama = LlamaCpp(path, args.threads, num_sequences, context)
-            for name, num_tokens, measure in cases:
-                times: dict[object, list[float]] = {baton: [], llama: []}
-                for round_idx in range(args.rounds + 1):
-                    for one in (baton, llama):
-                        seconds = measure(one)
-                        if round_idx > 0:  # the first warms up
-                            times[one].append(seconds)
-                ours, theirs = (num_tokens / statistics.median(times[one]) for one in (baton, llama))
-                print(f"| {weights}, {TYPES[weights][0]} | {name} | {ours:.1f} | {theirs:.1f} | {ours / theirs:.2f}x |", flush=True)
-            llama.close()
+    if not args.llama:
+        parser.error("--llama is not given, and llama-cpp-python not installed")
+    builds = [Build("llama.cpp", args.llama)]
+    builds += [Build("llama.cpp, OpenBLAS", args.openblas, has_blas=True)] if args.openblas else []
+    builds += [Build("fork", args.fork)] if args.fork else []
+    for threads in args.threads:
+        print(f"\n{threads} threads; tokens/s, medians of {args.rounds} rounds; how many times as fast Baton is (range)\n")
+        print(f"| {' | '.join(['weights', '', 'Baton', *(build.name for build in builds)])} |")
+        print(f"|{'---|' * (3 + len(builds))}", flush=True)
+        kv_rows = [row for weights in args.weights for row in compare(args, builds, weights, threads)]
+        if kv_rows:
+            print("\nMilliseconds of a step, and GB/s at which it reads what the longer context adds, and weights:\n")
+            print("| weights | | | short | long | MB of KV added | GB/s of KV | GB/s of weights |")
+            print(f"|{'---|' * 8}", *kv_rows, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

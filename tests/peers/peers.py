@@ -1,0 +1,136 @@
+"""What compare.py measures: Baton, and llama.cpp in its builds. Each is a process of its own that answers the same two
+questions: how long a prompt takes, and how long a step of decoding."""
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterator, Protocol
+
+# Tokens that a measurement of decoding generates for each sequence.
+OUTPUT_TOKENS = 32
+
+
+class Peer(Protocol):
+    name: str
+    # Bytes that a step reads of the weights.
+    weight_bytes: int
+
+    def prefill(self, num_tokens: int) -> float:
+        """Seconds to the first token of one prompt."""
+
+    def decode(self, num_sequences: int, context: int) -> float:
+        """Seconds between two tokens when so many sequences of `context` tokens decode at once."""
+
+
+class LlamaCpp:
+    """`peer_llama.py` with a library and a file."""
+
+    def __init__(self, name: str, process: subprocess.Popen, weight_bytes: int) -> None:
+        self.name, self.process, self.weight_bytes = name, process, weight_bytes
+
+    def _ask(self, **request: object) -> float:
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"{self.name} ended")
+        return json.loads(answer)["seconds"]
+
+    def prefill(self, num_tokens: int) -> float:
+        return self._ask(measure="prefill", num_tokens=num_tokens)
+
+    def decode(self, num_sequences: int, context: int) -> float:
+        return self._ask(measure="decode", num_sequences=num_sequences, context=context, num_tokens=OUTPUT_TOKENS)
+
+
+PEER_LLAMA = Path(__file__).parent / "peer_llama.py"
+
+
+@contextmanager
+def llama_up(name: str, library: Path, file: Path, threads: int) -> Iterator[LlamaCpp]:
+    command = [sys.executable, PEER_LLAMA, library, file, "--threads", str(threads)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield LlamaCpp(name, process, file.stat().st_size)  # it ends when its input does
+
+
+def quantize(library: Path, plain: Path, to: Path, ftype: int) -> None:
+    """Rounds the weights of a GGUF file as llama.cpp does."""
+    subprocess.run([sys.executable, PEER_LLAMA, library, plain, "--quantize", str(ftype), to], check=True)
+
+
+class Baton:
+    """A decode worker that computes prompts itself, asked over gRPC by `baton bench`."""
+
+    def __init__(self, name: str, program: Path, worker: str, weight_bytes: int) -> None:
+        self.name, self.program, self.worker, self.weight_bytes = name, program, worker, weight_bytes
+        self.num_prompts = 0
+        self.prepared: dict[tuple[int, int], int] = {}
+
+    def _bench(self, seed: int, num_clients: int, input_tokens: int, output_tokens: int) -> dict:
+        command = [
+            self.program, "bench", "--worker", self.worker, "--quiet", "--json", "-", "--warmup", "0",
+            "--concurrency", num_clients, "--requests", num_clients, "--seed", seed,
+            "--input-tokens", input_tokens, "--output-tokens", output_tokens,
+        ]
+        output = subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True).stdout
+        report = json.loads(output)
+        assert report["requests"]["failed"] == 0, report["requests"]
+        return report
+
+    def _new_seed(self) -> int:
+        self.num_prompts += 1
+        return self.num_prompts
+
+    def prefill(self, num_tokens: int) -> float:
+        """Of a prompt of which nothing is cached."""
+        return self._bench(self._new_seed(), 1, num_tokens, 1)["ttft_ms"]["p50"] / 1000
+
+    def decode(self, num_sequences: int, context: int) -> float:
+        """All begin to decode at once: their prompts are cached, each in memory of its own."""
+        key = (num_sequences, context)
+        if key not in self.prepared:
+            self.prepared[key] = self._new_seed()
+            self._bench(self.prepared[key], num_sequences, context, 1)
+        return self._bench(self.prepared[key], num_sequences, context, OUTPUT_TOKENS)["itl_ms"]["p50"] / 1000
+
+
+@contextmanager
+def baton_up(name: str, program: Path, model: list[str | Path], threads: int, port: int) -> Iterator[Baton]:
+    """`model` is what `baton up` is told of it. KV has two bytes an element, as llama.cpp's has."""
+    command = [program, "up", *model, "--prefill", "0", "--port", port, "--threads", threads]
+    command += ["--kv-memory", "1G", "--kv-dtype", "bf16"]
+    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        worker = wait_until_ready(process, port)
+        yield Baton(name, program, worker, mapped_weight_bytes(process.pid))
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_until_ready(process: subprocess.Popen, port: int) -> str:
+    """The address of the decode worker."""
+    for _ in range(600):
+        time.sleep(0.2)
+        if process.poll() is not None:
+            raise SystemExit("baton up ended; start it by hand to see why")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as answer:
+                workers = json.load(answer)["workers"]
+        except OSError:
+            continue  # not ready yet
+        return next(worker["address"] for worker in workers if worker["role"] == "decode")
+    raise SystemExit("baton up does not get ready")
+
+
+def mapped_weight_bytes(pid: int) -> int:
+    """Size of the packed weights that a process, or one that it started, has in memory."""
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if ".panels" in line:
+            return Path(line.split(maxsplit=5)[5]).stat().st_size
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    return max((mapped_weight_bytes(child) for child in children), default=0)
