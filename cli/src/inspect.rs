@@ -31,10 +31,10 @@ pub(crate) struct InspectArgs {
     /// Directory of a Hugging Face model, of which config.json is enough, or a .gguf file. Without it: the tiny
     /// model of this program.
     pub(crate) model: Option<PathBuf>,
-    /// Type of the weights: f32, f16 or bf16. Default: as the model says.
+    /// Type of the weights: f32, f16, bf16, int8 or int4. Default: what the files hold, or as the model says.
     #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
-    pub(crate) dtype: Option<FloatDtype>,
-    /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: that of the weights.
+    pub(crate) dtype: Option<WeightSize>,
+    /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: as the model says.
     #[arg(long, value_name = "TYPE", value_parser = parse_kv_dtype)]
     pub(crate) kv_dtype: Option<KvDtype>,
 
@@ -105,8 +105,38 @@ impl Device {
     }
 }
 
-fn parse_dtype(name: &str) -> Result<FloatDtype, String> {
-    FloatDtype::from_name(name).ok_or_else(|| "expected f32, f16 or bf16".to_owned())
+/// How much a weight takes.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct WeightSize {
+    /// With its share of scales.
+    bytes: f64,
+    /// Where that is from.
+    source: String,
+}
+
+impl WeightSize {
+    fn of(dtype: FloatDtype) -> WeightSize {
+        WeightSize { bytes: dtype.size_bytes() as f64, source: dtype.name().to_owned() }
+    }
+
+    /// What the files of quantised weights hold on average.
+    fn of_files(num_bytes: u64, config: &ModelConfig) -> WeightSize {
+        let parameters = ModelCost::new(&config.decoder, 1.0, KvDtype::F32).num_parameters();
+        WeightSize { bytes: num_bytes as f64 / parameters as f64, source: "as in the files".to_owned() }
+    }
+}
+
+fn parse_dtype(name: &str) -> Result<WeightSize, String> {
+    if let Some(dtype) = FloatDtype::from_name(name) {
+        return Ok(WeightSize::of(dtype));
+    }
+    // As `--quantize` makes them: a scale of two bytes for 128 or 32 weights.
+    let bytes = match name {
+        "int8" => 1.0 + 2.0 / 128.0,
+        "int4" => 0.5 + 2.0 / 32.0,
+        _ => return Err("expected f32, f16, bf16, int8 or int4".to_owned()),
+    };
+    Ok(WeightSize { bytes, source: format!("{name} with scales") })
 }
 
 /// Prints what the model costs.
@@ -116,10 +146,17 @@ pub(crate) fn run(args: InspectArgs) -> anyhow::Result<()> {
         None => embedded_model::directory()?,
     };
     let config = ModelConfig::load(&model)?;
-    let weight_dtype = args.dtype.unwrap_or(config.dtype);
-    let inspection = Inspection::new(&config, weight_dtype, &args)?;
+    let file_bytes = weight_file_bytes(&model)?;
+    let weights = match (&args.dtype, file_bytes) {
+        (Some(given), _) => given.clone(),
+        (None, Some(bytes)) if model.is_file() || config.is_quantised() => {
+            WeightSize::of_files(bytes, &config)
+        }
+        _ => WeightSize::of(config.dtype),
+    };
+    let inspection = Inspection::new(&config, weights, &args)?;
     print!("{} in {}\n\n{inspection}", config.architecture, model.display());
-    if let Some(bytes) = weight_file_bytes(&model)? {
+    if let Some(bytes) = file_bytes {
         println!("\nThe weight files here hold {}.", bytes_text(bytes as f64));
     }
     Ok(())
@@ -147,7 +184,7 @@ fn weight_file_bytes(model: &Path) -> anyhow::Result<Option<u64>> {
 struct Inspection {
     spec: DecoderSpec,
     cost: ModelCost,
-    weight_dtype: FloatDtype,
+    weights: WeightSize,
     kv_dtype: KvDtype,
     context_length: usize,
     device_name: String,
@@ -162,7 +199,7 @@ struct Inspection {
 }
 
 impl Inspection {
-    fn new(config: &ModelConfig, weight_dtype: FloatDtype, args: &InspectArgs) -> anyhow::Result<Self> {
+    fn new(config: &ModelConfig, weights: WeightSize, args: &InspectArgs) -> anyhow::Result<Self> {
         let (peak_tflops, peak_gigabytes) = args.device.peaks();
         let positive = |name: &str, value: f64| {
             ensure!(value.is_finite() && value > 0.0, "{name} must be more than 0");
@@ -185,7 +222,7 @@ impl Inspection {
         );
         ensure!(args.batch > 0, "--batch must be at least 1");
         let seconds = |name, value: Option<f64>| value.map(|ms| positive(name, ms / 1e3)).transpose();
-        let kv_dtype = args.kv_dtype.unwrap_or(weight_dtype.kv_dtype());
+        let kv_dtype = args.kv_dtype.unwrap_or(config.dtype.kv_dtype());
         let device_name = match (args.flops, args.bandwidth) {
             (Some(_), Some(_)) => "given".to_owned(),
             _ => {
@@ -194,8 +231,8 @@ impl Inspection {
         };
         Ok(Self {
             spec: config.decoder.clone(),
-            cost: ModelCost::new(&config.decoder, weight_dtype, kv_dtype),
-            weight_dtype,
+            cost: ModelCost::new(&config.decoder, weights.bytes, kv_dtype),
+            weights,
             kv_dtype,
             context_length,
             device_name,
@@ -248,7 +285,7 @@ impl Inspection {
             f,
             "weights",
             &bytes_text(cost.weight_bytes() as f64),
-            &format!("parameters x {} bytes ({})", self.weight_dtype.size_bytes(), self.weight_dtype.name()),
+            &format!("parameters x {:.3} bytes ({})", self.weights.bytes, self.weights.source),
         )?;
         row(
             f,
@@ -464,7 +501,8 @@ mod tests {
 
     fn inspect(args: &InspectArgs) -> anyhow::Result<String> {
         let config = ModelConfig::parse(Path::new("config.json"), LLAMA.as_bytes())?;
-        Ok(Inspection::new(&config, FloatDtype::Bf16, args)?.to_string())
+        let weights = args.dtype.clone().unwrap_or_else(|| WeightSize::of(config.dtype));
+        Ok(Inspection::new(&config, weights, args)?.to_string())
     }
 
     #[test]
@@ -489,6 +527,17 @@ mod tests {
     fn scales_of_8_bit_kv_are_counted() {
         let text = inspect(&InspectArgs { kv_dtype: Some(KvDtype::Fp8), ..args() }).unwrap();
         assert!(text.contains("66.6 kB") && text.contains("128 elements x 1 byte + 2 bytes"), "{text}");
+    }
+
+    #[test]
+    fn scales_of_quantised_weights_are_counted() {
+        let given = |name| InspectArgs { dtype: Some(parse_dtype(name).unwrap()), ..args() };
+        let text = inspect(&given("int4")).unwrap();
+        assert!(text.contains("4.52 GB") && text.contains("parameters x 0.562 bytes"), "{text}");
+        assert!(inspect(&given("int8")).unwrap().contains("8.16 GB"));
+        assert!(parse_dtype("int2").is_err());
+        let config = ModelConfig::parse(Path::new("config.json"), LLAMA.as_bytes()).unwrap();
+        assert_eq!(WeightSize::of_files(8_030_261_248, &config).bytes, 1.0);
     }
 
     #[test]

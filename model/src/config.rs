@@ -32,6 +32,11 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
+    /// Whether the weights of a directory are stored as small numbers with scales.
+    pub fn is_quantised(&self) -> bool {
+        self.quantisation.is_some()
+    }
+
     /// Reads `config.json` of the directory `model`, or the metadata of the GGUF file `model`.
     ///
     /// # Errors

@@ -14,14 +14,13 @@
 
 use baton_kv_cache::KvDtype;
 
-use crate::FloatDtype;
 use crate::spec::{DecoderSpec, LayerSpec, MlpSpec};
 
-/// Costs of one model with weights and KV of given types.
+/// Costs of one model with weights and KV of given sizes.
 #[derive(Clone, Debug)]
 pub struct ModelCost {
     spec: DecoderSpec,
-    weight_dtype: FloatDtype,
+    bytes_per_weight: f64,
     kv_dtype: KvDtype,
 }
 
@@ -63,9 +62,9 @@ impl DeviceSpeed {
 }
 
 impl ModelCost {
-    /// Costs of `spec` with weights and KV stored as given.
-    pub fn new(spec: &DecoderSpec, weight_dtype: FloatDtype, kv_dtype: KvDtype) -> ModelCost {
-        ModelCost { spec: spec.clone(), weight_dtype, kv_dtype }
+    /// Costs of `spec` with weights of so many bytes, scales included, and KV stored as given.
+    pub fn new(spec: &DecoderSpec, bytes_per_weight: f64, kv_dtype: KvDtype) -> ModelCost {
+        ModelCost { spec: spec.clone(), bytes_per_weight, kv_dtype }
     }
 
     /// All numbers in the weights.
@@ -86,7 +85,7 @@ impl ModelCost {
 
     /// Bytes of all weights.
     pub fn weight_bytes(&self) -> u64 {
-        self.num_parameters() * self.weight_dtype.size_bytes() as u64
+        (self.num_parameters() as f64 * self.bytes_per_weight) as u64
     }
 
     /// Bytes of one token's KV in all layers.
@@ -144,7 +143,7 @@ impl ModelCost {
             }
             MlpSpec::Dense { .. } => 1.0,
         }) + self.head_weights();
-        touched * self.weight_dtype.size_bytes() as f64
+        touched * self.bytes_per_weight
     }
 
     /// Weights of layers that multiply one token.
@@ -226,7 +225,7 @@ mod tests {
 
     fn cost(json: &str) -> ModelCost {
         let config = ModelConfig::parse(Path::new("config.json"), json.as_bytes()).unwrap();
-        ModelCost::new(&config.decoder, FloatDtype::Bf16, KvDtype::Bf16)
+        ModelCost::new(&config.decoder, 2.0, KvDtype::Bf16)
     }
 
     /// Llama 3.1 8B as it is published.

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
-use baton_model::{Batch, BatchSequence, Executor, FloatDtype, LoadOptions, LoadProgress, load};
+use baton_model::{Batch, BatchSequence, Executor, LoadOptions, LoadProgress, load};
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
@@ -296,7 +296,7 @@ fn loading_reports_bytes_and_describes_the_model() {
     assert_eq!(loaded.config().context_length, 256);
     assert_eq!(loaded.config().eos_token_ids, [2]);
     assert_eq!(loaded.config().bos_token_id, Some(1));
-    let cost = baton_model::cost::ModelCost::new(&loaded.config().decoder, FloatDtype::Bf16, KvDtype::Bf16);
+    let cost = baton_model::cost::ModelCost::new(&loaded.config().decoder, 2.0, KvDtype::Bf16);
     assert_eq!(cost.num_parameters(), loaded.num_parameters());
     assert_eq!(loaded.kv_layout().dtype, KvDtype::Bf16, "as the weights");
     assert_eq!(loaded.cpu_executor().unwrap().kv_layout(), loaded.kv_layout());
