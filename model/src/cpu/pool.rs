@@ -177,7 +177,8 @@ struct Busy<'a>(&'a AtomicBool);
 impl<'a> Busy<'a> {
     /// `None` when it is another's.
     fn new(is_busy: &'a AtomicBool) -> Option<Busy<'a>> {
-        (!is_busy.swap(true, Ordering::Acquire)).then_some(Busy(is_busy))
+        // Only the owner has a guard, for dropping it ends the ownership.
+        if is_busy.swap(true, Ordering::Acquire) { None } else { Some(Busy(is_busy)) }
     }
 }
 
@@ -195,7 +196,7 @@ impl Drop for Closing<'_> {
         self.0.state.fetch_and(!OPEN, Ordering::AcqRel);
         let mut spins = 0u32;
         while self.0.state.load(Ordering::Acquire) & ACTIVE != 0 {
-            spins += 1;
+            spins = spins.wrapping_add(1);
             // A helper may have lost its core to somebody else: let it have this one.
             if spins.is_multiple_of(256) { std::thread::yield_now() } else { std::hint::spin_loop() }
         }
@@ -330,6 +331,18 @@ mod tests {
             }
         });
         assert!(!pool.is_busy.load(Ordering::Relaxed));
+    }
+
+    #[test]
+    fn who_finds_the_pool_busy_leaves_it_busy() {
+        let is_busy = AtomicBool::new(false);
+        let owner = Busy::new(&is_busy);
+        assert!(owner.is_some());
+        for _ in 0..2 {
+            assert!(Busy::new(&is_busy).is_none());
+        }
+        drop(owner);
+        assert!(Busy::new(&is_busy).is_some());
     }
 
     #[test]
