@@ -1,11 +1,13 @@
 //! What a KV cache is made of: blocks and their names ([`BlockId`], [`BlockHash`]), how a block's
-//! bytes are arranged ([`KvLayout`]), what two workers must agree on to exchange them
-//! ([`KvFormat`]), and the memory that holds them ([`BlockStorage`]).
+//! bytes are arranged ([`KvLayout`]) and rounded ([`KvDtype`]), what two workers must agree on to
+//! exchange them ([`KvFormat`]), and the memory that holds them ([`BlockStorage`]).
 //!
 //! It does not know who owns which block (that is the engine's block pool), nor how blocks travel
 //! (`kv-transfer`).
 
 mod block;
+pub mod e4m3;
+mod element;
 mod format;
 mod layout;
 mod storage;
