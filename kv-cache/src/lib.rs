@@ -1,16 +1,25 @@
 //! What a KV cache is made of: blocks and their names ([`BlockId`], [`BlockHash`]), how a block's
-//! bytes are arranged ([`KvLayout`]), what two workers must agree on to exchange them
-//! ([`KvFormat`]), and the memory that holds them ([`BlockStorage`]).
+//! bytes are arranged ([`KvLayout`]), divided ([`KvShard`]) and rounded ([`KvDtype`]), which of them belong
+//! where on another side ([`KvMapping`]), what two workers must agree on to exchange them ([`KvFormat`]),
+//! and the memory that holds them ([`BlockStorage`]).
 //!
 //! It does not know who owns which block (that is the engine's block pool), nor how blocks travel
 //! (`kv-transfer`).
 
 mod block;
+pub mod e4m3;
+mod element;
 mod format;
 mod layout;
+pub mod mapping;
+#[cfg(test)]
+mod mapping_grid;
+mod shard;
 mod storage;
 
 pub use block::{BlockHash, BlockId, HashRoot};
 pub use format::KvFormat;
 pub use layout::{KvDtype, KvLayout};
+pub use mapping::KvMapping;
+pub use shard::{KvShard, ShardError};
 pub use storage::BlockStorage;

@@ -2,8 +2,9 @@
 //!
 //! It knows where each number lies, not which tensors those are: that is [`quantised`](crate::quantised).
 
+use baton_kv_cache::e4m3;
+
 use crate::FloatDtype;
-use crate::cpu::e4m3;
 use crate::integers::{IntegerFormat, IntegerRow, IntegerWidth};
 use crate::matrix::{Span, widen};
 

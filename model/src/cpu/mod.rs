@@ -3,7 +3,6 @@
 mod affinity;
 mod attention;
 pub mod benchmark;
-pub(crate) mod e4m3;
 mod experts;
 mod fastest;
 mod forward;

@@ -4,7 +4,8 @@
 //! plain Rust. All three compute with sixteen lanes and reduce them in the same order, so AVX-512
 //! and AVX2 machines agree bit for bit. It knows no tensors.
 
-use super::e4m3;
+use baton_kv_cache::e4m3;
+
 use crate::FloatDtype;
 
 /// Type of a stored weight.
@@ -564,11 +565,6 @@ pub(crate) trait Stored {
     /// # Safety
     /// `p` is valid for one element.
     unsafe fn load_one(p: *const u8) -> f32;
-    /// Rounds to the nearest and stores; what is too large for a type of eight bits becomes its largest.
-    ///
-    /// # Safety
-    /// `p` is valid for one element.
-    unsafe fn store_one(p: *mut u8, x: f32);
 
     /// `n < 16` of them, the other lanes zero.
     ///
@@ -604,11 +600,6 @@ impl Stored for F32 {
         // SAFETY: see above.
         unsafe { p.cast::<f32>().read_unaligned() }
     }
-    #[inline(always)]
-    unsafe fn store_one(p: *mut u8, x: f32) {
-        // SAFETY: see above.
-        unsafe { p.cast::<f32>().write_unaligned(x) }
-    }
 }
 
 impl Stored for F16 {
@@ -622,11 +613,6 @@ impl Stored for F16 {
     unsafe fn load_one(p: *const u8) -> f32 {
         // SAFETY: see above.
         half::f16::from_bits(unsafe { p.cast::<u16>().read_unaligned() }).to_f32()
-    }
-    #[inline(always)]
-    unsafe fn store_one(p: *mut u8, x: f32) {
-        // SAFETY: see above.
-        unsafe { p.cast::<u16>().write_unaligned(half::f16::from_f32(x).to_bits()) }
     }
 }
 
@@ -642,11 +628,6 @@ impl Stored for Bf16 {
         // SAFETY: see above.
         half::bf16::from_bits(unsafe { p.cast::<u16>().read_unaligned() }).to_f32()
     }
-    #[inline(always)]
-    unsafe fn store_one(p: *mut u8, x: f32) {
-        // SAFETY: see above.
-        unsafe { p.cast::<u16>().write_unaligned(half::bf16::from_f32(x).to_bits()) }
-    }
 }
 
 impl Stored for E4m3 {
@@ -661,11 +642,6 @@ impl Stored for E4m3 {
         // SAFETY: see above.
         e4m3::to_f32(unsafe { *p })
     }
-    #[inline(always)]
-    unsafe fn store_one(p: *mut u8, x: f32) {
-        // SAFETY: see above.
-        unsafe { *p = e4m3::from_f32(x) }
-    }
 }
 
 impl Stored for I8 {
@@ -679,11 +655,6 @@ impl Stored for I8 {
     unsafe fn load_one(p: *const u8) -> f32 {
         // SAFETY: see above.
         f32::from(unsafe { *p.cast::<i8>() })
-    }
-    #[inline(always)]
-    unsafe fn store_one(p: *mut u8, x: f32) {
-        // SAFETY: see above.
-        unsafe { *p.cast::<i8>() = x.round_ties_even().clamp(-127.0, 127.0) as i8 }
     }
 }
 
@@ -724,3 +695,37 @@ macro_rules! kernel {
     };
 }
 pub(crate) use kernel;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kernel_widens_every_code_alike() {
+        unsafe fn widened<S: Simd>(codes: &[u8; LANES]) -> [u32; LANES] {
+            let mut out = [0.0; LANES];
+            // SAFETY: the processor has the instructions by the caller's word; sixteen codes and places.
+            unsafe { S::store(out.as_mut_ptr(), E4m3::load::<S>(codes.as_ptr())) };
+            out.map(f32::to_bits)
+        }
+        for first in (0..256).step_by(LANES) {
+            // All but the two that are no numbers.
+            let codes: [u8; LANES] = std::array::from_fn(|lane| (first + lane) as u8);
+            let codes = codes.map(|code| if e4m3::to_f32(code).is_nan() { code - 1 } else { code });
+            let expected = codes.map(|code| e4m3::to_f32(code).to_bits());
+            for isa in Isa::available() {
+                // SAFETY: this processor has it.
+                let got = unsafe {
+                    match isa {
+                        #[cfg(target_arch = "x86_64")]
+                        Isa::Avx512 => widened::<Avx512>(&codes),
+                        #[cfg(target_arch = "x86_64")]
+                        Isa::Avx2 => widened::<Avx2>(&codes),
+                        Isa::Portable => widened::<Portable>(&codes),
+                    }
+                };
+                assert_eq!(got, expected, "{isa:?} from {first:#x}");
+            }
+        }
+    }
+}

@@ -92,7 +92,7 @@ impl Words for Portable {
     }
     #[inline(always)]
     unsafe fn unpack_e4m3(words: Self::V, idx: usize) -> Self::V {
-        words.map(|word| crate::cpu::e4m3::to_f32(word.to_bits().to_le_bytes()[idx]))
+        words.map(|word| baton_kv_cache::e4m3::to_f32(word.to_bits().to_le_bytes()[idx]))
     }
     #[inline(always)]
     unsafe fn unpack_i8(words: Self::V, idx: usize) -> Self::V {

@@ -4,10 +4,11 @@
 //! Specification" (2023) has it: no infinities, 448 the largest, all ones the only NaN.
 
 /// The largest number.
-pub(super) const MAX: f32 = 448.0;
+pub const MAX: f32 = 448.0;
 
 /// What a code stands for.
-pub(crate) fn to_f32(code: u8) -> f32 {
+#[inline]
+pub fn to_f32(code: u8) -> f32 {
     let (exponent, mantissa) = (code >> 3 & 0xf, code & 7);
     let magnitude = match (exponent, mantissa) {
         (15, 7) => f32::NAN,
@@ -18,7 +19,8 @@ pub(crate) fn to_f32(code: u8) -> f32 {
 }
 
 /// The nearest code, of two the even one; more than [`MAX`] becomes it, NaN stays.
-pub(super) fn from_f32(x: f32) -> u8 {
+#[inline]
+pub fn from_f32(x: f32) -> u8 {
     let sign = (x.to_bits() >> 24) as u8 & 0x80;
     let magnitude = x.abs();
     let code = if magnitude.is_nan() {
@@ -37,7 +39,6 @@ pub(super) fn from_f32(x: f32) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::simd::{E4m3, Isa, LANES, Portable, Simd, Stored};
 
     /// The formula of the specification.
     fn reference(code: u8) -> f64 {
@@ -59,35 +60,6 @@ mod tests {
             assert_eq!(from_f32(to_f32(code)), code);
         }
         assert_eq!(to_f32(0x7e), MAX);
-    }
-
-    #[test]
-    fn every_kernel_widens_every_code_alike() {
-        unsafe fn widened<S: Simd>(codes: &[u8; LANES]) -> [u32; LANES] {
-            let mut out = [0.0; LANES];
-            // SAFETY: the processor has the instructions by the caller's word; sixteen codes and places.
-            unsafe { S::store(out.as_mut_ptr(), E4m3::load::<S>(codes.as_ptr())) };
-            out.map(f32::to_bits)
-        }
-        for first in (0..256).step_by(LANES) {
-            // All but the two that are no numbers.
-            let codes: [u8; LANES] = std::array::from_fn(|lane| (first + lane) as u8);
-            let codes = codes.map(|code| if to_f32(code).is_nan() { code - 1 } else { code });
-            let expected = codes.map(|code| to_f32(code).to_bits());
-            for isa in Isa::available() {
-                // SAFETY: this processor has it.
-                let got = unsafe {
-                    match isa {
-                        #[cfg(target_arch = "x86_64")]
-                        Isa::Avx512 => widened::<crate::cpu::simd::Avx512>(&codes),
-                        #[cfg(target_arch = "x86_64")]
-                        Isa::Avx2 => widened::<crate::cpu::simd::Avx2>(&codes),
-                        Isa::Portable => widened::<Portable>(&codes),
-                    }
-                };
-                assert_eq!(got, expected, "{isa:?} from {first:#x}");
-            }
-        }
     }
 
     #[test]
