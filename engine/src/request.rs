@@ -1,6 +1,8 @@
 //! What is asked of the engine, what it answers with, and when an answer is over. Plain data: it
 //! knows neither blocks nor threads.
 
+use std::collections::HashSet;
+
 /// One sequence to be continued.
 #[derive(Clone, Debug, Default)]
 pub struct Request {
@@ -153,6 +155,12 @@ pub enum InvalidRequest {
         /// The limit.
         max_tokens: u32,
     },
+    /// The sequence may not end yet, and every token would end it.
+    #[error("stop_token_ids: all of the vocabulary of {vocab_size}, so nothing may follow before min_tokens")]
+    NothingAllowed {
+        /// Tokens of the model.
+        vocab_size: usize,
+    },
     /// Even alone in the block pool it would not fit. An engine with a larger pool may take it.
     #[error("prompt and max_tokens: need {num_blocks} blocks, the pool has {num_total_blocks}")]
     TooLargeForPool {
@@ -182,6 +190,9 @@ impl Request {
         known("stop_token_ids", params.stop_token_ids.iter().copied(), vocab_size)?;
         known("logit_bias", params.logit_bias.iter().map(|&(token, _)| token), vocab_size)?;
         params.validate()?;
+        if params.min_tokens > 0 && covers(&params.stop_token_ids, vocab_size) {
+            return Err(InvalidRequest::NothingAllowed { vocab_size });
+        }
         if self.output.len() >= params.max_tokens as usize {
             return Err(InvalidRequest::NothingLeft {
                 num_output_tokens: self.output.len(),
@@ -292,6 +303,11 @@ fn known(
     }
 }
 
+/// Whether every token is one of `tokens`, which are known.
+fn covers(tokens: &[u32], vocab_size: usize) -> bool {
+    tokens.len() >= vocab_size && tokens.iter().collect::<HashSet<_>>().len() == vocab_size
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -329,6 +345,10 @@ mod tests {
             ("logit_bias: NaN is not a number", with(|r| r.sampling.logit_bias = vec![(1, f32::NAN)])),
             ("stop_token_ids: token id 100", with(|r| r.sampling.stop_token_ids = vec![100])),
             ("logprobs: 21 is not at most 20", with(|r| r.sampling.logprobs = Some(21))),
+            (
+                "stop_token_ids: all of the vocabulary of 100, so nothing may follow before min_tokens",
+                with(|r| (r.sampling.min_tokens, r.sampling.stop_token_ids) = (1, (0..100).collect())),
+            ),
             ("output: 16 tokens are delivered of max_tokens 16", with(|r| r.output = vec![0; 16])),
         ];
         for (message, request) in cases {

@@ -157,23 +157,29 @@ fn changes_logits(params: &SamplingParams, history: &TokenHistory) -> bool {
 fn apply(logits: &mut [f32], params: &SamplingParams, history: &TokenHistory) {
     for (&token, &count) in history.counts.iter().flatten() {
         let logit = &mut logits[token as usize];
-        *logit = if *logit > 0.0 {
+        let mut penalised = if *logit > 0.0 {
             *logit / params.repetition_penalty
         } else {
             *logit * params.repetition_penalty
         };
         if count.num_output > 0 {
-            *logit -= params.presence_penalty + params.frequency_penalty * count.num_output as f32;
+            penalised -= params.presence_penalty + params.frequency_penalty * count.num_output as f32;
         }
+        *logit = bounded(penalised);
     }
     for &(token, bias) in &params.logit_bias {
-        logits[token as usize] += bias;
+        logits[token as usize] = bounded(logits[token as usize] + bias);
     }
     if must_not_stop(params, history) {
         for &token in &params.stop_token_ids {
             logits[token as usize] = f32::NEG_INFINITY;
         }
     }
+}
+
+/// A request may ask for so much that a number ends there; that is not the model's fault.
+fn bounded(logit: f32) -> f32 {
+    logit.clamp(f32::MIN, f32::MAX)
 }
 
 fn check(logits: &[f32]) -> Result<(), InvalidLogits> {

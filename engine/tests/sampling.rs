@@ -175,6 +175,16 @@ fn unusable_logits_are_an_error() {
 }
 
 #[test]
+fn parameters_may_be_as_large_or_small_as_they_are_allowed() {
+    let small = SamplingParams { repetition_penalty: f32::MIN_POSITIVE, ..SamplingParams::default() };
+    assert_eq!(sample(&[1.0, 9.0, 7.0], &small, &[1], &[]), 1);
+    let large = SamplingParams { repetition_penalty: f32::MAX, ..SamplingParams::default() };
+    assert_eq!(sample(&[-9.0, -8.0], &large, &[0, 1], &[]), 0, "both are as unlikely as can be");
+    let biased = SamplingParams { logit_bias: vec![(1, f32::MAX)], ..SamplingParams::default() };
+    assert_eq!(sample(&[1.0, 1e38, 7.0], &biased, &[0], &[]), 1);
+}
+
+#[test]
 fn random_numbers_are_spread_and_depend_on_seed_and_index() {
     let mut buckets = [0; 16];
     for seed in 0..64 {

@@ -3,7 +3,7 @@
 //! Defaults are those of the `transformers` library, which leaves fields out that have them.
 
 use crate::LoadError;
-use crate::fields::Fields;
+use crate::fields::{Fields, MAX_SIZE};
 use crate::rope::{RopeScaling, RopeSpec};
 use crate::spec::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
 
@@ -148,6 +148,10 @@ pub(crate) fn decoder(name: &str, fields: &Fields<'_>) -> Result<DecoderSpec, Lo
             );
         }
     };
+    if num_heads * head_dim > MAX_SIZE {
+        let expected = format!("so small that {num_heads} heads have at most 2^31 elements together");
+        return Err(fields.refuse("head_dim", expected));
+    }
     let vocab_size = fields.need_size("vocab_size")?;
     let (ropes, layers) = layers(family, fields, head_dim)?;
     let bias = |bias: &Bias| match bias {
@@ -448,7 +452,12 @@ pub(crate) fn context_length(name: &str, fields: &Fields<'_>) -> Result<usize, L
         && parameters.get("full_attention").is_none()
         && let RopeScaling::Yarn { factor, original_context, .. } = scaling(fields, &parameters)?
     {
-        return Ok(length.max((factor * original_context) as usize));
+        let length = length.max((factor * original_context) as usize);
+        return if length <= MAX_SIZE {
+            Ok(length)
+        } else {
+            Err(parameters.refuse("factor", "one that makes a context of at most 2^31 tokens"))
+        };
     }
     Ok(length)
 }

@@ -2,6 +2,7 @@
 //!
 //! It counts what an ideal machine would have to do: every weight that is used is read once per step,
 //! every multiplication is two operations, activations stay in caches. A real machine is slower.
+//! Counts that no machine could hold are the largest there is: a configuration may say anything.
 //!
 //! With L layers, H the hidden size, Q = heads x head_dim, K = kv heads x head_dim, I the rows of gate
 //! and of up, V the vocabulary:
@@ -100,7 +101,7 @@ impl ModelCost {
 
     /// Bytes of the KV of a sequence; layers with a window keep all of it, too.
     pub fn kv_bytes(&self, num_tokens: usize) -> u64 {
-        self.kv_bytes_per_token() * num_tokens as u64
+        self.kv_bytes_per_token().saturating_mul(num_tokens as u64)
     }
 
     /// A prompt of `num_tokens`, of which the first `num_cached` have KV already, up to the logits of
@@ -200,7 +201,7 @@ impl ModelCost {
             }
         }
         let embeddings = if spec.tied_head { 1.0 } else { 2.0 } * self.head_weights();
-        (self.layer_weights(&experts) + embeddings) as u64 + others as u64
+        ((self.layer_weights(&experts) + embeddings) as u64).saturating_add(others as u64)
     }
 }
 
@@ -260,6 +261,18 @@ mod tests {
                 "vocab_size": 151936, "tie_word_embeddings": true}"#,
         );
         assert_eq!(qwen.num_parameters(), 494_032_768);
+    }
+
+    #[test]
+    fn a_configuration_beyond_all_machines_costs_the_largest_number() {
+        let model = cost(
+            r#"{"architectures": ["MixtralForCausalLM"], "hidden_size": 2147483648,
+                "intermediate_size": 2147483648, "num_attention_heads": 1, "num_hidden_layers": 4096,
+                "vocab_size": 2147483648, "num_local_experts": 2147483648, "num_experts_per_tok": 1,
+                "max_position_embeddings": 2147483648}"#,
+        );
+        assert_eq!((model.num_parameters(), model.weight_bytes()), (u64::MAX, u64::MAX));
+        assert_eq!(model.kv_bytes(1 << 31), u64::MAX);
     }
 
     #[test]

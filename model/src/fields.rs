@@ -6,6 +6,9 @@ use serde_json::{Map, Value};
 
 use crate::LoadError;
 
+/// Of what files give a size for: products of a few do not overflow.
+pub(crate) const MAX_SIZE: usize = 1 << 31;
+
 /// The fields of one object of a file. A `null` field counts as absent.
 #[derive(Clone, Debug)]
 pub(crate) struct Fields<'a> {
@@ -80,10 +83,10 @@ impl<'a> Fields<'a> {
         self.get(field).map(|value| read(value).ok_or_else(|| self.refuse(field, expected))).transpose()
     }
 
-    /// A whole number of at least one, and small enough that products of a few do not overflow.
+    /// A whole number from one to [`MAX_SIZE`].
     pub(crate) fn size(&self, field: &str) -> Result<Option<usize>, LoadError> {
         self.read(field, "a whole number from 1 to 2^31", |value| {
-            value.as_u64().filter(|size| (1..=1 << 31).contains(size)).map(|size| size as usize)
+            value.as_u64().filter(|size| (1..=MAX_SIZE as u64).contains(size)).map(|size| size as usize)
         })
     }
 

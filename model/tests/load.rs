@@ -92,6 +92,16 @@ fn configurations_that_mean_something_else_are_refused() {
         ("num_hidden_layers", "1e3", "num_hidden_layers is 1000.0, expected a whole number from 1 to 2^31"),
         ("num_key_value_heads", "3", "num_key_value_heads is 3, expected a divisor of 4 attention heads"),
         ("head_dim", "13", "head_dim is 13, expected an even number, with partial_rotary_factor in 0 to 1"),
+        (
+            "head_dim",
+            "2147483648",
+            "head_dim is 2147483648, expected so small that 4 heads have at most 2^31 elements together",
+        ),
+        (
+            "rope_parameters",
+            r#"{"rope_type": "yarn", "factor": 1e300}"#,
+            "rope_parameters.factor is 1e+300, expected one that makes a context of at most 2^31 tokens",
+        ),
         ("hidden_act", "\"relu\"", "hidden_act is \"relu\", expected silu, gelu or gelu_pytorch_tanh"),
         ("rms_norm_eps", "-1", "rms_norm_eps is -1, expected a positive number"),
         ("mlp_bias", "1", "mlp_bias is 1, expected true or false"),

@@ -23,7 +23,7 @@ pub(crate) fn run(workspace: &Workspace) -> Result<bool> {
         "warnings",
     ];
     let mut all_well = true;
-    for args in [&clippy[..], &["fmt", "--all"]] {
+    for args in [&clippy[..], &["fmt", "--all"], &["fmt", "--manifest-path", "fuzz/Cargo.toml"]] {
         println!("fix: cargo {} …", args.join(" "));
         all_well &= workspace.cargo().args(args).status()?.success();
     }

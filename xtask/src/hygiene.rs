@@ -4,12 +4,16 @@ use anyhow::Result;
 
 use crate::{
     check::Outcome,
+    fuzz,
     workspace::{Package, Workspace},
 };
 
 const LICENSE: &str = "Apache-2.0";
 const EDITION: &str = "2024";
 const MAX_FILE_BYTES: u64 = 20 << 20;
+
+/// Packages that are workspaces of their own: whatever is fuzzed is built with other instrumentation.
+const OWN_WORKSPACES: [&str; 1] = [fuzz::FOLDER];
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
 /// engine, which calls the model's executor under a contract that no type can state.
@@ -44,7 +48,9 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
         let looked_at = format!("{} crates; files not looked at, as this is no git checkout", members.len());
         return Ok(Outcome::of(findings, looked_at));
     };
-    findings.extend(of_lock_file(workspace));
+    findings.extend(of_lock_file(workspace, ""));
+    findings
+        .extend(OWN_WORKSPACES.iter().filter_map(|folder| of_lock_file(workspace, &format!("{folder}/"))));
     for file in &files {
         findings.extend(of_file(workspace, file, &members)?);
     }
@@ -84,15 +90,17 @@ fn of_member(member: Package<'_>) -> Result<Vec<String>> {
     Ok(findings)
 }
 
-fn of_lock_file(workspace: &Workspace) -> Option<String> {
-    if !workspace.git(&["ls-files", "--error-unmatch", "Cargo.lock"]) {
-        return Some("Cargo.lock is not committed".to_owned());
+/// `folder` is that of the workspace, with a slash at its end.
+fn of_lock_file(workspace: &Workspace, folder: &str) -> Option<String> {
+    let lock_file = format!("{folder}Cargo.lock");
+    if !workspace.git(&["ls-files", "--error-unmatch", &lock_file]) {
+        return Some(format!("{lock_file} is not committed"));
     }
     // Cargo brings the lock file up to date by itself, so a stale one shows up as a change of its own.
-    let lock_changed = !workspace.git(&["diff", "--quiet", "HEAD", "--", "Cargo.lock"]);
+    let lock_changed = !workspace.git(&["diff", "--quiet", "HEAD", "--", &lock_file]);
     let manifests_unchanged = workspace.git(&["diff", "--quiet", "HEAD", "--", "*Cargo.toml"]);
     (lock_changed && manifests_unchanged)
-        .then(|| "Cargo.lock was out of date with the committed manifests: commit the new one".to_owned())
+        .then(|| format!("{lock_file} was out of date with the committed manifests: commit the new one"))
 }
 
 fn of_file(workspace: &Workspace, file: &str, members: &[Package<'_>]) -> Result<Vec<String>> {
@@ -109,7 +117,7 @@ fn of_file(workspace: &Workspace, file: &str, members: &[Package<'_>]) -> Result
     }
     if file.ends_with("Cargo.toml") && file != "Cargo.toml" {
         let is_member = members.iter().any(|member| member.manifest() == path);
-        if !is_member {
+        if !is_member && !is_own_workspace(file) {
             findings.push(format!("{file} is no member of the workspace"));
         }
     }
@@ -127,4 +135,21 @@ fn of_file(workspace: &Workspace, file: &str, members: &[Package<'_>]) -> Result
         }
     }
     Ok(findings)
+}
+
+fn is_own_workspace(manifest: &str) -> bool {
+    OWN_WORKSPACES.iter().any(|folder| manifest.strip_prefix(folder) == Some("/Cargo.toml"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_packages_that_are_known_may_be_outside_of_the_workspace() {
+        assert!(is_own_workspace("fuzz/Cargo.toml"));
+        for manifest in ["Cargo.toml", "fuzz/other/Cargo.toml", "fuzzy/Cargo.toml", "tools/fuzz/Cargo.toml"] {
+            assert!(!is_own_workspace(manifest), "{manifest}");
+        }
+    }
 }

@@ -1,4 +1,4 @@
-//! Checks and set-up of the workspace: `cargo xtask verify | fix | setup | ci`.
+//! Checks and set-up of the workspace: `cargo xtask verify | fix | setup | ci | fuzz`.
 //!
 //! `verify` never writes to the checkout, `fix` does, `setup` installs. Nothing here knows what
 //! Baton does; it knows how the repository is put together.
@@ -11,6 +11,7 @@ mod check;
 mod descriptors;
 mod edges;
 mod fix;
+mod fuzz;
 mod hygiene;
 mod settings;
 mod setup;
@@ -52,6 +53,14 @@ enum Command {
     },
     /// `setup`, then `verify`: what CI runs.
     Ci,
+    /// Feed decoders with what coverage leads to, one fuzz target after the other. Not part of `verify`.
+    Fuzz {
+        /// Only this target; by default all.
+        target: Option<String>,
+        /// How long for each.
+        #[arg(long, default_value_t = 600)]
+        seconds: u64,
+    },
 }
 
 fn main() -> ExitCode {
@@ -85,5 +94,6 @@ fn run(command: Command) -> anyhow::Result<bool> {
             }
             Ok(verified && complete)
         }
+        Command::Fuzz { target, seconds } => fuzz::run(&workspace, target.as_deref(), seconds),
     }
 }

@@ -64,18 +64,26 @@ pub(crate) fn run(workspace: &Workspace, names: &[String]) -> Result<bool> {
 }
 
 fn format(workspace: &Workspace) -> Result<Outcome> {
-    let output = workspace.cargo().args(["fmt", "--all", "--check", "--", "--files-with-diff"]).output()?;
+    let mut findings = unformatted(workspace, &["--all"])?;
+    findings.extend(unformatted(workspace, &["--manifest-path", "fuzz/Cargo.toml"])?);
+    findings.sort();
+    findings.dedup();
+    Ok(Outcome::of(findings, "every crate"))
+}
+
+/// Files of the packages that are so chosen.
+fn unformatted(workspace: &Workspace, packages: &[&str]) -> Result<Vec<String>> {
+    let mut cargo = workspace.cargo();
+    let output = cargo.arg("fmt").args(packages).args(["--check", "--", "--files-with-diff"]).output()?;
     let mut findings: Vec<String> = String::from_utf8_lossy(&output.stdout)
         .lines()
         .map(|file| file.trim_start_matches(&format!("{}/", workspace.root.display())).to_owned())
         .map(|file| format!("{file} is not formatted; `cargo xtask fix` does it"))
         .collect();
-    findings.sort();
-    findings.dedup();
     if !output.status.success() && findings.is_empty() {
         findings.push(String::from_utf8_lossy(&output.stderr).trim().to_owned());
     }
-    Ok(Outcome::of(findings, "every crate"))
+    Ok(findings)
 }
 
 /// Clippy checks what the tests compile again: cargo shares nothing but build scripts and procedural macros

@@ -284,7 +284,8 @@ impl DecodeHandoff {
         transfer.num_unverified += written.pieces.len();
         if !written.pieces.is_empty() {
             transfer.transport = Some(written.transport);
-            transfer.bytes += written.bytes;
+            // The peer's word, for people.
+            transfer.bytes = transfer.bytes.saturating_add(written.bytes);
         }
         Ok(written.pieces)
     }

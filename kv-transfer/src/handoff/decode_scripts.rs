@@ -53,14 +53,19 @@ fn parse(input: &str, now: &mut Instant) -> Input<u32> {
                 last: false,
                 bytes: 0,
             };
+            let mut exaggerates = false;
             for word in words {
                 match word {
+                    "exaggerating" => exaggerates = true,
                     "last" => written.last = true,
                     "stale" => written.generation = Generation(2),
                     piece => written.pieces.push(parse_piece(piece)),
                 }
             }
-            written.bytes = 10 * written.pieces.len() as u64;
+            written.bytes = match exaggerates {
+                true => u64::MAX,
+                false => 10 * written.pieces.len() as u64,
+            };
             PrefillMessage::Written(written)
         }
         "Stopped" => PrefillMessage::Stopped,
@@ -194,6 +199,18 @@ fn pieces_that_are_not_what_was_granted_are_rejected() {
              Stopped           => writer stopped, close"
         ));
     }
+}
+
+#[test]
+fn bytes_beyond_all_numbers_break_nothing() {
+    check(
+        "Started                         => reserve
+         granted                         => send Grant
+         FirstToken                      => first token 5
+         Written 0/0 1/0 exaggerating    => verify 0/0 1/0
+         Written 0/1 1/1 last            => verify 0/1 1/1
+         verified 4                      => send Commit, finish with 18446744073709551615 bytes, close",
+    );
 }
 
 #[test]

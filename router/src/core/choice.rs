@@ -244,8 +244,9 @@ impl Choice {
         if self.delivered.is_empty() {
             self.cached_tokens = token.cached_tokens.unwrap_or(0);
         }
-        self.drafted_tokens += token.drafted_tokens;
-        self.accepted_tokens += token.accepted_tokens;
+        // The worker's word, for people.
+        self.drafted_tokens = self.drafted_tokens.saturating_add(token.drafted_tokens);
+        self.accepted_tokens = self.accepted_tokens.saturating_add(token.accepted_tokens);
         self.delivered.push(token.id);
         let model = self.core.model().expect("a request exists only after its prompt was tokenised");
         let generation = &self.generation;

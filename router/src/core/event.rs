@@ -66,6 +66,19 @@ pub(crate) struct Usage {
     pub(crate) accepted_tokens: u32,
 }
 
+impl Usage {
+    /// Adds what one choice took; `is_first`: of its prompt's.
+    fn add(&mut self, choice: Usage, is_first: bool) {
+        let add = |sum: &mut u32, count: u32| *sum = sum.saturating_add(count);
+        add(&mut self.completion_tokens, choice.completion_tokens);
+        add(&mut self.drafted_tokens, choice.drafted_tokens);
+        add(&mut self.accepted_tokens, choice.accepted_tokens);
+        if is_first {
+            add(&mut self.cached_tokens, choice.cached_tokens);
+        }
+    }
+}
+
 type ChoiceStream = Pin<Box<dyn Stream<Item = Result<Event, CoreError>> + Send>>;
 
 /// The events of all choices of a request. Dropping it cancels the request everywhere.
@@ -115,13 +128,8 @@ impl Events {
         };
         match &event {
             Ok(Event { index, finish: Some(finish), .. }) => {
-                self.usage.completion_tokens += finish.usage.completion_tokens;
-                self.usage.drafted_tokens += finish.usage.drafted_tokens;
-                self.usage.accepted_tokens += finish.usage.accepted_tokens;
                 // Choices of one prompt share its prefix: it is counted once.
-                if index % self.n == 0 {
-                    self.usage.cached_tokens += finish.usage.cached_tokens;
-                }
+                self.usage.add(finish.usage, index % self.n == 0);
                 if finish.reason == FinishReason::Abort {
                     self.outcome = "aborted";
                 }

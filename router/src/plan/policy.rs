@@ -43,12 +43,13 @@ impl PrefixAware {
     fn cost(&self, worker: &WorkerView, request: &PlanRequest) -> u64 {
         let uncached = uncached(&worker.record, request);
         let sequences = (worker.load.num_running + worker.load.num_waiting).max(worker.num_assigned);
-        let mut cost = uncached as u64
-            + worker.load.num_queued_tokens
-            + sequences as u64 * self.config.tokens_per_sequence;
+        // What a worker says of itself may be any number.
+        let mut cost = (uncached as u64)
+            .saturating_add(worker.load.num_queued_tokens)
+            .saturating_add((sequences as u64).saturating_mul(self.config.tokens_per_sequence));
         if lacks_blocks(&worker.load, uncached, worker.record.kv_format.block_size) {
             // It would have to wait for others to end: any worker with room is better.
-            cost += 1 << 32;
+            cost = cost.saturating_add(1 << 32);
         }
         cost
     }

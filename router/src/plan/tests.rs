@@ -104,6 +104,12 @@ fn plans() {
         ),
         ("one without room comes last", "d0 decode free=2\n d1 decode running=9", "tokens=100", "d1"),
         ("queued prompts count", "d0 decode\n p0 prefill queued=500\n p1 prefill", "tokens=200", "d0<-p1"),
+        (
+            "any number may be said to be queued",
+            "d0 decode queued=18446744073709551615\n d1 decode queued=18446744073709551615 free=0\n d2 decode",
+            "tokens=8",
+            "d2",
+        ),
         ("who failed this request is not asked", two, "tokens=200 not:d0 not:p0", "d1<-p1"),
         ("no prefill worker: local", "d0 decode", "tokens=200", "d0"),
         ("a failed prefill worker: local", "d0 decode\n p0 prefill backing-off", "tokens=200", "d0"),

@@ -88,6 +88,18 @@ async fn drafts_are_accounted_for_also_when_a_stop_string_ends_the_answer() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_counts_drafts_beyond_all_numbers_breaks_nothing() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(|_| {
+        let token = Step::Verified(u32::from(b'a'), u32::MAX, u32::MAX);
+        vec![token.clone(), token, Step::Finish(v1::FinishReason::Length)]
+    });
+    let answer = router.client.post("/v1/chat/completions", &ask(json!({"n": 2}))).await.json();
+    let details = json!({"accepted_prediction_tokens": u32::MAX, "rejected_prediction_tokens": 0});
+    assert_eq!(answer["usage"]["completion_tokens_details"], details, "{answer}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_answer_in_one_piece() {
     let (router, worker) = Router::with_worker().await;
     let answer = router.client.post("/v1/chat/completions", &ask(json!({"max_tokens": 4, "seed": 7}))).await;

@@ -1,0 +1,89 @@
+//! JSON: edits of an object.
+
+use arbitrary::Arbitrary;
+use serde_json::{Map, Value, json};
+
+use crate::{Change, pick};
+
+/// Some JSON, of little depth.
+#[derive(Arbitrary, Clone, Debug)]
+pub enum Json {
+    /// Nothing.
+    Null,
+    /// True or false.
+    Bool(bool),
+    /// A whole number.
+    Whole(Change),
+    /// Any number.
+    Number(f64),
+    /// A word that means something.
+    Word(u8),
+    /// Any text.
+    Text(String),
+    /// A list of numbers.
+    Numbers(Vec<i16>),
+    /// A list of words.
+    Words(Vec<u8>),
+    /// An object whose fields are words.
+    Object(Vec<(u8, i32)>),
+}
+
+impl Json {
+    /// The value; words are of `words`.
+    pub fn value(&self, words: &[&str]) -> Value {
+        match self {
+            Json::Null => Value::Null,
+            Json::Bool(value) => json!(value),
+            Json::Whole(change) => json!(change.of(1)),
+            Json::Number(number) => json!(number),
+            Json::Word(word) => json!(pick(words, *word)),
+            Json::Text(text) => json!(text),
+            Json::Numbers(numbers) => json!(numbers),
+            Json::Words(words_of) => words_of.iter().map(|word| json!(pick(words, *word))).collect(),
+            Json::Object(fields) => fields
+                .iter()
+                .map(|(word, number)| ((*pick(words, *word)).to_owned(), json!(number)))
+                .collect(),
+        }
+    }
+}
+
+/// A change of an object.
+#[derive(Arbitrary, Clone, Debug)]
+pub enum Edit {
+    /// A field gets a value.
+    Set(u8, Json),
+    /// A field of the object in a field gets a value.
+    SetInner(u8, u8, Json),
+    /// A number changes.
+    Number(u8, Change),
+    /// A field goes.
+    Remove(u8),
+}
+
+/// Applies the edits; fields and texts are of `words`.
+pub fn edit(object: &mut Map<String, Value>, edits: &[Edit], words: &[&str]) {
+    let word = |idx: u8| (*pick(words, idx)).to_owned();
+    for edit in edits {
+        match edit {
+            Edit::Set(field, value) => {
+                object.insert(word(*field), value.value(words));
+            }
+            Edit::SetInner(field, inner, value) => {
+                let outer = object.entry(word(*field)).or_insert_with(|| json!({}));
+                if !outer.is_object() {
+                    *outer = json!({});
+                }
+                outer[word(*inner)] = value.value(words);
+            }
+            Edit::Number(field, change) => {
+                if let Some(number) = object.get_mut(&word(*field)) {
+                    *number = json!(change.of(number.as_u64().unwrap_or(1)));
+                }
+            }
+            Edit::Remove(field) => {
+                object.remove(&word(*field));
+            }
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! What several fuzz targets share: inputs that are edits of something valid, and a model that is loaded and computes.
+//!
+//! Random bytes seldom get past a magic number. So where a format has structure, an input is a list of edits, applied to a
+//! file or message that would be accepted, and what is left of its sense decides how deep the decoder goes.
+#![deny(unsafe_code)]
+
+mod change;
+pub mod gguf;
+pub mod json;
+pub mod model;
+pub mod tensors;
+
+pub use change::Change;
+
+use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
+
+use tempfile::TempDir;
+
+/// A folder of this process, in memory where the system has such.
+pub fn folder() -> &'static Path {
+    static FOLDER: LazyLock<TempDir> = LazyLock::new(|| {
+        let memory = Path::new("/dev/shm");
+        let parent = if memory.is_dir() { memory.to_owned() } else { std::env::temp_dir() };
+        TempDir::new_in(parent).expect("a folder for files")
+    });
+    FOLDER.path()
+}
+
+/// Writes a file in the [folder], by a new inode: the old one may still be mapped.
+pub fn write(name: &str, bytes: &[u8]) -> PathBuf {
+    let path = folder().join(name);
+    let _ = std::fs::remove_file(&path);
+    std::fs::write(&path, bytes).expect("room for a file");
+    path
+}
+
+/// One of `items`, whatever the index.
+pub fn pick<T>(items: &[T], idx: impl Into<usize>) -> &T {
+    &items[idx.into() % items.len()]
+}

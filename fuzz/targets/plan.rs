@@ -1,0 +1,92 @@
+//! What workers say of themselves, as the router plans with it.
+#![no_main]
+
+use std::sync::Arc;
+
+use arbitrary::Arbitrary;
+use baton_cluster::WorkerRecord;
+use baton_fuzz::{Change, pick};
+use baton_proto::worker as proto;
+use baton_router::plan::{
+    ClusterView, Load, PlanRequest, Policy, PrefillMode, PrefixAware, Usability, WorkerKey, WorkerView,
+};
+use libfuzzer_sys::fuzz_target;
+
+#[derive(Arbitrary, Debug)]
+struct Input {
+    num_tokens: Change,
+    max_tokens: Change,
+    mode: u8,
+    workers: Vec<Worker>,
+}
+
+#[derive(Arbitrary, Debug)]
+struct Worker {
+    role: u8,
+    block_size: Change,
+    context_length: Change,
+    load: [Change; 5],
+    num_assigned: u8,
+    usability: u8,
+    cached: Option<Change>,
+    is_excluded: bool,
+}
+
+fuzz_target!(|input: Input| {
+    let mut request = PlanRequest {
+        // A prompt fits into a message.
+        num_tokens: input.num_tokens.of(8) as u32 as usize,
+        max_tokens: input.max_tokens.of(16) as u32 as usize,
+        prefill: *pick(&[PrefillMode::Auto, PrefillMode::Local, PrefillMode::Remote], input.mode),
+        ..PlanRequest::default()
+    };
+    let mut view = ClusterView::default();
+    for (idx, worker) in input.workers.iter().enumerate() {
+        let Ok(record) = WorkerRecord::try_from(worker.record(idx)) else { continue };
+        let key = WorkerKey::of(&record);
+        if let Some(cached) = worker.cached {
+            request.cached.push((key.clone(), cached.of(8) as u32 as usize));
+        }
+        if worker.is_excluded {
+            request.excluded.push(key);
+        }
+        let [num_waiting, num_running, num_free_blocks, num_total_blocks, num_queued_tokens] =
+            worker.load.map(|change| change.of(4));
+        // As wide as on the wire.
+        let load = Load {
+            num_waiting: num_waiting as u32 as usize,
+            num_running: num_running as u32 as usize,
+            num_free_blocks: num_free_blocks as u32 as usize,
+            num_total_blocks: num_total_blocks as u32 as usize,
+            num_queued_tokens,
+        };
+        let all = [Usability::Ready, Usability::Unreachable, Usability::BackingOff, Usability::Draining];
+        let usability = *pick(&all, worker.usability);
+        let num_assigned = worker.num_assigned.into();
+        view.workers.push(WorkerView { record: Arc::new(record), usability, load, num_assigned });
+    }
+    if let Ok(plan) = PrefixAware::default().plan(&request, &view) {
+        assert!(!request.excluded.contains(&WorkerKey::of(&plan.decode)), "asks who must not be asked");
+    }
+});
+
+impl Worker {
+    fn record(&self, idx: usize) -> proto::WorkerRecord {
+        let block_size = self.block_size.of(16) as u32;
+        proto::WorkerRecord {
+            id: format!("w{idx}"),
+            role: i32::from(self.role % 2) + 1,
+            address: "http://host:1".into(),
+            kv_format: Some(proto::KvFormat {
+                dtype: "f32".into(),
+                block_size,
+                ..proto::KvFormat::default()
+            }),
+            capacity: Some(proto::Capacity {
+                context_length: self.context_length.of(64) as u32,
+                ..proto::Capacity::default()
+            }),
+            ..proto::WorkerRecord::default()
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! What a prefill worker may write to a decode worker's data plane, over sockets and beside shared memory.
+//!
+//! Whatever comes, bytes lie in granted blocks only, the connection ends, and the grant can be taken back.
+#![no_main]
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
+
+use arbitrary::Arbitrary;
+use baton_fuzz::Change;
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
+use baton_kv_transfer::{Piece, Receiver, ReceiverConfig, TransportOffer};
+use libfuzzer_sys::fuzz_target;
+
+const LAYOUT: KvLayout =
+    KvLayout { block_size: 4, num_layers: 2, num_kv_heads: 1, head_dim: 8, dtype: KvDtype::F32 };
+const NUM_BLOCKS: usize = 4;
+const GRANTED: [BlockId; 2] = [BlockId(1), BlockId(2)];
+
+#[derive(Arbitrary, Debug)]
+enum Input<'a> {
+    Tcp { hello: Vec<Field>, frames: Vec<Frame<'a>> },
+    Shm { messages: Vec<Message>, tail: &'a [u8] },
+}
+
+/// A word of a message is another.
+#[derive(Arbitrary, Clone, Copy, Debug)]
+struct Field {
+    word: u8,
+    change: Change,
+}
+
+#[derive(Arbitrary, Debug)]
+enum Frame<'a> {
+    Pieces {
+        pieces: Vec<(u8, u8)>,
+        fields: Vec<Field>,
+        generation: bool,
+        missing: Option<u8>,
+    },
+    Bytes(&'a [u8]),
+    /// The decode worker changes its mind.
+    Revoke,
+}
+
+#[derive(Arbitrary, Debug)]
+struct Message {
+    kind: u8,
+    generation: bool,
+    fields: Vec<Field>,
+}
+
+struct Fabric {
+    storage: Arc<BlockStorage>,
+    receiver: Receiver,
+    address: String,
+    socket: PathBuf,
+    pool: u64,
+}
+
+static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
+    let storage = Arc::new(BlockStorage::new(LAYOUT, NUM_BLOCKS).expect("memory"));
+    let config = ReceiverConfig {
+        tcp_listen: Some(([127, 0, 0, 1], 0).into()),
+        shm_dir: Some(baton_fuzz::folder().join("kv")),
+        io_timeout: Duration::from_secs(5),
+        max_connections: 1024,
+        ..ReceiverConfig::default()
+    };
+    let receiver = Receiver::start(Arc::clone(&storage), config).expect("a receiver");
+    let (mut found_address, mut found_socket, mut found_pool) = (None, None, 0);
+    for offer in receiver.offers() {
+        match offer {
+            TransportOffer::Tcp { address, pool } => {
+                (found_address, found_pool) = (Some(address.clone()), *pool)
+            }
+            TransportOffer::Shm { socket_path, .. } => found_socket = Some(socket_path.clone()),
+        }
+    }
+    let (address, socket) = (found_address.expect("tcp is offered"), found_socket.expect("shm is offered"));
+    Fabric { storage, receiver, address, socket, pool: found_pool }
+});
+
+fuzz_target!(|input: Input<'_>| {
+    let fabric = &*FABRIC;
+    for block in 0..NUM_BLOCKS as u32 {
+        fill(&fabric.storage, BlockId(block), 0);
+    }
+    let mut granted = Some(fabric.receiver.grant(GRANTED.to_vec(), ()));
+    let generation = granted.as_ref().map_or(0, |granted| granted.generation().0);
+    match input {
+        Input::Tcp { hello, frames } => {
+            let mut socket = TcpStream::connect(&fabric.address).expect("a connection");
+            let _ = socket.set_nodelay(true);
+            // The peer may have hung up already.
+            let _ = socket.write_all(&hello_message(fabric.pool, &hello));
+            for frame in &frames {
+                if let Frame::Revoke = frame {
+                    drop(granted.take());
+                }
+                let _ = socket.write_all(&frame.encode(generation));
+            }
+            let _ = socket.shutdown(Shutdown::Write);
+            let _ = socket.read_to_end(&mut Vec::new());
+        }
+        Input::Shm { messages, tail } => {
+            let mut socket = UnixStream::connect(&fabric.socket).expect("a connection");
+            for message in &messages {
+                let _ = socket.write_all(&message.encode(fabric.pool, generation));
+            }
+            let _ = socket.write_all(tail);
+            let _ = socket.shutdown(Shutdown::Write);
+            let _ = socket.read_to_end(&mut Vec::new());
+        }
+    }
+    for block in [0, 3] {
+        assert!(is_filled(&fabric.storage, BlockId(block), 0), "written beyond the grant");
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    if let Some(granted) = granted {
+        runtime.block_on(async {
+            let pieces = vec![Piece { block_idx: generation as u32 % 4, layer_idx: 1, checksum: 1 }];
+            assert!(granted.verify(pieces).await.is_err());
+            // The writer is gone, so this does not wait for long.
+            let fenced = tokio::time::timeout(Duration::from_secs(10), granted.revoke()).await;
+            assert_eq!(fenced, Ok(Some(())), "the grant cannot be taken back");
+        });
+    }
+});
+
+fn hello_message(pool: u64, fields: &[Field]) -> Vec<u8> {
+    let mut bytes = b"BKVh".to_vec();
+    bytes.extend(1u32.to_le_bytes());
+    bytes.extend(pool.to_le_bytes());
+    bytes.extend((LAYOUT.layer_bytes() as u64).to_le_bytes());
+    bytes.extend((LAYOUT.num_layers as u64).to_le_bytes());
+    edit(&mut bytes, fields);
+    bytes
+}
+
+fn edit(bytes: &mut [u8], fields: &[Field]) {
+    for Field { word, change } in fields {
+        let at = usize::from(*word) % (bytes.len() / 4) * 4;
+        let word: [u8; 4] = bytes[at..at + 4].try_into().expect("four bytes");
+        let changed = change.of(u32::from_le_bytes(word).into()) as u32;
+        bytes[at..at + 4].copy_from_slice(&changed.to_le_bytes());
+    }
+}
+
+impl Frame<'_> {
+    fn encode(&self, right: u64) -> Vec<u8> {
+        match self {
+            Frame::Bytes(bytes) => bytes.to_vec(),
+            Frame::Revoke => vec![],
+            Frame::Pieces { pieces, fields, generation, missing } => {
+                let num_bytes = pieces.len() * LAYOUT.layer_bytes();
+                let mut bytes = b"BKVf".to_vec();
+                bytes.extend((pieces.len() as u32).to_le_bytes());
+                bytes.extend(if *generation { right } else { 1 }.to_le_bytes());
+                bytes.extend(5u64.to_le_bytes());
+                bytes.extend((num_bytes as u64).to_le_bytes());
+                edit(&mut bytes, fields);
+                for (layer, block) in pieces {
+                    bytes.extend(u32::from(*layer).to_le_bytes());
+                    bytes.extend(u32::from(*block).to_le_bytes());
+                }
+                let missing = missing.map_or(0, usize::from).min(num_bytes);
+                bytes.resize(bytes.len() + num_bytes - missing, 7);
+                bytes
+            }
+        }
+    }
+}
+
+impl Message {
+    fn encode(&self, pool: u64, right: u64) -> Vec<u8> {
+        let is_hello = self.kind == 1;
+        let generation = if self.generation { right } else { 1 };
+        let mut bytes = u32::from(self.kind).to_le_bytes().to_vec();
+        bytes.extend(if is_hello { LAYOUT.num_layers as u32 } else { 0 }.to_le_bytes());
+        bytes.extend(if is_hello { pool } else { generation }.to_le_bytes());
+        bytes.extend(if is_hello { LAYOUT.layer_bytes() as u64 } else { 0 }.to_le_bytes());
+        bytes.extend(b"BKVshm01");
+        edit(&mut bytes, &self.fields);
+        bytes
+    }
+}
+
+#[allow(unsafe_code)]
+fn fill(storage: &BlockStorage, block: BlockId, byte: u8) {
+    for layer_idx in 0..LAYOUT.num_layers {
+        // SAFETY: nothing is granted.
+        unsafe { storage.layer_mut(block, layer_idx) }.fill(byte);
+    }
+}
+
+#[allow(unsafe_code)]
+fn is_filled(storage: &BlockStorage, block: BlockId, expected: u8) -> bool {
+    // SAFETY: the block is not granted; a write into it is what is looked for.
+    (0..LAYOUT.num_layers)
+        .all(|layer_idx| unsafe { storage.layer(block, layer_idx) }.iter().all(|b| *b == expected))
+}

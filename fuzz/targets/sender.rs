@@ -1,0 +1,276 @@
+//! What a decode worker's data plane may answer a prefill worker, over sockets and beside shared memory.
+//!
+//! Whatever comes, opening a route and pushing over it end, once the peer is gone at the latest.
+#![no_main]
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::mem;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::{Arc, LazyLock, Mutex};
+use std::time::Duration;
+
+use arbitrary::Arbitrary;
+use baton_fuzz::Change;
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
+use baton_kv_transfer::{
+    Generation, PieceWrite, Receiver, ReceiverConfig, Sender, SenderConfig, TransportOffer,
+};
+use libfuzzer_sys::fuzz_target;
+
+const LAYOUT: KvLayout =
+    KvLayout { block_size: 4, num_layers: 2, num_kv_heads: 1, head_dim: 8, dtype: KvDtype::F32 };
+const NUM_BLOCKS: usize = 4;
+const GENERATION: u64 = 11;
+const PATIENCE: Duration = Duration::from_secs(10);
+
+#[derive(Arbitrary, Debug)]
+struct Input {
+    is_tcp: bool,
+    script: Script,
+    pieces: Vec<(bool, u8)>,
+}
+
+/// What the peer answers to what it is sent, one by one; then it is gone.
+#[derive(Arbitrary, Clone, Debug, Default)]
+struct Script {
+    greeting: Vec<Field>,
+    descriptor: Descriptor,
+    answers: Vec<Answer>,
+}
+
+/// A word of a message is another.
+#[derive(Arbitrary, Clone, Copy, Debug)]
+struct Field {
+    word: u8,
+    change: Change,
+}
+
+#[derive(Arbitrary, Clone, Debug)]
+struct Answer {
+    /// Of an ack, or the kind of a message.
+    status: u8,
+    fields: Vec<Field>,
+    /// Says it unasked.
+    unasked: bool,
+}
+
+/// What comes along with the peer's welcome.
+#[derive(Arbitrary, Clone, Copy, Debug, Default)]
+enum Descriptor {
+    #[default]
+    Memory,
+    Nothing,
+    Unsealed,
+    OtherSize(u16),
+    NoMemory,
+}
+
+struct Fabric {
+    sender: Sender,
+    host_id: String,
+    tcp: String,
+    shm: std::path::PathBuf,
+    script: Arc<Mutex<Script>>,
+    // Of the peers.
+    _receiver: Receiver,
+}
+
+static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
+    let storage = || Arc::new(BlockStorage::new(LAYOUT, NUM_BLOCKS).expect("memory"));
+    // Tells the name of this host.
+    let config =
+        ReceiverConfig { shm_dir: Some(baton_fuzz::folder().join("kv")), ..ReceiverConfig::default() };
+    let receiver = Receiver::start(storage(), config).expect("a receiver");
+    let Some(TransportOffer::Shm { host_id, .. }) = receiver.offers().first() else {
+        panic!("shm is offered")
+    };
+    let config = SenderConfig { streams_per_peer: 1, frame_bytes: 512, ..SenderConfig::default() };
+    let script = Arc::new(Mutex::new(Script::default()));
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let tcp = listener.local_addr().expect("an address").to_string();
+    std::thread::spawn({
+        let script = Arc::clone(&script);
+        move || {
+            for socket in listener.incoming() {
+                // The sender may be gone.
+                let _ = answer_tcp(socket.expect("a connection"), take(&script));
+            }
+        }
+    });
+    let shm = baton_fuzz::folder().join("peer.sock");
+    let listener = UnixListener::bind(&shm).expect("a socket");
+    std::thread::spawn({
+        let script = Arc::clone(&script);
+        move || {
+            for socket in listener.incoming() {
+                let _ = answer_shm(socket.expect("a connection"), take(&script));
+            }
+        }
+    });
+    let sender = Sender::start(storage(), config).expect("a sender");
+    Fabric { sender, host_id: host_id.clone(), tcp, shm, script, _receiver: receiver }
+});
+
+/// What was not said on this connection is not said on the next.
+fn take(script: &Mutex<Script>) -> Script {
+    mem::take(&mut *script.lock().expect("nobody panics"))
+}
+
+fuzz_target!(|input: Input| {
+    static NEXT_POOL: Mutex<u64> = Mutex::new(0);
+    let fabric = &*FABRIC;
+    let pool = {
+        let mut pool = NEXT_POOL.lock().expect("nobody panics");
+        *pool += 1;
+        *pool
+    };
+    *fabric.script.lock().expect("nobody panics") = input.script;
+    let offer = match input.is_tcp {
+        true => TransportOffer::Tcp { address: fabric.tcp.clone(), pool },
+        false => {
+            TransportOffer::Shm { host_id: fabric.host_id.clone(), socket_path: fabric.shm.clone(), pool }
+        }
+    };
+    let writes = input.pieces.iter().enumerate().map(|(idx, (layer, dst))| PieceWrite {
+        layer_idx: u32::from(*layer),
+        block_idx: idx as u32,
+        src: BlockId(idx as u32 % NUM_BLOCKS as u32),
+        // The peer names its blocks itself: one may be beyond what it gives.
+        dst: BlockId(u32::from(*dst % 6)),
+    });
+    let writes: Vec<PieceWrite> = writes.collect();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    runtime.block_on(async {
+        let offers = [offer];
+        let routed = fabric.sender.route(Generation(GENERATION), &offers, ());
+        let routed = tokio::time::timeout(PATIENCE, routed).await.expect("a route, or none");
+        if let Ok(route) = routed {
+            let num_pieces = writes.len();
+            let pushed =
+                tokio::time::timeout(PATIENCE, route.push(writes)).await.expect("an end of the push");
+            if let Ok(pushed) = pushed {
+                assert_eq!(pushed.pieces.len(), num_pieces);
+            }
+            tokio::time::timeout(PATIENCE, route.close()).await.expect("an end of the route");
+        }
+    });
+});
+
+fn edit(bytes: &mut [u8], fields: &[Field]) {
+    for Field { word, change } in fields {
+        let at = usize::from(*word) % (bytes.len() / 4) * 4;
+        let word: [u8; 4] = bytes[at..at + 4].try_into().expect("four bytes");
+        let changed = change.of(u32::from_le_bytes(word).into()) as u32;
+        bytes[at..at + 4].copy_from_slice(&changed.to_le_bytes());
+    }
+}
+
+fn answer_tcp(mut socket: TcpStream, script: Script) -> io::Result<()> {
+    socket.set_read_timeout(Some(Duration::from_millis(100)))?;
+    socket.read_exact(&mut [0; 32])?;
+    let mut welcome = [&b"BKVw"[..], &[0; 4]].concat();
+    edit(&mut welcome, &script.greeting);
+    socket.write_all(&welcome)?;
+    let mut sequence = 0u64;
+    for answer in &script.answers {
+        if !answer.unasked {
+            let mut header = [0; 32];
+            socket.read_exact(&mut header)?;
+            let u64_at = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("eight bytes"));
+            sequence = u64_at(16);
+            let num_pieces = u32::from_le_bytes(header[4..8].try_into().expect("four bytes"));
+            let rest = u64::from(num_pieces) * 8 + u64_at(24);
+            io::copy(&mut (&mut socket).take(rest), &mut io::sink())?;
+        }
+        let mut ack = b"BKVa".to_vec();
+        ack.extend(u32::from(answer.status % 5).to_le_bytes());
+        ack.extend(sequence.to_le_bytes());
+        edit(&mut ack, &answer.fields);
+        socket.write_all(&ack)?;
+    }
+    Ok(())
+}
+
+fn answer_shm(mut socket: UnixStream, script: Script) -> io::Result<()> {
+    socket.set_read_timeout(Some(Duration::from_millis(100)))?;
+    let message = |kind: u32, number: u64, fields: &[Field]| {
+        let mut bytes = kind.to_le_bytes().to_vec();
+        bytes.extend([0; 4]);
+        bytes.extend(number.to_le_bytes());
+        bytes.extend([0; 8]);
+        bytes.extend(b"BKVshm01");
+        edit(&mut bytes, fields);
+        bytes
+    };
+    socket.read_exact(&mut [0; 32])?;
+    let welcome = message(2, NUM_BLOCKS as u64, &script.greeting);
+    match script.descriptor.open()? {
+        Some(descriptor) => send(&socket, &welcome, descriptor.as_fd())?,
+        None => socket.write_all(&welcome)?,
+    }
+    for answer in &script.answers {
+        if !answer.unasked {
+            socket.read_exact(&mut [0; 32])?;
+        }
+        // 6 is Opened, what a sender waits for.
+        let kind = 5 + (1 + u32::from(answer.status)) % 6;
+        socket.write_all(&message(kind, GENERATION, &answer.fields))?;
+    }
+    Ok(())
+}
+
+impl Descriptor {
+    fn open(self) -> io::Result<Option<OwnedFd>> {
+        let size = NUM_BLOCKS * LAYOUT.block_bytes();
+        Ok(match self {
+            Descriptor::Memory => Some(memory(size, true)?),
+            Descriptor::Nothing => None,
+            Descriptor::Unsealed => Some(memory(size, false)?),
+            Descriptor::OtherSize(size) => Some(memory(size.into(), true)?),
+            Descriptor::NoMemory => Some(File::open("/dev/zero")?.into()),
+        })
+    }
+}
+
+#[allow(unsafe_code)]
+fn memory(size: usize, is_sealed: bool) -> io::Result<OwnedFd> {
+    // SAFETY: the name is a valid C string.
+    let raw = unsafe { libc::memfd_create(c"peer".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
+    if raw < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a new descriptor that nobody else owns.
+    let file = File::from(unsafe { OwnedFd::from_raw_fd(raw) });
+    file.set_len(size as u64)?;
+    if is_sealed {
+        // SAFETY: a plain system call on an owned descriptor.
+        unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK | libc::F_SEAL_GROW) };
+    }
+    Ok(file.into())
+}
+
+/// Sends bytes with a descriptor.
+#[allow(unsafe_code)]
+fn send(socket: &UnixStream, bytes: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<()> {
+    let mut place = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+    let mut control = [0u64; 3];
+    // SAFETY: `msghdr` is plain data for which all zeroes is a value; the control buffer has room for one header with one
+    // descriptor and is aligned for it; all of it outlives the call.
+    let sent = unsafe {
+        let mut header: libc::msghdr = mem::zeroed();
+        header.msg_iov = &raw mut place;
+        header.msg_iovlen = 1;
+        header.msg_control = control.as_mut_ptr().cast();
+        header.msg_controllen = mem::size_of_val(&control) as _;
+        let first = libc::CMSG_FIRSTHDR(&raw const header);
+        (*first).cmsg_level = libc::SOL_SOCKET;
+        (*first).cmsg_type = libc::SCM_RIGHTS;
+        (*first).cmsg_len = libc::CMSG_LEN(4) as _;
+        libc::CMSG_DATA(first).cast::<libc::c_int>().write_unaligned(descriptor.as_raw_fd());
+        libc::sendmsg(socket.as_raw_fd(), &raw const header, libc::MSG_NOSIGNAL)
+    };
+    if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}

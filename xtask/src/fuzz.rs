@@ -1,0 +1,86 @@
+//! `cargo xtask fuzz`: every fuzz target in turn, for some time each. Installs what that needs.
+//!
+//! Inputs that reached something new stay in target/fuzz/corpus, so that the next run goes on from there; an input that
+//! breaks something is kept in target/fuzz/artifacts, and its name is in the output.
+
+use std::{fs, path::Path, process::Command};
+
+use anyhow::{Context, Result, bail};
+
+use crate::{tools, workspace::Workspace};
+
+/// Where the targets are.
+pub(crate) const FOLDER: &str = "fuzz";
+const VERSION: &str = "0.13.2";
+
+/// A hostile size must be refused before it is allocated, and no input may take long. Inputs may be long at once: some targets
+/// run too slowly for libFuzzer to lengthen them little by little, and a few bytes are no edit. What a thread that is just
+/// ending still holds would count as a leak.
+const LIMITS: [&str; 5] =
+    ["-rss_limit_mb=2048", "-malloc_limit_mb=512", "-timeout=30", "-len_control=0", "-detect_leaks=0"];
+
+/// Whether no target found anything. Runs one target, or all, each for `seconds`.
+pub(crate) fn run(workspace: &Workspace, target: Option<&str>, seconds: u64) -> Result<bool> {
+    let root = &workspace.root;
+    install(workspace)?;
+    let output = cargo_fuzz(root, "list").output().context("run cargo fuzz")?;
+    let all = String::from_utf8(output.stdout).context("names of targets")?;
+    let targets: Vec<&str> = all.lines().filter(|name| target.is_none_or(|target| target == *name)).collect();
+    if targets.is_empty() {
+        bail!(
+            "no fuzz target is called {}; there are {}",
+            target.unwrap_or("so"),
+            all.lines().collect::<Vec<_>>().join(", ")
+        );
+    }
+    let mut failed = Vec::new();
+    for name in targets {
+        println!("fuzz: {name}, {seconds} seconds …");
+        if !fuzz(root, name, seconds)? {
+            failed.push(name);
+        }
+    }
+    match failed.is_empty() {
+        true => println!("fuzz: nothing found"),
+        false => println!("fuzz: FAILED: {}", failed.join(", ")),
+    }
+    Ok(failed.is_empty())
+}
+
+fn install(workspace: &Workspace) -> Result<()> {
+    if tools::own_bin(&workspace.root).join("cargo-fuzz").is_file() {
+        return Ok(());
+    }
+    println!("fuzz: building cargo-fuzz into target/tools; takes a minute once");
+    let mut command = workspace.cargo();
+    command.args(["install", "cargo-fuzz", "--version", VERSION, "--locked", "--root", "target/tools"]);
+    let status = command.status().context("run cargo install")?;
+    if status.success() { Ok(()) } else { bail!("`{}` failed with {status}", tools::shown(&command)) }
+}
+
+/// Whether the target found nothing.
+fn fuzz(root: &Path, name: &str, seconds: u64) -> Result<bool> {
+    let corpus = root.join("target/fuzz/corpus").join(name);
+    fs::create_dir_all(&corpus)?;
+    let artifacts = root.join("target/fuzz/artifacts").join(name);
+    fs::create_dir_all(&artifacts)?;
+    let mut command = cargo_fuzz(root, "run");
+    // Whatever is compiled shall be what is released: some dependencies leave things out under `cfg(fuzzing)`.
+    command
+        .args(["--target-dir", "target/fuzz", "--no-cfg-fuzzing", "--codegen-units", "16", name])
+        .arg(&corpus);
+    let seeds = root.join(FOLDER).join("seeds").join(name);
+    if seeds.is_dir() {
+        command.arg(seeds);
+    }
+    command.arg("--").args(LIMITS).arg(format!("-max_total_time={seconds}"));
+    command.arg(format!("-artifact_prefix={}/", artifacts.display()));
+    Ok(command.status().context("run cargo fuzz")?.success())
+}
+
+/// Sanitizers are options of the compiler that the pinned one has, too, if it is told to listen.
+fn cargo_fuzz(root: &Path, what: &str) -> Command {
+    let mut command = Command::new(tools::own_bin(root).join("cargo-fuzz"));
+    command.args(["fuzz", what, "--fuzz-dir", FOLDER]).current_dir(root).env("RUSTC_BOOTSTRAP", "1");
+    command
+}
