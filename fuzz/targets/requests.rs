@@ -2,7 +2,7 @@
 #![no_main]
 
 use std::sync::{LazyLock, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use arbitrary::Arbitrary;
 use baton_engine::{
@@ -54,6 +54,7 @@ static ENGINE: LazyLock<(EngineHandle, Mutex<EngineThread>)> = LazyLock::new(|| 
         max_waiting: 4,
         prefix_cache: true,
         model_revision: "fake".into(),
+        clock: Instant::now,
     };
     let (handle, thread) =
         baton_engine::start(FakeModel::new(4).executor(), None, config).expect("an engine");

@@ -89,10 +89,18 @@ fn unformatted(workspace: &Workspace, packages: &[&str]) -> Result<Vec<String>> 
 /// Clippy checks what the tests compile again: cargo shares nothing but build scripts and procedural macros
 /// between the two. Tests could be compiled by clippy-driver instead, but it leaves optimisations out, and
 /// then another program would be tested than the one that is released.
+///
+/// The fuzz targets are only ever looked at here, for building them takes minutes. They share what they can with the rest.
 fn clippy(workspace: &Workspace) -> Result<Outcome> {
-    let args = ["clippy", "--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"];
-    println!("verify: cargo {} …", args.join(" "));
-    Ok(outcome(args[0], workspace.cargo().args(args).status()?))
+    let mut findings = Vec::new();
+    for packages in [&["--workspace"][..], &["--manifest-path", "fuzz/Cargo.toml", "--target-dir", "target"]]
+    {
+        let args = ["--all-targets", "--locked", "--quiet", "--", "-D", "warnings"];
+        println!("verify: cargo clippy {} {} …", packages.join(" "), args.join(" "));
+        let status = workspace.cargo().arg("clippy").args(packages).args(args).status()?;
+        findings.extend(finding("clippy", status));
+    }
+    Ok(Outcome::of(findings, "every crate, every target, fuzz targets"))
 }
 
 /// Every test binary reports for itself, and the last ones have nothing to run: the total is counted here.
@@ -108,12 +116,11 @@ fn tests(workspace: &Workspace) -> Result<Outcome> {
     }
     let status = cargo.wait()?;
     println!("tests: {} passed, {} failed, {} skipped", total.passed, total.failed, total.ignored);
-    Ok(outcome(args[0], status))
+    Ok(Outcome::of(finding(args[0], status).into_iter().collect(), "every crate, every target"))
 }
 
-fn outcome(command: &str, status: ExitStatus) -> Outcome {
-    let findings = if status.success() { Vec::new() } else { vec![format!("cargo {command}: {status}")] };
-    Outcome::of(findings, "every crate, every target")
+fn finding(command: &str, status: ExitStatus) -> Option<String> {
+    (!status.success()).then(|| format!("cargo {command}: {status}"))
 }
 
 #[derive(Debug, Default, PartialEq, Eq)]
