@@ -225,12 +225,7 @@ impl Case {
         let mut bytes = file.write();
         for edit in &self.edits {
             match edit {
-                Edit::Byte { at, byte } => {
-                    let at = *at as usize % bytes.len().max(1);
-                    if let Some(place) = bytes.get_mut(at) {
-                        *place = *byte;
-                    }
-                }
+                Edit::Byte { at, byte } => crate::overwrite(&mut bytes, *at, *byte),
                 Edit::Cut { len } => bytes.truncate(*len as usize),
                 _ => {}
             }

@@ -15,6 +15,7 @@ pub use change::Change;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
+use arbitrary::Arbitrary;
 use tempfile::TempDir;
 
 /// A folder of this process, in memory where the system has such.
@@ -38,4 +39,29 @@ pub fn write(name: &str, bytes: &[u8]) -> PathBuf {
 /// One of `items`, whatever the index.
 pub fn pick<T>(items: &[T], idx: impl Into<usize>) -> &T {
     &items[idx.into() % items.len()]
+}
+
+/// Another byte somewhere in `bytes`, if there are any.
+fn overwrite(bytes: &mut [u8], at: u32, byte: u8) {
+    let at = at as usize % bytes.len().max(1);
+    if let Some(place) = bytes.get_mut(at) {
+        *place = byte;
+    }
+}
+
+/// A word of a message is another.
+#[derive(Arbitrary, Clone, Copy, Debug)]
+pub struct Field {
+    word: u8,
+    change: Change,
+}
+
+/// Changes words of `message`, which holds one at least.
+pub fn edit(message: &mut [u8], fields: &[Field]) {
+    for Field { word, change } in fields {
+        let at = usize::from(*word) % (message.len() / 4) * 4;
+        let word: [u8; 4] = message[at..at + 4].try_into().expect("four bytes");
+        let changed = change.of(u32::from_le_bytes(word).into()) as u32;
+        message[at..at + 4].copy_from_slice(&changed.to_le_bytes());
+    }
 }

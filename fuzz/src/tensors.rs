@@ -258,12 +258,7 @@ impl Case {
         let mut bytes = [&len.to_le_bytes(), header.as_bytes(), &data].concat();
         for edit in &self.tensors {
             match edit {
-                Edit::Byte { at, byte } => {
-                    let at = *at as usize % bytes.len().max(1);
-                    if let Some(place) = bytes.get_mut(at) {
-                        *place = *byte;
-                    }
-                }
+                Edit::Byte { at, byte } => crate::overwrite(&mut bytes, *at, *byte),
                 Edit::Cut { len } => bytes.truncate(*len as usize),
                 _ => {}
             }

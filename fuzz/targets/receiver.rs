@@ -11,7 +11,7 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use arbitrary::Arbitrary;
-use baton_fuzz::Change;
+use baton_fuzz::{Field, edit};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_kv_transfer::{Piece, Receiver, ReceiverConfig, TransportOffer};
 use libfuzzer_sys::fuzz_target;
@@ -25,13 +25,6 @@ const GRANTED: [BlockId; 2] = [BlockId(1), BlockId(2)];
 enum Input<'a> {
     Tcp { hello: Vec<Field>, frames: Vec<Frame<'a>> },
     Shm { messages: Vec<Message>, tail: &'a [u8] },
-}
-
-/// A word of a message is another.
-#[derive(Arbitrary, Clone, Copy, Debug)]
-struct Field {
-    word: u8,
-    change: Change,
 }
 
 #[derive(Arbitrary, Debug)]
@@ -140,15 +133,6 @@ fn hello_message(pool: u64, fields: &[Field]) -> Vec<u8> {
     bytes.extend((LAYOUT.num_layers as u64).to_le_bytes());
     edit(&mut bytes, fields);
     bytes
-}
-
-fn edit(bytes: &mut [u8], fields: &[Field]) {
-    for Field { word, change } in fields {
-        let at = usize::from(*word) % (bytes.len() / 4) * 4;
-        let word: [u8; 4] = bytes[at..at + 4].try_into().expect("four bytes");
-        let changed = change.of(u32::from_le_bytes(word).into()) as u32;
-        bytes[at..at + 4].copy_from_slice(&changed.to_le_bytes());
-    }
 }
 
 impl Frame<'_> {

@@ -13,7 +13,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 use std::time::Duration;
 
 use arbitrary::Arbitrary;
-use baton_fuzz::Change;
+use baton_fuzz::{Field, edit};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_kv_transfer::{
     Generation, PieceWrite, Receiver, ReceiverConfig, Sender, SenderConfig, TransportOffer,
@@ -39,13 +39,6 @@ struct Script {
     greeting: Vec<Field>,
     descriptor: Descriptor,
     answers: Vec<Answer>,
-}
-
-/// A word of a message is another.
-#[derive(Arbitrary, Clone, Copy, Debug)]
-struct Field {
-    word: u8,
-    change: Change,
 }
 
 #[derive(Arbitrary, Clone, Debug)]
@@ -158,15 +151,6 @@ fuzz_target!(|input: Input| {
         }
     });
 });
-
-fn edit(bytes: &mut [u8], fields: &[Field]) {
-    for Field { word, change } in fields {
-        let at = usize::from(*word) % (bytes.len() / 4) * 4;
-        let word: [u8; 4] = bytes[at..at + 4].try_into().expect("four bytes");
-        let changed = change.of(u32::from_le_bytes(word).into()) as u32;
-        bytes[at..at + 4].copy_from_slice(&changed.to_le_bytes());
-    }
-}
 
 fn answer_tcp(mut socket: TcpStream, script: Script) -> io::Result<()> {
     socket.set_read_timeout(Some(Duration::from_millis(100)))?;
