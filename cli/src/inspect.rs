@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context, ensure};
 use baton_kv_cache::KvDtype;
 use baton_model::{
-    DecoderSpec, FloatDtype, MlpSpec, ModelConfig,
+    DecoderSpec, FloatDtype, MlpSpec, ModelConfig, Quantisation,
     cost::{DeviceSpeed, ModelCost, StepCost},
     gguf_files,
 };
@@ -31,10 +31,11 @@ pub(crate) struct InspectArgs {
     /// Directory of a Hugging Face model, of which config.json is enough, or a .gguf file. Without it: the tiny
     /// model of this program.
     pub(crate) model: Option<PathBuf>,
-    /// Type of the weights: f32, f16, bf16, int8 or int4. Default: what the files hold, or as the model says.
+    /// Type of the weights: f32, f16, bf16, or int8 and int4 as for --quantize. Default: what the files hold, or as the
+    /// model says.
     #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
     pub(crate) dtype: Option<WeightSize>,
-    /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: as the model says.
+    /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: that of --dtype, if it has one, or as the model says.
     #[arg(long, value_name = "TYPE", value_parser = parse_kv_dtype)]
     pub(crate) kv_dtype: Option<KvDtype>,
 
@@ -110,19 +111,29 @@ impl Device {
 pub(crate) struct WeightSize {
     /// With its share of scales.
     bytes: f64,
+    /// The type of KV that goes with it, if it says one.
+    kv_dtype: Option<KvDtype>,
     /// Where that is from.
     source: String,
 }
 
 impl WeightSize {
     fn of(dtype: FloatDtype) -> WeightSize {
-        WeightSize { bytes: dtype.size_bytes() as f64, source: dtype.name().to_owned() }
+        WeightSize {
+            bytes: dtype.size_bytes() as f64,
+            kv_dtype: Some(dtype.kv_dtype()),
+            source: dtype.name().to_owned(),
+        }
     }
 
     /// What the files of quantised weights hold on average.
     fn of_files(num_bytes: u64, config: &ModelConfig) -> WeightSize {
         let parameters = ModelCost::new(&config.decoder, 1.0, KvDtype::F32).num_parameters();
-        WeightSize { bytes: num_bytes as f64 / parameters as f64, source: "as in the files".to_owned() }
+        WeightSize {
+            bytes: num_bytes as f64 / parameters as f64,
+            kv_dtype: None,
+            source: "as in the files".to_owned(),
+        }
     }
 }
 
@@ -130,13 +141,13 @@ fn parse_dtype(name: &str) -> Result<WeightSize, String> {
     if let Some(dtype) = FloatDtype::from_name(name) {
         return Ok(WeightSize::of(dtype));
     }
-    // As `--quantize` makes them: a scale of two bytes for 128 or 32 weights.
-    let bytes = match name {
-        "int8" => 1.0 + 2.0 / 128.0,
-        "int4" => 0.5 + 2.0 / 32.0,
-        _ => return Err("expected f32, f16, bf16, int8 or int4".to_owned()),
-    };
-    Ok(WeightSize { bytes, source: format!("{name} with scales") })
+    let quantisation: Quantisation =
+        name.parse().map_err(|error| format!("expected f32, f16 or bf16, or as --quantize: {error}"))?;
+    Ok(WeightSize {
+        bytes: quantisation.bytes_per_weight(),
+        kv_dtype: None,
+        source: format!("{quantisation} with scales"),
+    })
 }
 
 /// Prints what the model costs.
@@ -222,7 +233,7 @@ impl Inspection {
         );
         ensure!(args.batch > 0, "--batch must be at least 1");
         let seconds = |name, value: Option<f64>| value.map(|ms| positive(name, ms / 1e3)).transpose();
-        let kv_dtype = args.kv_dtype.unwrap_or(config.dtype.kv_dtype());
+        let kv_dtype = args.kv_dtype.or(weights.kv_dtype).unwrap_or(config.dtype.kv_dtype());
         let device_name = match (args.flops, args.bandwidth) {
             (Some(_), Some(_)) => "given".to_owned(),
             _ => {
@@ -530,11 +541,22 @@ mod tests {
     }
 
     #[test]
+    fn kv_is_of_the_type_that_weights_are_given() {
+        let of = |args: InspectArgs| inspect(&args).unwrap();
+        let wide = || InspectArgs { dtype: Some(parse_dtype("f32").unwrap()), ..args() };
+        assert!(of(wide()).contains("128 elements x 4 bytes (f32)"));
+        assert!(of(InspectArgs { kv_dtype: Some(KvDtype::F16), ..wide() }).contains("x 2 bytes (f16)"));
+        let rounded = InspectArgs { dtype: Some(parse_dtype("int4").unwrap()), ..args() };
+        assert!(of(rounded).contains("x 2 bytes (bf16)"));
+    }
+
+    #[test]
     fn scales_of_quantised_weights_are_counted() {
         let given = |name| InspectArgs { dtype: Some(parse_dtype(name).unwrap()), ..args() };
         let text = inspect(&given("int4")).unwrap();
         assert!(text.contains("4.52 GB") && text.contains("parameters x 0.562 bytes"), "{text}");
         assert!(inspect(&given("int8")).unwrap().contains("8.16 GB"));
+        assert!(inspect(&given("int8:32")).unwrap().contains("parameters x 1.062 bytes"));
         assert!(parse_dtype("int2").is_err());
         let config = ModelConfig::parse(Path::new("config.json"), LLAMA.as_bytes()).unwrap();
         assert_eq!(WeightSize::of_files(8_030_261_248, &config).bytes, 1.0);

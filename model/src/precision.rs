@@ -47,6 +47,11 @@ impl Quantisation {
         self.format
     }
 
+    /// Bytes of a weight and its share of a scale of 16 bits.
+    pub fn bytes_per_weight(self) -> f64 {
+        self.format.width.bits() as f64 / 8.0 + 2.0 / self.format.group as f64
+    }
+
     fn name(self) -> (&'static str, usize) {
         match self.format.width {
             IntegerWidth::Eight => ("int8", 128),
