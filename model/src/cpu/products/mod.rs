@@ -133,7 +133,6 @@ pub(crate) fn multiply(
                     out: unsafe { out.ptr().add(first_row * num_cols + first_panel * panel_cols) },
                     out_stride: num_cols,
                     num_cols: num_cols - first_panel * panel_cols,
-                    ups: num_cols,
                     output,
                 };
                 // SAFETY: the sizes fit; an item's elements of `out` are its own.
@@ -181,11 +180,10 @@ struct TileArgs<'a> {
     ahead: &'a [u8],
     bias: *const f32,
     out: *mut f32,
+    /// Columns of C.
     out_stride: usize,
     /// From the first of the panels to the end of C.
     num_cols: usize,
-    /// How far behind the bias of a gate that of its other half is.
-    ups: usize,
     output: Output,
 }
 
@@ -207,7 +205,8 @@ impl TileArgs<'_> {
         unsafe {
             let out = self.out.add(row * self.out_stride + col);
             if !self.bias.is_null() {
-                let bias = self.bias.add(if is_gated { col + half * self.ups } else { col });
+                // As many gates as columns come before the biases of the other half.
+                let bias = self.bias.add(if is_gated { col + half * self.out_stride } else { col });
                 sums = S::add(sums, load_up_to::<S>(bias, num));
             }
             match self.output {

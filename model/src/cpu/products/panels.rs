@@ -170,10 +170,10 @@ fn bf16_place(output: usize) -> usize {
     output % LANES * 2 + output / LANES
 }
 
-/// Packs at most [`PANEL`] rows of equal length, stored as `format` says, into the panel `to`.
+/// Packs [`PANEL`] rows of equal length, stored as `format` says, into the panel `to`.
 ///
 /// # Panics
-/// When the format is one of integers.
+/// When the format is one of integers, or rows are missing.
 pub(crate) fn pack_floats<R: AsRef<[u8]>>(rows: &[R], format: PanelFormat, to: &mut [u8]) {
     match format {
         PanelFormat::Floats(Dtype::F32) => pack_elements::<4, 1, R>(rows, |output| output, to),
@@ -192,28 +192,24 @@ fn pack_elements<const SIZE: usize, const RUN: usize, R: AsRef<[u8]>>(
 ) {
     /// Lines written at a time: they stay in the cache while all rows pass.
     const LINES: usize = 64;
+    assert_eq!(rows.len(), PANEL, "rows of a panel");
     let (elements, _) = to.as_chunks_mut::<SIZE>();
     let (runs, _) = elements.as_chunks_mut::<RUN>();
     for (block_idx, runs) in runs.chunks_mut(LINES * PANEL).enumerate() {
-        for output in 0..PANEL {
+        for (output, row) in rows.iter().enumerate() {
             let to = runs.iter_mut().skip(place(output)).step_by(PANEL);
-            match rows.get(output) {
-                Some(row) => {
-                    let (row, _) = row.as_ref().as_chunks::<SIZE>();
-                    let row = row[block_idx * LINES * RUN..].chunks(RUN);
-                    // The last run of a row may be short.
-                    to.zip(row).for_each(|(to, from)| {
-                        *to = [[0; SIZE]; RUN];
-                        to[..from.len()].copy_from_slice(from);
-                    });
-                }
-                None => to.for_each(|to| *to = [[0; SIZE]; RUN]),
-            }
+            let (row, _) = row.as_ref().as_chunks::<SIZE>();
+            let row = row[block_idx * LINES * RUN..].chunks(RUN);
+            // The last run of a row may be short.
+            to.zip(row).for_each(|(to, from)| {
+                *to = [[0; SIZE]; RUN];
+                to[..from.len()].copy_from_slice(from);
+            });
         }
     }
 }
 
-/// Packs at most [`PANEL`] rows of `cols` numbers into the panel `to`.
+/// Packs [`PANEL`] rows of `cols` numbers into the panel `to`.
 pub(crate) fn pack_integers(rows: &[IntegerRow], format: IntegerFormat, cols: usize, to: &mut [u8]) {
     to.fill(0);
     let (row_scales, mut rest) = to.split_at_mut(ROW_SCALE_BYTES);

@@ -20,18 +20,24 @@ struct Packed {
     rows: Vec<IntegerRow>,
 }
 
-fn pack(case: &Case) -> Packed {
+fn pack(case: &Case, order: RowOrder) -> Packed {
     let Case { format, n, k, .. } = *case;
     let noise = noise(2, n * k);
     let mut bytes = vec![0xff; format.matrix_bytes(n, k)];
-    let panels = bytes.chunks_mut(format.panel_bytes(k));
+    let panels = bytes.chunks_mut(format.panel_bytes(k)).enumerate();
+    let rows_of = |panel_idx| (0..PANEL).map(move |output| order.row(n, panel_idx, output));
     let (mut rows, mut values) = (vec![], vec![]);
     match format {
         PanelFormat::Integers(integers) => {
             for values in noise.chunks(k) {
                 rows.push(integer_row(values, integers));
             }
-            rows.chunks(PANEL).zip(panels).for_each(|(rows, panel)| pack_integers(rows, integers, k, panel));
+            for (panel_idx, panel) in panels {
+                let row = |at: Option<usize>| {
+                    at.map_or_else(|| IntegerRow::zeroes(k, integers), |at| rows[at].clone())
+                };
+                pack_integers(&rows_of(panel_idx).map(row).collect::<Vec<_>>(), integers, k, panel);
+            }
             rows.iter().for_each(|row| values.extend(row.values(integers)));
         }
         PanelFormat::Floats(_) | PanelFormat::Bf16Pairs => {
@@ -39,7 +45,11 @@ fn pack(case: &Case) -> Packed {
             let stored;
             (stored, values) = store(dtype, &noise);
             let rows: Vec<_> = stored.chunks(k * dtype.size_bytes()).collect();
-            rows.chunks(PANEL).zip(panels).for_each(|(rows, panel)| pack_floats(rows, format, panel));
+            let zeroes = vec![0; k * dtype.size_bytes()];
+            for (panel_idx, panel) in panels {
+                let row = |at: Option<usize>| at.map_or(&zeroes[..], |at| rows[at]);
+                pack_floats(&rows_of(panel_idx).map(row).collect::<Vec<_>>(), format, panel);
+            }
         }
     }
     Packed { bytes, values, rows }
@@ -100,7 +110,7 @@ fn check(isa: Isa, threads: usize, case: &Case) {
     let Case { format, m, n, k } = *case;
     let mut cpu = Cpu::new(isa, threads).unwrap();
     let a = noise(1, m * k);
-    let packed = pack(case);
+    let packed = pack(case, RowOrder::Plain);
     let bias = noise(3, n);
     let panels = PanelsRef::new(&packed.bytes, format, n, k);
     let mut out = vec![f32::NAN; m * n];
@@ -135,33 +145,14 @@ fn check_gated(isa: Isa, threads: usize, case: &Case) {
     let Case { format, m, n, k } = *case;
     let mut cpu = Cpu::new(isa, threads).unwrap();
     let (a, bias) = (noise(1, m * k), noise(3, 2 * n));
-    let plain = pack(&Case { n: 2 * n, ..*case });
+    let both_halves = Case { n: 2 * n, ..*case };
+    let [plain, beside] = [RowOrder::Plain, RowOrder::Gated].map(|order| pack(&both_halves, order).bytes);
     let mut both = vec![0.0; m * 2 * n];
-    let panels = PanelsRef::new(&plain.bytes, format, 2 * n, k);
+    let panels = PanelsRef::new(&plain, format, 2 * n, k);
     multiply(&mut cpu, m, &a, panels, Some(&bias), &mut both, Output::Store);
 
-    // The same rows in the other order: of the panels' numbers, a row at a time.
-    let mut bytes = vec![0; plain.bytes.len()];
-    let order = RowOrder::Gated;
-    for (panel_idx, panel) in bytes.chunks_mut(format.panel_bytes(k)).enumerate() {
-        let rows = (0..PANEL).map(|output| order.row(2 * n, panel_idx, output));
-        match format {
-            PanelFormat::Integers(integers) => {
-                let row = |row: usize| plain.rows[row].clone();
-                let rows: Vec<_> =
-                    rows.map(|at| at.map_or_else(|| IntegerRow::zeroes(k, integers), row)).collect();
-                pack_integers(&rows, integers, k, panel);
-            }
-            PanelFormat::Floats(_) | PanelFormat::Bf16Pairs => {
-                let dtype = if let PanelFormat::Floats(dtype) = format { dtype } else { Dtype::Bf16 };
-                let row = |row: usize| store(dtype, &plain.values[row * k..][..k]).0;
-                let zeroes = || vec![0; k * dtype.size_bytes()];
-                pack_floats(&rows.map(|at| at.map_or_else(zeroes, row)).collect::<Vec<_>>(), format, panel);
-            }
-        }
-    }
     let mut out = vec![f32::NAN; m * n];
-    let panels = PanelsRef::new(&bytes, format, 2 * n, k).in_order(order);
+    let panels = PanelsRef::new(&beside, format, 2 * n, k).in_order(RowOrder::Gated);
     multiply(&mut cpu, m, &a, panels, Some(&bias), &mut out, Output::Gated(Gate::Silu));
     for (row, (out, both)) in out.chunks(n).zip(both.chunks(2 * n)).enumerate() {
         for (col, out) in out.iter().enumerate() {
@@ -208,7 +199,7 @@ fn products_are_the_same_sums_everywhere() {
 fn activations_that_are_no_numbers_stay_none() {
     let format = IntegerFormat { width: IntegerWidth::Eight, group: 32, has_zeros: false };
     let case = Case { format: PanelFormat::Integers(format), m: 3, n: 40, k: 70 };
-    let packed = pack(&case);
+    let packed = pack(&case, RowOrder::Plain);
     for isa in Isa::available() {
         let mut cpu = Cpu::new(isa, 1).unwrap();
         let mut a = noise(1, case.m * case.k);
