@@ -109,18 +109,24 @@ fn products(table: &mut Table<'_>) {
 fn attention(table: &mut Table<'_>) {
     // A token's key and value in 8 kv heads of 64.
     let bytes = |dtype: KvDtype| 2 * 8 * dtype.vector_bytes(64);
-    for dtype in [KvDtype::Bf16, KvDtype::Fp8, KvDtype::Int8] {
+    let mut kinds = vec![("bf16", KvDtype::Bf16, Peak::F32)];
+    if Weights::available().iter().any(|(_, weights)| weights.peak() == Peak::Bf16Pairs) {
+        kinds.push(("bf16_pairs", KvDtype::Bf16, Peak::Bf16Pairs));
+    }
+    kinds.extend([("fp8", KvDtype::Fp8, Peak::F32), ("int8", KvDtype::Int8, Peak::F32)]);
+    for (kind, dtype, peak) in kinds {
         for context in [2048, 16384] {
-            let name = format!("attention {} of {context}", dtype.name());
+            let name = format!("attention {kind} of {context}");
             if !table.wants(&name) {
                 continue;
             }
             for rows in [1, 512] {
                 let ceiling = match rows {
                     1 => Ceiling::Bytes(context * bytes(dtype)),
-                    rows => Ceiling::Operations(Peak::F32, 4 * 32 * 64 * rows * (context - rows / 2)),
+                    rows => Ceiling::Operations(peak, 4 * 32 * 64 * rows * (context - rows / 2)),
                 };
-                let mut attention = Attention::new(rows, context, dtype, table.threads);
+                let pairs = peak == Peak::Bf16Pairs;
+                let mut attention = Attention::new(rows, context, dtype, pairs, table.threads);
                 table.row(&name, rows, ceiling, || _ = black_box(attention.run()));
             }
         }

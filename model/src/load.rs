@@ -61,6 +61,7 @@ struct Inner {
     config: ModelConfig,
     weights: DecoderWeights,
     layout: KvLayout,
+    bf16_pairs: bool,
     revision: String,
     threads: usize,
     weight_bytes: u64,
@@ -116,6 +117,11 @@ impl LoadedModel {
         CpuExecutor::new(self.clone(), pool)
     }
 
+    /// Whether what is stored in bf16 is multiplied in pairs, with activations in bf16.
+    pub(crate) fn bf16_pairs(&self) -> bool {
+        self.inner.bf16_pairs
+    }
+
     pub(crate) fn weights(&self) -> &DecoderWeights {
         &self.inner.weights
     }
@@ -144,7 +150,9 @@ pub fn load(
     let config = ModelConfig::load(model)?;
     let spec = &config.decoder;
     let mut checkpoint = Checkpoint::open(model, &config)?;
-    let mut packer = Packer::new(packing(options)?);
+    let packing = packing(options)?;
+    let bf16_pairs = packing.bf16_pairs;
+    let mut packer = Packer::new(packing);
     let weights = take_weights(spec, &mut checkpoint, &mut packer)?;
     checkpoint.refuse_rest(&config.architecture, |name| is_redundant(spec, name))?;
     let hasher = identity(model, &checkpoint)?;
@@ -175,6 +183,7 @@ pub fn load(
             num_parameters: checkpoint.num_parameters(),
             weights,
             layout,
+            bf16_pairs,
             threads,
             config,
         }),

@@ -8,13 +8,13 @@ use crate::integers::{IntegerFormat, IntegerWidth, MAX_GROUP};
 /// How activations enter products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Activations {
-    /// With weights in bf16 as f32 or bf16, whichever is faster on this processor, by a measurement of some microseconds;
-    /// with integers rounded to eight bits.
+    /// With weights and KV in bf16 as f32 or bf16, whichever is faster on this processor, by a measurement of some
+    /// microseconds; with integers rounded to eight bits.
     #[default]
     Auto,
     /// As they are. Integers of files are multiplied as the floats that they stand for, at a price in memory.
     F32,
-    /// The same, but always bf16 with weights in bf16. It needs a processor with an instruction for it (`avx512_bf16`).
+    /// The same, but always bf16 with weights and KV in bf16. It needs a processor with an instruction for it (`avx512_bf16`).
     Bf16,
 }
 

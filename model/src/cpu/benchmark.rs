@@ -99,8 +99,9 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// `num_rows` rows that end a context of `context` tokens, with 32 heads of 64 and 8 kv heads.
-    pub fn new(num_rows: usize, context: usize, dtype: KvDtype, threads: usize) -> Attention {
+    /// `num_rows` rows that end a context of `context` tokens, with 32 heads of 64 and 8 kv heads. In `pairs` of bf16 only
+    /// where there are [weights](Weights::available) of that kind.
+    pub fn new(num_rows: usize, context: usize, dtype: KvDtype, pairs: bool, threads: usize) -> Attention {
         let shape = AttentionShape {
             num_heads: 32,
             num_kv_heads: 8,
@@ -108,8 +109,10 @@ impl Attention {
             scale: 0.1,
             soft_cap: None,
             window: None,
+            bf16_pairs: pairs,
         };
         let layout = KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 8, head_dim: 64, dtype };
+        assert!(!pairs || multiplies_bf16(), "this processor does not multiply bf16");
         let num_blocks = context.div_ceil(16);
         let width = shape.num_heads * shape.head_dim;
         Attention {

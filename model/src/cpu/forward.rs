@@ -102,6 +102,7 @@ impl Executor for CpuExecutor {
         }
         let mut pass = Pass {
             spec: &model.config().decoder,
+            bf16_pairs: model.bf16_pairs(),
             cpu,
             num_rows: buffers.positions.len(),
             buffers,
@@ -129,6 +130,7 @@ impl Executor for CpuExecutor {
 /// One call of `execute`.
 struct Pass<'a> {
     spec: &'a DecoderSpec,
+    bf16_pairs: bool,
     cpu: &'a mut Cpu,
     buffers: &'a mut Buffers,
     sequences: &'a [BatchSequence<'a>],
@@ -214,6 +216,7 @@ impl Pass<'_> {
             scale: spec.attention_scale,
             soft_cap: spec.attention_soft_cap,
             window: spec.layers[layer_idx].window,
+            bf16_pairs: self.bf16_pairs,
         };
         let width = spec.query_width() + 2 * spec.kv_width();
         let attended = self.buffers.attended.grown(self.num_rows * spec.query_width());

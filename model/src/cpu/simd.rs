@@ -565,20 +565,6 @@ pub(crate) trait Stored {
     /// # Safety
     /// `p` is valid for one element.
     unsafe fn load_one(p: *const u8) -> f32;
-
-    /// `n < 16` of them, the other lanes zero.
-    ///
-    /// # Safety
-    /// As [`Simd`].
-    #[inline(always)]
-    unsafe fn load_part<S: Simd>(p: *const u8, n: usize) -> S::V {
-        let mut bytes = [0u8; LANES * 4];
-        // SAFETY: the caller vouches for `n` elements, and the buffer has room for sixteen.
-        unsafe {
-            std::ptr::copy_nonoverlapping(p, bytes.as_mut_ptr(), n * Self::SIZE);
-            Self::load::<S>(bytes.as_ptr())
-        }
-    }
 }
 
 pub(crate) struct F32;

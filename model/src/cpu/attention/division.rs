@@ -129,7 +129,15 @@ mod tests {
     use super::*;
 
     fn shape(num_heads: usize, num_kv_heads: usize, window: Option<usize>) -> AttentionShape {
-        AttentionShape { num_heads, num_kv_heads, head_dim: 64, scale: 1.0, soft_cap: None, window }
+        AttentionShape {
+            num_heads,
+            num_kv_heads,
+            head_dim: 64,
+            scale: 1.0,
+            soft_cap: None,
+            window,
+            bf16_pairs: false,
+        }
     }
 
     /// Every row, head and visible span once.

@@ -14,6 +14,9 @@
 //! spans are items of their own and are folded afterwards: the same sums, shared by more threads. Tiles, spans and
 //! the order inside them are functions of positions alone, so a row's result does not depend on its neighbours, on
 //! chunks or on threads.
+//!
+//! Where KV is bf16 and the processor multiplies pairs of such, queries and weights are rounded to bf16, too, and a pair
+//! of dimensions, or of positions, is one operation; sums and softmax stay f32.
 
 mod direct;
 mod division;
@@ -27,9 +30,10 @@ mod words;
 
 use std::ops::Range;
 
-use baton_kv_cache::BlockStorage;
+use baton_kv_cache::{BlockStorage, KvDtype};
 
 use super::kv::HeadKv;
+use super::products::bf16_bits;
 use super::simd::{Isa, LANES};
 use super::{Cpu, SharedMut};
 use crate::BatchSequence;
@@ -60,6 +64,8 @@ pub(crate) struct AttentionShape {
     pub(crate) soft_cap: Option<f32>,
     /// Positions that a row sees, its own included.
     pub(crate) window: Option<usize>,
+    /// What is in bf16 is multiplied in pairs; the processor can.
+    pub(crate) bf16_pairs: bool,
 }
 
 impl AttentionShape {
@@ -130,6 +136,7 @@ pub(crate) unsafe fn attend(
                 head_dim: shape.head_dim,
                 window: shape.window.unwrap_or(usize::MAX),
                 soft_cap: shape.soft_cap,
+                bf16_pairs: shape.bf16_pairs && storage.layout().dtype == KvDtype::Bf16,
             },
             scale: shape.scale,
             // SAFETY: rows were checked above.
@@ -232,22 +239,27 @@ unsafe fn fold_spans(isa: Isa, args: &ItemArgs<'_>, first: *mut f32, stride: usi
     }
 }
 
-/// Scales the queries and pads them with zeroes.
+/// Scales the queries, rounds them where they are to be bf16, and pads them with zeroes.
 unsafe fn prepare(args: &ItemArgs<'_>) {
-    let Queries { group, head_dim, soft_cap, .. } = args.queries;
-    let dim = args.queries.dim();
+    let Queries { group, head_dim, soft_cap, bf16_pairs, .. } = args.queries;
+    let num_words = args.queries.num_words();
     // Scores in units of log2; a cap is in the model's units and comes first.
     let scale = if soft_cap.is_none() { args.scale * std::f32::consts::LOG2_E } else { args.scale };
     for query in 0..args.queries.len() {
-        // SAFETY: queries stay below their number.
-        let (from, to) = unsafe {
+        // SAFETY: queries stay below their number, and words hold at least `head_dim` numbers.
+        unsafe {
             let from = args.from.add(query / group * args.from_stride + query % group * head_dim);
-            let to = args.memory.q.add(query * dim);
-            (std::slice::from_raw_parts(from, head_dim), std::slice::from_raw_parts_mut(to, dim))
-        };
-        let (numbers, padding) = to.split_at_mut(head_dim);
-        numbers.iter_mut().zip(from).for_each(|(to, from)| *to = from * scale);
-        padding.fill(0.0);
+            let from = std::slice::from_raw_parts(from, head_dim);
+            let to = args.queries.words(args.memory.q, query);
+            std::slice::from_raw_parts_mut(to, num_words).fill(0.0);
+            if bf16_pairs {
+                let to = std::slice::from_raw_parts_mut(to.cast::<u16>(), head_dim);
+                to.iter_mut().zip(from).for_each(|(to, from)| *to = bf16_bits(from * scale));
+            } else {
+                let to = std::slice::from_raw_parts_mut(to, head_dim);
+                to.iter_mut().zip(from).for_each(|(to, from)| *to = from * scale);
+            }
+        }
     }
 }
 

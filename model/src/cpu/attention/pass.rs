@@ -2,10 +2,12 @@
 
 use std::ops::Range;
 
+use baton_kv_cache::KvLayout;
+
 use super::direct;
-use super::product::{Rows, Start, multiply};
+use super::product::{Rows, Start, multiply, multiply_pairs};
 use super::softmax::{Scaling, State, weigh};
-use super::widen::{Positions, padded, widen_columns, widen_rows};
+use super::widen::{Positions, padded, pair_columns, pair_rows, widen_columns, widen_rows};
 use super::{SPAN, TILE};
 use crate::cpu::kv::HeadKv;
 use crate::cpu::simd::{Isa, LANES};
@@ -23,6 +25,8 @@ pub(super) struct Queries<'a> {
     /// Positions that a row sees, its own included.
     pub(super) window: usize,
     pub(super) soft_cap: Option<f32>,
+    /// KV is bf16; queries and weights are rounded to it, and pairs are multiplied.
+    pub(super) bf16_pairs: bool,
 }
 
 impl Queries<'_> {
@@ -33,6 +37,11 @@ impl Queries<'_> {
     /// Numbers of a query, padded to whole vectors.
     pub(super) fn dim(&self) -> usize {
         self.head_dim.next_multiple_of(LANES)
+    }
+
+    /// Words of 32 bits that hold a query.
+    pub(super) fn num_words(&self) -> usize {
+        if self.bf16_pairs { self.dim() / 2 } else { self.dim() }
     }
 
     /// Positions that a query sees.
@@ -58,20 +67,25 @@ impl Queries<'_> {
     pub(super) fn state(&self, first: *mut f32, query: usize) -> State {
         State::at(first.wrapping_add(query * State::len(self.dim())), self.dim())
     }
+
+    /// The words of a query among those at `first`.
+    pub(super) fn words(&self, first: *mut f32, query: usize) -> *mut f32 {
+        first.wrapping_add(query * self.num_words())
+    }
 }
 
 /// A thread's memory for one item, in parts.
 #[derive(Clone, Copy)]
 pub(super) struct Memory {
-    /// `[queries][dim]`, scaled.
+    /// `[queries][words]`, scaled.
     pub(super) q: *mut f32,
     /// Of the span, one after the other.
     pub(super) states: *mut f32,
     /// Of all spans so far.
     pub(super) totals: *mut f32,
-    /// `[queries][TILE]`
+    /// `[queries][TILE]`; of weights in bf16 the first half of each.
     scores: *mut f32,
-    /// K by columns, `[head_dim][TILE]`, then V by rows, `[TILE][dim]`.
+    /// K by columns, `[head_dim][TILE]`, then V by rows, `[TILE][dim]`; half as many of pairs.
     widened: *mut f32,
     /// `[k|v][TILE]`
     scales: *mut f32,
@@ -119,6 +133,12 @@ struct Places {
 impl Places {
     fn new() -> Places {
         Places { rows: [[std::ptr::null(); TILE]; 2], len: 0 }
+    }
+
+    /// K (0) or V (1).
+    fn positions(&self, half: usize, layout: &KvLayout) -> Positions<'_> {
+        let KvLayout { dtype, head_dim, .. } = *layout;
+        Positions { rows: &self.rows[half][..self.len], dtype, n: head_dim }
     }
 
     /// Finds the positions of the tile at `first`, up to `end`.
@@ -173,16 +193,19 @@ unsafe fn tile(
     places: &Places,
     following: &Places,
 ) {
-    let Queries { kv, head_dim, .. } = *queries;
+    let Queries { kv, head_dim, bf16_pairs, .. } = *queries;
     let (dim, len) = (queries.dim(), places.len);
-    let dtype = kv[0].layout().dtype;
-    let [keys, values] = [0, 1].map(|half| Positions { rows: &places.rows[half][..len], dtype, n: head_dim });
-    let following = [0, 1].map(|half| &following.rows[half][..following.len]);
+    let layout = kv[0].layout();
+    let dtype = layout.dtype;
+    let [keys, values] = [0, 1].map(|half| places.positions(half, layout));
+    // Behind the last tile, what is at hand.
+    let next = if following.len > 0 { following } else { places };
+    let next = [0, 1].map(|half| next.positions(half, layout));
     let direct = direct::is_possible(queries.len(), head_dim, dtype);
     // Kernels for few queries may go on behind the last one, which must not be one that only sees other tiles.
     let some = if direct { 0..queries.len() } else { queries.that_see(first..first + len) };
     let num = some.len();
-    let mut scaling = Scaling { scales: std::ptr::null(), soft_cap: queries.soft_cap };
+    let mut scaling = Scaling { scales: std::ptr::null(), soft_cap: queries.soft_cap, to_bf16: bf16_pairs };
 
     // SAFETY: the parts of the memory have room for a tile and for all queries.
     unsafe {
@@ -191,18 +214,26 @@ unsafe fn tile(
             kv[1].scales(first, len, memory.scales.add(TILE));
             scaling.scales = memory.scales;
         }
-        let q = Rows { first: memory.q.add(some.start * dim).cast_const(), stride: dim };
+        let num_words = queries.num_words();
+        let q = Rows { first: queries.words(memory.q, some.start).cast_const(), stride: num_words };
         let scores = Rows { first: memory.scores, stride: TILE };
         let weights = Rows { first: memory.scores.cast_const(), stride: TILE };
         let sums = Rows { first: queries.state(memory.states, some.start).sums(), stride: State::len(dim) };
         let widened = memory.widened.cast_const();
 
-        if direct {
-            direct::score(isa, num, &keys, following, q, scores);
-        } else {
-            widen_columns(isa, &keys, memory.widened, TILE);
-            let columns = Rows { first: widened, stride: TILE };
-            multiply(isa, num, head_dim, TILE / LANES, q, columns, scores, Start::Zero);
+        let columns = Rows { first: widened, stride: TILE };
+        match (direct, bf16_pairs) {
+            (true, false) => direct::score(isa, num, &keys, &next[0], q, scores),
+            (true, true) => direct::score_pairs(isa, num, &keys, &next[0], q, scores),
+            (false, false) => {
+                widen_columns(isa, &keys, memory.widened, TILE);
+                multiply(isa, num, head_dim, TILE / LANES, q, columns, scores, Start::Zero);
+            }
+            (false, true) => {
+                pair_columns(isa, &keys, memory.widened, TILE);
+                let num_pairs = head_dim.div_ceil(2);
+                multiply_pairs(isa, num, num_pairs, TILE / LANES, q, columns, scores, Start::Zero);
+            }
         }
         for (idx, query) in some.enumerate() {
             let seen = queries.seen(query);
@@ -210,12 +241,19 @@ unsafe fn tile(
             let state = queries.state(memory.states, query);
             weigh(isa, memory.scores.add(idx * TILE), from, to, &scaling, state);
         }
-        if direct {
-            direct::add(isa, num, &values, weights, sums);
-        } else {
-            widen_rows(isa, &values, memory.widened, dim);
-            let lines = Rows { first: widened, stride: dim };
-            multiply(isa, num, len, dim / LANES, weights, lines, sums, Start::Result);
+        let lines = Rows { first: widened, stride: dim };
+        match (direct, bf16_pairs) {
+            (true, false) => direct::add(isa, num, &values, &next[1], weights, sums),
+            (true, true) => direct::add_pairs(isa, num, &values, &next[1], weights, sums),
+            (false, false) => {
+                widen_rows(isa, &values, memory.widened, dim);
+                multiply(isa, num, len, dim / LANES, weights, lines, sums, Start::Result);
+            }
+            (false, true) => {
+                pair_rows(isa, &values, memory.widened, dim);
+                let num_pairs = len.div_ceil(2);
+                multiply_pairs(isa, num, num_pairs, dim / LANES, weights, lines, sums, Start::Result);
+            }
         }
     }
 }

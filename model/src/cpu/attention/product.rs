@@ -1,9 +1,10 @@
 //! Products of a few rows with a tile of KV: scores `Q K^T` and sums `P V`.
 //!
-//! A number of each row times one line of the tile: every element of the result is one chain of fused multiply-adds
+//! A factor of each row times one line of the tile: every element of the result is one chain of fused multiply-adds
 //! in the order of the lines, whatever the shape of the kernel.
 
-use crate::cpu::simd::{LANES, Simd, kernel};
+use super::words::{Bf16Pair, Factor, Words, pair_kernel};
+use crate::cpu::simd::{F32, LANES, kernel};
 
 /// Rows of numbers, `stride` apart.
 #[derive(Clone, Copy)]
@@ -26,7 +27,23 @@ kernel! {
     ///
     /// # Safety
     /// All is valid for these numbers.
-    pub(super) fn multiply / product (
+    pub(super) fn multiply / product_of_numbers (
+        num_rows: usize,
+        num_lines: usize,
+        num_vectors: usize,
+        a: Rows<*const f32>,
+        b: Rows<*const f32>,
+        c: Rows<*mut f32>,
+        start: Start,
+    )
+}
+
+pair_kernel! {
+    /// As [`multiply`], where a line and what it is multiplied with hold two bf16 in the place of an f32.
+    ///
+    /// # Safety
+    /// As [`multiply`]; the processor has the instruction.
+    pub(super) fn multiply_pairs / product_of_pairs (
         num_rows: usize,
         num_lines: usize,
         num_vectors: usize,
@@ -38,7 +55,35 @@ kernel! {
 }
 
 #[inline(always)]
-unsafe fn product<S: Simd>(
+unsafe fn product_of_numbers<S: Words>(
+    num_rows: usize,
+    num_lines: usize,
+    num_vectors: usize,
+    a: Rows<*const f32>,
+    b: Rows<*const f32>,
+    c: Rows<*mut f32>,
+    start: Start,
+) {
+    // SAFETY: passed on to the caller.
+    unsafe { product::<S, F32>(num_rows, num_lines, num_vectors, a, b, c, start) }
+}
+
+#[inline(always)]
+unsafe fn product_of_pairs<S: Words>(
+    num_rows: usize,
+    num_lines: usize,
+    num_vectors: usize,
+    a: Rows<*const f32>,
+    b: Rows<*const f32>,
+    c: Rows<*mut f32>,
+    start: Start,
+) {
+    // SAFETY: passed on to the caller.
+    unsafe { product::<S, Bf16Pair>(num_rows, num_lines, num_vectors, a, b, c, start) }
+}
+
+#[inline(always)]
+unsafe fn product<S: Words, W: Factor>(
     num_rows: usize,
     num_lines: usize,
     num_vectors: usize,
@@ -54,10 +99,10 @@ unsafe fn product<S: Simd>(
             let a = Rows { first: a.first.add(row * a.stride), ..a };
             let c = Rows { first: c.first.add(row * c.stride), ..c };
             row += match num_rows - row {
-                1 => rows::<S, 1>(num_lines, num_vectors, a, b, c, start),
-                2..=3 => rows::<S, 2>(num_lines, num_vectors, a, b, c, start),
-                4..=5 => rows::<S, 4>(num_lines, num_vectors, a, b, c, start),
-                _ => rows::<S, 6>(num_lines, num_vectors, a, b, c, start),
+                1 => rows::<S, W, 1>(num_lines, num_vectors, a, b, c, start),
+                2..=3 => rows::<S, W, 2>(num_lines, num_vectors, a, b, c, start),
+                4..=5 => rows::<S, W, 4>(num_lines, num_vectors, a, b, c, start),
+                _ => rows::<S, W, 6>(num_lines, num_vectors, a, b, c, start),
             };
         }
     }
@@ -65,7 +110,7 @@ unsafe fn product<S: Simd>(
 
 /// All columns of `R` rows; returns `R`.
 #[inline(always)]
-unsafe fn rows<S: Simd, const R: usize>(
+unsafe fn rows<S: Words, W: Factor, const R: usize>(
     num_lines: usize,
     num_vectors: usize,
     a: Rows<*const f32>,
@@ -82,9 +127,9 @@ unsafe fn rows<S: Simd, const R: usize>(
             let c = Rows { first: c.first.add(vector * LANES), ..c };
             // Sums of six rows and a line stay in registers: 24 + 4 of 32, or 2 x 6 + 2 of 16 half as wide.
             vector += match left {
-                4.. if S::NUM_REGISTERS == 32 => tile::<S, R, 4>(num_lines, a, b, c, start),
-                2.. if S::NUM_REGISTERS == 32 => tile::<S, R, 2>(num_lines, a, b, c, start),
-                _ => tile::<S, R, 1>(num_lines, a, b, c, start),
+                4.. if S::NUM_REGISTERS == 32 => tile::<S, W, R, 4>(num_lines, a, b, c, start),
+                2.. if S::NUM_REGISTERS == 32 => tile::<S, W, R, 2>(num_lines, a, b, c, start),
+                _ => tile::<S, W, R, 1>(num_lines, a, b, c, start),
             };
         }
     }
@@ -94,7 +139,7 @@ unsafe fn rows<S: Simd, const R: usize>(
 /// `C` vectors of columns, in registers over all lines; returns `C`.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
-unsafe fn tile<S: Simd, const R: usize, const C: usize>(
+unsafe fn tile<S: Words, W: Factor, const R: usize, const C: usize>(
     num_lines: usize,
     a: Rows<*const f32>,
     b: Rows<*const f32>,
@@ -119,7 +164,7 @@ unsafe fn tile<S: Simd, const R: usize, const C: usize>(
             for r in 0..R {
                 let x = S::splat(*a.first.add(r * a.stride + i));
                 for v in 0..C {
-                    sums[r][v] = S::fma(x, line[v], sums[r][v]);
+                    sums[r][v] = W::multiply_add::<S>(x, line[v], sums[r][v]);
                 }
             }
         }

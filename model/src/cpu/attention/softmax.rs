@@ -5,6 +5,7 @@
 //! two states of different positions fold into one (Milakov and Gimelshein 2018; flash decoding, Dao et al. 2023).
 
 use super::TILE;
+use crate::cpu::products::bf16_bits;
 use crate::cpu::rows::soft_capped;
 use crate::cpu::simd::{LANES, Simd, kernel};
 
@@ -118,6 +119,8 @@ pub(super) struct Scaling {
     /// them over, so that the products are of codes.
     pub(super) scales: *const f32,
     pub(super) soft_cap: Option<f32>,
+    /// Weights are left in bf16, which take half of the place.
+    pub(super) to_bf16: bool,
 }
 
 kernel! {
@@ -218,6 +221,13 @@ unsafe fn weights<S: Simd>(scores: *mut f32, from: usize, to: usize, scaling: &S
         }
         for v in 0..VECTORS {
             S::store(scores.add(v * LANES), s[v]);
+        }
+        if scaling.to_bf16 {
+            let mut rounded = [0u16; TILE];
+            for i in 0..TILE {
+                rounded[i] = bf16_bits(*scores.add(i));
+            }
+            std::ptr::copy_nonoverlapping(rounded.as_ptr(), scores.cast(), TILE);
         }
     }
 }

@@ -1,9 +1,10 @@
-//! Tiles of KV, widened to f32: values as they lie, keys by columns, so that positions lie side by side in a vector.
+//! Tiles of KV as factors: values as they lie, keys by columns, so that positions lie side by side in a vector. Factors
+//! are numbers widened to f32, or pairs of bf16.
 
 use baton_kv_cache::KvDtype;
 
-use super::words::{Unpack, Words};
-use crate::cpu::simd::{Bf16, E4m3, F16, F32, I8, LANES, Simd, Stored, kernel};
+use super::words::{Bf16Pair, Factor, Words};
+use crate::cpu::simd::{Bf16, E4m3, F16, F32, I8, LANES, Stored, kernel};
 
 /// Where K or V of a tile's positions lies.
 #[derive(Clone, Copy)]
@@ -41,6 +42,24 @@ kernel! {
     pub(super) fn widen_rows / rows (positions: &Positions<'_>, to: *mut f32, stride: usize)
 }
 
+kernel! {
+    /// Numbers 2 d and 2 d + 1 of position t go to `to[d * stride + t]`, else as [`widen_columns`]; of an odd number the last
+    /// column has no second ones.
+    ///
+    /// # Safety
+    /// As [`widen_columns`], positions being bf16.
+    pub(super) fn pair_columns / columns_of_pairs (positions: &Positions<'_>, to: *mut f32, stride: usize)
+}
+
+kernel! {
+    /// Numbers d of positions 2 t and 2 t + 1 go to `to[t * stride + d]`, else as [`widen_rows`]; the last position may
+    /// stand for the one behind it.
+    ///
+    /// # Safety
+    /// As [`widen_rows`], positions being bf16.
+    pub(super) fn pair_rows / rows_of_pairs (positions: &Positions<'_>, to: *mut f32, stride: usize)
+}
+
 /// Columns that [`widen_columns`] writes for `n` numbers; those from `n` on mean nothing.
 pub(super) fn padded(n: usize) -> usize {
     n.next_multiple_of(LANES * 4)
@@ -61,11 +80,22 @@ unsafe fn columns<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usi
 }
 
 #[inline(always)]
+unsafe fn columns_of_pairs<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
+    // SAFETY: passed on to the caller.
+    unsafe { columns_of::<S, Bf16Pair>(positions, to, stride) }
+}
+
+#[inline(always)]
+unsafe fn rows_of_pairs<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
+    // SAFETY: passed on to the caller.
+    unsafe { rows_of::<S, Bf16Pair>(positions, to, stride) }
+}
+
+#[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
-unsafe fn columns_of<S: Words, W: Unpack>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
+unsafe fn columns_of<S: Words, W: Factor>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
     let Positions { rows, n, .. } = *positions;
-    let num_bytes = n * W::SIZE;
-    let per_word = 4 / W::SIZE;
+    let num_bytes = n * W::Number::SIZE;
     let mut t = 0;
     while t < rows.len() {
         let mut done = 0;
@@ -84,10 +114,10 @@ unsafe fn columns_of<S: Words, W: Unpack>(positions: &Positions<'_>, to: *mut f3
                     };
                 }
                 let columns = S::transpose(words);
-                let to = to.add(done / W::SIZE * stride + t);
+                let to = to.add(done / 4 * W::PER_WORD * stride + t);
                 for c in 0..LANES {
-                    for i in 0..per_word {
-                        S::store(to.add((c * per_word + i) * stride), W::unpack::<S>(columns[c], i));
+                    for i in 0..W::PER_WORD {
+                        S::store(to.add((c * W::PER_WORD + i) * stride), W::unpack::<S>(columns[c], i));
                     }
                 }
             }
@@ -98,7 +128,7 @@ unsafe fn columns_of<S: Words, W: Unpack>(positions: &Positions<'_>, to: *mut f3
 }
 
 #[inline(always)]
-unsafe fn rows<S: Simd>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
+unsafe fn rows<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
     // SAFETY: passed on to the caller.
     unsafe {
         match positions.dtype {
@@ -112,19 +142,25 @@ unsafe fn rows<S: Simd>(positions: &Positions<'_>, to: *mut f32, stride: usize) 
 }
 
 #[inline(always)]
-unsafe fn rows_of<S: Simd, W: Stored>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
-    let Positions { rows, n, .. } = *positions;
-    for (t, &row) in rows.iter().enumerate() {
+unsafe fn rows_of<S: Words, W: Factor>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
+    let n = positions.n;
+    for line in 0..positions.rows.len().div_ceil(W::NUM) {
+        let rows = [positions.row(line * W::NUM), positions.row((line + 1) * W::NUM - 1)];
         // SAFETY: numbers stay below `n` and `stride`.
         unsafe {
-            let to = to.add(t * stride);
+            let to = to.add(line * stride);
             let mut i = 0;
             while i + LANES <= n {
-                S::store(to.add(i), W::load::<S>(row.add(i * W::SIZE)));
+                S::store(to.add(i), W::line::<S>(rows, i * W::Number::SIZE));
                 i += LANES;
             }
             if i < stride {
-                S::store(to.add(i), W::load_part::<S>(row.add(i * W::SIZE), n - i));
+                let mut rest = [[0u8; LANES * 4]; 2];
+                for (rest, row) in rest.iter_mut().zip(rows) {
+                    let from = row.add(i * W::Number::SIZE);
+                    std::ptr::copy_nonoverlapping(from, rest.as_mut_ptr(), (n - i) * W::Number::SIZE);
+                }
+                S::store(to.add(i), W::line::<S>([rest[0].as_ptr(), rest[1].as_ptr()], 0));
             }
         }
     }

@@ -1,7 +1,8 @@
-//! Sixteen rows of memory become sixteen columns.
+//! Sixteen rows of memory become sixteen columns, and columns become factors of products.
 //!
-//! They are turned as words of 32 bits, whatever these hold: one number of f32, two of sixteen bits, four of eight.
-//! So the narrower the type, the fewer shuffles a number costs. A turned word is then unpacked into its numbers.
+//! Rows are turned as words of 32 bits, whatever these hold: one number of f32, two of sixteen bits, four of eight.
+//! So the narrower the type, the fewer shuffles a number costs. A turned word is then unpacked into its numbers, or is a
+//! factor as it is: two bf16 that are multiplied with two others at once.
 
 use crate::cpu::simd::{Bf16, E4m3, F16, F32, I8, LANES, Portable, Simd, Stored};
 
@@ -20,26 +21,130 @@ pub(super) trait Words: Simd {
     unsafe fn unpack_e4m3(words: Self::V, idx: usize) -> Self::V;
     /// The whole number in byte `idx` of each word.
     unsafe fn unpack_i8(words: Self::V, idx: usize) -> Self::V;
+    /// Adds to each lane of `sums` the products of the two bf16 in a lane of `a` with those of `b`, the upper ones first.
+    ///
+    /// An instruction may count numbers below the normal ones as zero.
+    #[inline(always)]
+    unsafe fn dot_bf16(a: Self::V, b: Self::V, sums: Self::V) -> Self::V {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let upper = Self::fma(Self::unpack_bf16(a, 1), Self::unpack_bf16(b, 1), sums);
+            Self::fma(Self::unpack_bf16(a, 0), Self::unpack_bf16(b, 0), upper)
+        }
+    }
+    /// Sixteen bf16 at `lower` and sixteen at `upper` become the halves of sixteen words.
+    #[inline(always)]
+    unsafe fn join_bf16(lower: *const u16, upper: *const u16) -> Self::V {
+        let mut words = [0u32; LANES];
+        for (lane, word) in words.iter_mut().enumerate() {
+            // SAFETY: the caller vouches for sixteen of each.
+            let [lower, upper] = unsafe { [lower, upper].map(|half| half.add(lane).read_unaligned()) };
+            *word = u32::from(lower) | u32::from(upper) << 16;
+        }
+        // SAFETY: there are sixteen words.
+        unsafe { Self::load(words.as_ptr().cast()) }
+    }
 }
 
-/// Stored numbers that words hold.
-pub(super) trait Unpack: Stored {
-    /// Number `idx` of each word, widened.
+/// Stored numbers, as kernels multiply them: one by one in f32, or [two at once](Bf16Pair).
+pub(super) trait Factor {
+    /// As they lie in memory.
+    type Number: Stored;
+    /// Numbers in a factor.
+    const NUM: usize;
+
+    /// Factor `idx` of each word.
     ///
     /// # Safety
-    /// As [`Simd`]; `idx` is below `4 / SIZE`.
+    /// As [`Simd`]; `idx` is below [`PER_WORD`](Self::PER_WORD).
     unsafe fn unpack<S: Words>(words: S::V, idx: usize) -> S::V;
+
+    /// Factors in a word.
+    const PER_WORD: usize = 4 / Self::Number::SIZE / Self::NUM;
+
+    /// `x * y + sums`
+    ///
+    /// # Safety
+    /// As [`Simd`].
+    #[inline(always)]
+    unsafe fn multiply_add<S: Words>(x: S::V, y: S::V, sums: S::V) -> S::V {
+        // SAFETY: passed on to the caller.
+        unsafe { S::fma(x, y, sums) }
+    }
+
+    /// Sixteen factors of numbers that begin at byte `at` of a row each; a factor of one number reads the first row.
+    ///
+    /// # Safety
+    /// As [`Simd`].
+    #[inline(always)]
+    unsafe fn line<S: Words>(rows: [*const u8; 2], at: usize) -> S::V {
+        // SAFETY: passed on to the caller.
+        unsafe { Self::Number::load::<S>(rows[0].add(at)) }
+    }
 }
 
+/// As [`kernel!`](crate::cpu::simd::kernel), for processors that [multiply bf16](crate::cpu::products::has_pairs), and in
+/// plain Rust for tests.
+macro_rules! pair_kernel {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident ($($arg:ident: $ty:ty),* $(,)?)) => {
+        $(#[$meta])*
+        #[allow(clippy::too_many_arguments)]
+        $vis unsafe fn $name(isa: $crate::cpu::simd::Isa, $($arg: $ty),*) {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
+            #[allow(clippy::too_many_arguments)]
+            unsafe fn avx512($($arg: $ty),*) {
+                // SAFETY: passed on to the caller.
+                unsafe { $generic::<$crate::cpu::simd::Avx512>($($arg),*) }
+            }
+            // SAFETY: passed on to the caller.
+            unsafe {
+                match isa {
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::cpu::simd::Isa::Avx512 => avx512($($arg),*),
+                    _ => $generic::<$crate::cpu::simd::Portable>($($arg),*),
+                }
+            }
+        }
+    };
+}
+pub(super) use pair_kernel;
+
+/// Two bf16 that are multiplied at once, the other side being two bf16, too.
+pub(super) struct Bf16Pair;
+
 // SAFETY of the blocks below: the callers vouch for the processor.
-impl Unpack for F32 {
+impl Factor for Bf16Pair {
+    type Number = Bf16;
+    const NUM: usize = 2;
+    #[inline(always)]
+    unsafe fn unpack<S: Words>(words: S::V, _: usize) -> S::V {
+        words
+    }
+    #[inline(always)]
+    unsafe fn multiply_add<S: Words>(x: S::V, y: S::V, sums: S::V) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::dot_bf16(x, y, sums) }
+    }
+    #[inline(always)]
+    unsafe fn line<S: Words>(rows: [*const u8; 2], at: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::join_bf16(rows[0].add(at).cast(), rows[1].add(at).cast()) }
+    }
+}
+
+impl Factor for F32 {
+    type Number = F32;
+    const NUM: usize = 1;
     #[inline(always)]
     unsafe fn unpack<S: Words>(words: S::V, _: usize) -> S::V {
         words
     }
 }
 
-impl Unpack for F16 {
+impl Factor for F16 {
+    type Number = F16;
+    const NUM: usize = 1;
     #[inline(always)]
     unsafe fn unpack<S: Words>(words: S::V, idx: usize) -> S::V {
         // SAFETY: see above.
@@ -47,7 +152,9 @@ impl Unpack for F16 {
     }
 }
 
-impl Unpack for Bf16 {
+impl Factor for Bf16 {
+    type Number = Bf16;
+    const NUM: usize = 1;
     #[inline(always)]
     unsafe fn unpack<S: Words>(words: S::V, idx: usize) -> S::V {
         // SAFETY: see above.
@@ -55,7 +162,9 @@ impl Unpack for Bf16 {
     }
 }
 
-impl Unpack for E4m3 {
+impl Factor for E4m3 {
+    type Number = E4m3;
+    const NUM: usize = 1;
     #[inline(always)]
     unsafe fn unpack<S: Words>(words: S::V, idx: usize) -> S::V {
         // SAFETY: see above.
@@ -63,7 +172,9 @@ impl Unpack for E4m3 {
     }
 }
 
-impl Unpack for I8 {
+impl Factor for I8 {
+    type Number = I8;
+    const NUM: usize = 1;
     #[inline(always)]
     unsafe fn unpack<S: Words>(words: S::V, idx: usize) -> S::V {
         // SAFETY: see above.
@@ -173,7 +284,36 @@ mod x86 {
         unsafe fn unpack_i8(words: __m512, idx: usize) -> __m512 {
             unsafe { _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(top_byte(words, idx))) }
         }
+        #[inline(always)]
+        unsafe fn dot_bf16(a: __m512, b: __m512, sums: __m512) -> __m512 {
+            unsafe {
+                let a = std::mem::transmute::<__m512, __m512bh>(a);
+                let b = std::mem::transmute::<__m512, __m512bh>(b);
+                _mm512_dpbf16_ps(sums, a, b)
+            }
+        }
+        #[inline(always)]
+        unsafe fn join_bf16(lower: *const u16, upper: *const u16) -> __m512 {
+            unsafe {
+                let lower = _mm512_castsi256_si512(_mm256_loadu_si256(lower.cast()));
+                let upper = _mm512_castsi256_si512(_mm256_loadu_si256(upper.cast()));
+                let places = _mm512_loadu_si512(ALTERNATING.as_ptr().cast());
+                _mm512_castsi512_ps(_mm512_permutex2var_epi16(lower, places, upper))
+            }
+        }
     }
+
+    /// Numbers of sixteen bits of one vector and of another, by turns.
+    const ALTERNATING: [u16; 32] = {
+        let mut places = [0; 32];
+        let mut lane = 0;
+        while lane < 16 {
+            places[2 * lane] = lane as u16;
+            places[2 * lane + 1] = 32 + lane as u16;
+            lane += 1;
+        }
+        places
+    };
 
     /// Byte `idx` of each word becomes its highest.
     #[inline(always)]
@@ -318,6 +458,59 @@ mod x86 {
                 j += 1;
             }
             columns
+        }
+    }
+}
+
+#[cfg(test)]
+#[cfg(target_arch = "x86_64")]
+mod tests {
+    use super::*;
+    use crate::cpu::products::has_pairs;
+    use crate::cpu::simd::Isa;
+    use crate::cpu::testing::noise;
+
+    pair_kernel! {
+        /// `sums += dot(join(a[0], a[1]), join(b[0], b[1]))`, sixteen of each.
+        ///
+        /// # Safety
+        /// All are valid.
+        fn dot / dot_of (a: [*const u16; 2], b: [*const u16; 2], sums: *mut f32)
+    }
+
+    #[inline(always)]
+    unsafe fn dot_of<S: Words>(a: [*const u16; 2], b: [*const u16; 2], sums: *mut f32) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let (a, b) = (S::join_bf16(a[0], a[1]), S::join_bf16(b[0], b[1]));
+            S::store(sums, S::dot_bf16(a, b, S::load(sums)));
+        }
+    }
+
+    #[test]
+    fn pairs_are_two_fused_multiply_adds_the_upper_one_first() {
+        if !has_pairs(Isa::Avx512) {
+            eprintln!("skipped: this processor has no instruction for pairs of bf16");
+            return;
+        }
+        for round in 0..100 {
+            let bits = |seed: u64| {
+                noise(100 * round + seed, LANES).iter().map(|x| (x.to_bits() >> 16) as u16).collect()
+            };
+            let [a0, a1, b0, b1]: [Vec<u16>; 4] = [1, 2, 3, 4].map(bits);
+            let mut sums = noise(100 * round + 5, LANES);
+            let expected: Vec<f32> = (0..LANES)
+                .map(|i| {
+                    let [a0, a1, b0, b1] =
+                        [&a0, &a1, &b0, &b1].map(|x| f32::from_bits(u32::from(x[i]) << 16));
+                    a0.mul_add(b0, a1.mul_add(b1, sums[i]))
+                })
+                .collect();
+            // SAFETY: there are sixteen of each, and the processor has the instruction.
+            unsafe {
+                dot(Isa::Avx512, [a0.as_ptr(), a1.as_ptr()], [b0.as_ptr(), b1.as_ptr()], sums.as_mut_ptr())
+            };
+            assert_eq!(sums, expected);
         }
     }
 }

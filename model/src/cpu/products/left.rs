@@ -187,7 +187,7 @@ unsafe fn pack_pairs(args: &ChunkArgs) {
 /// Rounds to the nearest, to even between two; as [`half::bf16::from_f32`], but for what a vector unit can do: NaN
 /// stays NaN only where its upper half says so, which is where arithmetic makes one.
 #[inline(always)]
-fn bf16_bits(x: f32) -> u16 {
+pub(in crate::cpu) fn bf16_bits(x: f32) -> u16 {
     let bits = x.to_bits();
     let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
     let is_finite = bits & 0x7f80_0000 != 0x7f80_0000;

@@ -20,6 +20,7 @@ mod panels;
 #[cfg(test)]
 mod tests;
 
+pub(super) use left::bf16_bits;
 pub(crate) use levels::integers_loop;
 pub(crate) use pairs::{has_pairs, pairs_loop};
 pub(crate) use panels::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};
