@@ -81,8 +81,8 @@ pub enum Refusal {
 
 /// Everyone who announced himself, in order of arrival, and who of them is let in.
 ///
-/// Of workers with the same model name the one that came first decides the KV format; whoever differs
-/// stays outside until the last of that format has gone.
+/// Of workers with the same model name the one that came first decides the KV format; whoever cannot exchange KV with
+/// it stays outside until the last of that format has gone. Block sizes and element types may differ.
 #[derive(Debug, Default)]
 pub(crate) struct Roster {
     candidates: BTreeMap<WorkerId, Candidate>,
@@ -100,7 +100,10 @@ impl Roster {
     pub(crate) fn insert(&mut self, record: WorkerRecord) {
         let arrival = match self.candidates.get(&record.id) {
             // A worker that comes back unchanged in format keeps its place.
-            Some(old) if old.record.model == record.model && old.record.kv_format == record.kv_format => {
+            Some(old)
+                if old.record.model == record.model
+                    && old.record.kv_format.difference(&record.kv_format).is_none() =>
+            {
                 old.arrival
             }
             _ => {
@@ -219,7 +222,7 @@ fn log_changes(before: &Members, after: &Members) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{other_format, record};
+    use crate::testing::{other_blocks, other_format, record};
 
     fn ids(members: &Members) -> Vec<&str> {
         members.iter().map(|record| record.id.as_str()).collect()
@@ -234,12 +237,26 @@ mod tests {
         assert_eq!(ids(&members), ["b"]);
         let sentence = refusals[0].to_string();
         assert!(sentence.contains("worker a cannot exchange KV with b"), "{sentence}");
-        assert!(sentence.contains("block size"), "{sentence}");
+        assert!(sentence.contains("rope"), "{sentence}");
 
         assert!(roster.remove(&"b".into()));
         let (members, refusals) = roster.admit();
         assert_eq!(ids(&members), ["a"]);
         assert_eq!(refusals, []);
+    }
+
+    #[test]
+    fn blocks_may_differ() {
+        let mut roster = Roster::default();
+        roster.insert(record("b", Role::Decode));
+        roster.insert(other_blocks(record("a", Role::Prefill)));
+        assert_eq!(roster.refusal(&other_blocks(record("c", Role::Decode))), None);
+        let (members, refusals) = roster.admit();
+        assert_eq!((ids(&members), refusals), (vec!["a", "b"], vec![]));
+        // Nor does it cost a worker its place to return with others.
+        roster.insert(other_blocks(record("b", Role::Decode)));
+        roster.insert(other_format(record("c", Role::Decode)));
+        assert_eq!(ids(&roster.admit().0), ["a", "b"]);
     }
 
     #[test]

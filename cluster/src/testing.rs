@@ -23,9 +23,16 @@ pub(crate) fn record(id: &str, role: Role) -> WorkerRecord {
     }
 }
 
-/// The same with blocks of twice the size.
+/// The same with keys that are rotated in another way.
 pub(crate) fn other_format(mut record: WorkerRecord) -> WorkerRecord {
+    record.kv_format.rope = "theta=500000".into();
+    record
+}
+
+/// The same with blocks of another size and type.
+pub(crate) fn other_blocks(mut record: WorkerRecord) -> WorkerRecord {
     record.kv_format.block_size *= 2;
+    record.kv_format.dtype = KvDtype::Int8;
     record
 }
 

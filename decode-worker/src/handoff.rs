@@ -87,7 +87,8 @@ impl Handoff {
             prefill_incarnation: plan.peer.incarnation,
             decode_worker_id: worker.id().0.clone(),
             decode_incarnation: worker.incarnation(),
-            num_blocks: layout.num_blocks_for(plan.request.num_known_tokens()),
+            num_tokens: plan.request.num_known_tokens(),
+            block_size: layout.block_size,
             deadline: total,
         };
         let (machine, first_actions) = DecodeHandoff::begin(begin, layout.num_layers, limits, started);

@@ -49,6 +49,7 @@ enum PrefillStep<'a> {
         num_output_tokens: Change,
         incarnation: bool,
         dtype: u8,
+        block_size: Change,
         deadline_ms: Change,
     },
     Grant {
@@ -119,8 +120,8 @@ fn from_decode_worker(message: proto::DecodeMessage) -> Option<DecodeMessage> {
         return decode_message_from_proto(message).ok();
     };
     let request = request_from_begin(begin).ok()?;
-    let (begin, _) = begin_from_proto(begin, &LAYOUT).ok()?;
-    assert_eq!(begin.num_blocks, LAYOUT.num_blocks_for(request.num_known_tokens()));
+    let (begin, format) = begin_from_proto(begin).ok()?;
+    assert_eq!(begin.num_blocks(), request.num_known_tokens().div_ceil(format.block_size));
     Some(DecodeMessage::Begin(begin))
 }
 
@@ -152,6 +153,7 @@ struct Prefill {
     pushing: Vec<Vec<PieceWrite>>,
     is_stopping: bool,
     num_blocks: usize,
+    num_peer_blocks: usize,
     num_finished: usize,
     num_released: usize,
     was_computed: bool,
@@ -163,7 +165,13 @@ impl Prefill {
         let now = Instant::now();
         let limits = Limits { total: Duration::from_secs(limits.into()), ..Limits::default() };
         Prefill {
-            machine: prefill::PrefillHandoff::new(INCARNATION, LAYOUT.num_layers, limits, now),
+            machine: prefill::PrefillHandoff::new(
+                INCARNATION,
+                LAYOUT.block_size,
+                LAYOUT.num_layers,
+                limits,
+                now,
+            ),
             now,
             is_computing: false,
             num_layers_ready: 0,
@@ -171,6 +179,7 @@ impl Prefill {
             pushing: vec![],
             is_stopping: false,
             num_blocks: 0,
+            num_peer_blocks: 0,
             num_finished: 0,
             num_released: 0,
             was_computed: false,
@@ -236,13 +245,21 @@ impl Prefill {
             PrefillStep::Bytes(bytes) => {
                 let message = to_prefill(bytes);
                 if let Some(DecodeMessage::Begin(begin)) = &message {
-                    self.began(begin.num_blocks);
+                    self.began(begin.num_tokens, begin.block_size);
                 }
                 message.map_or_else(|| I::StreamClosed("nonsense".into()), I::Message)
             }
-            PrefillStep::Begin { num_tokens, num_output_tokens, incarnation, dtype, deadline_ms } => {
+            PrefillStep::Begin {
+                num_tokens,
+                num_output_tokens,
+                incarnation,
+                dtype,
+                block_size,
+                deadline_ms,
+            } => {
                 let num_tokens = num_tokens.of(10).min(1000) as usize;
-                self.began(LAYOUT.num_blocks_for(num_tokens));
+                let block_size = block_size.of(LAYOUT.block_size as u64) as u32;
+                self.began(num_tokens, block_size as usize);
                 let dtype = (*pick(&["f32", "f32", "f16", "none"], *dtype)).to_owned();
                 return sent(proto::decode_message::Message::Begin(proto::Begin {
                     request_id: "r".into(),
@@ -250,13 +267,13 @@ impl Prefill {
                     num_output_tokens: num_output_tokens.of(0) as u32,
                     prefill_incarnation: if *incarnation { INCARNATION } else { 1 },
                     sampling: Some(proto::Sampling::default()),
-                    kv_format: Some(proto::KvFormat { dtype, ..proto::KvFormat::default() }),
+                    kv_format: Some(proto::KvFormat { dtype, block_size, ..proto::KvFormat::default() }),
                     deadline_ms: deadline_ms.of(1000),
                     ..proto::Begin::default()
                 }));
             }
             PrefillStep::Grant { cached, blocks, offers } => {
-                let rest = self.num_blocks.saturating_sub(blocks.len());
+                let rest = self.num_peer_blocks.saturating_sub(blocks.len());
                 let transports = offers.iter().map(|(is_tcp, place, pool)| {
                     use proto::transport_offer::Transport;
                     let transport = match is_tcp {
@@ -335,9 +352,11 @@ impl Prefill {
     }
 
     /// The first `Begin` is the one that counts.
-    fn began(&mut self, num_blocks: usize) {
+    fn began(&mut self, num_tokens: usize, peer_block_size: usize) {
         if !self.was_computed {
-            self.num_blocks = num_blocks;
+            self.num_blocks = LAYOUT.num_blocks_for(num_tokens);
+            // A block of no tokens is refused.
+            self.num_peer_blocks = num_tokens.div_ceil(peer_block_size.max(1));
         }
     }
 }
@@ -366,7 +385,8 @@ impl Decode {
             prefill_incarnation: INCARNATION,
             decode_worker_id: "d".into(),
             decode_incarnation: 8,
-            num_blocks,
+            num_tokens: num_blocks * LAYOUT.block_size,
+            block_size: LAYOUT.block_size,
             deadline: Limits::default().total,
         };
         let (machine, _) =

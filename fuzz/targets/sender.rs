@@ -130,7 +130,7 @@ fuzz_target!(|input: Input| {
     let writes = input.pieces.iter().enumerate().map(|(idx, (layer, dst))| PieceWrite {
         layer_idx: u32::from(*layer),
         block_idx: idx as u32,
-        src: BlockId(idx as u32 % NUM_BLOCKS as u32),
+        src: BlockId(idx as u32 % NUM_BLOCKS as u32).into(),
         // The peer names its blocks itself: one may be beyond what it gives.
         dst: BlockId(u32::from(*dst % 6)),
     });

@@ -7,33 +7,26 @@
 pub const MAX: f32 = 448.0;
 
 /// What a code stands for.
-#[inline]
+#[inline(always)]
 pub fn to_f32(code: u8) -> f32 {
-    let (exponent, mantissa) = (code >> 3 & 0xf, code & 7);
-    let magnitude = match (exponent, mantissa) {
-        (15, 7) => f32::NAN,
-        (0, _) => f32::from(mantissa) / 512.0,
-        _ => f32::from_bits((u32::from(exponent) + 120) << 23 | u32::from(mantissa) << 20),
-    };
-    if code & 0x80 == 0 { magnitude } else { -magnitude }
+    // As the exponent and mantissa of an f32 it is too small by the ratio of the biases, denormal codes included.
+    let magnitude = f32::from_bits(u32::from(code & 0x7f) << 20) * f32::from_bits((127 + 120) << 23);
+    let magnitude = if code & 0x7f == 0x7f { f32::NAN } else { magnitude };
+    f32::from_bits(magnitude.to_bits() | u32::from(code & 0x80) << 24)
 }
 
 /// The nearest code, of two the even one; more than [`MAX`] becomes it, NaN stays.
-#[inline]
+#[inline(always)]
 pub fn from_f32(x: f32) -> u8 {
-    let sign = (x.to_bits() >> 24) as u8 & 0x80;
-    let magnitude = x.abs();
-    let code = if magnitude.is_nan() {
-        0x7f
-    } else if magnitude < 1.0 / 64.0 {
-        // Steps of 1/512, as 2^14 has them: the addition rounds.
-        ((magnitude + 16384.0).to_bits() - 16384.0f32.to_bits()) as u8
-    } else {
-        let bits = magnitude.min(MAX).to_bits();
-        let rounded = bits + 0x7_ffff + (bits >> 20 & 1);
-        ((rounded >> 20) - (120 << 3)) as u8
-    };
-    sign | code
+    let sign = (x.to_bits() >> 24) & 0x80;
+    let magnitude = f32::from_bits(x.to_bits() & 0x7fff_ffff);
+    // Steps of 1/512, as 2^14 has them: the addition rounds.
+    let denormal = (magnitude + 16384.0).to_bits().wrapping_sub(16384.0f32.to_bits());
+    let bits = if magnitude < MAX { magnitude } else { MAX }.to_bits();
+    let normal = ((bits + 0x7_ffff + (bits >> 20 & 1)) >> 20).wrapping_sub(120 << 3);
+    let code = if magnitude < 1.0 / 64.0 { denormal } else { normal };
+    let code = if magnitude.is_nan() { 0x7f } else { code };
+    (sign | code) as u8
 }
 
 #[cfg(test)]

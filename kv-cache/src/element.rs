@@ -6,12 +6,7 @@
 //!
 //! It does not know where vectors lie (that is [`KvLayout`](crate::KvLayout)).
 
-use half::{bf16, f16};
-
-use crate::{KvDtype, e4m3};
-
-/// The largest whole number that is used: the type is symmetric.
-const INT8_MAX: f32 = 127.0;
+use crate::{KvDtype, rounding::Isa};
 
 impl KvDtype {
     /// Rounds `vector`, each number to the nearest, of two the even one, and writes it as `elements` and, where the
@@ -21,21 +16,7 @@ impl KvDtype {
     /// When a length does not fit: [`size_bytes`](Self::size_bytes) for each element,
     /// [`scale_bytes`](Self::scale_bytes).
     pub fn store_vector(self, vector: &[f32], elements: &mut [u8], scale: &mut [u8]) {
-        self.check_lengths(vector.len(), elements.len(), scale.len());
-        match self {
-            KvDtype::F32 => store(elements, vector, f32::to_ne_bytes),
-            KvDtype::F16 => store(elements, vector, |x| f16::from_f32(x).to_ne_bytes()),
-            KvDtype::Bf16 => store(elements, vector, |x| bf16::from_f32(x).to_ne_bytes()),
-            KvDtype::Fp8 => {
-                let inverse = store_scale(scale, vector, e4m3::MAX);
-                store(elements, vector, |x| [e4m3::from_f32(x * inverse)]);
-            }
-            KvDtype::Int8 => {
-                let inverse = store_scale(scale, vector, INT8_MAX);
-                let code = |x: f32| (x * inverse).round_ties_even().clamp(-INT8_MAX, INT8_MAX) as i8;
-                store(elements, vector, |x| code(x).to_ne_bytes());
-            }
-        }
+        self.store_vectors(vector, vector.len(), elements, scale);
     }
 
     /// The inverse of [`store_vector`](Self::store_vector), but for what rounding took.
@@ -43,66 +24,36 @@ impl KvDtype {
     /// # Panics
     /// As there.
     pub fn load_vector(self, elements: &[u8], scale: &[u8], vector: &mut [f32]) {
-        self.check_lengths(vector.len(), elements.len(), scale.len());
-        match self {
-            KvDtype::F32 => load(vector, elements, f32::from_ne_bytes),
-            KvDtype::F16 => load(vector, elements, |bytes| f16::from_ne_bytes(bytes).to_f32()),
-            KvDtype::Bf16 => load(vector, elements, |bytes| bf16::from_ne_bytes(bytes).to_f32()),
-            KvDtype::Fp8 => {
-                let scale = load_scale(scale);
-                load(vector, elements, |[code]| e4m3::to_f32(code) * scale);
-            }
-            KvDtype::Int8 => {
-                let scale = load_scale(scale);
-                load(vector, elements, |code| f32::from(i8::from_ne_bytes(code)) * scale);
-            }
-        }
+        self.load_vectors(elements, scale, vector.len(), vector);
     }
 
-    fn check_lengths(self, head_dim: usize, elements: usize, scale: usize) {
-        let expected = (head_dim * self.size_bytes(), self.scale_bytes());
-        assert_eq!(
-            (elements, scale),
-            expected,
-            "bytes of {head_dim} elements of {}, and of their scale",
+    /// [`store_vector`](Self::store_vector) of several vectors of `head_dim` numbers, which lie behind each other as
+    /// their elements and scales do.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn store_vectors(self, vectors: &[f32], head_dim: usize, elements: &mut [u8], scales: &mut [u8]) {
+        self.check_lengths(vectors.len(), head_dim, elements.len(), scales.len());
+        Isa::detect().store(self, vectors, head_dim, elements, scales);
+    }
+
+    /// The inverse of [`store_vectors`](Self::store_vectors), but for what rounding took.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn load_vectors(self, elements: &[u8], scales: &[u8], head_dim: usize, vectors: &mut [f32]) {
+        self.check_lengths(vectors.len(), head_dim, elements.len(), scales.len());
+        Isa::detect().load(self, elements, scales, head_dim, vectors);
+    }
+
+    fn check_lengths(self, len: usize, head_dim: usize, elements: usize, scales: usize) {
+        let expected = (len * self.size_bytes(), len / head_dim.max(1) * self.scale_bytes());
+        assert!(
+            (elements, scales) == expected && len.is_multiple_of(head_dim.max(1)),
+            "{elements} and {scales} bytes for {len} elements of {}, and scales of {head_dim} each",
             self.name()
         );
     }
-}
-
-fn store<const N: usize>(elements: &mut [u8], vector: &[f32], round: impl Fn(f32) -> [u8; N]) {
-    for (to, &x) in elements.as_chunks_mut().0.iter_mut().zip(vector) {
-        *to = round(x);
-    }
-}
-
-fn load<const N: usize>(vector: &mut [f32], elements: &[u8], widen: impl Fn([u8; N]) -> f32) {
-    for (to, &bytes) in vector.iter_mut().zip(elements.as_chunks().0) {
-        *to = widen(bytes);
-    }
-}
-
-/// Writes the scale, and says what to multiply with before rounding.
-fn store_scale(scale: &mut [u8], vector: &[f32], largest_code: f32) -> f32 {
-    let rounded = scale_of(vector, largest_code);
-    scale.copy_from_slice(&bf16::from_f32(rounded).to_ne_bytes());
-    1.0 / rounded
-}
-
-fn load_scale(scale: &[u8]) -> f32 {
-    bf16::from_ne_bytes([scale[0], scale[1]]).to_f32()
-}
-
-/// The smallest bf16 by which `vector` can be divided to lie within `largest_code`; NaN when a number is not finite,
-/// so that all of the vector reads back as NaN, whatever its codes are.
-fn scale_of(vector: &[f32], largest_code: f32) -> f32 {
-    if vector.iter().any(|x| !x.is_finite()) {
-        return f32::NAN;
-    }
-    let largest = vector.iter().fold(0.0f32, |max, x| max.max(x.abs()));
-    // Small enough scales have no inverse; then all codes are zero.
-    let scale = (largest / largest_code).max(f32::MIN_POSITIVE);
-    f32::from_bits((scale.to_bits() + 0xffff) & 0xffff_0000)
 }
 
 #[cfg(test)]
@@ -154,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "bytes of 3 elements of int8")]
+    #[should_panic(expected = "3 and 0 bytes for 3 elements of int8")]
     fn a_scale_without_a_place_is_noticed() {
         KvDtype::Int8.store_vector(&[1.0; 3], &mut [0; 3], &mut []);
     }

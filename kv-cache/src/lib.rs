@@ -14,6 +14,7 @@ mod layout;
 pub mod mapping;
 #[cfg(test)]
 mod mapping_grid;
+mod rounding;
 mod shard;
 mod storage;
 

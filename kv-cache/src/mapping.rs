@@ -26,6 +26,9 @@ use std::ops::Range;
 
 use crate::{KvLayout, KvShard, ShardError};
 
+/// Numbers that are widened at a time: 8 KiB.
+const VECTOR_FLOATS: usize = 2048;
+
 /// What moves from one rank to another, of any sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvMapping {
@@ -94,10 +97,10 @@ enum Part {
 }
 
 impl Heads {
-    /// Bytes of the elements and of the scale of a token of a run.
-    fn vector(&self, token: usize, elements: usize, scales: usize) -> (Range<usize>, Range<usize>) {
+    /// Bytes of the elements and of the scales of some tokens of a run.
+    fn vectors(&self, tokens: Range<usize>, elements: usize, scales: usize) -> (Range<usize>, Range<usize>) {
         let KvLayout { head_dim, dtype, .. } = self.layout;
-        let nth = |first: usize, len: usize| first + token * len..first + (token + 1) * len;
+        let nth = |first: usize, len: usize| first + tokens.start * len..first + tokens.end * len;
         (nth(elements, head_dim * dtype.size_bytes()), nth(scales, dtype.scale_bytes()))
     }
 
@@ -155,24 +158,29 @@ impl KvMapping {
         tokens.start..filled.filter(|_| self.keeps_heads()).unwrap_or(tokens.end)
     }
 
-    /// Moves a run from the source's piece to the destination's. `vector` is memory for one, kept between calls.
+    /// Moves a run from the source's piece to the destination's. `vectors` is memory for some, kept between calls.
     ///
     /// # Panics
     /// When a piece is shorter than its layout says.
-    pub fn apply(&self, run: &Run, source: &[u8], destination: &mut [u8], vector: &mut Vec<f32>) {
+    pub fn apply(&self, run: &Run, source: &[u8], destination: &mut [u8], vectors: &mut Vec<f32>) {
         let (from, to) = (run.source.offset, run.destination.offset);
         match run.extent {
             Extent::Bytes(len) => destination[to..][..len].copy_from_slice(&source[from..][..len]),
             Extent::Vectors { num_tokens, source_scales, destination_scales } => {
-                vector.resize(self.source.layout.head_dim, 0.0);
-                for token in 0..num_tokens {
-                    let (elements, scale) = self.source.vector(token, from, source_scales);
-                    self.source.layout.dtype.load_vector(&source[elements], &source[scale], vector);
-                    let (elements, scale) = self.destination.vector(token, to, destination_scales);
+                // As many at a time as stay in the nearest cache.
+                let most = (VECTOR_FLOATS / self.source.layout.head_dim).max(1);
+                for first in (0..num_tokens).step_by(most) {
+                    let tokens = first..num_tokens.min(first + most);
+                    let head_dim = self.source.layout.head_dim;
+                    vectors.resize(tokens.len() * head_dim, 0.0);
+                    let (elements, scales) = self.source.vectors(tokens.clone(), from, source_scales);
+                    let dtype = self.source.layout.dtype;
+                    dtype.load_vectors(&source[elements], &source[scales], head_dim, vectors);
+                    let (elements, scales) = self.destination.vectors(tokens, to, destination_scales);
                     // Scales lie behind the elements of their head.
-                    let (front, back) = destination.split_at_mut(scale.start);
-                    let (elements, scale) = (&mut front[elements], &mut back[..scale.len()]);
-                    self.destination.layout.dtype.store_vector(vector, elements, scale);
+                    let (front, back) = destination.split_at_mut(scales.start);
+                    let (elements, scales) = (&mut front[elements], &mut back[..scales.len()]);
+                    self.destination.layout.dtype.store_vectors(vectors, head_dim, elements, scales);
                 }
             }
         }

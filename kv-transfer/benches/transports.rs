@@ -166,7 +166,7 @@ fn push(route: &Route, first: usize) {
         .map(|(block, layer_idx)| PieceWrite {
             layer_idx: layer_idx as u32,
             block_idx: (block.idx() - first) as u32,
-            src: block,
+            src: block.into(),
             dst: block,
         })
         .collect();

@@ -7,7 +7,7 @@ use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
 
 use crate::{
     KvFault, Piece, PieceWrite, PushError, Receiver, ReceiverConfig, RouteError, Sender, SenderConfig,
-    TransportKind, TransportOffer, checksum,
+    Source, TransportKind, TransportOffer, checksum,
     testing::{
         Fabric, Guards, LAYOUT, blocks, bytes, bytes_of, eventually, fill, pattern, soon, storage, writes,
     },
@@ -181,13 +181,16 @@ async fn pieces_outside_of_the_pools_are_refused(kind: TransportKind) {
     let dst = blocks([1]);
     let granted = fabric.receiver.grant(dst, ());
     let route = fabric.route(&granted).await.unwrap();
-    let sound = PieceWrite { layer_idx: 0, block_idx: 0, src: BlockId(1), dst: BlockId(1) };
+    let sound = PieceWrite { layer_idx: 0, block_idx: 0, src: BlockId(1).into(), dst: BlockId(1) };
     for piece in [
-        PieceWrite { src: BlockId(64), ..sound },
-        PieceWrite { layer_idx: 3, ..sound },
+        PieceWrite { src: BlockId(64).into(), ..sound.clone() },
+        PieceWrite { layer_idx: 3, ..sound.clone() },
+        // Sources of this side's size are whole blocks, and others are not there to be converted.
+        PieceWrite { src: Source::Tokens { tokens: 0..4, blocks: [BlockId(1)].into() }, ..sound.clone() },
+        PieceWrite { src: Source::Tokens { tokens: 0..0, blocks: [].into() }, ..sound.clone() },
         // Sockets refuse the position in the grant, shared memory the block.
-        PieceWrite { block_idx: 1, dst: BlockId(64), ..sound },
-        PieceWrite { block_idx: u32::MAX, dst: BlockId(u32::MAX), ..sound },
+        PieceWrite { block_idx: 1, dst: BlockId(64), ..sound.clone() },
+        PieceWrite { block_idx: u32::MAX, dst: BlockId(u32::MAX), ..sound.clone() },
     ] {
         let error = soon(route.push(vec![piece])).await.unwrap_err();
         assert!(matches!(error, PushError::Refused(_)), "{error}");

@@ -137,6 +137,9 @@ pub enum RouteError {
     /// Whoever answers is not the pool that granted: it has restarted.
     #[error("the peer at {0} is another incarnation")]
     OtherIncarnation(String),
+    /// The peer's blocks cannot hold what this side has.
+    #[error("kv cannot go to the peer's blocks: {0}")]
+    OtherKv(String),
     /// The sender is shutting down.
     #[error("the sender is shut down")]
     Closed,

@@ -22,13 +22,15 @@ mod tcp;
 #[cfg(test)]
 mod conformance;
 #[cfg(test)]
+mod conformance_sides;
+#[cfg(test)]
 mod testing;
 
 pub use checksum::checksum;
 pub use counters::{Counters, TransportCounters, TransportCounts};
 pub use error::{HandoffError, KvFault, PushError, RouteError, Side};
 pub use message::{
-    Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, Piece, PieceWrite, PrefillMessage,
+    Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, Piece, PieceWrite, PrefillMessage, Source,
     TransportKind, TransportOffer, Written,
 };
 pub use receiver::{Fenced, Granted, Receiver, ReceiverConfig, ReceiverLoad};

@@ -4,7 +4,7 @@
 //! tokens, its sampling) is not here: the handoff needs only its size. `T` is the first token, of
 //! whatever type the engine has.
 
-use std::{fmt, path::PathBuf, time::Duration};
+use std::{fmt, ops::Range, path::PathBuf, sync::Arc, time::Duration};
 
 use baton_kv_cache::BlockId;
 
@@ -72,10 +72,22 @@ pub struct Begin {
     pub decode_worker_id: String,
     /// Which life of it.
     pub decode_incarnation: u64,
-    /// Blocks of the whole sequence, the last one perhaps in part.
-    pub num_blocks: usize,
+    /// Tokens of the whole sequence.
+    pub num_tokens: usize,
+    /// Tokens in a block of the decode worker.
+    pub block_size: usize,
     /// Both sides give up, and free, this long after `Begin`.
     pub deadline: Duration,
+}
+
+impl Begin {
+    /// The decode worker's blocks of the whole sequence, the last one perhaps in part.
+    ///
+    /// # Panics
+    /// When a block has no tokens.
+    pub fn num_blocks(&self) -> usize {
+        self.num_tokens.div_ceil(self.block_size)
+    }
 }
 
 /// Blocks to write into.
@@ -117,17 +129,47 @@ pub struct Piece {
     pub checksum: u64,
 }
 
-/// One layer of one block, to be written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// One layer of one of the decode worker's blocks, to be written.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PieceWrite {
     /// Decoder layer.
     pub layer_idx: u32,
     /// Counted in the grant's `block_ids`.
     pub block_idx: u32,
-    /// The prefill worker's block.
-    pub src: BlockId,
+    /// Where its KV is.
+    pub src: Source,
     /// The decode worker's block: `block_ids[block_idx]`.
     pub dst: BlockId,
+}
+
+/// Where the prefill worker has the KV of one of the decode worker's blocks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// In this block of as many tokens, full or not.
+    Block(BlockId),
+    /// In blocks of another size.
+    Tokens {
+        /// Positions in the sequence.
+        tokens: Range<usize>,
+        /// The blocks in which they lie, in the order of the sequence.
+        blocks: Arc<[BlockId]>,
+    },
+}
+
+impl From<BlockId> for Source {
+    fn from(block: BlockId) -> Source {
+        Source::Block(block)
+    }
+}
+
+impl Source {
+    /// Its blocks.
+    pub fn blocks(&self) -> &[BlockId] {
+        match self {
+            Source::Block(block) => std::slice::from_ref(block),
+            Source::Tokens { blocks, .. } => blocks,
+        }
+    }
 }
 
 /// Why a side ends a handoff; what the peer may do about it follows from the kind.

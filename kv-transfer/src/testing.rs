@@ -33,19 +33,25 @@ pub(crate) struct Fabric {
 
 impl Fabric {
     pub(crate) fn new(transports: &[TransportKind]) -> Fabric {
+        let fabric = Fabric::between(transports, LAYOUT, LAYOUT);
+        for block_idx in 0..NUM_BLOCKS as u32 {
+            for layer_idx in 0..LAYOUT.num_layers {
+                fill(&fabric.source, BlockId(block_idx), layer_idx, pattern(block_idx, layer_idx));
+            }
+        }
+        fabric
+    }
+
+    /// From blocks of one layout to blocks of another.
+    pub(crate) fn between(transports: &[TransportKind], from: KvLayout, to: KvLayout) -> Fabric {
         let dir = private_dir();
         let config = ReceiverConfig {
             tcp_listen: transports.contains(&TransportKind::Tcp).then(|| ([127, 0, 0, 1], 0).into()),
             shm_dir: transports.contains(&TransportKind::Shm).then(|| dir.path().join("d")),
             ..ReceiverConfig::default()
         };
-        let source = storage();
-        for block_idx in 0..NUM_BLOCKS as u32 {
-            for layer_idx in 0..LAYOUT.num_layers {
-                fill(&source, BlockId(block_idx), layer_idx, pattern(block_idx, layer_idx));
-            }
-        }
-        let target = storage();
+        let [source, target] =
+            [from, to].map(|layout| Arc::new(BlockStorage::new(layout, NUM_BLOCKS).unwrap()));
         let receiver = Receiver::start(Arc::clone(&target), config.clone()).unwrap();
         let sender = Sender::start(Arc::clone(&source), SenderConfig::default()).unwrap();
         Fabric { receiver, sender, source, target, config, dir }
@@ -64,7 +70,7 @@ impl Fabric {
     pub(crate) fn holds(&self, writes: &[PieceWrite]) -> bool {
         writes.iter().all(|write| {
             let layer_idx = write.layer_idx as usize;
-            bytes(&self.source, write.src, layer_idx) == bytes(&self.target, write.dst, layer_idx)
+            bytes(&self.source, write.src.blocks()[0], layer_idx) == bytes(&self.target, write.dst, layer_idx)
         })
     }
 }
@@ -97,7 +103,7 @@ pub(crate) fn writes(dst: &[BlockId]) -> Vec<PieceWrite> {
     let piece = |layer_idx: usize, block_idx: usize| PieceWrite {
         layer_idx: layer_idx as u32,
         block_idx: block_idx as u32,
-        src: dst[block_idx],
+        src: dst[block_idx].into(),
         dst: dst[block_idx],
     };
     (0..LAYOUT.num_layers)

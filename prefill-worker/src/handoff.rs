@@ -4,7 +4,7 @@
 use std::{collections::VecDeque, sync::Arc, time::Instant};
 
 use baton_engine::{HeldBlocks, PrefillEvent, PrefillEvents, Request};
-use baton_kv_cache::KvFormat;
+use baton_kv_cache::{KvFormat, KvLayout, KvShard};
 use baton_kv_transfer::{
     DecodeMessage, Failed, FailureKind, HandoffError, PushError, Pushed, Route, RouteError, Sender,
     TransportKind,
@@ -39,6 +39,8 @@ pub struct Handoff {
     /// What `Begin` asked for, until it is computed.
     request: Option<(Request, KvFormat)>,
     events: Option<PrefillEvents>,
+    /// How the decode worker arranges its blocks.
+    destination: Option<KvShard>,
     /// Shared with the route: whichever is dropped last returns the blocks.
     held: Option<Arc<HeldBlocks>>,
     cached_tokens: usize,
@@ -64,15 +66,16 @@ impl Handoff {
         let started = Instant::now();
         let total = worker.config().handoff_deadline;
         let limits = Limits { total, stall: total.min(Limits::default().stall), ..Limits::default() };
-        let num_layers = worker.engine().storage().layout().num_layers;
+        let KvLayout { block_size, num_layers, .. } = *worker.engine().storage().layout();
         Handoff {
-            machine: PrefillHandoff::new(worker.incarnation(), num_layers, limits, started),
+            machine: PrefillHandoff::new(worker.incarnation(), block_size, num_layers, limits, started),
             worker,
             sender,
             started,
             stream,
             request: None,
             events: None,
+            destination: None,
             held: None,
             cached_tokens: 0,
             routing: None,
@@ -154,9 +157,8 @@ impl Handoff {
         let Some(proto::decode_message::Message::Begin(begin)) = &message.message else {
             return decode_message_from_proto(message);
         };
-        let layout = self.worker.engine().storage().layout();
         let request = request_from_begin(begin)?;
-        let (begin, kv_format) = begin_from_proto(begin, layout)?;
+        let (begin, kv_format) = begin_from_proto(begin)?;
         tracing::Span::current().record("request_id", &begin.request_id);
         // A second one is the state machine's to refuse; it must not replace the first.
         self.request.get_or_insert((request, kv_format));
@@ -193,7 +195,11 @@ impl Handoff {
             Action::Compute => return self.compute().err().map(Input::Fail),
             Action::Route { generation, offers } => {
                 let (sender, held) = (self.sender.clone(), self.held.clone());
-                self.routing = Some(Box::pin(async move { sender.route(generation, &offers, held).await }));
+                let destination = self.destination.expect("known before anything is computed");
+                self.routing =
+                    Some(Box::pin(
+                        async move { sender.route_to(&destination, generation, &offers, held).await },
+                    ));
             }
             Action::Push(pieces) => {
                 let route = self.route.as_ref().expect("the state machine pushes once it is routed");
@@ -227,6 +233,14 @@ impl Handoff {
             let message = format!("the workers' KV formats differ: {difference}");
             return Err(Failed::new(FailureKind::KvRejected, message));
         }
+        // One rank on either side, as the formats agree on that.
+        let destination = KvShard::of_format(&kv_format, 0);
+        self.destination = Some(destination.map_err(|error| {
+            Failed::new(
+                FailureKind::KvRejected,
+                format!("no blocks can be like the decode worker's: {error}"),
+            )
+        })?);
         self.worker.metrics().request_taken("handoff", request.num_known_tokens());
         let (events, held) = self.worker.engine().prefill(request).map_err(|error| submit_failure(&error))?;
         self.events = Some(events);

@@ -151,13 +151,6 @@ impl Workers {
         self.lock().has_usable(Role::Decode)
     }
 
-    /// The record of some decode worker: all of one model have the same KV format.
-    pub(crate) fn any_decode(&self) -> Option<Arc<WorkerRecord>> {
-        let state = self.lock();
-        let mut decode = state.workers.values().filter(|worker| worker.record.role == Role::Decode);
-        decode.next().map(|worker| worker.record.clone())
-    }
-
     /// The longest context that a decode worker serves.
     pub(crate) fn context_length(&self) -> Option<usize> {
         let state = self.lock();

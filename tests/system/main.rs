@@ -8,4 +8,5 @@ mod gguf;
 mod harness;
 mod prompts;
 mod serving;
+mod sides;
 mod up;

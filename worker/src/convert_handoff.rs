@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_engine::{Request, SampledToken};
-use baton_kv_cache::{BlockId, KvFormat, KvLayout};
+use baton_kv_cache::{BlockId, KvFormat};
 use baton_kv_transfer::{
     Begin, DecodeMessage, Generation, Grant, Piece, PrefillMessage, TransportKind, TransportOffer, Written,
 };
@@ -73,14 +73,17 @@ fn begin_to_proto(begin: Begin, payload: Payload<'_>) -> proto::Begin {
 ///
 /// # Errors
 /// When the message is not one.
-pub fn begin_from_proto(message: &proto::Begin, layout: &KvLayout) -> Result<(Begin, KvFormat), WireError> {
+pub fn begin_from_proto(message: &proto::Begin) -> Result<(Begin, KvFormat), WireError> {
     let format = message.kv_format.clone().ok_or(WireError::Missing("kv_format"))?;
     let dtype = format.dtype.clone();
     let format = kv_format_from_proto(format).map_err(|_| WireError::Invalid {
         field: "kv_format.dtype",
         value: dtype,
-        expected: "f32, f16 or bf16",
+        expected: "f32, f16, bf16, fp8 or int8",
     })?;
+    if format.block_size == 0 {
+        return Err(WireError::Missing("kv_format.block_size"));
+    }
     if message.deadline_ms == 0 {
         return Err(WireError::Missing("deadline_ms"));
     }
@@ -90,7 +93,8 @@ pub fn begin_from_proto(message: &proto::Begin, layout: &KvLayout) -> Result<(Be
         prefill_incarnation: message.prefill_incarnation,
         decode_worker_id: message.decode_worker_id.clone(),
         decode_incarnation: message.decode_incarnation,
-        num_blocks: layout.num_blocks_for(message.token_ids.len()),
+        num_tokens: message.token_ids.len(),
+        block_size: format.block_size,
         deadline: Duration::from_millis(message.deadline_ms),
     };
     Ok((begin, format))
@@ -218,7 +222,7 @@ fn offer_from_proto(offer: proto::TransportOffer) -> Option<TransportOffer> {
 
 #[cfg(test)]
 mod tests {
-    use baton_kv_cache::KvDtype;
+    use baton_kv_cache::{KvDtype, KvLayout};
     use baton_kv_transfer::{Failed, FailureKind};
 
     use super::*;
@@ -238,12 +242,16 @@ mod tests {
             prefill_incarnation: 7,
             decode_worker_id: "d".into(),
             decode_incarnation: 8,
-            num_blocks: 3,
+            num_tokens: 10,
+            block_size: 4,
             deadline: Duration::from_millis(1500),
         };
         let wire = decode_message_to_proto(DecodeMessage::Begin(begin.clone()), payload);
         let Some(decode_message::Message::Begin(wire)) = wire.message else { panic!("{wire:?}") };
-        assert_eq!(begin_from_proto(&wire, &layout()), Ok((begin, kv_format.clone())));
+        assert_eq!(begin_from_proto(&wire), Ok((begin, kv_format.clone())));
+        let kv_format_of_nothing = KvFormat { block_size: 0, ..kv_format.clone() };
+        let wire = proto::Begin { kv_format: Some(kv_format_to_proto(&kv_format_of_nothing)), ..wire };
+        assert_eq!(begin_from_proto(&wire), Err(WireError::Missing("kv_format.block_size")));
 
         let messages = [
             DecodeMessage::Grant(Grant {

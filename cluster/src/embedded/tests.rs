@@ -107,7 +107,7 @@ async fn a_different_kv_format_is_refused_in_words_and_let_in_when_the_other_has
     let state = until_state(&second, |state| matches!(state, RegistrationState::Refused(_))).await;
     let RegistrationState::Refused(reason) = state else { unreachable!("just matched") };
     assert!(reason.contains("worker d0 cannot exchange KV with p0"), "{reason}");
-    assert!(reason.contains("block size 16 against 32"), "{reason}");
+    assert!(reason.contains(r#"rope "theta=10000" against "theta=500000""#), "{reason}");
     assert!(router.members().borrow().get(&"d0".into()).is_none());
 
     first.withdraw().await;

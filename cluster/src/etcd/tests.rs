@@ -248,7 +248,7 @@ async fn a_different_kv_format_is_refused_in_words() {
     let second = register(&etcd.config(), other_format(record("d0", Role::Decode))).unwrap();
     let state = until_state(&second, |state| matches!(state, RegistrationState::Refused(_))).await;
     let RegistrationState::Refused(reason) = state else { unreachable!("just matched") };
-    assert!(reason.contains("block size 16 against 32"), "{reason}");
+    assert!(reason.contains(r#"rope "theta=10000" against "theta=500000""#), "{reason}");
     let taken =
         WorkerRecord { incarnation: 2, address: "http://127.0.0.1:10".into(), ..record("p0", Role::Prefill) };
     let third = register(&etcd.config(), taken).unwrap();

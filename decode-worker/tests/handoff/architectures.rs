@@ -5,12 +5,11 @@ use std::{collections::HashMap, path::Path};
 
 use baton_kv_cache::{KvDtype, KvLayout};
 use baton_kv_transfer::TransportKind;
-use baton_proto::worker::failed::Kind;
 use baton_worker::DrafterConfig;
 
 use crate::harness::{decode, generate, prefill, request};
 
-const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures");
+pub(crate) const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures");
 
 #[tokio::test(flavor = "multi_thread")]
 async fn remote_tokens_are_those_of_transformers_for_every_architecture() {
@@ -81,22 +80,8 @@ async fn every_type_of_kv_is_handed_over_as_it_is() {
     }
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn workers_with_other_types_of_kv_refuse_each_other() {
-    let dir = Path::new(FIXTURES).join("llama");
-    let prompt = &token_ids(&dir.join("expected.safetensors"))["prompt"];
-    let p = prefill().model(dir.clone()).kv_dtype(KvDtype::Fp8).start().await;
-    let d = decode().model(dir).kv_dtype(KvDtype::Int8).start().await;
-    let answer = generate(&d.client().await, request(prompt, 8, Some(p.peer()))).await.unwrap();
-    let (kind, message) = answer.failed();
-    assert_eq!(kind, Kind::KvRejected);
-    assert!(message.contains(r#"kv dtype "fp8" against "int8""#), "{message}");
-    p.assert_all_free().await;
-    d.assert_all_free().await;
-}
-
 /// The i32 tensors of a safetensors file: a length, a header of JSON, the data.
-fn token_ids(path: &Path) -> HashMap<String, Vec<u32>> {
+pub(crate) fn token_ids(path: &Path) -> HashMap<String, Vec<u32>> {
     let file = std::fs::read(path).unwrap();
     let (length, rest) = file.split_at(8);
     let (header, data) = rest.split_at(u64::from_le_bytes(length.try_into().unwrap()) as usize);

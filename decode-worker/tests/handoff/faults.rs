@@ -84,12 +84,12 @@ async fn another_incarnation_of_the_prefill_worker_refuses() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_prefill_worker_of_another_kv_format_refuses() {
-    let (p, d) = (prefill().block_size(8).start().await, decode().start().await);
+    let (p, d) = (prefill().rope("theta=1").start().await, decode().start().await);
     let client = d.client().await;
     let answer = generate(&client, request(&prompt(1, 80), 8, Some(p.peer()))).await.unwrap();
     let (kind, message) = answer.failed();
     assert_eq!(kind, Kind::KvRejected);
-    assert!(message.contains("block size 8 against 4"), "{message}");
+    assert!(message.contains(r#"rope "theta=1" against "none""#), "{message}");
     p.assert_all_free().await;
     d.assert_all_free().await;
 }

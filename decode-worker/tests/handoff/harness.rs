@@ -47,6 +47,7 @@ pub(crate) struct Builder {
     drafter: Option<Drafter>,
     /// The fake model, or the one in the configured directory.
     is_fake: bool,
+    rope: String,
     dir: tempfile::TempDir,
 }
 
@@ -70,7 +71,15 @@ impl Builder {
         // Prompts come in several chunks.
         config.token_budget = 24;
         config.shm_dir = Some(dir.path().join("shm"));
-        Builder { config, model: FakeModel::new(BLOCK_SIZE), hook: None, drafter: None, is_fake: true, dir }
+        Builder {
+            config,
+            model: FakeModel::new(BLOCK_SIZE),
+            hook: None,
+            drafter: None,
+            is_fake: true,
+            rope: "none".into(),
+            dir,
+        }
     }
 
     pub(crate) fn with(mut self, change: impl FnOnce(&mut WorkerConfig)) -> Builder {
@@ -84,6 +93,11 @@ impl Builder {
 
     pub(crate) fn block_size(mut self, block_size: usize) -> Builder {
         self.model = FakeModel::new(block_size);
+        self.with(|config| config.block_size = block_size)
+    }
+
+    pub(crate) fn rope(mut self, rope: &str) -> Builder {
+        self.rope = rope.into();
         self
     }
 
@@ -113,7 +127,7 @@ impl Builder {
     }
 
     pub(crate) async fn start(self) -> TestWorker {
-        let Builder { config, model, hook, drafter, is_fake, dir } = self;
+        let Builder { config, model, hook, drafter, is_fake, rope, dir } = self;
         let executor = match hook {
             Some(hook) => model.executor_with_hook(hook),
             None => model.executor(),
@@ -123,7 +137,7 @@ impl Builder {
             drafter,
             name: "fake".into(),
             revision: "r1".into(),
-            rope: "none".into(),
+            rope,
             context_length: CONTEXT_LENGTH,
         };
         let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -9,4 +9,5 @@ mod gate;
 mod harness;
 mod leaving;
 mod serving;
+mod sides;
 mod speculation;

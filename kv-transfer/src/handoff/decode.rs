@@ -131,7 +131,7 @@ impl DecodeHandoff {
     ) -> (DecodeHandoff, Vec<Action<T>>) {
         let handoff = DecodeHandoff {
             state: State::Queued,
-            num_blocks: begin.num_blocks,
+            num_blocks: begin.num_blocks(),
             num_layers,
             limits,
             total: now + begin.deadline,

@@ -26,7 +26,8 @@ fn check(script: &str) {
         prefill_incarnation: 7,
         decode_worker_id: "d".into(),
         decode_incarnation: 8,
-        num_blocks: 3,
+        num_tokens: 11,
+        block_size: 4,
         deadline: LIMITS.total,
     };
     let (mut handoff, actions) = DecodeHandoff::begin::<u32>(begin, 2, LIMITS, now);

@@ -56,10 +56,27 @@ enum Blocks {
     Committed,
 }
 
+/// A sequence, and the blocks of both sides.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    num_tokens: usize,
+    prefill_block_size: usize,
+    decode_block_size: usize,
+}
+
+impl Sizes {
+    /// Blocks of one token on both sides.
+    fn blocks(num_blocks: usize) -> Sizes {
+        Sizes { num_tokens: num_blocks, prefill_block_size: 1, decode_block_size: 1 }
+    }
+}
+
 struct World {
     now: Instant,
+    sizes: Sizes,
     decode: decode::DecodeHandoff,
     prefill: prefill::PrefillHandoff,
+    /// The decode worker's.
     num_blocks: usize,
     num_cached_blocks: usize,
     // The stream.
@@ -92,7 +109,8 @@ struct World {
 }
 
 impl World {
-    fn new(num_blocks: usize, num_cached_blocks: usize, incarnation: u64) -> World {
+    fn new(sizes: Sizes, num_cached_blocks: usize, incarnation: u64) -> World {
+        let Sizes { num_tokens, prefill_block_size, decode_block_size: block_size } = sizes;
         let now = Instant::now();
         let begin = Begin {
             request_id: "r".into(),
@@ -100,14 +118,17 @@ impl World {
             prefill_incarnation: 7,
             decode_worker_id: "d".into(),
             decode_incarnation: 8,
-            num_blocks,
+            num_tokens,
+            block_size,
             deadline: LIMITS.total,
         };
+        let num_blocks = begin.num_blocks();
         let (decode, actions) = decode::DecodeHandoff::begin(begin, LAYERS, LIMITS, now);
         let mut world = World {
             now,
+            sizes,
             decode,
-            prefill: prefill::PrefillHandoff::new(incarnation, LAYERS, LIMITS, now),
+            prefill: prefill::PrefillHandoff::new(incarnation, prefill_block_size, LAYERS, LIMITS, now),
             num_blocks,
             num_cached_blocks: num_cached_blocks.min(num_blocks),
             to_prefill: VecDeque::new(),
@@ -384,7 +405,8 @@ impl World {
     fn compute(&mut self) {
         self.engine.push_back(prefill::Input::Started);
         // One chunk of the cached prefix, all layers at once; then layer by layer.
-        let num_prefix_blocks = self.num_blocks / 2;
+        let num_blocks = self.sizes.num_tokens.div_ceil(self.sizes.prefill_block_size);
+        let num_prefix_blocks = num_blocks / 2;
         let blocks = |range: std::ops::Range<usize>| range.map(|n| BlockId(n as u32)).collect::<Vec<_>>();
         self.engine.push_back(prefill::Input::Ready {
             layers: 0..LAYERS,
@@ -395,7 +417,7 @@ impl World {
             self.engine.push_back(prefill::Input::Ready {
                 layers: layer_idx..layer_idx + 1,
                 first_block_idx: num_prefix_blocks,
-                blocks: blocks(num_prefix_blocks..self.num_blocks),
+                blocks: blocks(num_prefix_blocks..num_blocks),
             });
         }
         self.engine.push_back(prefill::Input::FirstToken(5));
@@ -442,8 +464,8 @@ impl World {
     }
 }
 
-fn play(num_blocks: usize, num_cached_blocks: usize, incarnation: u64, choices: &[(u16, u16)]) -> World {
-    let mut world = World::new(num_blocks, num_cached_blocks, incarnation);
+fn play(sizes: Sizes, num_cached_blocks: usize, incarnation: u64, choices: &[(u16, u16)]) -> World {
+    let mut world = World::new(sizes, num_cached_blocks, incarnation);
     for &(choice, nth) in choices {
         // One choice in 16 may be a fault.
         let events = world.enabled(choice % 16 == 0);
@@ -460,7 +482,7 @@ fn play(num_blocks: usize, num_cached_blocks: usize, incarnation: u64, choices: 
 fn without_faults_both_sides_end_well() {
     for num_blocks in 1..6 {
         for num_cached_blocks in 0..=num_blocks {
-            let world = play(num_blocks, num_cached_blocks, 7, &[]);
+            let world = play(Sizes::blocks(num_blocks), num_cached_blocks, 7, &[]);
             assert_eq!(world.decode_outcomes, [true], "{num_blocks} blocks, {num_cached_blocks} cached");
             assert_eq!(world.prefill_outcomes, [true]);
         }
@@ -468,8 +490,22 @@ fn without_faults_both_sides_end_well() {
 }
 
 #[test]
+fn without_faults_sides_with_other_blocks_end_well() {
+    for num_tokens in [1, 5, 8, 11] {
+        for (prefill_block_size, decode_block_size) in [(1, 4), (4, 1), (2, 3), (3, 2), (16, 2)] {
+            let sizes = Sizes { num_tokens, prefill_block_size, decode_block_size };
+            for num_cached_blocks in 0..=num_tokens.div_ceil(decode_block_size) {
+                let world = play(sizes, num_cached_blocks, 7, &[]);
+                assert_eq!(world.decode_outcomes, [true], "{sizes:?}, {num_cached_blocks} cached");
+                assert_eq!(world.prefill_outcomes, [true]);
+            }
+        }
+    }
+}
+
+#[test]
 fn a_restarted_prefill_worker_is_not_mistaken_for_the_old_one() {
-    let world = play(3, 0, 6, &[]);
+    let world = play(Sizes::blocks(3), 0, 6, &[]);
     assert_eq!(world.decode_outcomes, [false]);
     assert_eq!(world.num_computes, 0);
 }
@@ -479,11 +515,14 @@ proptest! {
 
     #[test]
     fn promises_hold_whatever_happens(
-        num_blocks in 1usize..5,
+        num_tokens in 1usize..9,
+        prefill_block_size in 1usize..5,
+        decode_block_size in 1usize..5,
         num_cached_blocks in 0usize..5,
         is_restarted in proptest::bool::weighted(0.02),
         choices in proptest::collection::vec(any::<(u16, u16)>(), 0..80),
     ) {
-        play(num_blocks, num_cached_blocks, if is_restarted { 6 } else { 7 }, &choices);
+        let sizes = Sizes { num_tokens, prefill_block_size, decode_block_size };
+        play(sizes, num_cached_blocks, if is_restarted { 6 } else { 7 }, &choices);
     }
 }

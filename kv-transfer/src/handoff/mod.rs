@@ -13,6 +13,9 @@
 //!   Commit --------------------------------------> free          (all verified, first token known)
 //! ```
 //!
+//! Blocks in messages are D's: `Grant` lists, and counts as cached, D's blocks, and a piece is one layer of one of them.
+//! Where P's have another size, P releases a piece of D when all of its own pieces under it are final.
+//!
 //! Instead of any of these D may send `Cancel`, which P answers with `Stopped` once nothing of it
 //! writes any more; P may send `Failed`, and then `Stopped`. A stream that breaks ends both.
 //!
@@ -26,6 +29,7 @@
 pub mod decode;
 mod pieces;
 pub mod prefill;
+mod sides;
 
 #[cfg(test)]
 mod decode_scripts;

@@ -36,6 +36,12 @@ impl PieceSet {
         Insert::New
     }
 
+    pub(super) fn contains(&self, block_idx: usize, layer_idx: usize) -> bool {
+        let idx = block_idx * self.num_layers + layer_idx;
+        debug_assert!(block_idx < self.num_blocks && layer_idx < self.num_layers);
+        self.bits[idx / 64] & 1 << (idx % 64) != 0
+    }
+
     pub(super) fn num_missing(&self) -> usize {
         self.num_blocks * self.num_layers - self.len
     }
@@ -54,9 +60,10 @@ mod tests {
         let mut set = PieceSet::new(3, 70);
         for block_idx in 0..3 {
             for layer_idx in 0..70 {
-                assert!(!set.is_full());
+                assert!(!set.is_full() && !set.contains(block_idx, layer_idx));
                 assert_eq!(set.insert(block_idx, layer_idx), Insert::New);
                 assert_eq!(set.insert(block_idx, layer_idx), Insert::Present);
+                assert!(set.contains(block_idx, layer_idx));
             }
         }
         assert!(set.is_full());

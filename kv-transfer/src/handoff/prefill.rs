@@ -23,10 +23,7 @@ use std::{collections::VecDeque, ops::Range, time::Instant};
 
 use baton_kv_cache::BlockId;
 
-use super::{
-    Limits,
-    pieces::{Insert, PieceSet},
-};
+use super::{Limits, sides::Sides};
 use crate::{
     error::{HandoffError, PushError, RouteError, Side},
     message::{
@@ -51,7 +48,7 @@ pub enum Input<T> {
     StreamClosed(String),
     /// The engine has scheduled the request.
     Started,
-    /// These blocks of the sequence hold final KV of these layers.
+    /// These blocks of the sequence, this worker's, hold final KV of these layers.
     Ready {
         /// Decoder layers.
         layers: Range<usize>,
@@ -115,15 +112,16 @@ enum State {
 pub struct PrefillHandoff {
     state: State,
     incarnation: u64,
+    block_size: usize,
     num_layers: usize,
     limits: Limits,
     total: Instant,
     /// The deadline of the state, when it has one of its own.
     patience: Option<Instant>,
-    num_blocks: usize,
-    known: PieceSet,
-    /// Pieces to be pushed: layer, position in the sequence, block here.
-    waiting: VecDeque<(usize, usize, BlockId)>,
+    /// The sequence in the blocks of both workers, from `Begin` on.
+    sides: Sides,
+    /// Pieces to be pushed: layer, and the peer's block as counted in the sequence.
+    waiting: VecDeque<(usize, usize)>,
     grant: Option<Granted>,
     has_first_token: bool,
     is_peer_listening: bool,
@@ -140,18 +138,24 @@ struct Granted {
 }
 
 impl PrefillHandoff {
-    /// A stream has opened. `incarnation` and `num_layers` are this worker's. Until `Begin` comes,
+    /// A stream has opened. `incarnation`, `block_size` and `num_layers` are this worker's. Until `Begin` comes,
     /// `limits.stall` bounds the wait.
-    pub fn new(incarnation: u64, num_layers: usize, limits: Limits, now: Instant) -> PrefillHandoff {
+    pub fn new(
+        incarnation: u64,
+        block_size: usize,
+        num_layers: usize,
+        limits: Limits,
+        now: Instant,
+    ) -> PrefillHandoff {
         PrefillHandoff {
             state: State::Opening,
             incarnation,
+            block_size,
             num_layers,
             limits,
             total: now + limits.total,
             patience: Some(now + limits.stall),
-            num_blocks: 0,
-            known: PieceSet::new(0, 0),
+            sides: Sides::new(0, block_size, block_size, num_layers),
             waiting: VecDeque::new(),
             grant: None,
             has_first_token: false,
@@ -273,8 +277,7 @@ impl PrefillHandoff {
             return Err(HandoffError::Refused { by: Side::Prefill, failed });
         }
         self.state = State::Queued;
-        self.num_blocks = begin.num_blocks;
-        self.known = PieceSet::new(begin.num_blocks, self.num_layers);
+        self.sides = Sides::new(begin.num_tokens, self.block_size, begin.block_size, self.num_layers);
         self.total = now + begin.deadline.min(self.limits.total);
         self.patience = None;
         actions.push(Action::Compute);
@@ -287,17 +290,17 @@ impl PrefillHandoff {
         now: Instant,
         actions: &mut Vec<Action<T>>,
     ) -> Result<(), HandoffError> {
-        if grant.num_cached_blocks + grant.block_ids.len() != self.num_blocks {
+        let num_blocks = self.sides.num_peer_blocks();
+        if grant.num_cached_blocks.checked_add(grant.block_ids.len()) != Some(num_blocks) {
             let what = format!(
-                "grant of {} + {} blocks for a sequence of {}",
+                "grant of {} + {} blocks for a sequence of {num_blocks}",
                 grant.num_cached_blocks,
                 grant.block_ids.len(),
-                self.num_blocks
             );
             return Err(HandoffError::DecodeLost(what));
         }
         let Grant { generation, num_cached_blocks, block_ids, offers } = grant;
-        self.waiting.retain(|&(_, block_idx, _)| block_idx >= num_cached_blocks);
+        self.waiting.retain(|&(_, block_idx)| block_idx >= num_cached_blocks);
         let num_unwritten = block_ids.len() * self.num_layers;
         self.grant = Some(Granted {
             generation,
@@ -321,17 +324,13 @@ impl PrefillHandoff {
         let num_cached_blocks = self.grant.as_ref().map_or(0, |grant| grant.num_cached_blocks);
         for layer_idx in layers {
             for (block_idx, &block) in (first_block_idx..).zip(blocks) {
-                match self.known.insert(block_idx, layer_idx) {
-                    Insert::New if block_idx >= num_cached_blocks => {
-                        self.waiting.push_back((layer_idx, block_idx, block));
-                    }
-                    Insert::New | Insert::Present => {}
-                    Insert::OutOfRange => {
-                        let what = format!("engine finished piece {block_idx}/{layer_idx} of no such block");
-                        let failed = Failed::new(FailureKind::Internal, what);
-                        return Err(HandoffError::Refused { by: Side::Prefill, failed });
-                    }
-                }
+                let Some(complete) = self.sides.complete(block_idx, layer_idx, block) else {
+                    let what = format!("engine finished piece {block_idx}/{layer_idx} of no such block");
+                    let failed = Failed::new(FailureKind::Internal, what);
+                    return Err(HandoffError::Refused { by: Side::Prefill, failed });
+                };
+                let uncached = complete.start.max(num_cached_blocks)..complete.end;
+                self.waiting.extend(uncached.map(|block_idx| (layer_idx, block_idx)));
             }
         }
         Ok(())
@@ -345,12 +344,12 @@ impl PrefillHandoff {
         }
         while grant.num_pushing < MAX_PUSHES && !self.waiting.is_empty() {
             let num_pieces = self.waiting.len().min(MAX_PUSH_PIECES);
-            let pieces = self.waiting.drain(..num_pieces).map(|(layer_idx, seq_idx, src)| {
+            let pieces = self.waiting.drain(..num_pieces).map(|(layer_idx, seq_idx)| {
                 let block_idx = seq_idx - grant.num_cached_blocks;
                 PieceWrite {
                     layer_idx: layer_idx as u32,
                     block_idx: block_idx as u32,
-                    src,
+                    src: self.sides.source(seq_idx),
                     dst: grant.block_ids[block_idx],
                 }
             });

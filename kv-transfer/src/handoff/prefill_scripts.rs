@@ -1,5 +1,5 @@
 //! The prefill side by small scripts: what comes in, and what must come out.
-//! A sequence of 3 blocks, of which 1 is cached at the peer, in 2 layers; the grant is generation 1.
+//! A sequence of 3 blocks of 4 tokens, of which 1 is cached at the peer, in 2 layers; the grant is generation 1.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,8 @@ use super::{
     prefill::{Action, Input, PrefillHandoff},
 };
 use crate::message::{
-    Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, TransportKind,
+    Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, Source,
+    TransportKind,
 };
 use crate::{PushError, Pushed, RouteError};
 
@@ -19,7 +20,7 @@ const LIMITS: Limits =
 
 fn check(script: &str) {
     let mut now = Instant::now();
-    let mut handoff = PrefillHandoff::new(7, 2, LIMITS, now);
+    let mut handoff = PrefillHandoff::new(7, 4, 2, LIMITS, now);
     for line in script.lines().map(str::trim).filter(|line| !line.is_empty()) {
         let (input, expected) = line.split_once("=>").expect("input => actions");
         let input = parse(input.trim(), &mut now);
@@ -32,8 +33,11 @@ fn check(script: &str) {
 fn parse(input: &str, now: &mut Instant) -> Input<u32> {
     let mut words = input.split_whitespace();
     let message = match words.next().expect("an input") {
-        "Begin" => begin(7),
-        "Begin-for-another" => begin(6),
+        "Begin" => begin(7, 11, 4),
+        "Begin-for-another" => begin(6, 11, 4),
+        // `begin TOKENS BLOCK_SIZE` and `grant CACHED BLOCKS`: the peer's blocks, of another size.
+        "begin" => begin(7, number(&mut words), number(&mut words)),
+        "grant" => grant(number(&mut words), number(&mut words) as u32),
         "Grant" => grant(1, 2),
         "Grant-too-few" => grant(1, 1),
         "Grant-all-cached" => grant(3, 0),
@@ -44,7 +48,7 @@ fn parse(input: &str, now: &mut Instant) -> Input<u32> {
         "started" => return Input::Started,
         // `ready LAYER FIRST_BLOCK NUM_BLOCKS`: the engine's blocks are 10 + position.
         "ready" => {
-            let mut number = || words.next().and_then(|n| n.parse::<usize>().ok()).expect("a number");
+            let mut number = || number(&mut words);
             let (layer_idx, first_block_idx, num_blocks) = (number(), number(), number());
             let blocks = (first_block_idx..first_block_idx + num_blocks).map(|n| BlockId(10 + n as u32));
             return Input::Ready {
@@ -80,14 +84,19 @@ fn parse(input: &str, now: &mut Instant) -> Input<u32> {
     Input::Message(message)
 }
 
-fn begin(prefill_incarnation: u64) -> DecodeMessage {
+fn number<'a>(words: &mut impl Iterator<Item = &'a str>) -> usize {
+    words.next().and_then(|n| n.parse().ok()).expect("a number")
+}
+
+fn begin(prefill_incarnation: u64, num_tokens: usize, block_size: usize) -> DecodeMessage {
     DecodeMessage::Begin(Begin {
         request_id: "r".into(),
         attempt: 0,
         prefill_incarnation,
         decode_worker_id: "d".into(),
         decode_incarnation: 8,
-        num_blocks: 3,
+        num_tokens,
+        block_size,
         deadline: Duration::from_secs(90),
     })
 }
@@ -95,6 +104,14 @@ fn begin(prefill_incarnation: u64) -> DecodeMessage {
 fn grant(num_cached_blocks: usize, num_blocks: u32) -> DecodeMessage {
     let block_ids = (0..num_blocks).map(|n| BlockId(20 + n)).collect();
     DecodeMessage::Grant(Grant { generation: Generation(1), num_cached_blocks, block_ids, offers: vec![] })
+}
+
+fn source(source: &Source) -> String {
+    let blocks: Vec<String> = source.blocks().iter().map(ToString::to_string).collect();
+    match source {
+        Source::Block(_) => blocks.concat(),
+        Source::Tokens { tokens, .. } => format!("{}[{}..{}]", blocks.join("+"), tokens.start, tokens.end),
+    }
 }
 
 fn show(actions: &[Action<u32>]) -> String {
@@ -109,7 +126,7 @@ fn show_one(action: &Action<u32>) -> String {
         Action::Push(pieces) => {
             let pieces: Vec<_> = pieces
                 .iter()
-                .map(|p| format!("{}>{}@{}/{}", p.src, p.dst, p.block_idx, p.layer_idx))
+                .map(|p| format!("{}>{}@{}/{}", source(&p.src), p.dst, p.block_idx, p.layer_idx))
                 .collect();
             format!("push {}", pieces.join(" "))
         }
@@ -189,6 +206,54 @@ fn what_becomes_ready_while_the_route_is_full_is_gathered() {
          ready 0 0 3     =>
          ready 1 2 1     => push b12>b21@1/1",
     );
+}
+
+#[test]
+fn larger_blocks_of_the_peer_wait_for_every_block_under_them() {
+    // 13 tokens: here | 0-3 | 4-7 | 8-11 | 12 |, there | 0-5 | 6-11 | 12 |.
+    check(
+        "begin 13 6      => compute
+         started         => send Started
+         grant 0 3       => route
+         routed          =>
+         ready 0 0 1     =>
+         ready 0 1 2     => push b10+b11[0..6]>b20@0/0 b11+b12[6..12]>b21@1/0
+         ready 1 0 2     => push b10+b11[0..6]>b20@0/1
+         ready 0 3 1     => push b13[12..13]>b22@2/0
+         ready 1 2 1     => push b11+b12[6..12]>b21@1/1
+         ready 1 3 1     =>
+         token           => send FirstToken 5
+         pushed 0/0 1/0  => send Written 2 pieces, push b13[12..13]>b22@2/1
+         pushed 0/1      => send Written 1 pieces
+         pushed 2/0 1/1  => send Written 2 pieces
+         pushed 2/1      => send Written 1 pieces last
+         Commit          => finish well, release, close",
+    );
+}
+
+#[test]
+fn smaller_blocks_of_the_peer_come_several_at_a_time() {
+    // 7 tokens: here | 0-3 | 4-6 |, there | 0 1 | 2 3 | 4 5 | 6 |, the first of them cached there.
+    check(
+        "begin 7 2       => compute
+         started         => send Started
+         ready 0 0 1     =>
+         grant 1 3       => route
+         routed          => push b10[2..4]>b20@0/0
+         ready 1 0 2     => push b10[2..4]>b20@0/1 b11[4..6]>b21@1/1 b11[6..7]>b22@2/1
+         ready 0 1 1     => push b11[4..6]>b21@1/0 b11[6..7]>b22@2/0",
+    );
+}
+
+#[test]
+fn a_grant_is_counted_in_the_peers_blocks() {
+    for grant in ["grant 0 4", "grant 3 1", "grant 0 2", "grant 18446744073709551615 3"] {
+        check(&format!(
+            "begin 13 6  => compute
+             {grant}     => send Failed Internal, finish decode_lost, stop
+             idle        => send Stopped, release, close"
+        ));
+    }
 }
 
 #[test]

@@ -1,6 +1,9 @@
 //! The prefill worker's end of the data plane: it finds the best way to a decode worker's granted
 //! blocks and writes pieces there.
 //!
+//! The other pool's blocks may have another size, and hold another element type: what is not the same bytes there is
+//! put together piece by piece before it is written ([`RouteState::bytes`]).
+//!
 //! ```text
 //! Sender --- route(generation, offers, keep) ---> Route --- push(pieces) * ---> close()
 //!    |                                              |
@@ -20,11 +23,11 @@ use std::{
     time::Duration,
 };
 
-use baton_kv_cache::BlockStorage;
+use baton_kv_cache::{BlockStorage, KvLayout, KvMapping, KvShard, ShardError};
 use tracing::{debug, warn};
 
 pub(crate) use jobs::{Job, Jobs, Open};
-pub(crate) use route::{Active, Frame, RouteState};
+pub(crate) use route::{Active, Frame, RouteState, Staging};
 pub use route::{Pushed, Route};
 
 use crate::{
@@ -73,8 +76,11 @@ pub struct Sender {
 struct Shared {
     context: Arc<SenderContext>,
     host_id: String,
-    peers: Mutex<HashMap<TransportOffer, Arc<dyn Peer>>>,
+    peers: Mutex<HashMap<(TransportOffer, KvLayout), Arc<dyn Peer>>>,
 }
+
+/// Bytes of the largest piece that is put together for a peer: its word must not make this side allocate any amount.
+const MAX_STAGED_BYTES: usize = 64 << 20;
 
 /// What every peer needs.
 pub(crate) struct SenderContext {
@@ -109,7 +115,8 @@ impl Sender {
         Ok(Sender { shared: Arc::new(Shared { context, host_id: host_id(), peers: Mutex::default() }) })
     }
 
-    /// A way to the blocks of a grant: the best of `offers` that is allowed and reachable.
+    /// A way to the blocks of a grant, arranged as those of this side: the best of `offers` that is allowed and
+    /// reachable.
     ///
     /// # Errors
     /// When there is none. `keep` is dropped then.
@@ -119,6 +126,23 @@ impl Sender {
         offers: &[TransportOffer],
         keep: impl Send + 'static,
     ) -> Result<Route, RouteError> {
+        let own = self.shared.own_shard().map_err(|error| RouteError::OtherKv(error.to_string()))?;
+        self.route_to(&own, generation, offers, keep).await
+    }
+
+    /// A way to the blocks of a grant, which hold `peer` of the model's KV.
+    ///
+    /// # Errors
+    /// When there is none, or KV cannot go there. `keep` is dropped then.
+    pub async fn route_to(
+        &self,
+        peer: &KvShard,
+        generation: Generation,
+        offers: &[TransportOffer],
+        keep: impl Send + 'static,
+    ) -> Result<Route, RouteError> {
+        let layout = *peer.layout();
+        let mapping = self.shared.mapping(peer)?;
         let allowed = &self.shared.context.config.transports;
         let names = |kinds: Vec<&str>| if kinds.is_empty() { "none".to_owned() } else { kinds.join(", ") };
         let mut candidates: Vec<_> =
@@ -133,7 +157,7 @@ impl Sender {
         let mut failures = Vec::new();
         let mut error = None;
         for offer in candidates {
-            let peer = self.peer(offer);
+            let peer = self.peer(offer, &layout);
             let (open, opened) = Open::new(generation);
             peer.open(open);
             match opened.await.unwrap_or(Err(RouteError::Closed)) {
@@ -148,7 +172,7 @@ impl Sender {
                     }
                     let context = Arc::clone(&self.shared.context);
                     return Ok(Route::new(
-                        RouteState::new(generation, offer.kind(), context, Box::new(keep)),
+                        RouteState::new(generation, offer.kind(), context, layout, mapping, Box::new(keep)),
                         peer,
                     ));
                 }
@@ -177,28 +201,49 @@ impl Sender {
         }
     }
 
-    fn peer(&self, offer: &TransportOffer) -> Arc<dyn Peer> {
+    fn peer(&self, offer: &TransportOffer, layout: &KvLayout) -> Arc<dyn Peer> {
         let mut peers = self.shared.peers.lock().unwrap_or_else(PoisonError::into_inner);
         // Pools that have gone: their offers never come back.
         let mut cold = Vec::new();
-        peers.retain(|known, peer| {
+        peers.retain(|(known, _), peer| {
             let keep = known == offer || Arc::strong_count(peer) > 1 || !peer.is_cold();
             if !keep {
                 cold.push(Arc::clone(peer));
             }
             keep
         });
-        let peer = peers.entry(offer.clone()).or_insert_with(|| match offer {
+        let peer = peers.entry((offer.clone(), *layout)).or_insert_with(|| match offer {
             TransportOffer::Tcp { address, pool } => {
-                Arc::new(TcpPeer::new(Arc::clone(&self.shared.context), address.clone(), *pool))
+                Arc::new(TcpPeer::new(Arc::clone(&self.shared.context), address.clone(), *pool, *layout))
             }
             TransportOffer::Shm { socket_path, pool, .. } => {
-                Arc::new(ShmPeer::new(Arc::clone(&self.shared.context), socket_path, *pool))
+                Arc::new(ShmPeer::new(Arc::clone(&self.shared.context), socket_path, *pool, *layout))
             }
         });
         let peer = Arc::clone(peer);
         drop(peers);
         drop(cold);
         peer
+    }
+}
+
+impl Shared {
+    /// What this side holds: all heads, as long as a worker is one rank.
+    fn own_shard(&self) -> Result<KvShard, ShardError> {
+        KvShard::new(self.context.storage.layout(), 1, 0)
+    }
+
+    /// How KV goes from here to `peer`; `None` when every piece is the same there.
+    fn mapping(&self, peer: &KvShard) -> Result<Option<KvMapping>, RouteError> {
+        let mapping = self.own_shard().and_then(|own| KvMapping::new(&own, peer));
+        let mapping = mapping.map_err(|error| RouteError::OtherKv(error.to_string()))?;
+        if mapping.is_identity() {
+            return Ok(None);
+        }
+        let piece_bytes = peer.layout().layer_bytes();
+        if piece_bytes > MAX_STAGED_BYTES {
+            return Err(RouteError::OtherKv(format!("pieces of {piece_bytes} bytes are not converted")));
+        }
+        Ok(Some(mapping))
     }
 }

@@ -5,13 +5,13 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use baton_kv_cache::BlockStorage;
+use baton_kv_cache::{BlockStorage, KvLayout, KvMapping};
 use tokio::sync::{oneshot, watch};
 
 use super::{Peer, SenderContext};
 use crate::{
     error::PushError,
-    message::{Generation, Piece, PieceWrite, TransportKind},
+    message::{Generation, Piece, PieceWrite, Source, TransportKind},
 };
 
 /// Pieces that lie in the granted blocks.
@@ -51,8 +51,8 @@ impl Route {
         pieces: Vec<PieceWrite>,
     ) -> impl Future<Output = Result<Pushed, PushError>> + Send + use<> {
         let (reply, answer) = oneshot::channel();
-        let layout = self.state.storage().layout();
-        let num_per_frame = (self.state.context.config.frame_bytes / layout.layer_bytes()).clamp(1, 256);
+        let frame_bytes = self.state.context.config.frame_bytes;
+        let num_per_frame = (frame_bytes / self.state.piece_bytes()).clamp(1, 256);
         let push = Arc::new(Push {
             route: Arc::clone(&self.state),
             progress: Mutex::new(Progress {
@@ -62,7 +62,7 @@ impl Route {
             }),
         });
         if let Some(piece) = pieces.iter().find(|piece| !self.state.has(piece)) {
-            push.fail(PushError::Refused(format!("no such piece here: {}/{}", piece.src, piece.layer_idx)));
+            push.fail(PushError::Refused(format!("no such piece here: {:?}/{}", piece.src, piece.layer_idx)));
         } else if pieces.is_empty() {
             push.add(Vec::new());
         } else {
@@ -103,6 +103,10 @@ pub(crate) struct RouteState {
     generation: Generation,
     kind: TransportKind,
     context: Arc<SenderContext>,
+    /// Of the peer's blocks.
+    layout: KvLayout,
+    /// `None`: pieces are the same on both sides.
+    mapping: Option<KvMapping>,
     is_closed: Mutex<bool>,
     /// Threads, or frames on the wire, that use the blocks.
     num_active: watch::Sender<usize>,
@@ -114,12 +118,16 @@ impl RouteState {
         generation: Generation,
         kind: TransportKind,
         context: Arc<SenderContext>,
+        layout: KvLayout,
+        mapping: Option<KvMapping>,
         keep: Box<dyn Send>,
     ) -> Arc<RouteState> {
         Arc::new(RouteState {
             generation,
             kind,
             context,
+            layout,
+            mapping,
             is_closed: Mutex::new(false),
             num_active: watch::Sender::new(0),
             keep: Mutex::new(keep),
@@ -135,9 +143,65 @@ impl RouteState {
         &self.context.storage
     }
 
+    /// Bytes of a piece of the peer.
+    pub(crate) fn piece_bytes(&self) -> usize {
+        self.layout.layer_bytes()
+    }
+
+    /// Whether pieces are put together here, as they are not the same on both sides.
+    pub(crate) fn is_staged(&self) -> bool {
+        self.mapping.is_some()
+    }
+
     fn has(&self, piece: &PieceWrite) -> bool {
         let storage = self.storage();
-        piece.src.idx() < storage.num_blocks() && (piece.layer_idx as usize) < storage.layout().num_layers
+        let blocks = piece.src.blocks();
+        let is_whole = match &piece.src {
+            Source::Block(_) => storage.layout().block_size == self.layout.block_size,
+            Source::Tokens { tokens, .. } => {
+                let size = storage.layout().block_size;
+                let last = tokens.end.saturating_sub(1);
+                !tokens.is_empty()
+                    && last / size - tokens.start / size + 1 == blocks.len()
+                    && tokens.start / self.layout.block_size == last / self.layout.block_size
+                    && self.mapping.is_some()
+            }
+        };
+        is_whole
+            && blocks.iter().all(|block| block.idx() < storage.num_blocks())
+            && (piece.layer_idx as usize) < storage.layout().num_layers
+    }
+
+    /// What the peer's piece shall hold: the own block's bytes as they are, or, where the sides differ, those that are
+    /// put together in `staging`, which is as large as the peer's piece.
+    ///
+    /// # Safety
+    /// The piece is of a push on this route, whose pieces are final and kept by the route's guard.
+    pub(crate) unsafe fn bytes<'a>(
+        &'a self,
+        piece: &PieceWrite,
+        staging: &'a mut [u8],
+        vectors: &mut Vec<f32>,
+    ) -> &'a [u8] {
+        let layer_idx = piece.layer_idx as usize;
+        let blocks = piece.src.blocks();
+        // SAFETY: the caller's word; blocks and layer were checked when the piece was pushed.
+        let own = |nth: usize| unsafe { self.storage().layer(blocks[nth], layer_idx) };
+        let Some(mapping) = &self.mapping else { return own(0) };
+        let block_size = self.storage().layout().block_size;
+        let tokens = match &piece.src {
+            Source::Block(_) => 0..block_size,
+            Source::Tokens { tokens, .. } => tokens.clone(),
+        };
+        if tokens.len() < self.layout.block_size {
+            // Tokens that do not exist yet.
+            staging.fill(0);
+        }
+        let first = tokens.start / block_size;
+        for run in mapping.runs(tokens) {
+            mapping.apply(&run, own(run.source.block_idx - first), staging, vectors);
+        }
+        staging
     }
 
     /// The right to use the blocks of both sides, while it lives; `None` when the route is closed.
@@ -173,6 +237,24 @@ impl Drop for Active {
     }
 }
 
+/// Memory in which a thread puts pieces together, kept between frames.
+#[derive(Default)]
+pub(crate) struct Staging {
+    pieces: Vec<u8>,
+    vectors: Vec<f32>,
+}
+
+impl Staging {
+    /// Room for so many pieces of a route, and for vectors.
+    pub(crate) fn of(&mut self, route: &RouteState, num_pieces: usize) -> (&mut [u8], &mut Vec<f32>) {
+        let num_bytes = if route.is_staged() { num_pieces * route.piece_bytes() } else { 0 };
+        if self.pieces.len() < num_bytes {
+            self.pieces.resize(num_bytes, 0);
+        }
+        (&mut self.pieces[..num_bytes], &mut self.vectors)
+    }
+}
+
 struct Push {
     route: Arc<RouteState>,
     progress: Mutex<Progress>,
@@ -193,7 +275,7 @@ impl Push {
             && let Some(reply) = progress.reply.take()
         {
             let pieces = std::mem::take(&mut progress.pieces);
-            let bytes = (pieces.len() * self.route.storage().layout().layer_bytes()) as u64;
+            let bytes = (pieces.len() * self.route.piece_bytes()) as u64;
             // Nobody waits any more: fine.
             let _ = reply.send(Ok(Pushed { pieces, transport: self.route.kind, bytes }));
         }
@@ -224,7 +306,7 @@ impl Frame {
     /// Its pieces are in the granted blocks.
     pub(crate) fn done(self, pieces: Vec<Piece>) {
         let counters = self.push.route.context.counters.of(self.push.route.kind);
-        counters.placed(pieces.len(), pieces.len() * self.push.route.storage().layout().layer_bytes());
+        counters.placed(pieces.len(), pieces.len() * self.push.route.piece_bytes());
         self.push.add(pieces);
     }
 

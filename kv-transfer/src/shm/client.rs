@@ -14,7 +14,7 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use baton_kv_cache::BlockStorage;
+use baton_kv_cache::{BlockStorage, KvLayout};
 use tracing::{info, warn};
 
 use super::wire::{self, Message};
@@ -22,7 +22,7 @@ use crate::{
     checksum::checksum,
     error::{PushError, RouteError},
     message::{Generation, Piece, TransportKind},
-    sender::{Frame, Job, Jobs, Open, Peer, RouteState, SenderContext},
+    sender::{Frame, Job, Jobs, Open, Peer, RouteState, SenderContext, Staging},
 };
 
 /// One pool of another process, written through a mapping.
@@ -35,6 +35,8 @@ struct Shared {
     context: Arc<SenderContext>,
     path: PathBuf,
     pool: u64,
+    /// Of its blocks.
+    layout: KvLayout,
     jobs: Jobs,
     /// Of the present connection.
     link: Mutex<Option<Link>>,
@@ -50,11 +52,12 @@ struct Link {
 }
 
 impl ShmPeer {
-    pub(crate) fn new(context: Arc<SenderContext>, path: &Path, pool: u64) -> ShmPeer {
+    pub(crate) fn new(context: Arc<SenderContext>, path: &Path, pool: u64, layout: KvLayout) -> ShmPeer {
         let shared = Arc::new(Shared {
             context,
             path: path.to_owned(),
             pool,
+            layout,
             jobs: Jobs::default(),
             link: Mutex::default(),
         });
@@ -156,7 +159,7 @@ impl Shared {
         let timeout = Some(self.context.config.connect_timeout);
         let socket = UnixStream::connect(&self.path).map_err(unreachable)?;
         socket.set_read_timeout(timeout).map_err(unreachable)?;
-        let layout = *self.context.storage.layout();
+        let layout = self.layout;
         let hello = Message::Hello {
             pool: self.pool,
             layer_bytes: layout.layer_bytes() as u64,
@@ -215,7 +218,7 @@ impl Shared {
         link.opening.insert(generation, open);
     }
 
-    fn copy(&self, frame: Frame) {
+    fn copy(&self, frame: Frame, staging: &mut Staging) {
         let route = Arc::clone(frame.route());
         let slot = self.link();
         let Some(link) = slot.as_ref() else {
@@ -236,12 +239,13 @@ impl Shared {
             return;
         }
         let mut pieces = Vec::with_capacity(frame.pieces.len());
+        let (staging, vectors) = staging.of(&route, 1);
         for piece in &frame.pieces {
             let layer_idx = piece.layer_idx as usize;
             // SAFETY: the source is final and kept by the route's guard; the destination is granted to
-            // this route, whose grant is open as long as the lock is held.
+            // this route, whose grant is open as long as the lock is held, and as large as the route's pieces.
             let checksum = unsafe {
-                let source = route.storage().layer(piece.src, layer_idx);
+                let source = route.bytes(piece, staging, vectors);
                 let target = link.memory.layer_ptr(piece.dst, layer_idx);
                 std::ptr::copy_nonoverlapping(source.as_ptr(), target.as_ptr(), source.len());
                 checksum(source, route.generation())
@@ -254,10 +258,11 @@ impl Shared {
 }
 
 fn run(shared: &Arc<Shared>) {
+    let mut staging = Staging::default();
     while let Some(job) = shared.jobs.next() {
         match job {
             Job::Open(open) => shared.open(open),
-            Job::Frame(frame) => shared.copy(frame),
+            Job::Frame(frame) => shared.copy(frame, &mut staging),
         }
     }
 }

@@ -16,6 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_kv_cache::KvLayout;
 use tracing::{info, warn};
 
 use super::{
@@ -26,7 +27,7 @@ use crate::{
     checksum::checksum,
     error::{PushError, RouteError},
     message::{Piece, TransportKind},
-    sender::{Active, Frame, Job, Jobs, Open, Peer, RouteState, SenderContext},
+    sender::{Active, Frame, Job, Jobs, Open, Peer, RouteState, SenderContext, Staging},
 };
 
 /// How often a frame may be begun.
@@ -42,6 +43,8 @@ struct Shared {
     context: Arc<SenderContext>,
     address: String,
     pool: u64,
+    /// Of its blocks.
+    layout: KvLayout,
     jobs: Jobs,
     num_connected: AtomicUsize,
     /// Of every lane, to be shut down at the end.
@@ -49,11 +52,12 @@ struct Shared {
 }
 
 impl TcpPeer {
-    pub(crate) fn new(context: Arc<SenderContext>, address: String, pool: u64) -> TcpPeer {
+    pub(crate) fn new(context: Arc<SenderContext>, address: String, pool: u64, layout: KvLayout) -> TcpPeer {
         let shared = Arc::new(Shared {
             context,
             address,
             pool,
+            layout,
             jobs: Jobs::default(),
             num_connected: AtomicUsize::new(0),
             sockets: Mutex::default(),
@@ -150,6 +154,7 @@ struct Connection {
     socket: Arc<TcpStream>,
     flight: Arc<Mutex<Flight>>,
     next_sequence: u64,
+    staging: Staging,
     acks: Option<JoinHandle<()>>,
 }
 
@@ -175,7 +180,7 @@ impl Connection {
         let config = &shared.context.config;
         let socket = connect(&shared.address, config.connect_timeout).map_err(unreachable)?;
         socket::configure(&socket, config.io_timeout).map_err(unreachable)?;
-        let layout = shared.context.storage.layout();
+        let layout = &shared.layout;
         let hello = Hello {
             version: wire::VERSION,
             pool: shared.pool,
@@ -211,7 +216,14 @@ impl Connection {
         }
         shared.num_connected.fetch_add(1, Ordering::SeqCst);
         info!(address = %shared.address, "kv data connection opened");
-        Ok(Connection { shared: Arc::clone(shared), socket, flight, next_sequence: 0, acks: Some(acks) })
+        Ok(Connection {
+            shared: Arc::clone(shared),
+            socket,
+            flight,
+            next_sequence: 0,
+            staging: Staging::default(),
+            acks: Some(acks),
+        })
     }
 
     fn is_dead(&self) -> bool {
@@ -225,31 +237,33 @@ impl Connection {
             frame.fail(PushError::Closed);
             return;
         };
-        let storage = route.storage();
-        let layer_bytes = storage.layout().layer_bytes();
+        let piece_bytes = route.piece_bytes();
         let header = FrameHeader {
             num_pieces: frame.pieces.len() as u32,
             generation: route.generation(),
             sequence: self.next_sequence,
-            payload_bytes: (frame.pieces.len() * layer_bytes) as u64,
+            payload_bytes: (frame.pieces.len() * piece_bytes) as u64,
         };
         let mut head = header.encode().to_vec();
         let mut pieces = Vec::with_capacity(frame.pieces.len());
-        let mut places = Places::new();
+        let mut payload = Places::new();
+        let (mut staging, vectors) = self.staging.of(&route, frame.pieces.len());
         for piece in &frame.pieces {
             head.extend(wire::encode_piece(piece.layer_idx, piece.block_idx));
+            let (room, rest) = staging.split_at_mut(if route.is_staged() { piece_bytes } else { 0 });
+            staging = rest;
             // SAFETY: the piece is final and kept by the route's guard: nobody writes it.
-            let bytes = unsafe { storage.layer(piece.src, piece.layer_idx as usize) };
+            let bytes = unsafe { route.bytes(piece, room, vectors) };
             pieces.push(Piece {
                 block_idx: piece.block_idx,
                 layer_idx: piece.layer_idx,
                 checksum: checksum(bytes, route.generation()),
             });
+            payload.push(bytes.as_ptr().cast_mut(), bytes.len());
         }
+        let mut places = Places::new();
         places.push(head.as_mut_ptr(), head.len());
-        for piece in &frame.pieces {
-            places.push(storage.layer_ptr(piece.src, piece.layer_idx as usize).as_ptr(), layer_bytes);
-        }
+        places.append(payload);
 
         {
             let mut flight = lock(&self.flight);
@@ -264,7 +278,7 @@ impl Connection {
             flight.sent.push_back(Sent { sequence: self.next_sequence, frame, pieces, _active: active });
         }
         self.next_sequence += 1;
-        // SAFETY: the head lives here, the pieces as long as `_reading`.
+        // SAFETY: the head lives here, the pieces as long as `_reading`, or untouched in `staging`.
         if let Err(error) = unsafe { places.send_all(&self.socket) } {
             warn!(address = %self.shared.address, %error, "kv data connection cannot send");
             // The thread that reads acks sees the end and answers for what is in flight.

@@ -1,6 +1,10 @@
 //! The policy with what it must remember: the prefix index. The lock is held for lookups only.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::{
+    borrow::Cow,
+    collections::BTreeMap,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
 use baton_kv_cache::{BlockHash, HashRoot};
 
@@ -40,20 +44,20 @@ impl Planner {
 
     /// Plans, and remembers where the prefix is going to be.
     pub(crate) fn plan(&self, workers: &Workers, wanted: &Wanted<'_>) -> Result<Plan, NoPlan> {
-        let (hashes, block_size) = self.hashes(workers, wanted.prompt, wanted.output, wanted.cache_salt);
-        let holders = self.index().holders(&hashes);
+        let view = workers.view();
+        let hashes = hashes(&view, |_| true, wanted.prompt, wanted.output, wanted.cache_salt);
         let request = PlanRequest {
             num_tokens: wanted.prompt.len() + wanted.output.len(),
             max_tokens: wanted.prompt.len() + wanted.max_tokens as usize,
-            cached: holders.into_iter().map(|(key, num_blocks)| (key, num_blocks * block_size)).collect(),
+            cached: self.cached(&hashes),
             excluded: wanted.excluded.to_vec(),
             prefill: wanted.prefill,
         };
-        let plan = self.policy.plan(&request, &workers.view())?;
+        let plan = self.policy.plan(&request, &view)?;
         let mut index = self.index();
-        index.insert(&hashes, &WorkerKey::of(&plan.decode));
+        index.insert(&hashes[&plan.decode.kv_format.block_size], &WorkerKey::of(&plan.decode));
         if let Prefill::Remote(worker) = &plan.prefill {
-            index.insert(&hashes, &WorkerKey::of(worker));
+            index.insert(&hashes[&worker.kv_format.block_size], &WorkerKey::of(worker));
         }
         Ok(plan)
     }
@@ -67,8 +71,10 @@ impl Planner {
         output: &[u32],
         salt: &str,
     ) {
-        let (hashes, _) = self.hashes(workers, prompt, output, salt);
-        self.index().insert(&hashes, worker);
+        let hashes = hashes(&workers.view(), |other| other == worker, prompt, output, salt);
+        for hashes in hashes.values() {
+            self.index().insert(hashes, worker);
+        }
     }
 
     /// Why a small request could not be served now; `None` when it could.
@@ -76,25 +82,41 @@ impl Planner {
         self.policy.plan(&PlanRequest::default(), view).err()
     }
 
-    fn hashes(
-        &self,
-        workers: &Workers,
-        prompt: &[u32],
-        output: &[u32],
-        salt: &str,
-    ) -> (Vec<BlockHash>, usize) {
-        let Some(record) = workers.any_decode() else { return (Vec::new(), 0) };
-        let format = &record.kv_format;
-        let root = HashRoot::new(&format.model_revision, "", salt);
-        let hashes = if output.is_empty() {
-            root.block_hashes(prompt, format.block_size).collect()
-        } else {
-            root.block_hashes(&[prompt, output].concat(), format.block_size).collect()
-        };
-        (hashes, format.block_size)
+    /// Tokens at the front that each worker is believed to hold: a worker is remembered by blocks of its own size.
+    fn cached(&self, hashes: &Hashes) -> Vec<(WorkerKey, usize)> {
+        let index = self.index();
+        let holders = hashes.iter().flat_map(|(block_size, hashes)| {
+            let holders = index.holders(hashes).into_iter();
+            holders.map(move |(key, num_blocks)| (key, num_blocks * block_size))
+        });
+        holders.collect()
     }
 
     fn index(&self) -> MutexGuard<'_, PrefixIndex> {
         self.index.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Of one sequence, by block size.
+type Hashes = BTreeMap<usize, Vec<BlockHash>>;
+
+/// The sequence's blocks, in every size that one of these workers has.
+fn hashes(
+    view: &ClusterView,
+    of: impl Fn(&WorkerKey) -> bool,
+    prompt: &[u32],
+    output: &[u32],
+    salt: &str,
+) -> Hashes {
+    let mut hashes = Hashes::new();
+    let tokens =
+        if output.is_empty() { Cow::Borrowed(prompt) } else { Cow::Owned([prompt, output].concat()) };
+    for worker in view.workers.iter().filter(|worker| of(&WorkerKey::of(&worker.record))) {
+        let format = &worker.record.kv_format;
+        hashes.entry(format.block_size).or_insert_with(|| {
+            let root = HashRoot::new(&format.model_revision, "", salt);
+            root.block_hashes(&tokens, format.block_size).collect()
+        });
+    }
+    hashes
 }

@@ -68,7 +68,7 @@ impl Policy for PrefixAware {
             let peers = view.workers.iter().filter(|worker| {
                 worker.record.role == Role::Prefill
                     && worker.usability == Usability::Ready
-                    && worker.record.kv_format == decode.record.kv_format
+                    && worker.record.kv_format.difference(&decode.record.kv_format).is_none()
                     && fits(&worker.record, request.num_tokens + 1)
                     && !excluded(&worker.record, request)
             });

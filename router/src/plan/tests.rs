@@ -20,7 +20,7 @@ fn record(id: &str, role: Role) -> WorkerRecord {
 }
 
 /// Reads lines like `d0 decode running=3 queued=100 free=5 assigned=2 backing-off draining unreachable
-/// other-format context=64`.
+/// other-format other-blocks context=64`.
 fn view(text: &str) -> ClusterView {
     let workers = text.lines().map(str::trim).filter(|line| !line.is_empty()).map(|line| {
         let mut words = line.split_whitespace();
@@ -45,6 +45,10 @@ fn view(text: &str) -> ClusterView {
                 None if word == "draining" => usability = Usability::Draining,
                 None if word == "unreachable" => usability = Usability::Unreachable,
                 None if word == "other-format" => record.kv_format.rope = "theta=1".into(),
+                None if word == "other-blocks" => {
+                    record.kv_format.block_size = 64;
+                    record.kv_format.dtype = KvDtype::Int8;
+                }
                 _ => panic!("word {word:?}"),
             }
         }
@@ -113,7 +117,24 @@ fn plans() {
         ("who failed this request is not asked", two, "tokens=200 not:d0 not:p0", "d1<-p1"),
         ("no prefill worker: local", "d0 decode", "tokens=200", "d0"),
         ("a failed prefill worker: local", "d0 decode\n p0 prefill backing-off", "tokens=200", "d0"),
-        ("unequal formats are not paired", "d0 decode\n p0 prefill other-format", "tokens=200", "d0"),
+        (
+            "formats that cannot be bridged are not paired",
+            "d0 decode\n p0 prefill other-format",
+            "tokens=200",
+            "d0",
+        ),
+        (
+            "blocks of another size and type are",
+            "d0 decode\n p0 prefill other-blocks",
+            "tokens=200",
+            "d0<-p0",
+        ),
+        (
+            "room is counted in a worker's own blocks",
+            "d0 decode free=7\n d1 decode free=7 running=9 other-blocks",
+            "tokens=128 local",
+            "d1",
+        ),
         (
             "remote or nothing",
             "d0 decode\n p0 prefill draining",

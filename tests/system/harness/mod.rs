@@ -36,6 +36,8 @@ pub(crate) struct ClusterBuilder {
     with_etcd: bool,
     router_flags: Vec<String>,
     worker_flags: Vec<String>,
+    prefill_flags: Vec<String>,
+    decode_flags: Vec<String>,
 }
 
 impl ClusterBuilder {
@@ -65,6 +67,16 @@ impl ClusterBuilder {
         self
     }
 
+    pub(crate) fn prefill_flags(mut self, flags: &str) -> Self {
+        self.prefill_flags.extend(flags.split_whitespace().map(str::to_owned));
+        self
+    }
+
+    pub(crate) fn decode_flags(mut self, flags: &str) -> Self {
+        self.decode_flags.extend(flags.split_whitespace().map(str::to_owned));
+        self
+    }
+
     /// Starts everything and waits until all workers are known to the router.
     pub(crate) async fn start(self) -> Cluster {
         let turn = TURN.lock().await;
@@ -83,7 +95,11 @@ impl ClusterBuilder {
         let mut router = vec!["router".to_owned(), "--listen".to_owned(), format!("127.0.0.1:{port}")];
         router.extend(discovery.iter().chain(&self.router_flags).cloned());
         commands.insert("router".to_owned(), router);
-        for (role, num) in [("prefill", self.num_prefill), ("decode", self.num_decode)] {
+        let roles = [
+            ("prefill", self.num_prefill, &self.prefill_flags),
+            ("decode", self.num_decode, &self.decode_flags),
+        ];
+        for (role, num, flags) in roles {
             for idx in 0..num {
                 let name = format!("{role}-{idx}");
                 let mut args = vec![format!("{role}-worker"), "--id".to_owned(), name.clone()];
@@ -93,7 +109,7 @@ impl ClusterBuilder {
                     "--kv-memory".to_owned(),
                     "64M".to_owned(),
                 ]);
-                args.extend(discovery.iter().chain(&self.worker_flags).cloned());
+                args.extend(discovery.iter().chain(&self.worker_flags).chain(flags).cloned());
                 commands.insert(name, args);
             }
         }
@@ -134,6 +150,8 @@ impl Cluster {
             with_etcd: false,
             router_flags: Vec::new(),
             worker_flags: Vec::new(),
+            prefill_flags: Vec::new(),
+            decode_flags: Vec::new(),
         }
     }
 

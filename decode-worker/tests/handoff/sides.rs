@@ -1,0 +1,114 @@
+//! Workers that arrange their KV in different ways. Of blocks that differ in size alone every number arrives as it is, so
+//! that tokens are those of a local prefill; where types differ, the decode worker goes on with its own rounding of
+//! the prefill worker's numbers, whatever carried them, in blocks of whatever size.
+
+use std::path::Path;
+
+use baton_engine::testing::FakeModel;
+use baton_kv_cache::KvDtype;
+use baton_kv_transfer::TransportKind;
+
+use crate::{
+    architectures::{FIXTURES, token_ids},
+    harness::{decode, expected, generate, prefill, prompt, request},
+};
+
+/// Of the prefill worker and of the decode worker.
+const BLOCK_SIZES: [(usize, usize); 5] = [(4, 8), (8, 4), (3, 7), (32, 1), (1, 16)];
+
+#[tokio::test(flavor = "multi_thread")]
+async fn blocks_of_other_sizes_hold_the_same_tokens() {
+    for kind in [TransportKind::Shm, TransportKind::Tcp] {
+        for (ours, theirs) in BLOCK_SIZES {
+            let p = prefill().block_size(ours).transport(kind).start().await;
+            let d = decode().block_size(theirs).transport(kind).start().await;
+            let client = d.client().await;
+            let block_bytes = FakeModel::new(theirs).layout.block_bytes() as u64;
+            let mut expected_bytes = 0;
+            // Shorter than a block, full blocks of both, several chunks, a last block that is full on neither side.
+            for (seed, num_tokens) in [(1, 1), (2, 56), (4, 101), (5, 24)] {
+                let prompt = prompt(seed, num_tokens);
+                let answer = generate(&client, request(&prompt, 20, Some(p.peer()))).await.unwrap();
+                let what = format!("{ours} to {theirs} over {kind}, {num_tokens} tokens");
+                assert_eq!(answer.finished(), expected(&prompt, 20), "{what}");
+                expected_bytes += num_tokens.div_ceil(theirs) as u64 * block_bytes;
+                assert_eq!((p.moved(kind), d.moved(kind)), (expected_bytes, expected_bytes), "{what}");
+            }
+            p.assert_all_free().await;
+            d.assert_all_free().await;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cached_blocks_are_counted_as_the_decode_worker_has_them() {
+    for (ours, theirs) in BLOCK_SIZES {
+        let (p, d) = (prefill().block_size(ours).start().await, decode().block_size(theirs).start().await);
+        let client = d.client().await;
+        let first = prompt(9, 64);
+        generate(&client, request(&first, 8, Some(p.peer()))).await.unwrap().finished();
+        let moved = d.moved(TransportKind::Shm);
+        // A second turn: the decode worker has every full block of the first.
+        let second = [&first[..], &prompt(3, 21)].concat();
+        let answer = generate(&client, request(&second, 8, Some(p.peer()))).await.unwrap();
+        assert_eq!(answer.finished(), expected(&second, 8), "{ours} to {theirs}");
+        let num_blocks = second.len().div_ceil(theirs) - first.len() / theirs;
+        let expected_bytes = num_blocks * FakeModel::new(theirs).layout.block_bytes();
+        assert_eq!(d.moved(TransportKind::Shm) - moved, expected_bytes as u64, "{ours} to {theirs}");
+        p.assert_all_free().await;
+        d.assert_all_free().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn many_at_a_time_get_along_in_blocks_of_other_sizes() {
+    let (p, d) = (prefill().block_size(8).start().await, decode().block_size(6).start().await);
+    let client = d.client().await;
+    let tasks: Vec<_> = (0..24)
+        .map(|seed| {
+            let (client, peer) = (client.clone(), p.peer());
+            tokio::spawn(async move {
+                let prompt = prompt(seed, 20 + 4 * seed as usize);
+                let answer = generate(&client, request(&prompt, 12, Some(peer))).await.unwrap();
+                assert_eq!(answer.finished(), expected(&prompt, 12), "request {seed}");
+            })
+        })
+        .collect();
+    for task in tasks {
+        task.await.unwrap();
+    }
+    p.assert_all_free().await;
+    d.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn another_type_is_rounded_once_whatever_carries_it() {
+    let dir = Path::new(FIXTURES).join("llama");
+    let recorded = token_ids(&dir.join("expected.safetensors"));
+    let (prompt, greedy) = (&recorded["prompt"], &recorded["greedy"]);
+    let tokens = async |ours: (usize, KvDtype), theirs: (usize, KvDtype), kind| {
+        let p = prefill().model(dir.clone()).kv_dtype(ours.1).block_size(ours.0).transport(kind);
+        let d = decode().model(dir.clone()).kv_dtype(theirs.1).block_size(theirs.0).transport(kind);
+        let (p, d) = (p.start().await, d.start().await);
+        let remote = generate(&d.client().await, request(prompt, 12, Some(p.peer()))).await.unwrap();
+        assert!(d.moved(kind) > 0);
+        p.assert_all_free().await;
+        d.assert_all_free().await;
+        remote.finished()
+    };
+    // The prefill worker computes as the recording did; what follows is decoded in f16 and bf16, which this model's
+    // tokens survive.
+    for dtype in [KvDtype::F16, KvDtype::Bf16] {
+        let remote = tokens((16, KvDtype::F32), (16, dtype), TransportKind::Shm).await;
+        assert_eq!(remote, greedy[..12], "{}", dtype.name());
+    }
+    for (ours, theirs) in
+        [(KvDtype::F32, KvDtype::Int8), (KvDtype::Bf16, KvDtype::Fp8), (KvDtype::Int8, KvDtype::F16)]
+    {
+        let of_one_size = tokens((16, ours), (16, theirs), TransportKind::Shm).await;
+        for kind in [TransportKind::Shm, TransportKind::Tcp] {
+            let of_other_sizes = tokens((8, ours), (6, theirs), kind).await;
+            assert_eq!(of_other_sizes, of_one_size, "{} to {} over {kind}", ours.name(), theirs.name());
+        }
+    }
+}
