@@ -8,5 +8,6 @@ mod faults;
 mod gate;
 mod harness;
 mod leaving;
+mod matrix;
 mod serving;
 mod speculation;
