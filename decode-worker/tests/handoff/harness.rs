@@ -159,7 +159,7 @@ impl Builder {
                 Ok(role)
             };
             if is_fake {
-                let listener = TcpListener::bind("127.0.0.1:0").await?;
+                let listener = TcpListener::bind(config.listen).await?;
                 baton_worker::serve(config, model, listener, stop, role).await
             } else {
                 baton_worker::run(config, stop, role).await
@@ -199,14 +199,7 @@ impl TestWorker {
 
     /// What `/metrics` says.
     pub(crate) async fn metrics(&self) -> String {
-        let address = self.address();
-        let host = address.trim_start_matches("http://");
-        let mut stream = TcpStream::connect(host).await.expect("the worker listens");
-        let request = format!("GET /metrics HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n");
-        stream.write_all(request.as_bytes()).await.expect("it reads");
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await.expect("it answers");
-        answer
+        metrics_at(&self.address()).await
     }
 
     /// Waits until everything is given back, then demands that every block is there.
@@ -251,6 +244,17 @@ impl Drop for TestWorker {
             runtime.shutdown_background();
         }
     }
+}
+
+/// What `/metrics` says at a worker's address.
+pub(crate) async fn metrics_at(address: &str) -> String {
+    let host = address.trim_start_matches("http://");
+    let mut stream = TcpStream::connect(host).await.expect("the worker listens");
+    let request = format!("GET /metrics HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.expect("it reads");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.expect("it answers");
+    answer
 }
 
 /// Something of a prompt: `num_tokens` tokens, different for each `seed`.

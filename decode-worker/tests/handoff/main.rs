@@ -8,6 +8,7 @@ mod faults;
 mod gate;
 mod harness;
 mod leaving;
+mod matrix;
 mod serving;
 mod sides;
 mod speculation;

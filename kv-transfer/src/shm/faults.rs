@@ -10,9 +10,11 @@ use std::{
     path::{Path, PathBuf},
     pin::pin,
     process::{Child, Command, Stdio},
-    sync::Arc,
+    sync::{Arc, Mutex},
     task::Poll,
 };
+
+use baton_kv_cache::{BlockId, BlockStorage};
 
 use super::{
     host,
@@ -21,12 +23,18 @@ use super::{
 use crate::{
     Generation, Receiver, ReceiverConfig, ReceiverLoad, Sender, SenderConfig, TransportKind, TransportOffer,
     testing::{
-        Fabric, Guards, LAYOUT, blocks, bytes, eventually, pattern, private_dir, soon, storage, writes,
+        Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, eventually, fill, pattern, private_dir, soon,
+        storage, writes,
     },
 };
 
 /// A sender by hand.
 fn connect(fabric: &Fabric) -> UnixStream {
+    connect_and_map(fabric).0
+}
+
+/// The same, with the memory that it may write.
+fn connect_and_map(fabric: &Fabric) -> (UnixStream, BlockStorage) {
     let TransportOffer::Shm { socket_path, pool, .. } = fabric.offer(TransportKind::Shm) else {
         unreachable!()
     };
@@ -38,8 +46,9 @@ fn connect(fabric: &Fabric) -> UnixStream {
     };
     wire::send(&socket, hello, None).unwrap();
     let (welcome, descriptor) = wire::receive(&socket).unwrap().unwrap();
-    assert!(matches!(welcome, Message::Welcome { num_blocks: 64 }) && descriptor.is_some());
-    socket
+    assert_eq!(welcome, Message::Welcome { num_blocks: NUM_BLOCKS as u64 });
+    let memory = BlockStorage::from_fd(descriptor.unwrap(), LAYOUT, NUM_BLOCKS).unwrap();
+    (socket, memory)
 }
 
 fn open(socket: &UnixStream, generation: Generation) {
@@ -91,6 +100,69 @@ async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
         assert_eq!(guards.num_out(), 0);
         assert_eq!(fabric.receiver.load(), ReceiverLoad::default());
     }
+}
+
+/// Blocks that come back with their guard, as a worker's pool has them.
+#[derive(Clone)]
+struct Pool(Arc<Mutex<Vec<BlockId>>>);
+
+struct Taken(Pool, Vec<BlockId>);
+
+impl Pool {
+    fn take(&self, num_blocks: usize) -> Option<Taken> {
+        let mut free = self.0.lock().unwrap();
+        let rest = free.len().checked_sub(num_blocks)?;
+        Some(Taken(self.clone(), free.split_off(rest)))
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        self.0.0.lock().unwrap().append(&mut self.1);
+    }
+}
+
+#[tokio::test]
+async fn a_writer_that_writes_after_its_grant_was_closed_hits_memory_that_nobody_has() {
+    let fabric = Fabric::new(&[TransportKind::Shm]);
+    let pool = Pool(Arc::new(Mutex::new(blocks(0..4))));
+    let first = pool.take(2).unwrap();
+    let its_blocks = first.1.clone();
+    let granted = fabric.receiver.grant(its_blocks.clone(), first);
+    let generation = granted.generation();
+    let (peer, memory) = connect_and_map(&fabric);
+    open(&peer, generation);
+    drop(granted.revoke());
+    assert_eq!(wire::receive(&peer).unwrap().unwrap().0, Message::Revoke(generation));
+
+    // The next sequence has the other blocks, and a third gets none.
+    let second = pool.take(2).unwrap();
+    let others_blocks = second.1.clone();
+    let granted = fabric.receiver.grant(others_blocks.clone(), second);
+    let route = fabric.route(&granted).await.unwrap();
+    let pushed = soon(route.push(writes(&others_blocks))).await.unwrap();
+    assert!(pool.take(1).is_none());
+
+    // It was told, and writes nevertheless, wherever it was allowed to.
+    for &block in &its_blocks {
+        for layer_idx in 0..LAYOUT.num_layers {
+            fill(&memory, block, layer_idx, 0xEE);
+        }
+    }
+    for &block in &its_blocks {
+        assert_eq!(bytes(&fabric.target, block, 0), vec![0xEE; LAYOUT.layer_bytes()], "it is late, not lost");
+    }
+    soon(granted.verify(pushed.pieces)).await.unwrap();
+    assert!(fabric.holds(&writes(&others_blocks)));
+    assert!(pool.take(1).is_none(), "while it is there, nobody gets them");
+
+    // Without its mapping it writes nowhere; that its socket ends says so.
+    drop(memory);
+    drop(peer);
+    eventually("its blocks come back", || pool.take(2).is_some()).await;
+    assert_eq!(pool.take(2).unwrap().1.len(), its_blocks.len());
+    assert!(soon(granted.commit()).await.is_some());
+    assert!(fabric.holds(&writes(&others_blocks)));
 }
 
 #[tokio::test]
@@ -176,7 +248,7 @@ async fn prefill_process() {
     let generation = Generation(number("BATON_TEST_SHM_GENERATION"));
     let source = storage();
     for layer_idx in 0..LAYOUT.num_layers {
-        crate::testing::fill(&source, baton_kv_cache::BlockId(3), layer_idx, pattern(3, layer_idx));
+        fill(&source, BlockId(3), layer_idx, pattern(3, layer_idx));
     }
     let sender = Sender::start(source, SenderConfig::default()).unwrap();
     let route = sender.route(generation, &[offer], ()).await.unwrap();
@@ -241,7 +313,7 @@ async fn a_frozen_process_holds_its_blocks_until_it_goes_on_or_dies() {
         let granted = fabric.receiver.grant(blocks([3]), guards.guard());
         let process = Process::start(&fabric, granted.generation()).await;
         for layer_idx in 0..LAYOUT.num_layers {
-            let found = bytes(&fabric.target, baton_kv_cache::BlockId(3), layer_idx);
+            let found = bytes(&fabric.target, BlockId(3), layer_idx);
             assert!(found.iter().all(|&byte| byte == pattern(3, layer_idx)));
         }
         process.stop();

@@ -1,0 +1,370 @@
+//! One cell of the matrix: the parts of a small cluster, brought to a state, disturbed, and checked.
+
+use std::time::Duration;
+
+use baton_kv_transfer::TransportKind;
+use tokio::time::timeout;
+
+use super::{
+    client::{Attempt, Router, request, undisturbed},
+    clock::Clock,
+    node::{Node, Spec},
+    table::{End, Expected, Fault, State},
+    tap::{Point, Tap, Twist},
+    until,
+    wire::Wire,
+};
+use crate::harness::PATIENCE;
+
+/// The parts of one cell.
+struct Cell {
+    prefill: Node,
+    decode: Node,
+    tap: Tap,
+    /// The stream's, on both sides of the tap.
+    wires: [Wire; 2],
+    expected: Expected,
+    /// Of the fault.
+    start: Clock,
+}
+
+/// Returns the time from the fault to the last freed block.
+pub(super) async fn run(state: State, fault: Fault, kind: TransportKind, expected: Expected) -> Duration {
+    let mut cell = Cell::start(state, fault, kind, expected).await;
+    match fault {
+        Fault::StaleWrite => cell.stale_write(state, kind).await,
+        Fault::RouterKilled => {
+            let mut router = Router::start(cell.decode.address, &cell.prefill.peer(cell.wires[0].address));
+            cell.reach(state, fault, kind).await;
+            router.kill();
+            cell.let_go();
+            cell.check(fault, End::Gone, Vec::new()).await
+        }
+        _ => {
+            let attempt = cell.attempt(&[]);
+            cell.reach(state, fault, kind).await;
+            cell.disturb(state, fault, kind, attempt).await
+        }
+    }
+}
+
+impl Cell {
+    async fn start(state: State, fault: Fault, kind: TransportKind, expected: Expected) -> Cell {
+        let spec = |is_prefill, num_blocks, hold_before_step| Spec {
+            is_prefill,
+            transport: kind,
+            num_blocks,
+            handoff_deadline: fault.handoff_deadline(),
+            hold_before_step,
+            ports: [0, 0],
+        };
+        let prefill_hold = match state {
+            State::Granted => Some(0),
+            State::FirstChunkWritten => Some(1),
+            // What is to come in another order must be more than one.
+            State::LastChunkUnacknowledged if fault == Fault::Reordered => Some(1),
+            _ => None,
+        };
+        let (num_blocks, decode_hold) = match (fault, state) {
+            (_, State::Committed) => (64, Some(1)),
+            // Who comes next must take the same blocks, and is to be met while it decodes.
+            (Fault::StaleWrite, _) if kind == TransportKind::Tcp => (28, Some(5)),
+            _ => (64, None),
+        };
+        let (prefill, decode) = tokio::join!(
+            Node::start(spec(true, 28, prefill_hold)),
+            Node::start(spec(false, num_blocks, decode_hold))
+        );
+        let ends = match state {
+            State::BeforeBegin => Some(Point::Begin),
+            State::Queued => Some(Point::Started),
+            State::Granted => Some(Point::Grant),
+            State::FirstChunkWritten => Some(Point::Written),
+            State::LastChunkUnacknowledged => Some(Point::LastWritten),
+            State::Committed => Some(Point::Commit),
+        };
+        let twist = match (fault, state) {
+            (Fault::Duplicate, _) => ends.zip(Some(Twist::Twice)),
+            (Fault::Reordered, State::LastChunkUnacknowledged) => ends.zip(Some(Twist::Reversed)),
+            (Fault::Reordered, _) => ends.zip(Some(Twist::AfterTheNext)),
+            // In memory a chunk is damaged before it is verified.
+            (Fault::BitFlip, _) if !is_flipped_on_its_way(state, kind) => ends.zip(Some(Twist::Held)),
+            // Here the engine, or its lack of blocks, keeps the state.
+            (_, State::Queued | State::Granted | State::FirstChunkWritten) => None,
+            _ => ends.zip(Some(Twist::Held)),
+        };
+        let to_prefill = Wire::to(prefill.address).await;
+        let tap = Tap::to(to_prefill.address, twist).await;
+        let to_tap = Wire::to(tap.address).await;
+        let mut cell =
+            Cell { prefill, decode, tap, wires: [to_tap, to_prefill], expected, start: Clock::now() };
+        if state == State::Queued && twist.is_none() {
+            assert_eq!(cell.prefill.ask("occupy").await, "occupied");
+        }
+        cell
+    }
+
+    fn attempt(&self, output: &[u32]) -> Attempt {
+        let peer = self.prefill.peer(self.wires[0].address);
+        Attempt::start(self.decode.address, request(Some(peer), output))
+    }
+
+    /// An attempt of which no prefill worker knows.
+    fn local_attempt(&self, output: &[u32]) -> Attempt {
+        Attempt::start(self.decode.address, request(None, output))
+    }
+
+    /// Returns when the handoff stands where it should.
+    async fn reach(&mut self, state: State, fault: Fault, kind: TransportKind) {
+        let reached = async {
+            if fault == Fault::Reordered && state == State::LastChunkUnacknowledged {
+                until(async || self.prefill.metric("baton_handoff_bytes_total", kind.name()).await > 0).await;
+                self.prefill.tell("open");
+            }
+            match state {
+                _ if matches!(fault, Fault::Duplicate | Fault::Reordered) => self.tap.twisted(1).await,
+                _ if fault == Fault::BitFlip && !is_flipped_on_its_way(state, kind) => {
+                    self.tap.twisted(1).await
+                }
+                State::Queued => {
+                    until(async || self.prefill.metric("baton_engine_waiting ", "").await == 1).await
+                }
+                State::Granted => {
+                    until(async || self.prefill.metric("baton_handoff_routes_total", kind.name()).await == 1)
+                        .await;
+                }
+                State::FirstChunkWritten => {
+                    until(async || self.decode.metric("baton_handoff_bytes_total", kind.name()).await > 0)
+                        .await;
+                }
+                _ => self.tap.twisted(1).await,
+            }
+        };
+        timeout(2 * PATIENCE, reached).await.expect("the handoff gets there");
+        self.start = Clock::now();
+    }
+
+    /// What kept the state keeps it no longer.
+    fn let_go(&mut self) {
+        self.tap.straighten();
+        self.prefill.tell("open");
+        self.prefill.tell("vacate");
+        self.decode.tell("open");
+    }
+
+    async fn disturb(
+        &mut self,
+        state: State,
+        fault: Fault,
+        kind: TransportKind,
+        attempt: Attempt,
+    ) -> Duration {
+        match fault {
+            Fault::ClientCancels => {
+                let tokens = attempt.cancel().await;
+                self.let_go();
+                return self.check(fault, End::Gone, tokens).await;
+            }
+            Fault::PrefillKilled => self.prefill.kill(),
+            Fault::DecodeKilled => self.decode.kill(),
+            Fault::PrefillRestarted => {
+                let old = self.prefill.peer(self.wires[0].address);
+                self.prefill.kill();
+                self.prefill.start_again(None).await;
+                self.let_go();
+                let (end, tokens) = attempt.end().await;
+                // The router has not heard of it yet.
+                let again = Attempt::start(self.decode.address, request(Some(old), &tokens));
+                if end != End::Finished {
+                    assert_eq!(
+                        again.end().await.0,
+                        End::Failed(baton_proto::worker::failed::Kind::PrefillLost)
+                    );
+                }
+                return self.check(fault, end, tokens).await;
+            }
+            Fault::DecodeRestarted => {
+                let data = self.tap.data().await;
+                let data_port = data.first().map(|wire| wire.target().port());
+                self.decode.kill();
+                self.decode.start_again(data_port).await;
+            }
+            Fault::PrefillFrozen => {
+                self.prefill.freeze();
+                self.let_go();
+                let (end, tokens) = attempt.end().await;
+                let is_writing = matches!(state, State::Granted | State::FirstChunkWritten);
+                if is_writing && kind == TransportKind::Shm {
+                    // It may write when it wakes: its 20 blocks are nobody's.
+                    assert_eq!(self.decode.num_free().await, 64 - 20);
+                } else {
+                    self.decode.assert_all_free().await;
+                }
+                // Others do not wait for it.
+                let others = self.local_attempt(&[]).end().await;
+                assert_eq!(others, (End::Finished, undisturbed()));
+                self.prefill.thaw();
+                return self.check(fault, end, tokens).await;
+            }
+            Fault::Partition => {
+                self.set_dead(true).await;
+                self.prefill.tell("open");
+                self.prefill.tell("vacate");
+                self.decode.tell("open");
+                let (end, tokens) = attempt.end().await;
+                self.decode.assert_all_free().await;
+                self.prefill.assert_all_free().await;
+                self.set_dead(false).await;
+                self.tap.straighten();
+                return self.check(fault, end, tokens).await;
+            }
+            Fault::ConnectionReset => self.wires[0].reset(),
+            Fault::DataReset => self.tap.data().await.iter().for_each(|wire| wire.reset()),
+            Fault::Deadline => {
+                if state == State::Committed {
+                    self.decode.tell("open");
+                    until(async || self.prefill.metric("baton_handoffs_total", "").await == 1).await;
+                } else {
+                    until(async || self.decode.metric("baton_handoffs_total", "deadline").await == 1).await;
+                }
+            }
+            Fault::Duplicate | Fault::Reordered => {}
+            Fault::BitFlip if is_flipped_on_its_way(state, kind) => {
+                self.tap.data().await.iter().for_each(|wire| wire.flip_next());
+            }
+            Fault::BitFlip => {
+                let block = self.tap.blocks()[0];
+                assert_eq!(self.decode.ask(&format!("flip {block}")).await, "flipped");
+            }
+            Fault::RouterKilled | Fault::StaleWrite | Fault::AbortStorm => unreachable!("run by themselves"),
+        }
+        self.let_go();
+        let (end, tokens) = attempt.end().await;
+        self.check(fault, end, tokens).await
+    }
+
+    async fn set_dead(&self, is_dead: bool) {
+        self.wires.iter().for_each(|wire| wire.set_dead(is_dead));
+        self.tap.data().await.iter().for_each(|wire| wire.set_dead(is_dead));
+    }
+
+    /// All that is demanded of every cell; `tokens` were delivered.
+    async fn check(&mut self, fault: Fault, end: End, tokens: Vec<u32>) -> Duration {
+        assert!(self.expected.end.contains(&end), "the stream ended {end:?}, not {:?}", self.expected.end);
+        let has_decode = !self.expected.decode.is_empty();
+        let has_prefill = !self.expected.prefill.is_empty();
+        if has_decode {
+            counted(&self.decode, self.expected.decode).await;
+        }
+        if has_prefill {
+            counted(&self.prefill, self.expected.prefill).await;
+        }
+        if !has_decode && fault == Fault::DecodeKilled {
+            self.decode.start_again(None).await;
+        }
+        if !has_prefill && fault == Fault::PrefillKilled {
+            self.prefill.start_again(None).await;
+        }
+        self.decode.assert_all_free().await;
+        self.prefill.assert_all_free().await;
+        let elapsed = self.start.elapsed();
+        assert!(elapsed < fault.bound(), "took {elapsed:?}, not {:?}", fault.bound());
+
+        // The router plans again what did not end, with what was delivered.
+        let all = match end {
+            End::Finished => tokens,
+            _ => {
+                let (end, rest) = self.attempt(&tokens).end().await;
+                assert_eq!(end, End::Finished, "planned again");
+                [tokens, rest].concat()
+            }
+        };
+        assert_eq!(all, undisturbed());
+        // And nothing is wrong with what is cached, on either side.
+        assert_eq!(self.attempt(&[]).end().await, (End::Finished, undisturbed()));
+        self.decode.assert_all_free().await;
+        self.prefill.assert_all_free().await;
+        elapsed
+    }
+
+    async fn stale_write(&mut self, state: State, kind: TransportKind) -> Duration {
+        let attempt = self.attempt(&[]);
+        self.reach(state, Fault::StaleWrite, kind).await;
+        match (kind, state) {
+            (TransportKind::Shm, _) => {
+                self.prefill.freeze();
+                let tokens = attempt.cancel().await;
+                let others = self.local_attempt(&[]).end().await;
+                assert_eq!(others, (End::Finished, undisturbed()));
+                assert_eq!(self.decode.num_free().await, 64 - 20, "kept from everybody while it may write");
+                self.let_go();
+                self.prefill.thaw();
+                self.check(Fault::StaleWrite, End::Gone, tokens).await
+            }
+            (TransportKind::Tcp, State::Committed) => {
+                self.replay_late().await;
+                self.let_go();
+                let (end, tokens) = attempt.end().await;
+                self.check(Fault::StaleWrite, end, tokens).await
+            }
+            (TransportKind::Tcp, _) => {
+                let data = self.tap.data().await;
+                if state == State::Granted {
+                    // What it writes now arrives when it is too late.
+                    data.iter().for_each(|wire| wire.set_dead(true));
+                    self.prefill.tell("open");
+                    futures_util::future::select_all(data.iter().map(|wire| Box::pin(wire.kept()))).await;
+                }
+                let tokens = attempt.cancel().await;
+                self.tap.straighten();
+                self.prefill.tell("open");
+                // There are blocks for one: those of the first attempt.
+                let second = self.local_attempt(&[]);
+                until(async || {
+                    self.decode.metric("baton_output_tokens_total", "").await > tokens.len() as u64
+                })
+                .await;
+                if state == State::Granted {
+                    data.iter().for_each(|wire| wire.set_dead(false));
+                    until(async || self.late_bytes().await > 0).await;
+                } else {
+                    self.replay_late().await;
+                }
+                self.let_go();
+                assert_eq!(second.end().await, (End::Finished, undisturbed()));
+                self.check(Fault::StaleWrite, End::Gone, tokens).await
+            }
+        }
+    }
+
+    /// Everything that was written is written once more; nothing of it may land.
+    async fn replay_late(&self) {
+        for wire in self.tap.data().await {
+            wire.replay().await;
+        }
+        assert!(self.late_bytes().await > 0, "it was written, and counted as late");
+    }
+
+    async fn late_bytes(&self) -> u64 {
+        self.decode.metric("baton_handoff_late_bytes_total", "").await
+    }
+}
+
+/// The chunk after the first, where there is a way.
+fn is_flipped_on_its_way(state: State, kind: TransportKind) -> bool {
+    kind == TransportKind::Tcp && state == State::FirstChunkWritten
+}
+
+/// Waits until one handoff has ended, and demands that it was counted under one of these labels.
+async fn counted(node: &Node, labels: &[&str]) {
+    if labels.contains(&"") && node.metric("baton_handoffs_total", "").await == 0 {
+        return;
+    }
+    until(async || node.metric("baton_handoffs_total", "").await > 0).await;
+    for label in labels.iter().filter(|label| !label.is_empty()) {
+        if node.metric("baton_handoffs_total", &format!("outcome=\"{label}\"")).await > 0 {
+            return;
+        }
+    }
+    panic!("counted under none of {labels:?}");
+}

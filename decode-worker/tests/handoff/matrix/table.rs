@@ -1,0 +1,225 @@
+//! Every state of a handoff with every fault, and what must come of it; or why the two cannot meet.
+
+use std::time::Duration;
+
+use baton_kv_transfer::TransportKind::{self, Shm, Tcp};
+use baton_proto::worker::failed::Kind;
+
+use Fault::*;
+use State::*;
+
+/// Where a handoff stands when the fault comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    /// The prefill worker has not heard of it: `Begin` is on its way.
+    BeforeBegin,
+    /// The prefill worker has no blocks for it yet.
+    Queued,
+    /// Blocks of both sides, a route between them, nothing written.
+    Granted,
+    /// The first chunk is written and verified, the next is not computed.
+    FirstChunkWritten,
+    /// Everything is written; the decode worker has not heard of the last chunk.
+    LastChunkUnacknowledged,
+    /// The decode worker decodes; the prefill worker has not heard that it may free.
+    Committed,
+}
+
+pub(super) const STATES: [State; 6] =
+    [BeforeBegin, Queued, Granted, FirstChunkWritten, LastChunkUnacknowledged, Committed];
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fault {
+    /// The client leaves.
+    ClientCancels,
+    /// SIGKILL.
+    PrefillKilled,
+    /// SIGKILL.
+    DecodeKilled,
+    /// SIGSTOP for longer than the deadline.
+    PrefillFrozen,
+    /// Between the workers every packet is lost, of the stream and of TCP data.
+    Partition,
+    /// The stream between the workers is reset.
+    ConnectionReset,
+    /// The data connections are reset.
+    DataReset,
+    /// SIGKILL of the process that reads the tokens.
+    RouterKilled,
+    /// The state lasts longer than a handoff may.
+    Deadline,
+    /// The message that ends the state comes twice.
+    Duplicate,
+    /// The message that ends the state comes after the next.
+    Reordered,
+    /// The handoff is given up and its blocks may be used again; then its writer writes.
+    StaleWrite,
+    /// A bit of the KV is inverted on its way, or where it lies before it is verified.
+    BitFlip,
+    /// The prefill worker is started again at its address; the router does not know yet.
+    PrefillRestarted,
+    /// The decode worker is started again at its addresses; the prefill worker does not know.
+    DecodeRestarted,
+    /// A thousand requests get as far, and their clients leave.
+    AbortStorm,
+}
+
+/// How the client's stream ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// With every token.
+    Finished,
+    /// With a failure that the router can act upon.
+    Failed(Kind),
+    /// With the connection.
+    Broken,
+    /// Nobody reads it.
+    Gone,
+}
+
+/// What must come of a fault. Where more than one thing is named, two messages meet on their way.
+#[derive(Debug)]
+pub(super) struct Expected {
+    pub(super) end: Vec<End>,
+    /// Labels under which the decode worker may count the handoff. None: it is dead.
+    pub(super) decode: &'static [&'static str],
+    /// The same of the prefill worker; "" when it never hears of the handoff.
+    pub(super) prefill: &'static [&'static str],
+}
+
+impl Fault {
+    /// From the fault to the last freed block, on both sides.
+    pub(super) fn bound(self) -> Duration {
+        Duration::from_secs(match self {
+            // Nothing has to run out: milliseconds, on a machine that is not busy.
+            ClientCancels | PrefillKilled | DecodeKilled | ConnectionReset | DataReset | RouterKilled
+            | Duplicate | Reordered | StaleWrite | BitFlip | PrefillRestarted | DecodeRestarted => 15,
+            // The deadline, `HANDOFF_DEADLINE`.
+            PrefillFrozen | Deadline => 20,
+            // HTTP/2 keep-alive, 7 s; then 10 s until a data connection that is silent is given up.
+            Partition => 35,
+            // All of the thousand.
+            AbortStorm => 90,
+        })
+    }
+
+    /// A handoff's deadline where that is what ends it: instead of a minute, with a freeze of 30 s.
+    pub(super) fn handoff_deadline(self) -> Duration {
+        Duration::from_secs(if matches!(self, PrefillFrozen | Deadline) { 4 } else { 60 })
+    }
+}
+
+/// What must come of it, or why it cannot be.
+pub(super) fn expected(state: State, fault: Fault, kind: TransportKind) -> Result<Expected, &'static str> {
+    const LOST: End = End::Failed(Kind::PrefillLost);
+    const REJECTED: End = End::Failed(Kind::KvRejected);
+    const BROKEN_PROTOCOL: End = End::Failed(Kind::Internal);
+    /// A prefill worker that writes hears of the end by its writes, or by its stream.
+    const STOPPED: &[&str] = &["cancelled", "decode_lost", "transfer_failed"];
+    let on = |end: &[End], decode: &'static [&'static str], prefill: &'static [&'static str]| {
+        Ok(Expected { end: end.to_vec(), decode, prefill })
+    };
+    let goes_on = |prefill: &'static [&'static str]| on(&[End::Finished], &["committed"], prefill);
+    let cut_off: &'static [&'static str] = match state {
+        BeforeBegin => &["", "decode_lost", "cancelled"],
+        Committed => &["committed", "decode_lost"],
+        _ => STOPPED,
+    };
+    match (fault, state) {
+        (ClientCancels | RouterKilled, Committed) => on(&[End::Gone], &["committed"], &["committed"]),
+        (ClientCancels | RouterKilled, _) => on(&[End::Gone], &["cancelled"], STOPPED),
+
+        (PrefillKilled | PrefillRestarted, Committed) => goes_on(&[]),
+        // All that it had to say is on its way; the news of its end may overtake the verification.
+        (PrefillKilled | PrefillRestarted, LastChunkUnacknowledged) => {
+            on(&[End::Finished, LOST], &["committed", "prefill_lost"], &[])
+        }
+        // The new life reads what was meant for the old one.
+        (PrefillRestarted, BeforeBegin) => on(&[LOST], &["refused"], &["refused"]),
+        (PrefillKilled | PrefillRestarted, _) => on(&[LOST], &["prefill_lost"], &[]),
+        (DecodeKilled | DecodeRestarted, _) => on(&[End::Broken], &[], cut_off),
+
+        (PrefillFrozen, LastChunkUnacknowledged | Committed) | (Deadline, Committed) => {
+            // The decode worker does not wait until it is heard.
+            goes_on(&["committed", "deadline", "decode_lost"])
+        }
+        (PrefillFrozen | Deadline, _) => on(
+            &[End::Failed(Kind::Deadline)],
+            &["deadline"],
+            &["cancelled", "decode_lost", "deadline", "transfer_failed"],
+        ),
+
+        (Partition | ConnectionReset, Committed) => goes_on(cut_off),
+        (Partition | ConnectionReset, _) => on(&[LOST], &["prefill_lost"], cut_off),
+        (DataReset, _) if kind == Shm => Err("shared memory has no connection that carries data"),
+        (DataReset, BeforeBegin | Queued) => Err("no data connection before a grant"),
+        (DataReset, _) => goes_on(&["committed"]),
+
+        // A peer that says something twice does not keep the protocol.
+        (Duplicate, BeforeBegin | Granted) => on(&[BROKEN_PROTOCOL], &["refused"], &["decode_lost"]),
+        (Duplicate, Queued) => on(&[LOST], &["prefill_lost"], STOPPED),
+        (Duplicate, FirstChunkWritten) => on(&[REJECTED], &["kv_rejected"], STOPPED),
+        // It may have committed before the second one comes.
+        (Duplicate, LastChunkUnacknowledged) => {
+            on(&[REJECTED, End::Finished], &["kv_rejected", "committed"], &["cancelled", "committed"])
+        }
+        (Duplicate, Committed) => goes_on(&["committed"]),
+
+        (Reordered, BeforeBegin) => Err("nothing follows Begin before it is answered"),
+        (Reordered, Queued) => on(&[LOST], &["prefill_lost"], STOPPED),
+        (Reordered, Granted) => Err("nothing follows Grant but Commit, which waits for what Grant brings"),
+        // Chunks may come in any order, but for the last.
+        (Reordered, FirstChunkWritten) => {
+            on(&[REJECTED, End::Finished], &["kv_rejected", "committed"], &["cancelled", "committed"])
+        }
+        (Reordered, LastChunkUnacknowledged) => on(&[REJECTED], &["kv_rejected"], &["cancelled"]),
+        (Reordered, Committed) => Err("Commit is the last message"),
+
+        (StaleWrite, BeforeBegin | Queued) => Err("without a grant there is nothing to write to"),
+        (StaleWrite, Committed) if kind == Shm => {
+            Err("the writer has said that it is done: its own code writes under open grants only")
+        }
+        (StaleWrite, Committed) => goes_on(&["committed"]),
+        (StaleWrite, _) => on(&[End::Gone], &["cancelled"], STOPPED),
+
+        (BitFlip, BeforeBegin | Queued | Granted) => Err("there is no KV to be damaged yet"),
+        (BitFlip, FirstChunkWritten | LastChunkUnacknowledged) => on(&[REJECTED], &["kv_rejected"], STOPPED),
+        (BitFlip, Committed) => Err("all is verified and nothing arrives any more"),
+
+        (AbortStorm, Committed) => on(&[End::Gone], &["committed"], &["committed", "decode_lost"]),
+        // What is let go may overtake the news that a client has left.
+        (AbortStorm, _) => {
+            let prefill = &["committed", "cancelled", "decode_lost", "transfer_failed"];
+            on(&[End::Gone], &["cancelled", "committed"], prefill)
+        }
+    }
+}
+
+/// How often what cannot be is said to be so: a new gap in the table must be argued for here.
+#[test]
+fn what_cannot_meet_is_as_little_as_it_was() {
+    for (kind, num_gaps) in [(Tcp, 11), (Shm, 16)] {
+        let gaps =
+            STATES.iter().flat_map(|&state| ALL.iter().map(move |&fault| expected(state, fault, kind)));
+        assert_eq!(gaps.filter(Result::is_err).count(), num_gaps, "over {kind}");
+    }
+}
+
+pub(super) const ALL: [Fault; 16] = [
+    ClientCancels,
+    PrefillKilled,
+    DecodeKilled,
+    PrefillFrozen,
+    Partition,
+    ConnectionReset,
+    DataReset,
+    RouterKilled,
+    Deadline,
+    Duplicate,
+    Reordered,
+    StaleWrite,
+    BitFlip,
+    PrefillRestarted,
+    DecodeRestarted,
+    AbortStorm,
+];

@@ -1,0 +1,297 @@
+//! Stands between a decode and a prefill worker and sees every message of their handoffs: it can hold one back,
+//! which holds the handoff in a state, or say it twice or too late.
+
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    sync::{Arc, Mutex},
+};
+
+use baton_proto::worker::{
+    DecodeMessage, PrefillMessage, Written,
+    decode_message::Message as D,
+    prefill_client::PrefillClient,
+    prefill_message::Message as P,
+    prefill_server::{Prefill, PrefillServer},
+    transport_offer::Transport,
+};
+use baton_worker::{KEEP_ALIVE_INTERVAL, KEEP_ALIVE_TIMEOUT};
+use futures_util::StreamExt;
+use tokio::{
+    net::TcpListener,
+    sync::{mpsc, watch},
+    task::JoinHandle,
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{
+    Request, Response, Status, Streaming,
+    transport::{Endpoint, Server, server::TcpIncoming},
+};
+
+use super::wire::Wire;
+
+/// A message of a handoff.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Point {
+    Begin,
+    Started,
+    Grant,
+    /// One that names pieces, and is not the last.
+    Written,
+    LastWritten,
+    /// The first of these two.
+    AnyWritten,
+    Commit,
+}
+
+impl Point {
+    fn is_at(self, point: Point) -> bool {
+        self == point || (self == Point::AnyWritten && matches!(point, Point::Written | Point::LastWritten))
+    }
+}
+
+/// What happens to a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Twist {
+    /// It, and what follows it that way, waits for [`Tap::release`].
+    Held,
+    Twice,
+    AfterTheNext,
+    /// It and every `Written` before it come in the opposite order.
+    Reversed,
+}
+
+/// A server of handoffs that passes them on.
+#[derive(Clone)]
+pub(super) struct Tap {
+    pub(super) address: SocketAddr,
+    shared: Arc<Shared>,
+    _server: Arc<AbortOnDrop>,
+}
+
+struct Shared {
+    upstream: SocketAddr,
+    twist: Mutex<Option<(Point, Twist)>>,
+    /// Grows with every release: what was held then, goes on.
+    num_releases: watch::Sender<usize>,
+    /// Messages that were twisted.
+    num_twisted: watch::Sender<usize>,
+    /// To every data port that was offered, by its address.
+    data: tokio::sync::Mutex<HashMap<String, Arc<Wire>>>,
+    /// Of the last grant.
+    blocks: Mutex<Vec<u32>>,
+}
+
+struct AbortOnDrop(JoinHandle<()>);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+impl Tap {
+    /// Passes handoffs on to `upstream`, of which the first message at `twist.0` of each is twisted.
+    pub(super) async fn to(upstream: SocketAddr, twist: Option<(Point, Twist)>) -> Tap {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+        let address = listener.local_addr().expect("it is bound");
+        let shared = Arc::new(Shared {
+            upstream,
+            twist: Mutex::new(twist),
+            num_releases: watch::Sender::new(0),
+            num_twisted: watch::Sender::new(0),
+            data: tokio::sync::Mutex::default(),
+            blocks: Mutex::default(),
+        });
+        let service = PrefillServer::new(Service(Arc::clone(&shared)));
+        let server = tokio::spawn(async move {
+            let incoming = TcpIncoming::from(listener);
+            Server::builder().add_service(service).serve_with_incoming(incoming).await.expect("it serves");
+        });
+        Tap { address, shared, _server: Arc::new(AbortOnDrop(server)) }
+    }
+
+    /// Waits until so many messages were twisted, of all handoffs.
+    pub(super) async fn twisted(&self, num: usize) {
+        let mut twisted = self.shared.num_twisted.subscribe();
+        twisted.wait_for(|twisted| *twisted >= num).await.expect("the tap is there");
+    }
+
+    /// Lets everything go that is held; the twist stays for handoffs that begin later.
+    pub(super) fn release(&self) {
+        self.shared.num_releases.send_modify(|num| *num += 1);
+    }
+
+    /// Twists nothing any more, and lets everything go.
+    pub(super) fn straighten(&self) {
+        *self.shared.twist.lock().expect("no panic") = None;
+        self.release();
+    }
+
+    /// The wires of data connections.
+    pub(super) async fn data(&self) -> Vec<Arc<Wire>> {
+        self.shared.data.lock().await.values().cloned().collect()
+    }
+
+    /// The decode worker's blocks of the last grant.
+    pub(super) fn blocks(&self) -> Vec<u32> {
+        self.shared.blocks.lock().expect("no panic").clone()
+    }
+}
+
+#[derive(Clone)]
+struct Service(Arc<Shared>);
+
+#[tonic::async_trait]
+impl Prefill for Service {
+    type HandoffStream = ReceiverStream<Result<PrefillMessage, Status>>;
+
+    async fn handoff(
+        &self,
+        request: Request<Streaming<DecodeMessage>>,
+    ) -> Result<Response<Self::HandoffStream>, Status> {
+        let (to_decode, messages) = mpsc::channel(64);
+        tokio::spawn(relay(Arc::clone(&self.0), request.into_inner(), to_decode));
+        Ok(Response::new(ReceiverStream::new(messages)))
+    }
+}
+
+/// Until either side leaves; the other one then sees what it would see without a tap.
+async fn relay(
+    shared: Arc<Shared>,
+    mut from_decode: Streaming<DecodeMessage>,
+    to_decode: mpsc::Sender<Result<PrefillMessage, Status>>,
+) {
+    let (to_prefill, mut messages) = mpsc::channel(64);
+    let down = async {
+        let mut line = Line::new(&shared);
+        while let Some(mut message) = from_decode.message().await? {
+            shared.redirect(&mut message).await;
+            let point = match &message.message {
+                Some(D::Begin(_)) => Some(Point::Begin),
+                Some(D::Grant(_)) => Some(Point::Grant),
+                Some(D::Commit(_)) => Some(Point::Commit),
+                _ => None,
+            };
+            for message in line.pass(point, message).await {
+                // A prefill worker that left: the other direction says so.
+                let _ = to_prefill.send(message).await;
+            }
+        }
+        drop(to_prefill);
+        Ok::<(), Status>(())
+    };
+    let up = async {
+        // Nobody is called before there is something to say.
+        let Some(first) = messages.recv().await else { return Ok(()) };
+        let channel = Endpoint::from_shared(format!("http://{}", shared.upstream))
+            .expect("an address")
+            .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
+            .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
+            .connect()
+            .await
+            .map_err(|error| Status::unavailable(format!("the prefill worker is gone: {error}")))?;
+        let messages = futures_util::stream::iter([first]).chain(ReceiverStream::new(messages));
+        let mut from_prefill = PrefillClient::new(channel).handoff(messages).await?.into_inner();
+        let mut line = Line::new(&shared);
+        while let Some(message) = from_prefill.message().await? {
+            let point = match &message.message {
+                Some(P::Started(_)) => Some(Point::Started),
+                Some(P::Written(Written { last: true, .. })) => Some(Point::LastWritten),
+                Some(P::Written(_)) => Some(Point::Written),
+                _ => None,
+            };
+            for message in line.pass(point, message).await {
+                let _ = to_decode.send(Ok(message)).await;
+            }
+        }
+        Ok::<(), Status>(())
+    };
+    tokio::pin!(down, up);
+    let mut is_down_over = false;
+    loop {
+        tokio::select! {
+            ended = &mut down, if !is_down_over => match ended {
+                Ok(()) => is_down_over = true,
+                // Reset: so is the other stream, by being dropped.
+                Err(_) => return,
+            },
+            ended = &mut up => {
+                if let Err(status) = ended {
+                    let _ = to_decode.send(Err(status)).await;
+                }
+                return;
+            }
+            () = to_decode.closed() => return,
+        }
+    }
+}
+
+impl Shared {
+    /// Data goes over a wire of ours.
+    async fn redirect(&self, message: &mut DecodeMessage) {
+        let Some(D::Grant(grant)) = &mut message.message else { return };
+        *self.blocks.lock().expect("no panic") = grant.block_ids.clone();
+        for offer in &mut grant.transports {
+            let Some(Transport::Tcp(tcp)) = &mut offer.transport else { continue };
+            let mut data = self.data.lock().await;
+            if !data.contains_key(&tcp.address) {
+                let target = tcp.address.parse().expect("an address of this host");
+                data.insert(tcp.address.clone(), Arc::new(Wire::to(target).await));
+            }
+            tcp.address = data[&tcp.address].address.to_string();
+        }
+    }
+}
+
+/// One direction of one handoff.
+struct Line<'a, M> {
+    shared: &'a Shared,
+    /// Its one message has been twisted.
+    is_done: bool,
+    kept: Vec<M>,
+}
+
+impl<'a, M: Clone> Line<'a, M> {
+    fn new(shared: &'a Shared) -> Line<'a, M> {
+        Line { shared, is_done: false, kept: Vec::new() }
+    }
+
+    /// What is to be sent now that `message` has come.
+    async fn pass(&mut self, point: Option<Point>, message: M) -> Vec<M> {
+        let twist = *self.shared.twist.lock().expect("no panic");
+        let twist = twist.filter(|_| !self.is_done);
+        let arrived =
+            twist.filter(|&(at, _)| point.is_some_and(|point| at.is_at(point))).map(|(_, twist)| twist);
+        if arrived.is_some() {
+            self.is_done = true;
+            // Subscribed before anybody can know that it is held.
+            let mut releases = self.shared.num_releases.subscribe();
+            self.shared.num_twisted.send_modify(|num| *num += 1);
+            if arrived == Some(Twist::Held) {
+                releases.changed().await.expect("the tap is there");
+            }
+        }
+        match arrived {
+            Some(Twist::Held) => vec![message],
+            Some(Twist::Twice) => vec![message.clone(), message],
+            Some(Twist::AfterTheNext) => {
+                self.kept.push(message);
+                Vec::new()
+            }
+            Some(Twist::Reversed) => {
+                self.kept.push(message);
+                std::mem::take(&mut self.kept).into_iter().rev().collect()
+            }
+            None if point == Some(Point::Written)
+                && matches!(twist, Some((Point::LastWritten, Twist::Reversed))) =>
+            {
+                self.kept.push(message);
+                Vec::new()
+            }
+            // What had to let the next one pass.
+            None if self.is_done => [message].into_iter().chain(std::mem::take(&mut self.kept)).collect(),
+            None => vec![message],
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! A stretch of network that the test can disturb: bytes of one address go to another.
+
+use std::{
+    io,
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    sync::watch,
+    task::JoinHandle,
+};
+
+/// A kilobyte here is hundreds of pieces of the fake model.
+const BUFFER_BYTES: usize = 64 << 10;
+
+/// Connections to `address` continue to the target. They end when it is dropped.
+pub(super) struct Wire {
+    pub(super) address: SocketAddr,
+    shared: Arc<Shared>,
+    task: JoinHandle<()>,
+}
+
+struct Shared {
+    target: SocketAddr,
+    /// Nothing passes, as if every packet were dropped; what waits passes when it ends.
+    is_dead: watch::Sender<bool>,
+    /// Grows when every connection is to be reset.
+    num_resets: watch::Sender<usize>,
+    flips_next: AtomicBool,
+    /// Bytes that came while nothing passed.
+    num_kept: watch::Sender<usize>,
+    /// What clients sent, by connection.
+    sent: Mutex<Vec<Vec<u8>>>,
+}
+
+impl Wire {
+    pub(super) async fn to(target: SocketAddr) -> Wire {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+        let address = listener.local_addr().expect("it is bound");
+        let shared = Arc::new(Shared {
+            target,
+            is_dead: watch::Sender::new(false),
+            num_resets: watch::Sender::new(0),
+            flips_next: AtomicBool::new(false),
+            num_kept: watch::Sender::new(0),
+            sent: Mutex::default(),
+        });
+        let task = tokio::spawn(accept(listener, Arc::clone(&shared)));
+        Wire { address, shared, task }
+    }
+
+    /// Where its connections end.
+    pub(super) fn target(&self) -> SocketAddr {
+        self.shared.target
+    }
+
+    /// Whether packets are dropped.
+    pub(super) fn set_dead(&self, is_dead: bool) {
+        self.shared.is_dead.send_replace(is_dead);
+    }
+
+    /// Waits until a client has sent something that did not pass.
+    pub(super) async fn kept(&self) {
+        let mut num_kept = self.shared.num_kept.subscribe();
+        num_kept.wait_for(|num| *num > 0).await.expect("the wire is there");
+    }
+
+    /// Resets every connection.
+    pub(super) fn reset(&self) {
+        self.shared.num_resets.send_modify(|num| *num += 1);
+    }
+
+    /// Inverts a bit of the last byte that a client sends next: of a frame, that is payload.
+    pub(super) fn flip_next(&self) {
+        self.shared.flips_next.store(true, Ordering::SeqCst);
+    }
+
+    /// Sends what every client has sent once more, on connections of its own.
+    pub(super) async fn replay(&self) {
+        let sent = self.shared.sent.lock().expect("no panic").clone();
+        for bytes in sent {
+            let mut stream = TcpStream::connect(self.shared.target).await.expect("the target listens");
+            stream.write_all(&bytes).await.expect("the target reads");
+            stream.shutdown().await.expect("the target reads");
+            // It reads everything before it closes.
+            let _ = stream.read_to_end(&mut Vec::new()).await;
+        }
+    }
+}
+
+impl Drop for Wire {
+    fn drop(&mut self) {
+        self.task.abort();
+        self.reset();
+    }
+}
+
+async fn accept(listener: TcpListener, shared: Arc<Shared>) {
+    let mut is_dead = shared.is_dead.subscribe();
+    loop {
+        let Ok((client, _)) = listener.accept().await else { return };
+        let _ = is_dead.wait_for(|is_dead| !is_dead).await;
+        let shared = Arc::clone(&shared);
+        // A target that is gone resets its client.
+        tokio::spawn(async move {
+            match TcpStream::connect(shared.target).await {
+                Ok(server) => carry(&shared, client, server).await,
+                Err(_) => drop(client.set_zero_linger()),
+            }
+        });
+    }
+}
+
+async fn carry(shared: &Shared, mut client: TcpStream, mut server: TcpStream) {
+    let _ = (client.set_nodelay(true), server.set_nodelay(true));
+    let idx = {
+        let mut sent = shared.sent.lock().expect("no panic");
+        sent.push(Vec::new());
+        sent.len() - 1
+    };
+    if exchange(shared, idx, &mut client, &mut server).await.is_err() {
+        let _ = (client.set_zero_linger(), server.set_zero_linger());
+    }
+}
+
+async fn exchange(
+    shared: &Shared,
+    idx: usize,
+    client: &mut TcpStream,
+    server: &mut TcpStream,
+) -> io::Result<()> {
+    let (mut is_dead, mut num_resets) = (shared.is_dead.subscribe(), shared.num_resets.subscribe());
+    let (mut client_read, mut client_write) = client.split();
+    let (mut server_read, mut server_write) = server.split();
+    let (mut up, mut down) = ([0; BUFFER_BYTES], [0; BUFFER_BYTES]);
+    let mut num_up = 0;
+    let (mut up_ended, mut down_ended) = (false, false);
+    while !(up_ended && num_up == 0 && down_ended) {
+        let flows = !*is_dead.borrow_and_update();
+        if flows && num_up > 0 {
+            let bytes = &mut up[..num_up];
+            if shared.flips_next.swap(false, Ordering::SeqCst) {
+                *bytes.last_mut().expect("not empty") ^= 4;
+            }
+            shared.sent.lock().expect("no panic")[idx].extend_from_slice(bytes);
+            server_write.write_all(bytes).await?;
+            num_up = 0;
+        }
+        tokio::select! {
+            _ = is_dead.changed() => {}
+            _ = num_resets.changed() => return Err(io::ErrorKind::ConnectionReset.into()),
+            read = client_read.read(&mut up[num_up..]), if !up_ended && num_up < BUFFER_BYTES => {
+                let num_bytes = read?;
+                num_up += num_bytes;
+                up_ended = num_bytes == 0;
+                shared.num_kept.send_modify(|num| *num += if flows { 0 } else { num_bytes });
+                if up_ended && flows {
+                    server_write.shutdown().await?;
+                }
+            }
+            read = server_read.read(&mut down), if flows && !down_ended => {
+                let bytes = &down[..read?];
+                down_ended = bytes.is_empty();
+                match down_ended {
+                    true => client_write.shutdown().await?,
+                    false => client_write.write_all(bytes).await?,
+                }
+            }
+        }
+    }
+    Ok(())
+}
