@@ -31,7 +31,7 @@ pub enum Command {
     DecodeWorker(WorkerArgs),
     /// Talk to a server in the terminal.
     Chat(ChatArgs),
-    /// Put load on a server and measure latency, throughput and goodput.
+    /// Put load on a server and measure latency, throughput and goodput; or measure transfers of KV blocks.
     Bench(BenchArgs),
     /// Print what a model costs: memory, arithmetic, and times on a device.
     Inspect(InspectArgs),
@@ -346,7 +346,7 @@ impl std::fmt::Display for Size {
     }
 }
 
-fn parse_size(text: &str) -> Result<Size, String> {
+pub(crate) fn parse_size(text: &str) -> Result<Size, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
         "" | "B" => 0,
@@ -373,7 +373,7 @@ pub(crate) fn parse_kv_dtype(name: &str) -> Result<KvDtype, String> {
     KvDtype::from_name(name).ok_or_else(|| format!("expected one of {}", KvDtype::names()))
 }
 
-fn at_least_one(text: &str) -> Result<usize, String> {
+pub(crate) fn at_least_one(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(0) => Err("must be at least 1".to_owned()),
         Ok(number) => Ok(number),

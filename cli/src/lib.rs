@@ -48,7 +48,11 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::PrefillWorker(args) => block_on(roles::prefill_worker(args)),
         Command::DecodeWorker(args) => block_on(roles::decode_worker(args)),
         Command::Chat(args) => block_on(chat::run(args)),
-        Command::Bench(args) => block_on(bench::run(args)),
+        Command::Bench(mut args) => match args.part.take() {
+            None => block_on(bench::run(args)),
+            Some(bench::Part::Transfer(args)) => bench::transfer::run(args),
+            Some(bench::Part::TransferPeer) => bench::transfer::serve(),
+        },
         Command::Inspect(args) => inspect::run(args),
     }
 }

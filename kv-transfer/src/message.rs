@@ -7,6 +7,7 @@
 use std::{fmt, ops::Range, path::PathBuf, sync::Arc, time::Duration};
 
 use baton_kv_cache::BlockId;
+use serde::{Deserialize, Serialize};
 
 /// Name of one grant, and the right to write into its blocks: 64 bits that nobody can guess.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -242,7 +243,7 @@ impl fmt::Display for TransportKind {
 
 /// A way to reach the decode worker's blocks. `pool` is the incarnation of its block pool: whoever
 /// answers at the address with another one has restarted, and is not written to.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum TransportOffer {
     /// Shared memory.
     Shm {

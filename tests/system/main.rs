@@ -1,6 +1,7 @@
 //! Baton as its users meet it: real processes, real sockets, real etcd, real faults.
 
 mod bad_input;
+mod bench;
 mod cancel;
 mod clients;
 mod faults;

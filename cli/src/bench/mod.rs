@@ -1,6 +1,7 @@
 //! `baton bench`: makes load, and measures what comes of it.
 //!
-//! Knows nothing of how the target works: an OpenAI endpoint, or the gRPC of one worker.
+//! Knows nothing of how the target works: an OpenAI endpoint, or the gRPC of one worker. [`transfer`] measures
+//! one part of the system by itself.
 
 mod drive;
 pub(crate) mod openai;
@@ -11,6 +12,7 @@ mod sse;
 mod stats;
 mod target;
 mod trace;
+pub(crate) mod transfer;
 mod workload;
 
 use std::{
@@ -21,7 +23,7 @@ use std::{
 };
 
 use anyhow::{Context, bail, ensure};
-use clap::{Args, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
 use serde_json::{Map, Value};
 use tokio_util::sync::CancellationToken;
@@ -62,8 +64,10 @@ A request is due by the plan (--rate, --trace), or as soon as its client is free
 
 /// How load is made, and where it goes.
 #[derive(Debug, Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
 pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    pub(crate) part: Option<Part>,
     /// OpenAI endpoint to send to. [default: http://127.0.0.1:8080]
     #[arg(long, value_name = "URL")]
     pub(crate) url: Vec<String>,
@@ -164,6 +168,16 @@ pub(crate) struct BenchArgs {
     pub(crate) json: Option<PathBuf>,
 }
 
+/// One part of the system, by itself.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Part {
+    /// How fast KV blocks go from one process to another, by each transport.
+    Transfer(transfer::TransferArgs),
+    /// The other process of `transfer`.
+    #[command(hide = true)]
+    TransferPeer,
+}
+
 /// Which API of an OpenAI endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Api {
@@ -223,7 +237,8 @@ pub(crate) async fn run(args: BenchArgs) -> anyhow::Result<()> {
             }
         }
     });
-    let progress = if args.quiet { Progress::hidden() } else { Progress::new(load.requests.len()) };
+    let progress =
+        if args.quiet { Progress::hidden() } else { Progress::new(load.requests.len(), "requests") };
     let outcomes = load.run(progress, stop.clone()).await;
     on_ctrl_c.abort();
     let outcomes = outcomes?;

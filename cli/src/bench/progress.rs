@@ -34,18 +34,20 @@ struct Shared {
 enum Show {
     Nothing,
     Bar(ProgressBar),
-    Lines,
+    Lines(&'static str),
 }
 
 impl Progress {
-    /// Of a load of `total` requests.
-    pub(crate) fn new(total: usize) -> Self {
+    /// Of `total` `things`, such as requests.
+    pub(crate) fn new(total: usize, things: &'static str) -> Self {
         if !io::stderr().is_terminal() {
-            return Self::with(Show::Lines, total);
+            return Self::with(Show::Lines(things), total);
         }
         let bar = ProgressBar::with_draw_target(Some(total as u64), ProgressDrawTarget::stderr());
-        let style = ProgressStyle::with_template("{bar:32} {pos}/{len} requests, {elapsed} {msg}")
-            .expect("the template is valid");
+        let style = ProgressStyle::with_template(&format!(
+            "{{bar:32}} {{pos}}/{{len}} {things}, {{elapsed}} {{msg}}"
+        ))
+        .expect("the template is valid");
         bar.set_style(style);
         Self::with(Show::Bar(bar), total)
     }
@@ -68,7 +70,7 @@ impl Progress {
         }
     }
 
-    /// One more request is done.
+    /// One more is done.
     pub(crate) fn done(&self, ok: bool) {
         let shared = &*self.shared;
         let counter = if ok { &shared.num_ok } else { &shared.num_failed };
@@ -82,7 +84,7 @@ impl Progress {
                     bar.set_message(format!("({num_failed} failed)"));
                 }
             }
-            Show::Lines => {
+            Show::Lines(things) => {
                 let now = shared.start.elapsed().as_millis() as u64;
                 let due = shared.next_line.load(Ordering::Relaxed);
                 let next = now + LINE_EVERY.as_millis() as u64;
@@ -95,7 +97,7 @@ impl Progress {
                 {
                     let num_done = shared.num_ok.load(Ordering::Relaxed) + num_failed;
                     eprintln!(
-                        "{num_done}/{} requests in {:.0} s, {num_failed} failed",
+                        "{num_done}/{} {things} in {:.0} s, {num_failed} failed",
                         shared.total,
                         shared.start.elapsed().as_secs_f64()
                     );

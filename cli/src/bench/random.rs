@@ -35,6 +35,13 @@ impl Random {
         ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
     }
 
+    /// Fisher and Yates.
+    pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
+        for idx in (1..items.len()).rev() {
+            items.swap(idx, self.below(idx as u64 + 1) as usize);
+        }
+    }
+
     /// Of mean 1: the gaps of a Poisson process of rate 1.
     pub(crate) fn exponential(&mut self) -> f64 {
         -(1.0 - self.unit()).ln()
@@ -60,6 +67,16 @@ mod tests {
         assert!(mean(&mut || random.normal()).abs() < 0.02);
         assert!((mean(&mut || random.normal().powi(2)) - 1.0).abs() < 0.03);
         assert!((mean(&mut || random.below(10) as f64) - 4.5).abs() < 0.05);
+    }
+
+    #[test]
+    fn a_shuffle_keeps_everything_and_moves_it() {
+        let mut items: Vec<u32> = (0..100).collect();
+        Random::new(1).shuffle(&mut items);
+        let num_kept = items.iter().enumerate().filter(|&(idx, &item)| idx == item as usize).count();
+        assert!(num_kept < 10, "{items:?}");
+        items.sort_unstable();
+        assert_eq!(items, (0..100).collect::<Vec<_>>());
     }
 
     #[test]

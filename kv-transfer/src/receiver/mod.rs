@@ -52,6 +52,8 @@ pub struct ReceiverConfig {
     /// A private folder for the `shm` socket, made if absent; `None` offers none. Its path must be
     /// short: a socket's path has at most 107 bytes.
     pub shm_dir: Option<PathBuf>,
+    /// `tcp`: bytes of a socket's receive buffer; `None` lets the kernel choose, and change it as it goes.
+    pub socket_buffer_bytes: Option<usize>,
     /// For the next byte of something begun (a handshake, a frame, an answer).
     pub io_timeout: Duration,
     /// Connections beyond these are closed at once.
@@ -64,6 +66,7 @@ impl Default for ReceiverConfig {
             tcp_listen: None,
             advertise_host: None,
             shm_dir: None,
+            socket_buffer_bytes: None,
             io_timeout: Duration::from_secs(10),
             max_connections: 256,
         }

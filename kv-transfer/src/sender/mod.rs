@@ -48,6 +48,8 @@ pub struct SenderConfig {
     /// `tcp`: KV bytes of one frame, at least one piece. Large frames cost less, small ones spread
     /// better over the streams.
     pub frame_bytes: usize,
+    /// `tcp`: bytes of a socket's send buffer; `None` lets the kernel choose, and change it as it goes.
+    pub socket_buffer_bytes: Option<usize>,
     /// To reach a peer and shake hands.
     pub connect_timeout: Duration,
     /// For a peer to take or confirm what is written.
@@ -60,6 +62,7 @@ impl Default for SenderConfig {
             transports: TransportKind::ALL.to_vec(),
             streams_per_peer: 2,
             frame_bytes: 1 << 20,
+            socket_buffer_bytes: None,
             connect_timeout: Duration::from_secs(3),
             io_timeout: Duration::from_secs(10),
         }

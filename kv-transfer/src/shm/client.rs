@@ -19,7 +19,7 @@ use tracing::{info, warn};
 
 use super::wire::{self, Message};
 use crate::{
-    checksum::checksum,
+    checksum,
     error::{PushError, RouteError},
     message::{Generation, Piece, TransportKind},
     sender::{Frame, Job, Jobs, Open, Peer, RouteState, SenderContext, Staging},
@@ -247,8 +247,7 @@ impl Shared {
             let checksum = unsafe {
                 let source = route.bytes(piece, staging, vectors);
                 let target = link.memory.layer_ptr(piece.dst, layer_idx);
-                std::ptr::copy_nonoverlapping(source.as_ptr(), target.as_ptr(), source.len());
-                checksum(source, route.generation())
+                checksum::copy(source, target.as_ptr(), route.generation())
             };
             pieces.push(Piece { block_idx: piece.block_idx, layer_idx: piece.layer_idx, checksum });
         }

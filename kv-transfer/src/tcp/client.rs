@@ -180,6 +180,9 @@ impl Connection {
         let config = &shared.context.config;
         let socket = connect(&shared.address, config.connect_timeout).map_err(unreachable)?;
         socket::configure(&socket, config.io_timeout).map_err(unreachable)?;
+        if let Some(num_bytes) = config.socket_buffer_bytes {
+            socket::set_buffer(&socket, libc::SO_SNDBUF, num_bytes).map_err(unreachable)?;
+        }
         let layout = &shared.layout;
         let hello = Hello {
             version: wire::VERSION,

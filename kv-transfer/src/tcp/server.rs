@@ -33,6 +33,7 @@ pub(crate) struct TcpServer {
 struct Receiving {
     grants: Arc<Grants>,
     io_timeout: Duration,
+    socket_buffer_bytes: Option<usize>,
     is_stopping: AtomicBool,
 }
 
@@ -55,6 +56,7 @@ impl TcpServer {
         let receiving = Arc::new(Receiving {
             grants,
             io_timeout: config.io_timeout,
+            socket_buffer_bytes: config.socket_buffer_bytes,
             is_stopping: AtomicBool::new(false),
         });
         let acceptor = Acceptor::start(Arc::clone(&receiving), listener, config.max_connections)?;
@@ -122,6 +124,9 @@ struct Connection<'a> {
 impl Connection<'_> {
     fn serve(&self) -> io::Result<()> {
         socket::configure(self.socket, self.receiving.io_timeout)?;
+        if let Some(num_bytes) = self.receiving.socket_buffer_bytes {
+            socket::set_buffer(self.socket, libc::SO_RCVBUF, num_bytes)?;
+        }
         if !self.shake_hands()? {
             return Ok(());
         }

@@ -153,6 +153,13 @@ pub(super) fn configure(socket: &TcpStream, timeout: Duration) -> io::Result<()>
     set_option(fd, libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, millis)
 }
 
+/// Sizes the buffer for what is sent (`SO_SNDBUF`) or received (`SO_RCVBUF`). The kernel allows twice the size for its
+/// own books, no more than its limits, and no longer adapts it.
+pub(super) fn set_buffer(socket: &TcpStream, option: libc::c_int, num_bytes: usize) -> io::Result<()> {
+    let num_bytes = num_bytes.min(libc::c_int::MAX as usize) as libc::c_int;
+    set_option(socket.as_raw_fd(), libc::SOL_SOCKET, option, num_bytes)
+}
+
 fn set_option(fd: RawFd, level: libc::c_int, name: libc::c_int, value: libc::c_int) -> io::Result<()> {
     // SAFETY: the value outlives the call and its size is told.
     let result = unsafe {
