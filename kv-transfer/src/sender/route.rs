@@ -295,7 +295,7 @@ pub(crate) struct Frame {
     push: Arc<Push>,
     pub(crate) pieces: Vec<PieceWrite>,
     /// How often it was begun on a connection that broke.
-    pub(crate) num_tries: u32,
+    pub(crate) num_tries: usize,
 }
 
 impl Frame {

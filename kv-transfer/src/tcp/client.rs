@@ -1,7 +1,7 @@
 //! The prefill worker's connections to one pool: a queue of frames, and lanes that send them.
 //!
 //! A lane is a thread with one connection, made when first needed and again when lost. Frames that
-//! were on a connection that broke are tried once more: the receiver places each piece once, so a
+//! were on a connection that broke are tried again: the receiver places each piece once, so a
 //! second arrival changes nothing.
 
 use std::{
@@ -29,9 +29,6 @@ use crate::{
     message::{Piece, TransportKind},
     sender::{Active, Frame, Job, Jobs, Open, Peer, RouteState, SenderContext, Staging},
 };
-
-/// How often a frame may be begun.
-const MAX_TRIES: u32 = 2;
 
 /// One pool, reached over sockets.
 pub(crate) struct TcpPeer {
@@ -115,10 +112,15 @@ impl Shared {
         self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A frame whose connection broke.
+    /// A frame whose connection broke. What breaks one often breaks all, and a lane only notices when it sends: so a frame
+    /// may be lost once on every lane before it meets a connection that is new.
     fn retry(&self, mut frame: Frame, why: &str) {
         frame.num_tries += 1;
-        let refused = if frame.num_tries < MAX_TRIES { self.jobs.push_again(frame) } else { Err(frame) };
+        let refused = if frame.num_tries <= self.context.config.streams_per_peer {
+            self.jobs.push_again(frame)
+        } else {
+            Err(frame)
+        };
         if let Err(frame) = refused {
             frame.fail(PushError::Lost(why.to_owned()));
         }

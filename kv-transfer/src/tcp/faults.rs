@@ -2,8 +2,8 @@
 
 use std::{
     io::{Read, Write},
-    net::{Shutdown, TcpListener, TcpStream},
-    sync::Arc,
+    net::{TcpListener, TcpStream},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -211,37 +211,58 @@ async fn more_connections_than_allowed_are_closed() {
     assert!(second.is_hung_up());
 }
 
-/// A receiver by hand: says welcome, then treats each connection as told.
-fn receiver_by_hand(fates: Vec<Fate>) -> (TransportOffer, std::thread::JoinHandle<()>) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let offer = TransportOffer::Tcp { address: listener.local_addr().unwrap().to_string(), pool: 1 };
-    let thread = std::thread::spawn(move || {
-        let mut silent = Vec::new();
-        for fate in fates {
-            let (mut socket, _) = listener.accept().unwrap();
-            let mut hello = [0; wire::HELLO_BYTES];
-            socket.read_exact(&mut hello).unwrap();
-            socket.write_all(&Welcome::Accepted.encode()).unwrap();
-            let mut frame = vec![0; wire::FRAME_BYTES + wire::PIECE_BYTES + LAYER];
-            if socket.read_exact(&mut frame).is_err() {
-                // The sender has left before it sent anything.
-                continue;
-            }
-            match fate {
-                Fate::Close => socket.shutdown(Shutdown::Both).unwrap(),
-                Fate::Silence => silent.push(socket),
-                Fate::Ack(status) => {
-                    socket.write_all(&Ack { status, sequence: 0 }.encode()).unwrap();
-                    silent.push(socket);
+/// A receiver by hand: says welcome to every connection, then treats each frame, and its connection, as told.
+struct ReceiverByHand {
+    address: std::net::SocketAddr,
+    thread: std::thread::JoinHandle<()>,
+}
+
+impl ReceiverByHand {
+    fn new(fates: Vec<Fate>) -> ReceiverByHand {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let fates = Arc::new(Mutex::new(fates.into_iter()));
+        let thread = std::thread::spawn(move || {
+            let mut connections = Vec::new();
+            loop {
+                let (mut socket, _) = listener.accept().unwrap();
+                // Who says nothing is the test, which is over.
+                if socket.read_exact(&mut [0; wire::HELLO_BYTES]).is_err() {
+                    break;
                 }
+                socket.write_all(&Welcome::Accepted.encode()).unwrap();
+                let fates = Arc::clone(&fates);
+                connections.push(std::thread::spawn(move || receive_by_hand(socket, &fates)));
             }
-        }
-        // Until the sender leaves.
-        for mut socket in silent {
-            let _ = socket.read(&mut [0]);
-        }
-    });
-    (offer, thread)
+            connections.into_iter().for_each(|connection| connection.join().unwrap());
+        });
+        ReceiverByHand { address, thread }
+    }
+
+    fn offer(&self) -> TransportOffer {
+        TransportOffer::Tcp { address: self.address.to_string(), pool: 1 }
+    }
+
+    /// After the sender has left.
+    fn end(self) {
+        drop(TcpStream::connect(self.address).unwrap());
+        self.thread.join().unwrap();
+    }
+}
+
+fn receive_by_hand(mut socket: TcpStream, fates: &Mutex<std::vec::IntoIter<Fate>>) {
+    let mut frame = vec![0; wire::FRAME_BYTES + wire::PIECE_BYTES + LAYER];
+    if socket.read_exact(&mut frame).is_err() {
+        // The sender has left before it sent anything.
+        return;
+    }
+    match fates.lock().unwrap().next().expect("as many fates as frames") {
+        Fate::Close => return,
+        Fate::Silence => {}
+        Fate::Ack(status) => socket.write_all(&Ack { status, sequence: 0 }.encode()).unwrap(),
+    }
+    // Until the sender leaves.
+    let _ = socket.read(&mut [0]);
 }
 
 #[derive(Clone, Copy)]
@@ -252,29 +273,32 @@ enum Fate {
 }
 
 #[tokio::test]
-async fn a_frame_lost_with_its_connection_is_sent_once_more() {
+async fn a_frame_lost_with_its_connection_is_sent_once_more_for_each_lane() {
     use AckStatus::{Placed, PlacedBefore, Revoked};
     use Fate::{Ack, Close, Silence};
-    for (fates, expected) in [
-        (vec![Close, Ack(Placed)], Ok(())),
+    for (streams_per_peer, fates, expected) in [
+        (1, vec![Close, Ack(Placed)], Ok(())),
         // The first arrived, its ack did not.
-        (vec![Close, Ack(PlacedBefore)], Ok(())),
-        (vec![Close, Ack(Revoked)], Err("the grant is revoked")),
-        (vec![Close, Close], Err("connection lost")),
-        (vec![Silence, Ack(Placed)], Ok(())),
-        (vec![Silence, Silence], Err("connection lost")),
+        (1, vec![Close, Ack(PlacedBefore)], Ok(())),
+        (1, vec![Close, Ack(Revoked)], Err("the grant is revoked")),
+        (1, vec![Close, Close], Err("connection lost")),
+        // What broke the connection of one lane may have broken those of all.
+        (2, vec![Close, Close, Ack(Placed)], Ok(())),
+        (2, vec![Close, Close, Close], Err("connection lost")),
+        (1, vec![Silence, Ack(Placed)], Ok(())),
+        (1, vec![Silence, Silence], Err("connection lost")),
         // Never sent before, so that somebody else wrote it.
-        (vec![Ack(PlacedBefore)], Err("refused")),
+        (1, vec![Ack(PlacedBefore)], Err("refused")),
     ] {
-        let (offer, thread) = receiver_by_hand(fates);
+        let receiver = ReceiverByHand::new(fates);
         let config = SenderConfig {
-            streams_per_peer: 1,
+            streams_per_peer,
             io_timeout: Duration::from_millis(200),
             ..SenderConfig::default()
         };
         let guards = Guards::default();
         let sender = Sender::start(storage(), config).unwrap();
-        let route = soon(sender.route(Generation(9), &[offer], guards.guard())).await.unwrap();
+        let route = soon(sender.route(Generation(9), &[receiver.offer()], guards.guard())).await.unwrap();
         let mut pieces = writes(&blocks([1]));
         pieces.truncate(1);
         match (soon(route.push(pieces)).await, expected) {
@@ -285,7 +309,7 @@ async fn a_frame_lost_with_its_connection_is_sent_once_more() {
         soon(route.close()).await;
         assert_eq!(guards.num_out(), 0);
         drop(sender);
-        thread.join().unwrap();
+        receiver.end();
     }
 }
 
@@ -305,15 +329,15 @@ async fn a_peer_that_is_not_there_is_an_error_at_once() {
 
 #[tokio::test]
 async fn closing_a_route_ends_a_push_that_the_peer_does_not_take() {
-    let (offer, thread) = receiver_by_hand(vec![Fate::Silence]);
+    let receiver = ReceiverByHand::new(vec![Fate::Silence]);
     let config = SenderConfig { streams_per_peer: 1, ..SenderConfig::default() };
     let sender = Sender::start(storage(), config).unwrap();
-    let route = soon(sender.route(Generation(9), &[offer], ())).await.unwrap();
+    let route = soon(sender.route(Generation(9), &[receiver.offer()], ())).await.unwrap();
     let mut pieces = writes(&blocks([1]));
     pieces.truncate(1);
     let push = route.push(pieces);
     // The sender goes while the frame is not answered.
     drop((route, sender));
     assert!(matches!(soon(push).await, Err(PushError::Lost(_) | PushError::Closed)));
-    thread.join().unwrap();
+    receiver.end();
 }
