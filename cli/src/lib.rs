@@ -50,6 +50,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Chat(args) => block_on(chat::run(args)),
         Command::Bench(mut args) => match args.part.take() {
             None => block_on(bench::run(args)),
+            Some(bench::Part::Overlap(args)) => block_on(bench::overlap::run(*args)),
             Some(bench::Part::Transfer(args)) => bench::transfer::run(args),
             Some(bench::Part::TransferPeer) => bench::transfer::serve(),
         },
