@@ -7,6 +7,7 @@ mod args;
 mod bench;
 mod chat;
 mod config;
+mod doctor;
 mod embedded_model;
 mod inspect;
 mod roles;
@@ -54,6 +55,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             Some(bench::Part::Transfer(args)) => bench::transfer::run(args),
             Some(bench::Part::TransferPeer) => bench::transfer::serve(),
         },
+        Command::Doctor(args) => block_on(doctor::run(args)),
         Command::Inspect(args) => inspect::run(args),
     }
 }
