@@ -7,7 +7,7 @@ use baton_model::{Activations, Quantisation};
 use baton_worker::ThreadPinning;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
-use crate::{bench::BenchArgs, chat::ChatArgs, inspect::InspectArgs};
+use crate::{bench::BenchArgs, chat::ChatArgs, doctor::DoctorArgs, inspect::InspectArgs};
 
 /// Serves large language models with prefill and decode on separate workers.
 ///
@@ -33,6 +33,8 @@ pub enum Command {
     Chat(ChatArgs),
     /// Put load on a server and measure latency, throughput and goodput; or measure transfers of KV blocks.
     Bench(BenchArgs),
+    /// Measure how KV travels between the workers of a cluster, and say what limits it.
+    Doctor(DoctorArgs),
     /// Print what a model costs: memory, arithmetic, and times on a device.
     Inspect(InspectArgs),
     /// Print a completion script for a shell.

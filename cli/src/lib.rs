@@ -7,6 +7,7 @@ mod args;
 mod bench;
 mod chat;
 mod config;
+mod doctor;
 mod embedded_model;
 mod inspect;
 mod roles;
@@ -50,9 +51,11 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Chat(args) => block_on(chat::run(args)),
         Command::Bench(mut args) => match args.part.take() {
             None => block_on(bench::run(args)),
+            Some(bench::Part::Overlap(args)) => block_on(bench::overlap::run(*args)),
             Some(bench::Part::Transfer(args)) => bench::transfer::run(args),
             Some(bench::Part::TransferPeer) => bench::transfer::serve(),
         },
+        Command::Doctor(args) => block_on(doctor::run(args)),
         Command::Inspect(args) => inspect::run(args),
     }
 }

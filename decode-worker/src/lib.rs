@@ -2,13 +2,14 @@
 //! prefill worker do it and receives the KV.
 //!
 //! [`run()`] is one from start to end, [`service`] its gRPC service, [`generation`] the stream that a
-//! router reads, [`handoff`] one remote prefill.
+//! router reads, [`handoff`] one remote prefill, [`loan`] blocks for a prefill worker that measures its ways here.
 //!
 //! It does not know why a request came here, nor text.
 #![forbid(unsafe_code)]
 
 pub mod generation;
 pub mod handoff;
+pub mod loan;
 pub mod peers;
 pub mod service;
 

@@ -3,7 +3,9 @@
 use std::{pin::Pin, sync::Arc};
 
 use baton_kv_transfer::{Failed, FailureKind, Receiver};
-use baton_proto::worker::{GenerateEvent, GenerateRequest, decode_server::Decode};
+use baton_proto::worker::{
+    GenerateEvent, GenerateRequest, LendRequest, Loan as LoanMessage, decode_server::Decode,
+};
 use baton_telemetry::trace_context;
 use baton_worker::{
     Worker,
@@ -17,6 +19,7 @@ use tracing::Instrument;
 use crate::{
     generation::Generation,
     handoff::{Handoff, Plan},
+    loan::{Lender, Loan},
     peers::Peers,
 };
 
@@ -29,12 +32,14 @@ pub struct DecodeService {
     worker: Arc<Worker>,
     receiver: Receiver,
     peers: Arc<Peers>,
+    lender: Lender,
 }
 
 impl DecodeService {
     /// Decodes on `worker`'s engine, receives through `receiver`.
     pub fn new(worker: Arc<Worker>, receiver: Receiver) -> DecodeService {
-        DecodeService { worker, receiver, peers: Arc::default() }
+        let lender = Lender::new(worker.clone(), receiver.clone());
+        DecodeService { worker, receiver, peers: Arc::default(), lender }
     }
 
     fn generation(&self, message: &GenerateRequest, span: tracing::Span) -> Result<Generation, Status> {
@@ -86,5 +91,12 @@ impl Decode for DecodeService {
             Some((Ok(event), generation))
         });
         Ok(Response::new(Box::pin(events)))
+    }
+
+    type LendStream = Pin<Box<dyn Stream<Item = Result<LoanMessage, Status>> + Send>>;
+
+    async fn lend(&self, request: Request<LendRequest>) -> Result<Response<Self::LendStream>, Status> {
+        let loan = self.lender.lend(request.into_inner()).await?;
+        Ok(Response::new(Box::pin(futures_util::stream::unfold(loan, Loan::next))))
     }
 }

@@ -3,7 +3,8 @@
 //! - [`handoff`]: what the two sides say to each other, decided by two pure state machines.
 //! - [`Receiver`], on the decode worker: grants blocks to be written, verifies, revokes, fences.
 //! - [`Sender`], on the prefill worker: finds a [`Route`] to granted blocks, pushes pieces.
-//! - Transports, best first: shared memory (`shm`), sockets (`tcp`). The choice is logged and counted.
+//! - Transports, best first: shared memory (`shm`), sockets (`tcp`). The choice is logged and counted; where a
+//!   measurement knows better, the fastest is taken.
 //!
 //! It knows no engine and no wire protocol: what keeps blocks allocated is an opaque guard that
 //! travels with the grant (decode side) or the route (prefill side), and is dropped only when no
@@ -34,4 +35,4 @@ pub use message::{
     TransportKind, TransportOffer, Written,
 };
 pub use receiver::{Fenced, Granted, Receiver, ReceiverConfig, ReceiverLoad};
-pub use sender::{Pushed, Route, Sender, SenderConfig};
+pub use sender::{Measured, Pushed, Route, Sender, SenderConfig, copy_rate, stream_rate};

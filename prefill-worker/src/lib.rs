@@ -1,11 +1,13 @@
 //! The prefill worker: computes prompts and hands their KV over.
 //!
-//! [`run()`] is one from start to end, [`service`] its gRPC service, [`handoff`] one handoff.
+//! [`run()`] is one from start to end, [`service`] its gRPC service, [`handoff`] one handoff, [`probe`]
+//! a measurement of the ways to a decode worker.
 //!
 //! It does not know who decodes, or why a prompt came here.
 #![forbid(unsafe_code)]
 
 pub mod handoff;
+pub mod probe;
 pub mod service;
 
 use std::sync::Arc;

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use baton_kv_transfer::Sender;
-use baton_proto::worker::{DecodeMessage, PrefillMessage, prefill_server::Prefill};
+use baton_proto::worker::{
+    DecodeMessage, PrefillMessage, ProbeReport, ProbeRequest, prefill_server::Prefill,
+};
 use baton_telemetry::trace_context;
 use baton_worker::Worker;
 use tokio::sync::mpsc;
@@ -11,7 +13,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
 
-use crate::handoff::Handoff;
+use crate::{handoff::Handoff, probe::Prober};
 
 /// Messages to the decode worker that wait in the stream; more wait in the handoff, in order.
 const OUTBOUND_BOUND: usize = 16;
@@ -21,12 +23,14 @@ const OUTBOUND_BOUND: usize = 16;
 pub struct PrefillService {
     worker: Arc<Worker>,
     sender: Sender,
+    prober: Prober,
 }
 
 impl PrefillService {
     /// Computes on `worker`'s engine, writes through `sender`.
     pub fn new(worker: Arc<Worker>, sender: Sender) -> PrefillService {
-        PrefillService { worker, sender }
+        let prober = Prober::new(worker.clone(), sender.clone());
+        PrefillService { worker, sender, prober }
     }
 }
 
@@ -46,5 +50,9 @@ impl Prefill for PrefillService {
         let handoff = Handoff::new(self.worker.clone(), self.sender.clone(), request.into_inner(), outbound);
         self.worker.lifecycle().spawn(handoff.run().instrument(span));
         Ok(Response::new(ReceiverStream::new(messages)))
+    }
+
+    async fn probe(&self, request: Request<ProbeRequest>) -> Result<Response<ProbeReport>, Status> {
+        self.prober.probe(&request.get_ref().decode_address).await.map(Response::new)
     }
 }

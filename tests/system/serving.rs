@@ -54,6 +54,12 @@ async fn remote_requests_move_their_kv(transport: &str) {
         (sum_metric(&metrics, "baton_worker_handoff_bytes", &[&label]) == 2.0 * expected as f64).then_some(())
     })
     .await;
+
+    // Asked again, the decode worker has all full blocks: only the last one travels.
+    let again = complete("remote", "b").await;
+    assert_eq!(again["choices"][0]["text"], local["choices"][0]["text"]);
+    let moved = received_bytes(&cluster, transport).await - expected as f64;
+    assert!(moved <= (16 * token_bytes) as f64, "{moved} bytes for blocks that were there");
     cluster.assert_all_blocks_free().await;
 }
 

@@ -112,9 +112,17 @@ fn a_model_that_cannot_be_loaded_is_one_clear_sentence() {
 fn help_names_every_command() {
     let output = std::process::Command::new(BATON).arg("--help").output().expect("the program runs");
     let help = String::from_utf8_lossy(&output.stdout);
-    for command in
-        ["up", "router", "prefill-worker", "decode-worker", "chat", "bench", "inspect", "completions"]
-    {
+    for command in [
+        "up",
+        "router",
+        "prefill-worker",
+        "decode-worker",
+        "chat",
+        "bench",
+        "doctor",
+        "inspect",
+        "completions",
+    ] {
         assert!(help.contains(command), "{command} is missing in {help}");
     }
 }

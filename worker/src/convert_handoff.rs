@@ -40,16 +40,31 @@ pub fn decode_message_to_proto(message: DecodeMessage, payload: Payload<'_>) -> 
     use decode_message::Message;
     let message = match message {
         DecodeMessage::Begin(begin) => Message::Begin(begin_to_proto(begin, payload)),
-        DecodeMessage::Grant(grant) => Message::Grant(proto::Grant {
-            generation: grant.generation.0,
-            num_cached_blocks: grant.num_cached_blocks as u32,
-            block_ids: grant.block_ids.iter().map(|block| block.0).collect(),
-            transports: grant.offers.iter().map(offer_to_proto).collect(),
-        }),
+        DecodeMessage::Grant(grant) => Message::Grant(grant_to_proto(grant)),
         DecodeMessage::Commit { generation } => Message::Commit(proto::Commit { generation: generation.0 }),
         DecodeMessage::Cancel { reason } => Message::Cancel(proto::Cancel { reason }),
     };
     proto::DecodeMessage { message: Some(message) }
+}
+
+/// For the wire.
+pub fn grant_to_proto(grant: Grant) -> proto::Grant {
+    proto::Grant {
+        generation: grant.generation.0,
+        num_cached_blocks: grant.num_cached_blocks as u32,
+        block_ids: grant.block_ids.iter().map(|block| block.0).collect(),
+        transports: grant.offers.iter().map(offer_to_proto).collect(),
+    }
+}
+
+/// From the wire. An offer of a transport that is unknown here is one that cannot be taken.
+pub fn grant_from_proto(grant: proto::Grant) -> Grant {
+    Grant {
+        generation: Generation(grant.generation),
+        num_cached_blocks: grant.num_cached_blocks as usize,
+        block_ids: grant.block_ids.into_iter().map(BlockId).collect(),
+        offers: grant.transports.into_iter().filter_map(offer_from_proto).collect(),
+    }
 }
 
 fn begin_to_proto(begin: Begin, payload: Payload<'_>) -> proto::Begin {
@@ -112,16 +127,7 @@ pub fn decode_message_from_proto(message: proto::DecodeMessage) -> Result<Decode
             value: "Begin".into(),
             expected: "Grant, Commit or Cancel, a handoff having one Begin",
         }),
-        Message::Grant(grant) => {
-            // An offer of a transport that is unknown here is one that cannot be taken.
-            let offers = grant.transports.into_iter().filter_map(offer_from_proto).collect();
-            Ok(DecodeMessage::Grant(Grant {
-                generation: Generation(grant.generation),
-                num_cached_blocks: grant.num_cached_blocks as usize,
-                block_ids: grant.block_ids.into_iter().map(BlockId).collect(),
-                offers,
-            }))
-        }
+        Message::Grant(grant) => Ok(DecodeMessage::Grant(grant_from_proto(grant))),
         Message::Commit(commit) => Ok(DecodeMessage::Commit { generation: Generation(commit.generation) }),
         Message::Cancel(cancel) => Ok(DecodeMessage::Cancel { reason: cancel.reason }),
     }

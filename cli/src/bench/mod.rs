@@ -1,10 +1,11 @@
 //! `baton bench`: makes load, and measures what comes of it.
 //!
-//! Knows nothing of how the target works: an OpenAI endpoint, or the gRPC of one worker. [`transfer`] measures
-//! one part of the system by itself.
+//! Knows nothing of how the target works: an OpenAI endpoint, or the gRPC of one worker. [`transfer`] and
+//! [`overlap`] measure one part of the system by itself.
 
 mod drive;
 pub(crate) mod openai;
+pub(crate) mod overlap;
 mod progress;
 mod random;
 mod report;
@@ -173,6 +174,8 @@ pub(crate) struct BenchArgs {
 pub(crate) enum Part {
     /// How fast KV blocks go from one process to another, by each transport.
     Transfer(transfer::TransferArgs),
+    /// How much of the KV's way is hidden behind prefill: what a prompt waits for because it is computed elsewhere.
+    Overlap(Box<overlap::OverlapArgs>),
     /// The other process of `transfer`.
     #[command(hide = true)]
     TransferPeer,
@@ -446,7 +449,11 @@ async fn warm_up(
     Ok(())
 }
 
-fn print(report: &(impl Serialize + std::fmt::Display), json: Option<&Path>) -> anyhow::Result<()> {
+/// As text, or as JSON where that was asked for.
+pub(crate) fn print(
+    report: &(impl Serialize + std::fmt::Display),
+    json: Option<&Path>,
+) -> anyhow::Result<()> {
     let Some(path) = json else {
         print!("{report}");
         return Ok(io::stdout().flush()?);

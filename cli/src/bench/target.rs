@@ -204,7 +204,7 @@ impl WorkerTarget {
         Ok(Self { address: address.to_owned(), client, temperature, run })
     }
 
-    fn request(
+    pub(crate) fn request(
         &self,
         prompt: Prompt,
         output_tokens: usize,
@@ -229,7 +229,7 @@ impl WorkerTarget {
         })
     }
 
-    async fn send(&self, request: worker::GenerateRequest) -> Result<Answer, RequestError> {
+    pub(crate) async fn send(&self, request: worker::GenerateRequest) -> Result<Answer, RequestError> {
         let input_tokens = request.prompt_token_ids.len() as u64;
         let mut client = self.client.clone();
         let mut stream = client.generate(request).await.map_err(of_status)?.into_inner();

@@ -141,7 +141,7 @@ fn plan(
 
 /// The engine's settings as a worker's flags, but for the processors, which are divided. Every field is named, so that none
 /// can be forgotten.
-fn engine_flags(engine: &EngineArgs) -> Vec<String> {
+pub(crate) fn engine_flags(engine: &EngineArgs) -> Vec<String> {
     let EngineArgs {
         kv_memory,
         block_size,

@@ -14,6 +14,7 @@
 //! reads from the blocks any more.
 
 mod jobs;
+mod measure;
 mod route;
 
 use std::{
@@ -27,6 +28,7 @@ use baton_kv_cache::{BlockStorage, KvLayout, KvMapping, KvShard, ShardError};
 use tracing::{debug, warn};
 
 pub(crate) use jobs::{Job, Jobs, Open};
+pub use measure::{Measured, copy_rate, stream_rate};
 pub(crate) use route::{Active, Frame, RouteState, Staging};
 pub use route::{Pushed, Route};
 
@@ -80,7 +82,16 @@ struct Shared {
     context: Arc<SenderContext>,
     host_id: String,
     peers: Mutex<HashMap<(TransportOffer, KvLayout), Arc<dyn Peer>>>,
+    /// Bytes a second, where somebody has asked for a measurement.
+    rates: Mutex<HashMap<TransportOffer, f64>>,
 }
+
+/// How much faster a way must be than the one before it in the order of kinds to be taken instead: measurements of a
+/// busy machine differ by as much, and what comes first costs less of the processors.
+const MARGIN: f64 = 1.5;
+
+/// Rates beyond these belong to pools that have gone.
+const MAX_RATES: usize = 4096;
 
 /// Bytes of the largest piece that is put together for a peer: its word must not make this side allocate any amount.
 const MAX_STAGED_BYTES: usize = 64 << 20;
@@ -115,11 +126,19 @@ impl Sender {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
         }
         let context = Arc::new(SenderContext { storage, config, counters: Counters::default() });
-        Ok(Sender { shared: Arc::new(Shared { context, host_id: host_id(), peers: Mutex::default() }) })
+        Ok(Sender {
+            shared: Arc::new(Shared {
+                context,
+                host_id: host_id(),
+                peers: Mutex::default(),
+                rates: Mutex::default(),
+            }),
+        })
     }
 
     /// A way to the blocks of a grant, arranged as those of this side: the best of `offers` that is allowed and
-    /// reachable.
+    /// reachable. Best is the first kind of [`TransportKind::ALL`], or the fastest where [`measure`](Self::measure) has
+    /// found the rates of all.
     ///
     /// # Errors
     /// When there is none. `keep` is dropped then.
@@ -150,7 +169,7 @@ impl Sender {
         let names = |kinds: Vec<&str>| if kinds.is_empty() { "none".to_owned() } else { kinds.join(", ") };
         let mut candidates: Vec<_> =
             offers.iter().filter(|offer| allowed.contains(&offer.kind()) && self.may_reach(offer)).collect();
-        candidates.sort_by_key(|offer| offer.kind());
+        self.sort(&mut candidates);
         if candidates.is_empty() {
             return Err(RouteError::NoCommonTransport {
                 offered: names(offers.iter().map(|offer| offer.kind().name()).collect()),
@@ -194,6 +213,25 @@ impl Sender {
     /// What was sent, by transport.
     pub fn counters(&self) -> &Counters {
         &self.shared.context.counters
+    }
+
+    /// Best first: in the order of kinds, unless the rates of all are known.
+    fn sort(&self, candidates: &mut [&TransportOffer]) {
+        candidates.sort_by_key(|offer| offer.kind());
+        let rates = self.shared.rates.lock().unwrap_or_else(PoisonError::into_inner);
+        let known: Option<Vec<f64>> = candidates.iter().map(|offer| rates.get(*offer).copied()).collect();
+        let Some(known) = known else { return };
+        let worth = known.iter().zip(0..).map(|(rate, rank)| rate / MARGIN.powi(rank));
+        let worth: HashMap<_, _> = candidates.iter().copied().zip(worth).collect();
+        candidates.sort_by(|a, b| worth[b].total_cmp(&worth[a]));
+    }
+
+    fn remember(&self, offer: &TransportOffer, bytes_per_second: f64) {
+        let mut rates = self.shared.rates.lock().unwrap_or_else(PoisonError::into_inner);
+        if rates.len() >= MAX_RATES {
+            rates.clear();
+        }
+        rates.insert(offer.clone(), bytes_per_second);
     }
 
     /// Another host's memory is not worth a try, nor a word that something slower is taken.

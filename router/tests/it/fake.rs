@@ -271,6 +271,12 @@ impl decode_server::Decode for Service {
             dropped: self.0.dropped.clone(),
         }))
     }
+
+    type LendStream = tokio_stream::Empty<Result<proto::Loan, Status>>;
+
+    async fn lend(&self, _: Request<proto::LendRequest>) -> Result<Response<Self::LendStream>, Status> {
+        Err(Status::unimplemented("it has no blocks"))
+    }
 }
 
 /// A script that is being played.

@@ -8,7 +8,7 @@ use std::{
 };
 
 use baton_proto::worker::{
-    DecodeMessage, PrefillMessage, Written,
+    DecodeMessage, PrefillMessage, ProbeReport, ProbeRequest, Written,
     decode_message::Message as D,
     prefill_client::PrefillClient,
     prefill_message::Message as P,
@@ -153,6 +153,10 @@ impl Prefill for Service {
         let (to_decode, messages) = mpsc::channel(64);
         tokio::spawn(relay(Arc::clone(&self.0), request.into_inner(), to_decode));
         Ok(Response::new(ReceiverStream::new(messages)))
+    }
+
+    async fn probe(&self, _: Request<ProbeRequest>) -> Result<Response<ProbeReport>, Status> {
+        Err(Status::unimplemented("nobody measures through the tap"))
     }
 }
 

@@ -1,0 +1,338 @@
+//! `baton doctor`: how KV can travel between the workers of a cluster, how fast each way is, which one is taken
+//! and what limits it.
+//!
+//! The prefill worker measures, over a few blocks that the decode worker lends it; see `Probe` and `Lend` in
+//! `proto/baton/worker/v1/worker.proto`. Neither does when it is busy.
+
+use std::{fmt, path::PathBuf, time::Duration};
+
+use anyhow::{Context, bail};
+use baton_proto::{
+    v1::{LoadsRequest, inference_client::InferenceClient},
+    worker::{
+        InfoRequest, ProbeReport, ProbeRequest, ProbedTransport, Role, WorkerRecord,
+        prefill_client::PrefillClient, worker_client::WorkerClient,
+    },
+};
+use clap::Args;
+use serde::Serialize;
+use tonic::transport::{Channel, Endpoint};
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// A measurement ends by itself, sooner than this.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Wake-ups are a large part of smaller transfers.
+const MIN_TELLING_BYTES: u64 = 8 << 20;
+
+/// Which workers.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// Router whose workers are examined, each prefill worker with each decode worker.
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8080", env = "BATON_ROUTER")]
+    router: String,
+    /// Prefill workers to examine, instead of those of the router.
+    #[arg(long, value_name = "URL", requires = "decode")]
+    prefill: Vec<String>,
+    /// Decode workers to examine, instead of those of the router.
+    #[arg(long, value_name = "URL", requires = "prefill")]
+    decode: Vec<String>,
+    /// Write the report as JSON, to a file or, with -, to standard output instead of the text.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+/// What was found out.
+#[derive(Debug, Serialize)]
+struct Report {
+    pairs: Vec<Pair>,
+}
+
+/// A prefill worker and a decode worker.
+#[derive(Debug, Serialize)]
+struct Pair {
+    prefill: String,
+    decode: String,
+    #[serde(flatten)]
+    finding: Finding,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Finding {
+    Measured(Measured),
+    /// Why nothing could be measured.
+    Failed(String),
+}
+
+#[derive(Debug, Serialize)]
+struct Measured {
+    /// Empty: no handoff is possible.
+    chosen: String,
+    /// Of one transfer.
+    bytes: u64,
+    copy_gb_per_s: f64,
+    stream_gb_per_s: f64,
+    transports: Vec<Way>,
+}
+
+#[derive(Debug, Serialize)]
+struct Way {
+    name: String,
+    /// Why it cannot be used, if so.
+    unavailable: Option<String>,
+    gb_per_s: f64,
+    latency_us: f64,
+    num_routes: u64,
+    num_fallbacks: u64,
+}
+
+/// Examines, and prints the report. Fails when there is a pair between which KV cannot travel.
+pub async fn run(args: DoctorArgs) -> anyhow::Result<()> {
+    let (prefill, decode) = match args.prefill.is_empty() {
+        true => workers_of(&args.router).await?,
+        false => (args.prefill, args.decode),
+    };
+    if prefill.is_empty() || decode.is_empty() {
+        bail!(
+            "{} prefill and {} decode workers: KV travels where there are both",
+            prefill.len(),
+            decode.len()
+        );
+    }
+    let mut pairs = Vec::new();
+    for prefill in &prefill {
+        for decode in &decode {
+            pairs.push(examine(prefill, decode).await);
+        }
+    }
+    let report = Report { pairs };
+    crate::bench::print(&report, args.json.as_deref())?;
+    let is_well =
+        |pair: &Pair| matches!(&pair.finding, Finding::Measured(measured) if !measured.chosen.is_empty());
+    let num_ill = report.pairs.iter().filter(|pair| !is_well(pair)).count();
+    if num_ill > 0 {
+        bail!(
+            "{num_ill} of {} pairs of workers cannot be measured or cannot hand KV over",
+            report.pairs.len()
+        );
+    }
+    Ok(())
+}
+
+/// Addresses of prefill and decode workers.
+async fn workers_of(router: &str) -> anyhow::Result<(Vec<String>, Vec<String>)> {
+    let channel = connect(router).await.with_context(|| {
+        format!(
+            "no router at {router}; start one with `baton up`, or name workers with --prefill and --decode"
+        )
+    })?;
+    let loads = InferenceClient::new(channel).loads(LoadsRequest {}).await.context("the router's workers")?;
+    let (prefill, decode): (Vec<_>, Vec<_>) =
+        loads.into_inner().workers.into_iter().partition(|worker| worker.role == "prefill");
+    let addresses =
+        |workers: Vec<baton_proto::v1::WorkerLoad>| workers.into_iter().map(|worker| worker.address);
+    Ok((addresses(prefill).collect(), addresses(decode).collect()))
+}
+
+async fn examine(prefill: &str, decode: &str) -> Pair {
+    let names = tokio::join!(name_of(prefill, Role::Prefill), name_of(decode, Role::Decode));
+    let (prefill_name, decode_name) = match names {
+        (Ok(prefill), Ok(decode)) => (prefill, decode),
+        (Err(error), _) | (_, Err(error)) => {
+            let finding = Finding::Failed(format!("{error:#}"));
+            return Pair { prefill: prefill.to_owned(), decode: decode.to_owned(), finding };
+        }
+    };
+    let finding = match probe(prefill, decode).await {
+        Ok(report) => Finding::Measured(report.into()),
+        Err(error) => Finding::Failed(format!("{error:#}")),
+    };
+    Pair { prefill: prefill_name, decode: decode_name, finding }
+}
+
+async fn name_of(address: &str, expected: Role) -> anyhow::Result<String> {
+    let channel = connect(address).await.with_context(|| format!("no worker at {address}"))?;
+    let info = WorkerClient::new(channel).info(InfoRequest {}).await;
+    let record: WorkerRecord = info.with_context(|| format!("no worker at {address}"))?.into_inner();
+    if record.role() != expected {
+        bail!(
+            "{} at {address} is not a {} worker",
+            record.id,
+            if expected == Role::Prefill { "prefill" } else { "decode" }
+        );
+    }
+    Ok(record.id)
+}
+
+async fn probe(prefill: &str, decode: &str) -> anyhow::Result<ProbeReport> {
+    let mut client = PrefillClient::new(connect(prefill).await?);
+    let mut request = tonic::Request::new(ProbeRequest { decode_address: decode.to_owned() });
+    request.set_timeout(PROBE_TIMEOUT);
+    let answer = client.probe(request).await.map_err(|status| anyhow::anyhow!("{}", status.message()))?;
+    Ok(answer.into_inner())
+}
+
+async fn connect(url: &str) -> anyhow::Result<Channel> {
+    Ok(Endpoint::from_shared(url.to_owned())?.connect_timeout(CONNECT_TIMEOUT).connect().await?)
+}
+
+impl From<ProbeReport> for Measured {
+    fn from(report: ProbeReport) -> Measured {
+        let way = |way: ProbedTransport| Way {
+            name: way.transport,
+            unavailable: Some(way.unavailable).filter(|why| !why.is_empty()),
+            gb_per_s: way.bytes_per_second / 1e9,
+            latency_us: way.latency_seconds * 1e6,
+            num_routes: way.num_routes,
+            num_fallbacks: way.num_fallbacks,
+        };
+        Measured {
+            chosen: report.chosen,
+            bytes: report.bytes,
+            copy_gb_per_s: report.copy_bytes_per_second / 1e9,
+            stream_gb_per_s: report.stream_bytes_per_second / 1e9,
+            transports: report.transports.into_iter().map(way).collect(),
+        }
+    }
+}
+
+impl Measured {
+    /// What keeps a way from being faster, as far as it can be told from here.
+    fn limit(&self, way: &Way) -> String {
+        let (base, what) = match way.name.as_str() {
+            "shm" => (self.copy_gb_per_s, "a copy in the prefill worker's memory"),
+            _ => (self.stream_gb_per_s, "a plain TCP stream on the prefill worker's host"),
+        };
+        let ratio = way.gb_per_s / base;
+        let why = match (way.name.as_str(), ratio) {
+            (_, ..0.7) if self.bytes < MIN_TELLING_BYTES => "transfers are too small to tell what limits it",
+            ("shm", 0.7..) => "limited by memory",
+            ("shm", _) => "processors are busy, or pages of the pool were not touched before",
+            (_, 0.7..) => "limited by sockets and processors of this host",
+            _ => "limited by the network, or processors are busy on either host",
+        };
+        format!("{ratio:.2} x {what} ({base:.2} GB/s); {why}")
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for pair in &self.pairs {
+            let measured = match &pair.finding {
+                Finding::Measured(measured) => measured,
+                Finding::Failed(why) => {
+                    writeln!(f, "{} -> {}\n  not measured: {why}\n", pair.prefill, pair.decode)?;
+                    continue;
+                }
+            };
+            let mib = measured.bytes as f64 / f64::from(1 << 20);
+            writeln!(f, "{} -> {}, transfers of {mib:.1} MiB", pair.prefill, pair.decode)?;
+            for way in &measured.transports {
+                if let Some(why) = &way.unavailable {
+                    writeln!(f, "  {:<6} not available: {why}", way.name)?;
+                } else {
+                    let mark = if way.name == measured.chosen { "  <- taken" } else { "" };
+                    let (gb_per_s, latency_us) = (way.gb_per_s, way.latency_us);
+                    writeln!(f, "  {:<6}{gb_per_s:>7.2} GB/s{latency_us:>8.0} us a piece{mark}", way.name)?;
+                    writeln!(f, "         {}", measured.limit(way))?;
+                }
+                if way.num_fallbacks > 0 {
+                    writeln!(
+                        f,
+                        "         warning: {} of {} handoffs over {} were fallbacks from a better transport; the prefill \
+                         worker's log says why",
+                        way.num_fallbacks, way.num_routes, way.name
+                    )?;
+                }
+            }
+            match measured.chosen.as_str() {
+                "" => writeln!(
+                    f,
+                    "  no transport can be used: prompts for this pair are computed by the decode worker\n"
+                )?,
+                chosen => writeln!(f, "  {}\n", measured.why(chosen))?,
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Measured {
+    fn why(&self, chosen: &str) -> String {
+        let usable = self.transports.iter().filter(|way| way.unavailable.is_none());
+        let others: Vec<_> = usable.filter(|way| way.name != chosen).map(|way| way.name.as_str()).collect();
+        let is_first = self
+            .transports
+            .iter()
+            .find(|way| way.unavailable.is_none())
+            .is_some_and(|way| way.name == chosen);
+        match (others.is_empty(), is_first) {
+            (true, _) => format!("{chosen} is the only one"),
+            (_, true) => format!("{chosen} comes before {} and was not found much slower", others.join(", ")),
+            (_, false) => format!("{chosen} was found much faster than {}", others.join(", ")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measured(chosen: &str, shm: f64, tcp: f64) -> Measured {
+        let way = |name: &str, gb_per_s: f64, unavailable: Option<&str>| Way {
+            name: name.to_owned(),
+            unavailable: unavailable.map(str::to_owned),
+            gb_per_s,
+            latency_us: 12.0,
+            num_routes: 9,
+            num_fallbacks: u64::from(name == "tcp") * 3,
+        };
+        let no_rdma = way("rdma", 0.0, Some("the decode worker does not offer it; see its --transports"));
+        Measured {
+            chosen: chosen.to_owned(),
+            bytes: 16 << 20,
+            copy_gb_per_s: 10.0,
+            stream_gb_per_s: 2.0,
+            transports: vec![no_rdma, way("shm", shm, None), way("tcp", tcp, None)],
+        }
+    }
+
+    fn text(finding: Finding) -> String {
+        Report { pairs: vec![Pair { prefill: "p-0".into(), decode: "d-0".into(), finding }] }.to_string()
+    }
+
+    #[test]
+    fn a_pair_says_what_is_taken_why_and_what_limits_it() {
+        let text = text(Finding::Measured(measured("shm", 15.0, 1.0)));
+        for expected in [
+            "p-0 -> d-0, transfers of 16.0 MiB",
+            "rdma   not available: the decode worker does not offer it",
+            "15.00 GB/s      12 us a piece  <- taken",
+            "1.50 x a copy in the prefill worker's memory (10.00 GB/s); limited by memory",
+            "0.50 x a plain TCP stream",
+            "limited by the network, or",
+            "3 of 9 handoffs over tcp were fallbacks",
+            "shm comes before tcp and was not found much slower",
+        ] {
+            assert!(text.contains(expected), "no {expected:?} in\n{text}");
+        }
+    }
+
+    #[test]
+    fn slow_memory_and_missing_ways_are_said() {
+        assert!(
+            text(Finding::Measured(measured("tcp", 0.5, 2.0))).contains("tcp was found much faster than shm")
+        );
+        assert!(text(Finding::Measured(measured("", 0.0, 0.0))).contains("no transport can be used"));
+        assert!(text(Finding::Failed("d-0 is busy".into())).contains("not measured: d-0 is busy"));
+        let json = serde_json::to_value(Report {
+            pairs: vec![Pair {
+                prefill: "p".into(),
+                decode: "d".into(),
+                finding: Finding::Measured(measured("shm", 1.0, 1.0)),
+            }],
+        });
+        assert_eq!(json.unwrap()["pairs"][0]["measured"]["chosen"], "shm");
+    }
+}

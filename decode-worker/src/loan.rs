@@ -1,0 +1,99 @@
+//! Blocks lent to a prefill worker that measures its ways to them: few, for a short time, and only by a worker that has
+//! nothing better to do with them.
+
+use std::{sync::Arc, time::Duration};
+
+use baton_cluster::kv_format_from_proto;
+use baton_engine::Reservation;
+use baton_kv_transfer::{Granted, Receiver};
+use baton_proto::worker as proto;
+use baton_worker::{Worker, convert_handoff::grant_to_proto};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::{Instant, sleep_until},
+};
+use tokio_util::task::task_tracker::TaskTrackerToken;
+use tonic::Status;
+
+/// A borrower that holds on for longer loses its grants.
+const LEASE: Duration = Duration::from_secs(10);
+
+/// For each offer: one to open it, and some to measure its latency and its rate. One more tells which is chosen.
+const GRANTS_PER_OFFER: usize = 15;
+
+/// Lends one loan at a time.
+#[derive(Clone)]
+pub struct Lender {
+    worker: Arc<Worker>,
+    receiver: Receiver,
+    only_one: Arc<Semaphore>,
+}
+
+/// What is lent. Dropping it takes everything back: grants are revoked, and the blocks return once no writer can reach
+/// them.
+pub struct Loan {
+    message: Option<proto::Loan>,
+    deadline: Instant,
+    _granted: Vec<Granted<Arc<Reservation>>>,
+    _permit: OwnedSemaphorePermit,
+    /// The worker waits for it before it ends.
+    _busy: TaskTrackerToken,
+}
+
+impl Lender {
+    /// Lends blocks of `worker`, reached through `receiver`.
+    pub fn new(worker: Arc<Worker>, receiver: Receiver) -> Lender {
+        Lender { worker, receiver, only_one: Arc::new(Semaphore::new(1)) }
+    }
+
+    /// Sets blocks aside.
+    ///
+    /// # Errors
+    /// `UNAVAILABLE` when the worker is busy, `FAILED_PRECONDITION` when the borrower's KV is of another format.
+    pub async fn lend(&self, request: proto::LendRequest) -> Result<Loan, Status> {
+        let theirs = request.kv_format.ok_or_else(|| Status::invalid_argument("kv_format is missing"))?;
+        let theirs =
+            kv_format_from_proto(theirs).map_err(|error| Status::invalid_argument(error.to_string()))?;
+        if *self.worker.kv_format() != theirs {
+            let why = match self.worker.kv_format().difference(&theirs) {
+                Some(difference) => format!("the workers' KV formats differ: {difference}"),
+                None => {
+                    "blocks differ in size or type; only transfers between equal ones are measured".to_owned()
+                }
+            };
+            return Err(Status::failed_precondition(why));
+        }
+        let permit = Arc::clone(&self.only_one).try_acquire_owned();
+        let permit = permit.map_err(|_| Status::unavailable("somebody else is measuring"))?;
+        let reservation = self.worker.reserve_scratch(request.max_blocks as usize).await?;
+        let blocks = reservation.blocks().to_vec();
+        let reservation = Arc::new(reservation);
+        let num_grants = GRANTS_PER_OFFER * self.receiver.offers().len() + 1;
+        let granted: Vec<_> =
+            (0..num_grants).map(|_| self.receiver.grant(blocks.clone(), Arc::clone(&reservation))).collect();
+        let grants = granted.iter().map(|granted| baton_kv_transfer::Grant {
+            generation: granted.generation(),
+            num_cached_blocks: 0,
+            block_ids: blocks.clone(),
+            offers: granted.offers().to_vec(),
+        });
+        Ok(Loan {
+            message: Some(proto::Loan { grants: grants.map(grant_to_proto).collect() }),
+            deadline: Instant::now() + LEASE,
+            _granted: granted,
+            _permit: permit,
+            _busy: self.worker.lifecycle().token(),
+        })
+    }
+}
+
+impl Loan {
+    /// The stream's next message: the grants, and then its end when the lease is over.
+    pub async fn next(mut self) -> Option<(Result<proto::Loan, Status>, Loan)> {
+        if let Some(message) = self.message.take() {
+            return Some((Ok(message), self));
+        }
+        sleep_until(self.deadline).await;
+        None
+    }
+}

@@ -1,0 +1,117 @@
+//! A measurement of every way from this worker's blocks to those of a decode worker, by the sender that handoffs use.
+
+use std::{sync::Arc, time::Duration};
+
+use baton_kv_transfer::{Grant, Sender, TransportKind, TransportOffer, copy_rate, stream_rate};
+use baton_proto::worker::{self as proto, decode_client::DecodeClient};
+use baton_worker::{MAX_MESSAGE_BYTES, MAX_SCRATCH_BLOCKS, Worker, convert_handoff::grant_from_proto};
+use tokio::{sync::Semaphore, time::timeout};
+use tonic::{Status, transport::Endpoint};
+
+/// For the decode worker to answer.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// For everything: the decode worker lends for as long.
+const TOTAL_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Measures one decode worker at a time.
+#[derive(Clone)]
+pub struct Prober {
+    worker: Arc<Worker>,
+    sender: Sender,
+    only_one: Arc<Semaphore>,
+}
+
+impl Prober {
+    /// Measures with blocks of `worker`, through `sender`.
+    pub fn new(worker: Arc<Worker>, sender: Sender) -> Prober {
+        Prober { worker, sender, only_one: Arc::new(Semaphore::new(1)) }
+    }
+
+    /// Measures the ways to the decode worker at `address`.
+    ///
+    /// # Errors
+    /// `UNAVAILABLE` when either worker is busy or the other cannot be reached; what the decode worker says otherwise.
+    pub async fn probe(&self, address: &str) -> Result<proto::ProbeReport, Status> {
+        let Ok(_permit) = self.only_one.try_acquire() else {
+            return Err(Status::unavailable("somebody else is measuring"));
+        };
+        let _busy = self.worker.lifecycle().token();
+        timeout(TOTAL_TIMEOUT, self.measure(address))
+            .await
+            .unwrap_or_else(|_| Err(Status::deadline_exceeded("the measurement took too long")))
+    }
+
+    async fn measure(&self, address: &str) -> Result<proto::ProbeReport, Status> {
+        let scratch = Arc::new(self.worker.reserve_scratch(MAX_SCRATCH_BLOCKS).await?);
+        // Before anything is lent: the lease is short.
+        let (copy_bytes_per_second, stream_bytes_per_second) = self.limits().await?;
+        let endpoint = Endpoint::from_shared(address.to_owned())
+            .map_err(|error| Status::invalid_argument(format!("decode_address: {error}")))?;
+        let mut client = DecodeClient::connect(endpoint.connect_timeout(CONNECT_TIMEOUT))
+            .await
+            .map_err(|error| Status::unavailable(format!("no decode worker at {address}: {error}")))?
+            .max_decoding_message_size(MAX_MESSAGE_BYTES);
+        let request = proto::LendRequest {
+            max_blocks: scratch.blocks().len() as u32,
+            kv_format: Some(baton_cluster::kv_format_to_proto(self.worker.kv_format())),
+        };
+        // The lease lasts as long as the stream.
+        let mut lease = client.lend(request).await?.into_inner();
+        let loan =
+            lease.message().await?.ok_or_else(|| Status::unavailable("the decode worker lent nothing"))?;
+        let mut grants: Vec<_> = loan.grants.into_iter().map(grant_from_proto).collect();
+        let choice = grants.pop().ok_or_else(|| Status::unavailable("the decode worker lent nothing"))?;
+
+        let blocks = &scratch.blocks()[..scratch.blocks().len().min(choice.block_ids.len())];
+        let num_each = grants.len() / choice.offers.len().max(1);
+        let mut transports = Vec::new();
+        for kind in TransportKind::ALL {
+            let counts = self.sender.counters().of(kind).read();
+            let mut probed = proto::ProbedTransport {
+                transport: kind.name().to_owned(),
+                num_routes: counts.routes,
+                num_fallbacks: counts.fallbacks,
+                ..proto::ProbedTransport::default()
+            };
+            let measured = match self.offer(kind, &choice) {
+                Ok(offer) => {
+                    let own = grants.split_off(grants.len().saturating_sub(num_each));
+                    self.sender.measure(offer, &own, blocks, Arc::clone(&scratch)).await
+                }
+                Err(why) => Err(why.to_owned()),
+            };
+            match measured {
+                Ok(measured) => {
+                    probed.bytes_per_second = measured.bytes_per_second;
+                    probed.latency_seconds = measured.latency.as_secs_f64();
+                }
+                Err(why) => probed.unavailable = why,
+            }
+            transports.push(probed);
+        }
+        let route = self.sender.route(choice.generation, &choice.offers, scratch.clone()).await;
+        Ok(proto::ProbeReport {
+            transports,
+            chosen: route.map_or_else(|_| String::new(), |route| route.transport().name().to_owned()),
+            bytes: (blocks.len() * self.worker.engine().storage().layout().block_bytes()) as u64,
+            copy_bytes_per_second,
+            stream_bytes_per_second,
+        })
+    }
+
+    fn offer<'a>(&self, kind: TransportKind, grant: &'a Grant) -> Result<&'a TransportOffer, &'static str> {
+        if !self.worker.config().transports.contains(&kind) {
+            return Err("the prefill worker does not use it; see its --transports");
+        }
+        let offer = grant.offers.iter().find(|offer| offer.kind() == kind);
+        offer.ok_or("the decode worker does not offer it; see its --transports")
+    }
+
+    /// What bounds every way here: copying, and plain sockets.
+    async fn limits(&self) -> Result<(f64, f64), Status> {
+        let piece_bytes = self.worker.engine().storage().layout().layer_bytes();
+        let measured =
+            tokio::task::spawn_blocking(move || (copy_rate(piece_bytes), stream_rate().unwrap_or_default()));
+        measured.await.map_err(|error| Status::internal(error.to_string()))
+    }
+}

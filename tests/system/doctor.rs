@@ -1,0 +1,50 @@
+//! `baton doctor` on a running cluster.
+
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+use crate::harness::{BATON, Cluster};
+
+fn doctor(args: &[&str]) -> Output {
+    Command::new(BATON).arg("doctor").args(args).output().expect("the program runs")
+}
+
+#[tokio::test]
+async fn doctor_measures_every_way_between_workers_and_leaves_nothing_behind() {
+    let cluster = Cluster::new().start().await;
+    let output = doctor(&["--router", &cluster.base, "--json", "-"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let pairs = report["pairs"].as_array().expect("pairs");
+    assert_eq!(pairs.len(), 1);
+    let measured = &pairs[0]["measured"];
+    let ways = measured["transports"].as_array().expect("transports");
+    for name in ["shm", "tcp"] {
+        let way =
+            ways.iter().find(|way| way["name"] == name).unwrap_or_else(|| panic!("no {name} in {report}"));
+        assert!(
+            way["unavailable"].is_null() && way["gb_per_s"].as_f64().is_some_and(|rate| rate > 0.0),
+            "{way}"
+        );
+    }
+    assert!(measured["copy_gb_per_s"].as_f64().is_some_and(|rate| rate > 0.0), "{report}");
+    cluster.assert_all_blocks_free().await;
+}
+
+#[tokio::test]
+async fn doctor_says_which_way_is_missing_and_why() {
+    let cluster = Cluster::new().worker_flags("--transports tcp").start().await;
+    let output = doctor(&["--router", &cluster.base]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}");
+    assert!(
+        text.contains("shm    not available: the prefill worker does not use it; see its --transports"),
+        "{text}"
+    );
+    assert!(text.contains("tcp is the only one"), "{text}");
+
+    let nobody = doctor(&["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1"]);
+    let text = String::from_utf8_lossy(&nobody.stdout);
+    assert!(!nobody.status.success() && text.contains("no worker at http://127.0.0.1:1"), "{text}");
+}
