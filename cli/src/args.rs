@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, path::PathBuf};
 
-use baton_kv_cache::KvDtype;
+use baton_kv_cache::{KvDtype, WireFormat};
 use baton_model::{Activations, Quantisation};
 use baton_worker::ThreadPinning;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
@@ -112,6 +112,11 @@ pub struct WorkerArgs {
     /// Ways for KV blocks to travel, best first, separated by commas.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "shm,tcp", env = "BATON_TRANSPORTS")]
     pub transports: Vec<Transport>,
+    /// How KV travels on a network: as-is, or rounded to fp8, int8 or int4, which is smaller. Default: as the other
+    /// worker wants. The decode worker's word counts; a prefill worker with as-is codes nothing. In shared memory
+    /// nothing travels.
+    #[arg(long, value_name = "FORM", value_parser = parse_kv_wire, env = "BATON_KV_WIRE")]
+    pub kv_wire: Option<WireFormat>,
     /// Address and port at which a decode worker receives KV over TCP. Port 0 takes a free one.
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_DATA_LISTEN")]
     pub data_listen: SocketAddr,
@@ -373,6 +378,10 @@ fn parse_activations(text: &str) -> Result<Activations, String> {
 /// The type of KV that a flag names.
 pub(crate) fn parse_kv_dtype(name: &str) -> Result<KvDtype, String> {
     KvDtype::from_name(name).ok_or_else(|| format!("expected one of {}", KvDtype::names()))
+}
+
+fn parse_kv_wire(name: &str) -> Result<WireFormat, String> {
+    WireFormat::from_name(name).ok_or_else(|| format!("expected one of {}", WireFormat::names()))
 }
 
 pub(crate) fn at_least_one(text: &str) -> Result<usize, String> {

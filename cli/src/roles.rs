@@ -81,6 +81,7 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
         Speculate::Draft => draft_model.map(DrafterConfig::Model),
     };
     config.max_draft_tokens = args.engine.max_draft_tokens;
+    config.kv_wire = args.kv_wire;
     config.transports = args.transports.into_iter().map(transport).collect();
     config.data_listen = args.data_listen;
     config.data_host = args.data_host;

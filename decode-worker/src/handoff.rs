@@ -187,7 +187,7 @@ impl Handoff {
         };
         let num_cached_blocks = reservation.num_cached_blocks();
         let block_ids = reservation.blocks()[num_cached_blocks..].to_vec();
-        let granted = self.receiver.grant(block_ids.clone(), reservation);
+        let granted = self.receiver.grant_as(block_ids.clone(), self.worker.config().kv_wire, reservation);
         let offers = granted.offers().to_vec();
         let grant = Grant { generation: granted.generation(), num_cached_blocks, block_ids, offers };
         self.granted = Some(granted);
@@ -198,7 +198,11 @@ impl Handoff {
     async fn act(&mut self, action: Action<FirstToken>) -> Option<Input<FirstToken>> {
         match action {
             Action::Send(message) => {
-                let payload = Payload { request: &self.plan.request, kv_format: self.worker.kv_format() };
+                let payload = Payload {
+                    request: &self.plan.request,
+                    kv_format: self.worker.kv_format(),
+                    wire: self.worker.config().kv_wire,
+                };
                 self.stream.send(decode_message_to_proto(message, payload));
             }
             Action::Reserve => {

@@ -129,7 +129,7 @@ fn again(message: &DecodeMessage) {
     if !matches!(message, DecodeMessage::Begin(_)) {
         let (request, kv_format) = Default::default();
         let format = baton_kv_cache::KvFormat::new(kv_format, &LAYOUT, String::new());
-        let payload = Payload { request: &request, kv_format: &format };
+        let payload = Payload { request: &request, kv_format: &format, wire: None };
         let said = decode_message_to_proto(message.clone(), payload);
         assert_eq!(decode_message_from_proto(said).as_ref(), Ok(message));
     }

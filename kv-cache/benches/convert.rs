@@ -1,11 +1,11 @@
-//! How fast KV goes from one side's layout to another's, in GB/s of the source's bytes, beside a memcpy of the same
-//! pieces. Source and target are larger than the caches.
+//! How fast KV goes from one side's layout to another's, and into and out of the forms in which it travels, in GB/s of
+//! the bytes in memory, beside a memcpy of the same pieces. Source and target are larger than the caches.
 //!
 //! A piece here is 16 tokens of 8 kv heads of 128 numbers.
 
 use std::hint::black_box;
 
-use baton_kv_cache::{KvDtype, KvLayout, KvMapping, KvShard};
+use baton_kv_cache::{KvDtype, KvLayout, KvMapping, KvShard, WireCodec, WireFormat, WireScratch};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 
 const LAYOUT: KvLayout =
@@ -16,6 +16,9 @@ const NUM_TOKENS: usize = 32 << 10;
 fn bench(criterion: &mut Criterion) {
     let of = |dtype, block_size| KvLayout { dtype, block_size, ..LAYOUT };
     memcpy(criterion);
+    for format in [WireFormat::Fp8, WireFormat::Int8, WireFormat::Int4] {
+        code(criterion, format);
+    }
     for (from, to) in [
         (of(KvDtype::Bf16, 16), of(KvDtype::Bf16, 64)),
         (of(KvDtype::Bf16, 64), of(KvDtype::Bf16, 16)),
@@ -46,6 +49,32 @@ fn memcpy(criterion: &mut Criterion) {
             for (to, from) in pieces.zip(source.chunks_exact(LAYOUT.layer_bytes())) {
                 to.copy_from_slice(black_box(from));
             }
+        });
+    });
+}
+
+/// Piece by piece, into and out of one coded piece, as a handoff does it.
+fn code(criterion: &mut Criterion, format: WireFormat) {
+    let codec = WireCodec::new(&LAYOUT, format).expect("smaller than bf16");
+    let mut memory = kv(&LAYOUT);
+    let mut coded = vec![0u8; codec.piece_bytes()];
+    let mut scratch = WireScratch::default();
+    let mut group = criterion.benchmark_group(format.name());
+    group.throughput(Throughput::Bytes(memory.len() as u64));
+    group.bench_function("encode", |bencher| {
+        bencher.iter(|| {
+            for piece in memory.chunks_exact(LAYOUT.layer_bytes()) {
+                codec.encode(black_box(piece), &mut coded, &mut scratch);
+                black_box(&mut coded);
+            }
+        });
+    });
+    group.bench_function("decode", |bencher| {
+        bencher.iter(|| {
+            for piece in memory.chunks_exact_mut(LAYOUT.layer_bytes()) {
+                codec.decode(black_box(&coded), piece, &mut scratch);
+            }
+            black_box(&mut memory);
         });
     });
 }

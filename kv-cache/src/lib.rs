@@ -1,6 +1,6 @@
 //! What a KV cache is made of: blocks and their names ([`BlockId`], [`BlockHash`]), how a block's
 //! bytes are arranged ([`KvLayout`]), divided ([`KvShard`]) and rounded ([`KvDtype`]), which of them belong
-//! where on another side ([`KvMapping`]), what two workers must agree on to exchange them ([`KvFormat`]),
+//! where on another side ([`KvMapping`]), how they are coded where the way is narrow ([`WireCodec`]), what two workers must agree on to exchange them ([`KvFormat`]),
 //! and the memory that holds them ([`BlockStorage`]).
 //!
 //! It does not know who owns which block (that is the engine's block pool), nor how blocks travel
@@ -17,6 +17,7 @@ mod mapping_grid;
 mod rounding;
 mod shard;
 mod storage;
+mod wire;
 
 pub use block::{BlockHash, BlockId, HashRoot};
 pub use format::KvFormat;
@@ -24,3 +25,4 @@ pub use layout::{KvDtype, KvLayout};
 pub use mapping::KvMapping;
 pub use shard::{KvShard, ShardError};
 pub use storage::BlockStorage;
+pub use wire::{WireCodec, WireFormat, WireScratch};

@@ -4,10 +4,13 @@
 //! processor has; the compiler makes vectors of them. Nothing is computed in another order or with another rounding,
 //! so that all agree to the bit, and any of them can be the others' reference.
 
-use crate::{KvDtype, e4m3};
+use crate::{KvDtype, e4m3, wire::INT4_GROUP};
 
 /// The largest whole number that is used: the type is symmetric.
 const INT8_MAX: f32 = 127.0;
+
+/// Likewise, of four bits.
+const INT4_MAX: f32 = 7.0;
 
 /// What the loops are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,6 +81,58 @@ impl Isa {
             Isa::Portable => load(dtype, elements, scales, head_dim, vectors),
         }
     }
+}
+
+impl Isa {
+    /// Rounds vectors of `head_dim` numbers to four bits, each [`INT4_GROUP`] of a vector with a scale of their own.
+    pub(crate) fn store_int4(self, vectors: &[f32], head_dim: usize, codes: &mut [u8], scales: &mut [u8]) {
+        match self {
+            // SAFETY: `detect` has found the instructions.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => unsafe { store_int4_avx512(vectors, head_dim, codes, scales) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => unsafe { store_int4_avx2(vectors, head_dim, codes, scales) },
+            Isa::Portable => store_int4(vectors, head_dim, codes, scales),
+        }
+    }
+
+    /// The inverse of [`store_int4`](Self::store_int4), but for what rounding took.
+    pub(crate) fn load_int4(self, codes: &[u8], scales: &[u8], head_dim: usize, vectors: &mut [f32]) {
+        match self {
+            // SAFETY: `detect` has found the instructions.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => unsafe { load_int4_avx512(codes, scales, head_dim, vectors) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => unsafe { load_int4_avx2(codes, scales, head_dim, vectors) },
+            Isa::Portable => load_int4(codes, scales, head_dim, vectors),
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl")]
+fn store_int4_avx512(vectors: &[f32], head_dim: usize, codes: &mut [u8], scales: &mut [u8]) {
+    store_int4(vectors, head_dim, codes, scales);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn store_int4_avx2(vectors: &[f32], head_dim: usize, codes: &mut [u8], scales: &mut [u8]) {
+    store_int4(vectors, head_dim, codes, scales);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl")]
+fn load_int4_avx512(codes: &[u8], scales: &[u8], head_dim: usize, vectors: &mut [f32]) {
+    load_int4(codes, scales, head_dim, vectors);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn load_int4_avx2(codes: &[u8], scales: &[u8], head_dim: usize, vectors: &mut [f32]) {
+    load_int4(codes, scales, head_dim, vectors);
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -151,6 +206,72 @@ fn load(dtype: KvDtype, elements: &[u8], scales: &[u8], head_dim: usize, vectors
             }
         }
     }
+}
+
+#[inline(always)]
+fn store_int4(vectors: &[f32], head_dim: usize, codes: &mut [u8], scales: &mut [u8]) {
+    let codes = codes.chunks_exact_mut(head_dim.div_ceil(2));
+    let scales = scales.chunks_exact_mut(head_dim.div_ceil(INT4_GROUP) * 2);
+    for ((vector, codes), scales) in vectors.chunks_exact(head_dim).zip(codes).zip(scales) {
+        let (groups, part) = vector.as_chunks::<INT4_GROUP>();
+        let group_codes = codes.as_chunks_mut::<{ INT4_GROUP / 2 }>().0;
+        let scales = scales.as_chunks_mut::<2>().0;
+        for ((numbers, codes), scale) in groups.iter().zip(group_codes).zip(scales.iter_mut()) {
+            *scale = store_int4_group(numbers, codes);
+        }
+        // A group that is not full, perhaps with as many codes as a full one.
+        if !part.is_empty() {
+            let codes = &mut codes[groups.len() * INT4_GROUP / 2..];
+            scales[groups.len()] = store_int4_group(part, codes);
+        }
+    }
+}
+
+/// The first half of a group's numbers are the low halves of its bytes, so that vectors need no shuffle.
+#[inline(always)]
+fn store_int4_group(numbers: &[f32], codes: &mut [u8]) -> [u8; 2] {
+    let scale = scale_of(numbers, INT4_MAX);
+    // A scale that is no number leaves none of the group.
+    let inverse = if scale.is_nan() { 0.0 } else { 1.0 / scale };
+    let (low, high) = numbers.split_at(codes.len());
+    for (code, &x) in codes.iter_mut().zip(low) {
+        *code = int4_bits(x, inverse);
+    }
+    for (code, &x) in codes.iter_mut().zip(high) {
+        *code |= int4_bits(x, inverse) << 4;
+    }
+    bf16_bits(scale).to_ne_bytes()
+}
+
+#[inline(always)]
+fn load_int4(codes: &[u8], scales: &[u8], head_dim: usize, vectors: &mut [f32]) {
+    let codes = codes.chunks_exact(head_dim.div_ceil(2));
+    let scales = scales.chunks_exact(head_dim.div_ceil(INT4_GROUP) * 2);
+    for ((vector, codes), scales) in vectors.chunks_exact_mut(head_dim).zip(codes).zip(scales) {
+        let groups = vector.chunks_mut(INT4_GROUP).zip(codes.chunks(INT4_GROUP / 2));
+        for ((numbers, codes), scale) in groups.zip(scales.as_chunks::<2>().0) {
+            load_int4_group(codes, *scale, numbers);
+        }
+    }
+}
+
+#[inline(always)]
+fn load_int4_group(codes: &[u8], scale: [u8; 2], numbers: &mut [f32]) {
+    let scale = bf16_value(u16::from_ne_bytes(scale));
+    let (low, high) = numbers.split_at_mut(codes.len());
+    for (x, &code) in low.iter_mut().zip(codes) {
+        *x = (f32::from(code & 15) - 8.0) * scale;
+    }
+    for (x, &code) in high.iter_mut().zip(codes) {
+        *x = (f32::from(code >> 4) - 8.0) * scale;
+    }
+}
+
+/// Eight more than the nearest whole number.
+#[inline(always)]
+fn int4_bits(x: f32, inverse: f32) -> u8 {
+    // The sum has steps of one, and ends with the whole number. What is no number becomes any.
+    (x * inverse + (12_582_912.0 + 8.0)).to_bits() as u8 & 15
 }
 
 #[inline(always)]
@@ -279,6 +400,23 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn every_instruction_set_gives_the_same_four_bits() {
+        for head_dim in [1usize, 17, 32, 33, 64, 80, 128] {
+            let vectors: Vec<f32> = (0..3 * head_dim).map(|n| (n as f32).sin() * 3.0).collect();
+            let results = available().into_iter().map(|isa| {
+                let mut codes = vec![0xa5; 3 * head_dim.div_ceil(2)];
+                let mut scales = vec![0xa5; 3 * head_dim.div_ceil(INT4_GROUP) * 2];
+                isa.store_int4(&vectors, head_dim, &mut codes, &mut scales);
+                let mut read = vec![0.0; vectors.len()];
+                isa.load_int4(&codes, &scales, head_dim, &mut read);
+                (codes, scales, read)
+            });
+            let results: Vec<_> = results.collect();
+            assert!(results.iter().all(|result| *result == results[0]), "{head_dim}");
         }
     }
 

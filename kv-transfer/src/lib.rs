@@ -25,6 +25,8 @@ mod conformance;
 #[cfg(test)]
 mod conformance_sides;
 #[cfg(test)]
+mod conformance_wire;
+#[cfg(test)]
 mod testing;
 
 pub use checksum::checksum;

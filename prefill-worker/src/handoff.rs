@@ -4,7 +4,7 @@
 use std::{collections::VecDeque, sync::Arc, time::Instant};
 
 use baton_engine::{HeldBlocks, PrefillEvent, PrefillEvents, Request};
-use baton_kv_cache::{KvFormat, KvLayout, KvShard};
+use baton_kv_cache::{KvFormat, KvLayout, KvShard, WireFormat};
 use baton_kv_transfer::{
     DecodeMessage, Failed, FailureKind, HandoffError, PushError, Pushed, Route, RouteError, Sender,
     TransportKind,
@@ -17,7 +17,9 @@ use baton_proto::worker as proto;
 use baton_worker::{
     Worker,
     convert::{WireError, engine_failure, request_from_begin, submit_failure},
-    convert_handoff::{FirstToken, begin_from_proto, decode_message_from_proto, prefill_message_to_proto},
+    convert_handoff::{
+        FirstToken, begin_from_proto, decode_message_from_proto, prefill_message_to_proto, wire_from_begin,
+    },
     handoff_stream::{HandoffStream, StreamEvent, if_any, sleep_until},
 };
 use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
@@ -37,10 +39,10 @@ pub struct Handoff {
     stream: HandoffStream<proto::DecodeMessage, Result<proto::PrefillMessage, Status>>,
 
     /// What `Begin` asked for, until it is computed.
-    request: Option<(Request, KvFormat)>,
+    request: Option<(Request, KvFormat, WireFormat)>,
     events: Option<PrefillEvents>,
-    /// How the decode worker arranges its blocks.
-    destination: Option<KvShard>,
+    /// How the decode worker arranges its blocks, and how KV travels there.
+    destination: Option<(KvShard, WireFormat)>,
     /// Shared with the route: whichever is dropped last returns the blocks.
     held: Option<Arc<HeldBlocks>>,
     cached_tokens: usize,
@@ -158,10 +160,11 @@ impl Handoff {
             return decode_message_from_proto(message);
         };
         let request = request_from_begin(begin)?;
+        let wire = WireFormat::agreed(wire_from_begin(begin), self.worker.config().kv_wire);
         let (begin, kv_format) = begin_from_proto(begin)?;
         tracing::Span::current().record("request_id", &begin.request_id);
         // A second one is the state machine's to refuse; it must not replace the first.
-        self.request.get_or_insert((request, kv_format));
+        self.request.get_or_insert((request, kv_format, wire));
         Ok(DecodeMessage::Begin(begin))
     }
 
@@ -195,10 +198,10 @@ impl Handoff {
             Action::Compute => return self.compute().err().map(Input::Fail),
             Action::Route { generation, offers } => {
                 let (sender, held) = (self.sender.clone(), self.held.clone());
-                let destination = self.destination.expect("known before anything is computed");
+                let (shard, wire) = self.destination.expect("known before anything is computed");
                 self.routing =
                     Some(Box::pin(
-                        async move { sender.route_to(&destination, generation, &offers, held).await },
+                        async move { sender.route_to(&shard, wire, generation, &offers, held).await },
                     ));
             }
             Action::Push(pieces) => {
@@ -225,7 +228,7 @@ impl Handoff {
     }
 
     fn compute(&mut self) -> Result<(), Failed> {
-        let (request, kv_format) = self.request.take().expect("Begin came with a request");
+        let (request, kv_format, wire) = self.request.take().expect("Begin came with a request");
         if self.worker.lifecycle().is_draining() {
             return Err(Failed::new(FailureKind::Draining, "the prefill worker is leaving"));
         }
@@ -234,13 +237,13 @@ impl Handoff {
             return Err(Failed::new(FailureKind::KvRejected, message));
         }
         // One rank on either side, as the formats agree on that.
-        let destination = KvShard::of_format(&kv_format, 0);
-        self.destination = Some(destination.map_err(|error| {
+        let destination = KvShard::of_format(&kv_format, 0).map_err(|error| {
             Failed::new(
                 FailureKind::KvRejected,
                 format!("no blocks can be like the decode worker's: {error}"),
             )
-        })?);
+        })?;
+        self.destination = Some((destination, wire));
         self.worker.metrics().request_taken("handoff", request.num_known_tokens());
         let (events, held) = self.worker.engine().prefill(request).map_err(|error| submit_failure(&error))?;
         self.events = Some(events);

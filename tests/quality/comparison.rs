@@ -1,5 +1,6 @@
 //! Ways to compress, each held against the model as it is.
 
+use baton_kv_cache::WireFormat;
 use baton_model::LoadOptions;
 use baton_tokenizer::Tokenizer;
 
@@ -10,6 +11,8 @@ use crate::runner::{Reply, Runner, argmax, divergence};
 pub(crate) struct Compression {
     pub(crate) name: &'static str,
     pub(crate) options: LoadOptions,
+    /// How a prompt's KV travels before its reply is decoded.
+    pub(crate) wire: WireFormat,
     /// Of all examples, of which the model as it is gets 99 %.
     pub(crate) right: f64,
     /// Of the logits from those of the model as it is, a mean over the tokens of its replies.
@@ -21,7 +24,7 @@ pub(crate) fn compare(title: &str, reference: &LoadOptions, compressions: &[Comp
     let tokenizer = Tokenizer::load(&model_dir()).expect("the tiny model has a tokenizer");
     let end = tokenizer.token_id("<|end|>").expect("the tiny model's replies end");
     let examples = examples(&tokenizer);
-    let mut reference = Runner::new(reference, end);
+    let mut reference = Runner::new(reference, WireFormat::AsIs, end);
     let replies: Vec<Reply> = examples.iter().map(|example| reference.reply(&example.prompt)).collect();
 
     println!(
@@ -32,8 +35,8 @@ pub(crate) fn compare(title: &str, reference: &LoadOptions, compressions: &[Comp
         "largest",
         "same"
     );
-    for Compression { name, options, right, divergence: allowed } in compressions {
-        let mut runner = Runner::new(options, end);
+    for Compression { name, options, wire, right, divergence: allowed } in compressions {
+        let mut runner = Runner::new(options, *wire, end);
         let mut num_right = [0; TASKS.len()];
         let mut num_of = [0; TASKS.len()];
         let (mut num_tokens, mut num_same, mut sum, mut largest) = (0, 0, 0.0, 0.0f64);

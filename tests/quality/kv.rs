@@ -1,6 +1,6 @@
 //! Types of KV against KV in f32.
 
-use baton_kv_cache::KvDtype;
+use baton_kv_cache::{KvDtype, WireFormat};
 use baton_model::{Activations, LoadOptions};
 
 use crate::comparison::{Compression, compare};
@@ -22,6 +22,7 @@ fn compressed_kv_recalls_what_f32_recalls() {
     let compressions = bounds.map(|(dtype, right, divergence)| Compression {
         name: dtype.name(),
         options: options(dtype),
+        wire: WireFormat::AsIs,
         right,
         divergence,
     });

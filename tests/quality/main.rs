@@ -8,3 +8,4 @@ mod kv;
 mod prompts;
 mod runner;
 mod weights;
+mod wire;

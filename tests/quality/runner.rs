@@ -1,6 +1,6 @@
 //! One model that computes one sequence at a time.
 
-use baton_kv_cache::{BlockId, BlockStorage};
+use baton_kv_cache::{BlockId, BlockStorage, WireCodec, WireFormat, WireScratch};
 use baton_model::{Batch, BatchSequence, CpuExecutor, Executor, LoadOptions, load};
 
 use crate::prompts::model_dir;
@@ -15,6 +15,8 @@ pub(crate) struct Runner {
     executor: CpuExecutor,
     storage: BlockStorage,
     blocks: Vec<BlockId>,
+    /// Of a prompt's KV on its way to the reply.
+    codec: Option<WireCodec>,
     end: u32,
 }
 
@@ -27,8 +29,8 @@ pub(crate) struct Reply {
 }
 
 impl Runner {
-    /// `end` is the token that ends a reply.
-    pub(crate) fn new(options: &LoadOptions, end: u32) -> Runner {
+    /// `wire` is how a prompt's KV travels before its reply is decoded; `end` is the token that ends a reply.
+    pub(crate) fn new(options: &LoadOptions, wire: WireFormat, end: u32) -> Runner {
         let model = load(&model_dir(), options, &mut |_| {}).expect("the tiny model loads");
         let layout = model.kv_layout();
         let num_blocks = layout.num_blocks_for(MAX_TOKENS);
@@ -36,13 +38,14 @@ impl Runner {
             executor: model.cpu_executor().expect("threads start"),
             storage: BlockStorage::new(layout, num_blocks).expect("memory for the blocks"),
             blocks: (0..num_blocks as u32).map(BlockId).collect(),
+            codec: WireCodec::new(&layout, wire),
             end,
         }
     }
 
     /// The greedy reply.
     pub(crate) fn reply(&mut self, prompt: &[u32]) -> Reply {
-        let mut reply = Reply { tokens: Vec::new(), logits: vec![self.step(prompt, 0)] };
+        let mut reply = Reply { tokens: Vec::new(), logits: vec![self.prefill(prompt)] };
         loop {
             let token = argmax(&reply.logits[reply.tokens.len()]);
             if token == self.end || reply.tokens.len() == MAX_REPLY {
@@ -56,9 +59,27 @@ impl Runner {
 
     /// The logits with which this model meets another's reply.
     pub(crate) fn follow(&mut self, prompt: &[u32], reply: &[u32]) -> Vec<Vec<f32>> {
-        let mut logits = vec![self.step(prompt, 0)];
+        let mut logits = vec![self.prefill(prompt)];
         for (idx, &token) in reply.iter().enumerate() {
             logits.push(self.step(&[token], prompt.len() + idx));
+        }
+        logits
+    }
+
+    /// Computes a prompt and hands its KV over to whoever decodes.
+    fn prefill(&mut self, prompt: &[u32]) -> Vec<f32> {
+        let logits = self.step(prompt, 0);
+        if let Some(codec) = &self.codec {
+            let layout = self.storage.layout();
+            let (mut coded, mut scratch) = (vec![0; codec.piece_bytes()], WireScratch::default());
+            for &block in &self.blocks[..layout.num_blocks_for(prompt.len())] {
+                for layer_idx in 0..layout.num_layers {
+                    // SAFETY: nobody else uses the storage.
+                    let piece = unsafe { self.storage.layer_mut(block, layer_idx) };
+                    codec.encode(piece, &mut coded, &mut scratch);
+                    codec.decode(&coded, piece, &mut scratch);
+                }
+            }
         }
         logits
     }

@@ -1,5 +1,6 @@
 //! Rounded weights, and activations in bf16, against bf16 weights with activations in f32.
 
+use baton_kv_cache::WireFormat;
 use baton_model::{Activations, LoadOptions};
 
 use crate::comparison::{Compression, compare};
@@ -10,6 +11,7 @@ fn rounded_weights_recall_what_bf16_recalls() {
     let quantised = |name, right, divergence| Compression {
         name,
         options: LoadOptions { quantise: Some(name.parse().expect("one of ours")), ..exact.clone() },
+        wire: WireFormat::AsIs,
         right,
         divergence,
     };
@@ -18,6 +20,7 @@ fn rounded_weights_recall_what_bf16_recalls() {
             // On a processor without an instruction for pairs of bf16 it is as exact as it gets.
             name: "bf16",
             options: LoadOptions { activations: Activations::Auto, ..exact.clone() },
+            wire: WireFormat::AsIs,
             right: 0.98,
             divergence: 1e-3,
         },

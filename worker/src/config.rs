@@ -9,7 +9,7 @@ use std::{
 };
 
 use baton_cluster::{DiscoveryConfig, Role, WorkerId};
-use baton_kv_cache::KvDtype;
+use baton_kv_cache::{KvDtype, WireFormat};
 use baton_kv_transfer::TransportKind;
 use baton_model::{Activations, CpuList, CpuListError, Quantisation};
 
@@ -34,6 +34,8 @@ pub struct WorkerConfig {
     pub block_size: usize,
     /// Type of KV elements. `None`: that of the weights.
     pub kv_dtype: Option<KvDtype>,
+    /// How KV travels to or from other hosts. `None`: as the other worker likes.
+    pub kv_wire: Option<WireFormat>,
     /// Sequences that run at once.
     pub max_running: usize,
     /// Requests that may wait; more are refused.
@@ -199,6 +201,7 @@ impl WorkerConfig {
             kv: KvMemory::Bytes(512 << 20),
             block_size: 16,
             kv_dtype: None,
+            kv_wire: None,
             max_running: 64,
             max_waiting: 1024,
             token_budget: 512,

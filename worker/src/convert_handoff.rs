@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_engine::{Request, SampledToken};
-use baton_kv_cache::{BlockId, KvFormat};
+use baton_kv_cache::{BlockId, KvFormat, WireFormat};
 use baton_kv_transfer::{
     Begin, DecodeMessage, Generation, Grant, Piece, PrefillMessage, TransportKind, TransportOffer, Written,
 };
@@ -16,6 +16,9 @@ use proto::{decode_message, prefill_message, transport_offer};
 use crate::convert::{
     WireError, failed_from_proto, failed_to_proto, sampling_to_proto, token_from_proto, token_to_proto,
 };
+
+/// A `Begin` whose decode worker takes KV in any form.
+const ANY_WIRE_FORMAT: &str = "any";
 
 /// What the state machines carry as first token.
 #[derive(Clone, Debug, PartialEq)]
@@ -33,6 +36,8 @@ pub struct Payload<'a> {
     pub request: &'a Request,
     /// What the decode worker's blocks mean.
     pub kv_format: &'a KvFormat,
+    /// How KV shall travel; `None`: as the prefill worker likes.
+    pub wire: Option<WireFormat>,
 }
 
 /// For the wire; `payload` is used by `Begin` alone.
@@ -68,7 +73,7 @@ pub fn grant_from_proto(grant: proto::Grant) -> Grant {
 }
 
 fn begin_to_proto(begin: Begin, payload: Payload<'_>) -> proto::Begin {
-    let Payload { request, kv_format } = payload;
+    let Payload { request, kv_format, wire } = payload;
     proto::Begin {
         request_id: begin.request_id,
         attempt: begin.attempt,
@@ -81,6 +86,16 @@ fn begin_to_proto(begin: Begin, payload: Payload<'_>) -> proto::Begin {
         kv_format: Some(kv_format_to_proto(kv_format)),
         cache_salt: request.cache_salt.clone(),
         deadline_ms: u64::try_from(begin.deadline.as_millis()).unwrap_or(u64::MAX),
+        wire_format: wire.map_or(ANY_WIRE_FORMAT, WireFormat::name).to_owned(),
+    }
+}
+
+/// How KV shall travel, by a `Begin`; `None`: as the prefill worker likes. A form that is unknown here cannot be made,
+/// and as it is every decode worker takes it.
+pub fn wire_from_begin(message: &proto::Begin) -> Option<WireFormat> {
+    match message.wire_format.as_str() {
+        ANY_WIRE_FORMAT => None,
+        name => Some(WireFormat::from_name(name).unwrap_or_default()),
     }
 }
 
@@ -241,7 +256,7 @@ mod tests {
     fn what_d_says_arrives() {
         let request = Request { id: "r".into(), prompt: vec![1; 9], output: vec![2], ..Request::default() };
         let kv_format = KvFormat::new("rev".into(), &layout(), "theta".into());
-        let payload = Payload { request: &request, kv_format: &kv_format };
+        let payload = Payload { request: &request, kv_format: &kv_format, wire: None };
         let begin = Begin {
             request_id: "r".into(),
             attempt: 2,
@@ -254,7 +269,15 @@ mod tests {
         };
         let wire = decode_message_to_proto(DecodeMessage::Begin(begin.clone()), payload);
         let Some(decode_message::Message::Begin(wire)) = wire.message else { panic!("{wire:?}") };
-        assert_eq!(begin_from_proto(&wire), Ok((begin, kv_format.clone())));
+        assert_eq!(begin_from_proto(&wire), Ok((begin.clone(), kv_format.clone())));
+        for wire in [None, Some(WireFormat::AsIs), Some(WireFormat::Int4)] {
+            let wire_format = begin_to_proto(begin.clone(), Payload { wire, ..payload }).wire_format;
+            assert_eq!(wire_from_begin(&proto::Begin { wire_format, ..proto::Begin::default() }), wire);
+        }
+        for unknown in ["", "int2"] {
+            let begin = proto::Begin { wire_format: unknown.into(), ..proto::Begin::default() };
+            assert_eq!(wire_from_begin(&begin), Some(WireFormat::AsIs));
+        }
         let kv_format_of_nothing = KvFormat { block_size: 0, ..kv_format.clone() };
         let wire = proto::Begin { kv_format: Some(kv_format_to_proto(&kv_format_of_nothing)), ..wire };
         assert_eq!(begin_from_proto(&wire), Err(WireError::Missing("kv_format.block_size")));

@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use baton_engine::testing::FakeModel;
-use baton_kv_cache::KvDtype;
+use baton_kv_cache::{KvDtype, KvLayout, WireCodec, WireFormat};
 use baton_kv_transfer::TransportKind;
 
 use crate::{
@@ -110,5 +110,41 @@ async fn another_type_is_rounded_once_whatever_carries_it() {
             let of_other_sizes = tokens((8, ours), (6, theirs), kind).await;
             assert_eq!(of_other_sizes, of_one_size, "{} to {} over {kind}", ours.name(), theirs.name());
         }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn kv_travels_as_the_two_agree() {
+    let dir = Path::new(FIXTURES).join("llama");
+    let recorded = token_ids(&dir.join("expected.safetensors"));
+    let (prompt, greedy) = (&recorded["prompt"], &recorded["greedy"]);
+    use WireFormat::{AsIs, Fp8, Int4, Int8};
+    for (kind, theirs, ours, expected) in [
+        (TransportKind::Tcp, None, None, AsIs),
+        (TransportKind::Tcp, Some(Int8), None, Int8),
+        (TransportKind::Tcp, None, Some(Int4), Int4),
+        (TransportKind::Tcp, Some(Fp8), Some(Int4), Fp8),
+        (TransportKind::Tcp, Some(Int8), Some(AsIs), AsIs),
+        (TransportKind::Shm, Some(Int4), Some(Int4), AsIs),
+    ] {
+        let p = prefill().model(dir.clone()).transport(kind).with(|config| config.kv_wire = ours);
+        let d = decode().model(dir.clone()).transport(kind).with(|config| config.kv_wire = theirs);
+        let (p, d) = (p.start().await, d.start().await);
+        let answer = generate(&d.client().await, request(prompt, 12, Some(p.peer()))).await.unwrap();
+        let what = format!("{theirs:?} and {ours:?} over {kind}");
+        let tokens = answer.finished();
+        assert_eq!(tokens.len(), 12);
+        // What is rounded to bits as many as these, this model's tokens survive.
+        assert!(tokens == greedy[..12] || expected == Int4 || expected == Fp8, "{what}: {tokens:?}");
+
+        let format = d.worker.kv_format();
+        let &baton_kv_cache::KvFormat { dtype, block_size, num_layers, num_kv_heads, head_dim, .. } = format;
+        let layout = KvLayout { block_size, num_layers, num_kv_heads, head_dim, dtype };
+        let piece_bytes =
+            WireCodec::new(&layout, expected).map_or(layout.layer_bytes(), |codec| codec.piece_bytes());
+        let num_bytes = layout.num_blocks_for(prompt.len()) * num_layers * piece_bytes;
+        assert_eq!((p.moved(kind), d.moved(kind)), (num_bytes as u64, num_bytes as u64), "{what}");
+        p.assert_all_free().await;
+        d.assert_all_free().await;
     }
 }

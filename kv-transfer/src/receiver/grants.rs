@@ -12,7 +12,7 @@ use std::{
     },
 };
 
-use baton_kv_cache::{BlockId, BlockStorage};
+use baton_kv_cache::{BlockId, BlockStorage, WireFormat};
 
 use super::ReceiverLoad;
 use crate::{counters::Counters, message::Generation};
@@ -78,7 +78,12 @@ impl Grants {
         &self.counters
     }
 
-    pub(super) fn insert(&self, blocks: Vec<BlockId>, release: Release) -> Generation {
+    pub(super) fn insert(
+        &self,
+        blocks: Vec<BlockId>,
+        wire: Option<WireFormat>,
+        release: Release,
+    ) -> Generation {
         for block in &blocks {
             assert!(block.idx() < self.storage.num_blocks(), "{block} is not of this storage");
         }
@@ -94,6 +99,7 @@ impl Grants {
             generation,
             num_layers: self.storage.layout().num_layers,
             blocks,
+            wire,
             is_revoked: RwLock::new(false),
             is_one_sided: AtomicBool::new(false),
             pieces: Mutex::new(vec![PieceState::Empty; num_pieces]),
@@ -236,6 +242,8 @@ pub(crate) struct LiveGrant {
     generation: Generation,
     num_layers: usize,
     blocks: Vec<BlockId>,
+    /// How pieces may travel beside as they are; `None`: in any way.
+    wire: Option<WireFormat>,
     /// Read while memory is touched; written once, by the revocation.
     is_revoked: RwLock<bool>,
     /// Whether a peer has ever opened it to write by itself.
@@ -268,6 +276,11 @@ impl LiveGrant {
 
     pub(super) fn is_one_sided(&self) -> bool {
         self.is_one_sided.load(Ordering::Relaxed)
+    }
+
+    /// Whether pieces may come in this form.
+    pub(crate) fn takes(&self, format: WireFormat) -> bool {
+        format == WireFormat::AsIs || self.wire.is_none_or(|wire| wire == format)
     }
 
     /// The block here of a position in the grant.

@@ -27,7 +27,7 @@ use std::{
     time::Duration,
 };
 
-use baton_kv_cache::{BlockId, BlockStorage};
+use baton_kv_cache::{BlockId, BlockStorage, WireFormat};
 use tokio::sync::oneshot;
 
 pub(crate) use acceptor::{Acceptor, Service};
@@ -124,20 +124,34 @@ impl Receiver {
         Ok(Receiver { shared: Arc::new(Shared { grants, verifier, offers, _tcp: tcp, _shm: shm }) })
     }
 
-    /// Lets whoever knows the generation write into `blocks`. `keep` is what holds the blocks
+    /// As [`grant_as`](Self::grant_as), of pieces that travel as they are.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn grant<K: Send + 'static>(&self, blocks: Vec<BlockId>, keep: K) -> Granted<K> {
+        self.grant_as(blocks, Some(WireFormat::AsIs), keep)
+    }
+
+    /// Lets whoever knows the generation write into `blocks`, pieces travelling as they are or as `wire` says; with
+    /// `None` in any form. `keep` is what holds the blocks
     /// allocated; it comes back from [`Granted::commit`] or [`Granted::revoke`], or is dropped,
     /// once no writer can reach them.
     ///
     /// # Panics
     /// When a block is not of the receiver's storage, or the system has no randomness to give.
-    pub fn grant<K: Send + 'static>(&self, blocks: Vec<BlockId>, keep: K) -> Granted<K> {
+    pub fn grant_as<K: Send + 'static>(
+        &self,
+        blocks: Vec<BlockId>,
+        wire: Option<WireFormat>,
+        keep: K,
+    ) -> Granted<K> {
         let (give_back, fenced) = oneshot::channel();
         let release = Box::new(move |end| match end {
             // Nobody waits for it: then it is dropped, which is as good.
             End::Fenced => drop(give_back.send(keep)),
             End::Abandoned => std::mem::forget(keep),
         });
-        let generation = self.shared.grants.insert(blocks, release);
+        let generation = self.shared.grants.insert(blocks, wire, release);
         Granted { generation, receiver: self.clone(), fenced: Some(fenced) }
     }
 

@@ -2,7 +2,7 @@
 //! blocks and writes pieces there.
 //!
 //! The other pool's blocks may have another size, and hold another element type: what is not the same bytes there is
-//! put together piece by piece before it is written ([`RouteState::bytes`]).
+//! put together piece by piece before it is written, and may be coded for the way ([`RouteState::load`]).
 //!
 //! ```text
 //! Sender --- route(generation, offers, keep) ---> Route --- push(pieces) * ---> close()
@@ -24,11 +24,12 @@ use std::{
     time::Duration,
 };
 
-use baton_kv_cache::{BlockStorage, KvLayout, KvMapping, KvShard, ShardError};
+use baton_kv_cache::{BlockStorage, KvLayout, KvMapping, KvShard, ShardError, WireCodec, WireFormat};
 use tracing::{debug, warn};
 
 pub(crate) use jobs::{Job, Jobs, Open};
 pub use measure::{Measured, copy_rate, stream_rate};
+use route::Form;
 pub(crate) use route::{Active, Frame, RouteState, Staging};
 pub use route::{Pushed, Route};
 
@@ -149,16 +150,18 @@ impl Sender {
         keep: impl Send + 'static,
     ) -> Result<Route, RouteError> {
         let own = self.shared.own_shard().map_err(|error| RouteError::OtherKv(error.to_string()))?;
-        self.route_to(&own, generation, offers, keep).await
+        self.route_to(&own, WireFormat::AsIs, generation, offers, keep).await
     }
 
-    /// A way to the blocks of a grant, which hold `peer` of the model's KV.
+    /// A way to the blocks of a grant, which hold `peer` of the model's KV. On a network pieces travel as `wire` says,
+    /// where that is smaller than they are; in shared memory nothing travels.
     ///
     /// # Errors
     /// When there is none, or KV cannot go there. `keep` is dropped then.
     pub async fn route_to(
         &self,
         peer: &KvShard,
+        wire: WireFormat,
         generation: Generation,
         offers: &[TransportOffer],
         keep: impl Send + 'static,
@@ -193,8 +196,13 @@ impl Sender {
                         debug!(%generation, transport = %offer.kind(), "route opened");
                     }
                     let context = Arc::clone(&self.shared.context);
+                    let codec = match offer.kind() {
+                        TransportKind::Shm => None,
+                        TransportKind::Tcp => WireCodec::new(&layout, wire),
+                    };
+                    let form = Form { layout, mapping, codec };
                     return Ok(Route::new(
-                        RouteState::new(generation, offer.kind(), context, layout, mapping, Box::new(keep)),
+                        RouteState::new(generation, offer.kind(), context, form, Box::new(keep)),
                         peer,
                     ));
                 }

@@ -5,11 +5,12 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use baton_kv_cache::{BlockStorage, KvLayout, KvMapping};
+use baton_kv_cache::{BlockStorage, KvLayout, KvMapping, WireCodec, WireFormat, WireScratch};
 use tokio::sync::{oneshot, watch};
 
 use super::{Peer, SenderContext};
 use crate::{
+    checksum::checksum,
     error::PushError,
     message::{Generation, Piece, PieceWrite, Source, TransportKind},
 };
@@ -52,7 +53,7 @@ impl Route {
     ) -> impl Future<Output = Result<Pushed, PushError>> + Send + use<> {
         let (reply, answer) = oneshot::channel();
         let frame_bytes = self.state.context.config.frame_bytes;
-        let num_per_frame = (frame_bytes / self.state.piece_bytes()).clamp(1, 256);
+        let num_per_frame = (frame_bytes / self.state.wire_bytes()).clamp(1, 256);
         let push = Arc::new(Push {
             route: Arc::clone(&self.state),
             progress: Mutex::new(Progress {
@@ -98,15 +99,23 @@ impl Drop for Route {
     }
 }
 
+/// What becomes of pieces on a route.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Form {
+    /// Of the peer's blocks.
+    pub(super) layout: KvLayout,
+    /// `None`: pieces are the same on both sides.
+    pub(super) mapping: Option<KvMapping>,
+    /// `None`: they travel as they are.
+    pub(super) codec: Option<WireCodec>,
+}
+
 /// What the threads of a peer see of a route.
 pub(crate) struct RouteState {
     generation: Generation,
     kind: TransportKind,
     context: Arc<SenderContext>,
-    /// Of the peer's blocks.
-    layout: KvLayout,
-    /// `None`: pieces are the same on both sides.
-    mapping: Option<KvMapping>,
+    form: Form,
     is_closed: Mutex<bool>,
     /// Threads, or frames on the wire, that use the blocks.
     num_active: watch::Sender<usize>,
@@ -118,16 +127,14 @@ impl RouteState {
         generation: Generation,
         kind: TransportKind,
         context: Arc<SenderContext>,
-        layout: KvLayout,
-        mapping: Option<KvMapping>,
+        form: Form,
         keep: Box<dyn Send>,
     ) -> Arc<RouteState> {
         Arc::new(RouteState {
             generation,
             kind,
             context,
-            layout,
-            mapping,
+            form,
             is_closed: Mutex::new(false),
             num_active: watch::Sender::new(0),
             keep: Mutex::new(keep),
@@ -144,27 +151,37 @@ impl RouteState {
     }
 
     /// Bytes of a piece of the peer.
-    pub(crate) fn piece_bytes(&self) -> usize {
-        self.layout.layer_bytes()
+    fn piece_bytes(&self) -> usize {
+        self.form.layout.layer_bytes()
     }
 
-    /// Whether pieces are put together here, as they are not the same on both sides.
-    pub(crate) fn is_staged(&self) -> bool {
-        self.mapping.is_some()
+    /// How pieces travel.
+    pub(crate) fn wire(&self) -> WireFormat {
+        self.form.codec.map_or(WireFormat::AsIs, |codec| codec.format())
+    }
+
+    /// Bytes of a piece on its way.
+    pub(crate) fn wire_bytes(&self) -> usize {
+        self.form.codec.map_or_else(|| self.piece_bytes(), |codec| codec.piece_bytes())
+    }
+
+    /// Bytes for which [`load`](Self::load) needs room: none where pieces are read from the pool.
+    pub(crate) fn room_bytes(&self) -> usize {
+        if self.form.mapping.is_none() && self.form.codec.is_none() { 0 } else { self.wire_bytes() }
     }
 
     fn has(&self, piece: &PieceWrite) -> bool {
         let storage = self.storage();
         let blocks = piece.src.blocks();
         let is_whole = match &piece.src {
-            Source::Block(_) => storage.layout().block_size == self.layout.block_size,
+            Source::Block(_) => storage.layout().block_size == self.form.layout.block_size,
             Source::Tokens { tokens, .. } => {
                 let size = storage.layout().block_size;
                 let last = tokens.end.saturating_sub(1);
                 !tokens.is_empty()
                     && last / size - tokens.start / size + 1 == blocks.len()
-                    && tokens.start / self.layout.block_size == last / self.layout.block_size
-                    && self.mapping.is_some()
+                    && tokens.start / self.form.layout.block_size == last / self.form.layout.block_size
+                    && self.form.mapping.is_some()
             }
         };
         is_whole
@@ -172,11 +189,38 @@ impl RouteState {
             && (piece.layer_idx as usize) < storage.layout().num_layers
     }
 
-    /// What the peer's piece shall hold: the own block's bytes as they are, or, where the sides differ, those that are
-    /// put together in `staging`, which is as large as the peer's piece.
+    /// What goes to the peer for a piece, and the checksum of what its block holds then. The own block's bytes as they
+    /// are, or, where the sides differ or pieces travel in another form, what is put together in `room`, of
+    /// [`room_bytes`](Self::room_bytes).
     ///
     /// # Safety
     /// The piece is of a push on this route, whose pieces are final and kept by the route's guard.
+    pub(crate) unsafe fn load<'a>(
+        &'a self,
+        piece: &PieceWrite,
+        room: &'a mut [u8],
+        scratch: &mut Scratch,
+    ) -> (&'a [u8], u64) {
+        let Scratch { vectors, wire, staged, decoded } = scratch;
+        let Some(codec) = &self.form.codec else {
+            // SAFETY: by the caller's word.
+            let bytes = unsafe { self.bytes(piece, room, vectors) };
+            return (bytes, checksum(bytes, self.generation));
+        };
+        staged.resize(if self.form.mapping.is_some() { self.piece_bytes() } else { 0 }, 0);
+        // SAFETY: as above.
+        let bytes = unsafe { self.bytes(piece, staged, vectors) };
+        codec.encode(bytes, room, wire);
+        // What the peer will make of it, so that its check covers the decoding, too.
+        decoded.resize(self.piece_bytes(), 0);
+        codec.decode(room, decoded, wire);
+        (room, checksum(decoded, self.generation))
+    }
+
+    /// What the peer's piece shall hold, in the own block or, where the sides differ, in `staging`, of the peer's piece.
+    ///
+    /// # Safety
+    /// As [`load`](Self::load).
     pub(crate) unsafe fn bytes<'a>(
         &'a self,
         piece: &PieceWrite,
@@ -187,13 +231,13 @@ impl RouteState {
         let blocks = piece.src.blocks();
         // SAFETY: the caller's word; blocks and layer were checked when the piece was pushed.
         let own = |nth: usize| unsafe { self.storage().layer(blocks[nth], layer_idx) };
-        let Some(mapping) = &self.mapping else { return own(0) };
+        let Some(mapping) = &self.form.mapping else { return own(0) };
         let block_size = self.storage().layout().block_size;
         let tokens = match &piece.src {
             Source::Block(_) => 0..block_size,
             Source::Tokens { tokens, .. } => tokens.clone(),
         };
-        if tokens.len() < self.layout.block_size {
+        if tokens.len() < self.form.layout.block_size {
             // Tokens that do not exist yet.
             staging.fill(0);
         }
@@ -240,18 +284,27 @@ impl Drop for Active {
 /// Memory in which a thread puts pieces together, kept between frames.
 #[derive(Default)]
 pub(crate) struct Staging {
-    pieces: Vec<u8>,
-    vectors: Vec<f32>,
+    room: Vec<u8>,
+    scratch: Scratch,
+}
+
+/// For one piece at a time.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    pub(crate) vectors: Vec<f32>,
+    wire: WireScratch,
+    staged: Vec<u8>,
+    decoded: Vec<u8>,
 }
 
 impl Staging {
-    /// Room for so many pieces of a route, and for vectors.
-    pub(crate) fn of(&mut self, route: &RouteState, num_pieces: usize) -> (&mut [u8], &mut Vec<f32>) {
-        let num_bytes = if route.is_staged() { num_pieces * route.piece_bytes() } else { 0 };
-        if self.pieces.len() < num_bytes {
-            self.pieces.resize(num_bytes, 0);
+    /// Room for so many pieces of a route, and what else loading them takes.
+    pub(crate) fn of(&mut self, route: &RouteState, num_pieces: usize) -> (&mut [u8], &mut Scratch) {
+        let num_bytes = num_pieces * route.room_bytes();
+        if self.room.len() < num_bytes {
+            self.room.resize(num_bytes, 0);
         }
-        (&mut self.pieces[..num_bytes], &mut self.vectors)
+        (&mut self.room[..num_bytes], &mut self.scratch)
     }
 }
 
@@ -275,7 +328,7 @@ impl Push {
             && let Some(reply) = progress.reply.take()
         {
             let pieces = std::mem::take(&mut progress.pieces);
-            let bytes = (pieces.len() * self.route.piece_bytes()) as u64;
+            let bytes = (pieces.len() * self.route.wire_bytes()) as u64;
             // Nobody waits any more: fine.
             let _ = reply.send(Ok(Pushed { pieces, transport: self.route.kind, bytes }));
         }
@@ -306,7 +359,7 @@ impl Frame {
     /// Its pieces are in the granted blocks.
     pub(crate) fn done(self, pieces: Vec<Piece>) {
         let counters = self.push.route.context.counters.of(self.push.route.kind);
-        counters.placed(pieces.len(), pieces.len() * self.push.route.piece_bytes());
+        counters.placed(pieces.len(), pieces.len() * self.push.route.wire_bytes());
         self.push.add(pieces);
     }
 

@@ -239,13 +239,13 @@ impl Shared {
             return;
         }
         let mut pieces = Vec::with_capacity(frame.pieces.len());
-        let (staging, vectors) = staging.of(&route, 1);
+        let (room, scratch) = staging.of(&route, 1);
         for piece in &frame.pieces {
             let layer_idx = piece.layer_idx as usize;
             // SAFETY: the source is final and kept by the route's guard; the destination is granted to
             // this route, whose grant is open as long as the lock is held, and as large as the route's pieces.
             let checksum = unsafe {
-                let source = route.bytes(piece, staging, vectors);
+                let source = route.bytes(piece, room, &mut scratch.vectors);
                 let target = link.memory.layer_ptr(piece.dst, layer_idx);
                 checksum::copy(source, target.as_ptr(), route.generation())
             };

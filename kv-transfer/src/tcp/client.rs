@@ -24,7 +24,6 @@ use super::{
     wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome},
 };
 use crate::{
-    checksum::checksum,
     error::{PushError, RouteError},
     message::{Piece, TransportKind},
     sender::{Active, Frame, Job, Jobs, Open, Peer, RouteState, SenderContext, Staging},
@@ -242,28 +241,25 @@ impl Connection {
             frame.fail(PushError::Closed);
             return;
         };
-        let piece_bytes = route.piece_bytes();
+        let (wire_bytes, room_bytes) = (route.wire_bytes(), route.room_bytes());
         let header = FrameHeader {
-            num_pieces: frame.pieces.len() as u32,
+            num_pieces: frame.pieces.len() as u16,
+            format: route.wire(),
             generation: route.generation(),
             sequence: self.next_sequence,
-            payload_bytes: (frame.pieces.len() * piece_bytes) as u64,
+            payload_bytes: (frame.pieces.len() * wire_bytes) as u64,
         };
         let mut head = header.encode().to_vec();
         let mut pieces = Vec::with_capacity(frame.pieces.len());
         let mut payload = Places::new();
-        let (mut staging, vectors) = self.staging.of(&route, frame.pieces.len());
+        let (mut rooms, scratch) = self.staging.of(&route, frame.pieces.len());
         for piece in &frame.pieces {
             head.extend(wire::encode_piece(piece.layer_idx, piece.block_idx));
-            let (room, rest) = staging.split_at_mut(if route.is_staged() { piece_bytes } else { 0 });
-            staging = rest;
+            let (room, rest) = rooms.split_at_mut(room_bytes);
+            rooms = rest;
             // SAFETY: the piece is final and kept by the route's guard: nobody writes it.
-            let bytes = unsafe { route.bytes(piece, room, vectors) };
-            pieces.push(Piece {
-                block_idx: piece.block_idx,
-                layer_idx: piece.layer_idx,
-                checksum: checksum(bytes, route.generation()),
-            });
+            let (bytes, checksum) = unsafe { route.load(piece, room, scratch) };
+            pieces.push(Piece { block_idx: piece.block_idx, layer_idx: piece.layer_idx, checksum });
             payload.push(bytes.as_ptr().cast_mut(), bytes.len());
         }
         let mut places = Places::new();

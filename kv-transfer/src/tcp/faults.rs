@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use baton_kv_cache::BlockId;
+use baton_kv_cache::{BlockId, WireFormat};
 
 use super::wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome};
 use crate::{
@@ -41,7 +41,8 @@ impl Peer {
 
     fn head(&mut self, generation: Generation, pieces: &[(u32, u32)]) {
         let header = FrameHeader {
-            num_pieces: pieces.len() as u32,
+            num_pieces: pieces.len() as u16,
+            format: WireFormat::AsIs,
             generation,
             sequence: 0,
             payload_bytes: (pieces.len() * LAYER) as u64,
@@ -187,6 +188,7 @@ async fn whoever_stops_in_the_middle_of_a_frame_is_hung_up_on() {
     for num_bytes in [10, wire::FRAME_BYTES + 4, wire::FRAME_BYTES + 8 + 100] {
         let mut peer = Peer::connect(&fabric);
         let header = FrameHeader {
+            format: WireFormat::AsIs,
             num_pieces: 1,
             generation: granted.generation(),
             sequence: 0,

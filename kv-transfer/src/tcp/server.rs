@@ -10,6 +10,7 @@ use std::{
     time::Duration,
 };
 
+use baton_kv_cache::{WireCodec, WireFormat, WireScratch};
 use tracing::{debug, info, warn};
 
 use super::{
@@ -132,7 +133,7 @@ impl Connection<'_> {
         }
         self.counters().routed(false);
         info!(peer = %self.peer, "kv data connection opened");
-        let mut scratch = vec![0; 256 << 10];
+        let mut scratch = Scratch { discarded: vec![0; 256 << 10], ..Scratch::default() };
         while self.wait_for_frame()? {
             self.receive_frame(&mut scratch)?;
         }
@@ -174,11 +175,12 @@ impl Connection<'_> {
         self.socket.peek(std::slice::from_mut(&mut byte)).map(|num_bytes| num_bytes > 0)
     }
 
-    fn receive_frame(&self, scratch: &mut [u8]) -> io::Result<()> {
+    fn receive_frame(&self, scratch: &mut Scratch) -> io::Result<()> {
         let mut bytes = [0; wire::FRAME_BYTES];
         socket::receive_exact(self.socket, &mut bytes, self.receiving.io_timeout)?;
-        let layer_bytes = self.receiving.grants.storage().layout().layer_bytes();
-        let header = FrameHeader::decode(&bytes, layer_bytes).ok_or_else(|| invalid("malformed frame"))?;
+        let piece_bytes =
+            |format| self.codec(format).map_or_else(|| self.layer_bytes(), |codec| codec.piece_bytes());
+        let header = FrameHeader::decode(&bytes, piece_bytes).ok_or_else(|| invalid("malformed frame"))?;
         let mut bytes = vec![0; header.num_pieces as usize * wire::PIECE_BYTES];
         socket::receive_exact(self.socket, &mut bytes, self.receiving.io_timeout)?;
         let pieces = wire::decode_pieces(&bytes);
@@ -189,8 +191,15 @@ impl Connection<'_> {
                 self.discard(num_bytes, scratch)?;
                 AckStatus::Revoked
             }
+            Some(grant) if !grant.takes(header.format) => {
+                self.discard(num_bytes, scratch)?;
+                AckStatus::Refused
+            }
             Some(grant) => match grant.claim(&pieces) {
-                Claim::Taken => self.place(&grant, &pieces, scratch)?,
+                Claim::Taken => match self.codec(header.format) {
+                    None => self.place(&grant, &pieces, scratch)?,
+                    Some(codec) => self.place_decoded(&grant, &pieces, &codec, scratch)?,
+                },
                 Claim::Placed => {
                     self.discard(num_bytes, scratch)?;
                     AckStatus::PlacedBefore
@@ -205,9 +214,14 @@ impl Connection<'_> {
     }
 
     /// Scatters the payload into the grant's blocks, for as long as the grant is not revoked.
-    fn place(&self, grant: &LiveGrant, pieces: &[(u32, u32)], scratch: &mut [u8]) -> io::Result<AckStatus> {
+    fn place(
+        &self,
+        grant: &LiveGrant,
+        pieces: &[(u32, u32)],
+        scratch: &mut Scratch,
+    ) -> io::Result<AckStatus> {
         let storage = self.receiving.grants.storage();
-        let layer_bytes = storage.layout().layer_bytes();
+        let layer_bytes = self.layer_bytes();
         let mut places = Places::new();
         for &(layer_idx, block_idx) in pieces {
             let block = grant.block(block_idx).expect("a claimed piece is in the grant");
@@ -239,8 +253,49 @@ impl Connection<'_> {
         Ok(AckStatus::Placed)
     }
 
+    /// Decodes the payload piece by piece into the grant's blocks, for as long as the grant is not revoked.
+    fn place_decoded(
+        &self,
+        grant: &LiveGrant,
+        pieces: &[(u32, u32)],
+        codec: &WireCodec,
+        scratch: &mut Scratch,
+    ) -> io::Result<AckStatus> {
+        let storage = self.receiving.grants.storage();
+        let claimed = Claimed { grant, pieces };
+        scratch.coded.resize(codec.piece_bytes(), 0);
+        for (nth, &(layer_idx, block_idx)) in pieces.iter().enumerate() {
+            socket::receive_exact(self.socket, &mut scratch.coded, self.receiving.io_timeout)?;
+            let block = grant.block(block_idx).expect("a claimed piece is in the grant");
+            let decoded = grant.with_fence(|| {
+                // SAFETY: the piece lies in a granted block, claimed for this frame alone, and the grant cannot be
+                // taken back while the fence is held.
+                let piece = unsafe { storage.layer_mut(block, layer_idx as usize) };
+                codec.decode(&scratch.coded, piece, &mut scratch.wire);
+            });
+            if decoded.is_none() {
+                self.counters().late(codec.piece_bytes());
+                self.discard((pieces.len() - nth - 1) * codec.piece_bytes(), scratch)?;
+                return Ok(AckStatus::Revoked);
+            }
+        }
+        claimed.placed();
+        self.counters().placed(pieces.len(), pieces.len() * codec.piece_bytes());
+        Ok(AckStatus::Placed)
+    }
+
+    fn layer_bytes(&self) -> usize {
+        self.receiving.grants.storage().layout().layer_bytes()
+    }
+
+    /// `None`: such pieces are what they shall be.
+    fn codec(&self, format: WireFormat) -> Option<WireCodec> {
+        WireCodec::new(self.receiving.grants.storage().layout(), format)
+    }
+
     /// Reads what has no place any more, so that the next frame can be found.
-    fn discard(&self, mut num_bytes: usize, scratch: &mut [u8]) -> io::Result<()> {
+    fn discard(&self, mut num_bytes: usize, scratch: &mut Scratch) -> io::Result<()> {
+        let scratch = &mut scratch.discarded;
         self.counters().late(num_bytes);
         while num_bytes > 0 {
             let len = num_bytes.min(scratch.len());
@@ -253,6 +308,15 @@ impl Connection<'_> {
     fn counters(&self) -> &TransportCounters {
         self.receiving.grants.counters().of(TransportKind::Tcp)
     }
+}
+
+/// Memory of a connection, kept between frames.
+#[derive(Default)]
+struct Scratch {
+    discarded: Vec<u8>,
+    /// One piece on its way.
+    coded: Vec<u8>,
+    wire: WireScratch,
 }
 
 /// Pieces that are given back unless they were placed.

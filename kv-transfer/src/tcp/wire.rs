@@ -3,10 +3,12 @@
 //! ```text
 //! hello   P->D  magic u32 | version u32 | pool u64 | layer_bytes u64 | num_layers u32 | 0 u32
 //! welcome D->P  magic u32 | status u32
-//! frame   P->D  magic u32 | num_pieces u32 | generation u64 | sequence u64 | payload_bytes u64
-//!               then num_pieces x (layer_idx u32 | block_idx u32), then the pieces' bytes
+//! frame   P->D  magic u32 | num_pieces u16 | format u16 | generation u64 | sequence u64 | payload_bytes u64
+//!               then num_pieces x (layer_idx u32 | block_idx u32), then the pieces' bytes in this format
 //! ack     D->P  magic u32 | status u32 | sequence u64
 //! ```
+
+use baton_kv_cache::WireFormat;
 
 use crate::message::Generation;
 
@@ -45,7 +47,8 @@ pub(super) enum Welcome {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct FrameHeader {
-    pub(super) num_pieces: u32,
+    pub(super) num_pieces: u16,
+    pub(super) format: WireFormat,
     pub(super) generation: Generation,
     pub(super) sequence: u64,
     pub(super) payload_bytes: u64,
@@ -113,21 +116,28 @@ impl FrameHeader {
         let mut bytes = [0; FRAME_BYTES];
         put(&mut bytes, 0, FRAME.to_le_bytes());
         put(&mut bytes, 4, self.num_pieces.to_le_bytes());
+        put(&mut bytes, 6, (self.format as u16).to_le_bytes());
         put(&mut bytes, 8, self.generation.0.to_le_bytes());
         put(&mut bytes, 16, self.sequence.to_le_bytes());
         put(&mut bytes, 24, self.payload_bytes.to_le_bytes());
         bytes
     }
 
-    /// `None` when this cannot be the header of a frame of pieces of `layer_bytes` each.
-    pub(super) fn decode(bytes: &[u8; FRAME_BYTES], layer_bytes: usize) -> Option<FrameHeader> {
-        let num_pieces = u32_at(bytes, 4);
+    /// `None` when this cannot be the header of a frame of pieces, each of as many bytes as `piece_bytes` says for the
+    /// frame's format.
+    pub(super) fn decode(
+        bytes: &[u8; FRAME_BYTES],
+        piece_bytes: impl Fn(WireFormat) -> usize,
+    ) -> Option<FrameHeader> {
+        let num_pieces = u16_at(bytes, 4);
+        let format = WireFormat::ALL.into_iter().find(|format| *format as u16 == u16_at(bytes, 6))?;
         let payload_bytes = u64_at(bytes, 24);
         let is_sound = u32_at(bytes, 0) == FRAME
             && (1..=MAX_PIECES).contains(&(num_pieces as usize))
-            && u64::from(num_pieces).checked_mul(layer_bytes as u64) == Some(payload_bytes);
+            && u64::from(num_pieces).checked_mul(piece_bytes(format) as u64) == Some(payload_bytes);
         is_sound.then(|| FrameHeader {
             num_pieces,
+            format,
             generation: Generation(u64_at(bytes, 8)),
             sequence: u64_at(bytes, 16),
             payload_bytes,
@@ -169,6 +179,10 @@ fn put<const N: usize>(bytes: &mut [u8], at: usize, value: [u8; N]) {
     bytes[at..at + N].copy_from_slice(&value);
 }
 
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    u16::from_le_bytes(bytes[at..at + 2].try_into().expect("two bytes"))
+}
+
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
 }
@@ -190,9 +204,13 @@ mod tests {
         for welcome in Welcome::ALL {
             assert_eq!(Welcome::decode(&welcome.encode()), Some(welcome));
         }
-        let header =
-            FrameHeader { num_pieces: 2, generation: Generation(5), sequence: 9, payload_bytes: 8192 };
-        assert_eq!(FrameHeader::decode(&header.encode(), 4096), Some(header));
+        for format in WireFormat::ALL {
+            let generation = Generation(5);
+            let header = FrameHeader { num_pieces: 2, format, generation, sequence: 9, payload_bytes: 8192 };
+            assert_eq!(FrameHeader::decode(&header.encode(), |_| 4096), Some(header));
+            let other = |other| if other == format { 4095 } else { 4096 };
+            assert_eq!(FrameHeader::decode(&header.encode(), other), None, "of another size");
+        }
         assert_eq!(decode_pieces(&[encode_piece(1, 2), encode_piece(3, 4)].concat()), [(1, 2), (3, 4)]);
         let ack = Ack { status: AckStatus::Refused, sequence: 3 };
         assert_eq!(Ack::decode(&ack.encode()), Some(ack));
@@ -201,13 +219,17 @@ mod tests {
     #[test]
     fn headers_that_promise_too_much_are_refused() {
         let header = |num_pieces, payload_bytes| {
-            FrameHeader { num_pieces, generation: Generation(1), sequence: 0, payload_bytes }.encode()
+            let format = WireFormat::AsIs;
+            FrameHeader { num_pieces, format, generation: Generation(1), sequence: 0, payload_bytes }.encode()
         };
-        assert!(FrameHeader::decode(&header(256, 256 * 64), 64).is_some());
+        assert!(FrameHeader::decode(&header(256, 256 * 64), |_| 64).is_some());
+        let mut unknown = header(1, 64);
+        unknown[6] = 4;
+        assert_eq!(FrameHeader::decode(&unknown, |_| 64), None);
         for (num_pieces, payload_bytes) in
-            [(0, 0), (257, 257 * 64), (1, 65), (1, u64::MAX), (u32::MAX, u64::MAX), (2, 64)]
+            [(0, 0), (257, 257 * 64), (1, 65), (1, u64::MAX), (u16::MAX, u64::MAX), (2, 64)]
         {
-            assert_eq!(FrameHeader::decode(&header(num_pieces, payload_bytes), 64), None);
+            assert_eq!(FrameHeader::decode(&header(num_pieces, payload_bytes), |_| 64), None);
         }
     }
 
@@ -215,7 +237,7 @@ mod tests {
         #[test]
         fn no_bytes_make_a_decoder_panic(bytes in proptest::array::uniform32(any::<u8>()), layer_bytes: usize) {
             let _ = Hello::decode(&bytes);
-            let _ = FrameHeader::decode(&bytes, layer_bytes);
+            let _ = FrameHeader::decode(&bytes, |_| layer_bytes);
             let _ = Welcome::decode(bytes[..8].try_into().unwrap());
             let _ = Ack::decode(bytes[..16].try_into().unwrap());
             let _ = decode_pieces(&bytes);
