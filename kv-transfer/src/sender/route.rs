@@ -52,7 +52,7 @@ impl Route {
     ) -> impl Future<Output = Result<Pushed, PushError>> + Send + use<> {
         let (reply, answer) = oneshot::channel();
         let frame_bytes = self.state.context.config.frame_bytes;
-        let num_per_frame = (frame_bytes / self.state.piece_bytes()).clamp(1, 256);
+        let num_per_frame = max_pieces(frame_bytes, self.state.piece_bytes());
         let push = Arc::new(Push {
             route: Arc::clone(&self.state),
             progress: Mutex::new(Progress {
@@ -89,6 +89,11 @@ impl Route {
             drop(state.take_keep());
         }
     }
+}
+
+/// Pieces that a frame holds at most.
+pub(crate) fn max_pieces(frame_bytes: usize, piece_bytes: usize) -> usize {
+    (frame_bytes / piece_bytes).clamp(1, 256)
 }
 
 impl Drop for Route {
