@@ -109,8 +109,9 @@ pub struct WorkerArgs {
     pub router: String,
     #[command(flatten)]
     pub engine: EngineArgs,
-    /// Ways for KV blocks to travel, best first, separated by commas.
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "shm,tcp", env = "BATON_TRANSPORTS")]
+    /// Ways for KV blocks to travel, separated by commas; of those that both sides have, the best is taken.
+    /// Default: shm, tcp, and rdma where there are a device for it and NIXL.
+    #[arg(long, value_enum, value_delimiter = ',', env = "BATON_TRANSPORTS")]
     pub transports: Vec<Transport>,
     /// How KV travels on a network: as-is, or rounded to fp8, int8 or int4, which is smaller. Default: as the other
     /// worker wants. The decode worker's word counts; a prefill worker with as-is codes nothing. In shared memory
@@ -120,7 +121,13 @@ pub struct WorkerArgs {
     /// Address and port at which a decode worker receives KV over TCP. Port 0 takes a free one.
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_DATA_LISTEN")]
     pub data_listen: SocketAddr,
-    /// Host name or address at which others reach `data-listen`. Default: that of `advertise`.
+    /// Address and port at which a decode worker arranges rdma with its peers. Port 0 takes a free one.
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_RDMA_LISTEN")]
+    pub rdma_listen: SocketAddr,
+    /// NIXL's library for rdma, libnixl_capi.so or its folder. Default: where the system's loader finds it.
+    #[arg(long, value_name = "PATH", env = "BATON_NIXL")]
+    pub nixl: Option<PathBuf>,
+    /// Host name or address at which others reach `data-listen` and `rdma-listen`. Default: that of `advertise`.
     #[arg(long, value_name = "HOST", env = "BATON_DATA_HOST")]
     pub data_host: Option<String>,
     /// Directory for the sockets of the shm transport. Default: a private one under the runtime directory.
@@ -203,6 +210,8 @@ pub enum Discovery {
 pub enum Transport {
     /// Shared memory, between processes of one user on one host.
     Shm,
+    /// One-sided writes of a network device, through NIXL.
+    Rdma,
     /// TCP.
     Tcp,
 }

@@ -11,6 +11,7 @@ use baton_cluster::{DiscoveryConfig, EtcdAuth, EtcdConfig, EtcdTls, Role, Worker
 use baton_router::RouterConfig;
 use baton_telemetry::{TelemetryConfig, TelemetryGuard};
 use baton_worker::{DrafterConfig, KvMemory, TransportKind, WorkerConfig};
+use tracing::debug;
 
 use crate::{
     args::{
@@ -82,7 +83,12 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     };
     config.max_draft_tokens = args.engine.max_draft_tokens;
     config.kv_wire = args.kv_wire;
-    config.transports = args.transports.into_iter().map(transport).collect();
+    config.transports = match args.transports.is_empty() {
+        true => default_transports(args.nixl.as_deref()),
+        false => args.transports.into_iter().map(transport).collect(),
+    };
+    config.rdma_listen = args.rdma_listen;
+    config.nixl = args.nixl;
     config.data_listen = args.data_listen;
     config.data_host = args.data_host;
     config.shm_dir = args.shm_dir;
@@ -175,9 +181,21 @@ fn etcd_auth(args: &DiscoveryArgs) -> anyhow::Result<Option<EtcdAuth>> {
     Ok(Some(EtcdAuth { user, password: password.trim_end_matches(['\r', '\n']).to_owned() }))
 }
 
+/// What this host can do without being told.
+fn default_transports(nixl: Option<&Path>) -> Vec<TransportKind> {
+    match baton_worker::finds_rdma(nixl) {
+        Ok(()) => TransportKind::ALL.to_vec(),
+        Err(why) => {
+            debug!(why, "kv does not travel over rdma");
+            vec![TransportKind::Shm, TransportKind::Tcp]
+        }
+    }
+}
+
 fn transport(transport: Transport) -> TransportKind {
     match transport {
         Transport::Shm => TransportKind::Shm,
+        Transport::Rdma => TransportKind::Rdma,
         Transport::Tcp => TransportKind::Tcp,
     }
 }

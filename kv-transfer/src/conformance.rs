@@ -9,13 +9,22 @@ use crate::{
     KvFault, Piece, PieceWrite, PushError, Receiver, ReceiverConfig, RouteError, Sender, SenderConfig,
     Source, TransportKind, TransportOffer, checksum,
     testing::{
-        Fabric, Guards, LAYOUT, blocks, bytes, bytes_of, eventually, fill, pattern, soon, storage, writes,
+        Fabric, Guards, LAYOUT, blocks, bytes, bytes_of, eventually, fill, pattern, sender_config, soon,
+        storage, writes,
     },
 };
 
 /// One module per transport, one test per function.
 macro_rules! conformance {
     ($($name:ident),* $(,)?) => {
+        mod rdma {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                if crate::testing::has_rdma() {
+                    super::$name(crate::TransportKind::Rdma).await;
+                }
+            })*
+        }
         mod tcp {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() { super::$name(crate::TransportKind::Tcp).await })*
@@ -140,6 +149,7 @@ async fn a_restarted_pool_is_told_from_the_old_one(kind: TransportKind) {
         TransportOffer::Shm { host_id, socket_path, pool } => {
             TransportOffer::Shm { host_id, socket_path, pool: pool ^ 1 }
         }
+        TransportOffer::Rdma { address, pool } => TransportOffer::Rdma { address, pool: pool ^ 1 },
     };
     let error = soon(fabric.sender.route(granted.generation(), &[offer], ())).await.err().unwrap();
     assert!(matches!(error, RouteError::OtherIncarnation(_)), "{error}");
@@ -167,7 +177,7 @@ async fn a_pool_of_another_layout_is_refused(kind: TransportKind) {
         KvLayout { block_size: 8, ..LAYOUT },
     ] {
         let storage = Arc::new(BlockStorage::new(layout, 4).unwrap());
-        let sender = Sender::start(storage, SenderConfig::default()).unwrap();
+        let sender = Sender::start(storage, sender_config(&[kind])).unwrap();
         let guards = Guards::default();
         let routed = sender.route(granted.generation(), granted.offers(), guards.guard());
         let error = soon(routed).await.err().unwrap();

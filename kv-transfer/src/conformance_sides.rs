@@ -270,6 +270,14 @@ async fn kv_that_cannot_go_there_finds_no_route(kind: TransportKind) {
 
 macro_rules! conformance {
     ($($name:ident),* $(,)?) => {
+        mod rdma {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                if crate::testing::has_rdma() {
+                    super::$name(crate::TransportKind::Rdma).await;
+                }
+            })*
+        }
         mod tcp {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() { super::$name(crate::TransportKind::Tcp).await })*

@@ -70,6 +70,7 @@ impl TransportCounters {
 #[derive(Debug, Default)]
 pub struct Counters {
     shm: TransportCounters,
+    rdma: TransportCounters,
     tcp: TransportCounters,
 }
 
@@ -78,6 +79,7 @@ impl Counters {
     pub fn of(&self, kind: TransportKind) -> &TransportCounters {
         match kind {
             TransportKind::Shm => &self.shm,
+            TransportKind::Rdma => &self.rdma,
             TransportKind::Tcp => &self.tcp,
         }
     }

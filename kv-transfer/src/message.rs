@@ -213,18 +213,21 @@ pub enum FailureKind {
 pub enum TransportKind {
     /// The decode worker's memory, mapped: same user, same host.
     Shm,
+    /// One-sided writes by a network device, through NIXL.
+    Rdma,
     /// Sockets.
     Tcp,
 }
 
 impl TransportKind {
     /// Every kind, best first.
-    pub const ALL: [TransportKind; 2] = [TransportKind::Shm, TransportKind::Tcp];
+    pub const ALL: [TransportKind; 3] = [TransportKind::Shm, TransportKind::Rdma, TransportKind::Tcp];
 
-    /// "shm" or "tcp".
+    /// "shm", "rdma" or "tcp".
     pub fn name(self) -> &'static str {
         match self {
             TransportKind::Shm => "shm",
+            TransportKind::Rdma => "rdma",
             TransportKind::Tcp => "tcp",
         }
     }
@@ -254,6 +257,13 @@ pub enum TransportOffer {
         /// Incarnation of the pool.
         pool: u64,
     },
+    /// One-sided writes by a network device.
+    Rdma {
+        /// "host:port" of the control listener, which hands out addresses and keys.
+        address: String,
+        /// Incarnation of the pool.
+        pool: u64,
+    },
     /// Sockets.
     Tcp {
         /// "host:port" of the data listener.
@@ -268,6 +278,7 @@ impl TransportOffer {
     pub fn kind(&self) -> TransportKind {
         match self {
             TransportOffer::Shm { .. } => TransportKind::Shm,
+            TransportOffer::Rdma { .. } => TransportKind::Rdma,
             TransportOffer::Tcp { .. } => TransportKind::Tcp,
         }
     }

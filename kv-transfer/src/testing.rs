@@ -1,11 +1,15 @@
 //! What the tests of the data plane stand on: two pools in one process, and guards that count.
 
 use std::{
-    future::Future,
+    future::{Future, poll_fn},
+    io::{self, Write},
+    path::PathBuf,
+    pin::pin,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
     },
+    task::Poll,
     time::{Duration, Instant},
 };
 
@@ -13,7 +17,7 @@ use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 
 use crate::{
     Granted, PieceWrite, Pushed, Receiver, ReceiverConfig, Route, RouteError, Sender, SenderConfig,
-    TransportKind, TransportOffer,
+    TransportKind, TransportOffer, rdma::Nixl,
 };
 
 pub(crate) const LAYOUT: KvLayout =
@@ -33,7 +37,11 @@ pub(crate) struct Fabric {
 
 impl Fabric {
     pub(crate) fn new(transports: &[TransportKind]) -> Fabric {
-        let fabric = Fabric::between(transports, LAYOUT, LAYOUT);
+        Fabric::with(transports, |_| {})
+    }
+
+    pub(crate) fn with(transports: &[TransportKind], change: impl FnOnce(&mut ReceiverConfig)) -> Fabric {
+        let fabric = Fabric::start(transports, LAYOUT, LAYOUT, change);
         for block_idx in 0..NUM_BLOCKS as u32 {
             for layer_idx in 0..LAYOUT.num_layers {
                 fill(&fabric.source, BlockId(block_idx), layer_idx, pattern(block_idx, layer_idx));
@@ -44,16 +52,28 @@ impl Fabric {
 
     /// From blocks of one layout to blocks of another.
     pub(crate) fn between(transports: &[TransportKind], from: KvLayout, to: KvLayout) -> Fabric {
+        Fabric::start(transports, from, to, |_| {})
+    }
+
+    fn start(
+        transports: &[TransportKind],
+        from: KvLayout,
+        to: KvLayout,
+        change: impl FnOnce(&mut ReceiverConfig),
+    ) -> Fabric {
         let dir = private_dir();
-        let config = ReceiverConfig {
+        let mut config = ReceiverConfig {
+            rdma_listen: transports.contains(&TransportKind::Rdma).then(|| ([127, 0, 0, 1], 0).into()),
+            nixl: Some(nixl()),
             tcp_listen: transports.contains(&TransportKind::Tcp).then(|| ([127, 0, 0, 1], 0).into()),
             shm_dir: transports.contains(&TransportKind::Shm).then(|| dir.path().join("d")),
             ..ReceiverConfig::default()
         };
+        change(&mut config);
         let [source, target] =
             [from, to].map(|layout| Arc::new(BlockStorage::new(layout, NUM_BLOCKS).unwrap()));
         let receiver = Receiver::start(Arc::clone(&target), config.clone()).unwrap();
-        let sender = Sender::start(Arc::clone(&source), SenderConfig::default()).unwrap();
+        let sender = Sender::start(Arc::clone(&source), sender_config(transports)).unwrap();
         Fabric { receiver, sender, source, target, config, dir }
     }
 
@@ -73,6 +93,34 @@ impl Fabric {
             bytes(&self.source, write.src.blocks()[0], layer_idx) == bytes(&self.target, write.dst, layer_idx)
         })
     }
+}
+
+pub(crate) fn sender_config(transports: &[TransportKind]) -> SenderConfig {
+    // A busy machine may take long to register memory.
+    let connect_timeout = Duration::from_secs(25);
+    SenderConfig {
+        transports: transports.to_vec(),
+        nixl: Some(nixl()),
+        connect_timeout,
+        ..SenderConfig::default()
+    }
+}
+
+/// Where `cargo xtask setup` puts NIXL, unless the environment names another one.
+pub(crate) fn nixl() -> PathBuf {
+    let own = concat!(env!("CARGO_MANIFEST_DIR"), "/../target/nixl/.nixl_cu12.mesonpy.libs");
+    std::env::var_os("BATON_NIXL").map_or_else(|| own.into(), PathBuf::from)
+}
+
+/// Whether rdma can be tested; says so where the test harness does not hide it, if it cannot.
+pub(crate) fn has_rdma() -> bool {
+    let loaded = Nixl::load(Some(&nixl()));
+    if let Err(error) = &loaded {
+        let test = std::thread::current().name().unwrap_or_default().to_owned();
+        let line = format!("SKIPPED {test}: {error}; `cargo xtask setup` does\n");
+        let _ = io::stderr().write_all(line.as_bytes());
+    }
+    loaded.is_ok()
 }
 
 /// A folder that only this user may look into.
@@ -123,6 +171,11 @@ pub(crate) fn bytes_of(pushed: &Pushed) -> u64 {
 /// Fails the test instead of hanging.
 pub(crate) async fn soon<F: Future>(future: F) -> F::Output {
     tokio::time::timeout(Duration::from_secs(30), future).await.expect("within 30 s")
+}
+
+pub(crate) async fn is_pending<F: Future + Unpin>(future: &mut F) -> bool {
+    let mut future = pin!(future);
+    poll_fn(|context| Poll::Ready(future.as_mut().poll(context).is_pending())).await
 }
 
 /// Waits for what another thread will bring about.

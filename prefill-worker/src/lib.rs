@@ -33,7 +33,12 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> anyhow::R
 /// # Errors
 /// When its data plane cannot start.
 pub fn role(worker: &Arc<Worker>) -> anyhow::Result<RoleService> {
-    let config = SenderConfig { transports: worker.config().transports.clone(), ..SenderConfig::default() };
+    let config = worker.config();
+    let config = SenderConfig {
+        transports: config.transports.clone(),
+        nixl: config.nixl.clone(),
+        ..SenderConfig::default()
+    };
     let sender = Sender::start(worker.engine().storage().clone(), config)?;
     let counted = sender.clone();
     worker.set_data_plane(Direction::Sent, Box::new(move |kind| counted.counters().of(kind).read()));

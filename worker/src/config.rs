@@ -66,7 +66,11 @@ pub struct WorkerConfig {
     pub transports: Vec<TransportKind>,
     /// Where a decode worker receives KV over TCP; port 0 takes a free one.
     pub data_listen: SocketAddr,
-    /// Host at which others reach `data_listen`. `None`: that of `advertise`.
+    /// Where a decode worker listens for the control connections of rdma; port 0 takes a free one.
+    pub rdma_listen: SocketAddr,
+    /// NIXL's C library, or its folder. `None`: where the system finds it.
+    pub nixl: Option<PathBuf>,
+    /// Host at which others reach `data_listen` and `rdma_listen`. `None`: that of `advertise`.
     pub data_host: Option<String>,
     /// Directory of the shared-memory transport's sockets. `None`: a private one of this user.
     pub shm_dir: Option<PathBuf>,
@@ -180,7 +184,7 @@ pub enum ConfigError {
     #[error("--advertise is {0:?}; expected http://host:port")]
     Advertise(String),
     /// No way for KV to travel.
-    #[error("--transports is empty; give shm, tcp or both")]
+    #[error("--transports is empty; give some of shm, rdma and tcp")]
     NoTransport,
     /// Discovery cannot work.
     #[error(transparent)]
@@ -215,8 +219,10 @@ impl WorkerConfig {
             drafter: None,
             max_draft_tokens: 8,
             discovery,
-            transports: TransportKind::ALL.to_vec(),
+            transports: vec![TransportKind::Shm, TransportKind::Tcp],
             data_listen: any_port,
+            rdma_listen: any_port,
+            nixl: None,
             data_host: None,
             shm_dir: None,
             handoff_deadline: Duration::from_secs(60),
@@ -329,7 +335,7 @@ mod tests {
             (with(|c| c.max_running = 0), "--max-running is 0"),
             (with(|c| c.max_draft_tokens = 0), "--max-draft-tokens is 0"),
             (with(|c| c.kv = KvMemory::Blocks(0)), "number of KV blocks is 0"),
-            (with(|c| c.transports.clear()), "give shm, tcp or both"),
+            (with(|c| c.transports.clear()), "give some of shm, rdma and tcp"),
             (with(|c| c.listen = ([0, 0, 0, 0], 80).into()), "say with --advertise"),
             (with(|c| c.advertise = Some("host:80".into())), "expected http://host:port"),
             (with(|c| c.advertise = Some("http://host".into())), "expected http://host:port"),

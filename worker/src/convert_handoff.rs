@@ -225,6 +225,9 @@ fn offer_to_proto(offer: &TransportOffer) -> proto::TransportOffer {
                 pool: *pool,
             })
         }
+        TransportOffer::Rdma { address, pool } => {
+            transport_offer::Transport::Rdma(proto::RdmaOffer { address: address.clone(), pool: *pool })
+        }
         TransportOffer::Tcp { address, pool } => {
             transport_offer::Transport::Tcp(proto::TcpOffer { address: address.clone(), pool: *pool })
         }
@@ -236,6 +239,9 @@ fn offer_from_proto(offer: proto::TransportOffer) -> Option<TransportOffer> {
     Some(match offer.transport? {
         transport_offer::Transport::Shm(shm) => {
             TransportOffer::Shm { host_id: shm.host_id, socket_path: shm.socket_path.into(), pool: shm.pool }
+        }
+        transport_offer::Transport::Rdma(rdma) => {
+            TransportOffer::Rdma { address: rdma.address, pool: rdma.pool }
         }
         transport_offer::Transport::Tcp(tcp) => TransportOffer::Tcp { address: tcp.address, pool: tcp.pool },
     })
@@ -289,6 +295,7 @@ mod tests {
                 block_ids: vec![BlockId(3), BlockId(9)],
                 offers: vec![
                     TransportOffer::Shm { host_id: "h".into(), socket_path: "/s".into(), pool: 4 },
+                    TransportOffer::Rdma { address: "h:2".into(), pool: 4 },
                     TransportOffer::Tcp { address: "h:1".into(), pool: 4 },
                 ],
             }),

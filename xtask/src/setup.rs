@@ -45,6 +45,7 @@ const NEEDS: &[Need] = &[
         find: find_venv,
         install: install_venv,
     },
+    Need { name: "nixl", what_for: "tests of rdma", required: false, find: find_nixl, install: install_nixl },
     Need {
         name: "helm",
         what_for: "checks of the chart",
@@ -53,6 +54,13 @@ const NEEDS: &[Need] = &[
         install: install_helm,
     },
 ];
+
+/// NIXL's libraries, with the UCX that belongs to them. CUDA is not needed to use them.
+const NIXL: &str = "nixl-cu12==1.5.1";
+
+/// Where the wheel has the library with the C API, and what of the wheel is of no use here.
+const NIXL_LIBRARY: &str = ".nixl_cu12.mesonpy.libs/libnixl_capi.so";
+const NIXL_EXTRAS: [&str; 2] = ["nixl_ep_cu12", "nixl_cu12"];
 
 /// helm 3, built from source through the Go module proxy. Needs Go 1.26.
 const HELM: &str = "helm.sh/helm/v3/cmd/helm@v3.22.0";
@@ -131,6 +139,31 @@ fn install_venv(root: &Path) -> Result<()> {
 /// A copy of the requirements that were installed.
 fn stamp(venv: &Path) -> PathBuf {
     venv.join("requirements.installed")
+}
+
+fn find_nixl(root: &Path) -> Result<Option<String>> {
+    let library = tools::nixl(root).join(NIXL_LIBRARY);
+    Ok(library.exists().then(|| library.display().to_string()))
+}
+
+/// The tests load it from there; nothing is installed into an environment.
+fn install_nixl(root: &Path) -> Result<()> {
+    let place = tools::nixl(root);
+    println!("setup: unpacking {NIXL} from PyPI into {}", place.display());
+    let python = tools::venv(root).join("bin/python");
+    let new = place.with_extension("new");
+    for left in [&new, &place] {
+        if left.exists() {
+            std::fs::remove_dir_all(left).with_context(|| format!("remove {}", left.display()))?;
+        }
+    }
+    let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile"];
+    run_shown(Command::new(python).args(pip).arg("--target").arg(&new).arg(NIXL)).context("skipped")?;
+    for extra in NIXL_EXTRAS {
+        std::fs::remove_dir_all(new.join(extra)).with_context(|| format!("remove {extra}"))?;
+    }
+    // Last, so that it is there only if everything before it worked.
+    std::fs::rename(&new, &place).with_context(|| format!("rename {}", new.display()))
 }
 
 fn find_helm(root: &Path) -> Result<Option<String>> {

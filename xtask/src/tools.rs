@@ -27,6 +27,11 @@ pub(crate) fn venv(root: &Path) -> PathBuf {
     root.join("target/venv")
 }
 
+/// Where `setup` puts NIXL's libraries.
+pub(crate) fn nixl(root: &Path) -> PathBuf {
+    root.join("target/nixl")
+}
+
 /// The command as one would type it.
 pub(crate) fn shown(command: &Command) -> String {
     let mut words = vec![command.get_program().to_string_lossy().into_owned()];

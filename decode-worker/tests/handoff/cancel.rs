@@ -5,7 +5,7 @@ use baton_proto::worker::generate_event::Event;
 
 use crate::{
     gate::gate,
-    harness::{decode, expected, generate, next, prefill, prompt, request},
+    harness::{decode, expected, generate, next, prefill, prompt, request, transports},
 };
 
 #[tokio::test(flavor = "multi_thread")]
@@ -90,6 +90,13 @@ async fn cancelled_at_any_moment_over_shm() {
 #[tokio::test(flavor = "multi_thread")]
 async fn cancelled_at_any_moment_over_tcp() {
     cancelled_at_any_moment(TransportKind::Tcp).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cancelled_at_any_moment_over_rdma() {
+    if transports().any(|kind| kind == TransportKind::Rdma) {
+        cancelled_at_any_moment(TransportKind::Rdma).await;
+    }
 }
 
 async fn cancelled_at_any_moment(kind: TransportKind) {

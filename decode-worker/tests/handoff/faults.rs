@@ -1,12 +1,11 @@
 //! Prefill workers that die, are not there, or are not who they should be.
 
-use baton_kv_transfer::TransportKind;
 use baton_proto::worker::{PrefillPeer, failed::Kind};
 use tokio::net::TcpListener;
 
 use crate::{
     gate::gate,
-    harness::{decode, expected, generate, prefill, prompt, read, request},
+    harness::{decode, expected, generate, prefill, prompt, read, request, transports},
 };
 
 #[tokio::test(flavor = "multi_thread")]
@@ -37,7 +36,7 @@ async fn a_prefill_worker_killed_mid_way_is_lost_in_words_and_costs_no_block() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_decode_worker_killed_mid_way_costs_the_prefill_worker_no_block() {
-    for kind in TransportKind::ALL {
+    for kind in transports() {
         let (steps, hook) = gate();
         let p = prefill().transport(kind).hook(hook).start().await;
         let mut d = decode().transport(kind).start().await;

@@ -61,6 +61,24 @@ pub(crate) fn decode() -> Builder {
     Builder::new(Role::Decode, "d0")
 }
 
+/// Where `cargo xtask setup` puts NIXL, unless the environment names another one.
+fn nixl() -> PathBuf {
+    let own = concat!(env!("CARGO_MANIFEST_DIR"), "/../target/nixl/.nixl_cu12.mesonpy.libs");
+    std::env::var_os("BATON_NIXL").map_or_else(|| own.into(), PathBuf::from)
+}
+
+/// What can be tested here. What cannot is said where the test harness does not hide it.
+pub(crate) fn transports() -> impl Iterator<Item = TransportKind> {
+    let is_here = nixl().exists();
+    if !is_here {
+        let test = std::thread::current().name().unwrap_or_default().to_owned();
+        let line =
+            format!("SKIPPED rdma in {test}: no NIXL in {}; see `cargo xtask setup`\n", nixl().display());
+        let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
+    }
+    TransportKind::ALL.into_iter().filter(move |&kind| is_here || kind != TransportKind::Rdma)
+}
+
 impl Builder {
     fn new(role: Role, id: &str) -> Builder {
         let dir = tempfile::tempdir().expect("a temporary directory can be made");
@@ -88,7 +106,10 @@ impl Builder {
     }
 
     pub(crate) fn transport(self, kind: TransportKind) -> Builder {
-        self.with(|config| config.transports = vec![kind])
+        self.with(|config| {
+            config.transports = vec![kind];
+            config.nixl = Some(nixl());
+        })
     }
 
     pub(crate) fn block_size(mut self, block_size: usize) -> Builder {

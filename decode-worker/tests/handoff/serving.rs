@@ -4,7 +4,7 @@ use baton_engine::testing::FakeModel;
 use baton_kv_transfer::TransportKind;
 use tonic::Code;
 
-use crate::harness::{BLOCK_SIZE, decode, expected, generate, prefill, prompt, request};
+use crate::harness::{BLOCK_SIZE, decode, expected, generate, prefill, prompt, request, transports};
 
 async fn remote_tokens_are_local_tokens(kind: TransportKind) {
     let p = prefill().transport(kind).start().await;
@@ -46,6 +46,13 @@ async fn remote_tokens_are_local_tokens(kind: TransportKind) {
 #[tokio::test(flavor = "multi_thread")]
 async fn remote_tokens_are_local_tokens_over_tcp() {
     remote_tokens_are_local_tokens(TransportKind::Tcp).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn remote_tokens_are_local_tokens_over_rdma() {
+    if transports().any(|kind| kind == TransportKind::Rdma) {
+        remote_tokens_are_local_tokens(TransportKind::Rdma).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

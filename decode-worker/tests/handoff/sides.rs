@@ -10,7 +10,7 @@ use baton_kv_transfer::TransportKind;
 
 use crate::{
     architectures::{FIXTURES, token_ids},
-    harness::{decode, expected, generate, prefill, prompt, request},
+    harness::{decode, expected, generate, prefill, prompt, request, transports},
 };
 
 /// Of the prefill worker and of the decode worker.
@@ -18,7 +18,7 @@ const BLOCK_SIZES: [(usize, usize); 5] = [(4, 8), (8, 4), (3, 7), (32, 1), (1, 1
 
 #[tokio::test(flavor = "multi_thread")]
 async fn blocks_of_other_sizes_hold_the_same_tokens() {
-    for kind in [TransportKind::Shm, TransportKind::Tcp] {
+    for kind in transports() {
         for (ours, theirs) in BLOCK_SIZES {
             let p = prefill().block_size(ours).transport(kind).start().await;
             let d = decode().block_size(theirs).transport(kind).start().await;
@@ -106,7 +106,7 @@ async fn another_type_is_rounded_once_whatever_carries_it() {
         [(KvDtype::F32, KvDtype::Int8), (KvDtype::Bf16, KvDtype::Fp8), (KvDtype::Int8, KvDtype::F16)]
     {
         let of_one_size = tokens((16, ours), (16, theirs), TransportKind::Shm).await;
-        for kind in [TransportKind::Shm, TransportKind::Tcp] {
+        for kind in transports() {
             let of_other_sizes = tokens((8, ours), (6, theirs), kind).await;
             assert_eq!(of_other_sizes, of_one_size, "{} to {} over {kind}", ours.name(), theirs.name());
         }

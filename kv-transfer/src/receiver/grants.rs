@@ -7,15 +7,18 @@
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, RwLock,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock,
+        atomic::{AtomicU64, Ordering},
     },
 };
 
 use baton_kv_cache::{BlockId, BlockStorage, WireFormat};
 
 use super::ReceiverLoad;
-use crate::{counters::Counters, message::Generation};
+use crate::{
+    counters::Counters,
+    message::{Generation, TransportKind},
+};
 
 /// A peer's connection through which it holds grants open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -23,6 +26,8 @@ pub(crate) struct WriterId(u64);
 
 /// A peer that writes by itself.
 pub(crate) trait OneSidedWriter: Send + Sync {
+    /// How it writes.
+    fn kind(&self) -> TransportKind;
     /// Asks it to let go of a grant. Must not block: the peer may be frozen.
     fn ask_to_close(&self, generation: Generation);
 }
@@ -101,7 +106,7 @@ impl Grants {
             blocks,
             wire,
             is_revoked: RwLock::new(false),
-            is_one_sided: AtomicBool::new(false),
+            one_sided: OnceLock::new(),
             pieces: Mutex::new(vec![PieceState::Empty; num_pieces]),
         });
         entries.insert(generation, Entry { grant, writers: Vec::new(), is_revoked: false, release });
@@ -147,7 +152,8 @@ impl Grants {
         let mut entries = self.entries();
         match entries.get_mut(&generation) {
             Some(entry) if !entry.is_revoked => {
-                entry.grant.is_one_sided.store(true, Ordering::Relaxed);
+                // Never more than one way: a prefill worker opens a route, and keeps to it.
+                let _ = entry.grant.one_sided.set(peer.kind());
                 if entry.writers.iter().all(|(id, _)| *id != writer) {
                     entry.writers.push((writer, peer));
                 }
@@ -155,6 +161,12 @@ impl Grants {
             }
             _ => false,
         }
+    }
+
+    /// Whether `writer` may still write into the grant, revoked or not.
+    pub(crate) fn is_open(&self, generation: Generation, writer: WriterId) -> bool {
+        let entries = self.entries();
+        entries.get(&generation).is_some_and(|entry| entry.writers.iter().any(|(id, _)| *id == writer))
     }
 
     /// `writer` writes into the grant no more.
@@ -246,8 +258,8 @@ pub(crate) struct LiveGrant {
     wire: Option<WireFormat>,
     /// Read while memory is touched; written once, by the revocation.
     is_revoked: RwLock<bool>,
-    /// Whether a peer has ever opened it to write by itself.
-    is_one_sided: AtomicBool,
+    /// How a peer writes that has opened it to write by itself.
+    one_sided: OnceLock<TransportKind>,
     pieces: Mutex<Vec<PieceState>>,
 }
 
@@ -274,8 +286,8 @@ impl LiveGrant {
         self.generation
     }
 
-    pub(super) fn is_one_sided(&self) -> bool {
-        self.is_one_sided.load(Ordering::Relaxed)
+    pub(super) fn one_sided(&self) -> Option<TransportKind> {
+        self.one_sided.get().copied()
     }
 
     /// Whether pieces may come in this form.

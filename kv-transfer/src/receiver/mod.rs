@@ -38,6 +38,7 @@ use crate::{
     counters::Counters,
     error::KvFault,
     message::{Generation, Piece, TransportOffer},
+    rdma::{Nixl, RdmaServer},
     shm::ShmServer,
     tcp::TcpServer,
 };
@@ -47,6 +48,10 @@ use crate::{
 pub struct ReceiverConfig {
     /// Where to listen for `tcp`; `None` offers none. Port 0 takes a free one.
     pub tcp_listen: Option<SocketAddr>,
+    /// Where to listen for the control connections of `rdma`; `None` offers none.
+    pub rdma_listen: Option<SocketAddr>,
+    /// NIXL's C library, or the folder that it is in; `None` leaves that to the system.
+    pub nixl: Option<PathBuf>,
     /// The host that peers reach this one by; by default the listener's address.
     pub advertise_host: Option<String>,
     /// A private folder for the `shm` socket, made if absent; `None` offers none. Its path must be
@@ -64,6 +69,8 @@ impl Default for ReceiverConfig {
     fn default() -> ReceiverConfig {
         ReceiverConfig {
             tcp_listen: None,
+            rdma_listen: None,
+            nixl: None,
             advertise_host: None,
             shm_dir: None,
             socket_buffer_bytes: None,
@@ -97,6 +104,7 @@ struct Shared {
     verifier: verify::Verifier,
     offers: Vec<TransportOffer>,
     // Dropped in this order: no thread outlives the receiver.
+    _rdma: Option<RdmaServer>,
     _tcp: Option<TcpServer>,
     _shm: Option<ShmServer>,
 }
@@ -105,7 +113,8 @@ impl Receiver {
     /// Listens for peers that write into `storage`.
     ///
     /// # Errors
-    /// When an address or the folder of the socket cannot be used, or a thread cannot be started.
+    /// When an address or the folder of the socket cannot be used, NIXL is not there and asked for, or a
+    /// thread cannot be started.
     pub fn start(storage: Arc<BlockStorage>, config: ReceiverConfig) -> io::Result<Receiver> {
         let pool = random_u64()?;
         let grants = Arc::new(Grants::new(storage, pool));
@@ -115,13 +124,22 @@ impl Receiver {
             None => None,
         };
         offers.extend(shm.as_ref().map(ShmServer::offer));
+        let rdma = match config.rdma_listen {
+            Some(address) => {
+                let nixl = Nixl::start(config.nixl.as_deref()).map_err(io::Error::other)?;
+                Some(RdmaServer::start(Arc::clone(&grants), nixl, address, &config)?)
+            }
+            None => None,
+        };
+        offers.extend(rdma.as_ref().map(RdmaServer::offer));
         let tcp = match config.tcp_listen {
             Some(address) => Some(TcpServer::start(Arc::clone(&grants), address, &config)?),
             None => None,
         };
         offers.extend(tcp.as_ref().map(TcpServer::offer));
         let verifier = verify::Verifier::start(Arc::clone(&grants))?;
-        Ok(Receiver { shared: Arc::new(Shared { grants, verifier, offers, _tcp: tcp, _shm: shm }) })
+        let shared = Shared { grants, verifier, offers, _rdma: rdma, _tcp: tcp, _shm: shm };
+        Ok(Receiver { shared: Arc::new(shared) })
     }
 
     /// As [`grant_as`](Self::grant_as), of pieces that travel as they are.
@@ -236,6 +254,15 @@ impl<K> Future for Fenced<K> {
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<K>> {
         Pin::new(&mut self.0).poll(context).map(Result::ok)
     }
+}
+
+/// "host:port" at which peers reach a listener.
+pub(crate) fn advertised(config: &ReceiverConfig, bound: SocketAddr) -> String {
+    let host = config.advertise_host.clone().unwrap_or_else(|| match bound {
+        SocketAddr::V4(address) => address.ip().to_string(),
+        SocketAddr::V6(address) => format!("[{}]", address.ip()),
+    });
+    format!("{host}:{}", bound.port())
 }
 
 /// A number that nobody can guess.

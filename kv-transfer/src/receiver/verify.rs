@@ -14,7 +14,7 @@ use super::Grants;
 use crate::{
     checksum::checksum,
     error::KvFault,
-    message::{Generation, Piece, TransportKind},
+    message::{Generation, Piece},
 };
 
 pub(super) struct Verifier {
@@ -84,10 +84,10 @@ fn verify(grants: &Grants, generation: Generation, pieces: &[Piece]) -> Result<(
             return Err(KvFault::Checksum { block_idx, layer_idx });
         }
     }
-    if grant.is_one_sided() {
+    if let Some(kind) = grant.one_sided() {
         // Nothing here saw the bytes move: this is the first time they are known to have.
         let num_bytes = pieces.len() * storage.layout().layer_bytes();
-        grants.counters().of(TransportKind::Shm).placed(pieces.len(), num_bytes);
+        grants.counters().of(kind).placed(pieces.len(), num_bytes);
     }
     Ok(())
 }

@@ -3,6 +3,7 @@
 use std::{
     collections::VecDeque,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    task::Poll,
 };
 
 use tokio::sync::oneshot;
@@ -66,6 +67,13 @@ struct Queue {
     is_closed: bool,
 }
 
+impl Queue {
+    fn take(&mut self) -> Option<Job> {
+        let open = self.opens.pop_front().map(Job::Open);
+        open.or_else(|| self.frames.pop_front().map(Job::Frame))
+    }
+}
+
 impl Jobs {
     pub(crate) fn open(&self, open: Open) {
         self.queue().opens.push_back(open);
@@ -96,13 +104,22 @@ impl Jobs {
             if queue.is_closed {
                 return None;
             }
-            if let Some(open) = queue.opens.pop_front() {
-                return Some(Job::Open(open));
-            }
-            if let Some(frame) = queue.frames.pop_front() {
-                return Some(Job::Frame(frame));
+            if let Some(job) = queue.take() {
+                return Some(job);
             }
             queue = self.more.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// The next one, if there is one; `Ready(None)` when the jobs are closed.
+    pub(crate) fn poll(&self) -> Poll<Option<Job>> {
+        let mut queue = self.queue();
+        if queue.is_closed {
+            return Poll::Ready(None);
+        }
+        match queue.take() {
+            Some(job) => Poll::Ready(Some(job)),
+            None => Poll::Pending,
         }
     }
 

@@ -20,6 +20,7 @@ mod route;
 use std::{
     collections::HashMap,
     io,
+    path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -30,13 +31,14 @@ use tracing::{debug, warn};
 pub(crate) use jobs::{Job, Jobs, Open};
 pub use measure::{Measured, copy_rate, stream_rate};
 use route::Form;
-pub(crate) use route::{Active, Frame, RouteState, Staging};
+pub(crate) use route::{Active, Frame, RouteState, Staging, max_pieces};
 pub use route::{Pushed, Route};
 
 use crate::{
     counters::Counters,
     error::RouteError,
     message::{Generation, TransportKind, TransportOffer},
+    rdma::{Nixl, RdmaPeer},
     shm::{ShmPeer, host_id},
     tcp::TcpPeer,
 };
@@ -46,6 +48,8 @@ use crate::{
 pub struct SenderConfig {
     /// What may be used. Of these the best that both sides have is taken.
     pub transports: Vec<TransportKind>,
+    /// `rdma`: NIXL's C library, or the folder that it is in; `None` leaves that to the system.
+    pub nixl: Option<PathBuf>,
     /// `tcp`: connections to one peer.
     pub streams_per_peer: usize,
     /// `tcp`: KV bytes of one frame, at least one piece. Large frames cost less, small ones spread
@@ -62,7 +66,8 @@ pub struct SenderConfig {
 impl Default for SenderConfig {
     fn default() -> SenderConfig {
         SenderConfig {
-            transports: TransportKind::ALL.to_vec(),
+            transports: vec![TransportKind::Shm, TransportKind::Tcp],
+            nixl: None,
             streams_per_peer: 2,
             frame_bytes: 1 << 20,
             socket_buffer_bytes: None,
@@ -82,6 +87,8 @@ pub struct Sender {
 struct Shared {
     context: Arc<SenderContext>,
     host_id: String,
+    /// There if `rdma` may be used.
+    nixl: Option<Nixl>,
     peers: Mutex<HashMap<(TransportOffer, KvLayout), Arc<dyn Peer>>>,
     /// Bytes a second, where somebody has asked for a measurement.
     rates: Mutex<HashMap<TransportOffer, f64>>,
@@ -120,21 +127,19 @@ impl Sender {
     /// A sender that reads from `storage`. Peers are connected when first needed.
     ///
     /// # Errors
-    /// When the configuration makes no sense.
+    /// When the configuration makes no sense, or asks for `rdma` where NIXL is not.
     pub fn start(storage: Arc<BlockStorage>, config: SenderConfig) -> io::Result<Sender> {
         if config.streams_per_peer == 0 || config.frame_bytes == 0 {
             let message = "streams_per_peer and frame_bytes must not be 0";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
         }
         let context = Arc::new(SenderContext { storage, config, counters: Counters::default() });
-        Ok(Sender {
-            shared: Arc::new(Shared {
-                context,
-                host_id: host_id(),
-                peers: Mutex::default(),
-                rates: Mutex::default(),
-            }),
-        })
+        let nixl = match context.config.transports.contains(&TransportKind::Rdma) {
+            true => Some(Nixl::start(context.config.nixl.as_deref()).map_err(io::Error::other)?),
+            false => None,
+        };
+        let (peers, rates) = (Mutex::default(), Mutex::default());
+        Ok(Sender { shared: Arc::new(Shared { context, host_id: host_id(), nixl, peers, rates }) })
     }
 
     /// A way to the blocks of a grant, arranged as those of this side: the best of `offers` that is allowed and
@@ -197,7 +202,7 @@ impl Sender {
                     }
                     let context = Arc::clone(&self.shared.context);
                     let codec = match offer.kind() {
-                        TransportKind::Shm => None,
+                        TransportKind::Shm | TransportKind::Rdma => None,
                         TransportKind::Tcp => WireCodec::new(&layout, wire),
                     };
                     let form = Form { layout, mapping, codec };
@@ -246,7 +251,7 @@ impl Sender {
     fn may_reach(&self, offer: &TransportOffer) -> bool {
         match offer {
             TransportOffer::Shm { host_id, .. } => *host_id == self.shared.host_id,
-            TransportOffer::Tcp { .. } => true,
+            TransportOffer::Rdma { .. } | TransportOffer::Tcp { .. } => true,
         }
     }
 
@@ -264,6 +269,16 @@ impl Sender {
         let peer = peers.entry((offer.clone(), *layout)).or_insert_with(|| match offer {
             TransportOffer::Tcp { address, pool } => {
                 Arc::new(TcpPeer::new(Arc::clone(&self.shared.context), address.clone(), *pool, *layout))
+            }
+            TransportOffer::Rdma { address, pool } => {
+                let nixl = self.shared.nixl.clone().expect("loaded, as rdma is among the transports");
+                Arc::new(RdmaPeer::new(
+                    Arc::clone(&self.shared.context),
+                    nixl,
+                    address.clone(),
+                    *pool,
+                    *layout,
+                ))
             }
             TransportOffer::Shm { socket_path, pool, .. } => {
                 Arc::new(ShmPeer::new(Arc::clone(&self.shared.context), socket_path, *pool, *layout))

@@ -53,7 +53,7 @@ impl Route {
     ) -> impl Future<Output = Result<Pushed, PushError>> + Send + use<> {
         let (reply, answer) = oneshot::channel();
         let frame_bytes = self.state.context.config.frame_bytes;
-        let num_per_frame = (frame_bytes / self.state.wire_bytes()).clamp(1, 256);
+        let num_per_frame = max_pieces(frame_bytes, self.state.wire_bytes());
         let push = Arc::new(Push {
             route: Arc::clone(&self.state),
             progress: Mutex::new(Progress {
@@ -90,6 +90,11 @@ impl Route {
             drop(state.take_keep());
         }
     }
+}
+
+/// Pieces that a frame holds at most.
+pub(crate) fn max_pieces(frame_bytes: usize, piece_bytes: usize) -> usize {
+    (frame_bytes / piece_bytes).clamp(1, 256)
 }
 
 impl Drop for Route {
@@ -151,7 +156,7 @@ impl RouteState {
     }
 
     /// Bytes of a piece of the peer.
-    fn piece_bytes(&self) -> usize {
+    pub(crate) fn piece_bytes(&self) -> usize {
         self.form.layout.layer_bytes()
     }
 

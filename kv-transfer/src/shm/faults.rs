@@ -8,10 +8,8 @@ use std::{
         net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
-    pin::pin,
     process::{Child, Command, Stdio},
     sync::{Arc, Mutex},
-    task::Poll,
 };
 
 use baton_kv_cache::{BlockId, BlockStorage};
@@ -23,8 +21,8 @@ use super::{
 use crate::{
     Generation, Receiver, ReceiverConfig, ReceiverLoad, Sender, SenderConfig, TransportKind, TransportOffer,
     testing::{
-        Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, eventually, fill, pattern, private_dir, soon,
-        storage, writes,
+        Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, eventually, fill, is_pending, pattern,
+        private_dir, soon, storage, writes,
     },
 };
 
@@ -54,11 +52,6 @@ fn connect_and_map(fabric: &Fabric) -> (UnixStream, BlockStorage) {
 fn open(socket: &UnixStream, generation: Generation) {
     wire::send(socket, Message::Open(generation), None).unwrap();
     assert_eq!(wire::receive(socket).unwrap().unwrap().0, Message::Opened(generation));
-}
-
-async fn is_pending<F: Future + Unpin>(future: &mut F) -> bool {
-    let mut future = pin!(future);
-    std::future::poll_fn(|context| Poll::Ready(future.as_mut().poll(context).is_pending())).await
 }
 
 #[tokio::test]

@@ -166,6 +166,10 @@ struct Writer {
 }
 
 impl OneSidedWriter for Writer {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Shm
+    }
+
     fn ask_to_close(&self, generation: Generation) {
         if let Err(error) = wire::send(&self.socket, Message::Revoke(generation), None) {
             // It will stop by the handoff's stream, or end.

@@ -360,7 +360,7 @@ fn read_ack(shared: &Shared, socket: &TcpStream, flight: &Mutex<Flight>) -> io::
     Ok(())
 }
 
-fn connect(address: &str, timeout: Duration) -> io::Result<TcpStream> {
+pub(crate) fn connect(address: &str, timeout: Duration) -> io::Result<TcpStream> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, "no such host");
     for address in address.to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, timeout) {

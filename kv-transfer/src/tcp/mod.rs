@@ -15,8 +15,8 @@ mod client;
 #[cfg(test)]
 mod faults;
 mod server;
-mod socket;
+pub(crate) mod socket;
 mod wire;
 
-pub(crate) use client::TcpPeer;
+pub(crate) use client::{TcpPeer, connect};
 pub(crate) use server::TcpServer;

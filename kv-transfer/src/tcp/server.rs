@@ -20,7 +20,7 @@ use super::{
 use crate::{
     counters::TransportCounters,
     message::{TransportKind, TransportOffer},
-    receiver::{Acceptor, Claim, Grants, LiveGrant, ReceiverConfig, Service},
+    receiver::{Acceptor, Claim, Grants, LiveGrant, ReceiverConfig, Service, advertised},
 };
 
 /// Listens until dropped.
@@ -47,13 +47,8 @@ impl TcpServer {
         let listener = TcpListener::bind(address).map_err(|error| {
             io::Error::new(error.kind(), format!("cannot listen for kv data on {address}: {error}"))
         })?;
-        let address = listener.local_addr()?;
-        let host = config.advertise_host.clone().unwrap_or_else(|| match address {
-            SocketAddr::V4(address) => address.ip().to_string(),
-            SocketAddr::V6(address) => format!("[{}]", address.ip()),
-        });
-        let offer =
-            TransportOffer::Tcp { address: format!("{host}:{}", address.port()), pool: grants.pool() };
+        let address = advertised(config, listener.local_addr()?);
+        let offer = TransportOffer::Tcp { address, pool: grants.pool() };
         let receiving = Arc::new(Receiving {
             grants,
             io_timeout: config.io_timeout,

@@ -94,7 +94,7 @@ impl Places {
 }
 
 /// Waits until something can be read, or the stream has ended; `false` when `timeout` passed first.
-pub(super) fn wait_readable(socket: &TcpStream, timeout: Option<Duration>) -> io::Result<bool> {
+pub(crate) fn wait_readable(socket: &TcpStream, timeout: Option<Duration>) -> io::Result<bool> {
     let millis = timeout.map_or(-1, |timeout| timeout.as_millis().clamp(1, i32::MAX as u128) as i32);
     let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     loop {
@@ -113,7 +113,7 @@ pub(super) fn wait_readable(socket: &TcpStream, timeout: Option<Duration>) -> io
 }
 
 /// Fills `bytes`, waiting at most `timeout` for each part of it.
-pub(super) fn receive_exact(socket: &TcpStream, bytes: &mut [u8], timeout: Duration) -> io::Result<()> {
+pub(crate) fn receive_exact(socket: &TcpStream, bytes: &mut [u8], timeout: Duration) -> io::Result<()> {
     let mut places = Places::new();
     places.push(bytes.as_mut_ptr(), bytes.len());
     while !places.is_done() {
@@ -132,16 +132,29 @@ pub(super) fn receive_exact(socket: &TcpStream, bytes: &mut [u8], timeout: Durat
     Ok(())
 }
 
+/// Sends a short message without waiting. An error means that the peer does not read, or has part of it: the
+/// stream is of no use any more.
+pub(crate) fn send_at_once(socket: &TcpStream, bytes: &[u8]) -> io::Result<()> {
+    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    // SAFETY: the bytes outlive the call.
+    let sent = unsafe { libc::send(socket.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), flags) };
+    match usize::try_from(sent) {
+        Ok(sent) if sent == bytes.len() => Ok(()),
+        Ok(_) => Err(io::Error::new(io::ErrorKind::WriteZero, "message sent in part")),
+        Err(_) => Err(io::Error::last_os_error()),
+    }
+}
+
 pub(super) fn is_retry(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
-pub(super) fn timed_out(what: &str) -> io::Error {
+pub(crate) fn timed_out(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, format!("{what} timed out"))
 }
 
 /// Small messages leave at once, a silent peer is noticed, and no send waits for longer than `timeout`.
-pub(super) fn configure(socket: &TcpStream, timeout: Duration) -> io::Result<()> {
+pub(crate) fn configure(socket: &TcpStream, timeout: Duration) -> io::Result<()> {
     socket.set_nodelay(true)?;
     socket.set_write_timeout(Some(timeout))?;
     let fd = socket.as_raw_fd();

@@ -291,6 +291,7 @@ impl Cell {
         let attempt = self.attempt(&[]);
         self.reach(state, Fault::StaleWrite, kind).await;
         match (kind, state) {
+            (TransportKind::Rdma, _) => unreachable!("rdma has no cells; see kv-transfer/src/rdma/faults.rs"),
             (TransportKind::Shm, _) => {
                 self.prefill.freeze();
                 let tokens = attempt.cancel().await;

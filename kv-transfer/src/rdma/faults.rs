@@ -1,0 +1,476 @@
+//! Peers that misbehave over rdma; some of them are processes of their own. All of it runs on a software
+//! fabric (UCX over sockets): what a network device does about a revoked key is what `tests/rdma` shows.
+
+use std::{
+    io::{BufRead, BufReader, Write},
+    net::{TcpListener, TcpStream},
+    process::{Child, Command, Stdio},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use baton_kv_cache::{BlockId, BlockStorage};
+
+use super::{
+    nixl::{Agent, Copy, Memory, Nixl, RemoteAgent},
+    wire::{MESSAGE_BYTES, Message, Welcome},
+};
+use crate::{
+    Generation, PushError, Receiver, ReceiverConfig, ReceiverLoad, RouteError, Sender, SenderConfig,
+    TransportKind, TransportOffer,
+    tcp::socket,
+    testing::{
+        Fabric, Guards, LAYOUT, blocks, bytes, eventually, fill, has_rdma, is_pending, nixl, pattern,
+        sender_config, soon, storage, writes,
+    },
+};
+
+const RDMA: &[TransportKind] = &[TransportKind::Rdma];
+
+/// Long for a healthy peer of these tests, short to wait for.
+const PATIENCE: Duration = Duration::from_millis(1500);
+
+/// Long for everything.
+const NEVER: Duration = Duration::from_secs(600);
+
+fn fabric(io_timeout: Duration) -> Fabric {
+    Fabric::with(RDMA, |config| config.io_timeout = io_timeout)
+}
+
+fn address_of(fabric: &Fabric) -> (String, u64) {
+    match fabric.offer(TransportKind::Rdma) {
+        TransportOffer::Rdma { address, pool } => (address, pool),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn hello(pool: u64) -> Message {
+    Message::Hello {
+        pool,
+        num_layers: LAYOUT.num_layers as u32,
+        layer_bytes: LAYOUT.layer_bytes() as u64,
+        block_bytes: LAYOUT.block_bytes() as u64,
+    }
+}
+
+/// A sender by hand, which can write whenever it likes.
+struct ByHand {
+    control: TcpStream,
+    agent: Arc<Agent>,
+    remote: RemoteAgent,
+    pool: Welcome,
+    source: Arc<BlockStorage>,
+}
+
+impl ByHand {
+    fn connect(fabric: &Fabric) -> ByHand {
+        let (address, pool) = address_of(fabric);
+        let control = TcpStream::connect(address).unwrap();
+        say(&control, hello(pool));
+        let Some(Message::Welcome(pool)) = hear(&control) else { panic!("not welcome") };
+        let mut metadata = vec![0; pool.metadata_bytes as usize];
+        socket::receive_exact(&control, &mut metadata, NEVER).unwrap();
+        let loaded = Nixl::load(Some(&nixl())).unwrap();
+        let agent = Agent::new(&loaded, "by hand", vec![Arc::clone(&fabric.source)]).unwrap();
+        let remote = agent.connect(&metadata).unwrap();
+        ByHand { control, agent: Arc::new(agent), remote, pool, source: Arc::clone(&fabric.source) }
+    }
+
+    fn open(&self, generation: Generation) {
+        say(&self.control, Message::Open(generation));
+        assert_eq!(hear(&self.control), Some(Message::Opened(generation)));
+    }
+
+    /// Writes a piece, with or without a grant, and says whether that worked.
+    fn write(&self, block: BlockId, layer_idx: usize) -> bool {
+        let offset = LAYOUT.layer_offset(layer_idx);
+        let target = self.pool.address(block.idx(), LAYOUT.block_bytes(), offset).unwrap();
+        let copies = [Copy { source: self.source.layer_ptr(block, layer_idx), target }];
+        let len = LAYOUT.layer_bytes();
+        // SAFETY: nobody writes the source in these tests; the target is what is tested.
+        let written = unsafe { self.agent.write(&self.remote, self.pool.memory, &copies, len) };
+        let Ok(transfer) = written else { return false };
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_secs(5) {
+            match transfer.is_done() {
+                Ok(true) => return true,
+                Ok(false) => std::thread::sleep(Duration::from_millis(1)),
+                Err(_) => return false,
+            }
+        }
+        false
+    }
+}
+
+fn say(mut control: &TcpStream, message: Message) {
+    control.write_all(&message.encode()).unwrap();
+}
+
+/// The next message; `None` at the end of the stream.
+fn hear(control: &TcpStream) -> Option<Message> {
+    let mut bytes = [0; MESSAGE_BYTES];
+    socket::receive_exact(control, &mut bytes, Duration::from_secs(30)).ok()?;
+    Some(Message::decode(&bytes).expect("well-formed"))
+}
+
+fn holds(fabric: &Fabric, block: BlockId, layer_idx: usize, byte: u8) -> bool {
+    bytes(&fabric.target, block, layer_idx).iter().all(|&found| found == byte)
+}
+
+#[tokio::test]
+async fn a_late_writer_that_never_lets_go_is_fenced_and_writes_nothing() {
+    if !has_rdma() {
+        return;
+    }
+    let fabric = fabric(PATIENCE);
+    let guards = Guards::default();
+    let granted = fabric.receiver.grant(blocks([3]), guards.guard());
+    let generation = granted.generation();
+    let late = ByHand::connect(&fabric);
+    late.open(generation);
+    assert!(late.write(BlockId(3), 0));
+    assert!(holds(&fabric, BlockId(3), 0, pattern(3, 0)));
+    // It is asked, and does nothing.
+    assert!(soon(granted.revoke()).await.is_some());
+    assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
+
+    // The block is somebody else's now.
+    for layer_idx in 0..LAYOUT.num_layers {
+        fill(&fabric.target, BlockId(3), layer_idx, 0xEE);
+    }
+    assert!(!late.write(BlockId(3), 2), "the key is revoked");
+    for layer_idx in 0..LAYOUT.num_layers {
+        assert!(holds(&fabric, BlockId(3), layer_idx, 0xEE));
+    }
+    assert_eq!(hear(&late.control), Some(Message::Revoke(generation)));
+    assert_eq!(hear(&late.control), None, "hung up on");
+    assert_eq!(fabric.receiver.counters().of(TransportKind::Rdma).read().failures, 1);
+}
+
+#[tokio::test]
+async fn fencing_one_peer_does_not_disturb_another() {
+    if !has_rdma() {
+        return;
+    }
+    let fabric = fabric(PATIENCE);
+    let granted = fabric.receiver.grant(blocks([1]), ());
+    let route = fabric.route(&granted).await.unwrap();
+    let other = fabric.receiver.grant(blocks([3]), ());
+    let late = ByHand::connect(&fabric);
+    late.open(other.generation());
+    assert!(soon(other.revoke()).await.is_some());
+    soon(route.push(writes(&blocks([1])))).await.unwrap();
+    assert!(fabric.holds(&writes(&blocks([1]))));
+}
+
+#[tokio::test]
+async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
+    if !has_rdma() {
+        return;
+    }
+    /// Ways to let go.
+    enum End {
+        Close,
+        Leave,
+        Stopped,
+        Garbage,
+    }
+    for end in [End::Close, End::Leave, End::Stopped, End::Garbage] {
+        let fabric = fabric(NEVER);
+        let guards = Guards::default();
+        let granted = fabric.receiver.grant(blocks([3, 4]), guards.guard());
+        let generation = granted.generation();
+        let peer = ByHand::connect(&fabric);
+        peer.open(generation);
+        let mut fenced = granted.revoke();
+        assert_eq!(hear(&peer.control), Some(Message::Revoke(generation)));
+        assert!(is_pending(&mut fenced).await);
+        let quarantined =
+            ReceiverLoad { num_grants: 0, num_quarantined_grants: 1, num_quarantined_blocks: 2 };
+        assert_eq!(fabric.receiver.load(), quarantined);
+        // The key is of the whole pool: nothing but good manners keeps the peer from writing.
+        assert!(peer.write(BlockId(3), 1));
+        assert!(is_pending(&mut fenced).await);
+        match end {
+            End::Close => say(&peer.control, Message::Close(generation)),
+            End::Leave => drop(peer),
+            End::Stopped => fabric.receiver.writer_stopped(generation),
+            // Unlike with shared memory there is no need to wait until it has gone.
+            End::Garbage => (&peer.control).write_all(&[0xFF; MESSAGE_BYTES]).unwrap(),
+        }
+        assert!(soon(fenced).await.is_some());
+        assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
+    }
+}
+
+#[tokio::test]
+async fn a_receiver_that_ends_takes_every_key_back() {
+    if !has_rdma() {
+        return;
+    }
+    let fabric = fabric(NEVER);
+    let guards = Guards::default();
+    let granted = fabric.receiver.grant(blocks([3]), guards.guard());
+    let late = ByHand::connect(&fabric);
+    late.open(granted.generation());
+    let fenced = granted.revoke();
+    let Fabric { receiver, target, .. } = fabric;
+    drop(receiver);
+    assert!(soon(fenced).await.is_some());
+    assert_eq!(guards.num_out(), 0);
+    assert!(!late.write(BlockId(3), 2));
+    assert!(bytes(&target, BlockId(3), 2).iter().all(|&byte| byte == 0));
+}
+
+#[tokio::test]
+async fn strangers_get_no_key() {
+    if !has_rdma() {
+        return;
+    }
+    let fabric = fabric(PATIENCE);
+    let (address, pool) = address_of(&fabric);
+    for (message, answer) in [
+        (hello(pool ^ 1), Some(Message::OtherPool)),
+        (Message::Hello { pool, num_layers: 1, layer_bytes: 1, block_bytes: 1 }, Some(Message::Refused)),
+        (Message::Open(Generation(1)), None),
+    ] {
+        let control = TcpStream::connect(&address).unwrap();
+        say(&control, message);
+        assert_eq!(hear(&control), answer);
+        assert_eq!(hear(&control), None, "hung up on");
+    }
+    // Nor does one that says nothing.
+    let silent = TcpStream::connect(&address).unwrap();
+    assert_eq!(hear(&silent), None);
+}
+
+#[tokio::test]
+async fn answers_that_make_no_sense_are_errors_in_words() {
+    if !has_rdma() {
+        return;
+    }
+    let sound = Welcome { memory: Memory::Dram, base: 1 << 20, num_blocks: 64, metadata_bytes: 64 };
+    let metadata = |welcome: Welcome| {
+        let mut bytes = Message::Welcome(welcome).encode().to_vec();
+        bytes.extend([0xA5; 64]);
+        bytes
+    };
+    let answers = [
+        b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n\r\n".to_vec(),
+        metadata(Welcome { base: u64::MAX - 4096, ..sound }),
+        metadata(Welcome { num_blocks: 0, ..sound }),
+        metadata(Welcome { metadata_bytes: u32::MAX, ..sound }),
+        // Promises more than comes.
+        metadata(Welcome { metadata_bytes: 65, ..sound }),
+        metadata(sound),
+        Vec::new(),
+    ];
+    for answer in answers {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let offers = [TransportOffer::Rdma { address: listener.local_addr().unwrap().to_string(), pool: 7 }];
+        let peer = std::thread::spawn(move || {
+            let (mut control, _) = listener.accept().unwrap();
+            assert_eq!(hear(&control), Some(hello(7)));
+            control.write_all(&answer).unwrap();
+        });
+        let sender = Sender::start(storage(), sender_config(RDMA)).unwrap();
+        let guards = Guards::default();
+        let routed = sender.route(Generation(1), &offers, guards.guard());
+        let error = soon(routed).await.err().unwrap();
+        assert!(matches!(error, RouteError::Unreachable(_)), "{error}");
+        assert_eq!(guards.num_out(), 0);
+        peer.join().unwrap();
+    }
+}
+
+#[test]
+fn an_absent_library_is_an_error_in_words() {
+    let nixl = Some("/nowhere/libnixl_capi.so".into());
+    let config = SenderConfig { transports: RDMA.to_vec(), nixl: nixl.clone(), ..SenderConfig::default() };
+    let rdma_listen = Some(([127, 0, 0, 1], 0).into());
+    let errors = [
+        Sender::start(storage(), config).err().unwrap(),
+        Receiver::start(storage(), ReceiverConfig { rdma_listen, nixl, ..ReceiverConfig::default() })
+            .err()
+            .unwrap(),
+    ];
+    for error in errors.map(|error| error.to_string()) {
+        assert!(error.contains("no rdma without NIXL") && error.contains("BATON_NIXL"), "{error}");
+        assert!(error.contains("/nowhere/libnixl_capi.so"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_decode_worker_that_goes_is_noticed_by_its_socket() {
+    if !has_rdma() {
+        return;
+    }
+    let Fabric { receiver, sender, source, dir, .. } = fabric(NEVER);
+    let granted = receiver.grant(blocks([3]), ());
+    let route = soon(sender.route(granted.generation(), granted.offers(), ())).await.unwrap();
+    drop((granted, receiver));
+    let failures = || sender.counters().of(TransportKind::Rdma).read().failures;
+    eventually("the loss is noticed", || failures() == 1).await;
+    assert!(matches!(soon(route.push(writes(&blocks([3])))).await, Err(PushError::Lost(_))));
+    drop((source, dir));
+}
+
+/// Not a test of its own: the prefill worker's process of the tests below.
+#[tokio::test]
+#[ignore = "run by other tests, as a process of its own"]
+async fn prefill_process() {
+    let Ok(address) = std::env::var("BATON_TEST_RDMA_ADDRESS") else { return };
+    let number = |name| u64::from_str_radix(&std::env::var(name).unwrap(), 16).unwrap();
+    let offer = TransportOffer::Rdma { address, pool: number("BATON_TEST_RDMA_POOL") };
+    let source = storage();
+    for layer_idx in 0..LAYOUT.num_layers {
+        fill(&source, BlockId(3), layer_idx, pattern(3, layer_idx));
+    }
+    let sender = Sender::start(source, sender_config(RDMA)).unwrap();
+    let route = sender.route(Generation(number("BATON_TEST_RDMA_GENERATION")), &[offer], ()).await.unwrap();
+    let mut pushes = writes(&blocks([3])).into_iter().map(|write| route.push(vec![write]));
+    println!("\npushed {}", pushes.next().unwrap().await.is_ok());
+    // Until killed, or told to go on.
+    let _ = std::io::stdin().read_line(&mut String::new());
+    println!("pushed {}", pushes.next().unwrap().await.is_ok());
+    let _ = std::io::stdin().read_line(&mut String::new());
+}
+
+/// Not a test of its own: the decode worker's process of a test below.
+#[tokio::test]
+#[ignore = "run by other tests, as a process of its own"]
+async fn decode_process() {
+    if std::env::var_os("BATON_TEST_RDMA_DECODE").is_none() {
+        return;
+    }
+    let fabric = fabric(NEVER);
+    let granted = fabric.receiver.grant(blocks([3]), ());
+    let (address, pool) = address_of(&fabric);
+    println!("\ngranted {address} {pool:x} {:x}", granted.generation().0);
+    let _ = std::io::stdin().read_line(&mut String::new());
+}
+
+struct Process {
+    child: Child,
+    lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
+}
+
+impl Process {
+    fn start(test: &str, variables: &[(&str, String)]) -> Process {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args([&format!("rdma::faults::{test}"), "--exact", "--ignored", "--nocapture"])
+            .envs(variables.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        Process { child, lines }
+    }
+
+    fn prefill(fabric: &Fabric, generation: Generation) -> Process {
+        let (address, pool) = address_of(fabric);
+        let variables = [
+            ("BATON_TEST_RDMA_ADDRESS", address),
+            ("BATON_TEST_RDMA_POOL", format!("{pool:x}")),
+            ("BATON_TEST_RDMA_GENERATION", format!("{:x}", generation.0)),
+        ];
+        Process::start("prefill_process", &variables)
+    }
+
+    /// What follows `word` on the next line that begins with it.
+    fn hear(&mut self, word: &str) -> String {
+        let mut lines = self.lines.by_ref().map_while(Result::ok);
+        lines.find_map(|line| line.strip_prefix(word).map(|rest| rest.trim().to_owned())).expect("says it")
+    }
+
+    fn go_on(&mut self) {
+        writeln!(self.child.stdin.as_mut().unwrap()).unwrap();
+    }
+
+    fn signal(&self, signal: libc::c_int) {
+        // SAFETY: a signal to a child that has not been waited for.
+        assert_eq!(unsafe { libc::kill(self.child.id() as libc::pid_t, signal) }, 0);
+    }
+
+    /// Signals are asynchronous: a stop is complete when the kernel reports it.
+    fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+        let mut status = 0;
+        // SAFETY: as above; `status` outlives the call.
+        let pid = unsafe { libc::waitpid(self.child.id() as libc::pid_t, &mut status, libc::WUNTRACED) };
+        assert!(pid > 0 && libc::WIFSTOPPED(status));
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may be gone.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_frozen_process_loses_its_key_and_its_late_write_lands_nowhere() {
+    if !has_rdma() {
+        return;
+    }
+    let fabric = fabric(PATIENCE);
+    let guards = Guards::default();
+    let granted = fabric.receiver.grant(blocks([3]), guards.guard());
+    let mut process = Process::prefill(&fabric, granted.generation());
+    assert_eq!(tokio::task::block_in_place(|| process.hear("pushed")), "true");
+    assert!(holds(&fabric, BlockId(3), 0, pattern(3, 0)));
+    process.stop();
+    // It is still frozen when its blocks are free.
+    assert!(soon(granted.revoke()).await.is_some());
+    assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
+    for layer_idx in 0..LAYOUT.num_layers {
+        fill(&fabric.target, BlockId(3), layer_idx, 0xEE);
+    }
+    process.signal(libc::SIGCONT);
+    process.go_on();
+    assert_eq!(tokio::task::block_in_place(|| process.hear("pushed")), "false");
+    for layer_idx in 0..LAYOUT.num_layers {
+        assert!(holds(&fabric, BlockId(3), layer_idx, 0xEE));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_killed_process_lets_go() {
+    if !has_rdma() {
+        return;
+    }
+    let fabric = fabric(NEVER);
+    let guards = Guards::default();
+    let granted = fabric.receiver.grant(blocks([3]), guards.guard());
+    let mut process = Process::prefill(&fabric, granted.generation());
+    assert_eq!(tokio::task::block_in_place(|| process.hear("pushed")), "true");
+    drop(process);
+    assert!(soon(granted.revoke()).await.is_some());
+    assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_write_to_a_frozen_decode_worker_ends_at_its_deadline() {
+    if !has_rdma() {
+        return;
+    }
+    let mut process = Process::start("decode_process", &[("BATON_TEST_RDMA_DECODE", "1".into())]);
+    let granted = tokio::task::block_in_place(|| process.hear("granted"));
+    let [address, pool, generation] = granted.split(' ').collect::<Vec<_>>()[..] else { panic!("{granted}") };
+    let number = |text| u64::from_str_radix(text, 16).unwrap();
+    let offers = [TransportOffer::Rdma { address: address.to_owned(), pool: number(pool) }];
+    let config = SenderConfig { connect_timeout: NEVER, io_timeout: PATIENCE, ..sender_config(RDMA) };
+    let sender = Sender::start(storage(), config).unwrap();
+    let guards = Guards::default();
+    let routed = sender.route(Generation(number(generation)), &offers, guards.guard());
+    let route = soon(routed).await.unwrap();
+    process.stop();
+    let error = soon(route.push(writes(&blocks([3])))).await.unwrap_err();
+    assert!(matches!(error, PushError::Lost(_)), "{error}");
+    soon(route.close()).await;
+    assert_eq!(guards.num_out(), 0, "no device reads the source any more");
+    assert_eq!(sender.counters().of(TransportKind::Rdma).read().failures, 1);
+}

@@ -1,0 +1,253 @@
+//! The decode worker's control port: gives each peer an agent of its own, keeps track of who writes, and
+//! fences those who do not let go.
+
+use std::{
+    collections::HashMap,
+    io::{self, Write},
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use tracing::{debug, info, warn};
+
+use super::{
+    nixl::{Agent, Nixl, base},
+    wire::{MESSAGE_BYTES, Message, Welcome},
+};
+use crate::{
+    message::{Generation, TransportKind, TransportOffer},
+    receiver::{Acceptor, Grants, OneSidedWriter, ReceiverConfig, Service, WriterId, advertised},
+    tcp::socket,
+};
+
+/// Listens until dropped. Every agent is gone then, so that nothing writes any more.
+pub(crate) struct RdmaServer {
+    sharing: Arc<Sharing>,
+    acceptor: Acceptor<Sharing>,
+    offer: TransportOffer,
+}
+
+/// What every connection needs.
+struct Sharing {
+    grants: Arc<Grants>,
+    nixl: Nixl,
+    io_timeout: Duration,
+    is_stopping: AtomicBool,
+    next_agent: AtomicU64,
+}
+
+impl RdmaServer {
+    pub(crate) fn start(
+        grants: Arc<Grants>,
+        nixl: Nixl,
+        address: SocketAddr,
+        config: &ReceiverConfig,
+    ) -> io::Result<RdmaServer> {
+        let listener = TcpListener::bind(address).map_err(|error| {
+            io::Error::new(error.kind(), format!("cannot listen for rdma peers on {address}: {error}"))
+        })?;
+        let address = advertised(config, listener.local_addr()?);
+        let offer = TransportOffer::Rdma { address, pool: grants.pool() };
+        let sharing = Arc::new(Sharing {
+            grants,
+            nixl,
+            io_timeout: config.io_timeout,
+            is_stopping: AtomicBool::new(false),
+            next_agent: AtomicU64::new(0),
+        });
+        let acceptor = Acceptor::start(Arc::clone(&sharing), listener, config.max_connections)?;
+        Ok(RdmaServer { sharing, acceptor, offer })
+    }
+
+    pub(crate) fn offer(&self) -> TransportOffer {
+        self.offer.clone()
+    }
+}
+
+impl Drop for RdmaServer {
+    fn drop(&mut self) {
+        self.sharing.is_stopping.store(true, Ordering::SeqCst);
+        let connections = self.acceptor.stop();
+        for (writer, _) in &connections {
+            // Fails when the peer was faster.
+            let _ = writer.socket.shutdown(Shutdown::Both);
+        }
+        for (_, thread) in connections {
+            // A panic there has been reported by the panic hook.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Service for Sharing {
+    type Listener = TcpListener;
+    type Connection = Writer;
+
+    const THREADS: (&str, &str) = ("kv-rdma-accept", "kv-rdma-peer");
+
+    fn connection(&self, (socket, address): (TcpStream, SocketAddr)) -> Writer {
+        Writer { socket, address, id: self.grants.new_writer(), revoked: Mutex::default() }
+    }
+
+    fn serve(&self, writer: &Arc<Writer>) {
+        let counters = self.grants.counters().of(TransportKind::Rdma);
+        let result = self.greet(writer).and_then(|agent| match agent {
+            Some(agent) => {
+                counters.routed(false);
+                info!(peer = %writer.address, "rdma peer connected");
+                let result = self.converse(writer);
+                // The fence: from here on no byte of this peer gets into the pool.
+                drop(agent);
+                result
+            }
+            None => Ok(()),
+        });
+        self.grants.writer_gone(writer.id);
+        match result {
+            Ok(()) => debug!(peer = %writer.address, "rdma peer left"),
+            Err(_) if self.is_stopping.load(Ordering::SeqCst) => {}
+            Err(error) => {
+                counters.failed();
+                warn!(peer = %writer.address, %error, "rdma peer fenced");
+            }
+        }
+        // The registry keeps the descriptor until its next sweep; the peer must hear of it now.
+        let _ = writer.socket.shutdown(Shutdown::Both);
+    }
+}
+
+/// One peer's connection.
+struct Writer {
+    socket: TcpStream,
+    address: SocketAddr,
+    id: WriterId,
+    /// Grants that the peer was asked to close, and when.
+    revoked: Mutex<HashMap<Generation, Instant>>,
+}
+
+impl Writer {
+    fn revoked(&self) -> MutexGuard<'_, HashMap<Generation, Instant>> {
+        self.revoked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn send(&self, message: Message) -> io::Result<()> {
+        socket::send_at_once(&self.socket, &message.encode())
+    }
+}
+
+impl OneSidedWriter for Writer {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Rdma
+    }
+
+    fn ask_to_close(&self, generation: Generation) {
+        self.revoked().insert(generation, Instant::now());
+        if let Err(error) = self.send(Message::Revoke(generation)) {
+            // It is fenced by its own silence, if not by the end of its socket.
+            warn!(%generation, %error, "cannot ask an rdma peer to stop");
+        }
+    }
+}
+
+impl Sharing {
+    /// The agent that the peer was given, if it was.
+    fn greet(&self, writer: &Writer) -> io::Result<Option<Agent>> {
+        socket::configure(&writer.socket, self.io_timeout)?;
+        let mut bytes = [0; MESSAGE_BYTES];
+        socket::receive_exact(&writer.socket, &mut bytes, self.io_timeout)?;
+        let storage = self.grants.storage();
+        let layout = storage.layout();
+        let shape = (layout.num_layers as u32, layout.layer_bytes() as u64, layout.block_bytes() as u64);
+        match decode(&bytes)? {
+            Message::Hello { pool, .. } if pool != self.grants.pool() => writer.send(Message::OtherPool)?,
+            Message::Hello { num_layers, layer_bytes, block_bytes, .. } => {
+                if (num_layers, layer_bytes, block_bytes) == shape {
+                    return self.welcome(writer);
+                }
+                writer.send(Message::Refused)?;
+            }
+            message => return Err(unexpected(message)),
+        }
+        Ok(None)
+    }
+
+    fn welcome(&self, writer: &Writer) -> io::Result<Option<Agent>> {
+        let n = self.next_agent.fetch_add(1, Ordering::Relaxed);
+        // No peer has met this name before, so none takes this agent for an older one.
+        let name = format!("decode-{:016x}-{n}", self.grants.pool());
+        let made = Agent::new(&self.nixl, &name, vec![Arc::clone(self.grants.storage())])
+            .and_then(|agent| agent.metadata().map(|metadata| (agent, metadata)));
+        let (agent, metadata) = match made {
+            Ok(made) => made,
+            Err(error) => {
+                writer.send(Message::Refused)?;
+                return Err(io::Error::other(error));
+            }
+        };
+        let welcome = Welcome {
+            memory: agent.memory(),
+            base: base(self.grants.storage()),
+            num_blocks: self.grants.storage().num_blocks() as u64,
+            metadata_bytes: metadata.len() as u32,
+        };
+        let mut bytes = Message::Welcome(welcome).encode().to_vec();
+        bytes.extend(metadata);
+        (&writer.socket).write_all(&bytes)?;
+        Ok(Some(agent))
+    }
+
+    /// Until the peer leaves, or has to be fenced.
+    fn converse(&self, writer: &Arc<Writer>) -> io::Result<()> {
+        let mut bytes = [0; MESSAGE_BYTES];
+        loop {
+            while !socket::wait_readable(&writer.socket, Some(self.io_timeout / 4))? {
+                self.check_patience(writer)?;
+            }
+            self.check_patience(writer)?;
+            if writer.socket.peek(&mut bytes[..1])? == 0 {
+                return Ok(());
+            }
+            socket::receive_exact(&writer.socket, &mut bytes, self.io_timeout)?;
+            match decode(&bytes)? {
+                Message::Open(generation) => {
+                    let peer = Arc::clone(writer) as Arc<dyn OneSidedWriter>;
+                    let answer = if self.grants.open(generation, writer.id, peer) {
+                        Message::Opened(generation)
+                    } else {
+                        Message::Unknown(generation)
+                    };
+                    writer.send(answer)?;
+                }
+                Message::Close(generation) => {
+                    writer.revoked().remove(&generation);
+                    self.grants.close(generation, writer.id);
+                }
+                message => return Err(unexpected(message)),
+            }
+        }
+    }
+
+    /// A peer that was asked to stop, and neither does nor says so, loses its agent. What it wrote is not
+    /// trusted and what it writes later has no way in, so that its blocks can be used again.
+    fn check_patience(&self, writer: &Writer) -> io::Result<()> {
+        let mut revoked = writer.revoked();
+        // Another way of saying it is `Stopped` on the handoff's stream: then the grant is gone.
+        revoked.retain(|&generation, _| self.grants.is_open(generation, writer.id));
+        match revoked.iter().find(|(_, since)| since.elapsed() >= self.io_timeout) {
+            Some((generation, _)) => Err(socket::timed_out(&format!("letting go of {generation}"))),
+            None => Ok(()),
+        }
+    }
+}
+
+fn decode(bytes: &[u8; MESSAGE_BYTES]) -> io::Result<Message> {
+    Message::decode(bytes).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "malformed message"))
+}
+
+fn unexpected(message: Message) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("unexpected {message:?}"))
+}

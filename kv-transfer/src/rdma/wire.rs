@@ -1,0 +1,179 @@
+//! Messages on the control connection: 48 bytes each, little-endian; a welcome is followed by metadata.
+//!
+//! ```text
+//! magic u64 | kind u32 | a u32 | b u64 | c u64 | d u64 | e u64
+//! ```
+
+use super::nixl::{MAX_METADATA_BYTES, Memory};
+use crate::message::Generation;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"BKVrdm01");
+pub(super) const MESSAGE_BYTES: usize = 48;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Message {
+    /// P: which pool, and its shape.
+    Hello { pool: u64, num_layers: u32, layer_bytes: u64, block_bytes: u64 },
+    /// D: where the pool lies; so many bytes of metadata follow.
+    Welcome(Welcome),
+    /// D: it has restarted.
+    OtherPool,
+    /// D: not for you; the reason is in its log.
+    Refused,
+    /// P: about to write.
+    Open(Generation),
+    /// D: go on.
+    Opened(Generation),
+    /// D: no such grant (any more).
+    Unknown(Generation),
+    /// P: nothing is written after this.
+    Close(Generation),
+    /// D: stop, and say `Close`.
+    Revoke(Generation),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Welcome {
+    pub(super) memory: Memory,
+    pub(super) base: u64,
+    pub(super) num_blocks: u64,
+    pub(super) metadata_bytes: u32,
+}
+
+impl Welcome {
+    /// Address of a byte of a block; `None` when there is no such block.
+    pub(super) fn address(&self, block_idx: usize, block_bytes: usize, offset: usize) -> Option<u64> {
+        let block_idx = block_idx as u64;
+        // No overflow: `is_sound` has seen that every byte of the pool has an address.
+        (block_idx < self.num_blocks).then(|| self.base + block_idx * block_bytes as u64 + offset as u64)
+    }
+
+    /// Whether a pool of blocks of this size can lie there.
+    pub(super) fn is_sound(&self, block_bytes: usize) -> bool {
+        let end =
+            self.num_blocks.checked_mul(block_bytes as u64).and_then(|size| self.base.checked_add(size));
+        self.num_blocks > 0 && self.base > 0 && end.is_some()
+    }
+}
+
+impl Message {
+    pub(super) fn encode(self) -> [u8; MESSAGE_BYTES] {
+        let (kind, a, [b, c, d, e]) = match self {
+            Message::Hello { pool, num_layers, layer_bytes, block_bytes } => {
+                (1, num_layers, [pool, layer_bytes, block_bytes, 0])
+            }
+            Message::Welcome(welcome) => {
+                let (memory, device) = welcome.memory.code();
+                let Welcome { base, num_blocks, metadata_bytes, .. } = welcome;
+                (2, memory, [base, num_blocks, u64::from(device), u64::from(metadata_bytes)])
+            }
+            Message::OtherPool => (3, 0, [0; 4]),
+            Message::Refused => (4, 0, [0; 4]),
+            Message::Open(generation) => (5, 0, [generation.0, 0, 0, 0]),
+            Message::Opened(generation) => (6, 0, [generation.0, 0, 0, 0]),
+            Message::Unknown(generation) => (7, 0, [generation.0, 0, 0, 0]),
+            Message::Close(generation) => (8, 0, [generation.0, 0, 0, 0]),
+            Message::Revoke(generation) => (9, 0, [generation.0, 0, 0, 0]),
+        };
+        let mut bytes = [0; MESSAGE_BYTES];
+        bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
+        bytes[8..12].copy_from_slice(&u32::to_le_bytes(kind));
+        bytes[12..16].copy_from_slice(&a.to_le_bytes());
+        for (place, value) in bytes[16..].chunks_exact_mut(8).zip([b, c, d, e]) {
+            place.copy_from_slice(&value.to_le_bytes());
+        }
+        bytes
+    }
+
+    pub(super) fn decode(bytes: &[u8; MESSAGE_BYTES]) -> Option<Message> {
+        let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
+        let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        if u64_at(0) != MAGIC {
+            return None;
+        }
+        let (a, [b, c, d, e]) = (u32_at(12), [16, 24, 32, 40].map(u64_at));
+        let generation = Generation(b);
+        Some(match u32_at(8) {
+            1 => Message::Hello { pool: b, num_layers: a, layer_bytes: c, block_bytes: d },
+            2 => {
+                let memory = Memory::from_code(a, u32::try_from(d).ok()?)?;
+                let metadata_bytes = u32::try_from(e).ok().filter(|&n| n as usize <= MAX_METADATA_BYTES)?;
+                Message::Welcome(Welcome { memory, base: b, num_blocks: c, metadata_bytes })
+            }
+            3 => Message::OtherPool,
+            4 => Message::Refused,
+            5 => Message::Open(generation),
+            6 => Message::Opened(generation),
+            7 => Message::Unknown(generation),
+            8 => Message::Close(generation),
+            9 => Message::Revoke(generation),
+            _ => return None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const WELCOME: Welcome =
+        Welcome { memory: Memory::Dram, base: 4096, num_blocks: 10, metadata_bytes: 300 };
+
+    #[test]
+    fn what_is_encoded_is_decoded() {
+        let generation = Generation(0x0123_4567_89ab_cdef);
+        for message in [
+            Message::Hello { pool: 3, num_layers: 2, layer_bytes: 4096, block_bytes: 8192 },
+            Message::Welcome(WELCOME),
+            Message::Welcome(Welcome { memory: Memory::Vram(3), ..WELCOME }),
+            Message::OtherPool,
+            Message::Refused,
+            Message::Open(generation),
+            Message::Opened(generation),
+            Message::Unknown(generation),
+            Message::Close(generation),
+            Message::Revoke(generation),
+        ] {
+            assert_eq!(Message::decode(&message.encode()), Some(message));
+        }
+    }
+
+    #[test]
+    fn pools_that_cannot_be_are_refused() {
+        let too_long = Welcome { metadata_bytes: MAX_METADATA_BYTES as u32 + 1, ..WELCOME };
+        assert_eq!(Message::decode(&Message::Welcome(too_long).encode()), None);
+        let mut other_memory = Message::Welcome(WELCOME).encode();
+        other_memory[12] = 9;
+        assert_eq!(Message::decode(&other_memory), None);
+
+        assert!(WELCOME.is_sound(64));
+        for pool in [
+            Welcome { base: 0, ..WELCOME },
+            Welcome { base: u64::MAX - 639, ..WELCOME },
+            Welcome { num_blocks: 0, ..WELCOME },
+            Welcome { num_blocks: u64::MAX, ..WELCOME },
+        ] {
+            assert!(!pool.is_sound(64), "{pool:?}");
+        }
+        assert_eq!(WELCOME.address(9, 64, 32), Some(4096 + 9 * 64 + 32));
+        assert_eq!(WELCOME.address(10, 64, 0), None);
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_make_the_decoder_panic(words in proptest::array::uniform6(any::<u64>()), kind in 0u32..12) {
+            let mut bytes = [0; MESSAGE_BYTES];
+            for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
+                place.copy_from_slice(&word.to_le_bytes());
+            }
+            let _ = Message::decode(&bytes);
+            bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
+            bytes[8..12].copy_from_slice(&kind.to_le_bytes());
+            if let Some(message) = Message::decode(&bytes) {
+                prop_assert_eq!(Message::decode(&message.encode()), Some(message));
+            }
+        }
+    }
+}
