@@ -11,4 +11,9 @@ mod harness;
 mod prompts;
 mod serving;
 mod sides;
+mod soak;
 mod up;
+/// The same stretch of network that the handoff's fault matrix disturbs.
+#[path = "../../decode-worker/tests/handoff/matrix/wire.rs"]
+#[allow(dead_code)] // the matrix uses more of it
+mod wire;

@@ -1,4 +1,4 @@
-//! Checks and set-up of the workspace: `cargo xtask verify | fix | setup | ci | fuzz`.
+//! Checks and set-up of the workspace: `cargo xtask verify | fix | setup | ci | fuzz | soak`.
 //!
 //! `verify` never writes to the checkout, `fix` does, `setup` installs. Nothing here knows what
 //! Baton does; it knows how the repository is put together.
@@ -15,6 +15,7 @@ mod fuzz;
 mod hygiene;
 mod settings;
 mod setup;
+mod soak;
 mod tools;
 mod verify;
 mod workspace;
@@ -61,6 +62,18 @@ enum Command {
         #[arg(long, default_value_t = 600)]
         seconds: u64,
     },
+    /// Requests at a steady rate under random faults, for long. Not part of `verify`, which runs half a minute of it.
+    Soak {
+        /// For how long.
+        #[arg(long, default_value_t = 30)]
+        minutes: u64,
+        /// Requests per second.
+        #[arg(long, default_value_t = 50)]
+        rate: u32,
+        /// Another one disturbs at other moments.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
 }
 
 fn main() -> ExitCode {
@@ -95,5 +108,6 @@ fn run(command: Command) -> anyhow::Result<bool> {
             Ok(verified && complete)
         }
         Command::Fuzz { target, seconds } => fuzz::run(&workspace, target.as_deref(), seconds),
+        Command::Soak { minutes, rate, seed } => soak::run(&workspace, minutes, rate, seed),
     }
 }

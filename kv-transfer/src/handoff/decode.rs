@@ -98,6 +98,7 @@ enum State {
 
 /// The decode worker's side of one handoff. See the module's picture.
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 pub struct DecodeHandoff {
     state: State,
     num_blocks: usize,
@@ -112,6 +113,7 @@ pub struct DecodeHandoff {
 
 /// What is known of the KV since the grant.
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 struct Transfer {
     generation: Generation,
     named: PieceSet,

@@ -3,7 +3,7 @@
 //! module above is checked on the way.
 
 use std::{
-    collections::{HashSet, VecDeque},
+    collections::{BTreeSet, VecDeque},
     time::{Duration, Instant},
 };
 
@@ -24,7 +24,7 @@ const LIMITS: Limits =
 
 /// What may happen next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Event {
+pub(super) enum Event {
     ToPrefill,
     ToDecode,
     Reserved,
@@ -42,6 +42,34 @@ enum Event {
     PushFails,
     RouteFails,
     WrongBytes,
+    // A peer, or what is between, that does not keep the protocol.
+    RepeatToPrefill,
+    RepeatToDecode,
+    SwapToPrefill,
+    SwapToDecode,
+    // What never comes, and does not say so: only deadlines help.
+    NoBlocks,
+    EngineHangs,
+    Partition,
+    PrefillDies,
+    /// It dies, and another life reads what the old one had not read.
+    PrefillRestarts,
+}
+
+/// What a driver of the machines could do wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Flaw {
+    /// Takes everything to be right that was said to be written.
+    VerifiesNothing,
+    ForgetsToRevoke,
+    RevokesTwice,
+    /// Gives blocks away that a peer which maps them may still write.
+    FreesBeforeTheFence,
+    ReleasesTwice,
+    /// Says that it has stopped when it was told to.
+    SaysStoppedAtOnce,
+    /// The clocks of both sides stand still.
+    NeverTicks,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,20 +86,24 @@ enum Blocks {
 
 /// A sequence, and the blocks of both sides.
 #[derive(Clone, Copy, Debug)]
-struct Sizes {
-    num_tokens: usize,
-    prefill_block_size: usize,
-    decode_block_size: usize,
+pub(super) struct Sizes {
+    pub(super) num_tokens: usize,
+    pub(super) prefill_block_size: usize,
+    pub(super) decode_block_size: usize,
 }
 
 impl Sizes {
     /// Blocks of one token on both sides.
-    fn blocks(num_blocks: usize) -> Sizes {
+    pub(super) fn blocks(num_blocks: usize) -> Sizes {
         Sizes { num_tokens: num_blocks, prefill_block_size: 1, decode_block_size: 1 }
     }
 }
 
-struct World {
+#[derive(Clone, Debug)]
+pub(super) struct World {
+    /// Whether writers map the blocks, or D's own threads place what they send.
+    is_one_sided: bool,
+    flaw: Option<Flaw>,
     now: Instant,
     sizes: Sizes,
     decode: decode::DecodeHandoff,
@@ -84,13 +116,15 @@ struct World {
     to_decode: VecDeque<PrefillMessage<u32>>,
     decode_hung_up: bool,
     prefill_hung_up: bool,
+    /// What is sent is lost, and nobody notices.
+    is_partitioned: bool,
     /// Told of the end of the stream: prefill, decode.
     heard_end: [bool; 2],
     // D's engine and data plane.
     is_reserving: bool,
     blocks: Blocks,
     verifying: VecDeque<Vec<Piece>>,
-    verified: HashSet<(u32, u32)>,
+    verified: BTreeSet<(u32, u32)>,
     // P's engine and data plane.
     engine: VecDeque<prefill::Input<u32>>,
     is_routing: bool,
@@ -110,6 +144,16 @@ struct World {
 
 impl World {
     fn new(sizes: Sizes, num_cached_blocks: usize, incarnation: u64) -> World {
+        World::with(sizes, num_cached_blocks, incarnation, true, None)
+    }
+
+    pub(super) fn with(
+        sizes: Sizes,
+        num_cached_blocks: usize,
+        incarnation: u64,
+        is_one_sided: bool,
+        flaw: Option<Flaw>,
+    ) -> World {
         let Sizes { num_tokens, prefill_block_size, decode_block_size: block_size } = sizes;
         let now = Instant::now();
         let begin = Begin {
@@ -125,6 +169,8 @@ impl World {
         let num_blocks = begin.num_blocks();
         let (decode, actions) = decode::DecodeHandoff::begin(begin, LAYERS, LIMITS, now);
         let mut world = World {
+            is_one_sided,
+            flaw,
             now,
             sizes,
             decode,
@@ -135,11 +181,12 @@ impl World {
             to_decode: VecDeque::new(),
             decode_hung_up: false,
             prefill_hung_up: false,
+            is_partitioned: false,
             heard_end: [false; 2],
             is_reserving: false,
             blocks: Blocks::None,
             verifying: VecDeque::new(),
-            verified: HashSet::new(),
+            verified: BTreeSet::new(),
             engine: VecDeque::new(),
             is_routing: false,
             is_route_open: false,
@@ -158,7 +205,7 @@ impl World {
         world
     }
 
-    fn enabled(&self, with_faults: bool) -> Vec<Event> {
+    pub(super) fn enabled(&self, with_faults: bool) -> Vec<Event> {
         let prefill_hears = !self.to_prefill.is_empty() || (self.decode_hung_up && !self.heard_end[0]);
         let decode_hears = !self.to_decode.is_empty() || (self.prefill_hung_up && !self.heard_end[1]);
         let mut events = Vec::new();
@@ -167,14 +214,15 @@ impl World {
                 events.push(event);
             }
         };
-        offer(Event::ToPrefill, prefill_hears && !self.prefill.is_over());
-        offer(Event::ToDecode, decode_hears && !self.decode.is_over());
+        let is_whole = !self.is_partitioned;
+        offer(Event::ToPrefill, is_whole && prefill_hears && !self.prefill.is_over());
+        offer(Event::ToDecode, is_whole && decode_hears && !self.decode.is_over());
         offer(Event::Reserved, self.is_reserving);
         offer(Event::Verified, !self.verifying.is_empty());
         offer(Event::Engine, !self.engine.is_empty());
         offer(Event::Routed, self.is_routing);
         offer(Event::Pushed, !self.pushing.is_empty());
-        offer(Event::Idle, self.is_stopping && self.pushing.is_empty());
+        offer(Event::Idle, self.is_stopping && self.pushing.is_empty() && !self.is_routing);
         if with_faults {
             let time = !self.decode.is_over() || !self.prefill.is_over();
             offer(Event::Time, time);
@@ -185,11 +233,20 @@ impl World {
             offer(Event::PushFails, !self.pushing.is_empty());
             offer(Event::RouteFails, self.is_routing);
             offer(Event::WrongBytes, !self.verifying.is_empty());
+            offer(Event::RepeatToPrefill, !self.to_prefill.is_empty());
+            offer(Event::RepeatToDecode, !self.to_decode.is_empty());
+            offer(Event::SwapToPrefill, self.to_prefill.len() > 1);
+            offer(Event::SwapToDecode, self.to_decode.len() > 1);
+            offer(Event::NoBlocks, self.is_reserving);
+            offer(Event::EngineHangs, !self.engine.is_empty());
+            offer(Event::Partition, !self.is_partitioned);
+            offer(Event::PrefillDies, !self.prefill.is_over());
+            offer(Event::PrefillRestarts, self.num_computes == 0 && !self.prefill.is_over());
         }
         events
     }
 
-    fn happen(&mut self, event: Event, nth: usize) {
+    pub(super) fn happen(&mut self, event: Event, nth: usize) {
         match event {
             Event::ToPrefill => {
                 let input = match self.to_prefill.pop_front() {
@@ -249,6 +306,10 @@ impl World {
             Event::Routed => {
                 self.is_routing = false;
                 self.is_route_open = self.blocks == Blocks::Granted;
+                if self.is_stopping {
+                    // Opened for nobody; it is closed before the route is idle.
+                    return;
+                }
                 let result = match self.is_route_open {
                     true => Ok(()),
                     false => Err(RouteError::Unreachable("revoked".into())),
@@ -257,16 +318,17 @@ impl World {
             }
             Event::RouteFails => {
                 self.is_routing = false;
+                if self.is_stopping {
+                    return;
+                }
                 self.give_prefill(prefill::Input::Routed(Err(RouteError::Unreachable("no".into()))));
             }
             Event::Pushed => {
                 let writes = self.pushing.swap_remove(nth % self.pushing.len());
-                // The one thing that must never be: bytes into memory that is somebody else's.
-                assert!(
-                    matches!(self.blocks, Blocks::Granted | Blocks::Quarantined),
-                    "late write into {:?} blocks",
-                    self.blocks
-                );
+                if !self.write() {
+                    self.give_prefill(prefill::Input::Pushed(Err(PushError::Revoked)));
+                    return;
+                }
                 let pieces = writes
                     .iter()
                     .map(|w| Piece { block_idx: w.block_idx, layer_idx: w.layer_idx, checksum: 0 })
@@ -277,6 +339,38 @@ impl World {
             Event::PushFails => {
                 self.pushing.swap_remove(nth % self.pushing.len());
                 self.give_prefill(prefill::Input::Pushed(Err(PushError::Revoked)));
+            }
+            Event::NoBlocks => self.is_reserving = false,
+            Event::EngineHangs => self.engine.clear(),
+            Event::Partition => {
+                self.is_partitioned = true;
+                self.to_prefill.clear();
+                self.to_decode.clear();
+            }
+            Event::RepeatToPrefill => self.to_prefill.push_front(self.to_prefill[0].clone()),
+            Event::RepeatToDecode => self.to_decode.push_front(self.to_decode[0].clone()),
+            Event::SwapToPrefill => self.to_prefill.swap(0, 1),
+            Event::SwapToDecode => self.to_decode.swap(0, 1),
+            Event::PrefillDies | Event::PrefillRestarts => {
+                let has_read = self.prefill_outcomes.len();
+                self.prefill_hung_up = true;
+                self.engine.clear();
+                self.pushing.clear();
+                (self.is_routing, self.is_stopping) = (false, false);
+                self.close_route();
+                if event == Event::PrefillRestarts && has_read == 0 && !self.decode_hung_up {
+                    // The stream begins anew with what was not read.
+                    self.prefill_hung_up = false;
+                    self.prefill = prefill::PrefillHandoff::new(
+                        6,
+                        self.sizes.prefill_block_size,
+                        LAYERS,
+                        LIMITS,
+                        self.now,
+                    );
+                } else {
+                    self.bury_prefill();
+                }
             }
             Event::Idle => {
                 self.is_stopping = false;
@@ -300,7 +394,36 @@ impl World {
         }
     }
 
+    /// The one thing that must never be: bytes in memory that is somebody else's. Whether they landed.
+    fn write(&mut self) -> bool {
+        // D's own threads look first.
+        if !self.is_one_sided && self.blocks != Blocks::Granted {
+            return false;
+        }
+        assert!(
+            matches!(self.blocks, Blocks::Granted | Blocks::Quarantined),
+            "late write into {:?} blocks",
+            self.blocks
+        );
+        true
+    }
+
+    /// A dead worker says nothing more and holds nothing more.
+    fn bury_prefill(&mut self) {
+        while !self.prefill.is_over() {
+            let over: Vec<prefill::Action<u32>> =
+                self.prefill.on(prefill::Input::StreamClosed("dead".into()), self.now);
+            drop(over);
+            let _: Vec<prefill::Action<u32>> = self.prefill.on(prefill::Input::Idle, self.now);
+        }
+        (self.prefill_outcomes, self.prefill_closes) = (vec![false], 1);
+        self.num_releases = self.num_computes;
+    }
+
     fn give_decode(&mut self, input: decode::Input<u32>) {
+        if self.flaw == Some(Flaw::NeverTicks) && matches!(input, decode::Input::Tick) {
+            return;
+        }
         let actions = self.decode.on(input, self.now);
         self.obey_decode(actions);
         assert_eq!(self.decode.deadline().is_some(), !self.decode.is_over());
@@ -312,7 +435,7 @@ impl World {
             assert!(self.decode_closes == 0 || matches!(action, A::Revoke(_)), "{action:?} after Close");
             match action {
                 A::Send(message) => {
-                    if !self.decode_hung_up {
+                    if !self.decode_hung_up && !self.is_partitioned {
                         self.to_prefill.push_back(message);
                     }
                 }
@@ -321,10 +444,17 @@ impl World {
                     assert!(self.decode_outcomes.is_empty());
                     self.num_tokens += 1;
                 }
+                A::Verify(pieces) if self.flaw == Some(Flaw::VerifiesNothing) => {
+                    let num_pieces = pieces.len();
+                    self.give_decode(decode::Input::Verified { num_pieces, result: Ok(()) });
+                }
                 A::Verify(pieces) => self.verifying.push_back(pieces),
+                A::Revoke(_) if self.flaw == Some(Flaw::ForgetsToRevoke) => {}
                 A::Revoke(generation) => {
-                    assert_eq!((generation, self.blocks), (GENERATION, Blocks::Granted), "revoked once");
-                    self.blocks = if self.is_route_open { Blocks::Quarantined } else { Blocks::Released };
+                    self.revoke(generation);
+                    if self.flaw == Some(Flaw::RevokesTwice) {
+                        self.revoke(generation);
+                    }
                 }
                 A::WriterStopped(_) => {
                     assert!(!self.is_route_open && self.pushing.is_empty(), "Stopped was not true");
@@ -350,7 +480,19 @@ impl World {
         }
     }
 
+    fn revoke(&mut self, generation: Generation) {
+        assert_eq!((generation, self.blocks), (GENERATION, Blocks::Granted), "revoked once");
+        let is_fenced = !(self.is_one_sided && self.is_route_open);
+        self.blocks = match is_fenced || self.flaw == Some(Flaw::FreesBeforeTheFence) {
+            true => Blocks::Released,
+            false => Blocks::Quarantined,
+        };
+    }
+
     fn give_prefill(&mut self, input: prefill::Input<u32>) {
+        if self.flaw == Some(Flaw::NeverTicks) && matches!(input, prefill::Input::Tick) {
+            return;
+        }
         let actions = self.prefill.on(input, self.now);
         self.obey_prefill(actions);
         assert_eq!(self.prefill.deadline().is_some(), !self.prefill.is_over());
@@ -374,19 +516,22 @@ impl World {
                     if message == PrefillMessage::Stopped {
                         assert!(!self.is_route_open && self.pushing.is_empty(), "not stopped");
                     }
-                    if !self.prefill_hung_up {
+                    if !self.prefill_hung_up && !self.is_partitioned {
                         self.to_decode.push_back(message);
                     }
                 }
                 A::Finish(result) => self.prefill_outcomes.push(result.is_ok()),
                 A::Stop => {
                     self.engine.clear();
-                    self.is_routing = false;
                     self.is_stopping = true;
                     self.was_stopped = true;
+                    if self.flaw == Some(Flaw::SaysStoppedAtOnce) && !self.prefill_hung_up {
+                        self.to_decode.push_back(PrefillMessage::Stopped);
+                    }
                 }
                 A::Release => {
                     self.num_releases += 1;
+                    self.num_releases += usize::from(self.flaw == Some(Flaw::ReleasesTwice));
                     let was_good = self.prefill_outcomes == [true];
                     assert!(self.was_stopped || (was_good && self.pushing.is_empty()));
                     // The route goes, but what it has begun to write it finishes writing.
@@ -400,6 +545,30 @@ impl World {
                 }
             }
         }
+    }
+
+    /// How many different things `event` may be: which push ends, what of the stream is lost.
+    pub(super) fn num_ways(&self, event: Event) -> usize {
+        match event {
+            Event::Pushed | Event::PushFails => self.pushing.len(),
+            // See `happen`.
+            Event::Break => 6,
+            _ => 1,
+        }
+    }
+
+    /// A number for this state, for those who have seen it before.
+    pub(super) fn fingerprint(&self) -> u128 {
+        struct Hasher(xxhash_rust::xxh3::Xxh3);
+        impl std::fmt::Write for Hasher {
+            fn write_str(&mut self, text: &str) -> std::fmt::Result {
+                self.0.update(text.as_bytes());
+                Ok(())
+            }
+        }
+        let mut hasher = Hasher(xxhash_rust::xxh3::Xxh3::new());
+        std::fmt::Write::write_fmt(&mut hasher, format_args!("{self:?}")).expect("hashing does not fail");
+        hasher.0.digest128()
     }
 
     fn compute(&mut self) {
@@ -432,7 +601,7 @@ impl World {
     }
 
     /// Lets everything come to its end, without further faults but the passing of time.
-    fn settle(&mut self) {
+    pub(super) fn settle(&mut self) {
         for _ in 0..1000 {
             let event = match self.enabled(false).first() {
                 Some(&event) => event,
@@ -448,7 +617,7 @@ impl World {
         panic!("no end in sight");
     }
 
-    fn check_end(&self) {
+    pub(super) fn check_end(&self) {
         assert_eq!(self.decode_outcomes.len(), 1, "one outcome at D");
         assert_eq!(self.decode_closes, 1);
         assert_eq!(self.prefill_outcomes.len(), 1, "one outcome at P");

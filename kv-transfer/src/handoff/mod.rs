@@ -36,6 +36,8 @@ mod decode_scripts;
 #[cfg(test)]
 mod exchange;
 #[cfg(test)]
+mod explorer;
+#[cfg(test)]
 mod prefill_scripts;
 
 use std::time::Duration;

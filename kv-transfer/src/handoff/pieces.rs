@@ -2,6 +2,7 @@
 
 /// Bits for `num_blocks` x `num_layers` pieces.
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 pub(super) struct PieceSet {
     bits: Vec<u64>,
     num_blocks: usize,

@@ -109,6 +109,7 @@ enum State {
 
 /// The prefill worker's side of one handoff. See the module's picture.
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 pub struct PrefillHandoff {
     state: State,
     incarnation: u64,
@@ -128,6 +129,7 @@ pub struct PrefillHandoff {
 }
 
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 struct Granted {
     generation: Generation,
     num_cached_blocks: usize,

@@ -18,6 +18,7 @@ use crate::message::Source;
 
 /// What P knows of its own blocks, and what follows from that for D's.
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 pub(super) struct Sides {
     num_tokens: usize,
     own_block_size: usize,

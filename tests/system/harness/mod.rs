@@ -38,6 +38,7 @@ pub(crate) struct ClusterBuilder {
     worker_flags: Vec<String>,
     prefill_flags: Vec<String>,
     decode_flags: Vec<String>,
+    flags_of: BTreeMap<String, Vec<String>>,
 }
 
 impl ClusterBuilder {
@@ -77,6 +78,12 @@ impl ClusterBuilder {
         self
     }
 
+    /// Flags of one worker, such as "decode-0".
+    pub(crate) fn flags_of(mut self, name: &str, flags: &str) -> Self {
+        self.flags_of.insert(name.to_owned(), flags.split_whitespace().map(str::to_owned).collect());
+        self
+    }
+
     /// Starts everything and waits until all workers are known to the router.
     pub(crate) async fn start(self) -> Cluster {
         let turn = TURN.lock().await;
@@ -109,7 +116,8 @@ impl ClusterBuilder {
                     "--kv-memory".to_owned(),
                     "64M".to_owned(),
                 ]);
-                args.extend(discovery.iter().chain(&self.worker_flags).chain(flags).cloned());
+                let own = self.flags_of.get(&name).into_iter().flatten();
+                args.extend(discovery.iter().chain(&self.worker_flags).chain(flags).chain(own).cloned());
                 commands.insert(name, args);
             }
         }
@@ -152,12 +160,21 @@ impl Cluster {
             worker_flags: Vec::new(),
             prefill_flags: Vec::new(),
             decode_flags: Vec::new(),
+            flags_of: BTreeMap::new(),
         }
     }
 
     pub(crate) fn kill(&mut self, name: &str) {
         let mut process = self.processes.remove(name).unwrap_or_else(|| panic!("no process {name}"));
         process.kill();
+    }
+
+    pub(crate) fn signal(&self, name: &str, signal: libc::c_int) {
+        self.processes[name].signal(signal);
+    }
+
+    pub(crate) fn pid(&self, name: &str) -> i32 {
+        self.processes[name].pid()
     }
 
     pub(crate) fn start_again(&mut self, name: &str) {

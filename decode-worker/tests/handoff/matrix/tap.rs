@@ -241,7 +241,7 @@ impl Shared {
             let mut data = self.data.lock().await;
             if !data.contains_key(&tcp.address) {
                 let target = tcp.address.parse().expect("an address of this host");
-                data.insert(tcp.address.clone(), Arc::new(Wire::to(target).await));
+                data.insert(tcp.address.clone(), Arc::new(Wire::recording(target).await));
             }
             tcp.address = data[&tcp.address].address.to_string();
         }

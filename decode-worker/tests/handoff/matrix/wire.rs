@@ -35,12 +35,21 @@ struct Shared {
     flips_next: AtomicBool,
     /// Bytes that came while nothing passed.
     num_kept: watch::Sender<usize>,
-    /// What clients sent, by connection.
-    sent: Mutex<Vec<Vec<u8>>>,
+    /// What clients sent, by connection; `None` when it is not to be sent again.
+    sent: Option<Mutex<Vec<Vec<u8>>>>,
 }
 
 impl Wire {
     pub(super) async fn to(target: SocketAddr) -> Wire {
+        Wire::start(target, None).await
+    }
+
+    /// One that remembers what clients send, for [`Wire::replay`].
+    pub(super) async fn recording(target: SocketAddr) -> Wire {
+        Wire::start(target, Some(Mutex::default())).await
+    }
+
+    async fn start(target: SocketAddr, sent: Option<Mutex<Vec<Vec<u8>>>>) -> Wire {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
         let address = listener.local_addr().expect("it is bound");
         let shared = Arc::new(Shared {
@@ -49,7 +58,7 @@ impl Wire {
             num_resets: watch::Sender::new(0),
             flips_next: AtomicBool::new(false),
             num_kept: watch::Sender::new(0),
-            sent: Mutex::default(),
+            sent,
         });
         let task = tokio::spawn(accept(listener, Arc::clone(&shared)));
         Wire { address, shared, task }
@@ -83,7 +92,8 @@ impl Wire {
 
     /// Sends what every client has sent once more, on connections of its own.
     pub(super) async fn replay(&self) {
-        let sent = self.shared.sent.lock().expect("no panic").clone();
+        let sent = self.shared.sent.as_ref().expect("a wire that records");
+        let sent = sent.lock().expect("no panic").clone();
         for bytes in sent {
             let mut stream = TcpStream::connect(self.shared.target).await.expect("the target listens");
             stream.write_all(&bytes).await.expect("the target reads");
@@ -119,11 +129,11 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
 
 async fn carry(shared: &Shared, mut client: TcpStream, mut server: TcpStream) {
     let _ = (client.set_nodelay(true), server.set_nodelay(true));
-    let idx = {
-        let mut sent = shared.sent.lock().expect("no panic");
+    let idx = shared.sent.as_ref().map_or(0, |sent| {
+        let mut sent = sent.lock().expect("no panic");
         sent.push(Vec::new());
         sent.len() - 1
-    };
+    });
     if exchange(shared, idx, &mut client, &mut server).await.is_err() {
         let _ = (client.set_zero_linger(), server.set_zero_linger());
     }
@@ -148,7 +158,9 @@ async fn exchange(
             if shared.flips_next.swap(false, Ordering::SeqCst) {
                 *bytes.last_mut().expect("not empty") ^= 4;
             }
-            shared.sent.lock().expect("no panic")[idx].extend_from_slice(bytes);
+            if let Some(sent) = &shared.sent {
+                sent.lock().expect("no panic")[idx].extend_from_slice(bytes);
+            }
             server_write.write_all(bytes).await?;
             num_up = 0;
         }
