@@ -14,9 +14,9 @@ fn kv_that_travelled_smaller_recalls_what_it_did() {
     let options = LoadOptions { activations: Activations::F32, ..LoadOptions::default() };
     let bounds = [
         (WireFormat::AsIs, 0.98, 0.0),
-        (WireFormat::Int8, 0.98, 3e-4),
+        (WireFormat::Int8, 0.98, 1e-4),
         (WireFormat::Fp8, 0.97, 1e-3),
-        (WireFormat::Int4, 0.95, 3e-2),
+        (WireFormat::Int4, 0.97, 1e-2),
     ];
     let compressions = bounds.map(|(wire, right, divergence)| Compression {
         name: wire.name(),

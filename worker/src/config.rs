@@ -34,7 +34,7 @@ pub struct WorkerConfig {
     pub block_size: usize,
     /// Type of KV elements. `None`: that of the weights.
     pub kv_dtype: Option<KvDtype>,
-    /// How KV travels to or from other hosts. `None`: as the other worker likes.
+    /// How KV travels over TCP. `None`: as the other worker likes.
     pub kv_wire: Option<WireFormat>,
     /// Sequences that run at once.
     pub max_running: usize,

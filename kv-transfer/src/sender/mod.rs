@@ -158,8 +158,8 @@ impl Sender {
         self.route_to(&own, WireFormat::AsIs, generation, offers, keep).await
     }
 
-    /// A way to the blocks of a grant, which hold `peer` of the model's KV. On a network pieces travel as `wire` says,
-    /// where that is smaller than they are; in shared memory nothing travels.
+    /// A way to the blocks of a grant, which hold `peer` of the model's KV. Over TCP pieces travel as `wire` says,
+    /// where that is smaller than they are; what is written one-sidedly stays as it is.
     ///
     /// # Errors
     /// When there is none, or KV cannot go there. `keep` is dropped then.

@@ -1,8 +1,11 @@
 //! How vectors are rounded and widened, for every instruction set that the processor may have.
 //!
 //! Each operation is written once, as loops without branches, and compiled for AVX-512, for AVX2 and for what every
-//! processor has; the compiler makes vectors of them. Nothing is computed in another order or with another rounding,
+//! processor has; the compiler makes vectors of them, but for a few (`avx512.rs`). Nothing is computed in another order or with another rounding,
 //! so that all agree to the bit, and any of them can be the others' reference.
+
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 
 use crate::{KvDtype, e4m3, wire::INT4_GROUP};
 
@@ -11,6 +14,8 @@ const INT8_MAX: f32 = 127.0;
 
 /// Likewise, of four bits.
 const INT4_MAX: f32 = 7.0;
+/// To this a number is added to have steps of one: its lowest bits are then eight more than the number.
+const INT4_SHIFTED: f32 = 12_582_912.0 + 8.0;
 
 /// What the loops are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +94,7 @@ impl Isa {
         match self {
             // SAFETY: `detect` has found the instructions.
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => unsafe { store_int4_avx512(vectors, head_dim, codes, scales) },
+            Isa::Avx512 => unsafe { avx512::store_int4(vectors, head_dim, codes, scales) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => unsafe { store_int4_avx2(vectors, head_dim, codes, scales) },
@@ -102,7 +107,7 @@ impl Isa {
         match self {
             // SAFETY: `detect` has found the instructions.
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => unsafe { load_int4_avx512(codes, scales, head_dim, vectors) },
+            Isa::Avx512 => unsafe { avx512::load_int4(codes, scales, head_dim, vectors) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => unsafe { load_int4_avx2(codes, scales, head_dim, vectors) },
@@ -112,21 +117,9 @@ impl Isa {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl")]
-fn store_int4_avx512(vectors: &[f32], head_dim: usize, codes: &mut [u8], scales: &mut [u8]) {
-    store_int4(vectors, head_dim, codes, scales);
-}
-
-#[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn store_int4_avx2(vectors: &[f32], head_dim: usize, codes: &mut [u8], scales: &mut [u8]) {
     store_int4(vectors, head_dim, codes, scales);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl")]
-fn load_int4_avx512(codes: &[u8], scales: &[u8], head_dim: usize, vectors: &mut [f32]) {
-    load_int4(codes, scales, head_dim, vectors);
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -138,6 +131,9 @@ fn load_int4_avx2(codes: &[u8], scales: &[u8], head_dim: usize, vectors: &mut [f
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl")]
 fn store_avx512(dtype: KvDtype, vectors: &[f32], head_dim: usize, elements: &mut [u8], scales: &mut [u8]) {
+    if dtype == KvDtype::Fp8 {
+        return avx512::store_fp8(vectors, head_dim, elements, scales);
+    }
     store(dtype, vectors, head_dim, elements, scales);
 }
 
@@ -271,7 +267,7 @@ fn load_int4_group(codes: &[u8], scale: [u8; 2], numbers: &mut [f32]) {
 #[inline(always)]
 fn int4_bits(x: f32, inverse: f32) -> u8 {
     // The sum has steps of one, and ends with the whole number. What is no number becomes any.
-    (x * inverse + (12_582_912.0 + 8.0)).to_bits() as u8 & 15
+    (x * inverse + INT4_SHIFTED).to_bits() as u8 & 15
 }
 
 #[inline(always)]
@@ -296,6 +292,12 @@ fn scale_of(vector: &[f32], largest_code: f32) -> f32 {
     for x in vector {
         largest = largest.max(x.to_bits() & 0x7fff_ffff);
     }
+    scale_from(largest, largest_code)
+}
+
+/// The same by the bits of the largest magnitude.
+#[inline(always)]
+fn scale_from(largest: u32, largest_code: f32) -> f32 {
     if largest >= f32::INFINITY.to_bits() {
         return f32::NAN;
     }
@@ -406,14 +408,15 @@ mod tests {
     #[test]
     fn every_instruction_set_gives_the_same_four_bits() {
         for head_dim in [1usize, 17, 32, 33, 64, 80, 128] {
-            let vectors: Vec<f32> = (0..3 * head_dim).map(|n| (n as f32).sin() * 3.0).collect();
+            let mut vectors: Vec<f32> = (0..3 * head_dim).map(|n| (n as f32).sin() * 3.0).collect();
+            vectors[head_dim / 2] = f32::INFINITY;
             let results = available().into_iter().map(|isa| {
                 let mut codes = vec![0xa5; 3 * head_dim.div_ceil(2)];
                 let mut scales = vec![0xa5; 3 * head_dim.div_ceil(INT4_GROUP) * 2];
                 isa.store_int4(&vectors, head_dim, &mut codes, &mut scales);
                 let mut read = vec![0.0; vectors.len()];
                 isa.load_int4(&codes, &scales, head_dim, &mut read);
-                (codes, scales, read)
+                (codes, scales, read.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
             });
             let results: Vec<_> = results.collect();
             assert!(results.iter().all(|result| *result == results[0]), "{head_dim}");
