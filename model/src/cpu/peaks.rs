@@ -81,7 +81,7 @@ impl Peaks {
 kernel! {
     /// # Safety
     /// None beyond the instruction set.
-    fn fma_loop / fmas (rounds: usize) -> f32
+    pub(super) fn fma_loop / fmas (rounds: usize) -> f32
 }
 
 #[inline(always)]
