@@ -35,6 +35,7 @@ macro_rules! conformance {
         }
     };
 }
+pub(crate) use conformance;
 
 conformance!(
     pushed_pieces_arrive_verify_and_are_counted,

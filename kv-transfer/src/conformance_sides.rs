@@ -7,6 +7,7 @@ use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout, KvShard, WireForm
 
 use crate::{
     PieceWrite, PushError, RouteError, Source, TransportKind,
+    conformance::conformance,
     testing::{Fabric, Guards, LAYOUT, bytes, fill, soon},
 };
 
@@ -266,27 +267,6 @@ async fn kv_that_cannot_go_there_finds_no_route(kind: TransportKind) {
             .unwrap();
     let src = Source::Block(BlockId(1));
     soon(route.push(vec![PieceWrite { layer_idx: 0, block_idx: 0, src, dst: BlockId(1) }])).await.unwrap();
-}
-
-macro_rules! conformance {
-    ($($name:ident),* $(,)?) => {
-        mod rdma {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $name() {
-                if crate::testing::has_rdma() {
-                    super::$name(crate::TransportKind::Rdma).await;
-                }
-            })*
-        }
-        mod tcp {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $name() { super::$name(crate::TransportKind::Tcp).await })*
-        }
-        mod shm {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $name() { super::$name(crate::TransportKind::Shm).await })*
-        }
-    };
 }
 
 conformance!(
