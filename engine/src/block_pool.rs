@@ -30,6 +30,8 @@ pub struct BlockPool {
     by_hash: HashMap<BlockHash, BlockId>,
     /// Counts releases into the cache.
     clock: u64,
+    /// Blocks from the front of which the last, and perhaps more, were allocated at some time.
+    num_used: usize,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -68,6 +70,7 @@ impl BlockPool {
             evictable: BTreeMap::new(),
             by_hash: HashMap::new(),
             clock: 0,
+            num_used: 0,
         }
     }
 
@@ -79,6 +82,11 @@ impl BlockPool {
     /// Blocks that [`allocate`](Self::allocate) can give.
     pub fn num_available(&self) -> usize {
         self.free.len() + self.evictable.len()
+    }
+
+    /// The first so many blocks hold all that were ever allocated.
+    pub fn num_used(&self) -> usize {
+        self.num_used
     }
 
     /// Whether nobody owns `block`: acquiring it makes one fewer available.
@@ -95,6 +103,7 @@ impl BlockPool {
         let block = &mut self.blocks[id.idx()];
         debug_assert!(block.num_owners == 0 && block.hash.is_none());
         block.num_owners = 1;
+        self.num_used = self.num_used.max(id.idx() + 1);
         Some(id)
     }
 

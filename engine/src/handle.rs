@@ -73,7 +73,8 @@ pub fn start(
         }),
     };
     let live = LiveRequests::new(&config, &layout, commands, draft_counters);
-    let step_loop = StepLoop::new(executor, speculator, storage, live, inbox, load_sender, config.clock);
+    let step_loop = StepLoop::new(executor, speculator, storage, live, inbox, load_sender, config.clock)
+        .map_err(|source| StartError::Thread { source })?;
     let thread = std::thread::Builder::new()
         .name("engine".into())
         .spawn(|| step_loop.run())

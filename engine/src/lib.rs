@@ -27,6 +27,7 @@ mod config;
 pub mod events;
 pub mod handle;
 mod live;
+mod pages;
 pub mod plan;
 pub mod request;
 pub mod sampler;

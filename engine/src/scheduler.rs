@@ -250,6 +250,11 @@ impl Scheduler {
         self.pool.num_blocks()
     }
 
+    /// The first so many blocks hold all that were ever in use.
+    pub fn num_used_blocks(&self) -> usize {
+        self.pool.num_used()
+    }
+
     /// Tokens that this engine will have to compute before everything here decodes.
     pub fn num_queued_tokens(&self) -> usize {
         let waiting = self.waiting.iter().filter(|sequence| sequence.role != Role::Decode);

@@ -10,7 +10,7 @@
 
 use std::{
     any::Any,
-    mem,
+    io, mem,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
@@ -28,6 +28,7 @@ use crate::{
     events::{EngineError, PrefillEvent, Sink},
     handle::EngineLoad,
     live::LiveRequests,
+    pages::PagesAhead,
     plan::Plan,
     speculation::Speculator,
 };
@@ -35,6 +36,7 @@ use crate::{
 pub(crate) struct StepLoop {
     executor: Box<dyn Executor>,
     storage: Arc<BlockStorage>,
+    pages: PagesAhead,
     vocab_size: usize,
     live: LiveRequests,
     speculator: Option<Speculator>,
@@ -58,6 +60,8 @@ enum Next {
 }
 
 impl StepLoop {
+    /// # Errors
+    /// When there is no thread to be had.
     pub(crate) fn new(
         executor: Box<dyn Executor>,
         speculator: Option<Speculator>,
@@ -66,10 +70,11 @@ impl StepLoop {
         inbox: Receiver<Command>,
         load: watch::Sender<EngineLoad>,
         clock: fn() -> Instant,
-    ) -> StepLoop {
+    ) -> io::Result<StepLoop> {
         let vocab_size = executor.vocab_size();
-        StepLoop {
+        Ok(StepLoop {
             executor,
+            pages: PagesAhead::start(storage.clone())?,
             storage,
             vocab_size,
             live,
@@ -78,7 +83,7 @@ impl StepLoop {
             inbox,
             load,
             clock,
-        }
+        })
     }
 
     /// Runs until shutdown or until the executor fails.
@@ -142,6 +147,7 @@ impl StepLoop {
     fn step(&mut self) -> Result<bool, EngineError> {
         let mut plan = mem::take(&mut self.plan);
         self.live.plan(&mut plan);
+        self.pages.used(self.live.scheduler.num_used_blocks());
         // Whoever is told that it runs finds itself counted, and its place in the queue free.
         self.publish_load();
         for admission in &plan.admitted {

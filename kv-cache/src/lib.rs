@@ -1,7 +1,7 @@
 //! What a KV cache is made of: blocks and their names ([`BlockId`], [`BlockHash`]), how a block's
 //! bytes are arranged ([`KvLayout`]), divided ([`KvShard`]) and rounded ([`KvDtype`]), which of them belong
-//! where on another side ([`KvMapping`]), how they are coded where the way is narrow ([`WireCodec`]), what two workers must agree on to exchange them ([`KvFormat`]),
-//! and the memory that holds them ([`BlockStorage`]).
+//! where on another side ([`KvMapping`]), how they are coded where the way is narrow ([`WireCodec`]), what two workers must
+//! agree on to exchange them ([`KvFormat`]), and the memory that holds them ([`BlockStorage`]).
 //!
 //! It does not know who owns which block (that is the engine's block pool), nor how blocks travel
 //! (`kv-transfer`).
@@ -14,6 +14,7 @@ mod layout;
 pub mod mapping;
 #[cfg(test)]
 mod mapping_grid;
+mod pages;
 mod rounding;
 mod shard;
 mod storage;

@@ -6,11 +6,15 @@
 
 use std::{
     io,
+    ops::Range,
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
-    ptr::NonNull,
+    ptr::{self, NonNull},
 };
 
-use crate::{BlockId, KvLayout};
+use crate::{
+    BlockId, KvLayout,
+    pages::{self, HUGE_PAGE},
+};
 
 /// Memory of `num_blocks` blocks of one [`KvLayout`], zeroed at first.
 #[derive(Debug)]
@@ -77,21 +81,7 @@ impl BlockStorage {
 
     fn map(fd: OwnedFd, layout: KvLayout, num_blocks: usize) -> io::Result<BlockStorage> {
         let size_bytes = size_bytes(&layout, num_blocks)?;
-        // SAFETY: a fresh mapping of an owned descriptor; the result is checked.
-        let base = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                size_bytes,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                fd.as_raw_fd(),
-                0,
-            )
-        };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let base = NonNull::new(base.cast()).expect("mmap does not return null without MAP_FIXED");
+        let base = map_aligned(&fd, size_bytes)?;
         Ok(BlockStorage { base, fd, layout, num_blocks })
     }
 
@@ -103,6 +93,28 @@ impl BlockStorage {
     /// Blocks that fit.
     pub fn num_blocks(&self) -> usize {
         self.num_blocks
+    }
+
+    /// Bytes of all blocks.
+    pub fn size_bytes(&self) -> usize {
+        self.num_blocks * self.layout.block_bytes()
+    }
+
+    /// Has the kernel supply the pages of a range of bytes now, huge ones where it can, instead of one by one as they are
+    /// touched. Contents stay as they are, and may be read and written meanwhile.
+    ///
+    /// # Errors
+    /// When the kernel cannot, or has not the memory; pages then come as they are touched.
+    ///
+    /// # Panics
+    /// When the range does not lie in the storage, or does not begin at a multiple of 2 MiB.
+    pub fn populate(&self, range: Range<usize>) -> io::Result<()> {
+        assert!(
+            range.end <= self.size_bytes() && range.start.is_multiple_of(HUGE_PAGE),
+            "no pages {range:?}"
+        );
+        // SAFETY: the range lies in the mapping, which begins at a multiple of a huge page.
+        unsafe { pages::back(self.base.as_ptr(), range) }
     }
 
     /// The memory's descriptor, to be given to a peer.
@@ -153,9 +165,42 @@ impl BlockStorage {
 
 impl Drop for BlockStorage {
     fn drop(&mut self) {
-        let size_bytes = self.num_blocks * self.layout.block_bytes();
         // SAFETY: the mapping was made with this size and nothing borrowed from it is alive.
-        unsafe { libc::munmap(self.base.as_ptr().cast(), size_bytes) };
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.size_bytes()) };
+    }
+}
+
+/// Maps the descriptor's memory at a multiple of a huge page, as only there huge pages can be mapped.
+fn map_aligned(fd: &OwnedFd, size_bytes: usize) -> io::Result<NonNull<u8>> {
+    let (access, place) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+    let too_large = || io::Error::from(io::ErrorKind::OutOfMemory);
+    let reserved_bytes =
+        size_bytes.checked_next_multiple_of(HUGE_PAGE).and_then(|size| size.checked_add(HUGE_PAGE));
+    let reserved_bytes = reserved_bytes.ok_or_else(too_large)?;
+    let reserved = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: fresh mappings, the second over a part of the first that was made for it, and the rest of the first given
+    // back; results are checked.
+    unsafe {
+        let from = libc::mmap(ptr::null_mut(), reserved_bytes, libc::PROT_NONE, reserved, -1, 0);
+        if from == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let front = from.cast::<u8>().align_offset(HUGE_PAGE);
+        let base =
+            libc::mmap(from.byte_add(front), size_bytes, access, place | libc::MAP_FIXED, fd.as_raw_fd(), 0);
+        if base == libc::MAP_FAILED {
+            let error = io::Error::last_os_error();
+            libc::munmap(from, reserved_bytes);
+            return Err(error);
+        }
+        let page = libc::sysconf(libc::_SC_PAGESIZE) as usize;
+        let end = front + size_bytes.next_multiple_of(page);
+        for (start, len) in [(0, front), (end, reserved_bytes - end)] {
+            if len > 0 {
+                libc::munmap(from.byte_add(start), len);
+            }
+        }
+        Ok(NonNull::new(base.cast()).expect("the kernel does not map at 0"))
     }
 }
 
@@ -190,6 +235,38 @@ mod tests {
             assert!(ours.layer(BlockId(2), 0).iter().all(|&byte| byte == 0));
             assert!(ours.layer(BlockId(1), 1).iter().all(|&byte| byte == 0));
         }
+    }
+
+    #[test]
+    fn memory_that_is_supplied_ahead_keeps_what_it_holds() {
+        // Several huge pages, and a rest.
+        let layout = KvLayout { num_kv_heads: 64, head_dim: 128, num_layers: 15, ..LAYOUT };
+        let storage = BlockStorage::new(layout, 3).unwrap();
+        let size = storage.size_bytes();
+        assert!(size > 2 * HUGE_PAGE && !size.is_multiple_of(HUGE_PAGE));
+        // SAFETY: this test is the only user of the mapping.
+        unsafe { storage.layer_mut(BlockId(1), 0).fill(7) };
+        match storage.populate(0..size) {
+            Ok(()) => assert_eq!(resident_pages(&storage), size.div_ceil(4096)),
+            // A kernel before 5.14.
+            Err(error) => assert_eq!(error.kind(), io::ErrorKind::InvalidInput),
+        }
+        // SAFETY: as above.
+        unsafe {
+            assert!(storage.layer(BlockId(1), 0).iter().all(|&byte| byte == 7));
+            assert!(storage.layer(BlockId(1), 1).iter().all(|&byte| byte == 0));
+            assert!(storage.layer(BlockId(2), 0).iter().all(|&byte| byte == 0));
+        }
+    }
+
+    /// Pages of 4 KiB that are in memory.
+    fn resident_pages(storage: &BlockStorage) -> usize {
+        let mut pages = vec![0u8; storage.size_bytes().div_ceil(4096)];
+        // SAFETY: the range is mapped, and there is a byte for each page.
+        let result =
+            unsafe { libc::mincore(storage.base.as_ptr().cast(), storage.size_bytes(), pages.as_mut_ptr()) };
+        assert_eq!(result, 0, "{}", io::Error::last_os_error());
+        pages.iter().filter(|page| **page & 1 != 0).count()
     }
 
     #[test]

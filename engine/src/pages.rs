@@ -1,0 +1,93 @@
+//! Keeps the memory of a pool ready a little ahead of its use, so that nobody waits for the kernel to supply pages: not
+//! the engine, and not a prefill worker that writes into them while a client waits for its token.
+
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread::{self, JoinHandle},
+};
+
+use baton_kv_cache::BlockStorage;
+
+/// Bytes that one system call is asked for: many share its fixed cost, and it ends within milliseconds.
+const STRIDE: usize = 32 << 20;
+
+/// Bytes behind the blocks in use that are kept ready. What is never used never takes memory.
+const AHEAD: usize = 64 << 20;
+
+/// What tells the thread to end.
+const STOP: usize = usize::MAX;
+
+/// A thread that keeps pages ready a little ahead of the blocks in use. It ends when this is dropped.
+#[derive(Debug)]
+pub(crate) struct PagesAhead {
+    /// Bytes from the front that shall be ready.
+    wanted: Arc<AtomicUsize>,
+    thread: Option<JoinHandle<()>>,
+    block_bytes: usize,
+    num_used: usize,
+}
+
+impl PagesAhead {
+    /// Begins with the front of `storage`.
+    ///
+    /// # Errors
+    /// When there is no thread to be had.
+    pub(crate) fn start(storage: Arc<BlockStorage>) -> io::Result<PagesAhead> {
+        let block_bytes = storage.layout().block_bytes();
+        let wanted = Arc::new(AtomicUsize::new(AHEAD));
+        let thread = {
+            let wanted = wanted.clone();
+            thread::Builder::new().name("kv-pages".into()).spawn(move || keep_ready(&storage, &wanted))?
+        };
+        Ok(PagesAhead { wanted, thread: Some(thread), block_bytes, num_used: 0 })
+    }
+
+    /// The first `num_blocks` have been used.
+    pub(crate) fn used(&mut self, num_blocks: usize) {
+        if num_blocks > self.num_used {
+            self.num_used = num_blocks;
+            self.wanted.store(num_blocks * self.block_bytes + AHEAD, Ordering::Relaxed);
+            self.wake();
+        }
+    }
+
+    fn wake(&self) {
+        if let Some(thread) = &self.thread {
+            thread.thread().unpark();
+        }
+    }
+}
+
+impl Drop for PagesAhead {
+    fn drop(&mut self) {
+        self.wanted.store(STOP, Ordering::Relaxed);
+        self.wake();
+        if let Some(thread) = self.thread.take() {
+            // It has nothing that could panic.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn keep_ready(storage: &BlockStorage, wanted: &AtomicUsize) {
+    let size = storage.size_bytes();
+    let mut ready = 0;
+    while ready < size {
+        match wanted.load(Ordering::Relaxed) {
+            STOP => return,
+            wanted if wanted <= ready => thread::park(),
+            _ => {
+                let end = size.min(ready + STRIDE);
+                if let Err(error) = storage.populate(ready..end) {
+                    tracing::debug!(%error, "the kernel supplies pages of KV memory only as they are touched");
+                    return;
+                }
+                ready = end;
+            }
+        }
+    }
+}
