@@ -647,9 +647,10 @@ impl Stored for I8 {
 /// Compiles a generic function for every instruction set and chooses by [`Isa`].
 ///
 /// `kernel! { fn name / generic(args) }` makes `unsafe fn name(isa, args)` out of
-/// `generic::<S: Simd>(args)`, which must be `#[inline(always)]`.
+/// `generic::<S: Simd>(args)`, which must be `#[inline(always)]`; `fn name / generic<Factor>(args)` out of
+/// `generic::<S, Factor>(args)`.
 macro_rules! kernel {
-    ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?) => {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident $(<$factor:ty>)? ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
         $vis unsafe fn $name(isa: $crate::cpu::simd::Isa, $($arg: $ty),*) $(-> $out)? {
@@ -658,14 +659,14 @@ macro_rules! kernel {
             #[allow(clippy::too_many_arguments)]
             unsafe fn avx512($($arg: $ty),*) $(-> $out)? {
                 // SAFETY: passed on to the caller.
-                unsafe { $generic::<$crate::cpu::simd::Avx512>($($arg),*) }
+                unsafe { $generic::<$crate::cpu::simd::Avx512 $(, $factor)?>($($arg),*) }
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
             #[allow(clippy::too_many_arguments)]
             unsafe fn avx2($($arg: $ty),*) $(-> $out)? {
                 // SAFETY: passed on to the caller.
-                unsafe { $generic::<$crate::cpu::simd::Avx2>($($arg),*) }
+                unsafe { $generic::<$crate::cpu::simd::Avx2 $(, $factor)?>($($arg),*) }
             }
             // SAFETY: an `Isa` is only made when the processor has it; the rest is the caller's.
             unsafe {
@@ -674,7 +675,7 @@ macro_rules! kernel {
                     $crate::cpu::simd::Isa::Avx512 => avx512($($arg),*),
                     #[cfg(target_arch = "x86_64")]
                     $crate::cpu::simd::Isa::Avx2 => avx2($($arg),*),
-                    $crate::cpu::simd::Isa::Portable => $generic::<$crate::cpu::simd::Portable>($($arg),*),
+                    $crate::cpu::simd::Isa::Portable => $generic::<$crate::cpu::simd::Portable $(, $factor)?>($($arg),*),
                 }
             }
         }

@@ -42,7 +42,7 @@ pair_kernel! {
     ///
     /// # Safety
     /// As [`score`]; the processor has the instruction.
-    pub(super) fn score_pairs / score_of_pairs (
+    pub(super) fn score_pairs / score_of<Bf16Pair> (
         num_queries: usize,
         positions: &Positions<'_>,
         following: &Positions<'_>,
@@ -70,37 +70,13 @@ pair_kernel! {
     ///
     /// # Safety
     /// As [`add`]; the processor has the instruction.
-    pub(super) fn add_pairs / add_of_pairs (
+    pub(super) fn add_pairs / add_of<Bf16Pair> (
         num_queries: usize,
         positions: &Positions<'_>,
         following: &Positions<'_>,
         weights: Rows<*const f32>,
         sums: Rows<*mut f32>,
     )
-}
-
-#[inline(always)]
-unsafe fn score_of_pairs<S: Words>(
-    num_queries: usize,
-    positions: &Positions<'_>,
-    following: &Positions<'_>,
-    q: Rows<*const f32>,
-    scores: Rows<*mut f32>,
-) {
-    // SAFETY: passed on to the caller.
-    unsafe { score_of::<S, Bf16Pair>(num_queries, positions, following, q, scores) }
-}
-
-#[inline(always)]
-unsafe fn add_of_pairs<S: Words>(
-    num_queries: usize,
-    positions: &Positions<'_>,
-    following: &Positions<'_>,
-    weights: Rows<*const f32>,
-    sums: Rows<*mut f32>,
-) {
-    // SAFETY: passed on to the caller.
-    unsafe { add_of::<S, Bf16Pair>(num_queries, positions, following, weights, sums) }
 }
 
 #[inline(always)]

@@ -27,7 +27,7 @@ kernel! {
     ///
     /// # Safety
     /// All is valid for these numbers.
-    pub(super) fn multiply / product_of_numbers (
+    pub(super) fn multiply / product<F32> (
         num_rows: usize,
         num_lines: usize,
         num_vectors: usize,
@@ -43,7 +43,7 @@ pair_kernel! {
     ///
     /// # Safety
     /// As [`multiply`]; the processor has the instruction.
-    pub(super) fn multiply_pairs / product_of_pairs (
+    pub(super) fn multiply_pairs / product<Bf16Pair> (
         num_rows: usize,
         num_lines: usize,
         num_vectors: usize,
@@ -52,34 +52,6 @@ pair_kernel! {
         c: Rows<*mut f32>,
         start: Start,
     )
-}
-
-#[inline(always)]
-unsafe fn product_of_numbers<S: Words>(
-    num_rows: usize,
-    num_lines: usize,
-    num_vectors: usize,
-    a: Rows<*const f32>,
-    b: Rows<*const f32>,
-    c: Rows<*mut f32>,
-    start: Start,
-) {
-    // SAFETY: passed on to the caller.
-    unsafe { product::<S, F32>(num_rows, num_lines, num_vectors, a, b, c, start) }
-}
-
-#[inline(always)]
-unsafe fn product_of_pairs<S: Words>(
-    num_rows: usize,
-    num_lines: usize,
-    num_vectors: usize,
-    a: Rows<*const f32>,
-    b: Rows<*const f32>,
-    c: Rows<*mut f32>,
-    start: Start,
-) {
-    // SAFETY: passed on to the caller.
-    unsafe { product::<S, Bf16Pair>(num_rows, num_lines, num_vectors, a, b, c, start) }
 }
 
 #[inline(always)]

@@ -86,7 +86,7 @@ pub(super) trait Factor {
 /// As [`kernel!`](crate::cpu::simd::kernel), for processors that [multiply bf16](crate::cpu::products::has_pairs), and in
 /// plain Rust for tests.
 macro_rules! pair_kernel {
-    ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident ($($arg:ident: $ty:ty),* $(,)?)) => {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident $(<$factor:ty>)? ($($arg:ident: $ty:ty),* $(,)?)) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
         $vis unsafe fn $name(isa: $crate::cpu::simd::Isa, $($arg: $ty),*) {
@@ -95,14 +95,14 @@ macro_rules! pair_kernel {
             #[allow(clippy::too_many_arguments)]
             unsafe fn avx512($($arg: $ty),*) {
                 // SAFETY: passed on to the caller.
-                unsafe { $generic::<$crate::cpu::simd::Avx512>($($arg),*) }
+                unsafe { $generic::<$crate::cpu::simd::Avx512 $(, $factor)?>($($arg),*) }
             }
             // SAFETY: passed on to the caller.
             unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
                     $crate::cpu::simd::Isa::Avx512 => avx512($($arg),*),
-                    _ => $generic::<$crate::cpu::simd::Portable>($($arg),*),
+                    _ => $generic::<$crate::cpu::simd::Portable $(, $factor)?>($($arg),*),
                 }
             }
         }
