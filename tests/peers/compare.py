@@ -76,6 +76,10 @@ class Build:
     name: str
     library: Path
     has_blas: bool = False
+    is_fork: bool = False
+
+    def file(self, model: Path, weights: str) -> Path:
+        return gguf_file(model, (INTERLEAVED if self.is_fork else TYPES)[weights], self.library)
 
     def measures(self, weights: str, point: Point) -> bool:
         return not self.has_blas or (weights == "bf16" and point.num_sequences == 0)
@@ -83,14 +87,16 @@ class Build:
 
 # Baton's type of weights, the one of GGUF beside it, and its number in llama.cpp's `enum llama_ftype`.
 TYPES = {"bf16": ("bf16", None), "int8": ("q8_0", 7), "int4": ("q4_0", 2)}
+# The same in the order in which ik_llama.cpp multiplies them fastest, and its numbers.
+INTERLEAVED = {"bf16": ("bf16_r16", 232), "int8": ("q8_0_r8", 207), "int4": ("q4_0_r8", 202)}
 
 
-def gguf_file(model: Path, weights: str, library: Path) -> Path:
-    """The model in one of `TYPES`, written if it is not there."""
+def gguf_file(model: Path, kind: tuple[str, int | None], library: Path) -> Path:
+    """The model in one of the types above, written if it is not there."""
     plain = model / "model-bf16.gguf"
     if not plain.exists():
         write_gguf(model, plain)
-    name, ftype = TYPES[weights]
+    name, ftype = kind
     path = model / f"model-{name}.gguf"
     if not path.exists():
         quantize(library, plain, path, ftype)
@@ -151,20 +157,19 @@ def kv_row(model: Path, peer: Peer, weights: str, long: Point, short_seconds: fl
 
 def compare(args: argparse.Namespace, builds: list[Build], weights: str, threads: int) -> list[str]:
     """Prints the rates of one type of weights; what longer contexts cost."""
-    file = gguf_file(args.model, weights, builds[0].library)
     names = [build.name for build in builds]
     rounding = [] if weights == "bf16" else ["--quantize", weights]
     medians: dict[tuple[Peer, Point], float] = {}
     with ExitStack() as stack:
         models = {weights: [args.model, *rounding]}
         if weights in args.same_file:
-            models[TYPES[weights][0]] = [file]
+            models[TYPES[weights][0]] = [builds[0].file(args.model, weights)]
         batons = [
             stack.enter_context(baton_up(name, args.baton, model, threads, args.port + idx))
             for idx, (name, model) in enumerate(models.items())
         ]
         llamas = {
-            build: stack.enter_context(llama_up(build.name, build.library, file, threads))
+            build: stack.enter_context(llama_up(build.name, build.library, build.file(args.model, weights), threads))
             for build in builds
             if any(build.measures(weights, point) for point in args.points)
         }
@@ -196,7 +201,7 @@ def main() -> None:
     parser.add_argument("--baton", type=Path, required=True, help="the program, a release build")
     parser.add_argument("--llama", type=Path, default=installed_library(), help="libllama.so; default: llama-cpp-python's")
     parser.add_argument("--openblas", type=Path, help="libllama.so that uses OpenBLAS, for prompts in bf16")
-    parser.add_argument("--fork", type=Path, help="libllama.so of a fork, such as ik_llama.cpp")
+    parser.add_argument("--fork", type=Path, help="libllama.so of ik_llama.cpp, a fork, which is given its own order of weights")
     parser.add_argument("--threads", type=int, nargs="*", default=[2])
     parser.add_argument("--rounds", type=int, default=3)
     points = ["p512", "p2048", "d1", "d8", "d32", "d1@2048", "d8@2048"]
@@ -209,7 +214,7 @@ def main() -> None:
         parser.error("--llama is not given, and llama-cpp-python not installed")
     builds = [Build("llama.cpp", args.llama)]
     builds += [Build("llama.cpp, OpenBLAS", args.openblas, has_blas=True)] if args.openblas else []
-    builds += [Build("fork", args.fork)] if args.fork else []
+    builds += [Build("fork", args.fork, is_fork=True)] if args.fork else []
     for threads in args.threads:
         print(f"\n{threads} threads; tokens/s, medians of {args.rounds} rounds; how many times as fast Baton is (range)\n")
         print(f"| {' | '.join(['weights', '', 'Baton', *(build.name for build in builds)])} |")
