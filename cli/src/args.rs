@@ -121,9 +121,10 @@ pub struct WorkerArgs {
     /// Address and port at which a decode worker receives KV over TCP. Port 0 takes a free one.
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_DATA_LISTEN")]
     pub data_listen: SocketAddr,
-    /// Address and port at which a decode worker arranges rdma with its peers. Port 0 takes a free one.
-    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_RDMA_LISTEN")]
-    pub rdma_listen: SocketAddr,
+    /// Address and port at which a decode worker arranges rdma with its peers. Port 0 takes a free one. Default: a free
+    /// port at the address of `data-listen`.
+    #[arg(long, value_name = "ADDR", env = "BATON_RDMA_LISTEN")]
+    pub rdma_listen: Option<SocketAddr>,
     /// NIXL's library for rdma, libnixl_capi.so or its folder. Default: where the system's loader finds it.
     #[arg(long, value_name = "PATH", env = "BATON_NIXL")]
     pub nixl: Option<PathBuf>,

@@ -4,6 +4,7 @@
 use std::{collections::VecDeque, sync::Arc, time::Instant};
 
 use baton_engine::{Request, Reservation, SampledToken, SubmitError};
+use baton_kv_cache::WireFormat;
 use baton_kv_transfer::{
     Begin, FailureKind, Generation, Grant, Granted, HandoffError, KvFault, Piece, Receiver,
     handoff::{
@@ -43,6 +44,8 @@ pub struct Plan {
     pub attempt: u32,
     /// Who computes its prompt.
     pub peer: PrefillPeer,
+    /// How the KV shall travel; `None`: as the prefill worker likes.
+    pub wire: Option<WireFormat>,
 }
 
 /// One remote prefill.
@@ -187,7 +190,7 @@ impl Handoff {
         };
         let num_cached_blocks = reservation.num_cached_blocks();
         let block_ids = reservation.blocks()[num_cached_blocks..].to_vec();
-        let granted = self.receiver.grant_as(block_ids.clone(), self.worker.config().kv_wire, reservation);
+        let granted = self.receiver.grant_as(block_ids.clone(), self.plan.wire, reservation);
         let offers = granted.offers().to_vec();
         let grant = Grant { generation: granted.generation(), num_cached_blocks, block_ids, offers };
         self.granted = Some(granted);
@@ -201,7 +204,7 @@ impl Handoff {
                 let payload = Payload {
                     request: &self.plan.request,
                     kv_format: self.worker.kv_format(),
-                    wire: self.worker.config().kv_wire,
+                    wire: self.plan.wire,
                 };
                 self.stream.send(decode_message_to_proto(message, payload));
             }

@@ -64,7 +64,7 @@ fn start_receiver(worker: &Worker) -> anyhow::Result<Receiver> {
         None => Some(private_runtime_dir().context("no directory for the sockets of the shm transport")?),
     };
     let receiver = ReceiverConfig {
-        rdma_listen: offers(TransportKind::Rdma).then_some(config.rdma_listen),
+        rdma_listen: offers(TransportKind::Rdma).then(|| config.rdma_listen()),
         nixl: config.nixl.clone(),
         tcp_listen: offers(TransportKind::Tcp).then_some(config.data_listen),
         advertise_host: Some(config.data_host(&worker.record().address)),

@@ -10,6 +10,7 @@ use baton_telemetry::trace_context;
 use baton_worker::{
     Worker,
     convert::{failure_status, request_from_generate, submit_failure},
+    convert_handoff::wire_from_generate,
 };
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
@@ -48,6 +49,7 @@ impl DecodeService {
             return Err(failure_status(&failed));
         }
         let request = request_from_generate(message)?;
+        let wire = wire_from_generate(message)?.or(self.worker.config().kv_wire);
         let engine = self.worker.engine();
         let num_tokens = request.num_known_tokens();
         let worker = self.worker.clone();
@@ -64,7 +66,7 @@ impl DecodeService {
         })?;
         worker.metrics().request_taken("remote", num_tokens);
         let (events, received) = mpsc::channel(EVENTS_BOUND);
-        let plan = Plan { request, attempt: message.attempt, peer: peer.clone() };
+        let plan = Plan { request, attempt: message.attempt, peer: peer.clone(), wire };
         let handoff = Handoff::new(worker.clone(), self.receiver.clone(), client, plan, events);
         worker.lifecycle().spawn(handoff.run().instrument(span));
         Ok(Generation::remote(worker, received))

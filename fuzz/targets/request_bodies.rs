@@ -59,6 +59,8 @@ const WORDS: &[&str] = &[
     "remote",
     "speculation_mode",
     "off",
+    "kv_wire",
+    "int4",
     "logprobs",
     "top_logprobs",
     "chat_template_kwargs",

@@ -20,6 +20,7 @@ mod receiver;
 mod sender;
 mod shm;
 mod tcp;
+mod word;
 
 #[cfg(test)]
 mod conformance;

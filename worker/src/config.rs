@@ -66,8 +66,9 @@ pub struct WorkerConfig {
     pub transports: Vec<TransportKind>,
     /// Where a decode worker receives KV over TCP; port 0 takes a free one.
     pub data_listen: SocketAddr,
-    /// Where a decode worker listens for the control connections of rdma; port 0 takes a free one.
-    pub rdma_listen: SocketAddr,
+    /// Where a decode worker listens for the control connections of rdma; port 0 takes a free one. `None`: a free port
+    /// of [`data_listen`](Self::data_listen)'s address, which is advertised for both.
+    pub rdma_listen: Option<SocketAddr>,
     /// NIXL's C library, or its folder. `None`: where the system finds it.
     pub nixl: Option<PathBuf>,
     /// Host at which others reach `data_listen` and `rdma_listen`. `None`: that of `advertise`.
@@ -221,7 +222,7 @@ impl WorkerConfig {
             discovery,
             transports: vec![TransportKind::Shm, TransportKind::Tcp],
             data_listen: any_port,
-            rdma_listen: any_port,
+            rdma_listen: None,
             nixl: None,
             data_host: None,
             shm_dir: None,
@@ -273,6 +274,11 @@ impl WorkerConfig {
             None if bound.ip().is_unspecified() => Err(ConfigError::Unadvertised { listen: bound }),
             None => Ok(format!("http://{bound}")),
         }
+    }
+
+    /// Where the control connections of rdma are listened for.
+    pub fn rdma_listen(&self) -> SocketAddr {
+        self.rdma_listen.unwrap_or_else(|| SocketAddr::new(self.data_listen.ip(), 0))
     }
 
     /// Host at which others reach the data listener, given this worker's URL.
@@ -390,5 +396,15 @@ mod tests {
         assert_eq!(config.data_host("http://decode-0:9000"), "decode-0");
         assert_eq!(with(|c| c.data_host = Some("10.0.0.1".into())).data_host("http://x:1"), "10.0.0.1");
         assert_eq!(config.model_name(), "tiny");
+    }
+
+    #[test]
+    fn rdma_listens_where_tcp_does() {
+        let any = SocketAddr::from(([0, 0, 0, 0], 8091));
+        assert_eq!(config().rdma_listen(), SocketAddr::from(([127, 0, 0, 1], 0)));
+        assert_eq!(with(|c| c.data_listen = any).rdma_listen(), SocketAddr::from(([0, 0, 0, 0], 0)));
+        let own = SocketAddr::from(([10, 0, 0, 1], 8092));
+        let both = with(|c| (c.data_listen, c.rdma_listen) = (any, Some(own)));
+        assert_eq!(both.rdma_listen(), own);
     }
 }

@@ -10,7 +10,7 @@ use baton_kv_cache::{BlockId, KvFormat, WireFormat};
 use baton_kv_transfer::{
     Begin, DecodeMessage, Generation, Grant, Piece, PrefillMessage, TransportKind, TransportOffer, Written,
 };
-use baton_proto::worker as proto;
+use baton_proto::{v1, worker as proto};
 use proto::{decode_message, prefill_message, transport_offer};
 
 use crate::convert::{
@@ -88,6 +88,27 @@ fn begin_to_proto(begin: Begin, payload: Payload<'_>) -> proto::Begin {
         deadline_ms: u64::try_from(begin.deadline.as_millis()).unwrap_or(u64::MAX),
         wire_format: wire.map_or(ANY_WIRE_FORMAT, WireFormat::name).to_owned(),
     }
+}
+
+/// How KV shall travel, by a request of the router's; `None`: as the decode worker likes.
+///
+/// # Errors
+/// When the form is unknown here.
+pub fn wire_from_generate(message: &proto::GenerateRequest) -> Result<Option<WireFormat>, WireError> {
+    Ok(match v1::KvWire::try_from(message.kv_wire) {
+        Ok(v1::KvWire::Unspecified) => None,
+        Ok(v1::KvWire::AsIs) => Some(WireFormat::AsIs),
+        Ok(v1::KvWire::Fp8) => Some(WireFormat::Fp8),
+        Ok(v1::KvWire::Int8) => Some(WireFormat::Int8),
+        Ok(v1::KvWire::Int4) => Some(WireFormat::Int4),
+        Err(_) => {
+            return Err(WireError::Invalid {
+                field: "kv_wire",
+                value: message.kv_wire.to_string(),
+                expected: "a form that is known here",
+            });
+        }
+    })
 }
 
 /// How KV shall travel, by a `Begin`; `None`: as the prefill worker likes. A form that is unknown here cannot be made,

@@ -5,12 +5,13 @@
 use std::path::Path;
 
 use baton_engine::testing::FakeModel;
-use baton_kv_cache::{KvDtype, KvLayout, WireCodec, WireFormat};
+use baton_kv_cache::{KvDtype, WireCodec, WireFormat};
 use baton_kv_transfer::TransportKind;
+use baton_proto::{v1::KvWire, worker as proto};
 
 use crate::{
     architectures::{FIXTURES, token_ids},
-    harness::{decode, expected, generate, prefill, prompt, request, transports},
+    harness::{TestWorker, decode, expected, generate, prefill, prompt, request, transports},
 };
 
 /// Of the prefill worker and of the decode worker.
@@ -137,14 +138,56 @@ async fn kv_travels_as_the_two_agree() {
         // What is rounded to bits as many as these, this model's tokens survive.
         assert!(tokens == greedy[..12] || expected == Int4 || expected == Fp8, "{what}: {tokens:?}");
 
-        let format = d.worker.kv_format();
-        let &baton_kv_cache::KvFormat { dtype, block_size, num_layers, num_kv_heads, head_dim, .. } = format;
-        let layout = KvLayout { block_size, num_layers, num_kv_heads, head_dim, dtype };
-        let piece_bytes =
-            WireCodec::new(&layout, expected).map_or(layout.layer_bytes(), |codec| codec.piece_bytes());
-        let num_bytes = layout.num_blocks_for(prompt.len()) * num_layers * piece_bytes;
-        assert_eq!((p.moved(kind), d.moved(kind)), (num_bytes as u64, num_bytes as u64), "{what}");
+        let num_bytes = wire_bytes(&d, prompt.len(), expected);
+        assert_eq!((p.moved(kind), d.moved(kind)), (num_bytes, num_bytes), "{what}");
         p.assert_all_free().await;
         d.assert_all_free().await;
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_says_how_its_own_kv_travels() {
+    let dir = Path::new(FIXTURES).join("llama");
+    let recorded = token_ids(&dir.join("expected.safetensors"));
+    let (prompt, greedy) = (&recorded["prompt"], &recorded["greedy"]);
+    use WireFormat::{AsIs, Fp8, Int4, Int8};
+    let kind = TransportKind::Tcp;
+    for (ours, theirs, expected) in [
+        (None, None, [AsIs, AsIs, Fp8, Int8, Int4, AsIs]),
+        (Some(Int4), Some(Int8), [Int8, AsIs, Fp8, Int8, Int4, Int8]),
+        // A prefill worker that rounds nothing is not talked into it.
+        (Some(AsIs), Some(Int8), [AsIs; 6]),
+    ] {
+        let p = prefill().model(dir.clone()).transport(kind).with(|config| config.kv_wire = ours);
+        let d = decode().model(dir.clone()).transport(kind).with(|config| config.kv_wire = theirs);
+        let (p, d) = (p.start().await, d.start().await);
+        let client = d.client().await;
+        use KvWire::{AsIs as Plain, Unspecified};
+        let asked = [Unspecified, Plain, KvWire::Fp8, KvWire::Int8, KvWire::Int4, Unspecified];
+        for (idx, (asked, expected)) in asked.into_iter().zip(expected).enumerate() {
+            let before = d.moved(kind);
+            let mut request = request(prompt, 12, Some(p.peer()));
+            // Each moves all of its prompt.
+            request.cache_salt = idx.to_string();
+            request.set_kv_wire(asked);
+            let tokens = generate(&client, request).await.unwrap().finished();
+            let what = format!("{asked:?} of {theirs:?} and {ours:?}");
+            assert_eq!(d.moved(kind) - before, wire_bytes(&d, prompt.len(), expected), "{what}");
+            assert!(tokens == greedy[..12] || expected == Int4 || expected == Fp8, "{what}: {tokens:?}");
+        }
+        let unknown = proto::GenerateRequest { kv_wire: 9, ..request(prompt, 12, Some(p.peer())) };
+        let refused = generate(&client, unknown).await.unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::InvalidArgument);
+        assert!(refused.message().contains("kv_wire: 9"), "{refused}");
+        p.assert_all_free().await;
+        d.assert_all_free().await;
+    }
+}
+
+/// What a prompt's KV weighs on its way.
+fn wire_bytes(worker: &TestWorker, num_tokens: usize, format: WireFormat) -> u64 {
+    let layout = worker.worker.engine().storage().layout();
+    let piece_bytes =
+        WireCodec::new(layout, format).map_or(layout.layer_bytes(), |codec| codec.piece_bytes());
+    (layout.num_blocks_for(num_tokens) * layout.num_layers * piece_bytes) as u64
 }

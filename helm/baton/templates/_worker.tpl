@@ -73,8 +73,16 @@ spec:
             - --data-listen=0.0.0.0:8091
             - --data-host=$(POD_IP)
             {{- end }}
-            # Pods share no memory: KV travels over TCP.
+            # Pods share no memory.
+            {{- if $root.Values.rdma.enabled }}
+            - --transports=rdma,tcp
+            - --nixl={{ $root.Values.rdma.nixl.path }}
+            {{- if eq .role "decode" }}
+            - --rdma-listen=0.0.0.0:8092
+            {{- end }}
+            {{- else }}
             - --transports=tcp
+            {{- end }}
             {{- include "baton.commonArgs" $root | trim | nindent 12 }}
             {{- if eq $root.Values.discovery.mode "embedded" }}
             - --router=http://{{ include "baton.fullname" $root }}-registry:8080
@@ -82,6 +90,9 @@ spec:
             - --block-size={{ $root.Values.kv.blockSize }}
             {{- with $root.Values.kv.dtype }}
             - --kv-dtype={{ . }}
+            {{- end }}
+            {{- with $root.Values.kv.wire }}
+            - --kv-wire={{ . }}
             {{- end }}
             - --kv-memory={{ $values.kvMemory }}
             - --max-running={{ $values.maxRunning }}
@@ -116,6 +127,10 @@ spec:
             {{- if eq .role "decode" }}
             - name: data
               containerPort: 8091
+            {{- if $root.Values.rdma.enabled }}
+            - name: rdma
+              containerPort: 8092
+            {{- end }}
             {{- end }}
           # It listens before it loads the model, so a short start-up time does; loading shows in readiness.
           startupProbe:
@@ -132,13 +147,30 @@ spec:
             periodSeconds: 2
             timeoutSeconds: 2
           resources:
-            {{- toYaml $values.resources | nindent 12 }}
+            {{- include "baton.workerResources" . | nindent 12 }}
           securityContext:
             {{- include "baton.containerSecurityContext" $root | nindent 12 }}
+            {{- if and $root.Values.rdma.enabled $root.Values.rdma.lockMemory }}
+              add: [IPC_LOCK]
+            # The capability of a user that is not root would not take effect.
+            runAsNonRoot: false
+            runAsUser: 0
+            {{- end }}
           volumeMounts:
             {{- include "baton.volumeMounts" $root | trim | nindent 12 }}
+            {{- if and $root.Values.rdma.enabled $root.Values.rdma.nixl.volume }}
+            - name: nixl
+              mountPath: {{ $root.Values.rdma.nixl.mountPath }}
+              readOnly: true
+            {{- end }}
       volumes:
         {{- include "baton.volumes" $root | trim | nindent 8 }}
+        {{- if $root.Values.rdma.enabled }}
+        {{- with $root.Values.rdma.nixl.volume }}
+        - name: nixl
+          {{- toYaml . | nindent 10 }}
+        {{- end }}
+        {{- end }}
       {{- with include "baton.placement" $values | trim }}
       {{- . | nindent 6 }}
       {{- end }}
@@ -156,4 +188,16 @@ spec:
     matchLabels:
       {{- include "baton.selectorLabels" $component | nindent 6 }}
 {{- end }}
+{{- end -}}
+
+{{/* What a worker is given, its rdma device among it. */}}
+{{- define "baton.workerResources" -}}
+{{- $resources := deepCopy .values.resources -}}
+{{- $rdma := .root.Values.rdma -}}
+{{- if and $rdma.enabled $rdma.resource.name -}}
+{{- /* Such a resource is requested by its limit. */ -}}
+{{- $device := dict $rdma.resource.name $rdma.resource.count -}}
+{{- $_ := set $resources "limits" (merge $device (default dict $resources.limits)) -}}
+{{- end -}}
+{{- toYaml $resources -}}
 {{- end -}}

@@ -13,6 +13,8 @@
 //!   Stopping --- Stopped, stream closed, deadline ------------------------------------> Over
 //! ```
 //!
+//! A stream that closes when everything has been said ends nothing: what is left is this side's to verify.
+//!
 //! The machine does not wait for fences: `Revoke` hands the blocks to the data plane, which gives
 //! them back when no writer can reach them. `Stopping` only keeps the stream open a little, so that
 //! the peer can say `Stopped` and the data plane is told.
@@ -109,6 +111,8 @@ pub struct DecodeHandoff {
     patience: Option<Instant>,
     transfer: Option<Transfer>,
     has_first_token: bool,
+    /// The stream has closed, after everything was said.
+    is_peer_gone: bool,
 }
 
 /// What is known of the KV since the grant.
@@ -140,6 +144,7 @@ impl DecodeHandoff {
             patience: None,
             transfer: None,
             has_first_token: false,
+            is_peer_gone: false,
         };
         (handoff, vec![Action::Send(DecodeMessage::Begin(begin))])
     }
@@ -210,6 +215,7 @@ impl DecodeHandoff {
                 let what = format!("{} while {}", name(&message), self.state.doing());
                 return Err((HandoffError::PrefillLost(what), Peer::Listens));
             }
+            Input::StreamClosed(_) if self.has_heard_all() => self.is_peer_gone = true,
             Input::StreamClosed(why) => return Err((HandoffError::PrefillLost(why), Peer::Gone)),
             Input::Granted(grant) => self.grant(grant, now, actions)?,
             Input::ReserveFailed(failed) => {
@@ -292,15 +298,22 @@ impl DecodeHandoff {
         Ok(written.pieces)
     }
 
+    /// Whether the peer has nothing more to say.
+    fn has_heard_all(&self) -> bool {
+        self.has_first_token && self.transfer.as_ref().is_some_and(|transfer| transfer.last)
+    }
+
     fn try_commit<T>(&mut self, actions: &mut Vec<Action<T>>) {
-        let Some(transfer) = &self.transfer else { return };
-        if !(transfer.last && transfer.num_unverified == 0 && self.has_first_token) {
+        let Some(transfer) = self.transfer.as_ref().filter(|_| self.has_heard_all()) else { return };
+        if transfer.num_unverified > 0 {
             return;
         }
         debug_assert!(transfer.named.is_full());
         let generation = transfer.generation;
         let committed = Committed { generation, transport: transfer.transport, bytes: transfer.bytes };
-        actions.push(Action::Send(DecodeMessage::Commit { generation }));
+        if !self.is_peer_gone {
+            actions.push(Action::Send(DecodeMessage::Commit { generation }));
+        }
         actions.push(Action::Finish(Ok(committed)));
         actions.push(Action::Close);
         self.state = State::Over;
@@ -310,6 +323,7 @@ impl DecodeHandoff {
         if let Some(transfer) = &self.transfer {
             actions.push(Action::Revoke(transfer.generation));
         }
+        let peer = if self.is_peer_gone { Peer::Gone } else { peer };
         if peer == Peer::Listens {
             actions.push(Action::Send(DecodeMessage::Cancel { reason: error.to_string() }));
         }

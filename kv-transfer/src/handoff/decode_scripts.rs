@@ -304,6 +304,40 @@ fn a_peer_that_fails_or_vanishes_is_typed() {
 }
 
 #[test]
+fn a_peer_that_vanishes_after_its_last_word_is_not_missed() {
+    let check = |rest: &str| {
+        check(&format!(
+            "Started                      => reserve
+             granted                      => send Grant
+             Written 0/0 1/0              => verify 0/0 1/0
+             FirstToken                   => first token 5
+             Written 0/1 1/1 last         => verify 0/1 1/1
+             closed                       =>
+             {rest}"
+        ));
+    };
+    check("verified 4 => finish with 40 bytes, close");
+    check(
+        "verified 2 =>
+         wrong      => revoke, finish kv_rejected: piece 0/0 has a wrong checksum, close",
+    );
+    check("cancel     => revoke, finish cancelled, close");
+    check("after 30   => revoke, finish deadline, close");
+}
+
+#[test]
+fn a_peer_that_vanishes_before_its_last_word_is_lost() {
+    for said in ["FirstToken => first token 5", "Written 0/0 1/0 0/1 1/1 last => verify 0/0 1/0 0/1 1/1"] {
+        check(&format!(
+            "Started    => reserve
+             granted    => send Grant
+             {said}
+             closed     => revoke, finish prefill_lost, close"
+        ));
+    }
+}
+
+#[test]
 fn every_state_has_a_deadline() {
     check(
         "after 99   =>

@@ -3,9 +3,12 @@
 
 use std::{
     io::{BufRead, BufReader, Write},
-    net::{TcpListener, TcpStream},
+    net::{Shutdown, TcpListener, TcpStream},
     process::{Child, Command, Stdio},
-    sync::Arc,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -20,9 +23,10 @@ use crate::{
     TransportKind, TransportOffer,
     tcp::socket,
     testing::{
-        Fabric, Guards, LAYOUT, blocks, bytes, eventually, fill, has_rdma, is_pending, nixl, pattern,
-        sender_config, soon, storage, writes,
+        Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, eventually, fill, has_rdma, is_pending, nixl,
+        pattern, sender_config, soon, storage, writes,
     },
+    word::Word,
 };
 
 const RDMA: &[TransportKind] = &[TransportKind::Rdma];
@@ -77,8 +81,8 @@ impl ByHand {
     }
 
     fn open(&self, generation: Generation) {
-        say(&self.control, Message::Open(generation));
-        assert_eq!(hear(&self.control), Some(Message::Opened(generation)));
+        say(&self.control, Message::Word(Word::Open(generation)));
+        assert_eq!(hear(&self.control), Some(Message::Word(Word::Opened(generation))));
     }
 
     /// Writes a piece, with or without a grant, and says whether that worked.
@@ -142,7 +146,7 @@ async fn a_late_writer_that_never_lets_go_is_fenced_and_writes_nothing() {
     for layer_idx in 0..LAYOUT.num_layers {
         assert!(holds(&fabric, BlockId(3), layer_idx, 0xEE));
     }
-    assert_eq!(hear(&late.control), Some(Message::Revoke(generation)));
+    assert_eq!(hear(&late.control), Some(Message::Word(Word::Revoke(generation))));
     assert_eq!(hear(&late.control), None, "hung up on");
     assert_eq!(fabric.receiver.counters().of(TransportKind::Rdma).read().failures, 1);
 }
@@ -183,7 +187,7 @@ async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
         let peer = ByHand::connect(&fabric);
         peer.open(generation);
         let mut fenced = granted.revoke();
-        assert_eq!(hear(&peer.control), Some(Message::Revoke(generation)));
+        assert_eq!(hear(&peer.control), Some(Message::Word(Word::Revoke(generation))));
         assert!(is_pending(&mut fenced).await);
         let quarantined =
             ReceiverLoad { num_grants: 0, num_quarantined_grants: 1, num_quarantined_blocks: 2 };
@@ -192,7 +196,7 @@ async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
         assert!(peer.write(BlockId(3), 1));
         assert!(is_pending(&mut fenced).await);
         match end {
-            End::Close => say(&peer.control, Message::Close(generation)),
+            End::Close => say(&peer.control, Message::Word(Word::Close(generation))),
             End::Leave => drop(peer),
             End::Stopped => fabric.receiver.writer_stopped(generation),
             // Unlike with shared memory there is no need to wait until it has gone.
@@ -230,9 +234,12 @@ async fn strangers_get_no_key() {
     let fabric = fabric(PATIENCE);
     let (address, pool) = address_of(&fabric);
     for (message, answer) in [
-        (hello(pool ^ 1), Some(Message::OtherPool)),
-        (Message::Hello { pool, num_layers: 1, layer_bytes: 1, block_bytes: 1 }, Some(Message::Refused)),
-        (Message::Open(Generation(1)), None),
+        (hello(pool ^ 1), Some(Message::Word(Word::OtherPool))),
+        (
+            Message::Hello { pool, num_layers: 1, layer_bytes: 1, block_bytes: 1 },
+            Some(Message::Word(Word::Refused)),
+        ),
+        (Message::Word(Word::Open(Generation(1))), None),
     ] {
         let control = TcpStream::connect(&address).unwrap();
         say(&control, message);
@@ -313,6 +320,126 @@ async fn a_decode_worker_that_goes_is_noticed_by_its_socket() {
     eventually("the loss is noticed", || failures() == 1).await;
     assert!(matches!(soon(route.push(writes(&blocks([3])))).await, Err(PushError::Lost(_))));
     drop((source, dir));
+}
+
+/// Stands before a control port, and cuts connections.
+struct Proxy {
+    offer: TransportOffer,
+    /// Both ends of each connection so far.
+    sockets: Arc<Mutex<Vec<TcpStream>>>,
+    /// Connections end when the writer wants to open a grant.
+    cuts_at_open: Arc<AtomicBool>,
+}
+
+impl Proxy {
+    fn start(fabric: &Fabric) -> Proxy {
+        let (target, pool) = address_of(fabric);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let proxy = Proxy {
+            offer: TransportOffer::Rdma { address, pool },
+            sockets: Arc::default(),
+            cuts_at_open: Arc::default(),
+        };
+        let (sockets, cuts_at_open) = (Arc::clone(&proxy.sockets), Arc::clone(&proxy.cuts_at_open));
+        // Its threads end with their connections, and with the process.
+        std::thread::spawn(move || {
+            for writer in listener.incoming() {
+                let (writer, server) = (writer.unwrap(), TcpStream::connect(&target).unwrap());
+                let ends = || [writer.try_clone().unwrap(), server.try_clone().unwrap()];
+                sockets.lock().unwrap().extend(ends());
+                let [mut to_writer, mut from_server] = ends();
+                std::thread::spawn(move || std::io::copy(&mut from_server, &mut to_writer));
+                let cuts_at_open = Arc::clone(&cuts_at_open);
+                std::thread::spawn(move || {
+                    while let Some(message) = hear(&writer) {
+                        let is_open = matches!(message, Message::Word(Word::Open(_)));
+                        if is_open && cuts_at_open.load(Ordering::SeqCst) {
+                            break;
+                        }
+                        say(&server, message);
+                    }
+                    cut(&writer);
+                    cut(&server);
+                });
+            }
+        });
+        proxy
+    }
+
+    fn num_connections(&self) -> usize {
+        self.sockets.lock().unwrap().len() / 2
+    }
+
+    fn cut_all(&self) {
+        self.sockets.lock().unwrap().iter().for_each(cut);
+    }
+}
+
+fn cut(socket: &TcpStream) {
+    // It may have ended.
+    let _ = socket.shutdown(Shutdown::Both);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_on_a_connection_that_broke_is_written_again_over_a_new_one() {
+    if !has_rdma() {
+        return;
+    }
+    let fabric = fabric(NEVER);
+    let proxy = Proxy::start(&fabric);
+    let guards = Guards::default();
+    let all = blocks(0..NUM_BLOCKS as u32);
+    let granted = fabric.receiver.grant(all.clone(), guards.guard());
+    let config = SenderConfig { frame_bytes: 4 * LAYOUT.layer_bytes(), ..sender_config(RDMA) };
+    let sender = Sender::start(Arc::clone(&fabric.source), config).unwrap();
+    let offers = [proxy.offer.clone()];
+    let route = soon(sender.route(granted.generation(), &offers, ())).await.unwrap();
+    for round in 0..4 {
+        for &block in &all {
+            for layer_idx in 0..LAYOUT.num_layers {
+                fill(&fabric.target, block, layer_idx, 0);
+            }
+        }
+        // Before, while and after the frames are on the wire.
+        let pushed = route.push(writes(&all));
+        std::thread::sleep(Duration::from_micros(100 * round));
+        proxy.cut_all();
+        let pushed = soon(pushed).await.unwrap();
+        assert_eq!(pushed.pieces.len(), all.len() * LAYOUT.num_layers, "each is answered for once");
+        assert!(fabric.holds(&writes(&all)), "round {round}");
+    }
+    soon(route.push(writes(&all))).await.unwrap();
+    assert!(proxy.num_connections() > 2, "{} connections", proxy.num_connections());
+
+    // Revoked while nothing is connected: the peer's word decides, not what was open before.
+    proxy.cut_all();
+    assert!(soon(granted.revoke()).await.is_some());
+    assert_eq!(soon(route.push(writes(&all))).await.unwrap_err(), PushError::Revoked);
+    assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
+}
+
+#[tokio::test]
+async fn what_is_lost_twice_fails() {
+    if !has_rdma() {
+        return;
+    }
+    let fabric = fabric(NEVER);
+    let proxy = Proxy::start(&fabric);
+    let guards = Guards::default();
+    let granted = fabric.receiver.grant(blocks([3]), guards.guard());
+    let offers = [proxy.offer.clone()];
+    let route = soon(fabric.sender.route(granted.generation(), &offers, ())).await.unwrap();
+    proxy.cuts_at_open.store(true, Ordering::SeqCst);
+    proxy.cut_all();
+    let failures = || fabric.sender.counters().of(TransportKind::Rdma).read().failures;
+    eventually("the loss is noticed", || failures() == 1).await;
+    let error = soon(route.push(writes(&blocks([3])))).await.unwrap_err();
+    assert!(matches!(error, PushError::Lost(_)), "{error}");
+    assert_eq!(proxy.num_connections(), 3, "the first, and one for each time that it was tried");
+    soon(route.close()).await;
+    assert!(soon(granted.revoke()).await.is_some());
+    assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
 }
 
 /// Not a test of its own: the prefill worker's process of the tests below.

@@ -54,7 +54,9 @@
 //!
 //! The sender fences itself in the same way. A write that fails or takes longer than `io_timeout` (UCX does
 //! not notice a silent partition) takes the connection down: first its agent, so that the device reads no
-//! source block any more, then the routes that wait learn it, and their blocks are freed.
+//! source block any more. Frames that were only lost are written once more, over a new connection with a new
+//! registration, under grants that the peer opens again if they still stand; what is late of the first time brings
+//! the same bytes into the same granted blocks. Of others the routes learn it, and their blocks are freed.
 //!
 //! # What was not run
 //!
@@ -62,10 +64,12 @@
 //! GPU memory: descriptors carry its kind and device, on the wire, too, but pools lie in host memory so far.
 
 mod client;
+mod connection;
 #[cfg(test)]
 mod faults;
 mod nixl;
 mod server;
+mod staging;
 mod wire;
 
 use std::path::Path;

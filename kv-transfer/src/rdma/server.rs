@@ -22,6 +22,7 @@ use crate::{
     message::{Generation, TransportKind, TransportOffer},
     receiver::{Acceptor, Grants, OneSidedWriter, ReceiverConfig, Service, WriterId, advertised},
     tcp::socket,
+    word::{self, Word},
 };
 
 /// Listens until dropped. Every agent is gone then, so that nothing writes any more.
@@ -134,8 +135,8 @@ impl Writer {
         self.revoked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn send(&self, message: Message) -> io::Result<()> {
-        socket::send_at_once(&self.socket, &message.encode())
+    fn send(&self, word: Word) -> io::Result<()> {
+        socket::send_at_once(&self.socket, &Message::Word(word).encode())
     }
 }
 
@@ -146,7 +147,7 @@ impl OneSidedWriter for Writer {
 
     fn ask_to_close(&self, generation: Generation) {
         self.revoked().insert(generation, Instant::now());
-        if let Err(error) = self.send(Message::Revoke(generation)) {
+        if let Err(error) = self.send(Word::Revoke(generation)) {
             // It is fenced by its own silence, if not by the end of its socket.
             warn!(%generation, %error, "cannot ask an rdma peer to stop");
         }
@@ -163,12 +164,12 @@ impl Sharing {
         let layout = storage.layout();
         let shape = (layout.num_layers as u32, layout.layer_bytes() as u64, layout.block_bytes() as u64);
         match decode(&bytes)? {
-            Message::Hello { pool, .. } if pool != self.grants.pool() => writer.send(Message::OtherPool)?,
+            Message::Hello { pool, .. } if pool != self.grants.pool() => writer.send(Word::OtherPool)?,
             Message::Hello { num_layers, layer_bytes, block_bytes, .. } => {
                 if (num_layers, layer_bytes, block_bytes) == shape {
                     return self.welcome(writer);
                 }
-                writer.send(Message::Refused)?;
+                writer.send(Word::Refused)?;
             }
             message => return Err(unexpected(message)),
         }
@@ -184,7 +185,7 @@ impl Sharing {
         let (agent, metadata) = match made {
             Ok(made) => made,
             Err(error) => {
-                writer.send(Message::Refused)?;
+                writer.send(Word::Refused)?;
                 return Err(io::Error::other(error));
             }
         };
@@ -212,21 +213,16 @@ impl Sharing {
                 return Ok(());
             }
             socket::receive_exact(&writer.socket, &mut bytes, self.io_timeout)?;
-            match decode(&bytes)? {
-                Message::Open(generation) => {
-                    let peer = Arc::clone(writer) as Arc<dyn OneSidedWriter>;
-                    let answer = if self.grants.open(generation, writer.id, peer) {
-                        Message::Opened(generation)
-                    } else {
-                        Message::Unknown(generation)
-                    };
-                    writer.send(answer)?;
-                }
-                Message::Close(generation) => {
-                    writer.revoked().remove(&generation);
-                    self.grants.close(generation, writer.id);
-                }
+            let word = match decode(&bytes)? {
+                Message::Word(word) => word,
                 message => return Err(unexpected(message)),
+            };
+            if let Word::Close(generation) = word {
+                writer.revoked().remove(&generation);
+            }
+            let answer = word::hear(&self.grants, writer, writer.id, word);
+            if let Some(answer) = answer.map_err(|word| unexpected(Message::Word(word)))? {
+                writer.send(answer)?;
             }
         }
     }

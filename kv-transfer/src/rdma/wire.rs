@@ -5,7 +5,7 @@
 //! ```
 
 use super::nixl::{MAX_METADATA_BYTES, Memory};
-use crate::message::Generation;
+use crate::word::Word;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BKVrdm01");
 pub(super) const MESSAGE_BYTES: usize = 48;
@@ -16,20 +16,8 @@ pub(super) enum Message {
     Hello { pool: u64, num_layers: u32, layer_bytes: u64, block_bytes: u64 },
     /// D: where the pool lies; so many bytes of metadata follow.
     Welcome(Welcome),
-    /// D: it has restarted.
-    OtherPool,
-    /// D: not for you; the reason is in its log.
-    Refused,
-    /// P: about to write.
-    Open(Generation),
-    /// D: go on.
-    Opened(Generation),
-    /// D: no such grant (any more).
-    Unknown(Generation),
-    /// P: nothing is written after this.
-    Close(Generation),
-    /// D: stop, and say `Close`.
-    Revoke(Generation),
+    /// Of either.
+    Word(Word),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,13 +55,10 @@ impl Message {
                 let Welcome { base, num_blocks, metadata_bytes, .. } = welcome;
                 (2, memory, [base, num_blocks, u64::from(device), u64::from(metadata_bytes)])
             }
-            Message::OtherPool => (3, 0, [0; 4]),
-            Message::Refused => (4, 0, [0; 4]),
-            Message::Open(generation) => (5, 0, [generation.0, 0, 0, 0]),
-            Message::Opened(generation) => (6, 0, [generation.0, 0, 0, 0]),
-            Message::Unknown(generation) => (7, 0, [generation.0, 0, 0, 0]),
-            Message::Close(generation) => (8, 0, [generation.0, 0, 0, 0]),
-            Message::Revoke(generation) => (9, 0, [generation.0, 0, 0, 0]),
+            Message::Word(word) => {
+                let (kind, generation) = word.code();
+                (kind, 0, [generation, 0, 0, 0])
+            }
         };
         let mut bytes = [0; MESSAGE_BYTES];
         bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
@@ -92,7 +77,6 @@ impl Message {
             return None;
         }
         let (a, [b, c, d, e]) = (u32_at(12), [16, 24, 32, 40].map(u64_at));
-        let generation = Generation(b);
         Some(match u32_at(8) {
             1 => Message::Hello { pool: b, num_layers: a, layer_bytes: c, block_bytes: d },
             2 => {
@@ -100,14 +84,7 @@ impl Message {
                 let metadata_bytes = u32::try_from(e).ok().filter(|&n| n as usize <= MAX_METADATA_BYTES)?;
                 Message::Welcome(Welcome { memory, base: b, num_blocks: c, metadata_bytes })
             }
-            3 => Message::OtherPool,
-            4 => Message::Refused,
-            5 => Message::Open(generation),
-            6 => Message::Opened(generation),
-            7 => Message::Unknown(generation),
-            8 => Message::Close(generation),
-            9 => Message::Revoke(generation),
-            _ => return None,
+            kind => Message::Word(Word::from_code(kind, b)?),
         })
     }
 }
@@ -117,25 +94,20 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::{message::Generation, word::all_of};
 
     const WELCOME: Welcome =
         Welcome { memory: Memory::Dram, base: 4096, num_blocks: 10, metadata_bytes: 300 };
 
     #[test]
     fn what_is_encoded_is_decoded() {
-        let generation = Generation(0x0123_4567_89ab_cdef);
-        for message in [
+        let messages = [
             Message::Hello { pool: 3, num_layers: 2, layer_bytes: 4096, block_bytes: 8192 },
             Message::Welcome(WELCOME),
             Message::Welcome(Welcome { memory: Memory::Vram(3), ..WELCOME }),
-            Message::OtherPool,
-            Message::Refused,
-            Message::Open(generation),
-            Message::Opened(generation),
-            Message::Unknown(generation),
-            Message::Close(generation),
-            Message::Revoke(generation),
-        ] {
+        ];
+        let words = all_of(Generation(0x0123_4567_89ab_cdef)).map(Message::Word);
+        for message in messages.into_iter().chain(words) {
             assert_eq!(Message::decode(&message.encode()), Some(message));
         }
     }

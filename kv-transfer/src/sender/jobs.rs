@@ -4,6 +4,7 @@ use std::{
     collections::VecDeque,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     task::Poll,
+    thread::{self, JoinHandle},
 };
 
 use tokio::sync::oneshot;
@@ -44,6 +45,14 @@ pub(crate) enum Job {
 }
 
 impl Job {
+    /// Of its grant.
+    pub(super) fn generation(&self) -> Generation {
+        match self {
+            Job::Open(open) => open.generation,
+            Job::Frame(frame) => frame.route().generation(),
+        }
+    }
+
     /// The peer cannot be reached.
     pub(crate) fn fail(self, error: &RouteError) {
         match self {
@@ -95,6 +104,15 @@ impl Jobs {
         drop(queue);
         self.more.notify_one();
         Ok(())
+    }
+
+    /// A frame whose connection broke: again, unless that has happened to it more than `max_losses` times.
+    pub(crate) fn retry(&self, mut frame: Frame, max_losses: usize, why: &str) {
+        frame.num_tries += 1;
+        let refused = if frame.num_tries <= max_losses { self.push_again(frame) } else { Err(frame) };
+        if let Err(frame) = refused {
+            frame.fail(PushError::Lost(why.to_owned()));
+        }
     }
 
     /// Waits for the next one; `None` when the jobs are closed.
@@ -165,5 +183,34 @@ impl Jobs {
     fn queue(&self) -> MutexGuard<'_, Queue> {
         // Every change is complete before anything can panic.
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The one thread that does a peer's jobs, where there is one: from the first grant on.
+#[derive(Default)]
+pub(crate) struct JobThread(Mutex<Option<JoinHandle<()>>>);
+
+impl JobThread {
+    /// Has a grant opened by the thread, which runs `run` until the jobs are closed.
+    pub(crate) fn open(&self, name: &str, jobs: &Jobs, open: Open, run: impl FnOnce() + Send + 'static) {
+        let mut thread = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if thread.is_none() {
+            match thread::Builder::new().name(name.into()).spawn(run) {
+                Ok(new) => *thread = Some(new),
+                Err(error) => {
+                    return open.fail(RouteError::Unreachable(format!("cannot start a thread: {error}")));
+                }
+            }
+        }
+        jobs.open(open);
+    }
+
+    /// Closes the jobs, and waits for the thread to end.
+    pub(crate) fn end(&mut self, jobs: &Jobs) {
+        jobs.close();
+        if let Some(thread) = self.0.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
+            // A panic there has been reported by the panic hook.
+            let _ = thread.join();
+        }
     }
 }

@@ -15,6 +15,7 @@
 
 mod jobs;
 mod measure;
+mod open_grants;
 mod route;
 
 use std::{
@@ -28,8 +29,9 @@ use std::{
 use baton_kv_cache::{BlockStorage, KvLayout, KvMapping, KvShard, ShardError, WireCodec, WireFormat};
 use tracing::{debug, warn};
 
-pub(crate) use jobs::{Job, Jobs, Open};
+pub(crate) use jobs::{Job, JobThread, Jobs, Open};
 pub use measure::{Measured, copy_rate, stream_rate};
+pub(crate) use open_grants::{MAX_LOSSES, OpenGrants};
 use route::Form;
 pub(crate) use route::{Active, Frame, RouteState, Staging, max_pieces};
 pub use route::{Pushed, Route};

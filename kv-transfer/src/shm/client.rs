@@ -5,7 +5,6 @@
 //! under it any more, and may say `Close`.
 
 use std::{
-    collections::{HashMap, HashSet},
     io,
     net::Shutdown,
     os::unix::net::UnixStream,
@@ -21,14 +20,15 @@ use super::wire::{self, Message};
 use crate::{
     checksum,
     error::{PushError, RouteError},
-    message::{Generation, Piece, TransportKind},
-    sender::{Frame, Job, Jobs, Open, Peer, RouteState, SenderContext, Staging},
+    message::{Piece, TransportKind},
+    sender::{Frame, Job, JobThread, Jobs, Open, OpenGrants, Peer, RouteState, SenderContext, Staging},
+    word::Word,
 };
 
 /// One pool of another process, written through a mapping.
 pub(crate) struct ShmPeer {
     shared: Arc<Shared>,
-    copier: Mutex<Option<JoinHandle<()>>>,
+    copier: JobThread,
 }
 
 struct Shared {
@@ -46,8 +46,7 @@ struct Shared {
 struct Link {
     socket: Arc<UnixStream>,
     memory: BlockStorage,
-    opening: HashMap<Generation, Open>,
-    open: HashSet<Generation>,
+    grants: OpenGrants,
     listener: Option<JoinHandle<()>>,
 }
 
@@ -61,23 +60,14 @@ impl ShmPeer {
             jobs: Jobs::default(),
             link: Mutex::default(),
         });
-        ShmPeer { shared, copier: Mutex::default() }
+        ShmPeer { shared, copier: JobThread::default() }
     }
 }
 
 impl Peer for ShmPeer {
     fn open(&self, open: Open) {
-        let mut copier = self.copier.lock().unwrap_or_else(PoisonError::into_inner);
-        if copier.is_none() {
-            let shared = Arc::clone(&self.shared);
-            match thread::Builder::new().name("kv-shm-copy".into()).spawn(move || run(&shared)) {
-                Ok(thread) => *copier = Some(thread),
-                Err(error) => {
-                    return open.fail(RouteError::Unreachable(format!("cannot start a thread: {error}")));
-                }
-            }
-        }
-        self.shared.jobs.open(open);
+        let shared = Arc::clone(&self.shared);
+        self.copier.open("kv-shm-copy", &self.shared.jobs, open, move || run(&shared));
     }
 
     fn push(&self, frame: Frame) {
@@ -88,7 +78,8 @@ impl Peer for ShmPeer {
         self.shared.jobs.retire(route);
         // Waits for the copy of one frame at most.
         if let Some(link) = self.shared.link().as_mut() {
-            link.close(route.generation());
+            let word = link.grants.close(route.generation());
+            link.say(word);
         }
     }
 
@@ -99,25 +90,19 @@ impl Peer for ShmPeer {
 
 impl Drop for ShmPeer {
     fn drop(&mut self) {
-        self.shared.jobs.close();
-        if let Some(copier) = self.copier.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
-            // A panic there has been reported by the panic hook.
-            let _ = copier.join();
-        }
+        self.copier.end(&self.shared.jobs);
         self.shared.unlink(None);
     }
 }
 
 impl Link {
-    /// Ends writing under a grant and says so. The caller holds the lock, so nothing is being copied.
-    fn close(&mut self, generation: Generation) {
-        let was_opening = self.opening.remove(&generation).is_some();
-        let was_open = self.open.remove(&generation);
-        if (was_opening || was_open)
-            && let Err(error) = wire::send(&self.socket, Message::Close(generation), None)
+    /// The caller holds the lock, so nothing is being copied while `Close` is said.
+    fn say(&self, word: Option<Word>) {
+        if let Some(word) = word
+            && let Err(error) = wire::send(&self.socket, Message::Word(word), None)
         {
-            // The peer cannot know that it is over unless the socket ends. The listener sees that.
-            warn!(%generation, %error, "cannot tell a peer that writing has stopped: disconnecting");
+            // The peer cannot know that writing is over unless the socket ends. The listener sees that.
+            warn!(?word, %error, "cannot speak to a shared-memory peer: disconnecting");
             let _ = self.socket.shutdown(Shutdown::Both);
         }
     }
@@ -138,12 +123,10 @@ impl Shared {
             }
             slot.take()
         };
-        let Some(Link { socket, memory, opening, open, listener }) = link else { return false };
-        drop((memory, open));
+        let Some(Link { socket, memory, grants, listener }) = link else { return false };
+        drop(memory);
         let _ = socket.shutdown(Shutdown::Both);
-        for (_, open) in opening {
-            open.fail(RouteError::Unreachable("the peer is gone".into()));
-        }
+        grants.lost(&self.jobs, "the peer is gone");
         if only.is_none()
             && let Some(listener) = listener
         {
@@ -171,10 +154,10 @@ impl Shared {
                 let num_blocks = usize::try_from(num_blocks).unwrap_or(usize::MAX);
                 BlockStorage::from_fd(descriptor, layout, num_blocks).map_err(unreachable)?
             }
-            Some((Message::OtherPool, _)) => {
+            Some((Message::Word(Word::OtherPool), _)) => {
                 return Err(RouteError::OtherIncarnation(self.path.display().to_string()));
             }
-            Some((Message::Refused, _)) => {
+            Some((Message::Word(Word::Refused), _)) => {
                 return Err(RouteError::Unreachable(format!("{} refuses to share", self.path.display())));
             }
             _ => return Err(RouteError::Unreachable(format!("{} is no kv socket", self.path.display()))),
@@ -188,13 +171,7 @@ impl Shared {
             move || listen(&shared, &socket)
         });
         let listener = listener.map_err(unreachable)?;
-        *slot = Some(Link {
-            socket,
-            memory,
-            opening: HashMap::new(),
-            open: HashSet::new(),
-            listener: Some(listener),
-        });
+        *slot = Some(Link { socket, memory, grants: OpenGrants::default(), listener: Some(listener) });
         info!(path = %self.path.display(), "mapped a peer's kv memory");
         Ok(())
     }
@@ -210,12 +187,8 @@ impl Shared {
             open.fail(RouteError::Unreachable("the peer is gone".into()));
             return;
         };
-        let generation = open.generation;
-        if let Err(error) = wire::send(&link.socket, Message::Open(generation), None) {
-            open.fail(RouteError::Unreachable(error.to_string()));
-            return;
-        }
-        link.opening.insert(generation, open);
+        let word = link.grants.wait(Job::Open(open));
+        link.say(word);
     }
 
     fn copy(&self, frame: Frame, staging: &mut Staging) {
@@ -229,7 +202,7 @@ impl Shared {
             frame.fail(PushError::Closed);
             return;
         };
-        if !link.open.contains(&route.generation()) {
+        if !link.grants.is_open(route.generation()) {
             frame.fail(PushError::Revoked);
             return;
         }
@@ -274,22 +247,10 @@ fn listen(shared: &Shared, socket: &Arc<UnixStream>) {
                 let Some(link) = slot.as_mut().filter(|link| Arc::ptr_eq(&link.socket, socket)) else {
                     return;
                 };
-                match message {
-                    Message::Opened(generation) => {
-                        if let Some(open) = link.opening.remove(&generation) {
-                            link.open.insert(generation);
-                            if !open.succeed() {
-                                link.close(generation);
-                            }
-                        }
-                    }
-                    Message::Unknown(generation) => {
-                        if let Some(open) = link.opening.remove(&generation) {
-                            open.fail(RouteError::Unreachable("the grant is revoked".into()));
-                        }
-                    }
-                    Message::Revoke(generation) => link.close(generation),
-                    other => break format!("unexpected {other:?}"),
+                let Message::Word(word) = message else { break format!("unexpected {message:?}") };
+                match link.grants.hear(word, &shared.jobs) {
+                    Ok(answer) => link.say(answer),
+                    Err(other) => break format!("unexpected {other:?}"),
                 }
             }
             Ok(None) => break "closed by the peer".to_owned(),

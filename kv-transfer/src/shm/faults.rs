@@ -24,6 +24,7 @@ use crate::{
         Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, eventually, fill, is_pending, pattern,
         private_dir, soon, storage, writes,
     },
+    word::Word,
 };
 
 /// A sender by hand.
@@ -50,8 +51,8 @@ fn connect_and_map(fabric: &Fabric) -> (UnixStream, BlockStorage) {
 }
 
 fn open(socket: &UnixStream, generation: Generation) {
-    wire::send(socket, Message::Open(generation), None).unwrap();
-    assert_eq!(wire::receive(socket).unwrap().unwrap().0, Message::Opened(generation));
+    wire::send(socket, Message::Word(Word::Open(generation)), None).unwrap();
+    assert_eq!(wire::receive(socket).unwrap().unwrap().0, Message::Word(Word::Opened(generation)));
 }
 
 #[tokio::test]
@@ -71,14 +72,14 @@ async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
         let peer = connect(&fabric);
         open(&peer, generation);
         let mut fenced = granted.revoke();
-        assert_eq!(wire::receive(&peer).unwrap().unwrap().0, Message::Revoke(generation));
+        assert_eq!(wire::receive(&peer).unwrap().unwrap().0, Message::Word(Word::Revoke(generation)));
         assert!(is_pending(&mut fenced).await);
         let quarantined =
             ReceiverLoad { num_grants: 0, num_quarantined_grants: 1, num_quarantined_blocks: 2 };
         assert_eq!(fabric.receiver.load(), quarantined);
 
         match end {
-            End::Close => wire::send(&peer, Message::Close(generation), None).unwrap(),
+            End::Close => wire::send(&peer, Message::Word(Word::Close(generation)), None).unwrap(),
             End::Leave => drop(peer),
             End::Stopped => fabric.receiver.writer_stopped(generation),
             End::Garbage => {
@@ -126,7 +127,7 @@ async fn a_writer_that_writes_after_its_grant_was_closed_hits_memory_that_nobody
     let (peer, memory) = connect_and_map(&fabric);
     open(&peer, generation);
     drop(granted.revoke());
-    assert_eq!(wire::receive(&peer).unwrap().unwrap().0, Message::Revoke(generation));
+    assert_eq!(wire::receive(&peer).unwrap().unwrap().0, Message::Word(Word::Revoke(generation)));
 
     // The next sequence has the other blocks, and a third gets none.
     let second = pool.take(2).unwrap();
@@ -165,8 +166,8 @@ async fn a_grant_that_nobody_opened_is_fenced_at_once_and_cannot_be_opened_later
     let granted = fabric.receiver.grant(blocks([3]), ());
     let generation = granted.generation();
     assert!(!is_pending(&mut granted.revoke()).await);
-    wire::send(&peer, Message::Open(generation), None).unwrap();
-    assert_eq!(wire::receive(&peer).unwrap().unwrap().0, Message::Unknown(generation));
+    wire::send(&peer, Message::Word(Word::Open(generation)), None).unwrap();
+    assert_eq!(wire::receive(&peer).unwrap().unwrap().0, Message::Word(Word::Unknown(generation)));
 }
 
 #[tokio::test]

@@ -25,6 +25,7 @@ use super::{
 use crate::{
     message::{Generation, TransportKind, TransportOffer},
     receiver::{Acceptor, Grants, OneSidedWriter, ReceiverConfig, Service, WriterId},
+    word::{self, Word},
 };
 
 /// Socket names: "kv-<pool>.sock".
@@ -171,7 +172,7 @@ impl OneSidedWriter for Writer {
     }
 
     fn ask_to_close(&self, generation: Generation) {
-        if let Err(error) = wire::send(&self.socket, Message::Revoke(generation), None) {
+        if let Err(error) = wire::send(&self.socket, Message::Word(Word::Revoke(generation)), None) {
             // It will stop by the handoff's stream, or end.
             warn!(%generation, %error, "cannot ask a shared-memory peer to stop");
         }
@@ -210,7 +211,7 @@ fn greet(sharing: &Sharing, writer: &Writer) -> io::Result<bool> {
     let peer_uid = host::peer_uid(socket)?;
     if !host::may_share(host::own_uid(), peer_uid) {
         warn!(peer_uid, "shared memory refused to a process of another user");
-        wire::send(socket, Message::Refused, None)?;
+        wire::send(socket, Message::Word(Word::Refused), None)?;
         return Ok(false);
     }
     let storage = sharing.grants.storage();
@@ -219,9 +220,9 @@ fn greet(sharing: &Sharing, writer: &Writer) -> io::Result<bool> {
         None => return Ok(false),
         Some((Message::Hello { pool, layer_bytes, num_layers }, _)) => {
             if pool != sharing.grants.pool() {
-                (Message::OtherPool, None)
+                (Message::Word(Word::OtherPool), None)
             } else if (layer_bytes, num_layers) != (layout.layer_bytes() as u64, layout.num_layers as u32) {
-                (Message::Refused, None)
+                (Message::Word(Word::Refused), None)
             } else {
                 (Message::Welcome { num_blocks: storage.num_blocks() as u64 }, Some(storage.fd()))
             }
@@ -237,18 +238,10 @@ fn greet(sharing: &Sharing, writer: &Writer) -> io::Result<bool> {
 
 fn converse(sharing: &Sharing, writer: &Arc<Writer>) -> io::Result<()> {
     while let Some((message, _)) = receive_until_end(&writer.socket)? {
-        match message {
-            Message::Open(generation) => {
-                let peer = Arc::clone(writer) as Arc<dyn OneSidedWriter>;
-                let answer = if sharing.grants.open(generation, writer.id, peer) {
-                    Message::Opened(generation)
-                } else {
-                    Message::Unknown(generation)
-                };
-                wire::send(&writer.socket, answer, None)?;
-            }
-            Message::Close(generation) => sharing.grants.close(generation, writer.id),
-            message => return Err(unexpected(message)),
+        let Message::Word(word) = message else { return Err(unexpected(message)) };
+        let answer = word::hear(&sharing.grants, writer, writer.id, word);
+        if let Some(answer) = answer.map_err(|word| unexpected(Message::Word(word)))? {
+            wire::send(&writer.socket, Message::Word(answer), None)?;
         }
     }
     Ok(())

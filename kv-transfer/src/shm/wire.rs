@@ -13,7 +13,7 @@ use std::{
     },
 };
 
-use crate::message::Generation;
+use crate::word::Word;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BKVshm01");
 pub(super) const MESSAGE_BYTES: usize = 32;
@@ -24,20 +24,8 @@ pub(super) enum Message {
     Hello { pool: u64, layer_bytes: u64, num_layers: u32 },
     /// D: the pool's size; the descriptor comes along.
     Welcome { num_blocks: u64 },
-    /// D: it has restarted.
-    OtherPool,
-    /// D: not for you.
-    Refused,
-    /// P: about to write.
-    Open(Generation),
-    /// D: go on.
-    Opened(Generation),
-    /// D: no such grant (any more).
-    Unknown(Generation),
-    /// P: nothing is written after this.
-    Close(Generation),
-    /// D: stop, and say `Close`.
-    Revoke(Generation),
+    /// Of either.
+    Word(Word),
 }
 
 impl Message {
@@ -45,13 +33,10 @@ impl Message {
         let (kind, a, b, c) = match self {
             Message::Hello { pool, layer_bytes, num_layers } => (1, num_layers, pool, layer_bytes),
             Message::Welcome { num_blocks } => (2, 0, num_blocks, 0),
-            Message::OtherPool => (3, 0, 0, 0),
-            Message::Refused => (4, 0, 0, 0),
-            Message::Open(generation) => (5, 0, generation.0, 0),
-            Message::Opened(generation) => (6, 0, generation.0, 0),
-            Message::Unknown(generation) => (7, 0, generation.0, 0),
-            Message::Close(generation) => (8, 0, generation.0, 0),
-            Message::Revoke(generation) => (9, 0, generation.0, 0),
+            Message::Word(word) => {
+                let (kind, generation) = word.code();
+                (kind, 0, generation, 0)
+            }
         };
         let mut bytes = [0; MESSAGE_BYTES];
         bytes[..4].copy_from_slice(&u32::to_le_bytes(kind));
@@ -68,18 +53,10 @@ impl Message {
         if u64_at(24) != MAGIC {
             return None;
         }
-        let generation = Generation(u64_at(8));
         Some(match u32_at(0) {
             1 => Message::Hello { pool: u64_at(8), layer_bytes: u64_at(16), num_layers: u32_at(4) },
             2 => Message::Welcome { num_blocks: u64_at(8) },
-            3 => Message::OtherPool,
-            4 => Message::Refused,
-            5 => Message::Open(generation),
-            6 => Message::Opened(generation),
-            7 => Message::Unknown(generation),
-            8 => Message::Close(generation),
-            9 => Message::Revoke(generation),
-            _ => return None,
+            kind => Message::Word(Word::from_code(kind, u64_at(8))?),
         })
     }
 }
@@ -186,22 +163,17 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::{message::Generation, word::all_of};
 
     #[test]
     fn messages_and_descriptors_arrive_as_they_were_sent() {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let generation = Generation(0x0123_4567_89ab_cdef);
         let messages = [
             Message::Hello { pool: 3, layer_bytes: 4096, num_layers: 2 },
             Message::Welcome { num_blocks: 10 },
-            Message::OtherPool,
-            Message::Refused,
-            Message::Open(generation),
-            Message::Opened(generation),
-            Message::Unknown(generation),
-            Message::Close(generation),
-            Message::Revoke(generation),
         ];
+        let messages =
+            messages.into_iter().chain(all_of(Generation(0x0123_4567_89ab_cdef)).map(Message::Word));
         let file = std::fs::File::open("/dev/zero").unwrap();
         for message in messages {
             let is_first = matches!(message, Message::Welcome { .. });
@@ -217,7 +189,7 @@ mod tests {
     #[test]
     fn a_peer_that_does_not_read_blocks_nobody() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
-        while send(&ours, Message::Refused, None).is_ok() {}
+        while send(&ours, Message::Word(Word::Refused), None).is_ok() {}
     }
 
     proptest! {

@@ -113,16 +113,8 @@ impl Shared {
 
     /// A frame whose connection broke. What breaks one often breaks all, and a lane only notices when it sends: so a frame
     /// may be lost once on every lane before it meets a connection that is new.
-    fn retry(&self, mut frame: Frame, why: &str) {
-        frame.num_tries += 1;
-        let refused = if frame.num_tries <= self.context.config.streams_per_peer {
-            self.jobs.push_again(frame)
-        } else {
-            Err(frame)
-        };
-        if let Err(frame) = refused {
-            frame.fail(PushError::Lost(why.to_owned()));
-        }
+    fn retry(&self, frame: Frame, why: &str) {
+        self.jobs.retry(frame, self.context.config.streams_per_peer, why);
     }
 }
 

@@ -215,6 +215,7 @@ impl Choice {
             cache_salt: self.generation.cache_salt.clone(),
             prefill: None,
             speculation_mode: self.generation.speculation.into(),
+            kv_wire: self.generation.kv_wire.into(),
         }
     }
 

@@ -2,7 +2,10 @@
 
 use std::time::Instant;
 
-use baton_proto::{v1::SpeculationMode, worker::Sampling};
+use baton_proto::{
+    v1::{KvWire, SpeculationMode},
+    worker::Sampling,
+};
 use baton_tokenizer::{TemplateError, TokenizerError};
 use serde_json::{Map, Value};
 
@@ -30,6 +33,7 @@ pub(crate) struct GenerationInput {
     pub(crate) cache_salt: String,
     pub(crate) prefill: PrefillMode,
     pub(crate) speculation: SpeculationMode,
+    pub(crate) kv_wire: KvWire,
     /// When the request arrived.
     pub(crate) started: Instant,
 }
@@ -66,6 +70,7 @@ pub(crate) struct Generation {
     pub(crate) cache_salt: String,
     pub(crate) prefill: PrefillMode,
     pub(crate) speculation: SpeculationMode,
+    pub(crate) kv_wire: KvWire,
     pub(crate) started: Instant,
 }
 
@@ -133,6 +138,11 @@ impl GenerationInput {
                 })?;
             prompts.push(Prompt { tokens, max_tokens });
         }
+        // Rounding stays in the cache: who asks for a form shall find no other, nor be found by others.
+        let cache_salt = match self.kv_wire {
+            KvWire::Unspecified => self.cache_salt,
+            form => format!("{}\0{}", self.cache_salt, form.as_str_name()),
+        };
         Ok(Generation {
             id: self.id,
             endpoint: self.endpoint,
@@ -140,9 +150,10 @@ impl GenerationInput {
             n: self.n,
             stop: self.stop,
             sampling,
-            cache_salt: self.cache_salt,
+            cache_salt,
             prefill: self.prefill,
             speculation: self.speculation,
+            kv_wire: self.kv_wire,
             started: self.started,
         })
     }

@@ -26,6 +26,13 @@ pub(super) fn input(
         v1::PrefillMode::Remote => PrefillMode::Remote,
     };
     let speculation = request.speculation_mode();
+    // Another form than was asked for would change the answer.
+    let kv_wire = v1::KvWire::try_from(request.kv_wire).map_err(|_| {
+        CoreError::invalid(
+            "kv_wire",
+            format!("kv_wire: {} is not a form that is known here", request.kv_wire),
+        )
+    })?;
     use v1::generate_request::Prompt;
     let (prompt, prompt_param) = match request.prompt {
         Some(Prompt::Text(text)) => (PromptInput::Text(text), "text"),
@@ -54,6 +61,7 @@ pub(super) fn input(
         cache_salt: request.cache_salt,
         prefill,
         speculation,
+        kv_wire,
         started,
     })
 }

@@ -6,7 +6,7 @@ use axum::{
     extract::{Request, State},
     response::Response,
 };
-use baton_proto::v1::SpeculationMode;
+use baton_proto::v1::{KvWire, SpeculationMode};
 use baton_tokenizer::Tokenizer;
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -94,6 +94,7 @@ impl ChatRequest {
             cache_salt: self.cache_salt.unwrap_or_default(),
             prefill: self.prefill_mode.map_or(PrefillMode::Auto, PrefillMode::from),
             speculation: self.speculation_mode.map(SpeculationMode::from).unwrap_or_default(),
+            kv_wire: self.kv_wire.map(KvWire::from).unwrap_or_default(),
             started,
         })
     }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use baton_proto::v1::SpeculationMode;
+use baton_proto::v1::{KvWire, SpeculationMode};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
@@ -39,6 +39,7 @@ macro_rules! request_body {
             pub(crate) cache_salt: Option<String>,
             pub(crate) prefill_mode: Option<crate::http::params::PrefillModeName>,
             pub(crate) speculation_mode: Option<crate::http::params::SpeculationModeName>,
+            pub(crate) kv_wire: Option<crate::http::params::KvWireName>,
             /// Everything else: to refuse what would change the answer and is not built.
             #[serde(flatten)]
             pub(crate) rest: serde_json::Map<String, serde_json::Value>,
@@ -132,6 +133,30 @@ impl From<SpeculationModeName> for SpeculationMode {
         match name {
             SpeculationModeName::Auto => SpeculationMode::Unspecified,
             SpeculationModeName::Off => SpeculationMode::Off,
+        }
+    }
+}
+
+/// How the prompt's KV travels over TCP; what rounds it changes tokens.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum KvWireName {
+    /// As the workers are configured.
+    Auto,
+    AsIs,
+    Fp8,
+    Int8,
+    Int4,
+}
+
+impl From<KvWireName> for KvWire {
+    fn from(name: KvWireName) -> KvWire {
+        match name {
+            KvWireName::Auto => KvWire::Unspecified,
+            KvWireName::AsIs => KvWire::AsIs,
+            KvWireName::Fp8 => KvWire::Fp8,
+            KvWireName::Int8 => KvWire::Int8,
+            KvWireName::Int4 => KvWire::Int4,
         }
     }
 }

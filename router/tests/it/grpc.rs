@@ -134,6 +134,7 @@ async fn wrong_requests_have_the_right_status() {
         (text(&"x".repeat(3000)), Code::ResourceExhausted, "message length too large"),
         (GenerateRequest { model: "other".into(), ..text("x") }, Code::NotFound, "other"),
         (GenerateRequest { n: 129, ..text("x") }, Code::InvalidArgument, "at most 128"),
+        (GenerateRequest { kv_wire: 9, ..text("x") }, Code::InvalidArgument, "kv_wire: 9"),
         (
             GenerateRequest { request_id: "x".repeat(129), ..text("x") },
             Code::InvalidArgument,

@@ -1,0 +1,76 @@
+//! Registered memory in which pieces are put together that are not the same on both sides.
+
+use std::{io, sync::Arc};
+
+use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
+
+use crate::{
+    message::PieceWrite,
+    sender::{RouteState, max_pieces},
+};
+
+/// Frames that may be on the wire whose pieces are put together here.
+const NUM_PLACES: usize = 4;
+
+/// Belongs to a connection, as the key does.
+pub(super) struct Staging {
+    pub(super) memory: Arc<BlockStorage>,
+    /// Places of a frame each that no flight uses.
+    free: Vec<usize>,
+    num_per_place: usize,
+    vectors: Vec<f32>,
+}
+
+impl Staging {
+    /// Room for pieces of this layout, in frames of so many bytes.
+    pub(super) fn new(layout: &KvLayout, frame_bytes: usize) -> io::Result<Staging> {
+        let num_per_place = max_pieces(frame_bytes, layout.layer_bytes());
+        let num_blocks = (NUM_PLACES * num_per_place).div_ceil(layout.num_layers);
+        let memory = Arc::new(BlockStorage::new(*layout, num_blocks)?);
+        Ok(Staging { memory, free: (0..NUM_PLACES).collect(), num_per_place, vectors: Vec::new() })
+    }
+
+    /// A place, if the route's pieces need one.
+    pub(super) fn place_for(&mut self, route: &RouteState) -> Option<usize> {
+        (route.room_bytes() > 0).then(|| self.free.pop().expect("a frame is taken only while there is room"))
+    }
+
+    /// Whether there is a place for one more.
+    pub(super) fn has_place(&self) -> bool {
+        !self.free.is_empty()
+    }
+
+    /// Nobody uses it any more.
+    pub(super) fn give_back(&mut self, place: Option<usize>) {
+        self.free.extend(place);
+    }
+
+    /// The bytes of a frame's pieces, where a device can read them.
+    ///
+    /// # Safety
+    /// As of [`RouteState::bytes`], and nobody uses the place as long as the bytes.
+    pub(super) unsafe fn sources<'a>(
+        &mut self,
+        route: &'a RouteState,
+        pieces: &[PieceWrite],
+        place: Option<usize>,
+    ) -> Vec<&'a [u8]> {
+        let num_layers = self.memory.layout().num_layers;
+        let sources = pieces.iter().enumerate().map(|(nth, piece)| {
+            let room: &mut [u8] = match place {
+                Some(place) => {
+                    let nth = place * self.num_per_place + nth;
+                    let block = BlockId((nth / num_layers) as u32);
+                    // SAFETY: the place is the frame's alone.
+                    unsafe { self.memory.layer_mut(block, nth % num_layers) }
+                }
+                None => &mut [],
+            };
+            // SAFETY: by the caller's word.
+            let bytes = unsafe { route.bytes(piece, room, &mut self.vectors) };
+            // SAFETY: own blocks are kept by the route, and the place by the caller's word.
+            unsafe { std::slice::from_raw_parts(bytes.as_ptr(), bytes.len()) }
+        });
+        sources.collect()
+    }
+}
