@@ -212,4 +212,6 @@ fn what_was_used_longest_ago_is_forgotten_first_and_ends_go_before_beginnings() 
         index.insert(&hashes(100..116), &key("b", 1));
     }
     assert_eq!(index.holders(&hashes(0..24)), [(key("a", 1), 4)], "reuse of others evicts nothing");
+    index.insert(&hashes(200..264), &key("a", 1)); // 16 blocks
+    assert_eq!(index.holders(&hashes(200..264)), [(key("a", 1), 8)], "of a long prompt, its beginning");
 }
