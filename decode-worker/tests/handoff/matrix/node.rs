@@ -199,7 +199,10 @@ async fn process() {
         config.max_running = 64;
         config.handoff_deadline = spec.handoff_deadline;
         config.listen.set_port(spec.ports[0]);
-        config.data_listen.set_port(spec.ports[1]);
+        match spec.transport {
+            TransportKind::Rdma => config.rdma_listen.set_port(spec.ports[1]),
+            _ => config.data_listen.set_port(spec.ports[1]),
+        }
     });
     let worker = builder.start().await;
     say(&format!("{} {}", worker.worker.incarnation(), worker.address()));
