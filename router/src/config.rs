@@ -38,7 +38,7 @@ pub struct RouterConfig {
     pub recovery_timeout: Duration,
     /// A worker that sends nothing for a request this long is given up for it.
     pub stall_timeout: Duration,
-    /// HTTP/2 pings to workers and clients: their interval, and how long an answer may take.
+    /// HTTP/2 pings to workers and clients: their interval. A worker may take four times as long to answer, a client 5 s.
     pub keep_alive: Duration,
     /// How long running requests may go on after a shutdown began.
     pub drain_timeout: Duration,

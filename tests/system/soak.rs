@@ -26,10 +26,14 @@ use crate::{
 const NUM_KINDS: usize = 120;
 /// One in so many clients leaves early.
 const LEAVES_ONE_IN: u32 = 8;
-/// A router that cannot place a request within its patience says so; with every worker of a role gone at times, that may be.
-const MAX_FAILED_SHARE: f64 = 0.02;
-/// What a process that was never killed may grow by after the warm-up: what allocators keep, not what leaks.
-const MAX_GROWTH_BYTES: u64 = 24 << 20;
+/// Of what ends with an error. At most one worker is away at a time, so that there is somebody else for every request; but a
+/// client whose idle connection was closed while the machine stood still learns it by sending.
+const MAX_FAILED_SHARE: f64 = 0.002;
+/// One freeze in so many lasts 30 s.
+const LONG_ONE_IN: u32 = 12;
+/// What a process that was never killed may grow by in the last two thirds: what allocators keep and what the router
+/// remembers of prefixes until that is full (some 25 MiB, half of them before), not what leaks.
+const MAX_GROWTH_BYTES: u64 = 16 << 20;
 /// Requests under way at once; a tick that finds more is left out, and counted.
 const MAX_AT_ONCE: usize = 500;
 
@@ -52,6 +56,12 @@ struct Tally {
     wrong: Vec<String>,
     failed: Vec<String>,
     faults: BTreeMap<&'static str, usize>,
+}
+
+impl Tally {
+    fn num_ended(&self) -> usize {
+        self.num_right + self.num_left + self.wrong.len() + self.failed.len()
+    }
 }
 
 #[tokio::test]
@@ -84,6 +94,12 @@ impl Soak {
                 .collect()
                 .await,
         );
+        // As many at once as there will ever be: what that takes is no growth later.
+        let burst = (0..MAX_AT_ONCE)
+            .map(async |num| complete(&http, num % NUM_KINDS, &num.to_string(), usize::MAX).await);
+        for outcome in join_all(burst).await {
+            outcome.expect("nothing disturbs it");
+        }
         let tally = Rc::<RefCell<Tally>>::default();
         let cluster = Rc::new(tokio::sync::Mutex::new(cluster));
         let local = LocalSet::new();
@@ -120,7 +136,9 @@ impl Soak {
                 }
                 let _wires = disturbing.await.expect("no panic");
                 join_all(requests).await.into_iter().for_each(|request| request.expect("no panic"));
+                let took = start.elapsed();
                 let tally = tally.take();
+                println!("{:.1} requests a second ended", tally.num_ended() as f64 / took.as_secs_f64());
                 self::check(&*cluster.lock().await, &tally, &warm.expect("a third has passed")).await;
             })
             .await;
@@ -219,10 +237,12 @@ async fn disturb(
             }
             0 | 1 => {
                 cluster.lock().await.signal(worker, libc::SIGSTOP);
-                // Short enough to be waited for, or too long for keep-alive.
-                tokio::time::sleep(Duration::from_millis(rng.random_range(200..9000))).await;
+                // Short enough to be waited for, too long for keep-alive, or for half a minute.
+                let is_long = rng.random_ratio(1, LONG_ONE_IN);
+                let millis = if is_long { 30_000 } else { rng.random_range(200..9000) };
+                tokio::time::sleep(Duration::from_millis(millis)).await;
                 cluster.lock().await.signal(worker, libc::SIGCONT);
-                "frozen"
+                if is_long { "frozen for 30 s" } else { "frozen" }
             }
             _ => {
                 wires[worker].reset();
@@ -246,7 +266,8 @@ fn memory(cluster: &Cluster) -> BTreeMap<&'static str, u64> {
 async fn check(cluster: &Cluster, tally: &Tally, warm: &BTreeMap<&str, u64>) {
     let Tally { num_right, num_left, num_held_back, wrong, failed, faults } = tally;
     println!("{num_right} right, {num_left} left early, {num_held_back} held back, faults {faults:?}");
-    println!("{} wrong, {} failed: {:?}", wrong.len(), failed.len(), failed.first());
+    println!("{} wrong, {} failed", wrong.len(), failed.len());
+    failed.iter().take(20).for_each(|failure| println!("  {failure}"));
     cluster.wait_for_workers(2, 2).await;
     cluster.assert_all_blocks_free().await;
     let after = memory(cluster);
@@ -257,7 +278,7 @@ async fn check(cluster: &Cluster, tally: &Tally, warm: &BTreeMap<&str, u64>) {
     assert_eq!(wrong, &Vec::<String>::new());
     assert!(*num_right > 0);
     let failed_share = failed.len() as f64 / (num_right + failed.len()) as f64;
-    assert!(failed_share <= MAX_FAILED_SHARE, "{failed:#?}");
+    assert!(failed_share <= MAX_FAILED_SHARE, "{} of {num_right} failed", failed.len());
     for (name, &before) in warm {
         assert!(
             after[name] <= before + MAX_GROWTH_BYTES,

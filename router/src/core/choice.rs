@@ -1,10 +1,7 @@
 //! One choice of a request, from plan to last token: plans, sends, and on a worker's failure plans
 //! again with what was delivered, so that its reader sees every token exactly once.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Instant};
 
 use baton_proto::{
     v1,
@@ -20,13 +17,10 @@ use super::{
     event::saturate,
     generation::Prompt,
     planner::Wanted,
-    retry::{Failure, Retry},
+    retry::{Failure, Reached, Retry},
     stops::StopMatcher,
 };
-use crate::plan::Plan;
-
-/// Who failed is asked again after this long, if nobody else has come.
-const FORGIVE_AFTER: Duration = Duration::from_millis(250);
+use crate::plan::{Plan, Prefill, WorkerKey};
 
 /// The state of one choice.
 pub(crate) struct Choice {
@@ -184,10 +178,9 @@ impl Choice {
                         .map(|at| at + self.core.config.recovery_timeout);
                     let has_output = !self.delivered.is_empty();
                     let until = self.retry.on_nobody(&no_plan, known_until, has_output, now)?;
-                    let wait = until.saturating_duration_since(now).min(FORGIVE_AFTER);
                     // Whether somebody came or time passed: look again.
-                    let _ = tokio::time::timeout(wait, changes.changed()).await;
-                    self.retry.forgive();
+                    let _ = tokio::time::timeout_at(until.into(), changes.changed()).await;
+                    self.retry.look_again(Instant::now());
                     continue;
                 }
             };
@@ -200,7 +193,7 @@ impl Choice {
             self.num_attempts += 1;
             match Attempt::start(&self.core.workers, plan, request, self.core.config.stall_timeout).await {
                 Ok(attempt) => return Ok(attempt),
-                Err((plan, failure)) => self.on_failed_plan(failure, &plan)?,
+                Err((plan, failure)) => self.on_failed_plan(failure, &plan, Reached::Nobody)?,
             }
         }
     }
@@ -221,19 +214,19 @@ impl Choice {
 
     fn on_failure(&mut self, failure: Failure) -> Result<(), CoreError> {
         match self.attempt.take() {
-            Some(attempt) => self.on_failed_plan(failure, &attempt.plan),
+            Some(attempt) => self.on_failed_plan(failure, &attempt.plan, Reached::Worker),
             None => Ok(()),
         }
     }
 
-    fn on_failed_plan(&mut self, failure: Failure, plan: &Plan) -> Result<(), CoreError> {
+    fn on_failed_plan(&mut self, failure: Failure, plan: &Plan, reached: Reached) -> Result<(), CoreError> {
         self.core.metrics.on_failed_attempt(failure.kind.name());
         tracing::warn!(
             request = %self.generation.id, index = self.index, attempt = self.num_attempts - 1,
             decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.delivered.len(),
             reason = failure.kind.name(), message = failure.message, "attempt failed"
         );
-        let blame = self.retry.on_failure(failure, plan, Instant::now())?;
+        let blame = self.retry.on_failure(failure, plan, reached, Instant::now())?;
         if let Some(worker) = &blame.spare {
             self.core.workers.report_failure(worker);
         }
@@ -280,6 +273,9 @@ impl Choice {
             && !std::mem::replace(&mut attempt.answered, true)
         {
             self.core.workers.report_success(&attempt.decode);
+            if let Prefill::Remote(worker) = &attempt.plan.prefill {
+                self.core.workers.report_success(&WorkerKey::of(worker));
+            }
         }
     }
 

@@ -6,7 +6,7 @@
 mod policy;
 mod prefix_index;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::{fmt, sync::Arc};
 

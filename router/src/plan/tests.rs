@@ -21,7 +21,7 @@ fn record(id: &str, role: Role) -> WorkerRecord {
 
 /// Reads lines like `d0 decode running=3 queued=100 free=5 assigned=2 backing-off draining unreachable
 /// other-format other-blocks context=64`.
-fn view(text: &str) -> ClusterView {
+pub(crate) fn view(text: &str) -> ClusterView {
     let workers = text.lines().map(str::trim).filter(|line| !line.is_empty()).map(|line| {
         let mut words = line.split_whitespace();
         let id = words.next().expect("a line names a worker");
@@ -58,7 +58,7 @@ fn view(text: &str) -> ClusterView {
 }
 
 /// `tokens=200 cached:d0=64 not:d1 local|remote`
-fn request(text: &str) -> PlanRequest {
+pub(crate) fn request(text: &str) -> PlanRequest {
     let key = |id: &str| WorkerKey { id: id.into(), incarnation: 1 };
     let mut request = PlanRequest::default();
     for word in text.split_whitespace() {
@@ -212,4 +212,6 @@ fn what_was_used_longest_ago_is_forgotten_first_and_ends_go_before_beginnings() 
         index.insert(&hashes(100..116), &key("b", 1));
     }
     assert_eq!(index.holders(&hashes(0..24)), [(key("a", 1), 4)], "reuse of others evicts nothing");
+    index.insert(&hashes(200..264), &key("a", 1)); // 16 blocks
+    assert_eq!(index.holders(&hashes(200..264)), [(key("a", 1), 8)], "of a long prompt, its beginning");
 }

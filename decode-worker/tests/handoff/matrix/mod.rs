@@ -4,7 +4,7 @@
 //! ```text
 //!  attempt --> decode worker ==[wire]==> tap ==[wire]==> prefill worker
 //!  (router)         ^                                         |
-//!                   +-- KV: shared memory, or tcp ==[wire]== -+
+//!                   +-- KV: shared memory, tcp ==[wire]==, or rdma: its control connection ==[wire]== -+
 //! ```
 //!
 //! A cell brings a handoff into its state and keeps it there, lets the fault happen, lets go, and then demands, within
@@ -33,13 +33,14 @@ use self::{
     clock::Clock,
     table::{Fault, STATES, State, expected},
 };
-use crate::harness::PATIENCE;
+use crate::harness::{PATIENCE, transports};
 
 /// One test for each fault and transport, so that a failure has a name; the states run beside each other.
 macro_rules! matrix {
     ($($name:ident: $fault:ident),* $(,)?) => {
         matrix!(@over tcp Tcp $($name: $fault)*);
         matrix!(@over shm Shm $($name: $fault)*);
+        matrix!(@over rdma Rdma $($name: $fault)*);
     };
     (@over $transport:ident $kind:ident $($name:ident: $fault:ident)*) => {
         mod $transport {
@@ -71,6 +72,9 @@ matrix!(
 );
 
 async fn row(fault: Fault, kind: TransportKind) {
+    if !transports().any(|here| here == kind) {
+        return;
+    }
     let mut cells = Vec::new();
     let local = LocalSet::new();
     for state in STATES {

@@ -199,7 +199,12 @@ async fn process() {
         config.max_running = 64;
         config.handoff_deadline = spec.handoff_deadline;
         config.listen.set_port(spec.ports[0]);
-        config.data_listen.set_port(spec.ports[1]);
+        match spec.transport {
+            TransportKind::Rdma => {
+                config.rdma_listen = Some((config.data_listen.ip(), spec.ports[1]).into());
+            }
+            _ => config.data_listen.set_port(spec.ports[1]),
+        }
     });
     let worker = builder.start().await;
     say(&format!("{} {}", worker.worker.incarnation(), worker.address()));

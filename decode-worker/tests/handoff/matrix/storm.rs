@@ -69,7 +69,7 @@ pub(super) async fn run(state: State, kind: TransportKind, expected: Expected) -
     }
     tap.straighten();
     prefill.tell("vacate");
-    let bound = Fault::AbortStorm.bound();
+    let bound = Fault::AbortStorm.bound(kind);
     for (node, labels) in [(&decode, expected.decode), (&prefill, expected.prefill)] {
         until(async || node.metric("baton_handoffs_total", "").await == NUM_REQUESTS as u64).await;
         let mut num_counted = 0;

@@ -76,7 +76,7 @@ struct Shared {
     num_releases: watch::Sender<usize>,
     /// Messages that were twisted.
     num_twisted: watch::Sender<usize>,
-    /// To every data port that was offered, by its address.
+    /// To every data port, or control port of rdma, that was offered, by its address.
     data: tokio::sync::Mutex<HashMap<String, Arc<Wire>>>,
     /// Of the last grant.
     blocks: Mutex<Vec<u32>>,
@@ -237,13 +237,18 @@ impl Shared {
         let Some(D::Grant(grant)) = &mut message.message else { return };
         *self.blocks.lock().expect("no panic") = grant.block_ids.clone();
         for offer in &mut grant.transports {
-            let Some(Transport::Tcp(tcp)) = &mut offer.transport else { continue };
+            let address = match &mut offer.transport {
+                Some(Transport::Tcp(tcp)) => &mut tcp.address,
+                // Its control connection; where the data goes, the two libraries agree between them.
+                Some(Transport::Rdma(rdma)) => &mut rdma.address,
+                _ => continue,
+            };
             let mut data = self.data.lock().await;
-            if !data.contains_key(&tcp.address) {
-                let target = tcp.address.parse().expect("an address of this host");
-                data.insert(tcp.address.clone(), Arc::new(Wire::recording(target).await));
+            if !data.contains_key(address) {
+                let target = address.parse().expect("an address of this host");
+                data.insert(address.clone(), Arc::new(Wire::recording(target).await));
             }
-            tcp.address = data[&tcp.address].address.to_string();
+            *address = data[address].address.to_string();
         }
     }
 }
