@@ -30,6 +30,10 @@ pub(crate) trait OneSidedWriter: Send + Sync {
     fn kind(&self) -> TransportKind;
     /// Asks it to let go of a grant. Must not block: the peer may be frozen.
     fn ask_to_close(&self, generation: Generation);
+    /// Whether nothing of it is written any more once its peer says so.
+    fn stops_by_word(&self) -> bool {
+        true
+    }
 }
 
 /// Gives the grant's guard back, or sees to it that nobody ever gets it.
@@ -200,7 +204,7 @@ impl Grants {
     pub(super) fn writers_stopped(&self, generation: Generation) {
         let mut entries = self.entries();
         let Some(entry) = entries.get_mut(&generation) else { return };
-        entry.writers.clear();
+        entry.writers.retain(|(_, writer)| !writer.stops_by_word());
         let release = settle(&mut entries, generation);
         drop(entries);
         run(release);
