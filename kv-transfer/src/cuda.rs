@@ -4,19 +4,20 @@
 //! cudarc's functions panic where the driver is absent, so that everything here begins with [`num_devices`] or
 //! [`Device::open`]. Everything that is called is older than CUDA 11, so that any driver in use has it.
 //!
-//! What was run: that a missing driver and a missing device are said. The rest needs a device; `cuda_tests.rs` has
-//! what is to be run on one.
+//! What was run: that a missing driver and a missing device are said. The rest needs a device; `nccl/cuda_tests.rs`
+//! and `shm/devices.rs` have what is to be run on one.
 
 use std::{
     ffi::c_void,
     fmt, io,
     ptr::NonNull,
     sync::{Arc, Mutex, PoisonError},
+    time::Duration,
 };
 
 use baton_kv_cache::{BlockStorage, DeviceMemory, KvLayout};
 use cudarc::driver::{
-    CudaContext, CudaStream, DriverError,
+    CudaContext, CudaEvent, CudaStream, DriverError,
     result::{self, device},
     sys,
 };
@@ -108,14 +109,37 @@ pub fn blocks_on_device(ordinal: u32, layout: KvLayout, num_blocks: usize) -> io
     Ok(BlockStorage::on_device(Box::new(region), layout, num_blocks))
 }
 
+/// Blocks of another process, by the handle that it gave; of the same device, or of one that `ordinal` reaches.
+pub(crate) fn blocks_of_handle(
+    device: &Device,
+    handle: [u8; 64],
+    layout: KvLayout,
+    num_blocks: usize,
+) -> io::Result<BlockStorage> {
+    BlockStorage::bytes_of(&layout, num_blocks)?;
+    let region = Region::open(device.clone(), handle).map_err(io::Error::other)?;
+    Ok(BlockStorage::on_device(Box::new(region), layout, num_blocks))
+}
+
 /// Bytes of a piece that are copied at a time.
 const PINNED_BYTES: usize = 1 << 20;
+
+/// How often is looked whether a device has copied.
+const COPY_PAUSE: Duration = Duration::from_micros(20);
 
 /// Memory of a device.
 struct Region {
     base: sys::CUdeviceptr,
+    origin: Origin,
     copier: Mutex<Copier>,
     device: Device,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Origin {
+    Allocated,
+    /// Another process's.
+    Opened,
 }
 
 /// What copies between the device and processors: memory that both see, and a stream.
@@ -129,7 +153,7 @@ unsafe impl Send for Copier {}
 
 impl fmt::Debug for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Region({:#x} of device {})", self.base, self.device.0.ordinal())
+        write!(f, "Region({:?} at {:#x} of device {})", self.origin, self.base, self.device.0.ordinal())
     }
 }
 
@@ -139,13 +163,25 @@ impl Region {
         let copier = Copier::new(&device)?;
         // SAFETY: a new allocation, which is owned from here on.
         let base = unsafe { result::malloc_sync(size_bytes) }.map_err(|error| failed("cuMemAlloc", error))?;
-        let region = Region { base, copier: Mutex::new(copier), device };
+        let region = Region { base, origin: Origin::Allocated, copier: Mutex::new(copier), device };
         // SAFETY: the whole of the allocation; nobody else knows it yet.
         unsafe { result::memset_d8_sync(base, 0, size_bytes) }
             .map_err(|error| failed("cuMemsetD8", error))?;
         // It may return before it is done.
         result::ctx::synchronize().map_err(|error| failed("cuCtxSynchronize", error))?;
         Ok(region)
+    }
+
+    fn open(device: Device, handle: [u8; 64]) -> Result<Region, CudaError> {
+        device.bind()?;
+        let copier = Copier::new(&device)?;
+        let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte as std::ffi::c_char) };
+        let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        let mut base = 0;
+        // SAFETY: the out pointer is valid. Bytes that are no handle are an error, by the driver's word.
+        let opened = unsafe { sys::cuIpcOpenMemHandle_v2(&mut base, handle, flags) };
+        opened.result().map_err(|error| failed("cuIpcOpenMemHandle", error))?;
+        Ok(Region { base, origin: Origin::Opened, copier: Mutex::new(copier), device })
     }
 
     fn copier(&self) -> std::sync::MutexGuard<'_, Copier> {
@@ -157,12 +193,17 @@ impl Drop for Region {
     fn drop(&mut self) {
         // Nothing can be done about a failure: the process's end frees it, too.
         let _ = self.device.bind();
-        // SAFETY: made by `new`, and not used after this.
-        let _ = unsafe { result::free_sync(self.base) };
+        // SAFETY: made by `new` or `open`, and not used after this.
+        unsafe {
+            match self.origin {
+                Origin::Allocated => drop(result::free_sync(self.base)),
+                Origin::Opened => drop(sys::cuIpcCloseMemHandle(self.base).result()),
+            }
+        }
     }
 }
 
-// SAFETY: the allocation stays where it is until the drop.
+// SAFETY: the allocation, or the mapping of another process's, stays where it is until the drop.
 unsafe impl DeviceMemory for Region {
     fn device(&self) -> u32 {
         self.device.0.ordinal() as u32
@@ -211,7 +252,7 @@ unsafe impl DeviceMemory for Region {
     fn handle(&self) -> Option<[u8; 64]> {
         self.device.bind().ok()?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
-        // SAFETY: the out pointer is valid, and the allocation alive.
+        // SAFETY: the out pointer is valid, and the allocation alive. What was opened cannot be passed on.
         let got = unsafe { sys::cuIpcGetMemHandle(&mut handle, self.base) };
         got.result().ok().map(|()| handle.reserved.map(|byte| byte as u8))
     }
@@ -276,6 +317,43 @@ impl Drop for HostRegistration {
         let _ = self.device.bind();
         // SAFETY: registered by `new`. Nothing can be done about a failure.
         let _ = unsafe { sys::cuMemHostUnregister(self.base) }.result();
+    }
+}
+
+/// Copies between memories of devices, on a stream of its own, and the event behind them.
+pub(crate) struct DeviceCopies {
+    stream: Arc<CudaStream>,
+    event: CudaEvent,
+    device: Device,
+}
+
+impl DeviceCopies {
+    pub(crate) fn new(device: Device) -> Result<DeviceCopies, CudaError> {
+        let stream = device.stream()?;
+        let event = device.0.new_event(None).map_err(|error| failed("cuEventCreate", error))?;
+        Ok(DeviceCopies { stream, event, device })
+    }
+
+    /// Begins to copy.
+    ///
+    /// # Safety
+    /// Both are memory that the device reaches. Nobody writes the source, or uses the target, before
+    /// [`finish`](Self::finish) has returned.
+    pub(crate) unsafe fn begin(&self, target: u64, source: u64, len: usize) -> Result<(), CudaError> {
+        self.device.bind()?;
+        // SAFETY: by the caller's word.
+        let begun = unsafe { result::memcpy_dtod_async(target, source, len, self.stream.cu_stream()) };
+        begun.map_err(|error| failed("cuMemcpyDtoDAsync", error))
+    }
+
+    /// Waits until what was begun is done. No peer takes part in it, so that there is no deadline.
+    pub(crate) fn finish(&self) -> Result<(), CudaError> {
+        self.device.bind()?;
+        self.event.record(&self.stream).map_err(|error| failed("cuEventRecord", error))?;
+        while !self.event.try_is_complete().map_err(|error| failed("cuEventQuery", error))? {
+            std::thread::sleep(COPY_PAUSE);
+        }
+        Ok(())
     }
 }
 

@@ -232,7 +232,7 @@ unsafe impl DeviceMemory for Pretended {
     }
 
     fn handle(&self) -> Option<[u8; 64]> {
-        None
+        Some([7; 64])
     }
 }
 

@@ -173,6 +173,11 @@ impl Grants {
         entries.get(&generation).is_some_and(|entry| entry.writers.iter().any(|(id, _)| *id == writer))
     }
 
+    /// Whether there is any grant that `writer` may still write into.
+    pub(crate) fn has_open(&self, writer: WriterId) -> bool {
+        self.entries().values().any(|entry| entry.writers.iter().any(|(id, _)| *id == writer))
+    }
+
     /// `writer` writes into the grant no more.
     pub(crate) fn close(&self, generation: Generation, writer: WriterId) {
         let mut entries = self.entries();
