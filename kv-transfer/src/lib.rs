@@ -41,6 +41,8 @@ pub use message::{
     TransportKind, TransportOffer, Written,
 };
 pub use nccl::NcclFindings;
+#[cfg(any(test, feature = "testing"))]
+pub use nccl::TestFabric;
 pub use rdma::finds_rdma;
 pub use receiver::{Fenced, Granted, Receiver, ReceiverConfig, ReceiverLoad};
 pub use sender::{Measured, Pushed, Route, Sender, SenderConfig, copy_rate, stream_rate};

@@ -17,7 +17,9 @@ use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 
 use crate::{
     Granted, PieceWrite, Pushed, Receiver, ReceiverConfig, Route, RouteError, Sender, SenderConfig,
-    TransportKind, TransportOffer, nccl::memory::MemoryFabric, rdma::Nixl,
+    TransportKind, TransportOffer,
+    nccl::{TestFabric, memory::MemoryFabric},
+    rdma::Nixl,
 };
 
 pub(crate) const LAYOUT: KvLayout =
@@ -66,7 +68,7 @@ impl Fabric {
             rdma_listen: transports.contains(&TransportKind::Rdma).then(|| ([127, 0, 0, 1], 0).into()),
             nixl: Some(nixl()),
             nccl_listen: transports.contains(&TransportKind::Nccl).then(|| ([127, 0, 0, 1], 0).into()),
-            fabric: Some(Arc::new(MemoryFabric::default())),
+            fabric: Some(TestFabric(Arc::new(MemoryFabric::default()))),
             tcp_listen: transports.contains(&TransportKind::Tcp).then(|| ([127, 0, 0, 1], 0).into()),
             shm_dir: transports.contains(&TransportKind::Shm).then(|| dir.path().join("d")),
             ..ReceiverConfig::default()
@@ -103,7 +105,7 @@ pub(crate) fn sender_config(transports: &[TransportKind]) -> SenderConfig {
     SenderConfig {
         transports: transports.to_vec(),
         nixl: Some(nixl()),
-        fabric: Some(Arc::new(MemoryFabric::default())),
+        fabric: Some(TestFabric(Arc::new(MemoryFabric::default()))),
         connect_timeout,
         ..SenderConfig::default()
     }

@@ -51,7 +51,7 @@ enum Command {
         /// Only say what is there and what is missing.
         #[arg(long)]
         check: bool,
-        /// Also NCCL's library, for three tests that load it: 350 MB to fetch.
+        /// Also NCCL's library, for tests that load it: 350 MB to fetch.
         #[arg(long)]
         nccl: bool,
     },

@@ -10,7 +10,7 @@ use std::{
 use baton_kv_cache::{BlockId, BlockStorage, KvLayout, KvShard, WireFormat};
 
 use super::{
-    MAX_GROUPS,
+    MAX_GROUPS, TestFabric,
     communicators::MAX_COMMUNICATORS,
     fabric::{Communicator, Direction, Fabric as _, Place, Rank, UniqueId},
     memory::{MemoryFabric, pretended_device},
@@ -238,7 +238,7 @@ async fn a_peer_that_announces_too_much_or_nonsense_is_hung_up_on() {
 async fn blocks_of_a_communicator_that_does_not_end_are_never_released() {
     let stuck = Arc::new(MemoryFabric::default());
     stuck.is_stuck.store(true, Ordering::SeqCst);
-    let fabric = Fabric::with(NCCL, |config| config.fabric = Some(stuck));
+    let fabric = Fabric::with(NCCL, |config| config.fabric = Some(TestFabric(stuck)));
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
     let peer = ByHand::connect(&fabric);
@@ -443,7 +443,7 @@ async fn blocks_on_devices_are_moved_and_verified_and_nothing_else_touches_them(
     }
     let config = ReceiverConfig {
         nccl_listen: Some(([127, 0, 0, 1], 0).into()),
-        fabric: Some(Arc::new(MemoryFabric::default())),
+        fabric: Some(TestFabric(Arc::new(MemoryFabric::default()))),
         ..ReceiverConfig::default()
     };
     let receiver = Receiver::start(Arc::clone(&target), config.clone()).unwrap();

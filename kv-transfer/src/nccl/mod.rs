@@ -64,7 +64,7 @@ mod fabric;
 mod faults;
 mod lane;
 mod library;
-#[cfg(test)]
+#[cfg(any(test, feature = "testing"))]
 pub(crate) mod memory;
 mod server;
 mod wire;
@@ -125,6 +125,19 @@ impl fmt::Display for NcclFindings {
             Ok(num_devices) => write!(f, "; {num_devices} devices"),
             Err(why) => write!(f, "; {why}"),
         }
+    }
+}
+
+#[cfg(any(test, feature = "testing"))]
+/// What tests have in the place of NCCL and its devices.
+#[derive(Clone, Debug)]
+pub struct TestFabric(pub(crate) Arc<dyn Fabric>);
+
+#[cfg(any(test, feature = "testing"))]
+impl TestFabric {
+    /// Communicators that join at once, alone, and through which nothing ever comes.
+    pub fn alone() -> TestFabric {
+        TestFabric(Arc::new(memory::MemoryFabric { joins_alone: true, ..memory::MemoryFabric::default() }))
     }
 }
 

@@ -44,6 +44,9 @@ use crate::{
     tcp::TcpServer,
 };
 
+#[cfg(any(test, feature = "testing"))]
+use crate::nccl::TestFabric;
+
 /// What a [`Receiver`] offers, and its patience.
 #[derive(Clone, Debug)]
 pub struct ReceiverConfig {
@@ -58,8 +61,8 @@ pub struct ReceiverConfig {
     /// NCCL's library, or the folder that it is in; `None` leaves that to the system.
     pub nccl: Option<PathBuf>,
     /// What tests have in its place.
-    #[cfg(test)]
-    pub(crate) fabric: Option<Arc<dyn Fabric>>,
+    #[cfg(any(test, feature = "testing"))]
+    pub fabric: Option<TestFabric>,
     /// The host that peers reach this one by; by default the listener's address.
     pub advertise_host: Option<String>,
     /// A private folder for the `shm` socket, made if absent; `None` offers none. Its path must be
@@ -81,7 +84,7 @@ impl Default for ReceiverConfig {
             nixl: None,
             nccl_listen: None,
             nccl: None,
-            #[cfg(test)]
+            #[cfg(any(test, feature = "testing"))]
             fabric: None,
             advertise_host: None,
             shm_dir: None,
@@ -95,8 +98,8 @@ impl Default for ReceiverConfig {
 impl ReceiverConfig {
     /// What carries `nccl`.
     fn fabric(&self, storage: &BlockStorage) -> io::Result<Arc<dyn Fabric>> {
-        #[cfg(test)]
-        if let Some(fabric) = &self.fabric {
+        #[cfg(any(test, feature = "testing"))]
+        if let Some(TestFabric(fabric)) = &self.fabric {
             return Ok(Arc::clone(fabric));
         }
         nccl::start(self.nccl.as_deref(), storage).map_err(io::Error::other)

@@ -46,6 +46,9 @@ use crate::{
     tcp::TcpPeer,
 };
 
+#[cfg(any(test, feature = "testing"))]
+use crate::nccl::TestFabric;
+
 /// How a [`Sender`] reaches its peers.
 #[derive(Clone, Debug)]
 pub struct SenderConfig {
@@ -56,8 +59,8 @@ pub struct SenderConfig {
     /// `nccl`: NCCL's library, or the folder that it is in; `None` leaves that to the system.
     pub nccl: Option<PathBuf>,
     /// What tests have in its place.
-    #[cfg(test)]
-    pub(crate) fabric: Option<Arc<dyn Fabric>>,
+    #[cfg(any(test, feature = "testing"))]
+    pub fabric: Option<TestFabric>,
     /// `tcp`: connections to one peer.
     pub streams_per_peer: usize,
     /// `tcp`: KV bytes of one frame, at least one piece. Large frames cost less, small ones spread
@@ -77,7 +80,7 @@ impl Default for SenderConfig {
             transports: vec![TransportKind::Shm, TransportKind::Tcp],
             nixl: None,
             nccl: None,
-            #[cfg(test)]
+            #[cfg(any(test, feature = "testing"))]
             fabric: None,
             streams_per_peer: 2,
             frame_bytes: 1 << 20,
@@ -91,8 +94,8 @@ impl Default for SenderConfig {
 impl SenderConfig {
     /// What carries `nccl`.
     fn fabric(&self, storage: &BlockStorage) -> io::Result<Arc<dyn Fabric>> {
-        #[cfg(test)]
-        if let Some(fabric) = &self.fabric {
+        #[cfg(any(test, feature = "testing"))]
+        if let Some(TestFabric(fabric)) = &self.fabric {
             return Ok(Arc::clone(fabric));
         }
         nccl::start(self.nccl.as_deref(), storage).map_err(io::Error::other)
