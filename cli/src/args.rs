@@ -115,7 +115,7 @@ pub struct WorkerArgs {
     pub transports: Vec<Transport>,
     /// How KV travels over TCP: as-is, or rounded to fp8, int8 or int4, which is smaller. Default: as the other
     /// worker wants. The decode worker's word counts; a prefill worker with as-is codes nothing. Over shared
-    /// memory and RDMA it stays as it is.
+    /// memory, RDMA and NCCL it stays as it is.
     #[arg(long, value_name = "FORM", value_parser = parse_kv_wire, env = "BATON_KV_WIRE")]
     pub kv_wire: Option<WireFormat>,
     /// Address and port at which a decode worker receives KV over TCP. Port 0 takes a free one.
@@ -128,7 +128,13 @@ pub struct WorkerArgs {
     /// NIXL's library for rdma, libnixl_capi.so or its folder. Default: where the system's loader finds it.
     #[arg(long, value_name = "PATH", env = "BATON_NIXL")]
     pub nixl: Option<PathBuf>,
-    /// Host name or address at which others reach `data-listen` and `rdma-listen`. Default: that of `advertise`.
+    /// Address and port at which a decode worker arranges nccl with its peers. Port 0 takes a free one.
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_NCCL_LISTEN")]
+    pub nccl_listen: SocketAddr,
+    /// NCCL's library for nccl, libnccl.so.2 or its folder. Default: where the system's loader finds it.
+    #[arg(long, value_name = "PATH", env = "BATON_NCCL")]
+    pub nccl: Option<PathBuf>,
+    /// Host name or address at which others reach `data-listen`, `rdma-listen` and `nccl-listen`. Default: that of `advertise`.
     #[arg(long, value_name = "HOST", env = "BATON_DATA_HOST")]
     pub data_host: Option<String>,
     /// Directory for the sockets of the shm transport. Default: a private one under the runtime directory.
@@ -213,6 +219,8 @@ pub enum Transport {
     Shm,
     /// One-sided writes of a network device, through NIXL.
     Rdma,
+    /// From one CUDA device to another, through NCCL.
+    Nccl,
     /// TCP.
     Tcp,
 }

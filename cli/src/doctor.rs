@@ -7,6 +7,7 @@
 use std::{fmt, path::PathBuf, time::Duration};
 
 use anyhow::{Context, bail};
+use baton_kv_transfer::NcclFindings;
 use baton_proto::{
     v1::{LoadsRequest, inference_client::InferenceClient},
     worker::{
@@ -37,6 +38,9 @@ pub struct DoctorArgs {
     /// Decode workers to examine, instead of those of the router.
     #[arg(long, value_name = "URL", requires = "prefill")]
     decode: Vec<String>,
+    /// NCCL's library, libnccl.so.2 or its folder, to be looked at on this host.
+    #[arg(long, value_name = "PATH", env = "BATON_NCCL")]
+    nccl: Option<PathBuf>,
     /// Write the report as JSON, to a file or, with -, to standard output instead of the text.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -45,6 +49,8 @@ pub struct DoctorArgs {
 /// What was found out.
 #[derive(Debug, Serialize)]
 struct Report {
+    /// What nccl would find on this host.
+    nccl: String,
     pairs: Vec<Pair>,
 }
 
@@ -106,7 +112,9 @@ pub async fn run(args: DoctorArgs) -> anyhow::Result<()> {
             pairs.push(examine(prefill, decode).await);
         }
     }
-    let report = Report { pairs };
+    // Loads foreign code, which takes what it takes.
+    let nccl = tokio::task::spawn_blocking(move || NcclFindings::look(args.nccl.as_deref())).await?;
+    let report = Report { nccl: nccl.to_string(), pairs };
     crate::bench::print(&report, args.json.as_deref())?;
     let is_well =
         |pair: &Pair| matches!(&pair.finding, Finding::Measured(measured) if !measured.chosen.is_empty());
@@ -218,6 +226,7 @@ impl Measured {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "this host\n  nccl   {}\n", self.nccl)?;
         for pair in &self.pairs {
             let measured = match &pair.finding {
                 Finding::Measured(measured) => measured,
@@ -299,13 +308,15 @@ mod tests {
     }
 
     fn text(finding: Finding) -> String {
-        Report { pairs: vec![Pair { prefill: "p-0".into(), decode: "d-0".into(), finding }] }.to_string()
+        let pairs = vec![Pair { prefill: "p-0".into(), decode: "d-0".into(), finding }];
+        Report { nccl: "no device".into(), pairs }.to_string()
     }
 
     #[test]
     fn a_pair_says_what_is_taken_why_and_what_limits_it() {
         let text = text(Finding::Measured(measured("shm", 15.0, 1.0)));
         for expected in [
+            "this host\n  nccl   no device\n",
             "p-0 -> d-0, transfers of 16.0 MiB",
             "rdma   not available: the decode worker does not offer it",
             "15.00 GB/s      12 us a piece  <- taken",
@@ -327,6 +338,7 @@ mod tests {
         assert!(text(Finding::Measured(measured("", 0.0, 0.0))).contains("no transport can be used"));
         assert!(text(Finding::Failed("d-0 is busy".into())).contains("not measured: d-0 is busy"));
         let json = serde_json::to_value(Report {
+            nccl: String::new(),
             pairs: vec![Pair {
                 prefill: "p".into(),
                 decode: "d".into(),

@@ -89,6 +89,8 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     };
     config.rdma_listen = args.rdma_listen;
     config.nixl = args.nixl;
+    config.nccl_listen = args.nccl_listen;
+    config.nccl = args.nccl;
     config.data_listen = args.data_listen;
     config.data_host = args.data_host;
     config.shm_dir = args.shm_dir;
@@ -181,10 +183,10 @@ fn etcd_auth(args: &DiscoveryArgs) -> anyhow::Result<Option<EtcdAuth>> {
     Ok(Some(EtcdAuth { user, password: password.trim_end_matches(['\r', '\n']).to_owned() }))
 }
 
-/// What this host can do without being told.
+/// What this host can do without being told. Not nccl: blocks lie in host memory, where it is a detour.
 fn default_transports(nixl: Option<&Path>) -> Vec<TransportKind> {
     match baton_worker::finds_rdma(nixl) {
-        Ok(()) => TransportKind::ALL.to_vec(),
+        Ok(()) => vec![TransportKind::Shm, TransportKind::Rdma, TransportKind::Tcp],
         Err(why) => {
             debug!(why, "kv does not travel over rdma");
             vec![TransportKind::Shm, TransportKind::Tcp]
@@ -196,6 +198,7 @@ fn transport(transport: Transport) -> TransportKind {
     match transport {
         Transport::Shm => TransportKind::Shm,
         Transport::Rdma => TransportKind::Rdma,
+        Transport::Nccl => TransportKind::Nccl,
         Transport::Tcp => TransportKind::Tcp,
     }
 }

@@ -66,6 +66,8 @@ fn start_receiver(worker: &Worker) -> anyhow::Result<Receiver> {
     let receiver = ReceiverConfig {
         rdma_listen: offers(TransportKind::Rdma).then(|| config.rdma_listen()),
         nixl: config.nixl.clone(),
+        nccl_listen: offers(TransportKind::Nccl).then_some(config.nccl_listen),
+        nccl: config.nccl.clone(),
         tcp_listen: offers(TransportKind::Tcp).then_some(config.data_listen),
         advertise_host: Some(config.data_host(&worker.record().address)),
         shm_dir,

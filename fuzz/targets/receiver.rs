@@ -71,7 +71,7 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
             TransportOffer::Tcp { address, pool } => {
                 (found_address, found_pool) = (Some(address.clone()), *pool)
             }
-            TransportOffer::Rdma { .. } => unreachable!("not configured"),
+            TransportOffer::Rdma { .. } | TransportOffer::Nccl { .. } => unreachable!("not configured"),
             TransportOffer::Shm { socket_path, .. } => found_socket = Some(socket_path.clone()),
         }
     }

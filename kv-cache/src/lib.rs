@@ -25,5 +25,5 @@ pub use format::KvFormat;
 pub use layout::{KvDtype, KvLayout};
 pub use mapping::KvMapping;
 pub use shard::{KvShard, ShardError};
-pub use storage::BlockStorage;
+pub use storage::{BlockStorage, DeviceMemory};
 pub use wire::{WireCodec, WireFormat, WireScratch};

@@ -1,11 +1,12 @@
 //! The memory of a block pool: one region, anonymous but with a file descriptor, so that a prefill
-//! worker of the same user on the same host can map it and write into granted blocks.
+//! worker of the same user on the same host can map it and write into granted blocks; or memory of a
+//! device, of which the host sees only copies.
 //!
 //! The storage hands out places, not rights. Who may read or write a block at a time is decided by
 //! its owners (the engine's block pool, the handoff's grants); that is why the accessors are unsafe.
 
 use std::{
-    io,
+    fmt, io,
     ops::Range,
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
     ptr::{self, NonNull},
@@ -19,10 +20,16 @@ use crate::{
 /// Memory of `num_blocks` blocks of one [`KvLayout`], zeroed at first.
 #[derive(Debug)]
 pub struct BlockStorage {
-    base: NonNull<u8>,
-    fd: OwnedFd,
+    memory: Memory,
     layout: KvLayout,
     num_blocks: usize,
+}
+
+/// Where the bytes are.
+#[derive(Debug)]
+enum Memory {
+    Host { base: NonNull<u8>, fd: OwnedFd },
+    Device(Box<dyn DeviceMemory>),
 }
 
 // SAFETY: the storage is a fixed region that lives until the drop; every access to its bytes goes
@@ -30,6 +37,39 @@ pub struct BlockStorage {
 unsafe impl Send for BlockStorage {}
 // SAFETY: as above.
 unsafe impl Sync for BlockStorage {}
+
+/// One region of a device's memory, freed when dropped. Implemented where the device's driver is known.
+///
+/// # Safety
+/// The region stays where [`address`](Self::address) says, and as large as it was said to be, until it is dropped.
+pub unsafe trait DeviceMemory: fmt::Debug + Send + Sync {
+    /// Number of the device, as its driver counts in this process.
+    fn device(&self) -> u32;
+
+    /// Address of the first byte, for drivers and for code of the device. Not for the host.
+    fn address(&self) -> u64;
+
+    /// Copies `bytes.len()` bytes from `offset` on to the host, and waits for them.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Safety
+    /// The bytes lie in the region, and nobody writes them meanwhile.
+    unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()>;
+
+    /// Copies `bytes` to `offset`; they are there when it returns.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Safety
+    /// They lie in the region, and nobody else uses them meanwhile.
+    unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()>;
+
+    /// A name under which other processes of this host can open the region; `None` when it has none.
+    fn handle(&self) -> Option<[u8; 64]>;
+}
 
 impl BlockStorage {
     /// New zeroed memory. The kernel supplies pages as they are touched.
@@ -82,7 +122,20 @@ impl BlockStorage {
     fn map(fd: OwnedFd, layout: KvLayout, num_blocks: usize) -> io::Result<BlockStorage> {
         let size_bytes = size_bytes(&layout, num_blocks)?;
         let base = map_aligned(&fd, size_bytes)?;
-        Ok(BlockStorage { base, fd, layout, num_blocks })
+        Ok(BlockStorage { memory: Memory::Host { base, fd }, layout, num_blocks })
+    }
+
+    /// Blocks in a device's memory, of [`bytes_of`](Self::bytes_of) bytes.
+    pub fn on_device(memory: Box<dyn DeviceMemory>, layout: KvLayout, num_blocks: usize) -> BlockStorage {
+        BlockStorage { memory: Memory::Device(memory), layout, num_blocks }
+    }
+
+    /// Bytes of so many blocks.
+    ///
+    /// # Errors
+    /// When no memory has that many, or they are none.
+    pub fn bytes_of(layout: &KvLayout, num_blocks: usize) -> io::Result<usize> {
+        size_bytes(layout, num_blocks)
     }
 
     /// How blocks are arranged.
@@ -113,27 +166,89 @@ impl BlockStorage {
             range.end <= self.size_bytes() && range.start.is_multiple_of(HUGE_PAGE),
             "no pages {range:?}"
         );
-        // SAFETY: the range lies in the mapping, which begins at a multiple of a huge page.
-        unsafe { pages::back(self.base.as_ptr(), range) }
+        match &self.memory {
+            // SAFETY: the range lies in the mapping, which begins at a multiple of a huge page.
+            Memory::Host { base, .. } => unsafe { pages::back(base.as_ptr(), range) },
+            // Allocated whole.
+            Memory::Device(_) => Ok(()),
+        }
+    }
+
+    /// The device's memory, if the blocks are there.
+    pub fn device(&self) -> Option<&dyn DeviceMemory> {
+        match &self.memory {
+            Memory::Host { .. } => None,
+            Memory::Device(memory) => Some(&**memory),
+        }
+    }
+
+    /// Address of the first byte, for a device that reads or writes by itself.
+    pub fn address(&self) -> u64 {
+        match &self.memory {
+            Memory::Host { base, .. } => base.as_ptr() as u64,
+            Memory::Device(memory) => memory.address(),
+        }
     }
 
     /// The memory's descriptor, to be given to a peer.
+    ///
+    /// # Panics
+    /// As [`layer_ptr`](Self::layer_ptr) of blocks on a device.
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+        match &self.memory {
+            Memory::Host { fd, .. } => fd.as_fd(),
+            Memory::Device(memory) => panic!("blocks of device {} have no descriptor", memory.device()),
+        }
     }
 
-    /// First byte of a piece (one layer of one block); [`KvLayout::layer_bytes`] bytes from here belong to it.
+    /// Where a piece (one layer of one block) begins, counted from the first byte;
+    /// [`KvLayout::layer_bytes`] bytes from there belong to it.
     ///
     /// # Panics
     /// When the block or layer does not exist: such an id was never handed out.
-    pub fn layer_ptr(&self, block: BlockId, layer_idx: usize) -> NonNull<u8> {
+    pub fn layer_offset(&self, block: BlockId, layer_idx: usize) -> usize {
         assert!(
             block.idx() < self.num_blocks && layer_idx < self.layout.num_layers,
             "no piece {block}/{layer_idx}"
         );
-        let offset = block.idx() * self.layout.block_bytes() + self.layout.layer_offset(layer_idx);
-        // SAFETY: block and layer were checked, so the offset lies inside the mapping.
-        unsafe { self.base.add(offset) }
+        block.idx() * self.layout.block_bytes() + self.layout.layer_offset(layer_idx)
+    }
+
+    /// First byte of a piece.
+    ///
+    /// # Panics
+    /// As [`layer_offset`](Self::layer_offset), and when the blocks are on a device: whoever reads and writes in
+    /// place has asked for memory of the host.
+    pub fn layer_ptr(&self, block: BlockId, layer_idx: usize) -> NonNull<u8> {
+        let offset = self.layer_offset(block, layer_idx);
+        match &self.memory {
+            // SAFETY: block and layer were checked, so the offset lies inside the mapping.
+            Memory::Host { base, .. } => unsafe { base.add(offset) },
+            Memory::Device(memory) => panic!("blocks of device {} are not the host's", memory.device()),
+        }
+    }
+
+    /// The bytes of a piece: in place, or in `room` if they must be fetched from a device.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Safety
+    /// Nobody writes the piece while the slice lives.
+    pub unsafe fn load<'a>(
+        &'a self,
+        block: BlockId,
+        layer_idx: usize,
+        room: &'a mut Vec<u8>,
+    ) -> io::Result<&'a [u8]> {
+        let Memory::Device(memory) = &self.memory else {
+            // SAFETY: by the caller's word.
+            return Ok(unsafe { self.layer(block, layer_idx) });
+        };
+        room.resize(self.layout.layer_bytes(), 0);
+        // SAFETY: in bounds by `layer_offset`; unwritten by the caller's word.
+        unsafe { memory.read(self.layer_offset(block, layer_idx), room) }?;
+        Ok(room)
     }
 
     /// The bytes of a piece.
@@ -165,8 +280,10 @@ impl BlockStorage {
 
 impl Drop for BlockStorage {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made with this size and nothing borrowed from it is alive.
-        unsafe { libc::munmap(self.base.as_ptr().cast(), self.size_bytes()) };
+        if let Memory::Host { base, .. } = &self.memory {
+            // SAFETY: the mapping was made with this size and nothing borrowed from it is alive.
+            unsafe { libc::munmap(base.as_ptr().cast(), self.size_bytes()) };
+        }
     }
 }
 
@@ -263,8 +380,9 @@ mod tests {
     fn resident_pages(storage: &BlockStorage) -> usize {
         let mut pages = vec![0u8; storage.size_bytes().div_ceil(4096)];
         // SAFETY: the range is mapped, and there is a byte for each page.
-        let result =
-            unsafe { libc::mincore(storage.base.as_ptr().cast(), storage.size_bytes(), pages.as_mut_ptr()) };
+        let result = unsafe {
+            libc::mincore(storage.address() as *mut libc::c_void, storage.size_bytes(), pages.as_mut_ptr())
+        };
         assert_eq!(result, 0, "{}", io::Error::last_os_error());
         pages.iter().filter(|page| **page & 1 != 0).count()
     }
@@ -281,6 +399,61 @@ mod tests {
     fn an_ordinary_file_is_refused() {
         let file = std::fs::File::open("/dev/null").unwrap();
         assert!(BlockStorage::from_fd(file.into(), LAYOUT, 3).is_err());
+    }
+
+    /// Memory of the host that pretends not to be.
+    #[derive(Debug)]
+    struct Remote(std::cell::UnsafeCell<Vec<u8>>);
+
+    // SAFETY: the test uses it from one thread.
+    unsafe impl Sync for Remote {}
+
+    // SAFETY: the vector keeps its size, and so its place.
+    unsafe impl DeviceMemory for Remote {
+        fn device(&self) -> u32 {
+            3
+        }
+
+        fn address(&self) -> u64 {
+            self.0.get() as u64
+        }
+
+        unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {
+            // SAFETY: nobody else uses the vector.
+            bytes.copy_from_slice(unsafe { &(&*self.0.get())[offset..offset + bytes.len()] });
+            Ok(())
+        }
+
+        unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()> {
+            // SAFETY: as above.
+            unsafe { (&mut *self.0.get())[offset..offset + bytes.len()].copy_from_slice(bytes) };
+            Ok(())
+        }
+
+        fn handle(&self) -> Option<[u8; 64]> {
+            None
+        }
+    }
+
+    #[test]
+    fn pieces_on_a_device_are_fetched_and_never_pointed_at() {
+        let size_bytes = BlockStorage::bytes_of(&LAYOUT, 3).unwrap();
+        let memory = Box::new(Remote(vec![0; size_bytes].into()));
+        let storage = BlockStorage::on_device(memory, LAYOUT, 3);
+        let device = storage.device().unwrap();
+        assert_eq!(device.device(), 3);
+        let offset = storage.layer_offset(BlockId(2), 1);
+        assert_eq!(offset + LAYOUT.layer_bytes(), size_bytes, "the last piece");
+        let mut room = Vec::new();
+        // SAFETY: this test is the only user of the memory.
+        unsafe {
+            device.write(offset, &vec![7; LAYOUT.layer_bytes()]).unwrap();
+            assert!(storage.load(BlockId(2), 1, &mut room).unwrap().iter().all(|&byte| byte == 7));
+            assert!(storage.load(BlockId(1), 1, &mut room).unwrap().iter().all(|&byte| byte == 0));
+        }
+        let pointed =
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| storage.layer_ptr(BlockId(0), 0)));
+        assert!(pointed.is_err());
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! What every transport must do. Each test here runs once per transport, over real sockets or real
-//! mappings, in one process.
+//! mappings, in one process; `nccl` with memory in a device's place.
 
 use std::sync::Arc;
 
@@ -24,6 +24,10 @@ macro_rules! conformance {
                     super::$name(crate::TransportKind::Rdma).await;
                 }
             })*
+        }
+        mod nccl {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() { super::$name(crate::TransportKind::Nccl).await })*
         }
         mod tcp {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -151,6 +155,7 @@ async fn a_restarted_pool_is_told_from_the_old_one(kind: TransportKind) {
             TransportOffer::Shm { host_id, socket_path, pool: pool ^ 1 }
         }
         TransportOffer::Rdma { address, pool } => TransportOffer::Rdma { address, pool: pool ^ 1 },
+        TransportOffer::Nccl { address, pool } => TransportOffer::Nccl { address, pool: pool ^ 1 },
     };
     let error = soon(fabric.sender.route(granted.generation(), &[offer], ())).await.err().unwrap();
     assert!(matches!(error, RouteError::OtherIncarnation(_)), "{error}");

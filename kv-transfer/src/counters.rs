@@ -71,6 +71,7 @@ impl TransportCounters {
 pub struct Counters {
     shm: TransportCounters,
     rdma: TransportCounters,
+    nccl: TransportCounters,
     tcp: TransportCounters,
 }
 
@@ -80,6 +81,7 @@ impl Counters {
         match kind {
             TransportKind::Shm => &self.shm,
             TransportKind::Rdma => &self.rdma,
+            TransportKind::Nccl => &self.nccl,
             TransportKind::Tcp => &self.tcp,
         }
     }

@@ -110,6 +110,14 @@ pub enum KvFault {
         /// How many.
         missing: usize,
     },
+    /// The device does not give its bytes, so that nobody knows what they are.
+    #[error("piece {block_idx}/{layer_idx} cannot be read back")]
+    Unreadable {
+        /// In the grant.
+        block_idx: u32,
+        /// Decoder layer.
+        layer_idx: u32,
+    },
     /// Other bytes than the sender's.
     #[error("piece {block_idx}/{layer_idx} has a wrong checksum")]
     Checksum {

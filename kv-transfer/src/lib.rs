@@ -3,8 +3,8 @@
 //! - [`handoff`]: what the two sides say to each other, decided by two pure state machines.
 //! - [`Receiver`], on the decode worker: grants blocks to be written, verifies, revokes, fences.
 //! - [`Sender`], on the prefill worker: finds a [`Route`] to granted blocks, pushes pieces.
-//! - Transports, best first: shared memory (`shm`), one-sided writes of a network device (`rdma`), sockets
-//!   (`tcp`). The choice is logged and counted; where a measurement knows better, the fastest is taken.
+//! - Transports, best first: shared memory (`shm`), one-sided writes of a network device (`rdma`), from one CUDA device
+//!   to another (`nccl`), sockets (`tcp`). The choice is logged and counted; where a measurement knows better, the fastest is taken.
 //!
 //! It knows no engine and no wire protocol: what keeps blocks allocated is an opaque guard that
 //! travels with the grant (decode side) or the route (prefill side), and is dropped only when no
@@ -12,9 +12,11 @@
 
 mod checksum;
 mod counters;
+pub mod cuda;
 mod error;
 pub mod handoff;
 mod message;
+mod nccl;
 mod rdma;
 mod receiver;
 mod sender;
@@ -38,6 +40,9 @@ pub use message::{
     Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, Piece, PieceWrite, PrefillMessage, Source,
     TransportKind, TransportOffer, Written,
 };
+pub use nccl::NcclFindings;
+#[cfg(any(test, feature = "testing"))]
+pub use nccl::TestFabric;
 pub use rdma::finds_rdma;
 pub use receiver::{Fenced, Granted, Receiver, ReceiverConfig, ReceiverLoad};
 pub use sender::{Measured, Pushed, Route, Sender, SenderConfig, copy_rate, stream_rate};

@@ -4,9 +4,9 @@
 //! tokens, its sampling) is not here: the handoff needs only its size. `T` is the first token, of
 //! whatever type the engine has.
 
-use std::{fmt, ops::Range, path::PathBuf, sync::Arc, time::Duration};
+use std::{fmt, io, ops::Range, path::PathBuf, sync::Arc, time::Duration};
 
-use baton_kv_cache::BlockId;
+use baton_kv_cache::{BlockId, BlockStorage};
 use serde::{Deserialize, Serialize};
 
 /// Name of one grant, and the right to write into its blocks: 64 bits that nobody can guess.
@@ -215,20 +215,38 @@ pub enum TransportKind {
     Shm,
     /// One-sided writes by a network device, through NIXL.
     Rdma,
+    /// From one device to another, through NCCL.
+    Nccl,
     /// Sockets.
     Tcp,
 }
 
 impl TransportKind {
     /// Every kind, best first.
-    pub const ALL: [TransportKind; 3] = [TransportKind::Shm, TransportKind::Rdma, TransportKind::Tcp];
+    pub const ALL: [TransportKind; 4] =
+        [TransportKind::Shm, TransportKind::Rdma, TransportKind::Nccl, TransportKind::Tcp];
 
-    /// "shm", "rdma" or "tcp".
+    /// "shm", "rdma", "nccl" or "tcp".
     pub fn name(self) -> &'static str {
         match self {
             TransportKind::Shm => "shm",
             TransportKind::Rdma => "rdma",
+            TransportKind::Nccl => "nccl",
             TransportKind::Tcp => "tcp",
+        }
+    }
+
+    /// # Errors
+    /// When it cannot read and write blocks that lie where these do.
+    pub(crate) fn allow(self, storage: &BlockStorage) -> io::Result<()> {
+        match (self, storage.device()) {
+            (TransportKind::Rdma | TransportKind::Tcp, Some(memory)) => {
+                let device = memory.device();
+                let message =
+                    format!("{self} moves memory of the host, and the blocks are on device {device}");
+                Err(io::Error::new(io::ErrorKind::Unsupported, message))
+            }
+            _ => Ok(()),
         }
     }
 
@@ -264,6 +282,13 @@ pub enum TransportOffer {
         /// Incarnation of the pool.
         pool: u64,
     },
+    /// From one device to another, through NCCL.
+    Nccl {
+        /// "host:port" of the control listener, through which communicators are arranged.
+        address: String,
+        /// Incarnation of the pool.
+        pool: u64,
+    },
     /// Sockets.
     Tcp {
         /// "host:port" of the data listener.
@@ -279,6 +304,7 @@ impl TransportOffer {
         match self {
             TransportOffer::Shm { .. } => TransportKind::Shm,
             TransportOffer::Rdma { .. } => TransportKind::Rdma,
+            TransportOffer::Nccl { .. } => TransportKind::Nccl,
             TransportOffer::Tcp { .. } => TransportKind::Tcp,
         }
     }

@@ -17,7 +17,9 @@ use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 
 use crate::{
     Granted, PieceWrite, Pushed, Receiver, ReceiverConfig, Route, RouteError, Sender, SenderConfig,
-    TransportKind, TransportOffer, rdma::Nixl,
+    TransportKind, TransportOffer,
+    nccl::{TestFabric, memory::MemoryFabric},
+    rdma::Nixl,
 };
 
 pub(crate) const LAYOUT: KvLayout =
@@ -65,6 +67,8 @@ impl Fabric {
         let mut config = ReceiverConfig {
             rdma_listen: transports.contains(&TransportKind::Rdma).then(|| ([127, 0, 0, 1], 0).into()),
             nixl: Some(nixl()),
+            nccl_listen: transports.contains(&TransportKind::Nccl).then(|| ([127, 0, 0, 1], 0).into()),
+            fabric: Some(TestFabric(Arc::new(MemoryFabric::default()))),
             tcp_listen: transports.contains(&TransportKind::Tcp).then(|| ([127, 0, 0, 1], 0).into()),
             shm_dir: transports.contains(&TransportKind::Shm).then(|| dir.path().join("d")),
             ..ReceiverConfig::default()
@@ -101,6 +105,7 @@ pub(crate) fn sender_config(transports: &[TransportKind]) -> SenderConfig {
     SenderConfig {
         transports: transports.to_vec(),
         nixl: Some(nixl()),
+        fabric: Some(TestFabric(Arc::new(MemoryFabric::default()))),
         connect_timeout,
         ..SenderConfig::default()
     }
@@ -112,13 +117,37 @@ pub(crate) fn nixl() -> PathBuf {
     std::env::var_os("BATON_NIXL").map_or_else(|| own.into(), PathBuf::from)
 }
 
+/// NCCL's library, where it can be tested; says so where the test harness does not hide it, if it cannot.
+pub(crate) fn nccl_library() -> Option<PathBuf> {
+    let own = concat!(env!("CARGO_MANIFEST_DIR"), "/../target/nccl/nvidia/nccl/lib/libnccl.so.2");
+    let place = std::env::var_os("BATON_NCCL").map_or_else(|| own.into(), PathBuf::from);
+    if place.exists() {
+        return Some(place);
+    }
+    skip(&format!("no NCCL in {}; `cargo xtask setup --nccl` does", place.display()));
+    None
+}
+
+/// Whether there is a CUDA device; says so if not.
+pub(crate) fn has_device() -> bool {
+    let found = crate::cuda::num_devices();
+    if let Err(error) = &found {
+        skip(&error.to_string());
+    }
+    found.is_ok()
+}
+
+/// Says that a test cannot do what it is for, where the test harness does not hide it.
+fn skip(why: &str) {
+    let test = std::thread::current().name().unwrap_or_default().to_owned();
+    let _ = io::stderr().write_all(format!("SKIPPED {test}: {why}\n").as_bytes());
+}
+
 /// Whether rdma can be tested; says so where the test harness does not hide it, if it cannot.
 pub(crate) fn has_rdma() -> bool {
     let loaded = Nixl::load(Some(&nixl()));
     if let Err(error) = &loaded {
-        let test = std::thread::current().name().unwrap_or_default().to_owned();
-        let line = format!("SKIPPED {test}: {error}; `cargo xtask setup` does\n");
-        let _ = io::stderr().write_all(line.as_bytes());
+        skip(&format!("{error}; `cargo xtask setup` does"));
     }
     loaded.is_ok()
 }

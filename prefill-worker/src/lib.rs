@@ -37,6 +37,7 @@ pub fn role(worker: &Arc<Worker>) -> anyhow::Result<RoleService> {
     let config = SenderConfig {
         transports: config.transports.clone(),
         nixl: config.nixl.clone(),
+        nccl: config.nccl.clone(),
         ..SenderConfig::default()
     };
     let sender = Sender::start(worker.engine().storage().clone(), config)?;

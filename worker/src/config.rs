@@ -71,7 +71,11 @@ pub struct WorkerConfig {
     pub rdma_listen: Option<SocketAddr>,
     /// NIXL's C library, or its folder. `None`: where the system finds it.
     pub nixl: Option<PathBuf>,
-    /// Host at which others reach `data_listen` and `rdma_listen`. `None`: that of `advertise`.
+    /// Where a decode worker listens for the control connections of nccl; port 0 takes a free one.
+    pub nccl_listen: SocketAddr,
+    /// NCCL's library, or its folder. `None`: where the system finds it.
+    pub nccl: Option<PathBuf>,
+    /// Host at which others reach `data_listen`, `rdma_listen` and `nccl_listen`. `None`: that of `advertise`.
     pub data_host: Option<String>,
     /// Directory of the shared-memory transport's sockets. `None`: a private one of this user.
     pub shm_dir: Option<PathBuf>,
@@ -185,7 +189,7 @@ pub enum ConfigError {
     #[error("--advertise is {0:?}; expected http://host:port")]
     Advertise(String),
     /// No way for KV to travel.
-    #[error("--transports is empty; give some of shm, rdma and tcp")]
+    #[error("--transports is empty; give some of shm, rdma, nccl and tcp")]
     NoTransport,
     /// Discovery cannot work.
     #[error(transparent)]
@@ -224,6 +228,8 @@ impl WorkerConfig {
             data_listen: any_port,
             rdma_listen: None,
             nixl: None,
+            nccl_listen: any_port,
+            nccl: None,
             data_host: None,
             shm_dir: None,
             handoff_deadline: Duration::from_secs(60),

@@ -218,7 +218,7 @@ pub fn prefill_message_from_proto(
             transport: TransportKind::from_name(&written.transport).ok_or(WireError::Invalid {
                 field: "transport",
                 value: written.transport,
-                expected: "shm or tcp",
+                expected: "shm, rdma, nccl or tcp",
             })?,
             pieces: written
                 .pieces
@@ -249,6 +249,9 @@ fn offer_to_proto(offer: &TransportOffer) -> proto::TransportOffer {
         TransportOffer::Rdma { address, pool } => {
             transport_offer::Transport::Rdma(proto::RdmaOffer { address: address.clone(), pool: *pool })
         }
+        TransportOffer::Nccl { address, pool } => {
+            transport_offer::Transport::Nccl(proto::NcclOffer { address: address.clone(), pool: *pool })
+        }
         TransportOffer::Tcp { address, pool } => {
             transport_offer::Transport::Tcp(proto::TcpOffer { address: address.clone(), pool: *pool })
         }
@@ -263,6 +266,9 @@ fn offer_from_proto(offer: proto::TransportOffer) -> Option<TransportOffer> {
         }
         transport_offer::Transport::Rdma(rdma) => {
             TransportOffer::Rdma { address: rdma.address, pool: rdma.pool }
+        }
+        transport_offer::Transport::Nccl(nccl) => {
+            TransportOffer::Nccl { address: nccl.address, pool: nccl.pool }
         }
         transport_offer::Transport::Tcp(tcp) => TransportOffer::Tcp { address: tcp.address, pool: tcp.pool },
     })
@@ -317,6 +323,7 @@ mod tests {
                 offers: vec![
                     TransportOffer::Shm { host_id: "h".into(), socket_path: "/s".into(), pool: 4 },
                     TransportOffer::Rdma { address: "h:2".into(), pool: 4 },
+                    TransportOffer::Nccl { address: "h:3".into(), pool: 4 },
                     TransportOffer::Tcp { address: "h:1".into(), pool: 4 },
                 ],
             }),

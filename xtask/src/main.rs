@@ -51,6 +51,9 @@ enum Command {
         /// Only say what is there and what is missing.
         #[arg(long)]
         check: bool,
+        /// Also NCCL's library, for tests that load it: 350 MB to fetch.
+        #[arg(long)]
+        nccl: bool,
     },
     /// `setup`, then `verify`: what CI runs.
     Ci,
@@ -97,10 +100,12 @@ fn run(command: Command) -> anyhow::Result<bool> {
         }
         Command::Verify { checks, list: false } => verify::run(&workspace, &checks),
         Command::Fix => fix::run(&workspace),
-        Command::Setup { check } => setup::run(&workspace, if check { Mode::Check } else { Mode::Install }),
+        Command::Setup { check, nccl } => {
+            setup::run(&workspace, if check { Mode::Check } else { Mode::Install }, nccl)
+        }
         // What setup could not install shows up in the tests; they are worth running all the same.
         Command::Ci => {
-            let complete = setup::run(&workspace, Mode::Install)?;
+            let complete = setup::run(&workspace, Mode::Install, false)?;
             let verified = verify::run(&workspace, &[])?;
             if !complete {
                 println!("setup: FAILED: something required is MISSING, see the first lines");

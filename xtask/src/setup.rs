@@ -55,6 +55,14 @@ const NEEDS: &[Need] = &[
     },
 ];
 
+/// Too large to be fetched for everybody.
+const NCCL_NEED: Need =
+    Need { name: "nccl", what_for: "tests of nccl", required: false, find: find_nccl, install: install_nccl };
+
+/// NCCL's library, and where its wheel has it. Neither a device nor CUDA is needed to load it.
+const NCCL: &str = "nvidia-nccl-cu12==2.32.3";
+const NCCL_LIBRARY: &str = "nvidia/nccl/lib/libnccl.so.2";
+
 /// NIXL's libraries, with the UCX that belongs to them. CUDA is not needed to use them.
 const NIXL: &str = "nixl-cu12==1.5.1";
 
@@ -68,10 +76,10 @@ const HELM: &str = "helm.sh/helm/v3/cmd/helm@v3.22.0";
 const REQUIREMENTS: &str = "tests/clients/requirements.txt";
 
 /// Whether everything required is there at the end.
-pub(crate) fn run(workspace: &Workspace, mode: Mode) -> Result<bool> {
+pub(crate) fn run(workspace: &Workspace, mode: Mode, with_nccl: bool) -> Result<bool> {
     let root = &workspace.root;
     let mut complete = true;
-    for need in NEEDS {
+    for need in NEEDS.iter().chain(with_nccl.then_some(&NCCL_NEED)) {
         let mut problem = None;
         let mut found = (need.find)(root)?;
         if found.is_none() && mode == Mode::Install {
@@ -148,22 +156,35 @@ fn find_nixl(root: &Path) -> Result<Option<String>> {
 
 /// The tests load it from there; nothing is installed into an environment.
 fn install_nixl(root: &Path) -> Result<()> {
-    let place = tools::nixl(root);
-    println!("setup: unpacking {NIXL} from PyPI into {}", place.display());
+    unpack(root, NIXL, &tools::nixl(root), &NIXL_EXTRAS)
+}
+
+fn find_nccl(root: &Path) -> Result<Option<String>> {
+    let library = tools::nccl(root).join(NCCL_LIBRARY);
+    Ok(library.exists().then(|| library.display().to_string()))
+}
+
+fn install_nccl(root: &Path) -> Result<()> {
+    unpack(root, NCCL, &tools::nccl(root), &[])
+}
+
+/// A wheel, without what of it is of no use.
+fn unpack(root: &Path, wheel: &str, place: &Path, extras: &[&str]) -> Result<()> {
+    println!("setup: unpacking {wheel} from PyPI into {}", place.display());
     let python = tools::venv(root).join("bin/python");
     let new = place.with_extension("new");
-    for left in [&new, &place] {
+    for left in [new.as_path(), place] {
         if left.exists() {
             std::fs::remove_dir_all(left).with_context(|| format!("remove {}", left.display()))?;
         }
     }
     let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile"];
-    run_shown(Command::new(python).args(pip).arg("--target").arg(&new).arg(NIXL)).context("skipped")?;
-    for extra in NIXL_EXTRAS {
+    run_shown(Command::new(python).args(pip).arg("--target").arg(&new).arg(wheel)).context("skipped")?;
+    for extra in extras {
         std::fs::remove_dir_all(new.join(extra)).with_context(|| format!("remove {extra}"))?;
     }
     // Last, so that it is there only if everything before it worked.
-    std::fs::rename(&new, &place).with_context(|| format!("rename {}", new.display()))
+    std::fs::rename(&new, place).with_context(|| format!("rename {}", new.display()))
 }
 
 fn find_helm(root: &Path) -> Result<Option<String>> {

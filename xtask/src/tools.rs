@@ -32,6 +32,11 @@ pub(crate) fn nixl(root: &Path) -> PathBuf {
     root.join("target/nixl")
 }
 
+/// Where `setup` puts NCCL's library.
+pub(crate) fn nccl(root: &Path) -> PathBuf {
+    root.join("target/nccl")
+}
+
 /// The command as one would type it.
 pub(crate) fn shown(command: &Command) -> String {
     let mut words = vec![command.get_program().to_string_lossy().into_owned()];

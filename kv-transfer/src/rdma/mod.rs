@@ -77,6 +77,7 @@ use std::path::Path;
 pub(crate) use client::RdmaPeer;
 pub(crate) use nixl::Nixl;
 pub(crate) use server::RdmaServer;
+pub(crate) use staging::Staging;
 
 /// Where the kernel lists network devices that write by themselves.
 const DEVICES: &str = "/sys/class/infiniband";

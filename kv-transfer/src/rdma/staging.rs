@@ -13,8 +13,8 @@ use crate::{
 const NUM_PLACES: usize = 4;
 
 /// Belongs to a connection, as the key does.
-pub(super) struct Staging {
-    pub(super) memory: Arc<BlockStorage>,
+pub(crate) struct Staging {
+    pub(crate) memory: Arc<BlockStorage>,
     /// Places of a frame each that no flight uses.
     free: Vec<usize>,
     num_per_place: usize,
@@ -23,7 +23,7 @@ pub(super) struct Staging {
 
 impl Staging {
     /// Room for pieces of this layout, in frames of so many bytes.
-    pub(super) fn new(layout: &KvLayout, frame_bytes: usize) -> io::Result<Staging> {
+    pub(crate) fn new(layout: &KvLayout, frame_bytes: usize) -> io::Result<Staging> {
         let num_per_place = max_pieces(frame_bytes, layout.layer_bytes());
         let num_blocks = (NUM_PLACES * num_per_place).div_ceil(layout.num_layers);
         let memory = Arc::new(BlockStorage::new(*layout, num_blocks)?);
@@ -31,17 +31,17 @@ impl Staging {
     }
 
     /// A place, if the route's pieces need one.
-    pub(super) fn place_for(&mut self, route: &RouteState) -> Option<usize> {
+    pub(crate) fn place_for(&mut self, route: &RouteState) -> Option<usize> {
         (route.room_bytes() > 0).then(|| self.free.pop().expect("a frame is taken only while there is room"))
     }
 
     /// Whether there is a place for one more.
-    pub(super) fn has_place(&self) -> bool {
+    pub(crate) fn has_place(&self) -> bool {
         !self.free.is_empty()
     }
 
     /// Nobody uses it any more.
-    pub(super) fn give_back(&mut self, place: Option<usize>) {
+    pub(crate) fn give_back(&mut self, place: Option<usize>) {
         self.free.extend(place);
     }
 
@@ -49,7 +49,7 @@ impl Staging {
     ///
     /// # Safety
     /// As of [`RouteState::bytes`], and nobody uses the place as long as the bytes.
-    pub(super) unsafe fn sources<'a>(
+    pub(crate) unsafe fn sources<'a>(
         &mut self,
         route: &'a RouteState,
         pieces: &[PieceWrite],

@@ -30,6 +30,10 @@ pub(crate) trait OneSidedWriter: Send + Sync {
     fn kind(&self) -> TransportKind;
     /// Asks it to let go of a grant. Must not block: the peer may be frozen.
     fn ask_to_close(&self, generation: Generation);
+    /// Whether nothing of it is written any more once its peer says so.
+    fn stops_by_word(&self) -> bool {
+        true
+    }
 }
 
 /// Gives the grant's guard back, or sees to it that nobody ever gets it.
@@ -169,6 +173,11 @@ impl Grants {
         entries.get(&generation).is_some_and(|entry| entry.writers.iter().any(|(id, _)| *id == writer))
     }
 
+    /// Whether there is any grant that `writer` may still write into.
+    pub(crate) fn has_open(&self, writer: WriterId) -> bool {
+        self.entries().values().any(|entry| entry.writers.iter().any(|(id, _)| *id == writer))
+    }
+
     /// `writer` writes into the grant no more.
     pub(crate) fn close(&self, generation: Generation, writer: WriterId) {
         let mut entries = self.entries();
@@ -200,7 +209,7 @@ impl Grants {
     pub(super) fn writers_stopped(&self, generation: Generation) {
         let mut entries = self.entries();
         let Some(entry) = entries.get_mut(&generation) else { return };
-        entry.writers.clear();
+        entry.writers.retain(|(_, writer)| !writer.stops_by_word());
         let release = settle(&mut entries, generation);
         drop(entries);
         run(release);

@@ -37,11 +37,15 @@ pub(crate) use grants::{Claim, Grants, LiveGrant, OneSidedWriter, WriterId};
 use crate::{
     counters::Counters,
     error::KvFault,
-    message::{Generation, Piece, TransportOffer},
+    message::{Generation, Piece, TransportKind, TransportOffer},
+    nccl::{self, Fabric, NcclServer},
     rdma::{Nixl, RdmaServer},
     shm::ShmServer,
     tcp::TcpServer,
 };
+
+#[cfg(any(test, feature = "testing"))]
+use crate::nccl::TestFabric;
 
 /// What a [`Receiver`] offers, and its patience.
 #[derive(Clone, Debug)]
@@ -52,6 +56,13 @@ pub struct ReceiverConfig {
     pub rdma_listen: Option<SocketAddr>,
     /// NIXL's C library, or the folder that it is in; `None` leaves that to the system.
     pub nixl: Option<PathBuf>,
+    /// Where to listen for the control connections of `nccl`; `None` offers none.
+    pub nccl_listen: Option<SocketAddr>,
+    /// NCCL's library, or the folder that it is in; `None` leaves that to the system.
+    pub nccl: Option<PathBuf>,
+    /// What tests have in its place.
+    #[cfg(any(test, feature = "testing"))]
+    pub fabric: Option<TestFabric>,
     /// The host that peers reach this one by; by default the listener's address.
     pub advertise_host: Option<String>,
     /// A private folder for the `shm` socket, made if absent; `None` offers none. Its path must be
@@ -71,12 +82,27 @@ impl Default for ReceiverConfig {
             tcp_listen: None,
             rdma_listen: None,
             nixl: None,
+            nccl_listen: None,
+            nccl: None,
+            #[cfg(any(test, feature = "testing"))]
+            fabric: None,
             advertise_host: None,
             shm_dir: None,
             socket_buffer_bytes: None,
             io_timeout: Duration::from_secs(10),
             max_connections: 256,
         }
+    }
+}
+
+impl ReceiverConfig {
+    /// What carries `nccl`.
+    fn fabric(&self, storage: &BlockStorage) -> io::Result<Arc<dyn Fabric>> {
+        #[cfg(any(test, feature = "testing"))]
+        if let Some(TestFabric(fabric)) = &self.fabric {
+            return Ok(Arc::clone(fabric));
+        }
+        nccl::start(self.nccl.as_deref(), storage).map_err(io::Error::other)
     }
 }
 
@@ -105,6 +131,7 @@ struct Shared {
     offers: Vec<TransportOffer>,
     // Dropped in this order: no thread outlives the receiver.
     _rdma: Option<RdmaServer>,
+    _nccl: Option<NcclServer>,
     _tcp: Option<TcpServer>,
     _shm: Option<ShmServer>,
 }
@@ -116,6 +143,15 @@ impl Receiver {
     /// When an address or the folder of the socket cannot be used, NIXL is not there and asked for, or a
     /// thread cannot be started.
     pub fn start(storage: Arc<BlockStorage>, config: ReceiverConfig) -> io::Result<Receiver> {
+        let listens = [
+            (TransportKind::Rdma, config.rdma_listen.is_some()),
+            (TransportKind::Nccl, config.nccl_listen.is_some()),
+            (TransportKind::Tcp, config.tcp_listen.is_some()),
+            (TransportKind::Shm, config.shm_dir.is_some()),
+        ];
+        for (kind, _) in listens.into_iter().filter(|(_, is_offered)| *is_offered) {
+            kind.allow(&storage)?;
+        }
         let pool = random_u64()?;
         let grants = Arc::new(Grants::new(storage, pool));
         let mut offers = Vec::new();
@@ -132,13 +168,21 @@ impl Receiver {
             None => None,
         };
         offers.extend(rdma.as_ref().map(RdmaServer::offer));
+        let nccl = match config.nccl_listen {
+            Some(address) => {
+                let fabric = config.fabric(grants.storage())?;
+                Some(NcclServer::start(Arc::clone(&grants), fabric, address, &config)?)
+            }
+            None => None,
+        };
+        offers.extend(nccl.as_ref().map(NcclServer::offer));
         let tcp = match config.tcp_listen {
             Some(address) => Some(TcpServer::start(Arc::clone(&grants), address, &config)?),
             None => None,
         };
         offers.extend(tcp.as_ref().map(TcpServer::offer));
         let verifier = verify::Verifier::start(Arc::clone(&grants))?;
-        let shared = Shared { grants, verifier, offers, _rdma: rdma, _tcp: tcp, _shm: shm };
+        let shared = Shared { grants, verifier, offers, _rdma: rdma, _nccl: nccl, _tcp: tcp, _shm: shm };
         Ok(Receiver { shared: Arc::new(shared) })
     }
 

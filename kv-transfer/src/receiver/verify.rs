@@ -9,6 +9,7 @@ use std::{
 };
 
 use tokio::sync::oneshot;
+use tracing::error;
 
 use super::Grants;
 use crate::{
@@ -69,6 +70,7 @@ impl Drop for Verifier {
 fn verify(grants: &Grants, generation: Generation, pieces: &[Piece]) -> Result<(), KvFault> {
     let grant = grants.find(generation).ok_or(KvFault::WrongGeneration)?;
     let storage = grants.storage();
+    let mut fetched = Vec::new();
     for &Piece { block_idx, layer_idx, checksum: expected } in pieces {
         let block = grant.block(block_idx).filter(|_| (layer_idx as usize) < storage.layout().num_layers);
         let block = block.ok_or(KvFault::UnknownPiece { block_idx, layer_idx })?;
@@ -76,10 +78,14 @@ fn verify(grants: &Grants, generation: Generation, pieces: &[Piece]) -> Result<(
             .with_fence(|| {
                 // SAFETY: the grant holds the block, and its writer has said that the piece is written;
                 // one that writes on nevertheless changes the checksum, which is what is looked for.
-                let bytes = unsafe { storage.layer(block, layer_idx as usize) };
-                checksum(bytes, grant.generation())
+                let bytes = unsafe { storage.load(block, layer_idx as usize, &mut fetched) };
+                bytes.map(|bytes| checksum(bytes, grant.generation()))
             })
-            .ok_or(KvFault::WrongGeneration)?;
+            .ok_or(KvFault::WrongGeneration)?
+            .map_err(|error| {
+                error!(%error, %block, layer_idx, "a device does not give its blocks");
+                KvFault::Unreadable { block_idx, layer_idx }
+            })?;
         if found != expected {
             return Err(KvFault::Checksum { block_idx, layer_idx });
         }

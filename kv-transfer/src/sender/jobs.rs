@@ -5,6 +5,7 @@ use std::{
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     task::Poll,
     thread::{self, JoinHandle},
+    time::Duration,
 };
 
 use tokio::sync::oneshot;
@@ -127,6 +128,16 @@ impl Jobs {
             }
             queue = self.more.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// As [`poll`](Self::poll), after waiting for one for so long.
+    pub(crate) fn next_within(&self, timeout: Duration) -> Poll<Option<Job>> {
+        let queue = self.queue();
+        let has_none =
+            |queue: &mut Queue| !queue.is_closed && queue.opens.is_empty() && queue.frames.is_empty();
+        let waited = self.more.wait_timeout_while(queue, timeout, has_none);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        self.poll()
     }
 
     /// The next one, if there is one; `Ready(None)` when the jobs are closed.

@@ -40,10 +40,14 @@ use crate::{
     counters::Counters,
     error::RouteError,
     message::{Generation, TransportKind, TransportOffer},
+    nccl::{self, Fabric, NcclPeer, NcclSender},
     rdma::{Nixl, RdmaPeer},
     shm::{ShmPeer, host_id},
     tcp::TcpPeer,
 };
+
+#[cfg(any(test, feature = "testing"))]
+use crate::nccl::TestFabric;
 
 /// How a [`Sender`] reaches its peers.
 #[derive(Clone, Debug)]
@@ -52,6 +56,11 @@ pub struct SenderConfig {
     pub transports: Vec<TransportKind>,
     /// `rdma`: NIXL's C library, or the folder that it is in; `None` leaves that to the system.
     pub nixl: Option<PathBuf>,
+    /// `nccl`: NCCL's library, or the folder that it is in; `None` leaves that to the system.
+    pub nccl: Option<PathBuf>,
+    /// What tests have in its place.
+    #[cfg(any(test, feature = "testing"))]
+    pub fabric: Option<TestFabric>,
     /// `tcp`: connections to one peer.
     pub streams_per_peer: usize,
     /// `tcp`: KV bytes of one frame, at least one piece. Large frames cost less, small ones spread
@@ -70,12 +79,26 @@ impl Default for SenderConfig {
         SenderConfig {
             transports: vec![TransportKind::Shm, TransportKind::Tcp],
             nixl: None,
+            nccl: None,
+            #[cfg(any(test, feature = "testing"))]
+            fabric: None,
             streams_per_peer: 2,
             frame_bytes: 1 << 20,
             socket_buffer_bytes: None,
             connect_timeout: Duration::from_secs(3),
             io_timeout: Duration::from_secs(10),
         }
+    }
+}
+
+impl SenderConfig {
+    /// What carries `nccl`.
+    fn fabric(&self, storage: &BlockStorage) -> io::Result<Arc<dyn Fabric>> {
+        #[cfg(any(test, feature = "testing"))]
+        if let Some(TestFabric(fabric)) = &self.fabric {
+            return Ok(Arc::clone(fabric));
+        }
+        nccl::start(self.nccl.as_deref(), storage).map_err(io::Error::other)
     }
 }
 
@@ -91,6 +114,8 @@ struct Shared {
     host_id: String,
     /// There if `rdma` may be used.
     nixl: Option<Nixl>,
+    /// There if `nccl` may be used.
+    nccl: Option<Arc<NcclSender>>,
     peers: Mutex<HashMap<(TransportOffer, KvLayout), Arc<dyn Peer>>>,
     /// Bytes a second, where somebody has asked for a measurement.
     rates: Mutex<HashMap<TransportOffer, f64>>,
@@ -129,19 +154,30 @@ impl Sender {
     /// A sender that reads from `storage`. Peers are connected when first needed.
     ///
     /// # Errors
-    /// When the configuration makes no sense, or asks for `rdma` where NIXL is not.
+    /// When the configuration makes no sense, or asks for `rdma` where NIXL is not, or for `nccl` where NCCL or a device
+    /// is not.
     pub fn start(storage: Arc<BlockStorage>, config: SenderConfig) -> io::Result<Sender> {
         if config.streams_per_peer == 0 || config.frame_bytes == 0 {
             let message = "streams_per_peer and frame_bytes must not be 0";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
+        for &kind in &config.transports {
+            kind.allow(&storage)?;
         }
         let context = Arc::new(SenderContext { storage, config, counters: Counters::default() });
         let nixl = match context.config.transports.contains(&TransportKind::Rdma) {
             true => Some(Nixl::start(context.config.nixl.as_deref()).map_err(io::Error::other)?),
             false => None,
         };
+        let nccl = match context.config.transports.contains(&TransportKind::Nccl) {
+            true => {
+                let fabric = context.config.fabric(&context.storage)?;
+                Some(Arc::new(NcclSender::new(fabric, &context.storage).map_err(io::Error::other)?))
+            }
+            false => None,
+        };
         let (peers, rates) = (Mutex::default(), Mutex::default());
-        Ok(Sender { shared: Arc::new(Shared { context, host_id: host_id(), nixl, peers, rates }) })
+        Ok(Sender { shared: Arc::new(Shared { context, host_id: host_id(), nixl, nccl, peers, rates }) })
     }
 
     /// A way to the blocks of a grant, arranged as those of this side: the best of `offers` that is allowed and
@@ -204,7 +240,7 @@ impl Sender {
                     }
                     let context = Arc::clone(&self.shared.context);
                     let codec = match offer.kind() {
-                        TransportKind::Shm | TransportKind::Rdma => None,
+                        TransportKind::Shm | TransportKind::Rdma | TransportKind::Nccl => None,
                         TransportKind::Tcp => WireCodec::new(&layout, wire),
                     };
                     let form = Form { layout, mapping, codec };
@@ -253,7 +289,7 @@ impl Sender {
     fn may_reach(&self, offer: &TransportOffer) -> bool {
         match offer {
             TransportOffer::Shm { host_id, .. } => *host_id == self.shared.host_id,
-            TransportOffer::Rdma { .. } | TransportOffer::Tcp { .. } => true,
+            TransportOffer::Rdma { .. } | TransportOffer::Nccl { .. } | TransportOffer::Tcp { .. } => true,
         }
     }
 
@@ -282,6 +318,11 @@ impl Sender {
                     *layout,
                 ))
             }
+            TransportOffer::Nccl { address, pool } => {
+                let nccl = self.shared.nccl.clone().expect("started, as nccl is among the transports");
+                let context = Arc::clone(&self.shared.context);
+                Arc::new(NcclPeer::new(context, nccl, address.clone(), *pool, *layout))
+            }
             TransportOffer::Shm { socket_path, pool, .. } => {
                 Arc::new(ShmPeer::new(Arc::clone(&self.shared.context), socket_path, *pool, *layout))
             }
@@ -305,6 +346,10 @@ impl Shared {
         let mapping = mapping.map_err(|error| RouteError::OtherKv(error.to_string()))?;
         if mapping.is_identity() {
             return Ok(None);
+        }
+        if let Some(memory) = self.context.storage.device() {
+            let device = memory.device();
+            return Err(RouteError::OtherKv(format!("blocks of device {device} are not converted")));
         }
         let piece_bytes = peer.layout().layer_bytes();
         if piece_bytes > MAX_STAGED_BYTES {

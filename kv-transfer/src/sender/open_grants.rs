@@ -45,6 +45,11 @@ impl OpenGrants {
         (waiting.len() == 1).then_some(Word::Open(generation))
     }
 
+    /// Those under which something may be written, or is being.
+    pub(crate) fn open(&self) -> impl Iterator<Item = Generation> {
+        self.open.keys().copied()
+    }
+
     /// Whether something may be written under the grant now.
     pub(crate) fn is_open(&self, generation: Generation) -> bool {
         self.open.get(&generation).is_some_and(|grant| !grant.is_closing)

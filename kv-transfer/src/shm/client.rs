@@ -5,7 +5,7 @@
 //! under it any more, and may say `Close`.
 
 use std::{
-    io,
+    io::{self, Read},
     net::Shutdown,
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
@@ -14,13 +14,15 @@ use std::{
 };
 
 use baton_kv_cache::{BlockStorage, KvLayout};
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
-use super::wire::{self, Message};
+use super::{
+    target::Target,
+    wire::{self, Message},
+};
 use crate::{
-    checksum,
     error::{PushError, RouteError},
-    message::{Piece, TransportKind},
+    message::TransportKind,
     sender::{Frame, Job, JobThread, Jobs, Open, OpenGrants, Peer, RouteState, SenderContext, Staging},
     word::Word,
 };
@@ -45,7 +47,7 @@ struct Shared {
 /// The mapping, its socket, and the grants that are open through it.
 struct Link {
     socket: Arc<UnixStream>,
-    memory: BlockStorage,
+    memory: Target,
     grants: OpenGrants,
     listener: Option<JoinHandle<()>>,
 }
@@ -91,7 +93,7 @@ impl Peer for ShmPeer {
 impl Drop for ShmPeer {
     fn drop(&mut self) {
         self.copier.end(&self.shared.jobs);
-        self.shared.unlink(None);
+        self.shared.unlink(None, true);
     }
 }
 
@@ -114,8 +116,9 @@ impl Shared {
     }
 
     /// Takes the connection down, `only` this one or whichever there is, and says whether it did. Its memory is unmapped
-    /// first, then its socket closes: that is what tells the peer that nothing is written any more.
-    fn unlink(&self, only: Option<&Arc<UnixStream>>) -> bool {
+    /// first, then its socket closes: that is what tells the peer that nothing is written any more. Unless a device has
+    /// failed, and it `is_sound` no longer to say so: then the end of this process does.
+    fn unlink(&self, only: Option<&Arc<UnixStream>>, is_sound: bool) -> bool {
         let link = {
             let mut slot = self.link();
             if slot.as_ref().is_none_or(|link| only.is_some_and(|only| !Arc::ptr_eq(only, &link.socket))) {
@@ -124,7 +127,14 @@ impl Shared {
             slot.take()
         };
         let Some(Link { socket, memory, grants, listener }) = link else { return false };
+        let is_on_device = memory.is_on_device();
         drop(memory);
+        if is_on_device && is_sound {
+            // The end of the socket does not say it of a device.
+            for generation in grants.open() {
+                let _ = wire::send(&socket, Message::Word(Word::Close(generation)), None);
+            }
+        }
         let _ = socket.shutdown(Shutdown::Both);
         grants.lost(&self.jobs, "the peer is gone");
         if only.is_none()
@@ -152,7 +162,13 @@ impl Shared {
         let memory = match wire::receive(&socket).map_err(unreachable)? {
             Some((Message::Welcome { num_blocks }, Some(descriptor))) => {
                 let num_blocks = usize::try_from(num_blocks).unwrap_or(usize::MAX);
-                BlockStorage::from_fd(descriptor, layout, num_blocks).map_err(unreachable)?
+                Target::mapped(BlockStorage::from_fd(descriptor, layout, num_blocks).map_err(unreachable)?)
+            }
+            Some((Message::WelcomeToDevice { num_blocks }, None)) => {
+                let mut handle = [0; 64];
+                (&socket).read_exact(&mut handle).map_err(unreachable)?;
+                let num_blocks = usize::try_from(num_blocks).unwrap_or(usize::MAX);
+                Target::opened(&self.context.storage, handle, layout, num_blocks).map_err(unreachable)?
             }
             Some((Message::Word(Word::OtherPool), _)) => {
                 return Err(RouteError::OtherIncarnation(self.path.display().to_string()));
@@ -193,12 +209,12 @@ impl Shared {
 
     fn copy(&self, frame: Frame, staging: &mut Staging) {
         let route = Arc::clone(frame.route());
-        let slot = self.link();
-        let Some(link) = slot.as_ref() else {
+        let mut slot = self.link();
+        let Some(link) = slot.as_mut() else {
             frame.fail(PushError::Lost("the peer is gone".into()));
             return;
         };
-        let Some(_active) = route.enter() else {
+        let Some(active) = route.enter() else {
             frame.fail(PushError::Closed);
             return;
         };
@@ -211,21 +227,25 @@ impl Shared {
             frame.fail(PushError::Refused(message));
             return;
         }
-        let mut pieces = Vec::with_capacity(frame.pieces.len());
-        let (room, scratch) = staging.of(&route, 1);
-        for piece in &frame.pieces {
-            let layer_idx = piece.layer_idx as usize;
-            // SAFETY: the source is final and kept by the route's guard; the destination is granted to
-            // this route, whose grant is open as long as the lock is held, and as large as the route's pieces.
-            let checksum = unsafe {
-                let source = route.bytes(piece, room, &mut scratch.vectors);
-                let target = link.memory.layer_ptr(piece.dst, layer_idx);
-                checksum::copy(source, target.as_ptr(), route.generation())
-            };
-            pieces.push(Piece { block_idx: piece.block_idx, layer_idx: piece.layer_idx, checksum });
+        // SAFETY: the sources are final and kept by the route's guard; the destinations are granted to this route, whose
+        // grant is open as long as the lock is held, and as large as the route's pieces.
+        let written = unsafe { link.memory.write(&route, &frame.pieces, staging) };
+        match written {
+            Ok(pieces) => {
+                drop((slot, active));
+                frame.done(pieces);
+            }
+            Err(error) => {
+                let socket = Arc::clone(&link.socket);
+                drop(slot);
+                self.context.counters.of(TransportKind::Shm).failed();
+                error!(path = %self.path.display(), %error, "a device failed: what it still uses is lost");
+                self.unlink(Some(&socket), false);
+                // The route is never idle again, and its blocks are never freed.
+                std::mem::forget(active);
+                frame.fail(PushError::Lost(error.to_string()));
+            }
         }
-        drop(slot);
-        frame.done(pieces);
     }
 }
 
@@ -257,7 +277,7 @@ fn listen(shared: &Shared, socket: &Arc<UnixStream>) {
             Err(error) => break error.to_string(),
         }
     };
-    if shared.unlink(Some(socket)) {
+    if shared.unlink(Some(socket), true) {
         shared.context.counters.of(TransportKind::Shm).failed();
         warn!(path = %shared.path.display(), %error, "shared-memory peer lost");
     }

@@ -14,16 +14,26 @@
 //!   (process ends)        -------- end of stream ------------>  everything of it is fenced
 //! ```
 //!
+//! A pool on a device is shared by its handle instead of a descriptor (CUDA IPC): the prefill worker opens it once, and
+//! copies from its own pool by the device, or from host memory; an event behind each frame tells when that is done.
+//! Checksums are of copies in host memory, on both sides. No GPU was there to run it on: see `devices.rs`.
+//!
 //! Nobody can stop a one-sided writer but itself, so a revoked grant stays quarantined until
 //! `Close`, or `Stopped` on the handoff's stream, or the end of the socket. The kernel closes a
 //! dying process's sockets after its threads are gone, so the end of the socket is late enough. A
-//! frozen process may hold blocks for as long as it is frozen; they are counted, never reused.
+//! frozen process may hold blocks for as long as it is frozen; they are counted, never reused. What its device does ends
+//! later, when the driver's files are closed: so where the pool is on a device, the end of the socket ends only grants
+//! that were closed before, and the others with the process (its pidfd), after all of its files. Should a driver go on
+//! even then, this does not hold; that has to be seen on a device.
 
 mod client;
+#[cfg(test)]
+mod devices;
 #[cfg(test)]
 mod faults;
 mod host;
 mod server;
+mod target;
 mod wire;
 
 pub(crate) use client::ShmPeer;

@@ -1,15 +1,19 @@
 //! The decode worker's unix socket: hands out the pool's memory, and keeps track of who writes.
 
 use std::{
-    fs, io,
+    fs,
+    io::{self, Write},
     net::Shutdown,
-    os::unix::{
-        fs::{DirBuilderExt, MetadataExt, PermissionsExt},
-        net::{UnixListener, UnixStream},
+    os::{
+        fd::OwnedFd,
+        unix::{
+            fs::{DirBuilderExt, MetadataExt, PermissionsExt},
+            net::{UnixListener, UnixStream},
+        },
     },
     path::{Path, PathBuf},
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
     thread,
@@ -38,6 +42,9 @@ const MAX_PATH_BYTES: usize = 107;
 /// How long an ending server waits for its peers to let go.
 const PATIENCE: Duration = Duration::from_secs(1);
 
+/// How long is waited for the end of a process before it is asked whether that still matters.
+pub(super) const PROCESS_PAUSE: Duration = Duration::from_millis(20);
+
 /// Listens until dropped; its socket file goes then.
 pub(crate) struct ShmServer {
     sharing: Arc<Sharing>,
@@ -49,11 +56,21 @@ pub(crate) struct ShmServer {
 struct Sharing {
     grants: Arc<Grants>,
     io_timeout: Duration,
+    /// Of the pool, if it is on a device.
+    handle: Option<[u8; 64]>,
     is_stopping: AtomicBool,
 }
 
 impl ShmServer {
     pub(crate) fn start(grants: Arc<Grants>, dir: &Path, config: &ReceiverConfig) -> io::Result<ShmServer> {
+        let handle = match grants.storage().device().map(|memory| (memory.device(), memory.handle())) {
+            None => None,
+            Some((_, Some(handle))) => Some(handle),
+            Some((device, None)) => {
+                let message = format!("device {device} does not share its memory with other processes");
+                return Err(io::Error::new(io::ErrorKind::Unsupported, message));
+            }
+        };
         prepare(dir)?;
         let path = dir.join(format!("{PREFIX}{:016x}{SUFFIX}", grants.pool()));
         let num_bytes = path.as_os_str().len();
@@ -70,8 +87,8 @@ impl ShmServer {
         })?;
         // The folder is private already, so that nobody came in before this.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600))?;
-        let sharing =
-            Arc::new(Sharing { grants, io_timeout: config.io_timeout, is_stopping: AtomicBool::new(false) });
+        let (io_timeout, is_stopping) = (config.io_timeout, AtomicBool::new(false));
+        let sharing = Arc::new(Sharing { grants, io_timeout, handle, is_stopping });
         let acceptor = Acceptor::start(Arc::clone(&sharing), listener, config.max_connections)?;
         Ok(ShmServer { sharing, acceptor, path })
     }
@@ -117,7 +134,8 @@ impl Service for Sharing {
     const THREADS: (&str, &str) = ("kv-shm-accept", "kv-shm-peer");
 
     fn connection(&self, socket: UnixStream) -> Writer {
-        Writer { socket, id: self.grants.new_writer(), is_given_up: AtomicBool::new(false) }
+        let (id, is_given_up) = (self.grants.new_writer(), AtomicBool::new(false));
+        Writer { socket, id, process: OnceLock::new(), is_given_up }
     }
 
     fn serve(&self, writer: &Arc<Writer>) {
@@ -162,6 +180,8 @@ fn prepare(dir: &Path) -> io::Result<()> {
 struct Writer {
     socket: UnixStream,
     id: WriterId,
+    /// Whose end tells that its device has stopped, too. There if the pool is on one.
+    process: OnceLock<OwnedFd>,
     /// The server ends without having seen the peer stop.
     is_given_up: AtomicBool,
 }
@@ -197,6 +217,15 @@ fn serve(sharing: &Sharing, writer: &Arc<Writer>) {
         let _ = writer.socket.set_read_timeout(None);
         while drain(&writer.socket).is_ok_and(|num_bytes| num_bytes > 0) {}
     }
+    if let Some(process) = writer.process.get() {
+        // What it has closed has ended. For the rest, its device is the slower one to go.
+        let is_given_up = || writer.is_given_up.load(Ordering::SeqCst);
+        while sharing.grants.has_open(writer.id) && !is_given_up() {
+            if host::has_ended(process, PROCESS_PAUSE) {
+                break;
+            }
+        }
+    }
     if !writer.is_given_up.load(Ordering::SeqCst) {
         sharing.grants.writer_gone(writer.id);
     }
@@ -216,6 +245,7 @@ fn greet(sharing: &Sharing, writer: &Writer) -> io::Result<bool> {
     }
     let storage = sharing.grants.storage();
     let layout = storage.layout();
+    let size = storage.num_blocks() as u64;
     let (answer, descriptor) = match wire::receive(socket)? {
         None => return Ok(false),
         Some((Message::Hello { pool, layer_bytes, num_layers }, _)) => {
@@ -223,8 +253,10 @@ fn greet(sharing: &Sharing, writer: &Writer) -> io::Result<bool> {
                 (Message::Word(Word::OtherPool), None)
             } else if (layer_bytes, num_layers) != (layout.layer_bytes() as u64, layout.num_layers as u32) {
                 (Message::Word(Word::Refused), None)
+            } else if let Some(handle) = sharing.handle {
+                return greet_with(handle, size, writer);
             } else {
-                (Message::Welcome { num_blocks: storage.num_blocks() as u64 }, Some(storage.fd()))
+                (Message::Welcome { num_blocks: size }, Some(storage.fd()))
             }
         }
         Some((message, _)) => return Err(unexpected(message)),
@@ -234,6 +266,23 @@ fn greet(sharing: &Sharing, writer: &Writer) -> io::Result<bool> {
     // From now on the peer may be silent for as long as it likes.
     socket.set_read_timeout(None)?;
     Ok(is_welcome)
+}
+
+/// As [`greet`], to a pool on a device.
+fn greet_with(handle: [u8; 64], num_blocks: u64, writer: &Writer) -> io::Result<bool> {
+    let socket = &writer.socket;
+    match host::peer_process(socket) {
+        Ok(process) => drop(writer.process.set(process)),
+        Err(error) => {
+            warn!(%error, "device memory refused to a process whose end could not be seen");
+            wire::send(socket, Message::Word(Word::Refused), None)?;
+            return Ok(false);
+        }
+    }
+    wire::send(socket, Message::WelcomeToDevice { num_blocks }, None)?;
+    (&*socket).write_all(&handle)?;
+    socket.set_read_timeout(None)?;
+    Ok(true)
 }
 
 fn converse(sharing: &Sharing, writer: &Arc<Writer>) -> io::Result<()> {

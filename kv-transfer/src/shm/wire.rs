@@ -24,6 +24,8 @@ pub(super) enum Message {
     Hello { pool: u64, layer_bytes: u64, num_layers: u32 },
     /// D: the pool's size; the descriptor comes along.
     Welcome { num_blocks: u64 },
+    /// D: the pool's size; it is on a device, and 64 bytes of its handle follow.
+    WelcomeToDevice { num_blocks: u64 },
     /// Of either.
     Word(Word),
 }
@@ -33,6 +35,7 @@ impl Message {
         let (kind, a, b, c) = match self {
             Message::Hello { pool, layer_bytes, num_layers } => (1, num_layers, pool, layer_bytes),
             Message::Welcome { num_blocks } => (2, 0, num_blocks, 0),
+            Message::WelcomeToDevice { num_blocks } => (10, 0, num_blocks, 0),
             Message::Word(word) => {
                 let (kind, generation) = word.code();
                 (kind, 0, generation, 0)
@@ -56,6 +59,7 @@ impl Message {
         Some(match u32_at(0) {
             1 => Message::Hello { pool: u64_at(8), layer_bytes: u64_at(16), num_layers: u32_at(4) },
             2 => Message::Welcome { num_blocks: u64_at(8) },
+            10 => Message::WelcomeToDevice { num_blocks: u64_at(8) },
             kind => Message::Word(Word::from_code(kind, u64_at(8))?),
         })
     }
@@ -171,6 +175,7 @@ mod tests {
         let messages = [
             Message::Hello { pool: 3, layer_bytes: 4096, num_layers: 2 },
             Message::Welcome { num_blocks: 10 },
+            Message::WelcomeToDevice { num_blocks: 10 },
         ];
         let messages =
             messages.into_iter().chain(all_of(Generation(0x0123_4567_89ab_cdef)).map(Message::Word));

@@ -112,6 +112,23 @@ pub(crate) fn wait_readable(socket: &TcpStream, timeout: Option<Duration>) -> io
     }
 }
 
+/// As [`wait_readable`], to the microsecond and perhaps without any wait.
+pub(crate) fn is_readable_within(socket: &TcpStream, timeout: Duration) -> io::Result<bool> {
+    let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    let timeout = libc::timespec {
+        tv_sec: timeout.as_secs() as libc::time_t,
+        tv_nsec: timeout.subsec_nanos() as libc::c_long,
+    };
+    // SAFETY: one valid pollfd and a timeout that outlive the call; no signal mask.
+    match unsafe { libc::ppoll(&mut poll, 1, &timeout, std::ptr::null()) } {
+        -1 => match io::Error::last_os_error() {
+            error if error.kind() == io::ErrorKind::Interrupted => Ok(false),
+            error => Err(error),
+        },
+        num_ready => Ok(num_ready > 0),
+    }
+}
+
 /// Fills `bytes`, waiting at most `timeout` for each part of it.
 pub(crate) fn receive_exact(socket: &TcpStream, bytes: &mut [u8], timeout: Duration) -> io::Result<()> {
     let mut places = Places::new();

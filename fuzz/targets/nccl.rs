@@ -1,0 +1,214 @@
+//! What either end of an nccl control connection may say to the other, with communicators that need no device: they
+//! join at once, and nothing ever comes through them.
+//!
+//! Whatever comes, the connection ends, the grant can be taken back, and every push is answered.
+#![no_main]
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::{Arc, LazyLock, Mutex};
+use std::time::Duration;
+
+use arbitrary::Arbitrary;
+use baton_fuzz::{Field, edit};
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
+use baton_kv_transfer::{
+    Generation, PieceWrite, Receiver, ReceiverConfig, Sender, SenderConfig, TestFabric, TransportKind,
+    TransportOffer,
+};
+use libfuzzer_sys::fuzz_target;
+
+const LAYOUT: KvLayout =
+    KvLayout { block_size: 4, num_layers: 2, num_kv_heads: 1, head_dim: 8, dtype: KvDtype::F32 };
+const NUM_BLOCKS: usize = 4;
+const GRANTED: [BlockId; 2] = [BlockId(1), BlockId(2)];
+const MESSAGE_BYTES: usize = 48;
+const ID_BYTES: usize = 128;
+
+#[derive(Arbitrary, Debug)]
+enum Input<'a> {
+    /// A prefill worker's words.
+    Prefill { hello: Vec<Field>, words: Vec<Word<'a>> },
+    /// A decode worker's.
+    Decode { welcome: Vec<Field>, words: Vec<Word<'a>>, pieces: Vec<(u8, u8)> },
+}
+
+#[derive(Arbitrary, Debug)]
+enum Word<'a> {
+    Announce {
+        pieces: Vec<(u8, u8)>,
+        fields: Vec<Field>,
+        generation: bool,
+    },
+    Message {
+        kind: u8,
+        number: u8,
+        fields: Vec<Field>,
+    },
+    Bytes(&'a [u8]),
+    /// The decode worker changes its mind.
+    Revoke,
+}
+
+struct Ends {
+    storage: Arc<BlockStorage>,
+    receiver: Receiver,
+    address: String,
+    pool: u64,
+    sender: Sender,
+    listener: TcpListener,
+}
+
+fn storage() -> Arc<BlockStorage> {
+    Arc::new(BlockStorage::new(LAYOUT, NUM_BLOCKS).expect("memory"))
+}
+
+static ENDS: LazyLock<Ends> = LazyLock::new(|| {
+    let storage_of_receiver = storage();
+    let config = ReceiverConfig {
+        nccl_listen: Some(([127, 0, 0, 1], 0).into()),
+        fabric: Some(TestFabric::alone()),
+        io_timeout: Duration::from_secs(5),
+        max_connections: 1024,
+        ..ReceiverConfig::default()
+    };
+    let receiver = Receiver::start(Arc::clone(&storage_of_receiver), config).expect("a receiver");
+    let TransportOffer::Nccl { address, pool } = receiver.offers()[0].clone() else {
+        unreachable!("only nccl is configured")
+    };
+    let config = SenderConfig {
+        transports: vec![TransportKind::Nccl],
+        fabric: Some(TestFabric::alone()),
+        io_timeout: Duration::from_secs(5),
+        ..SenderConfig::default()
+    };
+    let sender = Sender::start(storage(), config).expect("a sender");
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    Ends { storage: storage_of_receiver, receiver, address, pool, sender, listener }
+});
+
+fuzz_target!(|input: Input<'_>| {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    let within = Duration::from_secs(20);
+    let ends = &*ENDS;
+    match input {
+        Input::Prefill { hello, words } => {
+            let mut granted = Some(ends.receiver.grant(GRANTED.to_vec(), ()));
+            let generation = granted.as_ref().map_or(0, |granted| granted.generation().0);
+            let mut socket = TcpStream::connect(&ends.address).expect("a connection");
+            let _ = socket.set_nodelay(true);
+            let mut bytes = message(
+                1,
+                LAYOUT.num_layers as u32,
+                [ends.pool, LAYOUT.layer_bytes() as u64, LAYOUT.block_bytes() as u64],
+            );
+            edit(&mut bytes, &hello);
+            // The peer may have hung up already.
+            let _ = socket.write_all(&bytes);
+            for (sequence, word) in (0..).zip(&words) {
+                if let Word::Revoke = word {
+                    drop(granted.take());
+                }
+                let _ = socket.write_all(&word.encode(sequence, generation));
+            }
+            let _ = socket.shutdown(Shutdown::Write);
+            let _ = socket.read_to_end(&mut Vec::new());
+            if let Some(granted) = granted {
+                // The writer is gone, so this does not wait for long.
+                let fenced = runtime.block_on(async { tokio::time::timeout(within, granted.revoke()).await });
+                assert_eq!(fenced, Ok(Some(())), "the grant cannot be taken back");
+            }
+            // Nothing comes through these communicators.
+            assert!(is_zero(&ends.storage));
+        }
+        Input::Decode { welcome, words, pieces } => {
+            // Something is always announced, so that there is something to answer.
+            let pieces = if pieces.is_empty() { vec![(0, 0)] } else { pieces };
+            static NEXT_POOL: Mutex<u64> = Mutex::new(0);
+            let pool = {
+                let mut pool = NEXT_POOL.lock().expect("nobody panics");
+                *pool += 1;
+                *pool
+            };
+            let address = ends.listener.local_addr().expect("bound").to_string();
+            let offers = [TransportOffer::Nccl { address, pool }];
+            let mut bytes = message(2, 0, [0; 3]);
+            bytes.extend([7; ID_BYTES]);
+            edit(&mut bytes, &welcome);
+            std::thread::scope(|scope| {
+                let peer = scope.spawn(|| {
+                    let (mut socket, _) = ends.listener.accept().expect("a connection");
+                    let _ = socket.read_exact(&mut [0; MESSAGE_BYTES]);
+                    let _ = socket.write_all(&bytes);
+                    // Answers are to something.
+                    let _ = socket.read_exact(&mut [0; MESSAGE_BYTES]);
+                    for (sequence, word) in (0..).zip(&words) {
+                        let _ = socket.write_all(&word.encode(sequence, 1));
+                    }
+                    let _ = socket.shutdown(Shutdown::Write);
+                    let _ = socket.read_to_end(&mut Vec::new());
+                });
+                runtime.block_on(async {
+                    let routed = ends.sender.route(Generation(1), &offers, ());
+                    if let Ok(route) = tokio::time::timeout(within, routed).await.expect("an answer") {
+                        let writes = pieces.iter().enumerate().map(|(idx, (layer, block))| PieceWrite {
+                            layer_idx: u32::from(*layer % 2),
+                            block_idx: idx as u32,
+                            src: BlockId(u32::from(*block) % NUM_BLOCKS as u32).into(),
+                            dst: BlockId(u32::from(*block)),
+                        });
+                        let pushed = route.push(writes.collect());
+                        let pushed = tokio::time::timeout(within, pushed).await.expect("an answer");
+                        assert!(pushed.is_err(), "nothing was sent");
+                        tokio::time::timeout(within, route.close()).await.expect("nothing is under way");
+                    }
+                });
+                let _ = peer.join();
+            });
+        }
+    }
+});
+
+fn message(kind: u32, a: u32, [b, c, d]: [u64; 3]) -> Vec<u8> {
+    let mut bytes = b"BKVncl01".to_vec();
+    bytes.extend(kind.to_le_bytes());
+    bytes.extend(a.to_le_bytes());
+    for word in [b, c, d, 0] {
+        bytes.extend(word.to_le_bytes());
+    }
+    bytes
+}
+
+impl Word<'_> {
+    fn encode(&self, sequence: u64, right: u64) -> Vec<u8> {
+        match self {
+            Word::Revoke => vec![],
+            Word::Bytes(bytes) => bytes.to_vec(),
+            Word::Message { kind, number, fields } => {
+                let mut bytes = message(u32::from(*kind), 0, [u64::from(*number), right, 0]);
+                edit(&mut bytes, fields);
+                bytes
+            }
+            Word::Announce { pieces, fields, generation } => {
+                let generation = if *generation { right } else { 1 };
+                let mut bytes = message(5, pieces.len() as u32, [sequence, generation, 0]);
+                edit(&mut bytes, fields);
+                for (layer, block) in pieces {
+                    bytes.extend(u32::from(*layer).to_le_bytes());
+                    bytes.extend(u32::from(*block).to_le_bytes());
+                }
+                bytes
+            }
+        }
+    }
+}
+
+#[allow(unsafe_code)]
+fn is_zero(storage: &BlockStorage) -> bool {
+    (0..NUM_BLOCKS as u32).all(|block| {
+        // SAFETY: nothing is written; that it is not is what is looked for.
+        (0..LAYOUT.num_layers).all(|layer_idx| {
+            unsafe { storage.layer(BlockId(block), layer_idx) }.iter().all(|byte| *byte == 0)
+        })
+    })
+}

@@ -1,0 +1,509 @@
+//! Peers that misbehave over nccl, by hand, with memory in a device's place.
+
+use std::{
+    io::Write,
+    net::{TcpListener, TcpStream},
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, Instant},
+};
+
+use baton_kv_cache::{BlockId, BlockStorage, KvLayout, KvShard, WireFormat};
+
+use super::{
+    MAX_GROUPS, TestFabric,
+    communicators::MAX_COMMUNICATORS,
+    fabric::{Communicator, Direction, Fabric as _, Place, Rank, UniqueId},
+    memory::{MemoryFabric, pretended_device},
+    wire::{self, MESSAGE_BYTES, Message, Refusal},
+};
+use crate::{
+    Generation, KvFault, PushError, Receiver, ReceiverConfig, ReceiverLoad, RouteError, Sender, SenderConfig,
+    TransportKind, TransportOffer,
+    tcp::socket,
+    testing::{
+        Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, eventually, fill, is_pending, pattern,
+        sender_config, soon, storage, writes,
+    },
+};
+
+const NCCL: &[TransportKind] = &[TransportKind::Nccl];
+
+/// Long for a healthy peer of these tests, short to wait for.
+const PATIENCE: Duration = Duration::from_millis(1500);
+
+/// Long for everything.
+const NEVER: Duration = Duration::from_secs(600);
+
+fn fabric(io_timeout: Duration) -> Fabric {
+    Fabric::with(NCCL, |config| config.io_timeout = io_timeout)
+}
+
+fn address_of(fabric: &Fabric) -> (String, u64) {
+    match fabric.offer(TransportKind::Nccl) {
+        TransportOffer::Nccl { address, pool } => (address, pool),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn hello(pool: u64) -> Message {
+    Message::Hello {
+        pool,
+        num_layers: LAYOUT.num_layers as u32,
+        layer_bytes: LAYOUT.layer_bytes() as u64,
+        block_bytes: LAYOUT.block_bytes() as u64,
+    }
+}
+
+fn say(mut control: &TcpStream, message: Message) {
+    control.write_all(&message.encode()).unwrap();
+}
+
+/// `None`: it has hung up.
+fn hear(control: &TcpStream) -> Option<Message> {
+    let mut bytes = [0; MESSAGE_BYTES];
+    socket::receive_exact(control, &mut bytes, Duration::from_secs(30)).ok()?;
+    Some(Message::decode(&bytes).expect("well-formed"))
+}
+
+/// A joined sender, which sends whatever it likes, whenever it likes.
+struct ByHand {
+    control: TcpStream,
+    communicator: Box<dyn Communicator>,
+    source: Arc<BlockStorage>,
+}
+
+impl ByHand {
+    fn connect(fabric: &Fabric) -> ByHand {
+        let (address, pool) = address_of(fabric);
+        let control = TcpStream::connect(address).unwrap();
+        say(&control, hello(pool));
+        assert_eq!(hear(&control), Some(Message::Welcome));
+        let mut id = UniqueId([0; UniqueId::BYTES]);
+        socket::receive_exact(&control, &mut id.0, NEVER).unwrap();
+        let communicator = MemoryFabric::default().join(&id, Rank::Sender).unwrap();
+        ByHand { control, communicator, source: Arc::clone(&fabric.source) }
+    }
+
+    fn announce(&self, sequence: u64, generation: Generation, pieces: &[(u32, u32)]) -> Option<Message> {
+        let bytes = wire::announcement(sequence, generation, pieces.iter().copied());
+        (&self.control).write_all(&bytes).unwrap();
+        hear(&self.control)
+    }
+
+    /// Sends layers of one source block.
+    fn send(&mut self, block: BlockId, layers: impl IntoIterator<Item = usize>) {
+        let places = layers.into_iter().map(|layer_idx| Place {
+            address: self.source.layer_ptr(block, layer_idx).as_ptr() as u64,
+            len: LAYOUT.layer_bytes(),
+        });
+        let places: Vec<_> = places.collect();
+        while !self.communicator.is_ready().unwrap() {}
+        // SAFETY: nobody writes the source of these tests.
+        unsafe { self.communicator.post(Direction::Send, &places) }.unwrap();
+    }
+}
+
+fn holds(fabric: &Fabric, block: BlockId, layer_idx: usize, byte: u8) -> bool {
+    bytes(&fabric.target, block, layer_idx).iter().all(|&found| found == byte)
+}
+
+const ALL_LAYERS: [(u32, u32); 3] = [(0, 0), (1, 0), (2, 0)];
+
+#[tokio::test]
+async fn a_peer_that_announces_and_never_sends_is_fenced_at_its_deadline() {
+    let fabric = fabric(PATIENCE);
+    let guards = Guards::default();
+    let granted = fabric.receiver.grant(blocks([3]), guards.guard());
+    let mut late = ByHand::connect(&fabric);
+    assert_eq!(late.announce(0, granted.generation(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
+    // One of three: the group has begun, and does not end.
+    late.send(BlockId(3), [0]);
+    eventually("the first piece lands", || holds(&fabric, BlockId(3), 0, pattern(3, 0))).await;
+    let start = Instant::now();
+    assert!(soon(granted.revoke()).await.is_some());
+    assert!(start.elapsed() >= PATIENCE / 2, "nobody but the deadline has ended it");
+    assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
+
+    // The block is somebody else's now.
+    for layer_idx in 0..LAYOUT.num_layers {
+        fill(&fabric.target, BlockId(3), layer_idx, 0xEE);
+    }
+    late.send(BlockId(3), [1, 2]);
+    assert_eq!(hear(&late.control), None, "hung up on");
+    for layer_idx in 0..LAYOUT.num_layers {
+        assert!(holds(&fabric, BlockId(3), layer_idx, 0xEE));
+    }
+    assert_eq!(fabric.receiver.counters().of(TransportKind::Nccl).read().failures, 1);
+}
+
+#[tokio::test]
+async fn a_peer_that_dies_in_the_middle_of_a_group_lets_go() {
+    let fabric = fabric(NEVER);
+    let guards = Guards::default();
+    let granted = fabric.receiver.grant(blocks([3]), guards.guard());
+    let mut peer = ByHand::connect(&fabric);
+    assert_eq!(peer.announce(0, granted.generation(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
+    peer.send(BlockId(3), [0, 1]);
+    drop(peer);
+    assert!(soon(granted.revoke()).await.is_some());
+    assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
+}
+
+#[tokio::test]
+async fn a_revoked_grant_is_quarantined_until_its_groups_are_done_whatever_the_peer_says() {
+    let fabric = fabric(NEVER);
+    let guards = Guards::default();
+    let granted = fabric.receiver.grant(blocks([3, 4]), guards.guard());
+    let generation = granted.generation();
+    let mut peer = ByHand::connect(&fabric);
+    assert_eq!(peer.announce(0, generation, &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
+    assert_eq!(peer.announce(1, generation, &[(0, 1)]), Some(Message::Go { sequence: 1 }));
+    let mut fenced = granted.revoke();
+    let quarantined = ReceiverLoad { num_grants: 0, num_quarantined_grants: 1, num_quarantined_blocks: 2 };
+    assert!(is_pending(&mut fenced).await);
+    assert_eq!(fabric.receiver.load(), quarantined);
+    // `Stopped`, on the handoff's stream: this side still receives.
+    fabric.receiver.writer_stopped(generation);
+    assert!(is_pending(&mut fenced).await);
+    // Nothing new.
+    let refused = Message::No { sequence: 2, why: Refusal::Revoked };
+    assert_eq!(peer.announce(2, generation, &[(1, 1)]), Some(refused));
+    peer.send(BlockId(3), 0..3);
+    assert_eq!(hear(&peer.control), Some(Message::Landed { sequence: 0 }));
+    assert!(is_pending(&mut fenced).await, "there is a second group");
+    peer.send(BlockId(4), [0]);
+    assert_eq!(hear(&peer.control), Some(Message::Landed { sequence: 1 }));
+    assert!(soon(fenced).await.is_some());
+    assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
+}
+
+#[tokio::test]
+async fn announcements_are_checked_against_the_grant() {
+    let fabric = fabric(PATIENCE);
+    let granted = fabric.receiver.grant(blocks([3, 4]), ());
+    let revoked = fabric.receiver.grant(blocks([5]), ());
+    let (generation, stale) = (granted.generation(), revoked.generation());
+    assert!(soon(revoked.revoke()).await.is_some());
+    let mut peer = ByHand::connect(&fabric);
+    let no = |sequence, why| Some(Message::No { sequence, why });
+    assert_eq!(peer.announce(0, stale, &[(0, 0)]), no(0, Refusal::Revoked));
+    assert_eq!(peer.announce(1, Generation(generation.0 ^ 1), &[(0, 0)]), no(1, Refusal::Revoked));
+    for (sequence, pieces) in
+        (2..).zip([[(0, 0), (3, 0)], [(0, 2), (0, 1)], [(0, 0), (0, 0)], [(u32::MAX, u32::MAX); 2]])
+    {
+        assert_eq!(peer.announce(sequence, generation, &pieces), no(sequence, Refusal::Pieces), "{pieces:?}");
+    }
+    // What was refused is not in the way of what is right.
+    assert_eq!(peer.announce(6, generation, &[(1, 1)]), Some(Message::Go { sequence: 6 }));
+    assert_eq!(peer.announce(7, generation, &[(1, 1)]), no(7, Refusal::Pieces), "announced before");
+    peer.send(BlockId(4), [1]);
+    assert_eq!(hear(&peer.control), Some(Message::Landed { sequence: 6 }));
+    assert!(holds(&fabric, BlockId(4), 1, pattern(4, 1)));
+    assert_eq!(peer.announce(8, generation, &[(1, 1)]), no(8, Refusal::Pieces), "written before");
+}
+
+#[tokio::test]
+async fn a_peer_that_announces_too_much_or_nonsense_is_hung_up_on() {
+    /// What it does wrong.
+    enum Fault {
+        TooMany,
+        Garbage,
+        NotAnAnnouncement,
+    }
+    for fault in [Fault::TooMany, Fault::Garbage, Fault::NotAnAnnouncement] {
+        let fabric = fabric(NEVER);
+        let guards = Guards::default();
+        let granted = fabric.receiver.grant(blocks(0..32), guards.guard());
+        let peer = ByHand::connect(&fabric);
+        let announced = peer.announce(0, granted.generation(), &[(0, 0)]);
+        assert_eq!(announced, Some(Message::Go { sequence: 0 }));
+        match fault {
+            Fault::TooMany => {
+                for sequence in 1..MAX_GROUPS as u32 {
+                    let announced = peer.announce(sequence.into(), granted.generation(), &[(0, sequence)]);
+                    assert_eq!(announced, Some(Message::Go { sequence: sequence.into() }));
+                }
+                assert_eq!(peer.announce(MAX_GROUPS as u64, granted.generation(), &[(2, 31)]), None);
+            }
+            Fault::Garbage => (&peer.control).write_all(&[0xFF; MESSAGE_BYTES]).unwrap(),
+            Fault::NotAnAnnouncement => say(&peer.control, Message::Go { sequence: 0 }),
+        }
+        assert!(soon(granted.revoke()).await.is_some());
+        assert_eq!(guards.num_out(), 0);
+        assert_eq!(hear(&peer.control), None);
+    }
+}
+
+#[tokio::test]
+async fn blocks_of_a_communicator_that_does_not_end_are_never_released() {
+    let stuck = Arc::new(MemoryFabric::default());
+    stuck.is_stuck.store(true, Ordering::SeqCst);
+    let fabric = Fabric::with(NCCL, |config| config.fabric = Some(TestFabric(stuck)));
+    let guards = Guards::default();
+    let granted = fabric.receiver.grant(blocks([3]), guards.guard());
+    let peer = ByHand::connect(&fabric);
+    assert_eq!(peer.announce(0, granted.generation(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
+    let mut fenced = granted.revoke();
+    drop(peer);
+    let counters = fabric.receiver.counters().of(TransportKind::Nccl);
+    eventually("the peer's end is noticed", || counters.read().failures == 1).await;
+    assert!(is_pending(&mut fenced).await);
+    assert_eq!(fabric.receiver.load().num_quarantined_blocks, 1);
+    drop(fabric);
+    assert_eq!(soon(fenced).await.map(drop), None, "torn down");
+    assert_eq!(guards.num_out(), 1, "the blocks are nobody's");
+}
+
+#[tokio::test]
+async fn an_idle_peer_makes_room_for_another_and_comes_back_unnoticed() {
+    let fabric = fabric(NEVER);
+    let granted = fabric.receiver.grant(blocks([1, 2]), ());
+    let route = fabric.route(&granted).await.unwrap();
+    let [first, second] = [0..3, 3..6].map(|range| writes(&blocks([1, 2]))[range].to_vec());
+    soon(route.push(first)).await.unwrap();
+    // One of them is busy, and older.
+    let busy = ByHand::connect(&fabric);
+    let other = fabric.receiver.grant(blocks([3]), ());
+    assert_eq!(busy.announce(0, other.generation(), &[(0, 0)]), Some(Message::Go { sequence: 0 }));
+    let peers: Vec<_> = (2..MAX_COMMUNICATORS).map(|_| ByHand::connect(&fabric)).collect();
+    let counts = || fabric.receiver.counters().of(TransportKind::Nccl).read();
+    eventually("all have joined", || counts().routes == MAX_COMMUNICATORS as u64).await;
+
+    let one_more = ByHand::connect(&fabric);
+    soon(route.push(second)).await.unwrap();
+    assert!(fabric.holds(&writes(&blocks([1, 2]))));
+    eventually("the sender has joined once more", || counts().routes == MAX_COMMUNICATORS as u64 + 2).await;
+    assert_eq!(counts().failures, 0);
+    assert_eq!(fabric.sender.counters().of(TransportKind::Nccl).read().failures, 0);
+    assert_eq!(hear(&peers[0].control), None, "the next one that was idle for the longest has made room");
+    drop((busy, one_more));
+}
+
+#[tokio::test]
+async fn strangers_get_no_communicator() {
+    let fabric = fabric(PATIENCE);
+    let (address, pool) = address_of(&fabric);
+    for (message, answer) in [
+        (hello(pool ^ 1), Some(Message::OtherPool)),
+        (Message::Hello { pool, num_layers: 1, layer_bytes: 1, block_bytes: 1 }, Some(Message::Refused)),
+        (Message::Go { sequence: 1 }, None),
+    ] {
+        let control = TcpStream::connect(&address).unwrap();
+        say(&control, message);
+        assert_eq!(hear(&control), answer);
+        assert_eq!(hear(&control), None, "hung up on");
+    }
+    // Nor does one that says nothing keep its connection, nor one that is welcome and does not join.
+    let silent = TcpStream::connect(&address).unwrap();
+    assert_eq!(hear(&silent), None);
+    let absent = TcpStream::connect(&address).unwrap();
+    say(&absent, hello(pool));
+    assert_eq!(hear(&absent), Some(Message::Welcome));
+    socket::receive_exact(&absent, &mut [0; UniqueId::BYTES], NEVER).unwrap();
+    assert_eq!(hear(&absent), None);
+}
+
+/// A decode worker by hand: welcomes one sender, and does as `act` says.
+fn decode_worker(
+    act: impl FnOnce(TcpStream, Box<dyn Communicator>) + Send + 'static,
+) -> (TransportOffer, std::thread::JoinHandle<()>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let offer = TransportOffer::Nccl { address: listener.local_addr().unwrap().to_string(), pool: 7 };
+    let thread = std::thread::spawn(move || {
+        let (mut control, _) = listener.accept().unwrap();
+        assert_eq!(hear(&control), Some(hello(7)));
+        let fabric = MemoryFabric::default();
+        let id = fabric.unique_id().unwrap();
+        let communicator = fabric.join(&id, Rank::Receiver).unwrap();
+        control.write_all(&[Message::Welcome.encode().as_slice(), &id.0].concat()).unwrap();
+        act(control, communicator);
+    });
+    (offer, thread)
+}
+
+fn hear_announcement(control: &TcpStream) -> u64 {
+    let Some(Message::Announce { sequence, num_pieces, .. }) = hear(control) else {
+        panic!("no announcement")
+    };
+    socket::receive_exact(control, &mut vec![0; wire::pieces_bytes(num_pieces)], NEVER).unwrap();
+    sequence
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_decode_worker_that_stops_to_answer_is_given_up_at_the_deadline() {
+    /// How far it gets.
+    #[derive(Debug)]
+    enum Stop {
+        BeforeGo,
+        AfterGo,
+        BeforeLanded,
+    }
+    for stop in [Stop::BeforeGo, Stop::AfterGo, Stop::BeforeLanded] {
+        let what = format!("{stop:?}");
+        let target = storage();
+        let (offer, peer) = decode_worker(move |control, mut communicator| {
+            let sequence = hear_announcement(&control);
+            if !matches!(stop, Stop::BeforeGo) {
+                say(&control, Message::Go { sequence });
+            }
+            if matches!(stop, Stop::BeforeLanded) {
+                let place = Place { address: target.address(), len: LAYOUT.layer_bytes() };
+                while !communicator.is_ready().unwrap() {}
+                // SAFETY: nobody else uses the target.
+                unsafe { communicator.post(Direction::Receive, &[place]) }.unwrap();
+            }
+            assert_eq!(hear(&control), None, "given up");
+        });
+        let config = SenderConfig { io_timeout: PATIENCE, ..sender_config(NCCL) };
+        let sender = Sender::start(storage(), config).unwrap();
+        let guards = Guards::default();
+        let offers = [offer];
+        let routed = sender.route(Generation(1), &offers, guards.guard());
+        let route = soon(routed).await.unwrap();
+        let error = soon(route.push(writes(&blocks([3]))[..1].to_vec())).await.unwrap_err();
+        assert!(matches!(error, PushError::Lost(_)), "{what}: {error}");
+        soon(route.close()).await;
+        assert_eq!(guards.num_out(), 0, "no device reads the source any more");
+        assert_eq!(sender.counters().of(TransportKind::Nccl).read().failures, 1);
+        peer.join().unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn answers_out_of_order_end_the_connection_before_anything_is_posted() {
+    for answer in [
+        Message::Go { sequence: 1 },
+        Message::No { sequence: 9, why: Refusal::Revoked },
+        Message::Landed { sequence: 0 },
+        Message::Welcome,
+    ] {
+        let (offer, peer) = decode_worker(move |control, mut communicator| {
+            hear_announcement(&control);
+            say(&control, answer);
+            assert_eq!(hear(&control), None);
+            assert_eq!(communicator.num_done(), Ok(0));
+        });
+        let sender = Sender::start(storage(), sender_config(NCCL)).unwrap();
+        let offers = [offer];
+        let route = soon(sender.route(Generation(1), &offers, ())).await.unwrap();
+        let error = soon(route.push(writes(&blocks([3]))[..1].to_vec())).await.unwrap_err();
+        assert!(matches!(error, PushError::Lost(_)), "{answer:?}: {error}");
+        soon(route.close()).await;
+        peer.join().unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_decode_worker_that_makes_no_sense_or_does_not_join_is_an_error_in_words() {
+    let welcome = Message::Welcome.encode();
+    let answers = [
+        b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n\r\n".to_vec(),
+        Message::Refused.encode().to_vec(),
+        welcome.to_vec(),
+        // An id that nobody else has.
+        [welcome.as_slice(), &[0xA5; UniqueId::BYTES]].concat(),
+        Vec::new(),
+    ];
+    for answer in answers {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let offers = [TransportOffer::Nccl { address: listener.local_addr().unwrap().to_string(), pool: 7 }];
+        let peer = std::thread::spawn(move || {
+            let (mut control, _) = listener.accept().unwrap();
+            assert_eq!(hear(&control), Some(hello(7)));
+            control.write_all(&answer).unwrap();
+        });
+        let sender = Sender::start(storage(), sender_config(NCCL)).unwrap();
+        let guards = Guards::default();
+        let error = soon(sender.route(Generation(1), &offers, guards.guard())).await.err().unwrap();
+        assert!(matches!(error, RouteError::Unreachable(_)), "{error}");
+        assert_eq!(guards.num_out(), 0);
+        peer.join().unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_decode_worker_that_goes_is_noticed_and_the_next_push_says_so() {
+    let Fabric { receiver, sender, source, dir, .. } = fabric(NEVER);
+    let granted = receiver.grant(blocks([3]), ());
+    let route = soon(sender.route(granted.generation(), granted.offers(), ())).await.unwrap();
+    drop((granted, receiver));
+    assert!(matches!(soon(route.push(writes(&blocks([3])))).await, Err(PushError::Lost(_))));
+    drop((source, dir));
+}
+
+#[tokio::test]
+async fn blocks_on_devices_are_moved_and_verified_and_nothing_else_touches_them() {
+    let pool = || Arc::new(pretended_device(LAYOUT, NUM_BLOCKS));
+    let (source, target) = (pool(), pool());
+    for write in writes(&blocks([3, 4])) {
+        let offset = source.layer_offset(write.dst, write.layer_idx as usize);
+        let bytes = vec![pattern(write.dst.0, write.layer_idx as usize); LAYOUT.layer_bytes()];
+        // SAFETY: nobody else uses the pool yet.
+        unsafe { source.device().unwrap().write(offset, &bytes) }.unwrap();
+    }
+    let config = ReceiverConfig {
+        nccl_listen: Some(([127, 0, 0, 1], 0).into()),
+        fabric: Some(TestFabric(Arc::new(MemoryFabric::default()))),
+        ..ReceiverConfig::default()
+    };
+    let receiver = Receiver::start(Arc::clone(&target), config.clone()).unwrap();
+    let sender = Sender::start(Arc::clone(&source), sender_config(NCCL)).unwrap();
+    let granted = receiver.grant(blocks([3, 4]), ());
+    let route = soon(sender.route(granted.generation(), granted.offers(), ())).await.unwrap();
+    let mut pushed = soon(route.push(writes(&blocks([3, 4])))).await.unwrap();
+    let mut room = Vec::new();
+    for write in writes(&blocks([3, 4])) {
+        let layer_idx = write.layer_idx as usize;
+        // SAFETY: the push is over.
+        let bytes = unsafe { target.load(write.dst, layer_idx, &mut room) }.unwrap();
+        assert!(bytes.iter().all(|&byte| byte == pattern(write.dst.0, layer_idx)));
+    }
+    soon(granted.verify(pushed.pieces.clone())).await.unwrap();
+    // SAFETY: as above.
+    unsafe { target.device().unwrap().write(target.layer_offset(BlockId(4), 1) + 7, &[0]) }.unwrap();
+    pushed.pieces.retain(|piece| (piece.block_idx, piece.layer_idx) == (1, 1));
+    let fault = soon(granted.verify(pushed.pieces)).await.unwrap_err();
+    assert_eq!(fault, KvFault::Checksum { block_idx: 1, layer_idx: 1 });
+
+    // What would have to be put together by processors.
+    let larger = KvShard::new(&KvLayout { block_size: 2 * LAYOUT.block_size, ..LAYOUT }, 1, 0).unwrap();
+    let routed = sender.route_to(&larger, WireFormat::AsIs, granted.generation(), granted.offers(), ());
+    let error = soon(routed).await.err().unwrap();
+    assert_eq!(error.to_string(), "kv cannot go to the peer's blocks: blocks of device 5 are not converted");
+    // What only knows memory of the host.
+    let refused = [
+        Sender::start(source, sender_config(&[TransportKind::Tcp])).err().unwrap(),
+        Receiver::start(target, ReceiverConfig { tcp_listen: config.nccl_listen, ..config }).err().unwrap(),
+    ];
+    for error in refused {
+        assert_eq!(error.to_string(), "tcp moves memory of the host, and the blocks are on device 5");
+    }
+}
+
+#[test]
+fn an_absent_library_is_an_error_in_words() {
+    let nccl = Some("/nowhere/libnccl.so.2".into());
+    let config = SenderConfig { transports: NCCL.to_vec(), nccl: nccl.clone(), ..SenderConfig::default() };
+    let nccl_listen = Some(([127, 0, 0, 1], 0).into());
+    let errors = [
+        Sender::start(storage(), config).err().unwrap(),
+        Receiver::start(storage(), ReceiverConfig { nccl_listen, nccl, ..ReceiverConfig::default() })
+            .err()
+            .unwrap(),
+    ];
+    for error in errors.map(|error| error.to_string()) {
+        assert!(error.contains("no nccl without NCCL's library"), "{error}");
+        assert!(error.contains("/nowhere/libnccl.so.2") && error.contains("BATON_NCCL"), "{error}");
+    }
+}
+
+#[test]
+fn an_absent_device_is_an_error_in_words() {
+    let Some(library) = crate::testing::nccl_library() else { return };
+    if crate::cuda::num_devices().is_ok() {
+        return;
+    }
+    let config = SenderConfig { transports: NCCL.to_vec(), nccl: Some(library), ..SenderConfig::default() };
+    let error = Sender::start(storage(), config).err().unwrap().to_string();
+    assert!(error.contains("no nccl without a CUDA device: no "), "{error}");
+}

@@ -1,0 +1,304 @@
+//! NCCL's library, loaded at run time: the twelve functions that are used.
+//!
+//! The types are cudarc's. Its own lookups are not used: they know `libnccl.so` only, which comes with the headers,
+//! where `libnccl.so.2` is what hosts and wheels have; and they panic where something is missing.
+
+use std::{
+    error::Error,
+    ffi::{CStr, c_char, c_int, c_void},
+    fmt,
+    mem::ManuallyDrop,
+    path::{Path, PathBuf},
+    ptr,
+    sync::Arc,
+};
+
+use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclConfig_t, ncclUniqueId};
+use libloading::Library;
+
+use super::fabric::{FabricError, UniqueId};
+
+/// The file that NCCL 2 is in, and the link to it that comes with its headers.
+const LIBRARIES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+
+/// The first version whose configuration has the fields of cudarc's type: 2.18.
+const MIN_VERSION: c_int = 21_800;
+
+const SUCCESS: c_int = 0;
+const IN_PROGRESS: c_int = 7;
+const UINT8: c_int = 1;
+
+macro_rules! api {
+    ($($name:ident: $symbol:literal fn($($arg:ty),*) -> $result:ty;)*) => {
+        /// Entry points, looked up once.
+        struct Api {
+            $($name: unsafe extern "C" fn($($arg),*) -> $result,)*
+        }
+
+        impl Api {
+            fn find(library: &Library) -> Result<Api, libloading::Error> {
+                Ok(Api {
+                    // SAFETY: the types are those of nccl.h, unchanged in these functions since 2.14, with `int` for
+                    // its enums, so that no value of a newer library is a surprise. The library is never unloaded.
+                    $($name: *unsafe { library.get($symbol.as_bytes()) }?,)*
+                })
+            }
+        }
+    };
+}
+
+api! {
+    get_version: "ncclGetVersion" fn(*mut c_int) -> c_int;
+    get_unique_id: "ncclGetUniqueId" fn(*mut ncclUniqueId) -> c_int;
+    init: "ncclCommInitRankConfig" fn(*mut ncclComm_t, c_int, ncclUniqueId, c_int, *mut ncclConfig_t) -> c_int;
+    async_error: "ncclCommGetAsyncError" fn(ncclComm_t, *mut c_int) -> c_int;
+    abort: "ncclCommAbort" fn(ncclComm_t) -> c_int;
+    group_start: "ncclGroupStart" fn() -> c_int;
+    group_end: "ncclGroupEnd" fn() -> c_int;
+    send: "ncclSend" fn(*const c_void, usize, c_int, c_int, ncclComm_t, cudaStream_t) -> c_int;
+    recv: "ncclRecv" fn(*mut c_void, usize, c_int, c_int, ncclComm_t, cudaStream_t) -> c_int;
+    error_string: "ncclGetErrorString" fn(c_int) -> *const c_char;
+    last_error: "ncclGetLastError" fn(ncclComm_t) -> *const c_char;
+}
+
+/// The library. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Nccl(Arc<Loaded>);
+
+struct Loaded {
+    api: Api,
+    path: PathBuf,
+    version: c_int,
+    // Threads of the library outlive every handle.
+    _library: ManuallyDrop<Library>,
+}
+
+impl fmt::Debug for Nccl {
+    /// "2.32.3 of libnccl.so.2".
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let version = self.0.version;
+        let (major, minor, patch) = (version / 10_000, version / 100 % 100, version % 100);
+        write!(f, "{major}.{minor}.{patch} of {}", self.0.path.display())
+    }
+}
+
+/// A communicator's handle: what may be called with it is this file's business.
+#[derive(Debug)]
+pub(super) struct Handle(ncclComm_t);
+
+// SAFETY: NCCL lets any thread call, one at a time, which `&mut` makes sure of.
+unsafe impl Send for Handle {}
+
+impl Nccl {
+    /// Loads the library from `place` (the file or its folder), or from where the system's loader finds it.
+    ///
+    /// # Errors
+    /// When it is absent, too old, or lacks a function.
+    pub(crate) fn load(place: Option<&Path>) -> Result<Nccl, FabricError> {
+        let candidates: Vec<PathBuf> = match place {
+            Some(folder) if folder.is_dir() => LIBRARIES.map(|name| folder.join(name)).into(),
+            Some(file) => vec![file.to_owned()],
+            None => LIBRARIES.map(PathBuf::from).into(),
+        };
+        let absent = |error: libloading::Error| {
+            // The cause names the file.
+            FabricError::Absent(error.source().map_or_else(|| error.to_string(), ToString::to_string))
+        };
+        let mut first_error = None;
+        for path in candidates {
+            // SAFETY: NCCL's initialisers may run at any time in any thread; whoever names another library by
+            // configuration vouches for it, as with any program that is run.
+            match unsafe { Library::new(path.as_os_str()) } {
+                Ok(library) => return Nccl::of(library, path, absent),
+                Err(error) => first_error = first_error.or(Some(error)),
+            }
+        }
+        Err(absent(first_error.expect("there is at least one candidate")))
+    }
+
+    fn of(
+        library: Library,
+        path: PathBuf,
+        absent: impl Fn(libloading::Error) -> FabricError,
+    ) -> Result<Nccl, FabricError> {
+        let api = Api::find(&library).map_err(absent)?;
+        let mut version = 0;
+        // SAFETY: the out pointer is valid.
+        let result = unsafe { (api.get_version)(&mut version) };
+        let nccl = Nccl(Arc::new(Loaded { api, path, version, _library: ManuallyDrop::new(library) }));
+        nccl.check("ncclGetVersion", result)?;
+        match version >= MIN_VERSION {
+            true => Ok(nccl),
+            false => Err(FabricError::Absent(format!("{nccl:?} is older than 2.18"))),
+        }
+    }
+
+    /// A new id. Begins to listen for the other rank, on an address that NCCL_SOCKET_IFNAME can choose.
+    pub(crate) fn unique_id(&self) -> Result<UniqueId, FabricError> {
+        let mut id = ncclUniqueId { internal: [0; UniqueId::BYTES] };
+        // SAFETY: the out pointer is valid.
+        self.check("ncclGetUniqueId", unsafe { (self.0.api.get_unique_id)(&mut id) })?;
+        Ok(UniqueId(id.internal.map(|byte| byte as u8)))
+    }
+
+    /// Begins to join one rank of `num_ranks`, on the device of the thread's present CUDA context.
+    pub(super) fn join(&self, id: &UniqueId, num_ranks: c_int, rank: c_int) -> Result<Handle, FabricError> {
+        let id = ncclUniqueId { internal: id.0.map(|byte| byte as c_char) };
+        // As nccl.h's initialiser, but that no call waits. A newer library fills in what it has besides.
+        let mut config = ncclConfig_t {
+            size: size_of::<ncclConfig_t>(),
+            magic: 0xcafe_beef,
+            version: MIN_VERSION as u32,
+            blocking: 0,
+            cgaClusterSize: c_int::MIN,
+            minCTAs: c_int::MIN,
+            maxCTAs: c_int::MIN,
+            netName: ptr::null(),
+            splitShare: c_int::MIN,
+        };
+        let mut handle = ptr::null_mut();
+        // SAFETY: the pointers are valid during the call.
+        let result = unsafe { (self.0.api.init)(&mut handle, num_ranks, id, rank, &mut config) };
+        self.check("ncclCommInitRankConfig", result)?;
+        match handle.is_null() {
+            true => Err(self.failed("ncclCommInitRankConfig", "no communicator".into())),
+            false => Ok(Handle(handle)),
+        }
+    }
+
+    /// Whether the last call has taken hold.
+    pub(super) fn is_ready(&self, handle: &mut Handle) -> Result<bool, FabricError> {
+        let mut state = SUCCESS;
+        // SAFETY: the handle is alive and the out pointer valid.
+        let result = unsafe { (self.0.api.async_error)(handle.0, &mut state) };
+        self.check_of(handle, "ncclCommGetAsyncError", result)?;
+        match state {
+            SUCCESS => Ok(true),
+            IN_PROGRESS => Ok(false),
+            error => self.check_of(handle, "nccl's communicator", error).map(|()| false),
+        }
+    }
+
+    /// Posts one group on a stream of the communicator's device.
+    ///
+    /// # Safety
+    /// The stream is alive, and the memory can be used by the device until the group is done or the communicator was
+    /// aborted.
+    pub(super) unsafe fn post(
+        &self,
+        handle: &mut Handle,
+        operations: impl Iterator<Item = Operation>,
+        stream: cudaStream_t,
+    ) -> Result<(), FabricError> {
+        let api = &self.0.api;
+        // SAFETY: no arguments.
+        self.check_of(handle, "ncclGroupStart", unsafe { (api.group_start)() })?;
+        let mut posted = Ok(());
+        for Operation { is_send, address, len, peer } in operations {
+            // SAFETY: the handle is alive; the memory and the stream by the caller's word.
+            posted = unsafe {
+                match is_send {
+                    true => {
+                        let result = (api.send)(address as *const c_void, len, UINT8, peer, handle.0, stream);
+                        self.check_of(handle, "ncclSend", result)
+                    }
+                    false => {
+                        let result = (api.recv)(address as *mut c_void, len, UINT8, peer, handle.0, stream);
+                        self.check_of(handle, "ncclRecv", result)
+                    }
+                }
+            };
+            if posted.is_err() {
+                break;
+            }
+        }
+        // Also after an error: the group is the thread's, not the communicator's.
+        // SAFETY: no arguments.
+        let ended = unsafe { (api.group_end)() };
+        posted.and_then(|()| self.check_of(handle, "ncclGroupEnd", ended))
+    }
+
+    /// Ends a communicator, whatever it does.
+    pub(super) fn abort(&self, handle: Handle) -> Result<(), FabricError> {
+        // SAFETY: the handle is alive, and consumed.
+        self.check("ncclCommAbort", unsafe { (self.0.api.abort)(handle.0) })
+    }
+
+    fn check(&self, call: &'static str, result: c_int) -> Result<(), FabricError> {
+        match result {
+            SUCCESS | IN_PROGRESS => Ok(()),
+            // SAFETY: any number has a text, which is static.
+            error => Err(self.failed(call, unsafe { text((self.0.api.error_string)(error)) })),
+        }
+    }
+
+    fn check_of(&self, handle: &Handle, call: &'static str, result: c_int) -> Result<(), FabricError> {
+        self.check(call, result).map_err(|error| {
+            // SAFETY: the handle is alive; the text is copied before anything else is called.
+            let last = unsafe { text((self.0.api.last_error)(handle.0)) };
+            match error {
+                FabricError::Failed { call, why } if !last.is_empty() => {
+                    FabricError::Failed { call, why: format!("{why}: {last}") }
+                }
+                error => error,
+            }
+        })
+    }
+
+    fn failed(&self, call: &'static str, why: String) -> FabricError {
+        FabricError::Failed { call, why }
+    }
+}
+
+/// A send or a receive of a group.
+pub(super) struct Operation {
+    pub(super) is_send: bool,
+    pub(super) address: u64,
+    pub(super) len: usize,
+    pub(super) peer: c_int,
+}
+
+/// # Safety
+/// Null, or a C string.
+unsafe fn text(pointer: *const c_char) -> String {
+    match pointer.is_null() {
+        true => String::new(),
+        // SAFETY: by the caller's word.
+        false => unsafe { CStr::from_ptr(pointer) }.to_string_lossy().trim().to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::nccl_library;
+
+    #[test]
+    fn an_absent_library_is_an_error_in_words() {
+        for place in ["/nowhere/libnccl.so.2", "/nowhere"] {
+            let error = Nccl::load(Some(Path::new(place))).unwrap_err().to_string();
+            assert!(error.contains("no nccl without NCCL's library"), "{error}");
+            assert!(error.contains(place) && error.contains("BATON_NCCL"), "{error}");
+        }
+    }
+
+    #[test]
+    fn another_library_is_not_taken_for_nccl() {
+        // The C library is everywhere.
+        let error = Nccl::load(Some(Path::new("libc.so.6"))).unwrap_err().to_string();
+        assert!(error.contains("ncclGetVersion"), "{error}");
+    }
+
+    #[test]
+    fn the_library_tells_its_version_and_gives_unique_ids_without_a_device() {
+        let Some(place) = nccl_library() else { return };
+        let nccl = Nccl::load(Some(&place)).unwrap();
+        assert!(nccl.0.version >= MIN_VERSION, "{nccl:?}");
+        let findings = crate::NcclFindings::look(Some(&place));
+        let (text, device) = (findings.to_string(), findings.num_devices);
+        assert!(text.starts_with(&format!("NCCL {nccl:?}, gives unique ids; ")), "{text}");
+        assert!(device.is_ok_and(|num_devices| num_devices > 0) || text.contains("; no "), "{text}");
+        let ids = [nccl.unique_id().unwrap(), nccl.unique_id().unwrap()];
+        assert!(ids[0] != ids[1] && ids[0].0 != [0; UniqueId::BYTES]);
+    }
+}

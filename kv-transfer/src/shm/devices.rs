@@ -1,0 +1,255 @@
+//! Pools on devices: what can be shown with memory that says that it is a device's, and, where there is a GPU, between
+//! two processes on it.
+
+use std::{
+    io::{BufRead, BufReader, Read, Write},
+    os::unix::net::{UnixListener, UnixStream},
+    path::PathBuf,
+    process::{Child, Command, Stdio},
+    sync::Arc,
+};
+
+use baton_kv_cache::{BlockId, BlockStorage};
+
+use super::{
+    host,
+    wire::{self, Message},
+};
+use crate::{
+    Generation, Granted, Receiver, ReceiverConfig, RouteError, Sender, TransportKind, TransportOffer,
+    cuda::blocks_on_device,
+    nccl::memory::pretended_device,
+    testing::{
+        Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, has_device, is_pending, pattern, private_dir,
+        sender_config, soon, storage, writes,
+    },
+    word::Word,
+};
+
+const SHM: &[TransportKind] = &[TransportKind::Shm];
+
+/// Fills a block of a pool on a device.
+fn store(pool: &BlockStorage, block: BlockId) {
+    for layer_idx in 0..LAYOUT.num_layers {
+        let bytes = vec![pattern(block.0, layer_idx); LAYOUT.layer_bytes()];
+        // SAFETY: nobody else uses the pool yet.
+        unsafe { pool.device().unwrap().write(pool.layer_offset(block, layer_idx), &bytes) }.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn blocks_of_a_device_are_copied_into_mapped_memory() {
+    let fabric = Fabric::new(SHM);
+    let source = pretended_device(LAYOUT, NUM_BLOCKS);
+    store(&source, BlockId(3));
+    let sender = Sender::start(Arc::new(source), sender_config(SHM)).unwrap();
+    let granted = fabric.receiver.grant(blocks([3]), ());
+    let route = soon(sender.route(granted.generation(), granted.offers(), ())).await.unwrap();
+    let pushed = soon(route.push(writes(&blocks([3])))).await.unwrap();
+    for layer_idx in 0..LAYOUT.num_layers {
+        assert_eq!(
+            bytes(&fabric.target, BlockId(3), layer_idx),
+            vec![pattern(3, layer_idx); LAYOUT.layer_bytes()]
+        );
+    }
+    soon(granted.verify(pushed.pieces)).await.unwrap();
+}
+
+/// A receiver with a pool on a device, and where it listens.
+fn on_device(pool: BlockStorage) -> (Receiver, Arc<BlockStorage>, tempfile::TempDir) {
+    let (pool, dir) = (Arc::new(pool), private_dir());
+    let config = ReceiverConfig { shm_dir: Some(dir.path().join("d")), ..ReceiverConfig::default() };
+    (Receiver::start(Arc::clone(&pool), config).unwrap(), pool, dir)
+}
+
+fn place(receiver: &Receiver) -> (PathBuf, u64) {
+    match &receiver.offers()[0] {
+        TransportOffer::Shm { socket_path, pool, .. } => (socket_path.clone(), *pool),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A sender by hand that has opened a grant.
+fn opened(socket_path: &PathBuf, pool: u64, generation: Generation) -> UnixStream {
+    let socket = UnixStream::connect(socket_path).unwrap();
+    let (layer_bytes, num_layers) = (LAYOUT.layer_bytes() as u64, LAYOUT.num_layers as u32);
+    wire::send(&socket, Message::Hello { pool, layer_bytes, num_layers }, None).unwrap();
+    let (welcome, descriptor) = wire::receive(&socket).unwrap().unwrap();
+    assert_eq!(welcome, Message::WelcomeToDevice { num_blocks: NUM_BLOCKS as u64 });
+    assert!(descriptor.is_none());
+    let mut handle = [0; 64];
+    (&socket).read_exact(&mut handle).unwrap();
+    assert_ne!(handle, [0; 64]);
+    wire::send(&socket, Message::Word(Word::Open(generation)), None).unwrap();
+    assert_eq!(wire::receive(&socket).unwrap().unwrap().0, Message::Word(Word::Opened(generation)));
+    socket
+}
+
+#[tokio::test]
+async fn the_end_of_a_socket_does_not_end_what_a_device_writes() {
+    let guards = Guards::default();
+    for closes in [true, false] {
+        let (receiver, _pool, _dir) = on_device(pretended_device(LAYOUT, NUM_BLOCKS));
+        let (socket_path, pool) = place(&receiver);
+        let granted = receiver.grant(blocks([3]), guards.guard());
+        let generation = granted.generation();
+        let peer = opened(&socket_path, pool, generation);
+        let mut fenced = granted.revoke();
+        assert_eq!(wire::receive(&peer).unwrap().unwrap().0, Message::Word(Word::Revoke(generation)));
+        if closes {
+            wire::send(&peer, Message::Word(Word::Close(generation)), None).unwrap();
+            drop(peer);
+            assert!(soon(fenced).await.is_some());
+            assert_eq!(guards.num_out(), 0);
+        } else {
+            drop(peer);
+            // This process, which the socket was of, lives on.
+            tokio::time::sleep(3 * super::server::PROCESS_PAUSE).await;
+            assert!(is_pending(&mut fenced).await);
+            assert_eq!(receiver.load().num_quarantined_blocks, 1);
+            tokio::task::spawn_blocking(move || drop(receiver)).await.unwrap();
+            assert!(soon(fenced).await.is_none(), "torn down");
+            assert_eq!(guards.num_out(), 1, "the blocks are nobody's");
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_end_of_a_process_does() {
+    let (receiver, _pool, _dir) = on_device(pretended_device(LAYOUT, NUM_BLOCKS));
+    let granted = receiver.grant(blocks([3]), ());
+    let process = Process::start("writer_process", &receiver, &granted).await;
+    let mut fenced = granted.revoke();
+    assert!(is_pending(&mut fenced).await);
+    drop(process);
+    assert!(soon(fenced).await.is_some());
+}
+
+#[tokio::test]
+async fn a_pool_on_a_device_that_cannot_be_opened_is_an_error_in_words() {
+    let dir = private_dir();
+    let socket_path = dir.path().join("s");
+    let listener = UnixListener::bind(&socket_path).unwrap();
+    let peer = std::thread::spawn(move || {
+        let (mut socket, _) = listener.accept().unwrap();
+        wire::receive(&socket).unwrap().unwrap();
+        wire::send(&socket, Message::WelcomeToDevice { num_blocks: 4 }, None).unwrap();
+        socket.write_all(&[0xA5; 64]).unwrap();
+        assert!(wire::receive(&socket).unwrap().is_none(), "it leaves");
+    });
+    let sender = Sender::start(storage(), sender_config(SHM)).unwrap();
+    let offers = [TransportOffer::Shm { host_id: host::host_id(), socket_path, pool: 7 }];
+    let error = soon(sender.route(Generation(1), &offers, ())).await.err().unwrap();
+    assert!(matches!(error, RouteError::Unreachable(_)), "{error}");
+    if crate::cuda::num_devices().is_err() {
+        assert!(
+            error.to_string().contains("no CUDA driver") || error.to_string().contains("no device"),
+            "{error}"
+        );
+    }
+    peer.join().unwrap();
+}
+
+/// On one GPU; so far not run.
+#[tokio::test]
+async fn two_processes_on_one_device_hand_blocks_over() {
+    if !has_device() {
+        return;
+    }
+    let (receiver, pool, _dir) = on_device(blocks_on_device(0, LAYOUT, NUM_BLOCKS).unwrap());
+    for test in ["device_prefill_process", "host_prefill_process"] {
+        let granted = receiver.grant(blocks([3]), ());
+        let process = Process::start(test, &receiver, &granted).await;
+        let mut room = Vec::new();
+        for layer_idx in 0..LAYOUT.num_layers {
+            // SAFETY: the push is over.
+            let bytes = unsafe { pool.load(BlockId(3), layer_idx, &mut room) }.unwrap();
+            assert!(bytes.iter().all(|&byte| byte == pattern(3, layer_idx)), "{test}/{layer_idx}");
+        }
+        let mut fenced = granted.revoke();
+        drop(process);
+        assert!(soon(&mut fenced).await.is_some());
+    }
+}
+
+/// Not a test of its own: a writer by hand in a process of its own.
+#[test]
+#[ignore = "run by other tests, as a process of its own"]
+fn writer_process() {
+    let Some((socket_path, pool, generation)) = Process::orders() else { return };
+    let _socket = opened(&socket_path, pool, generation);
+    println!("\nready");
+    // Until killed.
+    let _ = std::io::stdin().read_line(&mut String::new());
+}
+
+/// Not a test of its own: a prefill worker's process with blocks on the device.
+#[tokio::test]
+#[ignore = "run by other tests, as a process of its own"]
+async fn device_prefill_process() {
+    if let Some(orders) = Process::orders() {
+        let source = blocks_on_device(0, LAYOUT, NUM_BLOCKS).unwrap();
+        store(&source, BlockId(3));
+        prefill(source, orders).await;
+    }
+}
+
+/// Not a test of its own: the same, with blocks in host memory.
+#[tokio::test]
+#[ignore = "run by other tests, as a process of its own"]
+async fn host_prefill_process() {
+    if let Some(orders) = Process::orders() {
+        let Fabric { source, .. } = Fabric::new(SHM);
+        prefill(Arc::try_unwrap(source).unwrap_or_else(|_| panic!("nobody else has it")), orders).await;
+    }
+}
+
+async fn prefill(source: BlockStorage, (socket_path, pool, generation): (PathBuf, u64, Generation)) {
+    let sender = Sender::start(Arc::new(source), sender_config(SHM)).unwrap();
+    let offers = [TransportOffer::Shm { host_id: host::host_id(), socket_path, pool }];
+    let route = sender.route(generation, &offers, ()).await.unwrap();
+    assert_eq!(route.push(writes(&blocks([3]))).await.unwrap().pieces.len(), LAYOUT.num_layers);
+    println!("\nready");
+    // Until killed.
+    let _ = std::io::stdin().read_line(&mut String::new());
+}
+
+struct Process(Child);
+
+impl Process {
+    /// Runs a test of this file as a process, until it is ready.
+    async fn start<K>(test: &str, receiver: &Receiver, granted: &Granted<K>) -> Process {
+        let (socket_path, pool) = place(receiver);
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args([&format!("shm::devices::{test}"), "--exact", "--ignored", "--nocapture"])
+            .env("BATON_TEST_SHM_DEVICE_SOCKET", socket_path)
+            .env("BATON_TEST_SHM_POOL", format!("{pool:x}"))
+            .env("BATON_TEST_SHM_GENERATION", format!("{:x}", granted.generation().0))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let is_ready =
+            tokio::task::spawn_blocking(move || lines.map_while(Result::ok).any(|line| line == "ready"));
+        let process = Process(child);
+        assert!(soon(is_ready).await.unwrap());
+        process
+    }
+
+    /// What the process is to do.
+    fn orders() -> Option<(PathBuf, u64, Generation)> {
+        let socket_path = std::env::var_os("BATON_TEST_SHM_DEVICE_SOCKET")?;
+        let number = |name| u64::from_str_radix(&std::env::var(name).unwrap(), 16).unwrap();
+        let generation = Generation(number("BATON_TEST_SHM_GENERATION"));
+        Some((socket_path.into(), number("BATON_TEST_SHM_POOL"), generation))
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may be gone.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
