@@ -163,10 +163,6 @@ pub(super) fn expected(state: State, fault: Fault, kind: TransportKind) -> Resul
         }
         (DataReset, _) if kind == Shm => Err("shared memory has no connection that carries data"),
         (DataReset, BeforeBegin | Queued) => Err("no data connection before a grant"),
-        // Frames that were on their way are lost with the connection: fenced on both sides, not sent again.
-        (DataReset, Granted | FirstChunkWritten) if kind == Rdma => {
-            on(&[LOST, End::Finished], &["refused", "committed"], &["transfer_failed", "committed"])
-        }
         (DataReset, _) => goes_on(&["committed"]),
 
         // A peer that says something twice does not keep the protocol.
