@@ -13,7 +13,9 @@ pub mod tensors;
 pub use change::Change;
 
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::sync::LazyLock;
+use std::time::Duration;
 
 use arbitrary::Arbitrary;
 use tempfile::TempDir;
@@ -34,6 +36,32 @@ pub fn write(name: &str, bytes: &[u8]) -> PathBuf {
     let _ = std::fs::remove_file(&path);
     std::fs::write(&path, bytes).expect("room for a file");
     path
+}
+
+/// Where NIXL is, if it is: as the environment says, or where `cargo xtask setup` puts it.
+pub fn nixl() -> Option<PathBuf> {
+    let own = concat!(env!("CARGO_MANIFEST_DIR"), "/../target/nixl/.nixl_cu12.mesonpy.libs");
+    let path = std::env::var_os("BATON_NIXL").map_or_else(|| own.into(), PathBuf::from);
+    path.exists().then_some(path)
+}
+
+/// What comes of `future` within ten seconds, of which a pause of the whole machine is a tenth of one.
+///
+/// # Errors
+/// When nothing does.
+pub async fn soon<T>(future: impl Future<Output = T>) -> Result<T, tokio::time::error::Elapsed> {
+    let mut future = pin!(future);
+    let mut outcome = Err(());
+    for _ in 0..99 {
+        outcome = tokio::time::timeout(Duration::from_millis(100), &mut future).await.map_err(drop);
+        if outcome.is_ok() {
+            break;
+        }
+    }
+    match outcome {
+        Ok(value) => Ok(value),
+        Err(()) => tokio::time::timeout(Duration::from_millis(100), future).await,
+    }
 }
 
 /// One of `items`, whatever the index.

@@ -1,4 +1,5 @@
-//! What a prefill worker may write to a decode worker's data plane, over sockets and beside shared memory.
+//! What a prefill worker may write to a decode worker's data plane, over sockets, beside shared memory and, where NIXL is,
+//! to get the key of its memory.
 //!
 //! Whatever comes, bytes lie in granted blocks only, the connection ends, and the grant can be taken back.
 #![no_main]
@@ -11,7 +12,7 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use arbitrary::Arbitrary;
-use baton_fuzz::{Field, edit};
+use baton_fuzz::{Field, edit, soon};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_kv_transfer::{Piece, Receiver, ReceiverConfig, TransportOffer};
 use libfuzzer_sys::fuzz_target;
@@ -25,6 +26,7 @@ const GRANTED: [BlockId; 2] = [BlockId(1), BlockId(2)];
 enum Input<'a> {
     Tcp { hello: Vec<Field>, frames: Vec<Frame<'a>> },
     Shm { messages: Vec<Message>, tail: &'a [u8] },
+    Rdma { messages: Vec<Message>, tail: &'a [u8] },
 }
 
 #[derive(Arbitrary, Debug)]
@@ -52,6 +54,8 @@ struct Fabric {
     receiver: Receiver,
     address: String,
     socket: PathBuf,
+    /// There if NIXL is.
+    rdma: Option<String>,
     pool: u64,
 }
 
@@ -60,23 +64,26 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
     let config = ReceiverConfig {
         tcp_listen: Some(([127, 0, 0, 1], 0).into()),
         shm_dir: Some(baton_fuzz::folder().join("kv")),
+        rdma_listen: baton_fuzz::nixl().is_some().then_some(([127, 0, 0, 1], 0).into()),
+        nixl: baton_fuzz::nixl(),
         io_timeout: Duration::from_secs(5),
         max_connections: 1024,
         ..ReceiverConfig::default()
     };
     let receiver = Receiver::start(Arc::clone(&storage), config).expect("a receiver");
-    let (mut found_address, mut found_socket, mut found_pool) = (None, None, 0);
+    let (mut found_address, mut found_socket, mut rdma, mut found_pool) = (None, None, None, 0);
     for offer in receiver.offers() {
         match offer {
             TransportOffer::Tcp { address, pool } => {
                 (found_address, found_pool) = (Some(address.clone()), *pool)
             }
-            TransportOffer::Rdma { .. } | TransportOffer::Nccl { .. } => unreachable!("not configured"),
+TransportOffer::Rdma { address, .. } => rdma = Some(address.clone()),
+            TransportOffer::Nccl { .. } => unreachable!("not configured"),
             TransportOffer::Shm { socket_path, .. } => found_socket = Some(socket_path.clone()),
         }
     }
     let (address, socket) = (found_address.expect("tcp is offered"), found_socket.expect("shm is offered"));
-    Fabric { storage, receiver, address, socket, pool: found_pool }
+    Fabric { storage, receiver, address, socket, rdma, pool: found_pool }
 });
 
 fuzz_target!(|input: Input<'_>| {
@@ -110,6 +117,16 @@ fuzz_target!(|input: Input<'_>| {
             let _ = socket.shutdown(Shutdown::Write);
             let _ = socket.read_to_end(&mut Vec::new());
         }
+        Input::Rdma { messages, tail } => {
+            let Some(address) = &fabric.rdma else { return };
+            let mut socket = TcpStream::connect(address).expect("a connection");
+            for message in &messages {
+                let _ = socket.write_all(&message.encode_rdma(fabric.pool, generation));
+            }
+            let _ = socket.write_all(tail);
+            let _ = socket.shutdown(Shutdown::Write);
+            let _ = socket.read_to_end(&mut Vec::new());
+        }
     }
     for block in [0, 3] {
         assert!(is_filled(&fabric.storage, BlockId(block), 0), "written beyond the grant");
@@ -120,7 +137,7 @@ fuzz_target!(|input: Input<'_>| {
             let pieces = vec![Piece { block_idx: generation as u32 % 4, layer_idx: 1, checksum: 1 }];
             assert!(granted.verify(pieces).await.is_err());
             // The writer is gone, so this does not wait for long.
-            let fenced = tokio::time::timeout(Duration::from_secs(10), granted.revoke()).await;
+            let fenced = soon(granted.revoke()).await;
             assert_eq!(fenced, Ok(Some(())), "the grant cannot be taken back");
         });
     }
@@ -170,6 +187,20 @@ impl Message {
         bytes.extend(if is_hello { pool } else { generation }.to_le_bytes());
         bytes.extend(if is_hello { LAYOUT.layer_bytes() as u64 } else { 0 }.to_le_bytes());
         bytes.extend(b"BKVshm01");
+        edit(&mut bytes, &self.fields);
+        bytes
+    }
+
+    /// Hello, Open or Close, mostly.
+    fn encode_rdma(&self, pool: u64, right: u64) -> Vec<u8> {
+        let is_hello = self.kind == 1;
+        let mut bytes = b"BKVrdm01".to_vec();
+        bytes.extend(u32::from(self.kind).to_le_bytes());
+        bytes.extend(if is_hello { LAYOUT.num_layers as u32 } else { 0 }.to_le_bytes());
+        let generation = if self.generation { right } else { 1 };
+        let (layer, block) = (LAYOUT.layer_bytes() as u64, LAYOUT.block_bytes() as u64);
+        let fields = if is_hello { [pool, layer, block, 0] } else { [generation, 0, 0, 0] };
+        bytes.extend(fields.iter().flat_map(|field| field.to_le_bytes()));
         edit(&mut bytes, &self.fields);
         bytes
     }

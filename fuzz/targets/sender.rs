@@ -1,4 +1,5 @@
-//! What a decode worker's data plane may answer a prefill worker, over sockets and beside shared memory.
+//! What a decode worker's data plane may answer a prefill worker, over sockets, beside shared memory and, where NIXL is,
+//! when it is asked for the key of its memory.
 //!
 //! Whatever comes, opening a route and pushing over it end, once the peer is gone at the latest.
 #![no_main]
@@ -13,10 +14,10 @@ use std::sync::{Arc, LazyLock, Mutex};
 use std::time::Duration;
 
 use arbitrary::Arbitrary;
-use baton_fuzz::{Field, edit};
+use baton_fuzz::{Field, edit, soon};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_kv_transfer::{
-    Generation, PieceWrite, Receiver, ReceiverConfig, Sender, SenderConfig, TransportOffer,
+    Generation, PieceWrite, Receiver, ReceiverConfig, Sender, SenderConfig, TransportKind, TransportOffer,
 };
 use libfuzzer_sys::fuzz_target;
 
@@ -24,13 +25,19 @@ const LAYOUT: KvLayout =
     KvLayout { block_size: 4, num_layers: 2, num_kv_heads: 1, head_dim: 8, dtype: KvDtype::F32 };
 const NUM_BLOCKS: usize = 4;
 const GENERATION: u64 = 11;
-const PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Arbitrary, Debug)]
 struct Input {
-    is_tcp: bool,
+    way: Way,
     script: Script,
     pieces: Vec<(bool, u8)>,
+}
+
+#[derive(Arbitrary, Clone, Copy, Debug)]
+enum Way {
+    Tcp,
+    Shm,
+    Rdma,
 }
 
 /// What the peer answers to what it is sent, one by one; then it is gone.
@@ -66,6 +73,8 @@ struct Fabric {
     host_id: String,
     tcp: String,
     shm: std::path::PathBuf,
+    /// There if NIXL is.
+    rdma: Option<String>,
     script: Arc<Mutex<Script>>,
     // Of the peers.
     _receiver: Receiver,
@@ -80,7 +89,11 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
     let Some(TransportOffer::Shm { host_id, .. }) = receiver.offers().first() else {
         panic!("shm is offered")
     };
-    let config = SenderConfig { streams_per_peer: 1, frame_bytes: 512, ..SenderConfig::default() };
+    let nixl = baton_fuzz::nixl();
+    let mut config = SenderConfig { streams_per_peer: 1, frame_bytes: 512, nixl, ..SenderConfig::default() };
+    if config.nixl.is_some() {
+        config.transports.push(TransportKind::Rdma);
+    }
     let script = Arc::new(Mutex::new(Script::default()));
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let tcp = listener.local_addr().expect("an address").to_string();
@@ -103,8 +116,19 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
             }
         }
     });
+    let rdma = config.nixl.is_some().then(|| {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let rdma = listener.local_addr().expect("an address").to_string();
+        let script = Arc::clone(&script);
+        std::thread::spawn(move || {
+            for socket in listener.incoming() {
+                let _ = answer_rdma(socket.expect("a connection"), take(&script));
+            }
+        });
+        rdma
+    });
     let sender = Sender::start(storage(), config).expect("a sender");
-    Fabric { sender, host_id: host_id.clone(), tcp, shm, script, _receiver: receiver }
+    Fabric { sender, host_id: host_id.clone(), tcp, shm, rdma, script, _receiver: receiver }
 });
 
 /// What was not said on this connection is not said on the next.
@@ -121,9 +145,10 @@ fuzz_target!(|input: Input| {
         *pool
     };
     *fabric.script.lock().expect("nobody panics") = input.script;
-    let offer = match input.is_tcp {
-        true => TransportOffer::Tcp { address: fabric.tcp.clone(), pool },
-        false => {
+    let offer = match (input.way, &fabric.rdma) {
+        (Way::Tcp, _) => TransportOffer::Tcp { address: fabric.tcp.clone(), pool },
+        (Way::Rdma, Some(address)) => TransportOffer::Rdma { address: address.clone(), pool },
+        (Way::Shm | Way::Rdma, _) => {
             TransportOffer::Shm { host_id: fabric.host_id.clone(), socket_path: fabric.shm.clone(), pool }
         }
     };
@@ -139,15 +164,14 @@ fuzz_target!(|input: Input| {
     runtime.block_on(async {
         let offers = [offer];
         let routed = fabric.sender.route(Generation(GENERATION), &offers, ());
-        let routed = tokio::time::timeout(PATIENCE, routed).await.expect("a route, or none");
+        let routed = soon(routed).await.expect("a route, or none");
         if let Ok(route) = routed {
             let num_pieces = writes.len();
-            let pushed =
-                tokio::time::timeout(PATIENCE, route.push(writes)).await.expect("an end of the push");
+            let pushed = soon(route.push(writes)).await.expect("an end of the push");
             if let Ok(pushed) = pushed {
                 assert_eq!(pushed.pieces.len(), num_pieces);
             }
-            tokio::time::timeout(PATIENCE, route.close()).await.expect("an end of the route");
+            soon(route.close()).await.expect("an end of the route");
         }
     });
 });
@@ -176,6 +200,20 @@ fn answer_tcp(mut socket: TcpStream, script: Script) -> io::Result<()> {
         socket.write_all(&ack)?;
     }
     Ok(())
+}
+
+/// A welcome, and then it is gone: what NIXL makes of another's metadata is its own.
+fn answer_rdma(mut socket: TcpStream, script: Script) -> io::Result<()> {
+    socket.set_read_timeout(Some(Duration::from_millis(100)))?;
+    socket.read_exact(&mut [0; 48])?;
+    let mut welcome = b"BKVrdm01".to_vec();
+    welcome.extend(2u32.to_le_bytes());
+    welcome.extend(0u32.to_le_bytes());
+    for field in [4096, NUM_BLOCKS as u64, 0, 64] {
+        welcome.extend(u64::to_le_bytes(field));
+    }
+    edit(&mut welcome, &script.greeting);
+    socket.write_all(&welcome)
 }
 
 fn answer_shm(mut socket: UnixStream, script: Script) -> io::Result<()> {

@@ -47,6 +47,13 @@ const NEEDS: &[Need] = &[
     },
     Need { name: "nixl", what_for: "tests of rdma", required: false, find: find_nixl, install: install_nixl },
     Need {
+        name: "iptables",
+        what_for: "tests that drop packets, as root",
+        required: false,
+        find: |_| Ok(tools::on_path("iptables").map(|path| path.display().to_string())),
+        install: |_| apt_install("iptables"),
+    },
+    Need {
         name: "helm",
         what_for: "checks of the chart",
         required: false,

@@ -71,10 +71,7 @@ fn nixl() -> PathBuf {
 pub(crate) fn transports() -> impl Iterator<Item = TransportKind> {
     let is_here = nixl().exists();
     if !is_here {
-        let test = std::thread::current().name().unwrap_or_default().to_owned();
-        let line =
-            format!("SKIPPED rdma in {test}: no NIXL in {}; see `cargo xtask setup`\n", nixl().display());
-        let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
+        skipped("rdma", &format!("no NIXL in {}; see `cargo xtask setup`", nixl().display()));
     }
     TransportKind::ALL.into_iter().filter(move |&kind| match kind {
         TransportKind::Rdma => is_here,
@@ -82,6 +79,13 @@ pub(crate) fn transports() -> impl Iterator<Item = TransportKind> {
         TransportKind::Nccl => false,
         TransportKind::Shm | TransportKind::Tcp => true,
     })
+}
+
+/// Says that something is not tested here, and why, where the test harness does not hide it.
+pub(crate) fn skipped(what: &str, why: &str) {
+    let test = std::thread::current().name().unwrap_or_default().to_owned();
+    let line = format!("SKIPPED {what} in {test}: {why}\n");
+    let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
 }
 
 impl Builder {

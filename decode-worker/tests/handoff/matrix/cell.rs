@@ -1,6 +1,6 @@
 //! One cell of the matrix: the parts of a small cluster, brought to a state, disturbed, and checked.
 
-use std::time::Duration;
+use std::{net::Ipv4Addr, time::Duration};
 
 use baton_kv_transfer::TransportKind;
 use tokio::time::timeout;
@@ -9,6 +9,7 @@ use super::{
     client::{Attempt, Router, request, undisturbed},
     clock::Clock,
     node::{Node, Spec},
+    partition::Network,
     table::{End, Expected, Fault, State},
     tap::{Point, Tap, Twist},
     until,
@@ -23,6 +24,8 @@ struct Cell {
     tap: Tap,
     /// The stream's, on both sides of the tap.
     wires: [Wire; 2],
+    /// Between the prefill worker and everybody else, where packets are dropped.
+    network: Option<Network>,
     expected: Expected,
     kind: TransportKind,
     /// Of the fault.
@@ -51,6 +54,8 @@ pub(super) async fn run(state: State, fault: Fault, kind: TransportKind, expecte
 
 impl Cell {
     async fn start(state: State, fault: Fault, kind: TransportKind, expected: Expected) -> Cell {
+        let network = (fault == Fault::DroppedPackets).then(Network::new);
+        let place = |is_prefill| network.as_ref().map(|network| network.of(is_prefill));
         let spec = |is_prefill, num_blocks, hold_before_step| Spec {
             is_prefill,
             transport: kind,
@@ -58,6 +63,8 @@ impl Cell {
             handoff_deadline: fault.handoff_deadline(),
             hold_before_step,
             ports: [0, 0],
+            host: place(is_prefill).map_or(Ipv4Addr::LOCALHOST, |(_, host)| host),
+            namespace: place(is_prefill).map(|(namespace, _)| namespace.to_owned()),
         };
         let prefill_hold = match state {
             State::Granted => Some(0),
@@ -95,10 +102,22 @@ impl Cell {
             _ => ends.zip(Some(Twist::Held)),
         };
         let to_prefill = Wire::to(prefill.address).await;
-        let tap = Tap::to(to_prefill.address, twist).await;
-        let to_tap = Wire::to(tap.address).await;
-        let mut cell =
-            Cell { prefill, decode, tap, wires: [to_tap, to_prefill], expected, kind, start: Clock::now() };
+        let tap = match network {
+            Some(_) => Tap::beside_data(to_prefill.address, twist).await,
+            None => Tap::to(to_prefill.address, twist).await,
+        };
+        let front = network.as_ref().map_or(Ipv4Addr::LOCALHOST, Network::gateway);
+        let to_tap = Wire::at(front, tap.address).await;
+        let mut cell = Cell {
+            prefill,
+            decode,
+            tap,
+            wires: [to_tap, to_prefill],
+            network,
+            expected,
+            kind,
+            start: Clock::now(),
+        };
         if state == State::Queued && twist.is_none() {
             assert_eq!(cell.prefill.ask("occupy").await, "occupied");
         }
@@ -190,7 +209,7 @@ impl Cell {
                 self.decode.kill();
                 self.decode.start_again(data_port).await;
             }
-            Fault::PrefillFrozen => {
+            Fault::PrefillFrozen | Fault::PrefillFrozenLong => {
                 self.prefill.freeze();
                 self.let_go();
                 let (end, tokens) = attempt.end().await;
@@ -205,10 +224,14 @@ impl Cell {
                 // Others do not wait for it.
                 let others = self.local_attempt(&[]).end().await;
                 assert_eq!(others, (End::Finished, undisturbed()));
+                if fault == Fault::PrefillFrozenLong {
+                    let so_long = Duration::from_secs(30);
+                    tokio::time::sleep(so_long.saturating_sub(self.start.elapsed())).await;
+                }
                 self.prefill.thaw();
                 return self.check(fault, end, tokens).await;
             }
-            Fault::Partition => {
+            Fault::Partition | Fault::DroppedPackets => {
                 self.set_dead(true).await;
                 self.prefill.tell("open");
                 self.prefill.tell("vacate");
@@ -246,6 +269,11 @@ impl Cell {
     }
 
     async fn set_dead(&self, is_dead: bool) {
+        match (&self.network, is_dead) {
+            (Some(network), true) => return network.cut(self.wires[0].address.port()),
+            (Some(network), false) => return network.heal(),
+            (None, _) => {}
+        }
         self.wires.iter().for_each(|wire| wire.set_dead(is_dead));
         self.tap.data().await.iter().for_each(|wire| wire.set_dead(is_dead));
     }
@@ -277,7 +305,11 @@ impl Cell {
         let all = match end {
             End::Finished => tokens,
             _ => {
-                let (end, rest) = self.attempt(&tokens).end().await;
+                let (mut end, mut rest) = self.attempt(&tokens).end().await;
+                if self.network.is_some() && end != End::Finished && rest.is_empty() {
+                    // It met a connection that was being made before packets passed again.
+                    (end, rest) = self.attempt(&tokens).end().await;
+                }
                 assert_eq!(end, End::Finished, "planned again");
                 [tokens, rest].concat()
             }

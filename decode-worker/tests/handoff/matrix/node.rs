@@ -5,7 +5,7 @@ use std::{
     fmt::Write as _,
     fs::File,
     io::{BufRead, BufReader, Write},
-    net::SocketAddr,
+    net::{Ipv4Addr, SocketAddr},
     os::unix::fs::FileExt,
     process::{Child, ChildStdin, Command, Stdio},
     sync::mpsc,
@@ -39,19 +39,24 @@ pub(super) struct Spec {
     pub(super) hold_before_step: Option<usize>,
     /// Ports of before, for one that is started again.
     pub(super) ports: [u16; 2],
+    /// Where it listens.
+    pub(super) host: Ipv4Addr,
+    /// The network namespace that it is in, unless in that of the test.
+    pub(super) namespace: Option<String>,
 }
 
 impl Spec {
     fn to_text(&self) -> String {
         let hold = self.hold_before_step.map_or(-1, |step| step as i64);
         format!(
-            "{} {} {} {} {hold} {} {}",
+            "{} {} {} {} {hold} {} {} {}",
             self.is_prefill,
             self.transport,
             self.num_blocks,
             self.handoff_deadline.as_millis(),
             self.ports[0],
-            self.ports[1]
+            self.ports[1],
+            self.host,
         )
     }
 
@@ -65,6 +70,8 @@ impl Spec {
             handoff_deadline: Duration::from_millis(number(3) as u64),
             hold_before_step: usize::try_from(number(4)).ok(),
             ports: [number(5) as u16, number(6) as u16],
+            host: words[7].parse().expect("an address"),
+            namespace: None,
         }
     }
 }
@@ -81,7 +88,17 @@ pub(super) struct Node {
 
 impl Node {
     pub(super) async fn start(spec: Spec) -> Node {
-        let mut child = Command::new(std::env::current_exe().expect("this is a program"))
+        let this = std::env::current_exe().expect("this is a program");
+        let mut command = match &spec.namespace {
+            // It becomes the program.
+            Some(namespace) => {
+                let mut command = Command::new("ip");
+                command.args(["netns", "exec", namespace]).arg(this);
+                command
+            }
+            None => Command::new(this),
+        };
+        let mut child = command
             .args(["matrix::node::process", "--exact", "--ignored", "--nocapture"])
             .env(ROLE, spec.to_text())
             .stdin(Stdio::piped())
@@ -198,7 +215,8 @@ async fn process() {
         config.kv = KvMemory::Blocks(spec.num_blocks);
         config.max_running = 64;
         config.handoff_deadline = spec.handoff_deadline;
-        config.listen.set_port(spec.ports[0]);
+        config.listen = (spec.host, spec.ports[0]).into();
+        config.data_listen.set_ip(spec.host.into());
         match spec.transport {
             TransportKind::Rdma => {
                 config.rdma_listen = Some((config.data_listen.ip(), spec.ports[1]).into());

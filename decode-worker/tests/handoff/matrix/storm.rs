@@ -1,6 +1,6 @@
 //! A thousand requests whose clients leave in the same state.
 
-use std::time::Duration;
+use std::{net::Ipv4Addr, time::Duration};
 
 use baton_kv_transfer::TransportKind;
 use baton_proto::worker as proto;
@@ -28,6 +28,8 @@ pub(super) async fn run(state: State, kind: TransportKind, expected: Expected) -
         handoff_deadline: Duration::from_secs(60),
         hold_before_step: None,
         ports: [0, 0],
+        host: Ipv4Addr::LOCALHOST,
+        namespace: None,
     };
     let (mut prefill, mut decode) = tokio::join!(Node::start(spec(true)), Node::start(spec(false)));
     let point = match state {

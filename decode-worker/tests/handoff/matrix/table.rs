@@ -38,8 +38,12 @@ pub(super) enum Fault {
     DecodeKilled,
     /// SIGSTOP for longer than the deadline.
     PrefillFrozen,
-    /// Between the workers every packet is lost, of the stream and of TCP data.
+    /// SIGSTOP for half a minute, with the deadlines of production.
+    PrefillFrozenLong,
+    /// Between the workers nothing passes, of the stream and of TCP data.
     Partition,
+    /// The same, as dropped packets between two network namespaces.
+    DroppedPackets,
     /// The stream between the workers is reset.
     ConnectionReset,
     /// The data connections are reset.
@@ -97,7 +101,8 @@ impl Fault {
             // The deadline, `handoff_deadline`.
             PrefillFrozen | Deadline => 20,
             // HTTP/2 keep-alive, 7 s; then 10 s until a data connection that is silent is given up.
-            Partition => 35,
+            Partition | DroppedPackets => 35,
+            PrefillFrozenLong => 45,
             // All of the thousand.
             AbortStorm => 90,
         });
@@ -141,7 +146,7 @@ pub(super) fn expected(state: State, fault: Fault, kind: TransportKind) -> Resul
         (PrefillKilled | PrefillRestarted, _) => on(&[LOST], &["prefill_lost"], &[]),
         (DecodeKilled | DecodeRestarted, _) => on(&[End::Broken], &[], cut_off),
 
-        (PrefillFrozen, LastChunkUnacknowledged | Committed) | (Deadline, Committed) => {
+        (PrefillFrozen | PrefillFrozenLong, LastChunkUnacknowledged | Committed) | (Deadline, Committed) => {
             // The decode worker does not wait until it is heard.
             goes_on(&["committed", "deadline", "decode_lost"])
         }
@@ -151,14 +156,13 @@ pub(super) fn expected(state: State, fault: Fault, kind: TransportKind) -> Resul
             &["cancelled", "decode_lost", "deadline", "transfer_failed"],
         ),
 
-        (Partition | ConnectionReset, Committed) => goes_on(cut_off),
-        (Partition | ConnectionReset, _) => on(&[LOST], &["prefill_lost"], cut_off),
+        (Partition | DroppedPackets | ConnectionReset, Committed) => goes_on(cut_off),
+        // By the stream's keep-alive.
+        (Partition | DroppedPackets | PrefillFrozenLong | ConnectionReset, _) => {
+            on(&[LOST], &["prefill_lost"], cut_off)
+        }
         (DataReset, _) if kind == Shm => Err("shared memory has no connection that carries data"),
         (DataReset, BeforeBegin | Queued) => Err("no data connection before a grant"),
-        // Frames that were on their way are lost with the connection: fenced on both sides, not sent again.
-        (DataReset, Granted | FirstChunkWritten) if kind == Rdma => {
-            on(&[LOST, End::Finished], &["refused", "committed"], &["transfer_failed", "committed"])
-        }
         (DataReset, _) => goes_on(&["committed"]),
 
         // A peer that says something twice does not keep the protocol.
@@ -211,12 +215,14 @@ fn what_cannot_meet_is_as_little_as_it_was() {
     }
 }
 
-pub(super) const ALL: [Fault; 16] = [
+pub(super) const ALL: [Fault; 18] = [
     ClientCancels,
     PrefillKilled,
     DecodeKilled,
     PrefillFrozen,
+    PrefillFrozenLong,
     Partition,
+    DroppedPackets,
     ConnectionReset,
     DataReset,
     RouterKilled,

@@ -76,8 +76,8 @@ struct Shared {
     num_releases: watch::Sender<usize>,
     /// Messages that were twisted.
     num_twisted: watch::Sender<usize>,
-    /// To every data port, or control port of rdma, that was offered, by its address.
-    data: tokio::sync::Mutex<HashMap<String, Arc<Wire>>>,
+    /// To every data port, or control port of rdma, that was offered, by its address; `None` when data goes its own way.
+    data: Option<tokio::sync::Mutex<HashMap<String, Arc<Wire>>>>,
     /// Of the last grant.
     blocks: Mutex<Vec<u32>>,
 }
@@ -93,6 +93,19 @@ impl Drop for AbortOnDrop {
 impl Tap {
     /// Passes handoffs on to `upstream`, of which the first message at `twist.0` of each is twisted.
     pub(super) async fn to(upstream: SocketAddr, twist: Option<(Point, Twist)>) -> Tap {
+        Tap::start(upstream, twist, Some(tokio::sync::Mutex::default())).await
+    }
+
+    /// The same, but data goes its own way.
+    pub(super) async fn beside_data(upstream: SocketAddr, twist: Option<(Point, Twist)>) -> Tap {
+        Tap::start(upstream, twist, None).await
+    }
+
+    async fn start(
+        upstream: SocketAddr,
+        twist: Option<(Point, Twist)>,
+        data: Option<tokio::sync::Mutex<HashMap<String, Arc<Wire>>>>,
+    ) -> Tap {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
         let address = listener.local_addr().expect("it is bound");
         let shared = Arc::new(Shared {
@@ -100,7 +113,7 @@ impl Tap {
             twist: Mutex::new(twist),
             num_releases: watch::Sender::new(0),
             num_twisted: watch::Sender::new(0),
-            data: tokio::sync::Mutex::default(),
+            data,
             blocks: Mutex::default(),
         });
         let service = PrefillServer::new(Service(Arc::clone(&shared)));
@@ -130,7 +143,10 @@ impl Tap {
 
     /// The wires of data connections.
     pub(super) async fn data(&self) -> Vec<Arc<Wire>> {
-        self.shared.data.lock().await.values().cloned().collect()
+        match &self.shared.data {
+            Some(data) => data.lock().await.values().cloned().collect(),
+            None => Vec::new(),
+        }
     }
 
     /// The decode worker's blocks of the last grant.
@@ -236,6 +252,7 @@ impl Shared {
     async fn redirect(&self, message: &mut DecodeMessage) {
         let Some(D::Grant(grant)) = &mut message.message else { return };
         *self.blocks.lock().expect("no panic") = grant.block_ids.clone();
+        let Some(data) = &self.data else { return };
         for offer in &mut grant.transports {
             let address = match &mut offer.transport {
                 Some(Transport::Tcp(tcp)) => &mut tcp.address,
@@ -243,7 +260,7 @@ impl Shared {
                 Some(Transport::Rdma(rdma)) => &mut rdma.address,
                 _ => continue,
             };
-            let mut data = self.data.lock().await;
+            let mut data = data.lock().await;
             if !data.contains_key(address) {
                 let target = address.parse().expect("an address of this host");
                 data.insert(address.clone(), Arc::new(Wire::recording(target).await));

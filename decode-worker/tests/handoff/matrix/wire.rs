@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    net::SocketAddr,
+    net::{Ipv4Addr, SocketAddr},
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
@@ -41,16 +41,21 @@ struct Shared {
 
 impl Wire {
     pub(super) async fn to(target: SocketAddr) -> Wire {
-        Wire::start(target, None).await
+        Wire::at(Ipv4Addr::LOCALHOST, target).await
+    }
+
+    /// One that is reached at `host`.
+    pub(super) async fn at(host: Ipv4Addr, target: SocketAddr) -> Wire {
+        Wire::start(host, target, None).await
     }
 
     /// One that remembers what clients send, for [`Wire::replay`].
     pub(super) async fn recording(target: SocketAddr) -> Wire {
-        Wire::start(target, Some(Mutex::default())).await
+        Wire::start(Ipv4Addr::LOCALHOST, target, Some(Mutex::default())).await
     }
 
-    async fn start(target: SocketAddr, sent: Option<Mutex<Vec<Vec<u8>>>>) -> Wire {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+    async fn start(host: Ipv4Addr, target: SocketAddr, sent: Option<Mutex<Vec<Vec<u8>>>>) -> Wire {
+        let listener = TcpListener::bind((host, 0)).await.expect("a port is free");
         let address = listener.local_addr().expect("it is bound");
         let shared = Arc::new(Shared {
             target,
