@@ -102,6 +102,8 @@ pub(crate) fn sender_config(transports: &[TransportKind]) -> SenderConfig {
         transports: transports.to_vec(),
         nixl: Some(nixl()),
         connect_timeout,
+        // Some pushes of the tests are of less, others of more.
+        copy_at_once_bytes: 4 * LAYOUT.layer_bytes(),
         ..SenderConfig::default()
     }
 }

@@ -52,6 +52,9 @@ pub struct SenderConfig {
     pub transports: Vec<TransportKind>,
     /// `rdma`: NIXL's C library, or the folder that it is in; `None` leaves that to the system.
     pub nixl: Option<PathBuf>,
+    /// `shm`: frames of up to so many bytes are copied by whoever pushes them, if the peer's thread has nothing to do: as
+    /// many as a core copies while it would wake another.
+    pub copy_at_once_bytes: usize,
     /// `tcp`: connections to one peer.
     pub streams_per_peer: usize,
     /// `tcp`: KV bytes of one frame, at least one piece. Large frames cost less, small ones spread
@@ -70,6 +73,7 @@ impl Default for SenderConfig {
         SenderConfig {
             transports: vec![TransportKind::Shm, TransportKind::Tcp],
             nixl: None,
+            copy_at_once_bytes: 64 << 10,
             streams_per_peer: 2,
             frame_bytes: 1 << 20,
             socket_buffer_bytes: None,
