@@ -23,11 +23,24 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A measurement ends by itself, sooner than this.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(30);
 
+const EXAMPLES: &str = "\
+What is printed of each prefill worker, decode worker and transport:
+  GB/s       of transfers of so many MiB, into blocks that the decode worker
+             lends for a moment; workers that are busy refuse
+  us         until one piece, a layer of a block, lies there
+  <- taken   what a handoff between the two takes now
+  x a copy   shm by a copy in the prefill worker's memory
+  x a plain  the others by a plain TCP stream over its loopback
+and why a transport is not available, and whether handoffs fell back to it.
+
+Fails when KV cannot travel between two workers.";
+
 /// Wake-ups are a large part of smaller transfers.
 const MIN_TELLING_BYTES: u64 = 8 << 20;
 
 /// Which workers.
 #[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
 pub struct DoctorArgs {
     /// Router whose workers are examined, each prefill worker with each decode worker.
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8080", env = "BATON_ROUTER")]
@@ -77,6 +90,8 @@ struct Measured {
     chosen: String,
     /// Of one transfer.
     bytes: u64,
+    /// What becomes of blocks on their way, in words; `None`: nothing.
+    conversion: Option<String>,
     copy_gb_per_s: f64,
     stream_gb_per_s: f64,
     transports: Vec<Way>,
@@ -198,6 +213,7 @@ impl From<ProbeReport> for Measured {
         Measured {
             chosen: report.chosen,
             bytes: report.bytes,
+            conversion: Some(report.conversion).filter(|words| !words.is_empty()),
             copy_gb_per_s: report.copy_bytes_per_second / 1e9,
             stream_gb_per_s: report.stream_bytes_per_second / 1e9,
             transports: report.transports.into_iter().map(way).collect(),
@@ -216,6 +232,7 @@ impl Measured {
         let why = match (way.name.as_str(), ratio) {
             (_, ..0.7) if self.bytes < MIN_TELLING_BYTES => "transfers are too small to tell what limits it",
             ("shm", 0.7..) => "limited by memory",
+            ("shm", _) if self.conversion.is_some() => "limited by putting blocks of the other form together",
             ("shm", _) => "processors are busy, or pages of the pool were not touched before",
             (_, 0.7..) => "limited by sockets and processors of this host",
             _ => "limited by the network, or processors are busy on either host",
@@ -237,6 +254,9 @@ impl fmt::Display for Report {
             };
             let mib = measured.bytes as f64 / f64::from(1 << 20);
             writeln!(f, "{} -> {}, transfers of {mib:.1} MiB", pair.prefill, pair.decode)?;
+            if let Some(conversion) = &measured.conversion {
+                writeln!(f, "  {conversion}, which is part of what is measured")?;
+            }
             for way in &measured.transports {
                 if let Some(why) = &way.unavailable {
                     writeln!(f, "  {:<6} not available: {why}", way.name)?;
@@ -278,8 +298,10 @@ impl Measured {
             .is_some_and(|way| way.name == chosen);
         match (others.is_empty(), is_first) {
             (true, _) => format!("{chosen} is the only one"),
-            (_, true) => format!("{chosen} comes before {} and was not found much slower", others.join(", ")),
-            (_, false) => format!("{chosen} was found much faster than {}", others.join(", ")),
+            (_, true) => {
+                format!("{chosen} is preferred to {}, unless found to be much slower", others.join(" and "))
+            }
+            (_, false) => format!("{chosen} was found much faster than {}", others.join(" and ")),
         }
     }
 }
@@ -301,6 +323,7 @@ mod tests {
         Measured {
             chosen: chosen.to_owned(),
             bytes: 16 << 20,
+            conversion: None,
             copy_gb_per_s: 10.0,
             stream_gb_per_s: 2.0,
             transports: vec![no_rdma, way("shm", shm, None), way("tcp", tcp, None)],
@@ -324,7 +347,7 @@ mod tests {
             "0.50 x a plain TCP stream",
             "limited by the network, or",
             "3 of 9 handoffs over tcp were fallbacks",
-            "shm comes before tcp and was not found much slower",
+            "shm is preferred to tcp, unless found to be much slower",
         ] {
             assert!(text.contains(expected), "no {expected:?} in\n{text}");
         }
@@ -337,6 +360,10 @@ mod tests {
         );
         assert!(text(Finding::Measured(measured("", 0.0, 0.0))).contains("no transport can be used"));
         assert!(text(Finding::Failed("d-0 is busy".into())).contains("not measured: d-0 is busy"));
+        let conversion = Some("blocks of 16 tokens in f32 become blocks of 32 tokens in int8".to_owned());
+        let converted = text(Finding::Measured(Measured { conversion, ..measured("shm", 1.0, 0.9) }));
+        assert!(converted.contains("become blocks of 32 tokens in int8, which is part of"), "{converted}");
+        assert!(converted.contains("limited by putting blocks of the other form together"), "{converted}");
         let json = serde_json::to_value(Report {
             nccl: String::new(),
             pairs: vec![Pair {

@@ -3,7 +3,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use baton_cluster::kv_format_from_proto;
+use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_engine::Reservation;
 use baton_kv_transfer::{Granted, Receiver};
 use baton_proto::worker as proto;
@@ -49,19 +49,13 @@ impl Lender {
     /// Sets blocks aside.
     ///
     /// # Errors
-    /// `UNAVAILABLE` when the worker is busy, `FAILED_PRECONDITION` when the borrower's KV is of another format.
+    /// `UNAVAILABLE` when the worker is busy, `FAILED_PRECONDITION` when the borrower's KV cannot be handed over here.
     pub async fn lend(&self, request: proto::LendRequest) -> Result<Loan, Status> {
         let theirs = request.kv_format.ok_or_else(|| Status::invalid_argument("kv_format is missing"))?;
         let theirs =
             kv_format_from_proto(theirs).map_err(|error| Status::invalid_argument(error.to_string()))?;
-        if *self.worker.kv_format() != theirs {
-            let why = match self.worker.kv_format().difference(&theirs) {
-                Some(difference) => format!("the workers' KV formats differ: {difference}"),
-                None => {
-                    "blocks differ in size or type; only transfers between equal ones are measured".to_owned()
-                }
-            };
-            return Err(Status::failed_precondition(why));
+        if let Some(difference) = self.worker.kv_format().difference(&theirs) {
+            return Err(Status::failed_precondition(format!("the workers' KV formats differ: {difference}")));
         }
         let permit = Arc::clone(&self.only_one).try_acquire_owned();
         let permit = permit.map_err(|_| Status::unavailable("somebody else is measuring"))?;
@@ -78,7 +72,10 @@ impl Lender {
             offers: granted.offers().to_vec(),
         });
         Ok(Loan {
-            message: Some(proto::Loan { grants: grants.map(grant_to_proto).collect() }),
+            message: Some(proto::Loan {
+                grants: grants.map(grant_to_proto).collect(),
+                kv_format: Some(kv_format_to_proto(self.worker.kv_format())),
+            }),
             deadline: Instant::now() + LEASE,
             _granted: granted,
             _permit: permit,

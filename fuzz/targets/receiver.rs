@@ -77,7 +77,7 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
             TransportOffer::Tcp { address, pool } => {
                 (found_address, found_pool) = (Some(address.clone()), *pool)
             }
-TransportOffer::Rdma { address, .. } => rdma = Some(address.clone()),
+            TransportOffer::Rdma { address, .. } => rdma = Some(address.clone()),
             TransportOffer::Nccl { .. } => unreachable!("not configured"),
             TransportOffer::Shm { socket_path, .. } => found_socket = Some(socket_path.clone()),
         }

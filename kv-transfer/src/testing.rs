@@ -107,6 +107,8 @@ pub(crate) fn sender_config(transports: &[TransportKind]) -> SenderConfig {
         nixl: Some(nixl()),
         fabric: Some(TestFabric(Arc::new(MemoryFabric::default()))),
         connect_timeout,
+        // Some pushes of the tests are of less, others of more.
+        copy_at_once_bytes: 4 * LAYOUT.layer_bytes(),
         ..SenderConfig::default()
     }
 }

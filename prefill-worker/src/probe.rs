@@ -2,6 +2,8 @@
 
 use std::{sync::Arc, time::Duration};
 
+use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
+use baton_kv_cache::{KvFormat, KvShard, WireFormat};
 use baton_kv_transfer::{Grant, Sender, TransportKind, TransportOffer, copy_rate, stream_rate};
 use baton_proto::worker::{self as proto, decode_client::DecodeClient};
 use baton_worker::{MAX_MESSAGE_BYTES, MAX_SCRATCH_BLOCKS, Worker, convert_handoff::grant_from_proto};
@@ -53,16 +55,20 @@ impl Prober {
             .max_decoding_message_size(MAX_MESSAGE_BYTES);
         let request = proto::LendRequest {
             max_blocks: scratch.blocks().len() as u32,
-            kv_format: Some(baton_cluster::kv_format_to_proto(self.worker.kv_format())),
+            kv_format: Some(kv_format_to_proto(self.worker.kv_format())),
         };
         // The lease lasts as long as the stream.
         let mut lease = client.lend(request).await?.into_inner();
         let loan =
             lease.message().await?.ok_or_else(|| Status::unavailable("the decode worker lent nothing"))?;
+        let format =
+            loan.kv_format.ok_or_else(|| Status::internal("the decode worker did not say what it lent"))?;
+        let format = kv_format_from_proto(format).map_err(|error| Status::internal(error.to_string()))?;
+        let peer = KvShard::of_format(&format, 0).map_err(|error| Status::internal(error.to_string()))?;
         let mut grants: Vec<_> = loan.grants.into_iter().map(grant_from_proto).collect();
         let choice = grants.pop().ok_or_else(|| Status::unavailable("the decode worker lent nothing"))?;
 
-        let blocks = &scratch.blocks()[..scratch.blocks().len().min(choice.block_ids.len())];
+        let mut num_bytes = 0;
         let num_each = grants.len() / choice.offers.len().max(1);
         let mut transports = Vec::new();
         for kind in TransportKind::ALL {
@@ -76,12 +82,14 @@ impl Prober {
             let measured = match self.offer(kind, &choice) {
                 Ok(offer) => {
                     let own = grants.split_off(grants.len().saturating_sub(num_each));
-                    self.sender.measure(offer, &own, blocks, Arc::clone(&scratch)).await
+                    let keep = Arc::clone(&scratch);
+                    self.sender.measure(&peer, offer, &own, scratch.blocks(), keep).await
                 }
                 Err(why) => Err(why.to_owned()),
             };
             match measured {
                 Ok(measured) => {
+                    num_bytes = measured.num_bytes;
                     probed.bytes_per_second = measured.bytes_per_second;
                     probed.latency_seconds = measured.latency.as_secs_f64();
                 }
@@ -89,19 +97,33 @@ impl Prober {
             }
             transports.push(probed);
         }
-        let route = self.sender.route(choice.generation, &choice.offers, scratch.clone()).await;
+        let route = self.sender.route_to(
+            &peer,
+            WireFormat::AsIs,
+            choice.generation,
+            &choice.offers,
+            Arc::clone(&scratch),
+        );
+        let route = route.await;
         Ok(proto::ProbeReport {
             transports,
             chosen: route.map_or_else(|_| String::new(), |route| route.transport().name().to_owned()),
-            bytes: (blocks.len() * self.worker.engine().storage().layout().block_bytes()) as u64,
+            bytes: num_bytes,
             copy_bytes_per_second,
             stream_bytes_per_second,
+            conversion: conversion(self.worker.kv_format(), &format),
         })
     }
 
     fn offer<'a>(&self, kind: TransportKind, grant: &'a Grant) -> Result<&'a TransportOffer, &'static str> {
         if !self.worker.config().transports.contains(&kind) {
-            return Err("the prefill worker does not use it; see its --transports");
+            let is_rdma = kind == TransportKind::Rdma;
+            return Err(match is_rdma {
+                true => {
+                    "the prefill worker has no device for it or no NIXL, or its --transports leaves it out"
+                }
+                false => "the prefill worker does not use it; see its --transports",
+            });
         }
         let offer = grant.offers.iter().find(|offer| offer.kind() == kind);
         offer.ok_or("the decode worker does not offer it; see its --transports")
@@ -114,4 +136,13 @@ impl Prober {
             tokio::task::spawn_blocking(move || (copy_rate(piece_bytes), stream_rate().unwrap_or_default()));
         measured.await.map_err(|error| Status::internal(error.to_string()))
     }
+}
+
+/// What becomes of blocks between two formats of one model, in words.
+fn conversion(from: &KvFormat, to: &KvFormat) -> String {
+    if (from.block_size, from.dtype) == (to.block_size, to.dtype) {
+        return String::new();
+    }
+    let blocks = |format: &KvFormat| format!("{} tokens in {}", format.block_size, format.dtype.name());
+    format!("blocks of {} become blocks of {}", blocks(from), blocks(to))
 }

@@ -48,3 +48,18 @@ async fn doctor_says_which_way_is_missing_and_why() {
     let text = String::from_utf8_lossy(&nobody.stdout);
     assert!(!nobody.status.success() && text.contains("no worker at http://127.0.0.1:1"), "{text}");
 }
+
+#[tokio::test]
+async fn doctor_measures_the_conversion_where_blocks_differ() {
+    let cluster = Cluster::new()
+        .prefill_flags("--block-size 8")
+        .decode_flags("--block-size 32 --kv-dtype int8")
+        .start()
+        .await;
+    let output = doctor(&["--router", &cluster.base]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}");
+    assert!(text.contains("become blocks of 32 tokens in int8, which is part of what is measured"), "{text}");
+    assert!(text.contains("<- taken") && !text.contains("not measured"), "{text}");
+    cluster.assert_all_blocks_free().await;
+}

@@ -74,6 +74,8 @@ pub(crate) struct Jobs {
 struct Queue {
     opens: VecDeque<Open>,
     frames: VecDeque<Frame>,
+    /// Threads.
+    num_waiting: usize,
     is_closed: bool,
 }
 
@@ -126,7 +128,9 @@ impl Jobs {
             if let Some(job) = queue.take() {
                 return Some(job);
             }
+            queue.num_waiting += 1;
             queue = self.more.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            queue.num_waiting -= 1;
         }
     }
 
@@ -166,8 +170,8 @@ impl Jobs {
     pub(crate) fn fail_all(&self, error: &RouteError) {
         let Queue { opens, frames, .. } = {
             let mut queue = self.queue();
-            let is_closed = queue.is_closed;
-            std::mem::replace(&mut *queue, Queue { is_closed, ..Queue::default() })
+            let Queue { num_waiting, is_closed, .. } = *queue;
+            std::mem::replace(&mut *queue, Queue { num_waiting, is_closed, ..Queue::default() })
         };
         opens
             .into_iter()
@@ -185,6 +189,12 @@ impl Jobs {
         };
         self.more.notify_all();
         frames.into_iter().for_each(|frame| frame.fail(PushError::Closed));
+    }
+
+    /// Whether nothing is to be done, and a thread waits for something.
+    pub(crate) fn is_idle(&self) -> bool {
+        let queue = self.queue();
+        queue.num_waiting > 0 && queue.opens.is_empty() && queue.frames.is_empty()
     }
 
     pub(crate) fn is_closed(&self) -> bool {

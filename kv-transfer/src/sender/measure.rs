@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_kv_cache::BlockId;
+use baton_kv_cache::{BlockId, KvLayout, KvShard, WireFormat};
 
 use super::Sender;
 use crate::message::{Grant, PieceWrite, Source, TransportOffer};
@@ -18,6 +18,8 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// What was measured of one way.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Measured {
+    /// Of a push of all blocks.
+    pub num_bytes: u64,
     /// Of pushes of all blocks: checksummed bytes, from the call until the receiver's blocks hold them; the median.
     pub bytes_per_second: f64,
     /// Of pushes of one piece; the median.
@@ -25,9 +27,10 @@ pub struct Measured {
 }
 
 impl Sender {
-    /// Pushes `blocks` under each of `grants`, which all name the same `offer` and as many blocks: first to open
-    /// connections and touch memory, then half of them with one piece, the others with everything. The sender remembers
-    /// the rate: where it knows those of all ways to a pool, it takes the fastest.
+    /// Pushes `blocks` into those of `peer` under each of `grants`, which all name the same `offer` and as many blocks:
+    /// first to open connections and touch memory, then half of them with one piece, the others with everything. Where
+    /// the sides differ, pieces are put together as for a handoff. The sender remembers the rate: where it knows those
+    /// of all ways to a pool, it takes the fastest.
     ///
     /// `keep` holds the source blocks; what they contain does not matter.
     ///
@@ -35,13 +38,15 @@ impl Sender {
     /// Why the way is of no use, in words.
     pub async fn measure<K: Clone + Send + 'static>(
         &self,
+        peer: &KvShard,
         offer: &TransportOffer,
         grants: &[Grant],
         blocks: &[BlockId],
         keep: K,
     ) -> Result<Measured, String> {
         let began = Instant::now();
-        let num_layers = self.shared.context.storage.layout().num_layers;
+        let own = self.shared.context.storage.layout();
+        let mut num_bytes = 0;
         let mut latencies = Vec::new();
         let mut rates = Vec::new();
         for (idx, grant) in grants.iter().enumerate() {
@@ -49,9 +54,10 @@ impl Sender {
             if began.elapsed() > PATIENCE && !rates.is_empty() {
                 break;
             }
-            let mut writes = pieces(blocks, &grant.block_ids, num_layers);
+            let mut writes = pieces(own, blocks, peer.layout(), &grant.block_ids);
             writes.truncate(if is_single { 1 } else { usize::MAX });
-            let route = self.route(grant.generation, std::slice::from_ref(offer), keep.clone()).await;
+            let offers = std::slice::from_ref(offer);
+            let route = self.route_to(peer, WireFormat::AsIs, grant.generation, offers, keep.clone()).await;
             let route = route.map_err(|error| error.to_string())?;
             let start = Instant::now();
             let pushed = route.push(writes).await.map_err(|error| error.to_string())?;
@@ -60,6 +66,7 @@ impl Sender {
             if is_single {
                 latencies.push(elapsed);
             } else if idx > 0 || began.elapsed() > PATIENCE {
+                num_bytes = pushed.bytes;
                 rates.push(pushed.bytes as f64 / elapsed.as_secs_f64());
             }
         }
@@ -68,17 +75,28 @@ impl Sender {
         let bytes_per_second = *rates.get(rates.len() / 2).ok_or("too few grants to measure with")?;
         let latency = latencies.get(latencies.len() / 2).copied().unwrap_or_default();
         self.remember(offer, bytes_per_second);
-        Ok(Measured { bytes_per_second, latency })
+        Ok(Measured { num_bytes, bytes_per_second, latency })
     }
 }
 
-fn pieces(src: &[BlockId], dst: &[BlockId], num_layers: usize) -> Vec<PieceWrite> {
-    let blocks = || src.iter().zip(dst).enumerate();
-    let layers = (0..num_layers as u32).flat_map(|layer_idx| {
-        blocks().map(move |(idx, (&src, &dst))| PieceWrite {
+/// All pieces of a sequence of as many tokens as both sides have blocks for, layer by layer.
+fn pieces(own: &KvLayout, src: &[BlockId], peer: &KvLayout, dst: &[BlockId]) -> Vec<PieceWrite> {
+    let (own_size, peer_size) = (own.block_size, peer.block_size);
+    let num_tokens = (src.len() * own_size).min(dst.len() * peer_size);
+    let source = |block_idx: usize| {
+        if own_size == peer_size {
+            return Source::Block(src[block_idx]);
+        }
+        let tokens = block_idx * peer_size..num_tokens.min((block_idx + 1) * peer_size);
+        let blocks = src[tokens.start / own_size..tokens.end.div_ceil(own_size)].into();
+        Source::Tokens { tokens, blocks }
+    };
+    let blocks = || dst.iter().enumerate().take(num_tokens.div_ceil(peer_size));
+    let layers = (0..own.num_layers as u32).flat_map(|layer_idx| {
+        blocks().map(move |(idx, &dst)| PieceWrite {
             layer_idx,
             block_idx: idx as u32,
-            src: Source::Block(src),
+            src: source(idx),
             dst,
         })
     });
@@ -143,10 +161,12 @@ fn rate(mut round: impl FnMut() -> io::Result<()>) -> io::Result<f64> {
 
 #[cfg(test)]
 mod tests {
+    use baton_kv_cache::KvDtype;
+
     use super::*;
     use crate::{
         SenderConfig, TransportKind,
-        testing::{Fabric, Guards, blocks, has_rdma},
+        testing::{Fabric, Guards, LAYOUT, blocks, has_rdma},
     };
 
     fn grants(fabric: &Fabric, dst: &[BlockId]) -> (Vec<crate::Granted<()>>, Vec<Grant>) {
@@ -167,15 +187,34 @@ mod tests {
         let fabric = Fabric::new(&TransportKind::ALL.into_iter().filter(is_here).collect::<Vec<_>>());
         let (src, dst) = (blocks([1, 2, 3]), blocks([9, 5, 7]));
         let guards = Guards::default();
+        let peer = KvShard::new(&LAYOUT, 1, 0).unwrap();
         for offer in fabric.receiver.offers() {
             let (granted, grants) = grants(&fabric, &dst);
             let keep = std::sync::Arc::new(guards.guard());
-            let measured = fabric.sender.measure(offer, &grants, &src, keep).await.unwrap();
+            let measured = fabric.sender.measure(&peer, offer, &grants, &src, keep).await.unwrap();
             assert!(measured.bytes_per_second > 0.0 && measured.latency > Duration::ZERO, "{measured:?}");
+            assert_eq!(measured.num_bytes, 3 * LAYOUT.block_bytes() as u64);
             drop(granted);
         }
         crate::testing::eventually("guards are back", || guards.num_out() == 0).await;
         assert_eq!(fabric.receiver.load(), Default::default());
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn sides_that_differ_are_measured_with_the_conversion() {
+        for (block_size, num_pieces) in [(4, 3), (6, 2), (1, 3), (16, 1)] {
+            let to = KvLayout { block_size, dtype: KvDtype::Int8, ..LAYOUT };
+            let fabric = Fabric::between(&[TransportKind::Shm, TransportKind::Tcp], LAYOUT, to);
+            let peer = KvShard::new(&to, 1, 0).unwrap();
+            for offer in fabric.receiver.offers() {
+                let (granted, grants) = grants(&fabric, &blocks([9, 5, 7]));
+                let measured =
+                    fabric.sender.measure(&peer, offer, &grants, &blocks([1, 2, 3]), ()).await.unwrap();
+                assert!(measured.bytes_per_second > 0.0, "{measured:?}");
+                assert_eq!(measured.num_bytes, num_pieces * to.block_bytes() as u64, "{block_size}");
+                drop(granted);
+            }
+        }
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -61,6 +61,9 @@ pub struct SenderConfig {
     /// What tests have in its place.
     #[cfg(any(test, feature = "testing"))]
     pub fabric: Option<TestFabric>,
+    /// `shm`: frames of up to so many bytes are copied by whoever pushes them, if the peer's thread has nothing to do: as
+    /// many as a core copies while it would wake another.
+    pub copy_at_once_bytes: usize,
     /// `tcp`: connections to one peer.
     pub streams_per_peer: usize,
     /// `tcp`: KV bytes of one frame, at least one piece. Large frames cost less, small ones spread
@@ -82,6 +85,7 @@ impl Default for SenderConfig {
             nccl: None,
             #[cfg(any(test, feature = "testing"))]
             fabric: None,
+            copy_at_once_bytes: 64 << 10,
             streams_per_peer: 2,
             frame_bytes: 1 << 20,
             socket_buffer_bytes: None,

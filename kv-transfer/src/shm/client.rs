@@ -2,7 +2,8 @@
 //!
 //! The copying thread holds the connection's lock while it copies a frame, and copies only under
 //! grants that are open. So whoever takes the lock and closes a grant knows that nothing is written
-//! under it any more, and may say `Close`.
+//! under it any more, and may say `Close`. A small frame is copied by whoever pushes it, when the thread has
+//! nothing to do: waking it takes longer than that.
 
 use std::{
     io::{self, Read},
@@ -73,6 +74,17 @@ impl Peer for ShmPeer {
     }
 
     fn push(&self, frame: Frame) {
+        let route = frame.route();
+        let num_bytes = frame.pieces.len() * route.piece_bytes();
+        let is_small = num_bytes <= self.shared.context.config.copy_at_once_bytes && route.room_bytes() == 0;
+        if is_small && self.shared.jobs.is_idle() {
+            // The lock is held for moments by others than the thread.
+            let slot = self.shared.link();
+            // Devices are waited for.
+            if slot.as_ref().is_none_or(|link| !link.memory.is_on_device()) {
+                return self.shared.copy(frame, slot, &mut Staging::default());
+            }
+        }
         self.shared.jobs.push(frame);
     }
 
@@ -207,9 +219,8 @@ impl Shared {
         link.say(word);
     }
 
-    fn copy(&self, frame: Frame, staging: &mut Staging) {
+    fn copy(&self, frame: Frame, mut slot: MutexGuard<'_, Option<Link>>, staging: &mut Staging) {
         let route = Arc::clone(frame.route());
-        let mut slot = self.link();
         let Some(link) = slot.as_mut() else {
             frame.fail(PushError::Lost("the peer is gone".into()));
             return;
@@ -254,7 +265,7 @@ fn run(shared: &Arc<Shared>) {
     while let Some(job) = shared.jobs.next() {
         match job {
             Job::Open(open) => shared.open(open),
-            Job::Frame(frame) => shared.copy(frame, &mut staging),
+            Job::Frame(frame) => shared.copy(frame, shared.link(), &mut staging),
         }
     }
 }

@@ -33,15 +33,22 @@ use crate::args::{EngineArgs, Transport, at_least_one};
 
 const EXAMPLES: &str = "\
 What is measured, for one request at a time:
-  local, remote  TTFT when the decode worker computes the prompt, and when the prefill worker does
-  exposed        from the first token's arrival at the decode worker until all KV was there and verified:
-                 what the second token waits for beyond its own step
-  added          remote - local, within rounds
-  allowed        one layer of a chunk, at the mean speed of the prompt, and 1 ms
-  alone          the whole handoff of a prompt that the prefill worker has cached: a step for its last token, and all KV
+  local, remote  TTFT when the decode worker computes the prompt, and when the
+                 prefill worker does
+  added          remote - local, within rounds; below 0 where two processes
+                 compute the same at different speeds
+  allowed        what may be added: one layer of a chunk, at the mean speed of
+                 the prompt, and 1 ms
+  exposed        from the first token's arrival at the decode worker until all
+                 KV was there and verified: what the second token waits for
+                 beyond its own step
+  worst          the largest of the rounds
+  alone          the whole handoff of a prompt that the prefill worker has
+                 cached: a step for its last token, and all KV
   hidden         1 - exposed / alone
 
-Give each worker a processor of its own (--threads 1 on two cores): threads that share one hide nothing.";
+Give each worker a processor of its own (--threads 1 on two cores): threads that
+share one hide nothing.";
 
 /// Which model, which prompts, and where the numbers go.
 #[derive(Debug, Args)]

@@ -80,6 +80,12 @@ impl Row {
     }
 }
 
+impl Row {
+    fn keeps_bound(&self) -> bool {
+        self.added_ttft_ms <= self.allowed_ms
+    }
+}
+
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let threads = self.threads.map_or("one a core".to_owned(), |threads| threads.to_string());
@@ -106,7 +112,12 @@ impl fmt::Display for Report {
                 100.0 * row.hidden
             )?;
         }
-        Ok(())
+        let (num_kept, num_rows) =
+            (self.rows.iter().filter(|row| row.keeps_bound()).count(), self.rows.len());
+        writeln!(
+            f,
+            "\nadded stays within allowed at {num_kept} of {num_rows} lengths; --help says what is what"
+        )
     }
 }
 

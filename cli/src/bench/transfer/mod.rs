@@ -29,10 +29,18 @@ pub(crate) use peer::serve;
 
 const EXAMPLES: &str = "\
 What is measured:
-  GB/s    bytes over the median time of a push, from the call until the sender knows that the bytes lie in
-          the receiver's blocks; checksums are part of it, the grant's way there is not
-  memcpy  one thread copies the same pieces from and to memory that no cache holds
-  stream  TCP sockets, as many as the transport has, that write the same pieces and read them in place";
+  GB/s    bytes over the median time of a push, from the call until the
+          sender knows that the bytes lie in the receiver's blocks; checksums
+          are part of it, the grant's way there is not
+  memcpy  one thread copies the same pieces from and to memory that no cache
+          holds
+  stream  TCP sockets, as many as the transport has, that write the same
+          pieces and read them in place
+  x ...   how fast a transport is by one of these two: 0.9 x stream is nine
+          tenths of what plain sockets do
+
+rdma is measured too where --transport or --nixl names it. Without a device for
+it, UCX takes sockets, which `UCX_TLS=tcp` makes sure of.";
 
 /// What moves, how often, and where the numbers go.
 #[derive(Debug, Args)]
@@ -47,9 +55,12 @@ pub(crate) struct TransferArgs {
     /// How the pieces of a transfer lie in memory.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "contiguous,scattered")]
     shape: Vec<Shape>,
-    /// Only these transports; without it, all that the two processes have in common.
+    /// Only these transports. Default: shm, tcp, and rdma where --nixl is given.
     #[arg(long, value_name = "NAMES", value_delimiter = ',', value_parser = parse_transport)]
     transport: Vec<TransportKind>,
+    /// NIXL's library for rdma, libnixl_capi.so or its folder. Default: where the system's loader finds it.
+    #[arg(long, value_name = "PATH", env = "BATON_NIXL")]
+    nixl: Option<PathBuf>,
     /// TCP connections, of the transport and of the plain stream.
     #[arg(long, value_name = "N", default_value_t = SenderConfig::default().streams_per_peer, value_parser = crate::args::at_least_one)]
     streams: usize,
@@ -188,11 +199,17 @@ impl Bench {
         let num_blocks = (2 * largest).max(MIN_POOL_BYTES) / piece_bytes;
         let source = Arc::new(storage(layout, num_blocks, 1)?);
         let socket_buffer_bytes = args.socket_buffer.map(|size| size.0);
-        let pool = peer.pool(piece_bytes, num_blocks, socket_buffer_bytes)?;
+        let has_rdma = match args.transport.is_empty() {
+            true => args.nixl.is_some(),
+            false => args.transport.contains(&TransportKind::Rdma),
+        };
+        let rdma = has_rdma.then(|| args.nixl.clone());
+        let pool = peer.pool(piece_bytes, num_blocks, socket_buffer_bytes, rdma)?;
         let config = SenderConfig {
             streams_per_peer: args.streams,
             frame_bytes: args.frame.0,
             socket_buffer_bytes,
+            nixl: args.nixl.clone(),
             ..SenderConfig::default()
         };
         let mut contenders: Vec<Box<dyn Contender>> = vec![

@@ -3,6 +3,7 @@
 use std::{
     io::{self, BufRead, BufReader, Read, Write},
     net::{TcpListener, TcpStream},
+    path::PathBuf,
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     sync::{Arc, Mutex, PoisonError},
     thread,
@@ -17,7 +18,13 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 #[derive(Debug, Serialize, Deserialize)]
 enum Ask {
     /// Memory for so many blocks of one piece, in place of what there was.
-    Pool { piece_bytes: usize, num_blocks: usize, socket_buffer_bytes: Option<usize> },
+    Pool {
+        piece_bytes: usize,
+        num_blocks: usize,
+        socket_buffer_bytes: Option<usize>,
+        /// Also over rdma, by the NIXL of this place or of the system's.
+        rdma: Option<Option<PathBuf>>,
+    },
     /// The right to write into blocks.
     Grant { blocks: Vec<u32> },
     /// Whether (position in the grant, checksum) is what lies in the blocks of the grant.
@@ -74,8 +81,9 @@ impl Peer {
         piece_bytes: usize,
         num_blocks: usize,
         socket_buffer_bytes: Option<usize>,
+        rdma: Option<Option<PathBuf>>,
     ) -> anyhow::Result<Pool> {
-        match self.pipes.ask(&Ask::Pool { piece_bytes, num_blocks, socket_buffer_bytes })? {
+        match self.pipes.ask(&Ask::Pool { piece_bytes, num_blocks, socket_buffer_bytes, rdma })? {
             Answer::Pool { offers, plain_port } => Ok(Pool { offers, plain_port }),
             answer => bail!("unexpected {answer:?}"),
         }
@@ -144,12 +152,14 @@ struct Side {
 }
 
 fn answer(side: &mut Option<Side>, ask: Ask) -> anyhow::Result<Answer> {
-    if let Ask::Pool { piece_bytes, num_blocks, socket_buffer_bytes } = ask {
+    if let Ask::Pool { piece_bytes, num_blocks, socket_buffer_bytes, rdma } = ask {
         drop(side.take());
         let storage = Arc::new(super::storage(super::layout(piece_bytes), num_blocks, 3)?);
         let dir = tempfile::Builder::new().prefix("baton-bench").tempdir()?;
         let config = ReceiverConfig {
             tcp_listen: Some(([127, 0, 0, 1], 0).into()),
+            rdma_listen: rdma.is_some().then(|| ([127, 0, 0, 1], 0).into()),
+            nixl: rdma.flatten(),
             shm_dir: Some(dir.path().join("shm")),
             socket_buffer_bytes,
             ..ReceiverConfig::default()
