@@ -8,6 +8,7 @@ mod doctor;
 mod faults;
 mod gguf;
 mod harness;
+mod prefix;
 mod prompts;
 mod serving;
 mod sides;

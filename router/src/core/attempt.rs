@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use baton_cluster::WorkerRecord;
 use baton_proto::worker::{
     GenerateEvent, GenerateRequest, PrefillPeer, decode_client::DecodeClient, generate_event,
 };
@@ -45,12 +46,9 @@ impl Attempt {
         let mut prefill = None;
         if let Prefill::Remote(worker) = &plan.prefill {
             prefill = workers.assign(&WorkerKey::of(worker)).map(|(_, assignment)| assignment);
-            request.prefill = Some(PrefillPeer {
-                worker_id: worker.id.0.clone(),
-                incarnation: worker.incarnation,
-                address: worker.address.clone(),
-            });
+            request.prefill = Some(peer(worker));
         }
+        request.prefix_source = plan.prefix_source.as_deref().map(peer);
         let mut message = Request::new(request);
         crate::trace::inject(message.metadata_mut());
         let mut client = DecodeClient::new(channel);
@@ -90,5 +88,13 @@ impl Attempt {
             }
             None => Err(Failure::new(FailureKind::Lost, "the worker's stream ended without a last event")),
         }
+    }
+}
+
+fn peer(worker: &WorkerRecord) -> PrefillPeer {
+    PrefillPeer {
+        worker_id: worker.id.0.clone(),
+        incarnation: worker.incarnation,
+        address: worker.address.clone(),
     }
 }

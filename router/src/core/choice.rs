@@ -184,7 +184,7 @@ impl Choice {
                     continue;
                 }
             };
-            self.core.metrics.on_plan(&plan.prefill);
+            self.core.metrics.on_plan(&plan);
             tracing::debug!(
                 request = %self.generation.id, index = self.index, attempt = self.num_attempts,
                 decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.delivered.len(), "planned"
@@ -207,6 +207,7 @@ impl Choice {
             sampling: Some(self.sampling.clone()),
             cache_salt: self.generation.cache_salt.clone(),
             prefill: None,
+            prefix_source: None,
             speculation_mode: self.generation.speculation.into(),
             kv_wire: self.generation.kv_wire.into(),
         }

@@ -119,6 +119,8 @@ pub struct Load {
     pub num_total_blocks: usize,
     /// Prompt tokens that wait to be computed.
     pub num_queued_tokens: u64,
+    /// Prompt tokens that it computes in a second; 0 when it has not computed any.
+    pub prefill_tokens_per_second: u64,
 }
 
 /// Who does what.
@@ -128,6 +130,8 @@ pub struct Plan {
     pub decode: Arc<WorkerRecord>,
     /// Computes the prompt.
     pub prefill: Prefill,
+    /// Has more of the sequence cached than whoever computes the prompt, which asks it for that first.
+    pub prefix_source: Option<Arc<WorkerRecord>>,
 }
 
 /// Who computes the prompt.
