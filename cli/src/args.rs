@@ -84,6 +84,10 @@ pub struct RouterArgs {
     /// is quicker than computing them.
     #[arg(long, value_name = "TOKENS", default_value_t = 64, env = "BATON_FETCH_PREFIX_FROM")]
     pub fetch_prefix_from: usize,
+    /// Whether running requests move between decode workers: off; drain: from one that is told to leave, with their KV;
+    /// balance: also from a much fuller one to an emptier one.
+    #[arg(long, value_enum, default_value_t = Migration::Balance, env = "BATON_MIGRATION")]
+    pub migration: Migration,
     /// Requests in flight at once; more are answered with 429.
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = at_least_one, env = "BATON_MAX_REQUESTS")]
     pub max_requests: usize,
@@ -151,7 +155,7 @@ pub struct WorkerArgs {
     /// about what computing it would take.
     #[arg(long, value_name = "MS", value_parser = at_least_one, env = "BATON_FETCH_DEADLINE")]
     pub fetch_deadline: Option<usize>,
-    /// Seconds that running requests get to finish after SIGTERM.
+    /// Seconds that running requests get to move or finish after SIGTERM.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "BATON_DRAIN_TIMEOUT")]
     pub drain_timeout: u64,
     #[command(flatten)]
@@ -218,6 +222,17 @@ pub enum Discovery {
     Etcd,
     /// The router is given a list of workers.
     Static,
+}
+
+/// Whether running requests move between decode workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Migration {
+    /// They stay where they run.
+    Off,
+    /// They leave a worker that is told to leave.
+    Drain,
+    /// They also leave a worker that is much fuller than another one.
+    Balance,
 }
 
 /// A way for KV blocks to travel.

@@ -15,8 +15,8 @@ use tracing::debug;
 
 use crate::{
     args::{
-        Discovery, DiscoveryArgs, EngineArgs, LogArgs, LogColor, LogFormat, ModelArgs, RouterArgs, Speculate,
-        Transport, WorkerArgs,
+        Discovery, DiscoveryArgs, EngineArgs, LogArgs, LogColor, LogFormat, Migration, ModelArgs, RouterArgs,
+        Speculate, Transport, WorkerArgs,
     },
     embedded_model,
 };
@@ -31,6 +31,11 @@ pub async fn router(args: RouterArgs) -> anyhow::Result<()> {
     config.max_requests = args.max_requests;
     config.policy.local_prefill_below = args.local_prefill_below;
     config.policy.fetch_prefix_from = args.fetch_prefix_from;
+    config.migration = match args.migration {
+        Migration::Off => baton_router::Migration::Off,
+        Migration::Drain => baton_router::Migration::Drain,
+        Migration::Balance => baton_router::Migration::Balance,
+    };
     baton_router::run(config, crate::shutdown_signal()?).await
 }
 

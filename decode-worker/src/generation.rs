@@ -8,7 +8,7 @@ use baton_kv_transfer::{Failed, FailureKind};
 use baton_proto::worker::GenerateEvent;
 use baton_worker::{
     Worker,
-    convert::{engine_failure, failed_event, finished_event, submit_failure, token_event},
+    convert::{engine_failure, failed_event, finished_event, leaving_event, submit_failure, token_event},
     handoff::decode::HandoffEvent,
 };
 use futures_util::future::BoxFuture;
@@ -34,6 +34,8 @@ pub struct Generation {
     /// What was verified since the last token; goes with the next.
     drafts: DraftCounts,
     worker: Arc<Worker>,
+    /// Cancelled when the worker begins to leave; `None` once the router was told.
+    draining: Option<CancellationToken>,
     halted: CancellationToken,
     /// The worker waits for the stream before it ends.
     _busy: TaskTrackerToken,
@@ -61,12 +63,13 @@ impl Generation {
 
     fn new(worker: Arc<Worker>, source: Source) -> Generation {
         let lifecycle = worker.lifecycle();
-        let (halted, busy) = (lifecycle.halted(), lifecycle.token());
+        let (draining, halted, busy) = (lifecycle.drain_signal(), lifecycle.halted(), lifecycle.token());
         Generation {
             source,
             cached_tokens: None,
             drafts: DraftCounts::default(),
             worker,
+            draining: Some(draining),
             halted,
             _busy: busy,
         }
@@ -114,6 +117,10 @@ impl Generation {
                         biased;
                         event = tokens.next() => event,
                         () = self.halted.cancelled() => return Some(self.fail(leaving())),
+                        () = cancelled(&self.draining) => {
+                            self.draining = None;
+                            return Some(leaving_event());
+                        }
                     };
                     match event {
                         Some(TokenEvent::Started { cached_tokens }) => {
@@ -152,6 +159,13 @@ impl Generation {
         self.source = Source::Over;
         tracing::debug!(kind = ?failed.kind, "generation failed: {}", failed.message);
         failed_event(&failed)
+    }
+}
+
+async fn cancelled(token: &Option<CancellationToken>) {
+    match token {
+        Some(token) => token.cancelled().await,
+        None => std::future::pending().await,
     }
 }
 

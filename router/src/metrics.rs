@@ -42,6 +42,12 @@ struct Reason {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Migrated {
+    cause: &'static str,
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RoleState {
     role: &'static str,
     state: &'static str,
@@ -71,6 +77,7 @@ pub(crate) struct RouterMetrics {
     output_tokens: Counter,
     plans: Family<Kind, Counter>,
     retries: Family<Reason, Counter>,
+    migrations: Family<Migrated, Counter>,
     prefix_sources: Counter,
     running: Gauge,
     workers: Family<RoleState, Gauge>,
@@ -95,6 +102,7 @@ impl RouterMetrics {
             output_tokens: Counter::default(),
             plans: Family::default(),
             retries: Family::default(),
+            migrations: Family::default(),
             prefix_sources: Counter::default(),
             running: Gauge::default(),
             workers: Family::default(),
@@ -134,6 +142,11 @@ impl RouterMetrics {
             registry.register("output_tokens", "Tokens generated", this.output_tokens.clone());
             registry.register("plans", "Plans made, by where the prompt is computed", this.plans.clone());
             registry.register("attempt_failures", "Attempts that failed, by reason", this.retries.clone());
+            registry.register(
+                "migrations",
+                "Running requests that were to go to another decode worker, by why and by what came of it",
+                this.migrations.clone(),
+            );
             registry.register(
                 "prefix_sources",
                 "Plans that name a worker to fetch a cached prefix from",
@@ -204,6 +217,11 @@ impl RouterMetrics {
     pub(crate) fn on_plan(&self, plan: &Plan) {
         self.plans.get_or_create(&Kind { prefill: plan.prefill.name() }).inc();
         self.prefix_sources.inc_by(u64::from(plan.prefix_source.is_some()));
+    }
+
+    /// "moved", "nowhere", or why the new attempt failed.
+    pub(crate) fn on_migration(&self, cause: &'static str, outcome: &'static str) {
+        self.migrations.get_or_create(&Migrated { cause, outcome }).inc();
     }
 
     pub(crate) fn on_failed_attempt(&self, reason: &'static str) {

@@ -8,6 +8,8 @@ mod doctor;
 mod faults;
 mod gguf;
 mod harness;
+mod measure_migration;
+mod migration;
 mod prefix;
 mod prompts;
 mod serving;

@@ -83,7 +83,7 @@ pub struct WorkerConfig {
     pub handoff_deadline: Duration,
     /// Time within which a cached prefix must have come from another worker. `None`: about what computing it would take.
     pub fetch_deadline: Option<Duration>,
-    /// Time that running requests get to finish when the worker is told to leave.
+    /// Time that running requests get to move or finish when the worker is told to leave.
     pub drain_timeout: Duration,
 }
 

@@ -22,6 +22,8 @@ pub(crate) struct Attempt {
     pub(crate) decode: WorkerKey,
     /// A token has come.
     pub(crate) answered: bool,
+    /// Position in the output of the next token that comes.
+    pub(crate) next_idx: usize,
     stream: Streaming<GenerateEvent>,
     _decode: Assignment,
     /// Until the first token: then the prefill worker is done.
@@ -49,6 +51,7 @@ impl Attempt {
             request.prefill = Some(peer(worker));
         }
         request.prefix_source = plan.prefix_source.as_deref().map(peer);
+        let next_idx = request.output_token_ids.len();
         let mut message = Request::new(request);
         crate::trace::inject(message.metadata_mut());
         let mut client = DecodeClient::new(channel);
@@ -61,6 +64,7 @@ impl Attempt {
                 plan,
                 decode,
                 answered: false,
+                next_idx,
                 stream: response.into_inner(),
                 _decode: assignment,
                 prefill,

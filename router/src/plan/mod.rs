@@ -3,6 +3,7 @@
 //! Nothing here reads a clock, locks, or speaks to anybody, so a simulator can drive the same policy
 //! under its own time.
 
+mod balance;
 mod policy;
 mod prefix_index;
 #[cfg(test)]
@@ -12,6 +13,7 @@ use std::{fmt, sync::Arc};
 
 use baton_cluster::{Role, WorkerId, WorkerRecord};
 
+pub use balance::{Balance, Move};
 pub use policy::{PrefixAware, PrefixAwareConfig};
 pub use prefix_index::PrefixIndex;
 
