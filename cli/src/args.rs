@@ -80,6 +80,14 @@ pub struct RouterArgs {
     /// Prompts with fewer tokens than this to compute are prefilled by the decode worker itself.
     #[arg(long, value_name = "TOKENS", default_value_t = 32, env = "BATON_LOCAL_PREFILL_BELOW")]
     pub local_prefill_below: usize,
+    /// Prefixes of which another worker has at least this many tokens more in its cache are fetched from there, where that
+    /// is quicker than computing them.
+    #[arg(long, value_name = "TOKENS", default_value_t = 64, env = "BATON_FETCH_PREFIX_FROM")]
+    pub fetch_prefix_from: usize,
+    /// Whether running requests move between decode workers: off; drain: from one that is told to leave, with their KV;
+    /// balance: also from a much fuller one to an emptier one.
+    #[arg(long, value_enum, default_value_t = Migration::Balance, env = "BATON_MIGRATION")]
+    pub migration: Migration,
     /// Requests in flight at once; more are answered with 429.
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = at_least_one, env = "BATON_MAX_REQUESTS")]
     pub max_requests: usize,
@@ -118,10 +126,10 @@ pub struct WorkerArgs {
     /// memory, RDMA and NCCL it stays as it is.
     #[arg(long, value_name = "FORM", value_parser = parse_kv_wire, env = "BATON_KV_WIRE")]
     pub kv_wire: Option<WireFormat>,
-    /// Address and port at which a decode worker receives KV over TCP. Port 0 takes a free one.
+    /// Address and port at which KV is received over TCP. Port 0 takes a free one.
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_DATA_LISTEN")]
     pub data_listen: SocketAddr,
-    /// Address and port at which a decode worker arranges rdma with its peers. Port 0 takes a free one. Default: a free
+    /// Address and port at which rdma is arranged with those who send. Port 0 takes a free one. Default: a free
     /// port at the address of `data-listen`.
     #[arg(long, value_name = "ADDR", env = "BATON_RDMA_LISTEN")]
     pub rdma_listen: Option<SocketAddr>,
@@ -143,7 +151,11 @@ pub struct WorkerArgs {
     /// Seconds within which one handoff must end.
     #[arg(long, value_name = "SECONDS", default_value_t = 60, env = "BATON_HANDOFF_DEADLINE")]
     pub handoff_deadline: u64,
-    /// Seconds that running requests get to finish after SIGTERM.
+    /// Milliseconds within which a cached prefix must have come from another worker; what has not is computed. Default:
+    /// about what computing it would take.
+    #[arg(long, value_name = "MS", value_parser = at_least_one, env = "BATON_FETCH_DEADLINE")]
+    pub fetch_deadline: Option<usize>,
+    /// Seconds that running requests get to move or finish after SIGTERM.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "BATON_DRAIN_TIMEOUT")]
     pub drain_timeout: u64,
     #[command(flatten)]
@@ -210,6 +222,17 @@ pub enum Discovery {
     Etcd,
     /// The router is given a list of workers.
     Static,
+}
+
+/// Whether running requests move between decode workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Migration {
+    /// They stay where they run.
+    Off,
+    /// They leave a worker that is told to leave.
+    Drain,
+    /// They also leave a worker that is much fuller than another one.
+    Balance,
 }
 
 /// A way for KV blocks to travel.

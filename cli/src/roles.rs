@@ -15,8 +15,8 @@ use tracing::debug;
 
 use crate::{
     args::{
-        Discovery, DiscoveryArgs, EngineArgs, LogArgs, LogColor, LogFormat, ModelArgs, RouterArgs, Speculate,
-        Transport, WorkerArgs,
+        Discovery, DiscoveryArgs, EngineArgs, LogArgs, LogColor, LogFormat, Migration, ModelArgs, RouterArgs,
+        Speculate, Transport, WorkerArgs,
     },
     embedded_model,
 };
@@ -30,6 +30,12 @@ pub async fn router(args: RouterArgs) -> anyhow::Result<()> {
     config.listen = args.listen;
     config.max_requests = args.max_requests;
     config.policy.local_prefill_below = args.local_prefill_below;
+    config.policy.fetch_prefix_from = args.fetch_prefix_from;
+    config.migration = match args.migration {
+        Migration::Off => baton_router::Migration::Off,
+        Migration::Drain => baton_router::Migration::Drain,
+        Migration::Balance => baton_router::Migration::Balance,
+    };
     baton_router::run(config, crate::shutdown_signal()?).await
 }
 
@@ -95,6 +101,7 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     config.data_host = args.data_host;
     config.shm_dir = args.shm_dir;
     config.handoff_deadline = Duration::from_secs(args.handoff_deadline);
+    config.fetch_deadline = args.fetch_deadline.map(|ms| Duration::from_millis(ms as u64));
     config.drain_timeout = Duration::from_secs(args.drain_timeout);
     Ok((config, telemetry))
 }

@@ -3,36 +3,22 @@
 
 use std::sync::Arc;
 
-use baton_engine::{DraftCounts, FinishReason, SampledToken, TokenEvent, TokenStream};
+use baton_engine::{DraftCounts, Request, SampledToken, TokenEvent, TokenStream};
 use baton_kv_transfer::{Failed, FailureKind};
 use baton_proto::worker::GenerateEvent;
 use baton_worker::{
     Worker,
-    convert::{engine_failure, failed_event, finished_event, token_event},
+    convert::{engine_failure, failed_event, finished_event, leaving_event, submit_failure, token_event},
+    handoff::decode::HandoffEvent,
 };
+use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 use tokio_util::{sync::CancellationToken, task::task_tracker::TaskTrackerToken};
 
-/// What a remote prefill says to the stream.
-#[derive(Debug)]
-pub enum HandoffEvent {
-    /// Sampled by the prefill worker.
-    First {
-        /// The token.
-        token: SampledToken,
-        /// Prompt tokens found in the prefill worker's cache.
-        cached_tokens: usize,
-        /// Present when the token ends the request.
-        finish: Option<FinishReason>,
-    },
-    /// The KV has arrived; these are the tokens after the first.
-    Decoding(TokenStream),
-    /// It ends here.
-    Failed(Failed),
-}
-
 /// Where the next event comes from.
 enum Source {
+    /// What another worker has cached is on its way; then the engine here computes the rest.
+    Fetch(BoxFuture<'static, ()>, Request),
     Handoff(mpsc::Receiver<HandoffEvent>),
     Engine(TokenStream),
     /// One last event, decided already.
@@ -48,6 +34,8 @@ pub struct Generation {
     /// What was verified since the last token; goes with the next.
     drafts: DraftCounts,
     worker: Arc<Worker>,
+    /// Cancelled when the worker begins to leave; `None` once the router was told.
+    draining: Option<CancellationToken>,
     halted: CancellationToken,
     /// The worker waits for the stream before it ends.
     _busy: TaskTrackerToken,
@@ -59,6 +47,15 @@ impl Generation {
         Generation::new(worker, Source::Engine(tokens))
     }
 
+    /// As [`local`](Self::local), once `fetch` has ended.
+    pub fn fetching(
+        worker: Arc<Worker>,
+        fetch: impl Future<Output = ()> + Send + 'static,
+        request: Request,
+    ) -> Generation {
+        Generation::new(worker, Source::Fetch(Box::pin(fetch), request))
+    }
+
     /// A handoff supplies the first token and then the engine's stream.
     pub fn remote(worker: Arc<Worker>, events: mpsc::Receiver<HandoffEvent>) -> Generation {
         Generation::new(worker, Source::Handoff(events))
@@ -66,12 +63,13 @@ impl Generation {
 
     fn new(worker: Arc<Worker>, source: Source) -> Generation {
         let lifecycle = worker.lifecycle();
-        let (halted, busy) = (lifecycle.halted(), lifecycle.token());
+        let (draining, halted, busy) = (lifecycle.drain_signal(), lifecycle.halted(), lifecycle.token());
         Generation {
             source,
             cached_tokens: None,
             drafts: DraftCounts::default(),
             worker,
+            draining: Some(draining),
             halted,
             _busy: busy,
         }
@@ -81,6 +79,17 @@ impl Generation {
     pub async fn next(&mut self) -> Option<GenerateEvent> {
         loop {
             match &mut self.source {
+                Source::Fetch(fetch, request) => {
+                    tokio::select! {
+                        biased;
+                        () = fetch => {}
+                        () = self.halted.cancelled() => return Some(self.fail(leaving())),
+                    }
+                    match self.worker.engine().generate(std::mem::take(request)) {
+                        Ok(tokens) => self.source = Source::Engine(tokens),
+                        Err(error) => return Some(self.fail(submit_failure(&error))),
+                    }
+                }
                 Source::Handoff(events) => {
                     let event = tokio::select! {
                         biased;
@@ -97,7 +106,7 @@ impl Generation {
                         }
                         Some(HandoffEvent::Decoding(tokens)) => self.source = Source::Engine(tokens),
                         Some(HandoffEvent::Failed(failed)) => return Some(self.fail(failed)),
-                        None => {
+                        Some(HandoffEvent::Prefix(_)) | None => {
                             let failed = Failed::new(FailureKind::Internal, "the handoff broke off");
                             return Some(self.fail(failed));
                         }
@@ -108,6 +117,10 @@ impl Generation {
                         biased;
                         event = tokens.next() => event,
                         () = self.halted.cancelled() => return Some(self.fail(leaving())),
+                        () = cancelled(&self.draining) => {
+                            self.draining = None;
+                            return Some(leaving_event());
+                        }
                     };
                     match event {
                         Some(TokenEvent::Started { cached_tokens }) => {
@@ -146,6 +159,13 @@ impl Generation {
         self.source = Source::Over;
         tracing::debug!(kind = ?failed.kind, "generation failed: {}", failed.message);
         failed_event(&failed)
+    }
+}
+
+async fn cancelled(token: &Option<CancellationToken>) {
+    match token {
+        Some(token) => token.cancelled().await,
+        None => std::future::pending().await,
     }
 }
 

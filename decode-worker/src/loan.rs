@@ -41,8 +41,9 @@ pub struct Loan {
 }
 
 impl Lender {
-    /// Lends blocks of `worker`, reached through `receiver`.
-    pub fn new(worker: Arc<Worker>, receiver: Receiver) -> Lender {
+    /// Lends blocks of `worker`.
+    pub fn new(worker: Arc<Worker>) -> Lender {
+        let receiver = worker.data_plane().receiver.clone();
         Lender { worker, receiver, only_one: Arc::new(Semaphore::new(1)) }
     }
 

@@ -2,7 +2,7 @@
 
 use std::{pin::Pin, sync::Arc};
 
-use baton_kv_transfer::{Failed, FailureKind, Receiver};
+use baton_kv_transfer::{Extent, Failed, FailureKind};
 use baton_proto::worker::{
     GenerateEvent, GenerateRequest, LendRequest, Loan as LoanMessage, decode_server::Decode,
 };
@@ -11,6 +11,10 @@ use baton_worker::{
     Worker,
     convert::{failure_status, request_from_generate, submit_failure},
     convert_handoff::wire_from_generate,
+    handoff::{
+        decode::{Handoff, Plan},
+        prefix,
+    },
 };
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
@@ -19,9 +23,7 @@ use tracing::Instrument;
 
 use crate::{
     generation::Generation,
-    handoff::{Handoff, Plan},
     loan::{Lender, Loan},
-    peers::Peers,
 };
 
 /// A handoff says at most two things: the first token, and the stream of the others or a failure.
@@ -31,16 +33,14 @@ const EVENTS_BOUND: usize = 2;
 #[derive(Clone)]
 pub struct DecodeService {
     worker: Arc<Worker>,
-    receiver: Receiver,
-    peers: Arc<Peers>,
     lender: Lender,
 }
 
 impl DecodeService {
-    /// Decodes on `worker`'s engine, receives through `receiver`.
-    pub fn new(worker: Arc<Worker>, receiver: Receiver) -> DecodeService {
-        let lender = Lender::new(worker.clone(), receiver.clone());
-        DecodeService { worker, receiver, peers: Arc::default(), lender }
+    /// Decodes on `worker`'s engine.
+    pub fn new(worker: Arc<Worker>) -> DecodeService {
+        let lender = Lender::new(worker.clone());
+        DecodeService { worker, lender }
     }
 
     fn generation(&self, message: &GenerateRequest, span: tracing::Span) -> Result<Generation, Status> {
@@ -53,21 +53,37 @@ impl DecodeService {
         let engine = self.worker.engine();
         let num_tokens = request.num_known_tokens();
         let worker = self.worker.clone();
+        let valid = || {
+            let valid = request.validate(engine.vocab_size(), engine.context_length());
+            valid.map_err(|error| failure_status(&submit_failure(&error.into())))
+        };
         let Some(peer) = &message.prefill else {
+            if let Some(source) = &message.prefix_source {
+                valid()?;
+                worker.metrics().request_taken("local", num_tokens);
+                let fetch = prefix::fetch(worker.clone(), source.clone(), message.attempt, request.clone());
+                return Ok(Generation::fetching(worker, fetch.instrument(span), request));
+            }
             let tokens = engine.generate(request).map_err(|error| failure_status(&submit_failure(&error)))?;
             worker.metrics().request_taken("local", num_tokens);
             return Ok(Generation::local(worker, tokens));
         };
-        request
-            .validate(engine.vocab_size(), engine.context_length())
-            .map_err(|error| failure_status(&submit_failure(&error.into())))?;
-        let client = self.peers.client(&peer.address).map_err(|error| {
+        valid()?;
+        let client = worker.peers().client(&peer.address).map_err(|error| {
             Status::invalid_argument(format!("prefill.address: {:?} is no address: {error}", peer.address))
         })?;
         worker.metrics().request_taken("remote", num_tokens);
         let (events, received) = mpsc::channel(EVENTS_BOUND);
-        let plan = Plan { request, attempt: message.attempt, peer: peer.clone(), wire };
-        let handoff = Handoff::new(worker.clone(), self.receiver.clone(), client, plan, events);
+        let plan = Plan {
+            request,
+            attempt: message.attempt,
+            peer: peer.clone(),
+            wire,
+            extent: Extent::Whole,
+            prefix_source: message.prefix_source.clone(),
+        };
+        let deadline = worker.config().handoff_deadline;
+        let handoff = Handoff::new(worker.clone(), client, plan, deadline, events);
         worker.lifecycle().spawn(handoff.run().instrument(span));
         Ok(Generation::remote(worker, received))
     }

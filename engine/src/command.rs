@@ -6,6 +6,7 @@ use std::sync::{
     mpsc,
 };
 
+use baton_kv_cache::{BlockHash, BlockId};
 use tokio::sync::oneshot;
 
 use crate::{
@@ -14,6 +15,7 @@ use crate::{
     handle::{IdleError, Reservation},
     request::{Request, SampledToken},
     sampler::TokenHistory,
+    scheduler::PrefixBlocks,
     sequence::{Sequence, SequenceId},
 };
 
@@ -30,6 +32,12 @@ pub(crate) enum Command {
     Cancel(SequenceId),
     /// The holder of its blocks left: a hold, or a reservation, granted or not.
     Release(SequenceId),
+    /// Hold what is cached of a prefix, and say which blocks that are.
+    HoldCached { id: SequenceId, hashes: Vec<BlockHash>, reply: oneshot::Sender<Vec<BlockId>> },
+    /// Hold what is cached of a prefix, and set blocks aside for the rest, if there is room now.
+    ReservePrefix { id: SequenceId, hashes: Vec<BlockHash>, reply: oneshot::Sender<Option<PrefixBlocks>> },
+    /// The blocks of a reserved prefix hold what these hashes say.
+    CachePrefix { id: SequenceId, hashes: Vec<BlockHash> },
     /// Answer whether everything has been returned.
     CheckIdle(oneshot::Sender<Result<PoolReport, IdleError>>),
     /// End every stream, then the thread.

@@ -1,6 +1,8 @@
 //! How other threads use an engine: [`start`], and an [`EngineHandle`] that every submission goes
 //! through. It validates, hashes and counts on the caller's thread; the rest happens on the engine's.
 
+mod prefix;
+
 use std::{
     sync::{
         Arc,
@@ -8,11 +10,14 @@ use std::{
         mpsc,
     },
     thread::JoinHandle,
+    time::Duration,
 };
 
 use baton_kv_cache::{BlockId, BlockStorage, HashRoot};
 use baton_model::Executor;
 use tokio::sync::{oneshot, watch};
+
+pub use prefix::{CachedPrefix, PrefixReservation};
 
 use crate::{
     block_pool::{IntegrityError, PoolReport},
@@ -50,6 +55,7 @@ pub fn start(
     let storage = Arc::new(storage);
     let (commands, inbox) = mpsc::channel();
     let draft_counters = Arc::new(DraftCounters::default());
+    let progress = Arc::new(Progress::default());
     let drafter = speculation.as_ref().map(|speculation| speculation.drafter.name());
     let speculator = match speculation {
         Some(speculation) => {
@@ -69,12 +75,15 @@ pub fn start(
             load,
             drafter,
             draft_counters: draft_counters.clone(),
+            progress: progress.clone(),
             config: config.clone(),
         }),
     };
     let live = LiveRequests::new(&config, &layout, commands, draft_counters);
-    let step_loop = StepLoop::new(executor, speculator, storage, live, inbox, load_sender, config.clock)
-        .map_err(|source| StartError::Thread { source })?;
+    let (token_budget, clock) = (config.token_budget, config.clock);
+    let step_loop =
+        StepLoop::new(executor, speculator, storage, live, inbox, load_sender, progress, token_budget, clock)
+            .map_err(|source| StartError::Thread { source })?;
     let thread = std::thread::Builder::new()
         .name("engine".into())
         .spawn(|| step_loop.run())
@@ -100,6 +109,15 @@ struct Shared {
     load: watch::Receiver<EngineLoad>,
     drafter: Option<&'static str>,
     draft_counters: Arc<DraftCounters>,
+    progress: Arc<Progress>,
+}
+
+/// What the engine's thread tells of its work.
+#[derive(Debug, Default)]
+pub(crate) struct Progress {
+    pub(crate) num_computed: AtomicU64,
+    /// The bits of a number of tokens a second; 0 as long as nothing is known.
+    pub(crate) prefill_rate: AtomicU64,
 }
 
 /// The engine's thread.
@@ -277,6 +295,23 @@ impl EngineHandle {
         self.shared.drafter.map(|drafter| (drafter, self.shared.draft_counters.read()))
     }
 
+    /// Tokens whose KV was computed here so far, drafts included.
+    pub fn num_computed_tokens(&self) -> u64 {
+        self.shared.progress.num_computed.load(Ordering::Relaxed)
+    }
+
+    /// About what a prompt of so many tokens takes to compute by itself, by what steps took; `None` before the first.
+    pub fn prefill_time(&self, num_tokens: usize) -> Option<Duration> {
+        let rate = self.prefill_rate()?;
+        Duration::try_from_secs_f64(num_tokens as f64 / rate).ok()
+    }
+
+    /// Tokens a second of a prompt that is computed by itself; `None` before the first step.
+    pub fn prefill_rate(&self) -> Option<f64> {
+        let rate = f64::from_bits(self.shared.progress.prefill_rate.load(Ordering::Relaxed));
+        (rate > 0.0).then_some(rate)
+    }
+
     /// Whether everything that was given out is back and the pool's books are right. What was dropped
     /// before the call counts as returned.
     ///
@@ -310,7 +345,7 @@ impl EngineHandle {
         let ticket = Ticket::take(&shared.num_waiting, config.max_waiting)
             .map_err(|num_waiting| SubmitError::Full { num_waiting, max_waiting: config.max_waiting })?;
 
-        let id = SequenceId(shared.next_id.fetch_add(1, Ordering::Relaxed));
+        let id = self.next_id();
         let root =
             config.prefix_cache.then(|| HashRoot::new(&config.model_revision, "", &request.cache_salt));
         let tokens = [&request.prompt[..], &request.output].concat();
@@ -327,6 +362,10 @@ impl EngineHandle {
         let submission = Submission { sequence, request, history, reply, ticket };
         self.send(Command::Submit(Box::new(submission)))?;
         Ok(Owner::new(id, shared.commands.clone(), at_drop))
+    }
+
+    fn next_id(&self) -> SequenceId {
+        SequenceId(self.shared.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
     fn send(&self, command: Command) -> Result<(), SubmitError> {

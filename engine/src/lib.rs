@@ -43,7 +43,8 @@ pub use block_pool::{BlockPool, IntegrityError, PoolReport};
 pub use config::{EngineConfig, StartError};
 pub use events::{EngineError, PrefillEvent, PrefillEvents, TokenEvent, TokenStream};
 pub use handle::{
-    EngineHandle, EngineLoad, EngineThread, HeldBlocks, IdleError, Reservation, SubmitError, start,
+    CachedPrefix, EngineHandle, EngineLoad, EngineThread, HeldBlocks, IdleError, PrefixReservation,
+    Reservation, SubmitError, start,
 };
 pub use request::{
     FinishReason, InvalidRequest, Request, SampledToken, SamplingParams, SpeculationMode, TokenLogprobs,

@@ -33,7 +33,7 @@ use std::{
     time::Duration,
 };
 
-use baton_kv_cache::BlockId;
+use baton_kv_cache::{BlockHash, BlockId};
 
 use crate::{
     block_pool::{BlockPool, IntegrityError, PoolReport},
@@ -57,6 +57,15 @@ pub struct SchedulerConfig {
     pub itl_target: Option<Duration>,
 }
 
+/// Blocks set aside for a prefix.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PrefixBlocks {
+    /// In the order of the prefix.
+    pub blocks: Vec<BlockId>,
+    /// Of them, so many at the front are cached: they are shared and never written.
+    pub num_cached_blocks: usize,
+}
+
 /// The sequences of one engine and their blocks.
 #[derive(Debug)]
 pub struct Scheduler {
@@ -69,7 +78,7 @@ pub struct Scheduler {
     running: Vec<Sequence>,
     /// Blocks set aside for prompts that are computed elsewhere.
     reserved: BTreeMap<SequenceId, Sequence>,
-    /// The second owner of prefilled blocks. An empty table: its sequence still waits.
+    /// The second owner of prefilled blocks (an empty table: its sequence still waits), and the owner of prefixes.
     holds: BTreeMap<SequenceId, Vec<BlockId>>,
 }
 
@@ -206,7 +215,7 @@ impl Scheduler {
         }
     }
 
-    /// Gives up what is held outside: a prefill's hold, or a reservation, waiting or granted.
+    /// Gives up what is held outside: a prefill's hold, a prefix, or a reservation, waiting or granted.
     pub fn release(&mut self, id: SequenceId) {
         if let Some(blocks) = self.holds.remove(&id) {
             self.pool.release(&blocks);
@@ -214,6 +223,39 @@ impl Scheduler {
             self.pool.release(&sequence.blocks);
         } else {
             self.waiting.retain(|sequence| sequence.id != id || sequence.role != Role::Decode);
+        }
+    }
+
+    /// Takes hold of the cached blocks of the longest prefix of `hashes`, until [`release`](Self::release).
+    pub fn hold_cached(&mut self, id: SequenceId, hashes: &[BlockHash]) -> Vec<BlockId> {
+        let blocks = self.pool.find_prefix(hashes);
+        self.pool.acquire(&blocks);
+        self.holds.insert(id, blocks.clone());
+        blocks
+    }
+
+    /// Takes hold of the cached blocks of `hashes`, and of free ones for the rest, until [`release`](Self::release).
+    /// `None` when those here would have to wait for them: a prefix that is fetched is worth no preemption.
+    pub fn reserve_prefix(&mut self, id: SequenceId, hashes: &[BlockHash]) -> Option<PrefixBlocks> {
+        let cached = self.pool.find_prefix(hashes);
+        if !self.is_room_for(hashes.len(), &cached, 0) {
+            return None;
+        }
+        let num_cached_blocks = cached.len();
+        let mut blocks = cached;
+        self.pool.acquire(&blocks);
+        while blocks.len() < hashes.len() {
+            blocks.push(self.pool.allocate().expect("there is room"));
+        }
+        self.holds.insert(id, blocks.clone());
+        Some(PrefixBlocks { blocks, num_cached_blocks })
+    }
+
+    /// The blocks of a reserved prefix hold what `hashes` say: the cache has them from now on.
+    pub fn cache_prefix(&mut self, id: SequenceId, hashes: &[BlockHash]) {
+        let blocks = self.holds.get(&id).expect("a prefix is cached before it is released");
+        for (&block, &hash) in blocks.iter().zip(hashes) {
+            self.pool.cache(block, hash);
         }
     }
 
@@ -235,7 +277,7 @@ impl Scheduler {
         self.running.len() + self.reserved.len()
     }
 
-    /// Prefilled prompts whose blocks are held from outside, or will be.
+    /// Prefilled prompts and prefixes whose blocks are held from outside, or will be.
     pub fn num_holds(&self) -> usize {
         self.holds.len()
     }
@@ -370,11 +412,16 @@ impl Scheduler {
 
     fn has_room_for(&self, sequence: &Sequence, cached: &[BlockId]) -> bool {
         let num_blocks = sequence.num_blocks_needed();
+        self.is_room_for(num_blocks, cached, usize::from(sequence.can_grow_beyond(num_blocks)))
+    }
+
+    /// Whether there are `num_blocks` blocks, of which `cached` are cached, `num_spare` more, and one for each
+    /// sequence here that may still grow.
+    fn is_room_for(&self, num_blocks: usize, cached: &[BlockId], num_spare: usize) -> bool {
         let num_revived = cached.iter().filter(|&&block| self.pool.is_unowned(block)).count();
         let present = self.running.iter().chain(self.reserved.values());
-        let num_growing = present.filter(|other| other.can_grow_beyond(other.blocks.len())).count()
-            + usize::from(sequence.can_grow_beyond(num_blocks));
-        num_blocks - cached.len() + num_revived + num_growing <= self.pool.num_available()
+        let num_growing = present.filter(|other| other.can_grow_beyond(other.blocks.len())).count();
+        num_blocks - cached.len() + num_revived + num_growing + num_spare <= self.pool.num_available()
     }
 
     /// Gives the sequence all blocks that its tokens need.

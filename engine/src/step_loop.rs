@@ -14,6 +14,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
+        atomic::Ordering,
         mpsc::{Receiver, TryRecvError},
     },
     time::Instant,
@@ -26,7 +27,7 @@ use tokio::sync::watch;
 use crate::{
     command::{Command, Reply},
     events::{EngineError, PrefillEvent, Sink},
-    handle::EngineLoad,
+    handle::{EngineLoad, Progress},
     live::LiveRequests,
     pages::PagesAhead,
     plan::Plan,
@@ -44,6 +45,8 @@ pub(crate) struct StepLoop {
     plan: Plan,
     inbox: Receiver<Command>,
     load: watch::Sender<EngineLoad>,
+    progress: Arc<Progress>,
+    token_budget: usize,
     clock: fn() -> Instant,
 }
 
@@ -62,6 +65,7 @@ enum Next {
 impl StepLoop {
     /// # Errors
     /// When there is no thread to be had.
+    #[allow(clippy::too_many_arguments)] // each is a part of the loop, given once
     pub(crate) fn new(
         executor: Box<dyn Executor>,
         speculator: Option<Speculator>,
@@ -69,6 +73,8 @@ impl StepLoop {
         live: LiveRequests,
         inbox: Receiver<Command>,
         load: watch::Sender<EngineLoad>,
+        progress: Arc<Progress>,
+        token_budget: usize,
         clock: fn() -> Instant,
     ) -> io::Result<StepLoop> {
         let vocab_size = executor.vocab_size();
@@ -82,6 +88,8 @@ impl StepLoop {
             plan: Plan::default(),
             inbox,
             load,
+            progress,
+            token_budget,
             clock,
         })
     }
@@ -137,7 +145,14 @@ impl StepLoop {
             Command::Decode { id, first, sink } => self.live.start_decode(id, first.id, sink),
             Command::Cancel(id) => self.live.cancel(id),
             Command::Release(id) => self.live.release(id),
-            // A reader that has left already does not matter.
+            // A reader that has left already does not matter: what it was to hold is released right after.
+            Command::HoldCached { id, hashes, reply } => {
+                drop(reply.send(self.live.scheduler.hold_cached(id, &hashes)));
+            }
+            Command::ReservePrefix { id, hashes, reply } => {
+                drop(reply.send(self.live.scheduler.reserve_prefix(id, &hashes)));
+            }
+            Command::CachePrefix { id, hashes } => self.live.scheduler.cache_prefix(id, &hashes),
             Command::CheckIdle(reply) => drop(reply.send(self.live.check_idle())),
             Command::Shutdown => unreachable!("`receive` takes it"),
         }
@@ -159,17 +174,27 @@ impl StepLoop {
             }
             let started = (self.clock)();
             let logits = execute(&mut *self.executor, &self.storage, &self.live, &plan)?;
+            // Before anybody hears of a token: who counts then finds it counted.
+            self.progress.num_computed.fetch_add(plan.num_tokens() as u64, Ordering::Relaxed);
             self.live.advance(&plan, logits, self.vocab_size);
             let elapsed = (self.clock)() - started;
             self.live.scheduler.observe(&plan, elapsed);
             if let Some(speculator) = &mut self.speculator {
                 speculator.observe(&plan, self.live.scheduler.step_time(), elapsed);
             }
+            self.publish_rate();
             self.publish_load();
         }
         let can_move = !plan.is_empty();
         self.plan = plan;
         Ok(can_move)
+    }
+
+    fn publish_rate(&self) {
+        if let Some(step) = self.live.scheduler.step_time() {
+            let rate = self.token_budget as f64 / step.of(self.token_budget);
+            self.progress.prefill_rate.store(rate.to_bits(), Ordering::Relaxed);
+        }
     }
 
     fn publish_load(&self) {

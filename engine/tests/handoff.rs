@@ -5,8 +5,8 @@ mod support;
 use std::sync::mpsc;
 
 use baton_engine::{
-    EngineConfig, EngineError, FinishReason, IdleError, PrefillEvent, Request, Reservation, SampledToken,
-    SamplingParams, SubmitError, testing::FakeModel,
+    CachedPrefix, EngineConfig, EngineError, FinishReason, IdleError, PrefillEvent, PrefixReservation,
+    Request, Reservation, SampledToken, SamplingParams, SubmitError, testing::FakeModel,
 };
 use support::{
     BLOCK_SIZE, TestEngine, collect, config, engine, engine_of, engine_with_hook,
@@ -268,4 +268,81 @@ async fn shutdown_ends_reservations_and_prefills() {
 fn reserve(engine: &TestEngine, request: Request) -> JoinHandle<Result<Reservation, SubmitError>> {
     let engine = engine.clone_handle();
     tokio::spawn(async move { engine.reserve(request).await })
+}
+
+/// What a transport does between a prefix that is held and one that is reserved.
+fn copy_prefix(from: &TestEngine, held: &CachedPrefix, to: &TestEngine, reservation: &PrefixReservation) {
+    let pairs = held.blocks().iter().zip(reservation.blocks()).skip(reservation.num_cached_blocks());
+    for (&source, &destination) in pairs {
+        for layer_idx in 0..from.storage().layout().num_layers {
+            // SAFETY: the source is held and complete; the destination is reserved and in no batch.
+            unsafe {
+                let bytes = from.storage().layer(source, layer_idx);
+                to.storage().layer_mut(destination, layer_idx).copy_from_slice(bytes);
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_prefix_that_another_engine_has_cached_need_not_be_computed() {
+    let (model, a) = engine(config());
+    let (_, b) = engine(config());
+    let turn = prompt(1, 18);
+    let answer = a.generate_all(request(&turn, 12)).await.tokens;
+    // The next turn begins with question and answer: only `a` has both, in 7 full blocks.
+    let next = request(&[&turn[..], &answer, &[1, 2, 3]].concat(), 6);
+    let held = a.hold_cached(&next).await.unwrap();
+    assert_eq!(held.blocks().len(), 7);
+    let num_tokens = held.blocks().len() * BLOCK_SIZE;
+    let reservation = b.reserve_prefix(&next, num_tokens).await.unwrap().expect("there is room");
+    assert_eq!((reservation.blocks().len(), reservation.num_cached_blocks()), (7, 0));
+    copy_prefix(&a, &held, &b, &reservation);
+    drop(held);
+    b.cache_prefix(reservation);
+
+    let computed = b.num_computed_tokens();
+    let output = b.generate_all(next.clone()).await;
+    assert_eq!(output.tokens, model.greedy(&next.prompt, 6));
+    assert_eq!(output.end, Ok((FinishReason::Length, num_tokens)));
+    // What is left of the prompt, and each token but the last.
+    let num_left = (next.prompt.len() - num_tokens) as u64;
+    assert_eq!(b.num_computed_tokens() - computed, num_left + 5);
+
+    // It is there now; another salt has nothing.
+    let again = b.reserve_prefix(&next, num_tokens).await.unwrap().expect("there is room");
+    assert_eq!(again.num_cached_blocks(), 7);
+    let stranger = Request { cache_salt: "other".into(), ..next };
+    assert!(a.hold_cached(&stranger).await.unwrap().blocks().is_empty());
+    drop(again);
+    a.check_whole().await;
+    b.check_whole().await;
+}
+
+#[tokio::test]
+async fn a_prefix_takes_no_block_that_somebody_here_needs_and_returns_those_of_a_fetch_that_failed() {
+    let (_, b) = engine(EngineConfig { num_blocks: 8, ..config() });
+    let (_, a) = engine(config());
+    let long = request(&prompt(3, 31), 1);
+    let reservation = b.reserve_prefix(&long, 28).await.unwrap().expect("there is room");
+    assert!(b.reserve_prefix(&request(&prompt(4, 31), 1), 28).await.unwrap().is_none(), "no room");
+    // It did not come: nothing is cached.
+    drop(reservation);
+    let reservation = b.reserve_prefix(&long, 28).await.unwrap().expect("they are back");
+    assert_eq!(reservation.num_cached_blocks(), 0);
+    drop(reservation);
+
+    // Held blocks stay while others take all the rest.
+    let turn = prompt(1, 17);
+    a.generate_all(request(&turn, 1)).await;
+    let held = a.hold_cached(&request(&turn, 1)).await.unwrap();
+    for seed in 5..40 {
+        a.generate_all(request(&prompt(seed, 30), 1)).await;
+    }
+    let again = a.hold_cached(&request(&turn, 1)).await.unwrap();
+    assert_eq!(held.blocks(), again.blocks());
+    assert_eq!(held.blocks().len(), 4);
+    drop((held, again));
+    a.check_whole().await;
+    b.check_whole().await;
 }

@@ -9,8 +9,8 @@ use baton_fuzz::{Change, pick};
 use baton_kv_cache::{BlockId, KvDtype, KvLayout};
 use baton_kv_transfer::handoff::{Limits, decode, prefill};
 use baton_kv_transfer::{
-    Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, KvFault, Piece, PieceWrite, PrefillMessage,
-    PushError, Pushed, RouteError, TransportKind,
+    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, KvFault, Piece, PieceWrite,
+    PrefillMessage, PushError, Pushed, RouteError, TransportKind,
 };
 use baton_proto::worker as proto;
 use baton_worker::convert::request_from_begin;
@@ -37,6 +37,7 @@ enum Input<'a> {
     ToDecode {
         num_blocks: u8,
         num_cached_blocks: u8,
+        is_cached: bool,
         steps: Vec<DecodeStep<'a>>,
     },
 }
@@ -51,6 +52,7 @@ enum PrefillStep<'a> {
         dtype: u8,
         block_size: Change,
         deadline_ms: Change,
+        cached_only: bool,
     },
     Grant {
         cached: Change,
@@ -65,6 +67,9 @@ enum PrefillStep<'a> {
     Time(u8),
     /// Whatever the engine or the data plane owes.
     Started,
+    Held {
+        num_blocks: u8,
+    },
     Ready {
         layers: u8,
     },
@@ -79,6 +84,7 @@ enum PrefillStep<'a> {
 enum DecodeStep<'a> {
     Bytes(&'a [u8]),
     Started,
+    Held { num_tokens: Change },
     FirstToken { id: u32, top: Vec<(u32, f32)>, cached_tokens: u32 },
     Written { generation: bool, transport: u8, pieces: Vec<(u8, u8)>, rest: bool, last: bool, bytes: Change },
     Stopped,
@@ -105,8 +111,9 @@ fuzz_target!(|input: Input<'_>| match input {
         }
     }
     Input::ToPrefill { limits, steps } => Prefill::new(limits).run(&steps),
-    Input::ToDecode { num_blocks, num_cached_blocks, steps } => {
-        Decode::new(num_blocks.into(), num_cached_blocks.into()).run(&steps);
+    Input::ToDecode { num_blocks, num_cached_blocks, is_cached, steps } => {
+        let extent = if is_cached { Extent::Cached } else { Extent::Whole };
+        Decode::new(num_blocks.into(), num_cached_blocks.into(), extent).run(&steps);
     }
 });
 
@@ -129,7 +136,7 @@ fn again(message: &DecodeMessage) {
     if !matches!(message, DecodeMessage::Begin(_)) {
         let (request, kv_format) = Default::default();
         let format = baton_kv_cache::KvFormat::new(kv_format, &LAYOUT, String::new());
-        let payload = Payload { request: &request, kv_format: &format, wire: None };
+        let payload = Payload { request: &request, kv_format: &format, wire: None, prefix_source: None };
         let said = decode_message_to_proto(message.clone(), payload);
         assert_eq!(decode_message_from_proto(said).as_ref(), Ok(message));
     }
@@ -148,6 +155,7 @@ struct Prefill {
     machine: prefill::PrefillHandoff,
     now: Instant,
     is_computing: bool,
+    is_holding: bool,
     num_layers_ready: usize,
     is_routing: bool,
     pushing: Vec<Vec<PieceWrite>>,
@@ -174,6 +182,7 @@ impl Prefill {
             ),
             now,
             is_computing: false,
+            is_holding: false,
             num_layers_ready: 0,
             is_routing: false,
             pushing: vec![],
@@ -216,6 +225,7 @@ impl Prefill {
         assert!(!self.is_closed, "nothing follows Close");
         match action {
             A::Compute => (self.is_computing, self.was_computed) = (true, true),
+            A::Hold => (self.is_holding, self.was_computed) = (true, true),
             A::Route { .. } => self.is_routing = true,
             A::Push(pieces) => {
                 assert!(!self.is_stopping);
@@ -225,6 +235,7 @@ impl Prefill {
             A::Finish(_) => self.num_finished += 1,
             A::Stop => {
                 (self.is_computing, self.is_routing, self.is_stopping) = (false, false, true);
+                self.is_holding = false;
                 self.pushing.clear();
             }
             A::Release => {
@@ -256,6 +267,7 @@ impl Prefill {
                 dtype,
                 block_size,
                 deadline_ms,
+                cached_only,
             } => {
                 let num_tokens = num_tokens.of(10).min(1000) as usize;
                 let block_size = block_size.of(LAYOUT.block_size as u64) as u32;
@@ -269,6 +281,7 @@ impl Prefill {
                     sampling: Some(proto::Sampling::default()),
                     kv_format: Some(proto::KvFormat { dtype, block_size, ..proto::KvFormat::default() }),
                     deadline_ms: deadline_ms.of(1000),
+                    cached_only: *cached_only,
                     ..proto::Begin::default()
                 }));
             }
@@ -308,6 +321,11 @@ impl Prefill {
             PrefillStep::Started if self.is_computing && self.num_layers_ready == 0 => {
                 self.num_layers_ready = 1;
                 I::Started
+            }
+            // Full blocks within the sequence, as an engine finds them.
+            PrefillStep::Held { num_blocks } if std::mem::take(&mut self.is_holding) => {
+                let num_blocks = usize::from(*num_blocks).min(self.num_blocks);
+                I::Held { blocks: (0..num_blocks as u32).map(BlockId).collect() }
             }
             // In the order of an engine: layer by layer, all blocks, once it has started.
             PrefillStep::Ready { layers } if self.is_computing && self.num_layers_ready > 0 => {
@@ -365,6 +383,7 @@ impl Prefill {
 struct Decode {
     machine: decode::DecodeHandoff,
     now: Instant,
+    extent: Extent,
     num_blocks: usize,
     num_cached_blocks: usize,
     is_reserving: bool,
@@ -377,7 +396,7 @@ struct Decode {
 }
 
 impl Decode {
-    fn new(num_blocks: usize, num_cached_blocks: usize) -> Decode {
+    fn new(num_blocks: usize, num_cached_blocks: usize, extent: Extent) -> Decode {
         let now = Instant::now();
         let begin = Begin {
             request_id: "r".into(),
@@ -388,12 +407,14 @@ impl Decode {
             num_tokens: num_blocks * LAYOUT.block_size,
             block_size: LAYOUT.block_size,
             deadline: Limits::default().total,
+            extent,
         };
         let (machine, _) =
             decode::DecodeHandoff::begin::<FirstToken>(begin, LAYOUT.num_layers, Limits::default(), now);
         Decode {
             machine,
             now,
+            extent,
             num_blocks,
             num_cached_blocks: num_cached_blocks.min(num_blocks),
             is_reserving: false,
@@ -433,7 +454,11 @@ impl Decode {
         use decode::Action as A;
         assert!(!self.is_closed || matches!(action, A::Revoke(_)), "nothing but Revoke follows Close");
         match action {
-            A::Reserve => self.is_reserving = true,
+            A::Reserve { num_tokens } => {
+                self.is_reserving = true;
+                self.num_blocks = num_tokens.div_ceil(LAYOUT.block_size);
+                self.num_cached_blocks = self.num_cached_blocks.min(self.num_blocks);
+            }
             A::FirstToken(_) => self.num_tokens += 1,
             A::Verify(pieces) => self.verifying.push(pieces.len()),
             A::Finish(result) => {
@@ -442,7 +467,8 @@ impl Decode {
                 self.is_reserving = false;
                 if result.is_ok() {
                     let num_pieces = (self.num_blocks - self.num_cached_blocks) * LAYOUT.num_layers;
-                    assert!(self.is_granted && self.num_tokens == 1);
+                    let num_tokens = usize::from(self.extent == Extent::Whole);
+                    assert!(self.is_granted && self.num_tokens == num_tokens);
                     assert_eq!(self.num_verified, num_pieces, "decodes on KV that was not verified");
                 }
             }
@@ -463,6 +489,10 @@ impl Decode {
         Some(match step {
             DecodeStep::Bytes(bytes) => received(bytes),
             DecodeStep::Started => return sent(M::Started(proto::Started {})),
+            DecodeStep::Held { num_tokens } => {
+                let num_tokens = num_tokens.of(LAYOUT.block_size as u64);
+                return sent(M::Held(proto::Held { num_tokens }));
+            }
             DecodeStep::FirstToken { id, top, cached_tokens } => {
                 let top =
                     top.iter().map(|&(token_id, logprob)| baton_proto::v1::TopLogprob { token_id, logprob });

@@ -25,7 +25,7 @@ struct Worker {
     role: u8,
     block_size: Change,
     context_length: Change,
-    load: [Change; 5],
+    load: [Change; 6],
     num_assigned: u8,
     usability: u8,
     cached: Option<Change>,
@@ -50,7 +50,7 @@ fuzz_target!(|input: Input| {
         if worker.is_excluded {
             request.excluded.push(key);
         }
-        let [num_waiting, num_running, num_free_blocks, num_total_blocks, num_queued_tokens] =
+        let [num_waiting, num_running, num_free_blocks, num_total_blocks, num_queued_tokens, speed] =
             worker.load.map(|change| change.of(4));
         // As wide as on the wire.
         let load = Load {
@@ -59,6 +59,7 @@ fuzz_target!(|input: Input| {
             num_free_blocks: num_free_blocks as u32 as usize,
             num_total_blocks: num_total_blocks as u32 as usize,
             num_queued_tokens,
+            prefill_tokens_per_second: speed,
         };
         let all = [Usability::Ready, Usability::Unreachable, Usability::BackingOff, Usability::Draining];
         let usability = *pick(&all, worker.usability);
@@ -66,7 +67,12 @@ fuzz_target!(|input: Input| {
         view.workers.push(WorkerView { record: Arc::new(record), usability, load, num_assigned });
     }
     if let Ok(plan) = PrefixAware::default().plan(&request, &view) {
-        assert!(!request.excluded.contains(&WorkerKey::of(&plan.decode)), "asks who must not be asked");
+        let may_ask = |record: &WorkerRecord| !request.excluded.contains(&WorkerKey::of(record));
+        assert!(may_ask(&plan.decode), "asks who must not be asked");
+        assert!(
+            plan.prefix_source.is_none_or(|source| may_ask(&source)),
+            "fetches from who must not be asked"
+        );
     }
 });
 

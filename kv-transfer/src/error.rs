@@ -25,6 +25,9 @@ pub enum HandoffError {
         /// What was waited for.
         state: &'static str,
     },
+    /// The other side has nothing cached of what was asked for (seen by the decode side): compute it.
+    #[error("nothing of it is cached there")]
+    NotCached,
     /// Somebody no longer wants it: nothing to do.
     #[error("cancelled: {0}")]
     Cancelled(String),
@@ -46,7 +49,9 @@ impl HandoffError {
             HandoffError::KvRejected(_) => FailureKind::KvRejected,
             HandoffError::Deadline { .. } => FailureKind::Deadline,
             HandoffError::Refused { failed, .. } => failed.kind,
-            HandoffError::DecodeLost(_) | HandoffError::Cancelled(_) => FailureKind::Internal,
+            HandoffError::DecodeLost(_) | HandoffError::NotCached | HandoffError::Cancelled(_) => {
+                FailureKind::Internal
+            }
         }
     }
 
@@ -58,6 +63,7 @@ impl HandoffError {
             HandoffError::KvRejected(_) => "kv_rejected",
             HandoffError::TransferFailed(_) => "transfer_failed",
             HandoffError::Deadline { .. } => "deadline",
+            HandoffError::NotCached => "not_cached",
             HandoffError::Cancelled(_) => "cancelled",
             HandoffError::Refused { .. } => "refused",
         }

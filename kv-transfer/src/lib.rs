@@ -1,8 +1,8 @@
 //! The handoff: its state machines, and the data plane that moves KV blocks between workers.
 //!
 //! - [`handoff`]: what the two sides say to each other, decided by two pure state machines.
-//! - [`Receiver`], on the decode worker: grants blocks to be written, verifies, revokes, fences.
-//! - [`Sender`], on the prefill worker: finds a [`Route`] to granted blocks, pushes pieces.
+//! - [`Receiver`], on the decode side: grants blocks to be written, verifies, revokes, fences.
+//! - [`Sender`], on the prefill side: finds a [`Route`] to granted blocks, pushes pieces.
 //! - Transports, best first: shared memory (`shm`), one-sided writes of a network device (`rdma`), from one CUDA device
 //!   to another (`nccl`), sockets (`tcp`). The choice is logged and counted; where a measurement knows better, the fastest is taken.
 //!
@@ -37,8 +37,8 @@ pub use checksum::checksum;
 pub use counters::{Counters, TransportCounters, TransportCounts};
 pub use error::{HandoffError, KvFault, PushError, RouteError, Side};
 pub use message::{
-    Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, Piece, PieceWrite, PrefillMessage, Source,
-    TransportKind, TransportOffer, Written,
+    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PieceWrite, PrefillMessage,
+    Source, TransportKind, TransportOffer, Written,
 };
 pub use nccl::NcclFindings;
 #[cfg(any(test, feature = "testing"))]

@@ -50,6 +50,11 @@ pub enum DecodeMessage {
 pub enum PrefillMessage<T> {
     /// The scheduler has taken the request up: set blocks aside now.
     Started,
+    /// The same of [`Extent::Cached`]: what there is of it is held.
+    Held {
+        /// Tokens at the front of the sequence that will be handed over, full blocks of the decode worker; perhaps none.
+        num_tokens: usize,
+    },
     /// Sampled.
     FirstToken(T),
     /// These pieces lie in the granted blocks.
@@ -79,6 +84,18 @@ pub struct Begin {
     pub block_size: usize,
     /// Both sides give up, and free, this long after `Begin`.
     pub deadline: Duration,
+    /// How much of the sequence is wanted.
+    pub extent: Extent,
+}
+
+/// How much of a sequence is handed over.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Extent {
+    /// All of it, computed where it must be, and the token after it.
+    #[default]
+    Whole,
+    /// The front of it that is cached already, in full blocks. Nothing is computed.
+    Cached,
 }
 
 impl Begin {

@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use baton_cluster::DiscoveryConfig;
 
-use crate::plan::PrefixAwareConfig;
+use crate::{core::Migration, plan::PrefixAwareConfig};
 
 /// A router's configuration. [`RouterConfig::new`] gives every value but the first three its default.
 #[derive(Clone, Debug)]
@@ -20,6 +20,8 @@ pub struct RouterConfig {
     pub listen: SocketAddr,
     /// The planning policy's parameters.
     pub policy: PrefixAwareConfig,
+    /// Whether running requests move between decode workers.
+    pub migration: Migration,
     /// Blocks that the prefix index remembers.
     pub prefix_index_blocks: usize,
     /// Choices (a request has one, or prompts times `n`) that run at a time; more are refused with 429.
@@ -53,6 +55,7 @@ impl RouterConfig {
             discovery,
             listen: SocketAddr::from(([127, 0, 0, 1], 8080)),
             policy: PrefixAwareConfig::default(),
+            migration: Migration::default(),
             prefix_index_blocks: 1 << 17,
             max_requests: 1024,
             max_choices: 128,

@@ -27,6 +27,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 pub use config::RouterConfig;
+pub use core::Migration;
 
 use crate::{core::Core, metrics::RouterMetrics, model::Model, workers::Workers};
 
@@ -58,6 +59,8 @@ pub async fn run_on(
     let drain = shutdown.child_token();
     let core = Core::new(config.clone(), workers.clone(), metrics, drain.clone());
     let loading = tokio::spawn(load_model(core.clone(), drain.clone()));
+    let balancing = (config.migration == Migration::Balance)
+        .then(|| tokio::spawn(core.moves.clone().balance(workers.clone(), drain.clone())));
     let readiness = grpc::Readiness::follow(core.clone());
     let routes = http::routes(core.clone(), |router| {
         grpc::mount(router, core.clone(), readiness.status(), discovery.registry())
@@ -78,6 +81,9 @@ pub async fn run_on(
     discovery.stop().await;
     drain_requests(&mut server, &core, &abort).await;
     workers.shut_down().await;
+    if let Some(balancing) = balancing {
+        balancing.await.context("balancing broke")?;
+    }
     loading.await.context("loading the tokenizer broke")?
 }
 

@@ -10,7 +10,7 @@ use prometheus_client::{
 };
 
 use crate::{
-    plan::{Prefill, Usability},
+    plan::{Plan, Usability},
     workers::Workers,
 };
 
@@ -39,6 +39,12 @@ struct Kind {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Reason {
     reason: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Migrated {
+    cause: &'static str,
+    outcome: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -71,6 +77,8 @@ pub(crate) struct RouterMetrics {
     output_tokens: Counter,
     plans: Family<Kind, Counter>,
     retries: Family<Reason, Counter>,
+    migrations: Family<Migrated, Counter>,
+    prefix_sources: Counter,
     running: Gauge,
     workers: Family<RoleState, Gauge>,
     worker_running: Family<Worker, Gauge>,
@@ -94,6 +102,8 @@ impl RouterMetrics {
             output_tokens: Counter::default(),
             plans: Family::default(),
             retries: Family::default(),
+            migrations: Family::default(),
+            prefix_sources: Counter::default(),
             running: Gauge::default(),
             workers: Family::default(),
             worker_running: Family::default(),
@@ -132,6 +142,16 @@ impl RouterMetrics {
             registry.register("output_tokens", "Tokens generated", this.output_tokens.clone());
             registry.register("plans", "Plans made, by where the prompt is computed", this.plans.clone());
             registry.register("attempt_failures", "Attempts that failed, by reason", this.retries.clone());
+            registry.register(
+                "migrations",
+                "Running requests that were to go to another decode worker, by why and by what came of it",
+                this.migrations.clone(),
+            );
+            registry.register(
+                "prefix_sources",
+                "Plans that name a worker to fetch a cached prefix from",
+                this.prefix_sources.clone(),
+            );
             registry.register("requests_running", "Generations that run now", this.running.clone());
             registry.register("workers", "Workers, by role and state", this.workers.clone());
             registry.register(
@@ -194,8 +214,14 @@ impl RouterMetrics {
         self.itl.observe(after.as_secs_f64());
     }
 
-    pub(crate) fn on_plan(&self, prefill: &Prefill) {
-        self.plans.get_or_create(&Kind { prefill: prefill.name() }).inc();
+    pub(crate) fn on_plan(&self, plan: &Plan) {
+        self.plans.get_or_create(&Kind { prefill: plan.prefill.name() }).inc();
+        self.prefix_sources.inc_by(u64::from(plan.prefix_source.is_some()));
+    }
+
+    /// "moved", "nowhere", or why the new attempt failed.
+    pub(crate) fn on_migration(&self, cause: &'static str, outcome: &'static str) {
+        self.migrations.get_or_create(&Migrated { cause, outcome }).inc();
     }
 
     pub(crate) fn on_failed_attempt(&self, reason: &'static str) {

@@ -318,5 +318,6 @@ fn load(load: &v1::Load) -> Load {
         num_free_blocks: load.num_free_blocks as usize,
         num_total_blocks: load.num_total_blocks as usize,
         num_queued_tokens: load.num_queued_tokens,
+        prefill_tokens_per_second: load.prefill_tokens_per_second,
     }
 }

@@ -64,9 +64,9 @@ pub struct WorkerConfig {
     pub discovery: DiscoveryConfig,
     /// How KV may travel, best first.
     pub transports: Vec<TransportKind>,
-    /// Where a decode worker receives KV over TCP; port 0 takes a free one.
+    /// Where KV is received over TCP; port 0 takes a free one.
     pub data_listen: SocketAddr,
-    /// Where a decode worker listens for the control connections of rdma; port 0 takes a free one. `None`: a free port
+    /// Where the control connections of rdma are listened for; port 0 takes a free one. `None`: a free port
     /// of [`data_listen`](Self::data_listen)'s address, which is advertised for both.
     pub rdma_listen: Option<SocketAddr>,
     /// NIXL's C library, or its folder. `None`: where the system finds it.
@@ -81,7 +81,9 @@ pub struct WorkerConfig {
     pub shm_dir: Option<PathBuf>,
     /// Time within which a handoff must end.
     pub handoff_deadline: Duration,
-    /// Time that running requests get to finish when the worker is told to leave.
+    /// Time within which a cached prefix must have come from another worker. `None`: about what computing it would take.
+    pub fetch_deadline: Option<Duration>,
+    /// Time that running requests get to move or finish when the worker is told to leave.
     pub drain_timeout: Duration,
 }
 
@@ -233,6 +235,7 @@ impl WorkerConfig {
             data_host: None,
             shm_dir: None,
             handoff_deadline: Duration::from_secs(60),
+            fetch_deadline: None,
             drain_timeout: Duration::from_secs(30),
         }
     }

@@ -180,6 +180,11 @@ pub fn finished_event(reason: FinishReason) -> proto::GenerateEvent {
     event(proto::generate_event::Event::Finished(proto::Finished { reason: reason.into() }))
 }
 
+/// The worker is about to leave.
+pub fn leaving_event() -> proto::GenerateEvent {
+    event(proto::generate_event::Event::Leaving(proto::Leaving {}))
+}
+
 /// A bad end.
 pub fn failed_event(failed: &Failed) -> proto::GenerateEvent {
     event(proto::generate_event::Event::Failed(failed_to_proto(failed)))

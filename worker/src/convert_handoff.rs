@@ -8,7 +8,8 @@ use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_engine::{Request, SampledToken};
 use baton_kv_cache::{BlockId, KvFormat, WireFormat};
 use baton_kv_transfer::{
-    Begin, DecodeMessage, Generation, Grant, Piece, PrefillMessage, TransportKind, TransportOffer, Written,
+    Begin, DecodeMessage, Extent, Generation, Grant, Piece, PrefillMessage, TransportKind, TransportOffer,
+    Written,
 };
 use baton_proto::{v1, worker as proto};
 use proto::{decode_message, prefill_message, transport_offer};
@@ -38,6 +39,8 @@ pub struct Payload<'a> {
     pub kv_format: &'a KvFormat,
     /// How KV shall travel; `None`: as the prefill worker likes.
     pub wire: Option<WireFormat>,
+    /// Who is believed to have more of it cached than the prefill worker.
+    pub prefix_source: Option<&'a proto::PrefillPeer>,
 }
 
 /// For the wire; `payload` is used by `Begin` alone.
@@ -73,7 +76,7 @@ pub fn grant_from_proto(grant: proto::Grant) -> Grant {
 }
 
 fn begin_to_proto(begin: Begin, payload: Payload<'_>) -> proto::Begin {
-    let Payload { request, kv_format, wire } = payload;
+    let Payload { request, kv_format, wire, prefix_source } = payload;
     proto::Begin {
         request_id: begin.request_id,
         attempt: begin.attempt,
@@ -87,6 +90,8 @@ fn begin_to_proto(begin: Begin, payload: Payload<'_>) -> proto::Begin {
         cache_salt: request.cache_salt.clone(),
         deadline_ms: u64::try_from(begin.deadline.as_millis()).unwrap_or(u64::MAX),
         wire_format: wire.map_or(ANY_WIRE_FORMAT, WireFormat::name).to_owned(),
+        cached_only: begin.extent == Extent::Cached,
+        prefix_source: prefix_source.cloned(),
     }
 }
 
@@ -147,6 +152,7 @@ pub fn begin_from_proto(message: &proto::Begin) -> Result<(Begin, KvFormat), Wir
         num_tokens: message.token_ids.len(),
         block_size: format.block_size,
         deadline: Duration::from_millis(message.deadline_ms),
+        extent: if message.cached_only { Extent::Cached } else { Extent::Whole },
     };
     Ok((begin, format))
 }
@@ -174,6 +180,7 @@ pub fn prefill_message_to_proto(message: PrefillMessage<FirstToken>) -> proto::P
     use prefill_message::Message;
     let message = match message {
         PrefillMessage::Started => Message::Started(proto::Started {}),
+        PrefillMessage::Held { num_tokens } => Message::Held(proto::Held { num_tokens: num_tokens as u64 }),
         PrefillMessage::FirstToken(first) => Message::FirstToken(proto::FirstToken {
             token: Some(token_to_proto(&first.token)),
             cached_tokens: u32::try_from(first.cached_tokens).unwrap_or(u32::MAX),
@@ -209,6 +216,9 @@ pub fn prefill_message_from_proto(
     use prefill_message::Message;
     Ok(match message.message.ok_or(WireError::Missing("message"))? {
         Message::Started(proto::Started {}) => PrefillMessage::Started,
+        Message::Held(held) => {
+            PrefillMessage::Held { num_tokens: usize::try_from(held.num_tokens).unwrap_or(usize::MAX) }
+        }
         Message::FirstToken(first) => PrefillMessage::FirstToken(FirstToken {
             token: token_from_proto(first.token.ok_or(WireError::Missing("token"))?),
             cached_tokens: first.cached_tokens as usize,
@@ -289,7 +299,7 @@ mod tests {
     fn what_d_says_arrives() {
         let request = Request { id: "r".into(), prompt: vec![1; 9], output: vec![2], ..Request::default() };
         let kv_format = KvFormat::new("rev".into(), &layout(), "theta".into());
-        let payload = Payload { request: &request, kv_format: &kv_format, wire: None };
+        let payload = Payload { request: &request, kv_format: &kv_format, wire: None, prefix_source: None };
         let begin = Begin {
             request_id: "r".into(),
             attempt: 2,
@@ -299,10 +309,19 @@ mod tests {
             num_tokens: 10,
             block_size: 4,
             deadline: Duration::from_millis(1500),
+            extent: Extent::Whole,
         };
         let wire = decode_message_to_proto(DecodeMessage::Begin(begin.clone()), payload);
         let Some(decode_message::Message::Begin(wire)) = wire.message else { panic!("{wire:?}") };
         assert_eq!(begin_from_proto(&wire), Ok((begin.clone(), kv_format.clone())));
+        let source =
+            proto::PrefillPeer { worker_id: "d1".into(), incarnation: 3, address: "http://h".into() };
+        let cached = begin_to_proto(
+            Begin { extent: Extent::Cached, ..begin.clone() },
+            Payload { prefix_source: Some(&source), ..payload },
+        );
+        assert_eq!(cached.prefix_source, Some(source));
+        assert_eq!(begin_from_proto(&cached).map(|(begin, _)| begin.extent), Ok(Extent::Cached));
         for wire in [None, Some(WireFormat::AsIs), Some(WireFormat::Int4)] {
             let wire_format = begin_to_proto(begin.clone(), Payload { wire, ..payload }).wire_format;
             assert_eq!(wire_from_begin(&proto::Begin { wire_format, ..proto::Begin::default() }), wire);
@@ -340,6 +359,7 @@ mod tests {
     fn what_p_says_arrives() {
         let messages = [
             PrefillMessage::Started,
+            PrefillMessage::Held { num_tokens: 48 },
             PrefillMessage::FirstToken(FirstToken {
                 token: SampledToken { id: 3, logprobs: None },
                 cached_tokens: 16,

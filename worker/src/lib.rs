@@ -2,14 +2,17 @@
 //! the conversions between the protocol and the engine.
 //!
 //! In reading order: [`run()`] is the life of a worker, [`Worker`] what its services see, [`Lifecycle`]
-//! where it stands. A role adds one gRPC service ([`RoleService`]).
+//! where it stands, [`handoff`] how it takes KV from other workers and gives it. A role adds what only it serves
+//! ([`RoleService`]).
 //!
-//! This crate does not know what a handoff looks like from either side, nor how requests are planned.
+//! This crate does not know how requests are planned, nor who owns them.
 #![forbid(unsafe_code)]
 
 mod config;
 pub mod convert;
 pub mod convert_handoff;
+mod data_plane;
+pub mod handoff;
 pub mod handoff_stream;
 mod lifecycle;
 mod load;
@@ -24,10 +27,11 @@ pub use baton_kv_transfer::{TransportKind, finds_rdma};
 pub use config::{
     ConfigError, DrafterConfig, KvMemory, ThreadPinning, WorkerConfig, name_of, private_runtime_dir,
 };
+pub use data_plane::{DataPlane, Direction};
 pub use lifecycle::{Lifecycle, Phase};
 pub use load::Model;
 pub use metrics::{Plan, WorkerMetrics};
 pub use run::{RoleService, run, serve, service_name};
 pub use scratch::MAX_SCRATCH_BLOCKS;
 pub use server::{KEEP_ALIVE_INTERVAL, KEEP_ALIVE_TIMEOUT, MAX_MESSAGE_BYTES};
-pub use worker::{Direction, ReadCounts, Worker};
+pub use worker::Worker;

@@ -95,6 +95,11 @@ impl Lifecycle {
         self.inner.drain.cancelled().await;
     }
 
+    /// Cancelled when draining begins.
+    pub fn drain_signal(&self) -> CancellationToken {
+        self.inner.drain.clone()
+    }
+
     /// Ends what still runs: the time for draining is over.
     pub(crate) fn halt(&self) {
         self.drain();

@@ -14,7 +14,7 @@ use prometheus_client::{
     },
 };
 
-use crate::worker::DataPlane;
+use crate::data_plane::{DataPlane, Direction};
 
 /// Counters and histograms that services feed.
 #[derive(Clone, Debug)]
@@ -25,6 +25,9 @@ pub struct WorkerMetrics {
     /// Of a committed handoff's seconds, those after the first token: transfer that was not hidden
     /// behind the computation.
     pub exposed_seconds: Histogram,
+    prefix_fetches: Family<Outcome, Counter>,
+    prefix_fetched_tokens: Counter,
+    prefixes_given: Family<Outcome, Counter>,
     /// Output tokens sent to routers.
     pub output_tokens: Counter,
     /// Prompt tokens of requests taken.
@@ -53,6 +56,9 @@ impl WorkerMetrics {
             handoffs: Family::default(),
             handoff_seconds: seconds(),
             exposed_seconds: seconds(),
+            prefix_fetches: Family::default(),
+            prefix_fetched_tokens: Counter::default(),
+            prefixes_given: Family::default(),
             output_tokens: Counter::default(),
             prompt_tokens: Counter::default(),
             requests: Family::default(),
@@ -69,6 +75,21 @@ impl WorkerMetrics {
                 "Seconds of committed handoffs that no computation hid",
                 ours.exposed_seconds.clone(),
             );
+            registry.register(
+                "baton_prefix_fetches",
+                "Cached prefixes asked for at other workers, by what came of it",
+                ours.prefix_fetches.clone(),
+            );
+            registry.register(
+                "baton_prefix_fetched_tokens",
+                "Tokens whose KV another worker had cached, and gave",
+                ours.prefix_fetched_tokens.clone(),
+            );
+            registry.register(
+                "baton_prefixes_given",
+                "Cached prefixes that other workers asked for, by what came of it",
+                ours.prefixes_given.clone(),
+            );
             registry.register("baton_output_tokens", "Output tokens", ours.output_tokens.clone());
             registry.register("baton_prompt_tokens", "Prompt tokens taken", ours.prompt_tokens.clone());
             registry.register("baton_requests", "Requests taken, by plan", ours.requests.clone());
@@ -80,6 +101,17 @@ impl WorkerMetrics {
     /// A handoff ended; "committed" or the error's label.
     pub fn handoff_ended(&self, outcome: &'static str) {
         self.handoffs.get_or_create(&Outcome { outcome }).inc();
+    }
+
+    /// A prefix was fetched, so many tokens of it ("fetched"), or was not: the error's label.
+    pub fn prefix_fetched(&self, outcome: &'static str, num_tokens: usize) {
+        self.prefix_fetches.get_or_create(&Outcome { outcome }).inc();
+        self.prefix_fetched_tokens.inc_by(num_tokens as u64);
+    }
+
+    /// A handoff of what is cached here ended; "committed" or the error's label.
+    pub fn prefix_given(&self, outcome: &'static str) {
+        self.prefixes_given.get_or_create(&Outcome { outcome }).inc();
     }
 
     /// A request was taken.
@@ -132,6 +164,14 @@ impl Collector for State {
             let metric = encoder.encode_descriptor(name, help, None, gauge.metric_type())?;
             gauge.encode(metric)?;
         }
+        let computed = ConstCounter::new(self.engine.num_computed_tokens());
+        let metric = encoder.encode_descriptor(
+            "baton_engine_computed_tokens",
+            "Tokens whose KV was computed, drafts included",
+            None,
+            computed.metric_type(),
+        )?;
+        computed.encode(metric)?;
         if let Some((drafter, counts)) = self.engine.drafts() {
             for (name, help, count) in [
                 ("baton_drafted_tokens", "Tokens drafted and verified", counts.drafted),
@@ -142,13 +182,14 @@ impl Collector for State {
                 counter.encode(family.encode_family(&[("drafter", drafter)])?)?;
             }
         }
-        let Some((direction, counts)) = self.data_plane.get() else { return Ok(()) };
         for (name, help, read) in COUNTS {
             let metric_type = ConstCounter::new(0_u64).metric_type();
             let mut family = encoder.encode_descriptor(name, help, None, metric_type)?;
-            for kind in TransportKind::ALL {
+            for (kind, direction) in
+                TransportKind::ALL.into_iter().flat_map(|kind| Direction::ALL.map(|d| (kind, d)))
+            {
                 let labels = [("transport", kind.name()), ("direction", direction.name())];
-                let counter = ConstCounter::new(read(&counts(kind)));
+                let counter = ConstCounter::new(read(&self.data_plane.read(direction, kind)));
                 counter.encode(family.encode_family(&labels)?)?;
             }
         }

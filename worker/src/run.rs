@@ -1,7 +1,6 @@
 //! The life of a worker: listen, load, start, register, serve, drain, end.
 
 use std::{
-    pin::Pin,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -10,7 +9,7 @@ use anyhow::Context;
 use baton_cluster::{Capacity, Registration, RegistrationState, Role, WorkerRecord, register};
 use baton_engine::{EngineConfig, EngineHandle, EngineThread, Speculation};
 use baton_kv_cache::KvFormat;
-use baton_proto::worker::worker_server::WorkerServer;
+use baton_proto::worker::{prefill_server::PrefillServer, worker_server::WorkerServer};
 use baton_telemetry::Metrics;
 use tokio::{net::TcpListener, time::timeout};
 use tokio_util::sync::CancellationToken;
@@ -18,12 +17,14 @@ use tonic::service::Routes;
 
 use crate::{
     config::WorkerConfig,
+    data_plane::DataPlane,
+    handoff::{peers::Peers, service::PrefillService},
     lifecycle::Lifecycle,
     load::{self, Model},
     metrics::WorkerMetrics,
-    server::Server,
+    server::{MAX_MESSAGE_BYTES, Server},
     service::WorkerService,
-    worker::{DataPlane, Worker},
+    worker::Worker,
 };
 
 /// A step with more tokens than this is bound by arithmetic on a processor: its kernels read weights once for
@@ -35,12 +36,10 @@ const HALT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What makes a worker a prefill or a decode worker.
 pub struct RoleService {
-    /// Its gRPC service.
+    /// What it serves beside what every worker does.
     pub routes: Routes,
-    /// The service's full name, for `grpc.health.v1`.
+    /// The full name of the service that stands for it, for `grpc.health.v1`.
     pub name: &'static str,
-    /// Ends what it started; called when nothing runs or is served any more.
-    pub stop: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
 impl std::fmt::Debug for RoleService {
@@ -109,12 +108,17 @@ where
 {
     let record = describe(&config, &model, &server)?;
     let (engine, thread) = start_engine(&config, model, &record)?;
-    let data_plane = DataPlane::default();
+    let data_plane = DataPlane::start(&config, &record, &engine)?;
     let metrics = WorkerMetrics::register(&metrics, &engine, data_plane.clone());
     let drain_timeout = config.drain_timeout;
-    let worker = Arc::new(Worker { config, record, engine, lifecycle, metrics, data_plane });
+    let peers = Peers::default();
+    let worker = Arc::new(Worker { config, record, engine, lifecycle, metrics, data_plane, peers });
     let role = role(&worker)?;
-    server.mount(role.routes.add_service(WorkerServer::new(WorkerService { worker: worker.clone() })));
+    let handoffs = PrefillServer::new(PrefillService::new(worker.clone()))
+        .max_decoding_message_size(MAX_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_MESSAGE_BYTES);
+    let control = WorkerServer::new(WorkerService { worker: worker.clone() });
+    server.mount(role.routes.add_service(handoffs).add_service(control));
     tracing::info!(
         worker = %worker.id(),
         role = %worker.record.role,
@@ -137,7 +141,8 @@ where
     worker.engine.shutdown();
     let ended = tokio::task::spawn_blocking(|| thread.join()).await.context("the engine thread")?;
     server.close().await;
-    role.stop.await;
+    // Listeners and threads end with the last clone of the data plane, which waits for them.
+    let _ = tokio::task::spawn_blocking(|| drop(worker)).await;
     ended.context("the engine broke")
 }
 

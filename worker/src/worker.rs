@@ -1,39 +1,18 @@
 //! A running worker, as its services see it.
 
-use std::sync::{Arc, OnceLock};
-
 use baton_cluster::{WorkerId, WorkerRecord};
 use baton_engine::EngineHandle;
 use baton_kv_cache::KvFormat;
-use baton_kv_transfer::{TransportCounts, TransportKind};
+use baton_kv_transfer::TransportKind;
 use baton_proto::v1;
 
-use crate::{config::WorkerConfig, lifecycle::Lifecycle, metrics::WorkerMetrics};
-
-/// Which way KV moves through a worker's data plane.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
-    /// Out of a prefill worker.
-    Sent,
-    /// Into a decode worker.
-    Received,
-}
-
-impl Direction {
-    /// "sent" or "received".
-    pub fn name(self) -> &'static str {
-        match self {
-            Direction::Sent => "sent",
-            Direction::Received => "received",
-        }
-    }
-}
-
-/// Reads the counters of a data plane.
-pub type ReadCounts = Box<dyn Fn(TransportKind) -> TransportCounts + Send + Sync>;
-
-/// The data plane's counters, once there is one.
-pub(crate) type DataPlane = Arc<OnceLock<(Direction, ReadCounts)>>;
+use crate::{
+    config::WorkerConfig,
+    data_plane::{DataPlane, Direction},
+    handoff::peers::Peers,
+    lifecycle::Lifecycle,
+    metrics::WorkerMetrics,
+};
 
 /// What the services of one worker share.
 pub struct Worker {
@@ -43,6 +22,7 @@ pub struct Worker {
     pub(crate) lifecycle: Lifecycle,
     pub(crate) metrics: WorkerMetrics,
     pub(crate) data_plane: DataPlane,
+    pub(crate) peers: Peers,
 }
 
 impl std::fmt::Debug for Worker {
@@ -92,21 +72,23 @@ impl Worker {
         &self.metrics
     }
 
-    /// Makes the data plane's counters part of metrics and load reports. Called once, by the role.
-    pub fn set_data_plane(&self, direction: Direction, read: ReadCounts) {
-        assert!(self.data_plane.set((direction, read)).is_ok(), "a worker has one data plane");
+    /// What KV comes and goes through.
+    pub fn data_plane(&self) -> &DataPlane {
+        &self.data_plane
+    }
+
+    /// Connections to other workers.
+    pub fn peers(&self) -> &Peers {
+        &self.peers
     }
 
     /// How busy it is.
     pub fn load(&self) -> v1::Load {
         let load = *self.engine.load().borrow();
         let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-        let handoff_bytes = self.data_plane.get().map(|(_, read)| {
-            let bytes = |kind: TransportKind| v1::TransportBytes {
-                transport: kind.name().to_owned(),
-                bytes: read(kind).bytes,
-            };
-            TransportKind::ALL.map(bytes).into()
+        let handoff_bytes = TransportKind::ALL.map(|kind| v1::TransportBytes {
+            transport: kind.name().to_owned(),
+            bytes: Direction::ALL.map(|direction| self.data_plane.read(direction, kind).bytes).iter().sum(),
         });
         v1::Load {
             num_waiting: count(load.num_waiting),
@@ -115,7 +97,8 @@ impl Worker {
             num_total_blocks: count(load.num_total_blocks),
             num_queued_tokens: load.num_queued_tokens as u64,
             draining: self.lifecycle.is_draining(),
-            handoff_bytes: handoff_bytes.unwrap_or_default(),
+            handoff_bytes: handoff_bytes.into(),
+            prefill_tokens_per_second: self.engine.prefill_rate().unwrap_or(0.0) as u64,
         }
     }
 }

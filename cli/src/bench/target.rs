@@ -251,7 +251,7 @@ impl WorkerTarget {
                     let kind = failed.kind().as_str_name();
                     return Err(RequestError::Server(format!("{kind}: {}", failed.message)));
                 }
-                None => {}
+                Some(Event::Leaving(_)) | None => {}
             }
         }
         if answer.finished.is_none() {

@@ -98,6 +98,8 @@ impl Builder {
         // Prompts come in several chunks.
         config.token_budget = 24;
         config.shm_dir = Some(dir.path().join("shm"));
+        // However slow this machine is.
+        config.fetch_deadline = Some(PATIENCE);
         Builder {
             config,
             model: FakeModel::new(BLOCK_SIZE),
@@ -107,6 +109,11 @@ impl Builder {
             rope: "none".into(),
             dir,
         }
+    }
+
+    /// One more of its kind.
+    pub(crate) fn named(self, id: &str) -> Builder {
+        self.with(|config| config.id = id.into())
     }
 
     pub(crate) fn with(mut self, change: impl FnOnce(&mut WorkerConfig)) -> Builder {
@@ -357,6 +364,7 @@ pub(crate) async fn read(events: &mut Streaming<GenerateEvent>) -> Result<Answer
                 tokens.push(token.id);
                 continue;
             }
+            Event::Leaving(_) => continue,
             Event::Finished(_) => End::Finished { cached_tokens },
             Event::Failed(failed) => End::Failed(failed.kind(), failed.message),
         };

@@ -9,6 +9,7 @@ mod gate;
 mod harness;
 mod leaving;
 mod matrix;
+mod prefix;
 mod serving;
 mod sides;
 mod speculation;

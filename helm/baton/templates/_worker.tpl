@@ -69,17 +69,13 @@ spec:
             - --id=$(POD_NAME)
             - --listen=0.0.0.0:8090
             - --advertise=http://$(POD_IP):8090
-            {{- if eq .role "decode" }}
             - --data-listen=0.0.0.0:8091
             - --data-host=$(POD_IP)
-            {{- end }}
             # Pods share no memory.
             {{- if $root.Values.rdma.enabled }}
             - --transports=rdma,tcp
             - --nixl={{ $root.Values.rdma.nixl.path }}
-            {{- if eq .role "decode" }}
             - --rdma-listen=0.0.0.0:8092
-            {{- end }}
             {{- else }}
             - --transports=tcp
             {{- end }}
@@ -124,13 +120,11 @@ spec:
           ports:
             - name: grpc
               containerPort: 8090
-            {{- if eq .role "decode" }}
             - name: data
               containerPort: 8091
             {{- if $root.Values.rdma.enabled }}
             - name: rdma
               containerPort: 8092
-            {{- end }}
             {{- end }}
           # It listens before it loads the model, so a short start-up time does; loading shows in readiness.
           startupProbe:

@@ -15,6 +15,9 @@
 //!
 //! A stream that closes when everything has been said ends nothing: what is left is this side's to verify.
 //!
+//! Of [`Extent::Cached`] `Held` is said for `Started`, and no token comes. Then the blocks that are reserved are those
+//! of the tokens that the peer holds.
+//!
 //! The machine does not wait for fences: `Revoke` hands the blocks to the data plane, which gives
 //! them back when no writer can reach them. `Stopping` only keeps the stream open a little, so that
 //! the peer can say `Stopped` and the data plane is told.
@@ -28,7 +31,8 @@ use super::{
 use crate::{
     error::{HandoffError, KvFault, Side},
     message::{
-        Begin, DecodeMessage, Failed, Generation, Grant, Piece, PrefillMessage, TransportKind, Written,
+        Begin, DecodeMessage, Extent, Failed, Generation, Grant, Piece, PrefillMessage, TransportKind,
+        Written,
     },
 };
 
@@ -62,9 +66,12 @@ pub enum Input<T> {
 pub enum Action<T> {
     /// Send to the prefill worker.
     Send(DecodeMessage),
-    /// Wait for free blocks, make a grant of them, answer [`Input::Granted`]. Give up at `Finish`.
-    Reserve,
-    /// Pass the first token on. Before `Finish(Ok)`, once.
+    /// Set blocks aside for so many tokens, make a grant of them, answer [`Input::Granted`]. Give up at `Finish`.
+    Reserve {
+        /// Of the sequence, from its front.
+        num_tokens: usize,
+    },
+    /// Pass the first token on. Before `Finish(Ok)`, once, if the whole sequence is handed over.
     FirstToken(T),
     /// Compare checksums with the blocks' memory, answer [`Input::Verified`].
     Verify(Vec<Piece>),
@@ -72,7 +79,7 @@ pub enum Action<T> {
     Revoke(Generation),
     /// The peer says that it writes no more: tell the data plane.
     WriterStopped(Generation),
-    /// The outcome, once. When good, take the blocks out of the grant and decode.
+    /// The outcome, once. When good, take the blocks out of the grant, and decode or cache them.
     Finish(Result<Committed, HandoffError>),
     /// Drop the stream. Nothing more will come out but `Revoke` for a late `Granted`.
     Close,
@@ -103,7 +110,9 @@ enum State {
 #[cfg_attr(test, derive(Clone))]
 pub struct DecodeHandoff {
     state: State,
-    num_blocks: usize,
+    extent: Extent,
+    num_tokens: usize,
+    block_size: usize,
     num_layers: usize,
     limits: Limits,
     total: Instant,
@@ -137,7 +146,9 @@ impl DecodeHandoff {
     ) -> (DecodeHandoff, Vec<Action<T>>) {
         let handoff = DecodeHandoff {
             state: State::Queued,
-            num_blocks: begin.num_blocks(),
+            extent: begin.extent,
+            num_tokens: begin.num_tokens,
+            block_size: begin.block_size,
             num_layers,
             limits,
             total: now + begin.deadline,
@@ -190,11 +201,24 @@ impl DecodeHandoff {
     ) -> Result<(), (HandoffError, Peer)> {
         use PrefillMessage as M;
         match input {
-            Input::Message(M::Started) if self.state == State::Queued => {
-                self.state = State::Reserving;
-                actions.push(Action::Reserve);
+            Input::Message(M::Started) if self.state == State::Queued && self.extent == Extent::Whole => {
+                self.reserve(actions);
             }
-            Input::Message(M::FirstToken(token)) if self.state != State::Queued && !self.has_first_token => {
+            Input::Message(M::Held { num_tokens })
+                if self.state == State::Queued
+                    && self.extent == Extent::Cached
+                    && num_tokens <= self.num_tokens
+                    && num_tokens.is_multiple_of(self.block_size) =>
+            {
+                if num_tokens == 0 {
+                    return Err((HandoffError::NotCached, Peer::Listens));
+                }
+                self.num_tokens = num_tokens;
+                self.reserve(actions);
+            }
+            Input::Message(M::FirstToken(token))
+                if self.state != State::Queued && self.extent == Extent::Whole && !self.has_first_token =>
+            {
                 self.has_first_token = true;
                 self.progress(now);
                 actions.push(Action::FirstToken(token));
@@ -238,21 +262,25 @@ impl DecodeHandoff {
         Ok(())
     }
 
+    fn reserve<T>(&mut self, actions: &mut Vec<Action<T>>) {
+        self.state = State::Reserving;
+        actions.push(Action::Reserve { num_tokens: self.num_tokens });
+    }
+
     fn grant<T>(
         &mut self,
         grant: Grant,
         now: Instant,
         actions: &mut Vec<Action<T>>,
     ) -> Result<(), (HandoffError, Peer)> {
-        if self.state != State::Reserving
-            || grant.num_cached_blocks + grant.block_ids.len() != self.num_blocks
-        {
+        let num_blocks = self.num_tokens.div_ceil(self.block_size);
+        if self.state != State::Reserving || grant.num_cached_blocks + grant.block_ids.len() != num_blocks {
             actions.push(Action::Revoke(grant.generation));
             let what = format!(
                 "grant of {} + {} blocks for a sequence of {}, while {}",
                 grant.num_cached_blocks,
                 grant.block_ids.len(),
-                self.num_blocks,
+                num_blocks,
                 self.state.doing()
             );
             let failed = Failed::new(crate::message::FailureKind::Internal, what);
@@ -300,7 +328,8 @@ impl DecodeHandoff {
 
     /// Whether the peer has nothing more to say.
     fn has_heard_all(&self) -> bool {
-        self.has_first_token && self.transfer.as_ref().is_some_and(|transfer| transfer.last)
+        let has_token = self.has_first_token || self.extent == Extent::Cached;
+        has_token && self.transfer.as_ref().is_some_and(|transfer| transfer.last)
     }
 
     fn try_commit<T>(&mut self, actions: &mut Vec<Action<T>>) {
@@ -391,6 +420,7 @@ impl State {
 fn name<T>(message: &PrefillMessage<T>) -> &'static str {
     match message {
         PrefillMessage::Started => "Started",
+        PrefillMessage::Held { .. } => "Held",
         PrefillMessage::FirstToken(_) => "FirstToken",
         PrefillMessage::Written(_) => "Written",
         PrefillMessage::Stopped => "Stopped",

@@ -10,8 +10,8 @@ use super::{
     decode::{Action, DecodeHandoff, Input},
 };
 use crate::message::{
-    Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, TransportKind,
-    Written,
+    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage,
+    TransportKind, Written,
 };
 use crate::{HandoffError, KvFault};
 
@@ -19,6 +19,10 @@ const LIMITS: Limits =
     Limits { total: Duration::from_secs(100), stall: Duration::from_secs(30), stop: Duration::from_secs(10) };
 
 fn check(script: &str) {
+    check_of(Extent::Whole, script);
+}
+
+fn check_of(extent: Extent, script: &str) {
     let mut now = Instant::now();
     let begin = Begin {
         request_id: "r".into(),
@@ -26,9 +30,10 @@ fn check(script: &str) {
         prefill_incarnation: 7,
         decode_worker_id: "d".into(),
         decode_incarnation: 8,
-        num_tokens: 11,
+        num_tokens: if extent == Extent::Whole { 11 } else { 12 },
         block_size: 4,
         deadline: LIMITS.total,
+        extent,
     };
     let (mut handoff, actions) = DecodeHandoff::begin::<u32>(begin, 2, LIMITS, now);
     assert_eq!(show(&actions), "send Begin");
@@ -45,6 +50,10 @@ fn parse(input: &str, now: &mut Instant) -> Input<u32> {
     let mut words = input.split_whitespace();
     let message = match words.next().expect("an input") {
         "Started" => PrefillMessage::Started,
+        "Held" => {
+            let num_tokens = words.next().and_then(|n| n.parse().ok()).expect("a number");
+            PrefillMessage::Held { num_tokens }
+        }
         "FirstToken" => PrefillMessage::FirstToken(5),
         "Written" => {
             let mut written = Written {
@@ -72,6 +81,7 @@ fn parse(input: &str, now: &mut Instant) -> Input<u32> {
         "Stopped" => PrefillMessage::Stopped,
         "Failed" => PrefillMessage::Failed(Failed::new(FailureKind::Full, "full")),
         "granted" => return Input::Granted(grant(2)),
+        "granted-nothing" => return Input::Granted(grant(0)),
         "granted-too-few" => return Input::Granted(grant(1)),
         "no-blocks" => return Input::ReserveFailed(Failed::new(FailureKind::Draining, "draining")),
         "verified" => {
@@ -119,7 +129,8 @@ fn show_one(action: &Action<u32>) -> String {
         Action::Send(DecodeMessage::Grant(_)) => "send Grant".into(),
         Action::Send(DecodeMessage::Commit { .. }) => "send Commit".into(),
         Action::Send(DecodeMessage::Cancel { .. }) => "send Cancel".into(),
-        Action::Reserve => "reserve".into(),
+        Action::Reserve { num_tokens: 11 } => "reserve".into(),
+        Action::Reserve { num_tokens } => format!("reserve {num_tokens}"),
         Action::FirstToken(token) => format!("first token {token}"),
         Action::Verify(pieces) => {
             let pieces: Vec<_> = pieces.iter().map(|p| format!("{}/{}", p.block_idx, p.layer_idx)).collect();
@@ -369,5 +380,51 @@ fn every_state_has_a_deadline() {
          granted     => send Grant
          after 30    => revoke, send Cancel, finish deadline
          Stopped     => writer stopped, close",
+    );
+}
+
+#[test]
+fn of_what_is_cached_as_much_is_reserved_as_the_peer_holds_and_no_token_is_waited_for() {
+    check_of(
+        Extent::Cached,
+        "Held 8              => reserve 8
+         granted-too-few     => send Grant
+         Written 0/0 0/1 last => verify 0/0 0/1
+         verified 2          => send Commit, finish with 20 bytes, close",
+    );
+    // What was missing has come meanwhile, by another way.
+    check_of(
+        Extent::Cached,
+        "Held 4              => reserve 4
+         granted-nothing     => send Grant
+         Written last        => send Commit, finish with 0 bytes, close",
+    );
+}
+
+#[test]
+fn of_what_is_not_cached_the_peer_is_told() {
+    check_of(
+        Extent::Cached,
+        "Held 0   => send Cancel, finish not_cached
+         Stopped  => close",
+    );
+}
+
+#[test]
+fn a_peer_that_holds_what_cannot_be_is_not_believed() {
+    for held in ["Held 16", "Held 3", "Started"] {
+        check_of(
+            Extent::Cached,
+            &format!(
+                "{held}  => send Cancel, finish prefill_lost
+                 closed  => close"
+            ),
+        );
+    }
+    check("Held 8 => send Cancel, finish prefill_lost");
+    check_of(
+        Extent::Cached,
+        "Held 8     => reserve 8
+         FirstToken => send Cancel, finish prefill_lost",
     );
 }

@@ -12,7 +12,7 @@ use proptest::prelude::*;
 
 use super::{Limits, decode, prefill};
 use crate::message::{
-    Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, Piece, PieceWrite, PrefillMessage,
+    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PieceWrite, PrefillMessage,
     TransportKind,
 };
 use crate::{KvFault, PushError, Pushed, RouteError};
@@ -90,12 +90,14 @@ pub(super) struct Sizes {
     pub(super) num_tokens: usize,
     pub(super) prefill_block_size: usize,
     pub(super) decode_block_size: usize,
+    /// With how many of its own blocks P has cached.
+    pub(super) cached: Option<usize>,
 }
 
 impl Sizes {
     /// Blocks of one token on both sides.
     pub(super) fn blocks(num_blocks: usize) -> Sizes {
-        Sizes { num_tokens: num_blocks, prefill_block_size: 1, decode_block_size: 1 }
+        Sizes { num_tokens: num_blocks, prefill_block_size: 1, decode_block_size: 1, cached: None }
     }
 }
 
@@ -154,7 +156,7 @@ impl World {
         is_one_sided: bool,
         flaw: Option<Flaw>,
     ) -> World {
-        let Sizes { num_tokens, prefill_block_size, decode_block_size: block_size } = sizes;
+        let Sizes { num_tokens, prefill_block_size, decode_block_size: block_size, cached } = sizes;
         let now = Instant::now();
         let begin = Begin {
             request_id: "r".into(),
@@ -165,6 +167,7 @@ impl World {
             num_tokens,
             block_size,
             deadline: LIMITS.total,
+            extent: if cached.is_some() { Extent::Cached } else { Extent::Whole },
         };
         let num_blocks = begin.num_blocks();
         let (decode, actions) = decode::DecodeHandoff::begin(begin, LAYERS, LIMITS, now);
@@ -439,7 +442,11 @@ impl World {
                         self.to_prefill.push_back(message);
                     }
                 }
-                A::Reserve => self.is_reserving = true,
+                A::Reserve { num_tokens } => {
+                    self.is_reserving = true;
+                    self.num_blocks = num_tokens.div_ceil(self.sizes.decode_block_size);
+                    self.num_cached_blocks = self.num_cached_blocks.min(self.num_blocks);
+                }
                 A::FirstToken(_) => {
                     assert!(self.decode_outcomes.is_empty());
                     self.num_tokens += 1;
@@ -466,7 +473,7 @@ impl World {
                         let num_pieces = (self.num_blocks - self.num_cached_blocks) * LAYERS;
                         assert_eq!(self.verified.len(), num_pieces, "committed without verification");
                         assert!(self.pushing.is_empty(), "committed while something is written");
-                        assert_eq!(self.num_tokens, 1);
+                        assert_eq!(self.num_tokens, usize::from(self.sizes.cached.is_none()));
                         self.blocks = Blocks::Committed;
                     }
                     // Nobody waits for blocks any more; but they may have been found this moment.
@@ -506,6 +513,12 @@ impl World {
                 A::Compute => {
                     self.num_computes += 1;
                     self.compute();
+                }
+                A::Hold => {
+                    self.num_computes += 1;
+                    let num_blocks = self.sizes.cached.expect("what is cached was asked for");
+                    let blocks = (0..num_blocks as u32).map(BlockId).collect();
+                    self.engine.push_back(prefill::Input::Held { blocks });
                 }
                 A::Route { .. } => self.is_routing = true,
                 A::Push(pieces) => {
@@ -662,11 +675,31 @@ fn without_faults_both_sides_end_well() {
 fn without_faults_sides_with_other_blocks_end_well() {
     for num_tokens in [1, 5, 8, 11] {
         for (prefill_block_size, decode_block_size) in [(1, 4), (4, 1), (2, 3), (3, 2), (16, 2)] {
-            let sizes = Sizes { num_tokens, prefill_block_size, decode_block_size };
+            let sizes = Sizes { num_tokens, prefill_block_size, decode_block_size, cached: None };
             for num_cached_blocks in 0..=num_tokens.div_ceil(decode_block_size) {
                 let world = play(sizes, num_cached_blocks, 7, &[]);
                 assert_eq!(world.decode_outcomes, [true], "{sizes:?}, {num_cached_blocks} cached");
                 assert_eq!(world.prefill_outcomes, [true]);
+            }
+        }
+    }
+}
+
+#[test]
+fn without_faults_what_is_cached_is_handed_over() {
+    for num_tokens in [4, 12] {
+        for (prefill_block_size, decode_block_size) in [(1, 4), (4, 1), (4, 4), (3, 2), (16, 2)] {
+            for num_held in 0..=num_tokens / prefill_block_size {
+                let sizes =
+                    Sizes { num_tokens, prefill_block_size, decode_block_size, cached: Some(num_held) };
+                for num_cached_blocks in 0..=num_tokens / decode_block_size {
+                    let world = play(sizes, num_cached_blocks, 7, &[]);
+                    let num_blocks = num_held * prefill_block_size / decode_block_size;
+                    assert_eq!(world.decode_outcomes, [num_blocks > 0], "{sizes:?}");
+                    if num_blocks > 0 {
+                        assert_eq!(world.num_blocks, num_blocks, "{sizes:?}");
+                    }
+                }
             }
         }
     }
@@ -688,10 +721,18 @@ proptest! {
         prefill_block_size in 1usize..5,
         decode_block_size in 1usize..5,
         num_cached_blocks in 0usize..5,
+        num_held in proptest::option::weighted(0.3, 0usize..9),
         is_restarted in proptest::bool::weighted(0.02),
         choices in proptest::collection::vec(any::<(u16, u16)>(), 0..80),
     ) {
-        let sizes = Sizes { num_tokens, prefill_block_size, decode_block_size };
+        let (num_tokens, cached) = match num_held {
+            // Full blocks of either side.
+            Some(num_held) => {
+                (num_tokens * decode_block_size, Some(num_held.min(num_tokens * decode_block_size / prefill_block_size)))
+            }
+            None => (num_tokens, None),
+        };
+        let sizes = Sizes { num_tokens, prefill_block_size, decode_block_size, cached };
         play(sizes, num_cached_blocks, if is_restarted { 6 } else { 7 }, &choices);
     }
 }

@@ -70,6 +70,11 @@ fn promises_hold_in_every_interleaving() {
         // One block here is two there.
         Bounds { sizes: sides(2, 1), num_cached_blocks: 0, num_faults: 1 },
         Bounds { sizes: sides(1, 2), num_cached_blocks: 0, num_faults: 2 },
+        // What is cached: all of it, a part, nothing, and a part of what P's blocks cover.
+        Bounds { sizes: cached(sides(1, 1), 2), num_cached_blocks: 1, num_faults: 2 },
+        Bounds { sizes: cached(sides(1, 1), 1), num_cached_blocks: 0, num_faults: 3 },
+        Bounds { sizes: cached(sides(1, 1), 0), num_cached_blocks: 0, num_faults: 3 },
+        Bounds { sizes: cached(sides(2, 1), 1), num_cached_blocks: 0, num_faults: 2 },
     ];
     let mut total = 0;
     for Bounds { sizes, num_cached_blocks, num_faults } in bounds {
@@ -90,7 +95,12 @@ fn promises_hold_in_every_interleaving() {
 
 /// Two tokens, in blocks of these sizes.
 fn sides(prefill_block_size: usize, decode_block_size: usize) -> Sizes {
-    Sizes { num_tokens: 2, prefill_block_size, decode_block_size }
+    Sizes { num_tokens: 2, prefill_block_size, decode_block_size, cached: None }
+}
+
+/// The same, of which P has so many blocks cached, and only those are wanted.
+fn cached(sizes: Sizes, num_blocks: usize) -> Sizes {
+    Sizes { cached: Some(num_blocks), ..sizes }
 }
 
 /// What the search would say if the machines, or their drivers, broke a promise.

@@ -16,6 +16,9 @@
 //! Blocks in messages are D's: `Grant` lists, and counts as cached, D's blocks, and a piece is one layer of one of them.
 //! Where P's have another size, P releases a piece of D when all of its own pieces under it are final.
 //!
+//! A handoff of what is cached (`Extent::Cached`) is the same, with `Held` for `Started` and without `FirstToken`: P
+//! computes nothing, says how much it has, and hands over that. It serves any two workers: D and P are sides here.
+//!
 //! Instead of any of these D may send `Cancel`, which P answers with `Stopped` once nothing of it
 //! writes any more; P may send `Failed`, and then `Stopped`. A stream that breaks ends both.
 //!

@@ -43,6 +43,10 @@ impl PieceSet {
         self.bits[idx / 64] & 1 << (idx % 64) != 0
     }
 
+    pub(super) fn num_layers(&self) -> usize {
+        self.num_layers
+    }
+
     pub(super) fn num_missing(&self) -> usize {
         self.num_blocks * self.num_layers - self.len
     }

@@ -15,6 +15,9 @@
 //!      +-----------------------------------------------------------------------> Over
 //! ```
 //!
+//! Of [`Extent::Cached`] `Hold` is done for `Compute`, and answered by `Held`: everything is ready with that, and no
+//! token comes. A grant is taken only then, since it must fit what is held.
+//!
 //! `Stop` ends the computation and closes the route; `Idle` says that no thread reads the blocks
 //! any more. The blocks' guard travels with the route, so that `Release` is safe even when the
 //! deadline of `Stopping` passes first: the memory stays until the route is idle.
@@ -27,7 +30,7 @@ use super::{Limits, sides::Sides};
 use crate::{
     error::{HandoffError, PushError, RouteError, Side},
     message::{
-        Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, PieceWrite, PrefillMessage,
+        Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, PieceWrite, PrefillMessage,
         TransportOffer, Written,
     },
     sender::Pushed,
@@ -48,6 +51,11 @@ pub enum Input<T> {
     StreamClosed(String),
     /// The engine has scheduled the request.
     Started,
+    /// Answer to [`Action::Hold`]: these blocks at the front of the sequence are full and cached, and stay as they are.
+    Held {
+        /// This worker's; perhaps none.
+        blocks: Vec<BlockId>,
+    },
     /// These blocks of the sequence, this worker's, hold final KV of these layers.
     Ready {
         /// Decoder layers.
@@ -76,6 +84,8 @@ pub enum Input<T> {
 pub enum Action<T> {
     /// Give the request to the engine, answer with `Started`, `Ready`, `FirstToken` or `Fail`.
     Compute,
+    /// Take hold of what is cached of the sequence, answer with `Held` or `Fail`.
+    Hold,
     /// Open a route to the granted blocks (the blocks' guard goes with it), answer [`Input::Routed`].
     Route {
         /// Name of the grant.
@@ -91,7 +101,7 @@ pub enum Action<T> {
     Finish(Result<(), HandoffError>),
     /// Drop the computation, close the route, answer [`Input::Idle`]. No push follows.
     Stop,
-    /// Drop the blocks and the route. Once, if `Compute` was said.
+    /// Drop the blocks and the route. Once, if `Compute` or `Hold` was said.
     Release,
     /// Drop the stream. The last action.
     Close,
@@ -119,7 +129,8 @@ pub struct PrefillHandoff {
     total: Instant,
     /// The deadline of the state, when it has one of its own.
     patience: Option<Instant>,
-    /// The sequence in the blocks of both workers, from `Begin` on.
+    extent: Extent,
+    /// The sequence, as far as it is handed over, in the blocks of both workers; from `Begin` on.
     sides: Sides,
     /// Pieces to be pushed: layer, and the peer's block as counted in the sequence.
     waiting: VecDeque<(usize, usize)>,
@@ -157,6 +168,7 @@ impl PrefillHandoff {
             limits,
             total: now + limits.total,
             patience: Some(now + limits.stall),
+            extent: Extent::Whole,
             sides: Sides::new(0, block_size, block_size, num_layers),
             waiting: VecDeque::new(),
             grant: None,
@@ -205,7 +217,7 @@ impl PrefillHandoff {
             Input::Message(M::Begin(begin)) if self.state == State::Opening => {
                 self.begin(begin, now, actions)?;
             }
-            Input::Message(M::Grant(grant)) if self.state != State::Opening && self.grant.is_none() => {
+            Input::Message(M::Grant(grant)) if self.takes_grant() => {
                 self.route(grant, now, actions)?;
             }
             Input::Message(M::Commit { generation })
@@ -228,6 +240,12 @@ impl PrefillHandoff {
                 if self.state == State::Queued {
                     self.state = State::Computing;
                     actions.push(Action::Send(PrefillMessage::Started));
+                }
+            }
+            Input::Held { blocks } => {
+                if self.state == State::Queued {
+                    self.state = State::Computing;
+                    self.held(&blocks, actions)?;
                 }
             }
             Input::Ready { layers, first_block_idx, blocks } => {
@@ -282,8 +300,29 @@ impl PrefillHandoff {
         self.sides = Sides::new(begin.num_tokens, self.block_size, begin.block_size, self.num_layers);
         self.total = now + begin.deadline.min(self.limits.total);
         self.patience = None;
-        actions.push(Action::Compute);
+        self.extent = begin.extent;
+        actions.push(match begin.extent {
+            Extent::Whole => Action::Compute,
+            Extent::Cached => Action::Hold,
+        });
         Ok(())
+    }
+
+    fn takes_grant(&self) -> bool {
+        let is_known = match self.extent {
+            Extent::Whole => self.state != State::Opening,
+            Extent::Cached => self.state == State::Computing,
+        };
+        is_known && self.grant.is_none()
+    }
+
+    /// Cuts the sequence to the peer's blocks that these cover.
+    fn held<T>(&mut self, blocks: &[BlockId], actions: &mut Vec<Action<T>>) -> Result<(), HandoffError> {
+        self.sides = self.sides.cut(blocks.len());
+        let num_tokens = self.sides.num_tokens();
+        actions.push(Action::Send(PrefillMessage::Held { num_tokens }));
+        let num_blocks = num_tokens.div_ceil(self.block_size);
+        self.ready(0..self.num_layers, 0, &blocks[..num_blocks])
     }
 
     fn route<T>(
@@ -398,7 +437,8 @@ impl PrefillHandoff {
 
     fn finish_writing(&mut self, now: Instant) {
         let is_written = self.grant.as_ref().is_some_and(|grant| grant.is_routed && grant.num_unwritten == 0);
-        if self.state == State::Computing && self.has_first_token && is_written {
+        let has_token = self.has_first_token || self.extent == Extent::Cached;
+        if self.state == State::Computing && has_token && is_written {
             self.state = State::Committing;
             self.patience = Some(now + self.limits.stall);
         }

@@ -10,7 +10,7 @@ use super::{
     prefill::{Action, Input, PrefillHandoff},
 };
 use crate::message::{
-    Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, Source,
+    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, Source,
     TransportKind,
 };
 use crate::{PushError, Pushed, RouteError};
@@ -33,10 +33,11 @@ fn check(script: &str) {
 fn parse(input: &str, now: &mut Instant) -> Input<u32> {
     let mut words = input.split_whitespace();
     let message = match words.next().expect("an input") {
-        "Begin" => begin(7, 11, 4),
-        "Begin-for-another" => begin(6, 11, 4),
+        "Begin" => begin(7, 11, 4, Extent::Whole),
+        "Begin-for-another" => begin(6, 11, 4, Extent::Whole),
         // `begin TOKENS BLOCK_SIZE` and `grant CACHED BLOCKS`: the peer's blocks, of another size.
-        "begin" => begin(7, number(&mut words), number(&mut words)),
+        "begin" => begin(7, number(&mut words), number(&mut words), Extent::Whole),
+        "begin-cached" => begin(7, number(&mut words), number(&mut words), Extent::Cached),
         "grant" => grant(number(&mut words), number(&mut words) as u32),
         "Grant" => grant(1, 2),
         "Grant-too-few" => grant(1, 1),
@@ -46,6 +47,11 @@ fn parse(input: &str, now: &mut Instant) -> Input<u32> {
         "Cancel" => DecodeMessage::Cancel { reason: "client left".into() },
         "closed" => return Input::StreamClosed("reset".into()),
         "started" => return Input::Started,
+        // `held NUM_BLOCKS`: the same blocks.
+        "held" => {
+            let blocks = (0..number(&mut words) as u32).map(|n| BlockId(10 + n)).collect();
+            return Input::Held { blocks };
+        }
         // `ready LAYER FIRST_BLOCK NUM_BLOCKS`: the engine's blocks are 10 + position.
         "ready" => {
             let mut number = || number(&mut words);
@@ -88,7 +94,7 @@ fn number<'a>(words: &mut impl Iterator<Item = &'a str>) -> usize {
     words.next().and_then(|n| n.parse().ok()).expect("a number")
 }
 
-fn begin(prefill_incarnation: u64, num_tokens: usize, block_size: usize) -> DecodeMessage {
+fn begin(prefill_incarnation: u64, num_tokens: usize, block_size: usize, extent: Extent) -> DecodeMessage {
     DecodeMessage::Begin(Begin {
         request_id: "r".into(),
         attempt: 0,
@@ -98,6 +104,7 @@ fn begin(prefill_incarnation: u64, num_tokens: usize, block_size: usize) -> Deco
         num_tokens,
         block_size,
         deadline: Duration::from_secs(90),
+        extent,
     })
 }
 
@@ -122,6 +129,7 @@ fn show(actions: &[Action<u32>]) -> String {
 fn show_one(action: &Action<u32>) -> String {
     match action {
         Action::Compute => "compute".into(),
+        Action::Hold => "hold".into(),
         Action::Route { .. } => "route".into(),
         Action::Push(pieces) => {
             let pieces: Vec<_> = pieces
@@ -131,6 +139,7 @@ fn show_one(action: &Action<u32>) -> String {
             format!("push {}", pieces.join(" "))
         }
         Action::Send(PrefillMessage::Started) => "send Started".into(),
+        Action::Send(PrefillMessage::Held { num_tokens }) => format!("send Held {num_tokens}"),
         Action::Send(PrefillMessage::FirstToken(token)) => format!("send FirstToken {token}"),
         Action::Send(PrefillMessage::Written(written)) => {
             let last = if written.last { " last" } else { "" };
@@ -428,5 +437,49 @@ fn every_state_has_a_deadline() {
          after 29         =>
          after 1          => send Failed Deadline, finish deadline, stop
          idle             => send Stopped, release, close",
+    );
+}
+
+#[test]
+fn what_is_cached_is_handed_over_as_far_as_it_reaches_and_nothing_is_computed() {
+    check(
+        "begin-cached 12 4 => hold
+         held 2            => send Held 8
+         grant 1 1         => route
+         routed            => push b11>b20@0/0 b11>b20@0/1
+         pushed 0/0 0/1    => send Written 2 pieces last
+         Commit            => finish well, release, close",
+    );
+    // Blocks of another size: two of 4 tokens cover one of 6.
+    check(
+        "begin-cached 12 6 => hold
+         held 2            => send Held 6
+         grant 0 1         => route
+         routed            => push b10+b11[0..6]>b20@0/0 b10+b11[0..6]>b20@0/1
+         pushed 0/0 0/1    => send Written 2 pieces last
+         Commit            => finish well, release, close",
+    );
+}
+
+#[test]
+fn who_has_nothing_cached_says_so() {
+    check(
+        "begin-cached 12 4 => hold
+         held 0            => send Held 0
+         Cancel            => finish cancelled, stop
+         idle              => send Stopped, release, close",
+    );
+}
+
+#[test]
+fn a_grant_for_what_is_not_held_yet_is_refused() {
+    check(
+        "begin-cached 12 4 => hold
+         grant 0 3         => send Failed Internal, finish decode_lost, stop",
+    );
+    check(
+        "begin-cached 12 4 => hold
+         held 2            => send Held 8
+         grant 0 3         => send Failed Internal, finish decode_lost, stop",
     );
 }

@@ -46,6 +46,17 @@ impl Sides {
         }
     }
 
+    /// The same, of a sequence that ends with the last of the peer's blocks that `num_blocks` own ones cover.
+    pub(super) fn cut(&self, num_blocks: usize) -> Sides {
+        let covered = self.num_tokens.min(num_blocks.saturating_mul(self.own_block_size));
+        let num_tokens = covered - covered % self.peer_block_size;
+        Sides::new(num_tokens, self.own_block_size, self.peer_block_size, self.known.num_layers())
+    }
+
+    pub(super) fn num_tokens(&self) -> usize {
+        self.num_tokens
+    }
+
     pub(super) fn num_peer_blocks(&self) -> usize {
         self.num_tokens.div_ceil(self.peer_block_size)
     }
@@ -139,6 +150,21 @@ mod tests {
         assert_eq!(sides.source(0), tokens(0..6, &[0, 1]));
         assert_eq!(sides.source(1), tokens(6..12, &[1, 2]));
         assert_eq!(sides.source(2), tokens(12..13, &[3]));
+    }
+
+    #[test]
+    fn a_sequence_is_cut_where_a_block_of_the_peer_ends() {
+        for (num_tokens, own, peer, num_blocks, cut) in [
+            (12, 4, 4, 2, 8),
+            (12, 4, 6, 1, 0),
+            (12, 4, 6, 2, 6),
+            (12, 4, 6, 9, 12),
+            (12, 24, 4, 1, 12),
+            (13, 4, 6, 3, 12),
+            (12, 4, 4, 0, 0),
+        ] {
+            assert_eq!(sides(num_tokens, own, peer).cut(num_blocks).num_tokens(), cut);
+        }
     }
 
     #[test]

@@ -220,6 +220,27 @@ fn the_socket_is_private_and_stale_ones_are_removed() {
 }
 
 #[test]
+fn workers_that_start_together_leave_each_others_sockets_alone() {
+    let dir = private_dir();
+    let path = dir.path().join("d");
+    for _ in 0..50 {
+        let start = || {
+            let config = ReceiverConfig { shm_dir: Some(path.clone()), ..ReceiverConfig::default() };
+            let receiver = Receiver::start(storage(), config).expect("it listens");
+            let [TransportOffer::Shm { socket_path, .. }] = receiver.offers() else { panic!("one offer") };
+            (UnixStream::connect(socket_path).is_ok(), receiver)
+        };
+        std::thread::scope(|scope| {
+            let started: Vec<_> = (0..4).map(|_| scope.spawn(start)).collect();
+            for started in started {
+                let (is_there, _receiver) = started.join().expect("no panic");
+                assert!(is_there, "its socket was removed");
+            }
+        });
+    }
+}
+
+#[test]
 fn a_path_that_no_socket_can_have_is_refused_in_words() {
     let dir = private_dir();
     let shm_dir = Some(dir.path().join("x".repeat(100)));

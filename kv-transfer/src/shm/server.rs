@@ -82,11 +82,16 @@ impl ShmServer {
             );
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
         }
-        let listener = UnixListener::bind(&path).map_err(|error| {
+        let named = |error: io::Error| {
             io::Error::new(error.kind(), format!("cannot listen on {}: {error}", path.display()))
-        })?;
+        };
+        // It gets its name when it is listened on: before that it looks like one that somebody left behind, and a
+        // process that starts at the same time would remove it.
+        let unnamed = path.with_extension("new");
+        let listener = UnixListener::bind(&unnamed).map_err(named)?;
         // The folder is private already, so that nobody came in before this.
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o600))?;
+        fs::set_permissions(&unnamed, fs::Permissions::from_mode(0o600)).map_err(named)?;
+        fs::rename(&unnamed, &path).map_err(named)?;
         let (io_timeout, is_stopping) = (config.io_timeout, AtomicBool::new(false));
         let sharing = Arc::new(Sharing { grants, io_timeout, handle, is_stopping });
         let acceptor = Acceptor::start(Arc::clone(&sharing), listener, config.max_connections)?;

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use baton_cluster::WorkerRecord;
 use baton_proto::worker::{
     GenerateEvent, GenerateRequest, PrefillPeer, decode_client::DecodeClient, generate_event,
 };
@@ -21,6 +22,8 @@ pub(crate) struct Attempt {
     pub(crate) decode: WorkerKey,
     /// A token has come.
     pub(crate) answered: bool,
+    /// Position in the output of the next token that comes.
+    pub(crate) next_idx: usize,
     stream: Streaming<GenerateEvent>,
     _decode: Assignment,
     /// Until the first token: then the prefill worker is done.
@@ -45,12 +48,10 @@ impl Attempt {
         let mut prefill = None;
         if let Prefill::Remote(worker) = &plan.prefill {
             prefill = workers.assign(&WorkerKey::of(worker)).map(|(_, assignment)| assignment);
-            request.prefill = Some(PrefillPeer {
-                worker_id: worker.id.0.clone(),
-                incarnation: worker.incarnation,
-                address: worker.address.clone(),
-            });
+            request.prefill = Some(peer(worker));
         }
+        request.prefix_source = plan.prefix_source.as_deref().map(peer);
+        let next_idx = request.output_token_ids.len();
         let mut message = Request::new(request);
         crate::trace::inject(message.metadata_mut());
         let mut client = DecodeClient::new(channel);
@@ -63,6 +64,7 @@ impl Attempt {
                 plan,
                 decode,
                 answered: false,
+                next_idx,
                 stream: response.into_inner(),
                 _decode: assignment,
                 prefill,
@@ -90,5 +92,13 @@ impl Attempt {
             }
             None => Err(Failure::new(FailureKind::Lost, "the worker's stream ended without a last event")),
         }
+    }
+}
+
+fn peer(worker: &WorkerRecord) -> PrefillPeer {
+    PrefillPeer {
+        worker_id: worker.id.0.clone(),
+        incarnation: worker.incarnation,
+        address: worker.address.clone(),
     }
 }

@@ -1,7 +1,10 @@
 //! One choice of a request, from plan to last token: plans, sends, and on a worker's failure plans
 //! again with what was delivered, so that its reader sees every token exactly once.
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use baton_proto::{
     v1,
@@ -12,15 +15,27 @@ use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, Span};
 
 use super::{
-    Core, CoreError, Event, Finish, FinishReason, Generation, TokenOut, Usage,
+    Core, CoreError, Event, Finish, FinishReason, Generation, Migration, TokenOut, Usage,
     attempt::Attempt,
     event::saturate,
     generation::Prompt,
-    planner::Wanted,
-    retry::{Failure, Reached, Retry},
+    moves::Seat,
+    passage::{Cause, PAUSE, Passage, Step, TURN},
+    planner::{Moving, Wanted},
+    retry::{Failure, FailureKind, Reached, Retry},
     stops::StopMatcher,
 };
-use crate::plan::{Plan, Prefill, WorkerKey};
+use crate::plan::{NoPlan, Plan, Prefill, WorkerKey};
+
+/// What a choice waited for.
+enum Came {
+    /// From its worker.
+    Event(Result<generate_event::Event, Failure>),
+    /// On its way to another one.
+    Step(Step),
+    /// It is to go there.
+    Asked(WorkerKey),
+}
 
 /// The state of one choice.
 pub(crate) struct Choice {
@@ -41,6 +56,9 @@ pub(crate) struct Choice {
     retry: Retry,
     num_attempts: u32,
     attempt: Option<Attempt>,
+    passage: Passage,
+    /// While it decodes, if it may be told to move.
+    seat: Option<Seat>,
     abort: CancellationToken,
     last_token: Option<Instant>,
     /// The client's request, also after its handler has returned.
@@ -75,6 +93,8 @@ impl Choice {
             detokenizer: None,
             num_attempts: 0,
             attempt: None,
+            passage: Passage::Resting,
+            seat: None,
             abort,
             last_token: None,
             span: Span::current(),
@@ -100,19 +120,32 @@ impl Choice {
             // Dropping the attempt cancels it at the worker, if it still runs there.
             self.done = true;
             self.attempt = None;
+            self.passage = Passage::Resting;
+            self.seat = None;
         }
         Some(event)
     }
 
     async fn advance(&mut self) -> Result<Event, CoreError> {
         loop {
-            if self.attempt.is_none() {
+            if self.attempt.is_none() && !self.passage.has_started() {
+                self.passage = Passage::Resting;
                 self.attempt = Some(self.connect().await?);
             }
-            let Some(attempt) = self.attempt.as_mut() else { continue };
-            match attempt.next().await {
-                Ok(generate_event::Event::Token(token)) => return Ok(self.on_token(token)),
-                Ok(generate_event::Event::Finished(finished)) => {
+            let came = tokio::select! {
+                biased;
+                // The tokens last: they may always be there already.
+                step = self.passage.next() => Came::Step(step),
+                to = asked(&mut self.seat) => Came::Asked(to),
+                event = next_event(&mut self.attempt) => Came::Event(event),
+            };
+            match came {
+                Came::Event(Ok(generate_event::Event::Token(token))) => {
+                    if let Some(event) = self.take(token)? {
+                        return Ok(event);
+                    }
+                }
+                Came::Event(Ok(generate_event::Event::Finished(finished))) => {
                     let reason = match finished.reason() {
                         v1::FinishReason::Length => FinishReason::Length,
                         v1::FinishReason::Stop => FinishReason::Stop,
@@ -126,19 +159,23 @@ impl Choice {
                             continue;
                         }
                     };
-                    let decode = attempt.decode.clone();
-                    self.core.planner.note_finished(
-                        &self.core.workers,
-                        &decode,
-                        &self.prompt().tokens,
-                        &self.delivered,
-                        &self.generation.cache_salt,
-                    );
+                    if let Some(attempt) = &self.attempt {
+                        self.core.planner.note_finished(
+                            &self.core.workers,
+                            &attempt.decode,
+                            &self.prompt().tokens,
+                            &self.delivered,
+                            &self.generation.cache_salt,
+                        );
+                    }
                     return Ok(self.finished(reason));
                 }
+                Came::Event(Ok(generate_event::Event::Leaving(_))) => {
+                    self.leave(Cause::Drain, Duration::ZERO)
+                }
                 // `Attempt::next` turns it into an error.
-                Ok(generate_event::Event::Failed(failed)) => self.on_failure(failed.into())?,
-                Err(failure) => {
+                Came::Event(Ok(generate_event::Event::Failed(failed))) => self.on_failure(failed.into())?,
+                Came::Event(Err(failure)) => {
                     // The last token may have come, and only the word that it was the last be lost.
                     let ended = self.ended_already();
                     let retried = self.on_failure(failure);
@@ -147,8 +184,103 @@ impl Choice {
                         None => retried?,
                     }
                 }
+                Came::Asked(to) => {
+                    self.seat = None;
+                    self.leave(Cause::Balance(to), Duration::ZERO);
+                }
+                Came::Step(Step::Go(cause)) => self.go(cause),
+                Came::Step(Step::Arrived(cause, Ok(arrived))) => {
+                    let (attempt, token) = *arrived;
+                    self.core.metrics.on_migration(cause.name(), "moved");
+                    tracing::debug!(
+                        request = %self.generation.id, index = self.index, cause = cause.name(),
+                        to = %attempt.decode, delivered = self.delivered.len(), known = attempt.next_idx, "moved"
+                    );
+                    // The old one ends with this.
+                    self.seat = None;
+                    self.attempt = Some(attempt);
+                    if let Some(event) = self.take(token)? {
+                        return Ok(event);
+                    }
+                }
+                Came::Step(Step::Arrived(cause, Err((plan, failure)))) => {
+                    self.core.metrics.on_migration(cause.name(), failure.kind.name());
+                    tracing::info!(
+                        request = %self.generation.id, index = self.index, cause = cause.name(),
+                        to = %plan.decode.id, message = failure.message, "did not move"
+                    );
+                    self.stay(cause);
+                }
             }
         }
+    }
+
+    /// The next token, unless it was delivered before: then it must be the same.
+    fn take(&mut self, token: proto::Token) -> Result<Option<Event>, CoreError> {
+        let Some(attempt) = &mut self.attempt else { return Ok(None) };
+        let idx = attempt.next_idx;
+        attempt.next_idx += 1;
+        match self.delivered.get(idx) {
+            None => Ok(Some(self.on_token(token))),
+            Some(&known) if known == token.id => Ok(None),
+            Some(known) => {
+                let message = format!("token {idx} was {known} before, and is {} now", token.id);
+                self.on_failure(Failure::new(FailureKind::Diverged, message))?;
+                Ok(None)
+            }
+        }
+    }
+
+    /// Wants to go elsewhere, `pause` from now.
+    fn leave(&mut self, cause: Cause, pause: Duration) {
+        if self.core.moves.migration != Migration::Off && !self.passage.has_started() {
+            self.passage.want(cause, pause);
+        }
+    }
+
+    /// Begins an attempt elsewhere, if anybody is there; the old one goes on.
+    fn go(&mut self, cause: Cause) {
+        let Some(attempt) = &self.attempt else { return };
+        let Ok(permit) = self.core.moves.permits.clone().try_acquire_owned() else {
+            return self.leave(cause, TURN);
+        };
+        let to = match &cause {
+            Cause::Drain => None,
+            Cause::Balance(to) => Some(to),
+        };
+        match self.plan(Some(Moving { from: &attempt.plan.decode, to })) {
+            Ok(plan) => {
+                self.core.metrics.on_plan(&plan);
+                let request = self.request();
+                self.num_attempts += 1;
+                let (workers, stall_timeout) = (self.core.workers.clone(), self.core.config.stall_timeout);
+                self.passage.start(cause, permit, workers, plan, request, stall_timeout);
+            }
+            Err(_) => {
+                self.core.metrics.on_migration(cause.name(), "nowhere");
+                self.stay(cause);
+            }
+        }
+    }
+
+    /// It goes on where it is for now. From a worker that leaves it tries again.
+    fn stay(&mut self, cause: Cause) {
+        if cause == Cause::Drain && self.attempt.is_some() {
+            self.leave(cause, PAUSE);
+        }
+    }
+
+    fn plan(&self, moving: Option<Moving<'_>>) -> Result<Plan, NoPlan> {
+        let wanted = Wanted {
+            prompt: &self.prompt().tokens,
+            output: &self.delivered,
+            max_tokens: self.sampling.max_tokens,
+            cache_salt: &self.generation.cache_salt,
+            prefill: self.generation.prefill,
+            excluded: self.retry.excluded(),
+            moving,
+        };
+        self.core.planner.plan(&self.core.workers, &wanted)
     }
 
     /// Plans until a worker takes the request.
@@ -156,18 +288,7 @@ impl Choice {
         loop {
             // Before looking, so that no change is missed.
             let mut changes = self.core.workers.changes();
-            let plan = self.core.planner.plan(
-                &self.core.workers,
-                &Wanted {
-                    prompt: &self.prompt().tokens,
-                    output: &self.delivered,
-                    max_tokens: self.sampling.max_tokens,
-                    cache_salt: &self.generation.cache_salt,
-                    prefill: self.generation.prefill,
-                    excluded: self.retry.excluded(),
-                },
-            );
-            let plan = match plan {
+            let plan = match self.plan(None) {
                 Ok(plan) => plan,
                 Err(no_plan) => {
                     let now = Instant::now();
@@ -184,7 +305,7 @@ impl Choice {
                     continue;
                 }
             };
-            self.core.metrics.on_plan(&plan.prefill);
+            self.core.metrics.on_plan(&plan);
             tracing::debug!(
                 request = %self.generation.id, index = self.index, attempt = self.num_attempts,
                 decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.delivered.len(), "planned"
@@ -207,12 +328,14 @@ impl Choice {
             sampling: Some(self.sampling.clone()),
             cache_salt: self.generation.cache_salt.clone(),
             prefill: None,
+            prefix_source: None,
             speculation_mode: self.generation.speculation.into(),
             kv_wire: self.generation.kv_wire.into(),
         }
     }
 
     fn on_failure(&mut self, failure: Failure) -> Result<(), CoreError> {
+        self.seat = None;
         match self.attempt.take() {
             Some(attempt) => self.on_failed_plan(failure, &attempt.plan, Reached::Worker),
             None => Ok(()),
@@ -276,6 +399,9 @@ impl Choice {
             if let Prefill::Remote(worker) = &attempt.plan.prefill {
                 self.core.workers.report_success(&WorkerKey::of(worker));
             }
+            if self.core.moves.migration == Migration::Balance {
+                self.seat = Some(self.core.moves.sit(&attempt.decode));
+            }
         }
     }
 
@@ -320,5 +446,21 @@ impl Choice {
 
     fn prompt(&self) -> &Prompt {
         &self.generation.prompts[(self.index / self.generation.n) as usize]
+    }
+}
+
+/// Forever, when there is no attempt.
+async fn next_event(attempt: &mut Option<Attempt>) -> Result<generate_event::Event, Failure> {
+    match attempt {
+        Some(attempt) => attempt.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Forever, when nobody can ask.
+async fn asked(seat: &mut Option<Seat>) -> WorkerKey {
+    match seat {
+        Some(seat) => seat.asked().await,
+        None => std::future::pending().await,
     }
 }

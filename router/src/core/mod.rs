@@ -13,6 +13,8 @@ mod choice;
 mod error;
 mod event;
 mod generation;
+mod moves;
+mod passage;
 mod planner;
 mod retry;
 mod sampling;
@@ -29,6 +31,8 @@ pub(crate) use active::{Active, ActiveRequest};
 pub(crate) use error::CoreError;
 pub(crate) use event::{Event, Events, Finish, FinishReason, TokenOut, Usage};
 pub(crate) use generation::{ChatInput, Generation, GenerationInput, PromptInput, check_model, tokenize};
+pub use moves::Migration;
+pub(crate) use moves::Moves;
 pub(crate) use planner::Planner;
 pub(crate) use sampling::{MAX_LOGPROBS, SamplingInput, check_token};
 
@@ -45,6 +49,7 @@ pub(crate) struct Core {
     pub(crate) planner: Planner,
     pub(crate) metrics: RouterMetrics,
     pub(crate) active: Active,
+    pub(crate) moves: Arc<Moves>,
     admission: Arc<Semaphore>,
     /// Cancelled when nothing new is taken.
     pub(crate) drain: CancellationToken,
@@ -63,6 +68,7 @@ impl Core {
             model: SetOnce::new(),
             planner: Planner::new(config.policy.clone(), config.prefix_index_blocks),
             active: Active::default(),
+            moves: Moves::new(config.migration),
             admission: Arc::new(Semaphore::new(config.max_requests)),
             drain,
             closing: CancellationToken::new(),

@@ -3,9 +3,10 @@
 use std::{
     borrow::Cow,
     collections::BTreeMap,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+use baton_cluster::{Role, WorkerRecord};
 use baton_kv_cache::{BlockHash, HashRoot};
 
 use crate::{
@@ -32,6 +33,16 @@ pub(crate) struct Wanted<'a> {
     pub(crate) cache_salt: &'a str,
     pub(crate) prefill: PrefillMode,
     pub(crate) excluded: &'a [WorkerKey],
+    /// It runs, and is to go elsewhere.
+    pub(crate) moving: Option<Moving<'a>>,
+}
+
+/// A running request's way.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Moving<'a> {
+    pub(crate) from: &'a Arc<WorkerRecord>,
+    /// `None`: whoever serves it best.
+    pub(crate) to: Option<&'a WorkerKey>,
 }
 
 impl Planner {
@@ -44,16 +55,30 @@ impl Planner {
 
     /// Plans, and remembers where the prefix is going to be.
     pub(crate) fn plan(&self, workers: &Workers, wanted: &Wanted<'_>) -> Result<Plan, NoPlan> {
-        let view = workers.view();
+        let mut view = workers.view();
         let hashes = hashes(&view, |_| true, wanted.prompt, wanted.output, wanted.cache_salt);
-        let request = PlanRequest {
+        let mut request = PlanRequest {
             num_tokens: wanted.prompt.len() + wanted.output.len(),
             max_tokens: wanted.prompt.len() + wanted.max_tokens as usize,
             cached: self.cached(&hashes),
             excluded: wanted.excluded.to_vec(),
             prefill: wanted.prefill,
         };
-        let plan = self.policy.plan(&request, &view)?;
+        if let Some(Moving { from, to }) = wanted.moving {
+            request.excluded.push(WorkerKey::of(from));
+            // All but a part of a block is there.
+            request.prefill = PrefillMode::Local;
+            let is_allowed = |key: WorkerKey| to.is_none_or(|to| *to == key);
+            view.workers.retain(|worker| {
+                worker.record.role != Role::Decode
+                    || (is_allowed(WorkerKey::of(&worker.record))
+                        && worker.record.kv_format.difference(&from.kv_format).is_none())
+            });
+        }
+        let mut plan = self.policy.plan(&request, &view)?;
+        if let Some(Moving { from, .. }) = wanted.moving {
+            plan.prefix_source = Some(from.clone());
+        }
         let mut index = self.index();
         index.insert(&hashes[&plan.decode.kv_format.block_size], &WorkerKey::of(&plan.decode));
         if let Prefill::Remote(worker) = &plan.prefill {

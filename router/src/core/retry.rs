@@ -35,6 +35,8 @@ pub(crate) enum FailureKind {
     Lost,
     /// Nothing came for too long.
     Stalled,
+    /// It said other tokens again than were delivered.
+    Diverged,
 }
 
 impl Failure {
@@ -104,6 +106,7 @@ impl FailureKind {
             FailureKind::Internal => "internal",
             FailureKind::Lost => "lost",
             FailureKind::Stalled => "stalled",
+            FailureKind::Diverged => "diverged",
         }
     }
 }
@@ -305,7 +308,9 @@ fn blame(kind: FailureKind, plan: &Plan) -> Blame {
         FailureKind::KvRejected | FailureKind::Deadline => {
             Blame { exclude: vec![prefill.unwrap_or(decode)], spare: None }
         }
-        FailureKind::Internal | FailureKind::Stalled => Blame { exclude: vec![decode], spare: None },
+        FailureKind::Internal | FailureKind::Stalled | FailureKind::Diverged => {
+            Blame { exclude: vec![decode], spare: None }
+        }
         FailureKind::Lost => Blame { exclude: vec![decode.clone()], spare: Some(decode) },
     }
 }

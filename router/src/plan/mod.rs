@@ -3,6 +3,7 @@
 //! Nothing here reads a clock, locks, or speaks to anybody, so a simulator can drive the same policy
 //! under its own time.
 
+mod balance;
 mod policy;
 mod prefix_index;
 #[cfg(test)]
@@ -12,6 +13,7 @@ use std::{fmt, sync::Arc};
 
 use baton_cluster::{Role, WorkerId, WorkerRecord};
 
+pub use balance::{Balance, Move};
 pub use policy::{PrefixAware, PrefixAwareConfig};
 pub use prefix_index::PrefixIndex;
 
@@ -119,6 +121,8 @@ pub struct Load {
     pub num_total_blocks: usize,
     /// Prompt tokens that wait to be computed.
     pub num_queued_tokens: u64,
+    /// Prompt tokens that it computes in a second; 0 when it has not computed any.
+    pub prefill_tokens_per_second: u64,
 }
 
 /// Who does what.
@@ -128,6 +132,8 @@ pub struct Plan {
     pub decode: Arc<WorkerRecord>,
     /// Computes the prompt.
     pub prefill: Prefill,
+    /// Has more of the sequence cached than whoever computes the prompt, which asks it for that first.
+    pub prefix_source: Option<Arc<WorkerRecord>>,
 }
 
 /// Who computes the prompt.

@@ -20,11 +20,25 @@ pub struct PrefixAwareConfig {
     pub local_prefill_below: usize,
     /// What one running or waiting sequence weighs, in tokens.
     pub tokens_per_sequence: u64,
+    /// A prefix is fetched from another worker when that has at least so many tokens more of it.
+    pub fetch_prefix_from: usize,
+    /// What KV travels at, from one worker to another. Only whether fetching is worth while depends on it, and a guess
+    /// of the right order does: computing is slower by far, but for small models on large machines.
+    pub transfer_bytes_per_second: f64,
 }
+
+/// What a fetch takes beside the bytes: a call, a grant, a first write, a commit.
+const FETCH_SECONDS: f64 = 0.005;
 
 impl Default for PrefixAwareConfig {
     fn default() -> PrefixAwareConfig {
-        PrefixAwareConfig { local_prefill_below: 32, tokens_per_sequence: 64 }
+        PrefixAwareConfig {
+            local_prefill_below: 32,
+            tokens_per_sequence: 64,
+            fetch_prefix_from: 64,
+            // 10 Gbit/s.
+            transfer_bytes_per_second: 1e9,
+        }
     }
 }
 
@@ -55,14 +69,60 @@ impl PrefixAware {
     }
 }
 
+impl PrefixAware {
+    /// Who has so much more of the sequence cached than `worker` that it is quicker fetched than computed, and how many
+    /// tokens more.
+    fn source(
+        &self,
+        worker: &WorkerView,
+        request: &PlanRequest,
+        view: &ClusterView,
+    ) -> (Option<Arc<WorkerRecord>>, usize) {
+        let lacking = uncached(&worker.record, request);
+        // The last token is computed in any case.
+        let most = lacking.saturating_sub(1);
+        let sources = view.workers.iter().filter(|other| {
+            other.record.id != worker.record.id
+                && matches!(other.usability, Usability::Ready | Usability::Draining)
+                && other.record.kv_format.difference(&worker.record.kv_format).is_none()
+                && !excluded(&other.record, request)
+        });
+        let gain = |other: &WorkerView| lacking.saturating_sub(uncached(&other.record, request)).min(most);
+        let best = sources
+            .map(|other| (gain(other), other))
+            .filter(|&(gain, _)| {
+                gain >= self.config.fetch_prefix_from.max(1) && self.is_quicker(worker, gain)
+            })
+            .max_by_key(|&(gain, other)| (gain, std::cmp::Reverse(other.num_assigned)));
+        best.map_or((None, 0), |(gain, other)| (Some(other.record.clone()), gain))
+    }
+
+    /// Whether `worker` has so many tokens sooner when it fetches them. One that never computed does not say.
+    fn is_quicker(&self, worker: &WorkerView, num_tokens: usize) -> bool {
+        if worker.load.prefill_tokens_per_second == 0 {
+            return true;
+        }
+        let format = &worker.record.kv_format;
+        // What a worker says of itself may be any number.
+        let sizes = [2, format.num_layers, format.num_kv_heads, format.dtype.vector_bytes(format.head_dim)];
+        let token_bytes: f64 = sizes.iter().map(|&size| size as f64).product();
+        let fetching =
+            FETCH_SECONDS + num_tokens as f64 * token_bytes / self.config.transfer_bytes_per_second;
+        fetching < num_tokens as f64 / worker.load.prefill_tokens_per_second as f64
+    }
+}
+
 impl Policy for PrefixAware {
     fn plan(&self, request: &PlanRequest, view: &ClusterView) -> Result<Plan, NoPlan> {
         let candidates = decode_candidates(request, view)?;
         let decode = least(candidates, |worker| self.cost(worker, request)).ok_or(NoPlan::NoDecodeWorker)?;
+        let (source, num_fetched) = self.source(decode, request, view);
         let worth_it = match request.prefill {
             PrefillMode::Local => false,
             PrefillMode::Remote => true,
-            PrefillMode::Auto => uncached(&decode.record, request) >= self.config.local_prefill_below,
+            PrefillMode::Auto => {
+                uncached(&decode.record, request) - num_fetched >= self.config.local_prefill_below
+            }
         };
         let prefill = if worth_it {
             let peers = view.workers.iter().filter(|worker| {
@@ -72,16 +132,19 @@ impl Policy for PrefixAware {
                     && fits(&worker.record, request.num_tokens + 1)
                     && !excluded(&worker.record, request)
             });
-            least(peers, |worker| self.cost(worker, request)).map(|worker| worker.record.clone())
+            least(peers, |worker| self.cost(worker, request))
         } else {
             None
         };
         let prefill = match (prefill, request.prefill) {
-            (Some(worker), _) => Prefill::Remote(worker),
+            (Some(worker), _) => {
+                (Prefill::Remote(worker.record.clone()), self.source(worker, request, view).0)
+            }
             (None, PrefillMode::Remote) => return Err(NoPlan::NoPrefillWorker),
-            (None, _) => Prefill::Local,
+            (None, _) => (Prefill::Local, source),
         };
-        Ok(Plan { decode: decode.record.clone(), prefill })
+        let (prefill, prefix_source) = prefill;
+        Ok(Plan { decode: decode.record.clone(), prefill, prefix_source })
     }
 }
 

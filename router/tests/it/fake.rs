@@ -39,12 +39,16 @@ pub enum Step {
     Verified(u32, u32, u32),
     Finish(v1::FinishReason),
     Fail(Kind),
+    /// The worker is about to leave.
+    Leaving,
     /// The stream ends with a status, as when the process dies.
     Break,
     /// The stream ends without a last event.
     End,
-    /// Nothing comes any more.
+    /// Nothing comes until it is released.
     Hang,
+    /// Nothing comes any more.
+    Silence,
     /// The whole process stands still, as at `kill -STOP`, until the worker is dropped.
     Freeze,
 }
@@ -204,6 +208,11 @@ impl FakeWorker {
         assert!(idle.is_ok(), "streams stay behind");
     }
 
+    /// Says how much it has.
+    pub fn set_free_blocks(&self, num: u32) {
+        self.load.send_modify(|load| load.num_free_blocks = num);
+    }
+
     pub fn set_draining(&self) {
         self.load.send_modify(|load| load.draining = true);
     }
@@ -330,6 +339,7 @@ impl Stream for Play {
                 self.over = true;
                 Event::Failed(Failed { kind: kind.into(), message: format!("scripted {kind:?}") })
             }
+            Some(Step::Leaving) => Event::Leaving(proto::Leaving {}),
             Some(Step::Break) => {
                 self.over = true;
                 return Poll::Ready(Some(Err(Status::unavailable("scripted break"))));
@@ -345,7 +355,12 @@ impl Stream for Play {
                 }
                 return Poll::Pending;
             }
-            // Ended by the router's drop of the stream, or by `release`.
+            // Ended by the router's drop of the stream.
+            Some(Step::Silence) => {
+                self.steps.push_front(Step::Silence);
+                return Poll::Pending;
+            }
+            // Or by `release`.
             Some(Step::Hang) => {
                 let gate = self.gate.clone();
                 let mut gate = gate.lock().unwrap();

@@ -11,4 +11,5 @@ mod edges;
 mod errors;
 mod grpc;
 mod load;
+mod migration;
 mod retry;

@@ -169,6 +169,16 @@ impl Cluster {
         process.kill();
     }
 
+    /// Waits until a process that was told to end has ended well.
+    pub(crate) async fn wait_for_end(&mut self, name: &str) {
+        let mut process = self.processes.remove(name).unwrap_or_else(|| panic!("no process {name}"));
+        let status = eventually(&format!("the end of {name}"), Duration::from_secs(120), async || {
+            process.exit_status()
+        })
+        .await;
+        assert!(status.success(), "{name} ended with {status}");
+    }
+
     pub(crate) fn signal(&self, name: &str, signal: libc::c_int) {
         self.processes[name].signal(signal);
     }

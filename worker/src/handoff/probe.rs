@@ -6,9 +6,12 @@ use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_kv_cache::{KvFormat, KvShard, WireFormat};
 use baton_kv_transfer::{Grant, Sender, TransportKind, TransportOffer, copy_rate, stream_rate};
 use baton_proto::worker::{self as proto, decode_client::DecodeClient};
-use baton_worker::{MAX_MESSAGE_BYTES, MAX_SCRATCH_BLOCKS, Worker, convert_handoff::grant_from_proto};
 use tokio::{sync::Semaphore, time::timeout};
 use tonic::{Status, transport::Endpoint};
+
+use crate::{
+    convert_handoff::grant_from_proto, scratch::MAX_SCRATCH_BLOCKS, server::MAX_MESSAGE_BYTES, worker::Worker,
+};
 
 /// For the decode worker to answer.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -24,8 +27,9 @@ pub struct Prober {
 }
 
 impl Prober {
-    /// Measures with blocks of `worker`, through `sender`.
-    pub fn new(worker: Arc<Worker>, sender: Sender) -> Prober {
+    /// Measures with blocks of `worker`.
+    pub fn new(worker: Arc<Worker>) -> Prober {
+        let sender = worker.data_plane().sender.clone();
         Prober { worker, sender, only_one: Arc::new(Semaphore::new(1)) }
     }
 

@@ -1,12 +1,20 @@
-//! One handoff, from the stream's opening to its end: feeds the state machine with what the stream, the
+//! One handoff, from the stream's opening to its end, on the side that gives KV: feeds the state machine with what the stream, the
 //! engine, the data plane and the clock say, and does what it decides.
 
 use std::{collections::VecDeque, sync::Arc, time::Instant};
 
-use baton_engine::{HeldBlocks, PrefillEvent, PrefillEvents, Request};
+use crate::{
+    convert::{WireError, engine_failure, request_from_begin, submit_failure},
+    convert_handoff::{
+        FirstToken, begin_from_proto, decode_message_from_proto, prefill_message_to_proto, wire_from_begin,
+    },
+    handoff_stream::{HandoffStream, StreamEvent, if_any, sleep_until},
+    worker::Worker,
+};
+use baton_engine::{CachedPrefix, HeldBlocks, PrefillEvent, PrefillEvents, Request, SubmitError};
 use baton_kv_cache::{KvFormat, KvLayout, KvShard, WireFormat};
 use baton_kv_transfer::{
-    DecodeMessage, Failed, FailureKind, HandoffError, PushError, Pushed, Route, RouteError, Sender,
+    DecodeMessage, Extent, Failed, FailureKind, HandoffError, PushError, Pushed, Route, RouteError, Sender,
     TransportKind,
     handoff::{
         Limits,
@@ -14,22 +22,35 @@ use baton_kv_transfer::{
     },
 };
 use baton_proto::worker as proto;
-use baton_worker::{
-    Worker,
-    convert::{WireError, engine_failure, request_from_begin, submit_failure},
-    convert_handoff::{
-        FirstToken, begin_from_proto, decode_message_from_proto, prefill_message_to_proto, wire_from_begin,
-    },
-    handoff_stream::{HandoffStream, StreamEvent, if_any, sleep_until},
-};
 use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
+use super::prefix;
+
 type Routing = BoxFuture<'static, Result<Route, RouteError>>;
 type Pushing = BoxFuture<'static, Result<Pushed, PushError>>;
 
-/// One handoff.
+type Holding = BoxFuture<'static, Result<CachedPrefix, SubmitError>>;
+
+/// What `Begin` asks for.
+struct Asked {
+    request: Request,
+    kv_format: KvFormat,
+    wire: WireFormat,
+    attempt: u32,
+    prefix_source: Option<proto::PrefillPeer>,
+}
+
+/// What keeps the blocks as they are.
+enum Held {
+    /// Of a prompt that was computed for this handoff.
+    Prefilled { _blocks: HeldBlocks },
+    /// Of the prefix cache.
+    Cached { _blocks: CachedPrefix },
+}
+
+/// One handoff, on the side that gives KV.
 pub struct Handoff {
     worker: Arc<Worker>,
     sender: Sender,
@@ -39,12 +60,17 @@ pub struct Handoff {
     stream: HandoffStream<proto::DecodeMessage, Result<proto::PrefillMessage, Status>>,
 
     /// What `Begin` asked for, until it is computed.
-    request: Option<(Request, KvFormat, WireFormat)>,
+    asked: Option<Asked>,
+    has_begun: bool,
+    extent: Extent,
+    /// What another worker has cached is on its way here.
+    fetching: Option<BoxFuture<'static, ()>>,
+    holding: Option<Holding>,
     events: Option<PrefillEvents>,
     /// How the decode worker arranges its blocks, and how KV travels there.
     destination: Option<(KvShard, WireFormat)>,
     /// Shared with the route: whichever is dropped last returns the blocks.
-    held: Option<Arc<HeldBlocks>>,
+    held: Option<Arc<Held>>,
     cached_tokens: usize,
 
     routing: Option<Routing>,
@@ -59,7 +85,6 @@ impl Handoff {
     /// A stream has opened.
     pub fn new(
         worker: Arc<Worker>,
-        sender: Sender,
         inbound: Streaming<proto::DecodeMessage>,
         outbound: mpsc::Sender<Result<proto::PrefillMessage, Status>>,
     ) -> Handoff {
@@ -69,13 +94,18 @@ impl Handoff {
         let total = worker.config().handoff_deadline;
         let limits = Limits { total, stall: total.min(Limits::default().stall), ..Limits::default() };
         let KvLayout { block_size, num_layers, .. } = *worker.engine().storage().layout();
+        let sender = worker.data_plane().sender.clone();
         Handoff {
             machine: PrefillHandoff::new(worker.incarnation(), block_size, num_layers, limits, started),
             worker,
             sender,
             started,
             stream,
-            request: None,
+            asked: None,
+            has_begun: false,
+            extent: Extent::Whole,
+            fetching: None,
+            holding: None,
             events: None,
             destination: None,
             held: None,
@@ -106,36 +136,43 @@ impl Handoff {
 
     /// Waits for whatever happens next.
     async fn next(&mut self) -> Input<FirstToken> {
-        let halted = self.worker.lifecycle().halted();
-        let deadline = self.machine.deadline();
-        tokio::select! {
-            // Time first, so that nothing busy outlives its deadline; leaving last, since what just happened
-            // says more.
-            biased;
-            () = sleep_until(deadline) => Input::Tick,
-            event = self.stream.next() => match event {
-                StreamEvent::Received(message) => self.received(message),
-                StreamEvent::Dropped => {
-                    self.stream.close();
-                    Input::StreamClosed("the decode worker dropped the stream".into())
+        loop {
+            let halted = self.worker.lifecycle().halted();
+            let deadline = self.machine.deadline();
+            return tokio::select! {
+                // Time first, so that nothing busy outlives its deadline; leaving last, since what just happened
+                // says more.
+                biased;
+                () = sleep_until(deadline) => Input::Tick,
+                event = self.stream.next() => match event {
+                    StreamEvent::Received(message) => self.received(message),
+                    StreamEvent::Dropped => {
+                        self.stream.close();
+                        Input::StreamClosed("the decode worker dropped the stream".into())
+                    }
+                },
+                () = if_any(&mut self.fetching) => match self.submit() {
+                    Ok(()) => continue,
+                    Err(failed) => Input::Fail(failed),
+                },
+                held = if_any(&mut self.holding) => self.hold(held),
+                event = next_event(&mut self.events) => self.computed(event),
+                routed = if_any(&mut self.routing) => Input::Routed(routed.map(|route| {
+                    self.route = Some(route);
+                })),
+                Some(pushed) = self.pushes.next() => {
+                    if let Ok(pushed) = &pushed {
+                        let bytes = self.moved.map_or(0, |(_, bytes)| bytes) + pushed.bytes;
+                        self.moved = Some((pushed.transport, bytes));
+                    }
+                    Input::Pushed(pushed)
                 }
-            },
-            event = next_event(&mut self.events) => self.computed(event),
-            routed = if_any(&mut self.routing) => Input::Routed(routed.map(|route| {
-                self.route = Some(route);
-            })),
-            Some(pushed) = self.pushes.next() => {
-                if let Ok(pushed) = &pushed {
-                    let bytes = self.moved.map_or(0, |(_, bytes)| bytes) + pushed.bytes;
-                    self.moved = Some((pushed.transport, bytes));
+                () = if_any(&mut self.stopping) => Input::Idle,
+                () = halted.cancelled(), if !self.is_halted => {
+                    self.is_halted = true;
+                    Input::Fail(leaving())
                 }
-                Input::Pushed(pushed)
-            }
-            () = if_any(&mut self.stopping) => Input::Idle,
-            () = halted.cancelled(), if !self.is_halted => {
-                self.is_halted = true;
-                Input::Fail(Failed::new(FailureKind::Draining, "the prefill worker is leaving"))
-            }
+            };
         }
     }
 
@@ -161,10 +198,15 @@ impl Handoff {
         };
         let request = request_from_begin(begin)?;
         let wire = WireFormat::agreed(wire_from_begin(begin), self.worker.config().kv_wire);
+        let prefix_source = begin.prefix_source.clone();
         let (begin, kv_format) = begin_from_proto(begin)?;
         tracing::Span::current().record("request_id", &begin.request_id);
         // A second one is the state machine's to refuse; it must not replace the first.
-        self.request.get_or_insert((request, kv_format, wire));
+        if !std::mem::replace(&mut self.has_begun, true) {
+            self.extent = begin.extent;
+            let attempt = begin.attempt;
+            self.asked = Some(Asked { request, kv_format, wire, attempt, prefix_source });
+        }
         Ok(DecodeMessage::Begin(begin))
     }
 
@@ -196,6 +238,7 @@ impl Handoff {
     fn act(&mut self, action: Action<FirstToken>) -> Option<Input<FirstToken>> {
         match action {
             Action::Compute => return self.compute().err().map(Input::Fail),
+            Action::Hold => return self.hold_cached().err().map(Input::Fail),
             Action::Route { generation, offers } => {
                 let (sender, held) = (self.sender.clone(), self.held.clone());
                 let (shard, wire) = self.destination.expect("known before anything is computed");
@@ -212,6 +255,8 @@ impl Handoff {
             Action::Finish(result) => self.finish(result),
             Action::Stop => {
                 self.events = None;
+                self.fetching = None;
+                self.holding = None;
                 self.pushes.clear();
                 let (routing, route) = (self.routing.take(), self.route.take());
                 self.stopping = Some(Box::pin(close(routing, route)));
@@ -227,46 +272,88 @@ impl Handoff {
         None
     }
 
+    /// Sees that the sequence can be computed here, fetches what another worker has of it, and has the rest computed.
     fn compute(&mut self) -> Result<(), Failed> {
-        let (request, kv_format, wire) = self.request.take().expect("Begin came with a request");
         if self.worker.lifecycle().is_draining() {
-            return Err(Failed::new(FailureKind::Draining, "the prefill worker is leaving"));
+            return Err(leaving());
         }
-        if let Some(difference) = self.worker.kv_format().difference(&kv_format) {
+        self.accept()?;
+        let asked = self.asked.as_ref().expect("Begin came with a request");
+        self.worker.metrics().request_taken("handoff", asked.request.num_known_tokens());
+        let Some(source) = asked.prefix_source.clone() else { return self.submit() };
+        let fetch = prefix::fetch(self.worker.clone(), source, asked.attempt, asked.request.clone());
+        self.fetching = Some(Box::pin(fetch));
+        Ok(())
+    }
+
+    fn submit(&mut self) -> Result<(), Failed> {
+        let request = self.asked.take().expect("it is computed once").request;
+        let (events, held) = self.worker.engine().prefill(request).map_err(|error| submit_failure(&error))?;
+        self.events = Some(events);
+        self.held = Some(Arc::new(Held::Prefilled { _blocks: held }));
+        Ok(())
+    }
+
+    /// Takes hold of what is cached here. That costs next to nothing, so a worker that is about to leave does it, too:
+    /// it is how its requests go elsewhere.
+    fn hold_cached(&mut self) -> Result<(), Failed> {
+        self.accept()?;
+        let request = self.asked.take().expect("Begin came with a request").request;
+        let engine = self.worker.engine().clone();
+        self.holding = Some(Box::pin(async move { engine.hold_cached(&request).await }));
+        Ok(())
+    }
+
+    fn hold(&mut self, held: Result<CachedPrefix, SubmitError>) -> Input<FirstToken> {
+        match held {
+            Ok(prefix) => {
+                let blocks = prefix.blocks().to_vec();
+                self.held = Some(Arc::new(Held::Cached { _blocks: prefix }));
+                Input::Held { blocks }
+            }
+            Err(error) => Input::Fail(submit_failure(&error)),
+        }
+    }
+
+    /// Whether KV from here can be used there.
+    fn accept(&mut self) -> Result<(), Failed> {
+        let asked = self.asked.as_ref().expect("Begin came with a request");
+        if let Some(difference) = self.worker.kv_format().difference(&asked.kv_format) {
             let message = format!("the workers' KV formats differ: {difference}");
             return Err(Failed::new(FailureKind::KvRejected, message));
         }
         // One rank on either side, as the formats agree on that.
-        let destination = KvShard::of_format(&kv_format, 0).map_err(|error| {
+        let destination = KvShard::of_format(&asked.kv_format, 0).map_err(|error| {
             Failed::new(
                 FailureKind::KvRejected,
                 format!("no blocks can be like the decode worker's: {error}"),
             )
         })?;
-        self.destination = Some((destination, wire));
-        self.worker.metrics().request_taken("handoff", request.num_known_tokens());
-        let (events, held) = self.worker.engine().prefill(request).map_err(|error| submit_failure(&error))?;
-        self.events = Some(events);
-        self.held = Some(Arc::new(held));
+        self.destination = Some((destination, asked.wire));
         Ok(())
     }
 
     fn finish(&self, result: Result<(), HandoffError>) {
         let elapsed = self.started.elapsed();
         let metrics = self.worker.metrics();
-        metrics.handoff_seconds.observe(elapsed.as_secs_f64());
+        let outcome = result.as_ref().map_or_else(HandoffError::label, |()| "committed");
+        match self.extent {
+            Extent::Whole => {
+                metrics.handoff_seconds.observe(elapsed.as_secs_f64());
+                metrics.handoff_ended(outcome);
+            }
+            Extent::Cached => metrics.prefix_given(outcome),
+        }
         let (transport, bytes) = self.moved.map_or(("none", 0), |(kind, bytes)| (kind.name(), bytes));
         match result {
-            Ok(()) => {
-                metrics.handoff_ended("committed");
-                tracing::debug!(transport, bytes, ?elapsed, "handed over");
-            }
-            Err(error) => {
-                metrics.handoff_ended(error.label());
-                tracing::info!(transport, bytes, ?elapsed, %error, "handoff ended");
-            }
+            Ok(()) => tracing::debug!(transport, bytes, ?elapsed, "handed over"),
+            Err(error) => tracing::info!(transport, bytes, ?elapsed, %error, "handoff ended"),
         }
     }
+}
+
+fn leaving() -> Failed {
+    Failed::new(FailureKind::Draining, "this worker is leaving")
 }
 
 /// Closes a route, or the one that is just being opened: the peer must hear of either.

@@ -1,4 +1,4 @@
-//! Connections to prefill workers: one per address, shared by every handoff.
+//! Connections to the workers that give KV: one per address, shared by every handoff.
 
 use std::{
     collections::HashMap,
@@ -7,22 +7,23 @@ use std::{
 };
 
 use baton_proto::worker::prefill_client::PrefillClient;
-use baton_worker::{KEEP_ALIVE_INTERVAL, KEEP_ALIVE_TIMEOUT, MAX_MESSAGE_BYTES};
 use tonic::transport::{Channel, Endpoint};
+
+use crate::server::{KEEP_ALIVE_INTERVAL, KEEP_ALIVE_TIMEOUT, MAX_MESSAGE_BYTES};
 
 /// A worker that is there accepts at once.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Beyond this many addresses, all are forgotten; those in use live on in their handoffs.
 const MAX_PEERS: usize = 1024;
 
-/// Prefill workers by address. They connect when first used, and again when a connection was lost.
+/// Workers by address. They connect when first used, and again when a connection was lost.
 #[derive(Debug, Default)]
 pub struct Peers {
     channels: Mutex<HashMap<String, Channel>>,
 }
 
 impl Peers {
-    /// A client of the prefill worker at `address`.
+    /// A client of the worker at `address`.
     ///
     /// # Errors
     /// When it is no address.

@@ -1,12 +1,26 @@
-//! One remote prefill, from `Begin` to verified KV: feeds the state machine with what the stream, the
-//! engine, the data plane, the router and the clock say, and does what it decides.
+//! One handoff, from `Begin` to verified KV, on the side that wants it: feeds the state machine with what the stream,
+//! the engine, the data plane, the caller and the clock say, and does what it decides.
+//!
+//! Of a whole sequence the KV goes to a request that decodes here; what another worker had cached goes into the prefix
+//! cache.
 
-use std::{collections::VecDeque, sync::Arc, time::Instant};
+use std::{
+    collections::VecDeque,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use baton_engine::{Request, Reservation, SampledToken, SubmitError};
-use baton_kv_cache::WireFormat;
+use crate::{
+    convert::submit_failure,
+    convert_handoff::{FirstToken, Payload, decode_message_to_proto, prefill_message_from_proto},
+    handoff_stream::{HandoffStream, StreamEvent, if_any, sleep_until},
+    worker::Worker,
+};
+use baton_engine::{FinishReason, PrefixReservation, Request, Reservation, SampledToken, TokenStream};
+use baton_kv_cache::{BlockId, WireFormat};
 use baton_kv_transfer::{
-    Begin, FailureKind, Generation, Grant, Granted, HandoffError, KvFault, Piece, Receiver,
+    Begin, Extent, Failed, FailureKind, Generation, Grant, Granted, HandoffError, KvFault, Piece, Receiver,
+    Side,
     handoff::{
         Limits,
         decode::{Action, Committed, DecodeHandoff, Input},
@@ -14,41 +28,81 @@ use baton_kv_transfer::{
 };
 use baton_proto::worker::{self as proto, PrefillPeer, prefill_client::PrefillClient};
 use baton_telemetry::trace_context;
-use baton_worker::{
-    Worker,
-    convert::submit_failure,
-    convert_handoff::{FirstToken, Payload, decode_message_to_proto, prefill_message_from_proto},
-    handoff_stream::{HandoffStream, StreamEvent, if_any, sleep_until},
-};
 use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Response, Status, Streaming, metadata::MetadataKey, transport::Channel};
 
-use crate::generation::HandoffEvent;
-
-/// Messages to the prefill worker that wait in the stream: all that one handoff can have, `Begin`,
-/// `Grant` and `Commit` or `Cancel`.
+/// Messages to the peer that wait in the stream: all that one handoff can have, `Begin`, `Grant` and `Commit` or
+/// `Cancel`.
 const OUTBOUND_BOUND: usize = 4;
 
 type Opening = BoxFuture<'static, Result<Response<Streaming<proto::PrefillMessage>>, Status>>;
-type Reserving = BoxFuture<'static, Result<Reservation, SubmitError>>;
+type Reserving = BoxFuture<'static, Result<Reserved, Failed>>;
 type Verifying = BoxFuture<'static, (usize, Result<(), KvFault>)>;
 
-/// What the router wants.
+/// What is wanted of whom.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The request.
     pub request: Request,
     /// How often it was planned before.
     pub attempt: u32,
-    /// Who computes its prompt.
+    /// Who has its KV, or computes it.
     pub peer: PrefillPeer,
     /// How the KV shall travel; `None`: as the prefill worker likes.
     pub wire: Option<WireFormat>,
+    /// How much of it is wanted.
+    pub extent: Extent,
+    /// Whom the peer is to ask for what it has cached before it computes.
+    pub prefix_source: Option<PrefillPeer>,
 }
 
-/// One remote prefill.
+/// What a handoff says to whoever wants it.
+#[derive(Debug)]
+pub enum HandoffEvent {
+    /// Sampled by the peer.
+    First {
+        /// The token.
+        token: SampledToken,
+        /// Prompt tokens found in the peer's cache.
+        cached_tokens: usize,
+        /// Present when the token ends the request.
+        finish: Option<FinishReason>,
+    },
+    /// The KV has arrived; these are the tokens after the first.
+    Decoding(TokenStream),
+    /// What was cached there is cached here, so many tokens of it; or nothing came of it.
+    Prefix(Result<usize, HandoffError>),
+    /// It ends here.
+    Failed(Failed),
+}
+
+/// Blocks set aside here.
+enum Reserved {
+    /// For a request that will decode.
+    Decode(Reservation),
+    /// For the prefix cache.
+    Prefix(PrefixReservation),
+}
+
+impl Reserved {
+    fn num_cached_blocks(&self) -> usize {
+        match self {
+            Reserved::Decode(reservation) => reservation.num_cached_blocks(),
+            Reserved::Prefix(reservation) => reservation.num_cached_blocks(),
+        }
+    }
+
+    fn blocks(&self) -> &[BlockId] {
+        match self {
+            Reserved::Decode(reservation) => reservation.blocks(),
+            Reserved::Prefix(reservation) => reservation.blocks(),
+        }
+    }
+}
+
+/// One handoff, on the side that wants KV.
 pub struct Handoff {
     worker: Arc<Worker>,
     receiver: Receiver,
@@ -57,33 +111,34 @@ pub struct Handoff {
     first_actions: Vec<Action<FirstToken>>,
     started: Instant,
 
-    /// The router's stream; closed when nobody reads it any more.
+    /// Whoever wants it; closed when nobody reads it any more.
     events: mpsc::Sender<HandoffEvent>,
-    /// Nothing is said to the router any more.
+    /// Nothing is said any more.
     is_told: bool,
 
     opening: Option<Opening>,
     stream: HandoffStream<proto::PrefillMessage, proto::DecodeMessage>,
 
     reserving: Option<Reserving>,
-    granted: Option<Granted<Reservation>>,
+    granted: Option<Granted<Reserved>>,
     verifying: FuturesUnordered<Verifying>,
     first: Option<(SampledToken, Instant)>,
 }
 
 impl Handoff {
-    /// Opens the stream to the prefill worker.
+    /// Opens the stream to the peer. `deadline` bounds everything.
     pub fn new(
         worker: Arc<Worker>,
-        receiver: Receiver,
         client: PrefillClient<Channel>,
         plan: Plan,
+        deadline: Duration,
         events: mpsc::Sender<HandoffEvent>,
     ) -> Handoff {
         let started = Instant::now();
         let layout = *worker.engine().storage().layout();
-        let total = worker.config().handoff_deadline;
-        let limits = Limits { total, stall: total.min(Limits::default().stall), ..Limits::default() };
+        let receiver = worker.data_plane().receiver.clone();
+        let limits =
+            Limits { total: deadline, stall: deadline.min(Limits::default().stall), ..Limits::default() };
         let begin = Begin {
             request_id: plan.request.id.clone(),
             attempt: plan.attempt,
@@ -92,7 +147,8 @@ impl Handoff {
             decode_incarnation: worker.incarnation(),
             num_tokens: plan.request.num_known_tokens(),
             block_size: layout.block_size,
-            deadline: total,
+            deadline,
+            extent: plan.extent,
         };
         let (machine, first_actions) = DecodeHandoff::begin(begin, layout.num_layers, limits, started);
         let (outbound, messages) = mpsc::channel(OUTBOUND_BOUND);
@@ -162,7 +218,7 @@ impl Handoff {
                 }
                 () = halted.cancelled(), if !self.is_told => {
                     self.is_told = true;
-                    return Input::Cancel("the decode worker is leaving".into());
+                    return Input::Cancel("this worker is leaving".into());
                 }
             }
         }
@@ -183,10 +239,10 @@ impl Handoff {
         format!("{} at {}: {}", self.plan.peer.worker_id, self.plan.peer.address, status.message())
     }
 
-    fn reserved(&mut self, reserved: Result<Reservation, SubmitError>) -> Input<FirstToken> {
+    fn reserved(&mut self, reserved: Result<Reserved, Failed>) -> Input<FirstToken> {
         let reservation = match reserved {
             Ok(reservation) => reservation,
-            Err(error) => return Input::ReserveFailed(submit_failure(&error)),
+            Err(failed) => return Input::ReserveFailed(failed),
         };
         let num_cached_blocks = reservation.num_cached_blocks();
         let block_ids = reservation.blocks()[num_cached_blocks..].to_vec();
@@ -205,12 +261,13 @@ impl Handoff {
                     request: &self.plan.request,
                     kv_format: self.worker.kv_format(),
                     wire: self.plan.wire,
+                    prefix_source: self.plan.prefix_source.as_ref(),
                 };
                 self.stream.send(decode_message_to_proto(message, payload));
             }
-            Action::Reserve => {
-                let (engine, request) = (self.worker.engine().clone(), self.plan.request.clone());
-                self.reserving = Some(Box::pin(async move { engine.reserve(request).await }));
+            Action::Reserve { num_tokens } => {
+                let reserving = reserve(self.worker.clone(), self.plan.clone(), num_tokens);
+                self.reserving = Some(Box::pin(reserving));
             }
             Action::FirstToken(first) => return self.pass_on(first),
             Action::Verify(pieces) => self.verify(pieces),
@@ -227,7 +284,7 @@ impl Handoff {
         None
     }
 
-    /// The router gets the first token at once, and the end with it if that is all.
+    /// Whoever waits gets the first token at once, and the end with it if that is all.
     fn pass_on(&mut self, first: FirstToken) -> Option<Input<FirstToken>> {
         let FirstToken { token, cached_tokens } = first;
         let request = &self.plan.request;
@@ -256,6 +313,14 @@ impl Handoff {
     }
 
     async fn finish(&mut self, result: Result<Committed, HandoffError>) {
+        match self.plan.extent {
+            Extent::Whole => self.finish_whole(result).await,
+            Extent::Cached => self.finish_cached(result).await,
+        }
+        self.is_told = true;
+    }
+
+    async fn finish_whole(&mut self, result: Result<Committed, HandoffError>) {
         let elapsed = self.started.elapsed();
         let metrics = self.worker.metrics();
         metrics.handoff_seconds.observe(elapsed.as_secs_f64());
@@ -275,12 +340,27 @@ impl Handoff {
                 tracing::info!(prefill = %peer, ?elapsed, %error, "handoff ended");
                 let failed = match &error {
                     HandoffError::Refused { failed, .. } => failed.clone(),
-                    error => baton_kv_transfer::Failed::new(error.kind(), error.to_string()),
+                    error => Failed::new(error.kind(), error.to_string()),
                 };
                 self.tell(HandoffEvent::Failed(failed));
-                self.is_told = true;
             }
         }
+    }
+
+    async fn finish_cached(&mut self, result: Result<Committed, HandoffError>) {
+        let elapsed = self.started.elapsed();
+        let source = &self.plan.peer.worker_id;
+        let result = match result {
+            Ok(committed) => {
+                tracing::debug!(%source, bytes = committed.bytes, ?elapsed, "prefix fetched");
+                self.cache().await
+            }
+            Err(error) => {
+                tracing::info!(%source, ?elapsed, %error, "prefix not fetched");
+                Err(error)
+            }
+        };
+        self.tell(HandoffEvent::Prefix(result));
     }
 
     /// The KV is here: gives the blocks to the engine.
@@ -288,17 +368,28 @@ impl Handoff {
         let granted = self.granted.take().expect("a handoff commits a grant");
         let (token, _) = self.first.take().expect("a handoff commits with a first token");
         let event = match granted.commit().await {
-            Some(reservation) => match self.worker.engine().decode(reservation, token) {
+            Some(Reserved::Decode(reservation)) => match self.worker.engine().decode(reservation, token) {
                 Ok(tokens) => HandoffEvent::Decoding(tokens),
                 Err(error) => HandoffEvent::Failed(submit_failure(&error)),
             },
-            None => HandoffEvent::Failed(baton_kv_transfer::Failed::new(
-                FailureKind::Internal,
-                "the receiver was torn down",
-            )),
+            Some(Reserved::Prefix(_)) => unreachable!("of a whole sequence a request's blocks are reserved"),
+            None => HandoffEvent::Failed(torn_down()),
         };
         self.tell(event);
-        self.is_told = true;
+    }
+
+    /// The KV is here: lets every request find it.
+    async fn cache(&mut self) -> Result<usize, HandoffError> {
+        let granted = self.granted.take().expect("a handoff commits a grant");
+        match granted.commit().await {
+            Some(Reserved::Prefix(reservation)) => {
+                let num_blocks = reservation.blocks().len() - reservation.num_cached_blocks();
+                self.worker.engine().cache_prefix(reservation);
+                Ok(num_blocks * self.worker.engine().storage().layout().block_size)
+            }
+            Some(Reserved::Decode(_)) => unreachable!("of what is cached a prefix is reserved"),
+            None => Err(HandoffError::Refused { by: Side::Decode, failed: torn_down() }),
+        }
     }
 
     /// Says it to the router's stream, unless it was told its end or has left.
@@ -307,6 +398,25 @@ impl Handoff {
             // Room is kept for all that a handoff says; a closed channel is a router that left.
             let _ = self.events.try_send(event);
         }
+    }
+}
+
+fn torn_down() -> Failed {
+    Failed::new(FailureKind::Internal, "the receiver was torn down")
+}
+
+/// Blocks for what is wanted: for a request they are waited for, for a prefix not.
+async fn reserve(worker: Arc<Worker>, plan: Plan, num_tokens: usize) -> Result<Reserved, Failed> {
+    let engine = worker.engine();
+    match plan.extent {
+        Extent::Whole => {
+            engine.reserve(plan.request).await.map(Reserved::Decode).map_err(|error| submit_failure(&error))
+        }
+        Extent::Cached => match engine.reserve_prefix(&plan.request, num_tokens).await {
+            Ok(Some(reservation)) => Ok(Reserved::Prefix(reservation)),
+            Ok(None) => Err(Failed::new(FailureKind::Full, "no blocks are free for a prefix")),
+            Err(error) => Err(submit_failure(&error)),
+        },
     }
 }
 

@@ -1,19 +1,18 @@
-//! `baton.worker.v1.Prefill`.
+//! `baton.worker.v1.Prefill`, which every worker serves.
 
 use std::sync::Arc;
 
-use baton_kv_transfer::Sender;
 use baton_proto::worker::{
     DecodeMessage, PrefillMessage, ProbeReport, ProbeRequest, prefill_server::Prefill,
 };
 use baton_telemetry::trace_context;
-use baton_worker::Worker;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
 
-use crate::{handoff::Handoff, probe::Prober};
+use super::{prefill::Handoff, probe::Prober};
+use crate::worker::Worker;
 
 /// Messages to the decode worker that wait in the stream; more wait in the handoff, in order.
 const OUTBOUND_BOUND: usize = 16;
@@ -22,15 +21,14 @@ const OUTBOUND_BOUND: usize = 16;
 #[derive(Clone)]
 pub struct PrefillService {
     worker: Arc<Worker>,
-    sender: Sender,
     prober: Prober,
 }
 
 impl PrefillService {
-    /// Computes on `worker`'s engine, writes through `sender`.
-    pub fn new(worker: Arc<Worker>, sender: Sender) -> PrefillService {
-        let prober = Prober::new(worker.clone(), sender.clone());
-        PrefillService { worker, sender, prober }
+    /// Computes on `worker`'s engine, and gives what is in its blocks.
+    pub fn new(worker: Arc<Worker>) -> PrefillService {
+        let prober = Prober::new(worker.clone());
+        PrefillService { worker, prober }
     }
 }
 
@@ -47,7 +45,7 @@ impl Prefill for PrefillService {
             request.metadata().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
         });
         let (outbound, messages) = mpsc::channel(OUTBOUND_BOUND);
-        let handoff = Handoff::new(self.worker.clone(), self.sender.clone(), request.into_inner(), outbound);
+        let handoff = Handoff::new(self.worker.clone(), request.into_inner(), outbound);
         self.worker.lifecycle().spawn(handoff.run().instrument(span));
         Ok(Response::new(ReceiverStream::new(messages)))
     }

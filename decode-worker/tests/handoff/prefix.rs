@@ -1,0 +1,213 @@
+//! Prefixes that one worker has cached and another one needs, between any two.
+
+use std::time::Duration;
+
+use baton_engine::{Request, SamplingParams};
+use baton_kv_transfer::TransportKind;
+use baton_proto::worker::{self as proto, DrainRequest, worker_client::WorkerClient};
+use baton_worker::KvMemory;
+use tokio::net::TcpListener;
+
+use crate::harness::{
+    BLOCK_SIZE, TestWorker, decode, expected, generate, prefill, prompt, request, transports,
+};
+
+const NUM_PROMPT: usize = 30;
+const NUM_ANSWER: usize = 11;
+const NUM_NEXT: usize = 8;
+
+/// A first turn at `d`: it alone has prompt and answer. Returns the second turn's prompt.
+async fn converse(d: &TestWorker) -> Vec<u32> {
+    let first = prompt(3, NUM_PROMPT);
+    let answer = generate(&d.client().await, request(&first, NUM_ANSWER as u32, None)).await.unwrap();
+    [first, answer.finished(), prompt(5, 6)].concat()
+}
+
+/// What `d` has of it: the answer's last token was never computed.
+const NUM_CACHED: usize = (NUM_PROMPT + NUM_ANSWER - 1) / BLOCK_SIZE * BLOCK_SIZE;
+
+fn next_turn(turn: &[u32], source: proto::PrefillPeer) -> proto::GenerateRequest {
+    proto::GenerateRequest { prefix_source: Some(source), ..request(turn, NUM_NEXT as u32, None) }
+}
+
+async fn metric(worker: &TestWorker, line: &str) -> bool {
+    worker.metrics().await.lines().any(|found| found == line)
+}
+
+fn computed(worker: &TestWorker) -> usize {
+    worker.worker.engine().num_computed_tokens() as usize
+}
+
+/// Each token but the last is computed after it is drawn.
+const NUM_DECODED: usize = NUM_NEXT - 1;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_second_turn_elsewhere_computes_only_what_is_new() {
+    for transport in transports() {
+        let old = decode().transport(transport).start().await;
+        let new = decode().named("d1").transport(transport).start().await;
+        let turn = converse(&old).await;
+        let before = computed(&old);
+        let answer = generate(&new.client().await, next_turn(&turn, old.peer())).await.unwrap();
+        assert_eq!(answer.finished(), expected(&turn, NUM_NEXT), "{transport}");
+        assert_eq!(computed(&new), turn.len() - NUM_CACHED + NUM_DECODED);
+        assert_eq!(computed(&old), before, "the source computes nothing");
+        assert!(metric(&new, &format!("baton_prefix_fetched_tokens_total {NUM_CACHED}")).await);
+        assert!(metric(&old, "baton_prefixes_given_total{outcome=\"committed\"} 1").await);
+        assert!(new.moved(transport) > 0 && old.moved(transport) == new.moved(transport));
+
+        // It has all of that now: nothing moves.
+        let (moved, before) = (new.moved(transport), computed(&new));
+        let again = generate(&new.client().await, next_turn(&turn, old.peer())).await.unwrap();
+        assert_eq!(again.finished(), expected(&turn, NUM_NEXT));
+        assert_eq!(new.moved(transport), moved);
+        let num_full = (turn.len() - 1) / BLOCK_SIZE * BLOCK_SIZE;
+        assert_eq!(computed(&new) - before, turn.len() - num_full + NUM_DECODED);
+        old.assert_all_free().await;
+        new.assert_all_free().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefill_worker_computes_only_what_a_decode_worker_has_not() {
+    let d = decode().start().await;
+    let p = prefill().start().await;
+    let turn = converse(&d).await;
+    let before = computed(&d);
+    let request = proto::GenerateRequest { prefill: Some(p.peer()), ..next_turn(&turn, d.peer()) };
+    let answer = generate(&d.client().await, request).await.unwrap();
+    assert_eq!(answer.finished(), expected(&turn, NUM_NEXT));
+    assert_eq!(computed(&p), turn.len() - NUM_CACHED);
+    assert_eq!(computed(&d) - before, NUM_DECODED);
+    d.assert_all_free().await;
+    p.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_decode_worker_takes_what_a_prefill_worker_has_cached() {
+    let (p, d) = (prefill().start().await, decode().start().await);
+    let other = decode().named("d1").start().await;
+    let turn = prompt(3, 42);
+    let remote = request(&turn, NUM_NEXT as u32, Some(p.peer()));
+    assert_eq!(generate(&d.client().await, remote).await.unwrap().finished(), expected(&turn, NUM_NEXT));
+    let before = computed(&p);
+    let answer = generate(&other.client().await, next_turn(&turn, p.peer())).await.unwrap();
+    assert_eq!(answer.finished(), expected(&turn, NUM_NEXT));
+    assert_eq!(computed(&other), 2 + NUM_DECODED);
+    assert_eq!(computed(&p), before);
+    for worker in [&p, &d, &other] {
+        worker.assert_all_free().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn blocks_of_another_size_are_put_together() {
+    for (old_size, new_size) in [(4, 6), (6, 4)] {
+        let old = decode().block_size(old_size).start().await;
+        let new = decode().named("d1").block_size(new_size).start().await;
+        let turn = converse(&old).await;
+        let answer = generate(&new.client().await, next_turn(&turn, old.peer())).await.unwrap();
+        assert_eq!(answer.finished(), expected(&turn, NUM_NEXT));
+        let held = (NUM_PROMPT + NUM_ANSWER - 1) / old_size * old_size;
+        let num_fetched = held / new_size * new_size;
+        assert_eq!(computed(&new), turn.len() - num_fetched + NUM_DECODED, "{old_size} to {new_size}");
+        old.assert_all_free().await;
+        new.assert_all_free().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_leaves_still_gives_what_it_has() {
+    let mut old = decode().start().await;
+    let new = decode().named("d1").start().await;
+    let turn = converse(&old).await;
+    // Something keeps it from leaving at once.
+    let busy = old.worker.lifecycle().token();
+    let mut control = WorkerClient::connect(old.address()).await.unwrap();
+    control.drain(DrainRequest {}).await.unwrap();
+    let answer = generate(&new.client().await, next_turn(&turn, old.peer())).await.unwrap();
+    assert_eq!(answer.finished(), expected(&turn, NUM_NEXT));
+    assert_eq!(computed(&new), turn.len() - NUM_CACHED + NUM_DECODED);
+    drop(busy);
+    old.ended().await;
+    new.assert_all_free().await;
+}
+
+/// The source cannot give anything: the tokens come all the same, and why is counted.
+async fn computes_by_itself(source: proto::PrefillPeer, new: &TestWorker, turn: &[u32], outcome: &str) {
+    let before = computed(new);
+    let answer = generate(&new.client().await, next_turn(turn, source)).await.unwrap();
+    assert_eq!(answer.finished(), expected(turn, NUM_NEXT), "{outcome}");
+    assert_eq!(computed(new) - before, turn.len() + NUM_DECODED, "{outcome}");
+    let line = format!("baton_prefix_fetches_total{{outcome=\"{outcome}\"}} 1");
+    assert!(metric(new, &line).await, "{outcome}: {}", new.metrics().await);
+    new.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_that_cannot_give_costs_no_token() {
+    let mut old = decode().start().await;
+    let new = decode().named("d1").start().await;
+    let turn = converse(&old).await;
+
+    let stranger = prompt(9, 45);
+    computes_by_itself(old.peer(), &new, &stranger, "not_cached").await;
+    let restarted = proto::PrefillPeer { incarnation: 1, ..old.peer() };
+    computes_by_itself(restarted, &new, &turn, "refused").await;
+    let other_model = decode().named("d2").rope("other").start().await;
+    computes_by_itself(old.peer(), &other_model, &turn, "refused").await;
+    // Somebody listens, and never answers.
+    let impatient = decode().named("d3").with(|config| config.fetch_deadline = None).start().await;
+    let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = format!("http://{}", silent.local_addr().unwrap());
+    let frozen = proto::PrefillPeer { address, ..old.peer() };
+    computes_by_itself(frozen, &impatient, &prompt(11, 45), "deadline").await;
+    old.assert_all_free().await;
+    let gone = old.peer();
+    old.kill();
+    computes_by_itself(gone, &new, &prompt(13, 45), "prefill_lost").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_without_room_fetches_nothing_and_waits_for_room_as_ever() {
+    let old = decode().start().await;
+    let new = decode().named("d1").with(|config| config.kv = KvMemory::Blocks(16)).start().await;
+    let turn = converse(&old).await;
+    let sampling = SamplingParams { max_tokens: 8, ..SamplingParams::default() };
+    let other = Request { id: "o".into(), prompt: prompt(7, 30), sampling, ..Request::default() };
+    let taken = new.worker.engine().reserve(other).await.unwrap();
+    let waiting = tokio::spawn({
+        let (client, request) = (new.client().await, next_turn(&turn, old.peer()));
+        async move { generate(&client, request).await.unwrap() }
+    });
+    while !metric(&new, "baton_prefix_fetches_total{outcome=\"refused\"} 1").await {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    drop(taken);
+    assert_eq!(waiting.await.unwrap().finished(), expected(&turn, NUM_NEXT));
+    assert_eq!(computed(&new), turn.len() + NUM_DECODED);
+    old.assert_all_free().await;
+    new.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_leaves_while_a_prefix_is_fetched_leaves_nothing() {
+    let old = decode().transport(TransportKind::Tcp).start().await;
+    let new = decode().named("d1").transport(TransportKind::Tcp).start().await;
+    let turn = converse(&old).await;
+    let client = new.client().await;
+    for delay in 0..40 {
+        // A salt that only its own first turn shares: each is fetched anew.
+        let salt = format!("s{delay}");
+        let first = proto::GenerateRequest {
+            cache_salt: salt.clone(),
+            ..request(&turn[..NUM_PROMPT], NUM_ANSWER as u32, None)
+        };
+        generate(&old.client().await, first).await.unwrap().finished();
+        let request = proto::GenerateRequest { cache_salt: salt, ..next_turn(&turn, old.peer()) };
+        let moment = Duration::from_micros(delay * 150);
+        let _ = tokio::time::timeout(moment, generate(&client, request)).await;
+    }
+    old.assert_all_free().await;
+    new.assert_all_free().await;
+}

@@ -1,0 +1,176 @@
+//! Requests that go from one decode worker to another while they run.
+
+use baton_cluster::Role;
+use baton_proto::{
+    v1,
+    worker::{GenerateRequest, failed::Kind},
+};
+use baton_router::Migration;
+use serde_json::json;
+
+use crate::{
+    fake::{FakeWorker, Step, say},
+    harness::{Router, SOON},
+    model::ids,
+};
+
+const TEXT: &str = "/v1/completions";
+const ANSWER: &str = "Hello";
+
+/// The first tokens, then `then`, and it says no more until it is released.
+fn begin(num_tokens: usize, then: Step) -> impl Fn(&GenerateRequest) -> Vec<Step> + Send + Sync + 'static {
+    move |request| {
+        let mut steps = say(ANSWER)(request);
+        steps.truncate(num_tokens);
+        steps.extend([then.clone(), Step::Hang]);
+        steps
+    }
+}
+
+async fn pair(change: impl FnOnce(&mut baton_router::RouterConfig)) -> (Router, FakeWorker, FakeWorker) {
+    let (mut router, old) = Router::with_worker_and(change).await;
+    let new = FakeWorker::start("d1", Role::Decode, 1).await;
+    router.register(&new).await;
+    // The first by name has the request, others being equal.
+    (router, old, new)
+}
+
+async fn ask(router: &Router) -> String {
+    let body = json!({"prompt": "x", "stream": true, "seed": 5});
+    let events = router.client.post(TEXT, &body).await.events();
+    events.iter().map(|event| event["choices"][0]["text"].as_str().unwrap()).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_leaves_is_the_source_of_what_goes_on_elsewhere() {
+    let (router, old, new) = pair(|_| {}).await;
+    old.script(begin(2, Step::Leaving));
+    new.script(say(ANSWER));
+    assert_eq!(ask(&router).await, ANSWER);
+    let [request] = &new.requests()[..] else { panic!("asked once") };
+    assert_eq!(request.output_token_ids, ids(ANSWER)[..2]);
+    assert!(request.prefill.is_none());
+    let source = request.prefix_source.as_ref().expect("it is told who has the KV");
+    assert_eq!((source.worker_id.as_str(), source.incarnation), ("d0", 1));
+    // The old stream is dropped, since it had not ended.
+    tokio::time::timeout(SOON, old.next_dropped()).await.expect("the old worker is let go");
+    router.until_metric("baton_migrations_total{cause=\"drain\",outcome=\"moved\"} 1").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_fails_on_the_way_costs_nothing() {
+    let (router, old, new) = pair(|_| {}).await;
+    old.script(begin(2, Step::Leaving));
+    new.script(|_| vec![Step::Fail(Kind::Full)]);
+    let text = ask(&router);
+    let rest = async {
+        router.until_metric("baton_migrations_total{cause=\"drain\",outcome=\"full\"} 1").await;
+        // The old worker goes on.
+        old.release(Step::Finish(v1::FinishReason::Length));
+    };
+    let (text, ()) = tokio::join!(text, rest);
+    assert_eq!(text, "He");
+    assert_eq!(old.requests().len(), 1);
+    new.until_idle().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_new_worker_takes_over_when_the_old_one_dies_on_the_way() {
+    let (router, old, new) = pair(|_| {}).await;
+    old.script(begin(2, Step::Leaving));
+    new.script(|request| [vec![Step::Hang], say(ANSWER)(request)[1..].to_vec()].concat());
+    let text = ask(&router);
+    let rest = async {
+        tokio::time::timeout(SOON, new.next_arrived()).await.expect("it is asked");
+        old.kill();
+        new.release(Step::Token(ids(ANSWER)[2]));
+    };
+    let (text, ()) = tokio::join!(text, rest);
+    assert_eq!(text, ANSWER);
+    assert_eq!(new.requests().len(), 1, "the attempt under way goes on");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tokens_that_the_old_worker_said_meanwhile_come_once() {
+    let (router, old, new) = pair(|_| {}).await;
+    old.script(|request| {
+        let all = say(ANSWER)(request);
+        [&all[..1], &[Step::Leaving, Step::Hang], &all[2..3], &[Step::Silence]].concat()
+    });
+    new.script(|request| [vec![Step::Hang], say(ANSWER)(request)[1..].to_vec()].concat());
+    let text = ask(&router);
+    let rest = async {
+        tokio::time::timeout(SOON, new.next_arrived()).await.expect("it is asked");
+        // One more while the new worker prepares, which says it again.
+        old.release(Step::Token(ids(ANSWER)[1]));
+        router.until_metric("baton_output_tokens_total 3").await;
+        new.release(Step::Token(ids(ANSWER)[1]));
+    };
+    let (text, ()) = tokio::join!(text, rest);
+    assert_eq!(text, ANSWER);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_says_other_tokens_again_is_not_believed() {
+    let (router, old, new) = pair(|_| {}).await;
+    old.script(|request| match request.attempt {
+        0 => {
+            let all = say(ANSWER)(request);
+            [&all[..1], &[Step::Leaving, Step::Hang, Step::Silence]].concat()
+        }
+        _ => say(ANSWER)(request),
+    });
+    new.script(|request| match request.attempt {
+        1 => vec![Step::Hang],
+        _ => say(ANSWER)(request),
+    });
+    let text = ask(&router);
+    let rest = async {
+        tokio::time::timeout(SOON, new.next_arrived()).await.expect("it is asked");
+        old.release(Step::Token(ids(ANSWER)[1]));
+        router.until_metric("baton_output_tokens_total 2").await;
+        new.release(Step::Token(ids("x")[0]));
+    };
+    let (text, ()) = tokio::join!(text, rest);
+    assert_eq!(text, ANSWER);
+    router.until_metric("baton_attempt_failures_total{reason=\"diverged\"} 1").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_stay_when_they_shall() {
+    let (router, old, new) = pair(|config| config.migration = Migration::Off).await;
+    old.script(|request| [&[Step::Leaving][..], &say(ANSWER)(request)].concat());
+    assert_eq!(ask(&router).await, ANSWER);
+    assert_eq!(new.requests().len(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_of_a_crowded_worker_goes_to_an_empty_one() {
+    let (router, old, new) = pair(|_| {}).await;
+    old.script(begin(2, Step::Token(ids(ANSWER)[2])));
+    new.script(begin(2, Step::Token(ids(ANSWER)[2])));
+    let three = futures_util::future::join_all((0..3).map(|_| ask(&router)));
+    let rest = async {
+        for _ in 0..3 {
+            tokio::select! {
+                _ = old.next_arrived() => {}
+                _ = new.next_arrived() => {}
+            }
+        }
+        // Whichever has two of the three is full.
+        let (full, empty) = if old.requests().len() > 1 { (&old, &new) } else { (&new, &old) };
+        let num_before = empty.requests().len();
+        empty.script(say(ANSWER));
+        full.set_free_blocks(4);
+        router.until_metric("baton_migrations_total{cause=\"balance\",outcome=\"moved\"} 1").await;
+        let moved = empty.requests()[num_before].clone();
+        assert_eq!(moved.prefix_source.map(|source| source.worker_id), Some(full.record.id.0.clone()));
+        // A single request is left there, and stays.
+        full.set_free_blocks(64);
+        old.release(Step::Finish(v1::FinishReason::Length));
+        new.release(Step::Finish(v1::FinishReason::Length));
+    };
+    let (mut texts, ()) = tokio::join!(three, rest);
+    texts.sort();
+    assert_eq!(texts, ["Hel", "Hel", ANSWER]);
+}

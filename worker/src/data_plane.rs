@@ -1,0 +1,86 @@
+//! Both ends of the data plane, over a worker's one block pool: any worker may receive KV, and any may send it.
+
+use anyhow::Context;
+use baton_cluster::WorkerRecord;
+use baton_engine::EngineHandle;
+use baton_kv_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig, TransportCounts, TransportKind};
+
+use crate::config::{WorkerConfig, private_runtime_dir};
+
+/// Which way KV moves through a worker's data plane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// Into other workers' blocks.
+    Sent,
+    /// Into its own.
+    Received,
+}
+
+/// What KV comes and goes through. Cheap to clone; listeners and threads end with the last clone.
+#[derive(Clone)]
+pub struct DataPlane {
+    /// Lets others write into blocks of this worker.
+    pub receiver: Receiver,
+    /// Writes into blocks of others. It connects when it is first used.
+    pub sender: Sender,
+}
+
+impl Direction {
+    /// Both.
+    pub const ALL: [Direction; 2] = [Direction::Sent, Direction::Received];
+
+    /// "sent" or "received".
+    pub fn name(self) -> &'static str {
+        match self {
+            Direction::Sent => "sent",
+            Direction::Received => "received",
+        }
+    }
+}
+
+impl DataPlane {
+    /// Listens as the configuration says.
+    ///
+    /// # Errors
+    /// When it cannot.
+    pub(crate) fn start(
+        config: &WorkerConfig,
+        record: &WorkerRecord,
+        engine: &EngineHandle,
+    ) -> anyhow::Result<DataPlane> {
+        let offers = |kind| config.transports.contains(&kind);
+        let shm_dir = match &config.shm_dir {
+            _ if !offers(TransportKind::Shm) => None,
+            Some(dir) => Some(dir.clone()),
+            None => Some(private_runtime_dir().context("no directory for the sockets of the shm transport")?),
+        };
+        let receiver = ReceiverConfig {
+            rdma_listen: offers(TransportKind::Rdma).then(|| config.rdma_listen()),
+            nixl: config.nixl.clone(),
+            nccl_listen: offers(TransportKind::Nccl).then_some(config.nccl_listen),
+            nccl: config.nccl.clone(),
+            tcp_listen: offers(TransportKind::Tcp).then_some(config.data_listen),
+            advertise_host: Some(config.data_host(&record.address)),
+            shm_dir,
+            ..ReceiverConfig::default()
+        };
+        let receiver =
+            Receiver::start(engine.storage().clone(), receiver).context("cannot start receiving KV")?;
+        let sender = SenderConfig {
+            transports: config.transports.clone(),
+            nixl: config.nixl.clone(),
+            nccl: config.nccl.clone(),
+            ..SenderConfig::default()
+        };
+        let sender = Sender::start(engine.storage().clone(), sender).context("cannot start sending KV")?;
+        Ok(DataPlane { receiver, sender })
+    }
+
+    /// What has moved.
+    pub fn read(&self, direction: Direction, kind: TransportKind) -> TransportCounts {
+        match direction {
+            Direction::Sent => self.sender.counters().of(kind).read(),
+            Direction::Received => self.receiver.counters().of(kind).read(),
+        }
+    }
+}
