@@ -14,6 +14,10 @@ use tonic::{Status, Streaming};
 /// For the last messages to leave.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// For the peer to read them, and to end its half: a machine that is busy, or a process that is stopped for a moment,
+/// shall not take a handoff that was committed for one that was lost. Nothing is held meanwhile but the stream.
+const REST_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// Our end of a `Handoff` stream: messages of type `In` arrive, those of type `Out` leave.
 pub struct HandoffStream<In, Out> {
     /// `None` before the stream has opened, and once the peer has ended its half.
@@ -90,7 +94,7 @@ impl<In, Out> HandoffStream<In, Out> {
         let _ = timeout(FLUSH_TIMEOUT, flush).await;
         if let Some(mut inbound) = inbound {
             let rest = async { while let Ok(Some(_)) = inbound.message().await {} };
-            let _ = timeout(FLUSH_TIMEOUT, rest).await;
+            let _ = timeout(REST_TIMEOUT, rest).await;
         }
     }
 }
