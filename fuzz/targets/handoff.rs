@@ -16,7 +16,7 @@ use baton_proto::worker as proto;
 use baton_worker::convert::request_from_begin;
 use baton_worker::convert_handoff::{
     FirstToken, Payload, begin_from_proto, decode_message_from_proto, decode_message_to_proto,
-    prefill_message_from_proto, prefill_message_to_proto,
+    grant_from_proto, grant_to_proto, prefill_message_from_proto, prefill_message_to_proto,
 };
 use libfuzzer_sys::fuzz_target;
 use prost::Message;
@@ -108,6 +108,11 @@ fuzz_target!(|input: Input<'_>| match input {
             // NaN is not itself.
             let heard = prefill_message_from_proto(said).expect("own words");
             assert_eq!(format!("{heard:?}"), format!("{message:?}"));
+        }
+        // What a decode worker lends to be measured.
+        for grant in proto::Loan::decode(bytes).into_iter().flat_map(|loan| loan.grants).map(grant_from_proto)
+        {
+            assert_eq!(grant_from_proto(grant_to_proto(grant.clone())), grant);
         }
     }
     Input::ToPrefill { limits, steps } => Prefill::new(limits).run(&steps),

@@ -12,19 +12,20 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use arbitrary::Arbitrary;
-use baton_fuzz::{Field, edit, soon};
-use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
+use baton_fuzz::{Field, edit, pick, soon};
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout, WireCodec, WireFormat};
 use baton_kv_transfer::{Piece, Receiver, ReceiverConfig, TransportOffer};
 use libfuzzer_sys::fuzz_target;
 
 const LAYOUT: KvLayout =
     KvLayout { block_size: 4, num_layers: 2, num_kv_heads: 1, head_dim: 8, dtype: KvDtype::F32 };
 const NUM_BLOCKS: usize = 4;
+const WIRES: [Option<WireFormat>; 3] = [Some(WireFormat::AsIs), Some(WireFormat::Int8), None];
 const GRANTED: [BlockId; 2] = [BlockId(1), BlockId(2)];
 
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
-    Tcp { hello: Vec<Field>, frames: Vec<Frame<'a>> },
+    Tcp { wire: u8, hello: Vec<Field>, frames: Vec<Frame<'a>> },
     Shm { messages: Vec<Message>, tail: &'a [u8] },
     Rdma { messages: Vec<Message>, tail: &'a [u8] },
 }
@@ -33,6 +34,8 @@ enum Input<'a> {
 enum Frame<'a> {
     Pieces {
         pieces: Vec<(u8, u8)>,
+        format: u8,
+        payload: u8,
         fields: Vec<Field>,
         generation: bool,
         missing: Option<u8>,
@@ -91,10 +94,15 @@ fuzz_target!(|input: Input<'_>| {
     for block in 0..NUM_BLOCKS as u32 {
         fill(&fabric.storage, BlockId(block), 0);
     }
-    let mut granted = Some(fabric.receiver.grant(GRANTED.to_vec(), ()));
+    // The form that was agreed upon, or any.
+    let wire = match &input {
+        Input::Tcp { wire, .. } => *pick(&WIRES, *wire),
+        _ => Some(WireFormat::AsIs),
+    };
+    let mut granted = Some(fabric.receiver.grant_as(GRANTED.to_vec(), wire, ()));
     let generation = granted.as_ref().map_or(0, |granted| granted.generation().0);
     match input {
-        Input::Tcp { hello, frames } => {
+        Input::Tcp { wire: _, hello, frames } => {
             let mut socket = TcpStream::connect(&fabric.address).expect("a connection");
             let _ = socket.set_nodelay(true);
             // The peer may have hung up already.
@@ -158,10 +166,14 @@ impl Frame<'_> {
         match self {
             Frame::Bytes(bytes) => bytes.to_vec(),
             Frame::Revoke => vec![],
-            Frame::Pieces { pieces, fields, generation, missing } => {
-                let num_bytes = pieces.len() * LAYOUT.layer_bytes();
+            Frame::Pieces { pieces, format, payload, fields, generation, missing } => {
+                let format = *pick(&WireFormat::ALL, *format);
+                let codec = WireCodec::new(&LAYOUT, format);
+                let num_bytes =
+                    pieces.len() * codec.map_or(LAYOUT.layer_bytes(), |codec| codec.piece_bytes());
                 let mut bytes = b"BKVf".to_vec();
-                bytes.extend((pieces.len() as u32).to_le_bytes());
+                bytes.extend((pieces.len() as u16).to_le_bytes());
+                bytes.extend((format as u16).to_le_bytes());
                 bytes.extend(if *generation { right } else { 1 }.to_le_bytes());
                 bytes.extend(5u64.to_le_bytes());
                 bytes.extend((num_bytes as u64).to_le_bytes());
@@ -171,7 +183,7 @@ impl Frame<'_> {
                     bytes.extend(u32::from(*block).to_le_bytes());
                 }
                 let missing = missing.map_or(0, usize::from).min(num_bytes);
-                bytes.resize(bytes.len() + num_bytes - missing, 7);
+                bytes.resize(bytes.len() + num_bytes - missing, *payload);
                 bytes
             }
         }

@@ -220,6 +220,8 @@ impl Retry {
             self.suspect = None;
         }
         self.excluded.extend(blame.exclude.iter().cloned());
+        // Somebody came during the pause, and failed it, too.
+        self.paused_until = None;
         self.only_full &= failure.kind == FailureKind::Full;
         self.num_failures += 1;
         // What was too slow has spent the time that it took.
@@ -403,6 +405,21 @@ mod tests {
         assert_eq!(asked, ["d0<-p0", "d1<-p0"].repeat(8)[..15], "nobody twice before the other one");
         // 250 ms, 500 ms, 1 s, 2 s, 4 s, 5 s, 5 s.
         assert_eq!(play.now - play.start, Duration::from_millis(17750));
+    }
+
+    #[test]
+    fn who_comes_during_a_pause_is_asked_at_once_and_ends_it() {
+        let mut play = Play::new("d0 decode\n p0 prefill");
+        play.fail(FailureKind::Lost, Duration::ZERO).expect("goes on");
+        let no_plan = play.plan().expect_err("nobody is left");
+        let until = play.retry.on_nobody(&no_plan, None, false, play.now).expect("there is time");
+        assert_eq!(until - play.now, PAUSE_FIRST);
+        play.retry.look_again(play.now);
+        play.cluster = "d0 decode\n d1 decode\n p0 prefill";
+        assert_eq!(play.fail(FailureKind::Lost, Duration::from_secs(1)).expect("goes on"), "d1<-p0");
+        let before = play.now;
+        assert_eq!(play.fail(FailureKind::Lost, Duration::ZERO).expect("goes on"), "d0<-p0");
+        assert_eq!(play.now - before, PAUSE_FIRST, "it begins anew");
     }
 
     #[test]
