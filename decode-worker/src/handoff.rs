@@ -6,7 +6,7 @@ use std::{collections::VecDeque, sync::Arc, time::Instant};
 use baton_engine::{Request, Reservation, SampledToken, SubmitError};
 use baton_kv_cache::WireFormat;
 use baton_kv_transfer::{
-    Begin, FailureKind, Generation, Grant, Granted, HandoffError, KvFault, Piece, Receiver,
+    Begin, Failed, FailureKind, Generation, Grant, Granted, HandoffError, KvFault, Pass, Piece, Receiver,
     handoff::{
         Limits,
         decode::{Action, Committed, DecodeHandoff, Input},
@@ -25,7 +25,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Response, Status, Streaming, metadata::MetadataKey, transport::Channel};
 
-use crate::generation::HandoffEvent;
+use crate::{generation::HandoffEvent, peers::Link};
 
 /// Messages to the prefill worker that wait in the stream: all that one handoff can have, `Begin`,
 /// `Grant` and `Commit` or `Cancel`.
@@ -62,6 +62,7 @@ pub struct Handoff {
     /// Nothing is said to the router any more.
     is_told: bool,
 
+    link: Link,
     opening: Option<Opening>,
     stream: HandoffStream<proto::PrefillMessage, proto::DecodeMessage>,
 
@@ -76,7 +77,7 @@ impl Handoff {
     pub fn new(
         worker: Arc<Worker>,
         receiver: Receiver,
-        client: PrefillClient<Channel>,
+        link: Link,
         plan: Plan,
         events: mpsc::Sender<HandoffEvent>,
     ) -> Handoff {
@@ -105,7 +106,8 @@ impl Handoff {
             started,
             events,
             is_told: false,
-            opening: Some(Box::pin(open(client, messages))),
+            opening: Some(Box::pin(open(link.client(), messages))),
+            link,
             stream: HandoffStream::new(outbound),
             reserving: None,
             granted: None,
@@ -191,8 +193,19 @@ impl Handoff {
         let num_cached_blocks = reservation.num_cached_blocks();
         let block_ids = reservation.blocks()[num_cached_blocks..].to_vec();
         let granted = self.receiver.grant_as(block_ids.clone(), self.plan.wire, reservation);
+        if self.worker.config().tls.is_some() {
+            // Whoever answers the stream, and nobody else, may write.
+            match self.link.identity() {
+                Some(identity) => granted.bind(identity),
+                None => {
+                    let message = "it is not known who the prefill worker is";
+                    return Input::ReserveFailed(Failed::new(FailureKind::Internal, message));
+                }
+            }
+        }
         let offers = granted.offers().to_vec();
-        let grant = Grant { generation: granted.generation(), num_cached_blocks, block_ids, offers };
+        let Pass { generation, token } = granted.pass();
+        let grant = Grant { generation, token, num_cached_blocks, block_ids, offers };
         self.granted = Some(granted);
         Input::Granted(grant)
     }
@@ -250,6 +263,10 @@ impl Handoff {
 
     fn revoke(&mut self, generation: Generation) {
         if let Some(granted) = self.granted.take_if(|granted| granted.generation() == generation) {
+            if granted.met_stranger() {
+                // Most likely it has a new key, which it shows to new connections only.
+                self.link.forget();
+            }
             // The reservation goes with the grant, and returns its blocks once they are fenced.
             drop(granted.revoke());
         }
@@ -275,7 +292,7 @@ impl Handoff {
                 tracing::info!(prefill = %peer, ?elapsed, %error, "handoff ended");
                 let failed = match &error {
                     HandoffError::Refused { failed, .. } => failed.clone(),
-                    error => baton_kv_transfer::Failed::new(error.kind(), error.to_string()),
+                    error => Failed::new(error.kind(), error.to_string()),
                 };
                 self.tell(HandoffEvent::Failed(failed));
                 self.is_told = true;
@@ -292,10 +309,7 @@ impl Handoff {
                 Ok(tokens) => HandoffEvent::Decoding(tokens),
                 Err(error) => HandoffEvent::Failed(submit_failure(&error)),
             },
-            None => HandoffEvent::Failed(baton_kv_transfer::Failed::new(
-                FailureKind::Internal,
-                "the receiver was torn down",
-            )),
+            None => HandoffEvent::Failed(Failed::new(FailureKind::Internal, "the receiver was torn down")),
         };
         self.tell(event);
         self.is_told = true;

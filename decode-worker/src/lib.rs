@@ -71,7 +71,11 @@ fn start_receiver(worker: &Worker) -> anyhow::Result<Receiver> {
         tcp_listen: offers(TransportKind::Tcp).then_some(config.data_listen),
         advertise_host: Some(config.data_host(&worker.record().address)),
         shm_dir,
+        tls: config.tls.clone(),
         ..ReceiverConfig::default()
     };
+    if config.tls.is_some() && offers(TransportKind::Rdma) {
+        tracing::warn!("kv that travels over rdma is not encrypted, nor is its control connection");
+    }
     Receiver::start(worker.engine().storage().clone(), receiver).context("cannot start receiving KV")
 }

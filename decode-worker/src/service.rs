@@ -11,6 +11,7 @@ use baton_worker::{
     Worker,
     convert::{failure_status, request_from_generate, submit_failure},
     convert_handoff::wire_from_generate,
+    peer_of,
 };
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
@@ -40,7 +41,8 @@ impl DecodeService {
     /// Decodes on `worker`'s engine, receives through `receiver`.
     pub fn new(worker: Arc<Worker>, receiver: Receiver) -> DecodeService {
         let lender = Lender::new(worker.clone(), receiver.clone());
-        DecodeService { worker, receiver, peers: Arc::default(), lender }
+        let peers = Peers::new(worker.dialer());
+        DecodeService { worker, receiver, peers, lender }
     }
 
     fn generation(&self, message: &GenerateRequest, span: tracing::Span) -> Result<Generation, Status> {
@@ -61,13 +63,14 @@ impl DecodeService {
         request
             .validate(engine.vocab_size(), engine.context_length())
             .map_err(|error| failure_status(&submit_failure(&error.into())))?;
-        let client = self.peers.client(&peer.address).map_err(|error| {
-            Status::invalid_argument(format!("prefill.address: {:?} is no address: {error}", peer.address))
-        })?;
+        let link = self
+            .peers
+            .link(&peer.address)
+            .map_err(|error| Status::invalid_argument(format!("prefill.address: {error}")))?;
         worker.metrics().request_taken("remote", num_tokens);
         let (events, received) = mpsc::channel(EVENTS_BOUND);
         let plan = Plan { request, attempt: message.attempt, peer: peer.clone(), wire };
-        let handoff = Handoff::new(worker.clone(), self.receiver.clone(), client, plan, events);
+        let handoff = Handoff::new(worker.clone(), self.receiver.clone(), link, plan, events);
         worker.lifecycle().spawn(handoff.run().instrument(span));
         Ok(Generation::remote(worker, received))
     }
@@ -98,7 +101,8 @@ impl Decode for DecodeService {
     type LendStream = Pin<Box<dyn Stream<Item = Result<LoanMessage, Status>> + Send>>;
 
     async fn lend(&self, request: Request<LendRequest>) -> Result<Response<Self::LendStream>, Status> {
-        let loan = self.lender.lend(request.into_inner()).await?;
+        let borrower = peer_of(request.extensions());
+        let loan = self.lender.lend(request.into_inner(), borrower).await?;
         Ok(Response::new(Box::pin(futures_util::stream::unfold(loan, Loan::next))))
     }
 }

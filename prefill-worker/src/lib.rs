@@ -38,6 +38,7 @@ pub fn role(worker: &Arc<Worker>) -> anyhow::Result<RoleService> {
         transports: config.transports.clone(),
         nixl: config.nixl.clone(),
         nccl: config.nccl.clone(),
+        tls: config.tls.clone(),
         ..SenderConfig::default()
     };
     let sender = Sender::start(worker.engine().storage().clone(), config)?;

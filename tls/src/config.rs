@@ -1,11 +1,12 @@
 //! Certificates from files, as configurations of rustls; read again when the files change.
 
 use std::{
-    fs,
+    fmt::Display,
+    fs, io,
     net::IpAddr,
     path::{Path, PathBuf},
-    sync::{Arc, RwLock},
-    time::SystemTime,
+    sync::{Arc, Mutex, PoisonError, RwLock},
+    time::{Duration, Instant, SystemTime},
 };
 
 use rustls::{
@@ -46,6 +47,8 @@ pub struct Tls {
 struct Shared {
     config: TlsConfig,
     loaded: RwLock<Loaded>,
+    /// When somebody was refused, as the log was told.
+    last_refusal: Mutex<Option<Instant>>,
 }
 
 struct Loaded {
@@ -73,7 +76,7 @@ impl Tls {
     /// When they cannot be read, do not belong together, or no peer would believe them: expired, for example.
     pub fn load(config: TlsConfig) -> Result<Tls, TlsError> {
         let loaded = RwLock::new(Loaded::read(&config)?);
-        Ok(Tls { shared: Arc::new(Shared { config, loaded }) })
+        Ok(Tls { shared: Arc::new(Shared { config, loaded, last_refusal: Mutex::default() }) })
     }
 
     /// Who this process is to others.
@@ -109,17 +112,26 @@ impl Tls {
         server_name(self.shared.config.name.as_deref().unwrap_or(host))
     }
 
+    /// Says in the log that a connection was refused, once a second at most: strangers must not fill it.
+    pub fn refused(&self, peer: impl Display, error: &io::Error) {
+        let mut last = self.shared.last_refusal.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.is_none_or(|last| last.elapsed() >= Duration::from_secs(1)) {
+            *last = Some(Instant::now());
+            warn!(%peer, %error, "a connection was refused");
+        }
+    }
+
     /// Whatever the files hold now; what they held before, if that is of no use.
     fn with<T>(&self, get: impl Fn(&Loaded) -> T) -> T {
-        let Shared { config, loaded } = &*self.shared;
+        let Shared { config, loaded, .. } = &*self.shared;
         let stamps = stamps(config);
         {
-            let loaded = loaded.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let loaded = loaded.read().unwrap_or_else(PoisonError::into_inner);
             if loaded.stamps == stamps {
                 return get(&loaded);
             }
         }
-        let mut loaded = loaded.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut loaded = loaded.write().unwrap_or_else(PoisonError::into_inner);
         if loaded.stamps != stamps {
             match Loaded::read(config) {
                 Ok(new) => {

@@ -11,6 +11,7 @@ mod config;
 pub mod convert;
 pub mod convert_handoff;
 pub mod handoff_stream;
+mod incoming;
 mod lifecycle;
 mod load;
 mod metrics;
@@ -24,6 +25,7 @@ pub use baton_kv_transfer::{TransportKind, finds_rdma};
 pub use config::{
     ConfigError, DrafterConfig, KvMemory, ThreadPinning, WorkerConfig, name_of, private_runtime_dir,
 };
+pub use incoming::{Peer, peer_of};
 pub use lifecycle::{Lifecycle, Phase};
 pub use load::Model;
 pub use metrics::{Plan, WorkerMetrics};

@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::Context;
-use baton_cluster::{Capacity, Registration, RegistrationState, Role, WorkerRecord, register};
+use baton_cluster::{Capacity, Registration, RegistrationState, Role, WorkerRecord, register_over};
 use baton_engine::{EngineConfig, EngineHandle, EngineThread, Speculation};
 use baton_kv_cache::KvFormat;
 use baton_proto::worker::worker_server::WorkerServer;
@@ -63,7 +63,7 @@ where
         .await
         .with_context(|| format!("cannot listen on {}", config.listen))?;
     let lifecycle = Lifecycle::new();
-    let server = Server::start(listener, lifecycle.clone(), metrics.clone()).await?;
+    let server = Server::start(listener, config.tls.clone(), lifecycle.clone(), metrics.clone()).await?;
     let loaded = tokio::select! {
         loaded = load::load(&config) => loaded,
         () = shutdown.cancelled() => {
@@ -91,7 +91,7 @@ where
     config.validate()?;
     let metrics = Metrics::new();
     let lifecycle = Lifecycle::new();
-    let server = Server::start(listener, lifecycle.clone(), metrics.clone()).await?;
+    let server = Server::start(listener, config.tls.clone(), lifecycle.clone(), metrics.clone()).await?;
     operate(config, model, server, lifecycle, metrics, shutdown, role).await
 }
 
@@ -123,7 +123,8 @@ where
         "worker serves"
     );
 
-    let registration = register(&worker.config.discovery, worker.record.clone())?;
+    let dialer = worker.dialer();
+    let registration = register_over(&worker.config.discovery, worker.record.clone(), &dialer)?;
     let names = [role.name, "baton.worker.v1.Worker"];
     tokio::select! {
         () = shutdown.cancelled() => worker.lifecycle.drain(),

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use baton_cluster::{WorkerId, WorkerRecord};
+use baton_cluster::{Dialer, WorkerId, WorkerRecord};
 use baton_engine::EngineHandle;
 use baton_kv_cache::KvFormat;
 use baton_kv_transfer::{TransportCounts, TransportKind};
@@ -75,6 +75,11 @@ impl Worker {
     /// What it was started with.
     pub fn config(&self) -> &WorkerConfig {
         &self.config
+    }
+
+    /// How it calls routers and other workers.
+    pub fn dialer(&self) -> Dialer {
+        Dialer::new(self.config.tls.clone())
     }
 
     /// What computes.

@@ -27,7 +27,7 @@ use super::{Limits, sides::Sides};
 use crate::{
     error::{HandoffError, PushError, RouteError, Side},
     message::{
-        Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, PieceWrite, PrefillMessage,
+        Begin, DecodeMessage, Failed, FailureKind, Generation, Grant, Pass, PieceWrite, PrefillMessage,
         TransportOffer, Written,
     },
     sender::Pushed,
@@ -78,8 +78,8 @@ pub enum Action<T> {
     Compute,
     /// Open a route to the granted blocks (the blocks' guard goes with it), answer [`Input::Routed`].
     Route {
-        /// Name of the grant.
-        generation: Generation,
+        /// What the grant's writer shows.
+        pass: Pass,
         /// Ways, best first.
         offers: Vec<TransportOffer>,
     },
@@ -301,7 +301,8 @@ impl PrefillHandoff {
             );
             return Err(HandoffError::DecodeLost(what));
         }
-        let Grant { generation, num_cached_blocks, block_ids, offers } = grant;
+        let pass = grant.pass();
+        let Grant { generation, num_cached_blocks, block_ids, offers, .. } = grant;
         self.waiting.retain(|&(_, block_idx)| block_idx >= num_cached_blocks);
         let num_unwritten = block_ids.len() * self.num_layers;
         self.grant = Some(Granted {
@@ -313,7 +314,7 @@ impl PrefillHandoff {
             num_unwritten,
         });
         self.patience = Some(now + self.limits.stall);
-        actions.push(Action::Route { generation, offers });
+        actions.push(Action::Route { pass, offers });
         Ok(())
     }
 
