@@ -60,6 +60,8 @@ pub struct UpArgs {
     #[command(flatten)]
     pub engine: EngineArgs,
     #[command(flatten)]
+    pub tls: TlsArgs,
+    #[command(flatten)]
     pub log: LogArgs,
     #[command(flatten)]
     pub layers: LayerArgs,
@@ -91,6 +93,8 @@ pub struct RouterArgs {
     /// Requests in flight at once; more are answered with 429.
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = at_least_one, env = "BATON_MAX_REQUESTS")]
     pub max_requests: usize,
+    #[command(flatten)]
+    pub tls: TlsArgs,
     #[command(flatten)]
     pub log: LogArgs,
     #[command(flatten)]
@@ -159,6 +163,8 @@ pub struct WorkerArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "BATON_DRAIN_TIMEOUT")]
     pub drain_timeout: u64,
     #[command(flatten)]
+    pub tls: TlsArgs,
+    #[command(flatten)]
     pub log: LogArgs,
     #[command(flatten)]
     pub layers: LayerArgs,
@@ -173,6 +179,31 @@ pub struct ModelArgs {
     /// Name that clients ask for. Default: the directory's name, or the file's without .gguf.
     #[arg(long, value_name = "NAME", env = "BATON_MODEL_NAME")]
     pub model_name: Option<String>,
+}
+
+/// Certificates for what processes of Baton say to each other. All three, or none.
+#[derive(Clone, Debug, Default, Args)]
+pub struct TlsArgs {
+    /// This process's certificate (PEM), with those between it and the authority's. Workers and the router then speak TLS
+    /// with each other, both sides showing certificates; changed files are read by the next handshake.
+    #[arg(long, value_name = "FILE", requires = "tls_key", requires = "tls_ca", env = "BATON_TLS_CERT")]
+    pub tls_cert: Option<PathBuf>,
+    /// Key (PEM) of the certificate.
+    #[arg(long, value_name = "FILE", requires = "tls_cert", env = "BATON_TLS_KEY")]
+    pub tls_key: Option<PathBuf>,
+    /// Certificate authority (PEM) that the certificates of all workers and routers come from.
+    #[arg(long, value_name = "FILE", requires = "tls_cert", env = "BATON_TLS_CA")]
+    pub tls_ca: Option<PathBuf>,
+    /// The name that every certificate must have. Default: the host name or address that is called.
+    #[arg(long, value_name = "NAME", requires = "tls_cert", env = "BATON_TLS_NAME")]
+    pub tls_name: Option<String>,
+}
+
+impl TlsArgs {
+    /// The files, if they were given.
+    pub fn files(&self) -> Option<[PathBuf; 3]> {
+        Some([self.tls_cert.clone()?, self.tls_key.clone()?, self.tls_ca.clone()?])
+    }
 }
 
 /// How the parts find each other.
@@ -211,6 +242,9 @@ pub struct DiscoveryArgs {
     /// Key (PEM) of the client certificate.
     #[arg(long, value_name = "FILE", requires = "etcd_cert", env = "BATON_ETCD_KEY")]
     pub etcd_key: Option<PathBuf>,
+    /// Name in etcd's certificate, when it is not the host of the endpoint.
+    #[arg(long, value_name = "NAME", requires = "etcd_ca", env = "BATON_ETCD_TLS_NAME")]
+    pub etcd_tls_name: Option<String>,
 }
 
 /// How routers and workers find each other.

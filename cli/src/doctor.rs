@@ -7,6 +7,7 @@
 use std::{fmt, path::PathBuf, time::Duration};
 
 use anyhow::{Context, bail};
+use baton_cluster::Dialer;
 use baton_kv_transfer::NcclFindings;
 use baton_proto::{
     v1::{LoadsRequest, inference_client::InferenceClient},
@@ -17,7 +18,9 @@ use baton_proto::{
 };
 use clap::Args;
 use serde::Serialize;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
+
+use crate::args::TlsArgs;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A measurement ends by itself, sooner than this.
@@ -54,6 +57,8 @@ pub struct DoctorArgs {
     /// NCCL's library, libnccl.so.2 or its folder, to be looked at on this host.
     #[arg(long, value_name = "PATH", env = "BATON_NCCL")]
     nccl: Option<PathBuf>,
+    #[command(flatten)]
+    tls: TlsArgs,
     /// Write the report as JSON, to a file or, with -, to standard output instead of the text.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -110,8 +115,9 @@ struct Way {
 
 /// Examines, and prints the report. Fails when there is a pair between which KV cannot travel.
 pub async fn run(args: DoctorArgs) -> anyhow::Result<()> {
+    let dialer = Dialer::new(crate::roles::tls(&args.tls)?);
     let (prefill, decode) = match args.prefill.is_empty() {
-        true => workers_of(&args.router).await?,
+        true => workers_of(&dialer, &args.router).await?,
         false => (args.prefill, args.decode),
     };
     if prefill.is_empty() || decode.is_empty() {
@@ -124,7 +130,7 @@ pub async fn run(args: DoctorArgs) -> anyhow::Result<()> {
     let mut pairs = Vec::new();
     for prefill in &prefill {
         for decode in &decode {
-            pairs.push(examine(prefill, decode).await);
+            pairs.push(examine(&dialer, prefill, decode).await);
         }
     }
     // Loads foreign code, which takes what it takes.
@@ -144,8 +150,11 @@ pub async fn run(args: DoctorArgs) -> anyhow::Result<()> {
 }
 
 /// Addresses of prefill and decode workers.
-async fn workers_of(router: &str) -> anyhow::Result<(Vec<String>, Vec<String>)> {
-    let channel = connect(router).await.with_context(|| {
+async fn workers_of(dialer: &Dialer, router: &str) -> anyhow::Result<(Vec<String>, Vec<String>)> {
+    // A router also takes clients that speak plainly.
+    let plain = Dialer::default();
+    let dialer = if router.starts_with("https") { dialer } else { &plain };
+    let channel = connect(dialer, router).await.with_context(|| {
         format!(
             "no router at {router}; start one with `baton up`, or name workers with --prefill and --decode"
         )
@@ -158,8 +167,8 @@ async fn workers_of(router: &str) -> anyhow::Result<(Vec<String>, Vec<String>)> 
     Ok((addresses(prefill).collect(), addresses(decode).collect()))
 }
 
-async fn examine(prefill: &str, decode: &str) -> Pair {
-    let names = tokio::join!(name_of(prefill, Role::Prefill), name_of(decode, Role::Decode));
+async fn examine(dialer: &Dialer, prefill: &str, decode: &str) -> Pair {
+    let names = tokio::join!(name_of(dialer, prefill, Role::Prefill), name_of(dialer, decode, Role::Decode));
     let (prefill_name, decode_name) = match names {
         (Ok(prefill), Ok(decode)) => (prefill, decode),
         (Err(error), _) | (_, Err(error)) => {
@@ -167,15 +176,15 @@ async fn examine(prefill: &str, decode: &str) -> Pair {
             return Pair { prefill: prefill.to_owned(), decode: decode.to_owned(), finding };
         }
     };
-    let finding = match probe(prefill, decode).await {
+    let finding = match probe(dialer, prefill, decode).await {
         Ok(report) => Finding::Measured(report.into()),
         Err(error) => Finding::Failed(format!("{error:#}")),
     };
     Pair { prefill: prefill_name, decode: decode_name, finding }
 }
 
-async fn name_of(address: &str, expected: Role) -> anyhow::Result<String> {
-    let channel = connect(address).await.with_context(|| format!("no worker at {address}"))?;
+async fn name_of(dialer: &Dialer, address: &str, expected: Role) -> anyhow::Result<String> {
+    let channel = connect(dialer, address).await.with_context(|| format!("no worker at {address}"))?;
     let info = WorkerClient::new(channel).info(InfoRequest {}).await;
     let record: WorkerRecord = info.with_context(|| format!("no worker at {address}"))?.into_inner();
     if record.role() != expected {
@@ -188,16 +197,17 @@ async fn name_of(address: &str, expected: Role) -> anyhow::Result<String> {
     Ok(record.id)
 }
 
-async fn probe(prefill: &str, decode: &str) -> anyhow::Result<ProbeReport> {
-    let mut client = PrefillClient::new(connect(prefill).await?);
+async fn probe(dialer: &Dialer, prefill: &str, decode: &str) -> anyhow::Result<ProbeReport> {
+    let mut client = PrefillClient::new(connect(dialer, prefill).await?);
     let mut request = tonic::Request::new(ProbeRequest { decode_address: decode.to_owned() });
     request.set_timeout(PROBE_TIMEOUT);
     let answer = client.probe(request).await.map_err(|status| anyhow::anyhow!("{}", status.message()))?;
     Ok(answer.into_inner())
 }
 
-async fn connect(url: &str) -> anyhow::Result<Channel> {
-    Ok(Endpoint::from_shared(url.to_owned())?.connect_timeout(CONNECT_TIMEOUT).connect().await?)
+async fn connect(dialer: &Dialer, url: &str) -> anyhow::Result<Channel> {
+    let endpoint = dialer.endpoint(url)?.connect_timeout(CONNECT_TIMEOUT);
+    Ok(dialer.connect(endpoint).await?)
 }
 
 impl From<ProbeReport> for Measured {

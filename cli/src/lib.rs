@@ -52,7 +52,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Bench(mut args) => match args.part.take() {
             None => block_on(bench::run(args)),
             Some(bench::Part::Overlap(args)) => block_on(bench::overlap::run(*args)),
-            Some(bench::Part::Transfer(args)) => bench::transfer::run(args),
+            Some(bench::Part::Transfer(args)) => bench::transfer::run(*args),
             Some(bench::Part::TransferPeer) => bench::transfer::serve(),
         },
         Command::Doctor(args) => block_on(doctor::run(args)),

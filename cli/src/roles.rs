@@ -10,13 +10,14 @@ use anyhow::{Context, bail};
 use baton_cluster::{DiscoveryConfig, EtcdAuth, EtcdConfig, EtcdTls, Role, WorkerId};
 use baton_router::RouterConfig;
 use baton_telemetry::{TelemetryConfig, TelemetryGuard};
+use baton_tls::{Tls, TlsConfig};
 use baton_worker::{DrafterConfig, KvMemory, TransportKind, WorkerConfig};
 use tracing::debug;
 
 use crate::{
     args::{
         Discovery, DiscoveryArgs, EngineArgs, LogArgs, LogColor, LogFormat, Migration, ModelArgs, RouterArgs,
-        Speculate, Transport, WorkerArgs,
+        Speculate, TlsArgs, Transport, WorkerArgs,
     },
     embedded_model,
 };
@@ -28,6 +29,7 @@ pub async fn router(args: RouterArgs) -> anyhow::Result<()> {
     let discovery = discovery(&args.discovery, String::new(), args.workers)?;
     let mut config = RouterConfig::new(model, model_name, discovery);
     config.listen = args.listen;
+    config.tls = tls(&args.tls)?;
     config.max_requests = args.max_requests;
     config.policy.local_prefill_below = args.local_prefill_below;
     config.policy.fetch_prefix_from = args.fetch_prefix_from;
@@ -89,7 +91,10 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     };
     config.max_draft_tokens = args.engine.max_draft_tokens;
     config.kv_wire = args.kv_wire;
+    config.tls = tls(&args.tls)?;
     config.transports = match args.transports.is_empty() {
+        // What rdma carries is not encrypted: with certificates it has to be asked for.
+        true if config.tls.is_some() => vec![TransportKind::Shm, TransportKind::Tcp],
         true => default_transports(args.nixl.as_deref()),
         false => args.transports.into_iter().map(transport).collect(),
     };
@@ -161,6 +166,15 @@ pub(crate) fn draft_model(engine: &EngineArgs, is_embedded: bool) -> anyhow::Res
     }
 }
 
+/// Certificates, if there are any.
+pub(crate) fn tls(args: &TlsArgs) -> anyhow::Result<Option<Tls>> {
+    let TlsArgs { tls_cert: Some(cert), tls_key: Some(key), tls_ca: Some(ca), tls_name } = args.clone()
+    else {
+        return Ok(None);
+    };
+    Ok(Some(Tls::load(TlsConfig { cert, key, ca, name: tls_name })?))
+}
+
 fn discovery(args: &DiscoveryArgs, router: String, workers: Vec<String>) -> anyhow::Result<DiscoveryConfig> {
     Ok(match args.discovery {
         Discovery::Embedded => DiscoveryConfig::Embedded { router },
@@ -177,7 +191,7 @@ fn discovery(args: &DiscoveryArgs, router: String, workers: Vec<String>) -> anyh
 
 fn etcd_tls(args: &DiscoveryArgs) -> Option<EtcdTls> {
     let (ca, cert, key) = (args.etcd_ca.clone(), args.etcd_cert.clone(), args.etcd_key.clone());
-    (ca.is_some() || cert.is_some()).then_some(EtcdTls { ca, cert, key, domain: None })
+    (ca.is_some() || cert.is_some()).then_some(EtcdTls { ca, cert, key, domain: args.etcd_tls_name.clone() })
 }
 
 fn etcd_auth(args: &DiscoveryArgs) -> anyhow::Result<Option<EtcdAuth>> {

@@ -4,7 +4,7 @@ use baton_proto::worker::registry_server::RegistryServer;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use crate::{DiscoveryConfig, DiscoveryError, Membership, RegistryService, etcd, fixed};
+use crate::{Dialer, DiscoveryConfig, DiscoveryError, Membership, RegistryService, etcd, fixed};
 
 /// Follows the membership until it is stopped or dropped.
 #[derive(Debug)]
@@ -22,11 +22,20 @@ pub struct Discovery {
 /// # Errors
 /// When the configuration cannot work. An unreachable service is no error: it is tried for ever.
 pub fn watch(config: &DiscoveryConfig) -> Result<Discovery, DiscoveryError> {
+    watch_over(config, &Dialer::default())
+}
+
+/// As [`watch()`], calling workers by this dialer. With one that speaks TLS, only workers that show a certificate of the
+/// authority may register.
+///
+/// # Errors
+/// As there.
+pub fn watch_over(config: &DiscoveryConfig, dialer: &Dialer) -> Result<Discovery, DiscoveryError> {
     config.validate()?;
     let stop = CancellationToken::new();
     Ok(match config {
         DiscoveryConfig::Embedded { .. } => {
-            let registry = RegistryService::new(stop.clone());
+            let registry = RegistryService::new(stop.clone(), dialer.has_tls());
             Discovery { members: registry.members(), registry: Some(registry), task: None, stop }
         }
         DiscoveryConfig::Etcd(config) => {
@@ -36,7 +45,7 @@ pub fn watch(config: &DiscoveryConfig) -> Result<Discovery, DiscoveryError> {
             Discovery { members, registry: None, task: Some(task), stop }
         }
         DiscoveryConfig::Static { workers } => {
-            let (members, task) = fixed::watch(workers, stop.clone())?;
+            let (members, task) = fixed::watch(workers, dialer, stop.clone())?;
             Discovery { members, registry: None, task: Some(task), stop }
         }
     })

@@ -14,10 +14,10 @@ use tokio::{
     time::{sleep, timeout},
 };
 use tokio_util::sync::CancellationToken;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 
 use crate::{
-    DiscoveryError, Membership, WorkerId, WorkerRecord,
+    Dialer, DiscoveryError, Membership, WorkerId, WorkerRecord,
     backoff::Backoff,
     members::{Publisher, Roster},
 };
@@ -30,6 +30,7 @@ type Shared = Arc<Mutex<(Roster, Publisher)>>;
 
 pub(crate) fn watch(
     workers: &[String],
+    dialer: &Dialer,
     stop: CancellationToken,
 ) -> Result<(Membership, JoinHandle<()>), DiscoveryError> {
     if workers.is_empty() {
@@ -41,11 +42,12 @@ pub(crate) fn watch(
     let shared: Shared = Arc::new(Mutex::new((Roster::default(), publisher)));
     let mut pollers = JoinSet::new();
     for address in workers {
-        let endpoint = Endpoint::from_shared(address.clone())
-            .map_err(|error| DiscoveryError::Config(format!("worker is {address:?}: {error}")))?
+        let endpoint = dialer
+            .endpoint(address)
+            .map_err(|error| DiscoveryError::Config(format!("worker: {error}")))?
             .connect_timeout(ANSWER_TIMEOUT)
             .timeout(ANSWER_TIMEOUT);
-        pollers.spawn(poll(endpoint.connect_lazy(), address.clone(), shared.clone()));
+        pollers.spawn(poll(dialer.dial(endpoint).channel, address.clone(), shared.clone()));
     }
     let task = tokio::spawn(async move {
         stop.cancelled().await;
@@ -148,7 +150,8 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let stop = CancellationToken::new();
-        let (mut members, task) = watch(&[format!("http://{address}")], stop.clone()).unwrap();
+        let (mut members, task) =
+            watch(&[format!("http://{address}")], &Dialer::default(), stop.clone()).unwrap();
         assert!(members.borrow().is_empty());
 
         let down = CancellationToken::new();
@@ -174,7 +177,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_empty_list_is_refused() {
-        let error = watch(&[], CancellationToken::new()).unwrap_err().to_string();
+        let error = watch(&[], &Dialer::default(), CancellationToken::new()).unwrap_err().to_string();
         assert!(error.contains("at least one worker"), "{error}");
     }
 }

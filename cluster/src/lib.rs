@@ -7,11 +7,14 @@
 //!   is renewed when the service returns, however long that takes.
 //! - A worker whose KV format differs from its model's is refused, with a sentence that says in what.
 //!
+//! How they call each other, with certificates or without, is [`Dialer`]'s.
+//!
 //! This crate does not know whether a worker answers, how busy it is, or who should serve a request.
 #![forbid(unsafe_code)]
 
 mod backoff;
 mod config;
+mod dial;
 mod discovery;
 mod embedded;
 mod etcd;
@@ -23,10 +26,11 @@ mod registration;
 mod testing;
 
 pub use config::{DiscoveryConfig, DiscoveryError, EtcdAuth, EtcdConfig, EtcdTls};
-pub use discovery::{Discovery, watch};
+pub use dial::{DialError, Dialed, Dialer};
+pub use discovery::{Discovery, watch, watch_over};
 pub use embedded::RegistryService;
 pub use members::{Members, Membership, Refusal};
 pub use record::{
     Capacity, RecordError, Role, WorkerId, WorkerRecord, kv_format_from_proto, kv_format_to_proto,
 };
-pub use registration::{Registration, RegistrationState, register};
+pub use registration::{Registration, RegistrationState, register, register_over};

@@ -3,7 +3,7 @@
 use tokio::{sync::watch, task::JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use crate::{DiscoveryConfig, DiscoveryError, WorkerRecord, embedded, etcd};
+use crate::{Dialer, DiscoveryConfig, DiscoveryError, WorkerRecord, embedded, etcd};
 
 /// How registration stands.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,6 +32,18 @@ pub struct Registration {
 /// # Errors
 /// When the configuration cannot work. An unreachable service is no error: it is tried for ever.
 pub fn register(config: &DiscoveryConfig, record: WorkerRecord) -> Result<Registration, DiscoveryError> {
+    register_over(config, record, &Dialer::default())
+}
+
+/// As [`register`], calling the router by this dialer.
+///
+/// # Errors
+/// As there.
+pub fn register_over(
+    config: &DiscoveryConfig,
+    record: WorkerRecord,
+    dialer: &Dialer,
+) -> Result<Registration, DiscoveryError> {
     config.validate()?;
     record.validate().map_err(|error| DiscoveryError::Config(error.to_string()))?;
     let withdraw = CancellationToken::new();
@@ -43,7 +55,7 @@ pub fn register(config: &DiscoveryConfig, record: WorkerRecord) -> Result<Regist
             return Err(DiscoveryError::Config(message.into()));
         }
         DiscoveryConfig::Embedded { router } => {
-            let registrar = embedded::Registrar::new(router, record, report)?;
+            let registrar = embedded::Registrar::new(router, record, report, dialer)?;
             tokio::spawn(registrar.run(withdraw.clone()))
         }
         DiscoveryConfig::Etcd(config) => {

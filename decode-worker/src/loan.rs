@@ -7,6 +7,7 @@ use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_engine::Reservation;
 use baton_kv_transfer::{Granted, Receiver};
 use baton_proto::worker as proto;
+use baton_tls::Identity;
 use baton_worker::{Worker, convert_handoff::grant_to_proto};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
@@ -47,11 +48,15 @@ impl Lender {
         Lender { worker, receiver, only_one: Arc::new(Semaphore::new(1)) }
     }
 
-    /// Sets blocks aside.
+    /// Sets blocks aside, for this borrower alone where there is TLS.
     ///
     /// # Errors
     /// `UNAVAILABLE` when the worker is busy, `FAILED_PRECONDITION` when the borrower's KV cannot be handed over here.
-    pub async fn lend(&self, request: proto::LendRequest) -> Result<Loan, Status> {
+    pub async fn lend(
+        &self,
+        request: proto::LendRequest,
+        borrower: Option<Identity>,
+    ) -> Result<Loan, Status> {
         let theirs = request.kv_format.ok_or_else(|| Status::invalid_argument("kv_format is missing"))?;
         let theirs =
             kv_format_from_proto(theirs).map_err(|error| Status::invalid_argument(error.to_string()))?;
@@ -66,8 +71,12 @@ impl Lender {
         let num_grants = GRANTS_PER_OFFER * self.receiver.offers().len() + 1;
         let granted: Vec<_> =
             (0..num_grants).map(|_| self.receiver.grant(blocks.clone(), Arc::clone(&reservation))).collect();
+        if let Some(borrower) = borrower {
+            granted.iter().for_each(|granted| granted.bind(borrower));
+        }
         let grants = granted.iter().map(|granted| baton_kv_transfer::Grant {
             generation: granted.generation(),
+            token: granted.pass().token,
             num_cached_blocks: 0,
             block_ids: blocks.clone(),
             offers: granted.offers().to_vec(),

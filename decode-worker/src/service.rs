@@ -15,6 +15,7 @@ use baton_worker::{
         decode::{Handoff, Plan},
         prefix,
     },
+    peer_of,
 };
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
@@ -69,9 +70,10 @@ impl DecodeService {
             return Ok(Generation::local(worker, tokens));
         };
         valid()?;
-        let client = worker.peers().client(&peer.address).map_err(|error| {
-            Status::invalid_argument(format!("prefill.address: {:?} is no address: {error}", peer.address))
-        })?;
+        let link = worker
+            .peers()
+            .link(&peer.address)
+            .map_err(|error| Status::invalid_argument(format!("prefill.address: {error}")))?;
         worker.metrics().request_taken("remote", num_tokens);
         let (events, received) = mpsc::channel(EVENTS_BOUND);
         let plan = Plan {
@@ -83,7 +85,7 @@ impl DecodeService {
             prefix_source: message.prefix_source.clone(),
         };
         let deadline = worker.config().handoff_deadline;
-        let handoff = Handoff::new(worker.clone(), client, plan, deadline, events);
+        let handoff = Handoff::new(worker.clone(), link, plan, deadline, events);
         worker.lifecycle().spawn(handoff.run().instrument(span));
         Ok(Generation::remote(worker, received))
     }
@@ -114,7 +116,8 @@ impl Decode for DecodeService {
     type LendStream = Pin<Box<dyn Stream<Item = Result<LoanMessage, Status>> + Send>>;
 
     async fn lend(&self, request: Request<LendRequest>) -> Result<Response<Self::LendStream>, Status> {
-        let loan = self.lender.lend(request.into_inner()).await?;
+        let borrower = peer_of(request.extensions());
+        let loan = self.lender.lend(request.into_inner(), borrower).await?;
         Ok(Response::new(Box::pin(futures_util::stream::unfold(loan, Loan::next))))
     }
 }

@@ -306,6 +306,7 @@ impl Prefill {
                 });
                 return sent(proto::decode_message::Message::Grant(proto::Grant {
                     generation: GENERATION,
+                    token: vec![7; 16].into(),
                     num_cached_blocks: cached.of(rest as u64) as u32,
                     block_ids: blocks.iter().map(|block| u32::from(*block)).collect(),
                     transports: transports.collect(),
@@ -538,6 +539,7 @@ impl Decode {
                 let num_blocks = self.num_blocks - self.num_cached_blocks + usize::from(!fits);
                 I::Granted(Grant {
                     generation: Generation(GENERATION),
+                    token: Token([7; Token::NUM_BYTES]),
                     num_cached_blocks: self.num_cached_blocks,
                     block_ids: (0..num_blocks as u32).map(BlockId).collect(),
                     offers: vec![],

@@ -14,7 +14,7 @@ use std::time::Duration;
 use arbitrary::Arbitrary;
 use baton_fuzz::{Field, edit, pick, soon};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout, WireCodec, WireFormat};
-use baton_kv_transfer::{Piece, Receiver, ReceiverConfig, TransportOffer};
+use baton_kv_transfer::{Pass, Piece, Receiver, ReceiverConfig, TransportOffer};
 use libfuzzer_sys::fuzz_target;
 
 const LAYOUT: KvLayout =
@@ -70,6 +70,8 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
         rdma_listen: baton_fuzz::nixl().is_some().then_some(([127, 0, 0, 1], 0).into()),
         nixl: baton_fuzz::nixl(),
         io_timeout: Duration::from_secs(5),
+        handshake_timeout: Duration::from_secs(5),
+        max_strangers: 1024,
         max_connections: 1024,
         ..ReceiverConfig::default()
     };
@@ -100,18 +102,19 @@ fuzz_target!(|input: Input<'_>| {
         _ => Some(WireFormat::AsIs),
     };
     let mut granted = Some(fabric.receiver.grant_as(GRANTED.to_vec(), wire, ()));
-    let generation = granted.as_ref().map_or(0, |granted| granted.generation().0);
+    let right = granted.as_ref().expect("just granted").pass();
+    let generation = right.generation.0;
     match input {
         Input::Tcp { wire: _, hello, frames } => {
             let mut socket = TcpStream::connect(&fabric.address).expect("a connection");
             let _ = socket.set_nodelay(true);
             // The peer may have hung up already.
-            let _ = socket.write_all(&hello_message(fabric.pool, &hello));
+            let _ = socket.write_all(&hello_message(fabric.pool, right, &hello));
             for frame in &frames {
                 if let Frame::Revoke = frame {
                     drop(granted.take());
                 }
-                let _ = socket.write_all(&frame.encode(generation));
+                let _ = socket.write_all(&frame.encode(right));
             }
             let _ = socket.shutdown(Shutdown::Write);
             let _ = socket.read_to_end(&mut Vec::new());
@@ -119,7 +122,7 @@ fuzz_target!(|input: Input<'_>| {
         Input::Shm { messages, tail } => {
             let mut socket = UnixStream::connect(&fabric.socket).expect("a connection");
             for message in &messages {
-                let _ = socket.write_all(&message.encode(fabric.pool, generation));
+                let _ = socket.write_all(&message.encode(fabric.pool, right));
             }
             let _ = socket.write_all(tail);
             let _ = socket.shutdown(Shutdown::Write);
@@ -151,18 +154,20 @@ fuzz_target!(|input: Input<'_>| {
     }
 });
 
-fn hello_message(pool: u64, fields: &[Field]) -> Vec<u8> {
+fn hello_message(pool: u64, right: Pass, fields: &[Field]) -> Vec<u8> {
     let mut bytes = b"BKVh".to_vec();
-    bytes.extend(1u32.to_le_bytes());
+    bytes.extend(2u32.to_le_bytes());
     bytes.extend(pool.to_le_bytes());
     bytes.extend((LAYOUT.layer_bytes() as u64).to_le_bytes());
     bytes.extend((LAYOUT.num_layers as u64).to_le_bytes());
+    bytes.extend(right.generation.0.to_le_bytes());
+    bytes.extend(right.token.0);
     edit(&mut bytes, fields);
     bytes
 }
 
 impl Frame<'_> {
-    fn encode(&self, right: u64) -> Vec<u8> {
+    fn encode(&self, right: Pass) -> Vec<u8> {
         match self {
             Frame::Bytes(bytes) => bytes.to_vec(),
             Frame::Revoke => vec![],
@@ -174,9 +179,10 @@ impl Frame<'_> {
                 let mut bytes = b"BKVf".to_vec();
                 bytes.extend((pieces.len() as u16).to_le_bytes());
                 bytes.extend((format as u16).to_le_bytes());
-                bytes.extend(if *generation { right } else { 1 }.to_le_bytes());
+                bytes.extend(if *generation { right.generation.0 } else { 1 }.to_le_bytes());
                 bytes.extend(5u64.to_le_bytes());
                 bytes.extend((num_bytes as u64).to_le_bytes());
+                bytes.extend(right.token.0);
                 edit(&mut bytes, fields);
                 for (layer, block) in pieces {
                     bytes.extend(u32::from(*layer).to_le_bytes());
@@ -191,14 +197,17 @@ impl Frame<'_> {
 }
 
 impl Message {
-    fn encode(&self, pool: u64, right: u64) -> Vec<u8> {
+    fn encode(&self, pool: u64, right: Pass) -> Vec<u8> {
         let is_hello = self.kind == 1;
-        let generation = if self.generation { right } else { 1 };
+        let generation = if self.generation { right.generation.0 } else { 1 };
         let mut bytes = u32::from(self.kind).to_le_bytes().to_vec();
         bytes.extend(if is_hello { LAYOUT.num_layers as u32 } else { 0 }.to_le_bytes());
         bytes.extend(if is_hello { pool } else { generation }.to_le_bytes());
-        bytes.extend(if is_hello { LAYOUT.layer_bytes() as u64 } else { 0 }.to_le_bytes());
-        bytes.extend(b"BKVshm01");
+        match is_hello {
+            true => bytes.extend((LAYOUT.layer_bytes() as u128).to_le_bytes()),
+            false => bytes.extend(right.token.0),
+        }
+        bytes.extend(b"BKVshm02");
         edit(&mut bytes, &self.fields);
         bytes
     }

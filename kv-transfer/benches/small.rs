@@ -87,7 +87,7 @@ async fn measure(size_bytes: usize) {
 /// From the call until the blocks hold the bytes; the grant's way there is not part of it.
 async fn push(sender: &Sender, receiver: &Receiver, blocks: &[BlockId]) -> Duration {
     let granted = receiver.grant(blocks.to_vec(), ());
-    let route = sender.route(granted.generation(), granted.offers(), ()).await.expect("a route");
+    let route = sender.route(granted.pass(), granted.offers(), ()).await.expect("a route");
     let piece = |(block_idx, &block): (usize, &BlockId)| PieceWrite {
         layer_idx: 0,
         block_idx: block_idx as u32,

@@ -71,7 +71,7 @@ async fn handoff(sender: &Sender, receiver: &Receiver, format: WireFormat) -> (D
     let blocks: Vec<BlockId> = (0..NUM_BLOCKS as u32).map(BlockId).collect();
     let granted = receiver.grant_as(blocks.clone(), Some(format), ());
     let peer = KvShard::new(&LAYOUT, 1, 0).expect("one rank");
-    let routed = sender.route_to(&peer, format, granted.generation(), granted.offers(), ()).await;
+    let routed = sender.route_to(&peer, format, granted.pass(), granted.offers(), ()).await;
     let route = routed.expect("a route");
     let started = Instant::now();
     let pushes = (0..LAYOUT.num_layers as u32).map(|layer_idx| {

@@ -14,7 +14,7 @@ use crate::{
     },
 };
 
-/// One module per transport, one test per function.
+/// One module per transport, one test per function. Sockets have another one, inside of TLS.
 macro_rules! conformance {
     ($($name:ident),* $(,)?) => {
         mod rdma {
@@ -32,6 +32,13 @@ macro_rules! conformance {
         mod tcp {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() { super::$name(crate::TransportKind::Tcp).await })*
+        }
+        mod tcp_tls {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                let _tls = crate::testing::UseTls::new();
+                super::$name(crate::TransportKind::Tcp).await
+            })*
         }
         mod shm {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -134,11 +141,15 @@ async fn an_unknown_generation_writes_nothing(kind: TransportKind) {
     let fabric = Fabric::new(&[kind]);
     let dst = blocks([7]);
     let granted = fabric.receiver.grant(dst.clone(), ());
-    let guess = crate::Generation(granted.generation().0 ^ 1);
-    // Sockets find out with the first frame, shared memory when the grant is opened.
-    if let Ok(route) = soon(fabric.sender.route(guess, granted.offers(), ())).await {
-        let error = soon(route.push(writes(&dst))).await.unwrap_err();
-        assert_eq!(error, PushError::Revoked);
+    let right = granted.pass();
+    let guess = crate::Pass { token: crate::Token([1; 16]), ..right };
+    let other = crate::Pass { generation: crate::Generation(right.generation.0 ^ 1), ..right };
+    for guess in [guess, other] {
+        // Sockets find out with the first frame, shared memory when the grant is opened.
+        if let Ok(route) = soon(fabric.sender.route(guess, granted.offers(), ())).await {
+            let error = soon(route.push(writes(&dst))).await.unwrap_err();
+            assert_eq!(error, PushError::Revoked);
+        }
     }
     for layer_idx in 0..LAYOUT.num_layers {
         assert!(bytes(&fabric.target, BlockId(7), layer_idx).iter().all(|&byte| byte == 0));
@@ -157,7 +168,7 @@ async fn a_restarted_pool_is_told_from_the_old_one(kind: TransportKind) {
         TransportOffer::Rdma { address, pool } => TransportOffer::Rdma { address, pool: pool ^ 1 },
         TransportOffer::Nccl { address, pool } => TransportOffer::Nccl { address, pool: pool ^ 1 },
     };
-    let error = soon(fabric.sender.route(granted.generation(), &[offer], ())).await.err().unwrap();
+    let error = soon(fabric.sender.route(granted.pass(), &[offer], ())).await.err().unwrap();
     assert!(matches!(error, RouteError::OtherIncarnation(_)), "{error}");
     drop(granted);
 
@@ -185,9 +196,10 @@ async fn a_pool_of_another_layout_is_refused(kind: TransportKind) {
         let storage = Arc::new(BlockStorage::new(layout, 4).unwrap());
         let sender = Sender::start(storage, sender_config(&[kind])).unwrap();
         let guards = Guards::default();
-        let routed = sender.route(granted.generation(), granted.offers(), guards.guard());
+        let routed = sender.route(granted.pass(), granted.offers(), guards.guard());
         let error = soon(routed).await.err().unwrap();
-        assert!(matches!(error, RouteError::Unreachable(_)), "{error}");
+        // Over a network, nobody is told what is wrong.
+        assert!(matches!(error, RouteError::Unreachable(_) | RouteError::OtherIncarnation(_)), "{error}");
         assert_eq!(guards.num_out(), 0);
     }
 }
@@ -220,7 +232,7 @@ async fn a_closed_route_gives_its_guard_back(kind: TransportKind) {
     let guards = Guards::default();
     let dst = blocks(0..32);
     let granted = fabric.receiver.grant(dst.clone(), ());
-    let routed = fabric.sender.route(granted.generation(), granted.offers(), guards.guard());
+    let routed = fabric.sender.route(granted.pass(), granted.offers(), guards.guard());
     let route = soon(routed).await.unwrap();
     let pushes: Vec<_> = writes(&dst).chunks(4).map(|pieces| route.push(pieces.to_vec())).collect();
     assert_eq!(guards.num_out(), 1);
@@ -235,7 +247,7 @@ async fn a_closed_route_gives_its_guard_back(kind: TransportKind) {
     }
 
     // A route that nobody closes gives it back, too.
-    let routed = fabric.sender.route(granted.generation(), granted.offers(), guards.guard());
+    let routed = fabric.sender.route(granted.pass(), granted.offers(), guards.guard());
     let route = soon(routed).await.unwrap();
     let push = route.push(writes(&dst));
     drop((route, push));
@@ -261,7 +273,7 @@ async fn a_lost_peer_gives_everything_back(kind: TransportKind) {
     let Fabric { receiver, sender, source, dir, .. } = fabric;
     let guards = Guards::default();
     let granted = receiver.grant(blocks([3]), guards.guard());
-    let route = soon(sender.route(granted.generation(), granted.offers(), ())).await.unwrap();
+    let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
     soon(route.push(writes(&blocks([3])))).await.unwrap();
     // The prefill worker goes, with everything it has.
     drop((route, sender, source));
@@ -311,7 +323,7 @@ async fn handoff(fabric: &Fabric, guards: &[Guards; 2], own: &[BlockId], random:
     let first = random.below(8) as usize;
     let dst = own[first..first + num_blocks].to_vec();
     let granted = fabric.receiver.grant(dst.clone(), guards[0].guard());
-    let routed = fabric.sender.route(granted.generation(), fabric.receiver.offers(), guards[1].guard());
+    let routed = fabric.sender.route(granted.pass(), fabric.receiver.offers(), guards[1].guard());
     let fate = random.below(6);
     if fate == 0 {
         // Revoked while the route is being opened.
@@ -365,20 +377,20 @@ async fn the_best_reachable_transport_is_taken_and_a_fallback_counted() {
         let before = counts(TransportKind::Tcp);
         let nowhere = TransportOffer::Shm { host_id, socket_path: socket_path.clone(), pool: 5 };
         let offers = [nowhere.clone(), fabric.offer(TransportKind::Tcp)];
-        let route = soon(fabric.sender.route(granted.generation(), &offers, ())).await.unwrap();
+        let route = soon(fabric.sender.route(granted.pass(), &offers, ())).await.unwrap();
         assert_eq!(route.transport(), TransportKind::Tcp);
         let after = counts(TransportKind::Tcp);
         assert_eq!(after.routes - before.routes, 1);
         assert_eq!(after.fallbacks - before.fallbacks, num_fallbacks);
-        assert!(soon(fabric.sender.route(granted.generation(), &[nowhere], ())).await.is_err());
+        assert!(soon(fabric.sender.route(granted.pass(), &[nowhere], ())).await.is_err());
     }
 
     let config = SenderConfig { transports: vec![TransportKind::Tcp], ..SenderConfig::default() };
     let sender = Sender::start(Arc::clone(&fabric.source), config).unwrap();
-    let route = soon(sender.route(granted.generation(), granted.offers(), ())).await.unwrap();
+    let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
     assert_eq!(route.transport(), TransportKind::Tcp);
     let shm = [fabric.offer(TransportKind::Shm)];
-    let error = soon(sender.route(granted.generation(), &shm, ())).await.err().unwrap();
+    let error = soon(sender.route(granted.pass(), &shm, ())).await.err().unwrap();
     assert_eq!(error.to_string(), "no common transport: the peer offers shm, this worker allows tcp");
 }
 

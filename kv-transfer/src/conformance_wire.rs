@@ -49,7 +49,7 @@ async fn coded_pieces_are_smaller_on_their_way_and_verify() {
             let granted = fabric.receiver.grant_as(dst.clone(), asked, ());
             let peer = KvShard::new(&layout, 1, 0).unwrap();
             let before = fabric.receiver.counters().of(TransportKind::Tcp).read().bytes;
-            let routed = fabric.sender.route_to(&peer, format, granted.generation(), granted.offers(), ());
+            let routed = fabric.sender.route_to(&peer, format, granted.pass(), granted.offers(), ());
             let route = soon(routed).await.unwrap();
             let pushed = soon(route.push(writes(&dst))).await.unwrap();
             let piece_bytes =
@@ -81,8 +81,7 @@ async fn what_is_coded_is_what_the_receiver_would_have_in_memory() {
             let peer = KvShard::new(&to, 1, 0).unwrap();
             for (fabric, format) in [(&plain, WireFormat::AsIs), (&fabric, format)] {
                 let granted = fabric.receiver.grant_as(dst.clone(), None, ());
-                let routed =
-                    fabric.sender.route_to(&peer, format, granted.generation(), granted.offers(), ());
+                let routed = fabric.sender.route_to(&peer, format, granted.pass(), granted.offers(), ());
                 let route = soon(routed).await.unwrap();
                 let pushed = soon(route.push(writes(&dst))).await.unwrap();
                 soon(granted.verify(pushed.pieces)).await.unwrap();
@@ -100,7 +99,7 @@ async fn a_flipped_bit_of_what_was_decoded_is_found() {
     let granted = fabric.receiver.grant_as(dst.clone(), Some(WireFormat::Int8), ());
     let peer = KvShard::new(&LAYOUT, 1, 0).unwrap();
     let offers = granted.offers().to_vec();
-    let routed = fabric.sender.route_to(&peer, WireFormat::Int8, granted.generation(), &offers, ());
+    let routed = fabric.sender.route_to(&peer, WireFormat::Int8, granted.pass(), &offers, ());
     let pushed = soon(soon(routed).await.unwrap().push(writes(&dst))).await.unwrap();
     // SAFETY: the push is over.
     unsafe { fabric.target.layer_mut(dst[1], 2)[77] ^= 4 };
@@ -117,7 +116,7 @@ async fn a_form_that_was_not_agreed_on_lands_nowhere() {
     for asked in [WireFormat::AsIs, WireFormat::Fp8] {
         let granted = fabric.receiver.grant_as(dst.clone(), Some(asked), ());
         let offers = granted.offers().to_vec();
-        let routed = fabric.sender.route_to(&peer, WireFormat::Int4, granted.generation(), &offers, ());
+        let routed = fabric.sender.route_to(&peer, WireFormat::Int4, granted.pass(), &offers, ());
         let mut pieces = writes(&dst);
         pieces.truncate(1);
         let error = soon(soon(routed).await.unwrap().push(pieces)).await.unwrap_err();
@@ -133,7 +132,7 @@ async fn a_late_coded_write_lands_nowhere() {
     let granted = fabric.receiver.grant_as(dst.clone(), None, ());
     let peer = KvShard::new(&LAYOUT, 1, 0).unwrap();
     let offers = granted.offers().to_vec();
-    let routed = fabric.sender.route_to(&peer, WireFormat::Int4, granted.generation(), &offers, ());
+    let routed = fabric.sender.route_to(&peer, WireFormat::Int4, granted.pass(), &offers, ());
     let route = soon(routed).await.unwrap();
     let mut now = writes(&dst);
     let late = now.split_off(1);
@@ -153,7 +152,7 @@ async fn in_shared_memory_nothing_is_coded() {
     let granted = fabric.receiver.grant_as(dst.clone(), None, ());
     let peer = KvShard::new(&LAYOUT, 1, 0).unwrap();
     let offers = granted.offers().to_vec();
-    let routed = fabric.sender.route_to(&peer, WireFormat::Int4, granted.generation(), &offers, ());
+    let routed = fabric.sender.route_to(&peer, WireFormat::Int4, granted.pass(), &offers, ());
     let pushed = soon(soon(routed).await.unwrap().push(writes(&dst))).await.unwrap();
     assert_eq!(pushed.bytes, (6 * LAYOUT.layer_bytes()) as u64);
     assert!(fabric.holds(&writes(&dst)));

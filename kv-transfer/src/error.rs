@@ -148,8 +148,8 @@ pub enum RouteError {
     /// Every offer was tried.
     #[error("no way to the peer's blocks: {0}")]
     Unreachable(String),
-    /// Whoever answers is not the pool that granted: it has restarted.
-    #[error("the peer at {0} is another incarnation")]
+    /// Whoever answers does not know the grant, or not this side as its writer, and says no more than that.
+    #[error("{0} refuses: it has restarted or taken the grant back, or the grant is not for this worker")]
     OtherIncarnation(String),
     /// The peer's blocks cannot hold what this side has.
     #[error("kv cannot go to the peer's blocks: {0}")]

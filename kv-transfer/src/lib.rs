@@ -37,8 +37,8 @@ pub use checksum::checksum;
 pub use counters::{Counters, TransportCounters, TransportCounts};
 pub use error::{HandoffError, KvFault, PushError, RouteError, Side};
 pub use message::{
-    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PieceWrite, PrefillMessage,
-    Source, TransportKind, TransportOffer, Written,
+    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Pass, Piece, PieceWrite,
+    PrefillMessage, Source, Token, TransportKind, TransportOffer, Written,
 };
 pub use nccl::NcclFindings;
 #[cfg(any(test, feature = "testing"))]

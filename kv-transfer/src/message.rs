@@ -9,7 +9,7 @@ use std::{fmt, io, ops::Range, path::PathBuf, sync::Arc, time::Duration};
 use baton_kv_cache::{BlockId, BlockStorage};
 use serde::{Deserialize, Serialize};
 
-/// Name of one grant, and the right to write into its blocks: 64 bits that nobody can guess.
+/// Name of one grant: 64 bits that nobody can guess, so that a late write under an older one finds nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Generation(pub u64);
 
@@ -24,6 +24,38 @@ impl fmt::Display for Generation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(self, f)
     }
+}
+
+/// The right to write into a grant's blocks: 128 bits of the kernel's randomness, told to the one peer that shall write.
+#[derive(Clone, Copy, Default, Eq)]
+pub struct Token(pub [u8; Token::NUM_BYTES]);
+
+impl Token {
+    /// Its size.
+    pub const NUM_BYTES: usize = 16;
+}
+
+impl PartialEq for Token {
+    /// Takes as long wherever the first difference is.
+    fn eq(&self, other: &Token) -> bool {
+        let differing = self.0.iter().zip(&other.0).fold(0, |differing, (a, b)| differing | (a ^ b));
+        std::hint::black_box(differing) == 0
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(…)")
+    }
+}
+
+/// What a writer shows to write under a grant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pass {
+    /// Of the grant.
+    pub generation: Generation,
+    /// Of the grant.
+    pub token: Token,
 }
 
 /// Decode worker to prefill worker.
@@ -111,14 +143,23 @@ impl Begin {
 /// Blocks to write into.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Grant {
-    /// Its name, and the right to write.
+    /// Its name.
     pub generation: Generation,
+    /// The right to write.
+    pub token: Token,
     /// Whole blocks at the front of the sequence that need not be written.
     pub num_cached_blocks: usize,
     /// The decode worker's block for each block of the sequence from `num_cached_blocks` on.
     pub block_ids: Vec<BlockId>,
     /// Ways to reach them, best first.
     pub offers: Vec<TransportOffer>,
+}
+
+impl Grant {
+    /// What its writer shows.
+    pub fn pass(&self) -> Pass {
+        Pass { generation: self.generation, token: self.token }
+    }
 }
 
 /// Pieces that lie in the granted blocks now.

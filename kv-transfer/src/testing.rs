@@ -1,6 +1,7 @@
 //! What the tests of the data plane stand on: two pools in one process, and guards that count.
 
 use std::{
+    cell::Cell,
     future::{Future, poll_fn},
     io::{self, Write},
     path::PathBuf,
@@ -14,10 +15,11 @@ use std::{
 };
 
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
+use baton_tls::{Tls, TlsConfig};
 
 use crate::{
-    Granted, PieceWrite, Pushed, Receiver, ReceiverConfig, Route, RouteError, Sender, SenderConfig,
-    TransportKind, TransportOffer,
+    Generation, Granted, Pass, PieceWrite, Pushed, Receiver, ReceiverConfig, Route, RouteError, Sender,
+    SenderConfig, Token, TransportKind, TransportOffer,
     nccl::{TestFabric, memory::MemoryFabric},
     rdma::Nixl,
 };
@@ -40,6 +42,12 @@ pub(crate) struct Fabric {
 impl Fabric {
     pub(crate) fn new(transports: &[TransportKind]) -> Fabric {
         Fabric::with(transports, |_| {})
+    }
+
+    /// Over tcp, inside of TLS: the receiver is "a", the sender "b".
+    pub(crate) fn secure(change: impl FnOnce(&mut ReceiverConfig)) -> Fabric {
+        let _tls = UseTls::new();
+        Fabric::with(&[TransportKind::Tcp], change)
     }
 
     pub(crate) fn with(transports: &[TransportKind], change: impl FnOnce(&mut ReceiverConfig)) -> Fabric {
@@ -71,6 +79,7 @@ impl Fabric {
             fabric: Some(TestFabric(Arc::new(MemoryFabric::default()))),
             tcp_listen: transports.contains(&TransportKind::Tcp).then(|| ([127, 0, 0, 1], 0).into()),
             shm_dir: transports.contains(&TransportKind::Shm).then(|| dir.path().join("d")),
+            tls: UseTls::is_on().then(|| tls("a")),
             ..ReceiverConfig::default()
         };
         change(&mut config);
@@ -87,7 +96,7 @@ impl Fabric {
     }
 
     pub(crate) async fn route<K>(&self, granted: &Granted<K>) -> Result<Route, RouteError> {
-        soon(self.sender.route(granted.generation(), granted.offers(), ())).await
+        soon(self.sender.route(granted.pass(), granted.offers(), ())).await
     }
 
     /// Whether the target's blocks hold what the source's blocks hold.
@@ -109,6 +118,7 @@ pub(crate) fn sender_config(transports: &[TransportKind]) -> SenderConfig {
         connect_timeout,
         // Some pushes of the tests are of less, others of more.
         copy_at_once_bytes: 4 * LAYOUT.layer_bytes(),
+        tls: UseTls::is_on().then(|| tls("b")),
         ..SenderConfig::default()
     }
 }
@@ -239,5 +249,61 @@ impl Guards {
 impl Drop for Guard {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A pass of no grant.
+pub(crate) fn some_pass(generation: u64) -> Pass {
+    Pass { generation: Generation(generation), token: Token::default() }
+}
+
+/// For another process's environment.
+pub(crate) fn pass_to_text(pass: Pass) -> String {
+    format!("{:x}:{:x}", pass.generation.0, u128::from_le_bytes(pass.token.0))
+}
+
+pub(crate) fn pass_from_text(text: &str) -> Pass {
+    let (generation, token) = text.split_once(':').unwrap();
+    let token = Token(u128::from_str_radix(token, 16).unwrap().to_le_bytes());
+    Pass { generation: Generation(u64::from_str_radix(generation, 16).unwrap()), token }
+}
+
+/// Certificates of the tests: "a" and "b" of one authority, "foreign" of another, which believes in that of "a".
+pub(crate) fn tls(name: &str) -> Tls {
+    let path =
+        |name: String| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../tls/testdata")).join(name);
+    let dir = private_dir();
+    let ca = dir.path().join("ca.pem");
+    let read = |name: &str| std::fs::read_to_string(path(name.into())).unwrap();
+    std::fs::write(
+        &ca,
+        if name == "foreign" { read("ca.pem") + &read("other-ca.pem") } else { read("ca.pem") },
+    )
+    .unwrap();
+    let (cert, key) = (path(format!("{name}.pem")), path(format!("{name}.key")));
+    Tls::load(TlsConfig { cert, key, ca, name: None }).unwrap()
+}
+
+thread_local! {
+    static USES_TLS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// What this thread's test sets up speaks TLS, as long as this lives.
+pub(crate) struct UseTls(());
+
+impl UseTls {
+    pub(crate) fn new() -> UseTls {
+        USES_TLS.set(true);
+        UseTls(())
+    }
+
+    fn is_on() -> bool {
+        USES_TLS.get()
+    }
+}
+
+impl Drop for UseTls {
+    fn drop(&mut self) {
+        USES_TLS.set(false);
     }
 }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use crate::{
-    message::Generation,
+    message::{Generation, Pass, Token},
     receiver::{Grants, OneSidedWriter, WriterId},
 };
 
@@ -17,7 +17,7 @@ pub(crate) enum Word {
     /// D: not for you; the reason is in its log.
     Refused,
     /// P: about to write.
-    Open(Generation),
+    Open(Pass),
     /// D: go on.
     Opened(Generation),
     /// D: no such grant (any more).
@@ -29,26 +29,27 @@ pub(crate) enum Word {
 }
 
 impl Word {
-    /// Kind of message, 3 to 9 in every transport, and the generation or 0.
-    pub(crate) fn code(self) -> (u32, u64) {
-        match self {
+    /// Kind of message, 3 to 9 in every transport, and the generation and the token, where there are such.
+    pub(crate) fn code(self) -> (u32, u64, Token) {
+        let (kind, generation) = match self {
             Word::OtherPool => (3, 0),
             Word::Refused => (4, 0),
-            Word::Open(generation) => (5, generation.0),
+            Word::Open(pass) => return (5, pass.generation.0, pass.token),
             Word::Opened(generation) => (6, generation.0),
             Word::Unknown(generation) => (7, generation.0),
             Word::Close(generation) => (8, generation.0),
             Word::Revoke(generation) => (9, generation.0),
-        }
+        };
+        (kind, generation, Token::default())
     }
 
     /// The inverse of [`code`](Self::code).
-    pub(crate) fn from_code(kind: u32, generation: u64) -> Option<Word> {
+    pub(crate) fn from_code(kind: u32, generation: u64, token: Token) -> Option<Word> {
         let generation = Generation(generation);
         Some(match kind {
             3 => Word::OtherPool,
             4 => Word::Refused,
-            5 => Word::Open(generation),
+            5 => Word::Open(Pass { generation, token }),
             6 => Word::Opened(generation),
             7 => Word::Unknown(generation),
             8 => Word::Close(generation),
@@ -69,8 +70,9 @@ pub(crate) fn hear<W: OneSidedWriter + 'static>(
     word: Word,
 ) -> Result<Option<Word>, Word> {
     match word {
-        Word::Open(generation) => {
-            let is_open = grants.open(generation, id, Arc::clone(writer) as Arc<dyn OneSidedWriter>);
+        Word::Open(pass) => {
+            let generation = pass.generation;
+            let is_open = grants.open(&pass, id, Arc::clone(writer) as Arc<dyn OneSidedWriter>);
             let answer = if is_open { Word::Opened(generation) } else { Word::Unknown(generation) };
             Ok(Some(answer))
         }
@@ -87,7 +89,7 @@ pub(crate) fn all_of(generation: Generation) -> [Word; 7] {
     [
         Word::OtherPool,
         Word::Refused,
-        Word::Open(generation),
+        Word::Open(Pass { generation, token: Token([7; 16]) }),
         Word::Opened(generation),
         Word::Unknown(generation),
         Word::Close(generation),

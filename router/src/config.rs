@@ -3,6 +3,7 @@
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use baton_cluster::DiscoveryConfig;
+use baton_tls::Tls;
 
 use crate::{core::Migration, plan::PrefixAwareConfig};
 
@@ -42,6 +43,8 @@ pub struct RouterConfig {
     pub stall_timeout: Duration,
     /// HTTP/2 pings to workers and clients: their interval. A worker may take four times as long to answer, a client 5 s.
     pub keep_alive: Duration,
+    /// Certificates, for workers; clients may use TLS then, too. `None`: everybody speaks plainly.
+    pub tls: Option<Tls>,
     /// How long running requests may go on after a shutdown began.
     pub drain_timeout: Duration,
 }
@@ -66,6 +69,7 @@ impl RouterConfig {
             recovery_timeout: Duration::from_secs(60),
             stall_timeout: Duration::from_secs(300),
             keep_alive: Duration::from_secs(1),
+            tls: None,
             drain_timeout: Duration::from_secs(30),
         }
     }

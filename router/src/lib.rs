@@ -22,6 +22,7 @@ mod trace;
 use std::sync::Arc;
 
 use anyhow::Context;
+use baton_cluster::Dialer;
 use baton_telemetry::Metrics;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -51,8 +52,9 @@ pub async fn run_on(
     config: RouterConfig,
     shutdown: CancellationToken,
 ) -> anyhow::Result<()> {
-    let discovery = baton_cluster::watch(&config.discovery)?;
-    let workers = Workers::new(config.keep_alive);
+    let dialer = Dialer::new(config.tls.clone());
+    let discovery = baton_cluster::watch_over(&config.discovery, &dialer)?;
+    let workers = Workers::new(config.keep_alive, dialer);
     workers.follow(discovery.members());
     let metrics = RouterMetrics::new(&Metrics::new());
     // A load that fails ends the server as a shutdown would.

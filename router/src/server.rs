@@ -9,6 +9,7 @@ use std::{
 };
 
 use axum::Router;
+use baton_tls::{Accepted, Stream, Tls};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     server::conn::auto,
@@ -16,10 +17,11 @@ use hyper_util::{
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::{TcpListener, TcpStream},
+    net::TcpListener,
     time::{Sleep, sleep},
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tower::ServiceExt;
 
 use crate::config::RouterConfig;
 
@@ -55,8 +57,8 @@ pub(crate) async fn serve(
             () = drain.cancelled() => break,
             accepted = listener.accept() => accepted,
         };
-        let stream = match accepted {
-            Ok((stream, _)) => stream,
+        let (stream, address) = match accepted {
+            Ok(accepted) => accepted,
             Err(error) => {
                 // Usually out of file descriptors: some will be freed.
                 tracing::warn!(%error, "cannot accept a connection");
@@ -66,10 +68,32 @@ pub(crate) async fn serve(
         };
         // Token by token: nothing is gained by waiting for more.
         let _ = stream.set_nodelay(true);
-        let io = TokioIo::new(Preface::new(stream, config.header_timeout));
-        let connection = builder.serve_connection(io, TowerToHyperService::new(routes.clone())).into_owned();
         let (drain, abort) = (drain.clone(), abort.clone());
+        let (builder, routes) = (builder.clone(), routes.clone());
+        let (tls, timeout) = (config.tls.clone(), config.header_timeout);
         tasks.spawn(async move {
+            let accepted = tokio::select! {
+                accepted = accept(tls.as_ref(), stream, timeout) => accepted,
+                () = drain.cancelled() => return,
+            };
+            let Accepted { stream, peer } = match accepted {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    if let Some(tls) = &tls {
+                        tls.refused(address, &error);
+                    }
+                    return;
+                }
+            };
+            let routes = routes.map_request(move |mut request: http::Request<hyper::body::Incoming>| {
+                // Who asks, for services that are not for everybody.
+                if let Some(peer) = peer {
+                    request.extensions_mut().insert(peer);
+                }
+                request
+            });
+            let io = TokioIo::new(Preface::new(stream, timeout));
+            let connection = builder.serve_connection(io, TowerToHyperService::new(routes)).into_owned();
             let mut connection = pin!(connection);
             let result = tokio::select! {
                 result = connection.as_mut() => result,
@@ -92,6 +116,14 @@ pub(crate) async fn serve(
     tasks.wait().await;
 }
 
+/// With certificates, whoever begins with a TLS handshake gets one; clients may also speak plainly.
+async fn accept(tls: Option<&Tls>, stream: tokio::net::TcpStream, timeout: Duration) -> io::Result<Accepted> {
+    match tls {
+        Some(tls) => baton_tls::accept_either(tls, stream, timeout).await,
+        None => Ok(Accepted { stream: Stream::Plain(stream), peer: None }),
+    }
+}
+
 /// Runs hyper's own tasks where they can be waited for.
 #[derive(Clone, Debug)]
 struct Tracked(TaskTracker);
@@ -111,14 +143,14 @@ where
 /// only `P`, would be waited for for ever.
 #[derive(Debug)]
 struct Preface {
-    stream: TcpStream,
+    stream: Stream,
     /// `None` once the protocol is known.
     deadline: Option<Pin<Box<Sleep>>>,
     num_matched: usize,
 }
 
 impl Preface {
-    fn new(stream: TcpStream, timeout: Duration) -> Preface {
+    fn new(stream: Stream, timeout: Duration) -> Preface {
         Preface { stream, deadline: Some(Box::pin(sleep(timeout))), num_matched: 0 }
     }
 

@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_cluster::{Membership, Role, WorkerRecord};
+use baton_cluster::{Dialer, Membership, Role, WorkerRecord};
 use baton_proto::v1;
 use tokio::sync::watch as notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -30,6 +30,7 @@ const BACKOFF_LIMIT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct Workers {
     keep_alive: Duration,
+    dialer: Dialer,
     state: Mutex<State>,
     /// Counts changes of who is usable.
     changed: notify::Sender<u64>,
@@ -84,10 +85,11 @@ impl Drop for Assignment {
 
 impl Workers {
     /// Nobody yet; [`follow`](Self::follow) fills it.
-    pub(crate) fn new(keep_alive: Duration) -> Arc<Workers> {
+    pub(crate) fn new(keep_alive: Duration, dialer: Dialer) -> Arc<Workers> {
         let stop = CancellationToken::new();
         Arc::new(Workers {
             keep_alive,
+            dialer,
             state: Mutex::default(),
             changed: notify::Sender::new(0),
             tasks: TaskTracker::new(),
@@ -229,7 +231,7 @@ impl Workers {
     }
 
     fn meet(self: &Arc<Self>, record: Arc<WorkerRecord>) -> Option<Worker> {
-        let channel = match channel::open(&record.address, self.keep_alive) {
+        let channel = match channel::open(&self.dialer, &record.address, self.keep_alive) {
             Ok(channel) => channel,
             Err(error) => {
                 tracing::error!(worker = %record.id, address = record.address, %error, "worker has an unusable address");

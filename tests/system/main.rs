@@ -15,6 +15,7 @@ mod prompts;
 mod serving;
 mod sides;
 mod soak;
+mod tls;
 mod up;
 /// The same stretch of network that the handoff's fault matrix disturbs.
 #[path = "../../decode-worker/tests/handoff/matrix/wire.rs"]

@@ -12,6 +12,7 @@ use baton_cluster::{DiscoveryConfig, Role, WorkerId};
 use baton_kv_cache::{KvDtype, WireFormat};
 use baton_kv_transfer::TransportKind;
 use baton_model::{Activations, CpuList, CpuListError, Quantisation};
+use baton_tls::Tls;
 
 /// One worker.
 #[derive(Clone, Debug)]
@@ -79,6 +80,8 @@ pub struct WorkerConfig {
     pub data_host: Option<String>,
     /// Directory of the shared-memory transport's sockets. `None`: a private one of this user.
     pub shm_dir: Option<PathBuf>,
+    /// Certificates: everything that is said between this worker and others is inside of TLS. `None`: plainly.
+    pub tls: Option<Tls>,
     /// Time within which a handoff must end.
     pub handoff_deadline: Duration,
     /// Time within which a cached prefix must have come from another worker. `None`: about what computing it would take.
@@ -190,6 +193,14 @@ pub enum ConfigError {
     /// Not a URL.
     #[error("--advertise is {0:?}; expected http://host:port")]
     Advertise(String),
+    /// With TLS it is https, without http.
+    #[error("--advertise is {url:?}; this worker is reached by {expected}")]
+    AdvertisedScheme {
+        /// What was given.
+        url: String,
+        /// What it should begin with.
+        expected: &'static str,
+    },
     /// No way for KV to travel.
     #[error("--transports is empty; give some of shm, rdma, nccl and tcp")]
     NoTransport,
@@ -234,6 +245,7 @@ impl WorkerConfig {
             nccl: None,
             data_host: None,
             shm_dir: None,
+            tls: None,
             handoff_deadline: Duration::from_secs(60),
             fetch_deadline: None,
             drain_timeout: Duration::from_secs(30),
@@ -278,16 +290,23 @@ impl WorkerConfig {
                 if port.is_none() {
                     return Err(ConfigError::Advertise(url.clone()));
                 }
+                if uri.as_ref().and_then(|uri| uri.scheme_str()) != Some(self.scheme()) {
+                    return Err(ConfigError::AdvertisedScheme { url: url.clone(), expected: self.scheme() });
+                }
                 Ok(url.trim_end_matches('/').to_owned())
             }
             None if bound.ip().is_unspecified() => Err(ConfigError::Unadvertised { listen: bound }),
-            None => Ok(format!("http://{bound}")),
+            None => Ok(format!("{}://{bound}", self.scheme())),
         }
     }
 
     /// Where the control connections of rdma are listened for.
     pub fn rdma_listen(&self) -> SocketAddr {
         self.rdma_listen.unwrap_or_else(|| SocketAddr::new(self.data_listen.ip(), 0))
+    }
+
+    fn scheme(&self) -> &'static str {
+        if self.tls.is_some() { "https" } else { "http" }
     }
 
     /// Host at which others reach the data listener, given this worker's URL.
@@ -354,6 +373,7 @@ mod tests {
             (with(|c| c.listen = ([0, 0, 0, 0], 80).into()), "say with --advertise"),
             (with(|c| c.advertise = Some("host:80".into())), "expected http://host:port"),
             (with(|c| c.advertise = Some("http://host".into())), "expected http://host:port"),
+            (with(|c| c.advertise = Some("https://host:1".into())), "reached by http"),
             (with(|c| c.handoff_deadline = Duration::ZERO), "--handoff-deadline is 0"),
         ];
         for (config, expected) in cases {

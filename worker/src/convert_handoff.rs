@@ -8,8 +8,8 @@ use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_engine::{Request, SampledToken};
 use baton_kv_cache::{BlockId, KvFormat, WireFormat};
 use baton_kv_transfer::{
-    Begin, DecodeMessage, Extent, Generation, Grant, Piece, PrefillMessage, TransportKind, TransportOffer,
-    Written,
+    Begin, DecodeMessage, Extent, Generation, Grant, Piece, PrefillMessage, Token, TransportKind,
+    TransportOffer, Written,
 };
 use baton_proto::{v1, worker as proto};
 use proto::{decode_message, prefill_message, transport_offer};
@@ -59,6 +59,7 @@ pub fn decode_message_to_proto(message: DecodeMessage, payload: Payload<'_>) -> 
 pub fn grant_to_proto(grant: Grant) -> proto::Grant {
     proto::Grant {
         generation: grant.generation.0,
+        token: grant.token.0.to_vec().into(),
         num_cached_blocks: grant.num_cached_blocks as u32,
         block_ids: grant.block_ids.iter().map(|block| block.0).collect(),
         transports: grant.offers.iter().map(offer_to_proto).collect(),
@@ -69,6 +70,8 @@ pub fn grant_to_proto(grant: Grant) -> proto::Grant {
 pub fn grant_from_proto(grant: proto::Grant) -> Grant {
     Grant {
         generation: Generation(grant.generation),
+        // What is no token opens nothing.
+        token: grant.token[..].try_into().map(Token).unwrap_or_default(),
         num_cached_blocks: grant.num_cached_blocks as usize,
         block_ids: grant.block_ids.into_iter().map(BlockId).collect(),
         offers: grant.transports.into_iter().filter_map(offer_from_proto).collect(),
@@ -336,6 +339,7 @@ mod tests {
 
         let messages = [
             DecodeMessage::Grant(Grant {
+                token: Token([7; Token::NUM_BYTES]),
                 generation: Generation(5),
                 num_cached_blocks: 1,
                 block_ids: vec![BlockId(3), BlockId(9)],

@@ -62,14 +62,19 @@ impl DataPlane {
             tcp_listen: offers(TransportKind::Tcp).then_some(config.data_listen),
             advertise_host: Some(config.data_host(&record.address)),
             shm_dir,
+            tls: config.tls.clone(),
             ..ReceiverConfig::default()
         };
+        if config.tls.is_some() && offers(TransportKind::Rdma) {
+            tracing::warn!("kv that travels over rdma is not encrypted, nor is its control connection");
+        }
         let receiver =
             Receiver::start(engine.storage().clone(), receiver).context("cannot start receiving KV")?;
         let sender = SenderConfig {
             transports: config.transports.clone(),
             nixl: config.nixl.clone(),
             nccl: config.nccl.clone(),
+            tls: config.tls.clone(),
             ..SenderConfig::default()
         };
         let sender = Sender::start(engine.storage().clone(), sender).context("cannot start sending KV")?;

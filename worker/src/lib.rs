@@ -14,6 +14,7 @@ pub mod convert_handoff;
 mod data_plane;
 pub mod handoff;
 pub mod handoff_stream;
+mod incoming;
 mod lifecycle;
 mod load;
 mod metrics;
@@ -28,6 +29,7 @@ pub use config::{
     ConfigError, DrafterConfig, KvMemory, ThreadPinning, WorkerConfig, name_of, private_runtime_dir,
 };
 pub use data_plane::{DataPlane, Direction};
+pub use incoming::{Peer, peer_of};
 pub use lifecycle::{Lifecycle, Phase};
 pub use load::Model;
 pub use metrics::{Plan, WorkerMetrics};

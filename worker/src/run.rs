@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::Context;
-use baton_cluster::{Capacity, Registration, RegistrationState, Role, WorkerRecord, register};
+use baton_cluster::{Capacity, Dialer, Registration, RegistrationState, Role, WorkerRecord, register_over};
 use baton_engine::{EngineConfig, EngineHandle, EngineThread, Speculation};
 use baton_kv_cache::KvFormat;
 use baton_proto::worker::{prefill_server::PrefillServer, worker_server::WorkerServer};
@@ -62,7 +62,7 @@ where
         .await
         .with_context(|| format!("cannot listen on {}", config.listen))?;
     let lifecycle = Lifecycle::new();
-    let server = Server::start(listener, lifecycle.clone(), metrics.clone()).await?;
+    let server = Server::start(listener, config.tls.clone(), lifecycle.clone(), metrics.clone()).await?;
     let loaded = tokio::select! {
         loaded = load::load(&config) => loaded,
         () = shutdown.cancelled() => {
@@ -90,7 +90,7 @@ where
     config.validate()?;
     let metrics = Metrics::new();
     let lifecycle = Lifecycle::new();
-    let server = Server::start(listener, lifecycle.clone(), metrics.clone()).await?;
+    let server = Server::start(listener, config.tls.clone(), lifecycle.clone(), metrics.clone()).await?;
     operate(config, model, server, lifecycle, metrics, shutdown, role).await
 }
 
@@ -111,7 +111,7 @@ where
     let data_plane = DataPlane::start(&config, &record, &engine)?;
     let metrics = WorkerMetrics::register(&metrics, &engine, data_plane.clone());
     let drain_timeout = config.drain_timeout;
-    let peers = Peers::default();
+    let peers = Peers::new(Dialer::new(config.tls.clone()));
     let worker = Arc::new(Worker { config, record, engine, lifecycle, metrics, data_plane, peers });
     let role = role(&worker)?;
     let handoffs = PrefillServer::new(PrefillService::new(worker.clone()))
@@ -127,7 +127,8 @@ where
         "worker serves"
     );
 
-    let registration = register(&worker.config.discovery, worker.record.clone())?;
+    let dialer = worker.dialer();
+    let registration = register_over(&worker.config.discovery, worker.record.clone(), &dialer)?;
     let names = [role.name, "baton.worker.v1.Worker"];
     tokio::select! {
         () = shutdown.cancelled() => worker.lifecycle.drain(),

@@ -18,17 +18,17 @@ use axum::{
     routing::get,
 };
 use baton_telemetry::Metrics;
+use baton_tls::Tls;
 use tokio::{net::TcpListener, task::JoinHandle, time::timeout};
 use tokio_util::sync::CancellationToken;
-use tonic::{
-    Status,
-    service::Routes,
-    transport::server::{Server as TonicServer, TcpIncoming},
-};
+use tonic::{Status, service::Routes, transport::server::Server as TonicServer};
 use tonic_health::{ServingStatus, server::HealthReporter};
 use tower::ServiceExt;
 
-use crate::lifecycle::{Lifecycle, Phase};
+use crate::{
+    incoming::{self, peer_of},
+    lifecycle::{Lifecycle, Phase},
+};
 
 /// Largest gRPC message taken or sent: a context of a million token ids has room.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
@@ -64,12 +64,15 @@ struct Shared {
     lifecycle: Lifecycle,
     metrics: Metrics,
     services: Services,
+    /// Services are for peers that have shown a certificate; probes and metrics are for everybody.
+    wants_identity: bool,
 }
 
 impl Server {
     /// Serves health, reflection and HTTP on `listener`, at once.
     pub(crate) async fn start(
         listener: TcpListener,
+        tls: Option<Tls>,
         lifecycle: Lifecycle,
         metrics: Metrics,
     ) -> anyhow::Result<Server> {
@@ -78,7 +81,7 @@ impl Server {
         // "" is the server as a whole; it is known and not serving until a router can send.
         health.set_service_status("", ServingStatus::NotServing).await;
         let services = Services::default();
-        let shared = Shared { lifecycle, metrics, services: services.clone() };
+        let shared = Shared { lifecycle, metrics, services: services.clone(), wants_identity: tls.is_some() };
         let routes = Router::new()
             .route("/metrics", get(metrics_text))
             .route("/livez", get(livez))
@@ -90,7 +93,7 @@ impl Server {
             routes = service(routes);
         }
         let close = CancellationToken::new();
-        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+        let incoming = incoming::accept(listener, tls, close.clone());
         let server = TonicServer::builder()
             .accept_http1(true)
             .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
@@ -175,6 +178,10 @@ async fn mounted(State(shared): State<Shared>, request: Request) -> Response {
     let content_type = request.headers().get(header::CONTENT_TYPE);
     if !content_type.is_some_and(|value| value.as_bytes().starts_with(b"application/grpc")) {
         return StatusCode::NOT_FOUND.into_response();
+    }
+    if shared.wants_identity && peer_of(request.extensions()).is_none() {
+        let message = "this worker is called over https, by whoever shows a certificate of its --tls-ca";
+        return Status::unauthenticated(message).into_http();
     }
     match shared.services.get() {
         Some(router) => match router.clone().oneshot(request).await {

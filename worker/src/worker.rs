@@ -1,6 +1,8 @@
 //! A running worker, as its services see it.
 
-use baton_cluster::{WorkerId, WorkerRecord};
+use std::sync::Arc;
+
+use baton_cluster::{Dialer, WorkerId, WorkerRecord};
 use baton_engine::EngineHandle;
 use baton_kv_cache::KvFormat;
 use baton_kv_transfer::TransportKind;
@@ -22,7 +24,7 @@ pub struct Worker {
     pub(crate) lifecycle: Lifecycle,
     pub(crate) metrics: WorkerMetrics,
     pub(crate) data_plane: DataPlane,
-    pub(crate) peers: Peers,
+    pub(crate) peers: Arc<Peers>,
 }
 
 impl std::fmt::Debug for Worker {
@@ -57,6 +59,11 @@ impl Worker {
         &self.config
     }
 
+    /// How it calls routers and other workers.
+    pub fn dialer(&self) -> Dialer {
+        Dialer::new(self.config.tls.clone())
+    }
+
     /// What computes.
     pub fn engine(&self) -> &EngineHandle {
         &self.engine
@@ -78,7 +85,7 @@ impl Worker {
     }
 
     /// Connections to other workers.
-    pub fn peers(&self) -> &Peers {
+    pub fn peers(&self) -> &Arc<Peers> {
         &self.peers
     }
 

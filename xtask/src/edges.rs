@@ -49,6 +49,7 @@ const ROOMS: &[Room] = &[
             "baton-kv-cache",
             "baton-tokenizer",
             "baton-telemetry",
+            "baton-tls",
             // `baton bench` also measures a worker without a router in between.
             "baton-proto",
         ],
@@ -64,6 +65,7 @@ const ROOMS: &[Room] = &[
             "baton-tokenizer",
             "baton-gguf",
             "baton-telemetry",
+            "baton-tls",
             "baton-proto",
         ],
         tests_use: &[],
@@ -90,6 +92,7 @@ const ROOMS: &[Room] = &[
             "baton-kv-cache",
             "baton-cluster",
             "baton-telemetry",
+            "baton-tls",
             "baton-proto",
         ],
         tests_use: &[],
@@ -120,13 +123,13 @@ const ROOMS: &[Room] = &[
     // Moves blocks; whose they are is not its business.
     Room {
         name: "baton-kv-transfer",
-        uses: &["baton-kv-cache"],
+        uses: &["baton-kv-cache", "baton-tls"],
         tests_use: &[],
         never: &["baton-engine", "baton-model", "baton-proto", "tonic", "prost", "hyper", "axum", "h2"],
     },
     Room {
         name: "baton-cluster",
-        uses: &["baton-kv-cache", "baton-proto"],
+        uses: &["baton-kv-cache", "baton-proto", "baton-tls"],
         tests_use: &[],
         never: &["baton-engine", "baton-model", "baton-kv-transfer"],
     },
@@ -139,6 +142,8 @@ const ROOMS: &[Room] = &[
     },
     // Its own tests use its writer.
     Room { name: "baton-gguf", uses: &[], tests_use: &["baton-gguf"], never: &["tokio", "serde"] },
+    // Knows peers, not what they say.
+    Room { name: "baton-tls", uses: &[], tests_use: &[], never: &["tonic", "prost", "hyper", "axum", "h2"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
     Room { name: "baton-proto", uses: &[], tests_use: &[], never: &[] },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
@@ -152,6 +157,7 @@ const ROLE: &[&str] = &[
     "baton-cluster",
     "baton-kv-cache",
     "baton-telemetry",
+    "baton-tls",
     "baton-proto",
 ];
 
@@ -163,6 +169,8 @@ const BEHIND: &[(&str, &[&str])] = &[
     ("safetensors", &["baton-model"]),
     ("cudarc", &["baton-model", "baton-kv-transfer"]),
     ("opentelemetry-otlp", &["baton-telemetry"]),
+    ("rustls", &["baton-tls"]),
+    ("tokio-rustls", &["baton-tls"]),
     ("clap", &["baton-cli", "xtask"]),
 ];
 

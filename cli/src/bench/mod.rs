@@ -173,7 +173,7 @@ pub(crate) struct BenchArgs {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Part {
     /// How fast KV blocks go from one process to another, by each transport.
-    Transfer(transfer::TransferArgs),
+    Transfer(Box<transfer::TransferArgs>),
     /// How much of the KV's way is hidden behind prefill: what a prompt waits for because it is computed elsewhere.
     Overlap(Box<overlap::OverlapArgs>),
     /// The other process of `transfer`.

@@ -7,7 +7,12 @@ mod banner;
 mod child;
 mod logs;
 
-use std::{io::IsTerminal, net::SocketAddr, path::Path, time::Duration};
+use std::{
+    io::IsTerminal,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use anyhow::{Context, bail};
 use baton_model::CpuListError;
@@ -17,7 +22,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    args::{EngineArgs, LogArgs, LogColor, UpArgs},
+    args::{EngineArgs, LogArgs, LogColor, TlsArgs, UpArgs},
     embedded_model,
     roles::{self, model_path},
 };
@@ -35,6 +40,8 @@ pub async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     };
     args.engine.draft_model = roles::draft_model(&args.engine, args.model.is_none())?;
     let address = SocketAddr::new(args.host, args.port);
+    // A clear message now, as below.
+    roles::tls(&args.tls)?;
     check_port_is_free(address)?;
 
     let shutdown = crate::shutdown_signal()?;
@@ -111,15 +118,17 @@ fn plan(
     if let Some(name) = model_name {
         common.extend(["--model-name".to_owned(), name.to_owned()]);
     }
+    common.extend(tls_flags(&args.tls));
     common.extend(log_flags(&args.log, colour));
 
     let mut router = vec!["router".to_owned(), "--listen".to_owned(), address.to_string()];
     router.extend(common.clone());
 
     // Workers reach the router on this machine whatever it listens on.
+    let scheme = if args.tls.tls_cert.is_some() { "https" } else { "http" };
     let local = match address {
-        SocketAddr::V4(_) => format!("http://127.0.0.1:{}", address.port()),
-        SocketAddr::V6(_) => format!("http://[::1]:{}", address.port()),
+        SocketAddr::V4(_) => format!("{scheme}://127.0.0.1:{}", address.port()),
+        SocketAddr::V6(_) => format!("{scheme}://[::1]:{}", address.port()),
     };
     let mut worker = vec!["--router".to_owned(), local];
     worker.extend(common);
@@ -181,6 +190,20 @@ pub(crate) fn engine_flags(engine: &EngineArgs) -> Vec<String> {
     flags.into_iter().flatten().collect()
 }
 
+/// The same for certificates.
+fn tls_flags(tls: &TlsArgs) -> Vec<String> {
+    let TlsArgs { tls_cert, tls_key, tls_ca, tls_name } = tls;
+    let file =
+        |flag: &str, path: &Option<PathBuf>| path.as_ref().map(|path| format!("{flag}={}", path.display()));
+    let flags = [
+        file("--tls-cert", tls_cert),
+        file("--tls-key", tls_key),
+        file("--tls-ca", tls_ca),
+        tls_name.as_ref().map(|name| format!("--tls-name={name}")),
+    ];
+    flags.into_iter().flatten().collect()
+}
+
 /// The same for logs. Their output is a pipe; whether it ends on a terminal only the supervisor can tell.
 fn log_flags(log: &LogArgs, colour: bool) -> Vec<String> {
     let LogArgs { log, log_format, log_color, otlp_endpoint } = log;
@@ -233,7 +256,7 @@ mod tests {
             "baton up --port 9 --prefill 2 --decode 2 --threads 1 --kv-dtype fp8 --kv-memory 3M --itl-target 40 --no-prefix-cache \
              --quantize int4:64 --activations f32 --speculate draft --draft-model /draft \
              --max-draft-tokens 3 --log-format json --log-color never \
-             --otlp-endpoint http://127.0.0.1:4317"
+             --otlp-endpoint http://127.0.0.1:4317 --tls-cert /c --tls-key /k --tls-ca /ca --tls-name baton"
                 .split_whitespace(),
         );
         let Command::Up(args) = cli.command else { panic!("not up") };
@@ -246,14 +269,15 @@ mod tests {
         for child in &children {
             let line = std::iter::once("baton".to_owned()).chain(child.args.clone());
             let cli = Cli::try_parse_from(line).unwrap_or_else(|error| panic!("{}: {error}", child.name));
-            let (engine, log) = match cli.command {
-                Command::Router(router) => (None, router.log),
+            let (engine, log, tls) = match cli.command {
+                Command::Router(router) => (None, router.log, router.tls),
                 Command::PrefillWorker(worker) | Command::DecodeWorker(worker) => {
-                    (Some(worker.engine), worker.log)
+                    (Some(worker.engine), worker.log, worker.tls)
                 }
                 other => panic!("{other:?}"),
             };
             assert_eq!(format!("{log:?}"), format!("{:?}", args.log));
+            assert_eq!(format!("{tls:?}"), format!("{:?}", args.tls));
             if let Some(engine) = engine {
                 let expected = EngineArgs { pin_threads: cpus.next().unwrap(), ..args.engine.clone() };
                 assert_eq!(format!("{engine:?}"), format!("{expected:?}"));

@@ -9,13 +9,11 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::{
-    Status,
-    transport::{Channel, Endpoint},
-};
+use tonic::{Status, transport::Channel};
 
 use crate::{
-    DiscoveryError, RegistrationState, WorkerRecord, backoff::Backoff, config::url, registration::Report,
+    Dialer, DiscoveryError, RegistrationState, WorkerRecord, backoff::Backoff, config::url,
+    registration::Report,
 };
 
 /// A router that accepts a connection and then says nothing is as good as none.
@@ -41,15 +39,17 @@ impl Registrar {
         router: &str,
         record: WorkerRecord,
         report: Report,
+        dialer: &Dialer,
     ) -> Result<Registrar, DiscoveryError> {
         url("router", router)?;
-        let endpoint = Endpoint::from_shared(router.to_owned())
-            .map_err(|error| DiscoveryError::Config(format!("router is {router:?}: {error}")))?
+        let endpoint = dialer
+            .endpoint(router)
+            .map_err(|error| DiscoveryError::Config(format!("router: {error}")))?
             .connect_timeout(Duration::from_secs(2))
             .http2_keep_alive_interval(Duration::from_secs(1))
             .keep_alive_timeout(Duration::from_secs(2))
             .keep_alive_while_idle(true);
-        Ok(Registrar { channel: endpoint.connect_lazy(), record, report })
+        Ok(Registrar { channel: dialer.dial(endpoint).channel, record, report })
     }
 
     pub(crate) async fn run(mut self, withdraw: CancellationToken) {

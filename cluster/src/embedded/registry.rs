@@ -7,6 +7,7 @@ use std::{
 };
 
 use baton_proto::worker::{self as proto, registry_server::Registry};
+use baton_tls::Identity;
 use tokio_stream::Stream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
@@ -22,6 +23,8 @@ pub struct RegistryService {
     shared: Arc<Mutex<Shared>>,
     members: Membership,
     closing: CancellationToken,
+    /// Whoever has shown no certificate is sent away.
+    wants_identity: bool,
 }
 
 #[derive(Debug)]
@@ -43,11 +46,11 @@ struct Lease {
 
 impl RegistryService {
     /// An empty registry that ends its streams when `closing` is cancelled.
-    pub(crate) fn new(closing: CancellationToken) -> RegistryService {
+    pub(crate) fn new(closing: CancellationToken, wants_identity: bool) -> RegistryService {
         let publisher = Publisher::new();
         let members = publisher.subscribe();
         let shared = Shared { roster: Roster::default(), publisher, holders: HashMap::new(), num_streams: 0 };
-        RegistryService { shared: Arc::new(Mutex::new(shared)), members, closing }
+        RegistryService { shared: Arc::new(Mutex::new(shared)), members, closing, wants_identity }
     }
 
     /// Follows the membership.
@@ -166,6 +169,10 @@ impl Registry for RegistryService {
         &self,
         request: Request<Streaming<proto::WorkerRecord>>,
     ) -> Result<Response<Self::RegisterStream>, Status> {
+        if self.wants_identity && request.extensions().get::<Identity>().is_none() {
+            let message = "a worker registers over https and shows a certificate of --tls-ca";
+            return Err(Status::unauthenticated(message));
+        }
         let session = Session {
             inbound: request.into_inner(),
             service: self.clone(),

@@ -71,6 +71,14 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{- end }}
 {{- end }}
 {{- end }}
+{{- with .Values.tls }}
+{{- if .secretName }}
+- --tls-cert=/etc/baton/tls/{{ .certKey }}
+- --tls-key=/etc/baton/tls/{{ .keyKey }}
+- --tls-ca=/etc/baton/tls/{{ .caKey }}
+- --tls-name={{ .name }}
+{{- end }}
+{{- end }}
 - --log={{ .Values.log.filter }}
 - --log-format={{ .Values.log.format }}
 {{- with .Values.otlpEndpoint }}
@@ -97,6 +105,11 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
   mountPath: /etc/baton/etcd-tls
   readOnly: true
 {{- end }}
+{{- if .Values.tls.secretName }}
+- name: tls
+  mountPath: /etc/baton/tls
+  readOnly: true
+{{- end }}
 {{- end -}}
 
 {{- define "baton.volumes" -}}
@@ -121,6 +134,17 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
     defaultMode: 0440
 {{- end }}
 {{- end }}
+{{- with .Values.tls.secretName }}
+- name: tls
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+{{- end }}
+{{- end -}}
+
+{{/* How the router and the workers are called. */}}
+{{- define "baton.scheme" -}}
+{{- if .Values.tls.secretName }}https{{ else }}http{{ end -}}
 {{- end -}}
 
 {{- define "baton.podSecurityContext" -}}

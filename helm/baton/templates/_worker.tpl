@@ -68,7 +68,7 @@ spec:
             - {{ .role }}-worker
             - --id=$(POD_NAME)
             - --listen=0.0.0.0:8090
-            - --advertise=http://$(POD_IP):8090
+            - --advertise={{ include "baton.scheme" $root }}://$(POD_IP):8090
             - --data-listen=0.0.0.0:8091
             - --data-host=$(POD_IP)
             # Pods share no memory.
@@ -81,7 +81,7 @@ spec:
             {{- end }}
             {{- include "baton.commonArgs" $root | trim | nindent 12 }}
             {{- if eq $root.Values.discovery.mode "embedded" }}
-            - --router=http://{{ include "baton.fullname" $root }}-registry:8080
+            - --router={{ include "baton.scheme" $root }}://{{ include "baton.fullname" $root }}-registry:8080
             {{- end }}
             - --block-size={{ $root.Values.kv.blockSize }}
             {{- with $root.Values.kv.dtype }}
@@ -128,16 +128,16 @@ spec:
             {{- end }}
           # It listens before it loads the model, so a short start-up time does; loading shows in readiness.
           startupProbe:
-            httpGet: {path: /livez, port: grpc}
+            httpGet: {path: /livez, port: grpc{{ if $root.Values.tls.secretName }}, scheme: HTTPS{{ end }}}
             periodSeconds: 2
             failureThreshold: 30
           livenessProbe:
-            httpGet: {path: /livez, port: grpc}
+            httpGet: {path: /livez, port: grpc{{ if $root.Values.tls.secretName }}, scheme: HTTPS{{ end }}}
             periodSeconds: 10
             timeoutSeconds: 5
             failureThreshold: 6
           readinessProbe:
-            httpGet: {path: /readyz, port: grpc}
+            httpGet: {path: /readyz, port: grpc{{ if $root.Values.tls.secretName }}, scheme: HTTPS{{ end }}}
             periodSeconds: 2
             timeoutSeconds: 2
           resources:

@@ -10,7 +10,7 @@ use super::{
     decode::{Action, DecodeHandoff, Input},
 };
 use crate::message::{
-    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage,
+    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, Token,
     TransportKind, Written,
 };
 use crate::{HandoffError, KvFault};
@@ -107,6 +107,7 @@ fn parse(input: &str, now: &mut Instant) -> Input<u32> {
 fn grant(num_blocks: u32) -> Grant {
     Grant {
         generation: Generation(1),
+        token: Token::default(),
         num_cached_blocks: 1,
         block_ids: (0..num_blocks).map(BlockId).collect(),
         offers: vec![],

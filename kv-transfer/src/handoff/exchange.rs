@@ -13,7 +13,7 @@ use proptest::prelude::*;
 use super::{Limits, decode, prefill};
 use crate::message::{
     Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PieceWrite, PrefillMessage,
-    TransportKind,
+    Token, TransportKind,
 };
 use crate::{KvFault, PushError, Pushed, RouteError};
 
@@ -273,6 +273,7 @@ impl World {
                 let num_blocks = self.num_blocks - self.num_cached_blocks;
                 self.give_decode(decode::Input::Granted(Grant {
                     generation: GENERATION,
+                    token: Token::default(),
                     num_cached_blocks: self.num_cached_blocks,
                     block_ids: (0..num_blocks as u32).map(BlockId).collect(),
                     offers: vec![],

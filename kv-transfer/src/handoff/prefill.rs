@@ -30,8 +30,8 @@ use super::{Limits, sides::Sides};
 use crate::{
     error::{HandoffError, PushError, RouteError, Side},
     message::{
-        Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, PieceWrite, PrefillMessage,
-        TransportOffer, Written,
+        Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Pass, PieceWrite,
+        PrefillMessage, TransportOffer, Written,
     },
     sender::Pushed,
 };
@@ -88,8 +88,8 @@ pub enum Action<T> {
     Hold,
     /// Open a route to the granted blocks (the blocks' guard goes with it), answer [`Input::Routed`].
     Route {
-        /// Name of the grant.
-        generation: Generation,
+        /// What the grant's writer shows.
+        pass: Pass,
         /// Ways, best first.
         offers: Vec<TransportOffer>,
     },
@@ -340,7 +340,8 @@ impl PrefillHandoff {
             );
             return Err(HandoffError::DecodeLost(what));
         }
-        let Grant { generation, num_cached_blocks, block_ids, offers } = grant;
+        let pass = grant.pass();
+        let Grant { generation, num_cached_blocks, block_ids, offers, .. } = grant;
         self.waiting.retain(|&(_, block_idx)| block_idx >= num_cached_blocks);
         let num_unwritten = block_ids.len() * self.num_layers;
         self.grant = Some(Granted {
@@ -352,7 +353,7 @@ impl PrefillHandoff {
             num_unwritten,
         });
         self.patience = Some(now + self.limits.stall);
-        actions.push(Action::Route { generation, offers });
+        actions.push(Action::Route { pass, offers });
         Ok(())
     }
 

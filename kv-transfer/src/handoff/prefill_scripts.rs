@@ -11,7 +11,7 @@ use super::{
 };
 use crate::message::{
     Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, Source,
-    TransportKind,
+    Token, TransportKind,
 };
 use crate::{PushError, Pushed, RouteError};
 
@@ -110,7 +110,13 @@ fn begin(prefill_incarnation: u64, num_tokens: usize, block_size: usize, extent:
 
 fn grant(num_cached_blocks: usize, num_blocks: u32) -> DecodeMessage {
     let block_ids = (0..num_blocks).map(|n| BlockId(20 + n)).collect();
-    DecodeMessage::Grant(Grant { generation: Generation(1), num_cached_blocks, block_ids, offers: vec![] })
+    DecodeMessage::Grant(Grant {
+        generation: Generation(1),
+        token: Token::default(),
+        num_cached_blocks,
+        block_ids,
+        offers: vec![],
+    })
 }
 
 fn source(source: &Source) -> String {

@@ -358,7 +358,7 @@ async fn a_decode_worker_that_stops_to_answer_is_given_up_at_the_deadline() {
         let sender = Sender::start(storage(), config).unwrap();
         let guards = Guards::default();
         let offers = [offer];
-        let routed = sender.route(Generation(1), &offers, guards.guard());
+        let routed = sender.route(crate::testing::some_pass(1), &offers, guards.guard());
         let route = soon(routed).await.unwrap();
         let error = soon(route.push(writes(&blocks([3]))[..1].to_vec())).await.unwrap_err();
         assert!(matches!(error, PushError::Lost(_)), "{what}: {error}");
@@ -385,7 +385,7 @@ async fn answers_out_of_order_end_the_connection_before_anything_is_posted() {
         });
         let sender = Sender::start(storage(), sender_config(NCCL)).unwrap();
         let offers = [offer];
-        let route = soon(sender.route(Generation(1), &offers, ())).await.unwrap();
+        let route = soon(sender.route(crate::testing::some_pass(1), &offers, ())).await.unwrap();
         let error = soon(route.push(writes(&blocks([3]))[..1].to_vec())).await.unwrap_err();
         assert!(matches!(error, PushError::Lost(_)), "{answer:?}: {error}");
         soon(route.close()).await;
@@ -414,7 +414,8 @@ async fn a_decode_worker_that_makes_no_sense_or_does_not_join_is_an_error_in_wor
         });
         let sender = Sender::start(storage(), sender_config(NCCL)).unwrap();
         let guards = Guards::default();
-        let error = soon(sender.route(Generation(1), &offers, guards.guard())).await.err().unwrap();
+        let error =
+            soon(sender.route(crate::testing::some_pass(1), &offers, guards.guard())).await.err().unwrap();
         assert!(matches!(error, RouteError::Unreachable(_)), "{error}");
         assert_eq!(guards.num_out(), 0);
         peer.join().unwrap();
@@ -425,7 +426,7 @@ async fn a_decode_worker_that_makes_no_sense_or_does_not_join_is_an_error_in_wor
 async fn a_decode_worker_that_goes_is_noticed_and_the_next_push_says_so() {
     let Fabric { receiver, sender, source, dir, .. } = fabric(NEVER);
     let granted = receiver.grant(blocks([3]), ());
-    let route = soon(sender.route(granted.generation(), granted.offers(), ())).await.unwrap();
+    let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
     drop((granted, receiver));
     assert!(matches!(soon(route.push(writes(&blocks([3])))).await, Err(PushError::Lost(_))));
     drop((source, dir));
@@ -449,7 +450,7 @@ async fn blocks_on_devices_are_moved_and_verified_and_nothing_else_touches_them(
     let receiver = Receiver::start(Arc::clone(&target), config.clone()).unwrap();
     let sender = Sender::start(Arc::clone(&source), sender_config(NCCL)).unwrap();
     let granted = receiver.grant(blocks([3, 4]), ());
-    let route = soon(sender.route(granted.generation(), granted.offers(), ())).await.unwrap();
+    let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
     let mut pushed = soon(route.push(writes(&blocks([3, 4])))).await.unwrap();
     let mut room = Vec::new();
     for write in writes(&blocks([3, 4])) {
@@ -467,7 +468,7 @@ async fn blocks_on_devices_are_moved_and_verified_and_nothing_else_touches_them(
 
     // What would have to be put together by processors.
     let larger = KvShard::new(&KvLayout { block_size: 2 * LAYOUT.block_size, ..LAYOUT }, 1, 0).unwrap();
-    let routed = sender.route_to(&larger, WireFormat::AsIs, granted.generation(), granted.offers(), ());
+    let routed = sender.route_to(&larger, WireFormat::AsIs, granted.pass(), granted.offers(), ());
     let error = soon(routed).await.err().unwrap();
     assert_eq!(error.to_string(), "kv cannot go to the peer's blocks: blocks of device 5 are not converted");
     // What only knows memory of the host.

@@ -24,7 +24,8 @@ use super::{
 use crate::{
     message::{Generation, TransportKind, TransportOffer},
     receiver::{
-        Acceptor, Claim, Grants, LiveGrant, OneSidedWriter, ReceiverConfig, Service, WriterId, advertised,
+        Acceptor, Admission, Claim, Grants, LiveGrant, OneSidedWriter, ReceiverConfig, Service, WriterId,
+        advertised,
     },
     tcp::socket,
 };
@@ -67,7 +68,7 @@ impl NcclServer {
             io_timeout: config.io_timeout,
             is_stopping: AtomicBool::new(false),
         });
-        let acceptor = Acceptor::start(Arc::clone(&sharing), listener, config.max_connections)?;
+        let acceptor = Acceptor::start(Arc::clone(&sharing), listener, config)?;
         Ok(NcclServer { sharing, acceptor, offer })
     }
 
@@ -106,9 +107,14 @@ impl Service for Sharing {
         }
     }
 
-    fn serve(&self, peer: &Arc<Peer>) {
+    fn hang_up(peer: &Peer) {
+        // Fails when the peer was faster.
+        let _ = peer.socket.shutdown(Shutdown::Both);
+    }
+
+    fn serve(&self, peer: &Arc<Peer>, admission: &Admission) {
         let counters = self.grants.counters().of(TransportKind::Nccl);
-        let result = match self.greet(peer) {
+        let result = match self.greet(peer, admission) {
             Ok(Some((slot, communicator))) => {
                 counters.routed(false);
                 info!(peer = %peer.address, "nccl peer joined");
@@ -161,7 +167,7 @@ impl OneSidedWriter for Peer {
 
 impl Sharing {
     /// The communicator with the peer, once both have joined.
-    fn greet(&self, peer: &Peer) -> io::Result<Option<(Slot, Box<dyn Communicator>)>> {
+    fn greet(&self, peer: &Peer, admission: &Admission) -> io::Result<Option<(Slot, Box<dyn Communicator>)>> {
         socket::configure(&peer.socket, self.io_timeout)?;
         let mut bytes = [0; MESSAGE_BYTES];
         socket::receive_exact(&peer.socket, &mut bytes, self.io_timeout)?;
@@ -170,7 +176,7 @@ impl Sharing {
         match decode(&bytes)? {
             Message::Hello { pool, .. } if pool != self.grants.pool() => peer.send(Message::OtherPool)?,
             Message::Hello { num_layers, layer_bytes, block_bytes, .. } => {
-                if (num_layers, layer_bytes, block_bytes) == shape {
+                if (num_layers, layer_bytes, block_bytes) == shape && admission.admit() {
                     return self.join(peer);
                 }
                 peer.send(Message::Refused)?;
@@ -351,7 +357,7 @@ impl<'a> Session<'a> {
         if grant.claim(&pieces) != Claim::Taken {
             return Err(Refusal::Pieces);
         }
-        if !grants.open(generation, self.peer.writer, Arc::clone(self.peer) as Arc<dyn OneSidedWriter>) {
+        if !grants.open(&grant.pass(), self.peer.writer, Arc::clone(self.peer) as Arc<dyn OneSidedWriter>) {
             grant.abandon(&pieces);
             return Err(Refusal::Revoked);
         }

@@ -152,11 +152,14 @@ fn run(shared: &Arc<Shared>) {
             Poll::Ready(Some(job)) => {
                 if connection.as_ref().is_none_or(|connection| !connection.is_linked()) {
                     end(&mut connection, &Broken::Lost(GONE.to_owned()));
-                    match Connection::open(shared) {
+                    match Connection::open(shared, job.pass()) {
                         Ok(new) => connection = Some(new),
                         Err(error) => {
                             job.fail(&error);
-                            shared.jobs.fail_all(&error);
+                            // Other grants may be better.
+                            if !matches!(error, RouteError::OtherIncarnation(_)) {
+                                shared.jobs.fail_all(&error);
+                            }
                             continue;
                         }
                     }

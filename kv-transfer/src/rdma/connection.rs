@@ -21,7 +21,7 @@ use super::{
 use crate::{
     checksum::checksum,
     error::{PushError, RouteError},
-    message::{Piece, TransportKind},
+    message::{Pass, Piece, TransportKind},
     sender::{Active, Frame, Job, MAX_LOSSES, OpenGrants},
     tcp::{connect, socket},
     word::Word,
@@ -64,7 +64,7 @@ struct Flight {
 }
 
 impl Connection {
-    pub(super) fn open(shared: &Arc<Shared>) -> Result<Connection, RouteError> {
+    pub(super) fn open(shared: &Arc<Shared>, pass: Pass) -> Result<Connection, RouteError> {
         let unreachable = |error: io::Error| RouteError::Unreachable(format!("{}: {error}", shared.address));
         let nixl_failed = |error| unreachable(io::Error::other(error));
         let config = &shared.context.config;
@@ -77,6 +77,7 @@ impl Connection {
             num_layers: layout.num_layers as u32,
             layer_bytes: layout.layer_bytes() as u64,
             block_bytes: layout.block_bytes() as u64,
+            pass,
         };
         socket::send_at_once(&socket, &hello.encode()).map_err(unreachable)?;
         let mut bytes = [0; MESSAGE_BYTES];
@@ -85,11 +86,8 @@ impl Connection {
         socket::receive_exact(&socket, &mut bytes, timeout).map_err(unreachable)?;
         let pool = match Message::decode(&bytes) {
             Some(Message::Welcome(pool)) if pool.is_sound(layout.block_bytes()) => pool,
-            Some(Message::Word(Word::OtherPool)) => {
-                return Err(RouteError::OtherIncarnation(shared.address.clone()));
-            }
             Some(Message::Word(Word::Refused)) => {
-                return Err(RouteError::Unreachable(format!("{} refuses rdma", shared.address)));
+                return Err(RouteError::OtherIncarnation(shared.address.clone()));
             }
             _ => return Err(RouteError::Unreachable(format!("{} is no rdma control port", shared.address))),
         };

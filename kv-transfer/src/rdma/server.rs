@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     message::{Generation, TransportKind, TransportOffer},
-    receiver::{Acceptor, Grants, OneSidedWriter, ReceiverConfig, Service, WriterId, advertised},
+    receiver::{Acceptor, Admission, Grants, OneSidedWriter, ReceiverConfig, Service, WriterId, advertised},
     tcp::socket,
     word::{self, Word},
 };
@@ -37,6 +37,7 @@ struct Sharing {
     grants: Arc<Grants>,
     nixl: Nixl,
     io_timeout: Duration,
+    handshake_timeout: Duration,
     is_stopping: AtomicBool,
     next_agent: AtomicU64,
 }
@@ -57,10 +58,11 @@ impl RdmaServer {
             grants,
             nixl,
             io_timeout: config.io_timeout,
+            handshake_timeout: config.handshake_timeout,
             is_stopping: AtomicBool::new(false),
             next_agent: AtomicU64::new(0),
         });
-        let acceptor = Acceptor::start(Arc::clone(&sharing), listener, config.max_connections)?;
+        let acceptor = Acceptor::start(Arc::clone(&sharing), listener, config)?;
         Ok(RdmaServer { sharing, acceptor, offer })
     }
 
@@ -90,13 +92,18 @@ impl Service for Sharing {
 
     const THREADS: (&str, &str) = ("kv-rdma-accept", "kv-rdma-peer");
 
+    fn hang_up(writer: &Writer) {
+        // Fails when the peer was faster.
+        let _ = writer.socket.shutdown(Shutdown::Both);
+    }
+
     fn connection(&self, (socket, address): (TcpStream, SocketAddr)) -> Writer {
         Writer { socket, address, id: self.grants.new_writer(), revoked: Mutex::default() }
     }
 
-    fn serve(&self, writer: &Arc<Writer>) {
+    fn serve(&self, writer: &Arc<Writer>, admission: &Admission) {
         let counters = self.grants.counters().of(TransportKind::Rdma);
-        let result = self.greet(writer).and_then(|agent| match agent {
+        let result = self.greet(writer, admission).and_then(|agent| match agent {
             Some(agent) => {
                 counters.routed(false);
                 info!(peer = %writer.address, "rdma peer connected");
@@ -111,10 +118,11 @@ impl Service for Sharing {
         match result {
             Ok(()) => debug!(peer = %writer.address, "rdma peer left"),
             Err(_) if self.is_stopping.load(Ordering::SeqCst) => {}
-            Err(error) => {
+            Err(error) if admission.is_admitted() => {
                 counters.failed();
                 warn!(peer = %writer.address, %error, "rdma peer fenced");
             }
+            Err(error) => admission.complain(&writer.address, &error),
         }
         // The registry keeps the descriptor until its next sweep; the peer must hear of it now.
         let _ = writer.socket.shutdown(Shutdown::Both);
@@ -156,19 +164,20 @@ impl OneSidedWriter for Writer {
 
 impl Sharing {
     /// The agent that the peer was given, if it was.
-    fn greet(&self, writer: &Writer) -> io::Result<Option<Agent>> {
+    fn greet(&self, writer: &Writer, admission: &Admission) -> io::Result<Option<Agent>> {
         socket::configure(&writer.socket, self.io_timeout)?;
         let mut bytes = [0; MESSAGE_BYTES];
-        socket::receive_exact(&writer.socket, &mut bytes, self.io_timeout)?;
+        socket::receive_until(&writer.socket, &mut bytes, Instant::now() + self.handshake_timeout)?;
         let storage = self.grants.storage();
         let layout = storage.layout();
         let shape = (layout.num_layers as u32, layout.layer_bytes() as u64, layout.block_bytes() as u64);
         match decode(&bytes)? {
-            Message::Hello { pool, .. } if pool != self.grants.pool() => writer.send(Word::OtherPool)?,
-            Message::Hello { num_layers, layer_bytes, block_bytes, .. } => {
-                if (num_layers, layer_bytes, block_bytes) == shape {
+            Message::Hello { pool, num_layers, layer_bytes, block_bytes, pass } => {
+                let is_sound = pool == self.grants.pool() && (num_layers, layer_bytes, block_bytes) == shape;
+                if is_sound && self.grants.admit(&pass, None).is_some() && admission.admit() {
                     return self.welcome(writer);
                 }
+                // Whoever should not be here learns no more than that.
                 writer.send(Word::Refused)?;
             }
             message => return Err(unexpected(message)),

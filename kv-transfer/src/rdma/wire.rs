@@ -1,19 +1,22 @@
-//! Messages on the control connection: 48 bytes each, little-endian; a welcome is followed by metadata.
+//! Messages on the control connection: 72 bytes each, little-endian; a welcome is followed by metadata.
 //!
 //! ```text
-//! magic u64 | kind u32 | a u32 | b u64 | c u64 | d u64 | e u64
+//! magic u64 | kind u32 | a u32 | b u64 | c u64 | d u64 | e u64 | generation u64 | token
 //! ```
 
 use super::nixl::{MAX_METADATA_BYTES, Memory};
-use crate::word::Word;
+use crate::{
+    message::{Generation, Pass, Token},
+    word::Word,
+};
 
-const MAGIC: u64 = u64::from_le_bytes(*b"BKVrdm01");
-pub(super) const MESSAGE_BYTES: usize = 48;
+const MAGIC: u64 = u64::from_le_bytes(*b"BKVrdm02");
+pub(super) const MESSAGE_BYTES: usize = 72;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Message {
-    /// P: which pool, and its shape.
-    Hello { pool: u64, num_layers: u32, layer_bytes: u64, block_bytes: u64 },
+    /// P: which pool, its shape, and a grant of it.
+    Hello { pool: u64, num_layers: u32, layer_bytes: u64, block_bytes: u64, pass: Pass },
     /// D: where the pool lies; so many bytes of metadata follow.
     Welcome(Welcome),
     /// Of either.
@@ -46,8 +49,10 @@ impl Welcome {
 
 impl Message {
     pub(super) fn encode(self) -> [u8; MESSAGE_BYTES] {
+        let mut shown = Pass { generation: Generation(0), token: Token::default() };
         let (kind, a, [b, c, d, e]) = match self {
-            Message::Hello { pool, num_layers, layer_bytes, block_bytes } => {
+            Message::Hello { pool, num_layers, layer_bytes, block_bytes, pass } => {
+                shown = pass;
                 (1, num_layers, [pool, layer_bytes, block_bytes, 0])
             }
             Message::Welcome(welcome) => {
@@ -56,17 +61,19 @@ impl Message {
                 (2, memory, [base, num_blocks, u64::from(device), u64::from(metadata_bytes)])
             }
             Message::Word(word) => {
-                let (kind, generation) = word.code();
-                (kind, 0, [generation, 0, 0, 0])
+                let (kind, generation, token) = word.code();
+                shown = Pass { generation: Generation(generation), token };
+                (kind, 0, [0; 4])
             }
         };
         let mut bytes = [0; MESSAGE_BYTES];
         bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
         bytes[8..12].copy_from_slice(&u32::to_le_bytes(kind));
         bytes[12..16].copy_from_slice(&a.to_le_bytes());
-        for (place, value) in bytes[16..].chunks_exact_mut(8).zip([b, c, d, e]) {
+        for (place, value) in bytes[16..].chunks_exact_mut(8).zip([b, c, d, e, shown.generation.0]) {
             place.copy_from_slice(&value.to_le_bytes());
         }
+        bytes[56..].copy_from_slice(&shown.token.0);
         bytes
     }
 
@@ -77,14 +84,16 @@ impl Message {
             return None;
         }
         let (a, [b, c, d, e]) = (u32_at(12), [16, 24, 32, 40].map(u64_at));
+        let token = Token(bytes[56..].try_into().expect("sixteen bytes"));
+        let pass = Pass { generation: Generation(u64_at(48)), token };
         Some(match u32_at(8) {
-            1 => Message::Hello { pool: b, num_layers: a, layer_bytes: c, block_bytes: d },
+            1 => Message::Hello { pool: b, num_layers: a, layer_bytes: c, block_bytes: d, pass },
             2 => {
                 let memory = Memory::from_code(a, u32::try_from(d).ok()?)?;
                 let metadata_bytes = u32::try_from(e).ok().filter(|&n| n as usize <= MAX_METADATA_BYTES)?;
                 Message::Welcome(Welcome { memory, base: b, num_blocks: c, metadata_bytes })
             }
-            kind => Message::Word(Word::from_code(kind, b)?),
+            kind => Message::Word(Word::from_code(kind, pass.generation.0, token)?),
         })
     }
 }
@@ -94,15 +103,16 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{message::Generation, word::all_of};
+    use crate::word::all_of;
 
     const WELCOME: Welcome =
         Welcome { memory: Memory::Dram, base: 4096, num_blocks: 10, metadata_bytes: 300 };
 
     #[test]
     fn what_is_encoded_is_decoded() {
+        let pass = Pass { generation: Generation(5), token: Token([7; 16]) };
         let messages = [
-            Message::Hello { pool: 3, num_layers: 2, layer_bytes: 4096, block_bytes: 8192 },
+            Message::Hello { pool: 3, num_layers: 2, layer_bytes: 4096, block_bytes: 8192, pass },
             Message::Welcome(WELCOME),
             Message::Welcome(Welcome { memory: Memory::Vram(3), ..WELCOME }),
         ];
@@ -135,7 +145,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_make_the_decoder_panic(words in proptest::array::uniform6(any::<u64>()), kind in 0u32..12) {
+        fn no_bytes_make_the_decoder_panic(words in proptest::array::uniform9(any::<u64>()), kind in 0u32..12) {
             let mut bytes = [0; MESSAGE_BYTES];
             for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
                 place.copy_from_slice(&word.to_le_bytes());

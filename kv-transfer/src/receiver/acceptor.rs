@@ -1,6 +1,7 @@
 //! A listening socket: one thread accepts, and each connection gets one of its own.
 
 use std::{
+    fmt::Display,
     io,
     net::{SocketAddr, TcpListener, TcpStream},
     os::{
@@ -8,14 +9,16 @@ use std::{
         unix::net::{UnixListener, UnixStream},
     },
     sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread::{self, JoinHandle},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use tracing::warn;
+
+use super::ReceiverConfig;
 
 /// A socket that peers connect to.
 pub(crate) trait Listen: AsRawFd + Send + Sync + 'static {
@@ -52,11 +55,85 @@ pub(crate) trait Service: Send + Sync + 'static {
 
     fn connection(&self, stream: <Self::Listener as Listen>::Stream) -> Self::Connection;
 
-    /// Until the connection ends.
-    fn serve(&self, connection: &Arc<Self::Connection>);
+    /// Makes `serve` end soon.
+    fn hang_up(connection: &Self::Connection);
+
+    /// Until the connection ends. The peer is a stranger until the service [admits](Admission::admit) it.
+    fn serve(&self, connection: &Arc<Self::Connection>, admission: &Admission);
+}
+
+/// Whether a connection's peer is known to have a grant.
+pub(crate) struct Admission {
+    is_admitted: AtomicBool,
+    gate: Arc<Gate>,
+}
+
+/// Of one listener.
+struct Gate {
+    max_admitted: usize,
+    num_admitted: AtomicUsize,
+    complaints: Mutex<Complaints>,
+}
+
+/// Strangers must not fill the log either.
+#[derive(Default)]
+struct Complaints {
+    last: Option<Instant>,
+    num_silent: u64,
+}
+
+/// No two complaints about strangers are closer together.
+const COMPLAIN_EVERY: Duration = Duration::from_secs(1);
+
+impl Admission {
+    /// The peer is no stranger any more; `false` when there are too many that are not.
+    pub(crate) fn admit(&self) -> bool {
+        let has_room = |num: usize| (num < self.gate.max_admitted).then_some(num + 1);
+        if self.gate.num_admitted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, has_room).is_err() {
+            self.gate.complain("too many kv peers", &self.gate.max_admitted);
+            return false;
+        }
+        self.is_admitted.store(true, Ordering::SeqCst);
+        true
+    }
+
+    pub(crate) fn is_admitted(&self) -> bool {
+        self.is_admitted.load(Ordering::SeqCst)
+    }
+
+    /// Says why a stranger was sent away, unless that was said of another one just now.
+    pub(crate) fn complain(&self, peer: &dyn Display, why: &dyn Display) {
+        self.gate.complain(&format!("a stranger at a kv port was sent away: {peer}"), why);
+    }
+}
+
+impl Gate {
+    fn complain(&self, what: &str, why: &dyn Display) {
+        let mut complaints = self.complaints.lock().unwrap_or_else(PoisonError::into_inner);
+        if complaints.last.is_some_and(|last| last.elapsed() < COMPLAIN_EVERY) {
+            complaints.num_silent += 1;
+            return;
+        }
+        let num_others = std::mem::take(&mut complaints.num_silent);
+        complaints.last = Some(Instant::now());
+        drop(complaints);
+        warn!(%why, num_others, "{what}");
+    }
+}
+
+impl Drop for Admission {
+    fn drop(&mut self) {
+        if self.is_admitted() {
+            self.gate.num_admitted.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
 }
 
 /// Accepts until stopped.
+///
+/// Strangers cost a thread and a descriptor each, for a bounded time, and there are never many: one more takes the place
+/// of the one that has been longest about saying what it wants. A peer with a grant says that within a round trip or
+/// three, so that only a flood that brings as many strangers meanwhile keeps it out.
 pub(crate) struct Acceptor<S: Service> {
     shared: Arc<Shared<S>>,
     thread: Option<JoinHandle<()>>,
@@ -65,9 +142,18 @@ pub(crate) struct Acceptor<S: Service> {
 struct Shared<S: Service> {
     service: Arc<S>,
     listener: S::Listener,
-    max_connections: usize,
+    max_strangers: usize,
+    gate: Arc<Gate>,
     is_stopping: AtomicBool,
-    connections: Mutex<Connections<S>>,
+    connections: Mutex<Vec<Served<S>>>,
+}
+
+/// A connection and its thread, oldest first.
+struct Served<S: Service> {
+    connection: Arc<S::Connection>,
+    admission: Arc<Admission>,
+    is_hung_up: bool,
+    thread: JoinHandle<()>,
 }
 
 /// With the thread that serves each.
@@ -77,12 +163,18 @@ impl<S: Service> Acceptor<S> {
     pub(crate) fn start(
         service: Arc<S>,
         listener: S::Listener,
-        max_connections: usize,
+        config: &ReceiverConfig,
     ) -> io::Result<Acceptor<S>> {
+        let gate = Arc::new(Gate {
+            max_admitted: config.max_connections,
+            num_admitted: AtomicUsize::new(0),
+            complaints: Mutex::default(),
+        });
         let shared = Arc::new(Shared {
             service,
             listener,
-            max_connections,
+            max_strangers: config.max_strangers.max(1),
+            gate,
             is_stopping: AtomicBool::new(false),
             connections: Mutex::default(),
         });
@@ -102,41 +194,59 @@ impl<S: Service> Acceptor<S> {
             // A panic there has been reported by the panic hook.
             let _ = thread.join();
         }
-        std::mem::take(&mut *self.shared.connections.lock().unwrap_or_else(PoisonError::into_inner))
+        let served = std::mem::take(&mut *self.shared.connections());
+        served.into_iter().map(|served| (served.connection, served.thread)).collect()
     }
 }
 
 impl<S: Service> Shared<S> {
+    fn connections(&self) -> MutexGuard<'_, Vec<Served<S>>> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn accept(&self) {
         loop {
             let accepted = self.listener.accept_one();
             if self.is_stopping.load(Ordering::SeqCst) {
                 return;
             }
-            let stream = match accepted {
-                Ok(stream) => stream,
+            match accepted {
+                Ok(stream) => self.take(stream),
                 Err(error) => {
-                    warn!(thread = S::THREADS.0, %error, "cannot accept a kv peer");
+                    self.gate.complain("cannot accept a kv peer", &error);
                     // Out of descriptors, mostly: others must close first.
                     thread::sleep(Duration::from_millis(50));
-                    continue;
                 }
-            };
-            let mut connections = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
-            connections.retain(|(_, thread)| !thread.is_finished());
-            if connections.len() >= self.max_connections {
-                warn!(thread = S::THREADS.0, max_connections = self.max_connections, "too many kv peers");
-                continue;
             }
-            let connection = Arc::new(self.service.connection(stream));
-            let thread = thread::Builder::new().name(S::THREADS.1.into()).spawn({
-                let (service, connection) = (Arc::clone(&self.service), Arc::clone(&connection));
-                move || service.serve(&connection)
-            });
-            match thread {
-                Ok(thread) => connections.push((connection, thread)),
-                Err(error) => warn!(thread = S::THREADS.1, %error, "cannot start a thread for a kv peer"),
-            }
+        }
+    }
+
+    fn take(&self, stream: <S::Listener as Listen>::Stream) {
+        let mut connections = self.connections();
+        connections.retain(|served| !served.thread.is_finished());
+        let is_stranger = |served: &Served<S>| !served.admission.is_admitted();
+        if connections.iter().filter(|served| is_stranger(served)).count() >= 2 * self.max_strangers {
+            // Those that were hung up on have not gone yet.
+            return self.gate.complain("too many strangers at a kv port", &self.max_strangers);
+        }
+        let mut strangers = connections.iter_mut().filter(|served| is_stranger(served) && !served.is_hung_up);
+        if let Some(oldest) = strangers.next()
+            && strangers.count() + 1 >= self.max_strangers
+        {
+            S::hang_up(&oldest.connection);
+            oldest.is_hung_up = true;
+        }
+        let connection = Arc::new(self.service.connection(stream));
+        let admission =
+            Arc::new(Admission { is_admitted: AtomicBool::new(false), gate: Arc::clone(&self.gate) });
+        let thread = thread::Builder::new().name(S::THREADS.1.into()).spawn({
+            let (service, connection) = (Arc::clone(&self.service), Arc::clone(&connection));
+            let admission = Arc::clone(&admission);
+            move || service.serve(&connection, &admission)
+        });
+        match thread {
+            Ok(thread) => connections.push(Served { connection, admission, is_hung_up: false, thread }),
+            Err(error) => self.gate.complain("cannot start a thread for a kv peer", &error),
         }
     }
 }

@@ -8,16 +8,18 @@ use std::{
     collections::HashMap,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
 use baton_kv_cache::{BlockId, BlockStorage, WireFormat};
+use baton_tls::Identity;
+use tracing::warn;
 
 use super::ReceiverLoad;
 use crate::{
     counters::Counters,
-    message::{Generation, TransportKind},
+    message::{Generation, Pass, Token, TransportKind},
 };
 
 /// A peer's connection through which it holds grants open.
@@ -87,25 +89,23 @@ impl Grants {
         &self.counters
     }
 
-    pub(super) fn insert(
-        &self,
-        blocks: Vec<BlockId>,
-        wire: Option<WireFormat>,
-        release: Release,
-    ) -> Generation {
+    pub(super) fn insert(&self, blocks: Vec<BlockId>, wire: Option<WireFormat>, release: Release) -> Pass {
         for block in &blocks {
             assert!(block.idx() < self.storage.num_blocks(), "{block} is not of this storage");
         }
         let num_pieces = blocks.len() * self.storage.layout().num_layers;
         let mut entries = self.entries();
         let generation = loop {
-            let generation = Generation(super::random_u64().expect("the kernel's randomness is available"));
+            let generation = Generation(u64::from_ne_bytes(super::random()));
             if generation.0 != 0 && !entries.contains_key(&generation) {
                 break generation;
             }
         };
+        let pass = Pass { generation, token: Token(super::random()) };
         let grant = Arc::new(LiveGrant {
-            generation,
+            pass,
+            writer: OnceLock::new(),
+            met_stranger: AtomicBool::new(false),
             num_layers: self.storage.layout().num_layers,
             blocks,
             wire,
@@ -114,7 +114,7 @@ impl Grants {
             pieces: Mutex::new(vec![PieceState::Empty; num_pieces]),
         });
         entries.insert(generation, Entry { grant, writers: Vec::new(), is_revoked: false, release });
-        generation
+        pass
     }
 
     /// A grant that may be written.
@@ -122,6 +122,11 @@ impl Grants {
         let entries = self.entries();
         let entry = entries.get(&generation).filter(|entry| !entry.is_revoked)?;
         Some(Arc::clone(&entry.grant))
+    }
+
+    /// The grant that `peer` may write, by the pass that it shows; `peer` is nobody where there is no TLS.
+    pub(crate) fn admit(&self, pass: &Pass, peer: Option<Identity>) -> Option<Arc<LiveGrant>> {
+        self.find(pass.generation).filter(|grant| grant.admits(pass, peer))
     }
 
     /// Closes the grant to sockets at once, and asks one-sided writers to leave. Does nothing to a
@@ -147,15 +152,10 @@ impl Grants {
     }
 
     /// From now on `writer` may write into the grant by itself; `false` when there is none to write to.
-    pub(crate) fn open(
-        &self,
-        generation: Generation,
-        writer: WriterId,
-        peer: Arc<dyn OneSidedWriter>,
-    ) -> bool {
+    pub(crate) fn open(&self, pass: &Pass, writer: WriterId, peer: Arc<dyn OneSidedWriter>) -> bool {
         let mut entries = self.entries();
-        match entries.get_mut(&generation) {
-            Some(entry) if !entry.is_revoked => {
+        match entries.get_mut(&pass.generation) {
+            Some(entry) if !entry.is_revoked && entry.grant.pass.token == pass.token => {
                 // Never more than one way: a prefill worker opens a route, and keeps to it.
                 let _ = entry.grant.one_sided.set(peer.kind());
                 if entry.writers.iter().all(|(id, _)| *id != writer) {
@@ -260,7 +260,11 @@ fn run(release: Option<Release>) {
 
 /// A grant as the receiver's threads see it.
 pub(crate) struct LiveGrant {
-    generation: Generation,
+    pass: Pass,
+    /// Who alone may write over connections that know who is there; unset: anybody who shows the pass.
+    writer: OnceLock<Identity>,
+    /// Somebody else has shown the pass.
+    met_stranger: AtomicBool,
     num_layers: usize,
     blocks: Vec<BlockId>,
     /// How pieces may travel beside as they are; `None`: in any way.
@@ -292,7 +296,37 @@ pub(crate) enum Claim {
 
 impl LiveGrant {
     pub(crate) fn generation(&self) -> Generation {
-        self.generation
+        self.pass.generation
+    }
+
+    /// What its writer shows.
+    pub(crate) fn pass(&self) -> Pass {
+        self.pass
+    }
+
+    pub(super) fn bind(&self, writer: Identity) {
+        // The first word counts.
+        let _ = self.writer.set(writer);
+    }
+
+    pub(super) fn met_stranger(&self) -> bool {
+        self.met_stranger.load(Ordering::Relaxed)
+    }
+
+    fn admits(&self, pass: &Pass, peer: Option<Identity>) -> bool {
+        if self.pass.token != pass.token {
+            return false;
+        }
+        match (self.writer.get(), peer) {
+            (Some(writer), Some(peer)) if *writer != peer => {
+                // A key that was changed meanwhile, or a pass that was stolen.
+                if !self.met_stranger.swap(true, Ordering::Relaxed) {
+                    warn!(generation = %pass.generation, %writer, %peer, "another worker shows the pass of a grant: refused");
+                }
+                false
+            }
+            _ => true,
+        }
     }
 
     pub(super) fn one_sided(&self) -> Option<TransportKind> {

@@ -28,16 +28,17 @@ use std::{
 };
 
 use baton_kv_cache::{BlockId, BlockStorage, WireFormat};
+use baton_tls::{Identity, Tls};
 use tokio::sync::oneshot;
 
-pub(crate) use acceptor::{Acceptor, Service};
+pub(crate) use acceptor::{Acceptor, Admission, Service};
 use grants::End;
 pub(crate) use grants::{Claim, Grants, LiveGrant, OneSidedWriter, WriterId};
 
 use crate::{
     counters::Counters,
     error::KvFault,
-    message::{Generation, Piece, TransportKind, TransportOffer},
+    message::{Generation, Pass, Piece, TransportKind, TransportOffer},
     nccl::{self, Fabric, NcclServer},
     rdma::{Nixl, RdmaServer},
     shm::ShmServer,
@@ -72,8 +73,14 @@ pub struct ReceiverConfig {
     pub socket_buffer_bytes: Option<usize>,
     /// For the next byte of something begun (a handshake, a frame, an answer).
     pub io_timeout: Duration,
-    /// Connections beyond these are closed at once.
+    /// For everything that a peer has to say until it is known to have a grant.
+    pub handshake_timeout: Duration,
+    /// Peers that are known to have a grant; those beyond are closed at once.
     pub max_connections: usize,
+    /// Peers that are not known yet; when one more comes, the one that has been longest about it is closed.
+    pub max_strangers: usize,
+    /// `tcp`: who this side is, and whom it trusts; `None` speaks plainly.
+    pub tls: Option<Tls>,
 }
 
 impl Default for ReceiverConfig {
@@ -90,7 +97,10 @@ impl Default for ReceiverConfig {
             shm_dir: None,
             socket_buffer_bytes: None,
             io_timeout: Duration::from_secs(10),
+            handshake_timeout: Duration::from_secs(3),
             max_connections: 256,
+            max_strangers: 64,
+            tls: None,
         }
     }
 }
@@ -152,7 +162,7 @@ impl Receiver {
         for (kind, _) in listens.into_iter().filter(|(_, is_offered)| *is_offered) {
             kind.allow(&storage)?;
         }
-        let pool = random_u64()?;
+        let pool = u64::from_ne_bytes(random());
         let grants = Arc::new(Grants::new(storage, pool));
         let mut offers = Vec::new();
         let shm = match &config.shm_dir {
@@ -194,7 +204,7 @@ impl Receiver {
         self.grant_as(blocks, Some(WireFormat::AsIs), keep)
     }
 
-    /// Lets whoever knows the generation write into `blocks`, pieces travelling as they are or as `wire` says; with
+    /// Lets whoever shows the pass write into `blocks`, pieces travelling as they are or as `wire` says; with
     /// `None` in any form. `keep` is what holds the blocks
     /// allocated; it comes back from [`Granted::commit`] or [`Granted::revoke`], or is dropped,
     /// once no writer can reach them.
@@ -213,8 +223,8 @@ impl Receiver {
             End::Fenced => drop(give_back.send(keep)),
             End::Abandoned => std::mem::forget(keep),
         });
-        let generation = self.shared.grants.insert(blocks, wire, release);
-        Granted { generation, receiver: self.clone(), fenced: Some(fenced) }
+        let pass = self.shared.grants.insert(blocks, wire, release);
+        Granted { pass, receiver: self.clone(), fenced: Some(fenced) }
     }
 
     /// The peer has said, on the handoff's stream, that nothing of it writes under a grant any more: a
@@ -242,15 +252,34 @@ impl Receiver {
 /// Blocks that a peer may write into. Dropping it revokes the grant.
 #[must_use = "dropping a grant revokes it"]
 pub struct Granted<K> {
-    generation: Generation,
+    pass: Pass,
     receiver: Receiver,
     fenced: Option<oneshot::Receiver<K>>,
 }
 
 impl<K> Granted<K> {
-    /// Its name, to be told to the one peer that shall write.
+    /// Its name.
     pub fn generation(&self) -> Generation {
-        self.generation
+        self.pass.generation
+    }
+
+    /// What its writer shows, to be told to the one peer that shall write.
+    pub fn pass(&self) -> Pass {
+        self.pass
+    }
+
+    /// From now on only this peer may write over data connections that know who is there. To be called before the pass
+    /// is told to anybody; only the first call counts.
+    pub fn bind(&self, writer: Identity) {
+        if let Some(grant) = self.receiver.shared.grants.find(self.generation()) {
+            grant.bind(writer);
+        }
+    }
+
+    /// Whether somebody else than the [bound](Self::bind) peer has shown the pass: it has another key now, or the pass was
+    /// stolen.
+    pub fn met_stranger(&self) -> bool {
+        self.receiver.shared.grants.find(self.generation()).is_some_and(|grant| grant.met_stranger())
     }
 
     /// Ways to reach the blocks, best first.
@@ -263,19 +292,19 @@ impl<K> Granted<K> {
     /// # Errors
     /// The first piece that is unknown or wrong.
     pub fn verify(&self, pieces: Vec<Piece>) -> impl Future<Output = Result<(), KvFault>> + Send + use<K> {
-        self.receiver.shared.verifier.verify(self.generation, pieces)
+        self.receiver.shared.verifier.verify(self.generation(), pieces)
     }
 
     /// Ends the grant after everything was verified: the writer has nothing left to write.
     pub fn commit(self) -> Fenced<K> {
-        self.receiver.writer_stopped(self.generation);
+        self.receiver.writer_stopped(self.generation());
         self.revoke()
     }
 
     /// Takes the grant back. Sockets are fenced when this returns; the result resolves when
     /// everything is. Dropping the result is fine: then `keep` is dropped at that time.
     pub fn revoke(mut self) -> Fenced<K> {
-        self.receiver.shared.grants.revoke(self.generation);
+        self.receiver.shared.grants.revoke(self.generation());
         Fenced(self.fenced.take().expect("taken only here, where the grant is consumed"))
     }
 }
@@ -283,7 +312,7 @@ impl<K> Granted<K> {
 impl<K> Drop for Granted<K> {
     fn drop(&mut self) {
         if self.fenced.take().is_some() {
-            self.receiver.shared.grants.revoke(self.generation);
+            self.receiver.shared.grants.revoke(self.generation());
         }
     }
 }
@@ -309,13 +338,14 @@ pub(crate) fn advertised(config: &ReceiverConfig, bound: SocketAddr) -> String {
     format!("{host}:{}", bound.port())
 }
 
-/// A number that nobody can guess.
-fn random_u64() -> io::Result<u64> {
-    let mut bytes = [0u8; 8];
-    // SAFETY: the buffer is valid for its length; 8 bytes are never returned in part.
+/// Bytes that nobody can guess.
+///
+/// # Panics
+/// When the kernel has none, which it promises to have.
+fn random<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    // SAFETY: the buffer is valid for its length; so few bytes are never returned in part.
     let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
-    if got != bytes.len() as isize {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(u64::from_ne_bytes(bytes))
+    assert_eq!(got, N as isize, "the kernel's randomness is available: {}", io::Error::last_os_error());
+    bytes
 }

@@ -13,19 +13,19 @@ use tokio::sync::oneshot;
 use super::{Frame, RouteState};
 use crate::{
     error::{PushError, RouteError},
-    message::Generation,
+    message::Pass,
 };
 
 /// A grant that a route wants to write under; answered once.
 pub(crate) struct Open {
-    pub(crate) generation: Generation,
+    pub(crate) pass: Pass,
     answer: oneshot::Sender<Result<(), RouteError>>,
 }
 
 impl Open {
-    pub(super) fn new(generation: Generation) -> (Open, oneshot::Receiver<Result<(), RouteError>>) {
+    pub(super) fn new(pass: Pass) -> (Open, oneshot::Receiver<Result<(), RouteError>>) {
         let (answer, opened) = oneshot::channel();
-        (Open { generation, answer }, opened)
+        (Open { pass, answer }, opened)
     }
 
     /// The peer may be written to. `false`: nobody waits for that any more, so nobody will close it.
@@ -46,11 +46,11 @@ pub(crate) enum Job {
 }
 
 impl Job {
-    /// Of its grant.
-    pub(super) fn generation(&self) -> Generation {
+    /// What it may be done with.
+    pub(crate) fn pass(&self) -> Pass {
         match self {
-            Job::Open(open) => open.generation,
-            Job::Frame(frame) => frame.route().generation(),
+            Job::Open(open) => open.pass,
+            Job::Frame(frame) => frame.route().pass(),
         }
     }
 
@@ -58,7 +58,10 @@ impl Job {
     pub(crate) fn fail(self, error: &RouteError) {
         match self {
             Job::Open(open) => open.fail(error.clone()),
-            Job::Frame(frame) => frame.fail(PushError::Lost(error.to_string())),
+            Job::Frame(frame) => frame.fail(match error {
+                RouteError::OtherIncarnation(_) => PushError::Revoked,
+                error => PushError::Lost(error.to_string()),
+            }),
         }
     }
 }

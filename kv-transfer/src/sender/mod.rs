@@ -5,7 +5,7 @@
 //! put together piece by piece before it is written, and may be coded for the way ([`RouteState::load`]).
 //!
 //! ```text
-//! Sender --- route(generation, offers, keep) ---> Route --- push(pieces) * ---> close()
+//! Sender --- route(pass, offers, keep) ---> Route --- push(pieces) * ---> close()
 //!    |                                              |
 //!    +--- peers, one per pool and transport: persistent connections and threads
 //! ```
@@ -27,6 +27,7 @@ use std::{
 };
 
 use baton_kv_cache::{BlockStorage, KvLayout, KvMapping, KvShard, ShardError, WireCodec, WireFormat};
+use baton_tls::Tls;
 use tracing::{debug, warn};
 
 pub(crate) use jobs::{Job, JobThread, Jobs, Open};
@@ -39,7 +40,7 @@ pub use route::{Pushed, Route};
 use crate::{
     counters::Counters,
     error::RouteError,
-    message::{Generation, TransportKind, TransportOffer},
+    message::{Pass, TransportKind, TransportOffer},
     nccl::{self, Fabric, NcclPeer, NcclSender},
     rdma::{Nixl, RdmaPeer},
     shm::{ShmPeer, host_id},
@@ -71,6 +72,8 @@ pub struct SenderConfig {
     pub frame_bytes: usize,
     /// `tcp`: bytes of a socket's send buffer; `None` lets the kernel choose, and change it as it goes.
     pub socket_buffer_bytes: Option<usize>,
+    /// `tcp`: who this side is, and whom it trusts; `None` speaks plainly.
+    pub tls: Option<Tls>,
     /// To reach a peer and shake hands.
     pub connect_timeout: Duration,
     /// For a peer to take or confirm what is written.
@@ -89,6 +92,7 @@ impl Default for SenderConfig {
             streams_per_peer: 2,
             frame_bytes: 1 << 20,
             socket_buffer_bytes: None,
+            tls: None,
             connect_timeout: Duration::from_secs(3),
             io_timeout: Duration::from_secs(10),
         }
@@ -192,12 +196,12 @@ impl Sender {
     /// When there is none. `keep` is dropped then.
     pub async fn route(
         &self,
-        generation: Generation,
+        pass: Pass,
         offers: &[TransportOffer],
         keep: impl Send + 'static,
     ) -> Result<Route, RouteError> {
         let own = self.shared.own_shard().map_err(|error| RouteError::OtherKv(error.to_string()))?;
-        self.route_to(&own, WireFormat::AsIs, generation, offers, keep).await
+        self.route_to(&own, WireFormat::AsIs, pass, offers, keep).await
     }
 
     /// A way to the blocks of a grant, which hold `peer` of the model's KV. Over TCP pieces travel as `wire` says,
@@ -209,7 +213,7 @@ impl Sender {
         &self,
         peer: &KvShard,
         wire: WireFormat,
-        generation: Generation,
+        pass: Pass,
         offers: &[TransportOffer],
         keep: impl Send + 'static,
     ) -> Result<Route, RouteError> {
@@ -230,7 +234,7 @@ impl Sender {
         let mut error = None;
         for offer in candidates {
             let peer = self.peer(offer, &layout);
-            let (open, opened) = Open::new(generation);
+            let (open, opened) = Open::new(pass);
             peer.open(open);
             match opened.await.unwrap_or(Err(RouteError::Closed)) {
                 Ok(()) => {
@@ -238,9 +242,9 @@ impl Sender {
                     self.shared.context.counters.of(offer.kind()).routed(is_fallback);
                     if is_fallback {
                         let why = failures.join("; ");
-                        warn!(%generation, transport = %offer.kind(), %why, "fell back to a slower transport");
+                        warn!(generation = %pass.generation, transport = %offer.kind(), %why, "fell back to a slower transport");
                     } else {
-                        debug!(%generation, transport = %offer.kind(), "route opened");
+                        debug!(generation = %pass.generation, transport = %offer.kind(), "route opened");
                     }
                     let context = Arc::clone(&self.shared.context);
                     let codec = match offer.kind() {
@@ -249,7 +253,7 @@ impl Sender {
                     };
                     let form = Form { layout, mapping, codec };
                     return Ok(Route::new(
-                        RouteState::new(generation, offer.kind(), context, form, Box::new(keep)),
+                        RouteState::new(pass, offer.kind(), context, form, Box::new(keep)),
                         peer,
                     ));
                 }

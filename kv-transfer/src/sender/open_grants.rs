@@ -39,10 +39,10 @@ impl OpenGrants {
     /// Keeps a job until the peer has opened its grant, and says what the peer is to be asked, if it was not yet.
     #[must_use]
     pub(crate) fn wait(&mut self, job: Job) -> Option<Word> {
-        let generation = job.generation();
-        let waiting = self.opening.entry(generation).or_default();
+        let pass = job.pass();
+        let waiting = self.opening.entry(pass.generation).or_default();
         waiting.push(job);
-        (waiting.len() == 1).then_some(Word::Open(generation))
+        (waiting.len() == 1).then_some(Word::Open(pass))
     }
 
     /// Those under which something may be written, or is being.
@@ -155,19 +155,19 @@ mod tests {
     use tokio::sync::oneshot::Receiver;
 
     use super::*;
-    use crate::sender::Open;
+    use crate::{sender::Open, testing::some_pass};
 
     const ONE: Generation = Generation(1);
 
     fn open() -> (Job, Receiver<Result<(), RouteError>>) {
-        let (open, opened) = Open::new(ONE);
+        let (open, opened) = Open::new(some_pass(ONE.0));
         (Job::Open(open), opened)
     }
 
     fn opened() -> OpenGrants {
         let mut grants = OpenGrants::default();
         let (job, mut answer) = open();
-        assert_eq!(grants.wait(job), Some(Word::Open(ONE)));
+        assert_eq!(grants.wait(job), Some(Word::Open(some_pass(ONE.0))));
         assert_eq!(grants.hear(Word::Opened(ONE), &Jobs::default()), Ok(None));
         assert_eq!(answer.try_recv(), Ok(Ok(())));
         assert!(grants.is_open(ONE));
@@ -178,7 +178,7 @@ mod tests {
     fn the_peer_is_asked_once_for_all_that_wait() {
         let mut grants = OpenGrants::default();
         let ((first, mut first_answer), (second, mut second_answer)) = (open(), open());
-        assert_eq!(grants.wait(first), Some(Word::Open(ONE)));
+        assert_eq!(grants.wait(first), Some(Word::Open(some_pass(ONE.0))));
         assert_eq!(grants.wait(second), None);
         assert!(!grants.begin(ONE));
         assert_eq!(grants.hear(Word::Opened(ONE), &Jobs::default()), Ok(None));
@@ -200,7 +200,7 @@ mod tests {
     #[test]
     fn a_grant_that_nobody_waits_for_any_more_is_closed() {
         let mut grants = OpenGrants::default();
-        assert_eq!(grants.wait(open().0), Some(Word::Open(ONE)));
+        assert_eq!(grants.wait(open().0), Some(Word::Open(some_pass(ONE.0))));
         assert_eq!(grants.hear(Word::Opened(ONE), &Jobs::default()), Ok(Some(Word::Close(ONE))));
         assert!(!grants.is_open(ONE));
     }
@@ -215,14 +215,14 @@ mod tests {
         ] {
             let mut grants = OpenGrants::default();
             let (job, mut opened) = open();
-            assert_eq!(grants.wait(job), Some(Word::Open(ONE)));
+            assert_eq!(grants.wait(job), Some(Word::Open(some_pass(ONE.0))));
             match word {
                 Some(word) => assert_eq!(grants.hear(word, &Jobs::default()), Ok(answer)),
                 None => grants.lost(&Jobs::default(), "gone"),
             }
             assert_eq!(opened.try_recv(), Ok(Err(error)));
         }
-        let nonsense = Word::Open(ONE);
+        let nonsense = Word::Open(some_pass(ONE.0));
         assert_eq!(OpenGrants::default().hear(nonsense, &Jobs::default()), Err(nonsense));
     }
 }

@@ -12,7 +12,7 @@ use super::{Peer, SenderContext};
 use crate::{
     checksum::checksum,
     error::PushError,
-    message::{Generation, Piece, PieceWrite, Source, TransportKind},
+    message::{Generation, Pass, Piece, PieceWrite, Source, TransportKind},
 };
 
 /// Pieces that lie in the granted blocks.
@@ -117,7 +117,7 @@ pub(super) struct Form {
 
 /// What the threads of a peer see of a route.
 pub(crate) struct RouteState {
-    generation: Generation,
+    pass: Pass,
     kind: TransportKind,
     context: Arc<SenderContext>,
     form: Form,
@@ -129,14 +129,14 @@ pub(crate) struct RouteState {
 
 impl RouteState {
     pub(super) fn new(
-        generation: Generation,
+        pass: Pass,
         kind: TransportKind,
         context: Arc<SenderContext>,
         form: Form,
         keep: Box<dyn Send>,
     ) -> Arc<RouteState> {
         Arc::new(RouteState {
-            generation,
+            pass,
             kind,
             context,
             form,
@@ -146,8 +146,13 @@ impl RouteState {
         })
     }
 
+    /// What the peer is shown.
+    pub(crate) fn pass(&self) -> Pass {
+        self.pass
+    }
+
     pub(crate) fn generation(&self) -> Generation {
-        self.generation
+        self.pass.generation
     }
 
     /// Where the pieces are read from.
@@ -210,7 +215,7 @@ impl RouteState {
         let Some(codec) = &self.form.codec else {
             // SAFETY: by the caller's word.
             let bytes = unsafe { self.bytes(piece, room, vectors) };
-            return (bytes, checksum(bytes, self.generation));
+            return (bytes, checksum(bytes, self.generation()));
         };
         staged.resize(if self.form.mapping.is_some() { self.piece_bytes() } else { 0 }, 0);
         // SAFETY: as above.
@@ -219,7 +224,7 @@ impl RouteState {
         // What the peer will make of it, so that its check covers the decoding, too.
         decoded.resize(self.piece_bytes(), 0);
         codec.decode(room, decoded, wire);
-        (room, checksum(decoded, self.generation))
+        (room, checksum(decoded, self.generation()))
     }
 
     /// What the peer's piece shall hold, in the own block or, where the sides differ, in `staging`, of the peer's piece.

@@ -16,12 +16,12 @@ use super::{
     wire::{self, Message},
 };
 use crate::{
-    Generation, Granted, Receiver, ReceiverConfig, RouteError, Sender, TransportKind, TransportOffer,
+    Granted, Pass, Receiver, ReceiverConfig, RouteError, Sender, TransportKind, TransportOffer,
     cuda::blocks_on_device,
     nccl::memory::pretended_device,
     testing::{
-        Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, has_device, is_pending, pattern, private_dir,
-        sender_config, soon, storage, writes,
+        Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, has_device, is_pending, pass_from_text,
+        pass_to_text, pattern, private_dir, sender_config, some_pass, soon, storage, writes,
     },
     word::Word,
 };
@@ -44,7 +44,7 @@ async fn blocks_of_a_device_are_copied_into_mapped_memory() {
     store(&source, BlockId(3));
     let sender = Sender::start(Arc::new(source), sender_config(SHM)).unwrap();
     let granted = fabric.receiver.grant(blocks([3]), ());
-    let route = soon(sender.route(granted.generation(), granted.offers(), ())).await.unwrap();
+    let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
     let pushed = soon(route.push(writes(&blocks([3])))).await.unwrap();
     for layer_idx in 0..LAYOUT.num_layers {
         assert_eq!(
@@ -70,7 +70,7 @@ fn place(receiver: &Receiver) -> (PathBuf, u64) {
 }
 
 /// A sender by hand that has opened a grant.
-fn opened(socket_path: &PathBuf, pool: u64, generation: Generation) -> UnixStream {
+fn opened(socket_path: &PathBuf, pool: u64, pass: Pass) -> UnixStream {
     let socket = UnixStream::connect(socket_path).unwrap();
     let (layer_bytes, num_layers) = (LAYOUT.layer_bytes() as u64, LAYOUT.num_layers as u32);
     wire::send(&socket, Message::Hello { pool, layer_bytes, num_layers }, None).unwrap();
@@ -80,8 +80,8 @@ fn opened(socket_path: &PathBuf, pool: u64, generation: Generation) -> UnixStrea
     let mut handle = [0; 64];
     (&socket).read_exact(&mut handle).unwrap();
     assert_ne!(handle, [0; 64]);
-    wire::send(&socket, Message::Word(Word::Open(generation)), None).unwrap();
-    assert_eq!(wire::receive(&socket).unwrap().unwrap().0, Message::Word(Word::Opened(generation)));
+    wire::send(&socket, Message::Word(Word::Open(pass)), None).unwrap();
+    assert_eq!(wire::receive(&socket).unwrap().unwrap().0, Message::Word(Word::Opened(pass.generation)));
     socket
 }
 
@@ -93,7 +93,7 @@ async fn the_end_of_a_socket_does_not_end_what_a_device_writes() {
         let (socket_path, pool) = place(&receiver);
         let granted = receiver.grant(blocks([3]), guards.guard());
         let generation = granted.generation();
-        let peer = opened(&socket_path, pool, generation);
+        let peer = opened(&socket_path, pool, granted.pass());
         let mut fenced = granted.revoke();
         assert_eq!(wire::receive(&peer).unwrap().unwrap().0, Message::Word(Word::Revoke(generation)));
         if closes {
@@ -139,7 +139,7 @@ async fn a_pool_on_a_device_that_cannot_be_opened_is_an_error_in_words() {
     });
     let sender = Sender::start(storage(), sender_config(SHM)).unwrap();
     let offers = [TransportOffer::Shm { host_id: host::host_id(), socket_path, pool: 7 }];
-    let error = soon(sender.route(Generation(1), &offers, ())).await.err().unwrap();
+    let error = soon(sender.route(some_pass(1), &offers, ())).await.err().unwrap();
     assert!(matches!(error, RouteError::Unreachable(_)), "{error}");
     if crate::cuda::num_devices().is_err() {
         assert!(
@@ -176,8 +176,8 @@ async fn two_processes_on_one_device_hand_blocks_over() {
 #[test]
 #[ignore = "run by other tests, as a process of its own"]
 fn writer_process() {
-    let Some((socket_path, pool, generation)) = Process::orders() else { return };
-    let _socket = opened(&socket_path, pool, generation);
+    let Some((socket_path, pool, pass)) = Process::orders() else { return };
+    let _socket = opened(&socket_path, pool, pass);
     println!("\nready");
     // Until killed.
     let _ = std::io::stdin().read_line(&mut String::new());
@@ -204,10 +204,10 @@ async fn host_prefill_process() {
     }
 }
 
-async fn prefill(source: BlockStorage, (socket_path, pool, generation): (PathBuf, u64, Generation)) {
+async fn prefill(source: BlockStorage, (socket_path, pool, pass): (PathBuf, u64, Pass)) {
     let sender = Sender::start(Arc::new(source), sender_config(SHM)).unwrap();
     let offers = [TransportOffer::Shm { host_id: host::host_id(), socket_path, pool }];
-    let route = sender.route(generation, &offers, ()).await.unwrap();
+    let route = sender.route(pass, &offers, ()).await.unwrap();
     assert_eq!(route.push(writes(&blocks([3]))).await.unwrap().pieces.len(), LAYOUT.num_layers);
     println!("\nready");
     // Until killed.
@@ -224,7 +224,7 @@ impl Process {
             .args([&format!("shm::devices::{test}"), "--exact", "--ignored", "--nocapture"])
             .env("BATON_TEST_SHM_DEVICE_SOCKET", socket_path)
             .env("BATON_TEST_SHM_POOL", format!("{pool:x}"))
-            .env("BATON_TEST_SHM_GENERATION", format!("{:x}", granted.generation().0))
+            .env("BATON_TEST_SHM_PASS", pass_to_text(granted.pass()))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -238,11 +238,11 @@ impl Process {
     }
 
     /// What the process is to do.
-    fn orders() -> Option<(PathBuf, u64, Generation)> {
+    fn orders() -> Option<(PathBuf, u64, Pass)> {
         let socket_path = std::env::var_os("BATON_TEST_SHM_DEVICE_SOCKET")?;
         let number = |name| u64::from_str_radix(&std::env::var(name).unwrap(), 16).unwrap();
-        let generation = Generation(number("BATON_TEST_SHM_GENERATION"));
-        Some((socket_path.into(), number("BATON_TEST_SHM_POOL"), generation))
+        let pass = pass_from_text(&std::env::var("BATON_TEST_SHM_PASS").unwrap());
+        Some((socket_path.into(), number("BATON_TEST_SHM_POOL"), pass))
     }
 }
 

@@ -28,7 +28,7 @@ use super::{
 };
 use crate::{
     message::{Generation, TransportKind, TransportOffer},
-    receiver::{Acceptor, Grants, OneSidedWriter, ReceiverConfig, Service, WriterId},
+    receiver::{Acceptor, Admission, Grants, OneSidedWriter, ReceiverConfig, Service, WriterId},
     word::{self, Word},
 };
 
@@ -94,7 +94,7 @@ impl ShmServer {
         fs::rename(&unnamed, &path).map_err(named)?;
         let (io_timeout, is_stopping) = (config.io_timeout, AtomicBool::new(false));
         let sharing = Arc::new(Sharing { grants, io_timeout, handle, is_stopping });
-        let acceptor = Acceptor::start(Arc::clone(&sharing), listener, config.max_connections)?;
+        let acceptor = Acceptor::start(Arc::clone(&sharing), listener, config)?;
         Ok(ShmServer { sharing, acceptor, path })
     }
 
@@ -143,8 +143,13 @@ impl Service for Sharing {
         Writer { socket, id, process: OnceLock::new(), is_given_up }
     }
 
-    fn serve(&self, writer: &Arc<Writer>) {
-        serve(self, writer);
+    fn hang_up(writer: &Writer) {
+        // Fails when the peer was faster.
+        let _ = writer.socket.shutdown(Shutdown::Both);
+    }
+
+    fn serve(&self, writer: &Arc<Writer>, admission: &Admission) {
+        serve(self, writer, admission);
     }
 }
 
@@ -204,9 +209,9 @@ impl OneSidedWriter for Writer {
     }
 }
 
-fn serve(sharing: &Sharing, writer: &Arc<Writer>) {
+fn serve(sharing: &Sharing, writer: &Arc<Writer>, admission: &Admission) {
     let counters = sharing.grants.counters().of(TransportKind::Shm);
-    let mut result = greet(sharing, writer);
+    let mut result = greet(sharing, writer, admission);
     if let Ok(true) = result {
         counters.routed(false);
         info!("shared-memory peer connected");
@@ -217,10 +222,12 @@ fn serve(sharing: &Sharing, writer: &Arc<Writer>) {
             counters.failed();
             warn!(%error, "shared-memory peer broke the protocol");
         }
-        // Only the peer's own end of the socket says that it writes no more.
-        let _ = writer.socket.shutdown(Shutdown::Write);
-        let _ = writer.socket.set_read_timeout(None);
-        while drain(&writer.socket).is_ok_and(|num_bytes| num_bytes > 0) {}
+        if admission.is_admitted() {
+            // It has the memory: only the peer's own end of the socket says that it writes no more.
+            let _ = writer.socket.shutdown(Shutdown::Write);
+            let _ = writer.socket.set_read_timeout(None);
+            while drain(&writer.socket).is_ok_and(|num_bytes| num_bytes > 0) {}
+        }
     }
     if let Some(process) = writer.process.get() {
         // What it has closed has ended. For the rest, its device is the slower one to go.
@@ -239,7 +246,7 @@ fn serve(sharing: &Sharing, writer: &Arc<Writer>) {
 }
 
 /// Whether the peer was given the memory.
-fn greet(sharing: &Sharing, writer: &Writer) -> io::Result<bool> {
+fn greet(sharing: &Sharing, writer: &Writer, admission: &Admission) -> io::Result<bool> {
     let socket = &writer.socket;
     socket.set_read_timeout(Some(sharing.io_timeout))?;
     let peer_uid = host::peer_uid(socket)?;
@@ -256,7 +263,9 @@ fn greet(sharing: &Sharing, writer: &Writer) -> io::Result<bool> {
         Some((Message::Hello { pool, layer_bytes, num_layers }, _)) => {
             if pool != sharing.grants.pool() {
                 (Message::Word(Word::OtherPool), None)
-            } else if (layer_bytes, num_layers) != (layout.layer_bytes() as u64, layout.num_layers as u32) {
+            } else if (layer_bytes, num_layers) != (layout.layer_bytes() as u64, layout.num_layers as u32)
+                || !admission.admit()
+            {
                 (Message::Word(Word::Refused), None)
             } else if let Some(handle) = sharing.handle {
                 return greet_with(handle, size, writer);

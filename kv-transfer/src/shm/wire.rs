@@ -1,7 +1,7 @@
-//! Messages on the unix socket: 32 bytes each, little-endian, the first with a descriptor.
+//! Messages on the unix socket: 40 bytes each, little-endian, the first with a descriptor.
 //!
 //! ```text
-//! kind u32 | a u32 | b u64 | c u64 | magic u64
+//! kind u32 | a u32 | b u64 | c u64 | d u64 | magic u64        (c and d: a token, where there is one)
 //! ```
 
 use std::{
@@ -13,10 +13,10 @@ use std::{
     },
 };
 
-use crate::word::Word;
+use crate::{message::Token, word::Word};
 
-const MAGIC: u64 = u64::from_le_bytes(*b"BKVshm01");
-pub(super) const MESSAGE_BYTES: usize = 32;
+const MAGIC: u64 = u64::from_le_bytes(*b"BKVshm02");
+pub(super) const MESSAGE_BYTES: usize = 40;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Message {
@@ -32,35 +32,41 @@ pub(super) enum Message {
 
 impl Message {
     pub(super) fn encode(self) -> [u8; MESSAGE_BYTES] {
-        let (kind, a, b, c) = match self {
-            Message::Hello { pool, layer_bytes, num_layers } => (1, num_layers, pool, layer_bytes),
-            Message::Welcome { num_blocks } => (2, 0, num_blocks, 0),
-            Message::WelcomeToDevice { num_blocks } => (10, 0, num_blocks, 0),
+        let mut c_and_d = Token::default().0;
+        let (kind, a, b) = match self {
+            Message::Hello { pool, layer_bytes, num_layers } => {
+                c_and_d[..8].copy_from_slice(&layer_bytes.to_le_bytes());
+                (1, num_layers, pool)
+            }
+            Message::Welcome { num_blocks } => (2, 0, num_blocks),
+            Message::WelcomeToDevice { num_blocks } => (10, 0, num_blocks),
             Message::Word(word) => {
-                let (kind, generation) = word.code();
-                (kind, 0, generation, 0)
+                let (kind, generation, token) = word.code();
+                c_and_d = token.0;
+                (kind, 0, generation)
             }
         };
         let mut bytes = [0; MESSAGE_BYTES];
         bytes[..4].copy_from_slice(&u32::to_le_bytes(kind));
         bytes[4..8].copy_from_slice(&a.to_le_bytes());
         bytes[8..16].copy_from_slice(&b.to_le_bytes());
-        bytes[16..24].copy_from_slice(&c.to_le_bytes());
-        bytes[24..].copy_from_slice(&MAGIC.to_le_bytes());
+        bytes[16..32].copy_from_slice(&c_and_d);
+        bytes[32..].copy_from_slice(&MAGIC.to_le_bytes());
         bytes
     }
 
     pub(super) fn decode(bytes: &[u8; MESSAGE_BYTES]) -> Option<Message> {
         let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
         let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
-        if u64_at(24) != MAGIC {
+        if u64_at(32) != MAGIC {
             return None;
         }
+        let token = Token(bytes[16..32].try_into().expect("sixteen bytes"));
         Some(match u32_at(0) {
             1 => Message::Hello { pool: u64_at(8), layer_bytes: u64_at(16), num_layers: u32_at(4) },
             2 => Message::Welcome { num_blocks: u64_at(8) },
             10 => Message::WelcomeToDevice { num_blocks: u64_at(8) },
-            kind => Message::Word(Word::from_code(kind, u64_at(8))?),
+            kind => Message::Word(Word::from_code(kind, u64_at(8), token)?),
         })
     }
 }
@@ -199,11 +205,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_make_the_decoder_panic(mut bytes in proptest::array::uniform32(any::<u8>()), kind in 0u32..12) {
-            let _ = Message::decode(&bytes);
+        fn no_bytes_make_the_decoder_panic(mut bytes in proptest::collection::vec(any::<u8>(), MESSAGE_BYTES), kind in 0u32..12) {
+            let bytes: &mut [u8; MESSAGE_BYTES] = bytes.as_mut_slice().try_into().unwrap();
+            let _ = Message::decode(bytes);
             bytes[..4].copy_from_slice(&kind.to_le_bytes());
-            bytes[24..].copy_from_slice(&MAGIC.to_le_bytes());
-            if let Some(message) = Message::decode(&bytes) {
+            bytes[32..].copy_from_slice(&MAGIC.to_le_bytes());
+            if let Some(message) = Message::decode(bytes) {
                 prop_assert_eq!(Message::decode(&message.encode()), Some(message));
             }
         }

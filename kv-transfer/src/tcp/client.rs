@@ -6,7 +6,7 @@
 
 use std::{
     collections::VecDeque,
-    io::{self, Write},
+    io,
     net::{Shutdown, TcpStream, ToSocketAddrs},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -17,15 +17,17 @@ use std::{
 };
 
 use baton_kv_cache::KvLayout;
+use baton_tls::{Identity, Tls};
 use tracing::{info, warn};
 
 use super::{
+    channel::{Channel, Reader, Writer},
     socket::{self, Places},
     wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome},
 };
 use crate::{
     error::{PushError, RouteError},
-    message::{Piece, TransportKind},
+    message::{Pass, Piece, TransportKind},
     sender::{Active, Frame, Job, Jobs, Open, Peer, RouteState, SenderContext, Staging},
 };
 
@@ -121,13 +123,19 @@ impl Shared {
 fn run_lane(shared: &Arc<Shared>) {
     let mut connection: Option<Connection> = None;
     while let Some(job) = shared.jobs.next() {
+        if let Some(worn) = connection.take_if(|connection| connection.is_worn()) {
+            worn.drain();
+        }
         if connection.as_ref().is_none_or(Connection::is_dead) {
             drop(connection.take());
-            match Connection::open(shared) {
+            match Connection::open(shared, job.pass()) {
                 Ok(new) => connection = Some(new),
                 Err(error) => {
                     job.fail(&error);
-                    shared.jobs.fail_all(&error);
+                    // Other grants may be better.
+                    if !matches!(error, RouteError::OtherIncarnation(_)) {
+                        shared.jobs.fail_all(&error);
+                    }
                     continue;
                 }
             }
@@ -145,6 +153,9 @@ fn run_lane(shared: &Arc<Shared>) {
 struct Connection {
     shared: Arc<Shared>,
     socket: Arc<TcpStream>,
+    writer: Writer,
+    /// Who this side was when it connected.
+    identity: Option<Identity>,
     flight: Arc<Mutex<Flight>>,
     next_sequence: u64,
     staging: Staging,
@@ -168,7 +179,7 @@ struct Sent {
 }
 
 impl Connection {
-    fn open(shared: &Arc<Shared>) -> Result<Connection, RouteError> {
+    fn open(shared: &Arc<Shared>, pass: Pass) -> Result<Connection, RouteError> {
         let unreachable = |error: io::Error| RouteError::Unreachable(format!("{}: {error}", shared.address));
         let config = &shared.context.config;
         let socket = connect(&shared.address, config.connect_timeout).map_err(unreachable)?;
@@ -176,33 +187,38 @@ impl Connection {
         if let Some(num_bytes) = config.socket_buffer_bytes {
             socket::set_buffer(&socket, libc::SO_SNDBUF, num_bytes).map_err(unreachable)?;
         }
+        let socket = Arc::new(socket);
+        let deadline = Instant::now() + config.connect_timeout;
+        let identity = config.tls.as_ref().map(Tls::identity);
+        let channel = match &config.tls {
+            Some(tls) => Channel::connect(tls, host_of(&shared.address), Arc::clone(&socket), deadline),
+            None => Ok(Channel::plain(Arc::clone(&socket))),
+        };
+        let Channel { mut reader, mut writer, .. } = channel.map_err(unreachable)?;
         let layout = &shared.layout;
         let hello = Hello {
             version: wire::VERSION,
             pool: shared.pool,
             layer_bytes: layout.layer_bytes() as u64,
             num_layers: layout.num_layers as u32,
+            pass,
         };
-        (&socket).write_all(&hello.encode()).map_err(unreachable)?;
+        writer.send(&hello.encode()).map_err(unreachable)?;
         let mut bytes = [0; wire::WELCOME_BYTES];
-        socket::receive_exact(&socket, &mut bytes, config.connect_timeout).map_err(unreachable)?;
+        reader.receive_until(&mut bytes, deadline).map_err(unreachable)?;
         match Welcome::decode(&bytes) {
             Some(Welcome::Accepted) => {}
-            Some(Welcome::OtherPool) => return Err(RouteError::OtherIncarnation(shared.address.clone())),
-            Some(refusal) => {
-                return Err(RouteError::Unreachable(format!("{} refused: {refusal:?}", shared.address)));
-            }
+            Some(Welcome::Refused) => return Err(RouteError::OtherIncarnation(shared.address.clone())),
             None => return Err(RouteError::Unreachable(format!("{} is no kv data port", shared.address))),
         }
 
-        let socket = Arc::new(socket);
         let flight =
             Arc::new(Mutex::new(Flight { is_dead: false, sent: VecDeque::new(), since: Instant::now() }));
         let acks = thread::Builder::new()
             .name("kv-tcp-acks".into())
             .spawn({
                 let (shared, socket, flight) = (Arc::clone(shared), Arc::clone(&socket), Arc::clone(&flight));
-                move || read_acks(&shared, &socket, &flight)
+                move || read_acks(&shared, &mut reader, &socket, &flight)
             })
             .map_err(unreachable)?;
         shared.sockets().push(Arc::clone(&socket));
@@ -215,11 +231,25 @@ impl Connection {
         Ok(Connection {
             shared: Arc::clone(shared),
             socket,
+            writer,
+            identity,
             flight,
             next_sequence: 0,
             staging: Staging::default(),
             acks: Some(acks),
         })
+    }
+
+    /// Whether another connection should take over: its key has sealed enough, or this side is somebody else by now.
+    fn is_worn(&self) -> bool {
+        self.writer.is_worn() || self.identity != self.shared.context.config.tls.as_ref().map(Tls::identity)
+    }
+
+    /// Waits for what is on the wire.
+    fn drain(self) {
+        while !self.is_dead() && !lock(&self.flight).sent.is_empty() {
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 
     fn is_dead(&self) -> bool {
@@ -237,7 +267,7 @@ impl Connection {
         let header = FrameHeader {
             num_pieces: frame.pieces.len() as u16,
             format: route.wire(),
-            generation: route.generation(),
+            pass: route.pass(),
             sequence: self.next_sequence,
             payload_bytes: (frame.pieces.len() * wire_bytes) as u64,
         };
@@ -272,7 +302,7 @@ impl Connection {
         }
         self.next_sequence += 1;
         // SAFETY: the head lives here, the pieces as long as `_reading`, or untouched in `staging`.
-        if let Err(error) = unsafe { places.send_all(&self.socket) } {
+        if let Err(error) = unsafe { self.writer.send_all(places) } {
             warn!(address = %self.shared.address, %error, "kv data connection cannot send");
             // The thread that reads acks sees the end and answers for what is in flight.
             let _ = self.socket.shutdown(Shutdown::Both);
@@ -292,9 +322,9 @@ impl Drop for Connection {
     }
 }
 
-fn read_acks(shared: &Shared, socket: &TcpStream, flight: &Mutex<Flight>) {
+fn read_acks(shared: &Shared, reader: &mut Reader, socket: &TcpStream, flight: &Mutex<Flight>) {
     let error = loop {
-        if let Err(error) = read_ack(shared, socket, flight) {
+        if let Err(error) = read_ack(shared, reader, flight) {
             break error;
         }
     };
@@ -316,16 +346,16 @@ fn read_acks(shared: &Shared, socket: &TcpStream, flight: &Mutex<Flight>) {
     }
 }
 
-fn read_ack(shared: &Shared, socket: &TcpStream, flight: &Mutex<Flight>) -> io::Result<()> {
+fn read_ack(shared: &Shared, reader: &mut Reader, flight: &Mutex<Flight>) -> io::Result<()> {
     let io_timeout = shared.context.config.io_timeout;
-    while !socket::wait_readable(socket, Some(io_timeout / 4))? {
+    while !reader.wait(Some(io_timeout / 4))? {
         let flight = lock(flight);
         if !flight.sent.is_empty() && flight.since.elapsed() >= io_timeout {
             return Err(socket::timed_out("an ack"));
         }
     }
     let mut bytes = [0; wire::ACK_BYTES];
-    socket::receive_exact(socket, &mut bytes, io_timeout)?;
+    reader.receive_exact(&mut bytes, io_timeout)?;
     let ack =
         Ack::decode(&bytes).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "malformed ack"))?;
     let sent = {
@@ -350,6 +380,11 @@ fn read_ack(shared: &Shared, socket: &TcpStream, flight: &Mutex<Flight>) -> io::
         AckStatus::Revoked => frame.fail(PushError::Revoked),
     }
     Ok(())
+}
+
+/// Without the port.
+fn host_of(address: &str) -> &str {
+    address.rsplit_once(':').map_or(address, |(host, _)| host)
 }
 
 pub(crate) fn connect(address: &str, timeout: Duration) -> io::Result<TcpStream> {

@@ -1,26 +1,28 @@
 //! The decode worker's listener: one thread accepts, one per connection places frames.
 
 use std::{
-    io::{self, Write},
+    io,
     net::{Shutdown, SocketAddr, TcpListener, TcpStream},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use baton_kv_cache::{WireCodec, WireFormat, WireScratch};
+use baton_tls::{Identity, Tls};
 use tracing::{debug, info, warn};
 
 use super::{
+    channel::{Channel, Reader, Writer},
     socket::{self, Places},
     wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome},
 };
 use crate::{
     counters::TransportCounters,
     message::{TransportKind, TransportOffer},
-    receiver::{Acceptor, Claim, Grants, LiveGrant, ReceiverConfig, Service, advertised},
+    receiver::{Acceptor, Admission, Claim, Grants, LiveGrant, ReceiverConfig, Service, advertised},
 };
 
 /// Listens until dropped.
@@ -34,6 +36,8 @@ pub(crate) struct TcpServer {
 struct Receiving {
     grants: Arc<Grants>,
     io_timeout: Duration,
+    handshake_timeout: Duration,
+    tls: Option<Tls>,
     socket_buffer_bytes: Option<usize>,
     is_stopping: AtomicBool,
 }
@@ -52,10 +56,12 @@ impl TcpServer {
         let receiving = Arc::new(Receiving {
             grants,
             io_timeout: config.io_timeout,
+            handshake_timeout: config.handshake_timeout,
+            tls: config.tls.clone(),
             socket_buffer_bytes: config.socket_buffer_bytes,
             is_stopping: AtomicBool::new(false),
         });
-        let acceptor = Acceptor::start(Arc::clone(&receiving), listener, config.max_connections)?;
+        let acceptor = Acceptor::start(Arc::clone(&receiving), listener, config)?;
         Ok(TcpServer { receiving, acceptor, offer })
     }
 
@@ -86,14 +92,22 @@ impl Service for Receiving {
     const THREADS: (&str, &str) = ("kv-tcp-accept", "kv-tcp-receive");
 
     fn connection(&self, (socket, address): (TcpStream, SocketAddr)) -> Peer {
-        Peer { socket, address }
+        Peer { socket: Arc::new(socket), address }
     }
 
-    fn serve(&self, peer: &Arc<Peer>) {
-        let connection = Connection { receiving: self, socket: &peer.socket, peer: peer.address };
-        match connection.serve() {
+    fn hang_up(peer: &Peer) {
+        // Fails when the peer was faster.
+        let _ = peer.socket.shutdown(Shutdown::Both);
+    }
+
+    fn serve(&self, peer: &Arc<Peer>, admission: &Admission) {
+        match self.serve_peer(peer, admission) {
             Ok(()) => debug!(peer = %peer.address, "kv data connection closed"),
             Err(_) if self.is_stopping.load(Ordering::SeqCst) => {}
+            Err(error) if !admission.is_admitted() => {
+                self.grants.counters().of(TransportKind::Tcp).failed();
+                admission.complain(&peer.address, &error);
+            }
             Err(error) => {
                 self.grants.counters().of(TransportKind::Tcp).failed();
                 warn!(peer = %peer.address, %error, "kv data connection ended");
@@ -106,82 +120,81 @@ impl Service for Receiving {
 
 /// A connected sender.
 struct Peer {
-    socket: TcpStream,
+    socket: Arc<TcpStream>,
     address: SocketAddr,
 }
 
-/// A connection, as its thread serves it.
+/// The connection of a peer that has a grant, as its thread serves it.
 struct Connection<'a> {
     receiving: &'a Receiving,
-    socket: &'a TcpStream,
-    peer: SocketAddr,
+    reader: Reader,
+    writer: Writer,
+    /// By its certificate; nobody without TLS.
+    peer: Option<Identity>,
+}
+
+impl Receiving {
+    fn serve_peer(&self, peer: &Peer, admission: &Admission) -> io::Result<()> {
+        socket::configure(&peer.socket, self.io_timeout)?;
+        if let Some(num_bytes) = self.socket_buffer_bytes {
+            socket::set_buffer(&peer.socket, libc::SO_RCVBUF, num_bytes)?;
+        }
+        let deadline = Instant::now() + self.handshake_timeout;
+        let socket = Arc::clone(&peer.socket);
+        let mut channel = match &self.tls {
+            Some(tls) => Channel::accept(tls, socket, deadline)?,
+            None => Channel::plain(socket),
+        };
+        let welcome = self.greet(&mut channel, admission, deadline)?;
+        channel.writer.send(&welcome.encode())?;
+        if welcome != Welcome::Accepted {
+            return Err(invalid("it shows no pass of a grant that is its own"));
+        }
+        let Channel { reader, writer, peer: identity } = channel;
+        self.grants.counters().of(TransportKind::Tcp).routed(false);
+        let who = identity.map(tracing::field::display);
+        info!(peer = %peer.address, identity = who, "kv data connection opened");
+        Connection { receiving: self, reader, writer, peer: identity }.serve()
+    }
+
+    /// Nothing is known of the peer before this.
+    fn greet(&self, channel: &mut Channel, admission: &Admission, deadline: Instant) -> io::Result<Welcome> {
+        let mut bytes = [0; wire::HELLO_BYTES];
+        channel.reader.receive_until(&mut bytes, deadline)?;
+        let hello = Hello::decode(&bytes).ok_or_else(|| invalid("not a kv data peer"))?;
+        let layout = self.grants.storage().layout();
+        let shape = (layout.layer_bytes() as u64, layout.num_layers as u32);
+        let is_sound = hello.version == wire::VERSION
+            && hello.pool == self.grants.pool()
+            && (hello.layer_bytes, hello.num_layers) == shape
+            && self.grants.admit(&hello.pass, channel.peer).is_some()
+            && admission.admit();
+        Ok(if is_sound { Welcome::Accepted } else { Welcome::Refused })
+    }
 }
 
 impl Connection<'_> {
-    fn serve(&self) -> io::Result<()> {
-        socket::configure(self.socket, self.receiving.io_timeout)?;
-        if let Some(num_bytes) = self.receiving.socket_buffer_bytes {
-            socket::set_buffer(self.socket, libc::SO_RCVBUF, num_bytes)?;
-        }
-        if !self.shake_hands()? {
-            return Ok(());
-        }
-        self.counters().routed(false);
-        info!(peer = %self.peer, "kv data connection opened");
+    fn serve(mut self) -> io::Result<()> {
         let mut scratch = Scratch { discarded: vec![0; 256 << 10], ..Scratch::default() };
-        while self.wait_for_frame()? {
+        // Between frames a peer may be silent for as long as it likes.
+        while self.reader.wait_for_more()? {
             self.receive_frame(&mut scratch)?;
         }
         Ok(())
     }
 
-    fn shake_hands(&self) -> io::Result<bool> {
-        let mut bytes = [0; wire::HELLO_BYTES];
-        socket::receive_exact(self.socket, &mut bytes, self.receiving.io_timeout)?;
-        let hello = Hello::decode(&bytes).ok_or_else(|| invalid("not a kv data peer"))?;
-        let layout = self.receiving.grants.storage().layout();
-        let welcome = if hello.version != wire::VERSION {
-            Welcome::OtherVersion
-        } else if hello.pool != self.receiving.grants.pool() {
-            Welcome::OtherPool
-        } else if (hello.layer_bytes, hello.num_layers)
-            != (layout.layer_bytes() as u64, layout.num_layers as u32)
-        {
-            Welcome::OtherLayout
-        } else {
-            Welcome::Accepted
-        };
-        self.answer(&welcome.encode())?;
-        if welcome != Welcome::Accepted {
-            debug!(peer = %self.peer, ?welcome, "kv data peer refused");
-        }
-        Ok(welcome == Welcome::Accepted)
-    }
-
-    fn answer(&self, bytes: &[u8]) -> io::Result<()> {
-        let mut socket = self.socket;
-        socket.write_all(bytes)
-    }
-
-    /// Between frames a peer may be silent for as long as it likes. `false`: it has left.
-    fn wait_for_frame(&self) -> io::Result<bool> {
-        socket::wait_readable(self.socket, None)?;
-        let mut byte = 0;
-        self.socket.peek(std::slice::from_mut(&mut byte)).map(|num_bytes| num_bytes > 0)
-    }
-
-    fn receive_frame(&self, scratch: &mut Scratch) -> io::Result<()> {
+    fn receive_frame(&mut self, scratch: &mut Scratch) -> io::Result<()> {
         let mut bytes = [0; wire::FRAME_BYTES];
-        socket::receive_exact(self.socket, &mut bytes, self.receiving.io_timeout)?;
+        self.reader.receive_exact(&mut bytes, self.receiving.io_timeout)?;
         let piece_bytes =
             |format| self.codec(format).map_or_else(|| self.layer_bytes(), |codec| codec.piece_bytes());
         let header = FrameHeader::decode(&bytes, piece_bytes).ok_or_else(|| invalid("malformed frame"))?;
         let mut bytes = vec![0; header.num_pieces as usize * wire::PIECE_BYTES];
-        socket::receive_exact(self.socket, &mut bytes, self.receiving.io_timeout)?;
+        self.reader.receive_exact(&mut bytes, self.receiving.io_timeout)?;
         let pieces = wire::decode_pieces(&bytes);
 
         let num_bytes = header.payload_bytes as usize;
-        let status = match self.receiving.grants.find(header.generation) {
+        let status = match self.receiving.grants.admit(&header.pass, self.peer) {
             None => {
                 self.discard(num_bytes, scratch)?;
                 AckStatus::Revoked
@@ -205,17 +218,17 @@ impl Connection<'_> {
                 }
             },
         };
-        self.answer(&Ack { status, sequence: header.sequence }.encode())
+        self.writer.send(&Ack { status, sequence: header.sequence }.encode())
     }
 
     /// Scatters the payload into the grant's blocks, for as long as the grant is not revoked.
     fn place(
-        &self,
+        &mut self,
         grant: &LiveGrant,
         pieces: &[(u32, u32)],
         scratch: &mut Scratch,
     ) -> io::Result<AckStatus> {
-        let storage = self.receiving.grants.storage();
+        let storage = Arc::clone(self.receiving.grants.storage());
         let layer_bytes = self.layer_bytes();
         let mut places = Places::new();
         for &(layer_idx, block_idx) in pieces {
@@ -226,7 +239,7 @@ impl Connection<'_> {
         while !places.is_done() {
             // SAFETY: the places lie in granted blocks, claimed for this frame alone, and the grant
             // cannot be taken back while the fence is held.
-            let received = grant.with_fence(|| unsafe { places.receive(self.socket) });
+            let received = grant.with_fence(|| unsafe { self.reader.receive(&mut places) });
             match received {
                 None => {
                     self.counters().late(pieces.len() * layer_bytes - places.num_bytes());
@@ -236,7 +249,7 @@ impl Connection<'_> {
                 Some(Ok(0)) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Some(Ok(_)) => {}
                 Some(Err(error)) if socket::is_retry(&error) => {
-                    if !socket::wait_readable(self.socket, Some(self.receiving.io_timeout))? {
+                    if !self.reader.wait(Some(self.receiving.io_timeout))? {
                         return Err(socket::timed_out("the rest of a frame"));
                     }
                 }
@@ -250,17 +263,17 @@ impl Connection<'_> {
 
     /// Decodes the payload piece by piece into the grant's blocks, for as long as the grant is not revoked.
     fn place_decoded(
-        &self,
+        &mut self,
         grant: &LiveGrant,
         pieces: &[(u32, u32)],
         codec: &WireCodec,
         scratch: &mut Scratch,
     ) -> io::Result<AckStatus> {
-        let storage = self.receiving.grants.storage();
+        let storage = Arc::clone(self.receiving.grants.storage());
         let claimed = Claimed { grant, pieces };
         scratch.coded.resize(codec.piece_bytes(), 0);
         for (nth, &(layer_idx, block_idx)) in pieces.iter().enumerate() {
-            socket::receive_exact(self.socket, &mut scratch.coded, self.receiving.io_timeout)?;
+            self.reader.receive_exact(&mut scratch.coded, self.receiving.io_timeout)?;
             let block = grant.block(block_idx).expect("a claimed piece is in the grant");
             let decoded = grant.with_fence(|| {
                 // SAFETY: the piece lies in a granted block, claimed for this frame alone, and the grant cannot be
@@ -289,12 +302,12 @@ impl Connection<'_> {
     }
 
     /// Reads what has no place any more, so that the next frame can be found.
-    fn discard(&self, mut num_bytes: usize, scratch: &mut Scratch) -> io::Result<()> {
+    fn discard(&mut self, mut num_bytes: usize, scratch: &mut Scratch) -> io::Result<()> {
         let scratch = &mut scratch.discarded;
         self.counters().late(num_bytes);
         while num_bytes > 0 {
             let len = num_bytes.min(scratch.len());
-            socket::receive_exact(self.socket, &mut scratch[..len], self.receiving.io_timeout)?;
+            self.reader.receive_exact(&mut scratch[..len], self.receiving.io_timeout)?;
             num_bytes -= len;
         }
         Ok(())

@@ -4,7 +4,7 @@ use std::{
     io,
     net::TcpStream,
     os::fd::{AsRawFd, RawFd},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// Places that a message is gathered from, or scattered to, in order.
@@ -46,6 +46,34 @@ impl Places {
             num_bytes -= place.iov_len;
             self.first += 1;
         }
+    }
+
+    /// What is still to be moved.
+    ///
+    /// # Safety
+    /// The places are valid for reads, and nobody writes them, as long as the slices live.
+    pub(super) unsafe fn slices<'a>(&self) -> Vec<&'a [u8]> {
+        let slice = |place: &libc::iovec| {
+            // SAFETY: by the caller's word.
+            unsafe { std::slice::from_raw_parts(place.iov_base.cast(), place.iov_len) }
+        };
+        self.places[self.first..].iter().map(slice).collect()
+    }
+
+    /// Copies as many of `bytes` into the places as these take, and says how many.
+    ///
+    /// # Safety
+    /// The places are valid for writes, and nobody else uses them during the call.
+    pub(super) unsafe fn fill(&mut self, bytes: &[u8]) -> usize {
+        let mut rest = bytes;
+        while let Some(place) = self.places.get(self.first).filter(|_| !rest.is_empty()) {
+            let len = rest.len().min(place.iov_len);
+            // SAFETY: by the caller's word.
+            unsafe { std::ptr::copy_nonoverlapping(rest.as_ptr(), place.iov_base.cast(), len) };
+            rest = &rest[len..];
+            self.advance(len);
+        }
+        bytes.len() - rest.len()
     }
 
     fn message(&mut self) -> libc::msghdr {
@@ -95,8 +123,12 @@ impl Places {
 
 /// Waits until something can be read, or the stream has ended; `false` when `timeout` passed first.
 pub(crate) fn wait_readable(socket: &TcpStream, timeout: Option<Duration>) -> io::Result<bool> {
+    wait(socket, libc::POLLIN, timeout)
+}
+
+fn wait(socket: &TcpStream, events: libc::c_short, timeout: Option<Duration>) -> io::Result<bool> {
     let millis = timeout.map_or(-1, |timeout| timeout.as_millis().clamp(1, i32::MAX as u128) as i32);
-    let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events, revents: 0 };
     loop {
         // SAFETY: one valid pollfd.
         match unsafe { libc::poll(&mut poll, 1, millis) } {
@@ -144,6 +176,49 @@ pub(crate) fn receive_exact(socket: &TcpStream, bytes: &mut [u8], timeout: Durat
                 }
             }
             Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Fills `bytes` before the deadline.
+pub(crate) fn receive_until(socket: &TcpStream, bytes: &mut [u8], deadline: Instant) -> io::Result<()> {
+    let mut places = Places::new();
+    places.push(bytes.as_mut_ptr(), bytes.len());
+    while !places.is_done() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() || !wait_readable(socket, Some(left))? {
+            return Err(timed_out("receive"));
+        }
+        // SAFETY: the place is `bytes`, borrowed mutably.
+        match unsafe { places.receive(socket) } {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(_) => {}
+            Err(error) if is_retry(&error) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Sends `bytes` before the deadline.
+pub(super) fn send_until(socket: &TcpStream, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
+    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    while !bytes.is_empty() {
+        // SAFETY: the bytes outlive the call.
+        let sent = unsafe { libc::send(socket.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), flags) };
+        match usize::try_from(sent) {
+            Ok(sent) => bytes = &bytes[sent..],
+            Err(_) => {
+                let error = io::Error::last_os_error();
+                let left = deadline.saturating_duration_since(Instant::now());
+                if !is_retry(&error) {
+                    return Err(error);
+                }
+                if left.is_zero() || !wait(socket, libc::POLLOUT, Some(left))? {
+                    return Err(timed_out("send"));
+                }
+            }
         }
     }
     Ok(())

@@ -1,18 +1,20 @@
 //! The bytes on a data connection, all little-endian.
 //!
 //! ```text
-//! hello   P->D  magic u32 | version u32 | pool u64 | layer_bytes u64 | num_layers u32 | 0 u32
+//! hello   P->D  magic u32 | version u32 | pool u64 | layer_bytes u64 | num_layers u32 | 0 u32 | pass
 //! welcome D->P  magic u32 | status u32
-//! frame   P->D  magic u32 | num_pieces u16 | format u16 | generation u64 | sequence u64 | payload_bytes u64
+//! frame   P->D  magic u32 | num_pieces u16 | format u16 | generation u64 | sequence u64 | payload_bytes u64 | token
 //!               then num_pieces x (layer_idx u32 | block_idx u32), then the pieces' bytes in this format
 //! ack     D->P  magic u32 | status u32 | sequence u64
+//!
+//! pass          generation u64 | token [u8; 16]
 //! ```
 
 use baton_kv_cache::WireFormat;
 
-use crate::message::Generation;
+use crate::message::{Generation, Pass, Token};
 
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 /// Pieces in a frame: bounds what a peer can make the other side hold.
 pub(super) const MAX_PIECES: usize = 256;
 
@@ -21,35 +23,35 @@ const WELCOME: u32 = u32::from_le_bytes(*b"BKVw");
 const FRAME: u32 = u32::from_le_bytes(*b"BKVf");
 const ACK: u32 = u32::from_le_bytes(*b"BKVa");
 
-pub(super) const HELLO_BYTES: usize = 32;
+pub(super) const HELLO_BYTES: usize = 56;
 pub(super) const WELCOME_BYTES: usize = 8;
-pub(super) const FRAME_BYTES: usize = 32;
+pub(super) const FRAME_BYTES: usize = 48;
 pub(super) const PIECE_BYTES: usize = 8;
 pub(super) const ACK_BYTES: usize = 16;
 
-/// Which pool a connection is for, and the shape of its pieces.
+/// Which pool a connection is for, the shape of its pieces, and a grant that its sender has there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) version: u32,
     pub(super) pool: u64,
     pub(super) layer_bytes: u64,
     pub(super) num_layers: u32,
+    pub(super) pass: Pass,
 }
 
 /// Answer to [`Hello`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Welcome {
     Accepted,
-    OtherVersion,
-    OtherPool,
-    OtherLayout,
+    /// Whatever the reason: whoever should not be here learns no more.
+    Refused,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct FrameHeader {
     pub(super) num_pieces: u16,
     pub(super) format: WireFormat,
-    pub(super) generation: Generation,
+    pub(super) pass: Pass,
     pub(super) sequence: u64,
     pub(super) payload_bytes: u64,
 }
@@ -81,6 +83,8 @@ impl Hello {
         put(&mut bytes, 8, self.pool.to_le_bytes());
         put(&mut bytes, 16, self.layer_bytes.to_le_bytes());
         put(&mut bytes, 24, self.num_layers.to_le_bytes());
+        put(&mut bytes, 32, self.pass.generation.0.to_le_bytes());
+        put(&mut bytes, 40, self.pass.token.0);
         bytes
     }
 
@@ -90,13 +94,13 @@ impl Hello {
             pool: u64_at(bytes, 8),
             layer_bytes: u64_at(bytes, 16),
             num_layers: u32_at(bytes, 24),
+            pass: Pass { generation: Generation(u64_at(bytes, 32)), token: token_at(bytes, 40) },
         })
     }
 }
 
 impl Welcome {
-    const ALL: [Welcome; 4] =
-        [Welcome::Accepted, Welcome::OtherVersion, Welcome::OtherPool, Welcome::OtherLayout];
+    const ALL: [Welcome; 2] = [Welcome::Accepted, Welcome::Refused];
 
     pub(super) fn encode(self) -> [u8; WELCOME_BYTES] {
         let mut bytes = [0; WELCOME_BYTES];
@@ -117,9 +121,10 @@ impl FrameHeader {
         put(&mut bytes, 0, FRAME.to_le_bytes());
         put(&mut bytes, 4, self.num_pieces.to_le_bytes());
         put(&mut bytes, 6, (self.format as u16).to_le_bytes());
-        put(&mut bytes, 8, self.generation.0.to_le_bytes());
+        put(&mut bytes, 8, self.pass.generation.0.to_le_bytes());
         put(&mut bytes, 16, self.sequence.to_le_bytes());
         put(&mut bytes, 24, self.payload_bytes.to_le_bytes());
+        put(&mut bytes, 32, self.pass.token.0);
         bytes
     }
 
@@ -138,7 +143,7 @@ impl FrameHeader {
         is_sound.then(|| FrameHeader {
             num_pieces,
             format,
-            generation: Generation(u64_at(bytes, 8)),
+            pass: Pass { generation: Generation(u64_at(bytes, 8)), token: token_at(bytes, 32) },
             sequence: u64_at(bytes, 16),
             payload_bytes,
         })
@@ -187,6 +192,10 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
 }
 
+fn token_at(bytes: &[u8], at: usize) -> Token {
+    Token(bytes[at..at + 16].try_into().expect("sixteen bytes"))
+}
+
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
 }
@@ -199,14 +208,14 @@ mod tests {
 
     #[test]
     fn what_is_encoded_is_decoded() {
-        let hello = Hello { version: 1, pool: 77, layer_bytes: 4096, num_layers: 3 };
+        let pass = Pass { generation: Generation(5), token: Token([9; 16]) };
+        let hello = Hello { version: 1, pool: 77, layer_bytes: 4096, num_layers: 3, pass };
         assert_eq!(Hello::decode(&hello.encode()), Some(hello));
         for welcome in Welcome::ALL {
             assert_eq!(Welcome::decode(&welcome.encode()), Some(welcome));
         }
         for format in WireFormat::ALL {
-            let generation = Generation(5);
-            let header = FrameHeader { num_pieces: 2, format, generation, sequence: 9, payload_bytes: 8192 };
+            let header = FrameHeader { num_pieces: 2, format, pass, sequence: 9, payload_bytes: 8192 };
             assert_eq!(FrameHeader::decode(&header.encode(), |_| 4096), Some(header));
             let other = |other| if other == format { 4095 } else { 4096 };
             assert_eq!(FrameHeader::decode(&header.encode(), other), None, "of another size");
@@ -220,7 +229,8 @@ mod tests {
     fn headers_that_promise_too_much_are_refused() {
         let header = |num_pieces, payload_bytes| {
             let format = WireFormat::AsIs;
-            FrameHeader { num_pieces, format, generation: Generation(1), sequence: 0, payload_bytes }.encode()
+            let pass = Pass { generation: Generation(1), token: Token::default() };
+            FrameHeader { num_pieces, format, pass, sequence: 0, payload_bytes }.encode()
         };
         assert!(FrameHeader::decode(&header(256, 256 * 64), |_| 64).is_some());
         let mut unknown = header(1, 64);
@@ -235,9 +245,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_make_a_decoder_panic(bytes in proptest::array::uniform32(any::<u8>()), layer_bytes: usize) {
-            let _ = Hello::decode(&bytes);
-            let _ = FrameHeader::decode(&bytes, |_| layer_bytes);
+        fn no_bytes_make_a_decoder_panic(bytes in proptest::collection::vec(any::<u8>(), HELLO_BYTES), layer_bytes: usize) {
+            let _ = Hello::decode(bytes[..].try_into().unwrap());
+            let _ = FrameHeader::decode(bytes[..FRAME_BYTES].try_into().unwrap(), |_| layer_bytes);
             let _ = Welcome::decode(bytes[..8].try_into().unwrap());
             let _ = Ack::decode(bytes[..16].try_into().unwrap());
             let _ = decode_pieces(&bytes);

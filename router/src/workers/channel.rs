@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use tonic::transport::{Channel, Endpoint, Error};
+use baton_cluster::{DialError, Dialer};
+use tonic::transport::Channel;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -11,8 +12,9 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 const PATIENCE: u32 = 4;
 
 /// A channel that connects when it is first used, and again whenever it is used after a loss.
-pub(super) fn open(address: &str, keep_alive: Duration) -> Result<Channel, Error> {
-    let endpoint = Endpoint::from_shared(address.to_owned())?
+pub(super) fn open(dialer: &Dialer, address: &str, keep_alive: Duration) -> Result<Channel, DialError> {
+    let endpoint = dialer
+        .endpoint(address)?
         .connect_timeout(CONNECT_TIMEOUT)
         .tcp_nodelay(true)
         .http2_keep_alive_interval(keep_alive)
@@ -21,5 +23,5 @@ pub(super) fn open(address: &str, keep_alive: Duration) -> Result<Channel, Error
         // Token events are tiny: windows of this size never close, and so never delay one.
         .initial_stream_window_size(1 << 20)
         .initial_connection_window_size(16 << 20);
-    Ok(endpoint.connect_lazy())
+    Ok(dialer.dial(endpoint).channel)
 }

@@ -34,6 +34,7 @@ pub(crate) struct ClusterBuilder {
     num_prefill: usize,
     num_decode: usize,
     with_etcd: bool,
+    has_tls: bool,
     router_flags: Vec<String>,
     worker_flags: Vec<String>,
     prefill_flags: Vec<String>,
@@ -84,6 +85,14 @@ impl ClusterBuilder {
         self
     }
 
+    /// Every process has certificates of one authority: the prefill workers one, all others another.
+    pub(crate) fn with_tls(mut self) -> Self {
+        self.has_tls = true;
+        self.router_flags(&tls_flags("a", "ca.pem"))
+            .prefill_flags(&tls_flags("b", "ca.pem"))
+            .decode_flags(&tls_flags("a", "ca.pem"))
+    }
+
     /// Starts everything and waits until all workers are known to the router.
     pub(crate) async fn start(self) -> Cluster {
         let turn = TURN.lock().await;
@@ -98,6 +107,7 @@ impl ClusterBuilder {
             None => Vec::new(),
         };
 
+        let registry = if self.has_tls { base.replacen("http", "https", 1) } else { base.clone() };
         let mut commands = BTreeMap::new();
         let mut router = vec!["router".to_owned(), "--listen".to_owned(), format!("127.0.0.1:{port}")];
         router.extend(discovery.iter().chain(&self.router_flags).cloned());
@@ -112,7 +122,7 @@ impl ClusterBuilder {
                 let mut args = vec![format!("{role}-worker"), "--id".to_owned(), name.clone()];
                 args.extend([
                     "--router".to_owned(),
-                    base.clone(),
+                    registry.clone(),
                     "--kv-memory".to_owned(),
                     "64M".to_owned(),
                 ]);
@@ -138,6 +148,12 @@ impl ClusterBuilder {
     }
 }
 
+/// Flags for the certificates of this name, which believe in this authority.
+pub(crate) fn tls_flags(name: &str, ca: &str) -> String {
+    let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../tls/testdata");
+    format!("--tls-cert {dir}/{name}.pem --tls-key {dir}/{name}.key --tls-ca {dir}/{ca}")
+}
+
 /// A running cluster; everything ends when it is dropped.
 pub(crate) struct Cluster {
     pub(crate) http: Http,
@@ -156,12 +172,23 @@ impl Cluster {
             num_prefill: 1,
             num_decode: 1,
             with_etcd: false,
+            has_tls: false,
             router_flags: Vec::new(),
             worker_flags: Vec::new(),
             prefill_flags: Vec::new(),
             decode_flags: Vec::new(),
             flags_of: BTreeMap::new(),
         }
+    }
+
+    /// Another process beside those of the cluster.
+    pub(crate) fn start_beside(&self, name: &str, args: &[String]) -> Process {
+        Process::start(name, BATON, args, self.dir.path())
+    }
+
+    /// What a process has written to its log.
+    pub(crate) fn log(&self, name: &str) -> String {
+        self.processes[name].log()
     }
 
     pub(crate) fn kill(&mut self, name: &str) {

@@ -10,17 +10,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{
-    convert::submit_failure,
-    convert_handoff::{FirstToken, Payload, decode_message_to_proto, prefill_message_from_proto},
-    handoff_stream::{HandoffStream, StreamEvent, if_any, sleep_until},
-    worker::Worker,
-};
 use baton_engine::{FinishReason, PrefixReservation, Request, Reservation, SampledToken, TokenStream};
 use baton_kv_cache::{BlockId, WireFormat};
 use baton_kv_transfer::{
-    Begin, Extent, Failed, FailureKind, Generation, Grant, Granted, HandoffError, KvFault, Piece, Receiver,
-    Side,
+    Begin, Extent, Failed, FailureKind, Generation, Grant, Granted, HandoffError, KvFault, Pass, Piece,
+    Receiver, Side,
     handoff::{
         Limits,
         decode::{Action, Committed, DecodeHandoff, Input},
@@ -32,6 +26,14 @@ use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Response, Status, Streaming, metadata::MetadataKey, transport::Channel};
+
+use super::peers::Link;
+use crate::{
+    convert::submit_failure,
+    convert_handoff::{FirstToken, Payload, decode_message_to_proto, prefill_message_from_proto},
+    handoff_stream::{HandoffStream, StreamEvent, if_any, sleep_until},
+    worker::Worker,
+};
 
 /// Messages to the peer that wait in the stream: all that one handoff can have, `Begin`, `Grant` and `Commit` or
 /// `Cancel`.
@@ -116,6 +118,7 @@ pub struct Handoff {
     /// Nothing is said any more.
     is_told: bool,
 
+    link: Link,
     opening: Option<Opening>,
     stream: HandoffStream<proto::PrefillMessage, proto::DecodeMessage>,
 
@@ -129,7 +132,7 @@ impl Handoff {
     /// Opens the stream to the peer. `deadline` bounds everything.
     pub fn new(
         worker: Arc<Worker>,
-        client: PrefillClient<Channel>,
+        link: Link,
         plan: Plan,
         deadline: Duration,
         events: mpsc::Sender<HandoffEvent>,
@@ -161,7 +164,8 @@ impl Handoff {
             started,
             events,
             is_told: false,
-            opening: Some(Box::pin(open(client, messages))),
+            opening: Some(Box::pin(open(link.client(), messages))),
+            link,
             stream: HandoffStream::new(outbound),
             reserving: None,
             granted: None,
@@ -247,8 +251,19 @@ impl Handoff {
         let num_cached_blocks = reservation.num_cached_blocks();
         let block_ids = reservation.blocks()[num_cached_blocks..].to_vec();
         let granted = self.receiver.grant_as(block_ids.clone(), self.plan.wire, reservation);
+        if self.worker.config().tls.is_some() {
+            // Whoever answers the stream, and nobody else, may write.
+            match self.link.identity() {
+                Some(identity) => granted.bind(identity),
+                None => {
+                    let message = "it is not known who the prefill worker is";
+                    return Input::ReserveFailed(Failed::new(FailureKind::Internal, message));
+                }
+            }
+        }
         let offers = granted.offers().to_vec();
-        let grant = Grant { generation: granted.generation(), num_cached_blocks, block_ids, offers };
+        let Pass { generation, token } = granted.pass();
+        let grant = Grant { generation, token, num_cached_blocks, block_ids, offers };
         self.granted = Some(granted);
         Input::Granted(grant)
     }
@@ -307,6 +322,10 @@ impl Handoff {
 
     fn revoke(&mut self, generation: Generation) {
         if let Some(granted) = self.granted.take_if(|granted| granted.generation() == generation) {
+            if granted.met_stranger() {
+                // Most likely it has a new key, which it shows to new connections only.
+                self.link.forget();
+            }
             // The reservation goes with the grant, and returns its blocks once they are fenced.
             drop(granted.revoke());
         }

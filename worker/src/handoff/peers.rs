@@ -2,12 +2,14 @@
 
 use std::{
     collections::HashMap,
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
+use baton_cluster::{DialError, Dialed, Dialer};
 use baton_proto::worker::prefill_client::PrefillClient;
-use tonic::transport::{Channel, Endpoint};
+use baton_tls::Identity;
+use tonic::transport::Channel;
 
 use crate::server::{KEEP_ALIVE_INTERVAL, KEEP_ALIVE_TIMEOUT, MAX_MESSAGE_BYTES};
 
@@ -17,37 +19,70 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 const MAX_PEERS: usize = 1024;
 
 /// Workers by address. They connect when first used, and again when a connection was lost.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Peers {
-    channels: Mutex<HashMap<String, Channel>>,
+    dialer: Dialer,
+    channels: Mutex<HashMap<String, Dialed>>,
+}
+
+/// The way to one worker.
+#[derive(Clone, Debug)]
+pub struct Link {
+    peers: Arc<Peers>,
+    address: String,
+    dialed: Dialed,
 }
 
 impl Peers {
-    /// A client of the worker at `address`.
+    /// Calls them by this dialer.
+    pub fn new(dialer: Dialer) -> Arc<Peers> {
+        Arc::new(Peers { dialer, channels: Mutex::default() })
+    }
+
+    /// The way to the worker at `address`.
     ///
     /// # Errors
-    /// When it is no address.
-    pub fn client(&self, address: &str) -> Result<PrefillClient<Channel>, tonic::transport::Error> {
+    /// When it is no address, or it has TLS and this worker has not.
+    pub fn link(self: &Arc<Self>, address: &str) -> Result<Link, DialError> {
         let mut channels = self.channels.lock().unwrap_or_else(PoisonError::into_inner);
-        let channel = match channels.get(address) {
-            Some(channel) => channel.clone(),
+        let dialed = match channels.get(address) {
+            Some(dialed) => dialed.clone(),
             None => {
-                let channel = Endpoint::from_shared(address.to_owned())?
+                let endpoint = self
+                    .dialer
+                    .endpoint(address)?
                     .connect_timeout(CONNECT_TIMEOUT)
                     .tcp_nodelay(true)
                     .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
                     .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
-                    .http2_adaptive_window(true)
-                    .connect_lazy();
+                    .http2_adaptive_window(true);
+                let dialed = self.dialer.dial(endpoint);
                 if channels.len() >= MAX_PEERS {
                     channels.clear();
                 }
-                channels.insert(address.to_owned(), channel.clone());
-                channel
+                channels.insert(address.to_owned(), dialed.clone());
+                dialed
             }
         };
-        Ok(PrefillClient::new(channel)
+        Ok(Link { peers: Arc::clone(self), address: address.to_owned(), dialed })
+    }
+}
+
+impl Link {
+    /// A client of the worker.
+    pub fn client(&self) -> PrefillClient<Channel> {
+        PrefillClient::new(self.dialed.channel.clone())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
-            .max_encoding_message_size(MAX_MESSAGE_BYTES))
+            .max_encoding_message_size(MAX_MESSAGE_BYTES)
+    }
+
+    /// Who the worker is by its certificate, once a call was answered; nobody without TLS.
+    pub fn identity(&self) -> Option<Identity> {
+        self.dialed.peer()
+    }
+
+    /// The next handoff connects anew, and learns anew who is there. Calls that are under way go on.
+    pub fn forget(&self) {
+        self.peers.channels.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.address);
     }
 }

@@ -239,13 +239,11 @@ impl Handoff {
         match action {
             Action::Compute => return self.compute().err().map(Input::Fail),
             Action::Hold => return self.hold_cached().err().map(Input::Fail),
-            Action::Route { generation, offers } => {
+            Action::Route { pass, offers } => {
                 let (sender, held) = (self.sender.clone(), self.held.clone());
                 let (shard, wire) = self.destination.expect("known before anything is computed");
                 self.routing =
-                    Some(Box::pin(
-                        async move { sender.route_to(&shard, wire, generation, &offers, held).await },
-                    ));
+                    Some(Box::pin(async move { sender.route_to(&shard, wire, pass, &offers, held).await }));
             }
             Action::Push(pieces) => {
                 let route = self.route.as_ref().expect("the state machine pushes once it is routed");

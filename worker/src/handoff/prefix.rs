@@ -39,7 +39,7 @@ pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, reque
     let mut prompt = [request.prompt, request.output].concat();
     prompt.truncate(num_tokens);
     let request = Request { prompt, output: Vec::new(), ..request };
-    let Ok(client) = worker.peers().client(&source.address) else {
+    let Ok(link) = worker.peers().link(&source.address) else {
         tracing::warn!(address = source.address, "the source of a prefix has no usable address");
         return;
     };
@@ -48,7 +48,7 @@ pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, reque
     // What is cached is everybody's: what one request likes does not count.
     let wire = worker.config().kv_wire;
     let plan = Plan { request, attempt, peer: source, wire, extent: Extent::Cached, prefix_source: None };
-    let handoff = Handoff::new(worker.clone(), client, plan, deadline, events);
+    let handoff = Handoff::new(worker.clone(), link, plan, deadline, events);
     worker.lifecycle().spawn(handoff.run().in_current_span());
     let metrics = worker.metrics();
     // It ends by its deadline.

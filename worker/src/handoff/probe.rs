@@ -7,7 +7,7 @@ use baton_kv_cache::{KvFormat, KvShard, WireFormat};
 use baton_kv_transfer::{Grant, Sender, TransportKind, TransportOffer, copy_rate, stream_rate};
 use baton_proto::worker::{self as proto, decode_client::DecodeClient};
 use tokio::{sync::Semaphore, time::timeout};
-use tonic::{Status, transport::Endpoint};
+use tonic::Status;
 
 use crate::{
     convert_handoff::grant_from_proto, scratch::MAX_SCRATCH_BLOCKS, server::MAX_MESSAGE_BYTES, worker::Worker,
@@ -51,12 +51,15 @@ impl Prober {
         let scratch = Arc::new(self.worker.reserve_scratch(MAX_SCRATCH_BLOCKS).await?);
         // Before anything is lent: the lease is short.
         let (copy_bytes_per_second, stream_bytes_per_second) = self.limits().await?;
-        let endpoint = Endpoint::from_shared(address.to_owned())
+        let dialer = self.worker.dialer();
+        let endpoint = dialer
+            .endpoint(address)
             .map_err(|error| Status::invalid_argument(format!("decode_address: {error}")))?;
-        let mut client = DecodeClient::connect(endpoint.connect_timeout(CONNECT_TIMEOUT))
+        let channel = dialer
+            .connect(endpoint.connect_timeout(CONNECT_TIMEOUT))
             .await
-            .map_err(|error| Status::unavailable(format!("no decode worker at {address}: {error}")))?
-            .max_decoding_message_size(MAX_MESSAGE_BYTES);
+            .map_err(|error| Status::unavailable(format!("no decode worker at {address}: {error}")))?;
+        let mut client = DecodeClient::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES);
         let request = proto::LendRequest {
             max_blocks: scratch.blocks().len() as u32,
             kv_format: Some(kv_format_to_proto(self.worker.kv_format())),
@@ -104,7 +107,7 @@ impl Prober {
         let route = self.sender.route_to(
             &peer,
             WireFormat::AsIs,
-            choice.generation,
+            choice.pass(),
             &choice.offers,
             Arc::clone(&scratch),
         );

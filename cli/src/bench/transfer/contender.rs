@@ -128,6 +128,7 @@ fn write_plain(
 /// A transport, through the sender and the receiver that workers use.
 pub(super) struct Pushes {
     sender: Sender,
+    is_secure: bool,
     offer: TransportOffer,
     peer: Handle,
 }
@@ -139,28 +140,32 @@ impl Pushes {
         config: SenderConfig,
         peer: Handle,
     ) -> anyhow::Result<Pushes> {
+        let is_secure = config.tls.is_some();
         let config = SenderConfig { transports: vec![offer.kind()], ..config };
-        Ok(Pushes { sender: Sender::start(Arc::clone(source), config)?, offer, peer })
+        Ok(Pushes { sender: Sender::start(Arc::clone(source), config)?, is_secure, offer, peer })
     }
 }
 
 impl Contender for Pushes {
     fn name(&self) -> &'static str {
-        self.offer.kind().name()
+        if self.is_secure { "tcp-tls" } else { self.offer.kind().name() }
     }
 
     fn base(&self) -> Option<&'static str> {
         Some(match self.offer.kind() {
             TransportKind::Shm => MEMCPY,
-            _ => STREAM,
+            // What either costs, or gains.
+            TransportKind::Rdma => TransportKind::Tcp.name(),
+            TransportKind::Tcp if self.is_secure => TransportKind::Tcp.name(),
+            TransportKind::Tcp | TransportKind::Nccl => STREAM,
         })
     }
 
     fn transfer(&mut self, round: &Round, check: bool) -> anyhow::Result<Duration> {
         let blocks = round.moves.iter().map(|one| one.dst.0).collect();
-        let generation = self.peer.grant(blocks)?;
+        let pass = self.peer.grant(blocks, self.is_secure)?;
         let offers = std::slice::from_ref(&self.offer);
-        let route = peer::block_on(self.sender.route(generation, offers, ()))??;
+        let route = peer::block_on(self.sender.route(pass, offers, ()))??;
         let writes = round.moves.iter().enumerate().map(|(block_idx, one)| PieceWrite {
             layer_idx: 0,
             block_idx: block_idx as u32,

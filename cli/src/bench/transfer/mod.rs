@@ -19,11 +19,11 @@ use serde::Serialize;
 
 use self::{
     contender::{Contender, Memcpy, PlainStreams, Pushes},
-    peer::Peer,
+    peer::{Peer, PoolConfig},
     report::{Entry, Report, Row},
 };
 use super::{progress::Progress, random::Random, stats::Summary};
-use crate::args::{Size, parse_size};
+use crate::args::{Size, TlsArgs, parse_size};
 
 pub(crate) use peer::serve;
 
@@ -38,6 +38,9 @@ What is measured:
           pieces and read them in place
   x ...   how fast a transport is by one of these two: 0.9 x stream is nine
           tenths of what plain sockets do
+
+With --tls-cert, --tls-key and --tls-ca, tcp-tls is measured too: tcp inside of
+TLS 1.3.
 
 rdma is measured too where --transport or --nixl names it. Without a device for
 it, UCX takes sockets, which `UCX_TLS=tcp` makes sure of.";
@@ -70,6 +73,9 @@ pub(crate) struct TransferArgs {
     /// Buffer of each of the transport's sockets. Default: the kernel chooses.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     socket_buffer: Option<Size>,
+    /// With certificates, tcp is also measured inside of TLS.
+    #[command(flatten)]
+    tls: TlsArgs,
     /// Seconds for each size and shape; a transfer that takes long is nevertheless made five times.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.8)]
     seconds: f64,
@@ -204,7 +210,13 @@ impl Bench {
             false => args.transport.contains(&TransportKind::Rdma),
         };
         let rdma = has_rdma.then(|| args.nixl.clone());
-        let pool = peer.pool(piece_bytes, num_blocks, socket_buffer_bytes, rdma)?;
+        let pool = peer.pool(PoolConfig {
+            piece_bytes,
+            num_blocks,
+            socket_buffer_bytes,
+            rdma,
+            tls: args.tls.files(),
+        })?;
         let config = SenderConfig {
             streams_per_peer: args.streams,
             frame_bytes: args.frame.0,
@@ -221,6 +233,10 @@ impl Bench {
             if args.transport.is_empty() || args.transport.contains(&offer.kind()) {
                 contenders.push(Box::new(Pushes::new(&source, offer, config.clone(), peer.handle())?));
             }
+        }
+        if let Some(offer) = pool.secure_offer {
+            let config = SenderConfig { tls: crate::roles::tls(&args.tls)?, ..config };
+            contenders.push(Box::new(Pushes::new(&source, offer, config, peer.handle())?));
         }
         let mut bench = Bench { source, contenders, random: Random::new(1) };
         bench.touch()?;

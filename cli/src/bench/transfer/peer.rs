@@ -11,33 +11,40 @@ use std::{
 
 use anyhow::{Context, bail, ensure};
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_kv_transfer::{Generation, Granted, Piece, Receiver, ReceiverConfig, TransportOffer};
+use baton_kv_transfer::{Generation, Granted, Pass, Piece, Receiver, ReceiverConfig, Token, TransportOffer};
+use baton_tls::{Tls, TlsConfig};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 /// What the first process asks for.
 #[derive(Debug, Serialize, Deserialize)]
 enum Ask {
     /// Memory for so many blocks of one piece, in place of what there was.
-    Pool {
-        piece_bytes: usize,
-        num_blocks: usize,
-        socket_buffer_bytes: Option<usize>,
-        /// Also over rdma, by the NIXL of this place or of the system's.
-        rdma: Option<Option<PathBuf>>,
-    },
+    Pool(PoolConfig),
     /// The right to write into blocks.
-    Grant { blocks: Vec<u32> },
+    Grant { blocks: Vec<u32>, is_secure: bool },
     /// Whether (position in the grant, checksum) is what lies in the blocks of the grant.
     Verify { pieces: Vec<(u32, u64)> },
     /// The grant is over.
     Release,
 }
 
+/// What memory there shall be, and how it can be reached.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct PoolConfig {
+    pub(super) piece_bytes: usize,
+    pub(super) num_blocks: usize,
+    pub(super) socket_buffer_bytes: Option<usize>,
+    /// Also over rdma, by the NIXL of this place or of the system's.
+    pub(super) rdma: Option<Option<PathBuf>>,
+    /// Certificate, key, authority.
+    pub(super) tls: Option<[PathBuf; 3]>,
+}
+
 /// What it gets.
 #[derive(Debug, Serialize, Deserialize)]
 enum Answer {
-    Pool { offers: Vec<TransportOffer>, plain_port: u16 },
-    Granted { generation: u64 },
+    Pool { offers: Vec<TransportOffer>, secure_offer: Option<TransportOffer>, plain_port: u16 },
+    Granted { generation: u64, token: [u8; Token::NUM_BYTES] },
     Done,
     Failed { why: String },
 }
@@ -46,6 +53,8 @@ enum Answer {
 pub(super) struct Pool {
     /// By transports, best first.
     pub(super) offers: Vec<TransportOffer>,
+    /// By tcp inside of TLS.
+    pub(super) secure_offer: Option<TransportOffer>,
     /// By whoever writes plain TCP, see [`read_plain`].
     pub(super) plain_port: u16,
 }
@@ -76,15 +85,11 @@ impl Peer {
         Ok(Peer { process, pipes: Handle(Arc::new(Mutex::new(Some((stdin, stdout))))) })
     }
 
-    pub(super) fn pool(
-        &mut self,
-        piece_bytes: usize,
-        num_blocks: usize,
-        socket_buffer_bytes: Option<usize>,
-        rdma: Option<Option<PathBuf>>,
-    ) -> anyhow::Result<Pool> {
-        match self.pipes.ask(&Ask::Pool { piece_bytes, num_blocks, socket_buffer_bytes, rdma })? {
-            Answer::Pool { offers, plain_port } => Ok(Pool { offers, plain_port }),
+    pub(super) fn pool(&mut self, config: PoolConfig) -> anyhow::Result<Pool> {
+        match self.pipes.ask(&Ask::Pool(config))? {
+            Answer::Pool { offers, secure_offer, plain_port } => {
+                Ok(Pool { offers, secure_offer, plain_port })
+            }
             answer => bail!("unexpected {answer:?}"),
         }
     }
@@ -103,9 +108,11 @@ impl Drop for Peer {
 }
 
 impl Handle {
-    pub(super) fn grant(&self, blocks: Vec<u32>) -> anyhow::Result<Generation> {
-        match self.ask(&Ask::Grant { blocks })? {
-            Answer::Granted { generation } => Ok(Generation(generation)),
+    pub(super) fn grant(&self, blocks: Vec<u32>, is_secure: bool) -> anyhow::Result<Pass> {
+        match self.ask(&Ask::Grant { blocks, is_secure })? {
+            Answer::Granted { generation, token } => {
+                Ok(Pass { generation: Generation(generation), token: Token(token) })
+            }
             answer => bail!("unexpected {answer:?}"),
         }
     }
@@ -147,35 +154,47 @@ pub(crate) fn serve() -> anyhow::Result<()> {
 struct Side {
     granted: Option<Granted<()>>,
     receiver: Receiver,
+    /// Of the same memory, inside of TLS.
+    secure: Option<Receiver>,
     /// The socket of `shm` lies here.
     _dir: tempfile::TempDir,
 }
 
 fn answer(side: &mut Option<Side>, ask: Ask) -> anyhow::Result<Answer> {
-    if let Ask::Pool { piece_bytes, num_blocks, socket_buffer_bytes, rdma } = ask {
+    if let Ask::Pool(PoolConfig { piece_bytes, num_blocks, socket_buffer_bytes, rdma, tls }) = ask {
         drop(side.take());
         let storage = Arc::new(super::storage(super::layout(piece_bytes), num_blocks, 3)?);
         let dir = tempfile::Builder::new().prefix("baton-bench").tempdir()?;
-        let config = ReceiverConfig {
-            tcp_listen: Some(([127, 0, 0, 1], 0).into()),
-            rdma_listen: rdma.is_some().then(|| ([127, 0, 0, 1], 0).into()),
-            nixl: rdma.flatten(),
-            shm_dir: Some(dir.path().join("shm")),
-            socket_buffer_bytes,
-            ..ReceiverConfig::default()
+        let any_port = Some(([127, 0, 0, 1], 0).into());
+        let config =
+            ReceiverConfig { tcp_listen: any_port, socket_buffer_bytes, ..ReceiverConfig::default() };
+        let secure = match tls {
+            Some([cert, key, ca]) => {
+                let tls = Some(Tls::load(TlsConfig { cert, key, ca, name: None })?);
+                Some(Receiver::start(Arc::clone(&storage), ReceiverConfig { tls, ..config.clone() })?)
+            }
+            None => None,
         };
-        let receiver = Receiver::start(Arc::clone(&storage), config)?;
+        let secure_offer = secure.as_ref().and_then(|receiver| receiver.offers().first().cloned());
+        let rdma_listen = any_port.filter(|_| rdma.is_some());
+        let nixl = rdma.flatten();
+        let shm_dir = Some(dir.path().join("shm"));
+        let receiver =
+            Receiver::start(Arc::clone(&storage), ReceiverConfig { shm_dir, rdma_listen, nixl, ..config })?;
         let offers = receiver.offers().to_vec();
-        *side = Some(Side { granted: None, receiver, _dir: dir });
-        return Ok(Answer::Pool { offers, plain_port: serve_plain(storage)? });
+        *side = Some(Side { granted: None, receiver, secure, _dir: dir });
+        return Ok(Answer::Pool { offers, secure_offer, plain_port: serve_plain(storage)? });
     }
     let side = side.as_mut().context("there is no pool yet")?;
     match ask {
-        Ask::Pool { .. } => unreachable!("answered above"),
-        Ask::Grant { blocks } => {
+        Ask::Pool(_) => unreachable!("answered above"),
+        Ask::Grant { blocks, is_secure } => {
             let blocks: Vec<_> = blocks.into_iter().map(BlockId).collect();
-            let granted = side.granted.insert(side.receiver.grant(blocks, ()));
-            Ok(Answer::Granted { generation: granted.generation().0 })
+            let receiver = if is_secure { side.secure.as_ref() } else { Some(&side.receiver) };
+            let receiver = receiver.context("there are no certificates")?;
+            let granted = side.granted.insert(receiver.grant(blocks, ()));
+            let Pass { generation, token } = granted.pass();
+            Ok(Answer::Granted { generation: generation.0, token: token.0 })
         }
         Ask::Verify { pieces } => {
             let granted = side.granted.as_ref().context("nothing is granted")?;

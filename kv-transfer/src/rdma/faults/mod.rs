@@ -20,12 +20,12 @@ use super::{
     wire::{MESSAGE_BYTES, Message, Welcome},
 };
 use crate::{
-    Generation, PushError, Receiver, ReceiverConfig, ReceiverLoad, RouteError, Sender, SenderConfig,
+    Pass, PushError, Receiver, ReceiverConfig, ReceiverLoad, RouteError, Sender, SenderConfig, Token,
     TransportKind, TransportOffer,
     tcp::socket,
     testing::{
         Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, eventually, fill, has_rdma, is_pending, nixl,
-        pattern, sender_config, soon, storage, writes,
+        pattern, sender_config, some_pass, soon, storage, writes,
     },
     word::Word,
 };
@@ -49,12 +49,13 @@ fn address_of(fabric: &Fabric) -> (String, u64) {
     }
 }
 
-fn hello(pool: u64) -> Message {
+fn hello(pool: u64, pass: Pass) -> Message {
     Message::Hello {
         pool,
         num_layers: LAYOUT.num_layers as u32,
         layer_bytes: LAYOUT.layer_bytes() as u64,
         block_bytes: LAYOUT.block_bytes() as u64,
+        pass,
     }
 }
 
@@ -68,10 +69,10 @@ struct ByHand {
 }
 
 impl ByHand {
-    fn connect(fabric: &Fabric) -> ByHand {
+    fn connect(fabric: &Fabric, pass: Pass) -> ByHand {
         let (address, pool) = address_of(fabric);
         let control = TcpStream::connect(address).unwrap();
-        say(&control, hello(pool));
+        say(&control, hello(pool, pass));
         let Some(Message::Welcome(pool)) = hear(&control) else { panic!("not welcome") };
         let mut metadata = vec![0; pool.metadata_bytes as usize];
         socket::receive_exact(&control, &mut metadata, NEVER).unwrap();
@@ -81,9 +82,9 @@ impl ByHand {
         ByHand { control, agent: Arc::new(agent), remote, pool, source: Arc::clone(&fabric.source) }
     }
 
-    fn open(&self, generation: Generation) {
-        say(&self.control, Message::Word(Word::Open(generation)));
-        assert_eq!(hear(&self.control), Some(Message::Word(Word::Opened(generation))));
+    fn open(&self, pass: Pass) {
+        say(&self.control, Message::Word(Word::Open(pass)));
+        assert_eq!(hear(&self.control), Some(Message::Word(Word::Opened(pass.generation))));
     }
 
     /// Writes a piece, with or without a grant, and says whether that worked.
@@ -131,8 +132,8 @@ async fn a_late_writer_that_never_lets_go_is_fenced_and_writes_nothing() {
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
     let generation = granted.generation();
-    let late = ByHand::connect(&fabric);
-    late.open(generation);
+    let late = ByHand::connect(&fabric, granted.pass());
+    late.open(granted.pass());
     assert!(late.write(BlockId(3), 0));
     assert!(holds(&fabric, BlockId(3), 0, pattern(3, 0)));
     // It is asked, and does nothing.
@@ -161,8 +162,8 @@ async fn fencing_one_peer_does_not_disturb_another() {
     let granted = fabric.receiver.grant(blocks([1]), ());
     let route = fabric.route(&granted).await.unwrap();
     let other = fabric.receiver.grant(blocks([3]), ());
-    let late = ByHand::connect(&fabric);
-    late.open(other.generation());
+    let late = ByHand::connect(&fabric, granted.pass());
+    late.open(other.pass());
     assert!(soon(other.revoke()).await.is_some());
     soon(route.push(writes(&blocks([1])))).await.unwrap();
     assert!(fabric.holds(&writes(&blocks([1]))));
@@ -185,8 +186,8 @@ async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
         let guards = Guards::default();
         let granted = fabric.receiver.grant(blocks([3, 4]), guards.guard());
         let generation = granted.generation();
-        let peer = ByHand::connect(&fabric);
-        peer.open(generation);
+        let peer = ByHand::connect(&fabric, granted.pass());
+        peer.open(granted.pass());
         let mut fenced = granted.revoke();
         assert_eq!(hear(&peer.control), Some(Message::Word(Word::Revoke(generation))));
         assert!(is_pending(&mut fenced).await);
@@ -216,8 +217,8 @@ async fn a_receiver_that_ends_takes_every_key_back() {
     let fabric = fabric(NEVER);
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
-    let late = ByHand::connect(&fabric);
-    late.open(granted.generation());
+    let late = ByHand::connect(&fabric, granted.pass());
+    late.open(granted.pass());
     let fenced = granted.revoke();
     let Fabric { receiver, target, .. } = fabric;
     drop(receiver);
@@ -232,15 +233,19 @@ async fn strangers_get_no_key() {
     if !has_rdma() {
         return;
     }
-    let fabric = fabric(PATIENCE);
+    let fabric = Fabric::with(RDMA, |config| config.handshake_timeout = PATIENCE);
     let (address, pool) = address_of(&fabric);
+    let granted = fabric.receiver.grant(blocks([3]), ());
+    let pass = granted.pass();
+    let stolen = Pass { token: Token([1; 16]), ..pass };
     for (message, answer) in [
-        (hello(pool ^ 1), Some(Message::Word(Word::OtherPool))),
+        (hello(pool ^ 1, pass), Some(Message::Word(Word::Refused))),
+        (hello(pool, stolen), Some(Message::Word(Word::Refused))),
         (
-            Message::Hello { pool, num_layers: 1, layer_bytes: 1, block_bytes: 1 },
+            Message::Hello { pool, num_layers: 1, layer_bytes: 1, block_bytes: 1, pass },
             Some(Message::Word(Word::Refused)),
         ),
-        (Message::Word(Word::Open(Generation(1))), None),
+        (Message::Word(Word::Open(some_pass(1))), None),
     ] {
         let control = TcpStream::connect(&address).unwrap();
         say(&control, message);
@@ -278,12 +283,12 @@ async fn answers_that_make_no_sense_are_errors_in_words() {
         let offers = [TransportOffer::Rdma { address: listener.local_addr().unwrap().to_string(), pool: 7 }];
         let peer = std::thread::spawn(move || {
             let (mut control, _) = listener.accept().unwrap();
-            assert_eq!(hear(&control), Some(hello(7)));
+            assert!(matches!(hear(&control), Some(Message::Hello { pool: 7, .. })));
             control.write_all(&answer).unwrap();
         });
         let sender = Sender::start(storage(), sender_config(RDMA)).unwrap();
         let guards = Guards::default();
-        let routed = sender.route(Generation(1), &offers, guards.guard());
+        let routed = sender.route(some_pass(1), &offers, guards.guard());
         let error = soon(routed).await.err().unwrap();
         assert!(matches!(error, RouteError::Unreachable(_)), "{error}");
         assert_eq!(guards.num_out(), 0);
@@ -315,7 +320,7 @@ async fn a_decode_worker_that_goes_is_noticed_by_its_socket() {
     }
     let Fabric { receiver, sender, source, dir, .. } = fabric(NEVER);
     let granted = receiver.grant(blocks([3]), ());
-    let route = soon(sender.route(granted.generation(), granted.offers(), ())).await.unwrap();
+    let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
     drop((granted, receiver));
     let failures = || sender.counters().of(TransportKind::Rdma).read().failures;
     eventually("the loss is noticed", || failures() == 1).await;
@@ -395,7 +400,7 @@ async fn what_was_on_a_connection_that_broke_is_written_again_over_a_new_one() {
     let config = SenderConfig { frame_bytes: 4 * LAYOUT.layer_bytes(), ..sender_config(RDMA) };
     let sender = Sender::start(Arc::clone(&fabric.source), config).unwrap();
     let offers = [proxy.offer.clone()];
-    let route = soon(sender.route(granted.generation(), &offers, ())).await.unwrap();
+    let route = soon(sender.route(granted.pass(), &offers, ())).await.unwrap();
     for round in 0..4 {
         for &block in &all {
             for layer_idx in 0..LAYOUT.num_layers {
@@ -430,7 +435,7 @@ async fn what_is_lost_twice_fails() {
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
     let offers = [proxy.offer.clone()];
-    let route = soon(fabric.sender.route(granted.generation(), &offers, ())).await.unwrap();
+    let route = soon(fabric.sender.route(granted.pass(), &offers, ())).await.unwrap();
     proxy.cuts_at_open.store(true, Ordering::SeqCst);
     proxy.cut_all();
     let failures = || fabric.sender.counters().of(TransportKind::Rdma).read().failures;

@@ -1,0 +1,144 @@
+//! How processes of Baton call each other: gRPC, inside of TLS where there are certificates.
+
+use std::{
+    io,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use baton_tls::{Identity, Stream, Tls};
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+use tonic::transport::{Channel, Endpoint, Uri};
+
+/// Opens channels to routers and workers.
+#[derive(Clone, Debug, Default)]
+pub struct Dialer {
+    tls: Option<Tls>,
+}
+
+/// A channel, and who answers at its other end.
+#[derive(Clone, Debug)]
+pub struct Dialed {
+    /// Connects when it is first used, and again when it is used after a loss.
+    pub channel: Channel,
+    peer: Arc<Mutex<Option<Identity>>>,
+}
+
+impl Dialed {
+    /// Who has answered last; nobody without TLS. A call that is under way is on the connection to it, or on an older one
+    /// that is lost.
+    pub fn peer(&self) -> Option<Identity> {
+        *self.peer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An address that cannot be dialled, and why.
+#[derive(Debug, thiserror::Error)]
+pub enum DialError {
+    /// No URL.
+    #[error("{address:?} is no address: {why}")]
+    Address {
+        /// What was given.
+        address: String,
+        /// Why not.
+        why: String,
+    },
+    /// This process speaks TLS, the other one does not.
+    #[error(
+        "{0} does not speak TLS, and this process speaks nothing else to workers and routers: give both the same options, and write https://"
+    )]
+    Plain(String),
+    /// The other way round.
+    #[error("{0} speaks TLS: give this process --tls-cert, --tls-key and --tls-ca, too")]
+    NoCertificates(String),
+}
+
+impl Dialer {
+    /// With these certificates; plainly without.
+    pub fn new(tls: Option<Tls>) -> Dialer {
+        Dialer { tls }
+    }
+
+    /// Whether it speaks TLS.
+    pub fn has_tls(&self) -> bool {
+        self.tls.is_some()
+    }
+
+    /// An endpoint of this address, to be given timeouts.
+    ///
+    /// # Errors
+    /// When it is no URL, or one side has TLS and the other has not.
+    pub fn endpoint(&self, address: &str) -> Result<Endpoint, DialError> {
+        let wrong = |why: String| DialError::Address { address: address.to_owned(), why };
+        let uri: Uri = address.parse().map_err(|error| wrong(format!("{error}")))?;
+        match (uri.scheme_str(), &self.tls) {
+            (Some("http"), None) => Endpoint::from_shared(address.to_owned()),
+            // This module does what tonic would do for https, and it must not do so, too.
+            (Some("https"), Some(_)) => Endpoint::from_shared(address.replacen("https", "http", 1)),
+            (Some("http"), Some(_)) => return Err(DialError::Plain(address.to_owned())),
+            (Some("https"), None) => return Err(DialError::NoCertificates(address.to_owned())),
+            _ => return Err(wrong("expected http://host:port".to_owned())),
+        }
+        .map_err(|error| wrong(error.to_string()))
+    }
+
+    /// A channel that connects when it is used.
+    pub fn dial(&self, endpoint: Endpoint) -> Dialed {
+        let peer = Arc::new(Mutex::new(None));
+        let channel = match &self.tls {
+            None => endpoint.connect_lazy(),
+            Some(tls) => endpoint.connect_with_connector_lazy(connector(tls.clone(), Arc::clone(&peer))),
+        };
+        Dialed { channel, peer }
+    }
+
+    /// A channel that is connected.
+    ///
+    /// # Errors
+    /// When nobody answers, or it is not who it should be.
+    pub async fn connect(&self, endpoint: Endpoint) -> Result<Channel, tonic::transport::Error> {
+        match &self.tls {
+            None => endpoint.connect().await,
+            Some(tls) => endpoint.connect_with_connector(connector(tls.clone(), Arc::default())).await,
+        }
+    }
+}
+
+fn connector(
+    tls: Tls,
+    peer: Arc<Mutex<Option<Identity>>>,
+) -> impl tower::Service<
+    Uri,
+    Response = TokioIo<Stream>,
+    Error = io::Error,
+    Future = impl Future<Output = io::Result<TokioIo<Stream>>> + Send + 'static,
+> + Clone
++ Send
++ 'static {
+    tower::service_fn(move |uri: Uri| {
+        let (tls, peer) = (tls.clone(), Arc::clone(&peer));
+        async move {
+            let host = uri.host().unwrap_or_default();
+            let socket = TcpStream::connect(format!("{host}:{}", uri.port_u16().unwrap_or(443))).await?;
+            socket.set_nodelay(true)?;
+            let (stream, identity) = baton_tls::connect(&tls, host, socket).await?;
+            // Before anything is said over it.
+            *peer.lock().unwrap_or_else(PoisonError::into_inner) = Some(identity);
+            Ok(TokioIo::new(stream))
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_sides_have_tls_or_neither() {
+        let dialer = Dialer::default();
+        let error = |address: &str| dialer.endpoint(address).unwrap_err().to_string();
+        assert!(error("https://worker:1").contains("give this process --tls-cert"));
+        assert!(error("worker:1").contains("expected http://host:port"));
+        assert!(dialer.endpoint("http://worker:1").is_ok());
+    }
+}

@@ -1,0 +1,335 @@
+//! What a stranger at a data port can learn, hold and exhaust: nothing. And what a writer must show, with TLS and without.
+
+use std::{
+    io::{Read, Write},
+    net::{Shutdown, TcpStream},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use baton_kv_cache::WireFormat;
+use baton_tls::{Tls, TlsConfig};
+
+use super::{
+    channel::Channel,
+    wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome},
+};
+use crate::{
+    Generation, Pass, Receiver, ReceiverConfig, Sender, SenderConfig, Token, TransportKind, TransportOffer,
+    testing::{Fabric, LAYOUT, blocks, bytes, eventually, sender_config, soon, tls, writes},
+};
+
+const TCP: &[TransportKind] = &[TransportKind::Tcp];
+const FOREVER: Duration = Duration::from_secs(600);
+
+fn address(fabric: &Fabric) -> (String, u64) {
+    let TransportOffer::Tcp { address, pool } = fabric.offer(TransportKind::Tcp) else { unreachable!() };
+    (address, pool)
+}
+
+fn hello(pool: u64, pass: Pass) -> Hello {
+    Hello {
+        version: wire::VERSION,
+        pool,
+        layer_bytes: LAYOUT.layer_bytes() as u64,
+        num_layers: LAYOUT.num_layers as u32,
+        pass,
+    }
+}
+
+/// What comes back until the peer hangs up.
+fn ask(fabric: &Fabric, bytes: &[u8]) -> Vec<u8> {
+    let mut socket = TcpStream::connect(address(fabric).0).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    // It may hang up early.
+    let _ = socket.write_all(bytes);
+    let _ = socket.shutdown(Shutdown::Write);
+    let mut answer = Vec::new();
+    match socket.read_to_end(&mut answer) {
+        Ok(_) => {}
+        Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
+    }
+    answer
+}
+
+async fn works(fabric: &Fabric) {
+    let granted = fabric.receiver.grant(blocks([7]), ());
+    let route = fabric.route(&granted).await.unwrap();
+    let pushed = soon(route.push(writes(&blocks([7])))).await.unwrap();
+    soon(granted.verify(pushed.pieces)).await.unwrap();
+}
+
+#[tokio::test]
+async fn whatever_is_wrong_the_answer_is_the_same() {
+    let fabric = Fabric::new(TCP);
+    let (_, pool) = address(&fabric);
+    let granted = fabric.receiver.grant(blocks([5]), ());
+    let stale = fabric.receiver.grant(blocks([6]), ()).pass();
+    let right = granted.pass();
+    let sound = hello(pool, right);
+    let token = |token| Pass { token: Token(token), ..right };
+    let mut almost = right.token.0;
+    almost[15] ^= 1;
+    let refused = Welcome::Refused.encode();
+    for wrong in [
+        Hello { version: 1, ..sound },
+        Hello { pool: pool ^ 1, ..sound },
+        Hello { layer_bytes: 1, ..sound },
+        Hello { num_layers: 1, ..sound },
+        hello(pool, token([0; 16])),
+        hello(pool, token(almost)),
+        hello(pool, Pass { generation: Generation(right.generation.0 ^ 1), ..right }),
+        hello(pool, Pass { token: stale.token, ..right }),
+        hello(pool, stale),
+    ] {
+        assert_eq!(ask(&fabric, &wrong.encode()), refused, "{wrong:?}");
+    }
+    assert_eq!(ask(&fabric, &sound.encode()), Welcome::Accepted.encode());
+    let garbage: Vec<u8> = (0..4096_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    for bytes in
+        [&garbage[..], b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b""]
+    {
+        assert_eq!(ask(&fabric, bytes), b"", "not even that it is a kv port");
+    }
+    works(&fabric).await;
+}
+
+#[tokio::test]
+async fn a_token_is_asked_for_with_every_frame() {
+    let fabric = Fabric::new(TCP);
+    let (address, pool) = address(&fabric);
+    let [own, other] = [5, 6].map(|block| fabric.receiver.grant(blocks([block]), ()));
+    let mut socket = TcpStream::connect(address).unwrap();
+    socket.write_all(&hello(pool, own.pass()).encode()).unwrap();
+    socket.read_exact(&mut [0; wire::WELCOME_BYTES]).unwrap();
+    let mut write = |pass| {
+        let payload_bytes = LAYOUT.layer_bytes() as u64;
+        let header =
+            FrameHeader { num_pieces: 1, format: WireFormat::AsIs, pass, sequence: 0, payload_bytes };
+        socket.write_all(&header.encode()).unwrap();
+        socket.write_all(&wire::encode_piece(0, 0)).unwrap();
+        socket.write_all(&vec![0x11; payload_bytes as usize]).unwrap();
+        let mut ack = [0; wire::ACK_BYTES];
+        socket.read_exact(&mut ack).unwrap();
+        Ack::decode(&ack).unwrap().status
+    };
+    let guessed = Pass { token: own.pass().token, ..other.pass() };
+    assert_eq!(write(guessed), AckStatus::Revoked, "as if there were no such grant");
+    assert!(bytes(&fabric.target, blocks([6])[0], 0).iter().all(|&byte| byte == 0));
+    assert_eq!(write(other.pass()), AckStatus::Placed);
+    let stale = own.pass();
+    drop(own);
+    assert_eq!(write(stale), AckStatus::Revoked);
+}
+
+/// Ten thousand, or as many as this process may have open.
+fn many() -> usize {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the structure outlives the calls.
+    unsafe {
+        assert_eq!(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit), 0);
+        limit.rlim_cur = limit.rlim_max;
+        assert_eq!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit), 0);
+    }
+    (limit.rlim_max as usize / 2).min(10_000)
+}
+
+fn num_threads() -> usize {
+    std::fs::read_dir("/proc/self/task").unwrap().count()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ten_thousand_half_open_connections_cost_little_and_keep_nobody_out() {
+    for is_secure in [false, true] {
+        // Their time is never up: only their number ends them.
+        let patient = |config: &mut ReceiverConfig| config.handshake_timeout = FOREVER;
+        let fabric = if is_secure { Fabric::secure(patient) } else { Fabric::with(TCP, patient) };
+        let (address, _) = address(&fabric);
+        let max_strangers = ReceiverConfig::default().max_strangers;
+        let mut silent = Vec::new();
+        let mut num_most = 0;
+        // With TLS each costs more of this process, too.
+        for n in 0..if is_secure { many() / 10 } else { many() } {
+            let mut socket = TcpStream::connect(&address).unwrap();
+            if n % 2 == 0 {
+                // The first byte of either protocol. It may be hung up on already.
+                let _ = socket.write_all(if is_secure { b"\x16" } else { b"B" });
+            }
+            silent.push(socket);
+            if n % 500 == 0 {
+                num_most = num_most.max(num_threads());
+            }
+        }
+        // Other tests of this process have threads, too, but not as many as there are connections.
+        assert!(num_most < 2 * max_strangers + 1000, "{num_most} threads");
+        works(&fabric).await;
+        // The flood goes on while somebody else wants something.
+        let flood = std::thread::spawn(move || {
+            (0..200).map(|_| TcpStream::connect(&address).unwrap()).collect::<Vec<_>>()
+        });
+        let granted = fabric.receiver.grant(blocks([8]), ());
+        let routed = async {
+            loop {
+                match fabric.route(&granted).await {
+                    Ok(route) => return route,
+                    Err(error) => println!("once more: {error}"),
+                }
+            }
+        };
+        drop(soon(routed).await);
+        drop((flood.join().unwrap(), silent));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_sends_byte_by_byte_is_not_waited_for() {
+    for is_secure in [false, true] {
+        let hasty = |config: &mut ReceiverConfig| config.handshake_timeout = Duration::from_millis(300);
+        let fabric = if is_secure { Fabric::secure(hasty) } else { Fabric::with(TCP, hasty) };
+        let (address, pool) = address(&fabric);
+        let granted = fabric.receiver.grant(blocks([5]), ());
+        let slow = tokio::task::spawn_blocking(move || {
+            let mut socket = TcpStream::connect(address).unwrap();
+            let start = Instant::now();
+            let mut bytes = hello(pool, granted.pass()).encode().to_vec();
+            if is_secure {
+                // A record that promises much.
+                bytes = [&b"\x16\x03\x01\x40\x00\x01\x00\x3f\xfc"[..], &[3; 1 << 14]].concat();
+            }
+            for byte in bytes.chunks(1) {
+                if socket.write_all(byte).is_err() {
+                    break;
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            // Hung up on, in the middle.
+            let _ = socket.set_read_timeout(Some(Duration::from_secs(30)));
+            assert!(matches!(socket.read(&mut [0; 64]), Ok(_) | Err(_)));
+            start.elapsed()
+        });
+        let took = soon(async { slow.await.unwrap() }).await;
+        assert!(took < Duration::from_secs(20), "{took:?}");
+        let failures = || fabric.receiver.counters().of(TransportKind::Tcp).read().failures;
+        eventually("it was sent away", || failures() >= 1).await;
+    }
+}
+
+/// Connects as somebody, with TLS.
+fn connect_as(fabric: &Fabric, tls: &Tls) -> std::io::Result<Channel> {
+    let socket = Arc::new(TcpStream::connect(address(fabric).0)?);
+    Channel::connect(tls, "127.0.0.1", socket, Instant::now() + Duration::from_secs(30))
+}
+
+fn greet(channel: &mut Channel, hello: Hello) -> std::io::Result<Option<Welcome>> {
+    channel.writer.send(&hello.encode())?;
+    let mut welcome = [0; wire::WELCOME_BYTES];
+    channel.reader.receive_exact(&mut welcome, Duration::from_secs(30))?;
+    Ok(Welcome::decode(&welcome))
+}
+
+#[tokio::test]
+async fn the_right_token_with_another_identity_is_worth_nothing() {
+    let fabric = Fabric::secure(|_| {});
+    let (_, pool) = address(&fabric);
+    let (a, b) = (tls("a"), tls("b"));
+    let granted = fabric.receiver.grant(blocks([5]), ());
+    granted.bind(b.identity());
+    // Whoever comes second changes nothing.
+    granted.bind(a.identity());
+    let hello = hello(pool, granted.pass());
+
+    let mut thief = connect_as(&fabric, &a).unwrap();
+    assert_eq!(thief.peer, Some(a.identity()), "the receiver of these tests");
+    assert!(!granted.met_stranger());
+    assert_eq!(greet(&mut thief, hello).unwrap(), Some(Welcome::Refused));
+    assert!(granted.met_stranger());
+    let mut writer = connect_as(&fabric, &b).unwrap();
+    assert_eq!(greet(&mut writer, hello).unwrap(), Some(Welcome::Accepted));
+
+    // Nor does a connection that was let in for another grant help.
+    let own = fabric.receiver.grant(blocks([6]), ());
+    own.bind(a.identity());
+    let mut thief = connect_as(&fabric, &a).unwrap();
+    assert_eq!(greet(&mut thief, Hello { pass: own.pass(), ..hello }).unwrap(), Some(Welcome::Accepted));
+    let payload_bytes = LAYOUT.layer_bytes() as u64;
+    let (format, pass) = (WireFormat::AsIs, granted.pass());
+    let header = FrameHeader { num_pieces: 1, format, pass, sequence: 4, payload_bytes };
+    thief.writer.send(&header.encode()).unwrap();
+    thief.writer.send(&wire::encode_piece(0, 0)).unwrap();
+    thief.writer.send(&vec![0x11; payload_bytes as usize]).unwrap();
+    let mut ack = [0; wire::ACK_BYTES];
+    thief.reader.receive_exact(&mut ack, Duration::from_secs(30)).unwrap();
+    assert_eq!(Ack::decode(&ack), Some(Ack { status: AckStatus::Revoked, sequence: 4 }));
+    assert!(bytes(&fabric.target, blocks([5])[0], 0).iter().all(|&byte| byte == 0));
+}
+
+#[tokio::test]
+async fn foreign_certificates_and_plain_peers_are_refused_either_way() {
+    let fabric = Fabric::secure(|_| {});
+    let (_, pool) = address(&fabric);
+    let granted = fabric.receiver.grant(blocks([5]), ());
+    let hello = hello(pool, granted.pass());
+    // Plain to TLS: not a word of this protocol.
+    let answer = ask(&fabric, &hello.encode());
+    assert!(answer.is_empty() || answer[0] == 21, "at most an alert of TLS: {answer:?}");
+    let plain = Sender::start(Arc::clone(&fabric.source), SenderConfig::default()).unwrap();
+    let error = soon(plain.route(granted.pass(), granted.offers(), ())).await.err().unwrap().to_string();
+    assert!(error.contains("no way to the peer's blocks"), "{error}");
+
+    // One that this side's authority has not signed, though it believes in ours.
+    let foreign = tls("foreign");
+    let refused = connect_as(&fabric, &foreign).and_then(|mut channel| greet(&mut channel, hello));
+    assert!(refused.is_err());
+
+    // TLS to plain.
+    let fabric = Fabric::new(TCP);
+    let granted = fabric.receiver.grant(blocks([5]), ());
+    let config = SenderConfig { tls: Some(tls("b")), ..sender_config(TCP) };
+    let secure = Sender::start(Arc::clone(&fabric.source), config).unwrap();
+    let error = soon(secure.route(granted.pass(), granted.offers(), ())).await.err().unwrap().to_string();
+    assert!(error.contains("speaks no TLS"), "{error}");
+}
+
+#[tokio::test]
+async fn a_receiver_goes_while_strangers_are_about_to_say_something() {
+    let patient = |config: &mut ReceiverConfig| config.handshake_timeout = FOREVER;
+    for fabric in [Fabric::with(TCP, patient), Fabric::secure(patient)] {
+        let (address, _) = address(&fabric);
+        let silent: Vec<_> = (0..10).map(|_| TcpStream::connect(&address).unwrap()).collect();
+        let receiver: Receiver = fabric.receiver;
+        soon(tokio::task::spawn_blocking(move || drop(receiver))).await.unwrap();
+        drop(silent);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sender_with_a_new_key_shows_it_for_the_next_grant() {
+    let fabric = Fabric::secure(|_| {});
+    let dir = crate::testing::private_dir();
+    let become_one = |name: &str, age: u64| {
+        for extension in ["pem", "key"] {
+            let from = format!("{}/../tls/testdata/{name}.{extension}", env!("CARGO_MANIFEST_DIR"));
+            let to = dir.path().join(format!("own.{extension}"));
+            std::fs::copy(from, &to).unwrap();
+            // Two changes may lie within one tick of the file system's clock.
+            let when = std::time::SystemTime::now() - Duration::from_secs(age);
+            std::fs::File::options().append(true).open(to).unwrap().set_modified(when).unwrap();
+        }
+    };
+    become_one("b", 100);
+    let (cert, key) = (dir.path().join("own.pem"), dir.path().join("own.key"));
+    let ca = concat!(env!("CARGO_MANIFEST_DIR"), "/../tls/testdata/ca.pem").into();
+    let own = Tls::load(TlsConfig { cert, key, ca, name: None }).unwrap();
+    let config = SenderConfig { tls: Some(own.clone()), ..sender_config(TCP) };
+    let sender = Sender::start(Arc::clone(&fabric.source), config).unwrap();
+    for name in ["b", "a"] {
+        become_one(name, 50 - u64::from(name.as_bytes()[0] - b'a'));
+        assert_eq!(own.identity(), tls(name).identity());
+        let granted = fabric.receiver.grant(blocks([5]), ());
+        granted.bind(tls(name).identity());
+        let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
+        let pushed = soon(route.push(writes(&blocks([5])))).await.unwrap();
+        soon(granted.verify(pushed.pieces)).await.unwrap();
+        assert!(!granted.met_stranger());
+    }
+}

@@ -1,0 +1,102 @@
+//! Everything between processes inside of TLS, and those that are not let in.
+
+use std::{
+    io::{Read, Write},
+    net::TcpStream,
+    process::Command,
+    time::Duration,
+};
+
+use serde_json::{Value, json};
+
+use crate::{
+    harness::{BATON, Cluster, eventually, tls_flags},
+    prompts::filler,
+};
+
+fn body(mode: &str, salt: &str) -> Value {
+    json!({
+        "model": "baton-tiny", "prompt": filler(3, 150), "max_tokens": 24, "temperature": 0,
+        "ignore_eos": true, "prefill_mode": mode, "cache_salt": salt,
+    })
+}
+
+fn words(text: &str) -> Vec<String> {
+    text.split_whitespace().map(str::to_owned).collect()
+}
+
+#[tokio::test]
+async fn a_prompt_is_handed_over_inside_of_tls() {
+    let cluster = Cluster::new().with_tls().worker_flags("--transports tcp").start().await;
+    let mut texts = Vec::new();
+    for (mode, salt) in [("local", "a"), ("remote", "b")] {
+        texts.push(cluster.complete(&body(mode, salt)).await["choices"][0]["text"].clone());
+    }
+    assert_eq!(texts[0], texts[1]);
+    let workers = cluster.loads().await;
+    for worker in &workers {
+        assert!(worker.address.starts_with("https://"), "{}", worker.address);
+        let load = worker.load.as_ref().expect("it reports");
+        let bytes = load.handoff_bytes.iter().find(|bytes| bytes.transport == "tcp").map(|bytes| bytes.bytes);
+        assert!(bytes.is_some_and(|bytes| bytes > 0), "{bytes:?} of {}", worker.worker_id);
+    }
+    let log = cluster.log("decode-0");
+    let opened =
+        log.lines().find(|line| line.contains("kv data connection opened")).expect("a data connection");
+    assert!(opened.contains("identity"), "nobody is known to be there: {opened}");
+
+    // The doctor sees the workers only with a certificate.
+    let doctor = |flags: &str| {
+        let args = format!("doctor --router {} {flags}", cluster.base);
+        Command::new(BATON).args(args.split_whitespace()).output().expect("the program runs")
+    };
+    let known = doctor(&tls_flags("a", "ca.pem"));
+    assert!(known.status.success(), "{}", String::from_utf8_lossy(&known.stdout));
+    let unknown = doctor("");
+    assert!(!unknown.status.success());
+    assert!(String::from_utf8_lossy(&unknown.stdout).contains("give this process --tls-cert"));
+
+    // A worker's port says nothing but that it speaks TLS.
+    let address = workers[0].address.trim_start_matches("https://").to_owned();
+    let mut socket = TcpStream::connect(address).expect("the worker listens");
+    socket.set_read_timeout(Some(Duration::from_secs(30))).expect("a socket has timeouts");
+    socket.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").expect("it reads");
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer).expect("it answers and closes");
+    assert!(answer.starts_with("HTTP/1.0 400") && answer.ends_with("this port speaks TLS\n"), "{answer}");
+}
+
+#[tokio::test]
+async fn workers_with_foreign_certificates_or_none_are_refused() {
+    let cluster = Cluster::new().with_tls().prefill(0).start().await;
+    // The foreign worker would believe the router; it is the router that does not believe the worker.
+    let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../tls/testdata");
+    let both = tempfile::NamedTempFile::new().expect("a file can be made");
+    let read = |name: &str| std::fs::read_to_string(format!("{dir}/{name}")).expect("it is there");
+    std::fs::write(both.path(), read("ca.pem") + &read("other-ca.pem")).expect("it can be written");
+    let secure = cluster.base.replacen("http", "https", 1);
+    let foreign = format!(
+        "prefill-worker --id foreign --router {secure} --kv-memory 64M --tls-cert {dir}/foreign.pem --tls-key \
+         {dir}/foreign.key --tls-ca {}",
+        both.path().display()
+    );
+    let plain = format!("prefill-worker --id plain --router {} --kv-memory 64M", cluster.base);
+    // The router's log says why; a worker whose certificate is refused learns no more than that its connection ends.
+    for (name, args, expected) in
+        [("foreign", foreign, "UnknownIssuer"), ("plain", plain, "a worker registers over https")]
+    {
+        let process = cluster.start_beside(name, &words(&args));
+        eventually(expected, Duration::from_secs(120), async || {
+            (process.log() + &cluster.log("router")).contains(expected).then_some(())
+        })
+        .await;
+        let health = cluster.http.get("/health").await.expect("the router answers").text;
+        assert!(!health.contains(name), "{health}");
+    }
+    // A certificate that cannot work is refused at start.
+    let expired = tls_flags("expired", "ca.pem");
+    let args = format!("decode-worker --id late --router {secure} {expired}");
+    let output = Command::new(BATON).args(args.split_whitespace()).output().expect("the program runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains("expired.pem") && said.contains("expired"), "{said}");
+}

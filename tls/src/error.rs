@@ -1,0 +1,76 @@
+//! What can be wrong with certificates, and with who shows them.
+
+use std::{io, path::PathBuf};
+
+use thiserror::Error;
+
+/// Why there is no TLS; the message says which file or option to look at.
+#[derive(Debug, Error)]
+pub enum TlsError {
+    /// A file is not there, or may not be read.
+    #[error("cannot read {option} {path}: {why}")]
+    File {
+        /// The option that names it.
+        option: &'static str,
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        why: String,
+    },
+    /// A file holds something else.
+    #[error("{option} {path} holds no {expected} in PEM")]
+    Empty {
+        /// The option that names it.
+        option: &'static str,
+        /// Which file.
+        path: PathBuf,
+        /// What was looked for.
+        expected: &'static str,
+    },
+    /// The key is another one's.
+    #[error("--tls-key {key} does not belong to --tls-cert {cert}")]
+    OtherKey {
+        /// The certificate's file.
+        cert: PathBuf,
+        /// The key's file.
+        key: PathBuf,
+    },
+    /// No peer would believe the certificate.
+    #[error("peers will refuse --tls-cert {cert}: {why}")]
+    Refused {
+        /// The certificate's file.
+        cert: PathBuf,
+        /// Expired, or of another authority than `--tls-ca`, for example.
+        why: String,
+    },
+    /// Neither a host name nor an address.
+    #[error("{0:?} is no name that a certificate could be for")]
+    Name(String),
+    /// rustls does not take the files.
+    #[error("certificates cannot be used: {0}")]
+    Unusable(#[from] rustls::Error),
+}
+
+/// A handshake's failure in words that say what to do.
+pub(crate) fn explain(error: &io::Error) -> io::Error {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
+    let message = match inner {
+        Some(error) => explain_rustls(error),
+        None if error.kind() == io::ErrorKind::UnexpectedEof => {
+            "the peer closed the connection during the TLS handshake; does it speak TLS?".to_owned()
+        }
+        None => error.to_string(),
+    };
+    io::Error::new(error.kind(), message)
+}
+
+pub(crate) fn explain_rustls(error: &rustls::Error) -> String {
+    match error {
+        rustls::Error::InvalidMessage(_) => {
+            "the peer does not speak TLS here; are both started with --tls-cert, --tls-key and --tls-ca?"
+                .to_owned()
+        }
+        rustls::Error::AlertReceived(alert) => format!("the peer refuses the TLS handshake ({alert:?})"),
+        error => error.to_string(),
+    }
+}
