@@ -10,7 +10,7 @@ use baton_kv_cache::{BlockId, KvDtype, KvLayout};
 use baton_kv_transfer::handoff::{Limits, decode, prefill};
 use baton_kv_transfer::{
     Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, KvFault, Piece, PieceWrite,
-    PrefillMessage, PushError, Pushed, RouteError, TransportKind,
+    PrefillMessage, PushError, Pushed, RouteError, Token, TransportKind,
 };
 use baton_proto::worker as proto;
 use baton_worker::convert::request_from_begin;

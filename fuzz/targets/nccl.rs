@@ -13,8 +13,8 @@ use arbitrary::Arbitrary;
 use baton_fuzz::{Field, edit};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_kv_transfer::{
-    Generation, PieceWrite, Receiver, ReceiverConfig, Sender, SenderConfig, TestFabric, TransportKind,
-    TransportOffer,
+    Generation, Pass, PieceWrite, Receiver, ReceiverConfig, Sender, SenderConfig, TestFabric, Token,
+    TransportKind, TransportOffer,
 };
 use libfuzzer_sys::fuzz_target;
 
@@ -149,7 +149,11 @@ fuzz_target!(|input: Input<'_>| {
                     let _ = socket.read_to_end(&mut Vec::new());
                 });
                 runtime.block_on(async {
-                    let routed = ends.sender.route(Generation(1), &offers, ());
+                    let routed = ends.sender.route(
+                        Pass { generation: Generation(1), token: Token::default() },
+                        &offers,
+                        (),
+                    );
                     if let Ok(route) = tokio::time::timeout(within, routed).await.expect("an answer") {
                         let writes = pieces.iter().enumerate().map(|(idx, (layer, block))| PieceWrite {
                             layer_idx: u32::from(*layer % 2),

@@ -17,7 +17,8 @@ use arbitrary::Arbitrary;
 use baton_fuzz::{Field, edit, soon};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_kv_transfer::{
-    Generation, PieceWrite, Receiver, ReceiverConfig, Sender, SenderConfig, TransportKind, TransportOffer,
+    Generation, Pass, PieceWrite, Receiver, ReceiverConfig, Sender, SenderConfig, Token, TransportKind,
+    TransportOffer,
 };
 use libfuzzer_sys::fuzz_target;
 
@@ -25,6 +26,8 @@ const LAYOUT: KvLayout =
     KvLayout { block_size: 4, num_layers: 2, num_kv_heads: 1, head_dim: 8, dtype: KvDtype::F32 };
 const NUM_BLOCKS: usize = 4;
 const GENERATION: u64 = 11;
+/// Of the grant; the fuzzed decode worker does not look at tokens.
+const PASS: Pass = Pass { generation: Generation(GENERATION), token: Token([0; Token::NUM_BYTES]) };
 
 #[derive(Arbitrary, Debug)]
 struct Input {
@@ -163,7 +166,7 @@ fuzz_target!(|input: Input| {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
     runtime.block_on(async {
         let offers = [offer];
-        let routed = fabric.sender.route(Generation(GENERATION), &offers, ());
+        let routed = fabric.sender.route(PASS, &offers, ());
         let routed = soon(routed).await.expect("a route, or none");
         if let Ok(route) = routed {
             let num_pieces = writes.len();
