@@ -9,7 +9,7 @@ use baton_worker::KvMemory;
 use tokio::net::TcpListener;
 
 use crate::harness::{
-    BLOCK_SIZE, TestWorker, decode, expected, generate, prefill, prompt, request, transports,
+    BLOCK_SIZE, PATIENCE, TestWorker, decode, expected, generate, prefill, prompt, request, transports,
 };
 
 const NUM_PROMPT: usize = 30;
@@ -34,6 +34,16 @@ async fn metric(worker: &TestWorker, line: &str) -> bool {
     worker.metrics().await.lines().any(|found| found == line)
 }
 
+/// What a giver counts, it counts once it has heard of the commit: perhaps after the taker's answer.
+async fn await_metric(worker: &TestWorker, line: &str) {
+    let found = async {
+        while !metric(worker, line).await {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    assert!(tokio::time::timeout(PATIENCE, found).await.is_ok(), "no {line}");
+}
+
 fn computed(worker: &TestWorker) -> usize {
     worker.worker.engine().num_computed_tokens() as usize
 }
@@ -53,7 +63,7 @@ async fn a_second_turn_elsewhere_computes_only_what_is_new() {
         assert_eq!(computed(&new), turn.len() - NUM_CACHED + NUM_DECODED);
         assert_eq!(computed(&old), before, "the source computes nothing");
         assert!(metric(&new, &format!("baton_prefix_fetched_tokens_total {NUM_CACHED}")).await);
-        assert!(metric(&old, "baton_prefixes_given_total{outcome=\"committed\"} 1").await);
+        await_metric(&old, "baton_prefixes_given_total{outcome=\"committed\"} 1").await;
         assert!(new.moved(transport) > 0 && old.moved(transport) == new.moved(transport));
 
         // It has all of that now: nothing moves.
