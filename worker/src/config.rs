@@ -369,7 +369,7 @@ mod tests {
             (with(|c| c.max_running = 0), "--max-running is 0"),
             (with(|c| c.max_draft_tokens = 0), "--max-draft-tokens is 0"),
             (with(|c| c.kv = KvMemory::Blocks(0)), "number of KV blocks is 0"),
-            (with(|c| c.transports.clear()), "give some of shm, rdma and tcp"),
+            (with(|c| c.transports.clear()), "give some of shm, rdma, nccl and tcp"),
             (with(|c| c.listen = ([0, 0, 0, 0], 80).into()), "say with --advertise"),
             (with(|c| c.advertise = Some("host:80".into())), "expected http://host:port"),
             (with(|c| c.advertise = Some("http://host".into())), "expected http://host:port"),
