@@ -94,7 +94,7 @@ fuzz_target!(|input: Input<'_>| {
     match input {
         Input::Prefill { hello, words } => {
             let mut granted = Some(ends.receiver.grant(GRANTED.to_vec(), ()));
-            let generation = granted.as_ref().map_or(0, |granted| granted.generation().0);
+            let right = granted.as_ref().expect("just granted").pass();
             let mut socket = TcpStream::connect(&ends.address).expect("a connection");
             let _ = socket.set_nodelay(true);
             let mut bytes = message(
@@ -109,7 +109,7 @@ fuzz_target!(|input: Input<'_>| {
                 if let Word::Revoke = word {
                     drop(granted.take());
                 }
-                let _ = socket.write_all(&word.encode(sequence, generation));
+                let _ = socket.write_all(&word.encode(sequence, right));
             }
             let _ = socket.shutdown(Shutdown::Write);
             let _ = socket.read_to_end(&mut Vec::new());
@@ -143,7 +143,11 @@ fuzz_target!(|input: Input<'_>| {
                     // Answers are to something.
                     let _ = socket.read_exact(&mut [0; MESSAGE_BYTES]);
                     for (sequence, word) in (0..).zip(&words) {
-                        let _ = socket.write_all(&word.encode(sequence, 1));
+                        let _ =
+                            socket.write_all(&word.encode(
+                                sequence,
+                                Pass { generation: Generation(1), token: Token::default() },
+                            ));
                     }
                     let _ = socket.shutdown(Shutdown::Write);
                     let _ = socket.read_to_end(&mut Vec::new());
@@ -184,18 +188,20 @@ fn message(kind: u32, a: u32, [b, c, d]: [u64; 3]) -> Vec<u8> {
 }
 
 impl Word<'_> {
-    fn encode(&self, sequence: u64, right: u64) -> Vec<u8> {
+    fn encode(&self, sequence: u64, right: Pass) -> Vec<u8> {
         match self {
             Word::Revoke => vec![],
             Word::Bytes(bytes) => bytes.to_vec(),
             Word::Message { kind, number, fields } => {
-                let mut bytes = message(u32::from(*kind), 0, [u64::from(*number), right, 0]);
+                let mut bytes = message(u32::from(*kind), 0, [u64::from(*number), right.generation.0, 0]);
                 edit(&mut bytes, fields);
                 bytes
             }
             Word::Announce { pieces, fields, generation } => {
-                let generation = if *generation { right } else { 1 };
+                let generation = if *generation { right.generation.0 } else { 1 };
                 let mut bytes = message(5, pieces.len() as u32, [sequence, generation, 0]);
+                let num_bytes = bytes.len();
+                bytes[num_bytes - Token::NUM_BYTES..].copy_from_slice(&right.token.0);
                 edit(&mut bytes, fields);
                 for (layer, block) in pieces {
                     bytes.extend(u32::from(*layer).to_le_bytes());

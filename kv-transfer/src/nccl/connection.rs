@@ -170,9 +170,9 @@ impl Connection {
             }
         };
         let announced: Vec<_> = frame.pieces.iter().map(|piece| (piece.layer_idx, piece.block_idx)).collect();
-        let generation = route.generation();
+        let pass = route.pass();
         let sequence = self.lane.announce(Flight { frame, places, pieces, staged, active }, Instant::now());
-        let bytes = wire::announcement(sequence, generation, announced.into_iter());
+        let bytes = wire::announcement(sequence, pass, announced.into_iter());
         if let Err(error) = (&*self.socket).write_all(&bytes) {
             // The rest is done when the socket is looked at next.
             debug!(address = %self.shared.address, %error, "cannot speak to an nccl peer");

@@ -17,12 +17,12 @@ use super::{
     wire::{self, MESSAGE_BYTES, Message, Refusal},
 };
 use crate::{
-    Generation, KvFault, PushError, Receiver, ReceiverConfig, ReceiverLoad, RouteError, Sender, SenderConfig,
-    TransportKind, TransportOffer,
+    KvFault, Pass, PushError, Receiver, ReceiverConfig, ReceiverLoad, RouteError, Sender, SenderConfig,
+    Token, TransportKind, TransportOffer,
     tcp::socket,
     testing::{
         Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, eventually, fill, is_pending, pattern,
-        sender_config, soon, storage, writes,
+        sender_config, some_pass, soon, storage, writes,
     },
 };
 
@@ -84,8 +84,8 @@ impl ByHand {
         ByHand { control, communicator, source: Arc::clone(&fabric.source) }
     }
 
-    fn announce(&self, sequence: u64, generation: Generation, pieces: &[(u32, u32)]) -> Option<Message> {
-        let bytes = wire::announcement(sequence, generation, pieces.iter().copied());
+    fn announce(&self, sequence: u64, pass: Pass, pieces: &[(u32, u32)]) -> Option<Message> {
+        let bytes = wire::announcement(sequence, pass, pieces.iter().copied());
         (&self.control).write_all(&bytes).unwrap();
         hear(&self.control)
     }
@@ -115,7 +115,7 @@ async fn a_peer_that_announces_and_never_sends_is_fenced_at_its_deadline() {
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
     let mut late = ByHand::connect(&fabric);
-    assert_eq!(late.announce(0, granted.generation(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
+    assert_eq!(late.announce(0, granted.pass(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
     // One of three: the group has begun, and does not end.
     late.send(BlockId(3), [0]);
     eventually("the first piece lands", || holds(&fabric, BlockId(3), 0, pattern(3, 0))).await;
@@ -142,7 +142,7 @@ async fn a_peer_that_dies_in_the_middle_of_a_group_lets_go() {
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
     let mut peer = ByHand::connect(&fabric);
-    assert_eq!(peer.announce(0, granted.generation(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
+    assert_eq!(peer.announce(0, granted.pass(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
     peer.send(BlockId(3), [0, 1]);
     drop(peer);
     assert!(soon(granted.revoke()).await.is_some());
@@ -154,20 +154,20 @@ async fn a_revoked_grant_is_quarantined_until_its_groups_are_done_whatever_the_p
     let fabric = fabric(NEVER);
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3, 4]), guards.guard());
-    let generation = granted.generation();
+    let pass = granted.pass();
     let mut peer = ByHand::connect(&fabric);
-    assert_eq!(peer.announce(0, generation, &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
-    assert_eq!(peer.announce(1, generation, &[(0, 1)]), Some(Message::Go { sequence: 1 }));
+    assert_eq!(peer.announce(0, pass, &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
+    assert_eq!(peer.announce(1, pass, &[(0, 1)]), Some(Message::Go { sequence: 1 }));
     let mut fenced = granted.revoke();
     let quarantined = ReceiverLoad { num_grants: 0, num_quarantined_grants: 1, num_quarantined_blocks: 2 };
     assert!(is_pending(&mut fenced).await);
     assert_eq!(fabric.receiver.load(), quarantined);
     // `Stopped`, on the handoff's stream: this side still receives.
-    fabric.receiver.writer_stopped(generation);
+    fabric.receiver.writer_stopped(pass.generation);
     assert!(is_pending(&mut fenced).await);
     // Nothing new.
     let refused = Message::No { sequence: 2, why: Refusal::Revoked };
-    assert_eq!(peer.announce(2, generation, &[(1, 1)]), Some(refused));
+    assert_eq!(peer.announce(2, pass, &[(1, 1)]), Some(refused));
     peer.send(BlockId(3), 0..3);
     assert_eq!(hear(&peer.control), Some(Message::Landed { sequence: 0 }));
     assert!(is_pending(&mut fenced).await, "there is a second group");
@@ -182,24 +182,26 @@ async fn announcements_are_checked_against_the_grant() {
     let fabric = fabric(PATIENCE);
     let granted = fabric.receiver.grant(blocks([3, 4]), ());
     let revoked = fabric.receiver.grant(blocks([5]), ());
-    let (generation, stale) = (granted.generation(), revoked.generation());
+    let (pass, stale) = (granted.pass(), revoked.pass());
     assert!(soon(revoked.revoke()).await.is_some());
     let mut peer = ByHand::connect(&fabric);
     let no = |sequence, why| Some(Message::No { sequence, why });
     assert_eq!(peer.announce(0, stale, &[(0, 0)]), no(0, Refusal::Revoked));
-    assert_eq!(peer.announce(1, Generation(generation.0 ^ 1), &[(0, 0)]), no(1, Refusal::Revoked));
+    assert_eq!(peer.announce(1, some_pass(1), &[(0, 0)]), no(1, Refusal::Revoked));
+    let stolen = Pass { token: Token::default(), ..pass };
+    assert_eq!(peer.announce(1, stolen, &[(0, 0)]), no(1, Refusal::Revoked));
     for (sequence, pieces) in
         (2..).zip([[(0, 0), (3, 0)], [(0, 2), (0, 1)], [(0, 0), (0, 0)], [(u32::MAX, u32::MAX); 2]])
     {
-        assert_eq!(peer.announce(sequence, generation, &pieces), no(sequence, Refusal::Pieces), "{pieces:?}");
+        assert_eq!(peer.announce(sequence, pass, &pieces), no(sequence, Refusal::Pieces), "{pieces:?}");
     }
     // What was refused is not in the way of what is right.
-    assert_eq!(peer.announce(6, generation, &[(1, 1)]), Some(Message::Go { sequence: 6 }));
-    assert_eq!(peer.announce(7, generation, &[(1, 1)]), no(7, Refusal::Pieces), "announced before");
+    assert_eq!(peer.announce(6, pass, &[(1, 1)]), Some(Message::Go { sequence: 6 }));
+    assert_eq!(peer.announce(7, pass, &[(1, 1)]), no(7, Refusal::Pieces), "announced before");
     peer.send(BlockId(4), [1]);
     assert_eq!(hear(&peer.control), Some(Message::Landed { sequence: 6 }));
     assert!(holds(&fabric, BlockId(4), 1, pattern(4, 1)));
-    assert_eq!(peer.announce(8, generation, &[(1, 1)]), no(8, Refusal::Pieces), "written before");
+    assert_eq!(peer.announce(8, pass, &[(1, 1)]), no(8, Refusal::Pieces), "written before");
 }
 
 #[tokio::test]
@@ -215,15 +217,15 @@ async fn a_peer_that_announces_too_much_or_nonsense_is_hung_up_on() {
         let guards = Guards::default();
         let granted = fabric.receiver.grant(blocks(0..32), guards.guard());
         let peer = ByHand::connect(&fabric);
-        let announced = peer.announce(0, granted.generation(), &[(0, 0)]);
+        let announced = peer.announce(0, granted.pass(), &[(0, 0)]);
         assert_eq!(announced, Some(Message::Go { sequence: 0 }));
         match fault {
             Fault::TooMany => {
                 for sequence in 1..MAX_GROUPS as u32 {
-                    let announced = peer.announce(sequence.into(), granted.generation(), &[(0, sequence)]);
+                    let announced = peer.announce(sequence.into(), granted.pass(), &[(0, sequence)]);
                     assert_eq!(announced, Some(Message::Go { sequence: sequence.into() }));
                 }
-                assert_eq!(peer.announce(MAX_GROUPS as u64, granted.generation(), &[(2, 31)]), None);
+                assert_eq!(peer.announce(MAX_GROUPS as u64, granted.pass(), &[(2, 31)]), None);
             }
             Fault::Garbage => (&peer.control).write_all(&[0xFF; MESSAGE_BYTES]).unwrap(),
             Fault::NotAnAnnouncement => say(&peer.control, Message::Go { sequence: 0 }),
@@ -242,7 +244,7 @@ async fn blocks_of_a_communicator_that_does_not_end_are_never_released() {
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
     let peer = ByHand::connect(&fabric);
-    assert_eq!(peer.announce(0, granted.generation(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
+    assert_eq!(peer.announce(0, granted.pass(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
     let mut fenced = granted.revoke();
     drop(peer);
     let counters = fabric.receiver.counters().of(TransportKind::Nccl);
@@ -264,7 +266,7 @@ async fn an_idle_peer_makes_room_for_another_and_comes_back_unnoticed() {
     // One of them is busy, and older.
     let busy = ByHand::connect(&fabric);
     let other = fabric.receiver.grant(blocks([3]), ());
-    assert_eq!(busy.announce(0, other.generation(), &[(0, 0)]), Some(Message::Go { sequence: 0 }));
+    assert_eq!(busy.announce(0, other.pass(), &[(0, 0)]), Some(Message::Go { sequence: 0 }));
     let peers: Vec<_> = (2..MAX_COMMUNICATORS).map(|_| ByHand::connect(&fabric)).collect();
     let counts = || fabric.receiver.counters().of(TransportKind::Nccl).read();
     eventually("all have joined", || counts().routes == MAX_COMMUNICATORS as u64).await;

@@ -7,7 +7,7 @@
 //!   Hello{pool, layout}   ----------------------------------->  same pool? a slot free?
 //!                         <-----------------------------------  Welcome + unique id
 //!   joins as rank 1       ==== communicator of two ranks =====  joins as rank 0
-//!   Announce{n, generation, pieces}  ------------------------>  granted? not announced before?
+//!   Announce{n, pass, pieces}        ------------------------>  granted to it? not announced before?
 //!                         <-----------------------------------  Go{n}: posts one group of receives into the blocks
 //!   posts one group of sends ================================>
 //!                         <-----------------------------------  Landed{n}: the group is done

@@ -22,7 +22,7 @@ use super::{
     wire::{self, MESSAGE_BYTES, Message, Refusal},
 };
 use crate::{
-    message::{Generation, TransportKind, TransportOffer},
+    message::{Generation, Pass, TransportKind, TransportOffer},
     receiver::{
         Acceptor, Admission, Claim, Grants, LiveGrant, OneSidedWriter, ReceiverConfig, Service, WriterId,
         advertised,
@@ -329,7 +329,7 @@ impl<'a> Session<'a> {
     fn receive(&mut self) -> io::Result<()> {
         let mut bytes = [0; MESSAGE_BYTES];
         socket::receive_exact(&self.peer.socket, &mut bytes, self.sharing.io_timeout)?;
-        let Message::Announce { sequence, generation, num_pieces } = decode(&bytes)? else {
+        let Message::Announce { sequence, pass, num_pieces } = decode(&bytes)? else {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "not an announcement"));
         };
         if self.lane.len() >= MAX_GROUPS {
@@ -337,7 +337,7 @@ impl<'a> Session<'a> {
         }
         let mut bytes = vec![0; wire::pieces_bytes(num_pieces)];
         socket::receive_exact(&self.peer.socket, &mut bytes, self.sharing.io_timeout)?;
-        match self.accept(generation, wire::decode_pieces(&bytes)) {
+        match self.accept(pass, wire::decode_pieces(&bytes)) {
             Ok(group) => {
                 if self.lane.is_empty() {
                     self.slot.set_busy(true);
@@ -351,17 +351,18 @@ impl<'a> Session<'a> {
     }
 
     /// Takes the pieces for this peer alone. From then on the grant's blocks are not released before the group ends.
-    fn accept(&mut self, generation: Generation, pieces: Vec<(u32, u32)>) -> Result<Group, Refusal> {
+    fn accept(&mut self, pass: Pass, pieces: Vec<(u32, u32)>) -> Result<Group, Refusal> {
         let Sharing { grants, pool, .. } = self.sharing;
-        let grant = grants.find(generation).ok_or(Refusal::Revoked)?;
+        let grant =
+            grants.find(pass.generation).filter(|grant| grant.pass() == pass).ok_or(Refusal::Revoked)?;
         if grant.claim(&pieces) != Claim::Taken {
             return Err(Refusal::Pieces);
         }
-        if !grants.open(&grant.pass(), self.peer.writer, Arc::clone(self.peer) as Arc<dyn OneSidedWriter>) {
+        if !grants.open(&pass, self.peer.writer, Arc::clone(self.peer) as Arc<dyn OneSidedWriter>) {
             grant.abandon(&pieces);
             return Err(Refusal::Revoked);
         }
-        *self.open.entry(generation).or_default() += 1;
+        *self.open.entry(pass.generation).or_default() += 1;
         let storage = grants.storage();
         let places = pieces.iter().map(|&(layer_idx, block_idx)| {
             let block = grant.block(block_idx).expect("a claimed piece is in the grant");

@@ -6,7 +6,7 @@
 //! piece     layer u32 | position in the grant u32
 //! ```
 
-use crate::message::Generation;
+use crate::message::{Generation, Pass, Token};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BKVncl01");
 pub(super) const MESSAGE_BYTES: usize = 48;
@@ -26,7 +26,7 @@ pub(super) enum Message {
     /// D: not for you, or not now; the reason is in its log.
     Refused,
     /// P: this is what I shall send next; so many pieces follow.
-    Announce { sequence: u64, generation: Generation, num_pieces: u32 },
+    Announce { sequence: u64, pass: Pass, num_pieces: u32 },
     /// D: it is received; send it.
     Go { sequence: u64 },
     /// D: it is not received; do not send it.
@@ -52,8 +52,10 @@ impl Message {
             Message::Welcome => (2, 0, [0; 4]),
             Message::OtherPool => (3, 0, [0; 4]),
             Message::Refused => (4, 0, [0; 4]),
-            Message::Announce { sequence, generation, num_pieces } => {
-                (5, num_pieces, [sequence, generation.0, 0, 0])
+            Message::Announce { sequence, pass: Pass { generation, token }, num_pieces } => {
+                let half =
+                    |at: usize| u64::from_le_bytes(token.0[at..at + 8].try_into().expect("eight bytes"));
+                (5, num_pieces, [sequence, generation.0, half(0), half(8)])
             }
             Message::Go { sequence } => (6, 0, [sequence, 0, 0, 0]),
             Message::No { sequence, why: Refusal::Revoked } => (7, 0, [sequence, 0, 0, 0]),
@@ -83,7 +85,12 @@ impl Message {
             (3, _) => Message::OtherPool,
             (4, _) => Message::Refused,
             (5, 1..) if a as usize <= MAX_PIECES => {
-                Message::Announce { sequence: b, generation: Generation(c), num_pieces: a }
+                let token = Token(bytes[32..].try_into().expect("the last sixteen bytes"));
+                Message::Announce {
+                    sequence: b,
+                    pass: Pass { generation: Generation(c), token },
+                    num_pieces: a,
+                }
             }
             (6, _) => Message::Go { sequence: b },
             (7, 0) => Message::No { sequence: b, why: Refusal::Revoked },
@@ -97,11 +104,11 @@ impl Message {
 /// An announcement with its pieces: (layer, position in the grant).
 pub(super) fn announcement(
     sequence: u64,
-    generation: Generation,
+    pass: Pass,
     pieces: impl ExactSizeIterator<Item = (u32, u32)>,
 ) -> Vec<u8> {
     let num_pieces = pieces.len() as u32;
-    let mut bytes = Message::Announce { sequence, generation, num_pieces }.encode().to_vec();
+    let mut bytes = Message::Announce { sequence, pass, num_pieces }.encode().to_vec();
     for (layer_idx, block_idx) in pieces {
         bytes.extend(layer_idx.to_le_bytes());
         bytes.extend(block_idx.to_le_bytes());
@@ -125,16 +132,18 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::testing::some_pass;
 
     #[test]
     fn what_is_encoded_is_decoded() {
-        let (sequence, generation) = (77, Generation(0x0123_4567_89ab_cdef));
+        let token = Token(std::array::from_fn(|idx| idx as u8 + 1));
+        let (sequence, pass) = (77, Pass { generation: Generation(0x0123_4567_89ab_cdef), token });
         for message in [
             Message::Hello { pool: 3, num_layers: 2, layer_bytes: 4096, block_bytes: 8192 },
             Message::Welcome,
             Message::OtherPool,
             Message::Refused,
-            Message::Announce { sequence, generation, num_pieces: MAX_PIECES as u32 },
+            Message::Announce { sequence, pass, num_pieces: MAX_PIECES as u32 },
             Message::Go { sequence },
             Message::No { sequence, why: Refusal::Revoked },
             Message::No { sequence, why: Refusal::Pieces },
@@ -143,9 +152,9 @@ mod tests {
             assert_eq!(Message::decode(&message.encode()), Some(message));
         }
         let pieces = [(1, 2), (u32::MAX, 0)];
-        let bytes = announcement(sequence, generation, pieces.into_iter());
+        let bytes = announcement(sequence, pass, pieces.into_iter());
         let (head, rest) = bytes.split_at(MESSAGE_BYTES);
-        let announced = Message::Announce { sequence, generation, num_pieces: 2 };
+        let announced = Message::Announce { sequence, pass, num_pieces: 2 };
         assert_eq!(Message::decode(head.try_into().unwrap()), Some(announced));
         assert_eq!(rest.len(), pieces_bytes(2));
         assert_eq!(decode_pieces(rest), pieces);
@@ -154,7 +163,7 @@ mod tests {
     #[test]
     fn announcements_of_nothing_or_too_much_are_refused() {
         for num_pieces in [0, MAX_PIECES as u32 + 1, u32::MAX] {
-            let message = Message::Announce { sequence: 0, generation: Generation(1), num_pieces };
+            let message = Message::Announce { sequence: 0, pass: some_pass(1), num_pieces };
             assert_eq!(Message::decode(&message.encode()), None, "{num_pieces}");
         }
     }
