@@ -41,6 +41,8 @@ async fn router_metric(cluster: &Cluster, name: &str, labels: &[&str]) -> f64 {
 }
 
 const NUM_STREAMS: usize = 16;
+/// Tokens of a stream that still runs when a worker has started meanwhile.
+const LONG: u32 = 1500;
 
 /// Two decode workers, of which only the first is there at first: everything runs on it.
 pub(crate) async fn all_on_one(builder: ClusterBuilder) -> Cluster {
@@ -78,7 +80,7 @@ async fn undisturbed_and_disturbed_agree(
 #[tokio::test]
 async fn a_worker_that_leaves_hands_over_its_streams_and_nobody_computes_a_prompt_again() {
     let mut cluster = all_on_one(Cluster::new().router_flags("--migration drain")).await;
-    undisturbed_and_disturbed_agree(&mut cluster, 400, async |cluster| {
+    undisturbed_and_disturbed_agree(&mut cluster, LONG, async |cluster| {
         cluster.start_again("decode-1");
         cluster.wait_for_workers(0, 2).await;
         let began = Instant::now();
@@ -106,7 +108,7 @@ async fn a_worker_that_leaves_hands_over_its_streams_and_nobody_computes_a_promp
 #[tokio::test]
 async fn killing_the_worker_that_leaves_costs_no_token() {
     let mut cluster = all_on_one(Cluster::new().router_flags("--migration drain")).await;
-    undisturbed_and_disturbed_agree(&mut cluster, 400, async |cluster| {
+    undisturbed_and_disturbed_agree(&mut cluster, LONG, async |cluster| {
         cluster.start_again("decode-1");
         cluster.wait_for_workers(0, 2).await;
         cluster.signal("decode-0", libc::SIGTERM);

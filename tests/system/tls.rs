@@ -33,12 +33,19 @@ async fn a_prompt_is_handed_over_inside_of_tls() {
         texts.push(cluster.complete(&body(mode, salt)).await["choices"][0]["text"].clone());
     }
     assert_eq!(texts[0], texts[1]);
-    let workers = cluster.loads().await;
+    // Reports come a moment after what they tell.
+    let workers = eventually("KV that both ends have counted", Duration::from_secs(10), async || {
+        let workers = cluster.loads().await;
+        let have_moved = workers.iter().all(|worker| {
+            let load = worker.load.as_ref().expect("it reports");
+            load.handoff_bytes.iter().any(|bytes| bytes.transport == "tcp" && bytes.bytes > 0)
+        });
+        have_moved.then_some(workers)
+    })
+    .await;
+    assert_eq!(workers.len(), 2);
     for worker in &workers {
         assert!(worker.address.starts_with("https://"), "{}", worker.address);
-        let load = worker.load.as_ref().expect("it reports");
-        let bytes = load.handoff_bytes.iter().find(|bytes| bytes.transport == "tcp").map(|bytes| bytes.bytes);
-        assert!(bytes.is_some_and(|bytes| bytes > 0), "{bytes:?} of {}", worker.worker_id);
     }
     let log = cluster.log("decode-0");
     let opened =
