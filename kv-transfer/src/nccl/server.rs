@@ -32,8 +32,7 @@ use crate::{
 
 /// Listens until dropped. Every communicator is gone then, so that nothing is written any more.
 pub(crate) struct NcclServer {
-    sharing: Arc<Sharing>,
-    acceptor: Acceptor<Sharing>,
+    _acceptor: Acceptor<Sharing>,
     offer: TransportOffer,
 }
 
@@ -44,7 +43,6 @@ struct Sharing {
     pool: Reached,
     communicators: Arc<Communicators>,
     io_timeout: Duration,
-    is_stopping: AtomicBool,
 }
 
 impl NcclServer {
@@ -66,29 +64,13 @@ impl NcclServer {
             pool,
             communicators: Communicators::new(MAX_COMMUNICATORS),
             io_timeout: config.io_timeout,
-            is_stopping: AtomicBool::new(false),
         });
-        let acceptor = Acceptor::start(Arc::clone(&sharing), listener, config)?;
-        Ok(NcclServer { sharing, acceptor, offer })
+        let acceptor = Acceptor::start(sharing, listener, config)?;
+        Ok(NcclServer { _acceptor: acceptor, offer })
     }
 
     pub(crate) fn offer(&self) -> TransportOffer {
         self.offer.clone()
-    }
-}
-
-impl Drop for NcclServer {
-    fn drop(&mut self) {
-        self.sharing.is_stopping.store(true, Ordering::SeqCst);
-        let connections = self.acceptor.stop();
-        for (peer, _) in &connections {
-            // Fails when the peer was faster.
-            let _ = peer.socket.shutdown(Shutdown::Both);
-        }
-        for (_, thread) in connections {
-            // A panic there has been reported by the panic hook.
-            let _ = thread.join();
-        }
     }
 }
 
@@ -125,7 +107,7 @@ impl Service for Sharing {
         };
         match result {
             Ok(()) => debug!(peer = %peer.address, "nccl peer left"),
-            Err(_) if self.is_stopping.load(Ordering::SeqCst) => {}
+            Err(_) if admission.is_stopping() => {}
             Err(error) => {
                 counters.failed();
                 warn!(peer = %peer.address, %error, "nccl peer fenced");

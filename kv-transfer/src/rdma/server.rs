@@ -7,7 +7,7 @@ use std::{
     net::{Shutdown, SocketAddr, TcpListener, TcpStream},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -27,8 +27,7 @@ use crate::{
 
 /// Listens until dropped. Every agent is gone then, so that nothing writes any more.
 pub(crate) struct RdmaServer {
-    sharing: Arc<Sharing>,
-    acceptor: Acceptor<Sharing>,
+    _acceptor: Acceptor<Sharing>,
     offer: TransportOffer,
 }
 
@@ -38,7 +37,6 @@ struct Sharing {
     nixl: Nixl,
     io_timeout: Duration,
     handshake_timeout: Duration,
-    is_stopping: AtomicBool,
     next_agent: AtomicU64,
 }
 
@@ -59,30 +57,14 @@ impl RdmaServer {
             nixl,
             io_timeout: config.io_timeout,
             handshake_timeout: config.handshake_timeout,
-            is_stopping: AtomicBool::new(false),
             next_agent: AtomicU64::new(0),
         });
-        let acceptor = Acceptor::start(Arc::clone(&sharing), listener, config)?;
-        Ok(RdmaServer { sharing, acceptor, offer })
+        let acceptor = Acceptor::start(sharing, listener, config)?;
+        Ok(RdmaServer { _acceptor: acceptor, offer })
     }
 
     pub(crate) fn offer(&self) -> TransportOffer {
         self.offer.clone()
-    }
-}
-
-impl Drop for RdmaServer {
-    fn drop(&mut self) {
-        self.sharing.is_stopping.store(true, Ordering::SeqCst);
-        let connections = self.acceptor.stop();
-        for (writer, _) in &connections {
-            // Fails when the peer was faster.
-            let _ = writer.socket.shutdown(Shutdown::Both);
-        }
-        for (_, thread) in connections {
-            // A panic there has been reported by the panic hook.
-            let _ = thread.join();
-        }
     }
 }
 
@@ -117,7 +99,7 @@ impl Service for Sharing {
         self.grants.writer_gone(writer.id);
         match result {
             Ok(()) => debug!(peer = %writer.address, "rdma peer left"),
-            Err(_) if self.is_stopping.load(Ordering::SeqCst) => {}
+            Err(_) if admission.is_stopping() => {}
             Err(error) if admission.is_admitted() => {
                 counters.failed();
                 warn!(peer = %writer.address, %error, "rdma peer fenced");

@@ -70,6 +70,8 @@ pub(crate) struct Admission {
 
 /// Of one listener.
 struct Gate {
+    /// Nobody is accepted any more, and connections are made to end.
+    is_stopping: AtomicBool,
     max_admitted: usize,
     num_admitted: AtomicUsize,
     complaints: Mutex<Complaints>,
@@ -101,6 +103,11 @@ impl Admission {
         self.is_admitted.load(Ordering::SeqCst)
     }
 
+    /// Whether connections end because the listener does.
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.gate.is_stopping.load(Ordering::SeqCst)
+    }
+
     /// Says why a stranger was sent away, unless that was said of another one just now.
     pub(crate) fn complain(&self, peer: &dyn Display, why: &dyn Display) {
         self.gate.complain(&format!("a stranger at a kv port was sent away: {peer}"), why);
@@ -129,7 +136,7 @@ impl Drop for Admission {
     }
 }
 
-/// Accepts until stopped.
+/// Accepts until dropped, and then hangs up on every peer and waits for its thread; or until [stopped](Self::stop).
 ///
 /// Strangers cost a thread and a descriptor each, for a bounded time, and there are never many: one more takes the place
 /// of the one that has been longest about saying what it wants. A peer with a grant says that within a round trip or
@@ -144,7 +151,6 @@ struct Shared<S: Service> {
     listener: S::Listener,
     max_strangers: usize,
     gate: Arc<Gate>,
-    is_stopping: AtomicBool,
     connections: Mutex<Vec<Served<S>>>,
 }
 
@@ -166,6 +172,7 @@ impl<S: Service> Acceptor<S> {
         config: &ReceiverConfig,
     ) -> io::Result<Acceptor<S>> {
         let gate = Arc::new(Gate {
+            is_stopping: AtomicBool::new(false),
             max_admitted: config.max_connections,
             num_admitted: AtomicUsize::new(0),
             complaints: Mutex::default(),
@@ -175,7 +182,6 @@ impl<S: Service> Acceptor<S> {
             listener,
             max_strangers: config.max_strangers.max(1),
             gate,
-            is_stopping: AtomicBool::new(false),
             connections: Mutex::default(),
         });
         let thread = thread::Builder::new().name(S::THREADS.0.into()).spawn({
@@ -187,7 +193,7 @@ impl<S: Service> Acceptor<S> {
 
     /// Accepts no more; the caller ends the connections there are.
     pub(crate) fn stop(&mut self) -> Connections<S> {
-        self.shared.is_stopping.store(true, Ordering::SeqCst);
+        self.shared.gate.is_stopping.store(true, Ordering::SeqCst);
         // SAFETY: a plain system call on a descriptor that `shared` owns; wakes the thread.
         unsafe { libc::shutdown(self.shared.listener.as_raw_fd(), libc::SHUT_RDWR) };
         if let Some(thread) = self.thread.take() {
@@ -199,6 +205,17 @@ impl<S: Service> Acceptor<S> {
     }
 }
 
+impl<S: Service> Drop for Acceptor<S> {
+    fn drop(&mut self) {
+        let connections = self.stop();
+        connections.iter().for_each(|(connection, _)| S::hang_up(connection));
+        for (_, thread) in connections {
+            // A panic there has been reported by the panic hook.
+            let _ = thread.join();
+        }
+    }
+}
+
 impl<S: Service> Shared<S> {
     fn connections(&self) -> MutexGuard<'_, Vec<Served<S>>> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
@@ -207,7 +224,7 @@ impl<S: Service> Shared<S> {
     fn accept(&self) {
         loop {
             let accepted = self.listener.accept_one();
-            if self.is_stopping.load(Ordering::SeqCst) {
+            if self.gate.is_stopping.load(Ordering::SeqCst) {
                 return;
             }
             match accepted {

@@ -58,7 +58,6 @@ struct Sharing {
     io_timeout: Duration,
     /// Of the pool, if it is on a device.
     handle: Option<[u8; 64]>,
-    is_stopping: AtomicBool,
 }
 
 impl ShmServer {
@@ -92,8 +91,7 @@ impl ShmServer {
         // The folder is private already, so that nobody came in before this.
         fs::set_permissions(&unnamed, fs::Permissions::from_mode(0o600)).map_err(named)?;
         fs::rename(&unnamed, &path).map_err(named)?;
-        let (io_timeout, is_stopping) = (config.io_timeout, AtomicBool::new(false));
-        let sharing = Arc::new(Sharing { grants, io_timeout, handle, is_stopping });
+        let sharing = Arc::new(Sharing { grants, io_timeout: config.io_timeout, handle });
         let acceptor = Acceptor::start(Arc::clone(&sharing), listener, config)?;
         Ok(ShmServer { sharing, acceptor, path })
     }
@@ -109,7 +107,6 @@ impl ShmServer {
 
 impl Drop for ShmServer {
     fn drop(&mut self) {
-        self.sharing.is_stopping.store(true, Ordering::SeqCst);
         // It may be gone; the next start removes it if not.
         let _ = fs::remove_file(&self.path);
         let connections = self.acceptor.stop();
@@ -218,7 +215,7 @@ fn serve(sharing: &Sharing, writer: &Arc<Writer>, admission: &Admission) {
         result = converse(sharing, writer).map(|()| true);
     }
     if let Err(error) = result {
-        if !sharing.is_stopping.load(Ordering::SeqCst) {
+        if !admission.is_stopping() {
             counters.failed();
             warn!(%error, "shared-memory peer broke the protocol");
         }

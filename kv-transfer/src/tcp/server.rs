@@ -3,10 +3,7 @@
 use std::{
     io,
     net::{Shutdown, SocketAddr, TcpListener, TcpStream},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -27,8 +24,7 @@ use crate::{
 
 /// Listens until dropped.
 pub(crate) struct TcpServer {
-    receiving: Arc<Receiving>,
-    acceptor: Acceptor<Receiving>,
+    _acceptor: Acceptor<Receiving>,
     offer: TransportOffer,
 }
 
@@ -39,7 +35,6 @@ struct Receiving {
     handshake_timeout: Duration,
     tls: Option<Tls>,
     socket_buffer_bytes: Option<usize>,
-    is_stopping: AtomicBool,
 }
 
 impl TcpServer {
@@ -59,29 +54,13 @@ impl TcpServer {
             handshake_timeout: config.handshake_timeout,
             tls: config.tls.clone(),
             socket_buffer_bytes: config.socket_buffer_bytes,
-            is_stopping: AtomicBool::new(false),
         });
-        let acceptor = Acceptor::start(Arc::clone(&receiving), listener, config)?;
-        Ok(TcpServer { receiving, acceptor, offer })
+        let acceptor = Acceptor::start(receiving, listener, config)?;
+        Ok(TcpServer { _acceptor: acceptor, offer })
     }
 
     pub(crate) fn offer(&self) -> TransportOffer {
         self.offer.clone()
-    }
-}
-
-impl Drop for TcpServer {
-    fn drop(&mut self) {
-        self.receiving.is_stopping.store(true, Ordering::SeqCst);
-        let connections = self.acceptor.stop();
-        for (connection, _) in &connections {
-            // Fails when the peer was faster.
-            let _ = connection.socket.shutdown(Shutdown::Both);
-        }
-        for (_, thread) in connections {
-            // A panic there has been reported by the panic hook.
-            let _ = thread.join();
-        }
     }
 }
 
@@ -103,7 +82,7 @@ impl Service for Receiving {
     fn serve(&self, peer: &Arc<Peer>, admission: &Admission) {
         match self.serve_peer(peer, admission) {
             Ok(()) => debug!(peer = %peer.address, "kv data connection closed"),
-            Err(_) if self.is_stopping.load(Ordering::SeqCst) => {}
+            Err(_) if admission.is_stopping() => {}
             Err(error) if !admission.is_admitted() => {
                 self.grants.counters().of(TransportKind::Tcp).failed();
                 admission.complain(&peer.address, &error);
