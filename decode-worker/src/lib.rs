@@ -29,12 +29,9 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> anyhow::R
 }
 
 /// What makes a worker a decode worker.
-///
-/// # Errors
-/// None; other roles have some.
-pub fn role(worker: &Arc<Worker>) -> anyhow::Result<RoleService> {
+pub fn role(worker: &Arc<Worker>) -> RoleService {
     let service = DecodeServer::new(DecodeService::new(worker.clone()))
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES);
-    Ok(RoleService { routes: Routes::new(service), name: service_name(baton_cluster::Role::Decode) })
+    RoleService { routes: Routes::new(service), name: service_name(baton_cluster::Role::Decode) }
 }

@@ -21,9 +21,6 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> anyhow::R
 }
 
 /// What makes a worker a prefill worker.
-///
-/// # Errors
-/// None; other roles have some.
-pub fn role(_: &Arc<Worker>) -> anyhow::Result<RoleService> {
-    Ok(RoleService { routes: Routes::default(), name: service_name(baton_cluster::Role::Prefill) })
+pub fn role(_: &Arc<Worker>) -> RoleService {
+    RoleService { routes: Routes::default(), name: service_name(baton_cluster::Role::Prefill) }
 }

@@ -54,7 +54,7 @@ impl std::fmt::Debug for RoleService {
 /// When it cannot start, or its engine broke.
 pub async fn run<R>(config: WorkerConfig, shutdown: CancellationToken, role: R) -> anyhow::Result<()>
 where
-    R: FnOnce(&Arc<Worker>) -> anyhow::Result<RoleService>,
+    R: FnOnce(&Arc<Worker>) -> RoleService,
 {
     config.validate()?;
     let metrics = Metrics::new();
@@ -85,7 +85,7 @@ pub async fn serve<R>(
     role: R,
 ) -> anyhow::Result<()>
 where
-    R: FnOnce(&Arc<Worker>) -> anyhow::Result<RoleService>,
+    R: FnOnce(&Arc<Worker>) -> RoleService,
 {
     config.validate()?;
     let metrics = Metrics::new();
@@ -104,7 +104,7 @@ async fn operate<R>(
     role: R,
 ) -> anyhow::Result<()>
 where
-    R: FnOnce(&Arc<Worker>) -> anyhow::Result<RoleService>,
+    R: FnOnce(&Arc<Worker>) -> RoleService,
 {
     let record = describe(&config, &model, &server)?;
     let (engine, thread) = start_engine(&config, model, &record)?;
@@ -113,7 +113,7 @@ where
     let drain_timeout = config.drain_timeout;
     let peers = Peers::new(Dialer::new(config.tls.clone()));
     let worker = Arc::new(Worker { config, record, engine, lifecycle, metrics, data_plane, peers });
-    let role = role(&worker)?;
+    let role = role(&worker);
     let handoffs = PrefillServer::new(PrefillService::new(worker.clone()))
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES);

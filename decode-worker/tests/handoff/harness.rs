@@ -189,11 +189,11 @@ impl Builder {
             let is_prefill = config.role == Role::Prefill;
             let role = |worker: &Arc<Worker>| {
                 let role = match is_prefill {
-                    true => baton_prefill_worker::role(worker)?,
-                    false => baton_decode_worker::role(worker)?,
+                    true => baton_prefill_worker::role(worker),
+                    false => baton_decode_worker::role(worker),
                 };
                 let _ = give.send(worker.clone());
-                Ok(role)
+                role
             };
             if is_fake {
                 let listener = TcpListener::bind(config.listen).await?;
