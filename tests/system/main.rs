@@ -10,6 +10,8 @@ mod gguf;
 mod harness;
 mod measure_migration;
 mod migration;
+#[path = "../ports.rs"]
+mod ports;
 mod prefix;
 mod prompts;
 mod serving;

@@ -17,7 +17,8 @@ use serde_json::{Value, json};
 use tokio::task::{LocalSet, spawn_local};
 
 use crate::{
-    harness::{Cluster, Http, free_ports},
+    harness::{Cluster, Http},
+    ports::free_port,
     prompts::filler,
     wire::Wire,
 };
@@ -147,10 +148,10 @@ impl Soak {
 
 /// Two of each role, behind wires; one decode worker takes KV over tcp only.
 async fn start() -> (Cluster, BTreeMap<&'static str, Wire>) {
-    let ports: [u16; WORKERS.len()] = free_ports();
     let mut wires = BTreeMap::new();
     let mut cluster = Cluster::new().prefill(2).decode(2).worker_flags("--kv-memory 16M --threads 1");
-    for (name, port) in WORKERS.into_iter().zip(ports) {
+    for name in WORKERS {
+        let port = free_port();
         let wire = Wire::to(([127, 0, 0, 1], port).into()).await;
         let transports = if name == "decode-1" { "tcp" } else { "shm,tcp" };
         cluster = cluster.flags_of(

@@ -1,7 +1,9 @@
 //! Workers and a router with a real etcd between them.
 
+#[path = "../../../tests/ports.rs"]
+mod ports;
+
 use std::{
-    net::TcpListener,
     path::{Path, PathBuf},
     process::Stdio,
     time::Duration,
@@ -90,10 +92,9 @@ impl Etcd {
     }
 }
 
-/// A port that was free a moment ago. etcd cannot be given a listening socket.
+/// etcd cannot be given a listening socket.
 fn free_url() -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
-    format!("http://{}", listener.local_addr().expect("it is bound"))
+    format!("http://127.0.0.1:{}", ports::free_port())
 }
 
 fn empty(dir: &Path) {

@@ -202,7 +202,9 @@ impl Builder {
                 baton_worker::run(config, stop, role).await
             }
         });
-        let worker = timeout(PATIENCE, worker).await.expect("in time").expect("the worker starts");
+        let Ok(worker) = timeout(PATIENCE, worker).await.expect("in time") else {
+            panic!("the worker does not start: {:?}", ended.await);
+        };
         let mut phase = worker.lifecycle().watch();
         let serving = phase.wait_for(|phase| *phase == Phase::Serving);
         timeout(PATIENCE, serving).await.expect("in time").expect("the worker serves");

@@ -9,6 +9,8 @@ mod gate;
 mod harness;
 mod leaving;
 mod matrix;
+#[path = "../../../tests/ports.rs"]
+mod ports;
 mod prefix;
 mod serving;
 mod sides;

@@ -1,8 +1,9 @@
 //! A real etcd for one test, which can be stopped and started again over the same data.
 
-use std::{net::TcpListener, path::Path, time::Duration};
+use std::{path::Path, time::Duration};
 
 use super::process::Process;
+use crate::ports::free_port;
 
 pub(crate) struct Etcd {
     pub(crate) endpoint: String,
@@ -13,7 +14,7 @@ pub(crate) struct Etcd {
 
 impl Etcd {
     pub(crate) fn start(dir: &Path) -> Etcd {
-        let [client, peer] = free_ports();
+        let [client, peer] = [free_port(), free_port()];
         let endpoint = format!("http://127.0.0.1:{client}");
         let peers = format!("http://127.0.0.1:{peer}");
         let data = dir.join("etcd");
@@ -39,13 +40,6 @@ impl Etcd {
         assert!(self.process.is_none(), "etcd runs already");
         self.process = Some(Process::start("etcd", "etcd", &self.args, &self.dir));
     }
-}
-
-/// Ports that were free a moment ago.
-pub(crate) fn free_ports<const N: usize>() -> [u16; N] {
-    let listeners: [TcpListener; N] =
-        std::array::from_fn(|_| TcpListener::bind("127.0.0.1:0").expect("a port is free"));
-    listeners.map(|listener| listener.local_addr().expect("a bound socket has an address").port())
 }
 
 const POLL: Duration = Duration::from_millis(20);

@@ -16,7 +16,9 @@ use baton_proto::v1::{LoadsRequest, WorkerLoad, inference_client::InferenceClien
 use serde_json::{Value, json};
 use tokio::sync::{Mutex, MutexGuard};
 
-pub(crate) use etcd::{Etcd, eventually, free_ports};
+use crate::ports::free_port;
+
+pub(crate) use etcd::{Etcd, eventually};
 pub(crate) use http::Http;
 pub(crate) use process::{Process, children_of, signal_pid};
 
@@ -97,7 +99,7 @@ impl ClusterBuilder {
     pub(crate) async fn start(self) -> Cluster {
         let turn = TURN.lock().await;
         let dir = tempfile::tempdir().expect("a temporary directory can be made");
-        let [port] = free_ports();
+        let port = free_port();
         let etcd = self.with_etcd.then(|| Etcd::start(dir.path()));
         let base = format!("http://127.0.0.1:{port}");
         let discovery: Vec<String> = match &etcd {
@@ -317,7 +319,7 @@ impl Up {
     pub(crate) async fn start(flags: &str) -> Up {
         let turn = TURN.lock().await;
         let dir = tempfile::tempdir().expect("a temporary directory can be made");
-        let [port] = free_ports();
+        let port = free_port();
         let mut args = vec!["up".to_owned(), "--port".to_owned(), port.to_string()];
         args.extend(["--kv-memory", "64M"].map(str::to_owned));
         args.extend(flags.split_whitespace().map(str::to_owned));

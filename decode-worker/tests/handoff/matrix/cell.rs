@@ -15,7 +15,7 @@ use super::{
     until,
     wire::Wire,
 };
-use crate::harness::PATIENCE;
+use crate::{harness::PATIENCE, ports::free_port};
 
 /// The parts of one cell.
 struct Cell {
@@ -62,7 +62,7 @@ impl Cell {
             num_blocks,
             handoff_deadline: fault.handoff_deadline(),
             hold_before_step,
-            ports: [0, 0],
+            ports: [free_port(), free_port()],
             host: place(is_prefill).map_or(Ipv4Addr::LOCALHOST, |(_, host)| host),
             namespace: place(is_prefill).map(|(namespace, _)| namespace.to_owned()),
         };
@@ -190,7 +190,7 @@ impl Cell {
             Fault::PrefillRestarted => {
                 let old = self.prefill.peer(self.wires[0].address);
                 self.prefill.kill();
-                self.prefill.start_again(None).await;
+                self.prefill.start_again().await;
                 self.let_go();
                 let (end, tokens) = attempt.end().await;
                 // The router has not heard of it yet.
@@ -204,10 +204,8 @@ impl Cell {
                 return self.check(fault, end, tokens).await;
             }
             Fault::DecodeRestarted => {
-                let data = self.tap.data().await;
-                let data_port = data.first().map(|wire| wire.target().port());
                 self.decode.kill();
-                self.decode.start_again(data_port).await;
+                self.decode.start_again().await;
             }
             Fault::PrefillFrozen | Fault::PrefillFrozenLong => {
                 self.prefill.freeze();
@@ -290,10 +288,10 @@ impl Cell {
             counted(&self.prefill, self.expected.prefill).await;
         }
         if !has_decode && fault == Fault::DecodeKilled {
-            self.decode.start_again(None).await;
+            self.decode.start_again().await;
         }
         if !has_prefill && fault == Fault::PrefillKilled {
-            self.prefill.start_again(None).await;
+            self.prefill.start_again().await;
         }
         self.decode.assert_all_free().await;
         self.prefill.assert_all_free().await;

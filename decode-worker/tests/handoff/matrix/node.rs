@@ -37,7 +37,7 @@ pub(super) struct Spec {
     pub(super) handoff_deadline: Duration,
     /// The engine stops before this step, until it is told to go on.
     pub(super) hold_before_step: Option<usize>,
-    /// Ports of before, for one that is started again.
+    /// Of calls and of KV; in another life, too.
     pub(super) ports: [u16; 2],
     /// Where it listens.
     pub(super) host: Ipv4Addr,
@@ -126,9 +126,8 @@ impl Node {
     }
 
     /// Another life at the same address; this one must have ended.
-    pub(super) async fn start_again(&mut self, data_port: Option<u16>) {
-        let ports = [self.address.port(), data_port.unwrap_or(0)];
-        *self = Node::start(Spec { ports, hold_before_step: None, ..self.spec.clone() }).await;
+    pub(super) async fn start_again(&mut self) {
+        *self = Node::start(Spec { hold_before_step: None, ..self.spec.clone() }).await;
     }
 
     async fn answer(&mut self) -> String {

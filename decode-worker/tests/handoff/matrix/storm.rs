@@ -13,7 +13,10 @@ use super::{
     tap::{Point, Tap, Twist},
     until,
 };
-use crate::harness::{self, prompt};
+use crate::{
+    harness::{self, prompt},
+    ports::free_port,
+};
 
 const NUM_REQUESTS: usize = 1000;
 /// Of so many, both pools have the blocks.
@@ -27,7 +30,7 @@ pub(super) async fn run(state: State, kind: TransportKind, expected: Expected) -
         num_blocks: NUM_BLOCKS,
         handoff_deadline: Duration::from_secs(60),
         hold_before_step: None,
-        ports: [0, 0],
+        ports: [free_port(), free_port()],
         host: Ipv4Addr::LOCALHOST,
         namespace: None,
     };

@@ -69,11 +69,6 @@ impl Wire {
         Wire { address, shared, task }
     }
 
-    /// Where its connections end.
-    pub(super) fn target(&self) -> SocketAddr {
-        self.shared.target
-    }
-
     /// Whether packets are dropped.
     pub(super) fn set_dead(&self, is_dead: bool) {
         self.shared.is_dead.send_replace(is_dead);
