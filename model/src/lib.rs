@@ -11,6 +11,8 @@ mod blocks;
 mod config;
 pub mod cost;
 mod cpu;
+#[allow(dead_code)]
+mod cuda;
 mod decoder;
 mod error;
 mod executor;

@@ -1,0 +1,12 @@
+//! Kernels for NVIDIA GPUs.
+//!
+//! Each file of `kernels/` has a module here: the arguments of its kernels, how they are launched, and tests against a plain
+//! reference. Where there is no GPU the tests run them by an emulator.
+
+mod kernel;
+mod norm;
+
+#[cfg(test)]
+mod emulator;
+#[cfg(test)]
+mod testing;
