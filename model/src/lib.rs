@@ -11,8 +11,9 @@ mod blocks;
 mod config;
 pub mod cost;
 mod cpu;
-#[allow(dead_code)]
-mod cuda;
+#[allow(dead_code)] // until an executor launches them
+#[doc(hidden)]
+pub mod cuda;
 mod decoder;
 mod error;
 mod executor;

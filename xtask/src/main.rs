@@ -1,4 +1,4 @@
-//! Checks and set-up of the workspace: `cargo xtask verify | fix | setup | ci | fuzz | soak`.
+//! Checks and set-up of the workspace: `cargo xtask verify | fix | setup | ci | cuda-check | fuzz | soak`.
 //!
 //! `verify` never writes to the checkout, `fix` does, `setup` installs. Nothing here knows what
 //! Baton does; it knows how the repository is put together.
@@ -13,6 +13,7 @@ mod edges;
 mod fix;
 mod fuzz;
 mod hygiene;
+mod kernels;
 mod settings;
 mod setup;
 mod soak;
@@ -57,6 +58,8 @@ enum Command {
     },
     /// `setup`, then `verify`: what CI runs.
     Ci,
+    /// Compile every GPU kernel for every card and print what its code needs. No GPU takes part.
+    CudaCheck,
     /// Feed decoders with what coverage leads to, one fuzz target after the other. Not part of `verify`.
     Fuzz {
         /// Only this target; by default all.
@@ -112,6 +115,7 @@ fn run(command: Command) -> anyhow::Result<bool> {
             }
             Ok(verified && complete)
         }
+        Command::CudaCheck => kernels::run(&workspace),
         Command::Fuzz { target, seconds } => fuzz::run(&workspace, target.as_deref(), seconds),
         Command::Soak { minutes, rate, seed } => soak::run(&workspace, minutes, rate, seed),
     }

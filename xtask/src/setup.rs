@@ -45,6 +45,20 @@ const NEEDS: &[Need] = &[
         find: find_venv,
         install: install_venv,
     },
+    Need {
+        name: "g++",
+        what_for: "tests that run GPU kernels without a GPU",
+        required: true,
+        find: |_| Ok(tools::on_path("g++").map(|path| path.display().to_string())),
+        install: |_| apt_install("g++"),
+    },
+    Need {
+        name: "nvrtc",
+        what_for: "checks that compile GPU kernels",
+        required: false,
+        find: find_nvrtc,
+        install: install_nvrtc,
+    },
     Need { name: "nixl", what_for: "tests of rdma", required: false, find: find_nixl, install: install_nixl },
     Need {
         name: "iptables",
@@ -69,6 +83,9 @@ const NCCL_NEED: Need =
 /// NCCL's library, and where its wheel has it. Neither a device nor CUDA is needed to load it.
 const NCCL: &str = "nvidia-nccl-cu12==2.32.3";
 const NCCL_LIBRARY: &str = "nvidia/nccl/lib/libnccl.so.2";
+
+/// CUDA's compiler as a library. It compiles for any card, and needs none.
+const NVRTC: &str = "nvidia-cuda-nvrtc-cu12==12.9.86";
 
 /// NIXL's libraries, with the UCX that belongs to them. CUDA is not needed to use them.
 const NIXL: &str = "nixl-cu12==1.5.1";
@@ -164,6 +181,15 @@ fn find_nixl(root: &Path) -> Result<Option<String>> {
 /// The tests load it from there; nothing is installed into an environment.
 fn install_nixl(root: &Path) -> Result<()> {
     unpack(root, NIXL, &tools::nixl(root), &NIXL_EXTRAS)
+}
+
+fn find_nvrtc(root: &Path) -> Result<Option<String>> {
+    let library = tools::nvrtc(root);
+    Ok(library.exists().then(|| library.display().to_string()))
+}
+
+fn install_nvrtc(root: &Path) -> Result<()> {
+    unpack(root, NVRTC, &root.join("target/nvrtc"), &[])
 }
 
 fn find_nccl(root: &Path) -> Result<Option<String>> {

@@ -37,6 +37,11 @@ pub(crate) fn nccl(root: &Path) -> PathBuf {
     root.join("target/nccl")
 }
 
+/// NVRTC's library, where `setup` puts it.
+pub(crate) fn nvrtc(root: &Path) -> PathBuf {
+    root.join("target/nvrtc/nvidia/cuda_nvrtc/lib/libnvrtc.so.12")
+}
+
 /// The command as one would type it.
 pub(crate) fn shown(command: &Command) -> String {
     let mut words = vec![command.get_program().to_string_lossy().into_owned()];

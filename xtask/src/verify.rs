@@ -11,7 +11,7 @@ use anyhow::{Result, bail};
 use crate::{
     architecture, chart,
     check::{self, Check, Outcome},
-    descriptors, edges, hygiene, settings,
+    descriptors, edges, hygiene, kernels, settings,
     workspace::Workspace,
 };
 
@@ -25,6 +25,7 @@ const CHECKS: &[Check] = &[
     Check { name: "settings", about: "deploy/ and helm/ use flags that exist", run: settings::check },
     Check { name: "chart", about: "the Helm chart lints, renders, and refuses mistakes", run: chart::check },
     Check { name: "clippy", about: "clippy has nothing to say", run: clippy },
+    Check { name: "kernels", about: "GPU kernels compile for every card", run: kernels::check },
     Check { name: "tests", about: "cargo test --workspace passes", run: tests },
 ];
 

@@ -3,6 +3,8 @@
 //! Each file of `kernels/` has a module here: the arguments of its kernels, how they are launched, and tests against a plain
 //! reference. Where there is no GPU the tests run them by an emulator.
 
+pub mod check;
+mod compile;
 mod kernel;
 mod norm;
 
@@ -10,3 +12,8 @@ mod norm;
 mod emulator;
 #[cfg(test)]
 mod testing;
+
+/// Every file, for the shapes that models have.
+fn sources() -> Vec<kernel::Source> {
+    vec![norm::source()]
+}

@@ -1,0 +1,41 @@
+//! Compiles every kernel for every architecture and prints what its code needs. No GPU takes part.
+//!
+//! `cargo xtask cuda-check` calls it with NVRTC's library.
+
+use std::process::ExitCode;
+
+use baton_model::cuda::check::{KernelReport, check_kernels};
+
+fn main() -> ExitCode {
+    let mut num_spilt = 0;
+    let mut num_kernels = 0;
+    let result = check_kernels(&mut |kernel: KernelReport| {
+        if num_kernels == 0 {
+            let titles = ["file", "kernel", "for", "card", "registers", "spilt", "shared"];
+            let [file, kernel, shape, card, registers, spilt, shared] = titles;
+            println!("{file:<14} {kernel:<24} {shape:<32} {card:<7} {registers:>9} {spilt:>6} {shared:>7}");
+        }
+        num_kernels += 1;
+        num_spilt += usize::from(kernel.spill_bytes > 0);
+        println!(
+            "{:<14} {:<24} {:<32} {:<7} {:>9} {:>6} {:>7}",
+            kernel.file,
+            kernel.name,
+            kernel.defines,
+            kernel.architecture,
+            kernel.num_registers,
+            kernel.spill_bytes,
+            kernel.shared_bytes
+        );
+    });
+    match result {
+        Ok(()) => {
+            println!("{num_kernels} kernels compiled, {num_spilt} of them with spilt registers");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! Every kernel compiled for every architecture, and what its code needs: for `cargo xtask cuda-check`.
+
+use super::compile::{Architecture, CompileError, CubinCache};
+use super::sources;
+
+/// What the assembler said of one kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelReport {
+    /// "norm.cu"
+    pub file: &'static str,
+    /// What it was compiled for: "HEAD_DIM=64 KV=2".
+    pub defines: String,
+    /// The kernel's name.
+    pub name: String,
+    /// "sm_90a"
+    pub architecture: String,
+    /// Registers of a thread.
+    pub num_registers: u32,
+    /// Bytes of registers that a thread keeps in memory instead.
+    pub spill_bytes: u32,
+    /// Static shared memory of a block.
+    pub shared_bytes: u32,
+}
+
+/// Compiles everything; `report` is called for each kernel.
+///
+/// # Errors
+/// When NVRTC is missing, or a kernel does not compile.
+pub fn check_kernels(report: &mut dyn FnMut(KernelReport)) -> Result<(), CompileError> {
+    let cache = CubinCache::new(None);
+    for source in sources() {
+        let defines: Vec<String> =
+            source.defines.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        for architecture in Architecture::CHECKED {
+            let log = cache.get(&source, architecture)?.log;
+            for found in kernels(&log) {
+                report(KernelReport {
+                    file: source.file,
+                    defines: defines.join(" "),
+                    architecture: architecture.to_string(),
+                    ..found
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What a log of the assembler's tells of each kernel.
+fn kernels(log: &str) -> Vec<KernelReport> {
+    let mut kernels: Vec<KernelReport> = Vec::new();
+    for line in log.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            let name = rest.split('\'').next().unwrap_or_default().to_owned();
+            kernels.push(KernelReport {
+                file: "",
+                defines: String::new(),
+                name,
+                architecture: String::new(),
+                num_registers: 0,
+                spill_bytes: 0,
+                shared_bytes: 0,
+            });
+        }
+        let Some(kernel) = kernels.last_mut() else { continue };
+        for part in line.split([',', ':']).map(str::trim) {
+            let number = |text: &str| text.split(' ').find_map(|word| word.parse().ok()).unwrap_or(0);
+            if part.ends_with("spill stores") {
+                kernel.spill_bytes = number(part);
+            } else if part.ends_with("registers") {
+                kernel.num_registers = number(part);
+            } else if part.ends_with("bytes smem") {
+                kernel.shared_bytes = number(part);
+            }
+        }
+    }
+    kernels
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_assemblers_words_are_read() {
+        let log = "ptxas info    : 0 bytes gmem\n\
+                   ptxas info    : Compiling entry function 'add_norm' for 'sm_80'\n\
+                   ptxas info    : Function properties for add_norm\n    \
+                   8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads\n\
+                   ptxas info    : Used 29 registers, used 1 barriers, 128 bytes smem, 400 bytes cmem[0]\n";
+        let [kernel] = &kernels(log)[..] else { panic!("one kernel") };
+        assert_eq!(
+            (kernel.name.as_str(), kernel.num_registers, kernel.spill_bytes, kernel.shared_bytes),
+            ("add_norm", 29, 12, 128)
+        );
+    }
+}
