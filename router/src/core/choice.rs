@@ -15,15 +15,14 @@ use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, Span};
 
 use super::{
-    Core, CoreError, Event, Finish, FinishReason, Generation, Migration, TokenOut, Usage,
+    Core, CoreError, Event, Finish, FinishReason, Generation, Migration, TokenOut,
     attempt::Attempt,
-    event::saturate,
     generation::Prompt,
     moves::Seat,
+    output::Output,
     passage::{Cause, PAUSE, Passage, Step, TURN},
     planner::{Moving, Wanted},
     retry::{Failure, FailureKind, Reached, Retry},
-    stops::StopMatcher,
 };
 use crate::plan::{NoPlan, Plan, Prefill, WorkerKey};
 
@@ -43,16 +42,7 @@ pub(crate) struct Choice {
     generation: Arc<Generation>,
     index: u32,
     sampling: Sampling,
-    /// What the reader has been given, all attempts together.
-    delivered: Vec<u32>,
-    /// Prompt tokens that whoever computed the prompt first had cached.
-    cached_tokens: u32,
-    /// By all attempts.
-    drafted_tokens: u32,
-    accepted_tokens: u32,
-    /// Set with the first token.
-    detokenizer: Option<Detokenizer>,
-    stops: StopMatcher,
+    output: Output,
     retry: Retry,
     num_attempts: u32,
     attempt: Option<Attempt>,
@@ -80,17 +70,12 @@ impl Choice {
             ..generation.sampling.clone()
         };
         Choice {
-            stops: StopMatcher::new(generation.stop.clone()),
+            output: Output::new(prompt.tokens.len(), generation.stop.clone(), sampling.min_tokens),
             retry: Retry::new(core.config.max_attempts, core.config.recovery_timeout),
             core,
             generation,
             index,
             sampling,
-            delivered: Vec::new(),
-            cached_tokens: 0,
-            drafted_tokens: 0,
-            accepted_tokens: 0,
-            detokenizer: None,
             num_attempts: 0,
             attempt: None,
             passage: Passage::Resting,
@@ -164,7 +149,7 @@ impl Choice {
                             &self.core.workers,
                             &attempt.decode,
                             &self.prompt().tokens,
-                            &self.delivered,
+                            self.output.tokens(),
                             &self.generation.cache_salt,
                         );
                     }
@@ -194,7 +179,7 @@ impl Choice {
                     self.core.metrics.on_migration(cause.name(), "moved");
                     tracing::debug!(
                         request = %self.generation.id, index = self.index, cause = cause.name(),
-                        to = %attempt.decode, delivered = self.delivered.len(), known = attempt.next_idx, "moved"
+                        to = %attempt.decode, delivered = self.output.tokens().len(), known = attempt.next_idx, "moved"
                     );
                     // The old one ends with this.
                     self.seat = None;
@@ -220,7 +205,7 @@ impl Choice {
         let Some(attempt) = &mut self.attempt else { return Ok(None) };
         let idx = attempt.next_idx;
         attempt.next_idx += 1;
-        match self.delivered.get(idx) {
+        match self.output.tokens().get(idx) {
             None => Ok(Some(self.on_token(token))),
             Some(&known) if known == token.id => Ok(None),
             Some(known) => {
@@ -273,7 +258,7 @@ impl Choice {
     fn plan(&self, moving: Option<Moving<'_>>) -> Result<Plan, NoPlan> {
         let wanted = Wanted {
             prompt: &self.prompt().tokens,
-            output: &self.delivered,
+            output: self.output.tokens(),
             max_tokens: self.sampling.max_tokens,
             cache_salt: &self.generation.cache_salt,
             prefill: self.generation.prefill,
@@ -297,7 +282,7 @@ impl Choice {
                         .lacks()
                         .and_then(|role| self.core.workers.last_usable(role))
                         .map(|at| at + self.core.config.recovery_timeout);
-                    let has_output = !self.delivered.is_empty();
+                    let has_output = !self.output.tokens().is_empty();
                     let until = self.retry.on_nobody(&no_plan, known_until, has_output, now)?;
                     // Whether somebody came or time passed: look again.
                     let _ = tokio::time::timeout_at(until.into(), changes.changed()).await;
@@ -308,7 +293,7 @@ impl Choice {
             self.core.metrics.on_plan(&plan);
             tracing::debug!(
                 request = %self.generation.id, index = self.index, attempt = self.num_attempts,
-                decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.delivered.len(), "planned"
+                decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.output.tokens().len(), "planned"
             );
             let request = self.request();
             self.num_attempts += 1;
@@ -324,7 +309,7 @@ impl Choice {
             request_id: format!("{}-{}", self.generation.id, self.index),
             attempt: self.num_attempts,
             prompt_token_ids: self.prompt().tokens.clone(),
-            output_token_ids: self.delivered.clone(),
+            output_token_ids: self.output.tokens().to_vec(),
             sampling: Some(self.sampling.clone()),
             cache_salt: self.generation.cache_salt.clone(),
             prefill: None,
@@ -346,7 +331,7 @@ impl Choice {
         self.core.metrics.on_failed_attempt(failure.kind.name());
         tracing::warn!(
             request = %self.generation.id, index = self.index, attempt = self.num_attempts - 1,
-            decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.delivered.len(),
+            decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.output.tokens().len(),
             reason = failure.kind.name(), message = failure.message, "attempt failed"
         );
         let blame = self.retry.on_failure(failure, plan, reached, Instant::now())?;
@@ -358,30 +343,11 @@ impl Choice {
 
     fn on_token(&mut self, token: proto::Token) -> Event {
         self.note_progress();
-        if self.delivered.is_empty() {
-            self.cached_tokens = token.cached_tokens.unwrap_or(0);
-        }
-        // The worker's word, for people.
-        self.drafted_tokens = self.drafted_tokens.saturating_add(token.drafted_tokens);
-        self.accepted_tokens = self.accepted_tokens.saturating_add(token.accepted_tokens);
-        self.delivered.push(token.id);
         let model = self.core.model().expect("a request exists only after its prompt was tokenised");
-        let generation = &self.generation;
-        let prompt = &generation.prompts[(self.index / generation.n) as usize];
-        let text = self
-            .detokenizer
-            .get_or_insert_with(|| Detokenizer::new(&model.tokenizer, &prompt.tokens))
-            .push(token.id);
+        let prompt = &self.generation.prompts[(self.index / self.generation.n) as usize];
+        let matched = self.output.push(&token, || Detokenizer::new(&model.tokenizer, &prompt.tokens));
+        let finish = matched.stop.map(|stop| self.finish(FinishReason::Stop, Some(stop)));
         let tokens = vec![TokenOut { id: token.id, logprobs: token.logprobs }];
-        if self.delivered.len() < self.sampling.min_tokens as usize {
-            return Event { index: self.index, text, tokens, finish: None };
-        }
-        let matched = self.stops.push(text);
-        let finish = matched.stop.map(|stop| Finish {
-            reason: FinishReason::Stop,
-            stop: Some(self.generation.stop[stop].clone()),
-            usage: self.usage(),
-        });
         Event { index: self.index, text: matched.text, tokens, finish }
     }
 
@@ -406,24 +372,20 @@ impl Choice {
     }
 
     fn finished(&mut self, reason: FinishReason) -> Event {
-        let mut text = String::new();
-        let mut stop = None;
-        if let Some(mut detokenizer) = self.detokenizer.take() {
-            let matched = self.stops.push(detokenizer.finish());
-            text = matched.text;
-            match matched.stop {
-                Some(idx) => stop = Some(self.generation.stop[idx].clone()),
-                None => text.push_str(&self.stops.finish()),
-            }
-        }
-        let finish = Finish { reason, stop, usage: self.usage() };
-        Event { index: self.index, text, tokens: Vec::new(), finish: Some(finish) }
+        let matched = self.output.finish();
+        let finish = self.finish(reason, matched.stop);
+        Event { index: self.index, text: matched.text, tokens: Vec::new(), finish: Some(finish) }
+    }
+
+    fn finish(&self, reason: FinishReason, stop: Option<usize>) -> Finish {
+        let stop = stop.map(|stop| self.generation.stop[stop].clone());
+        Finish { reason, stop, usage: self.output.usage() }
     }
 
     /// Whether the tokens that were delivered end the sequence, by the worker's rules.
     fn ended_already(&self) -> Option<FinishReason> {
-        let last = self.delivered.last()?;
-        let num_output = self.delivered.len();
+        let output = self.output.tokens();
+        let (last, num_output) = (output.last()?, output.len());
         if num_output >= self.sampling.min_tokens as usize && self.sampling.stop_token_ids.contains(last) {
             return Some(FinishReason::Stop);
         }
@@ -431,17 +393,6 @@ impl Choice {
         let full =
             num_output >= self.sampling.max_tokens as usize || num_tokens >= self.core.context_length();
         full.then_some(FinishReason::Length)
-    }
-
-    fn usage(&self) -> Usage {
-        let prompt_tokens = saturate(self.prompt().tokens.len());
-        Usage {
-            prompt_tokens,
-            completion_tokens: saturate(self.delivered.len()),
-            cached_tokens: self.cached_tokens.min(prompt_tokens),
-            drafted_tokens: self.drafted_tokens,
-            accepted_tokens: self.accepted_tokens,
-        }
     }
 
     fn prompt(&self) -> &Prompt {

@@ -14,6 +14,7 @@ mod error;
 mod event;
 mod generation;
 mod moves;
+mod output;
 mod passage;
 mod planner;
 mod retry;
