@@ -22,8 +22,10 @@ const LAYOUT: KvLayout =
     KvLayout { block_size: 4, num_layers: 2, num_kv_heads: 1, head_dim: 8, dtype: KvDtype::F32 };
 const NUM_BLOCKS: usize = 4;
 const GRANTED: [BlockId; 2] = [BlockId(1), BlockId(2)];
-const MESSAGE_BYTES: usize = 48;
+const MESSAGE_BYTES: usize = 64;
 const ID_BYTES: usize = 128;
+/// Of a grant that nobody made.
+const NO_PASS: Pass = Pass { generation: Generation(1), token: Token([0; Token::NUM_BYTES]) };
 
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
@@ -101,6 +103,7 @@ fuzz_target!(|input: Input<'_>| {
                 1,
                 LAYOUT.num_layers as u32,
                 [ends.pool, LAYOUT.layer_bytes() as u64, LAYOUT.block_bytes() as u64],
+                right,
             );
             edit(&mut bytes, &hello);
             // The peer may have hung up already.
@@ -132,7 +135,7 @@ fuzz_target!(|input: Input<'_>| {
             };
             let address = ends.listener.local_addr().expect("bound").to_string();
             let offers = [TransportOffer::Nccl { address, pool }];
-            let mut bytes = message(2, 0, [0; 3]);
+            let mut bytes = message(2, 0, [0; 3], NO_PASS);
             bytes.extend([7; ID_BYTES]);
             edit(&mut bytes, &welcome);
             std::thread::scope(|scope| {
@@ -143,21 +146,13 @@ fuzz_target!(|input: Input<'_>| {
                     // Answers are to something.
                     let _ = socket.read_exact(&mut [0; MESSAGE_BYTES]);
                     for (sequence, word) in (0..).zip(&words) {
-                        let _ =
-                            socket.write_all(&word.encode(
-                                sequence,
-                                Pass { generation: Generation(1), token: Token::default() },
-                            ));
+                        let _ = socket.write_all(&word.encode(sequence, NO_PASS));
                     }
                     let _ = socket.shutdown(Shutdown::Write);
                     let _ = socket.read_to_end(&mut Vec::new());
                 });
                 runtime.block_on(async {
-                    let routed = ends.sender.route(
-                        Pass { generation: Generation(1), token: Token::default() },
-                        &offers,
-                        (),
-                    );
+                    let routed = ends.sender.route(NO_PASS, &offers, ());
                     if let Ok(route) = tokio::time::timeout(within, routed).await.expect("an answer") {
                         let writes = pieces.iter().enumerate().map(|(idx, (layer, block))| PieceWrite {
                             layer_idx: u32::from(*layer % 2),
@@ -177,13 +172,14 @@ fuzz_target!(|input: Input<'_>| {
     }
 });
 
-fn message(kind: u32, a: u32, [b, c, d]: [u64; 3]) -> Vec<u8> {
-    let mut bytes = b"BKVncl01".to_vec();
+fn message(kind: u32, a: u32, [b, c, d]: [u64; 3], pass: Pass) -> Vec<u8> {
+    let mut bytes = b"BKVncl02".to_vec();
     bytes.extend(kind.to_le_bytes());
     bytes.extend(a.to_le_bytes());
-    for word in [b, c, d, 0] {
+    for word in [b, c, d, pass.generation.0] {
         bytes.extend(word.to_le_bytes());
     }
+    bytes.extend(pass.token.0);
     bytes
 }
 
@@ -193,15 +189,14 @@ impl Word<'_> {
             Word::Revoke => vec![],
             Word::Bytes(bytes) => bytes.to_vec(),
             Word::Message { kind, number, fields } => {
-                let mut bytes = message(u32::from(*kind), 0, [u64::from(*number), right.generation.0, 0]);
+                let mut bytes = message(u32::from(*kind), 0, [u64::from(*number), 0, 0], right);
                 edit(&mut bytes, fields);
                 bytes
             }
             Word::Announce { pieces, fields, generation } => {
-                let generation = if *generation { right.generation.0 } else { 1 };
-                let mut bytes = message(5, pieces.len() as u32, [sequence, generation, 0]);
-                let num_bytes = bytes.len();
-                bytes[num_bytes - Token::NUM_BYTES..].copy_from_slice(&right.token.0);
+                let generation = if *generation { right.generation } else { NO_PASS.generation };
+                let pass = Pass { generation, ..right };
+                let mut bytes = message(5, pieces.len() as u32, [sequence, 0, 0], pass);
                 edit(&mut bytes, fields);
                 for (layer, block) in pieces {
                     bytes.extend(u32::from(*layer).to_le_bytes());

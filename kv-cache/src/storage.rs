@@ -49,6 +49,12 @@ pub unsafe trait DeviceMemory: fmt::Debug + Send + Sync {
     /// Address of the first byte, for drivers and for code of the device. Not for the host.
     fn address(&self) -> u64;
 
+    /// Makes the device the calling thread's, for libraries that ask its driver about the memory.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn bind(&self) -> io::Result<()>;
+
     /// Copies `bytes.len()` bytes from `offset` on to the host, and waits for them.
     ///
     /// # Errors
@@ -416,6 +422,10 @@ mod tests {
 
         fn address(&self) -> u64 {
             self.0.get() as u64
+        }
+
+        fn bind(&self) -> io::Result<()> {
+            Ok(())
         }
 
         unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {

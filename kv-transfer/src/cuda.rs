@@ -4,8 +4,8 @@
 //! cudarc's functions panic where the driver is absent, so that everything here begins with [`num_devices`] or
 //! [`Device::open`]. Everything that is called is older than CUDA 11, so that any driver in use has it.
 //!
-//! What was run: that a missing driver and a missing device are said. The rest needs a device; `nccl/cuda_tests.rs`
-//! and `shm/devices.rs` have what is to be run on one.
+//! What was run: that a missing driver and a missing device are said. The rest needs a device; `nccl/cuda_tests.rs`,
+//! `shm/devices.rs` and `rdma/devices.rs` have what is to be run on one.
 
 use std::{
     ffi::c_void,
@@ -211,6 +211,10 @@ unsafe impl DeviceMemory for Region {
 
     fn address(&self) -> u64 {
         self.base
+    }
+
+    fn bind(&self) -> io::Result<()> {
+        self.device.bind().map_err(io::Error::other)
     }
 
     unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {

@@ -298,7 +298,7 @@ impl TransportKind {
     /// When it cannot read and write blocks that lie where these do.
     pub(crate) fn allow(self, storage: &BlockStorage) -> io::Result<()> {
         match (self, storage.device()) {
-            (TransportKind::Rdma | TransportKind::Tcp, Some(memory)) => {
+            (TransportKind::Tcp, Some(memory)) => {
                 let device = memory.device();
                 let message =
                     format!("{self} moves memory of the host, and the blocks are on device {device}");

@@ -50,7 +50,7 @@ async fn start(discovery: DiscoveryConfig) -> TestWorker {
     let shutdown = CancellationToken::new();
     let ended = tokio::spawn(baton_worker::serve(config, model, listener, shutdown.clone(), |worker| {
         let _ = give.send(worker.clone());
-        Ok(RoleService { routes: Routes::default(), name: service_name(Role::Decode) })
+        RoleService { routes: Routes::default(), name: service_name(Role::Decode) }
     }));
     TestWorker { worker: worker.await.expect("the worker starts"), shutdown, ended }
 }

@@ -21,6 +21,7 @@ use super::{
 };
 use crate::{
     error::RouteError,
+    message::Pass,
     sender::{Frame, JobThread, Jobs, Open, Peer, RouteState, SenderContext},
 };
 
@@ -116,12 +117,14 @@ fn run(shared: &Arc<Shared>) {
         };
         match job {
             Poll::Ready(None) => break,
-            Poll::Ready(Some(job)) => match connected(shared, &mut connection) {
+            Poll::Ready(Some(job)) => match connected(shared, &mut connection, job.pass()) {
                 Ok(connection) => connection.begin(job),
                 Err(error) => {
                     job.fail(&error);
-                    // They would all wait for the same.
-                    shared.jobs.fail_all(&error);
+                    // Other grants may be better; else they would all wait for the same.
+                    if !matches!(error, RouteError::OtherIncarnation(_)) {
+                        shared.jobs.fail_all(&error);
+                    }
                 }
             },
             Poll::Pending => {}
@@ -140,17 +143,18 @@ fn run(shared: &Arc<Shared>) {
     end(&mut connection, "the sender is shut down");
 }
 
-/// The present connection, or a new one.
+/// The present connection, or a new one, for which a pass is shown.
 fn connected<'a>(
     shared: &Arc<Shared>,
     connection: &'a mut Option<Connection>,
+    pass: Pass,
 ) -> Result<&'a mut Connection, RouteError> {
     // What has ended unnoticed, or must make room for another peer's.
     if connection.as_ref().is_some_and(|connection| connection.is_idle() && !connection.begins()) {
         end(connection, "the peer is gone");
     }
     if connection.is_none() {
-        *connection = Some(Connection::open(shared)?);
+        *connection = Some(Connection::open(shared, pass)?);
     }
     Ok(connection.as_mut().expect("there, or made just now"))
 }

@@ -28,7 +28,7 @@ use super::{
 use crate::{
     checksum::checksum,
     error::{PushError, RouteError},
-    message::{Piece, TransportKind},
+    message::{Pass, Piece, TransportKind},
     rdma::Staging,
     sender::{Active, Frame, Job},
     tcp::{connect, socket},
@@ -60,7 +60,7 @@ struct Flight {
 }
 
 impl Connection {
-    pub(super) fn open(shared: &Arc<Shared>) -> Result<Connection, RouteError> {
+    pub(super) fn open(shared: &Arc<Shared>, pass: Pass) -> Result<Connection, RouteError> {
         let unreachable = |error: io::Error| RouteError::Unreachable(format!("{}: {error}", shared.address));
         let config = &shared.context.config;
         let layout = shared.layout;
@@ -86,15 +86,19 @@ impl Connection {
             num_layers: layout.num_layers as u32,
             layer_bytes: layout.layer_bytes() as u64,
             block_bytes: layout.block_bytes() as u64,
+            pass,
         };
         socket::send_at_once(&socket, &hello.encode()).map_err(unreachable)?;
         let mut bytes = [0; MESSAGE_BYTES];
         socket::receive_exact(&socket, &mut bytes, timeout).map_err(unreachable)?;
         match Message::decode(&bytes) {
             Some(Message::Welcome) => {}
-            Some(Message::OtherPool) => return Err(RouteError::OtherIncarnation(shared.address.clone())),
-            Some(Message::Refused) => {
-                return Err(RouteError::Unreachable(format!("{} refuses nccl", shared.address)));
+            Some(Message::Refused) => return Err(RouteError::OtherIncarnation(shared.address.clone())),
+            Some(Message::Busy) => {
+                return Err(RouteError::Unreachable(format!(
+                    "{} has no nccl communicator to give",
+                    shared.address
+                )));
             }
             _ => return Err(RouteError::Unreachable(format!("{} is no nccl control port", shared.address))),
         }

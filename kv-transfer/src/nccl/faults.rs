@@ -26,57 +26,58 @@ use crate::{
     },
 };
 
-const NCCL: &[TransportKind] = &[TransportKind::Nccl];
+pub(super) const NCCL: &[TransportKind] = &[TransportKind::Nccl];
 
 /// Long for a healthy peer of these tests, short to wait for.
-const PATIENCE: Duration = Duration::from_millis(1500);
+pub(super) const PATIENCE: Duration = Duration::from_millis(1500);
 
 /// Long for everything.
-const NEVER: Duration = Duration::from_secs(600);
+pub(super) const NEVER: Duration = Duration::from_secs(600);
 
 fn fabric(io_timeout: Duration) -> Fabric {
     Fabric::with(NCCL, |config| config.io_timeout = io_timeout)
 }
 
-fn address_of(fabric: &Fabric) -> (String, u64) {
+pub(super) fn address_of(fabric: &Fabric) -> (String, u64) {
     match fabric.offer(TransportKind::Nccl) {
         TransportOffer::Nccl { address, pool } => (address, pool),
         other => panic!("{other:?}"),
     }
 }
 
-fn hello(pool: u64) -> Message {
+pub(super) fn hello(pool: u64, pass: Pass) -> Message {
     Message::Hello {
         pool,
         num_layers: LAYOUT.num_layers as u32,
         layer_bytes: LAYOUT.layer_bytes() as u64,
         block_bytes: LAYOUT.block_bytes() as u64,
+        pass,
     }
 }
 
-fn say(mut control: &TcpStream, message: Message) {
+pub(super) fn say(mut control: &TcpStream, message: Message) {
     control.write_all(&message.encode()).unwrap();
 }
 
 /// `None`: it has hung up.
-fn hear(control: &TcpStream) -> Option<Message> {
+pub(super) fn hear(control: &TcpStream) -> Option<Message> {
     let mut bytes = [0; MESSAGE_BYTES];
     socket::receive_exact(control, &mut bytes, Duration::from_secs(30)).ok()?;
     Some(Message::decode(&bytes).expect("well-formed"))
 }
 
 /// A joined sender, which sends whatever it likes, whenever it likes.
-struct ByHand {
+pub(super) struct ByHand {
     control: TcpStream,
     communicator: Box<dyn Communicator>,
     source: Arc<BlockStorage>,
 }
 
 impl ByHand {
-    fn connect(fabric: &Fabric) -> ByHand {
+    pub(super) fn connect(fabric: &Fabric, pass: Pass) -> ByHand {
         let (address, pool) = address_of(fabric);
         let control = TcpStream::connect(address).unwrap();
-        say(&control, hello(pool));
+        say(&control, hello(pool, pass));
         assert_eq!(hear(&control), Some(Message::Welcome));
         let mut id = UniqueId([0; UniqueId::BYTES]);
         socket::receive_exact(&control, &mut id.0, NEVER).unwrap();
@@ -84,7 +85,7 @@ impl ByHand {
         ByHand { control, communicator, source: Arc::clone(&fabric.source) }
     }
 
-    fn announce(&self, sequence: u64, pass: Pass, pieces: &[(u32, u32)]) -> Option<Message> {
+    pub(super) fn announce(&self, sequence: u64, pass: Pass, pieces: &[(u32, u32)]) -> Option<Message> {
         let bytes = wire::announcement(sequence, pass, pieces.iter().copied());
         (&self.control).write_all(&bytes).unwrap();
         hear(&self.control)
@@ -114,7 +115,7 @@ async fn a_peer_that_announces_and_never_sends_is_fenced_at_its_deadline() {
     let fabric = fabric(PATIENCE);
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
-    let mut late = ByHand::connect(&fabric);
+    let mut late = ByHand::connect(&fabric, granted.pass());
     assert_eq!(late.announce(0, granted.pass(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
     // One of three: the group has begun, and does not end.
     late.send(BlockId(3), [0]);
@@ -141,7 +142,7 @@ async fn a_peer_that_dies_in_the_middle_of_a_group_lets_go() {
     let fabric = fabric(NEVER);
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
-    let mut peer = ByHand::connect(&fabric);
+    let mut peer = ByHand::connect(&fabric, granted.pass());
     assert_eq!(peer.announce(0, granted.pass(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
     peer.send(BlockId(3), [0, 1]);
     drop(peer);
@@ -155,7 +156,7 @@ async fn a_revoked_grant_is_quarantined_until_its_groups_are_done_whatever_the_p
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3, 4]), guards.guard());
     let pass = granted.pass();
-    let mut peer = ByHand::connect(&fabric);
+    let mut peer = ByHand::connect(&fabric, pass);
     assert_eq!(peer.announce(0, pass, &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
     assert_eq!(peer.announce(1, pass, &[(0, 1)]), Some(Message::Go { sequence: 1 }));
     let mut fenced = granted.revoke();
@@ -184,7 +185,7 @@ async fn announcements_are_checked_against_the_grant() {
     let revoked = fabric.receiver.grant(blocks([5]), ());
     let (pass, stale) = (granted.pass(), revoked.pass());
     assert!(soon(revoked.revoke()).await.is_some());
-    let mut peer = ByHand::connect(&fabric);
+    let mut peer = ByHand::connect(&fabric, granted.pass());
     let no = |sequence, why| Some(Message::No { sequence, why });
     assert_eq!(peer.announce(0, stale, &[(0, 0)]), no(0, Refusal::Revoked));
     assert_eq!(peer.announce(1, some_pass(1), &[(0, 0)]), no(1, Refusal::Revoked));
@@ -216,7 +217,7 @@ async fn a_peer_that_announces_too_much_or_nonsense_is_hung_up_on() {
         let fabric = fabric(NEVER);
         let guards = Guards::default();
         let granted = fabric.receiver.grant(blocks(0..32), guards.guard());
-        let peer = ByHand::connect(&fabric);
+        let peer = ByHand::connect(&fabric, granted.pass());
         let announced = peer.announce(0, granted.pass(), &[(0, 0)]);
         assert_eq!(announced, Some(Message::Go { sequence: 0 }));
         match fault {
@@ -243,7 +244,7 @@ async fn blocks_of_a_communicator_that_does_not_end_are_never_released() {
     let fabric = Fabric::with(NCCL, |config| config.fabric = Some(TestFabric(stuck)));
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
-    let peer = ByHand::connect(&fabric);
+    let peer = ByHand::connect(&fabric, granted.pass());
     assert_eq!(peer.announce(0, granted.pass(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
     let mut fenced = granted.revoke();
     drop(peer);
@@ -264,14 +265,14 @@ async fn an_idle_peer_makes_room_for_another_and_comes_back_unnoticed() {
     let [first, second] = [0..3, 3..6].map(|range| writes(&blocks([1, 2]))[range].to_vec());
     soon(route.push(first)).await.unwrap();
     // One of them is busy, and older.
-    let busy = ByHand::connect(&fabric);
+    let busy = ByHand::connect(&fabric, granted.pass());
     let other = fabric.receiver.grant(blocks([3]), ());
     assert_eq!(busy.announce(0, other.pass(), &[(0, 0)]), Some(Message::Go { sequence: 0 }));
-    let peers: Vec<_> = (2..MAX_COMMUNICATORS).map(|_| ByHand::connect(&fabric)).collect();
+    let peers: Vec<_> = (2..MAX_COMMUNICATORS).map(|_| ByHand::connect(&fabric, granted.pass())).collect();
     let counts = || fabric.receiver.counters().of(TransportKind::Nccl).read();
     eventually("all have joined", || counts().routes == MAX_COMMUNICATORS as u64).await;
 
-    let one_more = ByHand::connect(&fabric);
+    let one_more = ByHand::connect(&fabric, granted.pass());
     soon(route.push(second)).await.unwrap();
     assert!(fabric.holds(&writes(&blocks([1, 2]))));
     eventually("the sender has joined once more", || counts().routes == MAX_COMMUNICATORS as u64 + 2).await;
@@ -279,30 +280,6 @@ async fn an_idle_peer_makes_room_for_another_and_comes_back_unnoticed() {
     assert_eq!(fabric.sender.counters().of(TransportKind::Nccl).read().failures, 0);
     assert_eq!(hear(&peers[0].control), None, "the next one that was idle for the longest has made room");
     drop((busy, one_more));
-}
-
-#[tokio::test]
-async fn strangers_get_no_communicator() {
-    let fabric = fabric(PATIENCE);
-    let (address, pool) = address_of(&fabric);
-    for (message, answer) in [
-        (hello(pool ^ 1), Some(Message::OtherPool)),
-        (Message::Hello { pool, num_layers: 1, layer_bytes: 1, block_bytes: 1 }, Some(Message::Refused)),
-        (Message::Go { sequence: 1 }, None),
-    ] {
-        let control = TcpStream::connect(&address).unwrap();
-        say(&control, message);
-        assert_eq!(hear(&control), answer);
-        assert_eq!(hear(&control), None, "hung up on");
-    }
-    // Nor does one that says nothing keep its connection, nor one that is welcome and does not join.
-    let silent = TcpStream::connect(&address).unwrap();
-    assert_eq!(hear(&silent), None);
-    let absent = TcpStream::connect(&address).unwrap();
-    say(&absent, hello(pool));
-    assert_eq!(hear(&absent), Some(Message::Welcome));
-    socket::receive_exact(&absent, &mut [0; UniqueId::BYTES], NEVER).unwrap();
-    assert_eq!(hear(&absent), None);
 }
 
 /// A decode worker by hand: welcomes one sender, and does as `act` says.
@@ -313,7 +290,7 @@ fn decode_worker(
     let offer = TransportOffer::Nccl { address: listener.local_addr().unwrap().to_string(), pool: 7 };
     let thread = std::thread::spawn(move || {
         let (mut control, _) = listener.accept().unwrap();
-        assert_eq!(hear(&control), Some(hello(7)));
+        assert_eq!(hear(&control), Some(hello(7, some_pass(1))));
         let fabric = MemoryFabric::default();
         let id = fabric.unique_id().unwrap();
         let communicator = fabric.join(&id, Rank::Receiver).unwrap();
@@ -360,7 +337,7 @@ async fn a_decode_worker_that_stops_to_answer_is_given_up_at_the_deadline() {
         let sender = Sender::start(storage(), config).unwrap();
         let guards = Guards::default();
         let offers = [offer];
-        let routed = sender.route(crate::testing::some_pass(1), &offers, guards.guard());
+        let routed = sender.route(some_pass(1), &offers, guards.guard());
         let route = soon(routed).await.unwrap();
         let error = soon(route.push(writes(&blocks([3]))[..1].to_vec())).await.unwrap_err();
         assert!(matches!(error, PushError::Lost(_)), "{what}: {error}");
@@ -387,7 +364,7 @@ async fn answers_out_of_order_end_the_connection_before_anything_is_posted() {
         });
         let sender = Sender::start(storage(), sender_config(NCCL)).unwrap();
         let offers = [offer];
-        let route = soon(sender.route(crate::testing::some_pass(1), &offers, ())).await.unwrap();
+        let route = soon(sender.route(some_pass(1), &offers, ())).await.unwrap();
         let error = soon(route.push(writes(&blocks([3]))[..1].to_vec())).await.unwrap_err();
         assert!(matches!(error, PushError::Lost(_)), "{answer:?}: {error}");
         soon(route.close()).await;
@@ -400,7 +377,7 @@ async fn a_decode_worker_that_makes_no_sense_or_does_not_join_is_an_error_in_wor
     let welcome = Message::Welcome.encode();
     let answers = [
         b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n\r\n".to_vec(),
-        Message::Refused.encode().to_vec(),
+        Message::Busy.encode().to_vec(),
         welcome.to_vec(),
         // An id that nobody else has.
         [welcome.as_slice(), &[0xA5; UniqueId::BYTES]].concat(),
@@ -411,13 +388,12 @@ async fn a_decode_worker_that_makes_no_sense_or_does_not_join_is_an_error_in_wor
         let offers = [TransportOffer::Nccl { address: listener.local_addr().unwrap().to_string(), pool: 7 }];
         let peer = std::thread::spawn(move || {
             let (mut control, _) = listener.accept().unwrap();
-            assert_eq!(hear(&control), Some(hello(7)));
+            assert_eq!(hear(&control), Some(hello(7, some_pass(1))));
             control.write_all(&answer).unwrap();
         });
         let sender = Sender::start(storage(), sender_config(NCCL)).unwrap();
         let guards = Guards::default();
-        let error =
-            soon(sender.route(crate::testing::some_pass(1), &offers, guards.guard())).await.err().unwrap();
+        let error = soon(sender.route(some_pass(1), &offers, guards.guard())).await.err().unwrap();
         assert!(matches!(error, RouteError::Unreachable(_)), "{error}");
         assert_eq!(guards.num_out(), 0);
         peer.join().unwrap();

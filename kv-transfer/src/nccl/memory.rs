@@ -231,6 +231,10 @@ unsafe impl DeviceMemory for Pretended {
         self.0.address()
     }
 
+    fn bind(&self) -> std::io::Result<()> {
+        Ok(())
+    }
+
     unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> std::io::Result<()> {
         // SAFETY: in bounds, and not written meanwhile, by the caller's word.
         unsafe { std::ptr::copy_nonoverlapping(self.at(offset), bytes.as_mut_ptr(), bytes.len()) };

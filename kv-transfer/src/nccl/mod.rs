@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! P: NcclPeer, one per pool            control connection (TCP)         D: NcclServer, one per pool
-//!   Hello{pool, layout}   ----------------------------------->  same pool? a slot free?
+//!   Hello{pool, layout, pass} ------------------------------->  such a grant? a slot free?
 //!                         <-----------------------------------  Welcome + unique id
 //!   joins as rank 1       ==== communicator of two ranks =====  joins as rank 0
 //!   Announce{n, pass, pieces}        ------------------------>  granted to it? not announced before?
@@ -67,6 +67,8 @@ mod library;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) mod memory;
 mod server;
+#[cfg(test)]
+mod strangers;
 mod wire;
 
 use std::{fmt, path::Path, sync::Arc, time::Duration};

@@ -43,6 +43,7 @@ struct Sharing {
     pool: Reached,
     communicators: Arc<Communicators>,
     io_timeout: Duration,
+    handshake_timeout: Duration,
 }
 
 impl NcclServer {
@@ -64,6 +65,7 @@ impl NcclServer {
             pool,
             communicators: Communicators::new(MAX_COMMUNICATORS),
             io_timeout: config.io_timeout,
+            handshake_timeout: config.handshake_timeout,
         });
         let acceptor = Acceptor::start(sharing, listener, config)?;
         Ok(NcclServer { _acceptor: acceptor, offer })
@@ -108,10 +110,11 @@ impl Service for Sharing {
         match result {
             Ok(()) => debug!(peer = %peer.address, "nccl peer left"),
             Err(_) if admission.is_stopping() => {}
-            Err(error) => {
+            Err(error) if admission.is_admitted() => {
                 counters.failed();
                 warn!(peer = %peer.address, %error, "nccl peer fenced");
             }
+            Err(error) => admission.complain(&peer.address, &error),
         }
         // The registry keeps the descriptor until its next sweep; the peer must hear of it now.
         let _ = peer.socket.shutdown(Shutdown::Both);
@@ -152,15 +155,16 @@ impl Sharing {
     fn greet(&self, peer: &Peer, admission: &Admission) -> io::Result<Option<(Slot, Box<dyn Communicator>)>> {
         socket::configure(&peer.socket, self.io_timeout)?;
         let mut bytes = [0; MESSAGE_BYTES];
-        socket::receive_exact(&peer.socket, &mut bytes, self.io_timeout)?;
+        socket::receive_until(&peer.socket, &mut bytes, Instant::now() + self.handshake_timeout)?;
         let layout = self.grants.storage().layout();
         let shape = (layout.num_layers as u32, layout.layer_bytes() as u64, layout.block_bytes() as u64);
         match decode(&bytes)? {
-            Message::Hello { pool, .. } if pool != self.grants.pool() => peer.send(Message::OtherPool)?,
-            Message::Hello { num_layers, layer_bytes, block_bytes, .. } => {
-                if (num_layers, layer_bytes, block_bytes) == shape && admission.admit() {
+            Message::Hello { pool, num_layers, layer_bytes, block_bytes, pass } => {
+                let is_sound = pool == self.grants.pool() && (num_layers, layer_bytes, block_bytes) == shape;
+                if is_sound && self.grants.admit(&pass, None).is_some() && admission.admit() {
                     return self.join(peer);
                 }
+                // Whoever should not be here learns no more than that.
                 peer.send(Message::Refused)?;
             }
             message => return Err(unexpected(message)),
@@ -179,7 +183,7 @@ impl Sharing {
         // Half of what the peer waits for an answer.
         let Some(slot) = self.communicators.enter(evict, self.io_timeout / 2) else {
             warn!(peer = %peer.address, max_communicators = MAX_COMMUNICATORS, "nccl peer refused: all are busy");
-            peer.send(Message::Refused)?;
+            peer.send(Message::Busy)?;
             return Ok(None);
         };
         let joining = self
@@ -189,7 +193,7 @@ impl Sharing {
         let (id, mut communicator) = match joining {
             Ok(joining) => joining,
             Err(error) => {
-                peer.send(Message::Refused)?;
+                peer.send(Message::Busy)?;
                 return Err(io::Error::other(error));
             }
         };
@@ -335,8 +339,7 @@ impl<'a> Session<'a> {
     /// Takes the pieces for this peer alone. From then on the grant's blocks are not released before the group ends.
     fn accept(&mut self, pass: Pass, pieces: Vec<(u32, u32)>) -> Result<Group, Refusal> {
         let Sharing { grants, pool, .. } = self.sharing;
-        let grant =
-            grants.find(pass.generation).filter(|grant| grant.pass() == pass).ok_or(Refusal::Revoked)?;
+        let grant = grants.admit(&pass, None).ok_or(Refusal::Revoked)?;
         if grant.claim(&pieces) != Claim::Taken {
             return Err(Refusal::Pieces);
         }

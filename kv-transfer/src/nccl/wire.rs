@@ -1,15 +1,15 @@
-//! Messages on the control connection: 48 bytes each, little-endian. A welcome is followed by the unique id, an
+//! Messages on the control connection: 64 bytes each, little-endian. A welcome is followed by the unique id, an
 //! announcement by its pieces.
 //!
 //! ```text
-//! magic u64 | kind u32 | a u32 | b u64 | c u64 | d u64 | e u64
+//! magic u64 | kind u32 | a u32 | b u64 | c u64 | d u64 | generation u64 | token
 //! piece     layer u32 | position in the grant u32
 //! ```
 
 use crate::message::{Generation, Pass, Token};
 
-const MAGIC: u64 = u64::from_le_bytes(*b"BKVncl01");
-pub(super) const MESSAGE_BYTES: usize = 48;
+const MAGIC: u64 = u64::from_le_bytes(*b"BKVncl02");
+pub(super) const MESSAGE_BYTES: usize = 64;
 const PIECE_BYTES: usize = 8;
 
 /// Pieces of one announcement, and so of one group.
@@ -17,13 +17,13 @@ pub(super) const MAX_PIECES: usize = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Message {
-    /// P: which pool, and its shape.
-    Hello { pool: u64, num_layers: u32, layer_bytes: u64, block_bytes: u64 },
+    /// P: which pool, its shape, and a grant of it.
+    Hello { pool: u64, num_layers: u32, layer_bytes: u64, block_bytes: u64, pass: Pass },
     /// D: join me; the unique id follows.
     Welcome,
-    /// D: it has restarted.
-    OtherPool,
-    /// D: not for you, or not now; the reason is in its log.
+    /// D: not now; the reason is in its log.
+    Busy,
+    /// D: not for you, whatever is wrong.
     Refused,
     /// P: this is what I shall send next; so many pieces follow.
     Announce { sequence: u64, pass: Pass, num_pieces: u32 },
@@ -45,30 +45,32 @@ pub(super) enum Refusal {
 
 impl Message {
     pub(super) fn encode(self) -> [u8; MESSAGE_BYTES] {
-        let (kind, a, [b, c, d, e]) = match self {
-            Message::Hello { pool, num_layers, layer_bytes, block_bytes } => {
-                (1, num_layers, [pool, layer_bytes, block_bytes, 0])
+        let mut shown = Pass { generation: Generation(0), token: Token::default() };
+        let (kind, a, [b, c, d]) = match self {
+            Message::Hello { pool, num_layers, layer_bytes, block_bytes, pass } => {
+                shown = pass;
+                (1, num_layers, [pool, layer_bytes, block_bytes])
             }
-            Message::Welcome => (2, 0, [0; 4]),
-            Message::OtherPool => (3, 0, [0; 4]),
-            Message::Refused => (4, 0, [0; 4]),
-            Message::Announce { sequence, pass: Pass { generation, token }, num_pieces } => {
-                let half =
-                    |at: usize| u64::from_le_bytes(token.0[at..at + 8].try_into().expect("eight bytes"));
-                (5, num_pieces, [sequence, generation.0, half(0), half(8)])
+            Message::Welcome => (2, 0, [0; 3]),
+            Message::Busy => (3, 0, [0; 3]),
+            Message::Refused => (4, 0, [0; 3]),
+            Message::Announce { sequence, pass, num_pieces } => {
+                shown = pass;
+                (5, num_pieces, [sequence, 0, 0])
             }
-            Message::Go { sequence } => (6, 0, [sequence, 0, 0, 0]),
-            Message::No { sequence, why: Refusal::Revoked } => (7, 0, [sequence, 0, 0, 0]),
-            Message::No { sequence, why: Refusal::Pieces } => (7, 1, [sequence, 0, 0, 0]),
-            Message::Landed { sequence } => (8, 0, [sequence, 0, 0, 0]),
+            Message::Go { sequence } => (6, 0, [sequence, 0, 0]),
+            Message::No { sequence, why: Refusal::Revoked } => (7, 0, [sequence, 0, 0]),
+            Message::No { sequence, why: Refusal::Pieces } => (7, 1, [sequence, 0, 0]),
+            Message::Landed { sequence } => (8, 0, [sequence, 0, 0]),
         };
         let mut bytes = [0; MESSAGE_BYTES];
         bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
         bytes[8..12].copy_from_slice(&u32::to_le_bytes(kind));
         bytes[12..16].copy_from_slice(&a.to_le_bytes());
-        for (place, value) in bytes[16..].chunks_exact_mut(8).zip([b, c, d, e]) {
+        for (place, value) in bytes[16..].chunks_exact_mut(8).zip([b, c, d, shown.generation.0]) {
             place.copy_from_slice(&value.to_le_bytes());
         }
+        bytes[48..].copy_from_slice(&shown.token.0);
         bytes
     }
 
@@ -78,20 +80,15 @@ impl Message {
         if u64_at(0) != MAGIC {
             return None;
         }
-        let (a, [b, c, d, _]) = (u32_at(12), [16, 24, 32, 40].map(u64_at));
+        let (a, [b, c, d]) = (u32_at(12), [16, 24, 32].map(u64_at));
+        let token = Token(bytes[48..].try_into().expect("sixteen bytes"));
+        let pass = Pass { generation: Generation(u64_at(40)), token };
         Some(match (u32_at(8), a) {
-            (1, _) => Message::Hello { pool: b, num_layers: a, layer_bytes: c, block_bytes: d },
+            (1, _) => Message::Hello { pool: b, num_layers: a, layer_bytes: c, block_bytes: d, pass },
             (2, _) => Message::Welcome,
-            (3, _) => Message::OtherPool,
+            (3, _) => Message::Busy,
             (4, _) => Message::Refused,
-            (5, 1..) if a as usize <= MAX_PIECES => {
-                let token = Token(bytes[32..].try_into().expect("the last sixteen bytes"));
-                Message::Announce {
-                    sequence: b,
-                    pass: Pass { generation: Generation(c), token },
-                    num_pieces: a,
-                }
-            }
+            (5, 1..) if a as usize <= MAX_PIECES => Message::Announce { sequence: b, pass, num_pieces: a },
             (6, _) => Message::Go { sequence: b },
             (7, 0) => Message::No { sequence: b, why: Refusal::Revoked },
             (7, 1) => Message::No { sequence: b, why: Refusal::Pieces },
@@ -139,9 +136,9 @@ mod tests {
         let token = Token(std::array::from_fn(|idx| idx as u8 + 1));
         let (sequence, pass) = (77, Pass { generation: Generation(0x0123_4567_89ab_cdef), token });
         for message in [
-            Message::Hello { pool: 3, num_layers: 2, layer_bytes: 4096, block_bytes: 8192 },
+            Message::Hello { pool: 3, num_layers: 2, layer_bytes: 4096, block_bytes: 8192, pass },
             Message::Welcome,
-            Message::OtherPool,
+            Message::Busy,
             Message::Refused,
             Message::Announce { sequence, pass, num_pieces: MAX_PIECES as u32 },
             Message::Go { sequence },
@@ -170,7 +167,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_make_the_decoder_panic(words in proptest::array::uniform6(any::<u64>()), kind in 0u32..12) {
+        fn no_bytes_make_the_decoder_panic(words in proptest::array::uniform8(any::<u64>()), kind in 0u32..12) {
             let mut bytes = [0; MESSAGE_BYTES];
             for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
                 place.copy_from_slice(&word.to_le_bytes());

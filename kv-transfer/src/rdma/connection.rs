@@ -4,7 +4,6 @@
 use std::{
     io,
     net::TcpStream,
-    ptr::NonNull,
     sync::Arc,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -14,7 +13,7 @@ use tracing::{info, warn};
 
 use super::{
     client::{GONE, Link, Shared},
-    nixl::{Agent, Copy, RemoteAgent, Transfer},
+    nixl::{Agent, Copy, Memory, RemoteAgent, Transfer},
     staging::Staging,
     wire::{MESSAGE_BYTES, Message, Welcome},
 };
@@ -48,7 +47,15 @@ pub(super) struct Connection {
     pool: Welcome,
     flights: Vec<Flight>,
     staging: Staging,
+    /// A piece that was fetched from a device.
+    fetched: Vec<u8>,
     listener: JoinHandle<()>,
+}
+
+/// A piece's bytes, or what they were hashed to.
+enum Hashed<'a> {
+    NotYet(&'a [u8]),
+    To(u64),
 }
 
 /// A frame on the wire.
@@ -118,6 +125,7 @@ impl Connection {
             pool,
             flights: Vec::with_capacity(MAX_FLIGHTS),
             staging,
+            fetched: Vec::new(),
             listener,
         })
     }
@@ -157,18 +165,29 @@ impl Connection {
         let place = self.staging.place_for(&route);
         // SAFETY: the pieces are final and kept by the route, which is not idle before `active` is dropped; the
         // place is this flight's alone.
-        let sources: Vec<&[u8]> = unsafe { self.staging.sources(&route, &frame.pieces, place) };
-        let copies = sources
-            .iter()
-            .zip(targets)
-            .map(|(source, target)| Copy { source: NonNull::from(*source).cast(), target });
+        let sources = match unsafe { self.sources(&frame, place) } {
+            Ok(sources) => sources,
+            Err(error) => {
+                self.staging.give_back(place);
+                drop(active);
+                if let Some(link) = self.shared.link().as_mut() {
+                    let word = link.grants.landed(route.generation());
+                    link.say(word);
+                }
+                return frame.fail(PushError::Lost(format!("the device does not give its blocks: {error}")));
+            }
+        };
+        let copies =
+            sources.iter().zip(targets).map(|((source, _), target)| Copy { source: *source, target });
         let copies: Vec<Copy> = copies.collect();
+        let memory = if place.is_some() { Memory::Dram } else { Memory::of(route.storage()) };
         let since = Instant::now();
         // SAFETY: nobody writes the pieces, as above, until the flight is dropped; that is after the transfer
         // has ended, or after the agent is gone. Their targets are granted: until this flight has landed, nobody
         // says `Close`.
-        let written =
-            unsafe { self.agent.write(&self.remote, self.pool.memory, &copies, route.piece_bytes()) };
+        let written = unsafe {
+            self.agent.write(&self.remote, [memory, self.pool.memory], &copies, route.piece_bytes())
+        };
         let transfer = match written {
             Ok(transfer) => transfer,
             Err(error) => {
@@ -179,14 +198,47 @@ impl Connection {
                 return self.shared.jobs.retry(frame, MAX_LOSSES, &error.to_string());
             }
         };
-        // Hashed while the device reads the same bytes.
-        let pieces = frame.pieces.iter().zip(sources).map(|(piece, source)| Piece {
+        let pieces = frame.pieces.iter().zip(sources).map(|(piece, (_, bytes))| Piece {
             block_idx: piece.block_idx,
             layer_idx: piece.layer_idx,
-            checksum: checksum(source, route.generation()),
+            checksum: match bytes {
+                // Hashed while the device reads the same bytes.
+                Hashed::NotYet(bytes) => checksum(bytes, route.generation()),
+                Hashed::To(checksum) => checksum,
+            },
         });
         let pieces = pieces.collect();
         self.flights.push(Flight { transfer, since, frame, pieces, place, active });
+    }
+
+    /// Where each piece is, and its bytes. Those of a device are fetched and hashed here: if it does not give them,
+    /// nothing has begun yet.
+    ///
+    /// # Safety
+    /// As of [`Staging::sources`].
+    unsafe fn sources<'a>(
+        &mut self,
+        frame: &'a Frame,
+        place: Option<usize>,
+    ) -> io::Result<Vec<(u64, Hashed<'a>)>> {
+        let route = frame.route();
+        let storage = route.storage();
+        if storage.device().is_none() {
+            // SAFETY: by the caller's word.
+            let sources = unsafe { self.staging.sources(route, &frame.pieces, place) };
+            return Ok(sources
+                .into_iter()
+                .map(|bytes| (bytes.as_ptr() as u64, Hashed::NotYet(bytes)))
+                .collect());
+        }
+        let sources = frame.pieces.iter().map(|piece| {
+            let (block, layer_idx) = (piece.src.blocks()[0], piece.layer_idx as usize);
+            // SAFETY: by the caller's word.
+            let bytes = unsafe { storage.load(block, layer_idx, &mut self.fetched) }?;
+            let address = storage.address() + storage.layer_offset(block, layer_idx) as u64;
+            Ok((address, Hashed::To(checksum(bytes, route.generation()))))
+        });
+        sources.collect()
     }
 
     /// Where each piece goes; `None` when the peer's pool has no such place.

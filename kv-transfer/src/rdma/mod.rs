@@ -61,10 +61,17 @@
 //! # What was not run
 //!
 //! A real network device: tests run over UCX's sockets, `tests/rdma` over verbs in software (rdma_rxe).
-//! GPU memory: descriptors carry its kind and device, on the wire, too, but pools lie in host memory so far.
+//!
+//! GPU memory: pools may lie on a device of either side or both; each is registered by its kind and number, and a
+//! welcome names those of the decode worker's. What is handed to NIXL for that, and what comes of it, is tested with a
+//! NIXL that copies memory (`nixl/pretended.rs`); that the real one says why it cannot register what is no GPU's memory,
+//! with the real one; the rest waits for a GPU in `devices.rs`. Checksums are of what lies in the blocks, and computed by
+//! processors, as over nccl; a write that GPUDirect has not made visible yet would be found by them.
 
 mod client;
 mod connection;
+#[cfg(test)]
+mod devices;
 #[cfg(test)]
 mod faults;
 mod nixl;

@@ -15,7 +15,7 @@ use std::{
 use tracing::{debug, info, warn};
 
 use super::{
-    nixl::{Agent, Nixl, base},
+    nixl::{Agent, Memory, Nixl},
     wire::{MESSAGE_BYTES, Message, Welcome},
 };
 use crate::{
@@ -181,8 +181,8 @@ impl Sharing {
             }
         };
         let welcome = Welcome {
-            memory: agent.memory(),
-            base: base(self.grants.storage()),
+            memory: Memory::of(self.grants.storage()),
+            base: self.grants.storage().address(),
             num_blocks: self.grants.storage().num_blocks() as u64,
             metadata_bytes: metadata.len() as u32,
         };

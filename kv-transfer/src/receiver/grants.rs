@@ -299,11 +299,6 @@ impl LiveGrant {
         self.pass.generation
     }
 
-    /// What its writer shows.
-    pub(crate) fn pass(&self) -> Pass {
-        self.pass
-    }
-
     pub(super) fn bind(&self, writer: Identity) {
         // The first word counts.
         let _ = self.writer.set(writer);

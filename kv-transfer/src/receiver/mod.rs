@@ -172,7 +172,7 @@ impl Receiver {
         offers.extend(shm.as_ref().map(ShmServer::offer));
         let rdma = match config.rdma_listen {
             Some(address) => {
-                let nixl = Nixl::start(config.nixl.as_deref()).map_err(io::Error::other)?;
+                let nixl = Nixl::start(config.nixl.as_deref(), grants.storage()).map_err(io::Error::other)?;
                 Some(RdmaServer::start(Arc::clone(&grants), nixl, address, &config)?)
             }
             None => None,

@@ -174,7 +174,10 @@ impl Sender {
         }
         let context = Arc::new(SenderContext { storage, config, counters: Counters::default() });
         let nixl = match context.config.transports.contains(&TransportKind::Rdma) {
-            true => Some(Nixl::start(context.config.nixl.as_deref()).map_err(io::Error::other)?),
+            true => {
+                let nixl = Nixl::start(context.config.nixl.as_deref(), &context.storage);
+                Some(nixl.map_err(io::Error::other)?)
+            }
             false => None,
         };
         let nccl = match context.config.transports.contains(&TransportKind::Nccl) {

@@ -91,10 +91,11 @@ impl ByHand {
     fn write(&self, block: BlockId, layer_idx: usize) -> bool {
         let offset = LAYOUT.layer_offset(layer_idx);
         let target = self.pool.address(block.idx(), LAYOUT.block_bytes(), offset).unwrap();
-        let copies = [Copy { source: self.source.layer_ptr(block, layer_idx), target }];
+        let copies = [Copy { source: self.source.layer_ptr(block, layer_idx).as_ptr() as u64, target }];
         let len = LAYOUT.layer_bytes();
         // SAFETY: nobody writes the source in these tests; the target is what is tested.
-        let written = unsafe { self.agent.write(&self.remote, self.pool.memory, &copies, len) };
+        let written =
+            unsafe { self.agent.write(&self.remote, [Memory::Dram, self.pool.memory], &copies, len) };
         let Ok(transfer) = written else { return false };
         let start = Instant::now();
         while start.elapsed() < Duration::from_secs(5) {

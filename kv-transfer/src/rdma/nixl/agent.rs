@@ -2,11 +2,11 @@
 
 use std::{
     ffi::{CStr, CString},
-    ptr::{self, NonNull},
+    ptr,
     sync::Arc,
 };
 
-use baton_kv_cache::{BlockId, BlockStorage};
+use baton_kv_cache::BlockStorage;
 
 use super::{
     Engine, Memory, Nixl, NixlError,
@@ -16,8 +16,8 @@ use super::{
 /// A piece, to be copied into a peer's memory.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::rdma) struct Copy {
-    /// First byte of it here.
-    pub(in crate::rdma) source: NonNull<u8>,
+    /// Address of it here.
+    pub(in crate::rdma) source: u64,
     /// Address in the peer's memory.
     pub(in crate::rdma) target: u64,
 }
@@ -25,11 +25,11 @@ pub(in crate::rdma) struct Copy {
 /// Memory that is registered with the host's network devices, a pool or what is read besides, and the endpoints
 /// to one peer. Exclusive to that peer, so that dropping it ends what the peer may do and nothing else.
 pub(in crate::rdma) struct Agent {
-    registered: Object,
-    // After the registration, and before the memory.
+    /// A list for each memory, as it is of one kind.
+    registered: Vec<Object>,
+    // After the registrations, and before the memories.
     engine: Engine,
     memories: Vec<Arc<BlockStorage>>,
-    memory: Memory,
 }
 
 // SAFETY: the agent was made with NIXL's strict locking, so that any thread may call it, also at once; the
@@ -51,27 +51,36 @@ impl Agent {
     ) -> Result<Agent, NixlError> {
         let api = nixl.api();
         let engine = Engine::new(nixl, name)?;
-        let mut agent = Agent { registered: ptr::null_mut(), engine, memories, memory: Memory::Dram };
-        let (kind, device) = agent.memory.code();
-        // SAFETY: every pointer is valid during its call, every object was made by the call before, and the
-        // memory lives as long as its registration.
-        unsafe {
-            check("create_reg_dlist", (api.create_reg_dlist)(kind, &mut agent.registered))?;
-            let list = agent.registered;
-            for memory in &agent.memories {
-                let size_bytes = memory.num_blocks() * memory.layout().block_bytes();
-                let base = base(memory) as usize;
+        let mut agent = Agent { registered: Vec::with_capacity(memories.len()), engine, memories };
+        agent.bind()?;
+        for storage in &agent.memories {
+            let memory = Memory::of(storage);
+            let (kind, device) = memory.code();
+            let (base, size_bytes) = (storage.address() as usize, storage.size_bytes());
+            let mut list = ptr::null_mut();
+            // SAFETY: every pointer is valid during its call, every object was made by the call before, and the
+            // memory lives as long as its registration.
+            unsafe {
+                check("create_reg_dlist", (api.create_reg_dlist)(kind, &mut list))?;
+                agent.registered.push(list);
                 let added =
                     (api.reg_dlist_add_desc)(list, base, size_bytes, u64::from(device), ptr::null(), 0);
                 check("reg_dlist_add_desc", added)?;
+                let registered = (api.register_mem)(agent.engine.agent, list, ptr::null_mut());
+                check("register_mem", registered).map_err(|error| error.of(memory))?;
             }
-            check("register_mem", (api.register_mem)(agent.engine.agent, list, ptr::null_mut()))?;
         }
         Ok(agent)
     }
 
-    pub(in crate::rdma) fn memory(&self) -> Memory {
-        self.memory
+    /// UCX asks the CUDA driver where memory lies, and has it copy what the network device cannot reach: the calling
+    /// thread must be on the device for that.
+    fn bind(&self) -> Result<(), NixlError> {
+        for memory in self.memories.iter().filter_map(|storage| storage.device()) {
+            let failed = |error| NixlError::Device { device: memory.device(), why: format!("{error}") };
+            memory.bind().map_err(failed)?;
+        }
+        Ok(())
     }
 
     /// What a peer needs to reach this agent and write into its pool: addresses and the memory's key.
@@ -111,8 +120,8 @@ impl Agent {
         Ok(remote)
     }
 
-    /// Begins to write pieces of `len` bytes into the peer's pool, all in one request. NIXL refuses those that
-    /// do not lie in what this agent, or the peer's, has registered.
+    /// Begins to write pieces of `len` bytes from one memory here into the peer's pool, all in one request. NIXL refuses
+    /// those that do not lie in what this agent, or the peer's, has registered.
     ///
     /// # Safety
     /// Nobody writes the pieces before the transfer has ended, or the agent is dropped; and the peer has
@@ -120,14 +129,15 @@ impl Agent {
     pub(in crate::rdma) unsafe fn write(
         self: &Arc<Self>,
         remote: &RemoteAgent,
-        memory: Memory,
+        [source, target]: [Memory; 2],
         copies: &[Copy],
         len: usize,
     ) -> Result<Transfer, NixlError> {
-        let local = copies.iter().map(|copy| copy.source.as_ptr() as usize);
-        let local = Descriptors::new(&self.engine.nixl, self.memory, local, len)?;
+        self.bind()?;
+        let sources = copies.iter().map(|copy| copy.source as usize);
+        let local = Descriptors::new(&self.engine.nixl, source, sources, len)?;
         let targets = copies.iter().map(|copy| copy.target as usize);
-        let target = Descriptors::new(&self.engine.nixl, memory, targets, len)?;
+        let target = Descriptors::new(&self.engine.nixl, target, targets, len)?;
         let api = self.engine.nixl.api();
         let mut transfer = Transfer { agent: Arc::clone(self), request: ptr::null_mut() };
         // SAFETY: all objects are alive; NIXL copies the descriptors, and refuses those that lie outside of
@@ -154,22 +164,16 @@ impl Agent {
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        if self.registered.is_null() {
-            return;
-        }
         let api = self.engine.nixl.api();
-        // SAFETY: the list was made by `new` and is not used after this. A failure is logged by NIXL, and means
-        // that nothing was registered; whatever was goes with the engine.
-        unsafe {
-            (api.deregister_mem)(self.engine.agent, self.registered, ptr::null_mut());
-            (api.destroy_reg_dlist)(self.registered);
+        for &list in &self.registered {
+            // SAFETY: the list was made by `new` and is not used after this. A failure is logged by NIXL, and means
+            // that nothing was registered; whatever was goes with the engine.
+            unsafe {
+                (api.deregister_mem)(self.engine.agent, list, ptr::null_mut());
+                (api.destroy_reg_dlist)(list);
+            }
         }
     }
-}
-
-/// Address of a pool's first byte.
-pub(in crate::rdma) fn base(storage: &BlockStorage) -> u64 {
-    storage.layer_ptr(BlockId(0), 0).as_ptr() as u64
 }
 
 /// Pieces that are being written.

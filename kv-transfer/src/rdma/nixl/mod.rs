@@ -4,11 +4,16 @@
 //! pieces from it into a pool of another agent. Dropping the agent is final: its endpoints are closed, its
 //! memory key is revoked, and its progress thread has ended when the drop returns.
 //!
+//! Memory of a GPU is registered as that of the host is, with its kind and its number. UCX finds out by itself how it is
+//! reached: by the network device (GPUDirect, with nvidia-peermem or dma-buf), or by copies through the host.
+//!
 //! The library is never unloaded, and a process that has used it leaves without running its destructors
 //! (see [`leave_before_destructors`]).
 
 mod agent;
 mod api;
+#[cfg(test)]
+pub(super) mod pretended;
 
 use std::{
     error::Error,
@@ -20,11 +25,14 @@ use std::{
     sync::{Arc, Mutex, Once, PoisonError},
 };
 
+use baton_kv_cache::BlockStorage;
 use libloading::Library;
 use thiserror::Error;
 
-pub(super) use agent::{Agent, Copy, RemoteAgent, Transfer, base};
+pub(super) use agent::{Agent, Copy, RemoteAgent, Transfer};
 use api::{AgentConfig, Api, Object, THREAD_SYNC_STRICT, check};
+
+use crate::cuda;
 
 /// Name of the library that has the C API.
 const LIBRARY: &str = "libnixl_capi.so";
@@ -55,9 +63,24 @@ pub(crate) enum NixlError {
     /// A call failed; NIXL has logged why.
     #[error("NIXL: {call} failed with {status}")]
     Failed { call: &'static str, status: c_int },
+    /// Memory of a GPU is out of reach.
+    #[error("rdma cannot use the memory of device {device}: {why}")]
+    Device { device: u32, why: String },
 }
 
-/// Where bytes lie. Host memory is what runs today; GPU memory is described the same way.
+impl NixlError {
+    /// The same, of the registration of such memory.
+    fn of(self, memory: Memory) -> NixlError {
+        let Memory::Vram(device) = memory else { return self };
+        let why = match cuda::num_devices() {
+            Err(missing) => format!("{self}; {missing}"),
+            Ok(_) => format!("{self}; UCX needs its modules for CUDA here"),
+        };
+        NixlError::Device { device, why }
+    }
+}
+
+/// Where bytes lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Memory {
     Dram,
@@ -66,6 +89,11 @@ pub(crate) enum Memory {
 }
 
 impl Memory {
+    /// Where these blocks are.
+    pub(super) fn of(storage: &BlockStorage) -> Memory {
+        storage.device().map_or(Memory::Dram, |memory| Memory::Vram(memory.device()))
+    }
+
     /// NIXL's name of it: kind and device.
     pub(super) fn code(self) -> (u32, u32) {
         match self {
@@ -106,15 +134,20 @@ impl Nixl {
         &self.0.api
     }
 
-    /// Loads the library, and tries whether it works here: its plugins, and what UCX finds. That takes a
-    /// second, or many where nothing of it is in memory yet, which the first peer then need not wait for.
+    /// Loads the library, and tries whether it works here: its plugins, what UCX finds, and, for blocks on a device,
+    /// whether it reaches them. That takes a second, or many where nothing of it is in memory yet, which the first
+    /// peer then need not wait for.
     ///
     /// # Errors
     /// As of `load`, and when UCX cannot be used.
-    pub(crate) fn start(place: Option<&Path>) -> Result<Nixl, NixlError> {
+    pub(crate) fn start(place: Option<&Path>, storage: &Arc<BlockStorage>) -> Result<Nixl, NixlError> {
         // Of the process, as what is loaded.
         static TRIED: Mutex<bool> = Mutex::new(false);
         let nixl = Nixl::load(place)?;
+        if storage.device().is_some() {
+            drop(Agent::new(&nixl, "trial", vec![Arc::clone(storage)])?);
+            return Ok(nixl);
+        }
         let mut is_tried = TRIED.lock().unwrap_or_else(PoisonError::into_inner);
         if !*is_tried {
             drop(Engine::new(&nixl, "trial")?);
@@ -128,6 +161,10 @@ impl Nixl {
     /// # Errors
     /// When it is absent, or lacks a function.
     pub(crate) fn load(place: Option<&Path>) -> Result<Nixl, NixlError> {
+        #[cfg(test)]
+        if place == Some(Path::new(pretended::PLACE)) {
+            return Ok(pretended::nixl());
+        }
         let path = match place {
             Some(folder) if folder.is_dir() => folder.join(LIBRARY),
             Some(file) => file.to_owned(),

@@ -1,0 +1,168 @@
+//! What a stranger at an nccl port can learn, hold and exhaust: nothing, and no communicator in particular.
+
+use std::{
+    io::{Read, Write},
+    net::{Shutdown, TcpStream},
+    time::{Duration, Instant},
+};
+
+use super::{
+    communicators::MAX_COMMUNICATORS,
+    fabric::UniqueId,
+    faults::{ByHand, NCCL, NEVER, PATIENCE, address_of, hear, hello, say},
+    wire::{MESSAGE_BYTES, Message},
+};
+use crate::{
+    Generation, Pass, Receiver, ReceiverConfig, RouteError, Token, TransportKind,
+    tcp::socket,
+    testing::{Fabric, blocks, eventually, soon, writes},
+};
+
+/// What comes back until the peer hangs up.
+fn ask(fabric: &Fabric, bytes: &[u8]) -> Vec<u8> {
+    let mut socket = TcpStream::connect(address_of(fabric).0).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    // It may hang up early.
+    let _ = socket.write_all(bytes);
+    let _ = socket.shutdown(Shutdown::Write);
+    let mut answer = Vec::new();
+    match socket.read_to_end(&mut answer) {
+        Ok(_) => {}
+        Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
+    }
+    answer
+}
+
+async fn works(fabric: &Fabric) {
+    let granted = fabric.receiver.grant(blocks([7]), ());
+    let route = fabric.route(&granted).await.unwrap();
+    let pushed = soon(route.push(writes(&blocks([7])))).await.unwrap();
+    soon(granted.verify(pushed.pieces)).await.unwrap();
+}
+
+fn num_joined(fabric: &Fabric) -> u64 {
+    fabric.receiver.counters().of(TransportKind::Nccl).read().routes
+}
+
+#[tokio::test]
+async fn whatever_is_wrong_the_answer_is_the_same() {
+    let fabric = Fabric::new(NCCL);
+    let (_, pool) = address_of(&fabric);
+    let granted = fabric.receiver.grant(blocks([5]), ());
+    let stale = fabric.receiver.grant(blocks([6]), ()).pass();
+    let right = granted.pass();
+    let token = |token| Pass { token: Token(token), ..right };
+    let mut almost = right.token.0;
+    almost[15] ^= 1;
+    for wrong in [
+        hello(pool ^ 1, right),
+        Message::Hello { pool, num_layers: 1, layer_bytes: 1, block_bytes: 1, pass: right },
+        hello(pool, token([0; 16])),
+        hello(pool, token(almost)),
+        hello(pool, Pass { generation: Generation(right.generation.0 ^ 1), ..right }),
+        hello(pool, Pass { token: stale.token, ..right }),
+        hello(pool, stale),
+    ] {
+        assert_eq!(ask(&fabric, &wrong.encode()), Message::Refused.encode(), "{wrong:?}");
+    }
+    let garbage: Vec<u8> = (0..4096_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    let early = Message::Announce { sequence: 0, pass: right, num_pieces: 1 }.encode();
+    for bytes in [&garbage[..], b"GET / HTTP/1.1\r\n\r\n", &early, b""] {
+        assert_eq!(ask(&fabric, bytes), b"", "not even that it is a kv port");
+    }
+    assert_eq!(num_joined(&fabric), 0);
+    works(&fabric).await;
+}
+
+#[tokio::test]
+async fn a_wrong_pass_fails_its_own_route_alone() {
+    let fabric = Fabric::new(NCCL);
+    let granted = fabric.receiver.grant(blocks([5]), ());
+    let guessed = Pass { token: Token::default(), ..granted.pass() };
+    let error = soon(fabric.sender.route(guessed, granted.offers(), ())).await.err().unwrap();
+    assert!(matches!(error, RouteError::OtherIncarnation(_)), "{error}");
+    works(&fabric).await;
+}
+
+#[tokio::test]
+async fn a_stranger_makes_no_idle_peer_give_its_place_up() {
+    let fabric = Fabric::new(NCCL);
+    let (_, pool) = address_of(&fabric);
+    let granted = fabric.receiver.grant(blocks([5]), ());
+    let peers: Vec<_> = (0..MAX_COMMUNICATORS).map(|_| ByHand::connect(&fabric, granted.pass())).collect();
+    eventually("all have joined", || num_joined(&fabric) == MAX_COMMUNICATORS as u64).await;
+    let stranger = hello(pool, Pass { token: Token::default(), ..granted.pass() });
+    for _ in 0..2 * MAX_COMMUNICATORS {
+        assert_eq!(ask(&fabric, &stranger.encode()), Message::Refused.encode());
+    }
+    for (sequence, peer) in peers.iter().enumerate() {
+        // Of a piece that was never granted: it is answered, so the peer is still there.
+        let announced = peer.announce(0, granted.pass(), &[(0, 9)]);
+        assert!(matches!(announced, Some(Message::No { .. })), "{sequence}: {announced:?}");
+    }
+}
+
+#[tokio::test]
+async fn who_says_nothing_or_says_it_slowly_is_not_waited_for() {
+    let fabric = Fabric::with(NCCL, |config| {
+        config.handshake_timeout = Duration::from_millis(300);
+        // For one that is welcome, and does not join.
+        config.io_timeout = PATIENCE;
+    });
+    let (address, pool) = address_of(&fabric);
+    let granted = fabric.receiver.grant(blocks([5]), ());
+    let pass = granted.pass();
+    let silent = TcpStream::connect(&address).unwrap();
+    assert_eq!(hear(&silent), None);
+    let slow = tokio::task::spawn_blocking({
+        let address = address.clone();
+        move || {
+            let start = Instant::now();
+            let mut socket = TcpStream::connect(address).unwrap();
+            for byte in hello(pool, pass).encode().chunks(1) {
+                if socket.write_all(byte).is_err() {
+                    break;
+                }
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            // Hung up on, in the middle.
+            socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+            assert!(matches!(socket.read(&mut [0; MESSAGE_BYTES]), Ok(0) | Err(_)));
+            start.elapsed()
+        }
+    });
+    let took = soon(async { slow.await.unwrap() }).await;
+    assert!(took < Duration::from_secs(20), "{took:?}");
+    assert_eq!(num_joined(&fabric), 0);
+
+    let absent = TcpStream::connect(&address).unwrap();
+    say(&absent, hello(pool, pass));
+    assert_eq!(hear(&absent), Some(Message::Welcome));
+    socket::receive_exact(&absent, &mut [0; UniqueId::BYTES], NEVER).unwrap();
+    assert_eq!(hear(&absent), None);
+    works(&fabric).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn half_open_connections_keep_nobody_out() {
+    // Their time is never up: only their number ends them.
+    let fabric = Fabric::with(NCCL, |config| config.handshake_timeout = NEVER);
+    let (address, _) = address_of(&fabric);
+    let max_strangers = ReceiverConfig::default().max_strangers;
+    let mut silent = Vec::new();
+    for n in 0..4 * max_strangers {
+        let mut socket = TcpStream::connect(&address).unwrap();
+        if n % 2 == 0 {
+            // It may be hung up on already.
+            let _ = socket.write_all(b"B");
+        }
+        silent.push(socket);
+    }
+    works(&fabric).await;
+    // The oldest have made room.
+    assert_eq!(hear(&silent[0]), None);
+
+    let receiver: Receiver = fabric.receiver;
+    soon(tokio::task::spawn_blocking(move || drop(receiver))).await.unwrap();
+    drop(silent);
+}
