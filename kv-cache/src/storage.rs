@@ -257,6 +257,24 @@ impl BlockStorage {
         Ok(room)
     }
 
+    /// Writes the bytes of a piece; they are there when it returns.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes the piece during the call.
+    pub unsafe fn store(&self, block: BlockId, layer_idx: usize, bytes: &[u8]) -> io::Result<()> {
+        assert_eq!(bytes.len(), self.layout.layer_bytes(), "bytes of a piece");
+        match &self.memory {
+            // SAFETY: by the caller's word.
+            Memory::Host { .. } => unsafe { self.layer_mut(block, layer_idx) }.copy_from_slice(bytes),
+            // SAFETY: in bounds by `layer_offset`; exclusive by the caller's word.
+            Memory::Device(memory) => unsafe { memory.write(self.layer_offset(block, layer_idx), bytes) }?,
+        }
+        Ok(())
+    }
+
     /// The bytes of a piece.
     ///
     /// # Safety

@@ -294,20 +294,6 @@ impl TransportKind {
         }
     }
 
-    /// # Errors
-    /// When it cannot read and write blocks that lie where these do.
-    pub(crate) fn allow(self, storage: &BlockStorage) -> io::Result<()> {
-        match (self, storage.device()) {
-            (TransportKind::Tcp, Some(memory)) => {
-                let device = memory.device();
-                let message =
-                    format!("{self} moves memory of the host, and the blocks are on device {device}");
-                Err(io::Error::new(io::ErrorKind::Unsupported, message))
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// The inverse of [`name`](Self::name).
     pub fn from_name(name: &str) -> Option<TransportKind> {
         TransportKind::ALL.into_iter().find(|kind| kind.name() == name)

@@ -170,7 +170,7 @@ impl Connection {
             Err(error) => {
                 self.staging.give_back(staged);
                 drop(active);
-                return frame.fail(PushError::Lost(format!("the device does not give its blocks: {error}")));
+                return frame.fail(PushError::unread(&error));
             }
         };
         let announced: Vec<_> = frame.pieces.iter().map(|piece| (piece.layer_idx, piece.block_idx)).collect();
@@ -193,7 +193,7 @@ impl Connection {
         if staged.is_some() {
             // SAFETY: the pieces are final and kept by the route, which is not idle before the flight's `active` is
             // dropped; the place is this flight's alone.
-            let sources = unsafe { self.staging.sources(route, &frame.pieces, staged) };
+            let sources = unsafe { self.staging.sources(route, &frame.pieces, staged) }?;
             for source in sources {
                 let offset = source.as_ptr() as u64 - self.staged.memory().address();
                 places.push(self.staged.place(offset as usize, source.len()));

@@ -174,7 +174,7 @@ impl Connection {
                     let word = link.grants.landed(route.generation());
                     link.say(word);
                 }
-                return frame.fail(PushError::Lost(format!("the device does not give its blocks: {error}")));
+                return frame.fail(PushError::unread(&error));
             }
         };
         let copies =
@@ -223,9 +223,9 @@ impl Connection {
     ) -> io::Result<Vec<(u64, Hashed<'a>)>> {
         let route = frame.route();
         let storage = route.storage();
-        if storage.device().is_none() {
+        if storage.device().is_none() || place.is_some() {
             // SAFETY: by the caller's word.
-            let sources = unsafe { self.staging.sources(route, &frame.pieces, place) };
+            let sources = unsafe { self.staging.sources(route, &frame.pieces, place) }?;
             return Ok(sources
                 .into_iter()
                 .map(|bytes| (bytes.as_ptr() as u64, Hashed::NotYet(bytes)))

@@ -18,7 +18,7 @@ pub(crate) struct Staging {
     /// Places of a frame each that no flight uses.
     free: Vec<usize>,
     num_per_place: usize,
-    vectors: Vec<f32>,
+    assembly: Assembly,
 }
 
 impl Staging {
@@ -27,7 +27,7 @@ impl Staging {
         let num_per_place = max_pieces(frame_bytes, layout.layer_bytes());
         let num_blocks = (NUM_PLACES * num_per_place).div_ceil(layout.num_layers);
         let memory = Arc::new(BlockStorage::new(*layout, num_blocks)?);
-        Ok(Staging { memory, free: (0..NUM_PLACES).collect(), num_per_place, vectors: Vec::new() })
+        Ok(Staging { memory, free: (0..NUM_PLACES).collect(), num_per_place, assembly: Assembly::default() })
     }
 
     /// A place, if the route's pieces need one.
@@ -47,6 +47,9 @@ impl Staging {
 
     /// The bytes of a frame's pieces, where a device can read them.
     ///
+    /// # Errors
+    /// When the device that has them fails.
+    ///
     /// # Safety
     /// As of [`RouteState::bytes`], and nobody uses the place as long as the bytes.
     pub(crate) unsafe fn sources<'a>(
@@ -54,7 +57,7 @@ impl Staging {
         route: &'a RouteState,
         pieces: &[PieceWrite],
         place: Option<usize>,
-    ) -> Vec<&'a [u8]> {
+    ) -> io::Result<Vec<&'a [u8]>> {
         let num_layers = self.memory.layout().num_layers;
         let sources = pieces.iter().enumerate().map(|(nth, piece)| {
             let room: &mut [u8] = match place {
@@ -67,9 +70,9 @@ impl Staging {
                 None => &mut [],
             };
             // SAFETY: by the caller's word.
-            let bytes = unsafe { route.bytes(piece, room, &mut self.vectors) };
+            let bytes = unsafe { route.bytes(piece, room, &mut self.assembly) }?;
             // SAFETY: own blocks are kept by the route, and the place by the caller's word.
-            unsafe { std::slice::from_raw_parts(bytes.as_ptr(), bytes.len()) }
+            Ok(unsafe { std::slice::from_raw_parts(bytes.as_ptr(), bytes.len()) })
         });
         sources.collect()
     }

@@ -34,7 +34,7 @@ pub(crate) use jobs::{Job, JobThread, Jobs, Open};
 pub use measure::{Measured, copy_rate, stream_rate};
 pub(crate) use open_grants::{MAX_LOSSES, OpenGrants};
 use route::Form;
-pub(crate) use route::{Active, Frame, RouteState, Staging, max_pieces};
+pub(crate) use route::{Active, Assembly, Frame, RouteState, Staging, max_pieces};
 pub use route::{Pushed, Route};
 
 use crate::{
@@ -168,9 +168,6 @@ impl Sender {
         if config.streams_per_peer == 0 || config.frame_bytes == 0 {
             let message = "streams_per_peer and frame_bytes must not be 0";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
-        }
-        for &kind in &config.transports {
-            kind.allow(&storage)?;
         }
         let context = Arc::new(SenderContext { storage, config, counters: Counters::default() });
         let nixl = match context.config.transports.contains(&TransportKind::Rdma) {
@@ -357,10 +354,6 @@ impl Shared {
         let mapping = mapping.map_err(|error| RouteError::OtherKv(error.to_string()))?;
         if mapping.is_identity() {
             return Ok(None);
-        }
-        if let Some(memory) = self.context.storage.device() {
-            let device = memory.device();
-            return Err(RouteError::OtherKv(format!("blocks of device {device} are not converted")));
         }
         let piece_bytes = peer.layout().layer_bytes();
         if piece_bytes > MAX_STAGED_BYTES {

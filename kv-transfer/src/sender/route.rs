@@ -175,9 +175,14 @@ impl RouteState {
         self.form.codec.map_or_else(|| self.piece_bytes(), |codec| codec.piece_bytes())
     }
 
-    /// Bytes for which [`load`](Self::load) needs room: none where pieces are read from the pool.
+    /// Bytes in which a piece is put together before it travels: none where it travels as it lies in the pool.
     pub(crate) fn room_bytes(&self) -> usize {
         if self.form.mapping.is_none() && self.form.codec.is_none() { 0 } else { self.wire_bytes() }
+    }
+
+    /// Bytes for which [`load`](Self::load) needs room: the host must also fetch what a device has.
+    pub(crate) fn host_room_bytes(&self) -> usize {
+        if self.storage().device().is_some() { self.wire_bytes() } else { self.room_bytes() }
     }
 
     fn has(&self, piece: &PieceWrite) -> bool {
@@ -200,8 +205,11 @@ impl RouteState {
     }
 
     /// What goes to the peer for a piece, and the checksum of what its block holds then. The own block's bytes as they
-    /// are, or, where the sides differ or pieces travel in another form, what is put together in `room`, of
-    /// [`room_bytes`](Self::room_bytes).
+    /// are, or, where the sides differ, pieces travel in another form or lie on a device, what is put together in `room`, of
+    /// [`host_room_bytes`](Self::host_room_bytes).
+    ///
+    /// # Errors
+    /// When the device fails.
     ///
     /// # Safety
     /// The piece is of a push on this route, whose pieces are final and kept by the route's guard.
@@ -210,24 +218,29 @@ impl RouteState {
         piece: &PieceWrite,
         room: &'a mut [u8],
         scratch: &mut Scratch,
-    ) -> (&'a [u8], u64) {
-        let Scratch { vectors, wire, staged, decoded } = scratch;
+    ) -> io::Result<(&'a [u8], u64)> {
+        let Scratch { assembly, wire, staged, decoded } = scratch;
         let Some(codec) = &self.form.codec else {
             // SAFETY: by the caller's word.
-            let bytes = unsafe { self.bytes(piece, room, vectors) };
-            return (bytes, checksum(bytes, self.generation()));
+            let bytes = unsafe { self.bytes(piece, room, assembly) }?;
+            return Ok((bytes, checksum(bytes, self.generation())));
         };
-        staged.resize(if self.form.mapping.is_some() { self.piece_bytes() } else { 0 }, 0);
+        let is_read_in_place = self.form.mapping.is_none() && self.storage().device().is_none();
+        staged.resize(if is_read_in_place { 0 } else { self.piece_bytes() }, 0);
         // SAFETY: as above.
-        let bytes = unsafe { self.bytes(piece, staged, vectors) };
+        let bytes = unsafe { self.bytes(piece, staged, assembly) }?;
         codec.encode(bytes, room, wire);
         // What the peer will make of it, so that its check covers the decoding, too.
         decoded.resize(self.piece_bytes(), 0);
         codec.decode(room, decoded, wire);
-        (room, checksum(decoded, self.generation()))
+        Ok((room, checksum(decoded, self.generation())))
     }
 
-    /// What the peer's piece shall hold, in the own block or, where the sides differ, in `staging`, of the peer's piece.
+    /// What the peer's piece shall hold, in the own block or, where the sides differ or that is on a device, in `staging`,
+    /// of the peer's piece.
+    ///
+    /// # Errors
+    /// When the device fails.
     ///
     /// # Safety
     /// As [`load`](Self::load).
@@ -235,14 +248,34 @@ impl RouteState {
         &'a self,
         piece: &PieceWrite,
         staging: &'a mut [u8],
-        vectors: &mut Vec<f32>,
-    ) -> &'a [u8] {
+        Assembly { vectors, fetched }: &mut Assembly,
+    ) -> io::Result<&'a [u8]> {
         let layer_idx = piece.layer_idx as usize;
-        let blocks = piece.src.blocks();
-        // SAFETY: the caller's word; blocks and layer were checked when the piece was pushed.
-        let own = |nth: usize| unsafe { self.storage().layer(blocks[nth], layer_idx) };
-        let Some(mapping) = &self.form.mapping else { return own(0) };
-        let block_size = self.storage().layout().block_size;
+        let (storage, blocks) = (self.storage(), piece.src.blocks());
+        let offset = |block: BlockId| storage.layer_offset(block, layer_idx);
+        let Some(mapping) = &self.form.mapping else {
+            let Some(memory) = storage.device() else {
+                // SAFETY: the caller's word; blocks and layer were checked when the piece was pushed.
+                return Ok(unsafe { storage.layer(blocks[0], layer_idx) });
+            };
+            // SAFETY: as above.
+            unsafe { memory.read(offset(blocks[0]), staging) }?;
+            return Ok(staging);
+        };
+        let own_bytes = storage.layout().layer_bytes();
+        if let Some(memory) = storage.device() {
+            fetched.resize(blocks.len() * own_bytes, 0);
+            for (&block, to) in blocks.iter().zip(fetched.chunks_exact_mut(own_bytes)) {
+                // SAFETY: as above.
+                unsafe { memory.read(offset(block), to) }?;
+            }
+        }
+        let own = |nth: usize| match storage.device() {
+            Some(_) => &fetched[nth * own_bytes..][..own_bytes],
+            // SAFETY: as above.
+            None => unsafe { storage.layer(blocks[nth], layer_idx) },
+        };
+        let block_size = storage.layout().block_size;
         let tokens = match &piece.src {
             Source::Block(_) => 0..block_size,
             Source::Tokens { tokens, .. } => tokens.clone(),
@@ -255,7 +288,7 @@ impl RouteState {
         for run in mapping.runs(tokens) {
             mapping.apply(&run, own(run.source.block_idx - first), staging, vectors);
         }
-        staging
+        Ok(staging)
     }
 
     /// The right to use the blocks of both sides, while it lives; `None` when the route is closed.
@@ -301,16 +334,24 @@ pub(crate) struct Staging {
 /// For one piece at a time.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    pub(crate) vectors: Vec<f32>,
+    pub(crate) assembly: Assembly,
     wire: WireScratch,
     staged: Vec<u8>,
     decoded: Vec<u8>,
 }
 
+/// What putting pieces together takes.
+#[derive(Default)]
+pub(crate) struct Assembly {
+    vectors: Vec<f32>,
+    /// The own blocks, from a device.
+    fetched: Vec<u8>,
+}
+
 impl Staging {
     /// Room for so many pieces of a route, and what else loading them takes.
     pub(crate) fn of(&mut self, route: &RouteState, num_pieces: usize) -> (&mut [u8], &mut Scratch) {
-        let num_bytes = num_pieces * route.room_bytes();
+        let num_bytes = num_pieces * route.host_room_bytes();
         if self.room.len() < num_bytes {
             self.room.resize(num_bytes, 0);
         }

@@ -75,28 +75,22 @@ impl Target {
             // SAFETY: all of it by the caller's word.
             let checksum = unsafe {
                 match (route.storage().device(), &*copies) {
-                    (None, None) => {
-                        let bytes = route.bytes(piece, room, &mut scratch.vectors);
+                    (_, None) => {
+                        let bytes = route.bytes(piece, room, &mut scratch.assembly)?;
                         let target = blocks.layer_ptr(piece.dst, layer_idx);
                         checksum::copy(bytes, target.as_ptr(), generation)
                     }
-                    (Some(_), None) => {
-                        let bytes = route.storage().load(source, layer_idx, fetched)?;
-                        let target = blocks.layer_ptr(piece.dst, layer_idx);
-                        checksum::copy(bytes, target.as_ptr(), generation)
-                    }
-                    (None, Some(_)) => {
-                        let bytes = route.bytes(piece, room, &mut scratch.vectors);
-                        let target = blocks.device().expect("it is on a device");
-                        target.write(blocks.layer_offset(piece.dst, layer_idx), bytes)?;
-                        checksum(bytes, generation)
-                    }
-                    (Some(own), Some(copies)) => {
+                    (Some(own), Some(copies)) if route.room_bytes() == 0 => {
                         let from = own.address() + route.storage().layer_offset(source, layer_idx) as u64;
                         let to = blocks.address() + blocks.layer_offset(piece.dst, layer_idx) as u64;
                         copies.begin(to, from, route.piece_bytes()).map_err(io::Error::other)?;
                         // Hashed while the device copies the same bytes.
                         checksum(route.storage().load(source, layer_idx, fetched)?, generation)
+                    }
+                    (_, Some(_)) => {
+                        let bytes = route.bytes(piece, room, &mut scratch.assembly)?;
+                        blocks.store(piece.dst, layer_idx, bytes)?;
+                        checksum(bytes, generation)
                     }
                 }
             };

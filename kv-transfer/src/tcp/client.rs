@@ -263,7 +263,7 @@ impl Connection {
             frame.fail(PushError::Closed);
             return;
         };
-        let (wire_bytes, room_bytes) = (route.wire_bytes(), route.room_bytes());
+        let (wire_bytes, room_bytes) = (route.wire_bytes(), route.host_room_bytes());
         let header = FrameHeader {
             num_pieces: frame.pieces.len() as u16,
             format: route.wire(),
@@ -280,7 +280,10 @@ impl Connection {
             let (room, rest) = rooms.split_at_mut(room_bytes);
             rooms = rest;
             // SAFETY: the piece is final and kept by the route's guard: nobody writes it.
-            let (bytes, checksum) = unsafe { route.load(piece, room, scratch) };
+            let (bytes, checksum) = match unsafe { route.load(piece, room, scratch) } {
+                Ok(loaded) => loaded,
+                Err(error) => return frame.fail(PushError::unread(&error)),
+            };
             pieces.push(Piece { block_idx: piece.block_idx, layer_idx: piece.layer_idx, checksum });
             payload.push(bytes.as_ptr().cast_mut(), bytes.len());
         }

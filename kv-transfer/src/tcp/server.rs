@@ -184,8 +184,10 @@ impl Connection<'_> {
             }
             Some(grant) => match grant.claim(&pieces) {
                 Claim::Taken => match self.codec(header.format) {
-                    None => self.place(&grant, &pieces, scratch)?,
-                    Some(codec) => self.place_decoded(&grant, &pieces, &codec, scratch)?,
+                    None if self.receiving.grants.storage().device().is_none() => {
+                        self.place(&grant, &pieces, scratch)?
+                    }
+                    codec => self.place_each(&grant, &pieces, codec.as_ref(), scratch)?,
                 },
                 Claim::Placed => {
                     self.discard(num_bytes, scratch)?;
@@ -240,34 +242,49 @@ impl Connection<'_> {
         Ok(AckStatus::Placed)
     }
 
-    /// Decodes the payload piece by piece into the grant's blocks, for as long as the grant is not revoked.
-    fn place_decoded(
+    /// Takes the payload piece by piece to the grant's blocks, decoded where it must be, for as long as the grant is not
+    /// revoked.
+    fn place_each(
         &mut self,
         grant: &LiveGrant,
         pieces: &[(u32, u32)],
-        codec: &WireCodec,
+        codec: Option<&WireCodec>,
         scratch: &mut Scratch,
     ) -> io::Result<AckStatus> {
         let storage = Arc::clone(self.receiving.grants.storage());
         let claimed = Claimed { grant, pieces };
-        scratch.coded.resize(codec.piece_bytes(), 0);
+        let wire_bytes = codec.map_or_else(|| self.layer_bytes(), WireCodec::piece_bytes);
+        scratch.coded.resize(wire_bytes, 0);
+        scratch.decoded.resize(self.layer_bytes(), 0);
         for (nth, &(layer_idx, block_idx)) in pieces.iter().enumerate() {
             self.reader.receive_exact(&mut scratch.coded, self.receiving.io_timeout)?;
             let block = grant.block(block_idx).expect("a claimed piece is in the grant");
-            let decoded = grant.with_fence(|| {
-                // SAFETY: the piece lies in a granted block, claimed for this frame alone, and the grant cannot be
-                // taken back while the fence is held.
-                let piece = unsafe { storage.layer_mut(block, layer_idx as usize) };
-                codec.decode(&scratch.coded, piece, &mut scratch.wire);
+            let Scratch { coded, decoded, wire, .. } = scratch;
+            let layer_idx = layer_idx as usize;
+            // SAFETY: the piece lies in a granted block, claimed for this frame alone, and the grant cannot be taken
+            // back while the fence is held.
+            let stored = grant.with_fence(|| unsafe {
+                match (codec, storage.device()) {
+                    (None, _) => storage.store(block, layer_idx, coded),
+                    (Some(codec), None) => {
+                        codec.decode(coded, storage.layer_mut(block, layer_idx), wire);
+                        Ok(())
+                    }
+                    (Some(codec), Some(_)) => {
+                        codec.decode(coded, decoded, wire);
+                        storage.store(block, layer_idx, decoded)
+                    }
+                }
             });
-            if decoded.is_none() {
-                self.counters().late(codec.piece_bytes());
-                self.discard((pieces.len() - nth - 1) * codec.piece_bytes(), scratch)?;
+            let Some(stored) = stored else {
+                self.counters().late(wire_bytes);
+                self.discard((pieces.len() - nth - 1) * wire_bytes, scratch)?;
                 return Ok(AckStatus::Revoked);
-            }
+            };
+            stored?;
         }
         claimed.placed();
-        self.counters().placed(pieces.len(), pieces.len() * codec.piece_bytes());
+        self.counters().placed(pieces.len(), pieces.len() * wire_bytes);
         Ok(AckStatus::Placed)
     }
 
@@ -301,8 +318,9 @@ impl Connection<'_> {
 #[derive(Default)]
 struct Scratch {
     discarded: Vec<u8>,
-    /// One piece on its way.
+    /// One piece on its way, and as it shall be.
     coded: Vec<u8>,
+    decoded: Vec<u8>,
     wire: WireScratch,
 }
 
