@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_kv_cache::{BlockId, BlockStorage, KvLayout, KvShard, WireFormat};
+use baton_kv_cache::{BlockId, BlockStorage};
 
 use super::nixl::{Memory, pretended};
 use crate::{
@@ -95,19 +95,6 @@ async fn pieces_are_described_by_the_memory_that_each_side_has() {
     }
     // As NIXL numbers them: DRAM_SEG 0, VRAM_SEG 1.
     assert_eq!((Memory::of(&host()).code(), Memory::of(&device()).code()), ((0, 0), (1, 5)));
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn pieces_that_would_have_to_be_put_together_on_a_device_are_refused() {
-    let config = ReceiverConfig { nixl: Some(pretended::PLACE.into()), ..receiver_config() };
-    let receiver = Receiver::start(storage(), config).unwrap();
-    let config = SenderConfig { nixl: Some(pretended::PLACE.into()), ..sender_config(RDMA) };
-    let sender = Sender::start(Arc::new(pretended_device(LAYOUT, NUM_BLOCKS)), config).unwrap();
-    let granted = receiver.grant(blocks([3]), ());
-    let larger = KvShard::new(&KvLayout { block_size: 2 * LAYOUT.block_size, ..LAYOUT }, 1, 0).unwrap();
-    let routed = sender.route_to(&larger, WireFormat::AsIs, granted.pass(), granted.offers(), ());
-    let error = soon(routed).await.err().unwrap();
-    assert_eq!(error.to_string(), "kv cannot go to the peer's blocks: blocks of device 5 are not converted");
 }
 
 /// The real NIXL: UCX looks what the memory is, and finds that no GPU has it.
