@@ -64,6 +64,8 @@ mod fabric;
 mod faults;
 mod lane;
 mod library;
+#[cfg(test)]
+mod matrix;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) mod memory;
 mod server;
