@@ -25,7 +25,7 @@ use crate::{
     message::{Generation, Pass, TransportKind, TransportOffer},
     receiver::{
         Acceptor, Admission, Claim, Grants, LiveGrant, OneSidedWriter, ReceiverConfig, Service, WriterId,
-        advertised,
+        listen,
     },
     tcp::socket,
 };
@@ -54,10 +54,7 @@ impl NcclServer {
         config: &ReceiverConfig,
     ) -> io::Result<NcclServer> {
         let pool = fabric.reach(grants.storage()).map_err(io::Error::other)?;
-        let listener = TcpListener::bind(address).map_err(|error| {
-            io::Error::new(error.kind(), format!("cannot listen for nccl peers on {address}: {error}"))
-        })?;
-        let address = advertised(config, listener.local_addr()?);
+        let (listener, address) = listen(TransportKind::Nccl, address, config)?;
         let offer = TransportOffer::Nccl { address, pool: grants.pool() };
         let sharing = Arc::new(Sharing {
             grants,
