@@ -3,7 +3,8 @@
 use std::{
     cell::Cell,
     future::{Future, poll_fn},
-    io::{self, Write},
+    io::{self, Read, Write},
+    net::{Shutdown, TcpStream},
     path::PathBuf,
     pin::pin,
     sync::{
@@ -30,6 +31,12 @@ use crate::{
 pub(crate) const LAYOUT: KvLayout =
     KvLayout { block_size: 4, num_layers: 3, num_kv_heads: 2, head_dim: 8, dtype: KvDtype::F32 };
 pub(crate) const NUM_BLOCKS: usize = 64;
+
+/// Long for a healthy peer of the tests of faults, short to wait for.
+pub(crate) const PATIENCE: Duration = Duration::from_millis(1500);
+
+/// Long for everything.
+pub(crate) const NEVER: Duration = Duration::from_secs(600);
 
 /// A prefill worker's and a decode worker's data plane.
 pub(crate) struct Fabric {
@@ -95,6 +102,39 @@ impl Fabric {
     /// The offer of one transport.
     pub(crate) fn offer(&self, kind: TransportKind) -> TransportOffer {
         self.receiver.offers().iter().find(|offer| offer.kind() == kind).cloned().expect("offered")
+    }
+
+    /// Where it listens for peers of this kind, and its pool.
+    pub(crate) fn address(&self, kind: TransportKind) -> (String, u64) {
+        match self.offer(kind) {
+            TransportOffer::Tcp { address, pool }
+            | TransportOffer::Rdma { address, pool }
+            | TransportOffer::Nccl { address, pool } => (address, pool),
+            offer @ TransportOffer::Shm { .. } => panic!("{offer:?} has no address"),
+        }
+    }
+
+    /// What comes back for these bytes until the peer hangs up.
+    pub(crate) fn ask(&self, kind: TransportKind, bytes: &[u8]) -> Vec<u8> {
+        let mut socket = TcpStream::connect(self.address(kind).0).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        // It may hang up early.
+        let _ = socket.write_all(bytes);
+        let _ = socket.shutdown(Shutdown::Write);
+        let mut answer = Vec::new();
+        match socket.read_to_end(&mut answer) {
+            Ok(_) => {}
+            Err(error) => assert_eq!(error.kind(), io::ErrorKind::ConnectionReset),
+        }
+        answer
+    }
+
+    /// A handoff of one block goes well.
+    pub(crate) async fn works(&self) {
+        let granted = self.receiver.grant(blocks([7]), ());
+        let route = self.route(&granted).await.unwrap();
+        let pushed = soon(route.push(writes(&blocks([7])))).await.unwrap();
+        soon(granted.verify(pushed.pieces)).await.unwrap();
     }
 
     pub(crate) async fn route<K>(&self, granted: &Granted<K>) -> Result<Route, RouteError> {
@@ -208,6 +248,11 @@ pub(crate) fn bytes(storage: &BlockStorage, block: BlockId, layer_idx: usize) ->
     let mut room = Vec::new();
     // SAFETY: as above.
     unsafe { storage.load(block, layer_idx, &mut room) }.unwrap().to_vec()
+}
+
+/// Whether a piece is nothing but this byte.
+pub(crate) fn holds(storage: &BlockStorage, block: BlockId, layer_idx: usize, byte: u8) -> bool {
+    bytes(storage, block, layer_idx).iter().all(|&found| found == byte)
 }
 
 /// All pieces of `dst`, from source blocks of the same numbers, layer by layer.

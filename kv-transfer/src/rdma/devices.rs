@@ -10,8 +10,8 @@ use crate::{
     cuda::{blocks_on_device, num_devices},
     nccl::memory::pretended_device,
     testing::{
-        Guards, LAYOUT, NUM_BLOCKS, blocks, has_device, has_rdma, nixl, pattern, sender_config, soon,
-        storage, writes,
+        Guards, LAYOUT, NUM_BLOCKS, blocks, fill, has_device, has_rdma, holds, nixl, pattern, sender_config,
+        soon, storage, writes,
     },
 };
 
@@ -25,30 +25,12 @@ fn receiver_config() -> ReceiverConfig {
     }
 }
 
-/// Fills a piece, wherever it is.
-fn store(pool: &BlockStorage, block: BlockId, layer_idx: usize, byte: u8) {
-    match pool.device() {
-        None => crate::testing::fill(pool, block, layer_idx, byte),
-        // SAFETY: nobody else uses the pool now.
-        Some(device) => unsafe {
-            let offset = pool.layer_offset(block, layer_idx);
-            device.write(offset, &vec![byte; LAYOUT.layer_bytes()]).unwrap();
-        },
-    }
-}
-
-fn holds(pool: &BlockStorage, block: BlockId, layer_idx: usize, byte: u8) -> bool {
-    let mut room = Vec::new();
-    // SAFETY: nobody writes the pool now.
-    unsafe { pool.load(block, layer_idx, &mut room) }.unwrap().iter().all(|&found| found == byte)
-}
-
 /// Pushes two blocks from pool to pool, verifies them, and finds a byte that was changed afterwards.
 async fn hand_over(source: &Arc<BlockStorage>, target: &Arc<BlockStorage>, place: &str) {
     let dst = blocks([3, 40]);
     let all = writes(&dst);
     for write in &all {
-        store(source, write.dst, write.layer_idx as usize, pattern(write.dst.0, write.layer_idx as usize));
+        fill(source, write.dst, write.layer_idx as usize, pattern(write.dst.0, write.layer_idx as usize));
     }
     let config = ReceiverConfig { nixl: Some(place.into()), ..receiver_config() };
     let receiver = Receiver::start(Arc::clone(target), config).unwrap();
@@ -65,7 +47,7 @@ async fn hand_over(source: &Arc<BlockStorage>, target: &Arc<BlockStorage>, place
         assert!(holds(target, BlockId(write.dst.0 + 1), layer_idx, 0), "beside {write:?}");
     }
     soon(granted.verify(pushed.pieces.clone())).await.unwrap();
-    store(target, BlockId(40), 1, 0);
+    fill(target, BlockId(40), 1, 0);
     pushed.pieces.retain(|piece| (piece.block_idx, piece.layer_idx) == (1, 1));
     let fault = soon(granted.verify(pushed.pieces)).await.unwrap_err();
     assert_eq!(fault, KvFault::Checksum { block_idx: 1, layer_idx: 1 });
