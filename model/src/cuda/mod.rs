@@ -5,6 +5,7 @@
 
 pub mod check;
 mod compile;
+mod device;
 mod kernel;
 mod norm;
 
