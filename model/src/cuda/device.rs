@@ -11,6 +11,9 @@ pub(crate) trait Device: Send {
     /// "cuda:0".
     fn name(&self) -> &str;
 
+    /// Bytes that can still be allocated.
+    fn free_bytes(&mut self) -> Result<usize, CudaError>;
+
     /// New memory with any contents, aligned to 256 bytes.
     ///
     /// # Errors

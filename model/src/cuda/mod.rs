@@ -6,9 +6,15 @@
 pub mod check;
 mod compile;
 mod device;
+mod driver;
 mod kernel;
+mod lt;
 mod norm;
+mod start;
+mod weights;
 
+#[cfg(test)]
+mod emulated;
 #[cfg(test)]
 mod emulator;
 #[cfg(test)]
