@@ -286,6 +286,7 @@ inline float float_of(u32 bits) {
 }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float reciprocal_fast(float x) { return 1.0f / x; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
@@ -309,6 +310,22 @@ inline u32 pack_bf16(float low, float high) {
         return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     };
     return round(low) | round(high) << 16;
+}
+
+inline u32 pick_bytes(u32 low, u32 high, u32 selector) {
+    u64 bytes = u64(high) << 32 | low;
+    u32 picked = 0;
+    for (u32 i = 0; i < 4; ++i) picked |= u32(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return picked;
+}
+
+inline u32 multiply_add_bf16(u32 a, u32 b, u32 c) {
+    auto of_half = [&](u32 shift) -> float {
+        using emulator::bf16;
+        // Exact but for sums of numbers that are far apart.
+        return float(double(bf16(a >> shift & 0xffff)) * bf16(b >> shift & 0xffff) + bf16(c >> shift & 0xffff));
+    };
+    return pack_bf16(of_half(0), of_half(16));
 }
 
 inline void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
