@@ -29,6 +29,12 @@ pub enum LoadError {
         /// The directory.
         path: PathBuf,
     },
+    /// What only processors do so far.
+    #[error("{what} is not there on a device so far: it takes --device cpu")]
+    NotOnDevice {
+        /// Asked for.
+        what: &'static str,
+    },
     /// The decoder does not know this architecture.
     #[error("{}: architecture {found} is not supported, expected one of {expected}", path.display())]
     UnknownArchitecture {

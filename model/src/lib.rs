@@ -41,6 +41,6 @@ pub use executor::{Batch, BatchSequence, ExecuteError, Executor};
 pub use float::FloatDtype;
 pub use gguf_files::gguf_files;
 pub use load::{LoadOptions, LoadProgress, LoadedModel, load};
-pub use precision::{Activations, ParseQuantisationError, Quantisation};
+pub use precision::{Activations, Backend, ParseQuantisationError, Quantisation};
 pub use rope::{RopeScaling, RopeSpec};
 pub use spec::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};

@@ -9,7 +9,7 @@ use crate::cpu::{CpuExecutor, ThreadPool, bf16_is_faster, multiplies_bf16};
 use crate::decoder::{DecoderWeights, is_redundant, take_weights};
 use crate::packed::{Packer, Packing, WeightCache};
 use crate::weights::Checkpoint;
-use crate::{Activations, LoadError, ModelConfig, Quantisation};
+use crate::{Activations, Backend, LoadError, ModelConfig, Quantisation};
 
 /// How a model is to be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,6 +26,8 @@ pub struct LoadOptions {
     pub quantise: Option<Quantisation>,
     /// Directory for packed weights, which processes of this host share; `None`: each keeps its own.
     pub weight_cache: Option<PathBuf>,
+    /// What will compute.
+    pub backend: Backend,
 }
 
 impl Default for LoadOptions {
@@ -37,6 +39,7 @@ impl Default for LoadOptions {
             activations: Activations::Auto,
             quantise: None,
             weight_cache: None,
+            backend: Backend::Cpu,
         }
     }
 }
@@ -64,6 +67,7 @@ struct Inner {
     bf16_pairs: bool,
     revision: String,
     threads: usize,
+    backend: Backend,
     weight_bytes: u64,
     num_parameters: u64,
 }
@@ -113,7 +117,11 @@ impl LoadedModel {
     }
 
     /// An executor on threads that it shares with others.
+    ///
+    /// # Panics
+    /// When it was loaded for a device.
     pub fn cpu_executor_on(&self, pool: Arc<ThreadPool>) -> CpuExecutor {
+        assert_eq!(self.inner.backend, Backend::Cpu, "nothing was packed for processors");
         CpuExecutor::new(self.clone(), pool)
     }
 
@@ -166,8 +174,11 @@ pub fn load(
             Some(WeightCache { dir: cache_dir, model, key: hasher.finalize() })
         }
     };
-    packer.finish(cache.as_ref(), threads, progress).map_err(|source| LoadError::io(model, source))?;
-    checkpoint.release_pages();
+    // A device takes them when its executor is made.
+    if options.backend == Backend::Cpu {
+        packer.finish(cache.as_ref(), threads, progress).map_err(|source| LoadError::io(model, source))?;
+        checkpoint.release_pages();
+    }
 
     let layout = KvLayout {
         block_size: options.block_size,
@@ -185,12 +196,22 @@ pub fn load(
             layout,
             bf16_pairs,
             threads,
+            backend: options.backend,
             config,
         }),
     })
 }
 
 fn packing(options: &LoadOptions) -> Result<Packing, LoadError> {
+    if options.backend == Backend::Cuda {
+        return match (options.quantise, options.activations) {
+            (None, Activations::Auto | Activations::Bf16) => {
+                Ok(Packing { is_for_device: true, ..Packing::default() })
+            }
+            (Some(_), _) => Err(LoadError::NotOnDevice { what: "rounding weights to integers" }),
+            (None, Activations::F32) => Err(LoadError::NotOnDevice { what: "activations in f32" }),
+        };
+    }
     let bf16_pairs = match options.activations {
         Activations::F32 => false,
         Activations::Bf16 if !multiplies_bf16() => return Err(LoadError::NoBf16),
@@ -201,6 +222,7 @@ fn packing(options: &LoadOptions) -> Result<Packing, LoadError> {
         bf16_pairs,
         widen: options.activations == Activations::F32,
         quantise: options.quantise.map(Quantisation::format),
+        is_for_device: false,
     })
 }
 

@@ -38,9 +38,11 @@ pub(crate) struct PackedMatrix {
     memory: Arc<OnceLock<Memory>>,
     offset: usize,
     format: PanelFormat,
-    rows: usize,
+    pub(crate) rows: usize,
     pub(crate) cols: usize,
     order: RowOrder,
+    /// What it would be packed of, where that is kept instead.
+    parts: Option<Arc<[Matrix]>>,
 }
 
 #[derive(Debug)]
@@ -59,6 +61,14 @@ impl PackedMatrix {
         PanelsRef::new(&memory[self.offset..][..num_bytes], self.format, self.rows, self.cols)
             .in_order(self.order)
     }
+
+    /// The matrices that lie one after the other in it, where they are mapped: of a model for a device.
+    ///
+    /// # Panics
+    /// When it was to be packed.
+    pub(crate) fn parts(&self) -> &[Matrix] {
+        self.parts.as_deref().expect("a model for a device")
+    }
 }
 
 /// What weights become when they are packed.
@@ -70,6 +80,8 @@ pub(crate) struct Packing {
     pub(crate) widen: bool,
     /// Weights of layers are rounded to it.
     pub(crate) quantise: Option<IntegerFormat>,
+    /// Nothing is packed: a device takes the matrices from where they are mapped.
+    pub(crate) is_for_device: bool,
 }
 
 /// How much rounding a matrix bears.
@@ -144,8 +156,9 @@ impl Packer {
         let offset = self.num_bytes;
         let format = self.format(&parts, dtype, rounding);
         self.num_bytes = (offset + format.matrix_bytes(rows, cols)).next_multiple_of(ALIGNMENT);
+        let kept = self.packing.is_for_device.then(|| parts.iter().cloned().collect());
         self.jobs.push(Job { parts, dtype, format, rows, cols, order, offset });
-        PackedMatrix { memory: Arc::clone(&self.memory), offset, format, rows, cols, order }
+        PackedMatrix { memory: Arc::clone(&self.memory), offset, format, rows, cols, order, parts: kept }
     }
 
     fn format(&self, parts: &[Matrix], dtype: FloatDtype, rounding: Rounding) -> PanelFormat {

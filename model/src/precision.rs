@@ -5,6 +5,16 @@ use std::str::FromStr;
 
 use crate::integers::{IntegerFormat, IntegerWidth, MAX_GROUP};
 
+/// What computes a model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Backend {
+    /// This machine's processors.
+    #[default]
+    Cpu,
+    /// One of NVIDIA's devices. Weights and activations are bf16 there, whatever files hold.
+    Cuda,
+}
+
 /// How activations enter products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Activations {

@@ -116,14 +116,14 @@ const ROOMS: &[Room] = &[
     },
     Room {
         name: "baton-model",
-        uses: &["baton-kv-cache", "baton-gguf"],
+        uses: &["baton-kv-cache", "baton-gguf", "baton-cuda"],
         tests_use: &[],
         never: &["baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
     },
     // Moves blocks; whose they are is not its business.
     Room {
         name: "baton-kv-transfer",
-        uses: &["baton-kv-cache", "baton-tls"],
+        uses: &["baton-kv-cache", "baton-cuda", "baton-tls"],
         tests_use: &[],
         never: &["baton-engine", "baton-model", "baton-proto", "tonic", "prost", "hyper", "axum", "h2"],
     },
@@ -144,6 +144,8 @@ const ROOMS: &[Room] = &[
     Room { name: "baton-gguf", uses: &[], tests_use: &["baton-gguf"], never: &["tokio", "serde"] },
     // Knows peers, not what they say.
     Room { name: "baton-tls", uses: &[], tests_use: &[], never: &["tonic", "prost", "hyper", "axum", "h2"] },
+    // Knows devices and memory, not what for.
+    Room { name: "baton-cuda", uses: &[], tests_use: &[], never: &["tokio"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
     Room { name: "baton-proto", uses: &[], tests_use: &[], never: &[] },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
@@ -167,7 +169,7 @@ const BEHIND: &[(&str, &[&str])] = &[
     ("tokenizers", &["baton-tokenizer"]),
     ("minijinja", &["baton-tokenizer"]),
     ("safetensors", &["baton-model"]),
-    ("cudarc", &["baton-model", "baton-kv-transfer"]),
+    ("cudarc", &["baton-cuda", "baton-model", "baton-kv-transfer"]),
     ("opentelemetry-otlp", &["baton-telemetry"]),
     ("rustls", &["baton-tls"]),
     ("tokio-rustls", &["baton-tls"]),

@@ -1,143 +1,348 @@
 //! Runs kernels where there is no GPU: their files compiled by g++ over `emulator/emulator.h`, with the address sanitizer
 //! around every buffer, in a process of their own.
 
-use std::io::Write;
+use std::fs::File;
+use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use super::kernel::{Address, Kernel, Source};
+use super::device::Product;
+use super::kernel::{Address, Kernel, LaunchShape, Source};
 
-/// Buffers and launches, to be run one after the other.
-pub(crate) struct Emulator {
-    program: PathBuf,
-    buffers: Vec<Vec<u8>>,
-    launches: Vec<u8>,
-    num_launches: u32,
+/// A process that holds memory and runs kernels in it, one after the other.
+///
+/// # Panics
+/// Its methods, when a kernel leaves its buffers, waits for nobody, or depends on the order of its threads: perhaps not
+/// before the next one that waits for an answer.
+pub(crate) struct Session {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: ChildStdout,
+    /// What it says about its end.
+    messages: File,
 }
 
-/// What buffers hold in the end.
-pub(crate) struct Memory {
-    buffers: Vec<Vec<u8>>,
+/// In which order the threads of a kernel run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Threads {
+    /// In one drawn at random.
+    Shuffled,
+    /// Also in their own order, with the same results.
+    Compared,
 }
 
-/// What an address that stands for a place in a buffer begins with.
-const MARK: u64 = 0xba7 << 52;
+/// As in emulator/run.h.
+#[derive(Clone, Copy)]
+#[repr(u32)]
+enum Order {
+    Allocate,
+    Free,
+    Write,
+    Read,
+    Zero,
+    Launch,
+    Multiply,
+}
 
-impl Emulator {
-    /// Compiles `source`, unless that has been done.
-    pub(crate) fn new(source: Source) -> Emulator {
-        Emulator { program: compile(&source), buffers: vec![], launches: vec![], num_launches: 0 }
-    }
-
-    /// A buffer that holds `bytes`.
-    pub(crate) fn buffer(&mut self, bytes: &[u8]) -> Address {
-        self.buffers.push(bytes.to_vec());
-        Address(MARK | (self.buffers.len() as u64 - 1) << 40)
-    }
-
-    /// A buffer full of NaN.
-    pub(crate) fn poisoned(&mut self, num_bytes: usize) -> Address {
-        self.buffer(&vec![0xff; num_bytes])
-    }
-
-    /// Runs the kernel after those before it.
-    pub(crate) fn launch<K: Kernel>(&mut self, kernel: &K) {
-        let shape = kernel.shape();
-        self.launches.extend((K::NAME.len() as u32).to_le_bytes());
-        self.launches.extend(K::NAME.as_bytes());
-        for word in shape.grid.into_iter().chain([shape.threads, shape.shared_bytes]) {
-            self.launches.extend(word.to_le_bytes());
-        }
-        let num_bytes = size_of::<K>();
-        self.launches.extend((num_bytes as u32).to_le_bytes());
-        // SAFETY: a kernel's arguments are plain data without padding.
-        self.launches
-            .extend(unsafe { std::slice::from_raw_parts((&raw const *kernel).cast::<u8>(), num_bytes) });
-        self.num_launches += 1;
-    }
-
-    /// Runs all launches, threads in order and then in an order drawn at random, with the same results.
-    ///
-    /// # Panics
-    /// When a kernel leaves its buffers, waits for nobody, or depends on the order of its threads.
-    pub(crate) fn run(&self) -> Memory {
-        let [in_order, shuffled] = [0, 1].map(|seed| self.run_once(seed));
-        assert!(in_order.buffers == shuffled.buffers, "the result depends on the order of threads");
-        in_order
-    }
-
-    fn run_once(&self, seed: u32) -> Memory {
-        let mut input = Vec::new();
-        input.extend(seed.to_le_bytes());
-        input.extend((self.buffers.len() as u32).to_le_bytes());
-        for buffer in &self.buffers {
-            input.extend((buffer.len() as u64).to_le_bytes());
-            input.extend(buffer);
-        }
-        input.extend(self.num_launches.to_le_bytes());
-        input.extend(&self.launches);
-        let mut child = Command::new(&self.program)
+impl Session {
+    /// Compiles `sources`, as far as that has not been done, and starts.
+    pub(crate) fn new(sources: &[Source], threads: Threads) -> Session {
+        let messages = tempfile::tempfile().expect("a temporary file");
+        let mut child = Command::new(program(sources))
             // Stacks of fibers are not those of the thread.
             .env("ASAN_OPTIONS", "detect_stack_use_after_return=0:detect_leaks=0")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
+            .stderr(messages.try_clone().expect("a descriptor"))
             .spawn()
             .expect("the emulator starts");
-        let mut stdin = child.stdin.take().expect("piped");
-        let writer = std::thread::spawn(move || stdin.write_all(&input));
-        let output = child.wait_with_output().expect("the emulator ends");
-        let stderr = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "the emulator: {}\n{stderr}", output.status);
-        writer.join().expect("no panic").expect("the emulator reads all");
-        let mut left = &output.stdout[..];
-        let mut buffers = Vec::new();
-        for buffer in &self.buffers {
-            let (bytes, rest) = left.split_at(buffer.len());
-            buffers.push(bytes.to_vec());
-            left = rest;
+        let (input, output) = (child.stdin.take(), child.stdout.take().expect("piped"));
+        let mut session = Session { child, input, output, messages };
+        let seed = 1u32;
+        session.send(&[&seed.to_le_bytes(), &u32::from(threads == Threads::Compared).to_le_bytes()]);
+        session
+    }
+
+    /// New memory, full of NaN.
+    pub(crate) fn allocate(&mut self, num_bytes: usize) -> Address {
+        self.order(Order::Allocate, &[&(num_bytes as u64).to_le_bytes()]);
+        let mut address = [0; 8];
+        self.receive(&mut address);
+        Address(u64::from_le_bytes(address))
+    }
+
+    pub(crate) fn free(&mut self, at: Address) {
+        self.order(Order::Free, &[&at.0.to_le_bytes()]);
+    }
+
+    pub(crate) fn write(&mut self, to: Address, bytes: &[u8]) {
+        self.order(Order::Write, &[&to.0.to_le_bytes(), &(bytes.len() as u64).to_le_bytes(), bytes]);
+    }
+
+    pub(crate) fn read(&mut self, from: Address, bytes: &mut [u8]) {
+        self.order(Order::Read, &[&from.0.to_le_bytes(), &(bytes.len() as u64).to_le_bytes()]);
+        self.receive(bytes);
+    }
+
+    pub(crate) fn zero(&mut self, at: Address, num_bytes: usize) {
+        self.order(Order::Zero, &[&at.0.to_le_bytes(), &(num_bytes as u64).to_le_bytes()]);
+    }
+
+    pub(crate) fn launch<K: Kernel>(&mut self, kernel: &K) {
+        let (shape, params): (LaunchShape, &[u8]) = (kernel.shape(), bytes_of(kernel));
+        let name = [&(K::NAME.len() as u32).to_le_bytes()[..], K::NAME.as_bytes()].concat();
+        let num_bytes = (params.len() as u32).to_le_bytes();
+        self.order(Order::Launch, &[&name, bytes_of(&shape), &num_bytes, params]);
+    }
+
+    pub(crate) fn multiply(&mut self, product: &Product) {
+        self.order(Order::Multiply, &[bytes_of(product)]);
+    }
+
+    fn order(&mut self, order: Order, parts: &[&[u8]]) {
+        self.send(&[&(order as u32).to_le_bytes(), &parts.concat()]);
+    }
+
+    fn send(&mut self, parts: &[&[u8]]) {
+        let mut input = self.input.as_ref().expect("open until the drop");
+        if parts.iter().try_for_each(|part| input.write_all(part)).is_err() {
+            self.fail();
         }
-        Memory { buffers }
+    }
+
+    fn receive(&mut self, bytes: &mut [u8]) {
+        if self.output.read_exact(bytes).is_err() {
+            self.fail();
+        }
+    }
+
+    /// It has ended before it was told to.
+    fn fail(&mut self) -> ! {
+        let status = self.child.wait().expect("the emulator ends");
+        let mut text = Vec::new();
+        let said = self.messages.rewind().and_then(|()| self.messages.read_to_end(&mut text));
+        said.expect("a file can be read");
+        panic!("the emulator: {status}\n{}", String::from_utf8_lossy(&text));
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // The end of its input is its end.
+        self.input = None;
+        let _ = self.child.wait();
+    }
+}
+
+/// Plain data as it lies in memory.
+fn bytes_of<T: Copy>(value: &T) -> &[u8] {
+    // SAFETY: arguments of kernels, shapes and products are plain data without padding.
+    unsafe { std::slice::from_raw_parts((&raw const *value).cast::<u8>(), size_of::<T>()) }
+}
+
+/// Buffers and launches of a kernel's test.
+pub(crate) struct Emulator {
+    session: Session,
+    buffers: Vec<(Address, usize)>,
+}
+
+/// What buffers hold in the end.
+pub(crate) struct Memory {
+    buffers: Vec<(Address, Vec<u8>)>,
+}
+
+impl Emulator {
+    /// Compiles `source`, unless that has been done.
+    pub(crate) fn new(source: Source) -> Emulator {
+        Emulator { session: Session::new(&[source], Threads::Compared), buffers: vec![] }
+    }
+
+    /// A buffer that holds `bytes`.
+    pub(crate) fn buffer(&mut self, bytes: &[u8]) -> Address {
+        let address = self.poisoned(bytes.len());
+        self.session.write(address, bytes);
+        address
+    }
+
+    /// A buffer full of NaN.
+    pub(crate) fn poisoned(&mut self, num_bytes: usize) -> Address {
+        let address = self.session.allocate(num_bytes);
+        self.buffers.push((address, num_bytes));
+        address
+    }
+
+    /// Runs the kernel after those before it: its threads in order, and then in an order drawn at random, with the same
+    /// results.
+    ///
+    /// # Panics
+    /// As the methods of [`Session`].
+    pub(crate) fn launch<K: Kernel>(&mut self, kernel: &K) {
+        self.session.launch(kernel);
+    }
+
+    /// Waits until all kernels have run.
+    ///
+    /// # Panics
+    /// As the methods of [`Session`].
+    pub(crate) fn run(&mut self) -> Memory {
+        let read = |&(address, num_bytes): &(Address, usize)| {
+            let mut bytes = vec![0; num_bytes];
+            self.session.read(address, &mut bytes);
+            (address, bytes)
+        };
+        Memory { buffers: self.buffers.iter().map(read).collect() }
     }
 }
 
 impl Memory {
     /// The buffer that `address` lies in, from there on.
     pub(crate) fn of(&self, address: Address) -> &[u8] {
-        let (buffer_idx, offset) = (address.0 >> 40 & 0xfff, address.0 & ((1 << 40) - 1));
-        &self.buffers[buffer_idx as usize][offset as usize..]
+        let holds = |(first, bytes): &&(Address, Vec<u8>)| {
+            (first.0..=first.0 + bytes.len() as u64).contains(&address.0)
+        };
+        let (first, bytes) = self.buffers.iter().find(holds).expect("an address of a buffer");
+        &bytes[(address.0 - first.0) as usize..]
     }
 }
 
-/// The program that holds `source`'s kernels. Kept beside the build's other products, by a hash of all that it is made of.
-fn compile(source: &Source) -> PathBuf {
+/// The program that holds the kernels of `sources`, and what it is made of, are kept beside the build's other products:
+/// by hashes of all that they are made of.
+fn program(sources: &[Source]) -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda");
+    let mut objects = vec![object(&here, "run", "emulator/run.h", &[])];
+    for source in sources {
+        objects.push(object(&here, source.file, &format!("kernels/{}", source.file), &source.defines));
+    }
     let mut hasher = blake3::Hasher::new();
-    for file in ["kernels/common.cuh", "emulator/emulator.h", "emulator/run.h"] {
+    for object in &objects {
+        hasher.update(object.as_os_str().as_encoded_bytes());
+    }
+    let last = sources.last().map_or("none", |source| source.file);
+    built(&format!("{last}-{}", &hasher.finalize().to_hex()[..16]), |command| {
+        command.args(&objects);
+    })
+}
+
+/// A file compiled. Each is by itself, so that one with other numbers leaves the rest as it is.
+fn object(here: &Path, name: &str, file: &str, defines: &[(&str, u64)]) -> PathBuf {
+    let mut hasher = blake3::Hasher::new();
+    for file in ["kernels/common.cuh", "emulator/emulator.h", file] {
         hasher.update(&std::fs::read(here.join(file)).expect("it is in the source tree"));
     }
-    hasher.update(source.text.as_bytes());
-    hasher.update(format!("{:?}", source.defines).as_bytes());
+    hasher.update(format!("{defines:?}").as_bytes());
+    built(&format!("{name}-{}.o", &hasher.finalize().to_hex()[..16]), |command| {
+        // Sums of products are what the source says, on every machine.
+        command.args([
+            "-c",
+            "-ffp-contract=off",
+            "-DBATON_EMULATED",
+            "-Wall",
+            "-Wno-unused",
+            "-Wno-unknown-pragmas",
+        ]);
+        command.arg("-I").arg(here.join("emulator")).arg("-I").arg(here.join("kernels"));
+        command.args(defines.iter().map(|(name, value)| format!("-D{name}={value}")));
+        command.args(["-x", "c++"]).arg(here.join(file));
+    })
+}
+
+/// What g++ makes, unless it is there.
+fn built(name: &str, arguments: impl FnOnce(&mut Command)) -> PathBuf {
     let target = std::env::current_exe().expect("this is a program");
     let dir = target.parent().expect("in a folder").join("emulated-kernels");
     std::fs::create_dir_all(&dir).expect("the build's folder can be written");
-    let name = format!("{}-{}", source.file, &hasher.finalize().to_hex()[..16]);
-    let program = dir.join(&name);
-    if program.exists() {
-        return program;
+    let path = dir.join(name);
+    if path.exists() {
+        return path;
     }
     // Tests are threads, and processes.
     let new = dir.join(format!("{name}.{}.{:?}", std::process::id(), std::thread::current().id()));
     let mut command = Command::new("g++");
     command.args(["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]);
-    // Sums of products are what the source says, on every machine.
-    command.args(["-ffp-contract=off", "-DBATON_EMULATED", "-Wall", "-Wno-unused", "-Wno-unknown-pragmas"]);
-    command.arg("-I").arg(here.join("emulator")).arg("-I").arg(here.join("kernels"));
-    command.args(source.defines.iter().map(|(name, value)| format!("-D{name}={value}")));
-    command.arg("-include").arg(here.join("kernels").join(source.file)).args(["-x", "c++"]);
-    let output = command.arg(here.join("emulator/run.h")).arg("-o").arg(&new).output();
+    arguments(&mut command);
+    let output = command.arg("-o").arg(&new).output();
     let output = output.expect("g++ is there: `cargo xtask setup` installs it");
-    assert!(output.status.success(), "{}: {}", source.file, String::from_utf8_lossy(&output.stderr));
-    std::fs::rename(&new, &program).expect("the build's folder can be written");
-    program
+    assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
+    std::fs::rename(&new, &path).expect("the build's folder can be written");
+    path
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::testing::noise;
+    use crate::cuda::testing::{assert_close, bf16, floats, widened};
+
+    /// `left right^T + beta out`
+    fn expected(left: &[f32], right: &[f32], out: &[f32], beta: f32, num_in: usize) -> Vec<f32> {
+        let rows = left.chunks_exact(num_in);
+        let sums = rows.flat_map(|row| {
+            let dot = move |other: &[f32]| -> f64 {
+                row.iter().zip(other).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+            };
+            right.chunks_exact(num_in).map(dot)
+        });
+        sums.zip(out).map(|(sum, out)| (sum + f64::from(beta * out)) as f32).collect()
+    }
+
+    #[test]
+    fn products_are_what_they_are_said_to_be() {
+        for (num_rows, num_out, num_in) in [(1, 8, 8), (3, 24, 40), (7, 256, 72)] {
+            for (is_out_f32, beta) in [(false, 0.0), (false, 1.0), (true, 0.0), (true, 1.0)] {
+                let mut session = Session::new(&[], Threads::Compared);
+                let (left, left_values) = bf16(&noise(1, num_rows * num_in));
+                let (right, right_values) = bf16(&noise(2, num_out * num_in));
+                let (out_bytes, out_values) = bf16(&noise(3, num_rows * num_out));
+                let out_bytes =
+                    if is_out_f32 { bytemuck::cast_slice(&out_values).to_vec() } else { out_bytes };
+                let [left, right, out] = [left, right, out_bytes].map(|bytes| {
+                    let at = session.allocate(bytes.len());
+                    session.write(at, &bytes);
+                    (at, bytes.len())
+                });
+                session.multiply(&Product {
+                    left: left.0,
+                    right: right.0,
+                    out: out.0,
+                    num_rows: num_rows as u64,
+                    num_out: num_out as u64,
+                    num_in: num_in as u64,
+                    left_stride: num_in as u64,
+                    out_stride: num_out as u64,
+                    is_out_f32: is_out_f32.into(),
+                    beta,
+                });
+                let mut bytes = vec![0; out.1];
+                session.read(out.0, &mut bytes);
+                let found = if is_out_f32 { floats(&bytes) } else { widened(&bytes) };
+                let expected = expected(&left_values, &right_values, &out_values, beta, num_in);
+                // Half a unit in the last place of bf16, and what sums in f32 lose.
+                let relative = if is_out_f32 { 1e-5 } else { 1.0 / 256.0 };
+                assert_close(&found, &expected, relative, 1e-5);
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "a product leaves its buffers")]
+    fn a_product_that_leaves_its_buffers_is_seen() {
+        let mut session = Session::new(&[], Threads::Shuffled);
+        let [left, right, out] = [16, 8 * 16, 4 * 16].map(|num_bytes| session.allocate(num_bytes));
+        let (num_rows, num_out, num_in) = (4, 9, 8);
+        let [left_stride, out_stride] = [0, 8];
+        let (is_out_f32, beta) = (0, 0.0);
+        session.multiply(&Product {
+            left,
+            right,
+            out,
+            num_rows,
+            num_out,
+            num_in,
+            left_stride,
+            out_stride,
+            is_out_f32,
+            beta,
+        });
+        session.read(out, &mut [0]);
+    }
 }

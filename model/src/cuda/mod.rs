@@ -3,11 +3,19 @@
 //! Each file of `kernels/` has a module here: the arguments of its kernels, how they are launched, and tests against a plain
 //! reference. Where there is no GPU the tests run them by an emulator.
 
+mod attention;
 pub mod check;
 mod compile;
+mod device;
+mod driver;
 mod kernel;
+mod lt;
 mod norm;
+mod start;
+mod weights;
 
+#[cfg(test)]
+mod emulated;
 #[cfg(test)]
 mod emulator;
 #[cfg(test)]
@@ -15,5 +23,5 @@ mod testing;
 
 /// Every file, for the shapes that models have.
 fn sources() -> Vec<kernel::Source> {
-    vec![norm::source()]
+    [attention::sources(), vec![norm::source()]].concat()
 }

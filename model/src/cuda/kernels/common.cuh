@@ -44,6 +44,25 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
+// 1 / x, one unit in the last place; 0 of infinity.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Bytes of `low` (0 to 3) and `high` (4 to 7), as the four digits of `selector` name them, the last one first.
+__device__ __forceinline__ u32 pick_bytes(u32 low, u32 high, u32 selector) {
+    return __byte_perm(low, high, selector);
+}
+
+// a * b + c of both bf16 of a pair, rounded once; denormals are kept.
+__device__ __forceinline__ u32 multiply_add_bf16(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
 // Two floats as bf16, `low` in the lower half; nearest, ties to even.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 packed;
@@ -110,6 +129,7 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
 
 #define WARP 32
 #define LOG2_E 1.4426950408889634f
+#define MINUS_INFINITY float_of(0xff800000u)
 
 __device__ __forceinline__ float min_of(float a, float b) { return a < b ? a : b; }
 __device__ __forceinline__ float max_of(float a, float b) { return a > b ? a : b; }
@@ -119,6 +139,14 @@ __device__ __forceinline__ float widen_bf16(u16 x) { return float_of(u32(x) << 1
 __device__ __forceinline__ float low_bf16(u32 pair) { return float_of(pair << 16); }
 __device__ __forceinline__ float high_bf16(u32 pair) { return float_of(pair & 0xffff0000u); }
 __device__ __forceinline__ u16 round_bf16(float x) { return u16(pack_bf16(x, 0.0f)); }
+
+// Half precision, exactly; infinities and NaN too.
+__device__ __forceinline__ float widen_half(u16 x) {
+    u32 magnitude = x & 0x7fff, sign = u32(x & 0x8000) << 16;
+    // As exponent and mantissa of a float it is too small by the ratio of the biases, denormals included.
+    u32 finite = bits_of(float_of(magnitude << 13) * float_of((127 + 112) << 23));
+    return float_of(sign | (magnitude >= 0x7c00 ? 0x7f800000 | magnitude << 13 : finite));
+}
 
 // Eight numbers of a 16-byte load.
 __device__ __forceinline__ void widen_bf16(uint4 from, float (&to)[8]) {
@@ -155,4 +183,21 @@ __device__ __forceinline__ float block_sum(float value, float* scratch) {
     u32 lane = threadIdx.x % WARP;
     value = lane < (blockDim.x + WARP - 1) / WARP ? scratch[lane] : 0.0f;
     return warp_sum(value);
+}
+
+// Four E4M3 codes as bf16, exactly: bytes 0 and 2, and bytes 1 and 3. As exponent and mantissa of a bf16 a code is too
+// small by the ratio of the biases, denormal codes included. (NaN becomes 480: a vector that holds one has a NaN for scale.)
+__device__ __forceinline__ void widen_e4m3(u32 codes, u32& even, u32& odd) {
+    const u32 factor = 0x7b807b80, zero = 0x80008000;
+    u32 low = codes << 8;
+    even = multiply_add_bf16((low & 0x80008000) | (low >> 4 & 0x07f007f0), factor, zero);
+    odd = multiply_add_bf16((codes & 0x80008000) | (codes >> 4 & 0x07f007f0), factor, zero);
+}
+
+// Four whole numbers of eight bits as bf16, in the same order: 128 + x % 128 less 128 or, where x is negative, 256.
+__device__ __forceinline__ void widen_i8(u32 codes, u32& even, u32& odd) {
+    const u32 base = 0x43004300, minus_one = 0xbf80bf80;
+    u32 high = codes >> 8;
+    even = multiply_add_bf16((codes & 0x00800080) | base, minus_one, (codes & 0x007f007f) | base);
+    odd = multiply_add_bf16((high & 0x00800080) | base, minus_one, (high & 0x007f007f) | base);
 }

@@ -1,0 +1,108 @@
+//! Devices: how many there are, and one of them.
+
+use std::sync::Arc;
+
+use cudarc::driver::{
+    CudaContext, CudaStream, DriverError,
+    result::{self, device},
+    sys,
+};
+
+use crate::{CudaError, failed};
+
+/// How many devices this process can use: at least one.
+///
+/// # Errors
+/// What is missing.
+pub fn num_devices() -> Result<usize, CudaError> {
+    // SAFETY: loads the driver, if there is one, as any CUDA program does.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(CudaError::NoDriver);
+    }
+    let count = result::init().and_then(|()| device::get_count());
+    match count {
+        Ok(count @ 1..) => Ok(count as usize),
+        Ok(_) | Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => Err(CudaError::NoDevice),
+        Err(error) => Err(failed("cuInit", error)),
+    }
+}
+
+/// One device, by its primary context: the one that the CUDA runtime, and so NCCL, uses.
+#[derive(Clone, Debug)]
+pub struct Device(Arc<CudaContext>);
+
+impl Device {
+    /// The `ordinal`th that this process sees.
+    ///
+    /// # Errors
+    /// When there is no such device, or the driver fails.
+    pub fn open(ordinal: u32) -> Result<Device, CudaError> {
+        let num_devices = num_devices()?;
+        if ordinal as usize >= num_devices {
+            return Err(CudaError::NoSuchDevice { device: ordinal, num_devices });
+        }
+        let context =
+            CudaContext::new(ordinal as usize).map_err(|error| failed("cuDevicePrimaryCtxRetain", error))?;
+        Ok(Device(context))
+    }
+
+    /// As the driver counts in this process.
+    pub fn ordinal(&self) -> u32 {
+        self.0.ordinal() as u32
+    }
+
+    /// cudarc's.
+    pub fn context(&self) -> &Arc<CudaContext> {
+        &self.0
+    }
+
+    /// Makes it the calling thread's device.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub fn bind(&self) -> Result<(), CudaError> {
+        self.0.bind_to_thread().map_err(|error| failed("cuCtxSetCurrent", error))
+    }
+
+    /// A stream of its own, ordered after nothing else.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub fn stream(&self) -> Result<Arc<CudaStream>, CudaError> {
+        self.0.new_stream().map_err(|error| failed("cuStreamCreate", error))
+    }
+
+    /// Bytes that are free, and bytes that there are.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub fn memory(&self) -> Result<(usize, usize), CudaError> {
+        self.bind()?;
+        result::mem_get_info().map_err(|error| failed("cuMemGetInfo", error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_is_said() {
+        match num_devices() {
+            Ok(num_devices) => {
+                let device = num_devices as u32;
+                let error = Device::open(device).unwrap_err();
+                assert_eq!(error, CudaError::NoSuchDevice { device, num_devices });
+            }
+            Err(error @ (CudaError::NoDriver | CudaError::NoDevice)) => {
+                let text = error.to_string();
+                assert!(
+                    text.contains("no CUDA driver: libcuda.so.1") || text.contains("no device"),
+                    "{text}"
+                );
+                assert_eq!(Device::open(0).unwrap_err(), error);
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! Why a device cannot be used.
+
+use cudarc::driver::{DriverError, sys};
+use thiserror::Error;
+
+/// Why a device cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum CudaError {
+    /// The host has no driver of NVIDIA's, or this process (this container) cannot see it.
+    #[error("no CUDA driver: libcuda.so.1 not found")]
+    NoDriver,
+    /// A driver without a device, or all of them hidden (CUDA_VISIBLE_DEVICES).
+    #[error("no device: the CUDA driver finds none")]
+    NoDevice,
+    /// Fewer devices than that.
+    #[error("no device {device}: there are {num_devices}")]
+    NoSuchDevice {
+        /// Asked for.
+        device: u32,
+        /// There are.
+        num_devices: usize,
+    },
+    /// A library that is not part of the driver.
+    #[error("no {library}: install {package}, of CUDA 12.8 or newer, where the dynamic linker finds it")]
+    NoLibrary {
+        /// "libcublasLt.so.12"
+        library: &'static str,
+        /// "cuBLAS (libcublas-12-8, or nvidia-cublas-cu12 from PyPI)"
+        package: &'static str,
+    },
+    /// The device has not so much memory left.
+    #[error("no {num_bytes} bytes of device memory")]
+    OutOfMemory {
+        /// Asked for.
+        num_bytes: usize,
+    },
+    /// A call failed.
+    #[error("{call} failed: {why}")]
+    Failed {
+        /// Of the driver, or of a library.
+        call: &'static str,
+        /// Its words.
+        why: String,
+    },
+}
+
+/// What a failed call of the driver is.
+pub fn failed(call: &'static str, error: DriverError) -> CudaError {
+    CudaError::Failed { call, why: error.to_string() }
+}
+
+/// The same, of a call that asks for memory.
+pub(crate) fn refused(call: &'static str, error: DriverError, num_bytes: usize) -> CudaError {
+    match error {
+        DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY) => CudaError::OutOfMemory { num_bytes },
+        error => failed(call, error),
+    }
+}

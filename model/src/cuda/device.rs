@@ -1,0 +1,98 @@
+//! The seam between the forward pass and a device: memory, kernels and products.
+//!
+//! What is asked for is done in that order, and nothing is waited for, except where a method says so.
+
+use baton_cuda::CudaError;
+
+use super::kernel::{Address, Kernel};
+
+/// A device and one queue of work on it. What it allocated lives until it is freed, or until the device is dropped.
+pub(crate) trait Device: Send {
+    /// "cuda:0".
+    fn name(&self) -> &str;
+
+    /// Bytes that can still be allocated.
+    fn free_bytes(&mut self) -> Result<usize, CudaError>;
+
+    /// New memory with any contents, aligned to 256 bytes.
+    ///
+    /// # Errors
+    /// When there is not so much.
+    fn allocate(&mut self, num_bytes: usize) -> Result<Address, CudaError>;
+
+    /// Gives memory back, when all that was asked for before is done.
+    ///
+    /// # Safety
+    /// It was allocated here, and nobody uses it from now on.
+    unsafe fn free(&mut self, at: Address) -> Result<(), CudaError>;
+
+    /// Copies `bytes` to the device; they may be changed when it returns.
+    ///
+    /// # Safety
+    /// There is room for them.
+    unsafe fn upload(&mut self, to: Address, bytes: &[u8]) -> Result<(), CudaError>;
+
+    /// Fills `bytes` from the device, and waits for that.
+    ///
+    /// # Safety
+    /// There are so many.
+    unsafe fn download(&mut self, from: Address, bytes: &mut [u8]) -> Result<(), CudaError>;
+
+    /// # Safety
+    /// There are so many bytes.
+    unsafe fn zero(&mut self, at: Address, num_bytes: usize) -> Result<(), CudaError>;
+
+    /// Runs a kernel of the sources that the device was opened with.
+    ///
+    /// # Safety
+    /// What its arguments point to is there, until the kernel has run.
+    unsafe fn launch<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError>;
+
+    /// # Safety
+    /// The three matrices are there, until the product is done.
+    unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError>;
+
+    /// Marks this place of the queue by a number below [`NUM_MARKS`], in place of an older mark of that number.
+    fn mark(&mut self, mark_idx: usize) -> Result<(), CudaError>;
+
+    /// Whether all that was asked for before the mark is done.
+    fn has_passed(&mut self, mark_idx: usize) -> Result<bool, CudaError>;
+
+    /// Waits until it is.
+    fn wait_for(&mut self, mark_idx: usize) -> Result<(), CudaError>;
+
+    /// Asks for what `work` asks for: it is the same each time under the same key, and may be remembered. It neither
+    /// allocates, copies, marks nor waits.
+    fn repeat(
+        &mut self,
+        key: u64,
+        work: &mut dyn FnMut(&mut Self) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError>;
+}
+
+/// More than any model has layers.
+pub(crate) const NUM_MARKS: usize = 1024;
+
+/// `out = left right^T + beta out`, sums in f32. Rows of all matrices are aligned to 16 bytes.
+///
+/// 2 rows out in operations; reads and writes each matrix about once: bound by the memory that the right side is read
+/// from while rows are few, by arithmetic when they are many.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub(crate) struct Product {
+    /// `[rows][left_stride]`, bf16, of which the first `in` of each row.
+    pub(crate) left: Address,
+    /// `[out][in]`, bf16.
+    pub(crate) right: Address,
+    /// `[rows][out_stride]`, of which the first `out` of each row.
+    pub(crate) out: Address,
+    pub(crate) num_rows: u64,
+    pub(crate) num_out: u64,
+    pub(crate) num_in: u64,
+    pub(crate) left_stride: u64,
+    pub(crate) out_stride: u64,
+    /// f32, or else bf16.
+    pub(crate) is_out_f32: u32,
+    /// 0 or 1.
+    pub(crate) beta: f32,
+}

@@ -1,0 +1,114 @@
+//! A device that is emulated: a whole forward pass where there is no GPU.
+
+use std::collections::HashMap;
+
+use baton_cuda::CudaError;
+
+use super::device::{Device, NUM_MARKS, Product};
+use super::emulator::{Session, Threads};
+use super::kernel::{Address, Kernel, Source};
+
+/// All is done when it is asked for.
+pub(crate) struct EmulatedDevice {
+    session: Session,
+    /// Bytes that can still be allocated.
+    num_free: usize,
+    allocated: HashMap<u64, usize>,
+    /// Which were made.
+    marks: Vec<bool>,
+    is_repeating: bool,
+    /// Under which keys work was repeated, and how often.
+    pub(crate) repeated: HashMap<u64, usize>,
+}
+
+impl EmulatedDevice {
+    /// With so much memory, and these kernels.
+    pub(crate) fn new(sources: &[Source], memory_bytes: usize) -> EmulatedDevice {
+        EmulatedDevice {
+            session: Session::new(sources, Threads::Shuffled),
+            num_free: memory_bytes,
+            allocated: HashMap::new(),
+            marks: vec![false; NUM_MARKS],
+            is_repeating: false,
+            repeated: HashMap::new(),
+        }
+    }
+}
+
+impl Device for EmulatedDevice {
+    fn name(&self) -> &str {
+        "emulated"
+    }
+
+    fn free_bytes(&mut self) -> Result<usize, CudaError> {
+        Ok(self.num_free)
+    }
+
+    fn allocate(&mut self, num_bytes: usize) -> Result<Address, CudaError> {
+        assert!(!self.is_repeating, "memory is allocated before");
+        self.num_free = self.num_free.checked_sub(num_bytes).ok_or(CudaError::OutOfMemory { num_bytes })?;
+        let at = self.session.allocate(num_bytes);
+        self.allocated.insert(at.0, num_bytes);
+        Ok(at)
+    }
+
+    unsafe fn free(&mut self, at: Address) -> Result<(), CudaError> {
+        self.num_free += self.allocated.remove(&at.0).expect("it was allocated");
+        self.session.free(at);
+        Ok(())
+    }
+
+    unsafe fn upload(&mut self, to: Address, bytes: &[u8]) -> Result<(), CudaError> {
+        assert!(!self.is_repeating, "what is repeated does not copy");
+        self.session.write(to, bytes);
+        Ok(())
+    }
+
+    unsafe fn download(&mut self, from: Address, bytes: &mut [u8]) -> Result<(), CudaError> {
+        assert!(!self.is_repeating, "what is repeated does not wait");
+        self.session.read(from, bytes);
+        Ok(())
+    }
+
+    unsafe fn zero(&mut self, at: Address, num_bytes: usize) -> Result<(), CudaError> {
+        self.session.zero(at, num_bytes);
+        Ok(())
+    }
+
+    unsafe fn launch<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {
+        self.session.launch(kernel);
+        Ok(())
+    }
+
+    unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError> {
+        self.session.multiply(product);
+        Ok(())
+    }
+
+    fn mark(&mut self, mark_idx: usize) -> Result<(), CudaError> {
+        assert!(!self.is_repeating, "what is repeated is not marked");
+        self.marks[mark_idx] = true;
+        Ok(())
+    }
+
+    fn has_passed(&mut self, mark_idx: usize) -> Result<bool, CudaError> {
+        assert!(self.marks[mark_idx], "no mark {mark_idx}");
+        Ok(true)
+    }
+
+    fn wait_for(&mut self, mark_idx: usize) -> Result<(), CudaError> {
+        self.has_passed(mark_idx).map(drop)
+    }
+
+    fn repeat(
+        &mut self,
+        key: u64,
+        work: &mut dyn FnMut(&mut Self) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        *self.repeated.entry(key).or_default() += 1;
+        self.is_repeating = true;
+        let done = work(self);
+        self.is_repeating = false;
+        done
+    }
+}

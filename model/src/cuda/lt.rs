@@ -1,0 +1,231 @@
+//! Products by cuBLASLt: how each shape is multiplied best is asked once.
+//!
+//! cuBLASLt counts in columns: a row-major `[rows][columns]` is its matrix of so many columns of `columns` elements. So
+//! `out = left right^T` is asked for as `out^T = right left^T`.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::Arc;
+
+use baton_cuda::{Allocation, CudaError, Device};
+use cudarc::cublaslt::result::{self, CublasError};
+use cudarc::cublaslt::sys;
+use cudarc::driver::CudaStream;
+
+use super::device::Product;
+
+/// What algorithms may use; NVIDIA's advice for Hopper.
+const WORKSPACE_BYTES: usize = 32 << 20;
+
+/// Shapes whose plans are kept. A prompt has any number of rows.
+const MAX_PLANS: usize = 4096;
+
+/// Of each row and matrix: what device.rs asks for.
+const ALIGNMENT_BYTES: u32 = 16;
+
+pub(super) struct Products {
+    plans: HashMap<Shape, Plan>,
+    handle: sys::cublasLtHandle_t,
+    workspace: Allocation,
+    stream: Arc<CudaStream>,
+}
+
+/// What a plan depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Shape {
+    num_rows: u64,
+    num_out: u64,
+    num_in: u64,
+    left_stride: u64,
+    out_stride: u64,
+    is_out_f32: bool,
+    is_added: bool,
+}
+
+/// How one shape is multiplied.
+struct Plan {
+    product: sys::cublasLtMatmulDesc_t,
+    right: sys::cublasLtMatrixLayout_t,
+    left: sys::cublasLtMatrixLayout_t,
+    out: sys::cublasLtMatrixLayout_t,
+    algorithm: sys::cublasLtMatmulAlgo_t,
+}
+
+impl Products {
+    pub(super) fn new(device: &Device, stream: &Arc<CudaStream>) -> Result<Products, CudaError> {
+        // SAFETY: loads the library, if there is one.
+        if !unsafe { sys::is_culib_present() } {
+            let (library, package) =
+                ("libcublasLt.so.12", "cuBLAS (Debian, Ubuntu: libcublas-12-8; PyPI: nvidia-cublas-cu12)");
+            return Err(CudaError::NoLibrary { library, package });
+        }
+        device.bind()?;
+        let workspace = Allocation::new(device, WORKSPACE_BYTES)?;
+        let handle = result::create_handle().map_err(|error| failed("cublasLtCreate", error))?;
+        Ok(Products { plans: HashMap::new(), handle, workspace, stream: Arc::clone(stream) })
+    }
+
+    /// # Safety
+    /// The three matrices are there until the stream has done it.
+    pub(super) unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError> {
+        let shape = Shape {
+            num_rows: product.num_rows,
+            num_out: product.num_out,
+            num_in: product.num_in,
+            left_stride: product.left_stride,
+            out_stride: product.out_stride,
+            is_out_f32: product.is_out_f32 != 0,
+            is_added: product.beta != 0.0,
+        };
+        if !self.plans.contains_key(&shape) {
+            if self.plans.len() == MAX_PLANS {
+                self.plans.clear();
+            }
+            let plan = Plan::new(self.handle, &shape)
+                .map_err(|error| failed("cublasLtMatmulAlgoGetHeuristic", error))?;
+            self.plans.insert(shape, plan);
+        }
+        let plan = &self.plans[&shape];
+        let (alpha, beta) = (1.0f32, product.beta);
+        let out = product.out.0 as *mut c_void;
+        // SAFETY: the plan is for this shape, the matrices are there by the caller's word; the factors are read by the call.
+        unsafe {
+            result::matmul(
+                self.handle,
+                plan.product,
+                (&raw const alpha).cast(),
+                (&raw const beta).cast(),
+                product.right.0 as *const c_void,
+                plan.right,
+                product.left.0 as *const c_void,
+                plan.left,
+                out,
+                plan.out,
+                out,
+                plan.out,
+                &plan.algorithm,
+                self.workspace.address() as *mut c_void,
+                self.workspace.size_bytes(),
+                self.stream.cu_stream().cast(),
+            )
+        }
+        .map_err(|error| failed("cublasLtMatmul", error))
+    }
+}
+
+impl Drop for Products {
+    fn drop(&mut self) {
+        self.plans.clear();
+        // SAFETY: made by `new`, and not used after this.
+        let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}
+
+impl Plan {
+    fn new(handle: sys::cublasLtHandle_t, shape: &Shape) -> Result<Plan, CublasError> {
+        use sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
+        use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
+
+        let out_type =
+            if shape.is_out_f32 { sys::cudaDataType::CUDA_R_32F } else { sys::cudaDataType::CUDA_R_16BF };
+        let bf16 = sys::cudaDataType::CUDA_R_16BF;
+        let mut plan = Plan {
+            product: ptr::null_mut(),
+            right: ptr::null_mut(),
+            left: ptr::null_mut(),
+            out: ptr::null_mut(),
+            // SAFETY: plain data; the library fills it in below.
+            algorithm: unsafe { std::mem::zeroed() },
+        };
+        // Each is destroyed with the plan, also when a later one fails.
+        plan.product = result::create_matmul_desc(
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            sys::cudaDataType::CUDA_R_32F,
+        )?;
+        // CUBLAS_OP_T
+        let transposed = 1i32;
+        // SAFETY: the description was just made, and the attribute is of this type.
+        unsafe {
+            result::set_matmul_desc_attribute(
+                plan.product,
+                CUBLASLT_MATMUL_DESC_TRANSA,
+                (&raw const transposed).cast(),
+                size_of::<i32>(),
+            )
+        }?;
+        plan.right = result::create_matrix_layout(bf16, shape.num_in, shape.num_out, shape.num_in as i64)?;
+        plan.left =
+            result::create_matrix_layout(bf16, shape.num_in, shape.num_rows, shape.left_stride as i64)?;
+        plan.out =
+            result::create_matrix_layout(out_type, shape.num_out, shape.num_rows, shape.out_stride as i64)?;
+
+        let preference = Preferences(result::create_matmul_pref()?);
+        preference.set(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, WORKSPACE_BYTES)?;
+        for matrix in [
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+        ] {
+            preference.set(matrix, ALIGNMENT_BYTES)?;
+        }
+        // SAFETY: all were just made.
+        let found = unsafe {
+            result::get_matmul_algo_heuristic(
+                handle,
+                plan.product,
+                plan.right,
+                plan.left,
+                plan.out,
+                plan.out,
+                preference.0,
+            )
+        }?;
+        plan.algorithm = found.algo;
+        Ok(plan)
+    }
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        // SAFETY: each was made by `new`, if it is there. Nothing can be done about a failure.
+        unsafe {
+            if !self.product.is_null() {
+                let _ = result::destroy_matmul_desc(self.product);
+            }
+            for layout in [self.right, self.left, self.out] {
+                if !layout.is_null() {
+                    let _ = result::destroy_matrix_layout(layout);
+                }
+            }
+        }
+    }
+}
+
+/// What is asked of an algorithm.
+struct Preferences(sys::cublasLtMatmulPreference_t);
+
+impl Preferences {
+    fn set<T: Copy>(
+        &self,
+        attribute: sys::cublasLtMatmulPreferenceAttributes_t,
+        value: T,
+    ) -> Result<(), CublasError> {
+        // SAFETY: the preferences are there, and the attribute is of this type.
+        unsafe {
+            result::set_matmul_pref_attribute(self.0, attribute, (&raw const value).cast(), size_of::<T>())
+        }
+    }
+}
+
+impl Drop for Preferences {
+    fn drop(&mut self) {
+        // SAFETY: made with it, and not used after this.
+        let _ = unsafe { result::destroy_matmul_pref(self.0) };
+    }
+}
+
+fn failed(call: &'static str, error: CublasError) -> CudaError {
+    CudaError::Failed { call, why: error.to_string() }
+}

@@ -1,0 +1,37 @@
+//! Why no executor on a device can be had.
+
+use baton_cuda::CudaError;
+use thiserror::Error;
+
+use super::compile::CompileError;
+
+/// Why a model cannot be computed on a device. Each says what to do, where something can be done.
+#[derive(Debug, Error)]
+pub enum StartError {
+    /// The device, or a library, is missing, full, or broken.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    /// There is no code of the kernels.
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+    /// The device has no bf16.
+    #[error("device {device} has compute capability {major}.{minor}, expected 8.0 (A100) or newer")]
+    TooOld {
+        /// As the driver counts.
+        device: u32,
+        /// Of its capability.
+        major: u32,
+        /// Of its capability.
+        minor: u32,
+    },
+    /// Kernels are not written for such a model.
+    #[error("{what} is {found}, expected {expected} on a device")]
+    Shape {
+        /// "head_dim"
+        what: &'static str,
+        /// In the model.
+        found: usize,
+        /// What there are kernels for.
+        expected: &'static str,
+    },
+}
