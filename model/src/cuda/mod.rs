@@ -3,6 +3,7 @@
 //! Each file of `kernels/` has a module here: the arguments of its kernels, how they are launched, and tests against a plain
 //! reference. Where there is no GPU the tests run them by an emulator.
 
+mod embed;
 mod kernel;
 mod norm;
 
