@@ -4,6 +4,7 @@
 //! reference. Where there is no GPU the tests run them by an emulator.
 
 mod embed;
+mod gate;
 mod kernel;
 mod norm;
 
