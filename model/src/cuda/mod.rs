@@ -7,6 +7,7 @@ mod embed;
 mod gate;
 mod kernel;
 mod norm;
+mod rows;
 
 #[cfg(test)]
 mod emulator;
