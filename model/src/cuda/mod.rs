@@ -7,6 +7,8 @@ mod embed;
 mod gate;
 mod kernel;
 mod norm;
+mod pool;
+mod rope;
 mod rows;
 
 #[cfg(test)]
