@@ -8,9 +8,14 @@ pub mod check;
 mod compile;
 mod device;
 mod driver;
+mod embed;
+mod gate;
 mod kernel;
 mod lt;
 mod norm;
+mod pool;
+mod rope;
+mod rows;
 mod start;
 mod weights;
 
@@ -21,7 +26,18 @@ mod emulator;
 #[cfg(test)]
 mod testing;
 
+use baton_kv_cache::{KvDtype, KvLayout};
+
+use crate::Activation;
+
 /// Every file, for the shapes that models have.
 fn sources() -> Vec<kernel::Source> {
-    [attention::sources(), vec![norm::source()]].concat()
+    let layout =
+        |head_dim, dtype| KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim, dtype };
+    let ropes = [64, 96, 128, 256]
+        .into_iter()
+        .flat_map(|head_dim| KvDtype::ALL.map(|dtype| rope::source(head_dim, &layout(head_dim, dtype))));
+    let gates = [Activation::Silu, Activation::Gelu, Activation::GeluTanh].map(gate::source);
+    let others = [embed::source(), norm::source(), rows::source()];
+    attention::sources().into_iter().chain(ropes).chain(gates).chain(others).collect()
 }
