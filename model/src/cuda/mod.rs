@@ -3,14 +3,21 @@
 //! Each file of `kernels/` has a module here: the arguments of its kernels, how they are launched, and tests against a plain
 //! reference. Where there is no GPU the tests run them by an emulator.
 
+use baton_kv_cache::{KvDtype, KvLayout};
+
 mod attention;
 pub mod check;
 mod compile;
 mod device;
 mod driver;
+mod embed;
+mod gate;
 mod kernel;
 mod lt;
 mod norm;
+mod pool;
+mod rope;
+mod rows;
 mod start;
 mod weights;
 
@@ -23,5 +30,9 @@ mod testing;
 
 /// Every file, for the shapes that models have.
 fn sources() -> Vec<kernel::Source> {
-    [attention::sources(), vec![norm::source()]].concat()
+    let alone = vec![embed::source(), gate::source(crate::Activation::Silu), norm::source(), rows::source()];
+    let rope = KvDtype::ALL.map(|dtype| {
+        rope::source(128, &KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim: 128, dtype })
+    });
+    [alone, rope.to_vec(), attention::sources()].concat()
 }

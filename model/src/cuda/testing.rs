@@ -12,9 +12,14 @@ pub(crate) fn widened(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(2).map(|pair| half::bf16::from_le_bytes([pair[0], pair[1]]).to_f32()).collect()
 }
 
-/// The numbers of f32 in `bytes`.
+/// The f32 in `bytes`.
 pub(crate) fn floats(bytes: &[u8]) -> Vec<f32> {
-    bytes.chunks_exact(4).map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]])).collect()
+    bytes.as_chunks().0.iter().map(|&four| f32::from_le_bytes(four)).collect()
+}
+
+/// The u32 in `bytes`.
+pub(crate) fn words(bytes: &[u8]) -> Vec<u32> {
+    bytes.as_chunks().0.iter().map(|&four| u32::from_le_bytes(four)).collect()
 }
 
 /// Each is within `relative` of its own size, or within `absolute`.

@@ -2,7 +2,8 @@
 // shuffles and matrix instructions. Slow, and exact about who waits for whom:
 //
 //   - a barrier that some threads never reach is reported, not waited for;
-//   - the order in which threads run between barriers is drawn from a seed, so that a missing barrier shows;
+//   - the order in which threads run between barriers is drawn from a seed, and so are warps that are held back while
+//     others run ahead, so that a missing barrier shows;
 //   - shared memory is poisoned before each block, and buffers have guards of the address sanitizer around them.
 //
 // It is included by kernels/common.cuh and ends in a `main` (run.h) that reads buffers and launches from its input.
@@ -215,14 +216,23 @@ inline void launch(const LaunchShape& shape, u32 seed, const std::function<void(
                     thread.context.uc_link = nullptr;
                     makecontext(&thread.context, enter, 0);
                 }
-                while (here.num_alive > 0) {
+                std::vector<bool> is_held(here.warps.size());
+                for (u32 round = 0, num_idle = 0; here.num_alive > 0; ++round) {
                     if (seed) std::shuffle(order.begin(), order.end(), random);
+                    // So that warps which do not wait for each other come far apart.
+                    if (seed && round % 128 == 0 && num_idle == 0) {
+                        for (size_t i = 0; i < is_held.size(); ++i) is_held[i] = random() % 2;
+                    }
                     u64 before = here.num_events;
                     for (u32 i : order) {
-                        if (here.threads[i].is_done) continue;
+                        if (here.threads[i].is_done || is_held[i / 32]) continue;
                         resume(here.threads[i]);
                     }
-                    if (here.num_events == before) {
+                    num_idle = here.num_events == before ? num_idle + 1 : 0;
+                    if (num_idle == 1) {
+                        // The others' turn, while these wait.
+                        is_held.flip();
+                    } else if (num_idle == 2) {
                         fail("threads of block " + std::to_string(x) + "," + std::to_string(y) + "," +
                              std::to_string(z) + " wait for others that do not come");
                     }
@@ -305,6 +315,8 @@ inline float float_of(u32 bits) {
     return x;
 }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float reciprocal_fast(float x) { return 1.0f / x; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }

@@ -201,3 +201,150 @@ __device__ __forceinline__ void widen_i8(u32 codes, u32& even, u32& odd) {
     even = multiply_add_bf16((codes & 0x00800080) | base, minus_one, (codes & 0x007f007f) | base);
     odd = multiply_add_bf16((high & 0x00800080) | base, minus_one, (high & 0x007f007f) | base);
 }
+
+// Elements of KV, as kv-cache/src/rounding has them: the same bits, whoever writes. No multiplication is fused with an
+// addition here, and nothing is compiled for fast and inexact division.
+namespace kv {
+
+// As `KvDtype::ALL` counts them.
+constexpr int F32 = 0, F16 = 1, BF16 = 2, FP8 = 3, INT8 = 4;
+
+__device__ constexpr int size_bytes(int dtype) { return dtype == F32 ? 4 : dtype <= BF16 ? 2 : 1; }
+__device__ constexpr int scale_bytes(int dtype) { return dtype >= FP8 ? 2 : 0; }
+
+constexpr u32 INFINITE = 0x7f800000u;
+
+// Of NaN the bits may differ.
+__device__ __forceinline__ u32 round_f16(float x) {
+    u32 sign = bits_of(x) >> 16 & 0x8000u, bits = bits_of(x) & 0x7fffffffu;
+    // Steps of 2^-24, as 1/2 has them: the addition rounds.
+    u32 denormal = bits_of(__fadd_rn(float_of(bits), 0.5f)) - bits_of(0.5f);
+    u32 normal = (bits - (112u << 23) + 0xfffu + (bits >> 13 & 1)) >> 13;
+    u32 magnitude = bits < 113u << 23 ? denormal : normal;
+    if (bits >= 143u << 23) magnitude = bits > INFINITE ? 0x7e00u : 0x7c00u;
+    return sign | magnitude;
+}
+
+__device__ __forceinline__ float widen_f16(u32 x) {
+    u32 sign = (x & 0x8000u) << 16, magnitude = x & 0x7fffu;
+    // Too small by the ratio of the biases, denormal numbers included.
+    u32 bits = bits_of(float_of(magnitude << 13) * float_of((127u + 112u) << 23));
+    if (magnitude >= 0x7c00u) bits = INFINITE | magnitude << 13;
+    return float_of(sign | bits);
+}
+
+__device__ __forceinline__ u32 round_e4m3(float x) {
+    u32 sign = bits_of(x) >> 24 & 0x80u;
+    float magnitude = float_of(bits_of(x) & 0x7fffffffu);
+    u32 denormal = bits_of(__fadd_rn(magnitude, 16384.0f)) - bits_of(16384.0f);
+    u32 bits = bits_of(magnitude < 448.0f ? magnitude : 448.0f);
+    u32 normal = ((bits + 0x7ffffu + (bits >> 20 & 1)) >> 20) - (120u << 3);
+    u32 code = magnitude < 1.0f / 64.0f ? denormal : normal;
+    return sign | (magnitude != magnitude ? 0x7fu : code);
+}
+
+__device__ __forceinline__ float widen_e4m3(u32 code) {
+    u32 magnitude = code & 0x7fu;
+    u32 bits = bits_of(float_of(magnitude << 20) * float_of((127u + 120u) << 23));
+    if (magnitude == 0x7fu) bits = INFINITE | 0x400000u;
+    return float_of(bits | (code & 0x80u) << 24);
+}
+
+// The nearest whole number, in the lowest byte.
+__device__ __forceinline__ u32 round_int8(float x) { return bits_of(__fadd_rn(x, 12582912.0f)) & 0xffu; }
+
+// The smallest bf16 by which the vector with this largest magnitude (its bits) can be divided; NaN if that is not finite.
+template <int dtype> __device__ __forceinline__ float scale_of(u32 largest) {
+    if (largest >= INFINITE) return float_of(0x7fc00000u);
+    float scale = max_of(float_of(largest) / (dtype == FP8 ? 448.0f : 127.0f), float_of(0x00800000u));
+    return float_of((bits_of(scale) + 0xffffu) & 0xffff0000u);
+}
+
+// Of so many numbers, as words; the last is filled up with zeroes.
+template <int dtype, int num> struct Elements {
+    static constexpr int BYTES = num * size_bytes(dtype);
+    u32 words[(BYTES + 3) / 4];
+};
+
+// `inverse` is that of the scale; zeroes where the scale is NaN.
+template <int dtype, int num>
+__device__ __forceinline__ Elements<dtype, num> round(const float (&x)[num], float inverse) {
+    Elements<dtype, num> elements;
+    for (u32& word : elements.words) word = 0;
+#pragma unroll
+    for (int i = 0; i < num; ++i) {
+        u32 code;
+        if constexpr (dtype == F32) code = bits_of(x[i]);
+        if constexpr (dtype == F16) code = round_f16(x[i]);
+        if constexpr (dtype == BF16) code = round_bf16(x[i]);
+        if constexpr (dtype == FP8) code = round_e4m3(__fmul_rn(x[i], inverse));
+        if constexpr (dtype == INT8) code = round_int8(__fmul_rn(x[i], inverse));
+        if constexpr (dtype >= FP8) code = inverse == inverse ? code : 0;
+        constexpr int size = size_bytes(dtype);
+        elements.words[i * size / 4] |= code << i * size % 4 * 8;
+    }
+    return elements;
+}
+
+template <int dtype, int num>
+__device__ __forceinline__ void widen(const Elements<dtype, num>& elements, float scale, float (&x)[num]) {
+#pragma unroll
+    for (int i = 0; i < num; ++i) {
+        constexpr int size = size_bytes(dtype);
+        u32 code = elements.words[i * size / 4] >> i * size % 4 * 8;
+        if constexpr (dtype == F32) x[i] = float_of(code);
+        if constexpr (dtype == F16) x[i] = widen_f16(code & 0xffffu);
+        if constexpr (dtype == BF16) x[i] = float_of(code << 16);
+        if constexpr (dtype == FP8) x[i] = __fmul_rn(widen_e4m3(code & 0xffu), scale);
+        if constexpr (dtype == INT8) x[i] = __fmul_rn(float(i8(code & 0xffu)), scale);
+    }
+}
+
+// The longest unit, in bytes, of which places aligned to `align` hold `num_bytes`.
+__device__ constexpr int unit_of(int num_bytes, int align) {
+    int unit = 1;
+    while (unit < 16 && unit < align && num_bytes % (unit * 2) == 0) unit *= 2;
+    return unit;
+}
+
+template <int align, int dtype, int num>
+__device__ __forceinline__ void store(u8* to, const Elements<dtype, num>& from) {
+    constexpr int bytes = Elements<dtype, num>::BYTES, unit = unit_of(bytes, align);
+    const u32* words = from.words;
+#pragma unroll
+    for (int i = 0; i < bytes; i += unit) {
+        if constexpr (unit == 16) {
+            const u32* w = words + i / 4;
+            *reinterpret_cast<uint4*>(to + i) = make_uint4(w[0], w[1], w[2], w[3]);
+        }
+        if constexpr (unit == 8) *reinterpret_cast<uint2*>(to + i) = make_uint2(words[i / 4], words[i / 4 + 1]);
+        if constexpr (unit == 4) *reinterpret_cast<u32*>(to + i) = words[i / 4];
+        if constexpr (unit == 2) *reinterpret_cast<u16*>(to + i) = u16(words[i / 4] >> i % 4 * 8);
+        if constexpr (unit == 1) to[i] = u8(words[i / 4] >> i % 4 * 8);
+    }
+}
+
+template <int align, int dtype, int num>
+__device__ __forceinline__ void load(const u8* from, Elements<dtype, num>& to) {
+    constexpr int bytes = Elements<dtype, num>::BYTES, unit = unit_of(bytes, align);
+    u32* words = to.words;
+    if constexpr (unit < 4) {
+        for (u32& word : to.words) word = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < bytes; i += unit) {
+        if constexpr (unit == 16) {
+            uint4 bits = *reinterpret_cast<const uint4*>(from + i);
+            words[i / 4] = bits.x, words[i / 4 + 1] = bits.y, words[i / 4 + 2] = bits.z, words[i / 4 + 3] = bits.w;
+        }
+        if constexpr (unit == 8) {
+            uint2 bits = *reinterpret_cast<const uint2*>(from + i);
+            words[i / 4] = bits.x, words[i / 4 + 1] = bits.y;
+        }
+        if constexpr (unit == 4) words[i / 4] = *reinterpret_cast<const u32*>(from + i);
+        if constexpr (unit == 2) words[i / 4] |= u32(*reinterpret_cast<const u16*>(from + i)) << i % 4 * 8;
+        if constexpr (unit == 1) words[i / 4] |= u32(from[i]) << i % 4 * 8;
+    }
+}
+
+} // namespace kv

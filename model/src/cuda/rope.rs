@@ -1,0 +1,367 @@
+//! Rotary position embeddings, and where keys and values go: `kernels/rope.cu`.
+//!
+//! What is the same in all layers is computed once: [`PlaceRows`] looks up where rows lie in the pool, [`RopeTable`] turns
+//! positions into cosines and sines. Both read what changes from step to step from memory, and rows that only fill up a
+//! batch have no slot, so that a graph of them can be replayed.
+
+use baton_kv_cache::KvLayout;
+
+use super::kernel::{Address, Kernel, LaunchShape, Source};
+use super::pool;
+
+/// For heads of which the first `rotary_dim` elements are rotated, and KV of this layout.
+pub(crate) fn source(rotary_dim: usize, layout: &KvLayout) -> Source {
+    Source {
+        file: "rope.cu",
+        text: include_str!("kernels/rope.cu"),
+        defines: vec![
+            ("HEAD_DIM", layout.head_dim as u64),
+            ("ROTARY_DIM", rotary_dim as u64),
+            ("KV", pool::number_of(layout.dtype)),
+            ("ALIGN", pool::alignment(layout)),
+        ],
+    }
+}
+
+/// A sequence, or a slot, that stands for none: the row only fills up a batch.
+pub(crate) const NONE: u32 = u32::MAX;
+
+/// Looks rows' places in the pool up. 16 bytes a row.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct PlaceRows {
+    /// `[rows]`, u32.
+    pub(crate) positions: Address,
+    /// `[rows]`, u32: which row of the tables, or [`NONE`].
+    pub(crate) sequence_of: Address,
+    /// `[sequences][max_blocks]`, u32.
+    pub(crate) block_tables: Address,
+    /// `[rows]`, u32, written: block * block_size + the position's place in it, or [`NONE`].
+    pub(crate) slots: Address,
+    pub(crate) max_blocks: u32,
+    pub(crate) block_size: u32,
+    pub(crate) num_rows: u64,
+}
+
+// SAFETY: as `PlaceRows` in the file.
+unsafe impl Kernel for PlaceRows {
+    const NAME: &'static str = "place_rows";
+
+    fn shape(&self) -> LaunchShape {
+        LaunchShape { grid: [self.num_rows.div_ceil(256) as u32, 1, 1], threads: 256, shared_bytes: 0 }
+    }
+}
+
+/// Cosines and sines of a batch's positions. Angles are rounded to f32, and their cosines and sines computed in f64, as
+/// the processor's pass does.
+///
+/// Some hundred operations of f64 a number: bound by those, once a batch.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct RopeTable {
+    /// `[rows]`, u32.
+    pub(crate) positions: Address,
+    /// `[rotary_dim / 2]`, f32: [`RopeSpec::inverse_frequencies`](crate::RopeSpec::inverse_frequencies).
+    pub(crate) inverse_frequencies: Address,
+    /// `[rows][2][rotary_dim / 2]`, f32, written: cosines, then sines.
+    pub(crate) cos_sin: Address,
+    /// On both: [`RopeSpec::attention_factor`](crate::RopeSpec::attention_factor).
+    pub(crate) factor: f32,
+    pub(crate) num_rows: u32,
+    /// For the shape.
+    pub(crate) rotary_dim: u64,
+}
+
+// SAFETY: as `RopeTable` in the file.
+unsafe impl Kernel for RopeTable {
+    const NAME: &'static str = "rope_table";
+
+    fn shape(&self) -> LaunchShape {
+        let numbers = u64::from(self.num_rows) * (self.rotary_dim / 2);
+        LaunchShape { grid: [numbers.div_ceil(256) as u32, 1, 1], threads: 256, shared_bytes: 0 }
+    }
+}
+
+/// Norms and rotates heads of queries and keys, writes queries back, and keys and values to their blocks, rounded as
+/// [`KvDtype::store_vector`](baton_kv_cache::KvDtype::store_vector) does to the bit. Keys and values stay in the row as
+/// the projection made them.
+///
+/// Moves 4 bytes an element of queries, 3 to 6 of keys and values, and 4 of `rotary_dim` a row: bound by memory.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct StoreQkv {
+    /// `[rows][(num_heads + 2 num_kv_heads) * head_dim]`, bf16: queries, keys, values.
+    pub(crate) qkv: Address,
+    /// `[rows]`, by [`PlaceRows`].
+    pub(crate) slots: Address,
+    /// By [`RopeTable`].
+    pub(crate) cos_sin: Address,
+    /// `[head_dim]`, f32, or null.
+    pub(crate) query_norm: Address,
+    /// `[head_dim]`, f32, or null.
+    pub(crate) key_norm: Address,
+    /// The layer in block 0, aligned to 16 bytes.
+    pub(crate) layer: Address,
+    pub(crate) block_bytes: u64,
+    pub(crate) num_rows: u32,
+    pub(crate) num_heads: u32,
+    pub(crate) num_kv_heads: u32,
+    pub(crate) block_size: u32,
+    pub(crate) eps: f32,
+    /// [`lanes`] of its source.
+    pub(crate) lanes: u32,
+}
+
+/// Lanes that a head takes.
+pub(crate) fn lanes(head_dim: usize, rotary_dim: usize) -> u32 {
+    let half = rotary_dim / 2;
+    let chunk = 1 << (half | head_dim | 8).trailing_zeros();
+    let pairs = half / chunk + ((head_dim - rotary_dim) / chunk).div_ceil(2);
+    pairs.next_power_of_two().min(32) as u32
+}
+
+// SAFETY: as `StoreQkv` in the file.
+unsafe impl Kernel for StoreQkv {
+    const NAME: &'static str = "store_qkv";
+
+    fn shape(&self) -> LaunchShape {
+        let heads = u64::from(self.num_rows) * u64::from(self.num_heads + 2 * self.num_kv_heads);
+        let grid = heads.div_ceil(u64::from(128 / self.lanes)) as u32;
+        LaunchShape { grid: [grid, 1, 1], threads: 128, shared_bytes: 0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_kv_cache::KvDtype;
+
+    use super::*;
+    use crate::cpu::testing::noise;
+    use crate::cuda::emulator::{Emulator, Memory};
+    use crate::cuda::testing::{assert_close, bf16, floats, widened};
+
+    const NUM_HEADS: usize = 3;
+    const FACTOR: f32 = 1.25;
+    const EPS: f32 = 1e-6;
+    const NUM_LAYERS: usize = 2;
+    const LAYER_IDX: usize = 1;
+    /// Of rows: where, and whose.
+    const ROWS: [(u32, u32); 5] = [(131_071, 1), (0, 0), (77, NONE), (1, 0), (9, 2)];
+
+    fn frequencies(rotary_dim: usize) -> Vec<f32> {
+        (0..rotary_dim / 2).map(|i| 10_000f32.powf(-2.0 * i as f32 / rotary_dim as f32)).collect()
+    }
+
+    fn layout(dtype: KvDtype, head_dim: usize, block_size: usize) -> KvLayout {
+        KvLayout { block_size, num_layers: NUM_LAYERS, num_kv_heads: 2, head_dim, dtype }
+    }
+
+    /// Each sequence's blocks lie apart; only those that rows are in exist.
+    fn block_tables(block_size: usize) -> (Vec<u32>, usize) {
+        let max_blocks = 131_072usize.div_ceil(block_size);
+        let mut tables = vec![NONE; 3 * max_blocks];
+        let mut next = 7;
+        for (position, sequence) in ROWS {
+            if sequence != NONE {
+                let entry = &mut tables[sequence as usize * max_blocks + position as usize / block_size];
+                if *entry == NONE {
+                    next -= 2;
+                    *entry = next;
+                }
+            }
+        }
+        (tables, max_blocks)
+    }
+
+    struct Found {
+        memory: Memory,
+        kernel: StoreQkv,
+        table: Address,
+        storage: Address,
+    }
+
+    /// Runs all three.
+    fn run(rotary_dim: usize, layout: &KvLayout, qkv: &[u8], norms: Option<[&[f32]; 2]>) -> Found {
+        let mut emulator = Emulator::new(source(rotary_dim, layout));
+        let [positions, sequence_of] = [ROWS.map(|row| row.0), ROWS.map(|row| row.1)];
+        let (tables, max_blocks) = block_tables(layout.block_size);
+        let positions = emulator.buffer(bytemuck::cast_slice(&positions));
+        let slots = emulator.poisoned(ROWS.len() * 4);
+        let table = emulator.poisoned(ROWS.len() * rotary_dim * 4);
+        let place = PlaceRows {
+            positions,
+            sequence_of: emulator.buffer(bytemuck::cast_slice(&sequence_of)),
+            block_tables: emulator.buffer(bytemuck::cast_slice(&tables)),
+            slots,
+            max_blocks: max_blocks as u32,
+            block_size: layout.block_size as u32,
+            num_rows: ROWS.len() as u64,
+        };
+        emulator.launch(&place);
+        let angles = RopeTable {
+            positions,
+            inverse_frequencies: emulator.buffer(bytemuck::cast_slice(&frequencies(rotary_dim))),
+            cos_sin: table,
+            factor: FACTOR,
+            num_rows: ROWS.len() as u32,
+            rotary_dim: rotary_dim as u64,
+        };
+        emulator.launch(&angles);
+        let storage = emulator.poisoned(6 * layout.block_bytes());
+        let [query_norm, key_norm] = match norms {
+            Some(norms) => norms.map(|norm| emulator.buffer(bytemuck::cast_slice(norm))),
+            None => [Address::NULL; 2],
+        };
+        let kernel = StoreQkv {
+            qkv: emulator.buffer(qkv),
+            slots,
+            cos_sin: table,
+            query_norm,
+            key_norm,
+            layer: storage.add(layout.layer_offset(LAYER_IDX)),
+            block_bytes: layout.block_bytes() as u64,
+            num_rows: ROWS.len() as u32,
+            num_heads: NUM_HEADS as u32,
+            num_kv_heads: layout.num_kv_heads as u32,
+            block_size: layout.block_size as u32,
+            eps: EPS,
+            lanes: lanes(layout.head_dim, rotary_dim),
+        };
+        emulator.launch(&kernel);
+        Found { memory: emulator.run(), kernel, table, storage }
+    }
+
+    fn cos_sin(position: u32, frequency: f32) -> (f32, f32) {
+        let (sine, cosine) = f64::from(position as f32 * frequency).sin_cos();
+        (cosine as f32 * FACTOR, sine as f32 * FACTOR)
+    }
+
+    fn rotate(position: u32, rotary_dim: usize, head: &mut [f32]) {
+        let half = rotary_dim / 2;
+        for (i, frequency) in frequencies(rotary_dim).into_iter().enumerate() {
+            let ((cosine, sine), a, b) = (cos_sin(position, frequency), head[i], head[i + half]);
+            head[i] = a * cosine - b * sine;
+            head[i + half] = b * cosine + a * sine;
+        }
+    }
+
+    /// What queries become, and the pool.
+    fn reference(
+        rotary_dim: usize,
+        layout: &KvLayout,
+        qkv: &[f32],
+        norms: Option<[&[f32]; 2]>,
+    ) -> (Vec<f32>, Vec<u8>) {
+        let KvLayout { block_size, num_kv_heads, head_dim, dtype, .. } = *layout;
+        let (tables, max_blocks) = block_tables(block_size);
+        let width = (NUM_HEADS + 2 * num_kv_heads) * head_dim;
+        let (mut out, mut storage) = (qkv.to_vec(), vec![0xff; 6 * layout.block_bytes()]);
+        for ((position, sequence), row) in ROWS.into_iter().zip(out.chunks_exact_mut(width)) {
+            if sequence == NONE {
+                continue;
+            }
+            let at = position as usize;
+            let block = tables[sequence as usize * max_blocks + at / block_size] as usize;
+            for (head_idx, from) in row.chunks_exact_mut(head_dim).enumerate() {
+                let mut head = from.to_vec();
+                if head_idx < NUM_HEADS + num_kv_heads {
+                    if let Some(norms) = norms {
+                        let weight = norms[usize::from(head_idx >= NUM_HEADS)];
+                        let mean = head.iter().map(|x| x * x).sum::<f32>() / head_dim as f32;
+                        head.iter_mut().zip(weight).for_each(|(x, w)| *x *= w / (mean + EPS).sqrt());
+                    }
+                    rotate(position, rotary_dim, &mut head);
+                }
+                if head_idx < NUM_HEADS {
+                    from.copy_from_slice(&head);
+                    continue;
+                }
+                let (half, kv_head) =
+                    ((head_idx - NUM_HEADS) / num_kv_heads, (head_idx - NUM_HEADS) % num_kv_heads);
+                let first = block * layout.block_bytes()
+                    + layout.layer_offset(LAYER_IDX)
+                    + half * layout.half_bytes()
+                    + layout.head_offset(kv_head);
+                let (elements, scales) =
+                    storage[first..][..layout.head_bytes()].split_at_mut(layout.scale_offset(0));
+                let token = at % block_size;
+                let vector_bytes = head_dim * dtype.size_bytes();
+                dtype.store_vector(
+                    &head,
+                    &mut elements[layout.token_offset(token)..][..vector_bytes],
+                    &mut scales[token * dtype.scale_bytes()..][..dtype.scale_bytes()],
+                );
+            }
+        }
+        (out, storage)
+    }
+
+    fn rows(layout: &KvLayout) -> Vec<f32> {
+        let width = (NUM_HEADS + 2 * layout.num_kv_heads) * layout.head_dim;
+        noise(7, ROWS.len() * width)
+            .iter()
+            .enumerate()
+            .map(|(i, x)| x * 10f32.powi(i as i32 % 5 - 2))
+            .collect()
+    }
+
+    #[test]
+    fn rotated_heads_are_stored_to_the_bit() {
+        let cases = [
+            (KvDtype::F32, 80, 32, 5),
+            (KvDtype::F16, 20, 12, 3),
+            (KvDtype::Bf16, 128, 128, 16),
+            (KvDtype::Fp8, 10, 6, 7),
+            (KvDtype::Fp8, 256, 256, 16),
+            (KvDtype::Int8, 64, 64, 5),
+        ];
+        for (dtype, head_dim, rotary_dim, block_size) in cases {
+            let layout = layout(dtype, head_dim, block_size);
+            let mut qkv = rows(&layout);
+            // Of the second row the values: a head of zeroes, and one with a number that is not finite.
+            let values = &mut qkv[2 * (NUM_HEADS + 4) * head_dim - 2 * head_dim..][..2 * head_dim];
+            values[..head_dim].fill(0.0);
+            values[head_dim + 3] = f32::NEG_INFINITY;
+            let (bytes, qkv) = bf16(&qkv);
+            let (queries, storage) = reference(rotary_dim, &layout, &qkv, None);
+            let found = run(rotary_dim, &layout, &bytes, None);
+            let what = format!("{layout:?}, {rotary_dim}");
+            assert!(found.memory.of(found.storage) == storage, "{what}");
+            assert_eq!(found.memory.of(found.kernel.qkv), bf16(&queries).0, "{what}");
+        }
+    }
+
+    #[test]
+    fn heads_are_normed_before_they_are_rotated() {
+        let (head_dim, rotary_dim) = (80, 32);
+        let layout = layout(KvDtype::F32, head_dim, 5);
+        let (bytes, qkv) = bf16(&rows(&layout));
+        let weights = [1, 2].map(|seed| noise(seed, head_dim));
+        let norms = Some([&weights[0][..], &weights[1]]);
+        let (queries, storage) = reference(rotary_dim, &layout, &qkv, norms);
+        let found = run(rotary_dim, &layout, &bytes, norms);
+        // Half a unit in the last place of bf16; sums of f32 in another order, of differences that may cancel.
+        assert_close(&widened(found.memory.of(found.kernel.qkv)), &queries, 1.0 / 256.0, 2e-6);
+        let finite = |numbers: Vec<f32>| {
+            numbers.into_iter().map(|x| if x.is_nan() { -1e9 } else { x }).collect::<Vec<_>>()
+        };
+        let keys = finite(floats(found.memory.of(found.storage)));
+        assert_close(&keys, &finite(floats(&storage)), 1e-6, 2e-6);
+    }
+
+    #[test]
+    fn cosines_and_sines_are_those_of_the_processors_pass() {
+        let (rotary_dim, layout) = (128, layout(KvDtype::Bf16, 128, 16));
+        let found = run(rotary_dim, &layout, &bf16(&rows(&layout)).0, None);
+        let frequencies = frequencies(rotary_dim);
+        let expected: Vec<f32> = ROWS
+            .iter()
+            .flat_map(|&(position, _)| {
+                let (cos, sin): (Vec<f32>, Vec<f32>) =
+                    frequencies.iter().map(|&frequency| cos_sin(position, frequency)).unzip();
+                [cos, sin].concat()
+            })
+            .collect();
+        assert_eq!(floats(found.memory.of(found.table)), expected);
+    }
+}
