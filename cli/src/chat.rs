@@ -16,7 +16,10 @@ use tokio::{
     sync::mpsc,
 };
 
-use crate::bench::openai::{EventStream, OpenAi, RequestError};
+use crate::{
+    bench::openai::{EventStream, OpenAi, RequestError},
+    dial::ClientTlsArgs,
+};
 
 const HELP: &str = "\
 /reset          forget the conversation
@@ -32,7 +35,7 @@ const SHORTEST_RATE: Duration = Duration::from_millis(50);
 #[derive(Debug, Args)]
 #[command(after_help = "Start a server with `baton up` in another terminal first.")]
 pub(crate) struct ChatArgs {
-    /// The server: any OpenAI endpoint over plain HTTP.
+    /// The server: any OpenAI endpoint; https:// needs --tls-ca.
     #[arg(long, default_value = "http://127.0.0.1:8080", env = "BATON_URL")]
     pub(crate) url: String,
     /// Model to talk to. Default: the first that the server serves.
@@ -50,11 +53,13 @@ pub(crate) struct ChatArgs {
     /// Longest answer in tokens. Default: what fits.
     #[arg(long, value_name = "N")]
     pub(crate) max_tokens: Option<u32>,
+    #[command(flatten)]
+    pub(crate) tls: ClientTlsArgs,
 }
 
 /// Talks until the user has had enough.
 pub(crate) async fn run(args: ChatArgs) -> anyhow::Result<()> {
-    let server = OpenAi::new(&args.url, args.api_key.clone())?;
+    let server = OpenAi::new(&args.url, args.api_key.clone(), args.tls.load(&[&args.url])?)?;
     let model = find_model(&server, args.model.as_deref()).await?;
     let mut screen = Screen::new();
     screen.note(&format!("{model} at {}. /help shows commands; Ctrl-D leaves.", server.base()));
@@ -117,6 +122,7 @@ fn advice(error: &RequestError, server: &OpenAi) -> String {
         RequestError::Connect(_) => format!(
             "no server answers at {url}.\nStart one in another terminal with `baton up`, or name another with --url."
         ),
+        RequestError::Tls(why) => format!("no TLS with {url}: {why}"),
         RequestError::Status { code: 404, .. } => {
             format!("{url} does not speak the OpenAI API ({error}). Is the URL right?")
         }
@@ -402,6 +408,7 @@ mod tests {
             system: None,
             temperature: Some(0.5),
             max_tokens: None,
+            tls: ClientTlsArgs::default(),
         }
     }
 
@@ -466,7 +473,7 @@ mod tests {
 
     #[tokio::test]
     async fn no_server_says_what_to_do() {
-        let server = OpenAi::new("http://127.0.0.1:9", None).unwrap();
+        let server = OpenAi::new("http://127.0.0.1:9", None, None).unwrap();
         let error = find_model(&server, None).await.unwrap_err().to_string();
         assert!(error.contains("baton up") && error.contains("--url"), "{error}");
     }

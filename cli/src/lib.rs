@@ -7,6 +7,7 @@ mod args;
 mod bench;
 mod chat;
 mod config;
+mod dial;
 mod doctor;
 mod embedded_model;
 mod inspect;

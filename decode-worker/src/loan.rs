@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 
 use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_engine::Reservation;
-use baton_kv_transfer::{Granted, Receiver};
+use baton_kv_transfer::Granted;
 use baton_proto::worker as proto;
 use baton_tls::Identity;
 use baton_worker::{Worker, convert_handoff::grant_to_proto};
@@ -26,7 +26,6 @@ const GRANTS_PER_OFFER: usize = 15;
 #[derive(Clone)]
 pub struct Lender {
     worker: Arc<Worker>,
-    receiver: Receiver,
     only_one: Arc<Semaphore>,
 }
 
@@ -44,8 +43,7 @@ pub struct Loan {
 impl Lender {
     /// Lends blocks of `worker`.
     pub fn new(worker: Arc<Worker>) -> Lender {
-        let receiver = worker.data_plane().receiver.clone();
-        Lender { worker, receiver, only_one: Arc::new(Semaphore::new(1)) }
+        Lender { worker, only_one: Arc::new(Semaphore::new(1)) }
     }
 
     /// Sets blocks aside, for this borrower alone where there is TLS.
@@ -68,9 +66,10 @@ impl Lender {
         let reservation = self.worker.reserve_scratch(request.max_blocks as usize).await?;
         let blocks = reservation.blocks().to_vec();
         let reservation = Arc::new(reservation);
-        let num_grants = GRANTS_PER_OFFER * self.receiver.offers().len() + 1;
+        let receiver = &self.worker.data_plane().receiver;
+        let num_grants = GRANTS_PER_OFFER * receiver.offers().len() + 1;
         let granted: Vec<_> =
-            (0..num_grants).map(|_| self.receiver.grant(blocks.clone(), Arc::clone(&reservation))).collect();
+            (0..num_grants).map(|_| receiver.grant(blocks.clone(), Arc::clone(&reservation))).collect();
         if let Some(borrower) = borrower {
             granted.iter().for_each(|granted| granted.bind(borrower));
         }

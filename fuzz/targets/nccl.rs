@@ -5,8 +5,9 @@
 #![no_main]
 
 use std::io::{Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::{Arc, LazyLock, Mutex};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use arbitrary::Arbitrary;
@@ -58,7 +59,6 @@ struct Ends {
     address: String,
     pool: u64,
     sender: Sender,
-    listener: TcpListener,
 }
 
 fn storage() -> Arc<BlockStorage> {
@@ -85,8 +85,7 @@ static ENDS: LazyLock<Ends> = LazyLock::new(|| {
         ..SenderConfig::default()
     };
     let sender = Sender::start(storage(), config).expect("a sender");
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    Ends { storage: storage_of_receiver, receiver, address, pool, sender, listener }
+    Ends { storage: storage_of_receiver, receiver, address, pool, sender }
 });
 
 fuzz_target!(|input: Input<'_>| {
@@ -127,25 +126,26 @@ fuzz_target!(|input: Input<'_>| {
         Input::Decode { welcome, words, pieces } => {
             // Something is always announced, so that there is something to answer.
             let pieces = if pieces.is_empty() { vec![(0, 0)] } else { pieces };
-            static NEXT_POOL: Mutex<u64> = Mutex::new(0);
-            let pool = {
-                let mut pool = NEXT_POOL.lock().expect("nobody panics");
-                *pool += 1;
-                *pool
-            };
-            let address = ends.listener.local_addr().expect("bound").to_string();
-            let offers = [TransportOffer::Nccl { address, pool }];
+            // Each has an address of its own: ports that were used a moment ago are not given again.
+            static NEXT_HOST: AtomicU32 = AtomicU32::new(1);
+            let [_, a, b, c] = NEXT_HOST.fetch_add(1, Ordering::Relaxed).to_be_bytes();
+            let listener = TcpListener::bind((Ipv4Addr::new(127, a, b, c), 0)).expect("a port");
+            let address = listener.local_addr().expect("bound").to_string();
+            let offers = [TransportOffer::Nccl { address, pool: 1 }];
             let mut bytes = message(2, 0, [0; 3], NO_PASS);
             bytes.extend([7; ID_BYTES]);
             edit(&mut bytes, &welcome);
+            let (bytes, words) = (&bytes, &words);
             std::thread::scope(|scope| {
-                let peer = scope.spawn(|| {
-                    let (mut socket, _) = ends.listener.accept().expect("a connection");
+                let peer = scope.spawn(move || {
+                    let (mut socket, _) = listener.accept().expect("a connection");
+                    // What is announced once more is refused at once.
+                    drop(listener);
                     let _ = socket.read_exact(&mut [0; MESSAGE_BYTES]);
-                    let _ = socket.write_all(&bytes);
+                    let _ = socket.write_all(bytes);
                     // Answers are to something.
                     let _ = socket.read_exact(&mut [0; MESSAGE_BYTES]);
-                    for (sequence, word) in (0..).zip(&words) {
+                    for (sequence, word) in (0..).zip(words) {
                         let _ = socket.write_all(&word.encode(sequence, NO_PASS));
                     }
                     let _ = socket.shutdown(Shutdown::Write);

@@ -10,6 +10,7 @@ use std::{
     ops::Range,
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
     ptr::{self, NonNull},
+    sync::OnceLock,
 };
 
 use crate::{
@@ -23,6 +24,8 @@ pub struct BlockStorage {
     memory: Memory,
     layout: KvLayout,
     num_blocks: usize,
+    /// Whether all pages were supplied ahead, once somebody has asked for it.
+    populated: OnceLock<Result<(), io::ErrorKind>>,
 }
 
 /// Where the bytes are.
@@ -128,12 +131,12 @@ impl BlockStorage {
     fn map(fd: OwnedFd, layout: KvLayout, num_blocks: usize) -> io::Result<BlockStorage> {
         let size_bytes = size_bytes(&layout, num_blocks)?;
         let base = map_aligned(&fd, size_bytes)?;
-        Ok(BlockStorage { memory: Memory::Host { base, fd }, layout, num_blocks })
+        Ok(BlockStorage { memory: Memory::Host { base, fd }, layout, num_blocks, populated: OnceLock::new() })
     }
 
     /// Blocks in a device's memory, of [`bytes_of`](Self::bytes_of) bytes.
     pub fn on_device(memory: Box<dyn DeviceMemory>, layout: KvLayout, num_blocks: usize) -> BlockStorage {
-        BlockStorage { memory: Memory::Device(memory), layout, num_blocks }
+        BlockStorage { memory: Memory::Device(memory), layout, num_blocks, populated: OnceLock::new() }
     }
 
     /// Bytes of so many blocks.
@@ -178,6 +181,15 @@ impl BlockStorage {
             // Allocated whole.
             Memory::Device(_) => Ok(()),
         }
+    }
+
+    /// [Populates](Self::populate) all of it, once: whoever asks later waits for the first, and gets the same answer.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn populate_all(&self) -> io::Result<()> {
+        let populate = || self.populate(0..self.size_bytes()).map_err(|error| error.kind());
+        Ok((*self.populated.get_or_init(populate))?)
     }
 
     /// The device's memory, if the blocks are there.
@@ -387,7 +399,7 @@ mod tests {
         assert!(size > 2 * HUGE_PAGE && !size.is_multiple_of(HUGE_PAGE));
         // SAFETY: this test is the only user of the mapping.
         unsafe { storage.layer_mut(BlockId(1), 0).fill(7) };
-        match storage.populate(0..size) {
+        match storage.populate_all() {
             Ok(()) => assert_eq!(resident_pages(&storage), size.div_ceil(4096)),
             // A kernel before 5.14.
             Err(error) => assert_eq!(error.kind(), io::ErrorKind::InvalidInput),

@@ -9,12 +9,13 @@ use crate::{
     KvFault, Piece, PieceWrite, PushError, Receiver, ReceiverConfig, RouteError, Sender, SenderConfig,
     Source, TransportKind, TransportOffer, checksum,
     testing::{
-        Fabric, Guards, LAYOUT, blocks, bytes, bytes_of, eventually, fill, pattern, sender_config, soon,
-        storage, writes,
+        Fabric, Guards, LAYOUT, blocks, bytes, bytes_of, change, eventually, fill, pattern, sender_config,
+        soon, storage, writes,
     },
 };
 
-/// One module per transport, one test per function. Sockets have another one, inside of TLS.
+/// One module per transport, one test per function. Sockets have another one, inside of TLS;
+/// and sockets and `nccl` have one with pools that lie on a device, as far as they can tell.
 macro_rules! conformance {
     ($($name:ident),* $(,)?) => {
         mod rdma {
@@ -36,8 +37,22 @@ macro_rules! conformance {
         mod tcp_tls {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
-                let _tls = crate::testing::UseTls::new();
+                let _tls = crate::testing::Setup::Tls.enter();
                 super::$name(crate::TransportKind::Tcp).await
+            })*
+        }
+        mod tcp_devices {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                let _devices = crate::testing::Setup::Devices.enter();
+                super::$name(crate::TransportKind::Tcp).await
+            })*
+        }
+        mod nccl_devices {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                let _devices = crate::testing::Setup::Devices.enter();
+                super::$name(crate::TransportKind::Nccl).await
             })*
         }
         mod shm {
@@ -107,9 +122,7 @@ async fn a_flipped_bit_is_found(kind: TransportKind) {
     let fault = soon(granted.verify(vec![unknown])).await.unwrap_err();
     assert_eq!(fault, KvFault::UnknownPiece { block_idx: 2, layer_idx: 0 });
 
-    // SAFETY: the pushes are over.
-    let piece = unsafe { fabric.target.layer_mut(BlockId(5), 2) };
-    piece[77] ^= 4;
+    change(&fabric.target, BlockId(5), 2, |piece| piece[77] ^= 4);
     let fault = soon(granted.verify(pushed.pieces)).await.unwrap_err();
     assert_eq!(fault, KvFault::Checksum { block_idx: 1, layer_idx: 2 });
 }

@@ -8,7 +8,7 @@ use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout, KvShard, WireForm
 use crate::{
     PieceWrite, PushError, RouteError, Source, TransportKind,
     conformance::conformance,
-    testing::{Fabric, Guards, LAYOUT, bytes, fill, soon},
+    testing::{Fabric, Guards, LAYOUT, bytes, change, fill, soon},
 };
 
 /// Of the sequence: no multiple of any block size here.
@@ -57,10 +57,10 @@ impl<'a> Table<'a> {
 
     fn store(&self, layer_idx: usize, (half, head, token): (usize, usize, usize), vector: &[f32]) {
         let (block, [elements, scale]) = self.place(half, head, token);
-        // SAFETY: before the handoff nobody else uses the pool.
-        let piece = unsafe { self.storage.layer_mut(block, layer_idx) };
-        let (front, back) = piece.split_at_mut(scale.start);
-        self.layout().dtype.store_vector(vector, &mut front[elements], &mut back[..scale.len()]);
+        change(self.storage, block, layer_idx, |piece| {
+            let (front, back) = piece.split_at_mut(scale.start);
+            self.layout().dtype.store_vector(vector, &mut front[elements], &mut back[..scale.len()]);
+        });
     }
 
     fn load(&self, layer_idx: usize, (half, head, token): (usize, usize, usize)) -> Vec<f32> {
@@ -187,8 +187,7 @@ async fn converted_pieces_are_verified_and_fenced_as_others_are(kind: TransportK
     let pushed = soon(route.push(now)).await.unwrap();
 
     let flipped = target.blocks[2];
-    // SAFETY: the push is over.
-    unsafe { fabric.target.layer_mut(flipped, 0)[9] ^= 1 };
+    change(&fabric.target, flipped, 0, |piece| piece[9] ^= 1);
     let fault = soon(granted.verify(pushed.pieces)).await.unwrap_err();
     assert_eq!(fault, crate::KvFault::Checksum { block_idx: 2, layer_idx: 0 });
 

@@ -4,7 +4,7 @@ use baton_kv_cache::{KvDtype, KvLayout, KvShard, WireCodec, WireFormat, WireScra
 
 use crate::{
     PushError, TransportKind,
-    testing::{Fabric, LAYOUT, blocks, bytes, fill, soon, writes},
+    testing::{Fabric, LAYOUT, Setup, blocks, bytes, change, fill, soon, writes},
 };
 
 const CODED: [WireFormat; 3] = [WireFormat::Fp8, WireFormat::Int8, WireFormat::Int4];
@@ -14,15 +14,16 @@ fn fabric(kind: TransportKind, from: KvLayout, to: KvLayout) -> Fabric {
     let fabric = Fabric::between(&[kind], from, to);
     for block in blocks(0..64) {
         for layer_idx in 0..LAYOUT.num_layers {
-            // SAFETY: nobody else uses the pool yet.
-            let piece = unsafe { fabric.source.layer_mut(block, layer_idx) };
-            for (head_idx, head) in piece.chunks_exact_mut(from.head_bytes()).enumerate() {
-                let (elements, scales) = head.split_at_mut(from.scale_offset(0));
-                let seed = block.idx() * 100 + layer_idx * 10 + head_idx;
-                let vectors: Vec<f32> =
-                    (0..from.block_size * from.head_dim).map(|idx| ((seed + idx) as f32).sin()).collect();
-                from.dtype.store_vectors(&vectors, from.head_dim, elements, scales);
-            }
+            let numbers = |piece: &mut [u8]| {
+                for (head_idx, head) in piece.chunks_exact_mut(from.head_bytes()).enumerate() {
+                    let (elements, scales) = head.split_at_mut(from.scale_offset(0));
+                    let seed = block.idx() * 100 + layer_idx * 10 + head_idx;
+                    let vectors: Vec<f32> =
+                        (0..from.block_size * from.head_dim).map(|idx| ((seed + idx) as f32).sin()).collect();
+                    from.dtype.store_vectors(&vectors, from.head_dim, elements, scales);
+                }
+            };
+            change(&fabric.source, block, layer_idx, numbers);
         }
     }
     fabric
@@ -41,7 +42,10 @@ fn coded(layout: &KvLayout, format: WireFormat, piece: &[u8]) -> Vec<u8> {
 #[tokio::test]
 async fn coded_pieces_are_smaller_on_their_way_and_verify() {
     let layout = KvLayout { dtype: KvDtype::Bf16, head_dim: 64, ..LAYOUT };
-    for format in WireFormat::ALL {
+    for (format, setup) in
+        WireFormat::ALL.into_iter().flat_map(|format| [(format, Setup::Plain), (format, Setup::Devices)])
+    {
+        let _setup = setup.enter();
         let fabric = fabric(TransportKind::Tcp, layout, layout);
         let dst = blocks([9, 2, 33, 60]);
         // Any form is welcome, or this one.
@@ -101,8 +105,7 @@ async fn a_flipped_bit_of_what_was_decoded_is_found() {
     let offers = granted.offers().to_vec();
     let routed = fabric.sender.route_to(&peer, WireFormat::Int8, granted.pass(), &offers, ());
     let pushed = soon(soon(routed).await.unwrap().push(writes(&dst))).await.unwrap();
-    // SAFETY: the push is over.
-    unsafe { fabric.target.layer_mut(dst[1], 2)[77] ^= 4 };
+    change(&fabric.target, dst[1], 2, |piece| piece[77] ^= 4);
     let fault = soon(granted.verify(pushed.pieces)).await.unwrap_err();
     assert_eq!(fault, crate::KvFault::Checksum { block_idx: 1, layer_idx: 2 });
 }

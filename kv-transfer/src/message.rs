@@ -4,9 +4,9 @@
 //! tokens, its sampling) is not here: the handoff needs only its size. `T` is the first token, of
 //! whatever type the engine has.
 
-use std::{fmt, io, ops::Range, path::PathBuf, sync::Arc, time::Duration};
+use std::{fmt, ops::Range, path::PathBuf, sync::Arc, time::Duration};
 
-use baton_kv_cache::{BlockId, BlockStorage};
+use baton_kv_cache::BlockId;
 use serde::{Deserialize, Serialize};
 
 /// Name of one grant: 64 bits that nobody can guess, so that a late write under an older one finds nothing.

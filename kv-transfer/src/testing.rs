@@ -3,7 +3,8 @@
 use std::{
     cell::Cell,
     future::{Future, poll_fn},
-    io::{self, Write},
+    io::{self, Read, Write},
+    net::{Shutdown, TcpStream},
     path::PathBuf,
     pin::pin,
     sync::{
@@ -20,13 +21,22 @@ use baton_tls::{Tls, TlsConfig};
 use crate::{
     Generation, Granted, Pass, PieceWrite, Pushed, Receiver, ReceiverConfig, Route, RouteError, Sender,
     SenderConfig, Token, TransportKind, TransportOffer,
-    nccl::{TestFabric, memory::MemoryFabric},
+    nccl::{
+        TestFabric,
+        memory::{MemoryFabric, pretended_device},
+    },
     rdma::Nixl,
 };
 
 pub(crate) const LAYOUT: KvLayout =
     KvLayout { block_size: 4, num_layers: 3, num_kv_heads: 2, head_dim: 8, dtype: KvDtype::F32 };
 pub(crate) const NUM_BLOCKS: usize = 64;
+
+/// Long for a healthy peer of the tests of faults, short to wait for.
+pub(crate) const PATIENCE: Duration = Duration::from_millis(1500);
+
+/// Long for everything.
+pub(crate) const NEVER: Duration = Duration::from_secs(600);
 
 /// A prefill worker's and a decode worker's data plane.
 pub(crate) struct Fabric {
@@ -46,7 +56,7 @@ impl Fabric {
 
     /// Over tcp, inside of TLS: the receiver is "a", the sender "b".
     pub(crate) fn secure(change: impl FnOnce(&mut ReceiverConfig)) -> Fabric {
-        let _tls = UseTls::new();
+        let _tls = Setup::Tls.enter();
         Fabric::with(&[TransportKind::Tcp], change)
     }
 
@@ -79,12 +89,11 @@ impl Fabric {
             fabric: Some(TestFabric(Arc::new(MemoryFabric::default()))),
             tcp_listen: transports.contains(&TransportKind::Tcp).then(|| ([127, 0, 0, 1], 0).into()),
             shm_dir: transports.contains(&TransportKind::Shm).then(|| dir.path().join("d")),
-            tls: UseTls::is_on().then(|| tls("a")),
+            tls: Setup::Tls.is_on().then(|| tls("a")),
             ..ReceiverConfig::default()
         };
         change(&mut config);
-        let [source, target] =
-            [from, to].map(|layout| Arc::new(BlockStorage::new(layout, NUM_BLOCKS).unwrap()));
+        let [source, target] = [from, to].map(pool);
         let receiver = Receiver::start(Arc::clone(&target), config.clone()).unwrap();
         let sender = Sender::start(Arc::clone(&source), sender_config(transports)).unwrap();
         Fabric { receiver, sender, source, target, config, dir }
@@ -93,6 +102,39 @@ impl Fabric {
     /// The offer of one transport.
     pub(crate) fn offer(&self, kind: TransportKind) -> TransportOffer {
         self.receiver.offers().iter().find(|offer| offer.kind() == kind).cloned().expect("offered")
+    }
+
+    /// Where it listens for peers of this kind, and its pool.
+    pub(crate) fn address(&self, kind: TransportKind) -> (String, u64) {
+        match self.offer(kind) {
+            TransportOffer::Tcp { address, pool }
+            | TransportOffer::Rdma { address, pool }
+            | TransportOffer::Nccl { address, pool } => (address, pool),
+            offer @ TransportOffer::Shm { .. } => panic!("{offer:?} has no address"),
+        }
+    }
+
+    /// What comes back for these bytes until the peer hangs up.
+    pub(crate) fn ask(&self, kind: TransportKind, bytes: &[u8]) -> Vec<u8> {
+        let mut socket = TcpStream::connect(self.address(kind).0).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        // It may hang up early.
+        let _ = socket.write_all(bytes);
+        let _ = socket.shutdown(Shutdown::Write);
+        let mut answer = Vec::new();
+        match socket.read_to_end(&mut answer) {
+            Ok(_) => {}
+            Err(error) => assert_eq!(error.kind(), io::ErrorKind::ConnectionReset),
+        }
+        answer
+    }
+
+    /// A handoff of one block goes well.
+    pub(crate) async fn works(&self) {
+        let granted = self.receiver.grant(blocks([7]), ());
+        let route = self.route(&granted).await.unwrap();
+        let pushed = soon(route.push(writes(&blocks([7])))).await.unwrap();
+        soon(granted.verify(pushed.pieces)).await.unwrap();
     }
 
     pub(crate) async fn route<K>(&self, granted: &Granted<K>) -> Result<Route, RouteError> {
@@ -118,7 +160,7 @@ pub(crate) fn sender_config(transports: &[TransportKind]) -> SenderConfig {
         connect_timeout,
         // Some pushes of the tests are of less, others of more.
         copy_at_once_bytes: 4 * LAYOUT.layer_bytes(),
-        tls: UseTls::is_on().then(|| tls("b")),
+        tls: Setup::Tls.is_on().then(|| tls("b")),
         ..SenderConfig::default()
     }
 }
@@ -170,7 +212,14 @@ pub(crate) fn private_dir() -> tempfile::TempDir {
 }
 
 pub(crate) fn storage() -> Arc<BlockStorage> {
-    Arc::new(BlockStorage::new(LAYOUT, NUM_BLOCKS).unwrap())
+    pool(LAYOUT)
+}
+
+fn pool(layout: KvLayout) -> Arc<BlockStorage> {
+    Arc::new(match Setup::Devices.is_on() {
+        true => pretended_device(layout, NUM_BLOCKS),
+        false => BlockStorage::new(layout, NUM_BLOCKS).unwrap(),
+    })
 }
 
 pub(crate) fn pattern(block_idx: u32, layer_idx: usize) -> u8 {
@@ -178,13 +227,32 @@ pub(crate) fn pattern(block_idx: u32, layer_idx: usize) -> u8 {
 }
 
 pub(crate) fn fill(storage: &BlockStorage, block: BlockId, layer_idx: usize, byte: u8) {
+    change(storage, block, layer_idx, |piece| piece.fill(byte));
+}
+
+/// Changes a piece, wherever it lies.
+pub(crate) fn change<R>(
+    storage: &BlockStorage,
+    block: BlockId,
+    layer_idx: usize,
+    change: impl FnOnce(&mut [u8]) -> R,
+) -> R {
+    let mut piece = bytes(storage, block, layer_idx);
+    let result = change(&mut piece);
     // SAFETY: tests touch only blocks that nobody else does, or look at what a late writer would do.
-    unsafe { storage.layer_mut(block, layer_idx) }.fill(byte);
+    unsafe { storage.store(block, layer_idx, &piece) }.unwrap();
+    result
 }
 
 pub(crate) fn bytes(storage: &BlockStorage, block: BlockId, layer_idx: usize) -> Vec<u8> {
+    let mut room = Vec::new();
     // SAFETY: as above.
-    unsafe { storage.layer(block, layer_idx) }.to_vec()
+    unsafe { storage.load(block, layer_idx, &mut room) }.unwrap().to_vec()
+}
+
+/// Whether a piece is nothing but this byte.
+pub(crate) fn holds(storage: &BlockStorage, block: BlockId, layer_idx: usize, byte: u8) -> bool {
+    bytes(storage, block, layer_idx).iter().all(|&found| found == byte)
 }
 
 /// All pieces of `dst`, from source blocks of the same numbers, layer by layer.
@@ -285,25 +353,35 @@ pub(crate) fn tls(name: &str) -> Tls {
 }
 
 thread_local! {
-    static USES_TLS: Cell<bool> = const { Cell::new(false) };
+    static SETUP: Cell<Setup> = const { Cell::new(Setup::Plain) };
 }
 
-/// What this thread's test sets up speaks TLS, as long as this lives.
-pub(crate) struct UseTls(());
+/// What a thread's test sets up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Setup {
+    Plain,
+    /// It speaks TLS.
+    Tls,
+    /// Its pools are on a device, as far as anybody can tell.
+    Devices,
+}
 
-impl UseTls {
-    pub(crate) fn new() -> UseTls {
-        USES_TLS.set(true);
-        UseTls(())
+impl Setup {
+    fn is_on(self) -> bool {
+        SETUP.get() == self
     }
 
-    fn is_on() -> bool {
-        USES_TLS.get()
+    /// For this thread, as long as what it returns lives.
+    pub(crate) fn enter(self) -> Entered {
+        SETUP.set(self);
+        Entered(())
     }
 }
 
-impl Drop for UseTls {
+pub(crate) struct Entered(());
+
+impl Drop for Entered {
     fn drop(&mut self) {
-        USES_TLS.set(false);
+        SETUP.set(Setup::Plain);
     }
 }

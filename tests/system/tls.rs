@@ -2,8 +2,8 @@
 
 use std::{
     io::{Read, Write},
-    net::TcpStream,
-    process::Command,
+    net::{TcpListener, TcpStream},
+    process::{Command, Stdio},
     time::Duration,
 };
 
@@ -71,6 +71,67 @@ async fn a_prompt_is_handed_over_inside_of_tls() {
     let mut answer = String::new();
     socket.read_to_string(&mut answer).expect("it answers and closes");
     assert!(answer.starts_with("HTTP/1.0 400") && answer.ends_with("this port speaks TLS\n"), "{answer}");
+}
+
+/// What the program says on both outputs when it is given a line, and whether it succeeds.
+fn said_by(args: &str) -> (bool, String) {
+    let mut command = Command::new(BATON);
+    command.args(args.split_whitespace()).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("the program runs");
+    // It may have ended already.
+    let _ = child.stdin.take().expect("piped").write_all(b"What is the colour of the sky?\n");
+    let output = child.wait_with_output().expect("it ends");
+    let said = [output.stdout, output.stderr].concat();
+    (output.status.success(), String::from_utf8_lossy(&said).into_owned())
+}
+
+#[tokio::test]
+async fn chat_and_bench_speak_tls_and_say_who_does_not() {
+    let cluster = Cluster::new().with_tls().prefill(0).start().await;
+    let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../tls/testdata");
+    let secure = cluster.base.replacen("http", "https", 1);
+    let worker = cluster.loads().await[0].address.clone();
+    let chat = "chat --max-tokens 8 --temperature 0";
+    let bench = "bench --quiet --requests 2 --warmup 0 --concurrency 1 --input-tokens 8 --output-tokens 4";
+    let ca = format!("--tls-ca {dir}/ca.pem");
+    for args in [
+        format!("{chat} --url {secure} {ca}"),
+        format!("{chat} --url {secure} {}", tls_flags("b", "ca.pem")),
+        // The router speaks plainly with clients, too.
+        format!("{chat} --url {}", cluster.base),
+        format!("{bench} --url {secure} {ca}"),
+        format!("{bench} --worker {worker} {}", tls_flags("b", "ca.pem")),
+    ] {
+        let (has_worked, said) = said_by(&args);
+        assert!(has_worked && !said.contains("no TLS"), "{args}: {said}");
+        assert!(!said.trim().is_empty(), "{args}");
+    }
+
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let plain = format!("https://{}", listener.local_addr().expect("bound"));
+    std::thread::spawn(move || {
+        for socket in listener.incoming() {
+            let mut socket = socket.expect("a connection");
+            let _ = socket.read(&mut [0; 1024]);
+            let _ = socket.write_all(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n");
+        }
+    });
+    let deaf = worker.replacen("https", "http", 1);
+    for (args, expected) in [
+        (format!("--url {secure}"), "https needs --tls-ca"),
+        (format!("--url {} {ca}", cluster.base), "write https://"),
+        (format!("--url {secure} --tls-ca {dir}/other-ca.pem"), "UnknownIssuer"),
+        (format!("--url {secure} {ca} --tls-name else.where"), "not valid for name"),
+        (format!("--url {deaf}"), "this port speaks TLS: write https://"),
+        (format!("--url {plain} {ca}"), "does not speak TLS"),
+    ] {
+        for command in [chat, bench] {
+            let (has_worked, said) = said_by(&format!("{command} {args}"));
+            assert!(!has_worked && said.contains(expected), "{command} {args}: {said}");
+        }
+    }
+    let (has_worked, said) = said_by(&format!("{bench} --worker {worker}"));
+    assert!(!has_worked && said.contains("give this process --tls-cert"), "{said}");
 }
 
 #[tokio::test]

@@ -228,7 +228,7 @@ impl Loaded {
 
 /// Ring, with the cipher first that this processor is fastest at: AES with 128 bits where there are instructions for it
 /// (a fifth faster than with 256, and no less out of reach), ChaCha20 elsewhere.
-fn provider() -> CryptoProvider {
+pub(crate) fn provider() -> CryptoProvider {
     let mut provider = rustls::crypto::ring::default_provider();
     let first = match has_aes() {
         true => CipherSuite::TLS13_AES_128_GCM_SHA256,
@@ -248,7 +248,7 @@ fn has_aes() -> bool {
     false
 }
 
-fn server_name(name: &str) -> Result<ServerName<'static>, TlsError> {
+pub(crate) fn server_name(name: &str) -> Result<ServerName<'static>, TlsError> {
     // As URLs write addresses of IPv6.
     let bare = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name);
     match bare.parse::<IpAddr>() {
@@ -257,7 +257,10 @@ fn server_name(name: &str) -> Result<ServerName<'static>, TlsError> {
     }
 }
 
-fn certificates(option: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+pub(crate) fn certificates(
+    option: &'static str,
+    path: &Path,
+) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let certificates = CertificateDer::pem_slice_iter(&read(option, path)?)
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| TlsError::File { option, path: path.to_owned(), why: error.to_string() })?;
@@ -267,7 +270,7 @@ fn certificates(option: &'static str, path: &Path) -> Result<Vec<CertificateDer<
     }
 }
 
-fn key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
+pub(crate) fn key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
     let option = "--tls-key";
     PrivateKeyDer::from_pem_slice(&read(option, path)?).map_err(|_| TlsError::Empty {
         option,

@@ -7,11 +7,13 @@
 //! It does not know what travels over the connections, nor what an identity may do.
 #![forbid(unsafe_code)]
 
+mod client;
 mod config;
 mod error;
 mod identity;
 mod stream;
 
+pub use client::{TlsClient, TlsClientConfig};
 pub use config::{Tls, TlsConfig};
 pub use error::TlsError;
 pub use identity::Identity;

@@ -127,8 +127,7 @@ where
         "worker serves"
     );
 
-    let dialer = worker.dialer();
-    let registration = register_over(&worker.config.discovery, worker.record.clone(), &dialer)?;
+    let registration = register_over(&worker.config.discovery, worker.record.clone(), worker.dialer())?;
     let names = [role.name, "baton.worker.v1.Worker"];
     tokio::select! {
         () = shutdown.cancelled() => worker.lifecycle.drain(),

@@ -60,8 +60,8 @@ impl Worker {
     }
 
     /// How it calls routers and other workers.
-    pub fn dialer(&self) -> Dialer {
-        Dialer::new(self.config.tls.clone())
+    pub fn dialer(&self) -> &Dialer {
+        self.peers.dialer()
     }
 
     /// What computes.

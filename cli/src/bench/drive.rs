@@ -290,7 +290,7 @@ mod tests {
         let url = format!("http://{}", listener.local_addr().unwrap());
         let server = tokio::spawn(serve(listener));
         let target = Target::OpenAi(OpenAiTarget {
-            server: OpenAi::new(&url, None).unwrap(),
+            server: OpenAi::new(&url, None, None).unwrap(),
             chat: false,
             model: "m".into(),
             temperature: 0.0,
@@ -357,7 +357,7 @@ mod tests {
     #[tokio::test]
     async fn a_server_that_is_not_there_is_a_failure_of_its_own_kind() {
         let closed = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
-        let server = OpenAi::new(&format!("http://{closed}"), None).unwrap();
+        let server = OpenAi::new(&format!("http://{closed}"), None, None).unwrap();
         let error = server.models().await.unwrap_err();
         assert_eq!(error.kind(), "connect", "{error}");
     }

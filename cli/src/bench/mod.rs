@@ -24,6 +24,7 @@ use std::{
 };
 
 use anyhow::{Context, bail, ensure};
+use baton_cluster::Dialer;
 use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -38,6 +39,7 @@ use self::{
     trace::Fit,
     workload::{Lengths, Material, Planned, Prompts},
 };
+use crate::dial::ClientTlsArgs;
 
 const DEFAULT_URL: &str = "http://127.0.0.1:8080";
 const DEFAULT_REQUESTS: usize = 100;
@@ -69,10 +71,11 @@ A request is due by the plan (--rate, --trace), or as soon as its client is free
 pub(crate) struct BenchArgs {
     #[command(subcommand)]
     pub(crate) part: Option<Part>,
-    /// OpenAI endpoint to send to. [default: http://127.0.0.1:8080]
+    /// OpenAI endpoint to send to; https:// needs --tls-ca. [default: http://127.0.0.1:8080]
     #[arg(long, value_name = "URL")]
     pub(crate) url: Vec<String>,
-    /// Decode worker to send to directly, over its gRPC; it prefills by itself.
+    /// Decode worker to send to directly, over its gRPC; it prefills by itself. https:// needs all of --tls-cert,
+    /// --tls-key and --tls-ca.
     #[arg(long, value_name = "URL")]
     pub(crate) worker: Vec<String>,
     /// Let two targets take turns, and print how they differ. A is the first --url. With --concurrency N
@@ -167,6 +170,9 @@ pub(crate) struct BenchArgs {
     /// Write the report as JSON, to a file or, with -, to standard output instead of the table.
     #[arg(long, value_name = "FILE", help_heading = "Report")]
     pub(crate) json: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) tls: ClientTlsArgs,
 }
 
 /// One part of the system, by itself.
@@ -329,10 +335,12 @@ impl BenchArgs {
             (true, _) => bail!("--compare needs two targets: --url twice, --url and --worker, or --body-b"),
             (false, _) => bail!("{num_targets} targets: add --compare to let two take turns"),
         }
+        let all: Vec<&str> = urls.iter().chain(&self.worker).map(String::as_str).collect();
+        let tls = self.tls.load(&all)?;
         let mut targets = Vec::new();
         for (idx, url) in urls.into_iter().enumerate() {
             let extra = self.body_b.as_ref().filter(|_| idx == 1).or(self.extra_body.as_ref());
-            let server = OpenAi::new(&url, self.api_key.clone())?;
+            let server = OpenAi::new(&url, self.api_key.clone(), tls.clone())?;
             let model = match &self.model {
                 Some(model) => model.clone(),
                 None => first_model(&server).await?,
@@ -348,7 +356,11 @@ impl BenchArgs {
         }
         let run = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros() as u64;
         for address in &self.worker {
-            targets.push(Target::Worker(WorkerTarget::new(address, self.temperature, run)?));
+            let dialer = Dialer::new(match address.starts_with("https:") {
+                true => self.tls.of_workers()?,
+                false => None,
+            });
+            targets.push(Target::Worker(WorkerTarget::new(&dialer, address, self.temperature, run)?));
         }
         Ok(targets)
     }

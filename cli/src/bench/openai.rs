@@ -1,16 +1,15 @@
-//! A client of OpenAI-style servers over plain HTTP/1.1, as small as a load generator wants it.
+//! A client of OpenAI-style servers over HTTP/1.1, as small as a load generator wants it.
 
 use anyhow::{Context, bail, ensure};
+use baton_tls::TlsClient;
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode, Uri, header};
 use http_body_util::{BodyExt, Full, Limited};
-use hyper_util::{
-    client::legacy::{Client, connect::HttpConnector},
-    rt::TokioExecutor,
-};
+use hyper_util::{client::legacy::Client, rt::TokioExecutor};
 use serde_json::Value;
 
 use super::sse;
+use crate::dial::{ConnectError, Connector};
 
 /// Bytes of an answer that is not a stream; more than any error or model list has.
 const MAX_BODY: usize = 4 << 20;
@@ -18,7 +17,7 @@ const MAX_BODY: usize = 4 << 20;
 /// A server, and kept-alive connections to it. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct OpenAi {
-    client: Client<HttpConnector, Full<Bytes>>,
+    client: Client<Connector, Full<Bytes>>,
     base: String,
     api_key: Option<String>,
 }
@@ -29,6 +28,9 @@ pub(crate) enum RequestError {
     /// Nobody listens there, or the connection was refused or lost before an answer.
     #[error("cannot reach the server: {0}")]
     Connect(String),
+    /// One side speaks TLS and the other does not, or does not believe in the other's certificate.
+    #[error("no TLS with the server: {0}")]
+    Tls(String),
     /// An answer that is not a success.
     #[error("HTTP {code}: {message}")]
     Status { code: u16, message: String },
@@ -51,6 +53,7 @@ impl RequestError {
     pub(crate) fn kind(&self) -> String {
         match self {
             Self::Connect(_) => "connect".to_owned(),
+            Self::Tls(_) => "tls".to_owned(),
             Self::Status { code, .. } => format!("http_{code}"),
             Self::Broken(_) => "broken_stream".to_owned(),
             Self::Server(_) => "server_error".to_owned(),
@@ -61,23 +64,22 @@ impl RequestError {
 }
 
 impl OpenAi {
-    /// For the server at `url`, with or without `/v1` at its end.
-    pub(crate) fn new(url: &str, api_key: Option<String>) -> anyhow::Result<Self> {
+    /// For the server at `url`, with or without `/v1` at its end; `tls` is for those at https://.
+    pub(crate) fn new(url: &str, api_key: Option<String>, tls: Option<TlsClient>) -> anyhow::Result<Self> {
         let base = url.trim_end_matches('/');
         let base = base.strip_suffix("/v1").unwrap_or(base);
         let uri: Uri = base.parse().with_context(|| format!("{url:?} is not a URL"))?;
         match uri.scheme_str() {
             Some("http") => {}
-            Some("https") => {
-                bail!("{url}: https is not supported; put a proxy in front, or use the plain port")
-            }
+            Some("https") => ensure!(
+                tls.is_some(),
+                "{url}: https needs --tls-ca, the authority that the server's certificate comes from"
+            ),
             _ => bail!("{url:?} is not a URL such as http://127.0.0.1:8080"),
         }
         ensure!(uri.query().is_none(), "{url}: a base URL has no query");
-        let mut connector = HttpConnector::new();
-        connector.set_nodelay(true);
         let client =
-            Client::builder(TokioExecutor::new()).pool_max_idle_per_host(usize::MAX).build(connector);
+            Client::builder(TokioExecutor::new()).pool_max_idle_per_host(usize::MAX).build(Connector { tls });
         Ok(Self { client, base: base.to_owned(), api_key })
     }
 
@@ -126,12 +128,16 @@ impl OpenAi {
         }
         let request =
             request.body(Full::new(body)).map_err(|error| RequestError::Malformed(error.to_string()))?;
-        let response =
-            self.client.request(request).await.map_err(|error| RequestError::Connect(causes(&error)))?;
+        let response = self.client.request(request).await.map_err(|error| unsent(&error))?;
         if response.status().is_success() {
             return Ok(response);
         }
-        Err(status_error(response.status(), response.into_body()).await)
+        Err(match status_error(response.status(), response.into_body()).await {
+            RequestError::Status { code: 400, message } if message.contains("this port speaks TLS") => {
+                RequestError::Tls(format!("{}: write https://, and --tls-ca", message.trim()))
+            }
+            error => error,
+        })
     }
 }
 
@@ -204,6 +210,18 @@ fn message_of(error: &Value) -> String {
     }
 }
 
+/// Why a request did not get through.
+fn unsent(error: &(dyn std::error::Error + 'static)) -> RequestError {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        if let Some(ConnectError::Tls(error)) = error.downcast_ref() {
+            return RequestError::Tls(error.to_string());
+        }
+        cause = error.source();
+    }
+    RequestError::Connect(causes(error))
+}
+
 /// hyper's errors tell the reason only in their sources.
 fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
@@ -222,12 +240,11 @@ mod tests {
     #[test]
     fn urls_are_checked() {
         for url in ["http://127.0.0.1:8080", "http://localhost:1/", "http://h:1/v1", "http://h/prefix/v1/"] {
-            let server = OpenAi::new(url, None).unwrap();
+            let server = OpenAi::new(url, None, None).unwrap();
             assert!(!server.base().ends_with("/v1") && !server.base().ends_with('/'), "{url}");
         }
-        for (url, hint) in [("https://h", "https is not supported"), ("127.0.0.1:8080", "http://"), ("", "")]
-        {
-            let error = format!("{:#}", OpenAi::new(url, None).unwrap_err());
+        for (url, hint) in [("https://h", "https needs --tls-ca"), ("127.0.0.1:8080", "http://"), ("", "")] {
+            let error = format!("{:#}", OpenAi::new(url, None, None).unwrap_err());
             assert!(error.contains(hint), "{error}");
         }
     }

@@ -3,13 +3,11 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use baton_cluster::Dialer;
 use baton_proto::worker::{self, decode_client::DecodeClient, generate_event::Event};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
-use tonic::{
-    Code, Status,
-    transport::{Channel, Endpoint},
-};
+use tonic::{Code, Status, transport::Channel};
 
 use super::{
     openai::{OpenAi, RequestError},
@@ -193,14 +191,9 @@ fn says_something(choice: &Value) -> bool {
 
 impl WorkerTarget {
     /// Connects on first use.
-    pub(crate) fn new(address: &str, temperature: f64, run: u64) -> anyhow::Result<Self> {
-        let endpoint = Endpoint::from_shared(address.to_owned())
-            .ok()
-            .filter(|endpoint| endpoint.uri().scheme_str() == Some("http"))
-            .with_context(|| format!("{address:?} is not a URL such as http://127.0.0.1:50051"))?
-            .tcp_nodelay(true)
-            .connect_timeout(Duration::from_secs(10));
-        let client = DecodeClient::new(endpoint.connect_lazy());
+    pub(crate) fn new(dialer: &Dialer, address: &str, temperature: f64, run: u64) -> anyhow::Result<Self> {
+        let endpoint = dialer.endpoint(address)?.tcp_nodelay(true).connect_timeout(Duration::from_secs(10));
+        let client = DecodeClient::new(dialer.dial(endpoint).channel);
         Ok(Self { address: address.to_owned(), client, temperature, run })
     }
 
@@ -329,7 +322,7 @@ mod tests {
     #[tokio::test]
     async fn bodies_say_what_was_asked() {
         let target = |chat| OpenAiTarget {
-            server: OpenAi::new("http://h:1", None).unwrap(),
+            server: OpenAi::new("http://h:1", None, None).unwrap(),
             chat,
             model: "m".into(),
             temperature: 0.0,
@@ -342,8 +335,8 @@ mod tests {
             "ignore_eos": true, "stream": true, "stream_options": {"include_usage": true}, "prefill_mode": "local"});
         assert_eq!(body, expected);
         assert!(target(true).body(&Prompt::Ids(vec![1]), 5, true).is_err());
-        let worker = WorkerTarget::new("http://127.0.0.1:1", 0.0, 1).unwrap();
+        let worker = WorkerTarget::new(&Dialer::default(), "http://127.0.0.1:1", 0.0, 1).unwrap();
         assert!(worker.request(Prompt::Text("a".into()), 1, 0).is_err());
-        assert!(WorkerTarget::new("127.0.0.1:1", 0.0, 1).is_err());
+        assert!(WorkerTarget::new(&Dialer::default(), "127.0.0.1:1", 0.0, 1).is_err());
     }
 }

@@ -7,14 +7,12 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     task::Poll,
-    thread,
     time::Duration,
 };
 
 use baton_kv_cache::{BlockStorage, KvLayout};
 
 use super::{
-    NUM_SPINS, PAUSE,
     communicators::{Communicators, MAX_COMMUNICATORS},
     connection::Connection,
     fabric::{Fabric, FabricError, Reached},
@@ -22,7 +20,7 @@ use super::{
 use crate::{
     error::RouteError,
     message::Pass,
-    sender::{Frame, JobThread, Jobs, Open, Peer, RouteState, SenderContext},
+    sender::{Frame, JobThread, Jobs, Open, Pace, Peer, RouteState, SenderContext},
 };
 
 /// How often an idle thread looks whether its peer is still there.
@@ -107,7 +105,7 @@ impl Drop for NcclPeer {
 
 fn run(shared: &Arc<Shared>) {
     let mut connection: Option<Connection> = None;
-    let mut num_idle = 0;
+    let mut pace = Pace::default();
     loop {
         let job = match &connection {
             None => Poll::Ready(shared.jobs.next()),
@@ -132,12 +130,9 @@ fn run(shared: &Arc<Shared>) {
         let Some(some) = &mut connection else { continue };
         match some.advance() {
             Err(why) => end(&mut connection, &why.to_string()),
-            Ok(true) => num_idle = 0,
+            Ok(true) => pace.moved(),
             Ok(false) if some.is_idle() => {}
-            Ok(false) => {
-                num_idle += 1;
-                if num_idle > NUM_SPINS { thread::sleep(PAUSE) } else { thread::yield_now() }
-            }
+            Ok(false) => pace.wait(),
         }
     }
     end(&mut connection, "the sender is shut down");

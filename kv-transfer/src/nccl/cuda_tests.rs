@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     cuda::blocks_on_device,
-    testing::{LAYOUT, NUM_BLOCKS, fill, has_device, nccl_library, pattern, storage},
+    testing::{LAYOUT, NUM_BLOCKS, fill, has_device, holds, nccl_library, pattern, storage},
 };
 
 /// Long for a device.
@@ -26,24 +26,6 @@ fn library() -> Option<PathBuf> {
 
 fn pool() -> Arc<BlockStorage> {
     Arc::new(blocks_on_device(0, LAYOUT, NUM_BLOCKS).unwrap())
-}
-
-/// Fills a piece, wherever it is.
-fn store(storage: &BlockStorage, block: BlockId, layer_idx: usize, byte: u8) {
-    match storage.device() {
-        None => fill(storage, block, layer_idx, byte),
-        // SAFETY: the test is the pool's only user.
-        Some(device) => unsafe {
-            let offset = storage.layer_offset(block, layer_idx);
-            device.write(offset, &vec![byte; LAYOUT.layer_bytes()]).unwrap();
-        },
-    }
-}
-
-fn holds(storage: &BlockStorage, block: BlockId, layer_idx: usize, byte: u8) -> bool {
-    let mut room = Vec::new();
-    // SAFETY: as above.
-    unsafe { storage.load(block, layer_idx, &mut room) }.unwrap().iter().all(|&found| found == byte)
 }
 
 fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
@@ -68,7 +50,7 @@ fn blocks_on_a_device_are_zeroed_and_hold_what_is_written() {
     }
     let pool = pool();
     assert!(holds(&pool, BlockId(63), 2, 0));
-    store(&pool, BlockId(63), 2, 9);
+    fill(&pool, BlockId(63), 2, 9);
     assert!(holds(&pool, BlockId(63), 2, 9) && holds(&pool, BlockId(63), 1, 0));
 }
 
@@ -84,7 +66,7 @@ fn one_rank_sends_pieces_to_itself_from_pool_to_pool() {
         let pieces: Vec<_> =
             (0..8).flat_map(|idx| (0..LAYOUT.num_layers).map(move |layer| (idx, layer))).collect();
         for &(idx, layer) in &pieces {
-            store(source, BlockId(idx), layer, pattern(idx, layer));
+            fill(source, BlockId(idx), layer, pattern(idx, layer));
         }
         for (nth, group) in (1..).zip(pieces.chunks(6)) {
             let operations = group.iter().flat_map(|&(idx, layer)| {

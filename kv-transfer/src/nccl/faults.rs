@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_kv_cache::{BlockId, BlockStorage, KvLayout, KvShard, WireFormat};
+use baton_kv_cache::{BlockId, BlockStorage};
 
 use super::{
     MAX_GROUPS, TestFabric,
@@ -21,28 +21,15 @@ use crate::{
     Token, TransportKind, TransportOffer,
     tcp::socket,
     testing::{
-        Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, eventually, fill, is_pending, pattern,
-        sender_config, some_pass, soon, storage, writes,
+        Fabric, Guards, LAYOUT, NEVER, NUM_BLOCKS, PATIENCE, blocks, eventually, fill, holds, is_pending,
+        pattern, sender_config, some_pass, soon, storage, writes,
     },
 };
 
 pub(super) const NCCL: &[TransportKind] = &[TransportKind::Nccl];
 
-/// Long for a healthy peer of these tests, short to wait for.
-pub(super) const PATIENCE: Duration = Duration::from_millis(1500);
-
-/// Long for everything.
-pub(super) const NEVER: Duration = Duration::from_secs(600);
-
 fn fabric(io_timeout: Duration) -> Fabric {
     Fabric::with(NCCL, |config| config.io_timeout = io_timeout)
-}
-
-pub(super) fn address_of(fabric: &Fabric) -> (String, u64) {
-    match fabric.offer(TransportKind::Nccl) {
-        TransportOffer::Nccl { address, pool } => (address, pool),
-        other => panic!("{other:?}"),
-    }
 }
 
 pub(super) fn hello(pool: u64, pass: Pass) -> Message {
@@ -75,7 +62,7 @@ pub(super) struct ByHand {
 
 impl ByHand {
     pub(super) fn connect(fabric: &Fabric, pass: Pass) -> ByHand {
-        let (address, pool) = address_of(fabric);
+        let (address, pool) = fabric.address(TransportKind::Nccl);
         let control = TcpStream::connect(address).unwrap();
         say(&control, hello(pool, pass));
         assert_eq!(hear(&control), Some(Message::Welcome));
@@ -104,10 +91,6 @@ impl ByHand {
     }
 }
 
-fn holds(fabric: &Fabric, block: BlockId, layer_idx: usize, byte: u8) -> bool {
-    bytes(&fabric.target, block, layer_idx).iter().all(|&found| found == byte)
-}
-
 const ALL_LAYERS: [(u32, u32); 3] = [(0, 0), (1, 0), (2, 0)];
 
 #[tokio::test]
@@ -119,7 +102,7 @@ async fn a_peer_that_announces_and_never_sends_is_fenced_at_its_deadline() {
     assert_eq!(late.announce(0, granted.pass(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
     // One of three: the group has begun, and does not end.
     late.send(BlockId(3), [0]);
-    eventually("the first piece lands", || holds(&fabric, BlockId(3), 0, pattern(3, 0))).await;
+    eventually("the first piece lands", || holds(&fabric.target, BlockId(3), 0, pattern(3, 0))).await;
     let start = Instant::now();
     assert!(soon(granted.revoke()).await.is_some());
     assert!(start.elapsed() >= PATIENCE / 2, "nobody but the deadline has ended it");
@@ -132,7 +115,7 @@ async fn a_peer_that_announces_and_never_sends_is_fenced_at_its_deadline() {
     late.send(BlockId(3), [1, 2]);
     assert_eq!(hear(&late.control), None, "hung up on");
     for layer_idx in 0..LAYOUT.num_layers {
-        assert!(holds(&fabric, BlockId(3), layer_idx, 0xEE));
+        assert!(holds(&fabric.target, BlockId(3), layer_idx, 0xEE));
     }
     assert_eq!(fabric.receiver.counters().of(TransportKind::Nccl).read().failures, 1);
 }
@@ -201,7 +184,7 @@ async fn announcements_are_checked_against_the_grant() {
     assert_eq!(peer.announce(7, pass, &[(1, 1)]), no(7, Refusal::Pieces), "announced before");
     peer.send(BlockId(4), [1]);
     assert_eq!(hear(&peer.control), Some(Message::Landed { sequence: 6 }));
-    assert!(holds(&fabric, BlockId(4), 1, pattern(4, 1)));
+    assert!(holds(&fabric.target, BlockId(4), 1, pattern(4, 1)));
     assert_eq!(peer.announce(8, pass, &[(1, 1)]), no(8, Refusal::Pieces), "written before");
 }
 
@@ -443,20 +426,6 @@ async fn blocks_on_devices_are_moved_and_verified_and_nothing_else_touches_them(
     pushed.pieces.retain(|piece| (piece.block_idx, piece.layer_idx) == (1, 1));
     let fault = soon(granted.verify(pushed.pieces)).await.unwrap_err();
     assert_eq!(fault, KvFault::Checksum { block_idx: 1, layer_idx: 1 });
-
-    // What would have to be put together by processors.
-    let larger = KvShard::new(&KvLayout { block_size: 2 * LAYOUT.block_size, ..LAYOUT }, 1, 0).unwrap();
-    let routed = sender.route_to(&larger, WireFormat::AsIs, granted.pass(), granted.offers(), ());
-    let error = soon(routed).await.err().unwrap();
-    assert_eq!(error.to_string(), "kv cannot go to the peer's blocks: blocks of device 5 are not converted");
-    // What only knows memory of the host.
-    let refused = [
-        Sender::start(source, sender_config(&[TransportKind::Tcp])).err().unwrap(),
-        Receiver::start(target, ReceiverConfig { tcp_listen: config.nccl_listen, ..config }).err().unwrap(),
-    ];
-    for error in refused {
-        assert_eq!(error.to_string(), "tcp moves memory of the host, and the blocks are on device 5");
-    }
 }
 
 #[test]

@@ -64,14 +64,17 @@ mod fabric;
 mod faults;
 mod lane;
 mod library;
+#[cfg(test)]
+mod matrix;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) mod memory;
 mod server;
+mod session;
 #[cfg(test)]
 mod strangers;
 mod wire;
 
-use std::{fmt, path::Path, sync::Arc, time::Duration};
+use std::{fmt, path::Path, sync::Arc};
 
 use baton_kv_cache::BlockStorage;
 
@@ -145,7 +148,3 @@ impl TestFabric {
 
 /// Groups that are announced, and not landed, at a time.
 const MAX_GROUPS: usize = 16;
-
-/// How often is looked without a pause whether something has moved, and how long the pauses are afterwards.
-const NUM_SPINS: u32 = 200;
-const PAUSE: Duration = Duration::from_micros(50);

@@ -2,43 +2,21 @@
 
 use std::{
     io::{Read, Write},
-    net::{Shutdown, TcpStream},
+    net::TcpStream,
     time::{Duration, Instant},
 };
 
 use super::{
     communicators::MAX_COMMUNICATORS,
     fabric::UniqueId,
-    faults::{ByHand, NCCL, NEVER, PATIENCE, address_of, hear, hello, say},
+    faults::{ByHand, NCCL, hear, hello, say},
     wire::{MESSAGE_BYTES, Message},
 };
 use crate::{
     Generation, Pass, Receiver, ReceiverConfig, RouteError, Token, TransportKind,
     tcp::socket,
-    testing::{Fabric, blocks, eventually, soon, writes},
+    testing::{Fabric, NEVER, PATIENCE, blocks, eventually, soon},
 };
-
-/// What comes back until the peer hangs up.
-fn ask(fabric: &Fabric, bytes: &[u8]) -> Vec<u8> {
-    let mut socket = TcpStream::connect(address_of(fabric).0).unwrap();
-    socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-    // It may hang up early.
-    let _ = socket.write_all(bytes);
-    let _ = socket.shutdown(Shutdown::Write);
-    let mut answer = Vec::new();
-    match socket.read_to_end(&mut answer) {
-        Ok(_) => {}
-        Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
-    }
-    answer
-}
-
-async fn works(fabric: &Fabric) {
-    let granted = fabric.receiver.grant(blocks([7]), ());
-    let route = fabric.route(&granted).await.unwrap();
-    let pushed = soon(route.push(writes(&blocks([7])))).await.unwrap();
-    soon(granted.verify(pushed.pieces)).await.unwrap();
-}
 
 fn num_joined(fabric: &Fabric) -> u64 {
     fabric.receiver.counters().of(TransportKind::Nccl).read().routes
@@ -47,7 +25,7 @@ fn num_joined(fabric: &Fabric) -> u64 {
 #[tokio::test]
 async fn whatever_is_wrong_the_answer_is_the_same() {
     let fabric = Fabric::new(NCCL);
-    let (_, pool) = address_of(&fabric);
+    let (_, pool) = fabric.address(TransportKind::Nccl);
     let granted = fabric.receiver.grant(blocks([5]), ());
     let stale = fabric.receiver.grant(blocks([6]), ()).pass();
     let right = granted.pass();
@@ -63,15 +41,15 @@ async fn whatever_is_wrong_the_answer_is_the_same() {
         hello(pool, Pass { token: stale.token, ..right }),
         hello(pool, stale),
     ] {
-        assert_eq!(ask(&fabric, &wrong.encode()), Message::Refused.encode(), "{wrong:?}");
+        assert_eq!(fabric.ask(TransportKind::Nccl, &wrong.encode()), Message::Refused.encode(), "{wrong:?}");
     }
     let garbage: Vec<u8> = (0..4096_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     let early = Message::Announce { sequence: 0, pass: right, num_pieces: 1 }.encode();
     for bytes in [&garbage[..], b"GET / HTTP/1.1\r\n\r\n", &early, b""] {
-        assert_eq!(ask(&fabric, bytes), b"", "not even that it is a kv port");
+        assert_eq!(fabric.ask(TransportKind::Nccl, bytes), b"", "not even that it is a kv port");
     }
     assert_eq!(num_joined(&fabric), 0);
-    works(&fabric).await;
+    fabric.works().await;
 }
 
 #[tokio::test]
@@ -81,19 +59,19 @@ async fn a_wrong_pass_fails_its_own_route_alone() {
     let guessed = Pass { token: Token::default(), ..granted.pass() };
     let error = soon(fabric.sender.route(guessed, granted.offers(), ())).await.err().unwrap();
     assert!(matches!(error, RouteError::OtherIncarnation(_)), "{error}");
-    works(&fabric).await;
+    fabric.works().await;
 }
 
 #[tokio::test]
 async fn a_stranger_makes_no_idle_peer_give_its_place_up() {
     let fabric = Fabric::new(NCCL);
-    let (_, pool) = address_of(&fabric);
+    let (_, pool) = fabric.address(TransportKind::Nccl);
     let granted = fabric.receiver.grant(blocks([5]), ());
     let peers: Vec<_> = (0..MAX_COMMUNICATORS).map(|_| ByHand::connect(&fabric, granted.pass())).collect();
     eventually("all have joined", || num_joined(&fabric) == MAX_COMMUNICATORS as u64).await;
     let stranger = hello(pool, Pass { token: Token::default(), ..granted.pass() });
     for _ in 0..2 * MAX_COMMUNICATORS {
-        assert_eq!(ask(&fabric, &stranger.encode()), Message::Refused.encode());
+        assert_eq!(fabric.ask(TransportKind::Nccl, &stranger.encode()), Message::Refused.encode());
     }
     for (sequence, peer) in peers.iter().enumerate() {
         // Of a piece that was never granted: it is answered, so the peer is still there.
@@ -109,7 +87,7 @@ async fn who_says_nothing_or_says_it_slowly_is_not_waited_for() {
         // For one that is welcome, and does not join.
         config.io_timeout = PATIENCE;
     });
-    let (address, pool) = address_of(&fabric);
+    let (address, pool) = fabric.address(TransportKind::Nccl);
     let granted = fabric.receiver.grant(blocks([5]), ());
     let pass = granted.pass();
     let silent = TcpStream::connect(&address).unwrap();
@@ -140,14 +118,14 @@ async fn who_says_nothing_or_says_it_slowly_is_not_waited_for() {
     assert_eq!(hear(&absent), Some(Message::Welcome));
     socket::receive_exact(&absent, &mut [0; UniqueId::BYTES], NEVER).unwrap();
     assert_eq!(hear(&absent), None);
-    works(&fabric).await;
+    fabric.works().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn half_open_connections_keep_nobody_out() {
     // Their time is never up: only their number ends them.
     let fabric = Fabric::with(NCCL, |config| config.handshake_timeout = NEVER);
-    let (address, _) = address_of(&fabric);
+    let (address, _) = fabric.address(TransportKind::Nccl);
     let max_strangers = ReceiverConfig::default().max_strangers;
     let mut silent = Vec::new();
     for n in 0..4 * max_strangers {
@@ -158,7 +136,7 @@ async fn half_open_connections_keep_nobody_out() {
         }
         silent.push(socket);
     }
-    works(&fabric).await;
+    fabric.works().await;
     // The oldest have made room.
     assert_eq!(hear(&silent[0]), None);
 

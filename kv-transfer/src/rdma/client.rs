@@ -10,8 +10,6 @@ use std::{
     net::{Shutdown, TcpStream},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::Poll,
-    thread,
-    time::Duration,
 };
 
 use baton_kv_cache::KvLayout;
@@ -24,15 +22,10 @@ use super::{
 };
 use crate::{
     error::RouteError,
-    sender::{Frame, Job, JobThread, Jobs, Open, OpenGrants, Peer, RouteState, SenderContext},
+    sender::{Frame, Job, JobThread, Jobs, Open, OpenGrants, Pace, Peer, RouteState, SenderContext},
     tcp::socket,
     word::Word,
 };
-
-/// How often the wire is looked at without a pause, and how long the pauses are afterwards: small transfers
-/// end in microseconds, large ones need not cost a core.
-const NUM_SPINS: u32 = 200;
-const PAUSE: Duration = Duration::from_micros(50);
 
 /// Why a connection has ended that did so by itself.
 pub(super) const GONE: &str = "the peer is gone";
@@ -140,7 +133,7 @@ impl Shared {
 
 fn run(shared: &Arc<Shared>) {
     let mut connection: Option<Connection> = None;
-    let mut num_idle = 0;
+    let mut pace = Pace::default();
     loop {
         let job = match &connection {
             Some(connection) if !connection.has_room() => Poll::Pending,
@@ -174,11 +167,8 @@ fn run(shared: &Arc<Shared>) {
         let Some(some) = &mut connection else { continue };
         match some.land() {
             Err(broken) => end(&mut connection, &broken),
-            Ok(0) => {
-                num_idle += 1;
-                if num_idle > NUM_SPINS { thread::sleep(PAUSE) } else { thread::yield_now() }
-            }
-            Ok(_) => num_idle = 0,
+            Ok(0) => pace.wait(),
+            Ok(_) => pace.moved(),
         }
     }
     end(&mut connection, &Broken::Silent("the sender is shut down".into()));

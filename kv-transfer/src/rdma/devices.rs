@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_kv_cache::{BlockId, BlockStorage, KvLayout, KvShard, WireFormat};
+use baton_kv_cache::{BlockId, BlockStorage};
 
 use super::nixl::{Memory, pretended};
 use crate::{
@@ -10,8 +10,8 @@ use crate::{
     cuda::{blocks_on_device, num_devices},
     nccl::memory::pretended_device,
     testing::{
-        Guards, LAYOUT, NUM_BLOCKS, blocks, has_device, has_rdma, nixl, pattern, sender_config, soon,
-        storage, writes,
+        Guards, LAYOUT, NUM_BLOCKS, blocks, fill, has_device, has_rdma, holds, nixl, pattern, sender_config,
+        soon, storage, writes,
     },
 };
 
@@ -25,30 +25,12 @@ fn receiver_config() -> ReceiverConfig {
     }
 }
 
-/// Fills a piece, wherever it is.
-fn store(pool: &BlockStorage, block: BlockId, layer_idx: usize, byte: u8) {
-    match pool.device() {
-        None => crate::testing::fill(pool, block, layer_idx, byte),
-        // SAFETY: nobody else uses the pool now.
-        Some(device) => unsafe {
-            let offset = pool.layer_offset(block, layer_idx);
-            device.write(offset, &vec![byte; LAYOUT.layer_bytes()]).unwrap();
-        },
-    }
-}
-
-fn holds(pool: &BlockStorage, block: BlockId, layer_idx: usize, byte: u8) -> bool {
-    let mut room = Vec::new();
-    // SAFETY: nobody writes the pool now.
-    unsafe { pool.load(block, layer_idx, &mut room) }.unwrap().iter().all(|&found| found == byte)
-}
-
 /// Pushes two blocks from pool to pool, verifies them, and finds a byte that was changed afterwards.
 async fn hand_over(source: &Arc<BlockStorage>, target: &Arc<BlockStorage>, place: &str) {
     let dst = blocks([3, 40]);
     let all = writes(&dst);
     for write in &all {
-        store(source, write.dst, write.layer_idx as usize, pattern(write.dst.0, write.layer_idx as usize));
+        fill(source, write.dst, write.layer_idx as usize, pattern(write.dst.0, write.layer_idx as usize));
     }
     let config = ReceiverConfig { nixl: Some(place.into()), ..receiver_config() };
     let receiver = Receiver::start(Arc::clone(target), config).unwrap();
@@ -65,7 +47,7 @@ async fn hand_over(source: &Arc<BlockStorage>, target: &Arc<BlockStorage>, place
         assert!(holds(target, BlockId(write.dst.0 + 1), layer_idx, 0), "beside {write:?}");
     }
     soon(granted.verify(pushed.pieces.clone())).await.unwrap();
-    store(target, BlockId(40), 1, 0);
+    fill(target, BlockId(40), 1, 0);
     pushed.pieces.retain(|piece| (piece.block_idx, piece.layer_idx) == (1, 1));
     let fault = soon(granted.verify(pushed.pieces)).await.unwrap_err();
     assert_eq!(fault, KvFault::Checksum { block_idx: 1, layer_idx: 1 });
@@ -95,19 +77,6 @@ async fn pieces_are_described_by_the_memory_that_each_side_has() {
     }
     // As NIXL numbers them: DRAM_SEG 0, VRAM_SEG 1.
     assert_eq!((Memory::of(&host()).code(), Memory::of(&device()).code()), ((0, 0), (1, 5)));
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn pieces_that_would_have_to_be_put_together_on_a_device_are_refused() {
-    let config = ReceiverConfig { nixl: Some(pretended::PLACE.into()), ..receiver_config() };
-    let receiver = Receiver::start(storage(), config).unwrap();
-    let config = SenderConfig { nixl: Some(pretended::PLACE.into()), ..sender_config(RDMA) };
-    let sender = Sender::start(Arc::new(pretended_device(LAYOUT, NUM_BLOCKS)), config).unwrap();
-    let granted = receiver.grant(blocks([3]), ());
-    let larger = KvShard::new(&KvLayout { block_size: 2 * LAYOUT.block_size, ..LAYOUT }, 1, 0).unwrap();
-    let routed = sender.route_to(&larger, WireFormat::AsIs, granted.pass(), granted.offers(), ());
-    let error = soon(routed).await.err().unwrap();
-    assert_eq!(error.to_string(), "kv cannot go to the peer's blocks: blocks of device 5 are not converted");
 }
 
 /// The real NIXL: UCX looks what the memory is, and finds that no GPU has it.

@@ -97,9 +97,13 @@ const DEVICES: &str = "/sys/class/infiniband";
 /// # Errors
 /// What is missing, in words.
 pub fn finds_rdma(nixl: Option<&Path>) -> Result<(), String> {
-    let num_devices = std::fs::read_dir(DEVICES).map_or(0, Iterator::count);
-    if num_devices == 0 {
+    if num_network_devices() == 0 {
         return Err(format!("no rdma device in {DEVICES}"));
     }
     Nixl::load(nixl).map(drop).map_err(|error| error.to_string())
+}
+
+/// How many devices there are that write by themselves.
+fn num_network_devices() -> usize {
+    std::fs::read_dir(DEVICES).map_or(0, Iterator::count)
 }

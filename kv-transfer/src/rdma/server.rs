@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     message::{Generation, TransportKind, TransportOffer},
-    receiver::{Acceptor, Admission, Grants, OneSidedWriter, ReceiverConfig, Service, WriterId, advertised},
+    receiver::{Acceptor, Admission, Grants, OneSidedWriter, ReceiverConfig, Service, WriterId, listen},
     tcp::socket,
     word::{self, Word},
 };
@@ -47,10 +47,7 @@ impl RdmaServer {
         address: SocketAddr,
         config: &ReceiverConfig,
     ) -> io::Result<RdmaServer> {
-        let listener = TcpListener::bind(address).map_err(|error| {
-            io::Error::new(error.kind(), format!("cannot listen for rdma peers on {address}: {error}"))
-        })?;
-        let address = advertised(config, listener.local_addr()?);
+        let (listener, address) = listen(TransportKind::Rdma, address, config)?;
         let offer = TransportOffer::Rdma { address, pool: grants.pool() };
         let sharing = Arc::new(Sharing {
             grants,

@@ -6,7 +6,7 @@ use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
 
 use crate::{
     message::PieceWrite,
-    sender::{RouteState, max_pieces},
+    sender::{Assembly, RouteState, max_pieces},
 };
 
 /// Frames that may be on the wire whose pieces are put together here.

@@ -19,7 +19,7 @@ mod verify;
 use std::{
     future::Future,
     io,
-    net::SocketAddr,
+    net::{SocketAddr, TcpListener},
     path::PathBuf,
     pin::Pin,
     sync::Arc,
@@ -38,7 +38,7 @@ pub(crate) use grants::{Claim, Grants, LiveGrant, OneSidedWriter, WriterId};
 use crate::{
     counters::Counters,
     error::KvFault,
-    message::{Generation, Pass, Piece, TransportKind, TransportOffer},
+    message::{Generation, Pass, Piece, TransportOffer},
     nccl::{self, Fabric, NcclServer},
     rdma::{Nixl, RdmaServer},
     shm::ShmServer,
@@ -320,13 +320,21 @@ impl<K> Future for Fenced<K> {
     }
 }
 
-/// "host:port" at which peers reach a listener.
-pub(crate) fn advertised(config: &ReceiverConfig, bound: SocketAddr) -> String {
+/// Listens for peers, and says at which "host:port" they reach it.
+pub(crate) fn listen(
+    kind: TransportKind,
+    address: SocketAddr,
+    config: &ReceiverConfig,
+) -> io::Result<(TcpListener, String)> {
+    let listener = TcpListener::bind(address).map_err(|error| {
+        io::Error::new(error.kind(), format!("cannot listen for {kind} peers on {address}: {error}"))
+    })?;
+    let bound = listener.local_addr()?;
     let host = config.advertise_host.clone().unwrap_or_else(|| match bound {
         SocketAddr::V4(address) => address.ip().to_string(),
         SocketAddr::V6(address) => format!("[{}]", address.ip()),
     });
-    format!("{host}:{}", bound.port())
+    Ok((listener, format!("{host}:{}", bound.port())))
 }
 
 /// Bytes that nobody can guess.

@@ -16,6 +16,7 @@
 mod jobs;
 mod measure;
 mod open_grants;
+mod pace;
 mod route;
 
 use std::{
@@ -33,6 +34,7 @@ use tracing::{debug, warn};
 pub(crate) use jobs::{Job, JobThread, Jobs, Open};
 pub use measure::{Measured, copy_rate, stream_rate};
 pub(crate) use open_grants::{MAX_LOSSES, OpenGrants};
+pub(crate) use pace::Pace;
 use route::Form;
 pub(crate) use route::{Active, Assembly, Frame, RouteState, Staging, max_pieces};
 pub use route::{Pushed, Route};

@@ -2,10 +2,11 @@
 
 use std::{
     future::Future,
+    io,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use baton_kv_cache::{BlockStorage, KvLayout, KvMapping, WireCodec, WireFormat, WireScratch};
+use baton_kv_cache::{BlockId, BlockStorage, KvLayout, KvMapping, WireCodec, WireFormat, WireScratch};
 use tokio::sync::{oneshot, watch};
 
 use super::{Peer, SenderContext};

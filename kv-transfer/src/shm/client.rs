@@ -76,7 +76,8 @@ impl Peer for ShmPeer {
     fn push(&self, frame: Frame) {
         let route = frame.route();
         let num_bytes = frame.pieces.len() * route.piece_bytes();
-        let is_small = num_bytes <= self.shared.context.config.copy_at_once_bytes && route.host_room_bytes() == 0;
+        let is_small =
+            num_bytes <= self.shared.context.config.copy_at_once_bytes && route.host_room_bytes() == 0;
         if is_small && self.shared.jobs.is_idle() {
             // The lock is held for moments by others than the thread.
             let slot = self.shared.link();

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     counters::TransportCounters,
     message::{TransportKind, TransportOffer},
-    receiver::{Acceptor, Admission, Claim, Grants, LiveGrant, ReceiverConfig, Service, advertised},
+    receiver::{Acceptor, Admission, Claim, Grants, LiveGrant, ReceiverConfig, Service, listen},
 };
 
 /// Listens until dropped.
@@ -43,10 +43,7 @@ impl TcpServer {
         address: SocketAddr,
         config: &ReceiverConfig,
     ) -> io::Result<TcpServer> {
-        let listener = TcpListener::bind(address).map_err(|error| {
-            io::Error::new(error.kind(), format!("cannot listen for kv data on {address}: {error}"))
-        })?;
-        let address = advertised(config, listener.local_addr()?);
+        let (listener, address) = listen(TransportKind::Tcp, address, config)?;
         let offer = TransportOffer::Tcp { address, pool: grants.pool() };
         let receiving = Arc::new(Receiving {
             grants,

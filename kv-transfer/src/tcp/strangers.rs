@@ -2,7 +2,7 @@
 
 use std::{
     io::{Read, Write},
-    net::{Shutdown, TcpStream},
+    net::TcpStream,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -15,17 +15,11 @@ use super::{
     wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome},
 };
 use crate::{
-    Generation, Pass, Receiver, ReceiverConfig, Sender, SenderConfig, Token, TransportKind, TransportOffer,
-    testing::{Fabric, LAYOUT, blocks, bytes, eventually, sender_config, soon, tls, writes},
+    Generation, Pass, Receiver, ReceiverConfig, Sender, SenderConfig, Token, TransportKind,
+    testing::{Fabric, LAYOUT, NEVER, blocks, bytes, eventually, sender_config, soon, tls, writes},
 };
 
 const TCP: &[TransportKind] = &[TransportKind::Tcp];
-const FOREVER: Duration = Duration::from_secs(600);
-
-fn address(fabric: &Fabric) -> (String, u64) {
-    let TransportOffer::Tcp { address, pool } = fabric.offer(TransportKind::Tcp) else { unreachable!() };
-    (address, pool)
-}
 
 fn hello(pool: u64, pass: Pass) -> Hello {
     Hello {
@@ -37,32 +31,10 @@ fn hello(pool: u64, pass: Pass) -> Hello {
     }
 }
 
-/// What comes back until the peer hangs up.
-fn ask(fabric: &Fabric, bytes: &[u8]) -> Vec<u8> {
-    let mut socket = TcpStream::connect(address(fabric).0).unwrap();
-    socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-    // It may hang up early.
-    let _ = socket.write_all(bytes);
-    let _ = socket.shutdown(Shutdown::Write);
-    let mut answer = Vec::new();
-    match socket.read_to_end(&mut answer) {
-        Ok(_) => {}
-        Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
-    }
-    answer
-}
-
-async fn works(fabric: &Fabric) {
-    let granted = fabric.receiver.grant(blocks([7]), ());
-    let route = fabric.route(&granted).await.unwrap();
-    let pushed = soon(route.push(writes(&blocks([7])))).await.unwrap();
-    soon(granted.verify(pushed.pieces)).await.unwrap();
-}
-
 #[tokio::test]
 async fn whatever_is_wrong_the_answer_is_the_same() {
     let fabric = Fabric::new(TCP);
-    let (_, pool) = address(&fabric);
+    let (_, pool) = fabric.address(TransportKind::Tcp);
     let granted = fabric.receiver.grant(blocks([5]), ());
     let stale = fabric.receiver.grant(blocks([6]), ()).pass();
     let right = granted.pass();
@@ -82,22 +54,22 @@ async fn whatever_is_wrong_the_answer_is_the_same() {
         hello(pool, Pass { token: stale.token, ..right }),
         hello(pool, stale),
     ] {
-        assert_eq!(ask(&fabric, &wrong.encode()), refused, "{wrong:?}");
+        assert_eq!(fabric.ask(TransportKind::Tcp, &wrong.encode()), refused, "{wrong:?}");
     }
-    assert_eq!(ask(&fabric, &sound.encode()), Welcome::Accepted.encode());
+    assert_eq!(fabric.ask(TransportKind::Tcp, &sound.encode()), Welcome::Accepted.encode());
     let garbage: Vec<u8> = (0..4096_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     for bytes in
         [&garbage[..], b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b""]
     {
-        assert_eq!(ask(&fabric, bytes), b"", "not even that it is a kv port");
+        assert_eq!(fabric.ask(TransportKind::Tcp, bytes), b"", "not even that it is a kv port");
     }
-    works(&fabric).await;
+    fabric.works().await;
 }
 
 #[tokio::test]
 async fn a_token_is_asked_for_with_every_frame() {
     let fabric = Fabric::new(TCP);
-    let (address, pool) = address(&fabric);
+    let (address, pool) = fabric.address(TransportKind::Tcp);
     let [own, other] = [5, 6].map(|block| fabric.receiver.grant(blocks([block]), ()));
     let mut socket = TcpStream::connect(address).unwrap();
     socket.write_all(&hello(pool, own.pass()).encode()).unwrap();
@@ -142,9 +114,9 @@ fn num_threads() -> usize {
 async fn ten_thousand_half_open_connections_cost_little_and_keep_nobody_out() {
     for is_secure in [false, true] {
         // Their time is never up: only their number ends them.
-        let patient = |config: &mut ReceiverConfig| config.handshake_timeout = FOREVER;
+        let patient = |config: &mut ReceiverConfig| config.handshake_timeout = NEVER;
         let fabric = if is_secure { Fabric::secure(patient) } else { Fabric::with(TCP, patient) };
-        let (address, _) = address(&fabric);
+        let (address, _) = fabric.address(TransportKind::Tcp);
         let max_strangers = ReceiverConfig::default().max_strangers;
         let mut silent = Vec::new();
         let mut num_most = 0;
@@ -162,7 +134,7 @@ async fn ten_thousand_half_open_connections_cost_little_and_keep_nobody_out() {
         }
         // Other tests of this process have threads, too, but not as many as there are connections.
         assert!(num_most < 2 * max_strangers + 1000, "{num_most} threads");
-        works(&fabric).await;
+        fabric.works().await;
         // The flood goes on while somebody else wants something.
         let flood = std::thread::spawn(move || {
             (0..200).map(|_| TcpStream::connect(&address).unwrap()).collect::<Vec<_>>()
@@ -186,7 +158,7 @@ async fn who_sends_byte_by_byte_is_not_waited_for() {
     for is_secure in [false, true] {
         let hasty = |config: &mut ReceiverConfig| config.handshake_timeout = Duration::from_millis(300);
         let fabric = if is_secure { Fabric::secure(hasty) } else { Fabric::with(TCP, hasty) };
-        let (address, pool) = address(&fabric);
+        let (address, pool) = fabric.address(TransportKind::Tcp);
         let granted = fabric.receiver.grant(blocks([5]), ());
         let slow = tokio::task::spawn_blocking(move || {
             let mut socket = TcpStream::connect(address).unwrap();
@@ -216,7 +188,7 @@ async fn who_sends_byte_by_byte_is_not_waited_for() {
 
 /// Connects as somebody, with TLS.
 fn connect_as(fabric: &Fabric, tls: &Tls) -> std::io::Result<Channel> {
-    let socket = Arc::new(TcpStream::connect(address(fabric).0)?);
+    let socket = Arc::new(TcpStream::connect(fabric.address(TransportKind::Tcp).0)?);
     Channel::connect(tls, "127.0.0.1", socket, Instant::now() + Duration::from_secs(30))
 }
 
@@ -230,7 +202,7 @@ fn greet(channel: &mut Channel, hello: Hello) -> std::io::Result<Option<Welcome>
 #[tokio::test]
 async fn the_right_token_with_another_identity_is_worth_nothing() {
     let fabric = Fabric::secure(|_| {});
-    let (_, pool) = address(&fabric);
+    let (_, pool) = fabric.address(TransportKind::Tcp);
     let (a, b) = (tls("a"), tls("b"));
     let granted = fabric.receiver.grant(blocks([5]), ());
     granted.bind(b.identity());
@@ -266,11 +238,11 @@ async fn the_right_token_with_another_identity_is_worth_nothing() {
 #[tokio::test]
 async fn foreign_certificates_and_plain_peers_are_refused_either_way() {
     let fabric = Fabric::secure(|_| {});
-    let (_, pool) = address(&fabric);
+    let (_, pool) = fabric.address(TransportKind::Tcp);
     let granted = fabric.receiver.grant(blocks([5]), ());
     let hello = hello(pool, granted.pass());
     // Plain to TLS: not a word of this protocol.
-    let answer = ask(&fabric, &hello.encode());
+    let answer = fabric.ask(TransportKind::Tcp, &hello.encode());
     assert!(answer.is_empty() || answer[0] == 21, "at most an alert of TLS: {answer:?}");
     let plain = Sender::start(Arc::clone(&fabric.source), SenderConfig::default()).unwrap();
     let error = soon(plain.route(granted.pass(), granted.offers(), ())).await.err().unwrap().to_string();
@@ -292,9 +264,9 @@ async fn foreign_certificates_and_plain_peers_are_refused_either_way() {
 
 #[tokio::test]
 async fn a_receiver_goes_while_strangers_are_about_to_say_something() {
-    let patient = |config: &mut ReceiverConfig| config.handshake_timeout = FOREVER;
+    let patient = |config: &mut ReceiverConfig| config.handshake_timeout = NEVER;
     for fabric in [Fabric::with(TCP, patient), Fabric::secure(patient)] {
-        let (address, _) = address(&fabric);
+        let (address, _) = fabric.address(TransportKind::Tcp);
         let silent: Vec<_> = (0..10).map(|_| TcpStream::connect(&address).unwrap()).collect();
         let receiver: Receiver = fabric.receiver;
         soon(tokio::task::spawn_blocking(move || drop(receiver))).await.unwrap();

@@ -13,8 +13,7 @@ use std::{
 use baton_engine::{FinishReason, PrefixReservation, Request, Reservation, SampledToken, TokenStream};
 use baton_kv_cache::{BlockId, WireFormat};
 use baton_kv_transfer::{
-    Begin, Extent, Failed, FailureKind, Generation, Grant, Granted, HandoffError, KvFault, Pass, Piece,
-    Receiver, Side,
+    Begin, Extent, Failed, FailureKind, Generation, Grant, Granted, HandoffError, KvFault, Pass, Piece, Side,
     handoff::{
         Limits,
         decode::{Action, Committed, DecodeHandoff, Input},
@@ -107,7 +106,6 @@ impl Reserved {
 /// One handoff, on the side that wants KV.
 pub struct Handoff {
     worker: Arc<Worker>,
-    receiver: Receiver,
     plan: Plan,
     machine: DecodeHandoff,
     first_actions: Vec<Action<FirstToken>>,
@@ -139,7 +137,6 @@ impl Handoff {
     ) -> Handoff {
         let started = Instant::now();
         let layout = *worker.engine().storage().layout();
-        let receiver = worker.data_plane().receiver.clone();
         let limits =
             Limits { total: deadline, stall: deadline.min(Limits::default().stall), ..Limits::default() };
         let begin = Begin {
@@ -157,7 +154,6 @@ impl Handoff {
         let (outbound, messages) = mpsc::channel(OUTBOUND_BOUND);
         Handoff {
             worker,
-            receiver,
             plan,
             machine,
             first_actions,
@@ -250,7 +246,8 @@ impl Handoff {
         };
         let num_cached_blocks = reservation.num_cached_blocks();
         let block_ids = reservation.blocks()[num_cached_blocks..].to_vec();
-        let granted = self.receiver.grant_as(block_ids.clone(), self.plan.wire, reservation);
+        let granted =
+            self.worker.data_plane().receiver.grant_as(block_ids.clone(), self.plan.wire, reservation);
         if self.worker.config().tls.is_some() {
             // Whoever answers the stream, and nobody else, may write.
             match self.link.identity() {
@@ -287,7 +284,7 @@ impl Handoff {
             Action::FirstToken(first) => return self.pass_on(first),
             Action::Verify(pieces) => self.verify(pieces),
             Action::Revoke(generation) => self.revoke(generation),
-            Action::WriterStopped(generation) => self.receiver.writer_stopped(generation),
+            Action::WriterStopped(generation) => self.worker.data_plane().receiver.writer_stopped(generation),
             Action::Finish(result) => {
                 self.reserving = None;
                 self.verifying.clear();

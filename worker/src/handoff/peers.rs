@@ -39,6 +39,11 @@ impl Peers {
         Arc::new(Peers { dialer, channels: Mutex::default() })
     }
 
+    /// How they are called.
+    pub fn dialer(&self) -> &Dialer {
+        &self.dialer
+    }
+
     /// The way to the worker at `address`.
     ///
     /// # Errors

@@ -14,7 +14,7 @@ use crate::{
 use baton_engine::{CachedPrefix, HeldBlocks, PrefillEvent, PrefillEvents, Request, SubmitError};
 use baton_kv_cache::{KvFormat, KvLayout, KvShard, WireFormat};
 use baton_kv_transfer::{
-    DecodeMessage, Extent, Failed, FailureKind, HandoffError, PushError, Pushed, Route, RouteError, Sender,
+    DecodeMessage, Extent, Failed, FailureKind, HandoffError, PushError, Pushed, Route, RouteError,
     TransportKind,
     handoff::{
         Limits,
@@ -53,7 +53,6 @@ enum Held {
 /// One handoff, on the side that gives KV.
 pub struct Handoff {
     worker: Arc<Worker>,
-    sender: Sender,
     machine: PrefillHandoff,
     started: Instant,
 
@@ -94,11 +93,9 @@ impl Handoff {
         let total = worker.config().handoff_deadline;
         let limits = Limits { total, stall: total.min(Limits::default().stall), ..Limits::default() };
         let KvLayout { block_size, num_layers, .. } = *worker.engine().storage().layout();
-        let sender = worker.data_plane().sender.clone();
         Handoff {
             machine: PrefillHandoff::new(worker.incarnation(), block_size, num_layers, limits, started),
             worker,
-            sender,
             started,
             stream,
             asked: None,
@@ -240,7 +237,7 @@ impl Handoff {
             Action::Compute => return self.compute().err().map(Input::Fail),
             Action::Hold => return self.hold_cached().err().map(Input::Fail),
             Action::Route { pass, offers } => {
-                let (sender, held) = (self.sender.clone(), self.held.clone());
+                let (sender, held) = (self.worker.data_plane().sender.clone(), self.held.clone());
                 let (shard, wire) = self.destination.expect("known before anything is computed");
                 self.routing =
                     Some(Box::pin(async move { sender.route_to(&shard, wire, pass, &offers, held).await }));

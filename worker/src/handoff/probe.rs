@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_kv_cache::{KvFormat, KvShard, WireFormat};
-use baton_kv_transfer::{Grant, Sender, TransportKind, TransportOffer, copy_rate, stream_rate};
+use baton_kv_transfer::{Grant, TransportKind, TransportOffer, copy_rate, stream_rate};
 use baton_proto::worker::{self as proto, decode_client::DecodeClient};
 use tokio::{sync::Semaphore, time::timeout};
 use tonic::Status;
@@ -22,15 +22,13 @@ const TOTAL_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Clone)]
 pub struct Prober {
     worker: Arc<Worker>,
-    sender: Sender,
     only_one: Arc<Semaphore>,
 }
 
 impl Prober {
     /// Measures with blocks of `worker`.
     pub fn new(worker: Arc<Worker>) -> Prober {
-        let sender = worker.data_plane().sender.clone();
-        Prober { worker, sender, only_one: Arc::new(Semaphore::new(1)) }
+        Prober { worker, only_one: Arc::new(Semaphore::new(1)) }
     }
 
     /// Measures the ways to the decode worker at `address`.
@@ -79,7 +77,7 @@ impl Prober {
         let num_each = grants.len() / choice.offers.len().max(1);
         let mut transports = Vec::new();
         for kind in TransportKind::ALL {
-            let counts = self.sender.counters().of(kind).read();
+            let counts = self.worker.data_plane().sender.counters().of(kind).read();
             let mut probed = proto::ProbedTransport {
                 transport: kind.name().to_owned(),
                 num_routes: counts.routes,
@@ -90,7 +88,7 @@ impl Prober {
                 Ok(offer) => {
                     let own = grants.split_off(grants.len().saturating_sub(num_each));
                     let keep = Arc::clone(&scratch);
-                    self.sender.measure(&peer, offer, &own, scratch.blocks(), keep).await
+                    self.worker.data_plane().sender.measure(&peer, offer, &own, scratch.blocks(), keep).await
                 }
                 Err(why) => Err(why.to_owned()),
             };
@@ -104,7 +102,7 @@ impl Prober {
             }
             transports.push(probed);
         }
-        let route = self.sender.route_to(
+        let route = self.worker.data_plane().sender.route_to(
             &peer,
             WireFormat::AsIs,
             choice.pass(),

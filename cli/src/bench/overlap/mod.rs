@@ -17,6 +17,7 @@ mod workers;
 use std::{path::PathBuf, time::Instant};
 
 use anyhow::{Context, ensure};
+use baton_cluster::Dialer;
 use clap::Args;
 
 use self::{
@@ -89,7 +90,7 @@ pub(crate) async fn run(args: OverlapArgs) -> anyhow::Result<()> {
     }
     let progress = if args.quiet { Progress::hidden() } else { Progress::new(lengths.len(), "lengths") };
     let mut bench = Bench {
-        target: WorkerTarget::new(workers.decode_address(), 0.0, 1)?,
+        target: WorkerTarget::new(&Dialer::default(), workers.decode_address(), 0.0, 1)?,
         workers,
         random: Random::new(1),
         next_id: 0,

@@ -24,29 +24,16 @@ use crate::{
     TransportKind, TransportOffer,
     tcp::socket,
     testing::{
-        Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, eventually, fill, has_rdma, is_pending, nixl,
-        pattern, sender_config, some_pass, soon, storage, writes,
+        Fabric, Guards, LAYOUT, NEVER, NUM_BLOCKS, PATIENCE, blocks, bytes, eventually, fill, has_rdma,
+        holds, is_pending, nixl, pattern, sender_config, some_pass, soon, storage, writes,
     },
     word::Word,
 };
 
 const RDMA: &[TransportKind] = &[TransportKind::Rdma];
 
-/// Long for a healthy peer of these tests, short to wait for.
-const PATIENCE: Duration = Duration::from_millis(1500);
-
-/// Long for everything.
-const NEVER: Duration = Duration::from_secs(600);
-
 fn fabric(io_timeout: Duration) -> Fabric {
     Fabric::with(RDMA, |config| config.io_timeout = io_timeout)
-}
-
-fn address_of(fabric: &Fabric) -> (String, u64) {
-    match fabric.offer(TransportKind::Rdma) {
-        TransportOffer::Rdma { address, pool } => (address, pool),
-        other => panic!("{other:?}"),
-    }
 }
 
 fn hello(pool: u64, pass: Pass) -> Message {
@@ -70,7 +57,7 @@ struct ByHand {
 
 impl ByHand {
     fn connect(fabric: &Fabric, pass: Pass) -> ByHand {
-        let (address, pool) = address_of(fabric);
+        let (address, pool) = fabric.address(TransportKind::Rdma);
         let control = TcpStream::connect(address).unwrap();
         say(&control, hello(pool, pass));
         let Some(Message::Welcome(pool)) = hear(&control) else { panic!("not welcome") };
@@ -120,10 +107,6 @@ fn hear(control: &TcpStream) -> Option<Message> {
     Some(Message::decode(&bytes).expect("well-formed"))
 }
 
-fn holds(fabric: &Fabric, block: BlockId, layer_idx: usize, byte: u8) -> bool {
-    bytes(&fabric.target, block, layer_idx).iter().all(|&found| found == byte)
-}
-
 #[tokio::test]
 async fn a_late_writer_that_never_lets_go_is_fenced_and_writes_nothing() {
     if !has_rdma() {
@@ -136,7 +119,7 @@ async fn a_late_writer_that_never_lets_go_is_fenced_and_writes_nothing() {
     let late = ByHand::connect(&fabric, granted.pass());
     late.open(granted.pass());
     assert!(late.write(BlockId(3), 0));
-    assert!(holds(&fabric, BlockId(3), 0, pattern(3, 0)));
+    assert!(holds(&fabric.target, BlockId(3), 0, pattern(3, 0)));
     // It is asked, and does nothing.
     assert!(soon(granted.revoke()).await.is_some());
     assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
@@ -147,7 +130,7 @@ async fn a_late_writer_that_never_lets_go_is_fenced_and_writes_nothing() {
     }
     assert!(!late.write(BlockId(3), 2), "the key is revoked");
     for layer_idx in 0..LAYOUT.num_layers {
-        assert!(holds(&fabric, BlockId(3), layer_idx, 0xEE));
+        assert!(holds(&fabric.target, BlockId(3), layer_idx, 0xEE));
     }
     assert_eq!(hear(&late.control), Some(Message::Word(Word::Revoke(generation))));
     assert_eq!(hear(&late.control), None, "hung up on");
@@ -235,7 +218,7 @@ async fn strangers_get_no_key() {
         return;
     }
     let fabric = Fabric::with(RDMA, |config| config.handshake_timeout = PATIENCE);
-    let (address, pool) = address_of(&fabric);
+    let (address, pool) = fabric.address(TransportKind::Rdma);
     let granted = fabric.receiver.grant(blocks([3]), ());
     let pass = granted.pass();
     let stolen = Pass { token: Token([1; 16]), ..pass };
@@ -340,7 +323,7 @@ struct Proxy {
 
 impl Proxy {
     fn start(fabric: &Fabric) -> Proxy {
-        let (target, pool) = address_of(fabric);
+        let (target, pool) = fabric.address(TransportKind::Rdma);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let proxy = Proxy {

@@ -7,12 +7,12 @@ use std::{
 
 use baton_kv_cache::BlockId;
 
-use super::{NEVER, PATIENCE, RDMA, address_of, fabric, holds};
+use super::{RDMA, fabric};
 use crate::{
     Pass, PushError, ReceiverLoad, Sender, SenderConfig, TransportKind, TransportOffer,
     testing::{
-        Fabric, Guards, LAYOUT, blocks, fill, has_rdma, pass_from_text, pass_to_text, pattern, sender_config,
-        soon, storage, writes,
+        Fabric, Guards, LAYOUT, NEVER, PATIENCE, blocks, fill, has_rdma, holds, pass_from_text, pass_to_text,
+        pattern, sender_config, soon, storage, writes,
     },
 };
 
@@ -47,7 +47,7 @@ async fn decode_process() {
     }
     let fabric = fabric(NEVER);
     let granted = fabric.receiver.grant(blocks([3]), ());
-    let (address, pool) = address_of(&fabric);
+    let (address, pool) = fabric.address(TransportKind::Rdma);
     println!("\ngranted {address} {pool:x} {}", pass_to_text(granted.pass()));
     let _ = std::io::stdin().read_line(&mut String::new());
 }
@@ -71,7 +71,7 @@ impl Process {
     }
 
     fn prefill(fabric: &Fabric, pass: Pass) -> Process {
-        let (address, pool) = address_of(fabric);
+        let (address, pool) = fabric.address(TransportKind::Rdma);
         let variables = [
             ("BATON_TEST_RDMA_ADDRESS", address),
             ("BATON_TEST_RDMA_POOL", format!("{pool:x}")),
@@ -123,7 +123,7 @@ async fn a_frozen_process_loses_its_key_and_its_late_write_lands_nowhere() {
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
     let mut process = Process::prefill(&fabric, granted.pass());
     assert_eq!(tokio::task::block_in_place(|| process.hear("pushed")), "true");
-    assert!(holds(&fabric, BlockId(3), 0, pattern(3, 0)));
+    assert!(holds(&fabric.target, BlockId(3), 0, pattern(3, 0)));
     process.stop();
     // It is still frozen when its blocks are free.
     assert!(soon(granted.revoke()).await.is_some());
@@ -135,7 +135,7 @@ async fn a_frozen_process_loses_its_key_and_its_late_write_lands_nowhere() {
     process.go_on();
     assert_eq!(tokio::task::block_in_place(|| process.hear("pushed")), "false");
     for layer_idx in 0..LAYOUT.num_layers {
-        assert!(holds(&fabric, BlockId(3), layer_idx, 0xEE));
+        assert!(holds(&fabric.target, BlockId(3), layer_idx, 0xEE));
     }
 }
 

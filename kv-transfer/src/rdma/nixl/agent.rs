@@ -7,6 +7,7 @@ use std::{
 };
 
 use baton_kv_cache::BlockStorage;
+use tracing::debug;
 
 use super::{
     Engine, Memory, Nixl, NixlError,
@@ -54,6 +55,7 @@ impl Agent {
         let mut agent = Agent { registered: Vec::with_capacity(memories.len()), engine, memories };
         agent.bind()?;
         for storage in &agent.memories {
+            supply(storage);
             let memory = Memory::of(storage);
             let (kind, device) = memory.code();
             let (base, size_bytes) = (storage.address() as usize, storage.size_bytes());
@@ -159,6 +161,18 @@ impl Agent {
             }
         }
         Ok(transfer)
+    }
+}
+
+/// Has the kernel supply a pool in huge pages before they are pinned, as they cannot become huge afterwards. Where no network
+/// device pins them, they come as they are touched.
+fn supply(storage: &BlockStorage) {
+    if super::super::num_network_devices() == 0 {
+        return;
+    }
+    if let Err(error) = storage.populate_all() {
+        // The registration brings them.
+        debug!(%error, "pages of a pool are not supplied ahead");
     }
 }
 
