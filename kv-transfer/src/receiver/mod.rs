@@ -38,7 +38,7 @@ pub(crate) use grants::{Claim, Grants, LiveGrant, OneSidedWriter, WriterId};
 use crate::{
     counters::Counters,
     error::KvFault,
-    message::{Generation, Pass, Piece, TransportOffer},
+    message::{Generation, Pass, Piece, TransportKind, TransportOffer},
     nccl::{self, Fabric, NcclServer},
     rdma::{Nixl, RdmaServer},
     shm::ShmServer,
