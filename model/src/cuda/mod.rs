@@ -34,7 +34,7 @@ use crate::Activation;
 fn sources() -> Vec<kernel::Source> {
     let layout =
         |head_dim, dtype| KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim, dtype };
-    let ropes = [64, 96, 128, 256]
+    let ropes = [64, 128]
         .into_iter()
         .flat_map(|head_dim| KvDtype::ALL.map(|dtype| rope::source(head_dim, &layout(head_dim, dtype))));
     let gates = [Activation::Silu, Activation::Gelu, Activation::GeluTanh].map(gate::source);

@@ -201,6 +201,7 @@ __device__ __forceinline__ void widen_i8(u32 codes, u32& even, u32& odd) {
     even = multiply_add_bf16((codes & 0x00800080) | base, minus_one, (codes & 0x007f007f) | base);
     odd = multiply_add_bf16((high & 0x00800080) | base, minus_one, (high & 0x007f007f) | base);
 }
+
 // Elements of KV, as kv-cache/src/rounding has them: the same bits, whoever writes. No multiplication is fused with an
 // addition here, and nothing is compiled for fast and inexact division.
 namespace kv {
