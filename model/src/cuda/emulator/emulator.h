@@ -53,6 +53,7 @@ struct dim3 {
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
 #define __align__(n) alignas(n)
 #define __restrict__
 // One block runs at a time.
@@ -304,6 +305,9 @@ inline float float_of(u32 bits) {
     memcpy(&x, &bits, 4);
     return x;
 }
+// Never fused with what follows.
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float reciprocal_fast(float x) { return 1.0f / x; }
