@@ -11,6 +11,7 @@ mod driver;
 mod kernel;
 mod lt;
 mod norm;
+mod products;
 mod sample;
 mod start;
 mod weights;
@@ -24,5 +25,5 @@ mod testing;
 
 /// Every file, for the shapes that models have.
 fn sources() -> Vec<kernel::Source> {
-    [attention::sources(), vec![norm::source(), sample::source()]].concat()
+    [attention::sources(), vec![norm::source(), sample::source()], products::sources()].concat()
 }
