@@ -14,8 +14,10 @@ mod kernel;
 mod lt;
 mod norm;
 mod pool;
+mod products;
 mod rope;
 mod rows;
+mod sample;
 mod start;
 mod weights;
 
@@ -38,6 +40,7 @@ fn sources() -> Vec<kernel::Source> {
         .into_iter()
         .flat_map(|head_dim| KvDtype::ALL.map(|dtype| rope::source(head_dim, &layout(head_dim, dtype))));
     let gates = [Activation::Silu, Activation::Gelu, Activation::GeluTanh].map(gate::source);
-    let others = [embed::source(), norm::source(), rows::source()];
-    attention::sources().into_iter().chain(ropes).chain(gates).chain(others).collect()
+    let others = [embed::source(), norm::source(), rows::source(), sample::source()];
+    let large = [attention::sources(), products::sources()].concat();
+    large.into_iter().chain(ropes).chain(gates).chain(others).collect()
 }
