@@ -8,6 +8,7 @@
 
 mod architecture;
 mod blocks;
+mod communicator;
 mod config;
 pub mod cost;
 mod cpu;
@@ -30,6 +31,7 @@ mod shard;
 mod spec;
 mod weights;
 
+pub use communicator::{Communicator, CommunicatorError, ThreadCommunicator};
 pub use config::ModelConfig;
 #[doc(hidden)]
 pub use cpu::benchmark;
