@@ -71,8 +71,8 @@ pub(crate) fn sources() -> Vec<Source> {
 /// A row of levels in the kernels' order, appended to `to`: [`row_bytes`](WeightKind::row_bytes) of them.
 ///
 /// In each step of 64 (int8) or 128 (int4) numbers there are 16 bytes for each of four lanes: of every 32 numbers lane `i`
-/// has the eight from `8 i` on. Eight of four bits are a word, numbers 0 2 4 6 in its low half from the low end on, numbers
-/// 1 3 5 7 in its high half.
+/// has the eight from `8 i` on. Of eight bits they are signed, less 128, in the order 0 2 1 3 and 4 6 5 7. Of four bits they
+/// are a word, numbers 0 2 4 6 in its low half from the low end on, numbers 1 3 5 7 in its high half.
 pub(crate) fn pack(row: &IntegerRow, width: IntegerWidth, to: &mut Vec<u8>) {
     let kind = WeightKind::of_integers(width);
     for step in row.levels.chunks(kind.step()) {
@@ -81,7 +81,9 @@ pub(crate) fn pack(row: &IntegerRow, width: IntegerWidth, to: &mut Vec<u8>) {
                 let start = 32 * unit + 8 * lane;
                 let level = |idx: usize| step.get(start + idx).copied().unwrap_or(0);
                 match width {
-                    IntegerWidth::Eight => to.extend((0..8).map(level)),
+                    IntegerWidth::Eight => {
+                        to.extend([0, 2, 1, 3, 4, 6, 5, 7].map(|idx| level(idx) ^ 0x80));
+                    }
                     IntegerWidth::Four => {
                         let place = |idx: usize| idx / 2 * 4 + idx % 2 * 16;
                         let word = (0..8).fold(0u32, |word, idx| word | u32::from(level(idx)) << place(idx));

@@ -9,12 +9,13 @@
 // WEIGHTS says what weights are; all are row-major [n][k]:
 //   0 bf16
 //   1 fp8 (E4M3), as files have it; its two NaNs become +-480
-//   2 int8, levels 0..256, in the order below
-//   3 int4, levels 0..16, in the order below
+//   2 int8, in the order below
+//   3 int4, levels from 0 on, in the order below
 // A lane's 16 bytes of a row are, of integers, for each 32 numbers that its warp multiplies, eight: 8 in to 8 in + 7
 // where in = lane % 4; so that all numbers of an instruction are of one group. In a row, step by step of 64 (int8) or
-// 128 (int4) numbers: the four lanes' 16 bytes. An int4 word has numbers 0 2 4 6 of its eight in the low half, from the
-// low end on, 1 3 5 7 in the high half. The last step is full: products::pack.
+// 128 (int4) numbers: the four lanes' 16 bytes. An int8 word has numbers 0 2 1 3 of its four, less 128; an int4 word 0
+// 2 4 6 of its eight in the low half, from the low end on, 1 3 5 7 in the high half. The last step is full: pack in
+// ../products.rs.
 #include "common.cuh"
 
 #ifndef WEIGHTS
@@ -61,31 +62,17 @@ __device__ __forceinline__ u64 row_bytes(u32 k) {
     return u64(k + STEP - 1) / STEP * 64;
 }
 
-// Two floats E4M3 as bf16, from bits 0..8 and 16..24 of a word.
-__device__ __forceinline__ u32 widen_fp8(u32 pair) {
-    // Where bf16 has sign, exponent and fraction; the exponent is 120 too small, also of a subnormal.
-    u32 shifted = (pair << 8 & 0x80008000u) | (pair << 4 & 0x07f007f0u);
-    return multiply_add_bf16(shifted, 0x7b807b80u, 0x80008000u);
-}
-
 // Eight numbers of a unit as four pairs of bf16; integers less their middle.
 __device__ __forceinline__ void widen_unit(uint4 from, u32 unit, u32 (&to)[4]) {
     const u32 words[4] = {from.x, from.y, from.z, from.w};
     if (WEIGHTS == BF16) {
         for (u32 i = 0; i < 4; ++i) to[i] = words[i];
     } else if (WEIGHTS == FP8) {
-        for (u32 i = 0; i < 4; ++i) {
-            u32 half = words[(2 * unit + i / 2) % 4] >> i % 2 * 16;
-            to[i] = widen_fp8((half & 0xff) | (half & 0xff00) << 8);
+        for (u32 i = 0; i < 2; ++i) {
+            widen_e4m3(pick_bytes(words[(2 * unit + i) % 4], 0, 0x3120), to[2 * i], to[2 * i + 1]);
         }
     } else if (WEIGHTS == INT8) {
-        for (u32 i = 0; i < 4; ++i) {
-            u32 half = words[(2 * unit + i / 2) % 4] >> i % 2 * 16;
-            // 2^23 + level, exactly.
-            float low = float_of(0x4b000000u | (half & 0xff)) - 8388736.0f;
-            float high = float_of(0x4b000000u | (half >> 8 & 0xff)) - 8388736.0f;
-            to[i] = pack_bf16(low, high);
-        }
+        for (u32 i = 0; i < 2; ++i) widen_i8(words[(2 * unit + i) % 4], to[2 * i], to[2 * i + 1]);
     } else {
         for (u32 i = 0; i < 4; ++i) {
             // 128 + level, exactly; then minus 136.
