@@ -302,7 +302,7 @@ unsafe impl Kernel for DecodeAttention {
         let merged = num_warps * 16 * (a.head_dim + 2) * 4;
         let num_tiles = (self.max_rows * a.group).div_ceil(DECODE_PAIRS);
         LaunchShape {
-            grid: [self.max_splits, a.num_kv_heads * num_tiles, a.num_sequences],
+            grid: [self.max_splits * num_tiles, a.num_kv_heads, a.num_sequences],
             threads: num_warps * 32,
             shared_bytes: stages.max(merged),
         }
@@ -329,10 +329,8 @@ unsafe impl Kernel for PrefillAttention {
         let row = padded(2 * a.head_dim);
         let num_tiles = if a.is_scaled() { 2 } else { 4 };
         let widened = if a.is_scaled() { 2 * PREFILL_TOKENS * (a.head_dim + 4) } else { 0 };
-        let shared_bytes = prefill_pairs(a.head_dim as usize) * row
-            + num_tiles * PREFILL_TOKENS * row
-            + widened
-            + 2 * PREFILL_TOKENS * 8;
+        let shared_bytes =
+            prefill_pairs(a.head_dim as usize) * row + num_tiles * PREFILL_TOKENS * row + widened;
         LaunchShape { grid: [self.num_tiles as u32, a.num_kv_heads, 1], threads: 128, shared_bytes }
     }
 }
@@ -343,6 +341,7 @@ unsafe impl Kernel for PlainAttention {
 
     fn shape(&self) -> LaunchShape {
         let a = &self.attention;
+        debug_assert!(self.max_rows <= 65_535, "blocks in y");
         let grid = [a.num_heads(), self.max_rows as u32, a.num_sequences];
         LaunchShape { grid, threads: 256, shared_bytes: 0 }
     }

@@ -269,7 +269,6 @@ fn chunks_see_what_is_cached_and_themselves() {
 fn heads_of_every_size_and_type() {
     let batch = [(40, 1), (0, 0), (5, 20), (81, 2)];
     for (dtype, head_dim) in [
-        (KvDtype::Bf16, 80),
         (KvDtype::Bf16, 128),
         (KvDtype::Bf16, 256),
         (KvDtype::Fp8, 80),

@@ -323,24 +323,24 @@ __device__ __forceinline__ void add(float (&out)[DIM / 8][4], const u32 (&weight
         }
     } else {
 #pragma unroll
-    for (int n = 0; n < DIM / 8; n += SPREAD) {
-        const u8* at = values + 2 * in * ROW + (n * 8 + group * SPREAD);
-        u32 v[4][2];
+        for (int n = 0; n < DIM / 8; n += SPREAD) {
+            const u8* at = values + 2 * in * ROW + (n * 8 + group * SPREAD);
+            u32 v[4][2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u8* row = at + 8 * half * ROW;
-            if (SPREAD == 4) {
-                u32 first = *reinterpret_cast<const u32*>(row), second = *reinterpret_cast<const u32*>(row + ROW);
-                widen_codes(pick_bytes(first, second, 0x5410), v[0][half], v[1][half]);
-                widen_codes(pick_bytes(first, second, 0x7632), v[2][half], v[3][half]);
-            } else {
-                u32 first = *reinterpret_cast<const u16*>(row), second = *reinterpret_cast<const u16*>(row + ROW);
-                widen_codes(first | second << 16, v[0][half], v[1][half]);
+            for (int half = 0; half < 2; ++half) {
+                const u8* row = at + 8 * half * ROW;
+                if (SPREAD == 4) {
+                    u32 first = *reinterpret_cast<const u32*>(row), second = *reinterpret_cast<const u32*>(row + ROW);
+                    widen_codes(pick_bytes(first, second, 0x5410), v[0][half], v[1][half]);
+                    widen_codes(pick_bytes(first, second, 0x7632), v[2][half], v[3][half]);
+                } else {
+                    u32 first = *reinterpret_cast<const u16*>(row), second = *reinterpret_cast<const u16*>(row + ROW);
+                    widen_codes(first | second << 16, v[0][half], v[1][half]);
+                }
             }
-        }
 #pragma unroll
-        for (int j = 0; j < SPREAD; ++j) mma_bf16(out[n + j], weights, v[j]);
-    }
+            for (int j = 0; j < SPREAD; ++j) mma_bf16(out[n + j], weights, v[j]);
+        }
     }
 }
 
@@ -360,13 +360,19 @@ constexpr int KV_BYTES = TOKENS * ROW;
 // 16-byte pieces of a vector as it is in the cache.
 constexpr int PIECES = VECTOR_BYTES / 16;
 
-// Shared memory: queries (later results), keys and values in bf16 (two of each where they are copied as they are), those
-// on their way where they are widened, places of two tiles' positions, scales of keys and values.
+// Shared memory: queries (later results), keys and values in bf16 (two tiles where they are copied as they are), a tile on
+// its way where they are widened, and its scales. What pads the first rows of queries has the places of positions.
 constexpr int KV_AT = PAIRS * ROW;
 constexpr int RAW_AT = KV_AT + (IS_SCALED ? 2 : 4) * KV_BYTES;
-constexpr int PLACES_AT = RAW_AT + (IS_SCALED ? 2 * TOKENS * VECTOR_BYTES : 0);
-constexpr int SCALES_AT = PLACES_AT + 2 * TOKENS * 8;
+constexpr int SCALES_AT = RAW_AT + (IS_SCALED ? 2 * TOKENS * VECTOR_BYTES : 0);
 constexpr int SHARED_BYTES = SCALES_AT + (IS_SCALED ? 2 * TOKENS * 4 : 0);
+static_assert(SHARED_BYTES <= 99 << 10, "what a block of sm_89 has");
+static_assert(ROW >= DIM * 2 + 8 && PAIRS >= 2 * TOKENS, "room for places");
+
+// Bytes from a head's first key to a position's, for two tiles of positions.
+__device__ __forceinline__ u64& place(u8* shared, u32 buffer, u32 i) {
+    return *reinterpret_cast<u64*>(shared + (buffer * TOKENS + i) * ROW + DIM * 2);
+}
 
 // Sixteen codes become 32 bytes. Half of the lanes begin with the second 16, so that eight lanes are in eight banks.
 __device__ __forceinline__ void store_widened(u8* to, uint4 codes, bool is_second_first) {
@@ -394,28 +400,70 @@ __device__ __forceinline__ void store_widened(u8* to, uint4 codes, bool is_secon
 // Attention of few rows: a block for each split of the context, 16 pairs of a kv head, and sequence; its warps take turns
 // at 16 positions each, every warp with a pipeline of its own. One split writes `out`, several leave sums to merge_splits.
 //
-// Reads each key and value once for 16 pairs: 4 HEAD_DIM bytes a position and kv head in bf16, half of it in eight bits;
-// 64 HEAD_DIM multiplications for them, an eighth of what tensor cores do in that time: bound by memory. Two stages (four
-// of eight bits) of 8 KiB for each warp keep some 100 KB under way on a multiprocessor, five times what its share of
-// the bandwidth needs.
+// Reads each key and value once for 16 pairs: 4 HEAD_DIM bytes a position and kv head in bf16, half of it in eight bits,
+// for 32 HEAD_DIM multiplications. By an H100's data sheet that is a tenth of what its tensor cores do meanwhile, a
+// fifth of eight bits: bound by memory. With heads of 128 three blocks fit a multiprocessor, and a tile of 8 KiB under
+// way for each of their warps is some 100 KB, five times its share of the bandwidth times half a microsecond.
 KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
     using namespace attention;
     using namespace attention::decode;
     DYNAMIC_SHARED(shared);
     const Attention& a = p.a;
-    u32 sequence = blockIdx.z, kv_head = blockIdx.y % a.num_kv_heads, first_pair = blockIdx.y / a.num_kv_heads * 16;
+    // Blocks of the same split begin together: what one reads the others find in the second cache.
+    u32 num_tiles = (p.max_rows * a.group + 15) / 16, split = blockIdx.x / num_tiles;
+    u32 sequence = blockIdx.z, kv_head = blockIdx.y, first_pair = blockIdx.x % num_tiles * 16;
     u32 num_rows = a.num_rows[sequence], num_pairs = num_rows * a.group;
     if (first_pair >= num_pairs) return;
     u32 start = a.start_idx[sequence], first_row = a.first_row[sequence];
     Splits splits = splits_of(p, start, num_rows);
-    if (blockIdx.x >= splits.num) return;
+    if (split >= splits.num) return;
     // Nobody sees positions outside of these.
     u32 seen_begin = first_seen(start, a.window), seen_end = start + num_rows;
-    u32 begin = splits.begin + blockIdx.x * splits.tokens;
+    u32 begin = splits.begin + split * splits.tokens;
     u32 end = begin + splits.tokens < seen_end ? begin + splits.tokens : seen_end;
 
     u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, in = lane % 4;
     Keys keys = keys_of(a, sequence, kv_head);
+    u8* stages = shared + warp * (STAGES * STAGE_BYTES);
+    // Of the stages, the oldest first: lanes 0 to 15 have scales of keys, the others of values; bf16.
+    u32 scales[STAGES] = {};
+    // A lane finds the place of one position: its block, read a tile ahead, and its place in that.
+    u32 block = 0, token = 0;
+    bool is_mine_wanted = false;
+    auto find_block = [&](u32 tile) {
+        u32 position = begin + (tile * WARPS + warp) * TOKENS + lane % TOKENS;
+        is_mine_wanted = position >= seen_begin && position < end;
+        u32 block_idx = position / a.block_size;
+        token = position - block_idx * a.block_size;
+        block = is_mine_wanted ? keys.blocks[block_idx] : 0;
+    };
+    auto begin_copy = [&](u32 tile, u32 stage) {
+        u64 place = block * a.block_bytes, offset = place + token * u32(VECTOR_BYTES);
+        if constexpr (IS_SCALED) {
+            const u8* scale = keys.head + (lane < TOKENS ? 0 : a.half_bytes) + place + a.block_size * u32(DIM) + token * 2;
+#pragma unroll
+            for (int i = 0; i + 1 < STAGES; ++i) scales[i] = scales[i + 1];
+            scales[STAGES - 1] = is_mine_wanted ? *reinterpret_cast<const u16*>(scale) : 0;
+        }
+        find_block(tile + 1);
+        u32 low = u32(offset), high = u32(offset >> 32), first = begin + (tile * WARPS + warp) * TOKENS;
+        u8* to = stages + stage * STAGE_BYTES;
+#pragma unroll
+        for (int i = 0; i < (TOKENS * PIECES + WARP - 1) / WARP; ++i) {
+            u32 piece = i * WARP + lane, row = piece / PIECES % TOKENS, column = piece % PIECES * 16;
+            u64 at = u64(shuffle(high, row)) << 32 | shuffle(low, row);
+            if (TOKENS * PIECES % WARP != 0 && piece >= TOKENS * PIECES) continue;
+            const u8* from = keys.head + at + column;
+            bool is_wanted = first + row >= seen_begin && first + row < end;
+            copy_async(to + row * ROW + column, from, is_wanted);
+            copy_async(to + TOKENS * ROW + row * ROW + column, from + a.half_bytes, is_wanted);
+        }
+        end_copy_group();
+    };
+    find_block(0);
+    begin_copy(0, 0);
+    if constexpr (STAGES > 2) begin_copy(1, 1), begin_copy(2, 2);
+
     u32 q[DIM / 16][4];
     for (int r = 0; r < 2; ++r) {
         u32 pair = first_pair + group + 8 * r;
@@ -427,47 +475,8 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
     u32 common_begin = first_seen(start + last_pair / a.group, a.window), common_end = start + first_pair / a.group + 1;
     Rule rule = rule_of(a);
 
-    u8* stages = shared + warp * (STAGES * STAGE_BYTES);
-    // Of the stages, the oldest first: lanes 0 to 15 have scales of keys, the others of values.
-    float scales[STAGES];
-    auto begin_copy = [&](u32 tile, u32 stage) {
-        u32 first = begin + (tile * WARPS + warp) * TOKENS;
-        u32 position = first + lane % TOKENS;
-        bool is_wanted = position >= seen_begin && position < end;
-        // A lane finds the place of one position.
-        u64 offset = is_wanted ? keys.offset(position) : 0;
-        u32 low = u32(offset), high = u32(offset >> 32);
-        u8* to = stages + stage * STAGE_BYTES;
-#pragma unroll
-        for (int i = 0; i < (TOKENS * PIECES + WARP - 1) / WARP; ++i) {
-            u32 piece = i * WARP + lane, row = piece / PIECES % TOKENS, column = piece % PIECES * 16;
-            u64 at = u64(shuffle(high, row)) << 32 | shuffle(low, row);
-            if (TOKENS * PIECES % WARP != 0 && piece >= TOKENS * PIECES) continue;
-            const u8* from = keys.head + at + column;
-            position = first + row;
-            is_wanted = position >= seen_begin && position < end;
-            copy_async(to + row * ROW + column, from, is_wanted);
-            copy_async(to + TOKENS * ROW + row * ROW + column, from + a.half_bytes, is_wanted);
-        }
-        end_copy_group();
-        if constexpr (IS_SCALED) {
-        position = first + lane % TOKENS;
-        is_wanted = position >= seen_begin && position < end;
-        const u8* scale = keys.head + (lane < TOKENS ? 0 : a.half_bytes);
-#pragma unroll
-        for (int i = 0; i + 1 < STAGES; ++i) scales[i] = scales[i + 1];
-        scales[STAGES - 1] = 0.0f;
-        if (is_wanted) {
-            u16 bits = *reinterpret_cast<const u16*>(scale + keys.scale_offset(position));
-            scales[STAGES - 1] = widen_bf16(bits);
-        }
-        }
-    };
-
     Running running;
     running.begin();
-    begin_copy(0, 0);
-    if constexpr (STAGES > 2) begin_copy(1, 1), begin_copy(2, 2);
     for (u32 tile = 0; begin + (tile * WARPS + warp) * TOKENS < end; ++tile) {
         begin_copy(tile + STAGES - 1, (tile + STAGES - 1) % STAGES);
         await_copies<STAGES - 1>();
@@ -482,7 +491,7 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 float factor = rule.factor;
-                if (IS_SCALED) factor *= shuffle(scales[0], 8 * n + 2 * in + k);
+                if (IS_SCALED) factor *= widen_bf16(u16(shuffle(scales[0], 8 * n + 2 * in + k)));
                 scores[n][k] *= factor, scores[n][k + 2] *= factor;
             }
             if (rule.cap != 0.0f) {
@@ -496,7 +505,7 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
             for (int n = 0; n < 2; ++n) {
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
-                    float scale = shuffle(scales[0], TOKENS + 8 * n + 2 * in + k);
+                    float scale = widen_bf16(u16(shuffle(scales[0], TOKENS + 8 * n + 2 * in + k)));
                     scores[n][k] *= scale, scores[n][k + 2] *= scale;
                 }
             }
@@ -540,7 +549,7 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
             uint2 rounded = make_uint2(pack_bf16(out.x * whole, out.y * whole), pack_bf16(out.z * whole, out.w * whole));
             *reinterpret_cast<uint2*>(a.out + to * DIM + column) = rounded;
         } else {
-            u64 part = to * p.max_splits + blockIdx.x;
+            u64 part = to * p.max_splits + split;
             *reinterpret_cast<float4*>(p.sums + part * DIM + column) = out;
             if (column == 0) *reinterpret_cast<float2*>(p.stats + part * 2) = make_float2(max, sum);
         }
@@ -549,7 +558,7 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
 
 // Puts the splits of each pair together, a warp for each, always in the same order; nothing where there was one.
 // Reads 4 (HEAD_DIM + 2) bytes a split, mostly from the second cache; bound by latency.
-KERNEL(merge_splits, MergeSplits, 128) {
+KERNEL(merge_splits, MergeSplits, 4 * WARP) {
     using namespace attention;
     const DecodeAttention& d = p.decode;
     const Attention& a = d.a;
@@ -574,14 +583,14 @@ KERNEL(merge_splits, MergeSplits, 128) {
         float weight = exp2_fast(mine.x - base);
         sum += weight * mine.y;
         u32 num = num_splits - first < WARP ? num_splits - first : WARP;
-#pragma unroll 4
-        for (u32 i = 0; i < num; ++i) {
+#pragma unroll 2
+        for (u32 i = 0; i < num; ++i, sums += DIM) {
             float factor = shuffle(weight, i);
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
                 u32 column = part * 128 + lane * 4;
                 if (column >= DIM) continue;
-                float4 some = *reinterpret_cast<const float4*>(sums + u64(first + i) * DIM + column);
+                float4 some = *reinterpret_cast<const float4*>(sums + column);
                 out[part].x += factor * some.x, out[part].y += factor * some.y;
                 out[part].z += factor * some.z, out[part].w += factor * some.w;
             }
@@ -613,6 +622,7 @@ KERNEL(prefill_attention, PrefillAttention, attention::prefill::THREADS) {
     if (sequence == ~0u) return;
     u32 start = a.start_idx[sequence], first_row = a.first_row[sequence];
     u32 num_pairs = a.num_rows[sequence] * a.group;
+    if (first_pair >= num_pairs) return;
     u32 last_pair = first_pair + PAIRS <= num_pairs ? first_pair + PAIRS - 1 : num_pairs - 1;
     u32 first_position = start + first_pair / a.group, last_position = start + last_pair / a.group;
     // Nobody sees positions outside of these.
@@ -624,7 +634,6 @@ KERNEL(prefill_attention, PrefillAttention, attention::prefill::THREADS) {
     u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, in = lane % 4;
     Keys keys = keys_of(a, sequence, kv_head);
     Rule rule = rule_of(a);
-    u64* places = reinterpret_cast<u64*>(shared + PLACES_AT);
     float* shared_scales = reinterpret_cast<float*>(shared + SCALES_AT);
     // The scale of the position that this thread has, of its key (first half of the threads) or value.
     float next_scale = 0.0f;
@@ -633,7 +642,7 @@ KERNEL(prefill_attention, PrefillAttention, attention::prefill::THREADS) {
     auto find_places = [&](u32 first, u32 buffer) {
         u32 position = first + threadIdx.x % TOKENS;
         bool is_wanted = position >= seen_begin && position < seen_end;
-        if (threadIdx.x < TOKENS) places[buffer * TOKENS + threadIdx.x] = is_wanted ? keys.offset(position) : 0;
+        if (threadIdx.x < TOKENS) place(shared, buffer, threadIdx.x) = is_wanted ? keys.offset(position) : 0;
         if (IS_SCALED && threadIdx.x < 2 * TOKENS) {
             const u8* scale = keys.head + (threadIdx.x < TOKENS ? 0 : a.half_bytes);
             next_scale = 0.0f;
@@ -648,7 +657,7 @@ KERNEL(prefill_attention, PrefillAttention, attention::prefill::THREADS) {
             u32 piece = i * THREADS + threadIdx.x, row = piece / PIECES, column = piece % PIECES * 16;
             if (TOKENS * PIECES % THREADS != 0 && piece >= TOKENS * PIECES) continue;
             bool is_wanted = first + row >= seen_begin && first + row < seen_end;
-            const u8* from = keys.head + places[buffer * TOKENS + row] + column;
+            const u8* from = keys.head + place(shared, buffer, row) + column;
             copy_async(to + row * STRIDE + column, from, is_wanted);
             copy_async(to + TOKENS * STRIDE + row * STRIDE + column, from + a.half_bytes, is_wanted);
         }
