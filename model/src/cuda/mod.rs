@@ -9,6 +9,8 @@ mod compile;
 mod device;
 mod driver;
 mod embed;
+mod expert_products;
+mod experts;
 mod gate;
 mod kernel;
 mod lt;
@@ -40,7 +42,7 @@ fn sources() -> Vec<kernel::Source> {
         .into_iter()
         .flat_map(|head_dim| KvDtype::ALL.map(|dtype| rope::source(head_dim, &layout(head_dim, dtype))));
     let gates = [Activation::Silu, Activation::Gelu, Activation::GeluTanh].map(gate::source);
-    let others = [embed::source(), norm::source(), rows::source(), sample::source()];
-    let large = [attention::sources(), products::sources()].concat();
+    let others = [embed::source(), norm::source(), rows::source(), sample::source(), experts::source()];
+    let large = [attention::sources(), products::sources(), expert_products::sources()].concat();
     large.into_iter().chain(ropes).chain(gates).chain(others).collect()
 }

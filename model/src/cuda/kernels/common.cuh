@@ -202,6 +202,20 @@ __device__ __forceinline__ void widen_i8(u32 codes, u32& even, u32& odd) {
     odd = multiply_add_bf16((high & 0x00800080) | base, minus_one, (high & 0x007f007f) | base);
 }
 
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + exp2_fast(-LOG2_E * x)); }
+
+// An MLP's: 0 x sigmoid(x), 1 GELU by the error function, 2 GELU by its tanh approximation.
+template <int activation> __device__ __forceinline__ float activated(float x) {
+    if constexpr (activation == 0) {
+        return x * sigmoid(x);
+    } else if constexpr (activation == 1) {
+        return 0.5f * x * (1.0f + erff(x * 0.70710678f));
+    } else {
+        // 0.5 x (1 + tanh(y)) = x sigmoid(2 y), y = sqrt(2 / pi) (x + 0.044715 x^3)
+        return x * sigmoid(1.5957691f * (x + 0.044715f * x * x * x));
+    }
+}
+
 // Elements of KV, as kv-cache/src/rounding has them: the same bits, whoever writes. No multiplication is fused with an
 // addition here, and nothing is compiled for fast and inexact division.
 namespace kv {
