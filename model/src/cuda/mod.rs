@@ -4,6 +4,7 @@
 //! reference. Where there is no GPU the tests run them by an emulator.
 
 mod attention;
+mod blocks;
 pub mod check;
 mod compile;
 mod device;
@@ -43,6 +44,7 @@ fn sources() -> Vec<kernel::Source> {
         .flat_map(|head_dim| KvDtype::ALL.map(|dtype| rope::source(head_dim, &layout(head_dim, dtype))));
     let gates = [Activation::Silu, Activation::Gelu, Activation::GeluTanh].map(gate::source);
     let others = [embed::source(), norm::source(), rows::source(), sample::source(), experts::source()];
-    let large = [attention::sources(), products::sources(), expert_products::sources()].concat();
+    let large =
+        [attention::sources(), products::sources(), expert_products::sources(), blocks::sources()].concat();
     large.into_iter().chain(ropes).chain(gates).chain(others).collect()
 }
