@@ -6,6 +6,7 @@
 mod attention;
 mod blocks;
 pub mod check;
+mod checksum;
 mod compile;
 mod device;
 mod driver;
@@ -43,7 +44,14 @@ fn sources() -> Vec<kernel::Source> {
         .into_iter()
         .flat_map(|head_dim| KvDtype::ALL.map(|dtype| rope::source(head_dim, &layout(head_dim, dtype))));
     let gates = [Activation::Silu, Activation::Gelu, Activation::GeluTanh].map(gate::source);
-    let others = [embed::source(), norm::source(), rows::source(), sample::source(), experts::source()];
+    let others = [
+        embed::source(),
+        norm::source(),
+        rows::source(),
+        sample::source(),
+        experts::source(),
+        checksum::source(),
+    ];
     let large =
         [attention::sources(), products::sources(), expert_products::sources(), blocks::sources()].concat();
     large.into_iter().chain(ropes).chain(gates).chain(others).collect()

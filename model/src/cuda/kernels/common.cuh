@@ -28,6 +28,8 @@ __device__ __forceinline__ float shuffle_xor(float value, int mask) {
 
 __device__ __forceinline__ u32 shuffle_xor(u32 value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
+__device__ __forceinline__ u64 shuffle_xor(u64 value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+
 __device__ __forceinline__ float shuffle(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 
 __device__ __forceinline__ u32 shuffle(u32 value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
