@@ -4,15 +4,19 @@ use super::kernel::{Address, Kernel, LaunchShape, Source};
 use crate::spec::Activation;
 
 pub(crate) fn source(activation: Activation) -> Source {
-    let activation = match activation {
-        Activation::Silu => 0,
-        Activation::Gelu => 1,
-        Activation::GeluTanh => 2,
-    };
     Source {
         file: "gate.cu",
         text: include_str!("kernels/gate.cu"),
-        defines: vec![("ACTIVATION", activation)],
+        defines: vec![("ACTIVATION", number_of(activation))],
+    }
+}
+
+/// What `activated` in `kernels/common.cuh` calls it.
+pub(crate) fn number_of(activation: Activation) -> u64 {
+    match activation {
+        Activation::Silu => 0,
+        Activation::Gelu => 1,
+        Activation::GeluTanh => 2,
     }
 }
 

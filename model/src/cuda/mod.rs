@@ -4,11 +4,15 @@
 //! reference. Where there is no GPU the tests run them by an emulator.
 
 mod attention;
+mod blocks;
 pub mod check;
+mod checksum;
 mod compile;
 mod device;
 mod driver;
 mod embed;
+mod expert_products;
+mod experts;
 mod gate;
 mod kernel;
 mod lt;
@@ -40,7 +44,15 @@ fn sources() -> Vec<kernel::Source> {
         .into_iter()
         .flat_map(|head_dim| KvDtype::ALL.map(|dtype| rope::source(head_dim, &layout(head_dim, dtype))));
     let gates = [Activation::Silu, Activation::Gelu, Activation::GeluTanh].map(gate::source);
-    let others = [embed::source(), norm::source(), rows::source(), sample::source()];
-    let large = [attention::sources(), products::sources()].concat();
+    let others = [
+        embed::source(),
+        norm::source(),
+        rows::source(),
+        sample::source(),
+        experts::source(),
+        checksum::source(),
+    ];
+    let large =
+        [attention::sources(), products::sources(), expert_products::sources(), blocks::sources()].concat();
     large.into_iter().chain(ropes).chain(gates).chain(others).collect()
 }

@@ -292,6 +292,7 @@ inline void __threadfence_block() {}
 
 inline float shuffle_xor(float value, int mask) { return emulator::of_lane(value, (emulator::current->linear % 32) ^ mask); }
 inline u32 shuffle_xor(u32 value, int mask) { return emulator::of_lane(value, (emulator::current->linear % 32) ^ mask); }
+inline u64 shuffle_xor(u64 value, int mask) { return emulator::of_lane(value, (emulator::current->linear % 32) ^ mask); }
 inline float shuffle(float value, int lane) { return emulator::of_lane(value, lane); }
 inline u32 shuffle(u32 value, int lane) { return emulator::of_lane(value, lane); }
 
@@ -319,6 +320,7 @@ inline float float_of(u32 bits) {
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline u64 __umul64hi(u64 a, u64 b) { return u64((unsigned __int128)a * b >> 64); }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float reciprocal_fast(float x) { return 1.0f / x; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }

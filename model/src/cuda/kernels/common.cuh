@@ -28,6 +28,8 @@ __device__ __forceinline__ float shuffle_xor(float value, int mask) {
 
 __device__ __forceinline__ u32 shuffle_xor(u32 value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
+__device__ __forceinline__ u64 shuffle_xor(u64 value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+
 __device__ __forceinline__ float shuffle(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 
 __device__ __forceinline__ u32 shuffle(u32 value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
@@ -200,6 +202,20 @@ __device__ __forceinline__ void widen_i8(u32 codes, u32& even, u32& odd) {
     u32 high = codes >> 8;
     even = multiply_add_bf16((codes & 0x00800080) | base, minus_one, (codes & 0x007f007f) | base);
     odd = multiply_add_bf16((high & 0x00800080) | base, minus_one, (high & 0x007f007f) | base);
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + exp2_fast(-LOG2_E * x)); }
+
+// An MLP's: 0 x sigmoid(x), 1 GELU by the error function, 2 GELU by its tanh approximation.
+template <int activation> __device__ __forceinline__ float activated(float x) {
+    if constexpr (activation == 0) {
+        return x * sigmoid(x);
+    } else if constexpr (activation == 1) {
+        return 0.5f * x * (1.0f + erff(x * 0.70710678f));
+    } else {
+        // 0.5 x (1 + tanh(y)) = x sigmoid(2 y), y = sqrt(2 / pi) (x + 0.044715 x^3)
+        return x * sigmoid(1.5957691f * (x + 0.044715f * x * x * x));
+    }
 }
 
 // Elements of KV, as kv-cache/src/rounding has them: the same bits, whoever writes. No multiplication is fused with an

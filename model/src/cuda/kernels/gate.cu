@@ -1,24 +1,7 @@
 // What lies between the two products of an MLP.
 //
-//   ACTIVATION   0 x sigmoid(x), 1 GELU by the error function, 2 GELU by its tanh approximation
+//   ACTIVATION   which function
 #include "common.cuh"
-
-namespace gates {
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + exp2_fast(-LOG2_E * x)); }
-
-__device__ __forceinline__ float activated(float x) {
-#if ACTIVATION == 0
-    return x * sigmoid(x);
-#elif ACTIVATION == 1
-    return 0.5f * x * (1.0f + erff(x * 0.70710678f));
-#else
-    // 0.5 x (1 + tanh(y)) = x sigmoid(2 y), y = sqrt(2 / pi) (x + 0.044715 x^3)
-    return x * sigmoid(1.5957691f * (x + 0.044715f * x * x * x));
-#endif
-}
-
-} // namespace gates
 
 struct Gate {
     // [rows][2 width]: gates, then what they let through.
@@ -38,7 +21,7 @@ KERNEL(gate, Gate, 256) {
     float here[8], up[8];
     widen_bf16(load_once(row + i), here);
     widen_bf16(load_once(row + p.width + i), up);
-    for (int k = 0; k < 8; ++k) here[k] = gates::activated(here[k]) * up[k];
+    for (int k = 0; k < 8; ++k) here[k] = activated<ACTIVATION>(here[k]) * up[k];
     *reinterpret_cast<uint4*>(p.out + u64(blockIdx.x) * p.width + i) = pack_bf16(here);
 }
 
@@ -58,6 +41,6 @@ KERNEL(activate, Activate, 256) {
     u64 at = u64(blockIdx.x) * p.width + i;
     float here[8];
     widen_bf16(*reinterpret_cast<const uint4*>(p.x + at), here);
-    for (int k = 0; k < 8; ++k) here[k] = gates::activated(here[k]);
+    for (int k = 0; k < 8; ++k) here[k] = activated<ACTIVATION>(here[k]);
     *reinterpret_cast<uint4*>(p.out + at) = pack_bf16(here);
 }

@@ -1,0 +1,215 @@
+//! Products of each expert's rows with its weights: `kernels/expert_products.cu`.
+
+use super::gate::number_of;
+use super::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::spec::Activation;
+
+/// Weights' rows of a tile, and elements of the depth and stages of the pipeline that hold it, as in the file.
+const COLUMNS: u32 = 128;
+const DEPTH: u32 = 64;
+
+/// For tiles of so many rows (16, 32, 64 or 128: about as many as go to one expert), and weights that are gated or not.
+pub(crate) fn source(tile_rows: u32, gate: Option<Activation>) -> Source {
+    Source {
+        file: "expert_products.cu",
+        text: include_str!("kernels/expert_products.cu"),
+        defines: vec![
+            ("TILE_ROWS", tile_rows.into()),
+            ("GATED", gate.is_some().into()),
+            ("ACTIVATION", gate.map_or(0, number_of)),
+        ],
+    }
+}
+
+/// For all tiles, gated as most models are and not.
+pub(crate) fn sources() -> Vec<Source> {
+    let gates = [None, Some(Activation::Silu)];
+    [16, 32, 64, 128].into_iter().flat_map(|tile_rows| gates.map(|gate| source(tile_rows, gate))).collect()
+}
+
+/// `out = a weights^T` of every expert; gated, `activation(a gates^T) * (a ups^T)`.
+///
+/// Weights are read once for each `tile_rows` rows of an expert, 2 bytes an element; 2 operations for each row and
+/// weight. Bound by memory up to some 300 rows an expert, then by tensor cores.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct ExpertProduct {
+    /// `[..][depth]`, bf16.
+    pub(crate) a: Address,
+    /// `[places]`, u32: the row of `a` at each place; null if `a` is `[places][depth]`.
+    pub(crate) rows: Address,
+    /// `[num_experts + 1]`, u32: each expert's first place ([`SortPairs`](super::experts::SortPairs)).
+    pub(crate) offsets: Address,
+    /// `[num_experts][columns][depth]`, bf16; gated `[num_experts][2 columns][depth]`: gates, then as many that they let
+    /// through.
+    pub(crate) weights: Address,
+    /// `[places][columns]`, bf16.
+    pub(crate) out: Address,
+    /// A multiple of 8.
+    pub(crate) depth: u32,
+    /// A multiple of 2.
+    pub(crate) columns: u32,
+    pub(crate) num_experts: u32,
+    /// How many go over the tiles: as many as the device holds at a time, or as there can be tiles.
+    pub(crate) num_blocks: u16,
+    /// Of its source.
+    pub(crate) tile_rows: u16,
+}
+
+impl ExpertProduct {
+    /// Tiles that there can be when `num_places` rows are divided in any way.
+    pub(crate) fn most_tiles(
+        num_places: u32,
+        num_experts: u32,
+        columns: u32,
+        tile_rows: u32,
+        is_gated: bool,
+    ) -> u64 {
+        let row_tiles = num_places / tile_rows + num_experts.min(num_places);
+        u64::from(row_tiles) * u64::from(columns.div_ceil(if is_gated { COLUMNS / 2 } else { COLUMNS }))
+    }
+}
+
+// SAFETY: as `ExpertProduct` in the file.
+unsafe impl Kernel for ExpertProduct {
+    const NAME: &'static str = "expert_product";
+
+    fn shape(&self) -> LaunchShape {
+        debug_assert!(self.depth.is_multiple_of(8) && self.columns.is_multiple_of(2), "aligned rows");
+        let tile_rows = u32::from(self.tile_rows);
+        let (threads, stages) = if tile_rows > 64 { (256, 3) } else { (128, 4) };
+        let shared_bytes = stages * (tile_rows + COLUMNS) * DEPTH * 2 + (self.num_experts + 1) * 4;
+        LaunchShape { grid: [self.num_blocks.into(), 1, 1], threads, shared_bytes }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::testing::noise;
+    use crate::cuda::emulator::Emulator;
+    use crate::cuda::testing::{assert_close, bf16, widened};
+
+    struct Case {
+        tile_rows: u32,
+        gate: Option<Activation>,
+        /// Rows of each expert.
+        counts: &'static [u32],
+        depth: usize,
+        columns: usize,
+        is_gathered: bool,
+        num_blocks: u16,
+    }
+
+    fn check(case: &Case) {
+        let Case { tile_rows, gate, counts, depth, columns, is_gathered, num_blocks } = *case;
+        let mut offsets = vec![0];
+        counts.iter().for_each(|count| offsets.push(offsets[offsets.len() - 1] + count));
+        let num_places = offsets[counts.len()] as usize;
+        let num_rows = if is_gathered { num_places / 2 + 1 } else { num_places };
+        let rows: Vec<u32> = (0..num_places).map(|place| (place * 5 % num_rows) as u32).collect();
+        let width = if gate.is_some() { 2 * columns } else { columns };
+        let (a, a_values) = bf16(&noise(1, num_rows * depth));
+        let (weights, weight_values) = bf16(&noise(2, counts.len() * width * depth));
+        let mut emulator = Emulator::new(source(tile_rows, gate));
+        let kernel = ExpertProduct {
+            a: emulator.buffer(&a),
+            rows: if is_gathered { emulator.buffer(bytemuck::cast_slice(&rows)) } else { Address::NULL },
+            offsets: emulator.buffer(bytemuck::cast_slice(&offsets)),
+            weights: emulator.buffer(&weights),
+            out: emulator.poisoned(num_places * columns * 2),
+            depth: depth as u32,
+            columns: columns as u32,
+            num_experts: counts.len() as u32,
+            num_blocks,
+            tile_rows: tile_rows as u16,
+        };
+        emulator.launch(&kernel);
+        let mut expected = vec![];
+        for (expert, places) in offsets.windows(2).enumerate() {
+            for place in places[0]..places[1] {
+                let row = if is_gathered { rows[place as usize] as usize } else { place as usize };
+                let row = &a_values[row * depth..][..depth];
+                let product = |column: usize| -> f32 {
+                    let weights = &weight_values[(expert * width + column) * depth..][..depth];
+                    row.iter().zip(weights).map(|(a, weight)| a * weight).sum()
+                };
+                expected.extend((0..columns).map(|column| match gate {
+                    None => product(column),
+                    Some(Activation::Silu) => {
+                        let gate = product(column);
+                        gate / (1.0 + (-gate).exp()) * product(columns + column)
+                    }
+                    Some(_) => unreachable!("not tried here"),
+                }));
+            }
+        }
+        // Half a unit in the last place of bf16; sums of products that may cancel, in another order.
+        assert_close(&widened(emulator.run().of(kernel.out)), &expected, 1.0 / 250.0, 3e-5);
+    }
+
+    #[test]
+    fn each_row_meets_the_weights_of_its_expert() {
+        check(&Case {
+            tile_rows: 16,
+            gate: None,
+            counts: &[0, 3, 17, 0, 0, 1, 0],
+            depth: 200,
+            columns: 134,
+            is_gathered: true,
+            num_blocks: 2,
+        });
+    }
+
+    #[test]
+    fn large_tiles_have_more_warps() {
+        check(&Case {
+            tile_rows: 128,
+            gate: None,
+            counts: &[5, 0, 131],
+            depth: 72,
+            columns: 40,
+            is_gathered: false,
+            num_blocks: 3,
+        });
+    }
+
+    #[test]
+    fn gates_are_taken_before_anything_is_written() {
+        check(&Case {
+            tile_rows: 32,
+            gate: Some(Activation::Silu),
+            counts: &[33, 0, 2],
+            depth: 328,
+            columns: 72,
+            is_gathered: true,
+            num_blocks: 8,
+        });
+    }
+
+    #[test]
+    fn many_experts_are_found() {
+        let counts: &[u32] = &[1; 70];
+        check(&Case {
+            tile_rows: 64,
+            gate: None,
+            counts,
+            depth: 8,
+            columns: 10,
+            is_gathered: false,
+            num_blocks: 4,
+        });
+    }
+
+    #[test]
+    fn there_are_no_more_tiles_than_said() {
+        for counts in [&[0, 3, 17, 0, 1][..], &[16, 16], &[1, 1, 1], &[0]] {
+            let num_places = counts.iter().sum();
+            let tiles: u32 = counts.iter().map(|count: &u32| count.div_ceil(16) * 2).sum();
+            assert!(
+                u64::from(tiles)
+                    <= ExpertProduct::most_tiles(num_places, counts.len() as u32, 130, 16, false)
+            );
+        }
+    }
+}

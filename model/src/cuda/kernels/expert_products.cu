@@ -1,0 +1,178 @@
+// Products of each expert's rows with its weights, all experts in one launch.
+//
+//   TILE_ROWS    rows of an output tile: 16, 32, 64 or 128
+//   GATED        1: weights are gates, then as many that they let through; the output is activation(gate) * up
+//   ACTIVATION   of gated ones
+#include "common.cuh"
+
+namespace expert_products {
+
+// Weights' rows and elements of the depth that a stage of the pipeline holds.
+constexpr u32 COLUMNS = 128, DEPTH = 64;
+constexpr u32 STAGES = TILE_ROWS > 64 ? 3 : 4;
+// Warps share the columns in four, and large tiles' rows in two.
+constexpr u32 WARPS_DOWN = TILE_ROWS > 64 ? 2 : 1, THREADS = WARPS_DOWN * 4 * WARP;
+constexpr u32 WARP_ROWS = TILE_ROWS / WARPS_DOWN, ROW_TILES = WARP_ROWS / 16;
+// Columns of the output.
+constexpr u32 TILE_COLUMNS = GATED ? COLUMNS / 2 : COLUMNS;
+constexpr u32 STAGE_BYTES = (TILE_ROWS + COLUMNS) * DEPTH * 2;
+// A row of a stage is eight chunks of 16 bytes; so many rows are copied at a time.
+constexpr u32 COPIED = THREADS / 8;
+
+// Chunks are swapped so that the same chunk of eight neighbours lies in different banks.
+__device__ __forceinline__ u8* chunk_at(u8* rows, u32 row, u32 chunk) {
+    return rows + row * DEPTH * 2 + (chunk ^ row % 8) * 16;
+}
+
+// Place of the first tile of each expert, and of none: [num_experts + 1], by the first warp.
+__device__ __forceinline__ void count_tiles(const u32* offsets, u32 num_experts, u32* first_tiles) {
+    u32 lane = threadIdx.x, done = 0;
+    for (u32 first = 0; first < num_experts; first += WARP) {
+        u32 expert = first + lane, sum = 0;
+        if (expert < num_experts) sum = (offsets[expert + 1] - offsets[expert] + TILE_ROWS - 1) / TILE_ROWS;
+        for (u32 step = 1; step < WARP; step *= 2) {
+            u32 lower = shuffle(sum, lane >= step ? lane - step : lane);
+            if (lane >= step) sum += lower;
+        }
+        if (expert < num_experts) first_tiles[expert + 1] = done + sum;
+        done += shuffle(sum, WARP - 1);
+    }
+    if (lane == 0) first_tiles[0] = 0;
+}
+
+} // namespace expert_products
+
+struct ExpertProduct {
+    // [..][depth]
+    const u16* a;
+    // [places]: the row of a at each place; the place itself if null.
+    const u32* rows;
+    // [num_experts + 1]: each expert's first place.
+    const u32* offsets;
+    // [num_experts][columns, twice if gated][depth]
+    const u16* weights;
+    // [places][columns]
+    u16* out;
+    u32 depth;
+    u32 columns;
+    u32 num_experts;
+    // For the launch.
+    u16 num_blocks;
+    u16 tile_rows;
+};
+
+// out = a weights^T. Blocks go over the tiles that there are, which they find from the offsets: nobody but the device
+// knows how many. Tiles of the same weights follow each other.
+// Weights are read once for each TILE_ROWS rows of an expert: 2 bytes an element; 2 operations for each row and weight.
+// Bound by memory up to some 300 rows an expert, then by tensor cores.
+KERNEL(expert_product, ExpertProduct, expert_products::THREADS) {
+    using namespace expert_products;
+    DYNAMIC_SHARED(shared);
+    u32* first_tiles = reinterpret_cast<u32*>(shared + STAGES * STAGE_BYTES);
+    if (threadIdx.x < WARP) count_tiles(p.offsets, p.num_experts, first_tiles);
+    __syncthreads();
+    u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    u32 warp_row = warp / 4 * WARP_ROWS, warp_column = warp % 4;
+    u32 column_tiles = (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS, num_steps = (p.depth + DEPTH - 1) / DEPTH;
+    u64 num_tiles = u64(first_tiles[p.num_experts]) * column_tiles;
+    // What a thread copies of each row.
+    u32 chunk = threadIdx.x % 8, copied_row = threadIdx.x / 8;
+
+    for (u64 tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
+        // The last expert whose first tile is not behind it.
+        u32 row_tile = u32(tile / column_tiles), expert = 0;
+        for (u32 end = p.num_experts; end - expert > 1;) {
+            u32 middle = (expert + end) / 2;
+            if (first_tiles[middle] <= row_tile) {
+                expert = middle;
+            } else {
+                end = middle;
+            }
+        }
+        u32 row_tiles = first_tiles[expert + 1] - first_tiles[expert];
+        u32 of_expert = u32(tile - u64(first_tiles[expert]) * column_tiles);
+        u32 first_place = p.offsets[expert] + of_expert % row_tiles * TILE_ROWS, end_place = p.offsets[expert + 1];
+        u32 first_column = of_expert / row_tiles * TILE_COLUMNS;
+        const u16* weights = p.weights + u64(expert) * (GATED ? 2 : 1) * p.columns * p.depth;
+
+        const u16* a_rows[TILE_ROWS / COPIED + 1];
+#pragma unroll
+        for (u32 i = 0; i * COPIED < TILE_ROWS; ++i) {
+            u32 place = first_place + copied_row + i * COPIED;
+            a_rows[i] = nullptr;
+            if (place < end_place) a_rows[i] = p.a + u64(p.rows ? p.rows[place] : place) * p.depth;
+        }
+        auto copy = [&](u32 step) {
+            u8 *a = shared + step % STAGES * STAGE_BYTES, *b = a + TILE_ROWS * DEPTH * 2;
+            u32 at = step * DEPTH + chunk * 8;
+#pragma unroll
+            for (u32 i = 0; i * COPIED < TILE_ROWS; ++i) {
+                bool is_wanted = a_rows[i] && at < p.depth;
+                copy_async(chunk_at(a, copied_row + i * COPIED, chunk), is_wanted ? a_rows[i] + at : p.a, is_wanted);
+            }
+#pragma unroll
+            for (u32 i = 0; i * COPIED < COLUMNS; ++i) {
+                u32 row = copied_row + i * COPIED, column = first_column + row % TILE_COLUMNS;
+                bool is_wanted = column < p.columns && at < p.depth;
+                const u16* from = weights + (u64(row / TILE_COLUMNS) * p.columns + column) * p.depth + at;
+                copy_async(chunk_at(b, row, chunk), is_wanted ? from : weights, is_wanted);
+            }
+        };
+
+        float sums[ROW_TILES][4][4] = {};
+        for (u32 step = 0; step < STAGES - 1; ++step) {
+            if (step < num_steps) copy(step);
+            end_copy_group();
+        }
+        for (u32 step = 0; step < num_steps; ++step) {
+            await_copies<STAGES - 2>();
+            // Everybody's copies have arrived, and the stage before is free.
+            __syncthreads();
+            if (step + STAGES - 1 < num_steps) copy(step + STAGES - 1);
+            end_copy_group();
+            u8 *a = shared + step % STAGES * STAGE_BYTES, *b = a + TILE_ROWS * DEPTH * 2;
+#pragma unroll
+            for (u32 k = 0; k < DEPTH / 16; ++k) {
+                // Columns 8 j to 8 j + 7 of the warp; if gated, two of gates, then two of what they let through.
+                u32 columns[4][2];
+#pragma unroll
+                for (u32 j = 0; j < 2; ++j) {
+                    u32 m[4], row = GATED ? j * TILE_COLUMNS + warp_column * 16 : warp_column * 32 + j * 16;
+                    load_matrices(m, chunk_at(b, row + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
+                    columns[2 * j][0] = m[0], columns[2 * j][1] = m[1];
+                    columns[2 * j + 1][0] = m[2], columns[2 * j + 1][1] = m[3];
+                }
+#pragma unroll
+                for (u32 i = 0; i < ROW_TILES; ++i) {
+                    u32 rows[4];
+                    load_matrices(rows, chunk_at(a, warp_row + i * 16 + lane % 16, k * 2 + lane / 16));
+#pragma unroll
+                    for (u32 j = 0; j < 4; ++j) mma_bf16(sums[i][j], rows, columns[j]);
+                }
+            }
+        }
+        // The next tile's first copies go where others may still read.
+        __syncthreads();
+
+#pragma unroll
+        for (u32 i = 0; i < ROW_TILES; ++i) {
+#pragma unroll
+            for (u32 half = 0; half < 2; ++half) {
+                u32 place = first_place + warp_row + i * 16 + half * 8 + lane / 4;
+                if (place >= end_place) continue;
+                u16* out = p.out + u64(place) * p.columns;
+#pragma unroll
+                for (u32 j = 0; j < (GATED ? 2 : 4); ++j) {
+                    u32 column = first_column + warp_column * (TILE_COLUMNS / 4) + j * 8 + lane % 4 * 2;
+                    if (column >= p.columns) continue;
+                    float x = sums[i][j][half * 2], y = sums[i][j][half * 2 + 1];
+#if GATED
+                    x = activated<ACTIVATION>(x) * sums[i][j + 2][half * 2];
+                    y = activated<ACTIVATION>(y) * sums[i][j + 2][half * 2 + 1];
+#endif
+                    *reinterpret_cast<u32*>(out + column) = pack_bf16(x, y);
+                }
+            }
+        }
+    }
+}
