@@ -189,6 +189,25 @@ async fn announcements_are_checked_against_the_grant() {
 }
 
 #[tokio::test]
+async fn pieces_of_a_connection_that_is_lost_are_waited_for() {
+    let fabric = fabric(NEVER);
+    let granted = fabric.receiver.grant(blocks([3]), ());
+    let pass = granted.pass();
+    let lost = ByHand::connect(&fabric, pass);
+    assert_eq!(lost.announce(0, pass, &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
+    let mut again = ByHand::connect(&fabric, pass);
+    let bytes = wire::announcement(0, pass, ALL_LAYERS.into_iter());
+    (&again.control).write_all(&bytes).unwrap();
+    // Refused at once, as `announcements_are_checked_against_the_grant` shows, it would be over now.
+    assert!(!socket::is_readable_within(&again.control, Duration::from_millis(50)).unwrap());
+    drop(lost);
+    assert_eq!(hear(&again.control), Some(Message::Go { sequence: 0 }));
+    again.send(BlockId(3), 0..3);
+    assert_eq!(hear(&again.control), Some(Message::Landed { sequence: 0 }));
+    assert!(holds(&fabric.target, BlockId(3), 2, pattern(3, 2)));
+}
+
+#[tokio::test]
 async fn a_peer_that_announces_too_much_or_nonsense_is_hung_up_on() {
     /// What it does wrong.
     enum Fault {

@@ -61,6 +61,11 @@ impl<T> Lane<T> {
         self.entries.is_empty()
     }
 
+    /// What is in it.
+    pub(super) fn items(&self) -> impl Iterator<Item = &T> {
+        self.entries.iter().map(|entry| &entry.item)
+    }
+
     /// Sender: the number under which the item is announced.
     pub(super) fn announce(&mut self, item: T, now: Instant) -> u64 {
         let sequence = self.next_sequence;

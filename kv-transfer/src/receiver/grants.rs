@@ -7,9 +7,10 @@
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock,
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
+    time::{Duration, Instant},
 };
 
 use baton_kv_cache::{BlockId, BlockStorage, WireFormat};
@@ -112,6 +113,7 @@ impl Grants {
             is_revoked: RwLock::new(false),
             one_sided: OnceLock::new(),
             pieces: Mutex::new(vec![PieceState::Empty; num_pieces]),
+            arrived: Condvar::new(),
         });
         entries.insert(generation, Entry { grant, writers: Vec::new(), is_revoked: false, release });
         pass
@@ -274,6 +276,8 @@ pub(crate) struct LiveGrant {
     /// How a peer writes that has opened it to write by itself.
     one_sided: OnceLock<TransportKind>,
     pieces: Mutex<Vec<PieceState>>,
+    /// Some are not arriving any more.
+    arrived: Condvar,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -346,15 +350,32 @@ impl LiveGrant {
     }
 
     /// Each piece is written once: what was verified cannot change before it is committed.
-    /// `pieces` are (layer, position in the grant).
-    pub(crate) fn claim(&self, pieces: &[(u32, u32)]) -> Claim {
+    /// `pieces` are (layer, position in the grant). Those that are being written over another connection are waited for
+    /// within `patience`: that one may be lost, and this the frame that is sent again, and only the peer knows it yet.
+    pub(crate) fn claim(&self, pieces: &[(u32, u32)], patience: Duration) -> Claim {
+        let deadline = Instant::now() + patience;
         let mut states = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(claim) = self.try_claim(&mut states, pieces) {
+                return claim;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Claim::Refused;
+            }
+            states = self.arrived.wait_timeout(states, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// `None`: somebody else is writing some of them.
+    fn try_claim(&self, states: &mut [PieceState], pieces: &[(u32, u32)]) -> Option<Claim> {
         let mut num_placed = 0;
         for (n, &piece) in pieces.iter().enumerate() {
             match self.idx(piece).map(|idx| &mut states[idx]) {
                 Some(state) if *state == PieceState::Empty => *state = PieceState::Arriving,
                 Some(PieceState::Placed) => num_placed += 1,
-                _ => {
+                found => {
+                    let is_others = found.is_some() && !pieces[..n].contains(&piece);
                     // Undo what this claim took: of equal pieces in it, the first.
                     for &piece in &pieces[..n] {
                         if let Some(state) = self.idx(piece).map(|idx| &mut states[idx])
@@ -363,18 +384,18 @@ impl LiveGrant {
                             *state = PieceState::Empty;
                         }
                     }
-                    return Claim::Refused;
+                    return (!is_others).then_some(Claim::Refused);
                 }
             }
         }
-        match num_placed {
+        Some(match num_placed {
             0 => Claim::Taken,
             _ if num_placed == pieces.len() => Claim::Placed,
             _ => {
-                self.set_arriving(&mut states, pieces, PieceState::Empty);
+                self.set_arriving(states, pieces, PieceState::Empty);
                 Claim::Refused
             }
-        }
+        })
     }
 
     pub(crate) fn placed(&self, pieces: &[(u32, u32)]) {
@@ -395,6 +416,7 @@ impl LiveGrant {
                 *state = new;
             }
         }
+        self.arrived.notify_all();
     }
 
     fn idx(&self, (layer_idx, block_idx): (u32, u32)) -> Option<usize> {

@@ -179,7 +179,7 @@ impl Connection<'_> {
                 self.discard(num_bytes, scratch)?;
                 AckStatus::Refused
             }
-            Some(grant) => match grant.claim(&pieces) {
+            Some(grant) => match grant.claim(&pieces, self.receiving.io_timeout / 4) {
                 Claim::Taken => match self.codec(header.format) {
                     None if self.receiving.grants.storage().device().is_none() => {
                         self.place(&grant, &pieces, scratch)?

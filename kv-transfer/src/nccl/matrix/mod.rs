@@ -2,28 +2,24 @@
 //! in a device's place, and a proxy on the control connection. What needs processes of their own, or is the
 //! handoff's state machine's, stands in `decode-worker/tests/handoff/matrix`, for transports that run there.
 
-use std::{
-    io::{Read, Write},
-    net::{Shutdown, TcpListener, TcpStream},
-    sync::{Arc, Condvar, Mutex},
-};
+mod proxy;
+
+use std::sync::Arc;
 
 use baton_kv_cache::BlockStorage;
 use tokio::task::JoinHandle;
 
-use super::{
-    fabric::UniqueId,
-    faults::NCCL,
-    wire::{MESSAGE_BYTES, Message},
-};
+use super::faults::NCCL;
 use crate::{
     Granted, KvFault, PieceWrite, PushError, Pushed, Receiver, ReceiverConfig, ReceiverLoad, Route, Sender,
-    SenderConfig, TransportOffer,
+    SenderConfig,
     testing::{
         Fabric, Guard, Guards, LAYOUT, PATIENCE, blocks, bytes, eventually, fill, holds, sender_config, soon,
         writes,
     },
 };
+
+use proxy::{Proxy, Rule};
 
 use Fault::*;
 use State::*;
@@ -113,140 +109,6 @@ fn expected(state: State, fault: Fault) -> Result<Rest, &'static str> {
         (Duplicate, _) => Rest::Lost,
         (DataReset | Reordered | BitFlip, _) => Rest::Written,
     })
-}
-
-/// Between a sender and a decode worker: holds back, repeats or exchanges what the latter says.
-struct Proxy {
-    address: String,
-    shared: Arc<Between>,
-}
-
-#[derive(Default)]
-struct Between {
-    /// Where the decode worker listens.
-    to: Mutex<String>,
-    rule: Mutex<Rule>,
-    changed: Condvar,
-    sockets: Mutex<Vec<TcpStream>>,
-}
-
-/// What becomes of the decode worker's answers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Rule {
-    #[default]
-    Pass,
-    /// `Landed`, and what follows it, waits.
-    HoldLanded,
-    /// Everything waits.
-    Hold,
-    /// The next one comes twice.
-    Twice,
-    /// The next two change places.
-    Exchange,
-}
-
-impl Rule {
-    fn holds(self, message: Option<Message>) -> bool {
-        match self {
-            Rule::Hold => true,
-            Rule::HoldLanded => matches!(message, Some(Message::Landed { .. })),
-            Rule::Pass | Rule::Twice | Rule::Exchange => false,
-        }
-    }
-}
-
-impl Proxy {
-    fn start() -> Proxy {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap().to_string();
-        let shared = Arc::new(Between::default());
-        let between = Arc::clone(&shared);
-        std::thread::spawn(move || {
-            for from in listener.incoming() {
-                let from = from.unwrap();
-                let Ok(to) = TcpStream::connect(&*between.to.lock().unwrap()) else { continue };
-                let pair = || [&from, &to].map(|socket| socket.try_clone().unwrap());
-                between.sockets.lock().unwrap().extend(pair());
-                let ([mut up_from, mut up_to], between) = (pair(), Arc::clone(&between));
-                std::thread::spawn(move || {
-                    let _ = std::io::copy(&mut up_from, &mut up_to);
-                    let _ = up_to.shutdown(Shutdown::Both);
-                });
-                std::thread::spawn(move || {
-                    // Until either end is gone.
-                    let _ = between.pass(&to, &from);
-                    let _ = from.shutdown(Shutdown::Both);
-                });
-            }
-        });
-        Proxy { address, shared }
-    }
-
-    /// As if the decode worker listened here; `None`: nobody does.
-    fn lead_to(&self, receiver: Option<&Receiver>) -> Option<TransportOffer> {
-        let mut to = self.shared.to.lock().unwrap();
-        let Some(TransportOffer::Nccl { address, pool }) =
-            receiver.and_then(|receiver| receiver.offers().first())
-        else {
-            to.clear();
-            return None;
-        };
-        to.clone_from(address);
-        Some(TransportOffer::Nccl { address: self.address.clone(), pool: *pool })
-    }
-
-    fn set(&self, rule: Rule) {
-        *self.shared.rule.lock().unwrap() = rule;
-        self.shared.changed.notify_all();
-    }
-
-    fn cut(&self) {
-        for socket in self.shared.sockets.lock().unwrap().drain(..) {
-            let _ = socket.shutdown(Shutdown::Both);
-        }
-    }
-}
-
-impl Drop for Proxy {
-    fn drop(&mut self) {
-        self.set(Rule::Pass);
-        self.cut();
-    }
-}
-
-impl Between {
-    fn pass(&self, mut from: &TcpStream, mut to: &TcpStream) -> std::io::Result<()> {
-        let mut message = [0; MESSAGE_BYTES];
-        loop {
-            from.read_exact(&mut message)?;
-            let mut bytes = message.to_vec();
-            let decoded = Message::decode(&message);
-            if decoded == Some(Message::Welcome) {
-                bytes.resize(MESSAGE_BYTES + UniqueId::BYTES, 0);
-                from.read_exact(&mut bytes[MESSAGE_BYTES..])?;
-            } else {
-                match self.rule_for(decoded) {
-                    Rule::Twice => bytes.extend(message),
-                    Rule::Exchange => {
-                        from.read_exact(&mut message)?;
-                        bytes.splice(0..0, message);
-                    }
-                    Rule::Pass | Rule::HoldLanded | Rule::Hold => {}
-                }
-            }
-            to.write_all(&bytes)?;
-        }
-    }
-
-    /// Waits as long as the message is held. Rules about the next one are used up.
-    fn rule_for(&self, message: Option<Message>) -> Rule {
-        let rule = self.rule.lock().unwrap();
-        let mut rule = self.changed.wait_while(rule, |rule| rule.holds(message)).unwrap();
-        match *rule {
-            Rule::Twice | Rule::Exchange => std::mem::take(&mut *rule),
-            rule => rule,
-        }
-    }
 }
 
 /// A handoff of two blocks.
