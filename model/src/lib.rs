@@ -11,7 +11,7 @@ mod blocks;
 mod config;
 pub mod cost;
 mod cpu;
-#[allow(dead_code)] // until an executor launches them
+#[allow(dead_code)] // kernels that no pass launches yet
 #[doc(hidden)]
 pub mod cuda;
 mod decoder;
@@ -32,10 +32,12 @@ mod rope;
 mod spec;
 mod weights;
 
+pub use baton_cuda::num_devices as num_cuda_devices;
 pub use config::ModelConfig;
 #[doc(hidden)]
 pub use cpu::benchmark;
 pub use cpu::{CpuExecutor, CpuList, CpuListError, ThreadPool};
+pub use cuda::{BatchLimits, CudaExecutor, StartError as CudaStartError};
 pub use error::LoadError;
 pub use executor::{Batch, BatchSequence, ExecuteError, Executor};
 pub use float::FloatDtype;

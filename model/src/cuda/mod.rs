@@ -5,16 +5,26 @@
 
 use baton_kv_cache::{KvDtype, KvLayout};
 
+pub use compile::CompileError;
+pub use cuda_executor::CudaExecutor;
+pub use inputs::BatchLimits;
+pub use start::StartError;
+
 mod attention;
+mod buffers;
 pub mod check;
 mod compile;
+mod cuda_executor;
 mod device;
 mod driver;
 mod embed;
+mod executor;
 mod gate;
+mod inputs;
 mod kernel;
 mod lt;
 mod norm;
+mod pass;
 mod pool;
 mod rope;
 mod rows;
@@ -25,6 +35,8 @@ mod weights;
 mod emulated;
 #[cfg(test)]
 mod emulator;
+#[cfg(test)]
+mod model_tests;
 #[cfg(test)]
 mod testing;
 
