@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf};
 
 use baton_kv_cache::{KvDtype, WireFormat};
 use baton_model::{Activations, Quantisation};
-use baton_worker::ThreadPinning;
+use baton_worker::{Device, ThreadPinning};
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
 use crate::{bench::BenchArgs, chat::ChatArgs, doctor::DoctorArgs, inspect::InspectArgs};
@@ -326,6 +326,13 @@ pub struct EngineArgs {
     /// the integers of quantised files), bf16 needs a processor with avx512_bf16.
     #[arg(long, value_name = "TYPE", default_value = "auto", value_parser = parse_activations, env = "BATON_ACTIVATIONS")]
     pub activations: Activations,
+    /// What computes: cpu, cuda:N for a GPU of NVIDIA's, or auto for the first GPU if there is one. The GPU's part has been
+    /// checked by an emulator, not run on a GPU yet: so the default is cpu.
+    #[arg(long, value_name = "auto|cpu|cuda:N", default_value = "cpu", env = "BATON_DEVICE")]
+    pub device: Device,
+    /// Share that KV takes, on a GPU, of the memory that weights and the largest step leave; --kv-memory is for processors.
+    #[arg(long, value_name = "SHARE", default_value_t = 0.9, env = "BATON_GPU_MEMORY_UTILIZATION")]
+    pub gpu_memory_utilization: f64,
     /// Directory for weights in the layout of the kernels, one copy for all processes of this host; "none": each
     /// process keeps its own. Default: a directory in the user's cache.
     #[arg(long, value_name = "DIR", env = "BATON_WEIGHT_CACHE")]

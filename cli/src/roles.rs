@@ -79,6 +79,8 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     config.pin_threads = args.engine.pin_threads;
     config.quantise = args.engine.quantize;
     config.activations = args.engine.activations;
+    config.device = args.engine.device;
+    config.gpu_memory_utilisation = args.engine.gpu_memory_utilization;
     config.weight_cache = match args.engine.weight_cache {
         Some(dir) if dir == Path::new("none") => None,
         Some(dir) => Some(dir),

@@ -52,6 +52,25 @@ pub fn start(
         block_bytes: layout.block_bytes(),
         source,
     })?;
+    start_over(storage, executor, speculation, config)
+}
+
+/// The same over blocks that are there, such as those of a device.
+///
+/// # Errors
+/// As [`start`].
+///
+/// # Panics
+/// As [`start`], and when `storage` has not the blocks of `config` in the layout of `executor`.
+pub fn start_over(
+    storage: BlockStorage,
+    executor: Box<dyn Executor>,
+    speculation: Option<Speculation>,
+    config: EngineConfig,
+) -> Result<(EngineHandle, EngineThread), StartError> {
+    config.validate()?;
+    let layout = executor.kv_layout();
+    assert_eq!((storage.num_blocks(), *storage.layout()), (config.num_blocks, layout), "blocks of an engine");
     let storage = Arc::new(storage);
     let (commands, inbox) = mpsc::channel();
     let draft_counters = Arc::new(DraftCounters::default());

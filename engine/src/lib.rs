@@ -44,7 +44,7 @@ pub use config::{EngineConfig, StartError};
 pub use events::{EngineError, PrefillEvent, PrefillEvents, TokenEvent, TokenStream};
 pub use handle::{
     CachedPrefix, EngineHandle, EngineLoad, EngineThread, HeldBlocks, IdleError, PrefixReservation,
-    Reservation, SubmitError, start,
+    Reservation, SubmitError, start, start_over,
 };
 pub use request::{
     FinishReason, InvalidRequest, Request, SampledToken, SamplingParams, SpeculationMode, TokenLogprobs,

@@ -28,8 +28,9 @@ pub struct BatchSequence<'a> {
 
 /// Computes forward passes of one model over one block storage.
 ///
-/// The result for a sequence is a function of that sequence alone: bit for bit the same whatever
-/// else is in the batch and however its tokens are cut into chunks.
+/// The result for a sequence is a function of that sequence alone: on processors bit for bit the same whatever else is in
+/// the batch and however its tokens are cut into chunks, on devices within what roundings of other sums explain
+/// ([`CudaExecutor`](crate::CudaExecutor)).
 pub trait Executor: Send {
     /// The layout that the KV of this model has in blocks.
     fn kv_layout(&self) -> KvLayout;

@@ -12,7 +12,7 @@ mod communicator;
 mod config;
 pub mod cost;
 mod cpu;
-#[allow(dead_code)] // until an executor launches them
+#[allow(dead_code)] // kernels that no pass launches yet
 #[doc(hidden)]
 pub mod cuda;
 mod decoder;
@@ -34,11 +34,13 @@ mod shard;
 mod spec;
 mod weights;
 
+pub use baton_cuda::num_devices as num_cuda_devices;
 pub use communicator::{Communicator, CommunicatorError, ThreadCommunicator};
 pub use config::ModelConfig;
 #[doc(hidden)]
 pub use cpu::benchmark;
 pub use cpu::{CpuExecutor, CpuList, CpuListError, ParallelCpuExecutor, ThreadPool};
+pub use cuda::{BatchLimits, CudaExecutor, StartError as CudaStartError};
 pub use error::LoadError;
 pub use executor::{Batch, BatchSequence, ExecuteError, Executor};
 pub use float::FloatDtype;

@@ -14,7 +14,7 @@ use crate::{Activations, Backend, DecoderShard, LoadError, ModelConfig, Quantisa
 /// How a model is to be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// Type of KV; that of the weights when `None`.
+    /// Type of KV; that of the weights when `None`, as they are computed with.
     pub kv_dtype: Option<KvDtype>,
     /// Tokens in a block.
     pub block_size: usize,
@@ -145,6 +145,10 @@ impl LoadedModel {
         self.inner.bf16_pairs
     }
 
+    pub(crate) fn backend(&self) -> Backend {
+        self.inner.backend
+    }
+
     pub(crate) fn weights(&self) -> &DecoderWeights {
         &self.inner.weights
     }
@@ -209,7 +213,10 @@ fn load_packed(
         num_layers: spec.layers.len(),
         num_kv_heads: spec.num_kv_heads,
         head_dim: spec.head_dim,
-        dtype: options.kv_dtype.unwrap_or(weights.kv_dtype),
+        dtype: options.kv_dtype.unwrap_or(match options.backend {
+            Backend::Cpu => weights.kv_dtype,
+            Backend::Cuda => KvDtype::Bf16,
+        }),
     };
     Ok(LoadedModel {
         inner: Arc::new(Inner {

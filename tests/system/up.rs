@@ -109,6 +109,20 @@ fn a_model_that_cannot_be_loaded_is_one_clear_sentence() {
 }
 
 #[test]
+fn a_gpu_that_is_missing_is_one_clear_sentence() {
+    // There may be a GPU, but no hundredth.
+    let output = std::process::Command::new(BATON)
+        .args(["decode-worker", "--device", "cuda:99"])
+        .output()
+        .expect("the program runs");
+    assert!(!output.status.success());
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(error.contains("--device cpu computes on processors"), "{error}");
+    assert!(["libcuda.so.1 not found", "no device"].iter().any(|why| error.contains(why)), "{error}");
+    assert!(!error.contains("panicked"), "{error}");
+}
+
+#[test]
 fn help_names_every_command() {
     let output = std::process::Command::new(BATON).arg("--help").output().expect("the program runs");
     let help = String::from_utf8_lossy(&output.stdout);

@@ -14,6 +14,8 @@ use baton_kv_transfer::TransportKind;
 use baton_model::{Activations, CpuList, CpuListError, Quantisation};
 use baton_tls::Tls;
 
+use crate::device::Device;
+
 /// One worker.
 #[derive(Clone, Debug)]
 pub struct WorkerConfig {
@@ -55,6 +57,10 @@ pub struct WorkerConfig {
     pub quantise: Option<Quantisation>,
     /// How activations enter products.
     pub activations: Activations,
+    /// What computes.
+    pub device: Device,
+    /// The share that blocks take of what a GPU's memory has left when weights and the largest batch have theirs.
+    pub gpu_memory_utilisation: f64,
     /// Directory for packed weights, which processes of this host share; `None`: each keeps its own.
     pub weight_cache: Option<PathBuf>,
     /// Who drafts tokens for speculative decoding. Only decode workers speculate.
@@ -184,6 +190,23 @@ pub enum ConfigError {
         /// What one block takes.
         block_bytes: usize,
     },
+    /// Not one block on a GPU.
+    #[error(
+        "--gpu-memory-utilization leaves {bytes} bytes for KV, but one block of this model takes {block_bytes}; give it \
+         more, or make --token-budget or --max-running smaller"
+    )]
+    GpuMemoryTooSmall {
+        /// What is left.
+        bytes: usize,
+        /// What one block takes.
+        block_bytes: usize,
+    },
+    /// No share of anything.
+    #[error("--gpu-memory-utilization is {0}; expected a number above 0 and at most 1")]
+    Utilisation(f64),
+    /// A draft model computes on processors, with blocks of its own there.
+    #[error("--speculate draft does not go with --device {0} so far; take ngram, or --device cpu")]
+    DraftModelBesideGpu(Device),
     /// Nobody can connect to "any address".
     #[error("--listen {listen} is no address that others can connect to; say with --advertise which is")]
     Unadvertised {
@@ -233,6 +256,8 @@ impl WorkerConfig {
             pin_threads: ThreadPinning::None,
             quantise: None,
             activations: Activations::Auto,
+            device: Device::Cpu,
+            gpu_memory_utilisation: 0.9,
             weight_cache: None,
             drafter: None,
             max_draft_tokens: 8,
@@ -269,6 +294,12 @@ impl WorkerConfig {
         ];
         if let Some((name, _)) = counts.into_iter().find(|&(_, count)| count == 0) {
             return Err(ConfigError::Zero(name));
+        }
+        if !(self.gpu_memory_utilisation > 0.0 && self.gpu_memory_utilisation <= 1.0) {
+            return Err(ConfigError::Utilisation(self.gpu_memory_utilisation));
+        }
+        if let (Device::Cuda(_), Some(DrafterConfig::Model(_))) = (self.device, &self.drafter) {
+            return Err(ConfigError::DraftModelBesideGpu(self.device));
         }
         if self.transports.is_empty() {
             return Err(ConfigError::NoTransport);

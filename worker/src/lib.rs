@@ -12,6 +12,7 @@ mod config;
 pub mod convert;
 pub mod convert_handoff;
 mod data_plane;
+mod device;
 pub mod handoff;
 pub mod handoff_stream;
 mod incoming;
@@ -29,6 +30,7 @@ pub use config::{
     ConfigError, DrafterConfig, KvMemory, ThreadPinning, WorkerConfig, name_of, private_runtime_dir,
 };
 pub use data_plane::{DataPlane, Direction};
+pub use device::{BlockDevice, Device};
 pub use incoming::{Peer, peer_of};
 pub use lifecycle::{Lifecycle, Phase};
 pub use load::Model;

@@ -10,16 +10,21 @@ use std::{
 use anyhow::Context;
 use baton_cluster::Role;
 use baton_engine::Drafter;
-use baton_model::{Executor, LoadOptions, LoadProgress, LoadedModel, ThreadPool};
+use baton_model::{
+    Backend, BatchLimits, Executor, LoadOptions, LoadProgress, LoadedModel, ThreadPool, num_cuda_devices,
+};
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::oneshot;
 
-use crate::config::{DrafterConfig, WorkerConfig};
+use crate::config::{ConfigError, DrafterConfig, WorkerConfig};
+use crate::device::{BlockDevice, Device};
 
 /// A model, ready to compute.
 pub struct Model {
     /// What computes.
     pub executor: Box<dyn Executor>,
+    /// The GPU that its blocks are to be on; `None`: memory of the host.
+    pub block_device: Option<BlockDevice>,
     /// Who drafts tokens for it.
     pub drafter: Option<Drafter>,
     /// Name that clients ask for.
@@ -33,6 +38,25 @@ pub struct Model {
 }
 
 impl Model {
+    fn new(
+        executor: Box<dyn Executor>,
+        block_device: Option<BlockDevice>,
+        drafter: Option<Drafter>,
+        name: String,
+        loaded: &LoadedModel,
+    ) -> Model {
+        let format = loaded.kv_format();
+        Model {
+            executor,
+            block_device,
+            drafter,
+            name,
+            revision: format.model_revision,
+            rope: format.rope,
+            context_length: loaded.config().context_length,
+        }
+    }
+
     /// Bytes of KV that a draft model keeps beside each block.
     pub(crate) fn draft_block_bytes(&self) -> usize {
         match &self.drafter {
@@ -62,9 +86,12 @@ pub(crate) async fn load(config: &WorkerConfig) -> anyhow::Result<Model> {
 
 fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
     let name = config.model_name();
+    if let Some(ordinal) = config.device.ordinal() {
+        return load_on_gpu(ordinal, &name, config);
+    }
     let cpus = config.pin_threads.cpus(config.threads).context("--pin-threads")?;
     let threads = cpus.as_ref().map_or(config.threads, |cpus| Some(cpus.num_cpus()));
-    let loaded = load_model(&config.model, &name, config, threads)?;
+    let loaded = load_model(&config.model, &name, config, threads, Backend::Cpu)?;
     let pool = match cpus {
         Some(cpus) => {
             tracing::info!(%cpus, "threads are pinned");
@@ -77,15 +104,38 @@ fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
         Some(drafter) if config.role == Role::Decode => Some(load_drafter(drafter, &loaded, &pool, config)?),
         _ => None,
     };
-    let format = loaded.kv_format();
-    Ok(Model {
-        executor: Box::new(loaded.cpu_executor_on(pool)),
-        drafter,
-        name,
-        revision: format.model_revision,
-        rope: format.rope,
+    Ok(Model::new(Box::new(loaded.cpu_executor_on(pool)), None, drafter, name, &loaded))
+}
+
+fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Result<Model> {
+    let drafter = match &config.drafter {
+        Some(DrafterConfig::Model(_)) if config.role == Role::Decode => {
+            return Err(ConfigError::DraftModelBesideGpu(Device::Cuda(ordinal)).into());
+        }
+        Some(DrafterConfig::Ngram) if config.role == Role::Decode => Some(Drafter::Ngram),
+        _ => None,
+    };
+    // Before files are read.
+    let num_devices = num_cuda_devices().with_context(|| no_gpu(ordinal))?;
+    tracing::info!(num_devices, ordinal, "computing on a GPU");
+    let loaded = load_model(&config.model, name, config, config.threads, Backend::Cuda)?;
+    let limits = BatchLimits {
+        num_rows: config.token_budget,
+        num_sequences: config.max_running.min(config.token_budget),
         context_length: loaded.config().context_length,
-    })
+    };
+    let kernel_cache = config.weight_cache.as_ref().map(|dir| dir.join("kernels"));
+    let mut shown = Shown::new();
+    let executor =
+        loaded.cuda_executor(ordinal, limits, kernel_cache, &mut |progress| shown.update(progress));
+    shown.finish();
+    let mut executor = executor.with_context(|| no_gpu(ordinal))?;
+    let block_device = BlockDevice { ordinal, free_bytes: executor.free_bytes()? };
+    Ok(Model::new(Box::new(executor), Some(block_device), drafter, name.to_owned(), &loaded))
+}
+
+fn no_gpu(ordinal: u32) -> String {
+    format!("cannot compute on --device cuda:{ordinal}; --device cpu computes on processors")
 }
 
 fn load_model(
@@ -93,6 +143,7 @@ fn load_model(
     name: &str,
     config: &WorkerConfig,
     threads: Option<usize>,
+    backend: Backend,
 ) -> anyhow::Result<LoadedModel> {
     let options = LoadOptions {
         kv_dtype: config.kv_dtype,
@@ -101,6 +152,7 @@ fn load_model(
         quantise: config.quantise,
         activations: config.activations,
         weight_cache: config.weight_cache.clone(),
+        backend,
         ..LoadOptions::default()
     };
     let started = Instant::now();
@@ -125,7 +177,7 @@ fn load_drafter(
 ) -> anyhow::Result<Drafter> {
     let DrafterConfig::Model(dir) = drafter else { return Ok(Drafter::Ngram) };
     let name = dir.file_name().unwrap_or(dir.as_os_str()).to_string_lossy();
-    let draft = load_model(dir, &name, config, Some(pool.num_threads()));
+    let draft = load_model(dir, &name, config, Some(pool.num_threads()), Backend::Cpu);
     let draft = draft.with_context(|| format!("draft model {}", dir.display()))?;
     // A step of few tokens takes as long as reading the weights does. It is a guess until it is measured, and
     // below 1, so that it is.

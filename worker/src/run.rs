@@ -156,7 +156,10 @@ fn describe(config: &WorkerConfig, model: &Model, server: &Server) -> anyhow::Re
         model: model.name.clone(),
         kv_format: KvFormat::new(model.revision.clone(), &layout, model.rope.clone()),
         capacity: Capacity {
-            num_blocks: config.kv.num_blocks(layout.block_bytes() + model.draft_block_bytes())?,
+            num_blocks: match model.block_device {
+                Some(device) => device.num_blocks(config.gpu_memory_utilisation, &layout)?,
+                None => config.kv.num_blocks(layout.block_bytes() + model.draft_block_bytes())?,
+            },
             block_size: layout.block_size,
             max_running: config.max_running,
             context_length: model.context_length,
@@ -185,7 +188,15 @@ fn start_engine(
         max_draft_tokens: config.max_draft_tokens,
         max_step_tokens: MAX_DRAFTED_STEP_TOKENS,
     });
-    baton_engine::start(model.executor, speculation, engine).context("cannot start the engine")
+    let started = match model.block_device {
+        None => baton_engine::start(model.executor, speculation, engine),
+        Some(device) => {
+            let blocks =
+                device.blocks(model.executor.kv_layout(), &engine).context("cannot place KV blocks")?;
+            baton_engine::start_over(blocks, model.executor, speculation, engine)
+        }
+    };
+    started.context("cannot start the engine")
 }
 
 /// Random; 0 stays free for "none".

@@ -39,6 +39,7 @@ async fn start(discovery: DiscoveryConfig) -> TestWorker {
     config.kv = KvMemory::Blocks(8);
     let model = Model {
         executor: FakeModel::new(4).executor(),
+        block_device: None,
         drafter: None,
         name: "fake".into(),
         revision: "r1".into(),

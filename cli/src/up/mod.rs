@@ -164,6 +164,8 @@ pub(crate) fn engine_flags(engine: &EngineArgs) -> Vec<String> {
         pin_threads: _,
         quantize,
         activations,
+        device,
+        gpu_memory_utilization,
         weight_cache,
         speculate,
         draft_model,
@@ -182,6 +184,8 @@ pub(crate) fn engine_flags(engine: &EngineArgs) -> Vec<String> {
         threads.map(|threads| format!("--threads={threads}")),
         quantize.map(|quantisation| format!("--quantize={quantisation}")),
         Some(format!("--activations={}", activations.name())),
+        Some(format!("--device={device}")),
+        Some(format!("--gpu-memory-utilization={gpu_memory_utilization}")),
         weight_cache.as_ref().map(|dir| format!("--weight-cache={}", dir.display())),
         Some(format!("--speculate={}", speculate.get_name())),
         draft_model.as_ref().map(|dir| format!("--draft-model={}", dir.display())),
@@ -254,7 +258,7 @@ mod tests {
     fn children_get_what_up_was_told() {
         let cli = Cli::parse_from(
             "baton up --port 9 --prefill 2 --decode 2 --threads 1 --kv-dtype fp8 --kv-memory 3M --itl-target 40 --no-prefix-cache \
-             --quantize int4:64 --activations f32 --speculate draft --draft-model /draft \
+             --quantize int4:64 --activations f32 --device cuda:1 --gpu-memory-utilization 0.5 --speculate draft --draft-model /draft \
              --max-draft-tokens 3 --log-format json --log-color never \
              --otlp-endpoint http://127.0.0.1:4317 --tls-cert /c --tls-key /k --tls-ca /ca --tls-name baton"
                 .split_whitespace(),

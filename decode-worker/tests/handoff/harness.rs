@@ -171,6 +171,7 @@ impl Builder {
         };
         let model = Model {
             executor,
+            block_device: None,
             drafter,
             name: "fake".into(),
             revision: "r1".into(),

@@ -6,7 +6,7 @@ use baton_cuda::CudaError;
 
 use super::kernel::{Address, Kernel};
 
-/// A device and one queue of work on it. What it allocated lives until it is freed, or until the device is dropped.
+/// A device and one queue of work on it. What it allocated lives until the device is dropped.
 pub(crate) trait Device: Send {
     /// "cuda:0".
     fn name(&self) -> &str;
@@ -20,12 +20,6 @@ pub(crate) trait Device: Send {
     /// When there is not so much.
     fn allocate(&mut self, num_bytes: usize) -> Result<Address, CudaError>;
 
-    /// Gives memory back, when all that was asked for before is done.
-    ///
-    /// # Safety
-    /// It was allocated here, and nobody uses it from now on.
-    unsafe fn free(&mut self, at: Address) -> Result<(), CudaError>;
-
     /// Copies `bytes` to the device; they may be changed when it returns.
     ///
     /// # Safety
@@ -37,10 +31,6 @@ pub(crate) trait Device: Send {
     /// # Safety
     /// There are so many.
     unsafe fn download(&mut self, from: Address, bytes: &mut [u8]) -> Result<(), CudaError>;
-
-    /// # Safety
-    /// There are so many bytes.
-    unsafe fn zero(&mut self, at: Address, num_bytes: usize) -> Result<(), CudaError>;
 
     /// Runs a kernel of the sources that the device was opened with.
     ///

@@ -35,7 +35,7 @@ pub(crate) struct DriverDevice {
     uploads: [Staging; 2],
     next_upload: usize,
     downloads: Pinned,
-    allocations: HashMap<u64, Allocation>,
+    allocations: Vec<Allocation>,
     stream: Arc<CudaStream>,
     device: baton_cuda::Device,
 }
@@ -103,7 +103,7 @@ impl DriverDevice {
             uploads: [staging()?, staging()?],
             next_upload: 0,
             downloads: Pinned::new(&device, STAGED_BYTES)?,
-            allocations: HashMap::new(),
+            allocations: vec![],
             stream,
             device,
         })
@@ -166,14 +166,8 @@ impl Device for DriverDevice {
     fn allocate(&mut self, num_bytes: usize) -> Result<Address, CudaError> {
         let allocation = Allocation::new(&self.device, num_bytes)?;
         let at = allocation.address();
-        self.allocations.insert(at, allocation);
+        self.allocations.push(allocation);
         Ok(Address(at))
-    }
-
-    unsafe fn free(&mut self, at: Address) -> Result<(), CudaError> {
-        self.stream.synchronize().map_err(|error| failed("cuStreamSynchronize", error))?;
-        self.allocations.remove(&at.0).expect("it was allocated here");
-        Ok(())
     }
 
     unsafe fn upload(&mut self, to: Address, bytes: &[u8]) -> Result<(), CudaError> {
@@ -208,13 +202,6 @@ impl Device for DriverDevice {
             source += chunk.len() as u64;
         }
         Ok(())
-    }
-
-    unsafe fn zero(&mut self, at: Address, num_bytes: usize) -> Result<(), CudaError> {
-        self.device.bind()?;
-        // SAFETY: by the caller's word.
-        unsafe { result::memset_d8_async(at.0, 0, num_bytes, self.stream.cu_stream()) }
-            .map_err(|error| failed("cuMemsetD8Async", error))
     }
 
     unsafe fn launch<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {

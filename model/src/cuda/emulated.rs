@@ -13,7 +13,6 @@ pub(crate) struct EmulatedDevice {
     session: Session,
     /// Bytes that can still be allocated.
     num_free: usize,
-    allocated: HashMap<u64, usize>,
     /// Which were made.
     marks: Vec<bool>,
     is_repeating: bool,
@@ -27,7 +26,6 @@ impl EmulatedDevice {
         EmulatedDevice {
             session: Session::new(sources, Threads::Shuffled),
             num_free: memory_bytes,
-            allocated: HashMap::new(),
             marks: vec![false; NUM_MARKS],
             is_repeating: false,
             repeated: HashMap::new(),
@@ -47,15 +45,7 @@ impl Device for EmulatedDevice {
     fn allocate(&mut self, num_bytes: usize) -> Result<Address, CudaError> {
         assert!(!self.is_repeating, "memory is allocated before");
         self.num_free = self.num_free.checked_sub(num_bytes).ok_or(CudaError::OutOfMemory { num_bytes })?;
-        let at = self.session.allocate(num_bytes);
-        self.allocated.insert(at.0, num_bytes);
-        Ok(at)
-    }
-
-    unsafe fn free(&mut self, at: Address) -> Result<(), CudaError> {
-        self.num_free += self.allocated.remove(&at.0).expect("it was allocated");
-        self.session.free(at);
-        Ok(())
+        Ok(self.session.allocate(num_bytes))
     }
 
     unsafe fn upload(&mut self, to: Address, bytes: &[u8]) -> Result<(), CudaError> {
@@ -67,11 +57,6 @@ impl Device for EmulatedDevice {
     unsafe fn download(&mut self, from: Address, bytes: &mut [u8]) -> Result<(), CudaError> {
         assert!(!self.is_repeating, "what is repeated does not wait");
         self.session.read(from, bytes);
-        Ok(())
-    }
-
-    unsafe fn zero(&mut self, at: Address, num_bytes: usize) -> Result<(), CudaError> {
-        self.session.zero(at, num_bytes);
         Ok(())
     }
 

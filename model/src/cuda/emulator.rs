@@ -36,10 +36,8 @@ pub(crate) enum Threads {
 #[repr(u32)]
 enum Order {
     Allocate,
-    Free,
     Write,
     Read,
-    Zero,
     Launch,
     Multiply,
 }
@@ -71,10 +69,6 @@ impl Session {
         Address(u64::from_le_bytes(address))
     }
 
-    pub(crate) fn free(&mut self, at: Address) {
-        self.order(Order::Free, &[&at.0.to_le_bytes()]);
-    }
-
     pub(crate) fn write(&mut self, to: Address, bytes: &[u8]) {
         self.order(Order::Write, &[&to.0.to_le_bytes(), &(bytes.len() as u64).to_le_bytes(), bytes]);
     }
@@ -82,10 +76,6 @@ impl Session {
     pub(crate) fn read(&mut self, from: Address, bytes: &mut [u8]) {
         self.order(Order::Read, &[&from.0.to_le_bytes(), &(bytes.len() as u64).to_le_bytes()]);
         self.receive(bytes);
-    }
-
-    pub(crate) fn zero(&mut self, at: Address, num_bytes: usize) {
-        self.order(Order::Zero, &[&at.0.to_le_bytes(), &(num_bytes as u64).to_le_bytes()]);
     }
 
     pub(crate) fn launch<K: Kernel>(&mut self, kernel: &K) {

@@ -3,20 +3,34 @@
 //! Each file of `kernels/` has a module here: the arguments of its kernels, how they are launched, and tests against a plain
 //! reference. Where there is no GPU the tests run them by an emulator.
 
+use baton_kv_cache::{KvDtype, KvLayout};
+
+use crate::Activation;
+
+pub use compile::CompileError;
+pub use cuda_executor::CudaExecutor;
+pub use inputs::BatchLimits;
+pub use start::StartError;
+
 mod attention;
 mod blocks;
+mod buffers;
 pub mod check;
 mod checksum;
 mod compile;
+mod cuda_executor;
 mod device;
 mod driver;
 mod embed;
+mod executor;
 mod expert_products;
 mod experts;
 mod gate;
+mod inputs;
 mod kernel;
 mod lt;
 mod norm;
+mod pass;
 mod pool;
 mod products;
 mod rope;
@@ -30,11 +44,9 @@ mod emulated;
 #[cfg(test)]
 mod emulator;
 #[cfg(test)]
+mod model_tests;
+#[cfg(test)]
 mod testing;
-
-use baton_kv_cache::{KvDtype, KvLayout};
-
-use crate::Activation;
 
 /// Every file, for the shapes that models have.
 fn sources() -> Vec<kernel::Source> {

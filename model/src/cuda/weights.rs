@@ -9,7 +9,8 @@ use super::kernel::Address;
 use crate::decoder::{self, DecoderWeights, DenseMlp, LayerWeights, Mlp};
 use crate::matrix::Matrix;
 use crate::packed::PackedMatrix;
-use crate::{FloatDtype, LoadProgress};
+use crate::spec::DecoderSpec;
+use crate::{FloatDtype, LoadProgress, RopeSpec};
 
 /// As [`DecoderWeights`].
 #[derive(Debug)]
@@ -20,6 +21,16 @@ pub(crate) struct DeviceWeights {
     /// `[hidden]`, f32, as all norms.
     pub(crate) norm: Address,
     pub(crate) head: DeviceMatrix,
+    /// As [`DecoderSpec::ropes`].
+    pub(crate) ropes: Vec<DeviceRope>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DeviceRope {
+    /// `[rotary_dim / 2]`, f32.
+    pub(crate) inverse_frequencies: Address,
+    pub(crate) factor: f32,
+    pub(crate) rotary_dim: usize,
 }
 
 #[derive(Debug)]
@@ -86,6 +97,7 @@ const STAGED_BYTES: usize = 8 << 20;
 /// When the device has not the memory, or fails.
 pub(crate) fn upload<D: Device>(
     device: &mut D,
+    spec: &DecoderSpec,
     weights: &DecoderWeights,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<DeviceWeights, CudaError> {
@@ -100,9 +112,10 @@ pub(crate) fn upload<D: Device>(
         Some(embedding) => uploader.parts(&[embedding], embedding.rows * embedding.cols * 2)?,
         None => head.at,
     };
-    let layers: Result<Vec<DeviceLayer>, CudaError> =
-        weights.layers.iter().map(|layer| uploader.layer(layer)).collect();
-    Ok(DeviceWeights { embedding, layers: layers?, norm: uploader.vector(&weights.norm)?, head })
+    let layers: Result<_, CudaError> = weights.layers.iter().map(|layer| uploader.layer(layer)).collect();
+    let ropes: Result<_, CudaError> = spec.ropes.iter().map(|rope| uploader.rope(rope)).collect();
+    let norm = uploader.vector(&weights.norm)?;
+    Ok(DeviceWeights { embedding, layers: layers?, norm, head, ropes: ropes? })
 }
 
 /// All that are multiplied.
@@ -213,6 +226,14 @@ impl<D: Device> Uploader<'_, D> {
         self.staged.clear();
         (self.progress)(self.progress_now);
         Ok(end)
+    }
+
+    fn rope(&mut self, rope: &RopeSpec) -> Result<DeviceRope, CudaError> {
+        Ok(DeviceRope {
+            inverse_frequencies: self.vector(&rope.inverse_frequencies())?,
+            factor: rope.attention_factor(),
+            rotary_dim: rope.rotary_dim,
+        })
     }
 
     fn optional(&mut self, vector: Option<&Vec<f32>>) -> Result<Address, CudaError> {

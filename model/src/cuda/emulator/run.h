@@ -2,10 +2,8 @@
 //
 //   input:   u32 seed; u32 is_compared; then commands, each a u32 and
 //     ALLOCATE  u64 bytes                      -> u64 address
-//     FREE      u64 address
 //     WRITE     u64 address, u64 bytes, bytes
 //     READ      u64 address, u64 bytes         -> bytes
-//     ZERO      u64 address, u64 bytes
 //     LAUNCH    u32 name bytes, name, LaunchShape, u32 params bytes, params
 //     MULTIPLY  Product
 //   Addresses are this process's own. If results are compared, kernels run twice: with threads in order, and in an order
@@ -18,7 +16,7 @@
 
 namespace emulator {
 
-enum Command : u32 { ALLOCATE, FREE, WRITE, READ, ZERO, LAUNCH, MULTIPLY };
+enum Command : u32 { ALLOCATE, WRITE, READ, LAUNCH, MULTIPLY };
 
 // As `Product` of device.rs.
 struct Product {
@@ -54,11 +52,6 @@ struct Memory {
         memset(memory, 0xff, num_bytes);
         buffers[static_cast<u8*>(memory)] = num_bytes;
         return static_cast<u8*>(memory);
-    }
-
-    void release(u8* at) {
-        if (buffers.erase(at) != 1) fail("what is freed was not allocated");
-        free(at);
     }
 
     std::vector<std::vector<u8>> contents() const {
@@ -155,7 +148,6 @@ inline void serve() {
             reply(&at, sizeof at);
             break;
         }
-        case FREE: memory.release(read_value<u8*>()); break;
         case WRITE: {
             u8* to = read_value<u8*>();
             read_exactly(to, read_value<u64>());
@@ -164,11 +156,6 @@ inline void serve() {
         case READ: {
             u8* from = read_value<u8*>();
             reply(from, read_value<u64>());
-            break;
-        }
-        case ZERO: {
-            u8* to = read_value<u8*>();
-            memset(to, 0, read_value<u64>());
             break;
         }
         case LAUNCH: launch(memory, seed, is_compared); break;

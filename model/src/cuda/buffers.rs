@@ -1,0 +1,92 @@
+//! The memory of a forward pass on a device, allocated once for the largest batch: launches that repeat find everything
+//! where it was.
+
+use baton_cuda::CudaError;
+use baton_kv_cache::KvLayout;
+
+use super::attention::{has_tensor_cores, max_splits, split_scratch_bytes};
+use super::device::Device;
+use super::inputs::{BatchLimits, InputShape, Inputs, padded};
+use super::kernel::Address;
+use crate::spec::{DecoderSpec, MlpSpec};
+
+/// bf16 where nothing else is said. What is written is overwritten by the next part of the pass that does the same.
+#[derive(Debug)]
+pub(crate) struct Buffers {
+    pub(crate) inputs: Address,
+    /// `[rows][hidden]`: the residual stream.
+    pub(crate) x: Address,
+    /// `[rows][hidden]`: that, normed.
+    pub(crate) hidden: Address,
+    /// `[rows][hidden]`: what a part of a layer made, to be added to the stream.
+    pub(crate) added: Address,
+    /// `[rows][query_width + 2 kv_width]`
+    pub(crate) qkv: Address,
+    /// `[rows]`, u32: where their KV goes.
+    pub(crate) slots: Address,
+    /// Of each rope, `[rows][2][rotary_dim / 2]`, f32.
+    pub(crate) cos_sin: Vec<Address>,
+    /// `[rows][query_width]`
+    pub(crate) attended: Address,
+    /// `[rows][2 intermediate]`
+    pub(crate) gate_up: Address,
+    /// `[rows][intermediate]`
+    pub(crate) gated: Address,
+    /// `[logit_rows][vocab]`, f32.
+    pub(crate) logits: Address,
+    pub(crate) logit_rows: usize,
+    /// Of attention in splits.
+    pub(crate) sums: Address,
+    pub(crate) stats: Address,
+}
+
+impl Buffers {
+    /// # Errors
+    /// When the device has not the memory.
+    pub(crate) fn new<D: Device>(
+        device: &mut D,
+        spec: &DecoderSpec,
+        layout: &KvLayout,
+        limits: &BatchLimits,
+        shape: &InputShape,
+    ) -> Result<Buffers, CudaError> {
+        let rows = padded(limits.num_rows);
+        let logit_rows = padded(limits.num_sequences);
+        let mut bf16 = |width: usize| device.allocate(rows * width * 2);
+        let (x, hidden, added) = (bf16(spec.hidden_size)?, bf16(spec.hidden_size)?, bf16(spec.hidden_size)?);
+        let qkv = bf16(spec.query_width() + 2 * spec.kv_width())?;
+        let attended = bf16(spec.query_width())?;
+        let dense = spec.layers.iter().map(|layer| match layer.mlp {
+            MlpSpec::Dense { intermediate_size } => intermediate_size,
+            MlpSpec::Experts { intermediate_size, num_active, .. } => intermediate_size * num_active,
+        });
+        let width = dense.max().expect("a model has layers");
+        let (gate_up, gated) = (bf16(2 * width)?, bf16(width)?);
+        let [sums, stats] = if has_tensor_cores(layout) {
+            let splits = max_splits(spec.num_kv_heads);
+            let sizes = split_scratch_bytes(shape.max_decode_rows, spec.num_heads, spec.head_dim, splits);
+            [device.allocate(sizes[0])?, device.allocate(sizes[1])?]
+        } else {
+            [Address::NULL; 2]
+        };
+        let slots = device.allocate(rows * 4)?;
+        let tables = spec.ropes.iter().map(|rope| device.allocate(rows * rope.rotary_dim * 4));
+        let cos_sin = tables.collect::<Result<_, CudaError>>()?;
+        Ok(Buffers {
+            inputs: device.allocate(Inputs::max_bytes(limits, shape))?,
+            x,
+            hidden,
+            added,
+            qkv,
+            slots,
+            cos_sin,
+            attended,
+            gate_up,
+            gated,
+            logits: device.allocate(logit_rows * spec.vocab_size * 4)?,
+            logit_rows,
+            sums,
+            stats,
+        })
+    }
+}

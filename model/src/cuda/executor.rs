@@ -1,0 +1,250 @@
+//! Runs steps on a device: a batch goes there in one copy, logits come back in one for each [`Buffers::logit_rows`] rows.
+//!
+//! Layers are told of as they become ready, without waiting for the step: behind the kernel that writes a layer's KV lies a
+//! mark, and between the launches of later layers this thread looks which marks have been passed. `on_layer` is called
+//! here, on the executing thread, for a layer whose KV is in the device's memory, and never before; it may come later than
+//! that by the time that this thread takes to ask for a layer. After the last layer was asked for, it waits for one mark
+//! after the other.
+
+use baton_cuda::CudaError;
+use baton_kv_cache::{BlockStorage, KvLayout};
+
+use super::buffers::Buffers;
+use super::device::{Device, NUM_MARKS};
+use super::inputs::{BatchLimits, InputShape, Inputs, padded};
+use super::kernel::{Address, Source};
+use super::pass::{Pass, product};
+use super::start::StartError;
+use super::weights::{self, DeviceMlp, DeviceWeights};
+use super::{attention, embed, gate, norm, rope, rows};
+use crate::spec::MlpSpec;
+use crate::{Batch, ExecuteError, Executor, LoadProgress, LoadedModel};
+
+/// Computes on one device.
+pub(crate) struct DeviceExecutor<D> {
+    device: D,
+    model: LoadedModel,
+    weights: DeviceWeights,
+    buffers: Buffers,
+    limits: BatchLimits,
+    shape: InputShape,
+    inputs: Inputs,
+    logits: Vec<f32>,
+    /// The memory of the blocks that were computed with: what repeats knows its address.
+    pool: Option<Address>,
+}
+
+/// All kernels of a model.
+pub(crate) fn sources(model: &LoadedModel) -> Vec<Source> {
+    let spec = &model.config().decoder;
+    let layout = model.kv_layout();
+    vec![
+        embed::source(),
+        norm::source(),
+        rows::source(),
+        gate::source(spec.activation),
+        rope::source(spec.ropes[0].rotary_dim, &layout),
+        attention::source(&layout),
+    ]
+}
+
+/// Whether there are kernels for such a model.
+pub(crate) fn check_shape(model: &LoadedModel) -> Result<(), StartError> {
+    let spec = &model.config().decoder;
+    let shape = |what, found, expected| Err(StartError::Shape { what, found, expected });
+    let mut widths = vec![
+        ("hidden_size", spec.hidden_size),
+        ("num_attention_heads * head_dim", spec.query_width()),
+        ("num_key_value_heads * head_dim", spec.kv_width()),
+    ];
+    for layer in &spec.layers {
+        let (MlpSpec::Dense { intermediate_size } | MlpSpec::Experts { intermediate_size, .. }) = layer.mlp;
+        widths.push(("intermediate_size", intermediate_size));
+        if let MlpSpec::Experts { num_experts, .. } = layer.mlp {
+            return shape("num_experts", num_experts, "0, so far,");
+        }
+    }
+    if let Some(&(what, found)) = widths.iter().find(|(_, width)| !width.is_multiple_of(8)) {
+        return shape(what, found, "a multiple of 8");
+    }
+    if spec.layers.len() > NUM_MARKS {
+        return shape("num_hidden_layers", spec.layers.len(), "at most 1024");
+    }
+    let rotary_dim = spec.ropes[0].rotary_dim;
+    match spec.ropes.iter().find(|rope| rope.rotary_dim != rotary_dim) {
+        Some(other) => shape("rotary_dim", other.rotary_dim, "the same in all layers"),
+        None => Ok(()),
+    }
+}
+
+impl<D: Device> DeviceExecutor<D> {
+    /// Takes the weights and all memory of the pass; the device has the kernels of [`sources`].
+    ///
+    /// # Errors
+    /// When the device has not the memory, or fails, or there are no kernels for such a model.
+    pub(crate) fn new(
+        mut device: D,
+        model: LoadedModel,
+        limits: BatchLimits,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<DeviceExecutor<D>, StartError> {
+        check_shape(&model)?;
+        let spec = &model.config().decoder;
+        let layout = model.kv_layout();
+        let weights = weights::upload(&mut device, spec, model.weights(), progress)?;
+        let is_routed = weights.layers.iter().any(|layer| matches!(layer.mlp, DeviceMlp::Experts { .. }));
+        let shape = InputShape {
+            block_size: layout.block_size,
+            group: spec.num_heads / spec.num_kv_heads,
+            head_dim: spec.head_dim,
+            max_decode_rows: (2 * padded(limits.num_sequences)).min(padded(limits.num_rows)),
+            // Who goes to which expert is known when it has been computed.
+            is_repeated: !is_routed,
+        };
+        let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape)?;
+        let (inputs, logits) = (Inputs::default(), Vec::new());
+        let mut executor =
+            DeviceExecutor { device, weights, buffers, limits, shape, inputs, logits, pool: None, model };
+        executor.warm_up()?;
+        Ok(executor)
+    }
+
+    /// Bytes that are left for blocks.
+    pub(crate) fn free_bytes(&mut self) -> Result<usize, CudaError> {
+        self.device.free_bytes()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn device(&mut self) -> &mut D {
+        &mut self.device
+    }
+
+    /// Multiplies once by each kind of matrix, few rows and many: what the library loads for that is loaded before the rest
+    /// of the memory is given to blocks. What comes of it is overwritten.
+    fn warm_up(&mut self) -> Result<(), CudaError> {
+        let buffers = &self.buffers;
+        let first = &self.weights.layers[0];
+        for num_rows in [1, self.limits.num_rows] {
+            let mut products = vec![
+                product(first.qkv.weight, buffers.hidden, buffers.qkv, num_rows),
+                product(first.output.weight, buffers.attended, buffers.added, num_rows),
+            ];
+            if let DeviceMlp::Dense { gate_up, down } = &first.mlp {
+                products.push(product(gate_up.weight, buffers.hidden, buffers.gate_up, num_rows));
+                products.push(product(down.weight, buffers.gated, buffers.added, num_rows));
+            }
+            for product in &products {
+                // SAFETY: weights and buffers are there, these for so many rows.
+                unsafe { self.device.multiply(product) }?;
+            }
+        }
+        self.device.mark(0)?;
+        self.device.wait_for(0)
+    }
+
+    fn check_limits(&self, batch: &Batch<'_>) -> Result<(), ExecuteError> {
+        let limits = &self.limits;
+        let num_rows: usize = batch.sequences.iter().map(|it| it.tokens.len()).sum();
+        let ends = batch.sequences.iter().map(|it| it.start_idx + it.tokens.len());
+        let found = BatchLimits {
+            num_rows,
+            num_sequences: batch.sequences.len(),
+            context_length: ends.max().unwrap_or(0),
+        };
+        let fits = found.num_rows <= limits.num_rows
+            && found.num_sequences <= limits.num_sequences
+            && found.context_length <= limits.context_length;
+        if fits {
+            Ok(())
+        } else {
+            Err(self.failed(format!("a batch of {found:?}, expected at most {limits:?}")))
+        }
+    }
+
+    fn failed(&self, error: impl ToString) -> ExecuteError {
+        ExecuteError { device: self.device.name().to_owned(), message: error.to_string() }
+    }
+
+    /// One step; its logits are in `self.logits`.
+    fn step(
+        &mut self,
+        batch: &Batch<'_>,
+        pool: Address,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<(), CudaError> {
+        let DeviceExecutor { device, model, weights, buffers, inputs, logits, shape, .. } = self;
+        inputs.fill(batch, shape);
+        // SAFETY: there is room for the largest batch.
+        unsafe { device.upload(buffers.inputs, inputs.bytes()) }?;
+        let layout = model.kv_layout();
+        let (spec, at) = (&model.config().decoder, inputs.at(buffers.inputs));
+        let pass = Pass { spec, layout: &layout, weights, buffers, inputs, at, pool };
+        let num_layers = weights.layers.len();
+        let num_logits: usize = batch.sequences.iter().map(|it| it.num_logits).sum();
+        logits.resize(num_logits * spec.vocab_size, 0.0);
+        if let Some(key) = inputs.key {
+            device.repeat(key, &mut |device| {
+                pass.begin(device)?;
+                for layer_idx in 0..num_layers {
+                    pass.store(device, layer_idx)?;
+                    pass.finish(device, layer_idx)?;
+                }
+                pass.norm_wanted(device)?;
+                pass.logits(device, 0, inputs.num_wanted)
+            })?;
+            // SAFETY: the batch was filled up from so many rows.
+            unsafe { device.download(buffers.logits, bytemuck::cast_slice_mut(logits)) }?;
+            (0..num_layers).for_each(on_layer);
+            return Ok(());
+        }
+        pass.begin(device)?;
+        let mut next_layer = 0;
+        for layer_idx in 0..num_layers {
+            pass.store(device, layer_idx)?;
+            device.mark(layer_idx)?;
+            pass.finish(device, layer_idx)?;
+            while next_layer <= layer_idx && device.has_passed(next_layer)? {
+                on_layer(next_layer);
+                next_layer += 1;
+            }
+        }
+        pass.norm_wanted(device)?;
+        for layer_idx in next_layer..num_layers {
+            device.wait_for(layer_idx)?;
+            on_layer(layer_idx);
+        }
+        for (nth, chunk) in logits.chunks_mut(buffers.logit_rows * spec.vocab_size).enumerate() {
+            pass.logits(device, nth * buffers.logit_rows, chunk.len() / spec.vocab_size)?;
+            // SAFETY: so many were just computed.
+            unsafe { device.download(buffers.logits, bytemuck::cast_slice_mut(chunk)) }?;
+        }
+        // Also a step whose logits nobody wants is done when it returns.
+        device.mark(0)?;
+        device.wait_for(0)
+    }
+}
+
+impl<D: Device> Executor for DeviceExecutor<D> {
+    fn kv_layout(&self) -> KvLayout {
+        self.model.kv_layout()
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.model.config().vocab_size()
+    }
+
+    unsafe fn execute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<&[f32], ExecuteError> {
+        assert_eq!(*storage.layout(), self.kv_layout(), "blocks of another layout");
+        let memory = storage.device().expect("blocks are on the device");
+        let pool = Address(memory.address());
+        assert_eq!(*self.pool.get_or_insert(pool), pool, "blocks of another storage");
+        self.check_limits(batch)?;
+        self.step(batch, pool, on_layer).map_err(|error| self.failed(error))?;
+        Ok(&self.logits)
+    }
+}

@@ -1,0 +1,339 @@
+//! Whole models on the emulated device against processors with f32 activations: every architecture, every path.
+
+use std::io;
+use std::path::PathBuf;
+
+use baton_cuda::CudaError;
+use baton_kv_cache::{BlockId, BlockStorage, DeviceMemory, KvDtype};
+
+use super::device::Device;
+use super::emulated::EmulatedDevice;
+use super::executor::{DeviceExecutor, check_shape, sources};
+use super::inputs::BatchLimits;
+use super::kernel::Address;
+use super::start::StartError;
+use crate::{
+    Activations, Backend, Batch, BatchSequence, CpuExecutor, Executor, LoadOptions, LoadedModel, load,
+};
+
+/// Of the largest logit. Activations of processors in bf16 are held to the same (tests/parity.rs): a rounding to eight bits
+/// is off by 2^-9 at most, some ten of them in each of three layers by a few hundredths together.
+const TOLERANCE: f32 = 0.06;
+
+/// With KV of eight bits: a number that is rounded to the other side is off by a whole step, up to 2^-3 of it.
+const TOLERANCE_OF_EIGHT_BITS: f32 = 0.12;
+
+const LIMITS: BatchLimits = BatchLimits { num_rows: 300, num_sequences: 6, context_length: 256 };
+
+/// What the emulated device has: enough.
+const MEMORY_BYTES: usize = 64 << 20;
+
+const NUM_BLOCKS: usize = 64;
+
+/// Memory that nobody reaches but the executor.
+#[derive(Debug)]
+struct Pool(Address);
+
+// SAFETY: the emulated device frees it with everything else.
+unsafe impl DeviceMemory for Pool {
+    fn device(&self) -> u32 {
+        0
+    }
+
+    fn address(&self) -> u64 {
+        self.0.0
+    }
+
+    unsafe fn read(&self, _: usize, _: &mut [u8]) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    unsafe fn write(&self, _: usize, _: &[u8]) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn handle(&self) -> Option<[u8; 64]> {
+        None
+    }
+
+    fn bind(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn options(name: &str, kv_dtype: KvDtype, block_size: usize, backend: Backend) -> (PathBuf, LoadOptions) {
+    let activations = if backend == Backend::Cpu { Activations::F32 } else { Activations::Auto };
+    let options = LoadOptions {
+        kv_dtype: Some(kv_dtype),
+        block_size,
+        threads: Some(1),
+        activations,
+        backend,
+        ..LoadOptions::default()
+    };
+    let fixtures = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures");
+    (PathBuf::from(fixtures).join(name), options)
+}
+
+fn loaded(name: &str, kv_dtype: KvDtype, block_size: usize, backend: Backend) -> LoadedModel {
+    let (dir, options) = options(name, kv_dtype, block_size, backend);
+    load(&dir, &options, &mut |_| {}).unwrap()
+}
+
+fn on_device(model: LoadedModel) -> Result<DeviceExecutor<EmulatedDevice>, StartError> {
+    check_shape(&model)?;
+    let device = EmulatedDevice::new(&sources(&model), MEMORY_BYTES);
+    DeviceExecutor::new(device, model, LIMITS, &mut |_| {})
+}
+
+/// An executor, and blocks of its own.
+struct Machine<E> {
+    executor: E,
+    storage: BlockStorage,
+    block_size: usize,
+    next_block: usize,
+}
+
+impl Machine<CpuExecutor> {
+    fn cpu(name: &str, kv_dtype: KvDtype, block_size: usize) -> Self {
+        let executor = loaded(name, kv_dtype, block_size, Backend::Cpu).cpu_executor().unwrap();
+        let storage = BlockStorage::new(executor.kv_layout(), NUM_BLOCKS).unwrap();
+        Machine { executor, storage, block_size, next_block: 0 }
+    }
+}
+
+impl Machine<DeviceExecutor<EmulatedDevice>> {
+    /// Its blocks are full of NaN: what is not written yet must not matter.
+    fn emulated(name: &str, kv_dtype: KvDtype, block_size: usize) -> Self {
+        let mut executor = on_device(loaded(name, kv_dtype, block_size, Backend::Cuda)).unwrap();
+        let layout = executor.kv_layout();
+        let size_bytes = BlockStorage::bytes_of(&layout, NUM_BLOCKS).unwrap();
+        let pool = Pool(executor.device().allocate(size_bytes).unwrap());
+        let storage = BlockStorage::on_device(Box::new(pool), layout, NUM_BLOCKS);
+        Machine { executor, storage, block_size, next_block: 0 }
+    }
+}
+
+impl<E: Executor> Machine<E> {
+    /// Blocks for so many tokens, some way apart.
+    fn place(&mut self, num_tokens: usize) -> Vec<BlockId> {
+        let next = |_| {
+            self.next_block += 1;
+            assert!(self.next_block <= NUM_BLOCKS, "blocks of a test");
+            BlockId((self.next_block * 37 % NUM_BLOCKS) as u32)
+        };
+        (0..num_tokens.div_ceil(self.block_size)).map(next).collect()
+    }
+
+    fn run(&mut self, sequences: Vec<BatchSequence<'_>>) -> Vec<Vec<f32>> {
+        let mut layers = Vec::new();
+        // SAFETY: nobody else uses the storage.
+        let logits = unsafe {
+            self.executor.execute(&Batch { sequences }, &self.storage, &mut |idx| layers.push(idx)).unwrap()
+        };
+        let logits = logits.to_vec();
+        assert_eq!(layers, (0..self.storage.layout().num_layers).collect::<Vec<_>>());
+        logits.chunks_exact(self.executor.vocab_size()).map(<[f32]>::to_vec).collect()
+    }
+}
+
+fn prompt(num_tokens: usize, seed: u32) -> Vec<u32> {
+    (0..num_tokens as u32).map(|idx| (idx * 37 + seed * 101 + idx * idx % 7) % 250).collect()
+}
+
+fn largest(logits: &[f32]) -> f32 {
+    logits.iter().fold(0.0, |max, x| max.max(x.abs()))
+}
+
+fn argmax(logits: &[f32]) -> usize {
+    (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap()
+}
+
+/// As far apart as roundings explain; the best token is the same, or one that is not behind it by more than that.
+fn assert_near(found: &[f32], expected: &[f32], tolerance: f32, what: &str) -> f32 {
+    let largest = largest(expected);
+    // Of NaN there is no maximum.
+    let error = found
+        .iter()
+        .zip(expected)
+        .map(|(a, b)| (a - b).abs())
+        .fold(0.0, |max: f32, x| if x > max || x.is_nan() { x } else { max });
+    assert!(error <= tolerance * largest, "{what}: off by {error} of {largest}");
+    let behind = expected[argmax(expected)] - expected[argmax(found)];
+    assert!(behind <= 2.0 * error, "{what}: {behind} behind the best");
+    error / largest
+}
+
+/// Tokens, the position of the first, blocks on both sides, and how many logits are wanted.
+type Planned<'a> = (&'a [u32], usize, &'a [Vec<BlockId>; 2], usize);
+
+fn of_side<'a>(sequences: &[Planned<'a>], side: usize) -> Vec<BatchSequence<'a>> {
+    let sequence = |&(tokens, start_idx, blocks, num_logits): &Planned<'a>| {
+        let blocks: &'a [Vec<BlockId>; 2] = blocks;
+        BatchSequence { tokens, start_idx, blocks: &blocks[side], num_logits }
+    };
+    sequences.iter().map(sequence).collect()
+}
+
+/// One model on processors and on the device.
+struct Pair {
+    what: String,
+    tolerance: f32,
+    cpu: Machine<CpuExecutor>,
+    device: Machine<DeviceExecutor<EmulatedDevice>>,
+    largest_error: f32,
+}
+
+impl Pair {
+    fn new(name: &str, kv_dtype: KvDtype, block_size: usize) -> Pair {
+        Pair {
+            what: format!("{name}, {}", kv_dtype.name()),
+            tolerance: if kv_dtype.scale_bytes() > 0 { TOLERANCE_OF_EIGHT_BITS } else { TOLERANCE },
+            cpu: Machine::cpu(name, kv_dtype, block_size),
+            device: Machine::emulated(name, kv_dtype, block_size),
+            largest_error: 0.0,
+        }
+    }
+
+    fn place(&mut self, num_tokens: usize) -> [Vec<BlockId>; 2] {
+        [self.cpu.place(num_tokens), self.device.place(num_tokens)]
+    }
+
+    fn assert_near(&mut self, found: &[f32], expected: &[f32], path: &str) {
+        let error = assert_near(found, expected, self.tolerance, &format!("{}, {path}", self.what));
+        self.largest_error = self.largest_error.max(error);
+    }
+
+    /// The same batch on both, and near each other; the first row of what is expected.
+    fn run(&mut self, path: &str, sequences: &[Planned<'_>]) -> Vec<f32> {
+        let expected = self.cpu.run(of_side(sequences, 0));
+        let found = self.device.run(of_side(sequences, 1));
+        assert_eq!(found.len(), expected.len());
+        for (found, expected) in found.iter().zip(&expected) {
+            self.assert_near(found, expected, path);
+        }
+        expected.into_iter().next().unwrap_or_default()
+    }
+}
+
+/// A prompt at once, then a token.
+fn check_briefly(name: &str) {
+    let mut pair = Pair::new(name, KvDtype::Bf16, 8);
+    let tokens = prompt(30, 1);
+    let place = pair.place(30);
+    pair.run("at once", &[(&tokens[..29], 0, &place, 1)]);
+    pair.run("decoding", &[(&tokens[29..], 29, &place, 1)]);
+}
+
+/// A prompt at once, in chunks, behind what another sequence has cached; then tokens one by one, among strangers.
+fn check(name: &str, kv_dtype: KvDtype, block_size: usize) {
+    let mut pair = Pair::new(name, kv_dtype, block_size);
+    let mut tokens = prompt(29, 1);
+    let place = pair.place(32);
+    let expected = pair.run("at once", &[(&tokens, 0, &place, 1)]);
+
+    // Chunks of many and of few, the last among others' blocks.
+    let chunked = pair.device.place(32);
+    let mut chunk = |start_idx: usize, end: usize, blocks: &[BlockId], num_logits: usize| {
+        pair.device.run(vec![BatchSequence {
+            tokens: &tokens[start_idx..end],
+            start_idx,
+            blocks,
+            num_logits,
+        }])
+    };
+    chunk(0, 14, &chunked, 0);
+    chunk(14, 17, &chunked, 0);
+    let in_chunks = chunk(17, 29, &chunked, 1);
+    let mut shared = chunked;
+    shared[..2].copy_from_slice(&place[1][..2]);
+    let behind_a_prefix = chunk(2 * block_size, 29, &shared, 1);
+    pair.assert_near(&in_chunks[0], &expected, "in chunks");
+    pair.assert_near(&behind_a_prefix[0], &expected, "behind a cached prefix");
+
+    // One that begins, three rows of one, as drafts are verified, and one whose logits nobody wants.
+    tokens.extend([argmax(&expected) as u32, 7, 9]);
+    let (stranger, other) = (prompt(10, 2), prompt(6, 3));
+    let [stranger_place, other_place] = [pair.place(10), pair.place(6)];
+    pair.run(
+        "among strangers",
+        &[
+            (&stranger[..9], 0, &stranger_place, 1),
+            (&tokens[29..], 29, &place, 3),
+            (&other[..5], 0, &other_place, 0),
+        ],
+    );
+
+    // A token of each of three, filled up to four; repeated.
+    for _ in 0..2 {
+        pair.run(
+            "decoding",
+            &[
+                (&tokens[31..], 31, &place, 1),
+                (&stranger[9..], 9, &stranger_place, 1),
+                (&other[5..], 5, &other_place, 1),
+            ],
+        );
+    }
+    println!("{}: off by {:.4} at most", pair.what, pair.largest_error);
+    let repeated: Vec<usize> = pair.device.executor.device().repeated.values().copied().collect();
+    assert_eq!(repeated, [2], "steps of one token each");
+}
+
+#[test]
+fn every_architecture_is_near_processors() {
+    for name in ["gemma2", "gemma3", "llama-bf16-sharded", "phi3", "qwen2-window", "qwen3"] {
+        check(name, KvDtype::Bf16, 8);
+    }
+    for name in [
+        "gemma3-legacy-linear",
+        "llama",
+        "llama-rope-linear",
+        "llama-rope-llama3",
+        "llama-rope-yarn",
+        "mistral",
+        "phi3-partial-rotary",
+        "qwen2",
+    ] {
+        check_briefly(name);
+    }
+}
+
+#[test]
+fn every_type_of_kv_is_near_processors() {
+    for (kv_dtype, block_size) in
+        [(KvDtype::F32, 5), (KvDtype::F16, 8), (KvDtype::Fp8, 8), (KvDtype::Int8, 5)]
+    {
+        check("qwen3", kv_dtype, block_size);
+    }
+}
+
+#[test]
+fn a_model_that_does_not_fit_is_an_error() {
+    let model = loaded("qwen3", KvDtype::Bf16, 16, Backend::Cuda);
+    let device = EmulatedDevice::new(&[], 1 << 16);
+    let error = DeviceExecutor::new(device, model, LIMITS, &mut |_| {}).err().expect("no memory");
+    assert!(matches!(error, StartError::Cuda(CudaError::OutOfMemory { .. })), "{error}");
+}
+
+#[test]
+fn a_batch_that_is_too_large_is_an_error() {
+    let mut device = Machine::emulated("qwen3", KvDtype::Bf16, 16);
+    let tokens = prompt(301, 1);
+    let blocks = device.place(16);
+    let sequence = BatchSequence { tokens: &tokens, start_idx: 0, blocks: &blocks, num_logits: 1 };
+    // SAFETY: nobody else uses the storage.
+    let refused = unsafe {
+        device.executor.execute(&Batch { sequences: vec![sequence] }, &device.storage, &mut |_| {})
+    };
+    let text = refused.unwrap_err().to_string();
+    assert!(text.contains("num_rows: 301") && text.contains("num_rows: 300"), "{text}");
+}
+
+#[test]
+fn rounding_for_processors_alone_is_refused() {
+    let (dir, options) = options("qwen3", KvDtype::Bf16, 16, Backend::Cuda);
+    let options = LoadOptions { quantise: Some("int8".parse().unwrap()), ..options };
+    let error = load(&dir, &options, &mut |_| {}).unwrap_err().to_string();
+    assert!(error.contains("--device cpu"), "{error}");
+}

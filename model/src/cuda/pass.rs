@@ -1,0 +1,302 @@
+//! The decoder's forward pass on a device: which kernels and products, in which order, on which memory. As
+//! cpu/forward.rs, with activations in bf16.
+
+use baton_cuda::CudaError;
+use baton_kv_cache::KvLayout;
+
+use super::attention::{
+    Attention, DecodeAttention, MIN_SPLIT, MergeSplits, PlainAttention, PrefillAttention, Rows,
+    has_tensor_cores, max_splits,
+};
+use super::buffers::Buffers;
+use super::device::{Device, Product};
+use super::embed::Embed;
+use super::gate::Gate;
+use super::inputs::{InputAddresses, Inputs};
+use super::kernel::Address;
+use super::norm::AddNorm;
+use super::rope::{PlaceRows, RopeTable, StoreQkv, lanes};
+use super::rows::{AddBias, NormWanted, PostNorm, SoftCap};
+use super::weights::{DeviceLayer, DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
+use crate::spec::DecoderSpec;
+
+/// One step. What its methods ask for is there: the executor allocated it for the largest batch.
+#[derive(Clone, Copy)]
+pub(crate) struct Pass<'a> {
+    pub(crate) spec: &'a DecoderSpec,
+    pub(crate) layout: &'a KvLayout,
+    pub(crate) weights: &'a DeviceWeights,
+    pub(crate) buffers: &'a Buffers,
+    pub(crate) inputs: &'a Inputs,
+    /// Where those are.
+    pub(crate) at: InputAddresses,
+    /// The first block.
+    pub(crate) pool: Address,
+}
+
+impl Pass<'_> {
+    /// Everything before the first layer.
+    pub(crate) fn begin<D: Device>(&self, device: &mut D) -> Result<(), CudaError> {
+        let embed = Embed {
+            table: self.weights.embedding,
+            tokens: self.at.tokens,
+            x: self.buffers.x,
+            hidden: self.spec.hidden_size as u32,
+            first_token: 0,
+            num_held: self.spec.vocab_size as u32,
+            scale: self.spec.embedding_scale,
+            num_rows: self.inputs.num_rows as u64,
+        };
+        let place = PlaceRows {
+            positions: self.at.positions,
+            sequence_of: self.at.row_sequences,
+            block_tables: self.at.block_tables,
+            slots: self.buffers.slots,
+            max_blocks: self.inputs.max_blocks as u32,
+            block_size: self.layout.block_size as u32,
+            num_rows: self.inputs.num_rows as u64,
+        };
+        // SAFETY: as `Pass` says.
+        unsafe {
+            device.launch(&embed)?;
+            device.launch(&place)?;
+            for (rope, &cos_sin) in self.weights.ropes.iter().zip(&self.buffers.cos_sin) {
+                device.launch(&RopeTable {
+                    positions: self.at.positions,
+                    inverse_frequencies: rope.inverse_frequencies,
+                    cos_sin,
+                    factor: rope.factor,
+                    num_rows: self.inputs.num_rows as u32,
+                    rotary_dim: rope.rotary_dim as u64,
+                })?;
+            }
+            device.launch(&self.add_norm(Address::NULL, self.weights.layers[0].attention_norm))
+        }
+    }
+
+    /// Queries, keys and values of a layer; the latter two go to their blocks.
+    pub(crate) fn store<D: Device>(&self, device: &mut D, layer_idx: usize) -> Result<(), CudaError> {
+        let layer = &self.weights.layers[layer_idx];
+        self.apply(device, &layer.qkv, self.buffers.hidden, self.buffers.qkv)?;
+        let rope_idx = self.spec.layers[layer_idx].rope_idx;
+        let kernel = StoreQkv {
+            qkv: self.buffers.qkv,
+            slots: self.buffers.slots,
+            cos_sin: self.buffers.cos_sin[rope_idx],
+            query_norm: layer.query_norm,
+            key_norm: layer.key_norm,
+            layer: self.pool.add(self.layout.layer_offset(layer_idx)),
+            block_bytes: self.layout.block_bytes() as u64,
+            num_rows: self.inputs.num_rows as u32,
+            num_heads: self.spec.num_heads as u32,
+            num_kv_heads: self.spec.num_kv_heads as u32,
+            block_size: self.layout.block_size as u32,
+            eps: self.spec.norm_eps,
+            lanes: lanes(self.spec.head_dim, self.weights.ropes[rope_idx].rotary_dim),
+        };
+        // SAFETY: as `Pass` says; nobody else has the places of these rows, by the word of who executes.
+        unsafe { device.launch(&kernel) }
+    }
+
+    /// The rest of the layer, and the norm of the next.
+    pub(crate) fn finish<D: Device>(&self, device: &mut D, layer_idx: usize) -> Result<(), CudaError> {
+        let layer = &self.weights.layers[layer_idx];
+        let buffers = self.buffers;
+        self.attend(device, layer_idx)?;
+        self.apply(device, &layer.output, buffers.attended, buffers.added)?;
+        self.add(device, layer.attention_post_norm, layer.mlp_norm)?;
+        self.mlp(device, layer)?;
+        match self.weights.layers.get(layer_idx + 1) {
+            Some(next) => self.add(device, layer.mlp_post_norm, next.attention_norm),
+            // What is left to add, the norm of the wanted rows adds.
+            None if layer.mlp_post_norm == Address::NULL => Ok(()),
+            None => self.add(device, layer.mlp_post_norm, Address::NULL),
+        }
+    }
+
+    /// The wanted rows, normed, in place of what the layers normed.
+    pub(crate) fn norm_wanted<D: Device>(&self, device: &mut D) -> Result<(), CudaError> {
+        let last = self.weights.layers.last().expect("a model has layers");
+        let is_added = last.mlp_post_norm != Address::NULL;
+        let kernel = NormWanted {
+            x: self.buffers.x,
+            added: if is_added { Address::NULL } else { self.buffers.added },
+            weight: self.weights.norm,
+            indices: self.at.wanted,
+            out: self.buffers.hidden,
+            hidden: self.spec.hidden_size as u32,
+            eps: self.spec.norm_eps,
+            num_rows: self.inputs.num_wanted as u64,
+        };
+        // SAFETY: as `Pass` says.
+        unsafe { device.launch(&kernel) }
+    }
+
+    /// Logits of some of the wanted rows.
+    pub(crate) fn logits<D: Device>(
+        &self,
+        device: &mut D,
+        first: usize,
+        num_rows: usize,
+    ) -> Result<(), CudaError> {
+        let head = self.weights.head;
+        let left = self.buffers.hidden.add(first * head.num_in * 2);
+        let product = Product { is_out_f32: 1, ..product(head, left, self.buffers.logits, num_rows) };
+        let x = self.buffers.logits;
+        let len = (num_rows * head.num_out) as u64;
+        // SAFETY: as `Pass` says.
+        unsafe {
+            device.multiply(&product)?;
+            match self.spec.logit_soft_cap {
+                Some(cap) => device.launch(&SoftCap { x, len, cap, unused: 0 }),
+                None => Ok(()),
+            }
+        }
+    }
+
+    fn attend<D: Device>(&self, device: &mut D, layer_idx: usize) -> Result<(), CudaError> {
+        let inputs = self.inputs;
+        let (num_decoded, num_sequences) = (inputs.num_decoded, inputs.num_sequences);
+        let [max_decode_rows, max_prefill_rows] = inputs.max_rows.map(|num_rows| num_rows as u32);
+        // SAFETY: as `Pass` says.
+        unsafe {
+            if !has_tensor_cores(self.layout) {
+                let attention = self.attention(layer_idx, 0, num_sequences);
+                let max_rows = u64::from(max_decode_rows.max(max_prefill_rows));
+                return device.launch(&PlainAttention { attention, max_rows });
+            }
+            if num_decoded > 0 {
+                let decode = DecodeAttention {
+                    attention: self.attention(layer_idx, 0, num_decoded),
+                    sums: self.buffers.sums,
+                    stats: self.buffers.stats,
+                    max_splits: max_splits(self.layout.num_kv_heads),
+                    min_split: MIN_SPLIT,
+                    max_rows: max_decode_rows,
+                    unused: 0,
+                };
+                device.launch(&decode)?;
+                device.launch(&MergeSplits { decode })?;
+            }
+            if num_sequences > num_decoded {
+                let attention = self.attention(layer_idx, num_decoded, num_sequences - num_decoded);
+                let (tiles, num_tiles) = (self.at.tiles, inputs.num_tiles as u64);
+                device.launch(&PrefillAttention { attention, tiles, num_tiles })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// For some of the sequences.
+    fn attention(&self, layer_idx: usize, first: usize, num_sequences: usize) -> Attention {
+        let spec = self.spec;
+        let rows = Rows {
+            q: self.buffers.qkv,
+            out: self.buffers.attended,
+            block_tables: self.at.block_tables.add(first * self.inputs.max_blocks * 4),
+            first_row: self.at.first_row.add(first * 4),
+            num_rows: self.at.num_rows.add(first * 4),
+            start_idx: self.at.start_idx.add(first * 4),
+            max_blocks: self.inputs.max_blocks as u32,
+            num_sequences: num_sequences as u32,
+        };
+        let group = spec.num_heads / spec.num_kv_heads;
+        let window = spec.layers[layer_idx].window.and_then(|window| u32::try_from(window).ok());
+        let (layout, scale) = (self.layout, spec.attention_scale);
+        let mut attention = Attention::new(layout, self.pool, layer_idx, group, scale, &rows);
+        attention.window = window.unwrap_or(u32::MAX);
+        attention.soft_cap = spec.attention_soft_cap.unwrap_or(0.0);
+        attention
+    }
+
+    /// Adds what a part of a layer made to the stream, and norms that for the next part.
+    fn add<D: Device>(&self, device: &mut D, post_weight: Address, weight: Address) -> Result<(), CudaError> {
+        let buffers = self.buffers;
+        // SAFETY: as `Pass` says.
+        unsafe {
+            if post_weight == Address::NULL {
+                return device.launch(&self.add_norm(buffers.added, weight));
+            }
+            device.launch(&PostNorm {
+                x: buffers.x,
+                added: buffers.added,
+                post_weight,
+                weight,
+                out: if weight == Address::NULL { Address::NULL } else { buffers.hidden },
+                hidden: self.spec.hidden_size as u32,
+                eps: self.spec.norm_eps,
+                num_rows: self.inputs.num_rows as u64,
+            })
+        }
+    }
+
+    fn add_norm(&self, added: Address, weight: Address) -> AddNorm {
+        AddNorm {
+            x: self.buffers.x,
+            added,
+            weight,
+            out: self.buffers.hidden,
+            hidden: self.spec.hidden_size as u32,
+            eps: self.spec.norm_eps,
+            num_rows: self.inputs.num_rows as u64,
+        }
+    }
+
+    fn mlp<D: Device>(&self, device: &mut D, layer: &DeviceLayer) -> Result<(), CudaError> {
+        let buffers = self.buffers;
+        match &layer.mlp {
+            DeviceMlp::Dense { gate_up, down } => {
+                self.apply(device, gate_up, buffers.hidden, buffers.gate_up)?;
+                self.gate(device, down.weight.num_in, self.inputs.num_rows)?;
+                self.apply(device, down, buffers.gated, buffers.added)
+            }
+            DeviceMlp::Experts { .. } => unreachable!("refused at the start"),
+        }
+    }
+
+    fn gate<D: Device>(&self, device: &mut D, width: usize, num_rows: usize) -> Result<(), CudaError> {
+        let kernel = Gate {
+            gate_up: self.buffers.gate_up,
+            out: self.buffers.gated,
+            width: width as u32,
+            num_rows: num_rows as u32,
+        };
+        // SAFETY: as `Pass` says.
+        unsafe { device.launch(&kernel) }
+    }
+
+    /// A product of all rows, and its bias.
+    fn apply<D: Device>(
+        &self,
+        device: &mut D,
+        linear: &DeviceLinear,
+        from: Address,
+        out: Address,
+    ) -> Result<(), CudaError> {
+        let (num_rows, width) = (self.inputs.num_rows, linear.weight.num_out as u32);
+        // SAFETY: as `Pass` says.
+        unsafe {
+            device.multiply(&product(linear.weight, from, out, num_rows))?;
+            if linear.bias == Address::NULL {
+                return Ok(());
+            }
+            device.launch(&AddBias { x: out, bias: linear.bias, width, num_rows: num_rows as u32 })
+        }
+    }
+}
+
+/// `out = from right^T`, in bf16.
+pub(crate) fn product(right: DeviceMatrix, from: Address, out: Address, num_rows: usize) -> Product {
+    Product {
+        left: from,
+        right: right.at,
+        out,
+        num_rows: num_rows as u64,
+        num_out: right.num_out as u64,
+        num_in: right.num_in as u64,
+        left_stride: right.num_in as u64,
+        out_stride: right.num_out as u64,
+        is_out_f32: 0,
+        beta: 0.0,
+    }
+}

@@ -1,0 +1,111 @@
+//! What computes: processors, or a device, whose memory blocks then lie in.
+
+use std::{fmt, str::FromStr};
+
+use baton_engine::EngineConfig;
+use baton_kv_cache::{BlockStorage, KvLayout};
+use baton_kv_transfer::cuda::blocks_on_device;
+use baton_model::num_cuda_devices;
+
+use crate::config::ConfigError;
+
+/// What is to compute. Its text is "auto", "cpu" or "cuda:0".
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    /// The first GPU, if there is one, else processors.
+    Auto,
+    /// This machine's processors.
+    Cpu,
+    /// A GPU, as CUDA counts those that this process sees.
+    Cuda(u32),
+}
+
+impl Device {
+    /// The GPU that computes, if one does.
+    pub fn ordinal(self) -> Option<u32> {
+        match self {
+            Device::Cpu => None,
+            Device::Cuda(ordinal) => Some(ordinal),
+            Device::Auto => num_cuda_devices().is_ok().then_some(0),
+        }
+    }
+}
+
+impl FromStr for Device {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Device, String> {
+        match (text, text.strip_prefix("cuda:").map(str::parse)) {
+            ("auto", _) => Ok(Device::Auto),
+            ("cpu", _) => Ok(Device::Cpu),
+            ("cuda", _) => Ok(Device::Cuda(0)),
+            (_, Some(Ok(ordinal))) => Ok(Device::Cuda(ordinal)),
+            _ => Err("expected auto, cpu or cuda:N".into()),
+        }
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Device::Auto => f.write_str("auto"),
+            Device::Cpu => f.write_str("cpu"),
+            Device::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+/// The GPU that blocks go to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BlockDevice {
+    /// Its number.
+    pub(crate) ordinal: u32,
+    /// What weights and the largest batch have left of its memory, in bytes.
+    pub(crate) free_bytes: usize,
+}
+
+impl BlockDevice {
+    /// Blocks that a share of what is free has room for.
+    pub(crate) fn num_blocks(self, utilisation: f64, layout: &KvLayout) -> Result<usize, ConfigError> {
+        let bytes = (self.free_bytes as f64 * utilisation) as usize;
+        match bytes / layout.block_bytes() {
+            0 => Err(ConfigError::GpuMemoryTooSmall { bytes, block_bytes: layout.block_bytes() }),
+            num_blocks => Ok(num_blocks),
+        }
+    }
+
+    /// The memory of so many.
+    pub(crate) fn blocks(self, layout: KvLayout, config: &EngineConfig) -> std::io::Result<BlockStorage> {
+        blocks_on_device(self.ordinal, layout, config.num_blocks)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_kv_cache::KvDtype;
+
+    use super::*;
+
+    #[test]
+    fn devices_are_read_as_they_are_written() {
+        for (text, device) in [("auto", Device::Auto), ("cpu", Device::Cpu), ("cuda:3", Device::Cuda(3))] {
+            assert_eq!(text.parse(), Ok(device));
+            assert_eq!(device.to_string(), text);
+        }
+        assert_eq!("cuda".parse(), Ok(Device::Cuda(0)));
+        for text in ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "CPU"] {
+            assert!(text.parse::<Device>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn blocks_take_their_share_of_what_is_free() {
+        let layout =
+            KvLayout { block_size: 16, num_layers: 2, num_kv_heads: 2, head_dim: 8, dtype: KvDtype::Bf16 };
+        let device = BlockDevice { ordinal: 0, free_bytes: 10 * layout.block_bytes() };
+        assert_eq!(device.num_blocks(1.0, &layout).unwrap(), 10);
+        assert_eq!(device.num_blocks(0.95, &layout).unwrap(), 9);
+        let error = device.num_blocks(0.05, &layout).unwrap_err().to_string();
+        assert!(error.contains("--gpu-memory-utilization"), "{error}");
+    }
+}
