@@ -29,6 +29,7 @@ mod packed;
 mod precision;
 mod quantised;
 mod rope;
+mod shard;
 mod spec;
 mod weights;
 
@@ -43,4 +44,5 @@ pub use gguf_files::gguf_files;
 pub use load::{LoadOptions, LoadProgress, LoadedModel, load};
 pub use precision::{Activations, Backend, ParseQuantisationError, Quantisation};
 pub use rope::{RopeScaling, RopeSpec};
+pub use shard::{DecoderShard, Rank};
 pub use spec::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
