@@ -8,6 +8,7 @@
 
 mod architecture;
 mod blocks;
+mod communicator;
 mod config;
 pub mod cost;
 mod cpu;
@@ -33,6 +34,7 @@ mod shard;
 mod spec;
 mod weights;
 
+pub use communicator::{Communicator, CommunicatorError, ThreadCommunicator};
 pub use config::ModelConfig;
 #[doc(hidden)]
 pub use cpu::benchmark;
