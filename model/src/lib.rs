@@ -38,12 +38,12 @@ pub use communicator::{Communicator, CommunicatorError, ThreadCommunicator};
 pub use config::ModelConfig;
 #[doc(hidden)]
 pub use cpu::benchmark;
-pub use cpu::{CpuExecutor, CpuList, CpuListError, ThreadPool};
+pub use cpu::{CpuExecutor, CpuList, CpuListError, ParallelCpuExecutor, ThreadPool};
 pub use error::LoadError;
 pub use executor::{Batch, BatchSequence, ExecuteError, Executor};
 pub use float::FloatDtype;
 pub use gguf_files::gguf_files;
-pub use load::{LoadOptions, LoadProgress, LoadedModel, load};
+pub use load::{LoadOptions, LoadProgress, LoadedModel, load, load_ranks};
 pub use precision::{Activations, Backend, ParseQuantisationError, Quantisation};
 pub use rope::{RopeScaling, RopeSpec};
 pub use shard::{DecoderShard, Rank};

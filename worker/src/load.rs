@@ -101,6 +101,7 @@ fn load_model(
         quantise: config.quantise,
         activations: config.activations,
         weight_cache: config.weight_cache.clone(),
+        ..LoadOptions::default()
     };
     let started = Instant::now();
     let mut shown = Shown::new();
