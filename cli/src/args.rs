@@ -313,6 +313,11 @@ pub struct EngineArgs {
     /// Threads that compute. Default: one per core, at most 64.
     #[arg(long, value_name = "N", value_parser = at_least_one, env = "BATON_THREADS")]
     pub threads: Option<usize>,
+    /// Divide the model among so many ranks that compute each step together, each with its part of the weights and of the
+    /// threads: heads, neurons and KV heads are divided, and must be divisible. Prefill and decode workers may have
+    /// different numbers. On processors it is for trying out what devices will do: threads alone compute as much.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one, env = "BATON_TENSOR_PARALLEL")]
+    pub tensor_parallel: usize,
     /// Keep each thread that computes to a processor of its own: "auto" takes those that this process may use (by taskset,
     /// cpuset or container), or a list such as 0-3,8. The list then also says how many threads there are, unless
     /// --threads asks for fewer. `baton up` divides the processors among its workers.

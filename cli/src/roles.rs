@@ -76,6 +76,7 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     config.itl_target = args.engine.itl_target.map(|ms| Duration::from_millis(ms as u64));
     config.prefix_cache = !args.engine.no_prefix_cache;
     config.threads = args.engine.threads;
+    config.tensor_parallel = args.engine.tensor_parallel;
     config.pin_threads = args.engine.pin_threads;
     config.quantise = args.engine.quantize;
     config.activations = args.engine.activations;

@@ -135,7 +135,6 @@ impl LoadedModel {
     /// When it was loaded for a device, or is one of several ranks' parts: those compute together, in a
     /// [`ParallelCpuExecutor`](crate::ParallelCpuExecutor).
     pub fn cpu_executor_on(&self, pool: Arc<ThreadPool>) -> CpuExecutor {
-        assert_eq!(self.inner.backend, Backend::Cpu, "nothing was packed for processors");
         assert_eq!(self.inner.shard.rank(), Rank::ONLY, "a part of a model does not compute alone");
         CpuExecutor::new(self.clone(), pool)
     }
@@ -185,6 +184,9 @@ fn load_packed(
     }
     let config = ModelConfig::load(model)?;
     let spec = &config.decoder;
+    if options.backend == Backend::Cuda && options.rank != Rank::ONLY {
+        return Err(LoadError::NotOnDevice { what: "tensor parallelism" });
+    }
     let shard = DecoderShard::new(spec, options.rank)?;
     let mut checkpoint = Checkpoint::open(model, &config)?;
     let bf16_pairs = packing.bf16_pairs;

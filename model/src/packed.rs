@@ -184,7 +184,8 @@ impl Packer {
         self.num_bytes = (offset + format.matrix_bytes(rows, cols)).next_multiple_of(ALIGNMENT);
         let kept = self.packing.is_for_device.then(|| parts.iter().cloned().collect());
         self.jobs.push(Job { parts, dtype, format, rows, cols, order, offset });
-        Ok(PackedMatrix { memory: Arc::clone(&self.memory), offset, format, rows, cols, order, parts: kept })
+        let memory = Arc::clone(&self.memory);
+        Ok(PackedMatrix { memory, offset, format, rows, cols, order, parts: kept })
     }
 
     fn format(&self, parts: &[Matrix], dtype: FloatDtype, rounding: Rounding) -> PanelFormat {

@@ -51,6 +51,8 @@ pub struct WorkerConfig {
     pub prefix_cache: bool,
     /// Threads that compute. `None`: one per core, or for each processor of `pin_threads`.
     pub threads: Option<usize>,
+    /// Ranks that the model is divided among, each with its part of the threads.
+    pub tensor_parallel: usize,
     /// Which processors they are kept to.
     pub pin_threads: ThreadPinning,
     /// Weights are rounded to integers.
@@ -224,6 +226,17 @@ pub enum ConfigError {
         /// What it should begin with.
         expected: &'static str,
     },
+    /// A rank without a thread.
+    #[error(
+        "--threads is {threads}, but --tensor-parallel {num_ranks} needs a thread for each rank; give more threads, or \
+         fewer ranks"
+    )]
+    TooFewThreads {
+        /// What was given.
+        threads: usize,
+        /// The tensor-parallel degree.
+        num_ranks: usize,
+    },
     /// No way for KV to travel.
     #[error("--transports is empty; give some of shm, rdma, nccl and tcp")]
     NoTransport,
@@ -253,6 +266,7 @@ impl WorkerConfig {
             itl_target: None,
             prefix_cache: true,
             threads: None,
+            tensor_parallel: 1,
             pin_threads: ThreadPinning::None,
             quantise: None,
             activations: Activations::Auto,
@@ -289,6 +303,7 @@ impl WorkerConfig {
             ("--token-budget", self.token_budget),
             ("--max-draft-tokens", self.max_draft_tokens),
             ("--threads", self.threads.unwrap_or(1)),
+            ("--tensor-parallel", self.tensor_parallel),
             ("--handoff-deadline", usize::from(!self.handoff_deadline.is_zero())),
             ("the number of KV blocks", if let KvMemory::Blocks(num) = self.kv { num } else { 1 }),
         ];
@@ -300,6 +315,9 @@ impl WorkerConfig {
         }
         if let (Device::Cuda(_), Some(DrafterConfig::Model(_))) = (self.device, &self.drafter) {
             return Err(ConfigError::DraftModelBesideGpu(self.device));
+        }
+        if let Some(threads) = self.threads.filter(|&threads| threads < self.tensor_parallel) {
+            return Err(ConfigError::TooFewThreads { threads, num_ranks: self.tensor_parallel });
         }
         if self.transports.is_empty() {
             return Err(ConfigError::NoTransport);
@@ -399,6 +417,11 @@ mod tests {
         let cases = [
             (with(|c| c.max_running = 0), "--max-running is 0"),
             (with(|c| c.max_draft_tokens = 0), "--max-draft-tokens is 0"),
+            (with(|c| c.tensor_parallel = 0), "--tensor-parallel is 0"),
+            (
+                with(|c| (c.threads, c.tensor_parallel) = (Some(3), 4)),
+                "--threads is 3, but --tensor-parallel 4 needs a thread for each rank",
+            ),
             (with(|c| c.kv = KvMemory::Blocks(0)), "number of KV blocks is 0"),
             (with(|c| c.transports.clear()), "give some of shm, rdma, nccl and tcp"),
             (with(|c| c.listen = ([0, 0, 0, 0], 80).into()), "say with --advertise"),

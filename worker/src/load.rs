@@ -11,7 +11,8 @@ use anyhow::Context;
 use baton_cluster::Role;
 use baton_engine::Drafter;
 use baton_model::{
-    Backend, BatchLimits, Executor, LoadOptions, LoadProgress, LoadedModel, ThreadPool, num_cuda_devices,
+    Backend, BatchLimits, CpuList, Executor, LoadOptions, LoadProgress, LoadedModel, ParallelCpuExecutor,
+    ThreadPool, num_cuda_devices,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::oneshot;
@@ -91,20 +92,24 @@ fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
     }
     let cpus = config.pin_threads.cpus(config.threads).context("--pin-threads")?;
     let threads = cpus.as_ref().map_or(config.threads, |cpus| Some(cpus.num_cpus()));
-    let loaded = load_model(&config.model, &name, config, threads, Backend::Cpu)?;
-    let pool = match cpus {
-        Some(cpus) => {
-            tracing::info!(%cpus, "threads are pinned");
-            ThreadPool::pinned(cpus).context("--pin-threads")?
-        }
-        None => ThreadPool::new(loaded.num_threads()).context("cannot start the threads that compute")?,
-    };
-    let pool = Arc::new(pool);
+    let ranks = load_model(&config.model, &name, config, threads, Backend::Cpu, config.tensor_parallel)?;
+    let loaded = ranks[0].clone();
+    let pools = start_pools(ranks.len(), loaded.num_threads(), cpus)?;
     let drafter = match &config.drafter {
-        Some(drafter) if config.role == Role::Decode => Some(load_drafter(drafter, &loaded, &pool, config)?),
+        // The first rank's threads: the draft is computed while the ranks wait for it.
+        Some(drafter) if config.role == Role::Decode => {
+            Some(load_drafter(drafter, &loaded, &pools[0], config)?)
+        }
         _ => None,
     };
-    Ok(Model::new(Box::new(loaded.cpu_executor_on(pool)), None, drafter, name, &loaded))
+    let executor: Box<dyn Executor> = match ranks.len() {
+        1 => Box::new(loaded.cpu_executor_on(Arc::clone(&pools[0]))),
+        _ => {
+            let ranks = ranks.into_iter().zip(pools).collect();
+            Box::new(ParallelCpuExecutor::new(ranks).context("cannot start the ranks")?)
+        }
+    };
+    Ok(Model::new(executor, None, drafter, name, &loaded))
 }
 
 fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Result<Model> {
@@ -118,7 +123,9 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
     // Before files are read.
     let num_devices = num_cuda_devices().with_context(|| no_gpu(ordinal))?;
     tracing::info!(num_devices, ordinal, "computing on a GPU");
-    let loaded = load_model(&config.model, name, config, config.threads, Backend::Cuda)?;
+    let ranks =
+        load_model(&config.model, name, config, config.threads, Backend::Cuda, config.tensor_parallel)?;
+    let loaded = &ranks[0];
     let limits = BatchLimits {
         num_rows: config.token_budget,
         num_sequences: config.max_running.min(config.token_budget),
@@ -138,13 +145,37 @@ fn no_gpu(ordinal: u32) -> String {
     format!("cannot compute on --device cuda:{ordinal}; --device cpu computes on processors")
 }
 
+/// Threads for each rank, of `num_threads` in all, or for each processor. A rank has one at least.
+fn start_pools(
+    num_ranks: usize,
+    num_threads: usize,
+    cpus: Option<CpuList>,
+) -> anyhow::Result<Vec<Arc<ThreadPool>>> {
+    let pools: Vec<ThreadPool> = match cpus {
+        Some(cpus) => {
+            tracing::info!(%cpus, "threads are pinned");
+            let parts = cpus.divide(num_ranks).context("--pin-threads with --tensor-parallel")?;
+            let pools = parts.into_iter().map(ThreadPool::pinned);
+            pools.collect::<Result<_, _>>().context("--pin-threads")?
+        }
+        None => {
+            let num_of = |rank| num_threads / num_ranks + usize::from(rank < num_threads % num_ranks);
+            let pools = (0..num_ranks).map(|rank| ThreadPool::new(num_of(rank).max(1)));
+            pools.collect::<Result<_, _>>().context("cannot start the threads that compute")?
+        }
+    };
+    Ok(pools.into_iter().map(Arc::new).collect())
+}
+
+/// The parts of so many ranks.
 fn load_model(
     path: &Path,
     name: &str,
     config: &WorkerConfig,
     threads: Option<usize>,
     backend: Backend,
-) -> anyhow::Result<LoadedModel> {
+    num_ranks: usize,
+) -> anyhow::Result<Vec<LoadedModel>> {
     let options = LoadOptions {
         kv_dtype: config.kv_dtype,
         block_size: config.block_size,
@@ -157,16 +188,18 @@ fn load_model(
     };
     let started = Instant::now();
     let mut shown = Shown::new();
-    let loaded = baton_model::load(path, &options, &mut |progress| shown.update(progress))?;
+    let ranks = baton_model::load_ranks(path, num_ranks, &options, &mut |progress| shown.update(progress))?;
     shown.finish();
+    let loaded = &ranks[0];
     tracing::info!(
         model = name,
         architecture = loaded.config().architecture,
         weight_bytes = loaded.weight_bytes(),
+        num_ranks,
         elapsed = ?started.elapsed(),
         "model loaded"
     );
-    Ok(loaded)
+    Ok(ranks)
 }
 
 fn load_drafter(
@@ -177,8 +210,9 @@ fn load_drafter(
 ) -> anyhow::Result<Drafter> {
     let DrafterConfig::Model(dir) = drafter else { return Ok(Drafter::Ngram) };
     let name = dir.file_name().unwrap_or(dir.as_os_str()).to_string_lossy();
-    let draft = load_model(dir, &name, config, Some(pool.num_threads()), Backend::Cpu);
-    let draft = draft.with_context(|| format!("draft model {}", dir.display()))?;
+    // It is small: summing up what ranks have would cost more than it saves.
+    let draft = load_model(dir, &name, config, Some(pool.num_threads()), Backend::Cpu, 1);
+    let draft = draft.with_context(|| format!("draft model {}", dir.display()))?.swap_remove(0);
     // A step of few tokens takes as long as reading the weights does. It is a guess until it is measured, and
     // below 1, so that it is.
     let cost = (draft.weight_bytes() as f64 / target.weight_bytes() as f64).min(0.9);

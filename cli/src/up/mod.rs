@@ -161,6 +161,7 @@ pub(crate) fn engine_flags(engine: &EngineArgs) -> Vec<String> {
         itl_target,
         no_prefix_cache,
         threads,
+        tensor_parallel,
         pin_threads: _,
         quantize,
         activations,
@@ -182,6 +183,7 @@ pub(crate) fn engine_flags(engine: &EngineArgs) -> Vec<String> {
         itl_target.map(|ms| format!("--itl-target={ms}")),
         no_prefix_cache.then(|| "--no-prefix-cache".to_owned()),
         threads.map(|threads| format!("--threads={threads}")),
+        Some(format!("--tensor-parallel={tensor_parallel}")),
         quantize.map(|quantisation| format!("--quantize={quantisation}")),
         Some(format!("--activations={}", activations.name())),
         Some(format!("--device={device}")),
@@ -257,7 +259,7 @@ mod tests {
     #[test]
     fn children_get_what_up_was_told() {
         let cli = Cli::parse_from(
-            "baton up --port 9 --prefill 2 --decode 2 --threads 1 --kv-dtype fp8 --kv-memory 3M --itl-target 40 --no-prefix-cache \
+            "baton up --port 9 --prefill 2 --decode 2 --threads 2 --tensor-parallel 2 --kv-dtype fp8 --kv-memory 3M --itl-target 40 --no-prefix-cache \
              --quantize int4:64 --activations f32 --device cuda:1 --gpu-memory-utilization 0.5 --speculate draft --draft-model /draft \
              --max-draft-tokens 3 --log-format json --log-color never \
              --otlp-endpoint http://127.0.0.1:4317 --tls-cert /c --tls-key /k --tls-ca /ca --tls-name baton"

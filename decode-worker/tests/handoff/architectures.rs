@@ -7,7 +7,7 @@ use baton_kv_cache::{KvDtype, KvLayout};
 use baton_kv_transfer::TransportKind;
 use baton_worker::DrafterConfig;
 
-use crate::harness::{decode, generate, prefill, request};
+use crate::harness::{Builder, decode, generate, prefill, request};
 
 pub(crate) const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures");
 
@@ -74,6 +74,34 @@ async fn every_type_of_kv_is_handed_over_as_it_is() {
             local.cache_salt = "other".into();
             let local = generate(&client, local).await.unwrap().finished();
             assert_eq!(remote, local, "{} over {}", dtype.name(), kind.name());
+            p.assert_all_free().await;
+            d.assert_all_free().await;
+        }
+    }
+}
+
+/// By so many ranks on the prefill side, and on the decode side: what is handed over is the KV of the whole model.
+#[tokio::test(flavor = "multi_thread")]
+async fn workers_of_different_tensor_parallel_degrees_hand_over_to_each_other() {
+    let degrees = [("llama", 2, 1), ("gemma3", 1, 2), ("qwen3-moe", 4, 2), ("llama-bf16-sharded", 2, 4)];
+    for (name, of_prefill, of_decode) in degrees {
+        let dir = Path::new(FIXTURES).join(name);
+        let recorded = token_ids(&dir.join("expected.safetensors"));
+        let (prompt, greedy) = (&recorded["prompt"], &recorded["greedy"]);
+        for kind in [TransportKind::Shm, TransportKind::Tcp] {
+            let by = |builder: Builder, num_ranks: usize| {
+                builder.model(dir.clone()).transport(kind).with(|config| {
+                    config.tensor_parallel = num_ranks;
+                    config.threads = Some(num_ranks);
+                })
+            };
+            let p = by(prefill(), of_prefill).start().await;
+            let d = by(decode(), of_decode).start().await;
+            let client = d.client().await;
+            let num_tokens = greedy.len() as u32;
+            let remote = generate(&client, request(prompt, num_tokens, Some(p.peer()))).await.unwrap();
+            assert_eq!(remote.finished(), *greedy, "{name} from {of_prefill} to {of_decode}");
+            assert!(d.moved(kind) > 0, "{name}");
             p.assert_all_free().await;
             d.assert_all_free().await;
         }

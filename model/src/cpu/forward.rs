@@ -18,8 +18,8 @@ use super::{Aligned, Cpu, SharedMut, ThreadPool};
 use crate::decoder::{DecoderWeights, DenseMlp, LayerWeights, Linear, Mlp};
 use crate::spec::{Activation, DecoderSpec, MlpSpec};
 use crate::{
-    Batch, BatchSequence, Communicator, CommunicatorError, DecoderShard, ExecuteError, Executor, LoadedModel,
-    Rank,
+    Backend, Batch, BatchSequence, Communicator, CommunicatorError, DecoderShard, ExecuteError, Executor,
+    LoadedModel, Rank,
 };
 
 /// The ranks that compute a model together, as one of them reaches the others.
@@ -59,6 +59,7 @@ struct Buffers {
 
 impl CpuExecutor {
     pub(crate) fn new(model: LoadedModel, pool: Arc<ThreadPool>) -> CpuExecutor {
+        assert_eq!(model.backend(), Backend::Cpu, "nothing was packed for processors");
         let isa = Isa::detect();
         tracing::debug!(threads = pool.num_threads(), instructions = isa.name(), "cpu executor");
         let ropes = RopeTables::new(&model.shard().spec().ropes);
