@@ -3,8 +3,9 @@
 //!
 //! In this order: repetition, frequency and presence penalty; logit bias; stop ids are masked until
 //! `min_tokens`; temperature 0 takes the largest logit here (the smallest id of equals). Otherwise
-//! temperature, min-p, top-k, top-p over what top-k left, and one random number. Log-probabilities
-//! are those of the untouched row, as OpenAI and vLLM report them.
+//! temperature, min-p, top-k, top-p over what top-k left, and one random number: likeliest first where
+//! top-k or top-p left some out, else in the order of ids. Log-probabilities are those of the untouched
+//! row, as OpenAI and vLLM report them.
 
 use std::{cmp::Ordering, collections::HashMap};
 
@@ -245,6 +246,8 @@ fn keep_top_k(candidates: &mut Vec<Candidate>, top_k: usize) {
     if top_k > 0 && top_k < candidates.len() {
         candidates.select_nth_unstable_by(top_k - 1, Candidate::likelier);
         candidates.truncate(top_k);
+        // The selection leaves them in an order of its own, which would decide what a random number draws.
+        candidates.sort_unstable_by(Candidate::likelier);
     }
 }
 
@@ -281,7 +284,7 @@ fn total_weight(candidates: &[Candidate]) -> f64 {
 }
 
 impl Candidate {
-    /// A total order (no two have the same id), so that a selection does not depend on an algorithm.
+    /// A total order (no two have the same id), so that neither a selection nor a draw depends on an algorithm.
     fn likelier(&self, other: &Candidate) -> Ordering {
         other.weight.total_cmp(&self.weight).then(self.id.cmp(&other.id))
     }

@@ -127,6 +127,28 @@ fn tokens_come_as_often_as_they_should() {
 }
 
 #[test]
+fn a_draw_goes_from_the_likeliest_down_where_some_are_left_out() {
+    let logits = some_logits();
+    for (top_k, top_p) in [(5, 1.0), (30, 1.0), (0, 0.7), (30, 0.9)] {
+        for seed in 0..300 {
+            let base = SamplingParams { temperature: 1.0, max_tokens: 9, seed, ..SamplingParams::default() };
+            let params = SamplingParams { top_k, top_p, ..base };
+            let probabilities = reference(&logits, &params, &[], &[]);
+            let mut order: Vec<usize> = (0..VOCAB_SIZE).filter(|&token| probabilities[token] > 0.0).collect();
+            order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+            let mut left = random_unit(seed, 0);
+            let expected = order.iter().find(|&&token| {
+                left -= probabilities[token];
+                left < 0.0
+            });
+            let sampled = Sampler::default().sample(&logits, &params, &history(&params, &[], &[]));
+            let found = sampled.expect("usable logits").id as usize;
+            assert_eq!(Some(&found), expected, "top_k {top_k}, top_p {top_p}, seed {seed}");
+        }
+    }
+}
+
+#[test]
 fn each_output_token_has_a_random_number_of_its_own() {
     let params = SamplingParams { temperature: 1.0, seed: 5, ..SamplingParams::default() };
     let mut counts = [0; 4];

@@ -1,5 +1,5 @@
 //! What a KV cache is made of: blocks and their names ([`BlockId`], [`BlockHash`]), how a block's
-//! bytes are arranged ([`KvLayout`]), divided ([`KvShard`]) and rounded ([`KvDtype`]), which of them belong
+//! bytes are arranged ([`KvLayout`]), divided ([`HeadShard`], [`KvShard`]) and rounded ([`KvDtype`]), which of them belong
 //! where on another side ([`KvMapping`]), how they are coded where the way is narrow ([`WireCodec`]), what two workers must
 //! agree on to exchange them ([`KvFormat`]), and the memory that holds them ([`BlockStorage`]).
 //!
@@ -24,6 +24,6 @@ pub use block::{BlockHash, BlockId, HashRoot};
 pub use format::KvFormat;
 pub use layout::{KvDtype, KvLayout};
 pub use mapping::KvMapping;
-pub use shard::{KvShard, ShardError};
+pub use shard::{HeadShard, KvShard, ShardError};
 pub use storage::{BlockStorage, DeviceMemory};
 pub use wire::{WireCodec, WireFormat, WireScratch};

@@ -1,4 +1,4 @@
-//! What one tensor-parallel rank of a worker holds: which of the model's kv heads, and how they are arranged.
+//! What one tensor-parallel rank holds: which of the model's kv heads, and how they are arranged.
 //!
 //! The heads are divided in their order. Where there are more ranks than heads (grouped-query attention),
 //! neighbours hold replicas of one:
@@ -14,13 +14,19 @@ use std::ops::Range;
 
 use crate::{KvFormat, KvLayout};
 
+/// The kv heads that one rank has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadShard {
+    num_kv_heads: usize,
+    num_ranks: usize,
+    rank: usize,
+}
+
 /// The part of a model's KV that one rank holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvShard {
     layout: KvLayout,
-    num_kv_heads: usize,
-    num_ranks: usize,
-    rank: usize,
+    heads: HeadShard,
 }
 
 /// Why a shard cannot be, or why KV cannot move between two.
@@ -60,20 +66,13 @@ pub enum ShardError {
     },
 }
 
-impl KvShard {
-    /// What `rank` of `num_ranks` holds of KV that is arranged as `whole` where it is not divided.
+impl HeadShard {
+    /// The heads of `rank` among `num_ranks`, of `num_kv_heads`.
     ///
     /// # Errors
-    /// When that does not exist; the numbers may come from a peer.
-    pub fn new(whole: &KvLayout, num_ranks: usize, rank: usize) -> Result<KvShard, ShardError> {
-        let num_kv_heads = whole.num_kv_heads;
-        let sizes = [
-            ("block size", whole.block_size),
-            ("number of layers", whole.num_layers),
-            ("number of kv heads", num_kv_heads),
-            ("head dim", whole.head_dim),
-            ("number of ranks", num_ranks),
-        ];
+    /// When they cannot be divided so; the numbers may come from a peer.
+    pub fn new(num_kv_heads: usize, num_ranks: usize, rank: usize) -> Result<HeadShard, ShardError> {
+        let sizes = [("number of kv heads", num_kv_heads), ("number of ranks", num_ranks)];
         if let Some((what, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
             return Err(ShardError::Zero(what));
         }
@@ -83,11 +82,50 @@ impl KvShard {
         if rank >= num_ranks {
             return Err(ShardError::NoSuchRank { rank, num_ranks });
         }
+        Ok(HeadShard { num_kv_heads, num_ranks, rank })
+    }
+
+    /// Counted in the whole model.
+    pub fn heads(&self) -> Range<usize> {
+        let num_heads = (self.num_kv_heads / self.num_ranks).max(1);
+        let first = match self.num_replicas() {
+            1 => self.rank * num_heads,
+            num_replicas => self.rank / num_replicas,
+        };
+        first..first + num_heads
+    }
+
+    /// Ranks that have the same heads as this one, itself included.
+    pub fn num_replicas(&self) -> usize {
+        (self.num_ranks / self.num_kv_heads).max(1)
+    }
+
+    /// Which of them this rank is.
+    pub fn replica_idx(&self) -> usize {
+        self.rank % self.num_replicas()
+    }
+}
+
+impl KvShard {
+    /// What `rank` of `num_ranks` holds of KV that is arranged as `whole` where it is not divided.
+    ///
+    /// # Errors
+    /// When that does not exist; the numbers may come from a peer.
+    pub fn new(whole: &KvLayout, num_ranks: usize, rank: usize) -> Result<KvShard, ShardError> {
+        let sizes = [
+            ("block size", whole.block_size),
+            ("number of layers", whole.num_layers),
+            ("head dim", whole.head_dim),
+        ];
+        if let Some((what, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
+            return Err(ShardError::Zero(what));
+        }
+        let heads = HeadShard::new(whole.num_kv_heads, num_ranks, rank)?;
         if !is_addressable(whole) {
             return Err(ShardError::TooLarge);
         }
-        let layout = KvLayout { num_kv_heads: (num_kv_heads / num_ranks).max(1), ..*whole };
-        Ok(KvShard { layout, num_kv_heads, num_ranks, rank })
+        let layout = KvLayout { num_kv_heads: heads.heads().len(), ..*whole };
+        Ok(KvShard { layout, heads })
     }
 
     /// What `rank` of a worker of this format holds.
@@ -110,26 +148,22 @@ impl KvShard {
 
     /// Heads of the whole model.
     pub fn num_kv_heads(&self) -> usize {
-        self.num_kv_heads
+        self.heads.num_kv_heads
     }
 
     /// The rank's heads, counted in the whole model.
     pub fn heads(&self) -> Range<usize> {
-        let first = match self.num_replicas() {
-            1 => self.rank * self.layout.num_kv_heads,
-            num_replicas => self.rank / num_replicas,
-        };
-        first..first + self.layout.num_kv_heads
+        self.heads.heads()
     }
 
     /// Ranks that hold the same heads as this one, itself included.
     pub fn num_replicas(&self) -> usize {
-        (self.num_ranks / self.num_kv_heads).max(1)
+        self.heads.num_replicas()
     }
 
     /// Which of them this rank is.
     pub fn replica_idx(&self) -> usize {
-        self.rank % self.num_replicas()
+        self.heads.replica_idx()
     }
 }
 

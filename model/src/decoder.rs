@@ -1,8 +1,9 @@
 //! The tensors of a [`DecoderSpec`], found by their published names.
 
+use std::ops::Range;
+
 use baton_kv_cache::KvDtype;
 
-use crate::LoadError;
 use crate::cpu::RowOrder;
 use crate::gguf::ROPE_DIVISORS;
 use crate::matrix::Matrix;
@@ -10,11 +11,12 @@ use crate::packed::{PackedMatrix, Packer, Rounding};
 use crate::quantised::is_about_activations;
 use crate::spec::{DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
 use crate::weights::Checkpoint;
+use crate::{DecoderShard, LoadError};
 
 /// Weights in the order in which the forward pass needs them.
 #[derive(Debug)]
 pub(crate) struct DecoderWeights {
-    /// Looked up, not multiplied: stays where it is mapped. `None`: that of the head.
+    /// Looked up, not multiplied: stays where it is mapped. `None`: that of the head, the tokens of this rank.
     pub(crate) embedding: Option<Matrix>,
     pub(crate) layers: Vec<LayerWeights>,
     pub(crate) norm: Vec<f32>,
@@ -55,9 +57,11 @@ pub(crate) struct DenseMlp {
     pub(crate) down: Linear,
 }
 
-/// Takes what `spec` needs out of the checkpoint and has `packer` pack what is multiplied.
+/// Takes what the rank of `shard` needs of the decoder `spec` out of the checkpoint and has `packer` pack what is
+/// multiplied.
 pub(crate) fn take_weights(
     spec: &DecoderSpec,
+    shard: &DecoderShard,
     from: &mut Checkpoint,
     packer: &mut Packer,
 ) -> Result<DecoderWeights, LoadError> {
@@ -66,10 +70,10 @@ pub(crate) fn take_weights(
         from.take(&format!("{prefix}embed_tokens.weight"), &[spec.vocab_size, spec.hidden_size])?;
     let mut layers = Vec::with_capacity(spec.layers.len());
     for (layer_idx, layer) in spec.layers.iter().enumerate() {
-        let mut taker = Taker { spec, from, packer, prefix: format!("{prefix}layers.{layer_idx}.") };
+        let mut taker = Taker { spec, shard, from, packer, prefix: format!("{prefix}layers.{layer_idx}.") };
         layers.push(taker.layer(layer)?);
     }
-    let mut taker = Taker { spec, from, packer, prefix: prefix.clone() };
+    let mut taker = Taker { spec, shard, from, packer, prefix: prefix.clone() };
     let norm = taker.norm("norm", spec.hidden_size)?;
     let (embedding, head) = if spec.tied_head {
         (None, embedding)
@@ -77,13 +81,9 @@ pub(crate) fn take_weights(
         (Some(embedding), from.take("lm_head.weight", &[spec.vocab_size, spec.hidden_size])?)
     };
     let kv_dtype = head.kv_dtype();
-    Ok(DecoderWeights {
-        embedding,
-        layers,
-        norm,
-        head: packer.add(vec![head], Rounding::EightBits, RowOrder::Plain),
-        kv_dtype,
-    })
+    let head = head.rows_at(shard.vocabulary());
+    let head = packer.add(vec![head], Rounding::EightBits, RowOrder::Plain).expect("its columns are whole");
+    Ok(DecoderWeights { embedding, layers, norm, head, kv_dtype })
 }
 
 /// Tensors that may be left over: buffers that old versions saved, what the configuration has taken in, and a tied
@@ -96,8 +96,53 @@ pub(crate) fn is_redundant(spec: &DecoderSpec, name: &str) -> bool {
         || (spec.tied_head && name == "lm_head.weight")
 }
 
+/// A tensor of a product: its rows, and those that the rank has.
+struct Part {
+    name: String,
+    rows: usize,
+    of_rank: Vec<Range<usize>>,
+}
+
+impl Part {
+    /// All rows are the rank's.
+    fn whole(name: &str, rows: usize) -> Vec<Part> {
+        Part::some(&[(name, rows, 0..rows)], None)
+    }
+
+    /// Tensors of one input, or one tensor `fused` that has the rows of all.
+    fn some(tensors: &[(&str, usize, Range<usize>)], fused: Option<&str>) -> Vec<Part> {
+        let Some(fused) = fused else {
+            let part = |(name, rows, of_rank): &(&str, usize, Range<usize>)| Part {
+                name: (*name).to_owned(),
+                rows: *rows,
+                of_rank: vec![of_rank.clone()],
+            };
+            return tensors.iter().map(part).collect();
+        };
+        let mut whole = Part { name: fused.to_owned(), rows: 0, of_rank: vec![] };
+        for (_, rows, of_rank) in tensors {
+            whole.of_rank.push(whole.rows + of_rank.start..whole.rows + of_rank.end);
+            whole.rows += rows;
+        }
+        vec![whole]
+    }
+}
+
+/// The columns of a product's tensors, and those that the rank has.
+struct Columns {
+    all: usize,
+    of_rank: Range<usize>,
+}
+
+impl Columns {
+    fn whole(all: usize) -> Columns {
+        Columns { all, of_rank: 0..all }
+    }
+}
+
 struct Taker<'a> {
     spec: &'a DecoderSpec,
+    shard: &'a DecoderShard,
     from: &'a mut Checkpoint,
     packer: &'a mut Packer,
     prefix: String,
@@ -114,12 +159,12 @@ impl Taker<'_> {
             (None, "post_attention_layernorm")
         };
         let (query, kv) = (spec.query_width(), spec.kv_width());
-        let qkv = if spec.fused_projections {
-            self.linear("self_attn.", &[("qkv_proj", query + 2 * kv)], hidden, spec.qkv_bias)?
-        } else {
-            let parts = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)];
-            self.linear("self_attn.", &parts, hidden, spec.qkv_bias)?
-        };
+        let (query_rows, kv_rows) = (self.shard.query_rows(), self.shard.kv_rows());
+        let qkv =
+            [("q_proj", query, query_rows.clone()), ("k_proj", kv, kv_rows.clone()), ("v_proj", kv, kv_rows)];
+        let qkv = Part::some(&qkv, spec.fused_projections.then_some("qkv_proj"));
+        let qkv = self.linear("self_attn.", &qkv, &Columns::whole(hidden), spec.qkv_bias)?;
+        let attended = Columns { all: query, of_rank: query_rows };
         let head_norm =
             |taker: &mut Self, name: &str| spec.qk_norm.then(|| taker.norm(name, spec.head_dim)).transpose();
         Ok(LayerWeights {
@@ -127,7 +172,7 @@ impl Taker<'_> {
             qkv,
             query_norm: head_norm(self, "self_attn.q_norm")?,
             key_norm: head_norm(self, "self_attn.k_norm")?,
-            output: self.linear("self_attn.", &[("o_proj", hidden)], query, spec.output_bias)?,
+            output: self.linear("self_attn.", &Part::whole("o_proj", hidden), &attended, spec.output_bias)?,
             attention_post_norm: post_attention.map(|name| self.norm(name, hidden)).transpose()?,
             mlp_norm: self.norm(before_mlp, hidden)?,
             mlp: self.mlp(&layer.mlp)?,
@@ -142,25 +187,19 @@ impl Taker<'_> {
         let hidden = self.spec.hidden_size;
         match *mlp {
             MlpSpec::Dense { intermediate_size: n } => {
-                let bias = self.spec.mlp_bias;
-                let gate_up = if self.spec.fused_projections {
-                    self.gated("mlp.", &[("gate_up_proj", 2 * n)], hidden, bias)?
-                } else {
-                    self.gated("mlp.", &[("gate_proj", n), ("up_proj", n)], hidden, bias)?
-                };
-                let down = self.linear("mlp.", &[("down_proj", hidden)], n, bias)?;
-                Ok(Mlp::Dense(DenseMlp { gate_up, down }))
+                let (bias, fused) =
+                    (self.spec.mlp_bias, self.spec.fused_projections.then_some("gate_up_proj"));
+                self.dense("mlp.", ["gate_proj", "up_proj", "down_proj"], fused, n, bias).map(Mlp::Dense)
             }
             MlpSpec::Experts { num_experts, intermediate_size: n, naming, .. } => {
-                let (block, [gate, up, down]) = match naming {
+                let (block, names) = match naming {
                     ExpertNaming::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
                     ExpertNaming::Qwen => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
                 };
-                let router = [("gate", num_experts)];
                 let router = self.packed(
                     &format!("{block}."),
-                    &router,
-                    hidden,
+                    &Part::whole("gate", num_experts),
+                    &Columns::whole(hidden),
                     false,
                     (Rounding::Never, RowOrder::Plain),
                 )?;
@@ -168,55 +207,74 @@ impl Taker<'_> {
                 let mut experts = Vec::new();
                 for expert_idx in 0..num_experts {
                     let name = format!("{block}.experts.{expert_idx}.");
-                    experts.push(DenseMlp {
-                        gate_up: self.gated(&name, &[(gate, n), (up, n)], hidden, false)?,
-                        down: self.linear(&name, &[(down, hidden)], n, false)?,
-                    });
+                    experts.push(self.dense(&name, names, None, n, false)?);
                 }
                 Ok(Mlp::Experts { router, experts })
             }
         }
     }
 
-    /// `parts`: names and rows, side by side in the output.
+    /// An MLP of `n` neurons, of which the rank has its part.
+    fn dense(
+        &mut self,
+        block: &str,
+        [gate, up, down]: [&str; 3],
+        fused: Option<&str>,
+        n: usize,
+        bias: bool,
+    ) -> Result<DenseMlp, LoadError> {
+        let (hidden, of_rank) = (self.spec.hidden_size, self.shard.rank().part_of(n));
+        // Gates, and as many rows that they let through.
+        let gate_up = Part::some(&[(gate, n, of_rank.clone()), (up, n, of_rank.clone())], fused);
+        let order = (Rounding::Asked, RowOrder::Gated);
+        Ok(DenseMlp {
+            gate_up: self.packed(block, &gate_up, &Columns::whole(hidden), bias, order)?,
+            down: self.linear(block, &Part::whole(down, hidden), &Columns { all: n, of_rank }, bias)?,
+        })
+    }
+
+    /// `parts` are side by side in the output.
     fn linear(
         &mut self,
         block: &str,
-        parts: &[(&str, usize)],
-        cols: usize,
+        parts: &[Part],
+        cols: &Columns,
         bias: bool,
     ) -> Result<Linear, LoadError> {
         self.packed(block, parts, cols, bias, (Rounding::Asked, RowOrder::Plain))
     }
 
-    /// Gates, and as many rows that they let through.
-    fn gated(
-        &mut self,
-        block: &str,
-        parts: &[(&str, usize)],
-        cols: usize,
-        bias: bool,
-    ) -> Result<Linear, LoadError> {
-        self.packed(block, parts, cols, bias, (Rounding::Asked, RowOrder::Gated))
-    }
-
     fn packed(
         &mut self,
         block: &str,
-        parts: &[(&str, usize)],
-        cols: usize,
+        parts: &[Part],
+        cols: &Columns,
         bias: bool,
         (rounding, order): (Rounding, RowOrder),
     ) -> Result<Linear, LoadError> {
-        let mut matrices = Vec::with_capacity(parts.len());
-        let mut biases = Vec::new();
-        for &(name, rows) in parts {
-            matrices.push(self.from.take(&format!("{}{block}{name}.weight", self.prefix), &[rows, cols])?);
-            if bias {
-                biases.extend(self.vector(&format!("{block}{name}.bias"), rows)?);
+        let rank = self.shard.rank();
+        let (mut matrices, mut names, mut biases) = (Vec::new(), Vec::new(), Vec::new());
+        for part in parts {
+            let name = format!("{}{block}{}.weight", self.prefix, part.name);
+            let tensor = self.from.take(&name, &[part.rows, cols.all])?.columns_at(cols.of_rank.clone());
+            let bias =
+                bias.then(|| self.vector(&format!("{block}{}.bias", part.name), part.rows)).transpose()?;
+            for rows in &part.of_rank {
+                matrices.push(tensor.rows_at(rows.clone()));
+                names.push(name.clone());
+                biases.extend(bias.iter().flat_map(|bias| &bias[rows.clone()]));
             }
         }
-        Ok(Linear { weight: self.packer.add(matrices, rounding, order), bias: bias.then_some(biases) })
+        let weight = self.packer.add(matrices, rounding, order).map_err(|split| LoadError::SplitGroup {
+            path: self.from.path().to_owned(),
+            tensor: names.swap_remove(split.part_idx),
+            num_ranks: rank.num_ranks,
+            column: split.column,
+            group: split.group,
+        })?;
+        // What ranks sum up has its bias once.
+        let is_added = cols.of_rank.len() == cols.all || rank.is_first();
+        Ok(Linear { weight, bias: (bias && is_added).then_some(biases) })
     }
 
     fn norm(&mut self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {

@@ -110,6 +110,36 @@ pub enum LoadError {
     /// Activations in bf16 were asked for.
     #[error("activations in bf16 need a processor with avx512_bf16, which this one has not: use f32 or auto")]
     NoBf16,
+    /// So many ranks cannot compute this model together.
+    #[error("{num_ranks} ranks cannot divide {size} {what}, expected a tensor parallel degree of {degrees}")]
+    Indivisible {
+        /// What each rank would have a part of.
+        what: &'static str,
+        /// How many of it there are.
+        size: usize,
+        /// The tensor-parallel degree.
+        num_ranks: usize,
+        /// Those that would do.
+        degrees: String,
+    },
+    /// The columns of a tensor of integers would be divided where its numbers share a scale.
+    #[error(
+        "{}: {num_ranks} ranks divide tensor {tensor} at column {column}, within a group of {group} that share a scale, \
+         expected a multiple of {group}: use a smaller tensor parallel degree, or other weights",
+        path.display()
+    )]
+    SplitGroup {
+        /// The weight file, or the index of several.
+        path: PathBuf,
+        /// Its name.
+        tensor: String,
+        /// The tensor-parallel degree.
+        num_ranks: usize,
+        /// Where a rank's columns begin or end.
+        column: usize,
+        /// Numbers that share a scale.
+        group: usize,
+    },
     /// An option of the caller makes no sense.
     #[error("{option} is {found}, expected {expected}")]
     Option {

@@ -2,6 +2,8 @@
 //!
 //! It knows where each number lies, not which tensors those are: that is [`quantised`](crate::quantised).
 
+use std::ops::Range;
+
 use baton_kv_cache::e4m3;
 
 use crate::FloatDtype;
@@ -93,19 +95,25 @@ impl Table {
 }
 
 impl IntegerTensors {
-    pub(crate) fn read_row(&self, row_idx: usize, to: &mut [f32]) {
+    /// The numbers of a row from column `first_col` on.
+    pub(crate) fn read_row(&self, row_idx: usize, first_col: usize, to: &mut [f32]) {
         let level = |k: usize| f32::from(self.levels.get(row_idx, k));
         match &self.groups {
             Groups::InOrder(size) => {
-                for (group, to) in to.chunks_mut(*size).enumerate() {
+                let (mut k, mut rest) = (first_col, to);
+                while !rest.is_empty() {
+                    let group = k / size;
                     let (scale, zero) = (self.scales.get(row_idx, group), self.zero(row_idx, group));
-                    for (k, to) in to.iter_mut().enumerate() {
-                        *to = scale * (level(group * size + k) - zero);
+                    let (of_group, later) = rest.split_at_mut(rest.len().min((group + 1) * size - k));
+                    for to in of_group {
+                        *to = scale * (level(k) - zero);
+                        k += 1;
                     }
+                    rest = later;
                 }
             }
             Groups::Listed(list) => {
-                for (k, to) in to.iter_mut().enumerate() {
+                for (k, to) in (first_col..).zip(to) {
                     let group = listed_group(list, k);
                     *to = self.scales.get(row_idx, group) * (level(k) - self.zero(row_idx, group));
                 }
@@ -136,24 +144,31 @@ impl IntegerTensors {
     /// [read](Self::read_row), and rounded anew by whoever wants integers.
     pub(crate) fn format(&self) -> Option<IntegerFormat> {
         let group = match self.groups {
-            Groups::InOrder(size) if size >= self.cols => GROUP_OF_ROW,
+            Groups::InOrder(_) if self.scales_whole_rows() => GROUP_OF_ROW,
             Groups::InOrder(size) if size.is_multiple_of(32) => size,
             _ => return None,
         };
         Some(IntegerFormat { width: self.width, group, has_zeros: self.zeros.is_some() })
     }
 
+    /// Whether a row has one scale: then its numbers may be divided anywhere.
+    pub(crate) fn scales_whole_rows(&self) -> bool {
+        matches!(self.groups, Groups::InOrder(size) if size >= self.cols)
+    }
+
+    /// The numbers of a row in these columns, the first of which begins a group.
+    ///
     /// # Panics
     /// When there is no [format](Self::format).
-    pub(crate) fn row(&self, row_idx: usize) -> IntegerRow {
+    pub(crate) fn row(&self, row_idx: usize, cols: Range<usize>) -> IntegerRow {
         let format = self.format().expect("a format that holds the row");
-        let starts = (0..self.cols).step_by(format.group);
+        let starts = cols.clone().step_by(format.group);
         let groups: Vec<usize> = match self.groups {
             Groups::InOrder(size) => starts.map(|k| k / size).collect(),
             Groups::Listed(_) => unreachable!("sorted groups have no format"),
         };
         IntegerRow {
-            levels: (0..self.cols).map(|k| self.levels.get(row_idx, k)).collect(),
+            levels: cols.map(|k| self.levels.get(row_idx, k)).collect(),
             scales: groups.iter().map(|group| self.scales.get(row_idx, *group)).collect(),
             zeros: match self.zeros {
                 None => vec![],
@@ -180,9 +195,10 @@ pub(crate) struct Fp8Tensors {
 }
 
 impl Fp8Tensors {
-    pub(crate) fn read_row(&self, row_idx: usize, to: &mut [f32]) {
-        let row = &self.levels[row_idx * self.cols..][..self.cols];
-        for (k, (to, byte)) in to.iter_mut().zip(row).enumerate() {
+    /// The numbers of a row from column `first_col` on.
+    pub(crate) fn read_row(&self, row_idx: usize, first_col: usize, to: &mut [f32]) {
+        let row = &self.levels[row_idx * self.cols..][..self.cols][first_col..];
+        for (k, (to, byte)) in (first_col..).zip(to.iter_mut().zip(row)) {
             *to = e4m3::to_f32(*byte) * self.scales.get(row_idx, k / self.group);
         }
     }

@@ -2,6 +2,8 @@
 //!
 //! It does not know how files lay them out, nor how kernels want them.
 
+use std::ops::Range;
+
 /// Numbers that share a scale, at most.
 pub(crate) const MAX_GROUP: usize = 1024;
 
@@ -78,6 +80,21 @@ impl IntegerRow {
             row.scales.push(scale);
         }
         row
+    }
+
+    /// The numbers `range`, which begins at a group and ends at one, or with the row.
+    pub(crate) fn part(mut self, range: Range<usize>, group: usize) -> IntegerRow {
+        if range == (0..self.levels.len()) {
+            return self;
+        }
+        assert!(range.start.is_multiple_of(group), "a group is whole");
+        let groups = range.start / group..range.end.div_ceil(group);
+        self.levels = self.levels[range].to_vec();
+        self.scales = self.scales[groups.clone()].to_vec();
+        if !self.zeros.is_empty() {
+            self.zeros = self.zeros[groups].to_vec();
+        }
+        self
     }
 
     /// `len` numbers that are zero, whatever they are multiplied with.

@@ -8,6 +8,7 @@
 
 mod architecture;
 mod blocks;
+mod communicator;
 mod config;
 pub mod cost;
 mod cpu;
@@ -29,20 +30,23 @@ mod packed;
 mod precision;
 mod quantised;
 mod rope;
+mod shard;
 mod spec;
 mod weights;
 
 pub use baton_cuda::num_devices as num_cuda_devices;
+pub use communicator::{Communicator, CommunicatorError, ThreadCommunicator};
 pub use config::ModelConfig;
 #[doc(hidden)]
 pub use cpu::benchmark;
-pub use cpu::{CpuExecutor, CpuList, CpuListError, ThreadPool};
+pub use cpu::{CpuExecutor, CpuList, CpuListError, ParallelCpuExecutor, ThreadPool};
 pub use cuda::{BatchLimits, CudaExecutor, StartError as CudaStartError};
 pub use error::LoadError;
 pub use executor::{Batch, BatchSequence, ExecuteError, Executor};
 pub use float::FloatDtype;
 pub use gguf_files::gguf_files;
-pub use load::{LoadOptions, LoadProgress, LoadedModel, load};
+pub use load::{LoadOptions, LoadProgress, LoadedModel, load, load_ranks};
 pub use precision::{Activations, Backend, ParseQuantisationError, Quantisation};
 pub use rope::{RopeScaling, RopeSpec};
+pub use shard::{DecoderShard, Rank};
 pub use spec::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};

@@ -9,7 +9,7 @@ use crate::cpu::{CpuExecutor, ThreadPool, bf16_is_faster, multiplies_bf16};
 use crate::decoder::{DecoderWeights, is_redundant, take_weights};
 use crate::packed::{Packer, Packing, WeightCache};
 use crate::weights::Checkpoint;
-use crate::{Activations, Backend, LoadError, ModelConfig, Quantisation};
+use crate::{Activations, Backend, DecoderShard, LoadError, ModelConfig, Quantisation, Rank};
 
 /// How a model is to be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,6 +28,8 @@ pub struct LoadOptions {
     pub weight_cache: Option<PathBuf>,
     /// What will compute.
     pub backend: Backend,
+    /// Whose part of the model is loaded, where several ranks compute it together.
+    pub rank: Rank,
 }
 
 impl Default for LoadOptions {
@@ -40,6 +42,7 @@ impl Default for LoadOptions {
             quantise: None,
             weight_cache: None,
             backend: Backend::Cpu,
+            rank: Rank::ONLY,
         }
     }
 }
@@ -53,7 +56,7 @@ pub struct LoadProgress {
     pub bytes_total: u64,
 }
 
-/// A model, ready to compute. Clones share the weights.
+/// A model, or one rank's part of it, ready to compute. Clones share the weights.
 #[derive(Clone, Debug)]
 pub struct LoadedModel {
     inner: Arc<Inner>,
@@ -62,6 +65,7 @@ pub struct LoadedModel {
 #[derive(Debug)]
 struct Inner {
     config: ModelConfig,
+    shard: DecoderShard,
     weights: DecoderWeights,
     layout: KvLayout,
     bf16_pairs: bool,
@@ -78,12 +82,18 @@ impl LoadedModel {
         &self.inner.config
     }
 
-    /// How KV lies in blocks.
+    /// What of it was loaded.
+    pub fn shard(&self) -> &DecoderShard {
+        &self.inner.shard
+    }
+
+    /// How KV lies in blocks: that of the whole model, whatever was loaded.
     pub fn kv_layout(&self) -> KvLayout {
         self.inner.layout
     }
 
-    /// The fingerprint of KV that this model computes.
+    /// The fingerprint of KV that this model computes. Ranks that share one memory divide it among them, not the KV: the
+    /// fingerprint is that of the whole.
     pub fn kv_format(&self) -> KvFormat {
         KvFormat::new(self.inner.revision.clone(), &self.inner.layout, self.inner.config.decoder.rope_text())
     }
@@ -112,6 +122,9 @@ impl LoadedModel {
     ///
     /// # Errors
     /// When threads cannot be started.
+    ///
+    /// # Panics
+    /// As [`cpu_executor_on`](Self::cpu_executor_on).
     pub fn cpu_executor(&self) -> std::io::Result<CpuExecutor> {
         Ok(self.cpu_executor_on(Arc::new(ThreadPool::new(self.inner.threads)?)))
     }
@@ -119,9 +132,11 @@ impl LoadedModel {
     /// An executor on threads that it shares with others.
     ///
     /// # Panics
-    /// When it was loaded for a device.
+    /// When it was loaded for a device, or is one of several ranks' parts: those compute together, in a
+    /// [`ParallelCpuExecutor`](crate::ParallelCpuExecutor).
     pub fn cpu_executor_on(&self, pool: Arc<ThreadPool>) -> CpuExecutor {
         assert_eq!(self.inner.backend, Backend::Cpu, "nothing was packed for processors");
+        assert_eq!(self.inner.shard.rank(), Rank::ONLY, "a part of a model does not compute alone");
         CpuExecutor::new(self.clone(), pool)
     }
 
@@ -150,6 +165,15 @@ pub fn load(
     options: &LoadOptions,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<LoadedModel, LoadError> {
+    load_packed(model, options, packing(options)?, progress)
+}
+
+fn load_packed(
+    model: &Path,
+    options: &LoadOptions,
+    packing: Packing,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<LoadedModel, LoadError> {
     if !(1..=4096).contains(&options.block_size) {
         let (option, found) = ("block_size", options.block_size);
         return Err(LoadError::Option { option, found, expected: "1 to 4096 tokens" });
@@ -161,11 +185,11 @@ pub fn load(
     }
     let config = ModelConfig::load(model)?;
     let spec = &config.decoder;
+    let shard = DecoderShard::new(spec, options.rank)?;
     let mut checkpoint = Checkpoint::open(model, &config)?;
-    let packing = packing(options)?;
     let bf16_pairs = packing.bf16_pairs;
-    let mut packer = Packer::new(packing);
-    let weights = take_weights(spec, &mut checkpoint, &mut packer)?;
+    let mut packer = Packer::new(packing, options.rank);
+    let weights = take_weights(spec, &shard, &mut checkpoint, &mut packer)?;
     checkpoint.refuse_rest(&config.architecture, |name| is_redundant(spec, name))?;
     let hasher = identity(model, &checkpoint)?;
     let revision = revision(hasher.clone(), options.quantise);
@@ -199,6 +223,7 @@ pub fn load(
             revision,
             weight_bytes: checkpoint.size_bytes(),
             num_parameters: checkpoint.num_parameters(),
+            shard,
             weights,
             layout,
             bf16_pairs,
@@ -207,6 +232,23 @@ pub fn load(
             config,
         }),
     })
+}
+
+/// Loads the parts of so many ranks, to compute together in this process. `options` are theirs, but for the rank.
+///
+/// # Errors
+/// As [`load`], and when the model cannot be divided so.
+pub fn load_ranks(
+    model: &Path,
+    num_ranks: usize,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<Vec<LoadedModel>, LoadError> {
+    // What is faster is measured once, so that all compute alike.
+    let packing = packing(options)?;
+    let ranks = Rank::all(num_ranks)
+        .map(|rank| load_packed(model, &LoadOptions { rank, ..options.clone() }, packing, progress));
+    ranks.collect()
 }
 
 fn packing(options: &LoadOptions) -> Result<Packing, LoadError> {

@@ -53,13 +53,18 @@ impl Deref for Span {
     }
 }
 
-/// A matrix, or some rows of a tensor.
+/// A matrix, or some rows and columns of a tensor.
 #[derive(Clone, Debug)]
 pub(crate) struct Matrix {
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     stored: Stored,
     order: RowOrder,
+    /// Where it begins in what is stored.
+    first_row: usize,
+    first_col: usize,
+    /// Columns of what is stored.
+    stored_cols: usize,
 }
 
 /// How the numbers of a matrix are stored, row after row.
@@ -101,7 +106,31 @@ impl Matrix {
         if let RowOrder::InterleavedHalves { head_dim } = order {
             assert!(head_dim.is_multiple_of(2) && rows.is_multiple_of(head_dim), "whole heads of two halves");
         }
-        Matrix { rows, cols, stored, order }
+        Matrix { rows, cols, stored, order, first_row: 0, first_col: 0, stored_cols: cols }
+    }
+
+    /// Some of its rows.
+    pub(crate) fn rows_at(&self, range: Range<usize>) -> Matrix {
+        assert!(range.start <= range.end && range.end <= self.rows, "rows {range:?} of {}", self.rows);
+        Matrix { rows: range.len(), first_row: self.first_row + range.start, ..self.clone() }
+    }
+
+    /// Some of its columns. Where numbers are integers in groups, see [`splits`](Self::splits).
+    pub(crate) fn columns_at(&self, range: Range<usize>) -> Matrix {
+        assert!(range.start <= range.end && range.end <= self.cols, "columns {range:?} of {}", self.cols);
+        Matrix { cols: range.len(), first_col: self.first_col + range.start, ..self.clone() }
+    }
+
+    /// The column at which it begins or ends within a group of `format`: as integers of that format its numbers would
+    /// be others than as a part of the whole.
+    pub(crate) fn splits(&self, format: IntegerFormat) -> Option<usize> {
+        let is_one_group = match &self.stored {
+            Stored::Integers(tensors) => tensors.scales_whole_rows() && tensors.format() == Some(format),
+            Stored::Floats(..) | Stored::Blocks(..) | Stored::Fp8(_) => false,
+        };
+        let end = self.first_col + self.cols;
+        let is_inside = |col: &usize| *col != self.stored_cols && !col.is_multiple_of(format.group);
+        [self.first_col, end].into_iter().find(is_inside).filter(|_| !is_one_group)
     }
 
     /// What rows are widened to: the type of the floats; single precision for what has scales.
@@ -125,15 +154,18 @@ impl Matrix {
     /// The bytes of row `row_idx` of a matrix of floats.
     pub(crate) fn row(&self, row_idx: usize) -> Option<&[u8]> {
         match &self.stored {
-            Stored::Floats(span, dtype) => {
-                Some(self.row_bytes(span, row_idx, self.cols * dtype.size_bytes()))
-            }
+            Stored::Floats(span, dtype) => Some(self.row_bytes(span, *dtype, row_idx)),
             _ => None,
         }
     }
 
-    fn row_bytes<'a>(&self, span: &'a Span, row_idx: usize, num_bytes: usize) -> &'a [u8] {
-        &span[self.order.stored_idx(row_idx) * num_bytes..][..num_bytes]
+    fn stored_row(&self, row_idx: usize) -> usize {
+        self.order.stored_idx(self.first_row + row_idx)
+    }
+
+    fn row_bytes<'a>(&self, span: &'a Span, dtype: FloatDtype, row_idx: usize) -> &'a [u8] {
+        let first = self.stored_row(row_idx) * self.stored_cols + self.first_col;
+        &span[first * dtype.size_bytes()..][..self.cols * dtype.size_bytes()]
     }
 
     /// The numbers of row `row_idx`, into a slice of as many.
@@ -141,22 +173,32 @@ impl Matrix {
         assert_eq!(to.len(), self.cols, "numbers of a row");
         match &self.stored {
             Stored::Floats(span, dtype) => {
-                let size_bytes = dtype.size_bytes();
-                let bytes = self.row_bytes(span, row_idx, self.cols * size_bytes);
+                let bytes = self.row_bytes(span, *dtype, row_idx);
                 to.iter_mut()
-                    .zip(bytes.chunks_exact(size_bytes))
+                    .zip(bytes.chunks_exact(dtype.size_bytes()))
                     .for_each(|(to, bytes)| *to = widen(*dtype, bytes));
             }
             Stored::Blocks(span, tensor_type) => {
-                blocks::read(*tensor_type, self.block_row(span, *tensor_type, row_idx), to)
+                let (bytes, skipped) = self.blocks(span, *tensor_type, row_idx);
+                let num_stored = bytes.len() / tensor_type.block_bytes() * tensor_type.block_len();
+                if num_stored == to.len() {
+                    return blocks::read(*tensor_type, bytes, to);
+                }
+                let mut stored = vec![0.0; num_stored];
+                blocks::read(*tensor_type, bytes, &mut stored);
+                to.copy_from_slice(&stored[skipped..][..self.cols]);
             }
-            Stored::Integers(tensors) => tensors.read_row(self.order.stored_idx(row_idx), to),
-            Stored::Fp8(tensors) => tensors.read_row(self.order.stored_idx(row_idx), to),
+            Stored::Integers(tensors) => tensors.read_row(self.stored_row(row_idx), self.first_col, to),
+            Stored::Fp8(tensors) => tensors.read_row(self.stored_row(row_idx), self.first_col, to),
         }
     }
 
-    fn block_row<'a>(&self, span: &'a Span, tensor_type: TensorType, row_idx: usize) -> &'a [u8] {
-        self.row_bytes(span, row_idx, self.cols / tensor_type.block_len() * tensor_type.block_bytes())
+    /// The whole blocks in which a row's columns lie, and how many numbers come before these.
+    fn blocks<'a>(&self, span: &'a Span, tensor_type: TensorType, row_idx: usize) -> (&'a [u8], usize) {
+        let (len, num_bytes) = (tensor_type.block_len(), tensor_type.block_bytes());
+        let (first, end) = (self.first_col / len, (self.first_col + self.cols).div_ceil(len));
+        let before = self.stored_row(row_idx) * (self.stored_cols / len) + first;
+        (&span[before * num_bytes..][..(end - first) * num_bytes], self.first_col % len)
     }
 
     /// The numbers of row `row_idx`.
@@ -193,13 +235,18 @@ impl Matrix {
     /// The integers of row `row_idx`.
     ///
     /// # Panics
-    /// When there is no [integer format](Self::integer_format).
+    /// When there is no [integer format](Self::integer_format), or the matrix [splits](Self::splits) its groups.
     pub(crate) fn integer_row(&self, row_idx: usize) -> IntegerRow {
         match &self.stored {
             Stored::Floats(..) | Stored::Fp8(_) => panic!("floats are no integers"),
-            Stored::Integers(tensors) => tensors.row(self.order.stored_idx(row_idx)),
+            Stored::Integers(tensors) => {
+                tensors.row(self.stored_row(row_idx), self.first_col..self.first_col + self.cols)
+            }
             Stored::Blocks(span, tensor_type) => {
-                blocks::integer_row(*tensor_type, self.block_row(span, *tensor_type, row_idx))
+                let (bytes, skipped) = self.blocks(span, *tensor_type, row_idx);
+                let row = blocks::integer_row(*tensor_type, bytes);
+                let group = self.integer_format().expect("a type that has a format").group;
+                row.part(skipped..skipped + self.cols, group)
             }
         }
     }

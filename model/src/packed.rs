@@ -21,7 +21,7 @@ use memmap2::{Mmap, MmapMut};
 use crate::cpu::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};
 use crate::integers::{IntegerFormat, IntegerRow, IntegerWidth, MAX_GROUP};
 use crate::matrix::Matrix;
-use crate::{FloatDtype, LoadProgress};
+use crate::{FloatDtype, LoadProgress, Rank};
 
 /// Changes with the layout: files of another one are not read.
 const LAYOUT_VERSION: u32 = 3;
@@ -98,9 +98,21 @@ pub(crate) enum Rounding {
 /// Collects what is to be packed.
 pub(crate) struct Packer {
     packing: Packing,
+    /// Whose parts of tensors it is given.
+    rank: Rank,
     memory: Arc<OnceLock<Memory>>,
     jobs: Vec<Job>,
     num_bytes: usize,
+}
+
+/// A part has some of the numbers that share a scale.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SplitGroup {
+    pub(crate) part_idx: usize,
+    /// Where it begins or ends among them.
+    pub(crate) column: usize,
+    /// How many share it.
+    pub(crate) group: usize,
 }
 
 /// Matrices whose outputs lie side by side.
@@ -136,12 +148,20 @@ impl WeightCache<'_> {
 }
 
 impl Packer {
-    pub(crate) fn new(packing: Packing) -> Packer {
-        Packer { packing, memory: Arc::default(), jobs: vec![], num_bytes: 0 }
+    pub(crate) fn new(packing: Packing, rank: Rank) -> Packer {
+        Packer { packing, rank, memory: Arc::default(), jobs: vec![], num_bytes: 0 }
     }
 
     /// Adds a matrix made of `parts`, one after the other, its rows packed in `order`; in f32 if their types differ.
-    pub(crate) fn add(&mut self, parts: Vec<Matrix>, rounding: Rounding, order: RowOrder) -> PackedMatrix {
+    ///
+    /// # Errors
+    /// When it would be packed as integers in groups of which a part has not all.
+    pub(crate) fn add(
+        &mut self,
+        parts: Vec<Matrix>,
+        rounding: Rounding,
+        order: RowOrder,
+    ) -> Result<PackedMatrix, SplitGroup> {
         let (cols, first) = (parts[0].cols, parts[0].dtype());
         assert!(parts.iter().all(|part| part.cols == cols), "parts of one product");
         let dtype = if !self.packing.widen && parts.iter().all(Matrix::is_fp8) {
@@ -155,10 +175,16 @@ impl Packer {
         let rows = parts.iter().map(|part| part.rows).sum();
         let offset = self.num_bytes;
         let format = self.format(&parts, dtype, rounding);
+        if let PanelFormat::Integers(format) = format
+            && let Some((part_idx, column)) =
+                parts.iter().enumerate().find_map(|(idx, part)| Some((idx, part.splits(format)?)))
+        {
+            return Err(SplitGroup { part_idx, column, group: format.group });
+        }
         self.num_bytes = (offset + format.matrix_bytes(rows, cols)).next_multiple_of(ALIGNMENT);
         let kept = self.packing.is_for_device.then(|| parts.iter().cloned().collect());
         self.jobs.push(Job { parts, dtype, format, rows, cols, order, offset });
-        PackedMatrix { memory: Arc::clone(&self.memory), offset, format, rows, cols, order, parts: kept }
+        Ok(PackedMatrix { memory: Arc::clone(&self.memory), offset, format, rows, cols, order, parts: kept })
     }
 
     fn format(&self, parts: &[Matrix], dtype: FloatDtype, rounding: Rounding) -> PanelFormat {
@@ -280,6 +306,10 @@ impl Packer {
                 hasher.update(&(number as u64).to_le_bytes());
             }
             hasher.update(format!("{:?} {:?}", job.format, job.order).as_bytes());
+        }
+        // Parts of other ranks are as large, and others.
+        if self.rank != Rank::ONLY {
+            hasher.update(format!("{:?}", self.rank).as_bytes());
         }
         hasher.finalize()
     }

@@ -78,6 +78,41 @@ fn numbers_and_integers_are_those_that_were_packed() {
 }
 
 #[test]
+fn parts_have_the_numbers_of_the_whole() {
+    for (name, groups) in CASES {
+        let (dir, quantisation, expected) = fixture(name);
+        let (rows, cols) = (expected.len(), expected[0].len());
+        let mut checkpoint = Checkpoint::open_quantised(dir.path(), quantisation).unwrap();
+        let matrix = checkpoint.take("layer.weight", &[rows, cols]).unwrap();
+        let group = groups.map_or(32, |(group, _)| group);
+        let ends =
+            [(0, cols), (0, 3), (5, cols), (5, 40), (group.min(cols), cols), (0, group.min(cols)), (32, 64)];
+        for (start, end) in ends.into_iter().filter(|(start, end)| start <= end && *end <= cols) {
+            let part = matrix.rows_at(3..rows).columns_at(start..end);
+            for (row_idx, expected) in expected[3..].iter().enumerate() {
+                let found: Vec<f32> = part.row_values(row_idx).collect();
+                assert_eq!(found, expected[start..end], "{name} {row_idx}, {start} to {end}");
+                let Some(format) = part.integer_format() else { continue };
+                let is_inside = |col: usize| !col.is_multiple_of(format.group) && col != cols;
+                // One scale for all of a row may be had anywhere.
+                let is_split =
+                    !name.contains("rows") && !name.contains("bytes") && (is_inside(start) || is_inside(end));
+                assert_eq!(part.splits(format).is_some(), is_split, "{name}, {start} to {end}");
+                if !is_split {
+                    let row = part.integer_row(row_idx);
+                    assert_eq!(
+                        row.values(format).collect::<Vec<_>>(),
+                        expected[start..end],
+                        "{name} as integers"
+                    );
+                    assert_eq!(row.scales.len(), (end - start).div_ceil(format.group));
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn configurations_that_mean_something_else_are_refused() {
     let methods = "expected awq, gptq, compressed-tensors, fp8 or fbgemm_fp8";
     let formats =

@@ -92,6 +92,17 @@ pub enum MlpSpec {
     },
 }
 
+impl MlpSpec {
+    /// Rows of gate and of up: neurons.
+    pub fn intermediate_size(&self) -> usize {
+        match *self {
+            MlpSpec::Dense { intermediate_size } | MlpSpec::Experts { intermediate_size, .. } => {
+                intermediate_size
+            }
+        }
+    }
+}
+
 /// Names of the tensors of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExpertNaming {

@@ -347,6 +347,11 @@ impl Checkpoint {
         Ok(raw)
     }
 
+    /// The file, or the index of several: for messages about tensors.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Elements of the tensors that were taken.
     pub(crate) fn num_parameters(&self) -> u64 {
         self.num_parameters

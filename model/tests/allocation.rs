@@ -4,10 +4,13 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_model::{Batch, BatchSequence, Executor, LoadOptions, load};
+use baton_model::{
+    Batch, BatchSequence, Executor, LoadOptions, ParallelCpuExecutor, ThreadPool, load, load_ranks,
+};
 
 struct Counting;
 
@@ -43,29 +46,36 @@ fn decode_steps_do_not_allocate() {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures").join(name);
         let options = LoadOptions { threads: Some(NUM_THREADS), ..LoadOptions::default() };
         let model = load(&dir, &options, &mut |_| {}).unwrap();
-        let storage = BlockStorage::new(model.kv_layout(), 16).unwrap();
-        let mut executor = model.cpu_executor().unwrap();
-        let blocks: Vec<BlockId> = (0..16).map(BlockId).collect();
-        let mut num_later = 0;
-        for step in 0..NUM_STEPS {
-            // Experts are chosen by the token: the first steps see what buffers can need at most.
-            let tokens = if step == 0 { vec![7; 64] } else { vec![step as u32 + 10] };
-            let sequences = [0, 8].map(|first| BatchSequence {
-                tokens: &tokens,
-                start_idx: if step == 0 { 0 } else { 63 + step },
-                blocks: &blocks[first..],
-                num_logits: 1,
-            });
-            let batch = Batch { sequences: sequences[..if step == 0 { 1 } else { 2 }].to_vec() };
-            let before = ALLOCATIONS.load(Ordering::Relaxed);
-            // SAFETY: nobody else uses the storage.
-            unsafe { executor.execute(&batch, &storage, &mut |_| {}).unwrap() };
-            let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
-            if step > 1 {
-                num_later += allocations;
-            }
-        }
-        // A thread's first sleep, whenever it comes, may have the standard library allocate once.
-        assert!(num_later <= NUM_THREADS, "{name}: {num_later} allocations in {NUM_STEPS} steps");
+        let ranks = load_ranks(&dir, NUM_THREADS, &options, &mut |_| {}).unwrap();
+        let pool = || Arc::new(ThreadPool::new(1).unwrap());
+        let ranks = ranks.into_iter().map(|rank| (rank, pool())).collect();
+        count(name, &mut model.cpu_executor().unwrap());
+        count(name, &mut ParallelCpuExecutor::new(ranks).unwrap());
     }
+}
+
+fn count(name: &str, executor: &mut dyn Executor) {
+    let storage = BlockStorage::new(executor.kv_layout(), 16).unwrap();
+    let blocks: Vec<BlockId> = (0..16).map(BlockId).collect();
+    let mut num_later = 0;
+    for step in 0..NUM_STEPS {
+        // Experts are chosen by the token: the first steps see what buffers can need at most.
+        let tokens = if step == 0 { vec![7; 64] } else { vec![step as u32 + 10] };
+        let sequences = [0, 8].map(|first| BatchSequence {
+            tokens: &tokens,
+            start_idx: if step == 0 { 0 } else { 63 + step },
+            blocks: &blocks[first..],
+            num_logits: 1,
+        });
+        let batch = Batch { sequences: sequences[..if step == 0 { 1 } else { 2 }].to_vec() };
+        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        // SAFETY: nobody else uses the storage.
+        unsafe { executor.execute(&batch, &storage, &mut |_| {}).unwrap() };
+        let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
+        if step > 1 {
+            num_later += allocations;
+        }
+    }
+    // A thread's first sleep, whenever it comes, may have the standard library allocate once.
+    assert!(num_later <= NUM_THREADS, "{name}: {num_later} allocations in {NUM_STEPS} steps");
 }

@@ -1,74 +1,15 @@
 //! Every architecture against what `transformers` computed (`tests/parity/`), by every path.
 
+mod machine;
+
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
 
-use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
-use baton_model::{Activations, Batch, BatchSequence, CpuExecutor, Executor, LoadOptions, load};
-use safetensors::SafeTensors;
+use baton_kv_cache::KvDtype;
+use baton_model::{Activations, BatchSequence, LoadOptions};
 
-const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures");
-
-/// Of the largest logit.
-const TOLERANCE: f32 = 1e-4;
-
-/// All that `record.py` makes: a fixture that is lost must be missed.
-const CASES: &[&str] = &[
-    "gemma2",
-    "gemma3",
-    "gemma3-legacy-linear",
-    "llama",
-    "llama-bf16-sharded",
-    "llama-rope-linear",
-    "llama-rope-llama3",
-    "llama-rope-yarn",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "phi3-partial-rotary",
-    "qwen2",
-    "qwen2-window",
-    "qwen3",
-    "qwen3-moe",
-    "qwen3-moe-sparse-step",
-];
-
-struct Expected {
-    prompt: Vec<u32>,
-    positions: Vec<usize>,
-    /// `[positions][vocab]`
-    logits: Vec<f32>,
-    greedy: Vec<u32>,
-}
-
-fn expected(dir: &Path) -> Expected {
-    let bytes = std::fs::read(dir.join("expected.safetensors")).unwrap();
-    let tensors = SafeTensors::deserialize(&bytes).unwrap();
-    let words = |name: &str| -> Vec<[u8; 4]> {
-        tensors.tensor(name).unwrap().data().chunks_exact(4).map(|word| word.try_into().unwrap()).collect()
-    };
-    let ids = |name: &str| words(name).into_iter().map(u32::from_le_bytes).collect::<Vec<_>>();
-    Expected {
-        prompt: ids("prompt"),
-        positions: ids("positions").into_iter().map(|position| position as usize).collect(),
-        logits: words("logits").into_iter().map(f32::from_le_bytes).collect(),
-        greedy: ids("greedy"),
-    }
-}
-
-fn dir_of(name: &str) -> PathBuf {
-    Path::new(FIXTURES).join(name)
-}
-
-/// As transformers computed the fixtures.
-fn exact() -> LoadOptions {
-    LoadOptions {
-        kv_dtype: Some(KvDtype::F32),
-        threads: Some(2),
-        activations: Activations::F32,
-        ..LoadOptions::default()
-    }
-}
+use machine::{
+    CASES, Expected, FIXTURES, Machine, Place, TOLERANCE, argmax, check_paths, dir_of, exact, expected,
+};
 
 /// Ways to round, and how far logits may be from those of transformers, in parts of the largest, where
 /// that can be said: the models are small and of random weights, to which four bits do anything. What a trained one
@@ -82,83 +23,6 @@ fn roundings() -> Vec<(LoadOptions, Option<f32>)> {
         (quantised("int4"), None),
         (quantised("int4:64"), None),
     ]
-}
-
-/// An executor with blocks of its own.
-struct Machine {
-    executor: CpuExecutor,
-    storage: BlockStorage,
-    next_block: u32,
-}
-
-/// A sequence's place in the blocks.
-#[derive(Clone)]
-struct Place {
-    blocks: Vec<BlockId>,
-    block_size: usize,
-}
-
-impl Machine {
-    fn new(dir: &Path, options: &LoadOptions) -> Machine {
-        let model = load(dir, options, &mut |_| {}).unwrap();
-        let storage = BlockStorage::new(model.kv_layout(), 2000 / options.block_size).unwrap();
-        // What is not written yet must not matter.
-        for block in 0..storage.num_blocks() {
-            for layer_idx in 0..storage.layout().num_layers {
-                // SAFETY: nobody else uses the storage.
-                unsafe { storage.layer_mut(BlockId(block as u32), layer_idx) }.fill(0xff);
-            }
-        }
-        Machine { executor: model.cpu_executor().unwrap(), storage, next_block: 0 }
-    }
-
-    /// Blocks for `len` tokens, every other one so that they are not contiguous.
-    fn place(&mut self, len: usize) -> Place {
-        let block_size = self.storage.layout().block_size;
-        let blocks = (0..len.div_ceil(block_size)).map(|_| {
-            self.next_block = (self.next_block + 7) % self.storage.num_blocks() as u32;
-            BlockId(self.next_block)
-        });
-        Place { blocks: blocks.collect(), block_size }
-    }
-
-    fn run(&mut self, sequences: Vec<BatchSequence<'_>>) -> Vec<Vec<f32>> {
-        let num_layers = self.storage.layout().num_layers;
-        let mut layers = Vec::new();
-        let batch = Batch { sequences };
-        let vocab = self.executor.vocab_size();
-        // SAFETY: nobody else uses the storage.
-        let logits = unsafe {
-            self.executor.execute(&batch, &self.storage, &mut |layer_idx| layers.push(layer_idx)).unwrap()
-        };
-        assert_eq!(layers, (0..num_layers).collect::<Vec<_>>());
-        logits.chunks_exact(vocab).map(<[f32]>::to_vec).collect()
-    }
-
-    /// Computes `tokens[start..]` in chunks; the logits after the last one.
-    fn prefill(&mut self, place: &Place, tokens: &[u32], start: usize, chunk: usize) -> Vec<f32> {
-        let mut last = Vec::new();
-        for first in (start..tokens.len()).step_by(chunk) {
-            let end = tokens.len().min(first + chunk);
-            last = self.run(vec![BatchSequence {
-                tokens: &tokens[first..end],
-                start_idx: first,
-                blocks: &place.blocks[..end.div_ceil(place.block_size)],
-                num_logits: usize::from(end == tokens.len()),
-            }]);
-        }
-        assert_eq!(last.len(), 1);
-        last.remove(0)
-    }
-}
-
-fn argmax(logits: &[f32]) -> u32 {
-    let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
-    best as u32
-}
-
-fn bits(logits: &[f32]) -> Vec<u32> {
-    logits.iter().map(|x| x.to_bits()).collect()
 }
 
 #[test]
@@ -244,79 +108,6 @@ fn every_path_gives_the_same_bits() {
                     LoadOptions { kv_dtype, block_size, threads: Some(threads), ..rounding.clone() };
                 check_paths(name, &expected, &mut Machine::new(&dir, &options));
             }
-        }
-    }
-}
-
-fn check_paths(name: &str, expected: &Expected, machine: &mut Machine) {
-    let prompt = &expected.prompt;
-    let whole = machine.place(prompt.len());
-    let reference = bits(&machine.prefill(&whole, prompt, 0, usize::MAX));
-
-    for chunk in [1, 3, 7, 16, 17, 40] {
-        let place = machine.place(prompt.len());
-        let got = machine.prefill(&place, prompt, 0, chunk);
-        assert_eq!(bits(&got), reference, "{name}: chunks of {chunk}");
-    }
-
-    // A prefix lies in blocks that another sequence computed, the rest in blocks of its own.
-    for num_shared in [1, 2, 3] {
-        let start = num_shared * machine.storage.layout().block_size;
-        let mut place = machine.place(prompt.len());
-        place.blocks[..num_shared].copy_from_slice(&whole.blocks[..num_shared]);
-        let got = machine.prefill(&place, prompt, start, 11);
-        assert_eq!(bits(&got), reference, "{name}: {start} tokens cached");
-    }
-
-    // Among strangers: two that decode, one that begins, one whose logits nobody wants.
-    let strangers: Vec<(Vec<u32>, usize)> = [(30, 29), (90, 89), (50, 0), (20, 4)]
-        .iter()
-        .enumerate()
-        .map(|(idx, &(len, start))| {
-            ((0..len).map(|i| (i as u32 * 37 + idx as u32 * 11) % 250).collect(), start)
-        })
-        .collect();
-    let places: Vec<Place> = strangers.iter().map(|(tokens, _)| machine.place(tokens.len())).collect();
-    let mut alone = Vec::new();
-    for ((tokens, start), place) in strangers.iter().zip(&places) {
-        alone.push(bits(&machine.prefill(place, tokens, 0, usize::MAX)));
-        assert!(*start < tokens.len());
-    }
-    let place = machine.place(prompt.len());
-    machine.prefill(&place, &prompt[..10], 0, 10);
-    let mut sequences: Vec<BatchSequence<'_>> = strangers
-        .iter()
-        .zip(&places)
-        .map(|((tokens, start), place)| BatchSequence {
-            tokens: &tokens[*start..],
-            start_idx: *start,
-            blocks: &place.blocks,
-            num_logits: 1,
-        })
-        .collect();
-    sequences[3].num_logits = 0;
-    sequences.insert(
-        2,
-        BatchSequence { tokens: &prompt[10..], start_idx: 10, blocks: &place.blocks, num_logits: 1 },
-    );
-    let together: Vec<_> = machine.run(sequences).iter().map(|logits| bits(logits)).collect();
-    let [one, two, three, _] = alone.try_into().unwrap();
-    assert_eq!(together, [one, two, reference, three], "{name}: among strangers");
-
-    // The logits of several rows, as drafted tokens are verified, are those of one row after the other. What
-    // rejected tokens wrote before is overwritten.
-    let (place, other) = (machine.place(prompt.len()), machine.place(prompt.len()));
-    for num_logits in [2, 5, 15] {
-        let start_idx = prompt.len() - num_logits;
-        machine.prefill(&place, &prompt[..start_idx], 0, usize::MAX);
-        let rejected: Vec<u32> = prompt.iter().rev().take(num_logits).copied().collect();
-        let sequence = |tokens| vec![BatchSequence { tokens, start_idx, blocks: &place.blocks, num_logits }];
-        machine.run(sequence(&rejected));
-        let together = machine.run(sequence(&prompt[start_idx..]));
-        assert_eq!(together.len(), num_logits);
-        for (idx, logits) in together.iter().enumerate() {
-            let alone = machine.prefill(&other, &prompt[..=start_idx + idx], 0, usize::MAX);
-            assert_eq!(bits(logits), bits(&alone), "{name}: row {idx} of {num_logits}");
         }
     }
 }

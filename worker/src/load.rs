@@ -153,6 +153,7 @@ fn load_model(
         activations: config.activations,
         weight_cache: config.weight_cache.clone(),
         backend,
+        ..LoadOptions::default()
     };
     let started = Instant::now();
     let mut shown = Shown::new();

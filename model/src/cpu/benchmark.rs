@@ -105,6 +105,7 @@ impl Attention {
         let shape = AttentionShape {
             num_heads: 32,
             num_kv_heads: 8,
+            first_kv_head: 0,
             head_dim: 64,
             scale: 0.1,
             soft_cap: None,

@@ -32,7 +32,7 @@ pub(super) struct ExpertBuffers {
     chosen: Vec<usize>,
 }
 
-/// Adds to each row of `x` what its experts make of its row of `hidden`.
+/// Stores in each row of `x`, or adds to it, what its experts make of its row of `hidden`.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn run(
     cpu: &mut Cpu,
@@ -43,6 +43,7 @@ pub(super) fn run(
     experts: &[DenseMlp],
     (memory, gated): (&mut ExpertBuffers, &mut Aligned),
     x: &mut [f32],
+    output: Output,
 ) {
     let size = x.len() / num_rows;
     let weights = memory.weights.grown(num_rows * experts.len());
@@ -73,8 +74,9 @@ pub(super) fn run(
             }
         }
     }
-    for (x, sum) in x.iter_mut().zip(sum) {
-        *x += *sum;
+    match output {
+        Output::Add => x.iter_mut().zip(sum).for_each(|(x, sum)| *x += *sum),
+        _ => x.copy_from_slice(sum),
     }
 }
 

@@ -17,7 +17,13 @@ use super::simd::Isa;
 use super::{Aligned, Cpu, SharedMut, ThreadPool};
 use crate::decoder::{DecoderWeights, DenseMlp, LayerWeights, Linear, Mlp};
 use crate::spec::{Activation, DecoderSpec, MlpSpec};
-use crate::{Batch, BatchSequence, ExecuteError, Executor, LoadedModel};
+use crate::{
+    Batch, BatchSequence, Communicator, CommunicatorError, DecoderShard, ExecuteError, Executor, LoadedModel,
+    Rank,
+};
+
+/// The ranks that compute a model together, as one of them reaches the others.
+pub(super) type Ranks = dyn Communicator<Buffer = [f32]>;
 
 /// Computes on this machine's processors.
 pub struct CpuExecutor {
@@ -41,8 +47,10 @@ struct Buffers {
     /// Inside a dense MLP, or one expert.
     gated: Aligned,
     experts: ExpertBuffers,
-    /// `[wanted][vocab]`
+    /// `[wanted][vocab]`; of one rank of several `[wanted][its tokens]`, until the first collects them.
     logits: Aligned,
+    /// `[ranks][wanted][tokens of each]`
+    gathered: Aligned,
     /// Of each row.
     positions: Vec<usize>,
     /// Of each sequence.
@@ -53,7 +61,7 @@ impl CpuExecutor {
     pub(crate) fn new(model: LoadedModel, pool: Arc<ThreadPool>) -> CpuExecutor {
         let isa = Isa::detect();
         tracing::debug!(threads = pool.num_threads(), instructions = isa.name(), "cpu executor");
-        let ropes = RopeTables::new(&model.config().decoder.ropes);
+        let ropes = RopeTables::new(&model.shard().spec().ropes);
         CpuExecutor { model, cpu: Cpu::on(pool, isa), buffers: Buffers::default(), ropes }
     }
 
@@ -89,6 +97,33 @@ impl Executor for CpuExecutor {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<&[f32], ExecuteError> {
+        // SAFETY: by the caller's word.
+        let num_logits = unsafe { self.compute(batch, storage, on_layer, None) };
+        Ok(self.logits(num_logits.expect("no rank can be lost where there is but one")))
+    }
+}
+
+impl CpuExecutor {
+    /// The first logits of the last step.
+    pub(super) fn logits(&self, num_logits: usize) -> &[f32] {
+        &self.buffers.logits[..num_logits]
+    }
+
+    /// One step, of a whole model or together with other `ranks`; how many logits there are, 0 for all ranks but the
+    /// first.
+    ///
+    /// # Errors
+    /// When another rank is gone.
+    ///
+    /// # Safety
+    /// As [`Executor::execute`]; all ranks execute the same batch on the same storage.
+    pub(super) unsafe fn compute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+        ranks: Option<&mut Ranks>,
+    ) -> Result<usize, CommunicatorError> {
         assert_eq!(*storage.layout(), self.kv_layout(), "blocks of another layout");
         let CpuExecutor { model, cpu, buffers, ropes } = self;
         let weights = model.weights();
@@ -101,44 +136,58 @@ impl Executor for CpuExecutor {
             buffers.positions.extend(sequence.start_idx..sequence.start_idx + sequence.tokens.len());
         }
         let mut pass = Pass {
-            spec: &model.config().decoder,
+            shard: model.shard(),
+            spec: model.shard().spec(),
             bf16_pairs: model.bf16_pairs(),
             cpu,
             num_rows: buffers.positions.len(),
             buffers,
             sequences: &batch.sequences,
+            ranks,
         };
         ropes.prepare(&pass.buffers.positions);
         let tokens = batch.sequences.iter().flat_map(|sequence| sequence.tokens);
-        pass.embed(weights, tokens);
+        pass.embed(weights, tokens)?;
         for (layer_idx, layer) in weights.layers.iter().enumerate() {
             pass.project(layer);
             // SAFETY: the caller gives this call the blocks of the batch.
             unsafe { pass.store(layer_idx, layer, ropes, storage) };
+            // A rank may attend to heads that another one writes.
+            if let Some(ranks) = &mut pass.ranks {
+                ranks.barrier()?;
+            }
             on_layer(layer_idx);
             // SAFETY: as above, and the layer's KV has been written.
             unsafe { pass.attend(layer_idx, storage) };
-            pass.finish_attention(layer);
-            pass.mlp(&pass.spec.layers[layer_idx].mlp, layer);
+            pass.finish_attention(layer)?;
+            pass.mlp(&pass.spec.layers[layer_idx].mlp, layer)?;
         }
         let num_wanted = pass.normalise_wanted(&weights.norm);
-        let num_logits = pass.logits(weights.head.as_ref(), num_wanted);
-        Ok(&self.buffers.logits[..num_logits])
+        pass.logits(weights.head.as_ref(), num_wanted)
     }
 }
 
 /// One call of `execute`.
 struct Pass<'a> {
+    shard: &'a DecoderShard,
+    /// That of the shard.
     spec: &'a DecoderSpec,
     bf16_pairs: bool,
     cpu: &'a mut Cpu,
     buffers: &'a mut Buffers,
     sequences: &'a [BatchSequence<'a>],
     num_rows: usize,
+    /// `None` where one computes the whole model.
+    ranks: Option<&'a mut Ranks>,
 }
 
 impl Pass<'_> {
-    fn embed<'t>(&mut self, weights: &DecoderWeights, tokens: impl Iterator<Item = &'t u32>) {
+    fn embed<'t>(
+        &mut self,
+        weights: &DecoderWeights,
+        tokens: impl Iterator<Item = &'t u32>,
+    ) -> Result<(), CommunicatorError> {
+        let own = self.shard.vocabulary();
         let (hidden, scale) = (self.spec.hidden_size, self.spec.embedding_scale);
         let x = self.buffers.x.grown(self.num_rows * hidden);
         for (row, &token) in x.chunks_exact_mut(hidden).zip(tokens) {
@@ -149,8 +198,16 @@ impl Pass<'_> {
                     embedding.read_row(token, row);
                     row.iter_mut().for_each(|x| *x *= scale);
                 }
-                None => weights.head.as_ref().read_row(token, scale, row),
+                None if own.contains(&token) => {
+                    weights.head.as_ref().read_row(token - own.start, scale, row);
+                }
+                // Of all ranks one has the token's row.
+                None => row.fill(0.0),
             }
+        }
+        match (&mut self.ranks, &weights.embedding) {
+            (Some(ranks), None) => ranks.all_reduce_sum(x),
+            _ => Ok(()),
         }
     }
 
@@ -183,6 +240,7 @@ impl Pass<'_> {
         let qkv = SharedMut::new(&mut self.buffers.qkv[..self.num_rows * width]);
         let rope_idx = spec.layers[layer_idx].rope_idx;
         let positions = &self.buffers.positions;
+        let (writes_kv, first_head) = (self.shard.writes_kv(), self.shard.kv_heads().start);
         let (sequences, first_rows) = (self.sequences, &self.buffers.first_rows);
         self.cpu.for_rows(self.num_rows, width, |row_idx| {
             // SAFETY: every row is its own.
@@ -199,9 +257,12 @@ impl Pass<'_> {
             }
             // Sequences are in the order of their rows.
             let at = first_rows.partition_point(|&first_row| first_row <= row_idx) - 1;
-            // SAFETY: positions differ between rows of a sequence, and sequences do not share the
-            // blocks they write; nobody else uses them by the caller's word.
-            unsafe { store_rows(storage, layer_idx, sequences[at].blocks, positions[row_idx], keys, values) };
+            if writes_kv {
+                let (blocks, position) = (sequences[at].blocks, positions[row_idx]);
+                // SAFETY: positions differ between rows of a sequence, sequences do not share the blocks they write, and
+                // a head has one rank that writes it; nobody else uses them by the caller's word.
+                unsafe { store_rows(storage, layer_idx, blocks, position, first_head, keys, values) };
+            }
         });
     }
 
@@ -212,6 +273,7 @@ impl Pass<'_> {
         let shape = AttentionShape {
             num_heads: spec.num_heads,
             num_kv_heads: spec.num_kv_heads,
+            first_kv_head: self.shard.kv_heads().start,
             head_dim: spec.head_dim,
             scale: spec.attention_scale,
             soft_cap: spec.attention_soft_cap,
@@ -228,23 +290,35 @@ impl Pass<'_> {
         };
     }
 
+    /// How a rank's part of a sum enters the residual stream: the first adds it to what all have, the others replace what
+    /// they have, and the sum over ranks is the new stream.
+    fn to_stream(&self) -> Output {
+        if self.shard.rank().is_first() { Output::Add } else { Output::Store }
+    }
+
     /// The output projection, added to the residual stream.
-    fn finish_attention(&mut self, layer: &LayerWeights) {
+    fn finish_attention(&mut self, layer: &LayerWeights) -> Result<(), CommunicatorError> {
+        let to_stream = self.to_stream();
         let rows = self.num_rows;
         let x = &mut self.buffers.x[..rows * self.spec.hidden_size];
         let attended = &self.buffers.attended;
         match &layer.attention_post_norm {
-            None => apply(self.cpu, rows, attended, &layer.output, x, Output::Add),
+            None => {
+                apply(self.cpu, rows, attended, &layer.output, x, to_stream);
+                sum_over(&mut self.ranks, x)?;
+            }
             Some(norm) => {
                 let hidden = self.buffers.hidden.grown(x.len());
                 apply(self.cpu, rows, attended, &layer.output, hidden, Output::Store);
+                sum_over(&mut self.ranks, hidden)?;
                 add_normalised(self.cpu, self.spec, hidden, norm, x);
             }
         }
+        Ok(())
     }
 
-    fn mlp(&mut self, mlp: &MlpSpec, layer: &LayerWeights) {
-        let spec = self.spec;
+    fn mlp(&mut self, mlp: &MlpSpec, layer: &LayerWeights) -> Result<(), CommunicatorError> {
+        let (spec, to_stream) = (self.spec, self.to_stream());
         let rows = self.num_rows;
         let buffers = &mut *self.buffers;
         let x = &mut buffers.x[..rows * spec.hidden_size];
@@ -252,13 +326,16 @@ impl Pass<'_> {
         normalise(self.cpu, spec, x, &layer.mlp_norm, hidden);
         match (&layer.mlp, &layer.mlp_post_norm) {
             (Mlp::Dense(dense), None) => {
-                dense_mlp(self.cpu, spec.activation, rows, hidden, dense, &mut buffers.gated, x, Output::Add);
+                dense_mlp(self.cpu, spec.activation, rows, hidden, dense, &mut buffers.gated, x, to_stream);
+                sum_over(&mut self.ranks, x)
             }
             (Mlp::Dense(dense), Some(norm)) => {
                 // The products no longer need their input when the last one is written.
                 let gated = gate_and_up(self.cpu, spec.activation, rows, hidden, dense, &mut buffers.gated);
                 apply(self.cpu, rows, gated, &dense.down, hidden, Output::Store);
+                sum_over(&mut self.ranks, hidden)?;
                 add_normalised(self.cpu, spec, hidden, norm, x);
+                Ok(())
             }
             (Mlp::Experts { router, experts }, _) => {
                 let MlpSpec::Experts { num_active, renormalise, .. } = *mlp else {
@@ -267,7 +344,8 @@ impl Pass<'_> {
                 let routing =
                     super::experts::Routing { num_active, renormalise, activation: spec.activation };
                 let memory = (&mut buffers.experts, &mut buffers.gated);
-                super::experts::run(self.cpu, &routing, rows, hidden, router, experts, memory, x);
+                super::experts::run(self.cpu, &routing, rows, hidden, router, experts, memory, x, to_stream);
+                sum_over(&mut self.ranks, x)
             }
         }
     }
@@ -289,14 +367,47 @@ impl Pass<'_> {
     }
 
     /// Fills in the logits; how many numbers they are.
-    fn logits(&mut self, head: PanelsRef<'_>, num_wanted: usize) -> usize {
-        let logits = self.buffers.logits.grown(num_wanted * self.spec.vocab_size);
+    fn logits(&mut self, head: PanelsRef<'_>, num_wanted: usize) -> Result<usize, CommunicatorError> {
+        let num_own = self.shard.vocabulary().len();
+        // As many numbers for each rank: what the last ones lack is left as it is.
+        let Rank { num_ranks, .. } = self.shard.rank();
+        let part = num_wanted * self.spec.vocab_size.div_ceil(num_ranks);
+        let part = self.buffers.logits.grown(part);
+        let logits = &mut part[..num_wanted * num_own];
         multiply(self.cpu, num_wanted, &self.buffers.hidden, head, None, logits, Output::Store);
         if let Some(cap) = self.spec.logit_soft_cap {
             soft_cap(self.cpu.isa, logits, cap);
         }
+        match &mut self.ranks {
+            None => Ok(logits.len()),
+            Some(ranks) if !self.shard.rank().is_first() => ranks.gather(part, None).map(|()| 0),
+            Some(ranks) => {
+                let gathered = self.buffers.gathered.grown(num_ranks * part.len());
+                ranks.gather(part, Some(gathered))?;
+                Ok(self.interleave(num_wanted, num_ranks))
+            }
+        }
+    }
+
+    /// Makes `[wanted][vocab]` of the ranks' parts.
+    fn interleave(&mut self, num_wanted: usize, num_ranks: usize) -> usize {
+        let size = self.spec.vocab_size;
+        let len_of_part = num_wanted * size.div_ceil(num_ranks);
+        let logits = self.buffers.logits.grown(num_wanted * size);
+        for rank in Rank::all(num_ranks) {
+            let tokens = rank.part_of(size);
+            let part = &self.buffers.gathered[rank.idx * len_of_part..];
+            for (row_idx, row) in logits.chunks_exact_mut(size).enumerate() {
+                row[tokens.clone()].copy_from_slice(&part[row_idx * tokens.len()..][..tokens.len()]);
+            }
+        }
         logits.len()
     }
+}
+
+/// Sums up what the ranks have of `buffer`, if there are several.
+fn sum_over(ranks: &mut Option<&mut Ranks>, buffer: &mut [f32]) -> Result<(), CommunicatorError> {
+    ranks.as_mut().map_or(Ok(()), |ranks| ranks.all_reduce_sum(buffer))
 }
 
 pub(super) fn apply(

@@ -79,18 +79,20 @@ impl<'a> HeadKv<'a> {
     }
 }
 
-/// Rounds a row's keys and values to the type of KV and writes them to their place.
+/// Rounds a row's keys and values to the type of KV and writes them to their place: that of the heads from `first_head`
+/// on.
 ///
 /// # Safety
 /// Nobody else reads or writes that place of the layer.
 ///
 /// # Panics
-/// When a row has not the layout's number of heads.
+/// When the layout has not so many heads.
 pub(super) unsafe fn store_rows(
     storage: &BlockStorage,
     layer_idx: usize,
     blocks: &[BlockId],
     position: usize,
+    first_head: usize,
     keys: &[f32],
     values: &[f32],
 ) {
@@ -99,8 +101,8 @@ pub(super) unsafe fn store_rows(
     let (block_idx, slot) = (position / block_size, position % block_size);
     let piece = storage.layer_ptr(blocks[block_idx], layer_idx).as_ptr();
     for (half, row) in [keys, values].into_iter().enumerate() {
-        assert_eq!(row.len(), num_kv_heads * head_dim);
-        for (head_idx, vector) in row.chunks_exact(head_dim).enumerate() {
+        assert!(row.len() <= (num_kv_heads - first_head) * head_dim && row.len().is_multiple_of(head_dim));
+        for (head_idx, vector) in (first_head..).zip(row.chunks_exact(head_dim)) {
             // SAFETY: head and slot lie in the piece; the caller vouches for the place.
             let (elements, scale) = unsafe {
                 let head = piece.add(half * layout.half_bytes() + layout.head_offset(head_idx));
@@ -167,7 +169,7 @@ mod tests {
         let blocks = [BlockId(2), BlockId(0)];
         let position = 8;
         // SAFETY: the test is the only user.
-        unsafe { store_rows(&storage, 1, &blocks, position, keys, values) };
+        unsafe { store_rows(&storage, 1, &blocks, position, 0, keys, values) };
         let mut read = [Vec::new(), Vec::new()];
         for kv_head in 0..2 {
             for (half, kv) in HeadKv::both(&storage, 1, &blocks, kv_head).into_iter().enumerate() {

@@ -8,6 +8,7 @@ mod fastest;
 mod forward;
 mod kv;
 mod memory;
+mod parallel;
 mod peaks;
 mod pool;
 mod products;
@@ -18,6 +19,7 @@ mod simd;
 pub use affinity::{CpuList, CpuListError};
 pub(crate) use fastest::{bf16_is_faster, multiplies_bf16};
 pub use forward::CpuExecutor;
+pub use parallel::ParallelCpuExecutor;
 pub use pool::ThreadPool;
 pub(crate) use products::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};
 

@@ -1,6 +1,10 @@
 //! Every kernel compiled for every architecture, and what its code needs: for `cargo xtask cuda-check`.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
 use super::compile::{Architecture, CompileError, CubinCache};
+use super::kernel::Source;
 use super::sources;
 
 /// What the assembler said of one kernel.
@@ -22,28 +26,45 @@ pub struct KernelReport {
     pub shared_bytes: u32,
 }
 
-/// Compiles everything; `report` is called for each kernel.
+/// Compiles everything, on all processors; `report` is called for each kernel.
 ///
 /// # Errors
 /// When NVRTC is missing, or a kernel does not compile.
 pub fn check_kernels(report: &mut dyn FnMut(KernelReport)) -> Result<(), CompileError> {
-    let cache = CubinCache::new(None);
-    for source in sources() {
-        let defines: Vec<String> =
-            source.defines.iter().map(|(name, value)| format!("{name}={value}")).collect();
-        for architecture in Architecture::CHECKED {
-            let log = cache.get(&source, architecture)?.log;
-            for found in kernels(&log) {
-                report(KernelReport {
-                    file: source.file,
-                    defines: defines.join(" "),
-                    architecture: architecture.to_string(),
-                    ..found
-                });
-            }
+    let jobs: Vec<(Source, Architecture)> = sources()
+        .into_iter()
+        .flat_map(|source| Architecture::CHECKED.map(|architecture| (source.clone(), architecture)))
+        .collect();
+    let next = AtomicUsize::new(0);
+    let compile = || {
+        let take = || jobs.get(next.fetch_add(1, Ordering::Relaxed));
+        let mut compiled = Vec::new();
+        while let Some((source, architecture)) = take() {
+            compiled.extend(reports(source, *architecture)?);
         }
-    }
+        Ok::<_, CompileError>(compiled)
+    };
+    let compiled = thread::scope(|scope| {
+        let num_threads = thread::available_parallelism().map_or(1, usize::from);
+        let threads: Vec<_> = (0..num_threads).map(|_| scope.spawn(compile)).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect::<Result<Vec<_>, _>>()
+    })?;
+    let mut compiled = compiled.concat();
+    compiled.sort_by(|a, b| (a.file, &a.name, &a.defines).cmp(&(b.file, &b.name, &b.defines)));
+    compiled.into_iter().for_each(report);
     Ok(())
+}
+
+fn reports(source: &Source, architecture: Architecture) -> Result<Vec<KernelReport>, CompileError> {
+    let log = CubinCache::new(None).get(source, architecture)?.log;
+    let defines: Vec<String> = source.defines.iter().map(|(name, value)| format!("{name}={value}")).collect();
+    let named = kernels(&log).into_iter().map(|found| KernelReport {
+        file: source.file,
+        defines: defines.join(" "),
+        architecture: architecture.to_string(),
+        ..found
+    });
+    Ok(named.collect())
 }
 
 /// What a log of the assembler's tells of each kernel.

@@ -3,8 +3,6 @@
 //! Each file of `kernels/` has a module here: the arguments of its kernels, how they are launched, and tests against a plain
 //! reference. Where there is no GPU the tests run them by an emulator.
 
-use baton_kv_cache::{KvDtype, KvLayout};
-
 pub use compile::CompileError;
 pub use cuda_executor::CudaExecutor;
 pub use inputs::BatchLimits;
@@ -26,8 +24,10 @@ mod lt;
 mod norm;
 mod pass;
 mod pool;
+mod products;
 mod rope;
 mod rows;
+mod sample;
 mod start;
 mod weights;
 
@@ -40,11 +40,19 @@ mod model_tests;
 #[cfg(test)]
 mod testing;
 
+use baton_kv_cache::{KvDtype, KvLayout};
+
+use crate::Activation;
+
 /// Every file, for the shapes that models have.
 fn sources() -> Vec<kernel::Source> {
-    let alone = vec![embed::source(), gate::source(crate::Activation::Silu), norm::source(), rows::source()];
-    let rope = KvDtype::ALL.map(|dtype| {
-        rope::source(128, &KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim: 128, dtype })
-    });
-    [alone, rope.to_vec(), attention::sources()].concat()
+    let layout =
+        |head_dim, dtype| KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim, dtype };
+    let ropes = [64, 128]
+        .into_iter()
+        .flat_map(|head_dim| KvDtype::ALL.map(|dtype| rope::source(head_dim, &layout(head_dim, dtype))));
+    let gates = [Activation::Silu, Activation::Gelu, Activation::GeluTanh].map(gate::source);
+    let others = [embed::source(), norm::source(), rows::source(), sample::source()];
+    let large = [attention::sources(), products::sources()].concat();
+    large.into_iter().chain(ropes).chain(gates).chain(others).collect()
 }

@@ -132,6 +132,7 @@ mod tests {
         AttentionShape {
             num_heads,
             num_kv_heads,
+            first_kv_head: 0,
             head_dim: 64,
             scale: 1.0,
             soft_cap: None,

@@ -59,6 +59,8 @@ const MIN_SHARED_WORK: usize = 64 * 1024;
 pub(crate) struct AttentionShape {
     pub(crate) num_heads: usize,
     pub(crate) num_kv_heads: usize,
+    /// Where these begin among the heads of the storage.
+    pub(crate) first_kv_head: usize,
     pub(crate) head_dim: usize,
     pub(crate) scale: f32,
     pub(crate) soft_cap: Option<f32>,
@@ -129,7 +131,7 @@ pub(crate) unsafe fn attend(
         let first_number = item.kv_head * group * shape.head_dim;
         ItemArgs {
             queries: Queries {
-                kv: HeadKv::both(storage, layer_idx, sequence.blocks, item.kv_head),
+                kv: HeadKv::both(storage, layer_idx, sequence.blocks, shape.first_kv_head + item.kv_head),
                 position: sequence.start_idx + item.rows.start,
                 num_rows: item.rows.len(),
                 group,

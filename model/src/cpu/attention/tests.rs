@@ -37,7 +37,7 @@ fn fill(case: &Case) -> (BlockStorage, Vec<BlockId>, Vec<f32>, Vec<f32>) {
     let [keys, values] = [1, 2].map(|seed| noise(seed, case.len * width));
     for (position, (key, value)) in keys.chunks(width).zip(values.chunks(width)).enumerate() {
         // SAFETY: the test is the only user.
-        unsafe { store_rows(&storage, 1, &blocks, position, key, value) };
+        unsafe { store_rows(&storage, 1, &blocks, position, 0, key, value) };
     }
     let [k, v] = [0, 1].map(|half| {
         (0..case.len * shape.num_kv_heads)
@@ -161,6 +161,7 @@ fn check_all(case: &Case) {
 const BASE: AttentionShape = AttentionShape {
     num_heads: 4,
     num_kv_heads: 2,
+    first_kv_head: 0,
     head_dim: 16,
     scale: 0.25,
     soft_cap: None,

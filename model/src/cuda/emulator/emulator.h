@@ -54,6 +54,7 @@ struct dim3 {
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
 #define __align__(n) alignas(n)
 #define __restrict__
 // One block runs at a time.
@@ -314,6 +315,9 @@ inline float float_of(u32 bits) {
     memcpy(&x, &bits, 4);
     return x;
 }
+// Never fused with what follows.
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

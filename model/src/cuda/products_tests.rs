@@ -1,0 +1,291 @@
+use super::*;
+use crate::cpu::testing::noise;
+use crate::cuda::emulator::{Emulator, Memory};
+use crate::cuda::testing::{assert_close, bf16, widened};
+use crate::integers::IntegerFormat;
+use baton_kv_cache::e4m3;
+
+/// Weights of some kind: what a device holds, and what they stand for.
+struct Weights {
+    kind: WeightKind,
+    n: usize,
+    k: usize,
+    bytes: Vec<u8>,
+    scales: Vec<f32>,
+    zeros: Vec<f32>,
+    /// Addresses are null.
+    places: Scales,
+    /// `[n][k]`
+    values: Vec<f64>,
+}
+
+fn integers(width: IntegerWidth, n: usize, k: usize, group: usize, has_zeros: bool) -> Weights {
+    let kind = WeightKind::of_integers(width);
+    let num_groups = k.div_ceil(group);
+    let format = IntegerFormat { width, group, has_zeros };
+    let (mut bytes, mut values) = (vec![], vec![]);
+    // [groups][n]: neighbours are read together.
+    let (mut scales, mut zeros) = (vec![0.0; num_groups * n], vec![0.0; num_groups * n]);
+    for row_idx in 0..n {
+        let seed = row_idx as u64 + 10;
+        let top = 2.0 * f32::from(width.middle()) - 1.0;
+        let level = |x: &f32| ((x + 1.0) / 2.0 * top).round() as u8;
+        let row = IntegerRow {
+            levels: noise(seed, k).iter().map(level).collect(),
+            scales: noise(seed + 1000, num_groups).iter().map(|x| x * 0.01).collect(),
+            // Also such as are no level.
+            zeros: noise(seed + 2000, if has_zeros { num_groups } else { 0 })
+                .iter()
+                .map(|x| (x + 1.0) / 2.0 * top)
+                .collect(),
+        };
+        pack(&row, width, &mut bytes);
+        values.extend(row.values(format).map(f64::from));
+        for group_idx in 0..num_groups {
+            scales[group_idx * n + row_idx] = row.scales[group_idx];
+            if has_zeros {
+                zeros[group_idx * n + row_idx] = row.zeros[group_idx] - f32::from(width.middle());
+            }
+        }
+    }
+    let places = Scales { row_stride: 1, group_stride: n as u32, group: group as u32, ..Scales::NONE };
+    Weights { kind, n, k, bytes, scales, zeros: if has_zeros { zeros } else { vec![] }, places, values }
+}
+
+/// With a scale for each block of rows and columns.
+fn fp8(n: usize, k: usize, rows_per_scale: usize, group: usize) -> Weights {
+    // All codes but NaN, also the small ones.
+    let codes: Vec<u8> = noise(3, n * k).iter().map(|x| (x.to_bits() >> 5) as u8).collect();
+    let codes: Vec<u8> =
+        codes.into_iter().map(|code| if code & 0x7f == 0x7f { 0x01 } else { code }).collect();
+    let num_groups = k.div_ceil(group);
+    let scales: Vec<f32> =
+        noise(4, n.div_ceil(rows_per_scale) * num_groups).iter().map(|x| x * 0.01).collect();
+    let value = |idx: usize| {
+        let scale = scales[idx / k / rows_per_scale * num_groups + idx % k / group];
+        f64::from(scale) * f64::from(e4m3::to_f32(codes[idx]))
+    };
+    let places = Scales {
+        rows_per_scale: rows_per_scale as u32,
+        row_stride: num_groups as u32,
+        group_stride: 1,
+        group: group as u32,
+        ..Scales::NONE
+    };
+    let values = (0..n * k).map(value).collect();
+    Weights { kind: WeightKind::Fp8, n, k, bytes: codes, scales, zeros: vec![], places, values }
+}
+
+fn floats(n: usize, k: usize) -> Weights {
+    let (bytes, values) = bf16(&noise(5, n * k));
+    let values = values.into_iter().map(f64::from).collect();
+    Weights {
+        kind: WeightKind::Bf16,
+        n,
+        k,
+        bytes,
+        scales: vec![],
+        zeros: vec![],
+        places: Scales::NONE,
+        values,
+    }
+}
+
+fn every_kind() -> Vec<Weights> {
+    vec![
+        floats(16, 8),
+        floats(21, 328),
+        fp8(40, 80, 1, 80),
+        fp8(33, 272, 128, 128),
+        fp8(32, 64, 32, 64),
+        integers(IntegerWidth::Eight, 5, 40, 128, false),
+        integers(IntegerWidth::Eight, 34, 328, 32, true),
+        integers(IntegerWidth::Eight, 32, 576, 128, false),
+        integers(IntegerWidth::Four, 7, 8, 32, false),
+        integers(IntegerWidth::Four, 40, 1288, 32, false),
+        integers(IntegerWidth::Four, 32, 392, 96, true),
+        integers(IntegerWidth::Four, 33, 512, 256, true),
+    ]
+}
+
+impl Weights {
+    fn on(&self, emulator: &mut Emulator) -> (Address, Scales) {
+        let mut floats = |values: &[f32]| match values {
+            [] => Address::NULL,
+            _ => emulator.buffer(bytemuck::cast_slice(values)),
+        };
+        let places = Scales { scales: floats(&self.scales), zeros: floats(&self.zeros), ..self.places };
+        (emulator.buffer(&self.bytes), places)
+    }
+}
+
+/// The kernel's own result for `x`, and what was launched.
+fn multiply(
+    weights: &Weights,
+    x: &[u8],
+    num_rows: usize,
+    epilogue: Option<(&[u8], &[u8])>,
+    is_f32: bool,
+) -> (Memory, MultiplyFew) {
+    let n = weights.n;
+    let mut emulator = Emulator::new(source(weights.kind));
+    let (levels, scales) = weights.on(&mut emulator);
+    let mut or_null = |bytes: Option<&[u8]>| bytes.map_or(Address::NULL, |bytes| emulator.buffer(bytes));
+    let (bias, added) = (or_null(epilogue.map(|both| both.0)), or_null(epilogue.map(|both| both.1)));
+    let kernel = MultiplyFew {
+        x: emulator.buffer(x),
+        weights: levels,
+        scales,
+        bias,
+        added,
+        out: emulator.poisoned(num_rows * n * if is_f32 { 4 } else { 2 }),
+        k: weights.k as u32,
+        n: n as u32,
+        num_rows: num_rows as u32,
+        is_f32: u32::from(is_f32),
+        kind: weights.kind,
+        padding: 0,
+    };
+    emulator.launch(&kernel);
+    (emulator.run(), kernel)
+}
+
+/// The numbers of f32 in `bytes`.
+fn singles(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect()
+}
+
+#[test]
+fn few_rows_are_multiplied() {
+    for (idx, weights) in every_kind().iter().enumerate() {
+        let (n, k) = (weights.n, weights.k);
+        let num_rows = [1, 8, 9, 16, 3][idx % 5];
+        let (x, x_values) = bf16(&noise(1, num_rows * k));
+        let (bias, bias_values) = bf16(&noise(6, n));
+        let (added, added_values) = bf16(&noise(7, num_rows * n));
+        let has_epilogue = idx % 2 == 1;
+        let is_f32 = idx % 3 == 0;
+        let (memory, kernel) =
+            multiply(weights, &x, num_rows, has_epilogue.then_some((&bias, &added)), is_f32);
+        let mut expected = vec![];
+        // What sums of that size lose.
+        let mut largest = 0.0f64;
+        for row_idx in 0..num_rows {
+            for output in 0..n {
+                let row = x_values[row_idx * k..][..k].iter().zip(&weights.values[output * k..][..k]);
+                let (mut sum, mut size) = (0.0, 0.0);
+                for (x, weight) in row {
+                    sum += f64::from(*x) * weight;
+                    size += (f64::from(*x) * weight).abs();
+                }
+                // A level and its zero are multiplied apart.
+                largest = largest.max(if weights.zeros.is_empty() { size } else { 4.0 * size });
+                if has_epilogue {
+                    sum += f64::from(bias_values[output]) + f64::from(added_values[row_idx * n + output]);
+                }
+                expected.push(sum as f32);
+            }
+        }
+        let bytes = memory.of(kernel.out);
+        let absolute = (largest * 2e-6) as f32;
+        if is_f32 {
+            assert_close(&singles(bytes), &expected, 1e-6, absolute);
+        } else {
+            assert_close(&widened(bytes), &expected, 1.0 / 256.0, absolute);
+        }
+    }
+}
+
+#[test]
+fn a_row_has_the_same_bits_with_any_others() {
+    for weights in every_kind().iter().filter(|weights| weights.values.len() > 5000) {
+        let (n, k) = (weights.n, weights.k);
+        let (x, _) = bf16(&noise(8, 16 * k));
+        let run = |rows: std::ops::Range<usize>| {
+            let (memory, kernel) =
+                multiply(weights, &x[rows.start * k * 2..rows.end * k * 2], rows.len(), None, true);
+            memory.of(kernel.out).to_vec()
+        };
+        let all = run(0..16);
+        for rows in [0..1, 7..8, 11..12, 2..10, 3..12] {
+            let found = run(rows.clone());
+            assert!(found == all[rows.start * n * 4..rows.end * n * 4], "{:?} {rows:?}", weights.kind);
+        }
+    }
+}
+
+#[test]
+fn weights_become_bf16() {
+    for weights in every_kind().iter().filter(|weights| weights.kind != WeightKind::Bf16) {
+        let (n, k) = (weights.n, weights.k);
+        let mut emulator = Emulator::new(source(weights.kind));
+        let (levels, scales) = weights.on(&mut emulator);
+        let kernel = Dequantise {
+            weights: levels,
+            scales,
+            out: emulator.poisoned(n * k * 2),
+            k: k as u32,
+            n: n as u32,
+            kind: weights.kind,
+            padding: 0,
+        };
+        emulator.launch(&kernel);
+        let expected: Vec<f32> = weights.values.iter().map(|value| *value as f32).collect();
+        // Half a unit in the last place of bf16; a level less its zero is rounded as a float, in another order.
+        assert_close(&widened(emulator.run().of(kernel.out)), &expected, 1.0 / 256.0, 1e-6);
+    }
+}
+
+#[test]
+fn activations_become_fp8_as_on_the_host() {
+    for (num_rows, k) in [(1, 8), (5, 264), (3, 2056)] {
+        let mut values = noise(9, num_rows * k);
+        // Some that are small beside the largest, a row of zeroes and one that is not finite.
+        values.iter_mut().step_by(3).for_each(|x| *x *= 1e-3);
+        if num_rows > 2 {
+            values[k..2 * k].fill(0.0);
+            values[2 * k + 3] = f32::INFINITY;
+        }
+        let (x, x_values) = bf16(&values);
+        let mut emulator = Emulator::new(source(WeightKind::Bf16));
+        let kernel = RoundRows {
+            x: emulator.buffer(&x),
+            out: emulator.poisoned(num_rows * k),
+            scales: emulator.poisoned(num_rows * 4),
+            k: k as u32,
+            num_rows: num_rows as u32,
+        };
+        emulator.launch(&kernel);
+        let memory = emulator.run();
+        let scales = singles(memory.of(kernel.scales));
+        for (row_idx, row) in x_values.chunks(k).enumerate() {
+            let largest = row.iter().fold(0.0f32, |max, x| max.max(x.abs()));
+            if !largest.is_finite() {
+                assert!(scales[row_idx].is_nan());
+                continue;
+            }
+            assert_eq!(scales[row_idx], largest / 448.0);
+            let inverse = if largest == 0.0 { 0.0 } else { 1.0 / scales[row_idx] };
+            let expected: Vec<u8> = row.iter().map(|x| e4m3::from_f32(x * inverse)).collect();
+            assert!(memory.of(kernel.out)[row_idx * k..][..k] == expected, "{num_rows} x {k}, row {row_idx}");
+        }
+    }
+}
+
+#[test]
+fn integers_lie_where_lanes_read_them() {
+    let levels = |len: usize, top: usize| (0..len).map(|k| (k % top) as u8).collect();
+    let row = |levels| IntegerRow { levels, scales: vec![], zeros: vec![] };
+    let mut bytes = vec![];
+    pack(&row(levels(72, 256)), IntegerWidth::Eight, &mut bytes);
+    assert_eq!(bytes.len(), WeightKind::Int8.row_bytes(72));
+    // The second lane: 8 to 15, and 40 to 47; the last step is filled up.
+    assert_eq!(bytes[16..32], [8, 9, 10, 11, 12, 13, 14, 15, 40, 41, 42, 43, 44, 45, 46, 47]);
+    assert_eq!(bytes[64..75], [64, 65, 66, 67, 68, 69, 70, 71, 0, 0, 0]);
+    bytes.clear();
+    pack(&row(levels(128, 16)), IntegerWidth::Four, &mut bytes);
+    assert_eq!(bytes.len(), 64);
+    // Numbers 0 to 7, then 8 to 15 for the next lane.
+    assert_eq!(bytes[..4], 0x7531_6420u32.to_le_bytes());
+    assert_eq!(bytes[16..20], 0xfdb9_eca8u32.to_le_bytes());
+}

@@ -1,0 +1,163 @@
+//! Tokens from rows of logits: `kernels/sample.cu`.
+//!
+//! The rules are those of the engine's sampler on the host, and so are the random numbers. Weights are added up in f32
+//! within a row's parts and in f64 across them, on the host in f64 alone: so a token differs from the host's where the
+//! random number, or what top-p asks for, lies within some 1e-6 of the whole weight of the boundary between two tokens.
+//! Two more differences: top-p takes tokens whose weights round to the same float in the order of their logits, the host
+//! in that of their ids; and where nothing but stop ids is finite, a token that the model excludes stays excluded.
+
+use super::kernel::{Address, Kernel, LaunchShape, Source};
+
+/// Threads of a block, and tokens that it can sort at a time.
+const THREADS: u32 = 512;
+
+pub(crate) fn source() -> Source {
+    source_with(THREADS)
+}
+
+fn source_with(threads: u32) -> Source {
+    Source {
+        file: "sample.cu",
+        text: include_str!("kernels/sample.cu"),
+        defines: vec![("SAMPLE_THREADS", u64::from(threads))],
+    }
+}
+
+/// How the token of a row is chosen: what the kernel reads of each row, a step. Lists are ranges of the lists of all rows,
+/// which stay on the device from step to step ([`SetCounts`]).
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub(crate) struct SampledRow {
+    /// In [0, 1): the one that the host's sampler takes for this output token.
+    pub(crate) random: f64,
+    /// In [`SampleRows::counts`].
+    pub(crate) first_count: u32,
+    pub(crate) num_counts: u32,
+    /// In [`SampleRows::biases`].
+    pub(crate) first_bias: u32,
+    pub(crate) num_biases: u32,
+    /// In [`SampleRows::stops`]; none once there are `min_tokens`.
+    pub(crate) first_stop: u32,
+    pub(crate) num_stops: u32,
+    /// In [`SampleRows::saved`]: a range of `num_counts + num_biases` of the row's own, where log-probabilities are wanted.
+    pub(crate) first_saved: u32,
+    pub(crate) repetition_penalty: f32,
+    pub(crate) presence_penalty: f32,
+    pub(crate) frequency_penalty: f32,
+    /// 0 takes the largest.
+    pub(crate) temperature: f32,
+    /// Candidates are at least this far from the largest, when divided by the temperature: [`lowest_scaled`].
+    pub(crate) lowest_scaled: f32,
+    /// 0 is off.
+    pub(crate) top_k: u32,
+    /// 1 is off.
+    pub(crate) top_p: f32,
+    /// Of so many of the likeliest tokens the log-probabilities are wanted, at most [`SampleRows::max_top`];
+    /// [`NO_LOGPROBS`] if not even that of the token.
+    pub(crate) num_top: u32,
+    pub(crate) padding: u32,
+}
+
+pub(crate) const NO_LOGPROBS: u32 = u32::MAX;
+
+/// A token of a sequence: how often its output has it, 0 for one that only the prompt has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct CountedToken {
+    pub(crate) token: u32,
+    pub(crate) num_output: u32,
+}
+
+/// Added to a token's logit after the penalties.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub(crate) struct BiasedToken {
+    pub(crate) token: u32,
+    pub(crate) bias: f32,
+}
+
+/// What a row came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Drawn {
+    Token(u32),
+    /// The row holds NaN, or no finite largest number.
+    InvalidLogits,
+}
+
+impl Drawn {
+    /// What the kernel wrote for a row.
+    pub(crate) fn read(word: u32) -> Drawn {
+        if word == u32::MAX { Drawn::InvalidLogits } else { Drawn::Token(word) }
+    }
+}
+
+/// What `min_p` leaves as [`SampledRow::lowest_scaled`]: nothing below e^-40 of the largest, as on the host.
+pub(crate) fn lowest_scaled(min_p: f32) -> f32 {
+    if min_p > 0.0 { min_p.ln().max(-40.0) } else { -40.0 }
+}
+
+/// A token for each row, and log-probabilities where they are wanted.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct SampleRows {
+    /// `[rows][vocab]`, f32. Penalties, bias and stop ids are written into them.
+    pub(crate) logits: Address,
+    /// `[rows]`, [`SampledRow`].
+    pub(crate) rows: Address,
+    /// [`CountedToken`]s, a token once in a row's range.
+    pub(crate) counts: Address,
+    /// [`BiasedToken`]s, a token once in a row's range; rows may share ranges.
+    pub(crate) biases: Address,
+    /// Token ids; rows may share ranges.
+    pub(crate) stops: Address,
+    /// f32. Scratch.
+    pub(crate) saved: Address,
+    /// `[rows]`: a token's id, to be read as [`Drawn`].
+    pub(crate) tokens: Address,
+    /// `[rows]`, f32: of the token, in the row as it came. Not written for rows that want none, or cannot be used.
+    pub(crate) logprobs: Address,
+    /// `[rows][max_top]`, u32: the likeliest tokens, likeliest first, the smallest id of equals.
+    pub(crate) top_ids: Address,
+    /// `[rows][max_top]`, f32.
+    pub(crate) top_logprobs: Address,
+    pub(crate) vocab: u32,
+    pub(crate) max_top: u32,
+    pub(crate) num_rows: u64,
+}
+
+// SAFETY: as `SampleRows` in the file.
+unsafe impl Kernel for SampleRows {
+    const NAME: &'static str = "sample_rows";
+
+    fn shape(&self) -> LaunchShape {
+        // A sum for every segment: of 512 numbers, as the file has it.
+        let shared_bytes = self.vocab.div_ceil(512) * 4;
+        LaunchShape { grid: [self.num_rows as u32, 1, 1], threads: THREADS, shared_bytes }
+    }
+}
+
+/// `counts[places[i]] = values[i]`: all that a step changes in the lists is one entry for each row with penalties.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct SetCounts {
+    /// [`CountedToken`]s.
+    pub(crate) counts: Address,
+    /// `[num]`, u32, no place twice.
+    pub(crate) places: Address,
+    /// `[num]`, [`CountedToken`].
+    pub(crate) values: Address,
+    pub(crate) num: u64,
+}
+
+// SAFETY: as `SetCounts` in the file.
+unsafe impl Kernel for SetCounts {
+    const NAME: &'static str = "set_counts";
+
+    fn shape(&self) -> LaunchShape {
+        LaunchShape { grid: [self.num.div_ceil(256) as u32, 1, 1], threads: 256, shared_bytes: 0 }
+    }
+}
+
+#[cfg(test)]
+#[path = "sample_tests.rs"]
+mod tests;
