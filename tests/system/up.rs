@@ -56,6 +56,32 @@ async fn speculation_changes_what_is_counted_and_not_what_is_said() {
 }
 
 #[tokio::test]
+async fn ranks_serve_what_one_serves() {
+    let mut texts = Vec::new();
+    for flags in ["", "--tensor-parallel 2", "--tensor-parallel 4 --speculate draft"] {
+        let up = Up::start(&format!("--activations f32 {flags}")).await;
+        let complete = async |mode: &str| {
+            let body = json!({
+                "model": "baton-tiny", "prompt": filler(3, 60), "max_tokens": 24, "temperature": 0, "ignore_eos": true,
+                "prefill_mode": mode, "cache_salt": mode,
+            });
+            let answer = up.http.post("/v1/completions", &body).await.expect("it is served").json();
+            answer["choices"][0]["text"].as_str().expect("a text").to_owned()
+        };
+        texts.extend([complete("remote").await, complete("local").await]);
+    }
+    assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
+
+    let output = std::process::Command::new(BATON)
+        .args(["decode-worker", "--tensor-parallel", "3"])
+        .output()
+        .expect("the program runs");
+    let error = String::from_utf8_lossy(&output.stderr);
+    let expected = "3 ranks cannot divide 4 attention heads, expected a tensor parallel degree of 1, 2 or 4";
+    assert!(!output.status.success() && error.contains(expected), "{error}");
+}
+
+#[tokio::test]
 async fn pinned_workers_have_processors_of_their_own_and_draft_models_no_threads() {
     let allowed = allowed_cpus("/proc/self/status");
     let flags = "--prefill 0 --pin-threads auto --speculate draft";
