@@ -138,7 +138,7 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
     shown.finish();
     let mut executor = executor.with_context(|| no_gpu(ordinal))?;
     let block_device = BlockDevice { ordinal, free_bytes: executor.free_bytes()? };
-    Ok(Model::new(Box::new(executor), Some(block_device), drafter, name.to_owned(), &loaded))
+    Ok(Model::new(Box::new(executor), Some(block_device), drafter, name.to_owned(), loaded))
 }
 
 fn no_gpu(ordinal: u32) -> String {
