@@ -38,6 +38,52 @@ pub(crate) struct Buffers {
     /// Of attention in splits.
     pub(crate) sums: Address,
     pub(crate) stats: Address,
+    pub(crate) routed: RoutedBuffers,
+}
+
+/// Of rows on their way to experts and back, of the layer that has the most; a pair is a row and one of its experts. Null
+/// where no layer has any.
+#[derive(Debug)]
+pub(crate) struct RoutedBuffers {
+    /// `[rows][num_experts]`, f32.
+    pub(crate) logits: Address,
+    /// `[pairs]`, u32.
+    pub(crate) experts: Address,
+    /// `[pairs]`, f32.
+    pub(crate) weights: Address,
+    /// `[num_experts + 1]`, u32.
+    pub(crate) offsets: Address,
+    /// `[pairs]`, u32.
+    pub(crate) rows: Address,
+    /// `[pairs]`, u32.
+    pub(crate) places: Address,
+    /// `[pairs][hidden]`
+    pub(crate) outputs: Address,
+}
+
+impl RoutedBuffers {
+    fn new<D: Device>(device: &mut D, spec: &DecoderSpec, rows: usize) -> Result<RoutedBuffers, CudaError> {
+        let routed = spec.layers.iter().filter_map(|layer| match layer.mlp {
+            MlpSpec::Dense { .. } => None,
+            MlpSpec::Experts { num_experts, num_active, .. } => Some((num_experts, num_active)),
+        });
+        let most = routed.reduce(|(a, b), (c, d)| (a.max(c), b.max(d)));
+        let mut allocate = |len: fn(usize, usize, usize) -> usize, element_bytes: usize| match most {
+            Some((num_experts, num_active)) => {
+                device.allocate(len(num_experts, rows, rows * num_active) * element_bytes)
+            }
+            None => Ok(Address::NULL),
+        };
+        Ok(RoutedBuffers {
+            logits: allocate(|num_experts, rows, _| rows * num_experts, 4)?,
+            experts: allocate(|_, _, pairs| pairs, 4)?,
+            weights: allocate(|_, _, pairs| pairs, 4)?,
+            offsets: allocate(|num_experts, _, _| num_experts + 1, 4)?,
+            rows: allocate(|_, _, pairs| pairs, 4)?,
+            places: allocate(|_, _, pairs| pairs, 4)?,
+            outputs: allocate(|_, _, pairs| pairs, 2 * spec.hidden_size)?,
+        })
+    }
 }
 
 impl Buffers {
@@ -87,6 +133,7 @@ impl Buffers {
             logit_rows,
             sums,
             stats,
+            routed: RoutedBuffers::new(device, spec, rows)?,
         })
     }
 }

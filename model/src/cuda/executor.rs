@@ -13,11 +13,11 @@ use super::buffers::Buffers;
 use super::device::{Device, NUM_MARKS};
 use super::inputs::{BatchLimits, InputShape, Inputs, padded};
 use super::kernel::{Address, Source};
-use super::pass::{Pass, product};
+use super::pass::{EXPERT_TILE_ROWS, Pass, product};
 use super::start::StartError;
 use super::weights::{self, DeviceMlp, DeviceWeights};
-use super::{attention, embed, gate, norm, rope, rows};
-use crate::spec::MlpSpec;
+use super::{attention, embed, expert_products, experts, gate, norm, rope, rows};
+use crate::spec::{DecoderSpec, MlpSpec};
 use crate::{Batch, ExecuteError, Executor, LoadProgress, LoadedModel};
 
 /// Computes on one device.
@@ -38,7 +38,7 @@ pub(crate) struct DeviceExecutor<D> {
 pub(crate) fn sources(model: &LoadedModel) -> Vec<Source> {
     let spec = &model.config().decoder;
     let layout = model.kv_layout();
-    vec![
+    [
         embed::source(),
         norm::source(),
         rows::source(),
@@ -46,6 +46,21 @@ pub(crate) fn sources(model: &LoadedModel) -> Vec<Source> {
         rope::source(spec.ropes[0].rotary_dim, &layout),
         attention::source(&layout),
     ]
+    .into_iter()
+    .chain(
+        is_routed(spec)
+            .then(|| {
+                let product = |gate| expert_products::source(EXPERT_TILE_ROWS, gate);
+                [experts::source(), product(None), product(Some(spec.activation))]
+            })
+            .into_iter()
+            .flatten(),
+    )
+    .collect()
+}
+
+fn is_routed(spec: &DecoderSpec) -> bool {
+    spec.layers.iter().any(|layer| matches!(layer.mlp, MlpSpec::Experts { .. }))
 }
 
 /// Whether there are kernels for such a model.
@@ -60,8 +75,8 @@ pub(crate) fn check_shape(model: &LoadedModel) -> Result<(), StartError> {
     for layer in &spec.layers {
         let (MlpSpec::Dense { intermediate_size } | MlpSpec::Experts { intermediate_size, .. }) = layer.mlp;
         widths.push(("intermediate_size", intermediate_size));
-        if let MlpSpec::Experts { num_experts, .. } = layer.mlp {
-            return shape("num_experts", num_experts, "0, so far,");
+        if let MlpSpec::Experts { num_active: 33.., .. } = layer.mlp {
+            return shape("num_experts_per_tok", 33, "at most 32");
         }
     }
     if let Some(&(what, found)) = widths.iter().find(|(_, width)| !width.is_multiple_of(8)) {
@@ -92,14 +107,11 @@ impl<D: Device> DeviceExecutor<D> {
         let spec = &model.config().decoder;
         let layout = model.kv_layout();
         let weights = weights::upload(&mut device, spec, model.weights(), progress)?;
-        let is_routed = weights.layers.iter().any(|layer| matches!(layer.mlp, DeviceMlp::Experts { .. }));
         let shape = InputShape {
             block_size: layout.block_size,
             group: spec.num_heads / spec.num_kv_heads,
             head_dim: spec.head_dim,
             max_decode_rows: (2 * padded(limits.num_sequences)).min(padded(limits.num_rows)),
-            // Who goes to which expert is known when it has been computed.
-            is_repeated: !is_routed,
         };
         let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape)?;
         let (inputs, logits) = (Inputs::default(), Vec::new());

@@ -83,6 +83,20 @@ unsafe impl Kernel for ExpertProduct {
     }
 }
 
+/// The same, gated.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+pub(crate) struct GatedExpertProduct(pub(crate) ExpertProduct);
+
+// SAFETY: as `ExpertProduct` in the file.
+unsafe impl Kernel for GatedExpertProduct {
+    const NAME: &'static str = "gated_expert_product";
+
+    fn shape(&self) -> LaunchShape {
+        self.0.shape()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -124,7 +138,10 @@ mod tests {
             num_blocks,
             tile_rows: tile_rows as u16,
         };
-        emulator.launch(&kernel);
+        match gate {
+            Some(_) => emulator.launch(&GatedExpertProduct(kernel)),
+            None => emulator.launch(&kernel),
+        }
         let mut expected = vec![];
         for (expert, places) in offsets.windows(2).enumerate() {
             for place in places[0]..places[1] {

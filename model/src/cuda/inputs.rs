@@ -95,8 +95,6 @@ pub(crate) struct InputShape {
     pub(crate) head_dim: usize,
     /// Rows that may be decoded in one step.
     pub(crate) max_decode_rows: usize,
-    /// Whether steps of one token for each sequence are filled up and repeated.
-    pub(crate) is_repeated: bool,
 }
 
 impl Inputs {
@@ -115,8 +113,7 @@ impl Inputs {
     /// When a sequence has no tokens, or not the blocks that they need.
     pub(crate) fn fill(&mut self, batch: &Batch<'_>, shape: &InputShape) {
         let sequences = &batch.sequences;
-        let is_repeated =
-            shape.is_repeated && sequences.iter().all(|it| it.tokens.len() == 1 && it.num_logits == 1);
+        let is_repeated = sequences.iter().all(|it| it.tokens.len() == 1 && it.num_logits == 1);
         self.arrange(batch, shape);
         let fill_up = |count: usize| if is_repeated { padded(count) } else { count };
         self.num_rows = fill_up(sequences.iter().map(|it| it.tokens.len()).sum());

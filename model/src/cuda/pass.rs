@@ -11,6 +11,8 @@ use super::attention::{
 use super::buffers::Buffers;
 use super::device::{Device, Product};
 use super::embed::Embed;
+use super::expert_products::{ExpertProduct, GatedExpertProduct};
+use super::experts::{Combine, Route, SortPairs};
 use super::gate::Gate;
 use super::inputs::{InputAddresses, Inputs};
 use super::kernel::Address;
@@ -18,7 +20,13 @@ use super::norm::AddNorm;
 use super::rope::{PlaceRows, RopeTable, StoreQkv, lanes};
 use super::rows::{AddBias, NormWanted, PostNorm, SoftCap};
 use super::weights::{DeviceLayer, DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
-use crate::spec::DecoderSpec;
+use crate::spec::{DecoderSpec, MlpSpec};
+
+/// Rows of a tile of experts' products: few of them go to one expert, and more are several tiles.
+pub(crate) const EXPERT_TILE_ROWS: u32 = 64;
+
+/// Blocks of experts' products: more than any device holds at a time, each for as many tiles as it takes.
+const MAX_EXPERT_BLOCKS: u64 = 1024;
 
 /// One step. What its methods ask for is there: the executor allocated it for the largest batch.
 #[derive(Clone, Copy)]
@@ -105,7 +113,7 @@ impl Pass<'_> {
         self.attend(device, layer_idx)?;
         self.apply(device, &layer.output, buffers.attended, buffers.added)?;
         self.add(device, layer.attention_post_norm, layer.mlp_norm)?;
-        self.mlp(device, layer)?;
+        self.mlp(device, &self.spec.layers[layer_idx].mlp, layer)?;
         match self.weights.layers.get(layer_idx + 1) {
             Some(next) => self.add(device, layer.mlp_post_norm, next.attention_norm),
             // What is left to add, the norm of the wanted rows adds.
@@ -242,7 +250,7 @@ impl Pass<'_> {
         }
     }
 
-    fn mlp<D: Device>(&self, device: &mut D, layer: &DeviceLayer) -> Result<(), CudaError> {
+    fn mlp<D: Device>(&self, device: &mut D, mlp: &MlpSpec, layer: &DeviceLayer) -> Result<(), CudaError> {
         let buffers = self.buffers;
         match &layer.mlp {
             DeviceMlp::Dense { gate_up, down } => {
@@ -250,7 +258,84 @@ impl Pass<'_> {
                 self.gate(device, down.weight.num_in, self.inputs.num_rows)?;
                 self.apply(device, down, buffers.gated, buffers.added)
             }
-            DeviceMlp::Experts { .. } => unreachable!("refused at the start"),
+            DeviceMlp::Experts { router, gate_up, down } => {
+                self.experts(device, mlp, *router, *gate_up, *down)
+            }
+        }
+    }
+
+    /// Each row's experts. How many rows one gets only the device knows: so the step can be repeated.
+    fn experts<D: Device>(
+        &self,
+        device: &mut D,
+        mlp: &MlpSpec,
+        router: DeviceMatrix,
+        gate_up: DeviceMatrix,
+        down: DeviceMatrix,
+    ) -> Result<(), CudaError> {
+        let MlpSpec::Experts { num_experts, num_active, renormalise, .. } = *mlp else {
+            unreachable!("experts by the specification")
+        };
+        let (buffers, routed) = (self.buffers, &self.buffers.routed);
+        let (num_rows, hidden) = (self.inputs.num_rows as u32, self.spec.hidden_size as u32);
+        let (num_experts, num_active) = (num_experts as u32, num_active as u32);
+        let num_pairs = num_rows * num_active;
+        let of_experts = |a, rows, weights: DeviceMatrix, out, columns: usize, is_gated| {
+            let columns = columns as u32;
+            let tiles =
+                ExpertProduct::most_tiles(num_pairs, num_experts, columns, EXPERT_TILE_ROWS, is_gated);
+            ExpertProduct {
+                a,
+                rows,
+                offsets: routed.offsets,
+                weights: weights.at,
+                out,
+                depth: weights.num_in as u32,
+                columns,
+                num_experts,
+                num_blocks: tiles.min(MAX_EXPERT_BLOCKS) as u16,
+                tile_rows: EXPERT_TILE_ROWS as u16,
+            }
+        };
+        let gated =
+            of_experts(buffers.hidden, routed.rows, gate_up, buffers.gated, gate_up.num_out / 2, true);
+        let plain = of_experts(buffers.gated, Address::NULL, down, routed.outputs, down.num_out, false);
+        // SAFETY: as `Pass` says.
+        unsafe {
+            let logits = product(router, buffers.hidden, routed.logits, self.inputs.num_rows);
+            device.multiply(&Product { is_out_f32: 1, ..logits })?;
+            device.launch(&Route {
+                logits: routed.logits,
+                slots: buffers.slots,
+                experts: routed.experts,
+                weights: routed.weights,
+                num_rows,
+                num_experts,
+                num_active,
+                renormalise: renormalise.into(),
+            })?;
+            device.launch(&SortPairs {
+                experts: routed.experts,
+                offsets: routed.offsets,
+                rows: routed.rows,
+                places: routed.places,
+                num_pairs,
+                num_active,
+                num_experts,
+                unused: 0,
+            })?;
+            device.launch(&GatedExpertProduct(gated))?;
+            device.launch(&plain)?;
+            device.launch(&Combine {
+                outputs: routed.outputs,
+                places: routed.places,
+                weights: routed.weights,
+                out: buffers.added,
+                hidden,
+                num_active,
+                is_added: 0,
+                num_rows,
+            })
         }
     }
 

@@ -77,17 +77,6 @@ pub(crate) enum DeviceMlp {
     },
 }
 
-impl DeviceMatrix {
-    /// That of another expert, of those that lie behind this one.
-    pub(crate) fn nth(self, expert_idx: usize) -> DeviceMatrix {
-        DeviceMatrix { at: self.at.add(expert_idx * self.size_bytes()), ..self }
-    }
-
-    fn size_bytes(self) -> usize {
-        self.num_out * self.num_in * 2
-    }
-}
-
 /// Bytes that are put together before they are copied.
 const STAGED_BYTES: usize = 8 << 20;
 

@@ -5,6 +5,11 @@
 //   ACTIVATION   of gated ones
 #include "common.cuh"
 
+#if GATED
+// A program may have both.
+#define expert_products gated_expert_products
+#endif
+
 namespace expert_products {
 
 // Weights' rows and elements of the depth that a stage of the pipeline holds.
@@ -65,7 +70,11 @@ struct ExpertProduct {
 // knows how many. Tiles of the same weights follow each other.
 // Weights are read once for each TILE_ROWS rows of an expert: 2 bytes an element; 2 operations for each row and weight.
 // Bound by memory up to some 300 rows an expert, then by tensor cores.
+#if GATED
+KERNEL(gated_expert_product, ExpertProduct, expert_products::THREADS) {
+#else
 KERNEL(expert_product, ExpertProduct, expert_products::THREADS) {
+#endif
     using namespace expert_products;
     DYNAMIC_SHARED(shared);
     u32* first_tiles = reinterpret_cast<u32*>(shared + STAGES * STAGE_BYTES);
