@@ -8,13 +8,14 @@
 use baton_kv_cache::{KvDtype, KvLayout};
 
 use super::kernel::{Address, Kernel, LaunchShape, Source};
+use super::pool;
 
 /// The kernels for heads of `layout.head_dim` elements of `layout.dtype`.
 pub(crate) fn source(layout: &KvLayout) -> Source {
     Source {
         file: "attention.cu",
         text: include_str!("kernels/attention.cu"),
-        defines: vec![("HEAD_DIM", layout.head_dim as u64), ("KV_TYPE", u64::from(kv_type(layout.dtype)))],
+        defines: vec![("HEAD_DIM", layout.head_dim as u64), ("KV_TYPE", pool::number_of(layout.dtype))],
     }
 }
 
@@ -42,17 +43,6 @@ pub(crate) fn has_tensor_cores(layout: &KvLayout) -> bool {
         && layout.head_dim.is_multiple_of(16)
         && layout.head_dim <= 256
         && layout.head_bytes().is_multiple_of(16)
-}
-
-/// As `KV_TYPE` in the file.
-fn kv_type(dtype: KvDtype) -> u32 {
-    match dtype {
-        KvDtype::F32 => 0,
-        KvDtype::F16 => 1,
-        KvDtype::Bf16 => 2,
-        KvDtype::Fp8 => 3,
-        KvDtype::Int8 => 4,
-    }
 }
 
 /// What all of the kernels take. Keys and values of the rows are in the cache before.
@@ -141,7 +131,7 @@ impl Attention {
             soft_cap: 0.0,
             num_sequences: rows.num_sequences,
             head_dim: layout.head_dim as u32,
-            kv_type: kv_type(layout.dtype),
+            kv_type: pool::number_of(layout.dtype) as u32,
         }
     }
 

@@ -7,9 +7,6 @@ pub(crate) fn source() -> Source {
     Source { file: "experts.cu", text: include_str!("kernels/experts.cu"), defines: vec![] }
 }
 
-/// No expert, and no place: what a row has that only fills up a batch.
-pub(crate) const NONE: u32 = u32::MAX;
-
 /// Softmax over all experts, the largest few; of equals the first.
 ///
 /// Reads 4 bytes a logit; a warp a row, bound by latency.
@@ -58,7 +55,7 @@ pub(crate) struct SortPairs {
     pub(crate) offsets: Address,
     /// `[pairs]`, u32, written: the row of each place.
     pub(crate) rows: Address,
-    /// `[pairs]`, u32, written: the place of each pair, or [`NONE`].
+    /// `[pairs]`, u32, written: the place of each pair, or [`NONE`](super::rope::NONE).
     pub(crate) places: Address,
     pub(crate) num_pairs: u32,
     pub(crate) num_active: u32,
@@ -114,6 +111,7 @@ mod tests {
     use super::*;
     use crate::cpu::testing::noise;
     use crate::cuda::emulator::Emulator;
+    use crate::cuda::rope::NONE;
     use crate::cuda::testing::{assert_close, bf16, floats, widened, words};
 
     /// As `cpu/experts.rs` chooses: experts by ascending number, and their weights.

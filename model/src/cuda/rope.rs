@@ -23,7 +23,7 @@ pub(crate) fn source(rotary_dim: usize, layout: &KvLayout) -> Source {
     }
 }
 
-/// A sequence, or a slot, that stands for none: the row only fills up a batch.
+/// A sequence, a slot, an expert or a place that stands for none: the row only fills up a batch.
 pub(crate) const NONE: u32 = u32::MAX;
 
 /// Looks rows' places in the pool up. 16 bytes a row.

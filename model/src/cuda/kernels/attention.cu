@@ -800,7 +800,7 @@ namespace attention {
 // Number `i` of a vector, as it is stored.
 __device__ __forceinline__ float load_element(const u8* vector, u32 i) {
     if (TYPE == 0) return reinterpret_cast<const float*>(vector)[i];
-    if (TYPE == 1) return widen_half(reinterpret_cast<const u16*>(vector)[i]);
+    if (TYPE == 1) return kv::widen_f16(reinterpret_cast<const u16*>(vector)[i]);
     if (TYPE == 2) return widen_bf16(reinterpret_cast<const u16*>(vector)[i]);
     if (TYPE == 4) return reinterpret_cast<const i8*>(vector)[i];
     u32 even, odd;

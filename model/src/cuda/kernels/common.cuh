@@ -142,14 +142,6 @@ __device__ __forceinline__ float low_bf16(u32 pair) { return float_of(pair << 16
 __device__ __forceinline__ float high_bf16(u32 pair) { return float_of(pair & 0xffff0000u); }
 __device__ __forceinline__ u16 round_bf16(float x) { return u16(pack_bf16(x, 0.0f)); }
 
-// Half precision, exactly; infinities and NaN too.
-__device__ __forceinline__ float widen_half(u16 x) {
-    u32 magnitude = x & 0x7fff, sign = u32(x & 0x8000) << 16;
-    // As exponent and mantissa of a float it is too small by the ratio of the biases, denormals included.
-    u32 finite = bits_of(float_of(magnitude << 13) * float_of((127 + 112) << 23));
-    return float_of(sign | (magnitude >= 0x7c00 ? 0x7f800000 | magnitude << 13 : finite));
-}
-
 // Eight numbers of a 16-byte load.
 __device__ __forceinline__ void widen_bf16(uint4 from, float (&to)[8]) {
     to[0] = low_bf16(from.x), to[1] = high_bf16(from.x);
