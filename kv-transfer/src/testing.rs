@@ -141,6 +141,19 @@ impl Fabric {
         soon(self.sender.route(granted.pass(), granted.offers(), ())).await
     }
 
+    /// A route, however often one must ask: whoever is new may be turned away for a while.
+    pub(crate) async fn route_in_the_end<K>(&self, granted: &Granted<K>) -> Route {
+        let routed = async {
+            loop {
+                match self.route(granted).await {
+                    Ok(route) => return route,
+                    Err(error) => println!("once more: {error}"),
+                }
+            }
+        };
+        soon(routed).await
+    }
+
     /// Whether the target's blocks hold what the source's blocks hold.
     pub(crate) fn holds(&self, writes: &[PieceWrite]) -> bool {
         writes.iter().all(|write| {

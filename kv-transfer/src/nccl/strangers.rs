@@ -138,15 +138,7 @@ async fn half_open_connections_keep_nobody_out() {
     }
     // While those that were hung up on have not gone yet, newcomers are turned away, too.
     let granted = fabric.receiver.grant(blocks([5]), ());
-    let routed = async {
-        loop {
-            match fabric.route(&granted).await {
-                Ok(route) => return route,
-                Err(error) => println!("once more: {error}"),
-            }
-        }
-    };
-    drop(soon(routed).await);
+    drop(fabric.route_in_the_end(&granted).await);
     fabric.works().await;
     // The oldest have made room.
     assert_eq!(hear(&silent[0]), None);

@@ -140,15 +140,7 @@ async fn ten_thousand_half_open_connections_cost_little_and_keep_nobody_out() {
             (0..200).map(|_| TcpStream::connect(&address).unwrap()).collect::<Vec<_>>()
         });
         let granted = fabric.receiver.grant(blocks([8]), ());
-        let routed = async {
-            loop {
-                match fabric.route(&granted).await {
-                    Ok(route) => return route,
-                    Err(error) => println!("once more: {error}"),
-                }
-            }
-        };
-        drop(soon(routed).await);
+        drop(fabric.route_in_the_end(&granted).await);
         drop((flood.join().unwrap(), silent));
     }
 }
