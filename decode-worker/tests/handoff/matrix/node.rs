@@ -291,8 +291,8 @@ async fn occupy(worker: &TestWorker) -> Vec<HeldBlocks> {
         let request = Request {
             id: "occupant".into(),
             prompt: prompt(9, num_tokens),
-            // None shares blocks with another.
-            cache_salt: held.len().to_string(),
+            // None shares blocks with another, nor with a request of the storm: that one could go first.
+            cache_salt: format!("occupant {}", held.len()),
             sampling: SamplingParams { max_tokens: 1, ..SamplingParams::default() },
             ..Request::default()
         };
