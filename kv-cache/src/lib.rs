@@ -7,6 +7,7 @@
 //! (`kv-transfer`).
 
 mod block;
+mod device;
 pub mod e4m3;
 mod element;
 mod format;
@@ -21,9 +22,10 @@ mod storage;
 mod wire;
 
 pub use block::{BlockHash, BlockId, HashRoot};
+pub use device::{BlockKernels, DeviceMemory};
 pub use format::KvFormat;
 pub use layout::{KvDtype, KvLayout};
 pub use mapping::KvMapping;
 pub use shard::{HeadShard, KvShard, ShardError};
-pub use storage::{BlockStorage, DeviceMemory};
+pub use storage::BlockStorage;
 pub use wire::{WireCodec, WireFormat, WireScratch};

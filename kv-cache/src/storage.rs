@@ -6,15 +6,15 @@
 //! its owners (the engine's block pool, the handoff's grants); that is why the accessors are unsafe.
 
 use std::{
-    fmt, io,
+    io,
     ops::Range,
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
     ptr::{self, NonNull},
-    sync::OnceLock,
+    sync::{MutexGuard, OnceLock, PoisonError},
 };
 
 use crate::{
-    BlockId, KvLayout,
+    BlockId, BlockKernels, DeviceMemory, KvLayout,
     pages::{self, HUGE_PAGE},
 };
 
@@ -40,45 +40,6 @@ enum Memory {
 unsafe impl Send for BlockStorage {}
 // SAFETY: as above.
 unsafe impl Sync for BlockStorage {}
-
-/// One region of a device's memory, freed when dropped. Implemented where the device's driver is known.
-///
-/// # Safety
-/// The region stays where [`address`](Self::address) says, and as large as it was said to be, until it is dropped.
-pub unsafe trait DeviceMemory: fmt::Debug + Send + Sync {
-    /// Number of the device, as its driver counts in this process.
-    fn device(&self) -> u32;
-
-    /// Address of the first byte, for drivers and for code of the device. Not for the host.
-    fn address(&self) -> u64;
-
-    /// Makes the device the calling thread's, for libraries that ask its driver about the memory.
-    ///
-    /// # Errors
-    /// When the device fails.
-    fn bind(&self) -> io::Result<()>;
-
-    /// Copies `bytes.len()` bytes from `offset` on to the host, and waits for them.
-    ///
-    /// # Errors
-    /// When the device fails.
-    ///
-    /// # Safety
-    /// The bytes lie in the region, and nobody writes them meanwhile.
-    unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()>;
-
-    /// Copies `bytes` to `offset`; they are there when it returns.
-    ///
-    /// # Errors
-    /// When the device fails.
-    ///
-    /// # Safety
-    /// They lie in the region, and nobody else uses them meanwhile.
-    unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()>;
-
-    /// A name under which other processes of this host can open the region; `None` when it has none.
-    fn handle(&self) -> Option<[u8; 64]>;
-}
 
 impl BlockStorage {
     /// New zeroed memory. The kernel supplies pages as they are touched.
@@ -285,6 +246,82 @@ impl BlockStorage {
             Memory::Device(memory) => unsafe { memory.write(self.layer_offset(block, layer_idx), bytes) }?,
         }
         Ok(())
+    }
+
+    /// Copies pieces (layers of blocks) to `bytes`, one behind the other.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Safety
+    /// Nobody writes them during the call.
+    pub unsafe fn load_all(&self, pieces: &[(BlockId, usize)], bytes: &mut [u8]) -> io::Result<()> {
+        assert_eq!(bytes.len(), pieces.len() * self.layout.layer_bytes(), "bytes of the pieces");
+        if let Some(mut kernels) = self.kernels() {
+            // SAFETY: in bounds by `layer_offset`; unwritten by the caller's word.
+            return unsafe { kernels.gather(&self.places(pieces), bytes) };
+        }
+        for (&(block, layer_idx), bytes) in
+            pieces.iter().zip(bytes.chunks_exact_mut(self.layout.layer_bytes()))
+        {
+            match &self.memory {
+                // SAFETY: by the caller's word.
+                Memory::Host { .. } => bytes.copy_from_slice(unsafe { self.layer(block, layer_idx) }),
+                // SAFETY: as above.
+                Memory::Device(memory) => unsafe { memory.read(self.layer_offset(block, layer_idx), bytes) }?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes pieces, one behind the other in `bytes`; they are there when it returns.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes them during the call.
+    pub unsafe fn store_all(&self, pieces: &[(BlockId, usize)], bytes: &[u8]) -> io::Result<()> {
+        assert_eq!(bytes.len(), pieces.len() * self.layout.layer_bytes(), "bytes of the pieces");
+        if let Some(mut kernels) = self.kernels() {
+            // SAFETY: in bounds by `layer_offset`; exclusive by the caller's word.
+            return unsafe { kernels.scatter(&self.places(pieces), bytes) };
+        }
+        for (&(block, layer_idx), bytes) in pieces.iter().zip(bytes.chunks_exact(self.layout.layer_bytes())) {
+            // SAFETY: by the caller's word.
+            unsafe { self.store(block, layer_idx, bytes) }?;
+        }
+        Ok(())
+    }
+
+    /// XXH3-64 of pieces, seeded with `seed`, taken by the device that has them. `None` when none does: then it is for
+    /// processors, over what [`load`](Self::load) gives.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Safety
+    /// As [`load_all`](Self::load_all).
+    pub unsafe fn checksums_there(
+        &self,
+        pieces: &[(BlockId, usize)],
+        seed: u64,
+    ) -> io::Result<Option<Vec<u64>>> {
+        // SAFETY: in bounds by `layer_offset`; unwritten by the caller's word.
+        self.kernels().map_or(Ok(None), |mut kernels| unsafe {
+            kernels.checksums(&self.places(pieces), self.layout.layer_bytes(), seed)
+        })
+    }
+
+    fn kernels(&self) -> Option<MutexGuard<'_, Box<dyn BlockKernels>>> {
+        let kernels = self.device()?.kernels()?;
+        Some(kernels.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Where pieces begin in the memory of the device.
+    fn places(&self, pieces: &[(BlockId, usize)]) -> Vec<u64> {
+        let base = self.address();
+        pieces.iter().map(|&(block, layer_idx)| base + self.layer_offset(block, layer_idx) as u64).collect()
     }
 
     /// The bytes of a piece.

@@ -8,23 +8,29 @@ use std::{
     ffi::c_void,
     fmt, io,
     ptr::NonNull,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
 use baton_cuda::{Allocation, Copier};
 pub(crate) use baton_cuda::{CudaError, Device, failed, num_devices};
-use baton_kv_cache::{BlockStorage, DeviceMemory, KvLayout};
+use baton_kv_cache::{BlockKernels, BlockStorage, DeviceMemory, KvLayout};
 use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 
-/// Zeroed blocks in a device's memory. Plain memory (`cuMemAlloc`), which other processes can open.
+/// Zeroed blocks in a device's memory. Plain memory (`cuMemAlloc`), which other processes can open. Without `kernels`, of
+/// that device, pieces go to the host one by one, and processors take their checksums.
 ///
 /// # Errors
 /// When there is no such device, or no such amount of memory.
-pub fn blocks_on_device(ordinal: u32, layout: KvLayout, num_blocks: usize) -> io::Result<BlockStorage> {
+pub fn blocks_on_device(
+    ordinal: u32,
+    layout: KvLayout,
+    num_blocks: usize,
+    kernels: Option<Box<dyn BlockKernels>>,
+) -> io::Result<BlockStorage> {
     let size_bytes = BlockStorage::bytes_of(&layout, num_blocks)?;
     let device = Device::open(ordinal).map_err(io::Error::other)?;
-    let region = Region::new(device, size_bytes).map_err(io::Error::other)?;
+    let region = Region::new(device, size_bytes, kernels).map_err(io::Error::other)?;
     Ok(BlockStorage::on_device(Box::new(region), layout, num_blocks))
 }
 
@@ -50,6 +56,7 @@ const COPY_PAUSE: Duration = Duration::from_micros(20);
 struct Region {
     memory: Owned,
     copier: Mutex<Copier>,
+    kernels: Option<Mutex<Box<dyn BlockKernels>>>,
     device: Device,
 }
 
@@ -73,9 +80,14 @@ impl fmt::Debug for Region {
 }
 
 impl Region {
-    fn new(device: Device, size_bytes: usize) -> Result<Region, CudaError> {
+    fn new(
+        device: Device,
+        size_bytes: usize,
+        kernels: Option<Box<dyn BlockKernels>>,
+    ) -> Result<Region, CudaError> {
         let copier = Mutex::new(Copier::new(&device, PINNED_BYTES)?);
-        Ok(Region { memory: Owned::Allocated(Allocation::zeroed(&device, size_bytes)?), copier, device })
+        let memory = Owned::Allocated(Allocation::zeroed(&device, size_bytes)?);
+        Ok(Region { memory, copier, kernels: kernels.map(Mutex::new), device })
     }
 
     fn open(device: Device, handle: [u8; 64]) -> Result<Region, CudaError> {
@@ -88,10 +100,10 @@ impl Region {
         let opened = unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, flags) };
         opened.result().map_err(|error| failed("cuIpcOpenMemHandle", error))?;
         let memory = Owned::Opened(OpenedMemory { address, device: device.clone() });
-        Ok(Region { memory, copier, device })
+        Ok(Region { memory, copier, kernels: None, device })
     }
 
-    fn copier(&self) -> std::sync::MutexGuard<'_, Copier> {
+    fn copier(&self) -> MutexGuard<'_, Copier> {
         self.copier.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -130,6 +142,10 @@ unsafe impl DeviceMemory for Region {
     unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()> {
         // SAFETY: in the region, and not used, by the caller's word.
         unsafe { self.copier().write(self.address() + offset as u64, bytes) }.map_err(io::Error::other)
+    }
+
+    fn kernels(&self) -> Option<&Mutex<Box<dyn BlockKernels>>> {
+        self.kernels.as_ref()
     }
 
     fn handle(&self) -> Option<[u8; 64]> {
@@ -229,7 +245,7 @@ mod tests {
     #[test]
     fn blocks_on_a_device_that_is_missing_are_refused() {
         if let Err(error @ (CudaError::NoDriver | CudaError::NoDevice)) = num_devices() {
-            let refused = blocks_on_device(0, LAYOUT, 4).unwrap_err();
+            let refused = blocks_on_device(0, LAYOUT, 4, None).unwrap_err();
             assert_eq!(refused.to_string(), error.to_string());
         }
     }

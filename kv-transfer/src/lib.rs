@@ -31,6 +31,8 @@ mod conformance_sides;
 #[cfg(test)]
 mod conformance_wire;
 #[cfg(test)]
+mod pretended;
+#[cfg(test)]
 mod testing;
 
 pub use checksum::checksum;

@@ -21,10 +21,8 @@ use baton_tls::{Tls, TlsConfig};
 use crate::{
     Generation, Granted, Pass, PieceWrite, Pushed, Receiver, ReceiverConfig, Route, RouteError, Sender,
     SenderConfig, Token, TransportKind, TransportOffer,
-    nccl::{
-        TestFabric,
-        memory::{MemoryFabric, pretended_device},
-    },
+    nccl::{TestFabric, memory::MemoryFabric},
+    pretended::pretended_device,
     rdma::Nixl,
 };
 

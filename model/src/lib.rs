@@ -40,7 +40,9 @@ pub use config::ModelConfig;
 #[doc(hidden)]
 pub use cpu::benchmark;
 pub use cpu::{CpuExecutor, CpuList, CpuListError, ParallelCpuExecutor, ThreadPool};
-pub use cuda::{BatchLimits, CudaExecutor, StartError as CudaStartError};
+pub use cuda::{
+    BatchLimits, CudaExecutor, StartError as CudaStartError, block_kernels as cuda_block_kernels,
+};
 pub use error::LoadError;
 pub use executor::{Batch, BatchSequence, ExecuteError, Executor};
 pub use float::FloatDtype;

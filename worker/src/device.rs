@@ -3,7 +3,7 @@
 use std::{fmt, str::FromStr};
 
 use baton_engine::EngineConfig;
-use baton_kv_cache::{BlockStorage, KvLayout};
+use baton_kv_cache::{BlockKernels, BlockStorage, KvLayout};
 use baton_kv_transfer::cuda::blocks_on_device;
 use baton_model::num_cuda_devices;
 
@@ -56,17 +56,19 @@ impl fmt::Display for Device {
 }
 
 /// The GPU that blocks go to.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug)]
 pub struct BlockDevice {
     /// Its number.
     pub(crate) ordinal: u32,
-    /// What weights and the largest batch have left of its memory, in bytes.
+    /// What weights, the largest batch and `kernels` have left of its memory, in bytes.
     pub(crate) free_bytes: usize,
+    /// With which handoffs gather, scatter and hash blocks there.
+    pub(crate) kernels: Option<Box<dyn BlockKernels>>,
 }
 
 impl BlockDevice {
     /// Blocks that a share of what is free has room for.
-    pub(crate) fn num_blocks(self, utilisation: f64, layout: &KvLayout) -> Result<usize, ConfigError> {
+    pub(crate) fn num_blocks(&self, utilisation: f64, layout: &KvLayout) -> Result<usize, ConfigError> {
         let bytes = (self.free_bytes as f64 * utilisation) as usize;
         match bytes / layout.block_bytes() {
             0 => Err(ConfigError::GpuMemoryTooSmall { bytes, block_bytes: layout.block_bytes() }),
@@ -76,7 +78,7 @@ impl BlockDevice {
 
     /// The memory of so many.
     pub(crate) fn blocks(self, layout: KvLayout, config: &EngineConfig) -> std::io::Result<BlockStorage> {
-        blocks_on_device(self.ordinal, layout, config.num_blocks)
+        blocks_on_device(self.ordinal, layout, config.num_blocks, self.kernels)
     }
 }
 
@@ -102,7 +104,7 @@ mod tests {
     fn blocks_take_their_share_of_what_is_free() {
         let layout =
             KvLayout { block_size: 16, num_layers: 2, num_kv_heads: 2, head_dim: 8, dtype: KvDtype::Bf16 };
-        let device = BlockDevice { ordinal: 0, free_bytes: 10 * layout.block_bytes() };
+        let device = BlockDevice { ordinal: 0, free_bytes: 10 * layout.block_bytes(), kernels: None };
         assert_eq!(device.num_blocks(1.0, &layout).unwrap(), 10);
         assert_eq!(device.num_blocks(0.95, &layout).unwrap(), 9);
         let error = device.num_blocks(0.05, &layout).unwrap_err().to_string();

@@ -12,7 +12,7 @@ use baton_cluster::Role;
 use baton_engine::Drafter;
 use baton_model::{
     Backend, BatchLimits, CpuList, Executor, LoadOptions, LoadProgress, LoadedModel, ParallelCpuExecutor,
-    ThreadPool, num_cuda_devices,
+    ThreadPool, cuda_block_kernels, num_cuda_devices,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::oneshot;
@@ -134,10 +134,12 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
     let kernel_cache = config.weight_cache.as_ref().map(|dir| dir.join("kernels"));
     let mut shown = Shown::new();
     let executor =
-        loaded.cuda_executor(ordinal, limits, kernel_cache, &mut |progress| shown.update(progress));
+        loaded.cuda_executor(ordinal, limits, kernel_cache.clone(), &mut |progress| shown.update(progress));
     shown.finish();
     let mut executor = executor.with_context(|| no_gpu(ordinal))?;
-    let block_device = BlockDevice { ordinal, free_bytes: executor.free_bytes()? };
+    let kernels = cuda_block_kernels(ordinal, &executor.kv_layout(), kernel_cache);
+    let kernels = Some(kernels.with_context(|| no_gpu(ordinal))?);
+    let block_device = BlockDevice { ordinal, free_bytes: executor.free_bytes()?, kernels };
     Ok(Model::new(Box::new(executor), Some(block_device), drafter, name.to_owned(), loaded))
 }
 

@@ -156,7 +156,7 @@ fn describe(config: &WorkerConfig, model: &Model, server: &Server) -> anyhow::Re
         model: model.name.clone(),
         kv_format: KvFormat::new(model.revision.clone(), &layout, model.rope.clone()),
         capacity: Capacity {
-            num_blocks: match model.block_device {
+            num_blocks: match &model.block_device {
                 Some(device) => device.num_blocks(config.gpu_memory_utilisation, &layout)?,
                 None => config.kv.num_blocks(layout.block_bytes() + model.draft_block_bytes())?,
             },

@@ -2,8 +2,11 @@
 //! that a right piece of another grant is a wrong one. Guards against accidents, not against a
 //! malicious peer: that one could compute it.
 
+mod stored;
 #[cfg(target_arch = "x86_64")]
 mod wide;
+
+pub(crate) use stored::Hasher;
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 

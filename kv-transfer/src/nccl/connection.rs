@@ -26,7 +26,7 @@ use super::{
     wire::{self, MAX_PIECES, MESSAGE_BYTES, Message, Refusal},
 };
 use crate::{
-    checksum::checksum,
+    checksum::{Hasher, checksum},
     error::{PushError, RouteError},
     message::{Pass, Piece, TransportKind},
     rdma::Staging,
@@ -44,8 +44,7 @@ pub(super) struct Connection {
     lane: Lane<Flight>,
     staging: Staging,
     staged: Reached,
-    /// A piece that was fetched from a device.
-    fetched: Vec<u8>,
+    hasher: Hasher,
 }
 
 /// A frame on its way.
@@ -124,7 +123,7 @@ impl Connection {
             lane: Lane::new(Instant::now()),
             staging,
             staged,
-            fetched: Vec::new(),
+            hasher: Hasher::default(),
         })
     }
 
@@ -200,13 +199,14 @@ impl Connection {
                 sums.push(checksum(source, route.generation()));
             }
         } else {
-            for piece in &frame.pieces {
-                let (block, layer_idx) = (piece.src.blocks()[0], piece.layer_idx as usize);
-                places.push(pool.place(storage.layer_offset(block, layer_idx), route.piece_bytes()));
-                // SAFETY: as above.
-                let bytes = unsafe { storage.load(block, layer_idx, &mut self.fetched) }?;
-                sums.push(checksum(bytes, route.generation()));
-            }
+            let pieces: Vec<_> =
+                frame.pieces.iter().map(|piece| (piece.src.blocks()[0], piece.layer_idx as usize)).collect();
+            let place = |&(block, layer_idx): &_| {
+                pool.place(storage.layer_offset(block, layer_idx), route.piece_bytes())
+            };
+            places.extend(pieces.iter().map(place));
+            // SAFETY: as above.
+            sums = unsafe { self.hasher.checksums(storage, &pieces, route.generation()) }?;
         }
         let pieces = frame.pieces.iter().zip(sums).map(|(piece, checksum)| Piece {
             block_idx: piece.block_idx,

@@ -25,7 +25,7 @@ fn library() -> Option<PathBuf> {
 }
 
 fn pool() -> Arc<BlockStorage> {
-    Arc::new(blocks_on_device(0, LAYOUT, NUM_BLOCKS).unwrap())
+    Arc::new(blocks_on_device(0, LAYOUT, NUM_BLOCKS, None).unwrap())
 }
 
 fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {

@@ -13,12 +13,13 @@ use super::{
     MAX_GROUPS, TestFabric,
     communicators::MAX_COMMUNICATORS,
     fabric::{Communicator, Direction, Fabric as _, Place, Rank, UniqueId},
-    memory::{MemoryFabric, pretended_device},
+    memory::MemoryFabric,
     wire::{self, MESSAGE_BYTES, Message, Refusal},
 };
 use crate::{
     KvFault, Pass, PushError, Receiver, ReceiverConfig, ReceiverLoad, RouteError, Sender, SenderConfig,
     Token, TransportKind, TransportOffer,
+    pretended::pretended_device,
     tcp::socket,
     testing::{
         Fabric, Guards, LAYOUT, NEVER, NUM_BLOCKS, PATIENCE, blocks, eventually, fill, holds, is_pending,

@@ -14,8 +14,6 @@ use std::{
 };
 
 use baton_kv_cache::BlockStorage;
-#[cfg(test)]
-use baton_kv_cache::{BlockId, DeviceMemory, KvLayout};
 
 use super::fabric::{Communicator, Direction, Fabric, FabricError, Place, Rank, Reached, UniqueId};
 
@@ -198,57 +196,6 @@ impl Drop for MemoryCommunicator {
         if !self.is_stuck {
             let _ = self.abort();
         }
-    }
-}
-
-/// Blocks in memory of the host that says that it is a device's.
-#[cfg(test)]
-pub(crate) fn pretended_device(layout: KvLayout, num_blocks: usize) -> BlockStorage {
-    let host = BlockStorage::new(layout, num_blocks).expect("memory");
-    BlockStorage::on_device(Box::new(Pretended(host)), layout, num_blocks)
-}
-
-#[cfg(test)]
-#[derive(Debug)]
-struct Pretended(BlockStorage);
-
-#[cfg(test)]
-impl Pretended {
-    fn at(&self, offset: usize) -> *mut u8 {
-        // The storage is one run from its first byte.
-        self.0.layer_ptr(BlockId(0), 0).as_ptr().wrapping_add(offset)
-    }
-}
-
-// SAFETY: the storage stays where it is until it is dropped.
-#[cfg(test)]
-unsafe impl DeviceMemory for Pretended {
-    fn device(&self) -> u32 {
-        5
-    }
-
-    fn address(&self) -> u64 {
-        self.0.address()
-    }
-
-    fn bind(&self) -> std::io::Result<()> {
-        Ok(())
-    }
-
-    unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> std::io::Result<()> {
-        // SAFETY: in bounds, and not written meanwhile, by the caller's word.
-        unsafe { std::ptr::copy_nonoverlapping(self.at(offset), bytes.as_mut_ptr(), bytes.len()) };
-        Ok(())
-    }
-
-    unsafe fn write(&self, offset: usize, bytes: &[u8]) -> std::io::Result<()> {
-        // SAFETY: as above.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at(offset), bytes.len()) };
-        Ok(())
-    }
-
-    fn handle(&self) -> Option<[u8; 64]> {
-        Some([7; 64])
     }
 }
 

@@ -18,7 +18,7 @@ use super::{
     wire::{MESSAGE_BYTES, Message, Welcome},
 };
 use crate::{
-    checksum::checksum,
+    checksum::{Hasher, checksum},
     error::{PushError, RouteError},
     message::{Pass, Piece, TransportKind},
     sender::{Active, Frame, Job, MAX_LOSSES, OpenGrants},
@@ -47,8 +47,7 @@ pub(super) struct Connection {
     pool: Welcome,
     flights: Vec<Flight>,
     staging: Staging,
-    /// A piece that was fetched from a device.
-    fetched: Vec<u8>,
+    hasher: Hasher,
     listener: JoinHandle<()>,
 }
 
@@ -125,7 +124,7 @@ impl Connection {
             pool,
             flights: Vec::with_capacity(MAX_FLIGHTS),
             staging,
-            fetched: Vec::new(),
+            hasher: Hasher::default(),
             listener,
         })
     }
@@ -211,8 +210,8 @@ impl Connection {
         self.flights.push(Flight { transfer, since, frame, pieces, place, active });
     }
 
-    /// Where each piece is, and its bytes. Those of a device are fetched and hashed here: if it does not give them,
-    /// nothing has begun yet.
+    /// Where each piece is, and its bytes. Those of a device are hashed here: if it does not give them, nothing
+    /// has begun yet.
     ///
     /// # Safety
     /// As of [`Staging::sources`].
@@ -231,14 +230,13 @@ impl Connection {
                 .map(|bytes| (bytes.as_ptr() as u64, Hashed::NotYet(bytes)))
                 .collect());
         }
-        let sources = frame.pieces.iter().map(|piece| {
-            let (block, layer_idx) = (piece.src.blocks()[0], piece.layer_idx as usize);
-            // SAFETY: by the caller's word.
-            let bytes = unsafe { storage.load(block, layer_idx, &mut self.fetched) }?;
-            let address = storage.address() + storage.layer_offset(block, layer_idx) as u64;
-            Ok((address, Hashed::To(checksum(bytes, route.generation()))))
-        });
-        sources.collect()
+        let pieces: Vec<_> =
+            frame.pieces.iter().map(|piece| (piece.src.blocks()[0], piece.layer_idx as usize)).collect();
+        // SAFETY: by the caller's word.
+        let sums = unsafe { self.hasher.checksums(storage, &pieces, route.generation()) }?;
+        let address =
+            |&(block, layer_idx): &_| storage.address() + storage.layer_offset(block, layer_idx) as u64;
+        Ok(pieces.iter().map(address).zip(sums.into_iter().map(Hashed::To)).collect())
     }
 
     /// Where each piece goes; `None` when the peer's pool has no such place.

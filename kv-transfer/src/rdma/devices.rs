@@ -8,7 +8,7 @@ use super::nixl::{Memory, pretended};
 use crate::{
     KvFault, Receiver, ReceiverConfig, Sender, SenderConfig, TransportKind,
     cuda::{blocks_on_device, num_devices},
-    nccl::memory::pretended_device,
+    pretended::pretended_device,
     testing::{
         Guards, LAYOUT, NUM_BLOCKS, blocks, fill, has_device, has_rdma, holds, nixl, pattern, sender_config,
         soon, storage, writes,
@@ -108,7 +108,7 @@ async fn blocks_go_between_a_gpu_and_the_host_in_every_direction() {
         return;
     }
     let host = || storage();
-    let gpu = || Arc::new(blocks_on_device(0, LAYOUT, NUM_BLOCKS).unwrap());
+    let gpu = || Arc::new(blocks_on_device(0, LAYOUT, NUM_BLOCKS, None).unwrap());
     for [source, target] in [[gpu(), gpu()], [gpu(), host()], [host(), gpu()]] {
         hand_over(&source, &target, nixl().to_str().unwrap()).await;
     }

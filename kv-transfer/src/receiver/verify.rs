@@ -13,10 +13,13 @@ use tracing::error;
 
 use super::Grants;
 use crate::{
-    checksum::checksum,
+    checksum::Hasher,
     error::KvFault,
     message::{Generation, Piece},
 };
+
+/// Pieces of one turn, during which the grant cannot be revoked.
+const HASHED_AT_A_TIME: usize = 64;
 
 pub(super) struct Verifier {
     // Unbounded: a handoff has few answers outstanding, and their number is bounded by its pieces.
@@ -70,24 +73,26 @@ impl Drop for Verifier {
 fn verify(grants: &Grants, generation: Generation, pieces: &[Piece]) -> Result<(), KvFault> {
     let grant = grants.find(generation).ok_or(KvFault::WrongGeneration)?;
     let storage = grants.storage();
-    let mut fetched = Vec::new();
-    for &Piece { block_idx, layer_idx, checksum: expected } in pieces {
-        let block = grant.block(block_idx).filter(|_| (layer_idx as usize) < storage.layout().num_layers);
-        let block = block.ok_or(KvFault::UnknownPiece { block_idx, layer_idx })?;
-        let found = grant
-            .with_fence(|| {
-                // SAFETY: the grant holds the block, and its writer has said that the piece is written;
-                // one that writes on nevertheless changes the checksum, which is what is looked for.
-                let bytes = unsafe { storage.load(block, layer_idx as usize, &mut fetched) };
-                bytes.map(|bytes| checksum(bytes, grant.generation()))
-            })
+    let mut hasher = Hasher::default();
+    for group in pieces.chunks(HASHED_AT_A_TIME) {
+        let places = group.iter().map(|&Piece { block_idx, layer_idx, .. }| {
+            let block = grant.block(block_idx).filter(|_| (layer_idx as usize) < storage.layout().num_layers);
+            let block = block.ok_or(KvFault::UnknownPiece { block_idx, layer_idx })?;
+            Ok((block, layer_idx as usize))
+        });
+        let places = places.collect::<Result<Vec<_>, KvFault>>()?;
+        let sums = grant
+            // SAFETY: the grant holds the blocks, and their writer has said that the pieces are written; one that writes
+            // on nevertheless changes the checksum, which is what is looked for.
+            .with_fence(|| unsafe { hasher.checksums(storage, &places, grant.generation()) })
             .ok_or(KvFault::WrongGeneration)?
             .map_err(|error| {
-                error!(%error, %block, layer_idx, "a device does not give its blocks");
+                let Piece { block_idx, layer_idx, .. } = group[0];
+                error!(%error, block_idx, layer_idx, "a device does not give its blocks");
                 KvFault::Unreadable { block_idx, layer_idx }
             })?;
-        if found != expected {
-            return Err(KvFault::Checksum { block_idx, layer_idx });
+        if let Some((piece, _)) = group.iter().zip(sums).find(|(piece, sum)| piece.checksum != *sum) {
+            return Err(KvFault::Checksum { block_idx: piece.block_idx, layer_idx: piece.layer_idx });
         }
     }
     if let Some(kind) = grant.one_sided() {

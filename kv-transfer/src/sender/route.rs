@@ -205,6 +205,35 @@ impl RouteState {
             && (piece.layer_idx as usize) < storage.layout().num_layers
     }
 
+    /// [Loads](Self::load) the pieces of a frame, in order; `rooms` has [`host_room_bytes`](Self::host_room_bytes) for each.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Safety
+    /// As of [`load`](Self::load).
+    pub(crate) unsafe fn load_all<'a>(
+        &'a self,
+        pieces: &[PieceWrite],
+        mut rooms: &'a mut [u8],
+        scratch: &mut Scratch,
+    ) -> io::Result<Vec<(&'a [u8], u64)>> {
+        if self.storage().device().is_some() && self.room_bytes() == 0 {
+            let sources: Vec<_> =
+                pieces.iter().map(|piece| (piece.src.blocks()[0], piece.layer_idx as usize)).collect();
+            // SAFETY: by the caller's word; blocks and layers were checked when the pieces were pushed.
+            unsafe { self.storage().load_all(&sources, rooms) }?;
+            let pieces = rooms.chunks_exact(self.piece_bytes());
+            return Ok(pieces.map(|bytes| (bytes, checksum(bytes, self.generation()))).collect());
+        }
+        let loaded = pieces.iter().map(|piece| {
+            let room = rooms.split_off_mut(..self.host_room_bytes()).expect("there is one for each");
+            // SAFETY: by the caller's word.
+            unsafe { self.load(piece, room, scratch) }
+        });
+        loaded.collect()
+    }
+
     /// What goes to the peer for a piece, and the checksum of what its block holds then. The own block's bytes as they
     /// are, or, where the sides differ, pieces travel in another form or lie on a device, what is put together in `room`, of
     /// [`host_room_bytes`](Self::host_room_bytes).
@@ -264,12 +293,11 @@ impl RouteState {
             return Ok(staging);
         };
         let own_bytes = storage.layout().layer_bytes();
-        if let Some(memory) = storage.device() {
+        if storage.device().is_some() {
             fetched.resize(blocks.len() * own_bytes, 0);
-            for (&block, to) in blocks.iter().zip(fetched.chunks_exact_mut(own_bytes)) {
-                // SAFETY: as above.
-                unsafe { memory.read(offset(block), to) }?;
-            }
+            let pieces: Vec<_> = blocks.iter().map(|&block| (block, layer_idx)).collect();
+            // SAFETY: as above.
+            unsafe { storage.load_all(&pieces, fetched) }?;
         }
         let own = |nth: usize| match storage.device() {
             Some(_) => &fetched[nth * own_bytes..][..own_bytes],

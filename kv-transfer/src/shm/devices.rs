@@ -18,7 +18,7 @@ use super::{
 use crate::{
     Granted, Pass, Receiver, ReceiverConfig, RouteError, Sender, TransportKind, TransportOffer,
     cuda::blocks_on_device,
-    nccl::memory::pretended_device,
+    pretended::pretended_device,
     testing::{
         Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, has_device, is_pending, pass_from_text,
         pass_to_text, pattern, private_dir, sender_config, some_pass, soon, storage, writes,
@@ -156,7 +156,7 @@ async fn two_processes_on_one_device_hand_blocks_over() {
     if !has_device() {
         return;
     }
-    let (receiver, pool, _dir) = on_device(blocks_on_device(0, LAYOUT, NUM_BLOCKS).unwrap());
+    let (receiver, pool, _dir) = on_device(blocks_on_device(0, LAYOUT, NUM_BLOCKS, None).unwrap());
     for test in ["device_prefill_process", "host_prefill_process"] {
         let granted = receiver.grant(blocks([3]), ());
         let process = Process::start(test, &receiver, &granted).await;
@@ -188,7 +188,7 @@ fn writer_process() {
 #[ignore = "run by other tests, as a process of its own"]
 async fn device_prefill_process() {
     if let Some(orders) = Process::orders() {
-        let source = blocks_on_device(0, LAYOUT, NUM_BLOCKS).unwrap();
+        let source = blocks_on_device(0, LAYOUT, NUM_BLOCKS, None).unwrap();
         store(&source, BlockId(3));
         prefill(source, orders).await;
     }

@@ -6,7 +6,7 @@ use std::io;
 use baton_kv_cache::{BlockStorage, KvLayout};
 
 use crate::{
-    checksum::{self, checksum},
+    checksum::{self, Hasher, checksum},
     cuda::{self, Device, DeviceCopies},
     message::{Piece, PieceWrite},
     sender::{RouteState, Staging},
@@ -17,14 +17,13 @@ pub(super) struct Target {
     blocks: BlockStorage,
     /// There if they are on a device. Nothing is under way between two frames.
     copies: Option<DeviceCopies>,
-    /// A piece that was fetched from this side's device.
-    fetched: Vec<u8>,
+    hasher: Hasher,
 }
 
 impl Target {
     /// Memory of the host.
     pub(super) fn mapped(blocks: BlockStorage) -> Target {
-        Target { blocks, copies: None, fetched: Vec::new() }
+        Target { blocks, copies: None, hasher: Hasher::default() }
     }
 
     /// Memory of a device, which the device of this side's pool reaches, or the first one if that is in host memory.
@@ -41,7 +40,7 @@ impl Target {
             Device::open(own.device().map_or(0, |memory| memory.device())).map_err(io::Error::other)?;
         let blocks = cuda::blocks_of_handle(&device, handle, layout, num_blocks)?;
         let copies = DeviceCopies::new(device).map_err(io::Error::other)?;
-        Ok(Target { blocks, copies: Some(copies), fetched: Vec::new() })
+        Ok(Target { blocks, copies: Some(copies), hasher: Hasher::default() })
     }
 
     pub(super) fn num_blocks(&self) -> usize {
@@ -66,39 +65,72 @@ impl Target {
         pieces: &[PieceWrite],
         staging: &mut Staging,
     ) -> io::Result<Vec<Piece>> {
-        let Target { blocks, copies, fetched } = self;
-        let (room, scratch) = staging.of(route, 1);
-        let mut written = Vec::with_capacity(pieces.len());
-        for piece in pieces {
-            let (source, layer_idx) = (piece.src.blocks()[0], piece.layer_idx as usize);
-            let generation = route.generation();
-            // SAFETY: all of it by the caller's word.
-            let checksum = unsafe {
-                match (route.storage().device(), &*copies) {
-                    (_, None) => {
-                        let bytes = route.bytes(piece, room, &mut scratch.assembly)?;
-                        let target = blocks.layer_ptr(piece.dst, layer_idx);
-                        checksum::copy(bytes, target.as_ptr(), generation)
-                    }
-                    (Some(own), Some(copies)) if route.room_bytes() == 0 => {
-                        let from = own.address() + route.storage().layer_offset(source, layer_idx) as u64;
-                        let to = blocks.address() + blocks.layer_offset(piece.dst, layer_idx) as u64;
-                        copies.begin(to, from, route.piece_bytes()).map_err(io::Error::other)?;
-                        // Hashed while the device copies the same bytes.
-                        checksum(route.storage().load(source, layer_idx, fetched)?, generation)
-                    }
-                    (_, Some(_)) => {
-                        let bytes = route.bytes(piece, room, &mut scratch.assembly)?;
-                        blocks.store(piece.dst, layer_idx, bytes)?;
-                        checksum(bytes, generation)
-                    }
-                }
-            };
-            written.push(Piece { block_idx: piece.block_idx, layer_idx: piece.layer_idx, checksum });
-        }
-        if let Some(copies) = copies {
-            copies.finish().map_err(io::Error::other)?;
-        }
-        Ok(written)
+        let is_copied_there = route.storage().device().is_some() && route.room_bytes() == 0;
+        let sums = match &self.copies {
+            // SAFETY: by the caller's word.
+            Some(copies) if is_copied_there => unsafe {
+                copy(copies, route, pieces, &self.blocks, &mut self.hasher)
+            },
+            // SAFETY: as above.
+            _ => unsafe { self.write_each(route, pieces, staging) },
+        };
+        let written = pieces.iter().zip(sums?).map(|(piece, checksum)| Piece {
+            block_idx: piece.block_idx,
+            layer_idx: piece.layer_idx,
+            checksum,
+        });
+        Ok(written.collect())
     }
+
+    /// # Safety
+    /// As of [`write`](Self::write).
+    unsafe fn write_each(
+        &self,
+        route: &RouteState,
+        pieces: &[PieceWrite],
+        staging: &mut Staging,
+    ) -> io::Result<Vec<u64>> {
+        let (room, scratch) = staging.of(route, 1);
+        let (blocks, generation) = (&self.blocks, route.generation());
+        let sums = pieces.iter().map(|piece| {
+            let layer_idx = piece.layer_idx as usize;
+            // SAFETY: all of it by the caller's word.
+            unsafe {
+                let bytes = route.bytes(piece, room, &mut scratch.assembly)?;
+                if self.is_on_device() {
+                    blocks.store(piece.dst, layer_idx, bytes)?;
+                    return Ok(checksum(bytes, generation));
+                }
+                let target = blocks.layer_ptr(piece.dst, layer_idx);
+                Ok(checksum::copy(bytes, target.as_ptr(), generation))
+            }
+        });
+        sums.collect()
+    }
+}
+
+/// From device to device, hashed meanwhile.
+///
+/// # Safety
+/// As of [`Target::write`].
+unsafe fn copy(
+    copies: &DeviceCopies,
+    route: &RouteState,
+    pieces: &[PieceWrite],
+    blocks: &BlockStorage,
+    hasher: &mut Hasher,
+) -> io::Result<Vec<u64>> {
+    let own = route.storage();
+    let sources: Vec<_> =
+        pieces.iter().map(|piece| (piece.src.blocks()[0], piece.layer_idx as usize)).collect();
+    for (piece, &(source, layer_idx)) in pieces.iter().zip(&sources) {
+        let from = own.address() + own.layer_offset(source, layer_idx) as u64;
+        let to = blocks.address() + blocks.layer_offset(piece.dst, layer_idx) as u64;
+        // SAFETY: by the caller's word.
+        unsafe { copies.begin(to, from, route.piece_bytes()) }.map_err(io::Error::other)?;
+    }
+    // SAFETY: as above.
+    let sums = unsafe { hasher.checksums(own, &sources, route.generation()) };
+    copies.finish().map_err(io::Error::other)?;
+    sums
 }

@@ -263,7 +263,7 @@ impl Connection {
             frame.fail(PushError::Closed);
             return;
         };
-        let (wire_bytes, room_bytes) = (route.wire_bytes(), route.host_room_bytes());
+        let wire_bytes = route.wire_bytes();
         let header = FrameHeader {
             num_pieces: frame.pieces.len() as u16,
             format: route.wire(),
@@ -274,16 +274,14 @@ impl Connection {
         let mut head = header.encode().to_vec();
         let mut pieces = Vec::with_capacity(frame.pieces.len());
         let mut payload = Places::new();
-        let (mut rooms, scratch) = self.staging.of(&route, frame.pieces.len());
-        for piece in &frame.pieces {
+        let (rooms, scratch) = self.staging.of(&route, frame.pieces.len());
+        // SAFETY: the pieces are final and kept by the route's guard: nobody writes them.
+        let loaded = match unsafe { route.load_all(&frame.pieces, rooms, scratch) } {
+            Ok(loaded) => loaded,
+            Err(error) => return frame.fail(PushError::unread(&error)),
+        };
+        for (piece, (bytes, checksum)) in frame.pieces.iter().zip(loaded) {
             head.extend(wire::encode_piece(piece.layer_idx, piece.block_idx));
-            let (room, rest) = rooms.split_at_mut(room_bytes);
-            rooms = rest;
-            // SAFETY: the piece is final and kept by the route's guard: nobody writes it.
-            let (bytes, checksum) = match unsafe { route.load(piece, room, scratch) } {
-                Ok(loaded) => loaded,
-                Err(error) => return frame.fail(PushError::unread(&error)),
-            };
             pieces.push(Piece { block_idx: piece.block_idx, layer_idx: piece.layer_idx, checksum });
             payload.push(bytes.as_ptr().cast_mut(), bytes.len());
         }

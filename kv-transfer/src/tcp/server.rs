@@ -22,6 +22,9 @@ use crate::{
     receiver::{Acceptor, Admission, Claim, Grants, LiveGrant, ReceiverConfig, Service, listen},
 };
 
+/// Bytes that are received before a device takes them.
+const STAGED_BYTES: usize = 1 << 20;
+
 /// Listens until dropped.
 pub(crate) struct TcpServer {
     _acceptor: Acceptor<Receiving>,
@@ -184,7 +187,7 @@ impl Connection<'_> {
                     None if self.receiving.grants.storage().device().is_none() => {
                         self.place(&grant, &pieces, scratch)?
                     }
-                    codec => self.place_each(&grant, &pieces, codec.as_ref(), scratch)?,
+                    codec => self.place_staged(&grant, &pieces, codec.as_ref(), scratch)?,
                 },
                 Claim::Placed => {
                     self.discard(num_bytes, scratch)?;
@@ -239,9 +242,9 @@ impl Connection<'_> {
         Ok(AckStatus::Placed)
     }
 
-    /// Takes the payload piece by piece to the grant's blocks, decoded where it must be, for as long as the grant is not
-    /// revoked.
-    fn place_each(
+    /// Takes the payload to the grant's blocks by way of memory of this connection, as many pieces at a time as it has
+    /// room for, decoded where they must be, for as long as the grant is not revoked.
+    fn place_staged(
         &mut self,
         grant: &LiveGrant,
         pieces: &[(u32, u32)],
@@ -250,32 +253,44 @@ impl Connection<'_> {
     ) -> io::Result<AckStatus> {
         let storage = Arc::clone(self.receiving.grants.storage());
         let claimed = Claimed { grant, pieces };
-        let wire_bytes = codec.map_or_else(|| self.layer_bytes(), WireCodec::piece_bytes);
-        scratch.coded.resize(wire_bytes, 0);
-        scratch.decoded.resize(self.layer_bytes(), 0);
-        for (nth, &(layer_idx, block_idx)) in pieces.iter().enumerate() {
-            self.reader.receive_exact(&mut scratch.coded, self.receiving.io_timeout)?;
-            let block = grant.block(block_idx).expect("a claimed piece is in the grant");
+        let layer_bytes = self.layer_bytes();
+        let wire_bytes = codec.map_or(layer_bytes, WireCodec::piece_bytes);
+        // Processors decode each where it belongs; a device takes many at once.
+        let num_at_once = if storage.device().is_none() { 1 } else { (STAGED_BYTES / layer_bytes).max(1) };
+        let mut num_left = pieces.len();
+        for group in pieces.chunks(num_at_once) {
             let Scratch { coded, decoded, wire, .. } = scratch;
-            let layer_idx = layer_idx as usize;
-            // SAFETY: the piece lies in a granted block, claimed for this frame alone, and the grant cannot be taken
-            // back while the fence is held.
+            coded.resize(group.len() * wire_bytes, 0);
+            self.reader.receive_exact(coded, self.receiving.io_timeout)?;
+            num_left -= group.len();
+            let place = |&(layer_idx, block_idx): &(u32, u32)| {
+                (grant.block(block_idx).expect("a claimed piece is in the grant"), layer_idx as usize)
+            };
+            let places: Vec<_> = group.iter().map(place).collect();
+            let is_in_place = storage.device().is_none();
+            let bytes = match codec {
+                Some(codec) if !is_in_place => {
+                    decoded.resize(group.len() * layer_bytes, 0);
+                    let pieces = coded.chunks_exact(wire_bytes).zip(decoded.chunks_exact_mut(layer_bytes));
+                    pieces.for_each(|(coded, decoded)| codec.decode(coded, decoded, wire));
+                    &decoded[..]
+                }
+                _ => &coded[..],
+            };
+            // SAFETY: the pieces lie in granted blocks, claimed for this frame alone, and the grant cannot be taken back
+            // while the fence is held.
             let stored = grant.with_fence(|| unsafe {
-                match (codec, storage.device()) {
-                    (None, _) => storage.store(block, layer_idx, coded),
-                    (Some(codec), None) => {
+                match (codec, places[0]) {
+                    (Some(codec), (block, layer_idx)) if is_in_place => {
                         codec.decode(coded, storage.layer_mut(block, layer_idx), wire);
                         Ok(())
                     }
-                    (Some(codec), Some(_)) => {
-                        codec.decode(coded, decoded, wire);
-                        storage.store(block, layer_idx, decoded)
-                    }
+                    _ => storage.store_all(&places, bytes),
                 }
             });
             let Some(stored) = stored else {
-                self.counters().late(wire_bytes);
-                self.discard((pieces.len() - nth - 1) * wire_bytes, scratch)?;
+                self.counters().late(group.len() * wire_bytes);
+                self.discard(num_left * wire_bytes, scratch)?;
                 return Ok(AckStatus::Revoked);
             };
             stored?;
@@ -315,7 +330,7 @@ impl Connection<'_> {
 #[derive(Default)]
 struct Scratch {
     discarded: Vec<u8>,
-    /// One piece on its way, and as it shall be.
+    /// Pieces on their way, and as they shall be.
     coded: Vec<u8>,
     decoded: Vec<u8>,
     wire: WireScratch,

@@ -28,7 +28,8 @@ pub(crate) struct DriverDevice {
     name: String,
     /// Before what they refer to.
     graphs: HashMap<u64, Repeated>,
-    products: Products,
+    /// Unless none are asked for.
+    products: Option<Products>,
     modules: Vec<Arc<CudaModule>>,
     functions: HashMap<&'static str, Function>,
     marks: Vec<Option<CudaEvent>>,
@@ -74,6 +75,20 @@ impl DriverDevice {
         sources: &[Source],
         cache_dir: Option<PathBuf>,
     ) -> Result<DriverDevice, StartError> {
+        let mut device = DriverDevice::without_products(ordinal, sources, cache_dir)?;
+        device.products = Some(Products::new(&device.device, &device.stream)?);
+        Ok(device)
+    }
+
+    /// The same, for kernels alone: cuBLASLt need not be there.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub(crate) fn without_products(
+        ordinal: u32,
+        sources: &[Source],
+        cache_dir: Option<PathBuf>,
+    ) -> Result<DriverDevice, StartError> {
         let device = baton_cuda::Device::open(ordinal)?;
         let (major, minor) =
             device.context().compute_capability().map_err(|error| failed("cuDeviceGetAttribute", error))?;
@@ -96,7 +111,7 @@ impl DriverDevice {
         Ok(DriverDevice {
             name: format!("cuda:{ordinal}"),
             graphs: HashMap::new(),
-            products: Products::new(&device, &stream)?,
+            products: None,
             modules,
             functions: HashMap::new(),
             marks: (0..NUM_MARKS).map(|_| None).collect(),
@@ -228,7 +243,7 @@ impl Device for DriverDevice {
         }
         self.device.bind()?;
         // SAFETY: by the caller's word.
-        unsafe { self.products.multiply(product) }
+        unsafe { self.products.as_mut().expect("opened for products").multiply(product) }
     }
 
     fn mark(&mut self, mark_idx: usize) -> Result<(), CudaError> {

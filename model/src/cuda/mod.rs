@@ -7,12 +7,14 @@ use baton_kv_cache::{KvDtype, KvLayout};
 
 use crate::Activation;
 
+pub use block_queue::block_kernels;
 pub use compile::CompileError;
 pub use cuda_executor::CudaExecutor;
 pub use inputs::BatchLimits;
 pub use start::StartError;
 
 mod attention;
+mod block_queue;
 mod blocks;
 mod buffers;
 pub mod check;

@@ -1,0 +1,192 @@
+//! Blocks in memory of the host that says that it is a device's.
+
+use std::{
+    io,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use baton_kv_cache::{BlockId, BlockKernels, BlockStorage, DeviceMemory, KvLayout};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+/// With kernels, as workers have it.
+pub(crate) fn pretended_device(layout: KvLayout, num_blocks: usize) -> BlockStorage {
+    counted_device(layout, num_blocks).0
+}
+
+/// The same, and how often pieces went between it and the host.
+pub(crate) fn counted_device(layout: KvLayout, num_blocks: usize) -> (BlockStorage, Arc<Counts>) {
+    let counts = Arc::<Counts>::default();
+    let kernels = Pretences { counts: Arc::clone(&counts) };
+    (device(layout, num_blocks, Some(kernels)), counts)
+}
+
+/// Pieces of a pretended device with kernels.
+#[derive(Debug, Default)]
+pub(crate) struct Counts {
+    /// Copied to or from the host.
+    pub(crate) moved: AtomicUsize,
+    /// Hashed where they lie.
+    pub(crate) hashed: AtomicUsize,
+}
+
+/// `None`: it only copies.
+fn device(layout: KvLayout, num_blocks: usize, kernels: Option<Pretences>) -> BlockStorage {
+    let host = BlockStorage::new(layout, num_blocks).expect("memory");
+    let kernels = kernels.map(|kernels| Mutex::new(Box::new(kernels) as Box<dyn BlockKernels>));
+    BlockStorage::on_device(Box::new(Pretended { host, kernels }), layout, num_blocks)
+}
+
+#[derive(Debug)]
+struct Pretended {
+    host: BlockStorage,
+    kernels: Option<Mutex<Box<dyn BlockKernels>>>,
+}
+
+impl Pretended {
+    fn at(&self, offset: usize) -> *mut u8 {
+        // The storage is one run from its first byte.
+        self.host.layer_ptr(BlockId(0), 0).as_ptr().wrapping_add(offset)
+    }
+}
+
+// SAFETY: the storage stays where it is until it is dropped.
+unsafe impl DeviceMemory for Pretended {
+    fn device(&self) -> u32 {
+        5
+    }
+
+    fn address(&self) -> u64 {
+        self.host.address()
+    }
+
+    fn bind(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {
+        // SAFETY: in bounds, and not written meanwhile, by the caller's word.
+        unsafe { std::ptr::copy_nonoverlapping(self.at(offset), bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()> {
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at(offset), bytes.len()) };
+        Ok(())
+    }
+
+    fn handle(&self) -> Option<[u8; 64]> {
+        Some([7; 64])
+    }
+
+    fn kernels(&self) -> Option<&Mutex<Box<dyn BlockKernels>>> {
+        self.kernels.as_ref()
+    }
+}
+
+#[derive(Debug)]
+struct Pretences {
+    counts: Arc<Counts>,
+}
+
+impl BlockKernels for Pretences {
+    unsafe fn gather(&mut self, places: &[u64], bytes: &mut [u8]) -> io::Result<()> {
+        let num_bytes = bytes.len() / places.len();
+        for (&place, bytes) in places.iter().zip(bytes.chunks_exact_mut(num_bytes)) {
+            // SAFETY: there, and not written meanwhile, by the caller's word.
+            unsafe { std::ptr::copy_nonoverlapping(place as *const u8, bytes.as_mut_ptr(), num_bytes) };
+        }
+        self.counts.moved.fetch_add(places.len(), Ordering::SeqCst);
+        Ok(())
+    }
+
+    unsafe fn scatter(&mut self, places: &[u64], bytes: &[u8]) -> io::Result<()> {
+        let num_bytes = bytes.len() / places.len();
+        for (&place, bytes) in places.iter().zip(bytes.chunks_exact(num_bytes)) {
+            // SAFETY: there, and not used meanwhile, by the caller's word.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place as *mut u8, num_bytes) };
+        }
+        self.counts.moved.fetch_add(places.len(), Ordering::SeqCst);
+        Ok(())
+    }
+
+    unsafe fn checksums(
+        &mut self,
+        places: &[u64],
+        num_bytes: usize,
+        seed: u64,
+    ) -> io::Result<Option<Vec<u64>>> {
+        let sum = |&place: &u64| {
+            // SAFETY: as of `gather`.
+            xxh3_64_with_seed(unsafe { std::slice::from_raw_parts(place as *const u8, num_bytes) }, seed)
+        };
+        self.counts.hashed.fetch_add(places.len(), Ordering::SeqCst);
+        Ok(Some(places.iter().map(sum).collect()))
+    }
+}
+
+mod tests {
+    use super::*;
+    use crate::{
+        Generation, Sender, TransportKind,
+        checksum::Hasher,
+        testing::{Fabric, LAYOUT, NUM_BLOCKS, blocks, bytes, sender_config, soon, writes},
+    };
+
+    #[test]
+    fn checksums_are_those_of_processors_whoever_takes_them() {
+        let pieces = [(BlockId(2), 1), (BlockId(0), 0), (BlockId(2), 2)];
+        let content: Vec<u8> = (0..3 * LAYOUT.layer_bytes()).map(|n| (n * 7 % 251) as u8).collect();
+        let host = BlockStorage::new(LAYOUT, 3).unwrap();
+        let (device_with_kernels, counts) = counted_device(LAYOUT, 3);
+        let sums = [host, device_with_kernels, device(LAYOUT, 3, None)].map(|storage| {
+            let mut loaded = vec![0; content.len()];
+            // SAFETY: nobody else uses the storage.
+            unsafe {
+                storage.store_all(&pieces, &content).unwrap();
+                storage.load_all(&pieces, &mut loaded).unwrap();
+                assert!(loaded == content);
+                Hasher::default().checksums(&storage, &pieces, Generation(4)).unwrap()
+            }
+        });
+        let expected: Vec<u64> = content
+            .chunks_exact(LAYOUT.layer_bytes())
+            .map(|piece| crate::checksum::checksum(piece, Generation(4)))
+            .collect();
+        assert_eq!(sums, [expected.clone(), expected.clone(), expected]);
+        assert_eq!(counts.hashed.load(Ordering::SeqCst), 3, "where they lie");
+        assert_eq!(counts.moved.load(Ordering::SeqCst), 6);
+    }
+
+    /// What one handoff over `kind` has moved to the host and hashed on the device, on the side that sends.
+    async fn pushed(kind: &[TransportKind]) -> [usize; 2] {
+        let fabric = Fabric::new(kind);
+        let (source, counts) = counted_device(LAYOUT, NUM_BLOCKS);
+        let source = Arc::new(source);
+        let ids = blocks([3, 9, 4]);
+        for (nth, &block) in ids.iter().enumerate() {
+            for layer_idx in 0..LAYOUT.num_layers {
+                let piece = vec![(nth * 16 + layer_idx) as u8; LAYOUT.layer_bytes()];
+                // SAFETY: nobody else uses the pool yet.
+                unsafe { source.store(block, layer_idx, &piece) }.unwrap();
+            }
+        }
+        let sender = Sender::start(source, sender_config(kind)).unwrap();
+        let granted = fabric.receiver.grant(ids.clone(), ());
+        let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
+        let pushed = soon(route.push(writes(&ids))).await.unwrap();
+        soon(granted.verify(pushed.pieces)).await.unwrap();
+        assert!(bytes(&fabric.target, BlockId(9), 2).iter().all(|&byte| byte == 18));
+        [counts.moved.load(Ordering::SeqCst), counts.hashed.load(Ordering::SeqCst)]
+    }
+
+    #[tokio::test]
+    async fn pieces_cross_to_the_host_only_where_the_fabric_needs_them_there() {
+        let num_pieces = 3 * LAYOUT.num_layers;
+        assert_eq!(pushed(&[TransportKind::Tcp]).await, [num_pieces, 0], "hashed on their way");
+        assert_eq!(pushed(&[TransportKind::Nccl]).await, [0, num_pieces]);
+    }
+}

@@ -1,0 +1,293 @@
+//! What a device does with blocks beside the forward pass: gathers and scatters pieces, and takes their checksums, on a
+//! queue of its own.
+//!
+//! A handoff's pieces are many and small (one layer of one block): one by one each would cost a copy that is waited for,
+//! of which the link to the host is no faster than its latency. Here a frame of them is one kernel and one copy, and a
+//! checksum is eight bytes on that link.
+
+use std::{fmt, io, path::PathBuf};
+
+use baton_cuda::CudaError;
+use baton_kv_cache::{BlockKernels, KvLayout};
+use xxhash_rust::const_xxh3::const_custom_default_secret;
+
+use super::blocks::{self, ByteRun, CopyRuns};
+use super::checksum::{self, ChecksumPieces, Secret};
+use super::device::Device;
+use super::driver::DriverDevice;
+use super::kernel::{Address, Source};
+use super::start::StartError;
+
+/// Bytes that are gathered or scattered at a time.
+const STAGED_BYTES: usize = 8 << 20;
+
+/// Pieces of one kernel.
+const MAX_RUNS: usize = 4096;
+
+/// Bytes of a run that one block of threads copies.
+const PART_BYTES: usize = 16 << 10;
+
+const DEFAULT_SECRET: [u8; 192] = const_custom_default_secret(0);
+
+/// Kernels for blocks of `layout` on the `ordinal`th device, with a stream and some memory of their own. Code that
+/// `kernel_cache` does not hold is compiled, and kept there.
+///
+/// # Errors
+/// When the device or a library is missing, or the memory does not suffice.
+pub fn block_kernels(
+    ordinal: u32,
+    layout: &KvLayout,
+    kernel_cache: Option<PathBuf>,
+) -> Result<Box<dyn BlockKernels>, StartError> {
+    let device = DriverDevice::without_products(ordinal, &sources(layout), kernel_cache)?;
+    Ok(Box::new(BlockQueue::new(device)?))
+}
+
+fn sources(layout: &KvLayout) -> [Source; 2] {
+    // As it copies, what types the two sides have does not matter.
+    [blocks::source(layout, layout), checksum::source()]
+}
+
+struct BlockQueue<D> {
+    device: D,
+    /// [`MAX_RUNS`] runs, or places.
+    runs: Address,
+    /// [`STAGED_BYTES`].
+    staged: Address,
+    /// [`MAX_RUNS`] checksums.
+    sums: Address,
+}
+
+impl<D> fmt::Debug for BlockQueue<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BlockQueue").finish_non_exhaustive()
+    }
+}
+
+/// Where a run goes to, or comes from, beside its place in the pool.
+#[derive(Clone, Copy)]
+enum Direction {
+    Gathered,
+    Scattered,
+}
+
+impl<D: Device> BlockQueue<D> {
+    fn new(mut device: D) -> Result<BlockQueue<D>, CudaError> {
+        Ok(BlockQueue {
+            runs: device.allocate(MAX_RUNS * size_of::<ByteRun>())?,
+            staged: device.allocate(STAGED_BYTES)?,
+            sums: device.allocate(MAX_RUNS * 8)?,
+            device,
+        })
+    }
+
+    /// How many runs of `num_bytes` are moved at a time.
+    fn group(num_bytes: usize) -> usize {
+        (STAGED_BYTES / num_bytes.max(1)).clamp(1, MAX_RUNS)
+    }
+
+    /// Asks for copies between places and what is staged, run by run; at most [`STAGED_BYTES`].
+    fn copy(&mut self, places: &[u64], num_bytes: usize, direction: Direction) -> Result<(), CudaError> {
+        let (pool, offsets) = offsets(places);
+        let runs = offsets.iter().enumerate().map(|(nth, &place)| {
+            let staged = (nth * num_bytes) as u64;
+            let (from, to) = match direction {
+                Direction::Gathered => (place, staged),
+                Direction::Scattered => (staged, place),
+            };
+            ByteRun { from, to, num_bytes: num_bytes as u64 }
+        });
+        let runs: Vec<ByteRun> = runs.collect();
+        let (from, to) = match direction {
+            Direction::Gathered => (pool, self.staged),
+            Direction::Scattered => (self.staged, pool),
+        };
+        let copy = CopyRuns {
+            from,
+            to,
+            runs: self.runs,
+            num_runs: runs.len() as u32,
+            num_parts: num_bytes.div_ceil(PART_BYTES) as u32,
+        };
+        // SAFETY: there is room for so many runs; what they lead to is there by the word of whoever asks for them.
+        unsafe {
+            self.device.upload(self.runs, bytemuck::cast_slice(&runs))?;
+            self.device.launch(&copy)
+        }
+    }
+
+    /// Runs longer than what is staged are moved in parts: as many calls of `each` with the parts' places and where in
+    /// `0..num_bytes * places.len()` their bytes are.
+    fn in_groups(
+        &mut self,
+        places: &[u64],
+        num_bytes: usize,
+        mut each: impl FnMut(&mut Self, &[u64], usize, usize) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        if num_bytes > STAGED_BYTES {
+            for (nth, &place) in places.iter().enumerate() {
+                for at in (0..num_bytes).step_by(STAGED_BYTES) {
+                    let len = STAGED_BYTES.min(num_bytes - at);
+                    each(self, &[place + at as u64], nth * num_bytes + at, len)?;
+                }
+            }
+            return Ok(());
+        }
+        let group = Self::group(num_bytes);
+        for (nth, places) in places.chunks(group).enumerate() {
+            each(self, places, nth * group * num_bytes, num_bytes)?;
+        }
+        Ok(())
+    }
+}
+
+/// The first of these places, and how far from it each is.
+fn offsets(places: &[u64]) -> (Address, Vec<u64>) {
+    let first = places.iter().copied().min().unwrap_or(0);
+    (Address(first), places.iter().map(|place| place - first).collect())
+}
+
+impl<D: Device> BlockKernels for BlockQueue<D> {
+    unsafe fn gather(&mut self, places: &[u64], bytes: &mut [u8]) -> io::Result<()> {
+        let num_bytes = bytes.len() / places.len().max(1);
+        let gathered = self.in_groups(places, num_bytes, |queue, places, at, num_bytes| {
+            queue.copy(places, num_bytes, Direction::Gathered)?;
+            let bytes = &mut bytes[at..at + places.len() * num_bytes];
+            // SAFETY: so many were just staged.
+            unsafe { queue.device.download(queue.staged, bytes) }
+        });
+        gathered.map_err(io::Error::other)
+    }
+
+    unsafe fn scatter(&mut self, places: &[u64], bytes: &[u8]) -> io::Result<()> {
+        let num_bytes = bytes.len() / places.len().max(1);
+        let scattered = self.in_groups(places, num_bytes, |queue, places, at, num_bytes| {
+            let bytes = &bytes[at..at + places.len() * num_bytes];
+            // SAFETY: there is room for a group.
+            unsafe { queue.device.upload(queue.staged, bytes) }?;
+            queue.copy(places, num_bytes, Direction::Scattered)
+        });
+        let arrived = scattered.and_then(|()| {
+            self.device.mark(0)?;
+            self.device.wait_for(0)
+        });
+        arrived.map_err(io::Error::other)
+    }
+
+    unsafe fn checksums(
+        &mut self,
+        places: &[u64],
+        num_bytes: usize,
+        seed: u64,
+    ) -> io::Result<Option<Vec<u64>>> {
+        if (num_bytes as u64) < checksum::MIN_BYTES {
+            return Ok(None);
+        }
+        let secret = Secret::new(&DEFAULT_SECRET, seed);
+        let mut sums = vec![0; places.len()];
+        let (base, offsets) = offsets(places);
+        for (offsets, sums) in offsets.chunks(MAX_RUNS).zip(sums.chunks_mut(MAX_RUNS)) {
+            let kernel = ChecksumPieces {
+                base,
+                offsets: self.runs,
+                sums: self.sums,
+                num_bytes: num_bytes as u64,
+                num_pieces: offsets.len() as u64,
+                secret,
+            };
+            // SAFETY: there is room for so many places and sums; the pieces are there by the caller's word.
+            let computed = unsafe {
+                self.device
+                    .upload(self.runs, bytemuck::cast_slice(offsets))
+                    .and_then(|()| self.device.launch(&kernel))
+                    .and_then(|()| self.device.download(self.sums, bytemuck::cast_slice_mut(sums)))
+            };
+            computed.map_err(io::Error::other)?;
+        }
+        Ok(Some(sums))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_kv_cache::KvDtype;
+    use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+    use super::*;
+    use crate::cuda::emulated::EmulatedDevice;
+
+    const LAYOUT: KvLayout =
+        KvLayout { block_size: 4, num_layers: 3, num_kv_heads: 2, head_dim: 10, dtype: KvDtype::Int8 };
+
+    /// A queue, a pool of random bytes on its device, and the pool as it is.
+    fn queue(num_bytes: usize) -> (BlockQueue<EmulatedDevice>, Address, Vec<u8>) {
+        let pool: Vec<u8> =
+            (0..num_bytes as u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+        let mut queue = BlockQueue::new(EmulatedDevice::new(&sources(&LAYOUT), 64 << 20)).unwrap();
+        let at = queue.device.allocate(num_bytes).unwrap();
+        // SAFETY: just allocated.
+        unsafe { queue.device.upload(at, &pool) }.unwrap();
+        (queue, at, pool)
+    }
+
+    #[test]
+    fn pieces_are_gathered_hashed_and_scattered() {
+        for num_bytes in [7, 240, 241, 1000, 40_000] {
+            let (mut queue, at, mut pool) = queue(5 * num_bytes);
+            let order = [3, 0, 4];
+            let places = order.map(|idx| at.0 + (idx * num_bytes) as u64);
+            let expected = order.map(|idx| pool[idx * num_bytes..][..num_bytes].to_vec());
+            let mut gathered = vec![0; 3 * num_bytes];
+            // SAFETY: all places lie in the pool.
+            unsafe {
+                queue.gather(&places, &mut gathered).unwrap();
+                assert!(gathered == expected.concat(), "{num_bytes}");
+                let sums = queue.checksums(&places, num_bytes, 9).unwrap();
+                let hashed = expected.each_ref().map(|piece| xxh3_64_with_seed(piece, 9)).to_vec();
+                assert_eq!(sums, (num_bytes > 240).then_some(hashed));
+
+                let new: Vec<u8> = gathered.iter().map(|byte| !byte).collect();
+                queue.scatter(&places, &new).unwrap();
+                for (idx, piece) in order.into_iter().zip(new.chunks_exact(num_bytes)) {
+                    pool[idx * num_bytes..][..num_bytes].copy_from_slice(piece);
+                }
+                let mut found = vec![0; pool.len()];
+                queue.device.download(at, &mut found).unwrap();
+                assert!(found == pool, "{num_bytes}: these pieces, and no others");
+            }
+        }
+    }
+
+    #[test]
+    fn more_pieces_and_longer_ones_than_are_staged_are_moved_in_parts() {
+        type Queue = BlockQueue<EmulatedDevice>;
+        let (mut queue, ..) = queue(8);
+        let parts = |queue: &mut Queue, places: &[u64], num_bytes| {
+            let mut parts = vec![];
+            let each = |_: &mut Queue, places: &[u64], at, num_bytes| {
+                parts.push((places.to_vec(), at, num_bytes));
+                Ok(())
+            };
+            queue.in_groups(places, num_bytes, each).unwrap();
+            parts
+        };
+        let half = STAGED_BYTES / 2;
+        assert_eq!(
+            parts(&mut queue, &[10, 20, 30], half),
+            [(vec![10, 20], 0, half), (vec![30], 2 * half, half)]
+        );
+        let long = STAGED_BYTES + 5;
+        let rest = 1000 + STAGED_BYTES as u64;
+        assert_eq!(
+            parts(&mut queue, &[0, 1000], long),
+            [
+                (vec![0], 0, STAGED_BYTES),
+                (vec![STAGED_BYTES as u64], STAGED_BYTES, 5),
+                (vec![1000], long, STAGED_BYTES),
+                (vec![rest], long + STAGED_BYTES, 5),
+            ]
+        );
+        assert_eq!(parts(&mut queue, &vec![0; MAX_RUNS + 1], 1).len(), 2);
+        assert!(parts(&mut queue, &[], 16).is_empty());
+    }
+}
