@@ -28,6 +28,7 @@ mod experts;
 mod gate;
 mod inputs;
 mod kernel;
+mod loaded;
 mod lt;
 mod norm;
 mod pass;
@@ -45,6 +46,8 @@ mod emulated;
 mod emulator;
 #[cfg(test)]
 mod model_tests;
+#[cfg(test)]
+mod test_device;
 #[cfg(test)]
 mod testing;
 
