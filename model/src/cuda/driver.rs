@@ -3,25 +3,23 @@
 //! Not run on a GPU yet: what is checked is that it compiles against cudarc and that missing libraries are said.
 
 use std::collections::HashMap;
-use std::ffi::c_void;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use baton_cuda::{Allocation, CudaError, Pinned, failed};
-use cudarc::driver::{CudaEvent, CudaFunction, CudaGraph, CudaModule, CudaStream, result, sys};
-use cudarc::nvrtc::Ptx;
+use cudarc::driver::{CudaEvent, CudaGraph, CudaStream, DriverError, result, sys};
 
-use super::compile::{Architecture, CubinCache};
 use super::device::{Device, NUM_MARKS, Product};
 use super::kernel::{Address, Kernel, Source};
+use super::loaded::LoadedKernels;
 use super::lt::Products;
 use super::start::StartError;
 
 /// Bytes that are copied between the host and the device at a time.
 const STAGED_BYTES: usize = 4 << 20;
 
-/// More dynamic shared memory than that must be asked for.
-const SHARED_BYTES: u32 = 48 << 10;
+/// Graphs that are kept: as many as there are sizes of a step, and some.
+const MAX_GRAPHS: usize = 512;
 
 /// One device, and one stream of work on it.
 pub(crate) struct DriverDevice {
@@ -30,8 +28,7 @@ pub(crate) struct DriverDevice {
     graphs: HashMap<u64, Repeated>,
     /// Unless none are asked for.
     products: Option<Products>,
-    modules: Vec<Arc<CudaModule>>,
-    functions: HashMap<&'static str, Function>,
+    kernels: LoadedKernels,
     marks: Vec<Option<CudaEvent>>,
     uploads: [Staging; 2],
     next_upload: usize,
@@ -45,17 +42,13 @@ pub(crate) struct DriverDevice {
 // only one.
 unsafe impl Send for DriverDevice {}
 
-struct Function {
-    function: CudaFunction,
-    /// That it may use.
-    shared_bytes: u32,
-}
-
 /// Work that was asked for under one key.
 enum Repeated {
     /// Once: what it needed at first is there, such as plans of products.
     Seen,
     Captured(CudaGraph),
+    /// Twice, and there was no memory for a graph: as if it was not repeated.
+    Plain,
 }
 
 /// Memory that bytes wait in, and when the device has them.
@@ -90,19 +83,7 @@ impl DriverDevice {
         cache_dir: Option<PathBuf>,
     ) -> Result<DriverDevice, StartError> {
         let device = baton_cuda::Device::open(ordinal)?;
-        let (major, minor) =
-            device.context().compute_capability().map_err(|error| failed("cuDeviceGetAttribute", error))?;
-        if major < 8 {
-            return Err(StartError::TooOld { device: ordinal, major: major as u32, minor: minor as u32 });
-        }
-        let architecture = Architecture::new(major as u32, minor as u32);
-        let cache = CubinCache::new(cache_dir);
-        let mut modules = Vec::with_capacity(sources.len());
-        for source in sources {
-            let cubin = cache.get(source, architecture)?;
-            let module = device.context().load_module(Ptx::from_binary(cubin.code));
-            modules.push(module.map_err(|error| failed("cuModuleLoadData", error))?);
-        }
+        let kernels = LoadedKernels::new(&device, sources, cache_dir)?;
         let stream = device.stream()?;
         let staging = || -> Result<Staging, CudaError> {
             let copied = device.context().new_event(None).map_err(|error| failed("cuEventCreate", error))?;
@@ -112,8 +93,7 @@ impl DriverDevice {
             name: format!("cuda:{ordinal}"),
             graphs: HashMap::new(),
             products: None,
-            modules,
-            functions: HashMap::new(),
+            kernels,
             marks: (0..NUM_MARKS).map(|_| None).collect(),
             uploads: [staging()?, staging()?],
             next_upload: 0,
@@ -124,41 +104,92 @@ impl DriverDevice {
         })
     }
 
-    /// The kernel of that name, allowed so much shared memory.
-    fn function(&mut self, name: &'static str, shared_bytes: u32) -> Result<sys::CUfunction, CudaError> {
-        if !self.functions.contains_key(name) {
-            let found = self.modules.iter().find_map(|module| module.load_function(name).ok());
-            let function = found.ok_or_else(|| CudaError::Failed {
-                call: "cuModuleGetFunction",
-                why: format!("no kernel {name} in the sources"),
-            })?;
-            self.functions.insert(name, Function { function, shared_bytes: SHARED_BYTES });
-        }
-        let found = self.functions.get_mut(name).expect("just loaded");
-        if shared_bytes > found.shared_bytes {
-            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            let set = found.function.set_attribute(attribute, shared_bytes as i32);
-            set.map_err(|error| failed("cuFuncSetAttribute", error))?;
-            found.shared_bytes = shared_bytes;
-        }
-        Ok(found.function.cu_function())
+    /// Fills memory with `byte`.
+    ///
+    /// # Safety
+    /// There are so many bytes.
+    pub(crate) unsafe fn fill(&mut self, at: Address, byte: u8, num_bytes: usize) -> Result<(), CudaError> {
+        self.device.bind()?;
+        // SAFETY: there by the caller's word.
+        unsafe { result::memset_d8_async(at.0, byte, num_bytes, self.stream.cu_stream()) }
+            .map_err(|error| failed("cuMemsetD8Async", error))
     }
 
-    /// What `work` asks for, as a graph.
-    fn capture(
+    /// Copies from one place of the device to another.
+    ///
+    /// # Safety
+    /// Both are there, and do not overlap.
+    pub(crate) unsafe fn copy(
         &mut self,
-        work: &mut dyn FnMut(&mut Self) -> Result<(), CudaError>,
-    ) -> Result<CudaGraph, CudaError> {
+        to: Address,
+        from: Address,
+        num_bytes: usize,
+    ) -> Result<(), CudaError> {
+        self.device.bind()?;
+        // SAFETY: there by the caller's word.
+        unsafe { result::memcpy_dtod_async(to.0, from.0, num_bytes, self.stream.cu_stream()) }
+            .map_err(|error| failed("cuMemcpyDtoDAsync", error))
+    }
+
+    /// A place of the queue at which the device looks at its clock.
+    pub(crate) fn stamp(&mut self) -> Result<CudaEvent, CudaError> {
+        let event = self.device.context().new_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT));
+        let event = event.map_err(|error| failed("cuEventCreate", error))?;
+        event.record(&self.stream).map_err(|error| failed("cuEventRecord", error))?;
+        Ok(event)
+    }
+
+    fn begin_capture(&mut self) -> Result<(), CudaError> {
         // Other threads of this process, such as those of handoffs, may allocate meanwhile.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        self.stream.begin_capture(mode).map_err(|error| failed("cuStreamBeginCapture", error))?;
-        let asked = work(self);
-        let flags = sys::CUgraphInstantiate_flags(0);
-        // Also after a failure: the stream is of no use while it is captured.
-        let graph = self.stream.end_capture(flags);
-        asked?;
-        let empty = || CudaError::Failed { call: "cuStreamEndCapture", why: "no work".into() };
-        graph.map_err(|error| failed("cuStreamEndCapture", error))?.ok_or_else(empty)
+        self.stream.begin_capture(mode).map_err(|error| failed("cuStreamBeginCapture", error))
+    }
+
+    /// What was asked for since, as a graph, if there is memory for it.
+    fn end_capture(&mut self) -> Result<Option<CudaGraph>, CudaError> {
+        match self.stream.end_capture(sys::CUgraphInstantiate_flags(0)) {
+            Ok(Some(graph)) => Ok(Some(graph)),
+            Ok(None) => Err(CudaError::Failed { call: "cuStreamEndCapture", why: "no graph".into() }),
+            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(None),
+            Err(error) => Err(failed("cuStreamEndCapture", error)),
+        }
+    }
+}
+
+/// [`Device::repeat`] of whoever has a device: the second time that work is asked for under a key it becomes a graph.
+pub(super) fn repeat<D>(
+    owner: &mut D,
+    device: fn(&mut D) -> &mut DriverDevice,
+    key: u64,
+    work: &mut dyn FnMut(&mut D) -> Result<(), CudaError>,
+) -> Result<(), CudaError> {
+    match device(owner).graphs.get(&key) {
+        None => {
+            work(owner)?;
+            let graphs = &mut device(owner).graphs;
+            if graphs.len() >= MAX_GRAPHS {
+                graphs.clear();
+            }
+            graphs.insert(key, Repeated::Seen);
+            return Ok(());
+        }
+        Some(Repeated::Seen) => {
+            device(owner).begin_capture()?;
+            let asked = work(owner);
+            // Also after a failure: the stream is of no use while it is captured.
+            let graph = device(owner).end_capture();
+            asked?;
+            let repeated = graph?.map_or(Repeated::Plain, Repeated::Captured);
+            if let Repeated::Plain = repeated {
+                tracing::warn!("no memory for a graph: these steps are launched kernel by kernel");
+            }
+            device(owner).graphs.insert(key, repeated);
+        }
+        Some(Repeated::Captured(_) | Repeated::Plain) => {}
+    }
+    match device(owner).graphs.get(&key) {
+        Some(Repeated::Captured(graph)) => graph.launch().map_err(|error| failed("cuGraphLaunch", error)),
+        _ => work(owner),
     }
 }
 
@@ -220,21 +251,8 @@ impl Device for DriverDevice {
     }
 
     unsafe fn launch<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {
-        let shape = kernel.shape();
-        let [x, y, z] = shape.grid;
-        if x == 0 || y == 0 || z == 0 {
-            return Ok(());
-        }
-        self.device.bind()?;
-        let function = self.function(K::NAME, shape.shared_bytes)?;
-        let mut params = [(&raw const *kernel).cast_mut().cast::<c_void>()];
-        let (threads, stream) = ((shape.threads, 1, 1), self.stream.cu_stream());
-        // SAFETY: the one parameter is what the kernel takes, by the word of its type; it is copied by the call. What it
-        // points to is there by the caller's word.
-        unsafe {
-            result::launch_kernel(function, (x, y, z), threads, shape.shared_bytes, stream, &mut params)
-        }
-        .map_err(|error| failed("cuLaunchKernel", error))
+        // SAFETY: by the caller's word.
+        unsafe { self.kernels.launch(kernel, &self.stream) }
     }
 
     unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError> {
@@ -270,19 +288,6 @@ impl Device for DriverDevice {
         key: u64,
         work: &mut dyn FnMut(&mut Self) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        match self.graphs.get(&key) {
-            None => {
-                work(self)?;
-                self.graphs.insert(key, Repeated::Seen);
-                return Ok(());
-            }
-            Some(Repeated::Seen) => {
-                let graph = self.capture(work)?;
-                self.graphs.insert(key, Repeated::Captured(graph));
-            }
-            Some(Repeated::Captured(_)) => {}
-        }
-        let Some(Repeated::Captured(graph)) = self.graphs.get(&key) else { unreachable!("captured above") };
-        graph.launch().map_err(|error| failed("cuGraphLaunch", error))
+        repeat(self, |device| device, key, work)
     }
 }

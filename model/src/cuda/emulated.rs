@@ -22,14 +22,24 @@ pub(crate) struct EmulatedDevice {
 
 impl EmulatedDevice {
     /// With so much memory, and these kernels.
-    pub(crate) fn new(sources: &[Source], memory_bytes: usize) -> EmulatedDevice {
+    pub(crate) fn new(sources: &[Source], memory_bytes: usize, threads: Threads) -> EmulatedDevice {
         EmulatedDevice {
-            session: Session::new(sources, Threads::Shuffled),
+            session: Session::new(sources, threads),
             num_free: memory_bytes,
             marks: vec![false; NUM_MARKS],
             is_repeating: false,
             repeated: HashMap::new(),
         }
+    }
+
+    /// What is asked for from here on is what was asked for under this key before, until `end_repeating`.
+    pub(crate) fn begin_repeating(&mut self, key: u64) {
+        *self.repeated.entry(key).or_default() += 1;
+        self.is_repeating = true;
+    }
+
+    pub(crate) fn end_repeating(&mut self) {
+        self.is_repeating = false;
     }
 }
 
@@ -90,10 +100,9 @@ impl Device for EmulatedDevice {
         key: u64,
         work: &mut dyn FnMut(&mut Self) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        *self.repeated.entry(key).or_default() += 1;
-        self.is_repeating = true;
+        self.begin_repeating(key);
         let done = work(self);
-        self.is_repeating = false;
+        self.end_repeating();
         done
     }
 }

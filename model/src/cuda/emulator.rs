@@ -6,8 +6,9 @@ use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use super::device::Product;
+use super::device::{Device, Product};
 use super::kernel::{Address, Kernel, LaunchShape, Source};
+use super::test_device::TestDevice;
 
 /// A process that holds memory and runs kernels in it, one after the other.
 ///
@@ -130,9 +131,9 @@ fn bytes_of<T: Copy>(value: &T) -> &[u8] {
     unsafe { std::slice::from_raw_parts((&raw const *value).cast::<u8>(), size_of::<T>()) }
 }
 
-/// Buffers and launches of a kernel's test.
+/// Buffers and launches of a kernel's test: emulated, or on the device that [`test_device`](super::test_device) names.
 pub(crate) struct Emulator {
-    session: Session,
+    device: TestDevice,
     buffers: Vec<(Address, usize)>,
 }
 
@@ -144,40 +145,44 @@ pub(crate) struct Memory {
 impl Emulator {
     /// Compiles `source`, unless that has been done.
     pub(crate) fn new(source: Source) -> Emulator {
-        Emulator { session: Session::new(&[source], Threads::Compared), buffers: vec![] }
+        let device = TestDevice::new(&[source], usize::MAX, Threads::Compared);
+        Emulator { device, buffers: vec![] }
     }
 
     /// A buffer that holds `bytes`.
     pub(crate) fn buffer(&mut self, bytes: &[u8]) -> Address {
         let address = self.poisoned(bytes.len());
-        self.session.write(address, bytes);
+        // SAFETY: just allocated for them.
+        unsafe { self.device.upload(address, bytes) }.expect("the device works");
         address
     }
 
     /// A buffer full of NaN.
     pub(crate) fn poisoned(&mut self, num_bytes: usize) -> Address {
-        let address = self.session.allocate(num_bytes);
+        let address = self.device.allocate(num_bytes).expect("the device has memory for a test");
         self.buffers.push((address, num_bytes));
         address
     }
 
-    /// Runs the kernel after those before it: its threads in order, and then in an order drawn at random, with the same
-    /// results.
+    /// Runs the kernel after those before it: twice, the second time with its threads in an order drawn at random, with
+    /// the same results.
     ///
     /// # Panics
-    /// As the methods of [`Session`].
+    /// When it leaves its buffers, waits for nobody, or depends on the order of its threads: emulated, perhaps not before
+    /// `run`.
     pub(crate) fn launch<K: Kernel>(&mut self, kernel: &K) {
-        self.session.launch(kernel);
+        self.device.launch_twice(kernel);
     }
 
     /// Waits until all kernels have run.
     ///
     /// # Panics
-    /// As the methods of [`Session`].
+    /// As `launch`.
     pub(crate) fn run(&mut self) -> Memory {
         let read = |&(address, num_bytes): &(Address, usize)| {
             let mut bytes = vec![0; num_bytes];
-            self.session.read(address, &mut bytes);
+            // SAFETY: allocated so large.
+            unsafe { self.device.download(address, &mut bytes) }.expect("the device works");
             (address, bytes)
         };
         Memory { buffers: self.buffers.iter().map(read).collect() }

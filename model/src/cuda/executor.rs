@@ -13,12 +13,15 @@ use super::buffers::Buffers;
 use super::device::{Device, NUM_MARKS};
 use super::inputs::{BatchLimits, InputShape, Inputs, padded};
 use super::kernel::{Address, Source};
-use super::pass::{EXPERT_TILE_ROWS, Pass, product};
+use super::pass::{EXPERT_TILE_ROWS, Pass};
 use super::start::StartError;
-use super::weights::{self, DeviceMlp, DeviceWeights};
+use super::weights::{self, DeviceWeights};
 use super::{attention, embed, expert_products, experts, gate, norm, rope, rows};
 use crate::spec::{DecoderSpec, MlpSpec};
 use crate::{Batch, ExecuteError, Executor, LoadProgress, LoadedModel};
+
+/// Left to libraries and the driver, for what they take later: code of products of other sizes, graphs.
+const SPARE_BYTES: usize = 256 << 20;
 
 /// Computes on one device.
 pub(crate) struct DeviceExecutor<D> {
@@ -123,7 +126,7 @@ impl<D: Device> DeviceExecutor<D> {
 
     /// Bytes that are left for blocks.
     pub(crate) fn free_bytes(&mut self) -> Result<usize, CudaError> {
-        self.device.free_bytes()
+        Ok(self.device.free_bytes()?.saturating_sub(SPARE_BYTES))
     }
 
     #[cfg(test)]
@@ -131,27 +134,34 @@ impl<D: Device> DeviceExecutor<D> {
         &mut self.device
     }
 
-    /// Multiplies once by each kind of matrix, few rows and many: what the library loads for that is loaded before the rest
-    /// of the memory is given to blocks. What comes of it is overwritten.
+    /// Runs steps of many sizes, the largest with all layers: what libraries and the driver load or allocate for that is
+    /// there before the rest of the memory is given to blocks. No block takes part, and what comes of it is overwritten.
     fn warm_up(&mut self) -> Result<(), CudaError> {
-        let buffers = &self.buffers;
-        let first = &self.weights.layers[0];
-        for num_rows in [1, self.limits.num_rows] {
-            let mut products = vec![
-                product(first.qkv.weight, buffers.hidden, buffers.qkv, num_rows),
-                product(first.output.weight, buffers.attended, buffers.added, num_rows),
-            ];
-            if let DeviceMlp::Dense { gate_up, down } = &first.mlp {
-                products.push(product(gate_up.weight, buffers.hidden, buffers.gate_up, num_rows));
-                products.push(product(down.weight, buffers.gated, buffers.added, num_rows));
-            }
-            for product in &products {
-                // SAFETY: weights and buffers are there, these for so many rows.
-                unsafe { self.device.multiply(product) }?;
+        let DeviceExecutor { device, model, weights, buffers, inputs, limits, .. } = self;
+        let (spec, layout) = (&model.config().decoder, model.kv_layout());
+        let smaller = std::iter::successors(Some(1), |num_rows| Some(2 * num_rows));
+        let smaller = smaller.take_while(|&num_rows| num_rows < limits.num_rows);
+        for num_rows in smaller.chain([limits.num_rows]) {
+            let num_layers = if num_rows == limits.num_rows { weights.layers.len() } else { 1 };
+            for are_decoded in [false, true] {
+                let num_sequences = if are_decoded { num_rows.min(limits.num_sequences) } else { 1 };
+                let num_rows = if are_decoded { num_sequences } else { num_rows };
+                inputs.fill_up(num_rows, num_sequences, are_decoded);
+                // SAFETY: there is room for the largest batch.
+                unsafe { device.upload(buffers.inputs, inputs.bytes()) }?;
+                let (at, pool) = (inputs.at(buffers.inputs), Address::NULL);
+                let pass = Pass { spec, layout: &layout, weights, buffers, inputs, at, pool };
+                pass.begin(device)?;
+                for layer_idx in 0..num_layers {
+                    pass.store(device, layer_idx)?;
+                    pass.finish(device, layer_idx)?;
+                }
+                pass.norm_wanted(device)?;
+                pass.logits(device, 0, inputs.num_wanted)?;
             }
         }
-        self.device.mark(0)?;
-        self.device.wait_for(0)
+        device.mark(0)?;
+        device.wait_for(0)
     }
 
     fn check_limits(&self, batch: &Batch<'_>) -> Result<(), ExecuteError> {

@@ -160,6 +160,30 @@ impl Inputs {
         self.parts.block_tables = part(words, self.num_sequences * max_blocks, 0, tables);
     }
 
+    /// Takes down a batch that is filling and nothing else: so many rows, and sequences that have none of them, which are
+    /// decoded or not. Launched, it takes what a batch of this size takes, and touches no block.
+    pub(crate) fn fill_up(&mut self, num_rows: usize, num_sequences: usize, are_decoded: bool) {
+        self.num_rows = num_rows;
+        self.num_sequences = num_sequences;
+        self.num_decoded = if are_decoded { num_sequences } else { 0 };
+        self.max_rows = if are_decoded { [1, 0] } else { [0, num_rows] };
+        self.num_tiles = usize::from(!are_decoded);
+        self.num_wanted = num_sequences;
+        self.max_blocks = 1;
+        self.key = None;
+        let Inputs { words, parts, num_tiles, .. } = self;
+        words.clear();
+        for rows in [&mut parts.tokens, &mut parts.positions, &mut parts.row_sequences] {
+            *rows = part(words, num_rows, NO_ROW, std::iter::empty());
+        }
+        for sequences in [&mut parts.first_row, &mut parts.num_rows, &mut parts.start_idx] {
+            *sequences = part(words, num_sequences, 0, std::iter::empty());
+        }
+        parts.wanted = part(words, num_sequences, NO_ROW, std::iter::empty());
+        parts.tiles = part(words, 2 * *num_tiles, u32::MAX, std::iter::empty());
+        parts.block_tables = part(words, num_sequences, 0, std::iter::empty());
+    }
+
     /// What is to be copied.
     pub(crate) fn bytes(&self) -> &[u8] {
         bytemuck::cast_slice(&self.words)

@@ -30,6 +30,7 @@ mod experts;
 mod gate;
 mod inputs;
 mod kernel;
+mod loaded;
 mod lt;
 mod norm;
 mod pass;
@@ -47,6 +48,8 @@ mod emulated;
 mod emulator;
 #[cfg(test)]
 mod model_tests;
+#[cfg(test)]
+mod test_device;
 #[cfg(test)]
 mod testing;
 
