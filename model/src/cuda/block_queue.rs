@@ -215,6 +215,7 @@ mod tests {
 
     use super::*;
     use crate::cuda::emulated::EmulatedDevice;
+    use crate::cuda::emulator::Threads;
 
     const LAYOUT: KvLayout =
         KvLayout { block_size: 4, num_layers: 3, num_kv_heads: 2, head_dim: 10, dtype: KvDtype::Int8 };
@@ -223,7 +224,8 @@ mod tests {
     fn queue(num_bytes: usize) -> (BlockQueue<EmulatedDevice>, Address, Vec<u8>) {
         let pool: Vec<u8> =
             (0..num_bytes as u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-        let mut queue = BlockQueue::new(EmulatedDevice::new(&sources(&LAYOUT), 64 << 20)).unwrap();
+        let mut queue =
+            BlockQueue::new(EmulatedDevice::new(&sources(&LAYOUT), 64 << 20, Threads::Shuffled)).unwrap();
         let at = queue.device.allocate(num_bytes).unwrap();
         // SAFETY: just allocated.
         unsafe { queue.device.upload(at, &pool) }.unwrap();
