@@ -13,9 +13,6 @@ use super::compile::{Architecture, CubinCache};
 use super::kernel::{Kernel, Source};
 use super::start::StartError;
 
-/// More dynamic shared memory than that must be asked for.
-const SHARED_BYTES: u32 = 48 << 10;
-
 /// The kernels of some sources.
 pub(super) struct LoadedKernels {
     device: Device,
@@ -25,7 +22,7 @@ pub(super) struct LoadedKernels {
 
 struct Function {
     function: CudaFunction,
-    /// That it may use.
+    /// Dynamic shared memory that it may use. What it may without being asked depends on what it has besides.
     shared_bytes: u32,
 }
 
@@ -89,7 +86,7 @@ impl LoadedKernels {
                 call: "cuModuleGetFunction",
                 why: format!("no kernel {name} in the sources"),
             })?;
-            self.functions.insert(name, Function { function, shared_bytes: SHARED_BYTES });
+            self.functions.insert(name, Function { function, shared_bytes: 0 });
         }
         let found = self.functions.get_mut(name).expect("just loaded");
         if shared_bytes > found.shared_bytes {
