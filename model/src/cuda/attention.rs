@@ -1,4 +1,4 @@
-//! Causal attention over paged KV: `kernels/attention.cu`.
+//! Causal attention over paged KV: `kernels/attention_*.cu`.
 //!
 //! [`DecodeAttention`] and [`MergeSplits`] take sequences of few rows, [`PrefillAttention`] those of many, in one launch
 //! each for all sequences; a batch of both kinds is given to each in part, as arrays of sequences can begin anywhere.
@@ -11,25 +11,30 @@ use super::kernel::{Address, Kernel, LaunchShape, Source};
 use super::pool;
 
 /// The kernels for heads of `layout.head_dim` elements of `layout.dtype`.
-pub(crate) fn source(layout: &KvLayout) -> Source {
-    Source {
-        file: "attention.cu",
-        text: include_str!("kernels/attention.cu"),
-        defines: vec![("HEAD_DIM", layout.head_dim as u64), ("KV_TYPE", pool::number_of(layout.dtype))],
-    }
+pub(crate) fn sources(layout: &KvLayout) -> Vec<Source> {
+    let files = if has_tensor_cores(layout) {
+        &[
+            ("attention_decode.cu", include_str!("kernels/attention_decode.cu")),
+            ("attention_prefill.cu", include_str!("kernels/attention_prefill.cu")),
+        ][..]
+    } else {
+        &[("attention_plain.cu", include_str!("kernels/attention_plain.cu"))]
+    };
+    let defines = vec![("HEAD_DIM", layout.head_dim as u64), ("KV_TYPE", pool::number_of(layout.dtype))];
+    files.iter().map(|&(file, text)| Source { file, text, defines: defines.clone() }).collect()
 }
 
-/// [`source`] for KV that models have.
-pub(crate) fn sources() -> Vec<Source> {
+/// [`sources`] for KV that models have.
+pub(crate) fn usual_sources() -> Vec<Source> {
     let of = |head_dim, dtype| {
-        source(&KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim, dtype })
+        sources(&KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim, dtype })
     };
-    let eight_bits =
-        [64, 80, 96, 128, 256].map(|head_dim| [of(head_dim, KvDtype::Fp8), of(head_dim, KvDtype::Int8)]);
-    let mut sources = [64, 80, 96, 128, 192, 256].map(|head_dim| of(head_dim, KvDtype::Bf16)).to_vec();
-    sources.extend(eight_bits.into_iter().flatten());
-    sources.extend([of(128, KvDtype::F16), of(128, KvDtype::F32)]);
-    sources
+    let bf16 = [64, 80, 96, 128, 192, 256].map(|head_dim| of(head_dim, KvDtype::Bf16));
+    let eight_bits = [64, 80, 96, 128, 256]
+        .into_iter()
+        .flat_map(|head_dim| [of(head_dim, KvDtype::Fp8), of(head_dim, KvDtype::Int8)]);
+    let plain = [of(128, KvDtype::F16), of(128, KvDtype::F32)];
+    bf16.into_iter().chain(eight_bits).chain(plain).flatten().collect()
 }
 
 /// Whether all kernels take such KV, or [`PlainAttention`] alone.

@@ -214,18 +214,18 @@ mod tests {
     use xxhash_rust::xxh3::xxh3_64_with_seed;
 
     use super::*;
-    use crate::cuda::emulated::EmulatedDevice;
     use crate::cuda::emulator::Threads;
+    use crate::cuda::test_device::TestDevice;
 
     const LAYOUT: KvLayout =
         KvLayout { block_size: 4, num_layers: 3, num_kv_heads: 2, head_dim: 10, dtype: KvDtype::Int8 };
 
     /// A queue, a pool of random bytes on its device, and the pool as it is.
-    fn queue(num_bytes: usize) -> (BlockQueue<EmulatedDevice>, Address, Vec<u8>) {
+    fn queue(num_bytes: usize) -> (BlockQueue<TestDevice>, Address, Vec<u8>) {
         let pool: Vec<u8> =
             (0..num_bytes as u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
         let mut queue =
-            BlockQueue::new(EmulatedDevice::new(&sources(&LAYOUT), 64 << 20, Threads::Shuffled)).unwrap();
+            BlockQueue::new(TestDevice::new(&sources(&LAYOUT), 64 << 20, Threads::Shuffled)).unwrap();
         let at = queue.device.allocate(num_bytes).unwrap();
         // SAFETY: just allocated.
         unsafe { queue.device.upload(at, &pool) }.unwrap();
@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn more_pieces_and_longer_ones_than_are_staged_are_moved_in_parts() {
-        type Queue = BlockQueue<EmulatedDevice>;
+        type Queue = BlockQueue<TestDevice>;
         let (mut queue, ..) = queue(8);
         let parts = |queue: &mut Queue, places: &[u64], num_bytes| {
             let mut parts = vec![];

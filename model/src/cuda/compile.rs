@@ -11,7 +11,7 @@ use std::ptr;
 use cudarc::nvrtc::sys;
 use thiserror::Error;
 
-use super::kernel::{COMMON, Source};
+use super::kernel::{HEADERS, Source};
 
 /// An architecture as NVRTC names it, "sm_90a".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -138,7 +138,7 @@ fn key(source: &Source, architecture: Architecture) -> String {
         hasher.update(text.as_bytes());
     };
     add(source.text);
-    add(COMMON.1);
+    HEADERS.iter().for_each(|(_, header)| add(header));
     options(source, architecture).iter().for_each(|option| add(option));
     hasher.finalize().to_hex()[..32].to_owned()
 }
@@ -168,9 +168,12 @@ fn compile(source: &Source, architecture: Architecture) -> Result<Cubin, Compile
     load()?;
     let text = |text: &str| CString::new(text).expect("sources have no zeroes");
     let (program_text, name) = (text(source.text), text(source.file));
-    let (header, header_name) = (text(COMMON.1), text(COMMON.0));
-    let options: Vec<CString> = options(source, architecture).iter().map(|option| text(option)).collect();
-    let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+    let (header_names, headers): (Vec<CString>, Vec<CString>) =
+        HEADERS.iter().map(|(name, header)| (text(name), text(header))).unzip();
+    let pointers = |texts: &[CString]| texts.iter().map(|text| text.as_ptr()).collect::<Vec<_>>();
+    let options_text: Vec<CString> =
+        options(source, architecture).iter().map(|option| text(option)).collect();
+    let options = pointers(&options_text);
     let mut program = Program(ptr::null_mut());
     // SAFETY: all strings end in zero and outlive the calls; NVRTC is there.
     unsafe {
@@ -178,9 +181,9 @@ fn compile(source: &Source, architecture: Architecture) -> Result<Cubin, Compile
             &mut program.0,
             program_text.as_ptr(),
             name.as_ptr(),
-            1,
-            &header.as_ptr(),
-            &header_name.as_ptr(),
+            HEADERS.len() as i32,
+            pointers(&headers).as_ptr(),
+            pointers(&header_names).as_ptr(),
         );
         check("nvrtcCreateProgram", created)?;
         let compiled = sys::nvrtcCompileProgram(program.0, options.len() as i32, options.as_ptr());

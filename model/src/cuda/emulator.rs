@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use super::device::{Device, Product};
-use super::kernel::{Address, Kernel, LaunchShape, Source};
+use super::kernel::{Address, HEADERS, Kernel, LaunchShape, Source};
 use super::test_device::TestDevice;
 
 /// A process that holds memory and runs kernels in it, one after the other.
@@ -145,7 +145,12 @@ pub(crate) struct Memory {
 impl Emulator {
     /// Compiles `source`, unless that has been done.
     pub(crate) fn new(source: Source) -> Emulator {
-        let device = TestDevice::new(&[source], usize::MAX, Threads::Compared);
+        Emulator::of(&[source])
+    }
+
+    /// The same, for several.
+    pub(crate) fn of(sources: &[Source]) -> Emulator {
+        let device = TestDevice::new(sources, usize::MAX, Threads::Compared);
         Emulator { device, buffers: vec![] }
     }
 
@@ -221,7 +226,10 @@ fn program(sources: &[Source]) -> PathBuf {
 /// A file compiled. Each is by itself, so that one with other numbers leaves the rest as it is.
 fn object(here: &Path, name: &str, file: &str, defines: &[(&str, u64)]) -> PathBuf {
     let mut hasher = blake3::Hasher::new();
-    for file in ["kernels/common.cuh", "emulator/emulator.h", file] {
+    for (_, header) in HEADERS {
+        hasher.update(header.as_bytes());
+    }
+    for file in ["emulator/emulator.h", file] {
         hasher.update(&std::fs::read(here.join(file)).expect("it is in the source tree"));
     }
     hasher.update(format!("{defines:?}").as_bytes());

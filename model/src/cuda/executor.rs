@@ -47,9 +47,9 @@ pub(crate) fn sources(model: &LoadedModel) -> Vec<Source> {
         rows::source(),
         gate::source(spec.activation),
         rope::source(spec.ropes[0].rotary_dim, &layout),
-        attention::source(&layout),
     ]
     .into_iter()
+    .chain(attention::sources(&layout))
     .chain(
         is_routed(spec)
             .then(|| {

@@ -25,8 +25,12 @@ pub(crate) struct Source {
     pub(crate) defines: Vec<(&'static str, u64)>,
 }
 
-/// The text that all files include by its name.
-pub(crate) const COMMON: (&str, &str) = ("common.cuh", include_str!("kernels/common.cuh"));
+/// Files that others include: their names, and their texts.
+pub(crate) const HEADERS: [(&str, &str); 3] = [
+    ("common.cuh", include_str!("kernels/common.cuh")),
+    ("attention.cuh", include_str!("kernels/attention.cuh")),
+    ("attention_tiles.cuh", include_str!("kernels/attention_tiles.cuh")),
+];
 
 /// How many threads run a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

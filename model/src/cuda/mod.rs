@@ -70,6 +70,7 @@ fn sources() -> Vec<kernel::Source> {
         checksum::source(),
     ];
     let large =
-        [attention::sources(), products::sources(), expert_products::sources(), blocks::sources()].concat();
+        [attention::usual_sources(), products::sources(), expert_products::sources(), blocks::sources()]
+            .concat();
     large.into_iter().chain(ropes).chain(gates).chain(others).collect()
 }

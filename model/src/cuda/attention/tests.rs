@@ -166,7 +166,7 @@ impl Case {
     /// Runs what takes this case, and gives what the kernels of few and of many rows found, or the plain one.
     fn check(&self) -> Vec<Vec<u8>> {
         let batch = self.batch();
-        let mut emulator = Emulator::new(source(&self.layout));
+        let mut emulator = Emulator::of(&sources(&self.layout));
         let words = |words: &[u32]| -> Vec<u8> { bytemuck::cast_slice(words).to_vec() };
         let num_rows = self.sequences.iter().map(|sequence| sequence.1).sum::<usize>();
         let num_heads = self.group * self.layout.num_kv_heads;

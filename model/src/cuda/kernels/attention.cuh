@@ -1,0 +1,113 @@
+// What the kernels of causal attention over paged KV share: attention_decode.cu (few rows of a sequence),
+// attention_prefill.cu (many) and attention_plain.cu (whatever those two do not take).
+//
+// A sequence's rows are at positions start_idx, start_idx + 1, ..; their own keys and values are in the cache already.
+// Row r sees positions start_idx + r + 1 - window up to and including start_idx + r. Query heads of a kv head times rows
+// are the rows of a matrix, *pairs*: pair = row * group + head in the group, so that KV is read once for all of them.
+// Softmax goes by powers of two with a running maximum. Codes of eight-bit KV are exact in bf16: scales of keys are
+// multiplied into scores, those of values into weights.
+//
+//   HEAD_DIM  for tensor cores a multiple of 16, up to 256
+//   KV_TYPE   0 f32, 1 f16, 2 bf16, 3 fp8 (E4M3), 4 int8
+#pragma once
+#include "common.cuh"
+
+struct Attention {
+    // [rows][q_stride], bf16: the query heads of a row come first.
+    const u16* q;
+    // [rows][num_kv_heads * group][HEAD_DIM], bf16
+    u16* out;
+    // The layer's piece in block 0.
+    const u8* kv;
+    // [num_sequences][max_blocks]
+    const u32* block_tables;
+    // [num_sequences] each; a sequence without rows is passed over.
+    const u32* first_row;
+    const u32* num_rows;
+    const u32* start_idx;
+    u64 block_bytes;
+    u64 half_bytes;
+    u32 head_bytes;
+    u32 block_size;
+    u32 max_blocks;
+    u32 num_kv_heads;
+    u32 group;
+    u32 q_stride;
+    // Positions that a row sees, its own included.
+    u32 window;
+    float scale;
+    // 0: none.
+    float soft_cap;
+    u32 num_sequences;
+    // HEAD_DIM and KV_TYPE
+    u32 head_dim;
+    u32 kv_type;
+};
+
+namespace attention {
+
+constexpr int DIM = HEAD_DIM;
+constexpr int TYPE = KV_TYPE;
+constexpr bool IS_SCALED = TYPE >= 3;
+constexpr int ELEMENT_BYTES = TYPE == 0 ? 4 : TYPE <= 2 ? 2 : 1;
+constexpr int VECTOR_BYTES = DIM * ELEMENT_BYTES;
+
+// What scores are made of: a product of vectors times `factor` is the power of two, or what the cap is put on.
+struct Rule {
+    float factor;
+    float cap;
+};
+
+__device__ __forceinline__ Rule rule_of(const Attention& a) {
+    if (a.soft_cap == 0.0f) return {a.scale * LOG2_E, 0.0f};
+    return {a.scale * LOG2_E * 2.0f / a.soft_cap, a.soft_cap * LOG2_E};
+}
+
+// cap * tanh(x), from 2 x log2(e); within 1e-7 of the cap.
+__device__ __forceinline__ float capped(float x, float cap) {
+    return cap - 2.0f * cap * reciprocal_fast(exp2_fast(x) + 1.0f);
+}
+
+// Less a maximum; nothing has been seen yet where it is minus infinity.
+__device__ __forceinline__ float base_of(float max) { return max == MINUS_INFINITY ? 0.0f : max; }
+
+// The first position that a row at `position` sees.
+__device__ __forceinline__ u32 first_seen(u32 position, u32 window) {
+    return window <= position ? position + 1 - window : 0;
+}
+
+// Keys of one kv head of a sequence.
+struct Keys {
+    const u8* head;
+    const u32* blocks;
+    u64 block_bytes;
+    u32 block_size;
+
+    // Bytes from `head` to a position's key.
+    __device__ __forceinline__ u64 offset(u32 position) const {
+        u32 block = position / block_size;
+        return blocks[block] * block_bytes + (position - block * block_size) * u32(VECTOR_BYTES);
+    }
+
+    // Bytes from `head` to the scale of a position's key.
+    __device__ __forceinline__ u64 scale_offset(u32 position) const {
+        u32 block = position / block_size;
+        return blocks[block] * block_bytes + block_size * u32(DIM) + (position - block * block_size) * 2;
+    }
+};
+
+__device__ __forceinline__ Keys keys_of(const Attention& a, u32 sequence, u32 kv_head) {
+    return {a.kv + u64(kv_head) * a.head_bytes, a.block_tables + u64(sequence) * a.max_blocks, a.block_bytes, a.block_size};
+}
+
+// Where a pair's query is, and its result: elements from a.q and a.out.
+__device__ __forceinline__ const u16* query_of(const Attention& a, u32 first_row, u32 kv_head, u32 pair) {
+    u32 row = pair / a.group, head = kv_head * a.group + pair % a.group;
+    return a.q + u64(first_row + row) * a.q_stride + head * u32(DIM);
+}
+
+__device__ __forceinline__ u64 head_row(const Attention& a, u32 first_row, u32 kv_head, u32 pair) {
+    return u64(first_row + pair / a.group) * (a.num_kv_heads * a.group) + kv_head * a.group + pair % a.group;
+}
+
+} // namespace attention

@@ -1,0 +1,109 @@
+// Attention by tensor cores: softmax and masks of tiles of 16 pairs, of which a lane has the two in rows `lane / 4` and that
+// + 8 of what `mma_bf16` gives.
+#pragma once
+#include "attention.cuh"
+
+static_assert(KV_TYPE >= 2 && HEAD_DIM % 16 == 0 && HEAD_DIM <= 256, "attention_plain.cu is for others");
+
+namespace attention {
+
+// Rows in shared memory are an odd number of 16 bytes apart: eight rows, 16 bytes of each, are then in different banks,
+// for copies as well as for ldmatrix.
+__device__ constexpr int padded(int num_bytes) { return num_bytes / 16 % 2 == 0 ? num_bytes + 16 : num_bytes; }
+
+// The softmax of 16 pairs so far.
+struct Running {
+    float max[2];
+    // Of this lane's columns.
+    float sum[2];
+    float out[DIM / 8][4];
+
+    __device__ __forceinline__ void begin() {
+        max[0] = max[1] = MINUS_INFINITY;
+        sum[0] = sum[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < DIM / 8; ++n)
+            for (int k = 0; k < 4; ++k) out[n][k] = 0.0f;
+    }
+
+    // Scores of so many more columns become weights; what has been found is put on the new maximum, if that has grown.
+    template <int N> __device__ __forceinline__ void weigh(float (&scores)[N][4]) {
+        float factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float greatest = max[r];
+#pragma unroll
+            for (int n = 0; n < N; ++n) greatest = max_of(greatest, max_of(scores[n][2 * r], scores[n][2 * r + 1]));
+            greatest = max_of(greatest, shuffle_xor(greatest, 1));
+            greatest = max_of(greatest, shuffle_xor(greatest, 2));
+            float base = base_of(greatest);
+            factor[r] = exp2_fast(max[r] - base);
+            max[r] = greatest;
+            sum[r] *= factor[r];
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                for (int k = 2 * r; k < 2 * r + 2; ++k) {
+                    scores[n][k] = exp2_fast(scores[n][k] - base);
+                    sum[r] += scores[n][k];
+                }
+            }
+        }
+        // After the first tiles that seldom happens.
+        if (ballot(factor[0] != 1.0f || factor[1] != 1.0f)) {
+#pragma unroll
+            for (int n = 0; n < DIM / 8; ++n) {
+                out[n][0] *= factor[0], out[n][1] *= factor[0];
+                out[n][2] *= factor[1], out[n][3] *= factor[1];
+            }
+        }
+    }
+
+    // The sums of all columns.
+    __device__ __forceinline__ void end() {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            sum[r] += shuffle_xor(sum[r], 1);
+            sum[r] += shuffle_xor(sum[r], 2);
+        }
+    }
+};
+
+// Weights of 16 columns as the left side of the next product.
+__device__ __forceinline__ void pack_weights(const float (&low)[4], const float (&high)[4], u32 (&a)[4]) {
+    a[0] = pack_bf16(low[0], low[1]), a[1] = pack_bf16(low[2], low[3]);
+    a[2] = pack_bf16(high[0], high[1]), a[3] = pack_bf16(high[2], high[3]);
+}
+
+// Positions `begin` to `end` that each of the lane's two pairs sees; those of other columns weigh nothing.
+struct Seen {
+    u32 begin[2], end[2];
+
+    __device__ __forceinline__ void hide(float (&scores)[4], u32 first_column) const {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            u32 position = first_column + k % 2;
+            if (position < begin[k / 2] || position >= end[k / 2]) scores[k] = MINUS_INFINITY;
+        }
+    }
+};
+
+__device__ __forceinline__ Seen seen_by(const Attention& a, u32 start, u32 pair, u32 num_pairs) {
+    Seen seen;
+    for (int r = 0; r < 2; ++r) {
+        // Pairs that are not there see what the last one does.
+        u32 position = start + (pair + 8 * r < num_pairs ? pair + 8 * r : num_pairs - 1) / a.group;
+        seen.begin[r] = first_seen(position, a.window), seen.end[r] = position + 1;
+    }
+    return seen;
+}
+
+// Four codes of eight bits as bf16: bytes 0 and 2, 1 and 3.
+__device__ __forceinline__ void widen_codes(u32 codes, u32& even, u32& odd) {
+    if (TYPE == 3) {
+        widen_e4m3(codes, even, odd);
+    } else {
+        widen_i8(codes, even, odd);
+    }
+}
+
+} // namespace attention
