@@ -81,7 +81,8 @@ impl Session {
 
     pub(crate) fn launch<K: Kernel>(&mut self, kernel: &K) {
         let (shape, params): (LaunchShape, &[u8]) = (kernel.shape(), bytes_of(kernel));
-        let name = [&(K::NAME.len() as u32).to_le_bytes()[..], K::NAME.as_bytes()].concat();
+        let name = kernel.name();
+        let name = [&(name.len() as u32).to_le_bytes()[..], name.as_bytes()].concat();
         let num_bytes = (params.len() as u32).to_le_bytes();
         self.order(Order::Launch, &[&name, bytes_of(&shape), &num_bytes, params]);
     }

@@ -55,7 +55,7 @@ impl TestDevice {
                 TestDevice::Guarded(device) => device.launch_twice(kernel),
             }
         };
-        launched.unwrap_or_else(|error| panic!("{}: {error}", K::NAME));
+        launched.unwrap_or_else(|error| panic!("{}: {error}", kernel.name()));
     }
 
     fn driver(&mut self) -> &mut DriverDevice {
@@ -122,7 +122,7 @@ impl Device for TestDevice {
 
     unsafe fn launch<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {
         if let TestDevice::Guarded(device) = self {
-            device.last_kernel = K::NAME;
+            device.last_kernel = kernel.name();
         }
         // SAFETY: by the caller's word.
         unsafe { of_either!(self, device => device.launch(kernel)) }
@@ -244,7 +244,7 @@ impl GuardedDevice {
     /// # Safety
     /// As [`Device::launch`].
     unsafe fn launch_twice<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {
-        self.last_kernel = K::NAME;
+        self.last_kernel = kernel.name();
         let before = self.contents()?;
         // SAFETY: by the caller's word.
         unsafe { self.driver.launch(kernel) }?;
@@ -255,7 +255,7 @@ impl GuardedDevice {
         }
         // SAFETY: by the caller's word.
         unsafe { self.driver.launch(kernel) }?;
-        assert!(self.contents()? == after, "{}: the result differs from run to run", K::NAME);
+        assert!(self.contents()? == after, "{}: the result differs from run to run", kernel.name());
         self.check()
     }
 }
