@@ -6,7 +6,7 @@ use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use super::device::{Device, Product};
+use super::device::{Device, Fp8Product, Product};
 use super::kernel::{Address, Kernel, LaunchShape, Source};
 use super::test_device::TestDevice;
 
@@ -41,6 +41,7 @@ enum Order {
     Read,
     Launch,
     Multiply,
+    MultiplyFp8,
 }
 
 impl Session {
@@ -89,6 +90,10 @@ impl Session {
 
     pub(crate) fn multiply(&mut self, product: &Product) {
         self.order(Order::Multiply, &[bytes_of(product)]);
+    }
+
+    pub(crate) fn multiply_fp8(&mut self, product: &Fp8Product) {
+        self.order(Order::MultiplyFp8, &[bytes_of(product)]);
     }
 
     fn order(&mut self, order: Order, parts: &[&[u8]]) {

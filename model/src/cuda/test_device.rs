@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use baton_cuda::CudaError;
 
-use super::device::{Device, Product};
+use super::device::{Device, Fp8Product, Fp8Products, Product};
 use super::driver::{self, DriverDevice};
 use super::emulated::EmulatedDevice;
 use super::emulator::Threads;
@@ -63,6 +63,25 @@ impl TestDevice {
             TestDevice::Guarded(device) => &mut device.driver,
             TestDevice::Emulated(_) => unreachable!("only asked of the other"),
         }
+    }
+
+    /// Has it say that it multiplies E4M3 so; `false` if it cannot.
+    pub(crate) fn pretend_fp8(&mut self, products: Fp8Products) -> bool {
+        let said = match self {
+            TestDevice::Emulated(device) => &mut device.fp8_products,
+            TestDevice::Guarded(GuardedDevice { driver, .. }) => {
+                let is_there = products == Fp8Products::None
+                    || products == driver.fp8_products
+                    // Whoever scales can do without.
+                    || driver.fp8_products == Fp8Products::Scaled;
+                if !is_there {
+                    return false;
+                }
+                &mut driver.fp8_products
+            }
+        };
+        *said = products;
+        true
     }
 
     /// How often work was repeated under each key.
@@ -131,6 +150,15 @@ impl Device for TestDevice {
     unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError> {
         // SAFETY: by the caller's word.
         unsafe { of_either!(self, device => device.multiply(product)) }
+    }
+
+    fn fp8_products(&self) -> Fp8Products {
+        of_either!(self, device => device.fp8_products())
+    }
+
+    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
+        // SAFETY: by the caller's word.
+        unsafe { of_either!(self, device => device.multiply_fp8(product)) }
     }
 
     fn mark(&mut self, mark_idx: usize) -> Result<(), CudaError> {
