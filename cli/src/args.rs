@@ -328,7 +328,8 @@ pub struct EngineArgs {
     #[arg(long, value_name = "TYPE", env = "BATON_QUANTIZE")]
     pub quantize: Option<Quantisation>,
     /// How activations meet weights in bf16: auto takes what is faster on this processor, f32 rounds nothing (and widens
-    /// the integers of quantised files), bf16 needs a processor with avx512_bf16.
+    /// the integers of quantised files), bf16 needs a processor with avx512_bf16. On a GPU they are in bf16; with auto those of
+    /// prompts are rounded to fp8 where weights are in fp8 and the GPU multiplies such.
     #[arg(long, value_name = "TYPE", default_value = "auto", value_parser = parse_activations, env = "BATON_ACTIVATIONS")]
     pub activations: Activations,
     /// What computes: cpu, cuda:N for a GPU of NVIDIA's, or auto for the first GPU if there is one. The GPU's part has been

@@ -41,7 +41,8 @@ pub use config::ModelConfig;
 pub use cpu::benchmark;
 pub use cpu::{CpuExecutor, CpuList, CpuListError, ParallelCpuExecutor, ThreadPool};
 pub use cuda::{
-    BatchLimits, CudaExecutor, StartError as CudaStartError, block_kernels as cuda_block_kernels,
+    BatchLimits, CudaExecutor, DeviceWeightBytes, StartError as CudaStartError,
+    block_kernels as cuda_block_kernels,
 };
 pub use error::LoadError;
 pub use executor::{Batch, BatchSequence, ExecuteError, Executor};

@@ -69,6 +69,7 @@ struct Inner {
     weights: DecoderWeights,
     layout: KvLayout,
     bf16_pairs: bool,
+    rounds_activations: bool,
     revision: String,
     threads: usize,
     backend: Backend,
@@ -142,6 +143,11 @@ impl LoadedModel {
     /// Whether what is stored in bf16 is multiplied in pairs, with activations in bf16.
     pub(crate) fn bf16_pairs(&self) -> bool {
         self.inner.bf16_pairs
+    }
+
+    /// Whether a device may round activations to eight bits, where weights are in fp8.
+    pub(crate) fn rounds_activations(&self) -> bool {
+        self.inner.rounds_activations
     }
 
     pub(crate) fn backend(&self) -> Backend {
@@ -229,6 +235,7 @@ fn load_packed(
             weights,
             layout,
             bf16_pairs,
+            rounds_activations: options.activations == Activations::Auto,
             threads,
             backend: options.backend,
             config,
@@ -255,13 +262,11 @@ pub fn load_ranks(
 
 fn packing(options: &LoadOptions) -> Result<Packing, LoadError> {
     if options.backend == Backend::Cuda {
-        return match (options.quantise, options.activations) {
-            (None, Activations::Auto | Activations::Bf16) => {
-                Ok(Packing { is_for_device: true, ..Packing::default() })
-            }
-            (Some(_), _) => Err(LoadError::NotOnDevice { what: "rounding weights to integers" }),
-            (None, Activations::F32) => Err(LoadError::NotOnDevice { what: "activations in f32" }),
-        };
+        if options.activations == Activations::F32 {
+            return Err(LoadError::NotOnDevice { what: "activations in f32" });
+        }
+        let quantise = options.quantise.map(Quantisation::format);
+        return Ok(Packing { quantise, is_for_device: true, ..Packing::default() });
     }
     let bf16_pairs = match options.activations {
         Activations::F32 => false,

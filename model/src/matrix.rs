@@ -78,6 +78,15 @@ pub(crate) enum Stored {
     Fp8(Fp8Tensors),
 }
 
+/// How numbers in E4M3 share scales: in blocks of so many rows, counted from the first, and columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Fp8Scales {
+    /// 1 also where the first row is within a block.
+    pub(crate) rows: usize,
+    /// Columns; those of the matrix, or more, where a scale is that of rows.
+    pub(crate) group: usize,
+}
+
 /// Where a file keeps the rows of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RowOrder {
@@ -230,6 +239,42 @@ impl Matrix {
             Stored::Blocks(_, tensor_type) => blocks::integer_format(*tensor_type),
             Stored::Integers(tensors) => tensors.format(),
         }
+    }
+
+    /// The integers of row `row_idx` in `format`: those of the file, or rounded.
+    pub(crate) fn integers_in(&self, format: IntegerFormat, row_idx: usize) -> IntegerRow {
+        if self.integer_format() == Some(format) {
+            return self.integer_row(row_idx);
+        }
+        let values: Vec<f32> = self.row_values(row_idx).collect();
+        IntegerRow::quantise(&values, format)
+    }
+
+    /// Whether the integers of a row share one scale.
+    pub(crate) fn scales_whole_rows(&self) -> bool {
+        matches!(&self.stored, Stored::Integers(tensors) if tensors.scales_whole_rows())
+    }
+
+    /// How floats of eight bits share scales; `None` if there are none, or its columns begin
+    /// within a block.
+    pub(crate) fn fp8_scales(&self) -> Option<Fp8Scales> {
+        let Stored::Fp8(tensors) = &self.stored else { return None };
+        let rows = tensors.scales.rows_per_row;
+        let rows = if self.first_row.is_multiple_of(rows) { rows } else { 1 };
+        let is_whole = self.first_col.is_multiple_of(tensors.group);
+        is_whole.then_some(Fp8Scales { rows, group: tensors.group })
+    }
+
+    /// Row `row_idx` in E4M3, and the scale of each group of it.
+    ///
+    /// # Panics
+    /// When there are no [scales of fp8](Self::fp8_scales).
+    pub(crate) fn fp8_row(&self, row_idx: usize) -> (&[u8], impl Iterator<Item = f32>) {
+        let Stored::Fp8(tensors) = &self.stored else { panic!("no numbers in E4M3") };
+        let row = self.stored_row(row_idx);
+        let codes = &tensors.levels[row * self.stored_cols + self.first_col..][..self.cols];
+        let groups = self.first_col / tensors.group..(self.first_col + self.cols).div_ceil(tensors.group);
+        (codes, groups.map(move |group| tensors.scales.get(row, group)))
     }
 
     /// The integers of row `row_idx`.

@@ -62,6 +62,14 @@ impl PackedMatrix {
             .in_order(self.order)
     }
 
+    /// The integers that it is made of, if it is.
+    pub(crate) fn integer_format(&self) -> Option<IntegerFormat> {
+        match self.format {
+            PanelFormat::Integers(format) => Some(format),
+            PanelFormat::Floats(_) | PanelFormat::Bf16Pairs => None,
+        }
+    }
+
     /// The matrices that lie one after the other in it, where they are mapped: of a model for a device.
     ///
     /// # Panics
@@ -407,7 +415,7 @@ impl<'a> WholePages<'a> {
 
 /// The format of integers that all parts have. Where they differ, or where there is no kernel for it, it is one that
 /// loses little: in groups of 32, eight bits are off by 1/254 of the largest number at most.
-fn common_format(parts: &[Matrix]) -> IntegerFormat {
+pub(crate) fn common_format(parts: &[Matrix]) -> IntegerFormat {
     let first = parts[0].integer_format().filter(|format| format.group <= MAX_GROUP);
     let all = parts.iter().all(|part| part.integer_format() == first);
     let otherwise = IntegerFormat { width: IntegerWidth::Eight, group: 32, has_zeros: false };
@@ -447,11 +455,7 @@ impl Job {
 
     fn integer_row(&self, row_idx: usize, format: IntegerFormat) -> IntegerRow {
         let (part, row_idx) = self.find(row_idx);
-        if part.integer_format() == Some(format) {
-            return part.integer_row(row_idx);
-        }
-        let values: Vec<f32> = part.row_values(row_idx).collect();
-        IntegerRow::quantise(&values, format)
+        part.integers_in(format, row_idx)
     }
 
     /// A row as it is to be stored.

@@ -11,7 +11,8 @@ pub enum Backend {
     /// This machine's processors.
     #[default]
     Cpu,
-    /// One of NVIDIA's devices. Weights and activations are bf16 there, whatever files hold.
+    /// One of NVIDIA's devices. Weights are there what files hold or [`Quantisation`] makes of them, floats in bf16;
+    /// activations are in bf16.
     Cuda,
 }
 
@@ -19,7 +20,8 @@ pub enum Backend {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Activations {
     /// With weights and KV in bf16 as f32 or bf16, whichever is faster on this processor, by a measurement of some
-    /// microseconds; with integers rounded to eight bits.
+    /// microseconds; with integers rounded to eight bits. On a device in bf16, or, where weights are in fp8 and rows are
+    /// many, as the device multiplies those: rounded to E4M3.
     #[default]
     Auto,
     /// As they are. Integers of files are multiplied as the floats that they stand for, at a price in memory.

@@ -11,8 +11,8 @@ use anyhow::Context;
 use baton_cluster::Role;
 use baton_engine::Drafter;
 use baton_model::{
-    Backend, BatchLimits, CpuList, Executor, LoadOptions, LoadProgress, LoadedModel, ParallelCpuExecutor,
-    ThreadPool, cuda_block_kernels, num_cuda_devices,
+    Backend, BatchLimits, CpuList, DeviceWeightBytes, Executor, LoadOptions, LoadProgress, LoadedModel,
+    ParallelCpuExecutor, ThreadPool, cuda_block_kernels, num_cuda_devices,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::oneshot;
@@ -137,6 +137,14 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
         loaded.cuda_executor(ordinal, limits, kernel_cache.clone(), &mut |progress| shown.update(progress));
     shown.finish();
     let mut executor = executor.with_context(|| no_gpu(ordinal))?;
+    let DeviceWeightBytes { bf16, fp8, int8, int4, widened } = executor.weight_bytes();
+    tracing::info!(bf16, fp8, int8, int4, "bytes of weights on the GPU, by what they are");
+    if widened > 0 {
+        tracing::warn!(
+            bytes = widened,
+            "weights are in bf16 on the GPU that files hold in fewer bits: no kernel takes rows or groups like theirs"
+        );
+    }
     let kernels = cuda_block_kernels(ordinal, &executor.kv_layout(), kernel_cache);
     let kernels = Some(kernels.with_context(|| no_gpu(ordinal))?);
     let block_device = BlockDevice { ordinal, free_bytes: executor.free_bytes()?, kernels };

@@ -8,6 +8,7 @@ use super::driver::DriverDevice;
 use super::executor::{DeviceExecutor, check_shape, sources};
 use super::inputs::BatchLimits;
 use super::start::StartError;
+use super::weights::DeviceWeightBytes;
 use crate::{Backend, Batch, ExecuteError, Executor, LoadProgress, LoadedModel};
 
 /// Computes on one of NVIDIA's devices, with activations in bf16. Not run on a GPU yet: the same pass, over the same
@@ -25,6 +26,11 @@ impl CudaExecutor {
     /// When the device fails.
     pub fn free_bytes(&mut self) -> Result<usize, StartError> {
         Ok(self.0.free_bytes()?)
+    }
+
+    /// What its matrices are.
+    pub fn weight_bytes(&self) -> DeviceWeightBytes {
+        self.0.weight_bytes()
     }
 }
 

@@ -42,6 +42,16 @@ pub(crate) trait Device: Send {
     /// The three matrices are there, until the product is done.
     unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError>;
 
+    /// How it multiplies numbers in E4M3.
+    fn fp8_products(&self) -> Fp8Products;
+
+    /// # Safety
+    /// The matrices and scales are there, until the product is done.
+    ///
+    /// # Errors
+    /// Where the device has no such products, too.
+    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError>;
+
     /// Marks this place of the queue by a number below [`NUM_MARKS`], in place of an older mark of that number.
     fn mark(&mut self, mark_idx: usize) -> Result<(), CudaError>;
 
@@ -85,4 +95,34 @@ pub(crate) struct Product {
     pub(crate) is_out_f32: u32,
     /// 0 or 1.
     pub(crate) beta: f32,
+}
+
+/// How a device multiplies numbers in E4M3.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fp8Products {
+    /// Not at all.
+    None,
+    /// As they are: whoever asks scales what comes of it.
+    Plain,
+    /// With a scale for each row of both sides.
+    Scaled,
+}
+
+/// `out[row][n] = sum of left[row][k] right[n][k]`, times both rows' scales if there are any; sums in f32. Rows of all
+/// matrices are aligned to 16 bytes, `in` and `out` are multiples of 16.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub(crate) struct Fp8Product {
+    /// `[rows][in]`, E4M3.
+    pub(crate) left: Address,
+    /// `[out][in]`, E4M3.
+    pub(crate) right: Address,
+    /// `[rows][out]`, bf16.
+    pub(crate) out: Address,
+    /// `[rows]` and `[out]`, f32; both are null or neither is.
+    pub(crate) left_scales: Address,
+    pub(crate) right_scales: Address,
+    pub(crate) num_rows: u64,
+    pub(crate) num_out: u64,
+    pub(crate) num_in: u64,
 }

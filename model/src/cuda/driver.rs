@@ -9,10 +9,11 @@ use std::sync::Arc;
 use baton_cuda::{Allocation, CudaError, Pinned, failed};
 use cudarc::driver::{CudaEvent, CudaGraph, CudaStream, DriverError, result, sys};
 
-use super::device::{Device, NUM_MARKS, Product};
+use super::device::{Device, Fp8Product, Fp8Products, NUM_MARKS, Product};
 use super::kernel::{Address, Kernel, Source};
 use super::loaded::LoadedKernels;
 use super::lt::Products;
+use super::products::E4M3_ONE;
 use super::start::StartError;
 
 /// Bytes that are copied between the host and the device at a time.
@@ -28,6 +29,7 @@ pub(crate) struct DriverDevice {
     graphs: HashMap<u64, Repeated>,
     /// Unless none are asked for.
     products: Option<Products>,
+    pub(super) fp8_products: Fp8Products,
     kernels: LoadedKernels,
     marks: Vec<Option<CudaEvent>>,
     uploads: [Staging; 2],
@@ -70,6 +72,12 @@ impl DriverDevice {
     ) -> Result<DriverDevice, StartError> {
         let mut device = DriverDevice::without_products(ordinal, sources, cache_dir)?;
         device.products = Some(Products::new(&device.device, &device.stream)?);
+        let capability = device.device.context().compute_capability();
+        // Ada is the first that multiplies E4M3.
+        if capability.map_err(|error| failed("cuDeviceGetAttribute", error))? >= (8, 9) {
+            device.fp8_products = device.try_fp8()?;
+            tracing::info!(products = ?device.fp8_products, "products in fp8 were tried");
+        }
         Ok(device)
     }
 
@@ -93,6 +101,7 @@ impl DriverDevice {
             name: format!("cuda:{ordinal}"),
             graphs: HashMap::new(),
             products: None,
+            fp8_products: Fp8Products::None,
             kernels,
             marks: (0..NUM_MARKS).map(|_| None).collect(),
             uploads: [staging()?, staging()?],
@@ -102,6 +111,57 @@ impl DriverDevice {
             stream,
             device,
         })
+    }
+
+    /// How the library multiplies E4M3 on this device, by doing it: what it refuses depends on its version and on the
+    /// card, and it may do so as late as at the product itself.
+    fn try_fp8(&mut self) -> Result<Fp8Products, CudaError> {
+        const SIZE: usize = 128;
+        let [ones, scales, out] = [SIZE * SIZE, 2 * SIZE * 4, SIZE * SIZE * 2]
+            .map(|num_bytes| Allocation::new(&self.device, num_bytes));
+        let (ones, scales, out) = (ones?, scales?, out?);
+        // Powers of two: what comes of them has no rounding.
+        let values: Vec<f32> =
+            (0..2 * SIZE).map(|idx| [1.0, 2.0, 0.5, 4.0, 8.0][(idx + idx / SIZE) % 5]).collect();
+        for kind in [Fp8Products::Scaled, Fp8Products::Plain] {
+            let is_scaled = kind == Fp8Products::Scaled;
+            let (left, right) = values.split_at(SIZE);
+            let scale = |row: usize, column: usize| if is_scaled { left[row] * right[column] } else { 1.0 };
+            let of_scales = |first: usize| {
+                if is_scaled { Address(scales.address()).add(first * 4) } else { Address::NULL }
+            };
+            let product = Fp8Product {
+                left: Address(ones.address()),
+                right: Address(ones.address()),
+                out: Address(out.address()),
+                left_scales: of_scales(0),
+                right_scales: of_scales(SIZE),
+                num_rows: SIZE as u64,
+                num_out: SIZE as u64,
+                num_in: SIZE as u64,
+            };
+            let mut found = vec![0; SIZE * SIZE * 2];
+            // SAFETY: allocated for them above, and freed when the download has waited.
+            unsafe {
+                self.upload(product.left, &[E4M3_ONE; SIZE * SIZE])?;
+                self.upload(Address(scales.address()), bytemuck::cast_slice(&values))?;
+                // NaN, which is no result.
+                self.upload(product.out, &[0xff; SIZE * SIZE * 2])?;
+                if let Err(error) = self.multiply_fp8(&product) {
+                    tracing::debug!(?kind, %error, "a product in fp8 was refused");
+                    continue;
+                }
+                self.download(product.out, &mut found)?;
+            }
+            let is_right = found.chunks_exact(2).enumerate().all(|(idx, pair)| {
+                let value = half::bf16::from_le_bytes([pair[0], pair[1]]).to_f32();
+                value == SIZE as f32 * scale(idx / SIZE, idx % SIZE)
+            });
+            if is_right {
+                return Ok(kind);
+            }
+        }
+        Ok(Fp8Products::None)
     }
 
     /// Fills memory with `byte`.
@@ -262,6 +322,19 @@ impl Device for DriverDevice {
         self.device.bind()?;
         // SAFETY: by the caller's word.
         unsafe { self.products.as_mut().expect("opened for products").multiply(product) }
+    }
+
+    fn fp8_products(&self) -> Fp8Products {
+        self.fp8_products
+    }
+
+    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
+        if product.num_rows == 0 {
+            return Ok(());
+        }
+        self.device.bind()?;
+        // SAFETY: by the caller's word.
+        unsafe { self.products.as_mut().expect("opened for products").multiply_fp8(product) }
     }
 
     fn mark(&mut self, mark_idx: usize) -> Result<(), CudaError> {

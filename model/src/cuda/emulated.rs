@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use baton_cuda::CudaError;
 
-use super::device::{Device, NUM_MARKS, Product};
+use super::device::{Device, Fp8Product, Fp8Products, NUM_MARKS, Product};
 use super::emulator::{Session, Threads};
 use super::kernel::{Address, Kernel, Source};
 
@@ -13,6 +13,8 @@ pub(crate) struct EmulatedDevice {
     session: Session,
     /// Bytes that can still be allocated.
     num_free: usize,
+    /// What it says that it can.
+    pub(crate) fp8_products: Fp8Products,
     /// Which were made.
     marks: Vec<bool>,
     is_repeating: bool,
@@ -26,6 +28,7 @@ impl EmulatedDevice {
         EmulatedDevice {
             session: Session::new(sources, threads),
             num_free: memory_bytes,
+            fp8_products: Fp8Products::None,
             marks: vec![false; NUM_MARKS],
             is_repeating: false,
             repeated: HashMap::new(),
@@ -77,6 +80,18 @@ impl Device for EmulatedDevice {
 
     unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError> {
         self.session.multiply(product);
+        Ok(())
+    }
+
+    fn fp8_products(&self) -> Fp8Products {
+        self.fp8_products
+    }
+
+    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
+        let is_scaled = product.left_scales != Address::NULL;
+        let expected = if is_scaled { Fp8Products::Scaled } else { Fp8Products::Plain };
+        assert_eq!(self.fp8_products, expected, "a product that the device does not have");
+        self.session.multiply_fp8(product);
         Ok(())
     }
 

@@ -6,7 +6,7 @@ use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use super::device::{Device, Product};
+use super::device::{Device, Fp8Product, Product};
 use super::kernel::{Address, HEADERS, Kernel, LaunchShape, Source};
 use super::test_device::TestDevice;
 
@@ -41,6 +41,7 @@ enum Order {
     Read,
     Launch,
     Multiply,
+    MultiplyFp8,
 }
 
 impl Session {
@@ -81,13 +82,18 @@ impl Session {
 
     pub(crate) fn launch<K: Kernel>(&mut self, kernel: &K) {
         let (shape, params): (LaunchShape, &[u8]) = (kernel.shape(), bytes_of(kernel));
-        let name = [&(K::NAME.len() as u32).to_le_bytes()[..], K::NAME.as_bytes()].concat();
+        let name = kernel.name();
+        let name = [&(name.len() as u32).to_le_bytes()[..], name.as_bytes()].concat();
         let num_bytes = (params.len() as u32).to_le_bytes();
         self.order(Order::Launch, &[&name, bytes_of(&shape), &num_bytes, params]);
     }
 
     pub(crate) fn multiply(&mut self, product: &Product) {
         self.order(Order::Multiply, &[bytes_of(product)]);
+    }
+
+    pub(crate) fn multiply_fp8(&mut self, product: &Fp8Product) {
+        self.order(Order::MultiplyFp8, &[bytes_of(product)]);
     }
 
     fn order(&mut self, order: Order, parts: &[&[u8]]) {

@@ -13,9 +13,11 @@ use super::buffers::Buffers;
 use super::device::{Device, NUM_MARKS};
 use super::inputs::{BatchLimits, InputShape, Inputs, padded};
 use super::kernel::{Address, Source};
-use super::pass::{EXPERT_TILE_ROWS, Pass};
+use super::multiply::{EXPERT_TILE_ROWS, Scratch};
+use super::pass::Pass;
+use super::products::{self, WeightKind};
 use super::start::StartError;
-use super::weights::{self, DeviceWeights};
+use super::weights::{self, DeviceWeightBytes, DeviceWeights};
 use super::{attention, embed, expert_products, experts, gate, norm, rope, rows};
 use crate::spec::{DecoderSpec, MlpSpec};
 use crate::{Batch, ExecuteError, Executor, LoadProgress, LoadedModel};
@@ -29,6 +31,7 @@ pub(crate) struct DeviceExecutor<D> {
     model: LoadedModel,
     weights: DeviceWeights,
     buffers: Buffers,
+    scratch: Scratch,
     limits: BatchLimits,
     shape: InputShape,
     inputs: Inputs,
@@ -58,6 +61,12 @@ pub(crate) fn sources(model: &LoadedModel) -> Vec<Source> {
             })
             .into_iter()
             .flatten(),
+    )
+    .chain(
+        weights::kinds(model.weights())
+            .into_iter()
+            .filter(|kind| *kind != WeightKind::Bf16)
+            .map(products::source),
     )
     .collect()
 }
@@ -109,7 +118,7 @@ impl<D: Device> DeviceExecutor<D> {
         check_shape(&model)?;
         let spec = &model.config().decoder;
         let layout = model.kv_layout();
-        let weights = weights::upload(&mut device, spec, model.weights(), progress)?;
+        let weights = weights::upload(&mut device, spec, model.weights(), model.num_threads(), progress)?;
         let shape = InputShape {
             block_size: layout.block_size,
             group: spec.num_heads / spec.num_kv_heads,
@@ -117,9 +126,19 @@ impl<D: Device> DeviceExecutor<D> {
             max_decode_rows: (2 * padded(limits.num_sequences)).min(padded(limits.num_rows)),
         };
         let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape)?;
-        let (inputs, logits) = (Inputs::default(), Vec::new());
-        let mut executor =
-            DeviceExecutor { device, weights, buffers, limits, shape, inputs, logits, pool: None, model };
+        let scratch = Scratch::new(&mut device, spec, &weights, &limits, model.rounds_activations())?;
+        let mut executor = DeviceExecutor {
+            device,
+            weights,
+            buffers,
+            scratch,
+            limits,
+            shape,
+            inputs: Inputs::default(),
+            logits: vec![],
+            pool: None,
+            model,
+        };
         executor.warm_up()?;
         Ok(executor)
     }
@@ -127,6 +146,11 @@ impl<D: Device> DeviceExecutor<D> {
     /// Bytes that are left for blocks.
     pub(crate) fn free_bytes(&mut self) -> Result<usize, CudaError> {
         Ok(self.device.free_bytes()?.saturating_sub(SPARE_BYTES))
+    }
+
+    /// What its matrices are.
+    pub(crate) fn weight_bytes(&self) -> DeviceWeightBytes {
+        self.weights.bytes
     }
 
     #[cfg(test)]
@@ -137,7 +161,7 @@ impl<D: Device> DeviceExecutor<D> {
     /// Runs steps of many sizes, the largest with all layers: what libraries and the driver load or allocate for that is
     /// there before the rest of the memory is given to blocks. No block takes part, and what comes of it is overwritten.
     fn warm_up(&mut self) -> Result<(), CudaError> {
-        let DeviceExecutor { device, model, weights, buffers, inputs, limits, .. } = self;
+        let DeviceExecutor { device, model, weights, buffers, scratch, inputs, limits, .. } = self;
         let (spec, layout) = (&model.config().decoder, model.kv_layout());
         let smaller = std::iter::successors(Some(1), |num_rows| Some(2 * num_rows));
         let smaller = smaller.take_while(|&num_rows| num_rows < limits.num_rows);
@@ -150,7 +174,7 @@ impl<D: Device> DeviceExecutor<D> {
                 // SAFETY: there is room for the largest batch.
                 unsafe { device.upload(buffers.inputs, inputs.bytes()) }?;
                 let (at, pool) = (inputs.at(buffers.inputs), Address::NULL);
-                let pass = Pass { spec, layout: &layout, weights, buffers, inputs, at, pool };
+                let pass = Pass { spec, layout: &layout, weights, buffers, scratch, inputs, at, pool };
                 pass.begin(device)?;
                 for layer_idx in 0..num_layers {
                     pass.store(device, layer_idx)?;
@@ -194,13 +218,13 @@ impl<D: Device> DeviceExecutor<D> {
         pool: Address,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<(), CudaError> {
-        let DeviceExecutor { device, model, weights, buffers, inputs, logits, shape, .. } = self;
+        let DeviceExecutor { device, model, weights, buffers, scratch, inputs, logits, shape, .. } = self;
         inputs.fill(batch, shape);
         // SAFETY: there is room for the largest batch.
         unsafe { device.upload(buffers.inputs, inputs.bytes()) }?;
         let layout = model.kv_layout();
         let (spec, at) = (&model.config().decoder, inputs.at(buffers.inputs));
-        let pass = Pass { spec, layout: &layout, weights, buffers, inputs, at, pool };
+        let pass = Pass { spec, layout: &layout, weights, buffers, scratch, inputs, at, pool };
         let num_layers = weights.layers.len();
         let num_logits: usize = batch.sequences.iter().map(|it| it.num_logits).sum();
         logits.resize(num_logits * spec.vocab_size, 0.0);

@@ -52,6 +52,11 @@ pub(crate) unsafe trait Kernel: Copy {
     /// What its file calls it.
     const NAME: &'static str;
 
+    /// The same; of a file that a program has several times, what it is called there.
+    fn name(&self) -> &'static str {
+        Self::NAME
+    }
+
     /// How it is to be launched with these arguments.
     fn shape(&self) -> LaunchShape;
 }

@@ -67,7 +67,7 @@ impl LoadedKernels {
             return Ok(());
         }
         self.device.bind()?;
-        let function = self.function(K::NAME, shape.shared_bytes)?;
+        let function = self.function(kernel.name(), shape.shared_bytes)?;
         let mut params = [(&raw const *kernel).cast_mut().cast::<c_void>()];
         let (threads, stream) = ((shape.threads, 1, 1), stream.cu_stream());
         // SAFETY: the one parameter is what the kernel takes, by the word of its type; it is copied by the call. What it
@@ -75,7 +75,7 @@ impl LoadedKernels {
         unsafe {
             result::launch_kernel(function, (x, y, z), threads, shape.shared_bytes, stream, &mut params)
         }
-        .map_err(|error| CudaError::Failed { call: K::NAME, why: format!("cuLaunchKernel: {error}") })
+        .map_err(|error| CudaError::Failed { call: kernel.name(), why: format!("cuLaunchKernel: {error}") })
     }
 
     /// The kernel of that name, allowed so much shared memory.

@@ -13,7 +13,8 @@ use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys;
 use cudarc::driver::CudaStream;
 
-use super::device::Product;
+use super::device::{Fp8Product, Product};
+use super::kernel::Address;
 
 /// What algorithms may use; NVIDIA's advice for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
@@ -41,6 +42,31 @@ struct Shape {
     out_stride: u64,
     is_out_f32: bool,
     is_added: bool,
+    numbers: Numbers,
+}
+
+/// What both sides are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Numbers {
+    Bf16,
+    /// E4M3.
+    Fp8 {
+        /// With a scale for each row of both: since CUDA 12.9, on Hopper.
+        is_scaled: bool,
+    },
+}
+
+/// A vector of scales for each side (`CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F`): newer than the bindings.
+const OUTER_VECTOR: i32 = 3;
+
+/// What is multiplied once.
+struct Operands {
+    left: Address,
+    right: Address,
+    out: Address,
+    beta: f32,
+    left_scales: Address,
+    right_scales: Address,
 }
 
 /// How one shape is multiplied.
@@ -77,18 +103,58 @@ impl Products {
             out_stride: product.out_stride,
             is_out_f32: product.is_out_f32 != 0,
             is_added: product.beta != 0.0,
+            numbers: Numbers::Bf16,
         };
+        let operands = Operands {
+            left: product.left,
+            right: product.right,
+            out: product.out,
+            beta: product.beta,
+            left_scales: Address::NULL,
+            right_scales: Address::NULL,
+        };
+        // SAFETY: by the caller's word.
+        unsafe { self.run(shape, &operands) }
+    }
+
+    /// Sums are those of the matrix units, promoted to f32 on the way: fast accumulation, which Hopper has besides, keeps
+    /// fewer bits.
+    ///
+    /// # Safety
+    /// As [`multiply`](Self::multiply), for the scales, too.
+    pub(super) unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
+        let is_scaled = product.left_scales != Address::NULL;
+        let shape = Shape {
+            num_rows: product.num_rows,
+            num_out: product.num_out,
+            num_in: product.num_in,
+            left_stride: product.num_in,
+            out_stride: product.num_out,
+            is_out_f32: false,
+            is_added: false,
+            numbers: Numbers::Fp8 { is_scaled },
+        };
+        let Fp8Product { left, right, out, left_scales, right_scales, .. } = *product;
+        let operands = Operands { left, right, out, beta: 0.0, left_scales, right_scales };
+        // SAFETY: by the caller's word.
+        unsafe { self.run(shape, &operands) }
+    }
+
+    /// # Safety
+    /// The matrices, and the scales of a shape that has some, are there until the stream has done it.
+    unsafe fn run(&mut self, shape: Shape, operands: &Operands) -> Result<(), CudaError> {
         if !self.plans.contains_key(&shape) {
             if self.plans.len() == MAX_PLANS {
                 self.plans.clear();
             }
-            let plan = Plan::new(self.handle, &shape)
+            let plan = Plan::new(self.handle, &shape, operands)
                 .map_err(|error| failed("cublasLtMatmulAlgoGetHeuristic", error))?;
             self.plans.insert(shape, plan);
         }
         let plan = &self.plans[&shape];
-        let (alpha, beta) = (1.0f32, product.beta);
-        let out = product.out.0 as *mut c_void;
+        plan.set_scales(&shape, operands).map_err(|error| failed("cublasLtMatmulDescSetAttribute", error))?;
+        let (alpha, beta) = (1.0f32, operands.beta);
+        let out = operands.out.0 as *mut c_void;
         // SAFETY: the plan is for this shape, the matrices are there by the caller's word; the factors are read by the call.
         unsafe {
             result::matmul(
@@ -96,9 +162,9 @@ impl Products {
                 plan.product,
                 (&raw const alpha).cast(),
                 (&raw const beta).cast(),
-                product.right.0 as *const c_void,
+                operands.right.0 as *const c_void,
                 plan.right,
-                product.left.0 as *const c_void,
+                operands.left.0 as *const c_void,
                 plan.left,
                 out,
                 plan.out,
@@ -123,13 +189,16 @@ impl Drop for Products {
 }
 
 impl Plan {
-    fn new(handle: sys::cublasLtHandle_t, shape: &Shape) -> Result<Plan, CublasError> {
-        use sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
+    fn new(handle: sys::cublasLtHandle_t, shape: &Shape, operands: &Operands) -> Result<Plan, CublasError> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
         use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
 
         let out_type =
             if shape.is_out_f32 { sys::cudaDataType::CUDA_R_32F } else { sys::cudaDataType::CUDA_R_16BF };
-        let bf16 = sys::cudaDataType::CUDA_R_16BF;
+        let in_type = match shape.numbers {
+            Numbers::Bf16 => sys::cudaDataType::CUDA_R_16BF,
+            Numbers::Fp8 { .. } => sys::cudaDataType::CUDA_R_8F_E4M3,
+        };
         let mut plan = Plan {
             product: ptr::null_mut(),
             right: ptr::null_mut(),
@@ -144,19 +213,16 @@ impl Plan {
             sys::cudaDataType::CUDA_R_32F,
         )?;
         // CUBLAS_OP_T
-        let transposed = 1i32;
-        // SAFETY: the description was just made, and the attribute is of this type.
-        unsafe {
-            result::set_matmul_desc_attribute(
-                plan.product,
-                CUBLASLT_MATMUL_DESC_TRANSA,
-                (&raw const transposed).cast(),
-                size_of::<i32>(),
-            )
-        }?;
-        plan.right = result::create_matrix_layout(bf16, shape.num_in, shape.num_out, shape.num_in as i64)?;
+        plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, 1i32)?;
+        if shape.numbers == (Numbers::Fp8 { is_scaled: true }) {
+            plan.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, OUTER_VECTOR)?;
+            plan.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, OUTER_VECTOR)?;
+        }
+        // Algorithms may depend on whether there are scales.
+        plan.set_scales(shape, operands)?;
+        plan.right = result::create_matrix_layout(in_type, shape.num_in, shape.num_out, shape.num_in as i64)?;
         plan.left =
-            result::create_matrix_layout(bf16, shape.num_in, shape.num_rows, shape.left_stride as i64)?;
+            result::create_matrix_layout(in_type, shape.num_in, shape.num_rows, shape.left_stride as i64)?;
         plan.out =
             result::create_matrix_layout(out_type, shape.num_out, shape.num_rows, shape.out_stride as i64)?;
 
@@ -184,6 +250,33 @@ impl Plan {
         }?;
         plan.algorithm = found.algo;
         Ok(plan)
+    }
+
+    fn set<T: Copy>(
+        &self,
+        attribute: sys::cublasLtMatmulDescAttributes_t,
+        value: T,
+    ) -> Result<(), CublasError> {
+        // SAFETY: the description is there, and the attribute is of this type.
+        unsafe {
+            result::set_matmul_desc_attribute(
+                self.product,
+                attribute,
+                (&raw const value).cast(),
+                size_of::<T>(),
+            )
+        }
+    }
+
+    /// Scales that the next product of this shape reads. What is on the right here is cuBLASLt's A.
+    fn set_scales(&self, shape: &Shape, operands: &Operands) -> Result<(), CublasError> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+
+        if shape.numbers != (Numbers::Fp8 { is_scaled: true }) {
+            return Ok(());
+        }
+        self.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, operands.right_scales.0)?;
+        self.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, operands.left_scales.0)
     }
 }
 

@@ -12,6 +12,7 @@ pub use compile::CompileError;
 pub use cuda_executor::CudaExecutor;
 pub use inputs::BatchLimits;
 pub use start::StartError;
+pub use weights::DeviceWeightBytes;
 
 mod attention;
 mod block_queue;
@@ -27,11 +28,13 @@ mod embed;
 mod executor;
 mod expert_products;
 mod experts;
+mod form;
 mod gate;
 mod inputs;
 mod kernel;
 mod loaded;
 mod lt;
+mod multiply;
 mod norm;
 mod pass;
 mod pool;
@@ -46,6 +49,8 @@ mod weights;
 mod emulated;
 #[cfg(test)]
 mod emulator;
+#[cfg(test)]
+mod low_bit_tests;
 #[cfg(test)]
 mod model_tests;
 #[cfg(test)]

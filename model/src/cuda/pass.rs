@@ -9,24 +9,19 @@ use super::attention::{
     has_tensor_cores, max_splits,
 };
 use super::buffers::Buffers;
-use super::device::{Device, Product};
+use super::device::Device;
 use super::embed::Embed;
-use super::expert_products::{ExpertProduct, GatedExpertProduct};
 use super::experts::{Combine, Route, SortPairs};
 use super::gate::Gate;
 use super::inputs::{InputAddresses, Inputs};
 use super::kernel::Address;
+use super::multiply::{ExpertPlaces, Scratch, look_up};
 use super::norm::AddNorm;
+use super::products::WeightKind;
 use super::rope::{PlaceRows, RopeTable, StoreQkv, lanes};
-use super::rows::{AddBias, NormWanted, PostNorm, SoftCap};
+use super::rows::{NormWanted, PostNorm, SoftCap};
 use super::weights::{DeviceLayer, DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
 use crate::spec::{DecoderSpec, MlpSpec};
-
-/// Rows of a tile of experts' products: few of them go to one expert, and more are several tiles.
-pub(crate) const EXPERT_TILE_ROWS: u32 = 64;
-
-/// Blocks of experts' products: more than any device holds at a time, each for as many tiles as it takes.
-const MAX_EXPERT_BLOCKS: u64 = 1024;
 
 /// One step. What its methods ask for is there: the executor allocated it for the largest batch.
 #[derive(Clone, Copy)]
@@ -35,6 +30,7 @@ pub(crate) struct Pass<'a> {
     pub(crate) layout: &'a KvLayout,
     pub(crate) weights: &'a DeviceWeights,
     pub(crate) buffers: &'a Buffers,
+    pub(crate) scratch: &'a Scratch,
     pub(crate) inputs: &'a Inputs,
     /// Where those are.
     pub(crate) at: InputAddresses,
@@ -45,8 +41,9 @@ pub(crate) struct Pass<'a> {
 impl Pass<'_> {
     /// Everything before the first layer.
     pub(crate) fn begin<D: Device>(&self, device: &mut D) -> Result<(), CudaError> {
+        let table = self.weights.embedding;
         let embed = Embed {
-            table: self.weights.embedding,
+            table: table.at,
             tokens: self.at.tokens,
             x: self.buffers.x,
             hidden: self.spec.hidden_size as u32,
@@ -66,7 +63,16 @@ impl Pass<'_> {
         };
         // SAFETY: as `Pass` says.
         unsafe {
-            device.launch(&embed)?;
+            match table.kind {
+                WeightKind::Bf16 => device.launch(&embed)?,
+                _ => device.launch(&look_up(
+                    table,
+                    embed.tokens,
+                    embed.x,
+                    self.inputs.num_rows,
+                    embed.scale,
+                ))?,
+            }
             device.launch(&place)?;
             for (rope, &cos_sin) in self.weights.ropes.iter().zip(&self.buffers.cos_sin) {
                 device.launch(&RopeTable {
@@ -149,12 +155,11 @@ impl Pass<'_> {
     ) -> Result<(), CudaError> {
         let head = self.weights.head;
         let left = self.buffers.hidden.add(first * head.num_in * 2);
-        let product = Product { is_out_f32: 1, ..product(head, left, self.buffers.logits, num_rows) };
         let x = self.buffers.logits;
         let len = (num_rows * head.num_out) as u64;
         // SAFETY: as `Pass` says.
         unsafe {
-            device.multiply(&product)?;
+            self.scratch.multiply_exactly(device, head, left, x, num_rows)?;
             match self.spec.logit_soft_cap {
                 Some(cap) => device.launch(&SoftCap { x, len, cap, unused: 0 }),
                 None => Ok(()),
@@ -280,30 +285,14 @@ impl Pass<'_> {
         let (num_rows, hidden) = (self.inputs.num_rows as u32, self.spec.hidden_size as u32);
         let (num_experts, num_active) = (num_experts as u32, num_active as u32);
         let num_pairs = num_rows * num_active;
-        let of_experts = |a, rows, weights: DeviceMatrix, out, columns: usize, is_gated| {
-            let columns = columns as u32;
-            let tiles =
-                ExpertProduct::most_tiles(num_pairs, num_experts, columns, EXPERT_TILE_ROWS, is_gated);
-            ExpertProduct {
-                a,
-                rows,
-                offsets: routed.offsets,
-                weights: weights.at,
-                out,
-                depth: weights.num_in as u32,
-                columns,
-                num_experts,
-                num_blocks: tiles.min(MAX_EXPERT_BLOCKS) as u16,
-                tile_rows: EXPERT_TILE_ROWS as u16,
-            }
-        };
-        let gated =
-            of_experts(buffers.hidden, routed.rows, gate_up, buffers.gated, gate_up.num_out / 2, true);
-        let plain = of_experts(buffers.gated, Address::NULL, down, routed.outputs, down.num_out, false);
+        let (offsets, rows, gate_up_rows) = (routed.offsets, routed.rows, buffers.gate_up);
+        let places = ExpertPlaces { offsets, rows, gate_up: gate_up_rows, num_pairs, num_experts };
+        let in_order = ExpertPlaces { rows: Address::NULL, ..places };
+        let scratch = self.scratch;
         // SAFETY: as `Pass` says.
         unsafe {
-            let logits = product(router, buffers.hidden, routed.logits, self.inputs.num_rows);
-            device.multiply(&Product { is_out_f32: 1, ..logits })?;
+            let num_all = self.inputs.num_rows;
+            scratch.multiply_exactly(device, router, buffers.hidden, routed.logits, num_all)?;
             device.launch(&Route {
                 logits: routed.logits,
                 slots: buffers.slots,
@@ -324,8 +313,8 @@ impl Pass<'_> {
                 num_experts,
                 unused: 0,
             })?;
-            device.launch(&GatedExpertProduct(gated))?;
-            device.launch(&plain)?;
+            scratch.apply_experts(device, gate_up, &places, buffers.hidden, buffers.gated, true)?;
+            scratch.apply_experts(device, down, &in_order, buffers.gated, routed.outputs, false)?;
             device.launch(&Combine {
                 outputs: routed.outputs,
                 places: routed.places,
@@ -358,30 +347,7 @@ impl Pass<'_> {
         from: Address,
         out: Address,
     ) -> Result<(), CudaError> {
-        let (num_rows, width) = (self.inputs.num_rows, linear.weight.num_out as u32);
         // SAFETY: as `Pass` says.
-        unsafe {
-            device.multiply(&product(linear.weight, from, out, num_rows))?;
-            if linear.bias == Address::NULL {
-                return Ok(());
-            }
-            device.launch(&AddBias { x: out, bias: linear.bias, width, num_rows: num_rows as u32 })
-        }
-    }
-}
-
-/// `out = from right^T`, in bf16.
-pub(crate) fn product(right: DeviceMatrix, from: Address, out: Address, num_rows: usize) -> Product {
-    Product {
-        left: from,
-        right: right.at,
-        out,
-        num_rows: num_rows as u64,
-        num_out: right.num_out as u64,
-        num_in: right.num_in as u64,
-        left_stride: right.num_in as u64,
-        out_stride: right.num_out as u64,
-        is_out_f32: 0,
-        beta: 0.0,
+        unsafe { self.scratch.apply(device, linear, from, out, self.inputs.num_rows) }
     }
 }

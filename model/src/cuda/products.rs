@@ -4,10 +4,11 @@
 //! exactly, scales and zeros are applied to the sums of groups.
 
 use super::kernel::{Address, Kernel, LaunchShape, Source};
-use crate::integers::{IntegerRow, IntegerWidth};
+use super::rows::by_eights;
+use crate::integers::IntegerWidth;
 
 /// What weights are. All lie row after row, `[n][k]`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u32)]
 pub(crate) enum WeightKind {
     /// K is a multiple of 8.
@@ -28,6 +29,16 @@ impl WeightKind {
         match width {
             IntegerWidth::Four => WeightKind::Int4,
             IntegerWidth::Eight => WeightKind::Int8,
+        }
+    }
+
+    /// "int4"
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            WeightKind::Bf16 => "bf16",
+            WeightKind::Fp8 => "fp8",
+            WeightKind::Int8 => "int8",
+            WeightKind::Int4 => "int4",
         }
     }
 
@@ -55,6 +66,9 @@ impl WeightKind {
     }
 }
 
+/// 1 in E4M3.
+pub(crate) const E4M3_ONE: u8 = 0x38;
+
 pub(crate) fn source(kind: WeightKind) -> Source {
     Source {
         file: "products.cu",
@@ -68,27 +82,33 @@ pub(crate) fn sources() -> Vec<Source> {
     WeightKind::ALL.map(source).into()
 }
 
-/// A row of levels in the kernels' order, appended to `to`: [`row_bytes`](WeightKind::row_bytes) of them.
+/// A row of levels in the kernels' order, into its [`row_bytes`](WeightKind::row_bytes).
 ///
 /// In each step of 64 (int8) or 128 (int4) numbers there are 16 bytes for each of four lanes: of every 32 numbers lane `i`
 /// has the eight from `8 i` on. Of eight bits they are signed, less 128, in the order 0 2 1 3 and 4 6 5 7. Of four bits they
-/// are a word, numbers 0 2 4 6 in its low half from the low end on, numbers 1 3 5 7 in its high half.
-pub(crate) fn pack(row: &IntegerRow, width: IntegerWidth, to: &mut Vec<u8>) {
+/// are a word, numbers 0 2 4 6 in its low half from the low end on, numbers 1 3 5 7 in its high half. What is missing in
+/// the last step counts as level 0.
+pub(crate) fn pack(levels: &[u8], width: IntegerWidth, to: &mut [u8]) {
     let kind = WeightKind::of_integers(width);
-    for step in row.levels.chunks(kind.step()) {
-        for lane in 0..4 {
-            for unit in 0..kind.step() / 32 {
-                let start = 32 * unit + 8 * lane;
-                let level = |idx: usize| step.get(start + idx).copied().unwrap_or(0);
-                match width {
-                    IntegerWidth::Eight => {
-                        to.extend([0, 2, 1, 3, 4, 6, 5, 7].map(|idx| level(idx) ^ 0x80));
-                    }
-                    IntegerWidth::Four => {
-                        let place = |idx: usize| idx / 2 * 4 + idx % 2 * 16;
-                        let word = (0..8).fold(0u32, |word, idx| word | u32::from(level(idx)) << place(idx));
-                        to.extend(word.to_le_bytes());
-                    }
+    let unit_bytes = width.bits();
+    assert_eq!(to.len(), kind.row_bytes(levels.len()), "bytes of a row");
+    to.fill(match width {
+        IntegerWidth::Eight => 0x80,
+        IntegerWidth::Four => 0,
+    });
+    for (step, to) in levels.chunks(kind.step()).zip(to.chunks_exact_mut(64)) {
+        for (idx, eight) in step.chunks(8).enumerate() {
+            let mut unit = [0; 8];
+            unit[..eight.len()].copy_from_slice(eight);
+            let (lane, unit_idx) = (idx % 4, idx / 4);
+            let to = &mut to[16 * lane + unit_bytes * unit_idx..][..unit_bytes];
+            match width {
+                IntegerWidth::Eight => {
+                    to.copy_from_slice(&[0, 2, 1, 3, 4, 6, 5, 7].map(|idx| unit[idx] ^ 0x80));
+                }
+                IntegerWidth::Four => {
+                    let pair = |first: usize| unit[first] | unit[first + 2] << 4;
+                    to.copy_from_slice(&[pair(0), pair(4), pair(1), pair(5)]);
                 }
             }
         }
@@ -120,62 +140,84 @@ impl Scales {
         group_stride: 0,
         group: 64,
     };
+
+    /// Those behind the first `first` rows, a multiple of `rows_per_scale`.
+    pub(crate) fn behind(self, first: usize) -> Scales {
+        debug_assert!(first.is_multiple_of(self.rows_per_scale as usize), "rows of a scale");
+        let offset = first / self.rows_per_scale as usize * self.row_stride as usize * 4;
+        let moved = |at: Address| if at == Address::NULL { at } else { at.add(offset) };
+        Scales { scales: moved(self.scales), zeros: moved(self.zeros), ..self }
+    }
 }
 
-/// `out[row][n] = sum of x[row][k] w[n][k] + bias[n] + added[row][n]`, for at most [`MAX_ROWS`](Self::MAX_ROWS) rows;
-/// rounded once.
+/// `out[place][n] = sum of x[row][k] w[n][k] + bias[n]`, where places are rows, or an expert's places have the rows of a
+/// list and the expert's weights; rounded once.
 ///
-/// Reads each weight once, two operations for it and each row: bound by memory.
+/// Reads each weight once for 16 rows, two operations for it and each row: bound by memory, or the second cache.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct MultiplyFew {
-    /// `[rows][k]`, bf16.
+    /// `[..][k]`, bf16.
     pub(crate) x: Address,
-    /// `[n]`, rows of [`row_bytes`](WeightKind::row_bytes).
+    /// `[places]`, u32: the row of `x` at each place; null if `x` is `[places][k]`.
+    pub(crate) rows: Address,
+    /// `[num_experts + 1]`, u32: each expert's first place ([`SortPairs`](super::experts::SortPairs)). Null where there is
+    /// one matrix, and `num_rows` places.
+    pub(crate) offsets: Address,
+    /// `[num_experts][n]`, rows of [`row_bytes`](WeightKind::row_bytes).
     pub(crate) weights: Address,
+    /// Of all experts' outputs, one behind the other.
     pub(crate) scales: Scales,
-    /// `[n]`, bf16, or null.
+    /// `[n]`, f32, or null; not with experts.
     pub(crate) bias: Address,
-    /// `[rows][n]`, bf16, or null. It may be `out`.
-    pub(crate) added: Address,
-    /// `[rows][n]`, bf16; f32 if `is_f32`.
+    /// `[places][n]`, bf16; f32 if `is_f32`.
     pub(crate) out: Address,
     pub(crate) k: u32,
     pub(crate) n: u32,
     pub(crate) num_rows: u32,
+    /// At least 1.
+    pub(crate) num_experts: u32,
     /// 0 or 1.
     pub(crate) is_f32: u32,
     /// That of the [source](source).
     pub(crate) kind: WeightKind,
-    pub(crate) padding: u32,
-}
-
-impl MultiplyFew {
-    pub(crate) const MAX_ROWS: u32 = 16;
 }
 
 // SAFETY: as `MultiplyFew` in the file.
 unsafe impl Kernel for MultiplyFew {
     const NAME: &'static str = "multiply_few";
 
+    fn name(&self) -> &'static str {
+        match self.kind {
+            WeightKind::Bf16 => "multiply_few_bf16",
+            WeightKind::Fp8 => "multiply_few_fp8",
+            WeightKind::Int8 => "multiply_few_int8",
+            WeightKind::Int4 => "multiply_few_int4",
+        }
+    }
+
     fn shape(&self) -> LaunchShape {
-        debug_assert!((1..=Self::MAX_ROWS).contains(&self.num_rows), "{} rows", self.num_rows);
         check(self.kind, self.k, self.scales.group);
-        LaunchShape { grid: [self.n.div_ceil(self.kind.outputs()), 1, 1], threads: 256, shared_bytes: 0 }
+        let grid = [self.n.div_ceil(self.kind.outputs()), self.num_experts, 1];
+        LaunchShape { grid, threads: 256, shared_bytes: 0 }
     }
 }
 
-/// Weights as bf16, `[n][k]`, each rounded once. Not for those that are bf16.
+/// Weights as bf16, `[n][k]`, times a factor, each rounded once. Not for those that are bf16.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct Dequantise {
-    /// `[n]`, rows of [`row_bytes`](WeightKind::row_bytes).
+    /// `[num_held]`, rows of [`row_bytes`](WeightKind::row_bytes).
     pub(crate) weights: Address,
     pub(crate) scales: Scales,
+    /// `[n]`, u32: which row of the weights each is; null if itself. Zeroes for those that are not held.
+    pub(crate) rows: Address,
     /// `[n][k]`, bf16.
     pub(crate) out: Address,
     pub(crate) k: u32,
     pub(crate) n: u32,
+    pub(crate) num_held: u32,
+    pub(crate) factor: f32,
     /// That of the [source](source).
     pub(crate) kind: WeightKind,
     pub(crate) padding: u32,
@@ -185,8 +227,16 @@ pub(crate) struct Dequantise {
 unsafe impl Kernel for Dequantise {
     const NAME: &'static str = "dequantise";
 
+    fn name(&self) -> &'static str {
+        match self.kind {
+            WeightKind::Bf16 => unreachable!("nothing to do"),
+            WeightKind::Fp8 => "dequantise_fp8",
+            WeightKind::Int8 => "dequantise_int8",
+            WeightKind::Int4 => "dequantise_int4",
+        }
+    }
+
     fn shape(&self) -> LaunchShape {
-        debug_assert!(self.kind != WeightKind::Bf16, "nothing to do");
         check(self.kind, self.k, self.scales.group);
         let num_threads = u64::from(self.n) * (self.k as usize).div_ceil(self.kind.step()) as u64 * 4;
         LaunchShape { grid: [num_threads.div_ceil(256) as u32, 1, 1], threads: 256, shared_bytes: 0 }
@@ -225,6 +275,32 @@ unsafe impl Kernel for RoundRows {
     fn shape(&self) -> LaunchShape {
         debug_assert!(self.k.is_multiple_of(8), "16 bytes at a time");
         LaunchShape { grid: [self.num_rows, 1, 1], threads: 256, shared_bytes: 0 }
+    }
+}
+
+/// `x = x * row scale * column scale`: what [`RoundRows`] and weights in fp8 were divided by, where the library that
+/// multiplied them does not scale.
+///
+/// Moves 4 bytes an element: bound by memory.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct ScaleProduct {
+    /// `[rows][n]`, bf16; n is a multiple of 8.
+    pub(crate) x: Address,
+    /// `[rows]`, f32.
+    pub(crate) row_scales: Address,
+    /// `[n]`, f32.
+    pub(crate) column_scales: Address,
+    pub(crate) n: u32,
+    pub(crate) num_rows: u32,
+}
+
+// SAFETY: as `ScaleProduct` in the file.
+unsafe impl Kernel for ScaleProduct {
+    const NAME: &'static str = "scale_product";
+
+    fn shape(&self) -> LaunchShape {
+        by_eights(self.num_rows, self.n)
     }
 }
 

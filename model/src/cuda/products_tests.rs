@@ -1,8 +1,9 @@
 use super::*;
 use crate::cpu::testing::noise;
 use crate::cuda::emulator::{Emulator, Memory};
-use crate::cuda::testing::{assert_close, bf16, widened};
-use crate::integers::IntegerFormat;
+use crate::cuda::rows::NO_ROW;
+use crate::cuda::testing::{assert_close, bf16, floats as floats_of, widened};
+use crate::integers::{IntegerFormat, IntegerRow};
 use baton_kv_cache::e4m3;
 
 /// Weights of some kind: what a device holds, and what they stand for.
@@ -39,7 +40,9 @@ fn integers(width: IntegerWidth, n: usize, k: usize, group: usize, has_zeros: bo
                 .map(|x| (x + 1.0) / 2.0 * top)
                 .collect(),
         };
-        pack(&row, width, &mut bytes);
+        bytes.resize(bytes.len() + kind.row_bytes(k), 0xff);
+        let first = row_idx * kind.row_bytes(k);
+        pack(&row.levels, width, &mut bytes[first..]);
         values.extend(row.values(format).map(f64::from));
         for group_idx in 0..num_groups {
             scales[group_idx * n + row_idx] = row.scales[group_idx];
@@ -124,74 +127,113 @@ fn multiply(
     weights: &Weights,
     x: &[u8],
     num_rows: usize,
-    epilogue: Option<(&[u8], &[u8])>,
+    bias: Option<&[f32]>,
     is_f32: bool,
 ) -> (Memory, MultiplyFew) {
     let n = weights.n;
     let mut emulator = Emulator::new(source(weights.kind));
     let (levels, scales) = weights.on(&mut emulator);
-    let mut or_null = |bytes: Option<&[u8]>| bytes.map_or(Address::NULL, |bytes| emulator.buffer(bytes));
-    let (bias, added) = (or_null(epilogue.map(|both| both.0)), or_null(epilogue.map(|both| both.1)));
     let kernel = MultiplyFew {
         x: emulator.buffer(x),
+        rows: Address::NULL,
+        offsets: Address::NULL,
         weights: levels,
         scales,
-        bias,
-        added,
+        bias: bias.map_or(Address::NULL, |bias| emulator.buffer(bytemuck::cast_slice(bias))),
         out: emulator.poisoned(num_rows * n * if is_f32 { 4 } else { 2 }),
         k: weights.k as u32,
         n: n as u32,
         num_rows: num_rows as u32,
+        num_experts: 1,
         is_f32: u32::from(is_f32),
         kind: weights.kind,
-        padding: 0,
     };
     emulator.launch(&kernel);
     (emulator.run(), kernel)
 }
 
-/// The numbers of f32 in `bytes`.
-fn singles(bytes: &[u8]) -> Vec<f32> {
-    bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect()
+/// Rows of `x` times the rows of `weights` from `first` on, `n` of them; and what sums of that size lose.
+fn expected(weights: &Weights, x: &[f32], first: usize, n: usize) -> (Vec<f32>, f32) {
+    let k = weights.k;
+    let (mut sums, mut largest) = (vec![], 0.0f64);
+    for row in x.chunks_exact(k) {
+        for weights_row in weights.values[first * k..][..n * k].chunks_exact(k) {
+            let products = row.iter().zip(weights_row).map(|(x, weight)| f64::from(*x) * weight);
+            let size: f64 = products.clone().map(f64::abs).sum();
+            // A level and its zero are multiplied apart.
+            largest = largest.max(if weights.zeros.is_empty() { size } else { 4.0 * size });
+            sums.push(products.sum::<f64>() as f32);
+        }
+    }
+    (sums, (largest * 2e-6) as f32)
 }
 
 #[test]
 fn few_rows_are_multiplied() {
     for (idx, weights) in every_kind().iter().enumerate() {
         let (n, k) = (weights.n, weights.k);
-        let num_rows = [1, 8, 9, 16, 3][idx % 5];
+        let num_rows = [1, 8, 9, 16, 3, 37][idx % 6];
         let (x, x_values) = bf16(&noise(1, num_rows * k));
-        let (bias, bias_values) = bf16(&noise(6, n));
-        let (added, added_values) = bf16(&noise(7, num_rows * n));
-        let has_epilogue = idx % 2 == 1;
+        let bias = noise(6, n);
+        let has_bias = idx % 2 == 1;
         let is_f32 = idx % 3 == 0;
-        let (memory, kernel) =
-            multiply(weights, &x, num_rows, has_epilogue.then_some((&bias, &added)), is_f32);
-        let mut expected = vec![];
-        // What sums of that size lose.
-        let mut largest = 0.0f64;
-        for row_idx in 0..num_rows {
-            for output in 0..n {
-                let row = x_values[row_idx * k..][..k].iter().zip(&weights.values[output * k..][..k]);
-                let (mut sum, mut size) = (0.0, 0.0);
-                for (x, weight) in row {
-                    sum += f64::from(*x) * weight;
-                    size += (f64::from(*x) * weight).abs();
-                }
-                // A level and its zero are multiplied apart.
-                largest = largest.max(if weights.zeros.is_empty() { size } else { 4.0 * size });
-                if has_epilogue {
-                    sum += f64::from(bias_values[output]) + f64::from(added_values[row_idx * n + output]);
-                }
-                expected.push(sum as f32);
-            }
+        let (memory, kernel) = multiply(weights, &x, num_rows, has_bias.then_some(&bias), is_f32);
+        let (mut expected, absolute) = expected(weights, &x_values, 0, n);
+        if has_bias {
+            expected.iter_mut().enumerate().for_each(|(idx, sum)| *sum += bias[idx % n]);
         }
         let bytes = memory.of(kernel.out);
-        let absolute = (largest * 2e-6) as f32;
         if is_f32 {
-            assert_close(&singles(bytes), &expected, 1e-6, absolute);
+            assert_close(&floats_of(bytes), &expected, 1e-6, absolute);
         } else {
             assert_close(&widened(bytes), &expected, 1.0 / 256.0, absolute);
+        }
+    }
+}
+
+#[test]
+fn each_place_meets_the_weights_of_its_expert() {
+    // Experts without rows, with a few, and with more than are multiplied at a time.
+    let counts = [0, 3, 21, 0, 8];
+    for (n, all) in [
+        (8, integers(IntegerWidth::Four, 40, 160, 32, true)),
+        (34, integers(IntegerWidth::Eight, 170, 72, 64, false)),
+        (33, fp8(165, 80, 1, 80)),
+        (32, fp8(160, 144, 32, 64)),
+        (16, floats(80, 40)),
+    ] {
+        let k = all.k;
+        let mut offsets = vec![0u32];
+        counts.iter().for_each(|count| offsets.push(offsets[offsets.len() - 1] + count));
+        let num_places = *offsets.last().unwrap() as usize;
+        let rows: Vec<u32> = (0..num_places as u32).map(|place| place * 7 % 13).collect();
+        let (x, x_values) = bf16(&noise(1, 13 * k));
+        let mut emulator = Emulator::new(source(all.kind));
+        let (levels, scales) = all.on(&mut emulator);
+        let kernel = MultiplyFew {
+            x: emulator.buffer(&x),
+            rows: emulator.buffer(bytemuck::cast_slice(&rows)),
+            offsets: emulator.buffer(bytemuck::cast_slice(&offsets)),
+            weights: levels,
+            scales,
+            bias: Address::NULL,
+            out: emulator.poisoned(num_places * n * 2),
+            k: k as u32,
+            n: n as u32,
+            num_rows: num_places as u32,
+            num_experts: counts.len() as u32,
+            is_f32: 0,
+            kind: all.kind,
+        };
+        emulator.launch(&kernel);
+        let memory = emulator.run();
+        let found = widened(memory.of(kernel.out));
+        for (expert, places) in offsets.windows(2).enumerate() {
+            for place in places[0] as usize..places[1] as usize {
+                let row = &x_values[rows[place] as usize * k..][..k];
+                let (expected, absolute) = expected(&all, row, expert * n, n);
+                assert_close(&found[place * n..][..n], &expected, 1.0 / 256.0, absolute);
+            }
         }
     }
 }
@@ -200,14 +242,14 @@ fn few_rows_are_multiplied() {
 fn a_row_has_the_same_bits_with_any_others() {
     for weights in every_kind().iter().filter(|weights| weights.values.len() > 5000) {
         let (n, k) = (weights.n, weights.k);
-        let (x, _) = bf16(&noise(8, 16 * k));
+        let (x, _) = bf16(&noise(8, 40 * k));
         let run = |rows: std::ops::Range<usize>| {
             let (memory, kernel) =
                 multiply(weights, &x[rows.start * k * 2..rows.end * k * 2], rows.len(), None, true);
             memory.of(kernel.out).to_vec()
         };
-        let all = run(0..16);
-        for rows in [0..1, 7..8, 11..12, 2..10, 3..12] {
+        let all = run(0..40);
+        for rows in [0..1, 7..8, 11..12, 2..10, 3..12, 15..33, 39..40] {
             let found = run(rows.clone());
             assert!(found == all[rows.start * n * 4..rows.end * n * 4], "{:?} {rows:?}", weights.kind);
         }
@@ -223,16 +265,59 @@ fn weights_become_bf16() {
         let kernel = Dequantise {
             weights: levels,
             scales,
+            rows: Address::NULL,
             out: emulator.poisoned(n * k * 2),
             k: k as u32,
             n: n as u32,
+            num_held: n as u32,
+            factor: 1.0,
             kind: weights.kind,
             padding: 0,
         };
         emulator.launch(&kernel);
+        // Rows that are looked up, one of them nobody's.
+        let rows = [n as u32 - 1, 0, NO_ROW, 2];
+        let some = Dequantise {
+            rows: emulator.buffer(bytemuck::cast_slice(&rows)),
+            out: emulator.poisoned(rows.len() * k * 2),
+            n: rows.len() as u32,
+            factor: 3.0,
+            ..kernel
+        };
+        emulator.launch(&some);
+        let memory = emulator.run();
         let expected: Vec<f32> = weights.values.iter().map(|value| *value as f32).collect();
         // Half a unit in the last place of bf16; a level less its zero is rounded as a float, in another order.
-        assert_close(&widened(emulator.run().of(kernel.out)), &expected, 1.0 / 256.0, 1e-6);
+        assert_close(&widened(memory.of(kernel.out)), &expected, 1.0 / 256.0, 1e-6);
+        let looked_up: Vec<f32> = rows
+            .iter()
+            .flat_map(|row| match *row {
+                NO_ROW => vec![0.0; k],
+                row => expected[row as usize * k..][..k].iter().map(|x| x * 3.0).collect(),
+            })
+            .collect();
+        assert_close(&widened(memory.of(some.out)), &looked_up, 1.0 / 256.0, 3e-6);
+    }
+}
+
+#[test]
+fn products_get_the_scales_of_both_sides() {
+    for (num_rows, n) in [(1, 8), (5, 264), (3, 2056)] {
+        let (x, values) = bf16(&noise(1, num_rows * n));
+        let (row_scales, column_scales) = (noise(2, num_rows), noise(3, n));
+        let mut emulator = Emulator::new(source(WeightKind::Fp8));
+        let kernel = ScaleProduct {
+            x: emulator.buffer(&x),
+            row_scales: emulator.buffer(bytemuck::cast_slice(&row_scales)),
+            column_scales: emulator.buffer(bytemuck::cast_slice(&column_scales)),
+            n: n as u32,
+            num_rows: num_rows as u32,
+        };
+        emulator.launch(&kernel);
+        let scaled = |(idx, x): (usize, &f32)| x * row_scales[idx / n] * column_scales[idx % n];
+        let expected: Vec<f32> = values.iter().enumerate().map(scaled).collect();
+        // Half a unit in the last place of bf16.
+        assert_close(&widened(emulator.run().of(kernel.x)), &expected, 1.0 / 256.0, 0.0);
     }
 }
 
@@ -247,7 +332,7 @@ fn activations_become_fp8_as_on_the_host() {
             values[2 * k + 3] = f32::INFINITY;
         }
         let (x, x_values) = bf16(&values);
-        let mut emulator = Emulator::new(source(WeightKind::Bf16));
+        let mut emulator = Emulator::new(source(WeightKind::Fp8));
         let kernel = RoundRows {
             x: emulator.buffer(&x),
             out: emulator.poisoned(num_rows * k),
@@ -257,7 +342,7 @@ fn activations_become_fp8_as_on_the_host() {
         };
         emulator.launch(&kernel);
         let memory = emulator.run();
-        let scales = singles(memory.of(kernel.scales));
+        let scales = floats_of(memory.of(kernel.scales));
         for (row_idx, row) in x_values.chunks(k).enumerate() {
             let largest = row.iter().fold(0.0f32, |max, x| max.max(x.abs()));
             if !largest.is_finite() {
@@ -274,18 +359,17 @@ fn activations_become_fp8_as_on_the_host() {
 
 #[test]
 fn integers_lie_where_lanes_read_them() {
-    let levels = |len: usize, top: usize| (0..len).map(|k| (k % top) as u8).collect();
-    let row = |levels| IntegerRow { levels, scales: vec![], zeros: vec![] };
-    let mut bytes = vec![];
-    pack(&row(levels(72, 256)), IntegerWidth::Eight, &mut bytes);
-    assert_eq!(bytes.len(), WeightKind::Int8.row_bytes(72));
+    let levels = |len: usize, top: usize| (0..len).map(|k| (k % top) as u8).collect::<Vec<_>>();
+    let mut bytes = vec![0xff; WeightKind::Int8.row_bytes(72)];
+    assert_eq!(bytes.len(), 128);
+    pack(&levels(72, 256), IntegerWidth::Eight, &mut bytes);
     // The second lane: 8 to 15, and 40 to 47; the last step is filled up.
     let signed = |levels: &[u8]| levels.iter().map(|level| level ^ 0x80).collect::<Vec<u8>>();
     assert_eq!(bytes[16..32], signed(&[8, 10, 9, 11, 12, 14, 13, 15, 40, 42, 41, 43, 44, 46, 45, 47]));
     assert_eq!(bytes[64..74], signed(&[64, 66, 65, 67, 68, 70, 69, 71, 0, 0]));
-    bytes.clear();
-    pack(&row(levels(128, 16)), IntegerWidth::Four, &mut bytes);
+    let mut bytes = vec![0xff; WeightKind::Int4.row_bytes(128)];
     assert_eq!(bytes.len(), 64);
+    pack(&levels(128, 16), IntegerWidth::Four, &mut bytes);
     // Numbers 0 to 7, then 8 to 15 for the next lane.
     assert_eq!(bytes[..4], 0x7531_6420u32.to_le_bytes());
     assert_eq!(bytes[16..20], 0xfdb9_eca8u32.to_le_bytes());

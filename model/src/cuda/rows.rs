@@ -142,7 +142,7 @@ unsafe impl Kernel for SoftCap {
 }
 
 /// A thread for each eight elements of each row.
-fn by_eights(num_rows: u32, width: u32) -> LaunchShape {
+pub(super) fn by_eights(num_rows: u32, width: u32) -> LaunchShape {
     debug_assert!(width.is_multiple_of(8), "16 bytes at a time");
     let chunks = width / 8;
     let threads = chunks.next_multiple_of(32).min(256);

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use baton_cuda::CudaError;
 
-use super::device::{Device, Product};
+use super::device::{Device, Fp8Product, Fp8Products, Product};
 use super::driver::{self, DriverDevice};
 use super::emulated::EmulatedDevice;
 use super::emulator::Threads;
@@ -55,7 +55,7 @@ impl TestDevice {
                 TestDevice::Guarded(device) => device.launch_twice(kernel),
             }
         };
-        launched.unwrap_or_else(|error| panic!("{}: {error}", K::NAME));
+        launched.unwrap_or_else(|error| panic!("{}: {error}", kernel.name()));
     }
 
     fn driver(&mut self) -> &mut DriverDevice {
@@ -63,6 +63,25 @@ impl TestDevice {
             TestDevice::Guarded(device) => &mut device.driver,
             TestDevice::Emulated(_) => unreachable!("only asked of the other"),
         }
+    }
+
+    /// Has it say that it multiplies E4M3 so; `false` if it cannot.
+    pub(crate) fn pretend_fp8(&mut self, products: Fp8Products) -> bool {
+        let said = match self {
+            TestDevice::Emulated(device) => &mut device.fp8_products,
+            TestDevice::Guarded(GuardedDevice { driver, .. }) => {
+                let is_there = products == Fp8Products::None
+                    || products == driver.fp8_products
+                    // Whoever scales can do without.
+                    || driver.fp8_products == Fp8Products::Scaled;
+                if !is_there {
+                    return false;
+                }
+                &mut driver.fp8_products
+            }
+        };
+        *said = products;
+        true
     }
 
     /// How often work was repeated under each key.
@@ -122,7 +141,7 @@ impl Device for TestDevice {
 
     unsafe fn launch<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {
         if let TestDevice::Guarded(device) = self {
-            device.last_kernel = K::NAME;
+            device.last_kernel = kernel.name();
         }
         // SAFETY: by the caller's word.
         unsafe { of_either!(self, device => device.launch(kernel)) }
@@ -131,6 +150,15 @@ impl Device for TestDevice {
     unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError> {
         // SAFETY: by the caller's word.
         unsafe { of_either!(self, device => device.multiply(product)) }
+    }
+
+    fn fp8_products(&self) -> Fp8Products {
+        of_either!(self, device => device.fp8_products())
+    }
+
+    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
+        // SAFETY: by the caller's word.
+        unsafe { of_either!(self, device => device.multiply_fp8(product)) }
     }
 
     fn mark(&mut self, mark_idx: usize) -> Result<(), CudaError> {
@@ -244,7 +272,7 @@ impl GuardedDevice {
     /// # Safety
     /// As [`Device::launch`].
     unsafe fn launch_twice<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {
-        self.last_kernel = K::NAME;
+        self.last_kernel = kernel.name();
         let before = self.contents()?;
         // SAFETY: by the caller's word.
         unsafe { self.driver.launch(kernel) }?;
@@ -255,7 +283,7 @@ impl GuardedDevice {
         }
         // SAFETY: by the caller's word.
         unsafe { self.driver.launch(kernel) }?;
-        assert!(self.contents()? == after, "{}: the result differs from run to run", K::NAME);
+        assert!(self.contents()? == after, "{}: the result differs from run to run", kernel.name());
         self.check()
     }
 }

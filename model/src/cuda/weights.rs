@@ -1,28 +1,57 @@
-//! Weights on a device: matrices in bf16, norms and biases in f32.
+//! Weights on a device: matrices in the [form](super::form) that suits them, norms and biases in f32.
 //!
 //! They are read where they are mapped, a few rows at a time: no second copy of them is made in the host's memory.
 
 use baton_cuda::CudaError;
 
 use super::device::Device;
+use super::form::{Form, Rows, Tables};
 use super::kernel::Address;
+use super::products::{Scales, WeightKind};
 use crate::decoder::{self, DecoderWeights, DenseMlp, LayerWeights, Mlp};
 use crate::matrix::Matrix;
 use crate::packed::PackedMatrix;
 use crate::spec::DecoderSpec;
-use crate::{FloatDtype, LoadProgress, RopeSpec};
+use crate::{LoadProgress, RopeSpec};
 
 /// As [`DecoderWeights`].
 #[derive(Debug)]
 pub(crate) struct DeviceWeights {
-    /// `[vocab][hidden]`, bf16. With a tied head it is the head, too.
-    pub(crate) embedding: Address,
+    /// `[vocab][hidden]`. With a tied head it is the head, too.
+    pub(crate) embedding: DeviceMatrix,
     pub(crate) layers: Vec<DeviceLayer>,
     /// `[hidden]`, f32, as all norms.
     pub(crate) norm: Address,
     pub(crate) head: DeviceMatrix,
     /// As [`DecoderSpec::ropes`].
     pub(crate) ropes: Vec<DeviceRope>,
+    pub(crate) bytes: DeviceWeightBytes,
+}
+
+/// Bytes of matrices on a device, scales included.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceWeightBytes {
+    /// Each is two bytes.
+    pub bf16: u64,
+    /// E4M3.
+    pub fp8: u64,
+    /// Eight bits.
+    pub int8: u64,
+    /// Four bits.
+    pub int4: u64,
+    /// Of those in bf16: what files hold in fewer bits, for which there are no kernels.
+    pub widened: u64,
+}
+
+impl DeviceWeightBytes {
+    fn of(&mut self, kind: WeightKind) -> &mut u64 {
+        match kind {
+            WeightKind::Bf16 => &mut self.bf16,
+            WeightKind::Fp8 => &mut self.fp8,
+            WeightKind::Int8 => &mut self.int8,
+            WeightKind::Int4 => &mut self.int4,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -47,12 +76,27 @@ pub(crate) struct DeviceLayer {
     pub(crate) mlp_post_norm: Address,
 }
 
-/// `[num_out][num_in]`, bf16.
+/// `[num_out][num_in]`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DeviceMatrix {
     pub(crate) at: Address,
+    pub(crate) kind: WeightKind,
+    pub(crate) scales: Scales,
     pub(crate) num_out: usize,
     pub(crate) num_in: usize,
+}
+
+impl DeviceMatrix {
+    /// So many rows from `first` on, a multiple of [`MAX_SCALE_ROWS`](super::form::MAX_SCALE_ROWS) or of what a scale
+    /// serves; perhaps of a matrix that lies behind it.
+    pub(crate) fn rows_at(self, first: usize, num_out: usize) -> DeviceMatrix {
+        DeviceMatrix {
+            at: self.at.add(first * self.kind.row_bytes(self.num_in)),
+            scales: self.scales.behind(first),
+            num_out,
+            ..self
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -70,6 +114,7 @@ pub(crate) enum DeviceMlp {
         down: DeviceLinear,
     },
     Experts {
+        /// In bf16.
         router: DeviceMatrix,
         /// Of the first expert; those of the others follow.
         gate_up: DeviceMatrix,
@@ -80,7 +125,7 @@ pub(crate) enum DeviceMlp {
 /// Bytes that are put together before they are copied.
 const STAGED_BYTES: usize = 8 << 20;
 
-/// Copies the weights of a model that was loaded for a device.
+/// Copies the weights of a model that was loaded for a device; rows are made on so many threads.
 ///
 /// # Errors
 /// When the device has not the memory, or fails.
@@ -88,50 +133,96 @@ pub(crate) fn upload<D: Device>(
     device: &mut D,
     spec: &DecoderSpec,
     weights: &DecoderWeights,
+    num_threads: usize,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<DeviceWeights, CudaError> {
-    let bytes_total = (matrices(weights).map(|matrix| matrix.rows * matrix.cols * 2).sum::<usize>()
-        + weights.embedding.as_ref().map_or(0, |embedding| embedding.rows * embedding.cols * 2))
-        as u64;
+    let bytes_total = stacks(weights).map(|stack| stack.size_bytes() as u64).sum();
     let progress_now = LoadProgress { bytes_done: 0, bytes_total };
     progress(progress_now);
-    let mut uploader = Uploader { device, progress, progress_now, staged: vec![], row: vec![] };
+    let bytes = DeviceWeightBytes::default();
+    let mut uploader = Uploader { device, num_threads, progress, progress_now, bytes };
     let head = uploader.matrix(&weights.head)?;
     let embedding = match &weights.embedding {
-        Some(embedding) => uploader.parts(&[embedding], embedding.rows * embedding.cols * 2)?,
-        None => head.at,
+        Some(table) => uploader.stack(&Stack::of_table(table))?,
+        None => head,
     };
     let layers: Result<_, CudaError> = weights.layers.iter().map(|layer| uploader.layer(layer)).collect();
     let ropes: Result<_, CudaError> = spec.ropes.iter().map(|rope| uploader.rope(rope)).collect();
     let norm = uploader.vector(&weights.norm)?;
-    Ok(DeviceWeights { embedding, layers: layers?, norm, head, ropes: ropes? })
+    Ok(DeviceWeights { embedding, layers: layers?, norm, head, ropes: ropes?, bytes: uploader.bytes })
 }
 
-/// All that are multiplied.
-fn matrices(weights: &DecoderWeights) -> impl Iterator<Item = &PackedMatrix> {
-    fn of_dense(mlp: &DenseMlp) -> [&PackedMatrix; 2] {
-        [&mlp.gate_up.weight, &mlp.down.weight]
+/// The kinds that a device will hold of these weights, each once.
+pub(crate) fn kinds(weights: &DecoderWeights) -> Vec<WeightKind> {
+    let mut kinds: Vec<WeightKind> = stacks(weights).map(|stack| stack.form.kind()).collect();
+    kinds.sort_unstable();
+    kinds.dedup();
+    kinds
+}
+
+/// Matrices of one shape that lie one behind the other on a device.
+struct Stack<'m> {
+    form: Form,
+    parts: Vec<&'m Matrix>,
+    /// Rows of one of them.
+    num_out: usize,
+    num_in: usize,
+}
+
+impl<'m> Stack<'m> {
+    fn of(matrices: impl Iterator<Item = &'m PackedMatrix> + Clone) -> Stack<'m> {
+        let first = matrices.clone().next().expect("there is one");
+        let form = Form::of(matrices.clone());
+        let (num_out, num_in) = (first.rows, first.cols);
+        Stack { form, parts: matrices.flat_map(PackedMatrix::parts).collect(), num_out, num_in }
     }
-    fn of_layer(layer: &LayerWeights) -> Vec<&PackedMatrix> {
-        let mut all = vec![&layer.qkv.weight, &layer.output.weight];
+
+    fn of_table(table: &'m Matrix) -> Stack<'m> {
+        Stack { form: Form::of_table(table), parts: vec![table], num_out: table.rows, num_in: table.cols }
+    }
+
+    /// It chooses experts: as exactly as activations are.
+    fn of_router(router: &'m PackedMatrix) -> Stack<'m> {
+        Stack { form: Form::Bf16, ..Stack::of(std::iter::once(router)) }
+    }
+
+    fn num_rows(&self) -> usize {
+        self.parts.iter().map(|part| part.rows).sum()
+    }
+
+    fn size_bytes(&self) -> usize {
+        self.form.size_bytes(self.num_rows(), self.num_in)
+    }
+}
+
+/// All that a device will hold.
+fn stacks(weights: &DecoderWeights) -> impl Iterator<Item = Stack<'_>> {
+    fn one(matrix: &PackedMatrix) -> Stack<'_> {
+        Stack::of(std::iter::once(matrix))
+    }
+    fn of_layer(layer: &LayerWeights) -> Vec<Stack<'_>> {
+        let mut all = vec![one(&layer.qkv.weight), one(&layer.output.weight)];
         match &layer.mlp {
-            Mlp::Dense(dense) => all.extend(of_dense(dense)),
-            Mlp::Experts { router, experts } => {
-                all.push(&router.weight);
-                all.extend(experts.iter().flat_map(of_dense));
-            }
+            Mlp::Dense(DenseMlp { gate_up, down }) => all.extend([one(&gate_up.weight), one(&down.weight)]),
+            Mlp::Experts { router, experts } => all.extend([
+                Stack::of_router(&router.weight),
+                Stack::of(experts.iter().map(|expert| &expert.gate_up.weight)),
+                Stack::of(experts.iter().map(|expert| &expert.down.weight)),
+            ]),
         }
         all
     }
-    weights.layers.iter().flat_map(of_layer).chain([&weights.head])
+    let head = std::iter::once(one(&weights.head));
+    head.chain(weights.embedding.as_ref().map(Stack::of_table))
+        .chain(weights.layers.iter().flat_map(of_layer))
 }
 
 struct Uploader<'a, D> {
     device: &'a mut D,
+    num_threads: usize,
     progress: &'a mut dyn FnMut(LoadProgress),
     progress_now: LoadProgress,
-    staged: Vec<u8>,
-    row: Vec<f32>,
+    bytes: DeviceWeightBytes,
 }
 
 impl<D: Device> Uploader<'_, D> {
@@ -149,9 +240,9 @@ impl<D: Device> Uploader<'_, D> {
                     DeviceMlp::Dense { gate_up: self.linear(&mlp.gate_up)?, down: self.linear(&mlp.down)? }
                 }
                 Mlp::Experts { router, experts } => DeviceMlp::Experts {
-                    router: self.matrix(&router.weight)?,
-                    gate_up: self.matrices(experts.iter().map(|expert| &expert.gate_up.weight))?,
-                    down: self.matrices(experts.iter().map(|expert| &expert.down.weight))?,
+                    router: self.stack(&Stack::of_router(&router.weight))?,
+                    gate_up: self.stack(&Stack::of(experts.iter().map(|expert| &expert.gate_up.weight)))?,
+                    down: self.stack(&Stack::of(experts.iter().map(|expert| &expert.down.weight)))?,
                 },
             },
             mlp_post_norm: self.optional(layer.mlp_post_norm.as_ref())?,
@@ -163,58 +254,47 @@ impl<D: Device> Uploader<'_, D> {
     }
 
     fn matrix(&mut self, matrix: &PackedMatrix) -> Result<DeviceMatrix, CudaError> {
-        self.matrices(std::iter::once(matrix))
+        self.stack(&Stack::of(std::iter::once(matrix)))
     }
 
-    /// Matrices of one shape, one behind the other; the first.
-    fn matrices<'m>(
-        &mut self,
-        matrices: impl Iterator<Item = &'m PackedMatrix> + Clone,
-    ) -> Result<DeviceMatrix, CudaError> {
-        let first = matrices.clone().next().expect("there is one");
-        let (num_out, num_in) = (first.rows, first.cols);
-        let parts: Vec<&Matrix> = matrices.flat_map(PackedMatrix::parts).collect();
-        let size_bytes = parts.iter().map(|part| part.rows * part.cols * 2).sum();
-        Ok(DeviceMatrix { at: self.parts(&parts, size_bytes)?, num_out, num_in })
-    }
-
-    fn parts(&mut self, parts: &[&Matrix], size_bytes: usize) -> Result<Address, CudaError> {
-        let at = self.device.allocate(size_bytes)?;
-        let mut end = at;
-        for part in parts {
-            for row_idx in 0..part.rows {
-                self.stage(part, row_idx);
-                if self.staged.len() >= STAGED_BYTES {
-                    end = self.flush(end)?;
-                }
-            }
+    /// The first matrix.
+    fn stack(&mut self, stack: &Stack<'_>) -> Result<DeviceMatrix, CudaError> {
+        let Stack { form, parts, num_out, num_in, .. } = stack;
+        let (num_rows, row_bytes) = (stack.num_rows(), form.kind().row_bytes(*num_in));
+        let at = self.device.allocate(num_rows * row_bytes)?;
+        let places: Vec<(&Matrix, usize)> =
+            parts.iter().flat_map(|part| (0..part.rows).map(|row_idx| (*part, row_idx))).collect();
+        let mut rows = Rows::new(*form, *num_in);
+        let mut tables = Tables::new(*form, num_rows, *num_in);
+        let rows_per_piece = (STAGED_BYTES / row_bytes).max(1);
+        for (nth, places) in places.chunks(rows_per_piece).enumerate() {
+            let first = nth * rows_per_piece;
+            rows.fill(places, self.num_threads);
+            rows.place_scales(first, &mut tables);
+            // SAFETY: allocated for all rows.
+            unsafe { self.device.upload(at.add(first * row_bytes), &rows.bytes) }?;
+            self.advance(rows.bytes.len());
         }
-        end = self.flush(end)?;
-        debug_assert_eq!(end, at.add(size_bytes), "all rows, and no more");
-        Ok(at)
-    }
-
-    fn stage(&mut self, part: &Matrix, row_idx: usize) {
-        match part.row(row_idx) {
-            Some(bytes) if part.dtype() == FloatDtype::Bf16 => self.staged.extend_from_slice(bytes),
-            _ => {
-                self.row.resize(part.cols, 0.0);
-                part.read_row(row_idx, &mut self.row);
-                let rounded = self.row.iter().flat_map(|&x| half::bf16::from_f32(x).to_le_bytes());
-                self.staged.extend(rounded);
-            }
+        let mut scales = form.scales(num_rows, *num_in);
+        if *form != Form::Bf16 {
+            scales.scales = self.vector(&tables.scales)?;
+            self.advance(tables.scales.len() * 4);
         }
+        if form.has_zeros() {
+            scales.zeros = self.vector(&tables.zeros)?;
+            self.advance(tables.zeros.len() * 4);
+        }
+        let size_bytes = stack.size_bytes() as u64;
+        *self.bytes.of(form.kind()) += size_bytes;
+        if *form == Form::Bf16 && parts.iter().any(|part| part.is_integers() || part.is_fp8()) {
+            self.bytes.widened += size_bytes;
+        }
+        Ok(DeviceMatrix { at, kind: form.kind(), scales, num_out: *num_out, num_in: *num_in })
     }
 
-    /// Copies what is staged to `to`; where that ends.
-    fn flush(&mut self, to: Address) -> Result<Address, CudaError> {
-        // SAFETY: the caller allocated as much as it stages.
-        unsafe { self.device.upload(to, &self.staged) }?;
-        let end = to.add(self.staged.len());
-        self.progress_now.bytes_done += self.staged.len() as u64;
-        self.staged.clear();
+    fn advance(&mut self, num_bytes: usize) {
+        self.progress_now.bytes_done += num_bytes as u64;
         (self.progress)(self.progress_now);
-        Ok(end)
     }
 
     fn rope(&mut self, rope: &RopeSpec) -> Result<DeviceRope, CudaError> {

@@ -6,6 +6,7 @@
 //     READ      u64 address, u64 bytes         -> bytes
 //     LAUNCH    u32 name bytes, name, LaunchShape, u32 params bytes, params
 //     MULTIPLY  Product
+//     MULTIPLY_FP8  Fp8Product
 //   Addresses are this process's own. If results are compared, kernels run twice: with threads in order, and in an order
 //   drawn at random.
 #pragma once
@@ -16,7 +17,7 @@
 
 namespace emulator {
 
-enum Command : u32 { ALLOCATE, WRITE, READ, LAUNCH, MULTIPLY };
+enum Command : u32 { ALLOCATE, WRITE, READ, LAUNCH, MULTIPLY, MULTIPLY_FP8 };
 
 // As `Product` of device.rs.
 struct Product {
@@ -24,6 +25,12 @@ struct Product {
     u64 num_rows, num_out, num_in, left_stride, out_stride;
     u32 is_out_f32;
     float beta;
+};
+
+// As `Fp8Product` of device.rs.
+struct Fp8Product {
+    u64 left, right, out, left_scales, right_scales;
+    u64 num_rows, num_out, num_in;
 };
 
 inline void read_exactly(void* to, size_t num_bytes) {
@@ -136,6 +143,37 @@ inline void multiply(const Product& p) {
     }
 }
 
+// Of E4M3, by its definition.
+inline float of_e4m3(u8 code) {
+    int exponent = code >> 3 & 15, mantissa = code & 7;
+    if ((code & 0x7f) == 0x7f) return NAN;
+    float size = exponent == 0 ? ldexpf(float(mantissa), -9) : ldexpf(float(8 + mantissa), exponent - 10);
+    return code & 0x80 ? -size : size;
+}
+
+// out = left right^T of E4M3, times the scales of both rows if there are any.
+inline void multiply_fp8(const Fp8Product& p) {
+    if (p.left % 16 || p.right % 16 || p.out % 16 || p.num_in % 16 || p.num_out % 16) {
+        fail("rows of a product in fp8 are not aligned to 16 bytes");
+    }
+    auto left = reinterpret_cast<const u8*>(p.left), right = reinterpret_cast<const u8*>(p.right);
+    auto out = reinterpret_cast<u16*>(p.out);
+    auto left_scales = reinterpret_cast<const float*>(p.left_scales);
+    auto right_scales = reinterpret_cast<const float*>(p.right_scales);
+    float values[256];
+    for (u32 code = 0; code < 256; ++code) values[code] = of_e4m3(u8(code));
+    for (u64 row = 0; row < p.num_rows; ++row) {
+        for (u64 column = 0; column < p.num_out; ++column) {
+            float sum = 0.0f;
+            for (u64 k = 0; k < p.num_in; ++k) {
+                sum += values[left[row * p.num_in + k]] * values[right[column * p.num_in + k]];
+            }
+            if (left_scales) sum *= left_scales[row] * right_scales[column];
+            out[row * p.num_out + column] = u16(pack_bf16(sum, 0.0f));
+        }
+    }
+}
+
 inline void serve() {
     u32 seed = read_value<u32>();
     bool is_compared = read_value<u32>();
@@ -160,6 +198,7 @@ inline void serve() {
         }
         case LAUNCH: launch(memory, seed, is_compared); break;
         case MULTIPLY: multiply(read_value<Product>()); break;
+        case MULTIPLY_FP8: multiply_fp8(read_value<Fp8Product>()); break;
         default: fail("no command " + std::to_string(command));
         }
     }

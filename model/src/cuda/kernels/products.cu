@@ -1,4 +1,4 @@
-// Products of few rows with weights of all kinds: out[row][n] = sum over k of x[row][k] w[n][k], for up to 16 rows; and
+// Products of few rows with weights of all kinds: out[row][n] = sum over k of x[row][k] w[n][k], 16 rows at a time; and
 // what larger batches need to be multiplied by a library: weights as bf16, activations as fp8.
 //
 // Weights are widened in registers to bf16, exactly, and multiplied by tensor cores with f32 sums; scales are applied
@@ -22,19 +22,20 @@
 #define WEIGHTS 0
 #endif
 
-namespace products {
+// A model has weights of several kinds, so its program has this file several times.
+#if WEIGHTS == 0
+#define OF_KIND(name) name##_bf16
+#elif WEIGHTS == 1
+#define OF_KIND(name) name##_fp8
+#elif WEIGHTS == 2
+#define OF_KIND(name) name##_int8
+#else
+#define OF_KIND(name) name##_int4
+#endif
+// The name expanded.
+#define NAMED_KERNEL(name, Params, max_threads) KERNEL(name, Params, max_threads)
 
-constexpr u32 BF16 = 0, FP8 = 1, INT8 = 2, INT4 = 3;
-constexpr bool IS_INTEGER = WEIGHTS >= INT8;
-constexpr bool HAS_SCALES = WEIGHTS != BF16;
-// Numbers of a row in the 16 bytes of four lanes.
-constexpr u32 STEP = WEIGHTS == BF16 ? 32 : WEIGHTS == INT4 ? 128 : 64;
-// Instructions take 16 numbers, a unit is two of them.
-constexpr u32 UNITS = STEP / 32;
-// Tiles of 16 outputs of a warp: the smaller weights are, the more it counts how often activations are read.
-constexpr u32 TILES = WEIGHTS == BF16 ? 1 : 2;
-constexpr u32 OUTPUTS = 16 * TILES;
-constexpr u32 WARPS = 8;
+namespace products {
 
 struct Scales {
     // Of output n and number k: [n / rows_per_scale * row_stride + k / group * group_stride].
@@ -49,6 +50,23 @@ struct Scales {
         return u64(n / rows_per_scale) * row_stride + u64(k / group) * group_stride;
     }
 };
+
+} // namespace products
+
+namespace OF_KIND(products) {
+
+constexpr u32 BF16 = 0, FP8 = 1, INT8 = 2, INT4 = 3;
+constexpr bool IS_INTEGER = WEIGHTS >= INT8;
+constexpr bool HAS_SCALES = WEIGHTS != BF16;
+// Numbers of a row in the 16 bytes of four lanes.
+constexpr u32 STEP = WEIGHTS == BF16 ? 32 : WEIGHTS == INT4 ? 128 : 64;
+// Instructions take 16 numbers, a unit is two of them.
+constexpr u32 UNITS = STEP / 32;
+// Tiles of 16 outputs of a warp: the smaller weights are, the more it counts how often activations are read.
+constexpr u32 TILES = WEIGHTS == BF16 ? 1 : 2;
+constexpr u32 OUTPUTS = 16 * TILES;
+constexpr u32 WARPS = 8;
+constexpr u32 NO_ROW = 0xffffffffu;
 
 // Where a lane's eight numbers of a unit are, from the step's first.
 __device__ __forceinline__ u32 numbers_at(u32 in, u32 unit) {
@@ -82,34 +100,57 @@ __device__ __forceinline__ void widen_unit(uint4 from, u32 unit, u32 (&to)[4]) {
     }
 }
 
-} // namespace products
+} // namespace OF_KIND(products)
 
-// out = x w^T (+ bias) (+ added), for at most 16 rows.
+// out = x w^T (+ bias); with experts, each place's row and the weights of the expert that it belongs to.
 struct MultiplyFew {
-    // [rows][k], bf16; k is a multiple of 8, of 16 for fp8.
+    // [..][k], bf16; k is a multiple of 8, of 16 for fp8.
     const u16* x;
+    // [places]: the row of x at each place; the place itself if null.
+    const u32* rows;
+    // [num_experts + 1]: each expert's first place. Null: one matrix, and num_rows places.
+    const u32* offsets;
+    // [num_experts][n]
     const u8* weights;
+    // Of output n of expert e as of output e n + n.
     products::Scales scales;
-    // [n], bf16, or null.
-    const u16* bias;
-    // [rows][n], bf16, or null. May be out.
-    const u16* added;
-    // [rows][n], bf16, or f32 if is_f32.
+    // [n], or null; not with experts.
+    const float* bias;
+    // [places][n], bf16, or f32 if is_f32.
     void* out;
     u32 k, n;
     u32 num_rows;
+    u32 num_experts;
     u32 is_f32;
     // WEIGHTS.
     u32 kind;
-    u32 padding;
 };
 
-namespace products {
+namespace OF_KIND(products) {
 
-template <u32 COLUMN_TILES> __device__ __forceinline__ void multiply(const MultiplyFew& p, float* sums) {
+__device__ __forceinline__ u32 first_place(const MultiplyFew& p) { return p.offsets ? p.offsets[blockIdx.y] : 0; }
+
+__device__ __forceinline__ u32 end_place(const MultiplyFew& p) {
+    return p.offsets ? p.offsets[blockIdx.y + 1] : p.num_rows;
+}
+
+// Up to 16 places, behind those that are done.
+template <u32 COLUMN_TILES>
+__device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, float* sums) {
     const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, in = lane % 4;
+    // Of the expert's weights.
+    const u32 first_row = blockIdx.y * p.n;
     const u32 first = blockIdx.x * OUTPUTS, num_steps = (p.k + STEP - 1) / STEP;
     const u64 stride = row_bytes(p.k);
+    const u8* weights = p.weights + first_row * stride + in * 16;
+    const u32 place = first_place(p) + done, num_places = end_place(p) - place;
+    // Where rows of x begin, in eights.
+    u32 rows[COLUMN_TILES];
+#pragma unroll
+    for (u32 c = 0; c < COLUMN_TILES; ++c) {
+        const u32 of_tile = c * 8 + group, at = place + of_tile;
+        rows[c] = of_tile < num_places ? (p.rows ? p.rows[at] : at) * (p.k / 8) : NO_ROW;
+    }
     // Whether a group ends within a step.
     const bool has_short_groups = IS_INTEGER && p.scales.group % STEP != 0;
     const bool has_zeros = IS_INTEGER && p.scales.zeros;
@@ -122,7 +163,9 @@ template <u32 COLUMN_TILES> __device__ __forceinline__ void multiply(const Multi
             // Integers are padded to whole steps.
             bool is_inside = n < p.n && step < num_steps && (IS_INTEGER || step * STEP + numbers_at(in, 0) < p.k);
             next[i / 2][i % 2] = make_uint4(0, 0, 0, 0);
-            if (is_inside) next[i / 2][i % 2] = load_once(p.weights + n * stride + u64(step) * 64 + in * 16);
+            if (is_inside) {
+                next[i / 2][i % 2] = load_once(weights + n * stride + step * 64);
+            }
         }
     };
     load(warp);
@@ -140,9 +183,8 @@ template <u32 COLUMN_TILES> __device__ __forceinline__ void multiply(const Multi
             uint4 x[COLUMN_TILES];
 #pragma unroll
             for (u32 c = 0; c < COLUMN_TILES; ++c) {
-                u32 row = c * 8 + group;
                 x[c] = make_uint4(0, 0, 0, 0);
-                if (row < p.num_rows && k < p.k) x[c] = *reinterpret_cast<const uint4*>(p.x + u64(row) * p.k + k);
+                if (rows[c] != NO_ROW && k < p.k) x[c] = *reinterpret_cast<const uint4*>(p.x + u64(rows[c] + k / 8) * 8);
                 if (has_zeros) {
                     const u32 ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
                     mma_bf16(sum_of_x[c], ones, {x[c].x, x[c].y});
@@ -170,9 +212,9 @@ template <u32 COLUMN_TILES> __device__ __forceinline__ void multiply(const Multi
             for (u32 i = 0; i < 2 * TILES; ++i) {
                 u32 n = first + i * 8 + group;
                 if (n >= p.n) continue;
-                u64 place = p.scales.place(n, of_group);
-                float scale = p.scales.scales[place];
-                float zero = has_zeros ? p.scales.zeros[place] : 0.0f;
+                u64 of_output = p.scales.place(first_row + n, of_group);
+                float scale = p.scales.scales[of_output];
+                float zero = has_zeros ? p.scales.zeros[of_output] : 0.0f;
 #pragma unroll
                 for (u32 c = 0; c < COLUMN_TILES; ++c) {
                     for (u32 j = 0; j < 2; ++j) {
@@ -197,73 +239,92 @@ template <u32 COLUMN_TILES> __device__ __forceinline__ void multiply(const Multi
     }
 }
 
-} // namespace products
+} // namespace OF_KIND(products)
 
-// A block for each 16 outputs of bf16, or 32 of what is smaller; its warps take every eighth step of K each. Reads each
-// weight once (2, 1 or 1/2 bytes, and a scale of 4 bytes for a group), activations once for each block, mostly from the
-// second cache. Two operations a weight and row, some 1 to 2.5 more to widen a weight: bound by memory, the next step's
-// weights on their way while this one's are multiplied.
-KERNEL(multiply_few, MultiplyFew, 256) {
-    using namespace products;
+// A block for each 16 outputs of bf16, or 32 of what is smaller, and each expert; its warps take every eighth step of K
+// each. For every 16 rows it reads each weight once (2, 1 or 1/2 bytes, and a scale of 4 bytes for a group), from memory
+// the first time and mostly from the second cache after that, as activations. Two operations a weight and row, some 1 to
+// 2.5 more to widen a weight for 16 rows: bound by memory, the next step's weights on their way while this one's are
+// multiplied.
+NAMED_KERNEL(OF_KIND(multiply_few), MultiplyFew, 256) {
+    using namespace OF_KIND(products);
     __shared__ float sums[WARPS * 16 * OUTPUTS];
-    if (p.num_rows <= 8) {
-        multiply<1>(p, sums);
-    } else {
-        multiply<2>(p, sums);
-    }
-    __syncthreads();
-    for (u32 i = threadIdx.x; i < p.num_rows * OUTPUTS; i += WARPS * WARP) {
-        u32 row = i / OUTPUTS, n = blockIdx.x * OUTPUTS + i % OUTPUTS;
-        if (n >= p.n) continue;
-        float sum = 0.0f;
-        for (u32 warp = 0; warp < WARPS; ++warp) sum += sums[(warp * 16 + row) * OUTPUTS + i % OUTPUTS];
-        u64 place = u64(row) * p.n + n;
-        if (p.bias) sum += widen_bf16(p.bias[n]);
-        if (p.added) sum += widen_bf16(p.added[place]);
-        if (p.is_f32) {
-            static_cast<float*>(p.out)[place] = sum;
+    // Registers are scarce: both ends are read again for every 16 places.
+    for (u32 done = 0;; done += 16) {
+        if (first_place(p) + done >= end_place(p)) return;
+        if (end_place(p) - first_place(p) - done <= 8) {
+            multiply<1>(p, done, sums);
         } else {
-            static_cast<u16*>(p.out)[place] = round_bf16(sum);
+            multiply<2>(p, done, sums);
         }
+        __syncthreads();
+        const u32 place = first_place(p) + done, num_places = end_place(p) - place;
+        for (u32 i = threadIdx.x; i < (num_places < 16 ? num_places : 16) * OUTPUTS; i += WARPS * WARP) {
+            u32 row = i / OUTPUTS, n = blockIdx.x * OUTPUTS + i % OUTPUTS;
+            if (n >= p.n) continue;
+            float sum = 0.0f;
+            for (u32 warp = 0; warp < WARPS; ++warp) sum += sums[(warp * 16 + row) * OUTPUTS + i % OUTPUTS];
+            u64 to = u64(place + row) * p.n + n;
+            if (p.bias) sum += p.bias[n];
+            if (p.is_f32) {
+                static_cast<float*>(p.out)[to] = sum;
+            } else {
+                static_cast<u16*>(p.out)[to] = round_bf16(sum);
+            }
+        }
+        __syncthreads();
     }
 }
+
+#if WEIGHTS != 0
 
 struct Dequantise {
     const u8* weights;
     products::Scales scales;
+    // [n]: which row of the weights each is; itself if null. Zeroes for those from num_held on.
+    const u32* rows;
     // [n][k], bf16.
     u16* out;
     u32 k, n;
+    u32 num_held;
+    float factor;
     // WEIGHTS.
     u32 kind;
     u32 padding;
 };
 
-// Weights as bf16, each rounded once, for the products of many rows; a thread for 16 bytes. Writes 2 bytes a weight and
-// reads 1 or 1/2: bound by memory.
-KERNEL(dequantise, Dequantise, 256) {
-    using namespace products;
+// Weights as bf16, times a factor, each rounded once: for the products of many rows, and of an embedding; a thread for 16
+// bytes. Writes 2 bytes a weight and reads 1 or 1/2: bound by memory.
+NAMED_KERNEL(OF_KIND(dequantise), Dequantise, 256) {
+    using namespace OF_KIND(products);
     const u32 chunks = (p.k + STEP - 1) / STEP * 4;
     const u64 idx = u64(blockIdx.x) * 256 + threadIdx.x;
     if (idx >= u64(p.n) * chunks) return;
     const u32 n = u32(idx / chunks), chunk = u32(idx % chunks), in = chunk % 4, start = chunk / 4 * STEP;
     if (start + numbers_at(in, 0) >= p.k) return;
-    uint4 from = load_once(p.weights + n * row_bytes(p.k) + u64(chunk) * 16);
+    const u32 row = p.rows ? p.rows[n] : n;
+    const bool is_held = row < p.num_held;
+    uint4 from = make_uint4(0, 0, 0, 0);
+    if (is_held) from = load_once(p.weights + row * row_bytes(p.k) + u64(chunk) * 16);
 #pragma unroll
     for (u32 unit = 0; unit < UNITS; ++unit) {
         u32 k = start + numbers_at(in, unit);
         if (k >= p.k) return;
         u32 pairs[4];
         widen_unit(from, unit, pairs);
-        u64 place = p.scales.place(n, k);
-        float scale = p.scales.scales[place];
-        float zero = IS_INTEGER && p.scales.zeros ? p.scales.zeros[place] : 0.0f;
+        u64 of_group = p.scales.place(row, k);
+        float scale = is_held ? p.scales.scales[of_group] * p.factor : 0.0f;
+        float zero = IS_INTEGER && p.scales.zeros && is_held ? p.scales.zeros[of_group] : 0.0f;
         float numbers[8];
         widen_bf16(make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]), numbers);
         for (u32 i = 0; i < 8; ++i) numbers[i] = scale * (numbers[i] - zero);
         *reinterpret_cast<uint4*>(p.out + u64(n) * p.k + k) = pack_bf16(numbers);
     }
 }
+
+#endif
+
+#if WEIGHTS == 1
 
 struct RoundRows {
     // [rows][k], bf16; k is a multiple of 8.
@@ -323,3 +384,29 @@ KERNEL(round_rows, RoundRows, 256) {
         *reinterpret_cast<uint2*>(p.out + u64(blockIdx.x) * p.k + k) = make_uint2(words[0], words[1]);
     }
 }
+
+struct ScaleProduct {
+    // [rows][n], bf16.
+    u16* x;
+    // [rows]
+    const float* row_scales;
+    // [n]
+    const float* column_scales;
+    u32 n;
+    u32 num_rows;
+};
+
+// x = x * row scale * column scale: for a library that multiplies fp8 and does not scale; a thread for eight numbers.
+// Moves 4 bytes an element: bound by memory.
+KERNEL(scale_product, ScaleProduct, 256) {
+    const u32 n = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
+    if (n >= p.n) return;
+    const float of_row = p.row_scales[blockIdx.x];
+    uint4* x = reinterpret_cast<uint4*>(p.x + u64(blockIdx.x) * p.n + n);
+    float here[8];
+    widen_bf16(*x, here);
+    for (u32 i = 0; i < 8; ++i) here[i] *= of_row * p.column_scales[n + i];
+    *x = pack_bf16(here);
+}
+
+#endif
