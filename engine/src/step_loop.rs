@@ -9,9 +9,7 @@
 //! readers.
 
 use std::{
-    any::Any,
     io, mem,
-    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
         atomic::Ordering,
@@ -20,13 +18,14 @@ use std::{
     time::Instant,
 };
 
-use baton_kv_cache::{BlockId, BlockStorage};
-use baton_model::{Batch, BatchSequence, ExecuteError, Executor};
+use baton_kv_cache::BlockStorage;
+use baton_model::{Answer, Executor};
 use tokio::sync::watch;
 
 use crate::{
-    command::{Command, Reply},
-    events::{EngineError, PrefillEvent, Sink},
+    command::Command,
+    compute::{Completion, announcing, batch, collect, execute, launch},
+    events::EngineError,
     handle::{EngineLoad, Progress},
     live::LiveRequests,
     pages::PagesAhead,
@@ -48,13 +47,6 @@ pub(crate) struct StepLoop {
     progress: Arc<Progress>,
     token_budget: usize,
     clock: fn() -> Instant,
-}
-
-/// Blocks that a chunk of a prefill completes, to be announced layer by layer.
-struct Completion<'a> {
-    sink: &'a Sink<PrefillEvent>,
-    first_block_idx: usize,
-    blocks: Vec<BlockId>,
 }
 
 enum Next {
@@ -172,22 +164,41 @@ impl StepLoop {
             if let Some(speculator) = &mut self.speculator {
                 speculator.draft(&mut plan, &mut self.live)?;
             }
-            let started = (self.clock)();
-            let logits = execute(&mut *self.executor, &self.storage, &self.live, &plan)?;
-            // Before anybody hears of a token: who counts then finds it counted.
-            self.progress.num_computed.fetch_add(plan.num_tokens() as u64, Ordering::Relaxed);
-            self.live.advance(&plan, logits, self.vocab_size);
-            let elapsed = (self.clock)() - started;
-            self.live.scheduler.observe(&plan, elapsed);
-            if let Some(speculator) = &mut self.speculator {
-                speculator.observe(&plan, self.live.scheduler.step_time(), elapsed);
-            }
-            self.publish_rate();
-            self.publish_load();
+            self.compute(&plan)?;
         }
         let can_move = !plan.is_empty();
         self.plan = plan;
         Ok(can_move)
+    }
+
+    /// Computes the plan's tokens and draws those that follow, or has them drawn, and tells the readers.
+    fn compute(&mut self, plan: &Plan) -> Result<(), EngineError> {
+        let started = (self.clock)();
+        let StepLoop { executor, storage, live, .. } = self;
+        let completions = Completion::all(plan, live, storage.layout().block_size);
+        let answers = {
+            let batch = batch(live, plan);
+            let mut on_layer = announcing(&completions, live);
+            if executor.drawing().is_some() {
+                let draws: Vec<_> = live.draws(plan).collect();
+                launch(&mut **executor, &batch, &draws, storage, &mut on_layer)?;
+                collect(&mut **executor, &mut on_layer)?
+            } else {
+                let logits = execute(&mut **executor, &batch, storage, &mut on_layer)?;
+                logits.chunks_exact(self.vocab_size).map(Answer::Logits).collect()
+            }
+        };
+        // Before anybody hears of a token: who counts then finds it counted.
+        self.progress.num_computed.fetch_add(plan.num_tokens() as u64, Ordering::Relaxed);
+        self.live.advance(plan, answers.into_iter());
+        let elapsed = (self.clock)() - started;
+        self.live.scheduler.observe(plan, elapsed);
+        if let Some(speculator) = &mut self.speculator {
+            speculator.observe(plan, self.live.scheduler.step_time(), elapsed);
+        }
+        self.publish_rate();
+        self.publish_load();
+        Ok(())
     }
 
     fn publish_rate(&self) {
@@ -200,84 +211,5 @@ impl StepLoop {
     fn publish_load(&self) {
         let load = self.live.load();
         self.load.send_if_modified(|current| mem::replace(current, load) != load);
-    }
-}
-
-/// Computes the plan's tokens, announcing layers on the way. Returns the logits after the last token of each
-/// chunk that wants one, and after the token before its draft and each of the draft.
-fn execute<'e>(
-    executor: &'e mut dyn Executor,
-    storage: &BlockStorage,
-    live: &LiveRequests,
-    plan: &Plan,
-) -> Result<&'e [f32], EngineError> {
-    let sequences = plan.chunks.iter().map(|chunk| {
-        let sequence = live.scheduler.sequence(chunk.id).expect("planned sequences run");
-        BatchSequence {
-            tokens: &sequence.tokens_and_draft()[chunk.start_idx..chunk.start_idx + chunk.num_tokens],
-            start_idx: chunk.start_idx,
-            blocks: sequence.blocks(),
-            num_logits: if chunk.wants_token { chunk.num_drafts + 1 } else { 0 },
-        }
-    });
-    let batch = Batch { sequences: sequences.collect() };
-    let block_size = storage.layout().block_size;
-    let completions = batch
-        .sequences
-        .iter()
-        .zip(&plan.chunks)
-        .filter_map(|(sequence, chunk)| Completion::of(sequence, live.reply(chunk.id), block_size));
-    let completions: Vec<_> = completions.collect();
-    let mut on_layer = |layer_idx: usize| {
-        for completion in &completions {
-            completion.sink.send(PrefillEvent::Ready {
-                layers: layer_idx..layer_idx + 1,
-                first_block_idx: completion.first_block_idx,
-                blocks: completion.blocks.clone(),
-            });
-        }
-    };
-    let (batch, on_layer) = (&batch, &mut on_layer);
-    // SAFETY: a chunk's tokens lie in blocks that its sequence allocated and that are not in the
-    // prefix cache yet, so no other sequence has them; transfers write only reserved blocks, which
-    // are in no batch, and read only what `on_layer` or a cached prefix announced. A running
-    // prefill's blocks are not taken away while they are held.
-    #[allow(unsafe_code)]
-    let outcome = catch_panic(move || unsafe { executor.execute(batch, storage, on_layer) });
-    Ok(outcome??)
-}
-
-/// A panic of `execute` as an error. What it left behind is not used again: the engine ends.
-pub(crate) fn catch_panic<T>(execute: impl FnOnce() -> T) -> Result<T, EngineError> {
-    catch_unwind(AssertUnwindSafe(execute)).map_err(|panic| EngineError::from_panic(&*panic))
-}
-
-impl<'a> Completion<'a> {
-    /// What computing this part of a sequence completes, if somebody waits for blocks.
-    fn of(sequence: &BatchSequence<'_>, reply: &'a Reply, block_size: usize) -> Option<Completion<'a>> {
-        let Reply::Prefill(sink) = reply else { return None };
-        let end = sequence.start_idx + sequence.tokens.len();
-        let first = sequence.start_idx / block_size;
-        // With the prompt its last block is complete, too, however full.
-        let last = if sequence.num_logits > 0 { end.div_ceil(block_size) } else { end / block_size };
-        let blocks = sequence.blocks[first..last.max(first)].to_vec();
-        (first < last).then_some(Completion { sink, first_block_idx: first, blocks })
-    }
-}
-
-impl From<ExecuteError> for EngineError {
-    fn from(error: ExecuteError) -> EngineError {
-        EngineError::Executor { message: error.to_string() }
-    }
-}
-
-impl EngineError {
-    pub(crate) fn from_panic(panic: &(dyn Any + Send)) -> EngineError {
-        let message = panic
-            .downcast_ref::<&str>()
-            .map(|message| message.to_string())
-            .or_else(|| panic.downcast_ref::<String>().cloned())
-            .unwrap_or_else(|| "no message".into());
-        EngineError::Panicked { message }
     }
 }

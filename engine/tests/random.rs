@@ -9,7 +9,9 @@ use baton_engine::{
     EngineConfig, EngineHandle, PrefillEvent, Request, SubmitError, TokenEvent, TokenStream,
     sampler::random_unit, testing::FakeModel,
 };
-use support::{BLOCK_SIZE, TestEngine, config, draft, engine, handoff::copy, join_all, request, speculating};
+use support::{
+    BLOCK_SIZE, TestEngine, config, draft, drawing, engine, handoff::copy, join_all, request, speculating,
+};
 
 const NUM_REQUESTS: usize = 10_000;
 const CONCURRENCY: usize = 48;
@@ -151,6 +153,12 @@ async fn whatever_clients_do_drafts_change_nothing() {
     let model = FakeModel::new(BLOCK_SIZE);
     let drafter = draft(FakeModel { errs_in: Some(5), ..model });
     run_clients(speculating(model, drafter, decoding())).await;
+}
+
+#[tokio::test]
+async fn whatever_clients_do_tokens_that_are_drawn_elsewhere_are_the_same() {
+    let (d, _) = drawing(FakeModel::new(BLOCK_SIZE), None, decoding(), |_| Ok(()));
+    run_clients(d).await;
 }
 
 /// Tight pools: everything waits, preempts and evicts.
