@@ -24,6 +24,9 @@ pub(crate) struct Completion {
     blocks: Vec<BlockId>,
 }
 
+/// In place of a token that is not known yet.
+const UNKNOWN: &[u32] = &[u32::MAX];
+
 /// The plan's tokens. Logits are wanted after the last token of each chunk that wants one, and after the token before
 /// its draft and each of the draft.
 pub(crate) fn batch<'a>(live: &'a LiveRequests, plan: &Plan) -> Batch<'a> {
@@ -35,6 +38,16 @@ pub(crate) fn batch<'a>(live: &'a LiveRequests, plan: &Plan) -> Batch<'a> {
             blocks: sequence.blocks(),
             num_logits: if chunk.wants_token { chunk.num_drafts + 1 } else { 0 },
         }
+    });
+    Batch { sequences: sequences.collect() }
+}
+
+/// The tokens of a plan that was decided before they are known: one of each sequence.
+pub(crate) fn batch_ahead<'a>(live: &'a LiveRequests, plan: &Plan) -> Batch<'a> {
+    let sequences = plan.chunks.iter().map(|chunk| {
+        let sequence = live.scheduler.sequence(chunk.id).expect("planned sequences run");
+        let (start_idx, blocks) = (chunk.start_idx, sequence.blocks());
+        BatchSequence { tokens: UNKNOWN, start_idx, blocks, num_logits: 1 }
     });
     Batch { sequences: sequences.collect() }
 }
@@ -55,20 +68,21 @@ pub(crate) fn execute<'e>(
     Ok(outcome??)
 }
 
-/// Launches a batch.
+/// Launches a batch; whether another can follow.
 pub(crate) fn launch(
     executor: &mut dyn Executor,
     batch: &Batch<'_>,
     draws: &[Draw<'_>],
+    follows: &[usize],
     storage: &BlockStorage,
     on_layer: &mut dyn FnMut(usize),
-) -> Result<(), EngineError> {
+) -> Result<bool, EngineError> {
     let executor = executor.drawing().expect("it draws");
-    // SAFETY: as for `execute`; the step is collected before the next command.
+    // SAFETY: as for `execute`, until the step is collected: a step is collected before the next command unless it was
+    // planned ahead, and then the blocks of its sequences return to the pool only when it has been.
     #[allow(unsafe_code)]
-    let outcome = catch_panic(move || unsafe { executor.launch(batch, draws, &[], storage, on_layer) });
-    outcome??;
-    Ok(())
+    let outcome = catch_panic(move || unsafe { executor.launch(batch, draws, follows, storage, on_layer) });
+    Ok(outcome??)
 }
 
 /// Waits for the oldest step that was launched.

@@ -232,14 +232,30 @@ impl LiveRequests {
         })
     }
 
+    /// How the tokens of a plan are drawn that was decided before those before them are known ([`Scheduler::step_ahead`]).
+    pub(crate) fn draws_ahead<'a>(&'a self, next: &'a Plan) -> impl Iterator<Item = Draw<'a>> {
+        next.chunks.iter().map(|chunk| {
+            let live = &self.requests[&chunk.id];
+            live.history.draw_behind(&live.request.sampling)
+        })
+    }
+
+    /// Whether anybody is still to be told of a token of the plan.
+    pub(crate) fn any_lives(&self, plan: &Plan) -> bool {
+        plan.chunks.iter().any(|chunk| self.requests.contains_key(&chunk.id))
+    }
+
     /// The plan's tokens are computed, and there is an answer for each that is to be drawn after: tells the readers.
     pub(crate) fn advance<'a>(&mut self, plan: &Plan, mut answers: impl Iterator<Item = Answer<'a>>) {
         self.scheduler.advance(plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
             let mut rows = answers.by_ref().take(chunk.num_drafts + 1);
-            let outcome = self.draw(chunk.id, &mut rows);
+            // One that was launched ahead may have ended since.
+            if self.requests.contains_key(&chunk.id) {
+                let outcome = self.draw(chunk.id, &mut rows);
+                self.tell_drawn(chunk, outcome);
+            }
             rows.for_each(drop);
-            self.tell_drawn(chunk, outcome);
         }
         debug_assert!(answers.next().is_none(), "no row that nobody wants");
     }

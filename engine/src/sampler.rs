@@ -94,6 +94,11 @@ impl TokenHistory {
         draw_at(self.num_output_tokens, self.counts(), params)
     }
 
+    /// How the token after that is drawn, but that the next one is still to be counted.
+    pub(crate) fn draw_behind<'a>(&'a self, params: &'a SamplingParams) -> Draw<'a> {
+        draw_at(self.num_output_tokens + 1, self.counts(), params)
+    }
+
     /// How the next token is drawn, and the one after each of `drafts`.
     pub(crate) fn draws<'a>(
         &'a self,

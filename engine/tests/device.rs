@@ -135,6 +135,11 @@ async fn the_device_draws_what_the_host_would() {
     let expected = run(&by_host, requests(6)).await;
     assert!(expected.iter().any(|(_, end)| *end == Ok(FinishReason::Stop)));
     assert_same(&run(&drawn, requests(6)).await, &expected);
+
+    // Without the last of them steps are computed ahead.
+    let but_one: Vec<Request> = requests(5).into_iter().take(7).collect();
+    let expected = run(&by_host, but_one.clone()).await;
+    assert_same(&run(&drawn, but_one).await, &expected);
 }
 
 #[tokio::test]

@@ -1,17 +1,26 @@
-//! An executor that draws tokens itself: a client sees what it sees of any other.
+//! An executor that draws tokens itself, and computes steps ahead: a client sees what it sees of any other.
 
 mod support;
 
-use std::sync::mpsc;
+use std::sync::{
+    atomic::{AtomicUsize, Ordering},
+    mpsc,
+};
 
-use baton_engine::{Drafter, EngineConfig, EngineError, FinishReason, TokenEvent, testing::FakeModel};
+use baton_engine::{
+    Drafter, EngineConfig, EngineError, FinishReason, Request, SamplingParams, TokenEvent, testing::FakeModel,
+};
 use baton_model::ExecuteError;
 use support::{
-    BLOCK_SIZE, config, draft, drawing, engine_of,
+    BLOCK_SIZE, config, draft, drawing, engine, engine_of,
     handoff::hand_off,
     kinds::{read, requests},
     request,
 };
+
+fn num(counter: &AtomicUsize) -> usize {
+    counter.load(Ordering::Relaxed)
+}
 
 #[tokio::test]
 async fn what_a_client_sees_does_not_depend_on_who_draws() {
@@ -26,8 +35,9 @@ async fn what_a_client_sees_does_not_depend_on_who_draws() {
 
     for (num_blocks, max_running, token_budget) in [(256, 32, 64), (256, 16, 7), (26, 8, 16), (20, 3, 64)] {
         for drafter in [None, Some(Drafter::Ngram), Some(draft(FakeModel { errs_in: Some(4), ..model }))] {
+            let is_drafting = drafter.is_some();
             let config = EngineConfig { num_blocks, max_running, token_budget, ..config() };
-            let (engine, _) = drawing(model, drafter, config, |_| Ok(()));
+            let (engine, num_ahead) = drawing(model, drafter, config, |_| Ok(()));
             let streams: Vec<_> =
                 requests().into_iter().map(|request| engine.generate(request).expect("accepted")).collect();
             for (idx, (stream, expected)) in streams.into_iter().zip(&expected).enumerate() {
@@ -36,8 +46,60 @@ async fn what_a_client_sees_does_not_depend_on_who_draws() {
                 assert_eq!((&tokens, &end), (&expected.0, &expected.1), "{context}");
             }
             engine.check_whole().await;
+            assert!(!is_drafting || num(&num_ahead) == 0, "drafts follow the tokens");
         }
     }
+}
+
+#[tokio::test]
+async fn every_step_but_the_first_is_launched_ahead() {
+    let model = FakeModel::new(BLOCK_SIZE);
+    for max_tokens in [1, 2, 30] {
+        let (engine, num_ahead) = drawing(model, None, config(), |_| Ok(()));
+        let output = engine.generate_all(request(&[1, 2, 3, 4, 5], max_tokens)).await;
+        assert_eq!(output.tokens, model.greedy(&[1, 2, 3, 4, 5], max_tokens as usize));
+        assert_eq!(num(&num_ahead), max_tokens as usize - 1, "none in vain");
+        assert_eq!(engine.num_computed_tokens(), 5 + u64::from(max_tokens) - 1);
+        engine.check_whole().await;
+    }
+}
+
+#[tokio::test]
+async fn a_stop_is_computed_beyond_once_and_its_blocks_return() {
+    let model = FakeModel::new(BLOCK_SIZE);
+    let free = model.greedy(&[7, 8], 20);
+    for num_tokens in 1..12 {
+        let stop = free[num_tokens - 1];
+        let expected = 1 + free.iter().position(|&token| token == stop).expect("it is there");
+        let (engine, num_ahead) = drawing(model, None, config(), |_| Ok(()));
+        let mut stopping = request(&[7, 8], 20);
+        stopping.sampling.stop_token_ids = vec![stop];
+        let output = engine.generate_all(stopping).await;
+        assert_eq!((output.tokens, output.end), (free[..expected].to_vec(), Ok((FinishReason::Stop, 0))));
+        engine.check_whole().await;
+        assert_eq!(num(&num_ahead), expected, "one in vain");
+    }
+}
+
+#[tokio::test]
+async fn penalties_count_tokens_that_are_not_known_yet() {
+    let model = FakeModel::new(BLOCK_SIZE);
+    let penalised = Request {
+        sampling: SamplingParams {
+            max_tokens: 40,
+            presence_penalty: 0.6,
+            frequency_penalty: 1.5,
+            repetition_penalty: 1.2,
+            ..SamplingParams::default()
+        },
+        ..request(&[7, 8], 40)
+    };
+    let (_, plain) = engine(config());
+    let (engine, num_ahead) = drawing(model, None, config(), |_| Ok(()));
+    let expected = plain.generate_all(penalised.clone()).await.tokens;
+    assert_ne!(expected, model.greedy(&[7, 8], 40));
+    assert_eq!(engine.generate_all(penalised).await.tokens, expected);
+    assert_eq!(num(&num_ahead), 39);
 }
 
 #[tokio::test]
@@ -67,18 +129,19 @@ async fn bad_logits_end_their_sequence_and_no_other() {
 async fn a_prompt_is_handed_off_between_executors_that_draw() {
     let model = FakeModel::new(BLOCK_SIZE);
     let (p, _) = drawing(model, None, EngineConfig { token_budget: 6, ..config() }, |_| Ok(()));
-    let (d, _) = drawing(model, None, config(), |_| Ok(()));
+    let (d, num_ahead) = drawing(model, None, config(), |_| Ok(()));
     for num_prompt in [1, 4, 9, 21] {
         let prompt: Vec<u32> = (0..num_prompt).map(|idx| (idx * idx + 5) % 64).collect();
         let (output, _) = hand_off(&p, &d, request(&prompt, 10)).await;
         assert_eq!(output.tokens, model.greedy(&prompt, 10));
     }
+    assert!(num(&num_ahead) > 0);
     p.check_whole().await;
     d.check_whole().await;
 }
 
 #[tokio::test]
-async fn blocks_of_a_reader_that_leaves_return() {
+async fn a_reader_that_leaves_stops_what_is_ahead() {
     let (let_go, gate) = mpsc::channel();
     let model = FakeModel::new(BLOCK_SIZE);
     let (engine, _) = drawing(model, None, config(), move |_| {
