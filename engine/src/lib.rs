@@ -8,6 +8,7 @@
 //! - [`sampler`]: from logits to a token;
 //! - [`speculation`]: who drafts tokens, and how many;
 //! - `live`: the requests under way, from submission to their terminal event;
+//! - `compute`: plans as batches, and the calls of an executor;
 //! - `step_loop`: the thread that owns all of the above and an [`Executor`](baton_model::Executor);
 //! - [`handle`] and [`events`]: how other threads talk to it.
 //!
@@ -23,6 +24,7 @@
 
 pub mod block_pool;
 mod command;
+mod compute;
 mod config;
 pub mod events;
 pub mod handle;

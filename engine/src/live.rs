@@ -6,6 +6,7 @@
 use std::{collections::HashMap, mem, sync::Arc};
 
 use baton_kv_cache::KvLayout;
+use baton_model::{Answer, Draw};
 
 use crate::{
     block_pool::PoolReport,
@@ -208,9 +209,8 @@ impl LiveRequests {
     /// on. Until [`end_draft`](Self::end_draft) the draft counts as output.
     pub(crate) fn draw_draft(&mut self, id: SequenceId, logits: &[f32]) -> bool {
         let live = self.requests.get_mut(&id).expect("planned sequences live");
-        let Ok(token) = self.sampler.sample_id(logits, &live.request.sampling, &live.history) else {
-            return false;
-        };
+        let draw = live.history.draw(&live.request.sampling);
+        let Ok(token) = self.sampler.draw_id(logits, &draw) else { return false };
         live.history.push(token);
         self.scheduler.push_draft(id, token);
         live.finish_after(token, self.context_length).is_none()
@@ -223,32 +223,59 @@ impl LiveRequests {
         sequence.draft().iter().rev().for_each(|&token| live.history.pop(token));
     }
 
-    /// The plan's tokens are computed, and `logits` has a row of `vocab_size` for each that is to be drawn
-    /// after: draws, and tells the readers.
-    pub(crate) fn advance(&mut self, plan: &Plan, mut logits: &[f32], vocab_size: usize) {
-        self.scheduler.advance(plan);
-        for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
-            let (rows, rest) = logits.split_at((chunk.num_drafts + 1) * vocab_size);
-            logits = rest;
-            let outcome = self.draw(chunk.id, rows.chunks_exact(vocab_size));
-            self.tell_drawn(chunk, outcome);
-        }
-        debug_assert!(logits.is_empty(), "no row that nobody wants");
+    /// How the tokens of a plan are drawn: after each token that is followed by one that is drawn, in their order.
+    pub(crate) fn draws<'a>(&'a self, plan: &'a Plan) -> impl Iterator<Item = Draw<'a>> {
+        plan.chunks.iter().filter(|chunk| chunk.wants_token).flat_map(|chunk| {
+            let live = &self.requests[&chunk.id];
+            let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
+            live.history.draws(sequence.draft(), &live.request.sampling)
+        })
     }
 
-    /// Draws into `drawn` the token after each row, as long as the draft had the one before. Each is drawn
+    /// How the tokens of a plan are drawn that was decided before those before them are known ([`Scheduler::step_ahead`]).
+    pub(crate) fn draws_ahead<'a>(&'a self, next: &'a Plan) -> impl Iterator<Item = Draw<'a>> {
+        next.chunks.iter().map(|chunk| {
+            let live = &self.requests[&chunk.id];
+            live.history.draw_behind(&live.request.sampling)
+        })
+    }
+
+    /// Whether anybody is still to be told of a token of the plan.
+    pub(crate) fn any_lives(&self, plan: &Plan) -> bool {
+        plan.chunks.iter().any(|chunk| self.requests.contains_key(&chunk.id))
+    }
+
+    /// The plan's tokens are computed, and there is an answer for each that is to be drawn after: tells the readers.
+    pub(crate) fn advance<'a>(&mut self, plan: &Plan, mut answers: impl Iterator<Item = Answer<'a>>) {
+        self.scheduler.advance(plan);
+        for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
+            let mut rows = answers.by_ref().take(chunk.num_drafts + 1);
+            // One that was launched ahead may have ended since.
+            if self.requests.contains_key(&chunk.id) {
+                let outcome = self.draw(chunk.id, &mut rows);
+                self.tell_drawn(chunk, outcome);
+            }
+            rows.for_each(drop);
+        }
+        debug_assert!(answers.next().is_none(), "no row that nobody wants");
+    }
+
+    /// Collects in `drawn` the token after each row, as long as the draft had the one before. Each is drawn
     /// as it would be without a draft: from the same logits, after the same tokens, with the same random
     /// number. So a draft changes how many tokens a step yields, and not which.
     fn draw<'a>(
         &mut self,
         id: SequenceId,
-        rows: impl Iterator<Item = &'a [f32]>,
+        rows: &mut impl Iterator<Item = Answer<'a>>,
     ) -> Result<Option<FinishReason>, InvalidLogits> {
         let live = self.requests.get_mut(&id).expect("sampled sequences live");
         self.drawn.tokens.clear();
         self.drawn.num_accepted = 0;
         for row in rows {
-            let token = self.sampler.sample(row, &live.request.sampling, &live.history)?;
+            let token = match row {
+                Answer::Drawn(token) => token?,
+                Answer::Logits(row) => self.sampler.sample(row, &live.request.sampling, &live.history)?,
+            };
             let token_id = token.id;
             self.drawn.tokens.push(token);
             live.history.push(token_id);

@@ -3,6 +3,8 @@
 
 use std::collections::HashSet;
 
+pub use baton_model::{SampledToken, TokenLogprobs};
+
 /// One sequence to be continued.
 #[derive(Clone, Debug, Default)]
 pub struct Request {
@@ -80,25 +82,6 @@ impl Default for SamplingParams {
             logprobs: None,
         }
     }
-}
-
-/// A chosen token.
-#[derive(Clone, Debug, PartialEq)]
-pub struct SampledToken {
-    /// Its id.
-    pub id: u32,
-    /// Present when [`SamplingParams::logprobs`] asks for it.
-    pub logprobs: Option<TokenLogprobs>,
-}
-
-/// Natural logarithms of probabilities in the model's own distribution: before bias, penalties,
-/// temperature and truncation.
-#[derive(Clone, Debug, PartialEq)]
-pub struct TokenLogprobs {
-    /// Of the chosen token.
-    pub logprob: f32,
-    /// Of the likeliest tokens, likeliest first.
-    pub top: Vec<(u32, f32)>,
 }
 
 /// Why a sequence ended.

@@ -7,9 +7,16 @@
 //! top-k or top-p left some out, else in the order of ids. Log-probabilities are those of the untouched
 //! row, as OpenAI and vLLM report them.
 
-use std::{cmp::Ordering, collections::HashMap};
+use std::{
+    borrow::Cow,
+    cmp::Ordering,
+    collections::{HashMap, hash_map::Entry},
+};
 
-use crate::request::{Request, SampledToken, SamplingParams, TokenLogprobs};
+pub use baton_model::InvalidLogits;
+use baton_model::{Draw, SampledToken, TokenCount, TokenLogprobs};
+
+use crate::request::{Request, SamplingParams};
 
 /// Scaled logits this far below the largest are not considered: all together they have less than
 /// `vocab_size * e^-40` of the largest one's probability.
@@ -32,20 +39,19 @@ pub struct Sampler {
 #[derive(Clone, Debug)]
 pub struct TokenHistory {
     num_output_tokens: usize,
-    /// Tokens of prompt and output. `None` without penalties.
-    counts: Option<HashMap<u32, TokenCount>>,
+    /// `None` without penalties.
+    counts: Option<TokenCounts>,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
-struct TokenCount {
-    in_prompt: bool,
-    /// How often the output has it.
-    num_output: u32,
+/// Tokens of prompt and output.
+#[derive(Clone, Debug, Default)]
+struct TokenCounts {
+    /// Each once; first those of the prompt, then the others in the order in which they came.
+    list: Vec<TokenCount>,
+    num_in_prompt: usize,
+    /// Where in the list a token is.
+    places: HashMap<u32, usize>,
 }
-
-/// The logits hold NaN, or no finite largest value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct InvalidLogits;
 
 #[derive(Clone, Copy, Debug)]
 struct Candidate {
@@ -61,8 +67,7 @@ impl TokenHistory {
         let penalises = params.repetition_penalty != 1.0
             || params.presence_penalty != 0.0
             || params.frequency_penalty != 0.0;
-        let of_prompt = TokenCount { in_prompt: true, num_output: 0 };
-        let counts = penalises.then(|| request.prompt.iter().map(|&token| (token, of_prompt)).collect());
+        let counts = penalises.then(|| TokenCounts::of_prompt(&request.prompt));
         let mut history = TokenHistory { num_output_tokens: 0, counts };
         request.output.iter().for_each(|&token| history.push(token));
         history
@@ -72,7 +77,7 @@ impl TokenHistory {
     pub fn push(&mut self, token: u32) {
         self.num_output_tokens += 1;
         if let Some(counts) = &mut self.counts {
-            counts.entry(token).or_default().num_output += 1;
+            counts.push(token);
         }
     }
 
@@ -80,17 +85,97 @@ impl TokenHistory {
     pub fn pop(&mut self, token: u32) {
         self.num_output_tokens -= 1;
         if let Some(counts) = &mut self.counts {
-            let count = counts.get_mut(&token).expect("it was pushed");
-            count.num_output -= 1;
-            if count.num_output == 0 && !count.in_prompt {
-                counts.remove(&token);
-            }
+            counts.pop(token);
         }
+    }
+
+    /// How the next token is drawn.
+    pub fn draw<'a>(&'a self, params: &'a SamplingParams) -> Draw<'a> {
+        draw_at(self.num_output_tokens, self.counts(), params)
+    }
+
+    /// How the token after that is drawn, but that the next one is still to be counted.
+    pub(crate) fn draw_behind<'a>(&'a self, params: &'a SamplingParams) -> Draw<'a> {
+        draw_at(self.num_output_tokens + 1, self.counts(), params)
+    }
+
+    /// How the next token is drawn, and the one after each of `drafts`.
+    pub(crate) fn draws<'a>(
+        &'a self,
+        drafts: &'a [u32],
+        params: &'a SamplingParams,
+    ) -> impl Iterator<Item = Draw<'a>> {
+        let mut counts = if drafts.is_empty() { None } else { self.counts.clone() };
+        let after = drafts.iter().enumerate().map(move |(idx, &draft)| {
+            let counts = counts.as_mut().map(|counts| {
+                counts.push(draft);
+                counts.list.clone()
+            });
+            draw_at(self.num_output_tokens + 1 + idx, Cow::Owned(counts.unwrap_or_default()), params)
+        });
+        std::iter::once(self.draw(params)).chain(after)
+    }
+
+    fn counts(&self) -> Cow<'_, [TokenCount]> {
+        Cow::Borrowed(self.counts.as_ref().map_or(&[], |counts| &counts.list))
     }
 
     /// Output tokens so far, those of earlier attempts included.
     pub fn num_output_tokens(&self) -> usize {
         self.num_output_tokens
+    }
+}
+
+impl TokenCounts {
+    fn of_prompt(prompt: &[u32]) -> TokenCounts {
+        let mut counts = TokenCounts::default();
+        for &token in prompt {
+            if let Entry::Vacant(place) = counts.places.entry(token) {
+                place.insert(counts.list.len());
+                counts.list.push(TokenCount { token, num_output: 0 });
+            }
+        }
+        counts.num_in_prompt = counts.list.len();
+        counts
+    }
+
+    fn push(&mut self, token: u32) {
+        let place = *self.places.entry(token).or_insert_with(|| {
+            self.list.push(TokenCount { token, num_output: 0 });
+            self.list.len() - 1
+        });
+        self.list[place].num_output += 1;
+    }
+
+    /// Takes the newest back.
+    fn pop(&mut self, token: u32) {
+        let place = self.places[&token];
+        self.list[place].num_output -= 1;
+        if self.list[place].num_output == 0 && place >= self.num_in_prompt {
+            debug_assert_eq!(place, self.list.len() - 1, "those that came later were taken back before");
+            self.places.remove(&token);
+            self.list.pop();
+        }
+    }
+}
+
+/// How the `output_idx`th output token is drawn. With this the random number depends on neither batch, role, attempt nor
+/// preemption.
+fn draw_at<'a>(output_idx: usize, counts: Cow<'a, [TokenCount]>, params: &'a SamplingParams) -> Draw<'a> {
+    let must_not_stop = output_idx < params.min_tokens as usize;
+    Draw {
+        random: random_unit(params.seed, output_idx as u64),
+        temperature: params.temperature,
+        top_k: params.top_k,
+        top_p: params.top_p,
+        min_p: params.min_p,
+        repetition_penalty: params.repetition_penalty,
+        presence_penalty: params.presence_penalty,
+        frequency_penalty: params.frequency_penalty,
+        counts,
+        logit_bias: Cow::Borrowed(&params.logit_bias),
+        masked: Cow::Borrowed(if must_not_stop { &params.stop_token_ids } else { &[] }),
+        logprobs: params.logprobs,
     }
 }
 
@@ -105,29 +190,32 @@ impl Sampler {
         params: &SamplingParams,
         history: &TokenHistory,
     ) -> Result<SampledToken, InvalidLogits> {
-        let id = self.sample_id(logits, params, history)?;
-        let logprobs = params.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
-        Ok(SampledToken { id, logprobs })
+        self.draw(logits, &history.draw(params))
     }
 
-    /// [`sample`](Self::sample) without log-probabilities.
+    /// The token that is drawn so.
     ///
     /// # Errors
     /// When the row is not usable.
-    pub fn sample_id(
-        &mut self,
-        logits: &[f32],
-        params: &SamplingParams,
-        history: &TokenHistory,
-    ) -> Result<u32, InvalidLogits> {
-        if !changes_logits(params, history) {
-            return choose(logits, &mut self.candidates, params, history);
+    pub fn draw(&mut self, logits: &[f32], draw: &Draw<'_>) -> Result<SampledToken, InvalidLogits> {
+        let id = self.draw_id(logits, draw)?;
+        let logprobs = draw.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
+        Ok(SampledToken { id, logprobs })
+    }
+
+    /// [`draw`](Self::draw) without log-probabilities.
+    ///
+    /// # Errors
+    /// When the row is not usable.
+    pub fn draw_id(&mut self, logits: &[f32], draw: &Draw<'_>) -> Result<u32, InvalidLogits> {
+        if !draw.changes_logits() {
+            return choose(logits, &mut self.candidates, draw);
         }
         self.logits.clear();
         self.logits.extend_from_slice(logits);
         check(&self.logits)?;
-        apply(&mut self.logits, params, history);
-        choose(&self.logits, &mut self.candidates, params, history)
+        apply(&mut self.logits, draw);
+        choose(&self.logits, &mut self.candidates, draw)
     }
 }
 
@@ -147,34 +235,21 @@ pub fn random_unit(seed: u64, output_idx: u64) -> f64 {
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
-fn must_not_stop(params: &SamplingParams, history: &TokenHistory) -> bool {
-    history.num_output_tokens < params.min_tokens as usize && !params.stop_token_ids.is_empty()
-}
-
-fn changes_logits(params: &SamplingParams, history: &TokenHistory) -> bool {
-    history.counts.is_some() || !params.logit_bias.is_empty() || must_not_stop(params, history)
-}
-
-fn apply(logits: &mut [f32], params: &SamplingParams, history: &TokenHistory) {
-    for (&token, &count) in history.counts.iter().flatten() {
-        let logit = &mut logits[token as usize];
-        let mut penalised = if *logit > 0.0 {
-            *logit / params.repetition_penalty
-        } else {
-            *logit * params.repetition_penalty
-        };
+fn apply(logits: &mut [f32], draw: &Draw<'_>) {
+    for count in &*draw.counts {
+        let logit = &mut logits[count.token as usize];
+        let mut penalised =
+            if *logit > 0.0 { *logit / draw.repetition_penalty } else { *logit * draw.repetition_penalty };
         if count.num_output > 0 {
-            penalised -= params.presence_penalty + params.frequency_penalty * count.num_output as f32;
+            penalised -= draw.presence_penalty + draw.frequency_penalty * count.num_output as f32;
         }
         *logit = bounded(penalised);
     }
-    for &(token, bias) in &params.logit_bias {
+    for &(token, bias) in &*draw.logit_bias {
         logits[token as usize] = bounded(logits[token as usize] + bias);
     }
-    if must_not_stop(params, history) {
-        for &token in &params.stop_token_ids {
-            logits[token as usize] = f32::NEG_INFINITY;
-        }
+    for &token in &*draw.masked {
+        logits[token as usize] = f32::NEG_INFINITY;
     }
 }
 
@@ -210,29 +285,24 @@ fn largest(logits: &[f32]) -> Result<(u32, f32), InvalidLogits> {
     Ok((id as u32, max))
 }
 
-fn choose(
-    logits: &[f32],
-    candidates: &mut Vec<Candidate>,
-    params: &SamplingParams,
-    history: &TokenHistory,
-) -> Result<u32, InvalidLogits> {
+fn choose(logits: &[f32], candidates: &mut Vec<Candidate>, draw: &Draw<'_>) -> Result<u32, InvalidLogits> {
     let (likeliest, max) = largest(logits)?;
-    if params.temperature == 0.0 || params.top_k == 1 {
+    if draw.temperature == 0.0 || draw.top_k == 1 {
         return Ok(likeliest);
     }
-    let lowest = if params.min_p > 0.0 { params.min_p.ln().max(NEGLIGIBLE) } else { NEGLIGIBLE };
+    let lowest = if draw.min_p > 0.0 { draw.min_p.ln().max(NEGLIGIBLE) } else { NEGLIGIBLE };
     candidates.clear();
     for (id, &logit) in logits.iter().enumerate() {
-        let scaled = (logit - max) / params.temperature;
+        let scaled = (logit - max) / draw.temperature;
         if scaled >= lowest {
             candidates.push(Candidate { id: id as u32, weight: scaled });
         }
     }
-    keep_top_k(candidates, params.top_k as usize);
+    keep_top_k(candidates, draw.top_k as usize);
     candidates.iter_mut().for_each(|candidate| candidate.weight = candidate.weight.exp());
-    keep_top_p(candidates, params.top_p);
+    keep_top_p(candidates, draw.top_p);
 
-    let mut left = random_unit(params.seed, history.num_output_tokens as u64) * total_weight(candidates);
+    let mut left = draw.random * total_weight(candidates);
     for candidate in candidates.iter() {
         left -= f64::from(candidate.weight);
         if left < 0.0 {

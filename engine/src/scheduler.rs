@@ -25,6 +25,10 @@
 //! step: as far as budget and blocks go that nobody else takes. After the step their blocks return, but
 //! for those that accepted tokens need. So drafts change neither who is admitted nor who is preempted.
 //!
+//! Where tokens are drawn on a device, the next step can be decided before this one's are known
+//! ([`Scheduler::step_ahead`]): every sequence that decodes has one more. Who meets a stop was computed once in vain, and
+//! its blocks return when that is over; who waits is admitted as soon as nothing is ahead.
+//!
 //! Blocks of a prefill's prompt are never taken away (see [`Sequence`]), and reserved ones neither:
 //! their owners return them by a deadline of their own. Until then a sequence that cannot grow waits.
 
@@ -78,6 +82,9 @@ pub struct Scheduler {
     running: Vec<Sequence>,
     /// Blocks set aside for prompts that are computed elsewhere.
     reserved: BTreeMap<SequenceId, Sequence>,
+    /// Whether a step is under way whose sequences may end before it is over; their blocks until then.
+    is_ahead: bool,
+    retired: Vec<BlockId>,
     /// The second owner of prefilled blocks (an empty table: its sequence still waits), and the owner of prefixes.
     holds: BTreeMap<SequenceId, Vec<BlockId>>,
 }
@@ -92,6 +99,8 @@ impl Scheduler {
             waiting: VecDeque::new(),
             running: Vec::new(),
             reserved: BTreeMap::new(),
+            is_ahead: false,
+            retired: Vec::new(),
             holds: BTreeMap::new(),
         }
     }
@@ -122,6 +131,50 @@ impl Scheduler {
         if plan.preempted.is_empty() {
             self.admit(plan, &mut budget);
         }
+    }
+
+    /// Decides the step after that of `plan`, which is being computed, before its tokens are known: a token more of every
+    /// sequence that does not end for its length. False when the step is not to be decided yet: somebody waits who can
+    /// be admitted, somebody runs who is not in `plan`, or does not decode after it, or there is no block left.
+    ///
+    /// `follows` is, for each chunk, the row of `plan` after which its token is drawn.
+    pub fn step_ahead(&mut self, plan: &Plan, next: &mut Plan, follows: &mut Vec<usize>) -> bool {
+        next.clear();
+        follows.clear();
+        if self.can_admit() {
+            return false;
+        }
+        for sequence in &mut self.running {
+            // In the order of ids, but for one that came back: then the step is not decided yet.
+            let found = plan.chunks.binary_search_by_key(&sequence.id, |chunk| chunk.id);
+            let Ok(row_idx) = found else { return false };
+            let chunk = &plan.chunks[row_idx];
+            if !chunk.wants_token || chunk.num_drafts > 0 || sequence.role != Role::Generate {
+                return false;
+            }
+            if sequence.max_num_drafts() == 0 {
+                continue;
+            }
+            let start_idx = chunk.start_idx + chunk.num_tokens;
+            if sequence.blocks.len() * self.config.block_size <= start_idx {
+                match self.pool.allocate() {
+                    Some(block) => sequence.blocks.push(block),
+                    None => return false,
+                }
+            }
+            let id = sequence.id;
+            next.chunks.push(Chunk { id, start_idx, num_tokens: 1, num_drafts: 0, wants_token: true });
+            follows.push(row_idx);
+        }
+        !next.chunks.is_empty()
+    }
+
+    /// A step was computed, and the one after it is being computed already, or is not: blocks of sequences that end
+    /// meanwhile are kept until that is over.
+    pub fn computed(&mut self, is_ahead: bool) {
+        self.pool.release(&self.retired);
+        self.retired.clear();
+        self.is_ahead = is_ahead;
     }
 
     /// The step of `plan` took so long, drawing included.
@@ -165,10 +218,11 @@ impl Scheduler {
         }
     }
 
-    /// Counts the plan's tokens as computed, drafts not yet; blocks that this filled enter the prefix cache.
+    /// Counts the plan's tokens as computed, drafts not yet; blocks that this filled enter the prefix cache. Sequences
+    /// that have ended since it was planned are passed over.
     pub fn advance(&mut self, plan: &Plan) {
         for chunk in &plan.chunks {
-            let idx = self.running_idx(chunk.id).expect("planned sequences run until the step is over");
+            let Some(idx) = self.running_idx(chunk.id) else { continue };
             for (block, hash) in self.running[idx].advance(chunk.num_tokens - chunk.num_drafts) {
                 self.pool.cache(block, hash);
             }
@@ -209,7 +263,11 @@ impl Scheduler {
     pub fn end(&mut self, id: SequenceId) {
         if let Some(idx) = self.running_idx(id) {
             let sequence = self.running.remove(idx);
-            self.pool.release(&sequence.blocks);
+            if self.is_ahead {
+                self.retired.extend(&sequence.blocks);
+            } else {
+                self.pool.release(&sequence.blocks);
+            }
         } else if let Some(idx) = self.waiting.iter().position(|sequence| sequence.id == id) {
             self.waiting.remove(idx);
         }
@@ -315,7 +373,7 @@ impl Scheduler {
     /// When they disagree.
     pub fn check_integrity(&self) -> Result<PoolReport, IntegrityError> {
         let sequences = self.running.iter().chain(self.reserved.values()).chain(&self.waiting);
-        let tables = sequences.map(|sequence| &sequence.blocks[..]);
+        let tables = sequences.map(|sequence| &sequence.blocks[..]).chain([&self.retired[..]]);
         self.pool.check_integrity(tables.chain(self.holds.values().map(|blocks| &blocks[..])))
     }
 
@@ -408,6 +466,15 @@ impl Scheduler {
                 self.reserved.insert(sequence.id, sequence);
             }
         }
+    }
+
+    /// Whether the head of the queue could be admitted now.
+    fn can_admit(&self) -> bool {
+        self.num_running() < self.config.max_running
+            && self
+                .waiting
+                .front()
+                .is_some_and(|head| self.has_room_for(head, &self.pool.find_prefix(head.sharable_hashes())))
     }
 
     fn has_room_for(&self, sequence: &Sequence, cached: &[BlockId]) -> bool {

@@ -4,14 +4,21 @@
 //! loop: receive commands (sleeping when nothing can move) -> plan, draft -> execute -> draw and tell
 //! ```
 //!
+//! An executor that draws tokens itself computes while this thread does something else. Then the next step is planned and
+//! launched before this one's tokens are known, where that can be ([`Scheduler::step_ahead`]), and commands, events and
+//! the books of one step are dealt with while the next one is computed:
+//!
+//! ```text
+//! executor   |----- step n -----|---- step n+1 ----|---- step n+2 ----|
+//! this thread  launch n+1 ...... collect n, tell, receive, launch n+2 .. collect n+1
+//! ```
+//!
 //! A request is live from its `Submit` to its terminal event; its blocks may live longer, with a
 //! hold. Whatever ends the loop, a panic included, drops the live requests, and their sinks tell the
 //! readers.
 
 use std::{
-    any::Any,
     io, mem,
-    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
         atomic::Ordering,
@@ -20,13 +27,16 @@ use std::{
     time::Instant,
 };
 
-use baton_kv_cache::{BlockId, BlockStorage};
-use baton_model::{Batch, BatchSequence, ExecuteError, Executor};
+use baton_kv_cache::BlockStorage;
+use baton_model::{Answer, Executor};
 use tokio::sync::watch;
 
+#[cfg(doc)]
+use crate::scheduler::Scheduler;
 use crate::{
-    command::{Command, Reply},
-    events::{EngineError, PrefillEvent, Sink},
+    command::Command,
+    compute::{Completion, announcing, batch, batch_ahead, collect, execute, launch},
+    events::EngineError,
     handle::{EngineLoad, Progress},
     live::LiveRequests,
     pages::PagesAhead,
@@ -41,8 +51,13 @@ pub(crate) struct StepLoop {
     vocab_size: usize,
     live: LiveRequests,
     speculator: Option<Speculator>,
+    /// The step that is computed already, its tokens being still unknown.
+    ahead: Option<Step>,
+    /// Since when the oldest step is computed.
+    started: Instant,
     /// Reused from step to step.
-    plan: Plan,
+    plans: Vec<Plan>,
+    follows: Vec<usize>,
     inbox: Receiver<Command>,
     load: watch::Sender<EngineLoad>,
     progress: Arc<Progress>,
@@ -50,11 +65,12 @@ pub(crate) struct StepLoop {
     clock: fn() -> Instant,
 }
 
-/// Blocks that a chunk of a prefill completes, to be announced layer by layer.
-struct Completion<'a> {
-    sink: &'a Sink<PrefillEvent>,
-    first_block_idx: usize,
-    blocks: Vec<BlockId>,
+/// A step that was planned.
+struct Step {
+    plan: Plan,
+    completions: Vec<Completion>,
+    /// Whether it was launched, to be collected, and another may be before that.
+    can_be_followed: bool,
 }
 
 enum Next {
@@ -85,7 +101,10 @@ impl StepLoop {
             vocab_size,
             live,
             speculator,
-            plan: Plan::default(),
+            ahead: None,
+            started: clock(),
+            plans: Vec::new(),
+            follows: Vec::new(),
             inbox,
             load,
             progress,
@@ -111,7 +130,7 @@ impl StepLoop {
         }
         let mut can_move = true;
         loop {
-            match self.receive(!can_move) {
+            match self.receive(!can_move)? {
                 Next::Step => can_move = self.step()?,
                 Next::Shutdown => return Ok(()),
             }
@@ -119,27 +138,27 @@ impl StepLoop {
     }
 
     /// Takes what is in the inbox; when asked to, sleeps until something is.
-    fn receive(&mut self, may_sleep: bool) -> Next {
+    fn receive(&mut self, may_sleep: bool) -> Result<Next, EngineError> {
         if may_sleep {
             let scheduler = &self.live.scheduler;
             if cfg!(debug_assertions) && scheduler.is_idle() {
                 scheduler.check_integrity().expect("an idle pool is whole");
             }
             match self.inbox.recv() {
-                Ok(Command::Shutdown) | Err(_) => return Next::Shutdown,
-                Ok(command) => self.handle(command),
+                Ok(Command::Shutdown) | Err(_) => return Ok(Next::Shutdown),
+                Ok(command) => self.handle(command)?,
             }
         }
         loop {
             match self.inbox.try_recv() {
-                Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return Next::Shutdown,
-                Ok(command) => self.handle(command),
-                Err(TryRecvError::Empty) => return Next::Step,
+                Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return Ok(Next::Shutdown),
+                Ok(command) => self.handle(command)?,
+                Err(TryRecvError::Empty) => return Ok(Next::Step),
             }
         }
     }
 
-    fn handle(&mut self, command: Command) {
+    fn handle(&mut self, command: Command) -> Result<(), EngineError> {
         match command {
             Command::Submit(submission) => self.live.submit(*submission),
             Command::Decode { id, first, sink } => self.live.start_decode(id, first.id, sink),
@@ -153,41 +172,119 @@ impl StepLoop {
                 drop(reply.send(self.live.scheduler.reserve_prefix(id, &hashes)));
             }
             Command::CachePrefix { id, hashes } => self.live.scheduler.cache_prefix(id, &hashes),
-            Command::CheckIdle(reply) => drop(reply.send(self.live.check_idle())),
+            Command::CheckIdle(reply) => {
+                self.finish_ahead()?;
+                drop(reply.send(self.live.check_idle()));
+            }
             Command::Shutdown => unreachable!("`receive` takes it"),
         }
+        Ok(())
     }
 
     /// One step; false when nothing can move before the next command.
     fn step(&mut self) -> Result<bool, EngineError> {
-        let mut plan = mem::take(&mut self.plan);
-        self.live.plan(&mut plan);
+        let step = match self.ahead.take() {
+            Some(step) => step,
+            None => {
+                let mut plan = self.plans.pop().unwrap_or_default();
+                self.plan(&mut plan)?;
+                if plan.chunks.is_empty() {
+                    let can_move = !plan.is_empty();
+                    self.plans.push(plan);
+                    return Ok(can_move);
+                }
+                self.begin(plan)?
+            }
+        };
+        self.look_ahead(&step)?;
+        self.finish(step)?;
+        // Nobody waits for what comes of it, and its blocks are to return.
+        if self.ahead.as_ref().is_some_and(|ahead| !self.live.any_lives(&ahead.plan)) {
+            self.finish_ahead()?;
+        }
+        Ok(true)
+    }
+
+    fn plan(&mut self, plan: &mut Plan) -> Result<(), EngineError> {
+        self.live.plan(plan);
         self.pages.used(self.live.scheduler.num_used_blocks());
         // Whoever is told that it runs finds itself counted, and its place in the queue free.
         self.publish_load();
         for admission in &plan.admitted {
             self.live.tell_admitted(admission);
         }
-        if !plan.chunks.is_empty() {
-            if let Some(speculator) = &mut self.speculator {
-                speculator.draft(&mut plan, &mut self.live)?;
-            }
-            let started = (self.clock)();
-            let logits = execute(&mut *self.executor, &self.storage, &self.live, &plan)?;
-            // Before anybody hears of a token: who counts then finds it counted.
-            self.progress.num_computed.fetch_add(plan.num_tokens() as u64, Ordering::Relaxed);
-            self.live.advance(&plan, logits, self.vocab_size);
-            let elapsed = (self.clock)() - started;
-            self.live.scheduler.observe(&plan, elapsed);
-            if let Some(speculator) = &mut self.speculator {
-                speculator.observe(&plan, self.live.scheduler.step_time(), elapsed);
-            }
-            self.publish_rate();
-            self.publish_load();
+        match &mut self.speculator {
+            Some(speculator) if !plan.chunks.is_empty() => speculator.draft(plan, &mut self.live),
+            _ => Ok(()),
         }
-        let can_move = !plan.is_empty();
-        self.plan = plan;
-        Ok(can_move)
+    }
+
+    /// Launches the step, if the executor draws; else it is computed when it is finished.
+    fn begin(&mut self, plan: Plan) -> Result<Step, EngineError> {
+        self.started = (self.clock)();
+        let completions = Completion::all(&plan, &self.live, self.storage.layout().block_size);
+        let mut can_be_followed = false;
+        if self.executor.drawing().is_some() {
+            let (executor, batch) = (&mut *self.executor, batch(&self.live, &plan));
+            let draws: Vec<_> = self.live.draws(&plan).collect();
+            let mut on_layer = announcing(&completions, &self.live);
+            can_be_followed = launch(executor, &batch, &draws, &[], &self.storage, &mut on_layer)?;
+        }
+        Ok(Step { plan, completions, can_be_followed })
+    }
+
+    /// Plans and launches the step after `step`, which is being computed, if that can be.
+    fn look_ahead(&mut self, step: &Step) -> Result<(), EngineError> {
+        // Drafts follow the tokens.
+        if !step.can_be_followed || self.speculator.is_some() {
+            return Ok(());
+        }
+        let mut plan = self.plans.pop().unwrap_or_default();
+        if !self.live.scheduler.step_ahead(&step.plan, &mut plan, &mut self.follows) {
+            self.plans.push(plan);
+            return Ok(());
+        }
+        self.pages.used(self.live.scheduler.num_used_blocks());
+        let batch = batch_ahead(&self.live, &plan);
+        let draws: Vec<_> = self.live.draws_ahead(&plan).collect();
+        let executor = &mut *self.executor;
+        let can_be_followed = launch(executor, &batch, &draws, &self.follows, &self.storage, &mut |_| {})?;
+        self.ahead = Some(Step { plan, completions: Vec::new(), can_be_followed });
+        Ok(())
+    }
+
+    /// Waits for the step's tokens, or computes it and draws them, and tells the readers.
+    fn finish(&mut self, step: Step) -> Result<(), EngineError> {
+        let Step { plan, completions, .. } = step;
+        let StepLoop { executor, storage, live, .. } = self;
+        let answers = {
+            let mut on_layer = announcing(&completions, live);
+            if executor.drawing().is_some() {
+                collect(&mut **executor, &mut on_layer)?
+            } else {
+                let logits = execute(&mut **executor, &batch(live, &plan), storage, &mut on_layer)?;
+                logits.chunks_exact(self.vocab_size).map(Answer::Logits).collect()
+            }
+        };
+        // Before anybody hears of a token: who counts then finds it counted.
+        self.progress.num_computed.fetch_add(plan.num_tokens() as u64, Ordering::Relaxed);
+        self.live.scheduler.computed(self.ahead.is_some());
+        self.live.advance(&plan, answers.into_iter());
+        let now = (self.clock)();
+        let elapsed = now - self.started;
+        self.started = now;
+        self.live.scheduler.observe(&plan, elapsed);
+        if let Some(speculator) = &mut self.speculator {
+            speculator.observe(&plan, self.live.scheduler.step_time(), elapsed);
+        }
+        self.publish_rate();
+        self.publish_load();
+        self.plans.push(plan);
+        Ok(())
+    }
+
+    fn finish_ahead(&mut self) -> Result<(), EngineError> {
+        self.ahead.take().map_or(Ok(()), |step| self.finish(step))
     }
 
     fn publish_rate(&self) {
@@ -200,84 +297,5 @@ impl StepLoop {
     fn publish_load(&self) {
         let load = self.live.load();
         self.load.send_if_modified(|current| mem::replace(current, load) != load);
-    }
-}
-
-/// Computes the plan's tokens, announcing layers on the way. Returns the logits after the last token of each
-/// chunk that wants one, and after the token before its draft and each of the draft.
-fn execute<'e>(
-    executor: &'e mut dyn Executor,
-    storage: &BlockStorage,
-    live: &LiveRequests,
-    plan: &Plan,
-) -> Result<&'e [f32], EngineError> {
-    let sequences = plan.chunks.iter().map(|chunk| {
-        let sequence = live.scheduler.sequence(chunk.id).expect("planned sequences run");
-        BatchSequence {
-            tokens: &sequence.tokens_and_draft()[chunk.start_idx..chunk.start_idx + chunk.num_tokens],
-            start_idx: chunk.start_idx,
-            blocks: sequence.blocks(),
-            num_logits: if chunk.wants_token { chunk.num_drafts + 1 } else { 0 },
-        }
-    });
-    let batch = Batch { sequences: sequences.collect() };
-    let block_size = storage.layout().block_size;
-    let completions = batch
-        .sequences
-        .iter()
-        .zip(&plan.chunks)
-        .filter_map(|(sequence, chunk)| Completion::of(sequence, live.reply(chunk.id), block_size));
-    let completions: Vec<_> = completions.collect();
-    let mut on_layer = |layer_idx: usize| {
-        for completion in &completions {
-            completion.sink.send(PrefillEvent::Ready {
-                layers: layer_idx..layer_idx + 1,
-                first_block_idx: completion.first_block_idx,
-                blocks: completion.blocks.clone(),
-            });
-        }
-    };
-    let (batch, on_layer) = (&batch, &mut on_layer);
-    // SAFETY: a chunk's tokens lie in blocks that its sequence allocated and that are not in the
-    // prefix cache yet, so no other sequence has them; transfers write only reserved blocks, which
-    // are in no batch, and read only what `on_layer` or a cached prefix announced. A running
-    // prefill's blocks are not taken away while they are held.
-    #[allow(unsafe_code)]
-    let outcome = catch_panic(move || unsafe { executor.execute(batch, storage, on_layer) });
-    Ok(outcome??)
-}
-
-/// A panic of `execute` as an error. What it left behind is not used again: the engine ends.
-pub(crate) fn catch_panic<T>(execute: impl FnOnce() -> T) -> Result<T, EngineError> {
-    catch_unwind(AssertUnwindSafe(execute)).map_err(|panic| EngineError::from_panic(&*panic))
-}
-
-impl<'a> Completion<'a> {
-    /// What computing this part of a sequence completes, if somebody waits for blocks.
-    fn of(sequence: &BatchSequence<'_>, reply: &'a Reply, block_size: usize) -> Option<Completion<'a>> {
-        let Reply::Prefill(sink) = reply else { return None };
-        let end = sequence.start_idx + sequence.tokens.len();
-        let first = sequence.start_idx / block_size;
-        // With the prompt its last block is complete, too, however full.
-        let last = if sequence.num_logits > 0 { end.div_ceil(block_size) } else { end / block_size };
-        let blocks = sequence.blocks[first..last.max(first)].to_vec();
-        (first < last).then_some(Completion { sink, first_block_idx: first, blocks })
-    }
-}
-
-impl From<ExecuteError> for EngineError {
-    fn from(error: ExecuteError) -> EngineError {
-        EngineError::Executor { message: error.to_string() }
-    }
-}
-
-impl EngineError {
-    pub(crate) fn from_panic(panic: &(dyn Any + Send)) -> EngineError {
-        let message = panic
-            .downcast_ref::<&str>()
-            .map(|message| message.to_string())
-            .or_else(|| panic.downcast_ref::<String>().cloned())
-            .unwrap_or_else(|| "no message".into());
-        EngineError::Panicked { message }
     }
 }

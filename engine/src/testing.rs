@@ -6,8 +6,21 @@
 //! transferred changes every token that follows. [`FakeModel::greedy`] says what they should be.
 #![allow(unsafe_code)]
 
-use baton_kv_cache::{BlockStorage, KvDtype, KvLayout};
-use baton_model::{Batch, ExecuteError, Executor};
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
+use baton_model::{
+    Answer, Batch, BatchSequence, Draw, DrawingExecutor, ExecuteError, Executor, InvalidLogits, SampledToken,
+    TokenCount,
+};
+
+use crate::sampler::Sampler;
 
 /// Sizes of a fake model, and what it should say.
 #[derive(Clone, Copy, Debug)]
@@ -31,6 +44,27 @@ pub struct FakeExecutor {
     logits: Vec<f32>,
 }
 
+/// Runs a [`FakeModel`] and draws, but for tokens with a bias. It computes a step at the last moment, when it is
+/// collected: blocks that were given away before that would show.
+struct FakeDrawingExecutor {
+    executor: FakeExecutor,
+    sampler: Sampler,
+    launched: VecDeque<LaunchedStep>,
+    num_ahead: Arc<AtomicUsize>,
+    /// After each row of the step that was collected last.
+    drawn: Vec<Option<Result<SampledToken, InvalidLogits>>>,
+}
+
+struct LaunchedStep {
+    sequences: Vec<(Vec<u32>, usize, Vec<BlockId>, usize)>,
+    draws: Vec<Draw<'static>>,
+    follows: Vec<usize>,
+    storage: *const BlockStorage,
+}
+
+// SAFETY: whoever launched a step keeps the storage until it is collected.
+unsafe impl Send for LaunchedStep {}
+
 impl FakeModel {
     /// Two layers, two heads, and a vocabulary of 64.
     pub fn new(block_size: usize) -> FakeModel {
@@ -53,6 +87,21 @@ impl FakeModel {
         hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
     ) -> Box<dyn Executor> {
         Box::new(FakeExecutor { model: self, hook: Box::new(hook), logits: Vec::new() })
+    }
+
+    /// The same that draws itself, and counts the steps that are launched before the one before them is collected.
+    pub fn drawing_executor_with_hook(
+        self,
+        num_ahead: Arc<AtomicUsize>,
+        hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
+    ) -> Box<dyn Executor> {
+        Box::new(FakeDrawingExecutor {
+            executor: FakeExecutor { model: self, hook: Box::new(hook), logits: Vec::new() },
+            sampler: Sampler::default(),
+            launched: VecDeque::new(),
+            num_ahead,
+            drawn: Vec::new(),
+        })
     }
 
     /// The first `num_tokens` greedy tokens after `prompt`.
@@ -164,6 +213,90 @@ impl Executor for FakeExecutor {
         }
         self.logits = logits;
         Ok(&self.logits)
+    }
+}
+
+impl Executor for FakeDrawingExecutor {
+    fn kv_layout(&self) -> KvLayout {
+        self.executor.kv_layout()
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.executor.vocab_size()
+    }
+
+    unsafe fn execute(
+        &mut self,
+        _: &Batch<'_>,
+        _: &BlockStorage,
+        _: &mut dyn FnMut(usize),
+    ) -> Result<&[f32], ExecuteError> {
+        unreachable!("it draws")
+    }
+
+    fn drawing(&mut self) -> Option<&mut dyn DrawingExecutor> {
+        Some(self)
+    }
+}
+
+impl DrawingExecutor for FakeDrawingExecutor {
+    unsafe fn launch(
+        &mut self,
+        batch: &Batch<'_>,
+        draws: &[Draw<'_>],
+        follows: &[usize],
+        storage: &BlockStorage,
+        _: &mut dyn FnMut(usize),
+    ) -> Result<bool, ExecuteError> {
+        assert!(self.launched.len() < 2, "two steps are under way");
+        assert_eq!(self.launched.is_empty(), follows.is_empty(), "a second step follows the first");
+        let num_logits: usize = batch.sequences.iter().map(|it| it.num_logits).sum();
+        assert_eq!(num_logits, draws.len(), "a draw for each row");
+        self.num_ahead.fetch_add(self.launched.len(), Ordering::Relaxed);
+        let owned =
+            |it: &BatchSequence<'_>| (it.tokens.to_vec(), it.start_idx, it.blocks.to_vec(), it.num_logits);
+        self.launched.push_back(LaunchedStep {
+            sequences: batch.sequences.iter().map(owned).collect(),
+            draws: draws.iter().cloned().map(Draw::into_owned).collect(),
+            follows: follows.to_vec(),
+            storage,
+        });
+        Ok(draws.iter().all(|draw| draw.logit_bias.is_empty()))
+    }
+
+    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<Answer<'_>>, ExecuteError> {
+        let mut step = self.launched.pop_front().expect("a step is under way");
+        for (idx, &row_idx) in step.follows.iter().enumerate() {
+            let drawn = self.drawn[row_idx].as_ref().expect("a step follows one whose rows are all drawn");
+            // After bad logits anything will do.
+            let token = drawn.as_ref().map_or(0, |token| token.id);
+            step.sequences[idx].0 = vec![token];
+            let counts = &mut step.draws[idx].counts;
+            match counts.iter().position(|count| count.token == token) {
+                _ if counts.is_empty() => {}
+                Some(place) => counts.to_mut()[place].num_output += 1,
+                None => counts.to_mut().push(TokenCount { token, num_output: 1 }),
+            }
+        }
+        let sequences = step.sequences.iter().map(|(tokens, start_idx, blocks, num_logits)| BatchSequence {
+            tokens,
+            start_idx: *start_idx,
+            blocks,
+            num_logits: *num_logits,
+        });
+        let batch = Batch { sequences: sequences.collect() };
+        let vocab_size = self.vocab_size();
+        // SAFETY: who launched the step keeps the storage, and vouches for the batch.
+        let logits = unsafe { self.executor.execute(&batch, &*step.storage, on_layer) }?;
+        let rows = logits.chunks_exact(vocab_size).zip(&step.draws);
+        let draw =
+            |(row, draw): (_, &Draw<'_>)| draw.logit_bias.is_empty().then(|| self.sampler.draw(row, draw));
+        self.drawn = rows.clone().map(draw).collect();
+        let answers = rows.zip(&self.drawn).map(|((row, _), drawn)| match drawn {
+            Some(drawn) => Answer::Drawn(drawn.clone()),
+            None => Answer::Logits(row),
+        });
+        Ok(answers.collect())
     }
 }
 

@@ -3,13 +3,15 @@
 
 mod support;
 
-use std::{cell::Cell, rc::Rc};
+use std::{cell::Cell, rc::Rc, sync::atomic::Ordering};
 
 use baton_engine::{
     EngineConfig, EngineHandle, PrefillEvent, Request, SubmitError, TokenEvent, TokenStream,
     sampler::random_unit, testing::FakeModel,
 };
-use support::{BLOCK_SIZE, TestEngine, config, draft, engine, handoff::copy, join_all, request, speculating};
+use support::{
+    BLOCK_SIZE, TestEngine, config, draft, drawing, engine, handoff::copy, join_all, request, speculating,
+};
 
 const NUM_REQUESTS: usize = 10_000;
 const CONCURRENCY: usize = 48;
@@ -151,6 +153,13 @@ async fn whatever_clients_do_drafts_change_nothing() {
     let model = FakeModel::new(BLOCK_SIZE);
     let drafter = draft(FakeModel { errs_in: Some(5), ..model });
     run_clients(speculating(model, drafter, decoding())).await;
+}
+
+#[tokio::test]
+async fn whatever_clients_do_steps_ahead_change_nothing() {
+    let (d, num_ahead) = drawing(FakeModel::new(BLOCK_SIZE), None, decoding(), |_| Ok(()));
+    run_clients(d).await;
+    assert!(num_ahead.load(Ordering::Relaxed) > 100);
 }
 
 /// Tight pools: everything waits, preempts and evicts.

@@ -10,13 +10,15 @@ use std::sync::{
 use std::time::Duration;
 
 use baton_engine::{
-    DraftCounts, Drafter, EngineConfig, EngineError, FinishReason, Request, SampledToken, SamplingParams,
-    Speculation, SpeculationMode, StartError, TokenEvent, TokenStream, testing::FakeModel,
+    DraftCounts, Drafter, EngineConfig, EngineError, FinishReason, Request, Speculation, SpeculationMode,
+    StartError, TokenEvent, testing::FakeModel,
 };
 use baton_model::{Batch, ExecuteError};
 use support::{
     BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, draft_with_hook, engine, engine_of,
-    handoff::hand_off, request, speculating, speculating_with_hook, standing_clock,
+    handoff::hand_off,
+    kinds::{prompt, read, requests},
+    request, speculating, speculating_with_hook, standing_clock,
 };
 
 /// A vocabulary so small that texts repeat themselves.
@@ -34,60 +36,6 @@ fn drafters() -> Vec<(&'static str, Drafter)> {
         ("wrong", errs_in(1)),
         ("ngram", Drafter::Ngram),
     ]
-}
-
-fn prompt(seed: u32, num_tokens: u32) -> Vec<u32> {
-    (0..num_tokens).map(|idx| (idx * idx + seed * idx + seed / 3) % 3).collect()
-}
-
-/// Requests of every kind.
-fn requests() -> Vec<Request> {
-    let greedy = SamplingParams::default();
-    let warm = SamplingParams { temperature: 0.9, ..greedy.clone() };
-    let kinds = [
-        greedy.clone(),
-        SamplingParams { logprobs: Some(2), ..greedy.clone() },
-        SamplingParams { stop_token_ids: vec![1], min_tokens: 7, ..greedy.clone() },
-        SamplingParams { repetition_penalty: 1.4, presence_penalty: 0.7, frequency_penalty: 0.9, ..greedy },
-        warm.clone(),
-        SamplingParams { top_p: 0.8, min_p: 0.05, logprobs: Some(0), ..warm.clone() },
-        SamplingParams { top_k: 2, logit_bias: vec![(0, 0.7), (2, -0.4)], ..warm.clone() },
-        SamplingParams { repetition_penalty: 0.8, frequency_penalty: 0.5, ..warm.clone() },
-        SamplingParams { stop_token_ids: vec![2], min_tokens: 4, ..warm },
-    ];
-    let request = |(idx, kind): (u32, &SamplingParams)| Request {
-        sampling: SamplingParams { max_tokens: 17 + idx, seed: u64::from(idx), ..kind.clone() },
-        // Tokens of an earlier attempt, in some.
-        output: if idx % 4 == 3 { vec![0, 1, 0] } else { Vec::new() },
-        ..request(&prompt(idx, 2 + idx * 5 % 37), 0)
-    };
-    (0..).zip(kinds.iter().cycle()).take(27).map(request).collect()
-}
-
-/// What a client sees, but for what was cached, and what the drafts came to.
-async fn read(
-    mut stream: TokenStream,
-) -> (Vec<SampledToken>, Result<FinishReason, EngineError>, DraftCounts) {
-    let (mut tokens, mut counts) = (Vec::new(), DraftCounts::default());
-    loop {
-        let end = match stream.next().await.expect("a terminal event comes first") {
-            TokenEvent::Started { .. } => continue,
-            TokenEvent::Verified(of_step) => {
-                assert!(of_step.drafted > 0 && of_step.accepted <= of_step.drafted);
-                counts.drafted += of_step.drafted;
-                counts.accepted += of_step.accepted;
-                continue;
-            }
-            TokenEvent::Token(token) => {
-                tokens.push(token);
-                continue;
-            }
-            TokenEvent::Finished(reason) => Ok(reason),
-            TokenEvent::Failed(error) => Err(error),
-        };
-        assert_eq!(stream.next().await, None, "nothing follows a terminal event");
-        return (tokens, end, counts);
-    }
 }
 
 #[tokio::test]

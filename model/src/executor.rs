@@ -1,9 +1,11 @@
-//! The seam between the engine and whatever computes: a [`Batch`] in, logits out.
+//! The seam between the engine and whatever computes: a [`Batch`] in, logits out, or tokens that were drawn where the
+//! logits are.
 //!
-//! An executor knows tokens, positions and blocks. It does not know requests, sampling or why a
-//! batch looks as it does.
+//! An executor knows tokens, positions and blocks. It does not know requests, or why a batch looks as it does.
 
 use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
+
+use crate::{Answer, Draw};
 
 /// Sequences to advance in one step.
 #[derive(Clone, Debug, Default)]
@@ -66,6 +68,47 @@ pub trait Executor: Send {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<&[f32], ExecuteError>;
+
+    /// The same as one that draws tokens itself; `None` where logits come to the host anyway.
+    fn drawing(&mut self) -> Option<&mut dyn DrawingExecutor> {
+        None
+    }
+}
+
+/// An executor whose logits lie elsewhere: it draws from them there, while its caller does something else.
+pub trait DrawingExecutor {
+    /// Begins a step as [`Executor::execute`] runs it, and draws by one of `draws` after each wanted row, in the order of
+    /// the rows. It is waited for by [`collect`](Self::collect).
+    ///
+    /// A second step may be launched before the first is collected: with `follows`, which says for each sequence after
+    /// which of the first step's rows its one token is drawn, whatever `tokens` says. That token is counted here, where
+    /// [`Draw::counts`] has any. Otherwise `follows` is empty.
+    ///
+    /// Returns whether every row is drawn here, as it must be for a step to follow.
+    ///
+    /// # Errors
+    /// When the device failed.
+    ///
+    /// # Safety
+    /// As [`Executor::execute`], until the step is collected.
+    unsafe fn launch(
+        &mut self,
+        batch: &Batch<'_>,
+        draws: &[Draw<'_>],
+        follows: &[usize],
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<bool, ExecuteError>;
+
+    /// Waits for the oldest step that was launched; what follows its wanted rows. `on_layer` is called for those layers
+    /// of which `launch` has not told.
+    ///
+    /// # Errors
+    /// When the device failed.
+    ///
+    /// # Panics
+    /// When no step is under way.
+    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<Answer<'_>>, ExecuteError>;
 }
 
 /// The device failed; the engine cannot go on with this executor.

@@ -4,7 +4,7 @@
 //! a [`DecoderSpec`], one decoder described by data, and its tensors are packed into the layout that kernels
 //! stream. Its [`CpuExecutor`] computes [`Batch`]es over blocks of KV.
 //!
-//! It does not know requests, sampling, text, or the network.
+//! It does not know requests, text, or the network.
 
 mod architecture;
 mod blocks;
@@ -16,6 +16,7 @@ mod cpu;
 #[doc(hidden)]
 pub mod cuda;
 mod decoder;
+mod draw;
 mod error;
 mod executor;
 mod fields;
@@ -44,8 +45,9 @@ pub use cuda::{
     BatchLimits, CudaExecutor, DeviceWeightBytes, StartError as CudaStartError,
     block_kernels as cuda_block_kernels,
 };
+pub use draw::{Answer, Draw, InvalidLogits, SampledToken, TokenCount, TokenLogprobs};
 pub use error::LoadError;
-pub use executor::{Batch, BatchSequence, ExecuteError, Executor};
+pub use executor::{Batch, BatchSequence, DrawingExecutor, ExecuteError, Executor};
 pub use float::FloatDtype;
 pub use gguf_files::gguf_files;
 pub use load::{LoadOptions, LoadProgress, LoadedModel, load, load_ranks};

@@ -18,12 +18,12 @@ use baton_model::{Batch, BatchSequence, Executor};
 
 use crate::{
     block_pool::BlockPool,
+    compute::catch_panic,
     config::{EngineConfig, StartError},
     events::EngineError,
     live::LiveRequests,
     sequence::{Sequence, SequenceId},
     speculation::cost::Costs,
-    step_loop::catch_panic,
 };
 
 pub(super) struct DraftModel {

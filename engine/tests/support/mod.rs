@@ -2,8 +2,13 @@
 #![allow(dead_code)] // each test file uses a part
 
 pub mod handoff;
+pub mod kinds;
 
-use std::{ops::Deref, sync::LazyLock, time::Instant};
+use std::{
+    ops::Deref,
+    sync::{Arc, LazyLock, atomic::AtomicUsize},
+    time::Instant,
+};
 
 use baton_engine::{
     Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, PoolReport, Request,
@@ -80,6 +85,22 @@ pub fn engine_of(
     let (handle, thread) =
         baton_engine::start(model.executor_with_hook(hook), None, config).expect("a test engine starts");
     (model, TestEngine { handle, thread })
+}
+
+/// With an executor that draws, and perhaps a drafter; and how many steps it launched ahead.
+pub fn drawing(
+    model: FakeModel,
+    drafter: Option<Drafter>,
+    config: EngineConfig,
+    hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
+) -> (TestEngine, Arc<AtomicUsize>) {
+    let num_ahead = Arc::new(AtomicUsize::new(0));
+    let executor = model.drawing_executor_with_hook(num_ahead.clone(), hook);
+    let speculation =
+        |drafter| Speculation { drafter, max_draft_tokens: 5, max_step_tokens: MAX_STEP_TOKENS };
+    let (handle, thread) =
+        baton_engine::start(executor, drafter.map(speculation), config).expect("a test engine starts");
+    (TestEngine { handle, thread }, num_ahead)
 }
 
 /// With a drafter, of drafts up to five tokens.

@@ -6,6 +6,7 @@ use baton_kv_cache::KvLayout;
 
 use super::attention::{has_tensor_cores, max_splits, split_scratch_bytes};
 use super::device::Device;
+use super::draws::{DrawBuffers, DrawInputs};
 use super::inputs::{BatchLimits, InputShape, Inputs, padded};
 use super::kernel::Address;
 use crate::spec::{DecoderSpec, MlpSpec};
@@ -38,6 +39,7 @@ pub(crate) struct Buffers {
     /// Of attention in splits.
     pub(crate) sums: Address,
     pub(crate) stats: Address,
+    pub(crate) draws: DrawBuffers,
     pub(crate) routed: RoutedBuffers,
 }
 
@@ -118,8 +120,10 @@ impl Buffers {
         let slots = device.allocate(rows * 4)?;
         let tables = spec.ropes.iter().map(|rope| device.allocate(rows * rope.rotary_dim * 4));
         let cos_sin = tables.collect::<Result<_, CudaError>>()?;
+        let [results, saved] = DrawInputs::buffer_bytes(rows);
+        let draws = DrawBuffers { results: device.allocate(results)?, saved: device.allocate(saved)? };
         Ok(Buffers {
-            inputs: device.allocate(Inputs::max_bytes(limits, shape))?,
+            inputs: device.allocate(Inputs::max_bytes(limits, shape) + DrawInputs::max_bytes(rows))?,
             x,
             hidden,
             added,
@@ -133,6 +137,7 @@ impl Buffers {
             logit_rows,
             sums,
             stats,
+            draws,
             routed: RoutedBuffers::new(device, spec, rows)?,
         })
     }

@@ -9,7 +9,7 @@ use super::executor::{DeviceExecutor, check_shape, sources};
 use super::inputs::BatchLimits;
 use super::start::StartError;
 use super::weights::DeviceWeightBytes;
-use crate::{Backend, Batch, ExecuteError, Executor, LoadProgress, LoadedModel};
+use crate::{Backend, Batch, DrawingExecutor, ExecuteError, Executor, LoadProgress, LoadedModel};
 
 /// Computes on one of NVIDIA's devices, with activations in bf16. Not run on a GPU yet: the same pass, over the same
 /// kernels, was run by an emulator.
@@ -74,5 +74,9 @@ impl Executor for CudaExecutor {
     ) -> Result<&[f32], ExecuteError> {
         // SAFETY: passed on to the caller.
         unsafe { self.0.execute(batch, storage, on_layer) }
+    }
+
+    fn drawing(&mut self) -> Option<&mut dyn DrawingExecutor> {
+        self.0.drawing()
     }
 }

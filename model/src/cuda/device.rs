@@ -32,6 +32,15 @@ pub(crate) trait Device: Send {
     /// There are so many.
     unsafe fn download(&mut self, from: Address, bytes: &mut [u8]) -> Result<(), CudaError>;
 
+    /// Asks for a copy of so many bytes to the host, to one of [`NUM_RETURNS`] places there. What was there before is gone.
+    ///
+    /// # Safety
+    /// There are so many.
+    unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError>;
+
+    /// Waits for what was last sent to the place, and so for all that was asked for before it.
+    fn returned(&mut self, place: usize) -> Result<&[u8], CudaError>;
+
     /// Runs a kernel of the sources that the device was opened with.
     ///
     /// # Safety
@@ -72,6 +81,9 @@ pub(crate) trait Device: Send {
 
 /// More than any model has layers.
 pub(crate) const NUM_MARKS: usize = 1024;
+
+/// Steps that may be under way at a time.
+pub(crate) const NUM_RETURNS: usize = 2;
 
 /// `out = left right^T + beta out`, sums in f32. Rows of all matrices are aligned to 16 bytes.
 ///

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use baton_cuda::{Allocation, CudaError, Pinned, failed};
 use cudarc::driver::{CudaEvent, CudaGraph, CudaStream, DriverError, result, sys};
 
-use super::device::{Device, Fp8Product, Fp8Products, NUM_MARKS, Product};
+use super::device::{Device, Fp8Product, Fp8Products, NUM_MARKS, NUM_RETURNS, Product};
 use super::kernel::{Address, Kernel, Source};
 use super::loaded::LoadedKernels;
 use super::lt::Products;
@@ -21,6 +21,9 @@ const STAGED_BYTES: usize = 4 << 20;
 
 /// Graphs that are kept: as many as there are sizes of a step, and some.
 const MAX_GRAPHS: usize = 512;
+
+/// Bytes that there is room for at first in what is sent back: drawn tokens, and some log-probabilities.
+const RETURNED_BYTES: usize = 64 << 10;
 
 /// One device, and one stream of work on it.
 pub(crate) struct DriverDevice {
@@ -35,6 +38,7 @@ pub(crate) struct DriverDevice {
     uploads: [Staging; 2],
     next_upload: usize,
     downloads: Pinned,
+    returns: [Returned; NUM_RETURNS],
     allocations: Vec<Allocation>,
     stream: Arc<CudaStream>,
     device: baton_cuda::Device,
@@ -57,6 +61,12 @@ enum Repeated {
 struct Staging {
     pinned: Pinned,
     copied: CudaEvent,
+}
+
+/// What was sent to the host last.
+struct Returned {
+    staging: Staging,
+    num_bytes: usize,
 }
 
 impl DriverDevice {
@@ -93,10 +103,11 @@ impl DriverDevice {
         let device = baton_cuda::Device::open(ordinal)?;
         let kernels = LoadedKernels::new(&device, sources, cache_dir)?;
         let stream = device.stream()?;
-        let staging = || -> Result<Staging, CudaError> {
+        let staging = |num_bytes| -> Result<Staging, CudaError> {
             let copied = device.context().new_event(None).map_err(|error| failed("cuEventCreate", error))?;
-            Ok(Staging { pinned: Pinned::new(&device, STAGED_BYTES)?, copied })
+            Ok(Staging { pinned: Pinned::new(&device, num_bytes)?, copied })
         };
+        let returned = || Ok::<_, CudaError>(Returned { staging: staging(RETURNED_BYTES)?, num_bytes: 0 });
         Ok(DriverDevice {
             name: format!("cuda:{ordinal}"),
             graphs: HashMap::new(),
@@ -104,9 +115,10 @@ impl DriverDevice {
             fp8_products: Fp8Products::None,
             kernels,
             marks: (0..NUM_MARKS).map(|_| None).collect(),
-            uploads: [staging()?, staging()?],
+            uploads: [staging(STAGED_BYTES)?, staging(STAGED_BYTES)?],
             next_upload: 0,
             downloads: Pinned::new(&device, STAGED_BYTES)?,
+            returns: [returned()?, returned()?],
             allocations: vec![],
             stream,
             device,
@@ -308,6 +320,30 @@ impl Device for DriverDevice {
             source += chunk.len() as u64;
         }
         Ok(())
+    }
+
+    unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError> {
+        self.device.bind()?;
+        let Returned { staging, num_bytes: len } = &mut self.returns[place];
+        // What was sent there before is still to be written otherwise. One that was never recorded is complete.
+        staging.copied.synchronize().map_err(|error| failed("cuEventSynchronize", error))?;
+        if staging.pinned.bytes().len() < num_bytes {
+            staging.pinned = Pinned::new(&self.device, num_bytes.next_power_of_two())?;
+        }
+        *len = num_bytes;
+        if num_bytes > 0 {
+            let pinned = &mut staging.pinned.bytes_mut()[..num_bytes];
+            // SAFETY: there by the caller's word; it is read when the event has passed.
+            unsafe { result::memcpy_dtoh_async(pinned, from.0, self.stream.cu_stream()) }
+                .map_err(|error| failed("cuMemcpyDtoHAsync", error))?;
+        }
+        staging.copied.record(&self.stream).map_err(|error| failed("cuEventRecord", error))
+    }
+
+    fn returned(&mut self, place: usize) -> Result<&[u8], CudaError> {
+        let Returned { staging, num_bytes } = &self.returns[place];
+        staging.copied.synchronize().map_err(|error| failed("cuEventSynchronize", error))?;
+        Ok(&staging.pinned.bytes()[..*num_bytes])
     }
 
     unsafe fn launch<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {

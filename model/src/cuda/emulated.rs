@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use baton_cuda::CudaError;
 
-use super::device::{Device, Fp8Product, Fp8Products, NUM_MARKS, Product};
+use super::device::{Device, Fp8Product, Fp8Products, NUM_MARKS, NUM_RETURNS, Product};
 use super::emulator::{Session, Threads};
 use super::kernel::{Address, Kernel, Source};
 
@@ -17,6 +17,7 @@ pub(crate) struct EmulatedDevice {
     pub(crate) fp8_products: Fp8Products,
     /// Which were made.
     marks: Vec<bool>,
+    returns: [Vec<u8>; NUM_RETURNS],
     is_repeating: bool,
     /// Under which keys work was repeated, and how often.
     pub(crate) repeated: HashMap<u64, usize>,
@@ -30,6 +31,7 @@ impl EmulatedDevice {
             num_free: memory_bytes,
             fp8_products: Fp8Products::None,
             marks: vec![false; NUM_MARKS],
+            returns: Default::default(),
             is_repeating: false,
             repeated: HashMap::new(),
         }
@@ -71,6 +73,17 @@ impl Device for EmulatedDevice {
         assert!(!self.is_repeating, "what is repeated does not wait");
         self.session.read(from, bytes);
         Ok(())
+    }
+
+    unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError> {
+        assert!(!self.is_repeating, "what is repeated does not copy");
+        self.returns[place].resize(num_bytes, 0);
+        self.session.read(from, &mut self.returns[place]);
+        Ok(())
+    }
+
+    fn returned(&mut self, place: usize) -> Result<&[u8], CudaError> {
+        Ok(&self.returns[place])
     }
 
     unsafe fn launch<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {

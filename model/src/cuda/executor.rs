@@ -1,4 +1,5 @@
-//! Runs steps on a device: a batch goes there in one copy, logits come back in one for each [`Buffers::logit_rows`] rows.
+//! Runs steps on a device: a batch goes there in one copy, and the tokens that were drawn come back in one.
+//! Or else logits, in one copy for each [`Buffers::logit_rows`] rows.
 //!
 //! Layers are told of as they become ready, without waiting for the step: behind the kernel that writes a layer's KV lies a
 //! mark, and between the launches of later layers this thread looks which marks have been passed. `on_layer` is called
@@ -6,11 +7,16 @@
 //! that by the time that this thread takes to ask for a layer. After the last layer was asked for, it waits for one mark
 //! after the other.
 
+mod drawing;
+
+use std::collections::VecDeque;
+
 use baton_cuda::CudaError;
 use baton_kv_cache::{BlockStorage, KvLayout};
 
 use super::buffers::Buffers;
-use super::device::{Device, NUM_MARKS};
+use super::device::{Device, NUM_MARKS, NUM_RETURNS};
+use super::draws::DrawInputs;
 use super::inputs::{BatchLimits, InputShape, Inputs, padded};
 use super::kernel::{Address, Source};
 use super::multiply::{EXPERT_TILE_ROWS, Scratch};
@@ -18,9 +24,10 @@ use super::pass::Pass;
 use super::products::{self, WeightKind};
 use super::start::StartError;
 use super::weights::{self, DeviceWeightBytes, DeviceWeights};
-use super::{attention, embed, expert_products, experts, gate, norm, rope, rows};
+use super::{attention, embed, expert_products, experts, gate, norm, rope, rows, sample};
 use crate::spec::{DecoderSpec, MlpSpec};
-use crate::{Batch, ExecuteError, Executor, LoadProgress, LoadedModel};
+use crate::{Batch, DrawingExecutor, ExecuteError, Executor, LoadProgress, LoadedModel};
+use drawing::Launched;
 
 /// Left to libraries and the driver, for what they take later: code of products of other sizes, graphs.
 const SPARE_BYTES: usize = 256 << 20;
@@ -29,15 +36,29 @@ const SPARE_BYTES: usize = 256 << 20;
 pub(crate) struct DeviceExecutor<D> {
     device: D,
     model: LoadedModel,
+    layout: KvLayout,
     weights: DeviceWeights,
     buffers: Buffers,
     scratch: Scratch,
     limits: BatchLimits,
     shape: InputShape,
     inputs: Inputs,
-    logits: Vec<f32>,
+    draws: DrawInputs,
+    /// Of the step that is executed; and of rows that were not drawn, of each step under way.
+    logits: [Vec<f32>; NUM_RETURNS],
+    /// Steps under way, the oldest first.
+    launched: VecDeque<Launched>,
+    /// Where the next one's tokens are sent to.
+    next_place: usize,
     /// The memory of the blocks that were computed with: what repeats knows its address.
     pool: Option<Address>,
+}
+
+/// Layers that were told of, and whether the others are marked; else they are ready when the step is.
+#[derive(Clone, Copy)]
+struct Told {
+    num_layers: usize,
+    is_marked: bool,
 }
 
 /// All kernels of a model.
@@ -48,6 +69,7 @@ pub(crate) fn sources(model: &LoadedModel) -> Vec<Source> {
         embed::source(),
         norm::source(),
         rows::source(),
+        sample::source(),
         gate::source(spec.activation),
         rope::source(spec.ropes[0].rotary_dim, &layout),
     ]
@@ -97,6 +119,10 @@ pub(crate) fn check_shape(model: &LoadedModel) -> Result<(), StartError> {
     if spec.layers.len() > NUM_MARKS {
         return shape("num_hidden_layers", spec.layers.len(), "at most 1024");
     }
+    // Sums of parts of a row, in shared memory.
+    if spec.vocab_size > 4 << 20 {
+        return shape("vocab_size", spec.vocab_size, "at most 4194304");
+    }
     let rotary_dim = spec.ropes[0].rotary_dim;
     match spec.ropes.iter().find(|rope| rope.rotary_dim != rotary_dim) {
         Some(other) => shape("rotary_dim", other.rotary_dim, "the same in all layers"),
@@ -129,13 +155,17 @@ impl<D: Device> DeviceExecutor<D> {
         let scratch = Scratch::new(&mut device, spec, &weights, &limits, model.rounds_activations())?;
         let mut executor = DeviceExecutor {
             device,
+            layout,
             weights,
             buffers,
             scratch,
             limits,
             shape,
             inputs: Inputs::default(),
-            logits: vec![],
+            draws: DrawInputs::default(),
+            logits: Default::default(),
+            launched: VecDeque::new(),
+            next_place: 0,
             pool: None,
             model,
         };
@@ -153,7 +183,7 @@ impl<D: Device> DeviceExecutor<D> {
         self.weights.bytes
     }
 
-    #[cfg(test)]
+    #[cfg(any(test, feature = "emulator"))]
     pub(crate) fn device(&mut self) -> &mut D {
         &mut self.device
     }
@@ -184,8 +214,9 @@ impl<D: Device> DeviceExecutor<D> {
                 pass.logits(device, 0, inputs.num_wanted)?;
             }
         }
-        device.mark(0)?;
-        device.wait_for(0)
+        self.warm_up_drawing()?;
+        self.device.mark(0)?;
+        self.device.wait_for(0)
     }
 
     fn check_limits(&self, batch: &Batch<'_>) -> Result<(), ExecuteError> {
@@ -211,24 +242,36 @@ impl<D: Device> DeviceExecutor<D> {
         ExecuteError { device: self.device.name().to_owned(), message: error.to_string() }
     }
 
-    /// One step; its logits are in `self.logits`.
-    fn step(
-        &mut self,
-        batch: &Batch<'_>,
-        pool: Address,
-        on_layer: &mut dyn FnMut(usize),
-    ) -> Result<(), CudaError> {
-        let DeviceExecutor { device, model, weights, buffers, scratch, inputs, logits, shape, .. } = self;
-        inputs.fill(batch, shape);
-        // SAFETY: there is room for the largest batch.
-        unsafe { device.upload(buffers.inputs, inputs.bytes()) }?;
-        let layout = model.kv_layout();
-        let (spec, at) = (&model.config().decoder, inputs.at(buffers.inputs));
-        let pass = Pass { spec, layout: &layout, weights, buffers, scratch, inputs, at, pool };
-        let num_layers = weights.layers.len();
-        let num_logits: usize = batch.sequences.iter().map(|it| it.num_logits).sum();
-        logits.resize(num_logits * spec.vocab_size, 0.0);
-        if let Some(key) = inputs.key {
+    /// Takes down a batch, on the blocks of `storage`.
+    fn take(&mut self, batch: &Batch<'_>, storage: &BlockStorage) -> Result<(), ExecuteError> {
+        assert_eq!(*storage.layout(), self.model.kv_layout(), "blocks of another layout");
+        let memory = storage.device().expect("blocks are on the device");
+        let pool = Address(memory.address());
+        assert_eq!(*self.pool.get_or_insert(pool), pool, "blocks of another storage");
+        self.check_limits(batch)?;
+        self.inputs.fill(batch, &self.shape);
+        Ok(())
+    }
+
+    fn upload(&mut self) -> Result<(), CudaError> {
+        // SAFETY: there is room for the largest batch, and as many draws.
+        unsafe { self.device.upload(self.buffers.inputs, self.inputs.bytes()) }
+    }
+
+    /// The device, and the step whose inputs are there.
+    fn pass(&mut self) -> (&mut D, Pass<'_>) {
+        let DeviceExecutor { device, model, weights, buffers, scratch, inputs, layout, pool, .. } = self;
+        let at = inputs.at(buffers.inputs);
+        let pool = pool.expect("a batch was taken");
+        (device, Pass { spec: &model.config().decoder, layout, weights, buffers, scratch, inputs, at, pool })
+    }
+
+    /// Asks for everything up to the first logits, and tells of layers that are ready meanwhile.
+    fn forward(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Told, CudaError> {
+        let (device, pass) = self.pass();
+        let num_layers = pass.weights.layers.len();
+        let num_logits = pass.inputs.num_wanted.min(pass.buffers.logit_rows);
+        if let Some(key) = pass.inputs.key {
             device.repeat(key, &mut |device| {
                 pass.begin(device)?;
                 for layer_idx in 0..num_layers {
@@ -236,12 +279,9 @@ impl<D: Device> DeviceExecutor<D> {
                     pass.finish(device, layer_idx)?;
                 }
                 pass.norm_wanted(device)?;
-                pass.logits(device, 0, inputs.num_wanted)
+                pass.logits(device, 0, num_logits)
             })?;
-            // SAFETY: the batch was filled up from so many rows.
-            unsafe { device.download(buffers.logits, bytemuck::cast_slice_mut(logits)) }?;
-            (0..num_layers).for_each(on_layer);
-            return Ok(());
+            return Ok(Told { num_layers: 0, is_marked: false });
         }
         pass.begin(device)?;
         let mut next_layer = 0;
@@ -255,18 +295,47 @@ impl<D: Device> DeviceExecutor<D> {
             }
         }
         pass.norm_wanted(device)?;
-        for layer_idx in next_layer..num_layers {
-            device.wait_for(layer_idx)?;
+        if num_logits > 0 {
+            pass.logits(device, 0, num_logits)?;
+        }
+        Ok(Told { num_layers: next_layer, is_marked: true })
+    }
+
+    /// Tells of the layers that are left, each when it is ready.
+    fn tell(&mut self, told: Told, on_layer: &mut dyn FnMut(usize)) -> Result<(), CudaError> {
+        for layer_idx in told.num_layers..self.weights.layers.len() {
+            if told.is_marked {
+                self.device.wait_for(layer_idx)?;
+            }
             on_layer(layer_idx);
         }
-        for (nth, chunk) in logits.chunks_mut(buffers.logit_rows * spec.vocab_size).enumerate() {
-            pass.logits(device, nth * buffers.logit_rows, chunk.len() / spec.vocab_size)?;
+        Ok(())
+    }
+
+    /// One step; its logits are in the first of `self.logits`.
+    fn step(&mut self, num_logits: usize, on_layer: &mut dyn FnMut(usize)) -> Result<(), CudaError> {
+        self.upload()?;
+        let told = self.forward(on_layer)?;
+        if told.is_marked {
+            self.tell(told, on_layer)?;
+        }
+        let vocab_size = self.model.config().vocab_size();
+        let mut logits = std::mem::take(&mut self.logits[0]);
+        logits.resize(num_logits * vocab_size, 0.0);
+        let (device, pass) = self.pass();
+        let (at, logit_rows) = (pass.buffers.logits, pass.buffers.logit_rows);
+        for (nth, chunk) in logits.chunks_mut(logit_rows * vocab_size).enumerate() {
+            if nth > 0 {
+                pass.logits(device, nth * logit_rows, chunk.len() / vocab_size)?;
+            }
             // SAFETY: so many were just computed.
-            unsafe { device.download(buffers.logits, bytemuck::cast_slice_mut(chunk)) }?;
+            unsafe { device.download(at, bytemuck::cast_slice_mut(chunk)) }?;
         }
         // Also a step whose logits nobody wants is done when it returns.
         device.mark(0)?;
-        device.wait_for(0)
+        device.wait_for(0)?;
+        self.logits[0] = logits;
+        if told.is_marked { Ok(()) } else { self.tell(told, on_layer) }
     }
 }
 
@@ -285,12 +354,14 @@ impl<D: Device> Executor for DeviceExecutor<D> {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<&[f32], ExecuteError> {
-        assert_eq!(*storage.layout(), self.kv_layout(), "blocks of another layout");
-        let memory = storage.device().expect("blocks are on the device");
-        let pool = Address(memory.address());
-        assert_eq!(*self.pool.get_or_insert(pool), pool, "blocks of another storage");
-        self.check_limits(batch)?;
-        self.step(batch, pool, on_layer).map_err(|error| self.failed(error))?;
-        Ok(&self.logits)
+        assert!(self.launched.is_empty(), "a step is under way");
+        self.take(batch, storage)?;
+        let num_logits = batch.sequences.iter().map(|it| it.num_logits).sum();
+        self.step(num_logits, on_layer).map_err(|error| self.failed(error))?;
+        Ok(&self.logits[0])
+    }
+
+    fn drawing(&mut self) -> Option<&mut dyn DrawingExecutor> {
+        Some(self)
     }
 }

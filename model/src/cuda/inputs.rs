@@ -189,6 +189,22 @@ impl Inputs {
         bytemuck::cast_slice(&self.words)
     }
 
+    /// Adds more that the device reads, behind the batch; where that is, in bytes from the first word.
+    pub(crate) fn append(&mut self, more: &[u32]) -> usize {
+        4 * part(&mut self.words, more.len(), 0, more.iter().copied())
+    }
+
+    /// Adds where the token of each row comes from: of each sequence, which has no other.
+    ///
+    /// # Panics
+    /// When a sequence has not one token.
+    pub(crate) fn append_sources(&mut self, follows: &[usize]) -> usize {
+        // Then rows are in the order of the batch, as draws are.
+        assert!(self.first_rows.iter().copied().eq(0..follows.len()), "one token of each sequence");
+        let sources: Vec<u32> = follows.iter().map(|&row_idx| row_idx as u32).collect();
+        self.append(&sources)
+    }
+
     /// Where its parts are when it lies at `base`.
     pub(crate) fn at(&self, base: Address) -> InputAddresses {
         let at = |first_word: usize| base.add(first_word * 4);

@@ -23,6 +23,7 @@ mod checksum;
 mod compile;
 mod cuda_executor;
 mod device;
+mod draws;
 mod driver;
 mod embed;
 mod executor;
@@ -46,15 +47,19 @@ mod start;
 mod weights;
 
 #[cfg(test)]
+mod drawing_tests;
+#[cfg(any(test, feature = "emulator"))]
 mod emulated;
-#[cfg(test)]
+#[cfg(any(test, feature = "emulator"))]
 mod emulator;
 #[cfg(test)]
 mod low_bit_tests;
 #[cfg(test)]
 mod model_tests;
-#[cfg(test)]
+#[cfg(any(test, feature = "emulator"))]
 mod test_device;
+#[cfg(any(test, feature = "emulator"))]
+pub mod test_model;
 #[cfg(test)]
 mod testing;
 

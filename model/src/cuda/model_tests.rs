@@ -1,20 +1,19 @@
 //! Whole models on the emulated device against processors with f32 activations: every architecture, every path.
 
-use std::io;
 use std::path::PathBuf;
 
 use baton_cuda::CudaError;
-use baton_kv_cache::{BlockId, BlockStorage, DeviceMemory, KvDtype};
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
 use safetensors::SafeTensors;
 
-use super::device::{Device, Fp8Products};
+use super::device::Fp8Products;
 use super::emulated::EmulatedDevice;
 use super::emulator::Threads;
-use super::executor::{DeviceExecutor, check_shape, sources};
+use super::executor::DeviceExecutor;
 use super::inputs::BatchLimits;
-use super::kernel::Address;
 use super::start::StartError;
 use super::test_device::{self, TestDevice};
+use super::test_model;
 use super::testing;
 use crate::{
     Activations, Backend, Batch, BatchSequence, CpuExecutor, Executor, LoadOptions, LoadedModel, load,
@@ -29,41 +28,7 @@ const TOLERANCE_OF_EIGHT_BITS: f32 = 0.12;
 
 const LIMITS: BatchLimits = BatchLimits { num_rows: 64, num_sequences: 6, context_length: 256 };
 
-/// What the emulated device has: enough.
-const MEMORY_BYTES: usize = 64 << 20;
-
 const NUM_BLOCKS: usize = 64;
-
-/// Memory that nobody reaches but the executor.
-#[derive(Debug)]
-struct Pool(Address);
-
-// SAFETY: the emulated device frees it with everything else.
-unsafe impl DeviceMemory for Pool {
-    fn device(&self) -> u32 {
-        0
-    }
-
-    fn address(&self) -> u64 {
-        self.0.0
-    }
-
-    unsafe fn read(&self, _: usize, _: &mut [u8]) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    unsafe fn write(&self, _: usize, _: &[u8]) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    fn handle(&self) -> Option<[u8; 64]> {
-        None
-    }
-
-    fn bind(&self) -> io::Result<()> {
-        Ok(())
-    }
-}
 
 fn options(name: &str, kv_dtype: KvDtype, block_size: usize, backend: Backend) -> (PathBuf, LoadOptions) {
     let activations = if backend == Backend::Cpu { Activations::F32 } else { Activations::Auto };
@@ -84,7 +49,7 @@ pub(super) fn fixtures() -> PathBuf {
     PathBuf::from(here).join("../tests/parity/fixtures")
 }
 
-fn loaded(name: &str, kv_dtype: KvDtype, block_size: usize, backend: Backend) -> LoadedModel {
+pub(super) fn loaded(name: &str, kv_dtype: KvDtype, block_size: usize, backend: Backend) -> LoadedModel {
     let (dir, options) = options(name, kv_dtype, block_size, backend);
     load(&dir, &options, &mut |_| {}).unwrap()
 }
@@ -95,17 +60,13 @@ pub(super) fn on_device(
     num_rows: usize,
     fp8_products: Fp8Products,
 ) -> Result<DeviceExecutor<TestDevice>, StartError> {
-    check_shape(&model)?;
-    let mut device = TestDevice::new(&sources(&model), MEMORY_BYTES, Threads::Shuffled);
-    assert!(device.pretend_fp8(fp8_products), "not on this device");
-    let limits = BatchLimits { num_rows, ..LIMITS };
-    DeviceExecutor::new(device, model, limits, &mut |_| {})
+    test_model::on_device(model, BatchLimits { num_rows, ..LIMITS }, fp8_products)
 }
 
 /// An executor, and blocks of its own.
 pub(super) struct Machine<E> {
-    executor: E,
-    storage: BlockStorage,
+    pub(super) executor: E,
+    pub(super) storage: BlockStorage,
     block_size: usize,
     next_block: usize,
 }
@@ -121,19 +82,17 @@ impl Machine<CpuExecutor> {
 
 impl Machine<DeviceExecutor<TestDevice>> {
     /// Its blocks are full of NaN: what is not written yet must not matter.
-    fn device(model: LoadedModel, num_rows: usize, fp8_products: Fp8Products) -> Self {
+    pub(super) fn device(model: LoadedModel, num_rows: usize, fp8_products: Fp8Products) -> Self {
         let mut executor = on_device(model, num_rows, fp8_products).unwrap();
-        let layout = executor.kv_layout();
-        let size_bytes = BlockStorage::bytes_of(&layout, NUM_BLOCKS).unwrap();
-        let pool = Pool(executor.device().allocate(size_bytes).unwrap());
-        let storage = BlockStorage::on_device(Box::new(pool), layout, NUM_BLOCKS);
-        Machine { executor, storage, block_size: layout.block_size, next_block: 0 }
+        let block_size = executor.kv_layout().block_size;
+        let storage = test_model::blocks(&mut executor, NUM_BLOCKS);
+        Machine { executor, storage, block_size, next_block: 0 }
     }
 }
 
 impl<E: Executor> Machine<E> {
     /// Blocks for so many tokens, some way apart.
-    fn place(&mut self, num_tokens: usize) -> Vec<BlockId> {
+    pub(super) fn place(&mut self, num_tokens: usize) -> Vec<BlockId> {
         let next = |_| {
             self.next_block += 1;
             assert!(self.next_block <= NUM_BLOCKS, "blocks of a test");
@@ -154,7 +113,7 @@ impl<E: Executor> Machine<E> {
     }
 }
 
-fn prompt(num_tokens: usize, seed: u32) -> Vec<u32> {
+pub(super) fn prompt(num_tokens: usize, seed: u32) -> Vec<u32> {
     (0..num_tokens as u32).map(|idx| (idx * 37 + seed * 101 + idx * idx % 7) % 250).collect()
 }
 
@@ -162,7 +121,7 @@ fn largest(logits: &[f32]) -> f32 {
     logits.iter().fold(0.0, |max, x| max.max(x.abs()))
 }
 
-fn argmax(logits: &[f32]) -> usize {
+pub(super) fn argmax(logits: &[f32]) -> usize {
     (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap()
 }
 

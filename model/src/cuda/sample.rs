@@ -7,6 +7,8 @@
 //! in that of their ids; and where nothing but stop ids is finite, a token that the model excludes stays excluded.
 
 use super::kernel::{Address, Kernel, LaunchShape, Source};
+#[cfg(doc)]
+use crate::TokenCount;
 
 /// Threads of a block, and tokens that it can sort at a time.
 const THREADS: u32 = 512;
@@ -23,8 +25,7 @@ fn source_with(threads: u32) -> Source {
     }
 }
 
-/// How the token of a row is chosen: what the kernel reads of each row, a step. Lists are ranges of the lists of all rows,
-/// which stay on the device from step to step ([`SetCounts`]).
+/// How the token of a row is chosen: what the kernel reads of each row, a step. Lists are ranges of the lists of all rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub(crate) struct SampledRow {
@@ -60,13 +61,8 @@ pub(crate) struct SampledRow {
 
 pub(crate) const NO_LOGPROBS: u32 = u32::MAX;
 
-/// A token of a sequence: how often its output has it, 0 for one that only the prompt has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-pub(crate) struct CountedToken {
-    pub(crate) token: u32,
-    pub(crate) num_output: u32,
-}
+/// A token of a list that is to be passed over.
+pub(crate) const NO_TOKEN: u32 = u32::MAX;
 
 /// Added to a token's logit after the penalties.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -104,7 +100,7 @@ pub(crate) struct SampleRows {
     pub(crate) logits: Address,
     /// `[rows]`, [`SampledRow`].
     pub(crate) rows: Address,
-    /// [`CountedToken`]s, a token once in a row's range.
+    /// [`TokenCount`]s, a token once in a row's range.
     pub(crate) counts: Address,
     /// [`BiasedToken`]s, a token once in a row's range; rows may share ranges.
     pub(crate) biases: Address,
@@ -136,15 +132,16 @@ unsafe impl Kernel for SampleRows {
     }
 }
 
-/// `counts[places[i]] = values[i]`: all that a step changes in the lists is one entry for each row with penalties.
+/// `counts[places[i]] = values[i]`: for lists that stay on the device, where all that a step changes is one entry for each
+/// row with penalties. No pass launches it yet: lists come with each step.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct SetCounts {
-    /// [`CountedToken`]s.
+    /// [`TokenCount`]s.
     pub(crate) counts: Address,
     /// `[num]`, u32, no place twice.
     pub(crate) places: Address,
-    /// `[num]`, [`CountedToken`].
+    /// `[num]`, [`TokenCount`].
     pub(crate) values: Address,
     pub(crate) num: u64,
 }
@@ -152,6 +149,56 @@ pub(crate) struct SetCounts {
 // SAFETY: as `SetCounts` in the file.
 unsafe impl Kernel for SetCounts {
     const NAME: &'static str = "set_counts";
+
+    fn shape(&self) -> LaunchShape {
+        LaunchShape { grid: [self.num.div_ceil(256) as u32, 1, 1], threads: 256, shared_bytes: 0 }
+    }
+}
+
+/// Counts `drawn[sources[row]]` in the list of each row that has one: a step that follows another is told of the tokens
+/// before that one's. The last place of such a list is left for a token that is new; [`NO_TOKEN`] until then.
+///
+/// Reads 8 bytes a token of the lists: bound by memory.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct CountDrawn {
+    /// [`SampleRows::rows`]
+    pub(crate) rows: Address,
+    /// [`SampleRows::counts`]
+    pub(crate) counts: Address,
+    /// `[rows]`, u32: rows of the step before.
+    pub(crate) sources: Address,
+    /// [`SampleRows::tokens`] of that step.
+    pub(crate) drawn: Address,
+    pub(crate) num_rows: u64,
+}
+
+// SAFETY: as `CountDrawn` in the file.
+unsafe impl Kernel for CountDrawn {
+    const NAME: &'static str = "count_drawn";
+
+    fn shape(&self) -> LaunchShape {
+        LaunchShape { grid: [self.num_rows as u32, 1, 1], threads: 256, shared_bytes: 0 }
+    }
+}
+
+/// `tokens[i] = drawn[sources[i]]`: a step that follows another takes what that one drew. 12 bytes a token: bound by the
+/// launch.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct TakeTokens {
+    /// `[num]`, u32.
+    pub(crate) tokens: Address,
+    /// `[num]`, u32: rows of the step before.
+    pub(crate) sources: Address,
+    /// [`SampleRows::tokens`] of that step. One that is no token gives a row that nobody reads.
+    pub(crate) drawn: Address,
+    pub(crate) num: u64,
+}
+
+// SAFETY: as `TakeTokens` in the file.
+unsafe impl Kernel for TakeTokens {
+    const NAME: &'static str = "take_tokens";
 
     fn shape(&self) -> LaunchShape {
         LaunchShape { grid: [self.num.div_ceil(256) as u32, 1, 1], threads: 256, shared_bytes: 0 }

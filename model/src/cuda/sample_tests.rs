@@ -1,4 +1,5 @@
 use super::*;
+use crate::TokenCount;
 use crate::cpu::testing::noise;
 use crate::cuda::emulator::Emulator;
 
@@ -6,7 +7,7 @@ use crate::cuda::emulator::Emulator;
 #[derive(Clone, Debug)]
 struct Case {
     logits: Vec<f32>,
-    counts: Vec<CountedToken>,
+    counts: Vec<TokenCount>,
     biases: Vec<BiasedToken>,
     stops: Vec<u32>,
     row: SampledRow,
@@ -95,7 +96,7 @@ fn run(cases: &[Case], is_narrow: bool) -> Vec<Result> {
     let mut emulator = Emulator::new(source_with(if is_narrow { NARROW } else { THREADS }));
     // Lists come to the device by the kernel that changes them.
     let places: Vec<u32> = (0..counts.len() as u32).rev().collect();
-    let values: Vec<CountedToken> = counts.iter().rev().copied().collect();
+    let values: Vec<TokenCount> = counts.iter().rev().copied().collect();
     let set = SetCounts {
         counts: emulator.poisoned(counts.len() * 8),
         places: emulator.buffer(&bytes(&places)),
@@ -292,7 +293,7 @@ fn cases(vocab: usize) -> Vec<Case> {
                 let token = |idx: usize| (idx * 7 % vocab) as u32;
                 let num = vocab.min(12);
                 case.counts = (0..num as u32)
-                    .map(|idx| CountedToken { token: token(idx as usize), num_output: idx % 4 })
+                    .map(|idx| TokenCount { token: token(idx as usize), num_output: idx % 4 })
                     .collect();
                 case.biases = vec![
                     BiasedToken { token: token(0), bias: 4.5 },
@@ -372,7 +373,7 @@ fn rows_that_cannot_be_used_are_marked() {
                 if is_changed {
                     // Also the bad number itself is changed.
                     case.stops = vec![599];
-                    case.counts = vec![CountedToken { token: 0, num_output: 1 }];
+                    case.counts = vec![TokenCount { token: 0, num_output: 1 }];
                     case.row.presence_penalty = 1.0;
                     case.row.num_top = 2;
                 }
@@ -388,4 +389,56 @@ fn rows_that_cannot_be_used_are_marked() {
     check(&cases, true);
     let num_invalid = run(&cases, true).iter().filter(|result| result.drawn == Drawn::InvalidLogits).count();
     assert_eq!(num_invalid, cases.len() - 1);
+}
+
+#[test]
+fn a_drawn_token_is_counted_once_wherever_it_is() {
+    let count = |token, num_output| TokenCount { token, num_output };
+    let none = count(NO_TOKEN, 0);
+    // As they are told, what was drawn, and what becomes of them.
+    let long: Vec<TokenCount> = (0..700).map(|token| count(token, token % 3)).chain([none]).collect();
+    let mut longer = long.clone();
+    longer[699].num_output += 1;
+    let lists = [
+        (vec![count(5, 0), count(9, 2), none], 9, vec![count(5, 0), count(9, 3), none]),
+        (vec![], 9, vec![]),
+        (vec![count(5, 0), none], 7, vec![count(5, 0), count(7, 1)]),
+        (long, 699, longer),
+        (vec![count(5, 0), none], NO_TOKEN, vec![count(5, 0), count(NO_TOKEN, 1)]),
+    ];
+    let mut counts: Vec<TokenCount> = vec![];
+    let mut rows = vec![];
+    for (list, ..) in &lists {
+        let (first_count, num_counts) = (counts.len() as u32, list.len() as u32);
+        rows.push(SampledRow { first_count, num_counts, ..Case::new(vec![]).row });
+        counts.extend(list);
+    }
+    // In another order there.
+    let drawn: Vec<u32> = lists.iter().rev().map(|(_, token, _)| *token).collect();
+    let sources: Vec<u32> = (0..lists.len() as u32).rev().collect();
+    let mut emulator = Emulator::new(source_with(NARROW));
+    let kernel = CountDrawn {
+        rows: emulator.buffer(&bytes(&rows)),
+        counts: emulator.buffer(&bytes(&counts)),
+        sources: emulator.buffer(&bytes(&sources)),
+        drawn: emulator.buffer(&bytes(&drawn)),
+        num_rows: rows.len() as u64,
+    };
+    emulator.launch(&kernel);
+    let expected: Vec<TokenCount> = lists.iter().flat_map(|(_, _, list)| list).copied().collect();
+    assert_eq!(emulator.run().of(kernel.counts), bytes(&expected));
+}
+
+#[test]
+fn a_place_without_a_token_is_passed_over() {
+    let case = |with_none: bool| {
+        let mut case = Case::new(noise(9, 600));
+        case.counts = (0..40).map(|token| TokenCount { token: token * 9, num_output: token % 3 }).collect();
+        if with_none {
+            case.counts.insert(20, TokenCount { token: NO_TOKEN, num_output: 1 });
+        }
+        case.with(|row| (row.presence_penalty, row.repetition_penalty, row.num_top) = (0.5, 1.2, 3))
+    };
+    let results = run(&[case(false), case(true)], true);
+    assert_eq!(results[0], results[1]);
 }

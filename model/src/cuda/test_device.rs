@@ -139,6 +139,15 @@ impl Device for TestDevice {
         unsafe { of_either!(self, device => device.download(from, bytes)) }
     }
 
+    unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError> {
+        // SAFETY: by the caller's word.
+        unsafe { of_either!(self, device => device.send_back(from, num_bytes, place)) }
+    }
+
+    fn returned(&mut self, place: usize) -> Result<&[u8], CudaError> {
+        of_either!(self, device => device.returned(place))
+    }
+
     unsafe fn launch<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {
         if let TestDevice::Guarded(device) = self {
             device.last_kernel = kernel.name();

@@ -15,6 +15,7 @@
 namespace sampling {
 
 struct TokenCount {
+    // INVALID for none.
     u32 token;
     // How often the output has it; 0 for one that only the prompt has.
     u32 num_output;
@@ -154,6 +155,7 @@ __device__ __noinline__ void change(Shared& shared, const Row& row, const Lists&
     float* saved = row.num_top != NO_LOGPROBS ? lists.saved + row.first_saved : nullptr;
     for (u32 i = threadIdx.x; i < row.num_counts; i += SAMPLE_THREADS) {
         TokenCount count = lists.counts[row.first_count + i];
+        if (count.token == INVALID) continue;
         float logit = logits[count.token];
         check(logit);
         if (saved) saved[i] = logit;
@@ -571,4 +573,47 @@ struct SetCounts {
 KERNEL(set_counts, SetCounts, 256) {
     u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < p.num) p.counts[p.places[i]] = p.values[i];
+}
+
+struct CountDrawn {
+    // [num_rows]
+    const sampling::Row* rows;
+    sampling::TokenCount* counts;
+    // [num_rows]
+    const u32* sources;
+    const u32* drawn;
+    u64 num_rows;
+};
+
+// Counts drawn[sources[row]] in the list of each row that has one; its last place is for a token that is new. A block for
+// each row. Reads 8 bytes a token of the lists.
+KERNEL(count_drawn, CountDrawn, 256) {
+    using namespace sampling;
+    __shared__ u32 is_new;
+    const Row row = p.rows[blockIdx.x];
+    if (row.num_counts == 0) return;
+    TokenCount* counts = p.counts + row.first_count;
+    u32 token = p.drawn[p.sources[blockIdx.x]];
+    if (threadIdx.x == 0) is_new = 1;
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < row.num_counts - 1; i += blockDim.x) {
+        if (counts[i].token == token) counts[i].num_output += 1, is_new = 0;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && is_new) counts[row.num_counts - 1] = {token, 1};
+}
+
+struct TakeTokens {
+    // [num]
+    u32* tokens;
+    // [num]
+    const u32* sources;
+    const u32* drawn;
+    u64 num;
+};
+
+// tokens[i] = drawn[sources[i]]
+KERNEL(take_tokens, TakeTokens, 256) {
+    u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < p.num) p.tokens[i] = p.drawn[p.sources[i]];
 }

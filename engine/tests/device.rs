@@ -1,0 +1,196 @@
+//! A whole model on a device, which is emulated unless `BATON_KERNELS_ON` names one, through the engine: what is drawn there is
+//! what the host would draw.
+
+mod support;
+
+use std::{fs, path::Path};
+
+use baton_engine::{
+    Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, Request, SampledToken,
+    SamplingParams, Speculation,
+};
+use baton_model::{
+    Activations, Backend, BatchLimits, LoadOptions, LoadedModel,
+    cuda::test_model::{drawn_by_host, test_model},
+    load,
+};
+use support::{config, kinds::read, request};
+
+const LIMITS: BatchLimits = BatchLimits { num_rows: 64, num_sequences: 8, context_length: 128 };
+
+#[derive(Clone, Copy, PartialEq)]
+enum Draws {
+    OnDevice,
+    OnHost,
+}
+
+fn fixture() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures/qwen3"))
+}
+
+fn loaded(dir: &Path, backend: Backend) -> LoadedModel {
+    let activations = if backend == Backend::Cpu { Activations::F32 } else { Activations::Auto };
+    let threads = Some(1);
+    let options = LoadOptions { block_size: 8, threads, backend, activations, ..LoadOptions::default() };
+    load(dir, &options, &mut |_| {}).expect("a fixture")
+}
+
+fn engine_config() -> EngineConfig {
+    EngineConfig {
+        num_blocks: 64,
+        max_running: LIMITS.num_sequences,
+        token_budget: LIMITS.num_rows,
+        context_length: LIMITS.context_length,
+        ..config()
+    }
+}
+
+fn on_device(dir: &Path, draws: Draws, drafter: Option<Drafter>) -> (EngineHandle, EngineThread) {
+    let config = engine_config();
+    let (executor, storage) = test_model(loaded(dir, Backend::Cuda), LIMITS, config.num_blocks);
+    let executor = if draws == Draws::OnHost { drawn_by_host(executor) } else { executor };
+    let speculation = |drafter| Speculation { drafter, max_draft_tokens: 4, max_step_tokens: 40 };
+    baton_engine::start_over(storage, executor, drafter.map(speculation), config).expect("it starts")
+}
+
+fn prompt(seed: u32, num_tokens: u32) -> Vec<u32> {
+    (0..num_tokens).map(|idx| (idx * 37 + seed * 101 + idx * idx % 7) % 250).collect()
+}
+
+/// All that may be asked of a draw.
+fn requests(max_tokens: u32) -> Vec<Request> {
+    let greedy = SamplingParams::default();
+    let warm = SamplingParams { temperature: 1.5, ..greedy.clone() };
+    let kinds = [
+        SamplingParams { logprobs: Some(3), ..greedy.clone() },
+        SamplingParams { stop_token_ids: (0..128).collect(), min_tokens: 3, ..greedy },
+        SamplingParams { logprobs: Some(0), ..warm.clone() },
+        SamplingParams { top_k: 30, logprobs: Some(20), ..warm.clone() },
+        SamplingParams { top_p: 0.9, min_p: 0.01, ..warm.clone() },
+        SamplingParams { top_k: 100, logit_bias: vec![(3, 2.5), (7, -4.0)], ..warm.clone() },
+        SamplingParams {
+            repetition_penalty: 1.3,
+            presence_penalty: 0.7,
+            frequency_penalty: 0.9,
+            top_p: 0.95,
+            logprobs: Some(2),
+            ..warm
+        },
+        // In no order: the device leaves it to the host.
+        SamplingParams {
+            temperature: 1.5,
+            logit_bias: vec![(9, 2.5), (1, 4.0)],
+            ..SamplingParams::default()
+        },
+    ];
+    let request = |(idx, kind): (u32, &SamplingParams)| Request {
+        sampling: SamplingParams { max_tokens, seed: 10 + u64::from(idx), ..kind.clone() },
+        ..request(&prompt(idx, 3 + idx), 0)
+    };
+    (0..).zip(&kinds).map(request).collect()
+}
+
+type Seen = (Vec<SampledToken>, Result<FinishReason, EngineError>);
+
+async fn run(engine: &EngineHandle, requests: Vec<Request>) -> Vec<Seen> {
+    let streams: Vec<_> =
+        requests.into_iter().map(|request| engine.generate(request).expect("accepted")).collect();
+    let mut seen = Vec::new();
+    for stream in streams {
+        let (tokens, end, _) = read(stream).await;
+        seen.push((tokens, end));
+    }
+    engine.check_idle_integrity().await.expect("idle and whole");
+    seen
+}
+
+/// The same tokens; log-probabilities as close as sums in f32 and in f64 are.
+fn assert_same(found: &[Seen], expected: &[Seen]) {
+    assert_eq!(found.len(), expected.len());
+    for (idx, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let ids = |seen: &Seen| seen.0.iter().map(|token| token.id).collect::<Vec<_>>();
+        assert_eq!((ids(found), &found.1), (ids(expected), &expected.1), "request {idx}");
+        for (found, expected) in found.0.iter().zip(&expected.0) {
+            let (Some(found), Some(expected)) = (&found.logprobs, &expected.logprobs) else {
+                assert_eq!(found.logprobs, expected.logprobs);
+                continue;
+            };
+            let all = |logprobs: &baton_engine::TokenLogprobs| {
+                let top = logprobs.top.iter().copied();
+                top.chain([(0, logprobs.logprob)]).collect::<Vec<_>>()
+            };
+            assert_eq!(all(found).len(), all(expected).len());
+            for (found, expected) in all(found).into_iter().zip(all(expected)) {
+                assert_eq!(found.0, expected.0, "request {idx}");
+                assert!((found.1 - expected.1).abs() < 1e-5, "request {idx}: {found:?}, {expected:?}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_device_draws_what_the_host_would() {
+    let (drawn, _thread) = on_device(fixture(), Draws::OnDevice, None);
+    let (by_host, _other) = on_device(fixture(), Draws::OnHost, None);
+    let expected = run(&by_host, requests(6)).await;
+    assert!(expected.iter().any(|(_, end)| *end == Ok(FinishReason::Stop)));
+    assert_same(&run(&drawn, requests(6)).await, &expected);
+
+    // Without the last of them steps are computed ahead.
+    let but_one: Vec<Request> = requests(5).into_iter().take(7).collect();
+    let expected = run(&by_host, but_one.clone()).await;
+    assert_same(&run(&drawn, but_one).await, &expected);
+}
+
+#[tokio::test]
+async fn greedy_tokens_are_those_of_processors() {
+    let (drawn, _thread) = on_device(fixture(), Draws::OnDevice, None);
+    let executor = loaded(fixture(), Backend::Cpu).cpu_executor().expect("a thread");
+    let (cpu, _other) = baton_engine::start(Box::new(executor), None, engine_config()).expect("it starts");
+    let requests: Vec<Request> = (1..4).map(|seed| request(&prompt(seed, 8 + 9 * seed), 6)).collect();
+    assert_same(&run(&drawn, requests.clone()).await, &run(&cpu, requests).await);
+}
+
+/// One after the other, so that drafts, and with them the numbers of rows, are the same.
+#[tokio::test]
+async fn drafts_are_verified_on_the_device() {
+    let (drawn, _thread) = on_device(fixture(), Draws::OnDevice, Some(Drafter::Ngram));
+    let (by_host, _other) = on_device(fixture(), Draws::OnHost, Some(Drafter::Ngram));
+    for idx in [0, 3, 6] {
+        let request = requests(8).remove(idx);
+        // What has come before is likely to come again.
+        let sampling = SamplingParams { logit_bias: vec![(1, 9.0), (2, 9.0), (3, 9.0)], ..request.sampling };
+        let repeating = Request { prompt: [1, 2, 3].repeat(4 + idx), sampling, ..request };
+        let expected = run(&by_host, vec![repeating.clone()]).await;
+        assert_same(&run(&drawn, vec![repeating]).await, &expected);
+    }
+    let (_, counts) = drawn.drafts().expect("it drafts");
+    assert!(0 < counts.accepted && counts.accepted < counts.drafted, "{counts:?}");
+    assert_eq!(by_host.drafts(), drawn.drafts());
+}
+
+#[tokio::test]
+async fn logits_that_are_no_numbers_fail_their_request_alone() {
+    const BAD_TOKEN: usize = 251;
+    let dir = tempfile::tempdir().expect("a folder");
+    fs::copy(fixture().join("config.json"), dir.path().join("config.json")).expect("a copy");
+    let mut file = fs::read(fixture().join("model.safetensors")).expect("a file");
+    let header_len = u64::from_le_bytes(file[..8].try_into().expect("eight bytes")) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&file[8..8 + header_len]).expect("a header");
+    let embedding = &header["model.embed_tokens.weight"];
+    let [start, end] = [0, 1].map(|idx| embedding["data_offsets"][idx].as_u64().expect("a number") as usize);
+    let num_tokens = embedding["shape"][0].as_u64().expect("a number") as usize;
+    let row_bytes = (end - start) / num_tokens;
+    let row = 8 + header_len + start + BAD_TOKEN * row_bytes;
+    file[row..row + row_bytes].fill(0xff);
+    fs::write(dir.path().join("model.safetensors"), file).expect("a file");
+
+    let (engine, _thread) = on_device(dir.path(), Draws::OnDevice, None);
+    let (sound, _other) = on_device(fixture(), Draws::OnDevice, None);
+    let mut requests: Vec<Request> = (1..4).map(|seed| request(&prompt(seed, 5 + seed), 3)).collect();
+    let expected = run(&sound, requests.clone()).await;
+    requests[1].prompt[3] = BAD_TOKEN as u32;
+    let found = run(&engine, requests).await;
+    assert_eq!(found[1], (vec![], Err(EngineError::InvalidLogits)));
+    assert_same(&[found[0].clone(), found[2].clone()], &[expected[0].clone(), expected[2].clone()]);
+}

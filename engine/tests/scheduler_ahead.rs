@@ -1,0 +1,162 @@
+//! The step that is decided before the tokens of the one before it are known.
+
+use baton_engine::{
+    plan::Plan,
+    scheduler::{Scheduler, SchedulerConfig},
+    sequence::{Role, Sequence, SequenceId},
+};
+
+const BLOCK_SIZE: usize = 4;
+const TOKEN: u32 = 77;
+
+/// A scheduler, and the plan of its last step, whose tokens are not known yet.
+struct Stepping {
+    scheduler: Scheduler,
+    plan: Plan,
+}
+
+impl Stepping {
+    fn new(num_blocks: usize, max_running: usize, token_budget: usize) -> Stepping {
+        let block_size = BLOCK_SIZE;
+        let config = SchedulerConfig { num_blocks, block_size, max_running, token_budget, itl_target: None };
+        Stepping { scheduler: Scheduler::new(config), plan: Plan::default() }
+    }
+
+    fn add(&mut self, id: u64, num_prompt: usize, max_num_tokens: usize) {
+        self.add_as(Role::Generate, id, num_prompt, max_num_tokens);
+    }
+
+    fn add_as(&mut self, role: Role, id: u64, num_prompt: usize, max_num_tokens: usize) {
+        let prompt = vec![id as u32; num_prompt];
+        self.scheduler.add(Sequence::new(SequenceId(id), role, prompt, max_num_tokens, BLOCK_SIZE, None));
+    }
+
+    fn step(&mut self) {
+        self.scheduler.step(&mut self.plan);
+    }
+
+    /// Who is in the step after `plan`, from where on, and which row is followed.
+    fn ahead(&mut self) -> Option<Vec<(u64, usize, usize)>> {
+        let (mut next, mut follows) = (Plan::default(), vec![]);
+        let is_decided = self.scheduler.step_ahead(&self.plan, &mut next, &mut follows);
+        self.scheduler.check_integrity().expect("the books are right");
+        is_decided.then(|| {
+            assert!(next.chunks.iter().all(|chunk| chunk.num_tokens == 1 && chunk.wants_token));
+            let chunks = next.chunks.iter().zip(&follows);
+            let chunks = chunks.map(|(chunk, &row)| (chunk.id.0, chunk.start_idx, row)).collect();
+            self.plan = next;
+            chunks
+        })
+    }
+
+    /// The tokens of `plan`, which was followed or not.
+    fn collect(&mut self, plan: &Plan, is_ahead: bool) {
+        self.scheduler.computed(is_ahead);
+        self.scheduler.advance(plan);
+        for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
+            if self.scheduler.sequence(chunk.id).is_some() {
+                self.scheduler.push_token(chunk.id, TOKEN);
+            }
+        }
+        self.scheduler.check_integrity().expect("the books are right");
+    }
+}
+
+#[test]
+fn everybody_has_one_token_more_but_who_is_at_its_end() {
+    let mut all = Stepping::new(64, 8, 64);
+    for (id, num_prompt, max_num_tokens) in [(1, 4, 20), (2, 7, 8), (3, 9, 11)] {
+        all.add(id, num_prompt, max_num_tokens);
+    }
+    all.step();
+    let first = all.plan.clone();
+    assert_eq!(all.ahead(), Some(vec![(1, 4, 0), (3, 9, 2)]));
+    let second = all.plan.clone();
+    all.collect(&first, true);
+    all.scheduler.end(SequenceId(2));
+    // The row of the step that is followed.
+    assert_eq!(all.ahead(), Some(vec![(1, 5, 0)]));
+    all.collect(&second, true);
+    all.scheduler.end(SequenceId(3));
+    let third = all.plan.clone();
+    all.collect(&third, false);
+    // As if every token had been waited for.
+    all.step();
+    assert_eq!((all.plan.chunks[0].start_idx, all.plan.chunks[0].num_tokens), (6, 1));
+}
+
+#[test]
+fn what_depends_on_tokens_or_on_others_is_not_decided_ahead() {
+    // Somebody who can be admitted waits; without a place nobody can.
+    for (max_running, expected) in [(2, None), (1, Some(vec![(1, 4, 0)]))] {
+        let mut all = Stepping::new(64, max_running, 64);
+        all.add(1, 4, 20);
+        all.step();
+        all.add(2, 4, 20);
+        assert_eq!(all.ahead(), expected);
+    }
+    // Somebody runs who is not in the step.
+    let mut all = Stepping::new(64, 8, 64);
+    all.add_as(Role::Decode, 1, 4, 20);
+    all.add(2, 4, 20);
+    all.step();
+    all.scheduler.start_decode(SequenceId(1), TOKEN);
+    assert_eq!(all.ahead(), None);
+    // A prompt is not complete.
+    let mut all = Stepping::new(64, 8, 8);
+    all.add(1, 9, 20);
+    all.step();
+    assert_eq!(all.ahead(), None);
+    // It ends after its first token.
+    let mut all = Stepping::new(64, 8, 8);
+    all.add_as(Role::Prefill, 1, 4, 20);
+    all.step();
+    assert_eq!(all.ahead(), None);
+    // Drafts.
+    let mut all = Stepping::new(64, 8, 64);
+    all.add(1, 4, 20);
+    all.step();
+    let plan = all.plan.clone();
+    all.collect(&plan, false);
+    all.step();
+    all.scheduler.push_draft(SequenceId(1), TOKEN);
+    all.scheduler.plan_drafts(&mut all.plan);
+    assert_eq!(all.ahead(), None);
+    // There is no block left; nobody is preempted before it must be.
+    let mut all = Stepping::new(4, 8, 64);
+    (1..3).for_each(|id| all.add(id, 3, 12));
+    for _ in 0..5 {
+        all.step();
+        let plan = all.plan.clone();
+        all.collect(&plan, false);
+    }
+    all.step();
+    assert_eq!(all.ahead(), None);
+    let plan = all.plan.clone();
+    all.collect(&plan, false);
+    all.step();
+    assert_eq!(all.plan.preempted, [SequenceId(2)]);
+}
+
+#[test]
+fn blocks_of_who_ends_meanwhile_return_after_the_step() {
+    let mut all = Stepping::new(8, 8, 64);
+    (1..3).for_each(|id| all.add(id, 4, 20));
+    all.step();
+    let first = all.plan.clone();
+    assert_eq!(all.ahead(), Some(vec![(1, 4, 0), (2, 4, 1)]));
+    assert_eq!(all.scheduler.num_free_blocks(), 4, "two more for what follows");
+    let second = all.plan.clone();
+    all.collect(&first, true);
+    all.scheduler.end(SequenceId(1));
+    assert_eq!(all.scheduler.num_free_blocks(), 4, "the step that is ahead writes there");
+    assert_eq!(all.ahead(), Some(vec![(2, 5, 1)]), "it follows the second row");
+    let third = all.plan.clone();
+    all.collect(&second, true);
+    assert_eq!(all.scheduler.num_free_blocks(), 6);
+    all.scheduler.end(SequenceId(2));
+    assert_eq!(all.ahead(), None, "nobody is left");
+    all.collect(&third, false);
+    assert_eq!(all.scheduler.num_free_blocks(), 8);
+    assert!(all.scheduler.is_idle());
+}
