@@ -260,7 +260,11 @@ impl Sender {
                     ));
                 }
                 Err(failure) => {
-                    failures.push(format!("{}: {failure}", offer.kind()));
+                    let kind = offer.kind();
+                    failures.push(match &failure {
+                        RouteError::Unreachable(why) => format!("{kind}: {why}"),
+                        other => format!("{kind}: {other}"),
+                    });
                     error = Some(failure);
                 }
             }
