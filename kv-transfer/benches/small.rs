@@ -3,7 +3,7 @@
 //! pools in one process, which share no mapping; in turns, in memory that no cache holds and whose pages are there.
 //!
 //! ```text
-//! cargo bench -p baton-kv-transfer --bench small
+//! cargo bench -p baton-kv-transfer --bench small [-- BYTES OF A PIECE]
 //! ```
 
 use std::{
@@ -19,7 +19,6 @@ use baton_kv_transfer::{PieceWrite, Receiver, ReceiverConfig, Sender, SenderConf
 
 const SIZES: [usize; 9] =
     [4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20];
-const MAX_PIECE_BYTES: usize = 64 << 10;
 const POOL_BYTES: usize = 128 << 20;
 const ROUNDS: usize = 600;
 const NUM_WAYS: usize = 6;
@@ -32,13 +31,14 @@ async fn main() {
     println!(
         "    size    memcpy   at once   by thread   at once   by thread   stream   at once   by thread   at once   by thread"
     );
+    let max_piece_bytes = std::env::args().find_map(|arg| arg.parse().ok()).unwrap_or(64 << 10);
     for size_bytes in SIZES {
-        measure(size_bytes).await;
+        measure(size_bytes, max_piece_bytes).await;
     }
 }
 
-async fn measure(size_bytes: usize) {
-    let piece_bytes = size_bytes.min(MAX_PIECE_BYTES);
+async fn measure(size_bytes: usize, max_piece_bytes: usize) {
+    let piece_bytes = size_bytes.min(max_piece_bytes);
     let [source, target, memory, streamed] = [1, 2, 3, 4].map(|byte| storage(piece_bytes, byte));
     let dir = tempfile::tempdir().expect("a directory");
     let config = ReceiverConfig {

@@ -11,7 +11,7 @@ use tokio::sync::{oneshot, watch};
 
 use super::{Peer, SenderContext};
 use crate::{
-    checksum::checksum,
+    checksum::{self, checksum},
     error::PushError,
     message::{Generation, Pass, Piece, PieceWrite, Source, TransportKind},
 };
@@ -258,6 +258,14 @@ impl RouteState {
         let bytes = unsafe { self.bytes(piece, staged, assembly) }?;
         codec.encode(bytes, room, wire);
         Ok(room)
+    }
+
+    /// Has the processor fetch the beginning of a piece that is read next, if it is read where it lies.
+    pub(crate) fn fetch_ahead(&self, piece: &PieceWrite) {
+        if self.host_room_bytes() == 0 {
+            let block = piece.src.blocks()[0];
+            checksum::fetch_ahead(self.storage().layer_ptr(block, piece.layer_idx as usize).as_ptr());
+        }
     }
 
     /// The checksum of what the peer's block holds when it has got the bytes of a piece that [`load`](Self::load) gave.
