@@ -38,7 +38,7 @@ and why a transport is not available, and whether handoffs fell back to it.
 
 Fails when KV cannot travel between two workers.";
 
-/// Wake-ups are a large part of smaller transfers.
+/// Wake-ups are a large part of smaller transfers, and caches hold them.
 const MIN_TELLING_BYTES: u64 = 8 << 20;
 
 /// Which workers.
@@ -240,7 +240,10 @@ impl Measured {
         };
         let ratio = way.gb_per_s / base;
         let why = match (way.name.as_str(), ratio) {
-            (_, ..0.7) if self.bytes < MIN_TELLING_BYTES => "transfers are too small to tell what limits it",
+            // Slower by wake-ups, or faster by caches.
+            (_, ..0.7 | 1.5..) if self.bytes < MIN_TELLING_BYTES => {
+                "transfers are too small to tell what limits it"
+            }
             ("shm", 0.7..) => "limited by memory",
             ("shm", _) if self.conversion.is_some() => "limited by putting blocks of the other form together",
             ("shm", _) => "processors are busy, or pages of the pool were not touched before",
@@ -374,6 +377,12 @@ mod tests {
         let converted = text(Finding::Measured(Measured { conversion, ..measured("shm", 1.0, 0.9) }));
         assert!(converted.contains("become blocks of 32 tokens in int8, which is part of"), "{converted}");
         assert!(converted.contains("limited by putting blocks of the other form together"), "{converted}");
+        for (shm, limit) in
+            [(15.0, "too small to tell"), (10.0, "limited by memory"), (1.0, "too small to tell")]
+        {
+            let text = text(Finding::Measured(Measured { bytes: 2 << 20, ..measured("shm", shm, 2.0) }));
+            assert!(text.contains(limit), "{text}");
+        }
         let json = serde_json::to_value(Report {
             nccl: String::new(),
             pairs: vec![Pair {

@@ -29,11 +29,11 @@ const PRIME64_4: u64 = 0x85EB_CA77_C2B2_AE63;
 const PRIME64_5: u64 = 0x27D4_EB2F_1656_67C5;
 
 /// How far ahead a streaming copy asks for its source: 512 to 2,048 bytes are alike.
-const PREFETCH_BYTES: usize = 1024;
+pub(super) const PREFETCH_BYTES: usize = 1024;
 
 /// Pieces of at least so many bytes are written past the caches. Below, a reader that follows at once is served best
 /// from a cache, and a fence costs more than it saves.
-const MIN_STREAM_BYTES: usize = 8 << 10;
+const MIN_STREAM_BYTES: usize = 4 << 10;
 
 /// Vectors of this processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -184,8 +184,10 @@ unsafe fn stripes<L: Lanes, const MODE: u8>(
                 lanes = lanes.scramble(window(SCRAMBLE_AT));
             }
         }
-        if MODE != HASH {
-            let at = num_stripes * STRIPE_BYTES;
+        let at = num_stripes * STRIPE_BYTES;
+        if MODE == STREAM && source.len() == at + STRIPE_BYTES {
+            L::load(from.add(at)).stream(target.add(at));
+        } else if MODE != HASH {
             std::ptr::copy_nonoverlapping(from.add(at), target.add(at), source.len() - at);
         }
         if MODE == STREAM {

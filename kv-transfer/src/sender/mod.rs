@@ -90,7 +90,7 @@ impl Default for SenderConfig {
             nccl: None,
             #[cfg(any(test, feature = "testing"))]
             fabric: None,
-            copy_at_once_bytes: 64 << 10,
+            copy_at_once_bytes: 256 << 10,
             streams_per_peer: 2,
             frame_bytes: 1 << 20,
             socket_buffer_bytes: None,
@@ -260,7 +260,11 @@ impl Sender {
                     ));
                 }
                 Err(failure) => {
-                    failures.push(format!("{}: {failure}", offer.kind()));
+                    let kind = offer.kind();
+                    failures.push(match &failure {
+                        RouteError::Unreachable(why) => format!("{kind}: {why}"),
+                        other => format!("{kind}: {other}"),
+                    });
                     error = Some(failure);
                 }
             }

@@ -11,7 +11,7 @@ use tokio::sync::{oneshot, watch};
 
 use super::{Peer, SenderContext};
 use crate::{
-    checksum::checksum,
+    checksum::{self, checksum},
     error::PushError,
     message::{Generation, Pass, Piece, PieceWrite, Source, TransportKind},
 };
@@ -217,14 +217,13 @@ impl RouteState {
         pieces: &[PieceWrite],
         mut rooms: &'a mut [u8],
         scratch: &mut Scratch,
-    ) -> io::Result<Vec<(&'a [u8], u64)>> {
+    ) -> io::Result<Vec<&'a [u8]>> {
         if self.storage().device().is_some() && self.room_bytes() == 0 {
             let sources: Vec<_> =
                 pieces.iter().map(|piece| (piece.src.blocks()[0], piece.layer_idx as usize)).collect();
             // SAFETY: by the caller's word; blocks and layers were checked when the pieces were pushed.
             unsafe { self.storage().load_all(&sources, rooms) }?;
-            let pieces = rooms.chunks_exact(self.piece_bytes());
-            return Ok(pieces.map(|bytes| (bytes, checksum(bytes, self.generation()))).collect());
+            return Ok(rooms.chunks_exact(self.piece_bytes()).collect());
         }
         let loaded = pieces.iter().map(|piece| {
             let room = rooms.split_off_mut(..self.host_room_bytes()).expect("there is one for each");
@@ -234,9 +233,8 @@ impl RouteState {
         loaded.collect()
     }
 
-    /// What goes to the peer for a piece, and the checksum of what its block holds then. The own block's bytes as they
-    /// are, or, where the sides differ, pieces travel in another form or lie on a device, what is put together in `room`, of
-    /// [`host_room_bytes`](Self::host_room_bytes).
+    /// What goes to the peer for a piece: the own block's bytes as they are, or, where the sides differ, pieces travel in
+    /// another form or lie on a device, what is put together in `room`, of [`host_room_bytes`](Self::host_room_bytes).
     ///
     /// # Errors
     /// When the device fails.
@@ -248,22 +246,35 @@ impl RouteState {
         piece: &PieceWrite,
         room: &'a mut [u8],
         scratch: &mut Scratch,
-    ) -> io::Result<(&'a [u8], u64)> {
-        let Scratch { assembly, wire, staged, decoded } = scratch;
+    ) -> io::Result<&'a [u8]> {
+        let Scratch { assembly, wire, staged, .. } = scratch;
         let Some(codec) = &self.form.codec else {
             // SAFETY: by the caller's word.
-            let bytes = unsafe { self.bytes(piece, room, assembly) }?;
-            return Ok((bytes, checksum(bytes, self.generation())));
+            return unsafe { self.bytes(piece, room, assembly) };
         };
         let is_read_in_place = self.form.mapping.is_none() && self.storage().device().is_none();
         staged.resize(if is_read_in_place { 0 } else { self.piece_bytes() }, 0);
         // SAFETY: as above.
         let bytes = unsafe { self.bytes(piece, staged, assembly) }?;
         codec.encode(bytes, room, wire);
+        Ok(room)
+    }
+
+    /// Has the processor fetch the beginning of a piece that is read next, if it is read where it lies.
+    pub(crate) fn fetch_ahead(&self, piece: &PieceWrite) {
+        if self.host_room_bytes() == 0 {
+            let block = piece.src.blocks()[0];
+            checksum::fetch_ahead(self.storage().layer_ptr(block, piece.layer_idx as usize).as_ptr());
+        }
+    }
+
+    /// The checksum of what the peer's block holds when it has got the bytes of a piece that [`load`](Self::load) gave.
+    pub(crate) fn sum(&self, loaded: &[u8], Scratch { wire, decoded, .. }: &mut Scratch) -> u64 {
+        let Some(codec) = &self.form.codec else { return checksum(loaded, self.generation()) };
         // What the peer will make of it, so that its check covers the decoding, too.
         decoded.resize(self.piece_bytes(), 0);
-        codec.decode(room, decoded, wire);
-        Ok((room, checksum(decoded, self.generation())))
+        codec.decode(loaded, decoded, wire);
+        checksum(decoded, self.generation())
     }
 
     /// What the peer's piece shall hold, in the own block or, where the sides differ or that is on a device, in `staging`,

@@ -92,7 +92,10 @@ impl Target {
     ) -> io::Result<Vec<u64>> {
         let (room, scratch) = staging.of(route, 1);
         let (blocks, generation) = (&self.blocks, route.generation());
-        let sums = pieces.iter().map(|piece| {
+        let sums = pieces.iter().enumerate().map(|(nth, piece)| {
+            if let Some(next) = pieces.get(nth + 1) {
+                route.fetch_ahead(next);
+            }
             let layer_idx = piece.layer_idx as usize;
             // SAFETY: all of it by the caller's word.
             unsafe {

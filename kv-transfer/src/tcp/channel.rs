@@ -194,15 +194,17 @@ impl Reader {
 
     /// Waits for as long as it takes; `false`: the peer has left.
     pub(super) fn wait_for_more(&self) -> io::Result<bool> {
-        self.wait(None)?;
         if self.opener.as_ref().is_some_and(Opener::has_some) {
             return Ok(true);
         }
-        let mut byte = 0;
-        match self.socket.peek(std::slice::from_mut(&mut byte)) {
-            // An alert: with TLS in the kernel, the end of the stream.
-            Err(error) if self.is_kernel && error.raw_os_error() == Some(libc::EIO) => Ok(false),
-            peeked => peeked.map(|num_bytes| num_bytes > 0),
+        loop {
+            // Sockets have no read timeout: this waits.
+            return match self.socket.peek(&mut [0]) {
+                // An alert: with TLS in the kernel, the end of the stream.
+                Err(error) if self.is_kernel && error.raw_os_error() == Some(libc::EIO) => Ok(false),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                peeked => peeked.map(|num_bytes| num_bytes > 0),
+            };
         }
     }
 
@@ -222,34 +224,45 @@ impl Reader {
 
     /// Fills `bytes`, waiting at most `timeout` for each part of it.
     pub(super) fn receive_exact(&mut self, bytes: &mut [u8], timeout: Duration) -> io::Result<()> {
-        self.fill(bytes, |reader| reader.wait(Some(timeout)))
+        let mut places = Places::new();
+        places.push(bytes.as_mut_ptr(), bytes.len());
+        while !places.is_done() {
+            // SAFETY: the place is `bytes`, borrowed mutably.
+            if !unsafe { self.receive_some(&mut places) }? && !self.wait(Some(timeout))? {
+                return Err(socket::timed_out("receive"));
+            }
+        }
+        Ok(())
     }
 
     /// Fills `bytes` before the deadline.
     pub(super) fn receive_until(&mut self, bytes: &mut [u8], deadline: Instant) -> io::Result<()> {
-        self.fill(bytes, |reader| match deadline.saturating_duration_since(Instant::now()) {
-            Duration::ZERO => Ok(false),
-            left => reader.wait(Some(left)),
-        })
-    }
-
-    fn fill(&mut self, bytes: &mut [u8], wait: impl Fn(&Reader) -> io::Result<bool>) -> io::Result<()> {
         let mut places = Places::new();
         places.push(bytes.as_mut_ptr(), bytes.len());
         while !places.is_done() {
-            // Before it is looked: who sends byte by byte is not waited for beyond a deadline.
-            if !wait(self)? {
+            // Before anything is received: who sends byte by byte is not waited for any longer.
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || !self.wait(Some(left))? {
                 return Err(socket::timed_out("receive"));
             }
             // SAFETY: the place is `bytes`, borrowed mutably.
-            match unsafe { self.receive(&mut places) } {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(_) => {}
-                Err(error) if socket::is_retry(&error) => {}
-                Err(error) => return Err(error),
-            }
+            unsafe { self.receive_some(&mut places) }?;
         }
         Ok(())
+    }
+
+    /// `false`: nothing was there. The end of the stream is an error.
+    ///
+    /// # Safety
+    /// As of [`Places::receive`].
+    unsafe fn receive_some(&mut self, places: &mut Places) -> io::Result<bool> {
+        // SAFETY: by the caller's word.
+        match unsafe { self.receive(places) } {
+            Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(_) => Ok(true),
+            Err(error) if socket::is_retry(&error) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 }
 

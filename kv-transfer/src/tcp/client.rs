@@ -5,7 +5,6 @@
 //! second arrival changes nothing.
 
 use std::{
-    collections::VecDeque,
     io,
     net::{Shutdown, TcpStream, ToSocketAddrs},
     sync::{
@@ -22,6 +21,7 @@ use tracing::{info, warn};
 
 use super::{
     channel::{Channel, Reader, Writer},
+    flight::{Flight, Landed},
     socket::{self, Places},
     wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome},
 };
@@ -156,27 +156,14 @@ struct Connection {
     writer: Writer,
     /// Who this side was when it connected.
     identity: Option<Identity>,
-    flight: Arc<Mutex<Flight>>,
+    flight: Arc<Mutex<Flight<Sent>>>,
     next_sequence: u64,
     staging: Staging,
     acks: Option<JoinHandle<()>>,
 }
 
-/// What is on the wire.
-struct Flight {
-    is_dead: bool,
-    sent: VecDeque<Sent>,
-    /// Since when the peer owes an ack.
-    since: Instant,
-}
-
-struct Sent {
-    sequence: u64,
-    frame: Frame,
-    pieces: Vec<Piece>,
-    // The route is not idle before the peer has answered.
-    _active: Active,
-}
+/// What is on the wire, and the route that is not idle before the peer has answered.
+type Sent = (Frame, Active);
 
 impl Connection {
     fn open(shared: &Arc<Shared>, pass: Pass) -> Result<Connection, RouteError> {
@@ -212,8 +199,7 @@ impl Connection {
             None => return Err(RouteError::Unreachable(format!("{} is no kv data port", shared.address))),
         }
 
-        let flight =
-            Arc::new(Mutex::new(Flight { is_dead: false, sent: VecDeque::new(), since: Instant::now() }));
+        let flight = Arc::new(Mutex::new(Flight::new()));
         let acks = thread::Builder::new()
             .name("kv-tcp-acks".into())
             .spawn({
@@ -247,19 +233,19 @@ impl Connection {
 
     /// Waits for what is on the wire.
     fn drain(self) {
-        while !self.is_dead() && !lock(&self.flight).sent.is_empty() {
+        while !self.is_dead() && !lock(&self.flight).is_empty() {
             thread::sleep(Duration::from_millis(1));
         }
     }
 
     fn is_dead(&self) -> bool {
-        lock(&self.flight).is_dead
+        lock(&self.flight).is_dead()
     }
 
     fn send(&mut self, frame: Frame) {
         let route = Arc::clone(frame.route());
         // One for the bytes that are read here, one for the frame until it is answered.
-        let (Some(_reading), Some(active)) = (route.enter(), route.enter()) else {
+        let (Some(reading), Some(active)) = (route.enter(), route.enter()) else {
             frame.fail(PushError::Closed);
             return;
         };
@@ -272,41 +258,46 @@ impl Connection {
             payload_bytes: (frame.pieces.len() * wire_bytes) as u64,
         };
         let mut head = header.encode().to_vec();
-        let mut pieces = Vec::with_capacity(frame.pieces.len());
-        let mut payload = Places::new();
         let (rooms, scratch) = self.staging.of(&route, frame.pieces.len());
         // SAFETY: the pieces are final and kept by the route's guard: nobody writes them.
         let loaded = match unsafe { route.load_all(&frame.pieces, rooms, scratch) } {
             Ok(loaded) => loaded,
             Err(error) => return frame.fail(PushError::unread(&error)),
         };
-        for (piece, (bytes, checksum)) in frame.pieces.iter().zip(loaded) {
+        let mut idxs = Vec::with_capacity(frame.pieces.len());
+        for piece in &frame.pieces {
             head.extend(wire::encode_piece(piece.layer_idx, piece.block_idx));
-            pieces.push(Piece { block_idx: piece.block_idx, layer_idx: piece.layer_idx, checksum });
-            payload.push(bytes.as_ptr().cast_mut(), bytes.len());
+            idxs.push((piece.layer_idx, piece.block_idx));
         }
         let mut places = Places::new();
         places.push(head.as_mut_ptr(), head.len());
-        places.append(payload);
+        loaded.iter().for_each(|bytes| places.push(bytes.as_ptr().cast_mut(), bytes.len()));
 
-        {
-            let mut flight = lock(&self.flight);
-            if flight.is_dead {
-                drop(flight);
-                self.shared.retry(frame, "closed by the peer");
-                return;
-            }
-            if flight.sent.is_empty() {
-                flight.since = Instant::now();
-            }
-            flight.sent.push_back(Sent { sequence: self.next_sequence, frame, pieces, _active: active });
+        let sequence = self.next_sequence;
+        let begun = lock(&self.flight).begin(sequence, (frame, active));
+        if let Err((frame, active)) = begun {
+            drop(active);
+            return self.shared.retry(frame, "closed by the peer");
         }
         self.next_sequence += 1;
-        // SAFETY: the head lives here, the pieces as long as `_reading`, or untouched in `staging`.
+        // SAFETY: the head lives here, the pieces as long as `reading`, or untouched in `staging`.
         if let Err(error) = unsafe { self.writer.send_all(places) } {
             warn!(address = %self.shared.address, %error, "kv data connection cannot send");
             // The thread that reads acks sees the end and answers for what is in flight.
             let _ = self.socket.shutdown(Shutdown::Both);
+            return;
+        }
+        // While the bytes travel.
+        let summed = loaded.into_iter().zip(idxs).map(|(bytes, (layer_idx, block_idx))| Piece {
+            block_idx,
+            layer_idx,
+            checksum: route.sum(bytes, scratch),
+        });
+        let pieces = summed.collect();
+        let landed = lock(&self.flight).summed(sequence, pieces);
+        drop(reading);
+        if let Some(landed) = landed {
+            land(landed);
         }
     }
 }
@@ -323,7 +314,7 @@ impl Drop for Connection {
     }
 }
 
-fn read_acks(shared: &Shared, reader: &mut Reader, socket: &TcpStream, flight: &Mutex<Flight>) {
+fn read_acks(shared: &Shared, reader: &mut Reader, socket: &TcpStream, flight: &Mutex<Flight<Sent>>) {
     let error = loop {
         if let Err(error) = read_ack(shared, reader, flight) {
             break error;
@@ -331,56 +322,47 @@ fn read_acks(shared: &Shared, reader: &mut Reader, socket: &TcpStream, flight: &
     };
     // Also ends a send that is under way.
     let _ = socket.shutdown(Shutdown::Both);
-    let lost = {
-        let mut flight = lock(flight);
-        flight.is_dead = true;
-        std::mem::take(&mut flight.sent)
-    };
+    let lost = lock(flight).end();
     shared.num_connected.fetch_sub(1, Ordering::SeqCst);
     if !lost.is_empty() {
         shared.context.counters.of(TransportKind::Tcp).failed();
         warn!(address = %shared.address, %error, num_frames = lost.len(), "kv data connection lost");
     }
     // The oldest goes to the front of the queue last.
-    for sent in lost.into_iter().rev() {
-        shared.retry(sent.frame, &error.to_string());
+    for (frame, active) in lost.into_iter().rev() {
+        drop(active);
+        shared.retry(frame, &error.to_string());
     }
 }
 
-fn read_ack(shared: &Shared, reader: &mut Reader, flight: &Mutex<Flight>) -> io::Result<()> {
+fn read_ack(shared: &Shared, reader: &mut Reader, flight: &Mutex<Flight<Sent>>) -> io::Result<()> {
     let io_timeout = shared.context.config.io_timeout;
     while !reader.wait(Some(io_timeout / 4))? {
-        let flight = lock(flight);
-        if !flight.sent.is_empty() && flight.since.elapsed() >= io_timeout {
+        if lock(flight).is_overdue(io_timeout) {
             return Err(socket::timed_out("an ack"));
         }
     }
     let mut bytes = [0; wire::ACK_BYTES];
     reader.receive_exact(&mut bytes, io_timeout)?;
-    let ack =
-        Ack::decode(&bytes).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "malformed ack"))?;
-    let sent = {
-        let mut flight = lock(flight);
-        flight.since = Instant::now();
-        match flight.sent.pop_front() {
-            Some(sent) if sent.sequence == ack.sequence => sent,
-            other => {
-                flight.sent.extend(other);
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "ack of a frame that was not sent"));
-            }
-        }
-    };
-    let Sent { frame, pieces, _active: active, .. } = sent;
+    let invalid = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
+    let ack = Ack::decode(&bytes).ok_or_else(|| invalid("malformed ack"))?;
+    let answered = lock(flight).answered(&ack);
+    if let Some(landed) = answered.map_err(|()| invalid("ack of a frame that was not sent"))? {
+        land(landed);
+    }
+    Ok(())
+}
+
+fn land(((frame, active), pieces, status): Landed<Sent>) {
     // Whoever waits for the route to be idle may go on before the push is answered, not after.
     drop(active);
-    match ack.status {
+    match status {
         AckStatus::Placed => frame.done(pieces),
         AckStatus::PlacedBefore if frame.num_tries > 0 => frame.done(pieces),
         AckStatus::PlacedBefore => frame.fail(PushError::Refused("pieces were written before".into())),
         AckStatus::Refused => frame.fail(PushError::Refused("pieces are not in the grant".into())),
         AckStatus::Revoked => frame.fail(PushError::Revoked),
     }
-    Ok(())
 }
 
 /// Without the port.
@@ -399,6 +381,6 @@ pub(crate) fn connect(address: &str, timeout: Duration) -> io::Result<TcpStream>
     Err(last)
 }
 
-fn lock(flight: &Mutex<Flight>) -> MutexGuard<'_, Flight> {
+fn lock(flight: &Mutex<Flight<Sent>>) -> MutexGuard<'_, Flight<Sent>> {
     flight.lock().unwrap_or_else(PoisonError::into_inner)
 }

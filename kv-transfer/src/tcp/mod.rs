@@ -21,6 +21,7 @@ mod channel;
 mod client;
 #[cfg(test)]
 mod faults;
+mod flight;
 mod kernel;
 mod records;
 mod server;

@@ -22,10 +22,6 @@ impl Places {
         self.places.push(libc::iovec { iov_base: base.cast(), iov_len: len });
     }
 
-    pub(super) fn append(&mut self, mut others: Places) {
-        self.places.append(&mut others.places);
-    }
-
     pub(super) fn is_done(&self) -> bool {
         self.first == self.places.len()
     }

@@ -58,6 +58,9 @@ pub(crate) struct TransferArgs {
     /// How the pieces of a transfer lie in memory.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "contiguous,scattered")]
     shape: Vec<Shape>,
+    /// Pieces of a scattered transfer: a layer of a block.
+    #[arg(long, value_name = "SIZE", default_value = "64K", value_parser = parse_size)]
+    piece: Size,
     /// Only these transports. Default: shm, tcp, and rdma where --nixl is given.
     #[arg(long, value_name = "NAMES", value_delimiter = ',', value_parser = parse_transport)]
     transport: Vec<TransportKind>,
@@ -93,19 +96,14 @@ pub(crate) struct TransferArgs {
 pub(crate) enum Shape {
     /// One run, in pieces of up to 1 MiB.
     Contiguous,
-    /// Pieces of 64 KiB in any order, on both sides.
+    /// Pieces of --piece in any order, on both sides.
     Scattered,
 }
 
-impl Shape {
-    fn max_piece_bytes(self) -> usize {
-        match self {
-            Shape::Contiguous => 1 << 20,
-            Shape::Scattered => 64 << 10,
-        }
-    }
-}
-
+/// Of a transfer, and of a piece.
+const MIN_BYTES: usize = 4 << 10;
+/// A run is cut into pieces of at most so much.
+const MAX_RUN_BYTES: usize = 1 << 20;
 /// A pool is at least this large, so that no cache holds it.
 const MIN_POOL_BYTES: usize = 128 << 20;
 const MIN_ROUNDS: usize = 5;
@@ -116,12 +114,7 @@ const MAX_ROUNDS: usize = 400;
 struct Case {
     shape: Shape,
     size_bytes: usize,
-}
-
-impl Case {
-    fn piece_bytes(self) -> usize {
-        self.size_bytes.min(self.shape.max_piece_bytes())
-    }
+    piece_bytes: usize,
 }
 
 /// A block's piece, and the block of the other pool that it goes to.
@@ -145,9 +138,9 @@ pub(crate) fn run(args: TransferArgs) -> anyhow::Result<()> {
     let mut peer = Peer::start()?;
     let mut rows = Vec::new();
     // Cases with pieces of one size in one shape share memory.
-    for cases in cases.chunk_by(|a, b| (a.shape, a.piece_bytes()) == (b.shape, b.piece_bytes())) {
+    for cases in cases.chunk_by(|a, b| (a.shape, a.piece_bytes) == (b.shape, b.piece_bytes)) {
         let largest = cases.iter().map(|case| case.size_bytes).max().unwrap_or_default();
-        let mut bench = Bench::new(&args, &mut peer, cases[0].piece_bytes(), largest)?;
+        let mut bench = Bench::new(&args, &mut peer, cases[0].piece_bytes, largest)?;
         for &case in cases {
             rows.push(bench.measure(case, Duration::try_from_secs_f64(args.seconds)?)?);
             progress.done(true);
@@ -160,7 +153,7 @@ pub(crate) fn run(args: TransferArgs) -> anyhow::Result<()> {
 impl TransferArgs {
     /// Powers of four, and the largest.
     fn cases(&self) -> anyhow::Result<Vec<Case>> {
-        let (from, to) = (self.from.0.next_power_of_two().max(4096), self.to.0.next_power_of_two());
+        let (from, to) = (self.from.0.next_power_of_two().max(MIN_BYTES), self.to.0.next_power_of_two());
         ensure!(from <= to, "--from is larger than --to");
         if let Some(room) = available_bytes() {
             ensure!(
@@ -175,13 +168,19 @@ impl TransferArgs {
             .take_while(|&size| size < to)
             .chain([to])
             .collect();
+        let piece_bytes = self.piece.0.next_power_of_two().max(MIN_BYTES);
         let cases = self.shape.iter().flat_map(|&shape| {
+            let max_piece_bytes = match shape {
+                Shape::Contiguous => MAX_RUN_BYTES,
+                Shape::Scattered => piece_bytes,
+            };
             // A single piece has no order.
-            let is_told = move |size: usize| shape == Shape::Contiguous || size > shape.max_piece_bytes();
-            sizes
-                .iter()
-                .filter(move |&&size| is_told(size))
-                .map(move |&size| Case { shape, size_bytes: size })
+            let is_told = move |size: usize| shape == Shape::Contiguous || size > max_piece_bytes;
+            sizes.iter().filter(move |&&size| is_told(size)).map(move |&size_bytes| Case {
+                shape,
+                size_bytes,
+                piece_bytes: size_bytes.min(max_piece_bytes),
+            })
         });
         Ok(cases.collect())
     }
@@ -247,7 +246,7 @@ impl Bench {
     fn touch(&mut self) -> anyhow::Result<()> {
         let num_blocks = self.source.num_blocks();
         let piece_bytes = self.source.layout().layer_bytes();
-        let all = Case { shape: Shape::Contiguous, size_bytes: num_blocks * piece_bytes };
+        let all = Case { shape: Shape::Contiguous, size_bytes: num_blocks * piece_bytes, piece_bytes };
         let round = self.round(all, 0);
         self.contenders.iter_mut().try_for_each(|contender| contender.transfer(&round, true).map(drop))
     }
@@ -256,10 +255,12 @@ impl Bench {
         let mut times = vec![Vec::new(); self.contenders.len()];
         let mut total = Duration::ZERO;
         let mut round_idx = 0;
+        let num_contenders = self.contenders.len();
         while round_idx <= MIN_ROUNDS || (round_idx <= MAX_ROUNDS && total < time) {
-            let round = self.round(case, round_idx);
-            for (contender, times) in self.contenders.iter_mut().zip(&mut times) {
-                let elapsed = contender.transfer(&round, round_idx == 0)?;
+            for (nth, times) in times.iter_mut().enumerate() {
+                // Not what the one before has just read into the caches.
+                let round = self.round(case, round_idx * num_contenders + nth);
+                let elapsed = self.contenders[nth].transfer(&round, round_idx == 0)?;
                 if round_idx > 0 {
                     times.push(elapsed.as_secs_f64());
                     total += elapsed;
@@ -271,13 +272,13 @@ impl Bench {
             let times = Summary::of(times).expect("at least one round");
             Entry::new(contender.name(), contender.base(), case.size_bytes, times)
         });
-        Ok(Row::new(case.shape, case.size_bytes, case.piece_bytes(), entries.collect()))
+        Ok(Row::new(case.shape, case.size_bytes, case.piece_bytes, entries.collect()))
     }
 
     /// The next part of the pools.
-    fn round(&mut self, case: Case, round_idx: usize) -> Round {
+    fn round(&mut self, case: Case, part_idx: usize) -> Round {
         let num_pieces = case.size_bytes / self.source.layout().layer_bytes();
-        let first = round_idx % (self.source.num_blocks() / num_pieces) * num_pieces;
+        let first = part_idx % (self.source.num_blocks() / num_pieces) * num_pieces;
         let mut src: Vec<_> = (first..first + num_pieces).map(|block| BlockId(block as u32)).collect();
         let mut dst = src.clone();
         if case.shape == Shape::Scattered {

@@ -72,7 +72,7 @@ impl fmt::Display for Report {
             writeln!(
                 f,
                 "{what} {}; {} TCP connections; medians of rounds in which all take turns\n",
-                size(rows[0].shape.max_piece_bytes()),
+                size(rows.iter().map(|row| row.piece_bytes).max().unwrap_or_default()),
                 self.streams
             )?;
             let entries = &rows[0].entries;
@@ -148,7 +148,8 @@ mod tests {
             row.entries.iter().map(|entry| entry.ratio).collect::<Vec<_>>()[2..],
             [Some(2.0), Some(0.8)]
         );
-        let report = Report { streams: 2, rows: vec![row.clone(), Row { shape: Shape::Scattered, ..row }] };
+        let scattered = Row { shape: Shape::Scattered, piece_bytes: 64 << 10, ..row.clone() };
+        let report = Report { streams: 2, rows: vec![row.clone(), scattered] };
         let table = report.to_string();
         for text in ["1 MiB", "x memcpy", "x stream", "2.00", "500 us", "5.00 ms", "64 KiB", "1.05"] {
             assert!(table.contains(text), "no {text}:\n{table}");
