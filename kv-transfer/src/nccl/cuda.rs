@@ -12,13 +12,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_cuda::nccl::{Handle, Nccl, Operation};
 use baton_kv_cache::{BlockId, BlockStorage};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 
-use super::{
-    fabric::{Communicator, Direction, Fabric, FabricError, Place, Rank, Reached, UniqueId},
-    library::{Handle, Nccl, Operation},
-};
+use super::fabric::{Communicator, Direction, Fabric, FabricError, Place, Rank, Reached, UniqueId};
 use crate::cuda::{CudaError, Device, HostRegistration, failed};
 
 /// How long the kernels of an aborted communicator may take to end.
@@ -90,7 +88,7 @@ impl Fabric for CudaFabric {
 
     fn unique_id(&self) -> Result<UniqueId, FabricError> {
         self.device.bind()?;
-        self.nccl.unique_id()
+        Ok(self.nccl.unique_id()?)
     }
 
     fn join(&self, id: &UniqueId, rank: Rank) -> Result<Box<dyn Communicator>, FabricError> {
