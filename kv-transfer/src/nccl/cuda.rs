@@ -77,7 +77,8 @@ impl CudaFabric {
 impl Fabric for CudaFabric {
     fn reach(&self, memory: &Arc<BlockStorage>) -> Result<Reached, FabricError> {
         if let Some(device) = memory.device() {
-            return Ok(Reached::new(memory, device.address(), None));
+            let base = device.address().expect("refused where a sender or receiver starts");
+            return Ok(Reached::new(memory, base, None));
         }
         let size_bytes = memory.size_bytes();
         // SAFETY: `Reached` keeps the memory, and ends the registration first.

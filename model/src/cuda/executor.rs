@@ -287,7 +287,7 @@ impl<D: Device> Executor for DeviceExecutor<D> {
     ) -> Result<&[f32], ExecuteError> {
         assert_eq!(*storage.layout(), self.kv_layout(), "blocks of another layout");
         let memory = storage.device().expect("blocks are on the device");
-        let pool = Address(memory.address());
+        let pool = Address(memory.address().expect("on one device"));
         assert_eq!(*self.pool.get_or_insert(pool), pool, "blocks of another storage");
         self.check_limits(batch)?;
         self.step(batch, pool, on_layer).map_err(|error| self.failed(error))?;
