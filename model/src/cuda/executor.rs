@@ -5,6 +5,9 @@
 //! here, on the executing thread, for a layer whose KV is in the device's memory, and never before; it may come later than
 //! that by the time that this thread takes to ask for a layer. After the last layer was asked for, it waits for one mark
 //! after the other.
+//!
+//! Of a model that several ranks compute each has an executor, on a device of its own: with its part of the weights, and
+//! blocks of its own kv heads. All run the same steps, and meet in the sums that the pass asks for.
 
 use baton_cuda::CudaError;
 use baton_kv_cache::{BlockStorage, KvLayout};
@@ -18,14 +21,15 @@ use super::pass::Pass;
 use super::products::{self, WeightKind};
 use super::start::StartError;
 use super::weights::{self, DeviceWeightBytes, DeviceWeights};
-use super::{attention, embed, expert_products, experts, gate, norm, rope, rows};
+use super::{attention, embed, expert_products, experts, gate, norm, ranks, rope, rows};
+use crate::parallel::{RankError, RankExecutor};
 use crate::spec::{DecoderSpec, MlpSpec};
 use crate::{Batch, ExecuteError, Executor, LoadProgress, LoadedModel};
 
 /// Left to libraries and the driver, for what they take later: code of products of other sizes, graphs.
 const SPARE_BYTES: usize = 256 << 20;
 
-/// Computes on one device.
+/// Computes on one device a whole model, or one rank's part.
 pub(crate) struct DeviceExecutor<D> {
     device: D,
     model: LoadedModel,
@@ -42,8 +46,8 @@ pub(crate) struct DeviceExecutor<D> {
 
 /// All kernels of a model.
 pub(crate) fn sources(model: &LoadedModel) -> Vec<Source> {
-    let spec = &model.config().decoder;
-    let layout = model.kv_layout();
+    let spec = model.shard().spec();
+    let layout = model.kv_layout_of_rank();
     [
         embed::source(),
         norm::source(),
@@ -53,6 +57,7 @@ pub(crate) fn sources(model: &LoadedModel) -> Vec<Source> {
     ]
     .into_iter()
     .chain(attention::sources(&layout))
+    .chain((model.shard().rank().num_ranks > 1).then(ranks::source))
     .chain(
         is_routed(spec)
             .then(|| {
@@ -77,7 +82,7 @@ fn is_routed(spec: &DecoderSpec) -> bool {
 
 /// Whether there are kernels for such a model.
 pub(crate) fn check_shape(model: &LoadedModel) -> Result<(), StartError> {
-    let spec = &model.config().decoder;
+    let (spec, rank) = (model.shard().spec(), model.shard().rank());
     let shape = |what, found, expected| Err(StartError::Shape { what, found, expected });
     let mut widths = vec![
         ("hidden_size", spec.hidden_size),
@@ -92,7 +97,11 @@ pub(crate) fn check_shape(model: &LoadedModel) -> Result<(), StartError> {
         }
     }
     if let Some(&(what, found)) = widths.iter().find(|(_, width)| !width.is_multiple_of(8)) {
-        return shape(what, found, "a multiple of 8");
+        let expected = match rank.num_ranks {
+            1 => "a multiple of 8",
+            _ => "a multiple of 8 in each rank's part (a smaller tensor parallel degree may give that)",
+        };
+        return shape(what, found, expected);
     }
     if spec.layers.len() > NUM_MARKS {
         return shape("num_hidden_layers", spec.layers.len(), "at most 1024");
@@ -102,6 +111,23 @@ pub(crate) fn check_shape(model: &LoadedModel) -> Result<(), StartError> {
         Some(other) => shape("rotary_dim", other.rotary_dim, "the same in all layers"),
         None => Ok(()),
     }
+}
+
+/// A step of a rank whose blocks are in `pool`, arranged as `layout`.
+fn pass_of<'a>(
+    model: &'a LoadedModel,
+    layout: &'a KvLayout,
+    weights: &'a DeviceWeights,
+    buffers: &'a Buffers,
+    scratch: &'a Scratch,
+    inputs: &'a Inputs,
+    pool: Address,
+) -> Pass<'a> {
+    let (shard, at) = (model.shard(), inputs.at(buffers.inputs));
+    let (spec, rank) = (shard.spec(), shard.rank());
+    let is_divided = rank.num_ranks > 1 && model.weights().embedding.is_none();
+    let embedded = is_divided.then(|| shard.vocabulary());
+    Pass { spec, layout, rank, embedded, weights, buffers, scratch, inputs, at, pool }
 }
 
 impl<D: Device> DeviceExecutor<D> {
@@ -116,16 +142,22 @@ impl<D: Device> DeviceExecutor<D> {
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<DeviceExecutor<D>, StartError> {
         check_shape(&model)?;
-        let spec = &model.config().decoder;
-        let layout = model.kv_layout();
+        let (spec, rank) = (model.shard().spec(), model.shard().rank());
+        let layout = model.kv_layout_of_rank();
         let weights = weights::upload(&mut device, spec, model.weights(), model.num_threads(), progress)?;
+        let DeviceWeightBytes { fp8, int8, int4, .. } = weights.bytes;
+        if rank.num_ranks > 1 && fp8 + int8 + int4 > 0 {
+            // No test has divided such among ranks yet.
+            let (what, expected) = ("tensor_parallel", "1 for weights of less than bf16");
+            return Err(StartError::Shape { what, found: rank.num_ranks, expected });
+        }
         let shape = InputShape {
             block_size: layout.block_size,
             group: spec.num_heads / spec.num_kv_heads,
             head_dim: spec.head_dim,
             max_decode_rows: (2 * padded(limits.num_sequences)).min(padded(limits.num_rows)),
         };
-        let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape)?;
+        let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape, rank)?;
         let scratch = Scratch::new(&mut device, spec, &weights, &limits, model.rounds_activations())?;
         let mut executor = DeviceExecutor {
             device,
@@ -154,6 +186,11 @@ impl<D: Device> DeviceExecutor<D> {
     }
 
     #[cfg(test)]
+    pub(crate) fn model(&self) -> &LoadedModel {
+        &self.model
+    }
+
+    #[cfg(test)]
     pub(crate) fn device(&mut self) -> &mut D {
         &mut self.device
     }
@@ -162,7 +199,7 @@ impl<D: Device> DeviceExecutor<D> {
     /// there before the rest of the memory is given to blocks. No block takes part, and what comes of it is overwritten.
     fn warm_up(&mut self) -> Result<(), CudaError> {
         let DeviceExecutor { device, model, weights, buffers, scratch, inputs, limits, .. } = self;
-        let (spec, layout) = (&model.config().decoder, model.kv_layout());
+        let layout = model.kv_layout_of_rank();
         let smaller = std::iter::successors(Some(1), |num_rows| Some(2 * num_rows));
         let smaller = smaller.take_while(|&num_rows| num_rows < limits.num_rows);
         for num_rows in smaller.chain([limits.num_rows]) {
@@ -173,8 +210,7 @@ impl<D: Device> DeviceExecutor<D> {
                 inputs.fill_up(num_rows, num_sequences, are_decoded);
                 // SAFETY: there is room for the largest batch.
                 unsafe { device.upload(buffers.inputs, inputs.bytes()) }?;
-                let (at, pool) = (inputs.at(buffers.inputs), Address::NULL);
-                let pass = Pass { spec, layout: &layout, weights, buffers, scratch, inputs, at, pool };
+                let pass = pass_of(model, &layout, weights, buffers, scratch, inputs, Address::NULL);
                 pass.begin(device)?;
                 for layer_idx in 0..num_layers {
                     pass.store(device, layer_idx)?;
@@ -188,7 +224,7 @@ impl<D: Device> DeviceExecutor<D> {
         device.wait_for(0)
     }
 
-    fn check_limits(&self, batch: &Batch<'_>) -> Result<(), ExecuteError> {
+    fn check_limits(&self, batch: &Batch<'_>) -> Result<(), String> {
         let limits = &self.limits;
         let num_rows: usize = batch.sequences.iter().map(|it| it.tokens.len()).sum();
         let ends = batch.sequences.iter().map(|it| it.start_idx + it.tokens.len());
@@ -200,15 +236,24 @@ impl<D: Device> DeviceExecutor<D> {
         let fits = found.num_rows <= limits.num_rows
             && found.num_sequences <= limits.num_sequences
             && found.context_length <= limits.context_length;
-        if fits {
-            Ok(())
-        } else {
-            Err(self.failed(format!("a batch of {found:?}, expected at most {limits:?}")))
-        }
+        if fits { Ok(()) } else { Err(format!("a batch of {found:?}, expected at most {limits:?}")) }
     }
 
-    fn failed(&self, error: impl ToString) -> ExecuteError {
-        ExecuteError { device: self.device.name().to_owned(), message: error.to_string() }
+    /// The first block of this executor's.
+    fn pool_in(&mut self, storage: &BlockStorage) -> Address {
+        assert_eq!(*storage.layout(), self.model.kv_layout(), "blocks of another layout");
+        let memory = storage.device().expect("blocks are on the device");
+        let rank = self.model.shard().rank();
+        let address = match rank.num_ranks {
+            1 => memory.address(),
+            num_ranks => {
+                assert_eq!(memory.parts().len(), num_ranks, "blocks that are divided otherwise");
+                memory.parts()[rank.idx].address()
+            }
+        };
+        let pool = Address(address.expect("blocks of one rank on one device"));
+        assert_eq!(*self.pool.get_or_insert(pool), pool, "blocks of another storage");
+        pool
     }
 
     /// One step; its logits are in `self.logits`.
@@ -222,12 +267,12 @@ impl<D: Device> DeviceExecutor<D> {
         inputs.fill(batch, shape);
         // SAFETY: there is room for the largest batch.
         unsafe { device.upload(buffers.inputs, inputs.bytes()) }?;
-        let layout = model.kv_layout();
-        let (spec, at) = (&model.config().decoder, inputs.at(buffers.inputs));
-        let pass = Pass { spec, layout: &layout, weights, buffers, scratch, inputs, at, pool };
+        let layout = model.kv_layout_of_rank();
+        let (spec, rank) = (model.shard().spec(), model.shard().rank());
+        let pass = pass_of(model, &layout, weights, buffers, scratch, inputs, pool);
         let num_layers = weights.layers.len();
-        let num_logits: usize = batch.sequences.iter().map(|it| it.num_logits).sum();
-        logits.resize(num_logits * spec.vocab_size, 0.0);
+        let num_rows: usize = batch.sequences.iter().map(|it| it.num_logits).sum();
+        logits.resize(if rank.is_first() { num_rows * spec.vocab_size } else { 0 }, 0.0);
         if let Some(key) = inputs.key {
             device.repeat(key, &mut |device| {
                 pass.begin(device)?;
@@ -238,8 +283,13 @@ impl<D: Device> DeviceExecutor<D> {
                 pass.norm_wanted(device)?;
                 pass.logits(device, 0, inputs.num_wanted)
             })?;
-            // SAFETY: the batch was filled up from so many rows.
-            unsafe { device.download(buffers.logits, bytemuck::cast_slice_mut(logits)) }?;
+            if rank.is_first() {
+                // SAFETY: the batch was filled up from so many rows.
+                unsafe { device.download(buffers.logits, bytemuck::cast_slice_mut(logits)) }?;
+            } else {
+                device.mark(0)?;
+                device.wait_for(0)?;
+            }
             (0..num_layers).for_each(on_layer);
             return Ok(());
         }
@@ -259,10 +309,13 @@ impl<D: Device> DeviceExecutor<D> {
             device.wait_for(layer_idx)?;
             on_layer(layer_idx);
         }
-        for (nth, chunk) in logits.chunks_mut(buffers.logit_rows * spec.vocab_size).enumerate() {
-            pass.logits(device, nth * buffers.logit_rows, chunk.len() / spec.vocab_size)?;
-            // SAFETY: so many were just computed.
-            unsafe { device.download(buffers.logits, bytemuck::cast_slice_mut(chunk)) }?;
+        let mut chunks = logits.chunks_mut(buffers.logit_rows * spec.vocab_size);
+        for first in (0..num_rows).step_by(buffers.logit_rows) {
+            pass.logits(device, first, buffers.logit_rows.min(num_rows - first))?;
+            if let Some(chunk) = chunks.next() {
+                // SAFETY: so many were just computed.
+                unsafe { device.download(buffers.logits, bytemuck::cast_slice_mut(chunk)) }?;
+            }
         }
         // Also a step whose logits nobody wants is done when it returns.
         device.mark(0)?;
@@ -270,7 +323,7 @@ impl<D: Device> DeviceExecutor<D> {
     }
 }
 
-impl<D: Device> Executor for DeviceExecutor<D> {
+impl<D: Device + 'static> Executor for DeviceExecutor<D> {
     fn kv_layout(&self) -> KvLayout {
         self.model.kv_layout()
     }
@@ -285,12 +338,55 @@ impl<D: Device> Executor for DeviceExecutor<D> {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<&[f32], ExecuteError> {
-        assert_eq!(*storage.layout(), self.kv_layout(), "blocks of another layout");
-        let memory = storage.device().expect("blocks are on the device");
-        let pool = Address(memory.address().expect("on one device"));
-        assert_eq!(*self.pool.get_or_insert(pool), pool, "blocks of another storage");
-        self.check_limits(batch)?;
-        self.step(batch, pool, on_layer).map_err(|error| self.failed(error))?;
-        Ok(&self.logits)
+        // SAFETY: passed on to the caller.
+        match unsafe { self.compute(batch, storage, on_layer) } {
+            Ok(num_logits) => Ok(self.logits(num_logits)),
+            Err(RankError::Missed(message) | RankError::Failed(message)) => {
+                Err(ExecuteError { device: self.device.name().to_owned(), message })
+            }
+        }
+    }
+}
+
+impl<D: Device + 'static> RankExecutor for DeviceExecutor<D> {
+    const MEETS_FOR_LAYERS: bool = false;
+
+    fn device(&self) -> &str {
+        self.device.name()
+    }
+
+    fn kv_layout(&self) -> KvLayout {
+        self.model.kv_layout()
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.model.config().vocab_size()
+    }
+
+    fn attach_thread(&mut self) -> Result<(), ExecuteError> {
+        Ok(())
+    }
+
+    unsafe fn compute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<usize, RankError> {
+        let pool = self.pool_in(storage);
+        self.check_limits(batch).map_err(RankError::Failed)?;
+        self.step(batch, pool, on_layer).map_err(|error| match error {
+            CudaError::RankGone { .. } => RankError::Missed(error.to_string()),
+            error => RankError::Failed(error.to_string()),
+        })?;
+        Ok(self.logits.len())
+    }
+
+    fn logits(&self, num_logits: usize) -> &[f32] {
+        &self.logits[..num_logits]
+    }
+
+    fn leave(&mut self) {
+        self.device.leave_ranks();
     }
 }

@@ -11,6 +11,7 @@ pub use block_queue::block_kernels;
 pub use compile::CompileError;
 pub use cuda_executor::CudaExecutor;
 pub use inputs::BatchLimits;
+pub use parallel::ParallelCudaExecutor;
 pub use start::StartError;
 pub use weights::DeviceWeightBytes;
 
@@ -35,10 +36,13 @@ mod kernel;
 mod loaded;
 mod lt;
 mod multiply;
+mod nccl;
 mod norm;
+mod parallel;
 mod pass;
 mod pool;
 mod products;
+mod ranks;
 mod rope;
 mod rows;
 mod sample;
@@ -53,6 +57,10 @@ mod emulator;
 mod low_bit_tests;
 #[cfg(test)]
 mod model_tests;
+#[cfg(test)]
+mod parallel_faults;
+#[cfg(test)]
+mod parallel_tests;
 #[cfg(test)]
 mod test_device;
 #[cfg(test)]
@@ -73,6 +81,7 @@ fn sources() -> Vec<kernel::Source> {
         sample::source(),
         experts::source(),
         checksum::source(),
+        ranks::source(),
     ];
     let large =
         [attention::usual_sources(), products::sources(), expert_products::sources(), blocks::sources()]
