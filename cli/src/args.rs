@@ -143,7 +143,8 @@ pub struct WorkerArgs {
     /// Address and port at which a decode worker arranges nccl with its peers. Port 0 takes a free one.
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_NCCL_LISTEN")]
     pub nccl_listen: SocketAddr,
-    /// NCCL's library for nccl, libnccl.so.2 or its folder. Default: where the system's loader finds it.
+    /// NCCL's library for nccl, and for --tensor-parallel on GPUs: libnccl.so.2 or its folder. Default: where the system's
+    /// loader finds it.
     #[arg(long, value_name = "PATH", env = "BATON_NCCL")]
     pub nccl: Option<PathBuf>,
     /// Host name or address at which others reach `data-listen`, `rdma-listen` and `nccl-listen`. Default: that of `advertise`.
@@ -315,7 +316,9 @@ pub struct EngineArgs {
     pub threads: Option<usize>,
     /// Divide the model among so many ranks that compute each step together, each with its part of the weights and of the
     /// threads: heads, neurons and KV heads are divided, and must be divisible. Prefill and decode workers may have
-    /// different numbers. On processors it is for trying out what devices will do: threads alone compute as much.
+    /// different numbers. On GPUs each rank has one of its own: with --device cuda:0, 2 takes cuda:0 and cuda:1, which NCCL
+    /// connects (CUDA_VISIBLE_DEVICES says which GPUs these are); their KV travels over tcp alone, and weights are in
+    /// bf16 alone. Not run on GPUs yet. On processors it is for trying out what devices do: threads alone compute as much.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one, env = "BATON_TENSOR_PARALLEL")]
     pub tensor_parallel: usize,
     /// Keep each thread that computes to a processor of its own: "auto" takes those that this process may use (by taskset,
@@ -333,7 +336,7 @@ pub struct EngineArgs {
     #[arg(long, value_name = "TYPE", default_value = "auto", value_parser = parse_activations, env = "BATON_ACTIVATIONS")]
     pub activations: Activations,
     /// What computes: cpu, cuda:N for a GPU of NVIDIA's, or auto for the first GPU if there is one. The GPU's part has been
-    /// checked by an emulator, not run on a GPU yet: so the default is cpu.
+    /// checked by an emulator, not run on a GPU yet: so the default is cpu. With --tensor-parallel it is the first rank's.
     #[arg(long, value_name = "auto|cpu|cuda:N", default_value = "cpu", env = "BATON_DEVICE")]
     pub device: Device,
     /// Share that KV takes, on a GPU, of the memory that weights and the largest step leave; --kv-memory is for processors.

@@ -34,6 +34,12 @@ pub enum CudaError {
         /// Asked for.
         num_bytes: usize,
     },
+    /// One of the ranks that compute together has ended.
+    #[error("rank {rank} is gone")]
+    RankGone {
+        /// Which.
+        rank: usize,
+    },
     /// A call failed.
     #[error("{call} failed: {why}")]
     Failed {

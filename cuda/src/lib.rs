@@ -1,5 +1,5 @@
 //! CUDA devices through cudarc's driver API, loaded at run time: whether there are any, memory on them, and memory of the
-//! host that they copy through.
+//! host that they copy through; and NCCL's library, likewise.
 //!
 //! cudarc's functions panic where the driver is absent, so that everything here begins with [`num_devices`] or
 //! [`Device::open`]. Everything that is called is older than CUDA 11, so that any driver in use has it. It does not know
@@ -10,6 +10,7 @@
 mod device;
 mod error;
 mod memory;
+pub mod nccl;
 
 pub use device::{Device, num_devices};
 pub use error::{CudaError, failed};

@@ -10,8 +10,14 @@ pub unsafe trait DeviceMemory: fmt::Debug + Send + Sync {
     /// Number of the device, as its driver counts in this process.
     fn device(&self) -> u32;
 
-    /// Address of the first byte, for drivers and for code of the device. Not for the host.
-    fn address(&self) -> u64;
+    /// Address of the first byte, for drivers and for code of the device. Not for the host. `None` where the region lies
+    /// on several devices: then it can only be copied from and to.
+    fn address(&self) -> Option<u64>;
+
+    /// The regions of the ranks, in their order, where they have one each ([`DividedMemory`](crate::DividedMemory)).
+    fn parts(&self) -> &[Box<dyn DeviceMemory>] {
+        &[]
+    }
 
     /// Makes the device the calling thread's, for libraries that ask its driver about the memory.
     ///

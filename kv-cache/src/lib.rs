@@ -8,6 +8,7 @@
 
 mod block;
 mod device;
+mod divided;
 pub mod e4m3;
 mod element;
 mod format;
@@ -23,6 +24,7 @@ mod wire;
 
 pub use block::{BlockHash, BlockId, HashRoot};
 pub use device::{BlockKernels, DeviceMemory};
+pub use divided::DividedMemory;
 pub use format::KvFormat;
 pub use layout::{KvDtype, KvLayout};
 pub use mapping::KvMapping;

@@ -161,11 +161,19 @@ impl BlockStorage {
         }
     }
 
+    /// Whether the blocks lie on several devices, some heads on each.
+    pub fn is_divided(&self) -> bool {
+        self.device().is_some_and(|memory| memory.address().is_none())
+    }
+
     /// Address of the first byte, for a device that reads or writes by itself.
+    ///
+    /// # Panics
+    /// When the memory [is divided](Self::is_divided): who writes by address has asked for memory that has one.
     pub fn address(&self) -> u64 {
         match &self.memory {
             Memory::Host { base, .. } => base.as_ptr() as u64,
-            Memory::Device(memory) => memory.address(),
+            Memory::Device(memory) => memory.address().expect("blocks on one device"),
         }
     }
 
@@ -406,7 +414,55 @@ fn check(result: libc::c_int) -> io::Result<()> {
 }
 
 #[cfg(test)]
+pub(crate) mod testing {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    /// Memory of the host that pretends not to be.
+    #[derive(Debug)]
+    pub(crate) struct Remote(u32, Mutex<Vec<u8>>);
+
+    impl Remote {
+        /// Zeroes on the device of that number.
+        pub(crate) fn new(device: u32, size_bytes: usize) -> Remote {
+            Remote(device, vec![0; size_bytes].into())
+        }
+    }
+
+    // SAFETY: the vector keeps its size, and so its place.
+    unsafe impl DeviceMemory for Remote {
+        fn device(&self) -> u32 {
+            self.0
+        }
+
+        fn address(&self) -> Option<u64> {
+            Some(self.1.lock().unwrap().as_ptr() as u64)
+        }
+
+        fn bind(&self) -> io::Result<()> {
+            Ok(())
+        }
+
+        unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {
+            bytes.copy_from_slice(&self.1.lock().unwrap()[offset..offset + bytes.len()]);
+            Ok(())
+        }
+
+        unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()> {
+            self.1.lock().unwrap()[offset..offset + bytes.len()].copy_from_slice(bytes);
+            Ok(())
+        }
+
+        fn handle(&self) -> Option<[u8; 64]> {
+            None
+        }
+    }
+}
+
+#[cfg(test)]
 mod tests {
+    use super::testing::Remote;
     use super::*;
     use crate::KvDtype;
 
@@ -474,48 +530,10 @@ mod tests {
         assert!(BlockStorage::from_fd(file.into(), LAYOUT, 3).is_err());
     }
 
-    /// Memory of the host that pretends not to be.
-    #[derive(Debug)]
-    struct Remote(std::cell::UnsafeCell<Vec<u8>>);
-
-    // SAFETY: the test uses it from one thread.
-    unsafe impl Sync for Remote {}
-
-    // SAFETY: the vector keeps its size, and so its place.
-    unsafe impl DeviceMemory for Remote {
-        fn device(&self) -> u32 {
-            3
-        }
-
-        fn address(&self) -> u64 {
-            self.0.get() as u64
-        }
-
-        fn bind(&self) -> io::Result<()> {
-            Ok(())
-        }
-
-        unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {
-            // SAFETY: nobody else uses the vector.
-            bytes.copy_from_slice(unsafe { &(&*self.0.get())[offset..offset + bytes.len()] });
-            Ok(())
-        }
-
-        unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()> {
-            // SAFETY: as above.
-            unsafe { (&mut *self.0.get())[offset..offset + bytes.len()].copy_from_slice(bytes) };
-            Ok(())
-        }
-
-        fn handle(&self) -> Option<[u8; 64]> {
-            None
-        }
-    }
-
     #[test]
     fn pieces_on_a_device_are_fetched_and_never_pointed_at() {
         let size_bytes = BlockStorage::bytes_of(&LAYOUT, 3).unwrap();
-        let memory = Box::new(Remote(vec![0; size_bytes].into()));
+        let memory = Box::new(Remote::new(3, size_bytes));
         let storage = BlockStorage::on_device(memory, LAYOUT, 3);
         let device = storage.device().unwrap();
         assert_eq!(device.device(), 3);

@@ -48,6 +48,13 @@ macro_rules! conformance {
                 super::$name(crate::TransportKind::Tcp).await
             })*
         }
+        mod tcp_divided {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                let _devices = crate::testing::Setup::Divided.enter();
+                super::$name(crate::TransportKind::Tcp).await
+            })*
+        }
         mod nccl_devices {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {

@@ -42,8 +42,8 @@ fn coded(layout: &KvLayout, format: WireFormat, piece: &[u8]) -> Vec<u8> {
 #[tokio::test]
 async fn coded_pieces_are_smaller_on_their_way_and_verify() {
     let layout = KvLayout { dtype: KvDtype::Bf16, head_dim: 64, ..LAYOUT };
-    for (format, setup) in
-        WireFormat::ALL.into_iter().flat_map(|format| [(format, Setup::Plain), (format, Setup::Devices)])
+    let setups = [Setup::Plain, Setup::Devices, Setup::Divided];
+    for (format, setup) in WireFormat::ALL.into_iter().flat_map(|format| setups.map(|setup| (format, setup)))
     {
         let _setup = setup.enter();
         let fabric = fabric(TransportKind::Tcp, layout, layout);

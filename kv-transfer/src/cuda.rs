@@ -14,8 +14,10 @@ use std::{
 
 use baton_cuda::{Allocation, Copier};
 pub(crate) use baton_cuda::{CudaError, Device, failed, num_devices};
-use baton_kv_cache::{BlockKernels, BlockStorage, DeviceMemory, KvLayout};
+use baton_kv_cache::{BlockKernels, BlockStorage, DeviceMemory, DividedMemory, KvLayout, KvShard};
 use cudarc::driver::{CudaEvent, CudaStream, result, sys};
+
+use crate::TransportKind;
 
 /// Zeroed blocks in a device's memory. Plain memory (`cuMemAlloc`), which other processes can open. Without `kernels`, of
 /// that device, pieces go to the host one by one, and processors take their checksums.
@@ -32,6 +34,33 @@ pub fn blocks_on_device(
     let device = Device::open(ordinal).map_err(io::Error::other)?;
     let region = Region::new(device, size_bytes, kernels).map_err(io::Error::other)?;
     Ok(BlockStorage::on_device(Box::new(region), layout, num_blocks))
+}
+
+/// Zeroed blocks of a model that several ranks compute, on these devices, the first rank's first: each has the blocks of
+/// its own kv heads. Pieces go to the host head by head.
+///
+/// # Errors
+/// As [`blocks_on_device`], and when the heads cannot be divided so.
+pub fn blocks_on_devices(ordinals: &[u32], layout: KvLayout, num_blocks: usize) -> io::Result<BlockStorage> {
+    let of_rank = |(rank, &ordinal): (usize, &u32)| -> io::Result<Box<dyn DeviceMemory>> {
+        let shard = KvShard::new(&layout, ordinals.len(), rank).map_err(io::Error::other)?;
+        let size_bytes = BlockStorage::bytes_of(shard.layout(), num_blocks)?;
+        let region = Device::open(ordinal).and_then(|device| Region::new(device, size_bytes, None));
+        Ok(Box::new(region.map_err(io::Error::other)?))
+    };
+    let parts = ordinals.iter().enumerate().map(of_rank).collect::<io::Result<_>>()?;
+    let memory = DividedMemory::new(layout, parts).map_err(io::Error::other)?;
+    Ok(BlockStorage::on_device(Box::new(memory), layout, num_blocks))
+}
+
+/// Refuses a way that needs an address of the blocks, where they lie on several devices.
+pub(crate) fn refuse_divided(storage: &BlockStorage, kind: TransportKind) -> io::Result<()> {
+    if !storage.is_divided() || kind == TransportKind::Tcp {
+        return Ok(());
+    }
+    let message =
+        format!("blocks that lie on several devices travel over tcp alone, not over {}", kind.name());
+    Err(io::Error::new(io::ErrorKind::Unsupported, message))
 }
 
 /// Blocks of another process, by the handle that it gave; of the same device, or of one that `ordinal` reaches.
@@ -103,6 +132,13 @@ impl Region {
         Ok(Region { memory, copier, kernels: None, device })
     }
 
+    fn base(&self) -> u64 {
+        match &self.memory {
+            Owned::Allocated(memory) => memory.address(),
+            Owned::Opened(memory) => memory.address,
+        }
+    }
+
     fn copier(&self) -> MutexGuard<'_, Copier> {
         self.copier.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -123,11 +159,8 @@ unsafe impl DeviceMemory for Region {
         self.device.ordinal()
     }
 
-    fn address(&self) -> u64 {
-        match &self.memory {
-            Owned::Allocated(memory) => memory.address(),
-            Owned::Opened(memory) => memory.address,
-        }
+    fn address(&self) -> Option<u64> {
+        Some(self.base())
     }
 
     fn bind(&self) -> io::Result<()> {
@@ -136,12 +169,12 @@ unsafe impl DeviceMemory for Region {
 
     unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {
         // SAFETY: in the region, and not written, by the caller's word.
-        unsafe { self.copier().read(self.address() + offset as u64, bytes) }.map_err(io::Error::other)
+        unsafe { self.copier().read(self.base() + offset as u64, bytes) }.map_err(io::Error::other)
     }
 
     unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()> {
         // SAFETY: in the region, and not used, by the caller's word.
-        unsafe { self.copier().write(self.address() + offset as u64, bytes) }.map_err(io::Error::other)
+        unsafe { self.copier().write(self.base() + offset as u64, bytes) }.map_err(io::Error::other)
     }
 
     fn kernels(&self) -> Option<&Mutex<Box<dyn BlockKernels>>> {
@@ -152,7 +185,7 @@ unsafe impl DeviceMemory for Region {
         self.device.bind().ok()?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: the out pointer is valid, and the allocation alive. What was opened cannot be passed on.
-        let got = unsafe { sys::cuIpcGetMemHandle(&mut handle, self.address()) };
+        let got = unsafe { sys::cuIpcGetMemHandle(&mut handle, self.base()) };
         got.result().ok().map(|()| handle.reserved.map(|byte| byte as u8))
     }
 }
@@ -240,7 +273,28 @@ impl DeviceCopies {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::LAYOUT;
+    use crate::testing::{LAYOUT, divided, private_dir};
+    use crate::{Receiver, ReceiverConfig, Sender, SenderConfig};
+
+    #[test]
+    fn blocks_on_several_devices_are_refused_where_they_need_an_address() {
+        let (pool, dir) = (Arc::new(divided(LAYOUT)), private_dir());
+        let address = Some(([127, 0, 0, 1], 0).into());
+        for (name, config) in [
+            ("shm", ReceiverConfig { shm_dir: Some(dir.path().join("d")), ..ReceiverConfig::default() }),
+            ("rdma", ReceiverConfig { rdma_listen: address, ..ReceiverConfig::default() }),
+            ("nccl", ReceiverConfig { nccl_listen: address, ..ReceiverConfig::default() }),
+        ] {
+            let kind = TransportKind::from_name(name).unwrap();
+            let sender = SenderConfig { transports: vec![kind], ..SenderConfig::default() };
+            let refused =
+                [Receiver::start(pool.clone(), config).err(), Sender::start(pool.clone(), sender).err()];
+            for error in refused {
+                let text = error.unwrap().to_string();
+                assert!(text.contains("over tcp alone") && text.contains(name), "{text}");
+            }
+        }
+    }
 
     #[test]
     fn blocks_on_a_device_that_is_missing_are_refused() {

@@ -34,9 +34,18 @@ pub(crate) struct Counts {
 
 /// `None`: it only copies.
 fn device(layout: KvLayout, num_blocks: usize, kernels: Option<Pretences>) -> BlockStorage {
+    BlockStorage::on_device(memory(layout, num_blocks, kernels), layout, num_blocks)
+}
+
+/// Memory that only copies.
+pub(crate) fn pretended_memory(layout: KvLayout, num_blocks: usize) -> Box<dyn DeviceMemory> {
+    memory(layout, num_blocks, None)
+}
+
+fn memory(layout: KvLayout, num_blocks: usize, kernels: Option<Pretences>) -> Box<dyn DeviceMemory> {
     let host = BlockStorage::new(layout, num_blocks).expect("memory");
     let kernels = kernels.map(|kernels| Mutex::new(Box::new(kernels) as Box<dyn BlockKernels>));
-    BlockStorage::on_device(Box::new(Pretended { host, kernels }), layout, num_blocks)
+    Box::new(Pretended { host, kernels })
 }
 
 #[derive(Debug)]
@@ -58,8 +67,8 @@ unsafe impl DeviceMemory for Pretended {
         5
     }
 
-    fn address(&self) -> u64 {
-        self.host.address()
+    fn address(&self) -> Option<u64> {
+        Some(self.host.address())
     }
 
     fn bind(&self) -> io::Result<()> {

@@ -28,6 +28,7 @@ mod integers;
 mod load;
 mod matrix;
 mod packed;
+mod parallel;
 mod precision;
 mod quantised;
 mod rope;
@@ -42,7 +43,7 @@ pub use config::ModelConfig;
 pub use cpu::benchmark;
 pub use cpu::{CpuExecutor, CpuList, CpuListError, ParallelCpuExecutor, ThreadPool};
 pub use cuda::{
-    BatchLimits, CudaExecutor, DeviceWeightBytes, StartError as CudaStartError,
+    BatchLimits, CudaExecutor, DeviceWeightBytes, ParallelCudaExecutor, StartError as CudaStartError,
     block_kernels as cuda_block_kernels,
 };
 pub use draw::{Answer, Draw, InvalidLogits, SampledToken, TokenCount, TokenLogprobs};

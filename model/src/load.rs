@@ -93,6 +93,11 @@ impl LoadedModel {
         self.inner.layout
     }
 
+    /// How it lies in blocks of this rank's own: that of its kv heads.
+    pub(crate) fn kv_layout_of_rank(&self) -> KvLayout {
+        KvLayout { num_kv_heads: self.inner.shard.kv_heads().len(), ..self.inner.layout }
+    }
+
     /// The fingerprint of KV that this model computes. Ranks that share one memory divide it among them, not the KV: the
     /// fingerprint is that of the whole.
     pub fn kv_format(&self) -> KvFormat {
@@ -138,6 +143,17 @@ impl LoadedModel {
     pub fn cpu_executor_on(&self, pool: Arc<ThreadPool>) -> CpuExecutor {
         assert_eq!(self.inner.shard.rank(), Rank::ONLY, "a part of a model does not compute alone");
         CpuExecutor::new(self.clone(), pool)
+    }
+
+    /// # Panics
+    /// When they are not all the parts of one model, in order.
+    pub(crate) fn check_ranks<'a>(ranks: impl ExactSizeIterator<Item = &'a LoadedModel> + Clone) {
+        let found: Vec<Rank> = ranks.clone().map(|model| model.shard().rank()).collect();
+        assert_eq!(found, Rank::all(ranks.len()).collect::<Vec<_>>(), "all the parts, in order");
+        let identity = |model: &LoadedModel| (model.revision().to_owned(), model.kv_layout());
+        let mut identities = ranks.map(identity);
+        let first = identities.next();
+        assert!(identities.all(|other| Some(other) == first), "parts of one model");
     }
 
     /// Whether what is stored in bf16 is multiplied in pairs, with activations in bf16.
@@ -190,9 +206,6 @@ fn load_packed(
     }
     let config = ModelConfig::load(model)?;
     let spec = &config.decoder;
-    if options.backend == Backend::Cuda && options.rank != Rank::ONLY {
-        return Err(LoadError::NotOnDevice { what: "tensor parallelism" });
-    }
     let shard = DecoderShard::new(spec, options.rank)?;
     let mut checkpoint = Checkpoint::open(model, &config)?;
     let bf16_pairs = packing.bf16_pairs;

@@ -51,7 +51,7 @@ pub struct WorkerConfig {
     pub prefix_cache: bool,
     /// Threads that compute. `None`: one per core, or for each processor of `pin_threads`.
     pub threads: Option<usize>,
-    /// Ranks that the model is divided among, each with its part of the threads.
+    /// Ranks that the model is divided among, each with its part of the threads, or with a GPU of its own.
     pub tensor_parallel: usize,
     /// Which processors they are kept to.
     pub pin_threads: ThreadPinning,
@@ -237,6 +237,22 @@ pub enum ConfigError {
         /// The tensor-parallel degree.
         num_ranks: usize,
     },
+    /// A rank without a GPU.
+    #[error(
+        "--tensor-parallel {num_ranks} with --device cuda:{ordinal} takes {num_ranks} GPUs, from cuda:{ordinal} on, but there \
+         are {num_devices} in all; take a smaller degree, or let CUDA_VISIBLE_DEVICES name more"
+    )]
+    TooFewGpus {
+        /// The first.
+        ordinal: u32,
+        /// The tensor-parallel degree.
+        num_ranks: usize,
+        /// That this process sees.
+        num_devices: usize,
+    },
+    /// Blocks of ranks on several GPUs have no address.
+    #[error("ranks on several GPUs exchange KV over tcp alone, but --transports leaves it out; add tcp")]
+    OnlyTcp,
     /// No way for KV to travel.
     #[error("--transports is empty; give some of shm, rdma, nccl and tcp")]
     NoTransport,
@@ -316,7 +332,8 @@ impl WorkerConfig {
         if let (Device::Cuda(_), Some(DrafterConfig::Model(_))) = (self.device, &self.drafter) {
             return Err(ConfigError::DraftModelBesideGpu(self.device));
         }
-        if let Some(threads) = self.threads.filter(|&threads| threads < self.tensor_parallel) {
+        let is_on_cpu = self.device == Device::Cpu;
+        if let Some(threads) = self.threads.filter(|&threads| is_on_cpu && threads < self.tensor_parallel) {
             return Err(ConfigError::TooFewThreads { threads, num_ranks: self.tensor_parallel });
         }
         if self.transports.is_empty() {
@@ -325,6 +342,16 @@ impl WorkerConfig {
         self.address(self.listen)?;
         self.discovery.validate()?;
         Ok(())
+    }
+
+    /// The ways of [`transports`](Self::transports) that blocks can travel, also where they `are_divided` among GPUs.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub(crate) fn usable_transports(&self, are_divided: bool) -> Result<Vec<TransportKind>, ConfigError> {
+        let mut usable = self.transports.clone();
+        usable.retain(|&kind| !are_divided || kind == TransportKind::Tcp);
+        if usable.is_empty() { Err(ConfigError::OnlyTcp) } else { Ok(usable) }
     }
 
     /// URL at which others reach this worker, once `bound` is known.
@@ -435,6 +462,20 @@ mod tests {
             assert!(error.contains(expected), "{error:?} does not say {expected:?}");
         }
         assert!(config().validate().is_ok());
+        // On GPUs a rank has a device, however many threads there are.
+        let on_gpus = with(|c| (c.threads, c.tensor_parallel, c.device) = (Some(3), 4, Device::Cuda(0)));
+        assert!(on_gpus.validate().is_ok());
+    }
+
+    #[test]
+    fn blocks_that_are_divided_among_gpus_travel_over_tcp() {
+        let usable = |transports: &[TransportKind], are_divided| {
+            with(|c| c.transports = transports.to_vec()).usable_transports(are_divided)
+        };
+        let (shm, tcp) = (TransportKind::Shm, TransportKind::Tcp);
+        assert_eq!(usable(&[shm, tcp], false).unwrap(), [shm, tcp]);
+        assert_eq!(usable(&[shm, tcp], true).unwrap(), [tcp]);
+        assert!(usable(&[shm], true).unwrap_err().to_string().contains("add tcp"));
     }
 
     #[test]

@@ -48,7 +48,11 @@ impl DataPlane {
         record: &WorkerRecord,
         engine: &EngineHandle,
     ) -> anyhow::Result<DataPlane> {
-        let offers = |kind| config.transports.contains(&kind);
+        let transports = config.usable_transports(engine.storage().is_divided())?;
+        if transports.len() < config.transports.len() {
+            tracing::info!("blocks lie on several devices: kv travels over tcp alone");
+        }
+        let offers = |kind| transports.contains(&kind);
         let shm_dir = match &config.shm_dir {
             _ if !offers(TransportKind::Shm) => None,
             Some(dir) => Some(dir.clone()),
@@ -71,7 +75,7 @@ impl DataPlane {
         let receiver =
             Receiver::start(engine.storage().clone(), receiver).context("cannot start receiving KV")?;
         let sender = SenderConfig {
-            transports: config.transports.clone(),
+            transports,
             nixl: config.nixl.clone(),
             nccl: config.nccl.clone(),
             tls: config.tls.clone(),

@@ -3,8 +3,8 @@
 use std::{fmt, str::FromStr};
 
 use baton_engine::EngineConfig;
-use baton_kv_cache::{BlockKernels, BlockStorage, KvLayout};
-use baton_kv_transfer::cuda::blocks_on_device;
+use baton_kv_cache::{BlockKernels, BlockStorage, KvLayout, KvShard};
+use baton_kv_transfer::cuda::{blocks_on_device, blocks_on_devices};
 use baton_model::num_cuda_devices;
 
 use crate::config::ConfigError;
@@ -16,7 +16,8 @@ pub enum Device {
     Auto,
     /// This machine's processors.
     Cpu,
-    /// A GPU, as CUDA counts those that this process sees.
+    /// A GPU, as CUDA counts those that this process sees; of several ranks the first's, and the others take those that
+    /// follow.
     Cuda(u32),
 }
 
@@ -55,30 +56,46 @@ impl fmt::Display for Device {
     }
 }
 
-/// The GPU that blocks go to.
+/// The GPU that blocks go to; of several ranks those of all, each with the blocks of its kv heads.
 #[derive(Debug)]
 pub struct BlockDevice {
-    /// Its number.
+    /// Its number, or the first's.
     pub(crate) ordinal: u32,
-    /// What weights, the largest batch and `kernels` have left of its memory, in bytes.
+    /// How many there are, one behind the other.
+    pub(crate) num_ranks: usize,
+    /// What weights, the largest batch and `kernels` have left of its memory, in bytes; of several that which has the least.
     pub(crate) free_bytes: usize,
     /// With which handoffs gather, scatter and hash blocks there.
     pub(crate) kernels: Option<Box<dyn BlockKernels>>,
 }
 
 impl BlockDevice {
+    /// The GPUs of so many ranks, in their order.
+    pub(crate) fn ordinals(first: u32, num_ranks: usize) -> Vec<u32> {
+        (first..).take(num_ranks).collect()
+    }
+
     /// Blocks that a share of what is free has room for.
-    pub(crate) fn num_blocks(&self, utilisation: f64, layout: &KvLayout) -> Result<usize, ConfigError> {
+    pub(crate) fn num_blocks(&self, utilisation: f64, layout: &KvLayout) -> anyhow::Result<usize> {
         let bytes = (self.free_bytes as f64 * utilisation) as usize;
-        match bytes / layout.block_bytes() {
-            0 => Err(ConfigError::GpuMemoryTooSmall { bytes, block_bytes: layout.block_bytes() }),
+        // Of all ranks as many.
+        let block_bytes = KvShard::new(layout, self.num_ranks, 0)?.layout().block_bytes();
+        match bytes / block_bytes {
+            0 => Err(ConfigError::GpuMemoryTooSmall { bytes, block_bytes }.into()),
             num_blocks => Ok(num_blocks),
         }
     }
 
     /// The memory of so many.
     pub(crate) fn blocks(self, layout: KvLayout, config: &EngineConfig) -> std::io::Result<BlockStorage> {
-        blocks_on_device(self.ordinal, layout, config.num_blocks, self.kernels)
+        match self.num_ranks {
+            1 => blocks_on_device(self.ordinal, layout, config.num_blocks, self.kernels),
+            _ => blocks_on_devices(
+                &BlockDevice::ordinals(self.ordinal, self.num_ranks),
+                layout,
+                config.num_blocks,
+            ),
+        }
     }
 }
 
@@ -104,8 +121,19 @@ mod tests {
     fn blocks_take_their_share_of_what_is_free() {
         let layout =
             KvLayout { block_size: 16, num_layers: 2, num_kv_heads: 2, head_dim: 8, dtype: KvDtype::Bf16 };
-        let device = BlockDevice { ordinal: 0, free_bytes: 10 * layout.block_bytes(), kernels: None };
+        let of = |num_ranks| BlockDevice {
+            ordinal: 2,
+            num_ranks,
+            free_bytes: 10 * layout.block_bytes(),
+            kernels: None,
+        };
+        let device = of(1);
         assert_eq!(device.num_blocks(1.0, &layout).unwrap(), 10);
+        // Two kv heads: of two ranks each has a half, and of four each has one of them, too.
+        for num_ranks in [2, 4] {
+            assert_eq!(of(num_ranks).num_blocks(1.0, &layout).unwrap(), 20);
+        }
+        assert_eq!(BlockDevice::ordinals(2, 3), [2, 3, 4]);
         assert_eq!(device.num_blocks(0.95, &layout).unwrap(), 9);
         let error = device.num_blocks(0.05, &layout).unwrap_err().to_string();
         assert!(error.contains("--gpu-memory-utilization"), "{error}");

@@ -12,7 +12,7 @@ use baton_cluster::Role;
 use baton_engine::Drafter;
 use baton_model::{
     Backend, BatchLimits, CpuList, DeviceWeightBytes, Executor, LoadOptions, LoadProgress, LoadedModel,
-    ParallelCpuExecutor, ThreadPool, cuda_block_kernels, num_cuda_devices,
+    ParallelCpuExecutor, ParallelCudaExecutor, ThreadPool, cuda_block_kernels, num_cuda_devices,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::oneshot;
@@ -122,10 +122,14 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
     };
     // Before files are read.
     let num_devices = num_cuda_devices().with_context(|| no_gpu(ordinal))?;
-    tracing::info!(num_devices, ordinal, "computing on a GPU");
+    let num_ranks = config.tensor_parallel;
+    if ordinal as usize + num_ranks > num_devices {
+        return Err(ConfigError::TooFewGpus { ordinal, num_ranks, num_devices }.into());
+    }
+    tracing::info!(num_devices, ordinal, num_ranks, "computing on GPUs");
     let ranks =
         load_model(&config.model, name, config, config.threads, Backend::Cuda, config.tensor_parallel)?;
-    let loaded = &ranks[0];
+    let loaded = ranks[0].clone();
     let limits = BatchLimits {
         num_rows: config.token_budget,
         num_sequences: config.max_running.min(config.token_budget),
@@ -133,22 +137,38 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
     };
     let kernel_cache = config.weight_cache.as_ref().map(|dir| dir.join("kernels"));
     let mut shown = Shown::new();
-    let executor =
-        loaded.cuda_executor(ordinal, limits, kernel_cache.clone(), &mut |progress| shown.update(progress));
-    shown.finish();
-    let mut executor = executor.with_context(|| no_gpu(ordinal))?;
-    let DeviceWeightBytes { bf16, fp8, int8, int4, widened } = executor.weight_bytes();
-    tracing::info!(bf16, fp8, int8, int4, "bytes of weights on the GPU, by what they are");
-    if widened > 0 {
-        tracing::warn!(
-            bytes = widened,
-            "weights are in bf16 on the GPU that files hold in fewer bits: no kernel takes rows or groups like theirs"
-        );
-    }
-    let kernels = cuda_block_kernels(ordinal, &executor.kv_layout(), kernel_cache);
-    let kernels = Some(kernels.with_context(|| no_gpu(ordinal))?);
-    let block_device = BlockDevice { ordinal, free_bytes: executor.free_bytes()?, kernels };
-    Ok(Model::new(Box::new(executor), Some(block_device), drafter, name.to_owned(), loaded))
+    let mut progress = |progress| shown.update(progress);
+    let in_words = || no_gpu(ordinal);
+    let (executor, block_device): (Box<dyn Executor>, _) = match num_ranks {
+        1 => {
+            let executor = loaded.cuda_executor(ordinal, limits, kernel_cache.clone(), &mut progress);
+            shown.finish();
+            let mut executor = executor.with_context(in_words)?;
+            let DeviceWeightBytes { bf16, fp8, int8, int4, widened } = executor.weight_bytes();
+            tracing::info!(bf16, fp8, int8, int4, "bytes of weights on the GPU, by what they are");
+            if widened > 0 {
+                tracing::warn!(
+                    bytes = widened,
+                    "weights are in bf16 on the GPU that files hold in fewer bits: no kernel takes rows or groups like theirs"
+                );
+            }
+            let kernels = cuda_block_kernels(ordinal, &executor.kv_layout(), kernel_cache);
+            let kernels = Some(kernels.with_context(in_words)?);
+            let block_device =
+                BlockDevice { ordinal, num_ranks, free_bytes: executor.free_bytes()?, kernels };
+            (Box::new(executor), block_device)
+        }
+        _ => {
+            let (ordinals, nccl) = (BlockDevice::ordinals(ordinal, num_ranks), config.nccl.as_deref());
+            let executor =
+                ParallelCudaExecutor::new(ranks, &ordinals, limits, kernel_cache, nccl, &mut progress);
+            shown.finish();
+            let executor = executor.with_context(in_words)?;
+            let free_bytes = executor.free_bytes();
+            (Box::new(executor), BlockDevice { ordinal, num_ranks, free_bytes, kernels: None })
+        }
+    };
+    Ok(Model::new(executor, Some(block_device), drafter, name.to_owned(), &loaded))
 }
 
 fn no_gpu(ordinal: u32) -> String {

@@ -12,13 +12,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_cuda::nccl::{Handle, Nccl, Operation};
 use baton_kv_cache::{BlockId, BlockStorage};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 
-use super::{
-    fabric::{Communicator, Direction, Fabric, FabricError, Place, Rank, Reached, UniqueId},
-    library::{Handle, Nccl, Operation},
-};
+use super::fabric::{Communicator, Direction, Fabric, FabricError, Place, Rank, Reached, UniqueId};
 use crate::cuda::{CudaError, Device, HostRegistration, failed};
 
 /// How long the kernels of an aborted communicator may take to end.
@@ -79,7 +77,8 @@ impl CudaFabric {
 impl Fabric for CudaFabric {
     fn reach(&self, memory: &Arc<BlockStorage>) -> Result<Reached, FabricError> {
         if let Some(device) = memory.device() {
-            return Ok(Reached::new(memory, device.address(), None));
+            let base = device.address().expect("refused where a sender or receiver starts");
+            return Ok(Reached::new(memory, base, None));
         }
         let size_bytes = memory.size_bytes();
         // SAFETY: `Reached` keeps the memory, and ends the registration first.
@@ -90,7 +89,7 @@ impl Fabric for CudaFabric {
 
     fn unique_id(&self) -> Result<UniqueId, FabricError> {
         self.device.bind()?;
-        self.nccl.unique_id()
+        Ok(self.nccl.unique_id()?)
     }
 
     fn join(&self, id: &UniqueId, rank: Rank) -> Result<Box<dyn Communicator>, FabricError> {

@@ -8,23 +8,10 @@ use std::{
     sync::Arc,
 };
 
+use baton_cuda::nccl::NcclError;
+pub(crate) use baton_cuda::nccl::UniqueId;
 use baton_kv_cache::BlockStorage;
 use thiserror::Error;
-
-/// What two ranks must both have to find each other.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct UniqueId(pub(crate) [u8; UniqueId::BYTES]);
-
-impl UniqueId {
-    pub(crate) const BYTES: usize = 128;
-}
-
-impl Debug for UniqueId {
-    /// It is an address, and the right to join.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("UniqueId(…)")
-    }
-}
 
 /// Which of the two a process is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +51,15 @@ pub(crate) enum FabricError {
     /// A call failed. What it had begun may go on until the communicator is aborted.
     #[error("{call} failed: {why}")]
     Failed { call: &'static str, why: String },
+}
+
+impl From<NcclError> for FabricError {
+    fn from(error: NcclError) -> FabricError {
+        match error {
+            NcclError::Absent(why) => FabricError::Absent(why),
+            NcclError::Failed { call, why } => FabricError::Failed { call, why },
+        }
+    }
 }
 
 /// What moves bytes between the pools of two processes.

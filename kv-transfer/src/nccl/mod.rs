@@ -63,7 +63,6 @@ mod fabric;
 #[cfg(test)]
 mod faults;
 mod lane;
-mod library;
 #[cfg(test)]
 mod matrix;
 #[cfg(any(test, feature = "testing"))]
@@ -76,6 +75,7 @@ mod wire;
 
 use std::{fmt, path::Path, sync::Arc};
 
+use baton_cuda::nccl::Nccl;
 use baton_kv_cache::BlockStorage;
 
 pub(crate) use client::{NcclPeer, NcclSender};
@@ -104,8 +104,8 @@ pub struct NcclFindings {
 impl NcclFindings {
     /// Looks for the library at `library` (the file or its folder), or where the system's loader finds it.
     pub fn look(library: Option<&Path>) -> NcclFindings {
-        let loaded = library::Nccl::load(library).map_err(|error| error.to_string());
-        let id = |nccl: &library::Nccl| nccl.unique_id().map(drop).map_err(|error| error.to_string());
+        let loaded = Nccl::load(library).map_err(|error| FabricError::from(error).to_string());
+        let id = |nccl: &Nccl| nccl.unique_id().map(drop).map_err(|error| error.to_string());
         NcclFindings {
             unique_id: loaded.as_ref().ok().map(id),
             library: loaded.map(|nccl| format!("{nccl:?}")),
@@ -148,3 +148,21 @@ impl TestFabric {
 
 /// Groups that are announced, and not landed, at a time.
 const MAX_GROUPS: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::nccl_library;
+
+    #[test]
+    fn the_library_tells_its_version_and_gives_unique_ids_without_a_device() {
+        let Some(place) = nccl_library() else { return };
+        let nccl = Nccl::load(Some(&place)).unwrap();
+        let findings = NcclFindings::look(Some(&place));
+        let (text, device) = (findings.to_string(), findings.num_devices);
+        assert!(text.starts_with(&format!("NCCL {nccl:?}, gives unique ids; ")), "{text}");
+        assert!(device.is_ok_and(|num_devices| num_devices > 0) || text.contains("; no "), "{text}");
+        let ids = [nccl.unique_id().unwrap(), nccl.unique_id().unwrap()];
+        assert!(ids[0] != ids[1] && ids[0].0 != [0; baton_cuda::nccl::UniqueId::BYTES]);
+    }
+}

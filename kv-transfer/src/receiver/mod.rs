@@ -37,6 +37,7 @@ pub(crate) use grants::{Claim, Grants, LiveGrant, OneSidedWriter, WriterId};
 
 use crate::{
     counters::Counters,
+    cuda::refuse_divided,
     error::KvFault,
     message::{Generation, Pass, Piece, TransportKind, TransportOffer},
     nccl::{self, Fabric, NcclServer},
@@ -150,9 +151,17 @@ impl Receiver {
     /// Listens for peers that write into `storage`.
     ///
     /// # Errors
-    /// When an address or the folder of the socket cannot be used, NIXL is not there and asked for, or a
-    /// thread cannot be started.
+    /// When an address or the folder of the socket cannot be used, NIXL is not there and asked for, blocks that lie on
+    /// several devices are to travel over anything but tcp, or a thread cannot be started.
     pub fn start(storage: Arc<BlockStorage>, config: ReceiverConfig) -> io::Result<Receiver> {
+        let offered = [
+            (TransportKind::Shm, config.shm_dir.is_some()),
+            (TransportKind::Rdma, config.rdma_listen.is_some()),
+            (TransportKind::Nccl, config.nccl_listen.is_some()),
+        ];
+        for (kind, _) in offered.into_iter().filter(|(_, is_offered)| *is_offered) {
+            refuse_divided(&storage, kind)?;
+        }
         let pool = u64::from_ne_bytes(random());
         let grants = Arc::new(Grants::new(storage, pool));
         let mut offers = Vec::new();

@@ -41,6 +41,7 @@ pub use route::{Pushed, Route};
 
 use crate::{
     counters::Counters,
+    cuda::refuse_divided,
     error::RouteError,
     message::{Pass, TransportKind, TransportOffer},
     nccl::{self, Fabric, NcclPeer, NcclSender},
@@ -164,12 +165,15 @@ impl Sender {
     /// A sender that reads from `storage`. Peers are connected when first needed.
     ///
     /// # Errors
-    /// When the configuration makes no sense, or asks for `rdma` where NIXL is not, or for `nccl` where NCCL or a device
-    /// is not.
+    /// When the configuration makes no sense, or asks for `rdma` where NIXL is not, for `nccl` where NCCL or a device is
+    /// not, or for anything but tcp where blocks lie on several devices.
     pub fn start(storage: Arc<BlockStorage>, config: SenderConfig) -> io::Result<Sender> {
         if config.streams_per_peer == 0 || config.frame_bytes == 0 {
             let message = "streams_per_peer and frame_bytes must not be 0";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
+        for &kind in &config.transports {
+            refuse_divided(&storage, kind)?;
         }
         let context = Arc::new(SenderContext { storage, config, counters: Counters::default() });
         let nixl = match context.config.transports.contains(&TransportKind::Rdma) {

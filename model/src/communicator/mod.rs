@@ -1,5 +1,5 @@
-//! How ranks that compute a model together reach each other: the seam between the forward pass and whatever carries
-//! numbers from one rank to the others.
+//! How ranks that compute a model together on processors reach each other: the seam between the forward pass and whatever
+//! carries numbers from one rank to the others. Ranks on devices sum up behind the seam of these (`cuda/device.rs`).
 //!
 //! All ranks call the same operations in the same order, with buffers of the same length; each call is one step of all.
 //! It does not know what the numbers mean, nor who computes them.
@@ -17,12 +17,8 @@ use crate::Rank;
 /// [`CommunicatorError::Lost`], and nobody waits for ever.
 ///
 /// Sums are of the ranks in their order, whatever the time at which they come: every rank has the same bits, in every
-/// run. Where buffers are a device's, an operation is queued behind those before it, and its result is there for what is
-/// queued after it; an error may show in a later call.
+/// run.
 pub trait Communicator: Send {
-    /// Numbers, where they lie: in the host's memory, or a device's.
-    type Buffer: ?Sized;
-
     /// Whose end it is.
     fn rank(&self) -> Rank;
 
@@ -30,7 +26,7 @@ pub trait Communicator: Send {
     ///
     /// # Errors
     /// When a rank is gone, or does something else; the buffer's contents are then unspecified, and so they are below.
-    fn all_reduce_sum(&mut self, buffer: &mut Self::Buffer) -> Result<(), CommunicatorError>;
+    fn all_reduce_sum(&mut self, buffer: &mut [f32]) -> Result<(), CommunicatorError>;
 
     /// Fills in the first rank's `all` with the ranks' parts, one after the other. The others have no `all`.
     ///
@@ -39,11 +35,7 @@ pub trait Communicator: Send {
     ///
     /// # Panics
     /// When the first rank has no `all` with room for just the parts, or another rank has one.
-    fn gather(
-        &mut self,
-        part: &Self::Buffer,
-        all: Option<&mut Self::Buffer>,
-    ) -> Result<(), CommunicatorError>;
+    fn gather(&mut self, part: &[f32], all: Option<&mut [f32]>) -> Result<(), CommunicatorError>;
 
     /// Ends when every rank has come here: what each wrote to memory before, all see after.
     ///

@@ -6,7 +6,7 @@ use super::{Communicator, CommunicatorError};
 use crate::cpu::testing::noise;
 
 /// Runs all of it. `group` makes the ends of so many ranks.
-pub(crate) fn run<C: Communicator<Buffer = [f32]>>(group: impl Fn(usize) -> Vec<C>) {
+pub(crate) fn run<C: Communicator>(group: impl Fn(usize) -> Vec<C>) {
     for num_ranks in 1..=5 {
         sums_are_in_the_order_of_ranks(group(num_ranks));
         parts_are_gathered_in_the_order_of_ranks(group(num_ranks));
@@ -33,7 +33,7 @@ fn numbers(rank_idx: usize, round: usize, len: usize) -> Vec<f32> {
     noise((rank_idx * 1000 + round) as u64, len).iter().map(|x| x * 10f32.powi(rank_idx as i32)).collect()
 }
 
-fn sums_are_in_the_order_of_ranks<C: Communicator<Buffer = [f32]>>(ends: Vec<C>) {
+fn sums_are_in_the_order_of_ranks<C: Communicator>(ends: Vec<C>) {
     const LENS: [usize; 8] = [0, 1, 15, 16, 17, 255, 1000, 5000];
     let num_ranks = ends.len();
     on_threads(ends, |mut end| {
@@ -52,7 +52,7 @@ fn sums_are_in_the_order_of_ranks<C: Communicator<Buffer = [f32]>>(ends: Vec<C>)
     });
 }
 
-fn parts_are_gathered_in_the_order_of_ranks<C: Communicator<Buffer = [f32]>>(ends: Vec<C>) {
+fn parts_are_gathered_in_the_order_of_ranks<C: Communicator>(ends: Vec<C>) {
     on_threads(ends, |mut end| {
         let rank = end.rank();
         for (round, len) in [0, 1, 17, 300].into_iter().enumerate() {
@@ -81,7 +81,7 @@ fn what_came_before_a_barrier_is_seen_after<C: Communicator>(ends: Vec<C>) {
 }
 
 /// After some rounds one rank goes away; the others, which wait for it, are told, and so is whoever asks again.
-fn who_is_gone_fails_the_others<C: Communicator<Buffer = [f32]>>(ends: Vec<C>, lost: usize, panics: bool) {
+fn who_is_gone_fails_the_others<C: Communicator>(ends: Vec<C>, lost: usize, panics: bool) {
     let num_waiting = AtomicUsize::new(0);
     let num_others = ends.len() - 1;
     let outcomes = on_threads(ends, |mut end| {
@@ -118,7 +118,7 @@ fn who_is_gone_fails_the_others<C: Communicator<Buffer = [f32]>>(ends: Vec<C>, l
     }
 }
 
-fn who_does_something_else_fails_all<C: Communicator<Buffer = [f32]>>(ends: Vec<C>, other: usize) {
+fn who_does_something_else_fails_all<C: Communicator>(ends: Vec<C>, other: usize) {
     let outcomes = on_threads(ends, |mut end| {
         let outcome = match end.rank().idx == other {
             true if other.is_multiple_of(2) => end.all_reduce_sum(&mut [1.0; 41]),

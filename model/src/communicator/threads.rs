@@ -86,8 +86,6 @@ impl ThreadCommunicator {
 }
 
 impl Communicator for ThreadCommunicator {
-    type Buffer = [f32];
-
     fn rank(&self) -> Rank {
         self.rank
     }

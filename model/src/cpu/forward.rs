@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// The ranks that compute a model together, as one of them reaches the others.
-pub(super) type Ranks = dyn Communicator<Buffer = [f32]>;
+pub(super) type Ranks = dyn Communicator;
 
 /// Computes on this machine's processors.
 pub struct CpuExecutor {

@@ -1,36 +1,20 @@
-//! Several ranks that compute one model together, each on threads of its own, over one block storage.
+//! Several ranks on this machine's processors, each with threads of its own, over one block storage.
 //!
-//! ```text
-//! caller           rank 0 (the caller's thread)        rank 1 .. (a thread each)
-//! execute ---+---> its part of every layer <--meets--> its part of every layer <--- job
-//!            +---> logits <------------------gathers-- its tokens' logits      ---> outcome
-//! ```
 //! Each rank writes its kv heads where the layout of the whole model has them, so that blocks are those that one rank
 //! alone would make, and whoever takes or gives them need not know of ranks. A layer is announced when all have written.
-//!
-//! A rank that fails drops its end of the communicator, which fails the others; the executor then says who was first,
-//! and is of no use any more.
 
-use std::any::Any;
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread::JoinHandle;
 
 use baton_kv_cache::{BlockStorage, KvLayout};
 
 use super::forward::Ranks;
 use super::{CpuExecutor, ThreadPool};
-use crate::{Batch, CommunicatorError, ExecuteError, Executor, LoadedModel, Rank, ThreadCommunicator};
+use crate::parallel::{ParallelExecutor, RankError, RankExecutor};
+use crate::{Batch, ExecuteError, Executor, LoadedModel, ThreadCommunicator};
 
 /// Computes on this machine's processors by several ranks.
-pub struct ParallelCpuExecutor {
-    first: RankExecutor,
-    others: Vec<RankThread>,
-    /// Every rank computed every step so far.
-    is_whole: bool,
-}
+pub struct ParallelCpuExecutor(ParallelExecutor<CpuRank>);
 
 impl ParallelCpuExecutor {
     /// Ranks with the threads of each, in their order. A pool is one rank's alone: ranks compute at the same time.
@@ -50,45 +34,32 @@ impl ParallelCpuExecutor {
         ranks: Vec<(LoadedModel, Arc<ThreadPool>)>,
         ends: impl Iterator<Item = Box<Ranks>>,
     ) -> io::Result<ParallelCpuExecutor> {
-        let found: Vec<Rank> = ranks.iter().map(|(model, _)| model.shard().rank()).collect();
-        assert_eq!(found, Rank::all(ranks.len()).collect::<Vec<_>>(), "all the parts, in order");
-        let (revision, layout) = (ranks[0].0.revision().to_owned(), ranks[0].0.kv_layout());
-        let are_one =
-            ranks.iter().all(|(model, _)| *model.revision() == revision && model.kv_layout() == layout);
-        assert!(are_one, "parts of one model");
-        let mut ranks = ranks.into_iter().zip(ends).map(|((model, pool), end)| RankExecutor {
-            idx: model.shard().rank().idx,
+        LoadedModel::check_ranks(ranks.iter().map(|(model, _)| model));
+        let ranks = ranks.into_iter().zip(ends).map(|((model, pool), end)| CpuRank {
             executor: CpuExecutor::new(model, pool),
             communicator: Some(end),
         });
-        let first = ranks.next().expect("a model has at least one part");
-        Ok(ParallelCpuExecutor {
-            first,
-            others: ranks.map(RankThread::start).collect::<Result<_, _>>()?,
-            is_whole: true,
-        })
+        ParallelExecutor::new(ranks).map(ParallelCpuExecutor)
     }
 }
 
 impl std::fmt::Debug for ParallelCpuExecutor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ParallelCpuExecutor")
-            .field("num_ranks", &(self.others.len() + 1))
-            .finish_non_exhaustive()
+        f.debug_struct("ParallelCpuExecutor").field("num_ranks", &self.0.num_ranks()).finish_non_exhaustive()
     }
 }
 
 impl Executor for ParallelCpuExecutor {
     fn kv_layout(&self) -> KvLayout {
-        self.first.executor.kv_layout()
+        self.0.kv_layout()
     }
 
     fn vocab_size(&self) -> usize {
-        self.first.executor.vocab_size()
+        self.0.vocab_size()
     }
 
     fn attach_thread(&mut self) -> Result<(), ExecuteError> {
-        self.first.executor.attach_thread()
+        self.0.attach_thread()
     }
 
     unsafe fn execute(
@@ -97,182 +68,55 @@ impl Executor for ParallelCpuExecutor {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<&[f32], ExecuteError> {
-        if !self.is_whole {
-            let message = "a rank failed in an earlier step".to_owned();
-            return Err(ExecuteError { device: "cpu".into(), message });
-        }
-        let job = Job { batch: std::ptr::from_ref(batch).cast(), storage };
-        for other in &self.others {
-            other.give(job);
-        }
-        // SAFETY: by the caller's word; every rank is given the same.
-        let first = unsafe { self.first.compute(batch, storage, on_layer) };
-        // What the job points to is borrowed until every rank has answered. Nothing above unwinds: a rank returns its
-        // panics.
-        let outcome = self.others.iter().map(RankThread::wait).fold(first, |before, outcome| match outcome {
-            Ok(_) => before,
-            Err(failure) => Err(before.err().map_or(failure.clone(), |before| before.or_its_cause(failure))),
-        });
-        match outcome {
-            Ok(num_logits) => Ok(self.first.executor.logits(num_logits)),
-            Err(failure) => {
-                self.is_whole = false;
-                Err(failure.into())
-            }
-        }
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.execute(batch, storage, on_layer) }
     }
 }
 
-/// One rank, whoever's thread it runs on.
-struct RankExecutor {
-    idx: usize,
+struct CpuRank {
     executor: CpuExecutor,
-    /// Dropped when the rank fails, so that nobody waits for it.
+    /// Dropped when it leaves, so that nobody waits for it.
     communicator: Option<Box<Ranks>>,
 }
 
-/// Why a rank ended.
-#[derive(Clone, Debug)]
-struct Failure {
-    rank_idx: usize,
-    what: What,
-}
+impl RankExecutor for CpuRank {
+    const MEETS_FOR_LAYERS: bool = true;
 
-#[derive(Clone, Debug)]
-enum What {
-    Communicator(CommunicatorError),
-    Panic(String),
-    /// Its thread is not there.
-    Gone,
-}
-
-impl Failure {
-    /// Who misses another rank is not who began.
-    fn or_its_cause(self, other: Failure) -> Failure {
-        if matches!(self.what, What::Communicator(_)) { other } else { self }
+    fn device(&self) -> &str {
+        "cpu"
     }
-}
 
-impl From<Failure> for ExecuteError {
-    fn from(failure: Failure) -> ExecuteError {
-        let message = match &failure.what {
-            What::Communicator(error) => error.to_string(),
-            What::Panic(message) => format!("panicked: {message}"),
-            What::Gone => "its thread has ended".to_owned(),
-        };
-        ExecuteError { device: format!("cpu, rank {}", failure.rank_idx), message }
+    fn kv_layout(&self) -> KvLayout {
+        self.executor.kv_layout()
     }
-}
 
-impl RankExecutor {
-    /// The rank's part of a step; how many logits there are.
-    ///
-    /// # Errors
-    /// When it panics, or another rank is gone. It is then gone itself.
-    ///
-    /// # Safety
-    /// As [`CpuExecutor::compute`].
+    fn vocab_size(&self) -> usize {
+        self.executor.vocab_size()
+    }
+
+    fn attach_thread(&mut self) -> Result<(), ExecuteError> {
+        self.executor.attach_thread()
+    }
+
     unsafe fn compute(
         &mut self,
         batch: &Batch<'_>,
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
-    ) -> Result<usize, Failure> {
-        let failure = |what| Failure { rank_idx: self.idx, what };
-        let Some(mut communicator) = self.communicator.take() else { return Err(failure(What::Gone)) };
-        // Taken out, it is dropped by whatever goes wrong.
-        let outcome = catch_unwind(AssertUnwindSafe(|| {
-            // SAFETY: by the caller's word.
-            let outcome =
-                unsafe { self.executor.compute(batch, storage, on_layer, Some(&mut *communicator)) };
-            outcome.map(|num_logits| (num_logits, communicator))
-        }));
-        match outcome {
-            Ok(Ok((num_logits, communicator))) => {
-                self.communicator = Some(communicator);
-                Ok(num_logits)
-            }
-            Ok(Err(error)) => Err(failure(What::Communicator(error))),
-            Err(panic) => Err(failure(What::Panic(message_of(&*panic)))),
-        }
-    }
-}
-
-fn message_of(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
-}
-
-/// What a rank is to compute. It points to what the caller of `execute` lends until every rank has answered.
-#[derive(Clone, Copy)]
-struct Job {
-    batch: *const Batch<'static>,
-    storage: *const BlockStorage,
-}
-
-// SAFETY: batches and storages may be shared between threads, and these are lent until the answer.
-unsafe impl Send for Job {}
-
-/// A rank on a thread of its own.
-struct RankThread {
-    idx: usize,
-    /// Holds one: the rank takes a job before it is given the next. `None` once the rank is to end.
-    jobs: Option<SyncSender<Job>>,
-    /// One for each job.
-    outcomes: Receiver<Result<usize, Failure>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl RankThread {
-    fn start(mut rank: RankExecutor) -> io::Result<RankThread> {
-        let idx = rank.idx;
-        let (jobs, inbox) = sync_channel(1);
-        let (answer, outcomes) = sync_channel(1);
-        let (attached, is_attached) = sync_channel(1);
-        let run = move || {
-            let outcome = rank.executor.attach_thread();
-            let failed = outcome.is_err();
-            if attached.send(outcome).is_err() || failed {
-                return;
-            }
-            serve(rank, &inbox, &answer);
-        };
-        let thread = std::thread::Builder::new().name(format!("baton-rank-{idx}")).spawn(run)?;
-        let thread = RankThread { idx, jobs: Some(jobs), outcomes, thread: Some(thread) };
-        match is_attached.recv() {
-            Ok(outcome) => outcome.map(|()| thread).map_err(io::Error::other),
-            Err(_) => Err(io::Error::other(format!("the thread of rank {idx} has ended"))),
-        }
+    ) -> Result<usize, RankError> {
+        let ranks = self.communicator.as_deref_mut();
+        assert!(ranks.is_some(), "a rank that has left computes no more");
+        // SAFETY: passed on to the caller.
+        let outcome = unsafe { self.executor.compute(batch, storage, on_layer, ranks) };
+        outcome.map_err(|error| RankError::Missed(error.to_string()))
     }
 
-    /// A rank whose thread has ended shows it when it is waited for.
-    fn give(&self, job: Job) {
-        let _ = self.jobs.as_ref().expect("until it is dropped").send(job);
+    fn logits(&self, num_logits: usize) -> &[f32] {
+        self.executor.logits(num_logits)
     }
 
-    fn wait(&self) -> Result<usize, Failure> {
-        self.outcomes.recv().unwrap_or(Err(Failure { rank_idx: self.idx, what: What::Gone }))
-    }
-}
-
-impl Drop for RankThread {
-    fn drop(&mut self) {
-        self.jobs = None;
-        if let Some(thread) = self.thread.take() {
-            // It does not panic: what panics in a job is returned.
-            let _ = thread.join();
-        }
-    }
-}
-
-fn serve(mut rank: RankExecutor, jobs: &Receiver<Job>, answer: &SyncSender<Result<usize, Failure>>) {
-    for job in jobs {
-        // SAFETY: whoever gave the job waits for the answer before what it points to goes away, and vouches for the
-        // blocks of the batch.
-        let outcome = unsafe { rank.compute(&*job.batch, &*job.storage, &mut |_| {}) };
-        if answer.send(outcome).is_err() {
-            return;
-        }
+    fn leave(&mut self) {
+        self.communicator = None;
     }
 }
 
@@ -283,7 +127,7 @@ mod tests {
     use baton_kv_cache::BlockId;
 
     use super::*;
-    use crate::{BatchSequence, Communicator, LoadOptions, load_ranks};
+    use crate::{BatchSequence, Communicator, CommunicatorError, LoadOptions, Rank, load_ranks};
 
     /// An end of a rank that panics when it is to meet the others for the `fails_at`-th time.
     struct Fragile {
@@ -298,8 +142,6 @@ mod tests {
     }
 
     impl Communicator for Fragile {
-        type Buffer = [f32];
-
         fn rank(&self) -> Rank {
             self.end.rank()
         }

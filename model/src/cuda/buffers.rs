@@ -9,6 +9,8 @@ use super::device::Device;
 use super::draws::{DrawBuffers, DrawInputs};
 use super::inputs::{BatchLimits, InputShape, Inputs, padded};
 use super::kernel::Address;
+use super::ranks::logit_stride;
+use crate::Rank;
 use crate::spec::{DecoderSpec, MlpSpec};
 
 /// bf16 where nothing else is said. What is written is overwritten by the next part of the pass that does the same.
@@ -36,6 +38,8 @@ pub(crate) struct Buffers {
     /// `[logit_rows][vocab]`, f32.
     pub(crate) logits: Address,
     pub(crate) logit_rows: usize,
+    /// Of the first of several ranks `[ranks][logit_rows][stride]`, f32, of the others their own; null where one computes.
+    pub(crate) logit_parts: Address,
     /// Of attention in splits.
     pub(crate) sums: Address,
     pub(crate) stats: Address,
@@ -97,6 +101,7 @@ impl Buffers {
         layout: &KvLayout,
         limits: &BatchLimits,
         shape: &InputShape,
+        rank: Rank,
     ) -> Result<Buffers, CudaError> {
         let rows = padded(limits.num_rows);
         let logit_rows = padded(limits.num_sequences);
@@ -133,8 +138,19 @@ impl Buffers {
             attended,
             gate_up,
             gated,
-            logits: device.allocate(logit_rows * spec.vocab_size * 4)?,
+            logits: match rank.is_first() {
+                true => device.allocate(logit_rows * spec.vocab_size * 4)?,
+                false => Address::NULL,
+            },
             logit_rows,
+            logit_parts: match rank.num_ranks {
+                1 => Address::NULL,
+                num_ranks => {
+                    let num_parts = if rank.is_first() { num_ranks } else { 1 };
+                    let stride = logit_stride(spec.vocab_size, num_ranks);
+                    device.allocate(num_parts * logit_rows * stride * 4)?
+                }
+            },
             sums,
             stats,
             draws,

@@ -9,7 +9,7 @@ use super::executor::{DeviceExecutor, check_shape, sources};
 use super::inputs::BatchLimits;
 use super::start::StartError;
 use super::weights::DeviceWeightBytes;
-use crate::{Backend, Batch, DrawingExecutor, ExecuteError, Executor, LoadProgress, LoadedModel};
+use crate::{Backend, Batch, DrawingExecutor, ExecuteError, Executor, LoadProgress, LoadedModel, Rank};
 
 /// Computes on one of NVIDIA's devices, with activations in bf16. Not run on a GPU yet: the same pass, over the same
 /// kernels, was run by an emulator.
@@ -42,7 +42,8 @@ impl LoadedModel {
     /// When the device or a library is missing, the memory does not suffice, or there are no kernels for such a model.
     ///
     /// # Panics
-    /// When the model was loaded for processors.
+    /// When the model was loaded for processors, or is one of several ranks' parts: those compute together, in a
+    /// [`ParallelCudaExecutor`](crate::ParallelCudaExecutor).
     pub fn cuda_executor(
         &self,
         ordinal: u32,
@@ -51,6 +52,7 @@ impl LoadedModel {
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<CudaExecutor, StartError> {
         assert_eq!(self.backend(), Backend::Cuda, "weights were packed for processors");
+        assert_eq!(self.shard().rank(), Rank::ONLY, "a part of a model does not compute alone");
         check_shape(self)?;
         let device = DriverDevice::open(ordinal, &sources(self), kernel_cache)?;
         DeviceExecutor::new(device, self.clone(), limits, progress).map(CudaExecutor)

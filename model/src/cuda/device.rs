@@ -1,4 +1,4 @@
-//! The seam between the forward pass and a device: memory, kernels and products.
+//! The seam between the forward pass and a device: memory, kernels, products, and sums with other ranks' devices.
 //!
 //! What is asked for is done in that order, and nothing is waited for, except where a method says so.
 
@@ -8,6 +8,9 @@ use super::kernel::{Address, Kernel};
 
 /// A device and one queue of work on it. What it allocated lives until the device is dropped.
 pub(crate) trait Device: Send {
+    /// Rows of a product from which on it pays to ask for it in two halves, and to sum up one beside the other.
+    const ROWS_TO_OVERLAP: usize;
+
     /// "cuda:0".
     fn name(&self) -> &str;
 
@@ -60,6 +63,26 @@ pub(crate) trait Device: Send {
     /// # Errors
     /// Where the device has no such products, too.
     unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError>;
+
+    /// Sums up `len` numbers in bf16 over the ranks, all of which ask for it with as many; each then has the same bits. It
+    /// may run beside what is asked for before [`end_sums`](Self::end_sums), which leaves these numbers alone.
+    ///
+    /// # Safety
+    /// They are there, until the sum is done.
+    unsafe fn begin_sum(&mut self, numbers: Address, len: usize) -> Result<(), CudaError>;
+
+    /// What is asked for from here on is done after every sum that was begun.
+    fn end_sums(&mut self) -> Result<(), CudaError>;
+
+    /// Collects `len` numbers in f32 of each rank: the first has room for all at `numbers`, its own first, and the others
+    /// have theirs there.
+    ///
+    /// # Safety
+    /// As of [`begin_sum`](Self::begin_sum).
+    unsafe fn gather(&mut self, numbers: Address, len: usize) -> Result<(), CudaError>;
+
+    /// Takes no part in sums any more: the other ranks are told ([`CudaError::RankGone`]) instead of waiting.
+    fn leave_ranks(&mut self);
 
     /// Marks this place of the queue by a number below [`NUM_MARKS`], in place of an older mark of that number.
     fn mark(&mut self, mark_idx: usize) -> Result<(), CudaError>;

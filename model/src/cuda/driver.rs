@@ -1,4 +1,9 @@
-//! A device of NVIDIA's behind the seam: one stream, kernels compiled by NVRTC, products by cuBLASLt, graphs.
+//! A device of NVIDIA's behind the seam: one stream, kernels compiled by NVRTC, products by cuBLASLt, graphs; and a second
+//! stream for what it does with other ranks, by NCCL.
+//!
+//! Sums begin behind what was asked for before them, and the first stream waits for them where they end, both by events:
+//! so they are part of graphs, too. One rank of several never waits for its device without looking whether the others
+//! are still there, as its device may be waiting for them.
 //!
 //! Not run on a GPU yet: what is checked is that it compiles against cudarc and that missing libraries are said.
 
@@ -13,8 +18,10 @@ use super::device::{Device, Fp8Product, Fp8Products, NUM_MARKS, NUM_RETURNS, Pro
 use super::kernel::{Address, Kernel, Source};
 use super::loaded::LoadedKernels;
 use super::lt::Products;
+use super::nccl::{Group, Membership};
 use super::products::E4M3_ONE;
 use super::start::StartError;
+use crate::Rank;
 
 /// Bytes that are copied between the host and the device at a time.
 const STAGED_BYTES: usize = 4 << 20;
@@ -24,6 +31,9 @@ const MAX_GRAPHS: usize = 512;
 
 /// Bytes that there is room for at first in what is sent back: drawn tokens, and some log-probabilities.
 const RETURNED_BYTES: usize = 64 << 10;
+
+/// Looks at an event between two looks at NCCL's state.
+const LOOKS: u32 = 256;
 
 /// One device, and one stream of work on it.
 pub(crate) struct DriverDevice {
@@ -35,9 +45,11 @@ pub(crate) struct DriverDevice {
     pub(super) fp8_products: Fp8Products,
     kernels: LoadedKernels,
     marks: Vec<Option<CudaEvent>>,
+    /// `None` where it computes a whole model, or has left.
+    others: Option<Others>,
     uploads: [Staging; 2],
     next_upload: usize,
-    downloads: Pinned,
+    downloads: Staging,
     returns: [Returned; NUM_RETURNS],
     allocations: Vec<Allocation>,
     stream: Arc<CudaStream>,
@@ -47,6 +59,15 @@ pub(crate) struct DriverDevice {
 // SAFETY: handles of cuBLASLt and of graphs may be used by any thread, one at a time; who has the device mutably is the
 // only one.
 unsafe impl Send for DriverDevice {}
+
+/// The ranks that it computes with.
+struct Others {
+    membership: Membership,
+    stream: Arc<CudaStream>,
+    /// Behind what sums begin behind, and behind the sums.
+    asked: CudaEvent,
+    done: CudaEvent,
+}
 
 /// Work that was asked for under one key.
 enum Repeated {
@@ -117,7 +138,8 @@ impl DriverDevice {
             marks: (0..NUM_MARKS).map(|_| None).collect(),
             uploads: [staging(STAGED_BYTES)?, staging(STAGED_BYTES)?],
             next_upload: 0,
-            downloads: Pinned::new(&device, STAGED_BYTES)?,
+            others: None,
+            downloads: staging(STAGED_BYTES)?,
             returns: [returned()?, returned()?],
             allocations: vec![],
             stream,
@@ -174,6 +196,27 @@ impl DriverDevice {
             }
         }
         Ok(Fp8Products::None)
+    }
+
+    /// Joins the other ranks, each of which does so on a thread of its own.
+    ///
+    /// # Errors
+    /// When they do not come, or NCCL fails.
+    pub(crate) fn join(&mut self, group: &Group, rank: Rank) -> Result<(), CudaError> {
+        self.device.bind()?;
+        let event = || self.device.context().new_event(None).map_err(|error| failed("cuEventCreate", error));
+        let (stream, asked, done) = (self.device.stream()?, event()?, event()?);
+        self.others = Some(Others { membership: group.join(rank)?, stream, asked, done });
+        Ok(())
+    }
+
+    /// The ranks that it computes with; what is asked of their stream comes behind what was asked for so far.
+    fn behind(&mut self) -> Result<&mut Others, CudaError> {
+        self.device.bind()?;
+        let others = self.others.as_mut().expect("one of several ranks");
+        others.asked.record(&self.stream).map_err(|error| failed("cuEventRecord", error))?;
+        others.stream.wait(&others.asked).map_err(|error| failed("cuStreamWaitEvent", error))?;
+        Ok(others)
     }
 
     /// Fills memory with `byte`.
@@ -267,12 +310,37 @@ pub(super) fn repeat<D>(
 
 impl Drop for DriverDevice {
     fn drop(&mut self) {
+        // Kernels that wait for other ranks end.
+        self.leave_ranks();
+        if let Some(others) = &self.others {
+            let _ = others.stream.synchronize();
+        }
         // Nothing is under way when its memory goes. A failure was told to whoever asked for the work.
         let _ = self.stream.synchronize();
     }
 }
 
+/// Waits for an event, unless another rank is gone: then it may never come.
+fn wait(event: &CudaEvent, others: Option<&mut Others>) -> Result<(), CudaError> {
+    let Some(others) = others else {
+        return event.synchronize().map_err(|error| failed("cuEventSynchronize", error));
+    };
+    let mut num_looks = 0u32;
+    while !event.try_is_complete().map_err(|error| failed("cuEventQuery", error))? {
+        num_looks = num_looks.wrapping_add(1);
+        match num_looks.is_multiple_of(LOOKS) {
+            true => others.membership.check()?,
+            false => others.membership.check_others()?,
+        }
+        std::hint::spin_loop();
+    }
+    Ok(())
+}
+
 impl Device for DriverDevice {
+    // A guess: a product of half as many rows still fills a device, and its sum takes longer than to begin it.
+    const ROWS_TO_OVERLAP: usize = 1024;
+
     fn name(&self) -> &str {
         &self.name
     }
@@ -295,7 +363,7 @@ impl Device for DriverDevice {
             let staging = &mut self.uploads[self.next_upload];
             self.next_upload = 1 - self.next_upload;
             // One that was never recorded is complete.
-            staging.copied.synchronize().map_err(|error| failed("cuEventSynchronize", error))?;
+            wait(&staging.copied, self.others.as_mut())?;
             let pinned = &mut staging.pinned.bytes_mut()[..chunk.len()];
             pinned.copy_from_slice(chunk);
             // SAFETY: there is room by the caller's word; the memory is used again when the copy is done.
@@ -311,12 +379,14 @@ impl Device for DriverDevice {
         self.device.bind()?;
         let mut source = from.0;
         for chunk in bytes.chunks_mut(STAGED_BYTES) {
-            let pinned = &mut self.downloads.bytes_mut()[..chunk.len()];
+            let Staging { pinned, copied } = &mut self.downloads;
+            let room = &mut pinned.bytes_mut()[..chunk.len()];
             // SAFETY: there by the caller's word; waited for before the memory is looked at.
-            unsafe { result::memcpy_dtoh_async(pinned, source, self.stream.cu_stream()) }
-                .and_then(|()| self.stream.synchronize())
+            unsafe { result::memcpy_dtoh_async(room, source, self.stream.cu_stream()) }
                 .map_err(|error| failed("cuMemcpyDtoHAsync", error))?;
-            chunk.copy_from_slice(&self.downloads.bytes()[..chunk.len()]);
+            copied.record(&self.stream).map_err(|error| failed("cuEventRecord", error))?;
+            wait(copied, self.others.as_mut())?;
+            chunk.copy_from_slice(&pinned.bytes()[..chunk.len()]);
             source += chunk.len() as u64;
         }
         Ok(())
@@ -326,7 +396,7 @@ impl Device for DriverDevice {
         self.device.bind()?;
         let Returned { staging, num_bytes: len } = &mut self.returns[place];
         // What was sent there before is still to be written otherwise. One that was never recorded is complete.
-        staging.copied.synchronize().map_err(|error| failed("cuEventSynchronize", error))?;
+        wait(&staging.copied, self.others.as_mut())?;
         if staging.pinned.bytes().len() < num_bytes {
             staging.pinned = Pinned::new(&self.device, num_bytes.next_power_of_two())?;
         }
@@ -342,7 +412,7 @@ impl Device for DriverDevice {
 
     fn returned(&mut self, place: usize) -> Result<&[u8], CudaError> {
         let Returned { staging, num_bytes } = &self.returns[place];
-        staging.copied.synchronize().map_err(|error| failed("cuEventSynchronize", error))?;
+        wait(&staging.copied, self.others.as_mut())?;
         Ok(&staging.pinned.bytes()[..*num_bytes])
     }
 
@@ -373,6 +443,33 @@ impl Device for DriverDevice {
         unsafe { self.products.as_mut().expect("opened for products").multiply_fp8(product) }
     }
 
+    unsafe fn begin_sum(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
+        let others = self.behind()?;
+        // SAFETY: the stream lives as long as the membership; the numbers by the caller's word.
+        unsafe { others.membership.sum(numbers, len, others.stream.cu_stream().cast()) }
+    }
+
+    fn end_sums(&mut self) -> Result<(), CudaError> {
+        let others = self.others.as_ref().expect("one of several ranks");
+        others.done.record(&others.stream).map_err(|error| failed("cuEventRecord", error))?;
+        self.stream.wait(&others.done).map_err(|error| failed("cuStreamWaitEvent", error))
+    }
+
+    unsafe fn gather(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
+        let others = self.behind()?;
+        // SAFETY: as above.
+        unsafe { others.membership.gather(numbers, len * 4, others.stream.cu_stream().cast()) }?;
+        self.end_sums()
+    }
+
+    fn leave_ranks(&mut self) {
+        // A communicator ends when the graphs that have its operations have.
+        self.graphs.clear();
+        if let Some(others) = &mut self.others {
+            others.membership.leave();
+        }
+    }
+
     fn mark(&mut self, mark_idx: usize) -> Result<(), CudaError> {
         if self.marks[mark_idx].is_none() {
             let event = self.device.context().new_event(None);
@@ -389,7 +486,7 @@ impl Device for DriverDevice {
 
     fn wait_for(&mut self, mark_idx: usize) -> Result<(), CudaError> {
         let event = self.marks[mark_idx].as_ref().expect("marked before");
-        event.synchronize().map_err(|error| failed("cuEventSynchronize", error))
+        wait(event, self.others.as_mut())
     }
 
     fn repeat(

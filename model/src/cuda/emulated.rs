@@ -7,6 +7,8 @@ use baton_cuda::CudaError;
 use super::device::{Device, Fp8Product, Fp8Products, NUM_MARKS, NUM_RETURNS, Product};
 use super::emulator::{Session, Threads};
 use super::kernel::{Address, Kernel, Source};
+use super::testing::{bf16, floats, widened};
+use crate::{Communicator, CommunicatorError, ThreadCommunicator};
 
 /// All is done when it is asked for.
 pub(crate) struct EmulatedDevice {
@@ -19,11 +21,43 @@ pub(crate) struct EmulatedDevice {
     marks: Vec<bool>,
     returns: [Vec<u8>; NUM_RETURNS],
     is_repeating: bool,
+    /// `None` where it computes a whole model, or has left.
+    ranks: Option<ThreadCommunicator>,
+    sums: Sums,
+    /// That were begun and are not done.
+    begun: Vec<(Address, Vec<f32>)>,
+    /// Sums that were divided, so that a half of them could run beside a product.
+    pub(crate) num_overlapped: usize,
     /// Under which keys work was repeated, and how often.
     pub(crate) repeated: HashMap<u64, usize>,
 }
 
+/// When sums are done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sums {
+    /// At once, when they are begun.
+    Early,
+    /// When they have to be; until then the numbers are not to be had.
+    Late,
+}
+
 impl EmulatedDevice {
+    /// One of several ranks.
+    pub(crate) fn join(mut self, end: ThreadCommunicator, sums: Sums) -> EmulatedDevice {
+        (self.ranks, self.sums) = (Some(end), sums);
+        self
+    }
+
+    fn ranks(&mut self) -> &mut ThreadCommunicator {
+        self.ranks.as_mut().expect("one of several ranks")
+    }
+
+    fn sum(&mut self, at: Address, mut numbers: Vec<f32>) -> Result<(), CudaError> {
+        self.ranks().all_reduce_sum(&mut numbers).map_err(gone)?;
+        self.session.write(at, &bf16(&numbers).0);
+        Ok(())
+    }
+
     /// With so much memory, and these kernels.
     pub(crate) fn new(sources: &[Source], memory_bytes: usize, threads: Threads) -> EmulatedDevice {
         EmulatedDevice {
@@ -33,6 +67,10 @@ impl EmulatedDevice {
             marks: vec![false; NUM_MARKS],
             returns: Default::default(),
             is_repeating: false,
+            ranks: None,
+            sums: Sums::Early,
+            begun: vec![],
+            num_overlapped: 0,
             repeated: HashMap::new(),
         }
     }
@@ -48,7 +86,16 @@ impl EmulatedDevice {
     }
 }
 
+fn gone(error: CommunicatorError) -> CudaError {
+    match error {
+        CommunicatorError::Lost { rank } => CudaError::RankGone { rank },
+        CommunicatorError::Differs { .. } => CudaError::Failed { call: "sum", why: error.to_string() },
+    }
+}
+
 impl Device for EmulatedDevice {
+    const ROWS_TO_OVERLAP: usize = 8;
+
     fn name(&self) -> &str {
         "emulated"
     }
@@ -106,6 +153,43 @@ impl Device for EmulatedDevice {
         assert_eq!(self.fp8_products, expected, "a product that the device does not have");
         self.session.multiply_fp8(product);
         Ok(())
+    }
+
+    unsafe fn begin_sum(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
+        let mut bytes = vec![0; len * 2];
+        self.session.read(numbers, &mut bytes);
+        let values = widened(&bytes);
+        match self.sums {
+            Sums::Early => self.sum(numbers, values),
+            Sums::Late => {
+                self.session.write(numbers, &vec![0xff; bytes.len()]);
+                self.begun.push((numbers, values));
+                Ok(())
+            }
+        }
+    }
+
+    fn end_sums(&mut self) -> Result<(), CudaError> {
+        self.num_overlapped += usize::from(self.begun.len() > 1);
+        std::mem::take(&mut self.begun).into_iter().try_for_each(|(at, numbers)| self.sum(at, numbers))
+    }
+
+    unsafe fn gather(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
+        let mut part = vec![0; len * 4];
+        self.session.read(numbers, &mut part);
+        let ranks = self.ranks();
+        let mut all = vec![0.0; ranks.rank().num_ranks * len];
+        let room = ranks.rank().is_first().then_some(&mut *all);
+        let is_first = room.is_some();
+        ranks.gather(&floats(&part), room).map_err(gone)?;
+        if is_first {
+            self.session.write(numbers, bytemuck::cast_slice(&all));
+        }
+        Ok(())
+    }
+
+    fn leave_ranks(&mut self) {
+        self.ranks = None;
     }
 
     fn mark(&mut self, mark_idx: usize) -> Result<(), CudaError> {

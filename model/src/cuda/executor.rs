@@ -6,6 +6,9 @@
 //! here, on the executing thread, for a layer whose KV is in the device's memory, and never before; it may come later than
 //! that by the time that this thread takes to ask for a layer. After the last layer was asked for, it waits for one mark
 //! after the other.
+//!
+//! Of a model that several ranks compute each has an executor, on a device of its own: with its part of the weights, and
+//! blocks of its own kv heads. All run the same steps, and meet in the sums that the pass asks for.
 
 mod drawing;
 
@@ -24,7 +27,8 @@ use super::pass::Pass;
 use super::products::{self, WeightKind};
 use super::start::StartError;
 use super::weights::{self, DeviceWeightBytes, DeviceWeights};
-use super::{attention, embed, expert_products, experts, gate, norm, rope, rows, sample};
+use super::{attention, embed, expert_products, experts, gate, norm, ranks, rope, rows, sample};
+use crate::parallel::{RankError, RankExecutor};
 use crate::spec::{DecoderSpec, MlpSpec};
 use crate::{Batch, DrawingExecutor, ExecuteError, Executor, LoadProgress, LoadedModel};
 use drawing::Launched;
@@ -32,7 +36,7 @@ use drawing::Launched;
 /// Left to libraries and the driver, for what they take later: code of products of other sizes, graphs.
 const SPARE_BYTES: usize = 256 << 20;
 
-/// Computes on one device.
+/// Computes on one device a whole model, or one rank's part.
 pub(crate) struct DeviceExecutor<D> {
     device: D,
     model: LoadedModel,
@@ -63,8 +67,8 @@ struct Told {
 
 /// All kernels of a model.
 pub(crate) fn sources(model: &LoadedModel) -> Vec<Source> {
-    let spec = &model.config().decoder;
-    let layout = model.kv_layout();
+    let spec = model.shard().spec();
+    let layout = model.kv_layout_of_rank();
     [
         embed::source(),
         norm::source(),
@@ -75,6 +79,7 @@ pub(crate) fn sources(model: &LoadedModel) -> Vec<Source> {
     ]
     .into_iter()
     .chain(attention::sources(&layout))
+    .chain((model.shard().rank().num_ranks > 1).then(ranks::source))
     .chain(
         is_routed(spec)
             .then(|| {
@@ -99,7 +104,7 @@ fn is_routed(spec: &DecoderSpec) -> bool {
 
 /// Whether there are kernels for such a model.
 pub(crate) fn check_shape(model: &LoadedModel) -> Result<(), StartError> {
-    let spec = &model.config().decoder;
+    let (spec, rank) = (model.shard().spec(), model.shard().rank());
     let shape = |what, found, expected| Err(StartError::Shape { what, found, expected });
     let mut widths = vec![
         ("hidden_size", spec.hidden_size),
@@ -114,7 +119,11 @@ pub(crate) fn check_shape(model: &LoadedModel) -> Result<(), StartError> {
         }
     }
     if let Some(&(what, found)) = widths.iter().find(|(_, width)| !width.is_multiple_of(8)) {
-        return shape(what, found, "a multiple of 8");
+        let expected = match rank.num_ranks {
+            1 => "a multiple of 8",
+            _ => "a multiple of 8 in each rank's part (a smaller tensor parallel degree may give that)",
+        };
+        return shape(what, found, expected);
     }
     if spec.layers.len() > NUM_MARKS {
         return shape("num_hidden_layers", spec.layers.len(), "at most 1024");
@@ -130,6 +139,23 @@ pub(crate) fn check_shape(model: &LoadedModel) -> Result<(), StartError> {
     }
 }
 
+/// A step of a rank whose blocks are in `pool`, arranged as `layout`.
+fn pass_of<'a>(
+    model: &'a LoadedModel,
+    layout: &'a KvLayout,
+    weights: &'a DeviceWeights,
+    buffers: &'a Buffers,
+    scratch: &'a Scratch,
+    inputs: &'a Inputs,
+    pool: Address,
+) -> Pass<'a> {
+    let (shard, at) = (model.shard(), inputs.at(buffers.inputs));
+    let (spec, rank) = (shard.spec(), shard.rank());
+    let is_divided = rank.num_ranks > 1 && model.weights().embedding.is_none();
+    let embedded = is_divided.then(|| shard.vocabulary());
+    Pass { spec, layout, rank, embedded, weights, buffers, scratch, inputs, at, pool }
+}
+
 impl<D: Device> DeviceExecutor<D> {
     /// Takes the weights and all memory of the pass; the device has the kernels of [`sources`].
     ///
@@ -142,16 +168,22 @@ impl<D: Device> DeviceExecutor<D> {
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<DeviceExecutor<D>, StartError> {
         check_shape(&model)?;
-        let spec = &model.config().decoder;
-        let layout = model.kv_layout();
+        let (spec, rank) = (model.shard().spec(), model.shard().rank());
+        let layout = model.kv_layout_of_rank();
         let weights = weights::upload(&mut device, spec, model.weights(), model.num_threads(), progress)?;
+        let DeviceWeightBytes { fp8, int8, int4, .. } = weights.bytes;
+        if rank.num_ranks > 1 && fp8 + int8 + int4 > 0 {
+            // No test has divided such among ranks yet.
+            let (what, expected) = ("tensor_parallel", "1 for weights of less than bf16");
+            return Err(StartError::Shape { what, found: rank.num_ranks, expected });
+        }
         let shape = InputShape {
             block_size: layout.block_size,
             group: spec.num_heads / spec.num_kv_heads,
             head_dim: spec.head_dim,
             max_decode_rows: (2 * padded(limits.num_sequences)).min(padded(limits.num_rows)),
         };
-        let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape)?;
+        let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape, rank)?;
         let scratch = Scratch::new(&mut device, spec, &weights, &limits, model.rounds_activations())?;
         let mut executor = DeviceExecutor {
             device,
@@ -183,6 +215,11 @@ impl<D: Device> DeviceExecutor<D> {
         self.weights.bytes
     }
 
+    #[cfg(test)]
+    pub(crate) fn model(&self) -> &LoadedModel {
+        &self.model
+    }
+
     #[cfg(any(test, feature = "emulator"))]
     pub(crate) fn device(&mut self) -> &mut D {
         &mut self.device
@@ -192,7 +229,7 @@ impl<D: Device> DeviceExecutor<D> {
     /// there before the rest of the memory is given to blocks. No block takes part, and what comes of it is overwritten.
     fn warm_up(&mut self) -> Result<(), CudaError> {
         let DeviceExecutor { device, model, weights, buffers, scratch, inputs, limits, .. } = self;
-        let (spec, layout) = (&model.config().decoder, model.kv_layout());
+        let layout = model.kv_layout_of_rank();
         let smaller = std::iter::successors(Some(1), |num_rows| Some(2 * num_rows));
         let smaller = smaller.take_while(|&num_rows| num_rows < limits.num_rows);
         for num_rows in smaller.chain([limits.num_rows]) {
@@ -203,8 +240,7 @@ impl<D: Device> DeviceExecutor<D> {
                 inputs.fill_up(num_rows, num_sequences, are_decoded);
                 // SAFETY: there is room for the largest batch.
                 unsafe { device.upload(buffers.inputs, inputs.bytes()) }?;
-                let (at, pool) = (inputs.at(buffers.inputs), Address::NULL);
-                let pass = Pass { spec, layout: &layout, weights, buffers, scratch, inputs, at, pool };
+                let pass = pass_of(model, &layout, weights, buffers, scratch, inputs, Address::NULL);
                 pass.begin(device)?;
                 for layer_idx in 0..num_layers {
                     pass.store(device, layer_idx)?;
@@ -214,12 +250,14 @@ impl<D: Device> DeviceExecutor<D> {
                 pass.logits(device, 0, inputs.num_wanted)?;
             }
         }
-        self.warm_up_drawing()?;
+        if self.model.shard().rank().num_ranks == 1 {
+            self.warm_up_drawing()?;
+        }
         self.device.mark(0)?;
         self.device.wait_for(0)
     }
 
-    fn check_limits(&self, batch: &Batch<'_>) -> Result<(), ExecuteError> {
+    fn check_limits(&self, batch: &Batch<'_>) -> Result<(), String> {
         let limits = &self.limits;
         let num_rows: usize = batch.sequences.iter().map(|it| it.tokens.len()).sum();
         let ends = batch.sequences.iter().map(|it| it.start_idx + it.tokens.len());
@@ -231,26 +269,35 @@ impl<D: Device> DeviceExecutor<D> {
         let fits = found.num_rows <= limits.num_rows
             && found.num_sequences <= limits.num_sequences
             && found.context_length <= limits.context_length;
-        if fits {
-            Ok(())
-        } else {
-            Err(self.failed(format!("a batch of {found:?}, expected at most {limits:?}")))
-        }
+        if fits { Ok(()) } else { Err(format!("a batch of {found:?}, expected at most {limits:?}")) }
+    }
+
+    /// The blocks of this executor's rank are where they were before.
+    fn check_blocks(&mut self, storage: &BlockStorage) {
+        assert_eq!(*storage.layout(), self.model.kv_layout(), "blocks of another layout");
+        let memory = storage.device().expect("blocks are on the device");
+        let rank = self.model.shard().rank();
+        let address = match rank.num_ranks {
+            1 => memory.address(),
+            num_ranks => {
+                assert_eq!(memory.parts().len(), num_ranks, "blocks that are divided otherwise");
+                memory.parts()[rank.idx].address()
+            }
+        };
+        let pool = Address(address.expect("blocks of one rank on one device"));
+        assert_eq!(*self.pool.get_or_insert(pool), pool, "blocks of another storage");
+    }
+
+    /// Takes down a batch, on the blocks of `storage`; or says why it is not for this executor.
+    fn take(&mut self, batch: &Batch<'_>, storage: &BlockStorage) -> Result<(), String> {
+        self.check_blocks(storage);
+        self.check_limits(batch)?;
+        self.inputs.fill(batch, &self.shape);
+        Ok(())
     }
 
     fn failed(&self, error: impl ToString) -> ExecuteError {
         ExecuteError { device: self.device.name().to_owned(), message: error.to_string() }
-    }
-
-    /// Takes down a batch, on the blocks of `storage`.
-    fn take(&mut self, batch: &Batch<'_>, storage: &BlockStorage) -> Result<(), ExecuteError> {
-        assert_eq!(*storage.layout(), self.model.kv_layout(), "blocks of another layout");
-        let memory = storage.device().expect("blocks are on the device");
-        let pool = Address(memory.address());
-        assert_eq!(*self.pool.get_or_insert(pool), pool, "blocks of another storage");
-        self.check_limits(batch)?;
-        self.inputs.fill(batch, &self.shape);
-        Ok(())
     }
 
     fn upload(&mut self) -> Result<(), CudaError> {
@@ -261,9 +308,8 @@ impl<D: Device> DeviceExecutor<D> {
     /// The device, and the step whose inputs are there.
     fn pass(&mut self) -> (&mut D, Pass<'_>) {
         let DeviceExecutor { device, model, weights, buffers, scratch, inputs, layout, pool, .. } = self;
-        let at = inputs.at(buffers.inputs);
         let pool = pool.expect("a batch was taken");
-        (device, Pass { spec: &model.config().decoder, layout, weights, buffers, scratch, inputs, at, pool })
+        (device, pass_of(model, layout, weights, buffers, scratch, inputs, pool))
     }
 
     /// Asks for everything up to the first logits, and tells of layers that are ready meanwhile.
@@ -312,24 +358,28 @@ impl<D: Device> DeviceExecutor<D> {
         Ok(())
     }
 
-    /// One step; its logits are in the first of `self.logits`.
-    fn step(&mut self, num_logits: usize, on_layer: &mut dyn FnMut(usize)) -> Result<(), CudaError> {
+    /// One step; the first rank has its logits in the first of `self.logits`.
+    fn step(&mut self, num_rows: usize, on_layer: &mut dyn FnMut(usize)) -> Result<(), CudaError> {
         self.upload()?;
         let told = self.forward(on_layer)?;
         if told.is_marked {
             self.tell(told, on_layer)?;
         }
         let vocab_size = self.model.config().vocab_size();
+        let num_downloaded = if self.model.shard().rank().is_first() { num_rows } else { 0 };
         let mut logits = std::mem::take(&mut self.logits[0]);
-        logits.resize(num_logits * vocab_size, 0.0);
+        logits.resize(num_downloaded * vocab_size, 0.0);
         let (device, pass) = self.pass();
         let (at, logit_rows) = (pass.buffers.logits, pass.buffers.logit_rows);
-        for (nth, chunk) in logits.chunks_mut(logit_rows * vocab_size).enumerate() {
-            if nth > 0 {
-                pass.logits(device, nth * logit_rows, chunk.len() / vocab_size)?;
+        let mut chunks = logits.chunks_mut(logit_rows * vocab_size);
+        for first in (0..num_rows).step_by(logit_rows) {
+            if first > 0 {
+                pass.logits(device, first, logit_rows.min(num_rows - first))?;
             }
-            // SAFETY: so many were just computed.
-            unsafe { device.download(at, bytemuck::cast_slice_mut(chunk)) }?;
+            if let Some(chunk) = chunks.next() {
+                // SAFETY: so many were just computed.
+                unsafe { device.download(at, bytemuck::cast_slice_mut(chunk)) }?;
+            }
         }
         // Also a step whose logits nobody wants is done when it returns.
         device.mark(0)?;
@@ -339,7 +389,7 @@ impl<D: Device> DeviceExecutor<D> {
     }
 }
 
-impl<D: Device> Executor for DeviceExecutor<D> {
+impl<D: Device + 'static> Executor for DeviceExecutor<D> {
     fn kv_layout(&self) -> KvLayout {
         self.model.kv_layout()
     }
@@ -354,14 +404,60 @@ impl<D: Device> Executor for DeviceExecutor<D> {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<&[f32], ExecuteError> {
-        assert!(self.launched.is_empty(), "a step is under way");
-        self.take(batch, storage)?;
-        let num_logits = batch.sequences.iter().map(|it| it.num_logits).sum();
-        self.step(num_logits, on_layer).map_err(|error| self.failed(error))?;
-        Ok(&self.logits[0])
+        // SAFETY: passed on to the caller.
+        match unsafe { self.compute(batch, storage, on_layer) } {
+            Ok(num_logits) => Ok(self.logits(num_logits)),
+            Err(RankError::Missed(message) | RankError::Failed(message)) => {
+                Err(ExecuteError { device: self.device.name().to_owned(), message })
+            }
+        }
     }
 
     fn drawing(&mut self) -> Option<&mut dyn DrawingExecutor> {
         Some(self)
+    }
+}
+
+impl<D: Device + 'static> RankExecutor for DeviceExecutor<D> {
+    const MEETS_FOR_LAYERS: bool = false;
+
+    fn device(&self) -> &str {
+        self.device.name()
+    }
+
+    fn kv_layout(&self) -> KvLayout {
+        self.model.kv_layout()
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.model.config().vocab_size()
+    }
+
+    fn attach_thread(&mut self) -> Result<(), ExecuteError> {
+        Ok(())
+    }
+
+    unsafe fn compute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<usize, RankError> {
+        assert!(self.launched.is_empty(), "a step is under way");
+        self.take(batch, storage).map_err(RankError::Failed)?;
+        let num_rows = batch.sequences.iter().map(|it| it.num_logits).sum();
+        self.step(num_rows, on_layer).map_err(|error| match error {
+            CudaError::RankGone { .. } => RankError::Missed(error.to_string()),
+            error => RankError::Failed(error.to_string()),
+        })?;
+        Ok(self.logits[0].len())
+    }
+
+    fn logits(&self, num_logits: usize) -> &[f32] {
+        &self.logits[0][..num_logits]
+    }
+
+    fn leave(&mut self) {
+        self.device.leave_ranks();
     }
 }

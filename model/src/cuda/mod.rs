@@ -11,6 +11,7 @@ pub use block_queue::block_kernels;
 pub use compile::CompileError;
 pub use cuda_executor::CudaExecutor;
 pub use inputs::BatchLimits;
+pub use parallel::ParallelCudaExecutor;
 pub use start::StartError;
 pub use weights::DeviceWeightBytes;
 
@@ -36,10 +37,13 @@ mod kernel;
 mod loaded;
 mod lt;
 mod multiply;
+mod nccl;
 mod norm;
+mod parallel;
 mod pass;
 mod pool;
 mod products;
+mod ranks;
 mod rope;
 mod rows;
 mod sample;
@@ -56,6 +60,10 @@ mod emulator;
 mod low_bit_tests;
 #[cfg(test)]
 mod model_tests;
+#[cfg(test)]
+mod parallel_faults;
+#[cfg(test)]
+mod parallel_tests;
 #[cfg(any(test, feature = "emulator"))]
 mod test_device;
 #[cfg(any(test, feature = "emulator"))]
@@ -78,6 +86,7 @@ fn sources() -> Vec<kernel::Source> {
         sample::source(),
         experts::source(),
         checksum::source(),
+        ranks::source(),
     ];
     let large =
         [attention::usual_sources(), products::sources(), expert_products::sources(), blocks::sources()]

@@ -1,6 +1,8 @@
 //! The decoder's forward pass on a device: which kernels and products, in which order, on which memory. As
 //! cpu/forward.rs, with activations in bf16.
 
+use std::ops::Range;
+
 use baton_cuda::CudaError;
 use baton_kv_cache::KvLayout;
 
@@ -18,16 +20,22 @@ use super::kernel::Address;
 use super::multiply::{ExpertPlaces, Scratch, look_up};
 use super::norm::AddNorm;
 use super::products::WeightKind;
+use super::ranks::{JoinLogits, logit_stride};
 use super::rope::{PlaceRows, RopeTable, StoreQkv, lanes};
 use super::rows::{NormWanted, PostNorm, SoftCap};
 use super::weights::{DeviceLayer, DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
+use crate::Rank;
 use crate::spec::{DecoderSpec, MlpSpec};
 
 /// One step. What its methods ask for is there: the executor allocated it for the largest batch.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(crate) struct Pass<'a> {
+    /// What this rank computes, and the layout of its blocks.
     pub(crate) spec: &'a DecoderSpec,
     pub(crate) layout: &'a KvLayout,
+    pub(crate) rank: Rank,
+    /// Tokens that the embedding holds, where each rank has some; `None`: all.
+    pub(crate) embedded: Option<Range<usize>>,
     pub(crate) weights: &'a DeviceWeights,
     pub(crate) buffers: &'a Buffers,
     pub(crate) scratch: &'a Scratch,
@@ -42,13 +50,14 @@ impl Pass<'_> {
     /// Everything before the first layer.
     pub(crate) fn begin<D: Device>(&self, device: &mut D) -> Result<(), CudaError> {
         let table = self.weights.embedding;
+        let held = self.embedded.clone().unwrap_or(0..self.spec.vocab_size);
         let embed = Embed {
             table: table.at,
             tokens: self.at.tokens,
             x: self.buffers.x,
             hidden: self.spec.hidden_size as u32,
-            first_token: 0,
-            num_held: self.spec.vocab_size as u32,
+            first_token: held.start as u32,
+            num_held: held.len() as u32,
             scale: self.spec.embedding_scale,
             num_rows: self.inputs.num_rows as u64,
         };
@@ -72,6 +81,11 @@ impl Pass<'_> {
                     self.inputs.num_rows,
                     embed.scale,
                 ))?,
+            }
+            if self.embedded.is_some() {
+                // Of all ranks one has the token's row.
+                device.begin_sum(embed.x, self.inputs.num_rows * self.spec.hidden_size)?;
+                device.end_sums()?;
             }
             device.launch(&place)?;
             for (rope, &cos_sin) in self.weights.ropes.iter().zip(&self.buffers.cos_sin) {
@@ -117,7 +131,7 @@ impl Pass<'_> {
         let layer = &self.weights.layers[layer_idx];
         let buffers = self.buffers;
         self.attend(device, layer_idx)?;
-        self.apply(device, &layer.output, buffers.attended, buffers.added)?;
+        self.apply_to_sum(device, &layer.output, buffers.attended)?;
         self.add(device, layer.attention_post_norm, layer.mlp_norm)?;
         self.mlp(device, &self.spec.layers[layer_idx].mlp, layer)?;
         match self.weights.layers.get(layer_idx + 1) {
@@ -146,24 +160,44 @@ impl Pass<'_> {
         unsafe { device.launch(&kernel) }
     }
 
-    /// Logits of some of the wanted rows.
+    /// Logits of some of the wanted rows; of several ranks the first has them.
     pub(crate) fn logits<D: Device>(
         &self,
         device: &mut D,
         first: usize,
         num_rows: usize,
     ) -> Result<(), CudaError> {
-        let head = self.weights.head;
+        let (head, rank, vocab_size) = (self.weights.head, self.rank, self.spec.vocab_size);
         let left = self.buffers.hidden.add(first * head.num_in * 2);
-        let x = self.buffers.logits;
-        let len = (num_rows * head.num_out) as u64;
+        let (x, stride) = match rank.num_ranks {
+            1 => (self.buffers.logits, vocab_size),
+            num_ranks => (self.buffers.logit_parts, logit_stride(vocab_size, num_ranks)),
+        };
+        let len = num_rows * stride;
         // SAFETY: as `Pass` says.
         unsafe {
-            self.scratch.multiply_exactly(device, head, left, x, num_rows)?;
-            match self.spec.logit_soft_cap {
-                Some(cap) => device.launch(&SoftCap { x, len, cap, unused: 0 }),
-                None => Ok(()),
+            // The last of many ranks may have no tokens.
+            if head.num_out > 0 {
+                self.scratch.multiply_exactly(device, head, left, x, num_rows)?;
             }
+            if let Some(cap) = self.spec.logit_soft_cap {
+                device.launch(&SoftCap { x, len: len as u64, cap, unused: 0 })?;
+            }
+            if rank.num_ranks == 1 {
+                return Ok(());
+            }
+            device.gather(x, len)?;
+            if !rank.is_first() {
+                return Ok(());
+            }
+            device.launch(&JoinLogits {
+                parts: x,
+                out: self.buffers.logits,
+                part: vocab_size.div_ceil(rank.num_ranks) as u32,
+                stride: stride as u32,
+                vocab: vocab_size as u32,
+                num_rows: num_rows as u32,
+            })
         }
     }
 
@@ -261,10 +295,12 @@ impl Pass<'_> {
             DeviceMlp::Dense { gate_up, down } => {
                 self.apply(device, gate_up, buffers.hidden, buffers.gate_up)?;
                 self.gate(device, down.weight.num_in, self.inputs.num_rows)?;
-                self.apply(device, down, buffers.gated, buffers.added)
+                self.apply_to_sum(device, down, buffers.gated)
             }
             DeviceMlp::Experts { router, gate_up, down } => {
-                self.experts(device, mlp, *router, *gate_up, *down)
+                self.experts(device, mlp, *router, *gate_up, *down)?;
+                self.begin_sum(device, 0..self.inputs.num_rows)?;
+                self.end_sums(device)
             }
         }
     }
@@ -339,6 +375,40 @@ impl Pass<'_> {
         unsafe { device.launch(&kernel) }
     }
 
+    /// What a part of a layer adds to the stream: a product of all rows, summed over ranks. Of many rows the first half is
+    /// summed beside the product of the second.
+    fn apply_to_sum<D: Device>(
+        &self,
+        device: &mut D,
+        linear: &DeviceLinear,
+        from: Address,
+    ) -> Result<(), CudaError> {
+        let (num_rows, hidden) = (self.inputs.num_rows, self.spec.hidden_size);
+        let is_divided = self.rank.num_ranks > 1 && num_rows >= D::ROWS_TO_OVERLAP;
+        let half = if is_divided { num_rows / 2 } else { num_rows };
+        for rows in [0..half, half..num_rows].into_iter().filter(|rows| !rows.is_empty()) {
+            let first = rows.start;
+            let from = from.add(first * linear.weight.num_in * 2);
+            self.apply_rows(device, linear, from, self.buffers.added.add(first * hidden * 2), rows.len())?;
+            self.begin_sum(device, rows)?;
+        }
+        self.end_sums(device)
+    }
+
+    fn end_sums<D: Device>(&self, device: &mut D) -> Result<(), CudaError> {
+        if self.rank.num_ranks == 1 { Ok(()) } else { device.end_sums() }
+    }
+
+    /// Sums some of the rows that a part of a layer made up over ranks, where there are several.
+    fn begin_sum<D: Device>(&self, device: &mut D, rows: Range<usize>) -> Result<(), CudaError> {
+        if self.rank.num_ranks == 1 {
+            return Ok(());
+        }
+        let hidden = self.spec.hidden_size;
+        // SAFETY: as `Pass` says.
+        unsafe { device.begin_sum(self.buffers.added.add(rows.start * hidden * 2), rows.len() * hidden) }
+    }
+
     /// A product of all rows, and its bias.
     fn apply<D: Device>(
         &self,
@@ -347,7 +417,18 @@ impl Pass<'_> {
         from: Address,
         out: Address,
     ) -> Result<(), CudaError> {
+        self.apply_rows(device, linear, from, out, self.inputs.num_rows)
+    }
+
+    fn apply_rows<D: Device>(
+        &self,
+        device: &mut D,
+        linear: &DeviceLinear,
+        from: Address,
+        out: Address,
+        num_rows: usize,
+    ) -> Result<(), CudaError> {
         // SAFETY: as `Pass` says.
-        unsafe { self.scratch.apply(device, linear, from, out, self.inputs.num_rows) }
+        unsafe { self.scratch.apply(device, linear, from, out, num_rows) }
     }
 }

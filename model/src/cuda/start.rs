@@ -1,6 +1,7 @@
 //! Why no executor on a device can be had.
 
 use baton_cuda::CudaError;
+use baton_cuda::nccl::NcclError;
 use thiserror::Error;
 
 use super::compile::CompileError;
@@ -11,6 +12,19 @@ pub enum StartError {
     /// The device, or a library, is missing, full, or broken.
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    /// Several devices compute together by NCCL.
+    #[error("several devices compute one model by NCCL: {0}")]
+    Nccl(#[from] NcclError),
+    /// One of several ranks cannot be had.
+    #[error("rank {rank} on {device}: {source}")]
+    Rank {
+        /// Which.
+        rank: usize,
+        /// "cuda:1"
+        device: String,
+        /// Why.
+        source: Box<StartError>,
+    },
     /// There is no code of the kernels.
     #[error(transparent)]
     Compile(#[from] CompileError),

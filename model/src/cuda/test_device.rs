@@ -114,6 +114,8 @@ macro_rules! of_either {
 }
 
 impl Device for TestDevice {
+    const ROWS_TO_OVERLAP: usize = EmulatedDevice::ROWS_TO_OVERLAP;
+
     fn name(&self) -> &str {
         of_either!(self, device => device.name())
     }
@@ -168,6 +170,24 @@ impl Device for TestDevice {
     unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
         // SAFETY: by the caller's word.
         unsafe { of_either!(self, device => device.multiply_fp8(product)) }
+    }
+
+    unsafe fn begin_sum(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
+        // SAFETY: by the caller's word.
+        unsafe { of_either!(self, device => device.begin_sum(numbers, len)) }
+    }
+
+    fn end_sums(&mut self) -> Result<(), CudaError> {
+        of_either!(self, device => device.end_sums())
+    }
+
+    unsafe fn gather(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
+        // SAFETY: by the caller's word.
+        unsafe { of_either!(self, device => device.gather(numbers, len)) }
+    }
+
+    fn leave_ranks(&mut self) {
+        of_either!(self, device => device.leave_ranks());
     }
 
     fn mark(&mut self, mark_idx: usize) -> Result<(), CudaError> {

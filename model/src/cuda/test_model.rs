@@ -27,8 +27,8 @@ unsafe impl DeviceMemory for Pool {
         0
     }
 
-    fn address(&self) -> u64 {
-        self.0.0
+    fn address(&self) -> Option<u64> {
+        Some(self.0.0)
     }
 
     unsafe fn read(&self, _: usize, _: &mut [u8]) -> io::Result<()> {

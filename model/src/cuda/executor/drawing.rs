@@ -19,7 +19,7 @@ pub(super) struct Launched {
     told: Told,
 }
 
-impl<D: Device> DrawingExecutor for DeviceExecutor<D> {
+impl<D: Device + 'static> DrawingExecutor for DeviceExecutor<D> {
     unsafe fn launch(
         &mut self,
         batch: &Batch<'_>,
@@ -32,7 +32,7 @@ impl<D: Device> DrawingExecutor for DeviceExecutor<D> {
         assert_eq!(self.launched.is_empty(), follows.is_empty(), "a second step follows the first");
         let num_logits: usize = batch.sequences.iter().map(|it| it.num_logits).sum();
         assert_eq!(num_logits, draws.len(), "a draw for each row");
-        self.take(batch, storage)?;
+        self.take(batch, storage).map_err(|error| self.failed(error))?;
         self.begin(draws, follows, on_layer).map_err(|error| self.failed(error))
     }
 

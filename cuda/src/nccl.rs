@@ -1,10 +1,11 @@
-//! NCCL's library, loaded at run time: the twelve functions that are used.
+//! NCCL's library, loaded at run time: the functions that are used, as they are. Who joins whom, and who waits for what, is
+//! others' business.
 //!
 //! The types are cudarc's. Its own lookups are not used: they know `libnccl.so` only, which comes with the headers,
 //! where `libnccl.so.2` is what hosts and wheels have; and they panic where something is missing.
 
 use std::{
-    error::Error,
+    error::Error as _,
     ffi::{CStr, c_char, c_int, c_void},
     fmt,
     mem::ManuallyDrop,
@@ -16,7 +17,41 @@ use std::{
 use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclConfig_t, ncclUniqueId};
 use libloading::Library;
 
-use super::fabric::{FabricError, UniqueId};
+use thiserror::Error;
+
+/// What ranks must all have to find each other.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct UniqueId(pub [u8; UniqueId::BYTES]);
+
+impl UniqueId {
+    /// Its length.
+    pub const BYTES: usize = 128;
+}
+
+impl fmt::Debug for UniqueId {
+    /// It is an address, and the right to join.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("UniqueId(…)")
+    }
+}
+
+/// Why NCCL does not do something.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum NcclError {
+    /// No library, or one that lacks something.
+    #[error(
+        "no NCCL: {0}; install it (the wheel nvidia-nccl-cu12 has it), and let BATON_NCCL name libnccl.so.2 or its folder"
+    )]
+    Absent(String),
+    /// A call failed. What it had begun may go on until the communicator is aborted.
+    #[error("{call} failed: {why}")]
+    Failed {
+        /// Which.
+        call: &'static str,
+        /// Its words.
+        why: String,
+    },
+}
 
 /// The file that NCCL 2 is in, and the link to it that comes with its headers.
 const LIBRARIES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
@@ -27,6 +62,8 @@ const MIN_VERSION: c_int = 21_800;
 const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
 const UINT8: c_int = 1;
+/// ncclSum
+const SUM: c_int = 0;
 
 macro_rules! api {
     ($($name:ident: $symbol:literal fn($($arg:ty),*) -> $result:ty;)*) => {
@@ -57,13 +94,15 @@ api! {
     group_end: "ncclGroupEnd" fn() -> c_int;
     send: "ncclSend" fn(*const c_void, usize, c_int, c_int, ncclComm_t, cudaStream_t) -> c_int;
     recv: "ncclRecv" fn(*mut c_void, usize, c_int, c_int, ncclComm_t, cudaStream_t) -> c_int;
+    all_reduce: "ncclAllReduce"
+        fn(*const c_void, *mut c_void, usize, c_int, c_int, ncclComm_t, cudaStream_t) -> c_int;
     error_string: "ncclGetErrorString" fn(c_int) -> *const c_char;
     last_error: "ncclGetLastError" fn(ncclComm_t) -> *const c_char;
 }
 
 /// The library. Cheap to clone.
 #[derive(Clone)]
-pub(crate) struct Nccl(Arc<Loaded>);
+pub struct Nccl(Arc<Loaded>);
 
 struct Loaded {
     api: Api,
@@ -82,9 +121,9 @@ impl fmt::Debug for Nccl {
     }
 }
 
-/// A communicator's handle: what may be called with it is this file's business.
+/// A communicator's handle, until it is aborted.
 #[derive(Debug)]
-pub(super) struct Handle(ncclComm_t);
+pub struct Handle(ncclComm_t);
 
 // SAFETY: NCCL lets any thread call, one at a time, which `&mut` makes sure of.
 unsafe impl Send for Handle {}
@@ -94,7 +133,7 @@ impl Nccl {
     ///
     /// # Errors
     /// When it is absent, too old, or lacks a function.
-    pub(crate) fn load(place: Option<&Path>) -> Result<Nccl, FabricError> {
+    pub fn load(place: Option<&Path>) -> Result<Nccl, NcclError> {
         let candidates: Vec<PathBuf> = match place {
             Some(folder) if folder.is_dir() => LIBRARIES.map(|name| folder.join(name)).into(),
             Some(file) => vec![file.to_owned()],
@@ -102,7 +141,7 @@ impl Nccl {
         };
         let absent = |error: libloading::Error| {
             // The cause names the file.
-            FabricError::Absent(error.source().map_or_else(|| error.to_string(), ToString::to_string))
+            NcclError::Absent(error.source().map_or_else(|| error.to_string(), ToString::to_string))
         };
         let mut first_error = None;
         for path in candidates {
@@ -119,8 +158,8 @@ impl Nccl {
     fn of(
         library: Library,
         path: PathBuf,
-        absent: impl Fn(libloading::Error) -> FabricError,
-    ) -> Result<Nccl, FabricError> {
+        absent: impl Fn(libloading::Error) -> NcclError,
+    ) -> Result<Nccl, NcclError> {
         let api = Api::find(&library).map_err(absent)?;
         let mut version = 0;
         // SAFETY: the out pointer is valid.
@@ -129,20 +168,27 @@ impl Nccl {
         nccl.check("ncclGetVersion", result)?;
         match version >= MIN_VERSION {
             true => Ok(nccl),
-            false => Err(FabricError::Absent(format!("{nccl:?} is older than 2.18"))),
+            false => Err(NcclError::Absent(format!("{nccl:?} is older than 2.18"))),
         }
     }
 
-    /// A new id. Begins to listen for the other rank, on an address that NCCL_SOCKET_IFNAME can choose.
-    pub(crate) fn unique_id(&self) -> Result<UniqueId, FabricError> {
+    /// A new id. Begins to listen for the other ranks, on an address that NCCL_SOCKET_IFNAME can choose.
+    ///
+    /// # Errors
+    /// When NCCL finds no such address.
+    pub fn unique_id(&self) -> Result<UniqueId, NcclError> {
         let mut id = ncclUniqueId { internal: [0; UniqueId::BYTES] };
         // SAFETY: the out pointer is valid.
         self.check("ncclGetUniqueId", unsafe { (self.0.api.get_unique_id)(&mut id) })?;
         Ok(UniqueId(id.internal.map(|byte| byte as u8)))
     }
 
-    /// Begins to join one rank of `num_ranks`, on the device of the thread's present CUDA context.
-    pub(super) fn join(&self, id: &UniqueId, num_ranks: c_int, rank: c_int) -> Result<Handle, FabricError> {
+    /// Begins to join one rank of `num_ranks`, on the device of the thread's present CUDA context. It does not wait for the
+    /// others, nor does anything else here: [`is_ready`](Self::is_ready) tells.
+    ///
+    /// # Errors
+    /// When NCCL refuses.
+    pub fn join(&self, id: &UniqueId, num_ranks: c_int, rank: c_int) -> Result<Handle, NcclError> {
         let id = ncclUniqueId { internal: id.0.map(|byte| byte as c_char) };
         // As nccl.h's initialiser, but that no call waits. A newer library fills in what it has besides.
         let mut config = ncclConfig_t {
@@ -166,8 +212,11 @@ impl Nccl {
         }
     }
 
-    /// Whether the last call has taken hold.
-    pub(super) fn is_ready(&self, handle: &mut Handle) -> Result<bool, FabricError> {
+    /// Whether the last call has taken hold, so that the next may be made.
+    ///
+    /// # Errors
+    /// When the communicator has failed: it is to be aborted.
+    pub fn is_ready(&self, handle: &mut Handle) -> Result<bool, NcclError> {
         let mut state = SUCCESS;
         // SAFETY: the handle is alive and the out pointer valid.
         let result = unsafe { (self.0.api.async_error)(handle.0, &mut state) };
@@ -181,15 +230,18 @@ impl Nccl {
 
     /// Posts one group on a stream of the communicator's device.
     ///
+    /// # Errors
+    /// When NCCL refuses.
+    ///
     /// # Safety
     /// The stream is alive, and the memory can be used by the device until the group is done or the communicator was
     /// aborted.
-    pub(super) unsafe fn post(
+    pub unsafe fn post(
         &self,
         handle: &mut Handle,
         operations: impl Iterator<Item = Operation>,
         stream: cudaStream_t,
-    ) -> Result<(), FabricError> {
+    ) -> Result<(), NcclError> {
         let api = &self.0.api;
         // SAFETY: no arguments.
         self.check_of(handle, "ncclGroupStart", unsafe { (api.group_start)() })?;
@@ -218,13 +270,37 @@ impl Nccl {
         posted.and_then(|()| self.check_of(handle, "ncclGroupEnd", ended))
     }
 
+    /// Posts the sum over all ranks of `[len]` numbers, in place, on a stream of the communicator's device.
+    ///
+    /// # Errors
+    /// When NCCL refuses.
+    ///
+    /// # Safety
+    /// As [`post`](Self::post).
+    pub unsafe fn all_reduce_sum(
+        &self,
+        handle: &mut Handle,
+        numbers: u64,
+        len: usize,
+        of: SumType,
+        stream: cudaStream_t,
+    ) -> Result<(), NcclError> {
+        let at = numbers as *mut c_void;
+        // SAFETY: the handle is alive; the memory and the stream by the caller's word.
+        let result = unsafe { (self.0.api.all_reduce)(at, at, len, of as c_int, SUM, handle.0, stream) };
+        self.check_of(handle, "ncclAllReduce", result)
+    }
+
     /// Ends a communicator, whatever it does.
-    pub(super) fn abort(&self, handle: Handle) -> Result<(), FabricError> {
+    ///
+    /// # Errors
+    /// When NCCL fails to.
+    pub fn abort(&self, handle: Handle) -> Result<(), NcclError> {
         // SAFETY: the handle is alive, and consumed.
         self.check("ncclCommAbort", unsafe { (self.0.api.abort)(handle.0) })
     }
 
-    fn check(&self, call: &'static str, result: c_int) -> Result<(), FabricError> {
+    fn check(&self, call: &'static str, result: c_int) -> Result<(), NcclError> {
         match result {
             SUCCESS | IN_PROGRESS => Ok(()),
             // SAFETY: any number has a text, which is static.
@@ -232,30 +308,44 @@ impl Nccl {
         }
     }
 
-    fn check_of(&self, handle: &Handle, call: &'static str, result: c_int) -> Result<(), FabricError> {
+    fn check_of(&self, handle: &Handle, call: &'static str, result: c_int) -> Result<(), NcclError> {
         self.check(call, result).map_err(|error| {
             // SAFETY: the handle is alive; the text is copied before anything else is called.
             let last = unsafe { text((self.0.api.last_error)(handle.0)) };
             match error {
-                FabricError::Failed { call, why } if !last.is_empty() => {
-                    FabricError::Failed { call, why: format!("{why}: {last}") }
+                NcclError::Failed { call, why } if !last.is_empty() => {
+                    NcclError::Failed { call, why: format!("{why}: {last}") }
                 }
                 error => error,
             }
         })
     }
 
-    fn failed(&self, call: &'static str, why: String) -> FabricError {
-        FabricError::Failed { call, why }
+    fn failed(&self, call: &'static str, why: String) -> NcclError {
+        NcclError::Failed { call, why }
     }
 }
 
 /// A send or a receive of a group.
-pub(super) struct Operation {
-    pub(super) is_send: bool,
-    pub(super) address: u64,
-    pub(super) len: usize,
-    pub(super) peer: c_int,
+#[derive(Clone, Copy, Debug)]
+pub struct Operation {
+    /// Or a receive.
+    pub is_send: bool,
+    /// Of the first byte, as the device sees it.
+    pub address: u64,
+    /// In bytes.
+    pub len: usize,
+    /// The other rank.
+    pub peer: c_int,
+}
+
+/// What numbers are summed up as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SumType {
+    /// Single precision.
+    F32 = 7,
+    /// The upper half of it.
+    Bf16 = 9,
 }
 
 /// # Safety
@@ -271,13 +361,12 @@ unsafe fn text(pointer: *const c_char) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::nccl_library;
 
     #[test]
     fn an_absent_library_is_an_error_in_words() {
         for place in ["/nowhere/libnccl.so.2", "/nowhere"] {
             let error = Nccl::load(Some(Path::new(place))).unwrap_err().to_string();
-            assert!(error.contains("no nccl without NCCL's library"), "{error}");
+            assert!(error.contains("no NCCL"), "{error}");
             assert!(error.contains(place) && error.contains("BATON_NCCL"), "{error}");
         }
     }
@@ -287,18 +376,5 @@ mod tests {
         // The C library is everywhere.
         let error = Nccl::load(Some(Path::new("libc.so.6"))).unwrap_err().to_string();
         assert!(error.contains("ncclGetVersion"), "{error}");
-    }
-
-    #[test]
-    fn the_library_tells_its_version_and_gives_unique_ids_without_a_device() {
-        let Some(place) = nccl_library() else { return };
-        let nccl = Nccl::load(Some(&place)).unwrap();
-        assert!(nccl.0.version >= MIN_VERSION, "{nccl:?}");
-        let findings = crate::NcclFindings::look(Some(&place));
-        let (text, device) = (findings.to_string(), findings.num_devices);
-        assert!(text.starts_with(&format!("NCCL {nccl:?}, gives unique ids; ")), "{text}");
-        assert!(device.is_ok_and(|num_devices| num_devices > 0) || text.contains("; no "), "{text}");
-        let ids = [nccl.unique_id().unwrap(), nccl.unique_id().unwrap()];
-        assert!(ids[0] != ids[1] && ids[0].0 != [0; UniqueId::BYTES]);
     }
 }

@@ -1,0 +1,324 @@
+//! Several ranks that compute one model together, each on a thread of its own, behind one executor.
+//!
+//! ```text
+//! caller           rank 0 (the caller's thread)        rank 1 .. (a thread each)
+//! execute ---+---> its part of every layer <--meets--> its part of every layer <--- job
+//!            +---> logits <------------------gathers-- its tokens' logits      ---> outcome
+//! ```
+//! A rank that fails leaves the others, which fails them, too; the executor then says who was first, and is of no use any
+//! more. What a rank computes with, and how it meets the others, is its own business.
+
+use std::any::Any;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+
+use baton_kv_cache::{BlockStorage, KvLayout};
+
+use crate::{Batch, ExecuteError, Executor};
+
+/// One rank: what it computes with, and its end of what connects it with the others.
+pub(crate) trait RankExecutor: Send + 'static {
+    /// Whether ranks meet before one tells of a layer, so that all have written it. Otherwise each tells of what it has
+    /// written itself.
+    const MEETS_FOR_LAYERS: bool;
+
+    /// What it computes on, as errors name it.
+    fn device(&self) -> &str;
+
+    /// As of an executor of the whole model.
+    fn kv_layout(&self) -> KvLayout;
+
+    /// Likewise.
+    fn vocab_size(&self) -> usize;
+
+    /// As [`Executor::attach_thread`].
+    fn attach_thread(&mut self) -> Result<(), ExecuteError>;
+
+    /// The rank's part of a step; how many logits there are, 0 for all ranks but the first.
+    ///
+    /// # Errors
+    /// When it fails, or another rank is gone.
+    ///
+    /// # Safety
+    /// As [`Executor::execute`]; all ranks compute the same batch on the same storage.
+    unsafe fn compute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<usize, RankError>;
+
+    /// The first logits of the last step.
+    fn logits(&self, num_logits: usize) -> &[f32];
+
+    /// Ends its part in what the ranks do together: whoever waits for it, or comes to wait, is told. It is not asked for
+    /// anything any more.
+    fn leave(&mut self);
+}
+
+/// Why a rank has not computed its part of a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum RankError {
+    /// Another is gone, which is not its fault.
+    Missed(String),
+    /// Its own device failed.
+    Failed(String),
+}
+
+/// Computes by several ranks.
+pub(crate) struct ParallelExecutor<R> {
+    first: Seat<R>,
+    others: Vec<RankThread>,
+    /// Every rank computed every step so far.
+    is_whole: bool,
+}
+
+impl<R: RankExecutor> ParallelExecutor<R> {
+    /// Of ranks in their order: the first computes on the thread of whoever calls, the others each on a new one.
+    ///
+    /// # Errors
+    /// When threads cannot be started, or not be attached.
+    ///
+    /// # Panics
+    /// When there are none.
+    pub(crate) fn new(ranks: impl IntoIterator<Item = R>) -> io::Result<ParallelExecutor<R>> {
+        let mut seats = ranks.into_iter().enumerate().map(|(idx, rank)| Seat { idx, rank });
+        let first = seats.next().expect("a model has at least one part");
+        let others = seats.map(RankThread::start).collect::<Result<_, _>>()?;
+        Ok(ParallelExecutor { first, others, is_whole: true })
+    }
+
+    pub(crate) fn num_ranks(&self) -> usize {
+        self.others.len() + 1
+    }
+}
+
+impl<R: RankExecutor> Executor for ParallelExecutor<R> {
+    fn kv_layout(&self) -> KvLayout {
+        self.first.rank.kv_layout()
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.first.rank.vocab_size()
+    }
+
+    fn attach_thread(&mut self) -> Result<(), ExecuteError> {
+        self.first.rank.attach_thread()
+    }
+
+    unsafe fn execute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<&[f32], ExecuteError> {
+        if !self.is_whole {
+            let message = "a rank failed in an earlier step".to_owned();
+            return Err(ExecuteError { device: self.first.rank.device().to_owned(), message });
+        }
+        let job = Job { batch: std::ptr::from_ref(batch).cast(), storage };
+        for other in &self.others {
+            other.give(job);
+        }
+        let others = &self.others;
+        let mut num_told = 0;
+        let mut tell = |num_written: usize| {
+            (num_told..num_written).for_each(&mut *on_layer);
+            num_told = num_told.max(num_written);
+        };
+        // SAFETY: by the caller's word; every rank is given the same.
+        let first = unsafe {
+            self.first.compute(batch, storage, &mut |layer_idx| {
+                let by_others = others.iter().map(RankThread::num_written).min();
+                tell(by_others.filter(|_| !R::MEETS_FOR_LAYERS).unwrap_or(usize::MAX).min(layer_idx + 1));
+            })
+        };
+        // What the job points to is borrowed until every rank has answered. Nothing above unwinds: a rank returns its
+        // panics.
+        let outcome = others.iter().map(RankThread::wait).fold(first, |before, outcome| match outcome {
+            Ok(_) => before,
+            Err(failure) => Err(before.err().map_or(failure.clone(), |before| before.or_its_cause(failure))),
+        });
+        match outcome {
+            Ok(num_logits) => {
+                // All have written all.
+                tell(self.first.rank.kv_layout().num_layers);
+                Ok(self.first.rank.logits(num_logits))
+            }
+            Err(failure) => {
+                self.is_whole = false;
+                Err(failure.into())
+            }
+        }
+    }
+}
+
+/// A rank and which it is, whoever's thread it computes on.
+struct Seat<R> {
+    idx: usize,
+    rank: R,
+}
+
+/// Why a rank ended.
+#[derive(Clone, Debug)]
+struct Failure {
+    rank_idx: usize,
+    device: String,
+    what: What,
+}
+
+#[derive(Clone, Debug)]
+enum What {
+    Error(RankError),
+    Panic(String),
+    /// Its thread is not there.
+    Gone,
+}
+
+impl Failure {
+    /// Who misses another rank is not who began.
+    fn or_its_cause(self, other: Failure) -> Failure {
+        if matches!(self.what, What::Error(RankError::Missed(_))) { other } else { self }
+    }
+}
+
+impl From<Failure> for ExecuteError {
+    fn from(failure: Failure) -> ExecuteError {
+        let message = match failure.what {
+            What::Error(RankError::Missed(message) | RankError::Failed(message)) => message,
+            What::Panic(message) => format!("panicked: {message}"),
+            What::Gone => "its thread has ended".to_owned(),
+        };
+        ExecuteError { device: format!("{}, rank {}", failure.device, failure.rank_idx), message }
+    }
+}
+
+impl<R: RankExecutor> Seat<R> {
+    /// The rank's part of a step; how many logits there are. After a failure it has left the others.
+    ///
+    /// # Errors
+    /// When it fails or panics, or another rank is gone.
+    ///
+    /// # Safety
+    /// As [`RankExecutor::compute`].
+    unsafe fn compute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<usize, Failure> {
+        // What a panic leaves behind is not used again.
+        let outcome = catch_unwind(AssertUnwindSafe(|| {
+            // SAFETY: by the caller's word.
+            unsafe { self.rank.compute(batch, storage, on_layer) }
+        }));
+        let what = match outcome {
+            Ok(Ok(num_logits)) => return Ok(num_logits),
+            Ok(Err(error)) => What::Error(error),
+            Err(panic) => What::Panic(message_of(&*panic)),
+        };
+        self.rank.leave();
+        Err(Failure { rank_idx: self.idx, device: self.rank.device().to_owned(), what })
+    }
+}
+
+fn message_of(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+}
+
+/// What a rank is to compute. It points to what the caller of `execute` lends until every rank has answered.
+#[derive(Clone, Copy)]
+struct Job {
+    batch: *const Batch<'static>,
+    storage: *const BlockStorage,
+}
+
+// SAFETY: batches and storages may be shared between threads, and these are lent until the answer.
+unsafe impl Send for Job {}
+
+/// A rank on a thread of its own.
+struct RankThread {
+    idx: usize,
+    device: String,
+    /// Holds one: the rank takes a job before it is given the next. `None` once the rank is to end.
+    jobs: Option<SyncSender<Job>>,
+    /// One for each job.
+    outcomes: Receiver<Result<usize, Failure>>,
+    /// Layers of this job that it has told of.
+    num_written: Arc<AtomicUsize>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl RankThread {
+    fn start<R: RankExecutor>(mut seat: Seat<R>) -> io::Result<RankThread> {
+        let (idx, device) = (seat.idx, seat.rank.device().to_owned());
+        let (jobs, inbox) = sync_channel(1);
+        let (answer, outcomes) = sync_channel(1);
+        let (attached, is_attached) = sync_channel(1);
+        let num_written = Arc::new(AtomicUsize::new(0));
+        let written = Arc::clone(&num_written);
+        let run = move || {
+            let outcome = seat.rank.attach_thread();
+            let failed = outcome.is_err();
+            if attached.send(outcome).is_err() || failed {
+                return;
+            }
+            serve(seat, &inbox, &answer, &written);
+        };
+        let thread = std::thread::Builder::new().name(format!("baton-rank-{idx}")).spawn(run)?;
+        let thread =
+            RankThread { idx, device, jobs: Some(jobs), outcomes, num_written, thread: Some(thread) };
+        match is_attached.recv() {
+            Ok(outcome) => outcome.map(|()| thread).map_err(io::Error::other),
+            Err(_) => Err(io::Error::other(format!("the thread of rank {idx} has ended"))),
+        }
+    }
+
+    /// A rank whose thread has ended shows it when it is waited for.
+    fn give(&self, job: Job) {
+        // It waits for the job.
+        self.num_written.store(0, Ordering::Relaxed);
+        let _ = self.jobs.as_ref().expect("until it is dropped").send(job);
+    }
+
+    fn num_written(&self) -> usize {
+        self.num_written.load(Ordering::Acquire)
+    }
+
+    fn wait(&self) -> Result<usize, Failure> {
+        let gone = || Failure { rank_idx: self.idx, device: self.device.clone(), what: What::Gone };
+        self.outcomes.recv().unwrap_or_else(|_| Err(gone()))
+    }
+}
+
+impl Drop for RankThread {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take() {
+            // It does not panic: what panics in a job is returned.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn serve<R: RankExecutor>(
+    mut seat: Seat<R>,
+    jobs: &Receiver<Job>,
+    answer: &SyncSender<Result<usize, Failure>>,
+    num_written: &AtomicUsize,
+) {
+    for job in jobs {
+        let mut on_layer = |layer_idx: usize| num_written.store(layer_idx + 1, Ordering::Release);
+        // SAFETY: whoever gave the job waits for the answer before what it points to goes away, and vouches for the
+        // blocks of the batch.
+        let outcome = unsafe { seat.compute(&*job.batch, &*job.storage, &mut on_layer) };
+        if answer.send(outcome).is_err() {
+            return;
+        }
+    }
+}
