@@ -34,14 +34,14 @@ const SPARE_BYTES: usize = 256 << 20;
 
 /// Computes on one device.
 pub(crate) struct DeviceExecutor<D> {
-    device: D,
-    model: LoadedModel,
-    layout: KvLayout,
-    weights: DeviceWeights,
-    buffers: Buffers,
-    scratch: Scratch,
+    pub(super) device: D,
+    pub(super) spec: DecoderSpec,
+    pub(super) layout: KvLayout,
+    pub(super) weights: DeviceWeights,
+    pub(super) buffers: Buffers,
+    pub(super) scratch: Scratch,
     limits: BatchLimits,
-    shape: InputShape,
+    pub(super) shape: InputShape,
     inputs: Inputs,
     draws: DrawInputs,
     /// Of the step that is executed; and of rows that were not drawn, of each step under way.
@@ -63,18 +63,24 @@ struct Told {
 
 /// All kernels of a model.
 pub(crate) fn sources(model: &LoadedModel) -> Vec<Source> {
-    let spec = &model.config().decoder;
-    let layout = model.kv_layout();
+    let kinds = weights::kinds(model.weights()).into_iter().filter(|kind| *kind != WeightKind::Bf16);
+    let mut sources = sources_of(&model.config().decoder, &model.kv_layout());
+    sources.extend(kinds.map(products::source));
+    sources
+}
+
+/// Those of a model whose weights are bf16.
+pub(crate) fn sources_of(spec: &DecoderSpec, layout: &KvLayout) -> Vec<Source> {
     [
         embed::source(),
         norm::source(),
         rows::source(),
         sample::source(),
         gate::source(spec.activation),
-        rope::source(spec.ropes[0].rotary_dim, &layout),
+        rope::source(spec.ropes[0].rotary_dim, layout),
     ]
     .into_iter()
-    .chain(attention::sources(&layout))
+    .chain(attention::sources(layout))
     .chain(
         is_routed(spec)
             .then(|| {
@@ -83,12 +89,6 @@ pub(crate) fn sources(model: &LoadedModel) -> Vec<Source> {
             })
             .into_iter()
             .flatten(),
-    )
-    .chain(
-        weights::kinds(model.weights())
-            .into_iter()
-            .filter(|kind| *kind != WeightKind::Bf16)
-            .map(products::source),
     )
     .collect()
 }
@@ -142,19 +142,35 @@ impl<D: Device> DeviceExecutor<D> {
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<DeviceExecutor<D>, StartError> {
         check_shape(&model)?;
-        let spec = &model.config().decoder;
-        let layout = model.kv_layout();
-        let weights = weights::upload(&mut device, spec, model.weights(), model.num_threads(), progress)?;
+        let spec = model.config().decoder.clone();
+        let weights = weights::upload(&mut device, &spec, model.weights(), model.num_threads(), progress)?;
+        let rounds_activations = model.rounds_activations();
+        DeviceExecutor::with_weights(device, spec, model.kv_layout(), weights, limits, rounds_activations)
+    }
+
+    /// The same, with weights that are there.
+    ///
+    /// # Errors
+    /// When the device has not the memory, or fails.
+    pub(crate) fn with_weights(
+        mut device: D,
+        spec: DecoderSpec,
+        layout: KvLayout,
+        weights: DeviceWeights,
+        limits: BatchLimits,
+        rounds_activations: bool,
+    ) -> Result<DeviceExecutor<D>, StartError> {
         let shape = InputShape {
             block_size: layout.block_size,
             group: spec.num_heads / spec.num_kv_heads,
             head_dim: spec.head_dim,
             max_decode_rows: (2 * padded(limits.num_sequences)).min(padded(limits.num_rows)),
         };
-        let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape)?;
-        let scratch = Scratch::new(&mut device, spec, &weights, &limits, model.rounds_activations())?;
+        let buffers = Buffers::new(&mut device, &spec, &layout, &limits, &shape)?;
+        let scratch = Scratch::new(&mut device, &spec, &weights, &limits, rounds_activations)?;
         let mut executor = DeviceExecutor {
             device,
+            spec,
             layout,
             weights,
             buffers,
@@ -167,7 +183,6 @@ impl<D: Device> DeviceExecutor<D> {
             launched: VecDeque::new(),
             next_place: 0,
             pool: None,
-            model,
         };
         executor.warm_up()?;
         Ok(executor)
@@ -191,8 +206,7 @@ impl<D: Device> DeviceExecutor<D> {
     /// Runs steps of many sizes, the largest with all layers: what libraries and the driver load or allocate for that is
     /// there before the rest of the memory is given to blocks. No block takes part, and what comes of it is overwritten.
     fn warm_up(&mut self) -> Result<(), CudaError> {
-        let DeviceExecutor { device, model, weights, buffers, scratch, inputs, limits, .. } = self;
-        let (spec, layout) = (&model.config().decoder, model.kv_layout());
+        let DeviceExecutor { device, spec, layout, weights, buffers, scratch, inputs, limits, .. } = self;
         let smaller = std::iter::successors(Some(1), |num_rows| Some(2 * num_rows));
         let smaller = smaller.take_while(|&num_rows| num_rows < limits.num_rows);
         for num_rows in smaller.chain([limits.num_rows]) {
@@ -204,7 +218,7 @@ impl<D: Device> DeviceExecutor<D> {
                 // SAFETY: there is room for the largest batch.
                 unsafe { device.upload(buffers.inputs, inputs.bytes()) }?;
                 let (at, pool) = (inputs.at(buffers.inputs), Address::NULL);
-                let pass = Pass { spec, layout: &layout, weights, buffers, scratch, inputs, at, pool };
+                let pass = Pass { spec, layout, weights, buffers, scratch, inputs, at, pool };
                 pass.begin(device)?;
                 for layer_idx in 0..num_layers {
                     pass.store(device, layer_idx)?;
@@ -244,7 +258,7 @@ impl<D: Device> DeviceExecutor<D> {
 
     /// Takes down a batch, on the blocks of `storage`.
     fn take(&mut self, batch: &Batch<'_>, storage: &BlockStorage) -> Result<(), ExecuteError> {
-        assert_eq!(*storage.layout(), self.model.kv_layout(), "blocks of another layout");
+        assert_eq!(*storage.layout(), self.kv_layout(), "blocks of another layout");
         let memory = storage.device().expect("blocks are on the device");
         let pool = Address(memory.address());
         assert_eq!(*self.pool.get_or_insert(pool), pool, "blocks of another storage");
@@ -260,10 +274,10 @@ impl<D: Device> DeviceExecutor<D> {
 
     /// The device, and the step whose inputs are there.
     fn pass(&mut self) -> (&mut D, Pass<'_>) {
-        let DeviceExecutor { device, model, weights, buffers, scratch, inputs, layout, pool, .. } = self;
+        let DeviceExecutor { device, spec, weights, buffers, scratch, inputs, layout, pool, .. } = self;
         let at = inputs.at(buffers.inputs);
         let pool = pool.expect("a batch was taken");
-        (device, Pass { spec: &model.config().decoder, layout, weights, buffers, scratch, inputs, at, pool })
+        (device, Pass { spec, layout, weights, buffers, scratch, inputs, at, pool })
     }
 
     /// Asks for everything up to the first logits, and tells of layers that are ready meanwhile.
@@ -319,7 +333,7 @@ impl<D: Device> DeviceExecutor<D> {
         if told.is_marked {
             self.tell(told, on_layer)?;
         }
-        let vocab_size = self.model.config().vocab_size();
+        let vocab_size = self.spec.vocab_size;
         let mut logits = std::mem::take(&mut self.logits[0]);
         logits.resize(num_logits * vocab_size, 0.0);
         let (device, pass) = self.pass();
@@ -341,11 +355,11 @@ impl<D: Device> DeviceExecutor<D> {
 
 impl<D: Device> Executor for DeviceExecutor<D> {
     fn kv_layout(&self) -> KvLayout {
-        self.model.kv_layout()
+        self.layout
     }
 
     fn vocab_size(&self) -> usize {
-        self.model.config().vocab_size()
+        self.spec.vocab_size
     }
 
     unsafe fn execute(

@@ -35,6 +35,7 @@ mod inputs;
 mod kernel;
 mod loaded;
 mod lt;
+pub mod measure;
 mod multiply;
 mod norm;
 mod pass;

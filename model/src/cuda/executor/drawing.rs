@@ -55,7 +55,7 @@ impl<D: Device> DeviceExecutor<D> {
         let sources = self.inputs.append(&[0]);
         self.upload()?;
         let base = self.buffers.inputs;
-        let (logits, vocab_size) = (self.buffers.logits, self.model.config().vocab_size());
+        let (logits, vocab_size) = (self.buffers.logits, self.spec.vocab_size);
         let sample = self.draws.kernel(&parts, base, &self.buffers.draws, logits, vocab_size, (0, 1));
         let drawn = self.buffers.draws.results;
         let take =
@@ -100,7 +100,7 @@ impl<D: Device> DeviceExecutor<D> {
         }
         let told = self.forward(on_layer)?;
         let place = self.next_place;
-        let vocab_size = self.model.config().vocab_size();
+        let vocab_size = self.spec.vocab_size;
         let mut left = std::mem::take(&mut self.logits[place]);
         left.clear();
         let draw_inputs = std::mem::take(&mut self.draws);
