@@ -1,4 +1,4 @@
-//! Checks and set-up of the workspace: `cargo xtask verify | fix | setup | ci | cuda-check | fuzz | soak`.
+//! Checks and set-up of the workspace: `cargo xtask verify | fix | setup | ci | cuda-check | gpu-check | fuzz | soak`.
 //!
 //! `verify` never writes to the checkout, `fix` does, `setup` installs. Nothing here knows what
 //! Baton does; it knows how the repository is put together.
@@ -12,6 +12,7 @@ mod descriptors;
 mod edges;
 mod fix;
 mod fuzz;
+mod gpu;
 mod hygiene;
 mod kernels;
 mod settings;
@@ -60,6 +61,8 @@ enum Command {
     Ci,
     /// Compile every GPU kernel for every card and print what its code needs. No GPU takes part.
     CudaCheck,
+    /// Check and measure everything that needs a GPU, in eight minutes at most. Not part of `verify`.
+    GpuCheck(gpu::Options),
     /// Feed decoders with what coverage leads to, one fuzz target after the other. Not part of `verify`.
     Fuzz {
         /// Only this target; by default all.
@@ -95,8 +98,13 @@ fn main() -> ExitCode {
 
 /// Whether all is well.
 fn run(command: Command) -> anyhow::Result<bool> {
+    if let Command::GpuCheck(options) = &command {
+        // Perhaps where there is no cargo.
+        return gpu::run(options);
+    }
     let workspace = Workspace::load()?;
     match command {
+        Command::GpuCheck(_) => unreachable!("run above"),
         Command::Verify { list: true, .. } => {
             verify::list();
             Ok(true)

@@ -18,6 +18,7 @@ use super::device::{Device, Fp8Product, Fp8Products, NUM_MARKS, NUM_RETURNS, Pro
 use super::kernel::{Address, Kernel, Source};
 use super::loaded::LoadedKernels;
 use super::lt::Products;
+use super::measure::Timed;
 use super::nccl::{Group, Membership};
 use super::products::E4M3_ONE;
 use super::start::StartError;
@@ -230,30 +231,6 @@ impl DriverDevice {
             .map_err(|error| failed("cuMemsetD8Async", error))
     }
 
-    /// Copies from one place of the device to another.
-    ///
-    /// # Safety
-    /// Both are there, and do not overlap.
-    pub(crate) unsafe fn copy(
-        &mut self,
-        to: Address,
-        from: Address,
-        num_bytes: usize,
-    ) -> Result<(), CudaError> {
-        self.device.bind()?;
-        // SAFETY: there by the caller's word.
-        unsafe { result::memcpy_dtod_async(to.0, from.0, num_bytes, self.stream.cu_stream()) }
-            .map_err(|error| failed("cuMemcpyDtoDAsync", error))
-    }
-
-    /// A place of the queue at which the device looks at its clock.
-    pub(crate) fn stamp(&mut self) -> Result<CudaEvent, CudaError> {
-        let event = self.device.context().new_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT));
-        let event = event.map_err(|error| failed("cuEventCreate", error))?;
-        event.record(&self.stream).map_err(|error| failed("cuEventRecord", error))?;
-        Ok(event)
-    }
-
     fn begin_capture(&mut self) -> Result<(), CudaError> {
         // Other threads of this process, such as those of handoffs, may allocate meanwhile.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -305,6 +282,29 @@ pub(super) fn repeat<D>(
     match device(owner).graphs.get(&key) {
         Some(Repeated::Captured(graph)) => graph.launch().map_err(|error| failed("cuGraphLaunch", error)),
         _ => work(owner),
+    }
+}
+
+impl Timed for DriverDevice {
+    type Stamp = CudaEvent;
+
+    fn stamp(&mut self) -> Result<CudaEvent, CudaError> {
+        let event = self.device.context().new_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT));
+        let event = event.map_err(|error| failed("cuEventCreate", error))?;
+        event.record(&self.stream).map_err(|error| failed("cuEventRecord", error))?;
+        Ok(event)
+    }
+
+    fn seconds_between(&mut self, from: &CudaEvent, to: &CudaEvent) -> Result<f64, CudaError> {
+        let elapsed = from.elapsed_ms(to).map_err(|error| failed("cuEventElapsedTime", error))?;
+        Ok(f64::from(elapsed) / 1e3)
+    }
+
+    unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
+        self.device.bind()?;
+        // SAFETY: there by the caller's word.
+        unsafe { result::memcpy_dtod_async(to.0, from.0, num_bytes, self.stream.cu_stream()) }
+            .map_err(|error| failed("cuMemcpyDtoDAsync", error))
     }
 }
 

@@ -156,8 +156,7 @@ impl Emulator {
 
     /// The same, for several.
     pub(crate) fn of(sources: &[Source]) -> Emulator {
-        let device = TestDevice::new(sources, usize::MAX, Threads::Compared);
-        Emulator { device, buffers: vec![] }
+        Emulator { device: TestDevice::of_kernels(sources), buffers: vec![] }
     }
 
     /// A buffer that holds `bytes`.

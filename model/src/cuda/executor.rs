@@ -23,6 +23,7 @@ use super::draws::DrawInputs;
 use super::inputs::{BatchLimits, InputShape, Inputs, padded};
 use super::kernel::{Address, Source};
 use super::multiply::{EXPERT_TILE_ROWS, Scratch};
+use super::part::Part;
 use super::pass::Pass;
 use super::products::{self, WeightKind};
 use super::start::StartError;
@@ -38,14 +39,13 @@ const SPARE_BYTES: usize = 256 << 20;
 
 /// Computes on one device a whole model, or one rank's part.
 pub(crate) struct DeviceExecutor<D> {
-    device: D,
-    model: LoadedModel,
-    layout: KvLayout,
-    weights: DeviceWeights,
-    buffers: Buffers,
-    scratch: Scratch,
+    pub(super) device: D,
+    pub(super) part: Part,
+    pub(super) weights: DeviceWeights,
+    pub(super) buffers: Buffers,
+    pub(super) scratch: Scratch,
     limits: BatchLimits,
-    shape: InputShape,
+    pub(super) shape: InputShape,
     inputs: Inputs,
     draws: DrawInputs,
     /// Of the step that is executed; and of rows that were not drawn, of each step under way.
@@ -67,19 +67,25 @@ struct Told {
 
 /// All kernels of a model.
 pub(crate) fn sources(model: &LoadedModel) -> Vec<Source> {
-    let spec = model.shard().spec();
-    let layout = model.kv_layout_of_rank();
+    let kinds = weights::kinds(model.weights()).into_iter().filter(|kind| *kind != WeightKind::Bf16);
+    let mut sources = sources_of(model.shard().spec(), &model.kv_layout_of_rank());
+    sources.extend(kinds.map(products::source));
+    sources.extend((model.shard().rank().num_ranks > 1).then(ranks::source));
+    sources
+}
+
+/// Those of a decoder, or of a rank's part of it, whose weights are bf16.
+pub(crate) fn sources_of(spec: &DecoderSpec, layout: &KvLayout) -> Vec<Source> {
     [
         embed::source(),
         norm::source(),
         rows::source(),
         sample::source(),
         gate::source(spec.activation),
-        rope::source(spec.ropes[0].rotary_dim, &layout),
+        rope::source(spec.ropes[0].rotary_dim, layout),
     ]
     .into_iter()
-    .chain(attention::sources(&layout))
-    .chain((model.shard().rank().num_ranks > 1).then(ranks::source))
+    .chain(attention::sources(layout))
     .chain(
         is_routed(spec)
             .then(|| {
@@ -88,12 +94,6 @@ pub(crate) fn sources(model: &LoadedModel) -> Vec<Source> {
             })
             .into_iter()
             .flatten(),
-    )
-    .chain(
-        weights::kinds(model.weights())
-            .into_iter()
-            .filter(|kind| *kind != WeightKind::Bf16)
-            .map(products::source),
     )
     .collect()
 }
@@ -139,23 +139,6 @@ pub(crate) fn check_shape(model: &LoadedModel) -> Result<(), StartError> {
     }
 }
 
-/// A step of a rank whose blocks are in `pool`, arranged as `layout`.
-fn pass_of<'a>(
-    model: &'a LoadedModel,
-    layout: &'a KvLayout,
-    weights: &'a DeviceWeights,
-    buffers: &'a Buffers,
-    scratch: &'a Scratch,
-    inputs: &'a Inputs,
-    pool: Address,
-) -> Pass<'a> {
-    let (shard, at) = (model.shard(), inputs.at(buffers.inputs));
-    let (spec, rank) = (shard.spec(), shard.rank());
-    let is_divided = rank.num_ranks > 1 && model.weights().embedding.is_none();
-    let embedded = is_divided.then(|| shard.vocabulary());
-    Pass { spec, layout, rank, embedded, weights, buffers, scratch, inputs, at, pool }
-}
-
 impl<D: Device> DeviceExecutor<D> {
     /// Takes the weights and all memory of the pass; the device has the kernels of [`sources`].
     ///
@@ -168,26 +151,42 @@ impl<D: Device> DeviceExecutor<D> {
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<DeviceExecutor<D>, StartError> {
         check_shape(&model)?;
-        let (spec, rank) = (model.shard().spec(), model.shard().rank());
-        let layout = model.kv_layout_of_rank();
-        let weights = weights::upload(&mut device, spec, model.weights(), model.num_threads(), progress)?;
+        let part = Part::of(&model);
+        let weights =
+            weights::upload(&mut device, part.spec(), model.weights(), model.num_threads(), progress)?;
         let DeviceWeightBytes { fp8, int8, int4, .. } = weights.bytes;
-        if rank.num_ranks > 1 && fp8 + int8 + int4 > 0 {
+        let num_ranks = part.rank().num_ranks;
+        if num_ranks > 1 && fp8 + int8 + int4 > 0 {
             // No test has divided such among ranks yet.
             let (what, expected) = ("tensor_parallel", "1 for weights of less than bf16");
-            return Err(StartError::Shape { what, found: rank.num_ranks, expected });
+            return Err(StartError::Shape { what, found: num_ranks, expected });
         }
+        DeviceExecutor::with_weights(device, part, weights, limits, model.rounds_activations())
+    }
+
+    /// The same, with weights that are there.
+    ///
+    /// # Errors
+    /// When the device has not the memory, or fails.
+    pub(crate) fn with_weights(
+        mut device: D,
+        part: Part,
+        weights: DeviceWeights,
+        limits: BatchLimits,
+        rounds_activations: bool,
+    ) -> Result<DeviceExecutor<D>, StartError> {
+        let (spec, layout) = (part.spec(), part.layout);
         let shape = InputShape {
             block_size: layout.block_size,
             group: spec.num_heads / spec.num_kv_heads,
             head_dim: spec.head_dim,
             max_decode_rows: (2 * padded(limits.num_sequences)).min(padded(limits.num_rows)),
         };
-        let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape, rank)?;
-        let scratch = Scratch::new(&mut device, spec, &weights, &limits, model.rounds_activations())?;
+        let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape, part.rank())?;
+        let scratch = Scratch::new(&mut device, spec, &weights, &limits, rounds_activations)?;
         let mut executor = DeviceExecutor {
             device,
-            layout,
+            part,
             weights,
             buffers,
             scratch,
@@ -199,7 +198,6 @@ impl<D: Device> DeviceExecutor<D> {
             launched: VecDeque::new(),
             next_place: 0,
             pool: None,
-            model,
         };
         executor.warm_up()?;
         Ok(executor)
@@ -216,8 +214,8 @@ impl<D: Device> DeviceExecutor<D> {
     }
 
     #[cfg(test)]
-    pub(crate) fn model(&self) -> &LoadedModel {
-        &self.model
+    pub(crate) fn part(&self) -> &Part {
+        &self.part
     }
 
     #[cfg(any(test, feature = "emulator"))]
@@ -228,8 +226,7 @@ impl<D: Device> DeviceExecutor<D> {
     /// Runs steps of many sizes, the largest with all layers: what libraries and the driver load or allocate for that is
     /// there before the rest of the memory is given to blocks. No block takes part, and what comes of it is overwritten.
     fn warm_up(&mut self) -> Result<(), CudaError> {
-        let DeviceExecutor { device, model, weights, buffers, scratch, inputs, limits, .. } = self;
-        let layout = model.kv_layout_of_rank();
+        let DeviceExecutor { device, part, weights, buffers, scratch, inputs, limits, .. } = self;
         let smaller = std::iter::successors(Some(1), |num_rows| Some(2 * num_rows));
         let smaller = smaller.take_while(|&num_rows| num_rows < limits.num_rows);
         for num_rows in smaller.chain([limits.num_rows]) {
@@ -240,7 +237,7 @@ impl<D: Device> DeviceExecutor<D> {
                 inputs.fill_up(num_rows, num_sequences, are_decoded);
                 // SAFETY: there is room for the largest batch.
                 unsafe { device.upload(buffers.inputs, inputs.bytes()) }?;
-                let pass = pass_of(model, &layout, weights, buffers, scratch, inputs, Address::NULL);
+                let pass = part.pass(weights, buffers, scratch, inputs, Address::NULL);
                 pass.begin(device)?;
                 for layer_idx in 0..num_layers {
                     pass.store(device, layer_idx)?;
@@ -250,7 +247,7 @@ impl<D: Device> DeviceExecutor<D> {
                 pass.logits(device, 0, inputs.num_wanted)?;
             }
         }
-        if self.model.shard().rank().num_ranks == 1 {
+        if self.part.rank().num_ranks == 1 {
             self.warm_up_drawing()?;
         }
         self.device.mark(0)?;
@@ -274,9 +271,9 @@ impl<D: Device> DeviceExecutor<D> {
 
     /// The blocks of this executor's rank are where they were before.
     fn check_blocks(&mut self, storage: &BlockStorage) {
-        assert_eq!(*storage.layout(), self.model.kv_layout(), "blocks of another layout");
+        assert_eq!(*storage.layout(), self.part.whole_layout, "blocks of another layout");
         let memory = storage.device().expect("blocks are on the device");
-        let rank = self.model.shard().rank();
+        let rank = self.part.rank();
         let address = match rank.num_ranks {
             1 => memory.address(),
             num_ranks => {
@@ -307,9 +304,9 @@ impl<D: Device> DeviceExecutor<D> {
 
     /// The device, and the step whose inputs are there.
     fn pass(&mut self) -> (&mut D, Pass<'_>) {
-        let DeviceExecutor { device, model, weights, buffers, scratch, inputs, layout, pool, .. } = self;
+        let DeviceExecutor { device, part, weights, buffers, scratch, inputs, pool, .. } = self;
         let pool = pool.expect("a batch was taken");
-        (device, pass_of(model, layout, weights, buffers, scratch, inputs, pool))
+        (device, part.pass(weights, buffers, scratch, inputs, pool))
     }
 
     /// Asks for everything up to the first logits, and tells of layers that are ready meanwhile.
@@ -365,8 +362,8 @@ impl<D: Device> DeviceExecutor<D> {
         if told.is_marked {
             self.tell(told, on_layer)?;
         }
-        let vocab_size = self.model.config().vocab_size();
-        let num_downloaded = if self.model.shard().rank().is_first() { num_rows } else { 0 };
+        let vocab_size = self.part.spec().vocab_size;
+        let num_downloaded = if self.part.rank().is_first() { num_rows } else { 0 };
         let mut logits = std::mem::take(&mut self.logits[0]);
         logits.resize(num_downloaded * vocab_size, 0.0);
         let (device, pass) = self.pass();
@@ -391,11 +388,11 @@ impl<D: Device> DeviceExecutor<D> {
 
 impl<D: Device + 'static> Executor for DeviceExecutor<D> {
     fn kv_layout(&self) -> KvLayout {
-        self.model.kv_layout()
+        self.part.whole_layout
     }
 
     fn vocab_size(&self) -> usize {
-        self.model.config().vocab_size()
+        self.part.spec().vocab_size
     }
 
     unsafe fn execute(
@@ -426,11 +423,11 @@ impl<D: Device + 'static> RankExecutor for DeviceExecutor<D> {
     }
 
     fn kv_layout(&self) -> KvLayout {
-        self.model.kv_layout()
+        self.part.whole_layout
     }
 
     fn vocab_size(&self) -> usize {
-        self.model.config().vocab_size()
+        self.part.spec().vocab_size
     }
 
     fn attach_thread(&mut self) -> Result<(), ExecuteError> {

@@ -36,10 +36,12 @@ mod inputs;
 mod kernel;
 mod loaded;
 mod lt;
+pub mod measure;
 mod multiply;
 mod nccl;
 mod norm;
 mod parallel;
+mod part;
 mod pass;
 mod pool;
 mod products;
@@ -68,7 +70,7 @@ mod parallel_tests;
 mod test_device;
 #[cfg(any(test, feature = "emulator"))]
 pub mod test_model;
-#[cfg(test)]
+#[cfg(any(test, feature = "emulator"))]
 mod testing;
 
 /// Every file, for the shapes that models have.

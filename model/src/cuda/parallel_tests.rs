@@ -191,7 +191,7 @@ unsafe impl DeviceMemory for Pool {
 fn blocks<D: Device + 'static>(ranks: &mut [DeviceExecutor<D>]) -> BlockStorage {
     let whole = Executor::kv_layout(&ranks[0]);
     let mut pools = ranks.iter_mut().map(|rank| -> Box<dyn DeviceMemory> {
-        let layout = rank.model().kv_layout_of_rank();
+        let layout = rank.part().layout;
         let size_bytes = BlockStorage::bytes_of(&layout, NUM_BLOCKS).unwrap();
         Box::new(Pool(rank.device().allocate(size_bytes).unwrap()))
     });
@@ -352,7 +352,7 @@ fn each_rank_has_its_own_heads_in_blocks_of_its_own() {
         });
         let memory = storage.device().unwrap();
         let layers = ranks.iter_mut().enumerate().map(|(idx, rank)| {
-            let layout = rank.model().kv_layout_of_rank();
+            let layout = rank.part().layout;
             let pool = memory.parts().get(idx).map_or_else(|| memory.address(), |part| part.address());
             let mut heads = vec![];
             for block in ids {
@@ -363,7 +363,7 @@ fn each_rank_has_its_own_heads_in_blocks_of_its_own() {
                 heads.extend(layer.chunks(layout.head_bytes()).map(<[u8]>::to_vec));
             }
             // Block by block keys, then values, of each head.
-            (rank.model().shard().kv_heads(), heads)
+            (rank.part().shard.kv_heads(), heads)
         });
         layers.collect::<Vec<_>>()
     };

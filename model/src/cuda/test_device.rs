@@ -11,6 +11,7 @@ use super::driver::{self, DriverDevice};
 use super::emulated::EmulatedDevice;
 use super::emulator::Threads;
 use super::kernel::{Address, Kernel, Source};
+use super::start::StartError;
 
 /// Before and behind each buffer: as many bytes as buffers are aligned to.
 const GUARD_BYTES: usize = 256;
@@ -38,7 +39,19 @@ impl TestDevice {
     pub(crate) fn new(sources: &[Source], memory_bytes: usize, threads: Threads) -> TestDevice {
         match ordinal() {
             None => TestDevice::Emulated(EmulatedDevice::new(sources, memory_bytes, threads)),
-            Some(ordinal) => TestDevice::Guarded(GuardedDevice::open(ordinal, sources)),
+            Some(ordinal) => TestDevice::Guarded(GuardedDevice::open(ordinal, |cache| {
+                DriverDevice::open(ordinal, sources, cache)
+            })),
+        }
+    }
+
+    /// For kernels by themselves: no products.
+    pub(crate) fn of_kernels(sources: &[Source]) -> TestDevice {
+        match ordinal() {
+            None => TestDevice::Emulated(EmulatedDevice::new(sources, usize::MAX, Threads::Compared)),
+            Some(ordinal) => TestDevice::Guarded(GuardedDevice::open(ordinal, |cache| {
+                DriverDevice::without_products(ordinal, sources, cache)
+            })),
         }
     }
 
@@ -236,12 +249,15 @@ pub(crate) struct GuardedDevice {
 impl GuardedDevice {
     /// # Panics
     /// When the device cannot be used: somebody has asked for it.
-    fn open(ordinal: u32, sources: &[Source]) -> GuardedDevice {
+    fn open(
+        ordinal: u32,
+        open: impl FnOnce(Option<PathBuf>) -> Result<DriverDevice, StartError>,
+    ) -> GuardedDevice {
         // As long as the process lives, that not every test begins by waking the device up.
         static KEPT: OnceLock<baton_cuda::Device> = OnceLock::new();
         let awake = |error| panic!("BATON_KERNELS_ON=cuda:{ordinal}: {error}");
         KEPT.get_or_init(|| baton_cuda::Device::open(ordinal).unwrap_or_else(awake));
-        let driver = DriverDevice::open(ordinal, sources, Some(kernel_cache()));
+        let driver = open(Some(kernel_cache()));
         let driver = driver.unwrap_or_else(|error| panic!("BATON_KERNELS_ON=cuda:{ordinal}: {error}"));
         GuardedDevice { driver, buffers: vec![], last_kernel: "none", repeated: HashMap::new() }
     }

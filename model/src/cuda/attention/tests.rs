@@ -3,6 +3,7 @@
 use super::*;
 use crate::cpu::testing::noise;
 use crate::cuda::emulator::Emulator;
+use crate::cuda::test_device;
 use crate::cuda::testing::{bf16, widened};
 
 /// One layer's attention of a batch.
@@ -327,6 +328,23 @@ fn a_sequence_does_not_depend_on_the_batch() {
     for (alone, among) in alone.iter().zip(&among) {
         assert!(*alone == among[..alone.len()]);
     }
+}
+
+/// As many as models have: splits of splits' longest, tiles of many, sums of many. Only a device is fast enough.
+#[test]
+fn long_contexts_are_seen_whole_on_a_device() {
+    if test_device::ordinal().is_none() {
+        println!("SKIPPED: BATON_KERNELS_ON names no device");
+        return;
+    }
+    for dtype in [KvDtype::Bf16, KvDtype::Fp8, KvDtype::Int8] {
+        let decoded =
+            Case { group: 4, max_splits: 64, ..case(dtype, 128, &[(32_000, 1), (4095, 3), (0, 1)]) };
+        decoded.check();
+        Case { window: Some(4096), soft_cap: 30.0, ..decoded }.check();
+        Case { group: 4, ..case(dtype, 128, &[(3000, 60), (0, 400)]) }.check();
+    }
+    Case { group: 2, max_splits: 64, ..case(KvDtype::Bf16, 256, &[(20_000, 2)]) }.check();
 }
 
 #[test]

@@ -9,7 +9,7 @@ use super::super::device::{Device, NUM_RETURNS};
 use super::super::draws::Results;
 use super::super::sample::TakeTokens;
 use super::{DeviceExecutor, Told};
-use crate::{Answer, Batch, Draw, DrawingExecutor, ExecuteError, Executor};
+use crate::{Answer, Batch, Draw, DrawingExecutor, ExecuteError};
 
 /// A step under way.
 pub(super) struct Launched {
@@ -38,7 +38,7 @@ impl<D: Device + 'static> DrawingExecutor for DeviceExecutor<D> {
 
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<Answer<'_>>, ExecuteError> {
         let Launched { place, results, .. } = self.end(on_layer).map_err(|error| self.failed(error))?;
-        let vocab_size = self.vocab_size();
+        let vocab_size = self.part.spec().vocab_size;
         let DeviceExecutor { device, logits, .. } = self;
         match device.returned(place) {
             Ok(bytes) => Ok(results.read(bytes, &logits[place], vocab_size)),
@@ -55,7 +55,7 @@ impl<D: Device> DeviceExecutor<D> {
         let sources = self.inputs.append(&[0]);
         self.upload()?;
         let base = self.buffers.inputs;
-        let (logits, vocab_size) = (self.buffers.logits, self.model.config().vocab_size());
+        let (logits, vocab_size) = (self.buffers.logits, self.part.spec().vocab_size);
         let sample = self.draws.kernel(&parts, base, &self.buffers.draws, logits, vocab_size, (0, 1));
         let drawn = self.buffers.draws.results;
         let take =
@@ -100,7 +100,7 @@ impl<D: Device> DeviceExecutor<D> {
         }
         let told = self.forward(on_layer)?;
         let place = self.next_place;
-        let vocab_size = self.model.config().vocab_size();
+        let vocab_size = self.part.spec().vocab_size;
         let mut left = std::mem::take(&mut self.logits[place]);
         left.clear();
         let draw_inputs = std::mem::take(&mut self.draws);

@@ -1,0 +1,74 @@
+//! Everything but the clock, by the emulator.
+
+use super::*;
+use crate::cuda::emulated::EmulatedDevice;
+use crate::cuda::emulator::Threads;
+
+impl Timed for EmulatedDevice {
+    type Stamp = ();
+
+    fn stamp(&mut self) -> Result<(), CudaError> {
+        Ok(())
+    }
+
+    fn seconds_between(&mut self, (): &(), (): &()) -> Result<f64, CudaError> {
+        Ok(1.0)
+    }
+
+    unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
+        let mut bytes = vec![0; num_bytes];
+        // SAFETY: by the caller's word.
+        unsafe {
+            self.download(from, &mut bytes)?;
+            self.upload(to, &bytes)
+        }
+    }
+}
+
+fn small() -> Sizes {
+    let layer = LayerSpec { window: None, rope_idx: 0, mlp: MlpSpec::Dense { intermediate_size: 48 } };
+    Sizes {
+        spec: llama([64, 2, 1, 64], vec![layer; 2], 100),
+        context: 33,
+        batch: 3,
+        prompt: 40,
+        copied_bytes: 1000,
+        product: 24,
+        repetitions: 1,
+    }
+}
+
+#[test]
+fn everything_is_measured_within_its_buffers() {
+    let sizes = small();
+    let open =
+        || EmulatedDevice::new(&sources_of(&sizes.spec, &sizes.layout()), usize::MAX, Threads::Shuffled);
+    let mut figures = Vec::new();
+    let mut report = |figure: &Figure| figures.push(figure.clone());
+    let ceilings = Ceilings::measure(&mut open(), &sizes, &mut report).unwrap();
+    attention::measure(&mut open(), &sizes, &ceilings, &mut report).unwrap();
+    steps::measure(open(), &sizes, &ceilings, &mut report).unwrap();
+    let targets: Vec<Option<f64>> = figures.iter().map(|figure| figure.target).collect();
+    let [decode, step, prefill] = [Some(0.85), Some(0.8), Some(0.65)];
+    assert_eq!(targets, [None, None, decode, Some(0.6), decode, step, None, step, None, prefill]);
+    for figure in &figures[2..] {
+        assert!(figure.share.unwrap() > 0.0 && figure.seconds > 0.0, "{figure:?}");
+    }
+    // One second each: 3 sequences of 33 keys and values of 64 numbers of two bytes, of 2000 bytes.
+    assert_eq!(figures[2].share, Some((3 * 33 * 2 * 64 * 2) as f64 / 2000.0));
+    // Of 40 rows, 820 pairs, 2 heads of 64 numbers; of 2 x 24^3.
+    assert_eq!(figures[3].share, Some(4.0 * 128.0 * 820.0 / 27648.0));
+    // Two layers of qkv, output, gates and what they let through, down; the head.
+    let numbers = 2 * (64 * 256 + 128 * 64 + 2 * 48 * 64 + 64 * 48) + 100 * 64;
+    assert_eq!(figures[4].amount, Amount::Bytes(f64::from(2 * numbers)));
+}
+
+#[test]
+fn a_share_below_its_target_is_missed() {
+    let figure = |share, target| {
+        let (what, amount) = (String::new(), Amount::Bytes(1.0));
+        Figure { what, seconds: 1.0, amount, share, target }.is_missed()
+    };
+    assert!(figure(Some(0.5), Some(0.6)) && figure(Some(f64::NAN), Some(0.6)));
+    assert!(!figure(Some(0.6), Some(0.6)) && !figure(Some(0.1), None) && !figure(None, None));
+}

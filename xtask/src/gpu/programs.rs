@@ -1,0 +1,106 @@
+//! The programs that a check runs.
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+use crate::{tools, workspace::Workspace};
+
+/// Where they are.
+pub(super) struct Programs {
+    /// Tests of `baton-model`.
+    pub(super) tests: PathBuf,
+    /// Tests of `baton-kv-transfer`.
+    pub(super) transfers: PathBuf,
+    /// `model/examples/gpu_check.rs`
+    pub(super) figures: PathBuf,
+    pub(super) baton: PathBuf,
+}
+
+/// What they are called where they are packed, in the same order.
+const NAMES: [&str; 4] = ["tests", "transfer_tests", "gpu_check", "baton"];
+
+impl Programs {
+    pub(super) fn build(workspace: &Workspace, profile: &str) -> Result<Programs> {
+        let of = |arguments: &[&str], name: &str| built(workspace, profile, arguments, name);
+        Ok(Programs {
+            tests: of(&["test", "--no-run", "--package", "baton-model", "--lib"], "baton_model")?,
+            transfers: of(
+                &["test", "--no-run", "--package", "baton-kv-transfer", "--lib"],
+                "baton_kv_transfer",
+            )?,
+            figures: of(&["build", "--package", "baton-model", "--example", "gpu_check"], "gpu_check")?,
+            baton: of(&["build", "--package", "baton-cli", "--bin", "baton"], "baton")?,
+        })
+    }
+
+    /// As [`pack`](Self::pack) has left them.
+    pub(super) fn packed(dir: &Path) -> Result<Programs> {
+        let dir = dir.canonicalize().with_context(|| format!("look into {}", dir.display()))?;
+        let [tests, transfers, figures, baton] = NAMES.map(|name| dir.join(name));
+        for program in [&tests, &transfers, &figures, &baton] {
+            ensure!(
+                program.is_file(),
+                "{} is not there: `cargo xtask gpu-check --pack` makes it",
+                program.display()
+            );
+        }
+        Ok(Programs { tests, transfers, figures, baton })
+    }
+
+    /// Copies them, and this program, without what debuggers need.
+    pub(super) fn pack(&self, dir: &Path) -> Result<()> {
+        std::fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
+        let this = std::env::current_exe().context("find this program")?;
+        let programs = [&self.tests, &self.transfers, &self.figures, &self.baton];
+        for (from, name) in programs.into_iter().zip(NAMES).chain([(&this, "xtask")]) {
+            let to = dir.join(name);
+            std::fs::copy(from, &to).with_context(|| format!("copy {}", from.display()))?;
+            // They are only larger without it.
+            let _ = Command::new("strip").arg(&to).status();
+            println!("{}: {} MB", to.display(), std::fs::metadata(&to)?.len() / 1_000_000);
+        }
+        Ok(())
+    }
+}
+
+/// Has cargo build one program, and finds it.
+fn built(workspace: &Workspace, profile: &str, arguments: &[&str], name: &str) -> Result<PathBuf> {
+    let mut cargo = workspace.cargo();
+    let (first, rest) = arguments.split_first().context("a command")?;
+    cargo.arg(first).args(["--locked", "--profile", profile, "--message-format", "json-render-diagnostics"]);
+    let output = cargo.args(rest).stderr(Stdio::inherit()).output().context("run cargo")?;
+    if !output.status.success() {
+        bail!("{}: {}", tools::shown(&cargo), output.status);
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    executable(&text, name).with_context(|| format!("cargo tells of no program {name}"))
+}
+
+/// The program of that name among cargo's messages.
+fn executable(messages: &str, name: &str) -> Option<PathBuf> {
+    messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok())
+        .filter(|message| message["target"]["name"] == name)
+        .find_map(|message| message["executable"].as_str().map(PathBuf::from))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_are_found_in_cargos_messages() {
+        let messages = r#"{"reason":"compiler-artifact","target":{"name":"baton"},"executable":null}
+{"reason":"compiler-artifact","target":{"name":"gpu_check"},"executable":"/t/gpu_check"}
+not json
+{"reason":"compiler-artifact","target":{"name":"baton"},"executable":"/t/baton"}"#;
+        assert_eq!(executable(messages, "baton"), Some("/t/baton".into()));
+        assert_eq!(executable(messages, "tests"), None);
+    }
+}
