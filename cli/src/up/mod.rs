@@ -6,6 +6,7 @@
 mod banner;
 mod child;
 mod logs;
+mod places;
 
 use std::{
     io::IsTerminal,
@@ -15,8 +16,7 @@ use std::{
 };
 
 use anyhow::{Context, bail};
-use baton_model::CpuListError;
-use baton_worker::ThreadPinning;
+use baton_model::num_cuda_devices;
 use clap::ValueEnum;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -28,6 +28,7 @@ use crate::{
 };
 use child::{Child, Supervised};
 use logs::Logs;
+use places::Place;
 
 /// How long the router gets to end its streams before the workers are told to stop.
 const ROUTER_DRAIN: Duration = Duration::from_secs(10);
@@ -46,8 +47,10 @@ pub async fn run(mut args: UpArgs) -> anyhow::Result<()> {
 
     let shutdown = crate::shutdown_signal()?;
     let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-    let cpus = divide_cpus(&args.engine, args.prefill + args.decode).context("--pin-threads")?;
-    let children = plan(&args, address, &model, model_name, &cpus, colour);
+    let num_gpus = num_cuda_devices().unwrap_or(0);
+    let places =
+        places::divide(&args.engine, args.prefill + args.decode, num_gpus).context("--pin-threads")?;
+    let children = plan(&args, address, &model, model_name, &places, colour);
     let logs = Logs::new(children.iter().map(|child| child.name.len()).max().unwrap_or(0), colour);
     let mut children = children.into_iter();
     let router = children.next().expect("the plan begins with the router");
@@ -92,26 +95,13 @@ fn check_port_is_free(address: SocketAddr) -> anyhow::Result<()> {
         .with_context(|| format!("cannot listen on {address}; is another server running? try --port"))
 }
 
-/// What each worker's threads are kept to: threads of two on one processor would wait for each other.
-fn divide_cpus(engine: &EngineArgs, num_workers: usize) -> Result<Vec<ThreadPinning>, CpuListError> {
-    let Some(cpus) = engine.pin_threads.cpus(None)? else {
-        return Ok(vec![ThreadPinning::None; num_workers]);
-    };
-    cpus.check()?;
-    let parts = cpus.divide(num_workers)?.into_iter().map(|part| match engine.threads {
-        Some(num_threads) => part.first(num_threads),
-        None => Ok(part),
-    });
-    parts.map(|part| part.map(ThreadPinning::Cpus)).collect()
-}
-
-/// The processes to run, the router first. `cpus` has a part for each worker.
+/// The processes to run, the router first. `places` has one for each worker.
 fn plan(
     args: &UpArgs,
     address: SocketAddr,
     model: &Path,
     model_name: Option<&str>,
-    cpus: &[ThreadPinning],
+    places: &[Place],
     colour: bool,
 ) -> Vec<Child> {
     let mut common = vec!["--model".to_owned(), model.display().to_string()];
@@ -132,17 +122,18 @@ fn plan(
     };
     let mut worker = vec!["--router".to_owned(), local];
     worker.extend(common);
-    worker.extend(engine_flags(&args.engine));
 
     let mut children = vec![Child { name: "router".to_owned(), args: router }];
-    let mut cpus = cpus.iter();
+    let mut places = places.iter();
     for (role, num) in [("prefill", args.prefill), ("decode", args.decode)] {
         for idx in 0..num {
             let name = format!("{role}-{idx}");
-            let mut args = vec![format!("{role}-worker"), "--id".to_owned(), name.clone()];
-            args.extend(worker.clone());
-            args.push(format!("--pin-threads={}", cpus.next().expect("a part for each worker")));
-            children.push(Child { name, args });
+            let place = places.next().expect("one for each worker");
+            let mut flags = vec![format!("{role}-worker"), "--id".to_owned(), name.clone()];
+            flags.extend(worker.clone());
+            flags.extend(engine_flags(&place.engine(&args.engine)));
+            flags.push(format!("--pin-threads={}", place.cpus));
+            children.push(Child { name, args: flags });
         }
     }
     children
@@ -232,29 +223,10 @@ fn log_flags(log: &LogArgs, colour: bool) -> Vec<String> {
 mod tests {
     use clap::Parser;
 
+    use baton_worker::Device;
+
     use super::*;
-    use baton_model::CpuList;
-
     use crate::args::{Cli, Command};
-
-    #[test]
-    fn workers_share_no_processor() {
-        let divide = |flags: &str, num_workers| {
-            let cli = Cli::parse_from(format!("baton up {flags}").split_whitespace());
-            let Command::Up(args) = cli.command else { panic!("not up") };
-            let parts = divide_cpus(&args.engine, num_workers).map_err(|error| error.to_string())?;
-            Ok::<_, String>(parts.iter().map(ThreadPinning::to_string).collect::<Vec<_>>().join(" "))
-        };
-        let allowed = CpuList::allowed().unwrap();
-        assert_eq!(divide("", 3).unwrap(), "none none none");
-        assert_eq!(divide("--pin-threads auto", 1).unwrap(), allowed.to_string());
-        let first = allowed.first(1).unwrap();
-        assert_eq!(divide("--pin-threads auto --threads 1", 1).unwrap(), first.to_string());
-        let error = divide(&format!("--pin-threads {first}"), 2).unwrap_err();
-        assert_eq!(error, format!("2 CPUs are needed, and there are 1: {first}"));
-        let error = divide("--pin-threads 8191", 1).unwrap_err();
-        assert!(error.contains("no CPU 8191"), "{error}");
-    }
 
     #[test]
     fn children_get_what_up_was_told() {
@@ -266,12 +238,17 @@ mod tests {
                 .split_whitespace(),
         );
         let Command::Up(args) = cli.command else { panic!("not up") };
-        let cpus = ["0", "1", "2-3", "none"].map(|cpus| cpus.parse().unwrap());
+        let place = |(idx, cpus): (u32, &str)| Place {
+            cpus: cpus.parse().unwrap(),
+            device: Device::Cuda(idx),
+            gpu_memory_utilization: 0.25,
+        };
+        let places = [(0, "0"), (1, "1"), (2, "2-3"), (3, "none")].map(place);
         let children =
-            plan(&args, "127.0.0.1:9".parse().unwrap(), Path::new("/model"), Some("tiny"), &cpus, true);
+            plan(&args, "127.0.0.1:9".parse().unwrap(), Path::new("/model"), Some("tiny"), &places, true);
         let names: Vec<_> = children.iter().map(|child| child.name.as_str()).collect();
         assert_eq!(names, ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]);
-        let mut cpus = cpus.into_iter();
+        let mut places = places.into_iter();
         for child in &children {
             let line = std::iter::once("baton".to_owned()).chain(child.args.clone());
             let cli = Cli::try_parse_from(line).unwrap_or_else(|error| panic!("{}: {error}", child.name));
@@ -285,7 +262,9 @@ mod tests {
             assert_eq!(format!("{log:?}"), format!("{:?}", args.log));
             assert_eq!(format!("{tls:?}"), format!("{:?}", args.tls));
             if let Some(engine) = engine {
-                let expected = EngineArgs { pin_threads: cpus.next().unwrap(), ..args.engine.clone() };
+                let place = places.next().unwrap();
+                let engine_of_place = place.engine(&args.engine);
+                let expected = EngineArgs { pin_threads: place.cpus, ..engine_of_place };
                 assert_eq!(format!("{engine:?}"), format!("{expected:?}"));
             }
         }
