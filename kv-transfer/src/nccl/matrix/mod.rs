@@ -4,7 +4,7 @@
 
 mod proxy;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use baton_kv_cache::BlockStorage;
 use tokio::task::JoinHandle;
@@ -14,8 +14,8 @@ use crate::{
     Granted, KvFault, PieceWrite, PushError, Pushed, Receiver, ReceiverConfig, ReceiverLoad, Route, Sender,
     SenderConfig,
     testing::{
-        Fabric, Guard, Guards, LAYOUT, PATIENCE, blocks, bytes, eventually, fill, holds, sender_config, soon,
-        writes,
+        Fabric, Guard, Guards, LAYOUT, NEVER, PATIENCE, blocks, bytes, eventually, fill, holds,
+        sender_config, soon, writes,
     },
 };
 
@@ -111,6 +111,11 @@ fn expected(state: State, fault: Fault) -> Result<Rest, &'static str> {
     })
 }
 
+/// How long either side waits for the other: only what is lost may be found by that, however busy the machine is.
+fn io_timeout(expected: Rest) -> Duration {
+    if expected == Rest::Lost { PATIENCE } else { NEVER }
+}
+
 /// A handoff of two blocks.
 struct Handoff {
     source: Arc<BlockStorage>,
@@ -129,13 +134,13 @@ struct Handoff {
 }
 
 impl Handoff {
-    async fn at(state: State) -> Handoff {
-        let fabric = Fabric::with(NCCL, |config| config.io_timeout = PATIENCE);
+    async fn at(state: State, io_timeout: Duration) -> Handoff {
+        let fabric = Fabric::with(NCCL, |config| config.io_timeout = io_timeout);
         let Fabric { receiver, source, target, config, .. } = fabric;
         let proxy = Proxy::start();
         // Two pieces a frame, so that several are under way.
         let frame_bytes = 2 * LAYOUT.layer_bytes();
-        let sender = SenderConfig { io_timeout: PATIENCE, frame_bytes, ..sender_config(NCCL) };
+        let sender = SenderConfig { io_timeout, frame_bytes, ..sender_config(NCCL) };
         let sender = Sender::start(Arc::clone(&source), sender).unwrap();
         let guards = Guards::default();
         let granted = receiver.grant(blocks([3, 4]), guards.guard());
@@ -262,7 +267,7 @@ impl Handoff {
 async fn meet(state: State, fault: Fault) {
     let Ok(expected) = expected(state, fault) else { return };
     let cell = format!("{state:?} x {fault:?}");
-    let mut handoff = Handoff::at(state).await;
+    let mut handoff = Handoff::at(state, io_timeout(expected)).await;
     handoff.strike(fault).await;
     let (rest, pieces) = handoff.rest().await;
     assert_eq!(rest, expected, "{cell}");
