@@ -2,6 +2,8 @@
 
 use std::{fmt, io, sync::Mutex};
 
+use crate::WireCodec;
+
 /// One region of a device's memory, freed when dropped. Implemented where the device's driver is known.
 ///
 /// # Safety
@@ -88,4 +90,30 @@ pub trait BlockKernels: fmt::Debug + Send {
         num_bytes: usize,
         seed: u64,
     ) -> io::Result<Option<Vec<u64>>>;
+
+    /// Codes the pieces at `places`, one behind the other in `coded`, and waits for them; the checksums, seeded with `seed`,
+    /// are of what decoding makes of them. `None` when it does not code so: then processors do.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Safety
+    /// As of [`gather`](Self::gather).
+    unsafe fn gather_coded(
+        &mut self,
+        codec: &WireCodec,
+        places: &[u64],
+        coded: &mut [u8],
+        seed: u64,
+    ) -> io::Result<Option<Vec<u64>>>;
+
+    /// Decodes pieces, one behind the other in `coded`, to `places`; they are there when it returns. `false`, and nothing has
+    /// happened, when it does not decode so: then processors do.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Safety
+    /// As of [`scatter`](Self::scatter).
+    unsafe fn scatter_coded(&mut self, codec: &WireCodec, places: &[u64], coded: &[u8]) -> io::Result<bool>;
 }

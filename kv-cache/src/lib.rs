@@ -30,4 +30,4 @@ pub use layout::{KvDtype, KvLayout};
 pub use mapping::KvMapping;
 pub use shard::{HeadShard, KvShard, ShardError};
 pub use storage::BlockStorage;
-pub use wire::{WireCodec, WireFormat, WireScratch};
+pub use wire::{INT4_GROUP, WireCodec, WireFormat, WireScratch};

@@ -14,7 +14,7 @@ use std::{
 };
 
 use crate::{
-    BlockId, BlockKernels, DeviceMemory, KvLayout,
+    BlockId, BlockKernels, DeviceMemory, KvLayout, WireCodec,
     pages::{self, HUGE_PAGE},
 };
 
@@ -300,6 +300,49 @@ impl BlockStorage {
             unsafe { self.store(block, layer_idx, bytes) }?;
         }
         Ok(())
+    }
+
+    /// Pieces as `codec` codes them, one behind the other in `coded`, and the checksums, seeded with `seed`, of what decoding
+    /// makes of them; coded by the device that has them. `None` when none does: then it is for processors.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Safety
+    /// As [`load_all`](Self::load_all).
+    pub unsafe fn encode_there(
+        &self,
+        codec: &WireCodec,
+        pieces: &[(BlockId, usize)],
+        coded: &mut [u8],
+        seed: u64,
+    ) -> io::Result<Option<Vec<u64>>> {
+        assert_eq!(coded.len(), pieces.len() * codec.piece_bytes(), "bytes of the pieces");
+        // SAFETY: in bounds by `layer_offset`; unwritten by the caller's word.
+        self.kernels().map_or(Ok(None), |mut kernels| unsafe {
+            kernels.gather_coded(codec, &self.places(pieces), coded, seed)
+        })
+    }
+
+    /// Has the device that pieces belong to decode them; they are there when it returns. `false`, and nothing has happened,
+    /// when none does: then it is for processors.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Safety
+    /// As [`store_all`](Self::store_all).
+    pub unsafe fn decode_there(
+        &self,
+        codec: &WireCodec,
+        pieces: &[(BlockId, usize)],
+        coded: &[u8],
+    ) -> io::Result<bool> {
+        assert_eq!(coded.len(), pieces.len() * codec.piece_bytes(), "bytes of the pieces");
+        // SAFETY: in bounds by `layer_offset`; exclusive by the caller's word.
+        self.kernels().map_or(Ok(false), |mut kernels| unsafe {
+            kernels.scatter_coded(codec, &self.places(pieces), coded)
+        })
     }
 
     /// XXH3-64 of pieces, seeded with `seed`, taken by the device that has them. `None` when none does: then it is for

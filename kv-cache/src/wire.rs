@@ -15,7 +15,7 @@ use std::ops::Range;
 use crate::{KvDtype, KvLayout, rounding::Isa};
 
 /// Numbers that share a scale in INT4.
-pub(crate) const INT4_GROUP: usize = 32;
+pub const INT4_GROUP: usize = 32;
 /// Numbers that are widened at a time: 8 KiB.
 const VECTOR_FLOATS: usize = 2048;
 
@@ -102,6 +102,11 @@ impl WireCodec {
     /// How pieces travel.
     pub fn format(&self) -> WireFormat {
         self.format
+    }
+
+    /// What pieces are in memory.
+    pub fn layout(&self) -> &KvLayout {
+        &self.layout
     }
 
     /// Bytes of a coded piece.

@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use baton_kv_cache::{BlockId, BlockKernels, BlockStorage, DeviceMemory, KvLayout};
+use baton_kv_cache::{BlockId, BlockKernels, BlockStorage, DeviceMemory, KvLayout, WireCodec, WireScratch};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// With kernels, as workers have it.
@@ -30,6 +30,8 @@ pub(crate) struct Counts {
     pub(crate) moved: AtomicUsize,
     /// Hashed where they lie.
     pub(crate) hashed: AtomicUsize,
+    /// Coded or decoded there.
+    pub(crate) coded: AtomicUsize,
 }
 
 /// `None`: it only copies.
@@ -135,9 +137,43 @@ impl BlockKernels for Pretences {
         self.counts.hashed.fetch_add(places.len(), Ordering::SeqCst);
         Ok(Some(places.iter().map(sum).collect()))
     }
+
+    unsafe fn gather_coded(
+        &mut self,
+        codec: &WireCodec,
+        places: &[u64],
+        coded: &mut [u8],
+        seed: u64,
+    ) -> io::Result<Option<Vec<u64>>> {
+        let num_bytes = codec.layout().layer_bytes();
+        let (mut decoded, mut scratch) = (vec![0; num_bytes], WireScratch::default());
+        let code = |(&place, coded): (&u64, &mut [u8])| {
+            // SAFETY: as of `gather`.
+            let piece = unsafe { std::slice::from_raw_parts(place as *const u8, num_bytes) };
+            codec.encode(piece, coded, &mut scratch);
+            codec.decode(coded, &mut decoded, &mut scratch);
+            xxh3_64_with_seed(&decoded, seed)
+        };
+        let sums = places.iter().zip(coded.chunks_exact_mut(codec.piece_bytes())).map(code).collect();
+        self.counts.coded.fetch_add(places.len(), Ordering::SeqCst);
+        Ok(Some(sums))
+    }
+
+    unsafe fn scatter_coded(&mut self, codec: &WireCodec, places: &[u64], coded: &[u8]) -> io::Result<bool> {
+        let (num_bytes, mut scratch) = (codec.layout().layer_bytes(), WireScratch::default());
+        for (&place, coded) in places.iter().zip(coded.chunks_exact(codec.piece_bytes())) {
+            // SAFETY: as of `scatter`.
+            let piece = unsafe { std::slice::from_raw_parts_mut(place as *mut u8, num_bytes) };
+            codec.decode(coded, piece, &mut scratch);
+        }
+        self.counts.coded.fetch_add(places.len(), Ordering::SeqCst);
+        Ok(true)
+    }
 }
 
 mod tests {
+    use baton_kv_cache::{KvShard, WireFormat};
+
     use super::*;
     use crate::{
         Generation, Sender, TransportKind,
@@ -170,8 +206,8 @@ mod tests {
         assert_eq!(counts.moved.load(Ordering::SeqCst), 6);
     }
 
-    /// What one handoff over `kind` has moved to the host and hashed on the device, on the side that sends.
-    async fn pushed(kind: &[TransportKind]) -> [usize; 2] {
+    /// What one handoff over `kind` in this form has moved to the host, hashed and coded on the device, on the side that sends.
+    async fn pushed(kind: &[TransportKind], format: WireFormat) -> [usize; 3] {
         let fabric = Fabric::new(kind);
         let (source, counts) = counted_device(LAYOUT, NUM_BLOCKS);
         let source = Arc::new(source);
@@ -184,18 +220,23 @@ mod tests {
             }
         }
         let sender = Sender::start(source, sender_config(kind)).unwrap();
-        let granted = fabric.receiver.grant(ids.clone(), ());
-        let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
-        let pushed = soon(route.push(writes(&ids))).await.unwrap();
+        let granted = fabric.receiver.grant_as(ids.clone(), Some(format), ());
+        let peer = KvShard::new(&LAYOUT, 1, 0).unwrap();
+        let routed = sender.route_to(&peer, format, granted.pass(), granted.offers(), ());
+        let pushed = soon(soon(routed).await.unwrap().push(writes(&ids))).await.unwrap();
         soon(granted.verify(pushed.pieces)).await.unwrap();
-        assert!(bytes(&fabric.target, BlockId(9), 2).iter().all(|&byte| byte == 18));
-        [counts.moved.load(Ordering::SeqCst), counts.hashed.load(Ordering::SeqCst)]
+        if format == WireFormat::AsIs {
+            assert!(bytes(&fabric.target, BlockId(9), 2).iter().all(|&byte| byte == 18));
+        }
+        [&counts.moved, &counts.hashed, &counts.coded].map(|count| count.load(Ordering::SeqCst))
     }
 
     #[tokio::test]
     async fn pieces_cross_to_the_host_only_where_the_fabric_needs_them_there() {
         let num_pieces = 3 * LAYOUT.num_layers;
-        assert_eq!(pushed(&[TransportKind::Tcp]).await, [num_pieces, 0], "hashed on their way");
-        assert_eq!(pushed(&[TransportKind::Nccl]).await, [0, num_pieces]);
+        let [tcp, nccl] = [&[TransportKind::Tcp], &[TransportKind::Nccl]];
+        assert_eq!(pushed(tcp, WireFormat::AsIs).await, [num_pieces, 0, 0], "hashed on their way");
+        assert_eq!(pushed(tcp, WireFormat::Int4).await, [0, 0, num_pieces], "hashed where they are coded");
+        assert_eq!(pushed(nccl, WireFormat::AsIs).await, [0, num_pieces, 0]);
     }
 }

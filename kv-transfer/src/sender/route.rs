@@ -217,20 +217,31 @@ impl RouteState {
         pieces: &[PieceWrite],
         mut rooms: &'a mut [u8],
         scratch: &mut Scratch,
-    ) -> io::Result<Vec<&'a [u8]>> {
-        if self.storage().device().is_some() && self.room_bytes() == 0 {
+    ) -> io::Result<Loaded<'a>> {
+        if self.storage().device().is_some() && self.form.mapping.is_none() {
             let sources: Vec<_> =
                 pieces.iter().map(|piece| (piece.src.blocks()[0], piece.layer_idx as usize)).collect();
             // SAFETY: by the caller's word; blocks and layers were checked when the pieces were pushed.
-            unsafe { self.storage().load_all(&sources, rooms) }?;
-            return Ok(rooms.chunks_exact(self.piece_bytes()).collect());
+            let (is_loaded, sums) = unsafe {
+                match &self.form.codec {
+                    None => (true, self.storage().load_all(&sources, rooms).map(|()| None)?),
+                    Some(codec) => {
+                        let sums =
+                            self.storage().encode_there(codec, &sources, rooms, self.generation().0)?;
+                        (sums.is_some(), sums)
+                    }
+                }
+            };
+            if is_loaded {
+                return Ok(Loaded { pieces: rooms.chunks_exact(self.wire_bytes()).collect(), sums });
+            }
         }
         let loaded = pieces.iter().map(|piece| {
             let room = rooms.split_off_mut(..self.host_room_bytes()).expect("there is one for each");
             // SAFETY: by the caller's word.
             unsafe { self.load(piece, room, scratch) }
         });
-        loaded.collect()
+        Ok(Loaded { pieces: loaded.collect::<io::Result<_>>()?, sums: None })
     }
 
     /// What goes to the peer for a piece: the own block's bytes as they are, or, where the sides differ, pieces travel in
@@ -268,8 +279,14 @@ impl RouteState {
         }
     }
 
-    /// The checksum of what the peer's block holds when it has got the bytes of a piece that [`load`](Self::load) gave.
-    pub(crate) fn sum(&self, loaded: &[u8], Scratch { wire, decoded, .. }: &mut Scratch) -> u64 {
+    /// The checksums of what the peer's blocks hold when it has got these pieces, in order.
+    pub(crate) fn sums(&self, loaded: Loaded<'_>, scratch: &mut Scratch) -> Vec<u64> {
+        let Loaded { pieces, sums } = loaded;
+        sums.unwrap_or_else(|| pieces.iter().map(|bytes| self.sum(bytes, scratch)).collect())
+    }
+
+    /// The same of one that [`load`](Self::load) gave.
+    fn sum(&self, loaded: &[u8], Scratch { wire, decoded, .. }: &mut Scratch) -> u64 {
         let Some(codec) = &self.form.codec else { return checksum(loaded, self.generation()) };
         // What the peer will make of it, so that its check covers the decoding, too.
         decoded.resize(self.piece_bytes(), 0);
@@ -362,6 +379,13 @@ impl Drop for Active {
     fn drop(&mut self) {
         self.0.num_active.send_modify(|num_active| *num_active -= 1);
     }
+}
+
+/// Pieces of a frame, as they go to the peer.
+pub(crate) struct Loaded<'a> {
+    pub(crate) pieces: Vec<&'a [u8]>,
+    /// Where a device has taken them.
+    sums: Option<Vec<u64>>,
 }
 
 /// Memory in which a thread puts pieces together, kept between frames.

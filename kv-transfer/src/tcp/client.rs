@@ -271,7 +271,7 @@ impl Connection {
         }
         let mut places = Places::new();
         places.push(head.as_mut_ptr(), head.len());
-        loaded.iter().for_each(|bytes| places.push(bytes.as_ptr().cast_mut(), bytes.len()));
+        loaded.pieces.iter().for_each(|bytes| places.push(bytes.as_ptr().cast_mut(), bytes.len()));
 
         let sequence = self.next_sequence;
         let begun = lock(&self.flight).begin(sequence, (frame, active));
@@ -288,12 +288,10 @@ impl Connection {
             return;
         }
         // While the bytes travel.
-        let summed = loaded.into_iter().zip(idxs).map(|(bytes, (layer_idx, block_idx))| Piece {
-            block_idx,
-            layer_idx,
-            checksum: route.sum(bytes, scratch),
-        });
-        let pieces = summed.collect();
+        let sums = route.sums(loaded, scratch);
+        let summed = sums.into_iter().zip(idxs);
+        let piece = |(checksum, (layer_idx, block_idx))| Piece { block_idx, layer_idx, checksum };
+        let pieces = summed.map(piece).collect();
         let landed = lock(&self.flight).summed(sequence, pieces);
         drop(reading);
         if let Some(landed) = landed {

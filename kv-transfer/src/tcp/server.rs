@@ -267,25 +267,23 @@ impl Connection<'_> {
                 (grant.block(block_idx).expect("a claimed piece is in the grant"), layer_idx as usize)
             };
             let places: Vec<_> = group.iter().map(place).collect();
-            let is_in_place = storage.device().is_none();
-            let bytes = match codec {
-                Some(codec) if !is_in_place => {
-                    decoded.resize(group.len() * layer_bytes, 0);
-                    let pieces = coded.chunks_exact(wire_bytes).zip(decoded.chunks_exact_mut(layer_bytes));
-                    pieces.for_each(|(coded, decoded)| codec.decode(coded, decoded, wire));
-                    &decoded[..]
-                }
-                _ => &coded[..],
-            };
             // SAFETY: the pieces lie in granted blocks, claimed for this frame alone, and the grant cannot be taken back
             // while the fence is held.
             let stored = grant.with_fence(|| unsafe {
                 match (codec, places[0]) {
-                    (Some(codec), (block, layer_idx)) if is_in_place => {
+                    (None, _) => storage.store_all(&places, coded),
+                    (Some(codec), (block, layer_idx)) if storage.device().is_none() => {
                         codec.decode(coded, storage.layer_mut(block, layer_idx), wire);
                         Ok(())
                     }
-                    _ => storage.store_all(&places, bytes),
+                    (Some(codec), _) if storage.decode_there(codec, &places, coded)? => Ok(()),
+                    (Some(codec), _) => {
+                        decoded.resize(group.len() * layer_bytes, 0);
+                        let pieces =
+                            coded.chunks_exact(wire_bytes).zip(decoded.chunks_exact_mut(layer_bytes));
+                        pieces.for_each(|(coded, decoded)| codec.decode(coded, decoded, wire));
+                        storage.store_all(&places, decoded)
+                    }
                 }
             });
             let Some(stored) = stored else {

@@ -1,5 +1,5 @@
-//! What a device does with blocks beside the forward pass: gathers and scatters pieces, and takes their checksums, on a
-//! queue of its own.
+//! What a device does with blocks beside the forward pass: gathers and scatters pieces, codes and decodes them on that way,
+//! and takes their checksums, on a queue of its own.
 //!
 //! A handoff's pieces are many and small (one layer of one block): one by one each would cost a copy that is waited for,
 //! of which the link to the host is no faster than its latency. Here a frame of them is one kernel and one copy, and a
@@ -8,11 +8,12 @@
 use std::{fmt, io, path::PathBuf};
 
 use baton_cuda::CudaError;
-use baton_kv_cache::{BlockKernels, KvLayout};
+use baton_kv_cache::{BlockKernels, KvLayout, WireCodec};
 use xxhash_rust::const_xxh3::const_custom_default_secret;
 
 use super::blocks::{self, ByteRun, CopyRuns};
 use super::checksum::{self, ChecksumPieces, Secret};
+use super::codes::{self, CodePieces, Direction as Coding, Form};
 use super::device::Device;
 use super::driver::DriverDevice;
 use super::kernel::{Address, Source};
@@ -40,20 +41,23 @@ pub fn block_kernels(
     kernel_cache: Option<PathBuf>,
 ) -> Result<Box<dyn BlockKernels>, StartError> {
     let device = DriverDevice::without_products(ordinal, &sources(layout), kernel_cache)?;
-    Ok(Box::new(BlockQueue::new(device)?))
+    Ok(Box::new(BlockQueue::new(device, layout)?))
 }
 
-fn sources(layout: &KvLayout) -> [Source; 2] {
-    // As it copies, what types the two sides have does not matter.
-    [blocks::source(layout, layout), checksum::source()]
+fn sources(layout: &KvLayout) -> [Source; 3] {
+    [blocks::source(), checksum::source(), codes::source(layout)]
 }
 
 struct BlockQueue<D> {
     device: D,
+    /// Of the pool.
+    layout: KvLayout,
     /// [`MAX_RUNS`] runs, or places.
     runs: Address,
     /// [`STAGED_BYTES`].
     staged: Address,
+    /// The same: what the peer will make of coded pieces.
+    decoded: Address,
     /// [`MAX_RUNS`] checksums.
     sums: Address,
 }
@@ -72,10 +76,12 @@ enum Direction {
 }
 
 impl<D: Device> BlockQueue<D> {
-    fn new(mut device: D) -> Result<BlockQueue<D>, CudaError> {
+    fn new(mut device: D, layout: &KvLayout) -> Result<BlockQueue<D>, CudaError> {
         Ok(BlockQueue {
+            layout: *layout,
             runs: device.allocate(MAX_RUNS * size_of::<ByteRun>())?,
             staged: device.allocate(STAGED_BYTES)?,
+            decoded: device.allocate(STAGED_BYTES)?,
             sums: device.allocate(MAX_RUNS * 8)?,
             device,
         })
@@ -114,6 +120,82 @@ impl<D: Device> BlockQueue<D> {
             self.device.upload(self.runs, bytemuck::cast_slice(&runs))?;
             self.device.launch(&copy)
         }
+    }
+
+    /// Codes or decodes pieces at `offsets` from `pool`, which are uploaded as the `nth` list of places, between there and
+    /// what is staged.
+    ///
+    /// # Safety
+    /// The pieces are there, and nobody else uses those that are written.
+    unsafe fn code(
+        &mut self,
+        (pool, offsets): (Address, &[u64]),
+        nth: usize,
+        form: Form,
+        direction: Coding,
+    ) -> Result<Address, CudaError> {
+        let list = self.runs.add(nth * MAX_RUNS * size_of::<u64>());
+        let kernel = CodePieces {
+            pool,
+            offsets: list,
+            coded: self.staged,
+            num_pieces: offsets.len() as u32,
+            num_heads: 2 * self.layout.num_kv_heads as u32,
+            form,
+            direction,
+        };
+        // SAFETY: there is room for three such lists, and for as many coded pieces; the others are the caller's.
+        unsafe {
+            self.device.upload(list, bytemuck::cast_slice(offsets))?;
+            self.device.launch(&kernel)?;
+        }
+        Ok(list)
+    }
+
+    /// Codes a group of pieces, and takes the checksums of what decoding makes of them.
+    ///
+    /// # Safety
+    /// The pieces are there.
+    unsafe fn encode(
+        &mut self,
+        places: &[u64],
+        coded: &mut [u8],
+        form: Form,
+        seed: u64,
+    ) -> Result<Vec<u64>, CudaError> {
+        let piece_bytes = self.layout.layer_bytes() as u64;
+        let (pool, offsets) = offsets(places);
+        let behind_each_other: Vec<u64> = (0..places.len() as u64).map(|nth| nth * piece_bytes).collect();
+        let mut sums = vec![0; places.len()];
+        // SAFETY: by the caller's word; a group's pieces fit where they are decoded to.
+        unsafe {
+            self.code((pool, &offsets), 0, form, Coding::Encoded)?;
+            let list = self.code((self.decoded, &behind_each_other), 1, form, Coding::Decoded)?;
+            self.device.launch(&ChecksumPieces {
+                base: self.decoded,
+                offsets: list,
+                sums: self.sums,
+                num_bytes: piece_bytes,
+                num_pieces: places.len() as u64,
+                secret: Secret::new(&DEFAULT_SECRET, seed),
+            })?;
+            self.device.download(self.staged, coded)?;
+            self.device.download(self.sums, bytemuck::cast_slice_mut(&mut sums))?;
+        }
+        Ok(sums)
+    }
+
+    /// What `codec` is to a kernel, if there is one for it and for pieces of this size.
+    fn form(&self, codec: &WireCodec) -> Option<Form> {
+        let sizes = checksum::MIN_BYTES as usize..=STAGED_BYTES;
+        let is_known = *codec.layout() == self.layout && sizes.contains(&self.layout.layer_bytes());
+        Form::of(codec).filter(|_| is_known)
+    }
+
+    /// Waits for what was asked for.
+    fn finish(&mut self) -> Result<(), CudaError> {
+        self.device.mark(0)?;
+        self.device.wait_for(0)
     }
 
     /// Runs longer than what is staged are moved in parts: as many calls of `each` with the parts' places and where in
@@ -167,11 +249,7 @@ impl<D: Device> BlockKernels for BlockQueue<D> {
             unsafe { queue.device.upload(queue.staged, bytes) }?;
             queue.copy(places, num_bytes, Direction::Scattered)
         });
-        let arrived = scattered.and_then(|()| {
-            self.device.mark(0)?;
-            self.device.wait_for(0)
-        });
-        arrived.map_err(io::Error::other)
+        scattered.and_then(|()| self.finish()).map_err(io::Error::other)
     }
 
     unsafe fn checksums(
@@ -206,14 +284,48 @@ impl<D: Device> BlockKernels for BlockQueue<D> {
         }
         Ok(Some(sums))
     }
+
+    unsafe fn gather_coded(
+        &mut self,
+        codec: &WireCodec,
+        places: &[u64],
+        coded: &mut [u8],
+        seed: u64,
+    ) -> io::Result<Option<Vec<u64>>> {
+        let Some(form) = self.form(codec) else { return Ok(None) };
+        let group = Self::group(self.layout.layer_bytes());
+        let mut sums = Vec::with_capacity(places.len());
+        for (places, coded) in places.chunks(group).zip(coded.chunks_mut(group * codec.piece_bytes())) {
+            // SAFETY: the pieces are there by the caller's word.
+            sums.extend(unsafe { self.encode(places, coded, form, seed) }.map_err(io::Error::other)?);
+        }
+        Ok(Some(sums))
+    }
+
+    unsafe fn scatter_coded(&mut self, codec: &WireCodec, places: &[u64], coded: &[u8]) -> io::Result<bool> {
+        let Some(form) = self.form(codec) else { return Ok(false) };
+        let group = Self::group(self.layout.layer_bytes());
+        for (places, coded) in places.chunks(group).zip(coded.chunks(group * codec.piece_bytes())) {
+            let (pool, offsets) = offsets(places);
+            // SAFETY: coded pieces are smaller than those of a group, for which there is room; the others are the caller's.
+            let asked = unsafe {
+                let uploaded = self.device.upload(self.staged, coded);
+                uploaded.and_then(|()| self.code((pool, &offsets), 0, form, Coding::Decoded))
+            };
+            asked.map_err(io::Error::other)?;
+        }
+        self.finish().map_err(io::Error::other)?;
+        Ok(true)
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use baton_kv_cache::KvDtype;
+    use baton_kv_cache::{KvDtype, WireFormat, WireScratch};
     use xxhash_rust::xxh3::xxh3_64_with_seed;
 
     use super::*;
+    use crate::cpu::testing::noise;
     use crate::cuda::emulator::Threads;
     use crate::cuda::test_device::TestDevice;
 
@@ -225,7 +337,8 @@ mod tests {
         let pool: Vec<u8> =
             (0..num_bytes as u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
         let mut queue =
-            BlockQueue::new(TestDevice::new(&sources(&LAYOUT), 64 << 20, Threads::Shuffled)).unwrap();
+            BlockQueue::new(TestDevice::new(&sources(&LAYOUT), 64 << 20, Threads::Shuffled), &LAYOUT)
+                .unwrap();
         let at = queue.device.allocate(num_bytes).unwrap();
         // SAFETY: just allocated.
         unsafe { queue.device.upload(at, &pool) }.unwrap();
@@ -256,6 +369,73 @@ mod tests {
                 let mut found = vec![0; pool.len()];
                 queue.device.download(at, &mut found).unwrap();
                 assert!(found == pool, "{num_bytes}: these pieces, and no others");
+            }
+        }
+    }
+
+    /// Codes pieces of noise from a device and back to it, in as many groups as that takes.
+    fn check_coding(layout: KvLayout, format: WireFormat, num_pieces: usize) {
+        let codec = WireCodec::new(&layout, format).expect("it is smaller");
+        let piece_bytes = layout.layer_bytes();
+        let mut pool = vec![0; num_pieces * piece_bytes];
+        let vectors = noise(1, num_pieces * piece_bytes / layout.dtype.size_bytes());
+        layout.dtype.store_vectors(&vectors, layout.head_dim, &mut pool, &mut []);
+        let mut scratch = WireScratch::default();
+        let (mut coded, mut decoded) = (vec![0; num_pieces * codec.piece_bytes()], vec![0; pool.len()]);
+        let coded_pieces = coded.chunks_exact_mut(codec.piece_bytes());
+        let decoded_pieces = decoded.chunks_exact_mut(piece_bytes);
+        for ((piece, coded), decoded) in pool.chunks_exact(piece_bytes).zip(coded_pieces).zip(decoded_pieces)
+        {
+            codec.encode(piece, coded, &mut scratch);
+            codec.decode(coded, decoded, &mut scratch);
+        }
+        let sums: Vec<u64> =
+            decoded.chunks_exact(piece_bytes).map(|piece| xxh3_64_with_seed(piece, 9)).collect();
+        let device = TestDevice::new(&sources(&layout), 64 << 20, Threads::Shuffled);
+        let mut queue = BlockQueue::new(device, &layout).unwrap();
+        let at = queue.device.allocate(pool.len()).unwrap();
+        let places: Vec<u64> = (0..num_pieces).map(|idx| at.0 + (idx * piece_bytes) as u64).collect();
+        let mut found = vec![0; coded.len()];
+        // SAFETY: all places lie in what was just allocated.
+        unsafe {
+            queue.device.upload(at, &pool).unwrap();
+            assert_eq!(queue.gather_coded(&codec, &places, &mut found, 9).unwrap(), Some(sums));
+            assert!(found == coded, "{format:?}");
+            assert!(queue.scatter_coded(&codec, &places, &coded).unwrap());
+            queue.device.download(at, &mut pool).unwrap();
+            assert!(pool == decoded, "{format:?}");
+        }
+    }
+
+    #[test]
+    fn pieces_are_coded_where_they_lie() {
+        let (dtype, head_dim) = (KvDtype::Bf16, 64);
+        let layout = KvLayout { block_size: 1, num_layers: 1, num_kv_heads: 1, head_dim, dtype };
+        check_coding(layout, WireFormat::Fp8, 3);
+        check_coding(layout, WireFormat::Int4, 5);
+        // More than there are of a group.
+        check_coding(layout, WireFormat::Int8, MAX_RUNS + 3);
+    }
+
+    #[test]
+    fn what_no_kernel_codes_is_left_to_processors() {
+        let (mut queue, at, _) = queue(2 * LAYOUT.layer_bytes());
+        let bf16 = KvLayout { dtype: KvDtype::Bf16, ..LAYOUT };
+        let small = KvLayout { block_size: 1, ..bf16 };
+        // Another layout than the queue's, a group that is not full, a piece too short for checksums there.
+        let cases = [
+            (LAYOUT, bf16, WireFormat::Int8),
+            (bf16, bf16, WireFormat::Int4),
+            (small, small, WireFormat::Int8),
+        ];
+        for (own, layout, format) in cases {
+            queue.layout = own;
+            let codec = WireCodec::new(&layout, format).expect("it is smaller");
+            let mut coded = vec![0; codec.piece_bytes()];
+            // SAFETY: a piece of any of these layouts lies there.
+            unsafe {
+                assert_eq!(queue.gather_coded(&codec, &[at.0], &mut coded, 9).unwrap(), None);
+                assert!(!queue.scatter_coded(&codec, &[at.0], &coded).unwrap());
             }
         }
     }

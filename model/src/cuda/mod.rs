@@ -21,6 +21,7 @@ mod blocks;
 mod buffers;
 pub mod check;
 mod checksum;
+mod codes;
 mod compile;
 mod cuda_executor;
 mod device;
@@ -87,11 +88,12 @@ fn sources() -> Vec<kernel::Source> {
         rows::source(),
         sample::source(),
         experts::source(),
+        blocks::source(),
         checksum::source(),
         ranks::source(),
     ];
     let large =
-        [attention::usual_sources(), products::sources(), expert_products::sources(), blocks::sources()]
+        [attention::usual_sources(), products::sources(), expert_products::sources(), codes::sources()]
             .concat();
     large.into_iter().chain(ropes).chain(gates).chain(others).collect()
 }

@@ -216,6 +216,8 @@ namespace kv {
 
 // As `KvDtype::ALL` counts them.
 constexpr int F32 = 0, F16 = 1, BF16 = 2, FP8 = 3, INT8 = 4;
+// Only on its way.
+constexpr int INT4 = 5;
 
 __device__ constexpr int size_bytes(int dtype) { return dtype == F32 ? 4 : dtype <= BF16 ? 2 : 1; }
 __device__ constexpr int scale_bytes(int dtype) { return dtype >= FP8 ? 2 : 0; }
@@ -264,7 +266,7 @@ __device__ __forceinline__ u32 round_int8(float x) { return bits_of(__fadd_rn(x,
 // The smallest bf16 by which the vector with this largest magnitude (its bits) can be divided; NaN if that is not finite.
 template <int dtype> __device__ __forceinline__ float scale_of(u32 largest) {
     if (largest >= INFINITE) return float_of(0x7fc00000u);
-    float scale = max_of(float_of(largest) / (dtype == FP8 ? 448.0f : 127.0f), float_of(0x00800000u));
+    float scale = max_of(float_of(largest) / (dtype == FP8 ? 448.0f : dtype == INT8 ? 127.0f : 7.0f), float_of(0x00800000u));
     return float_of((bits_of(scale) + 0xffffu) & 0xffff0000u);
 }
 

@@ -1,0 +1,203 @@
+//! Codes pieces of KV for their way, and decodes them: `kernels/codes.cu`, what [`WireCodec`] does on processors.
+
+use baton_kv_cache::{INT4_GROUP, KvDtype, KvLayout, WireCodec, WireFormat};
+
+use super::kernel::{Address, Kernel, LaunchShape, Source};
+use super::pool;
+
+/// For pools of this layout.
+pub(crate) fn source(layout: &KvLayout) -> Source {
+    Source {
+        file: "codes.cu",
+        text: include_str!("kernels/codes.cu"),
+        defines: vec![
+            ("HEAD_DIM", layout.head_dim as u64),
+            ("BLOCK_SIZE", layout.block_size as u64),
+            ("OWN", pool::number_of(layout.dtype)),
+        ],
+    }
+}
+
+/// Of pools of sixteen bits, and of eight, which INT4 makes smaller.
+pub(crate) fn sources() -> Vec<Source> {
+    let layout = |dtype| KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim: 128, dtype };
+    [KvDtype::Bf16, KvDtype::Fp8].map(|dtype| source(&layout(dtype))).into()
+}
+
+/// Which way pieces go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(crate) enum Direction {
+    /// From the pool.
+    Encoded,
+    /// To the pool.
+    Decoded,
+}
+
+/// What pieces are coded as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(crate) enum Form {
+    Fp8,
+    Int8,
+    Int4,
+}
+
+impl Form {
+    /// `None`: there is no kernel for it, so that processors do it.
+    pub(crate) fn of(codec: &WireCodec) -> Option<Form> {
+        match codec.format() {
+            WireFormat::AsIs => None,
+            WireFormat::Fp8 => Some(Form::Fp8),
+            WireFormat::Int8 => Some(Form::Int8),
+            WireFormat::Int4 => codec.layout().head_dim.is_multiple_of(INT4_GROUP).then_some(Form::Int4),
+        }
+    }
+}
+
+/// Codes pieces that lie anywhere in a pool to others that lie one behind the other, or the reverse. The bytes are those that
+/// [`WireCodec`] gives; of NaN they may differ.
+///
+/// Moves the elements of both forms once: bound by memory.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct CodePieces {
+    pub(crate) pool: Address,
+    /// `[pieces]`, u64: where each begins, counted from `pool`.
+    pub(crate) offsets: Address,
+    /// `[pieces]`, as long as [`WireCodec::piece_bytes`] says.
+    pub(crate) coded: Address,
+    pub(crate) num_pieces: u32,
+    /// Of a piece, of K and V: twice the kv heads.
+    pub(crate) num_heads: u32,
+    pub(crate) form: Form,
+    pub(crate) direction: Direction,
+}
+
+// SAFETY: as `CodePieces` in the file.
+unsafe impl Kernel for CodePieces {
+    const NAME: &'static str = "code_pieces";
+
+    fn name(&self) -> &'static str {
+        match (self.direction, self.form) {
+            (Direction::Encoded, Form::Fp8) => "encode_fp8",
+            (Direction::Encoded, Form::Int8) => "encode_int8",
+            (Direction::Encoded, Form::Int4) => "encode_int4",
+            (Direction::Decoded, Form::Fp8) => "decode_fp8",
+            (Direction::Decoded, Form::Int8) => "decode_int8",
+            (Direction::Decoded, Form::Int4) => "decode_int4",
+        }
+    }
+
+    fn shape(&self) -> LaunchShape {
+        // A block of threads goes round a head: of heads there are enough.
+        LaunchShape { grid: [self.num_pieces, self.num_heads, 1], threads: 128, shared_bytes: 0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_kv_cache::WireScratch;
+
+    use super::*;
+    use crate::cpu::testing::noise;
+    use crate::cuda::emulator::Emulator;
+
+    /// Pieces, one behind the other: vectors of several magnitudes, and one of zeroes in each head.
+    fn pieces(layout: &KvLayout, num_pieces: usize) -> Vec<u8> {
+        let mut pieces = vec![0; num_pieces * layout.layer_bytes()];
+        for (idx, head) in pieces.chunks_exact_mut(layout.head_bytes()).enumerate() {
+            let (elements, scales) = head.split_at_mut(layout.scale_offset(0));
+            let mut vectors = noise(idx as u64 + 1, layout.block_size * layout.head_dim);
+            vectors.iter_mut().enumerate().for_each(|(i, x)| *x *= 10f32.powi((i % 7) as i32 - 3));
+            vectors[..layout.head_dim].fill(0.0);
+            layout.dtype.store_vectors(&vectors, layout.head_dim, elements, scales);
+        }
+        pieces
+    }
+
+    fn check(layout: KvLayout, format: WireFormat) {
+        let codec = WireCodec::new(&layout, format).expect("it is smaller");
+        let form = Form::of(&codec).expect("there is a kernel");
+        let piece_bytes = layout.layer_bytes();
+        let order = [2, 0, 3];
+        let pool = pieces(&layout, 4);
+        let mut scratch = WireScratch::default();
+        let mut coded = vec![0; order.len() * codec.piece_bytes()];
+        let mut decoded = vec![0xff; pool.len()];
+        for (&idx, coded) in order.iter().zip(coded.chunks_exact_mut(codec.piece_bytes())) {
+            codec.encode(&pool[idx * piece_bytes..][..piece_bytes], coded, &mut scratch);
+            codec.decode(coded, &mut decoded[idx * piece_bytes..][..piece_bytes], &mut scratch);
+        }
+        let mut emulator = Emulator::new(source(&layout));
+        let from = emulator.buffer(&pool);
+        let between = emulator.poisoned(coded.len());
+        let to = emulator.poisoned(pool.len());
+        let offsets = emulator.buffer(bytemuck::cast_slice(&order.map(|idx| (idx * piece_bytes) as u64)));
+        let encode = CodePieces {
+            pool: from,
+            offsets,
+            coded: between,
+            num_pieces: order.len() as u32,
+            num_heads: 2 * layout.num_kv_heads as u32,
+            form,
+            direction: Direction::Encoded,
+        };
+        emulator.launch(&encode);
+        emulator.launch(&CodePieces { pool: to, direction: Direction::Decoded, ..encode });
+        let memory = emulator.run();
+        assert!(memory.of(between) == coded, "{layout:?} as {format:?}");
+        assert!(memory.of(to) == decoded, "{layout:?} from {format:?}: these pieces, and no others");
+    }
+
+    fn layout(dtype: KvDtype, block_size: usize, head_dim: usize) -> KvLayout {
+        KvLayout { block_size, num_layers: 2, num_kv_heads: 3, head_dim, dtype }
+    }
+
+    #[test]
+    fn pieces_are_coded_and_decoded_to_the_bit() {
+        let cases = [
+            (layout(KvDtype::Bf16, 16, 128), &[WireFormat::Fp8, WireFormat::Int8, WireFormat::Int4][..]),
+            (layout(KvDtype::F32, 3, 320), &[WireFormat::Fp8, WireFormat::Int4]),
+            (layout(KvDtype::F16, 4, 37), &[WireFormat::Int8]),
+            (layout(KvDtype::Int8, 5, 96), &[WireFormat::Int4]),
+        ];
+        for (layout, formats) in cases {
+            formats.iter().for_each(|&format| check(layout, format));
+        }
+    }
+
+    #[test]
+    fn groups_that_are_not_full_are_left_to_processors() {
+        let codec = |head_dim| WireCodec::new(&layout(KvDtype::Bf16, 4, head_dim), WireFormat::Int4).unwrap();
+        assert_eq!(Form::of(&codec(80)), None);
+        assert_eq!(Form::of(&codec(96)), Some(Form::Int4));
+    }
+
+    #[test]
+    fn what_is_not_finite_is_none_after_its_way() {
+        for format in [WireFormat::Fp8, WireFormat::Int8, WireFormat::Int4] {
+            let layout = layout(KvDtype::F32, 3, 320);
+            let codec = WireCodec::new(&layout, format).expect("it is smaller");
+            let mut pool = vec![0; layout.layer_bytes()];
+            pool[40 * 4..41 * 4].copy_from_slice(&f32::INFINITY.to_ne_bytes());
+            let mut emulator = Emulator::new(source(&layout));
+            let from = emulator.buffer(&pool);
+            let coded = emulator.poisoned(codec.piece_bytes());
+            let to = emulator.poisoned(pool.len());
+            let offsets = emulator.buffer(&[0; 8]);
+            let form = Form::of(&codec).expect("there is a kernel");
+            let direction = Direction::Encoded;
+            let encode =
+                CodePieces { pool: from, offsets, coded, num_pieces: 1, num_heads: 6, form, direction };
+            emulator.launch(&encode);
+            emulator.launch(&CodePieces { pool: to, direction: Direction::Decoded, ..encode });
+            let memory = emulator.run();
+            let (numbers, _) = memory.of(to).as_chunks::<4>();
+            let read: Vec<f32> = numbers.iter().map(|&bytes| f32::from_ne_bytes(bytes)).collect();
+            let num_nan = if format == WireFormat::Int4 { 32 } else { 320 };
+            assert_eq!(read.iter().filter(|x| x.is_nan()).count(), num_nan, "{format:?}");
+            assert!(read.iter().all(|x| x.is_nan() || *x == 0.0));
+        }
+    }
+}
