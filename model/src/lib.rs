@@ -12,7 +12,6 @@ mod communicator;
 mod config;
 pub mod cost;
 mod cpu;
-#[allow(dead_code)] // kernels that no pass launches yet
 #[doc(hidden)]
 pub mod cuda;
 mod decoder;

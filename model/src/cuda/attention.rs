@@ -227,21 +227,6 @@ pub(crate) fn split_scratch_bytes(
     [parts * head_dim * 4, parts * 8]
 }
 
-/// Positions of each split, and the number of splits, of a sequence; a function of itself and constants, so that what it
-/// gets does not depend on the batch.
-pub(crate) fn splits(
-    start_idx: u32,
-    num_rows: u32,
-    window: u32,
-    max_splits: u32,
-    min_split: u32,
-) -> (u32, u32) {
-    let first = (start_idx + 1).saturating_sub(window) / 16 * 16;
-    let span = start_idx + num_rows - first;
-    let split = span.div_ceil(max_splits).next_multiple_of(64).max(min_split);
-    (split, span.div_ceil(split))
-}
-
 /// Pairs of row and query head of a tile of [`PrefillAttention`].
 pub(crate) fn prefill_pairs(head_dim: usize) -> u32 {
     if head_dim <= 128 { 128 } else { 64 }

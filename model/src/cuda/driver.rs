@@ -224,6 +224,7 @@ impl DriverDevice {
     ///
     /// # Safety
     /// There are so many bytes.
+    #[cfg(any(test, feature = "emulator"))]
     pub(crate) unsafe fn fill(&mut self, at: Address, byte: u8, num_bytes: usize) -> Result<(), CudaError> {
         self.device.bind()?;
         // SAFETY: there by the caller's word.

@@ -55,7 +55,7 @@ pub(crate) struct SortPairs {
     pub(crate) offsets: Address,
     /// `[pairs]`, u32, written: the row of each place.
     pub(crate) rows: Address,
-    /// `[pairs]`, u32, written: the place of each pair, or [`NONE`](super::rope::NONE).
+    /// `[pairs]`, u32, written: the place of each pair, or [`NONE`](super::rows::NONE).
     pub(crate) places: Address,
     pub(crate) num_pairs: u32,
     pub(crate) num_active: u32,
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
     use crate::cpu::testing::noise;
     use crate::cuda::emulator::Emulator;
-    use crate::cuda::rope::NONE;
+    use crate::cuda::rows::NONE;
     use crate::cuda::testing::{assert_close, bf16, floats, widened, words};
 
     /// As `cpu/experts.rs` chooses: experts by ascending number, and their weights.

@@ -43,29 +43,6 @@ unsafe impl Kernel for Gate {
     }
 }
 
-/// `out = activation(x)`, without a gate. `width` is a multiple of 8.
-///
-/// Moves 4 bytes an element: bound by memory.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(crate) struct Activate {
-    /// `[rows][width]`, bf16.
-    pub(crate) x: Address,
-    /// `[rows][width]`, bf16; may be `x`.
-    pub(crate) out: Address,
-    pub(crate) width: u32,
-    pub(crate) num_rows: u32,
-}
-
-// SAFETY: as `Activate` in the file.
-unsafe impl Kernel for Activate {
-    const NAME: &'static str = "activate";
-
-    fn shape(&self) -> LaunchShape {
-        by_eights(self.num_rows, self.width)
-    }
-}
-
 /// A thread for each eight elements of each row.
 fn by_eights(num_rows: u32, width: u32) -> LaunchShape {
     debug_assert!(width.is_multiple_of(8), "16 bytes at a time");
@@ -140,20 +117,6 @@ mod tests {
                     .collect();
                 assert_close(&widened(emulator.run().of(kernel.out)), &expected, RELATIVE, ABSOLUTE * 12.0);
             }
-        }
-    }
-
-    #[test]
-    fn without_a_gate_the_function_is_taken_in_place() {
-        for activation in ALL {
-            let (num_rows, width) = (3, 264);
-            let (x, values) = bf16(&gates(num_rows * width));
-            let mut emulator = Emulator::new(source(activation));
-            let x = emulator.buffer(&x);
-            let kernel = Activate { x, out: x, width: width as u32, num_rows: num_rows as u32 };
-            emulator.launch(&kernel);
-            let expected: Vec<f32> = values.iter().map(|&x| formula(activation, x)).collect();
-            assert_close(&widened(emulator.run().of(x)), &expected, RELATIVE, ABSOLUTE);
         }
     }
 }

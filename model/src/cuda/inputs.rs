@@ -6,7 +6,7 @@
 
 use super::attention::{max_prefill_tiles, prefill_tiles};
 use super::kernel::Address;
-use super::rows::NO_ROW;
+use super::rows::NONE;
 use crate::{Batch, BatchSequence};
 
 /// The largest batch.
@@ -66,7 +66,7 @@ struct Parts {
 /// Where the device finds each, all u32.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct InputAddresses {
-    /// `[rows]`; [`NO_ROW`] where the batch was filled up.
+    /// `[rows]`; [`NONE`] where the batch was filled up.
     pub(crate) tokens: Address,
     /// `[rows]`, likewise.
     pub(crate) positions: Address,
@@ -78,7 +78,7 @@ pub(crate) struct InputAddresses {
     pub(crate) num_rows: Address,
     /// `[sequences]`
     pub(crate) start_idx: Address,
-    /// `[wanted]`: rows; [`NO_ROW`] where the batch was filled up.
+    /// `[wanted]`: rows; [`NONE`] where the batch was filled up.
     pub(crate) wanted: Address,
     /// `[tiles][2]`
     pub(crate) tiles: Address,
@@ -131,12 +131,12 @@ impl Inputs {
         let num_rows_of = |it: &BatchSequence<'_>| it.tokens.len() as u32;
         let start_of = |it: &BatchSequence<'_>| it.start_idx as u32;
         let tokens = ordered.clone().flat_map(|it| it.tokens).copied();
-        self.parts.tokens = part(words, self.num_rows, NO_ROW, tokens);
+        self.parts.tokens = part(words, self.num_rows, NONE, tokens);
         let positions = ordered.clone().flat_map(|it| start_of(it)..start_of(it) + num_rows_of(it));
-        self.parts.positions = part(words, self.num_rows, NO_ROW, positions);
+        self.parts.positions = part(words, self.num_rows, NONE, positions);
         let of_rows = ordered.clone().enumerate();
         let of_rows = of_rows.flat_map(|(nth, it)| std::iter::repeat_n(nth as u32, it.tokens.len()));
-        self.parts.row_sequences = part(words, self.num_rows, NO_ROW, of_rows);
+        self.parts.row_sequences = part(words, self.num_rows, NONE, of_rows);
         let first = order.iter().map(|&idx| first_rows[idx] as u32);
         self.parts.first_row = part(words, self.num_sequences, 0, first);
         self.parts.num_rows = part(words, self.num_sequences, 0, ordered.clone().map(num_rows_of));
@@ -146,7 +146,7 @@ impl Inputs {
             let end = first_row + it.tokens.len();
             end - it.num_logits..end
         });
-        self.parts.wanted = part(words, self.num_wanted, NO_ROW, wanted.map(|row| row as u32));
+        self.parts.wanted = part(words, self.num_wanted, NONE, wanted.map(|row| row as u32));
         let prefilled = ordered.clone().skip(self.num_decoded).map(|it| (num_rows_of(it), start_of(it)));
         let tiles = prefill_tiles(prefilled, shape.group as u32, u32::MAX, shape.head_dim);
         self.num_tiles = tiles.len();
@@ -174,12 +174,12 @@ impl Inputs {
         let Inputs { words, parts, num_tiles, .. } = self;
         words.clear();
         for rows in [&mut parts.tokens, &mut parts.positions, &mut parts.row_sequences] {
-            *rows = part(words, num_rows, NO_ROW, std::iter::empty());
+            *rows = part(words, num_rows, NONE, std::iter::empty());
         }
         for sequences in [&mut parts.first_row, &mut parts.num_rows, &mut parts.start_idx] {
             *sequences = part(words, num_sequences, 0, std::iter::empty());
         }
-        parts.wanted = part(words, num_sequences, NO_ROW, std::iter::empty());
+        parts.wanted = part(words, num_sequences, NONE, std::iter::empty());
         parts.tiles = part(words, 2 * *num_tiles, u32::MAX, std::iter::empty());
         parts.block_tables = part(words, num_sequences, 0, std::iter::empty());
     }

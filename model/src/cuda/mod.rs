@@ -56,8 +56,10 @@ mod weights;
 #[cfg(test)]
 mod drawing_tests;
 #[cfg(any(test, feature = "emulator"))]
+#[cfg_attr(not(test), allow(dead_code))] // tests of other crates use a part
 mod emulated;
 #[cfg(any(test, feature = "emulator"))]
+#[cfg_attr(not(test), allow(dead_code))] // tests of other crates use a part
 mod emulator;
 #[cfg(test)]
 mod low_bit_tests;
@@ -68,10 +70,12 @@ mod parallel_faults;
 #[cfg(test)]
 mod parallel_tests;
 #[cfg(any(test, feature = "emulator"))]
+#[cfg_attr(not(test), allow(dead_code))] // tests of other crates use a part
 mod test_device;
 #[cfg(any(test, feature = "emulator"))]
 pub mod test_model;
 #[cfg(any(test, feature = "emulator"))]
+#[cfg_attr(not(test), allow(dead_code))] // tests of other crates use a part
 mod testing;
 
 /// Every file, for the shapes that models have.

@@ -32,16 +32,6 @@ impl WeightKind {
         }
     }
 
-    /// "int4"
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            WeightKind::Bf16 => "bf16",
-            WeightKind::Fp8 => "fp8",
-            WeightKind::Int8 => "int8",
-            WeightKind::Int4 => "int4",
-        }
-    }
-
     /// Numbers in 64 bytes of a row, which four lanes read at a time.
     fn step(self) -> usize {
         match self {

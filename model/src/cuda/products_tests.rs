@@ -1,7 +1,7 @@
 use super::*;
 use crate::cpu::testing::noise;
 use crate::cuda::emulator::{Emulator, Memory};
-use crate::cuda::rows::NO_ROW;
+use crate::cuda::rows::NONE;
 use crate::cuda::testing::{assert_close, bf16, floats as floats_of, widened};
 use crate::integers::{IntegerFormat, IntegerRow};
 use baton_kv_cache::e4m3;
@@ -276,7 +276,7 @@ fn weights_become_bf16() {
         };
         emulator.launch(&kernel);
         // Rows that are looked up, one of them nobody's.
-        let rows = [n as u32 - 1, 0, NO_ROW, 2];
+        let rows = [n as u32 - 1, 0, NONE, 2];
         let some = Dequantise {
             rows: emulator.buffer(bytemuck::cast_slice(&rows)),
             out: emulator.poisoned(rows.len() * k * 2),
@@ -292,7 +292,7 @@ fn weights_become_bf16() {
         let looked_up: Vec<f32> = rows
             .iter()
             .flat_map(|row| match *row {
-                NO_ROW => vec![0.0; k],
+                NONE => vec![0.0; k],
                 row => expected[row as usize * k..][..k].iter().map(|x| x * 3.0).collect(),
             })
             .collect();

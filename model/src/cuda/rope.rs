@@ -23,20 +23,17 @@ pub(crate) fn source(rotary_dim: usize, layout: &KvLayout) -> Source {
     }
 }
 
-/// A sequence, a slot, an expert or a place that stands for none: the row only fills up a batch.
-pub(crate) const NONE: u32 = u32::MAX;
-
 /// Looks rows' places in the pool up. 16 bytes a row.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct PlaceRows {
     /// `[rows]`, u32.
     pub(crate) positions: Address,
-    /// `[rows]`, u32: which row of the tables, or [`NONE`].
+    /// `[rows]`, u32: which row of the tables, or [`NONE`](super::rows::NONE).
     pub(crate) sequence_of: Address,
     /// `[sequences][max_blocks]`, u32.
     pub(crate) block_tables: Address,
-    /// `[rows]`, u32, written: block * block_size + the position's place in it, or [`NONE`].
+    /// `[rows]`, u32, written: block * block_size + the position's place in it, or [`NONE`](super::rows::NONE).
     pub(crate) slots: Address,
     pub(crate) max_blocks: u32,
     pub(crate) block_size: u32,
@@ -138,6 +135,7 @@ mod tests {
     use super::*;
     use crate::cpu::testing::noise;
     use crate::cuda::emulator::{Emulator, Memory};
+    use crate::cuda::rows::NONE;
     use crate::cuda::testing::{assert_close, bf16, floats, widened};
 
     const NUM_HEADS: usize = 3;

@@ -6,33 +6,9 @@ pub(crate) fn source() -> Source {
     Source { file: "rows.cu", text: include_str!("kernels/rows.cu"), defines: vec![] }
 }
 
-/// An index that stands for no row: what is made of it is zero. Graphs of a fixed number of rows are filled up with it.
-pub(crate) const NO_ROW: u32 = u32::MAX;
-
-/// `out[i] = from[indices[i]]`
-///
-/// Moves 4 bytes an element: bound by memory.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(crate) struct GatherRows {
-    /// `[..][width]`, bf16.
-    pub(crate) from: Address,
-    /// `[rows]`, u32; may be [`NO_ROW`].
-    pub(crate) indices: Address,
-    /// `[rows][width]`, bf16.
-    pub(crate) out: Address,
-    pub(crate) width: u32,
-    pub(crate) num_rows: u32,
-}
-
-// SAFETY: as `GatherRows` in the file.
-unsafe impl Kernel for GatherRows {
-    const NAME: &'static str = "gather_rows";
-
-    fn shape(&self) -> LaunchShape {
-        by_eights(self.num_rows, self.width)
-    }
-}
+/// A row, a sequence, a slot, an expert or a place that stands for none: what is made of it is zero. Graphs of a fixed number
+/// of rows are filled up with it.
+pub(crate) const NONE: u32 = u32::MAX;
 
 /// `out[i] = norm(x[j] + added[j]) * weight`, where j is `indices[i]`: the norm before the head, of the rows whose logits
 /// are wanted alone. What is normed is rounded as [`AddNorm`](super::norm::AddNorm) keeps it; x stays as it is.
@@ -47,7 +23,7 @@ pub(crate) struct NormWanted {
     pub(crate) added: Address,
     /// `[hidden]`, f32.
     pub(crate) weight: Address,
-    /// `[rows]`, u32; may be [`NO_ROW`].
+    /// `[rows]`, u32; may be [`NONE`].
     pub(crate) indices: Address,
     /// `[rows][hidden]`, bf16.
     pub(crate) out: Address,
@@ -179,38 +155,13 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_gathered_by_their_indices() {
-        for width in [8, 264, 2056] {
-            let (from, values) = bf16(&noise(1, 5 * width));
-            let indices = [4, 0, NO_ROW, 4];
-            let mut emulator = Emulator::new(source());
-            let kernel = GatherRows {
-                from: emulator.buffer(&from),
-                indices: emulator.buffer(bytemuck::cast_slice(&indices)),
-                out: emulator.poisoned(indices.len() * width * 2),
-                width: width as u32,
-                num_rows: indices.len() as u32,
-            };
-            emulator.launch(&kernel);
-            let expected: Vec<f32> = indices
-                .iter()
-                .flat_map(|&idx| match idx {
-                    NO_ROW => vec![0.0; width],
-                    idx => values[idx as usize * width..][..width].to_vec(),
-                })
-                .collect();
-            assert_eq!(widened(emulator.run().of(kernel.out)), expected, "{width}");
-        }
-    }
-
-    #[test]
     fn wanted_rows_are_normed_and_the_stream_stays() {
         for hidden in [8, 40, 2048, 8200] {
             for is_added in [false, true] {
                 let (x, x_values) = bf16(&noise(1, 4 * hidden));
                 let (added, added_values) = bf16(&noise(2, 4 * hidden));
                 let weight = noise(3, hidden);
-                let indices = [3, NO_ROW, 1];
+                let indices = [3, NONE, 1];
                 let mut emulator = Emulator::new(source());
                 let x_bytes = x.clone();
                 let [x, added] = [x, added].map(|bytes| emulator.buffer(&bytes));
@@ -233,7 +184,7 @@ mod tests {
                 let expected: Vec<f32> = indices
                     .iter()
                     .flat_map(|&idx| match idx {
-                        NO_ROW => vec![0.0; hidden],
+                        NONE => vec![0.0; hidden],
                         idx => {
                             let first = idx as usize * hidden;
                             norm(&(first..first + hidden).map(sum).collect::<Vec<_>>(), &weight)

@@ -64,14 +64,6 @@ pub(crate) const NO_LOGPROBS: u32 = u32::MAX;
 /// A token of a list that is to be passed over.
 pub(crate) const NO_TOKEN: u32 = u32::MAX;
 
-/// Added to a token's logit after the penalties.
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[repr(C)]
-pub(crate) struct BiasedToken {
-    pub(crate) token: u32,
-    pub(crate) bias: f32,
-}
-
 /// What a row came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Drawn {
@@ -102,7 +94,8 @@ pub(crate) struct SampleRows {
     pub(crate) rows: Address,
     /// [`TokenCount`]s, a token once in a row's range.
     pub(crate) counts: Address,
-    /// [`BiasedToken`]s, a token once in a row's range; rows may share ranges.
+    /// `[..][2]`: a token, u32, and what is added to its logit after the penalties, f32. A token once in a row's range; rows may
+    /// share ranges.
     pub(crate) biases: Address,
     /// Token ids; rows may share ranges.
     pub(crate) stops: Address,
@@ -129,29 +122,6 @@ unsafe impl Kernel for SampleRows {
         // A sum for every segment: of 512 numbers, as the file has it.
         let shared_bytes = self.vocab.div_ceil(512) * 4;
         LaunchShape { grid: [self.num_rows as u32, 1, 1], threads: THREADS, shared_bytes }
-    }
-}
-
-/// `counts[places[i]] = values[i]`: for lists that stay on the device, where all that a step changes is one entry for each
-/// row with penalties. No pass launches it yet: lists come with each step.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(crate) struct SetCounts {
-    /// [`TokenCount`]s.
-    pub(crate) counts: Address,
-    /// `[num]`, u32, no place twice.
-    pub(crate) places: Address,
-    /// `[num]`, [`TokenCount`].
-    pub(crate) values: Address,
-    pub(crate) num: u64,
-}
-
-// SAFETY: as `SetCounts` in the file.
-unsafe impl Kernel for SetCounts {
-    const NAME: &'static str = "set_counts";
-
-    fn shape(&self) -> LaunchShape {
-        LaunchShape { grid: [self.num.div_ceil(256) as u32, 1, 1], threads: 256, shared_bytes: 0 }
     }
 }
 

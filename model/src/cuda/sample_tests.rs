@@ -13,6 +13,14 @@ struct Case {
     row: SampledRow,
 }
 
+/// Added to a token's logit after the penalties.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+struct BiasedToken {
+    token: u32,
+    bias: f32,
+}
+
 #[derive(Clone, Debug, PartialEq)]
 struct Result {
     drawn: Drawn,
@@ -94,22 +102,10 @@ fn run(cases: &[Case], is_narrow: bool) -> Vec<Result> {
     }
     let logits: Vec<f32> = cases.iter().flat_map(|case| case.logits.iter().copied()).collect();
     let mut emulator = Emulator::new(source_with(if is_narrow { NARROW } else { THREADS }));
-    // Lists come to the device by the kernel that changes them.
-    let places: Vec<u32> = (0..counts.len() as u32).rev().collect();
-    let values: Vec<TokenCount> = counts.iter().rev().copied().collect();
-    let set = SetCounts {
-        counts: emulator.poisoned(counts.len() * 8),
-        places: emulator.buffer(&bytes(&places)),
-        values: emulator.buffer(&bytes(&values)),
-        num: counts.len() as u64,
-    };
-    if set.num > 0 {
-        emulator.launch(&set);
-    }
     let kernel = SampleRows {
         logits: emulator.buffer(&bytes(&logits)),
         rows: emulator.buffer(&bytes(&rows)),
-        counts: set.counts,
+        counts: emulator.buffer(&bytes(&counts)),
         biases: emulator.buffer(&bytes(&biases)),
         stops: emulator.buffer(&bytes(&stops)),
         saved: emulator.poisoned(num_saved * 4),

@@ -347,6 +347,15 @@ fn long_contexts_are_seen_whole_on_a_device() {
     Case { group: 2, max_splits: 64, ..case(KvDtype::Bf16, 256, &[(20_000, 2)]) }.check();
 }
 
+/// As the kernel has it: positions of each split, and the number of splits, of a sequence; a function of itself and constants,
+/// so that what it gets does not depend on the batch.
+fn splits(start_idx: u32, num_rows: u32, window: u32, max_splits: u32, min_split: u32) -> (u32, u32) {
+    let first = (start_idx + 1).saturating_sub(window) / 16 * 16;
+    let span = start_idx + num_rows - first;
+    let split = span.div_ceil(max_splits).next_multiple_of(64).max(min_split);
+    (split, span.div_ceil(split))
+}
+
 #[test]
 fn splits_cover_what_is_seen() {
     for (start, rows, window) in

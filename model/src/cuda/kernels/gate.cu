@@ -24,23 +24,3 @@ KERNEL(gate, Gate, 256) {
     for (int k = 0; k < 8; ++k) here[k] = activated<ACTIVATION>(here[k]) * up[k];
     *reinterpret_cast<uint4*>(p.out + u64(blockIdx.x) * p.width + i) = pack_bf16(here);
 }
-
-struct Activate {
-    // [rows][width]
-    const u16* x;
-    // [rows][width], may be x.
-    u16* out;
-    u32 width;
-    u32 num_rows;
-};
-
-// out = activation(x): an MLP without a gate. Reads and writes 2 bytes an element; bound by memory.
-KERNEL(activate, Activate, 256) {
-    u32 i = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
-    if (i >= p.width) return;
-    u64 at = u64(blockIdx.x) * p.width + i;
-    float here[8];
-    widen_bf16(*reinterpret_cast<const uint4*>(p.x + at), here);
-    for (int k = 0; k < 8; ++k) here[k] = activated<ACTIVATION>(here[k]);
-    *reinterpret_cast<uint4*>(p.out + at) = pack_bf16(here);
-}

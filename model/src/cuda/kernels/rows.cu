@@ -30,26 +30,6 @@ __device__ __forceinline__ void scale_by(float (&x)[8], float scale, const float
 
 } // namespace rows
 
-struct GatherRows {
-    // [..][width]
-    const u16* from;
-    // [rows]: which, or NONE.
-    const u32* indices;
-    // [rows][width]
-    u16* out;
-    u32 width;
-    u32 num_rows;
-};
-
-// out[i] = from[indices[i]]: a copy, bound by memory.
-KERNEL(gather_rows, GatherRows, 256) {
-    u32 i = (blockIdx.y * blockDim.x + threadIdx.x) * 8, idx = p.indices[blockIdx.x];
-    if (i >= p.width) return;
-    uint4 bits = make_uint4(0, 0, 0, 0);
-    if (idx != rows::NONE) bits = load_once(p.from + u64(idx) * p.width + i);
-    *reinterpret_cast<uint4*>(p.out + u64(blockIdx.x) * p.width + i) = bits;
-}
-
 struct NormWanted {
     // [..][hidden], the residual stream.
     const u16* x;

@@ -560,21 +560,6 @@ KERNEL(sample_rows, SampleRows, SAMPLE_THREADS) {
     if (threadIdx.x == 0) p.tokens[row_idx] = id;
 }
 
-struct SetCounts {
-    sampling::TokenCount* counts;
-    // [num]
-    const u32* places;
-    // [num]
-    const sampling::TokenCount* values;
-    u64 num;
-};
-
-// counts[places[i]] = values[i]: lists stay on the device, and a step sends what its tokens changed.
-KERNEL(set_counts, SetCounts, 256) {
-    u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < p.num) p.counts[p.places[i]] = p.values[i];
-}
-
 struct CountDrawn {
     // [num_rows]
     const sampling::Row* rows;
