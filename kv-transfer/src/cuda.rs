@@ -70,13 +70,22 @@ pub(crate) fn blocks_of_handle(
     layout: KvLayout,
     num_blocks: usize,
 ) -> io::Result<BlockStorage> {
-    BlockStorage::bytes_of(&layout, num_blocks)?;
+    let size_bytes = BlockStorage::bytes_of(&layout, num_blocks)?;
     let region = Region::open(device.clone(), handle).map_err(io::Error::other)?;
+    let opened_bytes = region.size_bytes().map_err(io::Error::other)?;
+    if opened_bytes < size_bytes {
+        let message =
+            format!("the peer's memory has {opened_bytes} bytes, its blocks would take {size_bytes}");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, message));
+    }
     Ok(BlockStorage::on_device(Box::new(region), layout, num_blocks))
 }
 
 /// Bytes of a piece that are copied at a time.
 const PINNED_BYTES: usize = 1 << 20;
+
+/// What the driver takes from a device at a time. Smaller allocations may share such a unit, and a handle opens all of it.
+const UNIT_BYTES: usize = 2 << 20;
 
 /// How often is looked whether a device has copied.
 const COPY_PAUSE: Duration = Duration::from_micros(20);
@@ -115,7 +124,7 @@ impl Region {
         kernels: Option<Box<dyn BlockKernels>>,
     ) -> Result<Region, CudaError> {
         let copier = Mutex::new(Copier::new(&device, PINNED_BYTES)?);
-        let memory = Owned::Allocated(Allocation::zeroed(&device, size_bytes)?);
+        let memory = Owned::Allocated(Allocation::zeroed(&device, size_bytes.next_multiple_of(UNIT_BYTES))?);
         Ok(Region { memory, copier, kernels: kernels.map(Mutex::new), device })
     }
 
@@ -137,6 +146,16 @@ impl Region {
             Owned::Allocated(memory) => memory.address(),
             Owned::Opened(memory) => memory.address,
         }
+    }
+
+    /// Of the whole allocation, as the driver knows it.
+    fn size_bytes(&self) -> Result<usize, CudaError> {
+        let mut size_bytes = 0;
+        // SAFETY: the out pointers are valid or null; the address is one that the driver gave.
+        let found =
+            unsafe { sys::cuMemGetAddressRange_v2(std::ptr::null_mut(), &mut size_bytes, self.base()) };
+        found.result().map_err(|error| failed("cuMemGetAddressRange", error))?;
+        Ok(size_bytes)
     }
 
     fn copier(&self) -> MutexGuard<'_, Copier> {
