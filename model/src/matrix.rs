@@ -255,14 +255,15 @@ impl Matrix {
         matches!(&self.stored, Stored::Integers(tensors) if tensors.scales_whole_rows())
     }
 
-    /// How floats of eight bits share scales; `None` if there are none, or its columns begin
-    /// within a block.
+    /// How floats of eight bits share scales; `None` if there are none. Where its columns begin within a block, so do
+    /// smaller ones that have its scale.
     pub(crate) fn fp8_scales(&self) -> Option<Fp8Scales> {
         let Stored::Fp8(tensors) = &self.stored else { return None };
         let rows = tensors.scales.rows_per_row;
         let rows = if self.first_row.is_multiple_of(rows) { rows } else { 1 };
-        let is_whole = self.first_col.is_multiple_of(tensors.group);
-        is_whole.then_some(Fp8Scales { rows, group: tensors.group })
+        let is_whole_row = tensors.group >= self.stored_cols;
+        let group = if is_whole_row { tensors.group } else { gcd(tensors.group, self.first_col) };
+        Some(Fp8Scales { rows, group })
     }
 
     /// Row `row_idx` in E4M3, and the scale of each group of it.
@@ -273,8 +274,9 @@ impl Matrix {
         let Stored::Fp8(tensors) = &self.stored else { panic!("no numbers in E4M3") };
         let row = self.stored_row(row_idx);
         let codes = &tensors.levels[row * self.stored_cols + self.first_col..][..self.cols];
-        let groups = self.first_col / tensors.group..(self.first_col + self.cols).div_ceil(tensors.group);
-        (codes, groups.map(move |group| tensors.scales.get(row, group)))
+        let Fp8Scales { group, .. } = self.fp8_scales().expect("it has some");
+        let starts = (self.first_col..self.first_col + self.cols).step_by(group);
+        (codes, starts.map(move |col| tensors.scales.get(row, col / tensors.group)))
     }
 
     /// The integers of row `row_idx`.
@@ -295,6 +297,11 @@ impl Matrix {
             }
         }
     }
+}
+
+/// The largest number that divides both; the other, if one is 0.
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 /// One stored number.

@@ -144,14 +144,7 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
             let executor = loaded.cuda_executor(ordinal, limits, kernel_cache.clone(), &mut progress);
             shown.finish();
             let mut executor = executor.with_context(in_words)?;
-            let DeviceWeightBytes { bf16, fp8, int8, int4, widened } = executor.weight_bytes();
-            tracing::info!(bf16, fp8, int8, int4, "bytes of weights on the GPU, by what they are");
-            if widened > 0 {
-                tracing::warn!(
-                    bytes = widened,
-                    "weights are in bf16 on the GPU that files hold in fewer bits: no kernel takes rows or groups like theirs"
-                );
-            }
+            tell_weights(executor.weight_bytes());
             let kernels = cuda_block_kernels(ordinal, &executor.kv_layout(), kernel_cache);
             let kernels = Some(kernels.with_context(in_words)?);
             let block_device =
@@ -164,11 +157,23 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
                 ParallelCudaExecutor::new(ranks, &ordinals, limits, kernel_cache, nccl, &mut progress);
             shown.finish();
             let executor = executor.with_context(in_words)?;
+            tell_weights(executor.weight_bytes());
             let free_bytes = executor.free_bytes();
             (Box::new(executor), BlockDevice { ordinal, num_ranks, free_bytes, kernels: None })
         }
     };
     Ok(Model::new(executor, Some(block_device), drafter, name.to_owned(), &loaded))
+}
+
+fn tell_weights(bytes: DeviceWeightBytes) {
+    let DeviceWeightBytes { bf16, fp8, int8, int4, widened } = bytes;
+    tracing::info!(bf16, fp8, int8, int4, "bytes of weights on GPUs, by what they are");
+    if widened > 0 {
+        tracing::warn!(
+            bytes = widened,
+            "weights are in bf16 on GPUs that files hold in fewer bits: no kernel takes rows or groups like theirs"
+        );
+    }
 }
 
 fn no_gpu(ordinal: u32) -> String {

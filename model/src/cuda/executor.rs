@@ -154,13 +154,6 @@ impl<D: Device> DeviceExecutor<D> {
         let part = Part::of(&model);
         let weights =
             weights::upload(&mut device, part.spec(), model.weights(), model.num_threads(), progress)?;
-        let DeviceWeightBytes { fp8, int8, int4, .. } = weights.bytes;
-        let num_ranks = part.rank().num_ranks;
-        if num_ranks > 1 && fp8 + int8 + int4 > 0 {
-            // No test has divided such among ranks yet.
-            let (what, expected) = ("tensor_parallel", "1 for weights of less than bf16");
-            return Err(StartError::Shape { what, found: num_ranks, expected });
-        }
         DeviceExecutor::with_weights(device, part, weights, limits, model.rounds_activations())
     }
 

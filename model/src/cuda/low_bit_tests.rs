@@ -24,7 +24,7 @@ use crate::{Activations, Backend, LoadOptions, LoadedModel, Quantisation, load};
 const MANY: usize = FEW_ROWS + 9;
 
 /// A suffix, and what is stored under it.
-type Stored = (&'static str, Dtype, Vec<usize>, Vec<u8>);
+pub(super) type Stored = (&'static str, Dtype, Vec<usize>, Vec<u8>);
 
 fn loaded(model: &Path, backend: Backend, quantise: Option<Quantisation>) -> LoadedModel {
     let activations = if backend == Backend::Cpu { Activations::F32 } else { Activations::Auto };
@@ -125,7 +125,7 @@ fn rounded(name: &str, format: IntegerFormat) -> TempDir {
 }
 
 /// A Llama of random numbers, whose layers' matrices are stored by `store`.
-fn llama(
+pub(super) fn llama(
     intermediate: usize,
     quantization_config: serde_json::Value,
     store: impl Fn(&[f32], usize, usize) -> Vec<Stored>,
@@ -181,7 +181,7 @@ fn llama(
 }
 
 /// Integers of so many bits in groups; with zeros, from the least to the largest number.
-fn integers(
+pub(super) fn integers(
     values: &[f32],
     rows: usize,
     cols: usize,
@@ -221,7 +221,12 @@ fn integers(
 }
 
 /// E4M3 with a scale for each block of rows and columns.
-fn fp8(values: &[f32], rows: usize, cols: usize, [block_rows, block_cols]: [usize; 2]) -> Vec<Stored> {
+pub(super) fn fp8(
+    values: &[f32],
+    rows: usize,
+    cols: usize,
+    [block_rows, block_cols]: [usize; 2],
+) -> Vec<Stored> {
     let shape = [rows.div_ceil(block_rows), cols.div_ceil(block_cols)];
     let mut scales = vec![0.0f32; shape[0] * shape[1]];
     let block = |place: usize| place / cols / block_rows * shape[1] + place % cols / block_cols;
@@ -308,7 +313,7 @@ fn can_be(products: Fp8Products) -> bool {
 /// Of the largest logit, where activations are rounded to E4M3: four significant bits are off by 2^-4 at most, 2^-5.5 on
 /// average, independently of each other; so is a sum of their products, once for each of 8 products of two layers:
 /// together some 0.06, at the worst of 256 logits three times that.
-const TOLERANCE_OF_ROUNDED: f32 = 0.2;
+pub(super) const TOLERANCE_OF_ROUNDED: f32 = 0.2;
 
 #[test]
 fn fp8_is_multiplied_with_any_scales() {

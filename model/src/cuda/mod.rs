@@ -68,6 +68,8 @@ mod model_tests;
 #[cfg(test)]
 mod parallel_faults;
 #[cfg(test)]
+mod parallel_low_bit_tests;
+#[cfg(test)]
 mod parallel_tests;
 #[cfg(any(test, feature = "emulator"))]
 #[cfg_attr(not(test), allow(dead_code))] // tests of other crates use a part

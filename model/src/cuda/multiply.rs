@@ -355,7 +355,7 @@ pub(crate) fn look_up(
         num_held: matrix.num_out as u32,
         factor,
         kind: matrix.kind,
-        padding: 0,
+        first_row: 0,
     }
 }
 

@@ -15,7 +15,7 @@ use super::inputs::BatchLimits;
 use super::nccl::Group;
 use super::start::StartError;
 use crate::parallel::ParallelExecutor;
-use crate::{Backend, Batch, ExecuteError, Executor, LoadProgress, LoadedModel, Rank};
+use crate::{Backend, Batch, DeviceWeightBytes, ExecuteError, Executor, LoadProgress, LoadedModel, Rank};
 
 /// Computes on several of NVIDIA's devices by NCCL, a rank of the model on each. Not run on GPUs yet: the same pass, over the
 /// same kernels, was run by emulators that meet in the host's memory.
@@ -25,6 +25,7 @@ use crate::{Backend, Batch, ExecuteError, Executor, LoadProgress, LoadedModel, R
 pub struct ParallelCudaExecutor {
     executor: ParallelExecutor<DeviceExecutor<DriverDevice>>,
     free_bytes: usize,
+    weight_bytes: DeviceWeightBytes,
 }
 
 impl ParallelCudaExecutor {
@@ -70,17 +71,24 @@ impl ParallelCudaExecutor {
         let mut executors = start_ranks(ranks, limits, join, progress)?;
         let free_bytes =
             executors.iter_mut().map(DeviceExecutor::free_bytes).collect::<Result<Vec<_>, _>>()?;
+        let weight_bytes = executors.iter().map(DeviceExecutor::weight_bytes).sum();
         let executor = ParallelExecutor::new(executors);
         let executor = executor.map_err(|error| CudaError::Failed {
             call: "starting a rank's thread",
             why: error.to_string(),
         })?;
-        Ok(ParallelCudaExecutor { executor, free_bytes: free_bytes.into_iter().min().unwrap_or(0) })
+        let free_bytes = free_bytes.into_iter().min().unwrap_or(0);
+        Ok(ParallelCudaExecutor { executor, free_bytes, weight_bytes })
     }
 
     /// Bytes that are left for blocks on the device that has the fewest; each rank's blocks are of its own kv heads.
     pub fn free_bytes(&self) -> usize {
         self.free_bytes
+    }
+
+    /// What the matrices of all ranks are, together; some are on each.
+    pub fn weight_bytes(&self) -> DeviceWeightBytes {
+        self.weight_bytes
     }
 }
 

@@ -25,10 +25,10 @@ use crate::{
 
 /// Of the largest logit, against one device: both round sums to bf16, in other places, by 2^-9 of themselves at most; some
 /// ten of these in each of two layers are a hundredth or two together.
-const TOLERANCE: f32 = 0.03;
+pub(super) const TOLERANCE: f32 = 0.03;
 
 /// With experts, whose weights in a sum are a softmax: what its input is off by, these are off by in parts of themselves.
-const TOLERANCE_OF_EXPERTS: f32 = 0.06;
+pub(super) const TOLERANCE_OF_EXPERTS: f32 = 0.06;
 
 const LIMITS: BatchLimits = BatchLimits { num_rows: 9, num_sequences: 2, context_length: 64 };
 
@@ -44,24 +44,29 @@ pub(super) struct Tiny {
     num_kv_heads: usize,
     is_tied: bool,
     num_experts: usize,
+    num_neurons: usize,
 }
 
-const GROUPED: Tiny = Tiny { num_kv_heads: 4, is_tied: false, num_experts: 0 };
-pub(super) const TIED: Tiny = Tiny { num_kv_heads: 4, is_tied: true, num_experts: 0 };
+const GROUPED: Tiny = Tiny { num_kv_heads: 4, is_tied: false, num_experts: 0, num_neurons: 96 };
+pub(super) const TIED: Tiny = Tiny { num_kv_heads: 4, is_tied: true, num_experts: 0, num_neurons: 96 };
 /// Of four ranks two have the same kv head.
-const REPLICATED: Tiny = Tiny { num_kv_heads: 2, is_tied: true, num_experts: 0 };
-const EXPERTS: Tiny = Tiny { num_kv_heads: 2, is_tied: false, num_experts: 4 };
+const REPLICATED: Tiny = Tiny { num_kv_heads: 2, is_tied: true, num_experts: 0, num_neurons: 96 };
+pub(super) const EXPERTS: Tiny = Tiny { num_kv_heads: 2, is_tied: false, num_experts: 4, num_neurons: 96 };
 const CASES: [Tiny; 4] = [GROUPED, TIED, REPLICATED, EXPERTS];
 
 impl Tiny {
     const HIDDEN: usize = 64;
-    const INTERMEDIATE: usize = 96;
     const HEAD_DIM: usize = 16;
     const VOCAB: usize = 203;
 
+    /// In each MLP, or of each expert.
+    pub(super) fn of_neurons(self, num_neurons: usize) -> Tiny {
+        Tiny { num_neurons, ..self }
+    }
+
     pub(super) fn write(self) -> TempDir {
-        let Tiny { num_kv_heads, is_tied, num_experts } = self;
-        let (hidden, n, kv) = (Tiny::HIDDEN, Tiny::INTERMEDIATE, num_kv_heads * Tiny::HEAD_DIM);
+        let Tiny { num_kv_heads, is_tied, num_experts, num_neurons: n } = self;
+        let (hidden, kv) = (Tiny::HIDDEN, num_kv_heads * Tiny::HEAD_DIM);
         let dir = TempDir::new().unwrap();
         let architecture = if num_experts > 0 { "MixtralForCausalLM" } else { "LlamaForCausalLM" };
         let mut config = serde_json::json!({
@@ -128,14 +133,18 @@ impl Tiny {
     }
 }
 
-pub(super) fn load_parts(dir: &Path, num_ranks: usize, kv_dtype: KvDtype) -> Vec<LoadedModel> {
-    let options = LoadOptions {
-        kv_dtype: Some(kv_dtype),
+pub(super) fn options() -> LoadOptions {
+    LoadOptions {
+        kv_dtype: Some(KvDtype::Bf16),
         block_size: BLOCK_SIZE,
         threads: Some(1),
         backend: Backend::Cuda,
         ..LoadOptions::default()
-    };
+    }
+}
+
+pub(super) fn load_parts(dir: &Path, num_ranks: usize, kv_dtype: KvDtype) -> Vec<LoadedModel> {
+    let options = LoadOptions { kv_dtype: Some(kv_dtype), ..options() };
     load_ranks(dir, num_ranks, &options, &mut |_| {}).unwrap()
 }
 
@@ -220,7 +229,7 @@ impl Machine {
         Machine { executor, storage, next_block: 0 }
     }
 
-    fn place(&mut self, num_tokens: usize) -> Vec<BlockId> {
+    pub(super) fn place(&mut self, num_tokens: usize) -> Vec<BlockId> {
         let first = self.next_block;
         self.next_block += num_tokens.div_ceil(BLOCK_SIZE) as u32;
         (first..self.next_block).map(|idx| BlockId(idx * 13 % NUM_BLOCKS as u32)).collect()
@@ -228,13 +237,14 @@ impl Machine {
 
     pub(super) fn run(&mut self, sequences: Vec<BatchSequence<'_>>) -> Result<Vec<Vec<f32>>, ExecuteError> {
         let mut layers = Vec::new();
+        let (num_layers, vocab_size) = (self.storage.layout().num_layers, self.executor.vocab_size());
         // SAFETY: nobody else uses the storage.
         let logits = unsafe {
             let batch = Batch { sequences };
             self.executor.execute(&batch, &self.storage, &mut |layer_idx| layers.push(layer_idx))
         }?;
-        assert_eq!(layers, (0..NUM_LAYERS).collect::<Vec<_>>(), "layers, in order");
-        Ok(logits.chunks_exact(Tiny::VOCAB).map(<[f32]>::to_vec).collect())
+        assert_eq!(layers, (0..num_layers).collect::<Vec<_>>(), "layers, in order");
+        Ok(logits.chunks_exact(vocab_size).map(<[f32]>::to_vec).collect())
     }
 }
 
@@ -247,7 +257,7 @@ fn argmax(logits: &[f32]) -> u32 {
 }
 
 /// The largest difference, in parts of the largest number; NaN if there is one.
-fn difference(found: &[f32], expected: &[f32]) -> f32 {
+pub(super) fn difference(found: &[f32], expected: &[f32]) -> f32 {
     assert_eq!(found.len(), expected.len());
     let largest = expected.iter().fold(0.0f32, |max, x| max.max(x.abs()));
     let apart = found.iter().zip(expected).map(|(a, b)| (a - b).abs());

@@ -19,7 +19,7 @@ use super::inputs::{InputAddresses, Inputs};
 use super::kernel::Address;
 use super::multiply::{ExpertPlaces, Scratch, look_up};
 use super::norm::AddNorm;
-use super::products::WeightKind;
+use super::products::{Dequantise, WeightKind};
 use super::ranks::{JoinLogits, logit_stride};
 use super::rope::{PlaceRows, RopeTable, StoreQkv, lanes};
 use super::rows::{NormWanted, PostNorm, SoftCap};
@@ -74,13 +74,10 @@ impl Pass<'_> {
         unsafe {
             match table.kind {
                 WeightKind::Bf16 => device.launch(&embed)?,
-                _ => device.launch(&look_up(
-                    table,
-                    embed.tokens,
-                    embed.x,
-                    self.inputs.num_rows,
-                    embed.scale,
-                ))?,
+                _ => device.launch(&Dequantise {
+                    first_row: embed.first_token,
+                    ..look_up(table, embed.tokens, embed.x, self.inputs.num_rows, embed.scale)
+                })?,
             }
             if self.embedded.is_some() {
                 // Of all ranks one has the token's row.

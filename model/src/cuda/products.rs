@@ -200,7 +200,8 @@ pub(crate) struct Dequantise {
     /// `[num_held]`, rows of [`row_bytes`](WeightKind::row_bytes).
     pub(crate) weights: Address,
     pub(crate) scales: Scales,
-    /// `[n]`, u32: which row of the weights each is; null if itself. Zeroes for those that are not held.
+    /// `[n]`, u32: which row of the weights each is, where these begin with row `first_row`; null if itself. Zeroes for
+    /// those that are not held.
     pub(crate) rows: Address,
     /// `[n][k]`, bf16.
     pub(crate) out: Address,
@@ -210,7 +211,8 @@ pub(crate) struct Dequantise {
     pub(crate) factor: f32,
     /// That of the [source](source).
     pub(crate) kind: WeightKind,
-    pub(crate) padding: u32,
+    /// 0 where `rows` is null.
+    pub(crate) first_row: u32,
 }
 
 // SAFETY: as `Dequantise` in the file.

@@ -272,12 +272,14 @@ fn weights_become_bf16() {
             num_held: n as u32,
             factor: 1.0,
             kind: weights.kind,
-            padding: 0,
+            first_row: 0,
         };
         emulator.launch(&kernel);
-        // Rows that are looked up, one of them nobody's.
-        let rows = [n as u32 - 1, 0, NONE, 2];
+        // Rows that are looked up, where there are some before these and behind them; one is nobody's.
+        let (first_row, end) = (7, 7 + n as u32);
+        let rows = [end - 1, first_row, NONE, first_row + 2, first_row - 1, end, 0];
         let some = Dequantise {
+            first_row,
             rows: emulator.buffer(bytemuck::cast_slice(&rows)),
             out: emulator.poisoned(rows.len() * k * 2),
             n: rows.len() as u32,
@@ -291,9 +293,9 @@ fn weights_become_bf16() {
         assert_close(&widened(memory.of(kernel.out)), &expected, 1.0 / 256.0, 1e-6);
         let looked_up: Vec<f32> = rows
             .iter()
-            .flat_map(|row| match *row {
-                NONE => vec![0.0; k],
-                row => expected[row as usize * k..][..k].iter().map(|x| x * 3.0).collect(),
+            .flat_map(|row| match row.checked_sub(first_row).filter(|&row| row < n as u32) {
+                None => vec![0.0; k],
+                Some(row) => expected[row as usize * k..][..k].iter().map(|x| x * 3.0).collect::<Vec<_>>(),
             })
             .collect();
         assert_close(&widened(memory.of(some.out)), &looked_up, 1.0 / 256.0, 3e-6);

@@ -54,6 +54,19 @@ impl DeviceWeightBytes {
     }
 }
 
+/// Of several devices together.
+impl std::iter::Sum for DeviceWeightBytes {
+    fn sum<I: Iterator<Item = DeviceWeightBytes>>(all: I) -> DeviceWeightBytes {
+        all.fold(DeviceWeightBytes::default(), |sum, it| DeviceWeightBytes {
+            bf16: sum.bf16 + it.bf16,
+            fp8: sum.fp8 + it.fp8,
+            int8: sum.int8 + it.int8,
+            int4: sum.int4 + it.int4,
+            widened: sum.widened + it.widened,
+        })
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DeviceRope {
     /// `[rotary_dim / 2]`, f32.

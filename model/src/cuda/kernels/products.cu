@@ -281,7 +281,8 @@ NAMED_KERNEL(OF_KIND(multiply_few), MultiplyFew, 256) {
 struct Dequantise {
     const u8* weights;
     products::Scales scales;
-    // [n]: which row of the weights each is; itself if null. Zeroes for those from num_held on.
+    // [n]: which row of the weights each is, counted from first_row before them; itself if null. Zeroes for those that are
+    // not among the num_held.
     const u32* rows;
     // [n][k], bf16.
     u16* out;
@@ -290,7 +291,7 @@ struct Dequantise {
     float factor;
     // WEIGHTS.
     u32 kind;
-    u32 padding;
+    u32 first_row;
 };
 
 // Weights as bf16, times a factor, each rounded once: for the products of many rows, and of an embedding; a thread for 16
@@ -302,7 +303,7 @@ NAMED_KERNEL(OF_KIND(dequantise), Dequantise, 256) {
     if (idx >= u64(p.n) * chunks) return;
     const u32 n = u32(idx / chunks), chunk = u32(idx % chunks), in = chunk % 4, start = chunk / 4 * STEP;
     if (start + numbers_at(in, 0) >= p.k) return;
-    const u32 row = p.rows ? p.rows[n] : n;
+    const u32 row = p.rows ? p.rows[n] - p.first_row : n;
     const bool is_held = row < p.num_held;
     uint4 from = make_uint4(0, 0, 0, 0);
     if (is_held) from = load_once(p.weights + row * row_bytes(p.k) + u64(chunk) * 16);

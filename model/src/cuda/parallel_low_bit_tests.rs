@@ -1,0 +1,161 @@
+//! Whole models with weights of less than bf16, divided among emulated devices, against one with the same numbers: few rows
+//! and many.
+
+use std::path::Path;
+
+use serde_json::json;
+
+use super::device::Fp8Products;
+use super::emulated::{EmulatedDevice, Sums};
+use super::emulator::Threads;
+use super::inputs::BatchLimits;
+use super::low_bit_tests::{TOLERANCE_OF_ROUNDED, fp8, integers, llama};
+use super::model_tests::fixtures;
+use super::multiply::FEW_ROWS;
+use super::parallel_tests::{
+    EXPERTS, Machine, TIED, TOLERANCE, TOLERANCE_OF_EXPERTS, devices, difference, options, prompt,
+};
+use super::weights::upload;
+use crate::{BatchSequence, LoadOptions, LoadedModel, load_ranks};
+
+const FEW: BatchLimits = BatchLimits { num_rows: 5, num_sequences: 1, context_length: 96 };
+
+/// So many that weights are not multiplied as they are.
+const MANY_ROWS: BatchLimits = BatchLimits { num_rows: FEW_ROWS + 1, ..FEW };
+
+fn loaded(model: &Path, num_ranks: usize, quantise: Option<&str>) -> Vec<LoadedModel> {
+    let quantise = quantise.map(|text| text.parse().unwrap());
+    load_ranks(model, num_ranks, &LoadOptions { quantise, ..options() }, &mut |_| {}).unwrap()
+}
+
+/// What they say of as many tokens of a prompt as a step takes, then of two tokens at once.
+fn answers(devices: Vec<(EmulatedDevice, LoadedModel)>, limits: BatchLimits) -> Vec<Vec<f32>> {
+    let vocab_size = devices[0].1.config().decoder.vocab_size as u32;
+    let mut machine = Machine::new(devices, limits);
+    let num_first = limits.num_rows;
+    let tokens: Vec<u32> = prompt(num_first + 2, 1).iter().map(|token| token % vocab_size).collect();
+    let blocks = machine.place(tokens.len());
+    let mut run = |tokens: &[u32], start_idx, num_logits| {
+        let sequence = BatchSequence { tokens, start_idx, blocks: &blocks, num_logits };
+        machine.run(vec![sequence]).unwrap()
+    };
+    let mut said = run(&tokens[..num_first], 0, 3);
+    said.extend(run(&tokens[num_first..], num_first, 2));
+    said
+}
+
+/// Numbers of which some columns are smaller than others: the scales of one rank would not do for another's.
+fn uneven(values: &[f32], cols: usize) -> Vec<f32> {
+    let factor = |place: usize| [1.0, 0.2, 0.5][place % cols / 128 % 3];
+    values.iter().enumerate().map(|(place, value)| value * factor(place)).collect()
+}
+
+struct Case<'a> {
+    what: &'a str,
+    model: &'a Path,
+    quantise: Option<&'a str>,
+    limits: BatchLimits,
+    fp8: Fp8Products,
+    tolerance: f32,
+}
+
+impl Case<'_> {
+    fn of(model: &Path) -> Case<'_> {
+        let (fp8, tolerance) = (Fp8Products::None, TOLERANCE);
+        Case { what: "", model, quantise: None, limits: MANY_ROWS, fp8, tolerance }
+    }
+
+    fn answers_of(&self, num_ranks: usize) -> Vec<Vec<f32>> {
+        let mut devices = devices(loaded(self.model, num_ranks, self.quantise), Sums::Late);
+        devices.iter_mut().for_each(|(device, _)| device.fp8_products = self.fp8);
+        answers(devices, self.limits)
+    }
+
+    fn check(&self, degrees: &[usize]) {
+        let expected = self.answers_of(1);
+        for &num_ranks in degrees {
+            let found = self.answers_of(num_ranks);
+            let errors = found.iter().zip(&expected).map(|(found, expected)| difference(found, expected));
+            let most = errors.fold(0.0, |max: f32, x| if x > max || x.is_nan() { x } else { max });
+            println!("{} by {num_ranks}: off by {most:.4} at most", self.what);
+            assert!(most <= self.tolerance, "{} by {num_ranks}: off by {most}", self.what);
+        }
+    }
+}
+
+/// Each has a part of the embedding, which is the head.
+#[test]
+fn weights_that_are_rounded_when_they_are_loaded_are_divided() {
+    let dir = TIED.of_neurons(128).write();
+    let case = Case { what: "int4", quantise: Some("int4"), ..Case::of(dir.path()) };
+    case.check(&[4]);
+}
+
+#[test]
+fn experts_of_less_than_bf16_are_divided() {
+    let dir = EXPERTS.of_neurons(128).write();
+    let case = Case { what: "experts in int8", quantise: Some("int8:32"), ..Case::of(dir.path()) };
+    Case { tolerance: TOLERANCE_OF_EXPERTS, ..case }.check(&[2]);
+}
+
+/// In groups, and rows of one scale where half a row is no number of groups.
+#[test]
+fn integers_of_files_are_divided() {
+    let config = json!({"quant_method": "compressed-tensors", "format": "pack-quantized"});
+    for (bits, group, intermediate) in [(4, 32, 192), (8, 0, 208)] {
+        let dir = llama(intermediate, config.clone(), |values, rows, cols| {
+            integers(&uneven(values, cols), rows, cols, bits, if group == 0 { cols } else { group }, true)
+        });
+        let what = format!("{bits} bits in groups of {group}");
+        Case { what: &what, ..Case::of(dir.path()) }.check(&[2]);
+    }
+}
+
+#[test]
+fn blocks_of_gguf_are_divided() {
+    let path = fixtures().join("../../gguf/fixtures/llama-q4_0.gguf");
+    Case { what: "q4_0", ..Case::of(&path) }.check(&[2]);
+}
+
+/// With a scale for each row, where the library multiplies E4M3; and for blocks, within which the second rank begins.
+#[test]
+fn fp8_is_divided() {
+    let config = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 128]});
+    let in_fp8 = |intermediate, [block_rows, block_cols]: [usize; 2]| {
+        llama(intermediate, config.clone(), |values, rows, cols| {
+            fp8(&uneven(values, cols), rows, cols, [block_rows, block_cols.min(cols)])
+        })
+    };
+    let dir = in_fp8(192, [1, usize::MAX]);
+    let (what, fp8) = ("fp8 as it is, scales of rows", Fp8Products::Scaled);
+    let case = Case { what, fp8, limits: MANY_ROWS, ..Case::of(dir.path()) };
+    Case { tolerance: TOLERANCE_OF_ROUNDED, ..case }.check(&[2]);
+    let dir = in_fp8(384, [32, 128]);
+    Case { what: "fp8, scales of blocks", ..Case::of(dir.path()) }.check(&[2]);
+}
+
+/// Of FP8 whose blocks the second half begins within: in the middle, at a quarter, and at a number that no kernel takes.
+#[test]
+fn memory_of_ranks_is_that_of_their_forms() {
+    let config = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 128]});
+    for (intermediate, is_widened) in [(384, false), (640, false), (192, true)] {
+        let dir = llama(intermediate, config.clone(), |values, rows, cols| {
+            fp8(values, rows, cols, [32, 128.min(cols)])
+        });
+        for model in loaded(dir.path(), 2, None) {
+            let mut device = EmulatedDevice::new(&[], 64 << 20, Threads::Shuffled);
+            let uploaded =
+                upload(&mut device, model.shard().spec(), model.weights(), 1, &mut |_| {}).unwrap();
+            let half = intermediate as u64 / 2;
+            let is_second = !model.shard().rank().is_first();
+            let widened = if is_second && is_widened { 2 * 128 * half * 2 } else { 0 };
+            // The head's tokens are divided, the embedding is not.
+            let bf16 = (256 + 128) * 128 * 2 + widened;
+            let found = uploaded.bytes;
+            assert_eq!((found.bf16, found.widened), (bf16, widened), "{intermediate}, {is_second}");
+            // Scales beside them: four bytes for 32 rows of 64 numbers at most.
+            let numbers = 2 * (128 * (64 + 2 * 32) + 128 * 64 + 3 * 128 * half) - widened / 2;
+            assert!((numbers..numbers + numbers / 128).contains(&found.fp8), "{found:?}, {numbers} in fp8");
+        }
+    }
+}
