@@ -9,10 +9,11 @@ use baton_engine::{
     Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, Request, SampledToken,
     SamplingParams, Speculation,
 };
+use baton_kv_cache::BlockStorage;
 use baton_model::{
-    Activations, Backend, BatchLimits, LoadOptions, LoadedModel,
-    cuda::test_model::{drawn_by_host, test_model},
-    load,
+    Activations, Backend, BatchLimits, Executor, LoadOptions, LoadedModel,
+    cuda::test_model::{drawn_by_host, test_model, test_model_of_ranks},
+    load, load_ranks,
 };
 use support::{config, kinds::read, request};
 
@@ -28,11 +29,14 @@ fn fixture() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures/qwen3"))
 }
 
-fn loaded(dir: &Path, backend: Backend) -> LoadedModel {
+fn options(backend: Backend) -> LoadOptions {
     let activations = if backend == Backend::Cpu { Activations::F32 } else { Activations::Auto };
     let threads = Some(1);
-    let options = LoadOptions { block_size: 8, threads, backend, activations, ..LoadOptions::default() };
-    load(dir, &options, &mut |_| {}).expect("a fixture")
+    LoadOptions { block_size: 8, threads, backend, activations, ..LoadOptions::default() }
+}
+
+fn loaded(dir: &Path, backend: Backend) -> LoadedModel {
+    load(dir, &options(backend), &mut |_| {}).expect("a fixture")
 }
 
 fn engine_config() -> EngineConfig {
@@ -46,11 +50,23 @@ fn engine_config() -> EngineConfig {
 }
 
 fn on_device(dir: &Path, draws: Draws, drafter: Option<Drafter>) -> (EngineHandle, EngineThread) {
-    let config = engine_config();
-    let (executor, storage) = test_model(loaded(dir, Backend::Cuda), LIMITS, config.num_blocks);
+    start(test_model(loaded(dir, Backend::Cuda), LIMITS, engine_config().num_blocks), draws, drafter)
+}
+
+/// By two ranks.
+fn on_two_devices(draws: Draws) -> (EngineHandle, EngineThread) {
+    let ranks = load_ranks(fixture(), 2, &options(Backend::Cuda), &mut |_| {}).expect("a fixture");
+    start(test_model_of_ranks(ranks, LIMITS, engine_config().num_blocks), draws, None)
+}
+
+fn start(
+    (executor, storage): (Box<dyn Executor>, BlockStorage),
+    draws: Draws,
+    drafter: Option<Drafter>,
+) -> (EngineHandle, EngineThread) {
     let executor = if draws == Draws::OnHost { drawn_by_host(executor) } else { executor };
     let speculation = |drafter| Speculation { drafter, max_draft_tokens: 4, max_step_tokens: 40 };
-    baton_engine::start_over(storage, executor, drafter.map(speculation), config).expect("it starts")
+    baton_engine::start_over(storage, executor, drafter.map(speculation), engine_config()).expect("it starts")
 }
 
 fn prompt(seed: u32, num_tokens: u32) -> Vec<u32> {
@@ -140,6 +156,15 @@ async fn the_device_draws_what_the_host_would() {
     let but_one: Vec<Request> = requests(5).into_iter().take(7).collect();
     let expected = run(&by_host, but_one.clone()).await;
     assert_same(&run(&drawn, but_one).await, &expected);
+}
+
+#[tokio::test]
+async fn several_ranks_draw_what_the_host_would() {
+    let (drawn, _thread) = on_two_devices(Draws::OnDevice);
+    let (by_host, _other) = on_two_devices(Draws::OnHost);
+    let requests: Vec<Request> = requests(5).into_iter().take(7).collect();
+    let expected = run(&by_host, requests.clone()).await;
+    assert_same(&run(&drawn, requests).await, &expected);
 }
 
 #[tokio::test]

@@ -5,10 +5,15 @@
 //! execute ---+---> its part of every layer <--meets--> its part of every layer <--- job
 //!            +---> logits <------------------gathers-- its tokens' logits      ---> outcome
 //! ```
+//! Ranks that draw leave that to the first, which has all logits, and take its tokens from there ([`drawing`]).
+//!
 //! A rank that fails leaves the others, which fails them, too; the executor then says who was first, and is of no use any
 //! more. What a rank computes with, and how it meets the others, is its own business.
 
+mod drawing;
+
 use std::any::Any;
+use std::collections::VecDeque;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -18,7 +23,8 @@ use std::thread::JoinHandle;
 
 use baton_kv_cache::{BlockStorage, KvLayout};
 
-use crate::{Batch, ExecuteError, Executor};
+use crate::{Batch, Draw, DrawingExecutor, ExecuteError, Executor};
+pub(crate) use drawing::DrawingRank;
 
 /// One rank: what it computes with, and its end of what connects it with the others.
 pub(crate) trait RankExecutor: Send + 'static {
@@ -55,6 +61,11 @@ pub(crate) trait RankExecutor: Send + 'static {
     /// The first logits of the last step.
     fn logits(&self, num_logits: usize) -> &[f32];
 
+    /// The same as one that draws; `None` where logits come to the host.
+    fn drawing(&mut self) -> Option<&mut dyn DrawingRank> {
+        None
+    }
+
     /// Ends its part in what the ranks do together: whoever waits for it, or comes to wait, is told. It is not asked for
     /// anything any more.
     fn leave(&mut self);
@@ -75,6 +86,8 @@ pub(crate) struct ParallelExecutor<R> {
     others: Vec<RankThread>,
     /// Every rank computed every step so far.
     is_whole: bool,
+    /// Of steps that were launched, the oldest first.
+    under_way: VecDeque<Written>,
 }
 
 impl<R: RankExecutor> ParallelExecutor<R> {
@@ -89,11 +102,77 @@ impl<R: RankExecutor> ParallelExecutor<R> {
         let mut seats = ranks.into_iter().enumerate().map(|(idx, rank)| Seat { idx, rank });
         let first = seats.next().expect("a model has at least one part");
         let others = seats.map(RankThread::start).collect::<Result<_, _>>()?;
-        Ok(ParallelExecutor { first, others, is_whole: true })
+        Ok(ParallelExecutor { first, others, is_whole: true, under_way: VecDeque::new() })
     }
 
     pub(crate) fn num_ranks(&self) -> usize {
         self.others.len() + 1
+    }
+
+    /// Gives the others `job` and does `work`, the first rank's part of it, here; what comes of that. Tells of the layers
+    /// that all have written by then.
+    ///
+    /// # Errors
+    /// When a rank fails, or has failed before.
+    ///
+    /// # Safety
+    /// What `job` points to is there, and is as [`RankExecutor::compute`] or [`DrawingRank::launch`] needs it.
+    unsafe fn run<T>(
+        &mut self,
+        job: Job,
+        written: &mut Written,
+        on_layer: &mut dyn FnMut(usize),
+        work: impl FnOnce(&mut R, &mut dyn FnMut(usize)) -> Result<T, RankError>,
+    ) -> Result<T, ExecuteError> {
+        if !self.is_whole {
+            let message = "a rank failed in an earlier step".to_owned();
+            return Err(ExecuteError { device: self.first.rank.device().to_owned(), message });
+        }
+        for (other, num_written) in self.others.iter().zip(&written.by_others) {
+            other.give(job, *num_written);
+        }
+        let others = &self.others;
+        let first = self.first.run(|rank| {
+            work(rank, &mut |layer_idx| {
+                let by_others = others.iter().map(RankThread::num_written).min();
+                let by_others = by_others.filter(|_| !R::MEETS_FOR_LAYERS).unwrap_or(usize::MAX);
+                written.tell(by_others.min(layer_idx + 1), on_layer);
+            })
+        });
+        // What the job points to is borrowed until every rank has answered. Nothing above unwinds: a rank returns its
+        // panics.
+        let outcome = others.iter().map(RankThread::wait).fold(first, |before, outcome| match outcome {
+            Ok(()) => before,
+            Err(failure) => Err(match before {
+                Ok(_) => failure,
+                Err(before) => before.or_its_cause(failure),
+            }),
+        });
+        written.by_others = others.iter().map(RankThread::num_written).collect();
+        outcome.map_err(|failure| {
+            self.is_whole = false;
+            failure.into()
+        })
+    }
+
+    /// Of a step that begins.
+    fn nothing_written(&self) -> Written {
+        Written { num_told: 0, by_others: vec![0; self.others.len()] }
+    }
+}
+
+/// How far a step has come.
+struct Written {
+    /// Layers that were told of.
+    num_told: usize,
+    /// Layers that each of the others has told of.
+    by_others: Vec<usize>,
+}
+
+impl Written {
+    fn tell(&mut self, num_written: usize, on_layer: &mut dyn FnMut(usize)) {
+        (self.num_told..num_written).for_each(on_layer);
+        self.num_told = self.num_told.max(num_written);
     }
 }
 
@@ -116,44 +195,19 @@ impl<R: RankExecutor> Executor for ParallelExecutor<R> {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<&[f32], ExecuteError> {
-        if !self.is_whole {
-            let message = "a rank failed in an earlier step".to_owned();
-            return Err(ExecuteError { device: self.first.rank.device().to_owned(), message });
-        }
-        let job = Job { batch: std::ptr::from_ref(batch).cast(), storage };
-        for other in &self.others {
-            other.give(job);
-        }
-        let others = &self.others;
-        let mut num_told = 0;
-        let mut tell = |num_written: usize| {
-            (num_told..num_written).for_each(&mut *on_layer);
-            num_told = num_told.max(num_written);
-        };
+        let job = Job::Compute(Lent { batch: std::ptr::from_ref(batch).cast(), storage });
+        let mut written = self.nothing_written();
         // SAFETY: by the caller's word; every rank is given the same.
-        let first = unsafe {
-            self.first.compute(batch, storage, &mut |layer_idx| {
-                let by_others = others.iter().map(RankThread::num_written).min();
-                tell(by_others.filter(|_| !R::MEETS_FOR_LAYERS).unwrap_or(usize::MAX).min(layer_idx + 1));
-            })
-        };
-        // What the job points to is borrowed until every rank has answered. Nothing above unwinds: a rank returns its
-        // panics.
-        let outcome = others.iter().map(RankThread::wait).fold(first, |before, outcome| match outcome {
-            Ok(_) => before,
-            Err(failure) => Err(before.err().map_or(failure.clone(), |before| before.or_its_cause(failure))),
-        });
-        match outcome {
-            Ok(num_logits) => {
-                // All have written all.
-                tell(self.first.rank.kv_layout().num_layers);
-                Ok(self.first.rank.logits(num_logits))
-            }
-            Err(failure) => {
-                self.is_whole = false;
-                Err(failure.into())
-            }
-        }
+        let num_logits = unsafe {
+            self.run(job, &mut written, on_layer, |rank, on_layer| rank.compute(batch, storage, on_layer))
+        }?;
+        // All have written all.
+        written.tell(self.first.rank.kv_layout().num_layers, on_layer);
+        Ok(self.first.rank.logits(num_logits))
+    }
+
+    fn drawing(&mut self) -> Option<&mut dyn DrawingExecutor> {
+        self.first.rank.drawing().is_some().then_some(self)
     }
 }
 
@@ -198,31 +252,41 @@ impl From<Failure> for ExecuteError {
 }
 
 impl<R: RankExecutor> Seat<R> {
-    /// The rank's part of a step; how many logits there are. After a failure it has left the others.
+    /// The rank's part of a job; what comes of it. After a failure it has left the others.
     ///
     /// # Errors
     /// When it fails or panics, or another rank is gone.
-    ///
-    /// # Safety
-    /// As [`RankExecutor::compute`].
-    unsafe fn compute(
-        &mut self,
-        batch: &Batch<'_>,
-        storage: &BlockStorage,
-        on_layer: &mut dyn FnMut(usize),
-    ) -> Result<usize, Failure> {
+    fn run<T>(&mut self, work: impl FnOnce(&mut R) -> Result<T, RankError>) -> Result<T, Failure> {
         // What a panic leaves behind is not used again.
-        let outcome = catch_unwind(AssertUnwindSafe(|| {
-            // SAFETY: by the caller's word.
-            unsafe { self.rank.compute(batch, storage, on_layer) }
-        }));
+        let outcome = catch_unwind(AssertUnwindSafe(|| work(&mut self.rank)));
         let what = match outcome {
-            Ok(Ok(num_logits)) => return Ok(num_logits),
+            Ok(Ok(done)) => return Ok(done),
             Ok(Err(error)) => What::Error(error),
             Err(panic) => What::Panic(message_of(&*panic)),
         };
         self.rank.leave();
         Err(Failure { rank_idx: self.idx, device: self.rank.device().to_owned(), what })
+    }
+
+    /// Does a job, as one of the others.
+    ///
+    /// # Safety
+    /// What it points to is there, and is as [`RankExecutor::compute`] or [`DrawingRank::launch`] needs it.
+    unsafe fn serve(&mut self, job: Job, on_layer: &mut dyn FnMut(usize)) -> Result<(), Failure> {
+        self.run(|rank| {
+            // SAFETY: by the caller's word.
+            unsafe {
+                match job {
+                    Job::Compute(Lent { batch, storage }) => {
+                        rank.compute(&*batch, &*storage, on_layer).map(drop)
+                    }
+                    Job::Launch { lent: Lent { batch, storage }, draws, follows } => {
+                        drawing::of(rank).launch(&*batch, &*draws, &*follows, &*storage, on_layer).map(drop)
+                    }
+                    Job::Collect => drawing::of(rank).collect(on_layer),
+                }
+            }
+        })
     }
 }
 
@@ -231,14 +295,27 @@ fn message_of(panic: &(dyn Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
 }
 
-/// What a rank is to compute. It points to what the caller of `execute` lends until every rank has answered.
+/// What a rank is to do. It points to what the caller of the executor lends until every rank has answered.
 #[derive(Clone, Copy)]
-struct Job {
+enum Job {
+    Compute(Lent),
+    /// As [`DrawingExecutor::launch`].
+    Launch {
+        lent: Lent,
+        draws: *const [Draw<'static>],
+        follows: *const [usize],
+    },
+    /// As [`DrawingExecutor::collect`].
+    Collect,
+}
+
+#[derive(Clone, Copy)]
+struct Lent {
     batch: *const Batch<'static>,
     storage: *const BlockStorage,
 }
 
-// SAFETY: batches and storages may be shared between threads, and these are lent until the answer.
+// SAFETY: batches, storages, draws and numbers may be shared between threads, and these are lent until the answer.
 unsafe impl Send for Job {}
 
 /// A rank on a thread of its own.
@@ -248,8 +325,8 @@ struct RankThread {
     /// Holds one: the rank takes a job before it is given the next. `None` once the rank is to end.
     jobs: Option<SyncSender<Job>>,
     /// One for each job.
-    outcomes: Receiver<Result<usize, Failure>>,
-    /// Layers of this job that it has told of.
+    outcomes: Receiver<Result<(), Failure>>,
+    /// Layers of this job's step that it has told of.
     num_written: Arc<AtomicUsize>,
     thread: Option<JoinHandle<()>>,
 }
@@ -279,10 +356,10 @@ impl RankThread {
         }
     }
 
-    /// A rank whose thread has ended shows it when it is waited for.
-    fn give(&self, job: Job) {
+    /// A job of a step of which it has told of so many layers. A rank whose thread has ended shows it when it is waited for.
+    fn give(&self, job: Job, num_written: usize) {
         // It waits for the job.
-        self.num_written.store(0, Ordering::Relaxed);
+        self.num_written.store(num_written, Ordering::Relaxed);
         let _ = self.jobs.as_ref().expect("until it is dropped").send(job);
     }
 
@@ -290,7 +367,7 @@ impl RankThread {
         self.num_written.load(Ordering::Acquire)
     }
 
-    fn wait(&self) -> Result<usize, Failure> {
+    fn wait(&self) -> Result<(), Failure> {
         let gone = || Failure { rank_idx: self.idx, device: self.device.clone(), what: What::Gone };
         self.outcomes.recv().unwrap_or_else(|_| Err(gone()))
     }
@@ -309,14 +386,14 @@ impl Drop for RankThread {
 fn serve<R: RankExecutor>(
     mut seat: Seat<R>,
     jobs: &Receiver<Job>,
-    answer: &SyncSender<Result<usize, Failure>>,
+    answer: &SyncSender<Result<(), Failure>>,
     num_written: &AtomicUsize,
 ) {
     for job in jobs {
         let mut on_layer = |layer_idx: usize| num_written.store(layer_idx + 1, Ordering::Release);
         // SAFETY: whoever gave the job waits for the answer before what it points to goes away, and vouches for the
         // blocks of the batch.
-        let outcome = unsafe { seat.compute(&*job.batch, &*job.storage, &mut on_layer) };
+        let outcome = unsafe { seat.serve(job, &mut on_layer) };
         if answer.send(outcome).is_err() {
             return;
         }

@@ -81,6 +81,12 @@ pub(crate) trait Device: Send {
     /// As of [`begin_sum`](Self::begin_sum).
     unsafe fn gather(&mut self, numbers: Address, len: usize) -> Result<(), CudaError>;
 
+    /// Gives `num_words` words of 32 bits of the first rank to the others, which have room for them at `words`.
+    ///
+    /// # Safety
+    /// As of [`begin_sum`](Self::begin_sum).
+    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError>;
+
     /// Takes no part in sums any more: the other ranks are told ([`CudaError::RankGone`]) instead of waiting.
     fn leave_ranks(&mut self);
 

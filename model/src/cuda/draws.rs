@@ -51,7 +51,7 @@ pub(crate) struct DrawParts {
 }
 
 /// What is copied back of the rows of a step.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Results {
     wanted: Vec<Wanted>,
 }

@@ -463,6 +463,13 @@ impl Device for DriverDevice {
         self.end_sums()
     }
 
+    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
+        let others = self.behind()?;
+        // SAFETY: as above.
+        unsafe { others.membership.hand_on(words, num_words * 4, others.stream.cu_stream().cast()) }?;
+        self.end_sums()
+    }
+
     fn leave_ranks(&mut self) {
         // A communicator ends when the graphs that have its operations have.
         self.graphs.clear();

@@ -188,6 +188,23 @@ impl Device for EmulatedDevice {
         Ok(())
     }
 
+    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
+        assert!(!self.is_repeating, "not a part of what is repeated");
+        let mut bytes = vec![0; num_words * 4];
+        let is_first = self.ranks().rank().is_first();
+        if is_first {
+            self.session.read(words, &mut bytes);
+        }
+        // Bytes are numbers in f32 exactly, and so are their sums with zeroes.
+        let mut numbers: Vec<f32> = bytes.iter().map(|&byte| byte.into()).collect();
+        self.ranks().all_reduce_sum(&mut numbers).map_err(gone)?;
+        if !is_first {
+            let handed: Vec<u8> = numbers.iter().map(|&number| number as u8).collect();
+            self.session.write(words, &handed);
+        }
+        Ok(())
+    }
+
     fn leave_ranks(&mut self) {
         self.ranks = None;
     }

@@ -29,10 +29,10 @@ use super::products::{self, WeightKind};
 use super::start::StartError;
 use super::weights::{self, DeviceWeightBytes, DeviceWeights};
 use super::{attention, embed, expert_products, experts, gate, norm, ranks, rope, rows, sample};
-use crate::parallel::{RankError, RankExecutor};
+use crate::parallel::{DrawingRank, RankError, RankExecutor};
 use crate::spec::{DecoderSpec, MlpSpec};
 use crate::{Batch, DrawingExecutor, ExecuteError, Executor, LoadProgress, LoadedModel};
-use drawing::Launched;
+use drawing::{Collected, Launched};
 
 /// Left to libraries and the driver, for what they take later: code of products of other sizes, graphs.
 const SPARE_BYTES: usize = 256 << 20;
@@ -52,6 +52,8 @@ pub(crate) struct DeviceExecutor<D> {
     logits: [Vec<f32>; NUM_RETURNS],
     /// Steps under way, the oldest first.
     launched: VecDeque<Launched>,
+    /// What was drawn in the step that was collected last.
+    collected: Collected,
     /// Where the next one's tokens are sent to.
     next_place: usize,
     /// The memory of the blocks that were computed with: what repeats knows its address.
@@ -189,6 +191,7 @@ impl<D: Device> DeviceExecutor<D> {
             draws: DrawInputs::default(),
             logits: Default::default(),
             launched: VecDeque::new(),
+            collected: Collected::default(),
             next_place: 0,
             pool: None,
         };
@@ -209,6 +212,12 @@ impl<D: Device> DeviceExecutor<D> {
     #[cfg(test)]
     pub(crate) fn part(&self) -> &Part {
         &self.part
+    }
+
+    /// Of its blocks.
+    #[cfg(any(test, feature = "emulator"))]
+    pub(crate) fn layout(&self) -> KvLayout {
+        self.part.layout
     }
 
     #[cfg(any(test, feature = "emulator"))]
@@ -240,9 +249,7 @@ impl<D: Device> DeviceExecutor<D> {
                 pass.logits(device, 0, inputs.num_wanted)?;
             }
         }
-        if self.part.rank().num_ranks == 1 {
-            self.warm_up_drawing()?;
-        }
+        self.warm_up_drawing()?;
         self.device.mark(0)?;
         self.device.wait_for(0)
     }
@@ -286,8 +293,9 @@ impl<D: Device> DeviceExecutor<D> {
         Ok(())
     }
 
-    fn failed(&self, error: impl ToString) -> ExecuteError {
-        ExecuteError { device: self.device.name().to_owned(), message: error.to_string() }
+    fn failed(&self, error: RankError) -> ExecuteError {
+        let (RankError::Missed(message) | RankError::Failed(message)) = error;
+        ExecuteError { device: self.device.name().to_owned(), message }
     }
 
     fn upload(&mut self) -> Result<(), CudaError> {
@@ -397,14 +405,21 @@ impl<D: Device + 'static> Executor for DeviceExecutor<D> {
         // SAFETY: passed on to the caller.
         match unsafe { self.compute(batch, storage, on_layer) } {
             Ok(num_logits) => Ok(self.logits(num_logits)),
-            Err(RankError::Missed(message) | RankError::Failed(message)) => {
-                Err(ExecuteError { device: self.device.name().to_owned(), message })
-            }
+            Err(error) => Err(self.failed(error)),
         }
     }
 
     fn drawing(&mut self) -> Option<&mut dyn DrawingExecutor> {
         Some(self)
+    }
+}
+
+impl From<CudaError> for RankError {
+    fn from(error: CudaError) -> RankError {
+        match error {
+            CudaError::RankGone { .. } => RankError::Missed(error.to_string()),
+            error => RankError::Failed(error.to_string()),
+        }
     }
 }
 
@@ -436,15 +451,16 @@ impl<D: Device + 'static> RankExecutor for DeviceExecutor<D> {
         assert!(self.launched.is_empty(), "a step is under way");
         self.take(batch, storage).map_err(RankError::Failed)?;
         let num_rows = batch.sequences.iter().map(|it| it.num_logits).sum();
-        self.step(num_rows, on_layer).map_err(|error| match error {
-            CudaError::RankGone { .. } => RankError::Missed(error.to_string()),
-            error => RankError::Failed(error.to_string()),
-        })?;
+        self.step(num_rows, on_layer)?;
         Ok(self.logits[0].len())
     }
 
     fn logits(&self, num_logits: usize) -> &[f32] {
         &self.logits[0][..num_logits]
+    }
+
+    fn drawing(&mut self) -> Option<&mut dyn DrawingRank> {
+        Some(self)
     }
 
     fn leave(&mut self) {

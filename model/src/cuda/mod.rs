@@ -66,6 +66,8 @@ mod low_bit_tests;
 #[cfg(test)]
 mod model_tests;
 #[cfg(test)]
+mod parallel_drawing_tests;
+#[cfg(test)]
 mod parallel_faults;
 #[cfg(test)]
 mod parallel_low_bit_tests;

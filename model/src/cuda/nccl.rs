@@ -126,20 +126,52 @@ impl Membership {
         len_bytes: usize,
         stream: cudaStream_t,
     ) -> Result<(), CudaError> {
+        let others = 1..self.rank.num_ranks;
+        let operations = match self.rank.is_first() {
+            true => others.map(|idx| (false, at.add(idx * len_bytes), idx)).collect(),
+            false => vec![(true, at, 0)],
+        };
+        // SAFETY: by the caller's word.
+        unsafe { self.post(operations, len_bytes, stream) }
+    }
+
+    /// Posts that the others get `len_bytes` of the first rank.
+    ///
+    /// # Errors
+    /// As [`sum`](Self::sum).
+    ///
+    /// # Safety
+    /// Likewise.
+    pub(crate) unsafe fn hand_on(
+        &mut self,
+        at: Address,
+        len_bytes: usize,
+        stream: cudaStream_t,
+    ) -> Result<(), CudaError> {
+        let others = 1..self.rank.num_ranks;
+        let operations = match self.rank.is_first() {
+            true => others.map(|idx| (true, at, idx)).collect(),
+            false => vec![(false, at, 0)],
+        };
+        // SAFETY: by the caller's word.
+        unsafe { self.post(operations, len_bytes, stream) }
+    }
+
+    /// Sends, or else receives, as many bytes each, from or to where they are, to or from a rank; at once.
+    unsafe fn post(
+        &mut self,
+        operations: Vec<(bool, Address, usize)>,
+        len: usize,
+        stream: cudaStream_t,
+    ) -> Result<(), CudaError> {
         self.check()?;
-        let operation = |is_send, offset, peer| Operation {
-            is_send,
-            address: at.add(offset).0,
-            len: len_bytes,
-            peer: peer as i32,
-        };
-        let operations: Vec<Operation> = match self.rank.is_first() {
-            true => (1..self.rank.num_ranks).map(|idx| operation(false, idx * len_bytes, idx)).collect(),
-            false => vec![operation(true, 0, 0)],
-        };
+        let operations = operations.into_iter().map(|(is_send, at, peer)| {
+            let (address, peer) = (at.0, peer as i32);
+            Operation { is_send, address, len, peer }
+        });
         let nccl = self.group.nccl.clone();
         // SAFETY: by the caller's word.
-        unsafe { nccl.post(self.handle()?, operations.into_iter(), stream) }.map_err(failed)?;
+        unsafe { nccl.post(self.handle()?, operations, stream) }.map_err(failed)?;
         self.settle()
     }
 
@@ -260,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_join_sum_up_and_gather() {
+    fn ranks_join_sum_up_gather_and_hand_on() {
         let pretended = Pretended::new();
         for num_ranks in [2, 3, 4] {
             // Whoever leaves first would be missed by who is not done.
@@ -285,6 +317,12 @@ mod tests {
                         let expected = (0..num_ranks).map(|idx| (idx * 100 + round) as u64);
                         assert_eq!(parts, expected.collect::<Vec<_>>());
                     }
+
+                    let mut words = vec![(rank.idx * 1000 + round) as u64; 3];
+                    let at = Address(words.as_mut_ptr() as u64);
+                    // SAFETY: as in `sum`.
+                    unsafe { membership.hand_on(at, 24, ptr::null_mut()) }.unwrap();
+                    assert_eq!(words, [round as u64; 3]);
                 }
                 assert!(membership.check().is_ok());
                 all_are_done.wait();

@@ -15,7 +15,10 @@ use super::inputs::BatchLimits;
 use super::nccl::Group;
 use super::start::StartError;
 use crate::parallel::ParallelExecutor;
-use crate::{Backend, Batch, DeviceWeightBytes, ExecuteError, Executor, LoadProgress, LoadedModel, Rank};
+use crate::{
+    Backend, Batch, DeviceWeightBytes, DrawingExecutor, ExecuteError, Executor, LoadProgress, LoadedModel,
+    Rank,
+};
 
 /// Computes on several of NVIDIA's devices by NCCL, a rank of the model on each. Not run on GPUs yet: the same pass, over the
 /// same kernels, was run by emulators that meet in the host's memory.
@@ -149,5 +152,9 @@ impl Executor for ParallelCudaExecutor {
     ) -> Result<&[f32], ExecuteError> {
         // SAFETY: passed on to the caller.
         unsafe { self.executor.execute(batch, storage, on_layer) }
+    }
+
+    fn drawing(&mut self) -> Option<&mut dyn DrawingExecutor> {
+        self.executor.drawing()
     }
 }

@@ -11,9 +11,10 @@ use super::emulated::{EmulatedDevice, Sums};
 use super::emulator::Threads;
 use super::inputs::BatchLimits;
 use super::kernel::{Address, Kernel};
-use super::parallel_tests::{Machine, TIED, devices, load_parts, prompt, started};
+use super::parallel_tests::{Machine, TIED, load_parts, prompt, started};
 use super::start::StartError;
-use crate::{BatchSequence, LoadedModel};
+use super::test_model::devices;
+use crate::{Batch, BatchSequence, Draw, ExecuteError, LoadedModel};
 
 /// As little as a step can be: ranks start often here.
 const FEW: BatchLimits = BatchLimits { num_rows: 2, num_sequences: 1, context_length: 8 };
@@ -112,6 +113,12 @@ impl Device for Fragile {
         unsafe { self.device.gather(numbers, len) }
     }
 
+    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
+        self.count()?;
+        // SAFETY: as above.
+        unsafe { self.device.hand_on(words, num_words) }
+    }
+
     fn leave_ranks(&mut self) {
         self.device.leave_ranks();
     }
@@ -186,6 +193,43 @@ fn a_rank_that_fails_in_a_step_is_named_and_nobody_waits_for_it() {
             assert_eq!(error, format!("cuda:{failing}, rank {failing}: {how}a fault on purpose"));
             let error = step(&mut machine).unwrap_err().to_string();
             assert_eq!(error, "cuda:0: a rank failed in an earlier step");
+        }
+    }
+}
+
+/// A step that draws, and one that follows it before it is collected.
+#[test]
+fn a_rank_that_fails_in_a_step_ahead_is_named_and_nobody_waits_for_it() {
+    let dir = TIED.write();
+    let tokens = prompt(2, 1);
+    let steps = |machine: &mut Machine| -> Result<(), ExecuteError> {
+        let (blocks, draws) = ([BlockId(1)], [Draw::default()]);
+        let first = BatchSequence { tokens: &tokens, start_idx: 0, blocks: &blocks, num_logits: 1 };
+        let second = BatchSequence { tokens: &tokens[..1], start_idx: 2, blocks: &blocks, num_logits: 1 };
+        let Machine { executor, storage, .. } = machine;
+        let drawing = executor.drawing().unwrap();
+        for (sequence, follows) in [(first, &[][..]), (second, &[0])] {
+            let batch = Batch { sequences: vec![sequence] };
+            // SAFETY: nobody else uses the storage.
+            unsafe { drawing.launch(&batch, &draws, follows, storage, &mut |_| {}) }?;
+        }
+        for _ in 0..2 {
+            assert_eq!(drawing.collect(&mut |_| {})?.len(), 1);
+        }
+        Ok(())
+    };
+    let load = || load_parts(dir.path(), 2, KvDtype::Bf16);
+    for failing in [0, 1] {
+        let (ranks, num_asked) = fragile(load(), failing, usize::MAX, false);
+        let mut machine = Machine::new(ranks, FEW);
+        let begin = num_asked.load(Ordering::Relaxed);
+        steps(&mut machine).unwrap();
+        for fails_at in (begin..num_asked.load(Ordering::Relaxed)).step_by(17) {
+            let panics = fails_at % 2 == 0;
+            let mut machine = Machine::new(fragile(load(), failing, fails_at, panics).0, FEW);
+            let error = steps(&mut machine).unwrap_err().to_string();
+            let how = if panics { "panicked: " } else { "cuLaunchKernel failed: " };
+            assert_eq!(error, format!("cuda:{failing}, rank {failing}: {how}a fault on purpose"));
         }
     }
 }

@@ -13,8 +13,9 @@ use super::low_bit_tests::{TOLERANCE_OF_ROUNDED, fp8, integers, llama};
 use super::model_tests::fixtures;
 use super::multiply::FEW_ROWS;
 use super::parallel_tests::{
-    EXPERTS, Machine, TIED, TOLERANCE, TOLERANCE_OF_EXPERTS, devices, difference, options, prompt,
+    EXPERTS, Machine, TIED, TOLERANCE, TOLERANCE_OF_EXPERTS, difference, options, prompt,
 };
+use super::test_model::devices;
 use super::weights::upload;
 use crate::{BatchSequence, LoadOptions, LoadedModel, load_ranks};
 

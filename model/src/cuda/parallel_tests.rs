@@ -1,27 +1,23 @@
 //! Whole models by several emulated devices, which meet in the host's memory, against one: logits, tokens, blocks.
 
 use std::fs;
-use std::io;
 use std::path::Path;
 
-use baton_kv_cache::{BlockId, BlockStorage, DeviceMemory, DividedMemory, KvDtype};
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
 use super::device::Device;
-use super::emulated::{EmulatedDevice, Sums};
-use super::emulator::Threads;
-use super::executor::{DeviceExecutor, check_shape, sources};
+use super::emulated::Sums;
+use super::executor::{DeviceExecutor, check_shape};
 use super::inputs::BatchLimits;
 use super::kernel::Address;
 use super::parallel::start_ranks;
 use super::start::StartError;
+use super::test_model::{blocks_of, devices};
 use crate::cpu::testing::noise;
 use crate::parallel::{ParallelExecutor, RankExecutor};
-use crate::{
-    Backend, Batch, BatchSequence, ExecuteError, Executor, LoadOptions, LoadedModel, Rank,
-    ThreadCommunicator, load_ranks,
-};
+use crate::{Backend, Batch, BatchSequence, ExecuteError, Executor, LoadOptions, LoadedModel, load_ranks};
 
 /// Of the largest logit, against one device: both round sums to bf16, in other places, by 2^-9 of themselves at most; some
 /// ten of these in each of two layers are a hundredth or two together.
@@ -32,11 +28,9 @@ pub(super) const TOLERANCE_OF_EXPERTS: f32 = 0.06;
 
 const LIMITS: BatchLimits = BatchLimits { num_rows: 9, num_sequences: 2, context_length: 64 };
 
-const MEMORY_BYTES: usize = 16 << 20;
-
 const BLOCK_SIZE: usize = 8;
 const NUM_BLOCKS: usize = 32;
-const NUM_LAYERS: usize = 2;
+pub(super) const NUM_LAYERS: usize = 2;
 
 /// A model of random weights that four ranks can divide: eight heads, and a vocabulary that is not a multiple of anything.
 #[derive(Clone, Copy, Debug)]
@@ -47,7 +41,7 @@ pub(super) struct Tiny {
     num_neurons: usize,
 }
 
-const GROUPED: Tiny = Tiny { num_kv_heads: 4, is_tied: false, num_experts: 0, num_neurons: 96 };
+pub(super) const GROUPED: Tiny = Tiny { num_kv_heads: 4, is_tied: false, num_experts: 0, num_neurons: 96 };
 pub(super) const TIED: Tiny = Tiny { num_kv_heads: 4, is_tied: true, num_experts: 0, num_neurons: 96 };
 /// Of four ranks two have the same kv head.
 const REPLICATED: Tiny = Tiny { num_kv_heads: 2, is_tied: true, num_experts: 0, num_neurons: 96 };
@@ -57,7 +51,7 @@ const CASES: [Tiny; 4] = [GROUPED, TIED, REPLICATED, EXPERTS];
 impl Tiny {
     const HIDDEN: usize = 64;
     const HEAD_DIM: usize = 16;
-    const VOCAB: usize = 203;
+    pub(super) const VOCAB: usize = 203;
 
     /// In each MLP, or of each expert.
     pub(super) fn of_neurons(self, num_neurons: usize) -> Tiny {
@@ -148,16 +142,6 @@ pub(super) fn load_parts(dir: &Path, num_ranks: usize, kv_dtype: KvDtype) -> Vec
     load_ranks(dir, num_ranks, &options, &mut |_| {}).unwrap()
 }
 
-/// Devices that have joined each other, and their parts.
-pub(super) fn devices(models: Vec<LoadedModel>, sums: Sums) -> Vec<(EmulatedDevice, LoadedModel)> {
-    let ends = ThreadCommunicator::group(models.len());
-    let joined = models.into_iter().zip(ends).map(|(model, end)| {
-        let device = EmulatedDevice::new(&sources(&model), MEMORY_BYTES, Threads::Shuffled);
-        (if model.shard().rank() == Rank::ONLY { device } else { device.join(end, sums) }, model)
-    });
-    joined.collect()
-}
-
 pub(super) fn started<D: Device + 'static>(
     ranks: Vec<(D, LoadedModel)>,
     limits: BatchLimits,
@@ -165,56 +149,14 @@ pub(super) fn started<D: Device + 'static>(
     start_ranks(ranks, limits, |_, _| Ok(()), &mut |_| {})
 }
 
-/// Memory that nobody reaches but the executor.
-#[derive(Debug)]
-struct Pool(Address);
-
-// SAFETY: the emulated device frees it with everything else.
-unsafe impl DeviceMemory for Pool {
-    fn device(&self) -> u32 {
-        0
-    }
-
-    fn address(&self) -> Option<u64> {
-        Some(self.0.0)
-    }
-
-    unsafe fn read(&self, _: usize, _: &mut [u8]) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    unsafe fn write(&self, _: usize, _: &[u8]) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    fn handle(&self) -> Option<[u8; 64]> {
-        None
-    }
-
-    fn bind(&self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-/// Blocks of all ranks, full of NaN.
 fn blocks<D: Device + 'static>(ranks: &mut [DeviceExecutor<D>]) -> BlockStorage {
-    let whole = Executor::kv_layout(&ranks[0]);
-    let mut pools = ranks.iter_mut().map(|rank| -> Box<dyn DeviceMemory> {
-        let layout = rank.part().layout;
-        let size_bytes = BlockStorage::bytes_of(&layout, NUM_BLOCKS).unwrap();
-        Box::new(Pool(rank.device().allocate(size_bytes).unwrap()))
-    });
-    let memory: Box<dyn DeviceMemory> = match pools.len() {
-        1 => pools.next().unwrap(),
-        _ => Box::new(DividedMemory::new(whole, pools.collect()).unwrap()),
-    };
-    BlockStorage::on_device(memory, whole, NUM_BLOCKS)
+    blocks_of(ranks, NUM_BLOCKS)
 }
 
 /// An executor of one device or several, and its blocks.
 pub(super) struct Machine {
-    executor: Box<dyn Executor>,
-    storage: BlockStorage,
+    pub(super) executor: Box<dyn Executor>,
+    pub(super) storage: BlockStorage,
     next_block: u32,
 }
 
@@ -252,7 +194,7 @@ pub(super) fn prompt(num_tokens: usize, seed: u32) -> Vec<u32> {
     (0..num_tokens as u32).map(|idx| (idx * 37 + seed * 101 + idx * idx % 7) % 203).collect()
 }
 
-fn argmax(logits: &[f32]) -> u32 {
+pub(super) fn argmax(logits: &[f32]) -> u32 {
     (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32
 }
 

@@ -199,6 +199,11 @@ impl Device for TestDevice {
         unsafe { of_either!(self, device => device.gather(numbers, len)) }
     }
 
+    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
+        // SAFETY: by the caller's word.
+        unsafe { of_either!(self, device => device.hand_on(words, num_words)) }
+    }
+
     fn leave_ranks(&mut self) {
         of_either!(self, device => device.leave_ranks());
     }

@@ -3,16 +3,19 @@
 
 use std::io;
 
-use baton_kv_cache::{BlockStorage, DeviceMemory, KvLayout};
+use baton_kv_cache::{BlockStorage, DeviceMemory, DividedMemory, KvLayout};
 
 use super::device::{Device, Fp8Products};
+use super::emulated::{EmulatedDevice, Sums};
 use super::emulator::Threads;
 use super::executor::{DeviceExecutor, check_shape, sources};
 use super::inputs::BatchLimits;
 use super::kernel::Address;
+use super::parallel::start_ranks;
 use super::start::StartError;
 use super::test_device::TestDevice;
-use crate::{Batch, ExecuteError, Executor, LoadedModel};
+use crate::parallel::ParallelExecutor;
+use crate::{Batch, ExecuteError, Executor, LoadedModel, Rank, ThreadCommunicator};
 
 /// What the emulated device has: enough.
 const MEMORY_BYTES: usize = 64 << 20;
@@ -75,10 +78,50 @@ pub(crate) fn on_device(
 }
 
 pub(crate) fn blocks(executor: &mut DeviceExecutor<TestDevice>, num_blocks: usize) -> BlockStorage {
-    let layout = executor.kv_layout();
-    let size_bytes = BlockStorage::bytes_of(&layout, num_blocks).expect("a number of bytes");
-    let pool = executor.device().allocate(size_bytes).expect("there is room");
-    BlockStorage::on_device(Box::new(Pool(pool)), layout, num_blocks)
+    blocks_of(std::slice::from_mut(executor), num_blocks)
+}
+
+/// Blocks of all ranks.
+pub(crate) fn blocks_of<D: Device + 'static>(
+    ranks: &mut [DeviceExecutor<D>],
+    num_blocks: usize,
+) -> BlockStorage {
+    let whole = Executor::kv_layout(&ranks[0]);
+    let mut pools = ranks.iter_mut().map(|rank| -> Box<dyn DeviceMemory> {
+        let size_bytes = BlockStorage::bytes_of(&rank.layout(), num_blocks).expect("a number of bytes");
+        Box::new(Pool(rank.device().allocate(size_bytes).expect("there is room")))
+    });
+    let memory: Box<dyn DeviceMemory> = match pools.len() {
+        1 => pools.next().expect("one"),
+        _ => Box::new(DividedMemory::new(whole, pools.collect()).expect("parts of one pool")),
+    };
+    BlockStorage::on_device(memory, whole, num_blocks)
+}
+
+/// An executor of several ranks, each on an emulated device of its own, and blocks that it computes on.
+///
+/// # Panics
+/// As [`test_model`], and when they are not all the ranks of a model.
+pub fn test_model_of_ranks(
+    ranks: Vec<LoadedModel>,
+    limits: BatchLimits,
+    num_blocks: usize,
+) -> (Box<dyn Executor>, BlockStorage) {
+    LoadedModel::check_ranks(ranks.iter());
+    let ranks = start_ranks(devices(ranks, Sums::Late), limits, |_, _| Ok(()), &mut |_| {});
+    let mut ranks = ranks.expect("the parts fit");
+    let storage = blocks_of(&mut ranks, num_blocks);
+    (Box::new(ParallelExecutor::new(ranks).expect("threads")), storage)
+}
+
+/// Devices that have joined each other, and their parts.
+pub(crate) fn devices(models: Vec<LoadedModel>, sums: Sums) -> Vec<(EmulatedDevice, LoadedModel)> {
+    let ends = ThreadCommunicator::group(models.len());
+    let joined = models.into_iter().zip(ends).map(|(model, end)| {
+        let device = EmulatedDevice::new(&sources(&model), MEMORY_BYTES, Threads::Shuffled);
+        (if model.shard().rank() == Rank::ONLY { device } else { device.join(end, sums) }, model)
+    });
+    joined.collect()
 }
 
 /// The same executor, but for drawing: its logits come to the host.

@@ -27,6 +27,7 @@ struct Posted {
 };
 
 struct Moved {
+    bool is_send;
     void* at;
     size_t len;
     int peer;
@@ -77,14 +78,30 @@ void sum_if_all(Group& group, size_t idx) {
     }
 }
 
-// The last rank to post has the first receive.
+// The last rank to post moves what all have: what one receives another sends to it.
 void move_if_all(Group& group, size_t idx) {
     if (!all_have(group, idx + 1)) return;
-    for (Moved& to : group.comms[0]->moved) {
-        auto& sent = group.comms[to.peer]->moved;
-        if (sent.size() == 1 && sent[0].len == to.len) std::memcpy(to.at, sent[0].at, to.len);
+    for (auto& [rank, comm] : group.comms) {
+        for (Moved& to : comm->moved) {
+            if (to.is_send) continue;
+            for (Moved& from : group.comms[to.peer]->moved) {
+                bool is_it = from.is_send && from.peer == rank && from.len == to.len;
+                if (is_it) std::memcpy(to.at, from.at, to.len);
+            }
+        }
     }
     for (auto& [_, comm] : group.comms) comm->moved.clear();
+}
+
+// One group is one operation; the first rank's are of all others, in their order, and the others' of the first.
+int post(Moved moved, int type, Comm* comm) {
+    int last = comm->rank == 0 ? comm->group->num_ranks - 1 : 0;
+    if (type != 1 || (moved.peer == 0) != (comm->rank != 0) || group_depth != 1) return InvalidUsage;
+    std::lock_guard guard(lock);
+    comm->moved.push_back(moved);
+    if (moved.peer != last) return InProgress;
+    comm->posted.push_back({false, nullptr, moved.len});
+    return move_if_all(*comm->group, comm->posted.size() - 1), InProgress;
 }
 
 } // namespace
@@ -142,21 +159,11 @@ int ncclAllReduce(const void* from, void* to, size_t len, int type, int op, Comm
 }
 
 int ncclSend(const void* from, size_t len, int type, int peer, Comm* comm, void*) {
-    if (type != 1 || peer != 0 || comm->rank == 0 || group_depth != 1) return InvalidUsage;
-    std::lock_guard guard(lock);
-    comm->moved.push_back({const_cast<void*>(from), len, 0});
-    comm->posted.push_back({false, nullptr, len});
-    return move_if_all(*comm->group, comm->posted.size() - 1), InProgress;
+    return post({true, const_cast<void*>(from), len, peer}, type, comm);
 }
 
 int ncclRecv(void* to, size_t len, int type, int peer, Comm* comm, void*) {
-    if (type != 1 || comm->rank != 0 || group_depth != 1) return InvalidUsage;
-    std::lock_guard guard(lock);
-    comm->moved.push_back({to, len, peer});
-    // One group is one operation; its receives come in the order of ranks.
-    if (peer != comm->group->num_ranks - 1) return InProgress;
-    comm->posted.push_back({false, nullptr, len});
-    return move_if_all(*comm->group, comm->posted.size() - 1), InProgress;
+    return post({false, to, len, peer}, type, comm);
 }
 
 const char* ncclGetErrorString(int) { return "refused"; }

@@ -9,6 +9,7 @@ use super::super::device::{Device, NUM_RETURNS};
 use super::super::draws::Results;
 use super::super::sample::TakeTokens;
 use super::{DeviceExecutor, Told};
+use crate::parallel::{DrawingRank, RankError};
 use crate::{Answer, Batch, Draw, DrawingExecutor, ExecuteError};
 
 /// A step under way.
@@ -16,7 +17,17 @@ pub(super) struct Launched {
     /// That its tokens are sent to.
     place: usize,
     results: Results,
+    /// Rows after which tokens are drawn, by whichever rank.
+    num_drawn: usize,
     told: Told,
+}
+
+/// What came of a step.
+#[derive(Default)]
+pub(super) struct Collected {
+    place: usize,
+    results: Results,
+    bytes: Vec<u8>,
 }
 
 impl<D: Device + 'static> DrawingExecutor for DeviceExecutor<D> {
@@ -28,22 +39,54 @@ impl<D: Device + 'static> DrawingExecutor for DeviceExecutor<D> {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<bool, ExecuteError> {
+        // SAFETY: passed on to the caller.
+        let launched = unsafe { DrawingRank::launch(self, batch, draws, follows, storage, on_layer) };
+        launched.map_err(|error| self.failed(error))
+    }
+
+    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<Answer<'_>>, ExecuteError> {
+        match DrawingRank::collect(self, on_layer) {
+            Ok(()) => Ok(self.answers()),
+            Err(error) => Err(self.failed(error)),
+        }
+    }
+}
+
+impl<D: Device + 'static> DrawingRank for DeviceExecutor<D> {
+    unsafe fn launch(
+        &mut self,
+        batch: &Batch<'_>,
+        draws: &[Draw<'_>],
+        follows: &[usize],
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<bool, RankError> {
         assert!(self.launched.len() < NUM_RETURNS, "two steps are under way");
         assert_eq!(self.launched.is_empty(), follows.is_empty(), "a second step follows the first");
         let num_logits: usize = batch.sequences.iter().map(|it| it.num_logits).sum();
         assert_eq!(num_logits, draws.len(), "a draw for each row");
-        self.take(batch, storage).map_err(|error| self.failed(error))?;
-        self.begin(draws, follows, on_layer).map_err(|error| self.failed(error))
+        self.take(batch, storage).map_err(RankError::Failed)?;
+        Ok(self.begin(draws, follows, on_layer)?)
     }
 
-    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<Answer<'_>>, ExecuteError> {
-        let Launched { place, results, .. } = self.end(on_layer).map_err(|error| self.failed(error))?;
-        let vocab_size = self.part.spec().vocab_size;
-        let DeviceExecutor { device, logits, .. } = self;
-        match device.returned(place) {
-            Ok(bytes) => Ok(results.read(bytes, &logits[place], vocab_size)),
-            Err(error) => Err(ExecuteError { device: device.name().to_owned(), message: error.to_string() }),
+    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<(), RankError> {
+        let Launched { place, results, told, .. } = self.launched.pop_front().expect("a step is under way");
+        if told.is_marked {
+            self.tell(told, on_layer)?;
         }
+        let mut bytes = std::mem::take(&mut self.collected.bytes);
+        bytes.clear();
+        bytes.extend_from_slice(self.device.returned(place)?);
+        self.collected = Collected { place, results, bytes };
+        if !told.is_marked {
+            self.tell(told, on_layer)?;
+        }
+        Ok(())
+    }
+
+    fn answers(&self) -> Vec<Answer<'_>> {
+        let Collected { place, results, bytes } = &self.collected;
+        results.read(bytes, &self.logits[*place], self.part.spec().vocab_size)
     }
 }
 
@@ -56,46 +99,57 @@ impl<D: Device> DeviceExecutor<D> {
         self.upload()?;
         let base = self.buffers.inputs;
         let (logits, vocab_size) = (self.buffers.logits, self.part.spec().vocab_size);
-        let sample = self.draws.kernel(&parts, base, &self.buffers.draws, logits, vocab_size, (0, 1));
         let drawn = self.buffers.draws.results;
-        let take =
-            TakeTokens { tokens: self.inputs.at(base).tokens, sources: base.add(sources), drawn, num: 1 };
-        // SAFETY: a row, its draw and its token are there; the list of tokens before is empty.
+        if self.part.rank().is_first() {
+            let sample = self.draws.kernel(&parts, base, &self.buffers.draws, logits, vocab_size, (0, 1));
+            // SAFETY: a row and its draw are there.
+            unsafe { self.device.launch(&sample) }?;
+        }
+        self.take_tokens(sources, 1, 1)?;
+        // SAFETY: its token is there; the list of tokens before is empty.
         unsafe {
-            self.device.launch(&sample)?;
-            self.device.launch(&take)?;
             self.device.launch(&self.draws.count_drawn(&parts, base, sources, drawn))?;
             self.device.send_back(drawn, results.num_bytes(), 0)?;
         }
         self.device.returned(0).map(drop)
     }
 
-    /// Asks for a step, and for the tokens after its wanted rows.
+    /// Puts tokens that the step before drew after `num_drawn` rows in their places: of each of the inputs' first `num`
+    /// rows that of the row that `sources` says. Of several ranks the first has them, and hands them to the others.
+    fn take_tokens(&mut self, sources: usize, num: usize, num_drawn: usize) -> Result<(), CudaError> {
+        let (base, drawn) = (self.buffers.inputs, self.buffers.draws.results);
+        let (tokens, sources) = (self.inputs.at(base).tokens, base.add(sources));
+        // SAFETY: so many are there, and the step before has the rows that this one follows; both it and this one read the
+        // inputs in their turn.
+        unsafe {
+            if self.part.rank().num_ranks > 1 {
+                self.device.hand_on(drawn, num_drawn)?;
+            }
+            self.device.launch(&TakeTokens { tokens, sources, drawn, num: num as u64 })
+        }
+    }
+
+    /// Asks for a step, and for the tokens after its wanted rows, which the first rank draws.
     fn begin(
         &mut self,
         draws: &[Draw<'_>],
         follows: &[usize],
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<bool, CudaError> {
-        let results = self.draws.fill(draws, !follows.is_empty());
+        let is_first = self.part.rank().is_first();
+        let results = self.draws.fill(if is_first { draws } else { &[] }, !follows.is_empty());
         let parts = self.draws.append_to(&mut self.inputs);
         let sources = (!follows.is_empty()).then(|| self.inputs.append_sources(follows));
         self.upload()?;
         let base = self.buffers.inputs;
         if let Some(sources) = sources {
-            let drawn = self.buffers.draws.results;
-            let take = TakeTokens {
-                tokens: self.inputs.at(base).tokens,
-                sources: base.add(sources),
-                drawn,
-                num: follows.len() as u64,
-            };
-            let count = self.draws.has_counts().then(|| self.draws.count_drawn(&parts, base, sources, drawn));
-            // SAFETY: so many are there, and the step before has the rows that this one follows; both it and this one read
-            // the inputs in their turn.
-            unsafe {
-                self.device.launch(&take)?;
-                count.map_or(Ok(()), |count| self.device.launch(&count))?;
+            let before = self.launched.back().expect("it follows a step");
+            self.take_tokens(sources, follows.len(), before.num_drawn)?;
+            if self.draws.has_counts() {
+                let drawn = self.buffers.draws.results;
+                let count = self.draws.count_drawn(&parts, base, sources, drawn);
+                // SAFETY: as of the tokens.
+                unsafe { self.device.launch(&count) }?;
             }
         }
         let told = self.forward(on_layer)?;
@@ -110,6 +164,9 @@ impl<D: Device> DeviceExecutor<D> {
             let num_rows = pass.buffers.logit_rows.min(draws.len() - first);
             if first > 0 {
                 pass.logits(device, first, num_rows)?;
+            }
+            if !is_first {
+                continue;
             }
             for row_idx in results.left().filter(|row_idx| (first..first + num_rows).contains(row_idx)) {
                 let start = left.len();
@@ -128,19 +185,7 @@ impl<D: Device> DeviceExecutor<D> {
         (self.draws, self.logits[place]) = (draw_inputs, left);
         self.next_place = (place + 1) % NUM_RETURNS;
         let draws_all = results.left().next().is_none();
-        self.launched.push_back(Launched { place, results, told });
+        self.launched.push_back(Launched { place, results, num_drawn: draws.len(), told });
         Ok(draws_all)
-    }
-
-    fn end(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Launched, CudaError> {
-        let launched = self.launched.pop_front().expect("a step is under way");
-        if launched.told.is_marked {
-            self.tell(launched.told, on_layer)?;
-        }
-        self.device.returned(launched.place)?;
-        if !launched.told.is_marked {
-            self.tell(launched.told, on_layer)?;
-        }
-        Ok(launched)
     }
 }

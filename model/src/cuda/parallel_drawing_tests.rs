@@ -1,0 +1,140 @@
+//! Tokens that the first of several emulated devices draws, and that all take: against what the logits that they compute
+//! together say on the host.
+
+use baton_kv_cache::{BlockId, KvDtype};
+
+use super::emulated::Sums;
+use super::inputs::BatchLimits;
+use super::parallel_tests::{GROUPED, Machine, NUM_LAYERS, TIED, Tiny, argmax, load_parts, prompt};
+use super::test_model::devices;
+use crate::{Answer, Batch, BatchSequence, Draw, SampledToken};
+
+const LIMITS: BatchLimits = BatchLimits { num_rows: 12, num_sequences: 3, context_length: 64 };
+
+fn machine(tiny: Tiny, num_ranks: usize) -> Machine {
+    let dir = tiny.write();
+    Machine::new(devices(load_parts(dir.path(), num_ranks, KvDtype::Bf16), Sums::Late), LIMITS)
+}
+
+/// What was told of the layers of a step meanwhile.
+fn launch(
+    machine: &mut Machine,
+    sequences: &[BatchSequence<'_>],
+    draws: &[Draw<'_>],
+    follows: &[usize],
+) -> (bool, Vec<usize>) {
+    let batch = Batch { sequences: sequences.to_vec() };
+    let executor = machine.executor.drawing().expect("ranks draw");
+    let mut layers = Vec::new();
+    let mut on_layer = |layer_idx| layers.push(layer_idx);
+    // SAFETY: nobody else uses the storage.
+    let launched = unsafe { executor.launch(&batch, draws, follows, &machine.storage, &mut on_layer) };
+    (launched.unwrap(), layers)
+}
+
+/// The rest of its layers are told of.
+fn collect(machine: &mut Machine, mut layers: Vec<usize>) -> Vec<Answer<'_>> {
+    let answers = machine.executor.drawing().expect("ranks draw").collect(&mut |idx| layers.push(idx));
+    assert_eq!(layers, (0..NUM_LAYERS).collect::<Vec<_>>(), "layers, in order and once");
+    answers.unwrap()
+}
+
+fn token(answer: &Answer<'_>) -> u32 {
+    match answer {
+        Answer::Drawn(Ok(SampledToken { id, .. })) => *id,
+        other => panic!("no token: {other:?}"),
+    }
+}
+
+/// Rows of which there are more than there is room for logits of, and one that is left to the host.
+#[test]
+fn tokens_of_ranks_are_those_of_their_logits() {
+    let mut machine = machine(GROUPED, 2);
+    let (tokens, blocks) = (prompt(12, 1), machine.place(12));
+    let sequence = BatchSequence { tokens: &tokens, start_idx: 0, blocks: &blocks, num_logits: 12 };
+    let logits = machine.run(vec![sequence]).unwrap();
+    let mut draws = vec![Draw::default(); 12];
+    draws[5].logprobs = Some(3);
+    let likeliest = [argmax(&logits[11])];
+    draws[11].masked = likeliest[..].into();
+    let (draws_all, layers) = launch(&mut machine, &[sequence], &draws, &[]);
+    assert!(draws_all);
+    for (row_idx, (answer, logits)) in collect(&mut machine, layers).iter().zip(&logits).enumerate() {
+        let Answer::Drawn(Ok(drawn)) = answer else { panic!("row {row_idx}: {answer:?}") };
+        assert_eq!(drawn.logprobs.as_ref().map(|it| it.top.len()), (row_idx == 5).then_some(3));
+        let mut logits = logits.clone();
+        if row_idx == 11 {
+            logits[likeliest[0] as usize] = f32::NEG_INFINITY;
+        }
+        assert_eq!(drawn.id, argmax(&logits), "row {row_idx}");
+    }
+    let twice = [(3, 1.0), (3, 1.0)];
+    draws[7].logit_bias = twice[..].into();
+    let (draws_all, layers) = launch(&mut machine, &[sequence], &draws, &[]);
+    assert!(!draws_all);
+    for (row_idx, (answer, logits)) in collect(&mut machine, layers).iter().zip(&logits).enumerate() {
+        let is_left = matches!(answer, Answer::Logits(row) if *row == logits);
+        assert_eq!(is_left, row_idx == 7, "row {row_idx}: {answer:?}");
+    }
+}
+
+/// Each step follows the one before in another order, and then without the last: a rank that took other tokens would
+/// bring another part of the sums.
+#[test]
+fn ranks_step_ahead_of_the_host() {
+    for (tiny, num_ranks) in [(GROUPED, 2), (TIED, 2)] {
+        let mut machine = machine(tiny, num_ranks);
+        let prompts = [prompt(4, 1), prompt(5, 2), prompt(3, 3)];
+        let blocks: Vec<Vec<BlockId>> = prompts.iter().map(|_| machine.place(16)).collect();
+        let sequences: Vec<_> = prompts
+            .iter()
+            .zip(&blocks)
+            .map(|(tokens, blocks)| BatchSequence { tokens, start_idx: 0, blocks, num_logits: 1 })
+            .collect();
+        let (_, mut layers) = launch(&mut machine, &sequences, &vec![Draw::default(); 3], &[]);
+        let mut starts = [4, 5, 3];
+        let mut members: Vec<usize> = vec![0, 1, 2];
+        let mut found = vec![];
+        for step in 0..4 {
+            let next: Vec<usize> =
+                if step < 2 { members.iter().rev().copied().collect() } else { vec![1, 0] };
+            let follows: Vec<usize> =
+                next.iter().map(|it| members.iter().position(|member| member == it).unwrap()).collect();
+            let unknown = [u32::MAX];
+            let sequences: Vec<_> = next
+                .iter()
+                .map(|&it| BatchSequence {
+                    tokens: &unknown,
+                    start_idx: starts[it],
+                    blocks: &blocks[it],
+                    num_logits: 1,
+                })
+                .collect();
+            let (draws_all, told) =
+                launch(&mut machine, &sequences, &vec![Draw::default(); next.len()], &follows);
+            assert!(draws_all);
+            let tokens: Vec<u32> =
+                collect(&mut machine, std::mem::replace(&mut layers, told)).iter().map(token).collect();
+            found.push((members, starts, tokens));
+            next.iter().for_each(|&it| starts[it] += 1);
+            members = next;
+        }
+        let tokens: Vec<u32> = collect(&mut machine, layers).iter().map(token).collect();
+        found.push((members, starts, tokens));
+
+        // One after the other, by the host, on the same ranks.
+        let mut last: [Vec<u32>; 3] = prompts;
+        for (members, ends, tokens) in found {
+            let sequences = members.iter().map(|&it| BatchSequence {
+                tokens: &last[it],
+                start_idx: ends[it] - last[it].len(),
+                blocks: &blocks[it],
+                num_logits: 1,
+            });
+            let logits = machine.run(sequences.collect()).unwrap();
+            let expected: Vec<u32> = logits.iter().map(|row| argmax(row)).collect();
+            assert_eq!(tokens, expected, "{tiny:?}");
+            members.iter().zip(&tokens).for_each(|(&it, &token)| last[it] = vec![token]);
+        }
+    }
+}
