@@ -271,6 +271,7 @@ impl Taker<'_> {
             num_ranks: rank.num_ranks,
             column: split.column,
             group: split.group,
+            multiple: split.multiple,
         })?;
         // What ranks sum up has its bias once.
         let is_added = cols.of_rank.len() == cols.all || rank.is_first();

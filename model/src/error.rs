@@ -125,7 +125,7 @@ pub enum LoadError {
     /// The columns of a tensor of integers would be divided where its numbers share a scale.
     #[error(
         "{}: {num_ranks} ranks divide tensor {tensor} at column {column}, within a group of {group} that share a scale, \
-         expected a multiple of {group}: use a smaller tensor parallel degree, or other weights",
+         expected a multiple of {multiple}: use a smaller tensor parallel degree, or other weights",
         path.display()
     )]
     SplitGroup {
@@ -139,6 +139,8 @@ pub enum LoadError {
         column: usize,
         /// Numbers that share a scale.
         group: usize,
+        /// Columns may be divided at multiples of it.
+        multiple: usize,
     },
     /// An option of the caller makes no sense.
     #[error("{option} is {found}, expected {expected}")]

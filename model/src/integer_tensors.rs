@@ -156,13 +156,14 @@ impl IntegerTensors {
         matches!(self.groups, Groups::InOrder(size) if size >= self.cols)
     }
 
-    /// The numbers of a row in these columns, the first of which begins a group.
+    /// The numbers of a row in these columns, of which each `group` have one scale: the groups of the format, or parts of
+    /// these.
     ///
     /// # Panics
     /// When there is no [format](Self::format).
-    pub(crate) fn row(&self, row_idx: usize, cols: Range<usize>) -> IntegerRow {
-        let format = self.format().expect("a format that holds the row");
-        let starts = cols.clone().step_by(format.group);
+    pub(crate) fn row(&self, row_idx: usize, cols: Range<usize>, group: usize) -> IntegerRow {
+        assert!(self.format().is_some(), "a format that holds the row");
+        let starts = cols.clone().step_by(group);
         let groups: Vec<usize> = match self.groups {
             Groups::InOrder(size) => starts.map(|k| k / size).collect(),
             Groups::Listed(_) => unreachable!("sorted groups have no format"),

@@ -4,6 +4,9 @@
 
 use std::ops::Range;
 
+/// What kernels take: numbers that share a scale are so many, or a multiple of it.
+pub(crate) const MIN_GROUP: usize = 32;
+
 /// Numbers that share a scale, at most.
 pub(crate) const MAX_GROUP: usize = 1024;
 
@@ -12,7 +15,7 @@ pub(crate) const MAX_GROUP: usize = 1024;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct IntegerFormat {
     pub(crate) width: IntegerWidth,
-    /// A multiple of 32, at most [`MAX_GROUP`].
+    /// A multiple of [`MIN_GROUP`], at most [`MAX_GROUP`].
     pub(crate) group: usize,
     /// Whether groups have zeros of their own; if not, the zero is the [middle](IntegerWidth::middle).
     pub(crate) has_zeros: bool,

@@ -11,7 +11,7 @@ use baton_kv_cache::KvDtype;
 use crate::FloatDtype;
 use crate::blocks;
 use crate::integer_tensors::{Fp8Tensors, IntegerTensors};
-use crate::integers::{IntegerFormat, IntegerRow};
+use crate::integers::{IntegerFormat, IntegerRow, MIN_GROUP};
 use crate::weights::WeightFile;
 
 /// Bytes of a mapped file.
@@ -232,13 +232,20 @@ impl Matrix {
         matches!(self.stored, Stored::Fp8(_))
     }
 
-    /// The integers that rows are, if rows are made of integers in groups that kernels take.
+    /// The integers that rows are, if rows are made of integers in groups that kernels take. Where its columns begin or end
+    /// within a group, groups are smaller ones that have its scale, if there are such.
     pub(crate) fn integer_format(&self) -> Option<IntegerFormat> {
-        match &self.stored {
-            Stored::Floats(..) | Stored::Fp8(_) => None,
-            Stored::Blocks(_, tensor_type) => blocks::integer_format(*tensor_type),
-            Stored::Integers(tensors) => tensors.format(),
-        }
+        let format = match &self.stored {
+            Stored::Floats(..) | Stored::Fp8(_) => return None,
+            Stored::Blocks(_, tensor_type) => blocks::integer_format(*tensor_type)?,
+            Stored::Integers(tensors) if tensors.scales_whole_rows() => return tensors.format(),
+            Stored::Integers(tensors) => tensors.format()?,
+        };
+        let end = self.first_col + self.cols;
+        let end = if end == self.stored_cols { 0 } else { end };
+        let smaller = gcd(gcd(format.group, self.first_col), end);
+        let group = if smaller.is_multiple_of(MIN_GROUP) { smaller } else { format.group };
+        Some(IntegerFormat { group, ..format })
     }
 
     /// The integers of row `row_idx` in `format`: those of the file, or rounded.
@@ -287,7 +294,9 @@ impl Matrix {
         match &self.stored {
             Stored::Floats(..) | Stored::Fp8(_) => panic!("floats are no integers"),
             Stored::Integers(tensors) => {
-                tensors.row(self.stored_row(row_idx), self.first_col..self.first_col + self.cols)
+                let group = self.integer_format().expect("integers that have a format").group;
+                let cols = self.first_col..self.first_col + self.cols;
+                tensors.row(self.stored_row(row_idx), cols, group)
             }
             Stored::Blocks(span, tensor_type) => {
                 let (bytes, skipped) = self.blocks(span, *tensor_type, row_idx);

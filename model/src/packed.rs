@@ -19,7 +19,7 @@ use std::sync::{Arc, OnceLock};
 use memmap2::{Mmap, MmapMut};
 
 use crate::cpu::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};
-use crate::integers::{IntegerFormat, IntegerRow, IntegerWidth, MAX_GROUP};
+use crate::integers::{IntegerFormat, IntegerRow, IntegerWidth, MAX_GROUP, MIN_GROUP};
 use crate::matrix::Matrix;
 use crate::{FloatDtype, LoadProgress, Rank};
 
@@ -121,6 +121,8 @@ pub(crate) struct SplitGroup {
     pub(crate) column: usize,
     /// How many share it.
     pub(crate) group: usize,
+    /// Parts may begin and end at multiples of it.
+    pub(crate) multiple: usize,
 }
 
 /// Matrices whose outputs lie side by side.
@@ -187,7 +189,10 @@ impl Packer {
             && let Some((part_idx, column)) =
                 parts.iter().enumerate().find_map(|(idx, part)| Some((idx, part.splits(format)?)))
         {
-            return Err(SplitGroup { part_idx, column, group: format.group });
+            let group = format.group;
+            // Groups of files have smaller ones within them; numbers that are rounded here would be others.
+            let multiple = if self.packing.quantise.is_none() { MIN_GROUP } else { group };
+            return Err(SplitGroup { part_idx, column, group, multiple });
         }
         self.num_bytes = (offset + format.matrix_bytes(rows, cols)).next_multiple_of(ALIGNMENT);
         let kept = self.packing.is_for_device.then(|| parts.iter().cloned().collect());

@@ -3,6 +3,7 @@
 
 use std::path::Path;
 
+use safetensors::tensor::Dtype;
 use serde_json::json;
 
 use super::device::Fp8Products;
@@ -99,17 +100,43 @@ fn experts_of_less_than_bf16_are_divided() {
     Case { tolerance: TOLERANCE_OF_EXPERTS, ..case }.check(&[2]);
 }
 
-/// In groups, and rows of one scale where half a row is no number of groups.
+/// In groups, within which the second rank begins, and in rows of one scale where half a row is no number of groups.
 #[test]
 fn integers_of_files_are_divided() {
     let config = json!({"quant_method": "compressed-tensors", "format": "pack-quantized"});
-    for (bits, group, intermediate) in [(4, 32, 192), (8, 0, 208)] {
+    for (bits, group, intermediate) in [(4, 64, 192), (8, 0, 208)] {
         let dir = llama(intermediate, config.clone(), |values, rows, cols| {
             integers(&uneven(values, cols), rows, cols, bits, if group == 0 { cols } else { group }, true)
         });
         let what = format!("{bits} bits in groups of {group}");
         Case { what: &what, ..Case::of(dir.path()) }.check(&[2]);
     }
+}
+
+/// There are smaller groups where kernels have some; weights that are rounded here have those that were asked for.
+#[test]
+fn integers_are_refused_where_no_group_ends() {
+    let check = |group, num_ranks, quantise: Option<&str>, expected: &str| {
+        let config = json!({"quant_method": "compressed-tensors", "format": "pack-quantized"});
+        let dir = llama(192, config, |values, rows, cols| match quantise {
+            None => integers(values, rows, cols, 4, group, false),
+            Some(_) => {
+                vec![("weight", Dtype::F32, vec![rows, cols], bytemuck::cast_slice(values).to_vec())]
+            }
+        });
+        let quantise = quantise.map(|text| text.parse().unwrap());
+        let options = LoadOptions { quantise, ..options() };
+        let error = load_ranks(dir.path(), num_ranks, &options, &mut |_| {}).unwrap_err().to_string();
+        let what = format!("{num_ranks} ranks divide tensor model.layers.0.mlp.down_proj.weight at column");
+        assert!(error.contains(&what) && error.contains(expected), "{error:?} is not {expected:?}");
+    };
+    check(64, 4, None, "column 48, within a group of 64 that share a scale, expected a multiple of 32");
+    check(
+        64,
+        2,
+        Some("int4:64"),
+        "column 96, within a group of 64 that share a scale, expected a multiple of 64",
+    );
 }
 
 #[test]
