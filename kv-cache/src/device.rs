@@ -55,7 +55,8 @@ pub unsafe trait DeviceMemory: fmt::Debug + Send + Sync {
 }
 
 /// What a device does with blocks by itself, on a queue of its own: it waits for nothing else that the device does, and
-/// nothing else waits for it. Implemented where kernels are known; addresses are the device's.
+/// nothing else waits for it. Implemented where kernels are known; places are the device's addresses, or offsets in memory that has
+/// none.
 pub trait BlockKernels: fmt::Debug + Send {
     /// Copies as many runs of the same length as there are `places` to the host, one behind the other in `bytes`, and waits
     /// for them.

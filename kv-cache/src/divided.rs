@@ -10,8 +10,9 @@
 
 use std::io;
 use std::ops::Range;
+use std::sync::Mutex;
 
-use crate::{DeviceMemory, KvLayout, KvShard, ShardError};
+use crate::{BlockKernels, DeviceMemory, KvLayout, KvShard, ShardError, WireCodec};
 
 /// The memories of all ranks as one, which is copied from and to but has no address.
 #[derive(Debug)]
@@ -19,6 +20,7 @@ pub struct DividedMemory {
     parts: Vec<Box<dyn DeviceMemory>>,
     shards: Vec<KvShard>,
     whole: KvLayout,
+    kernels: Option<Mutex<Box<dyn BlockKernels>>>,
 }
 
 /// Bytes of one rank that an access reaches, and where they are among those of the access.
@@ -35,7 +37,20 @@ impl DividedMemory {
     /// When the kv heads cannot be divided among so many.
     pub fn new(whole: KvLayout, parts: Vec<Box<dyn DeviceMemory>>) -> Result<DividedMemory, ShardError> {
         let shards = (0..parts.len()).map(|rank| KvShard::new(&whole, parts.len(), rank));
-        Ok(DividedMemory { shards: shards.collect::<Result<_, _>>()?, parts, whole })
+        Ok(DividedMemory { shards: shards.collect::<Result<_, _>>()?, parts, whole, kernels: None })
+    }
+
+    /// Has the ranks' devices gather and scatter many pieces at once, each its heads of them.
+    ///
+    /// # Panics
+    /// When there is not one for each rank, or a rank's memory has no address.
+    pub fn with_kernels(self, kernels: Vec<Box<dyn BlockKernels>>) -> DividedMemory {
+        assert_eq!(kernels.len(), self.parts.len(), "each rank has some");
+        let bases = self.parts.iter().map(|part| part.address().expect("memory of one device"));
+        let ranks = bases.zip(self.shards.iter().cloned()).zip(kernels);
+        let ranks = ranks.map(|((base, shard), kernels)| RankKernels { base, shard, kernels }).collect();
+        let kernels = DividedKernels { whole: self.whole, ranks, staged: Vec::new() };
+        DividedMemory { kernels: Some(Mutex::new(Box::new(kernels))), ..self }
     }
 
     /// What an access to so many bytes from `offset` on reaches of the ranks that `takes_part` of it.
@@ -96,6 +111,104 @@ unsafe impl DeviceMemory for DividedMemory {
     fn handle(&self) -> Option<[u8; 64]> {
         None
     }
+
+    fn kernels(&self) -> Option<&Mutex<Box<dyn BlockKernels>>> {
+        self.kernels.as_ref()
+    }
+}
+
+/// What the ranks' devices do by themselves with their heads of whole pieces, of which a place is the offset.
+#[derive(Debug)]
+struct DividedKernels {
+    whole: KvLayout,
+    ranks: Vec<RankKernels>,
+    /// One rank's heads of pieces, one behind the other.
+    staged: Vec<u8>,
+}
+
+#[derive(Debug)]
+struct RankKernels {
+    /// Address of its first block.
+    base: u64,
+    shard: KvShard,
+    kernels: Box<dyn BlockKernels>,
+}
+
+impl RankKernels {
+    /// Where its heads of pieces are.
+    fn places(&self, whole: &KvLayout, offsets: &[u64]) -> Vec<u64> {
+        let (piece_bytes, own_bytes) = (whole.layer_bytes() as u64, self.shard.layout().layer_bytes() as u64);
+        debug_assert!(offsets.iter().all(|offset| offset % piece_bytes == 0), "whole pieces");
+        offsets.iter().map(|offset| self.base + offset / piece_bytes * own_bytes).collect()
+    }
+
+    /// Its heads of K and of V: where they are in a whole piece, and in its own.
+    fn halves(&self, whole: &KvLayout) -> [(Range<usize>, Range<usize>); 2] {
+        let (own, first) = (self.shard.layout(), whole.head_offset(self.shard.heads().start));
+        [0, 1].map(|half| {
+            let start = half * whole.half_bytes() + first;
+            let own_start = half * own.half_bytes();
+            (start..start + own.half_bytes(), own_start..own_start + own.half_bytes())
+        })
+    }
+}
+
+impl BlockKernels for DividedKernels {
+    unsafe fn gather(&mut self, places: &[u64], bytes: &mut [u8]) -> io::Result<()> {
+        let DividedKernels { whole, ranks, staged } = self;
+        for rank in ranks.iter_mut().filter(|rank| rank.shard.replica_idx() == 0) {
+            let own_bytes = rank.shard.layout().layer_bytes();
+            staged.resize(places.len() * own_bytes, 0);
+            let (places, halves) = (rank.places(whole, places), rank.halves(whole));
+            // SAFETY: what lies in the whole lies in the ranks' regions; unwritten by the caller's word.
+            unsafe { rank.kernels.gather(&places, staged) }?;
+            let pieces = bytes.chunks_exact_mut(whole.layer_bytes()).zip(staged.chunks_exact(own_bytes));
+            for (piece, own) in pieces {
+                for (of_piece, of_own) in halves.clone() {
+                    piece[of_piece].copy_from_slice(&own[of_own]);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    unsafe fn scatter(&mut self, places: &[u64], bytes: &[u8]) -> io::Result<()> {
+        let DividedKernels { whole, ranks, staged } = self;
+        for rank in ranks {
+            let own_bytes = rank.shard.layout().layer_bytes();
+            staged.resize(places.len() * own_bytes, 0);
+            let (places, halves) = (rank.places(whole, places), rank.halves(whole));
+            let pieces = bytes.chunks_exact(whole.layer_bytes()).zip(staged.chunks_exact_mut(own_bytes));
+            for (piece, own) in pieces {
+                for (of_piece, of_own) in halves.clone() {
+                    own[of_own].copy_from_slice(&piece[of_piece]);
+                }
+            }
+            // SAFETY: as above; not used by others by the caller's word.
+            unsafe { rank.kernels.scatter(&places, staged) }?;
+        }
+        Ok(())
+    }
+
+    /// No device has a whole piece.
+    unsafe fn checksums(&mut self, _: &[u64], _: usize, _: u64) -> io::Result<Option<Vec<u64>>> {
+        Ok(None)
+    }
+
+    /// Its checksums would be of whole pieces.
+    unsafe fn gather_coded(
+        &mut self,
+        _: &WireCodec,
+        _: &[u64],
+        _: &mut [u8],
+        _: u64,
+    ) -> io::Result<Option<Vec<u64>>> {
+        Ok(None)
+    }
+
+    unsafe fn scatter_coded(&mut self, _: &WireCodec, _: &[u64], _: &[u8]) -> io::Result<bool> {
+        Ok(false)
+    }
 }
 
 #[cfg(test)]
@@ -152,6 +265,85 @@ mod tests {
                     assert_eq!(found, bytes[start..][..found.len()]);
                 }
             }
+        }
+    }
+
+    /// A device that copies from and to addresses of the host.
+    #[derive(Debug)]
+    struct Copies;
+
+    impl BlockKernels for Copies {
+        unsafe fn gather(&mut self, places: &[u64], bytes: &mut [u8]) -> io::Result<()> {
+            let len = bytes.len() / places.len();
+            for (&place, bytes) in places.iter().zip(bytes.chunks_exact_mut(len)) {
+                // SAFETY: by the caller's word.
+                unsafe { std::ptr::copy_nonoverlapping(place as *const u8, bytes.as_mut_ptr(), len) };
+            }
+            Ok(())
+        }
+
+        unsafe fn scatter(&mut self, places: &[u64], bytes: &[u8]) -> io::Result<()> {
+            let len = bytes.len() / places.len();
+            for (&place, bytes) in places.iter().zip(bytes.chunks_exact(len)) {
+                // SAFETY: as above.
+                unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place as *mut u8, len) };
+            }
+            Ok(())
+        }
+
+        unsafe fn checksums(&mut self, _: &[u64], _: usize, _: u64) -> io::Result<Option<Vec<u64>>> {
+            unreachable!("of parts of pieces")
+        }
+
+        unsafe fn gather_coded(
+            &mut self,
+            _: &WireCodec,
+            _: &[u64],
+            _: &mut [u8],
+            _: u64,
+        ) -> io::Result<Option<Vec<u64>>> {
+            unreachable!("likewise")
+        }
+
+        unsafe fn scatter_coded(&mut self, _: &WireCodec, _: &[u64], _: &[u8]) -> io::Result<bool> {
+            unreachable!("likewise")
+        }
+    }
+
+    #[test]
+    fn devices_move_their_heads_of_pieces_as_copies_one_by_one_do() {
+        for (num_kv_heads, num_ranks) in [(4, 1), (4, 2), (2, 4), (1, 3), (6, 3)] {
+            let whole = layout(num_kv_heads);
+            let [plain, with_kernels] = [false, true].map(|has_kernels| {
+                let memory = divided(whole, num_ranks);
+                let kernels = (0..num_ranks).map(|_| Box::new(Copies) as Box<dyn BlockKernels>);
+                let memory = if has_kernels { memory.with_kernels(kernels.collect()) } else { memory };
+                BlockStorage::on_device(Box::new(memory), whole, NUM_BLOCKS)
+            });
+            let pieces = [(BlockId(2), 0), (BlockId(0), 1), (BlockId(2), 1)];
+            let bytes: Vec<u8> =
+                (0..pieces.len() * whole.layer_bytes()).map(|i| (i * 31 + i / 251) as u8).collect();
+            let [mut all, mut all_plain] = [0; 2].map(|_| vec![0; plain.size_bytes()]);
+            // SAFETY: this test is the only user of the memories.
+            unsafe {
+                plain.store_all(&pieces, &bytes).unwrap();
+                with_kernels.store_all(&pieces, &bytes).unwrap();
+                for rank in 0..num_ranks {
+                    let [found, expected] = [&with_kernels, &plain].map(|storage| {
+                        let mut found = vec![0; storage.size_bytes() / num_kv_heads];
+                        storage.device().unwrap().parts()[rank].read(0, &mut found).unwrap();
+                        found
+                    });
+                    assert!(found == expected, "rank {rank} of {num_ranks}, {num_kv_heads} heads");
+                }
+                with_kernels.device().unwrap().read(0, &mut all).unwrap();
+                plain.device().unwrap().read(0, &mut all_plain).unwrap();
+                let mut loaded = vec![0; bytes.len()];
+                with_kernels.load_all(&pieces, &mut loaded).unwrap();
+                assert!(loaded == bytes, "{num_kv_heads} heads of {num_ranks} ranks");
+                assert_eq!(with_kernels.checksums_there(&pieces, 1).unwrap(), None);
+            }
+            assert!(all == all_plain, "these pieces, and no others");
         }
     }
 

@@ -369,9 +369,9 @@ impl BlockStorage {
         Some(kernels.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Where pieces begin in the memory of the device.
+    /// Where pieces begin in the memory of the device; of several, their offsets.
     fn places(&self, pieces: &[(BlockId, usize)]) -> Vec<u64> {
-        let base = self.address();
+        let base = self.device().and_then(DeviceMemory::address).unwrap_or(0);
         pieces.iter().map(|&(block, layer_idx)| base + self.layer_offset(block, layer_idx) as u64).collect()
     }
 

@@ -37,11 +37,19 @@ pub fn blocks_on_device(
 }
 
 /// Zeroed blocks of a model that several ranks compute, on these devices, the first rank's first: each has the blocks of
-/// its own kv heads. Pieces go to the host head by head.
+/// its own kv heads. `kernels` are theirs, in the same order; without any, pieces go to the host head by head.
 ///
 /// # Errors
 /// As [`blocks_on_device`], and when the heads cannot be divided so.
-pub fn blocks_on_devices(ordinals: &[u32], layout: KvLayout, num_blocks: usize) -> io::Result<BlockStorage> {
+///
+/// # Panics
+/// When some ranks have kernels and others none.
+pub fn blocks_on_devices(
+    ordinals: &[u32],
+    layout: KvLayout,
+    num_blocks: usize,
+    kernels: Vec<Box<dyn BlockKernels>>,
+) -> io::Result<BlockStorage> {
     let of_rank = |(rank, &ordinal): (usize, &u32)| -> io::Result<Box<dyn DeviceMemory>> {
         let shard = KvShard::new(&layout, ordinals.len(), rank).map_err(io::Error::other)?;
         let size_bytes = BlockStorage::bytes_of(shard.layout(), num_blocks)?;
@@ -50,6 +58,7 @@ pub fn blocks_on_devices(ordinals: &[u32], layout: KvLayout, num_blocks: usize) 
     };
     let parts = ordinals.iter().enumerate().map(of_rank).collect::<io::Result<_>>()?;
     let memory = DividedMemory::new(layout, parts).map_err(io::Error::other)?;
+    let memory = if kernels.is_empty() { memory } else { memory.with_kernels(kernels) };
     Ok(BlockStorage::on_device(Box::new(memory), layout, num_blocks))
 }
 
@@ -292,12 +301,15 @@ impl DeviceCopies {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{LAYOUT, divided, private_dir};
     use crate::{Receiver, ReceiverConfig, Sender, SenderConfig};
+    use crate::{
+        pretended::counted_devices,
+        testing::{LAYOUT, NUM_BLOCKS, private_dir},
+    };
 
     #[test]
     fn blocks_on_several_devices_are_refused_where_they_need_an_address() {
-        let (pool, dir) = (Arc::new(divided(LAYOUT)), private_dir());
+        let (pool, dir) = (Arc::new(counted_devices(LAYOUT, NUM_BLOCKS).0), private_dir());
         let address = Some(([127, 0, 0, 1], 0).into());
         for (name, config) in [
             ("shm", ReceiverConfig { shm_dir: Some(dir.path().join("d")), ..ReceiverConfig::default() }),

@@ -8,7 +8,10 @@ use std::{
     },
 };
 
-use baton_kv_cache::{BlockId, BlockKernels, BlockStorage, DeviceMemory, KvLayout, WireCodec, WireScratch};
+use baton_kv_cache::{
+    BlockId, BlockKernels, BlockStorage, DeviceMemory, DividedMemory, KvLayout, KvShard, WireCodec,
+    WireScratch,
+};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// With kernels, as workers have it.
@@ -21,6 +24,17 @@ pub(crate) fn counted_device(layout: KvLayout, num_blocks: usize) -> (BlockStora
     let counts = Arc::<Counts>::default();
     let kernels = Pretences { counts: Arc::clone(&counts) };
     (device(layout, num_blocks, Some(kernels)), counts)
+}
+
+/// The same of two devices, each with some heads; a piece is moved by both.
+pub(crate) fn counted_devices(layout: KvLayout, num_blocks: usize) -> (BlockStorage, Arc<Counts>) {
+    let counts = Arc::<Counts>::default();
+    let of_rank = |rank| *KvShard::new(&layout, 2, rank).expect("a shard").layout();
+    let parts = (0..2).map(|rank| memory(of_rank(rank), num_blocks, None)).collect();
+    let kernels =
+        (0..2).map(|_| Box::new(Pretences { counts: Arc::clone(&counts) }) as Box<dyn BlockKernels>);
+    let memory = DividedMemory::new(layout, parts).expect("shards").with_kernels(kernels.collect());
+    (BlockStorage::on_device(Box::new(memory), layout, num_blocks), counts)
 }
 
 /// Pieces of a pretended device with kernels.
@@ -37,11 +51,6 @@ pub(crate) struct Counts {
 /// `None`: it only copies.
 fn device(layout: KvLayout, num_blocks: usize, kernels: Option<Pretences>) -> BlockStorage {
     BlockStorage::on_device(memory(layout, num_blocks, kernels), layout, num_blocks)
-}
-
-/// Memory that only copies.
-pub(crate) fn pretended_memory(layout: KvLayout, num_blocks: usize) -> Box<dyn DeviceMemory> {
-    memory(layout, num_blocks, None)
 }
 
 fn memory(layout: KvLayout, num_blocks: usize, kernels: Option<Pretences>) -> Box<dyn DeviceMemory> {
@@ -172,7 +181,7 @@ impl BlockKernels for Pretences {
 }
 
 mod tests {
-    use baton_kv_cache::{KvShard, WireFormat};
+    use baton_kv_cache::WireFormat;
 
     use super::*;
     use crate::{
@@ -187,7 +196,8 @@ mod tests {
         let content: Vec<u8> = (0..3 * LAYOUT.layer_bytes()).map(|n| (n * 7 % 251) as u8).collect();
         let host = BlockStorage::new(LAYOUT, 3).unwrap();
         let (device_with_kernels, counts) = counted_device(LAYOUT, 3);
-        let sums = [host, device_with_kernels, device(LAYOUT, 3, None)].map(|storage| {
+        let (devices, counts_of_ranks) = counted_devices(LAYOUT, 3);
+        let sums = [host, device_with_kernels, device(LAYOUT, 3, None), devices].map(|storage| {
             let mut loaded = vec![0; content.len()];
             // SAFETY: nobody else uses the storage.
             unsafe {
@@ -201,15 +211,19 @@ mod tests {
             .chunks_exact(LAYOUT.layer_bytes())
             .map(|piece| crate::checksum::checksum(piece, Generation(4)))
             .collect();
-        assert_eq!(sums, [expected.clone(), expected.clone(), expected]);
+        assert_eq!(sums, std::array::from_fn(|_| expected.clone()));
         assert_eq!(counts.hashed.load(Ordering::SeqCst), 3, "where they lie");
         assert_eq!(counts.moved.load(Ordering::SeqCst), 6);
+        assert_eq!(counts_of_ranks.moved.load(Ordering::SeqCst), 2 * (6 + 3), "no device has a whole piece");
     }
 
     /// What one handoff over `kind` in this form has moved to the host, hashed and coded on the device, on the side that sends.
-    async fn pushed(kind: &[TransportKind], format: WireFormat) -> [usize; 3] {
+    async fn pushed(
+        kind: &[TransportKind],
+        format: WireFormat,
+        (source, counts): (BlockStorage, Arc<Counts>),
+    ) -> [usize; 3] {
         let fabric = Fabric::new(kind);
-        let (source, counts) = counted_device(LAYOUT, NUM_BLOCKS);
         let source = Arc::new(source);
         let ids = blocks([3, 9, 4]);
         for (nth, &block) in ids.iter().enumerate() {
@@ -235,8 +249,17 @@ mod tests {
     async fn pieces_cross_to_the_host_only_where_the_fabric_needs_them_there() {
         let num_pieces = 3 * LAYOUT.num_layers;
         let [tcp, nccl] = [&[TransportKind::Tcp], &[TransportKind::Nccl]];
-        assert_eq!(pushed(tcp, WireFormat::AsIs).await, [num_pieces, 0, 0], "hashed on their way");
-        assert_eq!(pushed(tcp, WireFormat::Int4).await, [0, 0, num_pieces], "hashed where they are coded");
-        assert_eq!(pushed(nccl, WireFormat::AsIs).await, [0, num_pieces, 0]);
+        let one = || counted_device(LAYOUT, NUM_BLOCKS);
+        assert_eq!(pushed(tcp, WireFormat::AsIs, one()).await, [num_pieces, 0, 0], "hashed on their way");
+        assert_eq!(
+            pushed(tcp, WireFormat::Int4, one()).await,
+            [0, 0, num_pieces],
+            "hashed where they are coded"
+        );
+        assert_eq!(pushed(nccl, WireFormat::AsIs, one()).await, [0, num_pieces, 0]);
+        for format in [WireFormat::AsIs, WireFormat::Int4] {
+            let ranks = counted_devices(LAYOUT, NUM_BLOCKS);
+            assert_eq!(pushed(tcp, format, ranks).await, [2 * num_pieces, 0, 0], "each rank's heads of each");
+        }
     }
 }

@@ -15,14 +15,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_kv_cache::{BlockId, BlockStorage, DividedMemory, KvDtype, KvLayout, KvShard};
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_tls::{Tls, TlsConfig};
 
 use crate::{
     Generation, Granted, Pass, PieceWrite, Pushed, Receiver, ReceiverConfig, Route, RouteError, Sender,
     SenderConfig, Token, TransportKind, TransportOffer,
     nccl::{TestFabric, memory::MemoryFabric},
-    pretended::{pretended_device, pretended_memory},
+    pretended::{counted_devices, pretended_device},
     rdma::Nixl,
 };
 
@@ -230,18 +230,8 @@ fn pool(layout: KvLayout) -> Arc<BlockStorage> {
     Arc::new(match SETUP.get() {
         Setup::Plain | Setup::Tls => BlockStorage::new(layout, NUM_BLOCKS).unwrap(),
         Setup::Devices => pretended_device(layout, NUM_BLOCKS),
-        Setup::Divided => divided(layout),
+        Setup::Divided => counted_devices(layout, NUM_BLOCKS).0,
     })
-}
-
-/// Blocks whose heads lie on two devices, as far as anybody can tell.
-pub(crate) fn divided(layout: KvLayout) -> BlockStorage {
-    let parts = (0..2).map(|rank| {
-        let of_rank = KvShard::new(&layout, 2, rank).unwrap();
-        pretended_memory(*of_rank.layout(), NUM_BLOCKS)
-    });
-    let memory = DividedMemory::new(layout, parts.collect()).unwrap();
-    BlockStorage::on_device(Box::new(memory), layout, NUM_BLOCKS)
 }
 
 pub(crate) fn pattern(block_idx: u32, layer_idx: usize) -> u8 {

@@ -65,8 +65,8 @@ pub struct BlockDevice {
     pub(crate) num_ranks: usize,
     /// What weights, the largest batch and `kernels` have left of its memory, in bytes; of several that which has the least.
     pub(crate) free_bytes: usize,
-    /// With which handoffs gather, scatter and hash blocks there.
-    pub(crate) kernels: Option<Box<dyn BlockKernels>>,
+    /// With which handoffs gather, scatter and hash blocks there: each rank's.
+    pub(crate) kernels: Vec<Box<dyn BlockKernels>>,
 }
 
 impl BlockDevice {
@@ -88,13 +88,13 @@ impl BlockDevice {
 
     /// The memory of so many.
     pub(crate) fn blocks(self, layout: KvLayout, config: &EngineConfig) -> std::io::Result<BlockStorage> {
-        match self.num_ranks {
-            1 => blocks_on_device(self.ordinal, layout, config.num_blocks, self.kernels),
-            _ => blocks_on_devices(
-                &BlockDevice::ordinals(self.ordinal, self.num_ranks),
-                layout,
-                config.num_blocks,
-            ),
+        let BlockDevice { ordinal, num_ranks, mut kernels, .. } = self;
+        match num_ranks {
+            1 => blocks_on_device(ordinal, layout, config.num_blocks, kernels.pop()),
+            _ => {
+                let ordinals = BlockDevice::ordinals(ordinal, num_ranks);
+                blocks_on_devices(&ordinals, layout, config.num_blocks, kernels)
+            }
         }
     }
 }
@@ -125,7 +125,7 @@ mod tests {
             ordinal: 2,
             num_ranks,
             free_bytes: 10 * layout.block_bytes(),
-            kernels: None,
+            kernels: vec![],
         };
         let device = of(1);
         assert_eq!(device.num_blocks(1.0, &layout).unwrap(), 10);

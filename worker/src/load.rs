@@ -2,7 +2,7 @@
 
 use std::{
     io::IsTerminal,
-    path::Path,
+    path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -10,6 +10,7 @@ use std::{
 use anyhow::Context;
 use baton_cluster::Role;
 use baton_engine::Drafter;
+use baton_kv_cache::{BlockKernels, KvLayout, KvShard};
 use baton_model::{
     Backend, BatchLimits, CpuList, DeviceWeightBytes, Executor, LoadOptions, LoadProgress, LoadedModel,
     ParallelCpuExecutor, ParallelCudaExecutor, ThreadPool, cuda_block_kernels, num_cuda_devices,
@@ -139,30 +140,44 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
     let mut shown = Shown::new();
     let mut progress = |progress| shown.update(progress);
     let in_words = || no_gpu(ordinal);
+    let ordinals = BlockDevice::ordinals(ordinal, num_ranks);
+    let kernels =
+        block_kernels(&ordinals, &loaded.kv_layout(), kernel_cache.clone()).with_context(in_words)?;
     let (executor, block_device): (Box<dyn Executor>, _) = match num_ranks {
         1 => {
-            let executor = loaded.cuda_executor(ordinal, limits, kernel_cache.clone(), &mut progress);
+            let executor = loaded.cuda_executor(ordinal, limits, kernel_cache, &mut progress);
             shown.finish();
             let mut executor = executor.with_context(in_words)?;
             tell_weights(executor.weight_bytes());
-            let kernels = cuda_block_kernels(ordinal, &executor.kv_layout(), kernel_cache);
-            let kernels = Some(kernels.with_context(in_words)?);
             let block_device =
                 BlockDevice { ordinal, num_ranks, free_bytes: executor.free_bytes()?, kernels };
             (Box::new(executor), block_device)
         }
         _ => {
-            let (ordinals, nccl) = (BlockDevice::ordinals(ordinal, num_ranks), config.nccl.as_deref());
+            let nccl = config.nccl.as_deref();
             let executor =
                 ParallelCudaExecutor::new(ranks, &ordinals, limits, kernel_cache, nccl, &mut progress);
             shown.finish();
             let executor = executor.with_context(in_words)?;
             tell_weights(executor.weight_bytes());
             let free_bytes = executor.free_bytes();
-            (Box::new(executor), BlockDevice { ordinal, num_ranks, free_bytes, kernels: None })
+            (Box::new(executor), BlockDevice { ordinal, num_ranks, free_bytes, kernels })
         }
     };
     Ok(Model::new(executor, Some(block_device), drafter, name.to_owned(), &loaded))
+}
+
+/// What each rank's GPU does with the blocks of its kv heads.
+fn block_kernels(
+    ordinals: &[u32],
+    layout: &KvLayout,
+    kernel_cache: Option<PathBuf>,
+) -> anyhow::Result<Vec<Box<dyn BlockKernels>>> {
+    let of_rank = |(rank, &ordinal)| {
+        let shard = KvShard::new(layout, ordinals.len(), rank)?;
+        Ok(cuda_block_kernels(ordinal, shard.layout(), kernel_cache.clone())?)
+    };
+    ordinals.iter().enumerate().map(of_rank).collect()
 }
 
 fn tell_weights(bytes: DeviceWeightBytes) {

@@ -7,6 +7,9 @@ use baton_kv_cache::{BlockId, BlockStorage};
 use super::checksum;
 use crate::message::Generation;
 
+/// Bytes that are fetched at a time.
+const FETCHED_BYTES: usize = 4 << 20;
+
 /// Takes checksums of pieces in a storage: has the device that they are on take them where it can, so that only sums come to
 /// the host, else fetches what is not there.
 #[derive(Default)]
@@ -32,11 +35,19 @@ impl Hasher {
         if let Some(sums) = unsafe { storage.checksums_there(pieces, generation.0) }? {
             return Ok(sums);
         }
-        let sums = pieces.iter().map(|&(block, layer_idx)| {
+        if storage.device().is_none() {
             // SAFETY: by the caller's word.
-            let bytes = unsafe { storage.load(block, layer_idx, &mut self.fetched) }?;
-            Ok(checksum(bytes, generation))
-        });
-        sums.collect()
+            let sum = |&(block, layer_idx)| checksum(unsafe { storage.layer(block, layer_idx) }, generation);
+            return Ok(pieces.iter().map(sum).collect());
+        }
+        let piece_bytes = storage.layout().layer_bytes();
+        let mut sums = Vec::with_capacity(pieces.len());
+        for pieces in pieces.chunks((FETCHED_BYTES / piece_bytes).max(1)) {
+            self.fetched.resize(pieces.len() * piece_bytes, 0);
+            // SAFETY: by the caller's word.
+            unsafe { storage.load_all(pieces, &mut self.fetched) }?;
+            sums.extend(self.fetched.chunks_exact(piece_bytes).map(|piece| checksum(piece, generation)));
+        }
+        Ok(sums)
     }
 }

@@ -222,19 +222,8 @@ impl RouteState {
             let sources: Vec<_> =
                 pieces.iter().map(|piece| (piece.src.blocks()[0], piece.layer_idx as usize)).collect();
             // SAFETY: by the caller's word; blocks and layers were checked when the pieces were pushed.
-            let (is_loaded, sums) = unsafe {
-                match &self.form.codec {
-                    None => (true, self.storage().load_all(&sources, rooms).map(|()| None)?),
-                    Some(codec) => {
-                        let sums =
-                            self.storage().encode_there(codec, &sources, rooms, self.generation().0)?;
-                        (sums.is_some(), sums)
-                    }
-                }
-            };
-            if is_loaded {
-                return Ok(Loaded { pieces: rooms.chunks_exact(self.wire_bytes()).collect(), sums });
-            }
+            let sums = unsafe { self.load_from_device(&sources, rooms, scratch) }?;
+            return Ok(Loaded { pieces: rooms.chunks_exact(self.wire_bytes()).collect(), sums });
         }
         let loaded = pieces.iter().map(|piece| {
             let room = rooms.split_off_mut(..self.host_room_bytes()).expect("there is one for each");
@@ -242,6 +231,33 @@ impl RouteState {
             unsafe { self.load(piece, room, scratch) }
         });
         Ok(Loaded { pieces: loaded.collect::<io::Result<_>>()?, sums: None })
+    }
+
+    /// Loads pieces that a device has, and gives their checksums if it has taken them.
+    ///
+    /// # Safety
+    /// As of [`load_all`](Self::load_all).
+    unsafe fn load_from_device(
+        &self,
+        pieces: &[(BlockId, usize)],
+        rooms: &mut [u8],
+        Scratch { staged, wire, .. }: &mut Scratch,
+    ) -> io::Result<Option<Vec<u64>>> {
+        let storage = self.storage();
+        let Some(codec) = &self.form.codec else {
+            // SAFETY: by the caller's word.
+            return unsafe { storage.load_all(pieces, rooms) }.map(|()| None);
+        };
+        // SAFETY: as above.
+        if let Some(sums) = unsafe { storage.encode_there(codec, pieces, rooms, self.generation().0) }? {
+            return Ok(Some(sums));
+        }
+        staged.resize(pieces.len() * self.piece_bytes(), 0);
+        // SAFETY: as above.
+        unsafe { storage.load_all(pieces, staged) }?;
+        let pieces = staged.chunks_exact(self.piece_bytes()).zip(rooms.chunks_exact_mut(self.wire_bytes()));
+        pieces.for_each(|(piece, coded)| codec.encode(piece, coded, wire));
+        Ok(None)
     }
 
     /// What goes to the peer for a piece: the own block's bytes as they are, or, where the sides differ, pieces travel in
