@@ -313,7 +313,7 @@ fn can_be(products: Fp8Products) -> bool {
 /// Of the largest logit, where activations are rounded to E4M3: four significant bits are off by 2^-4 at most, 2^-5.5 on
 /// average, independently of each other; so is a sum of their products, once for each of 8 products of two layers:
 /// together some 0.06, at the worst of 256 logits three times that.
-pub(super) const TOLERANCE_OF_ROUNDED: f32 = 0.2;
+const TOLERANCE_OF_ROUNDED: f32 = 0.2;
 
 #[test]
 fn fp8_is_multiplied_with_any_scales() {
