@@ -353,6 +353,7 @@ pub struct EngineArgs {
     pub speculate: Speculate,
     /// Directory or .gguf file of the draft model, for `--speculate draft`: smaller, with the same vocabulary. The
     /// model that is part of this program brings one. Its KV counts towards `--kv-memory`.
+    /// On a GPU it is on the same one, or on the first rank's.
     #[arg(long, value_name = "DIR|FILE", env = "BATON_DRAFT_MODEL")]
     pub draft_model: Option<PathBuf>,
     /// Tokens proposed for a request in one step at most. How many it is follows from how many were right.

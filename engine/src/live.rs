@@ -205,12 +205,21 @@ impl LiveRequests {
         self.requests[&id].request.speculation == SpeculationMode::Auto
     }
 
-    /// Drafts the token that would be drawn if `logits` were the target's; whether it makes sense to draft
-    /// on. Until [`end_draft`](Self::end_draft) the draft counts as output.
-    pub(crate) fn draw_draft(&mut self, id: SequenceId, logits: &[f32]) -> bool {
+    /// How the next token of a draft is drawn: as if it were the target's, but that nobody asks how likely it is.
+    pub(crate) fn draft_draw(&self, id: SequenceId) -> Draw<'_> {
+        let live = &self.requests[&id];
+        Draw { logprobs: None, ..live.history.draw(&live.request.sampling) }
+    }
+
+    /// Drafts the token that was drawn so, or is to be; whether it makes sense to draft on. Until
+    /// [`end_draft`](Self::end_draft) the draft counts as output.
+    pub(crate) fn draw_draft(&mut self, id: SequenceId, answer: Answer<'_>) -> bool {
         let live = self.requests.get_mut(&id).expect("planned sequences live");
-        let draw = live.history.draw(&live.request.sampling);
-        let Ok(token) = self.sampler.draw_id(logits, &draw) else { return false };
+        let token = match answer {
+            Answer::Drawn(token) => token.map(|token| token.id),
+            Answer::Logits(row) => self.sampler.draw_id(row, &live.history.draw(&live.request.sampling)),
+        };
+        let Ok(token) = token else { return false };
         live.history.push(token);
         self.scheduler.push_draft(id, token);
         live.finish_after(token, self.context_length).is_none()

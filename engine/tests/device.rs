@@ -12,7 +12,7 @@ use baton_engine::{
 use baton_kv_cache::BlockStorage;
 use baton_model::{
     Activations, Backend, BatchLimits, Executor, LoadOptions, LoadedModel,
-    cuda::test_model::{drawn_by_host, test_model, test_model_of_ranks},
+    cuda::test_model::{MEMORY_BYTES, drawn_by_host, test_model, test_model_of_ranks, test_models},
     load, load_ranks,
 };
 use support::{config, kinds::read, request};
@@ -67,6 +67,18 @@ fn start(
     let executor = if draws == Draws::OnHost { drawn_by_host(executor) } else { executor };
     let speculation = |drafter| Speculation { drafter, max_draft_tokens: 4, max_step_tokens: 40 };
     baton_engine::start_over(storage, executor, drafter.map(speculation), engine_config()).expect("it starts")
+}
+
+/// With a draft model on the device that is mostly right: the same, with weights of eight bits.
+fn with_draft_model(draws: Draws) -> (EngineHandle, EngineThread) {
+    let int8 = "int8".parse().expect("it is one");
+    let options = LoadOptions { quantise: Some(int8), ..options(Backend::Cuda) };
+    let draft = load(fixture(), &options, &mut |_| {}).expect("a fixture");
+    let num_blocks = engine_config().num_blocks;
+    let models = test_models(loaded(fixture(), Backend::Cuda), draft, LIMITS, num_blocks, MEMORY_BYTES);
+    let (target, (draft, draft_storage)) = models.expect("both fit");
+    let drafter = Drafter::Model { executor: draft, storage: Some(draft_storage), cost: 0.2 };
+    start(target, draws, Some(drafter))
 }
 
 fn prompt(seed: u32, num_tokens: u32) -> Vec<u32> {
@@ -192,6 +204,34 @@ async fn drafts_are_verified_on_the_device() {
     let (_, counts) = drawn.drafts().expect("it drafts");
     assert!(0 < counts.accepted && counts.accepted < counts.drafted, "{counts:?}");
     assert_eq!(by_host.drafts(), drawn.drafts());
+}
+
+/// Of each the number of drafts varies, and with it that of rows.
+#[tokio::test]
+async fn a_draft_model_on_the_device_changes_no_token() {
+    let (plain, _thread) = on_device(fixture(), Draws::OnDevice, None);
+    let kinds = [0, 3, 6];
+    let chosen = || -> Vec<Request> { kinds.iter().map(|&idx| requests(10).swap_remove(idx)).collect() };
+    let expected = run(&plain, chosen()).await;
+    // Where several ranks compute the target, the host draws.
+    for draws in [Draws::OnDevice, Draws::OnHost] {
+        let (drafted, _other) = with_draft_model(draws);
+        assert_same(&run(&drafted, chosen()).await, &expected);
+        let (_, counts) = drafted.drafts().expect("it drafts");
+        assert!(0 < counts.accepted && counts.accepted < counts.drafted, "{counts:?}");
+    }
+}
+
+#[test]
+fn a_draft_model_that_does_not_fit_beside_the_model_is_an_error() {
+    if std::env::var_os("BATON_KERNELS_ON").is_some() {
+        eprintln!("SKIPPED: how much memory there is the emulator is told");
+        return;
+    }
+    // There is room for one of them.
+    let [target, draft] = [0; 2].map(|_| loaded(fixture(), Backend::Cuda));
+    let error = test_models(target, draft, LIMITS, 1, 10 << 20).err().expect("no memory").to_string();
+    assert!(error.contains("bytes of device memory"), "{error}");
 }
 
 #[tokio::test]

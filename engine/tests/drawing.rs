@@ -12,7 +12,7 @@ use baton_engine::{
 };
 use baton_model::ExecuteError;
 use support::{
-    BLOCK_SIZE, config, draft, drawing, engine, engine_of,
+    BLOCK_SIZE, config, draft, drawing, drawing_draft, engine, engine_of,
     handoff::hand_off,
     kinds::{read, requests},
     request,
@@ -34,7 +34,8 @@ async fn what_a_client_sees_does_not_depend_on_who_draws() {
     assert!(expected.iter().any(|(_, end)| *end == Ok(FinishReason::Stop)));
 
     for (num_blocks, max_running, token_budget) in [(256, 32, 64), (256, 16, 7), (26, 8, 16), (20, 3, 64)] {
-        for drafter in [None, Some(Drafter::Ngram), Some(draft(FakeModel { errs_in: Some(4), ..model }))] {
+        let errs = FakeModel { errs_in: Some(4), ..model };
+        for drafter in [None, Some(Drafter::Ngram), Some(draft(errs)), Some(drawing_draft(errs))] {
             let is_drafting = drafter.is_some();
             let config = EngineConfig { num_blocks, max_running, token_budget, ..config() };
             let (engine, num_ahead) = drawing(model, drafter, config, |_| Ok(()));

@@ -194,8 +194,8 @@ pub enum ConfigError {
     },
     /// Not one block on a GPU.
     #[error(
-        "--gpu-memory-utilization leaves {bytes} bytes for KV, but one block of this model takes {block_bytes}; give it \
-         more, or make --token-budget or --max-running smaller"
+        "--gpu-memory-utilization leaves {bytes} bytes for KV, but one block takes {block_bytes}, a draft model's part \
+         included; give it more, or make --token-budget or --max-running smaller"
     )]
     GpuMemoryTooSmall {
         /// What is left.
@@ -206,9 +206,6 @@ pub enum ConfigError {
     /// No share of anything.
     #[error("--gpu-memory-utilization is {0}; expected a number above 0 and at most 1")]
     Utilisation(f64),
-    /// A draft model computes on processors, with blocks of its own there.
-    #[error("--speculate draft does not go with --device {0} so far; take ngram, or --device cpu")]
-    DraftModelBesideGpu(Device),
     /// Nobody can connect to "any address".
     #[error("--listen {listen} is no address that others can connect to; say with --advertise which is")]
     Unadvertised {
@@ -328,9 +325,6 @@ impl WorkerConfig {
         }
         if !(self.gpu_memory_utilisation > 0.0 && self.gpu_memory_utilisation <= 1.0) {
             return Err(ConfigError::Utilisation(self.gpu_memory_utilisation));
-        }
-        if let (Device::Cuda(_), Some(DrafterConfig::Model(_))) = (self.device, &self.drafter) {
-            return Err(ConfigError::DraftModelBesideGpu(self.device));
         }
         let is_on_cpu = self.device == Device::Cpu;
         if let Some(threads) = self.threads.filter(|&threads| is_on_cpu && threads < self.tensor_parallel) {
@@ -465,6 +459,12 @@ mod tests {
         // On GPUs a rank has a device, however many threads there are.
         let on_gpus = with(|c| (c.threads, c.tensor_parallel, c.device) = (Some(3), 4, Device::Cuda(0)));
         assert!(on_gpus.validate().is_ok());
+        // The first of them computes a draft model, too.
+        let draft = Some(DrafterConfig::Model("/models/draft".into()));
+        let drafting = |num_ranks| {
+            with(|c| (c.drafter, c.tensor_parallel, c.device) = (draft.clone(), num_ranks, Device::Cuda(0)))
+        };
+        assert!([1, 2].into_iter().all(|num_ranks| drafting(num_ranks).validate().is_ok()));
     }
 
     #[test]

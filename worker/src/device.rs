@@ -59,11 +59,12 @@ impl fmt::Display for Device {
 /// The GPU that blocks go to; of several ranks those of all, each with the blocks of its kv heads.
 #[derive(Debug)]
 pub struct BlockDevice {
-    /// Its number, or the first's.
+    /// Its number, or the first's, which a draft model is on, too.
     pub(crate) ordinal: u32,
     /// How many there are, one behind the other.
     pub(crate) num_ranks: usize,
-    /// What weights, the largest batch and `kernels` have left of its memory, in bytes; of several that which has the least.
+    /// What weights, the largest batch (those of a draft model, too) and `kernels` have left of its memory, in bytes; of
+    /// several that which has the least.
     pub(crate) free_bytes: usize,
     /// With which handoffs gather, scatter and hash blocks there: each rank's.
     pub(crate) kernels: Vec<Box<dyn BlockKernels>>,
@@ -75,15 +76,25 @@ impl BlockDevice {
         (first..).take(num_ranks).collect()
     }
 
-    /// Blocks that a share of what is free has room for.
-    pub(crate) fn num_blocks(&self, utilisation: f64, layout: &KvLayout) -> anyhow::Result<usize> {
+    /// Blocks that a share of what is free has room for, when a draft model keeps `draft_block_bytes` beside each.
+    pub(crate) fn num_blocks(
+        &self,
+        utilisation: f64,
+        layout: &KvLayout,
+        draft_block_bytes: usize,
+    ) -> anyhow::Result<usize> {
         let bytes = (self.free_bytes as f64 * utilisation) as usize;
-        // Of all ranks as many.
-        let block_bytes = KvShard::new(layout, self.num_ranks, 0)?.layout().block_bytes();
+        // Of all ranks as many, although the first alone has a draft model's: it has the least memory left.
+        let block_bytes = KvShard::new(layout, self.num_ranks, 0)?.layout().block_bytes() + draft_block_bytes;
         match bytes / block_bytes {
             0 => Err(ConfigError::GpuMemoryTooSmall { bytes, block_bytes }.into()),
             num_blocks => Ok(num_blocks),
         }
+    }
+
+    /// The memory of a draft model's. Nobody hands these off.
+    pub(crate) fn draft_blocks(&self, layout: KvLayout, num_blocks: usize) -> std::io::Result<BlockStorage> {
+        blocks_on_device(self.ordinal, layout, num_blocks, None)
     }
 
     /// The memory of so many.
@@ -128,14 +139,19 @@ mod tests {
             kernels: vec![],
         };
         let device = of(1);
-        assert_eq!(device.num_blocks(1.0, &layout).unwrap(), 10);
+        assert_eq!(device.num_blocks(1.0, &layout, 0).unwrap(), 10);
         // Two kv heads: of two ranks each has a half, and of four each has one of them, too.
         for num_ranks in [2, 4] {
-            assert_eq!(of(num_ranks).num_blocks(1.0, &layout).unwrap(), 20);
+            assert_eq!(of(num_ranks).num_blocks(1.0, &layout, 0).unwrap(), 20);
+            // A draft model's, a quarter as large, are whole on the first.
+            assert_eq!(of(num_ranks).num_blocks(1.0, &layout, layout.block_bytes() / 4).unwrap(), 13);
         }
+        assert_eq!(device.num_blocks(1.0, &layout, layout.block_bytes() / 4).unwrap(), 8);
         assert_eq!(BlockDevice::ordinals(2, 3), [2, 3, 4]);
-        assert_eq!(device.num_blocks(0.95, &layout).unwrap(), 9);
-        let error = device.num_blocks(0.05, &layout).unwrap_err().to_string();
-        assert!(error.contains("--gpu-memory-utilization"), "{error}");
+        assert_eq!(device.num_blocks(0.95, &layout, 0).unwrap(), 9);
+        for (utilisation, draft_block_bytes) in [(0.05, 0), (0.1, 1)] {
+            let error = device.num_blocks(utilisation, &layout, draft_block_bytes).unwrap_err().to_string();
+            assert!(error.contains("--gpu-memory-utilization"), "{error}");
+        }
     }
 }

@@ -19,7 +19,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::oneshot;
 
 use crate::config::{ConfigError, DrafterConfig, WorkerConfig};
-use crate::device::{BlockDevice, Device};
+use crate::device::BlockDevice;
 
 /// A model, ready to compute.
 pub struct Model {
@@ -114,13 +114,6 @@ fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
 }
 
 fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Result<Model> {
-    let drafter = match &config.drafter {
-        Some(DrafterConfig::Model(_)) if config.role == Role::Decode => {
-            return Err(ConfigError::DraftModelBesideGpu(Device::Cuda(ordinal)).into());
-        }
-        Some(DrafterConfig::Ngram) if config.role == Role::Decode => Some(Drafter::Ngram),
-        _ => None,
-    };
     // Before files are read.
     let num_devices = num_cuda_devices().with_context(|| no_gpu(ordinal))?;
     let num_ranks = config.tensor_parallel;
@@ -143,26 +136,38 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
     let ordinals = BlockDevice::ordinals(ordinal, num_ranks);
     let kernels =
         block_kernels(&ordinals, &loaded.kv_layout(), kernel_cache.clone()).with_context(in_words)?;
-    let (executor, block_device): (Box<dyn Executor>, _) = match num_ranks {
+    let (executor, mut block_device): (Box<dyn Executor>, _) = match num_ranks {
         1 => {
-            let executor = loaded.cuda_executor(ordinal, limits, kernel_cache, &mut progress);
+            let executor = loaded.cuda_executor(ordinal, limits, kernel_cache.clone(), &mut progress);
             shown.finish();
             let mut executor = executor.with_context(in_words)?;
-            tell_weights(executor.weight_bytes());
+            tell_weights(name, executor.weight_bytes());
             let block_device =
                 BlockDevice { ordinal, num_ranks, free_bytes: executor.free_bytes()?, kernels };
             (Box::new(executor), block_device)
         }
         _ => {
             let nccl = config.nccl.as_deref();
-            let executor =
-                ParallelCudaExecutor::new(ranks, &ordinals, limits, kernel_cache, nccl, &mut progress);
+            let executor = ParallelCudaExecutor::new(
+                ranks,
+                &ordinals,
+                limits,
+                kernel_cache.clone(),
+                nccl,
+                &mut progress,
+            );
             shown.finish();
             let executor = executor.with_context(in_words)?;
-            tell_weights(executor.weight_bytes());
+            tell_weights(name, executor.weight_bytes());
             let free_bytes = executor.free_bytes();
             (Box::new(executor), BlockDevice { ordinal, num_ranks, free_bytes, kernels })
         }
+    };
+    let drafter = match &config.drafter {
+        Some(drafter) if config.role == Role::Decode => {
+            Some(load_drafter_on_gpu(drafter, &loaded, &mut block_device, limits, kernel_cache, config)?)
+        }
+        _ => None,
     };
     Ok(Model::new(executor, Some(block_device), drafter, name.to_owned(), &loaded))
 }
@@ -180,19 +185,51 @@ fn block_kernels(
     ordinals.iter().enumerate().map(of_rank).collect()
 }
 
-fn tell_weights(bytes: DeviceWeightBytes) {
+fn no_gpu(ordinal: u32) -> String {
+    format!("cannot compute on --device cuda:{ordinal}; --device cpu computes on processors")
+}
+
+fn tell_weights(model: &str, bytes: DeviceWeightBytes) {
     let DeviceWeightBytes { bf16, fp8, int8, int4, widened } = bytes;
-    tracing::info!(bf16, fp8, int8, int4, "bytes of weights on GPUs, by what they are");
+    tracing::info!(model, bf16, fp8, int8, int4, "bytes of weights on GPUs, by what they are");
     if widened > 0 {
         tracing::warn!(
+            model,
             bytes = widened,
             "weights are in bf16 on GPUs that files hold in fewer bits: no kernel takes rows or groups like theirs"
         );
     }
 }
 
-fn no_gpu(ordinal: u32) -> String {
-    format!("cannot compute on --device cuda:{ordinal}; --device cpu computes on processors")
+/// A draft model goes to the GPU that its target is on, or to the first, and takes what it needs for as large a batch before
+/// blocks do: weights, and the memory of its largest step.
+fn load_drafter_on_gpu(
+    drafter: &DrafterConfig,
+    target: &LoadedModel,
+    device: &mut BlockDevice,
+    limits: BatchLimits,
+    kernel_cache: Option<PathBuf>,
+    config: &WorkerConfig,
+) -> anyhow::Result<Drafter> {
+    let DrafterConfig::Model(dir) = drafter else { return Ok(Drafter::Ngram) };
+    let (draft, name) = load_draft_model(dir, config, config.threads, Backend::Cuda)?;
+    let mut shown = Shown::new();
+    let mut progress = |progress| shown.update(progress);
+    let executor = draft.cuda_executor(device.ordinal, limits, kernel_cache, &mut progress);
+    shown.finish();
+    let mut executor = executor.with_context(|| no_room(dir, device.ordinal))?;
+    tell_weights(&name, executor.weight_bytes());
+    device.free_bytes = device.free_bytes.min(executor.free_bytes()?);
+    let cost = draft_cost(&draft, target, device.num_ranks);
+    Ok(Drafter::Model { executor: Box::new(executor), storage: None, cost })
+}
+
+fn no_room(dir: &Path, ordinal: u32) -> String {
+    format!(
+        "cannot compute draft model {} beside the model on --device cuda:{ordinal}; take a smaller one with --draft-model, \
+         or --speculate ngram",
+        dir.display()
+    )
 }
 
 /// Threads for each rank, of `num_threads` in all, or for each processor. A rank has one at least.
@@ -259,15 +296,30 @@ fn load_drafter(
     config: &WorkerConfig,
 ) -> anyhow::Result<Drafter> {
     let DrafterConfig::Model(dir) = drafter else { return Ok(Drafter::Ngram) };
-    let name = dir.file_name().unwrap_or(dir.as_os_str()).to_string_lossy();
-    // It is small: summing up what ranks have would cost more than it saves.
-    let draft = load_model(dir, &name, config, Some(pool.num_threads()), Backend::Cpu, 1);
-    let draft = draft.with_context(|| format!("draft model {}", dir.display()))?.swap_remove(0);
-    // A step of few tokens takes as long as reading the weights does. It is a guess until it is measured, and
-    // below 1, so that it is.
-    let cost = (draft.weight_bytes() as f64 / target.weight_bytes() as f64).min(0.9);
+    let (draft, _) = load_draft_model(dir, config, Some(pool.num_threads()), Backend::Cpu)?;
     // The two compute in turns, on the engine's thread.
-    Ok(Drafter::Model { executor: Box::new(draft.cpu_executor_on(Arc::clone(pool))), cost })
+    let executor = Box::new(draft.cpu_executor_on(Arc::clone(pool)));
+    // Memory is shared by all ranks.
+    Ok(Drafter::Model { executor, storage: None, cost: draft_cost(&draft, target, 1) })
+}
+
+/// A draft model, whole, and its name. It is small: summing up what ranks have would cost more than it saves.
+fn load_draft_model(
+    dir: &Path,
+    config: &WorkerConfig,
+    threads: Option<usize>,
+    backend: Backend,
+) -> anyhow::Result<(LoadedModel, String)> {
+    let name = dir.file_name().unwrap_or(dir.as_os_str()).to_string_lossy().into_owned();
+    let draft = load_model(dir, &name, config, threads, backend, 1);
+    let draft = draft.with_context(|| format!("draft model {}", dir.display()))?.swap_remove(0);
+    Ok((draft, name))
+}
+
+/// What a step of a draft model costs, in steps of the target, which so many memories hold. One of few tokens takes as long
+/// as reading the weights does. It is a guess until it is measured, and below 1, so that it is.
+fn draft_cost(draft: &LoadedModel, target: &LoadedModel, num_memories: usize) -> f64 {
+    (draft.weight_bytes() as f64 * num_memories as f64 / target.weight_bytes() as f64).min(0.9)
 }
 
 /// How progress is shown: a bar to people, a line now and then to others.
@@ -309,6 +361,19 @@ impl Shown {
     fn finish(self) {
         if let Shown::Bar(bar) = self {
             bar.finish_and_clear();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_draft_model_without_room_says_what_to_do() {
+        let said = no_room(Path::new("/models/draft"), 3);
+        for part in ["/models/draft", "cuda:3", "--draft-model", "--speculate ngram"] {
+            assert!(said.contains(part), "{said:?} does not say {part:?}");
         }
     }
 }

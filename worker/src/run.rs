@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::Context;
 use baton_cluster::{Capacity, Dialer, Registration, RegistrationState, Role, WorkerRecord, register_over};
-use baton_engine::{EngineConfig, EngineHandle, EngineThread, Speculation};
+use baton_engine::{Drafter, EngineConfig, EngineHandle, EngineThread, Speculation};
 use baton_kv_cache::KvFormat;
 use baton_proto::worker::{prefill_server::PrefillServer, worker_server::WorkerServer};
 use baton_telemetry::Metrics;
@@ -30,6 +30,10 @@ use crate::{
 /// A step with more tokens than this is bound by arithmetic on a processor: its kernels read weights once for
 /// 14 rows.
 const MAX_DRAFTED_STEP_TOKENS: usize = 32;
+
+/// On a GPU, by data sheets: with weights in bf16 arithmetic takes longer than reading them from 150 (A100) to 300 tokens
+/// (H100) on, and with weights of fewer bits from fewer on. It was not measured.
+const MAX_DRAFTED_STEP_TOKENS_ON_GPU: usize = 128;
 
 /// For what still runs after it was told to end.
 const HALT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -157,7 +161,10 @@ fn describe(config: &WorkerConfig, model: &Model, server: &Server) -> anyhow::Re
         kv_format: KvFormat::new(model.revision.clone(), &layout, model.rope.clone()),
         capacity: Capacity {
             num_blocks: match &model.block_device {
-                Some(device) => device.num_blocks(config.gpu_memory_utilisation, &layout)?,
+                Some(device) => {
+                    let utilisation = config.gpu_memory_utilisation;
+                    device.num_blocks(utilisation, &layout, model.draft_block_bytes())?
+                }
                 None => config.kv.num_blocks(layout.block_bytes() + model.draft_block_bytes())?,
             },
             block_size: layout.block_size,
@@ -169,7 +176,7 @@ fn describe(config: &WorkerConfig, model: &Model, server: &Server) -> anyhow::Re
 
 fn start_engine(
     config: &WorkerConfig,
-    model: Model,
+    mut model: Model,
     record: &WorkerRecord,
 ) -> anyhow::Result<(EngineHandle, EngineThread)> {
     let engine = EngineConfig {
@@ -183,10 +190,17 @@ fn start_engine(
         model_revision: model.revision,
         clock: Instant::now,
     };
+    if let (Some(device), Some(Drafter::Model { executor, storage, .. })) =
+        (&model.block_device, &mut model.drafter)
+    {
+        let blocks = device.draft_blocks(executor.kv_layout(), engine.num_blocks);
+        *storage = Some(blocks.context("cannot place the draft model's KV blocks")?);
+    }
+    let is_on_gpu = model.block_device.is_some();
     let speculation = model.drafter.map(|drafter| Speculation {
         drafter,
         max_draft_tokens: config.max_draft_tokens,
-        max_step_tokens: MAX_DRAFTED_STEP_TOKENS,
+        max_step_tokens: if is_on_gpu { MAX_DRAFTED_STEP_TOKENS_ON_GPU } else { MAX_DRAFTED_STEP_TOKENS },
     });
     let started = match model.block_device {
         None => baton_engine::start(model.executor, speculation, engine),

@@ -20,7 +20,7 @@ async fn speculating() -> TestWorker {
 
 fn draft() -> Drafter {
     let model = FakeModel { errs_in: Some(6), ..FakeModel::new(BLOCK_SIZE) };
-    Drafter::Model { executor: model.executor(), cost: 0.2 }
+    Drafter::Model { executor: model.executor(), storage: None, cost: 0.2 }
 }
 
 /// Drafted and accepted tokens, as `/metrics` counts them.

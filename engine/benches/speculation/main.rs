@@ -80,7 +80,7 @@ fn measure(target: &LoadedModel, draft: &LoadedModel, said: &mut Vec<Vec<u32>>) 
                     _ => {
                         let cost = (draft.weight_bytes() as f64 / target.weight_bytes() as f64).min(0.9);
                         let executor = Box::new(draft.cpu_executor_on(Arc::clone(&pool)));
-                        (Drafter::Model { executor, cost }, costs.draft)
+                        (Drafter::Model { executor, storage: None, cost }, costs.draft)
                     }
                 };
                 let (engine, _thread) = start(target, &pool, drafter);

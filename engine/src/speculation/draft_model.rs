@@ -14,11 +14,11 @@
 use std::{collections::HashMap, time::Instant};
 
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_model::{Batch, BatchSequence, Executor};
+use baton_model::{Answer, Batch, BatchSequence, Executor};
 
 use crate::{
     block_pool::BlockPool,
-    compute::catch_panic,
+    compute::{collect, execute, launch},
     config::{EngineConfig, StartError},
     events::EngineError,
     live::LiveRequests,
@@ -59,9 +59,10 @@ struct Run {
 
 impl DraftModel {
     /// # Panics
-    /// When its blocks have not the target's size.
+    /// When its blocks have not the target's size, or `storage` has not as many in its layout.
     pub(super) fn new(
         executor: Box<dyn Executor>,
+        storage: Option<BlockStorage>,
         config: &EngineConfig,
         vocab_size: usize,
         block_size: usize,
@@ -71,11 +72,16 @@ impl DraftModel {
         if executor.vocab_size() != vocab_size {
             return Err(StartError::Vocabulary { draft: executor.vocab_size(), target: vocab_size });
         }
-        let storage = BlockStorage::new(layout, config.num_blocks).map_err(|source| StartError::Memory {
-            num_blocks: config.num_blocks,
-            block_bytes: layout.block_bytes(),
-            source,
-        })?;
+        let in_host_memory = || {
+            BlockStorage::new(layout, config.num_blocks).map_err(|source| StartError::Memory {
+                num_blocks: config.num_blocks,
+                block_bytes: layout.block_bytes(),
+                source,
+            })
+        };
+        let storage = storage.map_or_else(in_host_memory, Ok)?;
+        let found = (storage.num_blocks(), *storage.layout());
+        assert_eq!(found, (config.num_blocks, layout), "blocks of a draft model");
         Ok(DraftModel {
             executor,
             storage,
@@ -197,15 +203,21 @@ impl DraftModel {
             }
         });
         let batch = Batch { sequences: sequences.collect() };
-        let (executor, storage) = (&mut self.executor, &self.storage);
-        let vocab_size = executor.vocab_size();
-        // SAFETY: the storage is this drafter's alone. A batch's tokens lie in blocks that their sequence
-        // allocated; blocks that sequences share are full, and nobody computes them again.
-        #[allow(unsafe_code)]
-        let outcome = catch_panic(|| unsafe { executor.execute(&batch, storage, &mut |_| {}) });
-        let logits = outcome??;
+        let (executor, storage) = (&mut *self.executor, &self.storage);
+        // The storage is this drafter's alone. A batch's tokens lie in blocks that their sequence allocated; blocks that
+        // sequences share are full, and nobody computes them again. So what is said of safety there holds here.
+        let answers = if executor.drawing().is_some() {
+            let complete = self.runs.iter().filter(|run| run.is_complete);
+            let draws: Vec<_> = complete.map(|run| live.draft_draw(run.id)).collect();
+            launch(executor, &batch, &draws, &[], storage, &mut |_| {})?;
+            collect(executor, &mut |_| {})?
+        } else {
+            let vocab_size = executor.vocab_size();
+            let logits = execute(executor, &batch, storage, &mut |_| {})?;
+            logits.chunks_exact(vocab_size).map(Answer::Logits).collect()
+        };
 
-        let mut rows = logits.chunks_exact(vocab_size);
+        let mut answers = answers.into_iter();
         for run in &mut self.runs {
             let sequence = live.scheduler.sequence(run.id).expect("planned sequences run");
             let kv = self.kv.get_mut(&run.id).expect("it was prepared");
@@ -215,7 +227,7 @@ impl DraftModel {
                 kv.ahead.extend(sequence.draft().last());
             }
             let goes_on = run.is_complete
-                && live.draw_draft(run.id, rows.next().expect("one row for each that is complete"));
+                && live.draw_draft(run.id, answers.next().expect("one for each that is complete"));
             run.num_drafts = if goes_on { run.num_drafts - 1 } else { 0 };
             run.num_tokens = 1;
         }

@@ -27,6 +27,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_kv_cache::BlockStorage;
 use baton_model::Executor;
 
 use crate::{
@@ -60,6 +61,8 @@ pub enum Drafter {
     Model {
         /// Computes it, on blocks of the target's size.
         executor: Box<dyn Executor>,
+        /// Its blocks, where they are not in the host's memory: as many as the target has.
+        storage: Option<BlockStorage>,
         /// What a step of it costs until that is measured, in steps of the target.
         cost: f64,
     },
@@ -141,8 +144,8 @@ impl Speculator {
         let Speculation { drafter, max_draft_tokens, max_step_tokens } = speculation;
         let (proposer, draft_guess) = match drafter {
             Drafter::Ngram => (Proposer::Ngram, 0.0),
-            Drafter::Model { executor, cost } => {
-                let model = DraftModel::new(executor, config, vocab_size, block_size)?;
+            Drafter::Model { executor, storage, cost } => {
+                let model = DraftModel::new(executor, storage, config, vocab_size, block_size)?;
                 (Proposer::Model(Box::new(model)), cost)
             }
         };

@@ -135,7 +135,13 @@ pub fn draft_with_hook(
     model: FakeModel,
     hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
 ) -> Drafter {
-    Drafter::Model { executor: model.executor_with_hook(hook), cost: 0.2 }
+    Drafter::Model { executor: model.executor_with_hook(hook), storage: None, cost: 0.2 }
+}
+
+/// One that draws.
+pub fn drawing_draft(model: FakeModel) -> Drafter {
+    let executor = model.drawing_executor_with_hook(Arc::default(), |_| Ok(()));
+    Drafter::Model { executor, storage: None, cost: 0.2 }
 }
 
 impl TestEngine {

@@ -18,7 +18,10 @@ use crate::parallel::ParallelExecutor;
 use crate::{Batch, ExecuteError, Executor, LoadedModel, Rank, ThreadCommunicator};
 
 /// What the emulated device has: enough.
-const MEMORY_BYTES: usize = 64 << 20;
+pub const MEMORY_BYTES: usize = 64 << 20;
+
+/// An executor and the blocks that it computes on.
+pub type OnBlocks = (Box<dyn Executor>, BlockStorage);
 
 /// Memory that nobody reaches but the executor.
 #[derive(Debug)]
@@ -55,12 +58,35 @@ unsafe impl DeviceMemory for Pool {
 ///
 /// # Panics
 /// When the model was loaded for processors, or does not fit.
-pub fn test_model(
+pub fn test_model(model: LoadedModel, limits: BatchLimits, num_blocks: usize) -> OnBlocks {
+    let executor = on_device(model, limits, Fp8Products::None).expect("the model fits");
+    with_blocks(executor, num_blocks)
+}
+
+/// The same, and a draft model beside it: each takes what it needs of the device's memory, and both have as many blocks in
+/// what is left. The emulated device has `memory_bytes`.
+///
+/// # Errors
+/// When the draft model cannot be had.
+///
+/// # Panics
+/// As [`test_model`], and when there is no room for the blocks.
+pub fn test_models(
     model: LoadedModel,
+    draft: LoadedModel,
     limits: BatchLimits,
     num_blocks: usize,
-) -> (Box<dyn Executor>, BlockStorage) {
-    let mut executor = on_device(model, limits, Fp8Products::None).expect("the model fits");
+    memory_bytes: usize,
+) -> Result<(OnBlocks, OnBlocks), StartError> {
+    let mut target = on_device_of(memory_bytes, model, limits, Fp8Products::None).expect("the model fits");
+    let left = target.device().free_bytes()?;
+    let mut draft = on_device_of(left, draft, limits, Fp8Products::None)?;
+    let block_bytes = target.kv_layout().block_bytes() + draft.kv_layout().block_bytes();
+    assert!(num_blocks * block_bytes <= draft.device().free_bytes()?, "there is room for blocks");
+    Ok((with_blocks(target, num_blocks), with_blocks(draft, num_blocks)))
+}
+
+fn with_blocks(mut executor: DeviceExecutor<TestDevice>, num_blocks: usize) -> OnBlocks {
     let storage = blocks(&mut executor, num_blocks);
     (Box::new(executor), storage)
 }
@@ -71,8 +97,17 @@ pub(crate) fn on_device(
     limits: BatchLimits,
     fp8_products: Fp8Products,
 ) -> Result<DeviceExecutor<TestDevice>, StartError> {
+    on_device_of(MEMORY_BYTES, model, limits, fp8_products)
+}
+
+fn on_device_of(
+    memory_bytes: usize,
+    model: LoadedModel,
+    limits: BatchLimits,
+    fp8_products: Fp8Products,
+) -> Result<DeviceExecutor<TestDevice>, StartError> {
     check_shape(&model)?;
-    let mut device = TestDevice::new(&sources(&model), MEMORY_BYTES, Threads::Shuffled);
+    let mut device = TestDevice::new(&sources(&model), memory_bytes, Threads::Shuffled);
     assert!(device.pretend_fp8(fp8_products), "not on this device");
     DeviceExecutor::new(device, model, limits, &mut |_| {})
 }
