@@ -15,7 +15,7 @@ use crate::cuda::kernel::Address;
 use crate::cuda::part::Part;
 use crate::cuda::start::StartError;
 use crate::cuda::weights::{DeviceLayer, DeviceMlp};
-use crate::{Batch, BatchSequence, Executor};
+use crate::{Answer, Batch, BatchSequence, Draw, DrawingExecutor, ExecuteError, Executor};
 
 /// Steps that decode, few and many sequences, and a prompt.
 pub(super) fn measure<D: Timed>(
@@ -50,7 +50,7 @@ pub(super) fn measure<D: Timed>(
         let step = Batch { sequences: sequences.take(num_sequences).map(sequence).collect() };
         let bytes = Amount::Bytes(weight_bytes + (num_sequences * context * layout.token_bytes()) as f64);
         let what = format!("decode step, {num_sequences} x {context}");
-        let seconds = as_the_engine_sees(&mut executor, &step, &storage, *repetitions)?;
+        let seconds = as_the_engine_decodes(&mut executor, &step, &storage, *repetitions)?;
         report(&ceilings.figure(what.clone(), seconds, bytes, Some(0.8)));
         let seconds = on_the_device(&mut executor, &step, pool, *repetitions)?;
         report(&ceilings.figure(format!("{what}, device alone"), seconds, bytes, None));
@@ -58,7 +58,7 @@ pub(super) fn measure<D: Timed>(
 
     let step = BatchSequence { tokens: &tokens, start_idx: 0, blocks: &blocks, num_logits: 1 };
     let step = Batch { sequences: vec![step] };
-    let seconds = as_the_engine_sees(&mut executor, &step, &storage, repetitions.div_ceil(3))?;
+    let seconds = as_the_engine_prefills(&mut executor, &step, &storage, repetitions.div_ceil(3))?;
     let head = spec.vocab_size * spec.hidden_size;
     let products = 2.0 * ((num_multiplied(&executor) - head) * prompt + head) as f64;
     let attention = spec.layers.len() as f64 * attention_operations(spec, *prompt);
@@ -105,8 +105,57 @@ fn products<D: Timed>(
     median(repetitions, device, &mut |device| device.repeat(num_rows as u64, &mut work))
 }
 
+/// Seconds from the tokens of one step to those of the next, as an engine decodes: tokens are drawn on the device, and
+/// before those of a step are waited for, the next step is launched, which takes them over there.
+///
+/// All steps are the same, at one position, so that each has as long a context.
+fn as_the_engine_decodes<D: Timed>(
+    executor: &mut DeviceExecutor<D>,
+    step: &Batch<'_>,
+    storage: &BlockStorage,
+    repetitions: usize,
+) -> Result<f64, CudaError> {
+    let draws = vec![Draw { temperature: 0.7, random: 0.5, ..Draw::default() }; step.sequences.len()];
+    let follows: Vec<usize> = (0..draws.len()).collect();
+    let launch = |executor: &mut DeviceExecutor<D>, follows: &[usize]| {
+        // SAFETY: nobody else uses the storage.
+        let draws_all = unsafe { executor.launch(step, &draws, follows, storage, &mut |_| {}) };
+        draws_all.map_err(failed).map(|draws_all| assert!(draws_all, "these are drawn on the device"))
+    };
+    launch(executor, &[])?;
+    let (mut seconds, mut last) = (Vec::with_capacity(repetitions), Instant::now());
+    for repetition in 0..repetitions + 3 {
+        launch(executor, &follows)?;
+        are_drawn(executor)?;
+        let elapsed = last.elapsed().as_secs_f64();
+        last = Instant::now();
+        if repetition >= 3 {
+            seconds.push(elapsed);
+        }
+    }
+    are_drawn(executor)?;
+    Ok(middle(seconds))
+}
+
+/// Waits for a step, which must have a token for every row.
+fn are_drawn<D: Timed>(executor: &mut DeviceExecutor<D>) -> Result<(), CudaError> {
+    let answers = executor.collect(&mut |_| {}).map_err(failed)?;
+    match answers.iter().all(|answer| matches!(answer, Answer::Drawn(Ok(_)))) {
+        true => Ok(()),
+        false => Err(not_finite()),
+    }
+}
+
+fn failed(error: ExecuteError) -> CudaError {
+    CudaError::Failed { call: "a step", why: error.message }
+}
+
+fn not_finite() -> CudaError {
+    CudaError::Failed { call: "a step", why: "logits that are not finite".into() }
+}
+
 /// Seconds of `execute`: what it copies and launches, and until logits are in the host's memory.
-fn as_the_engine_sees<D: Timed>(
+fn as_the_engine_prefills<D: Timed>(
     executor: &mut DeviceExecutor<D>,
     step: &Batch<'_>,
     storage: &BlockStorage,
@@ -118,9 +167,8 @@ fn as_the_engine_sees<D: Timed>(
         // SAFETY: nobody else uses the storage.
         let logits = unsafe { executor.execute(step, storage, &mut |_| {}) };
         let elapsed = start.elapsed().as_secs_f64();
-        let logits = logits.map_err(|error| CudaError::Failed { call: "a step", why: error.message })?;
-        if !logits.iter().all(|logit| logit.is_finite()) {
-            return Err(CudaError::Failed { call: "a step", why: "logits that are not finite".into() });
+        if !logits.map_err(failed)?.iter().all(|logit| logit.is_finite()) {
+            return Err(not_finite());
         }
         if repetition >= 3 {
             seconds.push(elapsed);
