@@ -195,6 +195,12 @@ impl LiveRequests {
         live.draft_length.next(max.min(sequence.max_num_drafts()), cost, overhead)
     }
 
+    /// Whether that is 0.
+    pub(crate) fn draft_rests(&self, id: SequenceId, max: usize, cost: f64, overhead: f64) -> bool {
+        let sequence = self.scheduler.sequence(id).expect("planned sequences run");
+        self.requests[&id].draft_length.rests(max.min(sequence.max_num_drafts()), cost, overhead)
+    }
+
     /// Output tokens of a sequence so far.
     pub(crate) fn num_output_tokens(&self, id: SequenceId) -> usize {
         self.requests[&id].history.num_output_tokens()

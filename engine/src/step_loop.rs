@@ -235,12 +235,15 @@ impl StepLoop {
 
     /// Plans and launches the step after `step`, which is being computed, if that can be.
     fn look_ahead(&mut self, step: &Step) -> Result<(), EngineError> {
-        // Drafts follow the tokens.
-        if !step.can_be_followed || self.speculator.is_some() {
+        if !step.can_be_followed {
             return Ok(());
         }
         let mut plan = self.plans.pop().unwrap_or_default();
-        if !self.live.scheduler.step_ahead(&step.plan, &mut plan, &mut self.follows) {
+        let live = &mut self.live;
+        let is_decided = live.scheduler.step_ahead(&step.plan, &mut plan, &mut self.follows)
+            // Drafts follow the tokens.
+            && self.speculator.as_mut().is_none_or(|speculator| speculator.rests(&plan, live));
+        if !is_decided {
             self.plans.push(plan);
             return Ok(());
         }

@@ -252,6 +252,10 @@ impl DrawingExecutor for FakeDrawingExecutor {
         assert_eq!(self.launched.is_empty(), follows.is_empty(), "a second step follows the first");
         let num_logits: usize = batch.sequences.iter().map(|it| it.num_logits).sum();
         assert_eq!(num_logits, draws.len(), "a draw for each row");
+        if let Some(before) = self.launched.front() {
+            assert!(before.sequences.iter().all(|it| it.3 <= 1), "what follows drafts is not known");
+            assert!(batch.sequences.iter().all(|it| it.num_logits == 1), "drafts follow the tokens");
+        }
         self.num_ahead.fetch_add(self.launched.len(), Ordering::Relaxed);
         let owned =
             |it: &BatchSequence<'_>| (it.tokens.to_vec(), it.start_idx, it.blocks.to_vec(), it.num_logits);

@@ -8,11 +8,12 @@ use std::sync::{
 };
 
 use baton_engine::{
-    Drafter, EngineConfig, EngineError, FinishReason, Request, SamplingParams, TokenEvent, testing::FakeModel,
+    Drafter, EngineConfig, EngineError, FinishReason, Request, SamplingParams, SpeculationMode, TokenEvent,
+    testing::FakeModel,
 };
 use baton_model::ExecuteError;
 use support::{
-    BLOCK_SIZE, config, draft, drawing, drawing_draft, engine, engine_of,
+    BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, drawing, drawing_draft, engine, engine_of,
     handoff::hand_off,
     kinds::{read, requests},
     request,
@@ -36,9 +37,8 @@ async fn what_a_client_sees_does_not_depend_on_who_draws() {
     for (num_blocks, max_running, token_budget) in [(256, 32, 64), (256, 16, 7), (26, 8, 16), (20, 3, 64)] {
         let errs = FakeModel { errs_in: Some(4), ..model };
         for drafter in [None, Some(Drafter::Ngram), Some(draft(errs)), Some(drawing_draft(errs))] {
-            let is_drafting = drafter.is_some();
             let config = EngineConfig { num_blocks, max_running, token_budget, ..config() };
-            let (engine, num_ahead) = drawing(model, drafter, config, |_| Ok(()));
+            let (engine, _) = drawing(model, drafter, config, |_| Ok(()));
             let streams: Vec<_> =
                 requests().into_iter().map(|request| engine.generate(request).expect("accepted")).collect();
             for (idx, (stream, expected)) in streams.into_iter().zip(&expected).enumerate() {
@@ -47,7 +47,6 @@ async fn what_a_client_sees_does_not_depend_on_who_draws() {
                 assert_eq!((&tokens, &end), (&expected.0, &expected.1), "{context}");
             }
             engine.check_whole().await;
-            assert!(!is_drafting || num(&num_ahead) == 0, "drafts follow the tokens");
         }
     }
 }
@@ -63,6 +62,37 @@ async fn every_step_but_the_first_is_launched_ahead() {
         assert_eq!(engine.num_computed_tokens(), 5 + u64::from(max_tokens) - 1);
         engine.check_whole().await;
     }
+}
+
+#[tokio::test]
+async fn steps_without_drafts_are_launched_ahead_all_the_same() {
+    let model = FakeModel::new(BLOCK_SIZE);
+    let wrong = || drawing_draft(FakeModel { errs_in: Some(1), ..model });
+    let off = Request { speculation: SpeculationMode::Off, ..request(&[1, 2, 3], 60) };
+    let (engine, num_ahead) = drawing(model, Some(wrong()), config(), |_| Ok(()));
+    assert_eq!(engine.generate_all(off).await.tokens, model.greedy(&[1, 2, 3], 60));
+    assert_eq!(num(&num_ahead), 59);
+
+    // Drafts that do not pay are tried again ever more rarely: those steps follow the one before.
+    let (engine, num_ahead) = drawing(model, Some(wrong()), config(), |_| Ok(()));
+    let output = engine.generate_all(request(&[1, 2, 3], 300)).await;
+    assert_eq!(output.tokens, model.greedy(&[1, 2, 3], 300));
+    let (_, counts) = engine.drafts().expect("it has a drafter");
+    assert!((5..30).contains(&counts.drafted), "{counts:?}");
+    assert!((250..299).contains(&num(&num_ahead)), "{} of 300 steps", num(&num_ahead));
+    engine.check_whole().await;
+
+    // As many sequences as a step with drafts may have tokens.
+    let config = EngineConfig { max_running: MAX_STEP_TOKENS, num_blocks: 2048, ..config() };
+    let (engine, num_ahead) = drawing(model, Some(drawing_draft(model)), config, |_| Ok(()));
+    let streams: Vec<_> = (0..MAX_STEP_TOKENS as u32)
+        .map(|idx| engine.generate(request(&[idx], 40)).expect("accepted"))
+        .collect();
+    for (idx, stream) in (0..).zip(streams) {
+        assert_eq!(collect(stream).await.tokens, model.greedy(&[idx], 40));
+    }
+    assert!(num(&num_ahead) > 0);
+    engine.check_whole().await;
 }
 
 #[tokio::test]

@@ -189,19 +189,44 @@ impl Speculator {
         Ok(())
     }
 
+    /// Whether nobody is drafted for in the step of `plan`, of which the tokens are not known yet. Then that is decided.
+    pub(crate) fn rests(&mut self, plan: &Plan, live: &mut LiveRequests) -> bool {
+        if self.budget(plan) > 0 {
+            let (num_sequences, cost, overhead) = self.price(plan, live);
+            debug_assert_eq!(num_sequences, plan.chunks.len(), "all decode");
+            let max = self.max_draft_tokens;
+            let rests = |id| !live.may_draft(id) || live.draft_rests(id, max, cost, overhead);
+            if !plan.chunks.iter().all(|chunk| rests(chunk.id)) {
+                return false;
+            }
+        }
+        self.decide_lengths(plan, live);
+        debug_assert!(self.lengths.iter().all(|&length| length == 0));
+        true
+    }
+
+    /// Drafted tokens that a step of this plan may have.
+    fn budget(&self, plan: &Plan) -> usize {
+        self.max_step_tokens.saturating_sub(plan.num_tokens())
+    }
+
+    /// How many sequences of the plan decode, and what drafting costs then: a token, and any.
+    fn price(&self, plan: &Plan, live: &LiveRequests) -> (usize, f64, f64) {
+        let (plain, num_sequences) = (live.scheduler.step_time(), decodes(plan).count());
+        let cost = self.costs.per_token(plain, num_sequences);
+        (num_sequences, cost, self.costs.per_draft(plain, num_sequences))
+    }
+
     fn decide_lengths(&mut self, plan: &Plan, live: &mut LiveRequests) {
         self.ids.clear();
         self.lengths.clear();
-        let budget = self.max_step_tokens.saturating_sub(plan.num_tokens());
+        let budget = self.budget(plan);
         if budget == 0 {
             return;
         }
-        let decodes = plan.chunks.iter().filter(|chunk| chunk.num_tokens == 1 && chunk.wants_token);
-        let num_sequences = decodes.clone().count();
+        let (_, cost, overhead) = self.price(plan, live);
         let plain = live.scheduler.step_time();
-        let cost = self.costs.per_token(plain, num_sequences);
-        let overhead = self.costs.per_draft(plain, num_sequences);
-        self.ids.extend(decodes.map(|chunk| chunk.id).filter(|&id| live.may_draft(id)));
+        self.ids.extend(decodes(plan).filter(|&id| live.may_draft(id)));
         let lengths = self.ids.iter().map(|&id| live.draft_length(id, self.max_draft_tokens, cost, overhead));
         self.lengths.extend(lengths);
         if !self.ids.is_empty() && self.lengths.iter().all(|&length| length == 0) {
@@ -216,4 +241,10 @@ impl Speculator {
             self.costs.observe_target(plain, plan.num_tokens(), elapsed);
         }
     }
+}
+
+/// The sequences of a plan that decode.
+fn decodes(plan: &Plan) -> impl Iterator<Item = SequenceId> {
+    let decodes = plan.chunks.iter().filter(|chunk| chunk.num_tokens == 1 && chunk.wants_token);
+    decodes.map(|chunk| chunk.id)
 }

@@ -34,11 +34,15 @@ impl Default for DraftLength {
 }
 
 impl DraftLength {
+    /// Whether [`next`](Self::next) says 0.
+    pub fn rests(&self, max: usize, cost: f64, overhead: f64) -> bool {
+        gains_nothing(max, cost, overhead) || (self.num_resting > 0 && self.best(max, cost, overhead) == 0)
+    }
+
     /// Tokens to draft for the next step, at most `max`, when drafting and verifying one costs `cost` steps, and
     /// doing so at all `overhead`.
     pub fn next(&mut self, max: usize, cost: f64, overhead: f64) -> usize {
-        // At the price of a step even a draft that is always right gains nothing.
-        if max == 0 || cost + overhead / max as f64 >= 1.0 {
+        if gains_nothing(max, cost, overhead) {
             return 0;
         }
         let best = self.best(max, cost, overhead);
@@ -82,6 +86,11 @@ impl DraftLength {
     }
 }
 
+/// At the price of a step even a draft that is always right gains nothing.
+fn gains_nothing(max: usize, cost: f64, overhead: f64) -> bool {
+    max == 0 || cost + overhead / max as f64 >= 1.0
+}
+
 /// Cuts lengths so that they add up to at most `budget`: the longest first, of equals the last.
 pub fn share(mut budget: usize, lengths: &mut [usize]) {
     for level in 1..=lengths.iter().copied().max().unwrap_or(0) {
@@ -102,7 +111,9 @@ mod tests {
     fn lengths(num_steps: usize, cost: f64, mut accepts: impl FnMut(usize) -> bool) -> Vec<usize> {
         let (mut length, mut num_verified) = (DraftLength::default(), 0);
         let mut step = || {
+            let rests = length.rests(8, cost, 0.0);
             let num_drafts = length.next(8, cost, 0.0);
+            assert_eq!(rests, num_drafts == 0);
             let mut is_right = || {
                 num_verified += 1;
                 accepts(num_verified - 1)
