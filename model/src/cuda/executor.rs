@@ -20,7 +20,7 @@ use baton_kv_cache::{BlockStorage, KvLayout};
 use super::buffers::Buffers;
 use super::device::{Device, NUM_MARKS, NUM_RETURNS};
 use super::draws::DrawInputs;
-use super::inputs::{BatchLimits, InputShape, Inputs, padded};
+use super::inputs::{BatchLimits, InputShape, Inputs, MAX_DECODE_ROWS, padded};
 use super::kernel::{Address, Source};
 use super::multiply::{EXPERT_TILE_ROWS, Scratch};
 use super::part::Part;
@@ -175,7 +175,10 @@ impl<D: Device> DeviceExecutor<D> {
             block_size: layout.block_size,
             group: spec.num_heads / spec.num_kv_heads,
             head_dim: spec.head_dim,
-            max_decode_rows: (2 * padded(limits.num_sequences)).min(padded(limits.num_rows)),
+            // Of one sequence alone, too, all that may be drafted.
+            max_decode_rows: (2 * padded(limits.num_sequences))
+                .max(padded(MAX_DECODE_ROWS))
+                .min(padded(limits.num_rows)),
         };
         let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape, part.rank())?;
         let scratch = Scratch::new(&mut device, spec, &weights, &limits, rounds_activations)?;

@@ -20,8 +20,9 @@ pub struct BatchLimits {
     pub context_length: usize,
 }
 
-/// Sequences of so many rows at most are decoded: their context is what takes time.
-const MAX_DECODE_ROWS: usize = 8;
+/// Sequences of so many rows at most are decoded: their context is what takes time. A token and as many drafts as a worker
+/// has verified at a time unless it is told otherwise.
+pub(crate) const MAX_DECODE_ROWS: usize = 9;
 
 /// Words that parts of the memory begin at multiples of: 16 bytes.
 const ALIGNED_WORDS: usize = 4;

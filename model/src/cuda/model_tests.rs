@@ -250,12 +250,12 @@ fn check(name: &str, kv_dtype: KvDtype, block_size: usize) {
 
     // One that begins, three rows of one, as drafts are verified, and one whose logits nobody wants.
     tokens.extend([argmax(&expected) as u32, 7, 9]);
-    let (stranger, other) = (prompt(10, 2), prompt(6, 3));
-    let [stranger_place, other_place] = [pair.place(10), pair.place(6)];
+    let (stranger, other) = (prompt(11, 2), prompt(6, 3));
+    let [stranger_place, other_place] = [pair.place(11), pair.place(6)];
     pair.run(
         "among strangers",
         &[
-            (&stranger[..9], 0, &stranger_place, 1),
+            (&stranger[..10], 0, &stranger_place, 1),
             (&tokens[29..], 29, &place, 3),
             (&other[..5], 0, &other_place, 0),
         ],
@@ -267,7 +267,7 @@ fn check(name: &str, kv_dtype: KvDtype, block_size: usize) {
             "decoding",
             &[
                 (&tokens[31..], 31, &place, 1),
-                (&stranger[9..], 9, &stranger_place, 1),
+                (&stranger[10..], 10, &stranger_place, 1),
                 (&other[5..], 5, &other_place, 1),
             ],
         );
