@@ -25,7 +25,7 @@ pub(crate) struct Completion {
 }
 
 /// In place of a token that is not known yet.
-const UNKNOWN: &[u32] = &[u32::MAX];
+pub(crate) const UNKNOWN: &[u32] = &[u32::MAX];
 
 /// The plan's tokens. Logits are wanted after the last token of each chunk that wants one, and after the token before
 /// its draft and each of the draft.

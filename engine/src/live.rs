@@ -217,6 +217,12 @@ impl LiveRequests {
         Draw { logprobs: None, ..live.history.draw(&live.request.sampling) }
     }
 
+    /// The same of the token after that, which is still to be counted.
+    pub(crate) fn draft_draw_behind(&self, id: SequenceId) -> Draw<'_> {
+        let live = &self.requests[&id];
+        Draw { logprobs: None, ..live.history.draw_behind(&live.request.sampling) }
+    }
+
     /// Drafts the token that was drawn so, or is to be; whether it makes sense to draft on. Until
     /// [`end_draft`](Self::end_draft) the draft counts as output.
     pub(crate) fn draw_draft(&mut self, id: SequenceId, answer: Answer<'_>) -> bool {

@@ -36,7 +36,7 @@ async fn what_a_client_sees_does_not_depend_on_who_draws() {
 
     for (num_blocks, max_running, token_budget) in [(256, 32, 64), (256, 16, 7), (26, 8, 16), (20, 3, 64)] {
         let errs = FakeModel { errs_in: Some(4), ..model };
-        for drafter in [None, Some(Drafter::Ngram), Some(draft(errs)), Some(drawing_draft(errs))] {
+        for drafter in [None, Some(Drafter::Ngram), Some(draft(errs)), Some(drawing_draft(errs).0)] {
             let config = EngineConfig { num_blocks, max_running, token_budget, ..config() };
             let (engine, _) = drawing(model, drafter, config, |_| Ok(()));
             let streams: Vec<_> =
@@ -65,9 +65,34 @@ async fn every_step_but_the_first_is_launched_ahead() {
 }
 
 #[tokio::test]
+async fn a_draft_model_that_draws_is_ahead_of_its_tokens() {
+    let model = FakeModel::new(BLOCK_SIZE);
+    let kinds = [
+        SamplingParams::default(),
+        SamplingParams { temperature: 1.0, ..SamplingParams::default() },
+        SamplingParams { presence_penalty: 0.6, frequency_penalty: 1.5, ..SamplingParams::default() },
+    ];
+    for sampling in kinds {
+        let (drafter, num_ahead) = drawing_draft(model);
+        let (_, plain) = engine(config());
+        let (engine, _) = drawing(model, Some(drafter), config(), |_| Ok(()));
+        let sampling = SamplingParams { max_tokens: 120, ..sampling };
+        let request = Request { sampling, ..request(&[7, 8], 0) };
+        let output = engine.generate_all(request.clone()).await;
+        assert_eq!(output, plain.generate_all(request).await);
+        let (_, counts) = engine.drafts().expect("it has a drafter");
+        assert!(counts.drafted > 80 && counts.accepted == counts.drafted, "{counts:?}");
+        // All but the first step of each draft.
+        let num_first = counts.drafted - num(&num_ahead) as u64;
+        assert!((counts.drafted / 5..counts.drafted / 3).contains(&num_first), "{num_first} of {counts:?}");
+        engine.check_whole().await;
+    }
+}
+
+#[tokio::test]
 async fn steps_without_drafts_are_launched_ahead_all_the_same() {
     let model = FakeModel::new(BLOCK_SIZE);
-    let wrong = || drawing_draft(FakeModel { errs_in: Some(1), ..model });
+    let wrong = || drawing_draft(FakeModel { errs_in: Some(1), ..model }).0;
     let off = Request { speculation: SpeculationMode::Off, ..request(&[1, 2, 3], 60) };
     let (engine, num_ahead) = drawing(model, Some(wrong()), config(), |_| Ok(()));
     assert_eq!(engine.generate_all(off).await.tokens, model.greedy(&[1, 2, 3], 60));
@@ -84,7 +109,7 @@ async fn steps_without_drafts_are_launched_ahead_all_the_same() {
 
     // As many sequences as a step with drafts may have tokens.
     let config = EngineConfig { max_running: MAX_STEP_TOKENS, num_blocks: 2048, ..config() };
-    let (engine, num_ahead) = drawing(model, Some(drawing_draft(model)), config, |_| Ok(()));
+    let (engine, num_ahead) = drawing(model, Some(drawing_draft(model).0), config, |_| Ok(()));
     let streams: Vec<_> = (0..MAX_STEP_TOKENS as u32)
         .map(|idx| engine.generate(request(&[idx], 40)).expect("accepted"))
         .collect();

@@ -10,7 +10,8 @@ use baton_engine::{
     sampler::random_unit, testing::FakeModel,
 };
 use support::{
-    BLOCK_SIZE, TestEngine, config, draft, drawing, engine, handoff::copy, join_all, request, speculating,
+    BLOCK_SIZE, TestEngine, config, draft, drawing, drawing_draft, engine, handoff::copy, join_all, request,
+    speculating,
 };
 
 const NUM_REQUESTS: usize = 10_000;
@@ -160,6 +161,17 @@ async fn whatever_clients_do_steps_ahead_change_nothing() {
     let (d, num_ahead) = drawing(FakeModel::new(BLOCK_SIZE), None, decoding(), |_| Ok(()));
     run_clients(d).await;
     assert!(num_ahead.load(Ordering::Relaxed) > 100);
+}
+
+#[tokio::test]
+async fn whatever_clients_do_drafts_between_steps_ahead_change_nothing() {
+    let model = FakeModel::new(BLOCK_SIZE);
+    let (drafter, num_drafted_ahead) = drawing_draft(FakeModel { errs_in: Some(2), ..model });
+    let (d, num_ahead) = drawing(model, Some(drafter), decoding(), |_| Ok(()));
+    run_clients(d).await;
+    for counter in [num_ahead, num_drafted_ahead] {
+        assert!(counter.load(Ordering::Relaxed) > 10, "{counter:?}");
+    }
 }
 
 /// Tight pools: everything waits, preempts and evicts.

@@ -34,7 +34,7 @@ fn drafters() -> Vec<(&'static str, Drafter)> {
         ("wrong in 8", errs_in(8)),
         ("wrong in 2", errs_in(2)),
         ("wrong", errs_in(1)),
-        ("drawing", drawing_draft(FakeModel { errs_in: Some(8), ..model() })),
+        ("drawing", drawing_draft(FakeModel { errs_in: Some(8), ..model() }).0),
         ("ngram", Drafter::Ngram),
     ]
 }

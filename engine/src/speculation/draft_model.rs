@@ -7,9 +7,10 @@
 //! computed  |<-- num_computed -->|<--------- missing --------->|               of a prompt that was computed
 //! ahead                                                        |<----->|       elsewhere, all is missing
 //! ```
-//! Before it drafts for a sequence it computes what is missing, when so many tokens have come that this pays: at most `token_budget` tokens of all
-//! sequences in one step, and in that step drafts for those of which nothing is missing any more. What it
-//! computed ahead counts later, as far as those tokens came to be.
+//! Before it drafts for a sequence it computes what is missing, when so many tokens have come that this pays: at most
+//! `token_budget` tokens of all sequences in one step, and in that step drafts for those of which nothing is missing any
+//! more. What it computed ahead counts later, as far as those tokens came to be. Where the executor draws, each step is
+//! launched before the token is known that it follows.
 
 use std::{collections::HashMap, time::Instant};
 
@@ -18,7 +19,7 @@ use baton_model::{Answer, Batch, BatchSequence, Executor};
 
 use crate::{
     block_pool::BlockPool,
-    compute::{collect, execute, launch},
+    compute::{UNKNOWN, collect, execute, launch},
     config::{EngineConfig, StartError},
     events::EngineError,
     live::LiveRequests,
@@ -55,6 +56,17 @@ struct Run {
     is_complete: bool,
     /// Still to be drafted.
     num_drafts: usize,
+}
+
+/// A step of the draft model.
+struct DraftStep {
+    /// For whom a token is drafted in it, in the order of their rows. One of them may have ended since it was launched.
+    drafted: Vec<SequenceId>,
+    num_tokens: usize,
+    /// Whether nothing is computed but drafts.
+    is_draft: bool,
+    /// Whether it was launched, to be collected, and another may be before that.
+    can_be_followed: bool,
 }
 
 impl DraftModel {
@@ -123,17 +135,21 @@ impl DraftModel {
             budget -= run.num_tokens;
             run.num_tokens > 0
         });
-        while !self.runs.is_empty() {
-            let num_tokens = self.runs.iter().map(|run| run.num_tokens).sum();
-            // The newest token is always missing, and when a whole draft was accepted its last.
-            let is_draft = self.runs.iter().all(|run| run.num_tokens <= 2);
-            let started = clock();
-            self.step(live)?;
-            let elapsed = clock() - started;
-            if is_draft {
-                costs.observe_draft(plain, num_tokens, elapsed);
+        let (mut started, mut ahead) = (clock(), None);
+        while ahead.is_some() || !self.runs.is_empty() {
+            let step = match ahead.take() {
+                Some(step) => step,
+                None => self.begin(live)?,
+            };
+            ahead = self.look_ahead(&step, live)?;
+            self.finish(&step, live)?;
+            let now = clock();
+            let elapsed = now - started;
+            started = now;
+            if step.is_draft {
+                costs.observe_draft(plain, step.num_tokens, elapsed);
             } else {
-                costs.observe_catch_up(num_tokens, elapsed);
+                costs.observe_catch_up(step.num_tokens, elapsed);
             }
             self.runs.retain(|run| {
                 let goes_on = run.num_drafts > 0;
@@ -189,35 +205,67 @@ impl DraftModel {
         Some(num_tokens - kv.num_computed)
     }
 
-    /// Computes the next tokens of every run, and drafts one more for those that are complete.
-    fn step(&mut self, live: &mut LiveRequests) -> Result<(), EngineError> {
-        let (scheduler, kv) = (&live.scheduler, &self.kv);
-        let sequences = self.runs.iter().map(|run| {
-            let (sequence, kv) = (scheduler.sequence(run.id).expect("planned sequences run"), &kv[&run.id]);
-            let start_idx = kv.num_computed + kv.ahead.len();
-            BatchSequence {
-                tokens: &sequence.tokens_and_draft()[start_idx..start_idx + run.num_tokens],
-                start_idx,
-                blocks: &kv.blocks,
-                num_logits: usize::from(run.is_complete),
-            }
+    /// A step that computes the next tokens of every run, and drafts one more for those that are complete: launches it, if the
+    /// executor draws; else it is computed when it is finished.
+    fn begin(&mut self, live: &LiveRequests) -> Result<DraftStep, EngineError> {
+        let complete = self.runs.iter().filter(|run| run.is_complete).map(|run| run.id);
+        let mut step = DraftStep {
+            drafted: complete.collect(),
+            num_tokens: self.runs.iter().map(|run| run.num_tokens).sum(),
+            // The newest token is always missing, and when a whole draft was accepted its last.
+            is_draft: self.runs.iter().all(|run| run.num_tokens <= 2),
+            can_be_followed: false,
+        };
+        if self.executor.drawing().is_some() {
+            let draws: Vec<_> = step.drafted.iter().map(|&id| live.draft_draw(id)).collect();
+            let batch = batch(&self.runs, &self.kv, live);
+            let (executor, storage) = (&mut *self.executor, &self.storage);
+            step.can_be_followed = launch(executor, &batch, &draws, &[], storage, &mut |_| {})?;
+        }
+        Ok(step)
+    }
+
+    /// Launches the step after `step`, which is being computed, if there is to be one: as its tokens are not known, it is
+    /// computed in vain for those whose draft ends with them.
+    fn look_ahead(
+        &mut self,
+        step: &DraftStep,
+        live: &LiveRequests,
+    ) -> Result<Option<DraftStep>, EngineError> {
+        let goes_on = |run: &&Run| run.is_complete && run.num_drafts > 1;
+        if !step.can_be_followed || !self.runs.iter().any(|run| goes_on(&run)) {
+            return Ok(None);
+        }
+        let runs = self.runs.iter().filter(goes_on);
+        let sequences = runs.clone().map(|run| {
+            let kv = &self.kv[&run.id];
+            let start_idx = kv.num_computed + kv.ahead.len() + run.num_tokens;
+            BatchSequence { tokens: UNKNOWN, start_idx, blocks: &kv.blocks, num_logits: 1 }
         });
         let batch = Batch { sequences: sequences.collect() };
+        let drafted: Vec<SequenceId> = runs.map(|run| run.id).collect();
+        let row_of = |id| step.drafted.iter().position(|&other| other == id).expect("it is drafted for");
+        let follows: Vec<usize> = drafted.iter().map(|&id| row_of(id)).collect();
+        let draws: Vec<_> = drafted.iter().map(|&id| live.draft_draw_behind(id)).collect();
         let (executor, storage) = (&mut *self.executor, &self.storage);
-        // The storage is this drafter's alone. A batch's tokens lie in blocks that their sequence allocated; blocks that
-        // sequences share are full, and nobody computes them again. So what is said of safety there holds here.
+        let can_be_followed = launch(executor, &batch, &draws, &follows, storage, &mut |_| {})?;
+        Ok(Some(DraftStep { num_tokens: drafted.len(), drafted, is_draft: true, can_be_followed }))
+    }
+
+    /// Waits for a step's tokens, or computes it and draws them, and goes on with every run.
+    fn finish(&mut self, step: &DraftStep, live: &mut LiveRequests) -> Result<(), EngineError> {
+        let (executor, storage) = (&mut *self.executor, &self.storage);
+        // The storage is this drafter's alone. A batch's tokens lie in blocks that their sequence allocated, and gives up when
+        // no step is under way; blocks that sequences share are full, and nobody computes them again. So what is said of
+        // safety there holds here.
         let answers = if executor.drawing().is_some() {
-            let complete = self.runs.iter().filter(|run| run.is_complete);
-            let draws: Vec<_> = complete.map(|run| live.draft_draw(run.id)).collect();
-            launch(executor, &batch, &draws, &[], storage, &mut |_| {})?;
             collect(executor, &mut |_| {})?
         } else {
             let vocab_size = executor.vocab_size();
-            let logits = execute(executor, &batch, storage, &mut |_| {})?;
+            let logits = execute(executor, &batch(&self.runs, &self.kv, live), storage, &mut |_| {})?;
             logits.chunks_exact(vocab_size).map(Answer::Logits).collect()
         };
-
-        let mut answers = answers.into_iter();
+        let mut rows = step.drafted.iter().zip(answers);
         for run in &mut self.runs {
             let sequence = live.scheduler.sequence(run.id).expect("planned sequences run");
             let kv = self.kv.get_mut(&run.id).expect("it was prepared");
@@ -226,13 +274,32 @@ impl DraftModel {
             } else {
                 kv.ahead.extend(sequence.draft().last());
             }
-            let goes_on = run.is_complete
-                && live.draw_draft(run.id, answers.next().expect("one for each that is complete"));
+            let mut draw = || {
+                let (_, answer) = rows.find(|&(&id, _)| id == run.id).expect("one for each that is complete");
+                live.draw_draft(run.id, answer)
+            };
+            let goes_on = run.is_complete && draw();
             run.num_drafts = if goes_on { run.num_drafts - 1 } else { 0 };
             run.num_tokens = 1;
         }
         Ok(())
     }
+}
+
+/// The next tokens of every run.
+fn batch<'a>(runs: &[Run], kv: &'a HashMap<SequenceId, DraftKv>, live: &'a LiveRequests) -> Batch<'a> {
+    let sequences = runs.iter().map(|run| {
+        let sequence = live.scheduler.sequence(run.id).expect("planned sequences run");
+        let kv = &kv[&run.id];
+        let start_idx = kv.num_computed + kv.ahead.len();
+        BatchSequence {
+            tokens: &sequence.tokens_and_draft()[start_idx..start_idx + run.num_tokens],
+            start_idx,
+            blocks: &kv.blocks,
+            num_logits: usize::from(run.is_complete),
+        }
+    });
+    Batch { sequences: sequences.collect() }
 }
 
 impl DraftKv {

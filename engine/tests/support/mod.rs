@@ -138,10 +138,11 @@ pub fn draft_with_hook(
     Drafter::Model { executor: model.executor_with_hook(hook), storage: None, cost: 0.2 }
 }
 
-/// One that draws.
-pub fn drawing_draft(model: FakeModel) -> Drafter {
-    let executor = model.drawing_executor_with_hook(Arc::default(), |_| Ok(()));
-    Drafter::Model { executor, storage: None, cost: 0.2 }
+/// One that draws, and how many steps it launched ahead.
+pub fn drawing_draft(model: FakeModel) -> (Drafter, Arc<AtomicUsize>) {
+    let num_ahead = Arc::new(AtomicUsize::new(0));
+    let executor = model.drawing_executor_with_hook(num_ahead.clone(), |_| Ok(()));
+    (Drafter::Model { executor, storage: None, cost: 0.2 }, num_ahead)
 }
 
 impl TestEngine {
