@@ -3,7 +3,11 @@
 
 mod support;
 
-use std::{fs, ops::Range, path::Path};
+use std::{
+    fs,
+    ops::Range,
+    path::{Path, PathBuf},
+};
 
 use baton_engine::{
     Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, Request, SampledToken,
@@ -25,8 +29,10 @@ enum Draws {
     OnHost,
 }
 
-fn fixture() -> &'static Path {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures/qwen3"))
+/// Where cargo says that a crate of this workspace is when it runs the tests, or when it built them.
+fn fixture() -> PathBuf {
+    let here = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    PathBuf::from(here).join("../tests/parity/fixtures/qwen3")
 }
 
 fn options(backend: Backend) -> LoadOptions {
@@ -55,7 +61,7 @@ fn on_device(dir: &Path, draws: Draws, drafter: Option<Drafter>) -> (EngineHandl
 
 /// By two ranks.
 fn on_two_devices(draws: Draws) -> (EngineHandle, EngineThread) {
-    let ranks = load_ranks(fixture(), 2, &options(Backend::Cuda), &mut |_| {}).expect("a fixture");
+    let ranks = load_ranks(&fixture(), 2, &options(Backend::Cuda), &mut |_| {}).expect("a fixture");
     start(test_model_of_ranks(ranks, LIMITS, engine_config().num_blocks), draws, None)
 }
 
@@ -73,9 +79,9 @@ fn start(
 fn with_draft_model(draws: Draws) -> (EngineHandle, EngineThread) {
     let int8 = "int8".parse().expect("it is one");
     let options = LoadOptions { quantise: Some(int8), ..options(Backend::Cuda) };
-    let draft = load(fixture(), &options, &mut |_| {}).expect("a fixture");
+    let draft = load(&fixture(), &options, &mut |_| {}).expect("a fixture");
     let num_blocks = engine_config().num_blocks;
-    let models = test_models(loaded(fixture(), Backend::Cuda), draft, LIMITS, num_blocks, MEMORY_BYTES);
+    let models = test_models(loaded(&fixture(), Backend::Cuda), draft, LIMITS, num_blocks, MEMORY_BYTES);
     let (target, (draft, draft_storage)) = models.expect("both fit");
     let drafter = Drafter::Model { executor: draft, storage: Some(draft_storage), cost: 0.2 };
     start(target, draws, Some(drafter))
@@ -158,8 +164,8 @@ fn assert_same(found: &[Seen], expected: &[Seen]) {
 
 #[tokio::test]
 async fn the_device_draws_what_the_host_would() {
-    let (drawn, _thread) = on_device(fixture(), Draws::OnDevice, None);
-    let (by_host, _other) = on_device(fixture(), Draws::OnHost, None);
+    let (drawn, _thread) = on_device(&fixture(), Draws::OnDevice, None);
+    let (by_host, _other) = on_device(&fixture(), Draws::OnHost, None);
     let expected = run(&by_host, requests(6)).await;
     assert!(expected.iter().any(|(_, end)| *end == Ok(FinishReason::Stop)));
     assert_same(&run(&drawn, requests(6)).await, &expected);
@@ -181,8 +187,8 @@ async fn several_ranks_draw_what_the_host_would() {
 
 #[tokio::test]
 async fn greedy_tokens_are_those_of_processors() {
-    let (drawn, _thread) = on_device(fixture(), Draws::OnDevice, None);
-    let executor = loaded(fixture(), Backend::Cpu).cpu_executor().expect("a thread");
+    let (drawn, _thread) = on_device(&fixture(), Draws::OnDevice, None);
+    let executor = loaded(&fixture(), Backend::Cpu).cpu_executor().expect("a thread");
     let (cpu, _other) = baton_engine::start(Box::new(executor), None, engine_config()).expect("it starts");
     let requests: Vec<Request> = (1..4).map(|seed| request(&prompt(seed, 8 + 9 * seed), 6)).collect();
     assert_same(&run(&drawn, requests.clone()).await, &run(&cpu, requests).await);
@@ -191,8 +197,8 @@ async fn greedy_tokens_are_those_of_processors() {
 /// One after the other, so that drafts, and with them the numbers of rows, are the same.
 #[tokio::test]
 async fn drafts_are_verified_on_the_device() {
-    let (drawn, _thread) = on_device(fixture(), Draws::OnDevice, Some(Drafter::Ngram));
-    let (by_host, _other) = on_device(fixture(), Draws::OnHost, Some(Drafter::Ngram));
+    let (drawn, _thread) = on_device(&fixture(), Draws::OnDevice, Some(Drafter::Ngram));
+    let (by_host, _other) = on_device(&fixture(), Draws::OnHost, Some(Drafter::Ngram));
     for idx in [0, 3, 6] {
         let request = requests(8).remove(idx);
         // What has come before is likely to come again.
@@ -209,7 +215,7 @@ async fn drafts_are_verified_on_the_device() {
 /// Of each the number of drafts varies, and with it that of rows.
 #[tokio::test]
 async fn a_draft_model_on_the_device_changes_no_token() {
-    let (plain, _thread) = on_device(fixture(), Draws::OnDevice, None);
+    let (plain, _thread) = on_device(&fixture(), Draws::OnDevice, None);
     let chosen = |range: Range<usize>| -> Vec<Request> {
         let kinds = [0, 6, 3];
         kinds[range].iter().map(|&idx| requests(9).swap_remove(idx)).collect()
@@ -231,7 +237,7 @@ fn a_draft_model_that_does_not_fit_beside_the_model_is_an_error() {
         return;
     }
     // There is room for one of them.
-    let [target, draft] = [0; 2].map(|_| loaded(fixture(), Backend::Cuda));
+    let [target, draft] = [0; 2].map(|_| loaded(&fixture(), Backend::Cuda));
     let error = test_models(target, draft, LIMITS, 1, 10 << 20).err().expect("no memory").to_string();
     assert!(error.contains("bytes of device memory"), "{error}");
 }
@@ -253,7 +259,7 @@ async fn logits_that_are_no_numbers_fail_their_request_alone() {
     fs::write(dir.path().join("model.safetensors"), file).expect("a file");
 
     let (engine, _thread) = on_device(dir.path(), Draws::OnDevice, None);
-    let (sound, _other) = on_device(fixture(), Draws::OnDevice, None);
+    let (sound, _other) = on_device(&fixture(), Draws::OnDevice, None);
     let mut requests: Vec<Request> = (1..4).map(|seed| request(&prompt(seed, 5 + seed), 3)).collect();
     let expected = run(&sound, requests.clone()).await;
     requests[1].prompt[3] = BAD_TOKEN as u32;

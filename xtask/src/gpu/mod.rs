@@ -1,7 +1,7 @@
 //! `cargo xtask gpu-check`: everything that needs a GPU, in one run and one table.
 //!
-//! What is run lies in programs that are built before: the tests of `model/src/cuda` and of transports,
-//! `model/examples/gpu_check.rs`, and `baton`. A machine with a GPU often has no Rust: `--pack` builds them elsewhere,
+//! What is run lies in programs that are built before: the tests of `model/src/cuda`, of the engine on a device and of
+//! transports, `model/examples/gpu_check.rs`, and `baton`. A machine with a GPU often has no Rust: `--pack` builds them elsewhere,
 //! `--packed` runs them there.
 
 mod handoff;
@@ -115,12 +115,19 @@ struct Bench {
     end: Instant,
 }
 
-/// Tests that are of the emulator, or of this machine.
-const NOT_ON_DEVICE: [&str; 4] =
-    ["cuda::emulator::", "cuda::measure::", "cuda::compile::", "a_model_that_does_not_fit"];
+/// Tests that are of the emulator, of this machine, or of several devices, which are emulated.
+const NOT_ON_DEVICE: [&str; 7] = [
+    "cuda::emulator::",
+    "cuda::measure::",
+    "cuda::compile::",
+    "cuda::parallel_",
+    "cuda::nccl::",
+    "a_model_that_does_not_fit",
+    "several_ranks",
+];
 
 /// What the sanitizer looks at: something of each file of kernels, that it slows down by a factor of tens.
-const SANITIZED: [&str; 9] = [
+const SANITIZED: [&str; 11] = [
     "cuda::attention::tests::chunks",
     "cuda::attention::tests::windows",
     "cuda::rope::",
@@ -129,6 +136,8 @@ const SANITIZED: [&str; 9] = [
     "cuda::expert_products::",
     "cuda::products::tests::few",
     "cuda::blocks::",
+    "cuda::checksum::",
+    "cuda::codes::",
     "cuda::sample::tests::the_end",
 ];
 
@@ -193,6 +202,7 @@ impl Bench {
             let filters = ["cuda::model_tests::"];
             self.tests("models", &self.programs.tests, 100, &filters, NOT_ON_DEVICE.iter())
         });
+        line("engine", &|| self.tests("engine", &self.programs.engine, 60, &[], NOT_ON_DEVICE.iter()));
         line("figures", &|| self.figures());
         line("handoff tokens", &|| handoff::tokens(self));
         line("handoff exposed", &|| handoff::exposed(self));

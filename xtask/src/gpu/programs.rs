@@ -14,6 +14,8 @@ use crate::{tools, workspace::Workspace};
 pub(super) struct Programs {
     /// Tests of `baton-model`.
     pub(super) tests: PathBuf,
+    /// `engine/tests/device.rs`
+    pub(super) engine: PathBuf,
     /// Tests of `baton-kv-transfer`.
     pub(super) transfers: PathBuf,
     /// `model/examples/gpu_check.rs`
@@ -22,13 +24,14 @@ pub(super) struct Programs {
 }
 
 /// What they are called where they are packed, in the same order.
-const NAMES: [&str; 4] = ["tests", "transfer_tests", "gpu_check", "baton"];
+const NAMES: [&str; 5] = ["tests", "engine_tests", "transfer_tests", "gpu_check", "baton"];
 
 impl Programs {
     pub(super) fn build(workspace: &Workspace, profile: &str) -> Result<Programs> {
         let of = |arguments: &[&str], name: &str| built(workspace, profile, arguments, name);
         Ok(Programs {
             tests: of(&["test", "--no-run", "--package", "baton-model", "--lib"], "baton_model")?,
+            engine: of(&["test", "--no-run", "--package", "baton-engine", "--test", "device"], "device")?,
             transfers: of(
                 &["test", "--no-run", "--package", "baton-kv-transfer", "--lib"],
                 "baton_kv_transfer",
@@ -41,22 +44,22 @@ impl Programs {
     /// As [`pack`](Self::pack) has left them.
     pub(super) fn packed(dir: &Path) -> Result<Programs> {
         let dir = dir.canonicalize().with_context(|| format!("look into {}", dir.display()))?;
-        let [tests, transfers, figures, baton] = NAMES.map(|name| dir.join(name));
-        for program in [&tests, &transfers, &figures, &baton] {
+        let [tests, engine, transfers, figures, baton] = NAMES.map(|name| dir.join(name));
+        for program in [&tests, &engine, &transfers, &figures, &baton] {
             ensure!(
                 program.is_file(),
                 "{} is not there: `cargo xtask gpu-check --pack` makes it",
                 program.display()
             );
         }
-        Ok(Programs { tests, transfers, figures, baton })
+        Ok(Programs { tests, engine, transfers, figures, baton })
     }
 
     /// Copies them, and this program, without what debuggers need.
     pub(super) fn pack(&self, dir: &Path) -> Result<()> {
         std::fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
         let this = std::env::current_exe().context("find this program")?;
-        let programs = [&self.tests, &self.transfers, &self.figures, &self.baton];
+        let programs = [&self.tests, &self.engine, &self.transfers, &self.figures, &self.baton];
         for (from, name) in programs.into_iter().zip(NAMES).chain([(&this, "xtask")]) {
             let to = dir.join(name);
             std::fs::copy(from, &to).with_context(|| format!("copy {}", from.display()))?;
