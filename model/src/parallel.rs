@@ -88,6 +88,8 @@ pub(crate) struct ParallelExecutor<R> {
     is_whole: bool,
     /// Of steps that were launched, the oldest first.
     under_way: VecDeque<Written>,
+    /// Of steps that have been computed, for others: steps allocate nothing.
+    done: Vec<Written>,
 }
 
 impl<R: RankExecutor> ParallelExecutor<R> {
@@ -102,7 +104,7 @@ impl<R: RankExecutor> ParallelExecutor<R> {
         let mut seats = ranks.into_iter().enumerate().map(|(idx, rank)| Seat { idx, rank });
         let first = seats.next().expect("a model has at least one part");
         let others = seats.map(RankThread::start).collect::<Result<_, _>>()?;
-        Ok(ParallelExecutor { first, others, is_whole: true, under_way: VecDeque::new() })
+        Ok(ParallelExecutor { first, others, is_whole: true, under_way: VecDeque::new(), done: Vec::new() })
     }
 
     pub(crate) fn num_ranks(&self) -> usize {
@@ -148,7 +150,9 @@ impl<R: RankExecutor> ParallelExecutor<R> {
                 Err(before) => before.or_its_cause(failure),
             }),
         });
-        written.by_others = others.iter().map(RankThread::num_written).collect();
+        for (num_written, other) in written.by_others.iter_mut().zip(others) {
+            *num_written = other.num_written();
+        }
         outcome.map_err(|failure| {
             self.is_whole = false;
             failure.into()
@@ -156,8 +160,18 @@ impl<R: RankExecutor> ParallelExecutor<R> {
     }
 
     /// Of a step that begins.
-    fn nothing_written(&self) -> Written {
-        Written { num_told: 0, by_others: vec![0; self.others.len()] }
+    fn nothing_written(&mut self) -> Written {
+        let mut written =
+            self.done.pop().unwrap_or_else(|| Written { num_told: 0, by_others: vec![0; self.others.len()] });
+        written.num_told = 0;
+        written.by_others.fill(0);
+        written
+    }
+
+    /// Tells of the layers that are left: all ranks have written all.
+    fn finish(&mut self, mut written: Written, on_layer: &mut dyn FnMut(usize)) {
+        written.tell(self.first.rank.kv_layout().num_layers, on_layer);
+        self.done.push(written);
     }
 }
 
@@ -201,8 +215,7 @@ impl<R: RankExecutor> Executor for ParallelExecutor<R> {
         let num_logits = unsafe {
             self.run(job, &mut written, on_layer, |rank, on_layer| rank.compute(batch, storage, on_layer))
         }?;
-        // All have written all.
-        written.tell(self.first.rank.kv_layout().num_layers, on_layer);
+        self.finish(written, on_layer);
         Ok(self.first.rank.logits(num_logits))
     }
 

@@ -70,8 +70,7 @@ impl<R: RankExecutor> DrawingExecutor for ParallelExecutor<R> {
         unsafe {
             self.run(Job::Collect, &mut written, on_layer, |rank, on_layer| of(rank).collect(on_layer))
         }?;
-        // All have written all.
-        written.tell(self.first.rank.kv_layout().num_layers, on_layer);
+        self.finish(written, on_layer);
         Ok(of(&mut self.first.rank).answers())
     }
 }
