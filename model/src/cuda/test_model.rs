@@ -1,8 +1,6 @@
 //! Whole models on what tests run on, the emulated device or another one: for tests of this crate, and of those that use
 //! executors.
 
-use std::io;
-
 use baton_kv_cache::{BlockStorage, DeviceMemory, DividedMemory, KvLayout};
 
 use super::device::{Device, Fp8Products};
@@ -10,8 +8,8 @@ use super::emulated::{EmulatedDevice, Sums};
 use super::emulator::Threads;
 use super::executor::{DeviceExecutor, check_shape, sources};
 use super::inputs::BatchLimits;
-use super::kernel::Address;
 use super::parallel::start_ranks;
+use super::pool::OwnBlocks;
 use super::start::StartError;
 use super::test_device::TestDevice;
 use crate::parallel::ParallelExecutor;
@@ -22,37 +20,6 @@ pub const MEMORY_BYTES: usize = 64 << 20;
 
 /// An executor and the blocks that it computes on.
 pub type OnBlocks = (Box<dyn Executor>, BlockStorage);
-
-/// Memory that nobody reaches but the executor.
-#[derive(Debug)]
-struct Pool(Address);
-
-// SAFETY: the device frees it with everything else.
-unsafe impl DeviceMemory for Pool {
-    fn device(&self) -> u32 {
-        0
-    }
-
-    fn address(&self) -> Option<u64> {
-        Some(self.0.0)
-    }
-
-    unsafe fn read(&self, _: usize, _: &mut [u8]) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    unsafe fn write(&self, _: usize, _: &[u8]) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    fn handle(&self) -> Option<[u8; 64]> {
-        None
-    }
-
-    fn bind(&self) -> io::Result<()> {
-        Ok(())
-    }
-}
 
 /// An executor of `model` and blocks that it computes on, full of NaN: what is not written yet must not matter.
 ///
@@ -124,7 +91,7 @@ pub(crate) fn blocks_of<D: Device + 'static>(
     let whole = Executor::kv_layout(&ranks[0]);
     let mut pools = ranks.iter_mut().map(|rank| -> Box<dyn DeviceMemory> {
         let size_bytes = BlockStorage::bytes_of(&rank.layout(), num_blocks).expect("a number of bytes");
-        Box::new(Pool(rank.device().allocate(size_bytes).expect("there is room")))
+        Box::new(OwnBlocks(rank.device().allocate(size_bytes).expect("there is room")))
     });
     let memory: Box<dyn DeviceMemory> = match pools.len() {
         1 => pools.next().expect("one"),

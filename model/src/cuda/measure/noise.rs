@@ -1,9 +1,6 @@
 //! Memory of a device full of numbers that mean nothing: for measurements.
 
-use std::io;
-
 use baton_cuda::CudaError;
-use baton_kv_cache::DeviceMemory;
 
 use super::Timed;
 use crate::cuda::device::Device;
@@ -13,37 +10,6 @@ use crate::cuda::weights::{
     DeviceLayer, DeviceLinear, DeviceMatrix, DeviceMlp, DeviceRope, DeviceWeightBytes, DeviceWeights,
 };
 use crate::spec::{DecoderSpec, MlpSpec};
-
-/// Blocks that nobody reaches but the executor.
-#[derive(Debug)]
-pub(crate) struct Blocks(pub(crate) Address);
-
-// SAFETY: a device frees what it allocated when it is dropped, and its executor with it.
-unsafe impl DeviceMemory for Blocks {
-    fn device(&self) -> u32 {
-        0
-    }
-
-    fn address(&self) -> Option<u64> {
-        Some(self.0.0)
-    }
-
-    unsafe fn read(&self, _: usize, _: &mut [u8]) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    unsafe fn write(&self, _: usize, _: &[u8]) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    fn handle(&self) -> Option<[u8; 64]> {
-        None
-    }
-
-    fn bind(&self) -> io::Result<()> {
-        Ok(())
-    }
-}
 
 /// Bytes of noise that the host makes; the device copies them as often as it needs.
 const NOISE_BYTES: usize = 1 << 20;

@@ -6,13 +6,14 @@ use baton_cuda::CudaError;
 use baton_kv_cache::{BlockId, BlockStorage};
 
 use super::ceilings::Ceilings;
-use super::noise::{Blocks, Noise, random_weights};
+use super::noise::{Noise, random_weights};
 use super::{Amount, Figure, Sizes, Timed, attention_operations, median, middle};
 use crate::cuda::device::Device;
 use crate::cuda::executor::DeviceExecutor;
 use crate::cuda::inputs::{BatchLimits, Inputs};
 use crate::cuda::kernel::Address;
 use crate::cuda::part::Part;
+use crate::cuda::pool::OwnBlocks;
 use crate::cuda::start::StartError;
 use crate::cuda::weights::{DeviceLayer, DeviceMlp};
 use crate::{Answer, Batch, BatchSequence, Draw, DrawingExecutor, ExecuteError, Executor};
@@ -30,7 +31,7 @@ pub(super) fn measure<D: Timed>(
     let weights = random_weights(&mut device, spec, &noise)?;
     let num_blocks = (batch * layout.num_blocks_for(*context)).max(layout.num_blocks_for(*prompt));
     let pool = noise.fill_new(&mut device, num_blocks * layout.block_bytes())?;
-    let storage = BlockStorage::on_device(Box::new(Blocks(pool)), layout, num_blocks);
+    let storage = BlockStorage::on_device(Box::new(OwnBlocks(pool)), layout, num_blocks);
     let limits =
         BatchLimits { num_rows: *prompt, num_sequences: *batch, context_length: (*context).max(*prompt) };
     let mut executor =
