@@ -171,18 +171,32 @@ impl<D: Device> BlockQueue<D> {
         unsafe {
             self.code((pool, &offsets), 0, form, Coding::Encoded)?;
             let list = self.code((self.decoded, &behind_each_other), 1, form, Coding::Decoded)?;
-            self.device.launch(&ChecksumPieces {
-                base: self.decoded,
-                offsets: list,
-                sums: self.sums,
-                num_bytes: piece_bytes,
-                num_pieces: places.len() as u64,
-                secret: Secret::new(&DEFAULT_SECRET, seed),
-            })?;
+            self.hash((self.decoded, list), piece_bytes, &Secret::new(&DEFAULT_SECRET, seed), &mut sums)?;
             self.device.download(self.staged, coded)?;
-            self.device.download(self.sums, bytemuck::cast_slice_mut(&mut sums))?;
         }
         Ok(sums)
+    }
+
+    /// Takes the checksums of as many pieces as there are `sums`, at offsets from `base` that lie on the device, and waits
+    /// for them.
+    ///
+    /// # Safety
+    /// The pieces are there.
+    unsafe fn hash(
+        &mut self,
+        (base, offsets): (Address, Address),
+        num_bytes: u64,
+        secret: &Secret,
+        sums: &mut [u64],
+    ) -> Result<(), CudaError> {
+        let num_pieces = sums.len() as u64;
+        let kernel =
+            ChecksumPieces { base, offsets, sums: self.sums, num_bytes, num_pieces, secret: *secret };
+        // SAFETY: there is room for a group's sums; the pieces are there by the caller's word.
+        unsafe {
+            self.device.launch(&kernel)?;
+            self.device.download(self.sums, bytemuck::cast_slice_mut(sums))
+        }
     }
 
     /// What `codec` is to a kernel, if there is one for it and for pieces of this size.
@@ -265,20 +279,10 @@ impl<D: Device> BlockKernels for BlockQueue<D> {
         let mut sums = vec![0; places.len()];
         let (base, offsets) = offsets(places);
         for (offsets, sums) in offsets.chunks(MAX_RUNS).zip(sums.chunks_mut(MAX_RUNS)) {
-            let kernel = ChecksumPieces {
-                base,
-                offsets: self.runs,
-                sums: self.sums,
-                num_bytes: num_bytes as u64,
-                num_pieces: offsets.len() as u64,
-                secret,
-            };
-            // SAFETY: there is room for so many places and sums; the pieces are there by the caller's word.
+            // SAFETY: there is room for so many places; the pieces are there by the caller's word.
             let computed = unsafe {
-                self.device
-                    .upload(self.runs, bytemuck::cast_slice(offsets))
-                    .and_then(|()| self.device.launch(&kernel))
-                    .and_then(|()| self.device.download(self.sums, bytemuck::cast_slice_mut(sums)))
+                let uploaded = self.device.upload(self.runs, bytemuck::cast_slice(offsets));
+                uploaded.and_then(|()| self.hash((base, self.runs), num_bytes as u64, &secret, sums))
             };
             computed.map_err(io::Error::other)?;
         }
