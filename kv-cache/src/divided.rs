@@ -353,12 +353,14 @@ mod tests {
         let storage = BlockStorage::on_device(Box::new(divided(whole, 2)), whole, NUM_BLOCKS);
         assert!(storage.is_divided());
         let piece: Vec<u8> = (0..whole.layer_bytes()).map(|i| i as u8).collect();
-        let mut room = vec![];
+        let mut room = vec![1; piece.len()];
         // SAFETY: this test is the only user of the memory.
         unsafe {
             storage.store(BlockId(2), 1, &piece).unwrap();
-            assert_eq!(storage.load(BlockId(2), 1, &mut room).unwrap(), piece);
-            assert!(storage.load(BlockId(2), 0, &mut room).unwrap().iter().all(|&byte| byte == 0));
+            storage.load_all(&[(BlockId(2), 1)], &mut room).unwrap();
+            assert_eq!(room, piece);
+            storage.load_all(&[(BlockId(2), 0)], &mut room).unwrap();
+            assert!(room.iter().all(|&byte| byte == 0));
         }
     }
 

@@ -215,29 +215,6 @@ impl BlockStorage {
         }
     }
 
-    /// The bytes of a piece: in place, or in `room` if they must be fetched from a device.
-    ///
-    /// # Errors
-    /// When the device fails.
-    ///
-    /// # Safety
-    /// Nobody writes the piece while the slice lives.
-    pub unsafe fn load<'a>(
-        &'a self,
-        block: BlockId,
-        layer_idx: usize,
-        room: &'a mut Vec<u8>,
-    ) -> io::Result<&'a [u8]> {
-        let Memory::Device(memory) = &self.memory else {
-            // SAFETY: by the caller's word.
-            return Ok(unsafe { self.layer(block, layer_idx) });
-        };
-        room.resize(self.layout.layer_bytes(), 0);
-        // SAFETY: in bounds by `layer_offset`; unwritten by the caller's word.
-        unsafe { memory.read(self.layer_offset(block, layer_idx), room) }?;
-        Ok(room)
-    }
-
     /// Writes the bytes of a piece; they are there when it returns.
     ///
     /// # Errors
@@ -346,7 +323,7 @@ impl BlockStorage {
     }
 
     /// XXH3-64 of pieces, seeded with `seed`, taken by the device that has them. `None` when none does: then it is for
-    /// processors, over what [`load`](Self::load) gives.
+    /// processors, over what [`load_all`](Self::load_all) gives.
     ///
     /// # Errors
     /// When the device fails.
@@ -582,12 +559,14 @@ mod tests {
         assert_eq!(device.device(), 3);
         let offset = storage.layer_offset(BlockId(2), 1);
         assert_eq!(offset + LAYOUT.layer_bytes(), size_bytes, "the last piece");
-        let mut room = Vec::new();
+        let mut room = vec![1; LAYOUT.layer_bytes()];
         // SAFETY: this test is the only user of the memory.
         unsafe {
             device.write(offset, &vec![7; LAYOUT.layer_bytes()]).unwrap();
-            assert!(storage.load(BlockId(2), 1, &mut room).unwrap().iter().all(|&byte| byte == 7));
-            assert!(storage.load(BlockId(1), 1, &mut room).unwrap().iter().all(|&byte| byte == 0));
+            storage.load_all(&[(BlockId(2), 1)], &mut room).unwrap();
+            assert!(room.iter().all(|&byte| byte == 7));
+            storage.load_all(&[(BlockId(1), 1)], &mut room).unwrap();
+            assert!(room.iter().all(|&byte| byte == 0));
         }
         let pointed =
             std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| storage.layer_ptr(BlockId(0), 0)));

@@ -257,9 +257,10 @@ pub(crate) fn change<R>(
 }
 
 pub(crate) fn bytes(storage: &BlockStorage, block: BlockId, layer_idx: usize) -> Vec<u8> {
-    let mut room = Vec::new();
+    let mut piece = vec![0; storage.layout().layer_bytes()];
     // SAFETY: as above.
-    unsafe { storage.load(block, layer_idx, &mut room) }.unwrap().to_vec()
+    unsafe { storage.load_all(&[(block, layer_idx)], &mut piece) }.unwrap();
+    piece
 }
 
 /// Whether a piece is nothing but this byte.

@@ -22,8 +22,8 @@ use crate::{
     pretended::pretended_device,
     tcp::socket,
     testing::{
-        Fabric, Guards, LAYOUT, NEVER, NUM_BLOCKS, PATIENCE, blocks, eventually, fill, holds, is_pending,
-        pattern, sender_config, some_pass, soon, storage, writes,
+        Fabric, Guards, LAYOUT, NEVER, NUM_BLOCKS, PATIENCE, blocks, bytes, eventually, fill, holds,
+        is_pending, pattern, sender_config, some_pass, soon, storage, writes,
     },
 };
 
@@ -433,15 +433,13 @@ async fn blocks_on_devices_are_moved_and_verified_and_nothing_else_touches_them(
     let granted = receiver.grant(blocks([3, 4]), ());
     let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
     let mut pushed = soon(route.push(writes(&blocks([3, 4])))).await.unwrap();
-    let mut room = Vec::new();
     for write in writes(&blocks([3, 4])) {
         let layer_idx = write.layer_idx as usize;
-        // SAFETY: the push is over.
-        let bytes = unsafe { target.load(write.dst, layer_idx, &mut room) }.unwrap();
+        let bytes = bytes(&target, write.dst, layer_idx);
         assert!(bytes.iter().all(|&byte| byte == pattern(write.dst.0, layer_idx)));
     }
     soon(granted.verify(pushed.pieces.clone())).await.unwrap();
-    // SAFETY: as above.
+    // SAFETY: the push is over.
     unsafe { target.device().unwrap().write(target.layer_offset(BlockId(4), 1) + 7, &[0]) }.unwrap();
     pushed.pieces.retain(|piece| (piece.block_idx, piece.layer_idx) == (1, 1));
     let fault = soon(granted.verify(pushed.pieces)).await.unwrap_err();

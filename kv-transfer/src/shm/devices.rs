@@ -160,10 +160,8 @@ async fn two_processes_on_one_device_hand_blocks_over() {
     for test in ["device_prefill_process", "host_prefill_process"] {
         let granted = receiver.grant(blocks([3]), ());
         let process = Process::start(test, &receiver, &granted).await;
-        let mut room = Vec::new();
         for layer_idx in 0..LAYOUT.num_layers {
-            // SAFETY: the push is over.
-            let bytes = unsafe { pool.load(BlockId(3), layer_idx, &mut room) }.unwrap();
+            let bytes = bytes(&pool, BlockId(3), layer_idx);
             assert!(bytes.iter().all(|&byte| byte == pattern(3, layer_idx)), "{test}/{layer_idx}");
         }
         let mut fenced = granted.revoke();
