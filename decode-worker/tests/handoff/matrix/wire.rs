@@ -33,7 +33,7 @@ struct Shared {
     /// Grows when every connection is to be reset.
     num_resets: watch::Sender<usize>,
     flips_next: AtomicBool,
-    /// Bytes that came while nothing passed.
+    /// Bytes, and connections, that came while nothing passed.
     num_kept: watch::Sender<usize>,
     /// What clients sent, by connection; `None` when it is not to be sent again.
     sent: Option<Mutex<Vec<Vec<u8>>>>,
@@ -115,6 +115,10 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
     let mut is_dead = shared.is_dead.subscribe();
     loop {
         let Ok((client, _)) = listener.accept().await else { return };
+        if *is_dead.borrow() {
+            // It may be all that comes: a client with several connections sends over any.
+            shared.num_kept.send_modify(|num| *num += 1);
+        }
         let _ = is_dead.wait_for(|is_dead| !is_dead).await;
         let shared = Arc::clone(&shared);
         // A target that is gone resets its client.
