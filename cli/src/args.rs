@@ -317,7 +317,7 @@ pub struct EngineArgs {
     /// Divide the model among so many ranks that compute each step together, each with its part of the weights and of the
     /// threads: heads, neurons and KV heads are divided, and must be divisible. Prefill and decode workers may have
     /// different numbers. On GPUs each rank has one of its own: with --device cuda:0, 2 takes cuda:0 and cuda:1, which NCCL
-    /// connects (CUDA_VISIBLE_DEVICES says which GPUs these are); their KV travels over tcp alone. Not run on GPUs yet. On
+    /// connects (CUDA_VISIBLE_DEVICES says which GPUs these are); their KV does not travel over nccl. Not run on GPUs yet. On
     /// processors it is for trying out what devices do: threads alone compute as much.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one, env = "BATON_TENSOR_PARALLEL")]
     pub tensor_parallel: usize,

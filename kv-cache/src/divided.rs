@@ -14,7 +14,8 @@ use std::sync::Mutex;
 
 use crate::{BlockKernels, DeviceMemory, KvLayout, KvShard, ShardError, WireCodec};
 
-/// The memories of all ranks as one, which is copied from and to but has no address.
+/// The memories of all ranks as one, which is copied from and to but has no address: only
+/// [its parts](crate::BlockStorage::region) have.
 #[derive(Debug)]
 pub struct DividedMemory {
     parts: Vec<Box<dyn DeviceMemory>>,

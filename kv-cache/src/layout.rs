@@ -17,6 +17,8 @@
 //! An element of FP8 or INT8 stands for itself times the scale of its token: the scales of a head lie behind
 //! its elements, so that every run above stays one.
 
+use crate::BlockId;
+
 use serde::{Deserialize, Serialize};
 
 /// Type of a KV element.
@@ -133,6 +135,11 @@ impl KvLayout {
     pub fn layer_offset(&self, layer_idx: usize) -> usize {
         debug_assert!(layer_idx < self.num_layers);
         layer_idx * self.layer_bytes()
+    }
+
+    /// Offset of a piece in memory of blocks.
+    pub fn piece_offset(&self, block: BlockId, layer_idx: usize) -> usize {
+        block.idx() * self.block_bytes() + self.layer_offset(layer_idx)
     }
 
     /// Offset in a piece of the key of `head_idx`; its value lies [`half_bytes`](Self::half_bytes) further.

@@ -17,6 +17,7 @@ pub mod mapping;
 #[cfg(test)]
 mod mapping_grid;
 mod pages;
+mod region;
 mod rounding;
 mod shard;
 mod storage;
@@ -28,6 +29,7 @@ pub use divided::DividedMemory;
 pub use format::KvFormat;
 pub use layout::{KvDtype, KvLayout};
 pub use mapping::KvMapping;
+pub use region::Region;
 pub use shard::{HeadShard, KvShard, ShardError};
 pub use storage::BlockStorage;
 pub use wire::{INT4_GROUP, WireCodec, WireFormat, WireScratch};

@@ -198,7 +198,7 @@ impl BlockStorage {
             block.idx() < self.num_blocks && layer_idx < self.layout.num_layers,
             "no piece {block}/{layer_idx}"
         );
-        block.idx() * self.layout.block_bytes() + self.layout.layer_offset(layer_idx)
+        self.layout.piece_offset(block, layer_idx)
     }
 
     /// First byte of a piece.

@@ -15,7 +15,8 @@ use crate::{
 };
 
 /// One module per transport, one test per function. Sockets have another one, inside of TLS;
-/// and sockets and `nccl` have one with pools that lie on a device, as far as they can tell.
+/// and sockets and `nccl` have one with pools that lie on a device, sockets and `rdma` one with pools on two, as far as they
+/// can tell.
 macro_rules! conformance {
     ($($name:ident),* $(,)?) => {
         mod rdma {
@@ -53,6 +54,13 @@ macro_rules! conformance {
             async fn $name() {
                 let _devices = crate::testing::Setup::Divided.enter();
                 super::$name(crate::TransportKind::Tcp).await
+            })*
+        }
+        mod rdma_divided {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                let _devices = crate::testing::Setup::Divided.enter();
+                super::$name(crate::TransportKind::Rdma).await
             })*
         }
         mod nccl_devices {

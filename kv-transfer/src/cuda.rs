@@ -17,7 +17,7 @@ pub(crate) use baton_cuda::{CudaError, Device, failed, num_devices};
 use baton_kv_cache::{BlockKernels, BlockStorage, DeviceMemory, DividedMemory, KvLayout, KvShard};
 use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 
-use crate::TransportKind;
+use crate::{TransportKind, ranks::Copy};
 
 /// Zeroed blocks in a device's memory. Plain memory (`cuMemAlloc`), which other processes can open. Without `kernels`, of
 /// that device, pieces go to the host one by one, and processors take their checksums.
@@ -62,24 +62,25 @@ pub fn blocks_on_devices(
     Ok(BlockStorage::on_device(Box::new(memory), layout, num_blocks))
 }
 
-/// Refuses a way that needs an address of the blocks, where they lie on several devices.
+/// Refuses a way between blocks on several devices that does not go from rank to rank.
 pub(crate) fn refuse_divided(storage: &BlockStorage, kind: TransportKind) -> io::Result<()> {
-    if !storage.is_divided() || kind == TransportKind::Tcp {
+    if !storage.is_divided() || kind.takes_ranks() {
         return Ok(());
     }
-    let message =
-        format!("blocks that lie on several devices travel over tcp alone, not over {}", kind.name());
+    let message = format!("blocks that lie on several devices do not travel over {kind}");
     Err(io::Error::new(io::ErrorKind::Unsupported, message))
 }
 
-/// Blocks of another process, by the handle that it gave; of the same device, or of one that `ordinal` reaches.
-pub(crate) fn blocks_of_handle(
+/// Memory of another process, of at least so many bytes, by the handle that it gave: of `device`, or of one that this
+/// reaches.
+///
+/// # Errors
+/// When the handle is none, or opens less.
+pub(crate) fn memory_of_handle(
     device: &Device,
     handle: [u8; 64],
-    layout: KvLayout,
-    num_blocks: usize,
-) -> io::Result<BlockStorage> {
-    let size_bytes = BlockStorage::bytes_of(&layout, num_blocks)?;
+    size_bytes: usize,
+) -> io::Result<Box<dyn DeviceMemory>> {
     let region = Region::open(device.clone(), handle).map_err(io::Error::other)?;
     let opened_bytes = region.size_bytes().map_err(io::Error::other)?;
     if opened_bytes < size_bytes {
@@ -87,7 +88,7 @@ pub(crate) fn blocks_of_handle(
             format!("the peer's memory has {opened_bytes} bytes, its blocks would take {size_bytes}");
         return Err(io::Error::new(io::ErrorKind::InvalidData, message));
     }
-    Ok(BlockStorage::on_device(Box::new(region), layout, num_blocks))
+    Ok(Box::new(region))
 }
 
 /// Bytes of a piece that are copied at a time.
@@ -280,7 +281,7 @@ impl DeviceCopies {
     /// # Safety
     /// Both are memory that the device reaches. Nobody writes the source, or uses the target, before
     /// [`finish`](Self::finish) has returned.
-    pub(crate) unsafe fn begin(&self, target: u64, source: u64, len: usize) -> Result<(), CudaError> {
+    pub(crate) unsafe fn begin(&self, &Copy { source, target, len }: &Copy) -> Result<(), CudaError> {
         self.device.bind()?;
         // SAFETY: by the caller's word.
         let begun = unsafe { result::memcpy_dtod_async(target, source, len, self.stream.cu_stream()) };
@@ -304,26 +305,19 @@ mod tests {
     use crate::{Receiver, ReceiverConfig, Sender, SenderConfig};
     use crate::{
         pretended::counted_devices,
-        testing::{LAYOUT, NUM_BLOCKS, private_dir},
+        testing::{LAYOUT, NUM_BLOCKS},
     };
 
     #[test]
-    fn blocks_on_several_devices_are_refused_where_they_need_an_address() {
-        let (pool, dir) = (Arc::new(counted_devices(LAYOUT, NUM_BLOCKS).0), private_dir());
-        let address = Some(([127, 0, 0, 1], 0).into());
-        for (name, config) in [
-            ("shm", ReceiverConfig { shm_dir: Some(dir.path().join("d")), ..ReceiverConfig::default() }),
-            ("rdma", ReceiverConfig { rdma_listen: address, ..ReceiverConfig::default() }),
-            ("nccl", ReceiverConfig { nccl_listen: address, ..ReceiverConfig::default() }),
-        ] {
-            let kind = TransportKind::from_name(name).unwrap();
-            let sender = SenderConfig { transports: vec![kind], ..SenderConfig::default() };
-            let refused =
-                [Receiver::start(pool.clone(), config).err(), Sender::start(pool.clone(), sender).err()];
-            for error in refused {
-                let text = error.unwrap().to_string();
-                assert!(text.contains("over tcp alone") && text.contains(name), "{text}");
-            }
+    fn blocks_on_several_devices_are_refused_where_ranks_do_not_reach_each_other() {
+        let pool = Arc::new(counted_devices(LAYOUT, NUM_BLOCKS, &[0, 1]).0);
+        let nccl_listen = Some(([127, 0, 0, 1], 0).into());
+        let receiver = ReceiverConfig { nccl_listen, ..ReceiverConfig::default() };
+        let sender = SenderConfig { transports: vec![TransportKind::Nccl], ..SenderConfig::default() };
+        let refused =
+            [Receiver::start(pool.clone(), receiver).err(), Sender::start(pool.clone(), sender).err()];
+        for error in refused.map(|error| error.unwrap().to_string()) {
+            assert!(error.contains("several devices") && error.contains("nccl"), "{error}");
         }
     }
 

@@ -17,6 +17,7 @@ mod error;
 pub mod handoff;
 mod message;
 mod nccl;
+mod ranks;
 mod rdma;
 mod receiver;
 mod sender;

@@ -201,6 +201,13 @@ pub struct PieceWrite {
     pub dst: BlockId,
 }
 
+impl PieceWrite {
+    /// The prefill worker's piece, where the two sides' are the same.
+    pub(crate) fn source(&self) -> (BlockId, usize) {
+        (self.src.blocks()[0], self.layer_idx as usize)
+    }
+}
+
 /// Where the prefill worker has the KV of one of the decode worker's blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
@@ -292,6 +299,11 @@ impl TransportKind {
             TransportKind::Nccl => "nccl",
             TransportKind::Tcp => "tcp",
         }
+    }
+
+    /// Whether it carries blocks that lie on several devices, some heads on each.
+    pub fn takes_ranks(self) -> bool {
+        self != TransportKind::Nccl
     }
 
     /// The inverse of [`name`](Self::name).

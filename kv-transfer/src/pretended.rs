@@ -14,6 +14,12 @@ use baton_kv_cache::{
 };
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+/// The device, where there is one.
+const DEVICE: u32 = 5;
+
+/// A device whose memory NIXL is told to be the host's, as it is.
+pub(crate) const HOST: u32 = u32::MAX;
+
 /// With kernels, as workers have it.
 pub(crate) fn pretended_device(layout: KvLayout, num_blocks: usize) -> BlockStorage {
     counted_device(layout, num_blocks).0
@@ -26,13 +32,18 @@ pub(crate) fn counted_device(layout: KvLayout, num_blocks: usize) -> (BlockStora
     (device(layout, num_blocks, Some(kernels)), counts)
 }
 
-/// The same of two devices, each with some heads; a piece is moved by both.
-pub(crate) fn counted_devices(layout: KvLayout, num_blocks: usize) -> (BlockStorage, Arc<Counts>) {
+/// The same of several devices, each with some heads; a piece is moved by all.
+pub(crate) fn counted_devices(
+    layout: KvLayout,
+    num_blocks: usize,
+    devices: &[u32],
+) -> (BlockStorage, Arc<Counts>) {
     let counts = Arc::<Counts>::default();
-    let of_rank = |rank| *KvShard::new(&layout, 2, rank).expect("a shard").layout();
-    let parts = (0..2).map(|rank| memory(of_rank(rank), num_blocks, None)).collect();
+    let of_rank = |rank| *KvShard::new(&layout, devices.len(), rank).expect("a shard").layout();
+    let parts = devices.iter().enumerate();
+    let parts = parts.map(|(rank, &device)| memory(device, of_rank(rank), num_blocks, None)).collect();
     let kernels =
-        (0..2).map(|_| Box::new(Pretences { counts: Arc::clone(&counts) }) as Box<dyn BlockKernels>);
+        devices.iter().map(|_| Box::new(Pretences { counts: Arc::clone(&counts) }) as Box<dyn BlockKernels>);
     let memory = DividedMemory::new(layout, parts).expect("shards").with_kernels(kernels.collect());
     (BlockStorage::on_device(Box::new(memory), layout, num_blocks), counts)
 }
@@ -50,17 +61,23 @@ pub(crate) struct Counts {
 
 /// `None`: it only copies.
 fn device(layout: KvLayout, num_blocks: usize, kernels: Option<Pretences>) -> BlockStorage {
-    BlockStorage::on_device(memory(layout, num_blocks, kernels), layout, num_blocks)
+    BlockStorage::on_device(memory(DEVICE, layout, num_blocks, kernels), layout, num_blocks)
 }
 
-fn memory(layout: KvLayout, num_blocks: usize, kernels: Option<Pretences>) -> Box<dyn DeviceMemory> {
+fn memory(
+    device: u32,
+    layout: KvLayout,
+    num_blocks: usize,
+    kernels: Option<Pretences>,
+) -> Box<dyn DeviceMemory> {
     let host = BlockStorage::new(layout, num_blocks).expect("memory");
     let kernels = kernels.map(|kernels| Mutex::new(Box::new(kernels) as Box<dyn BlockKernels>));
-    Box::new(Pretended { host, kernels })
+    Box::new(Pretended { device, host, kernels })
 }
 
 #[derive(Debug)]
 struct Pretended {
+    device: u32,
     host: BlockStorage,
     kernels: Option<Mutex<Box<dyn BlockKernels>>>,
 }
@@ -75,7 +92,7 @@ impl Pretended {
 // SAFETY: the storage stays where it is until it is dropped.
 unsafe impl DeviceMemory for Pretended {
     fn device(&self) -> u32 {
-        5
+        self.device
     }
 
     fn address(&self) -> Option<u64> {
@@ -99,7 +116,7 @@ unsafe impl DeviceMemory for Pretended {
     }
 
     fn handle(&self) -> Option<[u8; 64]> {
-        Some([7; 64])
+        Some([self.device as u8; 64])
     }
 
     fn kernels(&self) -> Option<&Mutex<Box<dyn BlockKernels>>> {
@@ -196,7 +213,7 @@ mod tests {
         let content: Vec<u8> = (0..3 * LAYOUT.layer_bytes()).map(|n| (n * 7 % 251) as u8).collect();
         let host = BlockStorage::new(LAYOUT, 3).unwrap();
         let (device_with_kernels, counts) = counted_device(LAYOUT, 3);
-        let (devices, counts_of_ranks) = counted_devices(LAYOUT, 3);
+        let (devices, counts_of_ranks) = counted_devices(LAYOUT, 3, &[0, 1]);
         let sums = [host, device_with_kernels, device(LAYOUT, 3, None), devices].map(|storage| {
             let mut loaded = vec![0; content.len()];
             // SAFETY: nobody else uses the storage.
@@ -258,7 +275,7 @@ mod tests {
         );
         assert_eq!(pushed(nccl, WireFormat::AsIs, one()).await, [0, num_pieces, 0]);
         for format in [WireFormat::AsIs, WireFormat::Int4] {
-            let ranks = counted_devices(LAYOUT, NUM_BLOCKS);
+            let ranks = counted_devices(LAYOUT, NUM_BLOCKS, &[0, 1]);
             assert_eq!(pushed(tcp, format, ranks).await, [2 * num_pieces, 0, 0], "each rank's heads of each");
         }
     }

@@ -23,7 +23,7 @@ use crate::{
     SenderConfig, Token, TransportKind, TransportOffer,
     nccl::{TestFabric, memory::MemoryFabric},
     pretended::{counted_devices, pretended_device},
-    rdma::Nixl,
+    rdma::{Nixl, nixl},
 };
 
 pub(crate) const LAYOUT: KvLayout =
@@ -176,8 +176,11 @@ pub(crate) fn sender_config(transports: &[TransportKind]) -> SenderConfig {
     }
 }
 
-/// Where `cargo xtask setup` puts NIXL, unless the environment names another one.
+/// Where `cargo xtask setup` puts NIXL, unless the environment names another one; that of the tests for devices of theirs.
 pub(crate) fn nixl() -> PathBuf {
+    if Setup::Devices.is_on() || Setup::Divided.is_on() {
+        return nixl::pretended::PLACE.into();
+    }
     let own = concat!(env!("CARGO_MANIFEST_DIR"), "/../target/nixl/.nixl_cu12.mesonpy.libs");
     std::env::var_os("BATON_NIXL").map_or_else(|| own.into(), PathBuf::from)
 }
@@ -230,7 +233,7 @@ fn pool(layout: KvLayout) -> Arc<BlockStorage> {
     Arc::new(match SETUP.get() {
         Setup::Plain | Setup::Tls => BlockStorage::new(layout, NUM_BLOCKS).unwrap(),
         Setup::Devices => pretended_device(layout, NUM_BLOCKS),
-        Setup::Divided => counted_devices(layout, NUM_BLOCKS).0,
+        Setup::Divided => counted_devices(layout, NUM_BLOCKS, &[6, 7]).0,
     })
 }
 

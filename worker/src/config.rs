@@ -247,9 +247,11 @@ pub enum ConfigError {
         /// That this process sees.
         num_devices: usize,
     },
-    /// Blocks of ranks on several GPUs have no address.
-    #[error("ranks on several GPUs exchange KV over tcp alone, but --transports leaves it out; add tcp")]
-    OnlyTcp,
+    /// Communicators reach the blocks of one GPU.
+    #[error(
+        "ranks on several GPUs do not exchange KV over nccl, and --transports names nothing else; add tcp"
+    )]
+    OnlyNccl,
     /// No way for KV to travel.
     #[error("--transports is empty; give some of shm, rdma, nccl and tcp")]
     NoTransport,
@@ -344,8 +346,8 @@ impl WorkerConfig {
     /// When there is none.
     pub(crate) fn usable_transports(&self, are_divided: bool) -> Result<Vec<TransportKind>, ConfigError> {
         let mut usable = self.transports.clone();
-        usable.retain(|&kind| !are_divided || kind == TransportKind::Tcp);
-        if usable.is_empty() { Err(ConfigError::OnlyTcp) } else { Ok(usable) }
+        usable.retain(|&kind| !are_divided || kind.takes_ranks());
+        if usable.is_empty() { Err(ConfigError::OnlyNccl) } else { Ok(usable) }
     }
 
     /// URL at which others reach this worker, once `bound` is known.
@@ -468,14 +470,14 @@ mod tests {
     }
 
     #[test]
-    fn blocks_that_are_divided_among_gpus_travel_over_tcp() {
+    fn blocks_that_are_divided_among_gpus_do_not_travel_over_nccl() {
         let usable = |transports: &[TransportKind], are_divided| {
             with(|c| c.transports = transports.to_vec()).usable_transports(are_divided)
         };
-        let (shm, tcp) = (TransportKind::Shm, TransportKind::Tcp);
-        assert_eq!(usable(&[shm, tcp], false).unwrap(), [shm, tcp]);
-        assert_eq!(usable(&[shm, tcp], true).unwrap(), [tcp]);
-        assert!(usable(&[shm], true).unwrap_err().to_string().contains("add tcp"));
+        let [shm, rdma, nccl, tcp] = TransportKind::ALL;
+        assert_eq!(usable(&[shm, nccl], false).unwrap(), [shm, nccl]);
+        assert_eq!(usable(&[shm, rdma, nccl, tcp], true).unwrap(), [shm, rdma, tcp]);
+        assert!(usable(&[nccl], true).unwrap_err().to_string().contains("add tcp"));
     }
 
     #[test]

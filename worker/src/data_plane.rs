@@ -50,7 +50,7 @@ impl DataPlane {
     ) -> anyhow::Result<DataPlane> {
         let transports = config.usable_transports(engine.storage().is_divided())?;
         if transports.len() < config.transports.len() {
-            tracing::info!("blocks lie on several devices: kv travels over tcp alone");
+            tracing::info!("blocks lie on several devices: kv does not travel over nccl");
         }
         let offers = |kind| transports.contains(&kind);
         let shm_dir = match &config.shm_dir {

@@ -28,7 +28,7 @@ use super::{
 use crate::{
     checksum::{Hasher, checksum},
     error::{PushError, RouteError},
-    message::{Pass, Piece, TransportKind},
+    message::{Pass, Piece, PieceWrite, TransportKind},
     rdma::Staging,
     sender::{Active, Frame, Job},
     tcp::{connect, socket},
@@ -199,8 +199,7 @@ impl Connection {
                 sums.push(checksum(source, route.generation()));
             }
         } else {
-            let pieces: Vec<_> =
-                frame.pieces.iter().map(|piece| (piece.src.blocks()[0], piece.layer_idx as usize)).collect();
+            let pieces: Vec<_> = frame.pieces.iter().map(PieceWrite::source).collect();
             let place = |&(block, layer_idx): &_| {
                 pool.place(storage.layer_offset(block, layer_idx), route.piece_bytes())
             };

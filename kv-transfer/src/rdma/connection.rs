@@ -1,4 +1,4 @@
-//! One connection of an [`RdmaPeer`](super::RdmaPeer): its agent, the frames that are on the wire, and the thread that
+//! One connection of an [`RdmaPeer`](super::RdmaPeer): its agents, the frames that are on the wire, and the thread that
 //! listens to the control connection.
 
 use std::{
@@ -9,18 +9,20 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_kv_cache::{KvLayout, KvShard};
 use tracing::{info, warn};
 
 use super::{
     client::{GONE, Link, Shared},
-    nixl::{Agent, Copy, Memory, RemoteAgent, Transfer},
+    nixl::{Agent, NixlError, RemoteAgent, Transfer},
     staging::Staging,
-    wire::{MESSAGE_BYTES, Message, Welcome},
+    wire::{MESSAGE_BYTES, Message, RankMemory},
 };
 use crate::{
     checksum::{Hasher, checksum},
     error::{PushError, RouteError},
-    message::{Pass, Piece, TransportKind},
+    message::{Pass, Piece, PieceWrite, TransportKind},
+    ranks::{Copy, RankPair},
     sender::{Active, Frame, Job, MAX_LOSSES, OpenGrants},
     tcp::{connect, socket},
     word::Word,
@@ -42,13 +44,23 @@ pub(super) enum Broken {
 pub(super) struct Connection {
     shared: Arc<Shared>,
     socket: Arc<TcpStream>,
-    agent: Arc<Agent>,
-    remote: RemoteAgent,
-    pool: Welcome,
+    ways: Vec<Way>,
+    num_blocks: u64,
     flights: Vec<Flight>,
-    staging: Staging,
+    /// There if the peer's pieces are other ones than those of this side.
+    staging: Option<Staging>,
     hasher: Hasher,
     listener: JoinHandle<()>,
+}
+
+/// What is written from one rank's memory, or from where pieces are put together, into that of a rank of the peer.
+struct Way {
+    pair: RankPair,
+    agent: Arc<Agent>,
+    remote: RemoteAgent,
+    target: RankMemory,
+    /// Of the blocks there.
+    layout: KvLayout,
 }
 
 /// A piece's bytes, or what they were hashed to.
@@ -59,7 +71,8 @@ enum Hashed<'a> {
 
 /// A frame on the wire.
 struct Flight {
-    transfer: Transfer,
+    /// One for each way, unless the connection has broken meanwhile.
+    transfers: Vec<Transfer>,
     since: Instant,
     frame: Frame,
     pieces: Vec<Piece>,
@@ -86,23 +99,47 @@ impl Connection {
             pass,
         };
         socket::send_at_once(&socket, &hello.encode()).map_err(unreachable)?;
-        let mut bytes = [0; MESSAGE_BYTES];
         // The peer registers its memory before it answers, which takes longer than a greeting.
         let timeout = config.connect_timeout.max(config.io_timeout);
-        socket::receive_exact(&socket, &mut bytes, timeout).map_err(unreachable)?;
-        let pool = match Message::decode(&bytes) {
-            Some(Message::Welcome(pool)) if pool.is_sound(layout.block_bytes()) => pool,
+        let (num_blocks, num_ranks) = match receive_within(&socket, timeout).map_err(unreachable)? {
+            Some(Message::Welcome { num_blocks, num_ranks }) => (num_blocks, num_ranks as usize),
             Some(Message::Word(Word::Refused)) => {
                 return Err(RouteError::OtherIncarnation(shared.address.clone()));
             }
             _ => return Err(RouteError::Unreachable(format!("{} is no rdma control port", shared.address))),
         };
-        let mut metadata = vec![0; pool.metadata_bytes as usize];
-        socket::receive_exact(&socket, &mut metadata, timeout).map_err(unreachable)?;
-        let staging = Staging::new(&layout, config.frame_bytes).map_err(unreachable)?;
-        let memories = vec![Arc::clone(storage), Arc::clone(&staging.memory)];
-        let agent = Agent::new(&shared.nixl, "prefill", memories).map_err(nixl_failed)?;
-        let remote = agent.connect(&metadata).map_err(nixl_failed)?;
+        let staging = match layout == *storage.layout() {
+            true => None,
+            false => Some(Staging::new(&layout, config.frame_bytes).map_err(unreachable)?),
+        };
+        let source = staging.as_ref().map_or(storage, |staging| &staging.memory);
+        let pairs = RankPair::all(&layout, source.num_ranks(), num_ranks);
+        let pairs = pairs.map_err(|error| unreachable(io::Error::other(error)))?;
+        let mut peers = Vec::with_capacity(num_ranks);
+        for rank in 0..num_ranks {
+            let layout = *KvShard::new(&layout, num_ranks, rank).expect("of a pair").layout();
+            let memory = match receive_within(&socket, timeout).map_err(unreachable)? {
+                Some(Message::RankMemory(memory)) if memory.can_hold(num_blocks, layout.block_bytes()) => {
+                    memory
+                }
+                _ => return Err(unreachable(malformed())),
+            };
+            let mut metadata = vec![0; memory.metadata_bytes as usize];
+            socket::receive_exact(&socket, &mut metadata, timeout).map_err(unreachable)?;
+            peers.push((memory, layout, metadata));
+        }
+        let agent_of = |rank| {
+            Agent::new(&shared.nixl, &format!("prefill-{rank}"), Arc::clone(source), rank).map(Arc::new)
+        };
+        let agents: Result<Vec<_>, NixlError> = (0..source.num_ranks()).map(agent_of).collect();
+        let agents = agents.map_err(nixl_failed)?;
+        let way = |pair: RankPair| {
+            let (agent, (target, layout, metadata)) = (Arc::clone(&agents[pair.source]), &peers[pair.target]);
+            let remote = agent.connect(metadata)?;
+            Ok(Way { pair, agent, remote, target: *target, layout: *layout })
+        };
+        let ways: Result<Vec<_>, NixlError> = pairs.into_iter().map(way).collect();
+        let ways = ways.map_err(nixl_failed)?;
 
         let socket = Arc::new(socket);
         // Before the thread: it looks for the link.
@@ -119,9 +156,8 @@ impl Connection {
         Ok(Connection {
             shared: Arc::clone(shared),
             socket,
-            agent: Arc::new(agent),
-            remote,
-            pool,
+            ways,
+            num_blocks,
             flights: Vec::with_capacity(MAX_FLIGHTS),
             staging,
             hasher: Hasher::default(),
@@ -140,15 +176,16 @@ impl Connection {
 
     /// For one more of them.
     pub(super) fn has_room(&self) -> bool {
-        self.flights.len() < MAX_FLIGHTS && self.staging.has_place()
+        self.flights.len() < MAX_FLIGHTS && self.staging.as_ref().is_none_or(Staging::has_place)
     }
 
     /// Puts a frame on the wire, or has its grant opened first, if it was opened on a connection that is gone.
     pub(super) fn post(&mut self, frame: Frame) {
         let route = Arc::clone(frame.route());
-        let Some(targets) = self.targets(&frame) else {
-            return frame.fail(PushError::Refused("the peer has no such block".into()));
-        };
+        if let Some(piece) = frame.pieces.iter().find(|piece| piece.dst.idx() as u64 >= self.num_blocks) {
+            let message = format!("the peer has no block {}", piece.dst);
+            return frame.fail(PushError::Refused(message));
+        }
         let Some(active) = route.enter() else { return frame.fail(PushError::Closed) };
         {
             let mut slot = self.shared.link();
@@ -161,13 +198,13 @@ impl Connection {
                 return link.say(word);
             }
         }
-        let place = self.staging.place_for(&route);
+        let place = self.staging.as_mut().and_then(|staging| staging.place_for(&route));
         // SAFETY: the pieces are final and kept by the route, which is not idle before `active` is dropped; the
         // place is this flight's alone.
         let sources = match unsafe { self.sources(&frame, place) } {
             Ok(sources) => sources,
             Err(error) => {
-                self.staging.give_back(place);
+                self.give_back(place);
                 drop(active);
                 if let Some(link) = self.shared.link().as_mut() {
                     let word = link.grants.landed(route.generation());
@@ -176,77 +213,64 @@ impl Connection {
                 return frame.fail(PushError::unread(&error));
             }
         };
-        let copies =
-            sources.iter().zip(targets).map(|((source, _), target)| Copy { source: *source, target });
-        let copies: Vec<Copy> = copies.collect();
-        let memory = if place.is_some() { Memory::Dram } else { Memory::of(route.storage()) };
         let since = Instant::now();
-        // SAFETY: nobody writes the pieces, as above, until the flight is dropped; that is after the transfer
-        // has ended, or after the agent is gone. Their targets are granted: until this flight has landed, nobody
+        // SAFETY: nobody writes the pieces, as above, until the flight is dropped; that is after the transfers
+        // have ended, or after the agents are gone. Their targets are granted: until this flight has landed, nobody
         // says `Close`.
-        let written = unsafe {
-            self.agent.write(&self.remote, [memory, self.pool.memory], &copies, route.piece_bytes())
-        };
-        let transfer = match written {
-            Ok(transfer) => transfer,
-            Err(error) => {
-                warn!(address = %self.shared.address, %error, "rdma write refused: disconnecting");
-                // The rest is done when the flights are looked at next.
-                self.shared.unlink(&self.socket);
-                drop(active);
-                return self.shared.jobs.retry(frame, MAX_LOSSES, &error.to_string());
+        let write = |way: &Way| unsafe { way.write(&frame, &sources) };
+        let mut transfers = Vec::with_capacity(self.ways.len());
+        for transfer in self.ways.iter().map(write) {
+            match transfer {
+                Ok(transfer) => transfers.push(transfer),
+                Err(error) => {
+                    warn!(address = %self.shared.address, %error, "rdma write refused: disconnecting");
+                    // The rest is done when the flights are looked at next.
+                    self.shared.unlink(&self.socket);
+                    break;
+                }
             }
-        };
-        let pieces = frame.pieces.iter().zip(sources).map(|(piece, (_, bytes))| Piece {
+        }
+        let pieces = frame.pieces.iter().zip(sources).map(|(piece, source)| Piece {
             block_idx: piece.block_idx,
             layer_idx: piece.layer_idx,
-            checksum: match bytes {
+            checksum: match source {
                 // Hashed while the device reads the same bytes.
                 Hashed::NotYet(bytes) => checksum(bytes, route.generation()),
                 Hashed::To(checksum) => checksum,
             },
         });
         let pieces = pieces.collect();
-        self.flights.push(Flight { transfer, since, frame, pieces, place, active });
+        self.flights.push(Flight { transfers, since, frame, pieces, place, active });
     }
 
-    /// Where each piece is, and its bytes. Those of a device are hashed here: if it does not give them, nothing
-    /// has begun yet.
+    /// The bytes of each piece. Those of a device are hashed here: if it does not give them, nothing has begun yet.
     ///
     /// # Safety
     /// As of [`Staging::sources`].
-    unsafe fn sources<'a>(
-        &mut self,
-        frame: &'a Frame,
-        place: Option<usize>,
-    ) -> io::Result<Vec<(u64, Hashed<'a>)>> {
+    unsafe fn sources<'a>(&mut self, frame: &'a Frame, place: Option<usize>) -> io::Result<Vec<Hashed<'a>>> {
         let route = frame.route();
-        let storage = route.storage();
-        if storage.device().is_none() || place.is_some() {
+        if let Some(staging) = &mut self.staging {
             // SAFETY: by the caller's word.
-            let sources = unsafe { self.staging.sources(route, &frame.pieces, place) }?;
-            return Ok(sources
-                .into_iter()
-                .map(|bytes| (bytes.as_ptr() as u64, Hashed::NotYet(bytes)))
-                .collect());
+            let sources = unsafe { staging.sources(route, &frame.pieces, place) }?;
+            return Ok(sources.into_iter().map(Hashed::NotYet).collect());
         }
-        let pieces: Vec<_> =
-            frame.pieces.iter().map(|piece| (piece.src.blocks()[0], piece.layer_idx as usize)).collect();
+        let storage = route.storage();
+        let pieces = frame.pieces.iter().map(PieceWrite::source);
+        if storage.device().is_none() {
+            // SAFETY: by the caller's word.
+            let bytes = |(block, layer_idx)| Hashed::NotYet(unsafe { storage.layer(block, layer_idx) });
+            return Ok(pieces.map(bytes).collect());
+        }
+        let pieces: Vec<_> = pieces.collect();
         // SAFETY: by the caller's word.
         let sums = unsafe { self.hasher.checksums(storage, &pieces, route.generation()) }?;
-        let address =
-            |&(block, layer_idx): &_| storage.address() + storage.layer_offset(block, layer_idx) as u64;
-        Ok(pieces.iter().map(address).zip(sums.into_iter().map(Hashed::To)).collect())
+        Ok(sums.into_iter().map(Hashed::To).collect())
     }
 
-    /// Where each piece goes; `None` when the peer's pool has no such place.
-    fn targets(&self, frame: &Frame) -> Option<Vec<u64>> {
-        let layout = &self.shared.layout;
-        let targets = frame.pieces.iter().map(|piece| {
-            let offset = layout.layer_offset(piece.layer_idx as usize);
-            self.pool.address(piece.dst.idx(), layout.block_bytes(), offset)
-        });
-        targets.collect()
+    fn give_back(&mut self, place: Option<usize>) {
+        if let Some(staging) = &mut self.staging {
+            staging.give_back(place);
+        }
     }
 
     /// Answers for the flights that have ended, and says how many.
@@ -259,10 +283,10 @@ impl Connection {
         let mut idx = 0;
         while idx < self.flights.len() {
             let flight = &self.flights[idx];
-            if flight.transfer.is_done().map_err(|error| Broken::Lost(error.to_string()))? {
-                let Flight { transfer, frame, pieces, place, active, .. } = self.flights.remove(idx);
-                drop(transfer);
-                self.staging.give_back(place);
+            if flight.is_done(self.ways.len()).map_err(|error| Broken::Lost(error.to_string()))? {
+                let Flight { transfers, frame, pieces, place, active, .. } = self.flights.remove(idx);
+                drop(transfers);
+                self.give_back(place);
                 if let Some(link) = self.shared.link().as_mut() {
                     let word = link.grants.landed(frame.route().generation());
                     link.say(word);
@@ -284,18 +308,18 @@ impl Connection {
     /// not answered in time, there is none left for that.
     pub(super) fn end(self, broken: &Broken) {
         let (Broken::Lost(why) | Broken::Silent(why)) = broken;
-        let Connection { shared, socket, agent, flights, listener, .. } = self;
+        let Connection { shared, socket, ways, flights, listener, .. } = self;
         if shared.unlink(&socket) && !flights.is_empty() {
             shared.context.counters.of(TransportKind::Rdma).failed();
             warn!(address = %shared.address, why, num_frames = flights.len(), "rdma peer given up");
         }
         let mut lost = Vec::with_capacity(flights.len());
-        for Flight { transfer, frame, active, .. } in flights {
-            drop(transfer);
+        for Flight { transfers, frame, active, .. } in flights {
+            drop(transfers);
             lost.push((frame, active));
         }
-        debug_assert_eq!(Arc::strong_count(&agent), 1);
-        drop(agent);
+        // The agents are nobody else's.
+        drop(ways);
         // No device uses the blocks any more.
         // The oldest goes to the front of the queue last.
         for (frame, active) in lost.into_iter().rev() {
@@ -307,6 +331,40 @@ impl Connection {
         }
         // A panic there has been reported by the panic hook.
         let _ = listener.join();
+    }
+}
+
+impl Way {
+    /// Begins to write its part of a frame's pieces.
+    ///
+    /// # Safety
+    /// As of [`Agent::write`].
+    unsafe fn write(&self, frame: &Frame, sources: &[Hashed<'_>]) -> Result<Transfer, NixlError> {
+        let region = frame.route().storage().region(self.pair.source);
+        let copies = frame.pieces.iter().zip(sources).flat_map(|(piece, source)| {
+            let (block, layer_idx) = piece.source();
+            let source = match source {
+                Hashed::NotYet(bytes) => bytes.as_ptr() as u64,
+                Hashed::To(_) => region.piece(block, layer_idx),
+            };
+            let target = self.target.base + self.layout.piece_offset(piece.dst, layer_idx) as u64;
+            self.pair.copies(source, target)
+        });
+        let copies: Vec<Copy> = copies.collect();
+        // SAFETY: by the caller's word.
+        unsafe { self.agent.write(&self.remote, self.target.memory, &copies) }
+    }
+}
+
+impl Flight {
+    /// Whether all of it lies in the peer's memory, by so many ways.
+    fn is_done(&self, num_ways: usize) -> Result<bool, NixlError> {
+        for transfer in &self.transfers {
+            if !transfer.is_done()? {
+                return Ok(false);
+            }
+        }
+        Ok(self.transfers.len() == num_ways)
     }
 }
 
@@ -338,7 +396,19 @@ fn receive(socket: &TcpStream, timeout: Duration) -> io::Result<Option<Message>>
     if socket.peek(&mut bytes[..1])? == 0 {
         return Ok(None);
     }
+    match receive_within(socket, timeout)? {
+        Some(message) => Ok(Some(message)),
+        None => Err(malformed()),
+    }
+}
+
+/// The next message; `None`: it is none.
+fn receive_within(socket: &TcpStream, timeout: Duration) -> io::Result<Option<Message>> {
+    let mut bytes = [0; MESSAGE_BYTES];
     socket::receive_exact(socket, &mut bytes, timeout)?;
-    let message = Message::decode(&bytes);
-    message.map(Some).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "malformed message"))
+    Ok(Message::decode(&bytes))
+}
+
+fn malformed() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "malformed message")
 }

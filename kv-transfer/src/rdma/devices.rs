@@ -6,9 +6,9 @@ use baton_kv_cache::{BlockId, BlockStorage};
 
 use super::nixl::{Memory, pretended};
 use crate::{
-    KvFault, Receiver, ReceiverConfig, Sender, SenderConfig, TransportKind,
-    cuda::{blocks_on_device, num_devices},
-    pretended::pretended_device,
+    KvFault, PushError, Receiver, ReceiverConfig, Sender, SenderConfig, TransportKind,
+    cuda::{blocks_on_device, blocks_on_devices, num_devices},
+    pretended::{HOST, counted_devices, pretended_device},
     testing::{
         Guards, LAYOUT, NUM_BLOCKS, blocks, fill, has_device, has_rdma, holds, nixl, pattern, sender_config,
         soon, storage, writes,
@@ -57,26 +57,68 @@ async fn hand_over(source: &Arc<BlockStorage>, target: &Arc<BlockStorage>, place
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn pieces_are_described_by_the_memory_that_each_side_has() {
+async fn pieces_are_described_by_the_memory_that_each_rank_has() {
     let host = || storage();
     let device = || Arc::new(pretended_device(LAYOUT, NUM_BLOCKS));
-    for [source, target] in [[device(), device()], [device(), host()], [host(), device()], [host(), host()]] {
+    // Each with one of the two heads; each head on two.
+    let devices = || Arc::new(counted_devices(LAYOUT, NUM_BLOCKS, &[1, 2]).0);
+    let replicas = || Arc::new(counted_devices(LAYOUT, NUM_BLOCKS, &[3, 4, 5, 6]).0);
+    let pools: [&dyn Fn() -> Arc<BlockStorage>; 4] = [&host, &device, &devices, &replicas];
+    for (source, target) in pools.iter().flat_map(|source| pools.map(|target| (source(), target()))) {
+        let memories: Vec<Memory> =
+            (0..source.num_ranks()).map(|rank| Memory::of(&source.region(rank))).collect();
+        let regions: Vec<_> = (0..target.num_ranks()).map(|rank| target.region(rank)).collect();
+        let places =
+            regions.iter().map(|region| region.address()..region.address() + region.size_bytes() as u64);
+        let places: Vec<_> = places.collect();
+        places.iter().for_each(|place| drop(pretended::take_written(place)));
         hand_over(&source, &target, pretended::PLACE).await;
-        let place = target.address()..target.address() + target.size_bytes() as u64;
-        let written = pretended::written_to(place);
-        assert_eq!(written.len(), 2 * LAYOUT.num_layers);
-        let (from, to) = (Memory::of(&source).code(), Memory::of(&target).code());
-        for (read, wrote) in written {
-            assert_eq!(
-                ((read.kind, read.device), (wrote.kind, wrote.device)),
-                ((from.0, from.1.into()), (to.0, to.1.into()))
-            );
-            assert_eq!((read.len, wrote.len), (LAYOUT.layer_bytes(), LAYOUT.layer_bytes()));
-            assert_eq!(read.address as u64 - source.address(), wrote.address as u64 - target.address());
+        for (region, place) in regions.iter().zip(&places) {
+            let (kind, device) = Memory::of(region).code();
+            let mut num_bytes = 0;
+            for (read, wrote) in pretended::take_written(place) {
+                assert_eq!((wrote.kind, wrote.device), (kind, device.into()));
+                // NIXL has found it in what the rank of that number has registered.
+                assert!(memories.iter().any(|memory| (read.kind, read.device as u32) == memory.code()));
+                assert_eq!(read.len, wrote.len);
+                num_bytes += wrote.len;
+            }
+            assert_eq!(num_bytes, 2 * LAYOUT.num_layers * region.layout().layer_bytes(), "all heads, once");
         }
     }
     // As NIXL numbers them: DRAM_SEG 0, VRAM_SEG 1.
-    assert_eq!((Memory::of(&host()).code(), Memory::of(&device()).code()), ((0, 0), (1, 5)));
+    let code = |pool: Arc<BlockStorage>| Memory::of(&pool.region(0)).code();
+    assert_eq!((code(host()), code(device())), ((0, 0), (1, 5)));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_frame_of_which_one_rank_takes_nothing_is_not_written() {
+    let pool = |devices: &[u32]| Arc::new(counted_devices(LAYOUT, NUM_BLOCKS, devices).0);
+    let config = ReceiverConfig { nixl: Some(pretended::PLACE.into()), ..receiver_config() };
+    let receiver = Receiver::start(pool(&[1, pretended::REFUSING]), config).unwrap();
+    let config = SenderConfig { nixl: Some(pretended::PLACE.into()), ..sender_config(RDMA) };
+    let sender = Sender::start(pool(&[1, 2]), config).unwrap();
+    let guards = Guards::default();
+    let granted = receiver.grant(blocks([3]), guards.guard());
+    let route = soon(sender.route(granted.pass(), granted.offers(), guards.guard())).await.unwrap();
+    // What the other rank has taken is written once more, to no avail.
+    let error = soon(route.push(writes(&blocks([3])))).await.unwrap_err();
+    assert!(matches!(error, PushError::Lost(_)), "{error}");
+    soon(route.close()).await;
+    assert!(soon(granted.revoke()).await.is_some());
+    assert_eq!(guards.num_out(), 0);
+}
+
+/// The real NIXL, an agent for each rank, over memory of the host.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_rank_reaches_those_that_share_its_heads() {
+    if !has_rdma() {
+        return;
+    }
+    let ranks = |num_ranks| Arc::new(counted_devices(LAYOUT, NUM_BLOCKS, &vec![HOST; num_ranks]).0);
+    for (num_sources, num_targets) in [(2, 2), (1, 2), (2, 1), (4, 2)] {
+        hand_over(&ranks(num_sources), &ranks(num_targets), nixl().to_str().unwrap()).await;
+    }
 }
 
 /// The real NIXL: UCX looks what the memory is, and finds that no GPU has it.
@@ -109,7 +151,15 @@ async fn blocks_go_between_a_gpu_and_the_host_in_every_direction() {
     }
     let host = || storage();
     let gpu = || Arc::new(blocks_on_device(0, LAYOUT, NUM_BLOCKS, None).unwrap());
-    for [source, target] in [[gpu(), gpu()], [gpu(), host()], [host(), gpu()]] {
+    let ranks = || Arc::new(blocks_on_devices(&[0, 0], LAYOUT, NUM_BLOCKS, Vec::new()).unwrap());
+    for [source, target] in [
+        [gpu(), gpu()],
+        [gpu(), host()],
+        [host(), gpu()],
+        [ranks(), ranks()],
+        [gpu(), ranks()],
+        [ranks(), gpu()],
+    ] {
         hand_over(&source, &target, nixl().to_str().unwrap()).await;
     }
 }

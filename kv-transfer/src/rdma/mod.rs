@@ -4,8 +4,9 @@
 //!
 //! ```text
 //! P: RdmaPeer, one per pool            control connection (TCP)         D: RdmaServer, one per pool
-//!   Hello{pool, layout}   ----------------------------------->  same pool? an agent for this peer alone
-//!                         <-----------------------------------  Welcome{base, size, memory kind} + metadata
+//!   Hello{pool, layout}   ----------------------------------->  same pool? agents for this peer alone
+//!                         <-----------------------------------  Welcome{number of blocks, of ranks}
+//!                         <-----------------------------------  for each rank: RankMemory{base, kind} + metadata
 //!   Open{generation}      ----------------------------------->  registers a one-sided writer
 //!                         <-----------------------------------  Opened
 //!   writes pieces: one request of NIXL for each frame, of up to 256 pieces
@@ -18,12 +19,19 @@
 //! the decode worker learns it from `Written` on the handoff's stream, and believes it when the checksums of
 //! its own memory agree.
 //!
+//! # Ranks
+//!
+//! Blocks of a model that several ranks compute lie on as many devices, some heads on each. Each rank's memory has an agent
+//! of its own, on either side, as each device has a context of its own; a frame is one request for each two ranks that share
+//! heads (`ranks.rs`), and has landed when all of them have. It is read and written where it lies. Checksums are of whole
+//! pieces, and so are computed by processors, of heads that the devices have gathered.
+//!
 //! # Fence
 //!
 //! The key that a peer is given opens the whole pool, so that grants bind only those who keep to them, as with
-//! shared memory. Unlike there, the key can be taken back. So each peer has an agent of its own on this side:
-//! a registration of the pool, made once for each life of a peer (never for a request), endpoints, and a
-//! progress thread. **Dropping the agent is the fence**, and it is the only one besides the writer's own word:
+//! shared memory. Unlike there, the key can be taken back. So each peer has an agent of its own on this side (of each
+//! rank): a registration of the pool, made once for each life of a peer (never for a request), endpoints, and a progress
+//! thread. **Dropping the agent is the fence**, and it is the only one besides the writer's own word:
 //!
 //! - Over verbs its queue pairs are destroyed and its memory region is deregistered: the device drops what
 //!   still arrives for either, and the verbs calls return after that holds.
@@ -74,7 +82,7 @@ mod connection;
 mod devices;
 #[cfg(test)]
 mod faults;
-mod nixl;
+pub(crate) mod nixl;
 mod server;
 mod staging;
 mod wire;

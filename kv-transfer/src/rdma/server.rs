@@ -1,4 +1,4 @@
-//! The decode worker's control port: gives each peer an agent of its own, keeps track of who writes, and
+//! The decode worker's control port: gives each peer agents of its own, one for each rank's memory, keeps track of who writes, and
 //! fences those who do not let go.
 
 use std::{
@@ -15,8 +15,8 @@ use std::{
 use tracing::{debug, info, warn};
 
 use super::{
-    nixl::{Agent, Memory, Nixl},
-    wire::{MESSAGE_BYTES, Message, Welcome},
+    nixl::{Agent, Nixl, NixlError},
+    wire::{MESSAGE_BYTES, Message, RankMemory},
 };
 use crate::{
     message::{Generation, TransportKind, TransportOffer},
@@ -82,13 +82,13 @@ impl Service for Sharing {
 
     fn serve(&self, writer: &Arc<Writer>, admission: &Admission) {
         let counters = self.grants.counters().of(TransportKind::Rdma);
-        let result = self.greet(writer, admission).and_then(|agent| match agent {
-            Some(agent) => {
+        let result = self.greet(writer, admission).and_then(|agents| match agents {
+            Some(agents) => {
                 counters.routed(false);
                 info!(peer = %writer.address, "rdma peer connected");
                 let result = self.converse(writer);
                 // The fence: from here on no byte of this peer gets into the pool.
-                drop(agent);
+                drop(agents);
                 result
             }
             None => Ok(()),
@@ -142,8 +142,8 @@ impl OneSidedWriter for Writer {
 }
 
 impl Sharing {
-    /// The agent that the peer was given, if it was.
-    fn greet(&self, writer: &Writer, admission: &Admission) -> io::Result<Option<Agent>> {
+    /// The agents that the peer was given, if it was.
+    fn greet(&self, writer: &Writer, admission: &Admission) -> io::Result<Option<Vec<Agent>>> {
         socket::configure(&writer.socket, self.io_timeout)?;
         let mut bytes = [0; MESSAGE_BYTES];
         socket::receive_until(&writer.socket, &mut bytes, Instant::now() + self.handshake_timeout)?;
@@ -154,7 +154,7 @@ impl Sharing {
             Message::Hello { pool, num_layers, layer_bytes, block_bytes, pass } => {
                 let is_sound = pool == self.grants.pool() && (num_layers, layer_bytes, block_bytes) == shape;
                 if is_sound && self.grants.admit(&pass, None).is_some() && admission.admit() {
-                    return self.welcome(writer);
+                    return self.welcome(writer).map(Some);
                 }
                 // Whoever should not be here learns no more than that.
                 writer.send(Word::Refused)?;
@@ -164,29 +164,37 @@ impl Sharing {
         Ok(None)
     }
 
-    fn welcome(&self, writer: &Writer) -> io::Result<Option<Agent>> {
-        let n = self.next_agent.fetch_add(1, Ordering::Relaxed);
-        // No peer has met this name before, so none takes this agent for an older one.
-        let name = format!("decode-{:016x}-{n}", self.grants.pool());
-        let made = Agent::new(&self.nixl, &name, vec![Arc::clone(self.grants.storage())])
-            .and_then(|agent| agent.metadata().map(|metadata| (agent, metadata)));
-        let (agent, metadata) = match made {
-            Ok(made) => made,
-            Err(error) => {
-                writer.send(Word::Refused)?;
-                return Err(io::Error::other(error));
+    fn welcome(&self, writer: &Writer) -> io::Result<Vec<Agent>> {
+        let storage = self.grants.storage();
+        let num_ranks = storage.num_ranks();
+        let welcome =
+            Message::Welcome { num_blocks: storage.num_blocks() as u64, num_ranks: num_ranks as u32 };
+        let mut bytes = welcome.encode().to_vec();
+        let agent_of = |rank| {
+            let n = self.next_agent.fetch_add(1, Ordering::Relaxed);
+            // No peer has met this name before, so none takes this agent for an older one.
+            let name = format!("decode-{:016x}-{n}", self.grants.pool());
+            let agent = Agent::new(&self.nixl, &name, Arc::clone(storage), rank)?;
+            let metadata = agent.metadata()?;
+            let memory = RankMemory {
+                memory: agent.memory(),
+                base: storage.region(rank).address(),
+                metadata_bytes: metadata.len() as u32,
+            };
+            bytes.extend(Message::RankMemory(memory).encode());
+            bytes.extend(metadata);
+            Ok(agent)
+        };
+        match (0..num_ranks).map(agent_of).collect() {
+            Ok(agents) => {
+                (&writer.socket).write_all(&bytes)?;
+                Ok(agents)
             }
-        };
-        let welcome = Welcome {
-            memory: Memory::of(self.grants.storage()),
-            base: self.grants.storage().address(),
-            num_blocks: self.grants.storage().num_blocks() as u64,
-            metadata_bytes: metadata.len() as u32,
-        };
-        let mut bytes = Message::Welcome(welcome).encode().to_vec();
-        bytes.extend(metadata);
-        (&writer.socket).write_all(&bytes)?;
-        Ok(Some(agent))
+            Err::<_, NixlError>(error) => {
+                writer.send(Word::Refused)?;
+                Err(io::Error::other(error))
+            }
+        }
     }
 
     /// Until the peer leaves, or has to be fenced.
@@ -215,7 +223,7 @@ impl Sharing {
         }
     }
 
-    /// A peer that was asked to stop, and neither does nor says so, loses its agent. What it wrote is not
+    /// A peer that was asked to stop, and neither does nor says so, loses its agents. What it wrote is not
     /// trusted and what it writes later has no way in, so that its blocks can be used again.
     fn check_patience(&self, writer: &Writer) -> io::Result<()> {
         let mut revoked = writer.revoked();

@@ -1,4 +1,5 @@
-//! Messages on the control connection: 72 bytes each, little-endian; a welcome is followed by metadata.
+//! Messages on the control connection: 72 bytes each, little-endian. A welcome is followed by a message for each rank's
+//! memory, and each of these by metadata.
 //!
 //! ```text
 //! magic u64 | kind u32 | a u32 | b u64 | c u64 | d u64 | e u64 | generation u64 | token
@@ -7,43 +8,38 @@
 use super::nixl::{MAX_METADATA_BYTES, Memory};
 use crate::{
     message::{Generation, Pass, Token},
+    ranks::MAX_RANKS,
     word::Word,
 };
 
-const MAGIC: u64 = u64::from_le_bytes(*b"BKVrdm02");
+const MAGIC: u64 = u64::from_le_bytes(*b"BKVrdm03");
 pub(super) const MESSAGE_BYTES: usize = 72;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Message {
     /// P: which pool, its shape, and a grant of it.
     Hello { pool: u64, num_layers: u32, layer_bytes: u64, block_bytes: u64, pass: Pass },
-    /// D: where the pool lies; so many bytes of metadata follow.
-    Welcome(Welcome),
+    /// D: how large the pool is, and on how many ranks it lies.
+    Welcome { num_blocks: u64, num_ranks: u32 },
+    /// D: what one of them has.
+    RankMemory(RankMemory),
     /// Of either.
     Word(Word),
 }
 
+/// Where the blocks of one rank lie; so many bytes of metadata follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Welcome {
+pub(super) struct RankMemory {
     pub(super) memory: Memory,
     pub(super) base: u64,
-    pub(super) num_blocks: u64,
     pub(super) metadata_bytes: u32,
 }
 
-impl Welcome {
-    /// Address of a byte of a block; `None` when there is no such block.
-    pub(super) fn address(&self, block_idx: usize, block_bytes: usize, offset: usize) -> Option<u64> {
-        let block_idx = block_idx as u64;
-        // No overflow: `is_sound` has seen that every byte of the pool has an address.
-        (block_idx < self.num_blocks).then(|| self.base + block_idx * block_bytes as u64 + offset as u64)
-    }
-
-    /// Whether a pool of blocks of this size can lie there.
-    pub(super) fn is_sound(&self, block_bytes: usize) -> bool {
-        let end =
-            self.num_blocks.checked_mul(block_bytes as u64).and_then(|size| self.base.checked_add(size));
-        self.num_blocks > 0 && self.base > 0 && end.is_some()
+impl RankMemory {
+    /// Whether so many blocks of this size can lie there.
+    pub(super) fn can_hold(&self, num_blocks: u64, block_bytes: usize) -> bool {
+        let end = num_blocks.checked_mul(block_bytes as u64).and_then(|size| self.base.checked_add(size));
+        num_blocks > 0 && self.base > 0 && end.is_some()
     }
 }
 
@@ -55,10 +51,10 @@ impl Message {
                 shown = pass;
                 (1, num_layers, [pool, layer_bytes, block_bytes, 0])
             }
-            Message::Welcome(welcome) => {
-                let (memory, device) = welcome.memory.code();
-                let Welcome { base, num_blocks, metadata_bytes, .. } = welcome;
-                (2, memory, [base, num_blocks, u64::from(device), u64::from(metadata_bytes)])
+            Message::Welcome { num_blocks, num_ranks } => (2, num_ranks, [num_blocks, 0, 0, 0]),
+            Message::RankMemory(RankMemory { memory, base, metadata_bytes }) => {
+                let (kind, device) = memory.code();
+                (10, kind, [base, u64::from(device), u64::from(metadata_bytes), 0])
             }
             Message::Word(word) => {
                 let (kind, generation, token) = word.code();
@@ -83,15 +79,17 @@ impl Message {
         if u64_at(0) != MAGIC {
             return None;
         }
-        let (a, [b, c, d, e]) = (u32_at(12), [16, 24, 32, 40].map(u64_at));
+        let (a, [b, c, d]) = (u32_at(12), [16, 24, 32].map(u64_at));
         let token = Token(bytes[56..].try_into().expect("sixteen bytes"));
         let pass = Pass { generation: Generation(u64_at(48)), token };
         Some(match u32_at(8) {
             1 => Message::Hello { pool: b, num_layers: a, layer_bytes: c, block_bytes: d, pass },
-            2 => {
-                let memory = Memory::from_code(a, u32::try_from(d).ok()?)?;
-                let metadata_bytes = u32::try_from(e).ok().filter(|&n| n as usize <= MAX_METADATA_BYTES)?;
-                Message::Welcome(Welcome { memory, base: b, num_blocks: c, metadata_bytes })
+            2 if a <= MAX_RANKS => Message::Welcome { num_blocks: b, num_ranks: a },
+            2 => return None,
+            10 => {
+                let memory = Memory::from_code(a, u32::try_from(c).ok()?)?;
+                let metadata_bytes = u32::try_from(d).ok().filter(|&n| n as usize <= MAX_METADATA_BYTES)?;
+                Message::RankMemory(RankMemory { memory, base: b, metadata_bytes })
             }
             kind => Message::Word(Word::from_code(kind, pass.generation.0, token)?),
         })
@@ -105,16 +103,16 @@ mod tests {
     use super::*;
     use crate::word::all_of;
 
-    const WELCOME: Welcome =
-        Welcome { memory: Memory::Dram, base: 4096, num_blocks: 10, metadata_bytes: 300 };
+    const MEMORY: RankMemory = RankMemory { memory: Memory::Dram, base: 4096, metadata_bytes: 300 };
 
     #[test]
     fn what_is_encoded_is_decoded() {
         let pass = Pass { generation: Generation(5), token: Token([7; 16]) };
         let messages = [
             Message::Hello { pool: 3, num_layers: 2, layer_bytes: 4096, block_bytes: 8192, pass },
-            Message::Welcome(WELCOME),
-            Message::Welcome(Welcome { memory: Memory::Vram(3), ..WELCOME }),
+            Message::Welcome { num_blocks: 10, num_ranks: 4 },
+            Message::RankMemory(MEMORY),
+            Message::RankMemory(RankMemory { memory: Memory::Vram(3), ..MEMORY }),
         ];
         let words = all_of(Generation(0x0123_4567_89ab_cdef)).map(Message::Word);
         for message in messages.into_iter().chain(words) {
@@ -124,23 +122,18 @@ mod tests {
 
     #[test]
     fn pools_that_cannot_be_are_refused() {
-        let too_long = Welcome { metadata_bytes: MAX_METADATA_BYTES as u32 + 1, ..WELCOME };
-        assert_eq!(Message::decode(&Message::Welcome(too_long).encode()), None);
-        let mut other_memory = Message::Welcome(WELCOME).encode();
+        let too_many = Message::Welcome { num_blocks: 10, num_ranks: MAX_RANKS + 1 };
+        assert_eq!(Message::decode(&too_many.encode()), None);
+        let too_long = RankMemory { metadata_bytes: MAX_METADATA_BYTES as u32 + 1, ..MEMORY };
+        assert_eq!(Message::decode(&Message::RankMemory(too_long).encode()), None);
+        let mut other_memory = Message::RankMemory(MEMORY).encode();
         other_memory[12] = 9;
         assert_eq!(Message::decode(&other_memory), None);
 
-        assert!(WELCOME.is_sound(64));
-        for pool in [
-            Welcome { base: 0, ..WELCOME },
-            Welcome { base: u64::MAX - 639, ..WELCOME },
-            Welcome { num_blocks: 0, ..WELCOME },
-            Welcome { num_blocks: u64::MAX, ..WELCOME },
-        ] {
-            assert!(!pool.is_sound(64), "{pool:?}");
+        assert!(MEMORY.can_hold(10, 64));
+        for (base, num_blocks) in [(0, 10), (u64::MAX - 639, 10), (4096, 0), (4096, u64::MAX)] {
+            assert!(!RankMemory { base, ..MEMORY }.can_hold(num_blocks, 64), "{num_blocks} at {base}");
         }
-        assert_eq!(WELCOME.address(9, 64, 32), Some(4096 + 9 * 64 + 32));
-        assert_eq!(WELCOME.address(10, 64, 0), None);
     }
 
     proptest! {

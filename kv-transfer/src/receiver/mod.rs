@@ -152,7 +152,7 @@ impl Receiver {
     ///
     /// # Errors
     /// When an address or the folder of the socket cannot be used, NIXL is not there and asked for, blocks that lie on
-    /// several devices are to travel over anything but tcp, or a thread cannot be started.
+    /// several devices are to travel over nccl, or a thread cannot be started.
     pub fn start(storage: Arc<BlockStorage>, config: ReceiverConfig) -> io::Result<Receiver> {
         let offered = [
             (TransportKind::Shm, config.shm_dir.is_some()),

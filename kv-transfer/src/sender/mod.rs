@@ -166,7 +166,7 @@ impl Sender {
     ///
     /// # Errors
     /// When the configuration makes no sense, or asks for `rdma` where NIXL is not, for `nccl` where NCCL or a device is
-    /// not, or for anything but tcp where blocks lie on several devices.
+    /// not, or where blocks lie on several devices.
     pub fn start(storage: Arc<BlockStorage>, config: SenderConfig) -> io::Result<Sender> {
         if config.streams_per_peer == 0 || config.frame_bytes == 0 {
             let message = "streams_per_peer and frame_bytes must not be 0";

@@ -219,8 +219,7 @@ impl RouteState {
         scratch: &mut Scratch,
     ) -> io::Result<Loaded<'a>> {
         if self.storage().device().is_some() && self.form.mapping.is_none() {
-            let sources: Vec<_> =
-                pieces.iter().map(|piece| (piece.src.blocks()[0], piece.layer_idx as usize)).collect();
+            let sources: Vec<_> = pieces.iter().map(PieceWrite::source).collect();
             // SAFETY: by the caller's word; blocks and layers were checked when the pieces were pushed.
             let sums = unsafe { self.load_from_device(&sources, rooms, scratch) }?;
             return Ok(Loaded { pieces: rooms.chunks_exact(self.wire_bytes()).collect(), sums });
@@ -290,8 +289,8 @@ impl RouteState {
     /// Has the processor fetch the beginning of a piece that is read next, if it is read where it lies.
     pub(crate) fn fetch_ahead(&self, piece: &PieceWrite) {
         if self.host_room_bytes() == 0 {
-            let block = piece.src.blocks()[0];
-            checksum::fetch_ahead(self.storage().layer_ptr(block, piece.layer_idx as usize).as_ptr());
+            let (block, layer_idx) = piece.source();
+            checksum::fetch_ahead(self.storage().layer_ptr(block, layer_idx).as_ptr());
         }
     }
 

@@ -19,7 +19,7 @@ use tracing::{error, info, warn};
 
 use super::{
     target::Target,
-    wire::{self, Message},
+    wire::{self, HANDLE_BYTES, Message},
 };
 use crate::{
     error::{PushError, RouteError},
@@ -82,7 +82,7 @@ impl Peer for ShmPeer {
             // The lock is held for moments by others than the thread.
             let slot = self.shared.link();
             // Devices are waited for.
-            if slot.as_ref().is_none_or(|link| !link.memory.is_on_device()) {
+            if slot.as_ref().is_none_or(|link| !link.memory.is_on_devices()) {
                 return self.shared.copy(frame, slot, &mut Staging::default());
             }
         }
@@ -140,9 +140,9 @@ impl Shared {
             slot.take()
         };
         let Some(Link { socket, memory, grants, listener }) = link else { return false };
-        let is_on_device = memory.is_on_device();
+        let is_on_devices = memory.is_on_devices();
         drop(memory);
-        if is_on_device && is_sound {
+        if is_on_devices && is_sound {
             // The end of the socket does not say it of a device.
             for generation in grants.open() {
                 let _ = wire::send(&socket, Message::Word(Word::Close(generation)), None);
@@ -177,11 +177,11 @@ impl Shared {
                 let num_blocks = usize::try_from(num_blocks).unwrap_or(usize::MAX);
                 Target::mapped(BlockStorage::from_fd(descriptor, layout, num_blocks).map_err(unreachable)?)
             }
-            Some((Message::WelcomeToDevice { num_blocks }, None)) => {
-                let mut handle = [0; 64];
-                (&socket).read_exact(&mut handle).map_err(unreachable)?;
+            Some((Message::WelcomeToDevices { num_blocks, num_ranks }, None)) => {
+                let mut handles = vec![[0; HANDLE_BYTES]; num_ranks as usize];
+                (&socket).read_exact(handles.as_flattened_mut()).map_err(unreachable)?;
                 let num_blocks = usize::try_from(num_blocks).unwrap_or(usize::MAX);
-                Target::opened(&self.context.storage, handle, layout, num_blocks).map_err(unreachable)?
+                Target::opened(&self.context.storage, &handles, layout, num_blocks).map_err(unreachable)?
             }
             Some((Message::Word(Word::OtherPool), _)) => {
                 return Err(RouteError::OtherIncarnation(self.path.display().to_string()));

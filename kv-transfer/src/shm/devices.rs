@@ -13,14 +13,14 @@ use baton_kv_cache::{BlockId, BlockStorage};
 
 use super::{
     host,
-    wire::{self, Message},
+    wire::{self, HANDLE_BYTES, Message},
 };
 use crate::{
     Granted, Pass, Receiver, ReceiverConfig, RouteError, Sender, TransportKind, TransportOffer,
-    cuda::blocks_on_device,
-    pretended::pretended_device,
+    cuda::{blocks_on_device, blocks_on_devices},
+    pretended::{counted_devices, pretended_device},
     testing::{
-        Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, has_device, is_pending, pass_from_text,
+        Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, fill, has_device, holds, is_pending, pass_from_text,
         pass_to_text, pattern, private_dir, sender_config, some_pass, soon, storage, writes,
     },
     word::Word,
@@ -39,20 +39,23 @@ fn store(pool: &BlockStorage, block: BlockId) {
 
 #[tokio::test]
 async fn blocks_of_a_device_are_copied_into_mapped_memory() {
-    let fabric = Fabric::new(SHM);
-    let source = pretended_device(LAYOUT, NUM_BLOCKS);
-    store(&source, BlockId(3));
-    let sender = Sender::start(Arc::new(source), sender_config(SHM)).unwrap();
-    let granted = fabric.receiver.grant(blocks([3]), ());
-    let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
-    let pushed = soon(route.push(writes(&blocks([3])))).await.unwrap();
-    for layer_idx in 0..LAYOUT.num_layers {
-        assert_eq!(
-            bytes(&fabric.target, BlockId(3), layer_idx),
-            vec![pattern(3, layer_idx); LAYOUT.layer_bytes()]
-        );
+    for source in [pretended_device(LAYOUT, NUM_BLOCKS), devices()] {
+        let fabric = Fabric::new(SHM);
+        store(&source, BlockId(3));
+        let sender = Sender::start(Arc::new(source), sender_config(SHM)).unwrap();
+        let granted = fabric.receiver.grant(blocks([3]), ());
+        let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
+        let pushed = soon(route.push(writes(&blocks([3])))).await.unwrap();
+        for layer_idx in 0..LAYOUT.num_layers {
+            assert!(holds(&fabric.target, BlockId(3), layer_idx, pattern(3, layer_idx)));
+        }
+        soon(granted.verify(pushed.pieces)).await.unwrap();
     }
-    soon(granted.verify(pushed.pieces)).await.unwrap();
+}
+
+/// Each with one of the two heads.
+fn devices() -> BlockStorage {
+    counted_devices(LAYOUT, NUM_BLOCKS, &[1, 2]).0
 }
 
 /// A receiver with a pool on a device, and where it listens.
@@ -69,20 +72,36 @@ fn place(receiver: &Receiver) -> (PathBuf, u64) {
     }
 }
 
-/// A sender by hand that has opened a grant.
+/// A sender by hand that has opened a grant of a pool that lies on one device.
 fn opened(socket_path: &PathBuf, pool: u64, pass: Pass) -> UnixStream {
+    let (socket, handles) = welcomed(socket_path, pool);
+    assert_eq!(handles.len(), 1);
+    wire::send(&socket, Message::Word(Word::Open(pass)), None).unwrap();
+    assert_eq!(wire::receive(&socket).unwrap().unwrap().0, Message::Word(Word::Opened(pass.generation)));
+    socket
+}
+
+/// One that has been told the handles.
+fn welcomed(socket_path: &PathBuf, pool: u64) -> (UnixStream, Vec<[u8; HANDLE_BYTES]>) {
     let socket = UnixStream::connect(socket_path).unwrap();
     let (layer_bytes, num_layers) = (LAYOUT.layer_bytes() as u64, LAYOUT.num_layers as u32);
     wire::send(&socket, Message::Hello { pool, layer_bytes, num_layers }, None).unwrap();
     let (welcome, descriptor) = wire::receive(&socket).unwrap().unwrap();
-    assert_eq!(welcome, Message::WelcomeToDevice { num_blocks: NUM_BLOCKS as u64 });
-    assert!(descriptor.is_none());
-    let mut handle = [0; 64];
-    (&socket).read_exact(&mut handle).unwrap();
-    assert_ne!(handle, [0; 64]);
-    wire::send(&socket, Message::Word(Word::Open(pass)), None).unwrap();
-    assert_eq!(wire::receive(&socket).unwrap().unwrap().0, Message::Word(Word::Opened(pass.generation)));
-    socket
+    let Message::WelcomeToDevices { num_blocks, num_ranks } = welcome else { panic!("{welcome:?}") };
+    assert!(num_blocks == NUM_BLOCKS as u64 && descriptor.is_none());
+    let mut handles = vec![[0; HANDLE_BYTES]; num_ranks as usize];
+    (&socket).read_exact(handles.as_flattened_mut()).unwrap();
+    (socket, handles)
+}
+
+#[tokio::test]
+async fn every_rank_gives_a_handle() {
+    for (storage, expected) in [(pretended_device(LAYOUT, NUM_BLOCKS), vec![5]), (devices(), vec![1, 2])] {
+        let (receiver, _pool, _dir) = on_device(storage);
+        let (socket_path, pool) = place(&receiver);
+        let (_, handles) = welcomed(&socket_path, pool);
+        assert_eq!(handles, expected.iter().map(|&device| [device; HANDLE_BYTES]).collect::<Vec<_>>());
+    }
 }
 
 #[tokio::test]
@@ -133,7 +152,7 @@ async fn a_pool_on_a_device_that_cannot_be_opened_is_an_error_in_words() {
     let peer = std::thread::spawn(move || {
         let (mut socket, _) = listener.accept().unwrap();
         wire::receive(&socket).unwrap().unwrap();
-        wire::send(&socket, Message::WelcomeToDevice { num_blocks: 4 }, None).unwrap();
+        wire::send(&socket, Message::WelcomeToDevices { num_blocks: 4, num_ranks: 1 }, None).unwrap();
         socket.write_all(&[0xA5; 64]).unwrap();
         assert!(wire::receive(&socket).unwrap().is_none(), "it leaves");
     });
@@ -156,17 +175,27 @@ async fn two_processes_on_one_device_hand_blocks_over() {
     if !has_device() {
         return;
     }
-    let (receiver, pool, _dir) = on_device(blocks_on_device(0, LAYOUT, NUM_BLOCKS, None).unwrap());
-    for test in ["device_prefill_process", "host_prefill_process"] {
-        let granted = receiver.grant(blocks([3]), ());
-        let process = Process::start(test, &receiver, &granted).await;
-        for layer_idx in 0..LAYOUT.num_layers {
-            let bytes = bytes(&pool, BlockId(3), layer_idx);
-            assert!(bytes.iter().all(|&byte| byte == pattern(3, layer_idx)), "{test}/{layer_idx}");
+    for num_ranks in [1, 2] {
+        let (receiver, pool, _dir) = on_device(ranks_on_a_gpu(num_ranks));
+        for test in ["device_prefill_process", "ranks_prefill_process", "host_prefill_process"] {
+            let granted = receiver.grant(blocks([3]), ());
+            let process = Process::start(test, &receiver, &granted).await;
+            for layer_idx in 0..LAYOUT.num_layers {
+                assert!(holds(&pool, BlockId(3), layer_idx, pattern(3, layer_idx)), "{test}/{layer_idx}");
+                fill(&pool, BlockId(3), layer_idx, 0);
+            }
+            let mut fenced = granted.revoke();
+            drop(process);
+            assert!(soon(&mut fenced).await.is_some());
         }
-        let mut fenced = granted.revoke();
-        drop(process);
-        assert!(soon(&mut fenced).await.is_some());
+    }
+}
+
+/// Blocks of so many ranks on the first GPU.
+fn ranks_on_a_gpu(num_ranks: usize) -> BlockStorage {
+    match num_ranks {
+        1 => blocks_on_device(0, LAYOUT, NUM_BLOCKS, None).unwrap(),
+        _ => blocks_on_devices(&vec![0; num_ranks], LAYOUT, NUM_BLOCKS, Vec::new()).unwrap(),
     }
 }
 
@@ -186,7 +215,18 @@ fn writer_process() {
 #[ignore = "run by other tests, as a process of its own"]
 async fn device_prefill_process() {
     if let Some(orders) = Process::orders() {
-        let source = blocks_on_device(0, LAYOUT, NUM_BLOCKS, None).unwrap();
+        let source = ranks_on_a_gpu(1);
+        store(&source, BlockId(3));
+        prefill(source, orders).await;
+    }
+}
+
+/// Not a test of its own: the same, with blocks of two ranks.
+#[tokio::test]
+#[ignore = "run by other tests, as a process of its own"]
+async fn ranks_prefill_process() {
+    if let Some(orders) = Process::orders() {
+        let source = ranks_on_a_gpu(2);
         store(&source, BlockId(3));
         prefill(source, orders).await;
     }

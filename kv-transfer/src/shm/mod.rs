@@ -15,8 +15,9 @@
 //! ```
 //!
 //! A pool on a device is shared by its handle instead of a descriptor (CUDA IPC): the prefill worker opens it once, and
-//! copies from its own pool by the device, or from host memory; an event behind each frame tells when that is done.
-//! Checksums are of copies in host memory, on both sides. No GPU was there to run it on: see `devices.rs`.
+//! copies from its own pool by the device, or from host memory; an event behind each frame tells when that is done. One that
+//! lies on several devices has a handle for each, and each device of the prefill worker copies its heads to those that have
+//! them, too (`ranks.rs`). No GPU was there to run it on: see `devices.rs`.
 //!
 //! Nobody can stop a one-sided writer but itself, so a revoked grant stays quarantined until
 //! `Close`, or `Stopped` on the handoff's stream, or the end of the socket. The kernel closes a

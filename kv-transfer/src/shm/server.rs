@@ -20,11 +20,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_kv_cache::DeviceMemory;
 use tracing::{info, warn};
 
 use super::{
     host,
-    wire::{self, Message},
+    wire::{self, HANDLE_BYTES, Message},
 };
 use crate::{
     message::{Generation, TransportKind, TransportOffer},
@@ -56,20 +57,22 @@ pub(crate) struct ShmServer {
 struct Sharing {
     grants: Arc<Grants>,
     io_timeout: Duration,
-    /// Of the pool, if it is on a device.
-    handle: Option<[u8; 64]>,
+    /// Of the memory of each rank, if that is on a device.
+    handles: Vec<[u8; HANDLE_BYTES]>,
 }
 
 impl ShmServer {
     pub(crate) fn start(grants: Arc<Grants>, dir: &Path, config: &ReceiverConfig) -> io::Result<ShmServer> {
-        let handle = match grants.storage().device().map(|memory| (memory.device(), memory.handle())) {
-            None => None,
-            Some((_, Some(handle))) => Some(handle),
-            Some((device, None)) => {
+        let storage = grants.storage();
+        let devices = (0..storage.num_ranks()).filter_map(|rank| storage.region(rank).device());
+        let handle = |memory: &dyn DeviceMemory| {
+            memory.handle().ok_or_else(|| {
+                let device = memory.device();
                 let message = format!("device {device} does not share its memory with other processes");
-                return Err(io::Error::new(io::ErrorKind::Unsupported, message));
-            }
+                io::Error::new(io::ErrorKind::Unsupported, message)
+            })
         };
+        let handles = devices.map(handle).collect::<io::Result<_>>()?;
         prepare(dir)?;
         let path = dir.join(format!("{PREFIX}{:016x}{SUFFIX}", grants.pool()));
         let num_bytes = path.as_os_str().len();
@@ -91,7 +94,7 @@ impl ShmServer {
         // The folder is private already, so that nobody came in before this.
         fs::set_permissions(&unnamed, fs::Permissions::from_mode(0o600)).map_err(named)?;
         fs::rename(&unnamed, &path).map_err(named)?;
-        let sharing = Arc::new(Sharing { grants, io_timeout: config.io_timeout, handle });
+        let sharing = Arc::new(Sharing { grants, io_timeout: config.io_timeout, handles });
         let acceptor = Acceptor::start(Arc::clone(&sharing), listener, config)?;
         Ok(ShmServer { sharing, acceptor, path })
     }
@@ -264,8 +267,8 @@ fn greet(sharing: &Sharing, writer: &Writer, admission: &Admission) -> io::Resul
                 || !admission.admit()
             {
                 (Message::Word(Word::Refused), None)
-            } else if let Some(handle) = sharing.handle {
-                return greet_with(handle, size, writer);
+            } else if !sharing.handles.is_empty() {
+                return greet_with(&sharing.handles, size, writer);
             } else {
                 (Message::Welcome { num_blocks: size }, Some(storage.fd()))
             }
@@ -279,8 +282,8 @@ fn greet(sharing: &Sharing, writer: &Writer, admission: &Admission) -> io::Resul
     Ok(is_welcome)
 }
 
-/// As [`greet`], to a pool on a device.
-fn greet_with(handle: [u8; 64], num_blocks: u64, writer: &Writer) -> io::Result<bool> {
+/// As [`greet`], to a pool on devices.
+fn greet_with(handles: &[[u8; HANDLE_BYTES]], num_blocks: u64, writer: &Writer) -> io::Result<bool> {
     let socket = &writer.socket;
     match host::peer_process(socket) {
         Ok(process) => drop(writer.process.set(process)),
@@ -290,8 +293,9 @@ fn greet_with(handle: [u8; 64], num_blocks: u64, writer: &Writer) -> io::Result<
             return Ok(false);
         }
     }
-    wire::send(socket, Message::WelcomeToDevice { num_blocks }, None)?;
-    (&*socket).write_all(&handle)?;
+    let num_ranks = handles.len() as u32;
+    wire::send(socket, Message::WelcomeToDevices { num_blocks, num_ranks }, None)?;
+    (&*socket).write_all(handles.as_flattened())?;
     socket.set_read_timeout(None)?;
     Ok(true)
 }

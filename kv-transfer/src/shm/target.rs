@@ -1,54 +1,99 @@
-//! A peer's pool, as this process has it: memory of the host that is mapped, or a device's that is opened by its handle
+//! A peer's pool, as this process has it: memory of the host that is mapped, or that of devices, opened by its handles
 //! (CUDA IPC); and how a frame gets there from this side's pool, which is of either kind, too.
 
 use std::io;
 
-use baton_kv_cache::{BlockStorage, KvLayout};
+use baton_kv_cache::{BlockStorage, DeviceMemory, DividedMemory, KvLayout, KvShard};
 
+use super::wire::HANDLE_BYTES;
 use crate::{
     checksum::{self, Hasher, checksum},
     cuda::{self, Device, DeviceCopies},
     message::{Piece, PieceWrite},
+    ranks::RankPair,
     sender::{RouteState, Staging},
 };
 
 /// The peer's blocks.
 pub(super) struct Target {
-    blocks: BlockStorage,
-    /// There if they are on a device. Nothing is under way between two frames.
-    copies: Option<DeviceCopies>,
+    memory: Memory,
+    num_blocks: usize,
     hasher: Hasher,
+}
+
+/// How they are written.
+enum Memory {
+    /// Where they are mapped.
+    Mapped(BlockStorage),
+    /// From the host to devices.
+    Stored(BlockStorage),
+    /// From device to device.
+    Copied(Copies),
+}
+
+/// By which copies pieces get from the memories of this side's ranks to those of the peer's.
+struct Copies {
+    /// Of each rank here. Nothing is under way between two frames.
+    sources: Vec<DeviceCopies>,
+    ways: Vec<Way>,
+}
+
+struct Way {
+    pair: RankPair,
+    /// Opened on the source's device.
+    target: Box<dyn DeviceMemory>,
+    /// Of the blocks there.
+    layout: KvLayout,
 }
 
 impl Target {
     /// Memory of the host.
     pub(super) fn mapped(blocks: BlockStorage) -> Target {
-        Target { blocks, copies: None, hasher: Hasher::default() }
+        Target { num_blocks: blocks.num_blocks(), memory: Memory::Mapped(blocks), hasher: Hasher::default() }
     }
 
-    /// Memory of a device, which the device of this side's pool reaches, or the first one if that is in host memory.
+    /// Memory of devices, a rank's each, which those of this side's pool reach, or the first one if that is in host memory.
     ///
     /// # Errors
-    /// When there is no device here, or the handle cannot be opened on it.
+    /// When there is no device here, or a handle cannot be opened on it.
     pub(super) fn opened(
         own: &BlockStorage,
-        handle: [u8; 64],
+        handles: &[[u8; HANDLE_BYTES]],
         layout: KvLayout,
         num_blocks: usize,
     ) -> io::Result<Target> {
-        let device =
-            Device::open(own.device().map_or(0, |memory| memory.device())).map_err(io::Error::other)?;
-        let blocks = cuda::blocks_of_handle(&device, handle, layout, num_blocks)?;
-        let copies = DeviceCopies::new(device).map_err(io::Error::other)?;
-        Ok(Target { blocks, copies: Some(copies), hasher: Hasher::default() })
+        let device_of = |rank| Device::open(own.region(rank).device().map_or(0, |memory| memory.device()));
+        let open = |source: usize, rank: usize| {
+            let layout = *KvShard::new(&layout, handles.len(), rank).map_err(io::Error::other)?.layout();
+            let size_bytes = BlockStorage::bytes_of(&layout, num_blocks)?;
+            let device = device_of(source).map_err(io::Error::other)?;
+            let memory = cuda::memory_of_handle(&device, handles[rank], size_bytes)?;
+            Ok((memory, layout))
+        };
+        let memory = if own.device().is_some() && layout == *own.layout() {
+            let pairs = RankPair::all(&layout, own.num_ranks(), handles.len()).map_err(io::Error::other)?;
+            let way = |pair: RankPair| {
+                open(pair.source, pair.target).map(|(target, layout)| Way { pair, target, layout })
+            };
+            let ways = pairs.into_iter().map(way).collect::<io::Result<_>>()?;
+            let copies = |rank| device_of(rank).and_then(DeviceCopies::new).map_err(io::Error::other);
+            let sources = (0..own.num_ranks()).map(copies).collect::<io::Result<_>>()?;
+            Memory::Copied(Copies { sources, ways })
+        } else {
+            let parts = (0..handles.len()).map(|rank| open(0, rank).map(|(memory, _)| memory));
+            let divided = DividedMemory::new(layout, parts.collect::<io::Result<_>>()?);
+            let memory = Box::new(divided.map_err(io::Error::other)?);
+            Memory::Stored(BlockStorage::on_device(memory, layout, num_blocks))
+        };
+        Ok(Target { memory, num_blocks, hasher: Hasher::default() })
     }
 
     pub(super) fn num_blocks(&self) -> usize {
-        self.blocks.num_blocks()
+        self.num_blocks
     }
 
-    pub(super) fn is_on_device(&self) -> bool {
-        self.copies.is_some()
+    pub(super) fn is_on_devices(&self) -> bool {
+        !matches!(self.memory, Memory::Mapped(_))
     }
 
     /// Writes pieces, and computes their checksums; they are there when this returns.
@@ -65,14 +110,24 @@ impl Target {
         pieces: &[PieceWrite],
         staging: &mut Staging,
     ) -> io::Result<Vec<Piece>> {
-        let is_copied_there = route.storage().device().is_some() && route.room_bytes() == 0;
-        let sums = match &self.copies {
+        let Target { memory, hasher, .. } = self;
+        let sums = match memory {
             // SAFETY: by the caller's word.
-            Some(copies) if is_copied_there => unsafe {
-                copy(copies, route, pieces, &self.blocks, &mut self.hasher)
+            Memory::Copied(copies) => unsafe { copies.copy(route, pieces, hasher) },
+            // SAFETY: as above.
+            Memory::Mapped(blocks) => unsafe {
+                write_each(route, pieces, staging, |bytes, piece| {
+                    let target = blocks.layer_ptr(piece.dst, piece.layer_idx as usize);
+                    Ok(checksum::copy(bytes, target.as_ptr(), route.generation()))
+                })
             },
             // SAFETY: as above.
-            _ => unsafe { self.write_each(route, pieces, staging) },
+            Memory::Stored(blocks) => unsafe {
+                write_each(route, pieces, staging, |bytes, piece| {
+                    blocks.store(piece.dst, piece.layer_idx as usize, bytes)?;
+                    Ok(checksum(bytes, route.generation()))
+                })
+            },
         };
         let written = pieces.iter().zip(sums?).map(|(piece, checksum)| Piece {
             block_idx: piece.block_idx,
@@ -81,59 +136,59 @@ impl Target {
         });
         Ok(written.collect())
     }
+}
 
+/// From the host: `write` puts a piece's bytes where they belong, and sums them up.
+///
+/// # Safety
+/// The source blocks are as of [`Target::write`].
+unsafe fn write_each(
+    route: &RouteState,
+    pieces: &[PieceWrite],
+    staging: &mut Staging,
+    write: impl Fn(&[u8], &PieceWrite) -> io::Result<u64>,
+) -> io::Result<Vec<u64>> {
+    let (room, scratch) = staging.of(route, 1);
+    let sums = pieces.iter().enumerate().map(|(nth, piece)| {
+        if let Some(next) = pieces.get(nth + 1) {
+            route.fetch_ahead(next);
+        }
+        // SAFETY: by the caller's word.
+        let bytes = unsafe { route.bytes(piece, room, &mut scratch.assembly) }?;
+        write(bytes, piece)
+    });
+    sums.collect()
+}
+
+impl Copies {
+    /// From device to device, hashed meanwhile.
+    ///
     /// # Safety
-    /// As of [`write`](Self::write).
-    unsafe fn write_each(
+    /// As of [`Target::write`].
+    unsafe fn copy(
         &self,
         route: &RouteState,
         pieces: &[PieceWrite],
-        staging: &mut Staging,
+        hasher: &mut Hasher,
     ) -> io::Result<Vec<u64>> {
-        let (room, scratch) = staging.of(route, 1);
-        let (blocks, generation) = (&self.blocks, route.generation());
-        let sums = pieces.iter().enumerate().map(|(nth, piece)| {
-            if let Some(next) = pieces.get(nth + 1) {
-                route.fetch_ahead(next);
-            }
-            let layer_idx = piece.layer_idx as usize;
-            // SAFETY: all of it by the caller's word.
-            unsafe {
-                let bytes = route.bytes(piece, room, &mut scratch.assembly)?;
-                if self.is_on_device() {
-                    blocks.store(piece.dst, layer_idx, bytes)?;
-                    return Ok(checksum(bytes, generation));
+        let own = route.storage();
+        for Way { pair, target, layout } in &self.ways {
+            let (source, base) = (own.region(pair.source), target.address().expect("of one device"));
+            for piece in pieces {
+                let (block, layer_idx) = piece.source();
+                let to = base + layout.piece_offset(piece.dst, layer_idx) as u64;
+                for copy in pair.copies(source.piece(block, layer_idx), to) {
+                    // SAFETY: by the caller's word.
+                    unsafe { self.sources[pair.source].begin(&copy) }.map_err(io::Error::other)?;
                 }
-                let target = blocks.layer_ptr(piece.dst, layer_idx);
-                Ok(checksum::copy(bytes, target.as_ptr(), generation))
             }
-        });
-        sums.collect()
+        }
+        let sources: Vec<_> = pieces.iter().map(PieceWrite::source).collect();
+        // SAFETY: as above.
+        let sums = unsafe { hasher.checksums(own, &sources, route.generation()) };
+        for source in &self.sources {
+            source.finish().map_err(io::Error::other)?;
+        }
+        sums
     }
-}
-
-/// From device to device, hashed meanwhile.
-///
-/// # Safety
-/// As of [`Target::write`].
-unsafe fn copy(
-    copies: &DeviceCopies,
-    route: &RouteState,
-    pieces: &[PieceWrite],
-    blocks: &BlockStorage,
-    hasher: &mut Hasher,
-) -> io::Result<Vec<u64>> {
-    let own = route.storage();
-    let sources: Vec<_> =
-        pieces.iter().map(|piece| (piece.src.blocks()[0], piece.layer_idx as usize)).collect();
-    for (piece, &(source, layer_idx)) in pieces.iter().zip(&sources) {
-        let from = own.address() + own.layer_offset(source, layer_idx) as u64;
-        let to = blocks.address() + blocks.layer_offset(piece.dst, layer_idx) as u64;
-        // SAFETY: by the caller's word.
-        unsafe { copies.begin(to, from, route.piece_bytes()) }.map_err(io::Error::other)?;
-    }
-    // SAFETY: as above.
-    let sums = unsafe { hasher.checksums(own, &sources, route.generation()) };
-    copies.finish().map_err(io::Error::other)?;
-    sums
 }

@@ -13,10 +13,13 @@ use std::{
     },
 };
 
-use crate::{message::Token, word::Word};
+use crate::{message::Token, ranks::MAX_RANKS, word::Word};
 
-const MAGIC: u64 = u64::from_le_bytes(*b"BKVshm02");
+const MAGIC: u64 = u64::from_le_bytes(*b"BKVshm03");
 pub(super) const MESSAGE_BYTES: usize = 40;
+
+/// Of CUDA's name for memory that other processes can open.
+pub(super) const HANDLE_BYTES: usize = 64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Message {
@@ -24,8 +27,8 @@ pub(super) enum Message {
     Hello { pool: u64, layer_bytes: u64, num_layers: u32 },
     /// D: the pool's size; the descriptor comes along.
     Welcome { num_blocks: u64 },
-    /// D: the pool's size; it is on a device, and 64 bytes of its handle follow.
-    WelcomeToDevice { num_blocks: u64 },
+    /// D: the pool's size; it is on a device, or on several, of a rank each, and the handles follow, of [`HANDLE_BYTES`].
+    WelcomeToDevices { num_blocks: u64, num_ranks: u32 },
     /// Of either.
     Word(Word),
 }
@@ -39,7 +42,7 @@ impl Message {
                 (1, num_layers, pool)
             }
             Message::Welcome { num_blocks } => (2, 0, num_blocks),
-            Message::WelcomeToDevice { num_blocks } => (10, 0, num_blocks),
+            Message::WelcomeToDevices { num_blocks, num_ranks } => (10, num_ranks, num_blocks),
             Message::Word(word) => {
                 let (kind, generation, token) = word.code();
                 c_and_d = token.0;
@@ -65,7 +68,10 @@ impl Message {
         Some(match u32_at(0) {
             1 => Message::Hello { pool: u64_at(8), layer_bytes: u64_at(16), num_layers: u32_at(4) },
             2 => Message::Welcome { num_blocks: u64_at(8) },
-            10 => Message::WelcomeToDevice { num_blocks: u64_at(8) },
+            10 if u32_at(4) <= MAX_RANKS => {
+                Message::WelcomeToDevices { num_blocks: u64_at(8), num_ranks: u32_at(4) }
+            }
+            10 => return None,
             kind => Message::Word(Word::from_code(kind, u64_at(8), token)?),
         })
     }
@@ -181,7 +187,7 @@ mod tests {
         let messages = [
             Message::Hello { pool: 3, layer_bytes: 4096, num_layers: 2 },
             Message::Welcome { num_blocks: 10 },
-            Message::WelcomeToDevice { num_blocks: 10 },
+            Message::WelcomeToDevices { num_blocks: 10, num_ranks: 4 },
         ];
         let messages =
             messages.into_iter().chain(all_of(Generation(0x0123_4567_89ab_cdef)).map(Message::Word));

@@ -275,16 +275,11 @@ impl<D: Device> DeviceExecutor<D> {
     /// The blocks of this executor's rank are where they were before.
     fn check_blocks(&mut self, storage: &BlockStorage) {
         assert_eq!(*storage.layout(), self.part.whole_layout, "blocks of another layout");
-        let memory = storage.device().expect("blocks are on the device");
         let rank = self.part.rank();
-        let address = match rank.num_ranks {
-            1 => memory.address(),
-            num_ranks => {
-                assert_eq!(memory.parts().len(), num_ranks, "blocks that are divided otherwise");
-                memory.parts()[rank.idx].address()
-            }
-        };
-        let pool = Address(address.expect("blocks of one rank on one device"));
+        assert_eq!(storage.num_ranks(), rank.num_ranks, "blocks that are divided otherwise");
+        let region = storage.region(rank.idx);
+        assert!(region.device().is_some(), "blocks in the host's memory");
+        let pool = Address(region.address());
         assert_eq!(*self.pool.get_or_insert(pool), pool, "blocks of another storage");
     }
 

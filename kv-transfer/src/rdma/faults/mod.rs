@@ -16,12 +16,13 @@ use std::{
 use baton_kv_cache::{BlockId, BlockStorage};
 
 use super::{
-    nixl::{Agent, Copy, Memory, Nixl, RemoteAgent},
-    wire::{MESSAGE_BYTES, Message, Welcome},
+    nixl::{Agent, Memory, Nixl, RemoteAgent},
+    wire::{MESSAGE_BYTES, Message, RankMemory},
 };
 use crate::{
     Pass, PushError, Receiver, ReceiverConfig, ReceiverLoad, RouteError, Sender, SenderConfig, Token,
     TransportKind, TransportOffer,
+    ranks::Copy,
     tcp::socket,
     testing::{
         Fabric, Guards, LAYOUT, NEVER, NUM_BLOCKS, PATIENCE, blocks, bytes, eventually, fill, has_rdma,
@@ -51,7 +52,7 @@ struct ByHand {
     control: TcpStream,
     agent: Arc<Agent>,
     remote: RemoteAgent,
-    pool: Welcome,
+    pool: RankMemory,
     source: Arc<BlockStorage>,
 }
 
@@ -60,11 +61,13 @@ impl ByHand {
         let (address, pool) = fabric.address(TransportKind::Rdma);
         let control = TcpStream::connect(address).unwrap();
         say(&control, hello(pool, pass));
-        let Some(Message::Welcome(pool)) = hear(&control) else { panic!("not welcome") };
+        let welcome = Message::Welcome { num_blocks: NUM_BLOCKS as u64, num_ranks: 1 };
+        assert_eq!(hear(&control), Some(welcome));
+        let Some(Message::RankMemory(pool)) = hear(&control) else { panic!("no memory") };
         let mut metadata = vec![0; pool.metadata_bytes as usize];
         socket::receive_exact(&control, &mut metadata, NEVER).unwrap();
         let loaded = Nixl::load(Some(&nixl())).unwrap();
-        let agent = Agent::new(&loaded, "by hand", vec![Arc::clone(&fabric.source)]).unwrap();
+        let agent = Agent::new(&loaded, "by hand", Arc::clone(&fabric.source), 0).unwrap();
         let remote = agent.connect(&metadata).unwrap();
         ByHand { control, agent: Arc::new(agent), remote, pool, source: Arc::clone(&fabric.source) }
     }
@@ -76,13 +79,11 @@ impl ByHand {
 
     /// Writes a piece, with or without a grant, and says whether that worked.
     fn write(&self, block: BlockId, layer_idx: usize) -> bool {
-        let offset = LAYOUT.layer_offset(layer_idx);
-        let target = self.pool.address(block.idx(), LAYOUT.block_bytes(), offset).unwrap();
-        let copies = [Copy { source: self.source.layer_ptr(block, layer_idx).as_ptr() as u64, target }];
-        let len = LAYOUT.layer_bytes();
+        let target = self.pool.base + LAYOUT.piece_offset(block, layer_idx) as u64;
+        let source = self.source.region(0).piece(block, layer_idx);
+        let copies = [Copy { source, target, len: LAYOUT.layer_bytes() }];
         // SAFETY: nobody writes the source in these tests; the target is what is tested.
-        let written =
-            unsafe { self.agent.write(&self.remote, [Memory::Dram, self.pool.memory], &copies, len) };
+        let written = unsafe { self.agent.write(&self.remote, self.pool.memory, &copies) };
         let Ok(transfer) = written else { return false };
         let start = Instant::now();
         while start.elapsed() < Duration::from_secs(5) {
@@ -246,20 +247,26 @@ async fn answers_that_make_no_sense_are_errors_in_words() {
     if !has_rdma() {
         return;
     }
-    let sound = Welcome { memory: Memory::Dram, base: 1 << 20, num_blocks: 64, metadata_bytes: 64 };
-    let metadata = |welcome: Welcome| {
-        let mut bytes = Message::Welcome(welcome).encode().to_vec();
+    let sound = RankMemory { memory: Memory::Dram, base: 1 << 20, metadata_bytes: 64 };
+    let answer = |num_blocks, num_ranks, memory| {
+        let messages = [Message::Welcome { num_blocks, num_ranks }, Message::RankMemory(memory)];
+        let mut bytes = messages.map(Message::encode).concat();
         bytes.extend([0xA5; 64]);
         bytes
     };
     let answers = [
         b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n\r\n".to_vec(),
-        metadata(Welcome { base: u64::MAX - 4096, ..sound }),
-        metadata(Welcome { num_blocks: 0, ..sound }),
-        metadata(Welcome { metadata_bytes: u32::MAX, ..sound }),
+        answer(64, 1, RankMemory { base: u64::MAX - 4096, ..sound }),
+        answer(0, 1, sound),
+        answer(64, 1, RankMemory { metadata_bytes: u32::MAX, ..sound }),
         // Promises more than comes.
-        metadata(Welcome { metadata_bytes: 65, ..sound }),
-        metadata(sound),
+        answer(64, 1, RankMemory { metadata_bytes: 65, ..sound }),
+        answer(64, 2, sound),
+        // Two heads are not divided so, nor among as many.
+        answer(64, 0, sound),
+        answer(64, 3, sound),
+        answer(64, u32::MAX - 1, sound),
+        answer(64, 1, sound),
         Vec::new(),
     ];
     for answer in answers {

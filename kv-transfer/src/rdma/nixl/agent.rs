@@ -13,24 +13,16 @@ use super::{
     Engine, Memory, Nixl, NixlError,
     api::{IN_PROGRESS, Object, WRITE, check},
 };
+use crate::ranks::Copy;
 
-/// A piece, to be copied into a peer's memory.
-#[derive(Clone, Copy, Debug)]
-pub(in crate::rdma) struct Copy {
-    /// Address of it here.
-    pub(in crate::rdma) source: u64,
-    /// Address in the peer's memory.
-    pub(in crate::rdma) target: u64,
-}
-
-/// Memory that is registered with the host's network devices, a pool or what is read besides, and the endpoints
-/// to one peer. Exclusive to that peer, so that dropping it ends what the peer may do and nothing else.
+/// One rank's blocks, registered with the host's network devices, and the endpoints to one peer. Exclusive to that peer, so
+/// that dropping it ends what the peer may do and nothing else.
 pub(in crate::rdma) struct Agent {
-    /// A list for each memory, as it is of one kind.
-    registered: Vec<Object>,
-    // After the registrations, and before the memories.
+    registered: Object,
+    // After the registration, and before the memory.
     engine: Engine,
-    memories: Vec<Arc<BlockStorage>>,
+    storage: Arc<BlockStorage>,
+    rank: usize,
 }
 
 // SAFETY: the agent was made with NIXL's strict locking, so that any thread may call it, also at once; the
@@ -44,45 +36,45 @@ unsafe impl Sync for Agent {}
 pub(in crate::rdma) struct RemoteAgent(CString);
 
 impl Agent {
-    /// Registers all of `memories` under a name that no other agent has which the peer will ever meet.
+    /// Registers the memory of `rank` under a name that no other agent has which the peer will ever meet.
     pub(in crate::rdma) fn new(
         nixl: &Nixl,
         name: &str,
-        memories: Vec<Arc<BlockStorage>>,
+        storage: Arc<BlockStorage>,
+        rank: usize,
     ) -> Result<Agent, NixlError> {
         let api = nixl.api();
         let engine = Engine::new(nixl, name)?;
-        let mut agent = Agent { registered: Vec::with_capacity(memories.len()), engine, memories };
+        let mut agent = Agent { registered: ptr::null_mut(), engine, storage, rank };
         agent.bind()?;
-        for storage in &agent.memories {
-            supply(storage);
-            let memory = Memory::of(storage);
-            let (kind, device) = memory.code();
-            let (base, size_bytes) = (storage.address() as usize, storage.size_bytes());
-            let mut list = ptr::null_mut();
-            // SAFETY: every pointer is valid during its call, every object was made by the call before, and the
-            // memory lives as long as its registration.
-            unsafe {
-                check("create_reg_dlist", (api.create_reg_dlist)(kind, &mut list))?;
-                agent.registered.push(list);
-                let added =
-                    (api.reg_dlist_add_desc)(list, base, size_bytes, u64::from(device), ptr::null(), 0);
-                check("reg_dlist_add_desc", added)?;
-                let registered = (api.register_mem)(agent.engine.agent, list, ptr::null_mut());
-                check("register_mem", registered).map_err(|error| error.of(memory))?;
-            }
+        supply(&agent.storage);
+        let region = agent.storage.region(rank);
+        let (address, size_bytes) = (region.address() as usize, region.size_bytes());
+        let memory = Memory::of(&region);
+        let (kind, device) = memory.code();
+        // SAFETY: every pointer is valid during its call, every object was made by the call before, and the
+        // memory lives as long as its registration.
+        unsafe {
+            check("create_reg_dlist", (api.create_reg_dlist)(kind, &mut agent.registered))?;
+            let (list, device) = (agent.registered, u64::from(device));
+            let added = (api.reg_dlist_add_desc)(list, address, size_bytes, device, ptr::null(), 0);
+            check("reg_dlist_add_desc", added)?;
+            let registered = (api.register_mem)(agent.engine.agent, list, ptr::null_mut());
+            check("register_mem", registered).map_err(|error| error.of(memory))?;
         }
         Ok(agent)
+    }
+
+    /// Where the rank's blocks are.
+    pub(in crate::rdma) fn memory(&self) -> Memory {
+        Memory::of(&self.storage.region(self.rank))
     }
 
     /// UCX asks the CUDA driver where memory lies, and has it copy what the network device cannot reach: the calling
     /// thread must be on the device for that.
     fn bind(&self) -> Result<(), NixlError> {
-        for memory in self.memories.iter().filter_map(|storage| storage.device()) {
-            let failed = |error| NixlError::Device { device: memory.device(), why: format!("{error}") };
-            memory.bind().map_err(failed)?;
-        }
-        Ok(())
+        let Some(memory) = self.storage.region(self.rank).device() else { return Ok(()) };
+        memory.bind().map_err(|error| NixlError::Device { device: memory.device(), why: error.to_string() })
     }
 
     /// What a peer needs to reach this agent and write into its pool: addresses and the memory's key.
@@ -122,24 +114,23 @@ impl Agent {
         Ok(remote)
     }
 
-    /// Begins to write pieces of `len` bytes from one memory here into the peer's pool, all in one request. NIXL refuses
-    /// those that do not lie in what this agent, or the peer's, has registered.
+    /// Begins to copy from the rank's memory into `target`, of the peer, all in one request. NIXL refuses what does not lie
+    /// in what this agent, or the peer's, has registered.
     ///
     /// # Safety
-    /// Nobody writes the pieces before the transfer has ended, or the agent is dropped; and the peer has
+    /// Nobody writes the sources before the transfer has ended, or the agent is dropped; and the peer has
     /// granted the targets.
     pub(in crate::rdma) unsafe fn write(
         self: &Arc<Self>,
         remote: &RemoteAgent,
-        [source, target]: [Memory; 2],
+        target: Memory,
         copies: &[Copy],
-        len: usize,
     ) -> Result<Transfer, NixlError> {
         self.bind()?;
-        let sources = copies.iter().map(|copy| copy.source as usize);
-        let local = Descriptors::new(&self.engine.nixl, source, sources, len)?;
-        let targets = copies.iter().map(|copy| copy.target as usize);
-        let target = Descriptors::new(&self.engine.nixl, target, targets, len)?;
+        let sources = copies.iter().map(|copy| (copy.source, copy.len));
+        let local = Descriptors::new(&self.engine.nixl, self.memory(), sources)?;
+        let targets = copies.iter().map(|copy| (copy.target, copy.len));
+        let target = Descriptors::new(&self.engine.nixl, target, targets)?;
         let api = self.engine.nixl.api();
         let mut transfer = Transfer { agent: Arc::clone(self), request: ptr::null_mut() };
         // SAFETY: all objects are alive; NIXL copies the descriptors, and refuses those that lie outside of
@@ -178,14 +169,15 @@ fn supply(storage: &BlockStorage) {
 
 impl Drop for Agent {
     fn drop(&mut self) {
+        if self.registered.is_null() {
+            return;
+        }
         let api = self.engine.nixl.api();
-        for &list in &self.registered {
-            // SAFETY: the list was made by `new` and is not used after this. A failure is logged by NIXL, and means
-            // that nothing was registered; whatever was goes with the engine.
-            unsafe {
-                (api.deregister_mem)(self.engine.agent, list, ptr::null_mut());
-                (api.destroy_reg_dlist)(list);
-            }
+        // SAFETY: the list was made by `new` and is not used after this. A failure is logged by NIXL, and means
+        // that nothing was registered; whatever was goes with the engine.
+        unsafe {
+            (api.deregister_mem)(self.engine.agent, self.registered, ptr::null_mut());
+            (api.destroy_reg_dlist)(self.registered);
         }
     }
 }
@@ -230,7 +222,7 @@ impl Drop for Transfer {
     }
 }
 
-/// A list of runs of equal length, in one kind of memory.
+/// A list of runs of bytes, in one kind of memory.
 struct Descriptors<'a> {
     nixl: &'a Nixl,
     list: Object,
@@ -240,17 +232,16 @@ impl Descriptors<'_> {
     fn new(
         nixl: &Nixl,
         memory: Memory,
-        addresses: impl Iterator<Item = usize>,
-        len: usize,
+        runs: impl Iterator<Item = (u64, usize)>,
     ) -> Result<Descriptors<'_>, NixlError> {
         let (kind, device) = memory.code();
         let mut descriptors = Descriptors { nixl, list: ptr::null_mut() };
         // SAFETY: the out pointer is valid.
         check("create_xfer_dlist", unsafe { (nixl.api().create_xfer_dlist)(kind, &mut descriptors.list) })?;
-        for address in addresses {
+        for (address, len) in runs {
             // SAFETY: the list was just made; addresses are not followed here.
             let added = unsafe {
-                (nixl.api().xfer_dlist_add_desc)(descriptors.list, address, len, u64::from(device))
+                (nixl.api().xfer_dlist_add_desc)(descriptors.list, address as usize, len, u64::from(device))
             };
             check("xfer_dlist_add_desc", added)?;
         }

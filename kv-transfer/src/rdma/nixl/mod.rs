@@ -1,7 +1,7 @@
 //! NIXL through its C API, loaded at run time: the only folder here that calls foreign code.
 //!
-//! What callers see is small and safe: an [`Agent`] that has registered one pool, and [`Transfer`]s of
-//! pieces from it into a pool of another agent. Dropping the agent is final: its endpoints are closed, its
+//! What callers see is small and safe: an [`Agent`] that has registered one rank's blocks, and [`Transfer`]s of
+//! pieces from there into those of another agent. Dropping the agent is final: its endpoints are closed, its
 //! memory key is revoked, and its progress thread has ended when the drop returns.
 //!
 //! Memory of a GPU is registered as that of the host is, with its kind and its number. UCX finds out by itself how it is
@@ -13,7 +13,7 @@
 mod agent;
 mod api;
 #[cfg(test)]
-pub(super) mod pretended;
+pub(crate) mod pretended;
 
 use std::{
     error::Error,
@@ -25,11 +25,11 @@ use std::{
     sync::{Arc, Mutex, Once, PoisonError},
 };
 
-use baton_kv_cache::BlockStorage;
+use baton_kv_cache::{BlockStorage, Region};
 use libloading::Library;
 use thiserror::Error;
 
-pub(super) use agent::{Agent, Copy, RemoteAgent, Transfer};
+pub(super) use agent::{Agent, RemoteAgent, Transfer};
 use api::{AgentConfig, Api, Object, THREAD_SYNC_STRICT, check};
 
 use crate::cuda;
@@ -90,8 +90,13 @@ pub(crate) enum Memory {
 
 impl Memory {
     /// Where these blocks are.
-    pub(super) fn of(storage: &BlockStorage) -> Memory {
-        storage.device().map_or(Memory::Dram, |memory| Memory::Vram(memory.device()))
+    pub(super) fn of(region: &Region<'_>) -> Memory {
+        match region.device().map(|memory| memory.device()) {
+            #[cfg(test)]
+            Some(crate::pretended::HOST) => Memory::Dram,
+            Some(device) => Memory::Vram(device),
+            None => Memory::Dram,
+        }
     }
 
     /// NIXL's name of it: kind and device.
@@ -145,7 +150,9 @@ impl Nixl {
         static TRIED: Mutex<bool> = Mutex::new(false);
         let nixl = Nixl::load(place)?;
         if storage.device().is_some() {
-            drop(Agent::new(&nixl, "trial", vec![Arc::clone(storage)])?);
+            for rank in 0..storage.num_ranks() {
+                drop(Agent::new(&nixl, "trial", Arc::clone(storage), rank)?);
+            }
             return Ok(nixl);
         }
         let mut is_tried = TRIED.lock().unwrap_or_else(PoisonError::into_inner);

@@ -5,6 +5,7 @@ use std::{
     collections::HashMap,
     ffi::{CStr, CString, c_char, c_int, c_uint, c_void},
     mem::ManuallyDrop,
+    ops::Range,
     path::PathBuf,
     ptr,
     sync::{Arc, Mutex, PoisonError},
@@ -19,6 +20,9 @@ use super::{
 
 /// Where it is, for a configuration that asks for NIXL.
 pub(crate) const PLACE: &str = "/pretended/libnixl_capi.so";
+
+/// A device into which nothing can be written.
+pub(crate) const REFUSING: u32 = 13;
 
 /// As NIXL's own.
 const INVALID: c_int = -1;
@@ -40,13 +44,13 @@ impl Described {
     }
 }
 
-/// Every write so far, of any test: where from, and where to.
+/// Every write that nobody has asked for, of any test: where from, and where to.
 static WRITTEN: Mutex<Vec<(Described, Described)>> = Mutex::new(Vec::new());
 
-/// The writes to these addresses.
-pub(crate) fn written_to(addresses: std::ops::Range<u64>) -> Vec<(Described, Described)> {
-    let written = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
-    written.iter().filter(|(_, target)| addresses.contains(&(target.address as u64))).copied().collect()
+/// The writes to these addresses since it was last asked. The first time they may be of a pool that lay there before.
+pub(crate) fn take_written(addresses: &Range<u64>) -> Vec<(Described, Described)> {
+    let mut written = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
+    written.extract_if(.., |(_, target)| addresses.contains(&(target.address as u64))).collect()
 }
 
 #[derive(Default)]
@@ -256,7 +260,12 @@ unsafe extern "C" fn create_xfer_req(
     let lie_in = |runs: &[Described], registered: &[Described]| {
         runs.iter().all(|run| registered.iter().any(|whole| whole.holds(run)))
     };
-    if !lie_in(sources, &agent.registered) || !lie_in(targets, remote) || sources.len() != targets.len() {
+    let is_refused = targets.iter().any(|target| target.device == u64::from(REFUSING));
+    if !lie_in(sources, &agent.registered)
+        || !lie_in(targets, remote)
+        || sources.len() != targets.len()
+        || is_refused
+    {
         return INVALID;
     }
     new::<Request>(sources.iter().copied().zip(targets.iter().copied()).collect(), place)
