@@ -9,6 +9,7 @@
 
 mod device;
 mod error;
+mod library;
 mod memory;
 pub mod nccl;
 

@@ -2,11 +2,11 @@
 //! others' business.
 //!
 //! The types are cudarc's. Its own lookups are not used: they know `libnccl.so` only, which comes with the headers,
-//! where `libnccl.so.2` is what hosts and wheels have; and they panic where something is missing.
+//! where `libnccl.so.2` is what hosts and wheels have; and they panic where something is missing. The functions are
+//! unchanged since 2.14.
 
 use std::{
-    error::Error as _,
-    ffi::{CStr, c_char, c_int, c_void},
+    ffi::{c_char, c_int, c_void},
     fmt,
     mem::ManuallyDrop,
     path::{Path, PathBuf},
@@ -16,8 +16,9 @@ use std::{
 
 use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclConfig_t, ncclUniqueId};
 use libloading::Library;
-
 use thiserror::Error;
+
+use crate::library::{api, text, words};
 
 /// What ranks must all have to find each other.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -65,39 +66,23 @@ const UINT8: c_int = 1;
 /// ncclSum
 const SUM: c_int = 0;
 
-macro_rules! api {
-    ($($name:ident: $symbol:literal fn($($arg:ty),*) -> $result:ty;)*) => {
-        /// Entry points, looked up once.
-        struct Api {
-            $($name: unsafe extern "C" fn($($arg),*) -> $result,)*
-        }
-
-        impl Api {
-            fn find(library: &Library) -> Result<Api, libloading::Error> {
-                Ok(Api {
-                    // SAFETY: the types are those of nccl.h, unchanged in these functions since 2.14, with `int` for
-                    // its enums, so that no value of a newer library is a surprise. The library is never unloaded.
-                    $($name: *unsafe { library.get($symbol.as_bytes()) }?,)*
-                })
-            }
-        }
-    };
-}
-
 api! {
-    get_version: "ncclGetVersion" fn(*mut c_int) -> c_int;
-    get_unique_id: "ncclGetUniqueId" fn(*mut ncclUniqueId) -> c_int;
-    init: "ncclCommInitRankConfig" fn(*mut ncclComm_t, c_int, ncclUniqueId, c_int, *mut ncclConfig_t) -> c_int;
-    async_error: "ncclCommGetAsyncError" fn(ncclComm_t, *mut c_int) -> c_int;
-    abort: "ncclCommAbort" fn(ncclComm_t) -> c_int;
-    group_start: "ncclGroupStart" fn() -> c_int;
-    group_end: "ncclGroupEnd" fn() -> c_int;
-    send: "ncclSend" fn(*const c_void, usize, c_int, c_int, ncclComm_t, cudaStream_t) -> c_int;
-    recv: "ncclRecv" fn(*mut c_void, usize, c_int, c_int, ncclComm_t, cudaStream_t) -> c_int;
-    all_reduce: "ncclAllReduce"
-        fn(*const c_void, *mut c_void, usize, c_int, c_int, ncclComm_t, cudaStream_t) -> c_int;
-    error_string: "ncclGetErrorString" fn(c_int) -> *const c_char;
-    last_error: "ncclGetLastError" fn(ncclComm_t) -> *const c_char;
+    struct Api {
+        get_version: "ncclGetVersion" fn(*mut c_int) -> c_int;
+        get_unique_id: "ncclGetUniqueId" fn(*mut ncclUniqueId) -> c_int;
+        init: "ncclCommInitRankConfig"
+            fn(*mut ncclComm_t, c_int, ncclUniqueId, c_int, *mut ncclConfig_t) -> c_int;
+        async_error: "ncclCommGetAsyncError" fn(ncclComm_t, *mut c_int) -> c_int;
+        abort: "ncclCommAbort" fn(ncclComm_t) -> c_int;
+        group_start: "ncclGroupStart" fn() -> c_int;
+        group_end: "ncclGroupEnd" fn() -> c_int;
+        send: "ncclSend" fn(*const c_void, usize, c_int, c_int, ncclComm_t, cudaStream_t) -> c_int;
+        recv: "ncclRecv" fn(*mut c_void, usize, c_int, c_int, ncclComm_t, cudaStream_t) -> c_int;
+        all_reduce: "ncclAllReduce"
+            fn(*const c_void, *mut c_void, usize, c_int, c_int, ncclComm_t, cudaStream_t) -> c_int;
+        error_string: "ncclGetErrorString" fn(c_int) -> *const c_char;
+        last_error: "ncclGetLastError" fn(ncclComm_t) -> *const c_char;
+    }
 }
 
 /// The library. Cheap to clone.
@@ -139,10 +124,7 @@ impl Nccl {
             Some(file) => vec![file.to_owned()],
             None => LIBRARIES.map(PathBuf::from).into(),
         };
-        let absent = |error: libloading::Error| {
-            // The cause names the file.
-            NcclError::Absent(error.source().map_or_else(|| error.to_string(), ToString::to_string))
-        };
+        let absent = |error: libloading::Error| NcclError::Absent(words(&error));
         let mut first_error = None;
         for path in candidates {
             // SAFETY: NCCL's initialisers may run at any time in any thread; whoever names another library by
@@ -160,11 +142,12 @@ impl Nccl {
         path: PathBuf,
         absent: impl Fn(libloading::Error) -> NcclError,
     ) -> Result<Nccl, NcclError> {
+        let library = ManuallyDrop::new(library);
         let api = Api::find(&library).map_err(absent)?;
         let mut version = 0;
         // SAFETY: the out pointer is valid.
         let result = unsafe { (api.get_version)(&mut version) };
-        let nccl = Nccl(Arc::new(Loaded { api, path, version, _library: ManuallyDrop::new(library) }));
+        let nccl = Nccl(Arc::new(Loaded { api, path, version, _library: library }));
         nccl.check("ncclGetVersion", result)?;
         match version >= MIN_VERSION {
             true => Ok(nccl),
@@ -346,16 +329,6 @@ pub enum SumType {
     F32 = 7,
     /// The upper half of it.
     Bf16 = 9,
-}
-
-/// # Safety
-/// Null, or a C string.
-unsafe fn text(pointer: *const c_char) -> String {
-    match pointer.is_null() {
-        true => String::new(),
-        // SAFETY: by the caller's word.
-        false => unsafe { CStr::from_ptr(pointer) }.to_string_lossy().trim().to_owned(),
-    }
 }
 
 #[cfg(test)]
