@@ -8,7 +8,7 @@ use cudarc::driver::{
     sys,
 };
 
-use crate::{CudaError, failed};
+use crate::{CudaError, CudaVersion, failed};
 
 /// How many devices this process can use: at least one.
 ///
@@ -70,6 +70,18 @@ impl Device {
     /// When the driver fails.
     pub fn stream(&self) -> Result<Arc<CudaStream>, CudaError> {
         self.0.new_stream().map_err(|error| failed("cuStreamCreate", error))
+    }
+
+    /// The newest CUDA that its driver runs.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub fn driver_version(&self) -> Result<CudaVersion, CudaError> {
+        let mut number = 0;
+        // SAFETY: the out pointer is valid, and the driver is there.
+        let asked = unsafe { sys::cuDriverGetVersion(&mut number) };
+        asked.result().map_err(|error| failed("cuDriverGetVersion", error))?;
+        Ok(CudaVersion::of_number(number as u32))
     }
 
     /// Bytes that are free, and bytes that there are.

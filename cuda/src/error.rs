@@ -3,6 +3,8 @@
 use cudarc::driver::{DriverError, sys};
 use thiserror::Error;
 
+use crate::NoLibrary;
+
 /// Why a device cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum CudaError {
@@ -21,13 +23,8 @@ pub enum CudaError {
         num_devices: usize,
     },
     /// A library that is not part of the driver.
-    #[error("no {library}: install {package}, of CUDA 12.8 or newer, where the dynamic linker finds it")]
-    NoLibrary {
-        /// "libcublasLt.so.12"
-        library: &'static str,
-        /// "cuBLAS (libcublas-12-8, or nvidia-cublas-cu12 from PyPI)"
-        package: &'static str,
-    },
+    #[error(transparent)]
+    NoLibrary(#[from] NoLibrary),
     /// The device has not so much memory left.
     #[error("no {num_bytes} bytes of device memory")]
     OutOfMemory {

@@ -1,6 +1,129 @@
-//! Libraries that are loaded at run time: how their functions are looked up, and their words.
+//! Libraries that are loaded at run time: how their functions are looked up, and which of CUDA's toolkits one is taken of.
+//!
+//! A driver runs what was built for its own major version of CUDA, of any minor version, and for older ones; nothing
+//! for a newer one (NVIDIA, "CUDA Compatibility"). File names end in the major version, so that the right one can be asked
+//! for. `libNAME.so` comes with the headers, may be of any version, and is not asked for.
 
-use std::error::Error as _;
+use std::{
+    error::Error as _,
+    fmt,
+    mem::ManuallyDrop,
+    path::{Path, PathBuf},
+};
+
+use libloading::Library;
+use thiserror::Error;
+
+/// Major versions of CUDA in which the functions that are called are the same, the newest first.
+const MAJORS: [u32; 2] = [13, 12];
+
+/// The first driver of the oldest of them.
+const OLDEST_DRIVER: u32 = 525;
+
+/// A version of CUDA: the one that a library is of, or the newest that a driver runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CudaVersion {
+    /// 12 of 12.8.
+    pub major: u32,
+    /// 8 of 12.8.
+    pub minor: u32,
+}
+
+impl CudaVersion {
+    /// As the driver and libraries tell it: 12080 is 12.8.
+    pub(crate) fn of_number(number: u32) -> CudaVersion {
+        CudaVersion { major: number / 1000, minor: number % 1000 / 10 }
+    }
+}
+
+impl fmt::Display for CudaVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// Major versions whose libraries and code a driver runs, the newest first; all where there is no driver to run them.
+fn majors(driver: Option<CudaVersion>) -> impl Iterator<Item = u32> {
+    MAJORS.into_iter().filter(move |major| driver.is_none_or(|driver| *major <= driver.major))
+}
+
+/// A library of CUDA's toolkit is not there, or the driver does not run it.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("no {name}{}: {why}; {remedy}", .driver.map_or(String::new(), |driver| format!(" for a driver of CUDA {driver}")))]
+pub struct NoLibrary {
+    /// "NVRTC"
+    pub name: &'static str,
+    /// That is to run it, or its code.
+    pub driver: Option<CudaVersion>,
+    /// What was tried, and the loader's words.
+    pub why: String,
+    /// What to do.
+    pub remedy: String,
+}
+
+/// A library of CUDA's toolkit.
+pub(crate) struct Part {
+    /// "NVRTC"
+    pub(crate) name: &'static str,
+    /// "libnvrtc"
+    pub(crate) stem: &'static str,
+    /// Packages that it is in, for each of [`MAJORS`].
+    pub(crate) packages: [&'static str; MAJORS.len()],
+}
+
+impl Part {
+    /// Loads the newest that the driver runs, of those that the dynamic linker finds or `place` has, if that is a folder;
+    /// or the file `place`. It is never unloaded: threads and exit handlers of such libraries outlive every handle.
+    pub(crate) fn load(
+        &self,
+        place: Option<&Path>,
+        driver: Option<CudaVersion>,
+    ) -> Result<(ManuallyDrop<Library>, PathBuf), NoLibrary> {
+        if majors(driver).next().is_none() {
+            let why = format!("it is older than CUDA {}", MAJORS[MAJORS.len() - 1]);
+            let remedy = format!("driver {OLDEST_DRIVER} or newer is needed");
+            return Err(NoLibrary { name: self.name, driver, why, remedy });
+        }
+        let names = majors(driver).map(|major| PathBuf::from(format!("{}.so.{major}", self.stem)));
+        let candidates: Vec<PathBuf> = match place {
+            Some(folder) if folder.is_dir() => names.map(|name| folder.join(name)).collect(),
+            Some(file) => vec![file.to_owned()],
+            None => names.collect(),
+        };
+        let mut errors = Vec::new();
+        for path in candidates {
+            // SAFETY: its initialisers may run at any time in any thread; whoever names another library by configuration
+            // vouches for it, as with any program that is run.
+            match unsafe { Library::new(path.as_os_str()) } {
+                Ok(library) => return Ok((ManuallyDrop::new(library), path)),
+                Err(error) => errors.push(words(&error)),
+            }
+        }
+        Err(self.absent(driver, errors.join("; ")))
+    }
+
+    /// Whether a library that was loaded is what it was taken for: names can lie, and some were given.
+    pub(crate) fn check(
+        &self,
+        path: &Path,
+        version: CudaVersion,
+        driver: Option<CudaVersion>,
+    ) -> Result<(), NoLibrary> {
+        match majors(driver).any(|major| major == version.major) {
+            true => Ok(()),
+            false => Err(self.absent(driver, format!("{} is of CUDA {version}", path.display()))),
+        }
+    }
+
+    pub(crate) fn absent(&self, driver: Option<CudaVersion>, why: String) -> NoLibrary {
+        let packages = MAJORS.iter().zip(self.packages);
+        let of_use = packages.filter(|(major, _)| majors(driver).any(|runs| runs == **major));
+        let named: Vec<String> =
+            of_use.map(|(major, packages)| format!("of CUDA {major} ({packages})")).collect();
+        let remedy = format!("install that {} where the dynamic linker finds it", named.join(" or "));
+        NoLibrary { name: self.name, driver, why, remedy }
+    }
+}
 
 /// The loader's, which name the file.
 pub(crate) fn words(error: &libloading::Error) -> String {
@@ -37,5 +160,16 @@ pub(crate) unsafe fn text(pointer: *const std::ffi::c_char) -> String {
         true => String::new(),
         // SAFETY: by the caller's word.
         false => unsafe { std::ffi::CStr::from_ptr(pointer) }.to_string_lossy().trim().to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read_as_they_are_told() {
+        let versions = [12000, 12080, 13010].map(|number| CudaVersion::of_number(number).to_string());
+        assert_eq!(versions, ["12.0", "12.8", "13.1"]);
     }
 }

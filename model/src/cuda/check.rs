@@ -56,7 +56,7 @@ pub fn check_kernels(report: &mut dyn FnMut(KernelReport)) -> Result<(), Compile
 }
 
 fn reports(source: &Source, architecture: Architecture) -> Result<Vec<KernelReport>, CompileError> {
-    let log = CubinCache::new(None).get(source, architecture)?.log;
+    let log = CubinCache::new(None, None).get(source, architecture)?.log;
     let defines: Vec<String> = source.defines.iter().map(|(name, value)| format!("{name}={value}")).collect();
     let named = kernels(&log).into_iter().map(|found| KernelReport {
         file: source.file,

@@ -42,7 +42,7 @@ impl LoadedKernels {
         if major < 8 {
             return Err(StartError::TooOld { device: device.ordinal(), major, minor });
         }
-        let cache = CubinCache::new(cache_dir);
+        let cache = CubinCache::new(cache_dir, Some(device.driver_version()?));
         let load = |source| {
             let cubin = cache.get(source, Architecture::new(major, minor))?;
             let module = device.context().load_module(Ptx::from_binary(cubin.code));

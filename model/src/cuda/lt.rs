@@ -4,12 +4,13 @@
 //! `out = left right^T` is asked for as `out^T = right left^T`.
 
 use std::collections::HashMap;
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::Arc;
 
+use baton_cuda::cublaslt::CublasLt;
 use baton_cuda::{Allocation, CudaError, Device};
-use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys;
 use cudarc::driver::CudaStream;
 
@@ -27,6 +28,7 @@ const ALIGNMENT_BYTES: u32 = 16;
 
 pub(super) struct Products {
     plans: HashMap<Shape, Plan>,
+    library: Arc<CublasLt>,
     handle: sys::cublasLtHandle_t,
     workspace: Allocation,
     stream: Arc<CudaStream>,
@@ -59,6 +61,9 @@ enum Numbers {
 /// A vector of scales for each side (`CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F`): newer than the bindings.
 const OUTER_VECTOR: i32 = 3;
 
+/// CUBLAS_STATUS_NOT_SUPPORTED: no algorithm is found.
+const NOT_SUPPORTED: c_int = 15;
+
 /// What is multiplied once.
 struct Operands {
     left: Address,
@@ -71,6 +76,7 @@ struct Operands {
 
 /// How one shape is multiplied.
 struct Plan {
+    library: Arc<CublasLt>,
     product: sys::cublasLtMatmulDesc_t,
     right: sys::cublasLtMatrixLayout_t,
     left: sys::cublasLtMatrixLayout_t,
@@ -80,16 +86,14 @@ struct Plan {
 
 impl Products {
     pub(super) fn new(device: &Device, stream: &Arc<CudaStream>) -> Result<Products, CudaError> {
-        // SAFETY: loads the library, if there is one.
-        if !unsafe { sys::is_culib_present() } {
-            let (library, package) =
-                ("libcublasLt.so.12", "cuBLAS (Debian, Ubuntu: libcublas-12-8; PyPI: nvidia-cublas-cu12)");
-            return Err(CudaError::NoLibrary { library, package });
-        }
+        let library = Arc::new(CublasLt::load(Some(device.driver_version()?))?);
+        tracing::info!(?library, "cuBLASLt was loaded");
         device.bind()?;
         let workspace = Allocation::new(device, WORKSPACE_BYTES)?;
-        let handle = result::create_handle().map_err(|error| failed("cublasLtCreate", error))?;
-        Ok(Products { plans: HashMap::new(), handle, workspace, stream: Arc::clone(stream) })
+        let mut handle = ptr::null_mut();
+        // SAFETY: the out pointer is valid.
+        library.check("cublasLtCreate", unsafe { (library.api.create)(&mut handle) })?;
+        Ok(Products { plans: HashMap::new(), library, handle, workspace, stream: Arc::clone(stream) })
     }
 
     /// # Safety
@@ -147,25 +151,24 @@ impl Products {
             if self.plans.len() == MAX_PLANS {
                 self.plans.clear();
             }
-            let plan = Plan::new(self.handle, &shape, operands)
-                .map_err(|error| failed("cublasLtMatmulAlgoGetHeuristic", error))?;
+            let plan = Plan::new(&self.library, self.handle, &shape, operands)?;
             self.plans.insert(shape, plan);
         }
         let plan = &self.plans[&shape];
-        plan.set_scales(&shape, operands).map_err(|error| failed("cublasLtMatmulDescSetAttribute", error))?;
+        plan.set_scales(&shape, operands)?;
         let (alpha, beta) = (1.0f32, operands.beta);
         let out = operands.out.0 as *mut c_void;
         // SAFETY: the plan is for this shape, the matrices are there by the caller's word; the factors are read by the call.
-        unsafe {
-            result::matmul(
+        let multiplied = unsafe {
+            (self.library.api.multiply)(
                 self.handle,
                 plan.product,
                 (&raw const alpha).cast(),
-                (&raw const beta).cast(),
                 operands.right.0 as *const c_void,
                 plan.right,
                 operands.left.0 as *const c_void,
                 plan.left,
+                (&raw const beta).cast(),
                 out,
                 plan.out,
                 out,
@@ -175,8 +178,8 @@ impl Products {
                 self.workspace.size_bytes(),
                 self.stream.cu_stream().cast(),
             )
-        }
-        .map_err(|error| failed("cublasLtMatmul", error))
+        };
+        self.library.check("cublasLtMatmul", multiplied)
     }
 }
 
@@ -184,12 +187,17 @@ impl Drop for Products {
     fn drop(&mut self) {
         self.plans.clear();
         // SAFETY: made by `new`, and not used after this.
-        let _ = unsafe { result::destroy_handle(self.handle) };
+        unsafe { (self.library.api.destroy)(self.handle) };
     }
 }
 
 impl Plan {
-    fn new(handle: sys::cublasLtHandle_t, shape: &Shape, operands: &Operands) -> Result<Plan, CublasError> {
+    fn new(
+        library: &Arc<CublasLt>,
+        handle: sys::cublasLtHandle_t,
+        shape: &Shape,
+        operands: &Operands,
+    ) -> Result<Plan, CudaError> {
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
         use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
 
@@ -200,6 +208,7 @@ impl Plan {
             Numbers::Fp8 { .. } => sys::cudaDataType::CUDA_R_8F_E4M3,
         };
         let mut plan = Plan {
+            library: Arc::clone(library),
             product: ptr::null_mut(),
             right: ptr::null_mut(),
             left: ptr::null_mut(),
@@ -208,10 +217,10 @@ impl Plan {
             algorithm: unsafe { std::mem::zeroed() },
         };
         // Each is destroyed with the plan, also when a later one fails.
-        plan.product = result::create_matmul_desc(
-            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-            sys::cudaDataType::CUDA_R_32F,
-        )?;
+        let (sums, scales) = (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType::CUDA_R_32F);
+        // SAFETY: the out pointer is valid.
+        let created = unsafe { (library.api.create_product)(&mut plan.product, sums, scales) };
+        library.check("cublasLtMatmulDescCreate", created)?;
         // CUBLAS_OP_T
         plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, 1i32)?;
         if shape.numbers == (Numbers::Fp8 { is_scaled: true }) {
@@ -220,13 +229,19 @@ impl Plan {
         }
         // Algorithms may depend on whether there are scales.
         plan.set_scales(shape, operands)?;
-        plan.right = result::create_matrix_layout(in_type, shape.num_in, shape.num_out, shape.num_in as i64)?;
-        plan.left =
-            result::create_matrix_layout(in_type, shape.num_in, shape.num_rows, shape.left_stride as i64)?;
-        plan.out =
-            result::create_matrix_layout(out_type, shape.num_out, shape.num_rows, shape.out_stride as i64)?;
+        for (layout, number_type, num_rows, num_columns, stride) in [
+            (&mut plan.right, in_type, shape.num_in, shape.num_out, shape.num_in),
+            (&mut plan.left, in_type, shape.num_in, shape.num_rows, shape.left_stride),
+            (&mut plan.out, out_type, shape.num_out, shape.num_rows, shape.out_stride),
+        ] {
+            // SAFETY: the out pointer is valid.
+            let created = unsafe {
+                (library.api.create_layout)(layout, number_type, num_rows, num_columns, stride as i64)
+            };
+            library.check("cublasLtMatrixLayoutCreate", created)?;
+        }
 
-        let preference = Preferences(result::create_matmul_pref()?);
+        let preference = Preferences::new(library)?;
         preference.set(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, WORKSPACE_BYTES)?;
         for matrix in [
             Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
@@ -236,19 +251,31 @@ impl Plan {
         ] {
             preference.set(matrix, ALIGNMENT_BYTES)?;
         }
-        // SAFETY: all were just made.
-        let found = unsafe {
-            result::get_matmul_algo_heuristic(
+        let (mut found, mut num_found) = (MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed(), 0);
+        // SAFETY: all were just made, and there is room for the one result that is asked for.
+        let asked = unsafe {
+            (library.api.find_algorithms)(
                 handle,
                 plan.product,
                 plan.right,
                 plan.left,
                 plan.out,
                 plan.out,
-                preference.0,
+                preference.preference,
+                1,
+                found.as_mut_ptr(),
+                &mut num_found,
             )
-        }?;
-        plan.algorithm = found.algo;
+        };
+        library.check("cublasLtMatmulAlgoGetHeuristic", asked)?;
+        // SAFETY: zeroes, or what was found. The state is read as the number that it is: a newer library may have others.
+        let (algorithm, state) = unsafe {
+            let found = found.as_ptr();
+            ((*found).algo, (&raw const (*found).state).cast::<c_int>().read())
+        };
+        let state = if num_found == 0 { NOT_SUPPORTED } else { state };
+        library.check("cublasLtMatmulAlgoGetHeuristic", state)?;
+        plan.algorithm = algorithm;
         Ok(plan)
     }
 
@@ -256,20 +283,15 @@ impl Plan {
         &self,
         attribute: sys::cublasLtMatmulDescAttributes_t,
         value: T,
-    ) -> Result<(), CublasError> {
+    ) -> Result<(), CudaError> {
+        let value: *const c_void = (&raw const value).cast();
         // SAFETY: the description is there, and the attribute is of this type.
-        unsafe {
-            result::set_matmul_desc_attribute(
-                self.product,
-                attribute,
-                (&raw const value).cast(),
-                size_of::<T>(),
-            )
-        }
+        let set = unsafe { (self.library.api.set_product)(self.product, attribute, value, size_of::<T>()) };
+        self.library.check("cublasLtMatmulDescSetAttribute", set)
     }
 
     /// Scales that the next product of this shape reads. What is on the right here is cuBLASLt's A.
-    fn set_scales(&self, shape: &Shape, operands: &Operands) -> Result<(), CublasError> {
+    fn set_scales(&self, shape: &Shape, operands: &Operands) -> Result<(), CudaError> {
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
 
         if shape.numbers != (Numbers::Fp8 { is_scaled: true }) {
@@ -285,11 +307,11 @@ impl Drop for Plan {
         // SAFETY: each was made by `new`, if it is there. Nothing can be done about a failure.
         unsafe {
             if !self.product.is_null() {
-                let _ = result::destroy_matmul_desc(self.product);
+                (self.library.api.destroy_product)(self.product);
             }
             for layout in [self.right, self.left, self.out] {
                 if !layout.is_null() {
-                    let _ = result::destroy_matrix_layout(layout);
+                    (self.library.api.destroy_layout)(layout);
                 }
             }
         }
@@ -297,28 +319,67 @@ impl Drop for Plan {
 }
 
 /// What is asked of an algorithm.
-struct Preferences(sys::cublasLtMatmulPreference_t);
+struct Preferences<'a> {
+    library: &'a CublasLt,
+    preference: sys::cublasLtMatmulPreference_t,
+}
 
-impl Preferences {
+impl Preferences<'_> {
+    fn new(library: &CublasLt) -> Result<Preferences<'_>, CudaError> {
+        let mut preference = ptr::null_mut();
+        // SAFETY: the out pointer is valid.
+        let created = unsafe { (library.api.create_preference)(&mut preference) };
+        library.check("cublasLtMatmulPreferenceCreate", created)?;
+        Ok(Preferences { library, preference })
+    }
+
     fn set<T: Copy>(
         &self,
         attribute: sys::cublasLtMatmulPreferenceAttributes_t,
         value: T,
-    ) -> Result<(), CublasError> {
+    ) -> Result<(), CudaError> {
+        let value: *const c_void = (&raw const value).cast();
         // SAFETY: the preferences are there, and the attribute is of this type.
-        unsafe {
-            result::set_matmul_pref_attribute(self.0, attribute, (&raw const value).cast(), size_of::<T>())
-        }
+        let set =
+            unsafe { (self.library.api.set_preference)(self.preference, attribute, value, size_of::<T>()) };
+        self.library.check("cublasLtMatmulPreferenceSetAttribute", set)
     }
 }
 
-impl Drop for Preferences {
+impl Drop for Preferences<'_> {
     fn drop(&mut self) {
         // SAFETY: made with it, and not used after this.
-        let _ = unsafe { result::destroy_matmul_pref(self.0) };
+        unsafe { (self.library.api.destroy_preference)(self.preference) };
     }
 }
 
-fn failed(call: &'static str, error: CublasError) -> CudaError {
-    CudaError::Failed { call, why: error.to_string() }
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Asking for an algorithm is the first that takes a device: what comes before it is right for this library.
+    #[test]
+    fn products_are_described_without_a_device() {
+        let library = match CublasLt::load(None) {
+            Ok(library) => Arc::new(library),
+            Err(error) => return println!("SKIPPED: {error}"),
+        };
+        let [left, right, out, left_scales, right_scales] = [1, 2, 3, 4, 5].map(|nth| Address(nth << 20));
+        let operands = Operands { left, right, out, beta: 0.0, left_scales, right_scales };
+        for numbers in [Numbers::Bf16, Numbers::Fp8 { is_scaled: false }, Numbers::Fp8 { is_scaled: true }] {
+            let shape = Shape {
+                num_rows: 32,
+                num_out: 64,
+                num_in: 128,
+                left_stride: 256,
+                out_stride: 64,
+                is_out_f32: false,
+                is_added: false,
+                numbers,
+            };
+            let error = Plan::new(&library, ptr::null_mut(), &shape, &operands).err().unwrap();
+            let expected = "cublasLtMatmulAlgoGetHeuristic failed: CUBLAS_STATUS_NOT_INITIALIZED";
+            assert_eq!(error.to_string(), expected, "{numbers:?}, {library:?}");
+        }
+    }
 }
