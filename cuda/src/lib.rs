@@ -18,5 +18,5 @@ pub mod nvrtc;
 
 pub use device::{Device, num_devices};
 pub use error::{CudaError, failed};
-pub use library::{CudaVersion, NoLibrary};
+pub use library::{CudaVersion, NoLibrary, majors};
 pub use memory::{Allocation, Copier, Pinned};

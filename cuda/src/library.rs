@@ -43,7 +43,7 @@ impl fmt::Display for CudaVersion {
 }
 
 /// Major versions whose libraries and code a driver runs, the newest first; all where there is no driver to run them.
-fn majors(driver: Option<CudaVersion>) -> impl Iterator<Item = u32> {
+pub fn majors(driver: Option<CudaVersion>) -> impl Iterator<Item = u32> {
     MAJORS.into_iter().filter(move |major| driver.is_none_or(|driver| *major <= driver.major))
 }
 

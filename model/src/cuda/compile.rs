@@ -7,7 +7,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use baton_cuda::nvrtc::{Compiled, Nvrtc, NvrtcError};
-use baton_cuda::{CudaVersion, NoLibrary};
+use baton_cuda::{CudaVersion, NoLibrary, majors};
 use thiserror::Error;
 
 use super::kernel::{HEADERS, Source};
@@ -75,7 +75,7 @@ pub(crate) struct Cubin {
     pub(crate) log: String,
 }
 
-/// Compiled code, by what it was compiled of.
+/// Compiled code, by what it was compiled of, and by NVRTC's major version: older drivers do not run what a newer one made.
 #[derive(Debug)]
 pub(crate) struct CubinCache {
     /// Nothing is kept without it.
@@ -94,19 +94,26 @@ impl CubinCache {
     /// # Errors
     /// When it must be compiled and cannot be. A cache that cannot be written is warned of.
     pub(crate) fn get(&self, source: &Source, architecture: Architecture) -> Result<Cubin, CompileError> {
-        let kept = self.dir.as_ref().map(|dir| dir.join(format!("{}.cubin", key(source, architecture))));
-        if let Some(code) = kept.as_ref().and_then(|path| std::fs::read(path).ok()) {
+        let key = key(source, architecture);
+        let kept = majors(self.driver).filter_map(|major| self.place(&key, major));
+        let kept = kept.map(std::fs::read).find_map(Result::ok);
+        if let Some(code) = kept {
             return Ok(Cubin { code, log: String::new() });
         }
         let nvrtc = std::env::var_os("BATON_NVRTC").map(PathBuf::from);
         let nvrtc = Nvrtc::load(nvrtc.as_deref(), self.driver)?;
         let cubin = compile(&nvrtc, source, architecture)?;
-        if let Some(path) = kept
+        if let Some(path) = self.place(&key, nvrtc.version().major)
             && let Err(error) = keep(&path, &cubin.code)
         {
             tracing::warn!(path = %path.display(), %error, "a compiled kernel cannot be kept");
         }
         Ok(cubin)
+    }
+
+    /// Where code is kept that NVRTC of this major version has made.
+    fn place(&self, key: &str, major: u32) -> Option<PathBuf> {
+        self.dir.as_ref().map(|dir| dir.join(format!("{key}.cuda{major}.cubin")))
     }
 }
 
@@ -183,7 +190,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let cache = CubinCache::new(Some(dir.path().join("cubins")), None);
         let key_of_source = key(&broken(), ARCHITECTURE);
-        keep(&dir.path().join("cubins").join(format!("{key_of_source}.cubin")), b"code").unwrap();
+        keep(&cache.place(&key_of_source, 12).unwrap(), b"code").unwrap();
         assert_eq!(cache.get(&broken(), ARCHITECTURE).unwrap().code, b"code");
         let others = [
             key(&broken(), Architecture::new(8, 0)),
@@ -191,6 +198,23 @@ mod tests {
             key(&Source { text: "other C++", ..broken() }, ARCHITECTURE),
         ];
         assert!(others.iter().all(|other| *other != key_of_source));
+    }
+
+    #[test]
+    fn what_a_newer_compiler_has_kept_is_not_for_an_older_driver() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache =
+            |major| CubinCache::new(Some(dir.path().to_owned()), Some(CudaVersion { major, minor: 4 }));
+        let code = |major| cache(major).get(&broken(), ARCHITECTURE).ok().map(|cubin| cubin.code);
+        let keep_of = |major| {
+            let path = cache(major).place(&key(&broken(), ARCHITECTURE), major).unwrap();
+            keep(&path, format!("of {major}").as_bytes()).unwrap();
+        };
+        keep_of(13);
+        assert_eq!([code(12), code(13), code(14)], [None, Some(b"of 13".into()), Some(b"of 13".into())]);
+        std::fs::remove_dir_all(dir.path()).unwrap();
+        keep_of(12);
+        assert_eq!([code(12), code(13)], [Some(b"of 12".into()), Some(b"of 12".into())]);
     }
 
     #[test]
