@@ -148,7 +148,7 @@ impl Bench {
     fn new(root: PathBuf, programs: Programs, device: u32) -> Result<Bench> {
         let logs = root.join("target/gpu-check");
         std::fs::create_dir_all(&logs).context("make target/gpu-check")?;
-        let library_path = libraries::path(&root, &logs)?;
+        let library_path = libraries::path(&root)?;
         let (device, end) = (format!("cuda:{device}"), Instant::now() + LIMIT);
         Ok(Bench { root, programs, device, logs, library_path, end })
     }
