@@ -41,7 +41,8 @@ impl fmt::Debug for UniqueId {
 pub enum NcclError {
     /// No library, or one that lacks something.
     #[error(
-        "no NCCL: {0}; install it (the wheel nvidia-nccl-cu12 has it), and let BATON_NCCL name libnccl.so.2 or its folder"
+        "no NCCL: {0}; install it (the wheel nvidia-nccl-cu12 or, for CUDA 13, nvidia-nccl-cu13 has it), and let BATON_NCCL name \
+         libnccl.so.2 or its folder"
     )]
     Absent(String),
     /// A call failed. What it had begun may go on until the communicator is aborted.

@@ -41,8 +41,8 @@ pub(crate) struct Place {
 pub(crate) enum FabricError {
     /// No NCCL, or one that lacks something.
     #[error(
-        "no nccl without NCCL's library: {0}; install it (the wheel nvidia-nccl-cu12 has it), and let BATON_NCCL name \
-         libnccl.so.2 or its folder"
+        "no nccl without NCCL's library: {0}; install it (the wheel nvidia-nccl-cu12 or, for CUDA 13, nvidia-nccl-cu13 \
+         has it), and let BATON_NCCL name libnccl.so.2 or its folder"
     )]
     Absent(String),
     /// No driver, or no device of it.
