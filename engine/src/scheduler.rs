@@ -293,10 +293,13 @@ impl Scheduler {
     }
 
     /// Takes hold of the cached blocks of `hashes`, and of free ones for the rest, until [`release`](Self::release).
-    /// `None` when those here would have to wait for them: a prefix that is fetched is worth no preemption.
+    /// `None` when those here would have to wait for them: a prefix that is fetched is worth no preemption, and nobody's
+    /// place in the queue.
     pub fn reserve_prefix(&mut self, id: SequenceId, hashes: &[BlockHash]) -> Option<PrefixBlocks> {
         let cached = self.pool.find_prefix(hashes);
-        if !self.is_room_for(hashes.len(), &cached, 0) {
+        // As if nothing of theirs were cached.
+        let num_awaited = self.waiting.iter().map(num_blocks_to_admit).sum::<usize>();
+        if !self.is_room_for(hashes.len() + num_awaited, &cached) {
             return None;
         }
         let num_cached_blocks = cached.len();
@@ -478,17 +481,16 @@ impl Scheduler {
     }
 
     fn has_room_for(&self, sequence: &Sequence, cached: &[BlockId]) -> bool {
-        let num_blocks = sequence.num_blocks_needed();
-        self.is_room_for(num_blocks, cached, usize::from(sequence.can_grow_beyond(num_blocks)))
+        self.is_room_for(num_blocks_to_admit(sequence), cached)
     }
 
-    /// Whether there are `num_blocks` blocks, of which `cached` are cached, `num_spare` more, and one for each
-    /// sequence here that may still grow.
-    fn is_room_for(&self, num_blocks: usize, cached: &[BlockId], num_spare: usize) -> bool {
+    /// Whether there are `num_blocks` blocks, of which `cached` are cached, and one for each sequence here that may
+    /// still grow.
+    fn is_room_for(&self, num_blocks: usize, cached: &[BlockId]) -> bool {
         let num_revived = cached.iter().filter(|&&block| self.pool.is_unowned(block)).count();
         let present = self.running.iter().chain(self.reserved.values());
         let num_growing = present.filter(|other| other.can_grow_beyond(other.blocks.len())).count();
-        num_blocks - cached.len() + num_revived + num_growing + num_spare <= self.pool.num_available()
+        num_blocks - cached.len() + num_revived + num_growing <= self.pool.num_available()
     }
 
     /// Gives the sequence all blocks that its tokens need.
@@ -520,4 +522,10 @@ impl Scheduler {
     fn running_idx(&self, id: SequenceId) -> Option<usize> {
         self.running.binary_search_by_key(&id, |sequence| sequence.id).ok()
     }
+}
+
+/// Blocks that there must be for a sequence that waits: those of its tokens, and one if it may grow.
+fn num_blocks_to_admit(sequence: &Sequence) -> usize {
+    let num_blocks = sequence.num_blocks_needed();
+    num_blocks + usize::from(sequence.can_grow_beyond(num_blocks))
 }

@@ -5,6 +5,7 @@ use baton_engine::{
     scheduler::{Scheduler, SchedulerConfig},
     sequence::{Role, Sequence, SequenceId},
 };
+use baton_kv_cache::{BlockHash, BlockId, HashRoot};
 
 const BLOCK_SIZE: usize = 4;
 const TOKEN: u32 = 77;
@@ -35,6 +36,16 @@ impl Stepping {
         self.scheduler.step(&mut self.plan);
     }
 
+    /// Sets blocks aside for a prefix that nobody here has.
+    fn reserve_prefix(&mut self, id: u64, num_blocks: usize) -> Option<Vec<BlockId>> {
+        let found = self.scheduler.reserve_prefix(SequenceId(id), &hashes(id, num_blocks));
+        self.scheduler.check_integrity().expect("the books are right");
+        found.map(|found| {
+            assert_eq!((found.blocks.len(), found.num_cached_blocks), (num_blocks, 0));
+            found.blocks
+        })
+    }
+
     /// Who is in the step after `plan`, from where on, and which row is followed.
     fn ahead(&mut self) -> Option<Vec<(u64, usize, usize)>> {
         let (mut next, mut follows) = (Plan::default(), vec![]);
@@ -60,6 +71,12 @@ impl Stepping {
         }
         self.scheduler.check_integrity().expect("the books are right");
     }
+}
+
+/// Of a text that is `id`'s alone.
+fn hashes(id: u64, num_blocks: usize) -> Vec<BlockHash> {
+    let tokens = vec![id as u32; num_blocks * BLOCK_SIZE];
+    HashRoot::new("ahead", "", "").block_hashes(&tokens, BLOCK_SIZE).collect()
 }
 
 #[test]
@@ -159,4 +176,25 @@ fn blocks_of_who_ends_meanwhile_return_after_the_step() {
     all.collect(&third, false);
     assert_eq!(all.scheduler.num_free_blocks(), 8);
     assert!(all.scheduler.is_idle());
+}
+
+#[test]
+fn a_prefix_is_given_no_block_of_who_is_admitted_after_the_step() {
+    let mut all = Stepping::new(8, 8, 64);
+    all.add(1, 4, 9);
+    all.step();
+    let first = all.plan.clone();
+    assert_eq!(all.ahead(), Some(vec![(1, 4, 0)]));
+    let second = all.plan.clone();
+    all.collect(&first, true);
+    // Of six free blocks these need two and one, and may need one more each.
+    all.add(2, 8, 20);
+    all.add(3, 4, 20);
+    assert_eq!(all.reserve_prefix(10, 2), None);
+    assert!(all.reserve_prefix(10, 1).is_some());
+    assert_eq!(all.ahead(), None);
+    all.collect(&second, false);
+    all.step();
+    let admitted: Vec<u64> = all.plan.admitted.iter().map(|admission| admission.id.0).collect();
+    assert_eq!(admitted, [2, 3]);
 }

@@ -60,7 +60,7 @@ impl EngineHandle {
     }
 
     /// Sets blocks aside for the first `num_tokens` known tokens of a request, in full blocks. `None` when they are not
-    /// to be had at once without harm to those that run here.
+    /// to be had at once without harm to those that run or wait here.
     ///
     /// # Errors
     /// As [`hold_cached`](Self::hold_cached).
