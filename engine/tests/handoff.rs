@@ -5,12 +5,12 @@ mod support;
 use std::sync::mpsc;
 
 use baton_engine::{
-    CachedPrefix, EngineConfig, EngineError, FinishReason, IdleError, PrefillEvent, PrefixReservation,
-    Request, Reservation, SampledToken, SamplingParams, SubmitError, testing::FakeModel,
+    EngineConfig, EngineError, FinishReason, IdleError, PrefillEvent, Request, Reservation, SampledToken,
+    SamplingParams, SubmitError, testing::FakeModel,
 };
 use support::{
     BLOCK_SIZE, TestEngine, collect, config, engine, engine_of, engine_with_hook,
-    handoff::{copy, hand_off, prefill},
+    handoff::{copy, copy_prefix, hand_off, prefill},
     join_all, request,
 };
 use tokio::task::JoinHandle;
@@ -268,20 +268,6 @@ async fn shutdown_ends_reservations_and_prefills() {
 fn reserve(engine: &TestEngine, request: Request) -> JoinHandle<Result<Reservation, SubmitError>> {
     let engine = engine.clone_handle();
     tokio::spawn(async move { engine.reserve(request).await })
-}
-
-/// What a transport does between a prefix that is held and one that is reserved.
-fn copy_prefix(from: &TestEngine, held: &CachedPrefix, to: &TestEngine, reservation: &PrefixReservation) {
-    let pairs = held.blocks().iter().zip(reservation.blocks()).skip(reservation.num_cached_blocks());
-    for (&source, &destination) in pairs {
-        for layer_idx in 0..from.storage().layout().num_layers {
-            // SAFETY: the source is held and complete; the destination is reserved and in no batch.
-            unsafe {
-                let bytes = from.storage().layer(source, layer_idx);
-                to.storage().layer_mut(destination, layer_idx).copy_from_slice(bytes);
-            }
-        }
-    }
 }
 
 #[tokio::test]

@@ -10,12 +10,16 @@ use baton_engine::{
     sampler::random_unit, testing::FakeModel,
 };
 use support::{
-    BLOCK_SIZE, TestEngine, config, draft, drawing, drawing_draft, engine, handoff::copy, join_all, request,
-    speculating,
+    BLOCK_SIZE, TestEngine, config, draft, drawing, drawing_draft, engine,
+    handoff::{copy, copy_prefix},
+    join_all, request, speculating,
 };
 
 const NUM_REQUESTS: usize = 10_000;
-const CONCURRENCY: usize = 48;
+/// Most of them wait.
+const MANY_CLIENTS: usize = 48;
+/// Hardly one waits.
+const FEW_CLIENTS: usize = 6;
 
 /// Dice of one request: reproducible up to the interleaving of threads.
 struct Dice {
@@ -39,6 +43,7 @@ struct Client {
     request: Request,
     /// Events until it leaves.
     patience: u64,
+    has_fetched: bool,
 }
 
 struct Left;
@@ -52,17 +57,21 @@ impl Client {
         let prompt: Vec<u32> = (0..num_prompt).map(|idx| (text * 11 + idx * idx) % 64).collect();
         let max_tokens = 1 + dice.below(20) as u32;
         let patience = if dice.below(10) < 3 { dice.below(20) } else { u64::MAX };
-        Client { model, p: p.clone(), d: d.clone(), dice, request: request(&prompt, max_tokens), patience }
+        let (p, d, request) = (p.clone(), d.clone(), request(&prompt, max_tokens));
+        Client { model, p, d, dice, request, patience, has_fetched: false }
     }
 
-    async fn run(mut self) {
-        let result = match self.dice.below(4) {
+    /// Whether it has fetched a prefix.
+    async fn run(mut self) -> bool {
+        let result = match self.dice.below(5) {
             0 => self.generate().await,
             1 => self.resume().await,
+            2 => self.fetch().await,
             _ => self.hand_off().await,
         };
         // Leaving is not an error: the engines must not care.
         let (Ok(()) | Err(Left)) = result;
+        self.has_fetched
     }
 
     fn use_patience(&mut self) -> Result<(), Left> {
@@ -86,6 +95,26 @@ impl Client {
         let request = Request { output: expected[..num_delivered].to_vec(), ..self.request.clone() };
         let stream = self.d.generate(request).expect("accepted");
         self.read(stream, &expected[num_delivered..]).await
+    }
+
+    /// What the other engine has cached of the prompt is fetched before it is computed.
+    async fn fetch(&mut self) -> Result<(), Left> {
+        self.use_patience()?;
+        let held = self.p.hold_cached(&self.request).await.expect("valid");
+        self.use_patience()?;
+        let num_tokens = held.blocks().len() * BLOCK_SIZE;
+        let reserved = self.d.reserve_prefix(&self.request, num_tokens).await.expect("valid");
+        self.use_patience()?;
+        if let Some(reservation) = reserved.filter(|it| it.num_cached_blocks() < it.blocks().len()) {
+            copy_prefix(&self.p, &held, &self.d, &reservation);
+            // Others step meanwhile.
+            tokio::task::yield_now().await;
+            self.use_patience()?;
+            self.d.cache_prefix(reservation);
+            self.has_fetched = true;
+        }
+        drop(held);
+        self.generate().await
     }
 
     async fn hand_off(&mut self) -> Result<(), Left> {
@@ -146,20 +175,20 @@ impl Client {
 #[tokio::test]
 async fn whatever_clients_do_tokens_are_right_and_blocks_return() {
     let (_, d) = engine(decoding());
-    run_clients(d).await;
+    run_clients(d, MANY_CLIENTS).await;
 }
 
 #[tokio::test]
 async fn whatever_clients_do_drafts_change_nothing() {
     let model = FakeModel::new(BLOCK_SIZE);
     let drafter = draft(FakeModel { errs_in: Some(5), ..model });
-    run_clients(speculating(model, drafter, decoding())).await;
+    run_clients(speculating(model, drafter, decoding()), MANY_CLIENTS).await;
 }
 
 #[tokio::test]
 async fn whatever_clients_do_steps_ahead_change_nothing() {
     let (d, num_ahead) = drawing(FakeModel::new(BLOCK_SIZE), None, decoding(), |_| Ok(()));
-    run_clients(d).await;
+    run_clients(d, MANY_CLIENTS).await;
     assert!(num_ahead.load(Ordering::Relaxed) > 100);
 }
 
@@ -168,10 +197,18 @@ async fn whatever_clients_do_drafts_between_steps_ahead_change_nothing() {
     let model = FakeModel::new(BLOCK_SIZE);
     let (drafter, num_drafted_ahead) = drawing_draft(FakeModel { errs_in: Some(2), ..model });
     let (d, num_ahead) = drawing(model, Some(drafter), decoding(), |_| Ok(()));
-    run_clients(d).await;
+    run_clients(d, MANY_CLIENTS).await;
     for counter in [num_ahead, num_drafted_ahead] {
         assert!(counter.load(Ordering::Relaxed) > 10, "{counter:?}");
     }
+}
+
+#[tokio::test]
+async fn whatever_clients_do_prefixes_that_come_beside_steps_ahead_change_nothing() {
+    let (d, num_ahead) = drawing(FakeModel::new(BLOCK_SIZE), None, decoding(), |_| Ok(()));
+    let num_fetched = run_clients(d, FEW_CLIENTS).await;
+    assert!(num_fetched > 100, "{num_fetched}");
+    assert!(num_ahead.load(Ordering::Relaxed) > 1000, "{num_ahead:?}");
 }
 
 /// Tight pools: everything waits, preempts and evicts.
@@ -179,15 +216,19 @@ fn decoding() -> EngineConfig {
     EngineConfig { num_blocks: 48, max_running: 10, token_budget: 32, ..config() }
 }
 
-async fn run_clients(d: TestEngine) {
+/// How many prefixes were fetched.
+async fn run_clients(d: TestEngine, num_clients: usize) -> usize {
     let (model, p) = engine(EngineConfig { num_blocks: 40, max_running: 6, token_budget: 24, ..config() });
     let next = Rc::new(Cell::new(0));
-    let workers = (0..CONCURRENCY).map(|_| {
-        let (p, d, next) = (p.clone_handle(), d.clone_handle(), next.clone());
+    let num_fetched = Rc::new(Cell::new(0));
+    let workers = (0..num_clients).map(|_| {
+        let (p, d, next, num_fetched) =
+            (p.clone_handle(), d.clone_handle(), next.clone(), num_fetched.clone());
         async move {
             while next.get() < NUM_REQUESTS {
                 let seed = next.replace(next.get() + 1) as u64;
-                Client::new(seed, model, &p, &d).run().await;
+                let has_fetched = Client::new(seed, model, &p, &d).run().await;
+                num_fetched.update(|num| num + usize::from(has_fetched));
             }
         }
     });
@@ -196,6 +237,7 @@ async fn run_clients(d: TestEngine) {
     d.check_whole().await;
     assert_eq!(p.stop(), Ok(()));
     assert_eq!(d.stop(), Ok(()));
+    num_fetched.get()
 }
 
 #[tokio::test]

@@ -36,6 +36,12 @@ impl Stepping {
         self.scheduler.step(&mut self.plan);
     }
 
+    /// The blocks that the step of `plan` reads and writes.
+    fn blocks(&self, plan: &Plan) -> Vec<BlockId> {
+        let table = |id| self.scheduler.sequence(id).expect("it runs").blocks();
+        plan.chunks.iter().flat_map(|chunk| table(chunk.id)).copied().collect()
+    }
+
     /// Sets blocks aside for a prefix that nobody here has.
     fn reserve_prefix(&mut self, id: u64, num_blocks: usize) -> Option<Vec<BlockId>> {
         let found = self.scheduler.reserve_prefix(SequenceId(id), &hashes(id, num_blocks));
@@ -175,6 +181,50 @@ fn blocks_of_who_ends_meanwhile_return_after_the_step() {
     assert_eq!(all.ahead(), None, "nobody is left");
     all.collect(&third, false);
     assert_eq!(all.scheduler.num_free_blocks(), 8);
+    assert!(all.scheduler.is_idle());
+}
+
+/// Nothing that the step under way reads or writes is taken, who ends meanwhile included; whoever runs goes on ahead.
+#[test]
+fn a_prefix_is_given_no_block_of_the_step_that_is_ahead() {
+    let mut all = Stepping::new(12, 8, 64);
+    (1..4).for_each(|id| all.add(id, 4, 20));
+    all.step();
+    let first = all.plan.clone();
+    assert!(all.ahead().is_some());
+    let second = all.plan.clone();
+    let under_way = all.blocks(&second);
+    all.collect(&first, true);
+    all.scheduler.end(SequenceId(3));
+    // Six are free; the step that is ahead writes to two of each, and two may need one more.
+    assert_eq!(all.reserve_prefix(10, 5), None);
+    let prefix = all.reserve_prefix(10, 4).expect("there is room");
+    assert!(prefix.iter().all(|block| !under_way.contains(block)), "{prefix:?} of {under_way:?}");
+
+    assert_eq!(all.ahead(), Some(vec![(1, 5, 0), (2, 5, 1)]));
+    let third = all.plan.clone();
+    all.collect(&second, true);
+    // The two of who ended are back.
+    let other = all.reserve_prefix(11, 2).expect("there is room");
+    assert_eq!(all.reserve_prefix(12, 1), None);
+    all.scheduler.cache_prefix(SequenceId(10), &hashes(10, 4));
+    all.scheduler.release(SequenceId(10));
+    // Whoever asks for it next is given the same blocks, before the step is over.
+    assert_eq!(all.scheduler.hold_cached(SequenceId(13), &hashes(10, 4)), prefix);
+
+    let mut under_way = third;
+    for num_tokens in 6..10 {
+        assert_eq!(all.ahead(), Some(vec![(1, num_tokens, 0), (2, num_tokens, 1)]));
+        let next = all.plan.clone();
+        let blocks = all.blocks(&next);
+        assert!(blocks.iter().all(|block| !prefix.contains(block) && !other.contains(block)));
+        all.collect(&under_way, true);
+        under_way = next;
+    }
+    all.collect(&under_way, false);
+    (1..3).for_each(|id| all.scheduler.end(SequenceId(id)));
+    [11, 13].into_iter().for_each(|id| all.scheduler.release(SequenceId(id)));
+    assert_eq!(all.scheduler.num_free_blocks(), 12);
     assert!(all.scheduler.is_idle());
 }
 

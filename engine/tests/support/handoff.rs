@@ -2,7 +2,10 @@
 
 use std::collections::HashSet;
 
-use baton_engine::{EngineHandle, HeldBlocks, PrefillEvent, Request, Reservation, SampledToken};
+use baton_engine::{
+    CachedPrefix, EngineHandle, HeldBlocks, PrefillEvent, PrefixReservation, Request, Reservation,
+    SampledToken,
+};
 use baton_kv_cache::BlockId;
 
 use super::{Output, collect};
@@ -56,6 +59,25 @@ pub fn copy(from: &EngineHandle, blocks: &[BlockId], to: &EngineHandle, reservat
         }
     }
     pairs.len()
+}
+
+/// What a transport does between a prefix that is held and one that is reserved.
+pub fn copy_prefix(
+    from: &EngineHandle,
+    held: &CachedPrefix,
+    to: &EngineHandle,
+    reservation: &PrefixReservation,
+) {
+    let pairs = held.blocks().iter().zip(reservation.blocks()).skip(reservation.num_cached_blocks());
+    for (&source, &destination) in pairs {
+        for layer_idx in 0..from.storage().layout().num_layers {
+            // SAFETY: the source is held and complete; the destination is reserved and in no batch.
+            unsafe {
+                let bytes = from.storage().layer(source, layer_idx);
+                to.storage().layer_mut(destination, layer_idx).copy_from_slice(bytes);
+            }
+        }
+    }
 }
 
 /// The whole handoff; returns the tokens, first one included, and the number of blocks copied.
