@@ -16,7 +16,9 @@ use baton_engine::{
 use baton_kv_cache::BlockStorage;
 use baton_model::{
     Activations, Backend, BatchLimits, Executor, LoadOptions, LoadedModel,
-    cuda::test_model::{MEMORY_BYTES, drawn_by_host, test_model, test_model_of_ranks, test_models},
+    cuda::test_model::{
+        MEMORY_BYTES, drawn_by_host, test_model, test_model_of_ranks, test_models, test_models_of_ranks,
+    },
     load, load_ranks,
 };
 use support::{config, kinds::read, request};
@@ -59,10 +61,12 @@ fn on_device(dir: &Path, draws: Draws, drafter: Option<Drafter>) -> (EngineHandl
     start(test_model(loaded(dir, Backend::Cuda), LIMITS, engine_config().num_blocks), draws, drafter)
 }
 
-/// By two ranks.
+fn two_ranks() -> Vec<LoadedModel> {
+    load_ranks(&fixture(), 2, &options(Backend::Cuda), &mut |_| {}).expect("a fixture")
+}
+
 fn on_two_devices(draws: Draws) -> (EngineHandle, EngineThread) {
-    let ranks = load_ranks(&fixture(), 2, &options(Backend::Cuda), &mut |_| {}).expect("a fixture");
-    start(test_model_of_ranks(ranks, LIMITS, engine_config().num_blocks), draws, None)
+    start(test_model_of_ranks(two_ranks(), LIMITS, engine_config().num_blocks), draws, None)
 }
 
 fn start(
@@ -75,16 +79,31 @@ fn start(
     baton_engine::start_over(storage, executor, drafter.map(speculation), engine_config()).expect("it starts")
 }
 
-/// With a draft model on the device that is mostly right: the same, with weights of eight bits.
-fn with_draft_model(draws: Draws) -> (EngineHandle, EngineThread) {
+/// A draft model that is mostly right: the same, with weights of eight bits.
+fn loaded_draft() -> LoadedModel {
     let int8 = "int8".parse().expect("it is one");
     let options = LoadOptions { quantise: Some(int8), ..options(Backend::Cuda) };
-    let draft = load(&fixture(), &options, &mut |_| {}).expect("a fixture");
+    load(&fixture(), &options, &mut |_| {}).expect("a fixture")
+}
+
+fn drafter((executor, storage): (Box<dyn Executor>, BlockStorage)) -> Option<Drafter> {
+    Some(Drafter::Model { executor, storage: Some(storage), cost: 0.2 })
+}
+
+/// With a draft model on the device.
+fn with_draft_model(draws: Draws) -> (EngineHandle, EngineThread) {
     let num_blocks = engine_config().num_blocks;
-    let models = test_models(loaded(&fixture(), Backend::Cuda), draft, LIMITS, num_blocks, MEMORY_BYTES);
-    let (target, (draft, draft_storage)) = models.expect("both fit");
-    let drafter = Drafter::Model { executor: draft, storage: Some(draft_storage), cost: 0.2 };
-    start(target, draws, Some(drafter))
+    let target = loaded(&fixture(), Backend::Cuda);
+    let models = test_models(target, loaded_draft(), LIMITS, num_blocks, MEMORY_BYTES);
+    let (target, draft) = models.expect("both fit");
+    start(target, draws, drafter(draft))
+}
+
+/// By two ranks, with a draft model on the device of the first.
+fn on_two_devices_with_draft_model() -> (EngineHandle, EngineThread) {
+    let num_blocks = engine_config().num_blocks;
+    let (target, draft) = test_models_of_ranks(two_ranks(), loaded_draft(), LIMITS, num_blocks);
+    start(target, Draws::OnDevice, drafter(draft))
 }
 
 fn prompt(seed: u32, num_tokens: u32) -> Vec<u32> {
@@ -228,6 +247,17 @@ async fn a_draft_model_on_the_device_changes_no_token() {
         let (_, counts) = drafted.drafts().expect("it drafts");
         assert!(0 < counts.accepted && counts.accepted < counts.drafted, "{draws:?}: {counts:?}");
     }
+}
+
+/// Neither a greedy one nor one that is drawn.
+#[tokio::test]
+async fn a_draft_model_changes_no_token_of_several_ranks() {
+    let (plain, _thread) = on_two_devices(Draws::OnDevice);
+    let (drafted, _other) = on_two_devices_with_draft_model();
+    let chosen = || -> Vec<Request> { [0, 3].map(|idx| requests(7).swap_remove(idx)).into() };
+    assert_same(&run(&drafted, chosen()).await, &run(&plain, chosen()).await);
+    let (_, counts) = drafted.drafts().expect("it drafts");
+    assert!(0 < counts.accepted && counts.accepted < counts.drafted, "{counts:?}");
 }
 
 #[test]

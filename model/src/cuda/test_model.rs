@@ -104,14 +104,33 @@ pub(crate) fn blocks_of<D: Device + 'static>(
 ///
 /// # Panics
 /// As [`test_model`], and when they are not all the ranks of a model.
-pub fn test_model_of_ranks(
+pub fn test_model_of_ranks(ranks: Vec<LoadedModel>, limits: BatchLimits, num_blocks: usize) -> OnBlocks {
+    ranks_with_blocks(emulated_ranks(ranks, limits), num_blocks)
+}
+
+/// The same, and a draft model that takes what it needs of the first rank's memory.
+///
+/// # Panics
+/// As [`test_model_of_ranks`].
+pub fn test_models_of_ranks(
     ranks: Vec<LoadedModel>,
+    draft: LoadedModel,
     limits: BatchLimits,
     num_blocks: usize,
-) -> (Box<dyn Executor>, BlockStorage) {
+) -> (OnBlocks, OnBlocks) {
+    let mut ranks = emulated_ranks(ranks, limits);
+    let left = ranks[0].device().free_bytes().expect("an emulated device");
+    let draft = on_device_of(left, draft, limits, Fp8Products::None).expect("the draft model fits");
+    (ranks_with_blocks(ranks, num_blocks), with_blocks(draft, num_blocks))
+}
+
+fn emulated_ranks(ranks: Vec<LoadedModel>, limits: BatchLimits) -> Vec<DeviceExecutor<EmulatedDevice>> {
     LoadedModel::check_ranks(ranks.iter());
     let ranks = start_ranks(devices(ranks, Sums::Late), limits, |_, _| Ok(()), &mut |_| {});
-    let mut ranks = ranks.expect("the parts fit");
+    ranks.expect("the parts fit")
+}
+
+fn ranks_with_blocks(mut ranks: Vec<DeviceExecutor<EmulatedDevice>>, num_blocks: usize) -> OnBlocks {
     let storage = blocks_of(&mut ranks, num_blocks);
     (Box::new(ParallelExecutor::new(ranks).expect("threads")), storage)
 }
