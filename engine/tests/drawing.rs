@@ -8,15 +8,15 @@ use std::sync::{
 };
 
 use baton_engine::{
-    Drafter, EngineConfig, EngineError, FinishReason, Request, SamplingParams, SpeculationMode, TokenEvent,
-    testing::FakeModel,
+    DraftCounts, Drafter, EngineConfig, EngineError, FinishReason, Request, SamplingParams, SpeculationMode,
+    TokenEvent, testing::FakeModel,
 };
 use baton_model::ExecuteError;
 use support::{
     BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, drawing, drawing_draft, engine, engine_of,
     handoff::hand_off,
     kinds::{read, requests},
-    request,
+    request, speculating,
 };
 
 fn num(counter: &AtomicUsize) -> usize {
@@ -117,6 +117,37 @@ async fn steps_without_drafts_are_launched_ahead_all_the_same() {
         assert_eq!(collect(stream).await.tokens, model.greedy(&[idx], 40));
     }
     assert!(num(&num_ahead) > 0);
+    engine.check_whole().await;
+}
+
+#[tokio::test]
+async fn a_step_is_launched_ahead_where_nothing_can_be_looked_up_after_it() {
+    // So many tokens that none of the text comes twice after the same one.
+    let model = FakeModel { vocab_size: 512, ..FakeModel::new(BLOCK_SIZE) };
+    let (engine, num_ahead) = drawing(model, Some(Drafter::Ngram), config(), |_| Ok(()));
+    let text = [vec![1, 2, 3], model.greedy(&[1, 2, 3], 60)].concat();
+    assert_eq!(engine.generate_all(request(&text[..3], 60)).await.tokens, text[3..]);
+    assert_eq!(engine.drafts(), Some(("ngram", DraftCounts::default())));
+    // Of the token that the step computes before, which is the newest that is known.
+    let is_new = |&idx: &usize| !text[..idx].contains(&text[idx]);
+    let expected = (2..text.len() - 2).filter(is_new).count();
+    assert!((40..59).contains(&expected), "of 59");
+    assert_eq!(num(&num_ahead), expected);
+    engine.check_whole().await;
+
+    // So few that some do: no draft is lost for steps that are launched ahead between.
+    let model = FakeModel { vocab_size: 10, ..model };
+    let never_ahead = speculating(model, Drafter::Ngram, config());
+    let (engine, num_ahead) = drawing(model, Some(Drafter::Ngram), config(), |_| Ok(()));
+    for (first, temperature) in (0..10).flat_map(|first| [(first, 0.0), (first, 1.0)]) {
+        let sampling = SamplingParams { max_tokens: 40, temperature, ..SamplingParams::default() };
+        let request = Request { sampling, ..request(&[first, 7, 8], 0) };
+        let output = engine.generate_all(request.clone()).await;
+        assert_eq!(output, never_ahead.generate_all(request).await);
+        assert_eq!(engine.drafts(), never_ahead.drafts());
+    }
+    let (_, counts) = engine.drafts().expect("it has a drafter");
+    assert!(0 < counts.accepted && num(&num_ahead) > 100, "{counts:?}, {num_ahead:?} ahead");
     engine.check_whole().await;
 }
 

@@ -189,20 +189,32 @@ impl Speculator {
         Ok(())
     }
 
-    /// Whether nobody is drafted for in the step of `plan`, of which the tokens are not known yet. Then that is decided.
+    /// Whether nobody is drafted for in the step of `plan`, of which the tokens are not known yet, whatever these are. Then
+    /// that is decided.
     pub(crate) fn rests(&mut self, plan: &Plan, live: &mut LiveRequests) -> bool {
         if self.budget(plan) > 0 {
             let (num_sequences, cost, overhead) = self.price(plan, live);
             debug_assert_eq!(num_sequences, plan.chunks.len(), "all decode");
             let max = self.max_draft_tokens;
-            let rests = |id| !live.may_draft(id) || live.draft_rests(id, max, cost, overhead);
+            let rests = |id| {
+                !live.may_draft(id)
+                    || live.draft_rests(id, max, cost, overhead)
+                    || self.finds_nothing_behind(id, live)
+            };
             if !plan.chunks.iter().all(|chunk| rests(chunk.id)) {
                 return false;
             }
         }
         self.decide_lengths(plan, live);
-        debug_assert!(self.lengths.iter().all(|&length| length == 0));
+        let mut lengths = self.ids.iter().zip(&self.lengths);
+        debug_assert!(lengths.all(|(&id, &length)| length == 0 || self.finds_nothing_behind(id, live)));
         true
+    }
+
+    /// Whether nothing can be proposed after the next token of a sequence, whichever it is.
+    fn finds_nothing_behind(&self, id: SequenceId, live: &LiveRequests) -> bool {
+        let sequence = live.scheduler.sequence(id).expect("planned sequences run");
+        matches!(self.proposer, Proposer::Ngram) && !ngram::may_propose_behind(sequence.tokens())
     }
 
     /// Drafted tokens that a step of this plan may have.

@@ -18,6 +18,13 @@ pub fn propose(tokens: &[u32]) -> impl Iterator<Item = u32> {
     tokens[follower_idx..].iter().copied().cycle()
 }
 
+/// Whether something may be proposed once another token has followed `tokens`. Nothing is, whichever it is, when the last
+/// of `tokens` stood nowhere before.
+pub fn may_propose_behind(tokens: &[u32]) -> bool {
+    let tokens = &tokens[tokens.len().saturating_sub(WINDOW - 1)..];
+    tokens.split_last().is_some_and(|(last, before)| before.contains(last))
+}
+
 /// Index of the token that follows the best match of the end of `tokens`.
 fn find(tokens: &[u32]) -> Option<usize> {
     let (&last, before) = tokens.split_last()?;
@@ -54,6 +61,23 @@ mod tests {
         ];
         for (tokens, expected) in cases {
             assert_eq!(propose(tokens).take(6).collect::<Vec<_>>(), expected, "after {tokens:?}");
+        }
+    }
+
+    #[test]
+    fn something_may_be_proposed_behind_an_unknown_token_when_it_is_behind_one_of_them() {
+        let is_proposed =
+            |tokens: &[u32]| (0..4).any(|token| propose(&[tokens, &[token]].concat()).next().is_some());
+        // Every text of up to seven tokens, of which there are four.
+        for len in 0..8 {
+            for text in 0..4u32.pow(len) {
+                let tokens: Vec<u32> = (0..len).map(|idx| text >> (2 * idx) & 3).collect();
+                assert_eq!(may_propose_behind(&tokens), is_proposed(&tokens), "after {tokens:?}");
+            }
+        }
+        for len in WINDOW - 4..WINDOW + 2 {
+            let tokens = [&[1][..], &vec![3; len], &[2, 1]].concat();
+            assert_eq!(may_propose_behind(&tokens), is_proposed(&tokens), "{len} tokens after the first");
         }
     }
 
