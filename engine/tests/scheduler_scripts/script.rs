@@ -1,0 +1,227 @@
+//! Scripts: commands at the margin, what they answer indented below.
+//!
+//! ```text
+//! pool blocks=8 block_size=4 running=4 budget=16   starts over; the first line of a script
+//! add id=1 prompt=10 max=20                        10 prompt tokens, 20 at its longest
+//!     role=prefill|decode                          default: generate
+//!     text=a                                       prompts of equal text share their prefix
+//! step                                             plans and carries it out: `1: 0..10 token` is a
+//!                                                  chunk, `token` that one was sampled after it
+//! draft id=1 right=2 wrong=1                       for the next step, in which `1: 9..12 token draft 2
+//!                                                  accepted 1` is a chunk whose last two were drafted
+//! decode id=1 | end id=1 | release id=1
+//! state                                            who waits, how many run, free blocks
+//! ```
+
+use std::{collections::BTreeMap, fmt::Write};
+
+use baton_engine::{
+    plan::Plan,
+    scheduler::{Scheduler, SchedulerConfig},
+    sequence::{Role, Sequence, SequenceId},
+};
+use baton_kv_cache::HashRoot;
+
+/// Runs a script; what it answers must be what it says.
+#[track_caller]
+pub fn check(script: &str) {
+    let lines: Vec<_> = script.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
+    let margin =
+        lines.iter().map(|line| line.len() - line.trim_start().len()).min().expect("a script has lines");
+    let expected: Vec<_> = lines.iter().map(|line| &line[margin.min(line.len())..]).collect();
+    let mut player = None;
+    let mut actual = String::new();
+    for line in expected.iter().filter(|line| !line.starts_with(' ')) {
+        writeln!(actual, "{line}").expect("a string");
+        if line.starts_with('#') {
+            continue;
+        }
+        let command = Command::parse(line);
+        if command.name == "pool" {
+            player = Some(Player::new(&command));
+            continue;
+        }
+        for answer in player.as_mut().expect("a pool comes first").run(&command) {
+            writeln!(actual, "    {answer}").expect("a string");
+        }
+    }
+    let mut expected = expected.join("\n");
+    while expected.ends_with([' ', '\n']) {
+        expected.pop();
+    }
+    assert_eq!(actual.trim_end(), expected, "\n--- what it answered:\n{actual}");
+}
+
+struct Command<'a> {
+    name: &'a str,
+    arguments: BTreeMap<&'a str, &'a str>,
+}
+
+impl<'a> Command<'a> {
+    fn parse(line: &'a str) -> Command<'a> {
+        let mut words = line.split_whitespace();
+        let name = words.next().expect("a line has a word");
+        let arguments = words.map(|word| word.split_once('=').expect("arguments are key=value")).collect();
+        Command { name, arguments }
+    }
+
+    fn number(&self, key: &str) -> usize {
+        self.arguments[key].parse().expect("a number")
+    }
+
+    /// So many tokens as are drawn, then so many `wrong` ones.
+    fn tokens(&self, drawn: &str) -> Vec<u32> {
+        let number = |key| if self.arguments.contains_key(key) { self.number(key) } else { 0 };
+        [vec![DRAWN; number(drawn)], vec![WRONG; number("wrong")]].concat()
+    }
+
+    fn id(&self) -> SequenceId {
+        SequenceId(self.number("id") as u64)
+    }
+}
+
+struct Player {
+    scheduler: Scheduler,
+    block_size: usize,
+    plan: Plan,
+    /// Longest length, and whether it ends after one token.
+    ends: BTreeMap<SequenceId, (usize, bool)>,
+    /// For the next step.
+    drafts: Vec<(SequenceId, Vec<u32>)>,
+}
+
+/// What every sequence draws.
+const DRAWN: u32 = 77;
+/// What none does.
+const WRONG: u32 = 78;
+
+impl Player {
+    fn new(pool: &Command<'_>) -> Player {
+        let config = SchedulerConfig {
+            num_blocks: pool.number("blocks"),
+            block_size: pool.number("block_size"),
+            max_running: pool.number("running"),
+            token_budget: pool.number("budget"),
+            itl_target: None,
+        };
+        Player {
+            scheduler: Scheduler::new(config),
+            block_size: config.block_size,
+            plan: Plan::default(),
+            ends: BTreeMap::new(),
+            drafts: Vec::new(),
+        }
+    }
+
+    fn run(&mut self, command: &Command<'_>) -> Vec<String> {
+        let answers = match command.name {
+            "add" => self.add(command),
+            "step" => self.step(),
+            "decode" => {
+                self.scheduler.start_decode(command.id(), DRAWN);
+                Vec::new()
+            }
+            "draft" => {
+                self.drafts.push((command.id(), command.tokens("right")));
+                Vec::new()
+            }
+            "end" => {
+                self.scheduler.end(command.id());
+                Vec::new()
+            }
+            "release" => {
+                self.scheduler.release(command.id());
+                Vec::new()
+            }
+            "state" => vec![format!(
+                "waiting {} running {} free {}",
+                self.scheduler.num_waiting(),
+                self.scheduler.num_running(),
+                self.scheduler.num_free_blocks()
+            )],
+            other => panic!("no command {other}"),
+        };
+        self.scheduler.check_integrity().expect("the books are right after every command");
+        answers
+    }
+
+    fn add(&mut self, command: &Command<'_>) -> Vec<String> {
+        let id = command.id();
+        let role = match command.arguments.get("role") {
+            None => Role::Generate,
+            Some(&"prefill") => Role::Prefill,
+            Some(&"decode") => Role::Decode,
+            Some(other) => panic!("no role {other}"),
+        };
+        // A text of its own unless the script gives one.
+        let text = match command.arguments.get("text") {
+            Some(text) => u32::from(text.as_bytes()[0]) * 1000,
+            None => 1_000_000 + id.0 as u32 * 1000,
+        };
+        let prompt = (0..command.number("prompt") as u32).map(|idx| text + idx);
+        let tokens = prompt.chain(command.tokens("output")).collect();
+        let root = Some(HashRoot::new("script", "", ""));
+        let max = command.number("max");
+        self.ends.insert(id, (max, role == Role::Prefill));
+        self.scheduler.add(Sequence::new(id, role, tokens, max, self.block_size, root));
+        Vec::new()
+    }
+
+    fn step(&mut self) -> Vec<String> {
+        let mut answers = Vec::new();
+        self.scheduler.step(&mut self.plan);
+        if self.plan.is_empty() {
+            answers.push("nothing".into());
+        }
+        for admission in &self.plan.admitted {
+            let verb = if admission.is_first { "admit" } else { "readmit" };
+            let cached = match admission.num_cached_blocks {
+                0 => String::new(),
+                num => format!(" cached {num}"),
+            };
+            answers.push(format!("{verb} {}{cached}", admission.id.0));
+        }
+        answers.extend(self.plan.preempted.iter().map(|id| format!("preempt {}", id.0)));
+        for (id, draft) in std::mem::take(&mut self.drafts) {
+            draft.into_iter().for_each(|token| self.scheduler.push_draft(id, token));
+        }
+        self.scheduler.plan_drafts(&mut self.plan);
+        self.scheduler.advance(&self.plan);
+        let mut ends = Vec::new();
+        for chunk in &self.plan.chunks.clone() {
+            let mut draft = String::new();
+            if chunk.wants_token {
+                let num_accepted = self.draw(chunk.id);
+                if chunk.num_drafts > 0 {
+                    draft = format!(" draft {} accepted {num_accepted}", chunk.num_drafts);
+                }
+                let (max, ends_at_once) = self.ends[&chunk.id];
+                if ends_at_once || self.num_tokens(chunk.id) == max {
+                    self.scheduler.end(chunk.id);
+                    ends.push(format!("end {}", chunk.id.0));
+                }
+            }
+            let end = chunk.start_idx + chunk.num_tokens;
+            let token = if chunk.wants_token { " token" } else { "" };
+            answers.push(format!("{}: {}..{end}{token}{draft}", chunk.id.0, chunk.start_idx));
+        }
+        answers.extend(ends);
+        answers
+    }
+
+    /// Draws until a token was not drafted, or the sequence is as long as it may be; how many were.
+    fn draw(&mut self, id: SequenceId) -> usize {
+        let mut num_accepted = 0;
+        while self.scheduler.push_token(id, DRAWN) {
+            num_accepted += 1;
+            if self.num_tokens(id) == self.ends[&id].0 {
+                break;
+            }
+        }
+        num_accepted
+    }
+
+    fn num_tokens(&self, id: SequenceId) -> usize {
+        self.scheduler.sequence(id).expect("it runs").tokens().len()
+    }
+}
