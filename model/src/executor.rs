@@ -32,7 +32,7 @@ pub struct BatchSequence<'a> {
 ///
 /// The result for a sequence is a function of that sequence alone: on processors bit for bit the same whatever else is in
 /// the batch and however its tokens are cut into chunks, on devices within what roundings of other sums explain
-/// ([`CudaExecutor`](crate::CudaExecutor)).
+/// ([`ModelOnDevices`](crate::ModelOnDevices)).
 pub trait Executor: Send {
     /// The layout that the KV of this model has in blocks.
     fn kv_layout(&self) -> KvLayout;

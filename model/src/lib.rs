@@ -42,7 +42,7 @@ pub use config::ModelConfig;
 pub use cpu::benchmark;
 pub use cpu::{CpuExecutor, CpuList, CpuListError, ParallelCpuExecutor, ThreadPool};
 pub use cuda::{
-    BatchLimits, CudaExecutor, DeviceWeightBytes, ParallelCudaExecutor, StartError as CudaStartError,
+    BatchLimits, DeviceWeightBytes, ModelOnDevices, StartError as CudaStartError,
     block_kernels as cuda_block_kernels,
 };
 pub use draw::{Answer, Draw, InvalidLogits, SampledToken, TokenCount, TokenLogprobs};

@@ -13,7 +13,7 @@ use baton_engine::Drafter;
 use baton_kv_cache::{BlockKernels, KvLayout, KvShard};
 use baton_model::{
     Backend, BatchLimits, CpuList, DeviceWeightBytes, Executor, LoadOptions, LoadProgress, LoadedModel,
-    ParallelCpuExecutor, ParallelCudaExecutor, ThreadPool, cuda_block_kernels, num_cuda_devices,
+    ModelOnDevices, ParallelCpuExecutor, ThreadPool, cuda_block_kernels, num_cuda_devices,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::oneshot;
@@ -136,33 +136,12 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
     let ordinals = BlockDevice::ordinals(ordinal, num_ranks);
     let kernels =
         block_kernels(&ordinals, &loaded.kv_layout(), kernel_cache.clone()).with_context(in_words)?;
-    let (executor, mut block_device): (Box<dyn Executor>, _) = match num_ranks {
-        1 => {
-            let executor = loaded.cuda_executor(ordinal, limits, kernel_cache.clone(), &mut progress);
-            shown.finish();
-            let mut executor = executor.with_context(in_words)?;
-            tell_weights(name, executor.weight_bytes());
-            let block_device =
-                BlockDevice { ordinal, num_ranks, free_bytes: executor.free_bytes()?, kernels };
-            (Box::new(executor), block_device)
-        }
-        _ => {
-            let nccl = config.nccl.as_deref();
-            let executor = ParallelCudaExecutor::new(
-                ranks,
-                &ordinals,
-                limits,
-                kernel_cache.clone(),
-                nccl,
-                &mut progress,
-            );
-            shown.finish();
-            let executor = executor.with_context(in_words)?;
-            tell_weights(name, executor.weight_bytes());
-            let free_bytes = executor.free_bytes();
-            (Box::new(executor), BlockDevice { ordinal, num_ranks, free_bytes, kernels })
-        }
-    };
+    let nccl = config.nccl.as_deref();
+    let on_gpus = ModelOnDevices::new(ranks, &ordinals, limits, kernel_cache.clone(), nccl, &mut progress);
+    shown.finish();
+    let ModelOnDevices { executor, free_bytes, weight_bytes } = on_gpus.with_context(in_words)?;
+    tell_weights(name, weight_bytes);
+    let mut block_device = BlockDevice { ordinal, num_ranks, free_bytes, kernels };
     let drafter = match &config.drafter {
         Some(drafter) if config.role == Role::Decode => {
             Some(load_drafter_on_gpu(drafter, &loaded, &mut block_device, limits, kernel_cache, config)?)
@@ -215,13 +194,15 @@ fn load_drafter_on_gpu(
     let (draft, name) = load_draft_model(dir, config, config.threads, Backend::Cuda)?;
     let mut shown = Shown::new();
     let mut progress = |progress| shown.update(progress);
-    let executor = draft.cuda_executor(device.ordinal, limits, kernel_cache, &mut progress);
-    shown.finish();
-    let mut executor = executor.with_context(|| no_room(dir, device.ordinal))?;
-    tell_weights(&name, executor.weight_bytes());
-    device.free_bytes = device.free_bytes.min(executor.free_bytes()?);
     let cost = draft_cost(&draft, target, device.num_ranks);
-    Ok(Drafter::Model { executor: Box::new(executor), storage: None, cost })
+    let on_gpu =
+        ModelOnDevices::new(vec![draft], &[device.ordinal], limits, kernel_cache, None, &mut progress);
+    shown.finish();
+    let on_gpu = on_gpu.with_context(|| no_room(dir, device.ordinal))?;
+    let ModelOnDevices { executor, free_bytes, weight_bytes } = on_gpu;
+    tell_weights(&name, weight_bytes);
+    device.free_bytes = device.free_bytes.min(free_bytes);
+    Ok(Drafter::Model { executor, storage: None, cost })
 }
 
 fn no_room(dir: &Path, ordinal: u32) -> String {

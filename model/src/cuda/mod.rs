@@ -9,9 +9,8 @@ use crate::Activation;
 
 pub use block_queue::block_kernels;
 pub use compile::CompileError;
-pub use cuda_executor::CudaExecutor;
 pub use inputs::BatchLimits;
-pub use parallel::ParallelCudaExecutor;
+pub use on_devices::ModelOnDevices;
 pub use start::StartError;
 pub use weights::DeviceWeightBytes;
 
@@ -23,7 +22,6 @@ pub mod check;
 mod checksum;
 mod codes;
 mod compile;
-mod cuda_executor;
 mod device;
 mod draws;
 mod driver;
@@ -41,6 +39,7 @@ pub mod measure;
 mod multiply;
 mod nccl;
 mod norm;
+mod on_devices;
 mod parallel;
 mod part;
 mod pass;

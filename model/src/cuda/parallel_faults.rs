@@ -254,3 +254,11 @@ fn a_rank_that_cannot_start_ends_the_start_of_all() {
         assert!(matches!(*source, StartError::Cuda(CudaError::OutOfMemory { .. })), "{source}");
     }
 }
+
+#[test]
+fn a_rank_that_is_alone_is_not_named() {
+    let dir = TIED.write();
+    let (ranks, _) = fragile(load_parts(dir.path(), 1, KvDtype::Bf16), 0, 5, false);
+    let error = started(ranks, FEW).err().expect("it fails").to_string();
+    assert_eq!(error, "cuLaunchKernel failed: a fault on purpose");
+}

@@ -5,6 +5,7 @@ use baton_cuda::nccl::NcclError;
 use thiserror::Error;
 
 use super::compile::CompileError;
+use crate::Rank;
 
 /// Why a model cannot be computed on a device. Each says what to do, where something can be done.
 #[derive(Debug, Error)]
@@ -48,4 +49,14 @@ pub enum StartError {
         /// What there are kernels for.
         expected: &'static str,
     },
+}
+
+impl StartError {
+    /// Says which of several ranks it is of, and on which device. One that is alone needs no telling apart.
+    pub(crate) fn of(self, rank: Rank, device: String) -> StartError {
+        match rank {
+            Rank::ONLY => self,
+            Rank { idx: rank, .. } => StartError::Rank { rank, device, source: Box::new(self) },
+        }
+    }
 }
