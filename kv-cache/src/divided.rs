@@ -143,6 +143,18 @@ impl RankKernels {
         offsets.iter().map(|offset| self.base + offset / piece_bytes * own_bytes).collect()
     }
 
+    /// Where a head is, that begins there in the whole, if it is one of the rank's.
+    fn head(&self, whole: &KvLayout, place: u64) -> Option<u64> {
+        let (half_bytes, head_bytes) = (whole.half_bytes() as u64, whole.head_bytes() as u64);
+        debug_assert!(place.is_multiple_of(head_bytes), "a head");
+        let (half_idx, head) = (place / half_bytes, (place % half_bytes / head_bytes) as usize);
+        let (own, heads) = (self.shard.layout(), self.shard.heads());
+        heads.contains(&head).then(|| {
+            let offset = half_idx * own.half_bytes() as u64 + own.head_offset(head - heads.start) as u64;
+            self.base + offset
+        })
+    }
+
     /// Its heads of K and of V: where they are in a whole piece, and in its own.
     fn halves(&self, whole: &KvLayout) -> [(Range<usize>, Range<usize>); 2] {
         let (own, first) = (self.shard.layout(), whole.head_offset(self.shard.heads().start));
@@ -191,9 +203,29 @@ impl BlockKernels for DividedKernels {
         Ok(())
     }
 
-    /// No device has a whole piece.
-    unsafe fn checksums(&mut self, _: &[u64], _: usize, _: u64) -> io::Result<Option<Vec<u64>>> {
-        Ok(None)
+    /// Of heads, which lie on a device each. No device has more.
+    unsafe fn checksums(
+        &mut self,
+        places: &[u64],
+        num_bytes: usize,
+        seed: u64,
+    ) -> io::Result<Option<Vec<u64>>> {
+        let DividedKernels { whole, ranks, .. } = self;
+        if num_bytes != whole.head_bytes() {
+            return Ok(None);
+        }
+        let mut sums = vec![0; places.len()];
+        for rank in ranks.iter_mut().filter(|rank| rank.shard.replica_idx() == 0) {
+            let own =
+                places.iter().enumerate().filter_map(|(idx, &place)| Some((idx, rank.head(whole, place)?)));
+            let (idxs, own): (Vec<usize>, Vec<u64>) = own.unzip();
+            // SAFETY: what lies in the whole lies in the ranks' regions; unwritten by the caller's word.
+            let Some(found) = (unsafe { rank.kernels.checksums(&own, num_bytes, seed) })? else {
+                return Ok(None);
+            };
+            idxs.into_iter().zip(found).for_each(|(idx, sum)| sums[idx] = sum);
+        }
+        Ok(Some(sums))
     }
 
     /// Its checksums would be of whole pieces.
@@ -292,8 +324,15 @@ mod tests {
             Ok(())
         }
 
-        unsafe fn checksums(&mut self, _: &[u64], _: usize, _: u64) -> io::Result<Option<Vec<u64>>> {
-            unreachable!("of parts of pieces")
+        unsafe fn checksums(
+            &mut self,
+            places: &[u64],
+            num_bytes: usize,
+            seed: u64,
+        ) -> io::Result<Option<Vec<u64>>> {
+            // SAFETY: by the caller's word.
+            let run = |&place: &u64| unsafe { std::slice::from_raw_parts(place as *const u8, num_bytes) };
+            Ok(Some(places.iter().map(|place| sum(run(place), seed)).collect()))
         }
 
         unsafe fn gather_coded(
@@ -309,6 +348,11 @@ mod tests {
         unsafe fn scatter_coded(&mut self, _: &WireCodec, _: &[u64], _: &[u8]) -> io::Result<bool> {
             unreachable!("likewise")
         }
+    }
+
+    /// A checksum of the tests.
+    fn sum(bytes: &[u8], seed: u64) -> u64 {
+        bytes.iter().fold(seed, |sum, &byte| sum.wrapping_mul(31).wrapping_add(byte.into()))
     }
 
     #[test]
@@ -342,7 +386,9 @@ mod tests {
                 let mut loaded = vec![0; bytes.len()];
                 with_kernels.load_all(&pieces, &mut loaded).unwrap();
                 assert!(loaded == bytes, "{num_kv_heads} heads of {num_ranks} ranks");
-                assert_eq!(with_kernels.checksums_there(&pieces, 1).unwrap(), None);
+                assert_eq!(with_kernels.checksums_there(&pieces, 1).unwrap(), None, "no device has a piece");
+                let heads = bytes.chunks_exact(whole.head_bytes()).map(|head| sum(head, 1)).collect();
+                assert_eq!(with_kernels.head_checksums_there(&pieces, 1).unwrap(), Some(heads));
             }
             assert!(all == all_plain, "these pieces, and no others");
         }

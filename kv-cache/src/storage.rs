@@ -341,6 +341,28 @@ impl BlockStorage {
         })
     }
 
+    /// The same of each head of pieces, one behind the other: those of a piece's K, then those of its V.
+    ///
+    /// # Errors
+    /// When a device fails.
+    ///
+    /// # Safety
+    /// As [`load_all`](Self::load_all).
+    pub unsafe fn head_checksums_there(
+        &self,
+        pieces: &[(BlockId, usize)],
+        seed: u64,
+    ) -> io::Result<Option<Vec<u64>>> {
+        let KvLayout { num_kv_heads, .. } = self.layout;
+        let head_bytes = self.layout.head_bytes();
+        let heads = |piece: u64| (0..2 * num_kv_heads).map(move |nth| piece + (nth * head_bytes) as u64);
+        // SAFETY: as `checksums_there`.
+        self.kernels().map_or(Ok(None), |mut kernels| unsafe {
+            let places: Vec<u64> = self.places(pieces).into_iter().flat_map(heads).collect();
+            kernels.checksums(&places, head_bytes, seed)
+        })
+    }
+
     fn kernels(&self) -> Option<MutexGuard<'_, Box<dyn BlockKernels>>> {
         let kernels = self.device()?.kernels()?;
         Some(kernels.lock().unwrap_or_else(PoisonError::into_inner))

@@ -203,8 +203,8 @@ mod tests {
     use super::*;
     use crate::{
         Generation, Sender, TransportKind,
-        checksum::Hasher,
-        testing::{Fabric, LAYOUT, NUM_BLOCKS, blocks, bytes, sender_config, soon, writes},
+        checksum::{Hasher, SumOf},
+        testing::{Fabric, LAYOUT, NUM_BLOCKS, Setup, blocks, bytes, sender_config, soon, writes},
     };
 
     #[test]
@@ -214,24 +214,34 @@ mod tests {
         let host = BlockStorage::new(LAYOUT, 3).unwrap();
         let (device_with_kernels, counts) = counted_device(LAYOUT, 3);
         let (devices, counts_of_ranks) = counted_devices(LAYOUT, 3, &[0, 1]);
-        let sums = [host, device_with_kernels, device(LAYOUT, 3, None), devices].map(|storage| {
+        let storages = [host, device_with_kernels, device(LAYOUT, 3, None), devices];
+        for storage in &storages {
             let mut loaded = vec![0; content.len()];
             // SAFETY: nobody else uses the storage.
             unsafe {
                 storage.store_all(&pieces, &content).unwrap();
                 storage.load_all(&pieces, &mut loaded).unwrap();
-                assert!(loaded == content);
-                Hasher::default().checksums(&storage, &pieces, Generation(4)).unwrap()
             }
-        });
-        let expected: Vec<u64> = content
-            .chunks_exact(LAYOUT.layer_bytes())
-            .map(|piece| crate::checksum::checksum(piece, Generation(4)))
-            .collect();
-        assert_eq!(sums, std::array::from_fn(|_| expected.clone()));
-        assert_eq!(counts.hashed.load(Ordering::SeqCst), 3, "where they lie");
-        assert_eq!(counts.moved.load(Ordering::SeqCst), 6);
-        assert_eq!(counts_of_ranks.moved.load(Ordering::SeqCst), 2 * (6 + 3), "no device has a whole piece");
+            assert!(loaded == content);
+        }
+        let counted =
+            |counts: &Counts| [&counts.moved, &counts.hashed].map(|count| count.swap(0, Ordering::SeqCst));
+        assert_eq!([counted(&counts), counted(&counts_of_ranks)], [[6, 0], [12, 0]]);
+        let num_heads = 2 * LAYOUT.num_kv_heads;
+        for (sum_of, by_one, by_ranks) in [
+            (SumOf::Pieces, [0, 3], [2 * 3, 0]),
+            (SumOf::Heads(LAYOUT.head_bytes()), [0, 3 * num_heads], [0, 3 * num_heads]),
+        ] {
+            let sums = storages.each_ref().map(|storage| {
+                // SAFETY: as above.
+                unsafe { Hasher::default().checksums(storage, &pieces, Generation(4), sum_of) }.unwrap()
+            });
+            let pieces = content.chunks_exact(LAYOUT.layer_bytes());
+            let expected: Vec<u64> = pieces.map(|piece| sum_of.sum(piece, Generation(4))).collect();
+            assert_eq!(sums, std::array::from_fn(|_| expected.clone()), "{sum_of:?}");
+            assert_eq!(counted(&counts), by_one, "{sum_of:?}: where they lie");
+            assert_eq!(counted(&counts_of_ranks), by_ranks, "{sum_of:?}: no device has a whole piece");
+        }
     }
 
     /// What one handoff over `kind` in this form has moved to the host, hashed and coded on the device, on the side that sends.
@@ -274,6 +284,16 @@ mod tests {
             "hashed where they are coded"
         );
         assert_eq!(pushed(nccl, WireFormat::AsIs, one()).await, [0, num_pieces, 0]);
+        let _devices = Setup::Divided.enter();
+        let rdma = &[TransportKind::Rdma];
+        let num_heads = 2 * LAYOUT.num_kv_heads * num_pieces;
+        for source in [one(), counted_devices(LAYOUT, NUM_BLOCKS, &[0, 1])] {
+            assert_eq!(
+                pushed(rdma, WireFormat::AsIs, source).await,
+                [0, num_heads, 0],
+                "a device has each head"
+            );
+        }
         for format in [WireFormat::AsIs, WireFormat::Int4] {
             let ranks = counted_devices(LAYOUT, NUM_BLOCKS, &[0, 1]);
             assert_eq!(pushed(tcp, format, ranks).await, [2 * num_pieces, 0, 0], "each rank's heads of each");

@@ -1,6 +1,9 @@
 //! What says that a piece arrived as it left: XXH3-64 of its bytes, seeded with the generation, so
 //! that a right piece of another grant is a wrong one. Guards against accidents, not against a
 //! malicious peer: that one could compute it.
+//!
+//! Where the decode worker's blocks lie on several devices, none has a whole piece to take that of. There it is XXH3-64 of
+//! the sums of the piece's heads, which each device takes of its own ([`SumOf`]). A sender is told when it is welcomed.
 
 mod stored;
 #[cfg(target_arch = "x86_64")]
@@ -8,9 +11,47 @@ mod wide;
 
 pub(crate) use stored::Hasher;
 
+use baton_kv_cache::KvLayout;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::message::Generation;
+
+/// What the checksums of a pool's pieces are of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SumOf {
+    /// Their bytes.
+    Pieces,
+    /// The sums of their heads, K's and then V's, of so many bytes each.
+    Heads(usize),
+}
+
+impl SumOf {
+    /// Of a pool of such blocks that lies on so many ranks.
+    pub(crate) fn new(layout: &KvLayout, num_ranks: usize) -> SumOf {
+        match num_ranks {
+            1 => SumOf::Pieces,
+            _ => SumOf::Heads(layout.head_bytes()),
+        }
+    }
+
+    /// Checksum of a piece.
+    pub(crate) fn sum(self, piece: &[u8], generation: Generation) -> u64 {
+        match self {
+            SumOf::Pieces => checksum(piece, generation),
+            SumOf::Heads(head_bytes) => {
+                let heads: Vec<u64> =
+                    piece.chunks_exact(head_bytes).map(|head| checksum(head, generation)).collect();
+                of_heads(&heads, generation)
+            }
+        }
+    }
+}
+
+/// Of a piece whose heads have these checksums.
+fn of_heads(sums: &[u64], generation: Generation) -> u64 {
+    let bytes: Vec<u8> = sums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
+    checksum(&bytes, generation)
+}
 
 /// Checksum of a piece's bytes under a grant.
 pub fn checksum(bytes: &[u8], generation: Generation) -> u64 {

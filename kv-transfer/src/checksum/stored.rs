@@ -4,7 +4,7 @@ use std::io;
 
 use baton_kv_cache::{BlockId, BlockStorage};
 
-use super::checksum;
+use super::{SumOf, of_heads};
 use crate::message::Generation;
 
 /// Bytes that are fetched at a time.
@@ -18,7 +18,7 @@ pub(crate) struct Hasher {
 }
 
 impl Hasher {
-    /// Of each of `pieces` (layers of blocks).
+    /// Of each of `pieces` (layers of blocks), as `sum_of` says.
     ///
     /// # Errors
     /// When the device fails.
@@ -30,14 +30,16 @@ impl Hasher {
         storage: &BlockStorage,
         pieces: &[(BlockId, usize)],
         generation: Generation,
+        sum_of: SumOf,
     ) -> io::Result<Vec<u64>> {
         // SAFETY: by the caller's word.
-        if let Some(sums) = unsafe { storage.checksums_there(pieces, generation.0) }? {
+        if let Some(sums) = unsafe { checksums_there(storage, pieces, generation, sum_of) }? {
             return Ok(sums);
         }
         if storage.device().is_none() {
             // SAFETY: by the caller's word.
-            let sum = |&(block, layer_idx)| checksum(unsafe { storage.layer(block, layer_idx) }, generation);
+            let sum =
+                |&(block, layer_idx)| sum_of.sum(unsafe { storage.layer(block, layer_idx) }, generation);
             return Ok(pieces.iter().map(sum).collect());
         }
         let piece_bytes = storage.layout().layer_bytes();
@@ -46,8 +48,28 @@ impl Hasher {
             self.fetched.resize(pieces.len() * piece_bytes, 0);
             // SAFETY: by the caller's word.
             unsafe { storage.load_all(pieces, &mut self.fetched) }?;
-            sums.extend(self.fetched.chunks_exact(piece_bytes).map(|piece| checksum(piece, generation)));
+            sums.extend(self.fetched.chunks_exact(piece_bytes).map(|piece| sum_of.sum(piece, generation)));
         }
         Ok(sums)
     }
+}
+
+/// What the devices take where the pieces lie, if they do.
+///
+/// # Safety
+/// As of [`Hasher::checksums`].
+unsafe fn checksums_there(
+    storage: &BlockStorage,
+    pieces: &[(BlockId, usize)],
+    generation: Generation,
+    sum_of: SumOf,
+) -> io::Result<Option<Vec<u64>>> {
+    if sum_of == SumOf::Pieces {
+        // SAFETY: by the caller's word.
+        return unsafe { storage.checksums_there(pieces, generation.0) };
+    }
+    // SAFETY: as above.
+    let heads = unsafe { storage.head_checksums_there(pieces, generation.0) }?;
+    let num_heads = 2 * storage.layout().num_kv_heads;
+    Ok(heads.map(|heads| heads.chunks_exact(num_heads).map(|heads| of_heads(heads, generation)).collect()))
 }

@@ -18,6 +18,7 @@ use super::{
     fabric::{Fabric, FabricError, Reached},
 };
 use crate::{
+    checksum::SumOf,
     error::RouteError,
     message::Pass,
     sender::{Frame, JobThread, Jobs, Open, Pace, Peer, RouteState, SenderContext},
@@ -94,6 +95,11 @@ impl Peer for NcclPeer {
 
     fn is_cold(&self) -> bool {
         !self.shared.is_connected.load(Ordering::SeqCst)
+    }
+
+    /// It has no pools on several devices.
+    fn sum_of(&self) -> SumOf {
+        SumOf::Pieces
     }
 }
 

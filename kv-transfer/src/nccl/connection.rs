@@ -26,7 +26,7 @@ use super::{
     wire::{self, MAX_PIECES, MESSAGE_BYTES, Message, Refusal},
 };
 use crate::{
-    checksum::{Hasher, checksum},
+    checksum::Hasher,
     error::{PushError, RouteError},
     message::{Pass, Piece, PieceWrite, TransportKind},
     rdma::Staging,
@@ -196,7 +196,7 @@ impl Connection {
             for source in sources {
                 let offset = source.as_ptr() as u64 - self.staged.memory().address();
                 places.push(self.staged.place(offset as usize, source.len()));
-                sums.push(checksum(source, route.generation()));
+                sums.push(route.checksum(source));
             }
         } else {
             let pieces: Vec<_> = frame.pieces.iter().map(PieceWrite::source).collect();
@@ -205,7 +205,7 @@ impl Connection {
             };
             places.extend(pieces.iter().map(place));
             // SAFETY: as above.
-            sums = unsafe { self.hasher.checksums(storage, &pieces, route.generation()) }?;
+            sums = unsafe { self.hasher.checksums(storage, &pieces, route.generation(), route.sum_of()) }?;
         }
         let pieces = frame.pieces.iter().zip(sums).map(|(piece, checksum)| Piece {
             block_idx: piece.block_idx,

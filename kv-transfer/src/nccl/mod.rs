@@ -41,11 +41,9 @@
 //! # Memory
 //!
 //! A pool in device memory is read and written where it is. One in host memory is registered with the driver, once,
-//! and NCCL's kernels reach it over PCIe. Checksums are of what lies in the blocks, and are computed by processors: for
-//! a pool on a device each piece is copied to pinned host memory for that, on each side, which costs the PCIe
-//! bandwidth of one more copy and is what bounds the rate; a kernel could do it in place. Verification is never left
-//! out. Pieces that are not the same on both sides are put together in host memory, which blocks on a device do not
-//! take part in.
+//! and NCCL's kernels reach it over PCIe. Checksums are of what lies in the blocks, and are taken by the device that has
+//! them, or by processors. Verification is never left out. Pieces that are not the same on both sides are put together in
+//! host memory, which blocks on a device do not take part in.
 //!
 //! # What was not run
 //!

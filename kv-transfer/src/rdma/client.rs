@@ -8,7 +8,7 @@
 
 use std::{
     net::{Shutdown, TcpStream},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     task::Poll,
 };
 
@@ -21,6 +21,7 @@ use super::{
     wire::Message,
 };
 use crate::{
+    checksum::SumOf,
     error::RouteError,
     sender::{Frame, Job, JobThread, Jobs, Open, OpenGrants, Pace, Peer, RouteState, SenderContext},
     tcp::socket,
@@ -46,6 +47,8 @@ pub(super) struct Shared {
     pub(super) jobs: Jobs,
     /// Of the present connection.
     link: Mutex<Option<Link>>,
+    /// As the peer has said in its first welcome: it is the same pool in all.
+    pub(super) sum_of: OnceLock<SumOf>,
 }
 
 /// The control connection, and the grants that are open through it.
@@ -62,8 +65,8 @@ impl RdmaPeer {
         pool: u64,
         layout: KvLayout,
     ) -> RdmaPeer {
-        let (jobs, link) = (Jobs::default(), Mutex::default());
-        let shared = Shared { context, nixl, address, pool, layout, jobs, link };
+        let (jobs, link, sum_of) = (Jobs::default(), Mutex::default(), OnceLock::new());
+        let shared = Shared { context, nixl, address, pool, layout, jobs, link, sum_of };
         RdmaPeer { shared: Arc::new(shared), thread: JobThread::default() }
     }
 }
@@ -88,6 +91,10 @@ impl Peer for RdmaPeer {
 
     fn is_cold(&self) -> bool {
         self.shared.link().is_none()
+    }
+
+    fn sum_of(&self) -> SumOf {
+        *self.shared.sum_of.get().expect("connected")
     }
 }
 

@@ -19,7 +19,7 @@ use super::{
     wire::{MESSAGE_BYTES, Message, RankMemory},
 };
 use crate::{
-    checksum::{Hasher, checksum},
+    checksum::{Hasher, SumOf},
     error::{PushError, RouteError},
     message::{Pass, Piece, PieceWrite, TransportKind},
     ranks::{Copy, RankPair},
@@ -141,6 +141,7 @@ impl Connection {
         let ways: Result<Vec<_>, NixlError> = pairs.into_iter().map(way).collect();
         let ways = ways.map_err(nixl_failed)?;
 
+        shared.sum_of.get_or_init(|| SumOf::new(&layout, num_ranks));
         let socket = Arc::new(socket);
         // Before the thread: it looks for the link.
         *shared.link() = Some(Link { socket: Arc::clone(&socket), grants: OpenGrants::default() });
@@ -235,7 +236,7 @@ impl Connection {
             layer_idx: piece.layer_idx,
             checksum: match source {
                 // Hashed while the device reads the same bytes.
-                Hashed::NotYet(bytes) => checksum(bytes, route.generation()),
+                Hashed::NotYet(bytes) => route.checksum(bytes),
                 Hashed::To(checksum) => checksum,
             },
         });
@@ -263,7 +264,7 @@ impl Connection {
         }
         let pieces: Vec<_> = pieces.collect();
         // SAFETY: by the caller's word.
-        let sums = unsafe { self.hasher.checksums(storage, &pieces, route.generation()) }?;
+        let sums = unsafe { self.hasher.checksums(storage, &pieces, route.generation(), route.sum_of()) }?;
         Ok(sums.into_iter().map(Hashed::To).collect())
     }
 

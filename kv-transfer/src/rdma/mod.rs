@@ -23,8 +23,8 @@
 //!
 //! Blocks of a model that several ranks compute lie on as many devices, some heads on each. Each rank's memory has an agent
 //! of its own, on either side, as each device has a context of its own; a frame is one request for each two ranks that share
-//! heads (`ranks.rs`), and has landed when all of them have. It is read and written where it lies. Checksums are of whole
-//! pieces, and so are computed by processors, of heads that the devices have gathered.
+//! heads (`ranks.rs`), and has landed when all of them have. It is read and written where it lies, and
+//! checksums are of heads where the peer has several ranks: so each device takes those of its own.
 //!
 //! # Fence
 //!
@@ -73,8 +73,8 @@
 //! GPU memory: pools may lie on a device of either side or both; each is registered by its kind and number, and a
 //! welcome names those of the decode worker's. What is handed to NIXL for that, and what comes of it, is tested with a
 //! NIXL that copies memory (`nixl/pretended.rs`); that the real one says why it cannot register what is no GPU's memory,
-//! with the real one; the rest waits for a GPU in `devices.rs`. Checksums are of what lies in the blocks, and computed by
-//! processors, as over nccl; a write that GPUDirect has not made visible yet would be found by them.
+//! with the real one; the rest waits for a GPU in `devices.rs`. Checksums are of what lies in the blocks, and taken by the
+//! device that has them; a write that GPUDirect has not made visible yet would be found by them.
 
 mod client;
 mod connection;

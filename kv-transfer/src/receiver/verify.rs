@@ -13,7 +13,7 @@ use tracing::error;
 
 use super::Grants;
 use crate::{
-    checksum::Hasher,
+    checksum::{Hasher, SumOf},
     error::KvFault,
     message::{Generation, Piece},
 };
@@ -73,7 +73,7 @@ impl Drop for Verifier {
 fn verify(grants: &Grants, generation: Generation, pieces: &[Piece]) -> Result<(), KvFault> {
     let grant = grants.find(generation).ok_or(KvFault::WrongGeneration)?;
     let storage = grants.storage();
-    let mut hasher = Hasher::default();
+    let (mut hasher, sum_of) = (Hasher::default(), SumOf::new(storage.layout(), storage.num_ranks()));
     for group in pieces.chunks(HASHED_AT_A_TIME) {
         let places = group.iter().map(|&Piece { block_idx, layer_idx, .. }| {
             let block = grant.block(block_idx).filter(|_| (layer_idx as usize) < storage.layout().num_layers);
@@ -84,7 +84,7 @@ fn verify(grants: &Grants, generation: Generation, pieces: &[Piece]) -> Result<(
         let sums = grant
             // SAFETY: the grant holds the blocks, and their writer has said that the pieces are written; one that writes
             // on nevertheless changes the checksum, which is what is looked for.
-            .with_fence(|| unsafe { hasher.checksums(storage, &places, grant.generation()) })
+            .with_fence(|| unsafe { hasher.checksums(storage, &places, grant.generation(), sum_of) })
             .ok_or(KvFault::WrongGeneration)?
             .map_err(|error| {
                 let Piece { block_idx, layer_idx, .. } = group[0];

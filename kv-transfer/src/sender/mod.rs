@@ -40,6 +40,7 @@ pub(crate) use route::{Active, Assembly, Frame, RouteState, Staging, max_pieces}
 pub use route::{Pushed, Route};
 
 use crate::{
+    checksum::SumOf,
     counters::Counters,
     cuda::refuse_divided,
     error::RouteError,
@@ -159,6 +160,8 @@ pub(crate) trait Peer: Send + Sync {
     fn retire(&self, route: &Arc<RouteState>);
     /// Whether nothing is connected, so that the peer may be forgotten.
     fn is_cold(&self) -> bool;
+    /// What the checksums of its pieces are of. Known when a grant was opened.
+    fn sum_of(&self) -> SumOf;
 }
 
 impl Sender {
@@ -257,7 +260,7 @@ impl Sender {
                         TransportKind::Shm | TransportKind::Rdma | TransportKind::Nccl => None,
                         TransportKind::Tcp => WireCodec::new(&layout, wire),
                     };
-                    let form = Form { layout, mapping, codec };
+                    let form = Form { layout, mapping, codec, sum_of: peer.sum_of() };
                     return Ok(Route::new(
                         RouteState::new(pass, offer.kind(), context, form, Box::new(keep)),
                         peer,

@@ -11,7 +11,7 @@ use tokio::sync::{oneshot, watch};
 
 use super::{Peer, SenderContext};
 use crate::{
-    checksum::{self, checksum},
+    checksum::{self, SumOf},
     error::PushError,
     message::{Generation, Pass, Piece, PieceWrite, Source, TransportKind},
 };
@@ -114,6 +114,7 @@ pub(super) struct Form {
     pub(super) mapping: Option<KvMapping>,
     /// `None`: they travel as they are.
     pub(super) codec: Option<WireCodec>,
+    pub(super) sum_of: SumOf,
 }
 
 /// What the threads of a peer see of a route.
@@ -159,6 +160,16 @@ impl RouteState {
     /// Where the pieces are read from.
     pub(crate) fn storage(&self) -> &BlockStorage {
         &self.context.storage
+    }
+
+    /// What the checksums are of.
+    pub(crate) fn sum_of(&self) -> SumOf {
+        self.form.sum_of
+    }
+
+    /// Checksum of what the peer's piece shall hold.
+    pub(crate) fn checksum(&self, piece: &[u8]) -> u64 {
+        self.form.sum_of.sum(piece, self.generation())
     }
 
     /// Bytes of a piece of the peer.
@@ -249,7 +260,8 @@ impl RouteState {
         };
         // SAFETY: as above.
         if let Some(sums) = unsafe { storage.encode_there(codec, pieces, rooms, self.generation().0) }? {
-            return Ok(Some(sums));
+            // The device's are of pieces.
+            return Ok(Some(sums).filter(|_| self.form.sum_of == SumOf::Pieces));
         }
         staged.resize(pieces.len() * self.piece_bytes(), 0);
         // SAFETY: as above.
@@ -302,11 +314,11 @@ impl RouteState {
 
     /// The same of one that [`load`](Self::load) gave.
     fn sum(&self, loaded: &[u8], Scratch { wire, decoded, .. }: &mut Scratch) -> u64 {
-        let Some(codec) = &self.form.codec else { return checksum(loaded, self.generation()) };
+        let Some(codec) = &self.form.codec else { return self.checksum(loaded) };
         // What the peer will make of it, so that its check covers the decoding, too.
         decoded.resize(self.piece_bytes(), 0);
         codec.decode(loaded, decoded, wire);
-        checksum(decoded, self.generation())
+        self.checksum(decoded)
     }
 
     /// What the peer's piece shall hold, in the own block or, where the sides differ or that is on a device, in `staging`,

@@ -10,7 +10,7 @@ use std::{
     net::Shutdown,
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     thread::{self, JoinHandle},
 };
 
@@ -22,6 +22,7 @@ use super::{
     wire::{self, HANDLE_BYTES, Message},
 };
 use crate::{
+    checksum::SumOf,
     error::{PushError, RouteError},
     message::TransportKind,
     sender::{Frame, Job, JobThread, Jobs, Open, OpenGrants, Peer, RouteState, SenderContext, Staging},
@@ -43,6 +44,8 @@ struct Shared {
     jobs: Jobs,
     /// Of the present connection.
     link: Mutex<Option<Link>>,
+    /// As the peer has said in its first welcome: it is the same pool in all.
+    sum_of: OnceLock<SumOf>,
 }
 
 /// The mapping, its socket, and the grants that are open through it.
@@ -62,6 +65,7 @@ impl ShmPeer {
             layout,
             jobs: Jobs::default(),
             link: Mutex::default(),
+            sum_of: OnceLock::new(),
         });
         ShmPeer { shared, copier: JobThread::default() }
     }
@@ -100,6 +104,10 @@ impl Peer for ShmPeer {
 
     fn is_cold(&self) -> bool {
         self.shared.link().is_none()
+    }
+
+    fn sum_of(&self) -> SumOf {
+        *self.shared.sum_of.get().expect("connected")
     }
 }
 
@@ -192,6 +200,7 @@ impl Shared {
             _ => return Err(RouteError::Unreachable(format!("{} is no kv socket", self.path.display()))),
         };
         socket.set_read_timeout(None).map_err(unreachable)?;
+        self.sum_of.get_or_init(|| SumOf::new(&layout, memory.num_ranks()));
         let socket = Arc::new(socket);
         // Before the thread: it looks for the link.
         let mut slot = self.link();

@@ -7,7 +7,7 @@ use baton_kv_cache::{BlockStorage, DeviceMemory, DividedMemory, KvLayout, KvShar
 
 use super::wire::HANDLE_BYTES;
 use crate::{
-    checksum::{self, Hasher, checksum},
+    checksum::{self, Hasher},
     cuda::{self, Device, DeviceCopies},
     message::{Piece, PieceWrite},
     ranks::RankPair,
@@ -18,6 +18,7 @@ use crate::{
 pub(super) struct Target {
     memory: Memory,
     num_blocks: usize,
+    num_ranks: usize,
     hasher: Hasher,
 }
 
@@ -49,7 +50,8 @@ struct Way {
 impl Target {
     /// Memory of the host.
     pub(super) fn mapped(blocks: BlockStorage) -> Target {
-        Target { num_blocks: blocks.num_blocks(), memory: Memory::Mapped(blocks), hasher: Hasher::default() }
+        let num_blocks = blocks.num_blocks();
+        Target { memory: Memory::Mapped(blocks), num_blocks, num_ranks: 1, hasher: Hasher::default() }
     }
 
     /// Memory of devices, a rank's each, which those of this side's pool reach, or the first one if that is in host memory.
@@ -85,11 +87,16 @@ impl Target {
             let memory = Box::new(divided.map_err(io::Error::other)?);
             Memory::Stored(BlockStorage::on_device(memory, layout, num_blocks))
         };
-        Ok(Target { memory, num_blocks, hasher: Hasher::default() })
+        Ok(Target { memory, num_blocks, num_ranks: handles.len(), hasher: Hasher::default() })
     }
 
     pub(super) fn num_blocks(&self) -> usize {
         self.num_blocks
+    }
+
+    /// On which they lie.
+    pub(super) fn num_ranks(&self) -> usize {
+        self.num_ranks
     }
 
     pub(super) fn is_on_devices(&self) -> bool {
@@ -125,7 +132,7 @@ impl Target {
             Memory::Stored(blocks) => unsafe {
                 write_each(route, pieces, staging, |bytes, piece| {
                     blocks.store(piece.dst, piece.layer_idx as usize, bytes)?;
-                    Ok(checksum(bytes, route.generation()))
+                    Ok(route.checksum(bytes))
                 })
             },
         };
@@ -185,7 +192,7 @@ impl Copies {
         }
         let sources: Vec<_> = pieces.iter().map(PieceWrite::source).collect();
         // SAFETY: as above.
-        let sums = unsafe { hasher.checksums(own, &sources, route.generation()) };
+        let sums = unsafe { hasher.checksums(own, &sources, route.generation(), route.sum_of()) };
         for source in &self.sources {
             source.finish().map_err(io::Error::other)?;
         }

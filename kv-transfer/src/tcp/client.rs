@@ -8,7 +8,7 @@ use std::{
     io,
     net::{Shutdown, TcpStream, ToSocketAddrs},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
     thread::{self, JoinHandle},
@@ -26,6 +26,7 @@ use super::{
     wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome},
 };
 use crate::{
+    checksum::SumOf,
     error::{PushError, RouteError},
     message::{Pass, Piece, TransportKind},
     sender::{Active, Frame, Job, Jobs, Open, Peer, RouteState, SenderContext, Staging},
@@ -47,6 +48,8 @@ struct Shared {
     num_connected: AtomicUsize,
     /// Of every lane, to be shut down at the end.
     sockets: Mutex<Vec<Arc<TcpStream>>>,
+    /// As the peer has said in its first welcome: it is the same pool in all.
+    sum_of: OnceLock<SumOf>,
 }
 
 impl TcpPeer {
@@ -59,6 +62,7 @@ impl TcpPeer {
             jobs: Jobs::default(),
             num_connected: AtomicUsize::new(0),
             sockets: Mutex::default(),
+            sum_of: OnceLock::new(),
         });
         TcpPeer { shared, lanes: Mutex::default() }
     }
@@ -91,6 +95,10 @@ impl Peer for TcpPeer {
 
     fn is_cold(&self) -> bool {
         self.shared.num_connected.load(Ordering::SeqCst) == 0
+    }
+
+    fn sum_of(&self) -> SumOf {
+        *self.shared.sum_of.get().expect("connected")
     }
 }
 
@@ -193,11 +201,13 @@ impl Connection {
         writer.send(&hello.encode()).map_err(unreachable)?;
         let mut bytes = [0; wire::WELCOME_BYTES];
         reader.receive_until(&mut bytes, deadline).map_err(unreachable)?;
-        match Welcome::decode(&bytes) {
-            Some(Welcome::Accepted) => {}
+        let sum_of = match Welcome::decode(&bytes) {
+            Some(Welcome::Accepted) => SumOf::Pieces,
+            Some(Welcome::AcceptedForHeads) => SumOf::Heads(layout.head_bytes()),
             Some(Welcome::Refused) => return Err(RouteError::OtherIncarnation(shared.address.clone())),
             None => return Err(RouteError::Unreachable(format!("{} is no kv data port", shared.address))),
-        }
+        };
+        shared.sum_of.get_or_init(|| sum_of);
 
         let flight = Arc::new(Mutex::new(Flight::new()));
         let acks = thread::Builder::new()

@@ -17,6 +17,7 @@ use super::{
     wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome},
 };
 use crate::{
+    checksum::SumOf,
     counters::TransportCounters,
     message::{TransportKind, TransportOffer},
     receiver::{Acceptor, Admission, Claim, Grants, LiveGrant, ReceiverConfig, Service, listen},
@@ -126,7 +127,7 @@ impl Receiving {
         };
         let welcome = self.greet(&mut channel, admission, deadline)?;
         channel.writer.send(&welcome.encode())?;
-        if welcome != Welcome::Accepted {
+        if welcome == Welcome::Refused {
             return Err(invalid("it shows no pass of a grant that is its own"));
         }
         let Channel { reader, writer, peer: identity } = channel;
@@ -141,14 +142,21 @@ impl Receiving {
         let mut bytes = [0; wire::HELLO_BYTES];
         channel.reader.receive_until(&mut bytes, deadline)?;
         let hello = Hello::decode(&bytes).ok_or_else(|| invalid("not a kv data peer"))?;
-        let layout = self.grants.storage().layout();
+        let storage = self.grants.storage();
+        let layout = storage.layout();
         let shape = (layout.layer_bytes() as u64, layout.num_layers as u32);
         let is_sound = hello.version == wire::VERSION
             && hello.pool == self.grants.pool()
             && (hello.layer_bytes, hello.num_layers) == shape
             && self.grants.admit(&hello.pass, channel.peer).is_some()
             && admission.admit();
-        Ok(if is_sound { Welcome::Accepted } else { Welcome::Refused })
+        if !is_sound {
+            return Ok(Welcome::Refused);
+        }
+        Ok(match SumOf::new(layout, storage.num_ranks()) {
+            SumOf::Pieces => Welcome::Accepted,
+            SumOf::Heads(_) => Welcome::AcceptedForHeads,
+        })
     }
 }
 

@@ -45,6 +45,8 @@ pub(super) enum Welcome {
     Accepted,
     /// Whatever the reason: whoever should not be here learns no more.
     Refused,
+    /// Accepted, and the checksums are [of heads](crate::checksum::SumOf).
+    AcceptedForHeads,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,7 +102,7 @@ impl Hello {
 }
 
 impl Welcome {
-    const ALL: [Welcome; 2] = [Welcome::Accepted, Welcome::Refused];
+    const ALL: [Welcome; 3] = [Welcome::Accepted, Welcome::Refused, Welcome::AcceptedForHeads];
 
     pub(super) fn encode(self) -> [u8; WELCOME_BYTES] {
         let mut bytes = [0; WELCOME_BYTES];
