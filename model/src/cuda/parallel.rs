@@ -25,8 +25,7 @@ pub(crate) fn start_ranks<D: Device + 'static>(
     let start = |(mut device, model): (D, LoadedModel), progress: &mut dyn FnMut(LoadProgress)| {
         let (rank, name) = (model.shard().rank(), device.name().to_owned());
         let joined = join(&mut device, rank).map_err(StartError::from);
-        let started = joined.and_then(|()| DeviceExecutor::new(device, model, limits, progress));
-        started.map_err(|source| (rank, name, source))
+        (rank, name, joined.and_then(|()| DeviceExecutor::new(device, model, limits, progress)))
     };
     let mut ranks = ranks.into_iter();
     let first = ranks.next().expect("a model has at least one part");
@@ -38,10 +37,10 @@ pub(crate) fn start_ranks<D: Device + 'static>(
         std::iter::once(first).chain(others).collect()
     });
     let (mut executors, mut failures) = (Vec::new(), Vec::new());
-    for outcome in outcomes {
-        match outcome {
+    for (rank, device, started) in outcomes {
+        match started {
             Ok(executor) => executors.push(executor),
-            Err(failure) => failures.push(failure),
+            Err(source) => failures.push((rank, device, source)),
         }
     }
     // Who misses another rank is not who began.
