@@ -110,6 +110,7 @@ impl Pass<'_> {
             cos_sin: self.buffers.cos_sin[rope_idx],
             query_norm: layer.query_norm,
             key_norm: layer.key_norm,
+            bias: layer.qkv_bias,
             layer: self.pool.add(self.layout.layer_offset(layer_idx)),
             block_bytes: self.layout.block_bytes() as u64,
             num_rows: self.inputs.num_rows as u32,

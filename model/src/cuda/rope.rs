@@ -79,7 +79,7 @@ unsafe impl Kernel for RopeTable {
     }
 }
 
-/// Norms and rotates heads of queries and keys, writes queries back, and keys and values to their blocks, rounded as
+/// Adds the projection's bias, norms and rotates heads of queries and keys, writes queries back, and keys and values to their blocks, rounded as
 /// [`KvDtype::store_vector`](baton_kv_cache::KvDtype::store_vector) does to the bit. Keys and values stay in the row as
 /// the projection made them.
 ///
@@ -97,6 +97,9 @@ pub(crate) struct StoreQkv {
     pub(crate) query_norm: Address,
     /// `[head_dim]`, f32, or null.
     pub(crate) key_norm: Address,
+    /// `[(num_heads + 2 num_kv_heads) * head_dim]`, f32, or null. Here, and not with the product: it costs no pass over the rows,
+    /// and the sum is not rounded.
+    pub(crate) bias: Address,
     /// The layer in block 0, aligned to 16 bytes.
     pub(crate) layer: Address,
     pub(crate) block_bytes: u64,
@@ -179,7 +182,13 @@ mod tests {
     }
 
     /// Runs all three.
-    fn run(rotary_dim: usize, layout: &KvLayout, qkv: &[u8], norms: Option<[&[f32]; 2]>) -> Found {
+    fn run(
+        rotary_dim: usize,
+        layout: &KvLayout,
+        qkv: &[u8],
+        norms: Option<[&[f32]; 2]>,
+        bias: Option<&[f32]>,
+    ) -> Found {
         let mut emulator = Emulator::new(source(rotary_dim, layout));
         let [positions, sequence_of] = [ROWS.map(|row| row.0), ROWS.map(|row| row.1)];
         let (tables, max_blocks) = block_tables(layout.block_size);
@@ -216,6 +225,7 @@ mod tests {
             cos_sin: table,
             query_norm,
             key_norm,
+            bias: bias.map_or(Address::NULL, |bias| emulator.buffer(bytemuck::cast_slice(bias))),
             layer: storage.add(layout.layer_offset(LAYER_IDX)),
             block_bytes: layout.block_bytes() as u64,
             num_rows: ROWS.len() as u32,
@@ -303,6 +313,11 @@ mod tests {
             .collect()
     }
 
+    /// Of each row what begins it.
+    fn heads(rows: &[f32], width: usize, len: usize) -> Vec<f32> {
+        rows.chunks_exact(width).flat_map(|row| &row[..len]).copied().collect()
+    }
+
     #[test]
     fn rotated_heads_are_stored_to_the_bit() {
         let cases = [
@@ -321,11 +336,22 @@ mod tests {
             values[..head_dim].fill(0.0);
             values[head_dim + 3] = f32::NEG_INFINITY;
             let (bytes, qkv) = bf16(&qkv);
-            let (queries, storage) = reference(rotary_dim, &layout, &qkv, None);
-            let found = run(rotary_dim, &layout, &bytes, None);
-            let what = format!("{layout:?}, {rotary_dim}");
-            assert!(found.memory.of(found.storage) == storage, "{what}");
-            assert_eq!(found.memory.of(found.kernel.qkv), bf16(&queries).0, "{what}");
+            let width = (NUM_HEADS + 4) * head_dim;
+            let bias = noise(3, width);
+            for bias in [None, Some(&bias[..])] {
+                let mut summed = qkv.clone();
+                for (row, (_, sequence)) in summed.chunks_exact_mut(width).zip(ROWS) {
+                    let bias = bias.filter(|_| sequence != NONE).unwrap_or_default();
+                    row.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
+                }
+                let (queries, storage) = reference(rotary_dim, &layout, &summed, None);
+                let found = run(rotary_dim, &layout, &bytes, None, bias);
+                let what = format!("{layout:?}, {rotary_dim}, bias: {}", bias.is_some());
+                assert!(found.memory.of(found.storage) == storage, "{what}");
+                let queries = heads(&queries, width, NUM_HEADS * head_dim);
+                let found = heads(&widened(found.memory.of(found.kernel.qkv)), width, NUM_HEADS * head_dim);
+                assert_eq!(bf16(&found).0, bf16(&queries).0, "{what}");
+            }
         }
     }
 
@@ -337,7 +363,7 @@ mod tests {
         let weights = [1, 2].map(|seed| noise(seed, head_dim));
         let norms = Some([&weights[0][..], &weights[1]]);
         let (queries, storage) = reference(rotary_dim, &layout, &qkv, norms);
-        let found = run(rotary_dim, &layout, &bytes, norms);
+        let found = run(rotary_dim, &layout, &bytes, norms, None);
         // Half a unit in the last place of bf16; sums of f32 in another order, of differences that may cancel.
         assert_close(&widened(found.memory.of(found.kernel.qkv)), &queries, 1.0 / 256.0, 2e-6);
         let finite = |numbers: Vec<f32>| {
@@ -350,7 +376,7 @@ mod tests {
     #[test]
     fn cosines_and_sines_are_those_of_the_processors_pass() {
         let (rotary_dim, layout) = (128, layout(KvDtype::Bf16, 128, 16));
-        let found = run(rotary_dim, &layout, &bf16(&rows(&layout)).0, None);
+        let found = run(rotary_dim, &layout, &bf16(&rows(&layout)).0, None, None);
         let frequencies = frequencies(rotary_dim);
         let expected: Vec<f32> = ROWS
             .iter()

@@ -78,8 +78,10 @@ pub(crate) struct DeviceRope {
 #[derive(Debug)]
 pub(crate) struct DeviceLayer {
     pub(crate) attention_norm: Address,
+    /// Without its bias, which is added where its heads are stored.
     pub(crate) qkv: DeviceLinear,
     /// Null where there is none; so the others.
+    pub(crate) qkv_bias: Address,
     pub(crate) query_norm: Address,
     pub(crate) key_norm: Address,
     pub(crate) output: DeviceLinear,
@@ -240,9 +242,11 @@ struct Uploader<'a, D> {
 
 impl<D: Device> Uploader<'_, D> {
     fn layer(&mut self, layer: &LayerWeights) -> Result<DeviceLayer, CudaError> {
+        let qkv = self.linear(&layer.qkv)?;
         Ok(DeviceLayer {
             attention_norm: self.vector(&layer.attention_norm)?,
-            qkv: self.linear(&layer.qkv)?,
+            qkv_bias: qkv.bias,
+            qkv: DeviceLinear { bias: Address::NULL, ..qkv },
             query_norm: self.optional(layer.query_norm.as_ref())?,
             key_norm: self.optional(layer.key_norm.as_ref())?,
             output: self.linear(&layer.output)?,

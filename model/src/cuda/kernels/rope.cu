@@ -118,6 +118,8 @@ struct StoreQkv {
     // [HEAD_DIM], of norms of query and key heads; null if there are none.
     const float* query_norm;
     const float* key_norm;
+    // [(num_heads + 2 num_kv_heads) * HEAD_DIM], of the projection; null if there is none.
+    const float* bias;
     // The layer in block 0.
     u8* layer;
     u64 block_bytes;
@@ -130,8 +132,8 @@ struct StoreQkv {
     u32 lanes;
 };
 
-// Norms and rotates query and key heads, writes queries back and keys and values to their blocks. A few lanes a head:
-// of 128 elements eight, with sixteen each.
+// Adds the bias, norms and rotates query and key heads, writes queries back and keys and values to their blocks. A few
+// lanes a head: of 128 elements eight, with sixteen each.
 // Reads the row (2 bytes an element) and its cosines and sines, writes queries (2) and KV (1 to 4); bound by memory.
 KERNEL(store_qkv, StoreQkv, 128) {
     using namespace rope;
@@ -154,6 +156,15 @@ KERNEL(store_qkv, StoreQkv, 128) {
         if (!is_wanted || pair >= PAIRS) continue;
         load(from + first_of(pair), x[i][0]);
         if (second_of(pair) < HEAD_DIM) load(from + second_of(pair), x[i][1]);
+        if (!p.bias) continue;
+        const float* bias = p.bias + u64(head) * HEAD_DIM;
+        float more[CHUNK];
+        load(bias + first_of(pair), more);
+        for (u32 k = 0; k < CHUNK; ++k) x[i][0][k] += more[k];
+        if (second_of(pair) < HEAD_DIM) {
+            load(bias + second_of(pair), more);
+            for (u32 k = 0; k < CHUNK; ++k) x[i][1][k] += more[k];
+        }
     }
     const float* norm = is_value ? nullptr : is_query ? p.query_norm : p.key_norm;
     float squares = 0.0f;

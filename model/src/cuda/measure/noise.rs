@@ -74,6 +74,7 @@ pub(crate) fn random_weights<D: Timed>(
         Ok(DeviceLayer {
             attention_norm: norm,
             qkv: linear(device, spec.query_width() + 2 * spec.kv_width(), hidden)?,
+            qkv_bias: Address::NULL,
             query_norm: Address::NULL,
             key_norm: Address::NULL,
             output: linear(device, hidden, spec.query_width())?,
