@@ -142,7 +142,8 @@ const SANITIZED: [&str; 11] = [
 ];
 
 /// Tests of transports that use a device where there is one.
-const TRANSFERS: [&str; 3] = ["shm::devices::", "nccl::cuda_tests::", "cuda::"];
+const TRANSFERS: [&str; 4] =
+    ["shm::devices::", "nccl::cuda_tests::", "cuda::", "rdma::devices::blocks_go_between_a_gpu"];
 
 impl Bench {
     fn new(root: PathBuf, programs: Programs, device: u32) -> Result<Bench> {

@@ -173,6 +173,8 @@ impl Drop for Agent {
             return;
         }
         let api = self.engine.nixl.api();
+        // Another rank's agent may have been used last by this thread. A device that fails has nothing registered.
+        let _ = self.bind();
         // SAFETY: the list was made by `new` and is not used after this. A failure is logged by NIXL, and means
         // that nothing was registered; whatever was goes with the engine.
         unsafe {
