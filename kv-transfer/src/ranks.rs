@@ -8,10 +8,12 @@
 //! Pieces are the same on both sides but for that; between equal ranks a piece of theirs is one span. Every replica of a
 //! head is written, and of those at the source they read in turn.
 
+use std::ops::RangeInclusive;
+
 use baton_kv_cache::{KvLayout, KvMapping, KvShard, ShardError, mapping::Extent};
 
-/// Of one side: a peer's word must not make this one register or open memory any number of times.
-pub(crate) const MAX_RANKS: u32 = 64;
+/// How many ranks a peer may say that it has: its word must not make this side register or open memory any number of times.
+pub(crate) const NUM_RANKS: RangeInclusive<u32> = 1..=64;
 
 /// Two ranks that share heads.
 #[derive(Clone, Debug, PartialEq, Eq)]

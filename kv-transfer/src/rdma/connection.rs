@@ -9,12 +9,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_kv_cache::{KvLayout, KvShard};
+use baton_kv_cache::{BlockStorage, KvLayout, KvShard};
 use tracing::{info, warn};
 
 use super::{
     client::{GONE, Link, Shared},
-    nixl::{Agent, NixlError, RemoteAgent, Transfer},
+    nixl::{Agent, Nixl, NixlError, RemoteAgent, Transfer},
     staging::Staging,
     wire::{MESSAGE_BYTES, Message, RankMemory},
 };
@@ -53,6 +53,26 @@ pub(super) struct Connection {
     listener: JoinHandle<()>,
 }
 
+/// A pool, as its welcome has described it.
+struct PeerPool {
+    num_blocks: u64,
+    ranks: Vec<PeerRank>,
+}
+
+/// What one rank has of it.
+struct PeerRank {
+    memory: RankMemory,
+    layout: KvLayout,
+    metadata: Vec<u8>,
+}
+
+/// Why there is no welcome.
+enum Rejected {
+    /// The peer does not want this side.
+    Refused,
+    Failed(io::Error),
+}
+
 /// What is written from one rank's memory, or from where pieces are put together, into that of a rank of the peer.
 struct Way {
     pair: RankPair,
@@ -85,7 +105,6 @@ struct Flight {
 impl Connection {
     pub(super) fn open(shared: &Arc<Shared>, pass: Pass) -> Result<Connection, RouteError> {
         let unreachable = |error: io::Error| RouteError::Unreachable(format!("{}: {error}", shared.address));
-        let nixl_failed = |error| unreachable(io::Error::other(error));
         let config = &shared.context.config;
         let storage = &shared.context.storage;
         let socket = connect(&shared.address, config.connect_timeout).map_err(unreachable)?;
@@ -99,49 +118,18 @@ impl Connection {
             pass,
         };
         socket::send_at_once(&socket, &hello.encode()).map_err(unreachable)?;
-        // The peer registers its memory before it answers, which takes longer than a greeting.
-        let timeout = config.connect_timeout.max(config.io_timeout);
-        let (num_blocks, num_ranks) = match receive_within(&socket, timeout).map_err(unreachable)? {
-            Some(Message::Welcome { num_blocks, num_ranks }) => (num_blocks, num_ranks as usize),
-            Some(Message::Word(Word::Refused)) => {
-                return Err(RouteError::OtherIncarnation(shared.address.clone()));
-            }
-            _ => return Err(RouteError::Unreachable(format!("{} is no rdma control port", shared.address))),
-        };
+        let peer = PeerPool::receive(shared, &socket).map_err(|error| match error {
+            Rejected::Refused => RouteError::OtherIncarnation(shared.address.clone()),
+            Rejected::Failed(error) => unreachable(error),
+        })?;
         let staging = match layout == *storage.layout() {
             true => None,
             false => Some(Staging::new(&layout, config.frame_bytes).map_err(unreachable)?),
         };
         let source = staging.as_ref().map_or(storage, |staging| &staging.memory);
-        let pairs = RankPair::all(&layout, source.num_ranks(), num_ranks);
-        let pairs = pairs.map_err(|error| unreachable(io::Error::other(error)))?;
-        let mut peers = Vec::with_capacity(num_ranks);
-        for rank in 0..num_ranks {
-            let layout = *KvShard::new(&layout, num_ranks, rank).expect("of a pair").layout();
-            let memory = match receive_within(&socket, timeout).map_err(unreachable)? {
-                Some(Message::RankMemory(memory)) if memory.can_hold(num_blocks, layout.block_bytes()) => {
-                    memory
-                }
-                _ => return Err(unreachable(malformed())),
-            };
-            let mut metadata = vec![0; memory.metadata_bytes as usize];
-            socket::receive_exact(&socket, &mut metadata, timeout).map_err(unreachable)?;
-            peers.push((memory, layout, metadata));
-        }
-        let agent_of = |rank| {
-            Agent::new(&shared.nixl, &format!("prefill-{rank}"), Arc::clone(source), rank).map(Arc::new)
-        };
-        let agents: Result<Vec<_>, NixlError> = (0..source.num_ranks()).map(agent_of).collect();
-        let agents = agents.map_err(nixl_failed)?;
-        let way = |pair: RankPair| {
-            let (agent, (target, layout, metadata)) = (Arc::clone(&agents[pair.source]), &peers[pair.target]);
-            let remote = agent.connect(metadata)?;
-            Ok(Way { pair, agent, remote, target: *target, layout: *layout })
-        };
-        let ways: Result<Vec<_>, NixlError> = pairs.into_iter().map(way).collect();
-        let ways = ways.map_err(nixl_failed)?;
+        let ways = peer.ways(&shared.nixl, &layout, source).map_err(unreachable)?;
 
-        shared.sum_of.get_or_init(|| SumOf::new(&layout, num_ranks));
+        shared.sum_of.get_or_init(|| SumOf::new(&layout, peer.ranks.len()));
         let socket = Arc::new(socket);
         // Before the thread: it looks for the link.
         *shared.link() = Some(Link { socket: Arc::clone(&socket), grants: OpenGrants::default() });
@@ -158,7 +146,7 @@ impl Connection {
             shared: Arc::clone(shared),
             socket,
             ways,
-            num_blocks,
+            num_blocks: peer.num_blocks,
             flights: Vec::with_capacity(MAX_FLIGHTS),
             staging,
             hasher: Hasher::default(),
@@ -332,6 +320,58 @@ impl Connection {
         }
         // A panic there has been reported by the panic hook.
         let _ = listener.join();
+    }
+}
+
+impl PeerPool {
+    /// Reads the welcome.
+    fn receive(shared: &Shared, socket: &TcpStream) -> Result<PeerPool, Rejected> {
+        let invalid = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
+        // The peer registers its memory before it answers, which takes longer than a greeting.
+        let config = &shared.context.config;
+        let timeout = config.connect_timeout.max(config.io_timeout);
+        let (num_blocks, num_ranks) = match receive_within(socket, timeout)? {
+            Some(Message::Welcome { num_blocks, num_ranks }) => (num_blocks, num_ranks as usize),
+            Some(Message::Word(Word::Refused)) => return Err(Rejected::Refused),
+            _ => return Err(invalid("no rdma control port".into()).into()),
+        };
+        let rank = |rank| {
+            let shard = KvShard::new(&shared.layout, num_ranks, rank);
+            let layout = *shard.map_err(|error| invalid(error.to_string()))?.layout();
+            let memory = match receive_within(socket, timeout)? {
+                Some(Message::RankMemory(memory)) => memory,
+                _ => return Err(malformed()),
+            };
+            if !memory.can_hold(num_blocks, layout.block_bytes()) {
+                return Err(invalid(format!("{num_blocks} blocks at {:#x}", memory.base)));
+            }
+            let mut metadata = vec![0; memory.metadata_bytes as usize];
+            socket::receive_exact(socket, &mut metadata, timeout)?;
+            Ok(PeerRank { memory, layout, metadata })
+        };
+        let ranks = (0..num_ranks).map(rank).collect::<io::Result<_>>()?;
+        Ok(PeerPool { num_blocks, ranks })
+    }
+
+    /// Registers `source` and connects to the ranks that share heads with it; all pieces are arranged as `whole`.
+    fn ways(&self, nixl: &Nixl, whole: &KvLayout, source: &Arc<BlockStorage>) -> io::Result<Vec<Way>> {
+        let pairs = RankPair::all(whole, source.num_ranks(), self.ranks.len()).map_err(io::Error::other)?;
+        let agent =
+            |rank| Agent::new(nixl, &format!("prefill-{rank}"), Arc::clone(source), rank).map(Arc::new);
+        let agents: Result<Vec<_>, NixlError> = (0..source.num_ranks()).map(agent).collect();
+        let agents = agents.map_err(io::Error::other)?;
+        let way = |pair: RankPair| {
+            let (agent, target) = (Arc::clone(&agents[pair.source]), &self.ranks[pair.target]);
+            let remote = agent.connect(&target.metadata).map_err(io::Error::other)?;
+            Ok(Way { pair, agent, remote, target: target.memory, layout: target.layout })
+        };
+        pairs.into_iter().map(way).collect()
+    }
+}
+
+impl From<io::Error> for Rejected {
+    fn from(error: io::Error) -> Rejected {
+        Rejected::Failed(error)
     }
 }
 

@@ -8,7 +8,7 @@
 use super::nixl::{MAX_METADATA_BYTES, Memory};
 use crate::{
     message::{Generation, Pass, Token},
-    ranks::MAX_RANKS,
+    ranks::NUM_RANKS,
     word::Word,
 };
 
@@ -84,7 +84,7 @@ impl Message {
         let pass = Pass { generation: Generation(u64_at(48)), token };
         Some(match u32_at(8) {
             1 => Message::Hello { pool: b, num_layers: a, layer_bytes: c, block_bytes: d, pass },
-            2 if a <= MAX_RANKS => Message::Welcome { num_blocks: b, num_ranks: a },
+            2 if NUM_RANKS.contains(&a) => Message::Welcome { num_blocks: b, num_ranks: a },
             2 => return None,
             10 => {
                 let memory = Memory::from_code(a, u32::try_from(c).ok()?)?;
@@ -122,8 +122,10 @@ mod tests {
 
     #[test]
     fn pools_that_cannot_be_are_refused() {
-        let too_many = Message::Welcome { num_blocks: 10, num_ranks: MAX_RANKS + 1 };
-        assert_eq!(Message::decode(&too_many.encode()), None);
+        for num_ranks in [0, NUM_RANKS.end() + 1] {
+            let welcome = Message::Welcome { num_blocks: 10, num_ranks };
+            assert_eq!(Message::decode(&welcome.encode()), None);
+        }
         let too_long = RankMemory { metadata_bytes: MAX_METADATA_BYTES as u32 + 1, ..MEMORY };
         assert_eq!(Message::decode(&Message::RankMemory(too_long).encode()), None);
         let mut other_memory = Message::RankMemory(MEMORY).encode();

@@ -13,7 +13,7 @@ use std::{
     },
 };
 
-use crate::{message::Token, ranks::MAX_RANKS, word::Word};
+use crate::{message::Token, ranks::NUM_RANKS, word::Word};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BKVshm03");
 pub(super) const MESSAGE_BYTES: usize = 40;
@@ -68,7 +68,7 @@ impl Message {
         Some(match u32_at(0) {
             1 => Message::Hello { pool: u64_at(8), layer_bytes: u64_at(16), num_layers: u32_at(4) },
             2 => Message::Welcome { num_blocks: u64_at(8) },
-            10 if u32_at(4) <= MAX_RANKS => {
+            10 if NUM_RANKS.contains(&u32_at(4)) => {
                 Message::WelcomeToDevices { num_blocks: u64_at(8), num_ranks: u32_at(4) }
             }
             10 => return None,
@@ -201,6 +201,14 @@ mod tests {
         }
         drop(ours);
         assert!(receive(&theirs).unwrap().is_none());
+    }
+
+    #[test]
+    fn pools_on_no_device_and_on_too_many_are_none() {
+        for num_ranks in [0, NUM_RANKS.end() + 1] {
+            let welcome = Message::WelcomeToDevices { num_blocks: 10, num_ranks };
+            assert_eq!(Message::decode(&welcome.encode()), None);
+        }
     }
 
     #[test]
