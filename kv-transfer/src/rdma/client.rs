@@ -23,7 +23,9 @@ use super::{
 use crate::{
     checksum::SumOf,
     error::RouteError,
-    sender::{Frame, Job, JobThread, Jobs, Open, OpenGrants, Pace, Peer, RouteState, SenderContext},
+    sender::{
+        Frame, Job, JobThread, Jobs, MAX_LOSSES, Open, OpenGrants, Pace, Peer, RouteState, SenderContext,
+    },
     tcp::socket,
     word::Word,
 };
@@ -195,7 +197,7 @@ impl Shared {
                 let word = link.grants.wait(Job::Open(open));
                 link.say(word);
             }
-            None => open.fail(RouteError::Unreachable(GONE.into())),
+            None => self.jobs.open_again(open, MAX_LOSSES, GONE),
         }
     }
 }

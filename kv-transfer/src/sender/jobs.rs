@@ -20,12 +20,14 @@ use crate::{
 pub(crate) struct Open {
     pub(crate) pass: Pass,
     answer: oneshot::Sender<Result<(), RouteError>>,
+    /// Connections that were lost with it.
+    num_losses: usize,
 }
 
 impl Open {
     pub(super) fn new(pass: Pass) -> (Open, oneshot::Receiver<Result<(), RouteError>>) {
         let (answer, opened) = oneshot::channel();
-        (Open { pass, answer }, opened)
+        (Open { pass, answer, num_losses: 0 }, opened)
     }
 
     /// The peer may be written to. `false`: nobody waits for that any more, so nobody will close it.
@@ -119,6 +121,19 @@ impl Jobs {
         if let Err(frame) = refused {
             frame.fail(PushError::Lost(why.to_owned()));
         }
+    }
+
+    /// Before all others, on the next connection; or it fails, if it was lost too often, or the jobs are closed.
+    pub(crate) fn open_again(&self, mut open: Open, max_losses: usize, why: &str) {
+        open.num_losses += 1;
+        let mut queue = self.queue();
+        if queue.is_closed || open.num_losses > max_losses {
+            drop(queue);
+            return open.fail(RouteError::Unreachable(why.to_owned()));
+        }
+        queue.opens.push_front(open);
+        drop(queue);
+        self.more.notify_one();
     }
 
     /// Waits for the next one; `None` when the jobs are closed.

@@ -16,8 +16,8 @@ use crate::{
     word::Word,
 };
 
-/// Times that a frame may be on a connection that breaks: it is written once more, as nothing of a grant that stands is
-/// harmed by the same bytes again.
+/// Times that something may be on a connection that breaks. It is tried once more: a connection may have broken long before,
+/// unnoticed while nothing was said, and nothing of a grant that stands is harmed by the same bytes again.
 pub(crate) const MAX_LOSSES: usize = 1;
 
 /// See above.
@@ -115,7 +115,7 @@ impl OpenGrants {
     pub(crate) fn lost(self, jobs: &Jobs, why: &str) {
         for job in self.opening.into_values().flatten() {
             match job {
-                Job::Open(open) => open.fail(RouteError::Unreachable(why.to_owned())),
+                Job::Open(open) => jobs.open_again(open, MAX_LOSSES, why),
                 Job::Frame(frame) => jobs.retry(frame, MAX_LOSSES, why),
             }
         }
@@ -208,21 +208,37 @@ mod tests {
     #[test]
     fn what_waits_is_answered_whatever_the_peer_says() {
         let revoked = || RouteError::Unreachable("the grant is revoked".into());
-        for (word, answer, error) in [
-            (Some(Word::Unknown(ONE)), None, revoked()),
-            (Some(Word::Revoke(ONE)), Some(Word::Close(ONE)), revoked()),
-            (None, None, RouteError::Unreachable("gone".into())),
-        ] {
+        for (word, answer) in [(Word::Unknown(ONE), None), (Word::Revoke(ONE), Some(Word::Close(ONE)))] {
             let mut grants = OpenGrants::default();
             let (job, mut opened) = open();
             assert_eq!(grants.wait(job), Some(Word::Open(some_pass(ONE.0))));
-            match word {
-                Some(word) => assert_eq!(grants.hear(word, &Jobs::default()), Ok(answer)),
-                None => grants.lost(&Jobs::default(), "gone"),
-            }
-            assert_eq!(opened.try_recv(), Ok(Err(error)));
+            assert_eq!(grants.hear(word, &Jobs::default()), Ok(answer));
+            assert_eq!(opened.try_recv(), Ok(Err(revoked())));
         }
         let nonsense = Word::Open(some_pass(ONE.0));
         assert_eq!(OpenGrants::default().hear(nonsense, &Jobs::default()), Err(nonsense));
+    }
+
+    #[test]
+    fn what_waits_on_a_lost_connection_is_asked_once_more() {
+        let jobs = Jobs::default();
+        let (mut job, mut opened) = open();
+        for _ in 0..MAX_LOSSES {
+            let mut grants = OpenGrants::default();
+            assert_eq!(grants.wait(job), Some(Word::Open(some_pass(ONE.0))));
+            grants.lost(&jobs, "gone");
+            job = jobs.next().unwrap();
+            assert!(opened.try_recv().is_err(), "not answered yet");
+        }
+        let mut grants = OpenGrants::default();
+        assert_eq!(grants.wait(job), Some(Word::Open(some_pass(ONE.0))));
+        grants.lost(&jobs, "gone");
+        assert_eq!(opened.try_recv(), Ok(Err(RouteError::Unreachable("gone".into()))));
+        let (job, mut opened) = open();
+        let mut grants = OpenGrants::default();
+        assert_eq!(grants.wait(job), Some(Word::Open(some_pass(ONE.0))));
+        jobs.close();
+        grants.lost(&jobs, "gone");
+        assert_eq!(opened.try_recv(), Ok(Err(RouteError::Unreachable("gone".into()))), "there is no other");
     }
 }
