@@ -107,12 +107,17 @@ async fn steps_without_drafts_are_launched_ahead_all_the_same() {
     assert!((250..299).contains(&num(&num_ahead)), "{} of 300 steps", num(&num_ahead));
     engine.check_whole().await;
 
-    // As many sequences as a step with drafts may have tokens.
+    // As many sequences as a step with drafts may have tokens. None has ended when the last one comes.
     let config = EngineConfig { max_running: MAX_STEP_TOKENS, num_blocks: 2048, ..config() };
-    let (engine, num_ahead) = drawing(model, Some(drawing_draft(model).0), config, |_| Ok(()));
+    let (let_go, gate) = mpsc::channel::<()>();
+    let (engine, num_ahead) = drawing(model, Some(drawing_draft(model).0), config, move |_| {
+        let _ = gate.recv();
+        Ok(())
+    });
     let streams: Vec<_> = (0..MAX_STEP_TOKENS as u32)
         .map(|idx| engine.generate(request(&[idx], 40)).expect("accepted"))
         .collect();
+    drop(let_go);
     for (idx, stream) in (0..).zip(streams) {
         assert_eq!(collect(stream).await.tokens, model.greedy(&[idx], 40));
     }
