@@ -23,9 +23,7 @@ use super::{
 use crate::{
     checksum::SumOf,
     error::RouteError,
-    sender::{
-        Frame, Job, JobThread, Jobs, MAX_LOSSES, Open, OpenGrants, Pace, Peer, RouteState, SenderContext,
-    },
+    sender::{Frame, Job, JobThread, Jobs, Open, OpenGrants, Pace, Peer, RouteState, SenderContext},
     tcp::socket,
     word::Word,
 };
@@ -197,7 +195,7 @@ impl Shared {
                 let word = link.grants.wait(Job::Open(open));
                 link.say(word);
             }
-            None => self.jobs.open_again(open, MAX_LOSSES, GONE),
+            None => self.jobs.open_again(open, GONE),
         }
     }
 }

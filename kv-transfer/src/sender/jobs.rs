@@ -10,7 +10,7 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use super::{Frame, RouteState};
+use super::{Frame, MAX_LOSSES, RouteState};
 use crate::{
     error::{PushError, RouteError},
     message::Pass,
@@ -124,10 +124,10 @@ impl Jobs {
     }
 
     /// Before all others, on the next connection; or it fails, if it was lost too often, or the jobs are closed.
-    pub(crate) fn open_again(&self, mut open: Open, max_losses: usize, why: &str) {
+    pub(crate) fn open_again(&self, mut open: Open, why: &str) {
         open.num_losses += 1;
         let mut queue = self.queue();
-        if queue.is_closed || open.num_losses > max_losses {
+        if queue.is_closed || open.num_losses > MAX_LOSSES {
             drop(queue);
             return open.fail(RouteError::Unreachable(why.to_owned()));
         }

@@ -115,7 +115,7 @@ impl OpenGrants {
     pub(crate) fn lost(self, jobs: &Jobs, why: &str) {
         for job in self.opening.into_values().flatten() {
             match job {
-                Job::Open(open) => jobs.open_again(open, MAX_LOSSES, why),
+                Job::Open(open) => jobs.open_again(open, why),
                 Job::Frame(frame) => jobs.retry(frame, MAX_LOSSES, why),
             }
         }
