@@ -302,14 +302,12 @@ fn each_rank_has_its_own_heads_in_blocks_of_its_own() {
                 scope.spawn(move || unsafe { rank.compute(batch, storage, &mut |_| {}) }.unwrap());
             }
         });
-        let memory = storage.device().unwrap();
         let layers = ranks.iter_mut().enumerate().map(|(idx, rank)| {
-            let layout = rank.part().layout;
-            let pool = memory.parts().get(idx).map_or_else(|| memory.address(), |part| part.address());
+            let (layout, region) = (rank.part().layout, storage.region(idx));
             let mut heads = vec![];
             for block in ids {
                 let mut layer = vec![0; layout.layer_bytes()];
-                let at = Address(pool.unwrap()).add(block.idx() * layout.block_bytes());
+                let at = Address(region.piece(block, 0));
                 // SAFETY: it lies in the pool.
                 unsafe { rank.device().download(at, &mut layer) }.unwrap();
                 heads.extend(layer.chunks(layout.head_bytes()).map(<[u8]>::to_vec));
