@@ -6,10 +6,52 @@
 //! pages in memory that is there already (`MADV_COLLAPSE`, Linux 6.1); asked about a range of which only one page is,
 //! the kernel supplies the rest in one go, and every later mapping of it takes one fault where it took 512.
 
-use std::{io, ops::Range};
+use std::{
+    io,
+    ops::Range,
+    os::fd::{AsRawFd, OwnedFd},
+    ptr::{self, NonNull},
+};
 
 /// Bytes of a huge page; mappings begin at a multiple of it.
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
+
+/// Maps the descriptor's memory at a multiple of a huge page, as only there huge pages can be mapped.
+///
+/// # Errors
+/// When the kernel refuses it.
+pub(crate) fn map(fd: &OwnedFd, size_bytes: usize) -> io::Result<NonNull<u8>> {
+    let (access, place) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+    let too_large = || io::Error::from(io::ErrorKind::OutOfMemory);
+    let reserved_bytes =
+        size_bytes.checked_next_multiple_of(HUGE_PAGE).and_then(|size| size.checked_add(HUGE_PAGE));
+    let reserved_bytes = reserved_bytes.ok_or_else(too_large)?;
+    let reserved = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: fresh mappings, the second over a part of the first that was made for it, and the rest of the first given
+    // back; results are checked.
+    unsafe {
+        let from = libc::mmap(ptr::null_mut(), reserved_bytes, libc::PROT_NONE, reserved, -1, 0);
+        if from == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let front = from.cast::<u8>().align_offset(HUGE_PAGE);
+        let base =
+            libc::mmap(from.byte_add(front), size_bytes, access, place | libc::MAP_FIXED, fd.as_raw_fd(), 0);
+        if base == libc::MAP_FAILED {
+            let error = io::Error::last_os_error();
+            libc::munmap(from, reserved_bytes);
+            return Err(error);
+        }
+        let page = libc::sysconf(libc::_SC_PAGESIZE) as usize;
+        let end = front + size_bytes.next_multiple_of(page);
+        for (start, len) in [(0, front), (end, reserved_bytes - end)] {
+            if len > 0 {
+                libc::munmap(from.byte_add(start), len);
+            }
+        }
+        Ok(NonNull::new(base.cast()).expect("the kernel does not map at 0"))
+    }
+}
 
 /// Backs a range of a mapping by huge pages, or at least by pages, where the kernel can. Contents stay as they are.
 ///

@@ -9,7 +9,7 @@ use std::{
     io,
     ops::Range,
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
-    ptr::{self, NonNull},
+    ptr::NonNull,
     sync::{MutexGuard, OnceLock, PoisonError},
 };
 
@@ -91,7 +91,7 @@ impl BlockStorage {
 
     fn map(fd: OwnedFd, layout: KvLayout, num_blocks: usize) -> io::Result<BlockStorage> {
         let size_bytes = size_bytes(&layout, num_blocks)?;
-        let base = map_aligned(&fd, size_bytes)?;
+        let base = pages::map(&fd, size_bytes)?;
         Ok(BlockStorage { memory: Memory::Host { base, fd }, layout, num_blocks, populated: OnceLock::new() })
     }
 
@@ -407,40 +407,6 @@ impl Drop for BlockStorage {
             // SAFETY: the mapping was made with this size and nothing borrowed from it is alive.
             unsafe { libc::munmap(base.as_ptr().cast(), self.size_bytes()) };
         }
-    }
-}
-
-/// Maps the descriptor's memory at a multiple of a huge page, as only there huge pages can be mapped.
-fn map_aligned(fd: &OwnedFd, size_bytes: usize) -> io::Result<NonNull<u8>> {
-    let (access, place) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
-    let too_large = || io::Error::from(io::ErrorKind::OutOfMemory);
-    let reserved_bytes =
-        size_bytes.checked_next_multiple_of(HUGE_PAGE).and_then(|size| size.checked_add(HUGE_PAGE));
-    let reserved_bytes = reserved_bytes.ok_or_else(too_large)?;
-    let reserved = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    // SAFETY: fresh mappings, the second over a part of the first that was made for it, and the rest of the first given
-    // back; results are checked.
-    unsafe {
-        let from = libc::mmap(ptr::null_mut(), reserved_bytes, libc::PROT_NONE, reserved, -1, 0);
-        if from == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let front = from.cast::<u8>().align_offset(HUGE_PAGE);
-        let base =
-            libc::mmap(from.byte_add(front), size_bytes, access, place | libc::MAP_FIXED, fd.as_raw_fd(), 0);
-        if base == libc::MAP_FAILED {
-            let error = io::Error::last_os_error();
-            libc::munmap(from, reserved_bytes);
-            return Err(error);
-        }
-        let page = libc::sysconf(libc::_SC_PAGESIZE) as usize;
-        let end = front + size_bytes.next_multiple_of(page);
-        for (start, len) in [(0, front), (end, reserved_bytes - end)] {
-            if len > 0 {
-                libc::munmap(from.byte_add(start), len);
-            }
-        }
-        Ok(NonNull::new(base.cast()).expect("the kernel does not map at 0"))
     }
 }
 
