@@ -246,7 +246,7 @@ async fn disturb(
                 if is_long { "frozen for 30 s" } else { "frozen" }
             }
             _ => {
-                wires[worker].reset();
+                wires[worker].reset().await;
                 "reset"
             }
         };

@@ -241,8 +241,12 @@ impl Cell {
                 self.tap.straighten();
                 return self.check(fault, end, tokens).await;
             }
-            Fault::ConnectionReset => self.wires[0].reset(),
-            Fault::DataReset => self.tap.data().await.iter().for_each(|wire| wire.reset()),
+            Fault::ConnectionReset => self.wires[0].reset().await,
+            Fault::DataReset => {
+                for wire in self.tap.data().await {
+                    wire.reset().await;
+                }
+            }
             Fault::Deadline => {
                 if state == State::Committed {
                     self.decode.tell("open");

@@ -30,8 +30,8 @@ struct Shared {
     target: SocketAddr,
     /// Nothing passes, as if every packet were dropped; what waits passes when it ends.
     is_dead: watch::Sender<bool>,
-    /// Grows when every connection is to be reset.
-    num_resets: watch::Sender<usize>,
+    /// Of the connections there are, each of which has a receiver until it is closed: whether they are to be reset.
+    resets: Mutex<watch::Sender<bool>>,
     flips_next: AtomicBool,
     /// Bytes, and connections, that came while nothing passed.
     num_kept: watch::Sender<usize>,
@@ -60,7 +60,7 @@ impl Wire {
         let shared = Arc::new(Shared {
             target,
             is_dead: watch::Sender::new(false),
-            num_resets: watch::Sender::new(0),
+            resets: Mutex::default(),
             flips_next: AtomicBool::new(false),
             num_kept: watch::Sender::new(0),
             sent,
@@ -80,9 +80,9 @@ impl Wire {
         num_kept.wait_for(|num| *num > 0).await.expect("the wire is there");
     }
 
-    /// Resets every connection.
-    pub(super) fn reset(&self) {
-        self.shared.num_resets.send_modify(|num| *num += 1);
+    /// Resets every connection; nothing that is sent after this has returned passes over one of them.
+    pub(super) async fn reset(&self) {
+        self.shared.reset_connections().closed().await;
     }
 
     /// Inverts a bit of the last byte that a client sends next: of a frame, that is payload.
@@ -107,7 +107,16 @@ impl Wire {
 impl Drop for Wire {
     fn drop(&mut self) {
         self.task.abort();
-        self.reset();
+        self.shared.reset_connections();
+    }
+}
+
+impl Shared {
+    /// What returns is closed when the last of them is.
+    fn reset_connections(&self) -> watch::Sender<bool> {
+        let connections = std::mem::take(&mut *self.resets.lock().expect("no panic"));
+        connections.send_replace(true);
+        connections
     }
 }
 
@@ -121,24 +130,38 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
         }
         let _ = is_dead.wait_for(|is_dead| !is_dead).await;
         let shared = Arc::clone(&shared);
-        // A target that is gone resets its client.
+        let mut reset = shared.resets.lock().expect("no panic").subscribe();
         tokio::spawn(async move {
+            // A target that is gone resets its client.
             match TcpStream::connect(shared.target).await {
-                Ok(server) => carry(&shared, client, server).await,
+                Ok(server) => carry(&shared, client, server, &mut reset).await,
                 Err(_) => drop(client.set_zero_linger()),
             }
+            // Both ends are closed.
+            drop(reset);
         });
     }
 }
 
-async fn carry(shared: &Shared, mut client: TcpStream, mut server: TcpStream) {
+/// Until both ends have no more to say, one breaks, or both are `reset`.
+async fn carry(
+    shared: &Shared,
+    mut client: TcpStream,
+    mut server: TcpStream,
+    reset: &mut watch::Receiver<bool>,
+) {
     let _ = (client.set_nodelay(true), server.set_nodelay(true));
     let idx = shared.sent.as_ref().map_or(0, |sent| {
         let mut sent = sent.lock().expect("no panic");
         sent.push(Vec::new());
         sent.len() - 1
     });
-    if exchange(shared, idx, &mut client, &mut server).await.is_err() {
+    let is_over = tokio::select! {
+        biased;
+        _ = reset.wait_for(|is_reset| *is_reset) => false,
+        exchanged = exchange(shared, idx, &mut client, &mut server) => exchanged.is_ok(),
+    };
+    if !is_over {
         let _ = (client.set_zero_linger(), server.set_zero_linger());
     }
 }
@@ -149,7 +172,7 @@ async fn exchange(
     client: &mut TcpStream,
     server: &mut TcpStream,
 ) -> io::Result<()> {
-    let (mut is_dead, mut num_resets) = (shared.is_dead.subscribe(), shared.num_resets.subscribe());
+    let mut is_dead = shared.is_dead.subscribe();
     let (mut client_read, mut client_write) = client.split();
     let (mut server_read, mut server_write) = server.split();
     let (mut up, mut down) = ([0; BUFFER_BYTES], [0; BUFFER_BYTES]);
@@ -169,8 +192,9 @@ async fn exchange(
             num_up = 0;
         }
         tokio::select! {
+            // What comes when packets are dropped does not pass because this runs late.
+            biased;
             _ = is_dead.changed() => {}
-            _ = num_resets.changed() => return Err(io::ErrorKind::ConnectionReset.into()),
             read = client_read.read(&mut up[num_up..]), if !up_ended && num_up < BUFFER_BYTES => {
                 let num_bytes = read?;
                 num_up += num_bytes;
