@@ -22,6 +22,8 @@ pub struct KernelReport {
     pub num_registers: u32,
     /// Bytes of registers that a thread keeps in memory instead.
     pub spill_bytes: u32,
+    /// Bytes of memory that a thread has besides, for arrays that registers cannot hold.
+    pub stack_bytes: u32,
     /// Static shared memory of a block.
     pub shared_bytes: u32,
 }
@@ -80,6 +82,7 @@ fn kernels(log: &str) -> Vec<KernelReport> {
                 architecture: String::new(),
                 num_registers: 0,
                 spill_bytes: 0,
+                stack_bytes: 0,
                 shared_bytes: 0,
             });
         }
@@ -88,6 +91,8 @@ fn kernels(log: &str) -> Vec<KernelReport> {
             let number = |text: &str| text.split(' ').find_map(|word| word.parse().ok()).unwrap_or(0);
             if part.ends_with("spill stores") {
                 kernel.spill_bytes = number(part);
+            } else if part.ends_with("stack frame") {
+                kernel.stack_bytes = number(part);
             } else if part.ends_with("registers") {
                 kernel.num_registers = number(part);
             } else if part.ends_with("bytes smem") {
@@ -114,5 +119,6 @@ mod tests {
             (kernel.name.as_str(), kernel.num_registers, kernel.spill_bytes, kernel.shared_bytes),
             ("add_norm", 29, 12, 128)
         );
+        assert_eq!(kernel.stack_bytes, 8);
     }
 }
