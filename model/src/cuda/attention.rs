@@ -2,8 +2,10 @@
 //!
 //! [`DecodeAttention`] and [`MergeSplits`] take sequences of few rows, [`PrefillAttention`] those of many, in one launch
 //! each for all sequences; a batch of both kinds is given to each in part, as arrays of sequences can begin anywhere.
-//! [`PlainAttention`] takes what [`has_tensor_cores`] denies the others. What a sequence gets depends on nothing but
+//! [`WgmmaAttention`] is the latter by the products that Hopper has, of KV that [`takes_wgmma`]. [`PlainAttention`] takes what [`has_tensor_cores`] denies the others. What a sequence gets depends on nothing but
 //! itself.
+
+pub(crate) mod trial;
 
 use baton_kv_cache::{KvDtype, KvLayout};
 
@@ -12,13 +14,15 @@ use super::pool;
 
 /// The kernels for heads of `layout.head_dim` elements of `layout.dtype`.
 pub(crate) fn sources(layout: &KvLayout) -> Vec<Source> {
-    let files = if has_tensor_cores(layout) {
-        &[
+    let files = if !has_tensor_cores(layout) {
+        &[("attention_plain.cu", include_str!("kernels/attention_plain.cu"))][..]
+    } else {
+        let files = &[
             ("attention_decode.cu", include_str!("kernels/attention_decode.cu")),
             ("attention_prefill.cu", include_str!("kernels/attention_prefill.cu")),
-        ][..]
-    } else {
-        &[("attention_plain.cu", include_str!("kernels/attention_plain.cu"))]
+            (WGMMA_FILE, include_str!("kernels/attention_wgmma.cu")),
+        ];
+        &files[..if takes_wgmma(layout) { 3 } else { 2 }]
     };
     let defines = vec![("HEAD_DIM", layout.head_dim as u64), ("KV_TYPE", pool::number_of(layout.dtype))];
     files.iter().map(|&(file, text)| Source { file, text, defines: defines.clone() }).collect()
@@ -48,6 +52,11 @@ pub(crate) fn has_tensor_cores(layout: &KvLayout) -> bool {
         && layout.head_dim.is_multiple_of(16)
         && layout.head_dim <= 256
         && layout.head_bytes().is_multiple_of(16)
+}
+
+/// Whether [`WgmmaAttention`] takes such KV.
+pub(crate) fn takes_wgmma(layout: &KvLayout) -> bool {
+    has_tensor_cores(layout) && layout.dtype == KvDtype::Bf16 && [64, 128].contains(&layout.head_dim)
 }
 
 /// What all of the kernels take. Keys and values of the rows are in the cache before.
@@ -195,6 +204,11 @@ pub(crate) struct PrefillAttention {
     pub(crate) num_tiles: u64,
 }
 
+/// The same, by products of warpgroups.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+pub(crate) struct WgmmaAttention(pub(crate) PrefillAttention);
+
 /// Attention of any rows, for any KV. Reads it once for each row and query head: right, not fast.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -208,6 +222,8 @@ pub(crate) struct PlainAttention {
 const DECODE_PAIRS: u32 = 16;
 /// [`DecodeAttention::min_split`]: enough that a block has more to do than to begin and to end.
 pub(crate) const MIN_SPLIT: u32 = 256;
+/// Where [`WgmmaAttention`] is.
+pub(crate) const WGMMA_FILE: &str = "attention_wgmma.cu";
 /// Positions that a tile of [`PrefillAttention`] meets at a time.
 const PREFILL_TOKENS: u32 = 32;
 
@@ -312,6 +328,18 @@ unsafe impl Kernel for PrefillAttention {
         let shared_bytes =
             prefill_pairs(a.head_dim as usize) * row + num_tiles * PREFILL_TOKENS * row + widened;
         LaunchShape { grid: [self.num_tiles as u32, a.num_kv_heads, 1], threads: 128, shared_bytes }
+    }
+}
+
+// SAFETY: as `PrefillAttention` in the file.
+unsafe impl Kernel for WgmmaAttention {
+    const NAME: &'static str = "wgmma_attention";
+
+    fn shape(&self) -> LaunchShape {
+        let PrefillAttention { attention: a, num_tiles, .. } = &self.0;
+        // Queries, two tiles of keys, two of values.
+        let shared_bytes = 5 * prefill_pairs(a.head_dim as usize) * a.head_dim * 2;
+        LaunchShape { grid: [*num_tiles as u32, a.num_kv_heads, 1], threads: 256, shared_bytes }
     }
 }
 

@@ -54,6 +54,9 @@ pub(crate) trait Device: Send {
     /// The three matrices are there, until the product is done.
     unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError>;
 
+    /// Whether its kernels can multiply by warpgroups (`kernels/warpgroup.cuh`).
+    fn has_wgmma(&self) -> bool;
+
     /// How it multiplies numbers in E4M3.
     fn fp8_products(&self) -> Fp8Products;
 

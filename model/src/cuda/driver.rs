@@ -14,6 +14,7 @@ use std::sync::Arc;
 use baton_cuda::{Allocation, CudaError, Pinned, failed};
 use cudarc::driver::{CudaEvent, CudaGraph, CudaStream, DriverError, result, sys};
 
+use super::attention::{WGMMA_FILE, trial::wgmma_works};
 use super::device::{Device, Fp8Product, Fp8Products, NUM_MARKS, NUM_RETURNS, Product};
 use super::kernel::{Address, Kernel, Source};
 use super::loaded::LoadedKernels;
@@ -44,6 +45,7 @@ pub(crate) struct DriverDevice {
     /// Unless none are asked for.
     products: Option<Products>,
     pub(super) fp8_products: Fp8Products,
+    has_wgmma: bool,
     kernels: LoadedKernels,
     marks: Vec<Option<CudaEvent>>,
     /// `None` where it computes a whole model, or has left.
@@ -104,13 +106,36 @@ impl DriverDevice {
     ) -> Result<DriverDevice, StartError> {
         let mut device = DriverDevice::without_products(ordinal, sources, cache_dir)?;
         device.products = Some(Products::new(&device.device, &device.stream)?);
-        let capability = device.device.context().compute_capability();
         // Ada is the first that multiplies E4M3.
-        if capability.map_err(|error| failed("cuDeviceGetAttribute", error))? >= (8, 9) {
+        if device.capability()? >= (8, 9) {
             device.fp8_products = device.try_fp8()?;
             tracing::info!(products = ?device.fp8_products, "products in fp8 were tried");
         }
+        if let Some(source) = sources.iter().find(|source| source.file == WGMMA_FILE && device.has_wgmma) {
+            device.has_wgmma = device.try_wgmma(source)?;
+        }
         Ok(device)
+    }
+
+    fn capability(&self) -> Result<(i32, i32), CudaError> {
+        let capability = self.device.context().compute_capability();
+        capability.map_err(|error| failed("cuDeviceGetAttribute", error))
+    }
+
+    /// Whether attention by products of warpgroups finds what it should.
+    fn try_wgmma(&mut self, source: &Source) -> Result<bool, CudaError> {
+        let head_dim = source.defines.iter().find(|(name, _)| *name == "HEAD_DIM").expect("it is defined").1;
+        let num_allocations = self.allocations.len();
+        let works = wgmma_works(self, head_dim as usize)?;
+        // All of it was waited for.
+        self.allocations.truncate(num_allocations);
+        match works {
+            true => tracing::info!("prefill attention is multiplied by warpgroups"),
+            false => tracing::error!(
+                "prefill attention by warpgroups is wrong on this device and is not used: please report this"
+            ),
+        }
+        Ok(works)
     }
 
     /// The same, for kernels alone: cuBLASLt need not be there.
@@ -130,11 +155,12 @@ impl DriverDevice {
             Ok(Staging { pinned: Pinned::new(&device, num_bytes)?, copied })
         };
         let returned = || Ok::<_, CudaError>(Returned { staging: staging(RETURNED_BYTES)?, num_bytes: 0 });
-        Ok(DriverDevice {
+        let mut device = DriverDevice {
             name: format!("cuda:{ordinal}"),
             graphs: HashMap::new(),
             products: None,
             fp8_products: Fp8Products::None,
+            has_wgmma: false,
             kernels,
             marks: (0..NUM_MARKS).map(|_| None).collect(),
             uploads: [staging(STAGED_BYTES)?, staging(STAGED_BYTES)?],
@@ -145,7 +171,10 @@ impl DriverDevice {
             allocations: vec![],
             stream,
             device,
-        })
+        };
+        // Neither before Hopper nor after it.
+        device.has_wgmma = device.capability()? == (9, 0);
+        Ok(device)
     }
 
     /// How the library multiplies E4M3 on this device, by doing it: what it refuses depends on its version and on the
@@ -429,6 +458,10 @@ impl Device for DriverDevice {
         self.device.bind()?;
         // SAFETY: by the caller's word.
         unsafe { self.products.as_mut().expect("opened for products").multiply(product) }
+    }
+
+    fn has_wgmma(&self) -> bool {
+        self.has_wgmma
     }
 
     fn fp8_products(&self) -> Fp8Products {

@@ -143,6 +143,10 @@ impl Device for EmulatedDevice {
         Ok(())
     }
 
+    fn has_wgmma(&self) -> bool {
+        true
+    }
+
     fn fp8_products(&self) -> Fp8Products {
         self.fp8_products
     }

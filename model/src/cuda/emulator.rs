@@ -159,6 +159,11 @@ impl Emulator {
         Emulator { device: TestDevice::of_kernels(sources), buffers: vec![] }
     }
 
+    /// Whether products of warpgroups can be asked for.
+    pub(crate) fn has_wgmma(&self) -> bool {
+        self.device.has_wgmma()
+    }
+
     /// A buffer that holds `bytes`.
     pub(crate) fn buffer(&mut self, bytes: &[u8]) -> Address {
         let address = self.poisoned(bytes.len());
@@ -234,7 +239,7 @@ fn object(here: &Path, name: &str, file: &str, defines: &[(&str, u64)]) -> PathB
     for (_, header) in HEADERS {
         hasher.update(header.as_bytes());
     }
-    for file in ["emulator/emulator.h", file] {
+    for file in ["emulator/emulator.h", "emulator/warpgroup.h", file] {
         hasher.update(&std::fs::read(here.join(file)).expect("it is in the source tree"));
     }
     hasher.update(format!("{defines:?}").as_bytes());

@@ -26,10 +26,11 @@ pub(crate) struct Source {
 }
 
 /// Files that others include: their names, and their texts.
-pub(crate) const HEADERS: [(&str, &str); 3] = [
+pub(crate) const HEADERS: [(&str, &str); 4] = [
     ("common.cuh", include_str!("kernels/common.cuh")),
     ("attention.cuh", include_str!("kernels/attention.cuh")),
     ("attention_tiles.cuh", include_str!("kernels/attention_tiles.cuh")),
+    ("warpgroup.cuh", include_str!("kernels/warpgroup.cuh")),
 ];
 
 /// How many threads run a kernel.

@@ -86,6 +86,10 @@ impl Device for Fragile {
         unsafe { self.device.multiply(product) }
     }
 
+    fn has_wgmma(&self) -> bool {
+        self.device.has_wgmma()
+    }
+
     fn fp8_products(&self) -> Fp8Products {
         self.device.fp8_products()
     }

@@ -8,7 +8,7 @@ use baton_kv_cache::KvLayout;
 
 use super::attention::{
     Attention, DecodeAttention, MIN_SPLIT, MergeSplits, PlainAttention, PrefillAttention, Rows,
-    has_tensor_cores, max_splits,
+    WgmmaAttention, has_tensor_cores, max_splits, takes_wgmma,
 };
 use super::buffers::Buffers;
 use super::device::Device;
@@ -226,7 +226,11 @@ impl Pass<'_> {
             if num_sequences > num_decoded {
                 let attention = self.attention(layer_idx, num_decoded, num_sequences - num_decoded);
                 let (tiles, num_tiles) = (self.at.tiles, inputs.num_tiles as u64);
-                device.launch(&PrefillAttention { attention, tiles, num_tiles })?;
+                let prefill = PrefillAttention { attention, tiles, num_tiles };
+                match device.has_wgmma() && takes_wgmma(self.layout) {
+                    true => device.launch(&WgmmaAttention(prefill))?,
+                    false => device.launch(&prefill)?,
+                }
             }
         }
         Ok(())

@@ -176,6 +176,10 @@ impl Device for TestDevice {
         unsafe { of_either!(self, device => device.multiply(product)) }
     }
 
+    fn has_wgmma(&self) -> bool {
+        of_either!(self, device => device.has_wgmma())
+    }
+
     fn fp8_products(&self) -> Fp8Products {
         of_either!(self, device => device.fp8_products())
     }

@@ -2,8 +2,9 @@
 
 use super::*;
 use crate::cpu::testing::noise;
+use crate::cuda::device::Device;
 use crate::cuda::emulator::Emulator;
-use crate::cuda::test_device;
+use crate::cuda::test_device::{self, TestDevice};
 use crate::cuda::testing::{bf16, widened};
 
 /// One layer's attention of a batch.
@@ -230,6 +231,11 @@ impl Case {
             };
             emulator.launch(&prefill);
             outs.push(a.out);
+            if takes_wgmma(&self.layout) && emulator.has_wgmma() {
+                let a = attention(&mut emulator);
+                emulator.launch(&WgmmaAttention(PrefillAttention { attention: a, ..prefill }));
+                outs.push(a.out);
+            }
         }
         let memory = emulator.run();
         for (kernel, out) in outs.iter().enumerate() {
@@ -277,6 +283,22 @@ fn heads_of_every_size_and_type() {
         (KvDtype::Int8, 96),
     ] {
         case(dtype, head_dim, &batch).check();
+    }
+}
+
+#[test]
+fn warpgroups_meet_several_tiles() {
+    let layout = KvLayout { num_kv_heads: 2, ..case(KvDtype::Bf16, 128, &[]).layout };
+    Case { layout, group: 3, ..case(KvDtype::Bf16, 128, &[(450, 50)]) }.check();
+}
+
+#[test]
+fn a_device_that_multiplies_by_warpgroups_is_tried() {
+    for head_dim in [64, 128] {
+        let mut device = TestDevice::of_kernels(&sources(&case(KvDtype::Bf16, head_dim, &[]).layout));
+        if device.has_wgmma() {
+            assert!(trial::wgmma_works(&mut device, head_dim).unwrap());
+        }
     }
 }
 

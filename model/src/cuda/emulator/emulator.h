@@ -4,7 +4,10 @@
 //   - a barrier that some threads never reach is reported, not waited for;
 //   - the order in which threads run between barriers is drawn from a seed, and so are warps that are held back while
 //     others run ahead, so that a missing barrier shows;
-//   - shared memory is poisoned before each block, and buffers have guards of the address sanitizer around them.
+//   - shared memory is poisoned before each block, and where an asynchronous copy is to come until it is waited for; buffers
+//     have guards of the address sanitizer around them;
+//   - products of warpgroups are done as early as they are asked for or as late as they are waited for, and see of shared memory
+//     what was copied and shown to them.
 //
 // It is included by kernels/common.cuh and ends in a `main` (run.h) that reads buffers and launches from its input.
 #pragma once
@@ -63,6 +66,8 @@ struct dim3 {
 namespace emulator {
 
 constexpr size_t STACK_BYTES = 256 << 10;
+// What the largest tiles want.
+constexpr size_t SHARED_ALIGNMENT = 1024;
 
 struct Thread {
     // Where it begins, and where it has stopped since.
@@ -83,6 +88,20 @@ struct Copy {
     bool is_wanted;
 };
 
+// A product of a warpgroup, as one of its threads takes part in it: two rows of 16.
+struct WarpgroupProduct {
+    float (*sums)[4];
+    u32 num_columns;
+    bool is_added;
+    // The left side: what its matrix is found by, or the two rows.
+    u64 left;
+    float rows[2][16];
+    bool has_rows;
+    u64 right;
+    // Rows of the right side are columns of the product's.
+    bool is_right_transposed;
+};
+
 // Threads that wait for each other.
 struct Barrier {
     u32 arrived = 0;
@@ -100,6 +119,13 @@ struct Block {
     std::vector<u8> dynamic_shared;
     // Copies of each thread that were begun, by group; the open one last.
     std::vector<std::vector<std::vector<Copy>>> copies;
+    std::vector<Barrier> warpgroups;
+    // Of each thread, by group, as copies; and when they are done.
+    std::vector<std::vector<std::vector<WarpgroupProduct>>> products;
+    bool are_products_late = false;
+    // Shared memory as products see it, and where each thread's copies have come since it was shown.
+    std::vector<u8> shown_to_products;
+    std::vector<std::vector<void*>> copied;
     u64 num_events = 0;
 };
 
@@ -208,7 +234,12 @@ inline void launch(const LaunchShape& shape, u32 seed, const std::function<void(
                 here.shown.assign(shape.threads, {});
                 here.copies.assign(shape.threads, {});
                 // NaN in every type.
-                here.dynamic_shared.assign(shape.shared_bytes + 128, 0xff);
+                here.dynamic_shared.assign(shape.shared_bytes + SHARED_ALIGNMENT, 0xff);
+                here.warpgroups.assign((shape.threads + 127) / 128, {});
+                here.products.assign(shape.threads, {});
+                here.are_products_late = seed && (x + y + z) % 2 == 0;
+                here.shown_to_products.assign(shape.shared_bytes, 0xff);
+                here.copied.assign(shape.threads, {});
                 for (auto& thread : here.threads) {
                     thread.is_done = thread.has_begun = false;
                     getcontext(&thread.context);
@@ -244,7 +275,7 @@ inline void launch(const LaunchShape& shape, u32 seed, const std::function<void(
 
 inline void* dynamic_shared() {
     auto at = reinterpret_cast<uintptr_t>(block->dynamic_shared.data());
-    return reinterpret_cast<void*>((at + 127) / 128 * 128);
+    return reinterpret_cast<void*>((at + SHARED_ALIGNMENT - 1) / SHARED_ALIGNMENT * SHARED_ALIGNMENT);
 }
 
 struct Kernel {
@@ -404,7 +435,15 @@ inline void matrices(u32 (&m)[4], const void* row, bool is_transposed) {
 inline void load_matrices(u32 (&m)[4], const void* row) { emulator::matrices(m, row, false); }
 inline void load_matrices_transposed(u32 (&m)[4], const void* row) { emulator::matrices(m, row, true); }
 
-// Copied when it is waited for, not before.
+namespace emulator {
+// 16 bytes of dynamic shared memory, to products.
+inline void show(const void* at) {
+    size_t offset = static_cast<const u8*>(at) - static_cast<const u8*>(dynamic_shared());
+    if (offset + 16 <= block->shown_to_products.size()) memcpy(&block->shown_to_products[offset], at, 16);
+}
+} // namespace emulator
+
+// Copied when it is waited for; poison until then.
 inline void copy_async(void* to, const void* from, bool is_wanted) {
     if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || (is_wanted && reinterpret_cast<uintptr_t>(from) % 16 != 0)) {
         emulator::fail("an asynchronous copy is not aligned to 16 bytes");
@@ -412,6 +451,8 @@ inline void copy_async(void* to, const void* from, bool is_wanted) {
     auto& groups = emulator::block->copies[emulator::current->linear];
     if (groups.empty()) groups.emplace_back();
     groups.back().push_back({to, from, is_wanted});
+    memset(to, 0xff, 16);
+    emulator::show(to);
 }
 inline void end_copy_group() {
     auto& groups = emulator::block->copies[emulator::current->linear];
@@ -428,6 +469,7 @@ template <int num_groups> inline void await_copies() {
             } else {
                 memset(copy.to, 0, 16);
             }
+            emulator::block->copied[emulator::current->linear].push_back(copy.to);
         }
         groups.erase(groups.begin());
     }

@@ -26,16 +26,15 @@ struct Running {
             for (int k = 0; k < 4; ++k) out[n][k] = 0.0f;
     }
 
-    // Scores of so many more columns become weights; what has been found is put on the new maximum, if that has grown.
-    template <int N> __device__ __forceinline__ void weigh(float (&scores)[N][4]) {
-        float factor[2];
+    // Scores of so many more columns, times `scale`, become weights; what has been found is to be rescaled by `factor`.
+    template <int N> __device__ __forceinline__ void weigh(float (&scores)[N][4], float scale, float (&factor)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float greatest = max[r];
+            float greatest = MINUS_INFINITY;
 #pragma unroll
             for (int n = 0; n < N; ++n) greatest = max_of(greatest, max_of(scores[n][2 * r], scores[n][2 * r + 1]));
             greatest = max_of(greatest, shuffle_xor(greatest, 1));
-            greatest = max_of(greatest, shuffle_xor(greatest, 2));
+            greatest = max_of(max[r], scale * max_of(greatest, shuffle_xor(greatest, 2)));
             float base = base_of(greatest);
             factor[r] = exp2_fast(max[r] - base);
             max[r] = greatest;
@@ -43,12 +42,15 @@ struct Running {
 #pragma unroll
             for (int n = 0; n < N; ++n) {
                 for (int k = 2 * r; k < 2 * r + 2; ++k) {
-                    scores[n][k] = exp2_fast(scores[n][k] - base);
+                    scores[n][k] = exp2_fast(scores[n][k] * scale - base);
                     sum[r] += scores[n][k];
                 }
             }
         }
-        // After the first tiles that seldom happens.
+    }
+
+    // After the first tiles the maximum seldom grows.
+    __device__ __forceinline__ void rescale(const float (&factor)[2]) {
         if (ballot(factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
             for (int n = 0; n < DIM / 8; ++n) {
@@ -56,6 +58,12 @@ struct Running {
                 out[n][2] *= factor[1], out[n][3] *= factor[1];
             }
         }
+    }
+
+    template <int N> __device__ __forceinline__ void weigh(float (&scores)[N][4]) {
+        float factor[2];
+        weigh(scores, 1.0f, factor);
+        rescale(factor);
     }
 
     // The sums of all columns.

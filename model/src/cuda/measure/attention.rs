@@ -7,8 +7,8 @@ use super::ceilings::Ceilings;
 use super::noise::Noise;
 use super::{Amount, Figure, Sizes, Timed, attention_operations, median};
 use crate::cuda::attention::{
-    Attention, DecodeAttention, MIN_SPLIT, MergeSplits, PrefillAttention, Rows, max_prefill_tiles,
-    max_splits, prefill_tiles, split_scratch_bytes,
+    Attention, DecodeAttention, MIN_SPLIT, MergeSplits, PrefillAttention, Rows, WgmmaAttention,
+    max_prefill_tiles, max_splits, prefill_tiles, split_scratch_bytes, takes_wgmma,
 };
 use crate::cuda::device::Device;
 use crate::cuda::kernel::Address;
@@ -71,11 +71,19 @@ pub(super) fn measure<D: Timed>(
     assert!(tiles.len() <= max_prefill_tiles(*prompt, 1, group, spec.head_dim));
     let (num_tiles, tiles) = (tiles.len() as u64, upload(device, tiles.as_flattened())?);
     let prefill = PrefillAttention { attention: a, tiles, num_tiles };
+    let what = format!("prefill attention, {prompt}");
+    let operations = || Amount::Operations(attention_operations(spec, *prompt));
     // SAFETY: as above.
     let seconds = median(*repetitions, device, &mut |device| unsafe { device.launch(&prefill) })?;
-    let what = format!("prefill attention, {prompt}");
-    let operations = Amount::Operations(attention_operations(spec, *prompt));
-    report(&ceilings.figure(what, seconds, operations, Some(0.6)));
+    if !(device.has_wgmma() && takes_wgmma(&layout)) {
+        report(&ceilings.figure(what, seconds, operations(), Some(0.6)));
+        return Ok(());
+    }
+    report(&ceilings.figure(format!("{what}, mma.sync"), seconds, operations(), None));
+    let wgmma = WgmmaAttention(prefill);
+    // SAFETY: as above.
+    let seconds = median(*repetitions, device, &mut |device| unsafe { device.launch(&wgmma) })?;
+    report(&ceilings.figure(format!("{what}, wgmma"), seconds, operations(), Some(0.6)));
     Ok(())
 }
 

@@ -19,15 +19,7 @@ pub(crate) struct Noise(Address);
 
 impl Noise {
     pub(crate) fn new<D: Device>(device: &mut D) -> Result<Noise, CudaError> {
-        let mut state = 0x9e37_79b9_7f4a_7c15u64;
-        let numbers = (0..NOISE_BYTES / 2).flat_map(|_| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            let number = (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
-            half::bf16::from_f32(number / 32.0).to_le_bytes()
-        });
-        let (bytes, at) = (numbers.collect::<Vec<u8>>(), device.allocate(NOISE_BYTES)?);
+        let (bytes, at) = (bf16(NOISE_BYTES / 2, 1.0 / 32.0), device.allocate(NOISE_BYTES)?);
         // SAFETY: just allocated.
         unsafe { device.upload(at, &bytes) }?;
         Ok(Noise(at))
@@ -42,6 +34,19 @@ impl Noise {
         }
         Ok(at)
     }
+}
+
+/// So many numbers of bf16 in `-magnitude..magnitude`.
+pub(crate) fn bf16(num: usize, magnitude: f32) -> Vec<u8> {
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    let numbers = (0..num).flat_map(|_| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        let number = (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+        half::bf16::from_f32(number * magnitude).to_le_bytes()
+    });
+    numbers.collect()
 }
 
 /// Of a model without experts, biases and norms of heads.

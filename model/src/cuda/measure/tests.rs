@@ -50,17 +50,19 @@ fn everything_is_measured_within_its_buffers() {
     steps::measure(open(), &sizes, &ceilings, &mut report).unwrap();
     let targets: Vec<Option<f64>> = figures.iter().map(|figure| figure.target).collect();
     let [decode, step, prefill] = [Some(0.85), Some(0.8), Some(0.65)];
-    assert_eq!(targets, [None, None, decode, Some(0.6), decode, step, None, step, None, prefill]);
+    // Of attention the kernel that all cards have, too.
+    assert_eq!(targets, [None, None, decode, None, Some(0.6), decode, step, None, step, None, prefill]);
     for figure in &figures[2..] {
         assert!(figure.share.unwrap() > 0.0 && figure.seconds > 0.0, "{figure:?}");
     }
     // One second each: 3 sequences of 33 keys and values of 64 numbers of two bytes, of 2000 bytes.
     assert_eq!(figures[2].share, Some((3 * 33 * 2 * 64 * 2) as f64 / 2000.0));
     // Of 40 rows, 820 pairs, 2 heads of 64 numbers; of 2 x 24^3.
-    assert_eq!(figures[3].share, Some(4.0 * 128.0 * 820.0 / 27648.0));
+    let of_attention = figures[3..5].iter().map(|figure| figure.share.unwrap());
+    assert!(of_attention.into_iter().all(|share| share == 4.0 * 128.0 * 820.0 / 27648.0));
     // Two layers of qkv, output, gates and what they let through, down; the head.
     let numbers = 2 * (64 * 256 + 128 * 64 + 2 * 48 * 64 + 64 * 48) + 100 * 64;
-    assert_eq!(figures[4].amount, Amount::Bytes(f64::from(2 * numbers)));
+    assert_eq!(figures[5].amount, Amount::Bytes(f64::from(2 * numbers)));
 }
 
 #[test]
