@@ -141,8 +141,8 @@ pub(crate) struct Product {
     pub(crate) beta: f32,
 }
 
-/// How a device multiplies numbers in E4M3.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How a device multiplies numbers in E4M3; who can do more can do less.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Fp8Products {
     /// Not at all.
     None,
@@ -150,10 +150,28 @@ pub(crate) enum Fp8Products {
     Plain,
     /// With a scale for each row of both sides.
     Scaled,
+    /// Also with one for each block of both sides.
+    Blocks,
 }
 
-/// `out[row][n] = sum of left[row][k] right[n][k]`, times both rows' scales if there are any; sums in f32. Rows of all
-/// matrices are aligned to 16 bytes, `in` and `out` are multiples of 16.
+/// Scales of a product in E4M3.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u64)]
+pub(crate) enum Fp8Scaling {
+    /// Both are null.
+    None = 0,
+    /// `[rows]` and `[out]`.
+    Rows = 1,
+    /// Of the left side one for each row and [`FP8_BLOCK`] columns, `[in / 128][rows]`; of the right side one for as many rows
+    /// and columns, `[out / 128][in / 128]`, where the last is a multiple of 4. `in` is a multiple of 128, `rows` of 4.
+    Blocks = 2,
+}
+
+/// Numbers of a block of [`Fp8Scaling::Blocks`], in a row and in a column.
+pub(crate) const FP8_BLOCK: usize = 128;
+
+/// `out[row][n] = sum of left[row][k] right[n][k]`, each with its scales if there are any; sums in f32. Rows of all matrices
+/// are aligned to 16 bytes, `in` and `out` are multiples of 16.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub(crate) struct Fp8Product {
@@ -163,10 +181,11 @@ pub(crate) struct Fp8Product {
     pub(crate) right: Address,
     /// `[rows][out]`, bf16.
     pub(crate) out: Address,
-    /// `[rows]` and `[out]`, f32; both are null or neither is.
+    /// f32.
     pub(crate) left_scales: Address,
     pub(crate) right_scales: Address,
     pub(crate) num_rows: u64,
     pub(crate) num_out: u64,
     pub(crate) num_in: u64,
+    pub(crate) scaling: Fp8Scaling,
 }

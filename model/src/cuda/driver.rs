@@ -16,12 +16,12 @@ use cudarc::driver::{CudaEvent, CudaGraph, CudaStream, DriverError, result, sys}
 
 use super::attention::{WGMMA_FILE, trial::wgmma_works};
 use super::device::{Device, Fp8Product, Fp8Products, NUM_MARKS, NUM_RETURNS, Product};
+use super::fp8_trial::fp8_products;
 use super::kernel::{Address, Kernel, Source};
 use super::loaded::LoadedKernels;
 use super::lt::Products;
 use super::measure::Timed;
 use super::nccl::{Group, Membership};
-use super::products::E4M3_ONE;
 use super::start::StartError;
 use crate::Rank;
 
@@ -108,7 +108,7 @@ impl DriverDevice {
         device.products = Some(Products::new(&device.device, &device.stream)?);
         // Ada is the first that multiplies E4M3.
         if device.capability()? >= (8, 9) {
-            device.fp8_products = device.try_fp8()?;
+            device.fp8_products = device.try_out(fp8_products)?;
             tracing::info!(products = ?device.fp8_products, "products in fp8 were tried");
         }
         if let Some(source) = sources.iter().find(|source| source.file == WGMMA_FILE && device.has_wgmma) {
@@ -125,10 +125,7 @@ impl DriverDevice {
     /// Whether attention by products of warpgroups finds what it should.
     fn try_wgmma(&mut self, source: &Source) -> Result<bool, CudaError> {
         let head_dim = source.defines.iter().find(|(name, _)| *name == "HEAD_DIM").expect("it is defined").1;
-        let num_allocations = self.allocations.len();
-        let works = wgmma_works(self, head_dim as usize)?;
-        // All of it was waited for.
-        self.allocations.truncate(num_allocations);
+        let works = self.try_out(|device| wgmma_works(device, head_dim as usize))?;
         match works {
             true => tracing::info!("prefill attention is multiplied by warpgroups"),
             false => tracing::error!(
@@ -136,6 +133,19 @@ impl DriverDevice {
             ),
         }
         Ok(works)
+    }
+
+    /// Does something; the memory that it took is free again.
+    fn try_out<T>(
+        &mut self,
+        work: impl FnOnce(&mut DriverDevice) -> Result<T, CudaError>,
+    ) -> Result<T, CudaError> {
+        let num_allocations = self.allocations.len();
+        let done = work(self);
+        self.device.bind()?;
+        self.stream.synchronize().map_err(|error| failed("cuStreamSynchronize", error))?;
+        self.allocations.truncate(num_allocations);
+        done
     }
 
     /// The same, for kernels alone: cuBLASLt need not be there.
@@ -175,57 +185,6 @@ impl DriverDevice {
         // Neither before Hopper nor after it.
         device.has_wgmma = device.capability()? == (9, 0);
         Ok(device)
-    }
-
-    /// How the library multiplies E4M3 on this device, by doing it: what it refuses depends on its version and on the
-    /// card, and it may do so as late as at the product itself.
-    fn try_fp8(&mut self) -> Result<Fp8Products, CudaError> {
-        const SIZE: usize = 128;
-        let [ones, scales, out] = [SIZE * SIZE, 2 * SIZE * 4, SIZE * SIZE * 2]
-            .map(|num_bytes| Allocation::new(&self.device, num_bytes));
-        let (ones, scales, out) = (ones?, scales?, out?);
-        // Powers of two: what comes of them has no rounding.
-        let values: Vec<f32> =
-            (0..2 * SIZE).map(|idx| [1.0, 2.0, 0.5, 4.0, 8.0][(idx + idx / SIZE) % 5]).collect();
-        for kind in [Fp8Products::Scaled, Fp8Products::Plain] {
-            let is_scaled = kind == Fp8Products::Scaled;
-            let (left, right) = values.split_at(SIZE);
-            let scale = |row: usize, column: usize| if is_scaled { left[row] * right[column] } else { 1.0 };
-            let of_scales = |first: usize| {
-                if is_scaled { Address(scales.address()).add(first * 4) } else { Address::NULL }
-            };
-            let product = Fp8Product {
-                left: Address(ones.address()),
-                right: Address(ones.address()),
-                out: Address(out.address()),
-                left_scales: of_scales(0),
-                right_scales: of_scales(SIZE),
-                num_rows: SIZE as u64,
-                num_out: SIZE as u64,
-                num_in: SIZE as u64,
-            };
-            let mut found = vec![0; SIZE * SIZE * 2];
-            // SAFETY: allocated for them above, and freed when the download has waited.
-            unsafe {
-                self.upload(product.left, &[E4M3_ONE; SIZE * SIZE])?;
-                self.upload(Address(scales.address()), bytemuck::cast_slice(&values))?;
-                // NaN, which is no result.
-                self.upload(product.out, &[0xff; SIZE * SIZE * 2])?;
-                if let Err(error) = self.multiply_fp8(&product) {
-                    tracing::debug!(?kind, %error, "a product in fp8 was refused");
-                    continue;
-                }
-                self.download(product.out, &mut found)?;
-            }
-            let is_right = found.chunks_exact(2).enumerate().all(|(idx, pair)| {
-                let value = half::bf16::from_le_bytes([pair[0], pair[1]]).to_f32();
-                value == SIZE as f32 * scale(idx / SIZE, idx % SIZE)
-            });
-            if is_right {
-                return Ok(kind);
-            }
-        }
-        Ok(Fp8Products::None)
     }
 
     /// Joins the other ranks, each of which does so on a thread of its own.

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use baton_cuda::CudaError;
 
-use super::device::{Device, Fp8Product, Fp8Products, NUM_MARKS, NUM_RETURNS, Product};
+use super::device::{Device, Fp8Product, Fp8Products, Fp8Scaling, NUM_MARKS, NUM_RETURNS, Product};
 use super::emulator::{Session, Threads};
 use super::kernel::{Address, Kernel, Source};
 use super::testing::{bf16, floats, widened};
@@ -152,9 +152,12 @@ impl Device for EmulatedDevice {
     }
 
     unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
-        let is_scaled = product.left_scales != Address::NULL;
-        let expected = if is_scaled { Fp8Products::Scaled } else { Fp8Products::Plain };
-        assert_eq!(self.fp8_products, expected, "a product that the device does not have");
+        let needed = match product.scaling {
+            Fp8Scaling::None => Fp8Products::Plain,
+            Fp8Scaling::Rows => Fp8Products::Scaled,
+            Fp8Scaling::Blocks => Fp8Products::Blocks,
+        };
+        assert!(self.fp8_products >= needed, "a product that the device does not have");
         self.session.multiply_fp8(product);
         Ok(())
     }

@@ -2,6 +2,7 @@
 //!
 //! It knows no device: what it makes lies in the host's memory, some rows at a time.
 
+use super::device::FP8_BLOCK;
 use super::products::{Scales, WeightKind, pack};
 use crate::FloatDtype;
 use crate::integers::{IntegerFormat, IntegerWidth};
@@ -107,11 +108,19 @@ impl Form {
         }
     }
 
-    /// Where scales lie, `[groups][rows]`: neighbours are read together. Addresses are null.
+    /// Where scales lie, `[groups][rows]`: neighbours are read together. Those of [`Fp8Scaling::Blocks`](
+    /// super::device::Fp8Scaling::Blocks) lie as its products want them. Addresses are null.
     pub(crate) fn scales(self, rows: usize, cols: usize) -> Scales {
         let stride = self.num_scales(rows) as u32;
         match self {
             Form::Bf16 => Scales::NONE,
+            Form::Fp8 { rows: FP8_BLOCK, group: FP8_BLOCK } => Scales {
+                rows_per_scale: FP8_BLOCK as u32,
+                row_stride: self.num_groups(cols).next_multiple_of(4) as u32,
+                group_stride: 1,
+                group: FP8_BLOCK as u32,
+                ..Scales::NONE
+            },
             Form::Fp8 { rows: of_scale, group } => Scales {
                 rows_per_scale: of_scale as u32,
                 row_stride: 1,
@@ -129,10 +138,17 @@ impl Form {
         }
     }
 
+    /// Numbers of a table of scales.
+    fn table_len(self, rows: usize, cols: usize) -> usize {
+        let scales = self.scales(rows, cols);
+        let [row_stride, group_stride] = [scales.row_stride, scales.group_stride].map(|it| it as usize);
+        (self.num_scales(rows) * row_stride).max(self.num_groups(cols) * group_stride)
+    }
+
     /// Bytes of a matrix and its scales.
     pub(crate) fn size_bytes(self, rows: usize, cols: usize) -> usize {
         let tables = if self.has_zeros() { 2 } else { 1 };
-        rows * self.kind().row_bytes(cols) + tables * self.num_groups(cols) * self.num_scales(rows) * 4
+        rows * self.kind().row_bytes(cols) + tables * self.table_len(rows, cols) * 4
     }
 
     /// A row's bytes, and the scales and zeros of its groups.
@@ -223,11 +239,12 @@ impl Rows {
     /// Puts the scales of these rows, of which `first` is the first, where they lie in those of all; zeros alike.
     pub(crate) fn place_scales(&self, first: usize, all: &mut Tables) {
         let num_groups = self.form.num_groups(self.cols);
-        let of_scale = all.rows_per_scale;
+        let Scales { rows_per_scale, row_stride, group_stride, .. } = all.places;
+        let of_scale = rows_per_scale as usize;
         for (idx, scales) in self.scales.chunks_exact(num_groups.max(1)).enumerate() {
             let row = first + idx;
             for (group, scale) in scales.iter().enumerate().take(num_groups) {
-                let place = group * all.num_scales + row / of_scale;
+                let place = group * group_stride as usize + row / of_scale * row_stride as usize;
                 // What is not a number in any row is none for all.
                 if row.is_multiple_of(of_scale) || scale.is_nan() {
                     all.scales[place] = *scale;
@@ -244,21 +261,13 @@ impl Rows {
 pub(crate) struct Tables {
     pub(crate) scales: Vec<f32>,
     pub(crate) zeros: Vec<f32>,
-    rows_per_scale: usize,
-    num_scales: usize,
+    places: Scales,
 }
 
 impl Tables {
     pub(crate) fn new(form: Form, rows: usize, cols: usize) -> Tables {
-        let (num_scales, num_groups) = (form.num_scales(rows), form.num_groups(cols));
-        Tables {
-            scales: vec![0.0; num_scales * num_groups],
-            zeros: vec![0.0; if form.has_zeros() { num_scales * num_groups } else { 0 }],
-            rows_per_scale: match form {
-                Form::Fp8 { rows, .. } => rows,
-                Form::Bf16 | Form::Integers { .. } => 1,
-            },
-            num_scales,
-        }
+        let len = form.table_len(rows, cols);
+        let zeros = vec![0.0; if form.has_zeros() { len } else { 0 }];
+        Tables { scales: vec![0.0; len], zeros, places: form.scales(rows, cols) }
     }
 }

@@ -318,13 +318,19 @@ const TOLERANCE_OF_ROUNDED: f32 = 0.2;
 #[test]
 fn fp8_is_multiplied_with_any_scales() {
     let config = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 64]});
-    use Fp8Products::{None, Plain, Scaled};
+    let large = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]});
+    use Fp8Products::{Blocks, None, Plain, Scaled};
 
-    // A scale for each row, one for all, one for each block: products in fp8 are of the first two.
-    for (blocks, ways) in
-        [([1, 0], &[None, Plain, Scaled][..]), ([usize::MAX, 0], &[Scaled]), ([32, 64], &[Scaled])]
-    {
-        let dir = llama(192, config.clone(), |values, rows, cols| {
+    // A scale for each row, one for all, one for each block: products in fp8 are of the first two, and of blocks of one size.
+    for (blocks, ways) in [
+        ([1, 0], &[None, Plain, Scaled, Blocks][..]),
+        ([usize::MAX, 0], &[Scaled]),
+        ([32, 64], &[Scaled, Blocks]),
+        ([128, 128], &[Scaled, Blocks]),
+    ] {
+        let is_large = blocks[0] == 128;
+        let config = if is_large { &large } else { &config };
+        let dir = llama(if is_large { 384 } else { 192 }, config.clone(), |values, rows, cols| {
             let block = [blocks[0].min(rows), if blocks[1] == 0 { cols } else { blocks[1] }];
             fp8(values, rows, cols, block)
         });
@@ -335,7 +341,7 @@ fn fp8_is_multiplied_with_any_scales() {
             }
             let what = format!("fp8, scales of {blocks:?}, {products:?}");
             let mut pair = pair(&what, dir.path(), dir.path(), Option::None, products);
-            if products != None && blocks[1] == 0 {
+            if products != None && blocks[1] == 0 || products == Blocks && is_large {
                 pair.tolerance = TOLERANCE_OF_ROUNDED;
             }
             check(&mut pair);

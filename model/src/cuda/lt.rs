@@ -14,7 +14,7 @@ use baton_cuda::{Allocation, CudaError, Device};
 use cudarc::cublaslt::sys;
 use cudarc::driver::CudaStream;
 
-use super::device::{Fp8Product, Product};
+use super::device::{Fp8Product, Fp8Scaling, Product};
 use super::kernel::Address;
 
 /// What algorithms may use; NVIDIA's advice for Hopper.
@@ -51,15 +51,15 @@ struct Shape {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Numbers {
     Bf16,
-    /// E4M3.
-    Fp8 {
-        /// With a scale for each row of both: since CUDA 12.9, on Hopper.
-        is_scaled: bool,
-    },
+    /// E4M3. Scales of rows and of blocks are since CUDA 12.9, on Hopper.
+    Fp8(Fp8Scaling),
 }
 
-/// A vector of scales for each side (`CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F`): newer than the bindings.
+/// Values of `cublasLtMatmulMatrixScale_t` that are newer than the bindings: a scale for each row (`OUTER_VEC_32F`), for 128
+/// numbers of a row (`VEC128_32F`), for 128 of 128 rows (`BLK128x128_32F`).
 const OUTER_VECTOR: i32 = 3;
+const VECTORS_OF_128: i32 = 4;
+const BLOCKS_OF_128: i32 = 5;
 
 /// CUBLAS_STATUS_NOT_SUPPORTED: no algorithm is found.
 const NOT_SUPPORTED: c_int = 15;
@@ -127,7 +127,6 @@ impl Products {
     /// # Safety
     /// As [`multiply`](Self::multiply), for the scales, too.
     pub(super) unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
-        let is_scaled = product.left_scales != Address::NULL;
         let shape = Shape {
             num_rows: product.num_rows,
             num_out: product.num_out,
@@ -136,7 +135,7 @@ impl Products {
             out_stride: product.num_out,
             is_out_f32: false,
             is_added: false,
-            numbers: Numbers::Fp8 { is_scaled },
+            numbers: Numbers::Fp8(product.scaling),
         };
         let Fp8Product { left, right, out, left_scales, right_scales, .. } = *product;
         let operands = Operands { left, right, out, beta: 0.0, left_scales, right_scales };
@@ -205,7 +204,7 @@ impl Plan {
             if shape.is_out_f32 { sys::cudaDataType::CUDA_R_32F } else { sys::cudaDataType::CUDA_R_16BF };
         let in_type = match shape.numbers {
             Numbers::Bf16 => sys::cudaDataType::CUDA_R_16BF,
-            Numbers::Fp8 { .. } => sys::cudaDataType::CUDA_R_8F_E4M3,
+            Numbers::Fp8(_) => sys::cudaDataType::CUDA_R_8F_E4M3,
         };
         let mut plan = Plan {
             library: Arc::clone(library),
@@ -223,9 +222,15 @@ impl Plan {
         library.check("cublasLtMatmulDescCreate", created)?;
         // CUBLAS_OP_T
         plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, 1i32)?;
-        if shape.numbers == (Numbers::Fp8 { is_scaled: true }) {
-            plan.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, OUTER_VECTOR)?;
-            plan.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, OUTER_VECTOR)?;
+        // What is on the right here is cuBLASLt's A.
+        let modes = match shape.numbers {
+            Numbers::Bf16 | Numbers::Fp8(Fp8Scaling::None) => None,
+            Numbers::Fp8(Fp8Scaling::Rows) => Some([OUTER_VECTOR; 2]),
+            Numbers::Fp8(Fp8Scaling::Blocks) => Some([BLOCKS_OF_128, VECTORS_OF_128]),
+        };
+        if let Some([a, b]) = modes {
+            plan.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, a)?;
+            plan.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, b)?;
         }
         // Algorithms may depend on whether there are scales.
         plan.set_scales(shape, operands)?;
@@ -290,11 +295,11 @@ impl Plan {
         self.library.check("cublasLtMatmulDescSetAttribute", set)
     }
 
-    /// Scales that the next product of this shape reads. What is on the right here is cuBLASLt's A.
+    /// Scales that the next product of this shape reads.
     fn set_scales(&self, shape: &Shape, operands: &Operands) -> Result<(), CudaError> {
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
 
-        if shape.numbers != (Numbers::Fp8 { is_scaled: true }) {
+        if let Numbers::Bf16 | Numbers::Fp8(Fp8Scaling::None) = shape.numbers {
             return Ok(());
         }
         self.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, operands.right_scales.0)?;
@@ -366,7 +371,8 @@ mod tests {
         };
         let [left, right, out, left_scales, right_scales] = [1, 2, 3, 4, 5].map(|nth| Address(nth << 20));
         let operands = Operands { left, right, out, beta: 0.0, left_scales, right_scales };
-        for numbers in [Numbers::Bf16, Numbers::Fp8 { is_scaled: false }, Numbers::Fp8 { is_scaled: true }] {
+        let scalings = [Fp8Scaling::None, Fp8Scaling::Rows, Fp8Scaling::Blocks];
+        for numbers in [Numbers::Bf16].into_iter().chain(scalings.map(Numbers::Fp8)) {
             let shape = Shape {
                 num_rows: 32,
                 num_out: 64,

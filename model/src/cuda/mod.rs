@@ -30,6 +30,7 @@ mod executor;
 mod expert_products;
 mod experts;
 mod form;
+mod fp8_trial;
 mod gate;
 mod inputs;
 mod kernel;

@@ -3,21 +3,21 @@
 //! | weights | few rows | many |
 //! |---|---|---|
 //! | bf16 | cuBLASLt | cuBLASLt |
-//! | integers; fp8 in blocks | [`MultiplyFew`] | some rows of them widened, cuBLASLt, the next |
-//! | fp8 with a scale for each row | [`MultiplyFew`] | activations rounded, cuBLASLt in fp8, where the device has that |
+//! | integers; fp8 in other blocks | [`MultiplyFew`] | some rows of them widened, cuBLASLt, the next |
+//! | fp8 with a scale for each row, or for 128 x 128 | [`MultiplyFew`] | activations rounded, cuBLASLt in fp8, where the device has that |
 //!
 //! Experts' products go over all experts at once, and how many rows one has only the device knows: a step is of few rows
 //! when experts have few on average.
 
 use baton_cuda::CudaError;
 
-use super::device::{Device, Fp8Product, Fp8Products, Product};
+use super::device::{Device, FP8_BLOCK, Fp8Product, Fp8Products, Fp8Scaling, Product};
 use super::expert_products::{ExpertProduct, GatedExpertProduct};
 use super::form::MAX_SCALE_ROWS;
 use super::gate::Gate;
 use super::inputs::{BatchLimits, padded};
 use super::kernel::Address;
-use super::products::{Dequantise, MultiplyFew, RoundRows, ScaleProduct, WeightKind};
+use super::products::{Dequantise, MultiplyFew, RoundGroups, RoundRows, ScaleProduct, WeightKind};
 use super::rows::AddBias;
 use super::weights::{DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
 use crate::spec::{DecoderSpec, MlpSpec};
@@ -50,7 +50,7 @@ pub(crate) struct Scratch {
     widened_bytes: usize,
     /// `[rows][in]`, E4M3: activations.
     rounded: Address,
-    /// `[rows]`, f32: their scales.
+    /// `[rows]`, f32, or `[in / 128][rows]`: their scales.
     row_scales: Address,
     fp8: Fp8Products,
 }
@@ -76,13 +76,15 @@ impl Scratch {
             fp8,
         };
         let rows = padded(limits.num_rows);
-        let mut rounded_width = 0;
+        let (mut rounded_width, mut num_row_scales) = (0, 0);
         let mut room_for = |matrix: &DeviceMatrix, most: usize, is_exact: bool| {
             if matrix.kind == WeightKind::Bf16 || rows <= FEW_ROWS {
                 return;
             }
-            if !is_exact && multiplies_fp8(fp8, matrix) {
+            if let Some(scaling) = matrix.fp8_scaling(fp8).filter(|_| !is_exact) {
+                let num_groups = if scaling == Fp8Scaling::Blocks { matrix.num_in / FP8_BLOCK } else { 1 };
                 rounded_width = rounded_width.max(matrix.num_in);
+                num_row_scales = num_row_scales.max(num_groups);
                 return;
             }
             scratch.widened_bytes = scratch.widened_bytes.max(most);
@@ -113,7 +115,7 @@ impl Scratch {
         }
         if rounded_width > 0 {
             scratch.rounded = device.allocate(rows * rounded_width)?;
-            scratch.row_scales = device.allocate(rows * 4)?;
+            scratch.row_scales = device.allocate(rows * num_row_scales * 4)?;
         }
         Ok(scratch)
     }
@@ -136,10 +138,9 @@ impl Scratch {
             if matrix.is_multiplied_as_it_is(num_rows) {
                 return device.launch(&few(matrix, from, out, num_rows, linear.bias));
             }
-            if multiplies_fp8(self.fp8, &matrix) {
-                self.multiply_fp8(device, matrix, from, out, num_rows)?;
-            } else {
-                self.multiply_widened(device, &product(matrix, from, out, num_rows), matrix)?;
+            match matrix.fp8_scaling(self.fp8) {
+                Some(scaling) => self.multiply_fp8(device, matrix, scaling, from, out, num_rows)?,
+                None => self.multiply_widened(device, &product(matrix, from, out, num_rows), matrix)?,
             }
             if linear.bias == Address::NULL {
                 return Ok(());
@@ -176,28 +177,39 @@ impl Scratch {
         &self,
         device: &mut D,
         matrix: DeviceMatrix,
+        scaling: Fp8Scaling,
         from: Address,
         out: Address,
         num_rows: usize,
     ) -> Result<(), CudaError> {
         let (k, rows) = (matrix.num_in as u32, num_rows as u32);
-        let is_scaled = self.fp8 == Fp8Products::Scaled;
-        let given = |scales: Address| if is_scaled { scales } else { Address::NULL };
+        let (x, rounded, scales) = (from, self.rounded, self.row_scales);
+        let given = |scales: Address| if scaling == Fp8Scaling::None { Address::NULL } else { scales };
+        // Rows up to a multiple of 4 are there, in all buffers: what comes of them is nobody's.
+        let num_multiplied = if scaling == Fp8Scaling::Blocks { rows.next_multiple_of(4) } else { rows };
         // SAFETY: by the caller's word.
         unsafe {
-            let (x, scales) = (from, self.row_scales);
-            device.launch(&RoundRows { x, out: self.rounded, scales, k, num_rows: rows })?;
+            match scaling {
+                Fp8Scaling::None | Fp8Scaling::Rows => {
+                    device.launch(&RoundRows { x, out: rounded, scales, k, num_rows: rows })?;
+                }
+                Fp8Scaling::Blocks => {
+                    let (stride, num_rows) = (num_multiplied, num_rows as u64);
+                    device.launch(&RoundGroups { x, out: rounded, scales, k, stride, num_rows })?;
+                }
+            }
             device.multiply_fp8(&Fp8Product {
-                left: self.rounded,
+                left: rounded,
                 right: matrix.at,
                 out,
-                left_scales: given(self.row_scales),
+                left_scales: given(scales),
                 right_scales: given(matrix.scales.scales),
-                num_rows: num_rows as u64,
+                num_rows: num_multiplied.into(),
                 num_out: matrix.num_out as u64,
                 num_in: matrix.num_in as u64,
+                scaling,
             })?;
-            if is_scaled {
+            if scaling != Fp8Scaling::None {
                 return Ok(());
             }
             device.launch(&ScaleProduct {
@@ -328,13 +340,26 @@ impl DeviceMatrix {
     fn bf16_bytes(&self) -> usize {
         self.num_out * self.num_in * 2
     }
-}
 
-/// Whether a product of many rows has both sides in fp8.
-fn multiplies_fp8(fp8: Fp8Products, matrix: &DeviceMatrix) -> bool {
-    let has_row_scales = matrix.scales.rows_per_scale == 1 && matrix.scales.group as usize >= matrix.num_in;
-    let is_aligned = matrix.num_out.is_multiple_of(16) && matrix.num_in.is_multiple_of(16);
-    fp8 != Fp8Products::None && matrix.kind == WeightKind::Fp8 && has_row_scales && is_aligned
+    /// Scales of a product of many rows with both sides in fp8, if there is one.
+    fn fp8_scaling(&self, products: Fp8Products) -> Option<Fp8Scaling> {
+        let (rows, group) = (self.scales.rows_per_scale as usize, self.scales.group as usize);
+        let is_aligned = self.num_out.is_multiple_of(16) && self.num_in.is_multiple_of(16);
+        if self.kind != WeightKind::Fp8 || !is_aligned {
+            return None;
+        }
+        match products {
+            Fp8Products::Blocks
+                if (rows, group) == (FP8_BLOCK, FP8_BLOCK) && self.num_in.is_multiple_of(FP8_BLOCK) =>
+            {
+                Some(Fp8Scaling::Blocks)
+            }
+            Fp8Products::None => None,
+            _ if rows > 1 || group < self.num_in => None,
+            Fp8Products::Plain => Some(Fp8Scaling::None),
+            Fp8Products::Scaled | Fp8Products::Blocks => Some(Fp8Scaling::Rows),
+        }
+    }
 }
 
 /// Rows of a matrix of less than bf16, times `factor`: those that `rows` says, or all of them.

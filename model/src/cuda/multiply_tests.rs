@@ -122,43 +122,54 @@ fn experts_are_widened_some_at_a_time() {
     assert_close(&widened(&found), &expected, 1.0 / 128.0, 40.0 / 512.0 / 4.0);
 }
 
-/// One product of both ways, against numbers that were rounded as the kernel does.
+/// One product of every way, against numbers that were rounded as the kernels do.
 #[test]
 fn both_sides_in_fp8_have_their_scales() {
     use crate::cuda::testing::widened;
     use baton_kv_cache::e4m3;
 
-    let (num_rows, num_out, num_in) = (FEW_ROWS + 2, 48, 80);
-    for fp8 in [Fp8Products::Plain, Fp8Products::Scaled] {
+    for (fp8, group) in
+        [(Fp8Products::Plain, 80), (Fp8Products::Scaled, 80), (Fp8Products::Blocks, FP8_BLOCK)]
+    {
         let mut device = TestDevice::new(&[source(WeightKind::Fp8)], 1 << 20, Threads::Shuffled);
         if !device.pretend_fp8(fp8) {
             println!("SKIPPED: the device does not multiply fp8 as {fp8:?}");
             continue;
         }
+        let are_blocks = fp8 == Fp8Products::Blocks;
+        // Not a multiple of four rows, nor of four groups; blocks of which the last has fewer rows.
+        let (num_rows, num_out) = (FEW_ROWS + 2, if are_blocks { FP8_BLOCK + 16 } else { 48 });
+        let num_groups = if are_blocks { 3 } else { 1 };
+        let num_in = num_groups * group;
         let codes: Vec<u8> = noise(2, num_out * num_in).iter().map(|x| e4m3::from_f32(x * 448.0)).collect();
-        let weight_scales: Vec<f32> = (1..=num_out).map(|n| n as f32 / 1e4).collect();
+        let rows_per_scale = if are_blocks { FP8_BLOCK } else { 1 };
+        let row_stride = if are_blocks { 4 } else { 1 };
+        let num_scales = num_out.div_ceil(rows_per_scale) * row_stride;
+        let weight_scales: Vec<f32> = (1..=num_scales).map(|n| n as f32 / 1e4).collect();
         let scales = Scales {
             scales: upload(&mut device, bytemuck::cast_slice(&weight_scales)),
-            row_stride: 1,
-            group_stride: num_out as u32,
-            group: num_in as u32,
+            rows_per_scale: rows_per_scale as u32,
+            row_stride: row_stride as u32,
+            group_stride: 1,
+            group: group as u32,
             ..Scales::NONE
         };
         let at = upload(&mut device, &codes);
         let weight = DeviceMatrix { at, kind: WeightKind::Fp8, scales, num_out, num_in };
+        let room = num_rows.next_multiple_of(4);
         let scratch = Scratch {
             widened: Address::NULL,
             widened_bytes: 0,
-            rounded: device.allocate(num_rows * num_in).unwrap(),
-            row_scales: device.allocate(num_rows * 4).unwrap(),
+            rounded: device.allocate(room * num_in).unwrap(),
+            row_scales: device.allocate(room * num_groups * 4).unwrap(),
             fp8,
         };
         let values: Vec<f32> = noise(1, num_rows * num_in);
         let values: Vec<f32> =
-            values.iter().enumerate().map(|(idx, x)| x * (1 + idx / num_in) as f32).collect();
+            values.iter().enumerate().map(|(idx, x)| x * (1 + idx / group) as f32).collect();
         let (x, x_values) = bf16(&values);
         let from = upload(&mut device, &x);
-        let out = device.allocate(num_rows * num_out * 2).unwrap();
+        let out = device.allocate(room * num_out * 2).unwrap();
         let mut found = vec![0; num_rows * num_out * 2];
         let linear = DeviceLinear { weight, bias: Address::NULL };
         // SAFETY: allocated for so many rows.
@@ -166,18 +177,24 @@ fn both_sides_in_fp8_have_their_scales() {
             scratch.apply(&mut device, &linear, from, out, num_rows).unwrap();
             device.download(out, &mut found).unwrap();
         }
+        let rounded: Vec<f32> = x_values
+            .chunks_exact(group)
+            .flat_map(|group| {
+                let scale = group.iter().fold(0.0f32, |max, x| max.max(x.abs())) / 448.0;
+                let inverse = 1.0 / scale;
+                group.iter().map(move |x| e4m3::to_f32(e4m3::from_f32(x * inverse)) * scale)
+            })
+            .collect();
         let mut expected = vec![];
-        for row in x_values.chunks_exact(num_in) {
-            let scale = row.iter().fold(0.0f32, |max, x| max.max(x.abs())) / 448.0;
-            let inverse = 1.0 / scale;
-            let rounded: Vec<f32> =
-                row.iter().map(|x| e4m3::to_f32(e4m3::from_f32(x * inverse)) * scale).collect();
-            for (codes, of_weight) in codes.chunks_exact(num_in).zip(&weight_scales) {
-                let products = rounded.iter().zip(codes).map(|(x, code)| x * e4m3::to_f32(*code));
-                expected.push(products.sum::<f32>() * of_weight);
+        for row in rounded.chunks_exact(num_in) {
+            for (n, codes) in codes.chunks_exact(num_in).enumerate() {
+                let scales = &weight_scales[n / rows_per_scale * row_stride..];
+                let weight = |k: usize| e4m3::to_f32(codes[k]) * scales[k / group];
+                expected.push(row.iter().enumerate().map(|(k, x)| x * weight(k)).sum::<f32>());
             }
         }
         // Half a unit in the last place of bf16, twice; sums that may cancel, in another order.
-        assert_close(&widened(&found), &expected, 1.0 / 120.0, 2e-4);
+        let largest = expected.iter().fold(0.0f32, |max, x| max.max(x.abs()));
+        assert_close(&widened(&found), &expected, 1.0 / 120.0, 1e-5 * largest);
     }
 }

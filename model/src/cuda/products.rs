@@ -3,6 +3,7 @@
 //! A row's result has the same bits whatever the other rows are, and however many. Sums are of f32; weights enter them
 //! exactly, scales and zeros are applied to the sums of groups.
 
+use super::device::FP8_BLOCK;
 use super::kernel::{Address, Kernel, LaunchShape, Source};
 use super::rows::by_eights;
 use crate::integers::IntegerWidth;
@@ -267,6 +268,31 @@ unsafe impl Kernel for RoundRows {
     fn shape(&self) -> LaunchShape {
         debug_assert!(self.k.is_multiple_of(8), "16 bytes at a time");
         LaunchShape { grid: [self.num_rows, 1, 1], threads: 256, shared_bytes: 0 }
+    }
+}
+
+/// The same with a scale for every [`FP8_BLOCK`] numbers of a row.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct RoundGroups {
+    /// `[rows][k]`, bf16; k is a multiple of [`FP8_BLOCK`].
+    pub(crate) x: Address,
+    /// `[rows][k]`, E4M3.
+    pub(crate) out: Address,
+    /// `[k / 128][stride]`, f32, of which the first `num_rows` of each.
+    pub(crate) scales: Address,
+    pub(crate) k: u32,
+    pub(crate) stride: u32,
+    pub(crate) num_rows: u64,
+}
+
+// SAFETY: as `RoundGroups` in the file.
+unsafe impl Kernel for RoundGroups {
+    const NAME: &'static str = "round_groups";
+
+    fn shape(&self) -> LaunchShape {
+        debug_assert!((self.k as usize).is_multiple_of(FP8_BLOCK), "whole groups");
+        LaunchShape { grid: [self.num_rows as u32, 1, 1], threads: 256, shared_bytes: 0 }
     }
 }
 

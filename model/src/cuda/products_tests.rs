@@ -360,6 +360,42 @@ fn activations_become_fp8_as_on_the_host() {
 }
 
 #[test]
+fn groups_of_activations_become_fp8_each() {
+    let (num_rows, stride) = (3, 4);
+    for k in [128, 384, 2048 + 256] {
+        let mut values = noise(9, num_rows * k);
+        values.iter_mut().enumerate().for_each(|(idx, x)| *x *= (1 + idx / 128 % 5) as f32);
+        // A group of zeroes, and one that is not finite.
+        values[k..k + 128].fill(0.0);
+        values[3 * k - 2] = f32::NAN;
+        let (x, x_values) = bf16(&values);
+        let mut emulator = Emulator::new(source(WeightKind::Fp8));
+        let kernel = RoundGroups {
+            x: emulator.buffer(&x),
+            out: emulator.poisoned(num_rows * k),
+            scales: emulator.poisoned(k / 128 * stride * 4),
+            k: k as u32,
+            stride: stride as u32,
+            num_rows: num_rows as u64,
+        };
+        emulator.launch(&kernel);
+        let memory = emulator.run();
+        let scales = floats_of(memory.of(kernel.scales));
+        for (idx, group) in x_values.chunks(128).enumerate() {
+            let (row, scale) = (idx / (k / 128), scales[idx % (k / 128) * stride + idx / (k / 128)]);
+            if group.iter().any(|x| x.is_nan()) {
+                assert!(scale.is_nan());
+                continue;
+            }
+            assert_eq!(scale, group.iter().fold(0.0f32, |max, x| max.max(x.abs())) / 448.0);
+            let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+            let expected: Vec<u8> = group.iter().map(|x| e4m3::from_f32(x * inverse)).collect();
+            assert!(memory.of(kernel.out)[idx * 128..][..128] == expected, "{k}, row {row}");
+        }
+    }
+}
+
+#[test]
 fn integers_lie_where_lanes_read_them() {
     let levels = |len: usize, top: usize| (0..len).map(|k| (k % top) as u8).collect::<Vec<_>>();
     let mut bytes = vec![0xff; WeightKind::Int8.row_bytes(72)];

@@ -30,7 +30,7 @@ struct Product {
 // As `Fp8Product` of device.rs.
 struct Fp8Product {
     u64 left, right, out, left_scales, right_scales;
-    u64 num_rows, num_out, num_in;
+    u64 num_rows, num_out, num_in, scaling;
 };
 
 inline void read_exactly(void* to, size_t num_bytes) {
@@ -151,7 +151,7 @@ inline float of_e4m3(u8 code) {
     return code & 0x80 ? -size : size;
 }
 
-// out = left right^T of E4M3, times the scales of both rows if there are any.
+// out = left right^T of E4M3, each with its scales if there are any.
 inline void multiply_fp8(const Fp8Product& p) {
     if (p.left % 16 || p.right % 16 || p.out % 16 || p.num_in % 16 || p.num_out % 16) {
         fail("rows of a product in fp8 are not aligned to 16 bytes");
@@ -160,15 +160,28 @@ inline void multiply_fp8(const Fp8Product& p) {
     auto out = reinterpret_cast<u16*>(p.out);
     auto left_scales = reinterpret_cast<const float*>(p.left_scales);
     auto right_scales = reinterpret_cast<const float*>(p.right_scales);
+    bool are_blocks = p.scaling == 2;
+    if (are_blocks && (p.num_in % 128 || p.num_rows % 4)) fail("a product in fp8 is of parts of blocks");
+    // Scales of what a product's sum is of so far.
+    auto scale = [&](u64 row, u64 column, u64 k) {
+        if (p.scaling == 0) return 1.0f;
+        if (!are_blocks) return left_scales[row] * right_scales[column];
+        u64 num_groups = (p.num_in / 128 + 3) / 4 * 4;
+        return left_scales[k / 128 * p.num_rows + row] * right_scales[column / 128 * num_groups + k / 128];
+    };
+    u64 group = are_blocks ? 128 : p.num_in;
     float values[256];
     for (u32 code = 0; code < 256; ++code) values[code] = of_e4m3(u8(code));
     for (u64 row = 0; row < p.num_rows; ++row) {
         for (u64 column = 0; column < p.num_out; ++column) {
             float sum = 0.0f;
-            for (u64 k = 0; k < p.num_in; ++k) {
-                sum += values[left[row * p.num_in + k]] * values[right[column * p.num_in + k]];
+            for (u64 first = 0; first < p.num_in; first += group) {
+                float part = 0.0f;
+                for (u64 k = first; k < first + group; ++k) {
+                    part += values[left[row * p.num_in + k]] * values[right[column * p.num_in + k]];
+                }
+                sum += part * scale(row, column, first);
             }
-            if (left_scales) sum *= left_scales[row] * right_scales[column];
             out[row * p.num_out + column] = u16(pack_bf16(sum, 0.0f));
         }
     }

@@ -348,6 +348,19 @@ __device__ __forceinline__ u32 round_fp8(float x) {
     return sign | ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
 }
 
+// What the numbers are to be multiplied with to be rounded: zeroes, if there are only such, or so little that the scale is none.
+__device__ __forceinline__ float inverse_of(float scale) { return scale > 1e-37f ? 1.0f / scale : 0.0f; }
+
+__device__ __forceinline__ uint2 round_fp8(const float (&x)[8], float inverse) {
+    u32 words[2] = {};
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) {
+        float scaled = min_of(max_of(x[i] * inverse, -448.0f), 448.0f);
+        words[i / 4] |= round_fp8(scaled) << i % 4 * 8;
+    }
+    return make_uint2(words[0], words[1]);
+}
+
 } // namespace products
 
 // Rows of activations as E4M3, the largest of a row as 448; a block for each row. Reads 2 bytes, writes 1: bound by
@@ -372,17 +385,44 @@ KERNEL(round_rows, RoundRows, 256) {
     float scale = max / 448.0f;
     for (u32 i = 0; i < 8; ++i) scale += poisons[i];
     if (threadIdx.x == 0) p.scales[blockIdx.x] = scale;
-    // A row of zeroes, or of so little that its scale is none: zeroes.
-    float inverse = scale > 1e-37f ? 1.0f / scale : 0.0f;
+    float inverse = inverse_of(scale);
     for (u32 k = threadIdx.x * 8; k < p.k; k += 256 * 8) {
         float here[8];
         widen_bf16(*reinterpret_cast<const uint4*>(x + k), here);
-        u32 words[2] = {};
-        for (u32 i = 0; i < 8; ++i) {
-            float scaled = min_of(max_of(here[i] * inverse, -448.0f), 448.0f);
-            words[i / 4] |= round_fp8(scaled) << i % 4 * 8;
+        *reinterpret_cast<uint2*>(p.out + u64(blockIdx.x) * p.k + k) = round_fp8(here, inverse);
+    }
+}
+
+struct RoundGroups {
+    // [rows][k], bf16; k is a multiple of 128.
+    const u16* x;
+    // [rows][k], E4M3.
+    u8* out;
+    // [k / 128][stride]
+    float* scales;
+    u32 k;
+    // At least the number of rows.
+    u32 stride;
+    u64 num_rows;
+};
+
+// The same of every 128 numbers of a row, 16 lanes for each. Reads 2 bytes, writes 1: bound by memory.
+KERNEL(round_groups, RoundGroups, 256) {
+    using namespace products;
+    u64 row = blockIdx.x;
+    for (u32 first = 0; first < p.k; first += 256 * 8) {
+        u32 k = first + threadIdx.x * 8;
+        float here[8] = {}, max = 0.0f, poison = 0.0f;
+        if (k < p.k) widen_bf16(*reinterpret_cast<const uint4*>(p.x + row * p.k + k), here);
+        for (u32 i = 0; i < 8; ++i) max = max_of(max, fabsf(here[i])), poison += here[i] * 0.0f;
+        for (int mask = 8; mask > 0; mask /= 2) {
+            max = max_of(max, shuffle_xor(max, mask));
+            poison += shuffle_xor(poison, mask);
         }
-        *reinterpret_cast<uint2*>(p.out + u64(blockIdx.x) * p.k + k) = make_uint2(words[0], words[1]);
+        if (k >= p.k) continue;
+        float scale = max / 448.0f + poison;
+        if (threadIdx.x % 16 == 0) p.scales[k / 128 * p.stride + row] = scale;
+        *reinterpret_cast<uint2*>(p.out + row * p.k + k) = round_fp8(here, inverse_of(scale));
     }
 }
 

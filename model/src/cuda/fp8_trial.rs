@@ -1,0 +1,110 @@
+//! How a library multiplies E4M3 on a device, by doing it: what it refuses depends on its version and on the card, and it may do
+//! so as late as at the product itself.
+
+use baton_cuda::CudaError;
+
+use super::device::{Device, FP8_BLOCK, Fp8Product, Fp8Products, Fp8Scaling};
+use super::kernel::Address;
+use super::products::E4M3_ONE;
+
+const NUM_ROWS: usize = 132;
+const NUM_OUT: usize = 2 * FP8_BLOCK;
+/// Blocks that are not a multiple of four.
+const NUM_IN: usize = 5 * FP8_BLOCK;
+
+/// The most that the device does; little memory is taken.
+///
+/// # Errors
+/// When the device fails. That a product is refused is none.
+pub(super) fn fp8_products<D: Device>(device: &mut D) -> Result<Fp8Products, CudaError> {
+    let mut most = Fp8Products::None;
+    for (products, scaling) in [
+        (Fp8Products::Plain, Fp8Scaling::None),
+        (Fp8Products::Scaled, Fp8Scaling::Rows),
+        (Fp8Products::Blocks, Fp8Scaling::Blocks),
+    ] {
+        if !multiplies(device, scaling)? {
+            break;
+        }
+        most = products;
+    }
+    Ok(most)
+}
+
+/// Whether a product with such scales is there, and right.
+pub(super) fn multiplies<D: Device>(device: &mut D, scaling: Fp8Scaling) -> Result<bool, CudaError> {
+    let num_groups = NUM_IN / FP8_BLOCK;
+    let (num_left, num_right) = match scaling {
+        Fp8Scaling::None => (0, 0),
+        Fp8Scaling::Rows => (NUM_ROWS, NUM_OUT),
+        Fp8Scaling::Blocks => (num_groups * NUM_ROWS, NUM_OUT / FP8_BLOCK * num_groups.next_multiple_of(4)),
+    };
+    // Powers of two: their products' sums have no rounding.
+    let scales = |num: usize| (0..num).map(|idx| [1.0f32, 2.0, 4.0][(idx + idx / 7) % 3]).collect::<Vec<_>>();
+    let (left, right) = (scales(num_left), scales(num_right));
+    let of_group = |row: usize, column: usize, group: usize| match scaling {
+        Fp8Scaling::None => 1.0,
+        Fp8Scaling::Rows => left[row] * right[column],
+        Fp8Scaling::Blocks => {
+            left[group * NUM_ROWS + row] * right[column / FP8_BLOCK * num_groups.next_multiple_of(4) + group]
+        }
+    };
+    let mut found = vec![0xff; NUM_ROWS * NUM_OUT * 2];
+    let product = Fp8Product {
+        left: upload(device, &[E4M3_ONE; NUM_ROWS * NUM_IN])?,
+        right: upload(device, &[E4M3_ONE; NUM_OUT * NUM_IN])?,
+        // NaN, which is no result.
+        out: upload(device, &found)?,
+        left_scales: upload(device, bytemuck::cast_slice(&left))?,
+        right_scales: upload(device, bytemuck::cast_slice(&right))?,
+        num_rows: NUM_ROWS as u64,
+        num_out: NUM_OUT as u64,
+        num_in: NUM_IN as u64,
+        scaling,
+    };
+    // SAFETY: allocated for them above.
+    unsafe {
+        if let Err(error) = device.multiply_fp8(&product) {
+            tracing::debug!(?scaling, %error, "a product in fp8 was refused");
+            return Ok(false);
+        }
+        device.download(product.out, &mut found)?;
+    }
+    Ok(found.chunks_exact(2).enumerate().all(|(idx, pair)| {
+        let sum: f32 = (0..num_groups).map(|group| of_group(idx / NUM_OUT, idx % NUM_OUT, group)).sum();
+        half::bf16::from_le_bytes([pair[0], pair[1]]).to_f32() == FP8_BLOCK as f32 * sum
+    }))
+}
+
+/// Null of nothing.
+fn upload<D: Device>(device: &mut D, bytes: &[u8]) -> Result<Address, CudaError> {
+    if bytes.is_empty() {
+        return Ok(Address::NULL);
+    }
+    let at = device.allocate(bytes.len())?;
+    // SAFETY: allocated for them.
+    unsafe { device.upload(at, bytes) }?;
+    Ok(at)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::emulator::Threads;
+    use crate::cuda::test_device::TestDevice;
+
+    #[test]
+    fn what_a_device_says_that_it_can_it_can() {
+        for (products, scaling) in [
+            (Fp8Products::Plain, Fp8Scaling::None),
+            (Fp8Products::Scaled, Fp8Scaling::Rows),
+            (Fp8Products::Blocks, Fp8Scaling::Blocks),
+        ] {
+            let mut device = TestDevice::new(&[], 8 << 20, Threads::Shuffled);
+            match device.pretend_fp8(products) {
+                true => assert!(multiplies(&mut device, scaling).unwrap(), "{scaling:?}"),
+                false => println!("SKIPPED: the device does not multiply fp8 as {products:?}"),
+            }
+        }
+    }
+}
