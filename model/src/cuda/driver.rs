@@ -5,7 +5,8 @@
 //! so they are part of graphs, too. One rank of several never waits for its device without looking whether the others
 //! are still there, as its device may be waiting for them.
 //!
-//! Not run on a GPU yet: what is checked is that it compiles against cudarc and that missing libraries are said.
+//! Not run on a GPU yet: what is checked is that it gets along with a driver that is pretended (`pretended_tests.rs`), and that
+//! missing libraries are said.
 
 use std::collections::HashMap;
 use std::path::PathBuf;

@@ -73,6 +73,8 @@ mod parallel_faults;
 mod parallel_low_bit_tests;
 #[cfg(test)]
 mod parallel_tests;
+#[cfg(test)]
+mod pretended_tests;
 #[cfg(any(test, feature = "emulator"))]
 #[cfg_attr(not(test), allow(dead_code))] // tests of other crates use a part
 mod test_device;
