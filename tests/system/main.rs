@@ -4,6 +4,7 @@ mod bad_input;
 mod bench;
 mod cancel;
 mod clients;
+mod devices;
 mod doctor;
 mod faults;
 mod gguf;

@@ -2,7 +2,6 @@
 //! and cuBLASLt, with streams, events and graphs. What is run is this program's own tests, as on a device.
 
 use std::ffi::OsString;
-use std::path::Path;
 use std::process::Command;
 
 use super::test_device;
@@ -28,15 +27,10 @@ fn a_driver_is_talked_to_as_it_wants() {
     // Compiled kernels lie beside the program: these are for nobody else.
     let tests = dir.path().join("tests");
     std::fs::hard_link(&program, &tests).expect("in one file system");
-    for (source, library) in [
-        ("driver.cpp", "libcuda.so.1"),
-        ("nvrtc.cpp", "libnvrtc.so.12"),
-        ("cublaslt.cpp", "libcublasLt.so.12"),
-    ] {
-        build(source, &dir.path().join(library));
-    }
-    // Looked for before the other, and a machine may have one.
-    std::fs::hard_link(dir.path().join("libcuda.so.1"), dir.path().join("libcuda.so")).expect("as above");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/emulator/pretended/build.sh");
+    let built = Command::new("sh").arg(script).arg(dir.path()).output().expect("there is a shell");
+    let why = String::from_utf8_lossy(&built.stderr);
+    assert!(built.status.success(), "{why}: `cargo xtask setup` installs g++");
     let mut folders = OsString::from(dir.path());
     if let Some(others) = std::env::var_os("LD_LIBRARY_PATH") {
         folders.push(":");
@@ -51,14 +45,4 @@ fn a_driver_is_talked_to_as_it_wants() {
     assert!(output.status.success(), "{}\n{said}\n{complained}", output.status);
     let all_passed = format!("test result: ok. {} passed", TESTS.len());
     assert!(said.contains(&all_passed) && !said.contains("SKIPPED"), "{said}");
-}
-
-fn build(source: &str, library: &Path) {
-    let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda/emulator/pretended");
-    let mut command = Command::new("g++");
-    command.args(["-shared", "-fPIC", "-std=c++17", "-O1", "-Wall", "-Wno-unused", "-fvisibility=hidden"]);
-    command.arg(format!("-DPRETENDED_DIR=\"{}\"", here.display()));
-    let output = command.arg(here.join(source)).arg("-o").arg(library).output();
-    let output = output.expect("g++ is there: `cargo xtask setup` installs it");
-    assert!(output.status.success(), "{source}: {}", String::from_utf8_lossy(&output.stderr));
 }

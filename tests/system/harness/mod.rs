@@ -10,7 +10,7 @@ mod etcd;
 mod http;
 mod process;
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use baton_proto::v1::{LoadsRequest, WorkerLoad, inference_client::InferenceClient};
 use serde_json::{Value, json};
@@ -317,13 +317,17 @@ pub(crate) struct Up {
 impl Up {
     /// Starts it and waits until it says that it is ready.
     pub(crate) async fn start(flags: &str) -> Up {
+        Up::start_in(&[], &format!("--kv-memory 64M {flags}")).await
+    }
+
+    /// The same with more variables in its environment, and as much memory for KV as it takes.
+    pub(crate) async fn start_in(environment: &[(&str, &Path)], flags: &str) -> Up {
         let turn = TURN.lock().await;
         let dir = tempfile::tempdir().expect("a temporary directory can be made");
         let port = free_port();
         let mut args = vec!["up".to_owned(), "--port".to_owned(), port.to_string()];
-        args.extend(["--kv-memory", "64M"].map(str::to_owned));
         args.extend(flags.split_whitespace().map(str::to_owned));
-        let mut supervisor = Process::start("up", BATON, &args, dir.path());
+        let mut supervisor = Process::start_in(environment, "up", BATON, &args, dir.path());
         eventually("baton up is ready", START_LIMIT, async || {
             let log = supervisor.log();
             assert!(supervisor.exit_status().is_none(), "baton up ended: {log}");

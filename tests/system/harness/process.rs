@@ -16,10 +16,22 @@ pub(crate) struct Process {
 impl Process {
     /// Starts `program` with `args`; its output goes to `<dir>/<name>.log`.
     pub(crate) fn start(name: &str, program: &str, args: &[String], dir: &Path) -> Process {
+        Process::start_in(&[], name, program, args, dir)
+    }
+
+    /// The same with more variables in its environment.
+    pub(crate) fn start_in(
+        environment: &[(&str, &Path)],
+        name: &str,
+        program: &str,
+        args: &[String],
+        dir: &Path,
+    ) -> Process {
         let log = dir.join(format!("{name}.log"));
         let file = File::options().create(true).append(true).open(&log).expect("the log can be written");
         let child = Command::new(program)
             .args(args)
+            .envs(environment.iter().copied())
             .stdin(Stdio::null())
             .stdout(file.try_clone().expect("a file can be shared"))
             .stderr(file)
