@@ -249,8 +249,12 @@ impl Retry {
         has_output: bool,
         now: Instant,
     ) -> Result<Instant, CoreError> {
-        if self.last.is_some() && self.only_full && !has_output {
-            return Err(CoreError::full("every worker is full, try again later"));
+        if let Some(last) = self.last.as_ref().filter(|_| self.only_full && !has_output) {
+            // It may be larger than any pool.
+            let reason = &last.message;
+            return Err(CoreError::full(format!(
+                "every worker is full, try again later; the last: {reason}"
+            )));
         }
         match self.deadline.or(known_until) {
             Some(until) if now < until => {
