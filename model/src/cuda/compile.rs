@@ -95,9 +95,8 @@ impl CubinCache {
     /// When it must be compiled and cannot be. A cache that cannot be written is warned of.
     pub(crate) fn get(&self, source: &Source, architecture: Architecture) -> Result<Cubin, CompileError> {
         let key = key(source, architecture);
-        let kept = majors(self.driver).filter_map(|major| self.place(&key, major));
-        let kept = kept.map(std::fs::read).find_map(Result::ok);
-        if let Some(code) = kept {
+        let mut kept = majors(self.driver).filter_map(|major| self.place(&key, major));
+        if let Some(code) = kept.find_map(|path| kept_at(&path)) {
             return Ok(Cubin { code, log: String::new() });
         }
         let nvrtc = std::env::var_os("BATON_NVRTC").map(PathBuf::from);
@@ -117,13 +116,25 @@ impl CubinCache {
     }
 }
 
-/// Written whole or not at all.
+/// Code that [`keep`] has left there. What is damaged, as by a machine that went down, is as if it was not there.
+fn kept_at(path: &Path) -> Option<Vec<u8>> {
+    let mut code = std::fs::read(path).ok()?;
+    let hash = code.split_off(code.len().saturating_sub(blake3::OUT_LEN));
+    if blake3::hash(&code).as_bytes() != hash.as_slice() {
+        tracing::warn!(path = %path.display(), "a compiled kernel is damaged and compiled anew");
+        return None;
+    }
+    Some(code)
+}
+
+/// Written whole or not at all, its hash behind it.
 fn keep(path: &Path, code: &[u8]) -> std::io::Result<()> {
     let dir = path.parent().expect("it is in the cache's directory");
     std::fs::create_dir_all(dir)?;
     let new = path.with_extension(format!("{}.{:?}", std::process::id(), std::thread::current().id()));
     let mut file = std::fs::File::create(&new)?;
-    file.write_all(code).and_then(|()| std::fs::rename(&new, path)).inspect_err(|_| {
+    let written = file.write_all(code).and_then(|()| file.write_all(blake3::hash(code).as_bytes()));
+    written.and_then(|()| std::fs::rename(&new, path)).inspect_err(|_| {
         // The error that is told is the one before.
         let _ = std::fs::remove_file(&new);
     })
@@ -215,6 +226,20 @@ mod tests {
         std::fs::remove_dir_all(dir.path()).unwrap();
         keep_of(12);
         assert_eq!([code(12), code(13)], [Some(b"of 12".into()), Some(b"of 12".into())]);
+    }
+
+    #[test]
+    fn what_was_damaged_is_not_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("code.cubin");
+        keep(&path, b"code").unwrap();
+        assert_eq!(kept_at(&path).as_deref(), Some(&b"code"[..]));
+        let whole = std::fs::read(&path).unwrap();
+        let inverted = [&[!whole[0]], &whole[1..]].concat();
+        for damaged in [&[][..], &whole[..10], &whole[..whole.len() - 1], &inverted] {
+            std::fs::write(&path, damaged).unwrap();
+            assert_eq!(kept_at(&path), None);
+        }
     }
 
     #[test]
