@@ -1,6 +1,6 @@
 //! Why a device cannot be used.
 
-use cudarc::driver::{DriverError, sys};
+use cudarc::driver::{DriverError, result, sys};
 use thiserror::Error;
 
 use crate::NoLibrary;
@@ -26,10 +26,12 @@ pub enum CudaError {
     #[error(transparent)]
     NoLibrary(#[from] NoLibrary),
     /// The device has not so much memory left.
-    #[error("no {num_bytes} bytes of device memory")]
+    #[error("{num_bytes} bytes of device memory are needed, and {num_free} are left")]
     OutOfMemory {
         /// Asked for.
         num_bytes: usize,
+        /// There were; perhaps not in one piece.
+        num_free: usize,
     },
     /// One of the ranks that compute together has ended.
     #[error("rank {rank} is gone")]
@@ -55,7 +57,10 @@ pub fn failed(call: &'static str, error: DriverError) -> CudaError {
 /// The same, of a call that asks for memory.
 pub(crate) fn refused(call: &'static str, error: DriverError, num_bytes: usize) -> CudaError {
     match error {
-        DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY) => CudaError::OutOfMemory { num_bytes },
+        DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY) => {
+            let num_free = result::mem_get_info().map_or(0, |(num_free, _)| num_free);
+            CudaError::OutOfMemory { num_bytes, num_free }
+        }
         error => failed(call, error),
     }
 }

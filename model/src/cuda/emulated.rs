@@ -106,7 +106,9 @@ impl Device for EmulatedDevice {
 
     fn allocate(&mut self, num_bytes: usize) -> Result<Address, CudaError> {
         assert!(!self.is_repeating, "memory is allocated before");
-        self.num_free = self.num_free.checked_sub(num_bytes).ok_or(CudaError::OutOfMemory { num_bytes })?;
+        let num_free = self.num_free;
+        self.num_free =
+            num_free.checked_sub(num_bytes).ok_or(CudaError::OutOfMemory { num_bytes, num_free })?;
         Ok(self.session.allocate(num_bytes))
     }
 

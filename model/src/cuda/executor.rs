@@ -155,7 +155,9 @@ impl<D: Device> DeviceExecutor<D> {
         check_shape(&model)?;
         let part = Part::of(&model);
         let weights =
-            weights::upload(&mut device, part.spec(), model.weights(), model.num_threads(), progress)?;
+            weights::upload(&mut device, part.spec(), model.weights(), model.num_threads(), progress);
+        let remedy = "--quantize makes them smaller, --tensor-parallel divides them among GPUs";
+        let weights = weights.map_err(StartError::taking("the weights", remedy))?;
         DeviceExecutor::with_weights(device, part, weights, limits, model.rounds_activations())
     }
 
@@ -180,8 +182,12 @@ impl<D: Device> DeviceExecutor<D> {
                 .max(padded(MAX_DECODE_ROWS))
                 .min(padded(limits.num_rows)),
         };
-        let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape, part.rank())?;
-        let scratch = Scratch::new(&mut device, spec, &weights, &limits, rounds_activations)?;
+        let remedy = "a smaller --token-budget or --max-running takes less";
+        let no_room = StartError::taking("the largest step", remedy);
+        let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape, part.rank());
+        let buffers = buffers.map_err(no_room)?;
+        let scratch = Scratch::new(&mut device, spec, &weights, &limits, rounds_activations);
+        let scratch = scratch.map_err(no_room)?;
         let mut executor = DeviceExecutor {
             device,
             part,
@@ -198,7 +204,7 @@ impl<D: Device> DeviceExecutor<D> {
             next_place: 0,
             pool: None,
         };
-        executor.warm_up()?;
+        executor.warm_up().map_err(no_room)?;
         Ok(executor)
     }
 

@@ -2,14 +2,13 @@
 
 use std::path::PathBuf;
 
-use baton_cuda::CudaError;
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
 use safetensors::SafeTensors;
 
 use super::device::Fp8Products;
 use super::emulated::EmulatedDevice;
 use super::emulator::Threads;
-use super::executor::DeviceExecutor;
+use super::executor::{self, DeviceExecutor};
 use super::inputs::BatchLimits;
 use super::start::StartError;
 use super::test_device::{self, TestDevice};
@@ -380,10 +379,19 @@ fn every_type_of_kv_is_near_processors() {
 
 #[test]
 fn a_model_that_does_not_fit_is_an_error() {
-    let model = loaded("qwen3", KvDtype::Bf16, 16, Backend::Cuda);
-    let device = TestDevice::Emulated(EmulatedDevice::new(&[], 1 << 16, Threads::Shuffled));
-    let error = DeviceExecutor::new(device, model, LIMITS, &mut |_| {}).err().expect("no memory");
-    assert!(matches!(error, StartError::Cuda(CudaError::OutOfMemory { .. })), "{error}");
+    let model = || loaded("qwen3", KvDtype::Bf16, 16, Backend::Cuda);
+    let sources = executor::sources(&model());
+    let started = |num_bytes| {
+        let device = TestDevice::Emulated(EmulatedDevice::new(&sources, num_bytes, Threads::Shuffled));
+        DeviceExecutor::new(device, model(), LIMITS, &mut |_| {})
+    };
+    let error = started(1 << 16).err().expect("no memory").to_string();
+    assert!(error.starts_with("no room for the weights: ") && error.contains("--quantize"), "{error}");
+    let weight_bytes = started(1 << 30).unwrap().weight_bytes().bf16;
+    // Norms are besides.
+    let error = started(weight_bytes as usize + (1 << 16)).err().expect("no memory").to_string();
+    let expected = "no room for the largest step: ";
+    assert!(error.starts_with(expected) && error.contains("--token-budget"), "{error}");
 }
 
 #[test]

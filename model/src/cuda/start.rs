@@ -13,6 +13,16 @@ pub enum StartError {
     /// The device, or a library, is missing, full, or broken.
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    /// The device has too little memory.
+    #[error("no room for {what}: {source}; {remedy}")]
+    NoRoom {
+        /// "the weights"
+        what: &'static str,
+        /// How much is missing.
+        source: CudaError,
+        /// What takes less.
+        remedy: &'static str,
+    },
     /// Several devices compute together by NCCL.
     #[error("several devices compute one model by NCCL: {0}")]
     Nccl(#[from] NcclError),
@@ -52,6 +62,17 @@ pub enum StartError {
 }
 
 impl StartError {
+    /// That of taking memory for `what`.
+    pub(crate) fn taking(
+        what: &'static str,
+        remedy: &'static str,
+    ) -> impl Fn(CudaError) -> StartError + Copy {
+        move |error| match error {
+            source @ CudaError::OutOfMemory { .. } => StartError::NoRoom { what, source, remedy },
+            error => error.into(),
+        }
+    }
+
     /// Says which of several ranks it is of, and on which device. One that is alone needs no telling apart.
     pub(crate) fn of(self, rank: Rank, device: String) -> StartError {
         match rank {
