@@ -253,9 +253,9 @@ fn a_rank_that_cannot_start_ends_the_start_of_all() {
         // The end of the one that it replaces is dropped: so it would be if the rank had failed by itself.
         ranks[failing].0 = small;
         let error = started(ranks, FEW).err().expect("no memory");
-        let StartError::Rank { rank, source, .. } = error else { panic!("{error}") };
+        let StartError::Rank { rank, why, .. } = error else { panic!("{error}") };
         assert_eq!(rank, failing);
-        assert!(matches!(*source, StartError::NoRoom { .. }), "{source}");
+        assert!(matches!(*why, StartError::NoRoom { .. }), "{why}");
     }
 }
 

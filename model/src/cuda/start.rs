@@ -14,12 +14,12 @@ pub enum StartError {
     #[error(transparent)]
     Cuda(#[from] CudaError),
     /// The device has too little memory.
-    #[error("no room for {what}: {source}; {remedy}")]
+    #[error("no room for {what}: {why}; {remedy}")]
     NoRoom {
         /// "the weights"
         what: &'static str,
-        /// How much is missing.
-        source: CudaError,
+        /// How much is missing: in the message, too.
+        why: CudaError,
         /// What takes less.
         remedy: &'static str,
     },
@@ -27,14 +27,14 @@ pub enum StartError {
     #[error("several devices compute one model by NCCL: {0}")]
     Nccl(#[from] NcclError),
     /// One of several ranks cannot be had.
-    #[error("rank {rank} on {device}: {source}")]
+    #[error("rank {rank} on {device}: {why}")]
     Rank {
         /// Which.
         rank: usize,
         /// "cuda:1"
         device: String,
-        /// Why.
-        source: Box<StartError>,
+        /// Why: in the message, so no source besides.
+        why: Box<StartError>,
     },
     /// There is no code of the kernels.
     #[error(transparent)]
@@ -68,7 +68,7 @@ impl StartError {
         remedy: &'static str,
     ) -> impl Fn(CudaError) -> StartError + Copy {
         move |error| match error {
-            source @ CudaError::OutOfMemory { .. } => StartError::NoRoom { what, source, remedy },
+            why @ CudaError::OutOfMemory { .. } => StartError::NoRoom { what, why, remedy },
             error => error.into(),
         }
     }
@@ -77,7 +77,7 @@ impl StartError {
     pub(crate) fn of(self, rank: Rank, device: String) -> StartError {
         match rank {
             Rank::ONLY => self,
-            Rank { idx: rank, .. } => StartError::Rank { rank, device, source: Box::new(self) },
+            Rank { idx: rank, .. } => StartError::Rank { rank, device, why: Box::new(self) },
         }
     }
 }
