@@ -1,26 +1,41 @@
-//! Workers on a GPU, which is pretended (`model/src/cuda/emulator/pretended/`): from their flags to the driver and back.
+//! Workers on GPUs, which are pretended (`model/src/cuda/emulator/pretended/`): from their flags to the driver and back.
 
 use std::{path::Path, process::Command};
 
 use serde_json::json;
+use tempfile::TempDir;
 
 use crate::{harness::Up, prompts::tasks};
 
-const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../model/src/cuda/emulator/pretended/build.sh");
+/// Libraries that pretend to be CUDA's, and compiled kernels.
+struct Pretended(TempDir);
 
-/// KV goes by the driver's handles of memory from pool to pool, or by way of the host.
-#[tokio::test]
-async fn workers_on_a_gpu_recall_facts_through_a_handoff() {
-    let dir = tempfile::tempdir().expect("a temporary directory can be made");
-    let dir = dir.path();
-    let built = Command::new("sh").arg(SCRIPT).arg(dir).output().expect("there is a shell");
-    let why = String::from_utf8_lossy(&built.stderr);
-    assert!(built.status.success(), "{why}: `cargo xtask setup` installs g++");
-    let shape = "--device cuda:0 --gpu-memory-utilization 0.2 --token-budget 256 --max-running 4";
-    let flags = format!("{shape} --kv-dtype bf16 --weight-cache {}", dir.join("cache").display());
-    for transport in ["shm", "tcp"] {
-        let libraries = [("LD_LIBRARY_PATH", dir), ("BATON_NVRTC", dir)];
-        let environment = [&libraries[..], &[("BATON_TRANSPORTS", Path::new(transport))]].concat();
+impl Pretended {
+    fn build() -> Pretended {
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../model/src/cuda/emulator/pretended/build.sh");
+        let dir = tempfile::tempdir().expect("a temporary directory can be made");
+        let built = Command::new("sh").arg(script).arg(dir.path()).output().expect("there is a shell");
+        let why = String::from_utf8_lossy(&built.stderr);
+        assert!(built.status.success(), "{why}: `cargo xtask setup` installs g++");
+        Pretended(dir)
+    }
+
+    /// Asks two workers, each on as many devices of its own, what the tiny model knows.
+    async fn check(&self, num_devices: usize, transport: &str) {
+        let dir = self.0.path();
+        let (nccl, num) = (dir.join("libnccl.so.2"), num_devices.to_string());
+        let environment = [
+            ("LD_LIBRARY_PATH", dir),
+            ("BATON_NVRTC", dir),
+            ("BATON_NCCL", &nccl),
+            ("BATON_TRANSPORTS", Path::new(transport)),
+            ("PRETENDED_DEVICES", Path::new(&num)),
+        ];
+        let flags = format!(
+            "--device cuda:0 --tensor-parallel {num_devices} --gpu-memory-utilization 0.2 --token-budget 256 \
+             --max-running 4 --kv-dtype bf16 --weight-cache {}",
+            dir.join("cache").display()
+        );
         let up = Up::start_in(&environment, &flags).await;
         for task in tasks("recall-512").iter().take(3) {
             let body = json!({
@@ -29,7 +44,22 @@ async fn workers_on_a_gpu_recall_facts_through_a_handoff() {
             });
             let answer = up.http.post("/v1/chat/completions", &body).await.expect("it is served").json();
             let text = answer["choices"][0]["message"]["content"].as_str().unwrap_or_default();
-            assert!(text.contains(&task.answer), "over {transport}, expected {}: {answer}", task.answer);
+            assert!(text.contains(&task.answer), "expected {}: {answer}", task.answer);
         }
     }
+}
+
+/// KV goes by the driver's handles of memory from pool to pool, or by way of the host.
+#[tokio::test]
+async fn workers_on_a_gpu_recall_facts_through_a_handoff() {
+    let pretended = Pretended::build();
+    for transport in ["shm", "tcp"] {
+        pretended.check(1, transport).await;
+    }
+}
+
+/// NCCL sums up between the devices of a worker; KV goes from rank to rank.
+#[tokio::test]
+async fn workers_on_two_gpus_each_recall_facts_through_a_handoff() {
+    Pretended::build().check(2, "shm").await;
 }

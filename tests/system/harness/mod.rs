@@ -29,7 +29,7 @@ pub(crate) const BATON: &str = env!("CARGO_BIN_EXE_baton-under-test");
 static TURN: Mutex<()> = Mutex::const_new(());
 
 /// How long a whole cluster may take to be ready on a loaded machine.
-const START_LIMIT: Duration = Duration::from_secs(120);
+const START_LIMIT: Duration = Duration::from_secs(240);
 
 /// What to start.
 pub(crate) struct ClusterBuilder {

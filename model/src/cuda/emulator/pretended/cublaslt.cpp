@@ -187,7 +187,7 @@ struct Product {
 };
 
 // out = alpha a^T b + beta out
-static void multiply(void* at) {
+static int multiply(void* at) {
     auto& p = *static_cast<Product*>(at);
     // Algorithms may use it.
     memset(p.workspace, 0xff, 4096);
@@ -224,6 +224,7 @@ static void multiply(void* at) {
             }
         }
     }
+    return 1;
 }
 
 API int cublasLtMatmul(void* handle, const Description* description, const float* alpha, const void* from_a, const Layout* a,
@@ -243,7 +244,7 @@ API int cublasLtMatmul(void* handle, const Description* description, const float
     }
     // Kept: a graph does it again.
     auto* product = new Product{*description, *a, *b, *out, from_a, from_b, to, *alpha, *beta, workspace};
-    auto ask = reinterpret_cast<void (*)(void*, void (*)(void*), void*)>(of_driver("pretended_ask"));
+    auto ask = reinterpret_cast<void (*)(void*, int (*)(void*), void*)>(of_driver("pretended_ask"));
     ask(stream, multiply, product);
     return SUCCESS;
 }

@@ -1,9 +1,10 @@
-// A library that pretends to be CUDA's driver, libcuda.so.1, with one device: the code that talks to a driver is run where there
+// A library that pretends to be CUDA's driver, libcuda.so.1, and its devices: the code that talks to a driver is run where there
 // is none. What a stream is asked for is done when somebody waits for it, as late as that may be, by kernels that g++ has read
 // (module.h); and where a driver is strict, it is, too: contexts of threads, what a capture does not allow, shared memory and
-// grids, the sizes of allocations. The device's memory is out of the host's reach while the device does not work.
+// grids, the sizes of allocations. The devices' memory is out of the host's reach while none of them works.
 //
-// Environment: PRETENDED_MEMORY_BYTES, of the device.
+// Environment: PRETENDED_DEVICES, 1 unless it is said; PRETENDED_MEMORY_BYTES of each.
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -62,22 +63,32 @@ constexpr u64 ALIGNMENT = 512;
 // Of everything below.
 std::recursive_mutex mutex;
 bool is_initialized = false;
-int primary;
-thread_local void* current = nullptr;
+constexpr int MAX_DEVICES = 8;
+// Primary contexts: by their addresses.
+int contexts[MAX_DEVICES];
+thread_local int* current = nullptr;
 // Captures that this thread has begun, and not ended.
 thread_local int num_captures = 0;
 
-// The device's memory: a file, so that other processes can open it.
+u64 said(const char* variable, u64 otherwise) {
+    const char* text = getenv(variable);
+    return text ? strtoull(text, nullptr, 10) : otherwise;
+}
+
+int num_devices() {
+    static int num = int(std::min(said("PRETENDED_DEVICES", 1), u64(MAX_DEVICES)));
+    return num;
+}
+
+// A device's memory: a file, so that other processes can open it.
 struct Memory {
     int fd;
     u64 base, size, num_used = 0;
     // Offsets and sizes.
     std::map<u64, u64> allocations;
-    int num_users = 0;
 
     Memory() {
-        const char* said = getenv("PRETENDED_MEMORY_BYTES");
-        size = said ? strtoull(said, nullptr, 10) : u64(2) << 30;
+        size = said("PRETENDED_MEMORY_BYTES", u64(2) << 30);
         fd = memfd_create("pretended device", 0);
         if (fd < 0 || ftruncate(fd, size) != 0) fail("no memory for a device");
         void* at = mmap(nullptr, size, PROT_NONE, MAP_SHARED, fd, 0);
@@ -100,34 +111,42 @@ struct Memory {
     }
 };
 
-Memory& memory() {
-    static Memory* one = new Memory;
-    return *one;
+std::vector<Memory>& memories() {
+    static auto* all = new std::vector<Memory>(num_devices());
+    return *all;
 }
 
-// While the device works, its memory is there.
+// Of the thread's device.
+Memory& memory() { return memories()[current - contexts]; }
+
+// While a device works, memory is there.
 struct Working {
+    static int num;
     Working() {
-        if (memory().num_users++ == 0) protect(PROT_READ | PROT_WRITE);
+        if (num++ == 0) protect(PROT_READ | PROT_WRITE);
     }
     ~Working() {
-        if (--memory().num_users == 0) protect(PROT_NONE);
+        if (--num == 0) protect(PROT_NONE);
     }
-    static void protect(int how) { mprotect(reinterpret_cast<void*>(memory().base), memory().size, how); }
+    static void protect(int how) {
+        for (Memory& memory : memories()) mprotect(reinterpret_cast<void*>(memory.base), memory.size, how);
+    }
 };
+int Working::num = 0;
 
 // Memory of other processes that was opened, and of the host that was registered.
 std::map<u64, u64> foreign;
 std::set<void*> pinned;
 
-// What lies in one piece with `at`, if the device reaches it: the piece.
+// What lies in one piece with `at`, if devices reach it: the piece.
 bool piece(u64 at, u64& first, u64& len) {
-    Memory& own = memory();
-    bool is_own = at >= own.base && at < own.base + own.size;
-    auto& pieces = is_own ? own.allocations : foreign;
-    u64 base = is_own ? own.base : 0;
-    auto next = pieces.upper_bound(at - base);
-    if (next == pieces.begin()) return false;
+    u64 base = 0;
+    auto* pieces = &foreign;
+    for (Memory& memory : memories()) {
+        if (at >= memory.base && at < memory.base + memory.size) base = memory.base, pieces = &memory.allocations;
+    }
+    auto next = pieces->upper_bound(at - base);
+    if (next == pieces->begin()) return false;
     --next;
     first = base + next->first, len = next->second;
     return at < first + len;
@@ -138,7 +157,8 @@ bool reaches(u64 at, u64 num_bytes) {
     return num_bytes == 0 || (piece(at, first, len) && at + num_bytes <= first + len);
 }
 
-typedef std::function<void()> Work;
+// Whether it is done: what other ranks have a part in may have to wait for them.
+typedef std::function<bool()> Work;
 
 // What was asked for while it was captured, in that order.
 struct Graph {
@@ -165,21 +185,35 @@ struct Event {
 
 std::set<Stream*> streams;
 
-// Does what a stream was asked for, up to `place`.
-void work_until(Stream* stream, u64 place) {
+// Does what a stream was asked for, up to `place`, as far as it can be done; whether that is all.
+bool work_until(Stream* stream, u64 place) {
     Working working;
     while (!stream->work.empty() && stream->work.front().first <= place) {
-        auto [nth, work] = std::move(stream->work.front());
+        if (!stream->work.front().second()) return false;
+        stream->num_done = stream->work.front().first;
         stream->work.pop_front();
-        work();
-        stream->num_done = nth;
+    }
+    return true;
+}
+
+// Until it is done, while other threads may ask for what it waits for.
+template <class Done> void wait_until(Done done) {
+    for (;; usleep(100)) {
+        std::lock_guard<std::recursive_mutex> guard(mutex);
+        if (done()) return;
     }
 }
 
-void work_off(Stream* stream) { work_until(stream, stream->num_asked); }
+void work_off(Stream* stream) {
+    wait_until([=] { return work_until(stream, stream->num_asked); });
+}
 
 void work_off_all() {
-    for (Stream* stream : streams) work_off(stream);
+    wait_until([] {
+        bool is_done = true;
+        for (Stream* stream : streams) is_done &= work_until(stream, stream->num_asked);
+        return is_done;
+    });
 }
 
 void ask(Stream* stream, Work work) {
@@ -200,7 +234,7 @@ Result spoil_captures() {
 
 Result check_context() {
     if (!is_initialized) return NOT_INITIALIZED;
-    return current == &primary ? OK : INVALID_CONTEXT;
+    return current ? OK : INVALID_CONTEXT;
 }
 
 struct Module {
@@ -218,18 +252,23 @@ struct Function {
 
 } // namespace
 
-#define LOCK std::lock_guard<std::recursive_mutex> guard(mutex)
+#define LOCK std::unique_lock<std::recursive_mutex> guard(mutex)
 #define IN_CONTEXT                                                                                                     \
     LOCK;                                                                                                              \
     if (Result result = check_context()) return result
 #define NOT_CAPTURING                                                                                                  \
     IN_CONTEXT;                                                                                                        \
     if (num_captures > 0) return spoil_captures()
+// Others go on meanwhile.
+#define WAIT(what)                                                                                                     \
+    guard.unlock();                                                                                                    \
+    what;                                                                                                              \
+    guard.lock()
 
 // For libraries that pretend to be others of CUDA's.
-extern "C" __attribute__((visibility("default"))) void pretended_ask(void* stream, void (*work)(void*), void* argument) {
+extern "C" __attribute__((visibility("default"))) void pretended_ask(void* stream, int (*work)(void*), void* argument) {
     LOCK;
-    ask(static_cast<Stream*>(stream), [=] { work(argument); });
+    ask(static_cast<Stream*>(stream), [=] { return work(argument) != 0; });
 }
 API pretended_reaches(u64 at, u64 num_bytes) {
     LOCK;
@@ -246,12 +285,12 @@ API cuDriverGetVersion(int* version) {
     return OK;
 }
 API cuDeviceGetCount(int* count) {
-    *count = 1;
+    *count = num_devices();
     return is_initialized ? OK : NOT_INITIALIZED;
 }
 API cuDeviceGet(int* device, int ordinal) {
     *device = ordinal;
-    return ordinal == 0 ? OK : INVALID_DEVICE;
+    return ordinal >= 0 && ordinal < num_devices() ? OK : INVALID_DEVICE;
 }
 API cuDeviceGetName(char* name, int len, int) {
     snprintf(name, len, "a pretended H100");
@@ -269,22 +308,22 @@ API cuDeviceGetAttribute(int* value, int attribute, int) {
     default: fail("what is attribute " + std::to_string(attribute) + " of a device?");
     }
 }
-API cuDevicePrimaryCtxRetain(void** context, int) {
-    *context = &primary;
+API cuDevicePrimaryCtxRetain(int** context, int device) {
+    *context = &contexts[device];
     return is_initialized ? OK : NOT_INITIALIZED;
 }
 API cuDevicePrimaryCtxRelease_v2(int) { return OK; }
-API cuCtxGetCurrent(void** context) {
+API cuCtxGetCurrent(int** context) {
     *context = current;
     return OK;
 }
-API cuCtxSetCurrent(void* context) {
+API cuCtxSetCurrent(int* context) {
     current = context;
     return OK;
 }
 API cuCtxSynchronize() {
     NOT_CAPTURING;
-    work_off_all();
+    WAIT(work_off_all());
     return OK;
 }
 API cuGetErrorName(int error, const char** name) {
@@ -310,7 +349,7 @@ API cuMemAlloc_v2(u64* address, size_t num_bytes) {
 }
 API cuMemFree_v2(u64 address) {
     NOT_CAPTURING;
-    work_off_all();
+    WAIT(work_off_all());
     auto found = memory().allocations.find(address - memory().base);
     if (found == memory().allocations.end()) return INVALID_VALUE;
     memory().num_used -= found->second;
@@ -335,7 +374,7 @@ API cuMemHostAlloc(void** at, size_t num_bytes, unsigned) {
 }
 API cuMemFreeHost(void* at) {
     NOT_CAPTURING;
-    work_off_all();
+    WAIT(work_off_all());
     if (!pinned.erase(at)) return INVALID_VALUE;
     free(at);
     return OK;
@@ -347,7 +386,7 @@ API cuMemHostRegister_v2(void* at, size_t num_bytes, unsigned) {
 }
 API cuMemHostUnregister(void* at) {
     NOT_CAPTURING;
-    work_off_all();
+    WAIT(work_off_all());
     return foreign.erase(reinterpret_cast<u64>(at)) ? OK : INVALID_VALUE;
 }
 API cuMemHostGetDevicePointer_v2(u64* address, void* at, unsigned) {
@@ -386,7 +425,7 @@ API cuIpcOpenMemHandle_v2(u64* address, Handle handle, unsigned) {
 }
 API cuIpcCloseMemHandle(u64 address) {
     NOT_CAPTURING;
-    work_off_all();
+    WAIT(work_off_all());
     return foreign.erase(address) ? OK : INVALID_VALUE;
 }
 
@@ -395,7 +434,7 @@ static int copy(u64 to, u64 from, size_t len, void* stream, bool is_to_device, b
     if ((is_to_device && !reaches(to, len)) || (is_from_device && !reaches(from, len))) {
         fail("a copy of " + std::to_string(len) + " bytes leaves the device's memory");
     }
-    auto work = [=] { memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), len); };
+    auto work = [=] { return memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), len), true; };
     ask(static_cast<Stream*>(stream), work);
     return OK;
 }
@@ -405,7 +444,7 @@ API cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t len, void* stream) { return co
 API cuMemsetD8Async(u64 to, unsigned char byte, size_t len, void* stream) {
     IN_CONTEXT;
     if (!reaches(to, len)) fail("a fill leaves the device's memory");
-    ask(static_cast<Stream*>(stream), [=] { memset(reinterpret_cast<void*>(to), byte, len); });
+    ask(static_cast<Stream*>(stream), [=] { return memset(reinterpret_cast<void*>(to), byte, len), true; });
     return OK;
 }
 API cuMemsetD8_v2(u64 to, unsigned char byte, size_t len) {
@@ -423,12 +462,12 @@ API cuStreamCreate(Stream** stream, unsigned) {
 }
 API cuStreamDestroy_v2(Stream* stream) {
     IN_CONTEXT;
-    work_off(stream);
+    WAIT(work_off(stream));
     return streams.erase(stream) ? OK : INVALID_VALUE;
 }
 API cuStreamSynchronize(Stream* stream) {
     NOT_CAPTURING;
-    work_off(stream);
+    WAIT(work_off(stream));
     return OK;
 }
 API cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
@@ -439,7 +478,7 @@ API cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
         return OK;
     }
     if (stream->capture) return spoil_captures();
-    if (event->stream) ask(stream, [from = event->stream, place = event->place] { work_until(from, place); });
+    if (event->stream) ask(stream, [from = event->stream, place = event->place] { return work_until(from, place); });
     return OK;
 }
 API cuEventCreate(Event** event, unsigned) {
@@ -456,7 +495,7 @@ API cuEventRecord(Event* event, Stream* stream) {
     IN_CONTEXT;
     event->captured = stream->capture;
     if (stream->capture) return OK;
-    ask(stream, [] {});
+    ask(stream, [] { return true; });
     event->stream = stream, event->place = stream->num_asked, event->was_queried = false;
     return OK;
 }
@@ -466,13 +505,14 @@ API cuEventQuery(Event* event) {
     if (!event->stream || event->stream->num_done >= event->place) return OK;
     // Not the first time that somebody looks.
     if (!std::exchange(event->was_queried, true)) return NOT_READY;
-    work_until(event->stream, event->place);
-    return OK;
+    return work_until(event->stream, event->place) ? OK : NOT_READY;
 }
 API cuEventSynchronize(Event* event) {
     LOCK;
     if (num_captures > 0 || event->captured.lock()) return spoil_captures();
-    if (event->stream) work_until(event->stream, event->place);
+    if (event->stream) {
+        WAIT(wait_until([=] { return work_until(event->stream, event->place); }));
+    }
     return OK;
 }
 API cuEventElapsedTime(float* milliseconds, Event*, Event*) {
@@ -548,7 +588,7 @@ API cuModuleLoadData(Module** module, const char* image) {
 }
 API cuModuleUnload(Module* module) {
     LOCK;
-    work_off_all();
+    WAIT(work_off_all());
     delete module;
     return OK;
 }
@@ -579,6 +619,8 @@ API cuLaunchKernel(Function* function, u32 x, u32 y, u32 z, u32 threads, u32 thr
     std::vector<u64> copied((num_bytes + 7) / 8);
     memcpy(copied.data(), params[0], num_bytes);
     std::vector<u32> shape = {x, y, z, threads, shared_bytes};
-    ask(stream, [=, module = module, kernel = kernel] { module->launch(kernel, shape.data(), copied.data()); });
+    ask(stream, [=, module = module, kernel = kernel] {
+        return module->launch(kernel, shape.data(), copied.data()), true;
+    });
     return OK;
 }
