@@ -30,6 +30,8 @@ impl Pretended {
             ("BATON_NCCL", &nccl),
             ("BATON_TRANSPORTS", Path::new(transport)),
             ("PRETENDED_DEVICES", Path::new(&num)),
+            // To open and to close it for the host takes as long as it is large.
+            ("PRETENDED_MEMORY_BYTES", Path::new("536870912")),
         ];
         let flags = format!(
             "--device cuda:0 --tensor-parallel {num_devices} --gpu-memory-utilization 0.2 --token-budget 256 \

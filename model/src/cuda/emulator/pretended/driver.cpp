@@ -187,8 +187,10 @@ std::set<Stream*> streams;
 
 // Does what a stream was asked for, up to `place`, as far as it can be done; whether that is all.
 bool work_until(Stream* stream, u64 place) {
+    auto is_left = [=] { return !stream->work.empty() && stream->work.front().first <= place; };
+    if (!is_left()) return true;
     Working working;
-    while (!stream->work.empty() && stream->work.front().first <= place) {
+    while (is_left()) {
         if (!stream->work.front().second()) return false;
         stream->num_done = stream->work.front().first;
         stream->work.pop_front();
