@@ -1,13 +1,6 @@
 // Attention of many rows of a sequence. See attention.cuh.
 #include "attention_tiles.cuh"
 
-struct PrefillAttention {
-    Attention a;
-    // [num_tiles]: sequence (none if all ones), and the tile's first pair
-    const uint2* tiles;
-    u64 num_tiles;
-};
-
 namespace attention {
 
 namespace prefill {
@@ -68,21 +61,13 @@ KERNEL(prefill_attention, PrefillAttention, attention::prefill::THREADS) {
     using namespace attention::prefill;
     DYNAMIC_SHARED(shared);
     const Attention& a = p.a;
-    u32 sequence = p.tiles[blockIdx.x].x, first_pair = p.tiles[blockIdx.x].y, kv_head = blockIdx.y;
-    if (sequence == ~0u) return;
-    u32 start = a.start_idx[sequence], first_row = a.first_row[sequence];
-    u32 num_pairs = a.num_rows[sequence] * a.group;
-    if (first_pair >= num_pairs) return;
-    u32 last_pair = first_pair + PAIRS <= num_pairs ? first_pair + PAIRS - 1 : num_pairs - 1;
-    u32 first_position = start + first_pair / a.group, last_position = start + last_pair / a.group;
-    // Nobody sees positions outside of these.
-    u32 seen_begin = first_seen(first_position, a.window), seen_end = last_position + 1;
-    u32 begin = seen_begin / TOKENS * TOKENS;
-    // Positions that every pair sees.
-    u32 common_begin = first_seen(last_position, a.window), common_end = first_position + 1;
+    PrefillTile tile;
+    if (!tile.find(p, PAIRS)) return;
+    u32 first_pair = tile.first_pair, num_pairs = tile.num_pairs, first_row = tile.first_row, kv_head = blockIdx.y;
+    u32 seen_begin = tile.seen_begin, seen_end = tile.seen_end, begin = seen_begin / TOKENS * TOKENS;
 
     u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, in = lane % 4;
-    Keys keys = keys_of(a, sequence, kv_head);
+    Keys keys = keys_of(a, tile.sequence, kv_head);
     Rule rule = rule_of(a);
     float* shared_scales = reinterpret_cast<float*>(shared + SCALES_AT);
     // The scale of the position that this thread has, of its key (first half of the threads) or value.
@@ -130,7 +115,7 @@ KERNEL(prefill_attention, PrefillAttention, attention::prefill::THREADS) {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
         running[t].begin();
-        seen[t] = seen_by(a, start, first_pair + (warp * TILES + t) * 16 + group, num_pairs);
+        seen[t] = seen_by(a, tile.start, first_pair + (warp * TILES + t) * 16 + group, num_pairs);
     }
 
     u32 buffer = 0;
@@ -172,7 +157,7 @@ KERNEL(prefill_attention, PrefillAttention, attention::prefill::THREADS) {
             }
         }
 
-        bool is_common = first >= common_begin && first + TOKENS <= common_end;
+        bool is_common = tile.is_common(first, TOKENS);
         u32 weights[TILES][TOKENS / 16][4];
 #pragma unroll
         for (int t = 0; t < TILES; ++t) {

@@ -5,7 +5,45 @@
 
 static_assert(KV_TYPE >= 2 && HEAD_DIM % 16 == 0 && HEAD_DIM <= 256, "attention_plain.cu is for others");
 
+struct PrefillAttention {
+    Attention a;
+    // [num_tiles]: sequence (none if all ones), and the tile's first pair
+    const uint2* tiles;
+    u64 num_tiles;
+};
+
 namespace attention {
+
+// What a block of many rows has to do.
+struct PrefillTile {
+    u32 sequence, first_pair;
+    // Of the sequence.
+    u32 start, first_row, num_pairs;
+    // Nobody sees positions outside of these.
+    u32 seen_begin, seen_end;
+    // Positions that every pair sees.
+    u32 common_begin, common_end;
+
+    // That of the block, of at most so many pairs; whether there is anything.
+    __device__ __forceinline__ bool find(const PrefillAttention& p, u32 most_pairs) {
+        const Attention& a = p.a;
+        sequence = p.tiles[blockIdx.x].x, first_pair = p.tiles[blockIdx.x].y;
+        if (sequence == ~0u) return false;
+        start = a.start_idx[sequence], first_row = a.first_row[sequence];
+        num_pairs = a.num_rows[sequence] * a.group;
+        if (first_pair >= num_pairs) return false;
+        u32 last_pair = first_pair + most_pairs <= num_pairs ? first_pair + most_pairs - 1 : num_pairs - 1;
+        u32 first_position = start + first_pair / a.group, last_position = start + last_pair / a.group;
+        seen_begin = first_seen(first_position, a.window), seen_end = last_position + 1;
+        common_begin = first_seen(last_position, a.window), common_end = first_position + 1;
+        return true;
+    }
+
+    // Whether every pair sees all of these positions.
+    __device__ __forceinline__ bool is_common(u32 first, u32 num) const {
+        return first >= common_begin && first + num <= common_end;
+    }
+};
 
 // Rows in shared memory are an odd number of 16 bytes apart: eight rows, 16 bytes of each, are then in different banks,
 // for copies as well as for ldmatrix.

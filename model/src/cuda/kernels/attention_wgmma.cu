@@ -2,13 +2,6 @@
 #include "attention_tiles.cuh"
 #include "warpgroup.cuh"
 
-struct PrefillAttention {
-    Attention a;
-    // [num_tiles]: sequence (none if all ones), and the tile's first pair
-    const uint2* tiles;
-    u64 num_tiles;
-};
-
 static_assert(KV_TYPE == 2 && (HEAD_DIM == 64 || HEAD_DIM == 128), "attention_prefill.cu is for others");
 
 namespace attention {
@@ -74,21 +67,13 @@ KERNEL(wgmma_attention, PrefillAttention, attention::wgmma::THREADS) {
     using namespace attention::wgmma;
     DYNAMIC_SHARED(shared);
     const Attention& a = p.a;
-    u32 sequence = p.tiles[blockIdx.x].x, first_pair = p.tiles[blockIdx.x].y, kv_head = blockIdx.y;
-    if (sequence == ~0u) return;
-    u32 start = a.start_idx[sequence], first_row = a.first_row[sequence];
-    u32 num_pairs = a.num_rows[sequence] * a.group;
-    if (first_pair >= num_pairs) return;
-    u32 last_pair = first_pair + PAIRS <= num_pairs ? first_pair + PAIRS - 1 : num_pairs - 1;
-    u32 first_position = start + first_pair / a.group, last_position = start + last_pair / a.group;
-    // Nobody sees positions outside of these.
-    u32 seen_begin = first_seen(first_position, a.window), seen_end = last_position + 1;
-    u32 begin = seen_begin / TOKENS * TOKENS;
-    // Positions that every pair sees.
-    u32 common_begin = first_seen(last_position, a.window), common_end = first_position + 1;
+    PrefillTile tile;
+    if (!tile.find(p, PAIRS)) return;
+    u32 first_pair = tile.first_pair, num_pairs = tile.num_pairs, first_row = tile.first_row, kv_head = blockIdx.y;
+    u32 seen_begin = tile.seen_begin, seen_end = tile.seen_end, begin = seen_begin / TOKENS * TOKENS;
 
     u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, in = lane % 4;
-    Keys keys = keys_of(a, sequence, kv_head);
+    Keys keys = keys_of(a, tile.sequence, kv_head);
     Rule rule = rule_of(a);
 
     // Bytes from a head's first key to a position's: a lane finds one of the 16 that its warp copies of a tile.
@@ -120,7 +105,7 @@ KERNEL(wgmma_attention, PrefillAttention, attention::wgmma::THREADS) {
 
     Running running;
     running.begin();
-    Seen seen = seen_by(a, start, first_pair + warp * 16 + group, num_pairs);
+    Seen seen = seen_by(a, tile.start, first_pair + warp * 16 + group, num_pairs);
     u64 queries = warpgroup::matrix_of(shared + warp / 4 * (64 * warpgroup::PANEL_ROW), PANEL_BYTES);
     u64 key_matrix = warpgroup::matrix_of(key_tiles, PANEL_BYTES);
     u64 value_matrix = warpgroup::matrix_of(value_tiles, PANEL_BYTES);
@@ -148,7 +133,7 @@ KERNEL(wgmma_attention, PrefillAttention, attention::wgmma::THREADS) {
     // for, next, the assembler does not come before a joint.
     auto weigh = [&](u32 idx, float (&factor)[2]) {
         u32 first = begin + idx * TOKENS;
-        if (rule.cap == 0.0f && first >= common_begin && first + TOKENS <= common_end) {
+        if (rule.cap == 0.0f && tile.is_common(first, TOKENS)) {
             running.weigh(scores, rule.factor, factor);
             return;
         }
