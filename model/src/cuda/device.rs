@@ -23,6 +23,17 @@ pub(crate) trait Device: Send {
     /// When there is not so much.
     fn allocate(&mut self, num_bytes: usize) -> Result<Address, CudaError>;
 
+    /// New memory that holds `bytes`.
+    ///
+    /// # Errors
+    /// When there is not so much.
+    fn allocate_holding(&mut self, bytes: &[u8]) -> Result<Address, CudaError> {
+        let at = self.allocate(bytes.len())?;
+        // SAFETY: allocated for them.
+        unsafe { self.upload(at, bytes) }?;
+        Ok(at)
+    }
+
     /// Copies `bytes` to the device; they may be changed when it returns.
     ///
     /// # Safety

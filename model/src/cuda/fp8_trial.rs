@@ -12,17 +12,20 @@ const NUM_OUT: usize = 2 * FP8_BLOCK;
 /// Blocks that are not a multiple of four.
 const NUM_IN: usize = 5 * FP8_BLOCK;
 
+/// Each can be done by whoever can do the next.
+const WAYS: [(Fp8Products, Fp8Scaling); 3] = [
+    (Fp8Products::Plain, Fp8Scaling::None),
+    (Fp8Products::Scaled, Fp8Scaling::Rows),
+    (Fp8Products::Blocks, Fp8Scaling::Blocks),
+];
+
 /// The most that the device does; little memory is taken.
 ///
 /// # Errors
 /// When the device fails. That a product is refused is none.
 pub(super) fn fp8_products<D: Device>(device: &mut D) -> Result<Fp8Products, CudaError> {
     let mut most = Fp8Products::None;
-    for (products, scaling) in [
-        (Fp8Products::Plain, Fp8Scaling::None),
-        (Fp8Products::Scaled, Fp8Scaling::Rows),
-        (Fp8Products::Blocks, Fp8Scaling::Blocks),
-    ] {
+    for (products, scaling) in WAYS {
         if !multiplies(device, scaling)? {
             break;
         }
@@ -49,14 +52,19 @@ pub(super) fn multiplies<D: Device>(device: &mut D, scaling: Fp8Scaling) -> Resu
             left[group * NUM_ROWS + row] * right[column / FP8_BLOCK * num_groups.next_multiple_of(4) + group]
         }
     };
+    let mut scales_of = |scales: &[f32]| match scaling {
+        Fp8Scaling::None => Ok(Address::NULL),
+        Fp8Scaling::Rows | Fp8Scaling::Blocks => device.allocate_holding(bytemuck::cast_slice(scales)),
+    };
+    let (left_scales, right_scales) = (scales_of(&left)?, scales_of(&right)?);
     let mut found = vec![0xff; NUM_ROWS * NUM_OUT * 2];
     let product = Fp8Product {
-        left: upload(device, &[E4M3_ONE; NUM_ROWS * NUM_IN])?,
-        right: upload(device, &[E4M3_ONE; NUM_OUT * NUM_IN])?,
+        left: device.allocate_holding(&[E4M3_ONE; NUM_ROWS * NUM_IN])?,
+        right: device.allocate_holding(&[E4M3_ONE; NUM_OUT * NUM_IN])?,
         // NaN, which is no result.
-        out: upload(device, &found)?,
-        left_scales: upload(device, bytemuck::cast_slice(&left))?,
-        right_scales: upload(device, bytemuck::cast_slice(&right))?,
+        out: device.allocate_holding(&found)?,
+        left_scales,
+        right_scales,
         num_rows: NUM_ROWS as u64,
         num_out: NUM_OUT as u64,
         num_in: NUM_IN as u64,
@@ -76,17 +84,6 @@ pub(super) fn multiplies<D: Device>(device: &mut D, scaling: Fp8Scaling) -> Resu
     }))
 }
 
-/// Null of nothing.
-fn upload<D: Device>(device: &mut D, bytes: &[u8]) -> Result<Address, CudaError> {
-    if bytes.is_empty() {
-        return Ok(Address::NULL);
-    }
-    let at = device.allocate(bytes.len())?;
-    // SAFETY: allocated for them.
-    unsafe { device.upload(at, bytes) }?;
-    Ok(at)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -95,11 +92,7 @@ mod tests {
 
     #[test]
     fn what_a_device_says_that_it_can_it_can() {
-        for (products, scaling) in [
-            (Fp8Products::Plain, Fp8Scaling::None),
-            (Fp8Products::Scaled, Fp8Scaling::Rows),
-            (Fp8Products::Blocks, Fp8Scaling::Blocks),
-        ] {
+        for (products, scaling) in WAYS {
             let mut device = TestDevice::new(&[], 8 << 20, Threads::Shuffled);
             match device.pretend_fp8(products) {
                 true => assert!(multiplies(&mut device, scaling).unwrap(), "{scaling:?}"),

@@ -327,10 +327,6 @@ impl<D: Device> Uploader<'_, D> {
     }
 
     fn vector(&mut self, vector: &[f32]) -> Result<Address, CudaError> {
-        let bytes: &[u8] = bytemuck::cast_slice(vector);
-        let at = self.device.allocate(bytes.len())?;
-        // SAFETY: allocated for them.
-        unsafe { self.device.upload(at, bytes) }?;
-        Ok(at)
+        self.device.allocate_holding(bytemuck::cast_slice(vector))
     }
 }

@@ -23,28 +23,28 @@ pub(crate) fn wgmma_works<D: Device>(device: &mut D, head_dim: usize) -> Result<
     let num_blocks = layout.num_blocks_for((START_IDX + NUM_ROWS) as usize);
     let num_heads = layout.num_kv_heads * GROUP as usize;
     let num_rows = NUM_ROWS as usize;
-    let pool = upload(device, &noise::bf16(num_blocks * layout.block_bytes() / 2, 1.0))?;
+    let pool = device.allocate_holding(&noise::bf16(num_blocks * layout.block_bytes() / 2, 1.0))?;
     // Blocks lie in another order than positions.
     let blocks: Vec<u32> = (0..num_blocks as u32).rev().collect();
     // So large that every row sees few of its positions, each another.
     let queries = noise::bf16(num_rows * (num_heads + 2 * layout.num_kv_heads) * head_dim, 8.0);
     let rows = Rows {
-        q: upload(device, &queries)?,
+        q: device.allocate_holding(&queries)?,
         out: Address::NULL,
-        block_tables: upload(device, bytemuck::cast_slice(&blocks))?,
-        first_row: upload(device, &[0; 4])?,
-        num_rows: upload(device, &NUM_ROWS.to_le_bytes())?,
-        start_idx: upload(device, &START_IDX.to_le_bytes())?,
+        block_tables: device.allocate_holding(bytemuck::cast_slice(&blocks))?,
+        first_row: device.allocate_holding(&[0; 4])?,
+        num_rows: device.allocate_holding(&NUM_ROWS.to_le_bytes())?,
+        start_idx: device.allocate_holding(&START_IDX.to_le_bytes())?,
         max_blocks: num_blocks as u32,
         num_sequences: 1,
     };
     let tiles = prefill_tiles([(NUM_ROWS, START_IDX)].into_iter(), GROUP, u32::MAX, head_dim);
     let (num_tiles, tiles) =
-        (tiles.len() as u64, upload(device, bytemuck::cast_slice(tiles.as_flattened()))?);
+        (tiles.len() as u64, device.allocate_holding(bytemuck::cast_slice(tiles.as_flattened()))?);
     let mut outs = [vec![], vec![]];
     for (idx, out) in outs.iter_mut().enumerate() {
         out.resize(num_rows * num_heads * head_dim * 2, 0xff);
-        let rows = Rows { out: upload(device, out)?, ..rows };
+        let rows = Rows { out: device.allocate_holding(out)?, ..rows };
         let scale = 1.0 / (head_dim as f32).sqrt();
         let attention = Attention::new(&layout, pool, 0, GROUP as usize, scale, &rows);
         let prefill = PrefillAttention { attention, tiles, num_tiles };
@@ -67,11 +67,4 @@ fn are_close(left: &[u8], right: &[u8]) -> bool {
     };
     // Not a number is close to nothing.
     numbers(left).iter().zip(numbers(right)).all(|(left, right)| (left - right).abs() <= 1.0 / 64.0)
-}
-
-fn upload<D: Device>(device: &mut D, bytes: &[u8]) -> Result<Address, CudaError> {
-    let at = device.allocate(bytes.len())?;
-    // SAFETY: allocated for them.
-    unsafe { device.upload(at, bytes) }?;
-    Ok(at)
 }

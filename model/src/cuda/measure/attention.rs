@@ -10,8 +10,6 @@ use crate::cuda::attention::{
     Attention, DecodeAttention, MIN_SPLIT, MergeSplits, PrefillAttention, Rows, WgmmaAttention,
     max_prefill_tiles, max_splits, prefill_tiles, split_scratch_bytes, takes_wgmma,
 };
-use crate::cuda::device::Device;
-use crate::cuda::kernel::Address;
 use crate::cuda::start::StartError;
 
 /// Of sequences that decode, and of a prompt.
@@ -36,10 +34,10 @@ pub(super) fn measure<D: Timed>(
         let rows = Rows {
             q: noise.fill_new(device, all_rows * (group + 2) * spec.kv_width() * 2)?,
             out: device.allocate(all_rows * spec.query_width() * 2)?,
-            block_tables: upload(device, &tables)?,
-            first_row: upload(device, &first_rows)?,
-            num_rows: upload(device, &words(num_rows))?,
-            start_idx: upload(device, &words(start_idx))?,
+            block_tables: device.allocate_holding(bytemuck::cast_slice(&tables))?,
+            first_row: device.allocate_holding(bytemuck::cast_slice(&first_rows))?,
+            num_rows: device.allocate_holding(bytemuck::cast_slice(&words(num_rows)))?,
+            start_idx: device.allocate_holding(bytemuck::cast_slice(&words(start_idx)))?,
             max_blocks: blocks_of(start_idx + num_rows) as u32,
             num_sequences: num_sequences as u32,
         };
@@ -69,7 +67,8 @@ pub(super) fn measure<D: Timed>(
     let a = attention(device, 1, *prompt, 0)?;
     let tiles = prefill_tiles([(*prompt as u32, 0)].into_iter(), group as u32, u32::MAX, spec.head_dim);
     assert!(tiles.len() <= max_prefill_tiles(*prompt, 1, group, spec.head_dim));
-    let (num_tiles, tiles) = (tiles.len() as u64, upload(device, tiles.as_flattened())?);
+    let (num_tiles, tiles) =
+        (tiles.len() as u64, device.allocate_holding(bytemuck::cast_slice(tiles.as_flattened()))?);
     let prefill = PrefillAttention { attention: a, tiles, num_tiles };
     let what = format!("prefill attention, {prompt}");
     let operations = || Amount::Operations(attention_operations(spec, *prompt));
@@ -85,11 +84,4 @@ pub(super) fn measure<D: Timed>(
     let seconds = median(*repetitions, device, &mut |device| unsafe { device.launch(&wgmma) })?;
     report(&ceilings.figure(format!("{what}, wgmma"), seconds, operations(), Some(0.6)));
     Ok(())
-}
-
-fn upload<D: Device>(device: &mut D, words: &[u32]) -> Result<Address, CudaError> {
-    let at = device.allocate(size_of_val(words))?;
-    // SAFETY: allocated for them.
-    unsafe { device.upload(at, bytemuck::cast_slice(words)) }?;
-    Ok(at)
 }

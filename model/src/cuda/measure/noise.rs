@@ -19,10 +19,7 @@ pub(crate) struct Noise(Address);
 
 impl Noise {
     pub(crate) fn new<D: Device>(device: &mut D) -> Result<Noise, CudaError> {
-        let (bytes, at) = (bf16(NOISE_BYTES / 2, 1.0 / 32.0), device.allocate(NOISE_BYTES)?);
-        // SAFETY: just allocated.
-        unsafe { device.upload(at, &bytes) }?;
-        Ok(Noise(at))
+        Ok(Noise(device.allocate_holding(&bf16(NOISE_BYTES / 2, 1.0 / 32.0))?))
     }
 
     /// New memory full of it.
@@ -55,12 +52,7 @@ pub(crate) fn random_weights<D: Timed>(
     spec: &DecoderSpec,
     noise: &Noise,
 ) -> Result<DeviceWeights, CudaError> {
-    let vector = |device: &mut D, numbers: &[f32]| {
-        let at = device.allocate(size_of_val(numbers))?;
-        // SAFETY: just allocated for them.
-        unsafe { device.upload(at, bytemuck::cast_slice(numbers)) }?;
-        Ok::<_, CudaError>(at)
-    };
+    let vector = |device: &mut D, numbers: &[f32]| device.allocate_holding(bytemuck::cast_slice(numbers));
     let matrix = |device: &mut D, num_out: usize, num_in: usize| {
         Ok::<_, CudaError>(DeviceMatrix {
             at: noise.fill_new(device, num_out * num_in * 2)?,
