@@ -15,7 +15,8 @@ pub struct EngineConfig {
     /// Time between two tokens to aim at: prompts that are computed beside sequences that decode come in chunks
     /// that keep it, by what steps were measured to take. `None`: chunks of the token budget.
     pub itl_target: Option<Duration>,
-    /// Longest sequence, prompt and output together.
+    /// Longest sequence, prompt and output together. The engine serves no longer one than its pool can hold: what could
+    /// never be computed is refused when it comes, and not when its last block is missing.
     pub context_length: usize,
     /// Requests that wait at a time; more are refused.
     pub max_waiting: usize,

@@ -66,11 +66,12 @@ pub fn start_over(
     storage: BlockStorage,
     executor: Box<dyn Executor>,
     speculation: Option<Speculation>,
-    config: EngineConfig,
+    mut config: EngineConfig,
 ) -> Result<(EngineHandle, EngineThread), StartError> {
     config.validate()?;
     let layout = executor.kv_layout();
     assert_eq!((storage.num_blocks(), *storage.layout()), (config.num_blocks, layout), "blocks of an engine");
+    config.context_length = config.context_length.min(config.num_blocks.saturating_mul(layout.block_size));
     let storage = Arc::new(storage);
     let (commands, inbox) = mpsc::channel();
     let draft_counters = Arc::new(DraftCounters::default());
@@ -241,7 +242,7 @@ impl EngineHandle {
         self.shared.vocab_size
     }
 
-    /// Longest sequence, prompt and output together.
+    /// Longest sequence, prompt and output together: what the configuration allows and the pool can hold.
     pub fn context_length(&self) -> usize {
         self.shared.config.context_length
     }
@@ -371,12 +372,6 @@ impl EngineHandle {
         let max_num_tokens = request.max_num_tokens(config.context_length);
         let block_size = shared.storage.layout().block_size;
         let sequence = Sequence::new(id, role, tokens, max_num_tokens, block_size, root);
-        if sequence.max_num_blocks() > config.num_blocks {
-            let num_blocks = sequence.max_num_blocks();
-            return Err(
-                InvalidRequest::TooLargeForPool { num_blocks, num_total_blocks: config.num_blocks }.into()
-            );
-        }
         let history = TokenHistory::new(&request);
         let submission = Submission { sequence, request, history, reply, ticket };
         self.send(Command::Submit(Box::new(submission)))?;

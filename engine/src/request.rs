@@ -144,14 +144,6 @@ pub enum InvalidRequest {
         /// Tokens of the model.
         vocab_size: usize,
     },
-    /// Even alone in the block pool it would not fit. An engine with a larger pool may take it.
-    #[error("prompt and max_tokens: need {num_blocks} blocks, the pool has {num_total_blocks}")]
-    TooLargeForPool {
-        /// At its longest.
-        num_blocks: usize,
-        /// All there are.
-        num_total_blocks: usize,
-    },
 }
 
 impl Request {

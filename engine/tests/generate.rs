@@ -190,12 +190,11 @@ async fn logprobs_are_those_of_the_model_and_only_when_asked_for() {
 
 #[tokio::test]
 async fn what_cannot_be_served_is_refused_at_once() {
-    let (_, engine) = engine(EngineConfig { num_blocks: 8, context_length: 64, ..config() });
+    let (_, engine) = engine(EngineConfig { context_length: 64, ..config() });
     let cases = [
         (request(&[], 4), "prompt: is empty"),
         (request(&[64], 4), "prompt: token id 64 is outside the vocabulary of 64"),
         (request(&[1; 64], 4), "prompt: 64 tokens leave no room in a context of 64"),
-        (request(&[1; 30], 4), "prompt and max_tokens: need 9 blocks, the pool has 8"),
     ];
     for (request, message) in cases {
         let error = engine.generate(request.clone()).expect_err(message);
@@ -203,10 +202,18 @@ async fn what_cannot_be_served_is_refused_at_once() {
         assert_eq!(error.to_string(), message);
         assert_eq!(engine.reserve(request).await.expect_err(message), error);
     }
-    // Just fits: the KV of the last token is never needed.
-    assert_eq!(engine.generate_all(request(&[1; 30], 3)).await.tokens.len(), 3);
-    let invalid = InvalidRequest::TooLargeForPool { num_blocks: 9, num_total_blocks: 8 };
-    assert_eq!(engine.prefill(request(&[1; 33], 1)).expect_err("too large"), invalid.into());
+    engine.check_whole().await;
+}
+
+#[tokio::test]
+async fn no_context_is_longer_than_the_pool() {
+    let (_, engine) = engine(EngineConfig { num_blocks: 8, ..config() });
+    assert_eq!(engine.context_length(), 32, "eight blocks of four");
+    let done = engine.generate_all(request(&[1; 30], 100)).await;
+    assert_eq!((done.tokens.len(), done.end), (2, Ok((FinishReason::Length, 0))));
+    let full = InvalidRequest::ContextFull { num_tokens: 32, context_length: 32 };
+    assert_eq!(engine.prefill(request(&[1; 32], 1)).expect_err("too long"), full.clone().into());
+    assert_eq!(engine.generate(request(&[1; 32], 1)).expect_err("too long"), full.into());
     engine.check_whole().await;
 }
 

@@ -23,6 +23,23 @@ use tonic::transport::Channel;
 
 use crate::plan::{ClusterView, Load, Usability, WorkerKey, WorkerView};
 
+/// Of the longest sequences that decode workers serve, prompt and output together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Contexts {
+    /// Some worker's: what may be asked for.
+    pub(crate) longest: usize,
+    /// Every worker's: what is meant where nothing was said, so that all can be asked. Pools of GPUs that are alike
+    /// differ by a few blocks.
+    pub(crate) shortest: usize,
+}
+
+impl Contexts {
+    /// All alike.
+    pub(crate) fn of(length: usize) -> Contexts {
+        Contexts { longest: length, shortest: length }
+    }
+}
+
 const BACKOFF_FIRST: Duration = Duration::from_millis(250);
 const BACKOFF_LIMIT: Duration = Duration::from_secs(5);
 
@@ -153,11 +170,15 @@ impl Workers {
         self.lock().has_usable(Role::Decode)
     }
 
-    /// The longest context that a decode worker serves.
-    pub(crate) fn context_length(&self) -> Option<usize> {
+    /// What decode workers serve; `None` where nobody says.
+    pub(crate) fn contexts(&self) -> Option<Contexts> {
         let state = self.lock();
         let decode = state.workers.values().filter(|worker| worker.record.role == Role::Decode);
-        decode.map(|worker| worker.record.capacity.context_length).filter(|length| *length > 0).max()
+        let lengths = decode.map(|worker| worker.record.capacity.context_length).filter(|&length| length > 0);
+        lengths.fold(None, |contexts, length| {
+            let Contexts { longest, shortest } = contexts.unwrap_or(Contexts::of(length));
+            Some(Contexts { longest: longest.max(length), shortest: shortest.min(length) })
+        })
     }
 
     /// Counts a request to the worker, and gives the way to it. `None` when it has gone.

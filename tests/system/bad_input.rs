@@ -75,3 +75,27 @@ async fn half_a_request_and_then_silence_is_ended() {
     }
     cluster.assert_all_blocks_free().await;
 }
+
+/// A pool smaller than the model's context shortens that: who asks for no length gets what there is room for, and who asks
+/// for more is told at once.
+#[tokio::test]
+async fn a_pool_smaller_than_the_context_shortens_it() {
+    // 32 KiB a block of 16 tokens.
+    let cluster = Cluster::new().worker_flags("--kv-memory 1M").start().await;
+    let served = cluster.http.get("/v1/models").await.expect("the router answers").json();
+    assert_eq!(served["data"][0]["max_model_len"], 512, "{served}");
+    let log = cluster.log("decode-0");
+    assert!(log.contains("--kv-memory") && log.contains("context_length=512"), "{log}");
+
+    let open = chat(json!({"temperature": 0, "ignore_eos": true}));
+    let answer = cluster.http.post("/v1/chat/completions", &open).await.expect("the router answers");
+    assert_eq!(answer.status.as_u16(), 200, "{}", answer.text);
+    assert_eq!(answer.json()["choices"][0]["finish_reason"], "length", "{}", answer.text);
+    assert_eq!(answer.json()["usage"]["total_tokens"], 512, "{}", answer.text);
+    for body in [completion(json!({"prompt": vec![9; 600]})), completion(json!({"max_tokens": 600}))] {
+        let answer = cluster.http.post("/v1/completions", &body).await.expect("the router answers");
+        assert_eq!(answer.status.as_u16(), 400, "{}", answer.text);
+        assert_eq!(answer.json()["error"]["code"], "context_length_exceeded", "{}", answer.text);
+    }
+    cluster.assert_all_blocks_free().await;
+}

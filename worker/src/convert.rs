@@ -5,8 +5,8 @@
 //! a model is checked by the engine ([`Request::validate`]).
 
 use baton_engine::{
-    DraftCounts, EngineError, FinishReason, InvalidRequest, Request, SampledToken, SamplingParams,
-    SpeculationMode, SubmitError, TokenLogprobs,
+    DraftCounts, EngineError, FinishReason, Request, SampledToken, SamplingParams, SpeculationMode,
+    SubmitError, TokenLogprobs,
 };
 use baton_kv_transfer::{Failed, FailureKind};
 use baton_proto::{v1, worker as proto};
@@ -227,10 +227,7 @@ pub fn failed_from_proto(failed: proto::Failed) -> Failed {
 /// What a refusal by the engine means to the router.
 pub fn submit_failure(error: &SubmitError) -> Failed {
     let kind = match error {
-        // Another worker may have a larger pool.
-        SubmitError::Invalid(InvalidRequest::TooLargeForPool { .. }) | SubmitError::Full { .. } => {
-            FailureKind::Full
-        }
+        SubmitError::Full { .. } => FailureKind::Full,
         SubmitError::Invalid(_) => FailureKind::Invalid,
         SubmitError::ShuttingDown => FailureKind::Draining,
     };

@@ -110,8 +110,18 @@ async fn operate<R>(
 where
     R: FnOnce(&Arc<Worker>) -> RoleService,
 {
-    let record = describe(&config, &model, &server)?;
+    let mut record = describe(&config, &model, &server)?;
+    let model_context_length = model.context_length;
     let (engine, thread) = start_engine(&config, model, &record)?;
+    record.capacity.context_length = engine.context_length();
+    if engine.context_length() < model_context_length {
+        tracing::warn!(
+            context_length = engine.context_length(),
+            model_context_length,
+            "the KV pool holds fewer tokens than the model's context, and longer requests are refused: --kv-memory, or on a \
+             GPU --gpu-memory-utilization, makes it larger"
+        );
+    }
     let data_plane = DataPlane::start(&config, &record, &engine)?;
     let metrics = WorkerMetrics::register(&metrics, &engine, data_plane.clone());
     let drain_timeout = config.drain_timeout;

@@ -389,10 +389,8 @@ impl Choice {
         if num_output >= self.sampling.min_tokens as usize && self.sampling.stop_token_ids.contains(last) {
             return Some(FinishReason::Stop);
         }
-        let num_tokens = self.prompt().tokens.len() + num_output;
-        let full =
-            num_output >= self.sampling.max_tokens as usize || num_tokens >= self.core.context_length();
-        full.then_some(FinishReason::Length)
+        // No more are asked for than there is context for.
+        (num_output >= self.sampling.max_tokens as usize).then_some(FinishReason::Length)
     }
 
     fn prompt(&self) -> &Prompt {

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::plan::NoPlan;
+
 /// One error for both edges, HTTP and gRPC.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub(crate) enum CoreError {
@@ -39,11 +41,25 @@ impl CoreError {
         CoreError::Unavailable { message: message.into() }
     }
 
+    /// The sequence would be longer than what anybody serves.
+    pub(crate) fn too_long(param: Option<&str>, message: String) -> CoreError {
+        CoreError::Invalid { message, param: param.map(str::to_owned), code: Some("context_length_exceeded") }
+    }
+
     pub(crate) fn internal(message: impl Into<String>) -> CoreError {
         CoreError::Internal { message: message.into() }
     }
 
     pub(crate) fn full(message: impl Into<String>) -> CoreError {
         CoreError::Full { message: message.into(), retry_after: Duration::from_secs(1) }
+    }
+}
+
+impl From<&NoPlan> for CoreError {
+    fn from(no_plan: &NoPlan) -> CoreError {
+        match no_plan {
+            NoPlan::DecodeTooSmall { .. } => CoreError::too_long(None, no_plan.to_string()),
+            _ => CoreError::unavailable(no_plan.to_string()),
+        }
     }
 }

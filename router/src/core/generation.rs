@@ -10,7 +10,7 @@ use baton_tokenizer::{TemplateError, TokenizerError};
 use serde_json::{Map, Value};
 
 use super::{CoreError, SamplingInput, sampling::check_token};
-use crate::{model::Model, plan::PrefillMode};
+use crate::{model::Model, plan::PrefillMode, workers::Contexts};
 
 const MAX_STOPS: usize = 16;
 const MAX_ID_CHARS: usize = 128;
@@ -98,7 +98,7 @@ impl GenerationInput {
     pub(crate) fn prepare(
         self,
         model: &Model,
-        context: usize,
+        contexts: Contexts,
         max_choices: usize,
     ) -> Result<Generation, CoreError> {
         check_model(model, &self.model)?;
@@ -130,7 +130,7 @@ impl GenerationInput {
                 return Err(CoreError::invalid(self.prompt_param, message));
             }
             let max_tokens =
-                self.sampling.max_tokens(model, tokens.len(), context).map_err(|error| match error {
+                self.sampling.max_tokens(model, tokens.len(), contexts).map_err(|error| match error {
                     CoreError::Invalid { message, param, code } if param.as_deref() == Some("prompt") => {
                         CoreError::Invalid { message, param: Some(self.prompt_param.to_owned()), code }
                     }

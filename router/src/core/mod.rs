@@ -26,7 +26,12 @@ use std::sync::Arc;
 use tokio::sync::{Semaphore, SetOnce};
 use tokio_util::sync::CancellationToken;
 
-use crate::{config::RouterConfig, metrics::RouterMetrics, model::Model, workers::Workers};
+use crate::{
+    config::RouterConfig,
+    metrics::RouterMetrics,
+    model::Model,
+    workers::{Contexts, Workers},
+};
 
 pub(crate) use active::{Active, ActiveRequest};
 pub(crate) use error::CoreError;
@@ -115,15 +120,19 @@ impl Core {
 
     /// Tokens that prompt and output may have together.
     pub(crate) fn context_length(&self) -> usize {
+        self.contexts().longest
+    }
+
+    fn contexts(&self) -> Contexts {
         let known = || self.model.get().and_then(|model| model.max_context);
-        self.workers.context_length().or_else(known).unwrap_or(usize::MAX / 2)
+        self.workers.contexts().unwrap_or_else(|| Contexts::of(known().unwrap_or(usize::MAX / 2)))
     }
 
     /// Validates and tokenises, on another thread when that takes long.
     pub(crate) async fn prepare(self: &Arc<Self>, input: GenerationInput) -> Result<Generation, CoreError> {
         let num_bytes = input.num_bytes();
         self.offload(num_bytes, move |core| {
-            input.prepare(core.model()?, core.context_length(), core.config.max_choices)
+            input.prepare(core.model()?, core.contexts(), core.config.max_choices)
         })
         .await
     }

@@ -250,7 +250,6 @@ impl Retry {
         now: Instant,
     ) -> Result<Instant, CoreError> {
         if let Some(last) = self.last.as_ref().filter(|_| self.only_full && !has_output) {
-            // It may be larger than any pool.
             let reason = &last.message;
             return Err(CoreError::full(format!(
                 "every worker is full, try again later; the last: {reason}"
@@ -267,7 +266,7 @@ impl Retry {
                 Ok(until.min(paused_until).min(now + PAUSE_FIRST))
             }
             _ if self.deadline.is_some() => Err(self.give_up()),
-            _ => Err(CoreError::unavailable(no_plan.to_string())),
+            _ => Err(no_plan.into()),
         }
     }
 

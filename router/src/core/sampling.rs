@@ -3,7 +3,7 @@
 use baton_proto::worker::Sampling;
 
 use super::CoreError;
-use crate::model::Model;
+use crate::{model::Model, workers::Contexts};
 
 /// Most log-probabilities per token, as in OpenAI's API.
 pub(crate) const MAX_LOGPROBS: u32 = 20;
@@ -91,22 +91,19 @@ impl SamplingInput {
         &self,
         model: &Model,
         num_prompt: usize,
-        context: usize,
+        contexts: Contexts,
     ) -> Result<u32, CoreError> {
-        let too_long = |message: String, param: &str| CoreError::Invalid {
-            message,
-            param: Some(param.to_owned()),
-            code: Some("context_length_exceeded"),
-        };
+        let context = contexts.longest;
         if num_prompt >= context {
             let message = format!(
                 "this model's maximum context length is {context} tokens, but the prompt has {num_prompt}; \
                  shorten it to at most {}",
                 context.saturating_sub(1)
             );
-            return Err(too_long(message, "prompt"));
+            return Err(CoreError::too_long(Some("prompt"), message));
         }
-        let left = u32::try_from(context - num_prompt).unwrap_or(u32::MAX);
+        let tokens = |num: usize| u32::try_from(num).unwrap_or(u32::MAX);
+        let left = tokens(context - num_prompt);
         match self.max_tokens {
             Some(max) if max > left => {
                 let message = format!(
@@ -114,12 +111,16 @@ impl SamplingInput {
                      ({num_prompt} in the prompt, {max} to generate)",
                     num_prompt + max as usize
                 );
-                Err(too_long(message, self.max_tokens_param.unwrap_or("max_tokens")))
+                Err(CoreError::too_long(Some(self.max_tokens_param.unwrap_or("max_tokens")), message))
             }
             Some(max) => Ok(max),
             None => {
-                let default = self.default_max_tokens.or(model.defaults.max_new_tokens).unwrap_or(left);
-                Ok(default.max(self.min_tokens.unwrap_or(1)).clamp(1, left))
+                let anywhere = match contexts.shortest.saturating_sub(num_prompt) {
+                    0 => left,
+                    num => tokens(num),
+                };
+                let default = self.default_max_tokens.or(model.defaults.max_new_tokens).unwrap_or(anywhere);
+                Ok(default.min(anywhere).max(self.min_tokens.unwrap_or(1)).clamp(1, left))
             }
         }
     }

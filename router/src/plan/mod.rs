@@ -161,10 +161,10 @@ pub enum NoPlan {
     /// No decode worker exists.
     #[error("no decode worker is registered")]
     NoDecodeWorker,
-    /// None of those that exist answers.
+    /// None of those that could serve it answers.
     #[error("no decode worker answers ({num} registered)")]
     DecodeUnreachable {
-        /// How many are registered.
+        /// How many of them are registered.
         num: usize,
     },
     /// All of those that answer are about to leave.

@@ -154,17 +154,18 @@ fn decode_candidates<'a>(
     view: &'a ClusterView,
 ) -> Result<Vec<&'a WorkerView>, NoPlan> {
     let all: Vec<_> = view.workers.iter().filter(|worker| worker.record.role == Role::Decode).collect();
-    let num = all.len();
     let pass = |workers: Vec<&'a WorkerView>, keep: &dyn Fn(&WorkerView) -> bool, otherwise: NoPlan| {
         let kept: Vec<_> = workers.into_iter().filter(|worker| keep(worker)).collect();
         if kept.is_empty() { Err(otherwise) } else { Ok(kept) }
     };
     let workers = pass(all, &|_| true, NoPlan::NoDecodeWorker)?;
+    // First: one that is away comes back, but with the same context.
+    let num_tokens = request.max_tokens.max(request.num_tokens + 1);
+    let workers = pass(workers, &|w| fits(&w.record, num_tokens), NoPlan::DecodeTooSmall { num_tokens })?;
+    let num = workers.len();
     let workers =
         pass(workers, &|w| w.usability != Usability::Unreachable, NoPlan::DecodeUnreachable { num })?;
     let workers = pass(workers, &|w| w.usability != Usability::Draining, NoPlan::DecodeDraining)?;
-    let num_tokens = request.max_tokens.max(request.num_tokens + 1);
-    let workers = pass(workers, &|w| fits(&w.record, num_tokens), NoPlan::DecodeTooSmall { num_tokens })?;
     pass(
         workers,
         &|w| w.usability != Usability::BackingOff && !excluded(&w.record, request),

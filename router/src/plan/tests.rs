@@ -210,6 +210,12 @@ fn plans() {
             "tokens=64",
             "no decode worker has a context of 65 tokens",
         ),
+        (
+            "not for the one that is away",
+            "d0 decode context=64\n d1 decode unreachable",
+            "tokens=64",
+            "no decode worker answers (1 registered)",
+        ),
     ];
     for (name, workers, wanted, expected) in cases {
         assert_eq!(outcome(&request(wanted), &view(workers)), expected, "{name}");

@@ -245,3 +245,40 @@ async fn an_error_after_the_first_byte_is_an_event() {
     assert_eq!(error["error"]["code"], "service_unavailable");
     assert!(error["error"]["message"].as_str().unwrap().contains("scripted break"), "{error}");
 }
+
+/// Pools differ by a few blocks, and so do contexts.
+#[tokio::test(flavor = "multi_thread")]
+async fn contexts_may_differ() {
+    let mut router = Router::start(|_| {}).await;
+    let mut workers = Vec::new();
+    for (id, context_length) in [("d0", 500), ("d1", 512)] {
+        let mut worker = FakeWorker::start(id, Role::Decode, 1).await;
+        worker.record.capacity.context_length = context_length;
+        router.register(&worker).await;
+        workers.push(worker);
+    }
+    let lengths_of = |worker: &FakeWorker| -> Vec<u32> {
+        worker.requests().iter().map(|request| request.sampling.as_ref().unwrap().max_tokens).collect()
+    };
+    // Who names no length can be sent to any of them.
+    let open = json!({"messages": [{"role": "user", "content": "Hi"}]});
+    let asking: Vec<_> = (0..8).map(|_| router.client.post(CHAT, &open)).collect();
+    for answer in futures_util::future::join_all(asking).await {
+        assert_eq!(answer.status, 200, "{}", answer.text());
+    }
+    for worker in &workers {
+        let lengths = lengths_of(worker);
+        assert!(!lengths.is_empty() && lengths.iter().all(|&length| length == 500 - 4), "{lengths:?}");
+    }
+    // What only one of them has room for goes there, asked for or not.
+    let asked = json!({"prompt": [1, 1], "max_tokens": 510});
+    assert_eq!(router.client.post(TEXT, &asked).await.status, 200);
+    assert_eq!(lengths_of(&workers[1]).last(), Some(&510));
+    let long = json!({"messages": [{"role": "user", "content": "x".repeat(498)}]});
+    assert_eq!(router.client.post(CHAT, &long).await.status, 200);
+    assert_eq!(lengths_of(&workers[1]).last(), Some(&12));
+    let longer = json!({"prompt": [1, 1], "max_tokens": 511});
+    let answer = router.client.post(TEXT, &longer).await;
+    assert_eq!(answer.status, 400, "{}", answer.text());
+    assert_eq!(answer.json()["error"]["code"], "context_length_exceeded");
+}

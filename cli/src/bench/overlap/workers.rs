@@ -86,10 +86,7 @@ impl Workers {
 
     /// The longest sequence that both can hold.
     pub(super) fn context_length(&self) -> usize {
-        let of = |process: &Process| {
-            let capacity = process.record.capacity.unwrap_or_default();
-            capacity.context_length.min(capacity.num_blocks * capacity.block_size) as usize
-        };
+        let of = |process: &Process| process.record.capacity.unwrap_or_default().context_length as usize;
         of(&self.prefill).min(of(&self.decode))
     }
 
