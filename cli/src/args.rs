@@ -153,7 +153,8 @@ pub struct WorkerArgs {
     /// Directory for the sockets of the shm transport. Default: a private one under the runtime directory.
     #[arg(long, value_name = "DIR", env = "BATON_SHM_DIR")]
     pub shm_dir: Option<PathBuf>,
-    /// Seconds within which one handoff must end.
+    /// Seconds that a handoff may stand still: while its prompt waits for a prefill worker or is computed, whatever that
+    /// worker computes counts as going on; from the first token on only the KV does.
     #[arg(long, value_name = "SECONDS", default_value_t = 60, env = "BATON_HANDOFF_DEADLINE")]
     pub handoff_deadline: u64,
     /// Milliseconds within which a cached prefix must have come from another worker; what has not is computed. Default:

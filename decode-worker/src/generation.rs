@@ -1,7 +1,10 @@
 //! The stream that a router reads: token events, then exactly one end. Dropping it cancels what stands
 //! behind it.
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
 
 use baton_engine::{DraftCounts, Request, SampledToken, TokenEvent, TokenStream};
 use baton_kv_transfer::{Failed, FailureKind};
@@ -29,6 +32,8 @@ enum Source {
 /// One request's events.
 pub struct Generation {
     source: Source,
+    /// How often the prefill worker said that it computes.
+    num_beats: Arc<AtomicU64>,
     /// Prompt tokens that were found in a prefix cache; goes with the first token.
     cached_tokens: Option<usize>,
     /// What was verified since the last token; goes with the next.
@@ -44,7 +49,7 @@ pub struct Generation {
 impl Generation {
     /// The engine here computes the prompt.
     pub fn local(worker: Arc<Worker>, tokens: TokenStream) -> Generation {
-        Generation::new(worker, Source::Engine(tokens))
+        Generation::new(worker, Source::Engine(tokens), Arc::default())
     }
 
     /// As [`local`](Self::local), once `fetch` has ended.
@@ -53,19 +58,24 @@ impl Generation {
         fetch: impl Future<Output = ()> + Send + 'static,
         request: Request,
     ) -> Generation {
-        Generation::new(worker, Source::Fetch(Box::pin(fetch), request))
+        Generation::new(worker, Source::Fetch(Box::pin(fetch), request), Arc::default())
     }
 
-    /// A handoff supplies the first token and then the engine's stream.
-    pub fn remote(worker: Arc<Worker>, events: mpsc::Receiver<HandoffEvent>) -> Generation {
-        Generation::new(worker, Source::Handoff(events))
+    /// A handoff supplies the first token and then the engine's stream. `num_beats` are its peer's signs of life.
+    pub fn remote(
+        worker: Arc<Worker>,
+        events: mpsc::Receiver<HandoffEvent>,
+        num_beats: Arc<AtomicU64>,
+    ) -> Generation {
+        Generation::new(worker, Source::Handoff(events), num_beats)
     }
 
-    fn new(worker: Arc<Worker>, source: Source) -> Generation {
+    fn new(worker: Arc<Worker>, source: Source, num_beats: Arc<AtomicU64>) -> Generation {
         let lifecycle = worker.lifecycle();
         let (draining, halted, busy) = (lifecycle.drain_signal(), lifecycle.halted(), lifecycle.token());
         Generation {
             source,
+            num_beats,
             cached_tokens: None,
             drafts: DraftCounts::default(),
             worker,
@@ -73,6 +83,12 @@ impl Generation {
             halted,
             _busy: busy,
         }
+    }
+
+    /// A count that grows as long as the engine here or the one that prefills computes, for whomever.
+    pub fn work(&self) -> impl Fn() -> u64 + Send + use<> {
+        let (worker, num_beats) = (self.worker.clone(), self.num_beats.clone());
+        move || worker.engine().num_computed_tokens() + num_beats.load(Ordering::Relaxed)
     }
 
     /// The next event; `None` after the terminal one.

@@ -9,11 +9,12 @@ use baton_proto::worker::{
 use baton_telemetry::trace_context;
 use baton_worker::{
     Worker,
-    convert::{failure_status, request_from_generate, submit_failure},
+    convert::{failure_status, progress_event, request_from_generate, submit_failure},
     convert_handoff::wire_from_generate,
     handoff::{
         decode::{Handoff, Plan},
         prefix,
+        pulse::Pulse,
     },
     peer_of,
 };
@@ -86,8 +87,9 @@ impl DecodeService {
         };
         let deadline = worker.config().handoff_deadline;
         let handoff = Handoff::new(worker.clone(), link, plan, deadline, events);
+        let num_beats = handoff.num_beats();
         worker.lifecycle().spawn(handoff.run().instrument(span));
-        Ok(Generation::remote(worker, received))
+        Ok(Generation::remote(worker, received, num_beats))
     }
 }
 
@@ -106,9 +108,17 @@ impl Decode for DecodeService {
             request.metadata().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
         });
         let generation = self.generation(message, span)?;
-        let events = futures_util::stream::unfold(generation, |mut generation| async move {
-            let event = generation.next().await?;
-            Some((Ok(event), generation))
+        // For whoever waits longer than a handoff may stand still.
+        let work = generation.work();
+        let pulse = Pulse::new(self.worker.config().handoff_deadline, work());
+        let state = (generation, pulse, work);
+        let events = futures_util::stream::unfold(state, |(mut generation, mut pulse, work)| async move {
+            let event = tokio::select! {
+                biased;
+                event = generation.next() => event?,
+                () = pulse.beat(&work) => progress_event(),
+            };
+            Some((Ok(event), (generation, pulse, work)))
         });
         Ok(Response::new(Box::pin(events)))
     }

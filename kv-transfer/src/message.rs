@@ -87,6 +87,9 @@ pub enum PrefillMessage<T> {
         /// Tokens at the front of the sequence that will be handed over, full blocks of the decode worker; perhaps none.
         num_tokens: usize,
     },
+    /// The request waits its turn or is computed, and the engine computes: deadlines count anew. Now and then, until the
+    /// first token.
+    Progress,
     /// Sampled.
     FirstToken(T),
     /// These pieces lie in the granted blocks.
@@ -114,7 +117,7 @@ pub struct Begin {
     pub num_tokens: usize,
     /// Tokens in a block of the decode worker.
     pub block_size: usize,
-    /// Both sides give up, and free, this long after `Begin`.
+    /// Both sides give up, and free, this long after `Begin` or the last `Progress`.
     pub deadline: Duration,
     /// How much of the sequence is wanted.
     pub extent: Extent,

@@ -90,7 +90,8 @@ pub struct WorkerConfig {
     pub shm_dir: Option<PathBuf>,
     /// Certificates: everything that is said between this worker and others is inside of TLS. `None`: plainly.
     pub tls: Option<Tls>,
-    /// Time within which a handoff must end.
+    /// How long a handoff may stand still: from its begin, or from the last sign that the prefill worker computes, to
+    /// its end.
     pub handoff_deadline: Duration,
     /// Time within which a cached prefix must have come from another worker. `None`: about what computing it would take.
     pub fetch_deadline: Option<Duration>,

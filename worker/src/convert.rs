@@ -185,6 +185,11 @@ pub fn leaving_event() -> proto::GenerateEvent {
     event(proto::generate_event::Event::Leaving(proto::Leaving {}))
 }
 
+/// What is waited for goes on.
+pub fn progress_event() -> proto::GenerateEvent {
+    event(proto::generate_event::Event::Progress(proto::Progress {}))
+}
+
 /// A bad end.
 pub fn failed_event(failed: &Failed) -> proto::GenerateEvent {
     event(proto::generate_event::Event::Failed(failed_to_proto(failed)))

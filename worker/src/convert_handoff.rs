@@ -184,6 +184,7 @@ pub fn prefill_message_to_proto(message: PrefillMessage<FirstToken>) -> proto::P
     let message = match message {
         PrefillMessage::Started => Message::Started(proto::Started {}),
         PrefillMessage::Held { num_tokens } => Message::Held(proto::Held { num_tokens: num_tokens as u64 }),
+        PrefillMessage::Progress => Message::Progress(proto::Progress {}),
         PrefillMessage::FirstToken(first) => Message::FirstToken(proto::FirstToken {
             token: Some(token_to_proto(&first.token)),
             cached_tokens: u32::try_from(first.cached_tokens).unwrap_or(u32::MAX),
@@ -222,6 +223,7 @@ pub fn prefill_message_from_proto(
         Message::Held(held) => {
             PrefillMessage::Held { num_tokens: usize::try_from(held.num_tokens).unwrap_or(usize::MAX) }
         }
+        Message::Progress(proto::Progress {}) => PrefillMessage::Progress,
         Message::FirstToken(first) => PrefillMessage::FirstToken(FirstToken {
             token: token_from_proto(first.token.ok_or(WireError::Missing("token"))?),
             cached_tokens: first.cached_tokens as usize,
@@ -364,6 +366,7 @@ mod tests {
         let messages = [
             PrefillMessage::Started,
             PrefillMessage::Held { num_tokens: 48 },
+            PrefillMessage::Progress,
             PrefillMessage::FirstToken(FirstToken {
                 token: SampledToken { id: 3, logprobs: None },
                 cached_tokens: 16,

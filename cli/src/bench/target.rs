@@ -244,7 +244,7 @@ impl WorkerTarget {
                     let kind = failed.kind().as_str_name();
                     return Err(RequestError::Server(format!("{kind}: {}", failed.message)));
                 }
-                Some(Event::Leaving(_)) | None => {}
+                Some(Event::Leaving(_) | Event::Progress(_)) | None => {}
             }
         }
         if answer.finished.is_none() {

@@ -1,5 +1,7 @@
 //! Prefill workers that die, are not there, or are not who they should be.
 
+use std::time::Duration;
+
 use baton_proto::worker::{PrefillPeer, failed::Kind};
 use tokio::net::TcpListener;
 
@@ -97,7 +99,7 @@ async fn a_prefill_worker_of_another_kv_format_refuses() {
 async fn a_prefill_worker_that_stands_still_runs_into_the_deadline() {
     let (steps, hook) = gate();
     let p = prefill().hook(hook).start().await;
-    let soon = std::time::Duration::from_millis(300);
+    let soon = Duration::from_millis(300);
     let d = decode().with(|config| config.handoff_deadline = soon).start().await;
     let client = d.client().await;
     let answer = generate(&client, request(&prompt(1, 80), 8, Some(p.peer()))).await.unwrap();
@@ -106,6 +108,27 @@ async fn a_prefill_worker_that_stands_still_runs_into_the_deadline() {
     tokio::task::block_in_place(|| steps.pass(0));
     steps.open();
     p.assert_all_free().await;
+}
+
+/// Of ten steps each takes a part of the deadline, and the second prompt waits for those of the first.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefill_worker_that_goes_on_does_not_run_into_the_deadline() {
+    let deadline = Duration::from_secs(4);
+    let p = prefill().with(|config| config.token_budget = 8);
+    let p = p.hook(Box::new(|_| {
+        std::thread::sleep(Duration::from_millis(700));
+        Ok(())
+    }));
+    let p = p.start().await;
+    let d = decode().with(|config| config.handoff_deadline = deadline).start().await;
+    let client = d.client().await;
+    let ask = |seed| generate(&client, request(&prompt(seed, 40), 8, Some(p.peer())));
+    let (first, second) = tokio::join!(ask(1), ask(2));
+    for (seed, answer) in [(1, first), (2, second)] {
+        assert_eq!(answer.unwrap().finished(), expected(&prompt(seed, 40), 8));
+    }
+    p.assert_all_free().await;
+    d.assert_all_free().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -13,6 +13,9 @@
 //!   Stopping --- Stopped, stream closed, deadline ------------------------------------> Over
 //! ```
 //!
+//! `Progress`, before the first token, lets the deadline count anew: how long a prompt waits and is computed is bounded
+//! only by the prefill worker's standing still.
+//!
 //! A stream that closes when everything has been said ends nothing: what is left is this side's to verify.
 //!
 //! Of [`Extent::Cached`] `Held` is said for `Started`, and no token comes. Then the blocks that are reserved are those
@@ -22,7 +25,7 @@
 //! them back when no writer can reach them. `Stopping` only keeps the stream open a little, so that
 //! the peer can say `Stopped` and the data plane is told.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{
     Limits,
@@ -115,6 +118,8 @@ pub struct DecodeHandoff {
     block_size: usize,
     num_layers: usize,
     limits: Limits,
+    /// From `Begin` or the last `Progress` to `total`.
+    deadline: Duration,
     total: Instant,
     /// The deadline of the state, when it has one of its own.
     patience: Option<Instant>,
@@ -151,6 +156,7 @@ impl DecodeHandoff {
             block_size: begin.block_size,
             num_layers,
             limits,
+            deadline: begin.deadline,
             total: now + begin.deadline,
             patience: None,
             transfer: None,
@@ -215,6 +221,10 @@ impl DecodeHandoff {
                 }
                 self.num_tokens = num_tokens;
                 self.reserve(actions);
+            }
+            Input::Message(M::Progress) if self.extent == Extent::Whole && !self.has_first_token => {
+                self.total = now + self.deadline;
+                self.progress(now);
             }
             Input::Message(M::FirstToken(token))
                 if self.state != State::Queued && self.extent == Extent::Whole && !self.has_first_token =>
@@ -421,6 +431,7 @@ fn name<T>(message: &PrefillMessage<T>) -> &'static str {
     match message {
         PrefillMessage::Started => "Started",
         PrefillMessage::Held { .. } => "Held",
+        PrefillMessage::Progress => "Progress",
         PrefillMessage::FirstToken(_) => "FirstToken",
         PrefillMessage::Written(_) => "Written",
         PrefillMessage::Stopped => "Stopped",

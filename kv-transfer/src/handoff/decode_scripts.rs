@@ -54,6 +54,7 @@ fn parse(input: &str, now: &mut Instant) -> Input<u32> {
             let num_tokens = words.next().and_then(|n| n.parse().ok()).expect("a number");
             PrefillMessage::Held { num_tokens }
         }
+        "Progress" => PrefillMessage::Progress,
         "FirstToken" => PrefillMessage::FirstToken(5),
         "Written" => {
             let mut written = Written {
@@ -362,7 +363,33 @@ fn every_state_has_a_deadline() {
          after 1    => send Cancel, finish deadline
          Stopped    => close",
     );
-    // Progress buys time up to the total.
+    // What is computed, be it for others, buys time; what comes then does only up to the total.
+    check(
+        "after 99    =>
+         Progress    =>
+         after 99    =>
+         Started     => reserve
+         Progress    =>
+         granted     => send Grant
+         after 29    =>
+         Progress    =>
+         after 29    =>
+         Written 0/0 => verify 0/0
+         after 29    =>
+         FirstToken  => first token 5
+         after 29    =>
+         Written 1/0 => verify 1/0
+         after 12    =>
+         after 1     => revoke, send Cancel, finish deadline
+         after 10    => close",
+    );
+    check(
+        "Started     => reserve
+         granted     => send Grant
+         FirstToken  => first token 5
+         Progress    => revoke, send Cancel, finish prefill_lost
+         closed      => close",
+    );
     check(
         "Started     => reserve
          granted     => send Grant

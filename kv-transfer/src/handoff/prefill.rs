@@ -18,11 +18,18 @@
 //! Of [`Extent::Cached`] `Hold` is done for `Compute`, and answered by `Held`: everything is ready with that, and no
 //! token comes. A grant is taken only then, since it must fit what is held.
 //!
+//! As long as the engine computes, before the first token, the deadline counts anew (`Progress`): a long queue or prompt
+//! is no fault.
+//!
 //! `Stop` ends the computation and closes the route; `Idle` says that no thread reads the blocks
 //! any more. The blocks' guard travels with the route, so that `Release` is safe even when the
 //! deadline of `Stopping` passes first: the memory stays until the route is idle.
 
-use std::{collections::VecDeque, ops::Range, time::Instant};
+use std::{
+    collections::VecDeque,
+    ops::Range,
+    time::{Duration, Instant},
+};
 
 use baton_kv_cache::BlockId;
 
@@ -49,6 +56,8 @@ pub enum Input<T> {
     Message(DecodeMessage),
     /// The stream ended or broke, for this reason.
     StreamClosed(String),
+    /// The engine has computed something, for whomever.
+    Progress,
     /// The engine has scheduled the request.
     Started,
     /// Answer to [`Action::Hold`]: these blocks at the front of the sequence are full and cached, and stay as they are.
@@ -126,6 +135,8 @@ pub struct PrefillHandoff {
     block_size: usize,
     num_layers: usize,
     limits: Limits,
+    /// From `Begin` or the last `Progress` to `total`.
+    deadline: Duration,
     total: Instant,
     /// The deadline of the state, when it has one of its own.
     patience: Option<Instant>,
@@ -166,6 +177,7 @@ impl PrefillHandoff {
             block_size,
             num_layers,
             limits,
+            deadline: limits.total,
             total: now + limits.total,
             patience: Some(now + limits.stall),
             extent: Extent::Whole,
@@ -236,6 +248,13 @@ impl PrefillHandoff {
                 self.is_peer_listening = false;
                 return Err(HandoffError::DecodeLost(why));
             }
+            Input::Progress => {
+                let is_waiting = matches!(self.state, State::Queued | State::Computing);
+                if is_waiting && self.extent == Extent::Whole && !self.has_first_token {
+                    self.total = now + self.deadline;
+                    actions.push(Action::Send(PrefillMessage::Progress));
+                }
+            }
             Input::Started => {
                 if self.state == State::Queued {
                     self.state = State::Computing;
@@ -298,7 +317,8 @@ impl PrefillHandoff {
         }
         self.state = State::Queued;
         self.sides = Sides::new(begin.num_tokens, self.block_size, begin.block_size, self.num_layers);
-        self.total = now + begin.deadline.min(self.limits.total);
+        self.deadline = begin.deadline.min(self.limits.total);
+        self.total = now + self.deadline;
         self.patience = None;
         self.extent = begin.extent;
         actions.push(match begin.extent {

@@ -46,6 +46,7 @@ fn parse(input: &str, now: &mut Instant) -> Input<u32> {
         "Commit-stale" => DecodeMessage::Commit { generation: Generation(2) },
         "Cancel" => DecodeMessage::Cancel { reason: "client left".into() },
         "closed" => return Input::StreamClosed("reset".into()),
+        "progress" => return Input::Progress,
         "started" => return Input::Started,
         // `held NUM_BLOCKS`: the same blocks.
         "held" => {
@@ -157,6 +158,7 @@ fn show_one(action: &Action<u32>) -> String {
         Action::Finish(Err(error)) => format!("finish {}", error.label()),
         Action::Stop => "stop".into(),
         Action::Release => "release".into(),
+        Action::Send(PrefillMessage::Progress) => "send Progress".into(),
         Action::Close => "close".into(),
     }
 }
@@ -411,6 +413,28 @@ fn every_state_has_a_deadline() {
          after 9     =>
          after 1     => release, close
          idle        =>",
+    );
+    // As long as something is computed, be it for others, until the first token.
+    check(
+        "Begin       => compute
+         after 89    =>
+         progress    => send Progress
+         after 89    =>
+         started     => send Started
+         progress    => send Progress
+         after 89    =>
+         token       => send FirstToken 5
+         progress    =>
+         after 1     => send Failed Deadline, finish deadline, stop
+         progress    =>
+         idle        => send Stopped, release, close",
+    );
+    check(
+        "progress           =>
+         begin-cached 12 4  => hold
+         progress           =>
+         after 90           => send Failed Deadline, finish deadline, stop
+         idle               => send Stopped, release, close",
     );
     // Computing takes what it takes; a route that does not move does not.
     check(

@@ -76,9 +76,13 @@ impl Attempt {
 
     /// The worker's next event.
     pub(crate) async fn next(&mut self) -> Result<generate_event::Event, Failure> {
-        let message = match timeout(self.stall_timeout, self.stream.message()).await {
-            Ok(message) => message?,
-            Err(_) => return Err(Failure::stalled(self.stall_timeout)),
+        let message = loop {
+            match timeout(self.stall_timeout, self.stream.message()).await {
+                // However long a queue or a prompt is: it is not stalled.
+                Ok(Ok(Some(GenerateEvent { event: Some(generate_event::Event::Progress(_)) }))) => {}
+                Ok(message) => break message?,
+                Err(_) => return Err(Failure::stalled(self.stall_timeout)),
+            }
         };
         match message {
             Some(GenerateEvent { event: Some(generate_event::Event::Failed(failed)) }) => Err(failed.into()),

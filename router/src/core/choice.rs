@@ -158,6 +158,8 @@ impl Choice {
                 Came::Event(Ok(generate_event::Event::Leaving(_))) => {
                     self.leave(Cause::Drain, Duration::ZERO)
                 }
+                // `Attempt::next` waits on.
+                Came::Event(Ok(generate_event::Event::Progress(_))) => {}
                 // `Attempt::next` turns it into an error.
                 Came::Event(Ok(generate_event::Event::Failed(failed))) => self.on_failure(failed.into())?,
                 Came::Event(Err(failure)) => {

@@ -6,6 +6,7 @@ use std::{
     pin::Pin,
     sync::{Arc, Condvar, Mutex},
     task::{Context, Poll, Waker},
+    time::Duration,
 };
 
 use baton_cluster::{Capacity, Role, WorkerRecord};
@@ -45,6 +46,8 @@ pub enum Step {
     Break,
     /// The stream ends without a last event.
     End,
+    /// After so long: what is waited for goes on.
+    Progress(Duration),
     /// Nothing comes until it is released.
     Hang,
     /// Nothing comes any more.
@@ -245,7 +248,7 @@ impl worker_server::Worker for Service {
         let mut load = self.0.load.clone();
         load.mark_changed();
         let reports = futures_util::stream::unfold(load, |mut load| async move {
-            let second = std::time::Duration::from_secs(1);
+            let second = Duration::from_secs(1);
             let _ = tokio::time::timeout(second, load.changed()).await;
             let report = load.borrow_and_update().clone();
             Some((Ok(report), load))
@@ -275,6 +278,7 @@ impl decode_server::Decode for Service {
             gate: self.0.gate.clone(),
             id: request.request_id,
             steps: steps.into(),
+            pause: None,
             cached: Some(NUM_CACHED),
             over: false,
             dropped: self.0.dropped.clone(),
@@ -292,6 +296,8 @@ impl decode_server::Decode for Service {
 pub struct Play {
     id: String,
     steps: VecDeque<Step>,
+    /// Until the next step.
+    pause: Option<Pin<Box<tokio::time::Sleep>>>,
     /// For the first token.
     cached: Option<u32>,
     over: bool,
@@ -354,6 +360,15 @@ impl Stream for Play {
                     frozen = self.frozen.1.wait(frozen).unwrap();
                 }
                 return Poll::Pending;
+            }
+            Some(Step::Progress(after)) => {
+                let pause = self.pause.get_or_insert_with(|| Box::pin(tokio::time::sleep(after)));
+                if pause.as_mut().poll(cx).is_pending() {
+                    self.steps.push_front(Step::Progress(after));
+                    return Poll::Pending;
+                }
+                self.pause = None;
+                Event::Progress(proto::Progress {})
             }
             // Ended by the router's drop of the stream.
             Some(Step::Silence) => {

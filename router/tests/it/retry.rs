@@ -70,6 +70,19 @@ async fn whatever_fails_tokens_come_exactly_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_long_prompt_that_goes_on_is_waited_for() {
+    let (router, worker) =
+        Router::with_worker_and(|config| config.stall_timeout = Duration::from_secs(3)).await;
+    worker.script(|request| {
+        let signs = (0..4).map(|_| Step::Progress(Duration::from_secs(1)));
+        signs.chain(say("Hello")(request)).collect()
+    });
+    let answer = router.client.post(TEXT, &json!({"prompt": "x"})).await;
+    assert_eq!(answer.json()["choices"][0]["text"], "Hello", "{}", answer.text());
+    assert_eq!(worker.requests().len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_random_seed_is_kept_over_attempts() {
     let (router, worker) = Router::with_worker().await;
     worker.script(fail_once("Hello", 2, Step::Break));

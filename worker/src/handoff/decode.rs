@@ -6,14 +6,18 @@
 
 use std::{
     collections::VecDeque,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant},
 };
 
 use baton_engine::{FinishReason, PrefixReservation, Request, Reservation, SampledToken, TokenStream};
 use baton_kv_cache::{BlockId, WireFormat};
 use baton_kv_transfer::{
-    Begin, Extent, Failed, FailureKind, Generation, Grant, Granted, HandoffError, KvFault, Pass, Piece, Side,
+    Begin, Extent, Failed, FailureKind, Generation, Grant, Granted, HandoffError, KvFault, Pass, Piece,
+    PrefillMessage, Side,
     handoff::{
         Limits,
         decode::{Action, Committed, DecodeHandoff, Input},
@@ -124,10 +128,11 @@ pub struct Handoff {
     granted: Option<Granted<Reserved>>,
     verifying: FuturesUnordered<Verifying>,
     first: Option<(SampledToken, Instant)>,
+    num_beats: Arc<AtomicU64>,
 }
 
 impl Handoff {
-    /// Opens the stream to the peer. `deadline` bounds everything.
+    /// Opens the stream to the peer. `deadline` bounds everything but what the peer computes or has to compute before.
     pub fn new(
         worker: Arc<Worker>,
         link: Link,
@@ -167,7 +172,13 @@ impl Handoff {
             granted: None,
             verifying: FuturesUnordered::new(),
             first: None,
+            num_beats: Arc::default(),
         }
+    }
+
+    /// Counts how often the peer said that it computes.
+    pub fn num_beats(&self) -> Arc<AtomicU64> {
+        self.num_beats.clone()
     }
 
     /// Drives it to its end.
@@ -226,7 +237,12 @@ impl Handoff {
 
     fn received(&mut self, message: Result<Option<proto::PrefillMessage>, Status>) -> Input<FirstToken> {
         let why = match message.map(|message| message.map(prefill_message_from_proto)) {
-            Ok(Some(Ok(message))) => return Input::Message(message),
+            Ok(Some(Ok(message))) => {
+                if message == PrefillMessage::Progress {
+                    self.num_beats.fetch_add(1, Ordering::Relaxed);
+                }
+                return Input::Message(message);
+            }
             Ok(Some(Err(error))) => format!("the prefill worker sent nonsense: {error}"),
             Ok(None) => "the prefill worker ended the stream".to_owned(),
             Err(status) => self.lost(&status),

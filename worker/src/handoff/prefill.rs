@@ -1,7 +1,11 @@
 //! One handoff, from the stream's opening to its end, on the side that gives KV: feeds the state machine with what the stream, the
 //! engine, the data plane and the clock say, and does what it decides.
 
-use std::{collections::VecDeque, sync::Arc, time::Instant};
+use std::{
+    collections::VecDeque,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use crate::{
     convert::{WireError, engine_failure, request_from_begin, submit_failure},
@@ -26,7 +30,7 @@ use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
-use super::prefix;
+use super::{prefix, pulse::Pulse};
 
 type Routing = BoxFuture<'static, Result<Route, RouteError>>;
 type Pushing = BoxFuture<'static, Result<Pushed, PushError>>;
@@ -66,6 +70,12 @@ pub struct Handoff {
     fetching: Option<BoxFuture<'static, ()>>,
     holding: Option<Holding>,
     events: Option<PrefillEvents>,
+    /// For whoever waits for `events`.
+    pulse: Option<Pulse>,
+    /// What of this sequence was computed, event by event: a step may be long.
+    num_ready: u64,
+    /// How long either side waits without a sign of progress.
+    deadline: Duration,
     /// How the decode worker arranges its blocks, and how KV travels there.
     destination: Option<(KvShard, WireFormat)>,
     /// Shared with the route: whichever is dropped last returns the blocks.
@@ -104,6 +114,9 @@ impl Handoff {
             fetching: None,
             holding: None,
             events: None,
+            pulse: None,
+            num_ready: 0,
+            deadline: total,
             destination: None,
             held: None,
             cached_tokens: 0,
@@ -136,6 +149,7 @@ impl Handoff {
         loop {
             let halted = self.worker.lifecycle().halted();
             let deadline = self.machine.deadline();
+            let (engine, num_ready) = (self.worker.engine(), self.num_ready);
             return tokio::select! {
                 // Time first, so that nothing busy outlives its deadline; leaving last, since what just happened
                 // says more.
@@ -154,6 +168,7 @@ impl Handoff {
                 },
                 held = if_any(&mut self.holding) => self.hold(held),
                 event = next_event(&mut self.events) => self.computed(event),
+                () = next_beat(&mut self.pulse, || engine.num_computed_tokens() + num_ready) => Input::Progress,
                 routed = if_any(&mut self.routing) => Input::Routed(routed.map(|route| {
                     self.route = Some(route);
                 })),
@@ -201,6 +216,7 @@ impl Handoff {
         // A second one is the state machine's to refuse; it must not replace the first.
         if !std::mem::replace(&mut self.has_begun, true) {
             self.extent = begin.extent;
+            self.deadline = self.deadline.min(begin.deadline);
             let attempt = begin.attempt;
             self.asked = Some(Asked { request, kv_format, wire, attempt, prefix_source });
         }
@@ -214,21 +230,26 @@ impl Handoff {
                 Input::Started
             }
             Some(PrefillEvent::Ready { layers, first_block_idx, blocks }) => {
+                self.num_ready += 1;
                 Input::Ready { layers, first_block_idx, blocks }
             }
             Some(PrefillEvent::FirstToken(token)) => {
-                self.events = None;
+                self.no_more_events();
                 Input::FirstToken(FirstToken { token, cached_tokens: self.cached_tokens })
             }
             Some(PrefillEvent::Failed(error)) => {
-                self.events = None;
+                self.no_more_events();
                 Input::Fail(engine_failure(&error))
             }
             None => {
-                self.events = None;
+                self.no_more_events();
                 Input::Fail(Failed::new(FailureKind::Internal, "the engine broke off"))
             }
         }
+    }
+
+    fn no_more_events(&mut self) {
+        (self.events, self.pulse) = (None, None);
     }
 
     /// Does what was decided; what that leads to at once is the next input.
@@ -249,7 +270,7 @@ impl Handoff {
             Action::Send(message) => self.stream.send(Ok(prefill_message_to_proto(message))),
             Action::Finish(result) => self.finish(result),
             Action::Stop => {
-                self.events = None;
+                self.no_more_events();
                 self.fetching = None;
                 self.holding = None;
                 self.pushes.clear();
@@ -257,7 +278,7 @@ impl Handoff {
                 self.stopping = Some(Box::pin(close(routing, route)));
             }
             Action::Release => {
-                self.events = None;
+                self.no_more_events();
                 self.route = None;
                 self.held = None;
             }
@@ -285,6 +306,7 @@ impl Handoff {
         let request = self.asked.take().expect("it is computed once").request;
         let (events, held) = self.worker.engine().prefill(request).map_err(|error| submit_failure(&error))?;
         self.events = Some(events);
+        self.pulse = Some(Pulse::new(self.deadline, self.worker.engine().num_computed_tokens()));
         self.held = Some(Arc::new(Held::Prefilled { _blocks: held }));
         Ok(())
     }
@@ -365,6 +387,13 @@ async fn close(routing: Option<Routing>, route: Option<Route>) {
 async fn next_event(events: &mut Option<PrefillEvents>) -> Option<PrefillEvent> {
     match events {
         Some(events) => events.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn next_beat(pulse: &mut Option<Pulse>, count: impl Fn() -> u64) {
+    match pulse {
+        Some(pulse) => pulse.beat(count).await,
         None => std::future::pending().await,
     }
 }

@@ -8,6 +8,8 @@ pub(in crate::handoff) enum Event {
     Reserved,
     Verified,
     Engine,
+    /// P's engine computes, for whomever.
+    Progress,
     Routed,
     Pushed,
     Idle,

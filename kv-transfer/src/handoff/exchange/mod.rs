@@ -82,6 +82,8 @@ pub(super) struct World {
     verified: BTreeSet<(u32, u32)>,
     // P's engine and data plane.
     engine: VecDeque<prefill::Input<u32>>,
+    /// How often more P may say that its engine computes.
+    num_progress_left: usize,
     is_routing: bool,
     is_route_open: bool,
     pushing: Vec<Vec<PieceWrite>>,
@@ -144,6 +146,7 @@ impl World {
             verifying: VecDeque::new(),
             verified: BTreeSet::new(),
             engine: VecDeque::new(),
+            num_progress_left: 1,
             is_routing: false,
             is_route_open: false,
             pushing: Vec::new(),
@@ -176,6 +179,7 @@ impl World {
         offer(Event::Reserved, self.is_reserving);
         offer(Event::Verified, !self.verifying.is_empty());
         offer(Event::Engine, !self.engine.is_empty());
+        offer(Event::Progress, self.num_progress_left > 0 && !self.engine.is_empty());
         offer(Event::Routed, self.is_routing);
         offer(Event::Pushed, !self.pushing.is_empty());
         offer(Event::Idle, self.is_stopping && self.pushing.is_empty() && !self.is_routing);
@@ -255,6 +259,10 @@ impl World {
             Event::Engine => {
                 let input = self.engine.pop_front().expect("enabled");
                 self.give_prefill(input);
+            }
+            Event::Progress => {
+                self.num_progress_left -= 1;
+                self.give_prefill(prefill::Input::Progress);
             }
             Event::EngineFails => {
                 self.engine.clear();

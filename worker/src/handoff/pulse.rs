@@ -1,0 +1,52 @@
+//! The sign of life of somebody who computes.
+
+use std::time::Duration;
+
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at};
+
+/// Looks now and then whether a count has grown.
+#[derive(Debug)]
+pub struct Pulse {
+    interval: Interval,
+    last: u64,
+}
+
+impl Pulse {
+    /// Several looks for whoever gives up after `deadline` without a sign. `count`: what it is now.
+    pub fn new(deadline: Duration, count: u64) -> Pulse {
+        let period = (deadline / 4).clamp(Duration::from_millis(1), Duration::from_secs(5));
+        let mut interval = interval_at(Instant::now() + period, period);
+        interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        Pulse { interval, last: count }
+    }
+
+    /// Completes when a look finds that `count` is another than at the look before. Nothing is lost when it is dropped.
+    pub async fn beat(&mut self, count: impl Fn() -> u64) {
+        loop {
+            self.interval.tick().await;
+            let now = count();
+            if std::mem::replace(&mut self.last, now) != now {
+                return;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn beats_only_while_something_is_counted() {
+        let several_looks = Duration::from_millis(100);
+        let count = AtomicU64::new(7);
+        let read = || count.load(Ordering::Relaxed);
+        let mut pulse = Pulse::new(Duration::from_millis(40), read());
+        assert!(tokio::time::timeout(several_looks, pulse.beat(read)).await.is_err(), "nothing was counted");
+        count.store(8, Ordering::Relaxed);
+        pulse.beat(read).await;
+        assert!(tokio::time::timeout(several_looks, pulse.beat(read)).await.is_err(), "nothing more was");
+    }
+}
