@@ -41,6 +41,9 @@ pub struct RouterConfig {
     pub recovery_timeout: Duration,
     /// A worker that sends nothing for a request this long is given up for it.
     pub stall_timeout: Duration,
+    /// A client's event stream gets a comment after so long without an event: proxies end what is silent, often after a
+    /// minute.
+    pub stream_keep_alive: Duration,
     /// HTTP/2 pings to workers and clients: their interval. A worker may take four times as long to answer, a client 5 s.
     pub keep_alive: Duration,
     /// Certificates, for workers; clients may use TLS then, too. `None`: everybody speaks plainly.
@@ -68,6 +71,7 @@ impl RouterConfig {
             max_attempts: 16,
             recovery_timeout: Duration::from_secs(60),
             stall_timeout: Duration::from_secs(300),
+            stream_keep_alive: Duration::from_secs(15),
             keep_alive: Duration::from_secs(1),
             tls: None,
             drain_timeout: Duration::from_secs(30),

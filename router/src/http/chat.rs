@@ -55,7 +55,7 @@ pub(crate) async fn chat_completions(
     let logprobs = if with_logprobs { Some(core.model()?.tokenizer.clone()) } else { None };
     if streamed {
         let chunks = ChatChunks { head, include_usage, logprobs, begun: vec![false; n as usize] };
-        return sse::stream(events, chunks).await;
+        return sse::stream(events, chunks, core.config.stream_keep_alive).await;
     }
     collect(head, logprobs, n, events).await
 }

@@ -90,7 +90,7 @@ pub(crate) async fn completions(
     let tokenizer = if with_logprobs { Some(core.model()?.tokenizer.clone()) } else { None };
     if streamed {
         let chunks = CompletionChunks { head, include_usage, tokenizer, offsets: vec![0; num_choices] };
-        return sse::stream(events, chunks).await;
+        return sse::stream(events, chunks, core.config.stream_keep_alive).await;
     }
     collect(head, tokenizer, num_choices, events).await
 }

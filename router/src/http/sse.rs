@@ -1,11 +1,14 @@
 //! Server-sent events: a stream of `data:` lines from a request's events.
 
+use std::time::Duration;
+
 use axum::{
     body::{Body, Bytes},
     response::{IntoResponse, Response},
 };
 use http::{HeaderValue, header};
 use serde::Serialize;
+use tokio::time::timeout;
 
 use super::error::{ApiError, ErrorBody};
 use crate::core::{Event, Events, Usage};
@@ -30,6 +33,10 @@ impl Frame {
         self.0.extend_from_slice(b"\n\n");
     }
 
+    fn push_comment(&mut self) {
+        self.0.extend_from_slice(b": keep-alive\n\n");
+    }
+
     fn push_done(&mut self) {
         self.0.extend_from_slice(b"data: [DONE]\n\n");
     }
@@ -40,14 +47,22 @@ struct State<C> {
     chunks: C,
     /// The event that has been taken to see whether the request can be answered at all.
     first: Option<Event>,
+    keep_alive: Duration,
     over: bool,
 }
 
 /// Answers with a stream. Waits for the first event, so that whatever fails before it is an
-/// error with a status of its own.
-pub(crate) async fn stream<C: Chunks>(mut events: Events, chunks: C) -> Result<Response, ApiError> {
-    let first = events.next().await.transpose()?;
-    let state = State { events, chunks, first, over: false };
+/// error with a status of its own; but no longer than `keep_alive`: after such a silence, here and later, a comment is sent.
+pub(crate) async fn stream<C: Chunks>(
+    mut events: Events,
+    chunks: C,
+    keep_alive: Duration,
+) -> Result<Response, ApiError> {
+    let first = match timeout(keep_alive, events.next()).await {
+        Ok(first) => first.transpose()?,
+        Err(_) => None,
+    };
+    let state = State { events, chunks, first, keep_alive, over: false };
     let frames = futures_util::stream::unfold(state, |mut state| async move {
         let frame = state.next_frame().await?;
         Some((Ok::<_, std::convert::Infallible>(Bytes::from(frame.0)), state))
@@ -71,7 +86,13 @@ impl<C: Chunks> State<C> {
         while frame.0.is_empty() {
             let event = match self.first.take() {
                 Some(event) => Some(Ok(event)),
-                None => self.events.next().await,
+                None => match timeout(self.keep_alive, self.events.next()).await {
+                    Ok(event) => event,
+                    Err(_) => {
+                        frame.push_comment();
+                        return Some(frame);
+                    }
+                },
             };
             match event {
                 Some(Ok(event)) => self.chunks.write_event(&event, &mut frame),

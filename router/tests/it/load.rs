@@ -7,6 +7,7 @@ use std::{
 
 use baton_cluster::Role;
 use baton_proto::worker::failed::Kind;
+use baton_router::RouterConfig;
 use bytes::Bytes;
 use http_body_util::BodyExt;
 use serde_json::json;
@@ -35,6 +36,32 @@ fn text_of(body: &[u8]) -> String {
     let body = std::str::from_utf8(body).expect("text");
     assert!(body.ends_with("data: [DONE]\n\n"), "{body}");
     body.split("\"text\":\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect()
+}
+
+/// Whoever waits long for the first token has a stream that proxies keep open, and an event if nothing comes of it.
+#[tokio::test(flavor = "multi_thread")]
+async fn silent_streams_are_kept_open() {
+    let change = |config: &mut RouterConfig| {
+        (config.stream_keep_alive, config.max_attempts) = (Duration::from_millis(50), 1);
+    };
+    for (end, last) in [(Step::Token(72), "[DONE]"), (Step::Fail(Kind::Internal), "scripted Internal")] {
+        let (router, worker) = Router::with_worker_and(change).await;
+        let steps = [Step::Hang, Step::Finish(baton_proto::v1::FinishReason::Length)];
+        worker.script(move |_| steps.to_vec());
+        let body = Bytes::from(json!({"prompt": "x", "stream": true}).to_string());
+        let response = router.client.begin("POST", TEXT, &JSON, body).await;
+        assert_eq!(response.status(), 200);
+        let mut body = response.into_body();
+        for _ in 0..3 {
+            let comment =
+                body.frame().await.expect("a frame").expect("bytes").into_data().expect("no trailers");
+            assert!(comment.starts_with(b": ") && comment.ends_with(b"\n\n"), "{comment:?}");
+        }
+        worker.release(end);
+        let rest = body.collect().await.expect("it ends").to_bytes();
+        let rest = String::from_utf8_lossy(&rest);
+        assert!(rest.contains("data: {") && rest.contains(last), "{rest}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
