@@ -275,3 +275,16 @@ fn run_shown(command: &mut Command) -> Result<()> {
 fn succeeds(command: &mut Command) -> bool {
     command.output().is_ok_and(|output| output.status.success())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_have_the_libraries_that_are_tested() {
+        let dockerfile = include_str!("../../deploy/Dockerfile");
+        for wheel in [NIXL, NVRTC, NCCL] {
+            assert!(dockerfile.contains(wheel), "deploy/Dockerfile has not {wheel}");
+        }
+    }
+}

@@ -60,6 +60,11 @@ spec:
         {{- include "baton.podSecurityContext" $root | nindent 8 }}
       # SIGTERM: leave discovery, finish what runs for drainSeconds, hand over what is held, exit.
       terminationGracePeriodSeconds: {{ add $values.drainSeconds 15 }}
+      {{- if $values.gpus }}
+      {{- with $root.Values.gpu.runtimeClassName }}
+      runtimeClassName: {{ . }}
+      {{- end }}
+      {{- end }}
       containers:
         - name: {{ .role }}-worker
           image: {{ include "baton.image" $root }}
@@ -90,7 +95,17 @@ spec:
             {{- with $root.Values.kv.wire }}
             - --kv-wire={{ . }}
             {{- end }}
+            {{- if $values.gpus }}
+            - --device=cuda:0
+            {{- if gt (int $values.gpus) 1 }}
+            - --tensor-parallel={{ $values.gpus }}
+            {{- end }}
+            - --gpu-memory-utilization={{ $values.gpuMemoryUtilization }}
+            # For kernels: a container that is started again in its pod has them.
+            - --weight-cache=/tmp/baton
+            {{- else }}
             - --kv-memory={{ $values.kvMemory }}
+            {{- end }}
             - --max-running={{ $values.maxRunning }}
             - --max-waiting={{ $values.maxWaiting }}
             - --token-budget={{ $values.tokenBudget }}
@@ -152,6 +167,10 @@ spec:
             {{- end }}
           volumeMounts:
             {{- include "baton.volumeMounts" $root | trim | nindent 12 }}
+            {{- if gt (int $values.gpus) 1 }}
+            - name: shm
+              mountPath: /dev/shm
+            {{- end }}
             {{- if and $root.Values.rdma.enabled $root.Values.rdma.nixl.volume }}
             - name: nixl
               mountPath: {{ $root.Values.rdma.nixl.mountPath }}
@@ -159,6 +178,11 @@ spec:
             {{- end }}
       volumes:
         {{- include "baton.volumes" $root | trim | nindent 8 }}
+        {{- if gt (int $values.gpus) 1 }}
+        # NCCL goes through it between GPUs that do not reach each other; a runtime gives 64 MiB.
+        - name: shm
+          emptyDir: {medium: Memory, sizeLimit: 1Gi}
+        {{- end }}
         {{- if $root.Values.rdma.enabled }}
         {{- with $root.Values.rdma.nixl.volume }}
         - name: nixl
@@ -184,14 +208,20 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* What a worker is given, its rdma device among it. */}}
+{{/* What a worker is given, its devices among it. */}}
 {{- define "baton.workerResources" -}}
 {{- $resources := deepCopy .values.resources -}}
 {{- $rdma := .root.Values.rdma -}}
+{{- /* Such resources are requested by their limits. */ -}}
+{{- $devices := dict -}}
 {{- if and $rdma.enabled $rdma.resource.name -}}
-{{- /* Such a resource is requested by its limit. */ -}}
-{{- $device := dict $rdma.resource.name $rdma.resource.count -}}
-{{- $_ := set $resources "limits" (merge $device (default dict $resources.limits)) -}}
+{{- $_ := set $devices $rdma.resource.name $rdma.resource.count -}}
+{{- end -}}
+{{- if .values.gpus -}}
+{{- $_ := set $devices .root.Values.gpu.resource .values.gpus -}}
+{{- end -}}
+{{- if $devices -}}
+{{- $_ := set $resources "limits" (merge $devices (default dict $resources.limits)) -}}
 {{- end -}}
 {{- toYaml $resources -}}
 {{- end -}}
