@@ -24,6 +24,7 @@ use crate::{
 const PART: Part = Part {
     name: "cuBLASLt",
     stem: "libcublasLt",
+    variable: "BATON_CUBLASLT",
     packages: [
         "Debian, Ubuntu: libcublas-13-0; PyPI: nvidia-cublas",
         "Debian, Ubuntu: libcublas-12-8; PyPI: nvidia-cublas-cu12",
@@ -83,7 +84,8 @@ impl fmt::Debug for CublasLt {
 }
 
 impl CublasLt {
-    /// Loads the newest that the driver runs, of those that the system's loader finds.
+    /// Loads the newest that the driver runs, from where `BATON_CUBLASLT` says, or where the system's loader or a toolkit
+    /// has it.
     ///
     /// # Errors
     /// When there is none.
@@ -120,15 +122,19 @@ mod tests {
             Ok(library) => {
                 let text = format!("{library:?}");
                 let major = text.split('.').next().unwrap();
-                assert!(text.ends_with(&format!(" of libcublasLt.so.{major}")), "{text}");
+                assert!(text.ends_with(&format!("libcublasLt.so.{major}")), "{text}");
                 let error = library.check("cublasLtCreate", 7).unwrap_err().to_string();
                 assert_eq!(error, "cublasLtCreate failed: CUBLAS_STATUS_INVALID_VALUE");
             }
             Err(error) => {
                 let text = error.to_string();
-                for word in
-                    ["libcublasLt.so.13", "libcublasLt.so.12", "nvidia-cublas)", "nvidia-cublas-cu12)"]
-                {
+                for word in [
+                    "libcublasLt.so.13",
+                    "libcublasLt.so.12",
+                    "nvidia-cublas)",
+                    "nvidia-cublas-cu12)",
+                    "BATON_CUBLASLT",
+                ] {
                     assert!(text.contains(word), "{text}");
                 }
             }

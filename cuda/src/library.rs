@@ -20,6 +20,9 @@ const MAJORS: [u32; 2] = [13, 12];
 /// The first driver of the oldest of them.
 const OLDEST_DRIVER: u32 = 525;
 
+/// Where toolkits are installed: `cuda-12.9`, and one that `cuda` links to.
+const TOOLKITS: &str = "/usr/local";
+
 /// A version of CUDA: the one that a library is of, or the newest that a driver runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaVersion {
@@ -67,13 +70,15 @@ pub(crate) struct Part {
     pub(crate) name: &'static str,
     /// "libnvrtc"
     pub(crate) stem: &'static str,
+    /// The variable that can name its file or folder.
+    pub(crate) variable: &'static str,
     /// Packages that it is in, for each of [`MAJORS`].
     pub(crate) packages: [&'static str; MAJORS.len()],
 }
 
 impl Part {
-    /// Loads the newest that the driver runs, of those that the dynamic linker finds or `place` has, if that is a folder;
-    /// or the file `place`. It is never unloaded: threads and exit handlers of such libraries outlive every handle.
+    /// Loads the newest that the driver runs, of those that the dynamic linker finds, then of toolkits; or of those that
+    /// `place` has, if that is a folder; or the file `place`. Without a `place` the part's variable may name one. It is never unloaded: threads and exit handlers of such libraries outlive every handle.
     pub(crate) fn load(
         &self,
         place: Option<&Path>,
@@ -85,10 +90,18 @@ impl Part {
             return Err(NoLibrary { name: self.name, driver, why, remedy });
         }
         let names = majors(driver).map(|major| PathBuf::from(format!("{}.so.{major}", self.stem)));
-        let candidates: Vec<PathBuf> = match place {
+        let named = std::env::var_os(self.variable).map(PathBuf::from);
+        let candidates: Vec<PathBuf> = match place.or(named.as_deref()) {
             Some(folder) if folder.is_dir() => names.map(|name| folder.join(name)).collect(),
             Some(file) => vec![file.to_owned()],
-            None => names.collect(),
+            None => {
+                let names: Vec<PathBuf> = names.collect();
+                let folders = toolkits(TOOLKITS.as_ref());
+                let of_toolkits =
+                    folders.iter().flat_map(|folder| names.iter().map(|name| folder.join(name)));
+                let of_toolkits: Vec<PathBuf> = of_toolkits.filter(|path| path.exists()).collect();
+                names.into_iter().chain(of_toolkits).collect()
+            }
         };
         let mut errors = Vec::new();
         for path in candidates {
@@ -120,9 +133,34 @@ impl Part {
         let of_use = packages.filter(|(major, _)| majors(driver).any(|runs| runs == **major));
         let named: Vec<String> =
             of_use.map(|(major, packages)| format!("of CUDA {major} ({packages})")).collect();
-        let remedy = format!("install that {} where the dynamic linker finds it", named.join(" or "));
+        let remedy = format!(
+            "install that {} where the dynamic linker finds it, or let {} name its file or folder",
+            named.join(" or "),
+            self.variable
+        );
         NoLibrary { name: self.name, driver, why, remedy }
     }
+}
+
+/// Folders of libraries of the toolkits that are installed there, of the newest first. The dynamic linker is told of them
+/// only by some of the ways to install one.
+fn toolkits(root: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(root).into_iter().flatten().flatten();
+    let versions = entries.filter_map(|entry| {
+        let name = entry.file_name().into_string().ok()?;
+        let (major, minor) = name.strip_prefix("cuda-")?.split_once('.')?;
+        Some(((major.parse::<u32>().ok()?, minor.parse::<u32>().ok()?), entry.path().join("lib64")))
+    });
+    let mut versions: Vec<_> = versions.collect();
+    versions.sort();
+    // Whoever has one linked as "cuda" means it.
+    let linked = root.join("cuda/lib64");
+    linked
+        .is_dir()
+        .then_some(linked)
+        .into_iter()
+        .chain(versions.into_iter().rev().map(|(_, path)| path))
+        .collect()
 }
 
 /// The loader's, which name the file.
@@ -171,5 +209,23 @@ mod tests {
     fn versions_are_read_as_they_are_told() {
         let versions = [12000, 12080, 13010].map(|number| CudaVersion::of_number(number).to_string());
         assert_eq!(versions, ["12.0", "12.8", "13.1"]);
+    }
+
+    #[test]
+    fn the_toolkit_that_is_linked_comes_first_then_the_newest() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["cuda-12.9", "cuda-13.10", "cuda-13.2", "cuda-old", "other"] {
+            std::fs::create_dir_all(dir.path().join(name).join("lib64")).unwrap();
+        }
+        let names = || -> Vec<String> {
+            let folders = toolkits(dir.path());
+            let inside =
+                folders.iter().map(|path| path.strip_prefix(dir.path()).unwrap().display().to_string());
+            inside.collect()
+        };
+        assert_eq!(names(), ["cuda-13.10/lib64", "cuda-13.2/lib64", "cuda-12.9/lib64"]);
+        std::os::unix::fs::symlink("cuda-12.9", dir.path().join("cuda")).unwrap();
+        assert_eq!(names()[0], "cuda/lib64");
+        assert!(toolkits(&dir.path().join("nowhere")).is_empty());
     }
 }

@@ -16,6 +16,7 @@ use crate::library::{CudaVersion, NoLibrary, Part, api, text, words};
 const PART: Part = Part {
     name: "NVRTC",
     stem: "libnvrtc",
+    variable: "BATON_NVRTC",
     packages: [
         "Debian, Ubuntu: cuda-nvrtc-13-0; PyPI: nvidia-cuda-nvrtc",
         "Debian, Ubuntu: cuda-nvrtc-12-8; PyPI: nvidia-cuda-nvrtc-cu12",
@@ -77,8 +78,8 @@ pub enum NvrtcError {
 }
 
 impl Nvrtc {
-    /// Loads the newest whose code the driver runs, from `place` (the file or its folder), or from where the system's loader
-    /// finds it.
+    /// Loads the newest whose code the driver runs, from `place` (the file or its folder), or from where
+    /// `BATON_NVRTC` says, or where the system's loader or a toolkit has it.
     ///
     /// # Errors
     /// When there is none, or `place` is another.

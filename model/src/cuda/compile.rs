@@ -43,7 +43,7 @@ impl fmt::Display for Architecture {
 #[derive(Debug, Error)]
 pub enum CompileError {
     /// The library is not there, or the driver does not run its code.
-    #[error("kernels cannot be compiled: {0}; BATON_NVRTC can name its file or folder")]
+    #[error("kernels cannot be compiled: {0}")]
     NoNvrtc(#[from] NoLibrary),
     /// NVRTC is older than the card.
     #[error("NVRTC {version} knows no {architecture}: a newer one is needed")]
@@ -99,8 +99,7 @@ impl CubinCache {
         if let Some(code) = kept.find_map(|path| kept_at(&path)) {
             return Ok(Cubin { code, log: String::new() });
         }
-        let nvrtc = std::env::var_os("BATON_NVRTC").map(PathBuf::from);
-        let nvrtc = Nvrtc::load(nvrtc.as_deref(), self.driver)?;
+        let nvrtc = Nvrtc::load(None, self.driver)?;
         let cubin = compile(&nvrtc, source, architecture)?;
         if let Some(path) = self.place(&key, nvrtc.version().major)
             && let Err(error) = keep(&path, &cubin.code)
