@@ -23,6 +23,7 @@
 #![deny(unsafe_code)]
 
 pub mod block_pool;
+mod claims;
 mod command;
 mod compute;
 mod config;

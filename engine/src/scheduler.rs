@@ -13,13 +13,13 @@
 //! 1. Every sequence with one token left gets it, oldest first. One that needs a block when none is
 //!    available takes the blocks of the *youngest* running sequence, at worst its own. So the oldest
 //!    always advances and two sequences cannot preempt each other for ever.
-//! 2. Prompts under way get chunks of what is left of the token budget, oldest first. A chunk that
-//!    does not reach the end stops at a block boundary: only full blocks can be shared or pushed.
-//! 3. Waiting sequences and reservations are admitted, in one queue, first come first served. The
-//!    head waits for a place (`max_running`) and for blocks: those of its tokens, and one for each
-//!    sequence here that may still grow, so that what was admitted can run for a while before
-//!    somebody is preempted. Nobody overtakes the head, so it cannot starve; nobody is preempted for
-//!    it. After a preemption nothing is admitted in that step.
+//! 2. Prompts get chunks of what is left of the token budget, under way or waiting: those first that were preempted,
+//!    then who has much fewer tokens left than others, then the oldest ([`share_out`]). So a short prompt passes a
+//!    long one; a quarter of the budget is the oldest's whoever passes. A chunk that does not reach the end stops at a block boundary: only full blocks can be shared or pushed.
+//! 3. Who waits, a prompt with a chunk or a reservation, which needs none, is admitted if there are a place
+//!    (`max_running`) and blocks: those of its tokens, and one for each sequence here that may still grow, so that
+//!    what was admitted can run for a while before somebody is preempted. Nobody passes one for whom there are none, so
+//!    it cannot starve; nobody is preempted for it. After a preemption nothing is admitted in that step.
 //!
 //! Then, if somebody drafts tokens for sequences that decode, [`Scheduler::plan_drafts`] adds them to the
 //! step: as far as budget and blocks go that nobody else takes. After the step their blocks return, but
@@ -41,10 +41,14 @@ use baton_kv_cache::{BlockHash, BlockId};
 
 use crate::{
     block_pool::{BlockPool, IntegrityError, PoolReport},
+    claims::{Claim, share_out},
     plan::{Admission, Chunk, Plan},
     sequence::{Role, Sequence, SequenceId},
     step_time::{Pace, StepTime},
 };
+
+/// Of those who wait so many at the front are looked at in a step.
+const WINDOW: usize = 16;
 
 /// Limits of one scheduler.
 #[derive(Clone, Copy, Debug)]
@@ -127,10 +131,7 @@ impl Scheduler {
             let beside = self.pace.num_tokens_beside(plan.chunks.len()).max(self.config.block_size);
             budget = budget.min(beside);
         }
-        self.plan_chunks(plan, &mut budget);
-        if plan.preempted.is_empty() {
-            self.admit(plan, &mut budget);
-        }
+        self.plan_prompts(plan, budget);
     }
 
     /// Decides the step after that of `plan`, which is being computed, before its tokens are known: a token more of every
@@ -416,18 +417,87 @@ impl Scheduler {
         self.pool.release(&sequence.blocks);
         sequence.blocks.clear();
         sequence.num_computed = 0;
+        sequence.was_preempted = true;
         plan.preempted.push(sequence.id);
         self.enqueue(sequence);
     }
 
-    fn plan_chunks(&mut self, plan: &mut Plan, budget: &mut usize) {
-        for sequence in self.running.iter().filter(|sequence| sequence.num_left() > 1) {
-            if *budget == 0 {
-                break;
+    /// Gives what is left of the budget to prompts, and to those who wait a place and blocks.
+    fn plan_prompts(&mut self, plan: &mut Plan, budget: usize) {
+        let num_decodes = plan.chunks.len();
+        let mut claims = self.claims(plan.preempted.is_empty());
+        let mut spare = share_out(&mut claims, budget, self.config.block_size);
+        let mut is_room = true;
+        for claim in claims {
+            spare += claim.share;
+            if claim.is_waiting {
+                // Those before it may have taken the last place or block.
+                let cached = if is_room { self.find_room(claim.id) } else { None };
+                is_room = cached.is_some();
+                match cached {
+                    Some(cached) if claim.share > 0 || claim.num_left == 0 => {
+                        self.admit(claim.id, &cached, plan)
+                    }
+                    _ => continue,
+                }
             }
-            let num_tokens = self.chunk_len(sequence, *budget);
-            plan.chunks.push(Chunk::of(sequence, num_tokens));
-            *budget -= num_tokens;
+            if claim.num_left > 0 && spare > 0 {
+                let sequence = &self.running[self.running_idx(claim.id).expect("it runs now")];
+                let num_tokens = self.chunk_len(sequence, spare);
+                plan.chunks.push(Chunk::of(sequence, num_tokens));
+                spare -= num_tokens;
+            }
+        }
+        // Of those who were not admitted after all, and what did not reach a boundary.
+        for chunk in &mut plan.chunks[num_decodes..] {
+            let sequence = &self.running[self.running_idx(chunk.id).expect("it runs")];
+            spare += chunk.num_tokens;
+            *chunk = Chunk::of(sequence, self.chunk_len(sequence, spare));
+            spare -= chunk.num_tokens;
+        }
+    }
+
+    /// Who asks for a part of the step: prompts under way, and those at the front of the queue for whom there is room. Behind
+    /// one for whom there is none nobody is admitted: it would wait for ever. The oldest first.
+    fn claims(&self, may_admit: bool) -> Vec<Claim> {
+        let prompts = self.running.iter().filter(|sequence| sequence.num_left() > 1);
+        let mut claims: Vec<Claim> = prompts.map(Claim::running).collect();
+        if may_admit && self.num_running() < self.config.max_running {
+            for sequence in self.waiting.iter().take(WINDOW) {
+                let cached = self.pool.find_prefix(sequence.sharable_hashes());
+                if !self.has_room_for(sequence, &cached) {
+                    break;
+                }
+                claims.push(Claim::waiting(sequence, cached.len() * self.config.block_size));
+            }
+            claims.sort_by_key(|claim| claim.id);
+        }
+        claims
+    }
+
+    /// The cached blocks of one that waits, if there are a place and blocks for it.
+    fn find_room(&self, id: SequenceId) -> Option<Vec<BlockId>> {
+        let sequence = &self.waiting[self.waiting_idx(id).expect("it waits")];
+        let cached = self.pool.find_prefix(sequence.sharable_hashes());
+        let is_room = self.num_running() < self.config.max_running && self.has_room_for(sequence, &cached);
+        is_room.then_some(cached)
+    }
+
+    /// Gives one that waits the place and the blocks that were found.
+    fn admit(&mut self, id: SequenceId, cached: &[BlockId], plan: &mut Plan) {
+        let idx = self.waiting_idx(id).expect("it waits");
+        let mut sequence = self.waiting.remove(idx).expect("it was found");
+        self.furnish(&mut sequence, cached);
+        plan.admitted.push(Admission {
+            id,
+            num_cached_blocks: cached.len(),
+            is_first: sequence.num_cached_tokens.is_none(),
+        });
+        sequence.num_cached_tokens.get_or_insert(cached.len() * self.config.block_size);
+        if sequence.role == Role::Decode {
+            self.reserved.insert(id, sequence);
+        } else {
+            self.run(sequence);
         }
     }
 
@@ -440,35 +510,6 @@ impl Scheduler {
         let end = sequence.num_computed + budget;
         let aligned = end - end % self.config.block_size;
         if aligned > sequence.num_computed { aligned - sequence.num_computed } else { budget }
-    }
-
-    fn admit(&mut self, plan: &mut Plan, budget: &mut usize) {
-        while let Some(head) = self.waiting.front() {
-            let computes_here = head.role != Role::Decode;
-            if self.num_running() >= self.config.max_running || (computes_here && *budget == 0) {
-                break;
-            }
-            let cached = self.pool.find_prefix(head.sharable_hashes());
-            if !self.has_room_for(head, &cached) {
-                break;
-            }
-            let mut sequence = self.waiting.pop_front().expect("it has a head");
-            self.furnish(&mut sequence, &cached);
-            plan.admitted.push(Admission {
-                id: sequence.id,
-                num_cached_blocks: cached.len(),
-                is_first: sequence.num_cached_tokens.is_none(),
-            });
-            sequence.num_cached_tokens.get_or_insert(cached.len() * self.config.block_size);
-            if computes_here {
-                let num_tokens = self.chunk_len(&sequence, *budget);
-                plan.chunks.push(Chunk::of(&sequence, num_tokens));
-                *budget -= num_tokens;
-                self.run(sequence);
-            } else {
-                self.reserved.insert(sequence.id, sequence);
-            }
-        }
     }
 
     /// Whether the head of the queue could be admitted now.
@@ -517,6 +558,10 @@ impl Scheduler {
     fn run(&mut self, sequence: Sequence) {
         let idx = self.running.partition_point(|other| other.id < sequence.id);
         self.running.insert(idx, sequence);
+    }
+
+    fn waiting_idx(&self, id: SequenceId) -> Option<usize> {
+        self.waiting.binary_search_by_key(&id, |sequence| sequence.id).ok()
     }
 
     fn running_idx(&self, id: SequenceId) -> Option<usize> {

@@ -59,6 +59,8 @@ pub struct Sequence {
     pub(crate) blocks: Vec<BlockId>,
     /// Tokens found in the prefix cache when it was first admitted; `None` before.
     pub(crate) num_cached_tokens: Option<usize>,
+    /// Its blocks were taken away once: what it has left to compute, somebody waits for in the midst of an answer.
+    pub(crate) was_preempted: bool,
 }
 
 impl Sequence {
@@ -87,6 +89,7 @@ impl Sequence {
             num_computed: 0,
             blocks: Vec::new(),
             num_cached_tokens: None,
+            was_preempted: false,
         }
     }
 

@@ -83,6 +83,103 @@ fn decodes_come_before_prompts_and_prompts_share_what_is_left() {
 }
 
 #[test]
+fn short_prompts_pass_long_ones_which_go_on() {
+    check(
+        "
+        pool blocks=64 block_size=4 running=8 budget=16
+        add id=1 prompt=60 max=62
+        step
+            admit 1
+            1: 0..16
+        # 2 is as long as what 1 has left, and waits; 3 and 4 pass both, and a quarter is 1's.
+        add id=2 prompt=44 max=46
+        add id=3 prompt=10 max=12
+        add id=4 prompt=4 max=5
+        step
+            admit 3
+            admit 4
+            1: 16..20
+            3: 0..10 token
+            4: 0..2
+        step
+            3: 10..11 token
+            1: 20..32
+            4: 2..4 token
+            end 3
+            end 4
+        step
+            1: 32..48
+        step
+            admit 2
+            1: 48..60 token
+            2: 0..4
+        step
+            1: 60..61 token
+            2: 4..16
+            end 1
+        step
+            2: 16..32
+        ",
+    );
+}
+
+#[test]
+fn the_oldest_is_admitted_whoever_is_shorter() {
+    check(
+        "
+        pool blocks=64 block_size=4 running=8 budget=16
+        add id=1 prompt=12 max=13
+        add id=2 prompt=60 max=62
+        add id=3 prompt=12 max=13
+        step
+            admit 1
+            admit 3
+            1: 0..12 token
+            3: 0..4
+            end 1
+        add id=4 prompt=12 max=13
+        step
+            admit 2
+            admit 4
+            2: 0..4
+            3: 4..12 token
+            4: 0..4
+            end 3
+        step
+            2: 4..12
+            4: 4..12 token
+            end 4
+        ",
+    );
+}
+
+#[test]
+fn nobody_passes_one_for_whom_there_are_no_blocks() {
+    check(
+        "
+        pool blocks=8 block_size=4 running=8 budget=8
+        add id=1 prompt=16 max=17
+        add id=2 prompt=20 max=21
+        add id=3 prompt=4 max=5
+        step
+            admit 1
+            1: 0..8
+        step
+            1: 8..16 token
+            end 1
+        step
+            admit 2
+            admit 3
+            2: 0..4
+            3: 0..4 token
+            end 3
+        step
+            2: 4..12
+        ",
+    );
+}
+
+#[test]
 fn places_are_limited() {
     check(
         "
