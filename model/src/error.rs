@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 
 use baton_gguf::GgufError;
 
+use crate::integers::MIN_GROUP;
+
 /// A model was refused. Nothing about it gets better by trying again.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
@@ -125,8 +127,8 @@ pub enum LoadError {
     /// The columns of a tensor of integers would be divided where its numbers share a scale.
     #[error(
         "{}: {num_ranks} ranks divide tensor {tensor} at column {column}, within a group of {group} that share a scale, \
-         expected a multiple of {multiple}: use a smaller tensor parallel degree, or other weights",
-        path.display()
+         expected a multiple of {multiple}: use a smaller tensor parallel degree{}, or other weights",
+        path.display(), smaller_groups(.multiple)
     )]
     SplitGroup {
         /// The weight file, or the index of several.
@@ -152,6 +154,11 @@ pub enum LoadError {
         /// What would do.
         expected: &'static str,
     },
+}
+
+/// What else helps where weights are rounded in larger groups than there may be.
+fn smaller_groups(multiple: &usize) -> &'static str {
+    if *multiple > MIN_GROUP { ", smaller groups (as --quantize int8:32 has)" } else { "" }
 }
 
 impl LoadError {

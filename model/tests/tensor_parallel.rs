@@ -214,8 +214,8 @@ fn a_model_that_cannot_be_divided_is_refused() {
         Some("int8:512"),
         4,
         "model.safetensors: 4 ranks divide tensor model.layers.0.self_attn.o_proj.weight at column 256, within a \
-         group of 512 that share a scale, expected a multiple of 512: use a smaller tensor parallel degree, or other \
-         weights",
+         group of 512 that share a scale, expected a multiple of 512: use a smaller tensor parallel degree, smaller \
+         groups (as --quantize int8:32 has), or other weights",
     );
     // Its head dim is 12: half of 48 columns is no group of 32.
     check(
