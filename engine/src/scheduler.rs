@@ -15,7 +15,8 @@
 //!    always advances and two sequences cannot preempt each other for ever.
 //! 2. Prompts get chunks of what is left of the token budget, under way or waiting: those first that were preempted,
 //!    then who has much fewer tokens left than others, then the oldest ([`share_out`]). So a short prompt passes a
-//!    long one; a quarter of the budget is the oldest's whoever passes. A chunk that does not reach the end stops at a block boundary: only full blocks can be shared or pushed.
+//!    long one; a quarter of the budget is the oldest's whoever passes. A chunk that does not reach the end stops at a
+//!    block boundary: only full blocks can be shared or pushed.
 //! 3. Who waits, a prompt with a chunk or a reservation, which needs none, is admitted if there are a place
 //!    (`max_running`) and blocks: those of its tokens, and one for each sequence here that may still grow, so that
 //!    what was admitted can run for a while before somebody is preempted. Nobody passes one for whom there are none, so
@@ -448,7 +449,7 @@ impl Scheduler {
                 spare -= num_tokens;
             }
         }
-        // Of those who were not admitted after all, and what did not reach a boundary.
+        // The shares of those who were not admitted after all, and what did not reach a boundary.
         for chunk in &mut plan.chunks[num_decodes..] {
             let sequence = &self.running[self.running_idx(chunk.id).expect("it runs")];
             spare += chunk.num_tokens;
@@ -458,7 +459,7 @@ impl Scheduler {
     }
 
     /// Who asks for a part of the step: prompts under way, and those at the front of the queue for whom there is room. Behind
-    /// one for whom there is none nobody is admitted: it would wait for ever. The oldest first.
+    /// one for whom there is none nobody is admitted: it would wait for ever. Oldest first.
     fn claims(&self, may_admit: bool) -> Vec<Claim> {
         let prompts = self.running.iter().filter(|sequence| sequence.num_left() > 1);
         let mut claims: Vec<Claim> = prompts.map(Claim::running).collect();
