@@ -4,7 +4,7 @@ use bytes::Bytes;
 use serde_json::{Value, json};
 
 use crate::{
-    fake::{FakeWorker, Step},
+    fake::{FakeWorker, Step, say},
     harness::Router,
 };
 
@@ -260,16 +260,21 @@ async fn contexts_may_differ() {
     let lengths_of = |worker: &FakeWorker| -> Vec<u32> {
         worker.requests().iter().map(|request| request.sampling.as_ref().unwrap().max_tokens).collect()
     };
-    // Who names no length can be sent to any of them.
-    let open = json!({"messages": [{"role": "user", "content": "Hi"}]});
-    let asking: Vec<_> = (0..8).map(|_| router.client.post(CHAT, &open)).collect();
-    for answer in futures_util::future::join_all(asking).await {
-        assert_eq!(answer.status, 200, "{}", answer.text());
+    // Who names no length can be sent to any of them: the second to the one that is free.
+    let json = [("content-type", "application/json")];
+    let open = json!({"messages": [{"role": "user", "content": "Hi"}], "stream": true});
+    let mut streams = Vec::new();
+    for worker in &workers {
+        worker.script(|_| vec![Step::Token(97), Step::Hang]);
+    }
+    for _ in &workers {
+        streams.push(router.client.begin("POST", CHAT, &json, Bytes::from(open.to_string())).await);
     }
     for worker in &workers {
-        let lengths = lengths_of(worker);
-        assert!(!lengths.is_empty() && lengths.iter().all(|&length| length == 500 - 4), "{lengths:?}");
+        assert_eq!(lengths_of(worker), [500 - 4]);
+        worker.script(say("Hello"));
     }
+    drop(streams);
     // What only one of them has room for goes there, asked for or not.
     let asked = json!({"prompt": [1, 1], "max_tokens": 510});
     assert_eq!(router.client.post(TEXT, &asked).await.status, 200);
