@@ -117,7 +117,8 @@ pub struct Begin {
     pub num_tokens: usize,
     /// Tokens in a block of the decode worker.
     pub block_size: usize,
-    /// Both sides give up, and free, this long after `Begin` or the last `Progress`.
+    /// Both sides give up, and free, this long after `Begin` or the last `Progress`, of which the prefill worker, whose word
+    /// it is, takes a quarter longer.
     pub deadline: Duration,
     /// How much of the sequence is wanted.
     pub extent: Extent,

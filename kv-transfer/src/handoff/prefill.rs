@@ -135,7 +135,7 @@ pub struct PrefillHandoff {
     block_size: usize,
     num_layers: usize,
     limits: Limits,
-    /// From `Begin` or the last `Progress` to `total`.
+    /// From `Begin` to `total`; a quarter more from the last `Progress`.
     deadline: Duration,
     total: Instant,
     /// The deadline of the state, when it has one of its own.
@@ -251,7 +251,8 @@ impl PrefillHandoff {
             Input::Progress => {
                 let is_waiting = matches!(self.state, State::Queued | State::Computing);
                 if is_waiting && self.extent == Extent::Whole && !self.has_first_token {
-                    self.total = now + self.deadline;
+                    // The decode worker counts from when it hears of it, and is to give up first.
+                    self.total = now + self.deadline + self.deadline / 4;
                     actions.push(Action::Send(PrefillMessage::Progress));
                 }
             }

@@ -425,6 +425,7 @@ fn every_state_has_a_deadline() {
          after 89    =>
          token       => send FirstToken 5
          progress    =>
+         after 23    =>
          after 1     => send Failed Deadline, finish deadline, stop
          progress    =>
          idle        => send Stopped, release, close",
