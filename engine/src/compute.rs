@@ -7,7 +7,7 @@ use std::{
 };
 
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_model::{Answer, Batch, BatchSequence, Draw, ExecuteError, Executor};
+use baton_model::{Batch, BatchSequence, ExecuteError, Executor, SampledRow, TokenSampling};
 
 use crate::{
     command::Reply,
@@ -72,12 +72,12 @@ pub(crate) fn execute<'e>(
 pub(crate) fn launch(
     executor: &mut dyn Executor,
     batch: &Batch<'_>,
-    draws: &[Draw<'_>],
+    draws: &[TokenSampling<'_>],
     follows: &[usize],
     storage: &BlockStorage,
     on_layer: &mut dyn FnMut(usize),
 ) -> Result<bool, EngineError> {
-    let executor = executor.drawing().expect("it draws");
+    let executor = executor.sampling().expect("it draws");
     // SAFETY: as for `execute`, until the step is collected: a step is collected before the next command unless it was
     // planned ahead, and then the blocks of its sequences return to the pool only when it has been.
     #[allow(unsafe_code)]
@@ -89,8 +89,8 @@ pub(crate) fn launch(
 pub(crate) fn collect<'e>(
     executor: &'e mut dyn Executor,
     on_layer: &mut dyn FnMut(usize),
-) -> Result<Vec<Answer<'e>>, EngineError> {
-    let executor = executor.drawing().expect("it draws");
+) -> Result<Vec<SampledRow<'e>>, EngineError> {
+    let executor = executor.sampling().expect("it draws");
     Ok(catch_panic(move || executor.collect(on_layer))??)
 }
 

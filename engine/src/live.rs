@@ -6,7 +6,7 @@
 use std::{collections::HashMap, mem, sync::Arc};
 
 use baton_kv_cache::KvLayout;
-use baton_model::{Answer, Draw};
+use baton_model::{SampledRow, TokenSampling};
 
 use crate::{
     block_pool::PoolReport,
@@ -212,24 +212,24 @@ impl LiveRequests {
     }
 
     /// How the next token of a draft is drawn: as if it were the target's, but that nobody asks how likely it is.
-    pub(crate) fn draft_draw(&self, id: SequenceId) -> Draw<'_> {
+    pub(crate) fn draft_draw(&self, id: SequenceId) -> TokenSampling<'_> {
         let live = &self.requests[&id];
-        Draw { logprobs: None, ..live.history.draw(&live.request.sampling) }
+        TokenSampling { logprobs: None, ..live.history.draw(&live.request.sampling) }
     }
 
     /// The same of the token after that, which is still to be counted.
-    pub(crate) fn draft_draw_behind(&self, id: SequenceId) -> Draw<'_> {
+    pub(crate) fn draft_draw_behind(&self, id: SequenceId) -> TokenSampling<'_> {
         let live = &self.requests[&id];
-        Draw { logprobs: None, ..live.history.draw_behind(&live.request.sampling) }
+        TokenSampling { logprobs: None, ..live.history.draw_behind(&live.request.sampling) }
     }
 
     /// Drafts the token that was drawn so, or is to be; whether it makes sense to draft on. Until
     /// [`end_draft`](Self::end_draft) the draft counts as output.
-    pub(crate) fn draw_draft(&mut self, id: SequenceId, answer: Answer<'_>) -> bool {
+    pub(crate) fn draw_draft(&mut self, id: SequenceId, answer: SampledRow<'_>) -> bool {
         let live = self.requests.get_mut(&id).expect("planned sequences live");
         let token = match answer {
-            Answer::Drawn(token) => token.map(|token| token.id),
-            Answer::Logits(row) => self.sampler.draw_id(row, &live.history.draw(&live.request.sampling)),
+            SampledRow::Sampled(token) => token.map(|token| token.id),
+            SampledRow::Logits(row) => self.sampler.draw_id(row, &live.history.draw(&live.request.sampling)),
         };
         let Ok(token) = token else { return false };
         live.history.push(token);
@@ -245,7 +245,7 @@ impl LiveRequests {
     }
 
     /// How the tokens of a plan are drawn: after each token that is followed by one that is drawn, in their order.
-    pub(crate) fn draws<'a>(&'a self, plan: &'a Plan) -> impl Iterator<Item = Draw<'a>> {
+    pub(crate) fn draws<'a>(&'a self, plan: &'a Plan) -> impl Iterator<Item = TokenSampling<'a>> {
         plan.chunks.iter().filter(|chunk| chunk.wants_token).flat_map(|chunk| {
             let live = &self.requests[&chunk.id];
             let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
@@ -254,7 +254,7 @@ impl LiveRequests {
     }
 
     /// How the tokens of a plan are drawn that was decided before those before them are known ([`Scheduler::step_ahead`]).
-    pub(crate) fn draws_ahead<'a>(&'a self, next: &'a Plan) -> impl Iterator<Item = Draw<'a>> {
+    pub(crate) fn draws_ahead<'a>(&'a self, next: &'a Plan) -> impl Iterator<Item = TokenSampling<'a>> {
         next.chunks.iter().map(|chunk| {
             let live = &self.requests[&chunk.id];
             live.history.draw_behind(&live.request.sampling)
@@ -267,7 +267,7 @@ impl LiveRequests {
     }
 
     /// The plan's tokens are computed, and there is an answer for each that is to be drawn after: tells the readers.
-    pub(crate) fn advance<'a>(&mut self, plan: &Plan, mut answers: impl Iterator<Item = Answer<'a>>) {
+    pub(crate) fn advance<'a>(&mut self, plan: &Plan, mut answers: impl Iterator<Item = SampledRow<'a>>) {
         self.scheduler.advance(plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
             let mut rows = answers.by_ref().take(chunk.num_drafts + 1);
@@ -287,15 +287,15 @@ impl LiveRequests {
     fn draw<'a>(
         &mut self,
         id: SequenceId,
-        rows: &mut impl Iterator<Item = Answer<'a>>,
+        rows: &mut impl Iterator<Item = SampledRow<'a>>,
     ) -> Result<Option<FinishReason>, InvalidLogits> {
         let live = self.requests.get_mut(&id).expect("sampled sequences live");
         self.drawn.tokens.clear();
         self.drawn.num_accepted = 0;
         for row in rows {
             let token = match row {
-                Answer::Drawn(token) => token?,
-                Answer::Logits(row) => self.sampler.sample(row, &live.request.sampling, &live.history)?,
+                SampledRow::Sampled(token) => token?,
+                SampledRow::Logits(row) => self.sampler.sample(row, &live.request.sampling, &live.history)?,
             };
             let token_id = token.id;
             self.drawn.tokens.push(token);

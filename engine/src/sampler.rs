@@ -14,7 +14,7 @@ use std::{
 };
 
 pub use baton_model::InvalidLogits;
-use baton_model::{Draw, SampledToken, TokenCount, TokenLogprobs};
+use baton_model::{SampledToken, TokenCount, TokenLogprobs, TokenSampling};
 
 use crate::request::{Request, SamplingParams};
 
@@ -90,12 +90,12 @@ impl TokenHistory {
     }
 
     /// How the next token is drawn.
-    pub fn draw<'a>(&'a self, params: &'a SamplingParams) -> Draw<'a> {
+    pub fn draw<'a>(&'a self, params: &'a SamplingParams) -> TokenSampling<'a> {
         draw_at(self.num_output_tokens, self.counts(), params)
     }
 
     /// How the token after that is drawn, but that the next one is still to be counted.
-    pub(crate) fn draw_behind<'a>(&'a self, params: &'a SamplingParams) -> Draw<'a> {
+    pub(crate) fn draw_behind<'a>(&'a self, params: &'a SamplingParams) -> TokenSampling<'a> {
         draw_at(self.num_output_tokens + 1, self.counts(), params)
     }
 
@@ -104,7 +104,7 @@ impl TokenHistory {
         &'a self,
         drafts: &'a [u32],
         params: &'a SamplingParams,
-    ) -> impl Iterator<Item = Draw<'a>> {
+    ) -> impl Iterator<Item = TokenSampling<'a>> {
         let mut counts = if drafts.is_empty() { None } else { self.counts.clone() };
         let after = drafts.iter().enumerate().map(move |(idx, &draft)| {
             let counts = counts.as_mut().map(|counts| {
@@ -161,9 +161,13 @@ impl TokenCounts {
 
 /// How the `output_idx`th output token is drawn. With this the random number depends on neither batch, role, attempt nor
 /// preemption.
-fn draw_at<'a>(output_idx: usize, counts: Cow<'a, [TokenCount]>, params: &'a SamplingParams) -> Draw<'a> {
+fn draw_at<'a>(
+    output_idx: usize,
+    counts: Cow<'a, [TokenCount]>,
+    params: &'a SamplingParams,
+) -> TokenSampling<'a> {
     let must_not_stop = output_idx < params.min_tokens as usize;
-    Draw {
+    TokenSampling {
         random: random_unit(params.seed, output_idx as u64),
         temperature: params.temperature,
         top_k: params.top_k,
@@ -197,7 +201,7 @@ impl Sampler {
     ///
     /// # Errors
     /// When the row is not usable.
-    pub fn draw(&mut self, logits: &[f32], draw: &Draw<'_>) -> Result<SampledToken, InvalidLogits> {
+    pub fn draw(&mut self, logits: &[f32], draw: &TokenSampling<'_>) -> Result<SampledToken, InvalidLogits> {
         let id = self.draw_id(logits, draw)?;
         let logprobs = draw.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
         Ok(SampledToken { id, logprobs })
@@ -207,7 +211,7 @@ impl Sampler {
     ///
     /// # Errors
     /// When the row is not usable.
-    pub fn draw_id(&mut self, logits: &[f32], draw: &Draw<'_>) -> Result<u32, InvalidLogits> {
+    pub fn draw_id(&mut self, logits: &[f32], draw: &TokenSampling<'_>) -> Result<u32, InvalidLogits> {
         if !draw.changes_logits() {
             return choose(logits, &mut self.candidates, draw);
         }
@@ -235,7 +239,7 @@ pub fn random_unit(seed: u64, output_idx: u64) -> f64 {
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
-fn apply(logits: &mut [f32], draw: &Draw<'_>) {
+fn apply(logits: &mut [f32], draw: &TokenSampling<'_>) {
     for count in &*draw.counts {
         let logit = &mut logits[count.token as usize];
         let mut penalised =
@@ -285,7 +289,11 @@ fn largest(logits: &[f32]) -> Result<(u32, f32), InvalidLogits> {
     Ok((id as u32, max))
 }
 
-fn choose(logits: &[f32], candidates: &mut Vec<Candidate>, draw: &Draw<'_>) -> Result<u32, InvalidLogits> {
+fn choose(
+    logits: &[f32],
+    candidates: &mut Vec<Candidate>,
+    draw: &TokenSampling<'_>,
+) -> Result<u32, InvalidLogits> {
     let (likeliest, max) = largest(logits)?;
     if draw.temperature == 0.0 || draw.top_k == 1 {
         return Ok(likeliest);

@@ -16,8 +16,8 @@ use std::{
 
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_model::{
-    Answer, Batch, BatchSequence, Draw, DrawingExecutor, ExecuteError, Executor, InvalidLogits, SampledToken,
-    TokenCount,
+    Batch, BatchSequence, ExecuteError, Executor, InvalidLogits, SampledRow, SampledToken, SamplingExecutor,
+    TokenCount, TokenSampling,
 };
 
 use crate::sampler::Sampler;
@@ -46,7 +46,7 @@ pub struct FakeExecutor {
 
 /// Runs a [`FakeModel`] and draws, but for tokens with a bias. It computes a step at the last moment, when it is
 /// collected: blocks that were given away before that would show.
-struct FakeDrawingExecutor {
+struct FakeSamplingExecutor {
     executor: FakeExecutor,
     sampler: Sampler,
     launched: VecDeque<LaunchedStep>,
@@ -57,7 +57,7 @@ struct FakeDrawingExecutor {
 
 struct LaunchedStep {
     sequences: Vec<(Vec<u32>, usize, Vec<BlockId>, usize)>,
-    draws: Vec<Draw<'static>>,
+    draws: Vec<TokenSampling<'static>>,
     follows: Vec<usize>,
     storage: *const BlockStorage,
 }
@@ -90,12 +90,12 @@ impl FakeModel {
     }
 
     /// The same that draws itself, and counts the steps that are launched before the one before them is collected.
-    pub fn drawing_executor_with_hook(
+    pub fn sampling_executor_with_hook(
         self,
         num_ahead: Arc<AtomicUsize>,
         hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
     ) -> Box<dyn Executor> {
-        Box::new(FakeDrawingExecutor {
+        Box::new(FakeSamplingExecutor {
             executor: FakeExecutor { model: self, hook: Box::new(hook), logits: Vec::new() },
             sampler: Sampler::default(),
             launched: VecDeque::new(),
@@ -216,7 +216,7 @@ impl Executor for FakeExecutor {
     }
 }
 
-impl Executor for FakeDrawingExecutor {
+impl Executor for FakeSamplingExecutor {
     fn kv_layout(&self) -> KvLayout {
         self.executor.kv_layout()
     }
@@ -234,16 +234,16 @@ impl Executor for FakeDrawingExecutor {
         unreachable!("it draws")
     }
 
-    fn drawing(&mut self) -> Option<&mut dyn DrawingExecutor> {
+    fn sampling(&mut self) -> Option<&mut dyn SamplingExecutor> {
         Some(self)
     }
 }
 
-impl DrawingExecutor for FakeDrawingExecutor {
+impl SamplingExecutor for FakeSamplingExecutor {
     unsafe fn launch(
         &mut self,
         batch: &Batch<'_>,
-        draws: &[Draw<'_>],
+        draws: &[TokenSampling<'_>],
         follows: &[usize],
         storage: &BlockStorage,
         _: &mut dyn FnMut(usize),
@@ -261,14 +261,14 @@ impl DrawingExecutor for FakeDrawingExecutor {
             |it: &BatchSequence<'_>| (it.tokens.to_vec(), it.start_idx, it.blocks.to_vec(), it.num_logits);
         self.launched.push_back(LaunchedStep {
             sequences: batch.sequences.iter().map(owned).collect(),
-            draws: draws.iter().cloned().map(Draw::into_owned).collect(),
+            draws: draws.iter().cloned().map(TokenSampling::into_owned).collect(),
             follows: follows.to_vec(),
             storage,
         });
         Ok(draws.iter().all(|draw| draw.logit_bias.is_empty()))
     }
 
-    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<Answer<'_>>, ExecuteError> {
+    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {
         let mut step = self.launched.pop_front().expect("a step is under way");
         for (idx, &row_idx) in step.follows.iter().enumerate() {
             let drawn = self.drawn[row_idx].as_ref().expect("a step follows one whose rows are all drawn");
@@ -293,12 +293,13 @@ impl DrawingExecutor for FakeDrawingExecutor {
         // SAFETY: who launched the step keeps the storage, and vouches for the batch.
         let logits = unsafe { self.executor.execute(&batch, &*step.storage, on_layer) }?;
         let rows = logits.chunks_exact(vocab_size).zip(&step.draws);
-        let draw =
-            |(row, draw): (_, &Draw<'_>)| draw.logit_bias.is_empty().then(|| self.sampler.draw(row, draw));
+        let draw = |(row, draw): (_, &TokenSampling<'_>)| {
+            draw.logit_bias.is_empty().then(|| self.sampler.draw(row, draw))
+        };
         self.drawn = rows.clone().map(draw).collect();
         let answers = rows.zip(&self.drawn).map(|((row, _), drawn)| match drawn {
-            Some(drawn) => Answer::Drawn(drawn.clone()),
-            None => Answer::Logits(row),
+            Some(drawn) => SampledRow::Sampled(drawn.clone()),
+            None => SampledRow::Logits(row),
         });
         Ok(answers.collect())
     }

@@ -15,10 +15,10 @@ use baton_engine::{
 };
 use baton_model::{Batch, ExecuteError};
 use support::{
-    BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, draft_with_hook, drawing_draft, engine, engine_of,
+    BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, draft_with_hook, engine, engine_of,
     handoff::hand_off,
     kinds::{prompt, read, requests},
-    request, speculating, speculating_with_hook, standing_clock,
+    request, sampling_draft, speculating, speculating_with_hook, standing_clock,
 };
 
 /// A vocabulary so small that texts repeat themselves.
@@ -34,7 +34,7 @@ fn drafters() -> Vec<(&'static str, Drafter)> {
         ("wrong in 8", errs_in(8)),
         ("wrong in 2", errs_in(2)),
         ("wrong", errs_in(1)),
-        ("drawing", drawing_draft(FakeModel { errs_in: Some(8), ..model() }).0),
+        ("drawing", sampling_draft(FakeModel { errs_in: Some(8), ..model() }).0),
         ("ngram", Drafter::Ngram),
     ]
 }

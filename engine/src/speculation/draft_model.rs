@@ -15,7 +15,7 @@
 use std::{collections::HashMap, time::Instant};
 
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_model::{Answer, Batch, BatchSequence, Executor};
+use baton_model::{Batch, BatchSequence, Executor, SampledRow};
 
 use crate::{
     block_pool::BlockPool,
@@ -216,7 +216,7 @@ impl DraftModel {
             is_draft: self.runs.iter().all(|run| run.num_tokens <= 2),
             can_be_followed: false,
         };
-        if self.executor.drawing().is_some() {
+        if self.executor.sampling().is_some() {
             let draws: Vec<_> = step.drafted.iter().map(|&id| live.draft_draw(id)).collect();
             let batch = batch(&self.runs, &self.kv, live);
             let (executor, storage) = (&mut *self.executor, &self.storage);
@@ -258,12 +258,12 @@ impl DraftModel {
         // The storage is this drafter's alone. A batch's tokens lie in blocks that their sequence allocated, and gives up when
         // no step is under way; blocks that sequences share are full, and nobody computes them again. So what is said of
         // safety there holds here.
-        let answers = if executor.drawing().is_some() {
+        let answers = if executor.sampling().is_some() {
             collect(executor, &mut |_| {})?
         } else {
             let vocab_size = executor.vocab_size();
             let logits = execute(executor, &batch(&self.runs, &self.kv, live), storage, &mut |_| {})?;
-            logits.chunks_exact(vocab_size).map(Answer::Logits).collect()
+            logits.chunks_exact(vocab_size).map(SampledRow::Logits).collect()
         };
         let mut rows = step.drafted.iter().zip(answers);
         for run in &mut self.runs {

@@ -6,21 +6,21 @@ use std::ptr;
 use baton_kv_cache::BlockStorage;
 
 use super::{Job, Lent, ParallelExecutor, RankError, RankExecutor};
-use crate::{Answer, Batch, Draw, DrawingExecutor, ExecuteError};
+use crate::{Batch, ExecuteError, SampledRow, SamplingExecutor, TokenSampling};
 
 /// A rank that computes where tokens can be drawn. All launch and collect the same steps.
-pub(crate) trait DrawingRank {
-    /// The rank's part of [`DrawingExecutor::launch`]; what the first returns is whether it draws every row.
+pub(crate) trait SamplingRank {
+    /// The rank's part of [`SamplingExecutor::launch`]; what the first returns is whether it draws every row.
     ///
     /// # Errors
     /// When it fails, or another rank is gone.
     ///
     /// # Safety
-    /// As [`DrawingExecutor::launch`].
+    /// As [`SamplingExecutor::launch`].
     unsafe fn launch(
         &mut self,
         batch: &Batch<'_>,
-        draws: &[Draw<'_>],
+        draws: &[TokenSampling<'_>],
         follows: &[usize],
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
@@ -33,19 +33,19 @@ pub(crate) trait DrawingRank {
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<(), RankError>;
 
     /// What follows the wanted rows of the step that was collected last, of the first rank.
-    fn answers(&self) -> Vec<Answer<'_>>;
+    fn answers(&self) -> Vec<SampledRow<'_>>;
 }
 
 /// A rank of those that draw.
-pub(super) fn of<R: RankExecutor>(rank: &mut R) -> &mut dyn DrawingRank {
-    rank.drawing().expect("all ranks draw where the first does")
+pub(super) fn of<R: RankExecutor>(rank: &mut R) -> &mut dyn SamplingRank {
+    rank.sampling().expect("all ranks draw where the first does")
 }
 
-impl<R: RankExecutor> DrawingExecutor for ParallelExecutor<R> {
+impl<R: RankExecutor> SamplingExecutor for ParallelExecutor<R> {
     unsafe fn launch(
         &mut self,
         batch: &Batch<'_>,
-        draws: &[Draw<'_>],
+        draws: &[TokenSampling<'_>],
         follows: &[usize],
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
@@ -64,7 +64,7 @@ impl<R: RankExecutor> DrawingExecutor for ParallelExecutor<R> {
         Ok(draws_all)
     }
 
-    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<Answer<'_>>, ExecuteError> {
+    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {
         let mut written = self.under_way.pop_front().expect("a step is under way");
         // SAFETY: the job points to nothing.
         unsafe {

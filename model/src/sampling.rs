@@ -1,11 +1,11 @@
-//! How a token is drawn from a row of logits, and what comes of it, as plain data. The rules are those of the engine's
-//! sampler; an executor that draws itself follows them.
+//! How a token is sampled from a row of logits, and the result, as plain data. The rules are those of the engine's
+//! sampler; an executor that samples itself follows them.
 
 use std::borrow::Cow;
 
-/// How the token after a row is drawn. Everything that it depends on, besides the row, is here.
+/// How the token after a row is sampled. Everything that it depends on, besides the row, is here.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Draw<'a> {
+pub struct TokenSampling<'a> {
     /// In [0, 1).
     pub random: f64,
     /// Divides the logits; 0 takes the largest.
@@ -26,7 +26,7 @@ pub struct Draw<'a> {
     pub counts: Cow<'a, [TokenCount]>,
     /// Added to logits by token id, after the penalties. In rising order of ids, or a device leaves the row to the host.
     pub logit_bias: Cow<'a, [(u32, f32)]>,
-    /// Tokens that cannot be drawn.
+    /// Tokens that cannot be sampled.
     pub masked: Cow<'a, [u32]>,
     /// Whether log-probabilities are wanted, and of how many of the likeliest tokens; at most 20.
     pub logprobs: Option<u32>,
@@ -65,19 +65,19 @@ pub struct TokenLogprobs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidLogits;
 
-/// What an executor that draws says of a wanted row.
+/// What an executor that samples returns for a wanted row.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Answer<'a> {
-    /// What it drew.
-    Drawn(Result<SampledToken, InvalidLogits>),
-    /// `[vocab_size]`: it could not draw as it was told, and leaves that to whoever asked.
+pub enum SampledRow<'a> {
+    /// The token that it sampled.
+    Sampled(Result<SampledToken, InvalidLogits>),
+    /// `[vocab_size]`: it could not sample as it was told, and leaves that to its caller.
     Logits(&'a [f32]),
 }
 
 /// The largest logit, and nothing else is asked for.
-impl Default for Draw<'_> {
+impl Default for TokenSampling<'_> {
     fn default() -> Self {
-        Draw {
+        TokenSampling {
             random: 0.0,
             temperature: 0.0,
             top_k: 0,
@@ -94,10 +94,10 @@ impl Default for Draw<'_> {
     }
 }
 
-impl Draw<'_> {
+impl TokenSampling<'_> {
     /// The same, borrowing nothing.
-    pub fn into_owned(self) -> Draw<'static> {
-        Draw {
+    pub fn into_owned(self) -> TokenSampling<'static> {
+        TokenSampling {
             counts: Cow::Owned(self.counts.into_owned()),
             logit_bias: Cow::Owned(self.logit_bias.into_owned()),
             masked: Cow::Owned(self.masked.into_owned()),
@@ -105,7 +105,7 @@ impl Draw<'_> {
         }
     }
 
-    /// Whether anything changes the logits before a token is drawn.
+    /// Whether anything changes the logits before a token is sampled.
     pub fn changes_logits(&self) -> bool {
         !(self.counts.is_empty() && self.logit_bias.is_empty() && self.masked.is_empty())
     }

@@ -9,8 +9,8 @@ use super::super::device::{Device, NUM_RETURNS};
 use super::super::draws::Results;
 use super::super::sample::TakeTokens;
 use super::{DeviceExecutor, Told};
-use crate::parallel::{DrawingRank, RankError};
-use crate::{Answer, Batch, Draw, DrawingExecutor, ExecuteError};
+use crate::parallel::{RankError, SamplingRank};
+use crate::{Batch, ExecuteError, SampledRow, SamplingExecutor, TokenSampling};
 
 /// A step under way.
 pub(super) struct Launched {
@@ -30,33 +30,33 @@ pub(super) struct Collected {
     bytes: Vec<u8>,
 }
 
-impl<D: Device + 'static> DrawingExecutor for DeviceExecutor<D> {
+impl<D: Device + 'static> SamplingExecutor for DeviceExecutor<D> {
     unsafe fn launch(
         &mut self,
         batch: &Batch<'_>,
-        draws: &[Draw<'_>],
+        draws: &[TokenSampling<'_>],
         follows: &[usize],
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<bool, ExecuteError> {
         // SAFETY: passed on to the caller.
-        let launched = unsafe { DrawingRank::launch(self, batch, draws, follows, storage, on_layer) };
+        let launched = unsafe { SamplingRank::launch(self, batch, draws, follows, storage, on_layer) };
         launched.map_err(|error| self.failed(error))
     }
 
-    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<Answer<'_>>, ExecuteError> {
-        match DrawingRank::collect(self, on_layer) {
+    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {
+        match SamplingRank::collect(self, on_layer) {
             Ok(()) => Ok(self.answers()),
             Err(error) => Err(self.failed(error)),
         }
     }
 }
 
-impl<D: Device + 'static> DrawingRank for DeviceExecutor<D> {
+impl<D: Device + 'static> SamplingRank for DeviceExecutor<D> {
     unsafe fn launch(
         &mut self,
         batch: &Batch<'_>,
-        draws: &[Draw<'_>],
+        draws: &[TokenSampling<'_>],
         follows: &[usize],
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
@@ -84,7 +84,7 @@ impl<D: Device + 'static> DrawingRank for DeviceExecutor<D> {
         Ok(())
     }
 
-    fn answers(&self) -> Vec<Answer<'_>> {
+    fn answers(&self) -> Vec<SampledRow<'_>> {
         let Collected { place, results, bytes } = &self.collected;
         results.read(bytes, &self.logits[*place], self.part.spec().vocab_size)
     }
@@ -92,8 +92,8 @@ impl<D: Device + 'static> DrawingRank for DeviceExecutor<D> {
 
 impl<D: Device> DeviceExecutor<D> {
     /// Draws from the first row of logits, whatever it is.
-    pub(super) fn warm_up_drawing(&mut self) -> Result<(), CudaError> {
-        let results = self.draws.fill(&[Draw::default()], true);
+    pub(super) fn warm_up_sampling(&mut self) -> Result<(), CudaError> {
+        let results = self.draws.fill(&[TokenSampling::default()], true);
         let parts = self.draws.append_to(&mut self.inputs);
         let sources = self.inputs.append(&[0]);
         self.upload()?;
@@ -132,7 +132,7 @@ impl<D: Device> DeviceExecutor<D> {
     /// Asks for a step, and for the tokens after its wanted rows, which the first rank draws.
     fn begin(
         &mut self,
-        draws: &[Draw<'_>],
+        draws: &[TokenSampling<'_>],
         follows: &[usize],
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<bool, CudaError> {
