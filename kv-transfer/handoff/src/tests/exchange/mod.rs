@@ -13,12 +13,12 @@ use std::{
 use baton_kv_cache::BlockId;
 
 pub(super) use self::events::{Event, Flaw};
-use super::{Limits, decode, prefill};
-use crate::message::{
+use crate::{
     Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PieceWrite, PrefillMessage,
-    Token, TransportKind,
+    Secret, TransportKind,
 };
 use crate::{KvFault, PushError, Pushed, RouteError};
+use crate::{Limits, decode, prefill};
 
 const LAYERS: usize = 2;
 const GENERATION: Generation = Generation(1);
@@ -230,7 +230,7 @@ impl World {
                 let num_blocks = self.num_blocks - self.num_cached_blocks;
                 self.give_decode(decode::Input::Granted(Grant {
                     generation: GENERATION,
-                    token: Token::default(),
+                    secret: Secret::default(),
                     num_cached_blocks: self.num_cached_blocks,
                     block_ids: (0..num_blocks as u32).map(BlockId).collect(),
                     offers: vec![],

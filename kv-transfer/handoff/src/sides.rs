@@ -13,13 +13,15 @@ use std::{ops::Range, sync::Arc};
 
 use baton_kv_cache::BlockId;
 
-use super::pieces::{Insert, PieceSet};
-use crate::message::Source;
+use crate::{
+    piece::Source,
+    pieces::{Insert, PieceSet},
+};
 
 /// What P knows of its own blocks, and what follows from that for D's.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
-pub(super) struct Sides {
+pub(crate) struct Sides {
     num_tokens: usize,
     own_block_size: usize,
     peer_block_size: usize,
@@ -30,7 +32,7 @@ pub(super) struct Sides {
 }
 
 impl Sides {
-    pub(super) fn new(
+    pub(crate) fn new(
         num_tokens: usize,
         own_block_size: usize,
         peer_block_size: usize,
@@ -47,23 +49,23 @@ impl Sides {
     }
 
     /// The same, of a sequence that ends with the last of the peer's blocks that `num_blocks` own ones cover.
-    pub(super) fn cut(&self, num_blocks: usize) -> Sides {
+    pub(crate) fn cut(&self, num_blocks: usize) -> Sides {
         let covered = self.num_tokens.min(num_blocks.saturating_mul(self.own_block_size));
         let num_tokens = covered - covered % self.peer_block_size;
         Sides::new(num_tokens, self.own_block_size, self.peer_block_size, self.known.num_layers())
     }
 
-    pub(super) fn num_tokens(&self) -> usize {
+    pub(crate) fn num_tokens(&self) -> usize {
         self.num_tokens
     }
 
-    pub(super) fn num_peer_blocks(&self) -> usize {
+    pub(crate) fn num_peer_blocks(&self) -> usize {
         self.num_tokens.div_ceil(self.peer_block_size)
     }
 
     /// A layer of an own block is final. Returns the peer's blocks that can be written in this layer now and could not
     /// before; `None` when there is no such piece.
-    pub(super) fn complete(
+    pub(crate) fn complete(
         &mut self,
         block_idx: usize,
         layer_idx: usize,
@@ -87,7 +89,7 @@ impl Sides {
     }
 
     /// Where the KV of the peer's block is, once it is complete.
-    pub(super) fn source(&self, peer_idx: usize) -> Source {
+    pub(crate) fn source(&self, peer_idx: usize) -> Source {
         let block = |idx: usize| self.table[idx].expect("what lies under a complete block is known");
         if self.own_block_size == self.peer_block_size {
             return Source::Block(block(peer_idx));

@@ -5,15 +5,15 @@ use std::time::{Duration, Instant};
 
 use baton_kv_cache::BlockId;
 
-use super::{
-    Limits,
-    decode::{Action, DecodeHandoff, Input},
-};
-use crate::message::{
-    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, Token,
+use crate::{
+    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, Secret,
     TransportKind, Written,
 };
 use crate::{HandoffError, KvFault};
+use crate::{
+    Limits,
+    decode::{Action, DecodeHandoff, Input},
+};
 
 const LIMITS: Limits =
     Limits { total: Duration::from_secs(100), stall: Duration::from_secs(30), stop: Duration::from_secs(10) };
@@ -108,7 +108,7 @@ fn parse(input: &str, now: &mut Instant) -> Input<u32> {
 fn grant(num_blocks: u32) -> Grant {
     Grant {
         generation: Generation(1),
-        token: Token::default(),
+        secret: Secret::default(),
         num_cached_blocks: 1,
         block_ids: (0..num_blocks).map(BlockId).collect(),
         offers: vec![],

@@ -27,16 +27,14 @@
 
 use std::time::{Duration, Instant};
 
-use super::{
-    Limits,
-    pieces::{Insert, PieceSet},
-};
 use crate::{
+    Limits,
+    access::Generation,
     error::{HandoffError, KvFault, Side},
-    message::{
-        Begin, DecodeMessage, Extent, Failed, Generation, Grant, Piece, PrefillMessage, TransportKind,
-        Written,
-    },
+    message::{Begin, DecodeMessage, Extent, Failed, Grant, PrefillMessage, Written},
+    piece::Piece,
+    pieces::{Insert, PieceSet},
+    transport::TransportKind,
 };
 
 /// What happened.

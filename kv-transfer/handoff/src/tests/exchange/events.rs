@@ -2,7 +2,7 @@
 
 /// What may happen next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::handoff) enum Event {
+pub(in crate::tests) enum Event {
     ToPrefill,
     ToDecode,
     Reserved,
@@ -38,7 +38,7 @@ pub(in crate::handoff) enum Event {
 
 /// What a driver of the machines could do wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::handoff) enum Flaw {
+pub(in crate::tests) enum Flaw {
     /// Takes everything to be right that was said to be written.
     VerifiesNothing,
     ForgetsToRevoke,

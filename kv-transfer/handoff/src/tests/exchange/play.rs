@@ -6,7 +6,7 @@ use super::{Blocks, Event, Sizes, World};
 
 impl World {
     /// Lets everything come to its end, without further faults but the passing of time.
-    pub(in crate::handoff) fn settle(&mut self) {
+    pub(in crate::tests) fn settle(&mut self) {
         for _ in 0..1000 {
             let event = match self.enabled(false).first() {
                 Some(&event) => event,
@@ -22,7 +22,7 @@ impl World {
         panic!("no end in sight");
     }
 
-    pub(in crate::handoff) fn check_end(&self) {
+    pub(in crate::tests) fn check_end(&self) {
         assert_eq!(self.decode_outcomes.len(), 1, "one outcome at D");
         assert_eq!(self.decode_closes, 1);
         assert_eq!(self.prefill_outcomes.len(), 1, "one outcome at P");

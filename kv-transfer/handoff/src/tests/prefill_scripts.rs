@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 
 use baton_kv_cache::BlockId;
 
-use super::{
+use crate::{
+    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, Secret,
+    Source, TransportKind,
+};
+use crate::{
     Limits,
     prefill::{Action, Input, PrefillHandoff},
-};
-use crate::message::{
-    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, Source,
-    Token, TransportKind,
 };
 use crate::{PushError, Pushed, RouteError};
 
@@ -113,7 +113,7 @@ fn grant(num_cached_blocks: usize, num_blocks: u32) -> DecodeMessage {
     let block_ids = (0..num_blocks).map(|n| BlockId(20 + n)).collect();
     DecodeMessage::Grant(Grant {
         generation: Generation(1),
-        token: Token::default(),
+        secret: Secret::default(),
         num_cached_blocks,
         block_ids,
         offers: vec![],

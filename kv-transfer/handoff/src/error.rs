@@ -175,10 +175,3 @@ pub enum PushError {
     #[error("the route is closed")]
     Closed,
 }
-
-impl PushError {
-    /// A device does not give its blocks.
-    pub(crate) fn unread(error: &std::io::Error) -> PushError {
-        PushError::Lost(format!("the device does not give its blocks: {error}"))
-    }
-}

@@ -33,14 +33,14 @@ use std::{
 
 use baton_kv_cache::BlockId;
 
-use super::{Limits, sides::Sides};
 use crate::{
+    Limits,
+    access::{AccessKey, Generation},
     error::{HandoffError, PushError, RouteError, Side},
-    message::{
-        Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Pass, PieceWrite,
-        PrefillMessage, TransportOffer, Written,
-    },
-    sender::Pushed,
+    message::{Begin, DecodeMessage, Extent, Failed, FailureKind, Grant, PrefillMessage, Written},
+    piece::{PieceWrite, Pushed},
+    sides::Sides,
+    transport::TransportOffer,
 };
 
 /// Pushes under way at a time: enough to keep every stream of a route busy. What becomes ready
@@ -98,7 +98,7 @@ pub enum Action<T> {
     /// Open a route to the granted blocks (the blocks' guard goes with it), answer [`Input::Routed`].
     Route {
         /// What the grant's writer shows.
-        pass: Pass,
+        access_key: AccessKey,
         /// Ways, best first.
         offers: Vec<TransportOffer>,
     },
@@ -361,7 +361,7 @@ impl PrefillHandoff {
             );
             return Err(HandoffError::DecodeLost(what));
         }
-        let pass = grant.pass();
+        let access_key = grant.access_key();
         let Grant { generation, num_cached_blocks, block_ids, offers, .. } = grant;
         self.waiting.retain(|&(_, block_idx)| block_idx >= num_cached_blocks);
         let num_unwritten = block_ids.len() * self.num_layers;
@@ -374,7 +374,7 @@ impl PrefillHandoff {
             num_unwritten,
         });
         self.patience = Some(now + self.limits.stall);
-        actions.push(Action::Route { pass, offers });
+        actions.push(Action::Route { access_key, offers });
         Ok(())
     }
 
@@ -449,7 +449,7 @@ impl PrefillHandoff {
         }
         let written = Written {
             generation: grant.generation,
-            transport: crate::message::TransportKind::Tcp,
+            transport: crate::TransportKind::Tcp,
             pieces: Vec::new(),
             last: true,
             bytes: 0,

@@ -16,7 +16,7 @@
 //! Blocks in messages are D's: `Grant` lists, and counts as cached, D's blocks, and a piece is one layer of one of them.
 //! Where P's have another size, P releases a piece of D when all of its own pieces under it are final.
 //!
-//! A handoff of what is cached (`Extent::Cached`) is the same, with `Held` for `Started` and without `FirstToken`: P
+//! A handoff of what is cached ([`Extent::Cached`]) is the same, with `Held` for `Started` and without `FirstToken`: P
 //! computes nothing, says how much it has, and hands over that. It serves any two workers: D and P are sides here.
 //!
 //! Instead of any of these D may send `Cancel`, which P answers with `Stopped` once nothing of it
@@ -29,39 +29,24 @@
 //! - P's blocks are released once, and after the computation and the pushes were told to stop;
 //! - in every state but the last, there is a deadline.
 
+#![forbid(unsafe_code)]
+
+mod access;
 pub mod decode;
+mod error;
+mod limits;
+mod message;
+mod piece;
 mod pieces;
 pub mod prefill;
 mod sides;
-
 #[cfg(test)]
-mod decode_scripts;
-#[cfg(test)]
-mod exchange;
-#[cfg(test)]
-mod explorer;
-#[cfg(test)]
-mod prefill_scripts;
+mod tests;
+mod transport;
 
-use std::time::Duration;
-
-/// How long a handoff may take.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// From `Begin`, or from the last `Progress`, to the outcome. D's travels in `Begin` and binds P too.
-    pub total: Duration,
-    /// While KV is expected to move: from one sign of progress to the next.
-    pub stall: Duration,
-    /// After the outcome: for the peer (D) or the own data plane (P) to stop.
-    pub stop: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Limits {
-        Limits {
-            total: Duration::from_secs(120),
-            stall: Duration::from_secs(30),
-            stop: Duration::from_secs(10),
-        }
-    }
-}
+pub use access::{AccessKey, Generation, Secret};
+pub use error::{HandoffError, KvFault, PushError, RouteError, Side};
+pub use limits::Limits;
+pub use message::{Begin, DecodeMessage, Extent, Failed, FailureKind, Grant, PrefillMessage, Written};
+pub use piece::{Piece, PieceWrite, Pushed, Source};
+pub use transport::{TransportKind, TransportOffer};

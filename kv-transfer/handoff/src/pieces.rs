@@ -3,7 +3,7 @@
 /// Bits for `num_blocks` x `num_layers` pieces.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
-pub(super) struct PieceSet {
+pub(crate) struct PieceSet {
     bits: Vec<u64>,
     num_blocks: usize,
     num_layers: usize,
@@ -12,18 +12,18 @@ pub(super) struct PieceSet {
 
 /// What [`PieceSet::insert`] found.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Insert {
+pub(crate) enum Insert {
     New,
     Present,
     OutOfRange,
 }
 
 impl PieceSet {
-    pub(super) fn new(num_blocks: usize, num_layers: usize) -> PieceSet {
+    pub(crate) fn new(num_blocks: usize, num_layers: usize) -> PieceSet {
         PieceSet { bits: vec![0; (num_blocks * num_layers).div_ceil(64)], num_blocks, num_layers, len: 0 }
     }
 
-    pub(super) fn insert(&mut self, block_idx: usize, layer_idx: usize) -> Insert {
+    pub(crate) fn insert(&mut self, block_idx: usize, layer_idx: usize) -> Insert {
         if block_idx >= self.num_blocks || layer_idx >= self.num_layers {
             return Insert::OutOfRange;
         }
@@ -37,21 +37,21 @@ impl PieceSet {
         Insert::New
     }
 
-    pub(super) fn contains(&self, block_idx: usize, layer_idx: usize) -> bool {
+    pub(crate) fn contains(&self, block_idx: usize, layer_idx: usize) -> bool {
         let idx = block_idx * self.num_layers + layer_idx;
         debug_assert!(block_idx < self.num_blocks && layer_idx < self.num_layers);
         self.bits[idx / 64] & 1 << (idx % 64) != 0
     }
 
-    pub(super) fn num_layers(&self) -> usize {
+    pub(crate) fn num_layers(&self) -> usize {
         self.num_layers
     }
 
-    pub(super) fn num_missing(&self) -> usize {
+    pub(crate) fn num_missing(&self) -> usize {
         self.num_blocks * self.num_layers - self.len
     }
 
-    pub(super) fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         self.num_missing() == 0
     }
 }
