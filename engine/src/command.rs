@@ -12,11 +12,11 @@ use tokio::sync::oneshot;
 use crate::{
     block_pool::PoolReport,
     events::{PrefillEvent, Sink, TokenEvent},
-    handle::{IdleError, Reservation},
     request::{Request, SampledToken},
     sampler::TokenHistory,
     scheduler::PrefixBlocks,
     sequence::{Sequence, SequenceId},
+    status::IdleError,
 };
 
 /// The channel is unbounded so that a `drop` never waits; what can be in it is bounded all the same:
@@ -57,7 +57,15 @@ pub(crate) enum Reply {
     Tokens(Sink<TokenEvent>),
     Prefill(Sink<PrefillEvent>),
     /// `None` once it was granted; then `Decode` brings a sink.
-    Reservation(Option<oneshot::Sender<Reservation>>),
+    Reservation(Option<oneshot::Sender<Grant>>),
+}
+
+/// The blocks of a reservation, sent when it is admitted.
+#[derive(Debug)]
+pub(crate) struct Grant {
+    pub(crate) blocks: Vec<BlockId>,
+    /// Of them, so many at the front are cached.
+    pub(crate) num_cached_blocks: usize,
 }
 
 /// A place in the queue, from submission until admission or the end.

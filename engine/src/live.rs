@@ -10,16 +10,16 @@ use baton_model::{Answer, Draw};
 
 use crate::{
     block_pool::PoolReport,
-    command::{Command, Commands, Owner, Reply, Submission, Ticket},
+    command::{Grant, Reply, Submission, Ticket},
     config::EngineConfig,
-    events::{EngineError, PrefillEvent, Sink, TokenEvent},
-    handle::{EngineLoad, IdleError, Reservation, max_token_events},
+    draft_length::DraftLength,
+    events::{DraftCounts, EngineError, PrefillEvent, Sink, TokenEvent},
     plan::{Admission, Chunk, Plan},
     request::{FinishReason, Request, SampledToken, SpeculationMode},
     sampler::{InvalidLogits, Sampler, TokenHistory},
     scheduler::{Scheduler, SchedulerConfig},
     sequence::SequenceId,
-    speculation::{DraftCounters, DraftCounts, policy::DraftLength},
+    status::{DraftCounters, EngineLoad, IdleError},
 };
 
 /// Every request of an engine, and its sequences.
@@ -30,7 +30,6 @@ pub(crate) struct LiveRequests {
     /// Of one sequence in one step; reused.
     drawn: Drawn,
     draft_counters: Arc<DraftCounters>,
-    commands: Commands,
     context_length: usize,
     num_layers: usize,
 }
@@ -56,7 +55,6 @@ impl LiveRequests {
     pub(crate) fn new(
         config: &EngineConfig,
         layout: &KvLayout,
-        commands: Commands,
         draft_counters: Arc<DraftCounters>,
     ) -> LiveRequests {
         LiveRequests {
@@ -71,7 +69,6 @@ impl LiveRequests {
             sampler: Sampler::default(),
             drawn: Drawn::default(),
             draft_counters,
-            commands,
             context_length: config.context_length,
             num_layers: layout.num_layers,
         }
@@ -165,15 +162,13 @@ impl LiveRequests {
                 }
             }
             Reply::Reservation(grant) => {
-                let reservation = Reservation {
-                    owner: Owner::new(admission.id, self.commands.clone(), Command::Release),
+                let granted = Grant {
                     blocks: sequence.blocks().to_vec(),
                     num_cached_blocks: admission.num_cached_blocks,
-                    max_events: max_token_events(&live.request, self.context_length),
                 };
                 let grant = grant.take().expect("a reservation is admitted once");
-                // If nobody waits for it any more it is dropped, and so released.
-                let _ = grant.send(reservation);
+                // A reader that left has sent `Release`: its owner does so when it is dropped.
+                let _ = grant.send(granted);
             }
             Reply::Tokens(sink) if admission.is_first => {
                 let cached_tokens = sequence.num_cached_tokens().min(live.request.prompt.len());

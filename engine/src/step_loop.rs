@@ -34,14 +34,15 @@ use tokio::sync::watch;
 #[cfg(doc)]
 use crate::scheduler::Scheduler;
 use crate::{
+    batch::{Completion, announcing, batch, batch_ahead},
     command::Command,
-    compute::{Completion, announcing, batch, batch_ahead, collect, execute, launch},
     events::EngineError,
-    handle::{EngineLoad, Progress},
+    execution::{collect, execute, launch},
     live::LiveRequests,
     pages::PagesAhead,
     plan::Plan,
     speculation::Speculator,
+    status::{EngineLoad, Progress},
 };
 
 pub(crate) struct StepLoop {

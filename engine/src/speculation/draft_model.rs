@@ -19,9 +19,9 @@ use baton_model::{Answer, Batch, BatchSequence, Executor};
 
 use crate::{
     block_pool::BlockPool,
-    compute::{UNKNOWN, collect, execute, launch},
     config::{EngineConfig, StartError},
     events::EngineError,
+    execution::{UNKNOWN, collect, execute, launch},
     live::LiveRequests,
     sequence::{Sequence, SequenceId},
     speculation::cost::Costs,

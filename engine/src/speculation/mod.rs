@@ -11,7 +11,7 @@
 //! the very tokens are kept, so that a seed means the same with and without a drafter. A draft model draws with
 //! the same random number: it proposes what the target draws wherever both put that number on one token.
 //!
-//! - [`policy`]: how many tokens to draft, from what was accepted and what it costs;
+//! - [`draft_length`]: how many tokens to draft, from what was accepted and what it costs;
 //! - `cost`: what it costs, from what steps took;
 //! - [`ngram`]: proposes what followed the same few tokens before;
 //! - `draft_model`: has a smaller model propose, over KV blocks of its own.
@@ -19,11 +19,9 @@
 mod cost;
 mod draft_model;
 pub mod ngram;
-pub mod policy;
 
 use std::{
     fmt,
-    sync::atomic::{AtomicU64, Ordering},
     time::{Duration, Instant},
 };
 
@@ -32,6 +30,7 @@ use baton_model::Executor;
 
 use crate::{
     config::{EngineConfig, StartError},
+    draft_length,
     events::EngineError,
     live::LiveRequests,
     plan::Plan,
@@ -68,22 +67,6 @@ pub enum Drafter {
     },
 }
 
-/// Drafted tokens.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DraftCounts {
-    /// Proposed, and verified by the target.
-    pub drafted: u64,
-    /// Of those, equal to what was drawn.
-    pub accepted: u64,
-}
-
-/// [`DraftCounts`] of everything since the start.
-#[derive(Debug, Default)]
-pub(crate) struct DraftCounters {
-    drafted: AtomicU64,
-    accepted: AtomicU64,
-}
-
 /// Drafts for the sequences of a plan.
 pub(crate) struct Speculator {
     proposer: Proposer,
@@ -117,19 +100,6 @@ impl Drafter {
             Drafter::Ngram => "ngram",
             Drafter::Model { .. } => "draft",
         }
-    }
-}
-
-impl DraftCounters {
-    pub(crate) fn add(&self, counts: DraftCounts) {
-        self.drafted.fetch_add(counts.drafted, Ordering::Relaxed);
-        self.accepted.fetch_add(counts.accepted, Ordering::Relaxed);
-    }
-
-    pub(crate) fn read(&self) -> DraftCounts {
-        // The accepted first: they are never more than the drafted.
-        let accepted = self.accepted.load(Ordering::Acquire);
-        DraftCounts { drafted: self.drafted.load(Ordering::Acquire), accepted }
     }
 }
 
@@ -244,7 +214,7 @@ impl Speculator {
         if !self.ids.is_empty() && self.lengths.iter().all(|&length| length == 0) {
             self.costs.forget(plain);
         }
-        policy::share(budget, &mut self.lengths);
+        draft_length::share(budget, &mut self.lengths);
     }
 
     /// The step of `plan` took so long, drawing included and drafting not; `plain` is what one without drafts takes.
