@@ -5,11 +5,11 @@ use baton_kv_cache::BlockId;
 use baton_model::{Batch, BatchSequence};
 
 use crate::{
-    command::Reply,
+    command::ReplyChannel,
     events::PrefillEvent,
     execution::UNKNOWN,
     live::LiveRequests,
-    plan::{Chunk, Plan},
+    plan::{Chunk, StepPlan},
     sequence::SequenceId,
 };
 
@@ -22,7 +22,7 @@ pub(crate) struct Completion {
 
 /// The tokens of a plan. A chunk that wants a token gets logits after its last token. A chunk with a draft gets logits
 /// after the token before the draft and after each token of the draft.
-pub(crate) fn batch<'a>(live: &'a LiveRequests, plan: &Plan) -> Batch<'a> {
+pub(crate) fn batch<'a>(live: &'a LiveRequests, plan: &StepPlan) -> Batch<'a> {
     let sequences = plan.chunks.iter().map(|chunk| {
         let sequence = live.scheduler.sequence(chunk.id).expect("planned sequences run");
         BatchSequence {
@@ -36,7 +36,7 @@ pub(crate) fn batch<'a>(live: &'a LiveRequests, plan: &Plan) -> Batch<'a> {
 }
 
 /// The batch of a plan that was decided before its tokens are known: one token of each sequence.
-pub(crate) fn batch_ahead<'a>(live: &'a LiveRequests, plan: &Plan) -> Batch<'a> {
+pub(crate) fn batch_ahead<'a>(live: &'a LiveRequests, plan: &StepPlan) -> Batch<'a> {
     let sequences = plan.chunks.iter().map(|chunk| {
         let sequence = live.scheduler.sequence(chunk.id).expect("planned sequences run");
         let (start_idx, blocks) = (chunk.start_idx, sequence.blocks());
@@ -52,7 +52,7 @@ pub(crate) fn announcing<'a>(
 ) -> impl FnMut(usize) + 'a {
     move |layer_idx| {
         for completion in completions {
-            if let Reply::Prefill(sink) = live.reply(completion.id) {
+            if let ReplyChannel::Prefill(sink) = live.reply(completion.id) {
                 sink.send(PrefillEvent::Ready {
                     layers: layer_idx..layer_idx + 1,
                     first_block_idx: completion.first_block_idx,
@@ -65,8 +65,8 @@ pub(crate) fn announcing<'a>(
 
 impl Completion {
     /// The blocks that a plan completes for prefills.
-    pub(crate) fn all(plan: &Plan, live: &LiveRequests, block_size: usize) -> Vec<Completion> {
-        let is_prefill = |chunk: &&Chunk| matches!(live.reply(chunk.id), Reply::Prefill(_));
+    pub(crate) fn all(plan: &StepPlan, live: &LiveRequests, block_size: usize) -> Vec<Completion> {
+        let is_prefill = |chunk: &&Chunk| matches!(live.reply(chunk.id), ReplyChannel::Prefill(_));
         let completion = |chunk: &Chunk| {
             let sequence = live.scheduler.sequence(chunk.id).expect("planned sequences run");
             Completion::of(chunk, sequence.blocks(), block_size)

@@ -48,12 +48,12 @@ pub(crate) struct Submission {
     pub(crate) sequence: Sequence,
     pub(crate) request: Request,
     pub(crate) history: TokenHistory,
-    pub(crate) reply: Reply,
-    pub(crate) ticket: Ticket,
+    pub(crate) reply: ReplyChannel,
+    pub(crate) ticket: QueueSlot,
 }
 
 /// Whom to tell, by role.
-pub(crate) enum Reply {
+pub(crate) enum ReplyChannel {
     Tokens(Sink<TokenEvent>),
     Prefill(Sink<PrefillEvent>),
     /// `None` once it was granted; then `Decode` brings a sink.
@@ -70,18 +70,18 @@ pub(crate) struct Grant {
 
 /// A place in the queue, from submission until admission or the end.
 #[derive(Debug)]
-pub(crate) struct Ticket(Arc<AtomicUsize>);
+pub(crate) struct QueueSlot(Arc<AtomicUsize>);
 
-impl Ticket {
+impl QueueSlot {
     /// One of at most `max_waiting`; `Err` with their number when there is none.
-    pub(crate) fn take(num_taken: &Arc<AtomicUsize>, max_waiting: usize) -> Result<Ticket, usize> {
+    pub(crate) fn take(num_taken: &Arc<AtomicUsize>, max_waiting: usize) -> Result<QueueSlot, usize> {
         let more = |num| (num < max_waiting).then_some(num + 1);
         num_taken.try_update(Ordering::AcqRel, Ordering::Acquire, more)?;
-        Ok(Ticket(num_taken.clone()))
+        Ok(QueueSlot(num_taken.clone()))
     }
 }
 
-impl Drop for Ticket {
+impl Drop for QueueSlot {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }
@@ -89,15 +89,15 @@ impl Drop for Ticket {
 
 /// Sends a command about a sequence when it is dropped.
 #[derive(Debug)]
-pub(crate) struct Owner {
+pub(crate) struct DropCommand {
     pub(crate) id: SequenceId,
     commands: Option<Commands>,
     at_drop: fn(SequenceId) -> Command,
 }
 
-impl Owner {
-    pub(crate) fn new(id: SequenceId, commands: Commands, at_drop: fn(SequenceId) -> Command) -> Owner {
-        Owner { id, commands: Some(commands), at_drop }
+impl DropCommand {
+    pub(crate) fn new(id: SequenceId, commands: Commands, at_drop: fn(SequenceId) -> Command) -> DropCommand {
+        DropCommand { id, commands: Some(commands), at_drop }
     }
 
     /// The duty has passed to somebody else.
@@ -106,7 +106,7 @@ impl Owner {
     }
 }
 
-impl Drop for Owner {
+impl Drop for DropCommand {
     fn drop(&mut self) {
         if let Some(commands) = &self.commands {
             // Fails when the engine has ended; nothing is owned then.

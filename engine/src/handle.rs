@@ -14,12 +14,12 @@ use tokio::sync::{oneshot, watch};
 
 use crate::{
     block_pool::PoolReport,
-    command::{Command, Commands, Grant, Owner, Reply, Submission, Ticket},
+    command::{Command, Commands, DropCommand, Grant, QueueSlot, ReplyChannel, Submission},
     config::EngineConfig,
     events::{DraftCounts, Sink},
     request::{InvalidRequest, Request, SampledToken},
     sampler::TokenHistory,
-    sequence::{Role, Sequence, SequenceId},
+    sequence::{Sequence, SequenceId, SequenceRole},
     status::{DraftCounters, EngineLoad, IdleError, Progress},
     streams::{PrefillEvents, TokenStream},
 };
@@ -68,14 +68,14 @@ pub enum SubmitError {
 /// prefill has ended, failed or was cancelled.
 #[derive(Debug)]
 pub struct HeldBlocks {
-    _owner: Owner,
+    _owner: DropCommand,
 }
 
 /// Blocks set aside for a prompt that is computed elsewhere, and a place to decode it. Dropping it
 /// returns both.
 #[derive(Debug)]
 pub struct Reservation {
-    owner: Owner,
+    owner: DropCommand,
     blocks: Vec<BlockId>,
     num_cached_blocks: usize,
     max_events: usize,
@@ -115,7 +115,8 @@ impl EngineHandle {
     /// When the request is invalid, the queue is full, or the engine ends.
     pub fn generate(&self, request: Request) -> Result<TokenStream, SubmitError> {
         let (sink, events) = Sink::new(self.max_token_events(&request));
-        let cancel = self.submit(request, Role::Generate, Reply::Tokens(sink), Command::Cancel)?;
+        let cancel =
+            self.submit(request, SequenceRole::Generate, ReplyChannel::Tokens(sink), Command::Cancel)?;
         Ok(TokenStream { events, _cancel: cancel })
     }
 
@@ -129,8 +130,9 @@ impl EngineHandle {
         // Every piece in an event of its own, the cached prefix, `Started` and the terminal one.
         let num_pieces = layout.num_blocks_for(request.num_known_tokens()) * layout.num_layers;
         let (sink, events) = Sink::new(num_pieces + 3);
-        let cancel = self.submit(request, Role::Prefill, Reply::Prefill(sink), Command::Cancel)?;
-        let owner = Owner::new(cancel.id, self.state.commands.clone(), Command::Release);
+        let cancel =
+            self.submit(request, SequenceRole::Prefill, ReplyChannel::Prefill(sink), Command::Cancel)?;
+        let owner = DropCommand::new(cancel.id, self.state.commands.clone(), Command::Release);
         Ok((PrefillEvents { events, _cancel: cancel }, HeldBlocks { _owner: owner }))
     }
 
@@ -143,7 +145,12 @@ impl EngineHandle {
     pub async fn reserve(&self, request: Request) -> Result<Reservation, SubmitError> {
         let max_events = self.max_token_events(&request);
         let (reply, granted) = oneshot::channel();
-        let owner = self.submit(request, Role::Decode, Reply::Reservation(Some(reply)), Command::Release)?;
+        let owner = self.submit(
+            request,
+            SequenceRole::Decode,
+            ReplyChannel::Reservation(Some(reply)),
+            Command::Release,
+        )?;
         let Grant { blocks, num_cached_blocks } = granted.await.map_err(|_| SubmitError::ShuttingDown)?;
         Ok(Reservation { owner, blocks, num_cached_blocks, max_events })
     }
@@ -163,7 +170,7 @@ impl EngineHandle {
         let (sink, events) = Sink::new(reservation.max_events);
         self.send(Command::Decode { id, first, sink })?;
         reservation.owner.disarm();
-        let cancel = Owner::new(id, self.state.commands.clone(), Command::Cancel);
+        let cancel = DropCommand::new(id, self.state.commands.clone(), Command::Cancel);
         Ok(TokenStream { events, _cancel: cancel })
     }
 
@@ -214,17 +221,17 @@ impl EngineHandle {
     fn submit(
         &self,
         request: Request,
-        role: Role,
-        reply: Reply,
+        role: SequenceRole,
+        reply: ReplyChannel,
         at_drop: fn(SequenceId) -> Command,
-    ) -> Result<Owner, SubmitError> {
+    ) -> Result<DropCommand, SubmitError> {
         let state = &*self.state;
         if state.is_closing.load(Ordering::Acquire) {
             return Err(SubmitError::ShuttingDown);
         }
         let config = &state.config;
         request.validate(state.vocab_size, config.context_length)?;
-        let ticket = Ticket::take(&state.num_waiting, config.max_waiting)
+        let ticket = QueueSlot::take(&state.num_waiting, config.max_waiting)
             .map_err(|num_waiting| SubmitError::Full { num_waiting, max_waiting: config.max_waiting })?;
 
         let id = self.next_id();
@@ -237,7 +244,7 @@ impl EngineHandle {
         let history = TokenHistory::new(&request);
         let submission = Submission { sequence, request, history, reply, ticket };
         self.send(Command::Submit(Box::new(submission)))?;
-        Ok(Owner::new(id, state.commands.clone(), at_drop))
+        Ok(DropCommand::new(id, state.commands.clone(), at_drop))
     }
 
     pub(crate) fn next_id(&self) -> SequenceId {

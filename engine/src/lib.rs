@@ -19,12 +19,11 @@
 //!
 //! The engine does not know the network, protocol messages, text, or how blocks travel.
 
-// One call and the fake executor need unsafe code; each says why at its place.
+// Two calls of an executor need unsafe code; each says why.
 #![deny(unsafe_code)]
 
 mod batch;
 pub mod block_pool;
-mod claims;
 mod command;
 mod config;
 pub mod draft_length;
@@ -45,11 +44,9 @@ mod status;
 mod step_loop;
 mod step_time;
 mod streams;
-#[doc(hidden)]
-pub mod testing;
 
 pub use block_pool::{BlockPool, IntegrityError, PoolReport};
-pub use config::{EngineConfig, StartError};
+pub use config::{EngineConfig, EngineStartError};
 pub use events::{DraftCounts, EngineError, PrefillEvent, TokenEvent};
 pub use handle::{EngineHandle, HeldBlocks, Reservation, SubmitError};
 pub use prefix::{CachedPrefix, PrefixReservation};

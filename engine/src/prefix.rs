@@ -5,7 +5,7 @@ use baton_kv_cache::{BlockHash, BlockId, HashRoot};
 use tokio::sync::oneshot;
 
 use crate::{
-    command::{Command, Owner},
+    command::{Command, DropCommand},
     handle::{EngineHandle, SubmitError},
     request::Request,
     sequence::SequenceId,
@@ -14,7 +14,7 @@ use crate::{
 /// Cached blocks of a prefix. They stay as they are until this is dropped.
 #[derive(Debug)]
 pub struct CachedPrefix {
-    _owner: Owner,
+    _owner: DropCommand,
     blocks: Vec<BlockId>,
 }
 
@@ -28,7 +28,7 @@ impl CachedPrefix {
 /// Blocks set aside for a prefix that another engine has. Dropping it returns them.
 #[derive(Debug)]
 pub struct PrefixReservation {
-    owner: Owner,
+    owner: DropCommand,
     blocks: Vec<BlockId>,
     num_cached_blocks: usize,
     hashes: Vec<BlockHash>,
@@ -113,12 +113,12 @@ impl EngineHandle {
     async fn ask<T>(
         &self,
         command: impl FnOnce(SequenceId, oneshot::Sender<T>) -> Command,
-    ) -> Result<(Owner, T), SubmitError> {
+    ) -> Result<(DropCommand, T), SubmitError> {
         let id = self.next_id();
         let (reply, answer) = oneshot::channel();
         self.send(command(id, reply))?;
         // From here on, also when nobody waits for the answer any more.
-        let owner = Owner::new(id, self.state.commands.clone(), Command::Release);
+        let owner = DropCommand::new(id, self.state.commands.clone(), Command::Release);
         let answer = answer.await.map_err(|_| SubmitError::ShuttingDown)?;
         Ok((owner, answer))
     }

@@ -14,7 +14,7 @@ use baton_model::Executor;
 use tokio::sync::watch;
 
 use crate::{
-    config::{EngineConfig, StartError},
+    config::{EngineConfig, EngineStartError},
     events::EngineError,
     handle::{EngineHandle, HandleState},
     live::LiveRequests,
@@ -42,13 +42,11 @@ pub fn start(
     executor: Box<dyn Executor>,
     speculation: Option<Speculation>,
     config: EngineConfig,
-) -> Result<(EngineHandle, EngineThread), StartError> {
+) -> Result<(EngineHandle, EngineThread), EngineStartError> {
     config.validate()?;
     let layout = executor.kv_layout();
-    let storage = BlockStorage::new(layout, config.num_blocks).map_err(|source| StartError::Memory {
-        num_blocks: config.num_blocks,
-        block_bytes: layout.block_bytes(),
-        source,
+    let storage = BlockStorage::new(layout, config.num_blocks).map_err(|source| {
+        EngineStartError::Memory { num_blocks: config.num_blocks, block_bytes: layout.block_bytes(), source }
     })?;
     start_over(storage, executor, speculation, config)
 }
@@ -65,7 +63,7 @@ pub fn start_over(
     executor: Box<dyn Executor>,
     speculation: Option<Speculation>,
     mut config: EngineConfig,
-) -> Result<(EngineHandle, EngineThread), StartError> {
+) -> Result<(EngineHandle, EngineThread), EngineStartError> {
     config.validate()?;
     let layout = executor.kv_layout();
     assert_eq!((storage.num_blocks(), *storage.layout()), (config.num_blocks, layout), "blocks of an engine");
@@ -101,11 +99,11 @@ pub fn start_over(
     let (token_budget, clock) = (config.token_budget, config.clock);
     let step_loop =
         StepLoop::new(executor, speculator, storage, live, inbox, load_sender, progress, token_budget, clock)
-            .map_err(|source| StartError::Thread { source })?;
+            .map_err(|source| EngineStartError::Thread { source })?;
     let thread = std::thread::Builder::new()
         .name("engine".into())
         .spawn(|| step_loop.run())
-        .map_err(|source| StartError::Thread { source })?;
+        .map_err(|source| EngineStartError::Thread { source })?;
     Ok((handle.clone(), EngineThread { thread: Some(thread), handle }))
 }
 

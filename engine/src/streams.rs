@@ -5,7 +5,7 @@ use std::task::{Context, Poll};
 use tokio::sync::mpsc;
 
 use crate::{
-    command::Owner,
+    command::DropCommand,
     events::{PrefillEvent, TokenEvent},
 };
 
@@ -14,7 +14,7 @@ use crate::{
 #[derive(Debug)]
 pub struct TokenStream {
     pub(crate) events: mpsc::Receiver<TokenEvent>,
-    pub(crate) _cancel: Owner,
+    pub(crate) _cancel: DropCommand,
 }
 
 impl TokenStream {
@@ -33,7 +33,7 @@ impl TokenStream {
 #[derive(Debug)]
 pub struct PrefillEvents {
     pub(crate) events: mpsc::Receiver<PrefillEvent>,
-    pub(crate) _cancel: Owner,
+    pub(crate) _cancel: DropCommand,
 }
 
 impl PrefillEvents {

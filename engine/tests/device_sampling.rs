@@ -9,14 +9,15 @@ use std::sync::{
 
 use baton_engine::{
     DraftCounts, Drafter, EngineConfig, EngineError, FinishReason, Request, SamplingParams, SpeculationMode,
-    TokenEvent, testing::FakeModel,
+    TokenEvent,
 };
+use baton_engine_testing::FakeModel;
 use baton_model::ExecuteError;
 use support::{
-    BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, drawing, drawing_draft, engine, engine_of,
+    BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, drawing, engine, engine_of,
     handoff::hand_off,
     kinds::{read, requests},
-    request, speculating,
+    request, sampling_draft, speculating,
 };
 
 fn num(counter: &AtomicUsize) -> usize {
@@ -36,7 +37,7 @@ async fn what_a_client_sees_does_not_depend_on_who_draws() {
 
     for (num_blocks, max_running, token_budget) in [(256, 32, 64), (256, 16, 7), (26, 8, 16), (20, 3, 64)] {
         let errs = FakeModel { errs_in: Some(4), ..model };
-        for drafter in [None, Some(Drafter::Ngram), Some(draft(errs)), Some(drawing_draft(errs).0)] {
+        for drafter in [None, Some(Drafter::Ngram), Some(draft(errs)), Some(sampling_draft(errs).0)] {
             let config = EngineConfig { num_blocks, max_running, token_budget, ..config() };
             let (engine, _) = drawing(model, drafter, config, |_| Ok(()));
             let streams: Vec<_> =
@@ -73,7 +74,7 @@ async fn a_draft_model_that_draws_is_ahead_of_its_tokens() {
         SamplingParams { presence_penalty: 0.6, frequency_penalty: 1.5, ..SamplingParams::default() },
     ];
     for sampling in kinds {
-        let (drafter, num_ahead) = drawing_draft(model);
+        let (drafter, num_ahead) = sampling_draft(model);
         let (_, plain) = engine(config());
         let (engine, _) = drawing(model, Some(drafter), config(), |_| Ok(()));
         let sampling = SamplingParams { max_tokens: 120, ..sampling };
@@ -92,7 +93,7 @@ async fn a_draft_model_that_draws_is_ahead_of_its_tokens() {
 #[tokio::test]
 async fn steps_without_drafts_are_launched_ahead_all_the_same() {
     let model = FakeModel::new(BLOCK_SIZE);
-    let wrong = || drawing_draft(FakeModel { errs_in: Some(1), ..model }).0;
+    let wrong = || sampling_draft(FakeModel { errs_in: Some(1), ..model }).0;
     let off = Request { speculation: SpeculationMode::Off, ..request(&[1, 2, 3], 60) };
     let (engine, num_ahead) = drawing(model, Some(wrong()), config(), |_| Ok(()));
     assert_eq!(engine.generate_all(off).await.tokens, model.greedy(&[1, 2, 3], 60));
@@ -110,7 +111,7 @@ async fn steps_without_drafts_are_launched_ahead_all_the_same() {
     // As many sequences as a step with drafts may have tokens. None has ended when the last one comes.
     let config = EngineConfig { max_running: MAX_STEP_TOKENS, num_blocks: 2048, ..config() };
     let (let_go, gate) = mpsc::channel::<()>();
-    let (engine, num_ahead) = drawing(model, Some(drawing_draft(model).0), config, move |_| {
+    let (engine, num_ahead) = drawing(model, Some(sampling_draft(model).0), config, move |_| {
         let _ = gate.recv();
         Ok(())
     });
