@@ -7,8 +7,9 @@ use std::{cell::Cell, rc::Rc, sync::atomic::Ordering};
 
 use baton_engine::{
     EngineConfig, EngineHandle, PrefillEvent, Request, SubmitError, TokenEvent, TokenStream,
-    sampler::random_unit, testing::FakeModel,
+    sampler::random_unit,
 };
+use baton_engine_testing::FakeModel;
 use support::{
     BLOCK_SIZE, TestEngine, config, draft, drawing, engine,
     handoff::{copy, copy_prefix},

@@ -10,9 +10,10 @@ use std::sync::{
 use std::time::Duration;
 
 use baton_engine::{
-    DraftCounts, Drafter, EngineConfig, EngineError, FinishReason, Request, Speculation, SpeculationMode,
-    StartError, TokenEvent, testing::FakeModel,
+    DraftCounts, Drafter, EngineConfig, EngineError, EngineStartError, FinishReason, Request, Speculation,
+    SpeculationMode, TokenEvent,
 };
+use baton_engine_testing::FakeModel;
 use baton_model::{Batch, ExecuteError};
 use support::{
     BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, draft_with_hook, engine, engine_of,
@@ -311,5 +312,5 @@ fn a_draft_model_of_other_tokens_is_refused() {
     let speculation = Speculation { drafter: draft(other), max_draft_tokens: 5, max_step_tokens: 64 };
     let error = baton_engine::start(FakeModel::new(BLOCK_SIZE).executor(), Some(speculation), config())
         .expect_err("refused");
-    assert!(matches!(error, StartError::Vocabulary { draft: 65, target: 64 }), "{error}");
+    assert!(matches!(error, EngineStartError::Vocabulary { draft: 65, target: 64 }), "{error}");
 }

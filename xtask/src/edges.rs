@@ -89,7 +89,7 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-decode-worker",
         uses: ROLE,
-        tests_use: &["baton-model", "baton-prefill-worker"],
+        tests_use: &["baton-model", "baton-prefill-worker", "baton-engine-testing"],
         never: &["baton-router", "baton-tokenizer", "tokenizers"],
     },
     Room {
@@ -105,14 +105,21 @@ const ROOMS: &[Room] = &[
             "baton-tls",
             "baton-proto",
         ],
-        tests_use: &[],
+        tests_use: &["baton-engine-testing"],
         never: &["baton-router", "baton-tokenizer", "tokenizers"],
+    },
+    // A fake model for tests.
+    Room {
+        name: "baton-engine-testing",
+        uses: &["baton-engine", "baton-model", "baton-kv-cache"],
+        tests_use: &[],
+        never: &["baton-proto", "baton-kv-transfer", "baton-cluster"],
     },
     // Knows no network and no protocol.
     Room {
         name: "baton-engine",
         uses: &["baton-model", "baton-kv-cache"],
-        tests_use: &[],
+        tests_use: &["baton-engine-testing"],
         never: &[
             "baton-proto",
             "baton-handoff",

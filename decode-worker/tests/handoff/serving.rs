@@ -1,6 +1,6 @@
 //! What a router gets: the same tokens, whoever computes the prompt.
 
-use baton_engine::testing::FakeModel;
+use baton_engine_testing::FakeModel;
 use baton_handoff::TransportKind;
 use tonic::Code;
 

@@ -12,8 +12,9 @@ use std::{
 
 use baton_engine::{
     Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, PoolReport, Request,
-    SamplingParams, Speculation, TokenEvent, TokenStream, testing::FakeModel,
+    SamplingParams, Speculation, TokenEvent, TokenStream,
 };
+use baton_engine_testing::FakeModel;
 use baton_model::{Batch, ExecuteError};
 
 pub const BLOCK_SIZE: usize = 4;

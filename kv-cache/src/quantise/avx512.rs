@@ -1,18 +1,19 @@
-//! What the compiler makes no good vectors of, by hand: rounding to FP8, and INT4 both ways. The plain loops of the parent
-//! are the reference, bit for bit.
+//! AVX-512 code for the loops that the compiler vectorises badly: quantising to FP8, and INT4 in both directions.
+//! The loops in `portable.rs` are the reference, bit for bit.
 
-#![allow(clippy::undocumented_unsafe_blocks)] // loads and stores of sixteen elements of slices that are long enough
+#![allow(clippy::undocumented_unsafe_blocks)] // each load and store covers sixteen elements of a slice of that length
 
 use std::arch::x86_64::*;
 
-use super::{
-    INT4_MAX, INT4_SHIFTED, bf16_bits, bf16_value, load_int4_group, scale_from, scale_of, store_int4_group,
+use super::portable::{
+    INT4_GROUP, INT4_MAX, INT4_SHIFTED, bf16_bits, bf16_value, dequantise_int4_group, quantise_int4_group,
+    scale_from, scale_of,
 };
-use crate::{e4m3, wire::INT4_GROUP};
+use crate::e4m3;
 
-/// Rounds vectors to FP8 with a scale each.
+/// Quantises vectors to FP8, each with its own scale.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl")]
-pub(super) fn store_fp8(vectors: &[f32], head_dim: usize, elements: &mut [u8], scales: &mut [u8]) {
+pub(super) fn quantise_fp8(vectors: &[f32], head_dim: usize, elements: &mut [u8], scales: &mut [u8]) {
     let scales = scales.as_chunks_mut::<2>().0;
     let elements = elements.chunks_exact_mut(head_dim);
     for ((vector, elements), scale) in vectors.chunks_exact(head_dim).zip(elements).zip(scales) {
@@ -36,7 +37,7 @@ pub(super) fn store_fp8(vectors: &[f32], head_dim: usize, elements: &mut [u8], s
     }
 }
 
-/// [`e4m3::from_f32`] of numbers that are finite.
+/// [`e4m3::from_f32`] of sixteen finite numbers.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl")]
 #[inline]
 fn e4m3_codes(x: __m512) -> __m512i {
@@ -53,9 +54,9 @@ fn e4m3_codes(x: __m512) -> __m512i {
     _mm512_or_si512(sign, _mm512_mask_blend_epi32(is_denormal, normal, denormal))
 }
 
-/// See [`Isa::store_int4`](super::Isa::store_int4).
+/// See [`Isa::quantise_int4`](super::Isa::quantise_int4).
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl")]
-pub(super) fn store_int4(vectors: &[f32], head_dim: usize, codes: &mut [u8], scales: &mut [u8]) {
+pub(super) fn quantise_int4(vectors: &[f32], head_dim: usize, codes: &mut [u8], scales: &mut [u8]) {
     let codes = codes.chunks_exact_mut(head_dim.div_ceil(2));
     let scales = scales.chunks_exact_mut(head_dim.div_ceil(INT4_GROUP) * 2);
     for ((vector, codes), scales) in vectors.chunks_exact(head_dim).zip(codes).zip(scales) {
@@ -64,7 +65,7 @@ pub(super) fn store_int4(vectors: &[f32], head_dim: usize, codes: &mut [u8], sca
             let (Ok(numbers), Ok(codes)) =
                 (<&[f32; INT4_GROUP]>::try_from(numbers), <&mut [u8; 16]>::try_from(&mut *codes))
             else {
-                *to = store_int4_group(numbers, codes);
+                *to = quantise_int4_group(numbers, codes);
                 continue;
             };
             let (low, high) =
@@ -84,9 +85,9 @@ pub(super) fn store_int4(vectors: &[f32], head_dim: usize, codes: &mut [u8], sca
     }
 }
 
-/// See [`Isa::load_int4`](super::Isa::load_int4).
+/// See [`Isa::dequantise_int4`](super::Isa::dequantise_int4).
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl")]
-pub(super) fn load_int4(codes: &[u8], scales: &[u8], head_dim: usize, vectors: &mut [f32]) {
+pub(super) fn dequantise_int4(codes: &[u8], scales: &[u8], head_dim: usize, vectors: &mut [f32]) {
     let codes = codes.chunks_exact(head_dim.div_ceil(2));
     let scales = scales.chunks_exact(head_dim.div_ceil(INT4_GROUP) * 2);
     for ((vector, codes), scales) in vectors.chunks_exact_mut(head_dim).zip(codes).zip(scales) {
@@ -95,7 +96,7 @@ pub(super) fn load_int4(codes: &[u8], scales: &[u8], head_dim: usize, vectors: &
             let (Ok(numbers), Ok(codes)) =
                 (<&mut [f32; INT4_GROUP]>::try_from(&mut *numbers), <&[u8; 16]>::try_from(codes))
             else {
-                load_int4_group(codes, scale, numbers);
+                dequantise_int4_group(codes, scale, numbers);
                 continue;
             };
             let scale = _mm512_set1_ps(bf16_value(u16::from_ne_bytes(scale)));

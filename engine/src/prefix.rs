@@ -4,9 +4,9 @@
 use baton_kv_cache::{BlockHash, BlockId, HashRoot};
 use tokio::sync::oneshot;
 
-use super::{EngineHandle, SubmitError};
 use crate::{
-    command::{Command, Owner},
+    command::{Command, DropCommand},
+    handle::{EngineHandle, SubmitError},
     request::Request,
     sequence::SequenceId,
 };
@@ -14,7 +14,7 @@ use crate::{
 /// Cached blocks of a prefix. They stay as they are until this is dropped.
 #[derive(Debug)]
 pub struct CachedPrefix {
-    _owner: Owner,
+    _owner: DropCommand,
     blocks: Vec<BlockId>,
 }
 
@@ -28,7 +28,7 @@ impl CachedPrefix {
 /// Blocks set aside for a prefix that another engine has. Dropping it returns them.
 #[derive(Debug)]
 pub struct PrefixReservation {
-    owner: Owner,
+    owner: DropCommand,
     blocks: Vec<BlockId>,
     num_cached_blocks: usize,
     hashes: Vec<BlockHash>,
@@ -91,34 +91,34 @@ impl EngineHandle {
     /// Tokens at the front of a request that the prefix cache may supply: full blocks, the last token being left to
     /// compute.
     pub fn num_sharable_tokens(&self, request: &Request) -> usize {
-        let block_size = self.shared.storage.layout().block_size;
-        match self.shared.config.prefix_cache {
+        let block_size = self.state.storage.layout().block_size;
+        match self.state.config.prefix_cache {
             true => request.num_known_tokens().saturating_sub(1) / block_size * block_size,
             false => 0,
         }
     }
 
     fn prefix_hashes(&self, request: &Request, num_tokens: usize) -> Vec<BlockHash> {
-        let config = &self.shared.config;
+        let config = &self.state.config;
         if !config.prefix_cache {
             return Vec::new();
         }
         let mut tokens = [&request.prompt[..], &request.output].concat();
         tokens.truncate(num_tokens);
         let root = HashRoot::new(&config.model_revision, "", &request.cache_salt);
-        root.block_hashes(&tokens, self.shared.storage.layout().block_size).collect()
+        root.block_hashes(&tokens, self.state.storage.layout().block_size).collect()
     }
 
     /// A question about blocks, and the duty to release what is answered.
     async fn ask<T>(
         &self,
         command: impl FnOnce(SequenceId, oneshot::Sender<T>) -> Command,
-    ) -> Result<(Owner, T), SubmitError> {
+    ) -> Result<(DropCommand, T), SubmitError> {
         let id = self.next_id();
         let (reply, answer) = oneshot::channel();
         self.send(command(id, reply))?;
         // From here on, also when nobody waits for the answer any more.
-        let owner = Owner::new(id, self.shared.commands.clone(), Command::Release);
+        let owner = DropCommand::new(id, self.state.commands.clone(), Command::Release);
         let answer = answer.await.map_err(|_| SubmitError::ShuttingDown)?;
         Ok((owner, answer))
     }

@@ -1,10 +1,8 @@
-//! A model that computes nothing but remembers everything, for tests of the engine and of whoever
-//! uses it.
+//! A fake model for tests of the engine and of the crates above it. Only tests depend on this crate.
 //!
-//! It writes token ids into its KV blocks, in every layer, head and half, and makes logits from a hash
-//! of what it *reads back* from the blocks. A block mixed up, written too late, overwritten or never
-//! transferred changes every token that follows. [`FakeModel::greedy`] says what they should be.
-#![allow(unsafe_code)]
+//! The model writes token ids into its KV blocks, in every layer, head and half. Its logits are a hash of what it
+//! *reads back* from the blocks. So a block that is mixed up, written too late, overwritten or never transferred changes
+//! every token that follows. [`FakeModel::greedy`] gives the expected tokens.
 
 use std::{
     collections::VecDeque,
@@ -14,24 +12,23 @@ use std::{
     },
 };
 
+use baton_engine::sampler::Sampler;
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_model::{
     Batch, BatchSequence, ExecuteError, Executor, InvalidLogits, SampledRow, SampledToken, SamplingExecutor,
     TokenCount, TokenSampling,
 };
 
-use crate::sampler::Sampler;
-
-/// Sizes of a fake model, and what it should say.
+/// Sizes of a fake model, and the errors that it makes.
 #[derive(Clone, Copy, Debug)]
 pub struct FakeModel {
-    /// Of its KV. Elements have four bytes.
+    /// Layout of its KV. Elements have four bytes.
     pub layout: KvLayout,
     /// Token ids are below this.
     pub vocab_size: usize,
     /// A sequence that ends with this token gets NaN for logits.
     pub nan_after: Option<u32>,
-    /// It disagrees with a model that has `None` here after one in so many texts. As a draft: 1 is always wrong.
+    /// After one in so many texts it disagrees with a model that has `None` here. A draft model with 1 is always wrong.
     pub errs_in: Option<u64>,
 }
 
@@ -44,25 +41,25 @@ pub struct FakeExecutor {
     logits: Vec<f32>,
 }
 
-/// Runs a [`FakeModel`] and draws, but for tokens with a bias. It computes a step at the last moment, when it is
-/// collected: blocks that were given away before that would show.
+/// Runs a [`FakeModel`] and samples, except where a logit bias is set. It computes a step when the step is collected, as
+/// late as possible: so blocks that were given away too early change the tokens.
 struct FakeSamplingExecutor {
     executor: FakeExecutor,
     sampler: Sampler,
     launched: VecDeque<LaunchedStep>,
     num_ahead: Arc<AtomicUsize>,
-    /// After each row of the step that was collected last.
-    drawn: Vec<Option<Result<SampledToken, InvalidLogits>>>,
+    /// The token after each row of the last collected step; `None` where the engine samples.
+    sampled: Vec<Option<Result<SampledToken, InvalidLogits>>>,
 }
 
 struct LaunchedStep {
     sequences: Vec<(Vec<u32>, usize, Vec<BlockId>, usize)>,
-    draws: Vec<TokenSampling<'static>>,
+    samplings: Vec<TokenSampling<'static>>,
     follows: Vec<usize>,
     storage: *const BlockStorage,
 }
 
-// SAFETY: whoever launched a step keeps the storage until it is collected.
+// SAFETY: the engine keeps the storage until a launched step is collected.
 unsafe impl Send for LaunchedStep {}
 
 impl FakeModel {
@@ -89,7 +86,8 @@ impl FakeModel {
         Box::new(FakeExecutor { model: self, hook: Box::new(hook), logits: Vec::new() })
     }
 
-    /// The same that draws itself, and counts the steps that are launched before the one before them is collected.
+    /// The same as an executor that samples itself. `num_ahead` counts the steps that are launched before the step before
+    /// them is collected.
     pub fn sampling_executor_with_hook(
         self,
         num_ahead: Arc<AtomicUsize>,
@@ -100,7 +98,7 @@ impl FakeModel {
             sampler: Sampler::default(),
             launched: VecDeque::new(),
             num_ahead,
-            drawn: Vec::new(),
+            sampled: Vec::new(),
         })
     }
 
@@ -117,20 +115,20 @@ impl FakeModel {
 
     /// The logits after `tokens`.
     pub fn logits(&self, tokens: &[u32]) -> Vec<f32> {
-        let places = self.num_places();
-        let all = tokens.iter().flat_map(|&token| std::iter::repeat_n(token, places));
+        let copies = self.num_copies();
+        let all = tokens.iter().flat_map(|&token| std::iter::repeat_n(token, copies));
         let mut logits = Vec::new();
         self.push_logits(all, tokens.last().copied(), &mut logits);
         logits
     }
 
     /// Copies of a token in the KV: one for each layer, half and head.
-    fn num_places(&self) -> usize {
+    fn num_copies(&self) -> usize {
         self.layout.num_layers * 2 * self.layout.num_kv_heads
     }
 
-    fn push_logits(&self, places: impl Iterator<Item = u32>, last: Option<u32>, logits: &mut Vec<f32>) {
-        let mut state = places.fold(0, |state, token| mix(state ^ u64::from(token)));
+    fn push_logits(&self, copies: impl Iterator<Item = u32>, last: Option<u32>, logits: &mut Vec<f32>) {
+        let mut state = copies.fold(0, |state, token| mix(state ^ u64::from(token)));
         if self.errs_in.is_some_and(|num_texts| state % num_texts == 0) {
             state = !state;
         }
@@ -143,7 +141,7 @@ impl FakeModel {
 }
 
 impl FakeExecutor {
-    /// Where a copy of a token lies: offset in the piece of its layer.
+    /// Offset of a copy of a token in the piece of its layer.
     fn offset(&self, is_value: bool, head_idx: usize, slot_idx: usize) -> usize {
         let layout = &self.model.layout;
         let half = if is_value { layout.half_bytes() } else { 0 };
@@ -173,7 +171,7 @@ impl Executor for FakeExecutor {
                 for (idx, &token) in sequence.tokens.iter().enumerate() {
                     let position = sequence.start_idx + idx;
                     let block = sequence.blocks[position / layout.block_size];
-                    // SAFETY: the caller vouches for the places of the batch's tokens.
+                    // SAFETY: the caller guarantees exclusive access to the slots of the batch's tokens.
                     let piece = unsafe { storage.layer_mut(block, layer_idx) };
                     for is_value in [false, true] {
                         for head_idx in 0..layout.num_kv_heads {
@@ -198,7 +196,7 @@ impl Executor for FakeExecutor {
             let read = positions.flat_map(|position| {
                 (0..layout.num_layers).flat_map(move |layer_idx| {
                     let block = sequence.blocks[position / layout.block_size];
-                    // SAFETY: the caller vouches that nobody writes the sequence's blocks.
+                    // SAFETY: the caller guarantees that the sequence's blocks are not written.
                     let piece = unsafe { storage.layer(block, layer_idx) };
                     [false, true].into_iter().flat_map(move |is_value| {
                         (0..layout.num_kv_heads).map(move |head_idx| {
@@ -231,7 +229,7 @@ impl Executor for FakeSamplingExecutor {
         _: &BlockStorage,
         _: &mut dyn FnMut(usize),
     ) -> Result<&[f32], ExecuteError> {
-        unreachable!("it draws")
+        unreachable!("the engine launches the steps of an executor that samples")
     }
 
     fn sampling(&mut self) -> Option<&mut dyn SamplingExecutor> {
@@ -243,7 +241,7 @@ impl SamplingExecutor for FakeSamplingExecutor {
     unsafe fn launch(
         &mut self,
         batch: &Batch<'_>,
-        draws: &[TokenSampling<'_>],
+        samplings: &[TokenSampling<'_>],
         follows: &[usize],
         storage: &BlockStorage,
         _: &mut dyn FnMut(usize),
@@ -251,7 +249,7 @@ impl SamplingExecutor for FakeSamplingExecutor {
         assert!(self.launched.len() < 2, "two steps are under way");
         assert_eq!(self.launched.is_empty(), follows.is_empty(), "a second step follows the first");
         let num_logits: usize = batch.sequences.iter().map(|it| it.num_logits).sum();
-        assert_eq!(num_logits, draws.len(), "a draw for each row");
+        assert_eq!(num_logits, samplings.len(), "a sampling for each row");
         if let Some(before) = self.launched.front() {
             assert!(before.sequences.iter().all(|it| it.3 <= 1), "what follows drafts is not known");
             assert!(batch.sequences.iter().all(|it| it.num_logits == 1), "drafts follow the tokens");
@@ -261,21 +259,21 @@ impl SamplingExecutor for FakeSamplingExecutor {
             |it: &BatchSequence<'_>| (it.tokens.to_vec(), it.start_idx, it.blocks.to_vec(), it.num_logits);
         self.launched.push_back(LaunchedStep {
             sequences: batch.sequences.iter().map(owned).collect(),
-            draws: draws.iter().cloned().map(TokenSampling::into_owned).collect(),
+            samplings: samplings.iter().cloned().map(TokenSampling::into_owned).collect(),
             follows: follows.to_vec(),
             storage,
         });
-        Ok(draws.iter().all(|draw| draw.logit_bias.is_empty()))
+        Ok(samplings.iter().all(|sampling| sampling.logit_bias.is_empty()))
     }
 
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {
         let mut step = self.launched.pop_front().expect("a step is under way");
         for (idx, &row_idx) in step.follows.iter().enumerate() {
-            let drawn = self.drawn[row_idx].as_ref().expect("a step follows one whose rows are all drawn");
-            // After bad logits anything will do.
-            let token = drawn.as_ref().map_or(0, |token| token.id);
+            let sampled = self.sampled[row_idx].as_ref().expect("all rows of the step before were sampled");
+            // After invalid logits the token does not matter.
+            let token = sampled.as_ref().map_or(0, |token| token.id);
             step.sequences[idx].0 = vec![token];
-            let counts = &mut step.draws[idx].counts;
+            let counts = &mut step.samplings[idx].counts;
             match counts.iter().position(|count| count.token == token) {
                 _ if counts.is_empty() => {}
                 Some(place) => counts.to_mut()[place].num_output += 1,
@@ -290,22 +288,22 @@ impl SamplingExecutor for FakeSamplingExecutor {
         });
         let batch = Batch { sequences: sequences.collect() };
         let vocab_size = self.vocab_size();
-        // SAFETY: who launched the step keeps the storage, and vouches for the batch.
+        // SAFETY: the engine keeps the storage of a launched step, and guarantees what `execute` needs for its batch.
         let logits = unsafe { self.executor.execute(&batch, &*step.storage, on_layer) }?;
-        let rows = logits.chunks_exact(vocab_size).zip(&step.draws);
-        let draw = |(row, draw): (_, &TokenSampling<'_>)| {
-            draw.logit_bias.is_empty().then(|| self.sampler.draw(row, draw))
+        let rows = logits.chunks_exact(vocab_size).zip(&step.samplings);
+        let sample = |(row, sampling): (_, &TokenSampling<'_>)| {
+            sampling.logit_bias.is_empty().then(|| self.sampler.sample_row(row, sampling))
         };
-        self.drawn = rows.clone().map(draw).collect();
-        let answers = rows.zip(&self.drawn).map(|((row, _), drawn)| match drawn {
-            Some(drawn) => SampledRow::Sampled(drawn.clone()),
+        self.sampled = rows.clone().map(sample).collect();
+        let answers = rows.zip(&self.sampled).map(|((row, _), sampled)| match sampled {
+            Some(sampled) => SampledRow::Sampled(sampled.clone()),
             None => SampledRow::Logits(row),
         });
         Ok(answers.collect())
     }
 }
 
-/// Makes a token's copies differ, so that none can stand in for another.
+/// Makes the copies of a token differ, so that one cannot replace another.
 fn salt(position: usize, layer_idx: usize, is_value: bool, head_idx: usize) -> u32 {
     let place = [position as u64, layer_idx as u64, u64::from(is_value), head_idx as u64];
     place.into_iter().fold(1, |state, part| mix(state ^ part)) as u32

@@ -9,8 +9,9 @@ use std::sync::{
 
 use baton_engine::{
     DraftCounts, Drafter, EngineConfig, EngineError, FinishReason, Request, SamplingParams, SpeculationMode,
-    TokenEvent, testing::FakeModel,
+    TokenEvent,
 };
+use baton_engine_testing::FakeModel;
 use baton_model::ExecuteError;
 use support::{
     BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, drawing, engine, engine_of,

@@ -3,10 +3,11 @@
 
 use std::ops::Range;
 
+use baton_kv_cache::{
+    KvDtype, KvLayout, KvMapping, KvShard,
+    mapping::{BlockOffset, Run, RunKind},
+};
 use proptest::prelude::*;
-
-use crate::mapping::{Extent, Place, Run};
-use crate::{KvDtype, KvLayout, KvMapping, KvShard};
 
 /// What memory holds that nobody has written.
 const UNTOUCHED: u8 = 0xa5;
@@ -121,9 +122,9 @@ fn undivided(layout: KvLayout, num_tokens: usize) -> Cache {
 /// Bytes of the destination's piece that a run writes: elements, or all, and scales.
 fn written(destination: &KvLayout, run: &Run) -> [Range<usize>; 2] {
     let to = run.destination.offset;
-    match run.extent {
-        Extent::Bytes(len) => [to..to + len, 0..0],
-        Extent::Vectors { num_tokens, destination_scales, .. } => {
+    match run.kind {
+        RunKind::Bytes(len) => [to..to + len, 0..0],
+        RunKind::Vectors { num_tokens, destination_scales, .. } => {
             let elements = num_tokens * destination.head_dim * destination.dtype.size_bytes();
             let scales = num_tokens * destination.dtype.scale_bytes();
             [to..to + elements, destination_scales..destination_scales + scales]
@@ -173,8 +174,8 @@ fn check(whole: &Cache, from: Side, to: Side, tokens: Range<usize>) {
 fn check_order(before: Option<Run>, run: Run) {
     let Some(before) = before else { return };
     assert!((before.source.block_idx, before.source.offset) < (run.source.block_idx, run.source.offset));
-    let Extent::Bytes(len) = before.extent else { return };
-    let goes_on = |before: Place, after: Place| {
+    let RunKind::Bytes(len) = before.kind else { return };
+    let goes_on = |before: BlockOffset, after: BlockOffset| {
         before.block_idx == after.block_idx && before.offset + len == after.offset
     };
     assert!(
