@@ -7,7 +7,7 @@ use std::sync::{
 };
 
 use baton_engine::{DraftCounts, Request, SampledToken, TokenEvent, TokenStream};
-use baton_kv_transfer::{Failed, FailureKind};
+use baton_handoff::{Failed, FailureKind};
 use baton_proto::worker::GenerateEvent;
 use baton_worker::{
     Worker,

@@ -2,7 +2,7 @@
 
 use std::{pin::Pin, sync::Arc};
 
-use baton_kv_transfer::{Extent, Failed, FailureKind};
+use baton_handoff::{Extent, Failed, FailureKind};
 use baton_proto::worker::{
     GenerateEvent, GenerateRequest, LendRequest, Loan as LoanMessage, decode_server::Decode,
 };

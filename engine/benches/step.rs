@@ -7,10 +7,10 @@ use std::hint::black_box;
 
 use baton_engine::{
     Request, SamplingParams,
-    plan::Plan,
+    plan::StepPlan,
     sampler::{Sampler, TokenHistory, random_unit},
     scheduler::{Scheduler, SchedulerConfig},
-    sequence::{Role, Sequence, SequenceId},
+    sequence::{Sequence, SequenceId, SequenceRole},
 };
 use baton_kv_cache::HashRoot;
 use criterion::{Criterion, criterion_group, criterion_main};
@@ -30,18 +30,18 @@ fn scheduler(c: &mut Criterion) {
         let mut scheduler = Scheduler::new(config);
         for id in 0..NUM_RUNNING {
             let prompt = (0..256).map(|idx| id as u32 * 256 + idx).collect();
-            scheduler.add(Sequence::new(SequenceId(id), Role::Generate, prompt, 4096, 16, root));
+            scheduler.add(Sequence::new(SequenceId(id), SequenceRole::Generate, prompt, 4096, 16, root));
         }
         scheduler
     };
-    let step = |scheduler: &mut Scheduler, plan: &mut Plan| {
+    let step = |scheduler: &mut Scheduler, plan: &mut StepPlan| {
         scheduler.step(plan);
         scheduler.advance(plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
             scheduler.push_token(chunk.id, 7);
         }
     };
-    let mut plan = Plan::default();
+    let mut plan = StepPlan::default();
     let mut scheduler = start();
     let mut num_steps = 0;
     c.bench_function("scheduler/256 decodes", |bencher| {

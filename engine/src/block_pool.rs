@@ -167,6 +167,11 @@ impl BlockPool {
         }
     }
 
+    /// [Caches](Self::cache) each block under its hash.
+    pub fn cache_all(&mut self, blocks: impl IntoIterator<Item = (BlockId, BlockHash)>) {
+        blocks.into_iter().for_each(|(block, hash)| self.cache(block, hash));
+    }
+
     /// Checks every rule above, and that owners are counted right: `tables` are the block tables of
     /// all owners.
     ///

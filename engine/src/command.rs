@@ -12,11 +12,11 @@ use tokio::sync::oneshot;
 use crate::{
     block_pool::PoolReport,
     events::{PrefillEvent, Sink, TokenEvent},
-    handle::{IdleError, Reservation},
     request::{Request, SampledToken},
     sampler::TokenHistory,
     scheduler::PrefixBlocks,
     sequence::{Sequence, SequenceId},
+    status::IdleError,
 };
 
 /// The channel is unbounded so that a `drop` never waits; what can be in it is bounded all the same:
@@ -38,7 +38,7 @@ pub(crate) enum Command {
     ReservePrefix { id: SequenceId, hashes: Vec<BlockHash>, reply: oneshot::Sender<Option<PrefixBlocks>> },
     /// The blocks of a reserved prefix hold what these hashes say.
     CachePrefix { id: SequenceId, hashes: Vec<BlockHash> },
-    /// Answer whether everything has been returned.
+    /// SampledRow whether everything has been returned.
     CheckIdle(oneshot::Sender<Result<PoolReport, IdleError>>),
     /// End every stream, then the thread.
     Shutdown,
@@ -48,32 +48,40 @@ pub(crate) struct Submission {
     pub(crate) sequence: Sequence,
     pub(crate) request: Request,
     pub(crate) history: TokenHistory,
-    pub(crate) reply: Reply,
-    pub(crate) ticket: Ticket,
+    pub(crate) reply: ReplyChannel,
+    pub(crate) ticket: QueueSlot,
 }
 
 /// Whom to tell, by role.
-pub(crate) enum Reply {
+pub(crate) enum ReplyChannel {
     Tokens(Sink<TokenEvent>),
     Prefill(Sink<PrefillEvent>),
     /// `None` once it was granted; then `Decode` brings a sink.
-    Reservation(Option<oneshot::Sender<Reservation>>),
+    Reservation(Option<oneshot::Sender<Grant>>),
+}
+
+/// The blocks of a reservation, sent when it is admitted.
+#[derive(Debug)]
+pub(crate) struct Grant {
+    pub(crate) blocks: Vec<BlockId>,
+    /// Of them, so many at the front are cached.
+    pub(crate) num_cached_blocks: usize,
 }
 
 /// A place in the queue, from submission until admission or the end.
 #[derive(Debug)]
-pub(crate) struct Ticket(Arc<AtomicUsize>);
+pub(crate) struct QueueSlot(Arc<AtomicUsize>);
 
-impl Ticket {
+impl QueueSlot {
     /// One of at most `max_waiting`; `Err` with their number when there is none.
-    pub(crate) fn take(num_taken: &Arc<AtomicUsize>, max_waiting: usize) -> Result<Ticket, usize> {
+    pub(crate) fn take(num_taken: &Arc<AtomicUsize>, max_waiting: usize) -> Result<QueueSlot, usize> {
         let more = |num| (num < max_waiting).then_some(num + 1);
         num_taken.try_update(Ordering::AcqRel, Ordering::Acquire, more)?;
-        Ok(Ticket(num_taken.clone()))
+        Ok(QueueSlot(num_taken.clone()))
     }
 }
 
-impl Drop for Ticket {
+impl Drop for QueueSlot {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }
@@ -81,15 +89,15 @@ impl Drop for Ticket {
 
 /// Sends a command about a sequence when it is dropped.
 #[derive(Debug)]
-pub(crate) struct Owner {
+pub(crate) struct DropCommand {
     pub(crate) id: SequenceId,
     commands: Option<Commands>,
     at_drop: fn(SequenceId) -> Command,
 }
 
-impl Owner {
-    pub(crate) fn new(id: SequenceId, commands: Commands, at_drop: fn(SequenceId) -> Command) -> Owner {
-        Owner { id, commands: Some(commands), at_drop }
+impl DropCommand {
+    pub(crate) fn new(id: SequenceId, commands: Commands, at_drop: fn(SequenceId) -> Command) -> DropCommand {
+        DropCommand { id, commands: Some(commands), at_drop }
     }
 
     /// The duty has passed to somebody else.
@@ -98,7 +106,7 @@ impl Owner {
     }
 }
 
-impl Drop for Owner {
+impl Drop for DropCommand {
     fn drop(&mut self) {
         if let Some(commands) = &self.commands {
             // Fails when the engine has ended; nothing is owned then.

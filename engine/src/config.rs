@@ -30,7 +30,7 @@ pub struct EngineConfig {
 
 /// Why an engine did not start.
 #[derive(Debug, thiserror::Error)]
-pub enum StartError {
+pub enum EngineStartError {
     /// A size or limit is 0.
     #[error("{field} must be at least 1")]
     Zero {
@@ -66,7 +66,7 @@ pub enum StartError {
 }
 
 impl EngineConfig {
-    pub(crate) fn validate(&self) -> Result<(), StartError> {
+    pub(crate) fn validate(&self) -> Result<(), EngineStartError> {
         let sizes = [
             ("num_blocks", self.num_blocks),
             ("max_running", self.max_running),
@@ -75,7 +75,7 @@ impl EngineConfig {
             ("max_waiting", self.max_waiting),
         ];
         match sizes.into_iter().find(|&(_, size)| size == 0) {
-            Some((field, _)) => Err(StartError::Zero { field }),
+            Some((field, _)) => Err(EngineStartError::Zero { field }),
             None => Ok(()),
         }
     }

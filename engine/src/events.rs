@@ -4,19 +4,12 @@
 //! reader, and ends with exactly one terminal event, whatever becomes of the engine: a `Sink` that
 //! is dropped without one says [`EngineError::ShuttingDown`].
 
-use std::{
-    ops::Range,
-    task::{Context, Poll},
-};
+use std::ops::Range;
 
 use baton_kv_cache::BlockId;
 use tokio::sync::mpsc;
 
-use crate::{
-    command::Owner,
-    request::{FinishReason, SampledToken},
-    speculation::DraftCounts,
-};
+use crate::request::{FinishReason, SampledToken};
 
 /// An event of a sequence that decodes.
 #[derive(Clone, Debug, PartialEq)]
@@ -61,6 +54,15 @@ pub enum PrefillEvent {
     Failed(EngineError),
 }
 
+/// Drafted tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DraftCounts {
+    /// Tokens that were proposed and that the target verified.
+    pub drafted: u64,
+    /// Of those, the ones that equal the sampled token.
+    pub accepted: u64,
+}
+
 /// Why an accepted request ended without an answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EngineError {
@@ -82,45 +84,6 @@ pub enum EngineError {
         /// What the panic said.
         message: String,
     },
-}
-
-/// The events of a sequence that decodes. Dropping it cancels the sequence; its blocks are free at
-/// the next step.
-#[derive(Debug)]
-pub struct TokenStream {
-    pub(crate) events: mpsc::Receiver<TokenEvent>,
-    pub(crate) _cancel: Owner,
-}
-
-impl TokenStream {
-    /// The next event; `None` after the terminal one.
-    pub async fn next(&mut self) -> Option<TokenEvent> {
-        self.events.recv().await
-    }
-
-    /// [`next`](Self::next) for implementations of streams.
-    pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<TokenEvent>> {
-        self.events.poll_recv(cx)
-    }
-}
-
-/// The events of a prefill. Dropping it cancels the computation.
-#[derive(Debug)]
-pub struct PrefillEvents {
-    pub(crate) events: mpsc::Receiver<PrefillEvent>,
-    pub(crate) _cancel: Owner,
-}
-
-impl PrefillEvents {
-    /// The next event; `None` after the terminal one.
-    pub async fn next(&mut self) -> Option<PrefillEvent> {
-        self.events.recv().await
-    }
-
-    /// [`next`](Self::next) for implementations of streams.
-    pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<PrefillEvent>> {
-        self.events.poll_recv(cx)
-    }
 }
 
 /// Where the engine puts a stream's events.

@@ -19,37 +19,41 @@
 //!
 //! The engine does not know the network, protocol messages, text, or how blocks travel.
 
-// One call and the fake executor need unsafe code; each says why at its place.
+// Two calls of an executor need unsafe code; each says why.
 #![deny(unsafe_code)]
 
+mod batch;
 pub mod block_pool;
-mod claims;
 mod command;
-mod compute;
 mod config;
+pub mod draft_length;
 pub mod events;
+mod execution;
 pub mod handle;
 mod live;
 mod pages;
 pub mod plan;
+mod prefix;
 pub mod request;
 pub mod sampler;
 pub mod scheduler;
 pub mod sequence;
 pub mod speculation;
+mod start;
+mod status;
 mod step_loop;
 mod step_time;
-#[doc(hidden)]
-pub mod testing;
+mod streams;
 
 pub use block_pool::{BlockPool, IntegrityError, PoolReport};
-pub use config::{EngineConfig, StartError};
-pub use events::{EngineError, PrefillEvent, PrefillEvents, TokenEvent, TokenStream};
-pub use handle::{
-    CachedPrefix, EngineHandle, EngineLoad, EngineThread, HeldBlocks, IdleError, PrefixReservation,
-    Reservation, SubmitError, start, start_over,
-};
+pub use config::{EngineConfig, EngineStartError};
+pub use events::{DraftCounts, EngineError, PrefillEvent, TokenEvent};
+pub use handle::{EngineHandle, HeldBlocks, Reservation, SubmitError};
+pub use prefix::{CachedPrefix, PrefixReservation};
 pub use request::{
     FinishReason, InvalidRequest, Request, SampledToken, SamplingParams, SpeculationMode, TokenLogprobs,
 };
-pub use speculation::{DraftCounts, Drafter, Speculation};
+pub use speculation::{Drafter, Speculation};
+pub use start::{EngineThread, start, start_over};
+pub use status::{EngineLoad, IdleError};
+pub use streams::{PrefillEvents, TokenStream};

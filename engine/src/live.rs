@@ -6,20 +6,20 @@
 use std::{collections::HashMap, mem, sync::Arc};
 
 use baton_kv_cache::KvLayout;
-use baton_model::{Answer, Draw};
+use baton_model::{SampledRow, TokenSampling};
 
 use crate::{
     block_pool::PoolReport,
-    command::{Command, Commands, Owner, Reply, Submission, Ticket},
+    command::{Grant, QueueSlot, ReplyChannel, Submission},
     config::EngineConfig,
-    events::{EngineError, PrefillEvent, Sink, TokenEvent},
-    handle::{EngineLoad, IdleError, Reservation, max_token_events},
-    plan::{Admission, Chunk, Plan},
+    draft_length::DraftLength,
+    events::{DraftCounts, EngineError, PrefillEvent, Sink, TokenEvent},
+    plan::{Admission, Chunk, StepPlan},
     request::{FinishReason, Request, SampledToken, SpeculationMode},
     sampler::{InvalidLogits, Sampler, TokenHistory},
     scheduler::{Scheduler, SchedulerConfig},
     sequence::SequenceId,
-    speculation::{DraftCounters, DraftCounts, policy::DraftLength},
+    status::{DraftCounters, EngineLoad, IdleError},
 };
 
 /// Every request of an engine, and its sequences.
@@ -28,9 +28,8 @@ pub(crate) struct LiveRequests {
     requests: HashMap<SequenceId, LiveRequest>,
     sampler: Sampler,
     /// Of one sequence in one step; reused.
-    drawn: Drawn,
+    sampled: Sampled,
     draft_counters: Arc<DraftCounters>,
-    commands: Commands,
     context_length: usize,
     num_layers: usize,
 }
@@ -38,15 +37,15 @@ pub(crate) struct LiveRequests {
 struct LiveRequest {
     request: Request,
     history: TokenHistory,
-    reply: Reply,
+    reply: ReplyChannel,
     draft_length: DraftLength,
     /// Until it is admitted.
-    ticket: Option<Ticket>,
+    ticket: Option<QueueSlot>,
 }
 
 /// What followed a chunk.
 #[derive(Debug, Default)]
-struct Drawn {
+struct Sampled {
     tokens: Vec<SampledToken>,
     /// Of them, so many at the front were drafted.
     num_accepted: usize,
@@ -56,7 +55,6 @@ impl LiveRequests {
     pub(crate) fn new(
         config: &EngineConfig,
         layout: &KvLayout,
-        commands: Commands,
         draft_counters: Arc<DraftCounters>,
     ) -> LiveRequests {
         LiveRequests {
@@ -69,9 +67,8 @@ impl LiveRequests {
             }),
             requests: HashMap::new(),
             sampler: Sampler::default(),
-            drawn: Drawn::default(),
+            sampled: Sampled::default(),
             draft_counters,
-            commands,
             context_length: config.context_length,
             num_layers: layout.num_layers,
         }
@@ -87,7 +84,7 @@ impl LiveRequests {
     /// Lets a reservation decode after `first`.
     pub(crate) fn start_decode(&mut self, id: SequenceId, first: u32, sink: Sink<TokenEvent>) {
         let live = self.requests.get_mut(&id).expect("a reservation lives until it is released or used");
-        live.reply = Reply::Tokens(sink);
+        live.reply = ReplyChannel::Tokens(sink);
         self.scheduler.start_decode(id, first);
         live.history.push(first);
         if let Some(reason) = live.finish_after(first, self.context_length) {
@@ -107,7 +104,7 @@ impl LiveRequests {
     pub(crate) fn release(&mut self, id: SequenceId) {
         self.scheduler.release(id);
         // A reservation is over with this; a prefill goes on for its reader.
-        if self.requests.get(&id).is_some_and(|live| matches!(live.reply, Reply::Reservation(_))) {
+        if self.requests.get(&id).is_some_and(|live| matches!(live.reply, ReplyChannel::Reservation(_))) {
             self.requests.remove(&id);
         }
     }
@@ -142,7 +139,7 @@ impl LiveRequests {
     }
 
     /// Decides the next step. Those that it admits give up their places in the queue.
-    pub(crate) fn plan(&mut self, plan: &mut Plan) {
+    pub(crate) fn plan(&mut self, plan: &mut StepPlan) {
         self.scheduler.step(plan);
         for admission in &plan.admitted {
             self.requests.get_mut(&admission.id).expect("who waits is alive").ticket = None;
@@ -153,7 +150,7 @@ impl LiveRequests {
         let live = self.requests.get_mut(&admission.id).expect("who waits is alive");
         let sequence = self.scheduler.sequence(admission.id).expect("it was admitted");
         match &mut live.reply {
-            Reply::Prefill(sink) => {
+            ReplyChannel::Prefill(sink) => {
                 let cached_tokens = sequence.num_cached_tokens().min(live.request.prompt.len());
                 sink.send(PrefillEvent::Started { cached_tokens });
                 if admission.num_cached_blocks > 0 {
@@ -164,27 +161,25 @@ impl LiveRequests {
                     });
                 }
             }
-            Reply::Reservation(grant) => {
-                let reservation = Reservation {
-                    owner: Owner::new(admission.id, self.commands.clone(), Command::Release),
+            ReplyChannel::Reservation(grant) => {
+                let granted = Grant {
                     blocks: sequence.blocks().to_vec(),
                     num_cached_blocks: admission.num_cached_blocks,
-                    max_events: max_token_events(&live.request, self.context_length),
                 };
                 let grant = grant.take().expect("a reservation is admitted once");
-                // If nobody waits for it any more it is dropped, and so released.
-                let _ = grant.send(reservation);
+                // A reader that left has sent `Release`: its owner does so when it is dropped.
+                let _ = grant.send(granted);
             }
-            Reply::Tokens(sink) if admission.is_first => {
+            ReplyChannel::Tokens(sink) if admission.is_first => {
                 let cached_tokens = sequence.num_cached_tokens().min(live.request.prompt.len());
                 sink.send(TokenEvent::Started { cached_tokens });
             }
-            Reply::Tokens(_) => {}
+            ReplyChannel::Tokens(_) => {}
         }
     }
 
     /// Whom to tell what becomes of a sequence.
-    pub(crate) fn reply(&self, id: SequenceId) -> &Reply {
+    pub(crate) fn reply(&self, id: SequenceId) -> &ReplyChannel {
         &self.requests[&id].reply
     }
 
@@ -196,7 +191,7 @@ impl LiveRequests {
     }
 
     /// Whether that is 0.
-    pub(crate) fn draft_rests(&self, id: SequenceId, max: usize, cost: f64, overhead: f64) -> bool {
+    pub(crate) fn draft_is_resting(&self, id: SequenceId, max: usize, cost: f64, overhead: f64) -> bool {
         let sequence = self.scheduler.sequence(id).expect("planned sequences run");
         self.requests[&id].draft_length.rests(max.min(sequence.max_num_drafts()), cost, overhead)
     }
@@ -212,24 +207,26 @@ impl LiveRequests {
     }
 
     /// How the next token of a draft is drawn: as if it were the target's, but that nobody asks how likely it is.
-    pub(crate) fn draft_draw(&self, id: SequenceId) -> Draw<'_> {
+    pub(crate) fn draft_sampling(&self, id: SequenceId) -> TokenSampling<'_> {
         let live = &self.requests[&id];
-        Draw { logprobs: None, ..live.history.draw(&live.request.sampling) }
+        TokenSampling { logprobs: None, ..live.history.sampling(&live.request.sampling) }
     }
 
     /// The same of the token after that, which is still to be counted.
-    pub(crate) fn draft_draw_behind(&self, id: SequenceId) -> Draw<'_> {
+    pub(crate) fn draft_sampling_after_next(&self, id: SequenceId) -> TokenSampling<'_> {
         let live = &self.requests[&id];
-        Draw { logprobs: None, ..live.history.draw_behind(&live.request.sampling) }
+        TokenSampling { logprobs: None, ..live.history.sampling_after_next(&live.request.sampling) }
     }
 
     /// Drafts the token that was drawn so, or is to be; whether it makes sense to draft on. Until
     /// [`end_draft`](Self::end_draft) the draft counts as output.
-    pub(crate) fn draw_draft(&mut self, id: SequenceId, answer: Answer<'_>) -> bool {
+    pub(crate) fn sample_draft(&mut self, id: SequenceId, answer: SampledRow<'_>) -> bool {
         let live = self.requests.get_mut(&id).expect("planned sequences live");
         let token = match answer {
-            Answer::Drawn(token) => token.map(|token| token.id),
-            Answer::Logits(row) => self.sampler.draw_id(row, &live.history.draw(&live.request.sampling)),
+            SampledRow::Sampled(token) => token.map(|token| token.id),
+            SampledRow::Logits(row) => {
+                self.sampler.sample_row_id(row, &live.history.sampling(&live.request.sampling))
+            }
         };
         let Ok(token) = token else { return false };
         live.history.push(token);
@@ -245,36 +242,39 @@ impl LiveRequests {
     }
 
     /// How the tokens of a plan are drawn: after each token that is followed by one that is drawn, in their order.
-    pub(crate) fn draws<'a>(&'a self, plan: &'a Plan) -> impl Iterator<Item = Draw<'a>> {
+    pub(crate) fn samplings<'a>(&'a self, plan: &'a StepPlan) -> impl Iterator<Item = TokenSampling<'a>> {
         plan.chunks.iter().filter(|chunk| chunk.wants_token).flat_map(|chunk| {
             let live = &self.requests[&chunk.id];
             let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
-            live.history.draws(sequence.draft(), &live.request.sampling)
+            live.history.samplings(sequence.draft(), &live.request.sampling)
         })
     }
 
     /// How the tokens of a plan are drawn that was decided before those before them are known ([`Scheduler::step_ahead`]).
-    pub(crate) fn draws_ahead<'a>(&'a self, next: &'a Plan) -> impl Iterator<Item = Draw<'a>> {
+    pub(crate) fn samplings_ahead<'a>(
+        &'a self,
+        next: &'a StepPlan,
+    ) -> impl Iterator<Item = TokenSampling<'a>> {
         next.chunks.iter().map(|chunk| {
             let live = &self.requests[&chunk.id];
-            live.history.draw_behind(&live.request.sampling)
+            live.history.sampling_after_next(&live.request.sampling)
         })
     }
 
     /// Whether anybody is still to be told of a token of the plan.
-    pub(crate) fn any_lives(&self, plan: &Plan) -> bool {
+    pub(crate) fn any_lives(&self, plan: &StepPlan) -> bool {
         plan.chunks.iter().any(|chunk| self.requests.contains_key(&chunk.id))
     }
 
     /// The plan's tokens are computed, and there is an answer for each that is to be drawn after: tells the readers.
-    pub(crate) fn advance<'a>(&mut self, plan: &Plan, mut answers: impl Iterator<Item = Answer<'a>>) {
+    pub(crate) fn advance<'a>(&mut self, plan: &StepPlan, mut answers: impl Iterator<Item = SampledRow<'a>>) {
         self.scheduler.advance(plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
             let mut rows = answers.by_ref().take(chunk.num_drafts + 1);
             // One that was launched ahead may have ended since.
             if self.requests.contains_key(&chunk.id) {
-                let outcome = self.draw(chunk.id, &mut rows);
-                self.tell_drawn(chunk, outcome);
+                let outcome = self.sample(chunk.id, &mut rows);
+                self.tell_sampled(chunk, outcome);
             }
             rows.for_each(drop);
         }
@@ -284,24 +284,24 @@ impl LiveRequests {
     /// Collects in `drawn` the token after each row, as long as the draft had the one before. Each is drawn
     /// as it would be without a draft: from the same logits, after the same tokens, with the same random
     /// number. So a draft changes how many tokens a step yields, and not which.
-    fn draw<'a>(
+    fn sample<'a>(
         &mut self,
         id: SequenceId,
-        rows: &mut impl Iterator<Item = Answer<'a>>,
+        rows: &mut impl Iterator<Item = SampledRow<'a>>,
     ) -> Result<Option<FinishReason>, InvalidLogits> {
         let live = self.requests.get_mut(&id).expect("sampled sequences live");
-        self.drawn.tokens.clear();
-        self.drawn.num_accepted = 0;
+        self.sampled.tokens.clear();
+        self.sampled.num_accepted = 0;
         for row in rows {
             let token = match row {
-                Answer::Drawn(token) => token?,
-                Answer::Logits(row) => self.sampler.sample(row, &live.request.sampling, &live.history)?,
+                SampledRow::Sampled(token) => token?,
+                SampledRow::Logits(row) => self.sampler.sample(row, &live.request.sampling, &live.history)?,
             };
             let token_id = token.id;
-            self.drawn.tokens.push(token);
+            self.sampled.tokens.push(token);
             live.history.push(token_id);
             let was_drafted = self.scheduler.push_token(id, token_id);
-            self.drawn.num_accepted += usize::from(was_drafted);
+            self.sampled.num_accepted += usize::from(was_drafted);
             let finish = live.finish_after(token_id, self.context_length);
             if finish.is_some() || !was_drafted {
                 return Ok(finish);
@@ -310,14 +310,14 @@ impl LiveRequests {
         unreachable!("nothing is drafted to follow the last row")
     }
 
-    fn tell_drawn(&mut self, chunk: &Chunk, outcome: Result<Option<FinishReason>, InvalidLogits>) {
-        let mut drawn = mem::take(&mut self.drawn);
+    fn tell_sampled(&mut self, chunk: &Chunk, outcome: Result<Option<FinishReason>, InvalidLogits>) {
+        let mut sampled = mem::take(&mut self.sampled);
         if chunk.num_drafts > 0 {
-            self.tell_verified(chunk, drawn.num_accepted);
+            self.tell_verified(chunk, sampled.num_accepted);
         }
         match (&self.requests[&chunk.id].reply, outcome) {
-            (Reply::Tokens(sink), outcome) => {
-                drawn.tokens.drain(..).for_each(|token| sink.send(TokenEvent::Token(token)));
+            (ReplyChannel::Tokens(sink), outcome) => {
+                sampled.tokens.drain(..).for_each(|token| sink.send(TokenEvent::Token(token)));
                 match outcome {
                     Ok(None) => {}
                     Ok(Some(reason)) => self.finish(chunk.id, reason),
@@ -326,13 +326,13 @@ impl LiveRequests {
             }
             (_, Err(InvalidLogits)) => self.fail(chunk.id),
             (_, Ok(_)) => {
-                let token = drawn.tokens.pop().expect("a token was drawn");
-                if let Reply::Prefill(sink) = self.end(chunk.id).reply {
+                let token = sampled.tokens.pop().expect("a token was sampled");
+                if let ReplyChannel::Prefill(sink) = self.end(chunk.id).reply {
                     sink.end(PrefillEvent::FirstToken(token));
                 }
             }
         }
-        self.drawn = drawn;
+        self.sampled = sampled;
     }
 
     fn tell_verified(&mut self, chunk: &Chunk, num_accepted: usize) {
@@ -340,13 +340,13 @@ impl LiveRequests {
         live.draft_length.observe(chunk.num_drafts, num_accepted);
         let counts = DraftCounts { drafted: chunk.num_drafts as u64, accepted: num_accepted as u64 };
         self.draft_counters.add(counts);
-        if let Reply::Tokens(sink) = &live.reply {
+        if let ReplyChannel::Tokens(sink) = &live.reply {
             sink.send(TokenEvent::Verified(counts));
         }
     }
 
     fn finish(&mut self, id: SequenceId, reason: FinishReason) {
-        if let Reply::Tokens(sink) = self.end(id).reply {
+        if let ReplyChannel::Tokens(sink) = self.end(id).reply {
             sink.end(TokenEvent::Finished(reason));
         }
     }
@@ -375,13 +375,13 @@ impl LiveRequest {
     }
 }
 
-impl Reply {
+impl ReplyChannel {
     fn fail(self, error: EngineError) {
         match self {
-            Reply::Tokens(sink) => sink.end(TokenEvent::Failed(error)),
-            Reply::Prefill(sink) => sink.end(PrefillEvent::Failed(error)),
+            ReplyChannel::Tokens(sink) => sink.end(TokenEvent::Failed(error)),
+            ReplyChannel::Prefill(sink) => sink.end(PrefillEvent::Failed(error)),
             // Its future says that the engine is shutting down.
-            Reply::Reservation(_) => {}
+            ReplyChannel::Reservation(_) => {}
         }
     }
 }

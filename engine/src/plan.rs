@@ -4,7 +4,7 @@ use crate::sequence::{Sequence, SequenceId};
 
 /// What the next step does. Reused from step to step.
 #[derive(Clone, Debug, Default)]
-pub struct Plan {
+pub struct StepPlan {
     /// Tokens to compute, in the order of the batch.
     pub chunks: Vec<Chunk>,
     /// Left the queue and hold blocks now.
@@ -39,7 +39,7 @@ pub struct Admission {
     pub is_first: bool,
 }
 
-impl Plan {
+impl StepPlan {
     /// Whether the step computes and changes nothing: without a word from outside, neither will the next.
     pub fn is_empty(&self) -> bool {
         self.chunks.is_empty() && self.admitted.is_empty() && self.preempted.is_empty()

@@ -14,7 +14,7 @@ use std::{
 };
 
 pub use baton_model::InvalidLogits;
-use baton_model::{Draw, SampledToken, TokenCount, TokenLogprobs};
+use baton_model::{SampledToken, TokenCount, TokenLogprobs, TokenSampling};
 
 use crate::request::{Request, SamplingParams};
 
@@ -90,30 +90,30 @@ impl TokenHistory {
     }
 
     /// How the next token is drawn.
-    pub fn draw<'a>(&'a self, params: &'a SamplingParams) -> Draw<'a> {
-        draw_at(self.num_output_tokens, self.counts(), params)
+    pub fn sampling<'a>(&'a self, params: &'a SamplingParams) -> TokenSampling<'a> {
+        sampling_at(self.num_output_tokens, self.counts(), params)
     }
 
     /// How the token after that is drawn, but that the next one is still to be counted.
-    pub(crate) fn draw_behind<'a>(&'a self, params: &'a SamplingParams) -> Draw<'a> {
-        draw_at(self.num_output_tokens + 1, self.counts(), params)
+    pub(crate) fn sampling_after_next<'a>(&'a self, params: &'a SamplingParams) -> TokenSampling<'a> {
+        sampling_at(self.num_output_tokens + 1, self.counts(), params)
     }
 
     /// How the next token is drawn, and the one after each of `drafts`.
-    pub(crate) fn draws<'a>(
+    pub(crate) fn samplings<'a>(
         &'a self,
         drafts: &'a [u32],
         params: &'a SamplingParams,
-    ) -> impl Iterator<Item = Draw<'a>> {
+    ) -> impl Iterator<Item = TokenSampling<'a>> {
         let mut counts = if drafts.is_empty() { None } else { self.counts.clone() };
         let after = drafts.iter().enumerate().map(move |(idx, &draft)| {
             let counts = counts.as_mut().map(|counts| {
                 counts.push(draft);
                 counts.list.clone()
             });
-            draw_at(self.num_output_tokens + 1 + idx, Cow::Owned(counts.unwrap_or_default()), params)
+            sampling_at(self.num_output_tokens + 1 + idx, Cow::Owned(counts.unwrap_or_default()), params)
         });
-        std::iter::once(self.draw(params)).chain(after)
+        std::iter::once(self.sampling(params)).chain(after)
     }
 
     fn counts(&self) -> Cow<'_, [TokenCount]> {
@@ -161,9 +161,13 @@ impl TokenCounts {
 
 /// How the `output_idx`th output token is drawn. With this the random number depends on neither batch, role, attempt nor
 /// preemption.
-fn draw_at<'a>(output_idx: usize, counts: Cow<'a, [TokenCount]>, params: &'a SamplingParams) -> Draw<'a> {
+fn sampling_at<'a>(
+    output_idx: usize,
+    counts: Cow<'a, [TokenCount]>,
+    params: &'a SamplingParams,
+) -> TokenSampling<'a> {
     let must_not_stop = output_idx < params.min_tokens as usize;
-    Draw {
+    TokenSampling {
         random: random_unit(params.seed, output_idx as u64),
         temperature: params.temperature,
         top_k: params.top_k,
@@ -190,16 +194,20 @@ impl Sampler {
         params: &SamplingParams,
         history: &TokenHistory,
     ) -> Result<SampledToken, InvalidLogits> {
-        self.draw(logits, &history.draw(params))
+        self.sample_row(logits, &history.sampling(params))
     }
 
     /// The token that is drawn so.
     ///
     /// # Errors
     /// When the row is not usable.
-    pub fn draw(&mut self, logits: &[f32], draw: &Draw<'_>) -> Result<SampledToken, InvalidLogits> {
-        let id = self.draw_id(logits, draw)?;
-        let logprobs = draw.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
+    pub fn sample_row(
+        &mut self,
+        logits: &[f32],
+        sampling: &TokenSampling<'_>,
+    ) -> Result<SampledToken, InvalidLogits> {
+        let id = self.sample_row_id(logits, sampling)?;
+        let logprobs = sampling.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
         Ok(SampledToken { id, logprobs })
     }
 
@@ -207,15 +215,19 @@ impl Sampler {
     ///
     /// # Errors
     /// When the row is not usable.
-    pub fn draw_id(&mut self, logits: &[f32], draw: &Draw<'_>) -> Result<u32, InvalidLogits> {
-        if !draw.changes_logits() {
-            return choose(logits, &mut self.candidates, draw);
+    pub fn sample_row_id(
+        &mut self,
+        logits: &[f32],
+        sampling: &TokenSampling<'_>,
+    ) -> Result<u32, InvalidLogits> {
+        if !sampling.changes_logits() {
+            return choose(logits, &mut self.candidates, sampling);
         }
         self.logits.clear();
         self.logits.extend_from_slice(logits);
         check(&self.logits)?;
-        apply(&mut self.logits, draw);
-        choose(&self.logits, &mut self.candidates, draw)
+        apply(&mut self.logits, sampling);
+        choose(&self.logits, &mut self.candidates, sampling)
     }
 }
 
@@ -235,20 +247,23 @@ pub fn random_unit(seed: u64, output_idx: u64) -> f64 {
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
-fn apply(logits: &mut [f32], draw: &Draw<'_>) {
-    for count in &*draw.counts {
+fn apply(logits: &mut [f32], sampling: &TokenSampling<'_>) {
+    for count in &*sampling.counts {
         let logit = &mut logits[count.token as usize];
-        let mut penalised =
-            if *logit > 0.0 { *logit / draw.repetition_penalty } else { *logit * draw.repetition_penalty };
+        let mut penalised = if *logit > 0.0 {
+            *logit / sampling.repetition_penalty
+        } else {
+            *logit * sampling.repetition_penalty
+        };
         if count.num_output > 0 {
-            penalised -= draw.presence_penalty + draw.frequency_penalty * count.num_output as f32;
+            penalised -= sampling.presence_penalty + sampling.frequency_penalty * count.num_output as f32;
         }
         *logit = bounded(penalised);
     }
-    for &(token, bias) in &*draw.logit_bias {
+    for &(token, bias) in &*sampling.logit_bias {
         logits[token as usize] = bounded(logits[token as usize] + bias);
     }
-    for &token in &*draw.masked {
+    for &token in &*sampling.masked {
         logits[token as usize] = f32::NEG_INFINITY;
     }
 }
@@ -285,24 +300,28 @@ fn largest(logits: &[f32]) -> Result<(u32, f32), InvalidLogits> {
     Ok((id as u32, max))
 }
 
-fn choose(logits: &[f32], candidates: &mut Vec<Candidate>, draw: &Draw<'_>) -> Result<u32, InvalidLogits> {
+fn choose(
+    logits: &[f32],
+    candidates: &mut Vec<Candidate>,
+    sampling: &TokenSampling<'_>,
+) -> Result<u32, InvalidLogits> {
     let (likeliest, max) = largest(logits)?;
-    if draw.temperature == 0.0 || draw.top_k == 1 {
+    if sampling.temperature == 0.0 || sampling.top_k == 1 {
         return Ok(likeliest);
     }
-    let lowest = if draw.min_p > 0.0 { draw.min_p.ln().max(NEGLIGIBLE) } else { NEGLIGIBLE };
+    let lowest = if sampling.min_p > 0.0 { sampling.min_p.ln().max(NEGLIGIBLE) } else { NEGLIGIBLE };
     candidates.clear();
     for (id, &logit) in logits.iter().enumerate() {
-        let scaled = (logit - max) / draw.temperature;
+        let scaled = (logit - max) / sampling.temperature;
         if scaled >= lowest {
             candidates.push(Candidate { id: id as u32, weight: scaled });
         }
     }
-    keep_top_k(candidates, draw.top_k as usize);
+    keep_top_k(candidates, sampling.top_k as usize);
     candidates.iter_mut().for_each(|candidate| candidate.weight = candidate.weight.exp());
-    keep_top_p(candidates, draw.top_p);
+    keep_top_p(candidates, sampling.top_p);
 
-    let mut left = draw.random * total_weight(candidates);
+    let mut left = sampling.random * total_weight(candidates);
     for candidate in candidates.iter() {
         left -= f64::from(candidate.weight);
         if left < 0.0 {

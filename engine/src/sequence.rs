@@ -17,7 +17,7 @@ impl fmt::Display for SequenceId {
 
 /// What becomes of a sequence once it holds blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
+pub enum SequenceRole {
     /// Its prompt is computed here, then it decodes here.
     Generate,
     /// Its prompt is computed here for another engine; it ends after its first token. Its blocks have
@@ -44,7 +44,7 @@ pub struct Sequence {
     /// Its name.
     pub id: SequenceId,
     /// Its role.
-    pub role: Role,
+    pub role: SequenceRole,
     /// Followed by the draft.
     tokens: Vec<u32>,
     num_drafts: usize,
@@ -67,7 +67,7 @@ impl Sequence {
     /// A sequence that has computed nothing. `max_num_tokens` is its length at its longest.
     pub fn new(
         id: SequenceId,
-        role: Role,
+        role: SequenceRole,
         tokens: Vec<u32>,
         max_num_tokens: usize,
         block_size: usize,
@@ -75,7 +75,7 @@ impl Sequence {
     ) -> Sequence {
         debug_assert!(!tokens.is_empty() && tokens.len() < max_num_tokens);
         // The last token of a sequence is never fed back, so its KV is never computed.
-        let max_kv_tokens = if role == Role::Prefill { tokens.len() } else { max_num_tokens - 1 };
+        let max_kv_tokens = if role == SequenceRole::Prefill { tokens.len() } else { max_num_tokens - 1 };
         let hashes = root.iter().flat_map(|root| root.block_hashes(&tokens, block_size)).collect();
         Sequence {
             id,
@@ -151,8 +151,8 @@ impl Sequence {
     /// logits, the last token is left to compute.
     pub(crate) fn sharable_hashes(&self) -> &[BlockHash] {
         let num_sharable = match self.role {
-            Role::Decode => self.num_tokens(),
-            Role::Generate | Role::Prefill => self.num_tokens() - 1,
+            SequenceRole::Decode => self.num_tokens(),
+            SequenceRole::Generate | SequenceRole::Prefill => self.num_tokens() - 1,
         };
         &self.hashes[..self.hashes.len().min(num_sharable / self.block_size)]
     }
@@ -175,7 +175,7 @@ impl Sequence {
     /// Whether its blocks may be taken away and recomputed. A prefill's are perhaps being read by a
     /// transfer; it has all it will ever need and ends by itself.
     pub(crate) fn is_preemptible(&self) -> bool {
-        self.role != Role::Prefill
+        self.role != SequenceRole::Prefill
     }
 
     pub(crate) fn push_draft(&mut self, token: u32) {

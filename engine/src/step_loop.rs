@@ -28,20 +28,21 @@ use std::{
 };
 
 use baton_kv_cache::BlockStorage;
-use baton_model::{Answer, Executor};
+use baton_model::{Executor, SampledRow};
 use tokio::sync::watch;
 
 #[cfg(doc)]
 use crate::scheduler::Scheduler;
 use crate::{
+    batch::{Completion, announcing, batch, batch_ahead},
     command::Command,
-    compute::{Completion, announcing, batch, batch_ahead, collect, execute, launch},
     events::EngineError,
-    handle::{EngineLoad, Progress},
+    execution::{collect, execute, launch},
     live::LiveRequests,
     pages::PagesAhead,
-    plan::Plan,
+    plan::StepPlan,
     speculation::Speculator,
+    status::{EngineLoad, Progress},
 };
 
 pub(crate) struct StepLoop {
@@ -56,7 +57,7 @@ pub(crate) struct StepLoop {
     /// Since when the oldest step is computed.
     started: Instant,
     /// Reused from step to step.
-    plans: Vec<Plan>,
+    plans: Vec<StepPlan>,
     follows: Vec<usize>,
     inbox: Receiver<Command>,
     load: watch::Sender<EngineLoad>,
@@ -67,7 +68,7 @@ pub(crate) struct StepLoop {
 
 /// A step that was planned.
 struct Step {
-    plan: Plan,
+    plan: StepPlan,
     completions: Vec<Completion>,
     /// Whether it was launched, to be collected, and another may be before that.
     can_be_followed: bool,
@@ -205,7 +206,7 @@ impl StepLoop {
         Ok(true)
     }
 
-    fn plan(&mut self, plan: &mut Plan) -> Result<(), EngineError> {
+    fn plan(&mut self, plan: &mut StepPlan) -> Result<(), EngineError> {
         self.live.plan(plan);
         self.pages.used(self.live.scheduler.num_used_blocks());
         // Whoever is told that it runs finds itself counted, and its place in the queue free.
@@ -220,15 +221,15 @@ impl StepLoop {
     }
 
     /// Launches the step, if the executor draws; else it is computed when it is finished.
-    fn begin(&mut self, plan: Plan) -> Result<Step, EngineError> {
+    fn begin(&mut self, plan: StepPlan) -> Result<Step, EngineError> {
         self.started = (self.clock)();
         let completions = Completion::all(&plan, &self.live, self.storage.layout().block_size);
         let mut can_be_followed = false;
-        if self.executor.drawing().is_some() {
+        if self.executor.sampling().is_some() {
             let (executor, batch) = (&mut *self.executor, batch(&self.live, &plan));
-            let draws: Vec<_> = self.live.draws(&plan).collect();
+            let samplings: Vec<_> = self.live.samplings(&plan).collect();
             let mut on_layer = announcing(&completions, &self.live);
-            can_be_followed = launch(executor, &batch, &draws, &[], &self.storage, &mut on_layer)?;
+            can_be_followed = launch(executor, &batch, &samplings, &[], &self.storage, &mut on_layer)?;
         }
         Ok(Step { plan, completions, can_be_followed })
     }
@@ -249,9 +250,10 @@ impl StepLoop {
         }
         self.pages.used(self.live.scheduler.num_used_blocks());
         let batch = batch_ahead(&self.live, &plan);
-        let draws: Vec<_> = self.live.draws_ahead(&plan).collect();
+        let samplings: Vec<_> = self.live.samplings_ahead(&plan).collect();
         let executor = &mut *self.executor;
-        let can_be_followed = launch(executor, &batch, &draws, &self.follows, &self.storage, &mut |_| {})?;
+        let can_be_followed =
+            launch(executor, &batch, &samplings, &self.follows, &self.storage, &mut |_| {})?;
         self.ahead = Some(Step { plan, completions: Vec::new(), can_be_followed });
         Ok(())
     }
@@ -262,11 +264,11 @@ impl StepLoop {
         let StepLoop { executor, storage, live, .. } = self;
         let answers = {
             let mut on_layer = announcing(&completions, live);
-            if executor.drawing().is_some() {
+            if executor.sampling().is_some() {
                 collect(&mut **executor, &mut on_layer)?
             } else {
                 let logits = execute(&mut **executor, &batch(live, &plan), storage, &mut on_layer)?;
-                logits.chunks_exact(self.vocab_size).map(Answer::Logits).collect()
+                logits.chunks_exact(self.vocab_size).map(SampledRow::Logits).collect()
             }
         };
         // Before anybody hears of a token: who counts then finds it counted.

@@ -57,17 +57,17 @@ impl StepTime {
 /// Prompts and decodes share a step: its weights are read once for both. The longer the prompt's chunk, the better
 /// the arithmetic units are used, and the longer everybody waits for the next token.
 #[derive(Clone, Debug)]
-pub(crate) struct Pace {
+pub(crate) struct PrefillBudget {
     target: Option<Duration>,
     step: Option<StepTime>,
     /// Tokens of the largest step so far: of what nobody has seen yet, twice as much is believed.
     largest: usize,
 }
 
-impl Pace {
+impl PrefillBudget {
     /// Without a target, nobody is slowed down.
-    pub(crate) fn new(target: Option<Duration>) -> Pace {
-        Pace { target, step: None, largest: 0 }
+    pub(crate) fn new(target: Option<Duration>) -> PrefillBudget {
+        PrefillBudget { target, step: None, largest: 0 }
     }
 
     /// What a step takes, once one was observed.
@@ -111,19 +111,19 @@ mod tests {
         for (fixed, per_token, target, expected) in
             [(10.0, 0.5, 50.0, 72), (10.0, 0.05, 50.0, 792), (80.0, 0.5, 50.0, 0), (0.1, 2.0, 50.0, 16)]
         {
-            let mut pace = Pace::new(Some(Duration::from_secs_f64(target / 1e3)));
+            let mut budget = PrefillBudget::new(Some(Duration::from_secs_f64(target / 1e3)));
             let num_decodes = 8;
             for step in 0..400 {
                 // Steps of decodes alone, and steps with what is thought to fit.
                 let beside =
-                    if step % 4 == 0 { 0 } else { pace.num_tokens_beside(num_decodes).clamp(16, 2048) };
+                    if step % 4 == 0 { 0 } else { budget.num_tokens_beside(num_decodes).clamp(16, 2048) };
                 let num_tokens = num_decodes + beside;
-                pace.observe(
+                budget.observe(
                     num_tokens,
                     Duration::from_secs_f64((fixed + per_token * num_tokens as f64) / 1e3),
                 );
             }
-            let found = pace.num_tokens_beside(num_decodes);
+            let found = budget.num_tokens_beside(num_decodes);
             let error = found.abs_diff(expected);
             assert!(
                 error <= 1 + expected / 10,
@@ -134,8 +134,8 @@ mod tests {
 
     #[test]
     fn without_a_target_nothing_is_held_back() {
-        let mut pace = Pace::new(None);
-        pace.observe(10, Duration::from_secs(1));
-        assert_eq!(pace.num_tokens_beside(10), usize::MAX);
+        let mut budget = PrefillBudget::new(None);
+        budget.observe(10, Duration::from_secs(1));
+        assert_eq!(budget.num_tokens_beside(10), usize::MAX);
     }
 }

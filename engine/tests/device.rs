@@ -57,24 +57,24 @@ fn engine_config() -> EngineConfig {
     }
 }
 
-fn on_device(dir: &Path, draws: Draws, drafter: Option<Drafter>) -> (EngineHandle, EngineThread) {
-    start(test_model(loaded(dir, Backend::Cuda), LIMITS, engine_config().num_blocks), draws, drafter)
+fn on_device(dir: &Path, samplings: Draws, drafter: Option<Drafter>) -> (EngineHandle, EngineThread) {
+    start(test_model(loaded(dir, Backend::Cuda), LIMITS, engine_config().num_blocks), samplings, drafter)
 }
 
 fn two_ranks() -> Vec<LoadedModel> {
     load_ranks(&fixture(), 2, &options(Backend::Cuda), &mut |_| {}).expect("a fixture")
 }
 
-fn on_two_devices(draws: Draws) -> (EngineHandle, EngineThread) {
-    start(test_model_of_ranks(two_ranks(), LIMITS, engine_config().num_blocks), draws, None)
+fn on_two_devices(samplings: Draws) -> (EngineHandle, EngineThread) {
+    start(test_model_of_ranks(two_ranks(), LIMITS, engine_config().num_blocks), samplings, None)
 }
 
 fn start(
     (executor, storage): (Box<dyn Executor>, BlockStorage),
-    draws: Draws,
+    samplings: Draws,
     drafter: Option<Drafter>,
 ) -> (EngineHandle, EngineThread) {
-    let executor = if draws == Draws::OnHost { drawn_by_host(executor) } else { executor };
+    let executor = if samplings == Draws::OnHost { drawn_by_host(executor) } else { executor };
     let speculation = |drafter| Speculation { drafter, max_draft_tokens: 4, max_step_tokens: 40 };
     baton_engine::start_over(storage, executor, drafter.map(speculation), engine_config()).expect("it starts")
 }
@@ -91,12 +91,12 @@ fn drafter((executor, storage): (Box<dyn Executor>, BlockStorage)) -> Option<Dra
 }
 
 /// With a draft model on the device.
-fn with_draft_model(draws: Draws) -> (EngineHandle, EngineThread) {
+fn with_draft_model(samplings: Draws) -> (EngineHandle, EngineThread) {
     let num_blocks = engine_config().num_blocks;
     let target = loaded(&fixture(), Backend::Cuda);
     let models = test_models(target, loaded_draft(), LIMITS, num_blocks, MEMORY_BYTES);
     let (target, draft) = models.expect("both fit");
-    start(target, draws, drafter(draft))
+    start(target, samplings, drafter(draft))
 }
 
 /// By two ranks, with a draft model on the device of the first.
@@ -241,11 +241,11 @@ async fn a_draft_model_on_the_device_changes_no_token() {
     };
     let expected = run(&plain, chosen(0..3)).await;
     // The two need not draw in the same place.
-    for (draws, range) in [(Draws::OnDevice, 0..3), (Draws::OnHost, 2..3)] {
-        let (drafted, _other) = with_draft_model(draws);
+    for (samplings, range) in [(Draws::OnDevice, 0..3), (Draws::OnHost, 2..3)] {
+        let (drafted, _other) = with_draft_model(samplings);
         assert_same(&run(&drafted, chosen(range.clone())).await, &expected[range]);
         let (_, counts) = drafted.drafts().expect("it drafts");
-        assert!(0 < counts.accepted && counts.accepted < counts.drafted, "{draws:?}: {counts:?}");
+        assert!(0 < counts.accepted && counts.accepted < counts.drafted, "{samplings:?}: {counts:?}");
     }
 }
 

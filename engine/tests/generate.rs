@@ -5,9 +5,10 @@ mod support;
 use std::sync::mpsc;
 
 use baton_engine::{
-    EngineConfig, EngineError, FinishReason, InvalidRequest, Request, SamplingParams, StartError,
-    SubmitError, TokenEvent, testing::FakeModel,
+    EngineConfig, EngineError, EngineStartError, FinishReason, InvalidRequest, Request, SamplingParams,
+    SubmitError, TokenEvent,
 };
+use baton_engine_testing::FakeModel;
 use baton_model::ExecuteError;
 use support::{BLOCK_SIZE, Output, collect, config, engine, engine_of, engine_with_hook, request};
 
@@ -324,5 +325,5 @@ fn a_configuration_of_nothing_is_refused() {
     let config = EngineConfig { token_budget: 0, ..config() };
     let error =
         baton_engine::start(FakeModel::new(BLOCK_SIZE).executor(), None, config).expect_err("refused");
-    assert!(matches!(error, StartError::Zero { field: "token_budget" }), "{error}");
+    assert!(matches!(error, EngineStartError::Zero { field: "token_budget" }), "{error}");
 }

@@ -6,8 +6,9 @@ use std::sync::mpsc;
 
 use baton_engine::{
     EngineConfig, EngineError, FinishReason, IdleError, PrefillEvent, Request, Reservation, SampledToken,
-    SamplingParams, SubmitError, testing::FakeModel,
+    SamplingParams, SubmitError,
 };
+use baton_engine_testing::FakeModel;
 use support::{
     BLOCK_SIZE, TestEngine, collect, config, engine, engine_of, engine_with_hook,
     handoff::{copy, copy_prefix, hand_off, prefill},

@@ -7,12 +7,13 @@ use std::{cell::Cell, rc::Rc, sync::atomic::Ordering};
 
 use baton_engine::{
     EngineConfig, EngineHandle, PrefillEvent, Request, SubmitError, TokenEvent, TokenStream,
-    sampler::random_unit, testing::FakeModel,
+    sampler::random_unit,
 };
+use baton_engine_testing::FakeModel;
 use support::{
-    BLOCK_SIZE, TestEngine, config, draft, drawing, drawing_draft, engine,
+    BLOCK_SIZE, TestEngine, config, draft, drawing, engine,
     handoff::{copy, copy_prefix},
-    join_all, request, speculating,
+    join_all, request, sampling_draft, speculating,
 };
 
 const NUM_REQUESTS: usize = 10_000;
@@ -195,7 +196,7 @@ async fn whatever_clients_do_steps_ahead_change_nothing() {
 #[tokio::test]
 async fn whatever_clients_do_drafts_between_steps_ahead_change_nothing() {
     let model = FakeModel::new(BLOCK_SIZE);
-    let (drafter, num_drafted_ahead) = drawing_draft(FakeModel { errs_in: Some(2), ..model });
+    let (drafter, num_drafted_ahead) = sampling_draft(FakeModel { errs_in: Some(2), ..model });
     let (d, num_ahead) = drawing(model, Some(drafter), decoding(), |_| Ok(()));
     run_clients(d, MANY_CLIENTS).await;
     for counter in [num_ahead, num_drafted_ahead] {

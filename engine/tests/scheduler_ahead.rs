@@ -1,9 +1,9 @@
 //! The step that is decided before the tokens of the one before it are known.
 
 use baton_engine::{
-    plan::Plan,
+    plan::StepPlan,
     scheduler::{Scheduler, SchedulerConfig},
-    sequence::{Role, Sequence, SequenceId},
+    sequence::{Sequence, SequenceId, SequenceRole},
 };
 use baton_kv_cache::{BlockHash, BlockId, HashRoot};
 
@@ -13,21 +13,21 @@ const TOKEN: u32 = 77;
 /// A scheduler, and the plan of its last step, whose tokens are not known yet.
 struct Stepping {
     scheduler: Scheduler,
-    plan: Plan,
+    plan: StepPlan,
 }
 
 impl Stepping {
     fn new(num_blocks: usize, max_running: usize, token_budget: usize) -> Stepping {
         let block_size = BLOCK_SIZE;
         let config = SchedulerConfig { num_blocks, block_size, max_running, token_budget, itl_target: None };
-        Stepping { scheduler: Scheduler::new(config), plan: Plan::default() }
+        Stepping { scheduler: Scheduler::new(config), plan: StepPlan::default() }
     }
 
     fn add(&mut self, id: u64, num_prompt: usize, max_num_tokens: usize) {
-        self.add_as(Role::Generate, id, num_prompt, max_num_tokens);
+        self.add_as(SequenceRole::Generate, id, num_prompt, max_num_tokens);
     }
 
-    fn add_as(&mut self, role: Role, id: u64, num_prompt: usize, max_num_tokens: usize) {
+    fn add_as(&mut self, role: SequenceRole, id: u64, num_prompt: usize, max_num_tokens: usize) {
         let prompt = vec![id as u32; num_prompt];
         self.scheduler.add(Sequence::new(SequenceId(id), role, prompt, max_num_tokens, BLOCK_SIZE, None));
     }
@@ -37,7 +37,7 @@ impl Stepping {
     }
 
     /// The blocks that the step of `plan` reads and writes.
-    fn blocks(&self, plan: &Plan) -> Vec<BlockId> {
+    fn blocks(&self, plan: &StepPlan) -> Vec<BlockId> {
         let table = |id| self.scheduler.sequence(id).expect("it runs").blocks();
         plan.chunks.iter().flat_map(|chunk| table(chunk.id)).copied().collect()
     }
@@ -54,7 +54,7 @@ impl Stepping {
 
     /// Who is in the step after `plan`, from where on, and which row is followed.
     fn ahead(&mut self) -> Option<Vec<(u64, usize, usize)>> {
-        let (mut next, mut follows) = (Plan::default(), vec![]);
+        let (mut next, mut follows) = (StepPlan::default(), vec![]);
         let is_decided = self.scheduler.step_ahead(&self.plan, &mut next, &mut follows);
         self.scheduler.check_integrity().expect("the books are right");
         is_decided.then(|| {
@@ -67,7 +67,7 @@ impl Stepping {
     }
 
     /// The tokens of `plan`, which was followed or not.
-    fn collect(&mut self, plan: &Plan, is_ahead: bool) {
+    fn collect(&mut self, plan: &StepPlan, is_ahead: bool) {
         self.scheduler.computed(is_ahead);
         self.scheduler.advance(plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
@@ -120,7 +120,7 @@ fn what_depends_on_tokens_or_on_others_is_not_decided_ahead() {
     }
     // Somebody runs who is not in the step.
     let mut all = Stepping::new(64, 8, 64);
-    all.add_as(Role::Decode, 1, 4, 20);
+    all.add_as(SequenceRole::Decode, 1, 4, 20);
     all.add(2, 4, 20);
     all.step();
     all.scheduler.start_decode(SequenceId(1), TOKEN);
@@ -132,7 +132,7 @@ fn what_depends_on_tokens_or_on_others_is_not_decided_ahead() {
     assert_eq!(all.ahead(), None);
     // It ends after its first token.
     let mut all = Stepping::new(64, 8, 8);
-    all.add_as(Role::Prefill, 1, 4, 20);
+    all.add_as(SequenceRole::Prefill, 1, 4, 20);
     all.step();
     assert_eq!(all.ahead(), None);
     // Drafts.

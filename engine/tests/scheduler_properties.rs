@@ -8,9 +8,9 @@ use std::{
 
 use baton_engine::{
     BlockPool,
-    plan::Plan,
+    plan::StepPlan,
     scheduler::{Scheduler, SchedulerConfig},
-    sequence::{Role, Sequence, SequenceId},
+    sequence::{Sequence, SequenceId, SequenceRole},
 };
 use baton_kv_cache::{BlockHash, BlockId, HashRoot};
 use proptest::prelude::*;
@@ -113,7 +113,7 @@ fn wrong_books_are_noticed() {
 #[derive(Clone, Debug)]
 enum Operation {
     Add {
-        role: Role,
+        role: SequenceRole,
         text: u32,
         num_prompt: usize,
         num_output: usize,
@@ -131,9 +131,9 @@ enum Operation {
 
 fn operation() -> impl Strategy<Value = Operation> {
     let role = prop_oneof![
-        3 => Just(Role::Generate),
-        1 => Just(Role::Prefill),
-        1 => Just(Role::Decode),
+        3 => Just(SequenceRole::Generate),
+        1 => Just(SequenceRole::Prefill),
+        1 => Just(SequenceRole::Decode),
     ];
     prop_oneof![
         3 => (role, 0..3u32, 1..40usize, 1..30usize).prop_map(|(role, text, num_prompt, num_output)| {
@@ -176,10 +176,10 @@ fn prompts_beside_decodes_come_in_chunks_that_keep_the_target() {
         itl_target: Some(itl_target),
     });
     let prompt = |id: u64, len: usize, max: usize| {
-        Sequence::new(SequenceId(id), Role::Generate, vec![id as u32; len], max, 4, None)
+        Sequence::new(SequenceId(id), SequenceRole::Generate, vec![id as u32; len], max, 4, None)
     };
     scheduler.add(prompt(0, 4, 4000));
-    let mut plan = Plan::default();
+    let mut plan = StepPlan::default();
     let mut longest = Duration::ZERO;
     let mut longest_late = Duration::ZERO;
     let mut num_steps = 0;
@@ -213,10 +213,10 @@ const DRAWN: u32 = 9;
 struct Driver {
     config: SchedulerConfig,
     scheduler: Scheduler,
-    plan: Plan,
+    plan: StepPlan,
     next_id: u64,
     /// Longest length and role of what has not ended.
-    alive: BTreeMap<SequenceId, (usize, Role)>,
+    alive: BTreeMap<SequenceId, (usize, SequenceRole)>,
     granted: Vec<SequenceId>,
     holds: Vec<SequenceId>,
 }
@@ -226,7 +226,7 @@ impl Driver {
         Driver {
             config,
             scheduler: Scheduler::new(config),
-            plan: Plan::default(),
+            plan: StepPlan::default(),
             next_id: 0,
             alive: BTreeMap::new(),
             granted: Vec::new(),
@@ -244,7 +244,7 @@ impl Driver {
                 let root = Some(HashRoot::new("random", "", ""));
                 self.scheduler.add(Sequence::new(id, role, tokens, max, self.config.block_size, root));
                 self.alive.insert(id, (max, role));
-                if role == Role::Prefill {
+                if role == SequenceRole::Prefill {
                     self.holds.push(id);
                 }
             }
@@ -262,7 +262,7 @@ impl Driver {
                 let (&id, &(_, role)) = self.alive.iter().nth(idx % self.alive.len()).expect("in range");
                 // A reservation, waiting or granted, is released; a stream is cancelled.
                 if self.granted.contains(&id)
-                    || (role == Role::Decode && self.scheduler.sequence(id).is_none())
+                    || (role == SequenceRole::Decode && self.scheduler.sequence(id).is_none())
                 {
                     self.scheduler.release(id);
                     self.scheduler.end(id); // in case it was preempted after its reservation
@@ -291,7 +291,7 @@ impl Driver {
         self.scheduler.plan_drafts(&mut self.plan);
         self.check_plan();
         for admission in &self.plan.admitted {
-            if self.alive[&admission.id].1 == Role::Decode && admission.is_first {
+            if self.alive[&admission.id].1 == SequenceRole::Decode && admission.is_first {
                 self.granted.push(admission.id);
             }
         }
@@ -316,7 +316,9 @@ impl Driver {
 
     fn end_if_over(&mut self, id: SequenceId) {
         let (max, role) = self.alive[&id];
-        if role == Role::Prefill || self.scheduler.sequence(id).expect("it runs").tokens().len() == max {
+        if role == SequenceRole::Prefill
+            || self.scheduler.sequence(id).expect("it runs").tokens().len() == max
+        {
             self.scheduler.end(id);
             self.alive.remove(&id);
         }
@@ -337,7 +339,7 @@ impl Driver {
             assert_eq!(chunk.wants_token, end - chunk.num_drafts == sequence.tokens().len());
             assert_eq!(sequence.draft().len(), chunk.num_drafts);
             let (max, role) = self.alive[&chunk.id];
-            assert!(role == Role::Prefill || end < max, "the last token is never computed");
+            assert!(role == SequenceRole::Prefill || end < max, "the last token is never computed");
             assert!(end <= sequence.blocks().len() * self.config.block_size, "a token without a block");
             for idx in chunk.start_idx..end {
                 let place = (sequence.blocks()[idx / self.config.block_size], idx % self.config.block_size);

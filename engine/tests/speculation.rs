@@ -10,15 +10,16 @@ use std::sync::{
 use std::time::Duration;
 
 use baton_engine::{
-    DraftCounts, Drafter, EngineConfig, EngineError, FinishReason, Request, Speculation, SpeculationMode,
-    StartError, TokenEvent, testing::FakeModel,
+    DraftCounts, Drafter, EngineConfig, EngineError, EngineStartError, FinishReason, Request, Speculation,
+    SpeculationMode, TokenEvent,
 };
+use baton_engine_testing::FakeModel;
 use baton_model::{Batch, ExecuteError};
 use support::{
-    BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, draft_with_hook, drawing_draft, engine, engine_of,
+    BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, draft_with_hook, engine, engine_of,
     handoff::hand_off,
     kinds::{prompt, read, requests},
-    request, speculating, speculating_with_hook, standing_clock,
+    request, sampling_draft, speculating, speculating_with_hook, standing_clock,
 };
 
 /// A vocabulary so small that texts repeat themselves.
@@ -34,7 +35,7 @@ fn drafters() -> Vec<(&'static str, Drafter)> {
         ("wrong in 8", errs_in(8)),
         ("wrong in 2", errs_in(2)),
         ("wrong", errs_in(1)),
-        ("drawing", drawing_draft(FakeModel { errs_in: Some(8), ..model() }).0),
+        ("drawing", sampling_draft(FakeModel { errs_in: Some(8), ..model() }).0),
         ("ngram", Drafter::Ngram),
     ]
 }
@@ -311,5 +312,5 @@ fn a_draft_model_of_other_tokens_is_refused() {
     let speculation = Speculation { drafter: draft(other), max_draft_tokens: 5, max_step_tokens: 64 };
     let error = baton_engine::start(FakeModel::new(BLOCK_SIZE).executor(), Some(speculation), config())
         .expect_err("refused");
-    assert!(matches!(error, StartError::Vocabulary { draft: 65, target: 64 }), "{error}");
+    assert!(matches!(error, EngineStartError::Vocabulary { draft: 65, target: 64 }), "{error}");
 }

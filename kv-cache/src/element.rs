@@ -6,7 +6,7 @@
 //!
 //! It does not know where vectors lie (that is [`KvLayout`](crate::KvLayout)).
 
-use crate::{KvDtype, rounding::Isa};
+use crate::{KvDtype, quantise::Isa};
 
 impl KvDtype {
     /// Rounds `vector`, each number to the nearest, of two the even one, and writes it as `elements` and, where the
@@ -34,7 +34,7 @@ impl KvDtype {
     /// As there.
     pub fn store_vectors(self, vectors: &[f32], head_dim: usize, elements: &mut [u8], scales: &mut [u8]) {
         self.check_lengths(vectors.len(), head_dim, elements.len(), scales.len());
-        Isa::detect().store(self, vectors, head_dim, elements, scales);
+        Isa::detect().quantise(self, vectors, head_dim, elements, scales);
     }
 
     /// The inverse of [`store_vectors`](Self::store_vectors), but for what rounding took.
@@ -43,7 +43,7 @@ impl KvDtype {
     /// As there.
     pub fn load_vectors(self, elements: &[u8], scales: &[u8], head_dim: usize, vectors: &mut [f32]) {
         self.check_lengths(vectors.len(), head_dim, elements.len(), scales.len());
-        Isa::detect().load(self, elements, scales, head_dim, vectors);
+        Isa::detect().dequantise(self, elements, scales, head_dim, vectors);
     }
 
     fn check_lengths(self, len: usize, head_dim: usize, elements: usize, scales: usize) {

@@ -49,16 +49,16 @@ struct Heads {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
     /// From here...
-    pub source: Place,
+    pub source: BlockOffset,
     /// ... to here.
-    pub destination: Place,
+    pub destination: BlockOffset,
     /// What lies there.
-    pub extent: Extent,
+    pub kind: RunKind,
 }
 
 /// Where a run begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct BlockOffset {
     /// Counted in the sequence.
     pub block_idx: usize,
     /// In the piece.
@@ -67,7 +67,7 @@ pub struct Place {
 
 /// How much a run is, and how it moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Extent {
+pub enum RunKind {
     /// So many bytes, as they are.
     Bytes(usize),
     /// One head's vectors of consecutive tokens, from one type to another.
@@ -164,9 +164,9 @@ impl KvMapping {
     /// When a piece is shorter than its layout says.
     pub fn apply(&self, run: &Run, source: &[u8], destination: &mut [u8], vectors: &mut Vec<f32>) {
         let (from, to) = (run.source.offset, run.destination.offset);
-        match run.extent {
-            Extent::Bytes(len) => destination[to..][..len].copy_from_slice(&source[from..][..len]),
-            Extent::Vectors { num_tokens, source_scales, destination_scales } => {
+        match run.kind {
+            RunKind::Bytes(len) => destination[to..][..len].copy_from_slice(&source[from..][..len]),
+            RunKind::Vectors { num_tokens, source_scales, destination_scales } => {
                 // As many at a time as stay in the nearest cache.
                 let most = (VECTOR_FLOATS / self.source.layout.head_dim).max(1);
                 for first in (0..num_tokens).step_by(most) {
@@ -215,23 +215,23 @@ impl KvMapping {
             [&self.source, &self.destination].map(|Heads { layout, first }| {
                 let (block_idx, slot) = (tokens.start / layout.block_size, tokens.start % layout.block_size);
                 let head = half * layout.half_bytes() + layout.head_offset(first + head);
-                Place { block_idx, offset: head + offset_of(layout, slot) }
+                BlockOffset { block_idx, offset: head + offset_of(layout, slot) }
             })
         };
         let (elements, scales) = (places(KvLayout::token_offset), places(KvLayout::scale_offset));
         let KvLayout { head_dim, dtype, .. } = self.source.layout;
-        let ([source, destination], extent) = match part {
-            Part::Piece => (elements, Extent::Bytes(self.source.layout.layer_bytes())),
-            Part::Heads => (elements, Extent::Bytes(self.num_heads * self.source.layout.head_bytes())),
-            Part::Elements => (elements, Extent::Bytes(tokens.len() * head_dim * dtype.size_bytes())),
-            Part::Scales => (scales, Extent::Bytes(tokens.len() * dtype.scale_bytes())),
+        let ([source, destination], kind) = match part {
+            Part::Piece => (elements, RunKind::Bytes(self.source.layout.layer_bytes())),
+            Part::Heads => (elements, RunKind::Bytes(self.num_heads * self.source.layout.head_bytes())),
+            Part::Elements => (elements, RunKind::Bytes(tokens.len() * head_dim * dtype.size_bytes())),
+            Part::Scales => (scales, RunKind::Bytes(tokens.len() * dtype.scale_bytes())),
             Part::Vectors => {
                 let [source_scales, destination_scales] = scales.map(|place| place.offset);
                 let num_tokens = tokens.len();
-                (elements, Extent::Vectors { num_tokens, source_scales, destination_scales })
+                (elements, RunKind::Vectors { num_tokens, source_scales, destination_scales })
             }
         };
-        Run { source, destination, extent }
+        Run { source, destination, kind }
     }
 
     /// Whether a head of a whole block has the same bytes on both sides.
@@ -267,16 +267,16 @@ mod tests {
 
     /// `block+offset > block+offset: bytes` for each run.
     fn check(source: KvShard, destination: KvShard, tokens: Range<usize>, expected: &str) {
-        let text = |Run { source, destination, extent }: Run| {
-            let extent = match extent {
-                Extent::Bytes(len) => len.to_string(),
-                Extent::Vectors { num_tokens, source_scales, destination_scales } => {
+        let text = |Run { source, destination, kind }: Run| {
+            let kind = match kind {
+                RunKind::Bytes(len) => len.to_string(),
+                RunKind::Vectors { num_tokens, source_scales, destination_scales } => {
                     format!("{num_tokens} tokens, scales {source_scales} > {destination_scales}")
                 }
             };
             let [from, to] =
                 [source, destination].map(|place| format!("{}+{}", place.block_idx, place.offset));
-            format!("{from} > {to}: {extent}")
+            format!("{from} > {to}: {kind}")
         };
         let runs: Vec<String> =
             KvMapping::new(&source, &destination).unwrap().runs(tokens).map(text).collect();

@@ -14,7 +14,7 @@ use std::{
 };
 
 use crate::{
-    BlockId, BlockKernels, DeviceMemory, KvLayout, WireCodec,
+    BlockId, BlockKernels, DeviceMemory, KvLayout,
     pages::{self, HUGE_PAGE},
 };
 
@@ -279,97 +279,14 @@ impl BlockStorage {
         Ok(())
     }
 
-    /// Pieces as `codec` codes them, one behind the other in `coded`, and the checksums, seeded with `seed`, of what decoding
-    /// makes of them; coded by the device that has them. `None` when none does: then it is for processors.
-    ///
-    /// # Errors
-    /// When the device fails.
-    ///
-    /// # Safety
-    /// As [`load_all`](Self::load_all).
-    pub unsafe fn encode_there(
-        &self,
-        codec: &WireCodec,
-        pieces: &[(BlockId, usize)],
-        coded: &mut [u8],
-        seed: u64,
-    ) -> io::Result<Option<Vec<u64>>> {
-        assert_eq!(coded.len(), pieces.len() * codec.piece_bytes(), "bytes of the pieces");
-        // SAFETY: in bounds by `layer_offset`; unwritten by the caller's word.
-        self.kernels().map_or(Ok(None), |mut kernels| unsafe {
-            kernels.gather_coded(codec, &self.places(pieces), coded, seed)
-        })
-    }
-
-    /// Has the device that pieces belong to decode them; they are there when it returns. `false`, and nothing has happened,
-    /// when none does: then it is for processors.
-    ///
-    /// # Errors
-    /// When the device fails.
-    ///
-    /// # Safety
-    /// As [`store_all`](Self::store_all).
-    pub unsafe fn decode_there(
-        &self,
-        codec: &WireCodec,
-        pieces: &[(BlockId, usize)],
-        coded: &[u8],
-    ) -> io::Result<bool> {
-        assert_eq!(coded.len(), pieces.len() * codec.piece_bytes(), "bytes of the pieces");
-        // SAFETY: in bounds by `layer_offset`; exclusive by the caller's word.
-        self.kernels().map_or(Ok(false), |mut kernels| unsafe {
-            kernels.scatter_coded(codec, &self.places(pieces), coded)
-        })
-    }
-
-    /// XXH3-64 of pieces, seeded with `seed`, taken by the device that has them. `None` when none does: then it is for
-    /// processors, over what [`load_all`](Self::load_all) gives.
-    ///
-    /// # Errors
-    /// When the device fails.
-    ///
-    /// # Safety
-    /// As [`load_all`](Self::load_all).
-    pub unsafe fn checksums_there(
-        &self,
-        pieces: &[(BlockId, usize)],
-        seed: u64,
-    ) -> io::Result<Option<Vec<u64>>> {
-        // SAFETY: in bounds by `layer_offset`; unwritten by the caller's word.
-        self.kernels().map_or(Ok(None), |mut kernels| unsafe {
-            kernels.checksums(&self.places(pieces), self.layout.layer_bytes(), seed)
-        })
-    }
-
-    /// The same of each head of pieces, one behind the other: those of a piece's K, then those of its V.
-    ///
-    /// # Errors
-    /// When a device fails.
-    ///
-    /// # Safety
-    /// As [`load_all`](Self::load_all).
-    pub unsafe fn head_checksums_there(
-        &self,
-        pieces: &[(BlockId, usize)],
-        seed: u64,
-    ) -> io::Result<Option<Vec<u64>>> {
-        let KvLayout { num_kv_heads, .. } = self.layout;
-        let head_bytes = self.layout.head_bytes();
-        let heads = |piece: u64| (0..2 * num_kv_heads).map(move |nth| piece + (nth * head_bytes) as u64);
-        // SAFETY: as `checksums_there`.
-        self.kernels().map_or(Ok(None), |mut kernels| unsafe {
-            let places: Vec<u64> = self.places(pieces).into_iter().flat_map(heads).collect();
-            kernels.checksums(&places, head_bytes, seed)
-        })
-    }
-
-    fn kernels(&self) -> Option<MutexGuard<'_, Box<dyn BlockKernels>>> {
+    /// The device's kernels, if it has any.
+    pub(crate) fn kernels(&self) -> Option<MutexGuard<'_, Box<dyn BlockKernels>>> {
         let kernels = self.device()?.kernels()?;
         Some(kernels.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Where pieces begin in the memory of the device; of several, their offsets.
-    fn places(&self, pieces: &[(BlockId, usize)]) -> Vec<u64> {
+    pub(crate) fn places(&self, pieces: &[(BlockId, usize)]) -> Vec<u64> {
         let base = self.device().and_then(DeviceMemory::address).unwrap_or(0);
         pieces.iter().map(|&(block, layer_idx)| base + self.layer_offset(block, layer_idx) as u64).collect()
     }
@@ -419,151 +336,4 @@ fn size_bytes(layout: &KvLayout, num_blocks: usize) -> io::Result<usize> {
 
 fn check(result: libc::c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
-}
-
-#[cfg(test)]
-pub(crate) mod testing {
-    use std::sync::Mutex;
-
-    use super::*;
-
-    /// Memory of the host that pretends not to be.
-    #[derive(Debug)]
-    pub(crate) struct Remote(u32, Mutex<Vec<u8>>);
-
-    impl Remote {
-        /// Zeroes on the device of that number.
-        pub(crate) fn new(device: u32, size_bytes: usize) -> Remote {
-            Remote(device, vec![0; size_bytes].into())
-        }
-    }
-
-    // SAFETY: the vector keeps its size, and so its place.
-    unsafe impl DeviceMemory for Remote {
-        fn device(&self) -> u32 {
-            self.0
-        }
-
-        fn address(&self) -> Option<u64> {
-            Some(self.1.lock().unwrap().as_ptr() as u64)
-        }
-
-        fn bind(&self) -> io::Result<()> {
-            Ok(())
-        }
-
-        unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {
-            bytes.copy_from_slice(&self.1.lock().unwrap()[offset..offset + bytes.len()]);
-            Ok(())
-        }
-
-        unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()> {
-            self.1.lock().unwrap()[offset..offset + bytes.len()].copy_from_slice(bytes);
-            Ok(())
-        }
-
-        fn handle(&self) -> Option<[u8; 64]> {
-            None
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::testing::Remote;
-    use super::*;
-    use crate::KvDtype;
-
-    const LAYOUT: KvLayout =
-        KvLayout { block_size: 4, num_layers: 2, num_kv_heads: 1, head_dim: 8, dtype: KvDtype::F32 };
-
-    #[test]
-    fn a_peer_that_maps_the_descriptor_sees_the_bytes() {
-        let ours = BlockStorage::new(LAYOUT, 3).unwrap();
-        let fd = ours.fd().try_clone_to_owned().unwrap();
-        let theirs = BlockStorage::from_fd(fd, LAYOUT, 3).unwrap();
-        // SAFETY: this test is the only user of both mappings.
-        unsafe {
-            theirs.layer_mut(BlockId(2), 1).fill(7);
-            assert!(ours.layer(BlockId(2), 1).iter().all(|&byte| byte == 7));
-            assert!(ours.layer(BlockId(2), 0).iter().all(|&byte| byte == 0));
-            assert!(ours.layer(BlockId(1), 1).iter().all(|&byte| byte == 0));
-        }
-    }
-
-    #[test]
-    fn memory_that_is_supplied_ahead_keeps_what_it_holds() {
-        // Several huge pages, and a rest.
-        let layout = KvLayout { num_kv_heads: 64, head_dim: 128, num_layers: 15, ..LAYOUT };
-        let storage = BlockStorage::new(layout, 3).unwrap();
-        let size = storage.size_bytes();
-        assert!(size > 2 * HUGE_PAGE && !size.is_multiple_of(HUGE_PAGE));
-        // SAFETY: this test is the only user of the mapping.
-        unsafe { storage.layer_mut(BlockId(1), 0).fill(7) };
-        match storage.populate_all() {
-            Ok(()) => assert_eq!(resident_pages(&storage), size.div_ceil(4096)),
-            // A kernel before 5.14.
-            Err(error) => assert_eq!(error.kind(), io::ErrorKind::InvalidInput),
-        }
-        // SAFETY: as above.
-        unsafe {
-            assert!(storage.layer(BlockId(1), 0).iter().all(|&byte| byte == 7));
-            assert!(storage.layer(BlockId(1), 1).iter().all(|&byte| byte == 0));
-            assert!(storage.layer(BlockId(2), 0).iter().all(|&byte| byte == 0));
-        }
-    }
-
-    /// Pages of 4 KiB that are in memory.
-    fn resident_pages(storage: &BlockStorage) -> usize {
-        let mut pages = vec![0u8; storage.size_bytes().div_ceil(4096)];
-        // SAFETY: the range is mapped, and there is a byte for each page.
-        let result = unsafe {
-            libc::mincore(storage.address() as *mut libc::c_void, storage.size_bytes(), pages.as_mut_ptr())
-        };
-        assert_eq!(result, 0, "{}", io::Error::last_os_error());
-        pages.iter().filter(|page| **page & 1 != 0).count()
-    }
-
-    #[test]
-    fn memory_of_another_size_is_refused() {
-        let ours = BlockStorage::new(LAYOUT, 3).unwrap();
-        let fd = ours.fd().try_clone_to_owned().unwrap();
-        let error = BlockStorage::from_fd(fd, LAYOUT, 4).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
-    }
-
-    #[test]
-    fn an_ordinary_file_is_refused() {
-        let file = std::fs::File::open("/dev/null").unwrap();
-        assert!(BlockStorage::from_fd(file.into(), LAYOUT, 3).is_err());
-    }
-
-    #[test]
-    fn pieces_on_a_device_are_fetched_and_never_pointed_at() {
-        let size_bytes = BlockStorage::bytes_of(&LAYOUT, 3).unwrap();
-        let memory = Box::new(Remote::new(3, size_bytes));
-        let storage = BlockStorage::on_device(memory, LAYOUT, 3);
-        let device = storage.device().unwrap();
-        assert_eq!(device.device(), 3);
-        let offset = storage.layer_offset(BlockId(2), 1);
-        assert_eq!(offset + LAYOUT.layer_bytes(), size_bytes, "the last piece");
-        let mut room = vec![1; LAYOUT.layer_bytes()];
-        // SAFETY: this test is the only user of the memory.
-        unsafe {
-            device.write(offset, &vec![7; LAYOUT.layer_bytes()]).unwrap();
-            storage.load_all(&[(BlockId(2), 1)], &mut room).unwrap();
-            assert!(room.iter().all(|&byte| byte == 7));
-            storage.load_all(&[(BlockId(1), 1)], &mut room).unwrap();
-            assert!(room.iter().all(|&byte| byte == 0));
-        }
-        let pointed =
-            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| storage.layer_ptr(BlockId(0), 0)));
-        assert!(pointed.is_err());
-    }
-
-    #[test]
-    #[should_panic(expected = "no piece b3/0")]
-    fn a_block_that_does_not_exist_has_no_place() {
-        BlockStorage::new(LAYOUT, 3).unwrap().layer_ptr(BlockId(3), 0);
-    }
 }

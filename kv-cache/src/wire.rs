@@ -12,10 +12,11 @@
 
 use std::ops::Range;
 
-use crate::{KvDtype, KvLayout, rounding::Isa};
+use crate::{
+    KvDtype, KvLayout,
+    quantise::{INT4_GROUP, Isa},
+};
 
-/// Numbers that share a scale in INT4.
-pub const INT4_GROUP: usize = 32;
 /// Numbers that are widened at a time: 8 KiB.
 const VECTOR_FLOATS: usize = 2048;
 
@@ -126,15 +127,15 @@ impl WireCodec {
             for tokens in self.chunks() {
                 let [elements, scales] = self.memory(&tokens);
                 let vectors = scratch.of(tokens.len() * head_dim);
-                isa.load(dtype, &head[elements], &head[scales], head_dim, vectors);
+                isa.dequantise(dtype, &head[elements], &head[scales], head_dim, vectors);
                 let [codes, scales] = self.wire(&tokens);
                 let (front, back) = coded.split_at_mut(scales.start);
                 let (codes, scales) = (&mut front[codes], &mut back[..scales.len()]);
                 match self.format {
                     WireFormat::AsIs => unreachable!("has no codec"),
-                    WireFormat::Fp8 => isa.store(KvDtype::Fp8, vectors, head_dim, codes, scales),
-                    WireFormat::Int8 => isa.store(KvDtype::Int8, vectors, head_dim, codes, scales),
-                    WireFormat::Int4 => isa.store_int4(vectors, head_dim, codes, scales),
+                    WireFormat::Fp8 => isa.quantise(KvDtype::Fp8, vectors, head_dim, codes, scales),
+                    WireFormat::Int8 => isa.quantise(KvDtype::Int8, vectors, head_dim, codes, scales),
+                    WireFormat::Int4 => isa.quantise_int4(vectors, head_dim, codes, scales),
                 }
             }
         }
@@ -156,14 +157,14 @@ impl WireCodec {
                 let vectors = scratch.of(tokens.len() * head_dim);
                 match self.format {
                     WireFormat::AsIs => unreachable!("has no codec"),
-                    WireFormat::Fp8 => isa.load(KvDtype::Fp8, codes, scales, head_dim, vectors),
-                    WireFormat::Int8 => isa.load(KvDtype::Int8, codes, scales, head_dim, vectors),
-                    WireFormat::Int4 => isa.load_int4(codes, scales, head_dim, vectors),
+                    WireFormat::Fp8 => isa.dequantise(KvDtype::Fp8, codes, scales, head_dim, vectors),
+                    WireFormat::Int8 => isa.dequantise(KvDtype::Int8, codes, scales, head_dim, vectors),
+                    WireFormat::Int4 => isa.dequantise_int4(codes, scales, head_dim, vectors),
                 }
                 let [elements, scales] = self.memory(&tokens);
                 let (front, back) = head.split_at_mut(scales.start);
                 let (elements, scales) = (&mut front[elements], &mut back[..scales.len()]);
-                isa.store(dtype, vectors, head_dim, elements, scales);
+                isa.quantise(dtype, vectors, head_dim, elements, scales);
             }
         }
     }

@@ -8,7 +8,7 @@ use baton_engine::{
     DraftCounts, EngineError, FinishReason, Request, SampledToken, SamplingParams, SpeculationMode,
     SubmitError, TokenLogprobs,
 };
-use baton_kv_transfer::{Failed, FailureKind};
+use baton_handoff::{Failed, FailureKind};
 use baton_proto::{v1, worker as proto};
 use tonic::Status;
 

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_engine::{Request, SampledToken};
-use baton_kv_cache::{BlockId, KvFormat, WireFormat};
-use baton_kv_transfer::{
-    Begin, DecodeMessage, Extent, Generation, Grant, Piece, PrefillMessage, Token, TransportKind,
+use baton_handoff::{
+    Begin, DecodeMessage, Extent, Generation, Grant, Piece, PrefillMessage, Secret, TransportKind,
     TransportOffer, Written,
 };
+use baton_kv_cache::{BlockId, KvFormat, WireFormat};
 use baton_proto::{v1, worker as proto};
 use proto::{decode_message, prefill_message, transport_offer};
 
@@ -59,7 +59,7 @@ pub fn decode_message_to_proto(message: DecodeMessage, payload: Payload<'_>) -> 
 pub fn grant_to_proto(grant: Grant) -> proto::Grant {
     proto::Grant {
         generation: grant.generation.0,
-        token: grant.token.0.to_vec().into(),
+        token: grant.secret.0.to_vec().into(),
         num_cached_blocks: grant.num_cached_blocks as u32,
         block_ids: grant.block_ids.iter().map(|block| block.0).collect(),
         transports: grant.offers.iter().map(offer_to_proto).collect(),
@@ -70,8 +70,8 @@ pub fn grant_to_proto(grant: Grant) -> proto::Grant {
 pub fn grant_from_proto(grant: proto::Grant) -> Grant {
     Grant {
         generation: Generation(grant.generation),
-        // What is no token opens nothing.
-        token: grant.token[..].try_into().map(Token).unwrap_or_default(),
+        // Other lengths are no secret, and open nothing.
+        secret: grant.token[..].try_into().map(Secret).unwrap_or_default(),
         num_cached_blocks: grant.num_cached_blocks as usize,
         block_ids: grant.block_ids.into_iter().map(BlockId).collect(),
         offers: grant.transports.into_iter().filter_map(offer_from_proto).collect(),
@@ -291,8 +291,8 @@ fn offer_from_proto(offer: proto::TransportOffer) -> Option<TransportOffer> {
 
 #[cfg(test)]
 mod tests {
+    use baton_handoff::{Failed, FailureKind};
     use baton_kv_cache::{KvDtype, KvLayout};
-    use baton_kv_transfer::{Failed, FailureKind};
 
     use super::*;
 
@@ -341,7 +341,7 @@ mod tests {
 
         let messages = [
             DecodeMessage::Grant(Grant {
-                token: Token([7; Token::NUM_BYTES]),
+                secret: Secret([7; Secret::NUM_BYTES]),
                 generation: Generation(5),
                 num_cached_blocks: 1,
                 block_ids: vec![BlockId(3), BlockId(9)],

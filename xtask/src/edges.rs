@@ -45,6 +45,7 @@ const ROOMS: &[Room] = &[
             "baton-worker",
             "baton-model",
             "baton-kv-transfer",
+            "baton-handoff",
             "baton-cluster",
             "baton-kv-cache",
             "baton-tokenizer",
@@ -69,7 +70,15 @@ const ROOMS: &[Room] = &[
             "baton-proto",
         ],
         tests_use: &[],
-        never: &["baton-model", "baton-engine", "baton-kv-transfer", "baton-worker", "safetensors", "cudarc"],
+        never: &[
+            "baton-model",
+            "baton-engine",
+            "baton-handoff",
+            "baton-kv-transfer",
+            "baton-worker",
+            "safetensors",
+            "cudarc",
+        ],
     },
     Room {
         name: "baton-prefill-worker",
@@ -80,7 +89,7 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-decode-worker",
         uses: ROLE,
-        tests_use: &["baton-model", "baton-prefill-worker"],
+        tests_use: &["baton-model", "baton-prefill-worker", "baton-engine-testing"],
         never: &["baton-router", "baton-tokenizer", "tokenizers"],
     },
     Room {
@@ -88,6 +97,7 @@ const ROOMS: &[Room] = &[
         uses: &[
             "baton-engine",
             "baton-model",
+            "baton-handoff",
             "baton-kv-transfer",
             "baton-kv-cache",
             "baton-cluster",
@@ -95,16 +105,24 @@ const ROOMS: &[Room] = &[
             "baton-tls",
             "baton-proto",
         ],
-        tests_use: &[],
+        tests_use: &["baton-engine-testing"],
         never: &["baton-router", "baton-tokenizer", "tokenizers"],
+    },
+    // A fake model for tests.
+    Room {
+        name: "baton-engine-testing",
+        uses: &["baton-engine", "baton-model", "baton-kv-cache"],
+        tests_use: &[],
+        never: &["baton-proto", "baton-kv-transfer", "baton-cluster"],
     },
     // Knows no network and no protocol.
     Room {
         name: "baton-engine",
         uses: &["baton-model", "baton-kv-cache"],
-        tests_use: &[],
+        tests_use: &["baton-engine-testing"],
         never: &[
             "baton-proto",
+            "baton-handoff",
             "baton-kv-transfer",
             "baton-cluster",
             "tonic",
@@ -123,15 +141,34 @@ const ROOMS: &[Room] = &[
     // Moves blocks; whose they are is not its business.
     Room {
         name: "baton-kv-transfer",
-        uses: &["baton-kv-cache", "baton-cuda", "baton-tls"],
+        uses: &["baton-handoff", "baton-kv-cache", "baton-cuda", "baton-tls"],
         tests_use: &[],
         never: &["baton-engine", "baton-model", "baton-proto", "tonic", "prost", "hyper", "axum", "h2"],
+    },
+    // The protocol of a handoff: messages in, messages and actions out. It acts through nothing but its caller.
+    Room {
+        name: "baton-handoff",
+        uses: &["baton-kv-cache"],
+        tests_use: &[],
+        never: &[
+            "baton-engine",
+            "baton-model",
+            "baton-kv-transfer",
+            "baton-proto",
+            "baton-tls",
+            "baton-cuda",
+            "tokio",
+            "tracing",
+            "tonic",
+            "prost",
+            "hyper",
+        ],
     },
     Room {
         name: "baton-cluster",
         uses: &["baton-kv-cache", "baton-proto", "baton-tls"],
         tests_use: &[],
-        never: &["baton-engine", "baton-model", "baton-kv-transfer"],
+        never: &["baton-engine", "baton-model", "baton-handoff", "baton-kv-transfer"],
     },
     Room { name: "baton-kv-cache", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
     Room {
@@ -155,6 +192,7 @@ const ROOMS: &[Room] = &[
 const ROLE: &[&str] = &[
     "baton-worker",
     "baton-engine",
+    "baton-handoff",
     "baton-kv-transfer",
     "baton-cluster",
     "baton-kv-cache",

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use baton_engine::{Request, SamplingParams};
-use baton_kv_transfer::TransportKind;
+use baton_handoff::TransportKind;
 use baton_proto::worker::{self as proto, DrainRequest, worker_client::WorkerClient};
 use baton_worker::KvMemory;
 use tokio::net::TcpListener;

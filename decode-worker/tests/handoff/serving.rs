@@ -1,7 +1,7 @@
 //! What a router gets: the same tokens, whoever computes the prompt.
 
-use baton_engine::testing::FakeModel;
-use baton_kv_transfer::TransportKind;
+use baton_engine_testing::FakeModel;
+use baton_handoff::TransportKind;
 use tonic::Code;
 
 use crate::harness::{BLOCK_SIZE, decode, expected, generate, prefill, prompt, request, transports};

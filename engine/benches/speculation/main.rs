@@ -18,7 +18,7 @@ use baton_engine::{
     TokenEvent, sampler::random_unit,
 };
 use baton_model::{LoadOptions, LoadedModel, ThreadPool, load};
-use steps::Costs;
+use steps::DraftCosts;
 
 /// How much wider than the tiny model's the MLPs of the targets are.
 const FACTORS: [usize; 3] = [1, 8, 32];
@@ -72,7 +72,7 @@ fn measure(target: &LoadedModel, draft: &LoadedModel, said: &mut Vec<Vec<u32>>) 
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime can be built");
     let mut saying = Vec::new();
     for num_sequences in [1, 4] {
-        let costs = Costs::measure(target, draft, &pool, num_sequences);
+        let costs = DraftCosts::measure(target, draft, &pool, num_sequences);
         for name in ["ngram", "draft"] {
             for temperature in [0.0, 0.7] {
                 let (drafter, cost) = match name {
@@ -126,7 +126,7 @@ fn measure(target: &LoadedModel, draft: &LoadedModel, said: &mut Vec<Vec<u32>>) 
 }
 
 /// What the best length of a draft gains when each token is accepted that often and costs so many steps; see
-/// `baton_engine::speculation::policy`.
+/// `baton_engine::draft_length`.
 fn best(acceptance: f64, cost: f64) -> f64 {
     let gain = |length: i32| {
         (0..=length).map(|n| acceptance.powi(n)).sum::<f64>() / (1.0 + f64::from(length) * cost)

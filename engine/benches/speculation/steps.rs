@@ -11,7 +11,7 @@ const NUM_DRAFTS: usize = 4;
 const NUM_ROUNDS: usize = 41;
 
 /// In steps of the target that compute a token of each sequence.
-pub(crate) struct Costs {
+pub(crate) struct DraftCosts {
     /// A step of the draft model.
     pub(crate) draft: f64,
     /// One more token of each sequence in a step of the target.
@@ -24,14 +24,14 @@ struct Steps {
     num_sequences: usize,
 }
 
-impl Costs {
+impl DraftCosts {
     /// Medians of steps that took turns, as when drafting.
     pub(crate) fn measure(
         target: &LoadedModel,
         draft: &LoadedModel,
         pool: &Arc<ThreadPool>,
         num_sequences: usize,
-    ) -> Costs {
+    ) -> DraftCosts {
         let [mut target, mut draft] =
             [target, draft].map(|model| Steps::new(model.cpu_executor_on(Arc::clone(pool)), num_sequences));
         let mut times = [const { Vec::new() }; 3];
@@ -44,7 +44,7 @@ impl Costs {
             times.sort_by(f64::total_cmp);
             times[NUM_ROUNDS / 2]
         });
-        Costs { draft: draft / plain, verify: (verifying / plain - 1.0) / NUM_DRAFTS as f64 }
+        DraftCosts { draft: draft / plain, verify: (verifying / plain - 1.0) / NUM_DRAFTS as f64 }
     }
 }
 

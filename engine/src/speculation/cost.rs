@@ -21,7 +21,7 @@ const PROBING: f64 = 1.0 / 64.0;
 
 /// Costs of one engine, beside what a step without drafts takes: `plain`, which whoever plans steps learns.
 #[derive(Clone, Debug)]
-pub(crate) struct Costs {
+pub(crate) struct DraftCosts {
     /// What a step of the drafter costs until it is measured, in steps of the target.
     draft_guess: f64,
     /// Of steps with drafts: caches and threads have just been the draft model's.
@@ -31,10 +31,10 @@ pub(crate) struct Costs {
     prompt_token: Option<f64>,
 }
 
-impl Costs {
+impl DraftCosts {
     /// Nothing is measured yet.
-    pub(crate) fn new(draft_guess: f64) -> Costs {
-        Costs { draft_guess, target: None, draft: None, prompt_token: None }
+    pub(crate) fn new(draft_guess: f64) -> DraftCosts {
+        DraftCosts { draft_guess, target: None, draft: None, prompt_token: None }
     }
 
     /// One more drafted token for each of `num_sequences`, in steps of the target. From 1 on no draft pays.
@@ -122,21 +122,25 @@ impl Costs {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::step_time::Pace;
+    use crate::step_time::PrefillBudget;
 
     /// Costs, and what a step takes, after many steps that took `fixed + num_tokens * per_token` milliseconds.
-    fn learned(target: (f64, f64), draft: (f64, f64), num_sequences: usize) -> (Costs, Option<StepTime>) {
+    fn learned(
+        target: (f64, f64),
+        draft: (f64, f64),
+        num_sequences: usize,
+    ) -> (DraftCosts, Option<StepTime>) {
         let time = |(fixed, per_token): (f64, f64), num_tokens: usize| {
             Duration::from_secs_f64((fixed + per_token * num_tokens as f64) / 1e3)
         };
-        let (mut costs, mut pace) = (Costs::new(0.3), Pace::new(None));
+        let (mut costs, mut budget) = (DraftCosts::new(0.3), PrefillBudget::new(None));
         for step in 0..2000 {
             let num_tokens = num_sequences * (1 + step % 5);
-            pace.observe(num_sequences, time(target, num_sequences));
-            costs.observe_target(pace.step(), num_tokens, time(target, num_tokens));
-            costs.observe_draft(pace.step(), num_sequences, time(draft, num_sequences));
+            budget.observe(num_sequences, time(target, num_sequences));
+            costs.observe_target(budget.step(), num_tokens, time(target, num_tokens));
+            costs.observe_draft(budget.step(), num_sequences, time(draft, num_sequences));
         }
-        (costs, pace.step())
+        (costs, budget.step())
     }
 
     #[test]
@@ -164,12 +168,12 @@ mod tests {
 
     #[test]
     fn until_something_is_measured_costs_are_guessed() {
-        let (costs, mut pace) = (Costs::new(0.3), Pace::new(None));
-        assert_eq!(costs.per_token(pace.step(), 1), 0.35);
-        pace.observe(1, Duration::ZERO); // a clock that stands still
-        assert_eq!(costs.per_token(pace.step(), 1), 0.35);
-        pace.observe(1, Duration::from_millis(7));
-        assert!((costs.per_token(pace.step(), 1) - 0.35).abs() < 0.01, "{costs:?}");
+        let (costs, mut budget) = (DraftCosts::new(0.3), PrefillBudget::new(None));
+        assert_eq!(costs.per_token(budget.step(), 1), 0.35);
+        budget.observe(1, Duration::ZERO); // a clock that stands still
+        assert_eq!(costs.per_token(budget.step(), 1), 0.35);
+        budget.observe(1, Duration::from_millis(7));
+        assert!((costs.per_token(budget.step(), 1) - 0.35).abs() < 0.01, "{costs:?}");
     }
 
     #[test]
@@ -197,8 +201,8 @@ mod tests {
     #[test]
     fn a_step_that_was_interrupted_hardly_counts() {
         let (learned, plain) = learned((10.0, 0.1), (2.0, 0.0), 1);
-        let of = |costs: &Costs| costs.per_token(plain, 1) + costs.per_draft(plain, 1);
-        for mut costs in [learned, Costs::new(0.3)] {
+        let of = |costs: &DraftCosts| costs.per_token(plain, 1) + costs.per_draft(plain, 1);
+        for mut costs in [learned, DraftCosts::new(0.3)] {
             let before = of(&costs);
             costs.observe_draft(plain, 1, Duration::from_secs(5));
             assert!(of(&costs) < 1.5 * before, "{} after {before}", of(&costs));

@@ -15,16 +15,16 @@
 use std::{collections::HashMap, time::Instant};
 
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_model::{Answer, Batch, BatchSequence, Executor};
+use baton_model::{Batch, BatchSequence, Executor, SampledRow};
 
 use crate::{
     block_pool::BlockPool,
-    compute::{UNKNOWN, collect, execute, launch},
-    config::{EngineConfig, StartError},
+    config::{EngineConfig, EngineStartError},
     events::EngineError,
+    execution::{UNKNOWN, collect, execute, launch},
     live::LiveRequests,
     sequence::{Sequence, SequenceId},
-    speculation::cost::Costs,
+    speculation::cost::DraftCosts,
 };
 
 pub(super) struct DraftModel {
@@ -78,14 +78,14 @@ impl DraftModel {
         config: &EngineConfig,
         vocab_size: usize,
         block_size: usize,
-    ) -> Result<DraftModel, StartError> {
+    ) -> Result<DraftModel, EngineStartError> {
         let layout = executor.kv_layout();
         assert_eq!(layout.block_size, block_size, "the draft model's blocks have the target's size");
         if executor.vocab_size() != vocab_size {
-            return Err(StartError::Vocabulary { draft: executor.vocab_size(), target: vocab_size });
+            return Err(EngineStartError::Vocabulary { draft: executor.vocab_size(), target: vocab_size });
         }
         let in_host_memory = || {
-            BlockStorage::new(layout, config.num_blocks).map_err(|source| StartError::Memory {
+            BlockStorage::new(layout, config.num_blocks).map_err(|source| EngineStartError::Memory {
                 num_blocks: config.num_blocks,
                 block_bytes: layout.block_bytes(),
                 source,
@@ -113,7 +113,7 @@ impl DraftModel {
         &mut self,
         wanted: impl Iterator<Item = (SequenceId, usize)>,
         live: &mut LiveRequests,
-        costs: &mut Costs,
+        costs: &mut DraftCosts,
         clock: fn() -> Instant,
     ) -> Result<(), EngineError> {
         self.forget_ended(live);
@@ -216,11 +216,11 @@ impl DraftModel {
             is_draft: self.runs.iter().all(|run| run.num_tokens <= 2),
             can_be_followed: false,
         };
-        if self.executor.drawing().is_some() {
-            let draws: Vec<_> = step.drafted.iter().map(|&id| live.draft_draw(id)).collect();
+        if self.executor.sampling().is_some() {
+            let samplings: Vec<_> = step.drafted.iter().map(|&id| live.draft_sampling(id)).collect();
             let batch = batch(&self.runs, &self.kv, live);
             let (executor, storage) = (&mut *self.executor, &self.storage);
-            step.can_be_followed = launch(executor, &batch, &draws, &[], storage, &mut |_| {})?;
+            step.can_be_followed = launch(executor, &batch, &samplings, &[], storage, &mut |_| {})?;
         }
         Ok(step)
     }
@@ -246,9 +246,9 @@ impl DraftModel {
         let drafted: Vec<SequenceId> = runs.map(|run| run.id).collect();
         let row_of = |id| step.drafted.iter().position(|&other| other == id).expect("it is drafted for");
         let follows: Vec<usize> = drafted.iter().map(|&id| row_of(id)).collect();
-        let draws: Vec<_> = drafted.iter().map(|&id| live.draft_draw_behind(id)).collect();
+        let samplings: Vec<_> = drafted.iter().map(|&id| live.draft_sampling_after_next(id)).collect();
         let (executor, storage) = (&mut *self.executor, &self.storage);
-        let can_be_followed = launch(executor, &batch, &draws, &follows, storage, &mut |_| {})?;
+        let can_be_followed = launch(executor, &batch, &samplings, &follows, storage, &mut |_| {})?;
         Ok(Some(DraftStep { num_tokens: drafted.len(), drafted, is_draft: true, can_be_followed }))
     }
 
@@ -258,12 +258,12 @@ impl DraftModel {
         // The storage is this drafter's alone. A batch's tokens lie in blocks that their sequence allocated, and gives up when
         // no step is under way; blocks that sequences share are full, and nobody computes them again. So what is said of
         // safety there holds here.
-        let answers = if executor.drawing().is_some() {
+        let answers = if executor.sampling().is_some() {
             collect(executor, &mut |_| {})?
         } else {
             let vocab_size = executor.vocab_size();
             let logits = execute(executor, &batch(&self.runs, &self.kv, live), storage, &mut |_| {})?;
-            logits.chunks_exact(vocab_size).map(Answer::Logits).collect()
+            logits.chunks_exact(vocab_size).map(SampledRow::Logits).collect()
         };
         let mut rows = step.drafted.iter().zip(answers);
         for run in &mut self.runs {
@@ -274,11 +274,11 @@ impl DraftModel {
             } else {
                 kv.ahead.extend(sequence.draft().last());
             }
-            let mut draw = || {
+            let mut sample = || {
                 let (_, answer) = rows.find(|&(&id, _)| id == run.id).expect("one for each that is complete");
-                live.draw_draft(run.id, answer)
+                live.sample_draft(run.id, answer)
             };
-            let goes_on = run.is_complete && draw();
+            let goes_on = run.is_complete && sample();
             run.num_drafts = if goes_on { run.num_drafts - 1 } else { 0 };
             run.num_tokens = 1;
         }

@@ -11,7 +11,7 @@
 //! the very tokens are kept, so that a seed means the same with and without a drafter. A draft model draws with
 //! the same random number: it proposes what the target draws wherever both put that number on one token.
 //!
-//! - [`policy`]: how many tokens to draft, from what was accepted and what it costs;
+//! - [`draft_length`]: how many tokens to draft, from what was accepted and what it costs;
 //! - `cost`: what it costs, from what steps took;
 //! - [`ngram`]: proposes what followed the same few tokens before;
 //! - `draft_model`: has a smaller model propose, over KV blocks of its own.
@@ -19,11 +19,9 @@
 mod cost;
 mod draft_model;
 pub mod ngram;
-pub mod policy;
 
 use std::{
     fmt,
-    sync::atomic::{AtomicU64, Ordering},
     time::{Duration, Instant},
 };
 
@@ -31,14 +29,15 @@ use baton_kv_cache::BlockStorage;
 use baton_model::Executor;
 
 use crate::{
-    config::{EngineConfig, StartError},
+    config::{EngineConfig, EngineStartError},
+    draft_length,
     events::EngineError,
     live::LiveRequests,
-    plan::Plan,
+    plan::StepPlan,
     sequence::SequenceId,
     step_time::StepTime,
 };
-use cost::Costs;
+use cost::DraftCosts;
 use draft_model::DraftModel;
 
 /// How an engine speculates.
@@ -68,26 +67,10 @@ pub enum Drafter {
     },
 }
 
-/// Drafted tokens.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DraftCounts {
-    /// Proposed, and verified by the target.
-    pub drafted: u64,
-    /// Of those, equal to what was drawn.
-    pub accepted: u64,
-}
-
-/// [`DraftCounts`] of everything since the start.
-#[derive(Debug, Default)]
-pub(crate) struct DraftCounters {
-    drafted: AtomicU64,
-    accepted: AtomicU64,
-}
-
 /// Drafts for the sequences of a plan.
 pub(crate) struct Speculator {
     proposer: Proposer,
-    costs: Costs,
+    costs: DraftCosts,
     clock: fn() -> Instant,
     max_draft_tokens: usize,
     max_step_tokens: usize,
@@ -120,19 +103,6 @@ impl Drafter {
     }
 }
 
-impl DraftCounters {
-    pub(crate) fn add(&self, counts: DraftCounts) {
-        self.drafted.fetch_add(counts.drafted, Ordering::Relaxed);
-        self.accepted.fetch_add(counts.accepted, Ordering::Relaxed);
-    }
-
-    pub(crate) fn read(&self) -> DraftCounts {
-        // The accepted first: they are never more than the drafted.
-        let accepted = self.accepted.load(Ordering::Acquire);
-        DraftCounts { drafted: self.drafted.load(Ordering::Acquire), accepted }
-    }
-}
-
 impl Speculator {
     /// For a target of `vocab_size` on blocks of `block_size`.
     pub(crate) fn new(
@@ -140,7 +110,7 @@ impl Speculator {
         config: &EngineConfig,
         vocab_size: usize,
         block_size: usize,
-    ) -> Result<Speculator, StartError> {
+    ) -> Result<Speculator, EngineStartError> {
         let Speculation { drafter, max_draft_tokens, max_step_tokens } = speculation;
         let (proposer, draft_guess) = match drafter {
             Drafter::Ngram => (Proposer::Ngram, 0.0),
@@ -151,7 +121,7 @@ impl Speculator {
         };
         Ok(Speculator {
             proposer,
-            costs: Costs::new(draft_guess),
+            costs: DraftCosts::new(draft_guess),
             clock: config.clock,
             max_draft_tokens,
             max_step_tokens,
@@ -170,7 +140,7 @@ impl Speculator {
     }
 
     /// Drafts for the plan's sequences that decode, as far as it pays, and adds the drafts to the plan.
-    pub(crate) fn draft(&mut self, plan: &mut Plan, live: &mut LiveRequests) -> Result<(), EngineError> {
+    pub(crate) fn draft(&mut self, plan: &mut StepPlan, live: &mut LiveRequests) -> Result<(), EngineError> {
         self.decide_lengths(plan, live);
         let wanted = self.ids.iter().copied().zip(self.lengths.iter().copied());
         let wanted = wanted.filter(|&(_, num_tokens)| num_tokens > 0);
@@ -191,15 +161,15 @@ impl Speculator {
 
     /// Whether nobody is drafted for in the step of `plan`, of which the tokens are not known yet, whatever these are. Then
     /// that is decided.
-    pub(crate) fn rests(&mut self, plan: &Plan, live: &mut LiveRequests) -> bool {
+    pub(crate) fn rests(&mut self, plan: &StepPlan, live: &mut LiveRequests) -> bool {
         if self.budget(plan) > 0 {
             let (num_sequences, cost, overhead) = self.price(plan, live);
             debug_assert_eq!(num_sequences, plan.chunks.len(), "all decode");
             let max = self.max_draft_tokens;
             let rests = |id| {
                 !live.may_draft(id)
-                    || live.draft_rests(id, max, cost, overhead)
-                    || self.finds_nothing_behind(id, live)
+                    || live.draft_is_resting(id, max, cost, overhead)
+                    || self.finds_nothing_after_next(id, live)
             };
             if !plan.chunks.iter().all(|chunk| rests(chunk.id)) {
                 return false;
@@ -207,29 +177,29 @@ impl Speculator {
         }
         self.decide_lengths(plan, live);
         let mut lengths = self.ids.iter().zip(&self.lengths);
-        debug_assert!(lengths.all(|(&id, &length)| length == 0 || self.finds_nothing_behind(id, live)));
+        debug_assert!(lengths.all(|(&id, &length)| length == 0 || self.finds_nothing_after_next(id, live)));
         true
     }
 
     /// Whether nothing can be proposed after the next token of a sequence, whichever it is.
-    fn finds_nothing_behind(&self, id: SequenceId, live: &LiveRequests) -> bool {
+    fn finds_nothing_after_next(&self, id: SequenceId, live: &LiveRequests) -> bool {
         let sequence = live.scheduler.sequence(id).expect("planned sequences run");
-        matches!(self.proposer, Proposer::Ngram) && !ngram::may_propose_behind(sequence.tokens())
+        matches!(self.proposer, Proposer::Ngram) && !ngram::may_propose_after_next(sequence.tokens())
     }
 
     /// Drafted tokens that a step of this plan may have.
-    fn budget(&self, plan: &Plan) -> usize {
+    fn budget(&self, plan: &StepPlan) -> usize {
         self.max_step_tokens.saturating_sub(plan.num_tokens())
     }
 
     /// How many sequences of the plan decode, and what drafting costs then: a token, and any.
-    fn price(&self, plan: &Plan, live: &LiveRequests) -> (usize, f64, f64) {
+    fn price(&self, plan: &StepPlan, live: &LiveRequests) -> (usize, f64, f64) {
         let (plain, num_sequences) = (live.scheduler.step_time(), decodes(plan).count());
         let cost = self.costs.per_token(plain, num_sequences);
         (num_sequences, cost, self.costs.per_draft(plain, num_sequences))
     }
 
-    fn decide_lengths(&mut self, plan: &Plan, live: &mut LiveRequests) {
+    fn decide_lengths(&mut self, plan: &StepPlan, live: &mut LiveRequests) {
         self.ids.clear();
         self.lengths.clear();
         let budget = self.budget(plan);
@@ -244,11 +214,11 @@ impl Speculator {
         if !self.ids.is_empty() && self.lengths.iter().all(|&length| length == 0) {
             self.costs.forget(plain);
         }
-        policy::share(budget, &mut self.lengths);
+        draft_length::share(budget, &mut self.lengths);
     }
 
     /// The step of `plan` took so long, drawing included and drafting not; `plain` is what one without drafts takes.
-    pub(crate) fn observe(&mut self, plan: &Plan, plain: Option<StepTime>, elapsed: Duration) {
+    pub(crate) fn observe(&mut self, plan: &StepPlan, plain: Option<StepTime>, elapsed: Duration) {
         if plan.num_drafts() > 0 {
             self.costs.observe_target(plain, plan.num_tokens(), elapsed);
         }
@@ -256,7 +226,7 @@ impl Speculator {
 }
 
 /// The sequences of a plan that decode.
-fn decodes(plan: &Plan) -> impl Iterator<Item = SequenceId> {
+fn decodes(plan: &StepPlan) -> impl Iterator<Item = SequenceId> {
     let decodes = plan.chunks.iter().filter(|chunk| chunk.num_tokens == 1 && chunk.wants_token);
     decodes.map(|chunk| chunk.id)
 }

@@ -20,7 +20,7 @@ pub fn propose(tokens: &[u32]) -> impl Iterator<Item = u32> {
 
 /// Whether something may be proposed once another token has followed `tokens`. Nothing is, whichever it is, when the last
 /// of `tokens` stood nowhere before.
-pub fn may_propose_behind(tokens: &[u32]) -> bool {
+pub fn may_propose_after_next(tokens: &[u32]) -> bool {
     let tokens = &tokens[tokens.len().saturating_sub(WINDOW - 1)..];
     tokens.split_last().is_some_and(|(last, before)| before.contains(last))
 }
@@ -72,12 +72,12 @@ mod tests {
         for len in 0..8 {
             for text in 0..4u32.pow(len) {
                 let tokens: Vec<u32> = (0..len).map(|idx| text >> (2 * idx) & 3).collect();
-                assert_eq!(may_propose_behind(&tokens), is_proposed(&tokens), "after {tokens:?}");
+                assert_eq!(may_propose_after_next(&tokens), is_proposed(&tokens), "after {tokens:?}");
             }
         }
         for len in WINDOW - 4..WINDOW + 2 {
             let tokens = [&[1][..], &vec![3; len], &[2, 1]].concat();
-            assert_eq!(may_propose_behind(&tokens), is_proposed(&tokens), "{len} tokens after the first");
+            assert_eq!(may_propose_after_next(&tokens), is_proposed(&tokens), "{len} tokens after the first");
         }
     }
 

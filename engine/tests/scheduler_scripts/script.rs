@@ -16,9 +16,9 @@
 use std::{collections::BTreeMap, fmt::Write};
 
 use baton_engine::{
-    plan::Plan,
+    plan::StepPlan,
     scheduler::{Scheduler, SchedulerConfig},
-    sequence::{Role, Sequence, SequenceId},
+    sequence::{Sequence, SequenceId, SequenceRole},
 };
 use baton_kv_cache::HashRoot;
 
@@ -83,7 +83,7 @@ impl<'a> Command<'a> {
 struct Player {
     scheduler: Scheduler,
     block_size: usize,
-    plan: Plan,
+    plan: StepPlan,
     /// Longest length, and whether it ends after one token.
     ends: BTreeMap<SequenceId, (usize, bool)>,
     /// For the next step.
@@ -107,7 +107,7 @@ impl Player {
         Player {
             scheduler: Scheduler::new(config),
             block_size: config.block_size,
-            plan: Plan::default(),
+            plan: StepPlan::default(),
             ends: BTreeMap::new(),
             drafts: Vec::new(),
         }
@@ -148,9 +148,9 @@ impl Player {
     fn add(&mut self, command: &Command<'_>) -> Vec<String> {
         let id = command.id();
         let role = match command.arguments.get("role") {
-            None => Role::Generate,
-            Some(&"prefill") => Role::Prefill,
-            Some(&"decode") => Role::Decode,
+            None => SequenceRole::Generate,
+            Some(&"prefill") => SequenceRole::Prefill,
+            Some(&"decode") => SequenceRole::Decode,
             Some(other) => panic!("no role {other}"),
         };
         // A text of its own unless the script gives one.
@@ -162,7 +162,7 @@ impl Player {
         let tokens = prompt.chain(command.tokens("output")).collect();
         let root = Some(HashRoot::new("script", "", ""));
         let max = command.number("max");
-        self.ends.insert(id, (max, role == Role::Prefill));
+        self.ends.insert(id, (max, role == SequenceRole::Prefill));
         self.scheduler.add(Sequence::new(id, role, tokens, max, self.block_size, root));
         Vec::new()
     }

@@ -12,8 +12,9 @@ use std::{
 
 use baton_engine::{
     Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, PoolReport, Request,
-    SamplingParams, Speculation, TokenEvent, TokenStream, testing::FakeModel,
+    SamplingParams, Speculation, TokenEvent, TokenStream,
 };
+use baton_engine_testing::FakeModel;
 use baton_model::{Batch, ExecuteError};
 
 pub const BLOCK_SIZE: usize = 4;
@@ -95,7 +96,7 @@ pub fn drawing(
     hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
 ) -> (TestEngine, Arc<AtomicUsize>) {
     let num_ahead = Arc::new(AtomicUsize::new(0));
-    let executor = model.drawing_executor_with_hook(num_ahead.clone(), hook);
+    let executor = model.sampling_executor_with_hook(num_ahead.clone(), hook);
     let speculation =
         |drafter| Speculation { drafter, max_draft_tokens: 5, max_step_tokens: MAX_STEP_TOKENS };
     let (handle, thread) =
@@ -139,9 +140,9 @@ pub fn draft_with_hook(
 }
 
 /// One that draws, and how many steps it launched ahead.
-pub fn drawing_draft(model: FakeModel) -> (Drafter, Arc<AtomicUsize>) {
+pub fn sampling_draft(model: FakeModel) -> (Drafter, Arc<AtomicUsize>) {
     let num_ahead = Arc::new(AtomicUsize::new(0));
-    let executor = model.drawing_executor_with_hook(num_ahead.clone(), |_| Ok(()));
+    let executor = model.sampling_executor_with_hook(num_ahead.clone(), |_| Ok(()));
     (Drafter::Model { executor, storage: None, cost: 0.2 }, num_ahead)
 }
 

@@ -47,7 +47,7 @@ unsafe impl Kernel for CopyRuns {
 
 #[cfg(test)]
 mod tests {
-    use baton_kv_cache::mapping::Extent;
+    use baton_kv_cache::mapping::RunKind;
     use baton_kv_cache::{KvDtype, KvLayout, KvMapping, KvShard};
 
     use super::*;
@@ -80,7 +80,7 @@ mod tests {
             let from_piece = piece(&from, SOURCE_BLOCKS[run.source.block_idx]);
             let to_piece = piece(&to, DESTINATION_BLOCKS[run.destination.block_idx]);
             mapping.apply(&run, &from_pool[from_piece..], &mut expected[to_piece..], &mut vec![]);
-            let Extent::Bytes(len) = run.extent else { panic!("the types are the same") };
+            let RunKind::Bytes(len) = run.kind else { panic!("the types are the same") };
             runs.push(ByteRun {
                 from: (from_piece + run.source.offset) as u64,
                 to: (to_piece + run.destination.offset) as u64,

@@ -5,7 +5,7 @@
 use std::{sync::Arc, time::Duration};
 
 use baton_engine::Request;
-use baton_kv_transfer::Extent;
+use baton_handoff::Extent;
 use baton_proto::worker::PrefillPeer;
 use tokio::sync::mpsc;
 use tracing::Instrument;

@@ -13,7 +13,7 @@ use std::{
 };
 
 use baton_engine::{HeldBlocks, PrefillEvent, Request, SamplingParams};
-use baton_kv_transfer::TransportKind;
+use baton_handoff::TransportKind;
 use baton_proto::worker as proto;
 use baton_worker::KvMemory;
 use tokio::{sync::mpsc as channel, time::timeout};
