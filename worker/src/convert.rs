@@ -4,12 +4,10 @@
 //! What comes from the wire is checked here for what the types cannot hold; what a request may ask of
 //! a model is checked by the engine ([`Request::validate`]).
 
-use baton_engine::{
-    DraftCounts, EngineError, FinishReason, Request, SampledToken, SamplingParams, SpeculationMode,
-    SubmitError, TokenLogprobs,
-};
+use baton_engine::{DraftCounts, EngineError, SampledToken, SubmitError, TokenLogprobs};
 use baton_kv_transfer::{Failed, FailureKind};
 use baton_proto::{v1, worker as proto};
+use baton_request::{FinishReason, Request, SamplingParams, SpeculationMode};
 use tonic::Status;
 
 /// Longest accepted request id.
@@ -48,7 +46,7 @@ pub fn request_from_generate(message: &proto::GenerateRequest) -> Result<Request
     let sampling = message.sampling.as_ref().ok_or(WireError::Missing("sampling"))?;
     Ok(Request {
         id: message.request_id.clone(),
-        prompt: message.prompt_token_ids.clone(),
+        prompt: message.prompt_token_ids.as_slice().into(),
         output: message.output_token_ids.clone(),
         sampling: sampling_from_proto(sampling),
         cache_salt: message.cache_salt.clone(),
@@ -76,7 +74,7 @@ pub fn request_from_begin(message: &proto::Begin) -> Result<Request, WireError> 
     let (prompt, output) = message.token_ids.split_at(num_prompt_tokens);
     Ok(Request {
         id: message.request_id.clone(),
-        prompt: prompt.to_vec(),
+        prompt: prompt.into(),
         output: output.to_vec(),
         sampling: sampling_from_proto(sampling),
         cache_salt: message.cache_salt.clone(),

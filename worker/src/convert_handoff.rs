@@ -302,7 +302,8 @@ mod tests {
 
     #[test]
     fn what_d_says_arrives() {
-        let request = Request { id: "r".into(), prompt: vec![1; 9], output: vec![2], ..Request::default() };
+        let request =
+            Request { id: "r".into(), prompt: [1; 9].into(), output: vec![2], ..Request::default() };
         let kv_format = KvFormat::new("rev".into(), &layout(), "theta".into());
         let payload = Payload { request: &request, kv_format: &kv_format, wire: None, prefix_source: None };
         let begin = Begin {

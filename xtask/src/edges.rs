@@ -94,6 +94,7 @@ const ROOMS: &[Room] = &[
             "baton-telemetry",
             "baton-tls",
             "baton-proto",
+            "baton-request",
         ],
         tests_use: &[],
         never: &["baton-router", "baton-tokenizer", "tokenizers"],
@@ -101,7 +102,7 @@ const ROOMS: &[Room] = &[
     // Knows no network and no protocol.
     Room {
         name: "baton-engine",
-        uses: &["baton-model", "baton-kv-cache"],
+        uses: &["baton-model", "baton-kv-cache", "baton-request"],
         tests_use: &[],
         never: &[
             "baton-proto",
@@ -148,6 +149,8 @@ const ROOMS: &[Room] = &[
     Room { name: "baton-cuda", uses: &[], tests_use: &[], never: &["tokio"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
     Room { name: "baton-proto", uses: &[], tests_use: &[], never: &[] },
+    // What every process agrees on about a request.
+    Room { name: "baton-request", uses: &[], tests_use: &[], never: PURE },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
 ];
 
@@ -161,7 +164,11 @@ const ROLE: &[&str] = &[
     "baton-telemetry",
     "baton-tls",
     "baton-proto",
+    "baton-request",
 ];
+
+/// What a room of pure decisions must not reach: runtimes, the operating system, protocols.
+const PURE: &[&str] = &["tokio", "libc", "tonic", "prost", "hyper", "axum", "h2"];
 
 /// Packages that one room hides from the others.
 const BEHIND: &[(&str, &[&str])] = &[
