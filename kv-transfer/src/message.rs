@@ -9,6 +9,8 @@ use std::{fmt, ops::Range, path::PathBuf, sync::Arc, time::Duration};
 use baton_kv_cache::BlockId;
 use serde::{Deserialize, Serialize};
 
+pub use baton_request::{Failure as Failed, FailureKind};
+
 /// Name of one grant: 64 bits that nobody can guess, so that a late write under an older one finds nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Generation(pub u64);
@@ -240,41 +242,6 @@ impl Source {
             Source::Tokens { blocks, .. } => blocks,
         }
     }
-}
-
-/// Why a side ends a handoff; what the peer may do about it follows from the kind.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Failed {
-    /// The same kinds as on the wire.
-    pub kind: FailureKind,
-    /// For people.
-    pub message: String,
-}
-
-impl Failed {
-    /// A failure in words.
-    pub fn new(kind: FailureKind, message: impl Into<String>) -> Failed {
-        Failed { kind, message: message.into() }
-    }
-}
-
-/// Why an attempt ended without an answer, named for what the router can do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum FailureKind {
-    /// Nobody can serve the request.
-    Invalid,
-    /// No room here; another worker may have some.
-    Full,
-    /// The prefill worker broke off, was unreachable, or is another incarnation.
-    PrefillLost,
-    /// The KV that arrived was not what was promised.
-    KvRejected,
-    /// A deadline passed.
-    Deadline,
-    /// The worker is about to leave.
-    Draining,
-    /// Something broke.
-    Internal,
 }
 
 /// What moves KV between two workers.

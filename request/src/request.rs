@@ -46,6 +46,17 @@ pub enum FinishReason {
     Abort,
 }
 
+impl FinishReason {
+    /// OpenAI's name; it has none for an abort.
+    pub fn name(self) -> &'static str {
+        match self {
+            FinishReason::Stop => "stop",
+            FinishReason::Length => "length",
+            FinishReason::Abort => "abort",
+        }
+    }
+}
+
 impl Request {
     /// Checks whether a model of this vocabulary and context can serve it. Names the first bad field.
     ///

@@ -67,6 +67,7 @@ const ROOMS: &[Room] = &[
             "baton-telemetry",
             "baton-tls",
             "baton-proto",
+            "baton-request",
         ],
         tests_use: &[],
         never: &["baton-model", "baton-engine", "baton-kv-transfer", "baton-worker", "safetensors", "cudarc"],
@@ -124,7 +125,7 @@ const ROOMS: &[Room] = &[
     // Moves blocks; whose they are is not its business.
     Room {
         name: "baton-kv-transfer",
-        uses: &["baton-kv-cache", "baton-cuda", "baton-tls"],
+        uses: &["baton-kv-cache", "baton-cuda", "baton-tls", "baton-request"],
         tests_use: &[],
         never: &["baton-engine", "baton-model", "baton-proto", "tonic", "prost", "hyper", "axum", "h2"],
     },
@@ -148,7 +149,7 @@ const ROOMS: &[Room] = &[
     // Knows devices and memory, not what for.
     Room { name: "baton-cuda", uses: &[], tests_use: &[], never: &["tokio"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
-    Room { name: "baton-proto", uses: &[], tests_use: &[], never: &[] },
+    Room { name: "baton-proto", uses: &["baton-request"], tests_use: &[], never: &[] },
     // What every process agrees on about a request.
     Room { name: "baton-request", uses: &[], tests_use: &[], never: PURE },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
