@@ -269,7 +269,7 @@ fn our_dependencies<'a>(member: Package<'a>) -> impl Iterator<Item = (&'a str, b
 }
 
 /// The shortest way from a package to one of this name, as "a -> b -> c".
-fn way_to(workspace: &Workspace, from: &str, target: &str) -> Option<String> {
+pub(crate) fn way_to(workspace: &Workspace, from: &str, target: &str) -> Option<String> {
     let names: BTreeMap<&str, &str> = workspace.packages().map(|p| (p.id(), p.name())).collect();
     let mut came_from: BTreeMap<&str, &str> = BTreeMap::new();
     let mut queue = VecDeque::from([from]);
