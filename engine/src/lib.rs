@@ -1,7 +1,6 @@
 //! The engine: one thread that advances many sequences, a step at a time.
 //!
 //! In reading order:
-//! - [`request`]: what is asked for, and when it is over;
 //! - [`block_pool`]: who owns which KV block, and the prefix cache;
 //! - [`sequence`], [`plan`] and [`scheduler`]: which tokens are computed in the next step, decided purely;
 //! - `step_time`: what steps take, and how much of prompts fits beside decodes;
@@ -34,7 +33,6 @@ mod live;
 mod pages;
 pub mod plan;
 mod prefix;
-pub mod request;
 pub mod sampler;
 pub mod scheduler;
 pub mod sequence;
@@ -45,14 +43,13 @@ mod step_loop;
 mod step_time;
 mod streams;
 
+pub use baton_model::{SampledToken, TokenLogprobs};
+pub use baton_request::{FinishReason, InvalidRequest, Problem, Request, SamplingParams, SpeculationMode};
 pub use block_pool::{BlockPool, IntegrityError, PoolReport};
 pub use config::{EngineConfig, EngineStartError};
 pub use events::{DraftCounts, EngineError, PrefillEvent, TokenEvent};
 pub use handle::{EngineHandle, HeldBlocks, Reservation, SubmitError};
 pub use prefix::{CachedPrefix, PrefixReservation};
-pub use request::{
-    FinishReason, InvalidRequest, Request, SampledToken, SamplingParams, SpeculationMode, TokenLogprobs,
-};
 pub use speculation::{Drafter, Speculation};
 pub use start::{EngineThread, start, start_over};
 pub use status::{EngineLoad, IdleError};

@@ -6,7 +6,8 @@
 use std::{collections::HashMap, mem, sync::Arc};
 
 use baton_kv_cache::KvLayout;
-use baton_model::{SampledRow, TokenSampling};
+use baton_model::{SampledRow, SampledToken, TokenSampling};
+use baton_request::{FinishReason, Request, SpeculationMode};
 
 use crate::{
     block_pool::PoolReport,
@@ -15,7 +16,6 @@ use crate::{
     draft_length::DraftLength,
     events::{DraftCounts, EngineError, PrefillEvent, Sink, TokenEvent},
     plan::{Admission, Chunk, StepPlan},
-    request::{FinishReason, Request, SampledToken, SpeculationMode},
     sampler::{InvalidLogits, Sampler, TokenHistory},
     scheduler::{Scheduler, SchedulerConfig},
     sequence::SequenceId,

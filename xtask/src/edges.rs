@@ -68,6 +68,7 @@ const ROOMS: &[Room] = &[
             "baton-telemetry",
             "baton-tls",
             "baton-proto",
+            "baton-request",
         ],
         tests_use: &[],
         never: &[
@@ -104,6 +105,7 @@ const ROOMS: &[Room] = &[
             "baton-telemetry",
             "baton-tls",
             "baton-proto",
+            "baton-request",
         ],
         tests_use: &["baton-engine-testing"],
         never: &["baton-router", "baton-tokenizer", "tokenizers"],
@@ -118,7 +120,7 @@ const ROOMS: &[Room] = &[
     // Knows no network and no protocol.
     Room {
         name: "baton-engine",
-        uses: &["baton-model", "baton-kv-cache"],
+        uses: &["baton-model", "baton-kv-cache", "baton-request"],
         tests_use: &["baton-engine-testing"],
         never: &[
             "baton-proto",
@@ -148,7 +150,7 @@ const ROOMS: &[Room] = &[
     // The protocol of a handoff: messages in, messages and actions out. It acts through nothing but its caller.
     Room {
         name: "baton-handoff",
-        uses: &["baton-kv-cache"],
+        uses: &["baton-kv-cache", "baton-request"],
         tests_use: &[],
         never: &[
             "baton-engine",
@@ -184,7 +186,9 @@ const ROOMS: &[Room] = &[
     // Knows devices and memory, not what for.
     Room { name: "baton-cuda", uses: &[], tests_use: &[], never: &["tokio"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
-    Room { name: "baton-proto", uses: &[], tests_use: &[], never: &[] },
+    Room { name: "baton-proto", uses: &["baton-request"], tests_use: &[], never: &[] },
+    // What every process agrees on about a request.
+    Room { name: "baton-request", uses: &[], tests_use: &[], never: PURE },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
 ];
 
@@ -199,7 +203,11 @@ const ROLE: &[&str] = &[
     "baton-telemetry",
     "baton-tls",
     "baton-proto",
+    "baton-request",
 ];
+
+/// What a room of pure decisions must not reach: runtimes, the operating system, protocols.
+const PURE: &[&str] = &["tokio", "libc", "tonic", "prost", "hyper", "axum", "h2"];
 
 /// Packages that one room hides from the others.
 const BEHIND: &[(&str, &[&str])] = &[
@@ -261,7 +269,7 @@ fn our_dependencies<'a>(member: Package<'a>) -> impl Iterator<Item = (&'a str, b
 }
 
 /// The shortest way from a package to one of this name, as "a -> b -> c".
-fn way_to(workspace: &Workspace, from: &str, target: &str) -> Option<String> {
+pub(crate) fn way_to(workspace: &Workspace, from: &str, target: &str) -> Option<String> {
     let names: BTreeMap<&str, &str> = workspace.packages().map(|p| (p.id(), p.name())).collect();
     let mut came_from: BTreeMap<&str, &str> = BTreeMap::new();
     let mut queue = VecDeque::from([from]);
