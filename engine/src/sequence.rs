@@ -118,7 +118,7 @@ impl Sequence {
         &self.blocks
     }
 
-    /// Tokens whose KV lies in the blocks.
+    /// Tokens whose KV is in the blocks.
     pub fn num_computed_tokens(&self) -> usize {
         self.num_computed
     }
