@@ -73,9 +73,9 @@ impl Lender {
         if let Some(borrower) = borrower {
             granted.iter().for_each(|granted| granted.bind(borrower));
         }
-        let grants = granted.iter().map(|granted| baton_kv_transfer::Grant {
+        let grants = granted.iter().map(|granted| baton_handoff::Grant {
             generation: granted.generation(),
-            token: granted.pass().token,
+            secret: granted.access_key().secret,
             num_cached_blocks: 0,
             block_ids: blocks.clone(),
             offers: granted.offers().to_vec(),

@@ -8,7 +8,8 @@ use std::ops::Range;
 use baton_kv_cache::BlockId;
 use tokio::sync::mpsc;
 
-use crate::request::{FinishReason, SampledToken};
+use baton_model::SampledToken;
+use baton_request::FinishReason;
 
 /// An event of a sequence that decodes.
 #[derive(Clone, Debug, PartialEq)]

@@ -7,7 +7,7 @@ use std::{
 };
 
 use baton_kv_cache::BlockStorage;
-use baton_model::{Answer, Batch, Draw, ExecuteError, Executor};
+use baton_model::{Batch, ExecuteError, Executor, SampledRow, TokenSampling};
 
 use crate::events::EngineError;
 
@@ -33,12 +33,12 @@ pub(crate) fn execute<'e>(
 pub(crate) fn launch(
     executor: &mut dyn Executor,
     batch: &Batch<'_>,
-    samplings: &[Draw<'_>],
+    samplings: &[TokenSampling<'_>],
     follows: &[usize],
     storage: &BlockStorage,
     on_layer: &mut dyn FnMut(usize),
 ) -> Result<bool, EngineError> {
-    let executor = executor.drawing().expect("the executor samples");
+    let executor = executor.sampling().expect("the executor samples");
     // SAFETY: As for `execute`, until the step is collected. A step is collected before the next command unless it was
     // planned ahead. In that case the blocks of its sequences return to the pool only after it is collected.
     #[allow(unsafe_code)]
@@ -51,8 +51,8 @@ pub(crate) fn launch(
 pub(crate) fn collect<'e>(
     executor: &'e mut dyn Executor,
     on_layer: &mut dyn FnMut(usize),
-) -> Result<Vec<Answer<'e>>, EngineError> {
-    let executor = executor.drawing().expect("the executor samples");
+) -> Result<Vec<SampledRow<'e>>, EngineError> {
+    let executor = executor.sampling().expect("the executor samples");
     Ok(catch_panic(move || executor.collect(on_layer))??)
 }
 

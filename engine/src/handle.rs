@@ -10,6 +10,8 @@ use std::{
 };
 
 use baton_kv_cache::{BlockId, BlockStorage, HashRoot};
+use baton_model::SampledToken;
+use baton_request::{InvalidRequest, Problem, Request};
 use tokio::sync::{oneshot, watch};
 
 use crate::{
@@ -17,7 +19,6 @@ use crate::{
     command::{Command, Commands, DropCommand, Grant, QueueSlot, ReplyChannel, Submission},
     config::EngineConfig,
     events::{DraftCounts, Sink},
-    request::{InvalidRequest, Request, SampledToken},
     sampler::TokenHistory,
     sequence::{Sequence, SequenceId, SequenceRole},
     status::{DraftCounters, EngineLoad, IdleError, Progress},
@@ -163,7 +164,9 @@ impl EngineHandle {
     pub fn decode(&self, reservation: Reservation, first: SampledToken) -> Result<TokenStream, SubmitError> {
         let vocab_size = self.state.vocab_size;
         if first.id as usize >= vocab_size {
-            return Err(InvalidRequest::UnknownToken { field: "first", token: first.id, vocab_size }.into());
+            return Err(
+                InvalidRequest::new("first", Problem::UnknownToken { token: first.id, vocab_size }).into()
+            );
         }
         let id = reservation.owner.id;
         let (sink, events) = Sink::new(reservation.max_events);

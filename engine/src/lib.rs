@@ -1,7 +1,6 @@
 //! The engine: one thread that advances many sequences, one step at a time.
 //!
 //! In reading order:
-//! - [`request`]: what a client asks for, and when it is finished;
 //! - [`block_pool`]: the owners of KV blocks, and the prefix cache;
 //! - [`sequence`], [`plan`] and [`scheduler`]: which tokens the next step computes, decided purely;
 //! - `step_time`: how long steps take, and how many prompt tokens fit beside decodes;
@@ -40,7 +39,6 @@ mod live;
 mod pages;
 pub mod plan;
 mod prefix;
-pub mod request;
 pub mod sampler;
 pub mod scheduler;
 pub mod sequence;
@@ -51,14 +49,13 @@ mod step_loop;
 mod step_time;
 mod streams;
 
+pub use baton_model::{SampledToken, TokenLogprobs};
+pub use baton_request::{FinishReason, InvalidRequest, Problem, Request, SamplingParams, SpeculationMode};
 pub use block_pool::{BlockPool, IntegrityError, PoolReport};
 pub use config::{EngineConfig, EngineStartError};
 pub use events::{DraftCounts, EngineError, PrefillEvent, TokenEvent};
 pub use handle::{EngineHandle, HeldBlocks, Reservation, SubmitError};
 pub use prefix::{CachedPrefix, PrefixReservation};
-pub use request::{
-    FinishReason, InvalidRequest, Request, SampledToken, SamplingParams, SpeculationMode, TokenLogprobs,
-};
 pub use speculation::{Drafter, Speculation};
 pub use start::{EngineThread, start, start_over};
 pub use status::{EngineLoad, IdleError};

@@ -6,7 +6,8 @@
 use std::{collections::HashMap, mem, sync::Arc};
 
 use baton_kv_cache::KvLayout;
-use baton_model::{Answer, Draw};
+use baton_model::{SampledRow, SampledToken, TokenSampling};
+use baton_request::{FinishReason, Request, SpeculationMode};
 
 use crate::{
     block_pool::PoolReport,
@@ -15,7 +16,6 @@ use crate::{
     draft_length::DraftLength,
     events::{DraftCounts, EngineError, PrefillEvent, Sink, TokenEvent},
     plan::{Admission, Chunk, StepPlan},
-    request::{FinishReason, Request, SampledToken, SpeculationMode},
     sampler::{InvalidLogits, Sampler, TokenHistory},
     scheduler::{Scheduler, SchedulerConfig},
     sequence::SequenceId,
@@ -207,24 +207,24 @@ impl LiveRequests {
     }
 
     /// Sampling of the next draft token: the same as the target's, without log-probabilities.
-    pub(crate) fn draft_sampling(&self, id: SequenceId) -> Draw<'_> {
+    pub(crate) fn draft_sampling(&self, id: SequenceId) -> TokenSampling<'_> {
         let live = &self.requests[&id];
-        Draw { logprobs: None, ..live.history.sampling(&live.request.sampling) }
+        TokenSampling { logprobs: None, ..live.history.sampling(&live.request.sampling) }
     }
 
     /// Sampling of the draft token after the next one, which is not counted yet.
-    pub(crate) fn draft_sampling_after_next(&self, id: SequenceId) -> Draw<'_> {
+    pub(crate) fn draft_sampling_after_next(&self, id: SequenceId) -> TokenSampling<'_> {
         let live = &self.requests[&id];
-        Draw { logprobs: None, ..live.history.sampling_after_next(&live.request.sampling) }
+        TokenSampling { logprobs: None, ..live.history.sampling_after_next(&live.request.sampling) }
     }
 
     /// Appends to the draft the token of `answer`, sampled with [`draft_sampling`](Self::draft_sampling). Returns
     /// whether to draft on. The draft counts as output until [`end_draft`](Self::end_draft).
-    pub(crate) fn sample_draft(&mut self, id: SequenceId, answer: Answer<'_>) -> bool {
+    pub(crate) fn sample_draft(&mut self, id: SequenceId, answer: SampledRow<'_>) -> bool {
         let live = self.requests.get_mut(&id).expect("planned sequences live");
         let token = match answer {
-            Answer::Drawn(token) => token.map(|token| token.id),
-            Answer::Logits(row) => {
+            SampledRow::Sampled(token) => token.map(|token| token.id),
+            SampledRow::Logits(row) => {
                 self.sampler.sample_row_id(row, &live.history.sampling(&live.request.sampling))
             }
         };
@@ -242,7 +242,7 @@ impl LiveRequests {
     }
 
     /// The samplings of a plan, in the order of its logits: one after each token that a sampled token follows.
-    pub(crate) fn samplings<'a>(&'a self, plan: &'a StepPlan) -> impl Iterator<Item = Draw<'a>> {
+    pub(crate) fn samplings<'a>(&'a self, plan: &'a StepPlan) -> impl Iterator<Item = TokenSampling<'a>> {
         plan.chunks.iter().filter(|chunk| chunk.wants_token).flat_map(|chunk| {
             let live = &self.requests[&chunk.id];
             let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
@@ -251,7 +251,10 @@ impl LiveRequests {
     }
 
     /// The samplings of a plan that was decided before the tokens before it are known ([`Scheduler::step_ahead`]).
-    pub(crate) fn samplings_ahead<'a>(&'a self, next: &'a StepPlan) -> impl Iterator<Item = Draw<'a>> {
+    pub(crate) fn samplings_ahead<'a>(
+        &'a self,
+        next: &'a StepPlan,
+    ) -> impl Iterator<Item = TokenSampling<'a>> {
         next.chunks.iter().map(|chunk| {
             let live = &self.requests[&chunk.id];
             live.history.sampling_after_next(&live.request.sampling)
@@ -264,7 +267,7 @@ impl LiveRequests {
     }
 
     /// The plan's tokens are computed, and `answers` has a row for each wanted token. Samples and tells the readers.
-    pub(crate) fn advance<'a>(&mut self, plan: &StepPlan, mut answers: impl Iterator<Item = Answer<'a>>) {
+    pub(crate) fn advance<'a>(&mut self, plan: &StepPlan, mut answers: impl Iterator<Item = SampledRow<'a>>) {
         self.scheduler.advance(plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
             let mut rows = answers.by_ref().take(chunk.num_drafts + 1);
@@ -284,15 +287,15 @@ impl LiveRequests {
     fn sample<'a>(
         &mut self,
         id: SequenceId,
-        rows: &mut impl Iterator<Item = Answer<'a>>,
+        rows: &mut impl Iterator<Item = SampledRow<'a>>,
     ) -> Result<Option<FinishReason>, InvalidLogits> {
         let live = self.requests.get_mut(&id).expect("sampled sequences live");
         self.sampled.tokens.clear();
         self.sampled.num_accepted = 0;
         for row in rows {
             let token = match row {
-                Answer::Drawn(token) => token?,
-                Answer::Logits(row) => self.sampler.sample(row, &live.request.sampling, &live.history)?,
+                SampledRow::Sampled(token) => token?,
+                SampledRow::Logits(row) => self.sampler.sample(row, &live.request.sampling, &live.history)?,
             };
             let token_id = token.id;
             self.sampled.tokens.push(token);

@@ -4,10 +4,11 @@
 use baton_kv_cache::{BlockHash, BlockId, HashRoot};
 use tokio::sync::oneshot;
 
+use baton_request::Request;
+
 use crate::{
     command::{Command, DropCommand},
     handle::{EngineHandle, SubmitError},
-    request::Request,
     sequence::SequenceId,
 };
 

@@ -14,9 +14,9 @@ use std::{
 };
 
 pub use baton_model::InvalidLogits;
-use baton_model::{Draw, SampledToken, TokenCount, TokenLogprobs};
+use baton_model::{SampledToken, TokenCount, TokenLogprobs, TokenSampling};
 
-use crate::request::{Request, SamplingParams};
+use baton_request::{Request, SamplingParams};
 
 /// Scaled logits this far below the largest are ignored: together they have less than `vocab_size * e^-40` of the
 /// largest one's probability.
@@ -90,12 +90,12 @@ impl TokenHistory {
     }
 
     /// Sampling of the next token.
-    pub fn sampling<'a>(&'a self, params: &'a SamplingParams) -> Draw<'a> {
+    pub fn sampling<'a>(&'a self, params: &'a SamplingParams) -> TokenSampling<'a> {
         sampling_at(self.num_output_tokens, self.counts(), params)
     }
 
     /// Sampling of the token after the next one, which is not counted yet.
-    pub(crate) fn sampling_after_next<'a>(&'a self, params: &'a SamplingParams) -> Draw<'a> {
+    pub(crate) fn sampling_after_next<'a>(&'a self, params: &'a SamplingParams) -> TokenSampling<'a> {
         sampling_at(self.num_output_tokens + 1, self.counts(), params)
     }
 
@@ -104,7 +104,7 @@ impl TokenHistory {
         &'a self,
         drafts: &'a [u32],
         params: &'a SamplingParams,
-    ) -> impl Iterator<Item = Draw<'a>> {
+    ) -> impl Iterator<Item = TokenSampling<'a>> {
         let mut counts = if drafts.is_empty() { None } else { self.counts.clone() };
         let after = drafts.iter().enumerate().map(move |(idx, &draft)| {
             let counts = counts.as_mut().map(|counts| {
@@ -161,9 +161,13 @@ impl TokenCounts {
 
 /// Sampling of the output token with index `output_idx`. The random number does not depend on batch, role, attempt or
 /// preemption.
-fn sampling_at<'a>(output_idx: usize, counts: Cow<'a, [TokenCount]>, params: &'a SamplingParams) -> Draw<'a> {
+fn sampling_at<'a>(
+    output_idx: usize,
+    counts: Cow<'a, [TokenCount]>,
+    params: &'a SamplingParams,
+) -> TokenSampling<'a> {
     let must_not_stop = output_idx < params.min_tokens as usize;
-    Draw {
+    TokenSampling {
         random: random_unit(params.seed, output_idx as u64),
         temperature: params.temperature,
         top_k: params.top_k,
@@ -197,7 +201,11 @@ impl Sampler {
     ///
     /// # Errors
     /// When the row is invalid.
-    pub fn sample_row(&mut self, logits: &[f32], sampling: &Draw<'_>) -> Result<SampledToken, InvalidLogits> {
+    pub fn sample_row(
+        &mut self,
+        logits: &[f32],
+        sampling: &TokenSampling<'_>,
+    ) -> Result<SampledToken, InvalidLogits> {
         let id = self.sample_row_id(logits, sampling)?;
         let logprobs = sampling.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
         Ok(SampledToken { id, logprobs })
@@ -207,7 +215,11 @@ impl Sampler {
     ///
     /// # Errors
     /// When the row is invalid.
-    pub fn sample_row_id(&mut self, logits: &[f32], sampling: &Draw<'_>) -> Result<u32, InvalidLogits> {
+    pub fn sample_row_id(
+        &mut self,
+        logits: &[f32],
+        sampling: &TokenSampling<'_>,
+    ) -> Result<u32, InvalidLogits> {
         if !sampling.changes_logits() {
             return choose(logits, &mut self.candidates, sampling);
         }
@@ -235,7 +247,7 @@ pub fn random_unit(seed: u64, output_idx: u64) -> f64 {
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
-fn apply(logits: &mut [f32], sampling: &Draw<'_>) {
+fn apply(logits: &mut [f32], sampling: &TokenSampling<'_>) {
     for count in &*sampling.counts {
         let logit = &mut logits[count.token as usize];
         let mut penalised = if *logit > 0.0 {
@@ -291,7 +303,7 @@ fn largest(logits: &[f32]) -> Result<(u32, f32), InvalidLogits> {
 fn choose(
     logits: &[f32],
     candidates: &mut Vec<Candidate>,
-    sampling: &Draw<'_>,
+    sampling: &TokenSampling<'_>,
 ) -> Result<u32, InvalidLogits> {
     let (likeliest, max) = largest(logits)?;
     if sampling.temperature == 0.0 || sampling.top_k == 1 {

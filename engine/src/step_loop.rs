@@ -27,7 +27,7 @@ use std::{
 };
 
 use baton_kv_cache::BlockStorage;
-use baton_model::{Answer, Executor};
+use baton_model::{Executor, SampledRow};
 use tokio::sync::watch;
 
 #[cfg(doc)]
@@ -224,7 +224,7 @@ impl StepLoop {
         self.started = (self.clock)();
         let completions = Completion::all(&plan, &self.live, self.storage.layout().block_size);
         let mut can_be_followed = false;
-        if self.executor.drawing().is_some() {
+        if self.executor.sampling().is_some() {
             let (executor, batch) = (&mut *self.executor, batch(&self.live, &plan));
             let samplings: Vec<_> = self.live.samplings(&plan).collect();
             let mut on_layer = announcing(&completions, &self.live);
@@ -263,11 +263,11 @@ impl StepLoop {
         let StepLoop { executor, storage, live, .. } = self;
         let answers = {
             let mut on_layer = announcing(&completions, live);
-            if executor.drawing().is_some() {
+            if executor.sampling().is_some() {
                 collect(&mut **executor, &mut on_layer)?
             } else {
                 let logits = execute(&mut **executor, &batch(live, &plan), storage, &mut on_layer)?;
-                logits.chunks_exact(self.vocab_size).map(Answer::Logits).collect()
+                logits.chunks_exact(self.vocab_size).map(SampledRow::Logits).collect()
             }
         };
         // Counted before a reader gets a token, so that it finds the token counted.

@@ -7,17 +7,9 @@ use std::time::{Duration, Instant};
 use arbitrary::Arbitrary;
 use baton_fuzz::{Change, pick};
 use baton_kv_cache::{BlockId, KvDtype, KvLayout};
-use baton_kv_transfer::handoff::{Limits, decode, prefill};
-use baton_kv_transfer::{
-    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, KvFault, Piece, PieceWrite,
-    PrefillMessage, PushError, Pushed, RouteError, Token, TransportKind,
-};
+use baton_handoff::{Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, KvFault, Limits, Piece, PieceWrite, PrefillMessage, PushError, Pushed, RouteError, Secret, TransportKind, decode, prefill};
 use baton_proto::worker as proto;
-use baton_worker::convert::request_from_begin;
-use baton_worker::convert_handoff::{
-    FirstToken, Payload, begin_from_proto, decode_message_from_proto, decode_message_to_proto,
-    grant_from_proto, grant_to_proto, prefill_message_from_proto, prefill_message_to_proto,
-};
+use baton_worker::{convert::request_from_begin, convert_handoff::{FirstToken, Payload, begin_from_proto, decode_message_from_proto, decode_message_to_proto, grant_from_proto, grant_to_proto, prefill_message_from_proto, prefill_message_to_proto}};
 use libfuzzer_sys::fuzz_target;
 use prost::Message;
 
@@ -539,7 +531,7 @@ impl Decode {
                 let num_blocks = self.num_blocks - self.num_cached_blocks + usize::from(!fits);
                 I::Granted(Grant {
                     generation: Generation(GENERATION),
-                    token: Token([7; Token::NUM_BYTES]),
+                    secret: Secret([7; Secret::NUM_BYTES]),
                     num_cached_blocks: self.num_cached_blocks,
                     block_ids: (0..num_blocks as u32).map(BlockId).collect(),
                     offers: vec![],

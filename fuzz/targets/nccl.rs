@@ -13,10 +13,8 @@ use std::time::Duration;
 use arbitrary::Arbitrary;
 use baton_fuzz::{Field, edit};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
-use baton_kv_transfer::{
-    Generation, Pass, PieceWrite, Receiver, ReceiverConfig, Sender, SenderConfig, TestFabric, Token,
-    TransportKind, TransportOffer,
-};
+use baton_handoff::{AccessKey, Generation, PieceWrite, Secret, TransportKind, TransportOffer};
+use baton_kv_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig, TestFabric};
 use libfuzzer_sys::fuzz_target;
 
 const LAYOUT: KvLayout =
@@ -26,7 +24,7 @@ const GRANTED: [BlockId; 2] = [BlockId(1), BlockId(2)];
 const MESSAGE_BYTES: usize = 64;
 const ID_BYTES: usize = 128;
 /// Of a grant that nobody made.
-const NO_PASS: Pass = Pass { generation: Generation(1), token: Token([0; Token::NUM_BYTES]) };
+const NO_ACCESS_KEY: AccessKey = AccessKey { generation: Generation(1), secret: Secret([0; Secret::NUM_BYTES]) };
 
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
@@ -95,7 +93,7 @@ fuzz_target!(|input: Input<'_>| {
     match input {
         Input::Prefill { hello, words } => {
             let mut granted = Some(ends.receiver.grant(GRANTED.to_vec(), ()));
-            let right = granted.as_ref().expect("just granted").pass();
+            let right = granted.as_ref().expect("just granted").access_key();
             let mut socket = TcpStream::connect(&ends.address).expect("a connection");
             let _ = socket.set_nodelay(true);
             let mut bytes = message(
@@ -132,7 +130,7 @@ fuzz_target!(|input: Input<'_>| {
             let listener = TcpListener::bind((Ipv4Addr::new(127, a, b, c), 0)).expect("a port");
             let address = listener.local_addr().expect("bound").to_string();
             let offers = [TransportOffer::Nccl { address, pool: 1 }];
-            let mut bytes = message(2, 0, [0; 3], NO_PASS);
+            let mut bytes = message(2, 0, [0; 3], NO_ACCESS_KEY);
             bytes.extend([7; ID_BYTES]);
             edit(&mut bytes, &welcome);
             let (bytes, words) = (&bytes, &words);
@@ -146,13 +144,13 @@ fuzz_target!(|input: Input<'_>| {
                     // Answers are to something.
                     let _ = socket.read_exact(&mut [0; MESSAGE_BYTES]);
                     for (sequence, word) in (0..).zip(words) {
-                        let _ = socket.write_all(&word.encode(sequence, NO_PASS));
+                        let _ = socket.write_all(&word.encode(sequence, NO_ACCESS_KEY));
                     }
                     let _ = socket.shutdown(Shutdown::Write);
                     let _ = socket.read_to_end(&mut Vec::new());
                 });
                 runtime.block_on(async {
-                    let routed = ends.sender.route(NO_PASS, &offers, ());
+                    let routed = ends.sender.route(NO_ACCESS_KEY, &offers, ());
                     if let Ok(route) = tokio::time::timeout(within, routed).await.expect("an answer") {
                         let writes = pieces.iter().enumerate().map(|(idx, (layer, block))| PieceWrite {
                             layer_idx: u32::from(*layer % 2),
@@ -172,19 +170,19 @@ fuzz_target!(|input: Input<'_>| {
     }
 });
 
-fn message(kind: u32, a: u32, [b, c, d]: [u64; 3], pass: Pass) -> Vec<u8> {
+fn message(kind: u32, a: u32, [b, c, d]: [u64; 3], access_key: AccessKey) -> Vec<u8> {
     let mut bytes = b"BKVncl02".to_vec();
     bytes.extend(kind.to_le_bytes());
     bytes.extend(a.to_le_bytes());
-    for word in [b, c, d, pass.generation.0] {
+    for word in [b, c, d, access_key.generation.0] {
         bytes.extend(word.to_le_bytes());
     }
-    bytes.extend(pass.token.0);
+    bytes.extend(access_key.secret.0);
     bytes
 }
 
 impl Word<'_> {
-    fn encode(&self, sequence: u64, right: Pass) -> Vec<u8> {
+    fn encode(&self, sequence: u64, right: AccessKey) -> Vec<u8> {
         match self {
             Word::Revoke => vec![],
             Word::Bytes(bytes) => bytes.to_vec(),
@@ -194,9 +192,9 @@ impl Word<'_> {
                 bytes
             }
             Word::Announce { pieces, fields, generation } => {
-                let generation = if *generation { right.generation } else { NO_PASS.generation };
-                let pass = Pass { generation, ..right };
-                let mut bytes = message(5, pieces.len() as u32, [sequence, 0, 0], pass);
+                let generation = if *generation { right.generation } else { NO_ACCESS_KEY.generation };
+                let access_key = AccessKey { generation, ..right };
+                let mut bytes = message(5, pieces.len() as u32, [sequence, 0, 0], access_key);
                 edit(&mut bytes, fields);
                 for (layer, block) in pieces {
                     bytes.extend(u32::from(*layer).to_le_bytes());

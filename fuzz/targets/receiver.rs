@@ -14,7 +14,8 @@ use std::time::Duration;
 use arbitrary::Arbitrary;
 use baton_fuzz::{Field, edit, pick, soon};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout, WireCodec, WireFormat};
-use baton_kv_transfer::{Pass, Piece, Receiver, ReceiverConfig, TransportOffer};
+use baton_handoff::{AccessKey, Piece, TransportOffer};
+use baton_kv_transfer::{Receiver, ReceiverConfig};
 use libfuzzer_sys::fuzz_target;
 
 const LAYOUT: KvLayout =
@@ -102,7 +103,7 @@ fuzz_target!(|input: Input<'_>| {
         _ => Some(WireFormat::AsIs),
     };
     let mut granted = Some(fabric.receiver.grant_as(GRANTED.to_vec(), wire, ()));
-    let right = granted.as_ref().expect("just granted").pass();
+    let right = granted.as_ref().expect("just granted").access_key();
     let generation = right.generation.0;
     match input {
         Input::Tcp { wire: _, hello, frames } => {
@@ -154,20 +155,20 @@ fuzz_target!(|input: Input<'_>| {
     }
 });
 
-fn hello_message(pool: u64, right: Pass, fields: &[Field]) -> Vec<u8> {
+fn hello_message(pool: u64, right: AccessKey, fields: &[Field]) -> Vec<u8> {
     let mut bytes = b"BKVh".to_vec();
     bytes.extend(2u32.to_le_bytes());
     bytes.extend(pool.to_le_bytes());
     bytes.extend((LAYOUT.layer_bytes() as u64).to_le_bytes());
     bytes.extend((LAYOUT.num_layers as u64).to_le_bytes());
     bytes.extend(right.generation.0.to_le_bytes());
-    bytes.extend(right.token.0);
+    bytes.extend(right.secret.0);
     edit(&mut bytes, fields);
     bytes
 }
 
 impl Frame<'_> {
-    fn encode(&self, right: Pass) -> Vec<u8> {
+    fn encode(&self, right: AccessKey) -> Vec<u8> {
         match self {
             Frame::Bytes(bytes) => bytes.to_vec(),
             Frame::Revoke => vec![],
@@ -182,7 +183,7 @@ impl Frame<'_> {
                 bytes.extend(if *generation { right.generation.0 } else { 1 }.to_le_bytes());
                 bytes.extend(5u64.to_le_bytes());
                 bytes.extend((num_bytes as u64).to_le_bytes());
-                bytes.extend(right.token.0);
+                bytes.extend(right.secret.0);
                 edit(&mut bytes, fields);
                 for (layer, block) in pieces {
                     bytes.extend(u32::from(*layer).to_le_bytes());
@@ -197,7 +198,7 @@ impl Frame<'_> {
 }
 
 impl Message {
-    fn encode(&self, pool: u64, right: Pass) -> Vec<u8> {
+    fn encode(&self, pool: u64, right: AccessKey) -> Vec<u8> {
         let is_hello = self.kind == 1;
         let generation = if self.generation { right.generation.0 } else { 1 };
         let mut bytes = u32::from(self.kind).to_le_bytes().to_vec();
@@ -205,7 +206,7 @@ impl Message {
         bytes.extend(if is_hello { pool } else { generation }.to_le_bytes());
         match is_hello {
             true => bytes.extend((LAYOUT.layer_bytes() as u128).to_le_bytes()),
-            false => bytes.extend(right.token.0),
+            false => bytes.extend(right.secret.0),
         }
         bytes.extend(b"BKVshm02");
         edit(&mut bytes, &self.fields);

@@ -16,10 +16,8 @@ use std::time::Duration;
 use arbitrary::Arbitrary;
 use baton_fuzz::{Field, edit, soon};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
-use baton_kv_transfer::{
-    Generation, Pass, PieceWrite, Receiver, ReceiverConfig, Sender, SenderConfig, Token, TransportKind,
-    TransportOffer,
-};
+use baton_handoff::{AccessKey, Generation, PieceWrite, Secret, TransportKind, TransportOffer};
+use baton_kv_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig};
 use libfuzzer_sys::fuzz_target;
 
 const LAYOUT: KvLayout =
@@ -27,7 +25,7 @@ const LAYOUT: KvLayout =
 const NUM_BLOCKS: usize = 4;
 const GENERATION: u64 = 11;
 /// Of the grant; the fuzzed decode worker does not look at tokens.
-const PASS: Pass = Pass { generation: Generation(GENERATION), token: Token([0; Token::NUM_BYTES]) };
+const ACCESS_KEY: AccessKey = AccessKey { generation: Generation(GENERATION), secret: Secret([0; Secret::NUM_BYTES]) };
 
 #[derive(Arbitrary, Debug)]
 struct Input {
@@ -166,7 +164,7 @@ fuzz_target!(|input: Input| {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
     runtime.block_on(async {
         let offers = [offer];
-        let routed = fabric.sender.route(PASS, &offers, ());
+        let routed = fabric.sender.route(ACCESS_KEY, &offers, ());
         let routed = soon(routed).await.expect("a route, or none");
         if let Ok(route) = routed {
             let num_pieces = writes.len();

@@ -14,8 +14,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{PieceWrite, TransportKind};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
-use baton_kv_transfer::{PieceWrite, Receiver, ReceiverConfig, Sender, SenderConfig, TransportKind};
+use baton_kv_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig};
 
 const SIZES: [usize; 9] =
     [4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20];
@@ -105,7 +106,7 @@ async fn measure(size_bytes: usize, max_piece_bytes: usize) {
 /// From the call until the blocks hold the bytes; the grant's way there is not part of it.
 async fn push(sender: &Sender, receiver: &Receiver, blocks: &[BlockId]) -> Duration {
     let granted = receiver.grant(blocks.to_vec(), ());
-    let route = sender.route(granted.pass(), granted.offers(), ()).await.expect("a route");
+    let route = sender.route(granted.access_key(), granted.offers(), ()).await.expect("a route");
     let piece = |(block_idx, &block): (usize, &BlockId)| PieceWrite {
         layer_idx: 0,
         block_idx: block_idx as u32,

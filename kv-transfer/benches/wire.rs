@@ -14,8 +14,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{PieceWrite, TransportKind};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout, KvShard, WireFormat};
-use baton_kv_transfer::{PieceWrite, Receiver, ReceiverConfig, Sender, SenderConfig, TransportKind};
+use baton_kv_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig};
 
 const LAYOUT: KvLayout =
     KvLayout { block_size: 16, num_layers: 16, num_kv_heads: 8, head_dim: 64, dtype: KvDtype::Bf16 };
@@ -71,7 +72,7 @@ async fn handoff(sender: &Sender, receiver: &Receiver, format: WireFormat) -> (D
     let blocks: Vec<BlockId> = (0..NUM_BLOCKS as u32).map(BlockId).collect();
     let granted = receiver.grant_as(blocks.clone(), Some(format), ());
     let peer = KvShard::new(&LAYOUT, 1, 0).expect("one rank");
-    let routed = sender.route_to(&peer, format, granted.pass(), granted.offers(), ()).await;
+    let routed = sender.route_to(&peer, format, granted.access_key(), granted.offers(), ()).await;
     let route = routed.expect("a route");
     let started = Instant::now();
     let pushes = (0..LAYOUT.num_layers as u32).map(|layer_idx| {

@@ -3,11 +3,13 @@
 
 use std::sync::Arc;
 
+use baton_handoff::{
+    KvFault, Piece, PieceWrite, PushError, RouteError, Source, TransportKind, TransportOffer,
+};
 use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
 
 use crate::{
-    KvFault, Piece, PieceWrite, PushError, Receiver, ReceiverConfig, RouteError, Sender, SenderConfig,
-    Source, TransportKind, TransportOffer, checksum,
+    Receiver, ReceiverConfig, Sender, SenderConfig, checksum,
     testing::{
         Fabric, Guards, LAYOUT, blocks, bytes, bytes_of, change, eventually, fill, pattern, sender_config,
         soon, storage, writes,
@@ -23,56 +25,56 @@ macro_rules! conformance {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
                 if crate::testing::has_rdma() {
-                    super::$name(crate::TransportKind::Rdma).await;
+                    super::$name(baton_handoff::TransportKind::Rdma).await;
                 }
             })*
         }
         mod nccl {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $name() { super::$name(crate::TransportKind::Nccl).await })*
+            async fn $name() { super::$name(baton_handoff::TransportKind::Nccl).await })*
         }
         mod tcp {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $name() { super::$name(crate::TransportKind::Tcp).await })*
+            async fn $name() { super::$name(baton_handoff::TransportKind::Tcp).await })*
         }
         mod tcp_tls {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
                 let _tls = crate::testing::Setup::Tls.enter();
-                super::$name(crate::TransportKind::Tcp).await
+                super::$name(baton_handoff::TransportKind::Tcp).await
             })*
         }
         mod tcp_devices {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
                 let _devices = crate::testing::Setup::Devices.enter();
-                super::$name(crate::TransportKind::Tcp).await
+                super::$name(baton_handoff::TransportKind::Tcp).await
             })*
         }
         mod tcp_divided {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
                 let _devices = crate::testing::Setup::Divided.enter();
-                super::$name(crate::TransportKind::Tcp).await
+                super::$name(baton_handoff::TransportKind::Tcp).await
             })*
         }
         mod rdma_divided {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
                 let _devices = crate::testing::Setup::Divided.enter();
-                super::$name(crate::TransportKind::Rdma).await
+                super::$name(baton_handoff::TransportKind::Rdma).await
             })*
         }
         mod nccl_devices {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
                 let _devices = crate::testing::Setup::Devices.enter();
-                super::$name(crate::TransportKind::Nccl).await
+                super::$name(baton_handoff::TransportKind::Nccl).await
             })*
         }
         mod shm {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $name() { super::$name(crate::TransportKind::Shm).await })*
+            async fn $name() { super::$name(baton_handoff::TransportKind::Shm).await })*
         }
     };
 }
@@ -169,9 +171,10 @@ async fn an_unknown_generation_writes_nothing(kind: TransportKind) {
     let fabric = Fabric::new(&[kind]);
     let dst = blocks([7]);
     let granted = fabric.receiver.grant(dst.clone(), ());
-    let right = granted.pass();
-    let guess = crate::Pass { token: crate::Token([1; 16]), ..right };
-    let other = crate::Pass { generation: crate::Generation(right.generation.0 ^ 1), ..right };
+    let right = granted.access_key();
+    let guess = baton_handoff::AccessKey { secret: baton_handoff::Secret([1; 16]), ..right };
+    let other =
+        baton_handoff::AccessKey { generation: baton_handoff::Generation(right.generation.0 ^ 1), ..right };
     for guess in [guess, other] {
         // Sockets find out with the first frame, shared memory when the grant is opened.
         if let Ok(route) = soon(fabric.sender.route(guess, granted.offers(), ())).await {
@@ -196,7 +199,7 @@ async fn a_restarted_pool_is_told_from_the_old_one(kind: TransportKind) {
         TransportOffer::Rdma { address, pool } => TransportOffer::Rdma { address, pool: pool ^ 1 },
         TransportOffer::Nccl { address, pool } => TransportOffer::Nccl { address, pool: pool ^ 1 },
     };
-    let error = soon(fabric.sender.route(granted.pass(), &[offer], ())).await.err().unwrap();
+    let error = soon(fabric.sender.route(granted.access_key(), &[offer], ())).await.err().unwrap();
     assert!(matches!(error, RouteError::OtherIncarnation(_)), "{error}");
     drop(granted);
 
@@ -224,7 +227,7 @@ async fn a_pool_of_another_layout_is_refused(kind: TransportKind) {
         let storage = Arc::new(BlockStorage::new(layout, 4).unwrap());
         let sender = Sender::start(storage, sender_config(&[kind])).unwrap();
         let guards = Guards::default();
-        let routed = sender.route(granted.pass(), granted.offers(), guards.guard());
+        let routed = sender.route(granted.access_key(), granted.offers(), guards.guard());
         let error = soon(routed).await.err().unwrap();
         // Over a network, nobody is told what is wrong.
         assert!(matches!(error, RouteError::Unreachable(_) | RouteError::OtherIncarnation(_)), "{error}");
@@ -260,7 +263,7 @@ async fn a_closed_route_gives_its_guard_back(kind: TransportKind) {
     let guards = Guards::default();
     let dst = blocks(0..32);
     let granted = fabric.receiver.grant(dst.clone(), ());
-    let routed = fabric.sender.route(granted.pass(), granted.offers(), guards.guard());
+    let routed = fabric.sender.route(granted.access_key(), granted.offers(), guards.guard());
     let route = soon(routed).await.unwrap();
     let pushes: Vec<_> = writes(&dst).chunks(4).map(|pieces| route.push(pieces.to_vec())).collect();
     assert_eq!(guards.num_out(), 1);
@@ -275,7 +278,7 @@ async fn a_closed_route_gives_its_guard_back(kind: TransportKind) {
     }
 
     // A route that nobody closes gives it back, too.
-    let routed = fabric.sender.route(granted.pass(), granted.offers(), guards.guard());
+    let routed = fabric.sender.route(granted.access_key(), granted.offers(), guards.guard());
     let route = soon(routed).await.unwrap();
     let push = route.push(writes(&dst));
     drop((route, push));
@@ -301,7 +304,7 @@ async fn a_lost_peer_gives_everything_back(kind: TransportKind) {
     let Fabric { receiver, sender, source, dir, .. } = fabric;
     let guards = Guards::default();
     let granted = receiver.grant(blocks([3]), guards.guard());
-    let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
+    let route = soon(sender.route(granted.access_key(), granted.offers(), ())).await.unwrap();
     soon(route.push(writes(&blocks([3])))).await.unwrap();
     // The prefill worker goes, with everything it has.
     drop((route, sender, source));
@@ -351,7 +354,7 @@ async fn handoff(fabric: &Fabric, guards: &[Guards; 2], own: &[BlockId], random:
     let first = random.below(8) as usize;
     let dst = own[first..first + num_blocks].to_vec();
     let granted = fabric.receiver.grant(dst.clone(), guards[0].guard());
-    let routed = fabric.sender.route(granted.pass(), fabric.receiver.offers(), guards[1].guard());
+    let routed = fabric.sender.route(granted.access_key(), fabric.receiver.offers(), guards[1].guard());
     let fate = random.below(6);
     if fate == 0 {
         // Revoked while the route is being opened.
@@ -405,13 +408,13 @@ async fn the_best_reachable_transport_is_taken_and_a_fallback_counted() {
         let before = counts(TransportKind::Tcp);
         let nowhere = TransportOffer::Shm { host_id, socket_path: socket_path.clone(), pool: 5 };
         let offers = [nowhere.clone(), fabric.offer(TransportKind::Tcp)];
-        let route = soon(fabric.sender.route(granted.pass(), &offers, ())).await.unwrap();
+        let route = soon(fabric.sender.route(granted.access_key(), &offers, ())).await.unwrap();
         assert_eq!(route.transport(), TransportKind::Tcp);
         let after = counts(TransportKind::Tcp);
         assert_eq!(after.routes - before.routes, 1);
         assert_eq!(after.fallbacks - before.fallbacks, num_fallbacks);
         let error =
-            soon(fabric.sender.route(granted.pass(), &[nowhere], ())).await.err().unwrap().to_string();
+            soon(fabric.sender.route(granted.access_key(), &[nowhere], ())).await.err().unwrap().to_string();
         assert_eq!(
             error.matches("no way to the peer's blocks").count(),
             usize::from(num_fallbacks > 0),
@@ -421,10 +424,10 @@ async fn the_best_reachable_transport_is_taken_and_a_fallback_counted() {
 
     let config = SenderConfig { transports: vec![TransportKind::Tcp], ..SenderConfig::default() };
     let sender = Sender::start(Arc::clone(&fabric.source), config).unwrap();
-    let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
+    let route = soon(sender.route(granted.access_key(), granted.offers(), ())).await.unwrap();
     assert_eq!(route.transport(), TransportKind::Tcp);
     let shm = [fabric.offer(TransportKind::Shm)];
-    let error = soon(sender.route(granted.pass(), &shm, ())).await.err().unwrap();
+    let error = soon(sender.route(granted.access_key(), &shm, ())).await.err().unwrap();
     assert_eq!(error.to_string(), "no common transport: the peer offers shm, this worker allows tcp");
 }
 

@@ -3,10 +3,10 @@
 
 use std::ops::Range;
 
+use baton_handoff::{PieceWrite, PushError, RouteError, Source, TransportKind};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout, KvShard, WireFormat};
 
 use crate::{
-    PieceWrite, PushError, RouteError, Source, TransportKind,
     conformance::conformance,
     testing::{Fabric, Guards, LAYOUT, bytes, change, fill, soon},
 };
@@ -134,7 +134,7 @@ async fn kv_arrives_as_the_receiver_would_have_written_it(kind: TransportKind) {
             let granted = fabric.receiver.grant(uncached.to_vec(), ());
             let peer = KvShard::new(&to, 1, 0).unwrap();
             let offers = granted.offers().to_vec();
-            let routed = fabric.sender.route_to(&peer, WireFormat::AsIs, granted.pass(), &offers, ());
+            let routed = fabric.sender.route_to(&peer, WireFormat::AsIs, granted.access_key(), &offers, ());
             let route = soon(routed).await.unwrap();
             let writes = writes(&source, &target, num_cached);
             let mut num_bytes = 0;
@@ -180,8 +180,9 @@ async fn converted_pieces_are_verified_and_fenced_as_others_are(kind: TransportK
     let granted = fabric.receiver.grant(target.blocks.clone(), guards.guard());
     let peer = KvShard::new(&to, 1, 0).unwrap();
     let offers = granted.offers().to_vec();
-    let route =
-        soon(fabric.sender.route_to(&peer, WireFormat::AsIs, granted.pass(), &offers, ())).await.unwrap();
+    let route = soon(fabric.sender.route_to(&peer, WireFormat::AsIs, granted.access_key(), &offers, ()))
+        .await
+        .unwrap();
     let mut now = writes(&source, &target, 0);
     let late = now.split_off(4);
     let pushed = soon(route.push(now)).await.unwrap();
@@ -189,7 +190,7 @@ async fn converted_pieces_are_verified_and_fenced_as_others_are(kind: TransportK
     let flipped = target.blocks[2];
     change(&fabric.target, flipped, 0, |piece| piece[9] ^= 1);
     let fault = soon(granted.verify(pushed.pieces)).await.unwrap_err();
-    assert_eq!(fault, crate::KvFault::Checksum { block_idx: 2, layer_idx: 0 });
+    assert_eq!(fault, baton_handoff::KvFault::Checksum { block_idx: 2, layer_idx: 0 });
 
     drop(soon(granted.revoke()).await.expect("fenced"));
     assert_eq!(guards.num_out(), 0);
@@ -206,8 +207,9 @@ async fn sources_that_do_not_fit_are_refused(kind: TransportKind) {
     let granted = fabric.receiver.grant(target.blocks.clone(), ());
     let peer = KvShard::new(&to, 1, 0).unwrap();
     let offers = granted.offers().to_vec();
-    let route =
-        soon(fabric.sender.route_to(&peer, WireFormat::AsIs, granted.pass(), &offers, ())).await.unwrap();
+    let route = soon(fabric.sender.route_to(&peer, WireFormat::AsIs, granted.access_key(), &offers, ()))
+        .await
+        .unwrap();
     let write = |src| PieceWrite { layer_idx: 0, block_idx: 0, src, dst: target.blocks[0] };
     let tokens = |tokens, blocks: &[u32]| Source::Tokens {
         tokens,
@@ -240,23 +242,29 @@ async fn kv_that_cannot_go_there_finds_no_route(kind: TransportKind) {
     ];
     for peer in unlike {
         let guards = Guards::default();
-        let routed =
-            fabric.sender.route_to(&peer, WireFormat::AsIs, granted.pass(), granted.offers(), guards.guard());
+        let routed = fabric.sender.route_to(
+            &peer,
+            WireFormat::AsIs,
+            granted.access_key(),
+            granted.offers(),
+            guards.guard(),
+        );
         let error = soon(routed).await.err().unwrap();
         assert!(matches!(error, RouteError::OtherKv(_)), "{error}");
         assert_eq!(guards.num_out(), 0);
     }
     // A layout that could be, but is not that of the pool which answers.
     let other = shard(KvLayout { block_size: 8, ..LAYOUT });
-    let routed = fabric.sender.route_to(&other, WireFormat::AsIs, granted.pass(), granted.offers(), ());
+    let routed = fabric.sender.route_to(&other, WireFormat::AsIs, granted.access_key(), granted.offers(), ());
     let error = soon(routed).await.err().unwrap();
     // Over a network, nobody is told what is wrong.
     assert!(matches!(error, RouteError::Unreachable(_) | RouteError::OtherIncarnation(_)), "{error}");
     // The connection that was refused has not spoilt the way for those who know better.
     let own = shard(LAYOUT);
-    let route = soon(fabric.sender.route_to(&own, WireFormat::AsIs, granted.pass(), granted.offers(), ()))
-        .await
-        .unwrap();
+    let route =
+        soon(fabric.sender.route_to(&own, WireFormat::AsIs, granted.access_key(), granted.offers(), ()))
+            .await
+            .unwrap();
     let src = Source::Block(BlockId(1));
     soon(route.push(vec![PieceWrite { layer_idx: 0, block_idx: 0, src, dst: BlockId(1) }])).await.unwrap();
 }

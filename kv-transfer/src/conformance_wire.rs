@@ -1,11 +1,9 @@
 //! Pieces that travel in another form than they lie in memory: what the decode worker verifies is what it decoded.
 
+use baton_handoff::{PushError, TransportKind};
 use baton_kv_cache::{KvDtype, KvLayout, KvShard, WireCodec, WireFormat, WireScratch};
 
-use crate::{
-    PushError, TransportKind,
-    testing::{Fabric, LAYOUT, Setup, blocks, bytes, change, fill, soon, writes},
-};
+use crate::testing::{Fabric, LAYOUT, Setup, blocks, bytes, change, fill, soon, writes};
 
 const CODED: [WireFormat; 3] = [WireFormat::Fp8, WireFormat::Int8, WireFormat::Int4];
 
@@ -53,7 +51,7 @@ async fn coded_pieces_are_smaller_on_their_way_and_verify() {
             let granted = fabric.receiver.grant_as(dst.clone(), asked, ());
             let peer = KvShard::new(&layout, 1, 0).unwrap();
             let before = fabric.receiver.counters().of(TransportKind::Tcp).read().bytes;
-            let routed = fabric.sender.route_to(&peer, format, granted.pass(), granted.offers(), ());
+            let routed = fabric.sender.route_to(&peer, format, granted.access_key(), granted.offers(), ());
             let route = soon(routed).await.unwrap();
             let pushed = soon(route.push(writes(&dst))).await.unwrap();
             let piece_bytes =
@@ -85,7 +83,8 @@ async fn what_is_coded_is_what_the_receiver_would_have_in_memory() {
             let peer = KvShard::new(&to, 1, 0).unwrap();
             for (fabric, format) in [(&plain, WireFormat::AsIs), (&fabric, format)] {
                 let granted = fabric.receiver.grant_as(dst.clone(), None, ());
-                let routed = fabric.sender.route_to(&peer, format, granted.pass(), granted.offers(), ());
+                let routed =
+                    fabric.sender.route_to(&peer, format, granted.access_key(), granted.offers(), ());
                 let route = soon(routed).await.unwrap();
                 let pushed = soon(route.push(writes(&dst))).await.unwrap();
                 soon(granted.verify(pushed.pieces)).await.unwrap();
@@ -103,11 +102,11 @@ async fn a_flipped_bit_of_what_was_decoded_is_found() {
     let granted = fabric.receiver.grant_as(dst.clone(), Some(WireFormat::Int8), ());
     let peer = KvShard::new(&LAYOUT, 1, 0).unwrap();
     let offers = granted.offers().to_vec();
-    let routed = fabric.sender.route_to(&peer, WireFormat::Int8, granted.pass(), &offers, ());
+    let routed = fabric.sender.route_to(&peer, WireFormat::Int8, granted.access_key(), &offers, ());
     let pushed = soon(soon(routed).await.unwrap().push(writes(&dst))).await.unwrap();
     change(&fabric.target, dst[1], 2, |piece| piece[77] ^= 4);
     let fault = soon(granted.verify(pushed.pieces)).await.unwrap_err();
-    assert_eq!(fault, crate::KvFault::Checksum { block_idx: 1, layer_idx: 2 });
+    assert_eq!(fault, baton_handoff::KvFault::Checksum { block_idx: 1, layer_idx: 2 });
 }
 
 #[tokio::test]
@@ -119,7 +118,7 @@ async fn a_form_that_was_not_agreed_on_lands_nowhere() {
     for asked in [WireFormat::AsIs, WireFormat::Fp8] {
         let granted = fabric.receiver.grant_as(dst.clone(), Some(asked), ());
         let offers = granted.offers().to_vec();
-        let routed = fabric.sender.route_to(&peer, WireFormat::Int4, granted.pass(), &offers, ());
+        let routed = fabric.sender.route_to(&peer, WireFormat::Int4, granted.access_key(), &offers, ());
         let mut pieces = writes(&dst);
         pieces.truncate(1);
         let error = soon(soon(routed).await.unwrap().push(pieces)).await.unwrap_err();
@@ -135,7 +134,7 @@ async fn a_late_coded_write_lands_nowhere() {
     let granted = fabric.receiver.grant_as(dst.clone(), None, ());
     let peer = KvShard::new(&LAYOUT, 1, 0).unwrap();
     let offers = granted.offers().to_vec();
-    let routed = fabric.sender.route_to(&peer, WireFormat::Int4, granted.pass(), &offers, ());
+    let routed = fabric.sender.route_to(&peer, WireFormat::Int4, granted.access_key(), &offers, ());
     let route = soon(routed).await.unwrap();
     let mut now = writes(&dst);
     let late = now.split_off(1);
@@ -155,7 +154,7 @@ async fn in_shared_memory_nothing_is_coded() {
     let granted = fabric.receiver.grant_as(dst.clone(), None, ());
     let peer = KvShard::new(&LAYOUT, 1, 0).unwrap();
     let offers = granted.offers().to_vec();
-    let routed = fabric.sender.route_to(&peer, WireFormat::Int4, granted.pass(), &offers, ());
+    let routed = fabric.sender.route_to(&peer, WireFormat::Int4, granted.access_key(), &offers, ());
     let pushed = soon(soon(routed).await.unwrap().push(writes(&dst))).await.unwrap();
     assert_eq!(pushed.bytes, (6 * LAYOUT.layer_bytes()) as u64);
     assert!(fabric.holds(&writes(&dst)));

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::message::TransportKind;
+use baton_handoff::TransportKind;
 
 /// Monotonic counts of one transport, in one direction.
 #[derive(Debug, Default)]

@@ -14,10 +14,11 @@ use std::{
 
 use baton_cuda::{Allocation, Copier};
 pub(crate) use baton_cuda::{CudaError, Device, failed, num_devices};
+use baton_handoff::TransportKind;
 use baton_kv_cache::{BlockKernels, BlockStorage, DeviceMemory, DividedMemory, KvLayout, KvShard};
 use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 
-use crate::{TransportKind, ranks::Copy};
+use crate::ranks::Copy;
 
 /// Zeroed blocks in a device's memory. Plain memory (`cuMemAlloc`), which other processes can open. Without `kernels`, of
 /// that device, pieces go to the host one by one, and processors take their checksums.

@@ -1,21 +1,17 @@
-//! The handoff: its state machines, and the data plane that moves KV blocks between workers.
+//! The data plane that moves KV blocks between workers.
 //!
-//! - [`handoff`]: what the two sides say to each other, decided by two pure state machines.
 //! - [`Receiver`], on the decode side: grants blocks to be written, verifies, revokes, fences.
 //! - [`Sender`], on the prefill side: finds a [`Route`] to granted blocks, pushes pieces.
 //! - Transports, best first: shared memory (`shm`), one-sided writes of a network device (`rdma`), from one CUDA device
 //!   to another (`nccl`), sockets (`tcp`). The choice is logged and counted; where a measurement knows better, the fastest is taken.
 //!
-//! It knows no engine and no wire protocol: what keeps blocks allocated is an opaque guard that
+//! It knows no engine and no wire protocol, and of the handoff only its messages: what keeps blocks allocated is an opaque guard that
 //! travels with the grant (decode side) or the route (prefill side), and is dropped only when no
 //! writer, or reader, can touch the blocks any more.
 
 mod checksum;
 mod counters;
 pub mod cuda;
-mod error;
-pub mod handoff;
-mod message;
 mod nccl;
 mod ranks;
 mod rdma;
@@ -38,14 +34,9 @@ mod testing;
 
 pub use checksum::checksum;
 pub use counters::{Counters, TransportCounters, TransportCounts};
-pub use error::{HandoffError, KvFault, PushError, RouteError, Side};
-pub use message::{
-    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Pass, Piece, PieceWrite,
-    PrefillMessage, Source, Token, TransportKind, TransportOffer, Written,
-};
 pub use nccl::NcclFindings;
 #[cfg(any(test, feature = "testing"))]
 pub use nccl::TestFabric;
 pub use rdma::finds_rdma;
 pub use receiver::{Fenced, Granted, Receiver, ReceiverConfig, ReceiverLoad};
-pub use sender::{Measured, Pushed, Route, Sender, SenderConfig, copy_rate, stream_rate};
+pub use sender::{Measured, Route, Sender, SenderConfig, copy_rate, stream_rate};

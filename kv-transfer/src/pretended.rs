@@ -202,10 +202,11 @@ mod tests {
 
     use super::*;
     use crate::{
-        Generation, Sender, TransportKind,
+        Sender,
         checksum::{Hasher, SumOf},
         testing::{Fabric, LAYOUT, NUM_BLOCKS, Setup, blocks, bytes, sender_config, soon, writes},
     };
+    use baton_handoff::{Generation, TransportKind};
 
     #[test]
     fn checksums_are_those_of_processors_whoever_takes_them() {
@@ -263,7 +264,7 @@ mod tests {
         let sender = Sender::start(source, sender_config(kind)).unwrap();
         let granted = fabric.receiver.grant_as(ids.clone(), Some(format), ());
         let peer = KvShard::new(&LAYOUT, 1, 0).unwrap();
-        let routed = sender.route_to(&peer, format, granted.pass(), granted.offers(), ());
+        let routed = sender.route_to(&peer, format, granted.access_key(), granted.offers(), ());
         let pushed = soon(soon(routed).await.unwrap().push(writes(&ids))).await.unwrap();
         soon(granted.verify(pushed.pieces)).await.unwrap();
         if format == WireFormat::AsIs {

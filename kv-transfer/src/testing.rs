@@ -15,12 +15,14 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{
+    AccessKey, Generation, PieceWrite, Pushed, RouteError, Secret, TransportKind, TransportOffer,
+};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_tls::{Tls, TlsConfig};
 
 use crate::{
-    Generation, Granted, Pass, PieceWrite, Pushed, Receiver, ReceiverConfig, Route, RouteError, Sender,
-    SenderConfig, Token, TransportKind, TransportOffer,
+    Granted, Receiver, ReceiverConfig, Route, Sender, SenderConfig,
     nccl::{TestFabric, memory::MemoryFabric},
     pretended::{counted_devices, pretended_device},
     rdma::{Nixl, nixl},
@@ -136,7 +138,7 @@ impl Fabric {
     }
 
     pub(crate) async fn route<K>(&self, granted: &Granted<K>) -> Result<Route, RouteError> {
-        soon(self.sender.route(granted.pass(), granted.offers(), ())).await
+        soon(self.sender.route(granted.access_key(), granted.offers(), ())).await
     }
 
     /// A route, however often one must ask: whoever is new may be turned away for a while.
@@ -336,20 +338,20 @@ impl Drop for Guard {
     }
 }
 
-/// A pass of no grant.
-pub(crate) fn some_pass(generation: u64) -> Pass {
-    Pass { generation: Generation(generation), token: Token::default() }
+/// An access key of no grant.
+pub(crate) fn some_access_key(generation: u64) -> AccessKey {
+    AccessKey { generation: Generation(generation), secret: Secret::default() }
 }
 
 /// For another process's environment.
-pub(crate) fn pass_to_text(pass: Pass) -> String {
-    format!("{:x}:{:x}", pass.generation.0, u128::from_le_bytes(pass.token.0))
+pub(crate) fn access_key_to_text(access_key: AccessKey) -> String {
+    format!("{:x}:{:x}", access_key.generation.0, u128::from_le_bytes(access_key.secret.0))
 }
 
-pub(crate) fn pass_from_text(text: &str) -> Pass {
-    let (generation, token) = text.split_once(':').unwrap();
-    let token = Token(u128::from_str_radix(token, 16).unwrap().to_le_bytes());
-    Pass { generation: Generation(u64::from_str_radix(generation, 16).unwrap()), token }
+pub(crate) fn access_key_from_text(text: &str) -> AccessKey {
+    let (generation, secret) = text.split_once(':').unwrap();
+    let secret = Secret(u128::from_str_radix(secret, 16).unwrap().to_le_bytes());
+    AccessKey { generation: Generation(u64::from_str_radix(generation, 16).unwrap()), secret }
 }
 
 /// Certificates of the tests: "a" and "b" of one authority, "foreign" of another, which believes in that of "a".

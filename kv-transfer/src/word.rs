@@ -3,10 +3,9 @@
 
 use std::sync::Arc;
 
-use crate::{
-    message::{Generation, Pass, Token},
-    receiver::{Grants, OneSidedWriter, WriterId},
-};
+use baton_handoff::{AccessKey, Generation, Secret};
+
+use crate::receiver::{Grants, OneSidedWriter, WriterId};
 
 /// Said by the prefill worker (P) or the decode worker (D). Every transport has a `Hello` and a `Welcome` of its own
 /// besides.
@@ -17,7 +16,7 @@ pub(crate) enum Word {
     /// D: not for you; the reason is in its log.
     Refused,
     /// P: about to write.
-    Open(Pass),
+    Open(AccessKey),
     /// D: go on.
     Opened(Generation),
     /// D: no such grant (any more).
@@ -29,27 +28,27 @@ pub(crate) enum Word {
 }
 
 impl Word {
-    /// Kind of message, 3 to 9 in every transport, and the generation and the token, where there are such.
-    pub(crate) fn code(self) -> (u32, u64, Token) {
+    /// Kind of message, 3 to 9 in every transport, and the generation and the secret, where there are such.
+    pub(crate) fn code(self) -> (u32, u64, Secret) {
         let (kind, generation) = match self {
             Word::OtherPool => (3, 0),
             Word::Refused => (4, 0),
-            Word::Open(pass) => return (5, pass.generation.0, pass.token),
+            Word::Open(access_key) => return (5, access_key.generation.0, access_key.secret),
             Word::Opened(generation) => (6, generation.0),
             Word::Unknown(generation) => (7, generation.0),
             Word::Close(generation) => (8, generation.0),
             Word::Revoke(generation) => (9, generation.0),
         };
-        (kind, generation, Token::default())
+        (kind, generation, Secret::default())
     }
 
     /// The inverse of [`code`](Self::code).
-    pub(crate) fn from_code(kind: u32, generation: u64, token: Token) -> Option<Word> {
+    pub(crate) fn from_code(kind: u32, generation: u64, secret: Secret) -> Option<Word> {
         let generation = Generation(generation);
         Some(match kind {
             3 => Word::OtherPool,
             4 => Word::Refused,
-            5 => Word::Open(Pass { generation, token }),
+            5 => Word::Open(AccessKey { generation, secret }),
             6 => Word::Opened(generation),
             7 => Word::Unknown(generation),
             8 => Word::Close(generation),
@@ -70,9 +69,9 @@ pub(crate) fn hear<W: OneSidedWriter + 'static>(
     word: Word,
 ) -> Result<Option<Word>, Word> {
     match word {
-        Word::Open(pass) => {
-            let generation = pass.generation;
-            let is_open = grants.open(&pass, id, Arc::clone(writer) as Arc<dyn OneSidedWriter>);
+        Word::Open(access_key) => {
+            let generation = access_key.generation;
+            let is_open = grants.open(&access_key, id, Arc::clone(writer) as Arc<dyn OneSidedWriter>);
             let answer = if is_open { Word::Opened(generation) } else { Word::Unknown(generation) };
             Ok(Some(answer))
         }
@@ -89,7 +88,7 @@ pub(crate) fn all_of(generation: Generation) -> [Word; 7] {
     [
         Word::OtherPool,
         Word::Refused,
-        Word::Open(Pass { generation, token: Token([7; 16]) }),
+        Word::Open(AccessKey { generation, secret: Secret([7; 16]) }),
         Word::Opened(generation),
         Word::Unknown(generation),
         Word::Close(generation),

@@ -1,11 +1,11 @@
-//! The seam between the engine and whatever computes: a [`Batch`] in, logits out, or tokens that were drawn where the
-//! logits are.
+//! The seam between the engine and whatever computes: a [`Batch`] in, logits out, or tokens that were sampled where
+//! the logits are.
 //!
 //! An executor knows tokens, positions and blocks. It does not know requests, or why a batch looks as it does.
 
 use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
 
-use crate::{Answer, Draw};
+use crate::{SampledRow, TokenSampling};
 
 /// Sequences to advance in one step.
 #[derive(Clone, Debug, Default)]
@@ -69,22 +69,23 @@ pub trait Executor: Send {
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<&[f32], ExecuteError>;
 
-    /// The same as one that draws tokens itself; `None` where logits come to the host anyway.
-    fn drawing(&mut self) -> Option<&mut dyn DrawingExecutor> {
+    /// The same as one that samples tokens itself; `None` where logits come to the host anyway.
+    fn sampling(&mut self) -> Option<&mut dyn SamplingExecutor> {
         None
     }
 }
 
-/// An executor whose logits lie elsewhere: it draws from them there, while its caller does something else.
-pub trait DrawingExecutor {
-    /// Begins a step as [`Executor::execute`] runs it, and draws by one of `draws` after each wanted row, in the order of
+/// An executor whose logits are not in the host's memory: it samples from them there, while its caller does something
+/// else.
+pub trait SamplingExecutor {
+    /// Begins a step as [`Executor::execute`] runs it, and samples by one of `samplings` after each wanted row, in the order of
     /// the rows. It is waited for by [`collect`](Self::collect).
     ///
     /// A second step may be launched before the first is collected: with `follows`, which says for each sequence after
-    /// which of the first step's rows its one token is drawn, whatever `tokens` says. That token is counted here, where
-    /// [`Draw::counts`] has any. Otherwise `follows` is empty.
+    /// which of the first step's rows its one token is sampled, whatever `tokens` says. That token is counted here, where
+    /// [`TokenSampling::counts`] has any. Otherwise `follows` is empty.
     ///
-    /// Returns whether every row is drawn here, as it must be for a step to follow.
+    /// Returns whether every row is sampled here, as it must be for a step to follow.
     ///
     /// # Errors
     /// When the device failed.
@@ -94,7 +95,7 @@ pub trait DrawingExecutor {
     unsafe fn launch(
         &mut self,
         batch: &Batch<'_>,
-        draws: &[Draw<'_>],
+        samplings: &[TokenSampling<'_>],
         follows: &[usize],
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
@@ -108,7 +109,7 @@ pub trait DrawingExecutor {
     ///
     /// # Panics
     /// When no step is under way.
-    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<Answer<'_>>, ExecuteError>;
+    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError>;
 }
 
 /// The device failed; the engine cannot go on with this executor.

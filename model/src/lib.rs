@@ -15,7 +15,6 @@ mod cpu;
 #[doc(hidden)]
 pub mod cuda;
 mod decoder;
-mod draw;
 mod error;
 mod executor;
 mod fields;
@@ -31,6 +30,7 @@ mod parallel;
 mod precision;
 mod quantised;
 mod rope;
+mod sampling;
 mod shard;
 mod spec;
 mod weights;
@@ -45,13 +45,13 @@ pub use cuda::{
     BatchLimits, DeviceWeightBytes, ModelOnDevices, StartError as CudaStartError,
     block_kernels as cuda_block_kernels,
 };
-pub use draw::{Answer, Draw, InvalidLogits, SampledToken, TokenCount, TokenLogprobs};
 pub use error::LoadError;
-pub use executor::{Batch, BatchSequence, DrawingExecutor, ExecuteError, Executor};
+pub use executor::{Batch, BatchSequence, ExecuteError, Executor, SamplingExecutor};
 pub use float::FloatDtype;
 pub use gguf_files::gguf_files;
 pub use load::{LoadOptions, LoadProgress, LoadedModel, load, load_ranks};
 pub use precision::{Activations, Backend, ParseQuantisationError, Quantisation};
 pub use rope::{RopeScaling, RopeSpec};
+pub use sampling::{InvalidLogits, SampledRow, SampledToken, TokenCount, TokenLogprobs, TokenSampling};
 pub use shard::{DecoderShard, Rank};
 pub use spec::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};

@@ -5,12 +5,12 @@
 //! execute ---+---> its part of every layer <--meets--> its part of every layer <--- job
 //!            +---> logits <------------------gathers-- its tokens' logits      ---> outcome
 //! ```
-//! Ranks that draw leave that to the first, which has all logits, and take its tokens from there ([`drawing`]).
+//! Ranks that draw leave that to the first, which has all logits, and take its tokens from there ([`sampling`]).
 //!
 //! A rank that fails leaves the others, which fails them, too; the executor then says who was first, and is of no use any
 //! more. What a rank computes with, and how it meets the others, is its own business.
 
-mod drawing;
+mod sampling;
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -23,8 +23,8 @@ use std::thread::JoinHandle;
 
 use baton_kv_cache::{BlockStorage, KvLayout};
 
-use crate::{Batch, Draw, DrawingExecutor, ExecuteError, Executor};
-pub(crate) use drawing::DrawingRank;
+use crate::{Batch, ExecuteError, Executor, SamplingExecutor, TokenSampling};
+pub(crate) use sampling::SamplingRank;
 
 /// One rank: what it computes with, and its end of what connects it with the others.
 pub(crate) trait RankExecutor: Send + 'static {
@@ -62,7 +62,7 @@ pub(crate) trait RankExecutor: Send + 'static {
     fn logits(&self, num_logits: usize) -> &[f32];
 
     /// The same as one that draws; `None` where logits come to the host.
-    fn drawing(&mut self) -> Option<&mut dyn DrawingRank> {
+    fn sampling(&mut self) -> Option<&mut dyn SamplingRank> {
         None
     }
 
@@ -118,7 +118,7 @@ impl<R: RankExecutor> ParallelExecutor<R> {
     /// When a rank fails, or has failed before.
     ///
     /// # Safety
-    /// What `job` points to is there, and is as [`RankExecutor::compute`] or [`DrawingRank::launch`] needs it.
+    /// What `job` points to is there, and is as [`RankExecutor::compute`] or [`SamplingRank::launch`] needs it.
     unsafe fn run<T>(
         &mut self,
         job: Job,
@@ -219,8 +219,8 @@ impl<R: RankExecutor> Executor for ParallelExecutor<R> {
         Ok(self.first.rank.logits(num_logits))
     }
 
-    fn drawing(&mut self) -> Option<&mut dyn DrawingExecutor> {
-        self.first.rank.drawing().is_some().then_some(self)
+    fn sampling(&mut self) -> Option<&mut dyn SamplingExecutor> {
+        self.first.rank.sampling().is_some().then_some(self)
     }
 }
 
@@ -284,7 +284,7 @@ impl<R: RankExecutor> Seat<R> {
     /// Does a job, as one of the others.
     ///
     /// # Safety
-    /// What it points to is there, and is as [`RankExecutor::compute`] or [`DrawingRank::launch`] needs it.
+    /// What it points to is there, and is as [`RankExecutor::compute`] or [`SamplingRank::launch`] needs it.
     unsafe fn serve(&mut self, job: Job, on_layer: &mut dyn FnMut(usize)) -> Result<(), Failure> {
         self.run(|rank| {
             // SAFETY: by the caller's word.
@@ -294,9 +294,9 @@ impl<R: RankExecutor> Seat<R> {
                         rank.compute(&*batch, &*storage, on_layer).map(drop)
                     }
                     Job::Launch { lent: Lent { batch, storage }, draws, follows } => {
-                        drawing::of(rank).launch(&*batch, &*draws, &*follows, &*storage, on_layer).map(drop)
+                        sampling::of(rank).launch(&*batch, &*draws, &*follows, &*storage, on_layer).map(drop)
                     }
-                    Job::Collect => drawing::of(rank).collect(on_layer),
+                    Job::Collect => sampling::of(rank).collect(on_layer),
                 }
             }
         })
@@ -312,13 +312,13 @@ fn message_of(panic: &(dyn Any + Send)) -> String {
 #[derive(Clone, Copy)]
 enum Job {
     Compute(Lent),
-    /// As [`DrawingExecutor::launch`].
+    /// As [`SamplingExecutor::launch`].
     Launch {
         lent: Lent,
-        draws: *const [Draw<'static>],
+        draws: *const [TokenSampling<'static>],
         follows: *const [usize],
     },
-    /// As [`DrawingExecutor::collect`].
+    /// As [`SamplingExecutor::collect`].
     Collect,
 }
 

@@ -9,8 +9,8 @@ use std::{
 };
 
 use baton_cluster::{DiscoveryConfig, Role, WorkerId};
+use baton_handoff::TransportKind;
 use baton_kv_cache::{KvDtype, WireFormat};
-use baton_kv_transfer::TransportKind;
 use baton_model::{Activations, CpuList, CpuListError, Quantisation};
 use baton_tls::Tls;
 

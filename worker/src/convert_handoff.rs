@@ -6,17 +6,15 @@ use std::time::Duration;
 
 use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_engine::{Request, SampledToken};
-use baton_kv_cache::{BlockId, KvFormat, WireFormat};
-use baton_kv_transfer::{
-    Begin, DecodeMessage, Extent, Generation, Grant, Piece, PrefillMessage, Token, TransportKind,
+use baton_handoff::{
+    Begin, DecodeMessage, Extent, Generation, Grant, Piece, PrefillMessage, Secret, TransportKind,
     TransportOffer, Written,
 };
+use baton_kv_cache::{BlockId, KvFormat, WireFormat};
 use baton_proto::{v1, worker as proto};
 use proto::{decode_message, prefill_message, transport_offer};
 
-use crate::convert::{
-    WireError, failed_from_proto, failed_to_proto, sampling_to_proto, token_from_proto, token_to_proto,
-};
+use crate::convert::{WireError, token_from_proto, token_to_proto};
 
 /// A `Begin` whose decode worker takes KV in any form.
 const ANY_WIRE_FORMAT: &str = "any";
@@ -59,7 +57,7 @@ pub fn decode_message_to_proto(message: DecodeMessage, payload: Payload<'_>) -> 
 pub fn grant_to_proto(grant: Grant) -> proto::Grant {
     proto::Grant {
         generation: grant.generation.0,
-        token: grant.token.0.to_vec().into(),
+        token: grant.secret.0.to_vec().into(),
         num_cached_blocks: grant.num_cached_blocks as u32,
         block_ids: grant.block_ids.iter().map(|block| block.0).collect(),
         transports: grant.offers.iter().map(offer_to_proto).collect(),
@@ -70,8 +68,8 @@ pub fn grant_to_proto(grant: Grant) -> proto::Grant {
 pub fn grant_from_proto(grant: proto::Grant) -> Grant {
     Grant {
         generation: Generation(grant.generation),
-        // What is no token opens nothing.
-        token: grant.token[..].try_into().map(Token).unwrap_or_default(),
+        // Other lengths are no secret, and open nothing.
+        secret: grant.token[..].try_into().map(Secret).unwrap_or_default(),
         num_cached_blocks: grant.num_cached_blocks as usize,
         block_ids: grant.block_ids.into_iter().map(BlockId).collect(),
         offers: grant.transports.into_iter().filter_map(offer_from_proto).collect(),
@@ -88,7 +86,7 @@ fn begin_to_proto(begin: Begin, payload: Payload<'_>) -> proto::Begin {
         decode_incarnation: begin.decode_incarnation,
         token_ids: [&request.prompt[..], &request.output].concat(),
         num_output_tokens: request.output.len() as u32,
-        sampling: Some(sampling_to_proto(&request.sampling)),
+        sampling: Some((&request.sampling).into()),
         kv_format: Some(kv_format_to_proto(kv_format)),
         cache_salt: request.cache_salt.clone(),
         deadline_ms: u64::try_from(begin.deadline.as_millis()).unwrap_or(u64::MAX),
@@ -205,7 +203,7 @@ pub fn prefill_message_to_proto(message: PrefillMessage<FirstToken>) -> proto::P
             bytes: written.bytes,
         }),
         PrefillMessage::Stopped => Message::Stopped(proto::Stopped {}),
-        PrefillMessage::Failed(failed) => Message::Failed(failed_to_proto(&failed)),
+        PrefillMessage::Failed(failed) => Message::Failed(failed.into()),
     };
     proto::PrefillMessage { message: Some(message) }
 }
@@ -248,7 +246,7 @@ pub fn prefill_message_from_proto(
             bytes: written.bytes,
         }),
         Message::Stopped(proto::Stopped {}) => PrefillMessage::Stopped,
-        Message::Failed(failed) => PrefillMessage::Failed(failed_from_proto(failed)),
+        Message::Failed(failed) => PrefillMessage::Failed(failed.into()),
     })
 }
 
@@ -291,8 +289,8 @@ fn offer_from_proto(offer: proto::TransportOffer) -> Option<TransportOffer> {
 
 #[cfg(test)]
 mod tests {
+    use baton_handoff::{Failed, FailureKind};
     use baton_kv_cache::{KvDtype, KvLayout};
-    use baton_kv_transfer::{Failed, FailureKind};
 
     use super::*;
 
@@ -302,7 +300,8 @@ mod tests {
 
     #[test]
     fn what_d_says_arrives() {
-        let request = Request { id: "r".into(), prompt: vec![1; 9], output: vec![2], ..Request::default() };
+        let request =
+            Request { id: "r".into(), prompt: [1; 9].into(), output: vec![2], ..Request::default() };
         let kv_format = KvFormat::new("rev".into(), &layout(), "theta".into());
         let payload = Payload { request: &request, kv_format: &kv_format, wire: None, prefix_source: None };
         let begin = Begin {
@@ -341,7 +340,7 @@ mod tests {
 
         let messages = [
             DecodeMessage::Grant(Grant {
-                token: Token([7; Token::NUM_BYTES]),
+                secret: Secret([7; Secret::NUM_BYTES]),
                 generation: Generation(5),
                 num_cached_blocks: 1,
                 block_ids: vec![BlockId(3), BlockId(9)],

@@ -3,7 +3,8 @@
 use anyhow::Context;
 use baton_cluster::WorkerRecord;
 use baton_engine::EngineHandle;
-use baton_kv_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig, TransportCounts, TransportKind};
+use baton_handoff::TransportKind;
+use baton_kv_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig, TransportCounts};
 
 use crate::config::{WorkerConfig, private_runtime_dir};
 

@@ -25,7 +25,8 @@ mod server;
 mod service;
 mod worker;
 
-pub use baton_kv_transfer::{TransportKind, finds_rdma};
+pub use baton_handoff::TransportKind;
+pub use baton_kv_transfer::finds_rdma;
 pub use config::{
     ConfigError, DrafterConfig, KvMemory, ThreadPinning, WorkerConfig, name_of, private_runtime_dir,
 };

@@ -1,7 +1,8 @@
 //! What a worker counts, under the names of `/metrics`.
 
 use baton_engine::{EngineHandle, EngineLoad};
-use baton_kv_transfer::{TransportCounts, TransportKind};
+use baton_handoff::TransportKind;
+use baton_kv_transfer::TransportCounts;
 use baton_telemetry::Metrics;
 use prometheus_client::{
     collector::Collector,

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use baton_cluster::{Dialer, WorkerId, WorkerRecord};
 use baton_engine::EngineHandle;
+use baton_handoff::TransportKind;
 use baton_kv_cache::KvFormat;
-use baton_kv_transfer::TransportKind;
 use baton_proto::v1;
 
 use crate::{

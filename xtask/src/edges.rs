@@ -45,6 +45,7 @@ const ROOMS: &[Room] = &[
             "baton-worker",
             "baton-model",
             "baton-kv-transfer",
+            "baton-handoff",
             "baton-cluster",
             "baton-kv-cache",
             "baton-tokenizer",
@@ -67,9 +68,18 @@ const ROOMS: &[Room] = &[
             "baton-telemetry",
             "baton-tls",
             "baton-proto",
+            "baton-request",
         ],
         tests_use: &[],
-        never: &["baton-model", "baton-engine", "baton-kv-transfer", "baton-worker", "safetensors", "cudarc"],
+        never: &[
+            "baton-model",
+            "baton-engine",
+            "baton-handoff",
+            "baton-kv-transfer",
+            "baton-worker",
+            "safetensors",
+            "cudarc",
+        ],
     },
     Room {
         name: "baton-prefill-worker",
@@ -88,12 +98,14 @@ const ROOMS: &[Room] = &[
         uses: &[
             "baton-engine",
             "baton-model",
+            "baton-handoff",
             "baton-kv-transfer",
             "baton-kv-cache",
             "baton-cluster",
             "baton-telemetry",
             "baton-tls",
             "baton-proto",
+            "baton-request",
         ],
         tests_use: &["baton-engine-testing"],
         never: &["baton-router", "baton-tokenizer", "tokenizers"],
@@ -108,10 +120,11 @@ const ROOMS: &[Room] = &[
     // Knows no network and no protocol.
     Room {
         name: "baton-engine",
-        uses: &["baton-model", "baton-kv-cache"],
+        uses: &["baton-model", "baton-kv-cache", "baton-request"],
         tests_use: &["baton-engine-testing"],
         never: &[
             "baton-proto",
+            "baton-handoff",
             "baton-kv-transfer",
             "baton-cluster",
             "tonic",
@@ -130,15 +143,34 @@ const ROOMS: &[Room] = &[
     // Moves blocks; whose they are is not its business.
     Room {
         name: "baton-kv-transfer",
-        uses: &["baton-kv-cache", "baton-cuda", "baton-tls"],
+        uses: &["baton-handoff", "baton-kv-cache", "baton-cuda", "baton-tls"],
         tests_use: &[],
         never: &["baton-engine", "baton-model", "baton-proto", "tonic", "prost", "hyper", "axum", "h2"],
+    },
+    // The protocol of a handoff: messages in, messages and actions out. It acts through nothing but its caller.
+    Room {
+        name: "baton-handoff",
+        uses: &["baton-kv-cache", "baton-request"],
+        tests_use: &[],
+        never: &[
+            "baton-engine",
+            "baton-model",
+            "baton-kv-transfer",
+            "baton-proto",
+            "baton-tls",
+            "baton-cuda",
+            "tokio",
+            "tracing",
+            "tonic",
+            "prost",
+            "hyper",
+        ],
     },
     Room {
         name: "baton-cluster",
         uses: &["baton-kv-cache", "baton-proto", "baton-tls"],
         tests_use: &[],
-        never: &["baton-engine", "baton-model", "baton-kv-transfer"],
+        never: &["baton-engine", "baton-model", "baton-handoff", "baton-kv-transfer"],
     },
     Room { name: "baton-kv-cache", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
     Room {
@@ -154,7 +186,9 @@ const ROOMS: &[Room] = &[
     // Knows devices and memory, not what for.
     Room { name: "baton-cuda", uses: &[], tests_use: &[], never: &["tokio"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
-    Room { name: "baton-proto", uses: &[], tests_use: &[], never: &[] },
+    Room { name: "baton-proto", uses: &["baton-request"], tests_use: &[], never: &[] },
+    // What every process agrees on about a request.
+    Room { name: "baton-request", uses: &[], tests_use: &[], never: PURE },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
 ];
 
@@ -162,13 +196,18 @@ const ROOMS: &[Room] = &[
 const ROLE: &[&str] = &[
     "baton-worker",
     "baton-engine",
+    "baton-handoff",
     "baton-kv-transfer",
     "baton-cluster",
     "baton-kv-cache",
     "baton-telemetry",
     "baton-tls",
     "baton-proto",
+    "baton-request",
 ];
+
+/// What a room of pure decisions must not reach: runtimes, the operating system, protocols.
+const PURE: &[&str] = &["tokio", "libc", "tonic", "prost", "hyper", "axum", "h2"];
 
 /// Packages that one room hides from the others.
 const BEHIND: &[(&str, &[&str])] = &[
@@ -230,7 +269,7 @@ fn our_dependencies<'a>(member: Package<'a>) -> impl Iterator<Item = (&'a str, b
 }
 
 /// The shortest way from a package to one of this name, as "a -> b -> c".
-fn way_to(workspace: &Workspace, from: &str, target: &str) -> Option<String> {
+pub(crate) fn way_to(workspace: &Workspace, from: &str, target: &str) -> Option<String> {
     let names: BTreeMap<&str, &str> = workspace.packages().map(|p| (p.id(), p.name())).collect();
     let mut came_from: BTreeMap<&str, &str> = BTreeMap::new();
     let mut queue = VecDeque::from([from]);

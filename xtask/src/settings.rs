@@ -1,5 +1,5 @@
 //! Whether deploy/ and helm/ speak of settings that the program has: a renamed flag would otherwise
-//! show up only in somebody's cluster.
+//! show up only in a user's cluster.
 
 use std::collections::BTreeSet;
 

@@ -3,8 +3,8 @@
 
 use std::{collections::HashMap, path::Path};
 
+use baton_handoff::TransportKind;
 use baton_kv_cache::{KvDtype, KvLayout};
-use baton_kv_transfer::TransportKind;
 use baton_worker::DrafterConfig;
 
 use crate::harness::{Builder, decode, generate, prefill, request};

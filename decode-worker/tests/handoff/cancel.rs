@@ -1,6 +1,6 @@
 //! Streams that are dropped: nothing stays behind, on either side.
 
-use baton_kv_transfer::TransportKind;
+use baton_handoff::TransportKind;
 use baton_proto::worker::generate_event::Event;
 
 use crate::{

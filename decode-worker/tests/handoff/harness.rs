@@ -5,13 +5,13 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 use baton_cluster::{DiscoveryConfig, Role};
 use baton_engine::{Drafter, IdleError, SamplingParams};
 use baton_engine_testing::FakeModel;
+use baton_handoff::TransportKind;
 use baton_kv_cache::KvDtype;
-use baton_kv_transfer::TransportKind;
 use baton_model::Activations;
 use baton_proto::worker::{
     self as proto, GenerateEvent, decode_client::DecodeClient, failed::Kind, generate_event::Event,
 };
-use baton_worker::{KvMemory, Model, Phase, Worker, WorkerConfig, convert::sampling_to_proto};
+use baton_worker::{KvMemory, Model, Phase, Worker, WorkerConfig};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -313,7 +313,7 @@ pub(crate) fn request(
     proto::GenerateRequest {
         request_id: "r".into(),
         prompt_token_ids: prompt.to_vec(),
-        sampling: Some(sampling_to_proto(&sampling)),
+        sampling: Some((&sampling).into()),
         prefill,
         ..proto::GenerateRequest::default()
     }

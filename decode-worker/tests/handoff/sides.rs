@@ -5,8 +5,8 @@
 use std::path::Path;
 
 use baton_engine_testing::FakeModel;
+use baton_handoff::TransportKind;
 use baton_kv_cache::{KvDtype, WireCodec, WireFormat};
-use baton_kv_transfer::TransportKind;
 use baton_proto::{v1::KvWire, worker as proto};
 
 use crate::{

@@ -16,7 +16,7 @@
 use std::{collections::HashMap, time::Instant};
 
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_model::{Answer, Batch, BatchSequence, Executor};
+use baton_model::{Batch, BatchSequence, Executor, SampledRow};
 
 use crate::{
     block_pool::BlockPool,
@@ -218,7 +218,7 @@ impl DraftModel {
             is_draft: self.runs.iter().all(|run| run.num_tokens <= 2),
             can_be_followed: false,
         };
-        if self.executor.drawing().is_some() {
+        if self.executor.sampling().is_some() {
             let samplings: Vec<_> = step.drafted.iter().map(|&id| live.draft_sampling(id)).collect();
             let batch = batch(&self.runs, &self.kv, live);
             let (executor, storage) = (&mut *self.executor, &self.storage);
@@ -261,12 +261,12 @@ impl DraftModel {
         // Only this drafter uses the storage. A batch's tokens are in blocks that their sequence allocated and
         // releases when no step is under way. Shared blocks are full and never computed again. So the safety argument
         // of `execute` and `launch` holds here.
-        let answers = if executor.drawing().is_some() {
+        let answers = if executor.sampling().is_some() {
             collect(executor, &mut |_| {})?
         } else {
             let vocab_size = executor.vocab_size();
             let logits = execute(executor, &batch(&self.runs, &self.kv, live), storage, &mut |_| {})?;
-            logits.chunks_exact(vocab_size).map(Answer::Logits).collect()
+            logits.chunks_exact(vocab_size).map(SampledRow::Logits).collect()
         };
         let mut rows = step.drafted.iter().zip(answers);
         for run in &mut self.runs {

@@ -15,8 +15,8 @@ use std::{
 use baton_engine::sampler::Sampler;
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_model::{
-    Answer, Batch, BatchSequence, Draw, DrawingExecutor, ExecuteError, Executor, InvalidLogits, SampledToken,
-    TokenCount,
+    Batch, BatchSequence, ExecuteError, Executor, InvalidLogits, SampledRow, SampledToken, SamplingExecutor,
+    TokenCount, TokenSampling,
 };
 
 /// Sizes of a fake model, and the errors that it makes.
@@ -54,7 +54,7 @@ struct FakeSamplingExecutor {
 
 struct LaunchedStep {
     sequences: Vec<(Vec<u32>, usize, Vec<BlockId>, usize)>,
-    samplings: Vec<Draw<'static>>,
+    samplings: Vec<TokenSampling<'static>>,
     follows: Vec<usize>,
     storage: *const BlockStorage,
 }
@@ -232,16 +232,16 @@ impl Executor for FakeSamplingExecutor {
         unreachable!("the engine launches the steps of an executor that samples")
     }
 
-    fn drawing(&mut self) -> Option<&mut dyn DrawingExecutor> {
+    fn sampling(&mut self) -> Option<&mut dyn SamplingExecutor> {
         Some(self)
     }
 }
 
-impl DrawingExecutor for FakeSamplingExecutor {
+impl SamplingExecutor for FakeSamplingExecutor {
     unsafe fn launch(
         &mut self,
         batch: &Batch<'_>,
-        samplings: &[Draw<'_>],
+        samplings: &[TokenSampling<'_>],
         follows: &[usize],
         storage: &BlockStorage,
         _: &mut dyn FnMut(usize),
@@ -259,14 +259,14 @@ impl DrawingExecutor for FakeSamplingExecutor {
             |it: &BatchSequence<'_>| (it.tokens.to_vec(), it.start_idx, it.blocks.to_vec(), it.num_logits);
         self.launched.push_back(LaunchedStep {
             sequences: batch.sequences.iter().map(owned).collect(),
-            samplings: samplings.iter().cloned().map(Draw::into_owned).collect(),
+            samplings: samplings.iter().cloned().map(TokenSampling::into_owned).collect(),
             follows: follows.to_vec(),
             storage,
         });
         Ok(samplings.iter().all(|sampling| sampling.logit_bias.is_empty()))
     }
 
-    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<Answer<'_>>, ExecuteError> {
+    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {
         let mut step = self.launched.pop_front().expect("a step is under way");
         for (idx, &row_idx) in step.follows.iter().enumerate() {
             let sampled = self.sampled[row_idx].as_ref().expect("all rows of the step before were sampled");
@@ -291,13 +291,13 @@ impl DrawingExecutor for FakeSamplingExecutor {
         // SAFETY: the engine keeps the storage of a launched step, and guarantees what `execute` needs for its batch.
         let logits = unsafe { self.executor.execute(&batch, &*step.storage, on_layer) }?;
         let rows = logits.chunks_exact(vocab_size).zip(&step.samplings);
-        let sample = |(row, sampling): (_, &Draw<'_>)| {
+        let sample = |(row, sampling): (_, &TokenSampling<'_>)| {
             sampling.logit_bias.is_empty().then(|| self.sampler.sample_row(row, sampling))
         };
         self.sampled = rows.clone().map(sample).collect();
         let answers = rows.zip(&self.sampled).map(|((row, _), sampled)| match sampled {
-            Some(sampled) => Answer::Drawn(sampled.clone()),
-            None => Answer::Logits(row),
+            Some(sampled) => SampledRow::Sampled(sampled.clone()),
+            None => SampledRow::Logits(row),
         });
         Ok(answers.collect())
     }

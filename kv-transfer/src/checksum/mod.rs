@@ -14,7 +14,7 @@ pub(crate) use stored::Hasher;
 use baton_kv_cache::KvLayout;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::message::Generation;
+use baton_handoff::Generation;
 
 /// What the checksums of a pool's pieces are of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,10 +2,10 @@
 
 use std::io;
 
+use baton_handoff::Generation;
 use baton_kv_cache::{BlockId, BlockStorage};
 
 use super::{SumOf, of_heads};
-use crate::message::Generation;
 
 /// Bytes that are fetched at a time.
 const FETCHED_BYTES: usize = 4 << 20;

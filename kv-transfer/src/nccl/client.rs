@@ -10,6 +10,7 @@ use std::{
     time::Duration,
 };
 
+use baton_handoff::{AccessKey, RouteError};
 use baton_kv_cache::{BlockStorage, KvLayout};
 
 use super::{
@@ -19,8 +20,6 @@ use super::{
 };
 use crate::{
     checksum::SumOf,
-    error::RouteError,
-    message::Pass,
     sender::{Frame, JobThread, Jobs, Open, Pace, Peer, RouteState, SenderContext},
 };
 
@@ -121,7 +120,7 @@ fn run(shared: &Arc<Shared>) {
         };
         match job {
             Poll::Ready(None) => break,
-            Poll::Ready(Some(job)) => match connected(shared, &mut connection, job.pass()) {
+            Poll::Ready(Some(job)) => match connected(shared, &mut connection, job.access_key()) {
                 Ok(connection) => connection.begin(job),
                 Err(error) => {
                     job.fail(&error);
@@ -144,18 +143,18 @@ fn run(shared: &Arc<Shared>) {
     end(&mut connection, "the sender is shut down");
 }
 
-/// The present connection, or a new one, for which a pass is shown.
+/// The present connection, or a new one, for which an access key is shown.
 fn connected<'a>(
     shared: &Arc<Shared>,
     connection: &'a mut Option<Connection>,
-    pass: Pass,
+    access_key: AccessKey,
 ) -> Result<&'a mut Connection, RouteError> {
     // What has ended unnoticed, or must make room for another peer's.
     if connection.as_ref().is_some_and(|connection| connection.is_idle() && !connection.begins()) {
         end(connection, "the peer is gone");
     }
     if connection.is_none() {
-        *connection = Some(Connection::open(shared, pass)?);
+        *connection = Some(Connection::open(shared, access_key)?);
     }
     Ok(connection.as_mut().expect("there, or made just now"))
 }

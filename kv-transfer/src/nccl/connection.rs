@@ -14,6 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{AccessKey, Piece, PieceWrite, PushError, RouteError, TransportKind};
 use tracing::{debug, error, info, warn};
 
 use super::{
@@ -27,10 +28,8 @@ use super::{
 };
 use crate::{
     checksum::Hasher,
-    error::{PushError, RouteError},
-    message::{Pass, Piece, PieceWrite, TransportKind},
     rdma::Staging,
-    sender::{Active, Frame, Job},
+    sender::{Active, Frame, Job, unread},
     tcp::{connect, socket},
 };
 
@@ -59,7 +58,7 @@ struct Flight {
 }
 
 impl Connection {
-    pub(super) fn open(shared: &Arc<Shared>, pass: Pass) -> Result<Connection, RouteError> {
+    pub(super) fn open(shared: &Arc<Shared>, access_key: AccessKey) -> Result<Connection, RouteError> {
         let unreachable = |error: io::Error| RouteError::Unreachable(format!("{}: {error}", shared.address));
         let config = &shared.context.config;
         let layout = shared.layout;
@@ -85,7 +84,7 @@ impl Connection {
             num_layers: layout.num_layers as u32,
             layer_bytes: layout.layer_bytes() as u64,
             block_bytes: layout.block_bytes() as u64,
-            pass,
+            access_key,
         };
         socket::send_at_once(&socket, &hello.encode()).map_err(unreachable)?;
         let mut bytes = [0; MESSAGE_BYTES];
@@ -169,13 +168,13 @@ impl Connection {
             Err(error) => {
                 self.staging.give_back(staged);
                 drop(active);
-                return frame.fail(PushError::unread(&error));
+                return frame.fail(unread(&error));
             }
         };
         let announced: Vec<_> = frame.pieces.iter().map(|piece| (piece.layer_idx, piece.block_idx)).collect();
-        let pass = route.pass();
+        let access_key = route.access_key();
         let sequence = self.lane.announce(Flight { frame, places, pieces, staged, active }, Instant::now());
-        let bytes = wire::announcement(sequence, pass, announced.into_iter());
+        let bytes = wire::announcement(sequence, access_key, announced.into_iter());
         if let Err(error) = (&*self.socket).write_all(&bytes) {
             // The rest is done when the socket is looked at next.
             debug!(address = %self.shared.address, %error, "cannot speak to an nccl peer");

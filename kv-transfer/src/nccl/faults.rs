@@ -7,6 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{AccessKey, KvFault, PushError, RouteError, Secret, TransportKind, TransportOffer};
 use baton_kv_cache::{BlockId, BlockStorage};
 
 use super::{
@@ -17,13 +18,12 @@ use super::{
     wire::{self, MESSAGE_BYTES, Message, Refusal},
 };
 use crate::{
-    KvFault, Pass, PushError, Receiver, ReceiverConfig, ReceiverLoad, RouteError, Sender, SenderConfig,
-    Token, TransportKind, TransportOffer,
+    Receiver, ReceiverConfig, ReceiverLoad, Sender, SenderConfig,
     pretended::pretended_device,
     tcp::socket,
     testing::{
         Fabric, Guards, LAYOUT, NEVER, NUM_BLOCKS, PATIENCE, blocks, bytes, eventually, fill, holds,
-        is_pending, pattern, sender_config, some_pass, soon, storage, writes,
+        is_pending, pattern, sender_config, some_access_key, soon, storage, writes,
     },
 };
 
@@ -33,13 +33,13 @@ fn fabric(io_timeout: Duration) -> Fabric {
     Fabric::with(NCCL, |config| config.io_timeout = io_timeout)
 }
 
-pub(super) fn hello(pool: u64, pass: Pass) -> Message {
+pub(super) fn hello(pool: u64, access_key: AccessKey) -> Message {
     Message::Hello {
         pool,
         num_layers: LAYOUT.num_layers as u32,
         layer_bytes: LAYOUT.layer_bytes() as u64,
         block_bytes: LAYOUT.block_bytes() as u64,
-        pass,
+        access_key,
     }
 }
 
@@ -62,10 +62,10 @@ pub(super) struct ByHand {
 }
 
 impl ByHand {
-    pub(super) fn connect(fabric: &Fabric, pass: Pass) -> ByHand {
+    pub(super) fn connect(fabric: &Fabric, access_key: AccessKey) -> ByHand {
         let (address, pool) = fabric.address(TransportKind::Nccl);
         let control = TcpStream::connect(address).unwrap();
-        say(&control, hello(pool, pass));
+        say(&control, hello(pool, access_key));
         assert_eq!(hear(&control), Some(Message::Welcome));
         let mut id = UniqueId([0; UniqueId::BYTES]);
         socket::receive_exact(&control, &mut id.0, NEVER).unwrap();
@@ -73,8 +73,13 @@ impl ByHand {
         ByHand { control, communicator, source: Arc::clone(&fabric.source) }
     }
 
-    pub(super) fn announce(&self, sequence: u64, pass: Pass, pieces: &[(u32, u32)]) -> Option<Message> {
-        let bytes = wire::announcement(sequence, pass, pieces.iter().copied());
+    pub(super) fn announce(
+        &self,
+        sequence: u64,
+        access_key: AccessKey,
+        pieces: &[(u32, u32)],
+    ) -> Option<Message> {
+        let bytes = wire::announcement(sequence, access_key, pieces.iter().copied());
         (&self.control).write_all(&bytes).unwrap();
         hear(&self.control)
     }
@@ -99,8 +104,8 @@ async fn a_peer_that_announces_and_never_sends_is_fenced_at_its_deadline() {
     let fabric = fabric(PATIENCE);
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
-    let mut late = ByHand::connect(&fabric, granted.pass());
-    assert_eq!(late.announce(0, granted.pass(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
+    let mut late = ByHand::connect(&fabric, granted.access_key());
+    assert_eq!(late.announce(0, granted.access_key(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
     // One of three: the group has begun, and does not end.
     late.send(BlockId(3), [0]);
     eventually("the first piece lands", || holds(&fabric.target, BlockId(3), 0, pattern(3, 0))).await;
@@ -126,8 +131,8 @@ async fn a_peer_that_dies_in_the_middle_of_a_group_lets_go() {
     let fabric = fabric(NEVER);
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
-    let mut peer = ByHand::connect(&fabric, granted.pass());
-    assert_eq!(peer.announce(0, granted.pass(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
+    let mut peer = ByHand::connect(&fabric, granted.access_key());
+    assert_eq!(peer.announce(0, granted.access_key(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
     peer.send(BlockId(3), [0, 1]);
     drop(peer);
     assert!(soon(granted.revoke()).await.is_some());
@@ -139,20 +144,20 @@ async fn a_revoked_grant_is_quarantined_until_its_groups_are_done_whatever_the_p
     let fabric = fabric(NEVER);
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3, 4]), guards.guard());
-    let pass = granted.pass();
-    let mut peer = ByHand::connect(&fabric, pass);
-    assert_eq!(peer.announce(0, pass, &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
-    assert_eq!(peer.announce(1, pass, &[(0, 1)]), Some(Message::Go { sequence: 1 }));
+    let access_key = granted.access_key();
+    let mut peer = ByHand::connect(&fabric, access_key);
+    assert_eq!(peer.announce(0, access_key, &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
+    assert_eq!(peer.announce(1, access_key, &[(0, 1)]), Some(Message::Go { sequence: 1 }));
     let mut fenced = granted.revoke();
     let quarantined = ReceiverLoad { num_grants: 0, num_quarantined_grants: 1, num_quarantined_blocks: 2 };
     assert!(is_pending(&mut fenced).await);
     assert_eq!(fabric.receiver.load(), quarantined);
     // `Stopped`, on the handoff's stream: this side still receives.
-    fabric.receiver.writer_stopped(pass.generation);
+    fabric.receiver.writer_stopped(access_key.generation);
     assert!(is_pending(&mut fenced).await);
     // Nothing new.
     let refused = Message::No { sequence: 2, why: Refusal::Revoked };
-    assert_eq!(peer.announce(2, pass, &[(1, 1)]), Some(refused));
+    assert_eq!(peer.announce(2, access_key, &[(1, 1)]), Some(refused));
     peer.send(BlockId(3), 0..3);
     assert_eq!(hear(&peer.control), Some(Message::Landed { sequence: 0 }));
     assert!(is_pending(&mut fenced).await, "there is a second group");
@@ -167,37 +172,37 @@ async fn announcements_are_checked_against_the_grant() {
     let fabric = fabric(PATIENCE);
     let granted = fabric.receiver.grant(blocks([3, 4]), ());
     let revoked = fabric.receiver.grant(blocks([5]), ());
-    let (pass, stale) = (granted.pass(), revoked.pass());
+    let (access_key, stale) = (granted.access_key(), revoked.access_key());
     assert!(soon(revoked.revoke()).await.is_some());
-    let mut peer = ByHand::connect(&fabric, granted.pass());
+    let mut peer = ByHand::connect(&fabric, granted.access_key());
     let no = |sequence, why| Some(Message::No { sequence, why });
     assert_eq!(peer.announce(0, stale, &[(0, 0)]), no(0, Refusal::Revoked));
-    assert_eq!(peer.announce(1, some_pass(1), &[(0, 0)]), no(1, Refusal::Revoked));
-    let stolen = Pass { token: Token::default(), ..pass };
+    assert_eq!(peer.announce(1, some_access_key(1), &[(0, 0)]), no(1, Refusal::Revoked));
+    let stolen = AccessKey { secret: Secret::default(), ..access_key };
     assert_eq!(peer.announce(1, stolen, &[(0, 0)]), no(1, Refusal::Revoked));
     for (sequence, pieces) in
         (2..).zip([[(0, 0), (3, 0)], [(0, 2), (0, 1)], [(0, 0), (0, 0)], [(u32::MAX, u32::MAX); 2]])
     {
-        assert_eq!(peer.announce(sequence, pass, &pieces), no(sequence, Refusal::Pieces), "{pieces:?}");
+        assert_eq!(peer.announce(sequence, access_key, &pieces), no(sequence, Refusal::Pieces), "{pieces:?}");
     }
     // What was refused is not in the way of what is right.
-    assert_eq!(peer.announce(6, pass, &[(1, 1)]), Some(Message::Go { sequence: 6 }));
-    assert_eq!(peer.announce(7, pass, &[(1, 1)]), no(7, Refusal::Pieces), "announced before");
+    assert_eq!(peer.announce(6, access_key, &[(1, 1)]), Some(Message::Go { sequence: 6 }));
+    assert_eq!(peer.announce(7, access_key, &[(1, 1)]), no(7, Refusal::Pieces), "announced before");
     peer.send(BlockId(4), [1]);
     assert_eq!(hear(&peer.control), Some(Message::Landed { sequence: 6 }));
     assert!(holds(&fabric.target, BlockId(4), 1, pattern(4, 1)));
-    assert_eq!(peer.announce(8, pass, &[(1, 1)]), no(8, Refusal::Pieces), "written before");
+    assert_eq!(peer.announce(8, access_key, &[(1, 1)]), no(8, Refusal::Pieces), "written before");
 }
 
 #[tokio::test]
 async fn pieces_of_a_connection_that_is_lost_are_waited_for() {
     let fabric = fabric(NEVER);
     let granted = fabric.receiver.grant(blocks([3]), ());
-    let pass = granted.pass();
-    let lost = ByHand::connect(&fabric, pass);
-    assert_eq!(lost.announce(0, pass, &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
-    let mut again = ByHand::connect(&fabric, pass);
-    let bytes = wire::announcement(0, pass, ALL_LAYERS.into_iter());
+    let access_key = granted.access_key();
+    let lost = ByHand::connect(&fabric, access_key);
+    assert_eq!(lost.announce(0, access_key, &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
+    let mut again = ByHand::connect(&fabric, access_key);
+    let bytes = wire::announcement(0, access_key, ALL_LAYERS.into_iter());
     (&again.control).write_all(&bytes).unwrap();
     // Refused at once, as `announcements_are_checked_against_the_grant` shows, it would be over now.
     assert!(!socket::is_readable_within(&again.control, Duration::from_millis(50)).unwrap());
@@ -220,16 +225,16 @@ async fn a_peer_that_announces_too_much_or_nonsense_is_hung_up_on() {
         let fabric = fabric(NEVER);
         let guards = Guards::default();
         let granted = fabric.receiver.grant(blocks(0..32), guards.guard());
-        let peer = ByHand::connect(&fabric, granted.pass());
-        let announced = peer.announce(0, granted.pass(), &[(0, 0)]);
+        let peer = ByHand::connect(&fabric, granted.access_key());
+        let announced = peer.announce(0, granted.access_key(), &[(0, 0)]);
         assert_eq!(announced, Some(Message::Go { sequence: 0 }));
         match fault {
             Fault::TooMany => {
                 for sequence in 1..MAX_GROUPS as u32 {
-                    let announced = peer.announce(sequence.into(), granted.pass(), &[(0, sequence)]);
+                    let announced = peer.announce(sequence.into(), granted.access_key(), &[(0, sequence)]);
                     assert_eq!(announced, Some(Message::Go { sequence: sequence.into() }));
                 }
-                assert_eq!(peer.announce(MAX_GROUPS as u64, granted.pass(), &[(2, 31)]), None);
+                assert_eq!(peer.announce(MAX_GROUPS as u64, granted.access_key(), &[(2, 31)]), None);
             }
             Fault::Garbage => (&peer.control).write_all(&[0xFF; MESSAGE_BYTES]).unwrap(),
             Fault::NotAnAnnouncement => say(&peer.control, Message::Go { sequence: 0 }),
@@ -247,8 +252,8 @@ async fn blocks_of_a_communicator_that_does_not_end_are_never_released() {
     let fabric = Fabric::with(NCCL, |config| config.fabric = Some(TestFabric(stuck)));
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
-    let peer = ByHand::connect(&fabric, granted.pass());
-    assert_eq!(peer.announce(0, granted.pass(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
+    let peer = ByHand::connect(&fabric, granted.access_key());
+    assert_eq!(peer.announce(0, granted.access_key(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
     let mut fenced = granted.revoke();
     drop(peer);
     let counters = fabric.receiver.counters().of(TransportKind::Nccl);
@@ -268,14 +273,15 @@ async fn an_idle_peer_makes_room_for_another_and_comes_back_unnoticed() {
     let [first, second] = [0..3, 3..6].map(|range| writes(&blocks([1, 2]))[range].to_vec());
     soon(route.push(first)).await.unwrap();
     // One of them is busy, and older.
-    let busy = ByHand::connect(&fabric, granted.pass());
+    let busy = ByHand::connect(&fabric, granted.access_key());
     let other = fabric.receiver.grant(blocks([3]), ());
-    assert_eq!(busy.announce(0, other.pass(), &[(0, 0)]), Some(Message::Go { sequence: 0 }));
-    let peers: Vec<_> = (2..MAX_COMMUNICATORS).map(|_| ByHand::connect(&fabric, granted.pass())).collect();
+    assert_eq!(busy.announce(0, other.access_key(), &[(0, 0)]), Some(Message::Go { sequence: 0 }));
+    let peers: Vec<_> =
+        (2..MAX_COMMUNICATORS).map(|_| ByHand::connect(&fabric, granted.access_key())).collect();
     let counts = || fabric.receiver.counters().of(TransportKind::Nccl).read();
     eventually("all have joined", || counts().routes == MAX_COMMUNICATORS as u64).await;
 
-    let one_more = ByHand::connect(&fabric, granted.pass());
+    let one_more = ByHand::connect(&fabric, granted.access_key());
     soon(route.push(second)).await.unwrap();
     assert!(fabric.holds(&writes(&blocks([1, 2]))));
     eventually("the sender has joined once more", || counts().routes == MAX_COMMUNICATORS as u64 + 2).await;
@@ -293,7 +299,7 @@ fn decode_worker(
     let offer = TransportOffer::Nccl { address: listener.local_addr().unwrap().to_string(), pool: 7 };
     let thread = std::thread::spawn(move || {
         let (mut control, _) = listener.accept().unwrap();
-        assert_eq!(hear(&control), Some(hello(7, some_pass(1))));
+        assert_eq!(hear(&control), Some(hello(7, some_access_key(1))));
         let fabric = MemoryFabric::default();
         let id = fabric.unique_id().unwrap();
         let communicator = fabric.join(&id, Rank::Receiver).unwrap();
@@ -340,7 +346,7 @@ async fn a_decode_worker_that_stops_to_answer_is_given_up_at_the_deadline() {
         let sender = Sender::start(storage(), config).unwrap();
         let guards = Guards::default();
         let offers = [offer];
-        let routed = sender.route(some_pass(1), &offers, guards.guard());
+        let routed = sender.route(some_access_key(1), &offers, guards.guard());
         let route = soon(routed).await.unwrap();
         let error = soon(route.push(writes(&blocks([3]))[..1].to_vec())).await.unwrap_err();
         assert!(matches!(error, PushError::Lost(_)), "{what}: {error}");
@@ -367,7 +373,7 @@ async fn answers_out_of_order_end_the_connection_before_anything_is_posted() {
         });
         let sender = Sender::start(storage(), sender_config(NCCL)).unwrap();
         let offers = [offer];
-        let route = soon(sender.route(some_pass(1), &offers, ())).await.unwrap();
+        let route = soon(sender.route(some_access_key(1), &offers, ())).await.unwrap();
         let error = soon(route.push(writes(&blocks([3]))[..1].to_vec())).await.unwrap_err();
         assert!(matches!(error, PushError::Lost(_)), "{answer:?}: {error}");
         soon(route.close()).await;
@@ -391,12 +397,12 @@ async fn a_decode_worker_that_makes_no_sense_or_does_not_join_is_an_error_in_wor
         let offers = [TransportOffer::Nccl { address: listener.local_addr().unwrap().to_string(), pool: 7 }];
         let peer = std::thread::spawn(move || {
             let (mut control, _) = listener.accept().unwrap();
-            assert_eq!(hear(&control), Some(hello(7, some_pass(1))));
+            assert_eq!(hear(&control), Some(hello(7, some_access_key(1))));
             control.write_all(&answer).unwrap();
         });
         let sender = Sender::start(storage(), sender_config(NCCL)).unwrap();
         let guards = Guards::default();
-        let error = soon(sender.route(some_pass(1), &offers, guards.guard())).await.err().unwrap();
+        let error = soon(sender.route(some_access_key(1), &offers, guards.guard())).await.err().unwrap();
         assert!(matches!(error, RouteError::Unreachable(_)), "{error}");
         assert_eq!(guards.num_out(), 0);
         peer.join().unwrap();
@@ -407,7 +413,7 @@ async fn a_decode_worker_that_makes_no_sense_or_does_not_join_is_an_error_in_wor
 async fn a_decode_worker_that_goes_is_noticed_and_the_next_push_says_so() {
     let Fabric { receiver, sender, source, dir, .. } = fabric(NEVER);
     let granted = receiver.grant(blocks([3]), ());
-    let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
+    let route = soon(sender.route(granted.access_key(), granted.offers(), ())).await.unwrap();
     drop((granted, receiver));
     assert!(matches!(soon(route.push(writes(&blocks([3])))).await, Err(PushError::Lost(_))));
     drop((source, dir));
@@ -431,7 +437,7 @@ async fn blocks_on_devices_are_moved_and_verified_and_nothing_else_touches_them(
     let receiver = Receiver::start(Arc::clone(&target), config.clone()).unwrap();
     let sender = Sender::start(Arc::clone(&source), sender_config(NCCL)).unwrap();
     let granted = receiver.grant(blocks([3, 4]), ());
-    let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
+    let route = soon(sender.route(granted.access_key(), granted.offers(), ())).await.unwrap();
     let mut pushed = soon(route.push(writes(&blocks([3, 4])))).await.unwrap();
     for write in writes(&blocks([3, 4])) {
         let layer_idx = write.layer_idx as usize;

@@ -4,10 +4,10 @@
 //!
 //! ```text
 //! P: NcclPeer, one per pool            control connection (TCP)         D: NcclServer, one per pool
-//!   Hello{pool, layout, pass} ------------------------------->  such a grant? a slot free?
+//!   Hello{pool, layout, access_key} ------------------------------->  such a grant? a slot free?
 //!                         <-----------------------------------  Welcome + unique id
 //!   joins as rank 1       ==== communicator of two ranks =====  joins as rank 0
-//!   Announce{n, pass, pieces}        ------------------------>  granted to it? not announced before?
+//!   Announce{n, access_key, pieces}        ------------------------>  granted to it? not announced before?
 //!                         <-----------------------------------  Go{n}: posts one group of receives into the blocks
 //!   posts one group of sends ================================>
 //!                         <-----------------------------------  Landed{n}: the group is done

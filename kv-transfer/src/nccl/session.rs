@@ -8,6 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{AccessKey, Generation};
 use tracing::{error, warn};
 
 use super::{
@@ -19,7 +20,6 @@ use super::{
     wire::{self, MESSAGE_BYTES, Message, Refusal},
 };
 use crate::{
-    message::{Generation, Pass},
     receiver::{Claim, LiveGrant, OneSidedWriter},
     sender::Pace,
     tcp::socket,
@@ -109,7 +109,7 @@ impl<'a> Session<'a> {
     fn receive(&mut self) -> io::Result<()> {
         let mut bytes = [0; MESSAGE_BYTES];
         socket::receive_exact(&self.peer.socket, &mut bytes, self.sharing.io_timeout)?;
-        let Message::Announce { sequence, pass, num_pieces } = decode(&bytes)? else {
+        let Message::Announce { sequence, access_key, num_pieces } = decode(&bytes)? else {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "not an announcement"));
         };
         if self.lane.len() >= MAX_GROUPS {
@@ -117,7 +117,7 @@ impl<'a> Session<'a> {
         }
         let mut bytes = vec![0; wire::pieces_bytes(num_pieces)];
         socket::receive_exact(&self.peer.socket, &mut bytes, self.sharing.io_timeout)?;
-        match self.accept(pass, wire::decode_pieces(&bytes)) {
+        match self.accept(access_key, wire::decode_pieces(&bytes)) {
             Ok(group) => {
                 if self.lane.is_empty() {
                     self.slot.set_busy(true);
@@ -131,9 +131,9 @@ impl<'a> Session<'a> {
     }
 
     /// Takes the pieces for this peer alone. From then on the grant's blocks are not released before the group ends.
-    fn accept(&mut self, pass: Pass, pieces: Vec<(u32, u32)>) -> Result<Group, Refusal> {
+    fn accept(&mut self, access_key: AccessKey, pieces: Vec<(u32, u32)>) -> Result<Group, Refusal> {
         let Sharing { grants, pool, .. } = self.sharing;
-        let grant = grants.admit(&pass, None).ok_or(Refusal::Revoked)?;
+        let grant = grants.admit(&access_key, None).ok_or(Refusal::Revoked)?;
         // What this thread itself receives does not end while it waits.
         let is_own = |group: &Group| {
             Arc::ptr_eq(&group.grant, &grant) && group.pieces.iter().any(|piece| pieces.contains(piece))
@@ -143,11 +143,11 @@ impl<'a> Session<'a> {
         if grant.claim(&pieces, patience) != Claim::Taken {
             return Err(Refusal::Pieces);
         }
-        if !grants.open(&pass, self.peer.writer, Arc::clone(self.peer) as Arc<dyn OneSidedWriter>) {
+        if !grants.open(&access_key, self.peer.writer, Arc::clone(self.peer) as Arc<dyn OneSidedWriter>) {
             grant.abandon(&pieces);
             return Err(Refusal::Revoked);
         }
-        *self.open.entry(pass.generation).or_default() += 1;
+        *self.open.entry(access_key.generation).or_default() += 1;
         let storage = grants.storage();
         let places = pieces.iter().map(|&(layer_idx, block_idx)| {
             let block = grant.block(block_idx).expect("a claimed piece is in the grant");

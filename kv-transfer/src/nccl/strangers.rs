@@ -6,6 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{AccessKey, Generation, RouteError, Secret, TransportKind};
+
 use super::{
     communicators::MAX_COMMUNICATORS,
     fabric::UniqueId,
@@ -13,7 +15,7 @@ use super::{
     wire::{MESSAGE_BYTES, Message},
 };
 use crate::{
-    Generation, Pass, Receiver, ReceiverConfig, RouteError, Token, TransportKind,
+    Receiver, ReceiverConfig,
     tcp::socket,
     testing::{Fabric, NEVER, PATIENCE, blocks, eventually, soon},
 };
@@ -27,24 +29,24 @@ async fn whatever_is_wrong_the_answer_is_the_same() {
     let fabric = Fabric::new(NCCL);
     let (_, pool) = fabric.address(TransportKind::Nccl);
     let granted = fabric.receiver.grant(blocks([5]), ());
-    let stale = fabric.receiver.grant(blocks([6]), ()).pass();
-    let right = granted.pass();
-    let token = |token| Pass { token: Token(token), ..right };
-    let mut almost = right.token.0;
+    let stale = fabric.receiver.grant(blocks([6]), ()).access_key();
+    let right = granted.access_key();
+    let secret = |secret| AccessKey { secret: Secret(secret), ..right };
+    let mut almost = right.secret.0;
     almost[15] ^= 1;
     for wrong in [
         hello(pool ^ 1, right),
-        Message::Hello { pool, num_layers: 1, layer_bytes: 1, block_bytes: 1, pass: right },
-        hello(pool, token([0; 16])),
-        hello(pool, token(almost)),
-        hello(pool, Pass { generation: Generation(right.generation.0 ^ 1), ..right }),
-        hello(pool, Pass { token: stale.token, ..right }),
+        Message::Hello { pool, num_layers: 1, layer_bytes: 1, block_bytes: 1, access_key: right },
+        hello(pool, secret([0; 16])),
+        hello(pool, secret(almost)),
+        hello(pool, AccessKey { generation: Generation(right.generation.0 ^ 1), ..right }),
+        hello(pool, AccessKey { secret: stale.secret, ..right }),
         hello(pool, stale),
     ] {
         assert_eq!(fabric.ask(TransportKind::Nccl, &wrong.encode()), Message::Refused.encode(), "{wrong:?}");
     }
     let garbage: Vec<u8> = (0..4096_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
-    let early = Message::Announce { sequence: 0, pass: right, num_pieces: 1 }.encode();
+    let early = Message::Announce { sequence: 0, access_key: right, num_pieces: 1 }.encode();
     for bytes in [&garbage[..], b"GET / HTTP/1.1\r\n\r\n", &early, b""] {
         assert_eq!(fabric.ask(TransportKind::Nccl, bytes), b"", "not even that it is a kv port");
     }
@@ -56,7 +58,7 @@ async fn whatever_is_wrong_the_answer_is_the_same() {
 async fn a_wrong_pass_fails_its_own_route_alone() {
     let fabric = Fabric::new(NCCL);
     let granted = fabric.receiver.grant(blocks([5]), ());
-    let guessed = Pass { token: Token::default(), ..granted.pass() };
+    let guessed = AccessKey { secret: Secret::default(), ..granted.access_key() };
     let error = soon(fabric.sender.route(guessed, granted.offers(), ())).await.err().unwrap();
     assert!(matches!(error, RouteError::OtherIncarnation(_)), "{error}");
     fabric.works().await;
@@ -67,15 +69,16 @@ async fn a_stranger_makes_no_idle_peer_give_its_place_up() {
     let fabric = Fabric::new(NCCL);
     let (_, pool) = fabric.address(TransportKind::Nccl);
     let granted = fabric.receiver.grant(blocks([5]), ());
-    let peers: Vec<_> = (0..MAX_COMMUNICATORS).map(|_| ByHand::connect(&fabric, granted.pass())).collect();
+    let peers: Vec<_> =
+        (0..MAX_COMMUNICATORS).map(|_| ByHand::connect(&fabric, granted.access_key())).collect();
     eventually("all have joined", || num_joined(&fabric) == MAX_COMMUNICATORS as u64).await;
-    let stranger = hello(pool, Pass { token: Token::default(), ..granted.pass() });
+    let stranger = hello(pool, AccessKey { secret: Secret::default(), ..granted.access_key() });
     for _ in 0..2 * MAX_COMMUNICATORS {
         assert_eq!(fabric.ask(TransportKind::Nccl, &stranger.encode()), Message::Refused.encode());
     }
     for (sequence, peer) in peers.iter().enumerate() {
         // Of a piece that was never granted: it is answered, so the peer is still there.
-        let announced = peer.announce(0, granted.pass(), &[(0, 9)]);
+        let announced = peer.announce(0, granted.access_key(), &[(0, 9)]);
         assert!(matches!(announced, Some(Message::No { .. })), "{sequence}: {announced:?}");
     }
 }
@@ -89,7 +92,7 @@ async fn who_says_nothing_or_says_it_slowly_is_not_waited_for() {
     });
     let (address, pool) = fabric.address(TransportKind::Nccl);
     let granted = fabric.receiver.grant(blocks([5]), ());
-    let pass = granted.pass();
+    let access_key = granted.access_key();
     let silent = TcpStream::connect(&address).unwrap();
     assert_eq!(hear(&silent), None);
     let slow = tokio::task::spawn_blocking({
@@ -97,7 +100,7 @@ async fn who_says_nothing_or_says_it_slowly_is_not_waited_for() {
         move || {
             let start = Instant::now();
             let mut socket = TcpStream::connect(address).unwrap();
-            for byte in hello(pool, pass).encode().chunks(1) {
+            for byte in hello(pool, access_key).encode().chunks(1) {
                 if socket.write_all(byte).is_err() {
                     break;
                 }
@@ -114,7 +117,7 @@ async fn who_says_nothing_or_says_it_slowly_is_not_waited_for() {
     assert_eq!(num_joined(&fabric), 0);
 
     let absent = TcpStream::connect(&address).unwrap();
-    say(&absent, hello(pool, pass));
+    say(&absent, hello(pool, access_key));
     assert_eq!(hear(&absent), Some(Message::Welcome));
     socket::receive_exact(&absent, &mut [0; UniqueId::BYTES], NEVER).unwrap();
     assert_eq!(hear(&absent), None);

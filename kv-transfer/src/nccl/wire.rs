@@ -2,11 +2,11 @@
 //! announcement by its pieces.
 //!
 //! ```text
-//! magic u64 | kind u32 | a u32 | b u64 | c u64 | d u64 | generation u64 | token
+//! magic u64 | kind u32 | a u32 | b u64 | c u64 | d u64 | generation u64 | secret
 //! piece     layer u32 | position in the grant u32
 //! ```
 
-use crate::message::{Generation, Pass, Token};
+use baton_handoff::{AccessKey, Generation, Secret};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BKVncl02");
 pub(super) const MESSAGE_BYTES: usize = 64;
@@ -18,7 +18,7 @@ pub(super) const MAX_PIECES: usize = 256;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Message {
     /// P: which pool, its shape, and a grant of it.
-    Hello { pool: u64, num_layers: u32, layer_bytes: u64, block_bytes: u64, pass: Pass },
+    Hello { pool: u64, num_layers: u32, layer_bytes: u64, block_bytes: u64, access_key: AccessKey },
     /// D: join me; the unique id follows.
     Welcome,
     /// D: not now; the reason is in its log.
@@ -26,7 +26,7 @@ pub(super) enum Message {
     /// D: not for you, whatever is wrong.
     Refused,
     /// P: this is what I shall send next; so many pieces follow.
-    Announce { sequence: u64, pass: Pass, num_pieces: u32 },
+    Announce { sequence: u64, access_key: AccessKey, num_pieces: u32 },
     /// D: it is received; send it.
     Go { sequence: u64 },
     /// D: it is not received; do not send it.
@@ -45,17 +45,17 @@ pub(super) enum Refusal {
 
 impl Message {
     pub(super) fn encode(self) -> [u8; MESSAGE_BYTES] {
-        let mut shown = Pass { generation: Generation(0), token: Token::default() };
+        let mut shown = AccessKey { generation: Generation(0), secret: Secret::default() };
         let (kind, a, [b, c, d]) = match self {
-            Message::Hello { pool, num_layers, layer_bytes, block_bytes, pass } => {
-                shown = pass;
+            Message::Hello { pool, num_layers, layer_bytes, block_bytes, access_key } => {
+                shown = access_key;
                 (1, num_layers, [pool, layer_bytes, block_bytes])
             }
             Message::Welcome => (2, 0, [0; 3]),
             Message::Busy => (3, 0, [0; 3]),
             Message::Refused => (4, 0, [0; 3]),
-            Message::Announce { sequence, pass, num_pieces } => {
-                shown = pass;
+            Message::Announce { sequence, access_key, num_pieces } => {
+                shown = access_key;
                 (5, num_pieces, [sequence, 0, 0])
             }
             Message::Go { sequence } => (6, 0, [sequence, 0, 0]),
@@ -70,7 +70,7 @@ impl Message {
         for (place, value) in bytes[16..].chunks_exact_mut(8).zip([b, c, d, shown.generation.0]) {
             place.copy_from_slice(&value.to_le_bytes());
         }
-        bytes[48..].copy_from_slice(&shown.token.0);
+        bytes[48..].copy_from_slice(&shown.secret.0);
         bytes
     }
 
@@ -81,14 +81,16 @@ impl Message {
             return None;
         }
         let (a, [b, c, d]) = (u32_at(12), [16, 24, 32].map(u64_at));
-        let token = Token(bytes[48..].try_into().expect("sixteen bytes"));
-        let pass = Pass { generation: Generation(u64_at(40)), token };
+        let secret = Secret(bytes[48..].try_into().expect("sixteen bytes"));
+        let access_key = AccessKey { generation: Generation(u64_at(40)), secret };
         Some(match (u32_at(8), a) {
-            (1, _) => Message::Hello { pool: b, num_layers: a, layer_bytes: c, block_bytes: d, pass },
+            (1, _) => Message::Hello { pool: b, num_layers: a, layer_bytes: c, block_bytes: d, access_key },
             (2, _) => Message::Welcome,
             (3, _) => Message::Busy,
             (4, _) => Message::Refused,
-            (5, 1..) if a as usize <= MAX_PIECES => Message::Announce { sequence: b, pass, num_pieces: a },
+            (5, 1..) if a as usize <= MAX_PIECES => {
+                Message::Announce { sequence: b, access_key, num_pieces: a }
+            }
             (6, _) => Message::Go { sequence: b },
             (7, 0) => Message::No { sequence: b, why: Refusal::Revoked },
             (7, 1) => Message::No { sequence: b, why: Refusal::Pieces },
@@ -101,11 +103,11 @@ impl Message {
 /// An announcement with its pieces: (layer, position in the grant).
 pub(super) fn announcement(
     sequence: u64,
-    pass: Pass,
+    access_key: AccessKey,
     pieces: impl ExactSizeIterator<Item = (u32, u32)>,
 ) -> Vec<u8> {
     let num_pieces = pieces.len() as u32;
-    let mut bytes = Message::Announce { sequence, pass, num_pieces }.encode().to_vec();
+    let mut bytes = Message::Announce { sequence, access_key, num_pieces }.encode().to_vec();
     for (layer_idx, block_idx) in pieces {
         bytes.extend(layer_idx.to_le_bytes());
         bytes.extend(block_idx.to_le_bytes());
@@ -129,18 +131,19 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::testing::some_pass;
+    use crate::testing::some_access_key;
 
     #[test]
     fn what_is_encoded_is_decoded() {
-        let token = Token(std::array::from_fn(|idx| idx as u8 + 1));
-        let (sequence, pass) = (77, Pass { generation: Generation(0x0123_4567_89ab_cdef), token });
+        let secret = Secret(std::array::from_fn(|idx| idx as u8 + 1));
+        let (sequence, access_key) =
+            (77, AccessKey { generation: Generation(0x0123_4567_89ab_cdef), secret });
         for message in [
-            Message::Hello { pool: 3, num_layers: 2, layer_bytes: 4096, block_bytes: 8192, pass },
+            Message::Hello { pool: 3, num_layers: 2, layer_bytes: 4096, block_bytes: 8192, access_key },
             Message::Welcome,
             Message::Busy,
             Message::Refused,
-            Message::Announce { sequence, pass, num_pieces: MAX_PIECES as u32 },
+            Message::Announce { sequence, access_key, num_pieces: MAX_PIECES as u32 },
             Message::Go { sequence },
             Message::No { sequence, why: Refusal::Revoked },
             Message::No { sequence, why: Refusal::Pieces },
@@ -149,9 +152,9 @@ mod tests {
             assert_eq!(Message::decode(&message.encode()), Some(message));
         }
         let pieces = [(1, 2), (u32::MAX, 0)];
-        let bytes = announcement(sequence, pass, pieces.into_iter());
+        let bytes = announcement(sequence, access_key, pieces.into_iter());
         let (head, rest) = bytes.split_at(MESSAGE_BYTES);
-        let announced = Message::Announce { sequence, pass, num_pieces: 2 };
+        let announced = Message::Announce { sequence, access_key, num_pieces: 2 };
         assert_eq!(Message::decode(head.try_into().unwrap()), Some(announced));
         assert_eq!(rest.len(), pieces_bytes(2));
         assert_eq!(decode_pieces(rest), pieces);
@@ -160,7 +163,7 @@ mod tests {
     #[test]
     fn announcements_of_nothing_or_too_much_are_refused() {
         for num_pieces in [0, MAX_PIECES as u32 + 1, u32::MAX] {
-            let message = Message::Announce { sequence: 0, pass: some_pass(1), num_pieces };
+            let message = Message::Announce { sequence: 0, access_key: some_access_key(1), num_pieces };
             assert_eq!(Message::decode(&message.encode()), None, "{num_pieces}");
         }
     }

@@ -12,6 +12,7 @@ use std::{
     task::Poll,
 };
 
+use baton_handoff::RouteError;
 use baton_kv_cache::KvLayout;
 use tracing::warn;
 
@@ -22,7 +23,6 @@ use super::{
 };
 use crate::{
     checksum::SumOf,
-    error::RouteError,
     sender::{Frame, Job, JobThread, Jobs, Open, OpenGrants, Pace, Peer, RouteState, SenderContext},
     tcp::socket,
     word::Word,
@@ -152,7 +152,7 @@ fn run(shared: &Arc<Shared>) {
             Poll::Ready(Some(job)) => {
                 if connection.as_ref().is_none_or(|connection| !connection.is_linked()) {
                     end(&mut connection, &Broken::Lost(GONE.to_owned()));
-                    match Connection::open(shared, job.pass()) {
+                    match Connection::open(shared, job.access_key()) {
                         Ok(new) => connection = Some(new),
                         Err(error) => {
                             job.fail(&error);

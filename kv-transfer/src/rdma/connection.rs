@@ -9,6 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{AccessKey, Piece, PieceWrite, PushError, RouteError, TransportKind};
 use baton_kv_cache::{BlockStorage, KvLayout, KvShard};
 use tracing::{info, warn};
 
@@ -20,10 +21,8 @@ use super::{
 };
 use crate::{
     checksum::{Hasher, SumOf},
-    error::{PushError, RouteError},
-    message::{Pass, Piece, PieceWrite, TransportKind},
     ranks::{Copy, RankPair},
-    sender::{Active, Frame, Job, MAX_LOSSES, OpenGrants},
+    sender::{Active, Frame, Job, MAX_LOSSES, OpenGrants, unread},
     tcp::{connect, socket},
     word::Word,
 };
@@ -103,7 +102,7 @@ struct Flight {
 }
 
 impl Connection {
-    pub(super) fn open(shared: &Arc<Shared>, pass: Pass) -> Result<Connection, RouteError> {
+    pub(super) fn open(shared: &Arc<Shared>, access_key: AccessKey) -> Result<Connection, RouteError> {
         let unreachable = |error: io::Error| RouteError::Unreachable(format!("{}: {error}", shared.address));
         let config = &shared.context.config;
         let storage = &shared.context.storage;
@@ -115,7 +114,7 @@ impl Connection {
             num_layers: layout.num_layers as u32,
             layer_bytes: layout.layer_bytes() as u64,
             block_bytes: layout.block_bytes() as u64,
-            pass,
+            access_key,
         };
         socket::send_at_once(&socket, &hello.encode()).map_err(unreachable)?;
         let peer = PeerPool::receive(shared, &socket).map_err(|error| match error {
@@ -199,7 +198,7 @@ impl Connection {
                     let word = link.grants.landed(route.generation());
                     link.say(word);
                 }
-                return frame.fail(PushError::unread(&error));
+                return frame.fail(unread(&error));
             }
         };
         let since = Instant::now();

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
+use baton_handoff::{KvFault, PushError, TransportKind};
 use baton_kv_cache::{BlockId, BlockStorage};
 
 use super::nixl::{Memory, pretended};
 use crate::{
-    KvFault, PushError, Receiver, ReceiverConfig, Sender, SenderConfig, TransportKind,
+    Receiver, ReceiverConfig, Sender, SenderConfig,
     cuda::{blocks_on_device, blocks_on_devices, num_devices},
     pretended::{HOST, counted_devices, pretended_device},
     testing::{
@@ -38,7 +39,7 @@ async fn hand_over(source: &Arc<BlockStorage>, target: &Arc<BlockStorage>, place
     let sender = Sender::start(Arc::clone(source), config).unwrap();
     let guards = Guards::default();
     let granted = receiver.grant(dst.clone(), guards.guard());
-    let route = soon(sender.route(granted.pass(), granted.offers(), guards.guard())).await.unwrap();
+    let route = soon(sender.route(granted.access_key(), granted.offers(), guards.guard())).await.unwrap();
     let mut pushed = soon(route.push(all.clone())).await.unwrap();
     assert_eq!(pushed.pieces.len(), all.len());
     for write in &all {
@@ -100,7 +101,7 @@ async fn a_frame_of_which_one_rank_takes_nothing_is_not_written() {
     let sender = Sender::start(pool(&[1, 2]), config).unwrap();
     let guards = Guards::default();
     let granted = receiver.grant(blocks([3]), guards.guard());
-    let route = soon(sender.route(granted.pass(), granted.offers(), guards.guard())).await.unwrap();
+    let route = soon(sender.route(granted.access_key(), granted.offers(), guards.guard())).await.unwrap();
     // What the other rank has taken is written once more, to no avail.
     let error = soon(route.push(writes(&blocks([3])))).await.unwrap_err();
     assert!(matches!(error, PushError::Lost(_)), "{error}");

@@ -12,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{Generation, TransportKind, TransportOffer};
 use tracing::{debug, info, warn};
 
 use super::{
@@ -19,7 +20,6 @@ use super::{
     wire::{MESSAGE_BYTES, Message, RankMemory},
 };
 use crate::{
-    message::{Generation, TransportKind, TransportOffer},
     receiver::{Acceptor, Admission, Grants, OneSidedWriter, ReceiverConfig, Service, WriterId, listen},
     tcp::socket,
     word::{self, Word},
@@ -151,9 +151,9 @@ impl Sharing {
         let layout = storage.layout();
         let shape = (layout.num_layers as u32, layout.layer_bytes() as u64, layout.block_bytes() as u64);
         match decode(&bytes)? {
-            Message::Hello { pool, num_layers, layer_bytes, block_bytes, pass } => {
+            Message::Hello { pool, num_layers, layer_bytes, block_bytes, access_key } => {
                 let is_sound = pool == self.grants.pool() && (num_layers, layer_bytes, block_bytes) == shape;
-                if is_sound && self.grants.admit(&pass, None).is_some() && admission.admit() {
+                if is_sound && self.grants.admit(&access_key, None).is_some() && admission.admit() {
                     return self.welcome(writer).map(Some);
                 }
                 // Whoever should not be here learns no more than that.

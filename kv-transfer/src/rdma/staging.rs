@@ -2,12 +2,10 @@
 
 use std::{io, sync::Arc};
 
+use baton_handoff::PieceWrite;
 use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
 
-use crate::{
-    message::PieceWrite,
-    sender::{Assembly, RouteState, max_pieces},
-};
+use crate::sender::{Assembly, RouteState, max_pieces};
 
 /// Frames that may be on the wire whose pieces are put together here.
 const NUM_PLACES: usize = 4;

@@ -2,15 +2,13 @@
 //! memory, and each of these by metadata.
 //!
 //! ```text
-//! magic u64 | kind u32 | a u32 | b u64 | c u64 | d u64 | e u64 | generation u64 | token
+//! magic u64 | kind u32 | a u32 | b u64 | c u64 | d u64 | e u64 | generation u64 | secret
 //! ```
 
+use baton_handoff::{AccessKey, Generation, Secret};
+
 use super::nixl::{MAX_METADATA_BYTES, Memory};
-use crate::{
-    message::{Generation, Pass, Token},
-    ranks::NUM_RANKS,
-    word::Word,
-};
+use crate::{ranks::NUM_RANKS, word::Word};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BKVrdm03");
 pub(super) const MESSAGE_BYTES: usize = 72;
@@ -18,7 +16,7 @@ pub(super) const MESSAGE_BYTES: usize = 72;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Message {
     /// P: which pool, its shape, and a grant of it.
-    Hello { pool: u64, num_layers: u32, layer_bytes: u64, block_bytes: u64, pass: Pass },
+    Hello { pool: u64, num_layers: u32, layer_bytes: u64, block_bytes: u64, access_key: AccessKey },
     /// D: how large the pool is, and on how many ranks it lies.
     Welcome { num_blocks: u64, num_ranks: u32 },
     /// D: what one of them has.
@@ -45,10 +43,10 @@ impl RankMemory {
 
 impl Message {
     pub(super) fn encode(self) -> [u8; MESSAGE_BYTES] {
-        let mut shown = Pass { generation: Generation(0), token: Token::default() };
+        let mut shown = AccessKey { generation: Generation(0), secret: Secret::default() };
         let (kind, a, [b, c, d, e]) = match self {
-            Message::Hello { pool, num_layers, layer_bytes, block_bytes, pass } => {
-                shown = pass;
+            Message::Hello { pool, num_layers, layer_bytes, block_bytes, access_key } => {
+                shown = access_key;
                 (1, num_layers, [pool, layer_bytes, block_bytes, 0])
             }
             Message::Welcome { num_blocks, num_ranks } => (2, num_ranks, [num_blocks, 0, 0, 0]),
@@ -57,8 +55,8 @@ impl Message {
                 (10, kind, [base, u64::from(device), u64::from(metadata_bytes), 0])
             }
             Message::Word(word) => {
-                let (kind, generation, token) = word.code();
-                shown = Pass { generation: Generation(generation), token };
+                let (kind, generation, secret) = word.code();
+                shown = AccessKey { generation: Generation(generation), secret };
                 (kind, 0, [0; 4])
             }
         };
@@ -69,7 +67,7 @@ impl Message {
         for (place, value) in bytes[16..].chunks_exact_mut(8).zip([b, c, d, e, shown.generation.0]) {
             place.copy_from_slice(&value.to_le_bytes());
         }
-        bytes[56..].copy_from_slice(&shown.token.0);
+        bytes[56..].copy_from_slice(&shown.secret.0);
         bytes
     }
 
@@ -80,10 +78,10 @@ impl Message {
             return None;
         }
         let (a, [b, c, d]) = (u32_at(12), [16, 24, 32].map(u64_at));
-        let token = Token(bytes[56..].try_into().expect("sixteen bytes"));
-        let pass = Pass { generation: Generation(u64_at(48)), token };
+        let secret = Secret(bytes[56..].try_into().expect("sixteen bytes"));
+        let access_key = AccessKey { generation: Generation(u64_at(48)), secret };
         Some(match u32_at(8) {
-            1 => Message::Hello { pool: b, num_layers: a, layer_bytes: c, block_bytes: d, pass },
+            1 => Message::Hello { pool: b, num_layers: a, layer_bytes: c, block_bytes: d, access_key },
             2 if NUM_RANKS.contains(&a) => Message::Welcome { num_blocks: b, num_ranks: a },
             2 => return None,
             10 => {
@@ -91,7 +89,7 @@ impl Message {
                 let metadata_bytes = u32::try_from(d).ok().filter(|&n| n as usize <= MAX_METADATA_BYTES)?;
                 Message::RankMemory(RankMemory { memory, base: b, metadata_bytes })
             }
-            kind => Message::Word(Word::from_code(kind, pass.generation.0, token)?),
+            kind => Message::Word(Word::from_code(kind, access_key.generation.0, secret)?),
         })
     }
 }
@@ -107,9 +105,9 @@ mod tests {
 
     #[test]
     fn what_is_encoded_is_decoded() {
-        let pass = Pass { generation: Generation(5), token: Token([7; 16]) };
+        let access_key = AccessKey { generation: Generation(5), secret: Secret([7; 16]) };
         let messages = [
-            Message::Hello { pool: 3, num_layers: 2, layer_bytes: 4096, block_bytes: 8192, pass },
+            Message::Hello { pool: 3, num_layers: 2, layer_bytes: 4096, block_bytes: 8192, access_key },
             Message::Welcome { num_blocks: 10, num_ranks: 4 },
             Message::RankMemory(MEMORY),
             Message::RankMemory(RankMemory { memory: Memory::Vram(3), ..MEMORY }),

@@ -13,15 +13,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{AccessKey, Generation, Secret, TransportKind};
 use baton_kv_cache::{BlockId, BlockStorage, WireFormat};
 use baton_tls::Identity;
 use tracing::warn;
 
 use super::ReceiverLoad;
-use crate::{
-    counters::Counters,
-    message::{Generation, Pass, Token, TransportKind},
-};
+use crate::counters::Counters;
 
 /// A peer's connection through which it holds grants open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -90,7 +88,12 @@ impl Grants {
         &self.counters
     }
 
-    pub(super) fn insert(&self, blocks: Vec<BlockId>, wire: Option<WireFormat>, release: Release) -> Pass {
+    pub(super) fn insert(
+        &self,
+        blocks: Vec<BlockId>,
+        wire: Option<WireFormat>,
+        release: Release,
+    ) -> AccessKey {
         for block in &blocks {
             assert!(block.idx() < self.storage.num_blocks(), "{block} is not of this storage");
         }
@@ -102,9 +105,9 @@ impl Grants {
                 break generation;
             }
         };
-        let pass = Pass { generation, token: Token(super::random()) };
+        let access_key = AccessKey { generation, secret: Secret(super::random()) };
         let grant = Arc::new(LiveGrant {
-            pass,
+            access_key,
             writer: OnceLock::new(),
             met_stranger: AtomicBool::new(false),
             num_layers: self.storage.layout().num_layers,
@@ -116,7 +119,7 @@ impl Grants {
             arrived: Condvar::new(),
         });
         entries.insert(generation, Entry { grant, writers: Vec::new(), is_revoked: false, release });
-        pass
+        access_key
     }
 
     /// A grant that may be written.
@@ -126,9 +129,9 @@ impl Grants {
         Some(Arc::clone(&entry.grant))
     }
 
-    /// The grant that `peer` may write, by the pass that it shows; `peer` is nobody where there is no TLS.
-    pub(crate) fn admit(&self, pass: &Pass, peer: Option<Identity>) -> Option<Arc<LiveGrant>> {
-        self.find(pass.generation).filter(|grant| grant.admits(pass, peer))
+    /// The grant that `peer` may write, by the access key that it shows; `peer` is nobody where there is no TLS.
+    pub(crate) fn admit(&self, access_key: &AccessKey, peer: Option<Identity>) -> Option<Arc<LiveGrant>> {
+        self.find(access_key.generation).filter(|grant| grant.admits(access_key, peer))
     }
 
     /// Closes the grant to sockets at once, and asks one-sided writers to leave. Does nothing to a
@@ -154,10 +157,15 @@ impl Grants {
     }
 
     /// From now on `writer` may write into the grant by itself; `false` when there is none to write to.
-    pub(crate) fn open(&self, pass: &Pass, writer: WriterId, peer: Arc<dyn OneSidedWriter>) -> bool {
+    pub(crate) fn open(
+        &self,
+        access_key: &AccessKey,
+        writer: WriterId,
+        peer: Arc<dyn OneSidedWriter>,
+    ) -> bool {
         let mut entries = self.entries();
-        match entries.get_mut(&pass.generation) {
-            Some(entry) if !entry.is_revoked && entry.grant.pass.token == pass.token => {
+        match entries.get_mut(&access_key.generation) {
+            Some(entry) if !entry.is_revoked && entry.grant.access_key.secret == access_key.secret => {
                 // Never more than one way: a prefill worker opens a route, and keeps to it.
                 let _ = entry.grant.one_sided.set(peer.kind());
                 if entry.writers.iter().all(|(id, _)| *id != writer) {
@@ -262,10 +270,10 @@ fn run(release: Option<Release>) {
 
 /// A grant as the receiver's threads see it.
 pub(crate) struct LiveGrant {
-    pass: Pass,
-    /// Who alone may write over connections that know who is there; unset: anybody who shows the pass.
+    access_key: AccessKey,
+    /// Who alone may write over connections that know who is there; unset: anybody who shows the access key.
     writer: OnceLock<Identity>,
-    /// Somebody else has shown the pass.
+    /// Somebody else has shown the access key.
     met_stranger: AtomicBool,
     num_layers: usize,
     blocks: Vec<BlockId>,
@@ -300,7 +308,7 @@ pub(crate) enum Claim {
 
 impl LiveGrant {
     pub(crate) fn generation(&self) -> Generation {
-        self.pass.generation
+        self.access_key.generation
     }
 
     pub(super) fn bind(&self, writer: Identity) {
@@ -312,15 +320,15 @@ impl LiveGrant {
         self.met_stranger.load(Ordering::Relaxed)
     }
 
-    fn admits(&self, pass: &Pass, peer: Option<Identity>) -> bool {
-        if self.pass.token != pass.token {
+    fn admits(&self, access_key: &AccessKey, peer: Option<Identity>) -> bool {
+        if self.access_key.secret != access_key.secret {
             return false;
         }
         match (self.writer.get(), peer) {
             (Some(writer), Some(peer)) if *writer != peer => {
-                // A key that was changed meanwhile, or a pass that was stolen.
+                // A key that was changed meanwhile, or an access key that was stolen.
                 if !self.met_stranger.swap(true, Ordering::Relaxed) {
-                    warn!(generation = %pass.generation, %writer, %peer, "another worker shows the pass of a grant: refused");
+                    warn!(generation = %access_key.generation, %writer, %peer, "another worker shows the access key of a grant: refused");
                 }
                 false
             }

@@ -32,14 +32,13 @@ use baton_tls::{Identity, Tls};
 use tokio::sync::oneshot;
 
 pub(crate) use acceptor::{Acceptor, Admission, Service};
+use baton_handoff::{AccessKey, Generation, KvFault, Piece, TransportKind, TransportOffer};
 use grants::End;
 pub(crate) use grants::{Claim, Grants, LiveGrant, OneSidedWriter, WriterId};
 
 use crate::{
     counters::Counters,
     cuda::refuse_divided,
-    error::KvFault,
-    message::{Generation, Pass, Piece, TransportKind, TransportOffer},
     nccl::{self, Fabric, NcclServer},
     rdma::{Nixl, RdmaServer},
     shm::ShmServer,
@@ -204,7 +203,7 @@ impl Receiver {
         self.grant_as(blocks, Some(WireFormat::AsIs), keep)
     }
 
-    /// Lets whoever shows the pass write into `blocks`, pieces travelling as they are or as `wire` says; with
+    /// Lets whoever shows the access key write into `blocks`, pieces travelling as they are or as `wire` says; with
     /// `None` in any form. `keep` is what holds the blocks
     /// allocated; it comes back from [`Granted::commit`] or [`Granted::revoke`], or is dropped,
     /// once no writer can reach them.
@@ -223,8 +222,8 @@ impl Receiver {
             End::Fenced => drop(give_back.send(keep)),
             End::Abandoned => std::mem::forget(keep),
         });
-        let pass = self.shared.grants.insert(blocks, wire, release);
-        Granted { pass, receiver: self.clone(), fenced: Some(fenced) }
+        let access_key = self.shared.grants.insert(blocks, wire, release);
+        Granted { access_key, receiver: self.clone(), fenced: Some(fenced) }
     }
 
     /// The peer has said, on the handoff's stream, that nothing of it writes under a grant any more: a
@@ -252,7 +251,7 @@ impl Receiver {
 /// Blocks that a peer may write into. Dropping it revokes the grant.
 #[must_use = "dropping a grant revokes it"]
 pub struct Granted<K> {
-    pass: Pass,
+    access_key: AccessKey,
     receiver: Receiver,
     fenced: Option<oneshot::Receiver<K>>,
 }
@@ -260,15 +259,15 @@ pub struct Granted<K> {
 impl<K> Granted<K> {
     /// Its name.
     pub fn generation(&self) -> Generation {
-        self.pass.generation
+        self.access_key.generation
     }
 
     /// What its writer shows, to be told to the one peer that shall write.
-    pub fn pass(&self) -> Pass {
-        self.pass
+    pub fn access_key(&self) -> AccessKey {
+        self.access_key
     }
 
-    /// From now on only this peer may write over data connections that know who is there. To be called before the pass
+    /// From now on only this peer may write over data connections that know who is there. To be called before the access key
     /// is told to anybody; only the first call counts.
     pub fn bind(&self, writer: Identity) {
         if let Some(grant) = self.receiver.shared.grants.find(self.generation()) {
@@ -276,7 +275,7 @@ impl<K> Granted<K> {
         }
     }
 
-    /// Whether somebody else than the [bound](Self::bind) peer has shown the pass: it has another key now, or the pass was
+    /// Whether somebody else than the [bound](Self::bind) peer has shown the access key: it has another key now, or the access key was
     /// stolen.
     pub fn met_stranger(&self) -> bool {
         self.receiver.shared.grants.find(self.generation()).is_some_and(|grant| grant.met_stranger())

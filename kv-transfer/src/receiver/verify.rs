@@ -8,15 +8,12 @@ use std::{
     thread::{self, JoinHandle},
 };
 
+use baton_handoff::{Generation, KvFault, Piece};
 use tokio::sync::oneshot;
 use tracing::error;
 
 use super::Grants;
-use crate::{
-    checksum::{Hasher, SumOf},
-    error::KvFault,
-    message::{Generation, Piece},
-};
+use crate::checksum::{Hasher, SumOf};
 
 /// Pieces of one turn, during which the grant cannot be revoked.
 const HASHED_AT_A_TIME: usize = 64;

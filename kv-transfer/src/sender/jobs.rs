@@ -8,26 +8,23 @@ use std::{
     time::Duration,
 };
 
+use baton_handoff::{AccessKey, PushError, RouteError};
 use tokio::sync::oneshot;
 
 use super::{Frame, MAX_LOSSES, RouteState};
-use crate::{
-    error::{PushError, RouteError},
-    message::Pass,
-};
 
 /// A grant that a route wants to write under; answered once.
 pub(crate) struct Open {
-    pub(crate) pass: Pass,
+    pub(crate) access_key: AccessKey,
     answer: oneshot::Sender<Result<(), RouteError>>,
     /// Connections that were lost with it.
     num_losses: usize,
 }
 
 impl Open {
-    pub(super) fn new(pass: Pass) -> (Open, oneshot::Receiver<Result<(), RouteError>>) {
+    pub(super) fn new(access_key: AccessKey) -> (Open, oneshot::Receiver<Result<(), RouteError>>) {
         let (answer, opened) = oneshot::channel();
-        (Open { pass, answer, num_losses: 0 }, opened)
+        (Open { access_key, answer, num_losses: 0 }, opened)
     }
 
     /// The peer may be written to. `false`: nobody waits for that any more, so nobody will close it.
@@ -49,10 +46,10 @@ pub(crate) enum Job {
 
 impl Job {
     /// What it may be done with.
-    pub(crate) fn pass(&self) -> Pass {
+    pub(crate) fn access_key(&self) -> AccessKey {
         match self {
-            Job::Open(open) => open.pass,
-            Job::Frame(frame) => frame.route().pass(),
+            Job::Open(open) => open.access_key,
+            Job::Frame(frame) => frame.route().access_key(),
         }
     }
 

@@ -7,10 +7,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{Grant, PieceWrite, Source, TransportOffer};
 use baton_kv_cache::{BlockId, KvLayout, KvShard, WireFormat};
 
 use super::Sender;
-use crate::message::{Grant, PieceWrite, Source, TransportOffer};
 
 /// How long one way is measured at most, but for what has begun.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -57,7 +57,7 @@ impl Sender {
             let mut writes = pieces(own, blocks, peer.layout(), &grant.block_ids);
             writes.truncate(if is_single { 1 } else { usize::MAX });
             let offers = std::slice::from_ref(offer);
-            let route = self.route_to(peer, WireFormat::AsIs, grant.pass(), offers, keep.clone()).await;
+            let route = self.route_to(peer, WireFormat::AsIs, grant.access_key(), offers, keep.clone()).await;
             let route = route.map_err(|error| error.to_string())?;
             let start = Instant::now();
             let pushed = route.push(writes).await.map_err(|error| error.to_string())?;
@@ -165,15 +165,16 @@ mod tests {
 
     use super::*;
     use crate::{
-        SenderConfig, TransportKind,
+        SenderConfig,
         testing::{Fabric, Guards, LAYOUT, blocks, has_rdma},
     };
+    use baton_handoff::TransportKind;
 
     fn grants(fabric: &Fabric, dst: &[BlockId]) -> (Vec<crate::Granted<()>>, Vec<Grant>) {
         let granted: Vec<_> = (0..7).map(|_| fabric.receiver.grant(dst.to_vec(), ())).collect();
         let grant = |granted: &crate::Granted<()>| Grant {
             generation: granted.generation(),
-            token: granted.pass().token,
+            secret: granted.access_key().secret,
             num_cached_blocks: 0,
             block_ids: dst.to_vec(),
             offers: vec![],
@@ -231,7 +232,7 @@ mod tests {
         assert_eq!(fabric.route(&granted).await.unwrap().transport(), TransportKind::Tcp);
         let config = SenderConfig { transports: vec![TransportKind::Shm], ..SenderConfig::default() };
         let only_shm = Sender::start(std::sync::Arc::clone(&fabric.source), config).unwrap();
-        let routed = only_shm.route(granted.pass(), granted.offers(), ()).await.unwrap();
+        let routed = only_shm.route(granted.access_key(), granted.offers(), ()).await.unwrap();
         assert_eq!(routed.transport(), TransportKind::Shm);
     }
 

@@ -5,7 +5,7 @@
 //! put together piece by piece before it is written, and may be coded for the way ([`RouteState::load`]).
 //!
 //! ```text
-//! Sender --- route(pass, offers, keep) ---> Route --- push(pieces) * ---> close()
+//! Sender --- route(access_key, offers, keep) ---> Route --- push(pieces) * ---> close()
 //!    |                                              |
 //!    +--- peers, one per pool and transport: persistent connections and threads
 //! ```
@@ -31,20 +31,19 @@ use baton_kv_cache::{BlockStorage, KvLayout, KvMapping, KvShard, ShardError, Wir
 use baton_tls::Tls;
 use tracing::{debug, warn};
 
+use baton_handoff::{AccessKey, RouteError, TransportKind, TransportOffer};
 pub(crate) use jobs::{Job, JobThread, Jobs, Open};
 pub use measure::{Measured, copy_rate, stream_rate};
 pub(crate) use open_grants::{MAX_LOSSES, OpenGrants};
 pub(crate) use pace::Pace;
 use route::Form;
-pub(crate) use route::{Active, Assembly, Frame, RouteState, Staging, max_pieces};
-pub use route::{Pushed, Route};
+pub use route::Route;
+pub(crate) use route::{Active, Assembly, Frame, RouteState, Staging, max_pieces, unread};
 
 use crate::{
     checksum::SumOf,
     counters::Counters,
     cuda::refuse_divided,
-    error::RouteError,
-    message::{Pass, TransportKind, TransportOffer},
     nccl::{self, Fabric, NcclPeer, NcclSender},
     rdma::{Nixl, RdmaPeer},
     shm::{ShmPeer, host_id},
@@ -205,12 +204,12 @@ impl Sender {
     /// When there is none. `keep` is dropped then.
     pub async fn route(
         &self,
-        pass: Pass,
+        access_key: AccessKey,
         offers: &[TransportOffer],
         keep: impl Send + 'static,
     ) -> Result<Route, RouteError> {
         let own = self.shared.own_shard().map_err(|error| RouteError::OtherKv(error.to_string()))?;
-        self.route_to(&own, WireFormat::AsIs, pass, offers, keep).await
+        self.route_to(&own, WireFormat::AsIs, access_key, offers, keep).await
     }
 
     /// A way to the blocks of a grant, which hold `peer` of the model's KV. Over TCP pieces travel as `wire` says,
@@ -222,7 +221,7 @@ impl Sender {
         &self,
         peer: &KvShard,
         wire: WireFormat,
-        pass: Pass,
+        access_key: AccessKey,
         offers: &[TransportOffer],
         keep: impl Send + 'static,
     ) -> Result<Route, RouteError> {
@@ -243,7 +242,7 @@ impl Sender {
         let mut error = None;
         for offer in candidates {
             let peer = self.peer(offer, &layout);
-            let (open, opened) = Open::new(pass);
+            let (open, opened) = Open::new(access_key);
             peer.open(open);
             match opened.await.unwrap_or(Err(RouteError::Closed)) {
                 Ok(()) => {
@@ -251,9 +250,9 @@ impl Sender {
                     self.shared.context.counters.of(offer.kind()).routed(is_fallback);
                     if is_fallback {
                         let why = failures.join("; ");
-                        warn!(generation = %pass.generation, transport = %offer.kind(), %why, "fell back to a slower transport");
+                        warn!(generation = %access_key.generation, transport = %offer.kind(), %why, "fell back to a slower transport");
                     } else {
-                        debug!(generation = %pass.generation, transport = %offer.kind(), "route opened");
+                        debug!(generation = %access_key.generation, transport = %offer.kind(), "route opened");
                     }
                     let context = Arc::clone(&self.shared.context);
                     let codec = match offer.kind() {
@@ -262,7 +261,7 @@ impl Sender {
                     };
                     let form = Form { layout, mapping, codec, sum_of: peer.sum_of() };
                     return Ok(Route::new(
-                        RouteState::new(pass, offer.kind(), context, form, Box::new(keep)),
+                        RouteState::new(access_key, offer.kind(), context, form, Box::new(keep)),
                         peer,
                     ));
                 }

@@ -9,12 +9,10 @@
 
 use std::collections::HashMap;
 
+use baton_handoff::{Generation, PushError, RouteError};
+
 use super::{Job, Jobs};
-use crate::{
-    error::{PushError, RouteError},
-    message::Generation,
-    word::Word,
-};
+use crate::word::Word;
 
 /// Times that something may be on a connection that breaks. It is tried once more: a connection may have broken long before,
 /// unnoticed while nothing was said, and nothing of a grant that stands is harmed by the same bytes again.
@@ -39,10 +37,10 @@ impl OpenGrants {
     /// Keeps a job until the peer has opened its grant, and says what the peer is to be asked, if it was not yet.
     #[must_use]
     pub(crate) fn wait(&mut self, job: Job) -> Option<Word> {
-        let pass = job.pass();
-        let waiting = self.opening.entry(pass.generation).or_default();
+        let access_key = job.access_key();
+        let waiting = self.opening.entry(access_key.generation).or_default();
         waiting.push(job);
-        (waiting.len() == 1).then_some(Word::Open(pass))
+        (waiting.len() == 1).then_some(Word::Open(access_key))
     }
 
     /// Those under which something may be written, or is being.
@@ -155,19 +153,19 @@ mod tests {
     use tokio::sync::oneshot::Receiver;
 
     use super::*;
-    use crate::{sender::Open, testing::some_pass};
+    use crate::{sender::Open, testing::some_access_key};
 
     const ONE: Generation = Generation(1);
 
     fn open() -> (Job, Receiver<Result<(), RouteError>>) {
-        let (open, opened) = Open::new(some_pass(ONE.0));
+        let (open, opened) = Open::new(some_access_key(ONE.0));
         (Job::Open(open), opened)
     }
 
     fn opened() -> OpenGrants {
         let mut grants = OpenGrants::default();
         let (job, mut answer) = open();
-        assert_eq!(grants.wait(job), Some(Word::Open(some_pass(ONE.0))));
+        assert_eq!(grants.wait(job), Some(Word::Open(some_access_key(ONE.0))));
         assert_eq!(grants.hear(Word::Opened(ONE), &Jobs::default()), Ok(None));
         assert_eq!(answer.try_recv(), Ok(Ok(())));
         assert!(grants.is_open(ONE));
@@ -178,7 +176,7 @@ mod tests {
     fn the_peer_is_asked_once_for_all_that_wait() {
         let mut grants = OpenGrants::default();
         let ((first, mut first_answer), (second, mut second_answer)) = (open(), open());
-        assert_eq!(grants.wait(first), Some(Word::Open(some_pass(ONE.0))));
+        assert_eq!(grants.wait(first), Some(Word::Open(some_access_key(ONE.0))));
         assert_eq!(grants.wait(second), None);
         assert!(!grants.begin(ONE));
         assert_eq!(grants.hear(Word::Opened(ONE), &Jobs::default()), Ok(None));
@@ -200,7 +198,7 @@ mod tests {
     #[test]
     fn a_grant_that_nobody_waits_for_any_more_is_closed() {
         let mut grants = OpenGrants::default();
-        assert_eq!(grants.wait(open().0), Some(Word::Open(some_pass(ONE.0))));
+        assert_eq!(grants.wait(open().0), Some(Word::Open(some_access_key(ONE.0))));
         assert_eq!(grants.hear(Word::Opened(ONE), &Jobs::default()), Ok(Some(Word::Close(ONE))));
         assert!(!grants.is_open(ONE));
     }
@@ -211,11 +209,11 @@ mod tests {
         for (word, answer) in [(Word::Unknown(ONE), None), (Word::Revoke(ONE), Some(Word::Close(ONE)))] {
             let mut grants = OpenGrants::default();
             let (job, mut opened) = open();
-            assert_eq!(grants.wait(job), Some(Word::Open(some_pass(ONE.0))));
+            assert_eq!(grants.wait(job), Some(Word::Open(some_access_key(ONE.0))));
             assert_eq!(grants.hear(word, &Jobs::default()), Ok(answer));
             assert_eq!(opened.try_recv(), Ok(Err(revoked())));
         }
-        let nonsense = Word::Open(some_pass(ONE.0));
+        let nonsense = Word::Open(some_access_key(ONE.0));
         assert_eq!(OpenGrants::default().hear(nonsense, &Jobs::default()), Err(nonsense));
     }
 
@@ -225,18 +223,18 @@ mod tests {
         let (mut job, mut opened) = open();
         for _ in 0..MAX_LOSSES {
             let mut grants = OpenGrants::default();
-            assert_eq!(grants.wait(job), Some(Word::Open(some_pass(ONE.0))));
+            assert_eq!(grants.wait(job), Some(Word::Open(some_access_key(ONE.0))));
             grants.lost(&jobs, "gone");
             job = jobs.next().unwrap();
             assert!(opened.try_recv().is_err(), "not answered yet");
         }
         let mut grants = OpenGrants::default();
-        assert_eq!(grants.wait(job), Some(Word::Open(some_pass(ONE.0))));
+        assert_eq!(grants.wait(job), Some(Word::Open(some_access_key(ONE.0))));
         grants.lost(&jobs, "gone");
         assert_eq!(opened.try_recv(), Ok(Err(RouteError::Unreachable("gone".into()))));
         let (job, mut opened) = open();
         let mut grants = OpenGrants::default();
-        assert_eq!(grants.wait(job), Some(Word::Open(some_pass(ONE.0))));
+        assert_eq!(grants.wait(job), Some(Word::Open(some_access_key(ONE.0))));
         jobs.close();
         grants.lost(&jobs, "gone");
         assert_eq!(opened.try_recv(), Ok(Err(RouteError::Unreachable("gone".into()))), "there is no other");

@@ -6,25 +6,16 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+use baton_handoff::{AccessKey, Generation, Piece, PieceWrite, PushError, Pushed, Source, TransportKind};
 use baton_kv_cache::{BlockId, BlockStorage, KvLayout, KvMapping, WireCodec, WireFormat, WireScratch};
 use tokio::sync::{oneshot, watch};
 
 use super::{Peer, SenderContext};
-use crate::{
-    checksum::{self, SumOf},
-    error::PushError,
-    message::{Generation, Pass, Piece, PieceWrite, Source, TransportKind},
-};
+use crate::checksum::{self, SumOf};
 
-/// Pieces that lie in the granted blocks.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pushed {
-    /// Which, and their checksums.
-    pub pieces: Vec<Piece>,
-    /// What carried them.
-    pub transport: TransportKind,
-    /// Their bytes.
-    pub bytes: u64,
+/// The push failed because a device did not return its blocks.
+pub(crate) fn unread(error: &io::Error) -> PushError {
+    PushError::Lost(format!("the device does not give its blocks: {error}"))
 }
 
 /// One handoff's way to granted blocks. Dropping it closes it.
@@ -119,7 +110,7 @@ pub(super) struct Form {
 
 /// What the threads of a peer see of a route.
 pub(crate) struct RouteState {
-    pass: Pass,
+    access_key: AccessKey,
     kind: TransportKind,
     context: Arc<SenderContext>,
     form: Form,
@@ -131,14 +122,14 @@ pub(crate) struct RouteState {
 
 impl RouteState {
     pub(super) fn new(
-        pass: Pass,
+        access_key: AccessKey,
         kind: TransportKind,
         context: Arc<SenderContext>,
         form: Form,
         keep: Box<dyn Send>,
     ) -> Arc<RouteState> {
         Arc::new(RouteState {
-            pass,
+            access_key,
             kind,
             context,
             form,
@@ -149,12 +140,12 @@ impl RouteState {
     }
 
     /// What the peer is shown.
-    pub(crate) fn pass(&self) -> Pass {
-        self.pass
+    pub(crate) fn access_key(&self) -> AccessKey {
+        self.access_key
     }
 
     pub(crate) fn generation(&self) -> Generation {
-        self.pass.generation
+        self.access_key.generation
     }
 
     /// Where the pieces are read from.

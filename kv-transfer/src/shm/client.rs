@@ -14,6 +14,7 @@ use std::{
     thread::{self, JoinHandle},
 };
 
+use baton_handoff::{PushError, RouteError, TransportKind};
 use baton_kv_cache::{BlockStorage, KvLayout};
 use tracing::{error, info, warn};
 
@@ -23,8 +24,6 @@ use super::{
 };
 use crate::{
     checksum::SumOf,
-    error::{PushError, RouteError},
-    message::TransportKind,
     sender::{Frame, Job, JobThread, Jobs, Open, OpenGrants, Peer, RouteState, SenderContext, Staging},
     word::Word,
 };

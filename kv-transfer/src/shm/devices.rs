@@ -9,6 +9,7 @@ use std::{
     sync::Arc,
 };
 
+use baton_handoff::{AccessKey, RouteError, TransportKind, TransportOffer};
 use baton_kv_cache::{BlockId, BlockStorage};
 
 use super::{
@@ -16,12 +17,13 @@ use super::{
     wire::{self, HANDLE_BYTES, Message},
 };
 use crate::{
-    Granted, Pass, Receiver, ReceiverConfig, RouteError, Sender, TransportKind, TransportOffer,
+    Granted, Receiver, ReceiverConfig, Sender,
     cuda::{blocks_on_device, blocks_on_devices},
     pretended::{counted_devices, pretended_device},
     testing::{
-        Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, fill, has_device, holds, is_pending, pass_from_text,
-        pass_to_text, pattern, private_dir, sender_config, some_pass, soon, storage, writes,
+        Fabric, Guards, LAYOUT, NUM_BLOCKS, access_key_from_text, access_key_to_text, blocks, fill,
+        has_device, holds, is_pending, pattern, private_dir, sender_config, some_access_key, soon, storage,
+        writes,
     },
     word::Word,
 };
@@ -44,7 +46,7 @@ async fn blocks_of_a_device_are_copied_into_mapped_memory() {
         store(&source, BlockId(3));
         let sender = Sender::start(Arc::new(source), sender_config(SHM)).unwrap();
         let granted = fabric.receiver.grant(blocks([3]), ());
-        let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
+        let route = soon(sender.route(granted.access_key(), granted.offers(), ())).await.unwrap();
         let pushed = soon(route.push(writes(&blocks([3])))).await.unwrap();
         for layer_idx in 0..LAYOUT.num_layers {
             assert!(holds(&fabric.target, BlockId(3), layer_idx, pattern(3, layer_idx)));
@@ -73,11 +75,14 @@ fn place(receiver: &Receiver) -> (PathBuf, u64) {
 }
 
 /// A sender by hand that has opened a grant of a pool that lies on one device.
-fn opened(socket_path: &PathBuf, pool: u64, pass: Pass) -> UnixStream {
+fn opened(socket_path: &PathBuf, pool: u64, access_key: AccessKey) -> UnixStream {
     let (socket, handles) = welcomed(socket_path, pool);
     assert_eq!(handles.len(), 1);
-    wire::send(&socket, Message::Word(Word::Open(pass)), None).unwrap();
-    assert_eq!(wire::receive(&socket).unwrap().unwrap().0, Message::Word(Word::Opened(pass.generation)));
+    wire::send(&socket, Message::Word(Word::Open(access_key)), None).unwrap();
+    assert_eq!(
+        wire::receive(&socket).unwrap().unwrap().0,
+        Message::Word(Word::Opened(access_key.generation))
+    );
     socket
 }
 
@@ -112,7 +117,7 @@ async fn the_end_of_a_socket_does_not_end_what_a_device_writes() {
         let (socket_path, pool) = place(&receiver);
         let granted = receiver.grant(blocks([3]), guards.guard());
         let generation = granted.generation();
-        let peer = opened(&socket_path, pool, granted.pass());
+        let peer = opened(&socket_path, pool, granted.access_key());
         let mut fenced = granted.revoke();
         assert_eq!(wire::receive(&peer).unwrap().unwrap().0, Message::Word(Word::Revoke(generation)));
         if closes {
@@ -158,7 +163,7 @@ async fn a_pool_on_a_device_that_cannot_be_opened_is_an_error_in_words() {
     });
     let sender = Sender::start(storage(), sender_config(SHM)).unwrap();
     let offers = [TransportOffer::Shm { host_id: host::host_id(), socket_path, pool: 7 }];
-    let error = soon(sender.route(some_pass(1), &offers, ())).await.err().unwrap();
+    let error = soon(sender.route(some_access_key(1), &offers, ())).await.err().unwrap();
     assert!(matches!(error, RouteError::Unreachable(_)), "{error}");
     if crate::cuda::num_devices().is_err() {
         assert!(
@@ -203,8 +208,8 @@ fn ranks_on_a_gpu(num_ranks: usize) -> BlockStorage {
 #[test]
 #[ignore = "run by other tests, as a process of its own"]
 fn writer_process() {
-    let Some((socket_path, pool, pass)) = Process::orders() else { return };
-    let _socket = opened(&socket_path, pool, pass);
+    let Some((socket_path, pool, access_key)) = Process::orders() else { return };
+    let _socket = opened(&socket_path, pool, access_key);
     println!("\nready");
     // Until killed.
     let _ = std::io::stdin().read_line(&mut String::new());
@@ -242,10 +247,10 @@ async fn host_prefill_process() {
     }
 }
 
-async fn prefill(source: BlockStorage, (socket_path, pool, pass): (PathBuf, u64, Pass)) {
+async fn prefill(source: BlockStorage, (socket_path, pool, access_key): (PathBuf, u64, AccessKey)) {
     let sender = Sender::start(Arc::new(source), sender_config(SHM)).unwrap();
     let offers = [TransportOffer::Shm { host_id: host::host_id(), socket_path, pool }];
-    let route = sender.route(pass, &offers, ()).await.unwrap();
+    let route = sender.route(access_key, &offers, ()).await.unwrap();
     assert_eq!(route.push(writes(&blocks([3]))).await.unwrap().pieces.len(), LAYOUT.num_layers);
     println!("\nready");
     // Until killed.
@@ -262,7 +267,7 @@ impl Process {
             .args([&format!("shm::devices::{test}"), "--exact", "--ignored", "--nocapture"])
             .env("BATON_TEST_SHM_DEVICE_SOCKET", socket_path)
             .env("BATON_TEST_SHM_POOL", format!("{pool:x}"))
-            .env("BATON_TEST_SHM_PASS", pass_to_text(granted.pass()))
+            .env("BATON_TEST_SHM_KEY", access_key_to_text(granted.access_key()))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -276,11 +281,11 @@ impl Process {
     }
 
     /// What the process is to do.
-    fn orders() -> Option<(PathBuf, u64, Pass)> {
+    fn orders() -> Option<(PathBuf, u64, AccessKey)> {
         let socket_path = std::env::var_os("BATON_TEST_SHM_DEVICE_SOCKET")?;
         let number = |name| u64::from_str_radix(&std::env::var(name).unwrap(), 16).unwrap();
-        let pass = pass_from_text(&std::env::var("BATON_TEST_SHM_PASS").unwrap());
-        Some((socket_path.into(), number("BATON_TEST_SHM_POOL"), pass))
+        let access_key = access_key_from_text(&std::env::var("BATON_TEST_SHM_KEY").unwrap());
+        Some((socket_path.into(), number("BATON_TEST_SHM_POOL"), access_key))
     }
 }
 

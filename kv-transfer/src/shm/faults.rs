@@ -12,6 +12,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
+use baton_handoff::{AccessKey, TransportKind, TransportOffer};
 use baton_kv_cache::{BlockId, BlockStorage};
 
 use super::{
@@ -19,10 +20,10 @@ use super::{
     wire::{self, Message},
 };
 use crate::{
-    Pass, Receiver, ReceiverConfig, ReceiverLoad, Sender, SenderConfig, TransportKind, TransportOffer,
+    Receiver, ReceiverConfig, ReceiverLoad, Sender, SenderConfig,
     testing::{
-        Fabric, Guards, LAYOUT, NUM_BLOCKS, blocks, bytes, eventually, fill, is_pending, pass_from_text,
-        pass_to_text, pattern, private_dir, soon, storage, writes,
+        Fabric, Guards, LAYOUT, NUM_BLOCKS, access_key_from_text, access_key_to_text, blocks, bytes,
+        eventually, fill, is_pending, pattern, private_dir, soon, storage, writes,
     },
     word::Word,
 };
@@ -50,9 +51,9 @@ fn connect_and_map(fabric: &Fabric) -> (UnixStream, BlockStorage) {
     (socket, memory)
 }
 
-fn open(socket: &UnixStream, pass: Pass) {
-    wire::send(socket, Message::Word(Word::Open(pass)), None).unwrap();
-    assert_eq!(wire::receive(socket).unwrap().unwrap().0, Message::Word(Word::Opened(pass.generation)));
+fn open(socket: &UnixStream, access_key: AccessKey) {
+    wire::send(socket, Message::Word(Word::Open(access_key)), None).unwrap();
+    assert_eq!(wire::receive(socket).unwrap().unwrap().0, Message::Word(Word::Opened(access_key.generation)));
 }
 
 #[tokio::test]
@@ -70,7 +71,7 @@ async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
         let granted = fabric.receiver.grant(blocks([3, 4]), guards.guard());
         let generation = granted.generation();
         let peer = connect(&fabric);
-        open(&peer, granted.pass());
+        open(&peer, granted.access_key());
         let mut fenced = granted.revoke();
         assert_eq!(wire::receive(&peer).unwrap().unwrap().0, Message::Word(Word::Revoke(generation)));
         assert!(is_pending(&mut fenced).await);
@@ -125,7 +126,7 @@ async fn a_writer_that_writes_after_its_grant_was_closed_hits_memory_that_nobody
     let granted = fabric.receiver.grant(its_blocks.clone(), first);
     let generation = granted.generation();
     let (peer, memory) = connect_and_map(&fabric);
-    open(&peer, granted.pass());
+    open(&peer, granted.access_key());
     drop(granted.revoke());
     assert_eq!(wire::receive(&peer).unwrap().unwrap().0, Message::Word(Word::Revoke(generation)));
 
@@ -164,9 +165,9 @@ async fn a_grant_that_nobody_opened_is_fenced_at_once_and_cannot_be_opened_later
     let fabric = Fabric::new(&[TransportKind::Shm]);
     let peer = connect(&fabric);
     let granted = fabric.receiver.grant(blocks([3]), ());
-    let (generation, pass) = (granted.generation(), granted.pass());
+    let (generation, access_key) = (granted.generation(), granted.access_key());
     assert!(!is_pending(&mut granted.revoke()).await);
-    wire::send(&peer, Message::Word(Word::Open(pass)), None).unwrap();
+    wire::send(&peer, Message::Word(Word::Open(access_key)), None).unwrap();
     assert_eq!(wire::receive(&peer).unwrap().unwrap().0, Message::Word(Word::Unknown(generation)));
 }
 
@@ -176,7 +177,7 @@ async fn a_receiver_that_ends_gives_no_block_away_that_a_peer_may_write() {
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
     let peer = connect(&fabric);
-    open(&peer, granted.pass());
+    open(&peer, granted.access_key());
     let fenced = granted.revoke();
     // The peer neither answers nor leaves.
     drop(fabric);
@@ -260,13 +261,13 @@ async fn prefill_process() {
         socket_path: PathBuf::from(path),
         pool: number("BATON_TEST_SHM_POOL"),
     };
-    let pass = pass_from_text(&std::env::var("BATON_TEST_SHM_PASS").unwrap());
+    let access_key = access_key_from_text(&std::env::var("BATON_TEST_SHM_KEY").unwrap());
     let source = storage();
     for layer_idx in 0..LAYOUT.num_layers {
         fill(&source, BlockId(3), layer_idx, pattern(3, layer_idx));
     }
     let sender = Sender::start(source, SenderConfig::default()).unwrap();
-    let route = sender.route(pass, &[offer], ()).await.unwrap();
+    let route = sender.route(access_key, &[offer], ()).await.unwrap();
     let pushed = route.push(writes(&blocks([3]))).await.unwrap();
     println!("\npushed {} pieces", pushed.pieces.len());
     // Until killed, or told to go.
@@ -276,7 +277,7 @@ async fn prefill_process() {
 struct Process(Child);
 
 impl Process {
-    async fn start(fabric: &Fabric, pass: Pass) -> Process {
+    async fn start(fabric: &Fabric, access_key: AccessKey) -> Process {
         let TransportOffer::Shm { socket_path, pool, .. } = fabric.offer(TransportKind::Shm) else {
             unreachable!()
         };
@@ -284,7 +285,7 @@ impl Process {
             .args(["shm::faults::prefill_process", "--exact", "--ignored", "--nocapture"])
             .env("BATON_TEST_SHM_SOCKET", socket_path)
             .env("BATON_TEST_SHM_POOL", format!("{pool:x}"))
-            .env("BATON_TEST_SHM_PASS", pass_to_text(pass))
+            .env("BATON_TEST_SHM_KEY", access_key_to_text(access_key))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -326,7 +327,7 @@ async fn a_frozen_process_holds_its_blocks_until_it_goes_on_or_dies() {
         let fabric = Fabric::new(&[TransportKind::Shm]);
         let guards = Guards::default();
         let granted = fabric.receiver.grant(blocks([3]), guards.guard());
-        let process = Process::start(&fabric, granted.pass()).await;
+        let process = Process::start(&fabric, granted.access_key()).await;
         for layer_idx in 0..LAYOUT.num_layers {
             let found = bytes(&fabric.target, BlockId(3), layer_idx);
             assert!(found.iter().all(|&byte| byte == pattern(3, layer_idx)));
@@ -346,7 +347,7 @@ async fn a_frozen_process_holds_its_blocks_until_it_goes_on_or_dies() {
 async fn a_killed_process_lets_go_of_grants_that_are_not_revoked_yet() {
     let fabric = Fabric::new(&[TransportKind::Shm]);
     let granted = fabric.receiver.grant(blocks([3]), ());
-    let process = Process::start(&fabric, granted.pass()).await;
+    let process = Process::start(&fabric, granted.access_key()).await;
     drop(process);
     assert!(soon(granted.revoke()).await.is_some());
 }
@@ -355,7 +356,7 @@ async fn a_killed_process_lets_go_of_grants_that_are_not_revoked_yet() {
 async fn a_decode_worker_that_goes_is_noticed_by_its_socket() {
     let Fabric { receiver, sender, source, dir, .. } = Fabric::new(&[TransportKind::Shm]);
     let granted = receiver.grant(blocks([3]), ());
-    let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
+    let route = soon(sender.route(granted.access_key(), granted.offers(), ())).await.unwrap();
     drop((granted, receiver));
     let failures = || sender.counters().of(TransportKind::Shm).read().failures;
     eventually("the loss is noticed", || failures() == 1).await;

@@ -20,6 +20,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{Generation, TransportKind, TransportOffer};
 use baton_kv_cache::DeviceMemory;
 use tracing::{info, warn};
 
@@ -28,7 +29,6 @@ use super::{
     wire::{self, HANDLE_BYTES, Message},
 };
 use crate::{
-    message::{Generation, TransportKind, TransportOffer},
     receiver::{Acceptor, Admission, Grants, OneSidedWriter, ReceiverConfig, Service, WriterId},
     word::{self, Word},
 };

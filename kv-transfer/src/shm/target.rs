@@ -3,13 +3,13 @@
 
 use std::io;
 
+use baton_handoff::{Piece, PieceWrite};
 use baton_kv_cache::{BlockStorage, DeviceMemory, DividedMemory, KvLayout, KvShard};
 
 use super::wire::HANDLE_BYTES;
 use crate::{
     checksum::{self, Hasher},
     cuda::{self, Device, DeviceCopies},
-    message::{Piece, PieceWrite},
     ranks::RankPair,
     sender::{RouteState, Staging},
 };

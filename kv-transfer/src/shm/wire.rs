@@ -1,7 +1,7 @@
 //! Messages on the unix socket: 40 bytes each, little-endian, the first with a descriptor.
 //!
 //! ```text
-//! kind u32 | a u32 | b u64 | c u64 | d u64 | magic u64        (c and d: a token, where there is one)
+//! kind u32 | a u32 | b u64 | c u64 | d u64 | magic u64        (c and d: a secret, where there is one)
 //! ```
 
 use std::{
@@ -13,7 +13,9 @@ use std::{
     },
 };
 
-use crate::{message::Token, ranks::NUM_RANKS, word::Word};
+use baton_handoff::Secret;
+
+use crate::{ranks::NUM_RANKS, word::Word};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BKVshm03");
 pub(super) const MESSAGE_BYTES: usize = 40;
@@ -35,7 +37,7 @@ pub(super) enum Message {
 
 impl Message {
     pub(super) fn encode(self) -> [u8; MESSAGE_BYTES] {
-        let mut c_and_d = Token::default().0;
+        let mut c_and_d = Secret::default().0;
         let (kind, a, b) = match self {
             Message::Hello { pool, layer_bytes, num_layers } => {
                 c_and_d[..8].copy_from_slice(&layer_bytes.to_le_bytes());
@@ -44,8 +46,8 @@ impl Message {
             Message::Welcome { num_blocks } => (2, 0, num_blocks),
             Message::WelcomeToDevices { num_blocks, num_ranks } => (10, num_ranks, num_blocks),
             Message::Word(word) => {
-                let (kind, generation, token) = word.code();
-                c_and_d = token.0;
+                let (kind, generation, secret) = word.code();
+                c_and_d = secret.0;
                 (kind, 0, generation)
             }
         };
@@ -64,7 +66,7 @@ impl Message {
         if u64_at(32) != MAGIC {
             return None;
         }
-        let token = Token(bytes[16..32].try_into().expect("sixteen bytes"));
+        let secret = Secret(bytes[16..32].try_into().expect("sixteen bytes"));
         Some(match u32_at(0) {
             1 => Message::Hello { pool: u64_at(8), layer_bytes: u64_at(16), num_layers: u32_at(4) },
             2 => Message::Welcome { num_blocks: u64_at(8) },
@@ -72,7 +74,7 @@ impl Message {
                 Message::WelcomeToDevices { num_blocks: u64_at(8), num_ranks: u32_at(4) }
             }
             10 => return None,
-            kind => Message::Word(Word::from_code(kind, u64_at(8), token)?),
+            kind => Message::Word(Word::from_code(kind, u64_at(8), secret)?),
         })
     }
 }
@@ -179,7 +181,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{message::Generation, word::all_of};
+    use crate::word::all_of;
+    use baton_handoff::Generation;
 
     #[test]
     fn messages_and_descriptors_arrive_as_they_were_sent() {

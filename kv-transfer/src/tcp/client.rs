@@ -15,6 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{AccessKey, Piece, PushError, RouteError, TransportKind};
 use baton_kv_cache::KvLayout;
 use baton_tls::{Identity, Tls};
 use tracing::{info, warn};
@@ -27,9 +28,7 @@ use super::{
 };
 use crate::{
     checksum::SumOf,
-    error::{PushError, RouteError},
-    message::{Pass, Piece, TransportKind},
-    sender::{Active, Frame, Job, Jobs, Open, Peer, RouteState, SenderContext, Staging},
+    sender::{Active, Frame, Job, Jobs, Open, Peer, RouteState, SenderContext, Staging, unread},
 };
 
 /// One pool, reached over sockets.
@@ -136,7 +135,7 @@ fn run_lane(shared: &Arc<Shared>) {
         }
         if connection.as_ref().is_none_or(Connection::is_dead) {
             drop(connection.take());
-            match Connection::open(shared, job.pass()) {
+            match Connection::open(shared, job.access_key()) {
                 Ok(new) => connection = Some(new),
                 Err(error) => {
                     job.fail(&error);
@@ -174,7 +173,7 @@ struct Connection {
 type Sent = (Frame, Active);
 
 impl Connection {
-    fn open(shared: &Arc<Shared>, pass: Pass) -> Result<Connection, RouteError> {
+    fn open(shared: &Arc<Shared>, access_key: AccessKey) -> Result<Connection, RouteError> {
         let unreachable = |error: io::Error| RouteError::Unreachable(format!("{}: {error}", shared.address));
         let config = &shared.context.config;
         let socket = connect(&shared.address, config.connect_timeout).map_err(unreachable)?;
@@ -196,7 +195,7 @@ impl Connection {
             pool: shared.pool,
             layer_bytes: layout.layer_bytes() as u64,
             num_layers: layout.num_layers as u32,
-            pass,
+            access_key,
         };
         writer.send(&hello.encode()).map_err(unreachable)?;
         let mut bytes = [0; wire::WELCOME_BYTES];
@@ -263,7 +262,7 @@ impl Connection {
         let header = FrameHeader {
             num_pieces: frame.pieces.len() as u16,
             format: route.wire(),
-            pass: route.pass(),
+            access_key: route.access_key(),
             sequence: self.next_sequence,
             payload_bytes: (frame.pieces.len() * wire_bytes) as u64,
         };
@@ -272,7 +271,7 @@ impl Connection {
         // SAFETY: the pieces are final and kept by the route's guard: nobody writes them.
         let loaded = match unsafe { route.load_all(&frame.pieces, rooms, scratch) } {
             Ok(loaded) => loaded,
-            Err(error) => return frame.fail(PushError::unread(&error)),
+            Err(error) => return frame.fail(unread(&error)),
         };
         let mut idxs = Vec::with_capacity(frame.pieces.len());
         for piece in &frame.pieces {

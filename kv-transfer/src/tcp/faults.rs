@@ -7,13 +7,15 @@ use std::{
     time::Duration,
 };
 
+use baton_handoff::{AccessKey, Generation, PushError, Secret, TransportKind, TransportOffer};
 use baton_kv_cache::{BlockId, WireFormat};
 
 use super::wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome};
 use crate::{
-    Generation, Pass, PushError, Receiver, ReceiverConfig, Sender, SenderConfig, Token, TransportKind,
-    TransportOffer,
-    testing::{Fabric, Guards, LAYOUT, blocks, bytes, eventually, fill, some_pass, soon, storage, writes},
+    Receiver, ReceiverConfig, Sender, SenderConfig,
+    testing::{
+        Fabric, Guards, LAYOUT, blocks, bytes, eventually, fill, some_access_key, soon, storage, writes,
+    },
 };
 
 const LAYER: usize = 512;
@@ -22,14 +24,14 @@ const LAYER: usize = 512;
 struct Peer(TcpStream);
 
 impl Peer {
-    fn connect(fabric: &Fabric, pass: Pass) -> Peer {
-        let mut peer = Peer::ask(fabric, pass);
+    fn connect(fabric: &Fabric, access_key: AccessKey) -> Peer {
+        let mut peer = Peer::ask(fabric, access_key);
         assert_eq!(peer.welcome(), Welcome::Accepted);
         peer
     }
 
     /// Says hello.
-    fn ask(fabric: &Fabric, pass: Pass) -> Peer {
+    fn ask(fabric: &Fabric, access_key: AccessKey) -> Peer {
         assert_eq!(LAYOUT.layer_bytes(), LAYER);
         let TransportOffer::Tcp { address, pool } = fabric.offer(TransportKind::Tcp) else { unreachable!() };
         let mut peer = Peer(TcpStream::connect(address).unwrap());
@@ -39,7 +41,7 @@ impl Peer {
             pool,
             layer_bytes: LAYER as u64,
             num_layers: LAYOUT.num_layers as u32,
-            pass,
+            access_key,
         };
         peer.0.write_all(&hello.encode()).unwrap();
         peer
@@ -51,11 +53,11 @@ impl Peer {
         Welcome::decode(&welcome).unwrap()
     }
 
-    fn head(&mut self, pass: Pass, pieces: &[(u32, u32)]) {
+    fn head(&mut self, access_key: AccessKey, pieces: &[(u32, u32)]) {
         let header = FrameHeader {
             num_pieces: pieces.len() as u16,
             format: WireFormat::AsIs,
-            pass,
+            access_key,
             sequence: 0,
             payload_bytes: (pieces.len() * LAYER) as u64,
         };
@@ -88,8 +90,8 @@ fn is_filled(fabric: &Fabric, block: u32, layer_idx: usize, byte: u8) -> bool {
 async fn a_sender_killed_in_the_middle_of_a_frame_leaves_its_place_to_the_next() {
     let fabric = Fabric::new(&[TransportKind::Tcp]);
     let granted = fabric.receiver.grant(blocks([5]), ());
-    let mut peer = Peer::connect(&fabric, granted.pass());
-    peer.head(granted.pass(), &[(0, 0), (1, 0), (2, 0)]);
+    let mut peer = Peer::connect(&fabric, granted.access_key());
+    peer.head(granted.access_key(), &[(0, 0), (1, 0), (2, 0)]);
     peer.payload(0x11, LAYER + 100);
     eventually("the first piece is there", || is_filled(&fabric, 5, 0, 0x11)).await;
     drop(peer);
@@ -107,9 +109,9 @@ async fn a_revocation_does_not_wait_for_a_stalled_writer_and_nothing_of_it_lands
     let fabric = Fabric::new(&[TransportKind::Tcp]);
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([5]), guards.guard());
-    let pass = granted.pass();
-    let mut peer = Peer::connect(&fabric, granted.pass());
-    peer.head(pass, &[(0, 0), (1, 0)]);
+    let access_key = granted.access_key();
+    let mut peer = Peer::connect(&fabric, granted.access_key());
+    peer.head(access_key, &[(0, 0), (1, 0)]);
     peer.payload(0x11, LAYER);
     eventually("half a frame is there", || is_filled(&fabric, 5, 0, 0x11)).await;
 
@@ -124,7 +126,7 @@ async fn a_revocation_does_not_wait_for_a_stalled_writer_and_nothing_of_it_lands
 
     // The connection serves on.
     let granted = fabric.receiver.grant(blocks([6]), ());
-    peer.head(granted.pass(), &[(1, 0)]);
+    peer.head(granted.access_key(), &[(1, 0)]);
     peer.payload(0x33, LAYER);
     assert_eq!(peer.ack(), AckStatus::Placed);
     assert!(is_filled(&fabric, 6, 1, 0x33));
@@ -134,29 +136,29 @@ async fn a_revocation_does_not_wait_for_a_stalled_writer_and_nothing_of_it_lands
 async fn frames_for_other_grants_and_places_are_dropped_and_counted() {
     let fabric = Fabric::new(&[TransportKind::Tcp]);
     let granted = fabric.receiver.grant(blocks([5, 6]), ());
-    let pass = granted.pass();
-    let mut peer = Peer::connect(&fabric, granted.pass());
-    let mut send = |pass, pieces: &[(u32, u32)], byte| {
-        peer.head(pass, pieces);
+    let access_key = granted.access_key();
+    let mut peer = Peer::connect(&fabric, granted.access_key());
+    let mut send = |access_key, pieces: &[(u32, u32)], byte| {
+        peer.head(access_key, pieces);
         peer.payload(byte, pieces.len() * LAYER);
         peer.ack()
     };
-    let guess = |generation| Pass { generation: Generation(generation), ..pass };
-    let stolen = Pass { token: Token([0; 16]), ..pass };
-    for guess in [guess(0), guess(1), guess(!pass.generation.0), stolen] {
+    let guess = |generation| AccessKey { generation: Generation(generation), ..access_key };
+    let stolen = AccessKey { secret: Secret([0; 16]), ..access_key };
+    for guess in [guess(0), guess(1), guess(!access_key.generation.0), stolen] {
         assert_eq!(send(guess, &[(0, 0)], 1), AckStatus::Revoked);
     }
     for piece in [(0, 2), (3, 0), (u32::MAX, 0), (0, u32::MAX)] {
-        assert_eq!(send(pass, &[(0, 1), piece], 1), AckStatus::Refused);
+        assert_eq!(send(access_key, &[(0, 1), piece], 1), AckStatus::Refused);
     }
-    assert_eq!(send(pass, &[(0, 1), (0, 1)], 1), AckStatus::Refused, "twice in one frame");
+    assert_eq!(send(access_key, &[(0, 1), (0, 1)], 1), AckStatus::Refused, "twice in one frame");
     // What was refused in part is free as a whole, and is written once.
-    assert_eq!(send(pass, &[(0, 1)], 7), AckStatus::Placed);
-    assert_eq!(send(pass, &[(0, 1)], 8), AckStatus::PlacedBefore);
-    assert_eq!(send(pass, &[(0, 0), (0, 1)], 8), AckStatus::Refused);
+    assert_eq!(send(access_key, &[(0, 1)], 7), AckStatus::Placed);
+    assert_eq!(send(access_key, &[(0, 1)], 8), AckStatus::PlacedBefore);
+    assert_eq!(send(access_key, &[(0, 0), (0, 1)], 8), AckStatus::Refused);
     assert!(is_filled(&fabric, 6, 0, 7) && is_filled(&fabric, 5, 0, 0));
     drop(granted);
-    assert_eq!(send(pass, &[(1, 1)], 9), AckStatus::Revoked);
+    assert_eq!(send(access_key, &[(1, 1)], 9), AckStatus::Revoked);
     assert!(is_filled(&fabric, 6, 1, 0));
     let counts = fabric.receiver.counters().of(TransportKind::Tcp).read();
     assert_eq!(counts.bytes, LAYER as u64);
@@ -168,11 +170,11 @@ async fn two_connections_cannot_write_one_piece() {
     let fabric = Fabric::new(&[TransportKind::Tcp]);
     let granted = fabric.receiver.grant(blocks([5]), ());
     let (mut first, mut second) =
-        (Peer::connect(&fabric, granted.pass()), Peer::connect(&fabric, granted.pass()));
-    first.head(granted.pass(), &[(0, 0), (1, 0)]);
+        (Peer::connect(&fabric, granted.access_key()), Peer::connect(&fabric, granted.access_key()));
+    first.head(granted.access_key(), &[(0, 0), (1, 0)]);
     first.payload(0x11, LAYER);
     eventually("half a frame is there", || is_filled(&fabric, 5, 0, 0x11)).await;
-    second.head(granted.pass(), &[(1, 0)]);
+    second.head(granted.access_key(), &[(1, 0)]);
     second.payload(0x22, LAYER);
     assert_eq!(second.ack(), AckStatus::Refused);
     first.payload(0x11, LAYER);
@@ -189,7 +191,7 @@ async fn whoever_does_not_speak_the_protocol_is_hung_up_on_without_a_word() {
     assert!(stranger.is_hung_up());
 
     let granted = fabric.receiver.grant(blocks([5]), ());
-    let mut peer = Peer::connect(&fabric, granted.pass());
+    let mut peer = Peer::connect(&fabric, granted.access_key());
     peer.0.write_all(&[0xFF; wire::FRAME_BYTES]).unwrap();
     assert!(peer.is_hung_up());
 }
@@ -202,11 +204,11 @@ async fn whoever_stops_in_the_middle_of_a_frame_is_hung_up_on() {
     let granted = fabric.receiver.grant(blocks([5]), ());
     // In the header, in the list of pieces, in the payload.
     for num_bytes in [10, wire::FRAME_BYTES + 4, wire::FRAME_BYTES + 8 + 100] {
-        let mut peer = Peer::connect(&fabric, granted.pass());
+        let mut peer = Peer::connect(&fabric, granted.access_key());
         let header = FrameHeader {
             format: WireFormat::AsIs,
             num_pieces: 1,
-            pass: granted.pass(),
+            access_key: granted.access_key(),
             sequence: 0,
             payload_bytes: LAYER as u64,
         };
@@ -224,13 +226,15 @@ async fn more_connections_than_allowed_are_closed() {
     let config = ReceiverConfig { max_connections: 1, ..fabric.config.clone() };
     fabric.receiver = Receiver::start(Arc::clone(&fabric.target), config).unwrap();
     let granted = fabric.receiver.grant(blocks([5]), ());
-    let first = Peer::connect(&fabric, granted.pass());
-    let mut second = Peer::ask(&fabric, granted.pass());
+    let first = Peer::connect(&fabric, granted.access_key());
+    let mut second = Peer::ask(&fabric, granted.access_key());
     assert_eq!(second.welcome(), Welcome::Refused);
     assert!(second.is_hung_up());
     drop(first);
-    eventually("there is room again", || Peer::ask(&fabric, granted.pass()).welcome() == Welcome::Accepted)
-        .await;
+    eventually("there is room again", || {
+        Peer::ask(&fabric, granted.access_key()).welcome() == Welcome::Accepted
+    })
+    .await;
 }
 
 /// A receiver by hand: says welcome to every connection, then treats each frame, and its connection, as told.
@@ -320,7 +324,8 @@ async fn a_frame_lost_with_its_connection_is_sent_once_more_for_each_lane() {
         };
         let guards = Guards::default();
         let sender = Sender::start(storage(), config).unwrap();
-        let route = soon(sender.route(some_pass(9), &[receiver.offer()], guards.guard())).await.unwrap();
+        let route =
+            soon(sender.route(some_access_key(9), &[receiver.offer()], guards.guard())).await.unwrap();
         let mut pieces = writes(&blocks([1]));
         pieces.truncate(1);
         match (soon(route.push(pieces)).await, expected) {
@@ -345,7 +350,7 @@ async fn a_peer_that_is_not_there_is_an_error_at_once() {
     let sender = Sender::start(storage(), SenderConfig::default()).unwrap();
     for address in [address, "no.such.host.invalid:1".into(), "not an address".into()] {
         let offer = TransportOffer::Tcp { address, pool: 1 };
-        assert!(soon(sender.route(some_pass(9), &[offer], ())).await.is_err());
+        assert!(soon(sender.route(some_access_key(9), &[offer], ())).await.is_err());
     }
 }
 
@@ -354,7 +359,7 @@ async fn closing_a_route_ends_a_push_that_the_peer_does_not_take() {
     let receiver = ReceiverByHand::new(vec![Fate::Silence]);
     let config = SenderConfig { streams_per_peer: 1, ..SenderConfig::default() };
     let sender = Sender::start(storage(), config).unwrap();
-    let route = soon(sender.route(some_pass(9), &[receiver.offer()], ())).await.unwrap();
+    let route = soon(sender.route(some_access_key(9), &[receiver.offer()], ())).await.unwrap();
     let mut pieces = writes(&blocks([1]));
     pieces.truncate(1);
     let push = route.push(pieces);

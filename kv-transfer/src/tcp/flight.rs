@@ -8,8 +8,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::Piece;
+
 use super::wire::{Ack, AckStatus};
-use crate::message::Piece;
 
 /// `T` is what was sent, in the order of its sequence numbers.
 pub(super) struct Flight<T> {

@@ -7,6 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{TransportKind, TransportOffer};
 use baton_kv_cache::{WireCodec, WireFormat, WireScratch};
 use baton_tls::{Identity, Tls};
 use tracing::{debug, info, warn};
@@ -19,7 +20,6 @@ use super::{
 use crate::{
     checksum::SumOf,
     counters::TransportCounters,
-    message::{TransportKind, TransportOffer},
     receiver::{Acceptor, Admission, Claim, Grants, LiveGrant, ReceiverConfig, Service, listen},
 };
 
@@ -128,7 +128,7 @@ impl Receiving {
         let welcome = self.greet(&mut channel, admission, deadline)?;
         channel.writer.send(&welcome.encode())?;
         if welcome == Welcome::Refused {
-            return Err(invalid("it shows no pass of a grant that is its own"));
+            return Err(invalid("it shows no access key of a grant that is its own"));
         }
         let Channel { reader, writer, peer: identity } = channel;
         self.grants.counters().of(TransportKind::Tcp).routed(false);
@@ -148,7 +148,7 @@ impl Receiving {
         let is_sound = hello.version == wire::VERSION
             && hello.pool == self.grants.pool()
             && (hello.layer_bytes, hello.num_layers) == shape
-            && self.grants.admit(&hello.pass, channel.peer).is_some()
+            && self.grants.admit(&hello.access_key, channel.peer).is_some()
             && admission.admit();
         if !is_sound {
             return Ok(Welcome::Refused);
@@ -181,7 +181,7 @@ impl Connection<'_> {
         let pieces = wire::decode_pieces(&bytes);
 
         let num_bytes = header.payload_bytes as usize;
-        let status = match self.receiving.grants.admit(&header.pass, self.peer) {
+        let status = match self.receiving.grants.admit(&header.access_key, self.peer) {
             None => {
                 self.discard(num_bytes, scratch)?;
                 AckStatus::Revoked

@@ -7,6 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{AccessKey, Generation, Secret, TransportKind};
 use baton_kv_cache::WireFormat;
 use baton_tls::{Tls, TlsConfig};
 
@@ -15,19 +16,19 @@ use super::{
     wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome},
 };
 use crate::{
-    Generation, Pass, Receiver, ReceiverConfig, Sender, SenderConfig, Token, TransportKind,
+    Receiver, ReceiverConfig, Sender, SenderConfig,
     testing::{Fabric, LAYOUT, NEVER, blocks, bytes, eventually, sender_config, soon, tls, writes},
 };
 
 const TCP: &[TransportKind] = &[TransportKind::Tcp];
 
-fn hello(pool: u64, pass: Pass) -> Hello {
+fn hello(pool: u64, access_key: AccessKey) -> Hello {
     Hello {
         version: wire::VERSION,
         pool,
         layer_bytes: LAYOUT.layer_bytes() as u64,
         num_layers: LAYOUT.num_layers as u32,
-        pass,
+        access_key,
     }
 }
 
@@ -36,11 +37,11 @@ async fn whatever_is_wrong_the_answer_is_the_same() {
     let fabric = Fabric::new(TCP);
     let (_, pool) = fabric.address(TransportKind::Tcp);
     let granted = fabric.receiver.grant(blocks([5]), ());
-    let stale = fabric.receiver.grant(blocks([6]), ()).pass();
-    let right = granted.pass();
+    let stale = fabric.receiver.grant(blocks([6]), ()).access_key();
+    let right = granted.access_key();
     let sound = hello(pool, right);
-    let token = |token| Pass { token: Token(token), ..right };
-    let mut almost = right.token.0;
+    let secret = |secret| AccessKey { secret: Secret(secret), ..right };
+    let mut almost = right.secret.0;
     almost[15] ^= 1;
     let refused = Welcome::Refused.encode();
     for wrong in [
@@ -48,10 +49,10 @@ async fn whatever_is_wrong_the_answer_is_the_same() {
         Hello { pool: pool ^ 1, ..sound },
         Hello { layer_bytes: 1, ..sound },
         Hello { num_layers: 1, ..sound },
-        hello(pool, token([0; 16])),
-        hello(pool, token(almost)),
-        hello(pool, Pass { generation: Generation(right.generation.0 ^ 1), ..right }),
-        hello(pool, Pass { token: stale.token, ..right }),
+        hello(pool, secret([0; 16])),
+        hello(pool, secret(almost)),
+        hello(pool, AccessKey { generation: Generation(right.generation.0 ^ 1), ..right }),
+        hello(pool, AccessKey { secret: stale.secret, ..right }),
         hello(pool, stale),
     ] {
         assert_eq!(fabric.ask(TransportKind::Tcp, &wrong.encode()), refused, "{wrong:?}");
@@ -72,12 +73,12 @@ async fn a_token_is_asked_for_with_every_frame() {
     let (address, pool) = fabric.address(TransportKind::Tcp);
     let [own, other] = [5, 6].map(|block| fabric.receiver.grant(blocks([block]), ()));
     let mut socket = TcpStream::connect(address).unwrap();
-    socket.write_all(&hello(pool, own.pass()).encode()).unwrap();
+    socket.write_all(&hello(pool, own.access_key()).encode()).unwrap();
     socket.read_exact(&mut [0; wire::WELCOME_BYTES]).unwrap();
-    let mut write = |pass| {
+    let mut write = |access_key| {
         let payload_bytes = LAYOUT.layer_bytes() as u64;
         let header =
-            FrameHeader { num_pieces: 1, format: WireFormat::AsIs, pass, sequence: 0, payload_bytes };
+            FrameHeader { num_pieces: 1, format: WireFormat::AsIs, access_key, sequence: 0, payload_bytes };
         socket.write_all(&header.encode()).unwrap();
         socket.write_all(&wire::encode_piece(0, 0)).unwrap();
         socket.write_all(&vec![0x11; payload_bytes as usize]).unwrap();
@@ -85,11 +86,11 @@ async fn a_token_is_asked_for_with_every_frame() {
         socket.read_exact(&mut ack).unwrap();
         Ack::decode(&ack).unwrap().status
     };
-    let guessed = Pass { token: own.pass().token, ..other.pass() };
+    let guessed = AccessKey { secret: own.access_key().secret, ..other.access_key() };
     assert_eq!(write(guessed), AckStatus::Revoked, "as if there were no such grant");
     assert!(bytes(&fabric.target, blocks([6])[0], 0).iter().all(|&byte| byte == 0));
-    assert_eq!(write(other.pass()), AckStatus::Placed);
-    let stale = own.pass();
+    assert_eq!(write(other.access_key()), AckStatus::Placed);
+    let stale = own.access_key();
     drop(own);
     assert_eq!(write(stale), AckStatus::Revoked);
 }
@@ -155,7 +156,7 @@ async fn who_sends_byte_by_byte_is_not_waited_for() {
         let slow = tokio::task::spawn_blocking(move || {
             let mut socket = TcpStream::connect(address).unwrap();
             let start = Instant::now();
-            let mut bytes = hello(pool, granted.pass()).encode().to_vec();
+            let mut bytes = hello(pool, granted.access_key()).encode().to_vec();
             if is_secure {
                 // A record that promises much.
                 bytes = [&b"\x16\x03\x01\x40\x00\x01\x00\x3f\xfc"[..], &[3; 1 << 14]].concat();
@@ -200,7 +201,7 @@ async fn the_right_token_with_another_identity_is_worth_nothing() {
     granted.bind(b.identity());
     // Whoever comes second changes nothing.
     granted.bind(a.identity());
-    let hello = hello(pool, granted.pass());
+    let hello = hello(pool, granted.access_key());
 
     let mut thief = connect_as(&fabric, &a).unwrap();
     assert_eq!(thief.peer, Some(a.identity()), "the receiver of these tests");
@@ -214,10 +215,13 @@ async fn the_right_token_with_another_identity_is_worth_nothing() {
     let own = fabric.receiver.grant(blocks([6]), ());
     own.bind(a.identity());
     let mut thief = connect_as(&fabric, &a).unwrap();
-    assert_eq!(greet(&mut thief, Hello { pass: own.pass(), ..hello }).unwrap(), Some(Welcome::Accepted));
+    assert_eq!(
+        greet(&mut thief, Hello { access_key: own.access_key(), ..hello }).unwrap(),
+        Some(Welcome::Accepted)
+    );
     let payload_bytes = LAYOUT.layer_bytes() as u64;
-    let (format, pass) = (WireFormat::AsIs, granted.pass());
-    let header = FrameHeader { num_pieces: 1, format, pass, sequence: 4, payload_bytes };
+    let (format, access_key) = (WireFormat::AsIs, granted.access_key());
+    let header = FrameHeader { num_pieces: 1, format, access_key, sequence: 4, payload_bytes };
     thief.writer.send(&header.encode()).unwrap();
     thief.writer.send(&wire::encode_piece(0, 0)).unwrap();
     thief.writer.send(&vec![0x11; payload_bytes as usize]).unwrap();
@@ -232,12 +236,13 @@ async fn foreign_certificates_and_plain_peers_are_refused_either_way() {
     let fabric = Fabric::secure(|_| {});
     let (_, pool) = fabric.address(TransportKind::Tcp);
     let granted = fabric.receiver.grant(blocks([5]), ());
-    let hello = hello(pool, granted.pass());
+    let hello = hello(pool, granted.access_key());
     // Plain to TLS: not a word of this protocol.
     let answer = fabric.ask(TransportKind::Tcp, &hello.encode());
     assert!(answer.is_empty() || answer[0] == 21, "at most an alert of TLS: {answer:?}");
     let plain = Sender::start(Arc::clone(&fabric.source), SenderConfig::default()).unwrap();
-    let error = soon(plain.route(granted.pass(), granted.offers(), ())).await.err().unwrap().to_string();
+    let error =
+        soon(plain.route(granted.access_key(), granted.offers(), ())).await.err().unwrap().to_string();
     assert!(error.contains("no way to the peer's blocks"), "{error}");
 
     // One that this side's authority has not signed, though it believes in ours.
@@ -250,7 +255,8 @@ async fn foreign_certificates_and_plain_peers_are_refused_either_way() {
     let granted = fabric.receiver.grant(blocks([5]), ());
     let config = SenderConfig { tls: Some(tls("b")), ..sender_config(TCP) };
     let secure = Sender::start(Arc::clone(&fabric.source), config).unwrap();
-    let error = soon(secure.route(granted.pass(), granted.offers(), ())).await.err().unwrap().to_string();
+    let error =
+        soon(secure.route(granted.access_key(), granted.offers(), ())).await.err().unwrap().to_string();
     assert!(error.contains("speaks no TLS"), "{error}");
 }
 
@@ -291,7 +297,7 @@ async fn a_sender_with_a_new_key_shows_it_for_the_next_grant() {
         assert_eq!(own.identity(), tls(name).identity());
         let granted = fabric.receiver.grant(blocks([5]), ());
         granted.bind(tls(name).identity());
-        let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
+        let route = soon(sender.route(granted.access_key(), granted.offers(), ())).await.unwrap();
         let pushed = soon(route.push(writes(&blocks([5])))).await.unwrap();
         soon(granted.verify(pushed.pieces)).await.unwrap();
         assert!(!granted.met_stranger());

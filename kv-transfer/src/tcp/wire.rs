@@ -1,18 +1,18 @@
 //! The bytes on a data connection, all little-endian.
 //!
 //! ```text
-//! hello   P->D  magic u32 | version u32 | pool u64 | layer_bytes u64 | num_layers u32 | 0 u32 | pass
+//! hello   P->D  magic u32 | version u32 | pool u64 | layer_bytes u64 | num_layers u32 | 0 u32 | access key
 //! welcome D->P  magic u32 | status u32
-//! frame   P->D  magic u32 | num_pieces u16 | format u16 | generation u64 | sequence u64 | payload_bytes u64 | token
+//! frame   P->D  magic u32 | num_pieces u16 | format u16 | generation u64 | sequence u64 | payload_bytes u64 | secret
 //!               then num_pieces x (layer_idx u32 | block_idx u32), then the pieces' bytes in this format
 //! ack     D->P  magic u32 | status u32 | sequence u64
 //!
-//! pass          generation u64 | token [u8; 16]
+//! access key    generation u64 | secret [u8; 16]
 //! ```
 
 use baton_kv_cache::WireFormat;
 
-use crate::message::{Generation, Pass, Token};
+use baton_handoff::{AccessKey, Generation, Secret};
 
 pub(super) const VERSION: u32 = 2;
 /// Pieces in a frame: bounds what a peer can make the other side hold.
@@ -36,7 +36,7 @@ pub(super) struct Hello {
     pub(super) pool: u64,
     pub(super) layer_bytes: u64,
     pub(super) num_layers: u32,
-    pub(super) pass: Pass,
+    pub(super) access_key: AccessKey,
 }
 
 /// Answer to [`Hello`].
@@ -53,7 +53,7 @@ pub(super) enum Welcome {
 pub(super) struct FrameHeader {
     pub(super) num_pieces: u16,
     pub(super) format: WireFormat,
-    pub(super) pass: Pass,
+    pub(super) access_key: AccessKey,
     pub(super) sequence: u64,
     pub(super) payload_bytes: u64,
 }
@@ -85,8 +85,8 @@ impl Hello {
         put(&mut bytes, 8, self.pool.to_le_bytes());
         put(&mut bytes, 16, self.layer_bytes.to_le_bytes());
         put(&mut bytes, 24, self.num_layers.to_le_bytes());
-        put(&mut bytes, 32, self.pass.generation.0.to_le_bytes());
-        put(&mut bytes, 40, self.pass.token.0);
+        put(&mut bytes, 32, self.access_key.generation.0.to_le_bytes());
+        put(&mut bytes, 40, self.access_key.secret.0);
         bytes
     }
 
@@ -96,7 +96,7 @@ impl Hello {
             pool: u64_at(bytes, 8),
             layer_bytes: u64_at(bytes, 16),
             num_layers: u32_at(bytes, 24),
-            pass: Pass { generation: Generation(u64_at(bytes, 32)), token: token_at(bytes, 40) },
+            access_key: AccessKey { generation: Generation(u64_at(bytes, 32)), secret: secret_at(bytes, 40) },
         })
     }
 }
@@ -123,10 +123,10 @@ impl FrameHeader {
         put(&mut bytes, 0, FRAME.to_le_bytes());
         put(&mut bytes, 4, self.num_pieces.to_le_bytes());
         put(&mut bytes, 6, (self.format as u16).to_le_bytes());
-        put(&mut bytes, 8, self.pass.generation.0.to_le_bytes());
+        put(&mut bytes, 8, self.access_key.generation.0.to_le_bytes());
         put(&mut bytes, 16, self.sequence.to_le_bytes());
         put(&mut bytes, 24, self.payload_bytes.to_le_bytes());
-        put(&mut bytes, 32, self.pass.token.0);
+        put(&mut bytes, 32, self.access_key.secret.0);
         bytes
     }
 
@@ -145,7 +145,7 @@ impl FrameHeader {
         is_sound.then(|| FrameHeader {
             num_pieces,
             format,
-            pass: Pass { generation: Generation(u64_at(bytes, 8)), token: token_at(bytes, 32) },
+            access_key: AccessKey { generation: Generation(u64_at(bytes, 8)), secret: secret_at(bytes, 32) },
             sequence: u64_at(bytes, 16),
             payload_bytes,
         })
@@ -194,8 +194,8 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
 }
 
-fn token_at(bytes: &[u8], at: usize) -> Token {
-    Token(bytes[at..at + 16].try_into().expect("sixteen bytes"))
+fn secret_at(bytes: &[u8], at: usize) -> Secret {
+    Secret(bytes[at..at + 16].try_into().expect("sixteen bytes"))
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
@@ -210,14 +210,14 @@ mod tests {
 
     #[test]
     fn what_is_encoded_is_decoded() {
-        let pass = Pass { generation: Generation(5), token: Token([9; 16]) };
-        let hello = Hello { version: 1, pool: 77, layer_bytes: 4096, num_layers: 3, pass };
+        let access_key = AccessKey { generation: Generation(5), secret: Secret([9; 16]) };
+        let hello = Hello { version: 1, pool: 77, layer_bytes: 4096, num_layers: 3, access_key };
         assert_eq!(Hello::decode(&hello.encode()), Some(hello));
         for welcome in Welcome::ALL {
             assert_eq!(Welcome::decode(&welcome.encode()), Some(welcome));
         }
         for format in WireFormat::ALL {
-            let header = FrameHeader { num_pieces: 2, format, pass, sequence: 9, payload_bytes: 8192 };
+            let header = FrameHeader { num_pieces: 2, format, access_key, sequence: 9, payload_bytes: 8192 };
             assert_eq!(FrameHeader::decode(&header.encode(), |_| 4096), Some(header));
             let other = |other| if other == format { 4095 } else { 4096 };
             assert_eq!(FrameHeader::decode(&header.encode(), other), None, "of another size");
@@ -231,8 +231,8 @@ mod tests {
     fn headers_that_promise_too_much_are_refused() {
         let header = |num_pieces, payload_bytes| {
             let format = WireFormat::AsIs;
-            let pass = Pass { generation: Generation(1), token: Token::default() };
-            FrameHeader { num_pieces, format, pass, sequence: 0, payload_bytes }.encode()
+            let access_key = AccessKey { generation: Generation(1), secret: Secret::default() };
+            FrameHeader { num_pieces, format, access_key, sequence: 0, payload_bytes }.encode()
         };
         assert!(FrameHeader::decode(&header(256, 256 * 64), |_| 64).is_some());
         let mut unknown = header(1, 64);

@@ -6,7 +6,9 @@ use super::device::Fp8Products;
 use super::executor::DeviceExecutor;
 use super::model_tests::{Machine, argmax, loaded, prompt};
 use super::test_device::TestDevice;
-use crate::{Answer, Backend, Batch, BatchSequence, Draw, Executor, InvalidLogits, SampledToken};
+use crate::{
+    Backend, Batch, BatchSequence, Executor, InvalidLogits, SampledRow, SampledToken, TokenSampling,
+};
 
 type OnDevice = Machine<DeviceExecutor<TestDevice>>;
 
@@ -17,26 +19,26 @@ fn on_device() -> OnDevice {
 fn launch(
     machine: &mut OnDevice,
     sequences: &[BatchSequence<'_>],
-    draws: &[Draw<'_>],
+    draws: &[TokenSampling<'_>],
     follows: &[usize],
 ) -> bool {
     let batch = Batch { sequences: sequences.to_vec() };
-    let executor = machine.executor.drawing().unwrap();
+    let executor = machine.executor.sampling().unwrap();
     // SAFETY: nobody else uses the storage.
     unsafe { executor.launch(&batch, draws, follows, &machine.storage, &mut |_| {}) }.unwrap()
 }
 
-fn collect(machine: &mut OnDevice) -> Vec<Answer<'_>> {
-    machine.executor.drawing().unwrap().collect(&mut |_| {}).unwrap()
+fn collect(machine: &mut OnDevice) -> Vec<SampledRow<'_>> {
+    machine.executor.sampling().unwrap().collect(&mut |_| {}).unwrap()
 }
 
 fn one<'a>(token: &'a u32, start_idx: usize, blocks: &'a [BlockId]) -> BatchSequence<'a> {
     BatchSequence { tokens: std::slice::from_ref(token), start_idx, blocks, num_logits: 1 }
 }
 
-fn token(answer: &Answer<'_>) -> u32 {
+fn token(answer: &SampledRow<'_>) -> u32 {
     match answer {
-        Answer::Drawn(Ok(SampledToken { id, .. })) => *id,
+        SampledRow::Sampled(Ok(SampledToken { id, .. })) => *id,
         other => panic!("no token: {other:?}"),
     }
 }
@@ -48,19 +50,19 @@ fn tokens_are_those_of_the_logits() {
     // More rows than there is room for logits of.
     let sequence = BatchSequence { tokens: &tokens, start_idx: 0, blocks: &blocks, num_logits: 12 };
     let logits = machine.run(vec![sequence]);
-    let mut draws = vec![Draw::default(); 12];
+    let mut draws = vec![TokenSampling::default(); 12];
     draws[5].logprobs = Some(3);
     draws[11].logprobs = Some(0);
     let likeliest = [argmax(&logits[6]) as u32];
     draws[6].masked = likeliest[..].into();
     assert!(launch(&mut machine, &[sequence], &draws, &[]));
     let mut layers = Vec::new();
-    let executor = machine.executor.drawing().unwrap();
+    let executor = machine.executor.sampling().unwrap();
     let answers = executor.collect(&mut |layer_idx| layers.push(layer_idx)).unwrap();
     assert!(layers.is_sorted(), "those that were not told of before: {layers:?}");
     for (row_idx, (answer, logits)) in answers.iter().zip(&logits).enumerate() {
         let mut logits = logits.clone();
-        let Answer::Drawn(Ok(drawn)) = answer else { panic!("row {row_idx}: {answer:?}") };
+        let SampledRow::Sampled(Ok(drawn)) = answer else { panic!("row {row_idx}: {answer:?}") };
         assert_eq!(
             drawn.logprobs.as_ref().map(|it| it.top.len()),
             [None, Some(3), Some(0)][match row_idx {
@@ -89,15 +91,15 @@ fn tokens_are_those_of_the_logits() {
     assert!(!launch(&mut machine, &[sequence], &draws, &[]));
     for (row_idx, (answer, logits)) in collect(&mut machine).iter().zip(&logits).enumerate() {
         let is_left = [2, 9, 10].contains(&row_idx);
-        assert_eq!(matches!(answer, Answer::Logits(row) if *row == logits), is_left, "row {row_idx}");
-        assert_eq!(matches!(answer, Answer::Drawn(Ok(_))), !is_left, "row {row_idx}: {answer:?}");
+        assert_eq!(matches!(answer, SampledRow::Logits(row) if *row == logits), is_left, "row {row_idx}");
+        assert_eq!(matches!(answer, SampledRow::Sampled(Ok(_))), !is_left, "row {row_idx}: {answer:?}");
     }
     // All are excluded but those below it.
     let all: Vec<u32> = (0..logits[0].len() as u32).collect();
-    let mut draws = vec![Draw::default(); 12];
+    let mut draws = vec![TokenSampling::default(); 12];
     draws[1].masked = all[..].into();
     assert!(launch(&mut machine, &[sequence], &draws, &[]));
-    assert_eq!(collect(&mut machine)[1], Answer::Drawn(Err(InvalidLogits)));
+    assert_eq!(collect(&mut machine)[1], SampledRow::Sampled(Err(InvalidLogits)));
 }
 
 #[test]
@@ -110,20 +112,25 @@ fn a_step_follows_another_before_that_is_collected() {
         .clone()
         .map(|(tokens, blocks)| BatchSequence { tokens, start_idx: 0, blocks, num_logits: 1 })
         .collect();
-    assert!(launch(&mut machine, &sequences, &[Draw::default(), Draw::default(), Draw::default()], &[]));
+    assert!(launch(
+        &mut machine,
+        &sequences,
+        &[TokenSampling::default(), TokenSampling::default(), TokenSampling::default()],
+        &[]
+    ));
     let mut last: Vec<u32> = collect(&mut machine).iter().map(token).collect();
     let mut starts = [13, 22, 9];
     // The third is left out after a while.
     let mut members: Vec<usize> = vec![0, 1, 2];
     let mut found = vec![];
     let first: Vec<_> = members.iter().map(|&it| one(&last[it], starts[it], &blocks[it])).collect();
-    assert!(launch(&mut machine, &first, &vec![Draw::default(); 3], &[]));
+    assert!(launch(&mut machine, &first, &vec![TokenSampling::default(); 3], &[]));
     for step in 0..6 {
         let next: Vec<usize> = if step < 3 { members.iter().rev().copied().collect() } else { vec![1, 0] };
         let follows: Vec<usize> =
             next.iter().map(|it| members.iter().position(|member| member == it).unwrap()).collect();
         let sequences: Vec<_> = next.iter().map(|&it| one(&u32::MAX, starts[it] + 1, &blocks[it])).collect();
-        assert!(launch(&mut machine, &sequences, &vec![Draw::default(); next.len()], &follows));
+        assert!(launch(&mut machine, &sequences, &vec![TokenSampling::default(); next.len()], &follows));
         let tokens: Vec<u32> = collect(&mut machine).iter().map(token).collect();
         found.push((members.clone(), starts, tokens));
         next.iter().for_each(|&it| starts[it] += 1);

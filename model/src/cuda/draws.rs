@@ -4,8 +4,8 @@
 
 use super::inputs::Inputs;
 use super::kernel::Address;
-use super::sample::{CountDrawn, Drawn, NO_LOGPROBS, NO_TOKEN, SampleRows, SampledRow, lowest_scaled};
-use crate::{Answer, Draw, InvalidLogits, SampledToken, TokenLogprobs};
+use super::sample::{CountDrawn, Drawn, NO_LOGPROBS, NO_TOKEN, RowSampling, SampleRows, lowest_scaled};
+use crate::{InvalidLogits, SampledRow, SampledToken, TokenLogprobs, TokenSampling};
 
 /// Of the likeliest tokens, so many at most.
 const MAX_TOP: usize = 20;
@@ -25,7 +25,7 @@ pub(crate) struct DrawBuffers {
 /// The draws of one step.
 #[derive(Debug, Default)]
 pub(crate) struct DrawInputs {
-    rows: Vec<SampledRow>,
+    rows: Vec<RowSampling>,
     counts: Vec<u32>,
     biases: Vec<u32>,
     stops: Vec<u32>,
@@ -57,14 +57,14 @@ pub(crate) struct Results {
 }
 
 // SAFETY: numbers without padding, and all zeroes are numbers.
-unsafe impl bytemuck::Zeroable for SampledRow {}
+unsafe impl bytemuck::Zeroable for RowSampling {}
 // SAFETY: as above.
-unsafe impl bytemuck::Pod for SampledRow {}
+unsafe impl bytemuck::Pod for RowSampling {}
 
 impl DrawInputs {
     /// Bytes for so many rows, and where the token of each comes from.
     pub(crate) fn max_bytes(num_rows: usize) -> usize {
-        num_rows * (size_of::<SampledRow>() + 4) + MAX_LISTED * 4 + 5 * 16
+        num_rows * (size_of::<RowSampling>() + 4) + MAX_LISTED * 4 + 5 * 16
     }
 
     /// Bytes of [`DrawBuffers`] for so many rows: of results, and of scratch.
@@ -74,7 +74,7 @@ impl DrawInputs {
 
     /// Takes them down; what the device then sends back. Lists of a step that follows another have a place for what that
     /// one draws.
-    pub(crate) fn fill(&mut self, draws: &[Draw<'_>], is_following: bool) -> Results {
+    pub(crate) fn fill(&mut self, draws: &[TokenSampling<'_>], is_following: bool) -> Results {
         let DrawInputs { rows, counts, biases, stops, num_saved, wanted } = self;
         rows.clear();
         counts.clear();
@@ -95,7 +95,7 @@ impl DrawInputs {
                 continue;
             }
             wanted.push(Wanted::Token { num_top });
-            rows.push(SampledRow {
+            rows.push(RowSampling {
                 random: draw.random,
                 first_count: counts.len() as u32 / 2,
                 num_counts: num_counts as u32,
@@ -171,7 +171,7 @@ impl DrawInputs {
         let result = |offset: usize, row_bytes: usize| buffers.results.add(offset + first * row_bytes);
         SampleRows {
             logits,
-            rows: base.add(parts.rows + first * size_of::<SampledRow>()),
+            rows: base.add(parts.rows + first * size_of::<RowSampling>()),
             counts: base.add(parts.counts),
             biases: base.add(parts.biases),
             stops: base.add(parts.stops),
@@ -219,7 +219,7 @@ impl Results {
     }
 
     /// What `bytes` say, and the `logits` of those that were not drawn.
-    pub(crate) fn read<'a>(&self, bytes: &[u8], logits: &'a [f32], vocab_size: usize) -> Vec<Answer<'a>> {
+    pub(crate) fn read<'a>(&self, bytes: &[u8], logits: &'a [f32], vocab_size: usize) -> Vec<SampledRow<'a>> {
         let at = Offsets::of(self.wanted.len());
         let word = |offset: usize, idx: usize| {
             let at = offset + 4 * idx;
@@ -228,8 +228,8 @@ impl Results {
         let float = |offset, idx| f32::from_bits(word(offset, idx));
         let mut left = logits.chunks_exact(vocab_size);
         let answer = |(row_idx, wanted): (usize, &Wanted)| match *wanted {
-            Wanted::Logits => Answer::Logits(left.next().expect("a row for each that was not drawn")),
-            Wanted::Token { num_top } => Answer::Drawn(match Drawn::read(word(0, row_idx)) {
+            Wanted::Logits => SampledRow::Logits(left.next().expect("a row for each that was not drawn")),
+            Wanted::Token { num_top } => SampledRow::Sampled(match Drawn::read(word(0, row_idx)) {
                 Drawn::InvalidLogits => Err(InvalidLogits),
                 Drawn::Token(id) => Ok(SampledToken {
                     id,

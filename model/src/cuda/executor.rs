@@ -10,7 +10,7 @@
 //! Of a model that several ranks compute each has an executor, on a device of its own: with its part of the weights, and
 //! blocks of its own kv heads. All run the same steps, and meet in the sums that the pass asks for.
 
-mod drawing;
+mod sampling;
 
 use std::collections::VecDeque;
 
@@ -29,10 +29,10 @@ use super::products::{self, WeightKind};
 use super::start::StartError;
 use super::weights::{self, DeviceWeightBytes, DeviceWeights};
 use super::{attention, embed, expert_products, experts, gate, norm, ranks, rope, rows, sample};
-use crate::parallel::{DrawingRank, RankError, RankExecutor};
+use crate::parallel::{RankError, RankExecutor, SamplingRank};
 use crate::spec::{DecoderSpec, MlpSpec};
-use crate::{Batch, DrawingExecutor, ExecuteError, Executor, LoadProgress, LoadedModel};
-use drawing::{Collected, Launched};
+use crate::{Batch, ExecuteError, Executor, LoadProgress, LoadedModel, SamplingExecutor};
+use sampling::{Collected, Launched};
 
 /// Left to libraries and the driver, for what they take later: code of products of other sizes, graphs.
 const SPARE_BYTES: usize = 256 << 20;
@@ -258,7 +258,7 @@ impl<D: Device> DeviceExecutor<D> {
                 pass.logits(device, 0, inputs.num_wanted)?;
             }
         }
-        self.warm_up_drawing()?;
+        self.warm_up_sampling()?;
         self.device.mark(0)?;
         self.device.wait_for(0)
     }
@@ -413,7 +413,7 @@ impl<D: Device + 'static> Executor for DeviceExecutor<D> {
         }
     }
 
-    fn drawing(&mut self) -> Option<&mut dyn DrawingExecutor> {
+    fn sampling(&mut self) -> Option<&mut dyn SamplingExecutor> {
         Some(self)
     }
 }
@@ -463,7 +463,7 @@ impl<D: Device + 'static> RankExecutor for DeviceExecutor<D> {
         &self.logits[0][..num_logits]
     }
 
-    fn drawing(&mut self) -> Option<&mut dyn DrawingRank> {
+    fn sampling(&mut self) -> Option<&mut dyn SamplingRank> {
         Some(self)
     }
 

@@ -7,7 +7,7 @@ use super::emulated::Sums;
 use super::inputs::BatchLimits;
 use super::parallel_tests::{GROUPED, Machine, NUM_LAYERS, TIED, Tiny, argmax, load_parts, prompt};
 use super::test_model::devices;
-use crate::{Answer, Batch, BatchSequence, Draw, SampledToken};
+use crate::{Batch, BatchSequence, SampledRow, SampledToken, TokenSampling};
 
 const LIMITS: BatchLimits = BatchLimits { num_rows: 12, num_sequences: 3, context_length: 64 };
 
@@ -20,11 +20,11 @@ fn machine(tiny: Tiny, num_ranks: usize) -> Machine {
 fn launch(
     machine: &mut Machine,
     sequences: &[BatchSequence<'_>],
-    draws: &[Draw<'_>],
+    draws: &[TokenSampling<'_>],
     follows: &[usize],
 ) -> (bool, Vec<usize>) {
     let batch = Batch { sequences: sequences.to_vec() };
-    let executor = machine.executor.drawing().expect("ranks draw");
+    let executor = machine.executor.sampling().expect("ranks draw");
     let mut layers = Vec::new();
     let mut on_layer = |layer_idx| layers.push(layer_idx);
     // SAFETY: nobody else uses the storage.
@@ -33,15 +33,15 @@ fn launch(
 }
 
 /// The rest of its layers are told of.
-fn collect(machine: &mut Machine, mut layers: Vec<usize>) -> Vec<Answer<'_>> {
-    let answers = machine.executor.drawing().expect("ranks draw").collect(&mut |idx| layers.push(idx));
+fn collect(machine: &mut Machine, mut layers: Vec<usize>) -> Vec<SampledRow<'_>> {
+    let answers = machine.executor.sampling().expect("ranks draw").collect(&mut |idx| layers.push(idx));
     assert_eq!(layers, (0..NUM_LAYERS).collect::<Vec<_>>(), "layers, in order and once");
     answers.unwrap()
 }
 
-fn token(answer: &Answer<'_>) -> u32 {
+fn token(answer: &SampledRow<'_>) -> u32 {
     match answer {
-        Answer::Drawn(Ok(SampledToken { id, .. })) => *id,
+        SampledRow::Sampled(Ok(SampledToken { id, .. })) => *id,
         other => panic!("no token: {other:?}"),
     }
 }
@@ -53,14 +53,14 @@ fn tokens_of_ranks_are_those_of_their_logits() {
     let (tokens, blocks) = (prompt(12, 1), machine.place(12));
     let sequence = BatchSequence { tokens: &tokens, start_idx: 0, blocks: &blocks, num_logits: 12 };
     let logits = machine.run(vec![sequence]).unwrap();
-    let mut draws = vec![Draw::default(); 12];
+    let mut draws = vec![TokenSampling::default(); 12];
     draws[5].logprobs = Some(3);
     let likeliest = [argmax(&logits[11])];
     draws[11].masked = likeliest[..].into();
     let (draws_all, layers) = launch(&mut machine, &[sequence], &draws, &[]);
     assert!(draws_all);
     for (row_idx, (answer, logits)) in collect(&mut machine, layers).iter().zip(&logits).enumerate() {
-        let Answer::Drawn(Ok(drawn)) = answer else { panic!("row {row_idx}: {answer:?}") };
+        let SampledRow::Sampled(Ok(drawn)) = answer else { panic!("row {row_idx}: {answer:?}") };
         assert_eq!(drawn.logprobs.as_ref().map(|it| it.top.len()), (row_idx == 5).then_some(3));
         let mut logits = logits.clone();
         if row_idx == 11 {
@@ -73,7 +73,7 @@ fn tokens_of_ranks_are_those_of_their_logits() {
     let (draws_all, layers) = launch(&mut machine, &[sequence], &draws, &[]);
     assert!(!draws_all);
     for (row_idx, (answer, logits)) in collect(&mut machine, layers).iter().zip(&logits).enumerate() {
-        let is_left = matches!(answer, Answer::Logits(row) if *row == logits);
+        let is_left = matches!(answer, SampledRow::Logits(row) if *row == logits);
         assert_eq!(is_left, row_idx == 7, "row {row_idx}: {answer:?}");
     }
 }
@@ -91,7 +91,7 @@ fn ranks_step_ahead_of_the_host() {
             .zip(&blocks)
             .map(|(tokens, blocks)| BatchSequence { tokens, start_idx: 0, blocks, num_logits: 1 })
             .collect();
-        let (_, mut layers) = launch(&mut machine, &sequences, &vec![Draw::default(); 3], &[]);
+        let (_, mut layers) = launch(&mut machine, &sequences, &vec![TokenSampling::default(); 3], &[]);
         let mut starts = [4, 5, 3];
         let mut members: Vec<usize> = vec![0, 1, 2];
         let mut found = vec![];
@@ -111,7 +111,7 @@ fn ranks_step_ahead_of_the_host() {
                 })
                 .collect();
             let (draws_all, told) =
-                launch(&mut machine, &sequences, &vec![Draw::default(); next.len()], &follows);
+                launch(&mut machine, &sequences, &vec![TokenSampling::default(); next.len()], &follows);
             assert!(draws_all);
             let tokens: Vec<u32> =
                 collect(&mut machine, std::mem::replace(&mut layers, told)).iter().map(token).collect();

@@ -14,7 +14,7 @@ use super::kernel::{Address, Kernel};
 use super::parallel_tests::{Machine, TIED, load_parts, prompt, started};
 use super::start::StartError;
 use super::test_model::devices;
-use crate::{Batch, BatchSequence, Draw, ExecuteError, LoadedModel};
+use crate::{Batch, BatchSequence, ExecuteError, LoadedModel, TokenSampling};
 
 /// As little as a step can be: ranks start often here.
 const FEW: BatchLimits = BatchLimits { num_rows: 2, num_sequences: 1, context_length: 8 };
@@ -207,11 +207,11 @@ fn a_rank_that_fails_in_a_step_ahead_is_named_and_nobody_waits_for_it() {
     let dir = TIED.write();
     let tokens = prompt(2, 1);
     let steps = |machine: &mut Machine| -> Result<(), ExecuteError> {
-        let (blocks, draws) = ([BlockId(1)], [Draw::default()]);
+        let (blocks, draws) = ([BlockId(1)], [TokenSampling::default()]);
         let first = BatchSequence { tokens: &tokens, start_idx: 0, blocks: &blocks, num_logits: 1 };
         let second = BatchSequence { tokens: &tokens[..1], start_idx: 2, blocks: &blocks, num_logits: 1 };
         let Machine { executor, storage, .. } = machine;
-        let drawing = executor.drawing().unwrap();
+        let drawing = executor.sampling().unwrap();
         for (sequence, follows) in [(first, &[][..]), (second, &[0])] {
             let batch = Batch { sequences: vec![sequence] };
             // SAFETY: nobody else uses the storage.

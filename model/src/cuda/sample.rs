@@ -28,7 +28,7 @@ fn source_with(threads: u32) -> Source {
 /// How the token of a row is chosen: what the kernel reads of each row, a step. Lists are ranges of the lists of all rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
-pub(crate) struct SampledRow {
+pub(crate) struct RowSampling {
     /// In [0, 1): the one that the host's sampler takes for this output token.
     pub(crate) random: f64,
     /// In [`SampleRows::counts`].
@@ -79,7 +79,7 @@ impl Drawn {
     }
 }
 
-/// What `min_p` leaves as [`SampledRow::lowest_scaled`]: nothing below e^-40 of the largest, as on the host.
+/// What `min_p` leaves as [`RowSampling::lowest_scaled`]: nothing below e^-40 of the largest, as on the host.
 pub(crate) fn lowest_scaled(min_p: f32) -> f32 {
     if min_p > 0.0 { min_p.ln().max(-40.0) } else { -40.0 }
 }
@@ -90,7 +90,7 @@ pub(crate) fn lowest_scaled(min_p: f32) -> f32 {
 pub(crate) struct SampleRows {
     /// `[rows][vocab]`, f32. Penalties, bias and stop ids are written into them.
     pub(crate) logits: Address,
-    /// `[rows]`, [`SampledRow`].
+    /// `[rows]`, [`RowSampling`].
     pub(crate) rows: Address,
     /// [`TokenCount`]s, a token once in a row's range.
     pub(crate) counts: Address,

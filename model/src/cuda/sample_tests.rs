@@ -10,7 +10,7 @@ struct Case {
     counts: Vec<TokenCount>,
     biases: Vec<BiasedToken>,
     stops: Vec<u32>,
-    row: SampledRow,
+    row: RowSampling,
 }
 
 /// Added to a token's logit after the penalties.
@@ -46,7 +46,7 @@ unsafe impl Kernel for Narrow {
 
 impl Case {
     fn new(logits: Vec<f32>) -> Case {
-        let row = SampledRow {
+        let row = RowSampling {
             random: 0.5,
             first_count: 0,
             num_counts: 0,
@@ -68,7 +68,7 @@ impl Case {
         Case { logits, counts: vec![], biases: vec![], stops: vec![], row }
     }
 
-    fn with(mut self, change: impl FnOnce(&mut SampledRow)) -> Case {
+    fn with(mut self, change: impl FnOnce(&mut RowSampling)) -> Case {
         change(&mut self.row);
         self
     }
@@ -85,7 +85,7 @@ fn run(cases: &[Case], is_narrow: bool) -> Vec<Result> {
     let max_top = 20;
     let (mut rows, mut counts, mut biases, mut stops, mut num_saved) = (vec![], vec![], vec![], vec![], 0);
     for case in cases {
-        rows.push(SampledRow {
+        rows.push(RowSampling {
             first_count: counts.len() as u32,
             num_counts: case.counts.len() as u32,
             first_bias: biases.len() as u32,
@@ -126,7 +126,7 @@ fn run(cases: &[Case], is_narrow: bool) -> Vec<Result> {
     let word = |address: Address, idx: usize| {
         u32::from_le_bytes(memory.of(address)[idx * 4..][..4].try_into().unwrap())
     };
-    let result = |(idx, row): (usize, &SampledRow)| {
+    let result = |(idx, row): (usize, &RowSampling)| {
         let num_top = if row.num_top == NO_LOGPROBS { 0 } else { row.num_top as usize };
         let top = (idx * max_top..idx * max_top + num_top)
             .map(|at| (word(kernel.top_ids, at), f32::from_bits(word(kernel.top_logprobs, at))));
@@ -406,7 +406,7 @@ fn a_drawn_token_is_counted_once_wherever_it_is() {
     let mut rows = vec![];
     for (list, ..) in &lists {
         let (first_count, num_counts) = (counts.len() as u32, list.len() as u32);
-        rows.push(SampledRow { first_count, num_counts, ..Case::new(vec![]).row });
+        rows.push(RowSampling { first_count, num_counts, ..Case::new(vec![]).row });
         counts.extend(list);
     }
     // In another order there.

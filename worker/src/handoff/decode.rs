@@ -14,15 +14,13 @@ use std::{
 };
 
 use baton_engine::{FinishReason, PrefixReservation, Request, Reservation, SampledToken, TokenStream};
-use baton_kv_cache::{BlockId, WireFormat};
-use baton_kv_transfer::{
-    Begin, Extent, Failed, FailureKind, Generation, Grant, Granted, HandoffError, KvFault, Pass, Piece,
+use baton_handoff::{
+    AccessKey, Begin, Extent, Failed, FailureKind, Generation, Grant, HandoffError, KvFault, Limits, Piece,
     PrefillMessage, Side,
-    handoff::{
-        Limits,
-        decode::{Action, Committed, DecodeHandoff, Input},
-    },
+    decode::{Action, Committed, DecodeHandoff, Input},
 };
+use baton_kv_cache::{BlockId, WireFormat};
+use baton_kv_transfer::Granted;
 use baton_proto::worker::{self as proto, PrefillPeer, prefill_client::PrefillClient};
 use baton_telemetry::trace_context;
 use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
@@ -275,8 +273,8 @@ impl Handoff {
             }
         }
         let offers = granted.offers().to_vec();
-        let Pass { generation, token } = granted.pass();
-        let grant = Grant { generation, token, num_cached_blocks, block_ids, offers };
+        let AccessKey { generation, secret } = granted.access_key();
+        let grant = Grant { generation, secret, num_cached_blocks, block_ids, offers };
         self.granted = Some(granted);
         Input::Granted(grant)
     }

@@ -7,6 +7,19 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_engine::{CachedPrefix, HeldBlocks, PrefillEvent, PrefillEvents, Request, SubmitError};
+use baton_handoff::{
+    DecodeMessage, Extent, Failed, FailureKind, HandoffError, Limits, PushError, Pushed, RouteError,
+    TransportKind,
+    prefill::{Action, Input, PrefillHandoff},
+};
+use baton_kv_cache::{KvFormat, KvLayout, KvShard, WireFormat};
+use baton_kv_transfer::Route;
+use baton_proto::worker as proto;
+use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
+use tokio::sync::mpsc;
+use tonic::{Status, Streaming};
+
 use crate::{
     convert::{WireError, engine_failure, request_from_begin, submit_failure},
     convert_handoff::{
@@ -15,20 +28,6 @@ use crate::{
     handoff_stream::{HandoffStream, StreamEvent, if_any, sleep_until},
     worker::Worker,
 };
-use baton_engine::{CachedPrefix, HeldBlocks, PrefillEvent, PrefillEvents, Request, SubmitError};
-use baton_kv_cache::{KvFormat, KvLayout, KvShard, WireFormat};
-use baton_kv_transfer::{
-    DecodeMessage, Extent, Failed, FailureKind, HandoffError, PushError, Pushed, Route, RouteError,
-    TransportKind,
-    handoff::{
-        Limits,
-        prefill::{Action, Input, PrefillHandoff},
-    },
-};
-use baton_proto::worker as proto;
-use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
-use tokio::sync::mpsc;
-use tonic::{Status, Streaming};
 
 use super::{prefix, pulse::Pulse};
 
@@ -257,11 +256,13 @@ impl Handoff {
         match action {
             Action::Compute => return self.compute().err().map(Input::Fail),
             Action::Hold => return self.hold_cached().err().map(Input::Fail),
-            Action::Route { pass, offers } => {
+            Action::Route { access_key, offers } => {
                 let (sender, held) = (self.worker.data_plane().sender.clone(), self.held.clone());
                 let (shard, wire) = self.destination.expect("known before anything is computed");
                 self.routing =
-                    Some(Box::pin(async move { sender.route_to(&shard, wire, pass, &offers, held).await }));
+                    Some(Box::pin(
+                        async move { sender.route_to(&shard, wire, access_key, &offers, held).await },
+                    ));
             }
             Action::Push(pieces) => {
                 let route = self.route.as_ref().expect("the state machine pushes once it is routed");

@@ -3,8 +3,9 @@
 use std::{sync::Arc, time::Duration};
 
 use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
+use baton_handoff::{Grant, TransportKind, TransportOffer};
 use baton_kv_cache::{KvFormat, KvShard, WireFormat};
-use baton_kv_transfer::{Grant, TransportKind, TransportOffer, copy_rate, stream_rate};
+use baton_kv_transfer::{copy_rate, stream_rate};
 use baton_proto::worker::{self as proto, decode_client::DecodeClient};
 use tokio::{sync::Semaphore, time::timeout};
 use tonic::Status;
@@ -105,7 +106,7 @@ impl Prober {
         let route = self.worker.data_plane().sender.route_to(
             &peer,
             WireFormat::AsIs,
-            choice.pass(),
+            choice.access_key(),
             &choice.offers,
             Arc::clone(&scratch),
         );

@@ -8,8 +8,9 @@ use std::{
 };
 
 use anyhow::{Context, ensure};
+use baton_handoff::{PieceWrite, TransportKind, TransportOffer};
 use baton_kv_cache::BlockStorage;
-use baton_kv_transfer::{PieceWrite, Sender, SenderConfig, TransportKind, TransportOffer};
+use baton_kv_transfer::{Sender, SenderConfig};
 
 use super::{
     Move, Round,
@@ -163,9 +164,9 @@ impl Contender for Pushes {
 
     fn transfer(&mut self, round: &Round, check: bool) -> anyhow::Result<Duration> {
         let blocks = round.moves.iter().map(|one| one.dst.0).collect();
-        let pass = self.peer.grant(blocks, self.is_secure)?;
+        let access_key = self.peer.grant(blocks, self.is_secure)?;
         let offers = std::slice::from_ref(&self.offer);
-        let route = peer::block_on(self.sender.route(pass, offers, ()))??;
+        let route = peer::block_on(self.sender.route(access_key, offers, ()))??;
         let writes = round.moves.iter().enumerate().map(|(block_idx, one)| PieceWrite {
             layer_idx: 0,
             block_idx: block_idx as u32,

@@ -12,8 +12,9 @@ mod report;
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context, ensure};
+use baton_handoff::TransportKind;
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
-use baton_kv_transfer::{SenderConfig, TransportKind};
+use baton_kv_transfer::SenderConfig;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 

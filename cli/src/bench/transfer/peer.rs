@@ -10,8 +10,9 @@ use std::{
 };
 
 use anyhow::{Context, bail, ensure};
+use baton_handoff::{AccessKey, Generation, Piece, Secret, TransportOffer};
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_kv_transfer::{Generation, Granted, Pass, Piece, Receiver, ReceiverConfig, Token, TransportOffer};
+use baton_kv_transfer::{Granted, Receiver, ReceiverConfig};
 use baton_tls::{Tls, TlsConfig};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
@@ -44,7 +45,7 @@ pub(super) struct PoolConfig {
 #[derive(Debug, Serialize, Deserialize)]
 enum Answer {
     Pool { offers: Vec<TransportOffer>, secure_offer: Option<TransportOffer>, plain_port: u16 },
-    Granted { generation: u64, token: [u8; Token::NUM_BYTES] },
+    Granted { generation: u64, secret: [u8; Secret::NUM_BYTES] },
     Done,
     Failed { why: String },
 }
@@ -108,10 +109,10 @@ impl Drop for Peer {
 }
 
 impl Handle {
-    pub(super) fn grant(&self, blocks: Vec<u32>, is_secure: bool) -> anyhow::Result<Pass> {
+    pub(super) fn grant(&self, blocks: Vec<u32>, is_secure: bool) -> anyhow::Result<AccessKey> {
         match self.ask(&Ask::Grant { blocks, is_secure })? {
-            Answer::Granted { generation, token } => {
-                Ok(Pass { generation: Generation(generation), token: Token(token) })
+            Answer::Granted { generation, secret } => {
+                Ok(AccessKey { generation: Generation(generation), secret: Secret(secret) })
             }
             answer => bail!("unexpected {answer:?}"),
         }
@@ -193,8 +194,8 @@ fn answer(side: &mut Option<Side>, ask: Ask) -> anyhow::Result<Answer> {
             let receiver = if is_secure { side.secure.as_ref() } else { Some(&side.receiver) };
             let receiver = receiver.context("there are no certificates")?;
             let granted = side.granted.insert(receiver.grant(blocks, ()));
-            let Pass { generation, token } = granted.pass();
-            Ok(Answer::Granted { generation: generation.0, token: token.0 })
+            let AccessKey { generation, secret } = granted.access_key();
+            Ok(Answer::Granted { generation: generation.0, secret: secret.0 })
         }
         Ask::Verify { pieces } => {
             let granted = side.granted.as_ref().context("nothing is granted")?;

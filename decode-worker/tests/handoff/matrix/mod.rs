@@ -24,7 +24,7 @@ mod wire;
 
 use std::time::{Duration, Instant};
 
-use baton_kv_transfer::TransportKind;
+use baton_handoff::TransportKind;
 use tokio::{
     task::{LocalSet, spawn_local},
     time::timeout,
@@ -47,7 +47,7 @@ macro_rules! matrix {
         mod $transport {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
-                super::row(super::Fault::$fault, baton_kv_transfer::TransportKind::$kind).await;
+                super::row(super::Fault::$fault, baton_handoff::TransportKind::$kind).await;
             })*
         }
     };

@@ -9,7 +9,7 @@ use std::{
     sync::atomic::{AtomicU8, Ordering},
 };
 
-use baton_kv_transfer::TransportKind;
+use baton_handoff::TransportKind;
 
 use super::{cells, table::Fault};
 use crate::harness::{skipped, transports};

@@ -2,7 +2,7 @@
 
 use std::{net::Ipv4Addr, time::Duration};
 
-use baton_kv_transfer::TransportKind;
+use baton_handoff::TransportKind;
 use baton_proto::worker as proto;
 
 use super::{

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use baton_kv_transfer::TransportKind::{self, Rdma, Shm, Tcp};
+use baton_handoff::TransportKind::{self, Rdma, Shm, Tcp};
 use baton_proto::worker::failed::Kind;
 
 use Fault::*;

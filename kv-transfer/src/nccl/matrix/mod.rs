@@ -6,13 +6,13 @@ mod proxy;
 
 use std::{sync::Arc, time::Duration};
 
+use baton_handoff::{KvFault, PieceWrite, PushError, Pushed};
 use baton_kv_cache::BlockStorage;
 use tokio::task::JoinHandle;
 
 use super::faults::NCCL;
 use crate::{
-    Granted, KvFault, PieceWrite, PushError, Pushed, Receiver, ReceiverConfig, ReceiverLoad, Route, Sender,
-    SenderConfig,
+    Granted, Receiver, ReceiverConfig, ReceiverLoad, Route, Sender, SenderConfig,
     testing::{
         Fabric, Guard, Guards, LAYOUT, NEVER, PATIENCE, blocks, bytes, eventually, fill, holds,
         sender_config, soon, writes,
@@ -145,7 +145,7 @@ impl Handoff {
         let guards = Guards::default();
         let granted = receiver.grant(blocks([3, 4]), guards.guard());
         let offers = [proxy.lead_to(Some(&receiver)).unwrap()];
-        let route = soon(sender.route(granted.pass(), &offers, guards.guard())).await.unwrap();
+        let route = soon(sender.route(granted.access_key(), &offers, guards.guard())).await.unwrap();
         let rest = writes(&blocks([3, 4]));
         let (receiver, sender, granted, route) = (Some(receiver), Some(sender), Some(granted), Some(route));
         let pushing = None;
@@ -248,12 +248,12 @@ impl Handoff {
             BitFlip => {}
         }
         if matches!(fault, Revoked | StaleWrite | BitFlip) {
-            self.proxy.set(Rule::Pass);
+            self.proxy.set(Rule::Forward);
         }
         self.push();
     }
 
-    async fn rest(&mut self) -> (Rest, Vec<crate::Piece>) {
+    async fn rest(&mut self) -> (Rest, Vec<baton_handoff::Piece>) {
         let Some(pushing) = self.pushing.take() else { return (Rest::Nothing, Vec::new()) };
         match soon(pushing).await.unwrap() {
             Ok(pushed) => (Rest::Written, pushed.pieces),
@@ -290,7 +290,7 @@ async fn meet(state: State, fault: Fault) {
         soon(route.close()).await;
     }
     assert_eq!(handoff.guards.num_out(), 0, "{cell}");
-    handoff.proxy.set(Rule::Pass);
+    handoff.proxy.set(Rule::Forward);
     if let Some(receiver) = &handoff.receiver {
         assert_eq!(receiver.load(), ReceiverLoad::default(), "{cell}");
         // Others are served, by the same workers where they are still there.
@@ -298,7 +298,7 @@ async fn meet(state: State, fault: Fault) {
         let offers = [handoff.proxy.lead_to(Some(receiver)).unwrap()];
         let another = || Sender::start(Arc::clone(&handoff.source), sender_config(NCCL)).unwrap();
         let sender = handoff.sender.take().unwrap_or_else(another);
-        let route = soon(sender.route(granted.pass(), &offers, ())).await.unwrap();
+        let route = soon(sender.route(granted.access_key(), &offers, ())).await.unwrap();
         let pushed = soon(route.push(writes(&blocks([7])))).await.unwrap();
         assert_eq!(soon(granted.verify(pushed.pieces)).await, Ok(()), "{cell}");
     }
@@ -355,7 +355,7 @@ async fn abort_storm() {
                 tokio::spawn(async move {
                     let granted = fabric.receiver.grant(block.clone(), guards.guard());
                     let offers = granted.offers().to_vec();
-                    let routed = fabric.sender.route(granted.pass(), &offers, guards.guard());
+                    let routed = fabric.sender.route(granted.access_key(), &offers, guards.guard());
                     let route = soon(routed).await.unwrap();
                     let mut rest = writes(&block);
                     if state != State::Granted {

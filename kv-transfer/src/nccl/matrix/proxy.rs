@@ -6,11 +6,13 @@ use std::{
     sync::{Arc, Condvar, Mutex},
 };
 
+use baton_handoff::TransportOffer;
+
 use super::super::{
     fabric::UniqueId,
     wire::{MESSAGE_BYTES, Message},
 };
-use crate::{Receiver, TransportOffer};
+use crate::Receiver;
 
 /// Holds back, repeats or exchanges what the latter says.
 pub(super) struct Proxy {
@@ -31,7 +33,7 @@ struct Between {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Rule {
     #[default]
-    Pass,
+    Forward,
     /// `Landed`, and what follows it, waits.
     HoldLanded,
     /// Everything waits.
@@ -47,7 +49,7 @@ impl Rule {
         match self {
             Rule::Hold => true,
             Rule::HoldLanded => matches!(message, Some(Message::Landed { .. })),
-            Rule::Pass | Rule::Twice | Rule::Exchange => false,
+            Rule::Forward | Rule::Twice | Rule::Exchange => false,
         }
     }
 }
@@ -71,7 +73,7 @@ impl Proxy {
                 });
                 std::thread::spawn(move || {
                     // Until either end is gone.
-                    let _ = between.pass(&to, &from);
+                    let _ = between.forward(&to, &from);
                     let _ = from.shutdown(Shutdown::Both);
                 });
             }
@@ -106,13 +108,13 @@ impl Proxy {
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        self.set(Rule::Pass);
+        self.set(Rule::Forward);
         self.cut();
     }
 }
 
 impl Between {
-    fn pass(&self, mut from: &TcpStream, mut to: &TcpStream) -> std::io::Result<()> {
+    fn forward(&self, mut from: &TcpStream, mut to: &TcpStream) -> std::io::Result<()> {
         let mut message = [0; MESSAGE_BYTES];
         loop {
             from.read_exact(&mut message)?;
@@ -128,7 +130,7 @@ impl Between {
                         from.read_exact(&mut message)?;
                         bytes.splice(0..0, message);
                     }
-                    Rule::Pass | Rule::HoldLanded | Rule::Hold => {}
+                    Rule::Forward | Rule::HoldLanded | Rule::Hold => {}
                 }
             }
             to.write_all(&bytes)?;

@@ -13,6 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_handoff::{AccessKey, PushError, RouteError, Secret, TransportKind, TransportOffer};
 use baton_kv_cache::{BlockId, BlockStorage};
 
 use super::{
@@ -20,13 +21,12 @@ use super::{
     wire::{MESSAGE_BYTES, Message, RankMemory},
 };
 use crate::{
-    Pass, PushError, Receiver, ReceiverConfig, ReceiverLoad, RouteError, Sender, SenderConfig, Token,
-    TransportKind, TransportOffer,
+    Receiver, ReceiverConfig, ReceiverLoad, Sender, SenderConfig,
     ranks::Copy,
     tcp::socket,
     testing::{
         Fabric, Guards, LAYOUT, NEVER, NUM_BLOCKS, PATIENCE, blocks, bytes, eventually, fill, has_rdma,
-        holds, is_pending, nixl, pattern, sender_config, some_pass, soon, storage, writes,
+        holds, is_pending, nixl, pattern, sender_config, some_access_key, soon, storage, writes,
     },
     word::Word,
 };
@@ -37,13 +37,13 @@ fn fabric(io_timeout: Duration) -> Fabric {
     Fabric::with(RDMA, |config| config.io_timeout = io_timeout)
 }
 
-fn hello(pool: u64, pass: Pass) -> Message {
+fn hello(pool: u64, access_key: AccessKey) -> Message {
     Message::Hello {
         pool,
         num_layers: LAYOUT.num_layers as u32,
         layer_bytes: LAYOUT.layer_bytes() as u64,
         block_bytes: LAYOUT.block_bytes() as u64,
-        pass,
+        access_key,
     }
 }
 
@@ -57,10 +57,10 @@ struct ByHand {
 }
 
 impl ByHand {
-    fn connect(fabric: &Fabric, pass: Pass) -> ByHand {
+    fn connect(fabric: &Fabric, access_key: AccessKey) -> ByHand {
         let (address, pool) = fabric.address(TransportKind::Rdma);
         let control = TcpStream::connect(address).unwrap();
-        say(&control, hello(pool, pass));
+        say(&control, hello(pool, access_key));
         let welcome = Message::Welcome { num_blocks: NUM_BLOCKS as u64, num_ranks: 1 };
         assert_eq!(hear(&control), Some(welcome));
         let Some(Message::RankMemory(pool)) = hear(&control) else { panic!("no memory") };
@@ -72,9 +72,9 @@ impl ByHand {
         ByHand { control, agent: Arc::new(agent), remote, pool, source: Arc::clone(&fabric.source) }
     }
 
-    fn open(&self, pass: Pass) {
-        say(&self.control, Message::Word(Word::Open(pass)));
-        assert_eq!(hear(&self.control), Some(Message::Word(Word::Opened(pass.generation))));
+    fn open(&self, access_key: AccessKey) {
+        say(&self.control, Message::Word(Word::Open(access_key)));
+        assert_eq!(hear(&self.control), Some(Message::Word(Word::Opened(access_key.generation))));
     }
 
     /// Writes a piece, with or without a grant, and says whether that worked.
@@ -117,8 +117,8 @@ async fn a_late_writer_that_never_lets_go_is_fenced_and_writes_nothing() {
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
     let generation = granted.generation();
-    let late = ByHand::connect(&fabric, granted.pass());
-    late.open(granted.pass());
+    let late = ByHand::connect(&fabric, granted.access_key());
+    late.open(granted.access_key());
     assert!(late.write(BlockId(3), 0));
     assert!(holds(&fabric.target, BlockId(3), 0, pattern(3, 0)));
     // It is asked, and does nothing.
@@ -147,8 +147,8 @@ async fn fencing_one_peer_does_not_disturb_another() {
     let granted = fabric.receiver.grant(blocks([1]), ());
     let route = fabric.route(&granted).await.unwrap();
     let other = fabric.receiver.grant(blocks([3]), ());
-    let late = ByHand::connect(&fabric, granted.pass());
-    late.open(other.pass());
+    let late = ByHand::connect(&fabric, granted.access_key());
+    late.open(other.access_key());
     assert!(soon(other.revoke()).await.is_some());
     soon(route.push(writes(&blocks([1])))).await.unwrap();
     assert!(fabric.holds(&writes(&blocks([1]))));
@@ -171,8 +171,8 @@ async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
         let guards = Guards::default();
         let granted = fabric.receiver.grant(blocks([3, 4]), guards.guard());
         let generation = granted.generation();
-        let peer = ByHand::connect(&fabric, granted.pass());
-        peer.open(granted.pass());
+        let peer = ByHand::connect(&fabric, granted.access_key());
+        peer.open(granted.access_key());
         let mut fenced = granted.revoke();
         assert_eq!(hear(&peer.control), Some(Message::Word(Word::Revoke(generation))));
         assert!(is_pending(&mut fenced).await);
@@ -202,8 +202,8 @@ async fn a_receiver_that_ends_takes_every_key_back() {
     let fabric = fabric(NEVER);
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
-    let late = ByHand::connect(&fabric, granted.pass());
-    late.open(granted.pass());
+    let late = ByHand::connect(&fabric, granted.access_key());
+    late.open(granted.access_key());
     let fenced = granted.revoke();
     let Fabric { receiver, target, .. } = fabric;
     drop(receiver);
@@ -221,16 +221,16 @@ async fn strangers_get_no_key() {
     let fabric = Fabric::with(RDMA, |config| config.handshake_timeout = PATIENCE);
     let (address, pool) = fabric.address(TransportKind::Rdma);
     let granted = fabric.receiver.grant(blocks([3]), ());
-    let pass = granted.pass();
-    let stolen = Pass { token: Token([1; 16]), ..pass };
+    let access_key = granted.access_key();
+    let stolen = AccessKey { secret: Secret([1; 16]), ..access_key };
     for (message, answer) in [
-        (hello(pool ^ 1, pass), Some(Message::Word(Word::Refused))),
+        (hello(pool ^ 1, access_key), Some(Message::Word(Word::Refused))),
         (hello(pool, stolen), Some(Message::Word(Word::Refused))),
         (
-            Message::Hello { pool, num_layers: 1, layer_bytes: 1, block_bytes: 1, pass },
+            Message::Hello { pool, num_layers: 1, layer_bytes: 1, block_bytes: 1, access_key },
             Some(Message::Word(Word::Refused)),
         ),
-        (Message::Word(Word::Open(some_pass(1))), None),
+        (Message::Word(Word::Open(some_access_key(1))), None),
     ] {
         let control = TcpStream::connect(&address).unwrap();
         say(&control, message);
@@ -279,7 +279,7 @@ async fn answers_that_make_no_sense_are_errors_in_words() {
         });
         let sender = Sender::start(storage(), sender_config(RDMA)).unwrap();
         let guards = Guards::default();
-        let routed = sender.route(some_pass(1), &offers, guards.guard());
+        let routed = sender.route(some_access_key(1), &offers, guards.guard());
         let error = soon(routed).await.err().unwrap();
         assert!(matches!(error, RouteError::Unreachable(_)), "{error}");
         assert_eq!(guards.num_out(), 0);
@@ -311,7 +311,7 @@ async fn a_decode_worker_that_goes_is_noticed_by_its_socket() {
     }
     let Fabric { receiver, sender, source, dir, .. } = fabric(NEVER);
     let granted = receiver.grant(blocks([3]), ());
-    let route = soon(sender.route(granted.pass(), granted.offers(), ())).await.unwrap();
+    let route = soon(sender.route(granted.access_key(), granted.offers(), ())).await.unwrap();
     drop((granted, receiver));
     let failures = || sender.counters().of(TransportKind::Rdma).read().failures;
     eventually("the loss is noticed", || failures() == 1).await;
@@ -391,7 +391,7 @@ async fn what_was_on_a_connection_that_broke_is_written_again_over_a_new_one() {
     let config = SenderConfig { frame_bytes: 4 * LAYOUT.layer_bytes(), ..sender_config(RDMA) };
     let sender = Sender::start(Arc::clone(&fabric.source), config).unwrap();
     let offers = [proxy.offer.clone()];
-    let route = soon(sender.route(granted.pass(), &offers, ())).await.unwrap();
+    let route = soon(sender.route(granted.access_key(), &offers, ())).await.unwrap();
     for round in 0..4 {
         for &block in &all {
             for layer_idx in 0..LAYOUT.num_layers {
@@ -426,7 +426,7 @@ async fn what_is_lost_twice_fails() {
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
     let offers = [proxy.offer.clone()];
-    let route = soon(fabric.sender.route(granted.pass(), &offers, ())).await.unwrap();
+    let route = soon(fabric.sender.route(granted.access_key(), &offers, ())).await.unwrap();
     proxy.cuts_at_open.store(true, Ordering::SeqCst);
     proxy.cut_all();
     let failures = || fabric.sender.counters().of(TransportKind::Rdma).read().failures;

@@ -5,14 +5,15 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
+use baton_handoff::{AccessKey, PushError, TransportKind, TransportOffer};
 use baton_kv_cache::BlockId;
 
 use super::{RDMA, fabric};
 use crate::{
-    Pass, PushError, ReceiverLoad, Sender, SenderConfig, TransportKind, TransportOffer,
+    ReceiverLoad, Sender, SenderConfig,
     testing::{
-        Fabric, Guards, LAYOUT, NEVER, PATIENCE, blocks, fill, has_rdma, holds, pass_from_text, pass_to_text,
-        pattern, sender_config, soon, storage, writes,
+        Fabric, Guards, LAYOUT, NEVER, PATIENCE, access_key_from_text, access_key_to_text, blocks, fill,
+        has_rdma, holds, pattern, sender_config, soon, storage, writes,
     },
 };
 
@@ -28,8 +29,8 @@ async fn prefill_process() {
         fill(&source, BlockId(3), layer_idx, pattern(3, layer_idx));
     }
     let sender = Sender::start(source, sender_config(RDMA)).unwrap();
-    let pass = pass_from_text(&std::env::var("BATON_TEST_RDMA_PASS").unwrap());
-    let route = sender.route(pass, &[offer], ()).await.unwrap();
+    let access_key = access_key_from_text(&std::env::var("BATON_TEST_RDMA_KEY").unwrap());
+    let route = sender.route(access_key, &[offer], ()).await.unwrap();
     let mut pushes = writes(&blocks([3])).into_iter().map(|write| route.push(vec![write]));
     println!("\npushed {}", pushes.next().unwrap().await.is_ok());
     // Until killed, or told to go on.
@@ -48,7 +49,7 @@ async fn decode_process() {
     let fabric = fabric(NEVER);
     let granted = fabric.receiver.grant(blocks([3]), ());
     let (address, pool) = fabric.address(TransportKind::Rdma);
-    println!("\ngranted {address} {pool:x} {}", pass_to_text(granted.pass()));
+    println!("\ngranted {address} {pool:x} {}", access_key_to_text(granted.access_key()));
     let _ = std::io::stdin().read_line(&mut String::new());
 }
 
@@ -70,12 +71,12 @@ impl Process {
         Process { child, lines }
     }
 
-    fn prefill(fabric: &Fabric, pass: Pass) -> Process {
+    fn prefill(fabric: &Fabric, access_key: AccessKey) -> Process {
         let (address, pool) = fabric.address(TransportKind::Rdma);
         let variables = [
             ("BATON_TEST_RDMA_ADDRESS", address),
             ("BATON_TEST_RDMA_POOL", format!("{pool:x}")),
-            ("BATON_TEST_RDMA_PASS", pass_to_text(pass)),
+            ("BATON_TEST_RDMA_KEY", access_key_to_text(access_key)),
         ];
         Process::start("prefill_process", &variables)
     }
@@ -121,7 +122,7 @@ async fn a_frozen_process_loses_its_key_and_its_late_write_lands_nowhere() {
     let fabric = fabric(PATIENCE);
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
-    let mut process = Process::prefill(&fabric, granted.pass());
+    let mut process = Process::prefill(&fabric, granted.access_key());
     assert_eq!(tokio::task::block_in_place(|| process.hear("pushed")), "true");
     assert!(holds(&fabric.target, BlockId(3), 0, pattern(3, 0)));
     process.stop();
@@ -147,7 +148,7 @@ async fn a_killed_process_lets_go() {
     let fabric = fabric(NEVER);
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
-    let mut process = Process::prefill(&fabric, granted.pass());
+    let mut process = Process::prefill(&fabric, granted.access_key());
     assert_eq!(tokio::task::block_in_place(|| process.hear("pushed")), "true");
     drop(process);
     assert!(soon(granted.revoke()).await.is_some());
@@ -161,13 +162,13 @@ async fn a_write_to_a_frozen_decode_worker_ends_at_its_deadline() {
     }
     let mut process = Process::start("decode_process", &[("BATON_TEST_RDMA_DECODE", "1".into())]);
     let granted = tokio::task::block_in_place(|| process.hear("granted"));
-    let [address, pool, pass] = granted.split(' ').collect::<Vec<_>>()[..] else { panic!("{granted}") };
+    let [address, pool, access_key] = granted.split(' ').collect::<Vec<_>>()[..] else { panic!("{granted}") };
     let number = |text| u64::from_str_radix(text, 16).unwrap();
     let offers = [TransportOffer::Rdma { address: address.to_owned(), pool: number(pool) }];
     let config = SenderConfig { connect_timeout: NEVER, io_timeout: PATIENCE, ..sender_config(RDMA) };
     let sender = Sender::start(storage(), config).unwrap();
     let guards = Guards::default();
-    let routed = sender.route(pass_from_text(pass), &offers, guards.guard());
+    let routed = sender.route(access_key_from_text(access_key), &offers, guards.guard());
     let route = soon(routed).await.unwrap();
     process.stop();
     let error = soon(route.push(writes(&blocks([3])))).await.unwrap_err();

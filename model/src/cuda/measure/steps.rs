@@ -16,7 +16,7 @@ use crate::cuda::part::Part;
 use crate::cuda::pool::OwnBlocks;
 use crate::cuda::start::StartError;
 use crate::cuda::weights::{DeviceLayer, DeviceMlp};
-use crate::{Answer, Batch, BatchSequence, Draw, DrawingExecutor, ExecuteError, Executor};
+use crate::{Batch, BatchSequence, ExecuteError, Executor, SampledRow, SamplingExecutor, TokenSampling};
 
 /// Steps that decode, few and many sequences, and a prompt.
 pub(super) fn measure<D: Timed>(
@@ -116,7 +116,10 @@ fn as_the_engine_decodes<D: Timed>(
     storage: &BlockStorage,
     repetitions: usize,
 ) -> Result<f64, CudaError> {
-    let draws = vec![Draw { temperature: 0.7, random: 0.5, ..Draw::default() }; step.sequences.len()];
+    let draws = vec![
+        TokenSampling { temperature: 0.7, random: 0.5, ..TokenSampling::default() };
+        step.sequences.len()
+    ];
     let follows: Vec<usize> = (0..draws.len()).collect();
     let launch = |executor: &mut DeviceExecutor<D>, follows: &[usize]| {
         // SAFETY: nobody else uses the storage.
@@ -141,7 +144,7 @@ fn as_the_engine_decodes<D: Timed>(
 /// Waits for a step, which must have a token for every row.
 fn are_drawn<D: Timed>(executor: &mut DeviceExecutor<D>) -> Result<(), CudaError> {
     let answers = executor.collect(&mut |_| {}).map_err(failed)?;
-    match answers.iter().all(|answer| matches!(answer, Answer::Drawn(Ok(_)))) {
+    match answers.iter().all(|answer| matches!(answer, SampledRow::Sampled(Ok(_)))) {
         true => Ok(()),
         false => Err(not_finite()),
     }

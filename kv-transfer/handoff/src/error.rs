@@ -1,0 +1,177 @@
+//! How a handoff, a route or a push can fail.
+
+use thiserror::Error;
+
+use crate::message::{Failed, FailureKind};
+
+/// How a handoff ended without KV. The variants are named for what the caller can do.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum HandoffError {
+    /// The prefill worker broke off or broke the protocol: prefill elsewhere.
+    #[error("prefill worker lost: {0}")]
+    PrefillLost(String),
+    /// The decode worker broke off or broke the protocol (seen by the prefill worker): forget it.
+    #[error("decode worker lost: {0}")]
+    DecodeLost(String),
+    /// What arrived is not what was promised: never decode on it, prefill again.
+    #[error("kv rejected: {0}")]
+    KvRejected(#[from] KvFault),
+    /// The KV could not be moved (seen by the prefill worker).
+    #[error("transfer failed: {0}")]
+    TransferFailed(String),
+    /// Time ran out while `state`.
+    #[error("deadline passed while {state}")]
+    Deadline {
+        /// What was waited for.
+        state: &'static str,
+    },
+    /// The other side has nothing cached of what was asked for (seen by the decode side): compute it.
+    #[error("nothing of it is cached there")]
+    NotCached,
+    /// Somebody no longer wants it: nothing to do.
+    #[error("cancelled: {0}")]
+    Cancelled(String),
+    /// A side's engine or service refused; the kind says whether anybody else would do.
+    #[error("refused by the {by} worker: {}", failed.message)]
+    Refused {
+        /// Who refused.
+        by: Side,
+        /// Why.
+        failed: Failed,
+    },
+}
+
+impl HandoffError {
+    /// The failure to report to the router (from D) or to the peer (from P).
+    pub fn kind(&self) -> FailureKind {
+        match self {
+            HandoffError::PrefillLost(_) | HandoffError::TransferFailed(_) => FailureKind::PrefillLost,
+            HandoffError::KvRejected(_) => FailureKind::KvRejected,
+            HandoffError::Deadline { .. } => FailureKind::Deadline,
+            HandoffError::Refused { failed, .. } => failed.kind,
+            HandoffError::DecodeLost(_) | HandoffError::NotCached | HandoffError::Cancelled(_) => {
+                FailureKind::Internal
+            }
+        }
+    }
+
+    /// A word for logs and metric labels.
+    pub fn label(&self) -> &'static str {
+        match self {
+            HandoffError::PrefillLost(_) => "prefill_lost",
+            HandoffError::DecodeLost(_) => "decode_lost",
+            HandoffError::KvRejected(_) => "kv_rejected",
+            HandoffError::TransferFailed(_) => "transfer_failed",
+            HandoffError::Deadline { .. } => "deadline",
+            HandoffError::NotCached => "not_cached",
+            HandoffError::Cancelled(_) => "cancelled",
+            HandoffError::Refused { .. } => "refused",
+        }
+    }
+}
+
+/// A side of the handoff.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// Computes the prompt.
+    Prefill,
+    /// Owns the request.
+    Decode,
+}
+
+impl std::fmt::Display for Side {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Side::Prefill => "prefill",
+            Side::Decode => "decode",
+        })
+    }
+}
+
+/// What is wrong with KV that was said to be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum KvFault {
+    /// Said of another grant.
+    #[error("written under another generation")]
+    WrongGeneration,
+    /// Outside of the grant.
+    #[error("piece {block_idx}/{layer_idx} was never granted")]
+    UnknownPiece {
+        /// In the grant.
+        block_idx: u32,
+        /// Decoder layer.
+        layer_idx: u32,
+    },
+    /// Named twice.
+    #[error("piece {block_idx}/{layer_idx} was written twice")]
+    DuplicatePiece {
+        /// In the grant.
+        block_idx: u32,
+        /// Decoder layer.
+        layer_idx: u32,
+    },
+    /// Said to be complete, and is not.
+    #[error("{missing} pieces are missing")]
+    MissingPieces {
+        /// How many.
+        missing: usize,
+    },
+    /// The device does not give its bytes, so that nobody knows what they are.
+    #[error("piece {block_idx}/{layer_idx} cannot be read back")]
+    Unreadable {
+        /// In the grant.
+        block_idx: u32,
+        /// Decoder layer.
+        layer_idx: u32,
+    },
+    /// Other bytes than the sender's.
+    #[error("piece {block_idx}/{layer_idx} has a wrong checksum")]
+    Checksum {
+        /// In the grant.
+        block_idx: u32,
+        /// Decoder layer.
+        layer_idx: u32,
+    },
+}
+
+/// Why no transport reaches a decode worker's blocks.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum RouteError {
+    /// Nothing in common, or only memory of another host.
+    #[error("no common transport: the peer offers {offered}, this worker allows {allowed}")]
+    NoCommonTransport {
+        /// Names of the offers.
+        offered: String,
+        /// Names of what is configured.
+        allowed: String,
+    },
+    /// Every offer was tried.
+    #[error("no way to the peer's blocks: {0}")]
+    Unreachable(String),
+    /// Whoever answers does not know the grant, or not this side as its writer, and says no more than that.
+    #[error("{0} refuses: it has restarted or taken the grant back, or the grant is not for this worker")]
+    OtherIncarnation(String),
+    /// The peer's blocks cannot hold what this side has.
+    #[error("kv cannot go to the peer's blocks: {0}")]
+    OtherKv(String),
+    /// The sender is shutting down.
+    #[error("the sender is shut down")]
+    Closed,
+}
+
+/// Why pieces were not written.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum PushError {
+    /// The receiver does not know the generation (any more).
+    #[error("the grant is revoked")]
+    Revoked,
+    /// The receiver or this side refused the destination.
+    #[error("refused: {0}")]
+    Refused(String),
+    /// The way to the peer broke; `Written` was not said, so nothing is assumed.
+    #[error("connection lost: {0}")]
+    Lost(String),
+    /// The route was closed first.
+    #[error("the route is closed")]
+    Closed,
+}

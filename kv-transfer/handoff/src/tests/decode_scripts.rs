@@ -1,0 +1,458 @@
+//! The decode side by small scripts: what comes in, and what must come out.
+//! A sequence of 3 blocks, of which 1 is cached, in 2 layers; the grant is generation 1.
+
+use std::time::{Duration, Instant};
+
+use baton_kv_cache::BlockId;
+
+use crate::{
+    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, Secret,
+    TransportKind, Written,
+};
+use crate::{HandoffError, KvFault};
+use crate::{
+    Limits,
+    decode::{Action, DecodeHandoff, Input},
+};
+
+const LIMITS: Limits =
+    Limits { total: Duration::from_secs(100), stall: Duration::from_secs(30), stop: Duration::from_secs(10) };
+
+fn check(script: &str) {
+    check_of(Extent::Whole, script);
+}
+
+fn check_of(extent: Extent, script: &str) {
+    let mut now = Instant::now();
+    let begin = Begin {
+        request_id: "r".into(),
+        attempt: 0,
+        prefill_incarnation: 7,
+        decode_worker_id: "d".into(),
+        decode_incarnation: 8,
+        num_tokens: if extent == Extent::Whole { 11 } else { 12 },
+        block_size: 4,
+        deadline: LIMITS.total,
+        extent,
+    };
+    let (mut handoff, actions) = DecodeHandoff::begin::<u32>(begin, 2, LIMITS, now);
+    assert_eq!(show(&actions), "send Begin");
+    for line in script.lines().map(str::trim).filter(|line| !line.is_empty()) {
+        let (input, expected) = line.split_once("=>").expect("input => actions");
+        let input = parse(input.trim(), &mut now);
+        let actions = handoff.on(input, now);
+        assert_eq!(show(&actions), expected.trim(), "after `{line}` of {script}");
+        assert_eq!(handoff.deadline().is_none(), handoff.is_over(), "after `{line}` of {script}");
+    }
+}
+
+fn parse(input: &str, now: &mut Instant) -> Input<u32> {
+    let mut words = input.split_whitespace();
+    let message = match words.next().expect("an input") {
+        "Started" => PrefillMessage::Started,
+        "Held" => {
+            let num_tokens = words.next().and_then(|n| n.parse().ok()).expect("a number");
+            PrefillMessage::Held { num_tokens }
+        }
+        "Progress" => PrefillMessage::Progress,
+        "FirstToken" => PrefillMessage::FirstToken(5),
+        "Written" => {
+            let mut written = Written {
+                generation: Generation(1),
+                transport: TransportKind::Tcp,
+                pieces: vec![],
+                last: false,
+                bytes: 0,
+            };
+            let mut exaggerates = false;
+            for word in words {
+                match word {
+                    "exaggerating" => exaggerates = true,
+                    "last" => written.last = true,
+                    "stale" => written.generation = Generation(2),
+                    piece => written.pieces.push(parse_piece(piece)),
+                }
+            }
+            written.bytes = match exaggerates {
+                true => u64::MAX,
+                false => 10 * written.pieces.len() as u64,
+            };
+            PrefillMessage::Written(written)
+        }
+        "Stopped" => PrefillMessage::Stopped,
+        "Failed" => PrefillMessage::Failed(Failed::new(FailureKind::Full, "full")),
+        "granted" => return Input::Granted(grant(2)),
+        "granted-nothing" => return Input::Granted(grant(0)),
+        "granted-too-few" => return Input::Granted(grant(1)),
+        "no-blocks" => return Input::ReserveFailed(Failed::new(FailureKind::Draining, "draining")),
+        "verified" => {
+            let num_pieces = words.next().and_then(|n| n.parse().ok()).expect("a number");
+            return Input::Verified { num_pieces, result: Ok(()) };
+        }
+        "wrong" => {
+            let result = Err(KvFault::Checksum { block_idx: 0, layer_idx: 0 });
+            return Input::Verified { num_pieces: 1, result };
+        }
+        "cancel" => return Input::Cancel("client left".into()),
+        "closed" => return Input::StreamClosed("reset".into()),
+        "after" => {
+            let seconds = words.next().and_then(|n| n.parse().ok()).expect("seconds");
+            *now += Duration::from_secs(seconds);
+            return Input::Tick;
+        }
+        other => panic!("unknown input {other}"),
+    };
+    Input::Message(message)
+}
+
+fn grant(num_blocks: u32) -> Grant {
+    Grant {
+        generation: Generation(1),
+        secret: Secret::default(),
+        num_cached_blocks: 1,
+        block_ids: (0..num_blocks).map(BlockId).collect(),
+        offers: vec![],
+    }
+}
+
+fn parse_piece(text: &str) -> Piece {
+    let (block_idx, layer_idx) = text.split_once('/').expect("block/layer");
+    Piece { block_idx: block_idx.parse().unwrap(), layer_idx: layer_idx.parse().unwrap(), checksum: 0 }
+}
+
+fn show(actions: &[Action<u32>]) -> String {
+    let shown: Vec<String> = actions.iter().map(show_one).collect();
+    shown.join(", ")
+}
+
+fn show_one(action: &Action<u32>) -> String {
+    match action {
+        Action::Send(DecodeMessage::Begin(_)) => "send Begin".into(),
+        Action::Send(DecodeMessage::Grant(_)) => "send Grant".into(),
+        Action::Send(DecodeMessage::Commit { .. }) => "send Commit".into(),
+        Action::Send(DecodeMessage::Cancel { .. }) => "send Cancel".into(),
+        Action::Reserve { num_tokens: 11 } => "reserve".into(),
+        Action::Reserve { num_tokens } => format!("reserve {num_tokens}"),
+        Action::FirstToken(token) => format!("first token {token}"),
+        Action::Verify(pieces) => {
+            let pieces: Vec<_> = pieces.iter().map(|p| format!("{}/{}", p.block_idx, p.layer_idx)).collect();
+            format!("verify {}", pieces.join(" "))
+        }
+        Action::Revoke(_) => "revoke".into(),
+        Action::WriterStopped(_) => "writer stopped".into(),
+        Action::Finish(Ok(committed)) => format!("finish with {} bytes", committed.bytes),
+        Action::Finish(Err(HandoffError::KvRejected(fault))) => format!("finish kv_rejected: {fault}"),
+        Action::Finish(Err(error)) => format!("finish {}", error.label()),
+        Action::Close => "close".into(),
+    }
+}
+
+#[test]
+fn a_handoff_commits_when_all_is_verified_and_the_token_is_known() {
+    check(
+        "Started                    => reserve
+         granted                    => send Grant
+         Written 0/0 1/0            => verify 0/0 1/0
+         FirstToken                 => first token 5
+         verified 2                 =>
+         Written 0/1 1/1 last       => verify 0/1 1/1
+         verified 2                 => send Commit, finish with 40 bytes, close",
+    );
+}
+
+#[test]
+fn the_token_may_come_before_the_grant_or_last_of_all() {
+    check(
+        "Started                    => reserve
+         FirstToken                 => first token 5
+         granted                    => send Grant
+         Written 0/0 1/0 0/1 1/1    => verify 0/0 1/0 0/1 1/1
+         verified 4                 =>
+         Written last               => send Commit, finish with 40 bytes, close",
+    );
+    check(
+        "Started                    => reserve
+         granted                    => send Grant
+         Written 0/0 1/0 0/1 1/1 last => verify 0/0 1/0 0/1 1/1
+         verified 4                 =>
+         FirstToken                 => first token 5, send Commit, finish with 40 bytes, close",
+    );
+}
+
+#[test]
+fn nothing_is_committed_before_the_last_piece_is_verified() {
+    check(
+        "Started                    => reserve
+         granted                    => send Grant
+         FirstToken                 => first token 5
+         Written 0/0                => verify 0/0
+         Written 1/0 0/1 1/1 last   => verify 1/0 0/1 1/1
+         verified 1                 =>
+         wrong                      => revoke, send Cancel, finish kv_rejected: piece 0/0 has a wrong checksum
+         verified 3                 =>
+         Stopped                    => writer stopped, close",
+    );
+}
+
+#[test]
+fn pieces_that_are_not_what_was_granted_are_rejected() {
+    for (written, fault) in [
+        ("0/0 0/0", "piece 0/0 was written twice"),
+        ("2/0", "piece 2/0 was never granted"),
+        ("0/2", "piece 0/2 was never granted"),
+        ("4000000000/0", "piece 4000000000/0 was never granted"),
+        ("0/0 stale", "written under another generation"),
+        ("0/0 1/0 0/1 last", "1 pieces are missing"),
+        ("last", "4 pieces are missing"),
+    ] {
+        check(&format!(
+            "Started           => reserve
+             granted           => send Grant
+             Written {written} => revoke, send Cancel, finish kv_rejected: {fault}
+             Written 1/1       =>
+             Stopped           => writer stopped, close"
+        ));
+    }
+}
+
+#[test]
+fn bytes_beyond_all_numbers_break_nothing() {
+    check(
+        "Started                         => reserve
+         granted                         => send Grant
+         FirstToken                      => first token 5
+         Written 0/0 1/0 exaggerating    => verify 0/0 1/0
+         Written 0/1 1/1 last            => verify 0/1 1/1
+         verified 4                      => send Commit, finish with 18446744073709551615 bytes, close",
+    );
+}
+
+#[test]
+fn messages_out_of_order_lose_the_peer() {
+    for (before, message) in [
+        ("", "FirstToken"),
+        ("", "Written 0/0"),
+        ("", "Stopped"),
+        ("Started => reserve", "Started"),
+        ("Started => reserve", "Written 0/0"),
+        ("Started => reserve", "Stopped"),
+    ] {
+        check(&format!(
+            "{before}
+             {message} => send Cancel, finish prefill_lost
+             closed    => close"
+        ));
+    }
+    check(
+        "Started       => reserve
+         FirstToken    => first token 5
+         granted       => send Grant
+         FirstToken    => revoke, send Cancel, finish prefill_lost
+         closed        => close",
+    );
+}
+
+#[test]
+fn a_grant_that_comes_too_late_is_revoked() {
+    check(
+        "Started    => reserve
+         cancel     => send Cancel, finish cancelled
+         granted    => revoke
+         Stopped    => close",
+    );
+    check(
+        "Started    => reserve
+         closed     => finish prefill_lost, close
+         granted    => revoke",
+    );
+    check(
+        "Started          => reserve
+         granted-too-few  => revoke, send Cancel, finish refused
+         Stopped          => close",
+    );
+}
+
+#[test]
+fn a_cancelled_handoff_waits_for_the_peer_to_stop_but_not_for_ever() {
+    check(
+        "cancel     => send Cancel, finish cancelled
+         cancel     =>
+         Started    =>
+         Failed     =>
+         Stopped    => close
+         Stopped    =>",
+    );
+    check(
+        "Started    => reserve
+         granted    => send Grant
+         cancel     => revoke, send Cancel, finish cancelled
+         after 9    =>
+         after 1    => close
+         closed     =>",
+    );
+}
+
+#[test]
+fn a_peer_that_fails_or_vanishes_is_typed() {
+    check(
+        "Failed     => finish refused
+         closed     => close",
+    );
+    check(
+        "Started    => reserve
+         granted    => send Grant
+         Failed     => revoke, finish refused
+         Stopped    => writer stopped, close",
+    );
+    check(
+        "Started    => reserve
+         granted    => send Grant
+         closed     => revoke, finish prefill_lost, close",
+    );
+    check(
+        "Started    => reserve
+         no-blocks  => send Cancel, finish refused
+         Stopped    => close",
+    );
+}
+
+#[test]
+fn a_peer_that_vanishes_after_its_last_word_is_not_missed() {
+    let check = |rest: &str| {
+        check(&format!(
+            "Started                      => reserve
+             granted                      => send Grant
+             Written 0/0 1/0              => verify 0/0 1/0
+             FirstToken                   => first token 5
+             Written 0/1 1/1 last         => verify 0/1 1/1
+             closed                       =>
+             {rest}"
+        ));
+    };
+    check("verified 4 => finish with 40 bytes, close");
+    check(
+        "verified 2 =>
+         wrong      => revoke, finish kv_rejected: piece 0/0 has a wrong checksum, close",
+    );
+    check("cancel     => revoke, finish cancelled, close");
+    check("after 30   => revoke, finish deadline, close");
+}
+
+#[test]
+fn a_peer_that_vanishes_before_its_last_word_is_lost() {
+    for said in ["FirstToken => first token 5", "Written 0/0 1/0 0/1 1/1 last => verify 0/0 1/0 0/1 1/1"] {
+        check(&format!(
+            "Started    => reserve
+             granted    => send Grant
+             {said}
+             closed     => revoke, finish prefill_lost, close"
+        ));
+    }
+}
+
+#[test]
+fn every_state_has_a_deadline() {
+    check(
+        "after 99   =>
+         after 1    => send Cancel, finish deadline
+         after 10   => close",
+    );
+    check(
+        "Started    => reserve
+         after 99   =>
+         after 1    => send Cancel, finish deadline
+         Stopped    => close",
+    );
+    // What is computed, be it for others, buys time; what comes then does only up to the total.
+    check(
+        "after 99    =>
+         Progress    =>
+         after 99    =>
+         Started     => reserve
+         Progress    =>
+         granted     => send Grant
+         after 29    =>
+         Progress    =>
+         after 29    =>
+         Written 0/0 => verify 0/0
+         after 29    =>
+         FirstToken  => first token 5
+         after 29    =>
+         Written 1/0 => verify 1/0
+         after 12    =>
+         after 1     => revoke, send Cancel, finish deadline
+         after 10    => close",
+    );
+    check(
+        "Started     => reserve
+         granted     => send Grant
+         FirstToken  => first token 5
+         Progress    => revoke, send Cancel, finish prefill_lost
+         closed      => close",
+    );
+    check(
+        "Started     => reserve
+         granted     => send Grant
+         after 29    =>
+         Written 0/0 => verify 0/0
+         after 29    =>
+         verified 1  =>
+         after 29    =>
+         FirstToken  => first token 5
+         after 12    =>
+         after 1     => revoke, send Cancel, finish deadline
+         after 10    => close",
+    );
+    check(
+        "Started     => reserve
+         granted     => send Grant
+         after 30    => revoke, send Cancel, finish deadline
+         Stopped     => writer stopped, close",
+    );
+}
+
+#[test]
+fn of_what_is_cached_as_much_is_reserved_as_the_peer_holds_and_no_token_is_waited_for() {
+    check_of(
+        Extent::Cached,
+        "Held 8              => reserve 8
+         granted-too-few     => send Grant
+         Written 0/0 0/1 last => verify 0/0 0/1
+         verified 2          => send Commit, finish with 20 bytes, close",
+    );
+    // What was missing has come meanwhile, by another way.
+    check_of(
+        Extent::Cached,
+        "Held 4              => reserve 4
+         granted-nothing     => send Grant
+         Written last        => send Commit, finish with 0 bytes, close",
+    );
+}
+
+#[test]
+fn of_what_is_not_cached_the_peer_is_told() {
+    check_of(
+        Extent::Cached,
+        "Held 0   => send Cancel, finish not_cached
+         Stopped  => close",
+    );
+}
+
+#[test]
+fn a_peer_that_holds_what_cannot_be_is_not_believed() {
+    for held in ["Held 16", "Held 3", "Started"] {
+        check_of(
+            Extent::Cached,
+            &format!(
+                "{held}  => send Cancel, finish prefill_lost
+                 closed  => close"
+            ),
+        );
+    }
+    check("Held 8 => send Cancel, finish prefill_lost");
+    check_of(
+        Extent::Cached,
+        "Held 8     => reserve 8
+         FirstToken => send Cancel, finish prefill_lost",
+    );
+}

@@ -1,0 +1,516 @@
+//! The prefill side by small scripts: what comes in, and what must come out.
+//! A sequence of 3 blocks of 4 tokens, of which 1 is cached at the peer, in 2 layers; the grant is generation 1.
+
+use std::time::{Duration, Instant};
+
+use baton_kv_cache::BlockId;
+
+use crate::{
+    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, Secret,
+    Source, TransportKind,
+};
+use crate::{
+    Limits,
+    prefill::{Action, Input, PrefillHandoff},
+};
+use crate::{PushError, Pushed, RouteError};
+
+const LIMITS: Limits =
+    Limits { total: Duration::from_secs(100), stall: Duration::from_secs(30), stop: Duration::from_secs(10) };
+
+fn check(script: &str) {
+    let mut now = Instant::now();
+    let mut handoff = PrefillHandoff::new(7, 4, 2, LIMITS, now);
+    for line in script.lines().map(str::trim).filter(|line| !line.is_empty()) {
+        let (input, expected) = line.split_once("=>").expect("input => actions");
+        let input = parse(input.trim(), &mut now);
+        let actions = handoff.on(input, now);
+        assert_eq!(show(&actions), expected.trim(), "after `{line}` of {script}");
+        assert_eq!(handoff.deadline().is_none(), handoff.is_over(), "after `{line}` of {script}");
+    }
+}
+
+fn parse(input: &str, now: &mut Instant) -> Input<u32> {
+    let mut words = input.split_whitespace();
+    let message = match words.next().expect("an input") {
+        "Begin" => begin(7, 11, 4, Extent::Whole),
+        "Begin-for-another" => begin(6, 11, 4, Extent::Whole),
+        // `begin TOKENS BLOCK_SIZE` and `grant CACHED BLOCKS`: the peer's blocks, of another size.
+        "begin" => begin(7, number(&mut words), number(&mut words), Extent::Whole),
+        "begin-cached" => begin(7, number(&mut words), number(&mut words), Extent::Cached),
+        "grant" => grant(number(&mut words), number(&mut words) as u32),
+        "Grant" => grant(1, 2),
+        "Grant-too-few" => grant(1, 1),
+        "Grant-all-cached" => grant(3, 0),
+        "Commit" => DecodeMessage::Commit { generation: Generation(1) },
+        "Commit-stale" => DecodeMessage::Commit { generation: Generation(2) },
+        "Cancel" => DecodeMessage::Cancel { reason: "client left".into() },
+        "closed" => return Input::StreamClosed("reset".into()),
+        "progress" => return Input::Progress,
+        "started" => return Input::Started,
+        // `held NUM_BLOCKS`: the same blocks.
+        "held" => {
+            let blocks = (0..number(&mut words) as u32).map(|n| BlockId(10 + n)).collect();
+            return Input::Held { blocks };
+        }
+        // `ready LAYER FIRST_BLOCK NUM_BLOCKS`: the engine's blocks are 10 + position.
+        "ready" => {
+            let mut number = || number(&mut words);
+            let (layer_idx, first_block_idx, num_blocks) = (number(), number(), number());
+            let blocks = (first_block_idx..first_block_idx + num_blocks).map(|n| BlockId(10 + n as u32));
+            return Input::Ready {
+                layers: layer_idx..layer_idx + 1,
+                first_block_idx,
+                blocks: blocks.collect(),
+            };
+        }
+        "token" => return Input::FirstToken(5),
+        "routed" => return Input::Routed(Ok(())),
+        "unroutable" => return Input::Routed(Err(RouteError::Unreachable("no".into()))),
+        "pushed" => {
+            let pieces: Vec<_> = words
+                .map(|word| {
+                    let (block_idx, layer_idx) = word.split_once('/').expect("block/layer");
+                    let (block_idx, layer_idx) = (block_idx.parse().unwrap(), layer_idx.parse().unwrap());
+                    Piece { block_idx, layer_idx, checksum: 0 }
+                })
+                .collect();
+            let bytes = 10 * pieces.len() as u64;
+            return Input::Pushed(Ok(Pushed { pieces, transport: TransportKind::Shm, bytes }));
+        }
+        "push-failed" => return Input::Pushed(Err(PushError::Revoked)),
+        "engine-failed" => return Input::Fail(Failed::new(FailureKind::Internal, "broken")),
+        "idle" => return Input::Idle,
+        "after" => {
+            let seconds = words.next().and_then(|n| n.parse().ok()).expect("seconds");
+            *now += Duration::from_secs(seconds);
+            return Input::Tick;
+        }
+        other => panic!("unknown input {other}"),
+    };
+    Input::Message(message)
+}
+
+fn number<'a>(words: &mut impl Iterator<Item = &'a str>) -> usize {
+    words.next().and_then(|n| n.parse().ok()).expect("a number")
+}
+
+fn begin(prefill_incarnation: u64, num_tokens: usize, block_size: usize, extent: Extent) -> DecodeMessage {
+    DecodeMessage::Begin(Begin {
+        request_id: "r".into(),
+        attempt: 0,
+        prefill_incarnation,
+        decode_worker_id: "d".into(),
+        decode_incarnation: 8,
+        num_tokens,
+        block_size,
+        deadline: Duration::from_secs(90),
+        extent,
+    })
+}
+
+fn grant(num_cached_blocks: usize, num_blocks: u32) -> DecodeMessage {
+    let block_ids = (0..num_blocks).map(|n| BlockId(20 + n)).collect();
+    DecodeMessage::Grant(Grant {
+        generation: Generation(1),
+        secret: Secret::default(),
+        num_cached_blocks,
+        block_ids,
+        offers: vec![],
+    })
+}
+
+fn source(source: &Source) -> String {
+    let blocks: Vec<String> = source.blocks().iter().map(ToString::to_string).collect();
+    match source {
+        Source::Block(_) => blocks.concat(),
+        Source::Tokens { tokens, .. } => format!("{}[{}..{}]", blocks.join("+"), tokens.start, tokens.end),
+    }
+}
+
+fn show(actions: &[Action<u32>]) -> String {
+    let shown: Vec<String> = actions.iter().map(show_one).collect();
+    shown.join(", ")
+}
+
+fn show_one(action: &Action<u32>) -> String {
+    match action {
+        Action::Compute => "compute".into(),
+        Action::Hold => "hold".into(),
+        Action::Route { .. } => "route".into(),
+        Action::Push(pieces) => {
+            let pieces: Vec<_> = pieces
+                .iter()
+                .map(|p| format!("{}>{}@{}/{}", source(&p.src), p.dst, p.block_idx, p.layer_idx))
+                .collect();
+            format!("push {}", pieces.join(" "))
+        }
+        Action::Send(PrefillMessage::Started) => "send Started".into(),
+        Action::Send(PrefillMessage::Held { num_tokens }) => format!("send Held {num_tokens}"),
+        Action::Send(PrefillMessage::FirstToken(token)) => format!("send FirstToken {token}"),
+        Action::Send(PrefillMessage::Written(written)) => {
+            let last = if written.last { " last" } else { "" };
+            format!("send Written {} pieces{last}", written.pieces.len())
+        }
+        Action::Send(PrefillMessage::Stopped) => "send Stopped".into(),
+        Action::Send(PrefillMessage::Failed(failed)) => format!("send Failed {:?}", failed.kind),
+        Action::Finish(Ok(())) => "finish well".into(),
+        Action::Finish(Err(error)) => format!("finish {}", error.label()),
+        Action::Stop => "stop".into(),
+        Action::Release => "release".into(),
+        Action::Send(PrefillMessage::Progress) => "send Progress".into(),
+        Action::Close => "close".into(),
+    }
+}
+
+#[test]
+fn pieces_are_pushed_layer_by_layer_as_they_become_ready() {
+    check(
+        "Begin           => compute
+         started         => send Started
+         Grant           => route
+         routed          =>
+         ready 0 0 3     => push b11>b20@0/0 b12>b21@1/0
+         ready 1 0 3     => push b11>b20@0/1 b12>b21@1/1
+         token           => send FirstToken 5
+         pushed 0/0 1/0  => send Written 2 pieces
+         pushed 0/1 1/1  => send Written 2 pieces last
+         Commit          => finish well, release, close",
+    );
+}
+
+#[test]
+fn pieces_that_are_ready_before_the_grant_are_kept_and_pushed_in_one() {
+    check(
+        "Begin           => compute
+         started         => send Started
+         ready 0 0 3     =>
+         ready 1 0 3     =>
+         token           => send FirstToken 5
+         Grant           => route
+         routed          => push b11>b20@0/0 b12>b21@1/0 b11>b20@0/1 b12>b21@1/1
+         pushed 0/0 1/0 0/1 1/1 => send Written 4 pieces last
+         Commit          => finish well, release, close",
+    );
+}
+
+#[test]
+fn the_last_piece_may_be_written_before_the_token_is_sampled() {
+    check(
+        "Begin           => compute
+         started         => send Started
+         Grant           => route
+         ready 0 1 2     =>
+         ready 1 1 2     =>
+         routed          => push b11>b20@0/0 b12>b21@1/0 b11>b20@0/1 b12>b21@1/1
+         pushed 0/0 1/0 0/1 1/1 => send Written 4 pieces last
+         token           => send FirstToken 5
+         Commit          => finish well, release, close",
+    );
+}
+
+#[test]
+fn what_becomes_ready_while_the_route_is_full_is_gathered() {
+    check(
+        "Begin           => compute
+         started         => send Started
+         Grant           => route
+         routed          =>
+         ready 0 1 1     => push b11>b20@0/0
+         ready 0 1 1     =>
+         ready 0 2 1     => push b12>b21@1/0
+         ready 1 1 1     => push b11>b20@0/1
+         ready 0 0 3     =>
+         ready 1 2 1     => push b12>b21@1/1",
+    );
+}
+
+#[test]
+fn larger_blocks_of_the_peer_wait_for_every_block_under_them() {
+    // 13 tokens: here | 0-3 | 4-7 | 8-11 | 12 |, there | 0-5 | 6-11 | 12 |.
+    check(
+        "begin 13 6      => compute
+         started         => send Started
+         grant 0 3       => route
+         routed          =>
+         ready 0 0 1     =>
+         ready 0 1 2     => push b10+b11[0..6]>b20@0/0 b11+b12[6..12]>b21@1/0
+         ready 1 0 2     => push b10+b11[0..6]>b20@0/1
+         ready 0 3 1     => push b13[12..13]>b22@2/0
+         ready 1 2 1     => push b11+b12[6..12]>b21@1/1
+         ready 1 3 1     =>
+         token           => send FirstToken 5
+         pushed 0/0 1/0  => send Written 2 pieces, push b13[12..13]>b22@2/1
+         pushed 0/1      => send Written 1 pieces
+         pushed 2/0 1/1  => send Written 2 pieces
+         pushed 2/1      => send Written 1 pieces last
+         Commit          => finish well, release, close",
+    );
+}
+
+#[test]
+fn smaller_blocks_of_the_peer_come_several_at_a_time() {
+    // 7 tokens: here | 0-3 | 4-6 |, there | 0 1 | 2 3 | 4 5 | 6 |, the first of them cached there.
+    check(
+        "begin 7 2       => compute
+         started         => send Started
+         ready 0 0 1     =>
+         grant 1 3       => route
+         routed          => push b10[2..4]>b20@0/0
+         ready 1 0 2     => push b10[2..4]>b20@0/1 b11[4..6]>b21@1/1 b11[6..7]>b22@2/1
+         ready 0 1 1     => push b11[4..6]>b21@1/0 b11[6..7]>b22@2/0",
+    );
+}
+
+#[test]
+fn a_grant_is_counted_in_the_peers_blocks() {
+    for grant in ["grant 0 4", "grant 3 1", "grant 0 2", "grant 18446744073709551615 3"] {
+        check(&format!(
+            "begin 13 6  => compute
+             {grant}     => send Failed Internal, finish decode_lost, stop
+             idle        => send Stopped, release, close"
+        ));
+    }
+}
+
+#[test]
+fn a_peer_that_has_every_block_is_told_that_nothing_is_written() {
+    check(
+        "Begin            => compute
+         started          => send Started
+         Grant-all-cached => route
+         routed           => send Written 0 pieces last
+         ready 0 0 3      =>
+         token            => send FirstToken 5
+         Commit           => finish well, release, close",
+    );
+}
+
+#[test]
+fn a_begin_meant_for_another_incarnation_is_refused() {
+    check("Begin-for-another => send Failed PrefillLost, finish refused, send Stopped, close");
+}
+
+#[test]
+fn a_cancel_before_anything_began_leaves_nothing() {
+    check("Cancel => finish cancelled, send Stopped, close");
+    check(
+        "Begin   => compute
+         Cancel  => finish cancelled, stop
+         idle    => send Stopped, release, close",
+    );
+}
+
+#[test]
+fn a_cancel_is_answered_when_nothing_moves_any_more() {
+    check(
+        "Begin        => compute
+         started      => send Started
+         Grant        => route
+         routed       =>
+         ready 0 0 3  => push b11>b20@0/0 b12>b21@1/0
+         Cancel       => finish cancelled, stop
+         ready 1 0 3  =>
+         token        =>
+         push-failed  =>
+         idle         => send Stopped, release, close
+         idle         =>",
+    );
+}
+
+#[test]
+fn messages_out_of_order_lose_the_peer() {
+    check("Grant   => send Failed Internal, finish decode_lost, send Stopped, close");
+    check("Commit  => send Failed Internal, finish decode_lost, send Stopped, close");
+    for message in ["Begin", "Commit", "Grant-too-few"] {
+        check(&format!(
+            "Begin       => compute
+             {message}   => send Failed Internal, finish decode_lost, stop
+             idle        => send Stopped, release, close"
+        ));
+    }
+    for message in ["Grant", "Begin", "Commit-stale"] {
+        check(&format!(
+            "Begin       => compute
+             started     => send Started
+             Grant       => route
+             routed      =>
+             {message}   => send Failed Internal, finish decode_lost, stop
+             idle        => send Stopped, release, close"
+        ));
+    }
+}
+
+#[test]
+fn a_commit_of_another_generation_frees_nothing() {
+    check(
+        "Begin            => compute
+         started          => send Started
+         Grant-all-cached => route
+         routed           => send Written 0 pieces last
+         token            => send FirstToken 5
+         Commit-stale     => send Failed Internal, finish decode_lost, stop
+         idle             => send Stopped, release, close",
+    );
+}
+
+#[test]
+fn a_broken_stream_stops_the_work_without_a_word() {
+    check("closed => finish decode_lost, close");
+    check(
+        "Begin        => compute
+         started      => send Started
+         Grant        => route
+         closed       => finish decode_lost, stop
+         routed       =>
+         idle         => release, close",
+    );
+    check(
+        "Begin        => compute
+         Cancel       => finish cancelled, stop
+         closed       =>
+         idle         => release, close",
+    );
+}
+
+#[test]
+fn trouble_of_its_own_is_told_to_the_peer() {
+    check(
+        "Begin          => compute
+         engine-failed  => send Failed Internal, finish refused, stop
+         idle           => send Stopped, release, close",
+    );
+    check(
+        "Begin          => compute
+         started        => send Started
+         Grant          => route
+         unroutable     => send Failed PrefillLost, finish transfer_failed, stop
+         idle           => send Stopped, release, close",
+    );
+    check(
+        "Begin          => compute
+         started        => send Started
+         Grant          => route
+         routed         =>
+         ready 0 0 3    => push b11>b20@0/0 b12>b21@1/0
+         push-failed    => send Failed PrefillLost, finish transfer_failed, stop
+         idle           => send Stopped, release, close",
+    );
+    check(
+        "Begin          => compute
+         ready 0 3 1    => send Failed Internal, finish refused, stop
+         idle           => send Stopped, release, close",
+    );
+}
+
+#[test]
+fn every_state_has_a_deadline() {
+    check("after 29 =>\n after 1 => send Failed Deadline, finish deadline, send Stopped, close");
+    check(
+        "Begin       => compute
+         after 89    =>
+         after 1     => send Failed Deadline, finish deadline, stop
+         after 9     =>
+         after 1     => release, close
+         idle        =>",
+    );
+    // As long as something is computed, be it for others, until the first token.
+    check(
+        "Begin       => compute
+         after 89    =>
+         progress    => send Progress
+         after 89    =>
+         started     => send Started
+         progress    => send Progress
+         after 89    =>
+         token       => send FirstToken 5
+         progress    =>
+         after 23    =>
+         after 1     => send Failed Deadline, finish deadline, stop
+         progress    =>
+         idle        => send Stopped, release, close",
+    );
+    check(
+        "progress           =>
+         begin-cached 12 4  => hold
+         progress           =>
+         after 90           => send Failed Deadline, finish deadline, stop
+         idle               => send Stopped, release, close",
+    );
+    // Computing takes what it takes; a route that does not move does not.
+    check(
+        "Begin       => compute
+         started     => send Started
+         Grant       => route
+         after 20    =>
+         routed      =>
+         after 40    =>
+         ready 0 0 3 => push b11>b20@0/0 b12>b21@1/0
+         after 20    =>
+         ready 1 0 3 => push b11>b20@0/1 b12>b21@1/1
+         after 9     =>
+         after 1     => send Failed Deadline, finish deadline, stop
+         idle        => send Stopped, release, close",
+    );
+    check(
+        "Begin       => compute
+         started     => send Started
+         Grant       => route
+         after 30    => send Failed Deadline, finish deadline, stop
+         idle        => send Stopped, release, close",
+    );
+    check(
+        "Begin            => compute
+         started          => send Started
+         Grant-all-cached => route
+         routed           => send Written 0 pieces last
+         token            => send FirstToken 5
+         after 29         =>
+         after 1          => send Failed Deadline, finish deadline, stop
+         idle             => send Stopped, release, close",
+    );
+}
+
+#[test]
+fn what_is_cached_is_handed_over_as_far_as_it_reaches_and_nothing_is_computed() {
+    check(
+        "begin-cached 12 4 => hold
+         held 2            => send Held 8
+         grant 1 1         => route
+         routed            => push b11>b20@0/0 b11>b20@0/1
+         pushed 0/0 0/1    => send Written 2 pieces last
+         Commit            => finish well, release, close",
+    );
+    // Blocks of another size: two of 4 tokens cover one of 6.
+    check(
+        "begin-cached 12 6 => hold
+         held 2            => send Held 6
+         grant 0 1         => route
+         routed            => push b10+b11[0..6]>b20@0/0 b10+b11[0..6]>b20@0/1
+         pushed 0/0 0/1    => send Written 2 pieces last
+         Commit            => finish well, release, close",
+    );
+}
+
+#[test]
+fn who_has_nothing_cached_says_so() {
+    check(
+        "begin-cached 12 4 => hold
+         held 0            => send Held 0
+         Cancel            => finish cancelled, stop
+         idle              => send Stopped, release, close",
+    );
+}
+
+#[test]
+fn a_grant_for_what_is_not_held_yet_is_refused() {
+    check(
+        "begin-cached 12 4 => hold
+         grant 0 3         => send Failed Internal, finish decode_lost, stop",
+    );
+    check(
+        "begin-cached 12 4 => hold
+         held 2            => send Held 8
+         grant 0 3         => send Failed Internal, finish decode_lost, stop",
+    );
+}
