@@ -1,4 +1,4 @@
-//! What a step costs besides the forward pass: planning it, and sampling from its logits.
+//! The cost of a step besides the forward pass: planning it, and sampling from its logits.
 //!
 //! `cargo bench -p baton-engine`
 #![allow(missing_docs)] // criterion's macros
@@ -15,7 +15,7 @@ use baton_engine::{
 use baton_kv_cache::HashRoot;
 use criterion::{Criterion, criterion_group, criterion_main};
 
-/// A step in which everything decodes: plan, count, one token each.
+/// A step in which every sequence decodes: plan, count, one token each.
 fn scheduler(c: &mut Criterion) {
     const NUM_RUNNING: u64 = 256;
     let config = SchedulerConfig {
@@ -48,7 +48,7 @@ fn scheduler(c: &mut Criterion) {
         bencher.iter(|| {
             num_steps += 1;
             if num_steps == 3500 {
-                (scheduler, num_steps) = (start(), 0); // before a sequence is too long
+                (scheduler, num_steps) = (start(), 0); // before a sequence reaches its greatest length
             }
             step(&mut scheduler, &mut plan);
             black_box(plan.chunks.len())
@@ -58,7 +58,7 @@ fn scheduler(c: &mut Criterion) {
 
 fn sampler(c: &mut Criterion) {
     const VOCAB_SIZE: u64 = 128_256;
-    // Roughly what a model says: noise, and a few that stand out.
+    // Similar to a model's logits: noise, and a few large ones.
     let logits: Vec<f32> = (0..VOCAB_SIZE)
         .map(|id| 4.0 * random_unit(1, id) as f32 + if id % 5000 == 0 { 10.0 } else { 0.0 })
         .collect();

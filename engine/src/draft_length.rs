@@ -1,29 +1,30 @@
-//! How many tokens to draft. Plain arithmetic over what was accepted: it knows neither tokens nor time.
+//! How many tokens to draft. Plain arithmetic over acceptance counts: it knows neither tokens nor time.
 //!
-//! If each drafted token is accepted with probability `a` once those before it were, a draft of `k`
-//! yields `1 + a + ... + a^k` tokens (Leviathan et al., Fast Inference from Transformers via Speculative
-//! Decoding, 2023, equation 1) for the price of `1 + o + k c` steps, `c` being what drafting and verifying one
-//! token costs, `o` what doing so at all does. The length is the `k` of the best yield per price, and 0 when none is worth it.
+//! If each drafted token is accepted with probability `a` once those before it were, a draft of `k` tokens yields `1
+//! + a + ... + a^k` tokens (Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023,
+//! equation 1). Its price is `1 + o + k c` steps: `c` is the cost of drafting and verifying one token, `o` the
+//! overhead of any draft. The chosen length is the `k` of the best yield per price, and 0 when no draft is worth its
+//! price.
 
-/// Chance of acceptance that is assumed of a sequence at its start.
+/// Probability of acceptance that is assumed for a new sequence.
 const FIRST_GUESS: f64 = 0.8;
-/// Weight of the newest token in the running mean: it remembers about the last eight.
+/// Weight of the newest token in the running mean, which so remembers about the last eight.
 const NEWEST: f64 = 0.125;
-/// Tokens per step that a draft promises at least: what it costs is not measured to less than the difference.
+/// Least expected tokens per step of a draft. Below it, the measured costs are not precise enough to tell a gain.
 const MIN_GAIN: f64 = 1.05;
-/// Steps without a draft before the first probe, and before any later one at most.
+/// Steps without a draft before the first probe, and the most before any later one.
 const REST: std::ops::RangeInclusive<usize> = 8..=256;
 
-/// How many tokens to draft for one sequence. It grows and shrinks with measured acceptance; while
-/// drafting does not pay it is 0, but for one token now and then that probes whether it would: 8 steps after
-/// the last that was rejected, then 16, 32, ... 256, and at once after a probe that was accepted.
+/// How many tokens to draft for one sequence. The length follows the measured acceptance. While drafting does not pay
+/// it is 0, except for one token now and then that probes whether it would: 8 steps after the last rejection, then
+/// 16, 32, ... 256, and at once after an accepted probe.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DraftLength {
-    /// Running mean of what became of the drafted tokens whose turn came.
+    /// Running mean of the acceptance of verified draft tokens.
     acceptance: f64,
-    /// Steps until a probe, after the next token that is rejected.
+    /// Steps until a probe after the next rejection.
     rest: usize,
-    /// Steps until a probe.
+    /// Steps left until a probe.
     num_resting: usize,
 }
 
@@ -34,13 +35,13 @@ impl Default for DraftLength {
 }
 
 impl DraftLength {
-    /// Whether [`next`](Self::next) says 0.
+    /// Whether [`next`](Self::next) would return 0.
     pub fn rests(&self, max: usize, cost: f64, overhead: f64) -> bool {
         gains_nothing(max, cost, overhead) || (self.num_resting > 0 && self.best(max, cost, overhead) == 0)
     }
 
-    /// Tokens to draft for the next step, at most `max`, when drafting and verifying one costs `cost` steps, and
-    /// doing so at all `overhead`.
+    /// Tokens to draft for the next step, at most `max`. Drafting and verifying one token costs `cost` steps, and any
+    /// draft costs `overhead` steps more.
     pub fn next(&mut self, max: usize, cost: f64, overhead: f64) -> usize {
         if gains_nothing(max, cost, overhead) {
             return 0;
@@ -58,12 +59,12 @@ impl DraftLength {
         1
     }
 
-    /// Of a draft of `num_drafts` tokens the first `num_accepted` were accepted.
+    /// Records that the first `num_accepted` of `num_drafts` tokens were accepted.
     pub fn observe(&mut self, num_drafts: usize, num_accepted: usize) {
         for _ in 0..num_accepted {
             self.acceptance += NEWEST * (1.0 - self.acceptance);
         }
-        // Those behind the first that was rejected say nothing.
+        // Tokens after the first rejection say nothing.
         if num_accepted < num_drafts {
             self.acceptance -= NEWEST * self.acceptance;
             self.num_resting = self.rest;
@@ -86,12 +87,12 @@ impl DraftLength {
     }
 }
 
-/// At the price of a step even a draft that is always right gains nothing.
+/// Whether even a draft that is always right gains nothing, because it costs a step per token.
 fn gains_nothing(max: usize, cost: f64, overhead: f64) -> bool {
     max == 0 || cost + overhead / max as f64 >= 1.0
 }
 
-/// Cuts lengths so that they add up to at most `budget`: the longest first, of equals the last.
+/// Cuts lengths so that their sum is at most `budget`: the longest first, and of equals the last.
 pub fn share(mut budget: usize, lengths: &mut [usize]) {
     for level in 1..=lengths.iter().copied().max().unwrap_or(0) {
         for length in lengths.iter_mut().filter(|length| **length >= level) {
@@ -107,7 +108,7 @@ pub fn share(mut budget: usize, lengths: &mut [usize]) {
 mod tests {
     use super::*;
 
-    /// Lengths over `num_steps` in which each drafted token is accepted if `accepts` says so of its number.
+    /// The lengths of `num_steps` steps. `accepts` says of each drafted token, by its number, whether it is accepted.
     fn lengths(num_steps: usize, cost: f64, mut accepts: impl FnMut(usize) -> bool) -> Vec<usize> {
         let (mut length, mut num_verified) = (DraftLength::default(), 0);
         let mut step = || {
@@ -128,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_draft_that_is_right_grows_to_the_maximum() {
+    fn an_accepted_draft_grows_to_the_maximum() {
         let lengths = lengths(30, 0.5, |_| true);
         assert!(lengths[0] < 8, "{lengths:?}");
         assert!(lengths.is_sorted(), "{lengths:?}");
@@ -136,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_draft_that_is_wrong_is_only_probed_ever_more_rarely() {
+    fn a_rejected_draft_is_probed_ever_more_rarely() {
         let lengths = lengths(2000, 0.5, |_| false);
         let steps: Vec<usize> = (0..2000).filter(|&step| lengths[step] > 0).collect();
         let gaps: Vec<usize> = steps.windows(2).map(|pair| pair[1] - pair[0]).collect();
@@ -148,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_draft_that_becomes_right_is_found_by_a_probe() {
+    fn a_probe_finds_a_draft_that_becomes_right() {
         // Wrong for 12 tokens that were verified, then right.
         let lengths = lengths(3000, 0.5, |num_verified| num_verified >= 12);
         assert_eq!(lengths[2999], 8);
@@ -173,15 +174,15 @@ mod tests {
         ] {
             assert_eq!(after(acceptance, cost), expected, "acceptance {acceptance}, cost {cost}");
         }
-        assert_eq!(DraftLength::default().next(0, 0.05, 0.0), 0, "there may be no room");
+        assert_eq!(DraftLength::default().next(0, 0.05, 0.0), 0, "without room there is no draft");
         assert_eq!(DraftLength::default().next(8, 0.2, 0.0), 4);
         assert_eq!(
             DraftLength::default().next(8, 0.2, 2.0),
             1,
-            "a probe: it would have to be right more often"
+            "a probe: more tokens would not pay at this acceptance"
         );
-        assert_eq!(DraftLength::default().next(8, 0.5, 4.0), 0, "nor is there with this overhead");
-        assert_eq!(DraftLength::default().next(8, 1.0, 0.0), 0, "there is nothing to gain, and no probe");
+        assert_eq!(DraftLength::default().next(8, 0.5, 4.0), 0, "with this overhead there is no probe");
+        assert_eq!(DraftLength::default().next(8, 1.0, 0.0), 0, "without a possible gain there is no probe");
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! How other threads use an engine: [`start`], and an [`EngineHandle`] that every submission goes
-//! through. It validates, hashes and counts on the caller's thread; the rest happens on the engine's.
+//! How other threads use an engine: an [`EngineHandle`], through which every submission goes. It validates, hashes
+//! and counts on the caller's thread. The rest happens on the engine's thread.
 
 use std::{
     sync::{
@@ -25,7 +25,7 @@ use crate::{
     streams::{PrefillEvents, TokenStream},
 };
 
-/// Speaks to an engine. Cheap to clone.
+/// Sends commands to an engine. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct EngineHandle {
     pub(crate) state: Arc<HandleState>,
@@ -49,30 +49,30 @@ pub(crate) struct HandleState {
 /// Why a request was not accepted.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SubmitError {
-    /// Nothing will change that.
+    /// The request is invalid. Another attempt would fail as well.
     #[error(transparent)]
     Invalid(#[from] InvalidRequest),
-    /// Try again later, or elsewhere.
+    /// The queue is full. Try again later, or on another worker.
     #[error("{num_waiting} requests wait, of {max_waiting} that may")]
     Full {
-        /// Waiting now.
+        /// Waiting requests.
         num_waiting: usize,
         /// The limit.
         max_waiting: usize,
     },
-    /// Go elsewhere.
+    /// The engine ends. Try another worker.
     #[error("the engine is shutting down")]
     ShuttingDown,
 }
 
-/// The blocks of a prefilled prompt. They stay as they are until this is dropped, also when the
-/// prefill has ended, failed or was cancelled.
+/// The blocks of a prefilled prompt. They stay as they are until this is dropped, even when the prefill has ended,
+/// failed or was cancelled.
 #[derive(Debug)]
 pub struct HeldBlocks {
     _owner: DropCommand,
 }
 
-/// Blocks set aside for a prompt that is computed elsewhere, and a place to decode it. Dropping it
+/// Blocks set aside for a prompt that is computed elsewhere, and a slot to decode it. Dropping the reservation
 /// returns both.
 #[derive(Debug)]
 pub struct Reservation {
@@ -83,12 +83,12 @@ pub struct Reservation {
 }
 
 impl Reservation {
-    /// The sequence's block table: just enough for the KV of prompt and delivered output.
+    /// The sequence's block table: enough blocks for the KV of its prompt and its known output.
     pub fn blocks(&self) -> &[BlockId] {
         &self.blocks
     }
 
-    /// Blocks at the front that hold their KV already. They are shared: never write them.
+    /// Blocks at the front that already hold their KV. They are shared and must never be written.
     pub fn num_cached_blocks(&self) -> usize {
         self.num_cached_blocks
     }
@@ -100,12 +100,12 @@ impl EngineHandle {
         &self.state.storage
     }
 
-    /// Ids in requests are below this.
+    /// Token ids in requests are below this.
     pub fn vocab_size(&self) -> usize {
         self.state.vocab_size
     }
 
-    /// Longest sequence, prompt and output together: what the configuration allows and the pool can hold.
+    /// Longest sequence, prompt and output together: the limit of the configuration, or what the pool can hold.
     pub fn context_length(&self) -> usize {
         self.state.config.context_length
     }
@@ -121,14 +121,14 @@ impl EngineHandle {
         Ok(TokenStream { events, _cancel: cancel })
     }
 
-    /// Computes the prompt for another engine: ends after the first token, and keeps the blocks until
-    /// the [`HeldBlocks`] are dropped.
+    /// Computes the prompt for another engine. The sequence ends after its first token, and its blocks stay held
+    /// until the [`HeldBlocks`] are dropped.
     ///
     /// # Errors
     /// As [`generate`](Self::generate).
     pub fn prefill(&self, request: Request) -> Result<(PrefillEvents, HeldBlocks), SubmitError> {
         let layout = self.state.storage.layout();
-        // Every piece in an event of its own, the cached prefix, `Started` and the terminal one.
+        // One event for each piece, one for the cached prefix, `Started`, and the terminal one.
         let num_pieces = layout.num_blocks_for(request.num_known_tokens()) * layout.num_layers;
         let (sink, events) = Sink::new(num_pieces + 3);
         let cancel =
@@ -137,9 +137,9 @@ impl EngineHandle {
         Ok((PrefillEvents { events, _cancel: cancel }, HeldBlocks { _owner: owner }))
     }
 
-    /// Waits until there are blocks for a prompt that is computed elsewhere, and a place to decode it.
-    /// First come, first served, together with what [`generate`](Self::generate) and
-    /// [`prefill`](Self::prefill) queue. Dropping the future leaves the queue.
+    /// Waits until there are blocks for a prompt that is computed elsewhere, and a slot to decode it. First come,
+    /// first served, together with the requests of [`generate`](Self::generate) and [`prefill`](Self::prefill).
+    /// Dropping the future leaves the queue.
     ///
     /// # Errors
     /// As [`generate`](Self::generate).
@@ -156,12 +156,11 @@ impl EngineHandle {
         Ok(Reservation { owner, blocks, num_cached_blocks, max_events })
     }
 
-    /// Decodes after `first`, the KV of the whole prompt being in the reservation's blocks now. The
-    /// events are those after `first`: [`Finished`](crate::TokenEvent::Finished) at once if `first`
-    /// ends the sequence.
+    /// Decodes after `first`. The KV of the whole prompt is in the reservation's blocks now. The events are those
+    /// after `first`; if `first` ends the sequence, [`Finished`](crate::TokenEvent::Finished) comes at once.
     ///
     /// # Errors
-    /// When `first` is no token of this model, or the engine ends.
+    /// When `first` is not a token of this model, or the engine ends.
     pub fn decode(&self, reservation: Reservation, first: SampledToken) -> Result<TokenStream, SubmitError> {
         let vocab_size = self.state.vocab_size;
         if first.id as usize >= vocab_size {
@@ -182,40 +181,41 @@ impl EngineHandle {
         self.state.load.clone()
     }
 
-    /// The drafter's name, "ngram" or "draft", and what it has drafted; `None` without one.
+    /// The drafter's name, "ngram" or "draft", and its counts; `None` without a drafter.
     pub fn drafts(&self) -> Option<(&'static str, DraftCounts)> {
         self.state.drafter.map(|drafter| (drafter, self.state.draft_counters.read()))
     }
 
-    /// Tokens whose KV was computed here so far, drafts included.
+    /// Tokens whose KV this engine has computed so far, drafts included.
     pub fn num_computed_tokens(&self) -> u64 {
         self.state.progress.num_computed.load(Ordering::Relaxed)
     }
 
-    /// About what a prompt of so many tokens takes to compute by itself, by what steps took; `None` before the first.
+    /// Estimated time to compute a prompt of `num_tokens` tokens alone, from measured steps; `None` before the first
+    /// step.
     pub fn prefill_time(&self, num_tokens: usize) -> Option<Duration> {
         let rate = self.prefill_rate()?;
         Duration::try_from_secs_f64(num_tokens as f64 / rate).ok()
     }
 
-    /// Tokens a second of a prompt that is computed by itself; `None` before the first step.
+    /// Tokens per second of a prompt that is computed alone; `None` before the first step.
     pub fn prefill_rate(&self) -> Option<f64> {
         let rate = f64::from_bits(self.state.progress.prefill_rate.load(Ordering::Relaxed));
         (rate > 0.0).then_some(rate)
     }
 
-    /// Whether everything that was given out is back and the pool's books are right. What was dropped
-    /// before the call counts as returned.
+    /// Checks that everything was returned and that the block accounting is right. What was dropped before the call
+    /// counts as returned.
     ///
     /// # Errors
-    /// When something is missing or wrong.
+    /// When something was not returned or the accounting is wrong.
     pub async fn check_idle_integrity(&self) -> Result<PoolReport, IdleError> {
         let (reply, report) = oneshot::channel();
         self.state.commands.send(Command::CheckIdle(reply)).map_err(|_| IdleError::Ended)?;
         report.await.map_err(|_| IdleError::Ended)?
     }
 
-    /// Takes nothing new, ends every stream, then the thread.
+    /// Accepts no more requests, ends every stream, then the thread.
     pub fn shutdown(&self) {
         self.state.is_closing.store(true, Ordering::Release);
         let _ = self.state.commands.send(Command::Shutdown);
@@ -258,7 +258,7 @@ impl EngineHandle {
         self.state.commands.send(command).map_err(|_| SubmitError::ShuttingDown)
     }
 
-    /// The start, every token that is left to the request, a draft before each, and the terminal event.
+    /// `Started`, each remaining token with a draft before it, and the terminal event.
     fn max_token_events(&self, request: &Request) -> usize {
         let max_num_tokens = request.max_num_tokens(self.state.config.context_length);
         2 * max_num_tokens.saturating_sub(request.num_known_tokens()) + 2

@@ -1,22 +1,28 @@
-//! The engine: one thread that advances many sequences, a step at a time.
+//! The engine: one thread that advances many sequences, one step at a time.
 //!
 //! In reading order:
-//! - [`block_pool`]: who owns which KV block, and the prefix cache;
-//! - [`sequence`], [`plan`] and [`scheduler`]: which tokens are computed in the next step, decided purely;
-//! - `step_time`: what steps take, and how much of prompts fits beside decodes;
+//! - [`block_pool`]: the owners of KV blocks, and the prefix cache;
+//! - [`sequence`], [`plan`] and [`scheduler`]: which tokens the next step computes, decided purely;
+//! - `step_time`: how long steps take, and how many prompt tokens fit beside decodes;
 //! - [`sampler`]: from logits to a token;
-//! - [`speculation`]: who drafts tokens, and how many;
-//! - `live`: the requests under way, from submission to their terminal event;
-//! - `compute`: plans as batches, and the calls of an executor;
+//! - [`draft_length`]: how many tokens to draft for a sequence;
+//! - [`events`] and `streams`: what the engine says about a request;
+//! - `status`: what the engine publishes about itself;
+//! - `command`: what other threads ask of the engine thread;
+//! - `live`: the running requests, from submission to their terminal event;
+//! - `execution` and `batch`: calls of an executor, and what it computes for a plan;
+//! - [`speculation`]: which tokens are drafted;
 //! - `step_loop`: the thread that owns all of the above and an [`Executor`](baton_model::Executor);
-//! - [`handle`] and [`events`]: how other threads talk to it.
+//! - [`handle`] and `prefix`: how other threads use the engine;
+//! - `start`: how an engine starts.
 //!
-//! One loop serves both phases and every role. A step has no "prefill mode": each sequence has
-//! computed tokens and tokens, and a step lets the former catch up with the latter under a budget.
-//! A prefill worker's sequences end after their first token with the blocks held; a decode worker's
-//! arrive with their blocks computed.
+//! A module uses only modules above it in this list.
 //!
-//! The engine does not know the network, protocol messages, text, or how blocks travel.
+//! One loop serves both phases and every role. A step has no "prefill mode": each sequence has tokens and computed
+//! tokens, and a step lets the latter catch up with the former under a budget. On a prefill worker a sequence ends
+//! after its first token, and its blocks stay held. On a decode worker a sequence arrives with its prompt computed.
+//!
+//! The engine does not know the network, protocol messages, text, or how blocks are transferred.
 
 // Two calls of an executor need unsafe code; each says why.
 #![deny(unsafe_code)]

@@ -1,5 +1,5 @@
-//! The requests that an engine works on, from submission to their terminal event: what is planned for
-//! them, what is drawn from their logits, and who is told. It knows neither threads nor the executor.
+//! The requests that an engine works on, from submission to their terminal event: what is planned for them, which
+//! tokens are sampled, and which events their readers get. It does not know threads or the executor.
 //!
 //! Dropping a live request tells its reader; see [`Sink`].
 
@@ -27,7 +27,7 @@ pub(crate) struct LiveRequests {
     pub(crate) scheduler: Scheduler,
     requests: HashMap<SequenceId, LiveRequest>,
     sampler: Sampler,
-    /// Of one sequence in one step; reused.
+    /// The tokens of one sequence in one step; reused.
     sampled: Sampled,
     draft_counters: Arc<DraftCounters>,
     context_length: usize,
@@ -39,15 +39,15 @@ struct LiveRequest {
     history: TokenHistory,
     reply: ReplyChannel,
     draft_length: DraftLength,
-    /// Until it is admitted.
+    /// Held until admission.
     ticket: Option<QueueSlot>,
 }
 
-/// What followed a chunk.
+/// The tokens sampled after a chunk.
 #[derive(Debug, Default)]
 struct Sampled {
     tokens: Vec<SampledToken>,
-    /// Of them, so many at the front were drafted.
+    /// So many of them at the front were drafted.
     num_accepted: usize,
 }
 
@@ -83,7 +83,7 @@ impl LiveRequests {
 
     /// Lets a reservation decode after `first`.
     pub(crate) fn start_decode(&mut self, id: SequenceId, first: u32, sink: Sink<TokenEvent>) {
-        let live = self.requests.get_mut(&id).expect("a reservation lives until it is released or used");
+        let live = self.requests.get_mut(&id).expect("a reservation is live until it is released or used");
         live.reply = ReplyChannel::Tokens(sink);
         self.scheduler.start_decode(id, first);
         live.history.push(first);
@@ -92,7 +92,7 @@ impl LiveRequests {
         }
     }
 
-    /// The reader has left.
+    /// Cancels a request whose reader is gone.
     pub(crate) fn cancel(&mut self, id: SequenceId) {
         if let Some(live) = self.requests.remove(&id) {
             tracing::debug!(request = live.request.id, sequence = %id, "cancelled");
@@ -100,16 +100,16 @@ impl LiveRequests {
         }
     }
 
-    /// The holder of its blocks has left.
+    /// Releases blocks whose holder is gone.
     pub(crate) fn release(&mut self, id: SequenceId) {
         self.scheduler.release(id);
-        // A reservation is over with this; a prefill goes on for its reader.
+        // This ends a reservation. A prefill continues for its reader.
         if self.requests.get(&id).is_some_and(|live| matches!(live.reply, ReplyChannel::Reservation(_))) {
             self.requests.remove(&id);
         }
     }
 
-    /// Ends everything with `error`.
+    /// Ends every request with `error`.
     pub(crate) fn fail_all(&mut self, error: &EngineError) {
         for (_, live) in self.requests.drain() {
             live.reply.fail(error.clone());
@@ -138,17 +138,17 @@ impl LiveRequests {
         }
     }
 
-    /// Decides the next step. Those that it admits give up their places in the queue.
+    /// Decides the next step. Admitted requests give up their slots in the queue.
     pub(crate) fn plan(&mut self, plan: &mut StepPlan) {
         self.scheduler.step(plan);
         for admission in &plan.admitted {
-            self.requests.get_mut(&admission.id).expect("who waits is alive").ticket = None;
+            self.requests.get_mut(&admission.id).expect("a waiting request is live").ticket = None;
         }
     }
 
     pub(crate) fn tell_admitted(&mut self, admission: &Admission) {
-        let live = self.requests.get_mut(&admission.id).expect("who waits is alive");
-        let sequence = self.scheduler.sequence(admission.id).expect("it was admitted");
+        let live = self.requests.get_mut(&admission.id).expect("a waiting request is live");
+        let sequence = self.scheduler.sequence(admission.id).expect("an admitted sequence holds blocks");
         match &mut live.reply {
             ReplyChannel::Prefill(sink) => {
                 let cached_tokens = sequence.num_cached_tokens().min(live.request.prompt.len());
@@ -178,7 +178,7 @@ impl LiveRequests {
         }
     }
 
-    /// Whom to tell what becomes of a sequence.
+    /// Where the events of a sequence go.
     pub(crate) fn reply(&self, id: SequenceId) -> &ReplyChannel {
         &self.requests[&id].reply
     }
@@ -190,7 +190,7 @@ impl LiveRequests {
         live.draft_length.next(max.min(sequence.max_num_drafts()), cost, overhead)
     }
 
-    /// Whether that is 0.
+    /// Whether [`draft_length`](Self::draft_length) would be 0.
     pub(crate) fn draft_is_resting(&self, id: SequenceId, max: usize, cost: f64, overhead: f64) -> bool {
         let sequence = self.scheduler.sequence(id).expect("planned sequences run");
         self.requests[&id].draft_length.rests(max.min(sequence.max_num_drafts()), cost, overhead)
@@ -201,25 +201,25 @@ impl LiveRequests {
         self.requests[&id].history.num_output_tokens()
     }
 
-    /// Whether the request of a sequence lets its tokens be drafted.
+    /// Whether the request of a sequence allows drafts.
     pub(crate) fn may_draft(&self, id: SequenceId) -> bool {
         self.requests[&id].request.speculation == SpeculationMode::Auto
     }
 
-    /// How the next token of a draft is drawn: as if it were the target's, but that nobody asks how likely it is.
+    /// Sampling of the next draft token: the same as the target's, without log-probabilities.
     pub(crate) fn draft_sampling(&self, id: SequenceId) -> TokenSampling<'_> {
         let live = &self.requests[&id];
         TokenSampling { logprobs: None, ..live.history.sampling(&live.request.sampling) }
     }
 
-    /// The same of the token after that, which is still to be counted.
+    /// Sampling of the draft token after the next one, which is not counted yet.
     pub(crate) fn draft_sampling_after_next(&self, id: SequenceId) -> TokenSampling<'_> {
         let live = &self.requests[&id];
         TokenSampling { logprobs: None, ..live.history.sampling_after_next(&live.request.sampling) }
     }
 
-    /// Drafts the token that was drawn so, or is to be; whether it makes sense to draft on. Until
-    /// [`end_draft`](Self::end_draft) the draft counts as output.
+    /// Appends to the draft the token of `answer`, sampled with [`draft_sampling`](Self::draft_sampling). Returns
+    /// whether to draft on. The draft counts as output until [`end_draft`](Self::end_draft).
     pub(crate) fn sample_draft(&mut self, id: SequenceId, answer: SampledRow<'_>) -> bool {
         let live = self.requests.get_mut(&id).expect("planned sequences live");
         let token = match answer {
@@ -234,14 +234,14 @@ impl LiveRequests {
         live.finish_after(token, self.context_length).is_none()
     }
 
-    /// The draft is complete.
+    /// Completes the draft: it counts as output no longer.
     pub(crate) fn end_draft(&mut self, id: SequenceId) {
         let live = self.requests.get_mut(&id).expect("planned sequences live");
         let sequence = self.scheduler.sequence(id).expect("planned sequences run");
         sequence.draft().iter().rev().for_each(|&token| live.history.pop(token));
     }
 
-    /// How the tokens of a plan are drawn: after each token that is followed by one that is drawn, in their order.
+    /// The samplings of a plan, in the order of its logits: one after each token that a sampled token follows.
     pub(crate) fn samplings<'a>(&'a self, plan: &'a StepPlan) -> impl Iterator<Item = TokenSampling<'a>> {
         plan.chunks.iter().filter(|chunk| chunk.wants_token).flat_map(|chunk| {
             let live = &self.requests[&chunk.id];
@@ -250,7 +250,7 @@ impl LiveRequests {
         })
     }
 
-    /// How the tokens of a plan are drawn that was decided before those before them are known ([`Scheduler::step_ahead`]).
+    /// The samplings of a plan that was decided before the tokens before it are known ([`Scheduler::step_ahead`]).
     pub(crate) fn samplings_ahead<'a>(
         &'a self,
         next: &'a StepPlan,
@@ -261,29 +261,29 @@ impl LiveRequests {
         })
     }
 
-    /// Whether anybody is still to be told of a token of the plan.
+    /// Whether a request of the plan is still live.
     pub(crate) fn any_lives(&self, plan: &StepPlan) -> bool {
         plan.chunks.iter().any(|chunk| self.requests.contains_key(&chunk.id))
     }
 
-    /// The plan's tokens are computed, and there is an answer for each that is to be drawn after: tells the readers.
+    /// The plan's tokens are computed, and `answers` has a row for each wanted token. Samples and tells the readers.
     pub(crate) fn advance<'a>(&mut self, plan: &StepPlan, mut answers: impl Iterator<Item = SampledRow<'a>>) {
         self.scheduler.advance(plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
             let mut rows = answers.by_ref().take(chunk.num_drafts + 1);
-            // One that was launched ahead may have ended since.
+            // A sequence of a step ahead may have ended since.
             if self.requests.contains_key(&chunk.id) {
                 let outcome = self.sample(chunk.id, &mut rows);
                 self.tell_sampled(chunk, outcome);
             }
             rows.for_each(drop);
         }
-        debug_assert!(answers.next().is_none(), "no row that nobody wants");
+        debug_assert!(answers.next().is_none(), "every row is wanted");
     }
 
-    /// Collects in `drawn` the token after each row, as long as the draft had the one before. Each is drawn
-    /// as it would be without a draft: from the same logits, after the same tokens, with the same random
-    /// number. So a draft changes how many tokens a step yields, and not which.
+    /// Collects in `sampled` the token after each row, as long as the draft had the one before. Each is sampled as
+    /// without a draft: from the same logits, after the same tokens, with the same random number. So a draft changes
+    /// how many tokens a step yields, not which.
     fn sample<'a>(
         &mut self,
         id: SequenceId,
@@ -307,7 +307,7 @@ impl LiveRequests {
                 return Ok(finish);
             }
         }
-        unreachable!("nothing is drafted to follow the last row")
+        unreachable!("no draft token follows the last row")
     }
 
     fn tell_sampled(&mut self, chunk: &Chunk, outcome: Result<Option<FinishReason>, InvalidLogits>) {
@@ -353,14 +353,14 @@ impl LiveRequests {
 
     fn fail(&mut self, id: SequenceId) {
         let live = self.end(id);
-        tracing::warn!(request = live.request.id, "the logits are not finite");
+        tracing::warn!(request = live.request.id, "request failed: the model's logits are not finite");
         live.reply.fail(EngineError::InvalidLogits);
     }
 
-    /// Forgets a sequence here and in the scheduler; its reader is still to be told.
+    /// Removes a sequence here and from the scheduler. The caller tells its reader.
     fn end(&mut self, id: SequenceId) -> LiveRequest {
         self.scheduler.end(id);
-        self.requests.remove(&id).expect("it ends once")
+        self.requests.remove(&id).expect("a request ends once")
     }
 
     pub(crate) fn num_live(&self) -> usize {
@@ -369,7 +369,7 @@ impl LiveRequests {
 }
 
 impl LiveRequest {
-    /// Why the sequence ends with `token`, its newest, if it does.
+    /// The reason to end the sequence after `token`, its newest, if there is one.
     fn finish_after(&self, token: u32, context_length: usize) -> Option<FinishReason> {
         self.request.finish_after(self.history.num_output_tokens(), token, context_length)
     }
@@ -380,7 +380,7 @@ impl ReplyChannel {
         match self {
             ReplyChannel::Tokens(sink) => sink.end(TokenEvent::Failed(error)),
             ReplyChannel::Prefill(sink) => sink.end(PrefillEvent::Failed(error)),
-            // Its future says that the engine is shutting down.
+            // The future of the reservation reports a shutdown.
             ReplyChannel::Reservation(_) => {}
         }
     }

@@ -1,5 +1,5 @@
-//! Prefixes that travel: what the cache has of one is held while another engine is given it, and what another engine
-//! gives is cached here.
+//! Prefixes that move between engines. The cached blocks of a prefix are held while another engine reads them, and a
+//! prefix from another engine is cached here.
 
 use baton_kv_cache::{BlockHash, BlockId, HashRoot};
 use tokio::sync::oneshot;
@@ -12,7 +12,7 @@ use crate::{
     sequence::SequenceId,
 };
 
-/// Cached blocks of a prefix. They stay as they are until this is dropped.
+/// Held blocks of a cached prefix. They stay as they are until this is dropped.
 #[derive(Debug)]
 pub struct CachedPrefix {
     _owner: DropCommand,
@@ -26,7 +26,7 @@ impl CachedPrefix {
     }
 }
 
-/// Blocks set aside for a prefix that another engine has. Dropping it returns them.
+/// Blocks set aside for a prefix of another engine. Dropping the reservation returns them.
 #[derive(Debug)]
 pub struct PrefixReservation {
     owner: DropCommand,
@@ -41,15 +41,15 @@ impl PrefixReservation {
         &self.blocks
     }
 
-    /// Blocks at the front that are cached already. They are shared: never write them.
+    /// Blocks at the front that are already cached. They are shared and must never be written.
     pub fn num_cached_blocks(&self) -> usize {
         self.num_cached_blocks
     }
 }
 
 impl EngineHandle {
-    /// Takes hold of what is cached of a request's known tokens. It waits for nothing but the engine's current step,
-    /// and computes nothing.
+    /// Holds the cached part of a request's known tokens. It waits only for the engine's current step, and computes
+    /// nothing.
     ///
     /// # Errors
     /// When the request is invalid, or the engine ends.
@@ -60,8 +60,8 @@ impl EngineHandle {
         Ok(CachedPrefix { _owner: owner, blocks })
     }
 
-    /// Sets blocks aside for the first `num_tokens` known tokens of a request, in full blocks. `None` when they are not
-    /// to be had at once without harm to those that run or wait here.
+    /// Sets blocks aside for the first `num_tokens` known tokens of a request, in full blocks. `None` when they are
+    /// not free at once, or when running or waiting sequences here need them.
     ///
     /// # Errors
     /// As [`hold_cached`](Self::hold_cached).
@@ -82,14 +82,14 @@ impl EngineHandle {
         }))
     }
 
-    /// The KV of the whole prefix is in the reservation's blocks now: whoever comes finds them in the prefix cache.
+    /// Enters the prefix into the prefix cache. Its KV is in the reservation's blocks now.
     pub fn cache_prefix(&self, reservation: PrefixReservation) {
         let PrefixReservation { owner, hashes, .. } = reservation;
-        // Fails when the engine has ended, and with it its cache. Dropping the owner releases the blocks after that.
+        // Fails when the engine, and so its cache, has ended. Dropping the owner then releases the blocks.
         let _ = self.send(Command::CachePrefix { id: owner.id, hashes });
     }
 
-    /// Tokens at the front of a request that the prefix cache may supply: full blocks, the last token being left to
+    /// Tokens at the front of a request that the prefix cache may supply, in full blocks. The last token is left to
     /// compute.
     pub fn num_sharable_tokens(&self, request: &Request) -> usize {
         let block_size = self.state.storage.layout().block_size;
@@ -110,7 +110,7 @@ impl EngineHandle {
         root.block_hashes(&tokens, self.state.storage.layout().block_size).collect()
     }
 
-    /// A question about blocks, and the duty to release what is answered.
+    /// Sends a command that replies with blocks. The returned owner releases them.
     async fn ask<T>(
         &self,
         command: impl FnOnce(SequenceId, oneshot::Sender<T>) -> Command,
@@ -118,7 +118,7 @@ impl EngineHandle {
         let id = self.next_id();
         let (reply, answer) = oneshot::channel();
         self.send(command(id, reply))?;
-        // From here on, also when nobody waits for the answer any more.
+        // Created before the reply, so that the blocks are released even when this future is dropped.
         let owner = DropCommand::new(id, self.state.commands.clone(), Command::Release);
         let answer = answer.await.map_err(|_| SubmitError::ShuttingDown)?;
         Ok((owner, answer))

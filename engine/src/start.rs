@@ -30,14 +30,14 @@ pub struct EngineThread {
     handle: EngineHandle,
 }
 
-/// Starts an engine on a thread of its own. It ends with [`EngineHandle::shutdown`], when its
+/// Starts an engine on a thread of its own. The engine ends with [`EngineHandle::shutdown`], when its
 /// [`EngineThread`] is dropped, or when an executor fails.
 ///
 /// # Errors
-/// When the configuration makes no sense, a draft model does not fit, or memory or a thread is refused.
+/// When the configuration is invalid, a draft model does not fit, or memory or a thread is refused.
 ///
 /// # Panics
-/// When a draft model's blocks have not the size of the executor's.
+/// When the blocks of a draft model do not have the size of the executor's.
 pub fn start(
     executor: Box<dyn Executor>,
     speculation: Option<Speculation>,
@@ -51,13 +51,13 @@ pub fn start(
     start_over(storage, executor, speculation, config)
 }
 
-/// The same over blocks that are there, such as those of a device.
+/// [`start`] over existing blocks, such as those of a device.
 ///
 /// # Errors
 /// As [`start`].
 ///
 /// # Panics
-/// As [`start`], and when `storage` has not the blocks of `config` in the layout of `executor`.
+/// As [`start`], and when `storage` does not have the blocks of `config` in the layout of `executor`.
 pub fn start_over(
     storage: BlockStorage,
     executor: Box<dyn Executor>,
@@ -111,7 +111,7 @@ impl EngineThread {
     /// Waits for the engine to end. Blocks the calling thread.
     ///
     /// # Errors
-    /// What ended it, when it was not a shutdown.
+    /// What ended the engine, if it was not a shutdown.
     pub fn join(mut self) -> Result<(), EngineError> {
         let thread = self.thread.take().expect("only join takes it");
         thread.join().unwrap_or_else(|panic| Err(EngineError::from_panic(&*panic)))

@@ -1,4 +1,5 @@
-//! An executor that draws tokens itself, and computes steps ahead: a client sees what it sees of any other.
+//! An executor that samples tokens itself and computes steps ahead. A client sees the same as with any other
+//! executor.
 
 mod support;
 
@@ -14,10 +15,10 @@ use baton_engine::{
 use baton_engine_testing::FakeModel;
 use baton_model::ExecuteError;
 use support::{
-    BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, drawing, engine, engine_of,
+    BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, engine, engine_of,
     handoff::hand_off,
     kinds::{read, requests},
-    request, sampling_draft, speculating,
+    request, sampling_draft, sampling_engine, speculating,
 };
 
 fn num(counter: &AtomicUsize) -> usize {
@@ -25,7 +26,7 @@ fn num(counter: &AtomicUsize) -> usize {
 }
 
 #[tokio::test]
-async fn what_a_client_sees_does_not_depend_on_who_draws() {
+async fn a_client_sees_the_same_when_the_executor_samples() {
     let model = FakeModel { vocab_size: 3, ..FakeModel::new(BLOCK_SIZE) };
     let (_, plain) = engine_of(model, config(), |_| Ok(()));
     let mut expected = Vec::new();
@@ -39,7 +40,7 @@ async fn what_a_client_sees_does_not_depend_on_who_draws() {
         let errs = FakeModel { errs_in: Some(4), ..model };
         for drafter in [None, Some(Drafter::Ngram), Some(draft(errs)), Some(sampling_draft(errs).0)] {
             let config = EngineConfig { num_blocks, max_running, token_budget, ..config() };
-            let (engine, _) = drawing(model, drafter, config, |_| Ok(()));
+            let (engine, _) = sampling_engine(model, drafter, config, |_| Ok(()));
             let streams: Vec<_> =
                 requests().into_iter().map(|request| engine.generate(request).expect("accepted")).collect();
             for (idx, (stream, expected)) in streams.into_iter().zip(&expected).enumerate() {
@@ -56,7 +57,7 @@ async fn what_a_client_sees_does_not_depend_on_who_draws() {
 async fn every_step_but_the_first_is_launched_ahead() {
     let model = FakeModel::new(BLOCK_SIZE);
     for max_tokens in [1, 2, 30] {
-        let (engine, num_ahead) = drawing(model, None, config(), |_| Ok(()));
+        let (engine, num_ahead) = sampling_engine(model, None, config(), |_| Ok(()));
         let output = engine.generate_all(request(&[1, 2, 3, 4, 5], max_tokens)).await;
         assert_eq!(output.tokens, model.greedy(&[1, 2, 3, 4, 5], max_tokens as usize));
         assert_eq!(num(&num_ahead), max_tokens as usize - 1, "none in vain");
@@ -66,7 +67,7 @@ async fn every_step_but_the_first_is_launched_ahead() {
 }
 
 #[tokio::test]
-async fn a_draft_model_that_draws_is_ahead_of_its_tokens() {
+async fn a_draft_model_that_samples_computes_ahead_of_its_tokens() {
     let model = FakeModel::new(BLOCK_SIZE);
     let kinds = [
         SamplingParams::default(),
@@ -76,7 +77,7 @@ async fn a_draft_model_that_draws_is_ahead_of_its_tokens() {
     for sampling in kinds {
         let (drafter, num_ahead) = sampling_draft(model);
         let (_, plain) = engine(config());
-        let (engine, _) = drawing(model, Some(drafter), config(), |_| Ok(()));
+        let (engine, _) = sampling_engine(model, Some(drafter), config(), |_| Ok(()));
         let sampling = SamplingParams { max_tokens: 120, ..sampling };
         let request = Request { sampling, ..request(&[7, 8], 0) };
         let output = engine.generate_all(request.clone()).await;
@@ -91,16 +92,16 @@ async fn a_draft_model_that_draws_is_ahead_of_its_tokens() {
 }
 
 #[tokio::test]
-async fn steps_without_drafts_are_launched_ahead_all_the_same() {
+async fn steps_without_drafts_are_launched_ahead_with_a_drafter() {
     let model = FakeModel::new(BLOCK_SIZE);
     let wrong = || sampling_draft(FakeModel { errs_in: Some(1), ..model }).0;
     let off = Request { speculation: SpeculationMode::Off, ..request(&[1, 2, 3], 60) };
-    let (engine, num_ahead) = drawing(model, Some(wrong()), config(), |_| Ok(()));
+    let (engine, num_ahead) = sampling_engine(model, Some(wrong()), config(), |_| Ok(()));
     assert_eq!(engine.generate_all(off).await.tokens, model.greedy(&[1, 2, 3], 60));
     assert_eq!(num(&num_ahead), 59);
 
-    // Drafts that do not pay are tried again ever more rarely: those steps follow the one before.
-    let (engine, num_ahead) = drawing(model, Some(wrong()), config(), |_| Ok(()));
+    // Drafts that do not pay are probed ever more rarely. Those steps are not launched ahead.
+    let (engine, num_ahead) = sampling_engine(model, Some(wrong()), config(), |_| Ok(()));
     let output = engine.generate_all(request(&[1, 2, 3], 300)).await;
     assert_eq!(output.tokens, model.greedy(&[1, 2, 3], 300));
     let (_, counts) = engine.drafts().expect("it has a drafter");
@@ -108,10 +109,10 @@ async fn steps_without_drafts_are_launched_ahead_all_the_same() {
     assert!((250..299).contains(&num(&num_ahead)), "{} of 300 steps", num(&num_ahead));
     engine.check_whole().await;
 
-    // As many sequences as a step with drafts may have tokens. None has ended when the last one comes.
+    // As many sequences as a step with drafts may have tokens. None ends before the last one is submitted.
     let config = EngineConfig { max_running: MAX_STEP_TOKENS, num_blocks: 2048, ..config() };
     let (let_go, gate) = mpsc::channel::<()>();
-    let (engine, num_ahead) = drawing(model, Some(sampling_draft(model).0), config, move |_| {
+    let (engine, num_ahead) = sampling_engine(model, Some(sampling_draft(model).0), config, move |_| {
         let _ = gate.recv();
         Ok(())
     });
@@ -127,24 +128,24 @@ async fn steps_without_drafts_are_launched_ahead_all_the_same() {
 }
 
 #[tokio::test]
-async fn a_step_is_launched_ahead_where_nothing_can_be_looked_up_after_it() {
-    // So many tokens that none of the text comes twice after the same one.
+async fn a_step_is_launched_ahead_where_lookup_finds_nothing_after_it() {
+    // The vocabulary is so large that no token of the text follows the same token twice.
     let model = FakeModel { vocab_size: 512, ..FakeModel::new(BLOCK_SIZE) };
-    let (engine, num_ahead) = drawing(model, Some(Drafter::Ngram), config(), |_| Ok(()));
+    let (engine, num_ahead) = sampling_engine(model, Some(Drafter::Ngram), config(), |_| Ok(()));
     let text = [vec![1, 2, 3], model.greedy(&[1, 2, 3], 60)].concat();
     assert_eq!(engine.generate_all(request(&text[..3], 60)).await.tokens, text[3..]);
     assert_eq!(engine.drafts(), Some(("ngram", DraftCounts::default())));
-    // Of the token that the step computes before, which is the newest that is known.
+    // Occurrences of the newest known token, which the step before computes.
     let is_new = |&idx: &usize| !text[..idx].contains(&text[idx]);
     let expected = (2..text.len() - 2).filter(is_new).count();
     assert!((40..59).contains(&expected), "of 59");
     assert_eq!(num(&num_ahead), expected);
     engine.check_whole().await;
 
-    // So few that some do: no draft is lost for steps that are launched ahead between.
+    // The vocabulary is so small that some do. Steps launched ahead between drafts lose no draft.
     let model = FakeModel { vocab_size: 10, ..model };
     let never_ahead = speculating(model, Drafter::Ngram, config());
-    let (engine, num_ahead) = drawing(model, Some(Drafter::Ngram), config(), |_| Ok(()));
+    let (engine, num_ahead) = sampling_engine(model, Some(Drafter::Ngram), config(), |_| Ok(()));
     for (first, temperature) in (0..10).flat_map(|first| [(first, 0.0), (first, 1.0)]) {
         let sampling = SamplingParams { max_tokens: 40, temperature, ..SamplingParams::default() };
         let request = Request { sampling, ..request(&[first, 7, 8], 0) };
@@ -158,13 +159,13 @@ async fn a_step_is_launched_ahead_where_nothing_can_be_looked_up_after_it() {
 }
 
 #[tokio::test]
-async fn a_stop_is_computed_beyond_once_and_its_blocks_return() {
+async fn one_step_is_computed_beyond_a_stop_and_its_blocks_return() {
     let model = FakeModel::new(BLOCK_SIZE);
     let free = model.greedy(&[7, 8], 20);
     for num_tokens in 1..12 {
         let stop = free[num_tokens - 1];
         let expected = 1 + free.iter().position(|&token| token == stop).expect("it is there");
-        let (engine, num_ahead) = drawing(model, None, config(), |_| Ok(()));
+        let (engine, num_ahead) = sampling_engine(model, None, config(), |_| Ok(()));
         let mut stopping = request(&[7, 8], 20);
         stopping.sampling.stop_token_ids = vec![stop];
         let output = engine.generate_all(stopping).await;
@@ -188,7 +189,7 @@ async fn penalties_count_tokens_that_are_not_known_yet() {
         ..request(&[7, 8], 40)
     };
     let (_, plain) = engine(config());
-    let (engine, num_ahead) = drawing(model, None, config(), |_| Ok(()));
+    let (engine, num_ahead) = sampling_engine(model, None, config(), |_| Ok(()));
     let expected = plain.generate_all(penalised.clone()).await.tokens;
     assert_ne!(expected, model.greedy(&[7, 8], 40));
     assert_eq!(engine.generate_all(penalised).await.tokens, expected);
@@ -196,14 +197,14 @@ async fn penalties_count_tokens_that_are_not_known_yet() {
 }
 
 #[tokio::test]
-async fn bad_logits_end_their_sequence_and_no_other() {
+async fn invalid_logits_end_only_their_sequence() {
     let good = FakeModel::new(BLOCK_SIZE);
     let prompt = [3, 1, 4, 1, 5];
     let tokens = good.greedy(&prompt, 12);
     let model = FakeModel { nan_after: Some(tokens[6]), ..good };
     let first = tokens.iter().position(|&token| token == tokens[6]).expect("it is there");
-    let (engine, _) = drawing(model, None, config(), |_| Ok(()));
-    // Another that meets no such token in time.
+    let (engine, _) = sampling_engine(model, None, config(), |_| Ok(()));
+    // Another prompt, which does not reach such a token.
     let other = (0..64)
         .map(|token| vec![token, 9])
         .find(|other| !good.greedy(other, 30).contains(&tokens[6]) && !other.contains(&tokens[6]))
@@ -219,10 +220,10 @@ async fn bad_logits_end_their_sequence_and_no_other() {
 }
 
 #[tokio::test]
-async fn a_prompt_is_handed_off_between_executors_that_draw() {
+async fn a_prompt_is_handed_off_between_executors_that_sample() {
     let model = FakeModel::new(BLOCK_SIZE);
-    let (p, _) = drawing(model, None, EngineConfig { token_budget: 6, ..config() }, |_| Ok(()));
-    let (d, num_ahead) = drawing(model, None, config(), |_| Ok(()));
+    let (p, _) = sampling_engine(model, None, EngineConfig { token_budget: 6, ..config() }, |_| Ok(()));
+    let (d, num_ahead) = sampling_engine(model, None, config(), |_| Ok(()));
     for num_prompt in [1, 4, 9, 21] {
         let prompt: Vec<u32> = (0..num_prompt).map(|idx| (idx * idx + 5) % 64).collect();
         let (output, _) = hand_off(&p, &d, request(&prompt, 10)).await;
@@ -234,10 +235,10 @@ async fn a_prompt_is_handed_off_between_executors_that_draw() {
 }
 
 #[tokio::test]
-async fn a_reader_that_leaves_stops_what_is_ahead() {
+async fn a_dropped_stream_stops_the_step_ahead() {
     let (let_go, gate) = mpsc::channel();
     let model = FakeModel::new(BLOCK_SIZE);
-    let (engine, _) = drawing(model, None, config(), move |_| {
+    let (engine, _) = sampling_engine(model, None, config(), move |_| {
         let _ = gate.recv();
         Ok(())
     });
@@ -257,7 +258,7 @@ async fn a_reader_that_leaves_stops_what_is_ahead() {
 #[tokio::test]
 async fn a_failure_while_collecting_ends_the_engine() {
     let mut num_left = 4;
-    let (engine, _) = drawing(FakeModel::new(BLOCK_SIZE), None, config(), move |_| {
+    let (engine, _) = sampling_engine(FakeModel::new(BLOCK_SIZE), None, config(), move |_| {
         num_left -= 1;
         let failed = ExecuteError { device: "fake".into(), message: "lost".into() };
         if num_left > 0 { Ok(()) } else { Err(failed) }

@@ -1,5 +1,5 @@
-//! The pool and the scheduler under random operations: the books are right after each one, no plan
-//! breaks a limit, and everything that was added ends.
+//! The pool and the scheduler under random operations: the accounting is right after each one, no plan breaks a
+//! limit, and every added sequence ends.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -17,7 +17,7 @@ use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
 enum PoolOperation {
-    /// A new owner of so many new blocks, after the cached prefix of a text.
+    /// A new owner of so many new blocks, which follow the cached prefix of a text.
     Allocate {
         text: u32,
         num_blocks: usize,
@@ -48,7 +48,7 @@ proptest! {
     fn a_pool_keeps_its_books(operations in prop::collection::vec(pool_operation(), 1..120)) {
         let mut pool = BlockPool::new(12);
         let mut owners: Vec<(u32, Vec<BlockId>)> = Vec::new();
-        // What an eviction or a wrong hit would change: the last hash declared for each block.
+        // The last hash declared for each block. An eviction or a wrong hit would change it.
         let mut contents: HashMap<BlockId, BlockHash> = HashMap::new();
         for operation in operations {
             match operation {
@@ -101,7 +101,7 @@ proptest! {
 }
 
 #[test]
-fn wrong_books_are_noticed() {
+fn wrong_accounting_is_noticed() {
     let mut pool = BlockPool::new(4);
     let block = pool.allocate().expect("there are four");
     let error = pool.check_integrity([]).expect_err("the owner is missing");
@@ -119,7 +119,7 @@ enum Operation {
         num_output: usize,
     },
     Step,
-    /// With drafts of so many tokens, of which so many are right.
+    /// A step with drafts of so many tokens, of which so many are right.
     Draft {
         num_drafts: usize,
         num_right: usize,
@@ -160,7 +160,7 @@ fn config() -> impl Strategy<Value = SchedulerConfig> {
     )
 }
 
-/// What a step takes.
+/// Duration of a step.
 fn time_of(num_tokens: usize) -> Duration {
     Duration::from_millis(4 + num_tokens as u64)
 }
@@ -192,7 +192,7 @@ fn prompts_beside_decodes_come_in_chunks_that_keep_the_target() {
         scheduler.advance(&plan);
         scheduler.observe(&plan, elapsed);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
-            scheduler.push_token(chunk.id, DRAWN);
+            scheduler.push_token(chunk.id, SAMPLED);
         }
         num_steps += 1;
         longest = longest.max(elapsed);
@@ -202,12 +202,12 @@ fn prompts_beside_decodes_come_in_chunks_that_keep_the_target() {
     }
     assert!(longest <= 2 * itl_target, "{longest:?} while learning");
     assert!(longest_late <= itl_target + itl_target / 10, "{longest_late:?}");
-    // 35 tokens fit beside one that decodes: it is not kept by doing little.
+    // 35 tokens fit beside one decode: the target is not kept by computing little.
     assert!((80..130).contains(&num_steps), "{num_steps} steps for 3000 tokens");
 }
 
-/// What every sequence draws.
-const DRAWN: u32 = 9;
+/// The token that is sampled for every sequence.
+const SAMPLED: u32 = 9;
 
 /// The engine around the scheduler, without threads.
 struct Driver {
@@ -215,7 +215,7 @@ struct Driver {
     scheduler: Scheduler,
     plan: StepPlan,
     next_id: u64,
-    /// Longest length and role of what has not ended.
+    /// The greatest length and the role of each sequence that has not ended.
     alive: BTreeMap<SequenceId, (usize, SequenceRole)>,
     granted: Vec<SequenceId>,
     holds: Vec<SequenceId>,
@@ -251,7 +251,7 @@ impl Driver {
             Operation::Step => self.step(&[]),
             Operation::Draft { num_drafts, num_right } => {
                 let wrong = num_drafts.saturating_sub(num_right);
-                self.step(&[vec![DRAWN; num_drafts - wrong], vec![DRAWN + 1; wrong]].concat());
+                self.step(&[vec![SAMPLED; num_drafts - wrong], vec![SAMPLED + 1; wrong]].concat());
             }
             Operation::Decode(idx) if !self.granted.is_empty() => {
                 let id = self.granted.swap_remove(idx % self.granted.len());
@@ -265,7 +265,7 @@ impl Driver {
                     || (role == SequenceRole::Decode && self.scheduler.sequence(id).is_none())
                 {
                     self.scheduler.release(id);
-                    self.scheduler.end(id); // in case it was preempted after its reservation
+                    self.scheduler.end(id); // it may have been preempted after its reservation
                 } else {
                     self.scheduler.end(id);
                 }
@@ -300,16 +300,16 @@ impl Driver {
         self.scheduler.observe(&self.plan, time_of(num_tokens));
         let plan = std::mem::take(&mut self.plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
-            let mut num_drawn = 0;
+            let mut num_sampled = 0;
             while self.alive.contains_key(&chunk.id) {
-                let was_drafted = self.scheduler.push_token(chunk.id, DRAWN);
-                num_drawn += 1;
+                let was_drafted = self.scheduler.push_token(chunk.id, SAMPLED);
+                num_sampled += 1;
                 self.end_if_over(chunk.id);
                 if !was_drafted {
                     break;
                 }
             }
-            assert!(num_drawn <= chunk.num_drafts + 1);
+            assert!(num_sampled <= chunk.num_drafts + 1);
         }
         self.plan = plan;
     }
@@ -361,7 +361,7 @@ proptest! {
         for operation in operations {
             driver.apply(operation);
         }
-        // Whoever holds something outside gives it back or uses it, sooner or later.
+        // Every hold and reservation is returned or used in the end.
         let mut num_steps = 0;
         while !driver.alive.is_empty() {
             driver.apply(Operation::Step);

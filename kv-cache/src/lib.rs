@@ -1,9 +1,9 @@
-//! What a KV cache is made of: blocks and their names ([`BlockId`], [`BlockHash`]), how a block's
-//! bytes are arranged ([`KvLayout`]), divided ([`HeadShard`], [`KvShard`]) and rounded ([`KvDtype`]), which of them belong
-//! where on another side ([`KvMapping`]), how they are coded where the way is narrow ([`WireCodec`]), what two workers must
-//! agree on to exchange them ([`KvFormat`]), and the memory that holds them ([`BlockStorage`]).
+//! The parts of a KV cache: blocks and their names ([`BlockId`], [`BlockHash`]), the arrangement of a block's bytes
+//! ([`KvLayout`]), its division among ranks ([`HeadShard`], [`KvShard`]) and its element types ([`KvDtype`]), the
+//! mapping between two arrangements ([`KvMapping`]), the encoding for slow links ([`WireCodec`]), what two workers
+//! must agree on to exchange KV ([`KvFormat`]), and the memory of blocks ([`BlockStorage`]).
 //!
-//! It does not know who owns which block (that is the engine's block pool), nor how blocks travel
+//! It does not know the owners of blocks (that is the engine's block pool), nor how blocks are transferred
 //! (`kv-transfer`).
 
 mod block;

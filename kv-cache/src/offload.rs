@@ -1,14 +1,14 @@
-//! Work on blocks that their device does itself: encoding, decoding and checksums.
+//! Operations that the device of the blocks does itself: encoding, decoding and checksums.
 //!
-//! Where a device does not, each method says so, and the caller computes on the processor.
+//! Each method says when the device does not. Then the caller computes on the processor.
 
 use std::io;
 
 use crate::{BlockId, BlockStorage, KvLayout, WireCodec};
 
 impl BlockStorage {
-    /// Pieces as `codec` codes them, one behind the other in `coded`, and the checksums, seeded with `seed`, of what decoding
-    /// makes of them; coded by the device that has them. `None` when none does: then it is for processors.
+    /// Has the device encode pieces with `codec`, one after the other into `coded`. Returns the checksums, seeded
+    /// with `seed`, of the decoded pieces. `None` when the device does not encode.
     ///
     /// # Errors
     /// When the device fails.
@@ -23,14 +23,14 @@ impl BlockStorage {
         seed: u64,
     ) -> io::Result<Option<Vec<u64>>> {
         assert_eq!(coded.len(), pieces.len() * codec.piece_bytes(), "bytes of the pieces");
-        // SAFETY: in bounds by `layer_offset`; unwritten by the caller's word.
+        // SAFETY: in bounds by `layer_offset`; the caller guarantees that the pieces are not written.
         self.kernels().map_or(Ok(None), |mut kernels| unsafe {
             kernels.gather_coded(codec, &self.places(pieces), coded, seed)
         })
     }
 
-    /// Has the device that pieces belong to decode them; they are there when it returns. `false`, and nothing has happened,
-    /// when none does: then it is for processors.
+    /// Has the device decode pieces, and waits for them. `false`, without any effect, when the device does not
+    /// decode.
     ///
     /// # Errors
     /// When the device fails.
@@ -44,14 +44,14 @@ impl BlockStorage {
         coded: &[u8],
     ) -> io::Result<bool> {
         assert_eq!(coded.len(), pieces.len() * codec.piece_bytes(), "bytes of the pieces");
-        // SAFETY: in bounds by `layer_offset`; exclusive by the caller's word.
+        // SAFETY: in bounds by `layer_offset`; the caller guarantees exclusive access.
         self.kernels().map_or(Ok(false), |mut kernels| unsafe {
             kernels.scatter_coded(codec, &self.places(pieces), coded)
         })
     }
 
-    /// XXH3-64 of pieces, seeded with `seed`, taken by the device that has them. `None` when none does: then it is for
-    /// processors, over what [`load_all`](Self::load_all) gives.
+    /// XXH3-64 of pieces, seeded with `seed`, computed by the device. `None` when the device does not compute it:
+    /// then the caller does, over the bytes of [`load_all`](Self::load_all).
     ///
     /// # Errors
     /// When the device fails.
@@ -63,13 +63,13 @@ impl BlockStorage {
         pieces: &[(BlockId, usize)],
         seed: u64,
     ) -> io::Result<Option<Vec<u64>>> {
-        // SAFETY: in bounds by `layer_offset`; unwritten by the caller's word.
+        // SAFETY: in bounds by `layer_offset`; the caller guarantees that the pieces are not written.
         self.kernels().map_or(Ok(None), |mut kernels| unsafe {
             kernels.checksums(&self.places(pieces), self.layout().layer_bytes(), seed)
         })
     }
 
-    /// The same of each head of pieces, one behind the other: those of a piece's K, then those of its V.
+    /// [`checksums_there`](Self::checksums_there) of each head of pieces: those of a piece's K, then those of its V.
     ///
     /// # Errors
     /// When a device fails.

@@ -23,7 +23,7 @@ fn divided(whole: KvLayout, num_ranks: usize) -> DividedMemory {
     DividedMemory::new(whole, (0..num_ranks).map(part).collect()).unwrap()
 }
 
-/// Every rank's heads are where its own layout has them, whatever range they are written by.
+/// Every rank's heads are where its own layout has them, for writes of any range.
 #[test]
 fn each_rank_has_its_heads_of_every_block() {
     for (num_kv_heads, num_ranks) in [(4, 1), (4, 2), (4, 4), (2, 4), (1, 3), (6, 3)] {
@@ -60,7 +60,7 @@ fn each_rank_has_its_heads_of_every_block() {
     }
 }
 
-/// A device that copies from and to addresses of the host.
+/// A fake device that copies from and to addresses of the host.
 #[derive(Debug)]
 struct Copies;
 
@@ -68,7 +68,7 @@ impl BlockKernels for Copies {
     unsafe fn gather(&mut self, places: &[u64], bytes: &mut [u8]) -> io::Result<()> {
         let len = bytes.len() / places.len();
         for (&place, bytes) in places.iter().zip(bytes.chunks_exact_mut(len)) {
-            // SAFETY: by the caller's word.
+            // SAFETY: the caller guarantees it.
             unsafe { std::ptr::copy_nonoverlapping(place as *const u8, bytes.as_mut_ptr(), len) };
         }
         Ok(())
@@ -89,7 +89,7 @@ impl BlockKernels for Copies {
         num_bytes: usize,
         seed: u64,
     ) -> io::Result<Option<Vec<u64>>> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         let run = |&place: &u64| unsafe { std::slice::from_raw_parts(place as *const u8, num_bytes) };
         Ok(Some(places.iter().map(|place| sum(run(place), seed)).collect()))
     }
@@ -101,21 +101,21 @@ impl BlockKernels for Copies {
         _: &mut [u8],
         _: u64,
     ) -> io::Result<Option<Vec<u64>>> {
-        unreachable!("likewise")
+        unreachable!("divided memory is not encoded by devices")
     }
 
     unsafe fn scatter_coded(&mut self, _: &WireCodec, _: &[u64], _: &[u8]) -> io::Result<bool> {
-        unreachable!("likewise")
+        unreachable!("divided memory is not encoded by devices")
     }
 }
 
-/// A checksum of the tests.
+/// A checksum for these tests.
 fn sum(bytes: &[u8], seed: u64) -> u64 {
     bytes.iter().fold(seed, |sum, &byte| sum.wrapping_mul(31).wrapping_add(byte.into()))
 }
 
 #[test]
-fn devices_move_their_heads_of_pieces_as_copies_one_by_one_do() {
+fn devices_move_their_heads_of_pieces_as_single_copies_do() {
     for (num_kv_heads, num_ranks) in [(4, 1), (4, 2), (2, 4), (1, 3), (6, 3)] {
         let whole = layout(num_kv_heads);
         let [plain, with_kernels] = [false, true].map(|has_kernels| {
@@ -145,16 +145,20 @@ fn devices_move_their_heads_of_pieces_as_copies_one_by_one_do() {
             let mut loaded = vec![0; bytes.len()];
             with_kernels.load_all(&pieces, &mut loaded).unwrap();
             assert!(loaded == bytes, "{num_kv_heads} heads of {num_ranks} ranks");
-            assert_eq!(with_kernels.checksums_there(&pieces, 1).unwrap(), None, "no device has a piece");
+            assert_eq!(
+                with_kernels.checksums_there(&pieces, 1).unwrap(),
+                None,
+                "no device has a whole piece"
+            );
             let heads = bytes.chunks_exact(whole.head_bytes()).map(|head| sum(head, 1)).collect();
             assert_eq!(with_kernels.head_checksums_there(&pieces, 1).unwrap(), Some(heads));
         }
-        assert!(all == all_plain, "these pieces, and no others");
+        assert!(all == all_plain, "other pieces were written");
     }
 }
 
 #[test]
-fn pieces_of_the_whole_go_in_and_out() {
+fn whole_pieces_are_stored_and_loaded() {
     let whole = layout(4);
     let storage = BlockStorage::on_device(Box::new(divided(whole, 2)), whole, NUM_BLOCKS);
     assert!(storage.is_divided());

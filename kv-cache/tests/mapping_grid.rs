@@ -1,5 +1,5 @@
-//! The mapping over a grid of sides, against an undivided cache: what moved must be what each destination rank would
-//! hold if the undivided cache had been cut for it.
+//! The mapping over a grid of sides, compared with an undivided cache: each destination rank must hold what a cut of
+//! the undivided cache would give it.
 
 use std::ops::Range;
 
@@ -9,10 +9,10 @@ use baton_kv_cache::{
 };
 use proptest::prelude::*;
 
-/// What memory holds that nobody has written.
+/// The content of memory that was not written.
 const UNTOUCHED: u8 = 0xa5;
 
-/// One side of a worker pair: KV as it would be undivided, and how many ranks divide it.
+/// One side of a worker pair: the undivided layout, and the number of ranks that divide it.
 #[derive(Clone, Copy, Debug)]
 struct Side {
     whole: KvLayout,
@@ -32,7 +32,7 @@ struct Cache {
     bytes: Vec<u8>,
 }
 
-/// Of one vector.
+/// The position of one vector.
 #[derive(Clone, Copy)]
 struct At {
     layer: usize,
@@ -51,7 +51,7 @@ impl Cache {
         start..start + self.layout.layer_bytes()
     }
 
-    /// Bytes of its elements and of its scale.
+    /// Bytes of a vector's elements and of its scale.
     fn vector(&self, At { layer, half, head, token }: At) -> [Range<usize>; 2] {
         let layout = &self.layout;
         let (block_idx, slot) = (token / layout.block_size, token % layout.block_size);
@@ -72,7 +72,7 @@ impl Cache {
         self.layout.dtype.load_vector(&self.bytes[elements], &self.bytes[scale], vector);
     }
 
-    /// `tokens` as `shard` holds them, cut out of this undivided cache.
+    /// `tokens` as `shard` holds them, cut from this undivided cache.
     fn cut(&self, shard: &KvShard, num_tokens: usize, tokens: Range<usize>) -> Cache {
         let mut part = Cache::new(*shard.layout(), num_tokens, UNTOUCHED);
         let mut vector = vec![0.0; self.layout.head_dim];
@@ -103,7 +103,7 @@ fn each_vector(layout: &KvLayout, tokens: Range<usize>, mut f: impl FnMut(At)) {
     }
 }
 
-/// An undivided cache full of numbers, of several magnitudes.
+/// An undivided cache filled with numbers of several magnitudes.
 fn undivided(layout: KvLayout, num_tokens: usize) -> Cache {
     let mut cache = Cache::new(layout, num_tokens, UNTOUCHED);
     let mut state = 1u32;
@@ -119,7 +119,7 @@ fn undivided(layout: KvLayout, num_tokens: usize) -> Cache {
     cache
 }
 
-/// Bytes of the destination's piece that a run writes: elements, or all, and scales.
+/// Bytes of the destination's piece that a run writes: elements (or everything), and scales.
 fn written(destination: &KvLayout, run: &Run) -> [Range<usize>; 2] {
     let to = run.destination.offset;
     match run.kind {
@@ -132,7 +132,7 @@ fn written(destination: &KvLayout, run: &Run) -> [Range<usize>; 2] {
     }
 }
 
-/// Moves `tokens` from every rank of `from` to every rank of `to`, and looks at what arrived.
+/// Moves `tokens` from every rank of `from` to every rank of `to`, and checks the result.
 fn check(whole: &Cache, from: Side, to: Side, tokens: Range<usize>) {
     let num_tokens = tokens.end;
     let sources: Vec<Cache> =
@@ -159,7 +159,7 @@ fn check(whole: &Cache, from: Side, to: Side, tokens: Range<usize>) {
         let expected = whole.cut(&taker, num_tokens, tokens.clone());
         assert!(
             arrived == expected,
-            "{from:?} to {to:?}, {tokens:?}: {:?} holds something else",
+            "{from:?} to {to:?}, {tokens:?}: {:?} does not hold its part",
             taker.heads()
         );
         let mut once = Cache::new(*taker.layout(), num_tokens, 0);
@@ -170,7 +170,7 @@ fn check(whole: &Cache, from: Side, to: Side, tokens: Range<usize>) {
     }
 }
 
-/// Sources ascend, and no two runs could be one.
+/// Source addresses ascend, and no two consecutive runs could be one.
 fn check_order(before: Option<Run>, run: Run) {
     let Some(before) = before else { return };
     assert!((before.source.block_idx, before.source.offset) < (run.source.block_idx, run.source.offset));
@@ -180,7 +180,7 @@ fn check_order(before: Option<Run>, run: Run) {
     };
     assert!(
         !(goes_on(before.source, run.source) && goes_on(before.destination, run.destination)),
-        "{before:?} goes on in {run:?}"
+        "{before:?} could continue in {run:?}"
     );
 }
 
@@ -188,7 +188,7 @@ fn layout(num_kv_heads: usize, block_size: usize, dtype: KvDtype) -> KvLayout {
     KvLayout { block_size, num_layers: 2, num_kv_heads, head_dim: 3, dtype }
 }
 
-/// Every pair of these sides, for one number of heads.
+/// Checks every pair of these sides, for one number of heads.
 fn check_grid(num_kv_heads: usize) {
     const DEGREES: [usize; 4] = [1, 2, 4, 8];
     const BLOCK_SIZES: [usize; 4] = [8, 16, 24, 32];
@@ -213,7 +213,7 @@ fn check_grid(num_kv_heads: usize) {
     }
 }
 
-// One test a number of heads: they run beside each other.
+// One test per number of heads, so that they run in parallel.
 
 #[test]
 fn ranks_get_what_the_undivided_cache_holds_with_1_head() {
@@ -235,7 +235,7 @@ fn ranks_get_what_the_undivided_cache_holds_with_8_heads() {
     check_grid(8);
 }
 
-/// A degree that `num_kv_heads` can be divided by, or that is a multiple of it.
+/// A degree that divides `num_kv_heads`, or a multiple of it.
 fn degree(num_kv_heads: usize) -> impl Strategy<Value = usize> {
     let divisors = (1..=num_kv_heads).filter(|n| num_kv_heads.is_multiple_of(*n)).collect::<Vec<_>>();
     prop_oneof![proptest::sample::select(divisors), (1..4usize).prop_map(move |n| n * num_kv_heads)]
@@ -268,7 +268,7 @@ fn any_shard() -> impl Strategy<Value = Option<KvShard>> {
 }
 
 proptest! {
-    /// Any sizes, and prompts whose first blocks the destination has already.
+    /// Any sizes, and prompts whose first blocks the destination already has.
     #[test]
     fn any_sides_get_what_the_undivided_cache_holds(
         (from, to) in two_sides(),

@@ -28,8 +28,8 @@ fn a_peer_that_maps_the_descriptor_sees_the_bytes() {
 }
 
 #[test]
-fn memory_that_is_supplied_ahead_keeps_what_it_holds() {
-    // Several huge pages, and a rest.
+fn populated_memory_keeps_its_content() {
+    // Several huge pages, and a remainder.
     let layout = KvLayout { num_kv_heads: 64, head_dim: 128, num_layers: 15, ..LAYOUT };
     let storage = BlockStorage::new(layout, 3).unwrap();
     let size = storage.size_bytes();
@@ -75,7 +75,7 @@ fn an_ordinary_file_is_refused() {
 }
 
 #[test]
-fn pieces_on_a_device_are_fetched_and_never_pointed_at() {
+fn pieces_on_a_device_are_copied_and_have_no_pointer() {
     let size_bytes = BlockStorage::bytes_of(&LAYOUT, 3).unwrap();
     let memory = Box::new(FakeDevice::new(3, size_bytes));
     let storage = BlockStorage::on_device(memory, LAYOUT, 3);
@@ -98,6 +98,6 @@ fn pieces_on_a_device_are_fetched_and_never_pointed_at() {
 
 #[test]
 #[should_panic(expected = "no piece b3/0")]
-fn a_block_that_does_not_exist_has_no_place() {
+fn a_block_that_does_not_exist_has_no_address() {
     BlockStorage::new(LAYOUT, 3).unwrap().layer_ptr(BlockId(3), 0);
 }

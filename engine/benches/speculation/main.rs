@@ -1,6 +1,6 @@
-//! What speculative decoding gains, by what a step of the draft model costs beside one of the target: the tiny model,
-//! and wider ones that say the same. The same requests with and without drafts take turns within one run, so that a
-//! busy machine disturbs both alike.
+//! The gain of speculative decoding, by the cost of a step of the draft model relative to one of the target: for the
+//! tiny model, and for wider models with the same output. Requests with and without drafts alternate within one run,
+//! so that a busy machine disturbs both alike.
 //!
 //! `cargo bench -p baton-engine --bench speculation [-- MODEL_DIR DRAFT_DIR]`
 
@@ -20,22 +20,22 @@ use baton_engine::{
 use baton_model::{LoadOptions, LoadedModel, ThreadPool, load};
 use steps::DraftCosts;
 
-/// How much wider than the tiny model's the MLPs of the targets are.
+/// Factors by which the MLPs of the targets are wider than the tiny model's.
 const FACTORS: [usize; 3] = [1, 8, 32];
-/// Turns of either kind.
+/// Rounds of either kind.
 const NUM_TURNS: u64 = 8;
 const NUM_PROMPT: u64 = 64;
 const NUM_OUTPUT: u32 = 192;
 const MAX_DRAFT_TOKENS: usize = 8;
 
-/// Some requests at once, and what became of them.
+/// The results of concurrent requests.
 #[derive(Default)]
 struct Wave {
-    /// From the first token on.
+    /// Time from the first token on.
     elapsed: Duration,
     tokens: Vec<u32>,
     num_accepted: u64,
-    /// Drafts of which a token was rejected.
+    /// Drafts with a rejected token.
     num_rejected: u64,
 }
 
@@ -66,7 +66,7 @@ fn main() {
     }
 }
 
-/// `said` has what a target said before, if it is one that says the same.
+/// `said` has the output of an earlier target with the same output, if there was one.
 fn measure(target: &LoadedModel, draft: &LoadedModel, said: &mut Vec<Vec<u32>>) {
     let pool = Arc::new(ThreadPool::new(target.num_threads()).expect("threads can be started"));
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime can be built");
@@ -85,7 +85,7 @@ fn measure(target: &LoadedModel, draft: &LoadedModel, said: &mut Vec<Vec<u32>>) 
                 };
                 let (engine, _thread) = start(target, &pool, drafter);
                 let mut run = |turn: u64| {
-                    // A B B A, each with a text of its own, so that no cache helps.
+                    // A B B A, each with its own text, so that no cache helps.
                     let kind = ((turn + turn / 2) % 2) as usize;
                     let mode = [SpeculationMode::Auto, SpeculationMode::Off][kind];
                     let wave = runtime.block_on(wave(&engine, turn, num_sequences as u64, temperature, mode));
@@ -155,7 +155,7 @@ fn start(target: &LoadedModel, pool: &Arc<ThreadPool>, drafter: Drafter) -> (Eng
     baton_engine::start(executor, Some(speculation), config).expect("an engine starts")
 }
 
-/// Runs so many requests at once.
+/// Runs concurrent requests.
 async fn wave(
     engine: &EngineHandle,
     turn: u64,

@@ -1,4 +1,4 @@
-//! What single steps take.
+//! Durations of single steps.
 
 use std::{sync::Arc, time::Instant};
 
@@ -10,7 +10,7 @@ const CONTEXT: usize = 192;
 const NUM_DRAFTS: usize = 4;
 const NUM_ROUNDS: usize = 41;
 
-/// In steps of the target that compute a token of each sequence.
+/// Costs in steps of the target that compute a token of each sequence.
 pub(crate) struct DraftCosts {
     /// A step of the draft model.
     pub(crate) draft: f64,
@@ -25,7 +25,7 @@ struct Steps {
 }
 
 impl DraftCosts {
-    /// Medians of steps that took turns, as when drafting.
+    /// Medians of alternating steps, as when drafting.
     pub(crate) fn measure(
         target: &LoadedModel,
         draft: &LoadedModel,
@@ -56,7 +56,7 @@ impl Steps {
         Steps { executor, storage, num_sequences }
     }
 
-    /// Seconds for so many tokens of each sequence.
+    /// Seconds of a step with so many tokens of each sequence.
     fn time(&mut self, num_tokens: usize) -> f64 {
         let blocks: Vec<_> = (0..self.storage.num_blocks() as u32).map(BlockId).collect();
         let sequences = blocks.chunks_exact(blocks.len() / self.num_sequences);
@@ -69,7 +69,7 @@ impl Steps {
         });
         let batch = Batch { sequences: sequences.collect() };
         let started = Instant::now();
-        // SAFETY: the storage is only used here.
+        // SAFETY: the storage is used only here.
         #[allow(unsafe_code)]
         unsafe { self.executor.execute(&batch, &self.storage, &mut |_| {}) }.expect("processors do not fail");
         started.elapsed().as_secs_f64()

@@ -1,20 +1,20 @@
-//! Speculative decoding: a drafter proposes tokens, one step of the target verifies them.
+//! Speculative decoding: a drafter proposes tokens, and one step of the target verifies them.
 //!
 //! ```text
-//! plan -> how many for each sequence (policy) -> drafter proposes -> plan_drafts -> execute -> draw, accept
+//! plan -> how many for each sequence -> drafter proposes -> plan_drafts -> execute -> sample, accept
 //! ```
 //!
-//! What is drawn never depends on a draft. Each position is drawn from the target's own logits with the
-//! request's own parameters and the random number of its output index, and a drafted token is accepted
-//! when it equals what was drawn. A token that is proposed for certain, as by look-up, is so accepted as often
-//! as by rejection sampling (Leviathan et al. 2023), with probability `p(token)`; and besides the distribution
-//! the very tokens are kept, so that a seed means the same with and without a drafter. A draft model draws with
-//! the same random number: it proposes what the target draws wherever both put that number on one token.
+//! A draft never changes which token is sampled. Each position is sampled from the target's own logits with the
+//! request's own parameters and the random number of its output index. A drafted token is accepted when it equals the
+//! sampled one. A token that is proposed with certainty, as by lookup, is so accepted as often as by rejection
+//! sampling (Leviathan et al. 2023), with probability `p(token)`. Beyond the distribution even the tokens stay the
+//! same, so a seed means the same with and without a drafter. A draft model samples with the same random number: it
+//! proposes the target's token wherever both models map that number to one token.
 //!
-//! - [`draft_length`]: how many tokens to draft, from what was accepted and what it costs;
-//! - `cost`: what it costs, from what steps took;
+//! - [`draft_length`]: how many tokens to draft, from acceptance and cost;
+//! - `cost`: the cost, from measured steps;
 //! - [`ngram`]: proposes what followed the same few tokens before;
-//! - `draft_model`: has a smaller model propose, over KV blocks of its own.
+//! - `draft_model`: a smaller model proposes, over KV blocks of its own.
 
 mod cost;
 mod draft_model;
@@ -43,26 +43,26 @@ use draft_model::DraftModel;
 /// How an engine speculates.
 #[derive(Debug)]
 pub struct Speculation {
-    /// Who proposes tokens.
+    /// The source of proposed tokens.
     pub drafter: Drafter,
-    /// Tokens that are drafted for a sequence in one step at most.
+    /// Most tokens to draft for a sequence in one step.
     pub max_draft_tokens: usize,
-    /// Drafts are added to a step as long as it has fewer tokens than this: in a larger one arithmetic is
-    /// the limit, and verifying a token costs as much as decoding one.
+    /// Drafts are added to a step while it has fewer tokens than this. In a larger step arithmetic is the limit, and
+    /// verifying a token costs as much as decoding one.
     pub max_step_tokens: usize,
 }
 
-/// Who proposes tokens.
+/// The source of proposed tokens.
 pub enum Drafter {
-    /// What followed the same few tokens earlier in the sequence.
+    /// The tokens that followed the same few tokens earlier in the sequence.
     Ngram,
     /// A smaller model with the target's vocabulary, over as many blocks as the target has.
     Model {
-        /// Computes it, on blocks of the target's size.
+        /// The executor of the draft model, on blocks of the target's size.
         executor: Box<dyn Executor>,
-        /// Its blocks, where they are not in the host's memory: as many as the target has.
+        /// Its blocks, if they are not in host memory. As many as the target has.
         storage: Option<BlockStorage>,
-        /// What a step of it costs until that is measured, in steps of the target.
+        /// Cost of one of its steps until that is measured, in steps of the target.
         cost: f64,
     },
 }
@@ -74,11 +74,11 @@ pub(crate) struct Speculator {
     clock: fn() -> Instant,
     max_draft_tokens: usize,
     max_step_tokens: usize,
-    /// For whom to draft in this step; reused.
+    /// The sequences to draft for in this step; reused.
     ids: Vec<SequenceId>,
-    /// How many tokens.
+    /// Length of each draft.
     lengths: Vec<usize>,
-    /// By lookup, for one of them.
+    /// The proposal by lookup for one of them.
     proposed: Vec<u32>,
 }
 
@@ -104,7 +104,7 @@ impl Drafter {
 }
 
 impl Speculator {
-    /// For a target of `vocab_size` on blocks of `block_size`.
+    /// A speculator for a target of `vocab_size` tokens on blocks of `block_size`.
     pub(crate) fn new(
         speculation: Speculation,
         config: &EngineConfig,
@@ -139,7 +139,7 @@ impl Speculator {
         }
     }
 
-    /// Drafts for the plan's sequences that decode, as far as it pays, and adds the drafts to the plan.
+    /// Drafts for the plan's sequences that decode, where it pays, and adds the drafts to the plan.
     pub(crate) fn draft(&mut self, plan: &mut StepPlan, live: &mut LiveRequests) -> Result<(), EngineError> {
         self.decide_lengths(plan, live);
         let wanted = self.ids.iter().copied().zip(self.lengths.iter().copied());
@@ -159,12 +159,12 @@ impl Speculator {
         Ok(())
     }
 
-    /// Whether nobody is drafted for in the step of `plan`, of which the tokens are not known yet, whatever these are. Then
-    /// that is decided.
+    /// Whether no sequence gets a draft in the step of `plan`, whatever its tokens, which are not known yet, turn out
+    /// to be. If so, that is decided.
     pub(crate) fn rests(&mut self, plan: &StepPlan, live: &mut LiveRequests) -> bool {
         if self.budget(plan) > 0 {
             let (num_sequences, cost, overhead) = self.price(plan, live);
-            debug_assert_eq!(num_sequences, plan.chunks.len(), "all decode");
+            debug_assert_eq!(num_sequences, plan.chunks.len(), "every sequence decodes");
             let max = self.max_draft_tokens;
             let rests = |id| {
                 !live.may_draft(id)
@@ -181,18 +181,19 @@ impl Speculator {
         true
     }
 
-    /// Whether nothing can be proposed after the next token of a sequence, whichever it is.
+    /// Whether no token can be proposed after the next token of a sequence, whichever that is.
     fn finds_nothing_after_next(&self, id: SequenceId, live: &LiveRequests) -> bool {
         let sequence = live.scheduler.sequence(id).expect("planned sequences run");
         matches!(self.proposer, Proposer::Ngram) && !ngram::may_propose_after_next(sequence.tokens())
     }
 
-    /// Drafted tokens that a step of this plan may have.
+    /// Draft tokens that a step of this plan may have.
     fn budget(&self, plan: &StepPlan) -> usize {
         self.max_step_tokens.saturating_sub(plan.num_tokens())
     }
 
-    /// How many sequences of the plan decode, and what drafting costs then: a token, and any.
+    /// The number of sequences of the plan that decode, and the costs of drafting for them: of one token, and of any
+    /// draft.
     fn price(&self, plan: &StepPlan, live: &LiveRequests) -> (usize, f64, f64) {
         let (plain, num_sequences) = (live.scheduler.step_time(), decodes(plan).count());
         let cost = self.costs.per_token(plain, num_sequences);
@@ -217,7 +218,8 @@ impl Speculator {
         draft_length::share(budget, &mut self.lengths);
     }
 
-    /// The step of `plan` took so long, drawing included and drafting not; `plain` is what one without drafts takes.
+    /// Records that the step of `plan` took `elapsed`, sampling included and drafting not. `plain` is the time of a
+    /// step without drafts.
     pub(crate) fn observe(&mut self, plan: &StepPlan, plain: Option<StepTime>, elapsed: Duration) {
         if plan.num_drafts() > 0 {
             self.costs.observe_target(plain, plan.num_tokens(), elapsed);

@@ -38,12 +38,12 @@ pub(super) fn quantise(
                 *scale = bf16_bits(rounded).to_ne_bytes();
                 let inverse = 1.0 / rounded;
                 if rounded.is_nan() {
-                    // All of the vector reads back as NaN, whatever its codes are.
+                    // The whole vector reads back as NaN, whatever its codes are.
                     elements.fill(0);
                 } else if dtype == KvDtype::Fp8 {
                     quantise_each(elements, vector, |x| [e4m3::from_f32(x * inverse)]);
                 } else {
-                    // The sum has steps of one, and ends with the whole number.
+                    // The sum has steps of one: its low bits are the rounded number.
                     quantise_each(elements, vector, |x| [(x * inverse + 12_582_912.0).to_bits() as u8]);
                 }
             }
@@ -89,7 +89,7 @@ pub(super) fn quantise_int4(vectors: &[f32], head_dim: usize, codes: &mut [u8], 
         for ((numbers, codes), scale) in groups.iter().zip(group_codes).zip(scales.iter_mut()) {
             *scale = quantise_int4_group(numbers, codes);
         }
-        // A group that is not full, perhaps with as many codes as a full one.
+        // A partial group, perhaps with as many codes as a full one.
         if !part.is_empty() {
             let codes = &mut codes[groups.len() * INT4_GROUP / 2..];
             scales[groups.len()] = quantise_int4_group(part, codes);
@@ -97,11 +97,12 @@ pub(super) fn quantise_int4(vectors: &[f32], head_dim: usize, codes: &mut [u8], 
     }
 }
 
-/// The first half of a group's numbers are the low halves of its bytes, so that vectors need no shuffle.
+/// Quantises one group. The first half of its numbers are the low nibbles of its bytes, so that vector code needs no
+/// shuffle.
 #[inline(always)]
 pub(super) fn quantise_int4_group(numbers: &[f32], codes: &mut [u8]) -> [u8; 2] {
     let scale = scale_of(numbers, INT4_MAX);
-    // A scale that is no number leaves none of the group.
+    // With a scale of NaN the codes do not matter.
     let inverse = if scale.is_nan() { 0.0 } else { 1.0 / scale };
     let (low, high) = numbers.split_at(codes.len());
     for (code, &x) in codes.iter_mut().zip(low) {
@@ -137,10 +138,10 @@ pub(super) fn dequantise_int4_group(codes: &[u8], scale: [u8; 2], numbers: &mut 
     }
 }
 
-/// Eight more than the nearest whole number.
+/// The nearest integer plus eight.
 #[inline(always)]
 fn int4_bits(x: f32, inverse: f32) -> u8 {
-    // The sum has steps of one, and ends with the whole number. What is no number becomes any.
+    // The sum has steps of one: its low bits are the rounded number. The code of NaN is arbitrary.
     (x * inverse + INT4_SHIFTED).to_bits() as u8 & 15
 }
 
@@ -158,10 +159,11 @@ fn dequantise_each<const N: usize>(vector: &mut [f32], elements: &[u8], dequanti
     }
 }
 
-/// The smallest bf16 by which `vector` can be divided to lie within `largest_code`; NaN when a number is not finite.
+/// The smallest bf16 scale for which `vector` divided by it is within `largest_code`; NaN when a number is not
+/// finite.
 #[inline(always)]
 pub(super) fn scale_of(vector: &[f32], largest_code: f32) -> f32 {
-    // Magnitudes are ordered as their bits are.
+    // Magnitudes have the order of their bits.
     let mut largest = 0;
     for x in vector {
         largest = largest.max(x.to_bits() & 0x7fff_ffff);
@@ -169,13 +171,13 @@ pub(super) fn scale_of(vector: &[f32], largest_code: f32) -> f32 {
     scale_from(largest, largest_code)
 }
 
-/// The same by the bits of the largest magnitude.
+/// The scale for the bits of the largest magnitude.
 #[inline(always)]
 pub(super) fn scale_from(largest: u32, largest_code: f32) -> f32 {
     if largest >= f32::INFINITY.to_bits() {
         return f32::NAN;
     }
-    // Small enough scales have no inverse; then all codes are zero.
+    // Without the bound, tiny scales would have no finite inverse. At the bound all codes are zero.
     let scale = (f32::from_bits(largest) / largest_code).max(f32::MIN_POSITIVE);
     f32::from_bits((scale.to_bits() + 0xffff) & 0xffff_0000)
 }
@@ -200,7 +202,7 @@ pub(super) fn bf16_value(bits: u16) -> f32 {
 pub(super) fn f16_bits(x: f32) -> u16 {
     let sign = x.to_bits() >> 16 & 0x8000;
     let bits = x.to_bits() & 0x7fff_ffff;
-    // Steps of 2^-24, as 1/2 has them: the addition rounds.
+    // Steps of 2^-24, the steps of an f32 at 1/2: the addition rounds.
     let denormal = (f32::from_bits(bits) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
     let normal = bits.wrapping_sub(112 << 23).wrapping_add(0xfff + (bits >> 13 & 1)) >> 13;
     let nan = 0x7e00 | bits >> 13 & 0x3ff;
@@ -214,7 +216,7 @@ pub(super) fn f16_bits(x: f32) -> u16 {
 #[inline(always)]
 pub(super) fn f16_value(bits: u16) -> f32 {
     let (sign, magnitude) = (u32::from(bits & 0x8000) << 16, u32::from(bits & 0x7fff));
-    // Too small by the ratio of the biases, denormal numbers included.
+    // Read as an f32, the number is too small by the ratio of the biases, denormal numbers included.
     let finite = (f32::from_bits(magnitude << 13) * f32::from_bits((127 + 112) << 23)).to_bits();
     let special = 0x7f80_0000 | magnitude << 13;
     let special = if magnitude > 0x7c00 { special | 0x40_0000 } else { special };
