@@ -7,7 +7,7 @@ use std::{
 };
 
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_model::{Batch, BatchSequence, ExecuteError, Executor, SampledRow, TokenSampling};
+use baton_model_spec::{Batch, BatchSequence, ExecuteError, Executor, SampledRow, TokenSampling};
 
 use crate::{
     command::Reply,

@@ -14,7 +14,7 @@ use std::{
 };
 
 use baton_kv_cache::{BlockId, BlockStorage, HashRoot};
-use baton_model::Executor;
+use baton_model_spec::Executor;
 use tokio::sync::{oneshot, watch};
 
 pub use prefix::{CachedPrefix, PrefixReservation};

@@ -9,7 +9,7 @@
 //! - [`speculation`]: who drafts tokens, and how many;
 //! - `live`: the requests under way, from submission to their terminal event;
 //! - `compute`: plans as batches, and the calls of an executor;
-//! - `step_loop`: the thread that owns all of the above and an [`Executor`](baton_model::Executor);
+//! - `step_loop`: the thread that owns all of the above and an [`Executor`](baton_model_spec::Executor);
 //! - [`handle`] and [`events`]: how other threads talk to it.
 //!
 //! One loop serves both phases and every role. A step has no "prefill mode": each sequence has

@@ -6,7 +6,7 @@
 use std::{collections::HashMap, mem, sync::Arc};
 
 use baton_kv_cache::KvLayout;
-use baton_model::{SampledRow, TokenSampling};
+use baton_model_spec::{SampledRow, TokenSampling};
 
 use crate::{
     block_pool::PoolReport,

@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 
-pub use baton_model::{SampledToken, TokenLogprobs};
+pub use baton_model_spec::{SampledToken, TokenLogprobs};
 
 /// One sequence to be continued.
 #[derive(Clone, Debug, Default)]

@@ -11,7 +11,7 @@ use baton_engine::{
     DraftCounts, Drafter, EngineConfig, EngineError, FinishReason, Request, SamplingParams, SpeculationMode,
     TokenEvent, testing::FakeModel,
 };
-use baton_model::ExecuteError;
+use baton_model_spec::ExecuteError;
 use support::{
     BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, drawing, engine, engine_of,
     handoff::hand_off,

@@ -14,7 +14,7 @@ use baton_engine::{
     Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, PoolReport, Request,
     SamplingParams, Speculation, TokenEvent, TokenStream, testing::FakeModel,
 };
-use baton_model::{Batch, ExecuteError};
+use baton_model_spec::{Batch, ExecuteError};
 
 pub const BLOCK_SIZE: usize = 4;
 /// Of an engine that speculates.
