@@ -106,7 +106,7 @@ fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
     let executor: Box<dyn Executor> = match ranks.len() {
         1 => Box::new(loaded.cpu_executor_on(Arc::clone(&pools[0]))),
         _ => {
-            let ranks = ranks.into_iter().zip(pools).collect();
+            let ranks = ranks.into_iter().map(LoadedModel::into_cpu).zip(pools).collect();
             Box::new(ParallelCpuExecutor::new(ranks).context("cannot start the ranks")?)
         }
     };
@@ -137,6 +137,7 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
     let kernels =
         block_kernels(&ordinals, &loaded.kv_layout(), kernel_cache.clone()).with_context(in_words)?;
     let nccl = config.nccl.as_deref();
+    let ranks = ranks.into_iter().map(LoadedModel::into_device).collect();
     let on_gpus = ModelOnDevices::new(ranks, &ordinals, limits, kernel_cache.clone(), nccl, &mut progress);
     shown.finish();
     let ModelOnDevices { executor, free_bytes, weight_bytes } = on_gpus.with_context(in_words)?;
@@ -195,8 +196,14 @@ fn load_drafter_on_gpu(
     let mut shown = Shown::new();
     let mut progress = |progress| shown.update(progress);
     let cost = draft_cost(&draft, target, device.num_ranks);
-    let on_gpu =
-        ModelOnDevices::new(vec![draft], &[device.ordinal], limits, kernel_cache, None, &mut progress);
+    let on_gpu = ModelOnDevices::new(
+        vec![draft.into_device()],
+        &[device.ordinal],
+        limits,
+        kernel_cache,
+        None,
+        &mut progress,
+    );
     shown.finish();
     let on_gpu = on_gpu.with_context(|| no_room(dir, device.ordinal))?;
     let ModelOnDevices { executor, free_bytes, weight_bytes } = on_gpu;

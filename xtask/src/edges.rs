@@ -120,9 +120,11 @@ const ROOMS: &[Room] = &[
     // Knows no network and no protocol.
     Room {
         name: "baton-engine",
-        uses: &["baton-model", "baton-kv-cache", "baton-request"],
-        tests_use: &["baton-engine-testing"],
+        uses: &["baton-model-spec", "baton-kv-cache", "baton-request"],
+        tests_use: &["baton-engine-testing", "baton-model"],
         never: &[
+            "baton-model",
+            "baton-checkpoint",
             "baton-proto",
             "baton-handoff",
             "baton-kv-transfer",
@@ -134,12 +136,29 @@ const ROOMS: &[Room] = &[
             "h2",
         ],
     },
+    // Loads a model onto what computes it: the one crate that knows both backends.
     Room {
         name: "baton-model",
-        uses: &["baton-kv-cache", "baton-gguf", "baton-cuda"],
-        tests_use: &[],
+        uses: &["baton-checkpoint", "baton-model-spec", "baton-kv-cache", "baton-cuda"],
+        tests_use: &["baton-gguf", "baton-model-testing"],
         never: &["baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
     },
+    // Files to matrices. What a backend makes of them is its own business.
+    Room {
+        name: "baton-checkpoint",
+        uses: &["baton-model-spec", "baton-kv-cache", "baton-gguf"],
+        tests_use: &[],
+        never: &["baton-cuda", "cudarc", "tokio"],
+    },
+    // What a model is, and the seams behind which something computes it: no weights, no devices.
+    Room {
+        name: "baton-model-spec",
+        uses: &["baton-kv-cache"],
+        tests_use: &["baton-model-testing"],
+        never: &["baton-gguf", "baton-cuda", "safetensors", "memmap2", "cudarc", "tokio"],
+    },
+    // Numbers for tests: no production code uses it.
+    Room { name: "baton-model-testing", uses: &[], tests_use: &[], never: &["tokio"] },
     // Moves blocks; whose they are is not its business.
     Room {
         name: "baton-kv-transfer",
@@ -214,7 +233,7 @@ const BEHIND: &[(&str, &[&str])] = &[
     ("etcd-client", &["baton-cluster"]),
     ("tokenizers", &["baton-tokenizer"]),
     ("minijinja", &["baton-tokenizer"]),
-    ("safetensors", &["baton-model"]),
+    ("safetensors", &["baton-checkpoint"]),
     ("cudarc", &["baton-cuda", "baton-model", "baton-kv-transfer"]),
     ("opentelemetry-otlp", &["baton-telemetry"]),
     ("rustls", &["baton-tls"]),

@@ -17,9 +17,11 @@ const OWN_WORKSPACES: [&str; 1] = [fuzz::FOLDER];
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
 /// engine, which calls the model's executor under a contract that no type can state.
-const MAY_BE_UNSAFE: [&str; 9] = [
+const MAY_BE_UNSAFE: [&str; 11] = [
     "baton-cuda",
     "baton-model",
+    "baton-model-spec",
+    "baton-checkpoint",
     "baton-gguf",
     "baton-kv-cache",
     "baton-kv-transfer",

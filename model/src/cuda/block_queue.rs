@@ -329,9 +329,9 @@ mod tests {
     use xxhash_rust::xxh3::xxh3_64_with_seed;
 
     use super::*;
-    use crate::cpu::testing::noise;
     use crate::cuda::emulator::Threads;
     use crate::cuda::test_device::TestDevice;
+    use baton_model_testing::noise;
 
     const LAYOUT: KvLayout =
         KvLayout { block_size: 4, num_layers: 3, num_kv_heads: 2, head_dim: 10, dtype: KvDtype::Int8 };

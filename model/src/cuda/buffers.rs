@@ -10,8 +10,8 @@ use super::draws::{DrawBuffers, DrawInputs};
 use super::inputs::{BatchLimits, InputShape, Inputs, padded};
 use super::kernel::Address;
 use super::ranks::logit_stride;
-use crate::Rank;
-use crate::spec::{DecoderSpec, MlpSpec};
+use baton_model_spec::Rank;
+use baton_model_spec::{DecoderSpec, MlpSpec};
 
 /// bf16 where nothing else is said. What is written is overwritten by the next part of the pass that does the same.
 #[derive(Debug)]

@@ -100,8 +100,8 @@ mod tests {
     use baton_kv_cache::WireScratch;
 
     use super::*;
-    use crate::cpu::testing::noise;
     use crate::cuda::emulator::Emulator;
+    use baton_model_testing::noise;
 
     /// Pieces, one behind the other: vectors of several magnitudes, and one of zeroes in each head.
     fn pieces(layout: &KvLayout, num_pieces: usize) -> Vec<u8> {

@@ -6,14 +6,14 @@ use super::device::Fp8Products;
 use super::executor::DeviceExecutor;
 use super::model_tests::{Machine, argmax, loaded, prompt};
 use super::test_device::TestDevice;
-use crate::{
-    Backend, Batch, BatchSequence, Executor, InvalidLogits, SampledRow, SampledToken, TokenSampling,
+use baton_model_spec::{
+    Batch, BatchSequence, Executor, InvalidLogits, SampledRow, SampledToken, TokenSampling,
 };
 
 type OnDevice = Machine<DeviceExecutor<TestDevice>>;
 
 fn on_device() -> OnDevice {
-    Machine::device(loaded("qwen3", KvDtype::Bf16, 8, Backend::Cuda), 64, Fp8Products::None)
+    Machine::device(loaded("qwen3", KvDtype::Bf16, 8), 64, Fp8Products::None)
 }
 
 fn launch(

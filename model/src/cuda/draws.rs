@@ -5,7 +5,7 @@
 use super::inputs::Inputs;
 use super::kernel::Address;
 use super::sample::{CountDrawn, Drawn, NO_LOGPROBS, NO_TOKEN, RowSampling, SampleRows, lowest_scaled};
-use crate::{InvalidLogits, SampledRow, SampledToken, TokenLogprobs, TokenSampling};
+use baton_model_spec::{InvalidLogits, SampledRow, SampledToken, TokenLogprobs, TokenSampling};
 
 /// Of the likeliest tokens, so many at most.
 const MAX_TOP: usize = 20;

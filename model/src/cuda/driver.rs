@@ -24,7 +24,7 @@ use super::lt::Products;
 use super::measure::Timed;
 use super::nccl::{Group, Membership};
 use super::start::StartError;
-use crate::Rank;
+use baton_model_spec::Rank;
 
 /// Bytes that are copied between the host and the device at a time.
 const STAGED_BYTES: usize = 4 << 20;

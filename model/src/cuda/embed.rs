@@ -44,9 +44,9 @@ unsafe impl Kernel for Embed {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::testing::noise;
     use crate::cuda::emulator::Emulator;
     use crate::cuda::testing::{bf16, widened};
+    use baton_model_testing::noise;
 
     fn check(hidden: usize, first_token: u32, num_held: u32, tokens: &[u32], scale: f32) {
         let (table, values) = bf16(&noise(1, num_held as usize * hidden));

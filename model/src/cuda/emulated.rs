@@ -8,7 +8,7 @@ use super::device::{Device, Fp8Product, Fp8Products, Fp8Scaling, NUM_MARKS, NUM_
 use super::emulator::{Session, Threads};
 use super::kernel::{Address, Kernel, Source};
 use super::testing::{bf16, floats, widened};
-use crate::{Communicator, CommunicatorError, ThreadCommunicator};
+use baton_model_spec::{Communicator, CommunicatorError, ThreadCommunicator};
 
 /// All is done when it is asked for.
 pub(crate) struct EmulatedDevice {

@@ -283,8 +283,8 @@ fn built(name: &str, arguments: impl FnOnce(&mut Command)) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::testing::noise;
     use crate::cuda::testing::{assert_close, bf16, floats, widened};
+    use baton_model_testing::noise;
 
     /// `left right^T + beta out`
     fn expected(left: &[f32], right: &[f32], out: &[f32], beta: f32, num_in: usize) -> Vec<f32> {

@@ -29,9 +29,11 @@ use super::products::{self, WeightKind};
 use super::start::StartError;
 use super::weights::{self, DeviceWeightBytes, DeviceWeights};
 use super::{attention, embed, expert_products, experts, gate, norm, ranks, rope, rows, sample};
-use crate::parallel::{RankError, RankExecutor, SamplingRank};
-use crate::spec::{DecoderSpec, MlpSpec};
-use crate::{Batch, ExecuteError, Executor, LoadProgress, LoadedModel, SamplingExecutor};
+use baton_checkpoint::DeviceModel;
+use baton_checkpoint::LoadProgress;
+use baton_model_spec::{Activations, Batch, ExecuteError, Executor, SamplingExecutor};
+use baton_model_spec::{DecoderSpec, MlpSpec};
+use baton_model_spec::{RankError, RankExecutor, SamplingRank};
 use sampling::{Collected, Launched};
 
 /// Left to libraries and the driver, for what they take later: code of products of other sizes, graphs.
@@ -68,7 +70,7 @@ struct Told {
 }
 
 /// All kernels of a model.
-pub(crate) fn sources(model: &LoadedModel) -> Vec<Source> {
+pub(crate) fn sources(model: &DeviceModel) -> Vec<Source> {
     let kinds = weights::kinds(model.weights()).into_iter().filter(|kind| *kind != WeightKind::Bf16);
     let mut sources = sources_of(model.shard().spec(), &model.kv_layout_of_rank());
     sources.extend(kinds.map(products::source));
@@ -105,7 +107,7 @@ fn is_routed(spec: &DecoderSpec) -> bool {
 }
 
 /// Whether there are kernels for such a model.
-pub(crate) fn check_shape(model: &LoadedModel) -> Result<(), StartError> {
+pub(crate) fn check_shape(model: &DeviceModel) -> Result<(), StartError> {
     let (spec, rank) = (model.shard().spec(), model.shard().rank());
     let shape = |what, found, expected| Err(StartError::Shape { what, found, expected });
     let mut widths = vec![
@@ -148,7 +150,7 @@ impl<D: Device> DeviceExecutor<D> {
     /// When the device has not the memory, or fails, or there are no kernels for such a model.
     pub(crate) fn new(
         mut device: D,
-        model: LoadedModel,
+        model: DeviceModel,
         limits: BatchLimits,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<DeviceExecutor<D>, StartError> {
@@ -158,7 +160,7 @@ impl<D: Device> DeviceExecutor<D> {
             weights::upload(&mut device, part.spec(), model.weights(), model.num_threads(), progress);
         let remedy = "--quantize makes them smaller, --tensor-parallel divides them among GPUs";
         let weights = weights.map_err(StartError::taking("the weights", remedy))?;
-        DeviceExecutor::with_weights(device, part, weights, limits, model.rounds_activations())
+        DeviceExecutor::with_weights(device, part, weights, limits, model.activations() == Activations::Auto)
     }
 
     /// The same, with weights that are there.
@@ -418,12 +420,10 @@ impl<D: Device + 'static> Executor for DeviceExecutor<D> {
     }
 }
 
-impl From<CudaError> for RankError {
-    fn from(error: CudaError) -> RankError {
-        match error {
-            CudaError::RankGone { .. } => RankError::Missed(error.to_string()),
-            error => RankError::Failed(error.to_string()),
-        }
+fn rank_error(error: CudaError) -> RankError {
+    match error {
+        CudaError::RankGone { .. } => RankError::Missed(error.to_string()),
+        error => RankError::Failed(error.to_string()),
     }
 }
 
@@ -455,7 +455,7 @@ impl<D: Device + 'static> RankExecutor for DeviceExecutor<D> {
         assert!(self.launched.is_empty(), "a step is under way");
         self.take(batch, storage).map_err(RankError::Failed)?;
         let num_rows = batch.sequences.iter().map(|it| it.num_logits).sum();
-        self.step(num_rows, on_layer)?;
+        self.step(num_rows, on_layer).map_err(rank_error)?;
         Ok(self.logits[0].len())
     }
 

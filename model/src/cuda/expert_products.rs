@@ -2,7 +2,7 @@
 
 use super::gate::number_of;
 use super::kernel::{Address, Kernel, LaunchShape, Source};
-use crate::spec::Activation;
+use baton_model_spec::Activation;
 
 /// Weights' rows of a tile, and elements of the depth and stages of the pipeline that hold it, as in the file.
 const COLUMNS: u32 = 128;
@@ -100,9 +100,9 @@ unsafe impl Kernel for GatedExpertProduct {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::testing::noise;
     use crate::cuda::emulator::Emulator;
     use crate::cuda::testing::{assert_close, bf16, widened};
+    use baton_model_testing::noise;
 
     struct Case {
         tile_rows: u32,

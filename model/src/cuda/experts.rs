@@ -109,10 +109,10 @@ unsafe impl Kernel for Combine {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::testing::noise;
     use crate::cuda::emulator::Emulator;
     use crate::cuda::rows::NONE;
     use crate::cuda::testing::{assert_close, bf16, floats, widened, words};
+    use baton_model_testing::noise;
 
     /// As `cpu/experts.rs` chooses: experts by ascending number, and their weights.
     fn choose(logits: &[f32], num_active: usize, renormalise: bool) -> (Vec<u32>, Vec<f32>) {

@@ -4,10 +4,10 @@
 
 use super::device::FP8_BLOCK;
 use super::products::{Scales, WeightKind, pack};
-use crate::FloatDtype;
-use crate::integers::{IntegerFormat, IntegerWidth};
-use crate::matrix::Matrix;
-use crate::packed::{PackedMatrix, common_format};
+use baton_checkpoint::Matrix;
+use baton_checkpoint::{DeviceSource, common_format};
+use baton_model_spec::FloatDtype;
+use baton_model_spec::{IntegerFormat, IntegerWidth};
 
 /// The form of a matrix on a device: that which the file has or `--quantize` asks for, where there are kernels for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,9 +30,9 @@ pub(crate) const MAX_SCALE_ROWS: usize = 128;
 
 impl Form {
     /// For matrices that lie one behind the other, of as many columns.
-    pub(crate) fn of<'m>(matrices: impl Iterator<Item = &'m PackedMatrix> + Clone) -> Form {
-        let parts: Vec<&Matrix> = matrices.clone().flat_map(PackedMatrix::parts).collect();
-        let formats: Vec<_> = matrices.map(PackedMatrix::integer_format).collect();
+    pub(crate) fn of<'m>(matrices: impl Iterator<Item = &'m DeviceSource> + Clone) -> Form {
+        let parts: Vec<&Matrix> = matrices.clone().flat_map(DeviceSource::parts).collect();
+        let formats: Vec<_> = matrices.map(DeviceSource::integer_format).collect();
         let are_integers = formats.iter().all(Option::is_some);
         match formats[0] {
             Some(first) if formats.iter().all(|format| *format == Some(first)) => {

@@ -1,7 +1,7 @@
 //! What lies between the two products of an MLP: `kernels/gate.cu`.
 
 use super::kernel::{Address, Kernel, LaunchShape, Source};
-use crate::spec::Activation;
+use baton_model_spec::Activation;
 
 pub(crate) fn source(activation: Activation) -> Source {
     Source {
@@ -54,9 +54,9 @@ fn by_eights(num_rows: u32, width: u32) -> LaunchShape {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::testing::noise;
     use crate::cuda::emulator::Emulator;
     use crate::cuda::testing::{assert_close, bf16, widened};
+    use baton_model_testing::noise;
 
     const ALL: [Activation; 3] = [Activation::Silu, Activation::Gelu, Activation::GeluTanh];
 

@@ -7,7 +7,7 @@
 use super::attention::{max_prefill_tiles, prefill_tiles};
 use super::kernel::Address;
 use super::rows::NONE;
-use crate::{Batch, BatchSequence};
+use baton_model_spec::{Batch, BatchSequence};
 
 /// The largest batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -16,9 +16,11 @@ use super::model_tests::{Pair, TOLERANCE, check_routed, fixtures, of_side, on_de
 use super::multiply::FEW_ROWS;
 use super::test_device::TestDevice;
 use super::weights::DeviceWeightBytes;
-use crate::cpu::testing::noise;
-use crate::integers::{IntegerFormat, IntegerRow, IntegerWidth};
-use crate::{Activations, Backend, LoadOptions, LoadedModel, Quantisation, load};
+use crate::cpu::{self, CpuModel};
+use baton_checkpoint::{DeviceModel, LoadOptions, load_for_device};
+use baton_model_spec::{Activations, Backend, Quantisation};
+use baton_model_spec::{IntegerFormat, IntegerRow, IntegerWidth};
+use baton_model_testing::noise;
 
 /// Tokens of a prompt that is of many rows.
 const MANY: usize = FEW_ROWS + 9;
@@ -26,23 +28,28 @@ const MANY: usize = FEW_ROWS + 9;
 /// A suffix, and what is stored under it.
 pub(super) type Stored = (&'static str, Dtype, Vec<usize>, Vec<u8>);
 
-fn loaded(model: &Path, backend: Backend, quantise: Option<Quantisation>) -> LoadedModel {
-    let activations = if backend == Backend::Cpu { Activations::F32 } else { Activations::Auto };
-    let options = LoadOptions {
+fn options(backend: Backend) -> LoadOptions {
+    LoadOptions {
         kv_dtype: Some(KvDtype::Bf16),
         block_size: 8,
         threads: Some(2),
-        activations,
+        activations: if backend == Backend::Cpu { Activations::F32 } else { Activations::Auto },
         backend,
-        quantise,
         ..LoadOptions::default()
-    };
-    load(model, &options, &mut |_| {}).unwrap()
+    }
+}
+
+fn loaded(model: &Path, quantise: Option<Quantisation>) -> DeviceModel {
+    load_for_device(model, &LoadOptions { quantise, ..options(Backend::Cuda) }).unwrap()
+}
+
+fn loaded_on_cpu(model: &Path) -> CpuModel {
+    cpu::load(model, &options(Backend::Cpu), &mut |_| {}).unwrap()
 }
 
 fn pair(what: &str, cpu: &Path, device: &Path, quantise: Option<Quantisation>, fp8: Fp8Products) -> Pair {
-    let cpu = loaded(cpu, Backend::Cpu, None);
-    Pair::of(what.into(), &cpu, loaded(device, Backend::Cuda, quantise), MANY, fp8)
+    let cpu = loaded_on_cpu(cpu);
+    Pair::of(what.into(), &cpu, loaded(device, quantise), MANY, fp8)
 }
 
 /// Many rows at once, and a few behind them, as drafts are verified.
@@ -299,8 +306,8 @@ fn experts_have_weights_of_less_than_bf16() {
     let fixture = fixtures().join("mixtral");
     // Two of four experts for each row.
     let many = 2 * FEW_ROWS + 2;
-    let cpu = loaded(plain.path(), Backend::Cpu, None);
-    let device = loaded(&fixture, Backend::Cuda, Some(quantisation));
+    let cpu = loaded_on_cpu(plain.path());
+    let device = loaded(&fixture, Some(quantisation));
     let mut pair = Pair::of("mixtral in int4".into(), &cpu, device, many, Fp8Products::None);
     check_routed(&mut pair, 1, 30, 0.2);
     check_routed(&mut pair, 1, many, 0.2);
@@ -368,7 +375,7 @@ fn what_is_not_a_number_in_fp8_is_none_on_a_device() {
 fn memory_is_that_of_the_form() {
     let bytes = |dir: &Path, quantise: Option<&str>| -> DeviceWeightBytes {
         let quantise = quantise.map(|text| text.parse().unwrap());
-        let model = loaded(dir, Backend::Cuda, quantise);
+        let model = loaded(dir, quantise);
         on_device(model, 1, Fp8Products::None).unwrap().weight_bytes()
     };
     // Numbers in the layers, in the head and in the embedding.

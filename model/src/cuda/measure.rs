@@ -20,8 +20,8 @@ use super::driver::DriverDevice;
 use super::executor::sources_of;
 use super::kernel::Address;
 use super::start::StartError;
-use crate::spec::{DecoderSpec, LayerSpec, MlpSpec};
-use crate::{Activation, RopeScaling, RopeSpec};
+use baton_model_spec::{Activation, RopeScaling, RopeSpec};
+use baton_model_spec::{DecoderSpec, LayerSpec, MlpSpec};
 
 /// A device with a clock, that copies within its memory.
 pub(crate) trait Timed: Device + 'static {

@@ -5,7 +5,7 @@
 
 use baton_kv_cache::{KvDtype, KvLayout};
 
-use crate::Activation;
+use baton_model_spec::Activation;
 
 pub use block_queue::block_kernels;
 pub use compile::CompileError;

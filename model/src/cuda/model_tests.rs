@@ -14,9 +14,9 @@ use super::start::StartError;
 use super::test_device::{self, TestDevice};
 use super::test_model;
 use super::testing;
-use crate::{
-    Activations, Backend, Batch, BatchSequence, CpuExecutor, Executor, LoadOptions, LoadedModel, load,
-};
+use crate::cpu::{self, CpuExecutor, CpuModel};
+use baton_checkpoint::{DeviceModel, LoadOptions, load_for_device};
+use baton_model_spec::{Activations, Backend, Batch, BatchSequence, Executor};
 
 /// Of the largest logit. Activations of processors in bf16 are held to the same (tests/parity.rs): a rounding to eight bits
 /// is off by 2^-9 at most, some ten of them in each of three layers by a few hundredths together.
@@ -48,14 +48,19 @@ pub(super) fn fixtures() -> PathBuf {
     PathBuf::from(here).join("../tests/parity/fixtures")
 }
 
-pub(super) fn loaded(name: &str, kv_dtype: KvDtype, block_size: usize, backend: Backend) -> LoadedModel {
-    let (dir, options) = options(name, kv_dtype, block_size, backend);
-    load(&dir, &options, &mut |_| {}).unwrap()
+pub(super) fn loaded(name: &str, kv_dtype: KvDtype, block_size: usize) -> DeviceModel {
+    let (dir, options) = options(name, kv_dtype, block_size, Backend::Cuda);
+    load_for_device(&dir, &options).unwrap()
+}
+
+fn loaded_on_cpu(name: &str, kv_dtype: KvDtype, block_size: usize) -> CpuModel {
+    let (dir, options) = options(name, kv_dtype, block_size, Backend::Cpu);
+    cpu::load(&dir, &options, &mut |_| {}).unwrap()
 }
 
 /// For so many rows in a step, and multiplying E4M3 so.
 pub(super) fn on_device(
-    model: LoadedModel,
+    model: DeviceModel,
     num_rows: usize,
     fp8_products: Fp8Products,
 ) -> Result<DeviceExecutor<TestDevice>, StartError> {
@@ -71,8 +76,8 @@ pub(super) struct Machine<E> {
 }
 
 impl Machine<CpuExecutor> {
-    fn cpu(model: &LoadedModel) -> Self {
-        let executor = model.cpu_executor().unwrap();
+    fn cpu(model: &CpuModel) -> Self {
+        let executor = model.executor().unwrap();
         let layout = executor.kv_layout();
         let storage = BlockStorage::new(layout, NUM_BLOCKS).unwrap();
         Machine { executor, storage, block_size: layout.block_size, next_block: 0 }
@@ -81,7 +86,7 @@ impl Machine<CpuExecutor> {
 
 impl Machine<DeviceExecutor<TestDevice>> {
     /// Its blocks are full of NaN: what is not written yet must not matter.
-    pub(super) fn device(model: LoadedModel, num_rows: usize, fp8_products: Fp8Products) -> Self {
+    pub(super) fn device(model: DeviceModel, num_rows: usize, fp8_products: Fp8Products) -> Self {
         let mut executor = on_device(model, num_rows, fp8_products).unwrap();
         let block_size = executor.kv_layout().block_size;
         let storage = test_model::blocks(&mut executor, NUM_BLOCKS);
@@ -163,8 +168,8 @@ pub(super) struct Pair {
 
 impl Pair {
     fn new(name: &str, kv_dtype: KvDtype, block_size: usize) -> Pair {
-        let [cpu, device] =
-            [Backend::Cpu, Backend::Cuda].map(|backend| loaded(name, kv_dtype, block_size, backend));
+        let cpu = loaded_on_cpu(name, kv_dtype, block_size);
+        let device = loaded(name, kv_dtype, block_size);
         let tolerance = if kv_dtype.scale_bytes() > 0 { TOLERANCE_OF_EIGHT_BITS } else { TOLERANCE };
         let what = format!("{name}, {}", kv_dtype.name());
         Pair { tolerance, ..Pair::of(what, &cpu, device, LIMITS.num_rows, Fp8Products::None) }
@@ -172,8 +177,8 @@ impl Pair {
 
     pub(super) fn of(
         what: String,
-        cpu: &LoadedModel,
-        device: LoadedModel,
+        cpu: &CpuModel,
+        device: DeviceModel,
         num_rows: usize,
         fp8_products: Fp8Products,
     ) -> Pair {
@@ -314,7 +319,7 @@ fn every_architecture_is_near_transformers() {
         let [prompt, places] = ["prompt", "positions"].map(|name| testing::words(&bytes_of(name)));
         let (places, logits) = (&places[..num_places], testing::floats(&bytes_of("logits")));
         let tokens = &prompt[..=places[num_places - 1] as usize];
-        let model = loaded(name, KvDtype::Bf16, 16, Backend::Cuda);
+        let model = loaded(name, KvDtype::Bf16, 16);
         let mut device = Machine::device(model, LIMITS.num_rows, Fp8Products::None);
         let blocks = device.place(tokens.len());
         let found = device.run(vec![BatchSequence {
@@ -379,7 +384,7 @@ fn every_type_of_kv_is_near_processors() {
 
 #[test]
 fn a_model_that_does_not_fit_is_an_error() {
-    let model = || loaded("qwen3", KvDtype::Bf16, 16, Backend::Cuda);
+    let model = || loaded("qwen3", KvDtype::Bf16, 16);
     let sources = executor::sources(&model());
     let started = |num_bytes| {
         let device = TestDevice::Emulated(EmulatedDevice::new(&sources, num_bytes, Threads::Shuffled));
@@ -396,7 +401,7 @@ fn a_model_that_does_not_fit_is_an_error() {
 
 #[test]
 fn a_batch_that_is_too_large_is_an_error() {
-    let model = loaded("qwen3", KvDtype::Bf16, 16, Backend::Cuda);
+    let model = loaded("qwen3", KvDtype::Bf16, 16);
     let mut device = Machine::device(model, LIMITS.num_rows, Fp8Products::None);
     let tokens = prompt(LIMITS.num_rows + 1, 1);
     let blocks = device.place(16);
@@ -413,6 +418,6 @@ fn a_batch_that_is_too_large_is_an_error() {
 fn activations_for_processors_alone_are_refused() {
     let (dir, options) = options("qwen3", KvDtype::Bf16, 16, Backend::Cuda);
     let options = LoadOptions { activations: Activations::F32, ..options };
-    let error = load(&dir, &options, &mut |_| {}).unwrap_err().to_string();
+    let error = load_for_device(&dir, &options).unwrap_err().to_string();
     assert!(error.contains("--device cpu"), "{error}");
 }

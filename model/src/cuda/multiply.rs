@@ -20,7 +20,7 @@ use super::kernel::Address;
 use super::products::{Dequantise, MultiplyFew, RoundGroups, RoundRows, ScaleProduct, WeightKind};
 use super::rows::AddBias;
 use super::weights::{DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
-use crate::spec::{DecoderSpec, MlpSpec};
+use baton_model_spec::{DecoderSpec, MlpSpec};
 
 /// Rows up to which weights of less than bf16 are multiplied as they are. 16 more rows read them once more, partly from the
 /// second cache; widening them reads them once, then writes and reads two bytes each. So 64 rows move four bytes for a

@@ -1,10 +1,10 @@
 use super::*;
-use crate::cpu::testing::noise;
 use crate::cuda::emulator::Threads;
 use crate::cuda::products::{Scales, pack, source};
 use crate::cuda::test_device::TestDevice;
 use crate::cuda::testing::{assert_close, bf16, floats};
-use crate::integers::{IntegerFormat, IntegerRow, IntegerWidth};
+use baton_model_spec::{IntegerFormat, IntegerRow, IntegerWidth};
+use baton_model_testing::noise;
 
 const FORMAT: IntegerFormat = IntegerFormat { width: IntegerWidth::Four, group: 32, has_zeros: false };
 

@@ -17,7 +17,7 @@ use baton_cuda::nccl::{Handle, Nccl, NcclError, Operation, SumType, UniqueId};
 use cudarc::nccl::sys::cudaStream_t;
 
 use super::kernel::Address;
-use crate::Rank;
+use baton_model_spec::Rank;
 
 /// How long all ranks may take to join: NCCL looks for ways between devices, and connects them.
 const JOIN_PATIENCE: Duration = Duration::from_secs(120);

@@ -39,9 +39,9 @@ unsafe impl Kernel for AddNorm {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::testing::noise;
     use crate::cuda::emulator::Emulator;
     use crate::cuda::testing::{assert_close, bf16, widened};
+    use baton_model_testing::noise;
 
     /// What the kernel is to compute, one row after the other.
     fn add_norm(x: &mut [f32], added: Option<&[f32]>, weight: &[f32], eps: f32) -> Vec<f32> {

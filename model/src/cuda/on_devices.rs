@@ -12,8 +12,10 @@ use super::nccl::Group;
 use super::parallel::start_ranks;
 use super::start::StartError;
 use super::weights::DeviceWeightBytes;
-use crate::parallel::ParallelExecutor;
-use crate::{Backend, Executor, LoadProgress, LoadedModel, Rank};
+use baton_checkpoint::DeviceModel;
+use baton_checkpoint::LoadProgress;
+use baton_model_spec::ParallelExecutor;
+use baton_model_spec::{Executor, Rank};
 
 /// A model on one of NVIDIA's devices, or on several by NCCL, a rank on each; with activations in bf16. Not run on a GPU
 /// yet: the same pass, over the same kernels, was run by emulators, of which several meet in the host's memory.
@@ -42,24 +44,23 @@ impl ModelOnDevices {
     /// for such a model.
     ///
     /// # Panics
-    /// When the ranks are not all the parts of one model, in order, with a device each, or were loaded for processors.
+    /// When the ranks are not all the parts of one model, in order, with a device each.
     pub fn new(
-        ranks: Vec<LoadedModel>,
+        ranks: Vec<DeviceModel>,
         ordinals: &[u32],
         limits: BatchLimits,
         kernel_cache: Option<PathBuf>,
         nccl: Option<&Path>,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<ModelOnDevices, StartError> {
-        LoadedModel::check_ranks(ranks.iter());
+        DeviceModel::check_ranks(ranks.iter());
         assert_eq!(ranks.len(), ordinals.len(), "a device for each rank");
         for model in &ranks {
-            assert_eq!(model.backend(), Backend::Cuda, "weights were packed for processors");
             check_shape(model)?;
         }
         let group = if ranks.len() > 1 { Some(Group::new(Nccl::load(nccl)?)?) } else { None };
         // One after the other: what the first compiles, the others find.
-        let open = |(model, &ordinal): (LoadedModel, &u32)| {
+        let open = |(model, &ordinal): (DeviceModel, &u32)| {
             let device = DriverDevice::open(ordinal, &sources(&model), kernel_cache.clone());
             let of_rank = |error: StartError| error.of(model.shard().rank(), format!("cuda:{ordinal}"));
             Ok((device.map_err(of_rank)?, model))

@@ -9,7 +9,9 @@ use super::device::Device;
 use super::executor::DeviceExecutor;
 use super::inputs::BatchLimits;
 use super::start::StartError;
-use crate::{LoadProgress, LoadedModel, Rank};
+use baton_checkpoint::DeviceModel;
+use baton_checkpoint::LoadProgress;
+use baton_model_spec::Rank;
 
 /// Has all ranks, or one that is alone, join each other and take what they need of their devices: at once, each on a thread,
 /// as they meet there.
@@ -17,12 +19,12 @@ use crate::{LoadProgress, LoadedModel, Rank};
 /// # Errors
 /// Of the rank that failed first, if others only missed it.
 pub(crate) fn start_ranks<D: Device + 'static>(
-    ranks: Vec<(D, LoadedModel)>,
+    ranks: Vec<(D, DeviceModel)>,
     limits: BatchLimits,
     join: impl Fn(&mut D, Rank) -> Result<(), CudaError> + Sync,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<Vec<DeviceExecutor<D>>, StartError> {
-    let start = |(mut device, model): (D, LoadedModel), progress: &mut dyn FnMut(LoadProgress)| {
+    let start = |(mut device, model): (D, DeviceModel), progress: &mut dyn FnMut(LoadProgress)| {
         let (rank, name) = (model.shard().rank(), device.name().to_owned());
         let joined = join(&mut device, rank).map_err(StartError::from);
         (rank, name, joined.and_then(|()| DeviceExecutor::new(device, model, limits, progress)))

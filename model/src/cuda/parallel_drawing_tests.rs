@@ -7,7 +7,7 @@ use super::emulated::Sums;
 use super::inputs::BatchLimits;
 use super::parallel_tests::{GROUPED, Machine, NUM_LAYERS, TIED, Tiny, argmax, load_parts, prompt};
 use super::test_model::devices;
-use crate::{Batch, BatchSequence, SampledRow, SampledToken, TokenSampling};
+use baton_model_spec::{Batch, BatchSequence, SampledRow, SampledToken, TokenSampling};
 
 const LIMITS: BatchLimits = BatchLimits { num_rows: 12, num_sequences: 3, context_length: 64 };
 

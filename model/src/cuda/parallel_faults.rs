@@ -14,7 +14,8 @@ use super::kernel::{Address, Kernel};
 use super::parallel_tests::{Machine, TIED, load_parts, prompt, started};
 use super::start::StartError;
 use super::test_model::devices;
-use crate::{Batch, BatchSequence, ExecuteError, LoadedModel, TokenSampling};
+use baton_checkpoint::DeviceModel;
+use baton_model_spec::{Batch, BatchSequence, ExecuteError, TokenSampling};
 
 /// As little as a step can be: ranks start often here.
 const FEW: BatchLimits = BatchLimits { num_rows: 2, num_sequences: 1, context_length: 8 };
@@ -150,11 +151,11 @@ impl Device for Fragile {
 
 /// Ranks of which one fails; and what each has been asked for.
 fn fragile(
-    models: Vec<LoadedModel>,
+    models: Vec<DeviceModel>,
     failing: usize,
     fails_at: usize,
     panics: bool,
-) -> (Vec<(Fragile, LoadedModel)>, Arc<AtomicUsize>) {
+) -> (Vec<(Fragile, DeviceModel)>, Arc<AtomicUsize>) {
     let num_asked = Arc::new(AtomicUsize::new(0));
     let wrapped = devices(models, Sums::Late).into_iter().enumerate().map(|(idx, (device, model))| {
         let is_failing = idx == failing;

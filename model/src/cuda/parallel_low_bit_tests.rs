@@ -16,17 +16,18 @@ use super::parallel_tests::{
 };
 use super::test_model::devices;
 use super::weights::upload;
-use crate::{BatchSequence, LoadOptions, LoadedModel, load_ranks};
+use baton_checkpoint::{DeviceModel, LoadOptions, load_ranks_for_devices};
+use baton_model_spec::BatchSequence;
 
 const LIMITS: BatchLimits = BatchLimits { num_rows: 4, num_sequences: 1, context_length: 16 };
 
-fn loaded(model: &Path, num_ranks: usize, quantise: Option<&str>) -> Vec<LoadedModel> {
+fn loaded(model: &Path, num_ranks: usize, quantise: Option<&str>) -> Vec<DeviceModel> {
     let quantise = quantise.map(|text| text.parse().unwrap());
-    load_ranks(model, num_ranks, &LoadOptions { quantise, ..options() }, &mut |_| {}).unwrap()
+    load_ranks_for_devices(model, num_ranks, &LoadOptions { quantise, ..options() }).unwrap()
 }
 
 /// What they say of as many tokens of a prompt as a step takes, then of two tokens at once.
-fn answers(devices: Vec<(EmulatedDevice, LoadedModel)>) -> Vec<Vec<f32>> {
+fn answers(devices: Vec<(EmulatedDevice, DeviceModel)>) -> Vec<Vec<f32>> {
     let vocab_size = devices[0].1.config().decoder.vocab_size as u32;
     let mut machine = Machine::new(devices, LIMITS);
     let num_first = LIMITS.num_rows;
@@ -116,7 +117,7 @@ fn integers_are_refused_where_no_group_ends() {
         });
         let quantise = quantise.map(|text| text.parse().unwrap());
         let options = LoadOptions { quantise, ..options() };
-        let error = load_ranks(dir.path(), num_ranks, &options, &mut |_| {}).unwrap_err().to_string();
+        let error = load_ranks_for_devices(dir.path(), num_ranks, &options).unwrap_err().to_string();
         let what = format!("{num_ranks} ranks divide tensor model.layers.0.mlp.down_proj.weight at column");
         assert!(error.contains(&what) && error.contains(expected), "{error:?} is not {expected:?}");
     };

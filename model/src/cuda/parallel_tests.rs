@@ -15,9 +15,10 @@ use super::kernel::Address;
 use super::parallel::start_ranks;
 use super::start::StartError;
 use super::test_model::{blocks_of, devices};
-use crate::cpu::testing::noise;
-use crate::parallel::{ParallelExecutor, RankExecutor};
-use crate::{Backend, Batch, BatchSequence, ExecuteError, Executor, LoadOptions, LoadedModel, load_ranks};
+use baton_checkpoint::{DeviceModel, LoadOptions, load_ranks_for_devices};
+use baton_model_spec::{Backend, Batch, BatchSequence, ExecuteError, Executor};
+use baton_model_spec::{ParallelExecutor, RankExecutor};
+use baton_model_testing::noise;
 
 /// Of the largest logit, against one device: both round sums to bf16, in other places, by 2^-9 of themselves at most; some
 /// ten of these in each of two layers are a hundredth or two together.
@@ -137,13 +138,13 @@ pub(super) fn options() -> LoadOptions {
     }
 }
 
-pub(super) fn load_parts(dir: &Path, num_ranks: usize, kv_dtype: KvDtype) -> Vec<LoadedModel> {
+pub(super) fn load_parts(dir: &Path, num_ranks: usize, kv_dtype: KvDtype) -> Vec<DeviceModel> {
     let options = LoadOptions { kv_dtype: Some(kv_dtype), ..options() };
-    load_ranks(dir, num_ranks, &options, &mut |_| {}).unwrap()
+    load_ranks_for_devices(dir, num_ranks, &options).unwrap()
 }
 
 pub(super) fn started<D: Device + 'static>(
-    ranks: Vec<(D, LoadedModel)>,
+    ranks: Vec<(D, DeviceModel)>,
     limits: BatchLimits,
 ) -> Result<Vec<DeviceExecutor<D>>, StartError> {
     start_ranks(ranks, limits, |_, _| Ok(()), &mut |_| {})
@@ -161,7 +162,7 @@ pub(super) struct Machine {
 }
 
 impl Machine {
-    pub(super) fn new<D: Device + 'static>(ranks: Vec<(D, LoadedModel)>, limits: BatchLimits) -> Machine {
+    pub(super) fn new<D: Device + 'static>(ranks: Vec<(D, DeviceModel)>, limits: BatchLimits) -> Machine {
         let mut ranks = started(ranks, limits).unwrap();
         let storage = blocks(&mut ranks);
         let executor: Box<dyn Executor> = match ranks.len() {

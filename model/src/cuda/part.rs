@@ -8,9 +8,9 @@ use super::kernel::Address;
 use super::multiply::Scratch;
 use super::pass::Pass;
 use super::weights::DeviceWeights;
-use crate::LoadedModel;
-use crate::shard::{DecoderShard, Rank};
-use crate::spec::DecoderSpec;
+use baton_checkpoint::DeviceModel;
+use baton_model_spec::DecoderSpec;
+use baton_model_spec::{DecoderShard, Rank};
 
 #[derive(Debug)]
 pub(crate) struct Part {
@@ -31,7 +31,7 @@ impl Part {
     }
 
     /// The part of the rank for which `model` was loaded.
-    pub(crate) fn of(model: &LoadedModel) -> Part {
+    pub(crate) fn of(model: &DeviceModel) -> Part {
         let shard = model.shard().clone();
         let is_embedding_divided = shard.rank().num_ranks > 1 && model.weights().embedding.is_none();
         let (layout, whole_layout) = (model.kv_layout_of_rank(), model.kv_layout());

@@ -24,8 +24,8 @@ use super::ranks::{JoinLogits, logit_stride};
 use super::rope::{PlaceRows, RopeTable, StoreQkv, lanes};
 use super::rows::{NormWanted, PostNorm, SoftCap};
 use super::weights::{DeviceLayer, DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
-use crate::Rank;
-use crate::spec::{DecoderSpec, MlpSpec};
+use baton_model_spec::Rank;
+use baton_model_spec::{DecoderSpec, MlpSpec};
 
 /// One step. What its methods ask for is there: the executor allocated it for the largest batch.
 #[derive(Clone)]

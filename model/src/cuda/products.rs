@@ -6,7 +6,7 @@
 use super::device::FP8_BLOCK;
 use super::kernel::{Address, Kernel, LaunchShape, Source};
 use super::rows::by_eights;
-use crate::integers::IntegerWidth;
+use baton_model_spec::IntegerWidth;
 
 /// What weights are. All lie row after row, `[n][k]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

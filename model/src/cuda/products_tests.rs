@@ -1,10 +1,10 @@
 use super::*;
-use crate::cpu::testing::noise;
 use crate::cuda::emulator::{Emulator, Memory};
 use crate::cuda::rows::NONE;
 use crate::cuda::testing::{assert_close, bf16, floats as floats_of, widened};
-use crate::integers::{IntegerFormat, IntegerRow};
 use baton_kv_cache::e4m3;
+use baton_model_spec::{IntegerFormat, IntegerRow};
+use baton_model_testing::noise;
 
 /// Weights of some kind: what a device holds, and what they stand for.
 struct Weights {

@@ -42,10 +42,10 @@ unsafe impl Kernel for JoinLogits {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Rank;
-    use crate::cpu::testing::noise;
     use crate::cuda::emulator::Emulator;
     use crate::cuda::testing::floats;
+    use baton_model_spec::Rank;
+    use baton_model_testing::noise;
 
     #[test]
     fn logits_of_ranks_lie_side_by_side() {

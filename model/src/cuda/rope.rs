@@ -58,11 +58,11 @@ unsafe impl Kernel for PlaceRows {
 pub(crate) struct RopeTable {
     /// `[rows]`, u32.
     pub(crate) positions: Address,
-    /// `[rotary_dim / 2]`, f32: [`RopeSpec::inverse_frequencies`](crate::RopeSpec::inverse_frequencies).
+    /// `[rotary_dim / 2]`, f32: [`RopeSpec::inverse_frequencies`](baton_model_spec::RopeSpec::inverse_frequencies).
     pub(crate) inverse_frequencies: Address,
     /// `[rows][2][rotary_dim / 2]`, f32, written: cosines, then sines.
     pub(crate) cos_sin: Address,
-    /// On both: [`RopeSpec::attention_factor`](crate::RopeSpec::attention_factor).
+    /// On both: [`RopeSpec::attention_factor`](baton_model_spec::RopeSpec::attention_factor).
     pub(crate) factor: f32,
     pub(crate) num_rows: u32,
     /// For the shape.
@@ -136,10 +136,10 @@ mod tests {
     use baton_kv_cache::KvDtype;
 
     use super::*;
-    use crate::cpu::testing::noise;
     use crate::cuda::emulator::{Emulator, Memory};
     use crate::cuda::rows::NONE;
     use crate::cuda::testing::{assert_close, bf16, floats, widened};
+    use baton_model_testing::noise;
 
     const NUM_HEADS: usize = 3;
     const FACTOR: f32 = 1.25;

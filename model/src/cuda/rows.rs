@@ -135,9 +135,9 @@ fn by_rows(num_rows: u64, hidden: u32) -> LaunchShape {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::testing::noise;
     use crate::cuda::emulator::Emulator;
     use crate::cuda::testing::{assert_close, bf16, floats, widened};
+    use baton_model_testing::noise;
 
     /// Half a unit in the last place of bf16, and what f32 sums lose.
     const RELATIVE: f32 = 1.0 / 256.0;

@@ -8,7 +8,7 @@
 
 use super::kernel::{Address, Kernel, LaunchShape, Source};
 #[cfg(doc)]
-use crate::TokenCount;
+use baton_model_spec::TokenCount;
 
 /// Threads of a block, and tokens that it can sort at a time.
 const THREADS: u32 = 512;

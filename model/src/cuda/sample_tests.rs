@@ -1,7 +1,7 @@
 use super::*;
-use crate::TokenCount;
-use crate::cpu::testing::noise;
 use crate::cuda::emulator::Emulator;
+use baton_model_spec::TokenCount;
+use baton_model_testing::noise;
 
 /// A row with all that says how its token is chosen.
 #[derive(Clone, Debug)]

@@ -5,7 +5,7 @@ use baton_cuda::nccl::NcclError;
 use thiserror::Error;
 
 use super::compile::CompileError;
-use crate::Rank;
+use baton_model_spec::Rank;
 
 /// Why a model cannot be computed on a device. Each says what to do, where something can be done.
 #[derive(Debug, Error)]

@@ -12,8 +12,9 @@ use super::parallel::start_ranks;
 use super::pool::OwnBlocks;
 use super::start::StartError;
 use super::test_device::TestDevice;
-use crate::parallel::ParallelExecutor;
-use crate::{Batch, ExecuteError, Executor, LoadedModel, Rank, ThreadCommunicator};
+use baton_checkpoint::DeviceModel;
+use baton_model_spec::ParallelExecutor;
+use baton_model_spec::{Batch, ExecuteError, Executor, Rank, ThreadCommunicator};
 
 /// What the emulated device has: enough.
 pub const MEMORY_BYTES: usize = 64 << 20;
@@ -25,7 +26,7 @@ pub type OnBlocks = (Box<dyn Executor>, BlockStorage);
 ///
 /// # Panics
 /// When the model was loaded for processors, or does not fit.
-pub fn test_model(model: LoadedModel, limits: BatchLimits, num_blocks: usize) -> OnBlocks {
+pub fn test_model(model: DeviceModel, limits: BatchLimits, num_blocks: usize) -> OnBlocks {
     let executor = on_device(model, limits, Fp8Products::None).expect("the model fits");
     with_blocks(executor, num_blocks)
 }
@@ -39,8 +40,8 @@ pub fn test_model(model: LoadedModel, limits: BatchLimits, num_blocks: usize) ->
 /// # Panics
 /// As [`test_model`], and when there is no room for the blocks.
 pub fn test_models(
-    model: LoadedModel,
-    draft: LoadedModel,
+    model: DeviceModel,
+    draft: DeviceModel,
     limits: BatchLimits,
     num_blocks: usize,
     memory_bytes: usize,
@@ -60,7 +61,7 @@ fn with_blocks(mut executor: DeviceExecutor<TestDevice>, num_blocks: usize) -> O
 
 /// Multiplying E4M3 so.
 pub(crate) fn on_device(
-    model: LoadedModel,
+    model: DeviceModel,
     limits: BatchLimits,
     fp8_products: Fp8Products,
 ) -> Result<DeviceExecutor<TestDevice>, StartError> {
@@ -69,7 +70,7 @@ pub(crate) fn on_device(
 
 fn on_device_of(
     memory_bytes: usize,
-    model: LoadedModel,
+    model: DeviceModel,
     limits: BatchLimits,
     fp8_products: Fp8Products,
 ) -> Result<DeviceExecutor<TestDevice>, StartError> {
@@ -104,7 +105,7 @@ pub(crate) fn blocks_of<D: Device + 'static>(
 ///
 /// # Panics
 /// As [`test_model`], and when they are not all the ranks of a model.
-pub fn test_model_of_ranks(ranks: Vec<LoadedModel>, limits: BatchLimits, num_blocks: usize) -> OnBlocks {
+pub fn test_model_of_ranks(ranks: Vec<DeviceModel>, limits: BatchLimits, num_blocks: usize) -> OnBlocks {
     ranks_with_blocks(emulated_ranks(ranks, limits), num_blocks)
 }
 
@@ -113,8 +114,8 @@ pub fn test_model_of_ranks(ranks: Vec<LoadedModel>, limits: BatchLimits, num_blo
 /// # Panics
 /// As [`test_model_of_ranks`].
 pub fn test_models_of_ranks(
-    ranks: Vec<LoadedModel>,
-    draft: LoadedModel,
+    ranks: Vec<DeviceModel>,
+    draft: DeviceModel,
     limits: BatchLimits,
     num_blocks: usize,
 ) -> (OnBlocks, OnBlocks) {
@@ -124,8 +125,8 @@ pub fn test_models_of_ranks(
     (ranks_with_blocks(ranks, num_blocks), with_blocks(draft, num_blocks))
 }
 
-fn emulated_ranks(ranks: Vec<LoadedModel>, limits: BatchLimits) -> Vec<DeviceExecutor<EmulatedDevice>> {
-    LoadedModel::check_ranks(ranks.iter());
+fn emulated_ranks(ranks: Vec<DeviceModel>, limits: BatchLimits) -> Vec<DeviceExecutor<EmulatedDevice>> {
+    DeviceModel::check_ranks(ranks.iter());
     let ranks = start_ranks(devices(ranks, Sums::Late), limits, |_, _| Ok(()), &mut |_| {});
     ranks.expect("the parts fit")
 }
@@ -136,7 +137,7 @@ fn ranks_with_blocks(mut ranks: Vec<DeviceExecutor<EmulatedDevice>>, num_blocks:
 }
 
 /// Devices that have joined each other, and their parts.
-pub(crate) fn devices(models: Vec<LoadedModel>, sums: Sums) -> Vec<(EmulatedDevice, LoadedModel)> {
+pub(crate) fn devices(models: Vec<DeviceModel>, sums: Sums) -> Vec<(EmulatedDevice, DeviceModel)> {
     let ends = ThreadCommunicator::group(models.len());
     let joined = models.into_iter().zip(ends).map(|(model, end)| {
         let device = EmulatedDevice::new(&sources(&model), MEMORY_BYTES, Threads::Shuffled);

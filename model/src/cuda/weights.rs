@@ -8,11 +8,11 @@ use super::device::Device;
 use super::form::{Form, Rows, Tables};
 use super::kernel::Address;
 use super::products::{Scales, WeightKind};
-use crate::decoder::{self, DecoderWeights, DenseMlp, LayerWeights, Mlp};
-use crate::matrix::Matrix;
-use crate::packed::PackedMatrix;
-use crate::spec::DecoderSpec;
-use crate::{LoadProgress, RopeSpec};
+use baton_checkpoint::LoadProgress;
+use baton_checkpoint::Matrix;
+use baton_checkpoint::{DecoderWeights, DenseMlp, DeviceSource, LayerWeights, Linear, Mlp};
+use baton_model_spec::DecoderSpec;
+use baton_model_spec::RopeSpec;
 
 /// As [`DecoderWeights`].
 #[derive(Debug)]
@@ -147,7 +147,7 @@ const STAGED_BYTES: usize = 8 << 20;
 pub(crate) fn upload<D: Device>(
     device: &mut D,
     spec: &DecoderSpec,
-    weights: &DecoderWeights,
+    weights: &DecoderWeights<DeviceSource>,
     num_threads: usize,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<DeviceWeights, CudaError> {
@@ -168,7 +168,7 @@ pub(crate) fn upload<D: Device>(
 }
 
 /// The kinds that a device will hold of these weights, each once.
-pub(crate) fn kinds(weights: &DecoderWeights) -> Vec<WeightKind> {
+pub(crate) fn kinds(weights: &DecoderWeights<DeviceSource>) -> Vec<WeightKind> {
     let mut kinds: Vec<WeightKind> = stacks(weights).map(|stack| stack.form.kind()).collect();
     kinds.sort_unstable();
     kinds.dedup();
@@ -185,11 +185,11 @@ struct Stack<'m> {
 }
 
 impl<'m> Stack<'m> {
-    fn of(matrices: impl Iterator<Item = &'m PackedMatrix> + Clone) -> Stack<'m> {
+    fn of(matrices: impl Iterator<Item = &'m DeviceSource> + Clone) -> Stack<'m> {
         let first = matrices.clone().next().expect("there is one");
         let form = Form::of(matrices.clone());
         let (num_out, num_in) = (first.rows, first.cols);
-        Stack { form, parts: matrices.flat_map(PackedMatrix::parts).collect(), num_out, num_in }
+        Stack { form, parts: matrices.flat_map(DeviceSource::parts).collect(), num_out, num_in }
     }
 
     fn of_table(table: &'m Matrix) -> Stack<'m> {
@@ -197,7 +197,7 @@ impl<'m> Stack<'m> {
     }
 
     /// It chooses experts: as exactly as activations are.
-    fn of_router(router: &'m PackedMatrix) -> Stack<'m> {
+    fn of_router(router: &'m DeviceSource) -> Stack<'m> {
         Stack { form: Form::Bf16, ..Stack::of(std::iter::once(router)) }
     }
 
@@ -211,11 +211,11 @@ impl<'m> Stack<'m> {
 }
 
 /// All that a device will hold.
-fn stacks(weights: &DecoderWeights) -> impl Iterator<Item = Stack<'_>> {
-    fn one(matrix: &PackedMatrix) -> Stack<'_> {
+fn stacks(weights: &DecoderWeights<DeviceSource>) -> impl Iterator<Item = Stack<'_>> {
+    fn one(matrix: &DeviceSource) -> Stack<'_> {
         Stack::of(std::iter::once(matrix))
     }
-    fn of_layer(layer: &LayerWeights) -> Vec<Stack<'_>> {
+    fn of_layer(layer: &LayerWeights<DeviceSource>) -> Vec<Stack<'_>> {
         let mut all = vec![one(&layer.qkv.weight), one(&layer.output.weight)];
         match &layer.mlp {
             Mlp::Dense(DenseMlp { gate_up, down }) => all.extend([one(&gate_up.weight), one(&down.weight)]),
@@ -241,7 +241,7 @@ struct Uploader<'a, D> {
 }
 
 impl<D: Device> Uploader<'_, D> {
-    fn layer(&mut self, layer: &LayerWeights) -> Result<DeviceLayer, CudaError> {
+    fn layer(&mut self, layer: &LayerWeights<DeviceSource>) -> Result<DeviceLayer, CudaError> {
         let qkv = self.linear(&layer.qkv)?;
         Ok(DeviceLayer {
             attention_norm: self.vector(&layer.attention_norm)?,
@@ -266,11 +266,11 @@ impl<D: Device> Uploader<'_, D> {
         })
     }
 
-    fn linear(&mut self, linear: &decoder::Linear) -> Result<DeviceLinear, CudaError> {
+    fn linear(&mut self, linear: &Linear<DeviceSource>) -> Result<DeviceLinear, CudaError> {
         Ok(DeviceLinear { weight: self.matrix(&linear.weight)?, bias: self.optional(linear.bias.as_ref())? })
     }
 
-    fn matrix(&mut self, matrix: &PackedMatrix) -> Result<DeviceMatrix, CudaError> {
+    fn matrix(&mut self, matrix: &DeviceSource) -> Result<DeviceMatrix, CudaError> {
         self.stack(&Stack::of(std::iter::once(matrix)))
     }
 

@@ -1,11 +1,11 @@
 //! Every kernel against plain softmax over what the cache holds.
 
 use super::*;
-use crate::cpu::testing::noise;
 use crate::cuda::device::Device;
 use crate::cuda::emulator::Emulator;
 use crate::cuda::test_device::{self, TestDevice};
 use crate::cuda::testing::{bf16, widened};
+use baton_model_testing::noise;
 
 /// One layer's attention of a batch.
 #[derive(Clone)]

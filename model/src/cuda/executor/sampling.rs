@@ -8,9 +8,9 @@ use baton_kv_cache::BlockStorage;
 use super::super::device::{Device, NUM_RETURNS};
 use super::super::draws::Results;
 use super::super::sample::TakeTokens;
-use super::{DeviceExecutor, Told};
-use crate::parallel::{RankError, SamplingRank};
-use crate::{Batch, ExecuteError, SampledRow, SamplingExecutor, TokenSampling};
+use super::{DeviceExecutor, Told, rank_error};
+use baton_model_spec::{Batch, ExecuteError, SampledRow, SamplingExecutor, TokenSampling};
+use baton_model_spec::{RankError, SamplingRank};
 
 /// A step under way.
 pub(super) struct Launched {
@@ -66,20 +66,20 @@ impl<D: Device + 'static> SamplingRank for DeviceExecutor<D> {
         let num_logits: usize = batch.sequences.iter().map(|it| it.num_logits).sum();
         assert_eq!(num_logits, draws.len(), "a draw for each row");
         self.take(batch, storage).map_err(RankError::Failed)?;
-        Ok(self.begin(draws, follows, on_layer)?)
+        self.begin(draws, follows, on_layer).map_err(rank_error)
     }
 
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<(), RankError> {
         let Launched { place, results, told, .. } = self.launched.pop_front().expect("a step is under way");
         if told.is_marked {
-            self.tell(told, on_layer)?;
+            self.tell(told, on_layer).map_err(rank_error)?;
         }
         let mut bytes = std::mem::take(&mut self.collected.bytes);
         bytes.clear();
-        bytes.extend_from_slice(self.device.returned(place)?);
+        bytes.extend_from_slice(self.device.returned(place).map_err(rank_error)?);
         self.collected = Collected { place, results, bytes };
         if !told.is_marked {
-            self.tell(told, on_layer)?;
+            self.tell(told, on_layer).map_err(rank_error)?;
         }
         Ok(())
     }

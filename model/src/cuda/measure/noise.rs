@@ -9,7 +9,7 @@ use crate::cuda::products::{Scales, WeightKind};
 use crate::cuda::weights::{
     DeviceLayer, DeviceLinear, DeviceMatrix, DeviceMlp, DeviceRope, DeviceWeightBytes, DeviceWeights,
 };
-use crate::spec::{DecoderSpec, MlpSpec};
+use baton_model_spec::{DecoderSpec, MlpSpec};
 
 /// Bytes of noise that the host makes; the device copies them as often as it needs.
 const NOISE_BYTES: usize = 1 << 20;
@@ -85,7 +85,7 @@ pub(crate) fn random_weights<D: Timed>(
         })
     };
     let layers: Result<_, CudaError> = spec.layers.iter().map(|it| layer(device, &it.mlp)).collect();
-    let rope = |device: &mut D, rope: &crate::RopeSpec| {
+    let rope = |device: &mut D, rope: &baton_model_spec::RopeSpec| {
         Ok(DeviceRope {
             inverse_frequencies: vector(device, &rope.inverse_frequencies())?,
             factor: rope.attention_factor(),

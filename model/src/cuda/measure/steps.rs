@@ -16,7 +16,9 @@ use crate::cuda::part::Part;
 use crate::cuda::pool::OwnBlocks;
 use crate::cuda::start::StartError;
 use crate::cuda::weights::{DeviceLayer, DeviceMlp};
-use crate::{Batch, BatchSequence, ExecuteError, Executor, SampledRow, SamplingExecutor, TokenSampling};
+use baton_model_spec::{
+    Batch, BatchSequence, ExecuteError, Executor, SampledRow, SamplingExecutor, TokenSampling,
+};
 
 /// Steps that decode, few and many sequences, and a prompt.
 pub(super) fn measure<D: Timed>(
