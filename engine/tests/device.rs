@@ -9,17 +9,20 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use baton_cuda_emulator::{
+    files::repository,
+    models::{
+        MEMORY_BYTES, sampled_by_host, test_model, test_model_of_ranks, test_models, test_models_of_ranks,
+    },
+};
 use baton_engine::{
     Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, Request, SampledToken,
     SamplingParams, Speculation,
 };
 use baton_kv_cache::BlockStorage;
 use baton_model::{
-    Activations, Backend, BatchLimits, DeviceModel, Executor, LoadOptions,
-    cuda::test_model::{
-        MEMORY_BYTES, drawn_by_host, test_model, test_model_of_ranks, test_models, test_models_of_ranks,
-    },
-    load, load_for_device, load_ranks_for_devices,
+    Activations, Backend, BatchLimits, DeviceModel, Executor, LoadOptions, load, load_for_device,
+    load_ranks_for_devices,
 };
 use support::{config, kinds::read, request};
 
@@ -31,10 +34,9 @@ enum SamplingSide {
     OnHost,
 }
 
-/// The tiny model. Cargo names this crate's folder when it runs the tests, or when it built them.
+/// The tiny model.
 fn fixture() -> PathBuf {
-    let here = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
-    PathBuf::from(here).join("../tests/parity/fixtures/qwen3")
+    repository().join("tests/parity/fixtures/qwen3")
 }
 
 fn options(backend: Backend) -> LoadOptions {
@@ -74,7 +76,7 @@ fn start(
     sampling: SamplingSide,
     drafter: Option<Drafter>,
 ) -> (EngineHandle, EngineThread) {
-    let executor = if sampling == SamplingSide::OnHost { drawn_by_host(executor) } else { executor };
+    let executor = if sampling == SamplingSide::OnHost { sampled_by_host(executor) } else { executor };
     let speculation = |drafter| Speculation { drafter, max_draft_tokens: 4, max_step_tokens: 40 };
     baton_engine::start_over(storage, executor, drafter.map(speculation), engine_config()).expect("it starts")
 }

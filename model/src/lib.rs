@@ -6,8 +6,7 @@
 //! It does not know requests, text, or the network.
 
 mod cpu;
-#[doc(hidden)]
-pub mod cuda;
+mod kernel_files;
 mod load;
 mod packed;
 
@@ -15,6 +14,11 @@ pub use baton_checkpoint::{
     DeviceModel, LoadOptions, LoadProgress, gguf_files, load_config, load_for_device, load_ranks_for_devices,
 };
 pub use baton_cuda::num_devices as num_cuda_devices;
+pub use baton_cuda_kernels::kernel::KernelCode;
+pub use baton_model_cuda::{
+    BatchLimits, DeviceWeightBytes, ModelOnDevices, StartError as CudaStartError,
+    block_kernels as cuda_block_kernels,
+};
 pub use baton_model_spec::{
     Activation, Activations, Backend, Batch, BatchSequence, Communicator, CommunicatorError, DecoderShard,
     DecoderSpec, ExecuteError, Executor, ExpertNaming, FloatDtype, InvalidLogits, LayerSpec, LoadError,
@@ -24,8 +28,5 @@ pub use baton_model_spec::{
 #[doc(hidden)]
 pub use cpu::benchmark;
 pub use cpu::{CpuExecutor, CpuList, CpuListError, CpuModel, ParallelCpuExecutor, ThreadPool};
-pub use cuda::{
-    BatchLimits, DeviceWeightBytes, ModelOnDevices, StartError as CudaStartError,
-    block_kernels as cuda_block_kernels,
-};
+pub use kernel_files::{KERNEL_FILES, kernel_code};
 pub use load::{LoadedModel, load, load_ranks};

@@ -121,7 +121,7 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-engine",
         uses: &["baton-model-spec", "baton-kv-cache", "baton-request"],
-        tests_use: &["baton-engine-testing", "baton-model"],
+        tests_use: &["baton-engine-testing", "baton-model", "baton-cuda-emulator"],
         never: &[
             "baton-model",
             "baton-checkpoint",
@@ -139,9 +139,44 @@ const ROOMS: &[Room] = &[
     // Loads a model onto what computes it: the one crate that knows both backends.
     Room {
         name: "baton-model",
-        uses: &["baton-checkpoint", "baton-model-spec", "baton-kv-cache", "baton-cuda"],
+        uses: &[
+            "baton-model-cuda",
+            "baton-cuda-kernels",
+            "baton-checkpoint",
+            "baton-model-spec",
+            "baton-kv-cache",
+            "baton-cuda",
+        ],
         tests_use: &["baton-gguf", "baton-model-testing"],
-        never: &["baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
+        never: &["baton-cuda-emulator", "baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
+    },
+    // What kernels and models on devices run on in tests: no production code uses it.
+    Room {
+        name: "baton-cuda-emulator",
+        uses: &[
+            "baton-model-cuda",
+            "baton-cuda-kernels",
+            "baton-checkpoint",
+            "baton-model-spec",
+            "baton-kv-cache",
+            "baton-cuda",
+        ],
+        tests_use: &["baton-model-testing"],
+        never: &["tokio"],
+    },
+    // Computes on devices, behind a seam: neither panels nor kernels' texts.
+    Room {
+        name: "baton-model-cuda",
+        uses: &["baton-cuda-kernels", "baton-checkpoint", "baton-model-spec", "baton-kv-cache", "baton-cuda"],
+        tests_use: &["baton-cuda-emulator", "baton-model", "baton-model-testing"],
+        never: &["baton-cuda-emulator", "baton-cpu-kernels", "baton-model-cpu", "tokio"],
+    },
+    // Knows shapes and addresses, no models.
+    Room {
+        name: "baton-cuda-kernels",
+        uses: &["baton-model-spec", "baton-kv-cache", "baton-cuda"],
+        tests_use: &["baton-cuda-emulator", "baton-model-testing"],
+        never: &["baton-cuda-emulator", "baton-checkpoint", "safetensors", "tokio"],
     },
     // Files to matrices. What a backend makes of them is its own business.
     Room {
@@ -234,7 +269,7 @@ const BEHIND: &[(&str, &[&str])] = &[
     ("tokenizers", &["baton-tokenizer"]),
     ("minijinja", &["baton-tokenizer"]),
     ("safetensors", &["baton-checkpoint"]),
-    ("cudarc", &["baton-cuda", "baton-model", "baton-kv-transfer"]),
+    ("cudarc", &["baton-cuda", "baton-cuda-kernels", "baton-kv-transfer"]),
     ("opentelemetry-otlp", &["baton-telemetry"]),
     ("rustls", &["baton-tls"]),
     ("tokio-rustls", &["baton-tls"]),

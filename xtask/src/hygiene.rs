@@ -17,9 +17,12 @@ const OWN_WORKSPACES: [&str; 1] = [fuzz::FOLDER];
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
 /// engine, which calls the model's executor under a contract that no type can state.
-const MAY_BE_UNSAFE: [&str; 11] = [
+const MAY_BE_UNSAFE: [&str; 14] = [
     "baton-cuda",
+    "baton-cuda-kernels",
+    "baton-cuda-emulator",
     "baton-model",
+    "baton-model-cuda",
     "baton-model-spec",
     "baton-checkpoint",
     "baton-gguf",

@@ -17,7 +17,7 @@ use baton_engine::{
     Drafter, EngineConfig, EngineHandle, EngineThread, Request, SamplingParams, Speculation, SpeculationMode,
     TokenEvent, sampler::random_unit,
 };
-use baton_model_spec::{LoadOptions, LoadedModel, ThreadPool, load};
+use baton_model::{LoadOptions, LoadedModel, ThreadPool, load};
 use steps::DraftCosts;
 
 /// Factors by which the MLPs of the targets are wider than the tiny model's.

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Instant};
 
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_model_spec::{Batch, BatchSequence, CpuExecutor, Executor, LoadedModel, ThreadPool};
+use baton_model::{Batch, BatchSequence, CpuExecutor, Executor, LoadedModel, ThreadPool};
 
 /// Position of the steps that are measured.
 const CONTEXT: usize = 192;
