@@ -320,7 +320,16 @@ impl Choice {
         }
     }
 
-    fn on_failed_plan(&mut self, failure: Failure, plan: &Plan, reached: Reached) -> Result<(), CoreError> {
+    fn on_failed_plan(
+        &mut self,
+        mut failure: Failure,
+        plan: &Plan,
+        reached: Reached,
+    ) -> Result<(), CoreError> {
+        // A worker that drains closes its connections in the end. That is no crash.
+        if failure.kind == FailureKind::Lost && self.core.workers.is_leaving(&WorkerKey::of(&plan.decode)) {
+            failure.kind = FailureKind::Draining;
+        }
         self.core.metrics.on_failed_attempt(failure.kind.name());
         tracing::warn!(
             request = %self.generation.id, index = self.index, attempt = self.num_attempts - 1,

@@ -191,7 +191,13 @@ impl Retry {
 
 /// Whether the prefill worker of the plan, if it has one, is avoided after this failure.
 fn blames_prefill(kind: FailureKind) -> bool {
-    matches!(kind, FailureKind::PrefillLost | FailureKind::KvRejected | FailureKind::Deadline)
+    matches!(
+        kind,
+        FailureKind::PrefillLost
+            | FailureKind::PrefillDraining
+            | FailureKind::KvRejected
+            | FailureKind::Deadline
+    )
 }
 
 fn blame(kind: FailureKind, plan: &Plan) -> Blame {
@@ -210,8 +216,8 @@ fn blame(kind: FailureKind, plan: &Plan) -> Blame {
             let worker = prefill.unwrap_or(decode);
             Blame { exclude: vec![worker.clone()], spare: Some(worker) }
         }
-        // Slow or wrong is not gone: others may still be served.
-        FailureKind::KvRejected | FailureKind::Deadline => {
+        // Slow or wrong is not gone, and a worker that leaves is not broken: others may still be served.
+        FailureKind::PrefillDraining | FailureKind::KvRejected | FailureKind::Deadline => {
             Blame { exclude: vec![prefill.unwrap_or(decode)], spare: None }
         }
         FailureKind::Internal | FailureKind::Stalled | FailureKind::Diverged => {
