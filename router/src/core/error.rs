@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use baton_request::InvalidRequest;
+
 use crate::plan::NoPlan;
 
 /// One error for both edges, HTTP and gRPC.
@@ -52,6 +54,12 @@ impl CoreError {
 
     pub(crate) fn full(message: impl Into<String>) -> CoreError {
         CoreError::Full { message: message.into(), retry_after: Duration::from_secs(1) }
+    }
+}
+
+impl From<InvalidRequest> for CoreError {
+    fn from(error: InvalidRequest) -> CoreError {
+        CoreError::invalid(error.field, error.to_string())
     }
 }
 
