@@ -16,12 +16,11 @@ use std::{
 };
 
 use baton_cluster::{Dialer, Membership, Role, WorkerRecord};
+use baton_planner::{ClusterView, Load, Usability, WorkerKey, WorkerView};
 use baton_proto::v1;
 use tokio::sync::watch as notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Channel;
-
-use crate::plan::{ClusterView, Load, Usability, WorkerKey, WorkerView};
 
 /// Of the longest sequences that decode workers serve, prompt and output together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

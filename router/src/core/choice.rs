@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_planner::{NoPlan, Plan, Prefill, Reached, Retry, WorkerKey};
 use baton_proto::worker::{self as proto, GenerateRequest, generate_event};
 use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_tokenizer::Detokenizer;
@@ -20,9 +21,7 @@ use super::{
     passage::{Cause, PAUSE, Passage, Step, TURN},
     planner::Migrating,
     request::PreparedRequest,
-    retry::{Reached, Retry},
 };
-use crate::plan::{NoPlan, Plan, Prefill, WorkerKey};
 
 /// What a choice waited for.
 enum Came {

@@ -17,7 +17,6 @@ mod output;
 mod passage;
 mod planner;
 mod request;
-mod retry;
 mod sampling;
 mod stops;
 

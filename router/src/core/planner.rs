@@ -8,15 +8,13 @@ use std::{
 
 use baton_cluster::{Role, WorkerRecord};
 use baton_kv_cache::{BlockHash, HashRoot};
+use baton_planner::{
+    ClusterView, NoPlan, Plan, PlanRequest, Policy, Prefill, PrefillMode, PrefixAware, PrefixAwareConfig,
+    PrefixIndex, WorkerKey,
+};
 use baton_request::Request;
 
-use crate::{
-    plan::{
-        ClusterView, NoPlan, Plan, PlanRequest, Policy, Prefill, PrefillMode, PrefixAware, PrefixAwareConfig,
-        PrefixIndex, WorkerKey,
-    },
-    workers::Workers,
-};
+use crate::workers::Workers;
 
 /// Plans requests.
 #[derive(Debug)]

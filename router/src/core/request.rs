@@ -2,13 +2,14 @@
 
 use std::time::Instant;
 
+use baton_planner::PrefillMode;
 use baton_proto::v1::KvWire;
 use baton_request::{InvalidRequest, Problem, Request, SpeculationMode};
 use baton_tokenizer::{TemplateError, TokenizerError};
 use serde_json::{Map, Value};
 
 use super::{ClientSampling, CoreError};
-use crate::{model::Model, plan::PrefillMode, workers::Contexts};
+use crate::{model::Model, workers::Contexts};
 
 const MAX_STOPS: usize = 16;
 const MAX_ID_CHARS: usize = 128;

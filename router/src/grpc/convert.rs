@@ -2,16 +2,14 @@
 
 use std::time::Instant;
 
+use baton_planner::PrefillMode;
 use baton_proto::v1;
 use baton_request::SpeculationMode;
 use serde_json::json;
 use tonic::{Code, Status};
 
-use crate::{
-    core::{
-        ChatInput, ClientRequest, ClientSampling, CoreError, Event, FieldNames, PromptInput, TokenOut, Usage,
-    },
-    plan::PrefillMode,
+use crate::core::{
+    ChatInput, ClientRequest, ClientSampling, CoreError, Event, FieldNames, PromptInput, TokenOut, Usage,
 };
 
 /// What a client's message asks for.

@@ -6,6 +6,7 @@ use axum::{
     extract::{Request, State},
     response::Response,
 };
+use baton_planner::PrefillMode;
 use baton_proto::v1::KvWire;
 use baton_request::SpeculationMode;
 use baton_tokenizer::Tokenizer;
@@ -20,10 +21,7 @@ use super::{
     shape::{ChatLogprob, Head, UsageBody},
     sse::{self, Chunks, Frame},
 };
-use crate::{
-    core::{ChatInput, ClientRequest, Core, Event, Events, FieldNames, PromptInput, TokenOut, Usage},
-    plan::PrefillMode,
-};
+use crate::core::{ChatInput, ClientRequest, Core, Event, Events, FieldNames, PromptInput, TokenOut, Usage};
 
 request_body! {
     /// The request.

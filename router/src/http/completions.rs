@@ -6,6 +6,7 @@ use axum::{
     extract::{Request, State},
     response::Response,
 };
+use baton_planner::PrefillMode;
 use baton_proto::v1::KvWire;
 use baton_request::SpeculationMode;
 use baton_tokenizer::Tokenizer;
@@ -19,10 +20,7 @@ use super::{
     shape::{Head, chosen_and_top, finite, token_text},
     sse::{self, Chunks, Frame},
 };
-use crate::{
-    core::{ClientRequest, Core, Event, Events, FieldNames, PromptInput, TokenOut, Usage},
-    plan::PrefillMode,
-};
+use crate::core::{ClientRequest, Core, Event, Events, FieldNames, PromptInput, TokenOut, Usage};
 
 /// OpenAI's default for this endpoint.
 const DEFAULT_MAX_TOKENS: u32 = 16;

@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use baton_planner::PrefillMode;
 use baton_proto::v1::KvWire;
 use baton_request::SpeculationMode;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
-use crate::plan::PrefillMode;
 
 /// Defines a request body with the shared fields and its own. One struct, not two flattened into one:
 /// flattening would lose the positions and paths of errors.
