@@ -61,6 +61,7 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-router",
         uses: &[
+            "baton-planner",
             "baton-cluster",
             "baton-kv-cache",
             "baton-tokenizer",
@@ -80,6 +81,13 @@ const ROOMS: &[Room] = &[
             "safetensors",
             "cudarc",
         ],
+    },
+    // Decides, and does nothing: the simulator stands on it alone.
+    Room {
+        name: "baton-planner",
+        uses: &["baton-cluster-record", "baton-kv-cache", "baton-request"],
+        tests_use: &[],
+        never: DECIDES,
     },
     Room {
         name: "baton-prefill-worker",
@@ -222,10 +230,18 @@ const ROOMS: &[Room] = &[
     },
     Room {
         name: "baton-cluster",
-        uses: &["baton-kv-cache", "baton-proto", "baton-tls"],
+        uses: &["baton-cluster-record", "baton-kv-cache", "baton-proto", "baton-tls"],
         tests_use: &[],
         never: &["baton-engine", "baton-model", "baton-handoff", "baton-kv-transfer"],
     },
+    Room {
+        name: "baton-proto",
+        uses: &["baton-cluster-record", "baton-kv-cache", "baton-request"],
+        tests_use: &[],
+        never: &[],
+    },
+    // What a worker says about itself, whatever carries it.
+    Room { name: "baton-cluster-record", uses: &["baton-kv-cache"], tests_use: &[], never: DECIDES },
     Room { name: "baton-kv-cache", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
     Room {
         name: "baton-tokenizer",
@@ -240,7 +256,6 @@ const ROOMS: &[Room] = &[
     // Knows devices and memory, not what for.
     Room { name: "baton-cuda", uses: &[], tests_use: &[], never: &["tokio"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
-    Room { name: "baton-proto", uses: &["baton-request"], tests_use: &[], never: &[] },
     // What every process agrees on about a request.
     Room { name: "baton-request", uses: &[], tests_use: &[], never: PURE },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
@@ -260,8 +275,11 @@ const ROLE: &[&str] = &[
     "baton-request",
 ];
 
-/// What a room of pure decisions must not reach: runtimes, the operating system, protocols.
+/// What a room of plain data must not reach: runtimes, the operating system, protocols.
 const PURE: &[&str] = &["tokio", "libc", "tonic", "prost", "hyper", "axum", "h2"];
+
+/// What a room of pure decisions must not reach. The types of KV formats are in a crate that also maps memory (libc).
+const DECIDES: &[&str] = &["tokio", "tonic", "prost", "hyper", "axum", "h2", "baton-proto", "baton-tls"];
 
 /// Packages that one room hides from the others.
 const BEHIND: &[(&str, &[&str])] = &[

@@ -1,23 +1,22 @@
-//! From what a client asks to a [`Generation`]: validated, templated, tokenised.
+//! From what a client asks to a [`PreparedRequest`]: templated, tokenised, validated.
 
 use std::time::Instant;
 
-use baton_proto::{
-    v1::{KvWire, SpeculationMode},
-    worker::Sampling,
-};
+use baton_planner::PrefillMode;
+use baton_proto::v1::KvWire;
+use baton_request::{InvalidRequest, Problem, Request, SpeculationMode};
 use baton_tokenizer::{TemplateError, TokenizerError};
 use serde_json::{Map, Value};
 
-use super::{CoreError, SamplingInput, sampling::check_token};
-use crate::{model::Model, plan::PrefillMode, workers::Contexts};
+use super::{ClientSampling, CoreError};
+use crate::{model::Model, workers::Contexts};
 
 const MAX_STOPS: usize = 16;
 const MAX_ID_CHARS: usize = 128;
 
-/// A request as an edge hands it in.
+/// A request as a client wrote it, in the words of no API.
 #[derive(Debug)]
-pub(crate) struct GenerationInput {
+pub(crate) struct ClientRequest {
     /// Chosen by the client or by the edge.
     pub(crate) id: String,
     /// For metrics: which endpoint.
@@ -25,17 +24,25 @@ pub(crate) struct GenerationInput {
     /// Empty: the one that is served.
     pub(crate) model: String,
     pub(crate) prompts: Vec<PromptInput>,
-    /// What the client calls its prompt, for errors.
-    pub(crate) prompt_param: &'static str,
     pub(crate) n: u32,
     pub(crate) stop: Vec<String>,
-    pub(crate) sampling: SamplingInput,
+    pub(crate) sampling: ClientSampling,
     pub(crate) cache_salt: String,
     pub(crate) prefill: PrefillMode,
     pub(crate) speculation: SpeculationMode,
     pub(crate) kv_wire: KvWire,
+    /// What this API calls the fields, for errors.
+    pub(crate) names: FieldNames,
     /// When the request arrived.
     pub(crate) started: Instant,
+}
+
+/// What a client calls those fields of a [`Request`] that have other names in some APIs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FieldNames {
+    pub(crate) prompt: &'static str,
+    pub(crate) max_tokens: &'static str,
+    pub(crate) logprobs: &'static str,
 }
 
 /// One prompt, in whichever form.
@@ -56,32 +63,49 @@ pub(crate) struct ChatInput {
     pub(crate) extra: Map<String, Value>,
 }
 
-/// A request that can be served: nothing in it is missing or wrong.
+/// A request that can be served: it is complete, and every value in it is possible.
 #[derive(Debug)]
-pub(crate) struct Generation {
+pub(crate) struct PreparedRequest {
     pub(crate) id: String,
     pub(crate) endpoint: &'static str,
-    pub(crate) prompts: Vec<Prompt>,
+    /// One for each prompt, as its first choice has it; choice `i` of a prompt has `seed + i`. Choices share the tokens.
+    pub(crate) prompts: Vec<Request>,
     /// Choices per prompt.
     pub(crate) n: u32,
     pub(crate) stop: Vec<String>,
-    /// Of the first choice; choice `i` of a prompt has `seed + i`, and the prompt's `max_tokens`.
-    pub(crate) sampling: Sampling,
-    pub(crate) cache_salt: String,
     pub(crate) prefill: PrefillMode,
-    pub(crate) speculation: SpeculationMode,
     pub(crate) kv_wire: KvWire,
     pub(crate) started: Instant,
 }
 
-/// A tokenised prompt.
-#[derive(Debug)]
-pub(crate) struct Prompt {
-    pub(crate) tokens: Vec<u32>,
-    pub(crate) max_tokens: u32,
+impl FieldNames {
+    fn of(&self, field: &'static str) -> &'static str {
+        match field {
+            "prompt" => self.prompt,
+            "max_tokens" => self.max_tokens,
+            "logprobs" => self.logprobs,
+            field => field,
+        }
+    }
+
+    /// The one validation's error, in the client's words.
+    fn refusal(&self, error: InvalidRequest) -> CoreError {
+        let param = self.of(error.field);
+        match error.problem {
+            Problem::ContextFull { num_tokens, context_length } => {
+                let message = format!(
+                    "this model's maximum context length is {context_length} tokens, but the prompt has \
+                     {num_tokens}; shorten it to at most {}",
+                    context_length.saturating_sub(1)
+                );
+                CoreError::too_long(Some(param), message)
+            }
+            problem => CoreError::invalid(param, format!("{param}: {problem}")),
+        }
+    }
 }
 
-impl GenerationInput {
+impl ClientRequest {
     /// About how much text must be worked through.
     pub(crate) fn num_bytes(&self) -> usize {
         let bytes = |prompt: &PromptInput| match prompt {
@@ -94,20 +118,21 @@ impl GenerationInput {
         self.prompts.iter().map(bytes).sum()
     }
 
-    /// Validates, applies the chat template, tokenises. Takes time with the length of the prompt.
+    /// Applies the chat template, tokenises, fills in defaults, validates. Takes time with the length of the prompt.
     pub(crate) fn prepare(
         self,
         model: &Model,
         contexts: Contexts,
         max_choices: usize,
-    ) -> Result<Generation, CoreError> {
+    ) -> Result<PreparedRequest, CoreError> {
+        let names = self.names;
         check_model(model, &self.model)?;
         if self.id.chars().count() > MAX_ID_CHARS {
             let message = format!("request_id has more than {MAX_ID_CHARS} characters");
             return Err(CoreError::invalid("request_id", message));
         }
         if self.prompts.is_empty() {
-            return Err(CoreError::invalid(self.prompt_param, format!("{} is empty", self.prompt_param)));
+            return Err(CoreError::invalid(names.prompt, format!("{} is empty", names.prompt)));
         }
         let num_choices = self.prompts.len().saturating_mul(self.n as usize);
         if num_choices > max_choices {
@@ -121,38 +146,36 @@ impl GenerationInput {
         if self.stop.iter().any(String::is_empty) {
             return Err(CoreError::invalid("stop", "stop must not contain an empty string"));
         }
-        let sampling = self.sampling.resolve(model)?;
-        let mut prompts = Vec::with_capacity(self.prompts.len());
-        for prompt in self.prompts {
-            let tokens = tokenize(model, prompt, self.prompt_param, true)?;
-            if tokens.is_empty() {
-                let message = format!("{} has no tokens", self.prompt_param);
-                return Err(CoreError::invalid(self.prompt_param, message));
-            }
-            let max_tokens =
-                self.sampling.max_tokens(model, tokens.len(), contexts).map_err(|error| match error {
-                    CoreError::Invalid { message, param, code } if param.as_deref() == Some("prompt") => {
-                        CoreError::Invalid { message, param: Some(self.prompt_param.to_owned()), code }
-                    }
-                    other => other,
-                })?;
-            prompts.push(Prompt { tokens, max_tokens });
-        }
-        // Rounding stays in the cache: who asks for a form shall find no other, nor be found by others.
+        let sampling = self.sampling.with_defaults(model);
+        // Again with each prompt; but a wrong number is not worth tokenising for.
+        sampling.validate(model.vocab_size).map_err(|error| names.refusal(error))?;
+        // Rounding stays in the cache: a request for one form must find no other.
         let cache_salt = match self.kv_wire {
             KvWire::Unspecified => self.cache_salt,
             form => format!("{}\0{}", self.cache_salt, form.as_str_name()),
         };
-        Ok(Generation {
+        let mut prompts = Vec::with_capacity(self.prompts.len());
+        for prompt in self.prompts {
+            let mut request = Request {
+                id: self.id.clone(),
+                prompt: tokenize(model, prompt, names.prompt, true)?.into(),
+                output: Vec::new(),
+                sampling: sampling.clone(),
+                cache_salt: cache_salt.clone(),
+                speculation: self.speculation,
+            };
+            request.sampling.max_tokens =
+                self.sampling.max_tokens(model, request.prompt.len(), contexts, names.max_tokens)?;
+            request.validate(model.vocab_size, contexts.longest).map_err(|error| names.refusal(error))?;
+            prompts.push(request);
+        }
+        Ok(PreparedRequest {
             id: self.id,
             endpoint: self.endpoint,
             prompts,
             n: self.n,
             stop: self.stop,
-            sampling,
-            cache_salt,
             prefill: self.prefill,
-            speculation: self.speculation,
             kv_wire: self.kv_wire,
             started: self.started,
         })
@@ -180,10 +203,7 @@ pub(crate) fn tokenize(
 ) -> Result<Vec<u32>, CoreError> {
     let refused = |error: TokenizerError| CoreError::invalid(param, error.to_string());
     match prompt {
-        PromptInput::Tokens(tokens) => {
-            tokens.iter().try_for_each(|id| check_token(model, param, *id))?;
-            Ok(tokens)
-        }
+        PromptInput::Tokens(tokens) => Ok(tokens),
         PromptInput::Text(text) => model.tokenizer.encode(&text, add_special).map_err(refused),
         PromptInput::Chat(chat) => {
             let prompt = model

@@ -1,21 +1,25 @@
-//! Who serves a request: plain data in ([`PlanRequest`], [`ClusterView`]), a [`Plan`] out.
+//! Who serves a request: plain data in ([`PlanRequest`], [`ClusterView`]), a [`Plan`] out ([`Policy`]). Beside it the
+//! [`PrefixIndex`], the [`Balance`] between decode workers, and the rules of [`Retry`].
 //!
-//! Nothing here reads a clock, locks, or speaks to anybody, so a simulator can drive the same policy
-//! under its own time.
+//! Pure: it reads no clock, takes no lock and sends nothing. Time comes in as an argument, so that a simulator drives the
+//! same decisions under its own time. It does not know HTTP, the protocol, or how a worker is reached.
+#![forbid(unsafe_code)]
 
 mod balance;
 mod policy;
 mod prefix_index;
+mod retry;
 #[cfg(test)]
-pub(crate) mod tests;
+mod tests;
 
 use std::{fmt, sync::Arc};
 
-use baton_cluster::{Role, WorkerId, WorkerRecord};
+use baton_cluster_record::{Role, WorkerId, WorkerRecord};
 
 pub use balance::{Balance, Move};
 pub use policy::{PrefixAware, PrefixAwareConfig};
 pub use prefix_index::PrefixIndex;
+pub use retry::{Blame, GiveUp, Reached, Retry};
 
 /// Decides who computes the prompt and who decodes.
 pub trait Policy: Send + Sync + fmt::Debug {

@@ -5,9 +5,9 @@
 
 use std::sync::Arc;
 
-use baton_cluster::{Role, WorkerRecord};
+use baton_cluster_record::{Role, WorkerRecord};
 
-use super::{
+use crate::{
     ClusterView, Load, NoPlan, Plan, PlanRequest, Policy, Prefill, PrefillMode, Usability, WorkerKey,
     WorkerView,
 };

@@ -9,7 +9,7 @@ use std::{
 
 use baton_kv_cache::BlockHash;
 
-use super::WorkerKey;
+use crate::WorkerKey;
 
 /// Block hashes and their holders, bounded; what was used longest ago goes first.
 #[derive(Debug)]

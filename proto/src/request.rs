@@ -114,6 +114,7 @@ impl From<Failure> for worker::Failed {
             FailureKind::KvRejected => Kind::KvRejected,
             FailureKind::Deadline => Kind::Deadline,
             FailureKind::Draining => Kind::Draining,
+            FailureKind::PrefillDraining => Kind::PrefillDraining,
             // The last three are what a router finds of a worker; no worker says them.
             FailureKind::Internal | FailureKind::Lost | FailureKind::Stalled | FailureKind::Diverged => {
                 Kind::Internal
@@ -134,6 +135,7 @@ impl From<worker::Failed> for Failure {
             Kind::KvRejected => FailureKind::KvRejected,
             Kind::Deadline => FailureKind::Deadline,
             Kind::Draining => FailureKind::Draining,
+            Kind::PrefillDraining => FailureKind::PrefillDraining,
             Kind::Internal | Kind::Unspecified => FailureKind::Internal,
         };
         Failure::new(kind, failed.message)
@@ -148,7 +150,10 @@ pub fn failure_to_status(failure: &Failure) -> Status {
     let code = match failure.kind {
         FailureKind::Invalid => Code::InvalidArgument,
         FailureKind::Full => Code::ResourceExhausted,
-        FailureKind::Draining | FailureKind::PrefillLost | FailureKind::Lost => Code::Unavailable,
+        FailureKind::Draining
+        | FailureKind::PrefillDraining
+        | FailureKind::PrefillLost
+        | FailureKind::Lost => Code::Unavailable,
         FailureKind::KvRejected => Code::DataLoss,
         FailureKind::Deadline | FailureKind::Stalled => Code::DeadlineExceeded,
         FailureKind::Internal | FailureKind::Diverged => Code::Internal,

@@ -1,10 +1,10 @@
-//! What a worker says about itself: [`WorkerRecord`], and its two other forms, the protocol's message
-//! and (through serde) etcd's JSON. It does not know how a record travels.
+//! What a worker says about itself: [`WorkerRecord`], and (through serde) the JSON that etcd keeps. It does not know how
+//! a record travels, nor the protocol's message of it.
+#![forbid(unsafe_code)]
 
 use std::fmt;
 
-use baton_kv_cache::{KvDtype, KvFormat};
-use baton_proto::worker as proto;
+use baton_kv_cache::KvFormat;
 use serde::{Deserialize, Serialize};
 
 /// A worker's name: unique in the cluster and kept over restarts.
@@ -164,140 +164,50 @@ fn is_url(address: &str) -> bool {
     let Some(authority) = address.strip_prefix("http://").or_else(|| address.strip_prefix("https://")) else {
         return false;
     };
-    address.parse::<tonic::transport::Uri>().is_ok_and(|uri| {
+    address.parse::<http::Uri>().is_ok_and(|uri| {
         uri.host().is_some_and(|host| !host.is_empty())
             && uri.port_u16().is_some_and(|port| port != 0)
             && !authority.trim_end_matches('/').contains('/')
     })
 }
 
-impl From<&WorkerRecord> for proto::WorkerRecord {
-    fn from(record: &WorkerRecord) -> proto::WorkerRecord {
-        proto::WorkerRecord {
-            id: record.id.0.clone(),
-            incarnation: record.incarnation,
-            role: proto::Role::from(record.role).into(),
-            address: record.address.clone(),
-            model: record.model.clone(),
-            kv_format: Some(kv_format_to_proto(&record.kv_format)),
-            capacity: Some(proto::Capacity {
-                num_blocks: saturate(record.capacity.num_blocks),
-                block_size: saturate(record.capacity.block_size),
-                max_running: saturate(record.capacity.max_running),
-                context_length: saturate(record.capacity.context_length),
-            }),
-        }
-    }
-}
-
-impl TryFrom<proto::WorkerRecord> for WorkerRecord {
-    type Error = RecordError;
-
-    fn try_from(message: proto::WorkerRecord) -> Result<WorkerRecord, RecordError> {
-        let role = match message.role() {
-            proto::Role::Prefill => Role::Prefill,
-            proto::Role::Decode => Role::Decode,
-            proto::Role::Unspecified => return Err(RecordError::Missing("role")),
-        };
-        let capacity = message.capacity.ok_or(RecordError::Missing("capacity"))?;
-        let kv_format = message.kv_format.ok_or(RecordError::Missing("kv_format"))?;
-        let record = WorkerRecord {
-            kv_format: kv_format_from_proto(kv_format)?,
-            id: WorkerId(message.id),
-            incarnation: message.incarnation,
-            role,
-            address: message.address,
-            model: message.model,
-            capacity: Capacity {
-                num_blocks: capacity.num_blocks as usize,
-                block_size: capacity.block_size as usize,
-                max_running: capacity.max_running as usize,
-                context_length: capacity.context_length as usize,
-            },
-        };
-        record.validate()?;
-        Ok(record)
-    }
-}
-
-impl From<Role> for proto::Role {
-    fn from(role: Role) -> proto::Role {
-        match role {
-            Role::Prefill => proto::Role::Prefill,
-            Role::Decode => proto::Role::Decode,
-        }
-    }
-}
-
-/// The protocol's form of a KV format.
-pub fn kv_format_to_proto(format: &KvFormat) -> proto::KvFormat {
-    proto::KvFormat {
-        model_revision: format.model_revision.clone(),
-        dtype: format.dtype.name().to_owned(),
-        block_size: saturate(format.block_size),
-        num_layers: saturate(format.num_layers),
-        num_kv_heads: saturate(format.num_kv_heads),
-        head_dim: saturate(format.head_dim),
-        tensor_parallel: saturate(format.tensor_parallel),
-        rope: format.rope.clone(),
-    }
-}
-
-/// The inverse of [`kv_format_to_proto`].
-///
-/// # Errors
-/// When the element type is unknown here.
-pub fn kv_format_from_proto(format: proto::KvFormat) -> Result<KvFormat, RecordError> {
-    let dtype = KvDtype::from_name(&format.dtype).ok_or_else(|| RecordError::Invalid {
-        id: String::new(),
-        field: "kv_format.dtype",
-        value: format!("{:?}, expected one of {}", format.dtype, KvDtype::names()),
-    })?;
-    Ok(KvFormat {
-        model_revision: format.model_revision,
-        dtype,
-        block_size: format.block_size as usize,
-        num_layers: format.num_layers as usize,
-        num_kv_heads: format.num_kv_heads as usize,
-        head_dim: format.head_dim as usize,
-        tensor_parallel: format.tensor_parallel as usize,
-        rope: format.rope,
-    })
-}
-
-fn saturate(count: usize) -> u32 {
-    u32::try_from(count).unwrap_or(u32::MAX)
-}
-
 #[cfg(test)]
 mod tests {
+    use baton_kv_cache::{KvDtype, KvLayout};
+
     use super::*;
-    use crate::testing::record;
+
+    fn record() -> WorkerRecord {
+        let layout =
+            KvLayout { block_size: 16, num_layers: 2, num_kv_heads: 2, head_dim: 8, dtype: KvDtype::F32 };
+        WorkerRecord {
+            id: "p0".into(),
+            incarnation: 1,
+            role: Role::Prefill,
+            address: "http://127.0.0.1:9".into(),
+            model: "tiny".into(),
+            kv_format: KvFormat::new("r1".into(), &layout, "theta=10000".into()),
+            capacity: Capacity { num_blocks: 8, block_size: 16, max_running: 4, context_length: 128 },
+        }
+    }
 
     #[test]
-    fn a_record_survives_both_of_its_other_forms() {
-        let record = record("p0", Role::Prefill);
-        assert_eq!(WorkerRecord::from_json(&record.to_json()), Ok(record.clone()));
-        assert_eq!(WorkerRecord::try_from(proto::WorkerRecord::from(&record)), Ok(record));
+    fn a_record_survives_its_json() {
+        assert_eq!(WorkerRecord::from_json(&record().to_json()), Ok(record()));
     }
 
     #[test]
     fn records_that_cannot_be_true_are_refused_by_name() {
-        let good = record("p0", Role::Prefill);
         let cases = [
-            (WorkerRecord { id: "".into(), ..good.clone() }, "without id"),
-            (WorkerRecord { id: "a/b".into(), ..good.clone() }, "id is"),
-            (WorkerRecord { address: "localhost:1".into(), ..good.clone() }, "address is \"localhost:1\""),
-            (WorkerRecord { address: "http://host".into(), ..good.clone() }, "address is"),
-            (WorkerRecord { address: "http://:80".into(), ..good.clone() }, "address is"),
+            (WorkerRecord { id: "".into(), ..record() }, "without id"),
+            (WorkerRecord { id: "a/b".into(), ..record() }, "id is"),
+            (WorkerRecord { address: "localhost:1".into(), ..record() }, "address is \"localhost:1\""),
+            (WorkerRecord { address: "http://host".into(), ..record() }, "address is"),
+            (WorkerRecord { address: "http://:80".into(), ..record() }, "address is"),
         ];
         for (record, expected) in cases {
             let error = record.validate().unwrap_err().to_string();
             assert!(error.contains(expected), "{error:?} does not say {expected:?}");
         }
-        let message = proto::WorkerRecord { role: 0, ..proto::WorkerRecord::from(&good) };
-        assert_eq!(WorkerRecord::try_from(message), Err(RecordError::Missing("role")));
-        let message = proto::WorkerRecord { kv_format: None, ..proto::WorkerRecord::from(&good) };
-        assert_eq!(WorkerRecord::try_from(message), Err(RecordError::Missing("kv_format")));
     }
 }

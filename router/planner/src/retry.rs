@@ -4,21 +4,42 @@ use std::time::{Duration, Instant};
 
 use baton_request::{Failure, FailureKind};
 
-use super::CoreError;
-use crate::plan::{Plan, Prefill, WorkerKey};
+use crate::{NoPlan, Plan, Prefill, WorkerKey};
+
+/// Why a request is not tried again, in words for the client.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GiveUp {
+    /// The request is at fault.
+    #[error("{0}")]
+    Invalid(String),
+    /// No worker has room; the last one's words.
+    #[error("every worker is full, try again later; the last: {0}")]
+    Full(String),
+    /// Too many attempts failed, or they took too long.
+    #[error("the request failed {num_failures} times in a row, last: {last}")]
+    Failed {
+        /// Since the last token.
+        num_failures: u32,
+        /// What the last failure said.
+        last: String,
+    },
+    /// There is no plan, and no worker to wait for.
+    #[error(transparent)]
+    NoPlan(NoPlan),
+}
 
 /// Which worker of a failed plan is to be avoided, and by whom.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Blame {
+pub struct Blame {
     /// By this request's next attempt.
-    pub(crate) exclude: Vec<WorkerKey>,
+    pub exclude: Vec<WorkerKey>,
     /// By every request, for a while.
-    pub(crate) spare: Option<WorkerKey>,
+    pub spare: Option<WorkerKey>,
 }
 
 /// How far an attempt came before it failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reached {
+pub enum Reached {
     /// The decode worker did not take it.
     Nobody,
     /// It waited or ran there.
@@ -35,7 +56,7 @@ const PAUSE_LIMIT: Duration = Duration::from_secs(5);
 /// that waited its turn at one that then broke has not spent it, so that on a busy cluster a broken connection does not
 /// end hundreds of requests that another worker would serve.
 #[derive(Debug)]
-pub(crate) struct Retry {
+pub struct Retry {
     max_attempts: u32,
     patience: Duration,
     /// Failures since the last token.
@@ -55,7 +76,8 @@ pub(crate) struct Retry {
 }
 
 impl Retry {
-    pub(crate) fn new(max_attempts: u32, patience: Duration) -> Retry {
+    /// Gives up after so many failures in a row, or after so long without a worker.
+    pub fn new(max_attempts: u32, patience: Duration) -> Retry {
         Retry {
             max_attempts,
             patience,
@@ -70,12 +92,13 @@ impl Retry {
         }
     }
 
-    pub(crate) fn excluded(&self) -> &[WorkerKey] {
+    /// Workers that the next plan must not name.
+    pub fn excluded(&self) -> &[WorkerKey] {
         &self.excluded
     }
 
     /// A token came.
-    pub(crate) fn on_progress(&mut self) {
+    pub fn on_progress(&mut self) {
         if self.num_failures > 0 {
             self.num_failures = 0;
             self.num_pauses = 0;
@@ -89,15 +112,15 @@ impl Retry {
     ///
     /// # Errors
     /// When another one is useless, or was the last.
-    pub(crate) fn on_failure(
+    pub fn on_failure(
         &mut self,
         failure: Failure,
         plan: &Plan,
         reached: Reached,
         now: Instant,
-    ) -> Result<Blame, CoreError> {
+    ) -> Result<Blame, GiveUp> {
         if failure.kind == FailureKind::Invalid {
-            return Err(CoreError::Invalid { message: failure.message, param: None, code: None });
+            return Err(GiveUp::Invalid(failure.message));
         }
         let mut blame = blame(failure.kind, plan);
         if blames_prefill(failure.kind)
@@ -138,18 +161,15 @@ impl Retry {
     ///
     /// # Errors
     /// When waiting is over, or cannot help.
-    pub(crate) fn on_nobody(
+    pub fn on_nobody(
         &mut self,
-        no_plan: &crate::plan::NoPlan,
+        no_plan: &NoPlan,
         known_until: Option<Instant>,
         has_output: bool,
         now: Instant,
-    ) -> Result<Instant, CoreError> {
+    ) -> Result<Instant, GiveUp> {
         if let Some(last) = self.last.as_ref().filter(|_| self.only_full && !has_output) {
-            let reason = &last.message;
-            return Err(CoreError::full(format!(
-                "every worker is full, try again later; the last: {reason}"
-            )));
+            return Err(GiveUp::Full(last.message.clone()));
         }
         match self.deadline.or(known_until) {
             Some(until) if now < until => {
@@ -162,12 +182,12 @@ impl Retry {
                 Ok(until.min(paused_until).min(now + PAUSE_FIRST))
             }
             _ if self.deadline.is_some() => Err(self.give_up()),
-            _ => Err(no_plan.into()),
+            _ => Err(GiveUp::NoPlan(*no_plan)),
         }
     }
 
     /// Time has passed or the workers have changed. Whoever failed may be asked again after a pause.
-    pub(crate) fn look_again(&mut self, now: Instant) {
+    pub fn look_again(&mut self, now: Instant) {
         if self.paused_until.is_some_and(|until| now >= until) {
             self.num_pauses += 1;
             self.forget();
@@ -180,18 +200,21 @@ impl Retry {
         self.suspect = None;
     }
 
-    fn give_up(&self) -> CoreError {
-        let reason = self.last.as_ref().map_or("", |failure| failure.message.as_str());
-        CoreError::unavailable(format!(
-            "the request failed {} times in a row, last: {reason}",
-            self.num_failures
-        ))
+    fn give_up(&self) -> GiveUp {
+        let last = self.last.as_ref().map(|failure| failure.message.clone()).unwrap_or_default();
+        GiveUp::Failed { num_failures: self.num_failures, last }
     }
 }
 
 /// Whether the prefill worker of the plan, if it has one, is avoided after this failure.
 fn blames_prefill(kind: FailureKind) -> bool {
-    matches!(kind, FailureKind::PrefillLost | FailureKind::KvRejected | FailureKind::Deadline)
+    matches!(
+        kind,
+        FailureKind::PrefillLost
+            | FailureKind::PrefillDraining
+            | FailureKind::KvRejected
+            | FailureKind::Deadline
+    )
 }
 
 fn blame(kind: FailureKind, plan: &Plan) -> Blame {
@@ -210,8 +233,8 @@ fn blame(kind: FailureKind, plan: &Plan) -> Blame {
             let worker = prefill.unwrap_or(decode);
             Blame { exclude: vec![worker.clone()], spare: Some(worker) }
         }
-        // Slow or wrong is not gone: others may still be served.
-        FailureKind::KvRejected | FailureKind::Deadline => {
+        // Slow or wrong is not gone, and a worker that leaves is not broken: others may still be served.
+        FailureKind::PrefillDraining | FailureKind::KvRejected | FailureKind::Deadline => {
             Blame { exclude: vec![prefill.unwrap_or(decode)], spare: None }
         }
         FailureKind::Internal | FailureKind::Stalled | FailureKind::Diverged => {
@@ -224,7 +247,7 @@ fn blame(kind: FailureKind, plan: &Plan) -> Blame {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{NoPlan, Policy, PrefixAware, tests};
+    use crate::{NoPlan, Policy, PrefixAware, tests};
 
     const CLUSTER: &str = "d0 decode\n d1 decode running=1\n p0 prefill\n p1 prefill running=1";
 
@@ -249,7 +272,7 @@ mod tests {
         }
 
         /// Waits for somebody to ask, and says who it is.
-        fn ask(&mut self) -> Result<(Plan, String), CoreError> {
+        fn ask(&mut self) -> Result<(Plan, String), GiveUp> {
             loop {
                 match self.plan() {
                     Ok(plan) => {
@@ -266,7 +289,7 @@ mod tests {
         }
 
         /// An attempt that fails after so long. Who was asked.
-        fn fail(&mut self, kind: FailureKind, after: Duration) -> Result<String, CoreError> {
+        fn fail(&mut self, kind: FailureKind, after: Duration) -> Result<String, GiveUp> {
             let (plan, name) = self.ask()?;
             self.now += after;
             self.retry.on_failure(Failure::new(kind, "why"), &plan, Reached::Worker, self.now)?;

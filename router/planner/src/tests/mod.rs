@@ -1,9 +1,9 @@
 use std::sync::Arc;
 
-use baton_cluster::{Capacity, Role, WorkerRecord};
+use baton_cluster_record::{Capacity, Role, WorkerRecord};
 use baton_kv_cache::{HashRoot, KvDtype, KvFormat, KvLayout};
 
-use super::*;
+use crate::*;
 
 fn record(id: &str, role: Role) -> WorkerRecord {
     let layout =

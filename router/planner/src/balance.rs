@@ -13,9 +13,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_cluster::Role;
+use baton_cluster_record::Role;
 
-use super::{ClusterView, Usability, WorkerKey, WorkerView};
+use crate::{ClusterView, Usability, WorkerKey, WorkerView};
 
 /// Of their blocks. Moving costs a transfer and a pause of as long: not worth it for less.
 const START: f64 = 0.3;
@@ -94,7 +94,8 @@ fn fullness(worker: &WorkerView) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::tests::view, *};
+    use super::*;
+    use crate::tests::view;
 
     /// `running` as `d0=3 d1=1`.
     fn running(text: &str) -> BTreeMap<WorkerKey, usize> {
