@@ -2,9 +2,8 @@
 
 use std::{net::SocketAddr, path::PathBuf};
 
-use baton_kv_cache::{KvDtype, WireFormat};
-use baton_model::{Activations, Quantisation};
-use baton_worker::{Device, ThreadPinning};
+use baton_command::{EngineArgs, TlsArgs, Transport, at_least_one};
+use baton_kv_cache::WireFormat;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
 use crate::{bench::BenchArgs, chat::ChatArgs, doctor::DoctorArgs, inspect::InspectArgs};
@@ -183,31 +182,6 @@ pub struct ModelArgs {
     pub model_name: Option<String>,
 }
 
-/// Certificates for what processes of Baton say to each other. All three, or none.
-#[derive(Clone, Debug, Default, Args)]
-pub struct TlsArgs {
-    /// This process's certificate (PEM), with those between it and the authority's. Workers and the router then speak TLS
-    /// with each other, both sides showing certificates; changed files are read by the next handshake.
-    #[arg(long, value_name = "FILE", requires = "tls_key", requires = "tls_ca", env = "BATON_TLS_CERT")]
-    pub tls_cert: Option<PathBuf>,
-    /// Key (PEM) of the certificate.
-    #[arg(long, value_name = "FILE", requires = "tls_cert", env = "BATON_TLS_KEY")]
-    pub tls_key: Option<PathBuf>,
-    /// Certificate authority (PEM) that the certificates of all workers and routers come from.
-    #[arg(long, value_name = "FILE", requires = "tls_cert", env = "BATON_TLS_CA")]
-    pub tls_ca: Option<PathBuf>,
-    /// The name that every certificate must have. Default: the host name or address that is called.
-    #[arg(long, value_name = "NAME", requires = "tls_cert", env = "BATON_TLS_NAME")]
-    pub tls_name: Option<String>,
-}
-
-impl TlsArgs {
-    /// The files, if they were given.
-    pub fn files(&self) -> Option<[PathBuf; 3]> {
-        Some([self.tls_cert.clone()?, self.tls_key.clone()?, self.tls_ca.clone()?])
-    }
-}
-
 /// How the parts find each other.
 #[derive(Clone, Debug, Args)]
 pub struct DiscoveryArgs {
@@ -269,108 +243,6 @@ pub enum Migration {
     Drain,
     /// They also leave a worker that is much fuller than another one.
     Balance,
-}
-
-/// A way for KV blocks to travel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Transport {
-    /// Shared memory, between processes of one user on one host.
-    Shm,
-    /// One-sided writes of a network device, through NIXL.
-    Rdma,
-    /// From one CUDA device to another, through NCCL.
-    Nccl,
-    /// TCP.
-    Tcp,
-}
-
-/// The engine's sizes.
-#[derive(Clone, Debug, Args)]
-pub struct EngineArgs {
-    /// Memory for the KV cache of each worker, such as 512M or 4G.
-    #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_size, env = "BATON_KV_MEMORY")]
-    pub kv_memory: Size,
-    /// Tokens in a KV block.
-    #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = at_least_one, env = "BATON_BLOCK_SIZE")]
-    pub block_size: usize,
-    /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: that of the weights.
-    #[arg(long, value_name = "TYPE", value_parser = parse_kv_dtype, env = "BATON_KV_DTYPE")]
-    pub kv_dtype: Option<KvDtype>,
-    /// Sequences that run at once.
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one, env = "BATON_MAX_RUNNING")]
-    pub max_running: usize,
-    /// Requests that may wait in a worker; more are refused.
-    #[arg(long, value_name = "N", default_value_t = 1024, env = "BATON_MAX_WAITING")]
-    pub max_waiting: usize,
-    /// Tokens that one step computes at most: the size of a prefill chunk.
-    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = at_least_one, env = "BATON_TOKEN_BUDGET")]
-    pub token_budget: usize,
-    /// Milliseconds between two tokens to aim at: prompts that are computed beside running answers come in chunks that
-    /// keep it, by what steps were measured to take. Default: chunks of the token budget.
-    #[arg(long, value_name = "MS", value_parser = at_least_one, env = "BATON_ITL_TARGET")]
-    pub itl_target: Option<usize>,
-    /// Do not keep the KV of finished prompts for later ones that begin alike.
-    #[arg(long, env = "BATON_NO_PREFIX_CACHE")]
-    pub no_prefix_cache: bool,
-    /// Threads that compute. Default: one per core, at most 64.
-    #[arg(long, value_name = "N", value_parser = at_least_one, env = "BATON_THREADS")]
-    pub threads: Option<usize>,
-    /// Divide the model among so many ranks that compute each step together, each with its part of the weights and of the
-    /// threads: heads, neurons and KV heads are divided, and must be divisible. Prefill and decode workers may have
-    /// different numbers. On GPUs each rank has one of its own: with --device cuda:0, 2 takes cuda:0 and cuda:1, which NCCL
-    /// connects (CUDA_VISIBLE_DEVICES says which GPUs these are); their KV does not travel over nccl. Not run on GPUs yet. On
-    /// processors it is for trying out what devices do: threads alone compute as much.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one, env = "BATON_TENSOR_PARALLEL")]
-    pub tensor_parallel: usize,
-    /// Keep each thread that computes to a processor of its own: "auto" takes those that this process may use (by taskset,
-    /// cpuset or container), or a list such as 0-3,8. The list then also says how many threads there are, unless
-    /// --threads asks for fewer. `baton up` divides the processors among its workers.
-    #[arg(long, value_name = "none|auto|CPUS", default_value = "none", env = "BATON_PIN_THREADS")]
-    pub pin_threads: ThreadPinning,
-    /// Round the weights of layers when loading: int8 or int4, perhaps with the number of weights that share a scale,
-    /// as in int4:64. Half or a quarter of the memory of bf16, and as much faster per token.
-    #[arg(long, value_name = "TYPE", env = "BATON_QUANTIZE")]
-    pub quantize: Option<Quantisation>,
-    /// How activations meet weights in bf16: auto takes what is faster on this processor, f32 rounds nothing (and widens
-    /// the integers of quantised files), bf16 needs a processor with avx512_bf16. On a GPU they are in bf16; with auto those of
-    /// prompts are rounded to fp8 where weights are in fp8 and the GPU multiplies such.
-    #[arg(long, value_name = "TYPE", default_value = "auto", value_parser = parse_activations, env = "BATON_ACTIVATIONS")]
-    pub activations: Activations,
-    /// What computes: cpu, cuda:N for a GPU of NVIDIA's, or auto for the first GPU if there is one. The GPU's part has been
-    /// checked by an emulator, not run on a GPU yet: so the default is cpu. With --tensor-parallel it is the first rank's.
-    #[arg(long, value_name = "auto|cpu|cuda:N", default_value = "cpu", env = "BATON_DEVICE")]
-    pub device: Device,
-    /// Share that KV takes, on a GPU, of the memory that weights and the largest step leave; --kv-memory is for processors.
-    #[arg(long, value_name = "SHARE", default_value_t = 0.9, env = "BATON_GPU_MEMORY_UTILIZATION")]
-    pub gpu_memory_utilization: f64,
-    /// Directory for weights in the layout of the kernels, one copy for all processes of this host; "none": each
-    /// process keeps its own. Default: a directory in the user's cache.
-    #[arg(long, value_name = "DIR", env = "BATON_WEIGHT_CACHE")]
-    pub weight_cache: Option<PathBuf>,
-    /// Propose several tokens cheaply and verify them in one step of the model: answers are the same, and can come
-    /// faster where a step is bound by reading weights, as with large models and few requests at a time. Decode
-    /// workers do it; prefill workers ignore it.
-    #[arg(long, value_enum, default_value_t = Speculate::Off, env = "BATON_SPECULATE")]
-    pub speculate: Speculate,
-    /// Directory or .gguf file of the draft model, for `--speculate draft`: smaller, with the same vocabulary. The
-    /// model that is part of this program brings one. Its KV counts towards `--kv-memory`.
-    /// On a GPU it is on the same one, or on the first rank's.
-    #[arg(long, value_name = "DIR|FILE", env = "BATON_DRAFT_MODEL")]
-    pub draft_model: Option<PathBuf>,
-    /// Tokens proposed for a request in one step at most. How many it is follows from how many were right.
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_one, env = "BATON_MAX_DRAFT_TOKENS")]
-    pub max_draft_tokens: usize,
-}
-
-/// Who proposes tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Speculate {
-    /// Nobody: one token a step.
-    Off,
-    /// The text itself: what followed the same few tokens earlier. For answers that repeat their prompt.
-    Ngram,
-    /// A smaller model.
-    Draft,
 }
 
 /// What is logged, and where traces go.
@@ -436,53 +308,8 @@ impl CompletionsArgs {
     }
 }
 
-/// A number of bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Size(pub usize);
-
-impl std::fmt::Display for Size {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}", self.0)
-    }
-}
-
-pub(crate) fn parse_size(text: &str) -> Result<Size, String> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
-        "" | "B" => 0,
-        "K" | "KB" | "KIB" => 10,
-        "M" | "MB" | "MIB" => 20,
-        "G" | "GB" | "GIB" => 30,
-        "T" | "TB" | "TIB" => 40,
-        unit => return Err(format!("unknown unit '{unit}'; use K, M, G or T (powers of 1024)")),
-    };
-    let number: usize = digits.parse().map_err(|_| format!("'{digits}' is not a whole number"))?;
-    match number.checked_mul(1 << shift) {
-        Some(bytes) if bytes > 0 => Ok(Size(bytes)),
-        Some(_) => Err("must be more than 0".to_owned()),
-        None => Err("is more than this machine can address".to_owned()),
-    }
-}
-
-fn parse_activations(text: &str) -> Result<Activations, String> {
-    Activations::from_name(text).ok_or_else(|| "expected auto, f32 or bf16".to_owned())
-}
-
-/// The type of KV that a flag names.
-pub(crate) fn parse_kv_dtype(name: &str) -> Result<KvDtype, String> {
-    KvDtype::from_name(name).ok_or_else(|| format!("expected one of {}", KvDtype::names()))
-}
-
 fn parse_kv_wire(name: &str) -> Result<WireFormat, String> {
     WireFormat::from_name(name).ok_or_else(|| format!("expected one of {}", WireFormat::names()))
-}
-
-pub(crate) fn at_least_one(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(0) => Err("must be at least 1".to_owned()),
-        Ok(number) => Ok(number),
-        Err(_) => Err("not a whole number".to_owned()),
-    }
 }
 
 #[cfg(test)]
@@ -492,21 +319,5 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn sizes() {
-        let cases = [
-            ("1", Ok(Size(1))),
-            ("512M", Ok(Size(512 << 20))),
-            ("4GiB", Ok(Size(4 << 30))),
-            ("2k", Ok(Size(2048))),
-        ];
-        for (text, expected) in cases {
-            assert_eq!(parse_size(text), expected, "{text}");
-        }
-        for text in ["", "M", "0", "4X", "1.5G", "-1", "99999999999999T"] {
-            assert!(parse_size(text).is_err(), "{text}");
-        }
     }
 }

@@ -8,18 +8,14 @@ use std::{
 
 use anyhow::{Context, bail};
 use baton_cluster::{DiscoveryConfig, EtcdAuth, EtcdConfig, EtcdTls, Role, WorkerId};
+use baton_command::{Speculate, Transport, draft_model, embedded_model, model_path};
 use baton_router::RouterConfig;
 use baton_telemetry::{TelemetryConfig, TelemetryGuard};
-use baton_tls::{Tls, TlsConfig};
 use baton_worker::{DrafterConfig, KvMemory, TransportKind, WorkerConfig};
 use tracing::debug;
 
-use crate::{
-    args::{
-        Discovery, DiscoveryArgs, EngineArgs, LogArgs, LogColor, LogFormat, Migration, ModelArgs, RouterArgs,
-        Speculate, TlsArgs, Transport, WorkerArgs,
-    },
-    embedded_model,
+use crate::args::{
+    Discovery, DiscoveryArgs, LogArgs, LogColor, LogFormat, Migration, ModelArgs, RouterArgs, WorkerArgs,
 };
 
 /// Runs a router.
@@ -29,7 +25,7 @@ pub async fn router(args: RouterArgs) -> anyhow::Result<()> {
     let discovery = discovery(&args.discovery, String::new(), args.workers)?;
     let mut config = RouterConfig::new(model, model_name, discovery);
     config.listen = args.listen;
-    config.tls = tls(&args.tls)?;
+    config.tls = args.tls.load()?;
     config.max_requests = args.max_requests;
     config.policy.local_prefill_below = args.local_prefill_below;
     config.policy.fetch_prefix_from = args.fetch_prefix_from;
@@ -94,7 +90,7 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     };
     config.max_draft_tokens = args.engine.max_draft_tokens;
     config.kv_wire = args.kv_wire;
-    config.tls = tls(&args.tls)?;
+    config.tls = args.tls.load()?;
     config.transports = match args.transports.is_empty() {
         // What rdma carries is not encrypted: with certificates it has to be asked for.
         true if config.tls.is_some() => vec![TransportKind::Shm, TransportKind::Tcp],
@@ -142,40 +138,6 @@ fn model(args: &ModelArgs) -> anyhow::Result<(PathBuf, String)> {
     let model = model_path(model)?;
     let name = args.model_name.clone().unwrap_or_else(|| baton_worker::name_of(&model));
     Ok((model, name))
-}
-
-/// The whole path of a model. A link to a file keeps its name: what it links to may have one that says nothing, such as
-/// the blobs of a download cache.
-pub(crate) fn model_path(model: &Path) -> anyhow::Result<PathBuf> {
-    let whole = match model.is_file() {
-        true => std::path::absolute(model),
-        false => model.canonicalize(),
-    };
-    whole.with_context(|| format!("model {}", model.display()))
-}
-
-/// Directory of the draft model if there is to be one: the given one, or that of the embedded model.
-pub(crate) fn draft_model(engine: &EngineArgs, is_embedded: bool) -> anyhow::Result<Option<PathBuf>> {
-    match (engine.speculate, &engine.draft_model) {
-        (Speculate::Draft, Some(draft)) => model_path(draft).map(Some),
-        (Speculate::Draft, None) if is_embedded => embedded_model::draft_directory().map(Some),
-        (Speculate::Draft, None) => {
-            bail!("--speculate draft needs a smaller model: say where with --draft-model")
-        }
-        (Speculate::Off | Speculate::Ngram, Some(_)) => {
-            bail!("--draft-model is for --speculate draft; give both or neither")
-        }
-        (Speculate::Off | Speculate::Ngram, None) => Ok(None),
-    }
-}
-
-/// Certificates, if there are any.
-pub(crate) fn tls(args: &TlsArgs) -> anyhow::Result<Option<Tls>> {
-    let TlsArgs { tls_cert: Some(cert), tls_key: Some(key), tls_ca: Some(ca), tls_name } = args.clone()
-    else {
-        return Ok(None);
-    };
-    Ok(Some(Tls::load(TlsConfig { cert, key, ca, name: tls_name })?))
 }
 
 fn discovery(args: &DiscoveryArgs, router: String, workers: Vec<String>) -> anyhow::Result<DiscoveryConfig> {

@@ -39,6 +39,7 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-cli",
         uses: &[
+            "baton-command",
             "baton-router",
             "baton-prefill-worker",
             "baton-decode-worker",
@@ -55,6 +56,13 @@ const ROOMS: &[Room] = &[
         ],
         tests_use: &[],
         never: &[],
+    },
+    // What several commands have in common, and no command.
+    Room {
+        name: "baton-command",
+        uses: &["baton-worker", "baton-model", "baton-kv-cache", "baton-tls"],
+        tests_use: &[],
+        never: &["baton-router"],
     },
     // Tokenises and plans, and never sees a weight: it runs on machines without accelerators.
     Room {
@@ -173,7 +181,7 @@ const BEHIND: &[(&str, &[&str])] = &[
     ("opentelemetry-otlp", &["baton-telemetry"]),
     ("rustls", &["baton-tls"]),
     ("tokio-rustls", &["baton-tls"]),
-    ("clap", &["baton-cli", "xtask"]),
+    ("clap", &["baton-cli", "baton-command", "xtask"]),
 ];
 
 pub(crate) fn check(workspace: &Workspace) -> anyhow::Result<Outcome> {

@@ -4,12 +4,10 @@
 //! [`overlap`] measure one part of the system by itself.
 
 mod drive;
-pub(crate) mod openai;
 pub(crate) mod overlap;
 mod progress;
 mod random;
 mod report;
-mod sse;
 mod stats;
 mod target;
 mod trace;
@@ -17,29 +15,29 @@ pub(crate) mod transfer;
 mod workload;
 
 use std::{
-    fs,
-    io::{self, Write},
-    path::{Path, PathBuf},
+    path::PathBuf,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use anyhow::{Context, bail, ensure};
 use baton_cluster::Dialer;
+use baton_command::{
+    dial::ClientTlsArgs,
+    openai::{OpenAi, RequestError},
+    print,
+};
 use clap::{Args, Subcommand, ValueEnum};
-use serde::Serialize;
 use serde_json::{Map, Value};
 use tokio_util::sync::CancellationToken;
 
 use self::{
     drive::Load,
-    openai::OpenAi,
     progress::Progress,
     report::{Comparison, Report, Slo},
     target::{OpenAiTarget, Target, WorkerTarget},
     trace::Fit,
     workload::{Lengths, Material, Planned, Prompts},
 };
-use crate::dial::ClientTlsArgs;
 
 const DEFAULT_URL: &str = "http://127.0.0.1:8080";
 const DEFAULT_REQUESTS: usize = 100;
@@ -454,28 +452,9 @@ async fn warm_up(
             let prepared = target.prepare(prompts.make(&planned), planned.output_tokens, planned.id)?;
             let answer = tokio::time::timeout(timeout, target.send(prepared)).await;
             answer
-                .unwrap_or(Err(openai::RequestError::Timeout))
+                .unwrap_or(Err(RequestError::Timeout))
                 .with_context(|| format!("the first request to {} failed", target.name()))?;
         }
     }
     Ok(())
-}
-
-/// As text, or as JSON where that was asked for.
-pub(crate) fn print(
-    report: &(impl Serialize + std::fmt::Display),
-    json: Option<&Path>,
-) -> anyhow::Result<()> {
-    let Some(path) = json else {
-        print!("{report}");
-        return Ok(io::stdout().flush()?);
-    };
-    let text = serde_json::to_string_pretty(report)? + "\n";
-    if path == Path::new("-") {
-        print!("{text}");
-    } else {
-        print!("{report}");
-        fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
-    }
-    Ok(io::stdout().flush()?)
 }

@@ -11,6 +11,7 @@ use std::{
 };
 
 use anyhow::{Context, ensure};
+use baton_command::{embedded_model, parse_kv_dtype};
 use baton_kv_cache::KvDtype;
 use baton_model::{
     DecoderSpec, FloatDtype, ModelConfig, Quantisation,
@@ -20,7 +21,6 @@ use baton_model::{
 use clap::{Args, ValueEnum};
 
 use self::text::bytes_text;
-use crate::{args::parse_kv_dtype, embedded_model};
 
 const NOTES: &str = "\
 The times are the least that the device's peak numbers allow (its roofline): no kernel reaches them, and

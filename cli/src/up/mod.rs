@@ -8,24 +8,16 @@ mod child;
 mod logs;
 mod places;
 
-use std::{
-    io::IsTerminal,
-    net::SocketAddr,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{io::IsTerminal, net::SocketAddr, path::Path, time::Duration};
 
 use anyhow::{Context, bail};
+use baton_command::{draft_model, embedded_model, model_path};
 use baton_model::num_cuda_devices;
 use clap::ValueEnum;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::{
-    args::{EngineArgs, LogArgs, LogColor, TlsArgs, UpArgs},
-    embedded_model,
-    roles::{self, model_path},
-};
+use crate::args::{LogArgs, LogColor, UpArgs};
 use child::{Child, Supervised};
 use logs::Logs;
 use places::Place;
@@ -39,10 +31,10 @@ pub async fn run(mut args: UpArgs) -> anyhow::Result<()> {
         Some(model) => (model_path(model)?, None),
         None => (embedded_model::directory()?, Some(embedded_model::NAME)),
     };
-    args.engine.draft_model = roles::draft_model(&args.engine, args.model.is_none())?;
+    args.engine.draft_model = draft_model(&args.engine, args.model.is_none())?;
     let address = SocketAddr::new(args.host, args.port);
     // A clear message now, as below.
-    roles::tls(&args.tls)?;
+    args.tls.load()?;
     check_port_is_free(address)?;
 
     let shutdown = crate::shutdown_signal()?;
@@ -108,7 +100,7 @@ fn plan(
     if let Some(name) = model_name {
         common.extend(["--model-name".to_owned(), name.to_owned()]);
     }
-    common.extend(tls_flags(&args.tls));
+    common.extend(args.tls.flags());
     common.extend(log_flags(&args.log, colour));
 
     let mut router = vec!["router".to_owned(), "--listen".to_owned(), address.to_string()];
@@ -131,7 +123,7 @@ fn plan(
             let place = places.next().expect("one for each worker");
             let mut flags = vec![format!("{role}-worker"), "--id".to_owned(), name.clone()];
             flags.extend(worker.clone());
-            flags.extend(engine_flags(&place.engine(&args.engine)));
+            flags.extend(place.engine(&args.engine).flags());
             flags.push(format!("--pin-threads={}", place.cpus));
             children.push(Child { name, args: flags });
         }
@@ -139,69 +131,7 @@ fn plan(
     children
 }
 
-/// The engine's settings as a worker's flags, but for the processors, which are divided. Every field is named, so that none
-/// can be forgotten.
-pub(crate) fn engine_flags(engine: &EngineArgs) -> Vec<String> {
-    let EngineArgs {
-        kv_memory,
-        block_size,
-        kv_dtype,
-        max_running,
-        max_waiting,
-        token_budget,
-        itl_target,
-        no_prefix_cache,
-        threads,
-        tensor_parallel,
-        pin_threads: _,
-        quantize,
-        activations,
-        device,
-        gpu_memory_utilization,
-        weight_cache,
-        speculate,
-        draft_model,
-        max_draft_tokens,
-    } = engine;
-    let speculate = speculate.to_possible_value().expect("no drafter is hidden");
-    let flags = [
-        Some(format!("--kv-memory={kv_memory}")),
-        Some(format!("--block-size={block_size}")),
-        kv_dtype.map(|dtype| format!("--kv-dtype={}", dtype.name())),
-        Some(format!("--max-running={max_running}")),
-        Some(format!("--max-waiting={max_waiting}")),
-        Some(format!("--token-budget={token_budget}")),
-        itl_target.map(|ms| format!("--itl-target={ms}")),
-        no_prefix_cache.then(|| "--no-prefix-cache".to_owned()),
-        threads.map(|threads| format!("--threads={threads}")),
-        Some(format!("--tensor-parallel={tensor_parallel}")),
-        quantize.map(|quantisation| format!("--quantize={quantisation}")),
-        Some(format!("--activations={}", activations.name())),
-        Some(format!("--device={device}")),
-        Some(format!("--gpu-memory-utilization={gpu_memory_utilization}")),
-        weight_cache.as_ref().map(|dir| format!("--weight-cache={}", dir.display())),
-        Some(format!("--speculate={}", speculate.get_name())),
-        draft_model.as_ref().map(|dir| format!("--draft-model={}", dir.display())),
-        Some(format!("--max-draft-tokens={max_draft_tokens}")),
-    ];
-    flags.into_iter().flatten().collect()
-}
-
-/// The same for certificates.
-fn tls_flags(tls: &TlsArgs) -> Vec<String> {
-    let TlsArgs { tls_cert, tls_key, tls_ca, tls_name } = tls;
-    let file =
-        |flag: &str, path: &Option<PathBuf>| path.as_ref().map(|path| format!("{flag}={}", path.display()));
-    let flags = [
-        file("--tls-cert", tls_cert),
-        file("--tls-key", tls_key),
-        file("--tls-ca", tls_ca),
-        tls_name.as_ref().map(|name| format!("--tls-name={name}")),
-    ];
-    flags.into_iter().flatten().collect()
-}
-
-/// The same for logs. Their output is a pipe; whether it ends on a terminal only the supervisor can tell.
+/// The settings of logs as flags of a child. Their output is a pipe; whether it ends on a terminal only the supervisor can tell.
 fn log_flags(log: &LogArgs, colour: bool) -> Vec<String> {
     let LogArgs { log, log_format, log_color, otlp_endpoint } = log;
     let colour = match log_color {
@@ -224,6 +154,8 @@ mod tests {
     use clap::Parser;
 
     use baton_worker::Device;
+
+    use baton_command::EngineArgs;
 
     use super::*;
     use crate::args::{Cli, Command};

@@ -18,6 +18,7 @@ use std::{path::PathBuf, time::Instant};
 
 use anyhow::{Context, ensure};
 use baton_cluster::Dialer;
+use baton_command::{EngineArgs, Transport, at_least_one, print};
 use clap::Args;
 
 use self::{
@@ -30,7 +31,6 @@ use super::{
     target::{Answer, WorkerTarget},
     workload::Prompt,
 };
-use crate::args::{EngineArgs, Transport, at_least_one};
 
 const EXAMPLES: &str = "\
 What is measured, for one request at a time:
@@ -107,7 +107,7 @@ pub(crate) async fn run(args: OverlapArgs) -> anyhow::Result<()> {
         progress.done(true);
     }
     progress.finish();
-    super::print(&Report { threads: args.engine.threads, rows }, args.json.as_deref())
+    print(&Report { threads: args.engine.threads, rows }, args.json.as_deref())
 }
 
 /// The first comes from the prefill worker, the second waits for the KV, the third for nothing.

@@ -8,6 +8,7 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use baton_command::{embedded_model, model_path};
 use baton_proto::worker::{InfoRequest, PrefillPeer, WorkerRecord, worker_client::WorkerClient};
 use clap::ValueEnum;
 use tokio::{
@@ -16,7 +17,6 @@ use tokio::{
 };
 
 use super::OverlapArgs;
-use crate::{embedded_model, roles::model_path, up::engine_flags};
 
 /// For a worker to load its model and serve.
 const START_TIMEOUT: Duration = Duration::from_secs(300);
@@ -59,7 +59,7 @@ impl Workers {
         let names = args.transports.iter().filter_map(|transport| transport.to_possible_value());
         let names: Vec<_> = names.map(|name| name.get_name().to_owned()).collect();
         flags.push(format!("--transports={}", names.join(",")));
-        flags.extend(engine_flags(&args.engine));
+        flags.extend(args.engine.flags());
         flags.push(format!("--pin-threads={}", args.engine.pin_threads));
         let prefill = Process::spawn("prefill-worker", &flags, &dir)?;
         let mut decode_flags = flags.clone();

@@ -12,6 +12,7 @@ mod report;
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context, ensure};
+use baton_command::{Size, TlsArgs, at_least_one, parse_size, print};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_kv_transfer::{SenderConfig, TransportKind};
 use clap::{Args, ValueEnum};
@@ -23,7 +24,6 @@ use self::{
     report::{Entry, Report, Row},
 };
 use super::{progress::Progress, random::Random, stats::Summary};
-use crate::args::{Size, TlsArgs, parse_size};
 
 pub(crate) use peer::serve;
 
@@ -68,7 +68,7 @@ pub(crate) struct TransferArgs {
     #[arg(long, value_name = "PATH", env = "BATON_NIXL")]
     nixl: Option<PathBuf>,
     /// TCP connections, of the transport and of the plain stream.
-    #[arg(long, value_name = "N", default_value_t = SenderConfig::default().streams_per_peer, value_parser = crate::args::at_least_one)]
+    #[arg(long, value_name = "N", default_value_t = SenderConfig::default().streams_per_peer, value_parser = at_least_one)]
     streams: usize,
     /// KV bytes of one frame over TCP.
     #[arg(long, value_name = "SIZE", default_value_t = Size(SenderConfig::default().frame_bytes), value_parser = parse_size)]
@@ -147,7 +147,7 @@ pub(crate) fn run(args: TransferArgs) -> anyhow::Result<()> {
         }
     }
     progress.finish();
-    super::print(&Report { streams: args.streams, rows }, args.json.as_deref())
+    print(&Report { streams: args.streams, rows }, args.json.as_deref())
 }
 
 impl TransferArgs {
@@ -234,7 +234,7 @@ impl Bench {
             }
         }
         if let Some(offer) = pool.secure_offer {
-            let config = SenderConfig { tls: crate::roles::tls(&args.tls)?, ..config };
+            let config = SenderConfig { tls: args.tls.load()?, ..config };
             contenders.push(Box::new(Pushes::new(&source, offer, config, peer.handle())?));
         }
         let mut bench = Bench { source, contenders, random: Random::new(1) };
