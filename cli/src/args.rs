@@ -2,11 +2,12 @@
 
 use std::{net::SocketAddr, path::PathBuf};
 
+use baton_bench::BenchArgs;
 use baton_command::{EngineArgs, TlsArgs, Transport, at_least_one};
 use baton_kv_cache::WireFormat;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
-use crate::{bench::BenchArgs, chat::ChatArgs, doctor::DoctorArgs, inspect::InspectArgs};
+use crate::{chat::ChatArgs, doctor::DoctorArgs, inspect::InspectArgs};
 
 /// Serves large language models with prefill and decode on separate workers.
 ///

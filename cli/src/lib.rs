@@ -4,7 +4,6 @@
 //! A library, so that the whole-system tests can build the very same program.
 
 mod args;
-mod bench;
 mod chat;
 mod config;
 mod doctor;
@@ -48,12 +47,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::PrefillWorker(args) => block_on(roles::prefill_worker(args)),
         Command::DecodeWorker(args) => block_on(roles::decode_worker(args)),
         Command::Chat(args) => block_on(chat::run(args)),
-        Command::Bench(mut args) => match args.part.take() {
-            None => block_on(bench::run(args)),
-            Some(bench::Part::Overlap(args)) => block_on(bench::overlap::run(*args)),
-            Some(bench::Part::Transfer(args)) => bench::transfer::run(*args),
-            Some(bench::Part::TransferPeer) => bench::transfer::serve(),
-        },
+        Command::Bench(args) => baton_bench::run(args),
         Command::Doctor(args) => block_on(doctor::run(args)),
         Command::Inspect(args) => inspect::run(args),
     }

@@ -4,14 +4,14 @@
 //! [`overlap`] measure one part of the system by itself.
 
 mod drive;
-pub(crate) mod overlap;
+mod overlap;
 mod progress;
 mod random;
 mod report;
 mod stats;
 mod target;
 mod trace;
-pub(crate) mod transfer;
+mod transfer;
 mod workload;
 
 use std::{
@@ -66,7 +66,7 @@ A request is due by the plan (--rate, --trace), or as soon as its client is free
 /// How load is made, and where it goes.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
-pub(crate) struct BenchArgs {
+pub struct BenchArgs {
     #[command(subcommand)]
     pub(crate) part: Option<Part>,
     /// OpenAI endpoint to send to; https:// needs --tls-ca. [default: http://127.0.0.1:8080]
@@ -212,8 +212,25 @@ fn parse_object(text: &str) -> Result<Map<String, Value>, String> {
     serde_json::from_str(text).map_err(|error| format!("not a JSON object: {error}"))
 }
 
+/// Runs what the arguments ask for, and prints its report.
+///
+/// # Errors
+/// When the arguments do not fit together, nothing can be measured, or the report cannot be written.
+pub fn run(mut args: BenchArgs) -> anyhow::Result<()> {
+    match args.part.take() {
+        None => block_on(load(args)),
+        Some(Part::Overlap(args)) => block_on(overlap::run(*args)),
+        Some(Part::Transfer(args)) => transfer::run(*args),
+        Some(Part::TransferPeer) => transfer::serve(),
+    }
+}
+
+fn block_on(future: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
+    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(future)
+}
+
 /// Runs the load and prints the report. Ctrl-C ends it early; what is done is reported.
-pub(crate) async fn run(args: BenchArgs) -> anyhow::Result<()> {
+async fn load(args: BenchArgs) -> anyhow::Result<()> {
     let plan = args.plan()?;
     let targets = args.targets().await?;
     let material = args.material(&targets).await?;

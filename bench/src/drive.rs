@@ -229,7 +229,7 @@ mod tests {
     use baton_command::openai::OpenAi;
 
     use super::*;
-    use crate::bench::{
+    use crate::{
         target::OpenAiTarget,
         workload::{self, Lengths, Material},
     };

@@ -327,7 +327,7 @@ mod tests {
     use baton_command::openai::RequestError;
 
     use super::*;
-    use crate::bench::target::Answer;
+    use crate::target::Answer;
 
     fn ms(millis: u64) -> Duration {
         Duration::from_millis(millis)

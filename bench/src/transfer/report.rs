@@ -5,7 +5,7 @@ use std::fmt;
 use serde::Serialize;
 
 use super::Shape;
-use crate::bench::stats::Summary;
+use crate::stats::Summary;
 
 /// Everything that was measured, in one run.
 #[derive(Clone, Debug, Serialize)]
