@@ -1,26 +1,27 @@
-//! The command line: what a newcomer reads in `--help`.
-
-use std::{net::SocketAddr, path::PathBuf};
+//! The command line: every command of `baton`, with one line each for `--help`.
+//!
+//! Each command declares its own arguments, beside what it does with them.
 
 use baton_bench::BenchArgs;
-use baton_command::{EngineArgs, TlsArgs, Transport, at_least_one};
-use baton_kv_cache::WireFormat;
-use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use clap::{Parser, Subcommand};
 
-use crate::{chat::ChatArgs, doctor::DoctorArgs, inspect::InspectArgs};
+use crate::{
+    chat::ChatArgs, completions::CompletionsArgs, doctor::DoctorArgs, inspect::InspectArgs,
+    router::RouterArgs, up::UpArgs, worker::WorkerArgs,
+};
 
 /// Serves large language models with prefill and decode on separate workers.
 ///
 /// `baton up` starts everything on this machine. The other commands run one part of it.
 #[derive(Debug, Parser)]
 #[command(name = "baton", version, max_term_width = 100, args_override_self = true)]
-pub struct Cli {
+pub(crate) struct Cli {
     #[command(subcommand)]
-    pub command: Command,
+    pub(crate) command: Command,
 }
 
 #[derive(Debug, Subcommand)]
-pub enum Command {
+pub(crate) enum Command {
     /// Start a router, a prefill worker and a decode worker on this machine, and keep them running.
     Up(UpArgs),
     /// Run a router: the HTTP and gRPC edge that plans where each request goes.
@@ -41,280 +42,10 @@ pub enum Command {
     Completions(CompletionsArgs),
 }
 
-#[derive(Debug, Args)]
-pub struct UpArgs {
-    /// Directory of a Hugging Face model, or a .gguf file. Without it: a tiny model that is part of this program.
-    pub model: Option<PathBuf>,
-    /// Port of the HTTP and gRPC API.
-    #[arg(long, default_value_t = 8080, env = "BATON_PORT")]
-    pub port: u16,
-    /// Address to listen on; 0.0.0.0 lets other machines in.
-    #[arg(long, default_value = "127.0.0.1", env = "BATON_HOST")]
-    pub host: std::net::IpAddr,
-    /// Prefill workers to start. 0: decode workers prefill by themselves.
-    #[arg(long, value_name = "N", default_value_t = 1, env = "BATON_PREFILL")]
-    pub prefill: usize,
-    /// Decode workers to start.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one, env = "BATON_DECODE")]
-    pub decode: usize,
-    #[command(flatten)]
-    pub engine: EngineArgs,
-    #[command(flatten)]
-    pub tls: TlsArgs,
-    #[command(flatten)]
-    pub log: LogArgs,
-    #[command(flatten)]
-    pub layers: LayerArgs,
-}
-
-#[derive(Debug, Args)]
-pub struct RouterArgs {
-    /// Address and port of the HTTP and gRPC API.
-    #[arg(long, default_value = "127.0.0.1:8080", env = "BATON_LISTEN")]
-    pub listen: SocketAddr,
-    #[command(flatten)]
-    pub model: ModelArgs,
-    #[command(flatten)]
-    pub discovery: DiscoveryArgs,
-    /// Addresses of the workers, for `--discovery static`: http://host:port, separated by commas.
-    #[arg(long, value_name = "URLS", value_delimiter = ',', env = "BATON_WORKERS")]
-    pub workers: Vec<String>,
-    /// Prompts with fewer tokens than this to compute are prefilled by the decode worker itself.
-    #[arg(long, value_name = "TOKENS", default_value_t = 32, env = "BATON_LOCAL_PREFILL_BELOW")]
-    pub local_prefill_below: usize,
-    /// Prefixes of which another worker has at least this many tokens more in its cache are fetched from there, where that
-    /// is quicker than computing them.
-    #[arg(long, value_name = "TOKENS", default_value_t = 64, env = "BATON_FETCH_PREFIX_FROM")]
-    pub fetch_prefix_from: usize,
-    /// Whether running requests move between decode workers: off; drain: from one that is told to leave, with their KV;
-    /// balance: also from a much fuller one to an emptier one.
-    #[arg(long, value_enum, default_value_t = Migration::Balance, env = "BATON_MIGRATION")]
-    pub migration: Migration,
-    /// Requests in flight at once; more are answered with 429.
-    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = at_least_one, env = "BATON_MAX_REQUESTS")]
-    pub max_requests: usize,
-    #[command(flatten)]
-    pub tls: TlsArgs,
-    #[command(flatten)]
-    pub log: LogArgs,
-    #[command(flatten)]
-    pub layers: LayerArgs,
-}
-
-#[derive(Debug, Args)]
-pub struct WorkerArgs {
-    /// Name of this worker among all. Default: role, host name and process id.
-    #[arg(long, env = "BATON_ID")]
-    pub id: Option<String>,
-    /// Address and port of its gRPC services, /metrics and probes. Port 0 takes a free one.
-    #[arg(long, default_value = "127.0.0.1:0", env = "BATON_LISTEN")]
-    pub listen: SocketAddr,
-    /// URL at which others reach `listen`. Default: the address it is bound to.
-    #[arg(long, value_name = "URL", env = "BATON_ADVERTISE")]
-    pub advertise: Option<String>,
-    #[command(flatten)]
-    pub model: ModelArgs,
-    #[command(flatten)]
-    pub discovery: DiscoveryArgs,
-    /// URL of the router, for `--discovery embedded`.
-    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8080", env = "BATON_ROUTER")]
-    pub router: String,
-    #[command(flatten)]
-    pub engine: EngineArgs,
-    /// Ways for KV blocks to travel, separated by commas; of those that both sides have, the best is taken.
-    /// Default: shm, tcp, and rdma where there are a device for it and NIXL.
-    #[arg(long, value_enum, value_delimiter = ',', env = "BATON_TRANSPORTS")]
-    pub transports: Vec<Transport>,
-    /// How KV travels over TCP: as-is, or rounded to fp8, int8 or int4, which is smaller. Default: as the other
-    /// worker wants. The decode worker's word counts; a prefill worker with as-is codes nothing. Over shared
-    /// memory, RDMA and NCCL it stays as it is.
-    #[arg(long, value_name = "FORM", value_parser = parse_kv_wire, env = "BATON_KV_WIRE")]
-    pub kv_wire: Option<WireFormat>,
-    /// Address and port at which KV is received over TCP. Port 0 takes a free one.
-    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_DATA_LISTEN")]
-    pub data_listen: SocketAddr,
-    /// Address and port at which rdma is arranged with those who send. Port 0 takes a free one. Default: a free
-    /// port at the address of `data-listen`.
-    #[arg(long, value_name = "ADDR", env = "BATON_RDMA_LISTEN")]
-    pub rdma_listen: Option<SocketAddr>,
-    /// NIXL's library for rdma, libnixl_capi.so or its folder. Default: where the system's loader finds it.
-    #[arg(long, value_name = "PATH", env = "BATON_NIXL")]
-    pub nixl: Option<PathBuf>,
-    /// Address and port at which a decode worker arranges nccl with its peers. Port 0 takes a free one.
-    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_NCCL_LISTEN")]
-    pub nccl_listen: SocketAddr,
-    /// NCCL's library for nccl, and for --tensor-parallel on GPUs: libnccl.so.2 or its folder. Default: where the system's
-    /// loader finds it.
-    #[arg(long, value_name = "PATH", env = "BATON_NCCL")]
-    pub nccl: Option<PathBuf>,
-    /// Host name or address at which others reach `data-listen`, `rdma-listen` and `nccl-listen`. Default: that of `advertise`.
-    #[arg(long, value_name = "HOST", env = "BATON_DATA_HOST")]
-    pub data_host: Option<String>,
-    /// Directory for the sockets of the shm transport. Default: a private one under the runtime directory.
-    #[arg(long, value_name = "DIR", env = "BATON_SHM_DIR")]
-    pub shm_dir: Option<PathBuf>,
-    /// Seconds that a handoff may stand still: while its prompt waits for a prefill worker or is computed, whatever that
-    /// worker computes counts as going on; from the first token on only the KV does.
-    #[arg(long, value_name = "SECONDS", default_value_t = 60, env = "BATON_HANDOFF_DEADLINE")]
-    pub handoff_deadline: u64,
-    /// Milliseconds within which a cached prefix must have come from another worker; what has not is computed. Default:
-    /// about what computing it would take.
-    #[arg(long, value_name = "MS", value_parser = at_least_one, env = "BATON_FETCH_DEADLINE")]
-    pub fetch_deadline: Option<usize>,
-    /// Seconds that running requests get to move or finish after SIGTERM.
-    #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "BATON_DRAIN_TIMEOUT")]
-    pub drain_timeout: u64,
-    #[command(flatten)]
-    pub tls: TlsArgs,
-    #[command(flatten)]
-    pub log: LogArgs,
-    #[command(flatten)]
-    pub layers: LayerArgs,
-}
-
-/// Which model, and under which name.
-#[derive(Clone, Debug, Args)]
-pub struct ModelArgs {
-    /// Directory of a Hugging Face model, or a .gguf file. Without it: a tiny model that is part of this program.
-    #[arg(long, value_name = "DIR|FILE", env = "BATON_MODEL")]
-    pub model: Option<PathBuf>,
-    /// Name that clients ask for. Default: the directory's name, or the file's without .gguf.
-    #[arg(long, value_name = "NAME", env = "BATON_MODEL_NAME")]
-    pub model_name: Option<String>,
-}
-
-/// How the parts find each other.
-#[derive(Clone, Debug, Args)]
-pub struct DiscoveryArgs {
-    /// How routers and workers find each other.
-    #[arg(long, value_enum, default_value_t = Discovery::Embedded, env = "BATON_DISCOVERY")]
-    pub discovery: Discovery,
-    /// URLs of etcd, separated by commas.
-    #[arg(
-        long,
-        value_name = "URLS",
-        value_delimiter = ',',
-        default_value = "http://127.0.0.1:2379",
-        env = "BATON_ETCD_ENDPOINTS"
-    )]
-    pub etcd_endpoints: Vec<String>,
-    /// Prefix of every key in etcd: clusters with different prefixes do not see each other.
-    #[arg(long, value_name = "KEY", default_value = "/baton", env = "BATON_ETCD_PREFIX")]
-    pub etcd_prefix: String,
-    /// Seconds after which etcd forgets a worker that fell silent.
-    #[arg(long, value_name = "SECONDS", default_value_t = 5, env = "BATON_ETCD_LEASE_TTL")]
-    pub etcd_lease_ttl: u64,
-    /// User name for etcd.
-    #[arg(long, value_name = "NAME", env = "BATON_ETCD_USER")]
-    pub etcd_user: Option<String>,
-    /// File that holds the password for etcd.
-    #[arg(long, value_name = "FILE", env = "BATON_ETCD_PASSWORD_FILE")]
-    pub etcd_password_file: Option<PathBuf>,
-    /// Certificate authority (PEM) that etcd's certificate must come from.
-    #[arg(long, value_name = "FILE", env = "BATON_ETCD_CA")]
-    pub etcd_ca: Option<PathBuf>,
-    /// Client certificate (PEM) for etcd.
-    #[arg(long, value_name = "FILE", requires = "etcd_key", env = "BATON_ETCD_CERT")]
-    pub etcd_cert: Option<PathBuf>,
-    /// Key (PEM) of the client certificate.
-    #[arg(long, value_name = "FILE", requires = "etcd_cert", env = "BATON_ETCD_KEY")]
-    pub etcd_key: Option<PathBuf>,
-    /// Name in etcd's certificate, when it is not the host of the endpoint.
-    #[arg(long, value_name = "NAME", requires = "etcd_ca", env = "BATON_ETCD_TLS_NAME")]
-    pub etcd_tls_name: Option<String>,
-}
-
-/// How routers and workers find each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Discovery {
-    /// Workers register with the router; nothing else is needed.
-    Embedded,
-    /// Through etcd; several routers may share the workers.
-    Etcd,
-    /// The router is given a list of workers.
-    Static,
-}
-
-/// Whether running requests move between decode workers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Migration {
-    /// They stay where they run.
-    Off,
-    /// They leave a worker that is told to leave.
-    Drain,
-    /// They also leave a worker that is much fuller than another one.
-    Balance,
-}
-
-/// What is logged, and where traces go.
-#[derive(Clone, Debug, Args)]
-pub struct LogArgs {
-    /// What to log: error, warn, info, debug, trace, or rules such as info,baton_router=debug.
-    #[arg(long, value_name = "FILTER", default_value = "info", env = "BATON_LOG")]
-    pub log: String,
-    /// How log lines look.
-    #[arg(long, value_enum, default_value_t = LogFormat::Pretty, env = "BATON_LOG_FORMAT")]
-    pub log_format: LogFormat,
-    /// Colours in log lines.
-    #[arg(long, value_enum, default_value_t = LogColor::Auto, env = "BATON_LOG_COLOR")]
-    pub log_color: LogColor,
-    /// Send traces to this OpenTelemetry collector (gRPC), such as http://127.0.0.1:4317.
-    #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
-    pub otlp_endpoint: Option<String>,
-}
-
-/// How log lines look.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum LogFormat {
-    /// For people: the time of day, the message, its fields.
-    Pretty,
-    /// For people who grep: one line with the full time and the module.
-    Compact,
-    /// For machines: one JSON object a line.
-    Json,
-}
-
-/// Whether log lines are coloured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum LogColor {
-    /// On a terminal, unless NO_COLOR is set.
-    Auto,
-    /// Always.
-    Always,
-    /// Never.
-    Never,
-}
-
-/// Where settings come from.
-#[derive(Clone, Debug, Args)]
-pub struct LayerArgs {
-    /// TOML file with a table for each role; flags and environment override it.
-    #[arg(long, value_name = "FILE", env = "BATON_CONFIG")]
-    pub config: Option<PathBuf>,
-    /// Print every setting with its value and where it came from, and stop.
-    #[arg(long)]
-    pub print_config: bool,
-}
-
-#[derive(Debug, Args)]
-pub struct CompletionsArgs {
-    /// Shell to write the script for.
-    pub shell: clap_complete::Shell,
-}
-
-impl CompletionsArgs {
-    /// Writes the script to standard output.
-    pub fn print(&self) {
-        clap_complete::generate(self.shell, &mut Cli::command(), "baton", &mut std::io::stdout());
-    }
-}
-
-fn parse_kv_wire(name: &str) -> Result<WireFormat, String> {
-    WireFormat::from_name(name).ok_or_else(|| format!("expected one of {}", WireFormat::names()))
-}
-
 #[cfg(test)]
 mod tests {
+    use clap::CommandFactory;
+
     use super::*;
 
     #[test]

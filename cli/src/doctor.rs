@@ -43,7 +43,7 @@ const MIN_TELLING_BYTES: u64 = 8 << 20;
 /// Which workers.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
-pub struct DoctorArgs {
+pub(crate) struct DoctorArgs {
     /// Router whose workers are examined, each prefill worker with each decode worker.
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8080", env = "BATON_ROUTER")]
     router: String,
@@ -113,7 +113,7 @@ struct Way {
 }
 
 /// Examines, and prints the report. Fails when there is a pair between which KV cannot travel.
-pub async fn run(args: DoctorArgs) -> anyhow::Result<()> {
+pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
     let dialer = Dialer::new(args.tls.load()?);
     let (prefill, decode) = match args.prefill.is_empty() {
         true => workers_of(&dialer, &args.router).await?,

@@ -8,16 +8,21 @@ mod child;
 mod logs;
 mod places;
 
-use std::{io::IsTerminal, net::SocketAddr, path::Path, time::Duration};
+use std::{
+    io::IsTerminal,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use anyhow::{Context, bail};
-use baton_command::{draft_model, embedded_model, model_path};
+use baton_command::{EngineArgs, TlsArgs, at_least_one, draft_model, embedded_model, model_path};
 use baton_model::num_cuda_devices;
-use clap::ValueEnum;
+use clap::Args;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::args::{LogArgs, LogColor, UpArgs};
+use crate::{config::LayerArgs, log::LogArgs, shutdown};
 use child::{Child, Supervised};
 use logs::Logs;
 use places::Place;
@@ -25,8 +30,34 @@ use places::Place;
 /// How long the router gets to end its streams before the workers are told to stop.
 const ROUTER_DRAIN: Duration = Duration::from_secs(10);
 
+#[derive(Debug, Args)]
+pub(crate) struct UpArgs {
+    /// Directory of a Hugging Face model, or a .gguf file. Without it: a tiny model that is part of this program.
+    pub model: Option<PathBuf>,
+    /// Port of the HTTP and gRPC API.
+    #[arg(long, default_value_t = 8080, env = "BATON_PORT")]
+    pub port: u16,
+    /// Address to listen on; 0.0.0.0 lets other machines in.
+    #[arg(long, default_value = "127.0.0.1", env = "BATON_HOST")]
+    pub host: std::net::IpAddr,
+    /// Prefill workers to start. 0: decode workers prefill by themselves.
+    #[arg(long, value_name = "N", default_value_t = 1, env = "BATON_PREFILL")]
+    pub prefill: usize,
+    /// Decode workers to start.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one, env = "BATON_DECODE")]
+    pub decode: usize,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    #[command(flatten)]
+    pub tls: TlsArgs,
+    #[command(flatten)]
+    pub log: LogArgs,
+    #[command(flatten)]
+    pub layers: LayerArgs,
+}
+
 /// Runs until Ctrl-C or SIGTERM, or until a part cannot be started.
-pub async fn run(mut args: UpArgs) -> anyhow::Result<()> {
+pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     let (model, model_name) = match &args.model {
         Some(model) => (model_path(model)?, None),
         None => (embedded_model::directory()?, Some(embedded_model::NAME)),
@@ -37,7 +68,7 @@ pub async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     args.tls.load()?;
     check_port_is_free(address)?;
 
-    let shutdown = crate::shutdown_signal()?;
+    let shutdown = shutdown::on_signal()?;
     let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let num_gpus = num_cuda_devices().unwrap_or(0);
     let places =
@@ -101,7 +132,7 @@ fn plan(
         common.extend(["--model-name".to_owned(), name.to_owned()]);
     }
     common.extend(args.tls.flags());
-    common.extend(log_flags(&args.log, colour));
+    common.extend(args.log.flags(colour));
 
     let mut router = vec!["router".to_owned(), "--listen".to_owned(), address.to_string()];
     router.extend(common.clone());
@@ -131,31 +162,11 @@ fn plan(
     children
 }
 
-/// The settings of logs as flags of a child. Their output is a pipe; whether it ends on a terminal only the supervisor can tell.
-fn log_flags(log: &LogArgs, colour: bool) -> Vec<String> {
-    let LogArgs { log, log_format, log_color, otlp_endpoint } = log;
-    let colour = match log_color {
-        LogColor::Auto => colour,
-        LogColor::Always => true,
-        LogColor::Never => false,
-    };
-    let format = log_format.to_possible_value().expect("no format is hidden");
-    let flags = [
-        Some(format!("--log={log}")),
-        Some(format!("--log-format={}", format.get_name())),
-        Some(format!("--log-color={}", if colour { "always" } else { "never" })),
-        otlp_endpoint.as_ref().map(|endpoint| format!("--otlp-endpoint={endpoint}")),
-    ];
-    flags.into_iter().flatten().collect()
-}
-
 #[cfg(test)]
 mod tests {
     use clap::Parser;
 
     use baton_worker::Device;
-
-    use baton_command::EngineArgs;
 
     use super::*;
     use crate::args::{Cli, Command};

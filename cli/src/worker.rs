@@ -1,52 +1,103 @@
-//! One part of a cluster in this process: arguments become its configuration, it runs until a signal.
+//! `baton prefill-worker` and `baton decode-worker`: their arguments become a configuration, and one runs until a signal.
 
 use std::{
     fs,
+    net::SocketAddr,
     path::{Path, PathBuf},
     time::Duration,
 };
 
-use anyhow::{Context, bail};
-use baton_cluster::{DiscoveryConfig, EtcdAuth, EtcdConfig, EtcdTls, Role, WorkerId};
-use baton_command::{Speculate, Transport, draft_model, embedded_model, model_path};
-use baton_router::RouterConfig;
-use baton_telemetry::{TelemetryConfig, TelemetryGuard};
+use baton_cluster::{Role, WorkerId};
+use baton_command::{EngineArgs, Speculate, TlsArgs, Transport, at_least_one, draft_model, embedded_model};
+use baton_kv_cache::WireFormat;
+use baton_telemetry::TelemetryGuard;
 use baton_worker::{DrafterConfig, KvMemory, TransportKind, WorkerConfig};
+use clap::Args;
 use tracing::debug;
 
-use crate::args::{
-    Discovery, DiscoveryArgs, LogArgs, LogColor, LogFormat, Migration, ModelArgs, RouterArgs, WorkerArgs,
-};
+use crate::{config::LayerArgs, discovery::DiscoveryArgs, log::LogArgs, model::ModelArgs, shutdown};
 
-/// Runs a router.
-pub async fn router(args: RouterArgs) -> anyhow::Result<()> {
-    let _telemetry = init_telemetry(&args.log, "baton-router", &args.listen.to_string())?;
-    let (model, model_name) = model(&args.model)?;
-    let discovery = discovery(&args.discovery, String::new(), args.workers)?;
-    let mut config = RouterConfig::new(model, model_name, discovery);
-    config.listen = args.listen;
-    config.tls = args.tls.load()?;
-    config.max_requests = args.max_requests;
-    config.policy.local_prefill_below = args.local_prefill_below;
-    config.policy.fetch_prefix_from = args.fetch_prefix_from;
-    config.migration = match args.migration {
-        Migration::Off => baton_router::Migration::Off,
-        Migration::Drain => baton_router::Migration::Drain,
-        Migration::Balance => baton_router::Migration::Balance,
-    };
-    baton_router::run(config, crate::shutdown_signal()?).await
+#[derive(Debug, Args)]
+pub(crate) struct WorkerArgs {
+    /// Name of this worker among all. Default: role, host name and process id.
+    #[arg(long, env = "BATON_ID")]
+    pub id: Option<String>,
+    /// Address and port of its gRPC services, /metrics and probes. Port 0 takes a free one.
+    #[arg(long, default_value = "127.0.0.1:0", env = "BATON_LISTEN")]
+    pub listen: SocketAddr,
+    /// URL at which others reach `listen`. Default: the address it is bound to.
+    #[arg(long, value_name = "URL", env = "BATON_ADVERTISE")]
+    pub advertise: Option<String>,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub discovery: DiscoveryArgs,
+    /// URL of the router, for `--discovery embedded`.
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8080", env = "BATON_ROUTER")]
+    pub router: String,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Ways for KV blocks to travel, separated by commas; of those that both sides have, the best is taken.
+    /// Default: shm, tcp, and rdma where there are a device for it and NIXL.
+    #[arg(long, value_enum, value_delimiter = ',', env = "BATON_TRANSPORTS")]
+    pub transports: Vec<Transport>,
+    /// How KV travels over TCP: as-is, or rounded to fp8, int8 or int4, which is smaller. Default: as the other
+    /// worker wants. The decode worker's word counts; a prefill worker with as-is codes nothing. Over shared
+    /// memory, RDMA and NCCL it stays as it is.
+    #[arg(long, value_name = "FORM", value_parser = parse_kv_wire, env = "BATON_KV_WIRE")]
+    pub kv_wire: Option<WireFormat>,
+    /// Address and port at which KV is received over TCP. Port 0 takes a free one.
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_DATA_LISTEN")]
+    pub data_listen: SocketAddr,
+    /// Address and port at which rdma is arranged with those who send. Port 0 takes a free one. Default: a free
+    /// port at the address of `data-listen`.
+    #[arg(long, value_name = "ADDR", env = "BATON_RDMA_LISTEN")]
+    pub rdma_listen: Option<SocketAddr>,
+    /// NIXL's library for rdma, libnixl_capi.so or its folder. Default: where the system's loader finds it.
+    #[arg(long, value_name = "PATH", env = "BATON_NIXL")]
+    pub nixl: Option<PathBuf>,
+    /// Address and port at which a decode worker arranges nccl with its peers. Port 0 takes a free one.
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_NCCL_LISTEN")]
+    pub nccl_listen: SocketAddr,
+    /// NCCL's library for nccl, and for --tensor-parallel on GPUs: libnccl.so.2 or its folder. Default: where the system's
+    /// loader finds it.
+    #[arg(long, value_name = "PATH", env = "BATON_NCCL")]
+    pub nccl: Option<PathBuf>,
+    /// Host name or address at which others reach `data-listen`, `rdma-listen` and `nccl-listen`. Default: that of `advertise`.
+    #[arg(long, value_name = "HOST", env = "BATON_DATA_HOST")]
+    pub data_host: Option<String>,
+    /// Directory for the sockets of the shm transport. Default: a private one under the runtime directory.
+    #[arg(long, value_name = "DIR", env = "BATON_SHM_DIR")]
+    pub shm_dir: Option<PathBuf>,
+    /// Seconds that a handoff may stand still: while its prompt waits for a prefill worker or is computed, whatever that
+    /// worker computes counts as going on; from the first token on only the KV does.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, env = "BATON_HANDOFF_DEADLINE")]
+    pub handoff_deadline: u64,
+    /// Milliseconds within which a cached prefix must have come from another worker; what has not is computed. Default:
+    /// about what computing it would take.
+    #[arg(long, value_name = "MS", value_parser = at_least_one, env = "BATON_FETCH_DEADLINE")]
+    pub fetch_deadline: Option<usize>,
+    /// Seconds that running requests get to move or finish after SIGTERM.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "BATON_DRAIN_TIMEOUT")]
+    pub drain_timeout: u64,
+    #[command(flatten)]
+    pub tls: TlsArgs,
+    #[command(flatten)]
+    pub log: LogArgs,
+    #[command(flatten)]
+    pub layers: LayerArgs,
 }
 
 /// Runs a prefill worker.
-pub async fn prefill_worker(args: WorkerArgs) -> anyhow::Result<()> {
+pub(crate) async fn run_prefill(args: WorkerArgs) -> anyhow::Result<()> {
     let (config, _telemetry) = worker(Role::Prefill, args)?;
-    baton_prefill_worker::run(config, crate::shutdown_signal()?).await
+    baton_prefill_worker::run(config, shutdown::on_signal()?).await
 }
 
 /// Runs a decode worker.
-pub async fn decode_worker(args: WorkerArgs) -> anyhow::Result<()> {
+pub(crate) async fn run_decode(args: WorkerArgs) -> anyhow::Result<()> {
     let (config, _telemetry) = worker(Role::Decode, args)?;
-    baton_decode_worker::run(config, crate::shutdown_signal()?).await
+    baton_decode_worker::run(config, shutdown::on_signal()?).await
 }
 
 fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, TelemetryGuard)> {
@@ -55,9 +106,9 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
         Role::Decode => ("decode", "baton-decode-worker"),
     };
     let id = args.id.unwrap_or_else(|| format!("{name}-{}-{}", host_name(), std::process::id()));
-    let telemetry = init_telemetry(&args.log, service, &id)?;
-    let (model, model_name) = model(&args.model)?;
-    let discovery = discovery(&args.discovery, args.router, Vec::new())?;
+    let telemetry = args.log.init(service, &id)?;
+    let (model, model_name) = args.model.resolve()?;
+    let discovery = args.discovery.config(args.router, Vec::new())?;
     let draft_model = draft_model(&args.engine, args.model.model.is_none())?;
     let mut config = WorkerConfig::new(role, WorkerId::from(id), model, discovery);
     config.model_name = Some(model_name);
@@ -110,65 +161,6 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     Ok((config, telemetry))
 }
 
-fn init_telemetry(args: &LogArgs, service: &str, instance: &str) -> anyhow::Result<TelemetryGuard> {
-    baton_telemetry::init(&TelemetryConfig {
-        log: args.log.clone(),
-        format: match args.log_format {
-            LogFormat::Pretty => baton_telemetry::LogFormat::Pretty,
-            LogFormat::Compact => baton_telemetry::LogFormat::Compact,
-            LogFormat::Json => baton_telemetry::LogFormat::Json,
-        },
-        color: match args.log_color {
-            LogColor::Auto => None,
-            LogColor::Always => Some(true),
-            LogColor::Never => Some(false),
-        },
-        otlp_endpoint: args.otlp_endpoint.clone(),
-        service_name: service.to_owned(),
-        instance: instance.to_owned(),
-    })
-}
-
-/// Directory and name of the model: the given one, or the embedded one.
-fn model(args: &ModelArgs) -> anyhow::Result<(PathBuf, String)> {
-    let Some(model) = &args.model else {
-        let name = args.model_name.clone().unwrap_or_else(|| embedded_model::NAME.to_owned());
-        return Ok((embedded_model::directory()?, name));
-    };
-    let model = model_path(model)?;
-    let name = args.model_name.clone().unwrap_or_else(|| baton_worker::name_of(&model));
-    Ok((model, name))
-}
-
-fn discovery(args: &DiscoveryArgs, router: String, workers: Vec<String>) -> anyhow::Result<DiscoveryConfig> {
-    Ok(match args.discovery {
-        Discovery::Embedded => DiscoveryConfig::Embedded { router },
-        Discovery::Static => DiscoveryConfig::Static { workers },
-        Discovery::Etcd => DiscoveryConfig::Etcd(EtcdConfig {
-            endpoints: args.etcd_endpoints.clone(),
-            prefix: args.etcd_prefix.clone(),
-            lease_ttl: Duration::from_secs(args.etcd_lease_ttl),
-            tls: etcd_tls(args),
-            auth: etcd_auth(args)?,
-        }),
-    })
-}
-
-fn etcd_tls(args: &DiscoveryArgs) -> Option<EtcdTls> {
-    let (ca, cert, key) = (args.etcd_ca.clone(), args.etcd_cert.clone(), args.etcd_key.clone());
-    (ca.is_some() || cert.is_some()).then_some(EtcdTls { ca, cert, key, domain: args.etcd_tls_name.clone() })
-}
-
-fn etcd_auth(args: &DiscoveryArgs) -> anyhow::Result<Option<EtcdAuth>> {
-    let (user, file) = match (&args.etcd_user, &args.etcd_password_file) {
-        (Some(user), Some(file)) => (user.clone(), file),
-        (None, None) => return Ok(None),
-        _ => bail!("--etcd-user and --etcd-password-file belong together; give both or neither"),
-    };
-    let password = fs::read_to_string(file).with_context(|| format!("password file {}", file.display()))?;
-    Ok(Some(EtcdAuth { user, password: password.trim_end_matches(['\r', '\n']).to_owned() }))
-}
-
 /// What this host can do without being told. Not nccl: blocks lie in host memory, where it is a detour.
 fn default_transports(nixl: Option<&Path>) -> Vec<TransportKind> {
     match baton_worker::finds_rdma(nixl) {
@@ -193,6 +185,10 @@ fn host_name() -> String {
     let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name = name.trim();
     if name.is_empty() { "host".to_owned() } else { name.to_owned() }
+}
+
+fn parse_kv_wire(name: &str) -> Result<WireFormat, String> {
+    WireFormat::from_name(name).ok_or_else(|| format!("expected one of {}", WireFormat::names()))
 }
 
 #[cfg(test)]
