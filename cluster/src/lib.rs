@@ -22,6 +22,7 @@ mod fixed;
 mod members;
 mod record;
 mod registration;
+mod registration_state;
 #[cfg(test)]
 mod testing;
 
@@ -33,4 +34,5 @@ pub use members::{Members, Membership, Refusal};
 pub use record::{
     Capacity, RecordError, Role, WorkerId, WorkerRecord, kv_format_from_proto, kv_format_to_proto,
 };
-pub use registration::{Registration, RegistrationState, register, register_over};
+pub use registration::{Registration, register, register_over};
+pub use registration_state::RegistrationState;
