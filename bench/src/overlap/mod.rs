@@ -82,7 +82,7 @@ pub(crate) struct OverlapArgs {
 /// Measures, and prints the report.
 pub(crate) async fn run(args: OverlapArgs) -> anyhow::Result<()> {
     ensure!(args.vocabulary > 300, "--vocabulary must be more than 300");
-    let workers = Workers::start(&args).await?;
+    let workers = Workers::start(args.model.as_deref(), &args.transports, &args.engine).await?;
     let longest = workers.context_length().saturating_sub(OUTPUT_TOKENS);
     let (lengths, too_long): (Vec<_>, Vec<_>) = args.lengths.iter().partition(|&&length| length <= longest);
     if !too_long.is_empty() {

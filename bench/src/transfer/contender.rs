@@ -12,8 +12,8 @@ use baton_kv_cache::BlockStorage;
 use baton_kv_transfer::{PieceWrite, Sender, SenderConfig, TransportKind, TransportOffer};
 
 use super::{
-    Move, Round,
     peer::{self, Handle},
+    round::{Move, Round},
 };
 
 /// Moves the pieces of rounds.

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::Shape;
+use super::round::Shape;
 use crate::stats::Summary;
 
 /// Everything that was measured, in one run.
