@@ -39,6 +39,8 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-cli",
         uses: &[
+            "baton-bench",
+            "baton-command",
             "baton-router",
             "baton-prefill-worker",
             "baton-decode-worker",
@@ -48,14 +50,33 @@ const ROOMS: &[Room] = &[
             "baton-handoff",
             "baton-cluster",
             "baton-kv-cache",
-            "baton-tokenizer",
             "baton-telemetry",
-            "baton-tls",
-            // `baton bench` also measures a worker without a router in between.
             "baton-proto",
         ],
         tests_use: &[],
         never: &[],
+    },
+    // Also measures a worker without a router in between, and the parts of a transfer by themselves.
+    Room {
+        name: "baton-bench",
+        uses: &[
+            "baton-command",
+            "baton-handoff",
+            "baton-kv-transfer",
+            "baton-cluster",
+            "baton-kv-cache",
+            "baton-tls",
+            "baton-proto",
+        ],
+        tests_use: &[],
+        never: &["baton-router", "baton-tokenizer"],
+    },
+    // What several commands have in common, and no command.
+    Room {
+        name: "baton-command",
+        uses: &["baton-worker", "baton-model", "baton-kv-cache", "baton-tls"],
+        tests_use: &[],
+        never: &["baton-router"],
     },
     // Tokenises and plans, and never sees a weight: it runs on machines without accelerators.
     Room {
@@ -291,7 +312,7 @@ const BEHIND: &[(&str, &[&str])] = &[
     ("opentelemetry-otlp", &["baton-telemetry"]),
     ("rustls", &["baton-tls"]),
     ("tokio-rustls", &["baton-tls"]),
-    ("clap", &["baton-cli", "xtask"]),
+    ("clap", &["baton-cli", "baton-bench", "baton-command", "xtask"]),
 ];
 
 pub(crate) fn check(workspace: &Workspace) -> anyhow::Result<Outcome> {

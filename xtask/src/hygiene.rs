@@ -17,7 +17,8 @@ const OWN_WORKSPACES: [&str; 1] = [fuzz::FOLDER];
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
 /// engine, which calls the model's executor under a contract that no type can state.
-const MAY_BE_UNSAFE: [&str; 14] = [
+const MAY_BE_UNSAFE: [&str; 15] = [
+    "baton-bench",
     "baton-cuda",
     "baton-cuda-kernels",
     "baton-cuda-emulator",

@@ -8,15 +8,17 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper_util::{client::legacy::Client, rt::TokioExecutor};
 use serde_json::Value;
 
-use super::sse;
-use crate::dial::{ConnectError, Connector};
+use crate::{
+    dial::{ConnectError, Connector},
+    sse,
+};
 
 /// Bytes of an answer that is not a stream; more than any error or model list has.
 const MAX_BODY: usize = 4 << 20;
 
 /// A server, and kept-alive connections to it. Cheap to clone.
 #[derive(Clone, Debug)]
-pub(crate) struct OpenAi {
+pub struct OpenAi {
     client: Client<Connector, Full<Bytes>>,
     base: String,
     api_key: Option<String>,
@@ -24,7 +26,7 @@ pub(crate) struct OpenAi {
 
 /// Why a request got no whole answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum RequestError {
+pub enum RequestError {
     /// Nobody listens there, or the connection was refused or lost before an answer.
     #[error("cannot reach the server: {0}")]
     Connect(String),
@@ -33,7 +35,12 @@ pub(crate) enum RequestError {
     Tls(String),
     /// An answer that is not a success.
     #[error("HTTP {code}: {message}")]
-    Status { code: u16, message: String },
+    Status {
+        /// The HTTP status.
+        code: u16,
+        /// What the server says in the body.
+        message: String,
+    },
     /// The connection ended within the answer.
     #[error("the answer broke off: {0}")]
     Broken(String),
@@ -50,7 +57,7 @@ pub(crate) enum RequestError {
 
 impl RequestError {
     /// What failures are counted by.
-    pub(crate) fn kind(&self) -> String {
+    pub fn kind(&self) -> String {
         match self {
             Self::Connect(_) => "connect".to_owned(),
             Self::Tls(_) => "tls".to_owned(),
@@ -65,7 +72,7 @@ impl RequestError {
 
 impl OpenAi {
     /// For the server at `url`, with or without `/v1` at its end; `tls` is for those at https://.
-    pub(crate) fn new(url: &str, api_key: Option<String>, tls: Option<TlsClient>) -> anyhow::Result<Self> {
+    pub fn new(url: &str, api_key: Option<String>, tls: Option<TlsClient>) -> anyhow::Result<Self> {
         let base = url.trim_end_matches('/');
         let base = base.strip_suffix("/v1").unwrap_or(base);
         let uri: Uri = base.parse().with_context(|| format!("{url:?} is not a URL"))?;
@@ -84,12 +91,12 @@ impl OpenAi {
     }
 
     /// Where the server is.
-    pub(crate) fn base(&self) -> &str {
+    pub fn base(&self) -> &str {
         &self.base
     }
 
     /// The names of the models that are served.
-    pub(crate) async fn models(&self) -> Result<Vec<String>, RequestError> {
+    pub async fn models(&self) -> Result<Vec<String>, RequestError> {
         let response = self.send(Method::GET, "/v1/models", Bytes::new()).await?;
         let list = read_json(response).await?;
         let models = list["data"].as_array().into_iter().flatten();
@@ -97,12 +104,12 @@ impl OpenAi {
     }
 
     /// Posts `body` and reads the whole answer.
-    pub(crate) async fn post(&self, path: &str, body: Bytes) -> Result<Value, RequestError> {
+    pub async fn post(&self, path: &str, body: Bytes) -> Result<Value, RequestError> {
         read_json(self.send(Method::POST, path, body).await?).await
     }
 
     /// Posts `body`, whose `stream` is true.
-    pub(crate) async fn stream(&self, path: &str, body: Bytes) -> Result<EventStream, RequestError> {
+    pub async fn stream(&self, path: &str, body: Bytes) -> Result<EventStream, RequestError> {
         let response = self.send(Method::POST, path, body).await?;
         let content_type = response.headers().get(header::CONTENT_TYPE);
         if !content_type.is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream")) {
@@ -143,14 +150,14 @@ impl OpenAi {
 
 /// The answer to a streamed request.
 #[derive(Debug)]
-pub(crate) struct EventStream {
+pub struct EventStream {
     body: hyper::body::Incoming,
     parser: sse::Parser,
 }
 
 impl EventStream {
     /// The next chunk; `None` after the last. Dropping the stream cancels the request.
-    pub(crate) async fn next(&mut self) -> Result<Option<Value>, RequestError> {
+    pub async fn next(&mut self) -> Result<Option<Value>, RequestError> {
         loop {
             if let Some(event) = self.parser.next_event() {
                 if event == "[DONE]" {

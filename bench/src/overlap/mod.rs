@@ -18,6 +18,7 @@ use std::{path::PathBuf, time::Instant};
 
 use anyhow::{Context, ensure};
 use baton_cluster::Dialer;
+use baton_command::{EngineArgs, Transport, at_least_one, print};
 use clap::Args;
 
 use self::{
@@ -30,7 +31,6 @@ use super::{
     target::{Answer, WorkerTarget},
     workload::Prompt,
 };
-use crate::args::{EngineArgs, Transport, at_least_one};
 
 const EXAMPLES: &str = "\
 What is measured, for one request at a time:
@@ -82,7 +82,7 @@ pub(crate) struct OverlapArgs {
 /// Measures, and prints the report.
 pub(crate) async fn run(args: OverlapArgs) -> anyhow::Result<()> {
     ensure!(args.vocabulary > 300, "--vocabulary must be more than 300");
-    let workers = Workers::start(&args).await?;
+    let workers = Workers::start(args.model.as_deref(), &args.transports, &args.engine).await?;
     let longest = workers.context_length().saturating_sub(OUTPUT_TOKENS);
     let (lengths, too_long): (Vec<_>, Vec<_>) = args.lengths.iter().partition(|&&length| length <= longest);
     if !too_long.is_empty() {
@@ -107,7 +107,7 @@ pub(crate) async fn run(args: OverlapArgs) -> anyhow::Result<()> {
         progress.done(true);
     }
     progress.finish();
-    super::print(&Report { threads: args.engine.threads, rows }, args.json.as_deref())
+    print(&Report { threads: args.engine.threads, rows }, args.json.as_deref())
 }
 
 /// The first comes from the prefill worker, the second waits for the KV, the third for nothing.

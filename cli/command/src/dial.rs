@@ -19,14 +19,14 @@ use hyper_util::{
 use tokio::net::TcpStream;
 use tower::Service;
 
-use crate::{args::TlsArgs, roles};
+use crate::tls::TlsArgs;
 
 /// Whom to believe, for a server at an https:// URL.
 #[derive(Clone, Debug, Default, Args)]
-pub(crate) struct ClientTlsArgs {
+pub struct ClientTlsArgs {
     /// Certificate authority (PEM) that the certificate of an https:// server comes from.
     #[arg(long, value_name = "FILE", env = "BATON_TLS_CA", help_heading = "TLS")]
-    pub(crate) tls_ca: Option<PathBuf>,
+    pub tls_ca: Option<PathBuf>,
     /// Certificate (PEM) to show to a server that asks for one.
     #[arg(
         long,
@@ -36,13 +36,13 @@ pub(crate) struct ClientTlsArgs {
         env = "BATON_TLS_CERT",
         help_heading = "TLS"
     )]
-    pub(crate) tls_cert: Option<PathBuf>,
+    pub tls_cert: Option<PathBuf>,
     /// Key (PEM) of the certificate.
     #[arg(long, value_name = "FILE", requires = "tls_cert", env = "BATON_TLS_KEY", help_heading = "TLS")]
-    pub(crate) tls_key: Option<PathBuf>,
+    pub tls_key: Option<PathBuf>,
     /// The name that the server's certificate must have. Default: the host name or address of the URL.
     #[arg(long, value_name = "NAME", requires = "tls_ca", env = "BATON_TLS_NAME", help_heading = "TLS")]
-    pub(crate) tls_name: Option<String>,
+    pub tls_name: Option<String>,
 }
 
 impl ClientTlsArgs {
@@ -50,7 +50,7 @@ impl ClientTlsArgs {
     ///
     /// # Errors
     /// When the files are of no use, or none of the servers is at an https:// URL.
-    pub(crate) fn load(&self, urls: &[&str]) -> anyhow::Result<Option<TlsClient>> {
+    pub fn load(&self, urls: &[&str]) -> anyhow::Result<Option<TlsClient>> {
         let ClientTlsArgs { tls_ca: Some(ca), tls_cert, tls_key, tls_name } = self.clone() else {
             return Ok(None);
         };
@@ -66,23 +66,26 @@ impl ClientTlsArgs {
     ///
     /// # Errors
     /// When the files are of no use.
-    pub(crate) fn of_workers(&self) -> anyhow::Result<Option<Tls>> {
+    pub fn of_workers(&self) -> anyhow::Result<Option<Tls>> {
         let ClientTlsArgs { tls_ca, tls_cert, tls_key, tls_name } = self.clone();
-        roles::tls(&TlsArgs { tls_cert, tls_key, tls_ca, tls_name })
+        TlsArgs { tls_cert, tls_key, tls_ca, tls_name }.load()
     }
 }
 
 /// Opens connections for an HTTP client.
 #[derive(Clone, Debug)]
-pub(crate) struct Connector {
-    pub(crate) tls: Option<TlsClient>,
+pub struct Connector {
+    /// For servers at https:// URLs.
+    pub tls: Option<TlsClient>,
 }
 
 /// Why there is no connection.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum ConnectError {
+pub enum ConnectError {
+    /// No TCP connection.
     #[error("{0}")]
     Socket(#[from] io::Error),
+    /// TCP connected; TLS failed.
     #[error("{0}")]
     Tls(io::Error),
 }
@@ -118,7 +121,7 @@ impl Service<Uri> for Connector {
 }
 
 /// A connection, as hyper's client wants it.
-pub(crate) struct Wire(TokioIo<Stream>);
+pub struct Wire(TokioIo<Stream>);
 
 impl Connection for Wire {
     fn connected(&self) -> Connected {

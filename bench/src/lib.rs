@@ -4,42 +4,40 @@
 //! [`overlap`] measure one part of the system by itself.
 
 mod drive;
-pub(crate) mod openai;
-pub(crate) mod overlap;
+mod overlap;
 mod progress;
 mod random;
 mod report;
-mod sse;
 mod stats;
 mod target;
 mod trace;
-pub(crate) mod transfer;
+mod transfer;
 mod workload;
 
 use std::{
-    fs,
-    io::{self, Write},
-    path::{Path, PathBuf},
+    path::PathBuf,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use anyhow::{Context, bail, ensure};
 use baton_cluster::Dialer;
+use baton_command::{
+    dial::ClientTlsArgs,
+    openai::{OpenAi, RequestError},
+    print,
+};
 use clap::{Args, Subcommand, ValueEnum};
-use serde::Serialize;
 use serde_json::{Map, Value};
 use tokio_util::sync::CancellationToken;
 
 use self::{
     drive::Load,
-    openai::OpenAi,
     progress::Progress,
     report::{Comparison, Report, Slo},
     target::{OpenAiTarget, Target, WorkerTarget},
     trace::Fit,
     workload::{Lengths, Material, Planned, Prompts},
 };
-use crate::dial::ClientTlsArgs;
 
 const DEFAULT_URL: &str = "http://127.0.0.1:8080";
 const DEFAULT_REQUESTS: usize = 100;
@@ -68,7 +66,7 @@ A request is due by the plan (--rate, --trace), or as soon as its client is free
 /// How load is made, and where it goes.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
-pub(crate) struct BenchArgs {
+pub struct BenchArgs {
     #[command(subcommand)]
     pub(crate) part: Option<Part>,
     /// OpenAI endpoint to send to; https:// needs --tls-ca. [default: http://127.0.0.1:8080]
@@ -214,8 +212,25 @@ fn parse_object(text: &str) -> Result<Map<String, Value>, String> {
     serde_json::from_str(text).map_err(|error| format!("not a JSON object: {error}"))
 }
 
+/// Runs what the arguments ask for, and prints its report.
+///
+/// # Errors
+/// When the arguments do not fit together, nothing can be measured, or the report cannot be written.
+pub fn run(mut args: BenchArgs) -> anyhow::Result<()> {
+    match args.part.take() {
+        None => block_on(load(args)),
+        Some(Part::Overlap(args)) => block_on(overlap::run(*args)),
+        Some(Part::Transfer(args)) => transfer::run(*args),
+        Some(Part::TransferPeer) => transfer::serve(),
+    }
+}
+
+fn block_on(future: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
+    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(future)
+}
+
 /// Runs the load and prints the report. Ctrl-C ends it early; what is done is reported.
-pub(crate) async fn run(args: BenchArgs) -> anyhow::Result<()> {
+async fn load(args: BenchArgs) -> anyhow::Result<()> {
     let plan = args.plan()?;
     let targets = args.targets().await?;
     let material = args.material(&targets).await?;
@@ -454,28 +469,9 @@ async fn warm_up(
             let prepared = target.prepare(prompts.make(&planned), planned.output_tokens, planned.id)?;
             let answer = tokio::time::timeout(timeout, target.send(prepared)).await;
             answer
-                .unwrap_or(Err(openai::RequestError::Timeout))
+                .unwrap_or(Err(RequestError::Timeout))
                 .with_context(|| format!("the first request to {} failed", target.name()))?;
         }
     }
     Ok(())
-}
-
-/// As text, or as JSON where that was asked for.
-pub(crate) fn print(
-    report: &(impl Serialize + std::fmt::Display),
-    json: Option<&Path>,
-) -> anyhow::Result<()> {
-    let Some(path) = json else {
-        print!("{report}");
-        return Ok(io::stdout().flush()?);
-    };
-    let text = serde_json::to_string_pretty(report)? + "\n";
-    if path == Path::new("-") {
-        print!("{text}");
-    } else {
-        print!("{report}");
-        fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
-    }
-    Ok(io::stdout().flush()?)
 }

@@ -8,11 +8,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_command::openai::RequestError;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    openai::RequestError,
     progress::Progress,
     target::{Answer, Prepared, Target},
     workload::{Planned, Prompts},
@@ -226,9 +226,10 @@ mod tests {
         net::{TcpListener, TcpStream},
     };
 
+    use baton_command::openai::OpenAi;
+
     use super::*;
-    use crate::bench::{
-        openai::OpenAi,
+    use crate::{
         target::OpenAiTarget,
         workload::{self, Lengths, Material},
     };

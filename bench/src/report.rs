@@ -324,8 +324,10 @@ impl fmt::Display for Comparison {
 mod tests {
     use std::time::Instant;
 
+    use baton_command::openai::RequestError;
+
     use super::*;
-    use crate::bench::{openai::RequestError, target::Answer};
+    use crate::target::Answer;
 
     fn ms(millis: u64) -> Duration {
         Duration::from_millis(millis)

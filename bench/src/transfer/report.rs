@@ -4,8 +4,8 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::Shape;
-use crate::bench::stats::Summary;
+use super::round::Shape;
+use crate::stats::Summary;
 
 /// Everything that was measured, in one run.
 #[derive(Clone, Debug, Serialize)]

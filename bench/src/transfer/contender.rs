@@ -13,8 +13,8 @@ use baton_kv_cache::BlockStorage;
 use baton_kv_transfer::{Sender, SenderConfig};
 
 use super::{
-    Move, Round,
     peer::{self, Handle},
+    round::{Move, Round},
 };
 
 /// Moves the pieces of rounds.

@@ -16,6 +16,8 @@ use baton_kv_transfer::{Granted, Receiver, ReceiverConfig};
 use baton_tls::{Tls, TlsConfig};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use super::round;
+
 /// What the first process asks for.
 #[derive(Debug, Serialize, Deserialize)]
 enum Ask {
@@ -164,7 +166,7 @@ struct Side {
 fn answer(side: &mut Option<Side>, ask: Ask) -> anyhow::Result<Answer> {
     if let Ask::Pool(PoolConfig { piece_bytes, num_blocks, socket_buffer_bytes, rdma, tls }) = ask {
         drop(side.take());
-        let storage = Arc::new(super::storage(super::layout(piece_bytes), num_blocks, 3)?);
+        let storage = Arc::new(round::storage(round::layout(piece_bytes), num_blocks, 3)?);
         let dir = tempfile::Builder::new().prefix("baton-bench").tempdir()?;
         let any_port = Some(([127, 0, 0, 1], 0).into());
         let config =

@@ -3,20 +3,19 @@
 use std::{
     fs::File,
     net::TcpListener,
+    path::Path,
     process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, bail};
+use baton_command::{EngineArgs, Transport, embedded_model, model_path};
 use baton_proto::worker::{InfoRequest, PrefillPeer, WorkerRecord, worker_client::WorkerClient};
 use clap::ValueEnum;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
 };
-
-use super::OverlapArgs;
-use crate::{embedded_model, roles::model_path, up::engine_flags};
 
 /// For a worker to load its model and serve.
 const START_TIMEOUT: Duration = Duration::from_secs(300);
@@ -47,23 +46,27 @@ pub(super) struct Counts {
 }
 
 impl Workers {
-    pub(super) async fn start(args: &OverlapArgs) -> anyhow::Result<Workers> {
+    pub(super) async fn start(
+        model: Option<&Path>,
+        transports: &[Transport],
+        engine: &EngineArgs,
+    ) -> anyhow::Result<Workers> {
         let dir = tempfile::Builder::new().prefix("baton-bench").tempdir()?;
-        let model = match &args.model {
+        let model = match model {
             Some(model) => model_path(model)?,
             None => embedded_model::directory()?,
         };
         let mut flags = vec!["--discovery=static".to_owned(), format!("--model={}", model.display())];
         // As long as it takes: no deadline is measured here.
         flags.push("--handoff-deadline=3600".to_owned());
-        let names = args.transports.iter().filter_map(|transport| transport.to_possible_value());
+        let names = transports.iter().filter_map(|transport| transport.to_possible_value());
         let names: Vec<_> = names.map(|name| name.get_name().to_owned()).collect();
         flags.push(format!("--transports={}", names.join(",")));
-        flags.extend(engine_flags(&args.engine));
-        flags.push(format!("--pin-threads={}", args.engine.pin_threads));
+        flags.extend(engine.flags());
+        flags.push(format!("--pin-threads={}", engine.pin_threads));
         let prefill = Process::spawn("prefill-worker", &flags, &dir)?;
         let mut decode_flags = flags.clone();
-        if !args.engine.no_prefix_cache {
+        if !engine.no_prefix_cache {
             decode_flags.push("--no-prefix-cache".to_owned());
         }
         let decode = Process::spawn("decode-worker", &decode_flags, &dir)?;

@@ -4,15 +4,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use baton_cluster::Dialer;
+use baton_command::openai::{OpenAi, RequestError};
 use baton_proto::worker::{self, decode_client::DecodeClient, generate_event::Event};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
 use tonic::{Code, Status, transport::Channel};
 
-use super::{
-    openai::{OpenAi, RequestError},
-    workload::Prompt,
-};
+use super::workload::Prompt;
 
 /// Where requests are sent.
 #[derive(Clone, Debug)]

@@ -8,23 +8,24 @@
 mod contender;
 mod peer;
 mod report;
+mod round;
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
-use anyhow::{Context, ensure};
+use anyhow::ensure;
+use baton_command::{Size, TlsArgs, at_least_one, parse_size, print};
 use baton_handoff::TransportKind;
-use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
+use baton_kv_cache::{BlockId, BlockStorage};
 use baton_kv_transfer::SenderConfig;
-use clap::{Args, ValueEnum};
-use serde::Serialize;
+use clap::Args;
 
 use self::{
     contender::{Contender, Memcpy, PlainStreams, Pushes},
     peer::{Peer, PoolConfig},
     report::{Entry, Report, Row},
+    round::{Move, Round, Shape, layout, storage},
 };
 use super::{progress::Progress, random::Random, stats::Summary};
-use crate::args::{Size, TlsArgs, parse_size};
 
 pub(crate) use peer::serve;
 
@@ -69,7 +70,7 @@ pub(crate) struct TransferArgs {
     #[arg(long, value_name = "PATH", env = "BATON_NIXL")]
     nixl: Option<PathBuf>,
     /// TCP connections, of the transport and of the plain stream.
-    #[arg(long, value_name = "N", default_value_t = SenderConfig::default().streams_per_peer, value_parser = crate::args::at_least_one)]
+    #[arg(long, value_name = "N", default_value_t = SenderConfig::default().streams_per_peer, value_parser = at_least_one)]
     streams: usize,
     /// KV bytes of one frame over TCP.
     #[arg(long, value_name = "SIZE", default_value_t = Size(SenderConfig::default().frame_bytes), value_parser = parse_size)]
@@ -91,16 +92,6 @@ pub(crate) struct TransferArgs {
     json: Option<PathBuf>,
 }
 
-/// How the pieces of a transfer lie in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Shape {
-    /// One run, in pieces of up to 1 MiB.
-    Contiguous,
-    /// Pieces of --piece in any order, on both sides.
-    Scattered,
-}
-
 /// Of a transfer, and of a piece.
 const MIN_BYTES: usize = 4 << 10;
 /// A run is cut into pieces of at most so much.
@@ -116,20 +107,6 @@ struct Case {
     shape: Shape,
     size_bytes: usize,
     piece_bytes: usize,
-}
-
-/// A block's piece, and the block of the other pool that it goes to.
-#[derive(Clone, Copy)]
-struct Move {
-    src: BlockId,
-    dst: BlockId,
-}
-
-/// One transfer: the pieces, in memory of both sides.
-pub(crate) struct Round {
-    source: Arc<BlockStorage>,
-    moves: Vec<Move>,
-    size_bytes: usize,
 }
 
 /// Measures, and prints the report.
@@ -148,7 +125,7 @@ pub(crate) fn run(args: TransferArgs) -> anyhow::Result<()> {
         }
     }
     progress.finish();
-    super::print(&Report { streams: args.streams, rows }, args.json.as_deref())
+    print(&Report { streams: args.streams, rows }, args.json.as_deref())
 }
 
 impl TransferArgs {
@@ -235,7 +212,7 @@ impl Bench {
             }
         }
         if let Some(offer) = pool.secure_offer {
-            let config = SenderConfig { tls: crate::roles::tls(&args.tls)?, ..config };
+            let config = SenderConfig { tls: args.tls.load()?, ..config };
             contenders.push(Box::new(Pushes::new(&source, offer, config, peer.handle())?));
         }
         let mut bench = Bench { source, contenders, random: Random::new(1) };
@@ -289,29 +266,6 @@ impl Bench {
         let moves = src.into_iter().zip(dst).map(|(src, dst)| Move { src, dst }).collect();
         Round { source: Arc::clone(&self.source), moves, size_bytes: case.size_bytes }
     }
-}
-
-/// Blocks of one piece each.
-fn layout(piece_bytes: usize) -> KvLayout {
-    let mut layout =
-        KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim: 1, dtype: KvDtype::Bf16 };
-    layout.head_dim = piece_bytes / layout.layer_bytes();
-    layout
-}
-
-/// Memory that is there: no page is missing when it is measured. `seed` decides what it holds.
-fn storage(layout: KvLayout, num_blocks: usize, seed: u64) -> anyhow::Result<BlockStorage> {
-    let storage = BlockStorage::new(layout, num_blocks).context("memory for the blocks")?;
-    let mut word = seed;
-    for block_idx in 0..num_blocks {
-        // SAFETY: nobody else knows this memory yet.
-        let bytes = unsafe { storage.layer_mut(BlockId(block_idx as u32), 0) };
-        for bytes in bytes.as_chunks_mut::<8>().0 {
-            word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            *bytes = word.to_le_bytes();
-        }
-    }
-    Ok(storage)
 }
 
 /// What the kernel could give without swapping.

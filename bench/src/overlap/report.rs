@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::bench::stats::Summary;
+use crate::stats::Summary;
 
 /// What a remote prefill may expose besides one layer of a chunk.
 const ALLOWANCE_SECONDS: f64 = 1e-3;

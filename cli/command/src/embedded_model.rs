@@ -14,7 +14,7 @@ type Files = [(&'static str, &'static [u8])];
 
 macro_rules! model_files {
     ($dir:literal: $($name:literal),* $(,)?) => {
-        &[$(($name, include_bytes!(concat!("../../models/tiny/", $dir, $name)).as_slice())),*]
+        &[$(($name, include_bytes!(concat!("../../../models/tiny/", $dir, $name)).as_slice())),*]
     };
 }
 
@@ -57,7 +57,7 @@ fn directory_of(model_name: &str, files: &Files) -> anyhow::Result<PathBuf> {
 }
 
 /// `$XDG_CACHE_HOME/baton`, `~/.cache/baton`, or the temporary directory when there is no home.
-pub(crate) fn cache_dir() -> PathBuf {
+pub fn cache_dir() -> PathBuf {
     let non_empty = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let base = non_empty("XDG_CACHE_HOME").or_else(|| non_empty("HOME").map(|home| home.join(".cache")));
     let dir = base.map(|base| base.join("baton")).filter(|dir| fs::create_dir_all(dir).is_ok());
