@@ -2,7 +2,7 @@
 //! It does not know when a plan is computed.
 
 use baton_kv_cache::BlockId;
-use baton_model::{Batch, BatchSequence};
+use baton_model_spec::{Batch, BatchSequence};
 
 use crate::{
     command::ReplyChannel,

@@ -9,7 +9,7 @@ use std::sync::{
 use baton_kv_cache::{BlockHash, BlockId};
 use tokio::sync::oneshot;
 
-use baton_model::SampledToken;
+use baton_model_spec::SampledToken;
 use baton_request::Request;
 
 use crate::{

@@ -8,7 +8,7 @@ use std::ops::Range;
 use baton_kv_cache::BlockId;
 use tokio::sync::mpsc;
 
-use baton_model::SampledToken;
+use baton_model_spec::SampledToken;
 use baton_request::FinishReason;
 
 /// An event of a sequence that decodes.

@@ -7,7 +7,7 @@ use std::{
 };
 
 use baton_kv_cache::BlockStorage;
-use baton_model::{Batch, ExecuteError, Executor, SampledRow, TokenSampling};
+use baton_model_spec::{Batch, ExecuteError, Executor, SampledRow, TokenSampling};
 
 use crate::events::EngineError;
 

@@ -10,7 +10,7 @@ use std::{
 };
 
 use baton_kv_cache::{BlockId, BlockStorage, HashRoot};
-use baton_model::SampledToken;
+use baton_model_spec::SampledToken;
 use baton_request::{InvalidRequest, Problem, Request};
 use tokio::sync::{oneshot, watch};
 

@@ -12,7 +12,7 @@
 //! - `live`: the running requests, from submission to their terminal event;
 //! - `execution` and `batch`: calls of an executor, and what it computes for a plan;
 //! - [`speculation`]: which tokens are drafted;
-//! - `step_loop`: the thread that owns all of the above and an [`Executor`](baton_model::Executor);
+//! - `step_loop`: the thread that owns all of the above and an [`Executor`](baton_model_spec::Executor);
 //! - [`handle`] and `prefix`: how other threads use the engine;
 //! - `start`: how an engine starts.
 //!
@@ -49,7 +49,7 @@ mod step_loop;
 mod step_time;
 mod streams;
 
-pub use baton_model::{SampledToken, TokenLogprobs};
+pub use baton_model_spec::{SampledToken, TokenLogprobs};
 pub use baton_request::{FinishReason, InvalidRequest, Problem, Request, SamplingParams, SpeculationMode};
 pub use block_pool::{BlockPool, IntegrityError, PoolReport};
 pub use config::{EngineConfig, EngineStartError};

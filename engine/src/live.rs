@@ -6,7 +6,7 @@
 use std::{collections::HashMap, mem, sync::Arc};
 
 use baton_kv_cache::KvLayout;
-use baton_model::{SampledRow, SampledToken, TokenSampling};
+use baton_model_spec::{SampledRow, SampledToken, TokenSampling};
 use baton_request::{FinishReason, Request, SpeculationMode};
 
 use crate::{

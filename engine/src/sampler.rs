@@ -13,8 +13,8 @@ use std::{
     collections::{HashMap, hash_map::Entry},
 };
 
-pub use baton_model::InvalidLogits;
-use baton_model::{SampledToken, TokenCount, TokenLogprobs, TokenSampling};
+pub use baton_model_spec::InvalidLogits;
+use baton_model_spec::{SampledToken, TokenCount, TokenLogprobs, TokenSampling};
 
 use baton_request::{Request, SamplingParams};
 

@@ -10,7 +10,7 @@ use std::{
 };
 
 use baton_kv_cache::BlockStorage;
-use baton_model::Executor;
+use baton_model_spec::Executor;
 use tokio::sync::watch;
 
 use crate::{

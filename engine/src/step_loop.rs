@@ -27,7 +27,7 @@ use std::{
 };
 
 use baton_kv_cache::BlockStorage;
-use baton_model::{Executor, SampledRow};
+use baton_model_spec::{Executor, SampledRow};
 use tokio::sync::watch;
 
 #[cfg(doc)]

@@ -9,17 +9,20 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use baton_cuda_emulator::{
+    files::repository,
+    models::{
+        MEMORY_BYTES, sampled_by_host, test_model, test_model_of_ranks, test_models, test_models_of_ranks,
+    },
+};
 use baton_engine::{
     Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, Request, SampledToken,
     SamplingParams, Speculation,
 };
 use baton_kv_cache::BlockStorage;
 use baton_model::{
-    Activations, Backend, BatchLimits, Executor, LoadOptions, LoadedModel,
-    cuda::test_model::{
-        MEMORY_BYTES, drawn_by_host, test_model, test_model_of_ranks, test_models, test_models_of_ranks,
-    },
-    load, load_ranks,
+    Activations, Backend, BatchLimits, DeviceModel, Executor, LoadOptions, load, load_for_device,
+    load_ranks_for_devices,
 };
 use support::{config, kinds::read, request};
 
@@ -31,10 +34,9 @@ enum SamplingSide {
     OnHost,
 }
 
-/// The tiny model. Cargo names this crate's folder when it runs the tests, or when it built them.
+/// The tiny model.
 fn fixture() -> PathBuf {
-    let here = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
-    PathBuf::from(here).join("../tests/parity/fixtures/qwen3")
+    repository().join("tests/parity/fixtures/qwen3")
 }
 
 fn options(backend: Backend) -> LoadOptions {
@@ -43,8 +45,8 @@ fn options(backend: Backend) -> LoadOptions {
     LoadOptions { block_size: 8, threads, backend, activations, ..LoadOptions::default() }
 }
 
-fn loaded(dir: &Path, backend: Backend) -> LoadedModel {
-    load(dir, &options(backend), &mut |_| {}).expect("a fixture")
+fn loaded(dir: &Path) -> DeviceModel {
+    load_for_device(dir, &options(Backend::Cuda)).expect("a fixture")
 }
 
 fn engine_config() -> EngineConfig {
@@ -58,11 +60,11 @@ fn engine_config() -> EngineConfig {
 }
 
 fn on_device(dir: &Path, sampling: SamplingSide, drafter: Option<Drafter>) -> (EngineHandle, EngineThread) {
-    start(test_model(loaded(dir, Backend::Cuda), LIMITS, engine_config().num_blocks), sampling, drafter)
+    start(test_model(loaded(dir), LIMITS, engine_config().num_blocks), sampling, drafter)
 }
 
-fn two_ranks() -> Vec<LoadedModel> {
-    load_ranks(&fixture(), 2, &options(Backend::Cuda), &mut |_| {}).expect("a fixture")
+fn two_ranks() -> Vec<DeviceModel> {
+    load_ranks_for_devices(&fixture(), 2, &options(Backend::Cuda)).expect("a fixture")
 }
 
 fn on_two_devices(sampling: SamplingSide) -> (EngineHandle, EngineThread) {
@@ -74,16 +76,16 @@ fn start(
     sampling: SamplingSide,
     drafter: Option<Drafter>,
 ) -> (EngineHandle, EngineThread) {
-    let executor = if sampling == SamplingSide::OnHost { drawn_by_host(executor) } else { executor };
+    let executor = if sampling == SamplingSide::OnHost { sampled_by_host(executor) } else { executor };
     let speculation = |drafter| Speculation { drafter, max_draft_tokens: 4, max_step_tokens: 40 };
     baton_engine::start_over(storage, executor, drafter.map(speculation), engine_config()).expect("it starts")
 }
 
 /// A draft model that is mostly right: the same model with weights of eight bits.
-fn loaded_draft() -> LoadedModel {
+fn loaded_draft() -> DeviceModel {
     let int8 = "int8".parse().expect("it is one");
     let options = LoadOptions { quantise: Some(int8), ..options(Backend::Cuda) };
-    load(&fixture(), &options, &mut |_| {}).expect("a fixture")
+    load_for_device(&fixture(), &options).expect("a fixture")
 }
 
 fn drafter((executor, storage): (Box<dyn Executor>, BlockStorage)) -> Option<Drafter> {
@@ -93,7 +95,7 @@ fn drafter((executor, storage): (Box<dyn Executor>, BlockStorage)) -> Option<Dra
 /// An engine with a draft model on the device.
 fn with_draft_model(sampling: SamplingSide) -> (EngineHandle, EngineThread) {
     let num_blocks = engine_config().num_blocks;
-    let target = loaded(&fixture(), Backend::Cuda);
+    let target = loaded(&fixture());
     let models = test_models(target, loaded_draft(), LIMITS, num_blocks, MEMORY_BYTES);
     let (target, draft) = models.expect("both fit");
     start(target, sampling, drafter(draft))
@@ -207,7 +209,10 @@ async fn several_ranks_sample_the_tokens_of_the_host() {
 #[tokio::test]
 async fn greedy_tokens_are_those_of_the_cpu() {
     let (by_device, _thread) = on_device(&fixture(), SamplingSide::OnDevice, None);
-    let executor = loaded(&fixture(), Backend::Cpu).cpu_executor().expect("a thread");
+    let executor = load(&fixture(), &options(Backend::Cpu), &mut |_| {})
+        .expect("a fixture")
+        .cpu_executor()
+        .expect("a thread");
     let (cpu, _other) = baton_engine::start(Box::new(executor), None, engine_config()).expect("it starts");
     let requests: Vec<Request> = (1..4).map(|seed| request(&prompt(seed, 8 + 9 * seed), 6)).collect();
     assert_same(&run(&by_device, requests.clone()).await, &run(&cpu, requests).await);
@@ -267,7 +272,7 @@ fn a_draft_model_that_does_not_fit_beside_the_model_is_an_error() {
         return;
     }
     // There is room for one of the two models.
-    let [target, draft] = [0; 2].map(|_| loaded(&fixture(), Backend::Cuda));
+    let [target, draft] = [0; 2].map(|_| loaded(&fixture()));
     let error = test_models(target, draft, LIMITS, 1, 10 << 20).err().expect("no memory").to_string();
     assert!(error.contains("bytes of device memory"), "{error}");
 }

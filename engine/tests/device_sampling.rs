@@ -13,7 +13,7 @@ use baton_engine::{
     TokenEvent,
 };
 use baton_engine_testing::FakeModel;
-use baton_model::ExecuteError;
+use baton_model_spec::ExecuteError;
 use support::{
     BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, engine, engine_of,
     handoff::hand_off,

@@ -9,7 +9,7 @@ use baton_engine::{
     SamplingParams, SubmitError, TokenEvent,
 };
 use baton_engine_testing::FakeModel;
-use baton_model::ExecuteError;
+use baton_model_spec::ExecuteError;
 use support::{BLOCK_SIZE, Output, collect, config, engine, engine_of, engine_with_hook, request};
 
 fn prompt(first: u32, num_tokens: u32) -> Vec<u32> {

@@ -14,7 +14,7 @@ use baton_engine::{
     SpeculationMode, TokenEvent,
 };
 use baton_engine_testing::FakeModel;
-use baton_model::{Batch, ExecuteError};
+use baton_model_spec::{Batch, ExecuteError};
 use support::{
     BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, draft_with_hook, engine, engine_of,
     handoff::hand_off,

@@ -19,9 +19,10 @@ use std::sync::{Arc, OnceLock};
 use memmap2::{Mmap, MmapMut};
 
 use crate::cpu::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};
-use crate::integers::{IntegerFormat, IntegerRow, IntegerWidth, MAX_GROUP, MIN_GROUP};
-use crate::matrix::Matrix;
-use crate::{FloatDtype, LoadProgress, Rank};
+use baton_checkpoint::LoadProgress;
+use baton_checkpoint::{IntegerChoice, Matrix, MatrixSink, ProductKind, SplitGroup, Tolerance};
+use baton_model_spec::{FloatDtype, Rank};
+use baton_model_spec::{IntegerFormat, IntegerRow};
 
 /// Changes with the layout: files of another one are not read.
 const LAYOUT_VERSION: u32 = 3;
@@ -34,15 +35,13 @@ const PIECE_BYTES: usize = 16 << 20;
 
 /// A matrix in packed memory. Usable once its [`Packer`] has finished.
 #[derive(Clone, Debug)]
-pub(crate) struct PackedMatrix {
+pub struct PackedMatrix {
     memory: Arc<OnceLock<Memory>>,
     offset: usize,
     format: PanelFormat,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     order: RowOrder,
-    /// What it would be packed of, where that is kept instead.
-    parts: Option<Arc<[Matrix]>>,
 }
 
 #[derive(Debug)]
@@ -61,22 +60,6 @@ impl PackedMatrix {
         PanelsRef::new(&memory[self.offset..][..num_bytes], self.format, self.rows, self.cols)
             .in_order(self.order)
     }
-
-    /// The integers that it is made of, if it is.
-    pub(crate) fn integer_format(&self) -> Option<IntegerFormat> {
-        match self.format {
-            PanelFormat::Integers(format) => Some(format),
-            PanelFormat::Floats(_) | PanelFormat::Bf16Pairs => None,
-        }
-    }
-
-    /// The matrices that lie one after the other in it, where they are mapped: of a model for a device.
-    ///
-    /// # Panics
-    /// When it was to be packed.
-    pub(crate) fn parts(&self) -> &[Matrix] {
-        self.parts.as_deref().expect("a model for a device")
-    }
 }
 
 /// What weights become when they are packed.
@@ -84,23 +67,8 @@ impl PackedMatrix {
 pub(crate) struct Packing {
     /// Weights in bf16 are multiplied in pairs, with activations in bf16.
     pub(crate) bf16_pairs: bool,
-    /// Integers of files are multiplied as the floats that they stand for.
-    pub(crate) widen: bool,
-    /// Weights of layers are rounded to it.
-    pub(crate) quantise: Option<IntegerFormat>,
-    /// Nothing is packed: a device takes the matrices from where they are mapped.
-    pub(crate) is_for_device: bool,
-}
-
-/// How much rounding a matrix bears.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Rounding {
-    /// As much as asked for.
-    Asked,
-    /// Eight bits at least: every token's logits come from it.
-    EightBits,
-    /// None: it chooses experts.
-    Never,
+    /// Which weights are integers.
+    pub(crate) integers: IntegerChoice,
 }
 
 /// Collects what is to be packed.
@@ -111,18 +79,6 @@ pub(crate) struct Packer {
     memory: Arc<OnceLock<Memory>>,
     jobs: Vec<Job>,
     num_bytes: usize,
-}
-
-/// A part has some of the numbers that share a scale.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct SplitGroup {
-    pub(crate) part_idx: usize,
-    /// Where it begins or ends among them.
-    pub(crate) column: usize,
-    /// How many share it.
-    pub(crate) group: usize,
-    /// Parts may begin and end at multiples of it.
-    pub(crate) multiple: usize,
 }
 
 /// Matrices whose outputs lie side by side.
@@ -160,60 +116,6 @@ impl WeightCache<'_> {
 impl Packer {
     pub(crate) fn new(packing: Packing, rank: Rank) -> Packer {
         Packer { packing, rank, memory: Arc::default(), jobs: vec![], num_bytes: 0 }
-    }
-
-    /// Adds a matrix made of `parts`, one after the other, its rows packed in `order`; in f32 if their types differ.
-    ///
-    /// # Errors
-    /// When it would be packed as integers in groups of which a part has not all.
-    pub(crate) fn add(
-        &mut self,
-        parts: Vec<Matrix>,
-        rounding: Rounding,
-        order: RowOrder,
-    ) -> Result<PackedMatrix, SplitGroup> {
-        let (cols, first) = (parts[0].cols, parts[0].dtype());
-        assert!(parts.iter().all(|part| part.cols == cols), "parts of one product");
-        let dtype = if !self.packing.widen && parts.iter().all(Matrix::is_fp8) {
-            // Four significant bits and a scale: bf16 is off by a thirty-second of their last bit.
-            FloatDtype::Bf16
-        } else if parts.iter().all(|part| part.dtype() == first) {
-            first
-        } else {
-            FloatDtype::F32
-        };
-        let rows = parts.iter().map(|part| part.rows).sum();
-        let offset = self.num_bytes;
-        let format = self.format(&parts, dtype, rounding);
-        if let PanelFormat::Integers(format) = format
-            && let Some((part_idx, column)) =
-                parts.iter().enumerate().find_map(|(idx, part)| Some((idx, part.splits(format)?)))
-        {
-            let group = format.group;
-            // Groups of files have smaller ones within them; numbers that are rounded here would be others.
-            let multiple = if self.packing.quantise.is_none() { MIN_GROUP } else { group };
-            return Err(SplitGroup { part_idx, column, group, multiple });
-        }
-        self.num_bytes = (offset + format.matrix_bytes(rows, cols)).next_multiple_of(ALIGNMENT);
-        let kept = self.packing.is_for_device.then(|| parts.iter().cloned().collect());
-        self.jobs.push(Job { parts, dtype, format, rows, cols, order, offset });
-        let memory = Arc::clone(&self.memory);
-        Ok(PackedMatrix { memory, offset, format, rows, cols, order, parts: kept })
-    }
-
-    fn format(&self, parts: &[Matrix], dtype: FloatDtype, rounding: Rounding) -> PanelFormat {
-        let are_integers = parts.iter().all(Matrix::is_integers) && !self.packing.widen;
-        match (self.packing.quantise, rounding) {
-            (Some(format), Rounding::Asked) => PanelFormat::Integers(format),
-            (Some(format), Rounding::EightBits) => {
-                PanelFormat::Integers(IntegerFormat { width: IntegerWidth::Eight, ..format })
-            }
-            (None, Rounding::Asked | Rounding::EightBits) if are_integers => {
-                PanelFormat::Integers(common_format(parts))
-            }
-            _ if dtype == FloatDtype::Bf16 && self.packing.bf16_pairs => PanelFormat::Bf16Pairs,
-            _ => PanelFormat::Floats(dtype),
-        }
     }
 
     /// Packs everything on `num_threads` threads, or finds it packed; from then on the matrices may be used.
@@ -363,6 +265,43 @@ impl Packer {
     }
 }
 
+/// Rows are in f32 if the types of parts differ.
+impl MatrixSink for Packer {
+    type Matrix = PackedMatrix;
+
+    fn add(
+        &mut self,
+        parts: Vec<Matrix>,
+        tolerance: Tolerance,
+        kind: ProductKind,
+    ) -> Result<PackedMatrix, SplitGroup> {
+        let (cols, first) = (parts[0].cols, parts[0].dtype());
+        assert!(parts.iter().all(|part| part.cols == cols), "parts of one product");
+        let dtype = if !self.packing.integers.widen && parts.iter().all(Matrix::is_fp8) {
+            // Four significant bits and a scale: bf16 is off by a thirty-second of their last bit.
+            FloatDtype::Bf16
+        } else if parts.iter().all(|part| part.dtype() == first) {
+            first
+        } else {
+            FloatDtype::F32
+        };
+        let rows = parts.iter().map(|part| part.rows).sum();
+        let offset = self.num_bytes;
+        let format = match self.packing.integers.format_of(&parts, tolerance)? {
+            Some(format) => PanelFormat::Integers(format),
+            None if dtype == FloatDtype::Bf16 && self.packing.bf16_pairs => PanelFormat::Bf16Pairs,
+            None => PanelFormat::Floats(dtype),
+        };
+        let order = match kind {
+            ProductKind::Plain => RowOrder::Plain,
+            ProductKind::Gated => RowOrder::Gated,
+        };
+        self.num_bytes = (offset + format.matrix_bytes(rows, cols)).next_multiple_of(ALIGNMENT);
+        self.jobs.push(Job { parts, dtype, format, rows, cols, order, offset });
+        Ok(PackedMatrix { memory: Arc::clone(&self.memory), offset, format, rows, cols, order })
+    }
+}
+
 /// Writes a file from its beginning in large pieces that begin at multiples of their length: a system that keeps files in
 /// large pages makes some of each, and reading from them is half as fast again.
 struct WholePages<'a> {
@@ -416,15 +355,6 @@ impl<'a> WholePages<'a> {
         self.fill(size)?;
         self.flush()
     }
-}
-
-/// The format of integers that all parts have. Where they differ, or where there is no kernel for it, it is one that
-/// loses little: in groups of 32, eight bits are off by 1/254 of the largest number at most.
-pub(crate) fn common_format(parts: &[Matrix]) -> IntegerFormat {
-    let first = parts[0].integer_format().filter(|format| format.group <= MAX_GROUP);
-    let all = parts.iter().all(|part| part.integer_format() == first);
-    let otherwise = IntegerFormat { width: IntegerWidth::Eight, group: 32, has_zeros: false };
-    first.filter(|_| all).unwrap_or(otherwise)
 }
 
 impl Job {

@@ -61,6 +61,7 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-router",
         uses: &[
+            "baton-planner",
             "baton-cluster",
             "baton-kv-cache",
             "baton-tokenizer",
@@ -80,6 +81,13 @@ const ROOMS: &[Room] = &[
             "safetensors",
             "cudarc",
         ],
+    },
+    // Decides, and does nothing: the simulator stands on it alone.
+    Room {
+        name: "baton-planner",
+        uses: &["baton-cluster-record", "baton-kv-cache", "baton-request"],
+        tests_use: &[],
+        never: DECIDES,
     },
     Room {
         name: "baton-prefill-worker",
@@ -120,9 +128,11 @@ const ROOMS: &[Room] = &[
     // Knows no network and no protocol.
     Room {
         name: "baton-engine",
-        uses: &["baton-model", "baton-kv-cache", "baton-request"],
-        tests_use: &["baton-engine-testing"],
+        uses: &["baton-model-spec", "baton-kv-cache", "baton-request"],
+        tests_use: &["baton-engine-testing", "baton-model", "baton-cuda-emulator"],
         never: &[
+            "baton-model",
+            "baton-checkpoint",
             "baton-proto",
             "baton-handoff",
             "baton-kv-transfer",
@@ -134,12 +144,64 @@ const ROOMS: &[Room] = &[
             "h2",
         ],
     },
+    // Loads a model onto what computes it: the one crate that knows both backends.
     Room {
         name: "baton-model",
-        uses: &["baton-kv-cache", "baton-gguf", "baton-cuda"],
-        tests_use: &[],
-        never: &["baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
+        uses: &[
+            "baton-model-cuda",
+            "baton-cuda-kernels",
+            "baton-checkpoint",
+            "baton-model-spec",
+            "baton-kv-cache",
+            "baton-cuda",
+        ],
+        tests_use: &["baton-gguf", "baton-model-testing"],
+        never: &["baton-cuda-emulator", "baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
     },
+    // What kernels and models on devices run on in tests: no production code uses it.
+    Room {
+        name: "baton-cuda-emulator",
+        uses: &[
+            "baton-model-cuda",
+            "baton-cuda-kernels",
+            "baton-checkpoint",
+            "baton-model-spec",
+            "baton-kv-cache",
+            "baton-cuda",
+        ],
+        tests_use: &["baton-model-testing"],
+        never: &["tokio"],
+    },
+    // Computes on devices, behind a seam: neither panels nor kernels' texts.
+    Room {
+        name: "baton-model-cuda",
+        uses: &["baton-cuda-kernels", "baton-checkpoint", "baton-model-spec", "baton-kv-cache", "baton-cuda"],
+        tests_use: &["baton-cuda-emulator", "baton-model", "baton-model-testing"],
+        never: &["baton-cuda-emulator", "baton-cpu-kernels", "baton-model-cpu", "tokio"],
+    },
+    // Knows shapes and addresses, no models.
+    Room {
+        name: "baton-cuda-kernels",
+        uses: &["baton-model-spec", "baton-kv-cache", "baton-cuda"],
+        tests_use: &["baton-cuda-emulator", "baton-model-testing"],
+        never: &["baton-cuda-emulator", "baton-checkpoint", "safetensors", "tokio"],
+    },
+    // Files to matrices. What a backend makes of them is its own business.
+    Room {
+        name: "baton-checkpoint",
+        uses: &["baton-model-spec", "baton-kv-cache", "baton-gguf"],
+        tests_use: &[],
+        never: &["baton-cuda", "cudarc", "tokio"],
+    },
+    // What a model is, and the seams behind which something computes it: no weights, no devices.
+    Room {
+        name: "baton-model-spec",
+        uses: &["baton-kv-cache"],
+        tests_use: &["baton-model-testing"],
+        never: &["baton-gguf", "baton-cuda", "safetensors", "memmap2", "cudarc", "tokio"],
+    },
+    // Numbers for tests: no production code uses it.
+    Room { name: "baton-model-testing", uses: &[], tests_use: &[], never: &["tokio"] },
     // Moves blocks; whose they are is not its business.
     Room {
         name: "baton-kv-transfer",
@@ -168,10 +230,18 @@ const ROOMS: &[Room] = &[
     },
     Room {
         name: "baton-cluster",
-        uses: &["baton-kv-cache", "baton-proto", "baton-tls"],
+        uses: &["baton-cluster-record", "baton-kv-cache", "baton-proto", "baton-tls"],
         tests_use: &[],
         never: &["baton-engine", "baton-model", "baton-handoff", "baton-kv-transfer"],
     },
+    Room {
+        name: "baton-proto",
+        uses: &["baton-cluster-record", "baton-kv-cache", "baton-request"],
+        tests_use: &[],
+        never: &[],
+    },
+    // What a worker says about itself, whatever carries it.
+    Room { name: "baton-cluster-record", uses: &["baton-kv-cache"], tests_use: &[], never: DECIDES },
     Room { name: "baton-kv-cache", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
     Room {
         name: "baton-tokenizer",
@@ -186,7 +256,6 @@ const ROOMS: &[Room] = &[
     // Knows devices and memory, not what for.
     Room { name: "baton-cuda", uses: &[], tests_use: &[], never: &["tokio"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
-    Room { name: "baton-proto", uses: &["baton-request"], tests_use: &[], never: &[] },
     // What every process agrees on about a request.
     Room { name: "baton-request", uses: &[], tests_use: &[], never: PURE },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
@@ -206,16 +275,19 @@ const ROLE: &[&str] = &[
     "baton-request",
 ];
 
-/// What a room of pure decisions must not reach: runtimes, the operating system, protocols.
+/// What a room of plain data must not reach: runtimes, the operating system, protocols.
 const PURE: &[&str] = &["tokio", "libc", "tonic", "prost", "hyper", "axum", "h2"];
+
+/// What a room of pure decisions must not reach. The types of KV formats are in a crate that also maps memory (libc).
+const DECIDES: &[&str] = &["tokio", "tonic", "prost", "hyper", "axum", "h2", "baton-proto", "baton-tls"];
 
 /// Packages that one room hides from the others.
 const BEHIND: &[(&str, &[&str])] = &[
     ("etcd-client", &["baton-cluster"]),
     ("tokenizers", &["baton-tokenizer"]),
     ("minijinja", &["baton-tokenizer"]),
-    ("safetensors", &["baton-model"]),
-    ("cudarc", &["baton-cuda", "baton-model", "baton-kv-transfer"]),
+    ("safetensors", &["baton-checkpoint"]),
+    ("cudarc", &["baton-cuda", "baton-cuda-kernels", "baton-kv-transfer"]),
     ("opentelemetry-otlp", &["baton-telemetry"]),
     ("rustls", &["baton-tls"]),
     ("tokio-rustls", &["baton-tls"]),

@@ -17,9 +17,14 @@ const OWN_WORKSPACES: [&str; 1] = [fuzz::FOLDER];
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
 /// engine, which calls the model's executor under a contract that no type can state.
-const MAY_BE_UNSAFE: [&str; 9] = [
+const MAY_BE_UNSAFE: [&str; 14] = [
     "baton-cuda",
+    "baton-cuda-kernels",
+    "baton-cuda-emulator",
     "baton-model",
+    "baton-model-cuda",
+    "baton-model-spec",
+    "baton-checkpoint",
     "baton-gguf",
     "baton-kv-cache",
     "baton-kv-transfer",

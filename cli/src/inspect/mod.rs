@@ -15,7 +15,7 @@ use baton_kv_cache::KvDtype;
 use baton_model::{
     DecoderSpec, FloatDtype, ModelConfig, Quantisation,
     cost::{DeviceSpeed, ModelCost, StepCost},
-    gguf_files,
+    gguf_files, load_config,
 };
 use clap::{Args, ValueEnum};
 
@@ -158,7 +158,7 @@ pub(crate) fn run(args: InspectArgs) -> anyhow::Result<()> {
         Some(model) => model.clone(),
         None => embedded_model::directory()?,
     };
-    let config = ModelConfig::load(&model)?;
+    let config = load_config(&model)?;
     let file_bytes = weight_file_bytes(&model)?;
     let weights = match (&args.dtype, file_bytes) {
         (Some(given), _) => given.clone(),

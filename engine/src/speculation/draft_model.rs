@@ -16,7 +16,7 @@
 use std::{collections::HashMap, time::Instant};
 
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_model::{Batch, BatchSequence, Executor, SampledRow};
+use baton_model_spec::{Batch, BatchSequence, Executor, SampledRow};
 
 use crate::{
     block_pool::BlockPool,

@@ -26,7 +26,7 @@ use std::{
 };
 
 use baton_kv_cache::BlockStorage;
-use baton_model::Executor;
+use baton_model_spec::Executor;
 
 use crate::{
     config::{EngineConfig, EngineStartError},

@@ -14,7 +14,7 @@ use std::{
 
 use baton_engine::sampler::Sampler;
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
-use baton_model::{
+use baton_model_spec::{
     Batch, BatchSequence, ExecuteError, Executor, InvalidLogits, SampledRow, SampledToken, SamplingExecutor,
     TokenCount, TokenSampling,
 };

@@ -15,7 +15,7 @@ use baton_engine::{
     SamplingParams, Speculation, TokenEvent, TokenStream,
 };
 use baton_engine_testing::FakeModel;
-use baton_model::{Batch, ExecuteError};
+use baton_model_spec::{Batch, ExecuteError};
 
 pub const BLOCK_SIZE: usize = 4;
 /// Limit on the tokens of a step with drafts.

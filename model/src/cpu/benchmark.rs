@@ -8,7 +8,7 @@ use super::memory::anonymous;
 use super::products::{Output, PanelFormat, PanelsRef, multiply};
 use super::simd::{Dtype, Isa};
 use super::{Aligned, Cpu, multiplies_bf16};
-use crate::{BatchSequence, Quantisation};
+use baton_model_spec::{BatchSequence, Quantisation};
 
 pub use super::peaks::{Peak, Peaks};
 

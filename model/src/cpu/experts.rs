@@ -6,8 +6,9 @@
 use super::forward::{apply, dense_mlp};
 use super::products::Output;
 use super::{Aligned, Cpu};
-use crate::decoder::{DenseMlp, Linear};
-use crate::spec::Activation;
+use crate::packed::PackedMatrix;
+use baton_checkpoint::{DenseMlp, Linear};
+use baton_model_spec::Activation;
 
 /// How rows find their experts.
 pub(super) struct Routing {
@@ -39,8 +40,8 @@ pub(super) fn run(
     routing: &Routing,
     num_rows: usize,
     hidden: &[f32],
-    router: &Linear,
-    experts: &[DenseMlp],
+    router: &Linear<PackedMatrix>,
+    experts: &[DenseMlp<PackedMatrix>],
     (memory, gated): (&mut ExpertBuffers, &mut Aligned),
     x: &mut [f32],
     output: Output,

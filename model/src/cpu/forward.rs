@@ -15,11 +15,12 @@ use super::rope::RopeTables;
 use super::rows::{Gate, rms_norm, rms_norm_in_place, soft_cap};
 use super::simd::Isa;
 use super::{Aligned, Cpu, SharedMut, ThreadPool};
-use crate::decoder::{DecoderWeights, DenseMlp, LayerWeights, Linear, Mlp};
-use crate::spec::{Activation, DecoderSpec, MlpSpec};
-use crate::{
-    Backend, Batch, BatchSequence, Communicator, CommunicatorError, DecoderShard, ExecuteError, Executor,
-    LoadedModel, Rank,
+use crate::CpuModel;
+use crate::packed::PackedMatrix;
+use baton_checkpoint::{DecoderWeights, DenseMlp, LayerWeights, Linear, Mlp};
+use baton_model_spec::{Activation, DecoderSpec, MlpSpec};
+use baton_model_spec::{
+    Batch, BatchSequence, Communicator, CommunicatorError, DecoderShard, ExecuteError, Executor, Rank,
 };
 
 /// The ranks that compute a model together, as one of them reaches the others.
@@ -27,7 +28,7 @@ pub(super) type Ranks = dyn Communicator;
 
 /// Computes on this machine's processors.
 pub struct CpuExecutor {
-    model: LoadedModel,
+    model: CpuModel,
     cpu: Cpu,
     buffers: Buffers,
     ropes: RopeTables,
@@ -58,16 +59,15 @@ struct Buffers {
 }
 
 impl CpuExecutor {
-    pub(crate) fn new(model: LoadedModel, pool: Arc<ThreadPool>) -> CpuExecutor {
-        assert_eq!(model.backend(), Backend::Cpu, "nothing was packed for processors");
+    pub(crate) fn new(model: CpuModel, pool: Arc<ThreadPool>) -> CpuExecutor {
         let isa = Isa::detect();
         tracing::debug!(threads = pool.num_threads(), instructions = isa.name(), "cpu executor");
-        let ropes = RopeTables::new(&model.shard().spec().ropes);
+        let ropes = RopeTables::new(&model.decoder().shard().spec().ropes);
         CpuExecutor { model, cpu: Cpu::on(pool, isa), buffers: Buffers::default(), ropes }
     }
 
     /// The model that it computes.
-    pub fn model(&self) -> &LoadedModel {
+    pub fn model(&self) -> &CpuModel {
         &self.model
     }
 
@@ -79,11 +79,11 @@ impl CpuExecutor {
 
 impl Executor for CpuExecutor {
     fn kv_layout(&self) -> KvLayout {
-        self.model.kv_layout()
+        self.model.decoder().kv_layout()
     }
 
     fn vocab_size(&self) -> usize {
-        self.model.config().vocab_size()
+        self.model.decoder().config().vocab_size()
     }
 
     fn attach_thread(&mut self) -> Result<(), ExecuteError> {
@@ -127,7 +127,7 @@ impl CpuExecutor {
     ) -> Result<usize, CommunicatorError> {
         assert_eq!(*storage.layout(), self.kv_layout(), "blocks of another layout");
         let CpuExecutor { model, cpu, buffers, ropes } = self;
-        let weights = model.weights();
+        let weights = model.decoder().weights();
         buffers.positions.clear();
         buffers.first_rows.clear();
         for sequence in &batch.sequences {
@@ -137,8 +137,8 @@ impl CpuExecutor {
             buffers.positions.extend(sequence.start_idx..sequence.start_idx + sequence.tokens.len());
         }
         let mut pass = Pass {
-            shard: model.shard(),
-            spec: model.shard().spec(),
+            shard: model.decoder().shard(),
+            spec: model.decoder().shard().spec(),
             bf16_pairs: model.bf16_pairs(),
             cpu,
             num_rows: buffers.positions.len(),
@@ -185,7 +185,7 @@ struct Pass<'a> {
 impl Pass<'_> {
     fn embed<'t>(
         &mut self,
-        weights: &DecoderWeights,
+        weights: &DecoderWeights<PackedMatrix>,
         tokens: impl Iterator<Item = &'t u32>,
     ) -> Result<(), CommunicatorError> {
         let own = self.shard.vocabulary();
@@ -213,7 +213,7 @@ impl Pass<'_> {
     }
 
     /// Queries, keys and values of every row.
-    fn project(&mut self, layer: &LayerWeights) {
+    fn project(&mut self, layer: &LayerWeights<PackedMatrix>) {
         let spec = self.spec;
         let rows = self.num_rows;
         let hidden = self.buffers.hidden.grown(rows * spec.hidden_size);
@@ -230,7 +230,7 @@ impl Pass<'_> {
     unsafe fn store(
         &mut self,
         layer_idx: usize,
-        layer: &LayerWeights,
+        layer: &LayerWeights<PackedMatrix>,
         ropes: &RopeTables,
         storage: &BlockStorage,
     ) {
@@ -298,7 +298,7 @@ impl Pass<'_> {
     }
 
     /// The output projection, added to the residual stream.
-    fn finish_attention(&mut self, layer: &LayerWeights) -> Result<(), CommunicatorError> {
+    fn finish_attention(&mut self, layer: &LayerWeights<PackedMatrix>) -> Result<(), CommunicatorError> {
         let to_stream = self.to_stream();
         let rows = self.num_rows;
         let x = &mut self.buffers.x[..rows * self.spec.hidden_size];
@@ -318,7 +318,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    fn mlp(&mut self, mlp: &MlpSpec, layer: &LayerWeights) -> Result<(), CommunicatorError> {
+    fn mlp(&mut self, mlp: &MlpSpec, layer: &LayerWeights<PackedMatrix>) -> Result<(), CommunicatorError> {
         let (spec, to_stream) = (self.spec, self.to_stream());
         let rows = self.num_rows;
         let buffers = &mut *self.buffers;
@@ -415,7 +415,7 @@ pub(super) fn apply(
     cpu: &mut Cpu,
     num_rows: usize,
     a: &[f32],
-    linear: &Linear,
+    linear: &Linear<PackedMatrix>,
     out: &mut [f32],
     output: Output,
 ) {
@@ -451,7 +451,7 @@ fn gate_and_up<'m>(
     activation: Activation,
     num_rows: usize,
     a: &[f32],
-    mlp: &DenseMlp,
+    mlp: &DenseMlp<PackedMatrix>,
     memory: &'m mut Aligned,
 ) -> &'m [f32] {
     let gate = match activation {
@@ -470,7 +470,7 @@ pub(super) fn dense_mlp(
     activation: Activation,
     num_rows: usize,
     a: &[f32],
-    mlp: &DenseMlp,
+    mlp: &DenseMlp<PackedMatrix>,
     memory: &mut Aligned,
     out: &mut [f32],
     output: Output,

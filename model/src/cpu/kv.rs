@@ -159,7 +159,7 @@ mod tests {
 
     use super::testing::read_vector;
     use super::*;
-    use crate::cpu::testing::noise;
+    use baton_model_testing::noise;
 
     /// Stores one token's KV in a block and reads it back.
     fn round_trip(dtype: KvDtype, keys: &[f32], values: &[f32]) -> [Vec<f32>; 2] {

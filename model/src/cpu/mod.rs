@@ -8,6 +8,7 @@ mod fastest;
 mod forward;
 mod kv;
 mod memory;
+mod model;
 mod parallel;
 mod peaks;
 mod pool;
@@ -17,8 +18,9 @@ mod rows;
 mod simd;
 
 pub use affinity::{CpuList, CpuListError};
-pub(crate) use fastest::{bf16_is_faster, multiplies_bf16};
+use fastest::multiplies_bf16;
 pub use forward::CpuExecutor;
+pub use model::{CpuModel, load, load_ranks};
 pub use parallel::ParallelCpuExecutor;
 pub use pool::ThreadPool;
 pub(crate) use products::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};
@@ -118,19 +120,6 @@ impl ThreadScratch {
 #[cfg(test)]
 pub(crate) mod testing {
     use super::simd::Dtype;
-
-    /// Numbers in -1..1 that look random.
-    pub(crate) fn noise(seed: u64, n: usize) -> Vec<f32> {
-        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-        (0..n)
-            .map(|_| {
-                state ^= state << 13;
-                state ^= state >> 7;
-                state ^= state << 17;
-                (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-            })
-            .collect()
-    }
 
     /// The bytes that hold `values` in `dtype`, and what they widen to.
     pub(crate) fn store(dtype: Dtype, values: &[f32]) -> (Vec<u8>, Vec<f32>) {

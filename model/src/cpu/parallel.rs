@@ -6,12 +6,14 @@
 use std::io;
 use std::sync::Arc;
 
+use baton_checkpoint::LoadedDecoder;
 use baton_kv_cache::{BlockStorage, KvLayout};
 
 use super::forward::Ranks;
 use super::{CpuExecutor, ThreadPool};
-use crate::parallel::{ParallelExecutor, RankError, RankExecutor};
-use crate::{Batch, ExecuteError, Executor, LoadedModel, ThreadCommunicator};
+use crate::CpuModel;
+use baton_model_spec::{Batch, ExecuteError, Executor, ThreadCommunicator};
+use baton_model_spec::{ParallelExecutor, RankError, RankExecutor};
 
 /// Computes on this machine's processors by several ranks.
 pub struct ParallelCpuExecutor(ParallelExecutor<CpuRank>);
@@ -24,17 +26,17 @@ impl ParallelCpuExecutor {
     ///
     /// # Panics
     /// When the ranks are not all the parts of one model, in order.
-    pub fn new(ranks: Vec<(LoadedModel, Arc<ThreadPool>)>) -> io::Result<ParallelCpuExecutor> {
+    pub fn new(ranks: Vec<(CpuModel, Arc<ThreadPool>)>) -> io::Result<ParallelCpuExecutor> {
         let ends = ThreadCommunicator::group(ranks.len());
         let ends = ends.into_iter().map(|end| Box::new(end) as Box<Ranks>);
         ParallelCpuExecutor::connected(ranks, ends)
     }
 
     fn connected(
-        ranks: Vec<(LoadedModel, Arc<ThreadPool>)>,
+        ranks: Vec<(CpuModel, Arc<ThreadPool>)>,
         ends: impl Iterator<Item = Box<Ranks>>,
     ) -> io::Result<ParallelCpuExecutor> {
-        LoadedModel::check_ranks(ranks.iter().map(|(model, _)| model));
+        LoadedDecoder::check_ranks(ranks.iter().map(|(model, _)| model.decoder()));
         let ranks = ranks.into_iter().zip(ends).map(|((model, pool), end)| CpuRank {
             executor: CpuExecutor::new(model, pool),
             communicator: Some(end),
@@ -127,7 +129,8 @@ mod tests {
     use baton_kv_cache::BlockId;
 
     use super::*;
-    use crate::{BatchSequence, Communicator, CommunicatorError, LoadOptions, Rank, load_ranks};
+    use baton_checkpoint::LoadOptions;
+    use baton_model_spec::{BatchSequence, Communicator, CommunicatorError, Rank};
 
     /// An end of a rank that panics when it is to meet the others for the `fails_at`-th time.
     struct Fragile {
@@ -165,7 +168,7 @@ mod tests {
     fn executor(num_ranks: usize, fragile: usize, fails_at: usize) -> ParallelCpuExecutor {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/llama");
         let options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
-        let ranks = load_ranks(&dir, num_ranks, &options, &mut |_| {}).unwrap();
+        let ranks = crate::cpu::load_ranks(&dir, num_ranks, &options, &mut |_| {}).unwrap();
         let ranks = ranks.into_iter().map(|model| (model, Arc::new(ThreadPool::new(1).unwrap())));
         let ends = ThreadCommunicator::group(num_ranks).into_iter().map(|end| {
             let fails_at = if end.rank().idx == fragile { fails_at } else { usize::MAX };

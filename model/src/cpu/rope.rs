@@ -2,7 +2,7 @@
 
 use super::Aligned;
 use super::rows::rotate;
-use crate::RopeSpec;
+use baton_model_spec::RopeSpec;
 
 /// Computed once per batch and used by every layer.
 pub(super) struct RopeTables {

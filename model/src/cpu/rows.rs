@@ -164,7 +164,7 @@ fn erf(x: f32) -> f32 {
 mod tests {
     use super::*;
     use crate::cpu::simd::Isa;
-    use crate::cpu::testing::noise;
+    use baton_model_testing::noise;
 
     /// Calls a function with every instruction set that the processor has.
     macro_rules! everywhere {

@@ -9,7 +9,7 @@ mod x86;
 
 use baton_kv_cache::e4m3;
 
-use crate::FloatDtype;
+use baton_model_spec::FloatDtype;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::{Avx2, Avx512, E4M3_BITS, E4M3_SCALE};
 

@@ -369,6 +369,12 @@ impl Handoff {
                 metrics.handoff_ended(error.label());
                 tracing::info!(prefill = %peer, ?elapsed, %error, "handoff ended");
                 let failed = match &error {
+                    // The router avoids the worker that leaves, and not this one.
+                    HandoffError::Refused { by: Side::Prefill, failed }
+                        if failed.kind == FailureKind::Draining =>
+                    {
+                        Failed::new(FailureKind::PrefillDraining, failed.message.clone())
+                    }
                     HandoffError::Refused { failed, .. } => failed.clone(),
                     error => Failed::new(error.kind(), error.to_string()),
                 };

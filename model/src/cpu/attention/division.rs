@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use super::{AttentionShape, ITEMS_PER_THREAD, MIN_QUERIES, QUERIES, SPAN};
-use crate::BatchSequence;
+use baton_model_spec::BatchSequence;
 
 /// The division of one batch.
 #[derive(Clone, Copy)]

@@ -36,7 +36,7 @@ use super::kv::HeadKv;
 use super::products::bf16_bits;
 use super::simd::{Isa, LANES};
 use super::{Cpu, SharedMut};
-use crate::BatchSequence;
+use baton_model_spec::BatchSequence;
 use division::{Division, Item};
 use pass::{Memory, Queries, pass};
 use softmax::{State, finish, fold};

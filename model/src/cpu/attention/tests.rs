@@ -7,7 +7,7 @@ use crate::cpu::kv::store_rows;
 use crate::cpu::kv::testing::read_vector;
 use crate::cpu::products::has_pairs;
 use crate::cpu::simd::Isa;
-use crate::cpu::testing::noise;
+use baton_model_testing::noise;
 
 struct Case {
     shape: AttentionShape,

@@ -468,7 +468,7 @@ mod tests {
     use super::*;
     use crate::cpu::products::has_pairs;
     use crate::cpu::simd::Isa;
-    use crate::cpu::testing::noise;
+    use baton_model_testing::noise;
 
     pair_kernel! {
         /// `sums += dot(join(a[0], a[1]), join(b[0], b[1]))`, sixteen of each.

@@ -10,7 +10,7 @@
 
 use crate::cpu::simd::{Simd, kernel};
 use crate::cpu::{Cpu, SharedMut};
-use crate::integers::{IntegerFormat, MAX_GROUP};
+use baton_model_spec::{IntegerFormat, MAX_GROUP};
 
 /// What becomes of activations.
 #[derive(Clone, Copy, Debug)]

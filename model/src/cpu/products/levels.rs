@@ -14,7 +14,7 @@ use super::TileArgs;
 use super::panels::{GROUP_SCALE_BYTES, LINE_BYTES, PANEL, ROW_SCALE_BYTES};
 use crate::cpu::peaks::CHAINS;
 use crate::cpu::simd::{Isa, LANES, Portable, Simd};
-use crate::integers::{IntegerFormat, IntegerWidth};
+use baton_model_spec::{IntegerFormat, IntegerWidth};
 
 /// Bytes ahead of the kernel that are asked for.
 const PREFETCH: usize = 4096;

@@ -14,7 +14,7 @@
 use half::f16;
 
 use crate::cpu::simd::{Bf16, Dtype, F16, F32, LANES, Stored};
-use crate::integers::{IntegerFormat, IntegerRow, IntegerWidth};
+use baton_model_spec::{IntegerFormat, IntegerRow, IntegerWidth};
 
 /// Outputs of a panel.
 pub(crate) const PANEL: usize = 2 * LANES;

@@ -2,8 +2,9 @@ use half::bf16;
 
 use super::*;
 use crate::cpu::simd::Dtype;
-use crate::cpu::testing::{noise, store};
-use crate::integers::{IntegerFormat, IntegerRow, IntegerWidth};
+use crate::cpu::testing::store;
+use baton_model_spec::{IntegerFormat, IntegerRow, IntegerWidth};
+use baton_model_testing::noise;
 
 /// A product to check.
 struct Case {
