@@ -152,7 +152,7 @@ impl KvMapping {
         spans(tokens, self.source.layout.block_size).flat_map(move |tokens| mapping.runs_of_block(tokens))
     }
 
-    /// `tokens`, extended to the end of their last block where whole heads move faster than a part of them. The bytes
+    /// `tokens`, extended to the end of their last block where whole heads move faster than parts. The bytes
     /// after a prompt are moved in vain, and overwritten before they are read.
     pub fn fill_up(&self, tokens: Range<usize>) -> Range<usize> {
         let filled = tokens.end.checked_next_multiple_of(self.source.layout.block_size);

@@ -35,7 +35,7 @@ pub enum WireFormat {
 }
 
 impl WireFormat {
-    /// All of them.
+    /// All formats.
     pub const ALL: [WireFormat; 4] = [WireFormat::AsIs, WireFormat::Fp8, WireFormat::Int8, WireFormat::Int4];
 
     /// "as-is", "fp8", "int8" or "int4".
