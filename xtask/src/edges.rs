@@ -119,9 +119,30 @@ const ROOMS: &[Room] = &[
     // Loads a model onto what computes it: the one crate that knows both backends.
     Room {
         name: "baton-model",
-        uses: &["baton-checkpoint", "baton-model-spec", "baton-kv-cache", "baton-cuda"],
+        uses: &[
+            "baton-model-cpu",
+            "baton-cpu-kernels",
+            "baton-checkpoint",
+            "baton-model-spec",
+            "baton-kv-cache",
+            "baton-cuda",
+        ],
         tests_use: &["baton-gguf", "baton-model-testing"],
         never: &["baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
+    },
+    // The forward pass on processors, which never see a device.
+    Room {
+        name: "baton-model-cpu",
+        uses: &["baton-cpu-kernels", "baton-checkpoint", "baton-model-spec", "baton-kv-cache"],
+        tests_use: &[],
+        never: &["baton-cuda", "cudarc", "tokio"],
+    },
+    // Kernels and the threads that run them: no weight files, no order of operations.
+    Room {
+        name: "baton-cpu-kernels",
+        uses: &["baton-model-spec", "baton-kv-cache"],
+        tests_use: &["baton-model-testing"],
+        never: &["baton-checkpoint", "baton-cuda", "safetensors", "cudarc", "tokio"],
     },
     // Files to matrices. What a backend makes of them is its own business.
     Room {

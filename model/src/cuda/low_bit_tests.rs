@@ -16,8 +16,8 @@ use super::model_tests::{Pair, TOLERANCE, check_routed, fixtures, of_side, on_de
 use super::multiply::FEW_ROWS;
 use super::test_device::TestDevice;
 use super::weights::DeviceWeightBytes;
-use crate::cpu::{self, CpuModel};
 use baton_checkpoint::{DeviceModel, LoadOptions, load_for_device};
+use baton_model_cpu::CpuModel;
 use baton_model_spec::{Activations, Backend, Quantisation};
 use baton_model_spec::{IntegerFormat, IntegerRow, IntegerWidth};
 use baton_model_testing::noise;
@@ -44,7 +44,7 @@ fn loaded(model: &Path, quantise: Option<Quantisation>) -> DeviceModel {
 }
 
 fn loaded_on_cpu(model: &Path) -> CpuModel {
-    cpu::load(model, &options(Backend::Cpu), &mut |_| {}).unwrap()
+    baton_model_cpu::load(model, &options(Backend::Cpu), &mut |_| {}).unwrap()
 }
 
 fn pair(what: &str, cpu: &Path, device: &Path, quantise: Option<Quantisation>, fp8: Fp8Products) -> Pair {

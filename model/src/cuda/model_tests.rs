@@ -14,8 +14,8 @@ use super::start::StartError;
 use super::test_device::{self, TestDevice};
 use super::test_model;
 use super::testing;
-use crate::cpu::{self, CpuExecutor, CpuModel};
 use baton_checkpoint::{DeviceModel, LoadOptions, load_for_device};
+use baton_model_cpu::{CpuExecutor, CpuModel};
 use baton_model_spec::{Activations, Backend, Batch, BatchSequence, Executor};
 
 /// Of the largest logit. Activations of processors in bf16 are held to the same (tests/parity.rs): a rounding to eight bits
@@ -55,7 +55,7 @@ pub(super) fn loaded(name: &str, kv_dtype: KvDtype, block_size: usize) -> Device
 
 fn loaded_on_cpu(name: &str, kv_dtype: KvDtype, block_size: usize) -> CpuModel {
     let (dir, options) = options(name, kv_dtype, block_size, Backend::Cpu);
-    cpu::load(&dir, &options, &mut |_| {}).unwrap()
+    baton_model_cpu::load(&dir, &options, &mut |_| {}).unwrap()
 }
 
 /// For so many rows in a step, and multiplying E4M3 so.
