@@ -171,6 +171,8 @@ const ROOMS: &[Room] = &[
         uses: &[
             "baton-model-cuda",
             "baton-cuda-kernels",
+            "baton-model-cpu",
+            "baton-cpu-kernels",
             "baton-checkpoint",
             "baton-model-spec",
             "baton-kv-cache",
@@ -197,8 +199,8 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-model-cuda",
         uses: &["baton-cuda-kernels", "baton-checkpoint", "baton-model-spec", "baton-kv-cache", "baton-cuda"],
-        tests_use: &["baton-cuda-emulator", "baton-model", "baton-model-testing"],
-        never: &["baton-cuda-emulator", "baton-cpu-kernels", "baton-model-cpu", "tokio"],
+        tests_use: &["baton-cuda-emulator", "baton-model-cpu", "baton-model-testing"],
+        never: &["baton-cuda-emulator", "baton-cpu-kernels", "tokio"],
     },
     // Knows shapes and addresses, no models.
     Room {
@@ -206,6 +208,20 @@ const ROOMS: &[Room] = &[
         uses: &["baton-model-spec", "baton-kv-cache", "baton-cuda"],
         tests_use: &["baton-cuda-emulator", "baton-model-testing"],
         never: &["baton-cuda-emulator", "baton-checkpoint", "safetensors", "tokio"],
+    },
+    // The forward pass on processors, which never see a device.
+    Room {
+        name: "baton-model-cpu",
+        uses: &["baton-cpu-kernels", "baton-checkpoint", "baton-model-spec", "baton-kv-cache"],
+        tests_use: &[],
+        never: &["baton-cuda", "cudarc", "tokio"],
+    },
+    // Kernels and the threads that run them: no weight files, no order of operations.
+    Room {
+        name: "baton-cpu-kernels",
+        uses: &["baton-model-spec", "baton-kv-cache"],
+        tests_use: &["baton-model-testing"],
+        never: &["baton-checkpoint", "baton-cuda", "safetensors", "cudarc", "tokio"],
     },
     // Files to matrices. What a backend makes of them is its own business.
     Room {
