@@ -44,7 +44,11 @@ const ROOMS: &[Room] = &[
             "baton-decode-worker",
             "baton-worker",
             "baton-model",
-            "baton-kv-transfer",
+            "baton-transport-tcp",
+            "baton-transport-shm",
+            "baton-transport-rdma",
+            "baton-transport-nccl",
+            "baton-transfer",
             "baton-handoff",
             "baton-cluster",
             "baton-kv-cache",
@@ -74,7 +78,7 @@ const ROOMS: &[Room] = &[
             "baton-model",
             "baton-engine",
             "baton-handoff",
-            "baton-kv-transfer",
+            "baton-transfer",
             "baton-worker",
             "safetensors",
             "cudarc",
@@ -97,8 +101,12 @@ const ROOMS: &[Room] = &[
         uses: &[
             "baton-engine",
             "baton-model",
+            "baton-transport-tcp",
+            "baton-transport-shm",
+            "baton-transport-rdma",
+            "baton-transport-nccl",
+            "baton-transfer",
             "baton-handoff",
-            "baton-kv-transfer",
             "baton-kv-cache",
             "baton-cluster",
             "baton-telemetry",
@@ -116,7 +124,7 @@ const ROOMS: &[Room] = &[
         never: &[
             "baton-proto",
             "baton-handoff",
-            "baton-kv-transfer",
+            "baton-transfer",
             "baton-cluster",
             "tonic",
             "prost",
@@ -131,12 +139,44 @@ const ROOMS: &[Room] = &[
         tests_use: &[],
         never: &["baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
     },
-    // Moves blocks; whose they are is not its business.
+    // How KV travels. A transport knows no other one.
     Room {
-        name: "baton-kv-transfer",
-        uses: &["baton-handoff", "baton-kv-cache", "baton-cuda", "baton-tls"],
+        name: "baton-transport-tcp",
+        uses: &["baton-transfer", "baton-handoff", "baton-kv-cache", "baton-tls"],
+        tests_use: &["baton-transfer-conformance"],
+        never: NO_ENGINE,
+    },
+    Room {
+        name: "baton-transport-shm",
+        uses: &["baton-transfer", "baton-handoff", "baton-kv-cache"],
+        tests_use: &["baton-transfer-conformance"],
+        never: NO_ENGINE,
+    },
+    Room {
+        name: "baton-transport-rdma",
+        uses: &["baton-transfer", "baton-handoff", "baton-kv-cache"],
+        tests_use: &["baton-transfer-conformance"],
+        never: NO_ENGINE,
+    },
+    Room {
+        name: "baton-transport-nccl",
+        uses: &["baton-transfer", "baton-handoff", "baton-kv-cache", "baton-cuda"],
+        tests_use: &["baton-transfer-conformance"],
+        never: NO_ENGINE,
+    },
+    // What the tests of transports stand on. Nothing but tests uses it.
+    Room {
+        name: "baton-transfer-conformance",
+        uses: &["baton-transfer", "baton-handoff", "baton-kv-cache", "baton-tls"],
         tests_use: &[],
-        never: &["baton-engine", "baton-model", "baton-proto", "tonic", "prost", "hyper", "axum", "h2"],
+        never: NO_ENGINE,
+    },
+    // Moves blocks; whose they are, and how bytes travel, is not its business.
+    Room {
+        name: "baton-transfer",
+        uses: &["baton-handoff", "baton-kv-cache", "baton-cuda", "baton-tls"],
+        tests_use: &["baton-transfer-conformance", "baton-transport-shm", "baton-transport-tcp"],
+        never: NO_ENGINE,
     },
     // The protocol of a handoff: messages in, messages and actions out. It acts through nothing but its caller.
     Room {
@@ -146,7 +186,7 @@ const ROOMS: &[Room] = &[
         never: &[
             "baton-engine",
             "baton-model",
-            "baton-kv-transfer",
+            "baton-transfer",
             "baton-proto",
             "baton-tls",
             "baton-cuda",
@@ -161,7 +201,7 @@ const ROOMS: &[Room] = &[
         name: "baton-cluster",
         uses: &["baton-kv-cache", "baton-proto", "baton-tls"],
         tests_use: &[],
-        never: &["baton-engine", "baton-model", "baton-handoff", "baton-kv-transfer"],
+        never: &["baton-engine", "baton-model", "baton-handoff", "baton-transfer"],
     },
     Room { name: "baton-kv-cache", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
     Room {
@@ -181,12 +221,16 @@ const ROOMS: &[Room] = &[
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
 ];
 
+/// What moves KV knows neither who computes it nor how workers speak to each other.
+const NO_ENGINE: &[&str] =
+    &["baton-engine", "baton-model", "baton-proto", "tonic", "prost", "hyper", "axum", "h2"];
+
 /// Both roles are thin and alike.
 const ROLE: &[&str] = &[
     "baton-worker",
     "baton-engine",
     "baton-handoff",
-    "baton-kv-transfer",
+    "baton-transfer",
     "baton-cluster",
     "baton-kv-cache",
     "baton-telemetry",
@@ -200,7 +244,7 @@ const BEHIND: &[(&str, &[&str])] = &[
     ("tokenizers", &["baton-tokenizer"]),
     ("minijinja", &["baton-tokenizer"]),
     ("safetensors", &["baton-model"]),
-    ("cudarc", &["baton-cuda", "baton-model", "baton-kv-transfer"]),
+    ("cudarc", &["baton-cuda", "baton-model", "baton-transfer", "baton-transport-nccl"]),
     ("opentelemetry-otlp", &["baton-telemetry"]),
     ("rustls", &["baton-tls"]),
     ("tokio-rustls", &["baton-tls"]),

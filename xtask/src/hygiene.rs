@@ -17,12 +17,17 @@ const OWN_WORKSPACES: [&str; 1] = [fuzz::FOLDER];
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
 /// engine, which calls the model's executor under a contract that no type can state.
-const MAY_BE_UNSAFE: [&str; 8] = [
+const MAY_BE_UNSAFE: [&str; 13] = [
     "baton-cuda",
     "baton-model",
     "baton-gguf",
     "baton-kv-cache",
-    "baton-kv-transfer",
+    "baton-transfer",
+    "baton-transfer-conformance",
+    "baton-transport-nccl",
+    "baton-transport-rdma",
+    "baton-transport-shm",
+    "baton-transport-tcp",
     "baton-engine",
     "baton-worker",
     "baton-cli",
