@@ -9,7 +9,6 @@ use std::{fmt, path::PathBuf, time::Duration};
 use anyhow::{Context, bail};
 use baton_cluster::Dialer;
 use baton_command::{TlsArgs, print};
-use baton_kv_transfer::NcclFindings;
 use baton_proto::{
     v1::{LoadsRequest, inference_client::InferenceClient},
     worker::{
@@ -17,6 +16,7 @@ use baton_proto::{
         prefill_client::PrefillClient, worker_client::WorkerClient,
     },
 };
+use baton_transport_nccl::NcclFindings;
 use clap::Args;
 use serde::Serialize;
 use tonic::transport::Channel;

@@ -17,7 +17,7 @@ const OWN_WORKSPACES: [&str; 1] = [fuzz::FOLDER];
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
 /// engine, which calls the model's executor under a contract that no type can state.
-const MAY_BE_UNSAFE: [&str; 17] = [
+const MAY_BE_UNSAFE: [&str; 22] = [
     "baton-bench",
     "baton-cuda",
     "baton-cuda-kernels",
@@ -30,7 +30,12 @@ const MAY_BE_UNSAFE: [&str; 17] = [
     "baton-model-cpu",
     "baton-gguf",
     "baton-kv-cache",
-    "baton-kv-transfer",
+    "baton-transfer",
+    "baton-transfer-conformance",
+    "baton-transport-nccl",
+    "baton-transport-rdma",
+    "baton-transport-shm",
+    "baton-transport-tcp",
     "baton-engine",
     "baton-engine-testing",
     "baton-worker",

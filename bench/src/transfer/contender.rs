@@ -3,6 +3,7 @@
 use std::{
     io::{Read, Write},
     net::TcpStream,
+    path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -10,7 +11,11 @@ use std::{
 use anyhow::{Context, ensure};
 use baton_handoff::{PieceWrite, TransportKind, TransportOffer};
 use baton_kv_cache::BlockStorage;
-use baton_kv_transfer::{Sender, SenderConfig};
+use baton_transfer::{Sender, SenderConfig, SendingTransport};
+use baton_transport_nccl::NcclSending;
+use baton_transport_rdma::RdmaSending;
+use baton_transport_shm::ShmSending;
+use baton_transport_tcp::TcpSending;
 
 use super::{
     peer::{self, Handle},
@@ -139,11 +144,19 @@ impl Pushes {
         source: &Arc<BlockStorage>,
         offer: TransportOffer,
         config: SenderConfig,
+        tcp: TcpSending,
+        nixl: Option<&Path>,
         peer: Handle,
     ) -> anyhow::Result<Pushes> {
-        let is_secure = config.tls.is_some();
-        let config = SenderConfig { transports: vec![offer.kind()], ..config };
-        Ok(Pushes { sender: Sender::start(Arc::clone(source), config)?, is_secure, offer, peer })
+        let is_secure = tcp.tls.is_some();
+        let transport: Box<dyn SendingTransport> = match offer.kind() {
+            TransportKind::Shm => Box::new(ShmSending::default()),
+            TransportKind::Rdma => Box::new(RdmaSending::start(source, nixl)?),
+            TransportKind::Nccl => Box::new(NcclSending::start(source, None)?),
+            TransportKind::Tcp => Box::new(tcp),
+        };
+        let sender = Sender::start(Arc::clone(source), config, vec![transport])?;
+        Ok(Pushes { sender, is_secure, offer, peer })
     }
 }
 

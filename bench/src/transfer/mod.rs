@@ -16,7 +16,8 @@ use anyhow::ensure;
 use baton_command::{Size, TlsArgs, at_least_one, parse_size, print};
 use baton_handoff::TransportKind;
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_kv_transfer::SenderConfig;
+use baton_transfer::SenderConfig;
+use baton_transport_tcp::TcpSending;
 use clap::Args;
 
 use self::{
@@ -70,7 +71,7 @@ pub(crate) struct TransferArgs {
     #[arg(long, value_name = "PATH", env = "BATON_NIXL")]
     nixl: Option<PathBuf>,
     /// TCP connections, of the transport and of the plain stream.
-    #[arg(long, value_name = "N", default_value_t = SenderConfig::default().streams_per_peer, value_parser = at_least_one)]
+    #[arg(long, value_name = "N", default_value_t = TcpSending::default().streams_per_peer, value_parser = at_least_one)]
     streams: usize,
     /// KV bytes of one frame over TCP.
     #[arg(long, value_name = "SIZE", default_value_t = Size(SenderConfig::default().frame_bytes), value_parser = parse_size)]
@@ -194,13 +195,8 @@ impl Bench {
             rdma,
             tls: args.tls.files(),
         })?;
-        let config = SenderConfig {
-            streams_per_peer: args.streams,
-            frame_bytes: args.frame.0,
-            socket_buffer_bytes,
-            nixl: args.nixl.clone(),
-            ..SenderConfig::default()
-        };
+        let config = SenderConfig { frame_bytes: args.frame.0, ..SenderConfig::default() };
+        let tcp = TcpSending { streams_per_peer: args.streams, socket_buffer_bytes, tls: None };
         let mut contenders: Vec<Box<dyn Contender>> = vec![
             Box::new(Memcpy { target: storage(layout, num_blocks, 2)? }),
             Box::new(PlainStreams::connect(pool.plain_port, args.streams)?),
@@ -208,12 +204,20 @@ impl Bench {
         // Best first. Whatever else can move the blocks is one more of these.
         for offer in pool.offers {
             if args.transport.is_empty() || args.transport.contains(&offer.kind()) {
-                contenders.push(Box::new(Pushes::new(&source, offer, config.clone(), peer.handle())?));
+                let (nixl, tcp) = (args.nixl.as_deref(), tcp.clone());
+                contenders.push(Box::new(Pushes::new(
+                    &source,
+                    offer,
+                    config.clone(),
+                    tcp,
+                    nixl,
+                    peer.handle(),
+                )?));
             }
         }
         if let Some(offer) = pool.secure_offer {
-            let config = SenderConfig { tls: args.tls.load()?, ..config };
-            contenders.push(Box::new(Pushes::new(&source, offer, config, peer.handle())?));
+            let tcp = TcpSending { tls: args.tls.load()?, ..tcp };
+            contenders.push(Box::new(Pushes::new(&source, offer, config, tcp, None, peer.handle())?));
         }
         let mut bench = Bench { source, contenders, random: Random::new(1) };
         bench.touch()?;

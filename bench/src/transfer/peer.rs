@@ -12,8 +12,11 @@ use std::{
 use anyhow::{Context, bail, ensure};
 use baton_handoff::{AccessKey, Generation, Piece, Secret, TransportOffer};
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_kv_transfer::{Granted, Receiver, ReceiverConfig};
 use baton_tls::{Tls, TlsConfig};
+use baton_transfer::{Granted, Receiver, ReceiverConfig, ReceivingTransport};
+use baton_transport_rdma::RdmaReceiving;
+use baton_transport_shm::ShmReceiving;
+use baton_transport_tcp::TcpReceiving;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::round;
@@ -168,22 +171,24 @@ fn answer(side: &mut Option<Side>, ask: Ask) -> anyhow::Result<Answer> {
         drop(side.take());
         let storage = Arc::new(round::storage(round::layout(piece_bytes), num_blocks, 3)?);
         let dir = tempfile::Builder::new().prefix("baton-bench").tempdir()?;
-        let any_port = Some(([127, 0, 0, 1], 0).into());
-        let config =
-            ReceiverConfig { tcp_listen: any_port, socket_buffer_bytes, ..ReceiverConfig::default() };
+        let any_port = ([127, 0, 0, 1], 0).into();
+        let config = ReceiverConfig::default();
+        let tcp = TcpReceiving { socket_buffer_bytes, ..TcpReceiving::new(any_port) };
         let secure = match tls {
             Some([cert, key, ca]) => {
                 let tls = Some(Tls::load(TlsConfig { cert, key, ca, name: None })?);
-                Some(Receiver::start(Arc::clone(&storage), ReceiverConfig { tls, ..config.clone() })?)
+                let tcp = TcpReceiving { tls, ..tcp.clone() };
+                Some(Receiver::start(Arc::clone(&storage), &config, vec![Box::new(tcp)])?)
             }
             None => None,
         };
         let secure_offer = secure.as_ref().and_then(|receiver| receiver.offers().first().cloned());
-        let rdma_listen = any_port.filter(|_| rdma.is_some());
-        let nixl = rdma.flatten();
-        let shm_dir = Some(dir.path().join("shm"));
-        let receiver =
-            Receiver::start(Arc::clone(&storage), ReceiverConfig { shm_dir, rdma_listen, nixl, ..config })?;
+        let mut transports: Vec<Box<dyn ReceivingTransport>> =
+            vec![Box::new(ShmReceiving { dir: dir.path().join("shm") }), Box::new(tcp)];
+        if let Some(nixl) = rdma {
+            transports.push(Box::new(RdmaReceiving::start(&storage, nixl.as_deref(), any_port)?));
+        }
+        let receiver = Receiver::start(Arc::clone(&storage), &config, transports)?;
         let offers = receiver.offers().to_vec();
         *side = Some(Side { granted: None, receiver, secure, _dir: dir });
         return Ok(Answer::Pool { offers, secure_offer, plain_port: serve_plain(storage)? });

@@ -125,10 +125,6 @@ const SANITIZED: [&str; 11] = [
     "sample::the_end",
 ];
 
-/// Tests of transports that use a device where there is one.
-const TRANSFERS: [&str; 4] =
-    ["shm::devices::", "nccl::cuda_tests::", "cuda::", "rdma::devices::blocks_go_between_a_gpu"];
-
 impl Bench {
     /// What the device says that it is; `None` where there is none, which has been said.
     fn card(&self) -> Result<Option<String>> {
@@ -159,7 +155,13 @@ impl Bench {
         line("figures", &|| self.figures());
         line("handoff tokens", &|| handoff::tokens(self));
         line("handoff exposed", &|| handoff::exposed(self));
-        line("transfers", &|| self.tests("transfers", &self.programs.transfers, 40, &TRANSFERS, [].iter()));
+        // Tests of transports that use a device where there is one.
+        line("shm", &|| self.tests("shm", &self.programs.shm, 20, &["tests::devices::"], [].iter()));
+        line("rdma", &|| {
+            let filters = ["tests::devices::blocks_go_between_a_gpu"];
+            self.tests("rdma", &self.programs.rdma, 20, &filters, [].iter())
+        });
+        line("nccl", &|| self.tests("nccl", &self.programs.nccl, 40, &["cuda::"], [].iter()));
         line("memcheck", &|| self.sanitizer("memcheck", 100, &SANITIZED));
         line("racecheck", &|| self.sanitizer("racecheck", 60, &SANITIZED[..3]));
         lines
