@@ -1,6 +1,6 @@
 //! `cargo xtask gpu-check`: everything that needs a GPU, in one run and one table.
 //!
-//! What is run lies in programs that are built before: the tests of `model/src/cuda`, of the engine on a device and of
+//! The programs that it runs are built before: the tests of `model/src/cuda`, of the engine on a device and of
 //! transports, `model/examples/gpu_check.rs`, and `baton`. A machine with a GPU often has no Rust: `--pack` builds them elsewhere,
 //! `--packed` runs them there.
 
