@@ -15,8 +15,8 @@ const MAX_FILE_BYTES: u64 = 20 << 20;
 /// Packages that are workspaces of their own: whatever is fuzzed is built with other instrumentation.
 const OWN_WORKSPACES: [&str; 1] = [fuzz::FOLDER];
 
-/// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
-/// engine, which calls the model's executor under a contract that no type can state.
+/// Crates that may use `unsafe`: those that deal with devices, SIMD, shared memory or the operating system, and the
+/// engine, which calls the model's executor under a contract that no type can express.
 const MAY_BE_UNSAFE: [&str; 9] = [
     "baton-bench",
     "baton-cuda",
@@ -29,7 +29,7 @@ const MAY_BE_UNSAFE: [&str; 9] = [
     "baton-cli",
 ];
 
-/// What unfinished work leaves behind, split so that this file does not find itself.
+/// Markers of unfinished work, split so that this file does not match itself.
 const MARKERS: [&str; 7] = [
     concat!("TO", "DO"),
     concat!("FIX", "ME"),
