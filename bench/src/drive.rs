@@ -1,4 +1,4 @@
-//! Sends a plan to its targets and writes down when what came back.
+//! Sends the planned requests to their targets and records when the answers arrive.
 
 use std::{
     sync::{
@@ -18,32 +18,32 @@ use super::{
     workload::{Planned, Prompts},
 };
 
-/// A plan and all it takes to carry it out.
+/// The planned requests and everything that is needed to send them.
 #[derive(Debug)]
 pub(crate) struct Load {
     pub(crate) requests: Vec<Planned>,
     pub(crate) prompts: Prompts,
-    /// One, or two that take turns.
+    /// One target, or two that take turns.
     pub(crate) targets: Vec<Target>,
-    /// Requests in flight at once, when they have no times of their own.
+    /// Requests in flight at once, if they have no planned times.
     pub(crate) concurrency: usize,
     pub(crate) timeout: Duration,
     /// No request begins later than this.
     pub(crate) duration: Option<Duration>,
 }
 
-/// What became of one request.
+/// The outcome of one request.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) target_idx: usize,
-    /// From here its times count: when it should have been sent. A load generator that falls behind, or a
-    /// server that holds it up, makes its own numbers worse and not better (no coordinated omission).
+    /// When it should have been sent. Its times count from here, so that a late load generator or a slow server
+    /// makes the numbers worse, not better (no coordinated omission).
     pub(crate) due: Instant,
     pub(crate) sent: Instant,
     pub(crate) result: Result<Answer, RequestError>,
 }
 
-/// All that became of a load.
+/// The outcomes of all requests.
 #[derive(Debug)]
 pub(crate) struct Outcomes {
     pub(crate) requests: Vec<Outcome>,
@@ -63,8 +63,8 @@ impl Load {
         self.targets[target_idx].prepare(prompt, planned.output_tokens, planned.id)
     }
 
-    /// Runs to the end, or until `stop`: then nothing new begins, what runs is dropped, and what is done
-    /// is returned.
+    /// Runs to the end, or until `stop`: then no request is started, running requests are dropped, and the outcomes so
+    /// far are returned.
     pub(crate) async fn run(self, progress: Progress, stop: CancellationToken) -> anyhow::Result<Outcomes> {
         let start = Instant::now();
         let mut load = Running { load: Arc::new(self), progress, stop, start, tasks: JoinSet::new() };
@@ -113,8 +113,8 @@ impl Running {
         self.collect().await
     }
 
-    /// Two targets take turns, each with `concurrency` requests at a time and nothing beside it. Clients that
-    /// went on to whichever target comes next would pile up at the slower one and compare different batches.
+    /// Two targets take turns, each with `concurrency` requests while the other idles. Clients that moved on to the next
+    /// target one by one would pile up at the slower target, and the batches would differ.
     async fn waves(&mut self) -> anyhow::Result<Vec<Outcome>> {
         let num_requests = self.load.requests.len();
         let mut outcomes = Vec::with_capacity(num_requests);
@@ -138,7 +138,7 @@ impl Running {
         Ok(outcomes)
     }
 
-    /// Each request is sent at its time, whatever became of the others.
+    /// Each request is sent at its time, independent of the others.
     async fn open_loop(&mut self) -> anyhow::Result<Vec<Outcome>> {
         let start = self.start;
         for idx in 0..self.load.requests.len() {
@@ -206,8 +206,8 @@ impl Client {
     }
 }
 
-/// To a few microseconds. The runtime's timer is up to a millisecond late, which is as much as we want to
-/// measure: so it is asked for one less, and the rest is spent yielding.
+/// Sleeps with a precision of a few microseconds. The runtime's timer is up to a millisecond late: so it sleeps a
+/// millisecond less, and yields for the rest.
 async fn sleep_until(due: Instant) {
     if let Some(early) = due.checked_sub(Duration::from_millis(1))
         && early > Instant::now()

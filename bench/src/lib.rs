@@ -1,7 +1,7 @@
-//! `baton bench`: makes load, and measures what comes of it.
+//! `baton bench`: loads a server, and measures latency, throughput and goodput.
 //!
-//! Knows nothing of how the target works: an OpenAI endpoint, or the gRPC of one worker. [`transfer`] and
-//! [`overlap`] measure one part of the system by itself.
+//! It knows nothing of how the target works: an OpenAI endpoint, or the gRPC service of one worker. [`transfer`] and
+//! [`overlap`] measure one part of the system alone.
 
 mod drive;
 mod overlap;
@@ -46,14 +46,14 @@ const EXAMPLES: &str = "\
 Examples:
   8 clients and 100 requests, against `baton up`:
     baton bench
-  A rate that does not wait for answers, and how much of it is good enough:
+  A fixed rate, and goodput under limits of TTFT and TPOT:
     baton bench --rate 5 --duration 60 --slo-ttft 500 --slo-tpot 50
   A recorded day, ten times as fast:
     baton bench --trace azure.csv --time-scale 10 --max-input-tokens 1500
-  What a router adds to a worker's own time:
+  The overhead of the router over a single worker:
     baton bench --compare --concurrency 1 --prompt ids --extra-body '{\"prefill_mode\": \"local\"}' \\
       --url http://127.0.0.1:8080 --worker http://127.0.0.1:50051
-  What speculative decoding gains, on `baton up --speculate draft` (A / B of TPOT):
+  The gain of speculative decoding, on `baton up --speculate draft` (A / B of TPOT):
     baton bench --compare --concurrency 1 --body-b '{\"speculation_mode\": \"off\"}'
 
 What is measured:
@@ -63,59 +63,59 @@ What is measured:
   E2E   from when a request was due to its last token
 A request is due by the plan (--rate, --trace), or as soon as its client is free.";
 
-/// How load is made, and where it goes.
+/// The arguments of `baton bench`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
 pub struct BenchArgs {
     #[command(subcommand)]
     pub(crate) part: Option<Part>,
-    /// OpenAI endpoint to send to; https:// needs --tls-ca. [default: http://127.0.0.1:8080]
+    /// OpenAI endpoint to load; https:// needs --tls-ca. [default: http://127.0.0.1:8080]
     #[arg(long, value_name = "URL")]
     pub(crate) url: Vec<String>,
-    /// Decode worker to send to directly, over its gRPC; it prefills by itself. https:// needs all of --tls-cert,
-    /// --tls-key and --tls-ca.
+    /// Decode worker to load directly over gRPC; it prefills by itself. https:// needs --tls-cert, --tls-key
+    /// and --tls-ca.
     #[arg(long, value_name = "URL")]
     pub(crate) worker: Vec<String>,
-    /// Let two targets take turns, and print how they differ. A is the first --url. With --concurrency N
-    /// each turn is N requests at once to one target, while the other rests.
+    /// Compare two targets: they take turns, and the report shows their difference. A is the first --url.
+    /// With --concurrency N, each turn is N requests at once to one target while the other idles.
     #[arg(long)]
     pub(crate) compare: bool,
-    /// Compare the --url with itself: B is A with these fields in every request body, in place of those of
+    /// Compare the --url with itself: target B gets these fields in every request body, instead of those of
     /// --extra-body.
     #[arg(long, value_name = "JSON", value_parser = parse_object, requires = "compare", conflicts_with = "worker")]
     pub(crate) body_b: Option<Map<String, Value>>,
-    /// Which API of the endpoint.
+    /// API of the endpoint.
     #[arg(long, value_enum, default_value_t = Api::Completions)]
     pub(crate) api: Api,
-    /// Model to ask for. Default: the first that the endpoint serves.
+    /// Model to request. Default: the first that the endpoint lists.
     #[arg(long, value_name = "NAME")]
     pub(crate) model: Option<String>,
-    /// Sent as a bearer token.
+    /// API key, sent as a bearer token.
     #[arg(long, value_name = "KEY", env = "OPENAI_API_KEY", hide_env_values = true)]
     pub(crate) api_key: Option<String>,
 
-    /// Requests in flight: that many clients, each sending when its last request is answered.
+    /// Closed loop: this many clients, each sending its next request when the last one is answered.
     #[arg(long, value_name = "N", default_value_t = 8, conflicts_with_all = ["rate", "trace"], help_heading = "Load")]
     pub(crate) concurrency: usize,
-    /// Requests a second, at random (Poisson) times, whether or not earlier ones are answered.
+    /// Open loop: requests per second at random (Poisson) times, independent of the answers.
     #[arg(long, value_name = "R", conflicts_with = "trace", help_heading = "Load")]
     pub(crate) rate: Option<f64>,
     /// Replay the arrivals and lengths of a trace: Azure CSV or Mooncake jsonl.
     #[arg(long, value_name = "FILE", help_heading = "Load")]
     pub(crate) trace: Option<PathBuf>,
-    /// How many requests; with --compare, to each of the two. [default: 100, or the whole trace]
+    /// Number of requests; with --compare, to each target. [default: 100, or the whole trace]
     #[arg(long, value_name = "M", help_heading = "Load")]
     pub(crate) requests: Option<usize>,
-    /// Begin no request after this many seconds.
+    /// Start no request after this many seconds.
     #[arg(long, value_name = "SECONDS", help_heading = "Load")]
     pub(crate) duration: Option<f64>,
-    /// Requests before the measurement, to each target, that count for nothing.
+    /// Warm-up requests to each target before the measurement; they are not counted.
     #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Load")]
     pub(crate) warmup: usize,
-    /// Seconds after which a request has failed.
+    /// Seconds after which a request counts as failed.
     #[arg(long, value_name = "SECONDS", default_value_t = 600.0, help_heading = "Load")]
     pub(crate) timeout: f64,
-    /// Replay a trace this many times as fast.
+    /// Replay a trace this many times faster.
     #[arg(long, value_name = "X", default_value_t = 1.0, requires = "trace", help_heading = "Load")]
     pub(crate) time_scale: f64,
     /// Multiply the lengths of a trace.
@@ -125,47 +125,48 @@ pub struct BenchArgs {
     /// Prompt tokens: 128, 64..256, normal:MEAN,DEVIATION, lognormal:MEDIAN,SIGMA or exponential:MEAN.
     #[arg(long, value_name = "N", default_value_t = Lengths::Fixed(128), help_heading = "Requests")]
     input_tokens: Lengths,
-    /// Tokens to generate; same forms.
+    /// Tokens to generate, in the same forms.
     #[arg(long, value_name = "N", default_value_t = Lengths::Fixed(64), help_heading = "Requests")]
     output_tokens: Lengths,
-    /// Longest prompt.
+    /// Most tokens of a prompt.
     #[arg(long, value_name = "N", help_heading = "Requests")]
     pub(crate) max_input_tokens: Option<usize>,
-    /// Longest answer.
+    /// Most tokens of an answer.
     #[arg(long, value_name = "N", help_heading = "Requests")]
     pub(crate) max_output_tokens: Option<usize>,
-    /// Tokens at the front that all prompts have in common.
+    /// Tokens at the beginning that all prompts share.
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Requests")]
     pub(crate) shared_prefix: usize,
-    /// What prompts are made of. Default: words; token ids if --worker is given.
+    /// Kind of prompts. Default: text; ids if --worker is given.
     #[arg(long, value_enum, help_heading = "Requests")]
     pub(crate) prompt: Option<PromptKind>,
-    /// Token ids that prompts are drawn from, for --prompt ids: all ordinary tokens of the model.
+    /// Token ids that prompts are sampled from, for --prompt ids. All must be ordinary tokens of the model.
     #[arg(long, value_name = "LOW..HIGH", default_value = "300..1800", value_parser = parse_token_range, help_heading = "Requests")]
     pub(crate) token_range: (u32, u32),
-    /// 0 is greedy.
+    /// Sampling temperature; 0 is greedy.
     #[arg(long, value_name = "T", default_value_t = 0.0, help_heading = "Requests")]
     pub(crate) temperature: f64,
-    /// Let answers end where the model ends them, instead of asking for all tokens (ignore_eos).
+    /// Let the model end its answers, instead of generating all tokens (ignore_eos).
     #[arg(long, help_heading = "Requests")]
     pub(crate) stop_at_eos: bool,
-    /// JSON object whose fields go into every request body.
+    /// JSON object whose fields are added to every request body.
     #[arg(long, value_name = "JSON", value_parser = parse_object, help_heading = "Requests")]
     pub(crate) extra_body: Option<Map<String, Value>>,
-    /// The same seed makes the same load. A server that is still running may have its prompts cached.
+    /// Seed of the load: the same seed makes the same requests. A server that keeps running may have their
+    /// prompts cached.
     #[arg(long, default_value_t = 1, help_heading = "Requests")]
     pub(crate) seed: u64,
 
-    /// Longest useful TTFT in milliseconds: prints goodput.
+    /// Goodput limit for TTFT, in milliseconds.
     #[arg(long, value_name = "MS", help_heading = "Report")]
     pub(crate) slo_ttft: Option<f64>,
-    /// Longest useful TPOT in milliseconds: prints goodput.
+    /// Goodput limit for TPOT, in milliseconds.
     #[arg(long, value_name = "MS", help_heading = "Report")]
     pub(crate) slo_tpot: Option<f64>,
     /// Show no progress on standard error.
     #[arg(long, short, help_heading = "Report")]
     pub(crate) quiet: bool,
-    /// Write the report as JSON, to a file or, with -, to standard output instead of the table.
+    /// Write the report as JSON to a file, or with - to standard output instead of the table.
     #[arg(long, value_name = "FILE", help_heading = "Report")]
     pub(crate) json: Option<PathBuf>,
 
@@ -176,11 +177,11 @@ pub struct BenchArgs {
 /// One part of the system, by itself.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Part {
-    /// How fast KV blocks go from one process to another, by each transport.
+    /// Measure how fast KV blocks travel between two processes, by each transport.
     Transfer(Box<transfer::TransferArgs>),
-    /// How much of the KV's way is hidden behind prefill: what a prompt waits for because it is computed elsewhere.
+    /// Measure how much of the transfer of KV is hidden behind prefill.
     Overlap(Box<overlap::OverlapArgs>),
-    /// The other process of `transfer`.
+    /// The second process of `transfer`.
     #[command(hide = true)]
     TransferPeer,
 }
@@ -197,7 +198,7 @@ pub(crate) enum Api {
 /// What prompts are made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum PromptKind {
-    /// English words. A few requests at the start find out how many tokens they are.
+    /// English words. A few requests at the start measure how many tokens they are.
     Text,
     /// Token ids: lengths are exact.
     Ids,
@@ -229,7 +230,7 @@ fn block_on(future: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<
     tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(future)
 }
 
-/// Runs the load and prints the report. Ctrl-C ends it early; what is done is reported.
+/// Runs the load and prints the report. Ctrl-C ends it early and reports the requests so far.
 async fn load(args: BenchArgs) -> anyhow::Result<()> {
     let plan = args.plan()?;
     let targets = args.targets().await?;
@@ -267,7 +268,7 @@ async fn load(args: BenchArgs) -> anyhow::Result<()> {
     on_ctrl_c.abort();
     let outcomes = outcomes?;
     if stop.is_cancelled() {
-        eprintln!("interrupted; this is what was done until then");
+        eprintln!("interrupted; the report covers the requests so far");
     }
 
     let slo = args.slo()?;
@@ -424,7 +425,7 @@ async fn first_model(server: &OpenAi) -> anyhow::Result<String> {
     models.into_iter().next().with_context(|| format!("{} serves no model", server.base()))
 }
 
-/// How many tokens a word is, by what the server counts in two prompts of words.
+/// Measures the tokens per word: the server counts the tokens of two prompts.
 async fn calibrate(target: &OpenAiTarget) -> anyhow::Result<Material> {
     const NUM_WORDS: [usize; 2] = [16, 112];
     let mut counts = [0; 2];
@@ -443,7 +444,7 @@ async fn calibrate(target: &OpenAiTarget) -> anyhow::Result<Material> {
         };
         let counted = target.count_tokens(text).await.context("the first request failed")?;
         let Some(counted) = counted else {
-            eprintln!("the server does not count tokens; taking a word for 1.3");
+            eprintln!("the server does not count tokens; assuming 1.3 tokens per word");
             return Ok(Material::Words { tokens_per_word: 1.3, overhead: 0.0 });
         };
         *count = counted;
@@ -454,8 +455,7 @@ async fn calibrate(target: &OpenAiTarget) -> anyhow::Result<Material> {
     Ok(Material::Words { tokens_per_word, overhead })
 }
 
-/// Connections are open and code is in memory before the clock starts. A request that fails here would
-/// fail for everybody.
+/// Opens connections and loads code before the measurement. If a request fails here, all would fail.
 async fn warm_up(
     targets: &[Target],
     prompts: &Prompts,

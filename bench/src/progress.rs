@@ -1,4 +1,4 @@
-//! How far the load is, on standard error: a bar on a terminal, a line now and then elsewhere.
+//! The progress of the load on standard error: a bar on a terminal, else a line now and then.
 
 use std::{
     io::{self, IsTerminal},
@@ -38,7 +38,7 @@ enum Show {
 }
 
 impl Progress {
-    /// Of `total` `things`, such as requests.
+    /// Shows the progress of `total` `things`, such as requests.
     pub(crate) fn new(total: usize, things: &'static str) -> Self {
         if !io::stderr().is_terminal() {
             return Self::with(Show::Lines(things), total);
@@ -70,7 +70,7 @@ impl Progress {
         }
     }
 
-    /// One more is done.
+    /// Counts one more as done.
     pub(crate) fn done(&self, ok: bool) {
         let shared = &*self.shared;
         let counter = if ok { &shared.num_ok } else { &shared.num_failed };
@@ -88,7 +88,7 @@ impl Progress {
                 let now = shared.start.elapsed().as_millis() as u64;
                 let due = shared.next_line.load(Ordering::Relaxed);
                 let next = now + LINE_EVERY.as_millis() as u64;
-                // Whoever sets the next time writes the line.
+                // The thread that sets the next time writes the line.
                 if now >= due
                     && shared
                         .next_line
@@ -106,7 +106,7 @@ impl Progress {
         }
     }
 
-    /// The load is over.
+    /// Ends the display.
     pub(crate) fn finish(&self) {
         if let Show::Bar(bar) = &self.shared.show {
             bar.finish_and_clear();

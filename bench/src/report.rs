@@ -1,4 +1,4 @@
-//! What a load has shown: as numbers, as JSON, as a table.
+//! The results of a load as numbers, as JSON and as a table.
 //!
 //! | measure | of one request |
 //! |---|---|
@@ -35,7 +35,7 @@ pub(crate) struct Report {
     pub(crate) e2e_ms: Option<Summary>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) goodput: Option<Goodput>,
-    /// How much later than planned requests were sent: the load generator's own fault.
+    /// How late requests were sent: the delay of the load generator itself.
     pub(crate) send_lag_ms: Option<Summary>,
 }
 
@@ -61,7 +61,7 @@ pub(crate) struct Tokens {
     pub(crate) output: u64,
     /// Of the input, found in a prefix cache; `None` if the server does not say.
     pub(crate) cached: Option<u64>,
-    /// False: the server did not count, and pieces of text were taken for tokens.
+    /// False: the server does not count tokens, and pieces of text were counted instead.
     pub(crate) counted_by_server: bool,
     /// Drafted for the output and verified.
     pub(crate) drafted: u64,
@@ -76,7 +76,7 @@ pub(crate) struct Throughput {
     pub(crate) output_tokens_per_s: f64,
 }
 
-/// Limits that a request has to keep to be of use.
+/// The limits of goodput.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Slo {
     pub(crate) ttft: Option<Duration>,

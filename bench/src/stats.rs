@@ -1,4 +1,4 @@
-//! Numbers about numbers.
+//! Summaries of samples, and the difference of two.
 
 use serde::Serialize;
 
@@ -17,7 +17,7 @@ pub(crate) struct Summary {
 }
 
 impl Summary {
-    /// `None` of nothing.
+    /// `None` for an empty sample.
     pub(crate) fn of(mut sample: Vec<f64>) -> Option<Self> {
         sample.sort_by(f64::total_cmp);
         Some(Self {
@@ -32,7 +32,7 @@ impl Summary {
     }
 }
 
-/// Of a sample that is sorted and not empty.
+/// A percentile of a sorted sample that is not empty.
 fn percentile(sorted: &[f64], fraction: f64) -> f64 {
     let rank = fraction * (sorted.len() - 1) as f64;
     let (below, above) = (rank.floor() as usize, rank.ceil() as usize);
@@ -48,7 +48,7 @@ pub(crate) struct Difference {
     pub(crate) ratio: Option<f64>,
     /// `median_a - median_b`.
     pub(crate) difference: f64,
-    /// Where the difference lies with 95 % confidence, by bootstrap: both samples are drawn again with
+    /// The 95 % confidence interval of the difference, by bootstrap: both samples are resampled with
     /// replacement, and the middle 95 % of the differences of their medians are kept.
     pub(crate) low: f64,
     pub(crate) high: f64,

@@ -1,4 +1,4 @@
-//! What the load goes to, and when its answers came.
+//! The targets of the load, and the arrival times of their answers.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ pub(crate) enum Target {
     Worker(WorkerTarget),
 }
 
-/// An OpenAI endpoint and what every request to it says.
+/// An OpenAI endpoint, and the fields of every request to it.
 #[derive(Clone, Debug)]
 pub(crate) struct OpenAiTarget {
     pub(crate) server: OpenAi,
@@ -28,11 +28,11 @@ pub(crate) struct OpenAiTarget {
     pub(crate) model: String,
     pub(crate) temperature: f64,
     pub(crate) ignore_eos: bool,
-    /// Put into every body, over what stands there.
+    /// Added to every body; replaces existing fields.
     pub(crate) extra: Map<String, Value>,
 }
 
-/// A decode worker, asked without a router to do everything itself.
+/// A decode worker without a router. It prefills by itself.
 #[derive(Clone, Debug)]
 pub(crate) struct WorkerTarget {
     pub(crate) address: String,
@@ -42,7 +42,7 @@ pub(crate) struct WorkerTarget {
     pub(crate) run: u64,
 }
 
-/// When the parts of an answer came.
+/// The arrival times of an answer.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Answer {
     /// One per piece of text (OpenAI) or token (worker).
@@ -57,7 +57,7 @@ pub(crate) struct Answer {
     pub(crate) accepted_tokens: u64,
 }
 
-/// A request ready to be sent: no work is left for the moment when it counts.
+/// A request that is ready to be sent, so that no work delays it.
 #[derive(Clone, Debug)]
 pub(crate) enum Prepared {
     Http(Bytes),
@@ -162,7 +162,7 @@ impl Answer {
         self.drafted_tokens += accepted + count(&details["rejected_prediction_tokens"]).unwrap_or(0);
     }
 
-    /// An answer without any text still has its first moment: its end.
+    /// The first arrival of an answer without text is its end.
     fn finish(mut self) -> Result<Self, RequestError> {
         let Some(finished) = self.finished else {
             return Err(RequestError::Malformed("the stream held no choice".to_owned()));
@@ -252,7 +252,7 @@ impl WorkerTarget {
     }
 }
 
-/// Counted like their HTTP equals.
+/// Counted like the same errors over HTTP.
 fn of_status(status: Status) -> RequestError {
     let message = status.message().to_owned();
     match status.code() {

@@ -1,11 +1,11 @@
-//! Public workload traces: when requests came, how long they were, and what they shared.
+//! Public workload traces: arrival times, lengths and shared prefixes of requests.
 
 use std::{path::Path, time::Duration};
 
 use anyhow::{Context, bail, ensure};
 use serde::Deserialize;
 
-/// Tokens behind one hash of a Mooncake trace.
+/// Tokens that one hash of a Mooncake trace stands for.
 pub(crate) const MOONCAKE_BLOCK: usize = 512;
 
 /// One recorded request.
@@ -122,7 +122,7 @@ fn spread(requests: &mut [TraceRequest]) {
     }
 }
 
-/// Cuts a trace to what a model and a machine can do.
+/// Scales a trace to a model and a machine.
 #[derive(Clone, Debug)]
 pub(crate) struct Fit {
     /// 2 replays twice as fast.
@@ -151,7 +151,7 @@ impl Fit {
         request.output_tokens = scaled(request.output_tokens, self.max_output_tokens);
     }
 
-    /// Tokens behind one hash after scaling.
+    /// Tokens that one hash stands for after scaling.
     pub(crate) fn block_tokens(&self) -> usize {
         ((MOONCAKE_BLOCK as f64 * self.length_scale).round() as usize).max(1)
     }

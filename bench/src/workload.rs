@@ -1,4 +1,4 @@
-//! What is asked, and when: lengths, arrivals, and the prompts themselves. Decided by a seed alone.
+//! The requests of a load: lengths, arrival times and prompts, all from one seed.
 
 use std::{fmt, str::FromStr, time::Duration};
 
@@ -7,7 +7,7 @@ use super::{
     trace::{Fit, TraceRequest},
 };
 
-/// One request to be made.
+/// One planned request.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Planned {
     /// When, from the start of the load. `None`: as soon as the one before it is done.
@@ -16,11 +16,11 @@ pub(crate) struct Planned {
     pub(crate) output_tokens: usize,
     /// Equal ids are equal stretches of the prompt, [`Prompts::block_tokens`] long.
     pub(crate) blocks: Vec<u64>,
-    /// Tells the rest of the prompt from all others.
+    /// Makes the rest of the prompt unique.
     pub(crate) id: u64,
 }
 
-/// How long something is.
+/// A distribution of lengths.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Lengths {
     Fixed(usize),
@@ -36,7 +36,7 @@ pub(crate) enum Lengths {
 
 impl Lengths {
     /// At least 1.
-    pub(crate) fn draw(self, random: &mut Random) -> usize {
+    pub(crate) fn sample(self, random: &mut Random) -> usize {
         let length = match self {
             Self::Fixed(length) => return length.max(1),
             Self::Uniform(low, high) => return low + random.below((high - low + 1) as u64) as usize,
@@ -95,7 +95,7 @@ impl fmt::Display for Lengths {
     }
 }
 
-/// Requests of drawn lengths; with a rate (per second), at the times of a Poisson process.
+/// Requests of sampled lengths; with a rate (per second), at the times of a Poisson process.
 pub(crate) fn synthetic(
     num_requests: usize,
     rate: Option<f64>,
@@ -110,8 +110,8 @@ pub(crate) fn synthetic(
         .map(|idx| {
             let planned = Planned {
                 at: rate.map(|_| Duration::from_secs_f64(at)),
-                input_tokens: input.draw(&mut lengths),
-                output_tokens: output.draw(&mut lengths),
+                input_tokens: input.sample(&mut lengths),
+                output_tokens: output.sample(&mut lengths),
                 blocks: Vec::new(),
                 id: idx as u64,
             };
@@ -145,7 +145,7 @@ pub(crate) enum Prompt {
     Text(String),
 }
 
-/// What prompts are made of.
+/// The units of prompts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Material {
     /// Token ids from `low` to below `high`: lengths are exact.
@@ -159,13 +159,13 @@ pub(crate) enum Material {
 pub(crate) struct Prompts {
     pub(crate) material: Material,
     pub(crate) seed: u64,
-    /// Tokens behind one id of [`Planned::blocks`].
+    /// Tokens that one id of [`Planned::blocks`] stands for.
     pub(crate) block_tokens: usize,
     /// Tokens at the front that all requests have in common.
     pub(crate) shared_prefix: usize,
 }
 
-/// Which stream of random numbers a stretch of a prompt is drawn from.
+/// The stream of random numbers that a part of a prompt is sampled from.
 const BLOCKS: u64 = 1 << 62;
 const PREFIX: u64 = 2 << 62;
 const REST: u64 = 3 << 62;
@@ -194,7 +194,7 @@ impl Prompts {
         }
     }
 
-    /// Calls `push` for each of `len` units (tokens or words) with the numbers to draw it from.
+    /// Calls `push` for each of `len` units (tokens or words) with the random numbers to sample it from.
     fn fill(&self, planned: &Planned, len: usize, tokens_per_unit: f64, mut push: impl FnMut(&mut Random)) {
         let units = |tokens: usize| (tokens as f64 / tokens_per_unit).round() as usize;
         let mut left = len;
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_are_parsed_and_drawn() {
+    fn lengths_are_parsed_and_sampled() {
         let cases = [
             ("128", Lengths::Fixed(128)),
             ("64..256", Lengths::Uniform(64, 256)),
@@ -296,10 +296,10 @@ mod tests {
         for (text, expected) in cases {
             let lengths: Lengths = text.parse().unwrap();
             assert_eq!(lengths, expected, "{text}");
-            let draws: Vec<usize> = (0..2000).map(|_| lengths.draw(&mut random)).collect();
-            let mean = draws.iter().sum::<usize>() as f64 / draws.len() as f64;
+            let samples: Vec<usize> = (0..2000).map(|_| lengths.sample(&mut random)).collect();
+            let mean = samples.iter().sum::<usize>() as f64 / samples.len() as f64;
             assert!((95.0..170.0).contains(&mean), "{text}: {mean}");
-            assert!(draws.iter().all(|&n| n >= 1), "{text}");
+            assert!(samples.iter().all(|&n| n >= 1), "{text}");
         }
         for text in ["", "0", "5..3", "-1", "normal:1", "normal:x,1", "zipf:1", "1.5", "normal:nan,1"] {
             assert!(text.parse::<Lengths>().is_err(), "{text}");

@@ -24,19 +24,19 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Start a router, a prefill worker and a decode worker on this machine, and keep them running.
     Up(UpArgs),
-    /// Run a router: the HTTP and gRPC edge that plans where each request goes.
+    /// Run a router: serves the HTTP and gRPC API, and chooses the workers of each request.
     Router(RouterArgs),
-    /// Run a prefill worker: turns prompts into KV cache and their first token.
+    /// Run a prefill worker: computes the KV cache of prompts and their first token.
     PrefillWorker(WorkerArgs),
-    /// Run a decode worker: owns requests and makes the rest of their tokens.
+    /// Run a decode worker: generates all tokens after the first.
     DecodeWorker(WorkerArgs),
     /// Talk to a server in the terminal.
     Chat(ChatArgs),
-    /// Put load on a server and measure latency, throughput and goodput; or measure transfers of KV blocks.
+    /// Load a server and measure latency, throughput and goodput. Subcommands measure transfers of KV.
     Bench(BenchArgs),
-    /// Measure how KV travels between the workers of a cluster, and say what limits it.
+    /// Measure how fast KV travels between the workers of a cluster, and report what limits it.
     Doctor(DoctorArgs),
-    /// Print what a model costs: memory, arithmetic, and times on a device.
+    /// Print what a model costs: memory, arithmetic, and estimated times on a device.
     Inspect(InspectArgs),
     /// Print a completion script for a shell.
     Completions(CompletionsArgs),

@@ -1,7 +1,7 @@
 //! Flags > environment > config file > defaults, as one typed value.
 //!
-//! clap knows the first two and the defaults. A file slips in between: what it says becomes the
-//! default of the flag of that name, so a value from a file is parsed and checked just like a flag.
+//! clap handles flags, environment and defaults. A value from a file becomes the default of the flag of that name, so it
+//! is parsed and checked like the flag.
 
 use std::{ffi::OsString, fmt::Write, path::Path, path::PathBuf, process::ExitCode};
 
@@ -31,7 +31,7 @@ pub(crate) enum Parsed<C> {
 pub(crate) enum CallError {
     /// clap's message, or its help text.
     Call(clap::Error),
-    /// The file is unreadable or says something unknown.
+    /// The file is not readable, or holds an unknown setting.
     File(String),
 }
 
@@ -114,7 +114,7 @@ impl ConfigFile {
         Ok(ConfigFile { path: path.to_owned(), role: role.to_owned(), table })
     }
 
-    /// Makes what the file says the default of each flag.
+    /// Makes each value in the file the default of its flag.
     fn apply(&self, command: Command) -> Result<Command, CallError> {
         let role = command.find_subcommand(&self.role).expect("the role was parsed as a subcommand");
         let mut defaults = Vec::new();
@@ -139,7 +139,7 @@ impl ConfigFile {
     }
 }
 
-/// A TOML value as the words one would give on the command line.
+/// A TOML value as words of a command line.
 fn texts(value: &toml::Value) -> Vec<String> {
     match value {
         toml::Value::String(text) => vec![text.clone()],
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_printed_is_a_file_that_says_the_same() {
+    fn a_printed_configuration_is_a_file_with_the_same_values() {
         let first = printed("baton decode-worker --listen 127.0.0.1:7 --print-config");
         let file = file(&first);
         let second =

@@ -21,10 +21,10 @@ pub(crate) struct DiscoveryArgs {
         env = "BATON_ETCD_ENDPOINTS"
     )]
     pub etcd_endpoints: Vec<String>,
-    /// Prefix of every key in etcd: clusters with different prefixes do not see each other.
+    /// Prefix of every key in etcd. Clusters with different prefixes do not see each other.
     #[arg(long, value_name = "KEY", default_value = "/baton", env = "BATON_ETCD_PREFIX")]
     pub etcd_prefix: String,
-    /// Seconds after which etcd forgets a worker that fell silent.
+    /// Seconds without contact after which etcd removes a worker.
     #[arg(long, value_name = "SECONDS", default_value_t = 5, env = "BATON_ETCD_LEASE_TTL")]
     pub etcd_lease_ttl: u64,
     /// User name for etcd.
@@ -33,16 +33,16 @@ pub(crate) struct DiscoveryArgs {
     /// File that holds the password for etcd.
     #[arg(long, value_name = "FILE", env = "BATON_ETCD_PASSWORD_FILE")]
     pub etcd_password_file: Option<PathBuf>,
-    /// Certificate authority (PEM) that etcd's certificate must come from.
+    /// Certificate authority (PEM) that signed etcd's certificate.
     #[arg(long, value_name = "FILE", env = "BATON_ETCD_CA")]
     pub etcd_ca: Option<PathBuf>,
     /// Client certificate (PEM) for etcd.
     #[arg(long, value_name = "FILE", requires = "etcd_key", env = "BATON_ETCD_CERT")]
     pub etcd_cert: Option<PathBuf>,
-    /// Key (PEM) of the client certificate.
+    /// Private key of the client certificate (PEM).
     #[arg(long, value_name = "FILE", requires = "etcd_cert", env = "BATON_ETCD_KEY")]
     pub etcd_key: Option<PathBuf>,
-    /// Name in etcd's certificate, when it is not the host of the endpoint.
+    /// Name in etcd's certificate, if it is not the host of the endpoint.
     #[arg(long, value_name = "NAME", requires = "etcd_ca", env = "BATON_ETCD_TLS_NAME")]
     pub etcd_tls_name: Option<String>,
 }
@@ -67,9 +67,9 @@ impl DiscoveryArgs {
 /// How routers and workers find each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DiscoveryKind {
-    /// Workers register with the router; nothing else is needed.
+    /// Workers register with the router. Nothing else is needed.
     Embedded,
-    /// Through etcd; several routers may share the workers.
+    /// Workers register in etcd. Several routers may share them.
     Etcd,
     /// The router is given a list of workers.
     Static,

@@ -1,7 +1,6 @@
-//! Everything behind the `baton` command: one module per subcommand, and how flags, environment
-//! and file become one configuration.
+//! The `baton` command: one module per subcommand. Flags, environment and file become one configuration.
 //!
-//! A library, so that the whole-system tests can build the very same program.
+//! It is a library so that the whole-system tests can build the same program.
 
 mod args;
 mod chat;

@@ -9,13 +9,13 @@ pub(crate) struct LogArgs {
     /// What to log: error, warn, info, debug, trace, or rules such as info,baton_router=debug.
     #[arg(long, value_name = "FILTER", default_value = "info", env = "BATON_LOG")]
     pub log: String,
-    /// How log lines look.
+    /// Format of log lines.
     #[arg(long, value_enum, default_value_t = LogStyle::Pretty, env = "BATON_LOG_FORMAT")]
     pub log_format: LogStyle,
     /// Colours in log lines.
     #[arg(long, value_enum, default_value_t = LogColor::Auto, env = "BATON_LOG_COLOR")]
     pub log_color: LogColor,
-    /// Send traces to this OpenTelemetry collector (gRPC), such as http://127.0.0.1:4317.
+    /// OpenTelemetry collector (gRPC) that traces are sent to, such as http://127.0.0.1:4317.
     #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
     pub otlp_endpoint: Option<String>,
 }
@@ -65,9 +65,9 @@ impl LogArgs {
 pub(crate) enum LogStyle {
     /// For people: the time of day, the message, its fields.
     Pretty,
-    /// For people who grep: one line with the full time and the module.
+    /// For grep: one line with the full time and the module.
     Compact,
-    /// For machines: one JSON object a line.
+    /// For machines: one JSON object per line.
     Json,
 }
 

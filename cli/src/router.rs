@@ -17,21 +17,23 @@ pub(crate) struct RouterArgs {
     pub model: ModelArgs,
     #[command(flatten)]
     pub discovery: DiscoveryArgs,
-    /// Addresses of the workers, for `--discovery static`: http://host:port, separated by commas.
+    /// Addresses of the workers for --discovery static: http://host:port, separated by commas.
     #[arg(long, value_name = "URLS", value_delimiter = ',', env = "BATON_WORKERS")]
     pub workers: Vec<String>,
-    /// Prompts with fewer tokens than this to compute are prefilled by the decode worker itself.
+    /// Prompts with fewer uncached tokens than this are prefilled by the decode worker itself.
     #[arg(long, value_name = "TOKENS", default_value_t = 32, env = "BATON_LOCAL_PREFILL_BELOW")]
     pub local_prefill_below: usize,
-    /// Prefixes of which another worker has at least this many tokens more in its cache are fetched from there, where that
-    /// is quicker than computing them.
+    /// Fetch a cached prefix from another worker if that worker has at least this many tokens more of it, and
+    /// if fetching is faster than computing.
     #[arg(long, value_name = "TOKENS", default_value_t = 64, env = "BATON_FETCH_PREFIX_FROM")]
     pub fetch_prefix_from: usize,
-    /// Whether running requests move between decode workers: off; drain: from one that is told to leave, with their KV;
-    /// balance: also from a much fuller one to an emptier one.
+    /// When running requests migrate between decode workers: off, drain or balance.
+    ///
+    /// off: never. drain: from a worker that is shutting down, with their KV. balance: also from a much
+    /// fuller worker to an emptier one.
     #[arg(long, value_enum, default_value_t = MigrationChoice::Balance, env = "BATON_MIGRATION")]
     pub migration: MigrationChoice,
-    /// Requests in flight at once; more are answered with 429.
+    /// Requests in flight at the same time. Further requests are answered with 429.
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = at_least_one, env = "BATON_MAX_REQUESTS")]
     pub max_requests: usize,
     #[command(flatten)]
@@ -45,11 +47,11 @@ pub(crate) struct RouterArgs {
 /// Whether running requests move between decode workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum MigrationChoice {
-    /// They stay where they run.
+    /// Requests stay where they run.
     Off,
-    /// They leave a worker that is told to leave.
+    /// Requests leave a worker that is shutting down.
     Drain,
-    /// They also leave a worker that is much fuller than another one.
+    /// Requests also leave a worker that is much fuller than another one.
     Balance,
 }
 

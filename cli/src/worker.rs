@@ -19,13 +19,13 @@ use crate::{config::LayerArgs, discovery::DiscoveryArgs, log::LogArgs, model::Mo
 
 #[derive(Debug, Args)]
 pub(crate) struct WorkerArgs {
-    /// Name of this worker among all. Default: role, host name and process id.
+    /// Unique name of this worker. Default: role, host name and process id.
     #[arg(long, env = "BATON_ID")]
     pub id: Option<String>,
-    /// Address and port of its gRPC services, /metrics and probes. Port 0 takes a free one.
+    /// Address and port of gRPC, /metrics and the probes. Port 0 takes a free one.
     #[arg(long, default_value = "127.0.0.1:0", env = "BATON_LISTEN")]
     pub listen: SocketAddr,
-    /// URL at which others reach `listen`. Default: the address it is bound to.
+    /// URL at which routers and workers reach --listen. Default: the address that it is bound to.
     #[arg(long, value_name = "URL", env = "BATON_ADVERTISE")]
     pub advertise: Option<String>,
     #[command(flatten)]
@@ -37,47 +37,51 @@ pub(crate) struct WorkerArgs {
     pub router: String,
     #[command(flatten)]
     pub engine: EngineArgs,
-    /// Ways for KV blocks to travel, separated by commas; of those that both sides have, the best is taken.
-    /// Default: shm, tcp, and rdma where there are a device for it and NIXL.
+    /// Transports for KV blocks, separated by commas. Two workers use the best that both have. Default: shm,
+    /// tcp, and rdma where NIXL and a device for it are found.
     #[arg(long, value_enum, value_delimiter = ',', env = "BATON_TRANSPORTS")]
     pub transports: Vec<Transport>,
-    /// How KV travels over TCP: as-is, or rounded to fp8, int8 or int4, which is smaller. Default: as the other
-    /// worker wants. The decode worker's word counts; a prefill worker with as-is codes nothing. Over shared
-    /// memory, RDMA and NCCL it stays as it is.
+    /// Format of KV on its way over TCP: as-is, or quantised to int8 or int4, which takes fewer bytes.
+    ///
+    /// The decode worker's setting decides; a prefill worker that is set to as-is never quantises. Over
+    /// shared memory, RDMA and NCCL KV travels as it is. Default: as the other worker asks for.
     #[arg(long, value_name = "FORM", value_parser = parse_kv_wire, env = "BATON_KV_WIRE")]
     pub kv_wire: Option<WireFormat>,
-    /// Address and port at which KV is received over TCP. Port 0 takes a free one.
+    /// Address and port that receive KV over TCP. Port 0 takes a free one.
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_DATA_LISTEN")]
     pub data_listen: SocketAddr,
-    /// Address and port at which rdma is arranged with those who send. Port 0 takes a free one. Default: a free
-    /// port at the address of `data-listen`.
+    /// Address and port at which senders set up rdma. Port 0 takes a free one. Default: a free port at the
+    /// address of --data-listen.
     #[arg(long, value_name = "ADDR", env = "BATON_RDMA_LISTEN")]
     pub rdma_listen: Option<SocketAddr>,
-    /// NIXL's library for rdma, libnixl_capi.so or its folder. Default: where the system's loader finds it.
+    /// NIXL's library for rdma: libnixl_capi.so or its folder. Default: where the system's loader finds it.
     #[arg(long, value_name = "PATH", env = "BATON_NIXL")]
     pub nixl: Option<PathBuf>,
-    /// Address and port at which a decode worker arranges nccl with its peers. Port 0 takes a free one.
+    /// Address and port at which peers set up nccl with a decode worker. Port 0 takes a free one.
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_NCCL_LISTEN")]
     pub nccl_listen: SocketAddr,
-    /// NCCL's library for nccl, and for --tensor-parallel on GPUs: libnccl.so.2 or its folder. Default: where the system's
-    /// loader finds it.
+    /// NCCL's library, for the nccl transport and for --tensor-parallel on GPUs: libnccl.so.2 or its folder.
+    /// Default: where the system's loader finds it.
     #[arg(long, value_name = "PATH", env = "BATON_NCCL")]
     pub nccl: Option<PathBuf>,
-    /// Host name or address at which others reach `data-listen`, `rdma-listen` and `nccl-listen`. Default: that of `advertise`.
+    /// Host name or address at which other workers reach --data-listen, --rdma-listen and --nccl-listen.
+    /// Default: the host of --advertise.
     #[arg(long, value_name = "HOST", env = "BATON_DATA_HOST")]
     pub data_host: Option<String>,
-    /// Directory for the sockets of the shm transport. Default: a private one under the runtime directory.
+    /// Directory for the sockets of the shm transport. Default: a private one in the runtime directory.
     #[arg(long, value_name = "DIR", env = "BATON_SHM_DIR")]
     pub shm_dir: Option<PathBuf>,
-    /// Seconds that a handoff may stand still: while its prompt waits for a prefill worker or is computed, whatever that
-    /// worker computes counts as going on; from the first token on only the KV does.
+    /// Seconds that a handoff may make no progress before it fails.
+    ///
+    /// Until the first token, any computation of the prefill worker counts as progress. From then on only
+    /// arriving KV does.
     #[arg(long, value_name = "SECONDS", default_value_t = 60, env = "BATON_HANDOFF_DEADLINE")]
     pub handoff_deadline: u64,
-    /// Milliseconds within which a cached prefix must have come from another worker; what has not is computed. Default:
-    /// about what computing it would take.
+    /// Milliseconds to fetch a cached prefix from another worker. What has not arrived by then is computed.
+    /// Default: about the time that computing it takes.
     #[arg(long, value_name = "MS", value_parser = at_least_one, env = "BATON_FETCH_DEADLINE")]
     pub fetch_deadline: Option<usize>,
-    /// Seconds that running requests get to move or finish after SIGTERM.
+    /// Seconds after SIGTERM for running requests to finish or migrate.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "BATON_DRAIN_TIMEOUT")]
     pub drain_timeout: u64,
     #[command(flatten)]
@@ -161,7 +165,7 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     Ok((config, telemetry))
 }
 
-/// What this host can do without being told. Not nccl: blocks lie in host memory, where it is a detour.
+/// The default transports of this host. nccl is not among them: blocks are in host memory, where it is a detour.
 fn default_transports(nixl: Option<&Path>) -> Vec<TransportKind> {
     match baton_worker::finds_rdma(nixl) {
         Ok(()) => vec![TransportKind::Shm, TransportKind::Rdma, TransportKind::Tcp],

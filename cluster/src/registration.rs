@@ -1,4 +1,4 @@
-//! The worker's side: stay known.
+//! The worker's side: register, and stay registered.
 
 use tokio::{sync::watch, task::JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -16,18 +16,18 @@ pub struct Registration {
     withdraw: DropGuard,
 }
 
-/// Registers a worker, now and again whenever the discovery service has lost it.
+/// Registers a worker, and registers it again whenever the discovery service has lost it.
 ///
 /// # Errors
-/// When the configuration cannot work. An unreachable service is no error: it is tried for ever.
+/// When the configuration is not valid. An unreachable service is no error: it is tried until it answers.
 pub fn register(config: &DiscoveryConfig, record: WorkerRecord) -> Result<Registration, DiscoveryError> {
     register_over(config, record, &Dialer::default())
 }
 
-/// As [`register`], calling the router by this dialer.
+/// Like [`register`], with a dialer for calls to the router.
 ///
 /// # Errors
-/// As there.
+/// Those of [`register`].
 pub fn register_over(
     config: &DiscoveryConfig,
     record: WorkerRecord,
@@ -51,7 +51,7 @@ pub fn register_over(
             let registrar = etcd::Registrar::new(config, record, report)?;
             tokio::spawn(registrar.run(withdraw.clone()))
         }
-        // The router asks; there is nothing to do but to be there.
+        // The router calls its workers; a worker has nothing to do.
         DiscoveryConfig::Static { .. } => {
             let mut report = report;
             report.set(RegistrationState::Registered);
@@ -63,17 +63,17 @@ pub fn register_over(
 }
 
 impl Registration {
-    /// Follows how registration stands.
+    /// The state of the registration, and its changes.
     pub fn state(&self) -> watch::Receiver<RegistrationState> {
         self.state.clone()
     }
 
-    /// Leaves: no router is told of this worker any more. Returns when the discovery service knows, or
-    /// cannot be reached (then the lease ends it).
+    /// Ends the registration. Returns when the discovery service has removed the worker, or cannot be reached:
+    /// then the lease expires.
     pub async fn withdraw(self) {
         drop(self.withdraw);
         if let Err(error) = self.task.await {
-            tracing::error!(%error, "the registration task broke");
+            tracing::error!(%error, "registration task panicked; the worker is no longer registered");
         }
     }
 }

@@ -1,22 +1,22 @@
-//! How a worker's registration stands, and where a registrar reports it.
+//! The state of a worker's registration, and where a registrar reports it.
 
 use tokio::sync::watch;
 
-/// How registration stands.
+/// The state of a worker's registration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RegistrationState {
-    /// Not known to the discovery service, and why if that is known; being tried for ever.
+    /// Not registered. It is tried until it succeeds.
     Searching {
-        /// What went wrong last.
+        /// The last error, if there was one.
         problem: Option<String>,
     },
-    /// Known.
+    /// Registered.
     Registered,
-    /// The router does not want this worker, in its words. Tried again from time to time.
+    /// The router rejects this worker, for this reason. It is tried again from time to time.
     Refused(String),
 }
 
-/// Where a registrar says how it stands; changes go to the log once.
+/// Where a registrar reports the state. Each change is logged once.
 #[derive(Debug)]
 pub(crate) struct StateReport {
     sender: watch::Sender<RegistrationState>,
@@ -34,12 +34,17 @@ impl StateReport {
             }
             match (&*current, &state) {
                 (_, RegistrationState::Registered) => tracing::info!("registered"),
-                (_, RegistrationState::Refused(reason)) => tracing::error!("registration refused: {reason}"),
+                (_, RegistrationState::Refused(reason)) => {
+                    tracing::error!("registration rejected; it will be tried again: {reason}")
+                }
                 (RegistrationState::Registered, RegistrationState::Searching { problem }) => {
-                    tracing::warn!(problem, "discovery lost; registering again as soon as it returns");
+                    tracing::warn!(
+                        problem,
+                        "discovery lost; requests go on, and the worker registers again when it returns"
+                    );
                 }
                 (_, RegistrationState::Searching { problem }) => {
-                    tracing::info!(problem, "not registered yet; trying on");
+                    tracing::info!(problem, "not registered yet; trying again");
                 }
             }
             *current = state;

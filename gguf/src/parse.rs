@@ -1,4 +1,4 @@
-//! From bytes to what they say.
+//! Parses a GGUF file: header, metadata and the index of tensors.
 //!
 //! ```text
 //! "GGUF" version num_tensors num_values | key type value ... | name dimensions type offset ... | padding | data
@@ -15,7 +15,7 @@ const ALIGNMENT_KEY: &str = "general.alignment";
 const DEFAULT_ALIGNMENT: usize = 32;
 const MAX_DIMENSIONS: u32 = 4;
 
-/// What a file says. Borrows from its bytes.
+/// The metadata and tensors of a file. Borrows from its bytes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gguf<'a> {
     metadata: BTreeMap<&'a str, Value<'a>>,
@@ -41,7 +41,7 @@ impl<'a> Gguf<'a> {
         }
         let num_tensors = reader.u64("the header")?;
         let num_values = reader.u64("the header")?;
-        // Nothing is reserved by these counts: the file ends before a lie costs anything.
+        // No memory is reserved for these counts: a false count fails at the end of the file.
         let mut metadata = BTreeMap::new();
         for _ in 0..num_values {
             let key = reader.text("a metadata key")?;

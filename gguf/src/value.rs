@@ -1,4 +1,4 @@
-//! Metadata values. Texts and arrays stay where they are in the file.
+//! Metadata values. Texts and arrays borrow from the file.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use crate::{GgufError, reader::Reader};
 const TEXT: u32 = 8;
 const ARRAY: u32 = 9;
 
-/// A metadata value. Widths are forgotten: they say nothing that a reader needs.
+/// A metadata value. The widths of numbers are dropped: no reader needs them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Value<'a> {
     /// Any unsigned integer.
@@ -97,17 +97,17 @@ impl fmt::Display for Value<'_> {
     }
 }
 
-/// An array that was checked when the file was parsed, and is read when somebody looks.
+/// An array. It was checked when the file was parsed; its elements are read on demand.
 #[derive(Clone, Copy, PartialEq)]
 pub struct Array<'a> {
     pub(crate) element_type: u32,
     pub(crate) len: usize,
-    /// From the first element on.
+    /// The bytes of the elements.
     pub(crate) bytes: &'a [u8],
 }
 
 impl<'a> Array<'a> {
-    /// An array is passed over, not read: it may be large.
+    /// Checks an array without reading its elements: it may be large.
     fn pass_over(reader: &mut Reader<'a>, key: &str) -> Result<Array<'a>, GgufError> {
         let element_type = u32::from_le_bytes(reader.array(key)?);
         let len = reader.u64(key)?;

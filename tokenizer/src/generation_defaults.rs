@@ -1,6 +1,6 @@
 //! Which tokens end a text, and how a model's authors want it sampled.
 
-/// `generation_config.json`; where that is silent about token ids, `config.json`. Or what a GGUF file says.
+/// From `generation_config.json`, with token ids from `config.json` where it has none; or from a GGUF file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerationDefaults {
     /// Any of these ends a sequence. Empty when the model names none.

@@ -33,7 +33,7 @@ impl Tokenizer {
         special_tokens: Map<String, Value>,
         chat_template: Option<ChatTemplate>,
     ) -> Self {
-        // Some files were saved with the settings of a training run. Prompts are never cut or filled up.
+        // Some files were saved with the settings of a training run. Prompts are never truncated or padded.
         tokenizer.with_truncation(None).expect("no truncation suits every tokenizer");
         tokenizer.with_padding(None);
         let vocabulary = Vocabulary::new(&tokenizer);
@@ -42,7 +42,7 @@ impl Tokenizer {
 
     /// Token ids of `text`. With `add_special_tokens`, what the model expects around a bare text
     /// (usually a begin-of-sequence token): right for completions, wrong for the output of a chat
-    /// template, which has written them already. Special tokens spelled out in `text` are recognised.
+    /// template, which contains them already. Special tokens spelled out in `text` are recognised.
     ///
     /// Takes time about linear in the text; a text of megabytes does not belong on an async runtime.
     ///
@@ -66,7 +66,7 @@ impl Tokenizer {
     /// The text of `ids`, as Hugging Face's `decode` gives it. Bytes that form no character become
     /// U+FFFD, ids without a token nothing.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
-        // Some decoders index the last token without looking whether there is one.
+        // Some decoders index the last token without checking that there is one.
         if ids.iter().all(|&id| self.is_hidden(id, skip_special)) {
             return String::new();
         }
@@ -104,12 +104,12 @@ impl Tokenizer {
         self.token_id(self.inner.special_tokens.get(name)?.as_str()?)
     }
 
-    /// Whether the id is a special token: not a part of what is said.
+    /// Whether the id is a special token, which is not part of the text.
     pub fn is_special(&self, id: u32) -> bool {
         self.inner.vocabulary.flags(id).special
     }
 
-    /// Whether [`chat_prompt`](Self::chat_prompt) can work.
+    /// Whether the model has a chat template, which [`chat_prompt`](Self::chat_prompt) needs.
     pub fn has_chat_template(&self) -> bool {
         self.inner.chat_template.is_some()
     }

@@ -16,7 +16,7 @@ struct Room {
     uses: &'static [&'static str],
     /// Rooms that its tests may use besides.
     tests_use: &'static [&'static str],
-    /// Packages it must not reach, over however many steps: what makes the room what it is.
+    /// Packages that it must not reach, directly or indirectly.
     never: &'static [&'static str],
 }
 
@@ -60,7 +60,7 @@ const ROOMS: &[Room] = &[
         tests_use: &[],
         never: &[],
     },
-    // Also measures a worker without a router in between, and the parts of a transfer by themselves.
+    // Also measures a worker without a router, and transfers alone.
     Room {
         name: "baton-bench",
         uses: &[
@@ -79,14 +79,14 @@ const ROOMS: &[Room] = &[
         tests_use: &[],
         never: &["baton-router", "baton-tokenizer"],
     },
-    // What several commands have in common, and no command.
+    // Shared by several commands; it knows no command.
     Room {
         name: "baton-command",
         uses: &["baton-worker", "baton-model", "baton-kv-cache", "baton-tls"],
         tests_use: &[],
         never: &["baton-router"],
     },
-    // Tokenises and plans, and never sees a weight: it runs on machines without accelerators.
+    // Tokenises and plans. It loads no weights: it runs on machines without accelerators.
     Room {
         name: "baton-router",
         uses: &[
@@ -332,9 +332,9 @@ const ROOMS: &[Room] = &[
     },
     // Its own tests use its writer.
     Room { name: "baton-gguf", uses: &[], tests_use: &["baton-gguf"], never: &["tokio", "serde"] },
-    // Knows peers, not what they say.
+    // Knows identities of peers, not their messages.
     Room { name: "baton-tls", uses: &[], tests_use: &[], never: &["tonic", "prost", "hyper", "axum", "h2"] },
-    // Knows devices and memory, not what for.
+    // Knows devices and memory, not their use.
     Room { name: "baton-cuda", uses: &[], tests_use: &[], never: &["tokio"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
     // What every process agrees on about a request.
@@ -366,7 +366,7 @@ const PURE: &[&str] = &["tokio", "libc", "tonic", "prost", "hyper", "axum", "h2"
 /// What a room of pure decisions must not reach. The types of KV formats are in a crate that also maps memory (libc).
 const DECIDES: &[&str] = &["tokio", "tonic", "prost", "hyper", "axum", "h2", "baton-proto", "baton-tls"];
 
-/// Packages that one room hides from the others.
+/// Packages that only these rooms may use.
 const BEHIND: &[(&str, &[&str])] = &[
     ("etcd-client", &["baton-cluster"]),
     ("tokenizers", &["baton-tokenizer"]),

@@ -42,7 +42,7 @@ const MAY_BE_UNSAFE: [&str; 22] = [
     "baton-cli",
 ];
 
-/// What unfinished work leaves behind, split so that this file does not find itself.
+/// Markers of unfinished work, split so that this file does not match itself.
 const MARKERS: [&str; 7] = [
     concat!("TO", "DO"),
     concat!("FIX", "ME"),

@@ -1,5 +1,5 @@
-//! Whether deploy/ and helm/ speak of settings that the program has: a renamed flag would otherwise
-//! show up only in a user's cluster.
+//! Checks that the flags and variables in deploy/ and helm/ exist: a renamed flag would otherwise fail in a user's cluster
+//! only.
 
 use std::collections::BTreeSet;
 
@@ -26,7 +26,7 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
         let Ok(text) = std::fs::read_to_string(workspace.root.join(file)) else { continue };
         let role_flags = file.starts_with("helm/baton/templates/") && !file.ends_with("etcd.yaml");
         for line in text.lines() {
-            // What a comment says is for people.
+            // Comments are not checked.
             let line = line.split(" #").next().unwrap_or_default();
             let variables = words(line, "BATON_").filter(|name| line.contains(&format!("{name}:")));
             let flags = words(line, "--").filter(|_| role_flags && line.trim_start().starts_with("- --"));

@@ -2,6 +2,8 @@
 //!
 //! Looked for in comments, documents, strings and identifiers alike: `a_stranger_is_refused` and `StrangerError` count.
 
+use std::collections::BTreeMap;
+
 use anyhow::Result;
 
 use crate::{check::Outcome, workspace::Workspace};
@@ -43,28 +45,17 @@ const EXCEPT: [&str; 2] = ["xtask/src/words.rs", "CHANGELOG.md"];
 /// Beginnings of paths whose words are still to be changed. This list only shrinks; it ends empty.
 const NOT_YET_CHANGED: &[&str] = &[
     "ARCHITECTURE.md",
-    "CONTRIBUTING.md",
     "README.md",
-    "cli/",
-    "cluster/",
-    "cuda/",
     "decode-worker/",
-    "deploy/",
     "docs/",
     "engine/",
     "fuzz/",
-    "gguf/",
-    "helm/",
     "kv-cache/",
     "kv-transfer/",
     "model/",
     "proto/",
     "router/",
-    "telemetry/",
     "tests/",
-    "tls/",
-    "tokenizer/",
-    "tools/",
     "worker/",
 ];
 
@@ -72,13 +63,16 @@ const NOT_YET_CHANGED: &[&str] = &[
 const MAX_SHOWN: usize = 60;
 
 pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
-    let (mut findings, mut num_files, mut num_tolerated) = (Vec::new(), 0, 0);
+    let (mut findings, mut num_files) = (Vec::new(), 0);
+    let mut tolerated: BTreeMap<&str, usize> = BTreeMap::new();
     for file in workspace.files()?.iter().flatten().filter(|file| is_looked_at(file)) {
         let Ok(text) = std::fs::read_to_string(workspace.root.join(file)) else { continue };
         num_files += 1;
         let found = banned(&text);
-        if NOT_YET_CHANGED.iter().any(|start| file.starts_with(start)) {
-            num_tolerated += found.len();
+        if let Some(start) = NOT_YET_CHANGED.iter().find(|start| file.starts_with(**start)) {
+            if !found.is_empty() {
+                *tolerated.entry(*start).or_insert(0) += found.len();
+            }
         } else {
             findings.extend(found.into_iter().map(|(line, finding)| format!("{file}:{line} says {finding}")));
         }
@@ -88,11 +82,13 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
         findings.truncate(MAX_SHOWN);
         findings.push(format!("… and {num_more} more"));
     }
-    let not_yet = match num_tolerated {
-        0 => String::new(),
-        num => format!(", {num} not yet changed under {}", NOT_YET_CHANGED.join(", ")),
-    };
-    Ok(Outcome::of(findings, format!("{} words in {num_files} files{not_yet}", BANNED.len())))
+    for (start, num) in &tolerated {
+        println!("    words, not yet changed: {start} has {num}");
+    }
+    let stale = NOT_YET_CHANGED.iter().filter(|start| !tolerated.contains_key(**start));
+    findings
+        .extend(stale.map(|start| format!("{start} says none: take it off the list in xtask/src/words.rs")));
+    Ok(Outcome::of(findings, format!("{} words in {num_files} files", BANNED.len())))
 }
 
 fn is_looked_at(file: &str) -> bool {

@@ -1,8 +1,8 @@
-//! `baton bench overlap`: what a prompt's tokens wait for because it is computed elsewhere.
+//! `baton bench overlap`: how much a remote prefill delays the tokens of a request.
 //!
-//! A prefill and a decode worker of their own, and one request at a time, so that nothing waits for anything
-//! but the handoff. The decode worker keeps no prefix cache, the prefill worker does. Each round of a length
-//! sends a new prompt three times:
+//! It starts a prefill and a decode worker of its own and sends one request at a time, so that a request waits for
+//! nothing but the handoff. The decode worker keeps no prefix cache, the prefill worker does. Each round of a
+//! length sends a new prompt three times:
 //!
 //! ```text
 //! local    the decode worker computes it          TTFT without a handoff
@@ -51,30 +51,31 @@ What is measured, for one request at a time:
 Give each worker a processor of its own (--threads 1 on two cores): threads that
 share one hide nothing.";
 
-/// Which model, which prompts, and where the numbers go.
+/// The arguments of `baton bench overlap`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct OverlapArgs {
-    /// Directory of a Hugging Face model, or a .gguf file. Without it: a tiny model that is part of this program.
+    /// Directory of a Hugging Face model, or a .gguf file. Default: the tiny model that is embedded in this
+    /// program.
     pub(crate) model: Option<PathBuf>,
-    /// Prompt tokens, separated by commas.
+    /// Prompt lengths in tokens, separated by commas.
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "256,512,1024,2048,4096,8192,16384", value_parser = at_least_one)]
     lengths: Vec<usize>,
     /// Rounds of each length.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = at_least_one)]
     rounds: usize,
-    /// Ways for KV blocks to travel.
+    /// Transports for KV blocks.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "shm,tcp")]
     pub(crate) transports: Vec<Transport>,
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
-    /// Token ids that prompts are drawn from: below this.
+    /// Prompts are sampled from token ids below this.
     #[arg(long, value_name = "N", default_value_t = 1800)]
     vocabulary: u32,
     /// Show no progress on standard error.
     #[arg(long, short)]
     quiet: bool,
-    /// Write the report as JSON, to a file or, with -, to standard output instead of the table.
+    /// Write the report as JSON to a file, or with - to standard output instead of the table.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -95,7 +96,7 @@ pub(crate) async fn run(args: OverlapArgs) -> anyhow::Result<()> {
         random: Random::new(1),
         next_id: 0,
     };
-    // Connections are open, memory is touched and code is loaded before it counts.
+    // A warm-up: opens connections, touches memory and loads code before the measurement.
     bench.round(lengths.iter().copied().max().unwrap_or(256).min(2048), args.vocabulary).await?;
     let mut rows = Vec::new();
     for length in lengths {
@@ -110,7 +111,7 @@ pub(crate) async fn run(args: OverlapArgs) -> anyhow::Result<()> {
     print(&Report { threads: args.engine.threads, rows }, args.json.as_deref())
 }
 
-/// The first comes from the prefill worker, the second waits for the KV, the third for nothing.
+/// The first token comes from the prefill worker, the second waits for the KV, the third does not wait.
 const OUTPUT_TOKENS: usize = 3;
 
 struct Bench {

@@ -1,4 +1,4 @@
-//! What was measured: as numbers, as JSON, as a table.
+//! The measurements as numbers, as JSON and as a table.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::stats::Summary;
 
-/// What a remote prefill may expose besides one layer of a chunk.
+/// The time that a remote prefill may expose in addition to one layer of a chunk.
 const ALLOWANCE_SECONDS: f64 = 1e-3;
 
 /// Every length, in one run.

@@ -17,7 +17,7 @@ use tokio::{
     net::TcpStream,
 };
 
-/// For a worker to load its model and serve.
+/// How long a worker may take to load its model and serve.
 const START_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A prefill and a decode worker.
@@ -57,7 +57,7 @@ impl Workers {
             None => embedded_model::directory()?,
         };
         let mut flags = vec!["--discovery=static".to_owned(), format!("--model={}", model.display())];
-        // As long as it takes: no deadline is measured here.
+        // No deadline: it would distort the measurement.
         flags.push("--handoff-deadline=3600".to_owned());
         let names = transports.iter().filter_map(|transport| transport.to_possible_value());
         let names: Vec<_> = names.map(|name| name.get_name().to_owned()).collect();
@@ -77,7 +77,7 @@ impl Workers {
         &self.decode.record.address
     }
 
-    /// Who prefills, as a router would say it.
+    /// The prefill worker, as a router names it to the decode worker.
     pub(super) fn prefill_peer(&self) -> PrefillPeer {
         let WorkerRecord { id, incarnation, address, .. } = self.prefill.record.clone();
         PrefillPeer { worker_id: id, incarnation, address }
@@ -101,7 +101,7 @@ impl Workers {
 
 impl Process {
     fn spawn(role: &str, flags: &[String], dir: &tempfile::TempDir) -> anyhow::Result<Process> {
-        // Somebody else may take the port before the worker does; then the worker says so and ends.
+        // Another process may take the port first; then the worker reports that and ends.
         let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
         let log = File::create(dir.path().join(role))?;
         let child = Command::new(std::env::current_exe().context("this program's file")?)
@@ -145,7 +145,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It has nothing to drain: nobody waits for an answer any more.
+        // No request is left to drain.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

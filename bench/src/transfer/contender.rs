@@ -1,4 +1,4 @@
-//! Everything that can move the pieces of a round.
+//! The ways to move the pieces of a round: transports, plain copies and plain sockets.
 
 use std::{
     io::{Read, Write},
@@ -27,7 +27,7 @@ pub(super) trait Contender {
     /// As the table shows it.
     fn name(&self) -> &'static str;
 
-    /// Name of what it is compared with: the same work without a protocol. `None` for that itself.
+    /// Name of its baseline: the same work without a protocol. `None` for a baseline.
     fn base(&self) -> Option<&'static str>;
 
     /// Moves the pieces and says how long that took. `check`: also makes sure that they arrived.
@@ -54,7 +54,7 @@ impl Contender for Memcpy {
     fn transfer(&mut self, round: &Round, _check: bool) -> anyhow::Result<Duration> {
         let start = Instant::now();
         for one in &round.moves {
-            // SAFETY: nobody writes the source, and nobody else knows the target.
+            // SAFETY: no thread writes the source, and only this function knows the target.
             unsafe {
                 self.target.layer_mut(one.dst, 0).copy_from_slice(round.source.layer(one.src, 0));
             }
@@ -63,7 +63,7 @@ impl Contender for Memcpy {
     }
 }
 
-/// Sockets with nothing around them.
+/// Plain sockets.
 pub(super) struct PlainStreams(Vec<TcpStream>);
 
 /// Less than this goes over one stream: a thread costs more than another stream gains.
@@ -124,7 +124,7 @@ fn write_plain(
     header[8..].copy_from_slice(&((moves.len() * piece_bytes) as u64).to_le_bytes());
     stream.write_all(&header)?;
     for one in moves {
-        // SAFETY: nobody writes the source.
+        // SAFETY: no thread writes the source.
         stream.write_all(unsafe { source.layer(one.src, 0) })?;
     }
     stream.read_exact(&mut [0])?;
@@ -168,7 +168,7 @@ impl Contender for Pushes {
     fn base(&self) -> Option<&'static str> {
         Some(match self.offer.kind() {
             TransportKind::Shm => MEMCPY,
-            // What either costs, or gains.
+            // With the costs of both.
             TransportKind::Rdma => TransportKind::Tcp.name(),
             TransportKind::Tcp if self.is_secure => TransportKind::Tcp.name(),
             TransportKind::Tcp | TransportKind::Nccl => STREAM,

@@ -1,9 +1,9 @@
-//! `baton bench transfer`: how fast KV blocks go from one process to another, by each transport that both
-//! have, next to what this machine does without any protocol.
+//! `baton bench transfer`: how fast KV blocks travel between two processes, by each transport, beside plain copies and
+//! plain sockets on the same machine.
 //!
-//! The second process is this program again ([`peer`]); between them are the sender and the receiver that
-//! workers use. Everything that moves the same blocks takes turns within a round ([`contender`]), so that
-//! whatever else the machine does meets all of them alike.
+//! The second process is this program again ([`peer`]). The sender and the receiver are those of workers. All ways to
+//! move the same blocks take turns within a round ([`contender`]), so that other load on the machine affects all of
+//! them alike.
 
 mod contender;
 mod peer;
@@ -33,7 +33,7 @@ pub(crate) use peer::serve;
 const EXAMPLES: &str = "\
 What is measured:
   GB/s    bytes over the median time of a push, from the call until the
-          sender knows that the bytes lie in the receiver's blocks; checksums
+          sender knows that the bytes are in the receiver's blocks; checksums
           are part of it, the grant's way there is not
   memcpy  one thread copies the same pieces from and to memory that no cache
           holds
@@ -48,23 +48,23 @@ TLS 1.3.
 rdma is measured too where --transport or --nixl names it. Without a device for
 it, UCX takes sockets, which `UCX_TLS=tcp` makes sure of.";
 
-/// What moves, how often, and where the numbers go.
+/// The arguments of `baton bench transfer`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct TransferArgs {
     /// Smallest transfer.
     #[arg(long, value_name = "SIZE", default_value = "4K", value_parser = parse_size)]
     from: Size,
-    /// Largest transfer; each process then needs four times as much memory. 1G makes sense on a machine with room.
+    /// Largest transfer. Each process needs four times as much memory.
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_size)]
     to: Size,
-    /// How the pieces of a transfer lie in memory.
+    /// How the pieces of a transfer are placed in memory.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "contiguous,scattered")]
     shape: Vec<Shape>,
-    /// Pieces of a scattered transfer: a layer of a block.
+    /// Size of the pieces of a scattered transfer: one layer of a block.
     #[arg(long, value_name = "SIZE", default_value = "64K", value_parser = parse_size)]
     piece: Size,
-    /// Only these transports. Default: shm, tcp, and rdma where --nixl is given.
+    /// Transports to measure. Default: shm, tcp, and rdma if --nixl is given.
     #[arg(long, value_name = "NAMES", value_delimiter = ',', value_parser = parse_transport)]
     transport: Vec<TransportKind>,
     /// NIXL's library for rdma, libnixl_capi.so or its folder. Default: where the system's loader finds it.
@@ -76,19 +76,19 @@ pub(crate) struct TransferArgs {
     /// KV bytes of one frame over TCP.
     #[arg(long, value_name = "SIZE", default_value_t = Size(SenderConfig::default().frame_bytes), value_parser = parse_size)]
     frame: Size,
-    /// Buffer of each of the transport's sockets. Default: the kernel chooses.
+    /// Buffer size of each socket of the transport. Default: chosen by the kernel.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     socket_buffer: Option<Size>,
-    /// With certificates, tcp is also measured inside of TLS.
+    /// With certificates, tcp inside TLS is measured too.
     #[command(flatten)]
     tls: TlsArgs,
-    /// Seconds for each size and shape; a transfer that takes long is nevertheless made five times.
+    /// Seconds for each size and shape. Each transfer is made at least five times.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.8)]
     seconds: f64,
     /// Show no progress on standard error.
     #[arg(long, short)]
     quiet: bool,
-    /// Write the report as JSON, to a file or, with -, to standard output instead of the table.
+    /// Write the report as JSON to a file, or with - to standard output instead of the table.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -201,7 +201,7 @@ impl Bench {
             Box::new(Memcpy { target: storage(layout, num_blocks, 2)? }),
             Box::new(PlainStreams::connect(pool.plain_port, args.streams)?),
         ];
-        // Best first. Whatever else can move the blocks is one more of these.
+        // Best first.
         for offer in pool.offers {
             if args.transport.is_empty() || args.transport.contains(&offer.kind()) {
                 let (nixl, tcp) = (args.nixl.as_deref(), tcp.clone());
@@ -224,7 +224,7 @@ impl Bench {
         Ok(bench)
     }
 
-    /// Everything is moved once: pages are mapped on both sides, and connections open, before it counts.
+    /// A warm-up: moves everything once, which maps the pages of both sides and opens connections.
     fn touch(&mut self) -> anyhow::Result<()> {
         let num_blocks = self.source.num_blocks();
         let piece_bytes = self.source.layout().layer_bytes();
@@ -240,7 +240,7 @@ impl Bench {
         let num_contenders = self.contenders.len();
         while round_idx <= MIN_ROUNDS || (round_idx <= MAX_ROUNDS && total < time) {
             for (nth, times) in times.iter_mut().enumerate() {
-                // Not what the one before has just read into the caches.
+                // Another part of the pools: the previous contender has left its part in the caches.
                 let round = self.round(case, round_idx * num_contenders + nth);
                 let elapsed = self.contenders[nth].transfer(&round, round_idx == 0)?;
                 if round_idx > 0 {
@@ -272,7 +272,7 @@ impl Bench {
     }
 }
 
-/// What the kernel could give without swapping.
+/// Memory that is available without swapping.
 fn available_bytes() -> Option<usize> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;

@@ -1,4 +1,4 @@
-//! The other process: holds the memory that is written, and does what it is asked for, a line at a time.
+//! The second process: it holds the memory that is written, and executes one command per line.
 
 use std::{
     io::{self, BufRead, BufReader, Read, Write},
@@ -28,19 +28,19 @@ enum Ask {
     Pool(PoolConfig),
     /// The right to write into blocks.
     Grant { blocks: Vec<u32>, is_secure: bool },
-    /// Whether (position in the grant, checksum) is what lies in the blocks of the grant.
+    /// Whether the blocks of the grant hold pieces with these checksums: (position in the grant, checksum).
     Verify { pieces: Vec<(u32, u64)> },
     /// The grant is over.
     Release,
 }
 
-/// What memory there shall be, and how it can be reached.
+/// The memory to allocate, and the transports to it.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct PoolConfig {
     pub(super) piece_bytes: usize,
     pub(super) num_blocks: usize,
     pub(super) socket_buffer_bytes: Option<usize>,
-    /// Also over rdma, by the NIXL of this place or of the system's.
+    /// Also over rdma, with NIXL from this path or from the system.
     pub(super) rdma: Option<Option<PathBuf>>,
     /// Certificate, key, authority.
     pub(super) tls: Option<[PathBuf; 3]>,
@@ -61,7 +61,7 @@ pub(super) struct Pool {
     pub(super) offers: Vec<TransportOffer>,
     /// By tcp inside of TLS.
     pub(super) secure_offer: Option<TransportOffer>,
-    /// By whoever writes plain TCP, see [`read_plain`].
+    /// By plain TCP, see [`read_plain`].
     pub(super) plain_port: u16,
 }
 
@@ -162,7 +162,7 @@ struct Side {
     receiver: Receiver,
     /// Of the same memory, inside of TLS.
     secure: Option<Receiver>,
-    /// The socket of `shm` lies here.
+    /// Holds the socket of `shm`.
     _dir: tempfile::TempDir,
 }
 
@@ -225,7 +225,7 @@ pub(super) const PLAIN_HEADER_BYTES: usize = 16;
 fn serve_plain(storage: Arc<BlockStorage>) -> anyhow::Result<u16> {
     let listener = TcpListener::bind("127.0.0.1:0").context("a port for the plain stream")?;
     let port = listener.local_addr()?.port();
-    // Ends with the process: another pool has another listener, and nobody connects to this one any more.
+    // Ends with the process: another pool has another listener, and no client connects to this one any more.
     thread::spawn(move || {
         while let Ok((stream, _)) = listener.accept() {
             let storage = Arc::clone(&storage);
@@ -248,7 +248,7 @@ fn read_plain(mut stream: &TcpStream, storage: &BlockStorage) -> io::Result<()> 
         if offset.checked_add(len).is_none_or(|end| end > num_bytes) {
             return Err(io::ErrorKind::InvalidData.into());
         }
-        // SAFETY: inside of the memory, as was just checked; the first process lets nobody else write meanwhile.
+        // SAFETY: the range was just checked; the first process starts no other write meanwhile.
         stream.read_exact(unsafe { std::slice::from_raw_parts_mut(base.add(offset), len) })?;
         stream.write_all(&[1])?;
     }

@@ -1,4 +1,4 @@
-//! What was measured: as numbers, as JSON, as a table.
+//! The measurements as numbers, as JSON and as a table.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! What one round moves: pieces of blocks, and the memory that they are in.
+//! The pieces of blocks that one round moves, and their memory.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use clap::ValueEnum;
 use serde::Serialize;
 
-/// How the pieces of a transfer lie in memory.
+/// How the pieces of a transfer are placed in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Shape {
@@ -39,12 +39,12 @@ pub(super) fn layout(piece_bytes: usize) -> KvLayout {
     layout
 }
 
-/// Memory that is there: no page is missing when it is measured. `seed` decides what it holds.
+/// Memory with all pages mapped, so that no page fault is measured. `seed` decides its content.
 pub(super) fn storage(layout: KvLayout, num_blocks: usize, seed: u64) -> anyhow::Result<BlockStorage> {
     let storage = BlockStorage::new(layout, num_blocks).context("memory for the blocks")?;
     let mut word = seed;
     for block_idx in 0..num_blocks {
-        // SAFETY: nobody else knows this memory yet.
+        // SAFETY: only this function knows this memory yet.
         let bytes = unsafe { storage.layer_mut(BlockId(block_idx as u32), 0) };
         for bytes in bytes.as_chunks_mut::<8>().0 {
             word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);

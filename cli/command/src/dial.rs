@@ -1,4 +1,4 @@
-//! How the clients of this program reach an HTTP server: plainly, or inside of TLS.
+//! Connections to an HTTP server, with or without TLS.
 
 use std::{
     io,
@@ -21,13 +21,13 @@ use tower::Service;
 
 use crate::tls::TlsArgs;
 
-/// Whom to believe, for a server at an https:// URL.
+/// Certificates for a server at an https:// URL.
 #[derive(Clone, Debug, Default, Args)]
 pub struct ClientTlsArgs {
-    /// Certificate authority (PEM) that the certificate of an https:// server comes from.
+    /// Certificate authority (PEM) that signed the certificate of an https:// server.
     #[arg(long, value_name = "FILE", env = "BATON_TLS_CA", help_heading = "TLS")]
     pub tls_ca: Option<PathBuf>,
-    /// Certificate (PEM) to show to a server that asks for one.
+    /// Certificate (PEM) for a server that asks for one.
     #[arg(
         long,
         value_name = "FILE",
@@ -37,19 +37,19 @@ pub struct ClientTlsArgs {
         help_heading = "TLS"
     )]
     pub tls_cert: Option<PathBuf>,
-    /// Key (PEM) of the certificate.
+    /// Private key of the certificate (PEM).
     #[arg(long, value_name = "FILE", requires = "tls_cert", env = "BATON_TLS_KEY", help_heading = "TLS")]
     pub tls_key: Option<PathBuf>,
-    /// The name that the server's certificate must have. Default: the host name or address of the URL.
+    /// Name that the server's certificate must have. Default: the host name or address of the URL.
     #[arg(long, value_name = "NAME", requires = "tls_ca", env = "BATON_TLS_NAME", help_heading = "TLS")]
     pub tls_name: Option<String>,
 }
 
 impl ClientTlsArgs {
-    /// For servers at these URLs.
+    /// Loads TLS for servers at these URLs.
     ///
     /// # Errors
-    /// When the files are of no use, or none of the servers is at an https:// URL.
+    /// When the files cannot be used, or none of the servers is at an https:// URL.
     pub fn load(&self, urls: &[&str]) -> anyhow::Result<Option<TlsClient>> {
         let ClientTlsArgs { tls_ca: Some(ca), tls_cert, tls_key, tls_name } = self.clone() else {
             return Ok(None);
@@ -62,10 +62,10 @@ impl ClientTlsArgs {
         Ok(Some(TlsClient::load(TlsClientConfig { ca, own: tls_cert.zip(tls_key), name: tls_name })?))
     }
 
-    /// For workers, which speak with nobody who has no certificate; `None` without one.
+    /// Loads TLS for calls of workers, which require a certificate of every client; `None` without one.
     ///
     /// # Errors
-    /// When the files are of no use.
+    /// When the files cannot be used.
     pub fn of_workers(&self) -> anyhow::Result<Option<Tls>> {
         let ClientTlsArgs { tls_ca, tls_cert, tls_key, tls_name } = self.clone();
         TlsArgs { tls_cert, tls_key, tls_ca, tls_name }.load()
@@ -120,7 +120,7 @@ impl Service<Uri> for Connector {
     }
 }
 
-/// A connection, as hyper's client wants it.
+/// A connection for hyper's client.
 pub struct Wire(TokioIo<Stream>);
 
 impl Connection for Wire {

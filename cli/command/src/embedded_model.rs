@@ -1,4 +1,4 @@
-//! The tiny model inside the program, so that `baton up` works on a machine that has nothing else.
+//! The tiny model that is embedded in the program, so that `baton up` works without any other file.
 //!
 //! Models are loaded from directories. The embedded one is written out once, to a directory named
 //! by its content, and memory-mapped from there by every worker.
@@ -28,7 +28,7 @@ const FILES: &Files = model_files![
     "model.safetensors",
 ];
 
-/// It is never asked for text.
+/// The files of its draft model, which needs no tokenizer.
 const DRAFT_FILES: &Files = model_files!["draft/": "config.json", "model.safetensors"];
 
 /// The name under which it is served.
@@ -64,16 +64,16 @@ pub fn cache_dir() -> PathBuf {
     dir.unwrap_or_else(|| std::env::temp_dir().join("baton"))
 }
 
-/// The name of the directory vouches for the content; the sizes for a write that ended.
+/// The directory is named by its content; the sizes tell that it was written to the end.
 fn is_complete(dir: &Path, files: &Files) -> bool {
     files.iter().all(|(name, bytes)| {
         fs::metadata(dir.join(name)).is_ok_and(|metadata| metadata.len() == bytes.len() as u64)
     })
 }
 
-/// Writes beside the final place and moves: another process sees all of the model or nothing.
+/// Writes to a temporary directory and renames it: another process sees the whole model or none of it.
 fn write(dir: &Path, files: &Files) -> io::Result<()> {
-    let parent = dir.parent().expect("the directory lies in the cache directory");
+    let parent = dir.parent().expect("the directory is inside the cache directory");
     fs::create_dir_all(parent)?;
     let partial = tempfile::Builder::new().prefix(".partial-").tempdir_in(parent)?;
     for (name, bytes) in files {
@@ -82,7 +82,7 @@ fn write(dir: &Path, files: &Files) -> io::Result<()> {
     let partial = partial.keep();
     if let Err(error) = fs::rename(&partial, dir) {
         fs::remove_dir_all(&partial)?;
-        // Somebody else was faster.
+        // Another process may have written it first.
         if !is_complete(dir, files) {
             return Err(error);
         }

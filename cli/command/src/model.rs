@@ -1,4 +1,4 @@
-//! Where a model is: a path that the user gave, or the model inside this program.
+//! The path of a model: from the user, or of the model that is embedded in this program.
 
 use std::path::{Path, PathBuf};
 
@@ -9,8 +9,11 @@ use crate::{
     engine::{EngineArgs, Speculate},
 };
 
-/// The whole path of a model. A link to a file keeps its name: what it links to may have one that says nothing, such as
-/// the blobs of a download cache.
+/// The absolute path of a model. A link to a file is not followed: its target may have a meaningless name, as blobs of a
+/// download cache have.
+///
+/// # Errors
+/// When it does not exist.
 pub fn model_path(model: &Path) -> anyhow::Result<PathBuf> {
     let whole = match model.is_file() {
         true => std::path::absolute(model),
@@ -19,7 +22,10 @@ pub fn model_path(model: &Path) -> anyhow::Result<PathBuf> {
     whole.with_context(|| format!("model {}", model.display()))
 }
 
-/// Directory of the draft model if there is to be one: the given one, or that of the embedded model.
+/// Directory of the draft model, if the settings ask for one: the given directory, or that of the embedded model.
+///
+/// # Errors
+/// When the settings contradict each other, or the directory does not exist.
 pub fn draft_model(engine: &EngineArgs, is_embedded: bool) -> anyhow::Result<Option<PathBuf>> {
     match (engine.speculate, &engine.draft_model) {
         (Speculate::Draft, Some(draft)) => model_path(draft).map(Some),

@@ -1,4 +1,4 @@
-//! A client of OpenAI-style servers over HTTP/1.1, as small as a load generator wants it.
+//! A small client of OpenAI-style servers over HTTP/1.1.
 
 use anyhow::{Context, bail, ensure};
 use baton_tls::TlsClient;
@@ -27,10 +27,10 @@ pub struct OpenAi {
 /// Why a request got no whole answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
-    /// Nobody listens there, or the connection was refused or lost before an answer.
+    /// The connection was refused, or lost before an answer.
     #[error("cannot reach the server: {0}")]
     Connect(String),
-    /// One side speaks TLS and the other does not, or does not believe in the other's certificate.
+    /// Only one side uses TLS, or one side rejects the other's certificate.
     #[error("no TLS with the server: {0}")]
     Tls(String),
     /// An answer that is not a success.

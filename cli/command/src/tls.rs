@@ -8,17 +8,19 @@ use clap::Args;
 /// Certificates for what processes of Baton say to each other. All three, or none.
 #[derive(Clone, Debug, Default, Args)]
 pub struct TlsArgs {
-    /// This process's certificate (PEM), with those between it and the authority's. Workers and the router then speak TLS
-    /// with each other, both sides showing certificates; changed files are read by the next handshake.
+    /// Certificate of this process (PEM), with intermediate certificates.
+    ///
+    /// Workers and the router then use mutual TLS among each other. The three files belong together. A
+    /// changed file is read at the next handshake.
     #[arg(long, value_name = "FILE", requires = "tls_key", requires = "tls_ca", env = "BATON_TLS_CERT")]
     pub tls_cert: Option<PathBuf>,
-    /// Key (PEM) of the certificate.
+    /// Private key of the certificate (PEM).
     #[arg(long, value_name = "FILE", requires = "tls_cert", env = "BATON_TLS_KEY")]
     pub tls_key: Option<PathBuf>,
-    /// Certificate authority (PEM) that the certificates of all workers and routers come from.
+    /// Certificate authority (PEM) that signed the certificates of all workers and routers.
     #[arg(long, value_name = "FILE", requires = "tls_cert", env = "BATON_TLS_CA")]
     pub tls_ca: Option<PathBuf>,
-    /// The name that every certificate must have. Default: the host name or address that is called.
+    /// Name that every certificate must have. Default: the host name or address that is called.
     #[arg(long, value_name = "NAME", requires = "tls_cert", env = "BATON_TLS_NAME")]
     pub tls_name: Option<String>,
 }

@@ -1,4 +1,4 @@
-//! What is inspected, and the numbers that follow: the arguments, the device, the model's cost.
+//! The arguments of `baton inspect`, the device, and the numbers that follow from both.
 
 use std::path::PathBuf;
 
@@ -12,25 +12,26 @@ use baton_model::{
 use clap::{Args, ValueEnum};
 
 const NOTES: &str = "\
-The times are the least that the device's peak numbers allow (its roofline): no kernel reaches them, and
-no time is counted for the network, for queues or for sampling.";
+The times are lower bounds from the device's peak numbers (its roofline). No kernel reaches them, and they
+include no time for the network, for queues or for sampling.";
 
-/// Which model, which device, which request.
+/// The arguments of `baton inspect`.
 #[derive(Debug, Args)]
 #[command(after_help = NOTES)]
 pub(crate) struct InspectArgs {
-    /// Directory of a Hugging Face model, of which config.json is enough, or a .gguf file. Without it: the tiny
-    /// model of this program.
+    /// Directory of a Hugging Face model (config.json is enough), or a .gguf file. Default: the tiny model
+    /// that is embedded in this program.
     pub(crate) model: Option<PathBuf>,
-    /// Type of the weights: f32, f16, bf16, or int8 and int4 as for --quantize. Default: what the files hold, or as the
-    /// model says.
+    /// Type of the weights: f32, f16, bf16, or int8 or int4 as for --quantize. Default: the type in the
+    /// files, or in the model's configuration.
     #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
     pub(crate) dtype: Option<WeightSize>,
-    /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: that of --dtype, if it has one, or as the model says.
+    /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: the type of the weights, or of the model's
+    /// configuration.
     #[arg(long, value_name = "TYPE", value_parser = parse_kv_dtype)]
     pub(crate) kv_dtype: Option<KvDtype>,
 
-    /// Peak numbers of a device (dense bf16).
+    /// Device whose peak numbers (dense bf16) are used.
     #[arg(long, value_enum, default_value_t = Device::H100, help_heading = "Device")]
     pub(crate) device: Device,
     /// Peak TFLOP/s, instead of the device's.
@@ -46,16 +47,16 @@ pub(crate) struct InspectArgs {
     /// Tokens of the prompt. Default: 1024, or half of a smaller context.
     #[arg(long, value_name = "TOKENS", help_heading = "Request")]
     pub(crate) prompt: Option<usize>,
-    /// Tokens of the answer. Default: 256, or what is left of a smaller context.
+    /// Tokens of the answer. Default: 256, or the rest of a smaller context.
     #[arg(long, value_name = "TOKENS", help_heading = "Request")]
     pub(crate) output: Option<usize>,
-    /// Sequences that decode together.
+    /// Sequences that decode together in one step.
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Request")]
     pub(crate) batch: usize,
-    /// A measured time to the first token, in milliseconds, instead of the roofline's.
+    /// Measured time to first token in milliseconds, used instead of the roofline estimate.
     #[arg(long, value_name = "MS", help_heading = "Request")]
     pub(crate) ttft: Option<f64>,
-    /// A measured time per output token, in milliseconds, instead of the roofline's.
+    /// Measured time per output token in milliseconds, used instead of the roofline estimate.
     #[arg(long, value_name = "MS", help_heading = "Request")]
     pub(crate) tpot: Option<f64>,
 }
@@ -97,7 +98,7 @@ impl Device {
     }
 }
 
-/// How much a weight takes.
+/// The bytes of a weight.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct WeightSize {
     /// With its share of scales.

@@ -32,15 +32,16 @@ const ROUTER_DRAIN: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Args)]
 pub(crate) struct UpArgs {
-    /// Directory of a Hugging Face model, or a .gguf file. Without it: a tiny model that is part of this program.
+    /// Directory of a Hugging Face model, or a .gguf file. Default: the tiny model that is embedded in this
+    /// program.
     pub model: Option<PathBuf>,
     /// Port of the HTTP and gRPC API.
     #[arg(long, default_value_t = 8080, env = "BATON_PORT")]
     pub port: u16,
-    /// Address to listen on; 0.0.0.0 lets other machines in.
+    /// Address to listen on. 0.0.0.0 accepts connections from other machines.
     #[arg(long, default_value = "127.0.0.1", env = "BATON_HOST")]
     pub host: std::net::IpAddr,
-    /// Prefill workers to start. 0: decode workers prefill by themselves.
+    /// Prefill workers to start. With 0, decode workers compute prompts themselves.
     #[arg(long, value_name = "N", default_value_t = 1, env = "BATON_PREFILL")]
     pub prefill: usize,
     /// Decode workers to start.
@@ -64,7 +65,7 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     };
     args.engine.draft_model = draft_model(&args.engine, args.model.is_none())?;
     let address = SocketAddr::new(args.host, args.port);
-    // A clear message now, as below.
+    // Checked here for a clear message, as below.
     args.tls.load()?;
     check_port_is_free(address)?;
 
@@ -78,7 +79,7 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     let mut children = children.into_iter();
     let router = children.next().expect("the plan begins with the router");
     let mut router = tokio::spawn(child::supervise(router, logs, shutdown.clone()));
-    // Workers outlive the router's drain: their token is cancelled below, once it is gone.
+    // Workers outlive the router's drain: their token is cancelled below, after the router has ended.
     let stop_workers = CancellationToken::new();
     let mut workers = JoinSet::new();
     for child in children {
@@ -96,7 +97,7 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     shutdown.cancel();
     if !router.is_finished() {
         logs.note("stopping; press Ctrl-C again to stop at once");
-        // One that does not end in time is killed when its task is dropped, with the runtime.
+        // A router that does not end in time is killed when its task is dropped, with the runtime.
         let _ = tokio::time::timeout(ROUTER_DRAIN, &mut router).await;
     }
     stop_workers.cancel();
@@ -111,7 +112,7 @@ fn describe(ended: Supervised) -> anyhow::Result<()> {
     }
 }
 
-/// A clear message now beats a router that dies and is restarted for ever.
+/// Without this check, the router would fail and be restarted again and again.
 fn check_port_is_free(address: SocketAddr) -> anyhow::Result<()> {
     std::net::TcpListener::bind(address)
         .map(drop)
@@ -137,7 +138,7 @@ fn plan(
     let mut router = vec!["router".to_owned(), "--listen".to_owned(), address.to_string()];
     router.extend(common.clone());
 
-    // Workers reach the router on this machine whatever it listens on.
+    // Workers reach the router over loopback, for every address that it listens on.
     let scheme = if args.tls.tls_cert.is_some() { "https" } else { "http" };
     let local = match address {
         SocketAddr::V4(_) => format!("{scheme}://127.0.0.1:{}", address.port()),

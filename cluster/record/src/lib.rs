@@ -43,7 +43,7 @@ impl fmt::Display for WorkerId {
 pub enum Role {
     /// Computes prompts and hands their KV over.
     Prefill,
-    /// Owns requests from plan to last token.
+    /// Owns requests, and generates all tokens after the first.
     Decode,
 }
 
@@ -81,7 +81,7 @@ pub struct Capacity {
 pub struct WorkerRecord {
     /// Its name.
     pub id: WorkerId,
-    /// New at every start of the process: an id that comes back with another incarnation remembers nothing.
+    /// New at every start of the process: a worker with the same id and another incarnation has lost its state.
     pub incarnation: u64,
     /// What it serves.
     pub role: Role,
@@ -89,22 +89,22 @@ pub struct WorkerRecord {
     pub address: String,
     /// Name of the model.
     pub model: String,
-    /// What its blocks mean.
+    /// The format of its KV blocks.
     pub kv_format: KvFormat,
     /// How much it can hold.
     pub capacity: Capacity,
 }
 
-/// A record that cannot be true.
+/// Why a record is not valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RecordError {
     /// A field is absent or empty.
     #[error("worker record without {0}")]
     Missing(&'static str),
-    /// A field has a value that no worker has.
+    /// A field has a value that no worker can have.
     #[error("worker record of {id}: {field} is {value}")]
     Invalid {
-        /// Whose.
+        /// The worker.
         id: String,
         /// Which field.
         field: &'static str,
@@ -117,10 +117,10 @@ pub enum RecordError {
 }
 
 impl WorkerRecord {
-    /// Checks what the types do not say.
+    /// Checks what the types cannot express.
     ///
     /// # Errors
-    /// Names the first field that cannot be true.
+    /// Names the first field that is not valid.
     pub fn validate(&self) -> Result<(), RecordError> {
         let invalid = |field, value: &dyn fmt::Display| {
             Err(RecordError::Invalid { id: self.id.0.clone(), field, value: value.to_string() })
@@ -151,7 +151,7 @@ impl WorkerRecord {
     /// The inverse of [`to_json`](Self::to_json), checked.
     ///
     /// # Errors
-    /// When it is not a record, or not one that can be true.
+    /// When it is no record, or not a valid one.
     pub fn from_json(json: &[u8]) -> Result<WorkerRecord, RecordError> {
         let record: WorkerRecord =
             serde_json::from_slice(json).map_err(|error| RecordError::Json(error.to_string()))?;

@@ -1,4 +1,4 @@
-//! Where the programs of a GPU check are run, with which device, and until when.
+//! The environment of a GPU check: folder, programs, device and time limit.
 
 use std::{
     path::{Path, PathBuf},
@@ -14,7 +14,7 @@ use super::{
     steps::{self, Ended},
 };
 
-/// Where and with what everything is run.
+/// What every step of the check needs.
 pub(super) struct Bench {
     pub(super) root: PathBuf,
     pub(super) programs: Programs,
@@ -22,7 +22,7 @@ pub(super) struct Bench {
     pub(super) device: String,
     pub(super) logs: PathBuf,
     pub(super) library_path: std::ffi::OsString,
-    /// Until then.
+    /// The end of the time limit.
     pub(super) end: Instant,
 }
 
@@ -35,7 +35,7 @@ impl Bench {
         Ok(Bench { root, programs, device, logs, library_path, end })
     }
 
-    /// A program with what it needs to find libraries, the device, and the tests' files.
+    /// A command with the environment for libraries, the device and the tests' files.
     pub(super) fn command(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
         command
@@ -46,7 +46,7 @@ impl Bench {
         command
     }
 
-    /// Runs it to its end, or to this many seconds, or to the end of all.
+    /// Runs a command to its end, at most this many seconds, and at most to the time limit.
     pub(super) fn finish(&self, name: &str, seconds: u64, command: &mut Command) -> Result<Ended> {
         let left = self.end.saturating_duration_since(Instant::now());
         let limit = left.min(Duration::from_secs(seconds));

@@ -39,13 +39,13 @@ pub(crate) struct Options {
     packed: Option<PathBuf>,
 }
 
-/// For everything after the build.
+/// Time limit of everything after the build.
 const LIMIT: Duration = Duration::from_secs(8 * 60);
 
 /// What a driver of NVIDIA's, or of Windows under WSL, makes when it is there.
 const DRIVER_FILES: [&str; 3] = ["/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version"];
 
-/// Whether everything was run, holds, and is fast enough.
+/// Runs the check. Returns whether everything ran, passed and was fast enough.
 pub(crate) fn run(options: &Options) -> Result<bool> {
     if let Some(dir) = &options.pack {
         let workspace = Workspace::load()?;
@@ -126,7 +126,7 @@ const SANITIZED: [&str; 11] = [
 ];
 
 impl Bench {
-    /// What the device says that it is; `None` where there is none, which has been said.
+    /// The name of the device; `None` if there is none, which has been printed.
     fn card(&self) -> Result<Option<String>> {
         let mut command = self.command(&self.programs.figures);
         let ended = self.finish("card", 60, command.arg("--card"))?;
@@ -140,7 +140,7 @@ impl Bench {
         }
     }
 
-    /// One thing after the other: each has the device to itself.
+    /// Runs one step after the other: each has the device for itself.
     fn check(&self) -> Vec<Line> {
         let mut lines = Vec::new();
         let mut line = |name: &'static str, run: &dyn Fn() -> Result<Outcome>| {
@@ -228,7 +228,7 @@ impl Bench {
     }
 }
 
-/// The driver's own version: CUDA tells only what it is good for.
+/// The version of the driver. CUDA reports only the newest CUDA version that the driver runs.
 fn driver_version() -> String {
     let asked =
         said(Command::new("nvidia-smi").args(["--query-gpu=driver_version", "--format=csv,noheader"]));
