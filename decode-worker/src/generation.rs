@@ -7,8 +7,8 @@ use std::sync::{
 };
 
 use baton_engine::{DraftCounts, Request, SampledToken, TokenEvent, TokenStream};
-use baton_handoff::{Failed, FailureKind};
 use baton_proto::worker::GenerateEvent;
+use baton_request::{Failure, FailureKind};
 use baton_worker::{
     Worker,
     convert::{engine_failure, failed_event, finished_event, leaving_event, submit_failure, token_event},
@@ -123,7 +123,7 @@ impl Generation {
                         Some(HandoffEvent::Decoding(tokens)) => self.source = Source::Engine(tokens),
                         Some(HandoffEvent::Failed(failed)) => return Some(self.fail(failed)),
                         Some(HandoffEvent::Prefix(_)) | None => {
-                            let failed = Failed::new(FailureKind::Internal, "the handoff broke off");
+                            let failed = Failure::new(FailureKind::Internal, "the handoff broke off");
                             return Some(self.fail(failed));
                         }
                     }
@@ -150,7 +150,7 @@ impl Generation {
                         }
                         Some(TokenEvent::Failed(error)) => return Some(self.fail(engine_failure(&error))),
                         None => {
-                            let failed = Failed::new(FailureKind::Internal, "the engine broke off");
+                            let failed = Failure::new(FailureKind::Internal, "the engine broke off");
                             return Some(self.fail(failed));
                         }
                     }
@@ -171,10 +171,10 @@ impl Generation {
         token_event(token, self.cached_tokens.take(), std::mem::take(&mut self.drafts))
     }
 
-    fn fail(&mut self, failed: Failed) -> GenerateEvent {
+    fn fail(&mut self, failure: Failure) -> GenerateEvent {
         self.source = Source::Over;
-        tracing::debug!(kind = ?failed.kind, "generation failed: {}", failed.message);
-        failed_event(&failed)
+        tracing::debug!(kind = failure.kind.name(), "generation failed: {}", failure.message);
+        failed_event(failure)
     }
 }
 
@@ -185,6 +185,6 @@ async fn cancelled(token: &Option<CancellationToken>) {
     }
 }
 
-fn leaving() -> Failed {
-    Failed::new(FailureKind::Draining, "the decode worker is leaving")
+fn leaving() -> Failure {
+    Failure::new(FailureKind::Draining, "the decode worker is leaving")
 }

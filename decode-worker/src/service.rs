@@ -2,14 +2,16 @@
 
 use std::{pin::Pin, sync::Arc};
 
-use baton_handoff::{Extent, Failed, FailureKind};
-use baton_proto::worker::{
-    GenerateEvent, GenerateRequest, LendRequest, Loan as LoanMessage, decode_server::Decode,
+use baton_handoff::Extent;
+use baton_proto::{
+    failure_to_status,
+    worker::{GenerateEvent, GenerateRequest, LendRequest, Loan as LoanMessage, decode_server::Decode},
 };
+use baton_request::{Failure, FailureKind};
 use baton_telemetry::trace_context;
 use baton_worker::{
     Worker,
-    convert::{failure_status, progress_event, request_from_generate, submit_failure},
+    convert::{progress_event, request_from_generate, submit_failure},
     convert_handoff::wire_from_generate,
     handoff::{
         decode::{Handoff, Plan},
@@ -47,8 +49,8 @@ impl DecodeService {
 
     fn generation(&self, message: &GenerateRequest, span: tracing::Span) -> Result<Generation, Status> {
         if self.worker.lifecycle().is_draining() {
-            let failed = Failed::new(FailureKind::Draining, "the decode worker is leaving");
-            return Err(failure_status(&failed));
+            let failed = Failure::new(FailureKind::Draining, "the decode worker is leaving");
+            return Err(failure_to_status(&failed));
         }
         let request = request_from_generate(message)?;
         let wire = wire_from_generate(message)?.or(self.worker.config().kv_wire);
@@ -57,7 +59,7 @@ impl DecodeService {
         let worker = self.worker.clone();
         let valid = || {
             let valid = request.validate(engine.vocab_size(), engine.context_length());
-            valid.map_err(|error| failure_status(&submit_failure(&error.into())))
+            valid.map_err(|error| failure_to_status(&submit_failure(&error.into())))
         };
         let Some(peer) = &message.prefill else {
             if let Some(source) = &message.prefix_source {
@@ -66,7 +68,8 @@ impl DecodeService {
                 let fetch = prefix::fetch(worker.clone(), source.clone(), message.attempt, request.clone());
                 return Ok(Generation::fetching(worker, fetch.instrument(span), request));
             }
-            let tokens = engine.generate(request).map_err(|error| failure_status(&submit_failure(&error)))?;
+            let tokens =
+                engine.generate(request).map_err(|error| failure_to_status(&submit_failure(&error)))?;
             worker.metrics().request_taken("local", num_tokens);
             return Ok(Generation::local(worker, tokens));
         };

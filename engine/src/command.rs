@@ -9,11 +9,13 @@ use std::sync::{
 use baton_kv_cache::{BlockHash, BlockId};
 use tokio::sync::oneshot;
 
+use baton_model::SampledToken;
+use baton_request::Request;
+
 use crate::{
     block_pool::PoolReport,
     events::{PrefillEvent, Sink, TokenEvent},
     handle::{IdleError, Reservation},
-    request::{Request, SampledToken},
     sampler::TokenHistory,
     scheduler::PrefixBlocks,
     sequence::{Sequence, SequenceId},

@@ -12,11 +12,10 @@ use std::{
 use baton_kv_cache::BlockId;
 use tokio::sync::mpsc;
 
-use crate::{
-    command::Owner,
-    request::{FinishReason, SampledToken},
-    speculation::DraftCounts,
-};
+use baton_model::SampledToken;
+use baton_request::FinishReason;
+
+use crate::{command::Owner, speculation::DraftCounts};
 
 /// An event of a sequence that decodes.
 #[derive(Clone, Debug, PartialEq)]

@@ -14,7 +14,8 @@ use std::{
 };
 
 use baton_kv_cache::{BlockId, BlockStorage, HashRoot};
-use baton_model::Executor;
+use baton_model::{Executor, SampledToken};
+use baton_request::{InvalidRequest, Problem, Request};
 use tokio::sync::{oneshot, watch};
 
 pub use prefix::{CachedPrefix, PrefixReservation};
@@ -25,7 +26,6 @@ use crate::{
     config::{EngineConfig, StartError},
     events::{EngineError, PrefillEvents, Sink, TokenStream},
     live::LiveRequests,
-    request::{InvalidRequest, Request, SampledToken},
     sampler::TokenHistory,
     sequence::{Role, Sequence, SequenceId},
     speculation::{DraftCounters, DraftCounts, Speculation, Speculator},
@@ -295,7 +295,9 @@ impl EngineHandle {
     pub fn decode(&self, reservation: Reservation, first: SampledToken) -> Result<TokenStream, SubmitError> {
         let vocab_size = self.shared.vocab_size;
         if first.id as usize >= vocab_size {
-            return Err(InvalidRequest::UnknownToken { field: "first", token: first.id, vocab_size }.into());
+            return Err(
+                InvalidRequest::new("first", Problem::UnknownToken { token: first.id, vocab_size }).into()
+            );
         }
         let id = reservation.owner.id;
         let (sink, events) = Sink::new(reservation.max_events);

@@ -1,7 +1,6 @@
 //! The engine: one thread that advances many sequences, a step at a time.
 //!
 //! In reading order:
-//! - [`request`]: what is asked for, and when it is over;
 //! - [`block_pool`]: who owns which KV block, and the prefix cache;
 //! - [`sequence`], [`plan`] and [`scheduler`]: which tokens are computed in the next step, decided purely;
 //! - `step_time`: what steps take, and how much of prompts fits beside decodes;
@@ -32,7 +31,6 @@ pub mod handle;
 mod live;
 mod pages;
 pub mod plan;
-pub mod request;
 pub mod sampler;
 pub mod scheduler;
 pub mod sequence;
@@ -42,14 +40,13 @@ mod step_time;
 #[doc(hidden)]
 pub mod testing;
 
+pub use baton_model::{SampledToken, TokenLogprobs};
+pub use baton_request::{FinishReason, InvalidRequest, Problem, Request, SamplingParams, SpeculationMode};
 pub use block_pool::{BlockPool, IntegrityError, PoolReport};
 pub use config::{EngineConfig, StartError};
 pub use events::{EngineError, PrefillEvent, PrefillEvents, TokenEvent, TokenStream};
 pub use handle::{
     CachedPrefix, EngineHandle, EngineLoad, EngineThread, HeldBlocks, IdleError, PrefixReservation,
     Reservation, SubmitError, start, start_over,
-};
-pub use request::{
-    FinishReason, InvalidRequest, Request, SampledToken, SamplingParams, SpeculationMode, TokenLogprobs,
 };
 pub use speculation::{DraftCounts, Drafter, Speculation};

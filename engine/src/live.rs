@@ -6,7 +6,8 @@
 use std::{collections::HashMap, mem, sync::Arc};
 
 use baton_kv_cache::KvLayout;
-use baton_model::{Answer, Draw};
+use baton_model::{Answer, Draw, SampledToken};
+use baton_request::{FinishReason, Request, SpeculationMode};
 
 use crate::{
     block_pool::PoolReport,
@@ -15,7 +16,6 @@ use crate::{
     events::{EngineError, PrefillEvent, Sink, TokenEvent},
     handle::{EngineLoad, IdleError, Reservation, max_token_events},
     plan::{Admission, Chunk, Plan},
-    request::{FinishReason, Request, SampledToken, SpeculationMode},
     sampler::{InvalidLogits, Sampler, TokenHistory},
     scheduler::{Scheduler, SchedulerConfig},
     sequence::SequenceId,

@@ -16,7 +16,7 @@ use std::{
 pub use baton_model::InvalidLogits;
 use baton_model::{Draw, SampledToken, TokenCount, TokenLogprobs};
 
-use crate::request::{Request, SamplingParams};
+use baton_request::{Request, SamplingParams};
 
 /// Scaled logits this far below the largest are not considered: all together they have less than
 /// `vocab_size * e^-40` of the largest one's probability.

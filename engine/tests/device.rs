@@ -222,7 +222,7 @@ async fn drafts_are_verified_on_the_device() {
         let request = requests(8).remove(idx);
         // What has come before is likely to come again.
         let sampling = SamplingParams { logit_bias: vec![(1, 9.0), (2, 9.0), (3, 9.0)], ..request.sampling };
-        let repeating = Request { prompt: [1, 2, 3].repeat(4 + idx), sampling, ..request };
+        let repeating = Request { prompt: [1, 2, 3].repeat(4 + idx).into(), sampling, ..request };
         let expected = run(&by_host, vec![repeating.clone()]).await;
         assert_same(&run(&drawn, vec![repeating]).await, &expected);
     }
@@ -292,7 +292,7 @@ async fn logits_that_are_no_numbers_fail_their_request_alone() {
     let (sound, _other) = on_device(&fixture(), Draws::OnDevice, None);
     let mut requests: Vec<Request> = (1..4).map(|seed| request(&prompt(seed, 5 + seed), 3)).collect();
     let expected = run(&sound, requests.clone()).await;
-    requests[1].prompt[3] = BAD_TOKEN as u32;
+    std::sync::Arc::make_mut(&mut requests[1].prompt)[3] = BAD_TOKEN as u32;
     let found = run(&engine, requests).await;
     assert_eq!(found[1], (vec![], Err(EngineError::InvalidLogits)));
     assert_same(&[found[0].clone(), found[2].clone()], &[expected[0].clone(), expected[2].clone()]);

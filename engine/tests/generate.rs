@@ -5,7 +5,7 @@ mod support;
 use std::sync::mpsc;
 
 use baton_engine::{
-    EngineConfig, EngineError, FinishReason, InvalidRequest, Request, SamplingParams, StartError,
+    EngineConfig, EngineError, FinishReason, InvalidRequest, Problem, Request, SamplingParams, StartError,
     SubmitError, TokenEvent, testing::FakeModel,
 };
 use baton_model::ExecuteError;
@@ -192,7 +192,7 @@ async fn logprobs_are_those_of_the_model_and_only_when_asked_for() {
 async fn what_cannot_be_served_is_refused_at_once() {
     let (_, engine) = engine(EngineConfig { context_length: 64, ..config() });
     let cases = [
-        (request(&[], 4), "prompt: is empty"),
+        (request(&[], 4), "prompt: has no tokens"),
         (request(&[64], 4), "prompt: token id 64 is outside the vocabulary of 64"),
         (request(&[1; 64], 4), "prompt: 64 tokens leave no room in a context of 64"),
     ];
@@ -211,7 +211,7 @@ async fn no_context_is_longer_than_the_pool() {
     assert_eq!(engine.context_length(), 32, "eight blocks of four");
     let done = engine.generate_all(request(&[1; 30], 100)).await;
     assert_eq!((done.tokens.len(), done.end), (2, Ok((FinishReason::Length, 0))));
-    let full = InvalidRequest::ContextFull { num_tokens: 32, context_length: 32 };
+    let full = InvalidRequest::new("prompt", Problem::ContextFull { num_tokens: 32, context_length: 32 });
     assert_eq!(engine.prefill(request(&[1; 32], 1)).expect_err("too long"), full.clone().into());
     assert_eq!(engine.generate(request(&[1; 32], 1)).expect_err("too long"), full.into());
     engine.check_whole().await;

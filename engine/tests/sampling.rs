@@ -10,7 +10,7 @@ const VOCAB_SIZE: usize = 200;
 
 fn history(params: &SamplingParams, prompt: &[u32], output: &[u32]) -> TokenHistory {
     TokenHistory::new(&Request {
-        prompt: prompt.to_vec(),
+        prompt: prompt.into(),
         output: output.to_vec(),
         sampling: params.clone(),
         ..Request::default()

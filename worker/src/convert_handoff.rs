@@ -14,9 +14,7 @@ use baton_kv_cache::{BlockId, KvFormat, WireFormat};
 use baton_proto::{v1, worker as proto};
 use proto::{decode_message, prefill_message, transport_offer};
 
-use crate::convert::{
-    WireError, failed_from_proto, failed_to_proto, sampling_to_proto, token_from_proto, token_to_proto,
-};
+use crate::convert::{WireError, token_from_proto, token_to_proto};
 
 /// A `Begin` whose decode worker takes KV in any form.
 const ANY_WIRE_FORMAT: &str = "any";
@@ -88,7 +86,7 @@ fn begin_to_proto(begin: Begin, payload: Payload<'_>) -> proto::Begin {
         decode_incarnation: begin.decode_incarnation,
         token_ids: [&request.prompt[..], &request.output].concat(),
         num_output_tokens: request.output.len() as u32,
-        sampling: Some(sampling_to_proto(&request.sampling)),
+        sampling: Some((&request.sampling).into()),
         kv_format: Some(kv_format_to_proto(kv_format)),
         cache_salt: request.cache_salt.clone(),
         deadline_ms: u64::try_from(begin.deadline.as_millis()).unwrap_or(u64::MAX),
@@ -205,7 +203,7 @@ pub fn prefill_message_to_proto(message: PrefillMessage<FirstToken>) -> proto::P
             bytes: written.bytes,
         }),
         PrefillMessage::Stopped => Message::Stopped(proto::Stopped {}),
-        PrefillMessage::Failed(failed) => Message::Failed(failed_to_proto(&failed)),
+        PrefillMessage::Failed(failed) => Message::Failed(failed.into()),
     };
     proto::PrefillMessage { message: Some(message) }
 }
@@ -248,7 +246,7 @@ pub fn prefill_message_from_proto(
             bytes: written.bytes,
         }),
         Message::Stopped(proto::Stopped {}) => PrefillMessage::Stopped,
-        Message::Failed(failed) => PrefillMessage::Failed(failed_from_proto(failed)),
+        Message::Failed(failed) => PrefillMessage::Failed(failed.into()),
     })
 }
 
@@ -302,7 +300,8 @@ mod tests {
 
     #[test]
     fn what_d_says_arrives() {
-        let request = Request { id: "r".into(), prompt: vec![1; 9], output: vec![2], ..Request::default() };
+        let request =
+            Request { id: "r".into(), prompt: [1; 9].into(), output: vec![2], ..Request::default() };
         let kv_format = KvFormat::new("rev".into(), &layout(), "theta".into());
         let payload = Payload { request: &request, kv_format: &kv_format, wire: None, prefix_source: None };
         let begin = Begin {

@@ -38,7 +38,7 @@ impl Worker {
         let salt = uuid::Uuid::new_v4().to_string();
         let request = Request {
             id: format!("scratch-{salt}"),
-            prompt: vec![0; (num_blocks * block_size).saturating_sub(1).max(1)],
+            prompt: vec![0; (num_blocks * block_size).saturating_sub(1).max(1)].into(),
             output: Vec::new(),
             sampling: SamplingParams { max_tokens: 1, ..SamplingParams::default() },
             cache_salt: salt,

@@ -68,6 +68,7 @@ const ROOMS: &[Room] = &[
             "baton-telemetry",
             "baton-tls",
             "baton-proto",
+            "baton-request",
         ],
         tests_use: &[],
         never: &[
@@ -104,6 +105,7 @@ const ROOMS: &[Room] = &[
             "baton-telemetry",
             "baton-tls",
             "baton-proto",
+            "baton-request",
         ],
         tests_use: &[],
         never: &["baton-router", "baton-tokenizer", "tokenizers"],
@@ -111,7 +113,7 @@ const ROOMS: &[Room] = &[
     // Knows no network and no protocol.
     Room {
         name: "baton-engine",
-        uses: &["baton-model", "baton-kv-cache"],
+        uses: &["baton-model", "baton-kv-cache", "baton-request"],
         tests_use: &[],
         never: &[
             "baton-proto",
@@ -141,7 +143,7 @@ const ROOMS: &[Room] = &[
     // The protocol of a handoff: messages in, messages and actions out. It acts through nothing but its caller.
     Room {
         name: "baton-handoff",
-        uses: &["baton-kv-cache"],
+        uses: &["baton-kv-cache", "baton-request"],
         tests_use: &[],
         never: &[
             "baton-engine",
@@ -177,7 +179,9 @@ const ROOMS: &[Room] = &[
     // Knows devices and memory, not what for.
     Room { name: "baton-cuda", uses: &[], tests_use: &[], never: &["tokio"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
-    Room { name: "baton-proto", uses: &[], tests_use: &[], never: &[] },
+    Room { name: "baton-proto", uses: &["baton-request"], tests_use: &[], never: &[] },
+    // What every process agrees on about a request.
+    Room { name: "baton-request", uses: &[], tests_use: &[], never: PURE },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
 ];
 
@@ -192,7 +196,11 @@ const ROLE: &[&str] = &[
     "baton-telemetry",
     "baton-tls",
     "baton-proto",
+    "baton-request",
 ];
+
+/// What a room of pure decisions must not reach: runtimes, the operating system, protocols.
+const PURE: &[&str] = &["tokio", "libc", "tonic", "prost", "hyper", "axum", "h2"];
 
 /// Packages that one room hides from the others.
 const BEHIND: &[(&str, &[&str])] = &[

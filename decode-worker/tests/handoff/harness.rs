@@ -10,7 +10,7 @@ use baton_model::Activations;
 use baton_proto::worker::{
     self as proto, GenerateEvent, decode_client::DecodeClient, failed::Kind, generate_event::Event,
 };
-use baton_worker::{KvMemory, Model, Phase, Worker, WorkerConfig, convert::sampling_to_proto};
+use baton_worker::{KvMemory, Model, Phase, Worker, WorkerConfig};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -312,7 +312,7 @@ pub(crate) fn request(
     proto::GenerateRequest {
         request_id: "r".into(),
         prompt_token_ids: prompt.to_vec(),
-        sampling: Some(sampling_to_proto(&sampling)),
+        sampling: Some((&sampling).into()),
         prefill,
         ..proto::GenerateRequest::default()
     }

@@ -184,7 +184,7 @@ async fn a_worker_without_room_fetches_nothing_and_waits_for_room_as_ever() {
     let new = decode().named("d1").with(|config| config.kv = KvMemory::Blocks(16)).start().await;
     let turn = converse(&old).await;
     let sampling = SamplingParams { max_tokens: 8, ..SamplingParams::default() };
-    let other = Request { id: "o".into(), prompt: prompt(7, 30), sampling, ..Request::default() };
+    let other = Request { id: "o".into(), prompt: prompt(7, 30).into(), sampling, ..Request::default() };
     let taken = new.worker.engine().reserve(other).await.unwrap();
     let waiting = tokio::spawn({
         let (client, request) = (new.client().await, next_turn(&turn, old.peer()));

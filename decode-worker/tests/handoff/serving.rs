@@ -136,7 +136,7 @@ async fn bad_requests_are_refused_by_name() {
         let cases = [
             (baton_proto::worker::GenerateRequest { request_id: String::new(), ..good() }, "request_id"),
             (baton_proto::worker::GenerateRequest { sampling: None, ..good() }, "sampling is missing"),
-            (request(&[], 8, peer.clone()), "prompt: is empty"),
+            (request(&[], 8, peer.clone()), "prompt: has no tokens"),
             (request(&[64], 8, peer.clone()), "prompt: token id 64 is outside"),
             (request(&prompt(1, 256), 8, peer.clone()), "leave no room in a context of 256"),
             (request(&prompt(1, 10), 0, peer.clone()), "max_tokens: 0"),

@@ -5,9 +5,10 @@ use baton_kv_cache::{BlockHash, BlockId, HashRoot};
 use tokio::sync::oneshot;
 
 use super::{EngineHandle, SubmitError};
+use baton_request::Request;
+
 use crate::{
     command::{Command, Owner},
-    request::Request,
     sequence::SequenceId,
 };
 

@@ -39,7 +39,7 @@ pub fn config() -> EngineConfig {
 pub fn request(prompt: &[u32], max_tokens: u32) -> Request {
     Request {
         id: "test".into(),
-        prompt: prompt.to_vec(),
+        prompt: prompt.into(),
         sampling: SamplingParams { max_tokens, ..SamplingParams::default() },
         ..Request::default()
     }

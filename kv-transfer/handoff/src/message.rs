@@ -7,6 +7,7 @@
 use std::time::Duration;
 
 use baton_kv_cache::BlockId;
+pub use baton_request::{Failure as Failed, FailureKind};
 
 use crate::{
     access::{AccessKey, Generation, Secret},
@@ -135,39 +136,4 @@ pub struct Written {
     pub last: bool,
     /// Bytes of these pieces.
     pub bytes: u64,
-}
-
-/// Why a side ends a handoff; what the peer may do about it follows from the kind.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Failed {
-    /// The same kinds as on the wire.
-    pub kind: FailureKind,
-    /// For people.
-    pub message: String,
-}
-
-impl Failed {
-    /// A failure in words.
-    pub fn new(kind: FailureKind, message: impl Into<String>) -> Failed {
-        Failed { kind, message: message.into() }
-    }
-}
-
-/// Why an attempt ended without an answer, named for what the router can do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum FailureKind {
-    /// Nobody can serve the request.
-    Invalid,
-    /// No room here; another worker may have some.
-    Full,
-    /// The prefill worker broke off, was unreachable, or is another incarnation.
-    PrefillLost,
-    /// The KV that arrived was not what was promised.
-    KvRejected,
-    /// A deadline passed.
-    Deadline,
-    /// The worker is about to leave.
-    Draining,
-    /// Something broke.
-    Internal,
 }

@@ -6,23 +6,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_proto::{
-    v1,
-    worker::{self as proto, GenerateRequest, Sampling, generate_event},
-};
+use baton_proto::worker::{self as proto, GenerateRequest, Sampling, generate_event};
+use baton_request::{Failure, FailureKind, FinishReason};
 use baton_tokenizer::Detokenizer;
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, Span};
 
 use super::{
-    Core, CoreError, Event, Finish, FinishReason, Generation, Migration, TokenOut,
+    Core, CoreError, Event, Finish, Generation, Migration, TokenOut,
     attempt::Attempt,
     generation::Prompt,
     moves::Seat,
     output::Output,
     passage::{Cause, PAUSE, Passage, Step, TURN},
     planner::{Moving, Wanted},
-    retry::{Failure, FailureKind, Reached, Retry},
+    retry::{Reached, Retry},
 };
 use crate::plan::{NoPlan, Plan, Prefill, WorkerKey};
 
@@ -131,19 +129,12 @@ impl Choice {
                     }
                 }
                 Came::Event(Ok(generate_event::Event::Finished(finished))) => {
-                    let reason = match finished.reason() {
-                        v1::FinishReason::Length => FinishReason::Length,
-                        v1::FinishReason::Stop => FinishReason::Stop,
-                        v1::FinishReason::Abort | v1::FinishReason::Unspecified => {
-                            // Nobody here asked for it: the worker is shutting down.
-                            let failure = proto::Failed {
-                                kind: proto::failed::Kind::Draining.into(),
-                                message: "it aborted".into(),
-                            };
-                            self.on_failure(failure.into())?;
-                            continue;
-                        }
-                    };
+                    let reason = FinishReason::from(finished.reason());
+                    if reason == FinishReason::Abort {
+                        // The router did not ask for it: the worker is shutting down.
+                        self.on_failure(Failure::new(FailureKind::Draining, "it aborted"))?;
+                        continue;
+                    }
                     if let Some(attempt) = &self.attempt {
                         self.core.planner.note_finished(
                             &self.core.workers,

@@ -3,6 +3,7 @@
 use std::{pin::Pin, sync::Arc, time::Instant};
 
 use baton_proto::v1;
+use baton_request::FinishReason;
 use futures_util::{Stream, StreamExt, stream::SelectAll};
 use tokio::sync::OwnedSemaphorePermit;
 
@@ -34,24 +35,6 @@ pub(crate) struct Finish {
     /// The stop string that matched.
     pub(crate) stop: Option<String>,
     pub(crate) usage: Usage,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum FinishReason {
-    Stop,
-    Length,
-    Abort,
-}
-
-impl FinishReason {
-    /// OpenAI's name; it has none for an abort.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            FinishReason::Stop => "stop",
-            FinishReason::Length => "length",
-            FinishReason::Abort => "abort",
-        }
-    }
 }
 
 /// Tokens of one choice.

@@ -35,7 +35,7 @@ use crate::{
 
 pub(crate) use active::{Active, ActiveRequest};
 pub(crate) use error::CoreError;
-pub(crate) use event::{Event, Events, Finish, FinishReason, TokenOut, Usage};
+pub(crate) use event::{Event, Events, Finish, TokenOut, Usage};
 pub(crate) use generation::{ChatInput, Generation, GenerationInput, PromptInput, check_model, tokenize};
 pub use moves::Migration;
 pub(crate) use moves::Moves;

@@ -12,6 +12,7 @@
 use std::{pin::Pin, sync::Arc, time::Duration};
 
 use baton_proto::worker::{GenerateRequest, Token, generate_event::Event};
+use baton_request::{Failure, FailureKind};
 use tokio::{
     sync::OwnedSemaphorePermit,
     time::{Sleep, sleep},
@@ -19,10 +20,7 @@ use tokio::{
 use tokio_util::task::AbortOnDropHandle;
 use tracing::Instrument;
 
-use super::{
-    attempt::Attempt,
-    retry::{Failure, FailureKind},
-};
+use super::attempt::{Attempt, stalled};
 use crate::{
     plan::{Plan, WorkerKey},
     workers::Workers,
@@ -114,7 +112,7 @@ impl Passage {
             };
             match tokio::time::timeout(PATIENCE, arrived).await {
                 Ok(arrived) => arrived,
-                Err(_) => Err((failed, Failure::stalled(PATIENCE))),
+                Err(_) => Err((failed, stalled(PATIENCE))),
             }
         };
         *self = Passage::Starting(cause, AbortOnDropHandle::new(tokio::spawn(arriving.in_current_span())));

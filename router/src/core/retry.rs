@@ -2,114 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use baton_proto::worker::{Failed, failed};
-use tonic::{Code, Status};
+use baton_request::{Failure, FailureKind};
 
 use super::CoreError;
 use crate::plan::{Plan, Prefill, WorkerKey};
-
-/// Why an attempt ended without an answer.
-#[derive(Clone, Debug)]
-pub(crate) struct Failure {
-    pub(crate) kind: FailureKind,
-    pub(crate) message: String,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum FailureKind {
-    /// The request is at fault.
-    Invalid,
-    /// No room there.
-    Full,
-    /// The prefill side failed.
-    PrefillLost,
-    /// What the prefill side sent was wrong.
-    KvRejected,
-    /// The handoff took too long.
-    Deadline,
-    /// It is about to leave.
-    Draining,
-    /// Its engine broke.
-    Internal,
-    /// The stream broke or could not be opened.
-    Lost,
-    /// Nothing came for too long.
-    Stalled,
-    /// It said other tokens again than were delivered.
-    Diverged,
-}
-
-impl Failure {
-    pub(crate) fn new(kind: FailureKind, message: impl Into<String>) -> Failure {
-        Failure { kind, message: message.into() }
-    }
-
-    pub(crate) fn stalled(after: Duration) -> Failure {
-        Failure::new(FailureKind::Stalled, format!("nothing came for {after:?}"))
-    }
-}
-
-impl From<Failed> for Failure {
-    fn from(failed: Failed) -> Failure {
-        let kind = match failed.kind() {
-            failed::Kind::Invalid => FailureKind::Invalid,
-            failed::Kind::Full => FailureKind::Full,
-            failed::Kind::PrefillLost => FailureKind::PrefillLost,
-            failed::Kind::KvRejected => FailureKind::KvRejected,
-            failed::Kind::Deadline => FailureKind::Deadline,
-            failed::Kind::Draining => FailureKind::Draining,
-            failed::Kind::Internal | failed::Kind::Unspecified => FailureKind::Internal,
-        };
-        Failure::new(kind, failed.message)
-    }
-}
-
-impl From<Status> for Failure {
-    fn from(status: Status) -> Failure {
-        let kind = match status.code() {
-            Code::InvalidArgument => FailureKind::Invalid,
-            Code::ResourceExhausted => FailureKind::Full,
-            _ => FailureKind::Lost,
-        };
-        let message = match cause(&status) {
-            Some(cause) => format!("{}: {cause}", status.message()),
-            None => status.message().to_owned(),
-        };
-        Failure::new(kind, message)
-    }
-}
-
-/// "transport error" says little; what lies below it says more.
-fn cause(status: &Status) -> Option<String> {
-    let mut error = std::error::Error::source(status)?;
-    while let Some(source) = error.source() {
-        error = source;
-    }
-    Some(error.to_string())
-}
-
-impl FailureKind {
-    /// Whether the prefill worker of a plan is to be avoided for it, if there is one.
-    fn blames_prefill(self) -> bool {
-        matches!(self, FailureKind::PrefillLost | FailureKind::KvRejected | FailureKind::Deadline)
-    }
-
-    /// The label in metrics.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            FailureKind::Invalid => "invalid",
-            FailureKind::Full => "full",
-            FailureKind::PrefillLost => "prefill_lost",
-            FailureKind::KvRejected => "kv_rejected",
-            FailureKind::Deadline => "deadline",
-            FailureKind::Draining => "draining",
-            FailureKind::Internal => "internal",
-            FailureKind::Lost => "lost",
-            FailureKind::Stalled => "stalled",
-            FailureKind::Diverged => "diverged",
-        }
-    }
-}
 
 /// Which worker of a failed plan is to be avoided, and by whom.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -204,7 +100,7 @@ impl Retry {
             return Err(CoreError::Invalid { message: failure.message, param: None, code: None });
         }
         let mut blame = blame(failure.kind, plan);
-        if failure.kind.blames_prefill()
+        if blames_prefill(failure.kind)
             && let Prefill::Remote(prefill) = &plan.prefill
         {
             let (decode, prefill) = (WorkerKey::of(&plan.decode), WorkerKey::of(prefill));
@@ -291,6 +187,11 @@ impl Retry {
             self.num_failures
         ))
     }
+}
+
+/// Whether the prefill worker of the plan, if it has one, is avoided after this failure.
+fn blames_prefill(kind: FailureKind) -> bool {
+    matches!(kind, FailureKind::PrefillLost | FailureKind::KvRejected | FailureKind::Deadline)
 }
 
 fn blame(kind: FailureKind, plan: &Plan) -> Blame {

@@ -7,10 +7,7 @@ use serde_json::json;
 use tonic::{Code, Status};
 
 use crate::{
-    core::{
-        ChatInput, CoreError, Event, FinishReason, GenerationInput, PromptInput, SamplingInput, TokenOut,
-        Usage,
-    },
+    core::{ChatInput, CoreError, Event, GenerationInput, PromptInput, SamplingInput, TokenOut, Usage},
     plan::PrefillMode,
 };
 
@@ -96,11 +93,7 @@ pub(super) fn responses(id: &str, event: Event) -> impl Iterator<Item = v1::Gene
         Body::Output(v1::Output { text: event.text, token_ids, logprobs })
     });
     let finished = event.finish.map(|finish| {
-        let reason = match finish.reason {
-            FinishReason::Stop => v1::FinishReason::Stop,
-            FinishReason::Length => v1::FinishReason::Length,
-            FinishReason::Abort => v1::FinishReason::Abort,
-        };
+        let reason = v1::FinishReason::from(finish.reason);
         let usage = Some(usage(finish.usage));
         Body::Finished(v1::Finished { reason: reason.into(), usage, stop: finish.stop })
     });

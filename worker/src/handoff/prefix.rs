@@ -36,8 +36,7 @@ pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, reque
     if num_tokens == 0 {
         return;
     }
-    let mut prompt = [request.prompt, request.output].concat();
-    prompt.truncate(num_tokens);
+    let prompt = request.prompt.iter().chain(&request.output).copied().take(num_tokens).collect();
     let request = Request { prompt, output: Vec::new(), ..request };
     let Ok(link) = worker.peers().link(&source.address) else {
         tracing::warn!(address = source.address, "the source of a prefix has no usable address");
