@@ -25,23 +25,23 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Handshakes under way at a time; who comes later waits for one to end.
 const MAX_HANDSHAKES: usize = 256;
 
-/// Who made a request, if that is known.
+/// The caller's identity, as tonic keeps it with each request of a connection.
 #[derive(Clone, Copy, Debug)]
-pub struct Peer(Option<Identity>);
+pub struct CallerIdentity(Option<Identity>);
 
-/// Who made the request with these extensions; nobody without TLS or a certificate.
-pub fn peer_of(extensions: &Extensions) -> Option<Identity> {
-    extensions.get::<Peer>().and_then(|peer| peer.0)
+/// Whose certificate came with the connection of a request with these extensions; `None` without TLS or a certificate.
+pub fn identity_of(extensions: &Extensions) -> Option<Identity> {
+    extensions.get::<CallerIdentity>().and_then(|caller| caller.0)
 }
 
 /// A connection that tells tonic who is there.
 pub(crate) struct Connection(Accepted);
 
 impl Connected for Connection {
-    type ConnectInfo = Peer;
+    type ConnectInfo = CallerIdentity;
 
-    fn connect_info(&self) -> Peer {
-        Peer(self.0.peer)
+    fn connect_info(&self) -> CallerIdentity {
+        CallerIdentity(self.0.peer)
     }
 }
 

@@ -34,7 +34,7 @@ pub struct WorkerMetrics {
     /// Prompt tokens of requests taken.
     pub prompt_tokens: Counter,
     /// Requests taken.
-    pub requests: Family<Plan, Counter>,
+    pub requests: Family<PrefillPlace, Counter>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -44,7 +44,7 @@ struct Outcome {
 
 /// Where a request's prompt is computed, as a label.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct Plan {
+pub struct PrefillPlace {
     /// "local", "remote", or on a prefill worker "handoff".
     pub prefill: &'static str,
 }
@@ -99,7 +99,7 @@ impl WorkerMetrics {
         ours
     }
 
-    /// A handoff ended; "committed" or the error's label.
+    /// A handoff ended: "committed", "finished" when the first token ended the request, or the error's label.
     pub fn handoff_ended(&self, outcome: &'static str) {
         self.handoffs.get_or_create(&Outcome { outcome }).inc();
     }
@@ -117,7 +117,7 @@ impl WorkerMetrics {
 
     /// A request was taken.
     pub fn request_taken(&self, prefill: &'static str, num_prompt_tokens: usize) {
-        self.requests.get_or_create(&Plan { prefill }).inc();
+        self.requests.get_or_create(&PrefillPlace { prefill }).inc();
         self.prompt_tokens.inc_by(num_prompt_tokens as u64);
     }
 }

@@ -9,7 +9,7 @@ use anyhow::Context;
 use baton_cluster::{Capacity, Dialer, Registration, RegistrationState, Role, WorkerRecord, register_over};
 use baton_engine::{Drafter, EngineConfig, EngineHandle, EngineThread, Speculation};
 use baton_kv_cache::KvFormat;
-use baton_proto::worker::{prefill_server::PrefillServer, worker_server::WorkerServer};
+use baton_proto::worker::worker_server::WorkerServer;
 use baton_telemetry::Metrics;
 use tokio::{net::TcpListener, time::timeout};
 use tokio_util::sync::CancellationToken;
@@ -18,11 +18,11 @@ use tonic::service::Routes;
 use crate::{
     config::WorkerConfig,
     data_plane::DataPlane,
-    handoff::{peers::Peers, service::PrefillService},
+    handoff::peers::Peers,
     lifecycle::Lifecycle,
     load::{self, Model},
     metrics::WorkerMetrics,
-    server::{MAX_MESSAGE_BYTES, Server},
+    server::Server,
     service::WorkerService,
     worker::Worker,
 };
@@ -128,11 +128,8 @@ where
     let peers = Peers::new(Dialer::new(config.tls.clone()));
     let worker = Arc::new(Worker { config, record, engine, lifecycle, metrics, data_plane, peers });
     let role = role(&worker);
-    let handoffs = PrefillServer::new(PrefillService::new(worker.clone()))
-        .max_decoding_message_size(MAX_MESSAGE_BYTES)
-        .max_encoding_message_size(MAX_MESSAGE_BYTES);
     let control = WorkerServer::new(WorkerService { worker: worker.clone() });
-    server.mount(role.routes.add_service(handoffs).add_service(control));
+    server.mount(role.routes.add_service(control));
     tracing::info!(
         worker = %worker.id(),
         role = %worker.record.role,

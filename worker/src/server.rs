@@ -26,7 +26,7 @@ use tonic_health::{ServingStatus, server::HealthReporter};
 use tower::ServiceExt;
 
 use crate::{
-    incoming::{self, peer_of},
+    incoming::{self, identity_of},
     lifecycle::{Lifecycle, Phase},
 };
 
@@ -179,7 +179,7 @@ async fn mounted(State(shared): State<Shared>, request: Request) -> Response {
     if !content_type.is_some_and(|value| value.as_bytes().starts_with(b"application/grpc")) {
         return StatusCode::NOT_FOUND.into_response();
     }
-    if shared.wants_identity && peer_of(request.extensions()).is_none() {
+    if shared.wants_identity && identity_of(request.extensions()).is_none() {
         let message = "this worker is called over https, by whoever shows a certificate of its --tls-ca";
         return Status::unauthenticated(message).into_http();
     }

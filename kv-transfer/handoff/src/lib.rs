@@ -32,6 +32,7 @@
 #![forbid(unsafe_code)]
 
 mod access;
+mod deadlines;
 pub mod decode;
 mod error;
 mod limits;
@@ -47,6 +48,6 @@ mod transport;
 pub use access::{AccessKey, Generation, Secret};
 pub use error::{HandoffError, KvFault, PushError, RouteError, Side};
 pub use limits::Limits;
-pub use message::{Begin, DecodeMessage, Extent, Failed, FailureKind, Grant, PrefillMessage, Written};
+pub use message::{Begin, DecodeMessage, Grant, PrefillMessage, Written};
 pub use piece::{Piece, PieceWrite, Pushed, Source};
 pub use transport::{TransportKind, TransportOffer};

@@ -12,17 +12,18 @@ use baton_request::{Failure, FailureKind};
 use baton_worker::{
     Worker,
     convert::{engine_failure, failed_event, finished_event, leaving_event, submit_failure, token_event},
-    handoff::decode::HandoffEvent,
 };
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 use tokio_util::{sync::CancellationToken, task::task_tracker::TaskTrackerToken};
 
+use crate::remote_prefill::RemotePrefillEvent;
+
 /// Where the next event comes from.
-enum Source {
+enum TokenSource {
     /// What another worker has cached is on its way; then the engine here computes the rest.
     Fetch(BoxFuture<'static, ()>, Request),
-    Handoff(mpsc::Receiver<HandoffEvent>),
+    RemotePrefill(mpsc::Receiver<RemotePrefillEvent>),
     Engine(TokenStream),
     /// One last event, decided already.
     End(GenerateEvent),
@@ -30,8 +31,8 @@ enum Source {
 }
 
 /// One request's events.
-pub struct Generation {
-    source: Source,
+pub struct GenerateStream {
+    source: TokenSource,
     /// How often the prefill worker said that it computes.
     num_beats: Arc<AtomicU64>,
     /// Prompt tokens that were found in a prefix cache; goes with the first token.
@@ -46,10 +47,10 @@ pub struct Generation {
     _busy: TaskTrackerToken,
 }
 
-impl Generation {
+impl GenerateStream {
     /// The engine here computes the prompt.
-    pub fn local(worker: Arc<Worker>, tokens: TokenStream) -> Generation {
-        Generation::new(worker, Source::Engine(tokens), Arc::default())
+    pub fn local(worker: Arc<Worker>, tokens: TokenStream) -> GenerateStream {
+        GenerateStream::new(worker, TokenSource::Engine(tokens), Arc::default())
     }
 
     /// As [`local`](Self::local), once `fetch` has ended.
@@ -57,23 +58,23 @@ impl Generation {
         worker: Arc<Worker>,
         fetch: impl Future<Output = ()> + Send + 'static,
         request: Request,
-    ) -> Generation {
-        Generation::new(worker, Source::Fetch(Box::pin(fetch), request), Arc::default())
+    ) -> GenerateStream {
+        GenerateStream::new(worker, TokenSource::Fetch(Box::pin(fetch), request), Arc::default())
     }
 
     /// A handoff supplies the first token and then the engine's stream. `num_beats` are its peer's signs of life.
     pub fn remote(
         worker: Arc<Worker>,
-        events: mpsc::Receiver<HandoffEvent>,
+        events: mpsc::Receiver<RemotePrefillEvent>,
         num_beats: Arc<AtomicU64>,
-    ) -> Generation {
-        Generation::new(worker, Source::Handoff(events), num_beats)
+    ) -> GenerateStream {
+        GenerateStream::new(worker, TokenSource::RemotePrefill(events), num_beats)
     }
 
-    fn new(worker: Arc<Worker>, source: Source, num_beats: Arc<AtomicU64>) -> Generation {
+    fn new(worker: Arc<Worker>, source: TokenSource, num_beats: Arc<AtomicU64>) -> GenerateStream {
         let lifecycle = worker.lifecycle();
         let (draining, halted, busy) = (lifecycle.drain_signal(), lifecycle.halted(), lifecycle.token());
-        Generation {
+        GenerateStream {
             source,
             num_beats,
             cached_tokens: None,
@@ -95,40 +96,42 @@ impl Generation {
     pub async fn next(&mut self) -> Option<GenerateEvent> {
         loop {
             match &mut self.source {
-                Source::Fetch(fetch, request) => {
+                TokenSource::Fetch(fetch, request) => {
                     tokio::select! {
                         biased;
                         () = fetch => {}
                         () = self.halted.cancelled() => return Some(self.fail(leaving())),
                     }
                     match self.worker.engine().generate(std::mem::take(request)) {
-                        Ok(tokens) => self.source = Source::Engine(tokens),
+                        Ok(tokens) => self.source = TokenSource::Engine(tokens),
                         Err(error) => return Some(self.fail(submit_failure(&error))),
                     }
                 }
-                Source::Handoff(events) => {
+                TokenSource::RemotePrefill(events) => {
                     let event = tokio::select! {
                         biased;
                         event = events.recv() => event,
                         () = self.halted.cancelled() => return Some(self.fail(leaving())),
                     };
                     match event {
-                        Some(HandoffEvent::First { token, cached_tokens, finish }) => {
+                        Some(RemotePrefillEvent::First { token, cached_tokens, finish }) => {
                             self.cached_tokens = Some(cached_tokens);
                             if let Some(reason) = finish {
-                                self.source = Source::End(finished_event(reason));
+                                self.source = TokenSource::End(finished_event(reason));
                             }
                             return Some(self.token(&token));
                         }
-                        Some(HandoffEvent::Decoding(tokens)) => self.source = Source::Engine(tokens),
-                        Some(HandoffEvent::Failed(failed)) => return Some(self.fail(failed)),
-                        Some(HandoffEvent::Prefix(_)) | None => {
+                        Some(RemotePrefillEvent::Decoding(tokens)) => {
+                            self.source = TokenSource::Engine(tokens)
+                        }
+                        Some(RemotePrefillEvent::Failed(failed)) => return Some(self.fail(failed)),
+                        None => {
                             let failed = Failure::new(FailureKind::Internal, "the handoff broke off");
                             return Some(self.fail(failed));
                         }
                     }
                 }
-                Source::Engine(tokens) => {
+                TokenSource::Engine(tokens) => {
                     let event = tokio::select! {
                         biased;
                         event = tokens.next() => event,
@@ -145,7 +148,7 @@ impl Generation {
                         Some(TokenEvent::Verified(drafts)) => self.drafts = drafts,
                         Some(TokenEvent::Token(token)) => return Some(self.token(&token)),
                         Some(TokenEvent::Finished(reason)) => {
-                            self.source = Source::Over;
+                            self.source = TokenSource::Over;
                             return Some(finished_event(reason));
                         }
                         Some(TokenEvent::Failed(error)) => return Some(self.fail(engine_failure(&error))),
@@ -155,13 +158,14 @@ impl Generation {
                         }
                     }
                 }
-                Source::End(_) => {
-                    let Source::End(event) = std::mem::replace(&mut self.source, Source::Over) else {
+                TokenSource::End(_) => {
+                    let TokenSource::End(event) = std::mem::replace(&mut self.source, TokenSource::Over)
+                    else {
                         unreachable!("just matched")
                     };
                     return Some(event);
                 }
-                Source::Over => return None,
+                TokenSource::Over => return None,
             }
         }
     }
@@ -172,7 +176,7 @@ impl Generation {
     }
 
     fn fail(&mut self, failure: Failure) -> GenerateEvent {
-        self.source = Source::Over;
+        self.source = TokenSource::Over;
         tracing::debug!(kind = failure.kind.name(), "generation failed: {}", failure.message);
         failed_event(failure)
     }

@@ -1,0 +1,190 @@
+//! The prefill side of a handoff: it has KV, or computes it, and writes it into the blocks that the decode side grants.
+//!
+//! A stream begins as an [`Opening`]. Its first message says which machine continues:
+//! - [`ComputedHandoff`]: the prompt is computed here, and each layer is pushed when it is final.
+//! - [`CachedHandoff`]: what is cached here is pushed; nothing is computed.
+//!
+//! Both share the inputs and actions of this file, and the bookkeeping of what is ready and pushed.
+//!
+//! `Stop` ends the computation and closes the route. `Idle` says that no thread reads the blocks any more. The blocks' guard
+//! travels with the route, so `Release` is safe even when the deadline of `Stopping` passes first: the memory stays until
+//! the route is idle.
+
+mod cached;
+mod computed;
+mod delivery;
+mod opening;
+
+use std::time::{Duration, Instant};
+
+pub use cached::{CachedHandoff, CachedHandoffAction};
+pub use computed::{ComputeInput, ComputedHandoff, ComputedHandoffAction, HandedOver};
+pub use opening::{Opening, OpeningAction, OwnBlocks};
+
+use baton_request::Failure;
+
+use crate::{
+    access::{AccessKey, Generation},
+    deadlines::Deadlines,
+    error::{HandoffError, PushError, RouteError, Side},
+    message::{DecodeMessage, PrefillMessage},
+    piece::{PieceWrite, Pushed},
+    transport::TransportOffer,
+};
+
+/// What happened to the stream, the data plane and the clock. The engine has inputs of its own.
+#[derive(Clone, Debug)]
+pub enum PrefillInput {
+    /// From the decode side.
+    Message(DecodeMessage),
+    /// The stream ended or broke, for this reason.
+    StreamClosed(String),
+    /// The engine or the service gives up.
+    Fail(Failure),
+    /// Answer to [`PrefillAction::Route`].
+    Routed(Result<(), RouteError>),
+    /// Answer to one [`PrefillAction::Push`], in any order.
+    Pushed(Result<Pushed, PushError>),
+    /// Answer to [`PrefillAction::Stop`]: the computation is dropped and the route is closed and idle.
+    Idle,
+    /// Time has passed: due at the machine's `deadline`.
+    Tick,
+}
+
+/// What the driver must do, in this order. `T` is the first token, `E` how the handoff can end well.
+#[derive(Clone, Debug, PartialEq)]
+pub enum PrefillAction<T, E> {
+    /// Open a route to the granted blocks (the blocks' guard goes with it), answer [`PrefillInput::Routed`].
+    Route {
+        /// What the grant's writer shows.
+        access_key: AccessKey,
+        /// Ways, best first.
+        offers: Vec<TransportOffer>,
+    },
+    /// Write these over the route, answer [`PrefillInput::Pushed`].
+    Push(Vec<PieceWrite>),
+    /// Send to the decode side.
+    Send(PrefillMessage<T>),
+    /// The outcome, once.
+    Finish(Result<E, HandoffError>),
+    /// Drop the computation, close the route, answer [`PrefillInput::Idle`]. No push follows.
+    Stop,
+    /// Drop the blocks and the route. Once.
+    Release,
+    /// Drop the stream. The last action.
+    Close,
+}
+
+/// Everything is written and said; the decode side verifies.
+#[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
+struct Committing {
+    generation: Generation,
+    deadlines: Deadlines,
+}
+
+/// The outcome is known; the computation and the route end.
+#[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
+struct Stopping {
+    until: Instant,
+    is_peer_listening: bool,
+}
+
+impl Stopping {
+    /// `None` when the handoff is over.
+    fn on<T, E>(
+        self,
+        input: PrefillInput,
+        now: Instant,
+        actions: &mut Vec<PrefillAction<T, E>>,
+    ) -> Option<Stopping> {
+        match input {
+            PrefillInput::Idle => {
+                if self.is_peer_listening {
+                    actions.push(PrefillAction::Send(PrefillMessage::Stopped));
+                }
+            }
+            PrefillInput::Tick if now >= self.until => {}
+            PrefillInput::StreamClosed(_) => return Some(Stopping { is_peer_listening: false, ..self }),
+            // What was under way when the end came.
+            _ => return Some(self),
+        }
+        release(actions);
+        None
+    }
+}
+
+fn release<T, E>(actions: &mut Vec<PrefillAction<T, E>>) {
+    actions.extend([PrefillAction::Release, PrefillAction::Close]);
+}
+
+/// Why a handoff ends badly.
+#[derive(Debug)]
+struct Abort {
+    error: HandoffError,
+    is_peer_listening: bool,
+}
+
+impl From<HandoffError> for Abort {
+    fn from(error: HandoffError) -> Abort {
+        Abort { error, is_peer_listening: true }
+    }
+}
+
+impl Abort {
+    /// Tells the peer, unless it has left or gave up itself, and finishes.
+    fn finish<T, E>(self, actions: &mut Vec<PrefillAction<T, E>>) {
+        let error = self.error;
+        if self.is_peer_listening && !matches!(error, HandoffError::Cancelled(_)) {
+            let message = match &error {
+                HandoffError::Refused { failed, .. } => failed.message.clone(),
+                error => error.to_string(),
+            };
+            let failed = Failure { kind: error.kind(), message };
+            actions.push(PrefillAction::Send(PrefillMessage::Failed(failed)));
+        }
+        actions.push(PrefillAction::Finish(Err(error)));
+    }
+
+    /// Ends a handoff whose computation or route must stop.
+    fn stop<T, E>(self, stop: Duration, now: Instant, actions: &mut Vec<PrefillAction<T, E>>) -> Stopping {
+        let is_peer_listening = self.is_peer_listening;
+        self.finish(actions);
+        actions.push(PrefillAction::Stop);
+        Stopping { until: now + stop, is_peer_listening }
+    }
+}
+
+/// Input that a running state has no step of its own for: it changes nothing, or the handoff fails.
+fn refuse(input: PrefillInput, doing: &'static str, deadline: Instant, now: Instant) -> Result<(), Abort> {
+    Err(match input {
+        PrefillInput::Message(DecodeMessage::Cancel { reason }) => HandoffError::Cancelled(reason).into(),
+        PrefillInput::Message(message) => {
+            HandoffError::DecodeLost(format!("{} while {doing}", name(&message))).into()
+        }
+        PrefillInput::StreamClosed(why) => {
+            Abort { error: HandoffError::DecodeLost(why), is_peer_listening: false }
+        }
+        PrefillInput::Fail(failed) => HandoffError::Refused { by: Side::Prefill, failed }.into(),
+        PrefillInput::Tick if now >= deadline => HandoffError::Deadline { state: doing }.into(),
+        PrefillInput::Tick
+        | PrefillInput::Routed(_)
+        | PrefillInput::Pushed(_)
+        // Nothing was told to stop.
+        | PrefillInput::Idle => return Ok(()),
+    })
+}
+
+const COMMITTING: &str = "waiting for the commit";
+
+fn name(message: &DecodeMessage) -> &'static str {
+    match message {
+        DecodeMessage::Begin(_) => "Begin",
+        DecodeMessage::Fetch(_) => "Fetch",
+        DecodeMessage::Grant(_) => "Grant",
+        DecodeMessage::Commit { .. } => "Commit",
+        DecodeMessage::Cancel { .. } => "Cancel",
+        DecodeMessage::Done => "Done",
+    }
+}
