@@ -1,4 +1,4 @@
-//! Between the protocol's handoff messages and those of `kv-transfer`.
+//! Between the protocol's handoff messages and those of `handoff`.
 //!
 //! `Begin` carries the request too; that part is [`request_from_begin`](crate::convert::request_from_begin)'s.
 
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use baton_engine::{Request, SampledToken};
 use baton_handoff::{
-    Begin, DecodeMessage, Extent, Generation, Grant, Piece, PrefillMessage, Secret, TransportKind,
+    Begin, DecodeMessage, Generation, Grant, Piece, PrefillMessage, Pushed, Secret, TransportKind,
     TransportOffer, Written,
 };
 use baton_kv_cache::{BlockId, KvFormat, WireFormat};
@@ -40,14 +40,19 @@ pub struct Payload<'a> {
     pub prefix_source: Option<&'a proto::PrefillPeer>,
 }
 
-/// For the wire; `payload` is used by `Begin` alone.
+/// The reason that goes with [`DecodeMessage::Done`], for prefill workers that know only `Cancel`.
+const DONE: &str = "the first token ended the request";
+
+/// For the wire; only `Begin` and `Fetch` use `payload`.
 pub fn decode_message_to_proto(message: DecodeMessage, payload: Payload<'_>) -> proto::DecodeMessage {
     use decode_message::Message;
     let message = match message {
-        DecodeMessage::Begin(begin) => Message::Begin(begin_to_proto(begin, payload)),
+        DecodeMessage::Begin(begin) => Message::Begin(begin_to_proto(begin, false, payload)),
+        DecodeMessage::Fetch(begin) => Message::Begin(begin_to_proto(begin, true, payload)),
         DecodeMessage::Grant(grant) => Message::Grant(grant_to_proto(grant)),
         DecodeMessage::Commit { generation } => Message::Commit(proto::Commit { generation: generation.0 }),
-        DecodeMessage::Cancel { reason } => Message::Cancel(proto::Cancel { reason }),
+        DecodeMessage::Cancel { reason } => Message::Cancel(proto::Cancel { reason, finished: false }),
+        DecodeMessage::Done => Message::Cancel(proto::Cancel { reason: DONE.to_owned(), finished: true }),
     };
     proto::DecodeMessage { message: Some(message) }
 }
@@ -75,7 +80,7 @@ pub fn grant_from_proto(grant: proto::Grant) -> Grant {
     }
 }
 
-fn begin_to_proto(begin: Begin, payload: Payload<'_>) -> proto::Begin {
+fn begin_to_proto(begin: Begin, cached_only: bool, payload: Payload<'_>) -> proto::Begin {
     let Payload { request, kv_format, wire, prefix_source } = payload;
     proto::Begin {
         request_id: begin.request_id,
@@ -90,7 +95,7 @@ fn begin_to_proto(begin: Begin, payload: Payload<'_>) -> proto::Begin {
         cache_salt: request.cache_salt.clone(),
         deadline_ms: u64::try_from(begin.deadline.as_millis()).unwrap_or(u64::MAX),
         wire_format: wire.map_or(ANY_WIRE_FORMAT, WireFormat::name).to_owned(),
-        cached_only: begin.extent == Extent::Cached,
+        cached_only,
         prefix_source: prefix_source.cloned(),
     }
 }
@@ -152,25 +157,24 @@ pub fn begin_from_proto(message: &proto::Begin) -> Result<(Begin, KvFormat), Wir
         num_tokens: message.token_ids.len(),
         block_size: format.block_size,
         deadline: Duration::from_millis(message.deadline_ms),
-        extent: if message.cached_only { Extent::Cached } else { Extent::Whole },
     };
     Ok((begin, format))
 }
 
-/// From the wire; anything but `Begin`, which opens a handoff and is read by itself.
+/// From the wire. What a `Begin` carries beside the handoff's own fields, the request, is read elsewhere.
 ///
 /// # Errors
 /// When the message is not one.
 pub fn decode_message_from_proto(message: proto::DecodeMessage) -> Result<DecodeMessage, WireError> {
     use decode_message::Message;
     match message.message.ok_or(WireError::Missing("message"))? {
-        Message::Begin(_) => Err(WireError::Invalid {
-            field: "message",
-            value: "Begin".into(),
-            expected: "Grant, Commit or Cancel, a handoff having one Begin",
-        }),
+        Message::Begin(message) => {
+            let (begin, _) = begin_from_proto(&message)?;
+            Ok(if message.cached_only { DecodeMessage::Fetch(begin) } else { DecodeMessage::Begin(begin) })
+        }
         Message::Grant(grant) => Ok(DecodeMessage::Grant(grant_from_proto(grant))),
         Message::Commit(commit) => Ok(DecodeMessage::Commit { generation: Generation(commit.generation) }),
+        Message::Cancel(proto::Cancel { finished: true, .. }) => Ok(DecodeMessage::Done),
         Message::Cancel(cancel) => Ok(DecodeMessage::Cancel { reason: cancel.reason }),
     }
 }
@@ -186,21 +190,7 @@ pub fn prefill_message_to_proto(message: PrefillMessage<FirstToken>) -> proto::P
             token: Some(token_to_proto(&first.token)),
             cached_tokens: u32::try_from(first.cached_tokens).unwrap_or(u32::MAX),
         }),
-        PrefillMessage::Written(written) => Message::Written(proto::Written {
-            generation: written.generation.0,
-            transport: written.transport.name().to_owned(),
-            pieces: written
-                .pieces
-                .iter()
-                .map(|piece| proto::Piece {
-                    block_idx: piece.block_idx,
-                    layer_idx: piece.layer_idx,
-                    checksum: piece.checksum,
-                })
-                .collect(),
-            last: written.last,
-            bytes: written.bytes,
-        }),
+        PrefillMessage::Written(written) => Message::Written(written_to_proto(written)),
         PrefillMessage::Stopped => Message::Stopped(proto::Stopped {}),
         PrefillMessage::Failed(failed) => Message::Failed(failed.into()),
     };
@@ -225,28 +215,49 @@ pub fn prefill_message_from_proto(
             token: token_from_proto(first.token.ok_or(WireError::Missing("token"))?),
             cached_tokens: first.cached_tokens as usize,
         }),
-        Message::Written(written) => PrefillMessage::Written(Written {
-            generation: Generation(written.generation),
-            transport: TransportKind::from_name(&written.transport).ok_or(WireError::Invalid {
-                field: "transport",
-                value: written.transport,
-                expected: "shm, rdma, nccl or tcp",
-            })?,
-            pieces: written
-                .pieces
-                .into_iter()
-                .map(|piece| Piece {
-                    block_idx: piece.block_idx,
-                    layer_idx: piece.layer_idx,
-                    checksum: piece.checksum,
-                })
-                .collect(),
-            last: written.last,
-            bytes: written.bytes,
-        }),
+        Message::Written(written) => PrefillMessage::Written(written_from_proto(written)?),
         Message::Stopped(proto::Stopped {}) => PrefillMessage::Stopped,
         Message::Failed(failed) => PrefillMessage::Failed(failed.into()),
     })
+}
+
+fn written_to_proto(written: Written) -> proto::Written {
+    let Written { generation, pushed, last } = written;
+    // Older decode workers want a transport even where nothing moved.
+    let Pushed { pieces, transport, bytes } =
+        pushed.unwrap_or(Pushed { pieces: Vec::new(), transport: TransportKind::Tcp, bytes: 0 });
+    let piece = |piece: &Piece| proto::Piece {
+        block_idx: piece.block_idx,
+        layer_idx: piece.layer_idx,
+        checksum: piece.checksum,
+    };
+    proto::Written {
+        generation: generation.0,
+        transport: transport.name().to_owned(),
+        pieces: pieces.iter().map(piece).collect(),
+        last,
+        bytes,
+    }
+}
+
+fn written_from_proto(written: proto::Written) -> Result<Written, WireError> {
+    let proto::Written { generation, transport, pieces, last, bytes } = written;
+    let (generation, mut pushed) = (Generation(generation), None);
+    if !pieces.is_empty() {
+        let transport = TransportKind::from_name(&transport).ok_or(WireError::Invalid {
+            field: "transport",
+            value: transport,
+            expected: "shm, rdma, nccl or tcp",
+        })?;
+        let piece = |piece: proto::Piece| Piece {
+            block_idx: piece.block_idx,
+            layer_idx: piece.layer_idx,
+            checksum: piece.checksum,
+        };
+        let pieces = pieces.into_iter().map(piece).collect();
+        pushed = Some(Pushed { pieces, transport, bytes });
+    }
+    Ok(Written { generation, pushed, last })
 }
 
 fn offer_to_proto(offer: &TransportOffer) -> proto::TransportOffer {
@@ -288,8 +299,8 @@ fn offer_from_proto(offer: proto::TransportOffer) -> Option<TransportOffer> {
 
 #[cfg(test)]
 mod tests {
-    use baton_handoff::{Failed, FailureKind};
     use baton_kv_cache::{KvDtype, KvLayout};
+    use baton_request::{Failure, FailureKind};
 
     use super::*;
 
@@ -312,21 +323,21 @@ mod tests {
             num_tokens: 10,
             block_size: 4,
             deadline: Duration::from_millis(1500),
-            extent: Extent::Whole,
         };
         let wire = decode_message_to_proto(DecodeMessage::Begin(begin.clone()), payload);
         let Some(decode_message::Message::Begin(wire)) = wire.message else { panic!("{wire:?}") };
         assert_eq!(begin_from_proto(&wire), Ok((begin.clone(), kv_format.clone())));
         let source =
             proto::PrefillPeer { worker_id: "d1".into(), incarnation: 3, address: "http://h".into() };
-        let cached = begin_to_proto(
-            Begin { extent: Extent::Cached, ..begin.clone() },
-            Payload { prefix_source: Some(&source), ..payload },
-        );
-        assert_eq!(cached.prefix_source, Some(source));
-        assert_eq!(begin_from_proto(&cached).map(|(begin, _)| begin.extent), Ok(Extent::Cached));
+        let sourced =
+            begin_to_proto(begin.clone(), false, Payload { prefix_source: Some(&source), ..payload });
+        assert_eq!(sourced.prefix_source, Some(source));
+        for message in [DecodeMessage::Begin(begin.clone()), DecodeMessage::Fetch(begin.clone())] {
+            let wire = decode_message_to_proto(message.clone(), payload);
+            assert_eq!(decode_message_from_proto(wire), Ok(message));
+        }
         for wire in [None, Some(WireFormat::AsIs), Some(WireFormat::Int4)] {
-            let wire_format = begin_to_proto(begin.clone(), Payload { wire, ..payload }).wire_format;
+            let wire_format = begin_to_proto(begin.clone(), false, Payload { wire, ..payload }).wire_format;
             assert_eq!(wire_from_begin(&proto::Begin { wire_format, ..proto::Begin::default() }), wire);
         }
         for unknown in ["", "int2"] {
@@ -352,6 +363,7 @@ mod tests {
             }),
             DecodeMessage::Commit { generation: Generation(5) },
             DecodeMessage::Cancel { reason: "why".into() },
+            DecodeMessage::Done,
         ];
         for message in messages {
             let wire = decode_message_to_proto(message.clone(), payload);
@@ -371,16 +383,35 @@ mod tests {
             }),
             PrefillMessage::Written(Written {
                 generation: Generation(5),
-                transport: TransportKind::Shm,
-                pieces: vec![Piece { block_idx: 1, layer_idx: 2, checksum: u64::MAX }],
+                pushed: Some(Pushed {
+                    pieces: vec![Piece { block_idx: 1, layer_idx: 2, checksum: u64::MAX }],
+                    transport: TransportKind::Shm,
+                    bytes: 99,
+                }),
                 last: true,
-                bytes: 99,
             }),
+            PrefillMessage::Written(Written { generation: Generation(5), pushed: None, last: true }),
             PrefillMessage::Stopped,
-            PrefillMessage::Failed(Failed::new(FailureKind::Full, "no room")),
+            PrefillMessage::Failed(Failure::new(FailureKind::Full, "no room")),
         ];
         for message in messages {
             assert_eq!(prefill_message_from_proto(prefill_message_to_proto(message.clone())), Ok(message));
         }
+    }
+
+    #[test]
+    fn older_workers_read_a_done_handoff_as_cancelled_and_nothing_written_as_tcp() {
+        let request = Request::default();
+        let kv_format = KvFormat::new("rev".into(), &layout(), "theta".into());
+        let payload = Payload { request: &request, kv_format: &kv_format, wire: None, prefix_source: None };
+        let done = decode_message_to_proto(DecodeMessage::Done, payload);
+        let Some(decode_message::Message::Cancel(cancel)) = done.message else { panic!("{done:?}") };
+        assert_eq!(cancel.reason, DONE);
+
+        let nothing = Written { generation: Generation(5), pushed: None, last: true };
+        assert_eq!(written_to_proto(nothing.clone()).transport, "tcp");
+        // Without pieces the transport is not read.
+        let wire = proto::Written { generation: 5, last: true, ..proto::Written::default() };
+        assert_eq!(written_from_proto(wire), Ok(nothing));
     }
 }

@@ -1,8 +1,7 @@
 //! How a handoff, a route or a push can fail.
 
+use baton_request::{Failure, FailureKind};
 use thiserror::Error;
-
-use crate::message::{Failed, FailureKind};
 
 /// How a handoff ended without KV. The variants are named for what the caller can do.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -37,7 +36,7 @@ pub enum HandoffError {
         /// Who refused.
         by: Side,
         /// Why.
-        failed: Failed,
+        failed: Failure,
     },
 }
 

@@ -59,6 +59,10 @@ impl Sides {
         self.num_tokens
     }
 
+    pub(crate) fn num_layers(&self) -> usize {
+        self.known.num_layers()
+    }
+
     pub(crate) fn num_peer_blocks(&self) -> usize {
         self.num_tokens.div_ceil(self.peer_block_size)
     }

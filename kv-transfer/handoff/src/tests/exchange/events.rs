@@ -16,6 +16,8 @@ pub(in crate::tests) enum Event {
     // From here on: faults.
     Time,
     Cancel,
+    /// The first token ends the request. No fault, but none of the orderly exchanges has it.
+    RequestEnds,
     Break,
     EngineFails,
     ReserveFails,

@@ -1,5 +1,4 @@
-//! The stream that a router reads: token events, then exactly one end. Dropping it cancels what stands
-//! behind it.
+//! The stream that a router reads: token events, then exactly one end. Dropping it cancels the request.
 
 use std::sync::{
     Arc,
@@ -12,68 +11,70 @@ use baton_request::{Failure, FailureKind};
 use baton_worker::{
     Worker,
     convert::{engine_failure, failed_event, finished_event, leaving_event, submit_failure, token_event},
-    handoff::decode::HandoffEvent,
 };
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 use tokio_util::{sync::CancellationToken, task::task_tracker::TaskTrackerToken};
 
-/// Where the next event comes from.
-enum Source {
-    /// What another worker has cached is on its way; then the engine here computes the rest.
+use crate::remote_prefill::RemotePrefillEvent;
+
+/// What the next event comes from.
+enum TokenSource {
+    /// A cached prefix is fetched from another worker; then the engine here computes the rest.
     Fetch(BoxFuture<'static, ()>, Request),
-    Handoff(mpsc::Receiver<HandoffEvent>),
+    RemotePrefill(mpsc::Receiver<RemotePrefillEvent>),
     Engine(TokenStream),
-    /// One last event, decided already.
+    /// One last event.
     End(GenerateEvent),
     Over,
 }
 
 /// One request's events.
-pub struct Generation {
-    source: Source,
-    /// How often the prefill worker said that it computes.
+pub struct GenerateStream {
+    source: TokenSource,
+    /// How often the prefill worker reported that it computes.
     num_beats: Arc<AtomicU64>,
-    /// Prompt tokens that were found in a prefix cache; goes with the first token.
+    /// Prompt tokens found in a prefix cache; sent with the first token.
     cached_tokens: Option<usize>,
-    /// What was verified since the last token; goes with the next.
+    /// Drafts verified since the last token; sent with the next.
     drafts: DraftCounts,
     worker: Arc<Worker>,
-    /// Cancelled when the worker begins to leave; `None` once the router was told.
+    /// Cancelled when the worker begins to drain; `None` once the router was told.
     draining: Option<CancellationToken>,
     halted: CancellationToken,
     /// The worker waits for the stream before it ends.
     _busy: TaskTrackerToken,
 }
 
-impl Generation {
+impl GenerateStream {
     /// The engine here computes the prompt.
-    pub fn local(worker: Arc<Worker>, tokens: TokenStream) -> Generation {
-        Generation::new(worker, Source::Engine(tokens), Arc::default())
+    pub fn local(worker: Arc<Worker>, tokens: TokenStream) -> GenerateStream {
+        GenerateStream::new(worker, TokenSource::Engine(tokens), Arc::default())
     }
 
-    /// As [`local`](Self::local), once `fetch` has ended.
+    /// The same, after `fetch` has ended.
     pub fn fetching(
         worker: Arc<Worker>,
         fetch: impl Future<Output = ()> + Send + 'static,
         request: Request,
-    ) -> Generation {
-        Generation::new(worker, Source::Fetch(Box::pin(fetch), request), Arc::default())
+    ) -> GenerateStream {
+        GenerateStream::new(worker, TokenSource::Fetch(Box::pin(fetch), request), Arc::default())
     }
 
-    /// A handoff supplies the first token and then the engine's stream. `num_beats` are its peer's signs of life.
+    /// A remote prefill supplies the first token and then the engine's stream. `num_beats` counts the prefill worker's
+    /// reports of progress.
     pub fn remote(
         worker: Arc<Worker>,
-        events: mpsc::Receiver<HandoffEvent>,
+        events: mpsc::Receiver<RemotePrefillEvent>,
         num_beats: Arc<AtomicU64>,
-    ) -> Generation {
-        Generation::new(worker, Source::Handoff(events), num_beats)
+    ) -> GenerateStream {
+        GenerateStream::new(worker, TokenSource::RemotePrefill(events), num_beats)
     }
 
-    fn new(worker: Arc<Worker>, source: Source, num_beats: Arc<AtomicU64>) -> Generation {
+    fn new(worker: Arc<Worker>, source: TokenSource, num_beats: Arc<AtomicU64>) -> GenerateStream {
         let lifecycle = worker.lifecycle();
         let (draining, halted, busy) = (lifecycle.drain_signal(), lifecycle.halted(), lifecycle.token());
-        Generation {
+        GenerateStream {
             source,
             num_beats,
             cached_tokens: None,
@@ -85,7 +86,7 @@ impl Generation {
         }
     }
 
-    /// A count that grows as long as the engine here or the one that prefills computes, for whomever.
+    /// A count that grows while the engine here or that of the prefill worker computes, for any request.
     pub fn work(&self) -> impl Fn() -> u64 + Send + use<> {
         let (worker, num_beats) = (self.worker.clone(), self.num_beats.clone());
         move || worker.engine().num_computed_tokens() + num_beats.load(Ordering::Relaxed)
@@ -95,40 +96,42 @@ impl Generation {
     pub async fn next(&mut self) -> Option<GenerateEvent> {
         loop {
             match &mut self.source {
-                Source::Fetch(fetch, request) => {
+                TokenSource::Fetch(fetch, request) => {
                     tokio::select! {
                         biased;
                         () = fetch => {}
                         () = self.halted.cancelled() => return Some(self.fail(leaving())),
                     }
                     match self.worker.engine().generate(std::mem::take(request)) {
-                        Ok(tokens) => self.source = Source::Engine(tokens),
+                        Ok(tokens) => self.source = TokenSource::Engine(tokens),
                         Err(error) => return Some(self.fail(submit_failure(&error))),
                     }
                 }
-                Source::Handoff(events) => {
+                TokenSource::RemotePrefill(events) => {
                     let event = tokio::select! {
                         biased;
                         event = events.recv() => event,
                         () = self.halted.cancelled() => return Some(self.fail(leaving())),
                     };
                     match event {
-                        Some(HandoffEvent::First { token, cached_tokens, finish }) => {
+                        Some(RemotePrefillEvent::First { token, cached_tokens, finish }) => {
                             self.cached_tokens = Some(cached_tokens);
                             if let Some(reason) = finish {
-                                self.source = Source::End(finished_event(reason));
+                                self.source = TokenSource::End(finished_event(reason));
                             }
                             return Some(self.token(&token));
                         }
-                        Some(HandoffEvent::Decoding(tokens)) => self.source = Source::Engine(tokens),
-                        Some(HandoffEvent::Failed(failed)) => return Some(self.fail(failed)),
-                        Some(HandoffEvent::Prefix(_)) | None => {
+                        Some(RemotePrefillEvent::Decoding(tokens)) => {
+                            self.source = TokenSource::Engine(tokens)
+                        }
+                        Some(RemotePrefillEvent::Failed(failed)) => return Some(self.fail(failed)),
+                        None => {
                             let failed = Failure::new(FailureKind::Internal, "the handoff broke off");
                             return Some(self.fail(failed));
                         }
                     }
                 }
-                Source::Engine(tokens) => {
+                TokenSource::Engine(tokens) => {
                     let event = tokio::select! {
                         biased;
                         event = tokens.next() => event,
@@ -145,7 +148,7 @@ impl Generation {
                         Some(TokenEvent::Verified(drafts)) => self.drafts = drafts,
                         Some(TokenEvent::Token(token)) => return Some(self.token(&token)),
                         Some(TokenEvent::Finished(reason)) => {
-                            self.source = Source::Over;
+                            self.source = TokenSource::Over;
                             return Some(finished_event(reason));
                         }
                         Some(TokenEvent::Failed(error)) => return Some(self.fail(engine_failure(&error))),
@@ -155,13 +158,14 @@ impl Generation {
                         }
                     }
                 }
-                Source::End(_) => {
-                    let Source::End(event) = std::mem::replace(&mut self.source, Source::Over) else {
+                TokenSource::End(_) => {
+                    let TokenSource::End(event) = std::mem::replace(&mut self.source, TokenSource::Over)
+                    else {
                         unreachable!("just matched")
                     };
                     return Some(event);
                 }
-                Source::Over => return None,
+                TokenSource::Over => return None,
             }
         }
     }
@@ -172,7 +176,7 @@ impl Generation {
     }
 
     fn fail(&mut self, failure: Failure) -> GenerateEvent {
-        self.source = Source::Over;
+        self.source = TokenSource::Over;
         tracing::debug!(kind = failure.kind.name(), "generation failed: {}", failure.message);
         failed_event(failure)
     }
