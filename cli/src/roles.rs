@@ -34,9 +34,9 @@ pub async fn router(args: RouterArgs) -> anyhow::Result<()> {
     config.policy.local_prefill_below = args.local_prefill_below;
     config.policy.fetch_prefix_from = args.fetch_prefix_from;
     config.migration = match args.migration {
-        Migration::Off => baton_router::Migration::Off,
-        Migration::Drain => baton_router::Migration::Drain,
-        Migration::Balance => baton_router::Migration::Balance,
+        Migration::Off => baton_router::MigrationMode::Off,
+        Migration::Drain => baton_router::MigrationMode::Drain,
+        Migration::Balance => baton_router::MigrationMode::Balance,
     };
     baton_router::run(config, crate::shutdown_signal()?).await
 }

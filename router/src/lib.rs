@@ -26,7 +26,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 pub use config::RouterConfig;
-pub use core::Migration;
+pub use core::MigrationMode;
 
 use crate::{core::Core, metrics::RouterMetrics, model::Model, workers::Workers};
 
@@ -59,8 +59,8 @@ pub async fn run_on(
     let drain = shutdown.child_token();
     let core = Core::new(config.clone(), workers.clone(), metrics, drain.clone());
     let loading = tokio::spawn(load_model(core.clone(), drain.clone()));
-    let balancing = (config.migration == Migration::Balance)
-        .then(|| tokio::spawn(core.moves.clone().balance(workers.clone(), drain.clone())));
+    let balancing = (config.migration == MigrationMode::Balance)
+        .then(|| tokio::spawn(core.migrator.clone().balance(workers.clone(), drain.clone())));
     let readiness = grpc::Readiness::follow(core.clone());
     let routes = http::routes(core.clone(), |router| {
         grpc::mount(router, core.clone(), readiness.status(), discovery.registry())

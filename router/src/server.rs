@@ -1,4 +1,4 @@
-//! The port: accepts connections, tells HTTP/1.1 from HTTP/2, bounds how long anybody may dawdle, and
+//! The port: accepts connections, tells HTTP/1.1 from HTTP/2, bounds how long a client may take, and
 //! ends everything it began.
 
 use std::{
@@ -116,7 +116,7 @@ pub(crate) async fn serve(
     tasks.wait().await;
 }
 
-/// With certificates, whoever begins with a TLS handshake gets one; clients may also speak plainly.
+/// With certificates, a connection that starts with a TLS handshake gets one; clients may also speak plain HTTP.
 async fn accept(tls: Option<&Tls>, stream: tokio::net::TcpStream, timeout: Duration) -> io::Result<Accepted> {
     match tls {
         Some(tls) => baton_tls::accept_either(tls, stream, timeout).await,

@@ -1,4 +1,4 @@
-//! The policy with what it must remember: the prefix index. The lock is held for lookups only.
+//! The planner's policy and its prefix index, behind a lock that is held for lookups only.
 
 use std::{
     borrow::Cow,
@@ -27,7 +27,7 @@ pub(crate) struct Planner {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Migrating<'a> {
     pub(crate) from: &'a Arc<WorkerRecord>,
-    /// `None`: whoever serves it best.
+    /// `None`: the worker that serves it best.
     pub(crate) to: Option<&'a WorkerKey>,
 }
 
