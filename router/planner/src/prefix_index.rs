@@ -4,20 +4,19 @@
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
+    hash::Hash,
     sync::Arc,
 };
 
-use baton_kv_cache::BlockHash;
-
 use crate::WorkerKey;
 
-/// Block hashes and their holders, bounded; what was used longest ago goes first.
+/// Block hashes (`H`) and their holders, bounded; what was used longest ago goes first.
 #[derive(Debug)]
-pub struct PrefixIndex {
+pub struct PrefixIndex<H> {
     capacity: usize,
-    entries: HashMap<BlockHash, Entry>,
+    entries: HashMap<H, Entry>,
     /// Uses, oldest first. Only an entry's newest use counts; the others are skipped.
-    uses: VecDeque<(u64, BlockHash)>,
+    uses: VecDeque<(u64, H)>,
     now: u64,
     /// Who holds anything: said once, as there may be a name in each of a hundred thousand entries.
     workers: HashSet<Arc<WorkerKey>>,
@@ -29,15 +28,15 @@ struct Entry {
     holders: Vec<Arc<WorkerKey>>,
 }
 
-impl PrefixIndex {
+impl<H: Copy + Eq + Hash> PrefixIndex<H> {
     /// Remembers at most `capacity` blocks.
-    pub fn new(capacity: usize) -> PrefixIndex {
+    pub fn new(capacity: usize) -> PrefixIndex<H> {
         let (entries, uses, workers) = Default::default();
         PrefixIndex { capacity, entries, uses, now: 0, workers }
     }
 
     /// Notes that `worker` is going to hold the blocks of `hashes`.
-    pub fn insert(&mut self, hashes: &[BlockHash], worker: &WorkerKey) {
+    pub fn insert(&mut self, hashes: &[H], worker: &WorkerKey) {
         let worker = self.named(worker);
         // The last block first: evicting the end of a chain leaves a usable beginning.
         for hash in hashes.iter().take(self.capacity).rev() {
@@ -53,7 +52,7 @@ impl PrefixIndex {
     }
 
     /// How many blocks from the front each worker holds; workers with none are left out.
-    pub fn holders(&self, hashes: &[BlockHash]) -> Vec<(WorkerKey, usize)> {
+    pub fn holders(&self, hashes: &[H]) -> Vec<(WorkerKey, usize)> {
         let mut found: Vec<(&Arc<WorkerKey>, usize)> = Vec::new();
         for (idx, hash) in hashes.iter().enumerate() {
             let Some(entry) = self.entries.get(hash) else { break };
