@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
 pub use baton_request::{Failure as Failed, FailureKind};
 
 use crate::{

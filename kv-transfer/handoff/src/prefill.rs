@@ -31,7 +31,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
 
 use crate::{
     Limits,

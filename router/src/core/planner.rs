@@ -20,7 +20,7 @@ use crate::workers::Workers;
 #[derive(Debug)]
 pub(crate) struct Planner {
     policy: Box<dyn Policy>,
-    index: Mutex<PrefixIndex>,
+    index: Mutex<PrefixIndex<BlockHash>>,
 }
 
 /// From where to where a running request migrates.
@@ -103,7 +103,7 @@ impl Planner {
         holders.collect()
     }
 
-    fn index(&self) -> MutexGuard<'_, PrefixIndex> {
+    fn index(&self) -> MutexGuard<'_, PrefixIndex<BlockHash>> {
         self.index.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

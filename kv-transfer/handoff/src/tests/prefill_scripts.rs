@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
 
 use crate::{
     Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, Secret,
