@@ -21,6 +21,7 @@ mod etcd;
 mod fixed;
 mod members;
 mod registration;
+mod registration_state;
 #[cfg(test)]
 mod testing;
 
@@ -30,4 +31,5 @@ pub use dial::{DialError, Dialed, Dialer};
 pub use discovery::{Discovery, watch, watch_over};
 pub use embedded::RegistryService;
 pub use members::{Members, Membership, Refusal};
-pub use registration::{Registration, RegistrationState, register, register_over};
+pub use registration::{Registration, register, register_over};
+pub use registration_state::RegistrationState;

@@ -51,7 +51,7 @@ pub(crate) struct Submission {
     pub(crate) request: Request,
     pub(crate) history: TokenHistory,
     pub(crate) reply: ReplyChannel,
-    pub(crate) ticket: QueueSlot,
+    pub(crate) slot: QueueSlot,
 }
 
 /// Where a request's events go, by role.

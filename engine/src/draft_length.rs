@@ -36,7 +36,7 @@ impl Default for DraftLength {
 
 impl DraftLength {
     /// Whether [`next`](Self::next) would return 0.
-    pub fn rests(&self, max: usize, cost: f64, overhead: f64) -> bool {
+    pub fn is_resting(&self, max: usize, cost: f64, overhead: f64) -> bool {
         gains_nothing(max, cost, overhead) || (self.num_resting > 0 && self.best(max, cost, overhead) == 0)
     }
 
@@ -112,9 +112,9 @@ mod tests {
     fn lengths(num_steps: usize, cost: f64, mut accepts: impl FnMut(usize) -> bool) -> Vec<usize> {
         let (mut length, mut num_verified) = (DraftLength::default(), 0);
         let mut step = || {
-            let rests = length.rests(8, cost, 0.0);
+            let is_resting = length.is_resting(8, cost, 0.0);
             let num_drafts = length.next(8, cost, 0.0);
-            assert_eq!(rests, num_drafts == 0);
+            assert_eq!(is_resting, num_drafts == 0);
             let mut is_right = || {
                 num_verified += 1;
                 accepts(num_verified - 1)

@@ -69,7 +69,7 @@ pub enum EngineError {
     /// Another engine may continue the request.
     #[error("the engine is shutting down")]
     ShuttingDown,
-    /// The model computed NaN or infinite logits for this request. Other requests go on.
+    /// The model computed NaN or infinite logits for this request. Other requests continue.
     #[error("the model's logits are not finite")]
     InvalidLogits,
     /// The device failed. The engine has ended.

@@ -234,7 +234,7 @@ impl EngineHandle {
         }
         let config = &state.config;
         request.validate(state.vocab_size, config.context_length)?;
-        let ticket = QueueSlot::take(&state.num_waiting, config.max_waiting)
+        let slot = QueueSlot::take(&state.num_waiting, config.max_waiting)
             .map_err(|num_waiting| SubmitError::Full { num_waiting, max_waiting: config.max_waiting })?;
 
         let id = self.next_id();
@@ -245,7 +245,7 @@ impl EngineHandle {
         let block_size = state.storage.layout().block_size;
         let sequence = Sequence::new(id, role, tokens, max_num_tokens, block_size, root);
         let history = TokenHistory::new(&request);
-        let submission = Submission { sequence, request, history, reply, ticket };
+        let submission = Submission { sequence, request, history, reply, slot };
         self.send(Command::Submit(Box::new(submission)))?;
         Ok(DropCommand::new(id, state.commands.clone(), at_drop))
     }

@@ -40,7 +40,7 @@ struct LiveRequest {
     reply: ReplyChannel,
     draft_length: DraftLength,
     /// Held until admission.
-    ticket: Option<QueueSlot>,
+    slot: Option<QueueSlot>,
 }
 
 /// The tokens sampled after a chunk.
@@ -75,9 +75,9 @@ impl LiveRequests {
     }
 
     pub(crate) fn submit(&mut self, submission: Submission) {
-        let Submission { sequence, request, history, reply, ticket } = submission;
-        let (draft_length, ticket) = (DraftLength::default(), Some(ticket));
-        self.requests.insert(sequence.id, LiveRequest { request, history, reply, draft_length, ticket });
+        let Submission { sequence, request, history, reply, slot } = submission;
+        let (draft_length, slot) = (DraftLength::default(), Some(slot));
+        self.requests.insert(sequence.id, LiveRequest { request, history, reply, draft_length, slot });
         self.scheduler.add(sequence);
     }
 
@@ -142,7 +142,7 @@ impl LiveRequests {
     pub(crate) fn plan(&mut self, plan: &mut StepPlan) {
         self.scheduler.step(plan);
         for admission in &plan.admitted {
-            self.requests.get_mut(&admission.id).expect("a waiting request is live").ticket = None;
+            self.requests.get_mut(&admission.id).expect("a waiting request is live").slot = None;
         }
     }
 
@@ -193,7 +193,7 @@ impl LiveRequests {
     /// Whether [`draft_length`](Self::draft_length) would be 0.
     pub(crate) fn draft_is_resting(&self, id: SequenceId, max: usize, cost: f64, overhead: f64) -> bool {
         let sequence = self.scheduler.sequence(id).expect("planned sequences run");
-        self.requests[&id].draft_length.rests(max.min(sequence.max_num_drafts()), cost, overhead)
+        self.requests[&id].draft_length.is_resting(max.min(sequence.max_num_drafts()), cost, overhead)
     }
 
     /// Output tokens of a sequence so far.
@@ -218,11 +218,11 @@ impl LiveRequests {
         TokenSampling { logprobs: None, ..live.history.sampling_after_next(&live.request.sampling) }
     }
 
-    /// Appends to the draft the token of `answer`, sampled with [`draft_sampling`](Self::draft_sampling). Returns
+    /// Appends to the draft the token of `row`, sampled with [`draft_sampling`](Self::draft_sampling). Returns
     /// whether to draft on. The draft counts as output until [`end_draft`](Self::end_draft).
-    pub(crate) fn sample_draft(&mut self, id: SequenceId, answer: SampledRow<'_>) -> bool {
+    pub(crate) fn sample_draft(&mut self, id: SequenceId, row: SampledRow<'_>) -> bool {
         let live = self.requests.get_mut(&id).expect("planned sequences live");
-        let token = match answer {
+        let token = match row {
             SampledRow::Sampled(token) => token.map(|token| token.id),
             SampledRow::Logits(row) => {
                 self.sampler.sample_row_id(row, &live.history.sampling(&live.request.sampling))
@@ -266,19 +266,19 @@ impl LiveRequests {
         plan.chunks.iter().any(|chunk| self.requests.contains_key(&chunk.id))
     }
 
-    /// The plan's tokens are computed, and `answers` has a row for each wanted token. Samples and tells the readers.
-    pub(crate) fn advance<'a>(&mut self, plan: &StepPlan, mut answers: impl Iterator<Item = SampledRow<'a>>) {
+    /// The plan's tokens are computed, and `rows` has a row for each wanted token. Samples and tells the readers.
+    pub(crate) fn advance<'a>(&mut self, plan: &StepPlan, mut rows: impl Iterator<Item = SampledRow<'a>>) {
         self.scheduler.advance(plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
-            let mut rows = answers.by_ref().take(chunk.num_drafts + 1);
+            let mut own_rows = rows.by_ref().take(chunk.num_drafts + 1);
             // A sequence of a step ahead may have ended since.
             if self.requests.contains_key(&chunk.id) {
-                let outcome = self.sample(chunk.id, &mut rows);
+                let outcome = self.sample(chunk.id, &mut own_rows);
                 self.tell_sampled(chunk, outcome);
             }
-            rows.for_each(drop);
+            own_rows.for_each(drop);
         }
-        debug_assert!(answers.next().is_none(), "every row is wanted");
+        debug_assert!(rows.next().is_none(), "every row is wanted");
     }
 
     /// Collects in `sampled` the token after each row, as long as the draft had the one before. Each is sampled as

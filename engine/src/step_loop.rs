@@ -242,7 +242,7 @@ impl StepLoop {
         let live = &mut self.live;
         let is_decided = live.scheduler.step_ahead(&step.plan, &mut plan, &mut self.follows)
             // Drafts need the tokens first.
-            && self.speculator.as_mut().is_none_or(|speculator| speculator.rests(&plan, live));
+            && self.speculator.as_mut().is_none_or(|speculator| speculator.drafts_nothing(&plan, live));
         if !is_decided {
             self.plans.push(plan);
             return Ok(());
@@ -261,7 +261,7 @@ impl StepLoop {
     fn finish(&mut self, step: Step) -> Result<(), EngineError> {
         let Step { plan, completions, .. } = step;
         let StepLoop { executor, storage, live, .. } = self;
-        let answers = {
+        let rows = {
             let mut on_layer = announcing(&completions, live);
             if executor.sampling().is_some() {
                 collect(&mut **executor, &mut on_layer)?
@@ -273,7 +273,7 @@ impl StepLoop {
         // Counted before a reader gets a token, so that it finds the token counted.
         self.progress.num_computed.fetch_add(plan.num_tokens() as u64, Ordering::Relaxed);
         self.live.scheduler.computed(self.ahead.is_some());
-        self.live.advance(&plan, answers.into_iter());
+        self.live.advance(&plan, rows.into_iter());
         let now = (self.clock)();
         let elapsed = now - self.started;
         self.started = now;

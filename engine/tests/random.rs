@@ -17,9 +17,9 @@ use support::{
 };
 
 const NUM_REQUESTS: usize = 10_000;
-/// Most of them wait.
+/// So many that most of them wait.
 const MANY_CLIENTS: usize = 48;
-/// Hardly one waits.
+/// So few that hardly any waits.
 const FEW_CLIENTS: usize = 6;
 
 /// Random numbers of one request: reproducible up to the interleaving of threads.

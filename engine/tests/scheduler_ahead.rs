@@ -45,7 +45,7 @@ impl Stepping {
     /// Sets blocks aside for a prefix that is not cached.
     fn reserve_prefix(&mut self, id: u64, num_blocks: usize) -> Option<Vec<BlockId>> {
         let found = self.scheduler.reserve_prefix(SequenceId(id), &hashes(id, num_blocks));
-        self.scheduler.check_integrity().expect("the books are right");
+        self.scheduler.check_integrity().expect("the accounting is right");
         found.map(|found| {
             assert_eq!((found.blocks.len(), found.num_cached_blocks), (num_blocks, 0));
             found.blocks
@@ -56,7 +56,7 @@ impl Stepping {
     fn ahead(&mut self) -> Option<Vec<(u64, usize, usize)>> {
         let (mut next, mut follows) = (StepPlan::default(), vec![]);
         let is_decided = self.scheduler.step_ahead(&self.plan, &mut next, &mut follows);
-        self.scheduler.check_integrity().expect("the books are right");
+        self.scheduler.check_integrity().expect("the accounting is right");
         is_decided.then(|| {
             assert!(next.chunks.iter().all(|chunk| chunk.num_tokens == 1 && chunk.wants_token));
             let chunks = next.chunks.iter().zip(&follows);
@@ -75,7 +75,7 @@ impl Stepping {
                 self.scheduler.push_token(chunk.id, TOKEN);
             }
         }
-        self.scheduler.check_integrity().expect("the books are right");
+        self.scheduler.check_integrity().expect("the accounting is right");
     }
 }
 

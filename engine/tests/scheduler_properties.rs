@@ -278,7 +278,7 @@ impl Driver {
             }
             _ => {}
         }
-        self.scheduler.check_integrity().expect("the books are right after every operation");
+        self.scheduler.check_integrity().expect("the accounting is right after every operation");
     }
 
     /// A step in which every sequence that decodes has this draft.

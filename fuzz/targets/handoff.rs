@@ -6,10 +6,19 @@ use std::time::{Duration, Instant};
 
 use arbitrary::Arbitrary;
 use baton_fuzz::{Change, pick};
+use baton_handoff::{
+    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, KvFault, Limits, Piece, PieceWrite,
+    PrefillMessage, PushError, Pushed, RouteError, Secret, TransportKind, decode, prefill,
+};
 use baton_kv_cache::{BlockId, KvDtype, KvLayout};
-use baton_handoff::{Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, KvFault, Limits, Piece, PieceWrite, PrefillMessage, PushError, Pushed, RouteError, Secret, TransportKind, decode, prefill};
 use baton_proto::worker as proto;
-use baton_worker::{convert::request_from_begin, convert_handoff::{FirstToken, Payload, begin_from_proto, decode_message_from_proto, decode_message_to_proto, grant_from_proto, grant_to_proto, prefill_message_from_proto, prefill_message_to_proto}};
+use baton_worker::{
+    convert::request_from_begin,
+    convert_handoff::{
+        FirstToken, Payload, begin_from_proto, decode_message_from_proto, decode_message_to_proto,
+        grant_from_proto, grant_to_proto, prefill_message_from_proto, prefill_message_to_proto,
+    },
+};
 use libfuzzer_sys::fuzz_target;
 use prost::Message;
 

@@ -12,9 +12,12 @@ use std::time::Duration;
 
 use arbitrary::Arbitrary;
 use baton_fuzz::{Field, edit};
-use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_handoff::{AccessKey, Generation, PieceWrite, Secret, TransportKind, TransportOffer};
-use baton_kv_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig, TestFabric};
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
+use baton_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig};
+use baton_transport_nccl::{
+    Communicator, Direction, Fabric, FabricError, NcclReceiving, NcclSending, Place, Rank, Reached, UniqueId,
+};
 use libfuzzer_sys::fuzz_target;
 
 const LAYOUT: KvLayout =
@@ -24,7 +27,8 @@ const GRANTED: [BlockId; 2] = [BlockId(1), BlockId(2)];
 const MESSAGE_BYTES: usize = 64;
 const ID_BYTES: usize = 128;
 /// Of a grant that nobody made.
-const NO_ACCESS_KEY: AccessKey = AccessKey { generation: Generation(1), secret: Secret([0; Secret::NUM_BYTES]) };
+const NO_ACCESS_KEY: AccessKey =
+    AccessKey { generation: Generation(1), secret: Secret([0; Secret::NUM_BYTES]) };
 
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
@@ -51,6 +55,44 @@ enum Word<'a> {
     Revoke,
 }
 
+/// Communicators that join at once, alone, and through which nothing ever comes.
+#[derive(Debug)]
+struct Alone;
+
+impl Fabric for Alone {
+    fn reach(&self, memory: &Arc<BlockStorage>) -> Result<Reached, FabricError> {
+        Ok(Reached::new(memory, memory.address(), None))
+    }
+
+    fn unique_id(&self) -> Result<UniqueId, FabricError> {
+        Ok(UniqueId([1; UniqueId::BYTES]))
+    }
+
+    fn join(&self, _: &UniqueId, _: Rank) -> Result<Box<dyn Communicator>, FabricError> {
+        Ok(Box::new(Silent))
+    }
+}
+
+struct Silent;
+
+impl Communicator for Silent {
+    fn is_ready(&mut self) -> Result<bool, FabricError> {
+        Ok(true)
+    }
+
+    unsafe fn post(&mut self, _: Direction, _: &[Place]) -> Result<(), FabricError> {
+        Ok(())
+    }
+
+    fn num_done(&mut self) -> Result<u64, FabricError> {
+        Ok(0)
+    }
+
+    fn abort(&mut self) -> Result<(), FabricError> {
+        Ok(())
+    }
+}
+
 struct Ends {
     storage: Arc<BlockStorage>,
     receiver: Receiver,
@@ -66,23 +108,20 @@ fn storage() -> Arc<BlockStorage> {
 static ENDS: LazyLock<Ends> = LazyLock::new(|| {
     let storage_of_receiver = storage();
     let config = ReceiverConfig {
-        nccl_listen: Some(([127, 0, 0, 1], 0).into()),
-        fabric: Some(TestFabric::alone()),
         io_timeout: Duration::from_secs(5),
         max_connections: 1024,
         ..ReceiverConfig::default()
     };
-    let receiver = Receiver::start(Arc::clone(&storage_of_receiver), config).expect("a receiver");
+    let nccl = NcclReceiving::over(Arc::new(Alone), ([127, 0, 0, 1], 0).into());
+    let receiver = Receiver::start(Arc::clone(&storage_of_receiver), &config, vec![Box::new(nccl)]);
+    let receiver = receiver.expect("a receiver");
     let TransportOffer::Nccl { address, pool } = receiver.offers()[0].clone() else {
         unreachable!("only nccl is configured")
     };
-    let config = SenderConfig {
-        transports: vec![TransportKind::Nccl],
-        fabric: Some(TestFabric::alone()),
-        io_timeout: Duration::from_secs(5),
-        ..SenderConfig::default()
-    };
-    let sender = Sender::start(storage(), config).expect("a sender");
+    let config = SenderConfig { io_timeout: Duration::from_secs(5), ..SenderConfig::default() };
+    let source = storage();
+    let nccl = NcclSending::over(Arc::new(Alone), &source).expect("a pool in memory");
+    let sender = Sender::start(source, config, vec![Box::new(nccl)]).expect("a sender");
     Ends { storage: storage_of_receiver, receiver, address, pool, sender }
 });
 

@@ -13,9 +13,12 @@ use std::time::Duration;
 
 use arbitrary::Arbitrary;
 use baton_fuzz::{Field, edit, pick, soon};
-use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout, WireCodec, WireFormat};
 use baton_handoff::{AccessKey, Piece, TransportOffer};
-use baton_kv_transfer::{Receiver, ReceiverConfig};
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout, WireCodec, WireFormat};
+use baton_transfer::{Receiver, ReceiverConfig, ReceivingTransport};
+use baton_transport_rdma::RdmaReceiving;
+use baton_transport_shm::ShmReceiving;
+use baton_transport_tcp::TcpReceiving;
 use libfuzzer_sys::fuzz_target;
 
 const LAYOUT: KvLayout =
@@ -66,17 +69,22 @@ struct Fabric {
 static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
     let storage = Arc::new(BlockStorage::new(LAYOUT, NUM_BLOCKS).expect("memory"));
     let config = ReceiverConfig {
-        tcp_listen: Some(([127, 0, 0, 1], 0).into()),
-        shm_dir: Some(baton_fuzz::folder().join("kv")),
-        rdma_listen: baton_fuzz::nixl().is_some().then_some(([127, 0, 0, 1], 0).into()),
-        nixl: baton_fuzz::nixl(),
         io_timeout: Duration::from_secs(5),
         handshake_timeout: Duration::from_secs(5),
-        max_strangers: 1024,
+        max_unauthenticated: 1024,
         max_connections: 1024,
         ..ReceiverConfig::default()
     };
-    let receiver = Receiver::start(Arc::clone(&storage), config).expect("a receiver");
+    let any_port = ([127, 0, 0, 1], 0).into();
+    let mut transports: Vec<Box<dyn ReceivingTransport>> = vec![
+        Box::new(ShmReceiving { dir: baton_fuzz::folder().join("kv") }),
+        Box::new(TcpReceiving::new(any_port)),
+    ];
+    if let Some(nixl) = baton_fuzz::nixl() {
+        let rdma = RdmaReceiving::start(&storage, Some(&nixl), any_port).expect("rdma");
+        transports.push(Box::new(rdma));
+    }
+    let receiver = Receiver::start(Arc::clone(&storage), &config, transports).expect("a receiver");
     let (mut found_address, mut found_socket, mut rdma, mut found_pool) = (None, None, None, 0);
     for offer in receiver.offers() {
         match offer {

@@ -15,9 +15,12 @@ use std::time::Duration;
 
 use arbitrary::Arbitrary;
 use baton_fuzz::{Field, edit, soon};
-use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_handoff::{AccessKey, Generation, PieceWrite, Secret, TransportKind, TransportOffer};
-use baton_kv_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig};
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
+use baton_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig, SendingTransport};
+use baton_transport_rdma::RdmaSending;
+use baton_transport_shm::{ShmReceiving, ShmSending};
+use baton_transport_tcp::TcpSending;
 use libfuzzer_sys::fuzz_target;
 
 const LAYOUT: KvLayout =
@@ -25,7 +28,8 @@ const LAYOUT: KvLayout =
 const NUM_BLOCKS: usize = 4;
 const GENERATION: u64 = 11;
 /// Of the grant; the fuzzed decode worker does not look at tokens.
-const ACCESS_KEY: AccessKey = AccessKey { generation: Generation(GENERATION), secret: Secret([0; Secret::NUM_BYTES]) };
+const ACCESS_KEY: AccessKey =
+    AccessKey { generation: Generation(GENERATION), secret: Secret([0; Secret::NUM_BYTES]) };
 
 #[derive(Arbitrary, Debug)]
 struct Input {
@@ -84,17 +88,22 @@ struct Fabric {
 static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
     let storage = || Arc::new(BlockStorage::new(LAYOUT, NUM_BLOCKS).expect("memory"));
     // Tells the name of this host.
-    let config =
-        ReceiverConfig { shm_dir: Some(baton_fuzz::folder().join("kv")), ..ReceiverConfig::default() };
-    let receiver = Receiver::start(storage(), config).expect("a receiver");
+    let shm = ShmReceiving { dir: baton_fuzz::folder().join("kv") };
+    let receiver = Receiver::start(storage(), &ReceiverConfig::default(), vec![Box::new(shm)]);
+    let receiver = receiver.expect("a receiver");
     let Some(TransportOffer::Shm { host_id, .. }) = receiver.offers().first() else {
         panic!("shm is offered")
     };
     let nixl = baton_fuzz::nixl();
-    let mut config = SenderConfig { streams_per_peer: 1, frame_bytes: 512, nixl, ..SenderConfig::default() };
-    if config.nixl.is_some() {
-        config.transports.push(TransportKind::Rdma);
+    let storage_of_sender = storage();
+    let mut transports: Vec<Box<dyn SendingTransport>> = vec![
+        Box::new(ShmSending::default()),
+        Box::new(TcpSending { streams_per_peer: 1, ..TcpSending::default() }),
+    ];
+    if let Some(nixl) = &nixl {
+        transports.push(Box::new(RdmaSending::start(&storage_of_sender, Some(nixl)).expect("rdma")));
     }
+    let config = SenderConfig { frame_bytes: 512, ..SenderConfig::default() };
     let script = Arc::new(Mutex::new(Script::default()));
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let tcp = listener.local_addr().expect("an address").to_string();
@@ -117,7 +126,7 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
             }
         }
     });
-    let rdma = config.nixl.is_some().then(|| {
+    let rdma = nixl.is_some().then(|| {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let rdma = listener.local_addr().expect("an address").to_string();
         let script = Arc::clone(&script);
@@ -128,7 +137,7 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
         });
         rdma
     });
-    let sender = Sender::start(storage(), config).expect("a sender");
+    let sender = Sender::start(storage_of_sender, config, transports).expect("a sender");
     Fabric { sender, host_id: host_id.clone(), tcp, shm, rdma, script, _receiver: receiver }
 });
 

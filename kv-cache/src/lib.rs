@@ -13,6 +13,7 @@ mod device;
 mod divided;
 pub mod e4m3;
 mod element;
+pub mod mapping;
 mod offload;
 mod pages;
 mod quantise;
@@ -20,12 +21,12 @@ mod region;
 mod storage;
 mod wire;
 
-pub use baton_kv_layout::{
-    BlockId, HeadShard, KvDtype, KvFormat, KvLayout, KvMapping, KvShard, ShardError, mapping,
-};
+pub use baton_kv_layout::{BlockId, HeadShard, KvDtype, KvFormat, KvLayout, KvShard, ShardError};
 pub use block::{BlockHash, HashRoot};
 pub use device::{BlockKernels, DeviceMemory};
 pub use divided::DividedMemory;
+pub use element::VectorCodec;
+pub use mapping::KvMapping;
 pub use quantise::INT4_GROUP;
 pub use region::Region;
 pub use storage::BlockStorage;

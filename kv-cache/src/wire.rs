@@ -35,7 +35,7 @@ pub enum WireFormat {
 }
 
 impl WireFormat {
-    /// All of them.
+    /// All formats.
     pub const ALL: [WireFormat; 4] = [WireFormat::AsIs, WireFormat::Fp8, WireFormat::Int8, WireFormat::Int4];
 
     /// "as-is", "fp8", "int8" or "int4".
@@ -217,6 +217,7 @@ impl WireScratch {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::VectorCodec;
 
     const LAYOUT: KvLayout =
         KvLayout { block_size: 5, num_layers: 1, num_kv_heads: 3, head_dim: 80, dtype: KvDtype::Bf16 };

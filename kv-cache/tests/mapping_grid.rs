@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use baton_kv_cache::{
-    KvDtype, KvLayout, KvMapping, KvShard,
+    KvDtype, KvLayout, KvMapping, KvShard, VectorCodec,
     mapping::{BlockOffset, Run, RunKind},
 };
 use proptest::prelude::*;
@@ -138,17 +138,17 @@ fn check(whole: &Cache, from: Side, to: Side, tokens: Range<usize>) {
     let sources: Vec<Cache> =
         from.shards().map(|shard| whole.cut(&shard, num_tokens, 0..num_tokens)).collect();
     let mut vector = Vec::new();
-    for taker in to.shards() {
-        let mut arrived = Cache::new(*taker.layout(), num_tokens, UNTOUCHED);
-        let mut num_writes = Cache::new(*taker.layout(), num_tokens, 0);
+    for receiver in to.shards() {
+        let mut arrived = Cache::new(*receiver.layout(), num_tokens, UNTOUCHED);
+        let mut num_writes = Cache::new(*receiver.layout(), num_tokens, 0);
         for (sender, source) in from.shards().zip(&sources) {
-            let mapping = KvMapping::new(&sender, &taker).unwrap();
+            let mapping = KvMapping::new(&sender, &receiver).unwrap();
             let mut before: Option<Run> = None;
             for run in mapping.runs(tokens.clone()) {
                 check_order(before.replace(run), run);
                 for layer in 0..from.whole.num_layers {
                     let piece = arrived.piece(run.destination.block_idx, layer);
-                    for range in written(taker.layout(), &run) {
+                    for range in written(receiver.layout(), &run) {
                         num_writes.bytes[piece.clone()][range].iter_mut().for_each(|n| *n += 1);
                     }
                     let from = &source.bytes[source.piece(run.source.block_idx, layer)];
@@ -156,14 +156,14 @@ fn check(whole: &Cache, from: Side, to: Side, tokens: Range<usize>) {
                 }
             }
         }
-        let expected = whole.cut(&taker, num_tokens, tokens.clone());
+        let expected = whole.cut(&receiver, num_tokens, tokens.clone());
         assert!(
             arrived == expected,
             "{from:?} to {to:?}, {tokens:?}: {:?} does not hold its part",
-            taker.heads()
+            receiver.heads()
         );
-        let mut once = Cache::new(*taker.layout(), num_tokens, 0);
-        each_vector(taker.layout(), tokens.clone(), |at| {
+        let mut once = Cache::new(*receiver.layout(), num_tokens, 0);
+        each_vector(receiver.layout(), tokens.clone(), |at| {
             once.vector(at).into_iter().for_each(|range| once.bytes[range].fill(1));
         });
         assert!(num_writes == once, "{from:?} to {to:?}, {tokens:?}: not every byte was written once");

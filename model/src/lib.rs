@@ -5,16 +5,16 @@
 //!
 //! It does not know requests, text, or the network.
 
-mod cpu;
 mod kernel_files;
 mod load;
-mod packed;
 
 pub use baton_checkpoint::{
     DeviceModel, LoadOptions, LoadProgress, gguf_files, load_config, load_for_device, load_ranks_for_devices,
 };
+pub use baton_cpu_kernels::{CpuList, CpuListError, ThreadPool};
 pub use baton_cuda::num_devices as num_cuda_devices;
 pub use baton_cuda_kernels::kernel::KernelCode;
+pub use baton_model_cpu::{CpuExecutor, CpuModel, ParallelCpuExecutor};
 pub use baton_model_cuda::{
     BatchLimits, DeviceWeightBytes, ModelOnDevices, StartError as CudaStartError,
     block_kernels as cuda_block_kernels,
@@ -25,8 +25,5 @@ pub use baton_model_spec::{
     MlpSpec, ModelConfig, ParseQuantisationError, Quantisation, Rank, RopeScaling, RopeSpec, SampledRow,
     SampledToken, SamplingExecutor, ThreadCommunicator, TokenCount, TokenLogprobs, TokenSampling, cost,
 };
-#[doc(hidden)]
-pub use cpu::benchmark;
-pub use cpu::{CpuExecutor, CpuList, CpuListError, CpuModel, ParallelCpuExecutor, ThreadPool};
 pub use kernel_files::{KERNEL_FILES, kernel_code};
 pub use load::{LoadedModel, load, load_ranks};

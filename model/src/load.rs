@@ -4,10 +4,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use baton_checkpoint::{DeviceModel, LoadOptions, LoadProgress, load_for_device, load_ranks_for_devices};
+use baton_cpu_kernels::ThreadPool;
 use baton_kv_cache::{KvFormat, KvLayout};
+use baton_model_cpu::{CpuExecutor, CpuModel};
 use baton_model_spec::{Backend, DecoderShard, LoadError, ModelConfig};
-
-use crate::cpu::{self, CpuExecutor, CpuModel, ThreadPool};
 
 /// A model, or one rank's part of it, loaded for what will compute it. Clones share the weights.
 #[derive(Clone, Debug)]
@@ -129,7 +129,7 @@ pub fn load(
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<LoadedModel, LoadError> {
     match options.backend {
-        Backend::Cpu => cpu::load(model, options, progress).map(LoadedModel::Cpu),
+        Backend::Cpu => baton_model_cpu::load(model, options, progress).map(LoadedModel::Cpu),
         Backend::Cuda => load_for_device(model, options).map(LoadedModel::Cuda),
     }
 }
@@ -146,7 +146,7 @@ pub fn load_ranks(
 ) -> Result<Vec<LoadedModel>, LoadError> {
     match options.backend {
         Backend::Cpu => {
-            let ranks = cpu::load_ranks(model, num_ranks, options, progress)?;
+            let ranks = baton_model_cpu::load_ranks(model, num_ranks, options, progress)?;
             Ok(ranks.into_iter().map(LoadedModel::Cpu).collect())
         }
         Backend::Cuda => {

@@ -1,10 +1,19 @@
 //! Both ends of the data plane, over a worker's one block pool: any worker may receive KV, and any may send it.
 
+use std::sync::Arc;
+
 use anyhow::Context;
 use baton_cluster::WorkerRecord;
 use baton_engine::EngineHandle;
 use baton_handoff::TransportKind;
-use baton_kv_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig, TransportCounts};
+use baton_kv_cache::BlockStorage;
+use baton_transfer::{
+    Receiver, ReceiverConfig, ReceivingTransport, Sender, SenderConfig, SendingTransport, TransportCounts,
+};
+use baton_transport_nccl::{NcclReceiving, NcclSending};
+use baton_transport_rdma::{RdmaReceiving, RdmaSending};
+use baton_transport_shm::{ShmReceiving, ShmSending};
+use baton_transport_tcp::{TcpReceiving, TcpSending};
 
 use crate::config::{WorkerConfig, private_runtime_dir};
 
@@ -53,36 +62,24 @@ impl DataPlane {
         if transports.len() < config.transports.len() {
             tracing::info!("blocks lie on several devices: kv does not travel over nccl");
         }
-        let offers = |kind| transports.contains(&kind);
-        let shm_dir = match &config.shm_dir {
-            _ if !offers(TransportKind::Shm) => None,
-            Some(dir) => Some(dir.clone()),
-            None => Some(private_runtime_dir().context("no directory for the sockets of the shm transport")?),
-        };
-        let receiver = ReceiverConfig {
-            rdma_listen: offers(TransportKind::Rdma).then(|| config.rdma_listen()),
-            nixl: config.nixl.clone(),
-            nccl_listen: offers(TransportKind::Nccl).then_some(config.nccl_listen),
-            nccl: config.nccl.clone(),
-            tcp_listen: offers(TransportKind::Tcp).then_some(config.data_listen),
-            advertise_host: Some(config.data_host(&record.address)),
-            shm_dir,
-            tls: config.tls.clone(),
-            ..ReceiverConfig::default()
-        };
-        if config.tls.is_some() && offers(TransportKind::Rdma) {
+        if config.tls.is_some() && transports.contains(&TransportKind::Rdma) {
             tracing::warn!("kv that travels over rdma is not encrypted, nor is its control connection");
         }
-        let receiver =
-            Receiver::start(engine.storage().clone(), receiver).context("cannot start receiving KV")?;
-        let sender = SenderConfig {
-            transports,
-            nixl: config.nixl.clone(),
-            nccl: config.nccl.clone(),
-            tls: config.tls.clone(),
-            ..SenderConfig::default()
+        let storage = engine.storage();
+        let receiving: anyhow::Result<_> =
+            transports.iter().map(|&kind| receiving(kind, config, storage)).collect();
+        let limits = ReceiverConfig {
+            advertise_host: Some(config.data_host(&record.address)),
+            ..ReceiverConfig::default()
         };
-        let sender = Sender::start(engine.storage().clone(), sender).context("cannot start sending KV")?;
+        let receiver = receiving
+            .and_then(|receiving| Ok(Receiver::start(Arc::clone(storage), &limits, receiving)?))
+            .context("cannot start receiving KV")?;
+        let sending: anyhow::Result<_> =
+            transports.iter().map(|&kind| sending(kind, config, storage)).collect();
+        let sender = sending
+            .and_then(|sending| Ok(Sender::start(Arc::clone(storage), SenderConfig::default(), sending)?))
+            .context("cannot start sending KV")?;
         Ok(DataPlane { receiver, sender })
     }
 
@@ -93,4 +90,43 @@ impl DataPlane {
             Direction::Received => self.receiver.counters().of(kind).read(),
         }
     }
+}
+
+/// The decode side of each transport.
+fn receiving(
+    kind: TransportKind,
+    config: &WorkerConfig,
+    storage: &Arc<BlockStorage>,
+) -> anyhow::Result<Box<dyn ReceivingTransport>> {
+    Ok(match kind {
+        TransportKind::Shm => Box::new(ShmReceiving {
+            dir: match &config.shm_dir {
+                Some(dir) => dir.clone(),
+                None => private_runtime_dir().context("no directory for the sockets of the shm transport")?,
+            },
+        }),
+        TransportKind::Rdma => {
+            Box::new(RdmaReceiving::start(storage, config.nixl.as_deref(), config.rdma_listen())?)
+        }
+        TransportKind::Nccl => {
+            Box::new(NcclReceiving::start(storage, config.nccl.as_deref(), config.nccl_listen)?)
+        }
+        TransportKind::Tcp => {
+            Box::new(TcpReceiving { tls: config.tls.clone(), ..TcpReceiving::new(config.data_listen) })
+        }
+    })
+}
+
+/// The prefill side of each transport.
+fn sending(
+    kind: TransportKind,
+    config: &WorkerConfig,
+    storage: &Arc<BlockStorage>,
+) -> anyhow::Result<Box<dyn SendingTransport>> {
+    Ok(match kind {
+        TransportKind::Shm => Box::new(ShmSending::default()),
+        TransportKind::Rdma => Box::new(RdmaSending::start(storage, config.nixl.as_deref())?),
+        TransportKind::Nccl => Box::new(NcclSending::start(storage, config.nccl.as_deref())?),
+        TransportKind::Tcp => Box::new(TcpSending { tls: config.tls.clone(), ..TcpSending::default() }),
+    })
 }

@@ -4,8 +4,8 @@ use std::{fmt, str::FromStr};
 
 use baton_engine::EngineConfig;
 use baton_kv_cache::{BlockKernels, BlockStorage, KvLayout, KvShard};
-use baton_kv_transfer::cuda::{blocks_on_device, blocks_on_devices};
 use baton_model::num_cuda_devices;
+use baton_transfer::cuda::{blocks_on_device, blocks_on_devices};
 
 use crate::config::ConfigError;
 

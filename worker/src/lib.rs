@@ -26,7 +26,7 @@ mod service;
 mod worker;
 
 pub use baton_handoff::TransportKind;
-pub use baton_kv_transfer::finds_rdma;
+pub use baton_transport_rdma::finds_rdma;
 pub use config::{
     ConfigError, DrafterConfig, KvMemory, ThreadPinning, WorkerConfig, name_of, private_runtime_dir,
 };

@@ -2,8 +2,8 @@
 
 use baton_engine::{EngineHandle, EngineLoad};
 use baton_handoff::TransportKind;
-use baton_kv_transfer::TransportCounts;
 use baton_telemetry::Metrics;
+use baton_transfer::TransportCounts;
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},

@@ -39,23 +39,52 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-cli",
         uses: &[
+            "baton-bench",
+            "baton-command",
             "baton-router",
             "baton-prefill-worker",
             "baton-decode-worker",
             "baton-worker",
             "baton-model",
-            "baton-kv-transfer",
+            "baton-transport-tcp",
+            "baton-transport-shm",
+            "baton-transport-rdma",
+            "baton-transport-nccl",
+            "baton-transfer",
             "baton-handoff",
             "baton-cluster",
             "baton-kv-cache",
-            "baton-tokenizer",
             "baton-telemetry",
-            "baton-tls",
-            // `baton bench` also measures a worker without a router in between.
             "baton-proto",
         ],
         tests_use: &[],
         never: &[],
+    },
+    // Also measures a worker without a router in between, and the parts of a transfer by themselves.
+    Room {
+        name: "baton-bench",
+        uses: &[
+            "baton-command",
+            "baton-handoff",
+            "baton-transport-nccl",
+            "baton-transport-rdma",
+            "baton-transport-shm",
+            "baton-transport-tcp",
+            "baton-transfer",
+            "baton-cluster",
+            "baton-kv-cache",
+            "baton-tls",
+            "baton-proto",
+        ],
+        tests_use: &[],
+        never: &["baton-router", "baton-tokenizer"],
+    },
+    // What several commands have in common, and no command.
+    Room {
+        name: "baton-command",
+        uses: &["baton-worker", "baton-model", "baton-kv-cache", "baton-tls"],
+        tests_use: &[],
+        never: &["baton-router"],
     },
     // Tokenises and plans, and never sees a weight: it runs on machines without accelerators.
     Room {
@@ -76,7 +105,7 @@ const ROOMS: &[Room] = &[
             "baton-model",
             "baton-engine",
             "baton-handoff",
-            "baton-kv-transfer",
+            "baton-transfer",
             "baton-worker",
             "safetensors",
             "cudarc",
@@ -106,8 +135,12 @@ const ROOMS: &[Room] = &[
         uses: &[
             "baton-engine",
             "baton-model",
+            "baton-transport-tcp",
+            "baton-transport-shm",
+            "baton-transport-rdma",
+            "baton-transport-nccl",
+            "baton-transfer",
             "baton-handoff",
-            "baton-kv-transfer",
             "baton-kv-cache",
             "baton-cluster",
             "baton-telemetry",
@@ -121,9 +154,9 @@ const ROOMS: &[Room] = &[
     // A fake model for tests.
     Room {
         name: "baton-engine-testing",
-        uses: &["baton-engine", "baton-model", "baton-kv-cache"],
+        uses: &["baton-engine", "baton-model-spec", "baton-kv-cache"],
         tests_use: &[],
-        never: &["baton-proto", "baton-kv-transfer", "baton-cluster"],
+        never: &["baton-proto", "baton-transfer", "baton-cluster"],
     },
     // Knows no network and no protocol.
     Room {
@@ -135,7 +168,7 @@ const ROOMS: &[Room] = &[
             "baton-checkpoint",
             "baton-proto",
             "baton-handoff",
-            "baton-kv-transfer",
+            "baton-transfer",
             "baton-cluster",
             "tonic",
             "prost",
@@ -150,6 +183,8 @@ const ROOMS: &[Room] = &[
         uses: &[
             "baton-model-cuda",
             "baton-cuda-kernels",
+            "baton-model-cpu",
+            "baton-cpu-kernels",
             "baton-checkpoint",
             "baton-model-spec",
             "baton-kv-cache",
@@ -176,8 +211,8 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-model-cuda",
         uses: &["baton-cuda-kernels", "baton-checkpoint", "baton-model-spec", "baton-kv-cache", "baton-cuda"],
-        tests_use: &["baton-cuda-emulator", "baton-model", "baton-model-testing"],
-        never: &["baton-cuda-emulator", "baton-cpu-kernels", "baton-model-cpu", "tokio"],
+        tests_use: &["baton-cuda-emulator", "baton-model-cpu", "baton-model-testing"],
+        never: &["baton-cuda-emulator", "baton-cpu-kernels", "tokio"],
     },
     // Knows shapes and addresses, no models.
     Room {
@@ -185,6 +220,20 @@ const ROOMS: &[Room] = &[
         uses: &["baton-model-spec", "baton-kv-cache", "baton-cuda"],
         tests_use: &["baton-cuda-emulator", "baton-model-testing"],
         never: &["baton-cuda-emulator", "baton-checkpoint", "safetensors", "tokio"],
+    },
+    // The forward pass on processors, which never see a device.
+    Room {
+        name: "baton-model-cpu",
+        uses: &["baton-cpu-kernels", "baton-checkpoint", "baton-model-spec", "baton-kv-cache"],
+        tests_use: &[],
+        never: &["baton-cuda", "cudarc", "tokio"],
+    },
+    // Kernels and the threads that run them: no weight files, no order of operations.
+    Room {
+        name: "baton-cpu-kernels",
+        uses: &["baton-model-spec", "baton-kv-cache"],
+        tests_use: &["baton-model-testing"],
+        never: &["baton-checkpoint", "baton-cuda", "safetensors", "cudarc", "tokio"],
     },
     // Files to matrices. What a backend makes of them is its own business.
     Room {
@@ -202,12 +251,44 @@ const ROOMS: &[Room] = &[
     },
     // Numbers for tests: no production code uses it.
     Room { name: "baton-model-testing", uses: &[], tests_use: &[], never: &["tokio"] },
-    // Moves blocks; whose they are is not its business.
+    // How KV travels. A transport knows no other one.
     Room {
-        name: "baton-kv-transfer",
-        uses: &["baton-handoff", "baton-kv-cache", "baton-cuda", "baton-tls"],
+        name: "baton-transport-tcp",
+        uses: &["baton-transfer", "baton-handoff", "baton-kv-cache", "baton-tls"],
+        tests_use: &["baton-transfer-conformance"],
+        never: NO_ENGINE,
+    },
+    Room {
+        name: "baton-transport-shm",
+        uses: &["baton-transfer", "baton-handoff", "baton-kv-cache"],
+        tests_use: &["baton-transfer-conformance"],
+        never: NO_ENGINE,
+    },
+    Room {
+        name: "baton-transport-rdma",
+        uses: &["baton-transfer", "baton-handoff", "baton-kv-cache"],
+        tests_use: &["baton-transfer-conformance"],
+        never: NO_ENGINE,
+    },
+    Room {
+        name: "baton-transport-nccl",
+        uses: &["baton-transfer", "baton-handoff", "baton-kv-cache", "baton-cuda"],
+        tests_use: &["baton-transfer-conformance"],
+        never: NO_ENGINE,
+    },
+    // What the tests of transports stand on. Nothing but tests uses it.
+    Room {
+        name: "baton-transfer-conformance",
+        uses: &["baton-transfer", "baton-handoff", "baton-kv-cache", "baton-tls"],
         tests_use: &[],
-        never: &["baton-engine", "baton-model", "baton-proto", "tonic", "prost", "hyper", "axum", "h2"],
+        never: NO_ENGINE,
+    },
+    // Moves blocks; whose they are, and how bytes travel, is not its business.
+    Room {
+        name: "baton-transfer",
+        uses: &["baton-handoff", "baton-kv-cache", "baton-cuda", "baton-tls"],
+        tests_use: &["baton-transfer-conformance", "baton-transport-shm", "baton-transport-tcp"],
+        never: NO_ENGINE,
     },
     // The protocol of a handoff: messages in, messages and actions out. It acts through nothing but its caller.
     Room {
@@ -217,7 +298,7 @@ const ROOMS: &[Room] = &[
         never: &[
             "baton-engine",
             "baton-model",
-            "baton-kv-transfer",
+            "baton-transfer",
             "baton-proto",
             "baton-tls",
             "baton-cuda",
@@ -232,7 +313,7 @@ const ROOMS: &[Room] = &[
         name: "baton-cluster",
         uses: &["baton-cluster-record", "baton-kv-cache", "baton-proto", "baton-tls"],
         tests_use: &[],
-        never: &["baton-engine", "baton-model", "baton-handoff", "baton-kv-transfer"],
+        never: &["baton-engine", "baton-model", "baton-handoff", "baton-transfer"],
     },
     Room {
         name: "baton-proto",
@@ -268,12 +349,16 @@ const ROOMS: &[Room] = &[
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
 ];
 
+/// What moves KV knows neither who computes it nor how workers speak to each other.
+const NO_ENGINE: &[&str] =
+    &["baton-engine", "baton-model", "baton-proto", "tonic", "prost", "hyper", "axum", "h2"];
+
 /// Both roles are thin and alike.
 const ROLE: &[&str] = &[
     "baton-worker",
     "baton-engine",
     "baton-handoff",
-    "baton-kv-transfer",
+    "baton-transfer",
     "baton-cluster",
     "baton-kv-cache",
     "baton-telemetry",
@@ -291,11 +376,11 @@ const BEHIND: &[(&str, &[&str])] = &[
     ("tokenizers", &["baton-tokenizer"]),
     ("minijinja", &["baton-tokenizer"]),
     ("safetensors", &["baton-checkpoint"]),
-    ("cudarc", &["baton-cuda", "baton-cuda-kernels", "baton-kv-transfer"]),
+    ("cudarc", &["baton-cuda", "baton-cuda-kernels", "baton-transfer", "baton-transport-nccl"]),
     ("opentelemetry-otlp", &["baton-telemetry"]),
     ("rustls", &["baton-tls"]),
     ("tokio-rustls", &["baton-tls"]),
-    ("clap", &["baton-cli", "xtask"]),
+    ("clap", &["baton-cli", "baton-bench", "baton-command", "xtask"]),
 ];
 
 pub(crate) fn check(workspace: &Workspace) -> anyhow::Result<Outcome> {

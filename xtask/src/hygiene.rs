@@ -17,7 +17,8 @@ const OWN_WORKSPACES: [&str; 1] = [fuzz::FOLDER];
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
 /// engine, which calls the model's executor under a contract that no type can state.
-const MAY_BE_UNSAFE: [&str; 14] = [
+const MAY_BE_UNSAFE: [&str; 22] = [
+    "baton-bench",
     "baton-cuda",
     "baton-cuda-kernels",
     "baton-cuda-emulator",
@@ -25,9 +26,16 @@ const MAY_BE_UNSAFE: [&str; 14] = [
     "baton-model-cuda",
     "baton-model-spec",
     "baton-checkpoint",
+    "baton-cpu-kernels",
+    "baton-model-cpu",
     "baton-gguf",
     "baton-kv-cache",
-    "baton-kv-transfer",
+    "baton-transfer",
+    "baton-transfer-conformance",
+    "baton-transport-nccl",
+    "baton-transport-rdma",
+    "baton-transport-shm",
+    "baton-transport-tcp",
     "baton-engine",
     "baton-engine-testing",
     "baton-worker",

@@ -1,4 +1,4 @@
-//! Drafted tokens of a step: how many are verified, and what becomes of their blocks.
+//! Drafted tokens of a step: how many are verified, and which blocks they keep.
 //! It does not know where drafts come from.
 
 use super::sequence_list::SequenceList;

@@ -208,12 +208,12 @@ impl Scheduler {
         }
     }
 
-    /// Takes hold of the cached blocks of the longest prefix of `hashes`, until [`release`](Self::release).
+    /// Holds the cached blocks of the longest prefix of `hashes`, until [`release`](Self::release).
     pub fn hold_cached(&mut self, id: SequenceId, hashes: &[BlockHash]) -> Vec<BlockId> {
         self.holds.hold_cached(id, hashes, &mut self.pool)
     }
 
-    /// Takes hold of the cached blocks of `hashes`, and of free ones for the rest, until [`release`](Self::release).
+    /// Holds the cached blocks of `hashes`, and free ones for the rest, until [`release`](Self::release).
     /// `None` when sequences here would have to wait for them: fetching a prefix is worth no preemption and delays no
     /// waiting sequence.
     pub fn reserve_prefix(&mut self, id: SequenceId, hashes: &[BlockHash]) -> Option<PrefixBlocks> {

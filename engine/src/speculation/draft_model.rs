@@ -261,14 +261,14 @@ impl DraftModel {
         // Only this drafter uses the storage. A batch's tokens are in blocks that their sequence allocated and
         // releases when no step is under way. Shared blocks are full and never computed again. So the safety argument
         // of `execute` and `launch` holds here.
-        let answers = if executor.sampling().is_some() {
+        let rows = if executor.sampling().is_some() {
             collect(executor, &mut |_| {})?
         } else {
             let vocab_size = executor.vocab_size();
             let logits = execute(executor, &batch(&self.runs, &self.kv, live), storage, &mut |_| {})?;
             logits.chunks_exact(vocab_size).map(SampledRow::Logits).collect()
         };
-        let mut rows = step.drafted.iter().zip(answers);
+        let mut rows = step.drafted.iter().zip(rows);
         for run in &mut self.runs {
             let sequence = live.scheduler.sequence(run.id).expect("planned sequences run");
             let kv = self.kv.get_mut(&run.id).expect("the sequence was prepared");
@@ -278,8 +278,8 @@ impl DraftModel {
                 kv.ahead.extend(sequence.draft().last());
             }
             let mut sample = || {
-                let (_, answer) = rows.find(|&(&id, _)| id == run.id).expect("a row for each complete run");
-                live.sample_draft(run.id, answer)
+                let (_, row) = rows.find(|&(&id, _)| id == run.id).expect("a row for each complete run");
+                live.sample_draft(run.id, row)
             };
             let goes_on = run.is_complete && sample();
             run.num_drafts = if goes_on { run.num_drafts - 1 } else { 0 };

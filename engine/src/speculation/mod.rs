@@ -159,19 +159,19 @@ impl Speculator {
         Ok(())
     }
 
-    /// Whether no sequence gets a draft in the step of `plan`, whatever its tokens, which are not known yet, turn out
-    /// to be. If so, that is decided.
-    pub(crate) fn rests(&mut self, plan: &StepPlan, live: &mut LiveRequests) -> bool {
+    /// Whether no sequence gets a draft in the step of `plan` for any values of its tokens, which are not known yet. If
+    /// so, the step is counted as one without drafts.
+    pub(crate) fn drafts_nothing(&mut self, plan: &StepPlan, live: &mut LiveRequests) -> bool {
         if self.budget(plan) > 0 {
             let (num_sequences, cost, overhead) = self.price(plan, live);
             debug_assert_eq!(num_sequences, plan.chunks.len(), "every sequence decodes");
             let max = self.max_draft_tokens;
-            let rests = |id| {
+            let gets_none = |id| {
                 !live.may_draft(id)
                     || live.draft_is_resting(id, max, cost, overhead)
                     || self.finds_nothing_after_next(id, live)
             };
-            if !plan.chunks.iter().all(|chunk| rests(chunk.id)) {
+            if !plan.chunks.iter().all(|chunk| gets_none(chunk.id)) {
                 return false;
             }
         }

@@ -65,9 +65,9 @@ fn accepted_tokens_are_cached_and_rejected_ones_never() {
         step
             1: 6..15 token draft 8 accepted 2
         end id=1
-        # The first eight tokens of a text that goes on as 1 did: six and two that were accepted.
+        # The first eight tokens of a text that continues like 1: six, and two that were accepted.
         add id=2 prompt=6 max=40 text=a output=4
-        # And as the draft went on that was rejected.
+        # And a text that continues like the rejected draft.
         add id=3 prompt=6 max=40 text=a output=2 wrong=6
         step
             admit 2 cached 2

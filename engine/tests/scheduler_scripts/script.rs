@@ -10,7 +10,7 @@
 //! draft id=1 right=2 wrong=1                       for the next step, in which `1: 9..12 token draft 2
 //!                                                  accepted 1` is a chunk whose last two were drafted
 //! decode id=1 | end id=1 | release id=1
-//! state                                            who waits, how many run, free blocks
+//! state                                            the waiting sequences, the number of running ones, free blocks
 //! ```
 
 use std::{collections::BTreeMap, fmt::Write};
@@ -141,7 +141,7 @@ impl Player {
             )],
             other => panic!("no command {other}"),
         };
-        self.scheduler.check_integrity().expect("the books are right after every command");
+        self.scheduler.check_integrity().expect("the accounting is right after every command");
         answers
     }
 

@@ -38,7 +38,7 @@ pub enum KvDtype {
 }
 
 impl KvDtype {
-    /// All of them.
+    /// All types.
     pub const ALL: [KvDtype; 5] = [KvDtype::F32, KvDtype::F16, KvDtype::Bf16, KvDtype::Fp8, KvDtype::Int8];
 
     /// Bytes of one element, without its share of a scale.

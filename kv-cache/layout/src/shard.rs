@@ -100,7 +100,7 @@ impl HeadShard {
         (self.num_ranks / self.num_kv_heads).max(1)
     }
 
-    /// Which of them this rank is.
+    /// Index of this rank among its replicas.
     pub fn replica_idx(&self) -> usize {
         self.rank % self.num_replicas()
     }
@@ -161,7 +161,7 @@ impl KvShard {
         self.heads.num_replicas()
     }
 
-    /// Which of them this rank is.
+    /// Index of this rank among its replicas.
     pub fn replica_idx(&self) -> usize {
         self.heads.replica_idx()
     }

@@ -5,7 +5,8 @@ use std::sync::OnceLock;
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::device::{Device, Fp8Product, Fp8Products, Product};
-use baton_cuda_kernels::driver::{self, DriverDevice, OpenError};
+use baton_cuda_kernels::driver::graphs::{self, Graphs};
+use baton_cuda_kernels::driver::{DriverDevice, OpenError};
 use baton_cuda_kernels::kernel::{Address, Kernel, KernelCode, Source};
 
 use crate::emulated_device::EmulatedDevice;
@@ -70,9 +71,9 @@ impl TestDevice {
         launched.unwrap_or_else(|error| panic!("{}: {error}", kernel.name()));
     }
 
-    fn driver(&mut self) -> &mut DriverDevice {
+    fn graphs(&mut self) -> &mut Graphs {
         match self {
-            TestDevice::Guarded(device) => &mut device.driver,
+            TestDevice::Guarded(device) => device.driver.graphs(),
             TestDevice::Emulated(_) => unreachable!("only asked of the other"),
         }
     }
@@ -235,7 +236,7 @@ impl Device for TestDevice {
             }
             TestDevice::Guarded(device) => {
                 *device.repeated.entry(key).or_default() += 1;
-                driver::repeat(self, TestDevice::driver, key, work)
+                graphs::repeat(self, TestDevice::graphs, key, work)
             }
         }
     }

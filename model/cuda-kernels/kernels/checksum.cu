@@ -1,4 +1,4 @@
-// XXH3-64 of pieces, the checksum of the handoff (kv-transfer/src/checksum).
+// XXH3-64 of pieces, the checksum of the handoff (kv-transfer/transfer/src/checksum).
 //
 // The algorithm is that of https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md for inputs of more than 240
 // bytes. Eight accumulators take stripes of 64 bytes and are scrambled after each 16 of them, which are a KiB. What a stripe adds

@@ -20,9 +20,9 @@ use baton_handoff::{
     decode::{Action, Committed, DecodeHandoff, Input},
 };
 use baton_kv_cache::{BlockId, WireFormat};
-use baton_kv_transfer::Granted;
 use baton_proto::worker::{self as proto, PrefillPeer, prefill_client::PrefillClient};
 use baton_telemetry::trace_context;
+use baton_transfer::Granted;
 use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;

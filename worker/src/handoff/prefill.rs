@@ -14,8 +14,8 @@ use baton_handoff::{
     prefill::{Action, Input, PrefillHandoff},
 };
 use baton_kv_cache::{KvFormat, KvLayout, KvShard, WireFormat};
-use baton_kv_transfer::Route;
 use baton_proto::worker as proto;
+use baton_transfer::Route;
 use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};

@@ -4,6 +4,7 @@
 //! `model/examples/gpu_check.rs`, and `baton`. A machine with a GPU often has no Rust: `--pack` builds them elsewhere,
 //! `--packed` runs them there.
 
+mod bench;
 mod handoff;
 mod libraries;
 mod programs;
@@ -18,7 +19,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 
-use self::{programs::Programs, steps::Ended};
+use self::{bench::Bench, programs::Programs};
 use crate::{check::Outcome, tools, workspace::Workspace};
 
 /// What `cargo xtask gpu-check` was asked for.
@@ -68,7 +69,7 @@ pub(crate) fn run(options: &Options) -> Result<bool> {
         "{} is not the repository's root: tests need its files",
         root.display()
     );
-    let bench = Bench::new(root, programs, options.device)?;
+    let bench = Bench::new(root, programs, options.device, Instant::now() + LIMIT)?;
     let card = bench.card()?;
     let Some(card) = card else { return Ok(false) };
     println!("{card}; logs are in {}", bench.logs.display());
@@ -103,18 +104,6 @@ fn table(lines: &[Line]) -> String {
     table
 }
 
-/// Where and with what everything is run.
-struct Bench {
-    root: PathBuf,
-    programs: Programs,
-    /// "cuda:0"
-    device: String,
-    logs: PathBuf,
-    library_path: std::ffi::OsString,
-    /// Until then.
-    end: Instant,
-}
-
 /// Tests of models and engines that are of the emulator, or of several devices, which are emulated.
 const NOT_ON_DEVICE: [&str; 4] = ["measure::", "ranks::", "a_model_that_does_not_fit", "several_ranks"];
 
@@ -136,37 +125,7 @@ const SANITIZED: [&str; 11] = [
     "sample::the_end",
 ];
 
-/// Tests of transports that use a device where there is one.
-const TRANSFERS: [&str; 4] =
-    ["shm::devices::", "nccl::cuda_tests::", "cuda::", "rdma::devices::blocks_go_between_a_gpu"];
-
 impl Bench {
-    fn new(root: PathBuf, programs: Programs, device: u32) -> Result<Bench> {
-        let logs = root.join("target/gpu-check");
-        std::fs::create_dir_all(&logs).context("make target/gpu-check")?;
-        let library_path = libraries::path(&root)?;
-        let (device, end) = (format!("cuda:{device}"), Instant::now() + LIMIT);
-        Ok(Bench { root, programs, device, logs, library_path, end })
-    }
-
-    /// A program with what it needs to find libraries, the device, and the tests' files.
-    fn command(&self, program: &Path) -> Command {
-        let mut command = Command::new(program);
-        command
-            .current_dir(&self.root)
-            .env("BATON_REPOSITORY", &self.root)
-            .env("BATON_KERNELS_ON", &self.device)
-            .env("LD_LIBRARY_PATH", &self.library_path);
-        command
-    }
-
-    /// Runs it to its end, or to this many seconds, or to the end of all.
-    fn finish(&self, name: &str, seconds: u64, command: &mut Command) -> Result<Ended> {
-        let left = self.end.saturating_duration_since(Instant::now());
-        let limit = left.min(Duration::from_secs(seconds));
-        steps::finish(command, &self.logs.join(format!("{name}.log")), limit)
-    }
-
     /// What the device says that it is; `None` where there is none, which has been said.
     fn card(&self) -> Result<Option<String>> {
         let mut command = self.command(&self.programs.figures);
@@ -196,7 +155,13 @@ impl Bench {
         line("figures", &|| self.figures());
         line("handoff tokens", &|| handoff::tokens(self));
         line("handoff exposed", &|| handoff::exposed(self));
-        line("transfers", &|| self.tests("transfers", &self.programs.transfers, 40, &TRANSFERS, [].iter()));
+        // Tests of transports that use a device where there is one.
+        line("shm", &|| self.tests("shm", &self.programs.shm, 20, &["tests::devices::"], [].iter()));
+        line("rdma", &|| {
+            let filters = ["tests::devices::blocks_go_between_a_gpu"];
+            self.tests("rdma", &self.programs.rdma, 20, &filters, [].iter())
+        });
+        line("nccl", &|| self.tests("nccl", &self.programs.nccl, 40, &["cuda::"], [].iter()));
         line("memcheck", &|| self.sanitizer("memcheck", 100, &SANITIZED));
         line("racecheck", &|| self.sanitizer("racecheck", 60, &SANITIZED[..3]));
         lines

@@ -18,16 +18,28 @@ pub(super) struct Programs {
     pub(super) models: PathBuf,
     /// `engine/tests/device.rs`
     pub(super) engine: PathBuf,
-    /// Tests of `baton-kv-transfer`.
-    pub(super) transfers: PathBuf,
+    /// Tests of `baton-transport-shm`.
+    pub(super) shm: PathBuf,
+    /// Tests of `baton-transport-rdma`.
+    pub(super) rdma: PathBuf,
+    /// Tests of `baton-transport-nccl`.
+    pub(super) nccl: PathBuf,
     /// `model/examples/gpu_check.rs`
     pub(super) figures: PathBuf,
     pub(super) baton: PathBuf,
 }
 
 /// What they are called where they are packed, in the same order.
-const NAMES: [&str; 6] =
-    ["kernel_tests", "model_tests", "engine_tests", "transfer_tests", "gpu_check", "baton"];
+const NAMES: [&str; 8] = [
+    "kernel_tests",
+    "model_tests",
+    "engine_tests",
+    "shm_tests",
+    "rdma_tests",
+    "nccl_tests",
+    "gpu_check",
+    "baton",
+];
 
 impl Programs {
     pub(super) fn build(workspace: &Workspace, profile: &str) -> Result<Programs> {
@@ -39,9 +51,17 @@ impl Programs {
             )?,
             models: of(&["test", "--no-run", "--package", "baton-model-cuda", "--test", "models"], "models")?,
             engine: of(&["test", "--no-run", "--package", "baton-engine", "--test", "device"], "device")?,
-            transfers: of(
-                &["test", "--no-run", "--package", "baton-kv-transfer", "--lib"],
-                "baton_kv_transfer",
+            shm: of(
+                &["test", "--no-run", "--package", "baton-transport-shm", "--lib"],
+                "baton_transport_shm",
+            )?,
+            rdma: of(
+                &["test", "--no-run", "--package", "baton-transport-rdma", "--lib"],
+                "baton_transport_rdma",
+            )?,
+            nccl: of(
+                &["test", "--no-run", "--package", "baton-transport-nccl", "--lib"],
+                "baton_transport_nccl",
             )?,
             figures: of(&["build", "--package", "baton-model", "--example", "gpu_check"], "gpu_check")?,
             baton: of(&["build", "--package", "baton-cli", "--bin", "baton"], "baton")?,
@@ -51,23 +71,31 @@ impl Programs {
     /// As [`pack`](Self::pack) has left them.
     pub(super) fn packed(dir: &Path) -> Result<Programs> {
         let dir = dir.canonicalize().with_context(|| format!("look into {}", dir.display()))?;
-        let [kernels, models, engine, transfers, figures, baton] = NAMES.map(|name| dir.join(name));
-        for program in [&kernels, &models, &engine, &transfers, &figures, &baton] {
+        let [kernels, models, engine, shm, rdma, nccl, figures, baton] = NAMES.map(|name| dir.join(name));
+        for program in [&kernels, &models, &engine, &shm, &rdma, &nccl, &figures, &baton] {
             ensure!(
                 program.is_file(),
                 "{} is not there: `cargo xtask gpu-check --pack` makes it",
                 program.display()
             );
         }
-        Ok(Programs { kernels, models, engine, transfers, figures, baton })
+        Ok(Programs { kernels, models, engine, shm, rdma, nccl, figures, baton })
     }
 
     /// Copies them, and this program, without what debuggers need.
     pub(super) fn pack(&self, dir: &Path) -> Result<()> {
         std::fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
         let this = std::env::current_exe().context("find this program")?;
-        let programs =
-            [&self.kernels, &self.models, &self.engine, &self.transfers, &self.figures, &self.baton];
+        let programs = [
+            &self.kernels,
+            &self.models,
+            &self.engine,
+            &self.shm,
+            &self.rdma,
+            &self.nccl,
+            &self.figures,
+            &self.baton,
+        ];
         for (from, name) in programs.into_iter().zip(NAMES).chain([(&this, "xtask")]) {
             let to = dir.join(name);
             std::fs::copy(from, &to).with_context(|| format!("copy {}", from.display()))?;

@@ -8,13 +8,13 @@
 //! Not run on a GPU yet: what is checked is that it gets along with a fake driver (`baton-cuda-emulator`), and that
 //! missing libraries are said.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use baton_cuda::{Allocation, CudaError, Pinned, failed};
 use baton_model_spec::Rank;
-use cudarc::driver::{CudaEvent, CudaGraph, CudaStream, DriverError, result, sys};
+use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 use fp8_trial::fp8_products;
+use graphs::{Graphs, repeat};
 use loaded::LoadedKernels;
 use lt::Products;
 use nccl::{Group, Membership};
@@ -28,6 +28,7 @@ pub use error::OpenError;
 
 mod error;
 pub mod fp8_trial;
+pub mod graphs;
 mod loaded;
 mod lt;
 pub mod nccl;
@@ -35,9 +36,6 @@ pub mod wgmma_trial;
 
 /// Bytes that are copied between the host and the device at a time.
 const STAGED_BYTES: usize = 4 << 20;
-
-/// Graphs that are kept: as many as there are sizes of a step, and some.
-const MAX_GRAPHS: usize = 512;
 
 /// Bytes that there is room for at first in what is sent back: sampled tokens, and some log-probabilities.
 const RETURNED_BYTES: usize = 64 << 10;
@@ -49,7 +47,7 @@ const LOOKS: u32 = 256;
 pub struct DriverDevice {
     name: String,
     /// Before what they refer to.
-    graphs: HashMap<u64, Repeated>,
+    graphs: Graphs,
     /// Unless none are asked for.
     products: Option<Products>,
     pub fp8_products: Fp8Products,
@@ -78,15 +76,6 @@ struct Others {
     /// Behind what sums begin behind, and behind the sums.
     asked: CudaEvent,
     done: CudaEvent,
-}
-
-/// Work that was asked for under one key.
-enum Repeated {
-    /// Once: what it needed at first is there, such as plans of products.
-    Seen,
-    Captured(CudaGraph),
-    /// Twice, and there was no memory for a graph: as if it was not repeated.
-    Plain,
 }
 
 /// Memory that bytes wait in, and when the device has them.
@@ -171,7 +160,7 @@ impl DriverDevice {
         let returned = || Ok::<_, CudaError>(Returned { staging: staging(RETURNED_BYTES)?, num_bytes: 0 });
         let mut device = DriverDevice {
             name: format!("cuda:{ordinal}"),
-            graphs: HashMap::new(),
+            graphs: Graphs::new(&stream),
             products: None,
             fp8_products: Fp8Products::None,
             has_wgmma: false,
@@ -189,6 +178,11 @@ impl DriverDevice {
         // Neither before Hopper nor after it.
         device.has_wgmma = device.capability()? == (9, 0);
         Ok(device)
+    }
+
+    /// The graphs of what is repeated.
+    pub fn graphs(&mut self) -> &mut Graphs {
+        &mut self.graphs
     }
 
     /// Joins the other ranks, each of which does so on a thread of its own.
@@ -221,59 +215,6 @@ impl DriverDevice {
         // SAFETY: there by the caller's word.
         unsafe { result::memset_d8_async(at.0, byte, num_bytes, self.stream.cu_stream()) }
             .map_err(|error| failed("cuMemsetD8Async", error))
-    }
-
-    fn begin_capture(&mut self) -> Result<(), CudaError> {
-        // Other threads of this process, such as those of handoffs, may allocate meanwhile.
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        self.stream.begin_capture(mode).map_err(|error| failed("cuStreamBeginCapture", error))
-    }
-
-    /// What was asked for since, as a graph, if there is memory for it.
-    fn end_capture(&mut self) -> Result<Option<CudaGraph>, CudaError> {
-        match self.stream.end_capture(sys::CUgraphInstantiate_flags(0)) {
-            Ok(Some(graph)) => Ok(Some(graph)),
-            Ok(None) => Err(CudaError::Failed { call: "cuStreamEndCapture", why: "no graph".into() }),
-            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(None),
-            Err(error) => Err(failed("cuStreamEndCapture", error)),
-        }
-    }
-}
-
-/// [`Device::repeat`] of whoever has a device: the second time that work is asked for under a key it becomes a graph.
-pub fn repeat<D>(
-    owner: &mut D,
-    device: fn(&mut D) -> &mut DriverDevice,
-    key: u64,
-    work: &mut dyn FnMut(&mut D) -> Result<(), CudaError>,
-) -> Result<(), CudaError> {
-    match device(owner).graphs.get(&key) {
-        None => {
-            work(owner)?;
-            let graphs = &mut device(owner).graphs;
-            if graphs.len() >= MAX_GRAPHS {
-                graphs.clear();
-            }
-            graphs.insert(key, Repeated::Seen);
-            return Ok(());
-        }
-        Some(Repeated::Seen) => {
-            device(owner).begin_capture()?;
-            let asked = work(owner);
-            // Also after a failure: the stream is of no use while it is captured.
-            let graph = device(owner).end_capture();
-            asked?;
-            let repeated = graph?.map_or(Repeated::Plain, Repeated::Captured);
-            if let Repeated::Plain = repeated {
-                tracing::warn!("no memory for a graph: these steps are launched kernel by kernel");
-            }
-            device(owner).graphs.insert(key, repeated);
-        }
-        Some(Repeated::Captured(_) | Repeated::Plain) => {}
-    }
-    match device(owner).graphs.get(&key) {
-        Some(Repeated::Captured(graph)) => graph.launch().map_err(|error| failed("cuGraphLaunch", error)),
-        _ => work(owner),
     }
 }
 
@@ -497,6 +438,6 @@ impl Device for DriverDevice {
         key: u64,
         work: &mut dyn FnMut(&mut Self) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        repeat(self, |device| device, key, work)
+        repeat(self, DriverDevice::graphs, key, work)
     }
 }

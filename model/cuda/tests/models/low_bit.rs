@@ -9,7 +9,7 @@ use baton_cuda_emulator::session::Threads;
 use baton_cuda_emulator::test_device::TestDevice;
 use baton_cuda_kernels::device::Fp8Products;
 use baton_kv_cache::{KvDtype, e4m3};
-use baton_model::{CpuModel, load};
+use baton_model_cpu::CpuModel;
 use baton_model_cuda::multiply::FEW_ROWS;
 use baton_model_cuda::weights::DeviceWeightBytes;
 use baton_model_spec::{Activations, Backend, IntegerFormat, IntegerRow, IntegerWidth, Quantisation};
@@ -43,7 +43,7 @@ fn loaded(model: &Path, quantise: Option<Quantisation>) -> DeviceModel {
 }
 
 fn loaded_on_cpu(model: &Path) -> CpuModel {
-    load(model, &options(Backend::Cpu), &mut |_| {}).unwrap().into_cpu()
+    baton_model_cpu::load(model, &options(Backend::Cpu), &mut |_| {}).unwrap()
 }
 
 fn pair(what: &str, cpu: &Path, device: &Path, quantise: Option<Quantisation>, fp8: Fp8Products) -> Pair {

@@ -11,7 +11,7 @@ use baton_cuda_emulator::session::Threads;
 use baton_cuda_emulator::test_device::{self, TestDevice};
 use baton_cuda_kernels::device::Fp8Products;
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
-use baton_model::{CpuExecutor, CpuModel, load};
+use baton_model_cpu::{CpuExecutor, CpuModel};
 use baton_model_cuda::error::StartError;
 use baton_model_cuda::executor::{self, DeviceExecutor};
 use baton_model_cuda::inputs::BatchLimits;
@@ -53,7 +53,7 @@ pub(super) fn loaded(name: &str, kv_dtype: KvDtype, block_size: usize) -> Device
 
 fn loaded_on_cpu(name: &str, kv_dtype: KvDtype, block_size: usize) -> CpuModel {
     let (dir, options) = options(name, kv_dtype, block_size, Backend::Cpu);
-    load(&dir, &options, &mut |_| {}).unwrap().into_cpu()
+    baton_model_cpu::load(&dir, &options, &mut |_| {}).unwrap()
 }
 
 /// For so many rows in a step, and multiplying E4M3 so.

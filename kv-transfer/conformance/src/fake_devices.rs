@@ -1,0 +1,230 @@
+//! Blocks in memory of the host that says that it is a device's.
+
+use std::{
+    io,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use baton_kv_cache::{
+    BlockId, BlockKernels, BlockStorage, DeviceMemory, DividedMemory, KvLayout, KvShard, WireCodec,
+    WireFormat, WireScratch,
+};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::{LAYOUT, TestTransport, TransferPair, blocks, bytes, sender, soon, writes};
+
+/// The device, where there is one.
+const DEVICE: u32 = 5;
+
+/// A device whose memory NIXL is told to be the host's, as it is.
+pub const HOST: u32 = u32::MAX;
+
+/// With kernels, as workers have it.
+pub fn fake_device(layout: KvLayout, num_blocks: usize) -> BlockStorage {
+    counted_device(layout, num_blocks).0
+}
+
+/// The same, and how often pieces went between it and the host.
+pub fn counted_device(layout: KvLayout, num_blocks: usize) -> (BlockStorage, Arc<Counts>) {
+    let counts = Arc::<Counts>::default();
+    let kernels = FakeKernels { counts: Arc::clone(&counts) };
+    (device(layout, num_blocks, Some(kernels)), counts)
+}
+
+/// The same of several devices, each with some heads; a piece is moved by all.
+pub fn counted_devices(layout: KvLayout, num_blocks: usize, devices: &[u32]) -> (BlockStorage, Arc<Counts>) {
+    let counts = Arc::<Counts>::default();
+    let of_rank = |rank| *KvShard::new(&layout, devices.len(), rank).expect("a shard").layout();
+    let parts = devices.iter().enumerate();
+    let parts = parts.map(|(rank, &device)| memory(device, of_rank(rank), num_blocks, None)).collect();
+    let kernels = devices
+        .iter()
+        .map(|_| Box::new(FakeKernels { counts: Arc::clone(&counts) }) as Box<dyn BlockKernels>);
+    let memory = DividedMemory::new(layout, parts).expect("shards").with_kernels(kernels.collect());
+    (BlockStorage::on_device(Box::new(memory), layout, num_blocks), counts)
+}
+
+/// Pieces of a fake device with kernels.
+#[derive(Debug, Default)]
+pub struct Counts {
+    /// Copied to or from the host.
+    pub moved: AtomicUsize,
+    /// Hashed where they lie.
+    pub hashed: AtomicUsize,
+    /// Coded or decoded there.
+    pub coded: AtomicUsize,
+}
+
+/// A device that only copies.
+pub fn device_without_kernels(layout: KvLayout, num_blocks: usize) -> BlockStorage {
+    device(layout, num_blocks, None)
+}
+
+/// `None`: it only copies.
+fn device(layout: KvLayout, num_blocks: usize, kernels: Option<FakeKernels>) -> BlockStorage {
+    BlockStorage::on_device(memory(DEVICE, layout, num_blocks, kernels), layout, num_blocks)
+}
+
+fn memory(
+    device: u32,
+    layout: KvLayout,
+    num_blocks: usize,
+    kernels: Option<FakeKernels>,
+) -> Box<dyn DeviceMemory> {
+    let host = BlockStorage::new(layout, num_blocks).expect("memory");
+    let kernels = kernels.map(|kernels| Mutex::new(Box::new(kernels) as Box<dyn BlockKernels>));
+    Box::new(FakeDevice { device, host, kernels })
+}
+
+#[derive(Debug)]
+struct FakeDevice {
+    device: u32,
+    host: BlockStorage,
+    kernels: Option<Mutex<Box<dyn BlockKernels>>>,
+}
+
+impl FakeDevice {
+    fn at(&self, offset: usize) -> *mut u8 {
+        // The storage is one run from its first byte.
+        self.host.layer_ptr(BlockId(0), 0).as_ptr().wrapping_add(offset)
+    }
+}
+
+// SAFETY: the storage stays where it is until it is dropped.
+unsafe impl DeviceMemory for FakeDevice {
+    fn device(&self) -> u32 {
+        self.device
+    }
+
+    fn address(&self) -> Option<u64> {
+        Some(self.host.address())
+    }
+
+    fn bind(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {
+        // SAFETY: in bounds, and not written meanwhile, by the caller's word.
+        unsafe { std::ptr::copy_nonoverlapping(self.at(offset), bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()> {
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at(offset), bytes.len()) };
+        Ok(())
+    }
+
+    fn handle(&self) -> Option<[u8; 64]> {
+        Some([self.device as u8; 64])
+    }
+
+    fn kernels(&self) -> Option<&Mutex<Box<dyn BlockKernels>>> {
+        self.kernels.as_ref()
+    }
+}
+
+#[derive(Debug)]
+struct FakeKernels {
+    counts: Arc<Counts>,
+}
+
+impl BlockKernels for FakeKernels {
+    unsafe fn gather(&mut self, places: &[u64], bytes: &mut [u8]) -> io::Result<()> {
+        let num_bytes = bytes.len() / places.len();
+        for (&place, bytes) in places.iter().zip(bytes.chunks_exact_mut(num_bytes)) {
+            // SAFETY: there, and not written meanwhile, by the caller's word.
+            unsafe { std::ptr::copy_nonoverlapping(place as *const u8, bytes.as_mut_ptr(), num_bytes) };
+        }
+        self.counts.moved.fetch_add(places.len(), Ordering::SeqCst);
+        Ok(())
+    }
+
+    unsafe fn scatter(&mut self, places: &[u64], bytes: &[u8]) -> io::Result<()> {
+        let num_bytes = bytes.len() / places.len();
+        for (&place, bytes) in places.iter().zip(bytes.chunks_exact(num_bytes)) {
+            // SAFETY: there, and not used meanwhile, by the caller's word.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place as *mut u8, num_bytes) };
+        }
+        self.counts.moved.fetch_add(places.len(), Ordering::SeqCst);
+        Ok(())
+    }
+
+    unsafe fn checksums(
+        &mut self,
+        places: &[u64],
+        num_bytes: usize,
+        seed: u64,
+    ) -> io::Result<Option<Vec<u64>>> {
+        let sum = |&place: &u64| {
+            // SAFETY: as of `gather`.
+            xxh3_64_with_seed(unsafe { std::slice::from_raw_parts(place as *const u8, num_bytes) }, seed)
+        };
+        self.counts.hashed.fetch_add(places.len(), Ordering::SeqCst);
+        Ok(Some(places.iter().map(sum).collect()))
+    }
+
+    unsafe fn gather_coded(
+        &mut self,
+        codec: &WireCodec,
+        places: &[u64],
+        coded: &mut [u8],
+        seed: u64,
+    ) -> io::Result<Option<Vec<u64>>> {
+        let num_bytes = codec.layout().layer_bytes();
+        let (mut decoded, mut scratch) = (vec![0; num_bytes], WireScratch::default());
+        let code = |(&place, coded): (&u64, &mut [u8])| {
+            // SAFETY: as of `gather`.
+            let piece = unsafe { std::slice::from_raw_parts(place as *const u8, num_bytes) };
+            codec.encode(piece, coded, &mut scratch);
+            codec.decode(coded, &mut decoded, &mut scratch);
+            xxh3_64_with_seed(&decoded, seed)
+        };
+        let sums = places.iter().zip(coded.chunks_exact_mut(codec.piece_bytes())).map(code).collect();
+        self.counts.coded.fetch_add(places.len(), Ordering::SeqCst);
+        Ok(Some(sums))
+    }
+
+    unsafe fn scatter_coded(&mut self, codec: &WireCodec, places: &[u64], coded: &[u8]) -> io::Result<bool> {
+        let (num_bytes, mut scratch) = (codec.layout().layer_bytes(), WireScratch::default());
+        for (&place, coded) in places.iter().zip(coded.chunks_exact(codec.piece_bytes())) {
+            // SAFETY: as of `scatter`.
+            let piece = unsafe { std::slice::from_raw_parts_mut(place as *mut u8, num_bytes) };
+            codec.decode(coded, piece, &mut scratch);
+        }
+        self.counts.coded.fetch_add(places.len(), Ordering::SeqCst);
+        Ok(true)
+    }
+}
+
+/// What one handoff in this form has moved to the host, hashed and quantised on the device, on the side that sends.
+pub async fn pushed(
+    transport: TestTransport,
+    format: WireFormat,
+    (source, counts): (BlockStorage, Arc<Counts>),
+) -> [usize; 3] {
+    let fabric = TransferPair::new(&[transport]);
+    let source = Arc::new(source);
+    let ids = blocks([3, 9, 4]);
+    for (nth, &block) in ids.iter().enumerate() {
+        for layer_idx in 0..LAYOUT.num_layers {
+            let piece = vec![(nth * 16 + layer_idx) as u8; LAYOUT.layer_bytes()];
+            // SAFETY: nobody else uses the pool yet.
+            unsafe { source.store(block, layer_idx, &piece) }.unwrap();
+        }
+    }
+    let sender = sender(&source, &[transport]).unwrap();
+    let granted = fabric.receiver.grant_as(ids.clone(), Some(format), ());
+    let peer = KvShard::new(&LAYOUT, 1, 0).unwrap();
+    let routed = sender.route_to(&peer, format, granted.access_key(), granted.offers(), ());
+    let pushed = soon(soon(routed).await.unwrap().push(writes(&ids))).await.unwrap();
+    soon(granted.verify(pushed.pieces)).await.unwrap();
+    if format == WireFormat::AsIs {
+        assert!(bytes(&fabric.target, BlockId(9), 2).iter().all(|&byte| byte == 18));
+    }
+    [&counts.moved, &counts.hashed, &counts.coded].map(|count| count.load(Ordering::SeqCst))
+}

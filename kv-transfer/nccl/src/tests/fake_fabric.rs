@@ -1,0 +1,204 @@
+//! What tests have in NCCL's place: communicators of two ranks in one process, and a thread for each pair that copies.
+//!
+//! It keeps to what makes NCCL hard. Sends meet receives by order alone; joining and posting take a while to take
+//! hold; a group whose other half never comes never ends; a rank that aborts tells nobody. And to what the fence needs:
+//! after an abort nothing is copied to or from that rank's places.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{
+        Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
+};
+
+use baton_kv_cache::BlockStorage;
+
+use crate::fabric::{Communicator, Direction, Fabric, FabricError, Place, Rank, Reached, UniqueId};
+
+/// A fabric over memory that the process can address.
+#[derive(Debug, Default)]
+pub(crate) struct MemoryFabric {
+    /// Aborts of its communicators fail.
+    pub(crate) is_stuck: AtomicBool,
+    /// Ranks do not wait for each other.
+    pub(crate) joins_alone: bool,
+}
+
+/// Ranks find each other by the id, as if through the network.
+static PAIRS: LazyLock<Mutex<HashMap<UniqueId, Arc<Pair>>>> = LazyLock::new(Mutex::default);
+
+#[derive(Default)]
+struct Pair {
+    state: Mutex<PairState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct PairState {
+    ends: [End; 2],
+    has_mismatch: bool,
+}
+
+#[derive(Default)]
+struct End {
+    has_joined: bool,
+    is_aborted: bool,
+    /// By direction: places that were posted, each with its group.
+    posted: [VecDeque<(u64, Place)>; 2],
+    /// Places of each group that were not copied yet, oldest first.
+    groups: VecDeque<usize>,
+    num_posted: u64,
+    num_done: u64,
+}
+
+impl Pair {
+    fn state(&self) -> MutexGuard<'_, PairState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The device: copies what meets, place by place, until a rank aborts.
+    fn run(&self) {
+        let mut state = self.state();
+        while !state.ends.iter().any(|end| end.is_aborted) && !state.has_mismatch {
+            let has_moved = (0..2).any(|from| state.copy_one(from));
+            if !has_moved {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+}
+
+impl PairState {
+    /// The oldest place that `from` sends goes to the oldest that the other receives.
+    fn copy_one(&mut self, from: usize) -> bool {
+        let to = 1 - from;
+        let source = self.ends[from].posted[Direction::Send as usize].front().copied();
+        let target = self.ends[to].posted[Direction::Receive as usize].front().copied();
+        let (Some((sent, source)), Some((received, target))) = (source, target) else { return false };
+        if source.len != target.len {
+            self.has_mismatch = true;
+            return false;
+        }
+        // SAFETY: both ranks keep what they posted until it is done or they have aborted, and aborting takes the lock
+        // that is held here.
+        unsafe {
+            std::ptr::copy_nonoverlapping(source.address as *const u8, target.address as *mut u8, source.len);
+        }
+        self.ends[from].copied(Direction::Send, sent);
+        self.ends[to].copied(Direction::Receive, received);
+        true
+    }
+}
+
+impl End {
+    fn copied(&mut self, direction: Direction, group: u64) {
+        self.posted[direction as usize].pop_front();
+        self.groups[(group - self.num_done) as usize] -= 1;
+        while self.groups.front() == Some(&0) {
+            self.groups.pop_front();
+            self.num_done += 1;
+        }
+    }
+}
+
+impl Fabric for MemoryFabric {
+    fn reach(&self, memory: &Arc<BlockStorage>) -> Result<Reached, FabricError> {
+        Ok(Reached::new(memory, memory.address(), None))
+    }
+
+    fn unique_id(&self) -> Result<UniqueId, FabricError> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let mut id = UniqueId([0; UniqueId::BYTES]);
+        id.0[..8].copy_from_slice(&NEXT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
+        Ok(id)
+    }
+
+    fn join(&self, id: &UniqueId, rank: Rank) -> Result<Box<dyn Communicator>, FabricError> {
+        let is_stuck = self.is_stuck.load(Ordering::SeqCst);
+        if self.joins_alone {
+            let pair = Arc::new(Pair::default());
+            pair.state().ends.iter_mut().for_each(|end| end.has_joined = true);
+            return Ok(Box::new(MemoryCommunicator { pair, rank, num_polls: 0, is_stuck }));
+        }
+        let mut pairs = PAIRS.lock().unwrap_or_else(PoisonError::into_inner);
+        let pair = Arc::clone(pairs.entry(*id).or_default());
+        drop(pairs);
+        let mut state = pair.state();
+        if std::mem::replace(&mut state.ends[rank as usize].has_joined, true) {
+            return Err(failed("join", "there is such a rank"));
+        }
+        let is_whole = state.ends.iter().all(|end| end.has_joined);
+        drop(state);
+        if is_whole {
+            PAIRS.lock().unwrap_or_else(PoisonError::into_inner).remove(id);
+            let pair = Arc::clone(&pair);
+            thread::spawn(move || pair.run());
+        }
+        Ok(Box::new(MemoryCommunicator { pair, rank, num_polls: 0, is_stuck }))
+    }
+}
+
+struct MemoryCommunicator {
+    pair: Arc<Pair>,
+    rank: Rank,
+    /// Until what was begun has taken hold.
+    num_polls: usize,
+    is_stuck: bool,
+}
+
+impl Communicator for MemoryCommunicator {
+    fn is_ready(&mut self) -> Result<bool, FabricError> {
+        if self.num_polls > 0 {
+            self.num_polls -= 1;
+            return Ok(false);
+        }
+        Ok(self.pair.state().ends.iter().all(|end| end.has_joined))
+    }
+
+    unsafe fn post(&mut self, direction: Direction, places: &[Place]) -> Result<(), FabricError> {
+        if !self.is_ready()? {
+            return Err(failed("post", "in progress"));
+        }
+        let mut state = self.pair.state();
+        let end = &mut state.ends[self.rank as usize];
+        let group = end.num_posted;
+        end.num_posted += 1;
+        end.groups.push_back(places.len());
+        end.posted[direction as usize].extend(places.iter().map(|&place| (group, place)));
+        drop(state);
+        self.pair.changed.notify_all();
+        self.num_polls = 2;
+        Ok(())
+    }
+
+    fn num_done(&mut self) -> Result<u64, FabricError> {
+        let state = self.pair.state();
+        match state.has_mismatch {
+            true => Err(failed("group", "a send met a receive of another size")),
+            false => Ok(state.ends[self.rank as usize].num_done),
+        }
+    }
+
+    fn abort(&mut self) -> Result<(), FabricError> {
+        if self.is_stuck {
+            return Err(failed("abort", "stuck"));
+        }
+        self.pair.state().ends[self.rank as usize].is_aborted = true;
+        self.pair.changed.notify_all();
+        Ok(())
+    }
+}
+
+impl Drop for MemoryCommunicator {
+    fn drop(&mut self) {
+        if !self.is_stuck {
+            let _ = self.abort();
+        }
+    }
+}
+
+fn failed(call: &'static str, why: &str) -> FabricError {
+    FabricError::Failed { call, why: why.to_owned() }
+}

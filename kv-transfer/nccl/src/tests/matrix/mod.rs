@@ -1,0 +1,390 @@
+//! Every state of a handoff that nccl takes part in with every fault that it sees, and what must come of it; with memory
+//! in a device's place, and a proxy on the control connection. What needs processes of their own, or is the
+//! handoff's state machine's, stands in `decode-worker/tests/handoff/matrix`, for transports that run there.
+
+mod proxy;
+
+use std::{path::Path, sync::Arc, time::Duration};
+
+use baton_handoff::{KvFault, PieceWrite, PushError, Pushed};
+use baton_kv_cache::BlockStorage;
+use baton_transfer::{Granted, Receiver, ReceiverConfig, ReceiverLoad, Route, Sender};
+use baton_transfer_conformance::{
+    Guard, Guards, LAYOUT, NEVER, PATIENCE, TransferPair, blocks, bytes, eventually, fill, holds, receiver,
+    sender, sender_with, soon, writes,
+};
+use tokio::task::JoinHandle;
+
+use crate::tests::NCCL;
+
+use proxy::{Proxy, Rule};
+
+use Fault::*;
+use State::*;
+
+/// How far a handoff's KV has come when the fault does. Before a grant the transport knows nothing of a handoff.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// A route is open, and nothing is written.
+    Granted,
+    /// The first layer is written and verified.
+    FirstChunkWritten,
+    /// Everything lies in the blocks; the sender has not heard of the last chunk.
+    LastChunkUnacknowledged,
+    /// Everything is written and verified, and the grant has ended; the route has not.
+    Committed,
+}
+
+const STATES: [State; 4] = [State::Granted, FirstChunkWritten, LastChunkUnacknowledged, Committed];
+
+/// Of the handoff's faults, what they are to the transport.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    /// The grant is taken back: the client has left, the router is gone, the deadline has passed, the stream was reset.
+    Revoked,
+    /// The prefill worker is gone.
+    PrefillGone,
+    /// The decode worker is gone.
+    DecodeGone,
+    /// Another one listens at its address.
+    DecodeRestarted,
+    /// Nothing that the decode worker says arrives any more: packets are dropped, or the prefill worker is frozen.
+    Silence,
+    /// The control connection is reset.
+    DataReset,
+    /// What the decode worker says next comes twice.
+    Duplicate,
+    /// What the decode worker says next comes after what it says then.
+    Reordered,
+    /// The grant is taken back, its blocks are somebody else's; then the rest of the route is written.
+    StaleWrite,
+    /// A byte is another one before it is verified.
+    BitFlip,
+}
+
+const FAULTS: [Fault; 10] = [
+    Revoked,
+    PrefillGone,
+    DecodeGone,
+    DecodeRestarted,
+    Silence,
+    DataReset,
+    Duplicate,
+    Reordered,
+    StaleWrite,
+    BitFlip,
+];
+
+/// What becomes of the KV that the sender has not heard to be written when the fault comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rest {
+    /// It is, or has been, written.
+    Written,
+    /// Nobody knows: the connection was lost.
+    Lost,
+    /// It is not: the grant is gone.
+    Revoked,
+    /// There is none, or nobody to write it.
+    Nothing,
+}
+
+/// What must come of it, or why the two cannot meet.
+fn expected(state: State, fault: Fault) -> Result<Rest, &'static str> {
+    Ok(match (fault, state) {
+        (BitFlip, State::Granted) => return Err("there is no KV to be damaged yet"),
+        (BitFlip, Committed) => return Err("all is verified, and nothing arrives any more"),
+        (Duplicate | Reordered, Committed) => return Err("nothing is under way to be answered"),
+        (StaleWrite, Committed) => return Err("everything was written"),
+        (PrefillGone, _) | (_, Committed) => Rest::Nothing,
+        // What lies there already is only not known to.
+        (Revoked | StaleWrite | BitFlip, LastChunkUnacknowledged) => Rest::Written,
+        (_, LastChunkUnacknowledged) => Rest::Lost,
+        (Revoked | StaleWrite, _) => Rest::Revoked,
+        // The new life has no such grant.
+        (DecodeRestarted, _) => Rest::Revoked,
+        (DecodeGone | Silence, _) => Rest::Lost,
+        // A frame that was answered may have begun; others are announced again, on another connection.
+        (Duplicate, _) => Rest::Lost,
+        (DataReset | Reordered | BitFlip, _) => Rest::Written,
+    })
+}
+
+/// How long either side waits for the other: only what is lost may be found by that, however busy the machine is.
+fn io_timeout(expected: Rest) -> Duration {
+    if expected == Rest::Lost { PATIENCE } else { NEVER }
+}
+
+/// A handoff of two blocks.
+struct Handoff {
+    source: Arc<BlockStorage>,
+    target: Arc<BlockStorage>,
+    config: ReceiverConfig,
+    receiver: Option<Receiver>,
+    sender: Option<Sender>,
+    granted: Option<Granted<Guard>>,
+    route: Option<Route>,
+    guards: Guards,
+    /// Not pushed yet.
+    rest: Vec<PieceWrite>,
+    /// Pushed and not answered.
+    pushing: Option<JoinHandle<Result<Pushed, PushError>>>,
+    proxy: Proxy,
+}
+
+impl Handoff {
+    async fn at(state: State, io_timeout: Duration) -> Handoff {
+        let fabric = TransferPair::with(NCCL, |config| config.io_timeout = io_timeout);
+        let TransferPair { receiver, source, target, config, .. } = fabric;
+        let proxy = Proxy::start();
+        // Two pieces a frame, so that several are under way.
+        let frame_bytes = 2 * LAYOUT.layer_bytes();
+        let sender = sender_with(&source, NCCL, |config| {
+            (config.io_timeout, config.frame_bytes) = (io_timeout, frame_bytes);
+        });
+        let sender = sender.unwrap();
+        let guards = Guards::default();
+        let granted = receiver.grant(blocks([3, 4]), guards.guard());
+        let offers = [proxy.lead_to(Some(&receiver)).unwrap()];
+        let route = soon(sender.route(granted.access_key(), &offers, guards.guard())).await.unwrap();
+        let rest = writes(&blocks([3, 4]));
+        let (receiver, sender, granted, route) = (Some(receiver), Some(sender), Some(granted), Some(route));
+        let pushing = None;
+        let mut handoff = Handoff {
+            source,
+            target,
+            config,
+            receiver,
+            sender,
+            granted,
+            route,
+            guards,
+            rest,
+            pushing,
+            proxy,
+        };
+        if state != State::Granted {
+            handoff.write(2).await;
+        }
+        match state {
+            State::Granted | FirstChunkWritten => {}
+            LastChunkUnacknowledged => {
+                handoff.proxy.set(Rule::HoldLanded);
+                handoff.push();
+                eventually("the last chunk has landed", || handoff.has_all()).await;
+            }
+            Committed => {
+                handoff.write(4).await;
+                assert!(soon(handoff.granted.take().unwrap().commit()).await.is_some());
+            }
+        }
+        handoff
+    }
+
+    /// Writes and verifies some of the rest.
+    async fn write(&mut self, num_pieces: usize) {
+        let pieces = self.rest.drain(..num_pieces).collect();
+        let pushed = soon(self.route.as_ref().unwrap().push(pieces)).await.unwrap();
+        soon(self.granted.as_ref().unwrap().verify(pushed.pieces)).await.unwrap();
+    }
+
+    fn push(&mut self) {
+        let pieces = std::mem::take(&mut self.rest);
+        if let Some(route) = self.route.as_ref().filter(|_| !pieces.is_empty()) {
+            self.pushing = Some(tokio::spawn(route.push(pieces)));
+        }
+    }
+
+    fn has_all(&self) -> bool {
+        writes(&blocks([3, 4])).iter().all(|write| {
+            let layer_idx = write.layer_idx as usize;
+            bytes(&self.source, write.dst, layer_idx) == bytes(&self.target, write.dst, layer_idx)
+        })
+    }
+
+    /// As if the blocks were somebody else's now.
+    fn overwrite(&self) {
+        for write in writes(&blocks([3, 4])) {
+            fill(&self.target, write.dst, write.layer_idx as usize, 0xEE);
+        }
+    }
+
+    fn is_overwritten(&self) -> bool {
+        writes(&blocks([3, 4]))
+            .iter()
+            .all(|write| holds(&self.target, write.dst, write.layer_idx as usize, 0xEE))
+    }
+
+    async fn revoke(&mut self) {
+        if let Some(granted) = self.granted.take() {
+            assert!(soon(granted.revoke()).await.is_some());
+        }
+    }
+
+    async fn strike(&mut self, fault: Fault) {
+        match fault {
+            Revoked => self.revoke().await,
+            StaleWrite => {
+                self.revoke().await;
+                self.overwrite();
+            }
+            PrefillGone => {
+                self.proxy.cut();
+                (self.route, self.sender, self.pushing) = (None, None, None);
+            }
+            DecodeGone | DecodeRestarted => {
+                let gone = (self.granted.take(), self.receiver.take());
+                soon(tokio::task::spawn_blocking(move || drop(gone))).await.unwrap();
+                if fault == DecodeRestarted {
+                    let receiver = receiver(&self.target, NCCL, Path::new(""), &self.config);
+                    self.receiver = Some(receiver.unwrap());
+                }
+                self.proxy.lead_to(self.receiver.as_ref());
+                self.proxy.cut();
+            }
+            Silence => self.proxy.set(Rule::Hold),
+            DataReset => self.proxy.cut(),
+            Duplicate => self.proxy.set(Rule::Twice),
+            Reordered => self.proxy.set(Rule::Exchange),
+            BitFlip => {}
+        }
+        if matches!(fault, Revoked | StaleWrite | BitFlip) {
+            self.proxy.set(Rule::Forward);
+        }
+        self.push();
+    }
+
+    async fn rest(&mut self) -> (Rest, Vec<baton_handoff::Piece>) {
+        let Some(pushing) = self.pushing.take() else { return (Rest::Nothing, Vec::new()) };
+        match soon(pushing).await.unwrap() {
+            Ok(pushed) => (Rest::Written, pushed.pieces),
+            Err(PushError::Lost(_)) => (Rest::Lost, Vec::new()),
+            Err(PushError::Revoked) => (Rest::Revoked, Vec::new()),
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+async fn meet(state: State, fault: Fault) {
+    let Ok(expected) = expected(state, fault) else { return };
+    let cell = format!("{state:?} x {fault:?}");
+    let mut handoff = Handoff::at(state, io_timeout(expected)).await;
+    handoff.strike(fault).await;
+    let (rest, pieces) = handoff.rest().await;
+    assert_eq!(rest, expected, "{cell}");
+    if let Some(granted) = handoff.granted.as_ref().filter(|_| rest == Rest::Written) {
+        if fault == BitFlip {
+            let piece = pieces[0];
+            let block = blocks([3, 4])[piece.block_idx as usize];
+            let layer_idx = piece.layer_idx as usize;
+            fill(&handoff.target, block, layer_idx, bytes(&handoff.target, block, layer_idx)[0] ^ 2);
+            let found = KvFault::Checksum { block_idx: piece.block_idx, layer_idx: piece.layer_idx };
+            assert_eq!(soon(granted.verify(pieces)).await, Err(found), "{cell}");
+        } else {
+            assert_eq!(soon(granted.verify(pieces)).await, Ok(()), "{cell}");
+        }
+    }
+    // Every block is free on both sides, and nobody writes into them any more.
+    handoff.revoke().await;
+    handoff.overwrite();
+    if let Some(route) = handoff.route.take() {
+        soon(route.close()).await;
+    }
+    assert_eq!(handoff.guards.num_out(), 0, "{cell}");
+    handoff.proxy.set(Rule::Forward);
+    if let Some(receiver) = &handoff.receiver {
+        assert_eq!(receiver.load(), ReceiverLoad::default(), "{cell}");
+        // Others are served, by the same workers where they are still there.
+        let granted = receiver.grant(blocks([7]), ());
+        let offers = [handoff.proxy.lead_to(Some(receiver)).unwrap()];
+        let another = || sender(&handoff.source, NCCL).unwrap();
+        let sender = handoff.sender.take().unwrap_or_else(another);
+        let route = soon(sender.route(granted.access_key(), &offers, ())).await.unwrap();
+        let pushed = soon(route.push(writes(&blocks([7])))).await.unwrap();
+        assert_eq!(soon(granted.verify(pushed.pieces)).await, Ok(()), "{cell}");
+    }
+    assert!(handoff.is_overwritten(), "{cell}: a late write");
+}
+
+/// One test for each fault: those that wait for deadlines do so at the same time.
+macro_rules! matrix {
+    ($($name:ident: $fault:expr),* $(,)?) => {
+        $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn $name() {
+            for state in STATES {
+                meet(state, $fault).await;
+            }
+        })*
+
+        #[test]
+        fn every_fault_has_a_test() {
+            assert_eq!([$($fault),*], FAULTS);
+        }
+    };
+}
+
+matrix!(
+    revoked: Revoked,
+    prefill_gone: PrefillGone,
+    decode_gone: DecodeGone,
+    decode_restarted: DecodeRestarted,
+    silence: Silence,
+    data_reset: DataReset,
+    duplicate: Duplicate,
+    reordered: Reordered,
+    stale_write: StaleWrite,
+    bit_flip: BitFlip,
+);
+
+/// How often what cannot be is said to be so: a new gap must be argued for here.
+#[test]
+fn what_cannot_meet_is_as_little_as_it_was() {
+    let cells = STATES.into_iter().flat_map(|state| FAULTS.map(|fault| expected(state, fault)));
+    assert_eq!(cells.filter(Result::is_err).count(), 5);
+}
+
+/// A thousand handoffs get as far, and are given up.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn abort_storm() {
+    for state in STATES {
+        let fabric = Arc::new(TransferPair::new(NCCL));
+        let guards = Guards::default();
+        for wave in 0..20 {
+            let handoffs = (0..50).map(|n| {
+                let (fabric, guards) = (Arc::clone(&fabric), guards.clone());
+                let block = blocks([(wave + n) % 60]);
+                tokio::spawn(async move {
+                    let granted = fabric.receiver.grant(block.clone(), guards.guard());
+                    let offers = granted.offers().to_vec();
+                    let routed = fabric.sender.route(granted.access_key(), &offers, guards.guard());
+                    let route = soon(routed).await.unwrap();
+                    let mut rest = writes(&block);
+                    if state != State::Granted {
+                        soon(route.push(rest.drain(..1).collect())).await.unwrap();
+                    }
+                    let last = match state {
+                        LastChunkUnacknowledged | Committed => Some(route.push(rest)),
+                        State::Granted | FirstChunkWritten => None,
+                    };
+                    match (state, last) {
+                        (Committed, Some(last)) => {
+                            soon(last).await.unwrap();
+                            assert!(soon(granted.commit()).await.is_some());
+                        }
+                        (_, last) => {
+                            assert!(soon(granted.revoke()).await.is_some());
+                            if let Some(last) = last {
+                                assert!(matches!(soon(last).await, Ok(_) | Err(PushError::Revoked)));
+                            }
+                        }
+                    }
+                    soon(route.close()).await;
+                })
+            });
+            for handoff in handoffs.collect::<Vec<_>>() {
+                handoff.await.unwrap();
+            }
+        }
+        let load = fabric.receiver.load();
+        assert_eq!((guards.num_out(), load), (0, ReceiverLoad::default()), "{state:?}");
+    }
+}

@@ -1,0 +1,157 @@
+//! The prefill worker's end of one pool: a thread that posts writes and waits for them, and one that
+//! listens to the control connection.
+//!
+//! A grant is closed when the last write under it has ended, and only then is `Close` said. A write that
+//! fails, or does not end in time, takes the whole connection down: the agent first, so that no device
+//! reads from or writes for this side any more, then the frames that were under way are answered, or written once
+//! more on a new connection, for which their grants are opened again.
+
+use std::{
+    io,
+    path::Path,
+    sync::{Arc, Mutex, OnceLock},
+    task::Poll,
+};
+
+use baton_handoff::{RouteError, TransportKind, TransportOffer};
+use baton_kv_cache::{BlockStorage, KvLayout};
+use baton_transfer::{
+    RemotePool, SenderContext, SendingTransport,
+    checksum::SumOf,
+    sender::{Frame, Job, JobThread, Jobs, Open, Pace, RouteState},
+};
+
+use super::{
+    connection::{Broken, Connection},
+    link::{GONE, Shared},
+    nixl::Nixl,
+};
+
+/// Writes through NIXL.
+pub struct RdmaSending {
+    nixl: Nixl,
+}
+
+impl RdmaSending {
+    /// `nixl` is NIXL's C library, or the folder that it is in; `None` leaves that to the system.
+    ///
+    /// # Errors
+    /// When NIXL is not there, or cannot use the memory of `storage`.
+    pub fn start(storage: &Arc<BlockStorage>, nixl: Option<&Path>) -> io::Result<RdmaSending> {
+        Ok(RdmaSending { nixl: Nixl::start(nixl, storage).map_err(io::Error::other)? })
+    }
+}
+
+impl SendingTransport for RdmaSending {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Rdma
+    }
+
+    fn pool(
+        &self,
+        context: &Arc<SenderContext>,
+        offer: &TransportOffer,
+        layout: &KvLayout,
+    ) -> Arc<dyn RemotePool> {
+        let TransportOffer::Rdma { address, pool } = offer else { unreachable!("an offer of rdma") };
+        let shared = Arc::new(Shared {
+            context: Arc::clone(context),
+            nixl: self.nixl.clone(),
+            address: address.clone(),
+            pool: *pool,
+            layout: *layout,
+            jobs: Jobs::default(),
+            link: Mutex::default(),
+            sum_of: OnceLock::new(),
+        });
+        Arc::new(RdmaPool { shared, thread: JobThread::default() })
+    }
+}
+
+/// One pool of another process, written through NIXL.
+struct RdmaPool {
+    shared: Arc<Shared>,
+    thread: JobThread,
+}
+
+impl RemotePool for RdmaPool {
+    fn open(&self, open: Open) {
+        let shared = Arc::clone(&self.shared);
+        self.thread.open("kv-rdma-write", &self.shared.jobs, open, move || run(&shared));
+    }
+
+    fn push(&self, frame: Frame) {
+        self.shared.jobs.push(frame);
+    }
+
+    fn retire(&self, route: &Arc<RouteState>) {
+        self.shared.jobs.retire(route);
+        if let Some(link) = self.shared.link().as_mut() {
+            let word = link.grants.close(route.generation());
+            link.say(word);
+        }
+    }
+
+    fn is_cold(&self) -> bool {
+        self.shared.link().is_none()
+    }
+
+    fn sum_of(&self) -> SumOf {
+        *self.shared.sum_of.get().expect("connected")
+    }
+}
+
+impl Drop for RdmaPool {
+    fn drop(&mut self) {
+        self.thread.end(&self.shared.jobs);
+    }
+}
+
+fn run(shared: &Arc<Shared>) {
+    let mut connection: Option<Connection> = None;
+    let mut pace = Pace::default();
+    loop {
+        let job = match &connection {
+            Some(connection) if !connection.has_room() => Poll::Pending,
+            Some(connection) if connection.num_flights() > 0 => shared.jobs.poll(),
+            _ => Poll::Ready(shared.jobs.next()),
+        };
+        match job {
+            Poll::Ready(None) => break,
+            Poll::Ready(Some(job)) => {
+                if connection.as_ref().is_none_or(|connection| !connection.is_linked()) {
+                    end(&mut connection, &Broken::Lost(GONE.to_owned()));
+                    match Connection::open(shared, job.access_key()) {
+                        Ok(new) => connection = Some(new),
+                        Err(error) => {
+                            job.fail(&error);
+                            // Other grants may be better.
+                            if !matches!(error, RouteError::OtherIncarnation(_)) {
+                                shared.jobs.fail_all(&error);
+                            }
+                            continue;
+                        }
+                    }
+                }
+                match job {
+                    Job::Open(open) => shared.say_open(open),
+                    Job::Frame(frame) => connection.as_mut().expect("opened above").post(frame),
+                }
+            }
+            Poll::Pending => {}
+        }
+        let Some(some) = &mut connection else { continue };
+        match some.land() {
+            Err(broken) => end(&mut connection, &broken),
+            Ok(0) => pace.wait(),
+            Ok(_) => pace.moved(),
+        }
+    }
+    end(&mut connection, &Broken::Silent("the sender is shut down".into()));
+}
+
+fn end(connection: &mut Option<Connection>, broken: &Broken) {
+    if let Some(connection) = connection.take() {
+        connection.end(broken);
+    }
+}

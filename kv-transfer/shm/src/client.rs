@@ -1,0 +1,343 @@
+//! The prefill worker's mapping of one pool: a thread that copies, and one that listens.
+//!
+//! The copying thread holds the connection's lock while it copies a frame, and copies only under
+//! grants that are open. So whoever takes the lock and closes a grant knows that nothing is written
+//! under it any more, and may say `Close`. A small frame is copied by whoever pushes it, when the thread has
+//! nothing to do: waking it takes longer than that.
+
+use std::{
+    io::{self, Read},
+    net::Shutdown,
+    os::unix::net::UnixStream,
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    thread::{self, JoinHandle},
+};
+
+use baton_handoff::{PushError, RouteError, TransportKind, TransportOffer};
+use baton_kv_cache::{BlockStorage, KvLayout};
+use baton_transfer::{
+    SendingTransport,
+    checksum::SumOf,
+    sender::{Frame, Job, JobThread, Jobs, Open, OpenGrants, RemotePool, RouteState, SenderContext, Staging},
+    word::Word,
+};
+use tracing::{error, info, warn};
+
+use super::{
+    host::host_id,
+    target::Target,
+    wire::{self, HANDLE_BYTES, Message},
+};
+
+/// Writes into memory of other processes of this host.
+#[derive(Clone, Debug)]
+pub struct ShmSending {
+    host_id: String,
+    copy_at_once_bytes: usize,
+}
+
+impl ShmSending {
+    /// Frames of up to so many bytes are copied by whoever pushes them, if the pool's thread has nothing to do.
+    pub fn new(copy_at_once_bytes: usize) -> ShmSending {
+        ShmSending { host_id: host_id(), copy_at_once_bytes }
+    }
+}
+
+impl Default for ShmSending {
+    /// As many bytes at once as a core copies while it would wake another.
+    fn default() -> ShmSending {
+        ShmSending::new(256 << 10)
+    }
+}
+
+impl SendingTransport for ShmSending {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Shm
+    }
+
+    /// Another host's memory is out of reach.
+    fn may_reach(&self, offer: &TransportOffer) -> bool {
+        matches!(offer, TransportOffer::Shm { host_id, .. } if *host_id == self.host_id)
+    }
+
+    fn pool(
+        &self,
+        context: &Arc<SenderContext>,
+        offer: &TransportOffer,
+        layout: &KvLayout,
+    ) -> Arc<dyn RemotePool> {
+        let TransportOffer::Shm { socket_path, pool, .. } = offer else { unreachable!("an offer of shm") };
+        let shared = Arc::new(Shared {
+            context: Arc::clone(context),
+            copy_at_once_bytes: self.copy_at_once_bytes,
+            path: socket_path.clone(),
+            pool: *pool,
+            layout: *layout,
+            jobs: Jobs::default(),
+            link: Mutex::default(),
+            sum_of: OnceLock::new(),
+        });
+        Arc::new(ShmPool { shared, copier: JobThread::default() })
+    }
+}
+
+/// One pool of another process, written through a mapping.
+struct ShmPool {
+    shared: Arc<Shared>,
+    copier: JobThread,
+}
+
+struct Shared {
+    context: Arc<SenderContext>,
+    copy_at_once_bytes: usize,
+    path: PathBuf,
+    pool: u64,
+    /// Of its blocks.
+    layout: KvLayout,
+    jobs: Jobs,
+    /// Of the present connection.
+    link: Mutex<Option<Link>>,
+    /// As the peer has said in its first welcome: it is the same pool in all.
+    sum_of: OnceLock<SumOf>,
+}
+
+/// The mapping, its socket, and the grants that are open through it.
+struct Link {
+    socket: Arc<UnixStream>,
+    memory: Target,
+    grants: OpenGrants,
+    listener: Option<JoinHandle<()>>,
+}
+
+impl RemotePool for ShmPool {
+    fn open(&self, open: Open) {
+        let shared = Arc::clone(&self.shared);
+        self.copier.open("kv-shm-copy", &self.shared.jobs, open, move || run(&shared));
+    }
+
+    fn push(&self, frame: Frame) {
+        let route = frame.route();
+        let num_bytes = frame.pieces.len() * route.piece_bytes();
+        let is_small = num_bytes <= self.shared.copy_at_once_bytes && route.host_room_bytes() == 0;
+        if is_small && self.shared.jobs.is_idle() {
+            // The lock is held for moments by others than the thread.
+            let slot = self.shared.link();
+            // Devices are waited for.
+            if slot.as_ref().is_none_or(|link| !link.memory.is_on_devices()) {
+                return self.shared.copy(frame, slot, &mut Staging::default());
+            }
+        }
+        self.shared.jobs.push(frame);
+    }
+
+    fn retire(&self, route: &Arc<RouteState>) {
+        self.shared.jobs.retire(route);
+        // Waits for the copy of one frame at most.
+        if let Some(link) = self.shared.link().as_mut() {
+            let word = link.grants.close(route.generation());
+            link.say(word);
+        }
+    }
+
+    fn is_cold(&self) -> bool {
+        self.shared.link().is_none()
+    }
+
+    fn sum_of(&self) -> SumOf {
+        *self.shared.sum_of.get().expect("connected")
+    }
+}
+
+impl Drop for ShmPool {
+    fn drop(&mut self) {
+        self.copier.end(&self.shared.jobs);
+        self.shared.unlink(None, true);
+    }
+}
+
+impl Link {
+    /// The caller holds the lock, so nothing is being copied while `Close` is said.
+    fn say(&self, word: Option<Word>) {
+        if let Some(word) = word
+            && let Err(error) = wire::send(&self.socket, Message::Word(word), None)
+        {
+            // The peer cannot know that writing is over unless the socket ends. The listener sees that.
+            warn!(?word, %error, "cannot speak to a shared-memory peer: disconnecting");
+            let _ = self.socket.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Shared {
+    fn link(&self) -> MutexGuard<'_, Option<Link>> {
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the connection down, `only` this one or whichever there is, and says whether it did. Its memory is unmapped
+    /// first, then its socket closes: that is what tells the peer that nothing is written any more. Unless a device has
+    /// failed, and it `is_sound` no longer to say so: then the end of this process does.
+    fn unlink(&self, only: Option<&Arc<UnixStream>>, is_sound: bool) -> bool {
+        let link = {
+            let mut slot = self.link();
+            if slot.as_ref().is_none_or(|link| only.is_some_and(|only| !Arc::ptr_eq(only, &link.socket))) {
+                return false;
+            }
+            slot.take()
+        };
+        let Some(Link { socket, memory, grants, listener }) = link else { return false };
+        let is_on_devices = memory.is_on_devices();
+        drop(memory);
+        if is_on_devices && is_sound {
+            // The end of the socket does not say it of a device.
+            for generation in grants.open() {
+                let _ = wire::send(&socket, Message::Word(Word::Close(generation)), None);
+            }
+        }
+        let _ = socket.shutdown(Shutdown::Both);
+        grants.lost(&self.jobs, "the peer is gone");
+        if only.is_none()
+            && let Some(listener) = listener
+        {
+            // A panic there has been reported by the panic hook.
+            let _ = listener.join();
+        }
+        true
+    }
+
+    fn connect(self: &Arc<Self>) -> Result<(), RouteError> {
+        let unreachable =
+            |error: io::Error| RouteError::Unreachable(format!("{}: {error}", self.path.display()));
+        let timeout = Some(self.context.config.connect_timeout);
+        let socket = UnixStream::connect(&self.path).map_err(unreachable)?;
+        socket.set_read_timeout(timeout).map_err(unreachable)?;
+        let layout = self.layout;
+        let hello = Message::Hello {
+            pool: self.pool,
+            layer_bytes: layout.layer_bytes() as u64,
+            num_layers: layout.num_layers as u32,
+        };
+        wire::send(&socket, hello, None).map_err(unreachable)?;
+        let memory = match wire::receive(&socket).map_err(unreachable)? {
+            Some((Message::Welcome { num_blocks }, Some(descriptor))) => {
+                let num_blocks = usize::try_from(num_blocks).unwrap_or(usize::MAX);
+                Target::mapped(BlockStorage::from_fd(descriptor, layout, num_blocks).map_err(unreachable)?)
+            }
+            Some((Message::WelcomeToDevices { num_blocks, num_ranks }, None)) => {
+                let mut handles = vec![[0; HANDLE_BYTES]; num_ranks as usize];
+                (&socket).read_exact(handles.as_flattened_mut()).map_err(unreachable)?;
+                let num_blocks = usize::try_from(num_blocks).unwrap_or(usize::MAX);
+                Target::opened(&self.context.storage, &handles, layout, num_blocks).map_err(unreachable)?
+            }
+            Some((Message::Word(Word::OtherPool), _)) => {
+                return Err(RouteError::OtherIncarnation(self.path.display().to_string()));
+            }
+            Some((Message::Word(Word::Refused), _)) => {
+                return Err(RouteError::Unreachable(format!("{} refuses to share", self.path.display())));
+            }
+            _ => return Err(RouteError::Unreachable(format!("{} is no kv socket", self.path.display()))),
+        };
+        socket.set_read_timeout(None).map_err(unreachable)?;
+        self.sum_of.get_or_init(|| SumOf::new(&layout, memory.num_ranks()));
+        let socket = Arc::new(socket);
+        // Before the thread: it looks for the link.
+        let mut slot = self.link();
+        let listener = thread::Builder::new().name("kv-shm-listen".into()).spawn({
+            let (shared, socket) = (Arc::clone(self), Arc::clone(&socket));
+            move || listen(&shared, &socket)
+        });
+        let listener = listener.map_err(unreachable)?;
+        *slot = Some(Link { socket, memory, grants: OpenGrants::default(), listener: Some(listener) });
+        info!(path = %self.path.display(), "mapped a peer's kv memory");
+        Ok(())
+    }
+
+    fn open(self: &Arc<Self>, open: Open) {
+        let is_connected = self.link().is_some();
+        if !is_connected && let Err(error) = self.connect() {
+            open.fail(error);
+            return;
+        }
+        let mut slot = self.link();
+        let Some(link) = slot.as_mut() else {
+            open.fail(RouteError::Unreachable("the peer is gone".into()));
+            return;
+        };
+        let word = link.grants.wait(Job::Open(open));
+        link.say(word);
+    }
+
+    fn copy(&self, frame: Frame, mut slot: MutexGuard<'_, Option<Link>>, staging: &mut Staging) {
+        let route = Arc::clone(frame.route());
+        let Some(link) = slot.as_mut() else {
+            frame.fail(PushError::Lost("the peer is gone".into()));
+            return;
+        };
+        let Some(active) = route.enter() else {
+            frame.fail(PushError::Closed);
+            return;
+        };
+        if !link.grants.is_open(route.generation()) {
+            frame.fail(PushError::Revoked);
+            return;
+        }
+        if let Some(piece) = frame.pieces.iter().find(|piece| piece.dst.idx() >= link.memory.num_blocks()) {
+            let message = format!("the peer has no block {}", piece.dst);
+            frame.fail(PushError::Refused(message));
+            return;
+        }
+        // SAFETY: the sources are final and kept by the route's guard; the destinations are granted to this route, whose
+        // grant is open as long as the lock is held, and as large as the route's pieces.
+        let written = unsafe { link.memory.write(&route, &frame.pieces, staging) };
+        match written {
+            Ok(pieces) => {
+                drop((slot, active));
+                frame.done(pieces);
+            }
+            Err(error) => {
+                let socket = Arc::clone(&link.socket);
+                drop(slot);
+                self.context.counters.of(TransportKind::Shm).failed();
+                error!(path = %self.path.display(), %error, "a device failed: what it still uses is lost");
+                self.unlink(Some(&socket), false);
+                // The route is never idle again, and its blocks are never freed.
+                std::mem::forget(active);
+                frame.fail(PushError::Lost(error.to_string()));
+            }
+        }
+    }
+}
+
+fn run(shared: &Arc<Shared>) {
+    let mut staging = Staging::default();
+    while let Some(job) = shared.jobs.next() {
+        match job {
+            Job::Open(open) => shared.open(open),
+            Job::Frame(frame) => shared.copy(frame, shared.link(), &mut staging),
+        }
+    }
+}
+
+fn listen(shared: &Shared, socket: &Arc<UnixStream>) {
+    let error = loop {
+        match wire::receive(socket) {
+            Ok(Some((message, _))) => {
+                let mut slot = shared.link();
+                let Some(link) = slot.as_mut().filter(|link| Arc::ptr_eq(&link.socket, socket)) else {
+                    return;
+                };
+                let Message::Word(word) = message else { break format!("unexpected {message:?}") };
+                match link.grants.hear(word, &shared.jobs) {
+                    Ok(answer) => link.say(answer),
+                    Err(other) => break format!("unexpected {other:?}"),
+                }
+            }
+            Ok(None) => break "closed by the peer".to_owned(),
+            Err(error) => break error.to_string(),
+        }
+    };
+    if shared.unlink(Some(socket), true) {
+        shared.context.counters.of(TransportKind::Shm).failed();
+        warn!(path = %shared.path.display(), %error, "shared-memory peer lost");
+    }
+}

@@ -1,0 +1,352 @@
+//! The decode worker's unix socket: hands out the pool's memory, and keeps track of who writes.
+
+use std::{
+    fs,
+    io::{self, Write},
+    net::Shutdown,
+    os::{
+        fd::OwnedFd,
+        unix::{
+            fs::{DirBuilderExt, MetadataExt, PermissionsExt},
+            net::{UnixListener, UnixStream},
+        },
+    },
+    path::{Path, PathBuf},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use baton_handoff::{Generation, TransportKind, TransportOffer};
+use baton_kv_cache::DeviceMemory;
+use baton_transfer::{
+    Listening, ReceiverConfig, ReceivingTransport,
+    receiver::{Acceptor, Admission, Grants, OneSidedWriter, Service, WriterId},
+    word::{self, Word},
+};
+use tracing::{info, warn};
+
+use super::{
+    host,
+    wire::{self, HANDLE_BYTES, Message},
+};
+
+/// Socket names: "kv-<pool>.sock".
+const PREFIX: &str = "kv-";
+const SUFFIX: &str = ".sock";
+
+/// Bytes of a socket's path that the kernel takes.
+const MAX_PATH_BYTES: usize = 107;
+
+/// How long an ending server waits for its peers to let go.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// How long is waited for the end of a process before it is asked whether that still matters.
+pub(super) const PROCESS_PAUSE: Duration = Duration::from_millis(20);
+
+/// Shares the pool's memory with other processes of this host.
+#[derive(Clone, Debug)]
+pub struct ShmReceiving {
+    /// A private folder for the socket, made if absent. Its path must be short: a socket's path has at most 107 bytes.
+    pub dir: PathBuf,
+}
+
+impl ReceivingTransport for ShmReceiving {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Shm
+    }
+
+    fn listen(self: Box<Self>, grants: &Arc<Grants>, config: &ReceiverConfig) -> io::Result<Listening> {
+        let server = ShmServer::start(Arc::clone(grants), &self.dir, config)?;
+        Ok(Listening { offer: server.offer(), guard: Box::new(server) })
+    }
+}
+
+/// Listens until dropped; its socket file goes then.
+struct ShmServer {
+    sharing: Arc<Sharing>,
+    acceptor: Acceptor<Sharing>,
+    path: PathBuf,
+}
+
+/// What every connection needs.
+struct Sharing {
+    grants: Arc<Grants>,
+    io_timeout: Duration,
+    /// Of the memory of each rank, if that is on a device.
+    handles: Vec<[u8; HANDLE_BYTES]>,
+}
+
+impl ShmServer {
+    fn start(grants: Arc<Grants>, dir: &Path, config: &ReceiverConfig) -> io::Result<ShmServer> {
+        let storage = grants.storage();
+        let devices = (0..storage.num_ranks()).filter_map(|rank| storage.region(rank).device());
+        let handle = |memory: &dyn DeviceMemory| {
+            memory.handle().ok_or_else(|| {
+                let device = memory.device();
+                let message = format!("device {device} does not share its memory with other processes");
+                io::Error::new(io::ErrorKind::Unsupported, message)
+            })
+        };
+        let handles = devices.map(handle).collect::<io::Result<_>>()?;
+        prepare(dir)?;
+        let path = dir.join(format!("{PREFIX}{:016x}{SUFFIX}", grants.pool()));
+        let num_bytes = path.as_os_str().len();
+        if num_bytes > MAX_PATH_BYTES {
+            let message = format!(
+                "the path of the shared-memory socket is too long: {} has {num_bytes} bytes, {MAX_PATH_BYTES} \
+                 are allowed",
+                path.display()
+            );
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
+        let named = |error: io::Error| {
+            io::Error::new(error.kind(), format!("cannot listen on {}: {error}", path.display()))
+        };
+        // It gets its name when it is listened on: before that it looks like one that somebody left behind, and a
+        // process that starts at the same time would remove it.
+        let unnamed = path.with_extension("new");
+        let listener = UnixListener::bind(&unnamed).map_err(named)?;
+        // The folder is private already, so that nobody came in before this.
+        fs::set_permissions(&unnamed, fs::Permissions::from_mode(0o600)).map_err(named)?;
+        fs::rename(&unnamed, &path).map_err(named)?;
+        let sharing = Arc::new(Sharing { grants, io_timeout: config.io_timeout, handles });
+        let acceptor = Acceptor::start(Arc::clone(&sharing), listener, config)?;
+        Ok(ShmServer { sharing, acceptor, path })
+    }
+
+    fn offer(&self) -> TransportOffer {
+        TransportOffer::Shm {
+            host_id: host::host_id(),
+            socket_path: self.path.clone(),
+            pool: self.sharing.grants.pool(),
+        }
+    }
+}
+
+impl Drop for ShmServer {
+    fn drop(&mut self) {
+        // It may be gone; the next start removes it if not.
+        let _ = fs::remove_file(&self.path);
+        let connections = self.acceptor.stop();
+        // A peer that reads the end stops writing and closes. One that does not is given up: what it
+        // holds open stays allocated.
+        for (writer, _) in &connections {
+            // Fails when the peer was faster.
+            let _ = writer.socket.shutdown(Shutdown::Write);
+        }
+        let start = Instant::now();
+        while start.elapsed() < PATIENCE && connections.iter().any(|(_, thread)| !thread.is_finished()) {
+            thread::sleep(Duration::from_millis(1));
+        }
+        for (writer, thread) in connections {
+            writer.is_given_up.store(!thread.is_finished(), Ordering::SeqCst);
+            let _ = writer.socket.shutdown(Shutdown::Both);
+            // A panic there has been reported by the panic hook.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Service for Sharing {
+    type Listener = UnixListener;
+    type Connection = Writer;
+
+    const THREADS: (&str, &str) = ("kv-shm-accept", "kv-shm-peer");
+
+    fn connection(&self, socket: UnixStream) -> Writer {
+        let (id, is_given_up) = (self.grants.new_writer(), AtomicBool::new(false));
+        Writer { socket, id, process: OnceLock::new(), is_given_up }
+    }
+
+    fn hang_up(writer: &Writer) {
+        // Fails when the peer was faster.
+        let _ = writer.socket.shutdown(Shutdown::Both);
+    }
+
+    fn serve(&self, writer: &Arc<Writer>, admission: &Admission) {
+        serve(self, writer, admission);
+    }
+}
+
+/// Makes the folder private and removes sockets that nobody listens on.
+fn prepare(dir: &Path) -> io::Result<()> {
+    let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", dir.display()));
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(named)?;
+    let metadata = fs::metadata(dir).map_err(named)?;
+    if !host::may_share(host::own_uid(), metadata.uid()) {
+        let message = format!("{} belongs to another user", dir.display());
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
+    }
+    if metadata.permissions().mode() & 0o077 != 0 {
+        let message = format!(
+            "{} is open to other users (mode {:o}); the shared-memory socket needs a folder of mode 700",
+            dir.display(),
+            metadata.permissions().mode() & 0o777
+        );
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
+    }
+    for entry in fs::read_dir(dir).map_err(named)? {
+        let path = entry.map_err(named)?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let is_ours = name.starts_with(PREFIX) && name.ends_with(SUFFIX);
+        if is_ours
+            && let Err(error) = UnixStream::connect(&path)
+            && error.kind() == io::ErrorKind::ConnectionRefused
+        {
+            info!(path = %path.display(), "removing the socket of a process that is gone");
+            // Somebody else may do the same.
+            let _ = fs::remove_file(&path);
+        }
+    }
+    Ok(())
+}
+
+/// One peer's connection.
+struct Writer {
+    socket: UnixStream,
+    id: WriterId,
+    /// Whose end tells that its device has stopped, too. There if the pool is on one.
+    process: OnceLock<OwnedFd>,
+    /// The server ends without having seen the peer stop.
+    is_given_up: AtomicBool,
+}
+
+impl OneSidedWriter for Writer {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Shm
+    }
+
+    fn ask_to_close(&self, generation: Generation) {
+        if let Err(error) = wire::send(&self.socket, Message::Word(Word::Revoke(generation)), None) {
+            // It will stop by the handoff's stream, or end.
+            warn!(%generation, %error, "cannot ask a shared-memory peer to stop");
+        }
+    }
+}
+
+fn serve(sharing: &Sharing, writer: &Arc<Writer>, admission: &Admission) {
+    let counters = sharing.grants.counters().of(TransportKind::Shm);
+    let mut result = greet(sharing, writer, admission);
+    if let Ok(true) = result {
+        counters.routed(false);
+        info!("shared-memory peer connected");
+        result = converse(sharing, writer).map(|()| true);
+    }
+    if let Err(error) = result {
+        if !admission.is_stopping() {
+            counters.failed();
+            warn!(%error, "shared-memory peer broke the protocol");
+        }
+        if admission.is_admitted() {
+            // It has the memory: only the peer's own end of the socket says that it writes no more.
+            let _ = writer.socket.shutdown(Shutdown::Write);
+            let _ = writer.socket.set_read_timeout(None);
+            while drain(&writer.socket).is_ok_and(|num_bytes| num_bytes > 0) {}
+        }
+    }
+    if let Some(process) = writer.process.get() {
+        // What it has closed has ended. For the rest, its device is the slower one to go.
+        let is_given_up = || writer.is_given_up.load(Ordering::SeqCst);
+        while sharing.grants.has_open(writer.id) && !is_given_up() {
+            if host::has_ended(process, PROCESS_PAUSE) {
+                break;
+            }
+        }
+    }
+    if !writer.is_given_up.load(Ordering::SeqCst) {
+        sharing.grants.writer_gone(writer.id);
+    }
+    // The registry keeps the descriptor until its next sweep.
+    let _ = writer.socket.shutdown(Shutdown::Both);
+}
+
+/// Whether the peer was given the memory.
+fn greet(sharing: &Sharing, writer: &Writer, admission: &Admission) -> io::Result<bool> {
+    let socket = &writer.socket;
+    socket.set_read_timeout(Some(sharing.io_timeout))?;
+    let peer_uid = host::peer_uid(socket)?;
+    if !host::may_share(host::own_uid(), peer_uid) {
+        warn!(peer_uid, "shared memory refused to a process of another user");
+        wire::send(socket, Message::Word(Word::Refused), None)?;
+        return Ok(false);
+    }
+    let storage = sharing.grants.storage();
+    let layout = storage.layout();
+    let size = storage.num_blocks() as u64;
+    let (answer, descriptor) = match wire::receive(socket)? {
+        None => return Ok(false),
+        Some((Message::Hello { pool, layer_bytes, num_layers }, _)) => {
+            if pool != sharing.grants.pool() {
+                (Message::Word(Word::OtherPool), None)
+            } else if (layer_bytes, num_layers) != (layout.layer_bytes() as u64, layout.num_layers as u32)
+                || !admission.admit()
+            {
+                (Message::Word(Word::Refused), None)
+            } else if !sharing.handles.is_empty() {
+                return greet_with(&sharing.handles, size, writer);
+            } else {
+                (Message::Welcome { num_blocks: size }, Some(storage.fd()))
+            }
+        }
+        Some((message, _)) => return Err(unexpected(message)),
+    };
+    let is_welcome = descriptor.is_some();
+    wire::send(socket, answer, descriptor)?;
+    // From now on the peer may be silent for as long as it likes.
+    socket.set_read_timeout(None)?;
+    Ok(is_welcome)
+}
+
+/// As [`greet`], to a pool on devices.
+fn greet_with(handles: &[[u8; HANDLE_BYTES]], num_blocks: u64, writer: &Writer) -> io::Result<bool> {
+    let socket = &writer.socket;
+    match host::peer_process(socket) {
+        Ok(process) => drop(writer.process.set(process)),
+        Err(error) => {
+            warn!(%error, "device memory refused to a process whose end could not be seen");
+            wire::send(socket, Message::Word(Word::Refused), None)?;
+            return Ok(false);
+        }
+    }
+    let num_ranks = handles.len() as u32;
+    wire::send(socket, Message::WelcomeToDevices { num_blocks, num_ranks }, None)?;
+    (&*socket).write_all(handles.as_flattened())?;
+    socket.set_read_timeout(None)?;
+    Ok(true)
+}
+
+fn converse(sharing: &Sharing, writer: &Arc<Writer>) -> io::Result<()> {
+    while let Some((message, _)) = receive_until_end(&writer.socket)? {
+        let Message::Word(word) = message else { return Err(unexpected(message)) };
+        let answer = word::hear(&sharing.grants, writer, writer.id, word);
+        if let Some(answer) = answer.map_err(|word| unexpected(Message::Word(word)))? {
+            wire::send(&writer.socket, Message::Word(answer), None)?;
+        }
+    }
+    Ok(())
+}
+
+/// A reset is an end, too: the peer closed without reading everything.
+fn receive_until_end(socket: &UnixStream) -> io::Result<Option<(Message, Option<std::os::fd::OwnedFd>)>> {
+    match wire::receive(socket) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(None),
+        received => received,
+    }
+}
+
+fn drain(mut socket: &UnixStream) -> io::Result<usize> {
+    loop {
+        match io::Read::read(&mut socket, &mut [0; 1024]) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            result => return result,
+        }
+    }
+}
+
+fn unexpected(message: Message) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("unexpected {message:?}"))
+}

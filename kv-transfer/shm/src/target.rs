@@ -1,0 +1,201 @@
+//! A peer's pool, as this process has it: memory of the host that is mapped, or that of devices, opened by its handles
+//! (CUDA IPC); and how a frame gets there from this side's pool, which is of either kind, too.
+
+use std::io;
+
+use baton_handoff::{Piece, PieceWrite};
+use baton_kv_cache::{BlockStorage, DeviceMemory, DividedMemory, KvLayout, KvShard};
+use baton_transfer::{
+    checksum::{self, Hasher},
+    cuda::{self, Device, DeviceCopies},
+    ranks::RankPair,
+    sender::{RouteState, Staging},
+};
+
+use super::wire::HANDLE_BYTES;
+
+/// The peer's blocks.
+pub(super) struct Target {
+    memory: Memory,
+    num_blocks: usize,
+    num_ranks: usize,
+    hasher: Hasher,
+}
+
+/// How they are written.
+enum Memory {
+    /// Where they are mapped.
+    Mapped(BlockStorage),
+    /// From the host to devices.
+    Stored(BlockStorage),
+    /// From device to device.
+    Copied(Copies),
+}
+
+/// By which copies pieces get from the memories of this side's ranks to those of the peer's.
+struct Copies {
+    /// Of each rank here. Nothing is under way between two frames.
+    sources: Vec<DeviceCopies>,
+    ways: Vec<Way>,
+}
+
+struct Way {
+    pair: RankPair,
+    /// Opened on the source's device.
+    target: Box<dyn DeviceMemory>,
+    /// Of the blocks there.
+    layout: KvLayout,
+}
+
+impl Target {
+    /// Memory of the host.
+    pub(super) fn mapped(blocks: BlockStorage) -> Target {
+        let num_blocks = blocks.num_blocks();
+        Target { memory: Memory::Mapped(blocks), num_blocks, num_ranks: 1, hasher: Hasher::default() }
+    }
+
+    /// Memory of devices, a rank's each, which those of this side's pool reach, or the first one if that is in host memory.
+    ///
+    /// # Errors
+    /// When there is no device here, or a handle cannot be opened on it.
+    pub(super) fn opened(
+        own: &BlockStorage,
+        handles: &[[u8; HANDLE_BYTES]],
+        layout: KvLayout,
+        num_blocks: usize,
+    ) -> io::Result<Target> {
+        let device_of = |rank| Device::open(own.region(rank).device().map_or(0, |memory| memory.device()));
+        let open = |source: usize, rank: usize| {
+            let layout = *KvShard::new(&layout, handles.len(), rank).map_err(io::Error::other)?.layout();
+            let size_bytes = BlockStorage::bytes_of(&layout, num_blocks)?;
+            let device = device_of(source).map_err(io::Error::other)?;
+            let memory = cuda::memory_of_handle(&device, handles[rank], size_bytes)?;
+            Ok((memory, layout))
+        };
+        let memory = if own.device().is_some() && layout == *own.layout() {
+            let pairs = RankPair::all(&layout, own.num_ranks(), handles.len()).map_err(io::Error::other)?;
+            let way = |pair: RankPair| {
+                open(pair.source, pair.target).map(|(target, layout)| Way { pair, target, layout })
+            };
+            let ways = pairs.into_iter().map(way).collect::<io::Result<_>>()?;
+            let copies = |rank| device_of(rank).and_then(DeviceCopies::new).map_err(io::Error::other);
+            let sources = (0..own.num_ranks()).map(copies).collect::<io::Result<_>>()?;
+            Memory::Copied(Copies { sources, ways })
+        } else {
+            let parts = (0..handles.len()).map(|rank| open(0, rank).map(|(memory, _)| memory));
+            let divided = DividedMemory::new(layout, parts.collect::<io::Result<_>>()?);
+            let memory = Box::new(divided.map_err(io::Error::other)?);
+            Memory::Stored(BlockStorage::on_device(memory, layout, num_blocks))
+        };
+        Ok(Target { memory, num_blocks, num_ranks: handles.len(), hasher: Hasher::default() })
+    }
+
+    pub(super) fn num_blocks(&self) -> usize {
+        self.num_blocks
+    }
+
+    /// On which they lie.
+    pub(super) fn num_ranks(&self) -> usize {
+        self.num_ranks
+    }
+
+    pub(super) fn is_on_devices(&self) -> bool {
+        !matches!(self.memory, Memory::Mapped(_))
+    }
+
+    /// Writes pieces, and computes their checksums; they are there when this returns.
+    ///
+    /// # Errors
+    /// When a device fails: then nobody knows what it still does.
+    ///
+    /// # Safety
+    /// The source blocks are final and kept by the route's guard; the destinations exist, are granted to this route, and
+    /// are as large as its pieces.
+    pub(super) unsafe fn write(
+        &mut self,
+        route: &RouteState,
+        pieces: &[PieceWrite],
+        staging: &mut Staging,
+    ) -> io::Result<Vec<Piece>> {
+        let Target { memory, hasher, .. } = self;
+        let sums = match memory {
+            // SAFETY: by the caller's word.
+            Memory::Copied(copies) => unsafe { copies.copy(route, pieces, hasher) },
+            // SAFETY: as above.
+            Memory::Mapped(blocks) => unsafe {
+                write_each(route, pieces, staging, |bytes, piece| {
+                    let target = blocks.layer_ptr(piece.dst, piece.layer_idx as usize);
+                    Ok(checksum::copy(bytes, target.as_ptr(), route.generation()))
+                })
+            },
+            // SAFETY: as above.
+            Memory::Stored(blocks) => unsafe {
+                write_each(route, pieces, staging, |bytes, piece| {
+                    blocks.store(piece.dst, piece.layer_idx as usize, bytes)?;
+                    Ok(route.checksum(bytes))
+                })
+            },
+        };
+        let written = pieces.iter().zip(sums?).map(|(piece, checksum)| Piece {
+            block_idx: piece.block_idx,
+            layer_idx: piece.layer_idx,
+            checksum,
+        });
+        Ok(written.collect())
+    }
+}
+
+/// From the host: `write` puts a piece's bytes where they belong, and sums them up.
+///
+/// # Safety
+/// The source blocks are as of [`Target::write`].
+unsafe fn write_each(
+    route: &RouteState,
+    pieces: &[PieceWrite],
+    staging: &mut Staging,
+    write: impl Fn(&[u8], &PieceWrite) -> io::Result<u64>,
+) -> io::Result<Vec<u64>> {
+    let (room, scratch) = staging.of(route, 1);
+    let sums = pieces.iter().enumerate().map(|(nth, piece)| {
+        if let Some(next) = pieces.get(nth + 1) {
+            route.fetch_ahead(next);
+        }
+        // SAFETY: by the caller's word.
+        let bytes = unsafe { route.bytes(piece, room, &mut scratch.assembly) }?;
+        write(bytes, piece)
+    });
+    sums.collect()
+}
+
+impl Copies {
+    /// From device to device, hashed meanwhile.
+    ///
+    /// # Safety
+    /// As of [`Target::write`].
+    unsafe fn copy(
+        &self,
+        route: &RouteState,
+        pieces: &[PieceWrite],
+        hasher: &mut Hasher,
+    ) -> io::Result<Vec<u64>> {
+        let own = route.storage();
+        for Way { pair, target, layout } in &self.ways {
+            let (source, base) = (own.region(pair.source), target.address().expect("of one device"));
+            for piece in pieces {
+                let (block, layer_idx) = piece.source();
+                let to = base + layout.piece_offset(piece.dst, layer_idx) as u64;
+                for copy in pair.copies(source.piece(block, layer_idx), to) {
+                    // SAFETY: by the caller's word.
+                    unsafe { self.sources[pair.source].begin(&copy) }.map_err(io::Error::other)?;
+                }
+            }
+        }
+        let sources: Vec<_> = pieces.iter().map(PieceWrite::source).collect();
+        // SAFETY: as above.
+        let sums = unsafe { hasher.checksums(own, &sources, route.generation(), route.sum_of()) };
+        for source in &self.sources {
+            source.finish().map_err(io::Error::other)?;
+        }
+        sums
+    }
+}

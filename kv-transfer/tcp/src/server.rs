@@ -1,0 +1,373 @@
+//! The decode worker's listener: one thread accepts, one per connection places frames.
+
+use std::{
+    io,
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use baton_handoff::{TransportKind, TransportOffer};
+use baton_kv_cache::{WireCodec, WireFormat, WireScratch};
+use baton_tls::{Identity, Tls};
+use baton_transfer::{
+    Listening, ReceiverConfig, ReceivingTransport, TransportCounters,
+    checksum::SumOf,
+    receiver::{Acceptor, Admission, Claim, Grants, LiveGrant, Service, listen},
+    socket::{self, Places},
+};
+use tracing::{debug, info, warn};
+
+use super::{
+    channel::{Channel, Reader, Writer},
+    wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome},
+};
+
+/// Bytes that are received before a device takes them.
+const STAGED_BYTES: usize = 1 << 20;
+
+/// Receives over sockets.
+#[derive(Clone, Debug)]
+pub struct TcpReceiving {
+    /// Where to listen. Port 0 takes a free one.
+    pub listen: SocketAddr,
+    /// Bytes of a socket's receive buffer; `None` lets the kernel choose, and change it as it goes.
+    pub socket_buffer_bytes: Option<usize>,
+    /// Who this side is, and whom it trusts; `None` speaks plainly.
+    pub tls: Option<Tls>,
+}
+
+impl TcpReceiving {
+    /// Plain sockets, with buffers as the kernel chooses.
+    pub fn new(listen: SocketAddr) -> TcpReceiving {
+        TcpReceiving { listen, socket_buffer_bytes: None, tls: None }
+    }
+}
+
+impl ReceivingTransport for TcpReceiving {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Tcp
+    }
+
+    fn listen(self: Box<Self>, grants: &Arc<Grants>, config: &ReceiverConfig) -> io::Result<Listening> {
+        let (listener, address) = listen(TransportKind::Tcp, self.listen, config)?;
+        let offer = TransportOffer::Tcp { address, pool: grants.pool() };
+        let receiving = Arc::new(Receiving {
+            grants: Arc::clone(grants),
+            io_timeout: config.io_timeout,
+            handshake_timeout: config.handshake_timeout,
+            tls: self.tls,
+            socket_buffer_bytes: self.socket_buffer_bytes,
+        });
+        Ok(Listening { offer, guard: Box::new(Acceptor::start(receiving, listener, config)?) })
+    }
+}
+
+/// What every connection needs.
+struct Receiving {
+    grants: Arc<Grants>,
+    io_timeout: Duration,
+    handshake_timeout: Duration,
+    tls: Option<Tls>,
+    socket_buffer_bytes: Option<usize>,
+}
+
+impl Service for Receiving {
+    type Listener = TcpListener;
+    type Connection = Peer;
+
+    const THREADS: (&str, &str) = ("kv-tcp-accept", "kv-tcp-receive");
+
+    fn connection(&self, (socket, address): (TcpStream, SocketAddr)) -> Peer {
+        Peer { socket: Arc::new(socket), address }
+    }
+
+    fn hang_up(peer: &Peer) {
+        // Fails when the peer was faster.
+        let _ = peer.socket.shutdown(Shutdown::Both);
+    }
+
+    fn serve(&self, peer: &Arc<Peer>, admission: &Admission) {
+        match self.serve_peer(peer, admission) {
+            Ok(()) => debug!(peer = %peer.address, "kv data connection closed"),
+            Err(_) if admission.is_stopping() => {}
+            Err(error) if !admission.is_admitted() => {
+                self.grants.counters().of(TransportKind::Tcp).failed();
+                admission.complain(&peer.address, &error);
+            }
+            Err(error) => {
+                self.grants.counters().of(TransportKind::Tcp).failed();
+                warn!(peer = %peer.address, %error, "kv data connection ended");
+            }
+        }
+        // The registry keeps the descriptor until its next sweep; the peer must hear of it now.
+        let _ = peer.socket.shutdown(Shutdown::Both);
+    }
+}
+
+/// A connected sender.
+struct Peer {
+    socket: Arc<TcpStream>,
+    address: SocketAddr,
+}
+
+/// The connection of a peer that has a grant, as its thread serves it.
+struct Connection<'a> {
+    receiving: &'a Receiving,
+    reader: Reader,
+    writer: Writer,
+    /// By its certificate; nobody without TLS.
+    peer: Option<Identity>,
+}
+
+impl Receiving {
+    fn serve_peer(&self, peer: &Peer, admission: &Admission) -> io::Result<()> {
+        socket::configure(&peer.socket, self.io_timeout)?;
+        if let Some(num_bytes) = self.socket_buffer_bytes {
+            socket::set_buffer(&peer.socket, libc::SO_RCVBUF, num_bytes)?;
+        }
+        let deadline = Instant::now() + self.handshake_timeout;
+        let socket = Arc::clone(&peer.socket);
+        let mut channel = match &self.tls {
+            Some(tls) => Channel::accept(tls, socket, deadline)?,
+            None => Channel::plain(socket),
+        };
+        let welcome = self.greet(&mut channel, admission, deadline)?;
+        channel.writer.send(&welcome.encode())?;
+        if welcome == Welcome::Refused {
+            return Err(invalid("it shows no access key of a grant that is its own"));
+        }
+        let Channel { reader, writer, peer: identity } = channel;
+        self.grants.counters().of(TransportKind::Tcp).routed(false);
+        let who = identity.map(tracing::field::display);
+        info!(peer = %peer.address, identity = who, "kv data connection opened");
+        Connection { receiving: self, reader, writer, peer: identity }.serve()
+    }
+
+    /// Nothing is known of the peer before this.
+    fn greet(&self, channel: &mut Channel, admission: &Admission, deadline: Instant) -> io::Result<Welcome> {
+        let mut bytes = [0; wire::HELLO_BYTES];
+        channel.reader.receive_until(&mut bytes, deadline)?;
+        let hello = Hello::decode(&bytes).ok_or_else(|| invalid("not a kv data peer"))?;
+        let storage = self.grants.storage();
+        let layout = storage.layout();
+        let shape = (layout.layer_bytes() as u64, layout.num_layers as u32);
+        let is_sound = hello.version == wire::VERSION
+            && hello.pool == self.grants.pool()
+            && (hello.layer_bytes, hello.num_layers) == shape
+            && self.grants.admit(&hello.access_key, channel.peer).is_some()
+            && admission.admit();
+        if !is_sound {
+            return Ok(Welcome::Refused);
+        }
+        Ok(match SumOf::new(layout, storage.num_ranks()) {
+            SumOf::Pieces => Welcome::Accepted,
+            SumOf::Heads(_) => Welcome::AcceptedForHeads,
+        })
+    }
+}
+
+impl Connection<'_> {
+    fn serve(mut self) -> io::Result<()> {
+        let mut scratch = Scratch { discarded: vec![0; 256 << 10], ..Scratch::default() };
+        // Between frames a peer may be silent for as long as it likes.
+        while self.reader.wait_for_more()? {
+            self.receive_frame(&mut scratch)?;
+        }
+        Ok(())
+    }
+
+    fn receive_frame(&mut self, scratch: &mut Scratch) -> io::Result<()> {
+        let mut bytes = [0; wire::FRAME_BYTES];
+        self.reader.receive_exact(&mut bytes, self.receiving.io_timeout)?;
+        let piece_bytes =
+            |format| self.codec(format).map_or_else(|| self.layer_bytes(), |codec| codec.piece_bytes());
+        let header = FrameHeader::decode(&bytes, piece_bytes).ok_or_else(|| invalid("malformed frame"))?;
+        let mut bytes = vec![0; header.num_pieces as usize * wire::PIECE_BYTES];
+        self.reader.receive_exact(&mut bytes, self.receiving.io_timeout)?;
+        let pieces = wire::decode_pieces(&bytes);
+
+        let num_bytes = header.payload_bytes as usize;
+        let status = match self.receiving.grants.admit(&header.access_key, self.peer) {
+            None => {
+                self.discard(num_bytes, scratch)?;
+                AckStatus::Revoked
+            }
+            Some(grant) if !grant.takes(header.format) => {
+                self.discard(num_bytes, scratch)?;
+                AckStatus::Refused
+            }
+            Some(grant) => match grant.claim(&pieces, self.receiving.io_timeout / 4) {
+                Claim::Taken => match self.codec(header.format) {
+                    None if self.receiving.grants.storage().device().is_none() => {
+                        self.place(&grant, &pieces, scratch)?
+                    }
+                    codec => self.place_staged(&grant, &pieces, codec.as_ref(), scratch)?,
+                },
+                Claim::Placed => {
+                    self.discard(num_bytes, scratch)?;
+                    AckStatus::PlacedBefore
+                }
+                Claim::Refused => {
+                    self.discard(num_bytes, scratch)?;
+                    AckStatus::Refused
+                }
+            },
+        };
+        self.writer.send(&Ack { status, sequence: header.sequence }.encode())
+    }
+
+    /// Scatters the payload into the grant's blocks, for as long as the grant is not revoked.
+    fn place(
+        &mut self,
+        grant: &LiveGrant,
+        pieces: &[(u32, u32)],
+        scratch: &mut Scratch,
+    ) -> io::Result<AckStatus> {
+        let storage = Arc::clone(self.receiving.grants.storage());
+        let layer_bytes = self.layer_bytes();
+        let mut places = Places::new();
+        for &(layer_idx, block_idx) in pieces {
+            let block = grant.block(block_idx).expect("a claimed piece is in the grant");
+            places.push(storage.layer_ptr(block, layer_idx as usize).as_ptr(), layer_bytes);
+        }
+        let claimed = Claimed { grant, pieces };
+        while !places.is_done() {
+            // SAFETY: the places lie in granted blocks, claimed for this frame alone, and the grant
+            // cannot be taken back while the fence is held.
+            let received = grant.with_fence(|| unsafe { self.reader.receive(&mut places) });
+            match received {
+                None => {
+                    self.counters().late(pieces.len() * layer_bytes - places.num_bytes());
+                    self.discard(places.num_bytes(), scratch)?;
+                    return Ok(AckStatus::Revoked);
+                }
+                Some(Ok(0)) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Some(Ok(_)) => {}
+                Some(Err(error)) if socket::is_retry(&error) => {
+                    if !self.reader.wait(Some(self.receiving.io_timeout))? {
+                        return Err(socket::timed_out("the rest of a frame"));
+                    }
+                }
+                Some(Err(error)) => return Err(error),
+            }
+        }
+        claimed.placed();
+        self.counters().placed(pieces.len(), pieces.len() * layer_bytes);
+        Ok(AckStatus::Placed)
+    }
+
+    /// Takes the payload to the grant's blocks by way of memory of this connection, as many pieces at a time as it has
+    /// room for, decoded where they must be, for as long as the grant is not revoked.
+    fn place_staged(
+        &mut self,
+        grant: &LiveGrant,
+        pieces: &[(u32, u32)],
+        codec: Option<&WireCodec>,
+        scratch: &mut Scratch,
+    ) -> io::Result<AckStatus> {
+        let storage = Arc::clone(self.receiving.grants.storage());
+        let claimed = Claimed { grant, pieces };
+        let layer_bytes = self.layer_bytes();
+        let wire_bytes = codec.map_or(layer_bytes, WireCodec::piece_bytes);
+        // Processors decode each where it belongs; a device takes many at once.
+        let num_at_once = if storage.device().is_none() { 1 } else { (STAGED_BYTES / layer_bytes).max(1) };
+        let mut num_left = pieces.len();
+        for group in pieces.chunks(num_at_once) {
+            let Scratch { coded, decoded, wire, .. } = scratch;
+            coded.resize(group.len() * wire_bytes, 0);
+            self.reader.receive_exact(coded, self.receiving.io_timeout)?;
+            num_left -= group.len();
+            let place = |&(layer_idx, block_idx): &(u32, u32)| {
+                (grant.block(block_idx).expect("a claimed piece is in the grant"), layer_idx as usize)
+            };
+            let places: Vec<_> = group.iter().map(place).collect();
+            // SAFETY: the pieces lie in granted blocks, claimed for this frame alone, and the grant cannot be taken back
+            // while the fence is held.
+            let stored = grant.with_fence(|| unsafe {
+                match (codec, places[0]) {
+                    (None, _) => storage.store_all(&places, coded),
+                    (Some(codec), (block, layer_idx)) if storage.device().is_none() => {
+                        codec.decode(coded, storage.layer_mut(block, layer_idx), wire);
+                        Ok(())
+                    }
+                    (Some(codec), _) if storage.decode_there(codec, &places, coded)? => Ok(()),
+                    (Some(codec), _) => {
+                        decoded.resize(group.len() * layer_bytes, 0);
+                        let pieces =
+                            coded.chunks_exact(wire_bytes).zip(decoded.chunks_exact_mut(layer_bytes));
+                        pieces.for_each(|(coded, decoded)| codec.decode(coded, decoded, wire));
+                        storage.store_all(&places, decoded)
+                    }
+                }
+            });
+            let Some(stored) = stored else {
+                self.counters().late(group.len() * wire_bytes);
+                self.discard(num_left * wire_bytes, scratch)?;
+                return Ok(AckStatus::Revoked);
+            };
+            stored?;
+        }
+        claimed.placed();
+        self.counters().placed(pieces.len(), pieces.len() * wire_bytes);
+        Ok(AckStatus::Placed)
+    }
+
+    fn layer_bytes(&self) -> usize {
+        self.receiving.grants.storage().layout().layer_bytes()
+    }
+
+    /// `None`: such pieces are what they shall be.
+    fn codec(&self, format: WireFormat) -> Option<WireCodec> {
+        WireCodec::new(self.receiving.grants.storage().layout(), format)
+    }
+
+    /// Reads what has no place any more, so that the next frame can be found.
+    fn discard(&mut self, mut num_bytes: usize, scratch: &mut Scratch) -> io::Result<()> {
+        let scratch = &mut scratch.discarded;
+        self.counters().late(num_bytes);
+        while num_bytes > 0 {
+            let len = num_bytes.min(scratch.len());
+            self.reader.receive_exact(&mut scratch[..len], self.receiving.io_timeout)?;
+            num_bytes -= len;
+        }
+        Ok(())
+    }
+
+    fn counters(&self) -> &TransportCounters {
+        self.receiving.grants.counters().of(TransportKind::Tcp)
+    }
+}
+
+/// Memory of a connection, kept between frames.
+#[derive(Default)]
+struct Scratch {
+    discarded: Vec<u8>,
+    /// Pieces on their way, and as they shall be.
+    coded: Vec<u8>,
+    decoded: Vec<u8>,
+    wire: WireScratch,
+}
+
+/// Pieces that are given back unless they were placed.
+struct Claimed<'a> {
+    grant: &'a LiveGrant,
+    pieces: &'a [(u32, u32)],
+}
+
+impl Claimed<'_> {
+    fn placed(self) {
+        self.grant.placed(self.pieces);
+    }
+}
+
+impl Drop for Claimed<'_> {
+    fn drop(&mut self) {
+        // Finds nothing to do after `placed`.
+        self.grant.abandon(self.pieces);
+    }
+}
+
+fn invalid(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}

@@ -1,0 +1,270 @@
+//! A listening socket: one thread accepts, and each connection gets one of its own.
+
+use std::{
+    fmt::Display,
+    io,
+    net::{SocketAddr, TcpListener, TcpStream},
+    os::{
+        fd::AsRawFd,
+        unix::net::{UnixListener, UnixStream},
+    },
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use tracing::warn;
+
+use super::config::ReceiverConfig;
+
+/// A socket that peers connect to.
+pub trait Listen: AsRawFd + Send + Sync + 'static {
+    /// One peer's connection.
+    type Stream;
+
+    /// Waits for a peer.
+    fn accept_one(&self) -> io::Result<Self::Stream>;
+}
+
+impl Listen for TcpListener {
+    type Stream = (TcpStream, SocketAddr);
+
+    fn accept_one(&self) -> io::Result<(TcpStream, SocketAddr)> {
+        self.accept()
+    }
+}
+
+impl Listen for UnixListener {
+    type Stream = UnixStream;
+
+    fn accept_one(&self) -> io::Result<UnixStream> {
+        self.accept().map(|(stream, _)| stream)
+    }
+}
+
+/// How connections are served.
+pub trait Service: Send + Sync + 'static {
+    /// The socket.
+    type Listener: Listen;
+    /// What a connection's thread shares with whoever ends it.
+    type Connection: Send + Sync + 'static;
+
+    /// Names of the threads that accept and that serve.
+    const THREADS: (&str, &str);
+
+    /// Of a stream that was accepted.
+    fn connection(&self, stream: <Self::Listener as Listen>::Stream) -> Self::Connection;
+
+    /// Makes `serve` end soon.
+    fn hang_up(connection: &Self::Connection);
+
+    /// Until the connection ends. The peer is a stranger until the service [admits](Admission::admit) it.
+    fn serve(&self, connection: &Arc<Self::Connection>, admission: &Admission);
+}
+
+/// Whether a connection's peer is known to have a grant.
+pub struct Admission {
+    is_admitted: AtomicBool,
+    gate: Arc<Gate>,
+}
+
+/// Of one listener.
+struct Gate {
+    /// Nobody is accepted any more, and connections are made to end.
+    is_stopping: AtomicBool,
+    max_admitted: usize,
+    num_admitted: AtomicUsize,
+    complaints: Mutex<Complaints>,
+}
+
+/// Strangers must not fill the log either.
+#[derive(Default)]
+struct Complaints {
+    last: Option<Instant>,
+    num_silent: u64,
+}
+
+/// No two complaints about strangers are closer together.
+const COMPLAIN_EVERY: Duration = Duration::from_secs(1);
+
+impl Admission {
+    /// The peer is no stranger any more; `false` when there are too many that are not.
+    pub fn admit(&self) -> bool {
+        let has_room = |num: usize| (num < self.gate.max_admitted).then_some(num + 1);
+        if self.gate.num_admitted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, has_room).is_err() {
+            self.gate.complain("too many kv peers", &self.gate.max_admitted);
+            return false;
+        }
+        self.is_admitted.store(true, Ordering::SeqCst);
+        true
+    }
+
+    /// Whether the peer has shown an access key.
+    pub fn is_admitted(&self) -> bool {
+        self.is_admitted.load(Ordering::SeqCst)
+    }
+
+    /// Whether connections end because the listener does.
+    pub fn is_stopping(&self) -> bool {
+        self.gate.is_stopping.load(Ordering::SeqCst)
+    }
+
+    /// Says why a stranger was sent away, unless that was said of another one just now.
+    pub fn complain(&self, peer: &dyn Display, why: &dyn Display) {
+        self.gate.complain(&format!("a stranger at a kv port was sent away: {peer}"), why);
+    }
+}
+
+impl Gate {
+    fn complain(&self, what: &str, why: &dyn Display) {
+        let mut complaints = self.complaints.lock().unwrap_or_else(PoisonError::into_inner);
+        if complaints.last.is_some_and(|last| last.elapsed() < COMPLAIN_EVERY) {
+            complaints.num_silent += 1;
+            return;
+        }
+        let num_others = std::mem::take(&mut complaints.num_silent);
+        complaints.last = Some(Instant::now());
+        drop(complaints);
+        warn!(%why, num_others, "{what}");
+    }
+}
+
+impl Drop for Admission {
+    fn drop(&mut self) {
+        if self.is_admitted() {
+            self.gate.num_admitted.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+}
+
+/// Accepts until dropped, and then hangs up on every peer and waits for its thread; or until [stopped](Self::stop).
+///
+/// Strangers cost a thread and a descriptor each, for a bounded time, and there are never many: one more takes the place
+/// of the one that has been longest about saying what it wants. A peer with a grant says that within a round trip or
+/// three, so that only a flood that brings as many strangers meanwhile keeps it out.
+pub struct Acceptor<S: Service> {
+    shared: Arc<Shared<S>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared<S: Service> {
+    service: Arc<S>,
+    listener: S::Listener,
+    max_strangers: usize,
+    gate: Arc<Gate>,
+    connections: Mutex<Vec<Served<S>>>,
+}
+
+/// A connection and its thread, oldest first.
+struct Served<S: Service> {
+    connection: Arc<S::Connection>,
+    admission: Arc<Admission>,
+    is_hung_up: bool,
+    thread: JoinHandle<()>,
+}
+
+/// With the thread that serves each.
+type Connections<S> = Vec<(Arc<<S as Service>::Connection>, JoinHandle<()>)>;
+
+impl<S: Service> Acceptor<S> {
+    /// Accepts peers of `listener` and serves them.
+    pub fn start(service: Arc<S>, listener: S::Listener, config: &ReceiverConfig) -> io::Result<Acceptor<S>> {
+        let gate = Arc::new(Gate {
+            is_stopping: AtomicBool::new(false),
+            max_admitted: config.max_connections,
+            num_admitted: AtomicUsize::new(0),
+            complaints: Mutex::default(),
+        });
+        let shared = Arc::new(Shared {
+            service,
+            listener,
+            max_strangers: config.max_unauthenticated.max(1),
+            gate,
+            connections: Mutex::default(),
+        });
+        let thread = thread::Builder::new().name(S::THREADS.0.into()).spawn({
+            let shared = Arc::clone(&shared);
+            move || shared.accept()
+        })?;
+        Ok(Acceptor { shared, thread: Some(thread) })
+    }
+
+    /// Accepts no more; the caller ends the connections there are.
+    pub fn stop(&mut self) -> Connections<S> {
+        self.shared.gate.is_stopping.store(true, Ordering::SeqCst);
+        // SAFETY: a plain system call on a descriptor that `shared` owns; wakes the thread.
+        unsafe { libc::shutdown(self.shared.listener.as_raw_fd(), libc::SHUT_RDWR) };
+        if let Some(thread) = self.thread.take() {
+            // A panic there has been reported by the panic hook.
+            let _ = thread.join();
+        }
+        let served = std::mem::take(&mut *self.shared.connections());
+        served.into_iter().map(|served| (served.connection, served.thread)).collect()
+    }
+}
+
+impl<S: Service> Drop for Acceptor<S> {
+    fn drop(&mut self) {
+        let connections = self.stop();
+        connections.iter().for_each(|(connection, _)| S::hang_up(connection));
+        for (_, thread) in connections {
+            // A panic there has been reported by the panic hook.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl<S: Service> Shared<S> {
+    fn connections(&self) -> MutexGuard<'_, Vec<Served<S>>> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn accept(&self) {
+        loop {
+            let accepted = self.listener.accept_one();
+            if self.gate.is_stopping.load(Ordering::SeqCst) {
+                return;
+            }
+            match accepted {
+                Ok(stream) => self.take(stream),
+                Err(error) => {
+                    self.gate.complain("cannot accept a kv peer", &error);
+                    // Out of descriptors, mostly: others must close first.
+                    thread::sleep(Duration::from_millis(50));
+                }
+            }
+        }
+    }
+
+    fn take(&self, stream: <S::Listener as Listen>::Stream) {
+        let mut connections = self.connections();
+        connections.retain(|served| !served.thread.is_finished());
+        let is_stranger = |served: &Served<S>| !served.admission.is_admitted();
+        if connections.iter().filter(|served| is_stranger(served)).count() >= 2 * self.max_strangers {
+            // Those that were hung up on have not gone yet.
+            return self.gate.complain("too many strangers at a kv port", &self.max_strangers);
+        }
+        let mut strangers = connections.iter_mut().filter(|served| is_stranger(served) && !served.is_hung_up);
+        if let Some(oldest) = strangers.next()
+            && strangers.count() + 1 >= self.max_strangers
+        {
+            S::hang_up(&oldest.connection);
+            oldest.is_hung_up = true;
+        }
+        let connection = Arc::new(self.service.connection(stream));
+        let admission =
+            Arc::new(Admission { is_admitted: AtomicBool::new(false), gate: Arc::clone(&self.gate) });
+        let thread = thread::Builder::new().name(S::THREADS.1.into()).spawn({
+            let (service, connection) = (Arc::clone(&self.service), Arc::clone(&connection));
+            let admission = Arc::clone(&admission);
+            move || service.serve(&connection, &admission)
+        });
+        match thread {
+            Ok(thread) => connections.push(Served { connection, admission, is_hung_up: false, thread }),
+            Err(error) => self.gate.complain("cannot start a thread for a kv peer", &error),
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! The decode worker's end of the data plane: it lets peers write into granted blocks, verifies
+//! what they wrote, and takes grants back.
+//!
+//! ```text
+//! grant() --> Granted --- verify() * ---> commit() ---+
+//!                |                                    |  one-sided writers: when each said so or is gone
+//!                +--- revoke(), drop ----> revoked ---+---------------------> fenced: the guard is released
+//! ```
+//!
+//! Sockets are read by this side's own threads, straight into the blocks and under the grant's
+//! fence: once it is closed, nothing more lands, not even the rest of a half-read frame. Shared
+//! memory is written by the peer, so a revoked grant that a peer has opened stays quarantined until
+//! the peer confirms or its socket closes. [`ReceiverLoad`] counts what is quarantined.
+
+mod acceptor;
+mod config;
+mod grants;
+mod transport;
+mod verify;
+
+use std::{
+    future::Future,
+    io,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+
+use baton_handoff::{AccessKey, Generation, KvFault, Piece, TransportOffer};
+use baton_kv_cache::{BlockId, BlockStorage, WireFormat};
+use baton_tls::Identity;
+use tokio::sync::oneshot;
+
+pub use acceptor::{Acceptor, Admission, Listen, Service};
+pub use config::{ReceiverConfig, listen};
+pub use grants::{Claim, Grants, LiveGrant, OneSidedWriter, ReceiverLoad, WriterId};
+use grants::{End, random};
+pub use transport::{Listening, ReceivingTransport};
+
+use crate::counters::Counters;
+
+/// Lets peers write into granted blocks of one pool. Cheap to clone; the threads stop, and the
+/// socket file goes, with the last clone and the last [`Granted`]. That waits up to a second for
+/// peers that have a grant open; the guards of those that do not let go are never dropped.
+#[derive(Clone)]
+pub struct Receiver {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    grants: Arc<Grants>,
+    verifier: verify::Verifier,
+    offers: Vec<TransportOffer>,
+    // No thread outlives the receiver.
+    _listening: Vec<Box<dyn Send + Sync>>,
+}
+
+impl Receiver {
+    /// Listens over `transports` for peers that write into `storage`.
+    ///
+    /// # Errors
+    /// When one of them cannot listen, or a thread cannot be started.
+    pub fn start(
+        storage: Arc<BlockStorage>,
+        config: &ReceiverConfig,
+        mut transports: Vec<Box<dyn ReceivingTransport>>,
+    ) -> io::Result<Receiver> {
+        transports.sort_by_key(|transport| transport.kind());
+        let pool = u64::from_ne_bytes(random());
+        let grants = Arc::new(Grants::new(storage, pool));
+        let (mut offers, mut guards) = (Vec::new(), Vec::new());
+        for transport in transports {
+            let Listening { offer, guard } = transport.listen(&grants, config)?;
+            offers.push(offer);
+            guards.push(guard);
+        }
+        let verifier = verify::Verifier::start(Arc::clone(&grants))?;
+        Ok(Receiver { shared: Arc::new(Shared { grants, verifier, offers, _listening: guards }) })
+    }
+
+    /// As [`grant_as`](Self::grant_as), of pieces that travel as they are.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn grant<K: Send + 'static>(&self, blocks: Vec<BlockId>, keep: K) -> Granted<K> {
+        self.grant_as(blocks, Some(WireFormat::AsIs), keep)
+    }
+
+    /// Lets whoever shows the access key write into `blocks`, pieces travelling as they are or as `wire` says; with
+    /// `None` in any form. `keep` is what holds the blocks
+    /// allocated; it comes back from [`Granted::commit`] or [`Granted::revoke`], or is dropped,
+    /// once no writer can reach them.
+    ///
+    /// # Panics
+    /// When a block is not of the receiver's storage, or the system has no randomness to give.
+    pub fn grant_as<K: Send + 'static>(
+        &self,
+        blocks: Vec<BlockId>,
+        wire: Option<WireFormat>,
+        keep: K,
+    ) -> Granted<K> {
+        let (give_back, fenced) = oneshot::channel();
+        let release = Box::new(move |end| match end {
+            // Nobody waits for it: then it is dropped, which is as good.
+            End::Fenced => drop(give_back.send(keep)),
+            End::Abandoned => std::mem::forget(keep),
+        });
+        let access_key = self.shared.grants.insert(blocks, wire, release);
+        Granted { access_key, receiver: self.clone(), fenced: Some(fenced) }
+    }
+
+    /// The peer has said, on the handoff's stream, that nothing of it writes under a grant any more: a
+    /// grant that was revoked meanwhile need not be quarantined any longer.
+    pub fn writer_stopped(&self, generation: Generation) {
+        self.shared.grants.writers_stopped(generation);
+    }
+
+    /// Ways to reach the pool, best first.
+    pub fn offers(&self) -> &[TransportOffer] {
+        &self.shared.offers
+    }
+
+    /// What arrived, by transport.
+    pub fn counters(&self) -> &Counters {
+        self.shared.grants.counters()
+    }
+
+    /// What is granted and quarantined now.
+    pub fn load(&self) -> ReceiverLoad {
+        self.shared.grants.load()
+    }
+}
+
+/// Blocks that a peer may write into. Dropping it revokes the grant.
+#[must_use = "dropping a grant revokes it"]
+pub struct Granted<K> {
+    access_key: AccessKey,
+    receiver: Receiver,
+    fenced: Option<oneshot::Receiver<K>>,
+}
+
+impl<K> Granted<K> {
+    /// Its name.
+    pub fn generation(&self) -> Generation {
+        self.access_key.generation
+    }
+
+    /// What its writer shows, to be told to the one peer that shall write.
+    pub fn access_key(&self) -> AccessKey {
+        self.access_key
+    }
+
+    /// From now on only this peer may write over data connections that know who is there. To be called before the access key
+    /// is told to anybody; only the first call counts.
+    pub fn bind(&self, writer: Identity) {
+        if let Some(grant) = self.receiver.shared.grants.find(self.generation()) {
+            grant.bind(writer);
+        }
+    }
+
+    /// Whether somebody else than the [bound](Self::bind) peer has shown the access key: it has another key now, or the access key was
+    /// stolen.
+    pub fn met_stranger(&self) -> bool {
+        self.receiver.shared.grants.find(self.generation()).is_some_and(|grant| grant.met_stranger())
+    }
+
+    /// Ways to reach the blocks, best first.
+    pub fn offers(&self) -> &[TransportOffer] {
+        self.receiver.offers()
+    }
+
+    /// Compares checksums with the blocks' memory, on the receiver's own thread.
+    ///
+    /// # Errors
+    /// The first piece that is unknown or wrong.
+    pub fn verify(&self, pieces: Vec<Piece>) -> impl Future<Output = Result<(), KvFault>> + Send + use<K> {
+        self.receiver.shared.verifier.verify(self.generation(), pieces)
+    }
+
+    /// Ends the grant after everything was verified: the writer has nothing left to write.
+    pub fn commit(self) -> Fenced<K> {
+        self.receiver.writer_stopped(self.generation());
+        self.revoke()
+    }
+
+    /// Takes the grant back. Sockets are fenced when this returns; the result resolves when
+    /// everything is. Dropping the result is fine: then `keep` is dropped at that time.
+    pub fn revoke(mut self) -> Fenced<K> {
+        self.receiver.shared.grants.revoke(self.generation());
+        Fenced(self.fenced.take().expect("taken only here, where the grant is consumed"))
+    }
+}
+
+impl<K> Drop for Granted<K> {
+    fn drop(&mut self) {
+        if self.fenced.take().is_some() {
+            self.receiver.shared.grants.revoke(self.generation());
+        }
+    }
+}
+
+/// Resolves to the grant's guard when no writer can reach its blocks; to `None` only if the
+/// receiver was torn down.
+pub struct Fenced<K>(oneshot::Receiver<K>);
+
+impl<K> Future for Fenced<K> {
+    type Output = Option<K>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<K>> {
+        Pin::new(&mut self.0).poll(context).map(Result::ok)
+    }
+}

@@ -1,0 +1,172 @@
+//! How fast a way to a peer's blocks is, by moving blocks over it; and what limits every way.
+
+use std::{
+    hint::black_box,
+    io::{self, Read, Write},
+    net::{TcpListener, TcpStream},
+    time::{Duration, Instant},
+};
+
+use baton_handoff::{Grant, PieceWrite, Source, TransportOffer};
+use baton_kv_cache::{BlockId, KvLayout, KvShard, WireFormat};
+
+use super::Sender;
+
+/// How long one way is measured at most, but for what has begun.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// What was measured of one way.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Measured {
+    /// Of a push of all blocks.
+    pub num_bytes: u64,
+    /// Of pushes of all blocks: checksummed bytes, from the call until the receiver's blocks hold them; the median.
+    pub bytes_per_second: f64,
+    /// Of pushes of one piece; the median.
+    pub latency: Duration,
+}
+
+impl Sender {
+    /// Pushes `blocks` into those of `peer` under each of `grants`, which all name the same `offer` and as many blocks:
+    /// first to open connections and touch memory, then half of them with one piece, the others with everything. Where
+    /// the sides differ, pieces are put together as for a handoff. The sender remembers the rate: where it knows those
+    /// of all ways to a pool, it takes the fastest.
+    ///
+    /// `keep` holds the source blocks; what they contain does not matter.
+    ///
+    /// # Errors
+    /// Why the way is of no use, in words.
+    pub async fn measure<K: Clone + Send + 'static>(
+        &self,
+        peer: &KvShard,
+        offer: &TransportOffer,
+        grants: &[Grant],
+        blocks: &[BlockId],
+        keep: K,
+    ) -> Result<Measured, String> {
+        let began = Instant::now();
+        let own = self.shared.context.storage.layout();
+        let mut num_bytes = 0;
+        let mut latencies = Vec::new();
+        let mut rates = Vec::new();
+        for (idx, grant) in grants.iter().enumerate() {
+            let is_single = idx > 0 && idx <= (grants.len() - 1) / 2;
+            if began.elapsed() > PATIENCE && !rates.is_empty() {
+                break;
+            }
+            let mut writes = pieces(own, blocks, peer.layout(), &grant.block_ids);
+            writes.truncate(if is_single { 1 } else { usize::MAX });
+            let offers = std::slice::from_ref(offer);
+            let route = self.route_to(peer, WireFormat::AsIs, grant.access_key(), offers, keep.clone()).await;
+            let route = route.map_err(|error| error.to_string())?;
+            let start = Instant::now();
+            let pushed = route.push(writes).await.map_err(|error| error.to_string())?;
+            let elapsed = start.elapsed();
+            route.close().await;
+            if is_single {
+                latencies.push(elapsed);
+            } else if idx > 0 || began.elapsed() > PATIENCE {
+                num_bytes = pushed.bytes;
+                rates.push(pushed.bytes as f64 / elapsed.as_secs_f64());
+            }
+        }
+        rates.sort_by(f64::total_cmp);
+        latencies.sort_unstable();
+        let bytes_per_second = *rates.get(rates.len() / 2).ok_or("too few grants to measure with")?;
+        let latency = latencies.get(latencies.len() / 2).copied().unwrap_or_default();
+        self.remember(offer, bytes_per_second);
+        Ok(Measured { num_bytes, bytes_per_second, latency })
+    }
+}
+
+/// All pieces of a sequence of as many tokens as both sides have blocks for, layer by layer.
+fn pieces(own: &KvLayout, src: &[BlockId], peer: &KvLayout, dst: &[BlockId]) -> Vec<PieceWrite> {
+    let (own_size, peer_size) = (own.block_size, peer.block_size);
+    let num_tokens = (src.len() * own_size).min(dst.len() * peer_size);
+    let source = |block_idx: usize| {
+        if own_size == peer_size {
+            return Source::Block(src[block_idx]);
+        }
+        let tokens = block_idx * peer_size..num_tokens.min((block_idx + 1) * peer_size);
+        let blocks = src[tokens.start / own_size..tokens.end.div_ceil(own_size)].into();
+        Source::Tokens { tokens, blocks }
+    };
+    let blocks = || dst.iter().enumerate().take(num_tokens.div_ceil(peer_size));
+    let layers = (0..own.num_layers as u32).flat_map(|layer_idx| {
+        blocks().map(move |(idx, &dst)| PieceWrite {
+            layer_idx,
+            block_idx: idx as u32,
+            src: source(idx),
+            dst,
+        })
+    });
+    layers.collect()
+}
+
+/// Memory of one round of a rate: more than caches hold.
+const ROUND_BYTES: usize = 64 << 20;
+
+/// What the fastest way over memory can do: bytes a second of one thread that copies pieces of `piece_bytes` within this
+/// process, from and to memory that no cache holds.
+pub fn copy_rate(piece_bytes: usize) -> f64 {
+    let (source, mut target) = (vec![1_u8; ROUND_BYTES], vec![0_u8; ROUND_BYTES]);
+    let rate = rate(|| {
+        for (target, source) in target.chunks_mut(piece_bytes).zip(source.chunks(piece_bytes)) {
+            target.copy_from_slice(source);
+        }
+        // Nobody reads it, which must not make it vanish.
+        black_box(&mut target);
+        Ok(())
+    });
+    rate.unwrap_or_default()
+}
+
+/// What sockets of this machine can do: bytes a second of one plain TCP stream over loopback, between two threads.
+///
+/// # Errors
+/// When there is no loopback.
+pub fn stream_rate() -> io::Result<f64> {
+    const CHUNK_BYTES: usize = 256 << 10;
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let mut ours = TcpStream::connect(listener.local_addr()?)?;
+    let (mut theirs, _) = listener.accept()?;
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut memory = vec![0; ROUND_BYTES];
+            // Ends with the stream.
+            while theirs.read_exact(&mut memory).and_then(|()| theirs.write_all(&[1])).is_ok() {}
+        });
+        let memory = vec![1; ROUND_BYTES];
+        let rate = rate(|| {
+            memory.chunks(CHUNK_BYTES).try_for_each(|chunk| ours.write_all(chunk))?;
+            ours.read_exact(&mut [0])
+        });
+        drop(ours);
+        rate
+    })
+}
+
+/// Median over rounds, the first of which does not count.
+fn rate(mut round: impl FnMut() -> io::Result<()>) -> io::Result<f64> {
+    let mut times = Vec::new();
+    for _ in 0..6 {
+        let start = Instant::now();
+        round()?;
+        times.push(start.elapsed());
+    }
+    let times = &mut times[1..];
+    times.sort_unstable();
+    Ok(ROUND_BYTES as f64 / times[times.len() / 2].as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_limits_is_measured() {
+        // No memory is faster, but a copy that the compiler left out is.
+        assert!((1e6..1e12).contains(&copy_rate(64 << 10)));
+        assert!(stream_rate().unwrap() > 0.0);
+    }
+}
