@@ -67,9 +67,9 @@ pub(crate) async fn run(args: RouterArgs) -> anyhow::Result<()> {
     config.policy.local_prefill_below = args.local_prefill_below;
     config.policy.fetch_prefix_from = args.fetch_prefix_from;
     config.migration = match args.migration {
-        MigrationChoice::Off => baton_router::Migration::Off,
-        MigrationChoice::Drain => baton_router::Migration::Drain,
-        MigrationChoice::Balance => baton_router::Migration::Balance,
+        MigrationChoice::Off => baton_router::MigrationMode::Off,
+        MigrationChoice::Drain => baton_router::MigrationMode::Drain,
+        MigrationChoice::Balance => baton_router::MigrationMode::Balance,
     };
     baton_router::run(config, shutdown::on_signal()?).await
 }

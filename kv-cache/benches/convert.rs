@@ -5,7 +5,9 @@
 
 use std::hint::black_box;
 
-use baton_kv_cache::{KvDtype, KvLayout, KvMapping, KvShard, WireCodec, WireFormat, WireScratch};
+use baton_kv_cache::{
+    KvDtype, KvLayout, KvMapping, KvShard, VectorCodec, WireCodec, WireFormat, WireScratch,
+};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 
 const LAYOUT: KvLayout =

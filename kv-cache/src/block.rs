@@ -1,23 +1,6 @@
-//! Names of blocks: a block's position in a pool ([`BlockId`]) and its content ([`BlockHash`]).
+//! The content of blocks: [`BlockHash`].
 
 use std::fmt;
-
-/// Index of a block in one worker's block pool.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct BlockId(pub u32);
-
-impl BlockId {
-    /// As an index into per-block tables.
-    pub fn idx(self) -> usize {
-        self.0 as usize
-    }
-}
-
-impl fmt::Display for BlockId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "b{}", self.0)
-    }
-}
 
 /// The content of a full block: a hash of its tokens and of every token before it.
 ///

@@ -8,53 +8,64 @@
 
 use crate::{KvDtype, quantise::Isa};
 
-impl KvDtype {
+/// Quantises vectors to a KV element type, and dequantises them.
+pub trait VectorCodec {
     /// Quantises `vector`, each number to the nearest code and ties to even, and writes it as `elements` and, for
     /// types with scales, `scale`. In types of eight bits a vector with a number that is not finite reads back as
     /// NaN.
     ///
     /// # Panics
-    /// When a length does not fit: [`size_bytes`](Self::size_bytes) for each element,
-    /// [`scale_bytes`](Self::scale_bytes).
-    pub fn store_vector(self, vector: &[f32], elements: &mut [u8], scale: &mut [u8]) {
-        self.store_vectors(vector, vector.len(), elements, scale);
-    }
+    /// When a length does not fit: [`size_bytes`](KvDtype::size_bytes) for each element,
+    /// [`scale_bytes`](KvDtype::scale_bytes).
+    fn store_vector(self, vector: &[f32], elements: &mut [u8], scale: &mut [u8]);
 
     /// The inverse of [`store_vector`](Self::store_vector), except for the rounding error.
     ///
     /// # Panics
     /// As [`store_vector`](Self::store_vector).
-    pub fn load_vector(self, elements: &[u8], scale: &[u8], vector: &mut [f32]) {
-        self.load_vectors(elements, scale, vector.len(), vector);
-    }
+    fn load_vector(self, elements: &[u8], scale: &[u8], vector: &mut [f32]);
 
     /// [`store_vector`](Self::store_vector) of several vectors of `head_dim` numbers. Vectors, elements and scales
     /// are contiguous.
     ///
     /// # Panics
     /// As [`store_vector`](Self::store_vector).
-    pub fn store_vectors(self, vectors: &[f32], head_dim: usize, elements: &mut [u8], scales: &mut [u8]) {
-        self.check_lengths(vectors.len(), head_dim, elements.len(), scales.len());
-        Isa::detect().quantise(self, vectors, head_dim, elements, scales);
-    }
+    fn store_vectors(self, vectors: &[f32], head_dim: usize, elements: &mut [u8], scales: &mut [u8]);
 
     /// The inverse of [`store_vectors`](Self::store_vectors), except for the rounding error.
     ///
     /// # Panics
     /// As [`store_vector`](Self::store_vector).
-    pub fn load_vectors(self, elements: &[u8], scales: &[u8], head_dim: usize, vectors: &mut [f32]) {
-        self.check_lengths(vectors.len(), head_dim, elements.len(), scales.len());
-        Isa::detect().dequantise(self, elements, scales, head_dim, vectors);
+    fn load_vectors(self, elements: &[u8], scales: &[u8], head_dim: usize, vectors: &mut [f32]);
+}
+
+impl VectorCodec for KvDtype {
+    fn store_vector(self, vector: &[f32], elements: &mut [u8], scale: &mut [u8]) {
+        self.store_vectors(vector, vector.len(), elements, scale);
     }
 
-    fn check_lengths(self, len: usize, head_dim: usize, elements: usize, scales: usize) {
-        let expected = (len * self.size_bytes(), len / head_dim.max(1) * self.scale_bytes());
-        assert!(
-            (elements, scales) == expected && len.is_multiple_of(head_dim.max(1)),
-            "{elements} and {scales} bytes for {len} elements of {}, and scales of {head_dim} each",
-            self.name()
-        );
+    fn load_vector(self, elements: &[u8], scale: &[u8], vector: &mut [f32]) {
+        self.load_vectors(elements, scale, vector.len(), vector);
     }
+
+    fn store_vectors(self, vectors: &[f32], head_dim: usize, elements: &mut [u8], scales: &mut [u8]) {
+        check_lengths(self, vectors.len(), head_dim, elements.len(), scales.len());
+        Isa::detect().quantise(self, vectors, head_dim, elements, scales);
+    }
+
+    fn load_vectors(self, elements: &[u8], scales: &[u8], head_dim: usize, vectors: &mut [f32]) {
+        check_lengths(self, vectors.len(), head_dim, elements.len(), scales.len());
+        Isa::detect().dequantise(self, elements, scales, head_dim, vectors);
+    }
+}
+
+fn check_lengths(dtype: KvDtype, len: usize, head_dim: usize, elements: usize, scales: usize) {
+    let expected = (len * dtype.size_bytes(), len / head_dim.max(1) * dtype.scale_bytes());
+    assert!(
+        (elements, scales) == expected && len.is_multiple_of(head_dim.max(1)),
+        "{elements} and {scales} bytes for {len} elements of {}, and scales of {head_dim} each",
+        dtype.name()
+    );
 }
 
 #[cfg(test)]

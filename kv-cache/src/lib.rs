@@ -3,6 +3,8 @@
 //! mapping between two arrangements ([`KvMapping`]), the encoding for slow links ([`WireCodec`]), what two workers
 //! must agree on to exchange KV ([`KvFormat`]), and the memory of blocks ([`BlockStorage`]).
 //!
+//! Names, layouts and formats are `baton-kv-layout`'s, which is pure.
+//!
 //! It does not know the owners of blocks (that is the engine's block pool), nor how blocks are transferred
 //! (`kv-transfer`).
 
@@ -11,25 +13,21 @@ mod device;
 mod divided;
 pub mod e4m3;
 mod element;
-mod format;
-mod layout;
 pub mod mapping;
 mod offload;
 mod pages;
 mod quantise;
 mod region;
-mod shard;
 mod storage;
 mod wire;
 
-pub use block::{BlockHash, BlockId, HashRoot};
+pub use baton_kv_layout::{BlockId, HeadShard, KvDtype, KvFormat, KvLayout, KvShard, ShardError};
+pub use block::{BlockHash, HashRoot};
 pub use device::{BlockKernels, DeviceMemory};
 pub use divided::DividedMemory;
-pub use format::KvFormat;
-pub use layout::{KvDtype, KvLayout};
+pub use element::VectorCodec;
 pub use mapping::KvMapping;
 pub use quantise::INT4_GROUP;
 pub use region::Region;
-pub use shard::{HeadShard, KvShard, ShardError};
 pub use storage::BlockStorage;
 pub use wire::{WireCodec, WireFormat, WireScratch};

@@ -25,7 +25,7 @@
 
 use std::ops::Range;
 
-use crate::{KvLayout, KvShard, ShardError};
+use crate::{KvLayout, KvShard, ShardError, VectorCodec};
 
 /// Numbers that are dequantised at a time: 8 KiB.
 const VECTOR_FLOATS: usize = 2048;

@@ -217,6 +217,7 @@ impl WireScratch {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::VectorCodec;
 
     const LAYOUT: KvLayout =
         KvLayout { block_size: 5, num_layers: 1, num_kv_heads: 3, head_dim: 80, dtype: KvDtype::Bf16 };

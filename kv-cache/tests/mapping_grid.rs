@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use baton_kv_cache::{
-    KvDtype, KvLayout, KvMapping, KvShard,
+    KvDtype, KvLayout, KvMapping, KvShard, VectorCodec,
     mapping::{BlockOffset, Run, RunKind},
 };
 use proptest::prelude::*;

@@ -1,7 +1,7 @@
 //! Between the messages and the types of `baton-cluster-record`: a worker's record and its KV format.
 
 use baton_cluster_record::{Capacity, RecordError, Role, WorkerId, WorkerRecord};
-use baton_kv_cache::{KvDtype, KvFormat};
+use baton_kv_layout::{KvDtype, KvFormat};
 
 use crate::worker;
 
@@ -105,7 +105,7 @@ fn saturate(count: usize) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use baton_kv_cache::KvLayout;
+    use baton_kv_layout::KvLayout;
 
     use super::*;
 

@@ -87,7 +87,7 @@ pub(crate) struct RouterMetrics {
 }
 
 impl RouterMetrics {
-    /// Registers them.
+    /// Registers every metric.
     pub(crate) fn new(metrics: &Metrics) -> RouterMetrics {
         let this = RouterMetrics {
             metrics: metrics.clone(),
@@ -241,7 +241,7 @@ impl RouterMetrics {
             };
             self.workers.get_or_create(&RoleState { role: worker.record.role.name(), state }).inc();
         }
-        // Workers that left leave no series behind.
+        // A worker that has left has no series any more.
         self.worker_running.clear();
         self.worker_waiting.clear();
         self.worker_queued_tokens.clear();

@@ -1,5 +1,5 @@
 //! The workers the router can send to: follows the membership, keeps a channel to each worker, and
-//! watches its load, which is also the probe of its liveness.
+//! watches its load reports, which also show that it lives.
 //!
 //! It does not know requests or policies; it answers with a [`ClusterView`].
 
@@ -102,7 +102,7 @@ impl Drop for Assignment {
 }
 
 impl Workers {
-    /// Nobody yet; [`follow`](Self::follow) fills it.
+    /// No workers yet; [`follow`](Self::follow) fills it.
     pub(crate) fn new(keep_alive: Duration, dialer: Dialer) -> Arc<Workers> {
         let stop = CancellationToken::new();
         Arc::new(Workers {
@@ -134,8 +134,8 @@ impl Workers {
         });
     }
 
-    /// From now on nobody comes or goes. Before discovery is stopped: that would look as if everybody
-    /// had gone, and running requests may still have to be planned again.
+    /// Keeps the membership as it is from now on. To be called before discovery stops: its end would look as if every
+    /// worker had left, while running requests may still need another plan.
     pub(crate) fn settle(&self) {
         self.settled.cancel();
     }
@@ -171,7 +171,7 @@ impl Workers {
         self.lock().has_usable(Role::Decode)
     }
 
-    /// What decode workers serve; `None` where nobody says.
+    /// What decode workers serve; `None` while no worker has said it.
     pub(crate) fn contexts(&self) -> Option<Contexts> {
         let state = self.lock();
         let decode = state.workers.values().filter(|worker| worker.record.role == Role::Decode);
@@ -190,7 +190,7 @@ impl Workers {
         Some((worker.channel.clone(), Assignment(worker.num_assigned.clone())))
     }
 
-    /// It broke off or could not be reached: spare it for a while.
+    /// The worker broke off or could not be reached: no request is sent to it for a while.
     pub(crate) fn report_failure(&self, key: &WorkerKey) {
         let mut state = self.lock();
         let now = Instant::now();
@@ -201,7 +201,7 @@ impl Workers {
         let wait = BACKOFF_FIRST.saturating_mul(1 << worker.num_failures.min(8)).min(BACKOFF_LIMIT);
         worker.num_failures += 1;
         worker.spared_until = Some(now + wait);
-        tracing::warn!(worker = %key, ?wait, "worker failed a request and is spared");
+        tracing::warn!(worker = %key, ?wait, "worker failed a request; no request is sent to it for a while");
     }
 
     /// Whether the worker has said that it drains, or is not a member any more.
@@ -209,7 +209,7 @@ impl Workers {
         self.lock().workers.get(key).is_none_or(|worker| worker.is_leaving)
     }
 
-    /// It answered a request.
+    /// The worker answered a request.
     pub(crate) fn report_success(&self, key: &WorkerKey) {
         let mut state = self.lock();
         if let Some(worker) = state.workers.get_mut(key) {
@@ -261,7 +261,7 @@ impl Workers {
         let channel = match channel::open(&self.dialer, &record.address, self.keep_alive) {
             Ok(channel) => channel,
             Err(error) => {
-                tracing::error!(worker = %record.id, address = record.address, %error, "worker has an unusable address");
+                tracing::error!(worker = %record.id, address = record.address, %error, "worker is ignored: its address is unusable");
                 return None;
             }
         };

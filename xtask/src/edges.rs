@@ -114,9 +114,9 @@ const ROOMS: &[Room] = &[
     // Decides, and does nothing: the simulator stands on it alone.
     Room {
         name: "baton-planner",
-        uses: &["baton-cluster-record", "baton-kv-cache", "baton-request"],
-        tests_use: &[],
-        never: DECIDES,
+        uses: &["baton-cluster-record", "baton-request"],
+        tests_use: &["baton-kv-cache"],
+        never: PURE,
     },
     Room {
         name: "baton-prefill-worker",
@@ -293,7 +293,7 @@ const ROOMS: &[Room] = &[
     // The protocol of a handoff: messages in, messages and actions out. It acts through nothing but its caller.
     Room {
         name: "baton-handoff",
-        uses: &["baton-kv-cache", "baton-request"],
+        uses: &["baton-kv-layout", "baton-request"],
         tests_use: &[],
         never: &[
             "baton-engine",
@@ -317,13 +317,20 @@ const ROOMS: &[Room] = &[
     },
     Room {
         name: "baton-proto",
-        uses: &["baton-cluster-record", "baton-kv-cache", "baton-request"],
+        uses: &["baton-cluster-record", "baton-kv-layout", "baton-request"],
         tests_use: &[],
         never: &[],
     },
     // What a worker says about itself, whatever carries it.
-    Room { name: "baton-cluster-record", uses: &["baton-kv-cache"], tests_use: &[], never: DECIDES },
-    Room { name: "baton-kv-cache", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
+    Room { name: "baton-cluster-record", uses: &["baton-kv-layout"], tests_use: &[], never: PURE },
+    Room {
+        name: "baton-kv-cache",
+        uses: &["baton-kv-layout"],
+        tests_use: &[],
+        never: &["tokio", "tonic", "prost", "hyper"],
+    },
+    // How KV is arranged, without the memory that holds it.
+    Room { name: "baton-kv-layout", uses: &[], tests_use: &[], never: PURE },
     Room {
         name: "baton-tokenizer",
         uses: &["baton-gguf"],
@@ -360,11 +367,8 @@ const ROLE: &[&str] = &[
     "baton-request",
 ];
 
-/// What a room of plain data must not reach: runtimes, the operating system, protocols.
+/// What a room of plain data or pure decisions must not reach: runtimes, the operating system, protocols.
 const PURE: &[&str] = &["tokio", "libc", "tonic", "prost", "hyper", "axum", "h2"];
-
-/// What a room of pure decisions must not reach. The types of KV formats are in a crate that also maps memory (libc).
-const DECIDES: &[&str] = &["tokio", "tonic", "prost", "hyper", "axum", "h2", "baton-proto", "baton-tls"];
 
 /// Packages that only these rooms may use.
 const BEHIND: &[(&str, &[&str])] = &[

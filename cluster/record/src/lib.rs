@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use baton_kv_cache::KvFormat;
+use baton_kv_layout::KvFormat;
 use serde::{Deserialize, Serialize};
 
 /// A worker's name: unique in the cluster and kept over restarts.
@@ -173,7 +173,7 @@ fn is_url(address: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use baton_kv_cache::{KvDtype, KvLayout};
+    use baton_kv_layout::{KvDtype, KvLayout};
 
     use super::*;
 

@@ -37,7 +37,7 @@ impl Isa {
         Isa::Portable
     }
 
-    /// Quantises vectors of `head_dim` numbers to `dtype`. [`KvDtype::store_vectors`] checks the lengths.
+    /// Quantises vectors of `head_dim` numbers to `dtype`. [`store_vectors`](crate::VectorCodec::store_vectors) checks the lengths.
     pub(crate) fn quantise(
         self,
         dtype: KvDtype,
@@ -57,7 +57,7 @@ impl Isa {
         }
     }
 
-    /// Dequantises vectors of `head_dim` numbers of `dtype`. [`KvDtype::load_vectors`] checks the lengths.
+    /// Dequantises vectors of `head_dim` numbers of `dtype`. [`load_vectors`](crate::VectorCodec::load_vectors) checks the lengths.
     pub(crate) fn dequantise(
         self,
         dtype: KvDtype,

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
 use baton_request::Failure;
 
 use crate::{

@@ -11,7 +11,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
 
 use crate::{
     piece::Source,

@@ -5,7 +5,7 @@
 
 use std::slice;
 
-use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
+use baton_kv_cache::{BlockId, BlockStorage, KvLayout, VectorCodec};
 
 use crate::simd::{Bf16, Stored};
 

@@ -1,12 +1,12 @@
-//! When a running request is to leave a fuller decode worker for an emptier one. Pure: reports and the time come in.
+//! When a running request migrates from a fuller decode worker to an emptier one. Reports and the time are arguments.
 //!
 //! ```text
 //! fullness of two workers   |----------------|---------------------|
-//! differs by                0               STOP                 START       begin above, go on until below
+//! differs by                0               STOP                 START       start above, go on until below
 //! ```
 //!
-//! One request at a time, and the next not before the reports can show what became of it: a worker that was emptied
-//! too far would have to give back what it got.
+//! One request migrates at a time. The next one waits until load reports show the effect, so that no worker is emptied
+//! too far and has to take requests back.
 
 use std::{
     collections::BTreeMap,
@@ -17,27 +17,26 @@ use baton_cluster_record::Role;
 
 use crate::{ClusterView, Usability, WorkerKey, WorkerView};
 
-/// Of their blocks. Moving costs a transfer and a pause of as long: not worth it for less.
+/// A difference in the part of blocks in use. A migration costs a transfer and a pause as long: less is not worth it.
 const START: f64 = 0.3;
-/// Half as much, so that what is balanced stays so.
+/// Half as much, so that balanced workers stay balanced.
 const STOP: f64 = 0.15;
 /// Reports come every second at least.
 const INTERVAL: Duration = Duration::from_millis(1500);
-/// A worker that is not nearly full loses nothing by being the fuller one: its steps read every weight for whatever it
-/// has.
+/// A worker below this fullness loses nothing by being the fuller one: a step reads every weight for a small batch too.
 const CROWDED: f64 = 0.5;
 
-/// What was decided lately.
+/// The decisions of the last seconds.
 #[derive(Debug, Default)]
 pub struct Balance {
-    /// Who gives to whom, until they are even.
+    /// The worker that gives and the one that takes, until they are even.
     pair: Option<(WorkerKey, WorkerKey)>,
     last: Option<Instant>,
 }
 
-/// One request is to go.
+/// One request migrates.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Move {
+pub struct Migration {
     /// Where it runs.
     pub from: WorkerKey,
     /// Where it is to run.
@@ -45,14 +44,14 @@ pub struct Move {
 }
 
 impl Balance {
-    /// The next request to be moved, if one is. `num_running` are requests of this router at each decode worker: others
-    /// cannot be moved.
+    /// The next migration, if one is due. `num_running` counts this router's requests at each decode worker: requests of
+    /// other routers cannot migrate.
     pub fn next(
         &mut self,
         view: &ClusterView,
         num_running: &BTreeMap<WorkerKey, usize>,
         now: Instant,
-    ) -> Option<Move> {
+    ) -> Option<Migration> {
         if self.last.is_some_and(|last| now < last + INTERVAL) {
             return None;
         }
@@ -79,7 +78,7 @@ impl Balance {
         }
         self.pair = Some(pair.clone());
         self.last = Some(now);
-        Some(Move { from: pair.0, to: pair.1 })
+        Some(Migration { from: pair.0, to: pair.1 })
     }
 }
 
@@ -106,7 +105,7 @@ mod tests {
         pairs.collect()
     }
 
-    fn show(next: Option<Move>) -> String {
+    fn show(next: Option<Migration>) -> String {
         next.map_or_else(|| "-".into(), |next| format!("{}>{}", next.from, next.to))
     }
 
@@ -118,7 +117,7 @@ mod tests {
             ("uneven, and far from full", "d0 decode free=60\n d1 decode free=100", "d0=4", "-"),
             ("a single request stays", "d0 decode free=20\n d1 decode free=90", "d0=1", "-"),
             ("requests of other routers stay", "d0 decode free=20\n d1 decode free=90", "d1=4", "-"),
-            ("nobody else", "d0 decode free=5", "d0=4", "-"),
+            ("no other worker", "d0 decode free=5", "d0=4", "-"),
             ("not to one that leaves", "d0 decode free=5\n d1 decode free=99 draining", "d0=4", "-"),
             ("not from one that leaves", "d0 decode free=5 draining\n d1 decode free=99", "d0=4", "-"),
             ("prefill workers are no place", "d0 decode free=5\n p0 prefill free=99", "d0=4", "-"),
@@ -159,15 +158,15 @@ mod tests {
     }
 
     #[test]
-    fn no_two_moves_are_closer_than_the_reports_that_show_them() {
+    fn no_two_migrations_are_closer_than_the_reports_that_show_them() {
         let mut balance = Balance::default();
         let start = Instant::now();
         let view = view("d0 decode free=0\n d1 decode free=100");
-        let mut moves = 0;
+        let mut num_migrations = 0;
         for ms in 0..10_000 {
             let next = balance.next(&view, &running("d0=9"), start + Duration::from_millis(ms));
-            moves += usize::from(next.is_some());
+            num_migrations += usize::from(next.is_some());
         }
-        assert_eq!(moves, 7);
+        assert_eq!(num_migrations, 7);
     }
 }

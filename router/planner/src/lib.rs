@@ -16,7 +16,7 @@ use std::{fmt, sync::Arc};
 
 use baton_cluster_record::{Role, WorkerId, WorkerRecord};
 
-pub use balance::{Balance, Move};
+pub use balance::{Balance, Migration};
 pub use policy::{PrefixAware, PrefixAwareConfig};
 pub use prefix_index::PrefixIndex;
 pub use retry::{Blame, GiveUp, Reached, Retry};
@@ -55,19 +55,19 @@ impl fmt::Display for WorkerKey {
 /// What a plan must know of a request.
 #[derive(Clone, Debug, Default)]
 pub struct PlanRequest {
-    /// Tokens whose KV is wanted: the prompt and what earlier attempts delivered.
+    /// Tokens whose KV is needed: the prompt and what earlier attempts delivered.
     pub num_tokens: usize,
-    /// Most tokens the sequence may come to have.
+    /// Tokens of the sequence at its longest.
     pub max_tokens: usize,
-    /// Tokens at the front that a worker is believed to hold; absent: none.
+    /// Tokens at the front that workers are believed to hold. A worker that is absent holds none.
     pub cached: Vec<(WorkerKey, usize)>,
-    /// Who must not be asked: it failed this request already.
+    /// Workers that must not be asked: they failed this request already.
     pub excluded: Vec<WorkerKey>,
-    /// Where the prompt is to be computed.
+    /// Where the prompt is computed.
     pub prefill: PrefillMode,
 }
 
-/// Where a prompt is to be computed.
+/// Where a prompt is computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PrefillMode {
     /// The policy decides.
@@ -106,7 +106,7 @@ pub enum Usability {
     Ready,
     /// It does not answer, or has not yet.
     Unreachable,
-    /// It failed a moment ago and is spared for a while.
+    /// It failed a moment ago and is not asked for a while.
     BackingOff,
     /// It is about to leave.
     Draining,
@@ -129,14 +129,14 @@ pub struct Load {
     pub prefill_tokens_per_second: u64,
 }
 
-/// Who does what.
+/// Which workers serve a request.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// Owns the request.
     pub decode: Arc<WorkerRecord>,
     /// Computes the prompt.
     pub prefill: Prefill,
-    /// Has more of the sequence cached than whoever computes the prompt, which asks it for that first.
+    /// Has more of the sequence cached than the worker that computes the prompt, which fetches it from here first.
     pub prefix_source: Option<Arc<WorkerRecord>>,
 }
 
@@ -165,31 +165,31 @@ pub enum NoPlan {
     /// No decode worker exists.
     #[error("no decode worker is registered")]
     NoDecodeWorker,
-    /// None of those that could serve it answers.
+    /// None of the workers that could serve it answers.
     #[error("no decode worker answers ({num} registered)")]
     DecodeUnreachable {
         /// How many of them are registered.
         num: usize,
     },
-    /// All of those that answer are about to leave.
+    /// All workers that answer are about to leave.
     #[error("every decode worker is draining")]
     DecodeDraining,
     /// Each has failed this request, or failed a moment ago.
     #[error("every decode worker has failed a moment ago")]
     DecodeFailed,
-    /// The sequence is longer than what any of them serves.
+    /// The sequence is longer than any worker's context.
     #[error("no decode worker has a context of {num_tokens} tokens")]
     DecodeTooSmall {
         /// What is needed.
         num_tokens: usize,
     },
-    /// Remote prefill was demanded and there is nobody for it.
+    /// The request demands remote prefill, and no prefill worker is usable.
     #[error("no prefill worker is usable, and the request demands one")]
     NoPrefillWorker,
 }
 
 impl NoPlan {
-    /// Workers of which role would have to come back; none when that cannot help.
+    /// The role of which a worker has to come back; none when that cannot help.
     pub fn lacks(self) -> Option<Role> {
         match self {
             NoPlan::DecodeTooSmall { .. } => None,

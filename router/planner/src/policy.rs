@@ -1,4 +1,4 @@
-//! The policy that serves today: prefixes where they are cached, else the least loaded.
+//! The default policy: a request goes where its prefix is cached, else to the least loaded worker.
 //!
 //! Costs are counted in tokens that a worker computes before the request's first token, so that a
 //! cached prefix and a queue weigh against each other in one unit.
@@ -22,12 +22,12 @@ pub struct PrefixAwareConfig {
     pub tokens_per_sequence: u64,
     /// A prefix is fetched from another worker when that has at least so many tokens more of it.
     pub fetch_prefix_from: usize,
-    /// What KV travels at, from one worker to another. Only whether fetching is worth while depends on it, and a guess
-    /// of the right order does: computing is slower by far, but for small models on large machines.
+    /// The speed at which KV is transferred between workers. Only the choice between fetching and computing a prefix
+    /// depends on it, so the order of magnitude is enough.
     pub transfer_bytes_per_second: f64,
 }
 
-/// What a fetch takes beside the bytes: a call, a grant, a first write, a commit.
+/// The part of a fetch that does not depend on its bytes: a call, a grant, a first write, a commit.
 const FETCH_SECONDS: f64 = 0.005;
 
 impl Default for PrefixAwareConfig {
@@ -57,12 +57,12 @@ impl PrefixAware {
     fn cost(&self, worker: &WorkerView, request: &PlanRequest) -> u64 {
         let uncached = uncached(&worker.record, request);
         let sequences = (worker.load.num_running + worker.load.num_waiting).max(worker.num_assigned);
-        // What a worker says of itself may be any number.
+        // A worker may report any number.
         let mut cost = (uncached as u64)
             .saturating_add(worker.load.num_queued_tokens)
             .saturating_add((sequences as u64).saturating_mul(self.config.tokens_per_sequence));
         if lacks_blocks(&worker.load, uncached, worker.record.kv_format.block_size) {
-            // It would have to wait for others to end: any worker with room is better.
+            // The request would wait until others end: any worker with room is better.
             cost = cost.saturating_add(1 << 32);
         }
         cost
@@ -70,8 +70,8 @@ impl PrefixAware {
 }
 
 impl PrefixAware {
-    /// Who has so much more of the sequence cached than `worker` that it is quicker fetched than computed, and how many
-    /// tokens more.
+    /// The worker that has so much more of the sequence cached than `worker` that fetching is quicker than computing, and
+    /// how many tokens more.
     fn source(
         &self,
         worker: &WorkerView,
@@ -97,13 +97,14 @@ impl PrefixAware {
         best.map_or((None, 0), |(gain, other)| (Some(other.record.clone()), gain))
     }
 
-    /// Whether `worker` has so many tokens sooner when it fetches them. One that never computed does not say.
+    /// Whether `worker` gets so many tokens sooner by fetching than by computing them. A worker that has computed nothing
+    /// yet is assumed to be slow.
     fn is_quicker(&self, worker: &WorkerView, num_tokens: usize) -> bool {
         if worker.load.prefill_tokens_per_second == 0 {
             return true;
         }
         let format = &worker.record.kv_format;
-        // What a worker says of itself may be any number.
+        // A worker may report any number.
         let sizes = [2, format.num_layers, format.num_kv_heads, format.dtype.vector_bytes(format.head_dim)];
         let token_bytes: f64 = sizes.iter().map(|&size| size as f64).product();
         let fetching =
@@ -148,7 +149,7 @@ impl Policy for PrefixAware {
     }
 }
 
-/// The decode workers that may be asked, or which hurdle the last of them failed at.
+/// The decode workers that may be asked, or the check that the last of them failed.
 fn decode_candidates<'a>(
     request: &PlanRequest,
     view: &'a ClusterView,
@@ -159,7 +160,7 @@ fn decode_candidates<'a>(
         if kept.is_empty() { Err(otherwise) } else { Ok(kept) }
     };
     let workers = pass(all, &|_| true, NoPlan::NoDecodeWorker)?;
-    // First: one that is away comes back, but with the same context.
+    // First, because a worker that comes back has the same context.
     let num_tokens = request.max_tokens.max(request.num_tokens + 1);
     let workers = pass(workers, &|w| fits(&w.record, num_tokens), NoPlan::DecodeTooSmall { num_tokens })?;
     let num = workers.len();
@@ -182,7 +183,7 @@ fn excluded(record: &WorkerRecord, request: &PlanRequest) -> bool {
     request.excluded.iter().any(|key| key.id == record.id && key.incarnation == record.incarnation)
 }
 
-/// Tokens of the request that the worker would have to compute or be given.
+/// Tokens of the request that the worker must compute or fetch.
 fn uncached(record: &Arc<WorkerRecord>, request: &PlanRequest) -> usize {
     let key = WorkerKey::of(record);
     let cached = request.cached.iter().find(|(holder, _)| *holder == key).map_or(0, |(_, tokens)| *tokens);

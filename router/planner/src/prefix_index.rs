@@ -1,25 +1,24 @@
-//! Which worker is believed to hold which prefix, learned from what was sent there.
+//! Which worker is believed to hold which prefix, learned from the requests sent there.
 //!
-//! A belief, not a fact: workers evict without saying so. A wrong one costs a recomputed prefix.
+//! This is a belief: workers evict blocks without a report. A wrong belief costs a recomputed prefix.
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
+    hash::Hash,
     sync::Arc,
 };
 
-use baton_kv_cache::BlockHash;
-
 use crate::WorkerKey;
 
-/// Block hashes and their holders, bounded; what was used longest ago goes first.
+/// Block hashes (`H`) and their holders, bounded. The least recently used hash is evicted first.
 #[derive(Debug)]
-pub struct PrefixIndex {
+pub struct PrefixIndex<H> {
     capacity: usize,
-    entries: HashMap<BlockHash, Entry>,
+    entries: HashMap<H, Entry>,
     /// Uses, oldest first. Only an entry's newest use counts; the others are skipped.
-    uses: VecDeque<(u64, BlockHash)>,
+    uses: VecDeque<(u64, H)>,
     now: u64,
-    /// Who holds anything: said once, as there may be a name in each of a hundred thousand entries.
+    /// The holders' names, shared: each of a hundred thousand entries may have one.
     workers: HashSet<Arc<WorkerKey>>,
 }
 
@@ -29,22 +28,22 @@ struct Entry {
     holders: Vec<Arc<WorkerKey>>,
 }
 
-impl PrefixIndex {
+impl<H: Copy + Eq + Hash> PrefixIndex<H> {
     /// Remembers at most `capacity` blocks.
-    pub fn new(capacity: usize) -> PrefixIndex {
+    pub fn new(capacity: usize) -> PrefixIndex<H> {
         let (entries, uses, workers) = Default::default();
         PrefixIndex { capacity, entries, uses, now: 0, workers }
     }
 
     /// Notes that `worker` is going to hold the blocks of `hashes`.
-    pub fn insert(&mut self, hashes: &[BlockHash], worker: &WorkerKey) {
+    pub fn insert(&mut self, hashes: &[H], worker: &WorkerKey) {
         let worker = self.named(worker);
-        // The last block first: evicting the end of a chain leaves a usable beginning.
+        // The last block first: a chain without its end is still usable.
         for hash in hashes.iter().take(self.capacity).rev() {
             self.now += 1;
             let entry = self.entries.entry(*hash).or_insert(Entry { used: 0, holders: Vec::new() });
             entry.used = self.now;
-            // Another incarnation of the same worker has forgotten everything.
+            // An earlier incarnation of the worker holds nothing any more.
             entry.holders.retain(|holder| holder.id != worker.id);
             entry.holders.push(Arc::clone(&worker));
             self.uses.push_back((self.now, *hash));
@@ -53,7 +52,7 @@ impl PrefixIndex {
     }
 
     /// How many blocks from the front each worker holds; workers with none are left out.
-    pub fn holders(&self, hashes: &[BlockHash]) -> Vec<(WorkerKey, usize)> {
+    pub fn holders(&self, hashes: &[H]) -> Vec<(WorkerKey, usize)> {
         let mut found: Vec<(&Arc<WorkerKey>, usize)> = Vec::new();
         for (idx, hash) in hashes.iter().enumerate() {
             let Some(entry) = self.entries.get(hash) else { break };
@@ -89,7 +88,7 @@ impl PrefixIndex {
         if let Some(known) = self.workers.get(worker) {
             return Arc::clone(known);
         }
-        // Names of those who are gone, and whose blocks are forgotten.
+        // Drops the names of workers without entries.
         self.workers.retain(|known| Arc::strong_count(known) > 1);
         let named = Arc::new(worker.clone());
         self.workers.insert(Arc::clone(&named));

@@ -1,4 +1,4 @@
-//! When and whom to ask again after an attempt failed. Plain bookkeeping: the clock comes in.
+//! When a failed request is tried again, and which workers are avoided. Plain bookkeeping: the time is an argument.
 
 use std::time::{Duration, Instant};
 
@@ -28,33 +28,33 @@ pub enum GiveUp {
     NoPlan(NoPlan),
 }
 
-/// Which worker of a failed plan is to be avoided, and by whom.
+/// Which workers of a failed plan are avoided, and by which requests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Blame {
-    /// By this request's next attempt.
+    /// Workers that this request's next attempt avoids.
     pub exclude: Vec<WorkerKey>,
-    /// By every request, for a while.
+    /// A worker that every request avoids for a while.
     pub spare: Option<WorkerKey>,
 }
 
 /// How far an attempt came before it failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reached {
-    /// The decode worker did not take it.
-    Nobody,
-    /// It waited or ran there.
+    /// The decode worker did not accept it.
+    NoWorker,
+    /// It waited or ran at the decode worker.
     Worker,
 }
 
-/// When everybody has failed a request, all are asked again after this long; then after twice as long, and so on.
+/// When every worker has failed a request, all are asked again after this pause; the next pause is twice as long.
 const PAUSE_FIRST: Duration = Duration::from_millis(250);
 const PAUSE_LIMIT: Duration = Duration::from_secs(5);
 
 /// The attempts of one choice.
 ///
-/// Whoever failed is not asked again as long as there is somebody else. Patience is for looking for a worker: a request
-/// that waited its turn at one that then broke has not spent it, so that on a busy cluster a broken connection does not
-/// end hundreds of requests that another worker would serve.
+/// A worker that failed the request is not asked again while another worker can be. Patience is the time for finding a
+/// worker. A request that waited in the queue of a worker that then broke has not spent it: on a busy cluster one broken
+/// connection must not end hundreds of requests that another worker would serve.
 #[derive(Debug)]
 pub struct Retry {
     max_attempts: u32,
@@ -66,12 +66,12 @@ pub struct Retry {
     excluded: Vec<WorkerKey>,
     /// Pauses since the last token.
     num_pauses: u32,
-    /// Everybody has failed it; when they may be asked again.
+    /// When workers that failed the request may be asked again, once all of them have.
     paused_until: Option<Instant>,
-    /// The decode worker of the last attempt and its prefill worker, if that was to blame.
+    /// The decode and prefill worker of the last attempt, when the prefill worker was blamed.
     suspect: Option<(WorkerKey, WorkerKey)>,
     last: Option<Failure>,
-    /// Every failure so far was for want of room.
+    /// Every failure so far was a lack of room.
     only_full: bool,
 }
 
@@ -97,7 +97,7 @@ impl Retry {
         &self.excluded
     }
 
-    /// A token came.
+    /// A token was delivered.
     pub fn on_progress(&mut self) {
         if self.num_failures > 0 {
             self.num_failures = 0;
@@ -111,7 +111,7 @@ impl Retry {
     /// An attempt with this plan failed.
     ///
     /// # Errors
-    /// When another one is useless, or was the last.
+    /// When another attempt is useless, or this was the last.
     pub fn on_failure(
         &mut self,
         failure: Failure,
@@ -128,7 +128,7 @@ impl Retry {
         {
             let (decode, prefill) = (WorkerKey::of(&plan.decode), WorkerKey::of(prefill));
             match self.suspect.take() {
-                // Two prefill workers in a row: rather it is the decode worker, which reaches nobody.
+                // Two prefill workers failed in a row: the fault is rather with the decode worker, which reaches neither.
                 Some((suspect, first)) if suspect == decode && first != prefill => {
                     self.excluded.retain(|worker| *worker != first);
                     blame.exclude = vec![decode];
@@ -139,11 +139,11 @@ impl Retry {
             self.suspect = None;
         }
         self.excluded.extend(blame.exclude.iter().cloned());
-        // Somebody came during the pause, and failed it, too.
+        // A new worker was found during the pause, and failed the request too.
         self.paused_until = None;
         self.only_full &= failure.kind == FailureKind::Full;
         self.num_failures += 1;
-        // What was too slow has spent the time that it took.
+        // A slow attempt has spent the time that it took.
         let is_slow = matches!(failure.kind, FailureKind::Deadline | FailureKind::Stalled);
         if reached == Reached::Worker && !is_slow {
             self.deadline = None;
@@ -156,12 +156,12 @@ impl Retry {
         Ok(blame)
     }
 
-    /// There is nobody to ask. Until when to wait for somebody, at most; `known_until` is for a request that has not
-    /// failed yet. Whenever something has changed, [`look_again`](Self::look_again).
+    /// No worker can be asked. Returns until when to wait at most; `known_until` is for a request that has not failed
+    /// yet. Call [`look_again`](Self::look_again) whenever the workers have changed.
     ///
     /// # Errors
     /// When waiting is over, or cannot help.
-    pub fn on_nobody(
+    pub fn on_no_plan(
         &mut self,
         no_plan: &NoPlan,
         known_until: Option<Instant>,
@@ -178,7 +178,7 @@ impl Retry {
                 }
                 let pause = PAUSE_FIRST.saturating_mul(1 << self.num_pauses.min(8)).min(PAUSE_LIMIT);
                 let paused_until = *self.paused_until.get_or_insert(now + pause);
-                // A worker that is spared comes back without a word.
+                // The end of a worker's back-off is not announced.
                 Ok(until.min(paused_until).min(now + PAUSE_FIRST))
             }
             _ if self.deadline.is_some() => Err(self.give_up()),
@@ -186,7 +186,7 @@ impl Retry {
         }
     }
 
-    /// Time has passed or the workers have changed. Whoever failed may be asked again after a pause.
+    /// Time has passed or the workers have changed. After the pause, workers that failed may be asked again.
     pub fn look_again(&mut self, now: Instant) {
         if self.paused_until.is_some_and(|until| now >= until) {
             self.num_pauses += 1;
@@ -233,7 +233,7 @@ fn blame(kind: FailureKind, plan: &Plan) -> Blame {
             let worker = prefill.unwrap_or(decode);
             Blame { exclude: vec![worker.clone()], spare: Some(worker) }
         }
-        // Slow or wrong is not gone, and a worker that leaves is not broken: others may still be served.
+        // A worker that is slow, wrong or draining has not crashed: it may still serve other requests.
         FailureKind::PrefillDraining | FailureKind::KvRejected | FailureKind::Deadline => {
             Blame { exclude: vec![prefill.unwrap_or(decode)], spare: None }
         }
@@ -271,7 +271,7 @@ mod tests {
             PrefixAware::default().plan(&request, &tests::view(self.cluster))
         }
 
-        /// Waits for somebody to ask, and says who it is.
+        /// Waits for a plan, and returns it with its workers' names.
         fn ask(&mut self) -> Result<(Plan, String), GiveUp> {
             loop {
                 match self.plan() {
@@ -281,7 +281,7 @@ mod tests {
                         return Ok((plan, name));
                     }
                     Err(no_plan) => {
-                        self.now = self.retry.on_nobody(&no_plan, None, false, self.now)?;
+                        self.now = self.retry.on_no_plan(&no_plan, None, false, self.now)?;
                         self.retry.look_again(self.now);
                     }
                 }
@@ -329,7 +329,7 @@ mod tests {
         while let Ok(name) = play.fail(FailureKind::Lost, Duration::ZERO) {
             asked.push(name);
         }
-        assert_eq!(asked, ["d0<-p0", "d1<-p0"].repeat(8)[..15], "nobody twice before the other one");
+        assert_eq!(asked, ["d0<-p0", "d1<-p0"].repeat(8)[..15], "no worker twice before the other one");
         // 250 ms, 500 ms, 1 s, 2 s, 4 s, 5 s, 5 s.
         assert_eq!(play.now - play.start, Duration::from_millis(17750));
     }
@@ -338,8 +338,8 @@ mod tests {
     fn who_comes_during_a_pause_is_asked_at_once_and_ends_it() {
         let mut play = Play::new("d0 decode\n p0 prefill");
         play.fail(FailureKind::Lost, Duration::ZERO).expect("goes on");
-        let no_plan = play.plan().expect_err("nobody is left");
-        let until = play.retry.on_nobody(&no_plan, None, false, play.now).expect("there is time");
+        let no_plan = play.plan().expect_err("no worker is left");
+        let until = play.retry.on_no_plan(&no_plan, None, false, play.now).expect("there is time");
         assert_eq!(until - play.now, PAUSE_FIRST);
         play.retry.look_again(play.now);
         play.cluster = "d0 decode\n d1 decode\n p0 prefill";
@@ -355,7 +355,7 @@ mod tests {
             let mut play = Play::new(CLUSTER);
             assert_eq!(play.fail(kind, Duration::ZERO).expect("goes on"), "d0<-p0");
             assert_eq!(play.fail(kind, Duration::ZERO).expect("goes on"), "d0<-p1");
-            // Whoever comes back first.
+            // The worker that may be asked again first.
             let asked = play.fail(kind, Duration::ZERO).expect("goes on");
             assert_eq!(asked, "d1<-p0", "{kind:?}");
         }

@@ -21,11 +21,11 @@ pub(crate) struct Attempt {
     pub(crate) decode: WorkerKey,
     /// A token has come.
     pub(crate) answered: bool,
-    /// Position in the output of the next token that comes.
+    /// Position of the next token in the output.
     pub(crate) next_idx: usize,
     stream: Streaming<GenerateEvent>,
     _decode: Assignment,
-    /// Until the first token: then the prefill worker is done.
+    /// Until the first token, when the prefill worker is done.
     prefill: Option<Assignment>,
     stall_timeout: Duration,
 }
@@ -77,7 +77,7 @@ impl Attempt {
     pub(crate) async fn next(&mut self) -> Result<generate_event::Event, Failure> {
         let message = loop {
             match timeout(self.stall_timeout, self.stream.message()).await {
-                // However long a queue or a prompt is: it is not stalled.
+                // The worker computes or waits its turn: the attempt has not stalled.
                 Ok(Ok(Some(GenerateEvent { event: Some(generate_event::Event::Progress(_)) }))) => {}
                 Ok(message) => break message.map_err(|status| failure_from_status(&status))?,
                 Err(_) => return Err(stalled(self.stall_timeout)),
@@ -98,7 +98,7 @@ impl Attempt {
     }
 }
 
-/// No message came for so long.
+/// No message came for this long.
 pub(super) fn stalled(after: Duration) -> Failure {
     Failure::new(FailureKind::Stalled, format!("nothing came for {after:?}"))
 }

@@ -1,5 +1,5 @@
-//! One choice of a request, from plan to last token: plans, sends, and on a worker's failure plans
-//! again with what was delivered, so that its reader sees every token exactly once.
+//! One choice of a request, from plan to last token. It plans, sends, and after a failure plans again with the delivered
+//! tokens, so that the client sees every token exactly once.
 
 use std::{
     sync::Arc,
@@ -14,23 +14,23 @@ use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, Span};
 
 use super::{
-    Core, CoreError, Event, Finish, Migration, TokenOut,
+    Core, CoreError, Event, Finish, MigrationMode, TokenOut,
     attempt::Attempt,
-    moves::Seat,
+    migration::{Cause, MigrationState, MigrationStep, PAUSE, TURN},
+    migrator::Candidate,
     output::Output,
-    passage::{Cause, PAUSE, Passage, Step, TURN},
     planner::Migrating,
     request::PreparedRequest,
 };
 
-/// What a choice waited for.
+/// What a choice waits for.
 enum Came {
-    /// From its worker.
+    /// An event of its worker.
     Event(Result<generate_event::Event, Failure>),
-    /// On its way to another one.
-    Step(Step),
-    /// It is to go there.
-    Asked(WorkerKey),
+    /// A step of its migration to another worker.
+    Migration(MigrationStep),
+    /// The migrator tells the request to migrate to this worker.
+    Told(WorkerKey),
 }
 
 /// The state of one choice.
@@ -44,9 +44,9 @@ pub(crate) struct Choice {
     retry: Retry,
     num_attempts: u32,
     attempt: Option<Attempt>,
-    passage: Passage,
-    /// While it decodes, if it may be told to move.
-    seat: Option<Seat>,
+    migration: MigrationState,
+    /// While the request decodes, if it can be told to migrate.
+    candidate: Option<Candidate>,
     abort: CancellationToken,
     last_token: Option<Instant>,
     /// The client's request, also after its handler has returned.
@@ -73,8 +73,8 @@ impl Choice {
             request,
             num_attempts: 0,
             attempt: None,
-            passage: Passage::Resting,
-            seat: None,
+            migration: MigrationState::Idle,
+            candidate: None,
             abort,
             last_token: None,
             span: Span::current(),
@@ -97,26 +97,26 @@ impl Choice {
             event = self.advance().instrument(span) => event,
         };
         if !matches!(event, Ok(Event { finish: None, .. })) {
-            // Dropping the attempt cancels it at the worker, if it still runs there.
+            // Dropping the attempt cancels it at the worker.
             self.done = true;
             self.attempt = None;
-            self.passage = Passage::Resting;
-            self.seat = None;
+            self.migration = MigrationState::Idle;
+            self.candidate = None;
         }
         Some(event)
     }
 
     async fn advance(&mut self) -> Result<Event, CoreError> {
         loop {
-            if self.attempt.is_none() && !self.passage.has_started() {
-                self.passage = Passage::Resting;
+            if self.attempt.is_none() && !self.migration.has_started() {
+                self.migration = MigrationState::Idle;
                 self.attempt = Some(self.connect().await?);
             }
             let came = tokio::select! {
                 biased;
-                // The tokens last: they may always be there already.
-                step = self.passage.next() => Came::Step(step),
-                to = asked(&mut self.seat) => Came::Asked(to),
+                // Tokens last: one may always be ready, and would starve the others.
+                step = self.migration.next() => Came::Migration(step),
+                to = told(&mut self.candidate) => Came::Told(to),
                 event = next_event(&mut self.attempt) => Came::Event(event),
             };
             match came {
@@ -140,12 +140,12 @@ impl Choice {
                 Came::Event(Ok(generate_event::Event::Leaving(_))) => {
                     self.leave(Cause::Drain, Duration::ZERO)
                 }
-                // `Attempt::next` waits on.
+                // `Attempt::next` goes on waiting.
                 Came::Event(Ok(generate_event::Event::Progress(_))) => {}
                 // `Attempt::next` turns it into an error.
                 Came::Event(Ok(generate_event::Event::Failed(failed))) => self.on_failure(failed.into())?,
                 Came::Event(Err(failure)) => {
-                    // The last token may have come, and only the word that it was the last be lost.
+                    // The last token may have been delivered, and only its `finished` lost.
                     let ended = self.ended_already();
                     let retried = self.on_failure(failure);
                     match ended {
@@ -153,30 +153,30 @@ impl Choice {
                         None => retried?,
                     }
                 }
-                Came::Asked(to) => {
-                    self.seat = None;
+                Came::Told(to) => {
+                    self.candidate = None;
                     self.leave(Cause::Balance(to), Duration::ZERO);
                 }
-                Came::Step(Step::Go(cause)) => self.go(cause),
-                Came::Step(Step::Arrived(cause, Ok(arrived))) => {
-                    let (attempt, token) = *arrived;
+                Came::Migration(MigrationStep::Ready(cause)) => self.migrate(cause),
+                Came::Migration(MigrationStep::Started(cause, Ok(started))) => {
+                    let (attempt, token) = *started;
                     self.core.metrics.on_migration(cause.name(), "moved");
                     tracing::debug!(
                         request = %self.prepared.id, index = self.index, cause = cause.name(),
-                        to = %attempt.decode, delivered = self.request.output.len(), known = attempt.next_idx, "moved"
+                        to = %attempt.decode, delivered = self.request.output.len(), known = attempt.next_idx, "request migrated"
                     );
-                    // The old one ends with this.
-                    self.seat = None;
+                    // This drops the old attempt.
+                    self.candidate = None;
                     self.attempt = Some(attempt);
                     if let Some(event) = self.take(token)? {
                         return Ok(event);
                     }
                 }
-                Came::Step(Step::Arrived(cause, Err((plan, failure)))) => {
+                Came::Migration(MigrationStep::Started(cause, Err((plan, failure)))) => {
                     self.core.metrics.on_migration(cause.name(), failure.kind.name());
                     tracing::info!(
                         request = %self.prepared.id, index = self.index, cause = cause.name(),
-                        to = %plan.decode.id, message = failure.message, "did not move"
+                        to = %plan.decode.id, reason = failure.kind.name(), message = failure.message, "request did not migrate"
                     );
                     self.stay(cause);
                 }
@@ -200,17 +200,17 @@ impl Choice {
         }
     }
 
-    /// Wants to go elsewhere, `pause` from now.
+    /// Migrates, `pause` from now.
     fn leave(&mut self, cause: Cause, pause: Duration) {
-        if self.core.moves.migration != Migration::Off && !self.passage.has_started() {
-            self.passage.want(cause, pause);
+        if self.core.migrator.mode != MigrationMode::Off && !self.migration.has_started() {
+            self.migration.wait(cause, pause);
         }
     }
 
-    /// Begins an attempt elsewhere, if anybody is there; the old one goes on.
-    fn go(&mut self, cause: Cause) {
+    /// Starts an attempt at another worker, if there is one. The old attempt goes on.
+    fn migrate(&mut self, cause: Cause) {
         let Some(attempt) = &self.attempt else { return };
-        let Ok(permit) = self.core.moves.permits.clone().try_acquire_owned() else {
+        let Ok(permit) = self.core.migrator.permits.clone().try_acquire_owned() else {
             return self.leave(cause, TURN);
         };
         let to = match &cause {
@@ -223,7 +223,7 @@ impl Choice {
                 let request = self.message();
                 self.num_attempts += 1;
                 let (workers, stall_timeout) = (self.core.workers.clone(), self.core.config.stall_timeout);
-                self.passage.start(cause, permit, workers, plan, request, stall_timeout);
+                self.migration.start(cause, permit, workers, plan, request, stall_timeout);
             }
             Err(_) => {
                 self.core.metrics.on_migration(cause.name(), "nowhere");
@@ -232,7 +232,7 @@ impl Choice {
         }
     }
 
-    /// It goes on where it is for now. From a worker that leaves it tries again.
+    /// Goes on at its worker. When that drains, the request tries again after a pause.
     fn stay(&mut self, cause: Cause) {
         if cause == Cause::Drain && self.attempt.is_some() {
             self.leave(cause, PAUSE);
@@ -253,14 +253,14 @@ impl Choice {
                 Ok(plan) => plan,
                 Err(no_plan) => {
                     let now = Instant::now();
-                    // For one who never failed, an outage is as long as it is, not as it seems.
+                    // A request that never failed counts an outage from its beginning.
                     let known_until = no_plan
                         .lacks()
                         .and_then(|role| self.core.workers.last_usable(role))
                         .map(|at| at + self.core.config.recovery_timeout);
                     let has_output = !self.request.output.is_empty();
-                    let until = self.retry.on_nobody(&no_plan, known_until, has_output, now)?;
-                    // Whether somebody came or time passed: look again.
+                    let until = self.retry.on_no_plan(&no_plan, known_until, has_output, now)?;
+                    // A worker came or time passed: look again.
                     let _ = tokio::time::timeout_at(until.into(), changes.changed()).await;
                     self.retry.look_again(Instant::now());
                     continue;
@@ -275,7 +275,7 @@ impl Choice {
             self.num_attempts += 1;
             match Attempt::start(&self.core.workers, plan, request, self.core.config.stall_timeout).await {
                 Ok(attempt) => return Ok(attempt),
-                Err((plan, failure)) => self.on_failed_plan(failure, &plan, Reached::Nobody)?,
+                Err((plan, failure)) => self.on_failed_plan(failure, &plan, Reached::NoWorker)?,
             }
         }
     }
@@ -290,7 +290,7 @@ impl Choice {
     }
 
     fn on_failure(&mut self, failure: Failure) -> Result<(), CoreError> {
-        self.seat = None;
+        self.candidate = None;
         match self.attempt.take() {
             Some(attempt) => self.on_failed_plan(failure, &attempt.plan, Reached::Worker),
             None => Ok(()),
@@ -345,8 +345,8 @@ impl Choice {
             if let Prefill::Remote(worker) = &attempt.plan.prefill {
                 self.core.workers.report_success(&WorkerKey::of(worker));
             }
-            if self.core.moves.migration == Migration::Balance {
-                self.seat = Some(self.core.moves.sit(&attempt.decode));
+            if self.core.migrator.mode == MigrationMode::Balance {
+                self.candidate = Some(self.core.migrator.enter(&attempt.decode));
             }
         }
     }
@@ -362,7 +362,7 @@ impl Choice {
         Finish { reason, stop, usage: self.output.usage() }
     }
 
-    /// Whether the tokens that were delivered end the sequence, by the worker's rules.
+    /// Why the delivered tokens end the sequence, by the worker's own rule, if they do.
     fn ended_already(&self) -> Option<FinishReason> {
         let &last = self.request.output.last()?;
         // No more tokens are asked for than there is context for.
@@ -370,7 +370,7 @@ impl Choice {
     }
 }
 
-/// Forever, when there is no attempt.
+/// Pending forever without an attempt.
 async fn next_event(attempt: &mut Option<Attempt>) -> Result<generate_event::Event, Failure> {
     match attempt {
         Some(attempt) => attempt.next().await,
@@ -378,10 +378,10 @@ async fn next_event(attempt: &mut Option<Attempt>) -> Result<generate_event::Eve
     }
 }
 
-/// Forever, when nobody can ask.
-async fn asked(seat: &mut Option<Seat>) -> WorkerKey {
-    match seat {
-        Some(seat) => seat.asked().await,
+/// Pending forever without a candidate.
+async fn told(candidate: &mut Option<Candidate>) -> WorkerKey {
+    match candidate {
+        Some(candidate) => candidate.told().await,
         None => std::future::pending().await,
     }
 }

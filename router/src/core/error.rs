@@ -25,7 +25,7 @@ pub(crate) enum CoreError {
     /// No room: come again.
     #[error("{message}")]
     Full { message: String, retry_after: Duration },
-    /// Nobody to serve it now: come again later.
+    /// No worker can serve it now: come again later.
     #[error("{message}")]
     Unavailable { message: String },
     /// Something broke here.
@@ -42,7 +42,7 @@ impl CoreError {
         CoreError::Unavailable { message: message.into() }
     }
 
-    /// The sequence would be longer than what anybody serves.
+    /// The sequence would be longer than any worker's context.
     pub(crate) fn too_long(param: Option<&str>, message: String) -> CoreError {
         CoreError::Invalid { message, param: param.map(str::to_owned), code: Some("context_length_exceeded") }
     }

@@ -1,4 +1,4 @@
-//! What a running request tells its edge: [`Event`]s, by way of [`Events`].
+//! The [`Event`]s of a running request, which its edge reads from [`Events`].
 
 use std::{pin::Pin, sync::Arc, time::Instant};
 
@@ -50,7 +50,7 @@ pub(crate) struct Usage {
 }
 
 impl Usage {
-    /// Adds what one choice took; `is_first`: of its prompt's.
+    /// Adds the usage of one choice; `is_first` says that it is the first of its prompt.
     fn add(&mut self, choice: Usage, is_first: bool) {
         let add = |sum: &mut u32, count: u32| *sum = sum.saturating_add(count);
         add(&mut self.completion_tokens, choice.completion_tokens);
@@ -134,7 +134,7 @@ impl Events {
 
 impl Drop for Events {
     fn drop(&mut self) {
-        // The last event was taken but the end was not asked for: the request is as complete.
+        // The edge has read the last event but not the end: the request is complete.
         let outcome =
             if self.outcome == "cancelled" && self.choices.is_empty() { "ok" } else { self.outcome };
         tracing::debug!(

@@ -12,9 +12,9 @@ mod attempt;
 mod choice;
 mod error;
 mod event;
-mod moves;
+mod migration;
+mod migrator;
 mod output;
-mod passage;
 mod planner;
 mod request;
 mod sampling;
@@ -35,8 +35,8 @@ use crate::{
 pub(crate) use active::{Active, ActiveRequest};
 pub(crate) use error::CoreError;
 pub(crate) use event::{Event, Events, Finish, TokenOut, Usage};
-pub use moves::Migration;
-pub(crate) use moves::Moves;
+pub use migrator::MigrationMode;
+pub(crate) use migrator::Migrator;
 pub(crate) use planner::Planner;
 pub(crate) use request::{
     ChatInput, ClientRequest, FieldNames, PreparedRequest, PromptInput, check_model, tokenize,
@@ -56,7 +56,7 @@ pub(crate) struct Core {
     pub(crate) planner: Planner,
     pub(crate) metrics: RouterMetrics,
     pub(crate) active: Active,
-    pub(crate) moves: Arc<Moves>,
+    pub(crate) migrator: Arc<Migrator>,
     admission: Arc<Semaphore>,
     /// Cancelled when nothing new is taken.
     pub(crate) drain: CancellationToken,
@@ -75,7 +75,7 @@ impl Core {
             model: SetOnce::new(),
             planner: Planner::new(config.policy.clone(), config.prefix_index_blocks),
             active: Active::default(),
-            moves: Moves::new(config.migration),
+            migrator: Migrator::new(config.migration),
             admission: Arc::new(Semaphore::new(config.max_requests)),
             drain,
             closing: CancellationToken::new(),

@@ -31,7 +31,7 @@ impl Output {
 
     /// The text that the token completes. `detokenizer` is called for the first token.
     pub(super) fn push(&mut self, token: &Token, detokenizer: impl FnOnce() -> Detokenizer) -> Matched {
-        // A worker's word, for people. What whoever computed the prompt first had cached is what was cached.
+        // Cached tokens are those of the first attempt: later ones find what the first has computed.
         if self.usage.completion_tokens == 0 {
             self.usage.cached_tokens = token.cached_tokens.unwrap_or(0).min(self.usage.prompt_tokens);
         }

@@ -1,4 +1,4 @@
-//! The policy with what it must remember: the prefix index. The lock is held for lookups only.
+//! The planner's policy and its prefix index, behind a lock that is held for lookups only.
 
 use std::{
     borrow::Cow,
@@ -20,14 +20,14 @@ use crate::workers::Workers;
 #[derive(Debug)]
 pub(crate) struct Planner {
     policy: Box<dyn Policy>,
-    index: Mutex<PrefixIndex>,
+    index: Mutex<PrefixIndex<BlockHash>>,
 }
 
 /// From where to where a running request migrates.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Migrating<'a> {
     pub(crate) from: &'a Arc<WorkerRecord>,
-    /// `None`: whoever serves it best.
+    /// `None`: the worker that serves it best.
     pub(crate) to: Option<&'a WorkerKey>,
 }
 
@@ -103,7 +103,7 @@ impl Planner {
         holders.collect()
     }
 
-    fn index(&self) -> MutexGuard<'_, PrefixIndex> {
+    fn index(&self) -> MutexGuard<'_, PrefixIndex<BlockHash>> {
         self.index.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -12,7 +12,7 @@ use crate::core::{
     ChatInput, ClientRequest, ClientSampling, CoreError, Event, FieldNames, PromptInput, TokenOut, Usage,
 };
 
-/// What a client's message asks for.
+/// A client's message as a request of the core.
 pub(super) fn input(
     request: v1::GenerateRequest,
     id: String,
@@ -24,7 +24,7 @@ pub(super) fn input(
         v1::PrefillMode::Remote => PrefillMode::Remote,
     };
     let speculation = SpeculationMode::from(request.speculation_mode());
-    // Another form than was asked for would change the answer.
+    // Another form than the client asked for would change the answer.
     let kv_wire = v1::KvWire::try_from(request.kv_wire).map_err(|_| {
         CoreError::invalid(
             "kv_wire",
@@ -84,7 +84,7 @@ fn sampling(sampling: v1::SamplingParams) -> ClientSampling {
     }
 }
 
-/// The responses that one event makes: what was generated, then how the choice ended.
+/// The responses of one event: the output, then the end of the choice.
 pub(super) fn responses(id: &str, event: Event) -> impl Iterator<Item = v1::GenerateResponse> {
     use v1::generate_response::Event as Body;
     let output = (!event.text.is_empty() || !event.tokens.is_empty()).then(|| {
@@ -112,7 +112,7 @@ fn usage(usage: Usage) -> v1::Usage {
     }
 }
 
-/// The right status for an error.
+/// The status of an error.
 pub(super) fn status(error: CoreError) -> Status {
     let code = match &error {
         CoreError::Invalid { .. } => Code::InvalidArgument,

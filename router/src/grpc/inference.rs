@@ -24,7 +24,7 @@ impl Inference {
     }
 }
 
-/// Events on their way out; one may make two responses.
+/// Events that become responses; one event may become two.
 struct Outgoing {
     id: String,
     events: Events,

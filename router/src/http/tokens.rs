@@ -55,7 +55,7 @@ pub(crate) async fn tokenize_text(
             }
             let tools = request.tools.filter(|tools| !tools.is_empty()).map(Value::Array);
             let messages = messages::normalise(messages)?;
-            // The size of a chat is not worth a walk: it goes to the other thread.
+            // A chat goes to the blocking thread, whatever its size: measuring it takes as long as tokenising.
             (PromptInput::Chat(ChatInput { messages, tools, extra }), "messages", usize::MAX)
         }
         _ => return Err(ApiError::invalid("prompt", "either prompt or messages is needed, and not both")),

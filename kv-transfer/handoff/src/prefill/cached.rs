@@ -16,7 +16,7 @@
 
 use std::time::Instant;
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
 
 use super::{
     delivery::Delivery,

@@ -22,7 +22,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
 
 use super::{
     delivery::Delivery,

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
 use baton_request::{Failure, FailureKind};
 
 use super::side::{Abort, Committing, PrefillAction, PrefillInput};

@@ -85,7 +85,7 @@ pub(super) mod decode {
 pub(super) mod prefill {
     use std::{ops::Range, time::Instant};
 
-    use baton_kv_cache::BlockId;
+    use baton_kv_layout::BlockId;
     use baton_request::Failure;
 
     use crate::{

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
 use baton_request::{Failure, FailureKind};
 
 use crate::{Begin, DecodeMessage, Generation, Grant, Piece, PrefillMessage, Secret, Source, TransportKind};

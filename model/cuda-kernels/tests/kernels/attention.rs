@@ -7,7 +7,7 @@ use baton_cuda_kernels::attention::*;
 use baton_cuda_kernels::device::Device;
 use baton_cuda_kernels::driver::wgmma_trial::wgmma_works;
 use baton_cuda_kernels::kernel::Address;
-use baton_kv_cache::{KvDtype, KvLayout};
+use baton_kv_cache::{KvDtype, KvLayout, VectorCodec};
 use baton_model_testing::noise;
 
 /// One layer's attention of a batch.

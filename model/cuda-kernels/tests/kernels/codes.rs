@@ -3,7 +3,7 @@
 use baton_cuda_emulator::emulator::Emulator;
 use baton_cuda_kernels::codes::*;
 use baton_kv_cache::WireScratch;
-use baton_kv_cache::{KvDtype, KvLayout, WireCodec, WireFormat};
+use baton_kv_cache::{KvDtype, KvLayout, VectorCodec, WireCodec, WireFormat};
 use baton_model_testing::noise;
 
 /// Pieces, one behind the other: vectors of several magnitudes, and one of zeroes in each head.

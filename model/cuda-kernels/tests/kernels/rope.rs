@@ -5,7 +5,7 @@ use baton_cuda_emulator::numbers::{assert_close, bf16, floats, widened};
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::rope::*;
 use baton_cuda_kernels::rows::NONE;
-use baton_kv_cache::{KvDtype, KvLayout};
+use baton_kv_cache::{KvDtype, KvLayout, VectorCodec};
 use baton_model_testing::noise;
 
 const NUM_HEADS: usize = 3;

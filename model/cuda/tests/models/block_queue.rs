@@ -4,7 +4,7 @@ use baton_cuda_emulator::session::Threads;
 use baton_cuda_emulator::test_device::TestDevice;
 use baton_cuda_kernels::device::Device;
 use baton_cuda_kernels::kernel::Address;
-use baton_kv_cache::{BlockKernels, KvLayout, WireCodec};
+use baton_kv_cache::{BlockKernels, KvLayout, VectorCodec, WireCodec};
 use baton_kv_cache::{KvDtype, WireFormat, WireScratch};
 use baton_model_cuda::block_queue::{BlockQueue, MAX_RUNS, STAGED_BYTES, sources};
 use baton_model_testing::noise;

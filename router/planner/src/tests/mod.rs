@@ -102,10 +102,10 @@ fn plans() {
         ("short ones are not", two, "tokens=31", "d0"),
         ("the threshold itself is long", two, "tokens=32", "d0<-p0"),
         ("the threshold counts uncached tokens", two, "tokens=200 cached:d1=176", "d1"),
-        ("a cached prefix draws decode", two, "tokens=200 cached:d1=48", "d1<-p0"),
+        ("a cached prefix attracts decode", two, "tokens=200 cached:d1=48", "d1<-p0"),
         ("and prefill", two, "tokens=200 cached:p1=64", "d0<-p1"),
         ("a prefill worker fetches what it lacks", two, "tokens=200 cached:d1=64", "d1<-p0 with d1"),
-        ("from whoever has most", two, "tokens=300 cached:d1=160 cached:p1=64", "d1<-p1 with d1"),
+        ("from the worker that has most", two, "tokens=300 cached:d1=160 cached:p1=64", "d1<-p1 with d1"),
         (
             "a decode worker, too, and computes the rest itself if that is little",
             "d0 decode running=9\n d1 decode\n p0 prefill",
@@ -189,8 +189,13 @@ fn plans() {
             "tokens=200 remote",
             "no prefill worker is usable, and the request demands one",
         ),
-        ("nobody", "p0 prefill", "tokens=8", "no decode worker is registered"),
-        ("nobody answers", "d0 decode unreachable", "tokens=8", "no decode worker answers (1 registered)"),
+        ("no decode worker", "p0 prefill", "tokens=8", "no decode worker is registered"),
+        (
+            "no decode worker answers",
+            "d0 decode unreachable",
+            "tokens=8",
+            "no decode worker answers (1 registered)",
+        ),
         (
             "all leave",
             "d0 decode draining\n d1 decode unreachable",

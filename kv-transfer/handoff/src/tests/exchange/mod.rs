@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
 use baton_request::{Failure, FailureKind};
 
 pub(super) use self::events::{Event, Flaw};
