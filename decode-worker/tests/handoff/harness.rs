@@ -242,6 +242,22 @@ impl TestWorker {
         metrics_at(&self.address()).await
     }
 
+    /// Whether `/metrics` has this line.
+    pub(crate) async fn has_metric(&self, line: &str) -> bool {
+        self.metrics().await.lines().any(|found| found == line)
+    }
+
+    /// Waits for a line of `/metrics`. The prefill side counts a handoff when it hears of the end: perhaps after the
+    /// router has its answer.
+    pub(crate) async fn await_metric(&self, line: &str) {
+        let found = async {
+            while !self.has_metric(line).await {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        assert!(timeout(PATIENCE, found).await.is_ok(), "no {line}");
+    }
+
     /// Waits until everything is given back, then demands that every block is there.
     pub(crate) async fn assert_all_free(&self) {
         let deadline = tokio::time::Instant::now() + PATIENCE;

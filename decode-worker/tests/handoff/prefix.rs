@@ -30,20 +30,6 @@ fn next_turn(turn: &[u32], source: proto::PrefillPeer) -> proto::GenerateRequest
     proto::GenerateRequest { prefix_source: Some(source), ..request(turn, NUM_NEXT as u32, None) }
 }
 
-async fn metric(worker: &TestWorker, line: &str) -> bool {
-    worker.metrics().await.lines().any(|found| found == line)
-}
-
-/// What a giver counts, it counts once it has heard of the commit: perhaps after the taker's answer.
-async fn await_metric(worker: &TestWorker, line: &str) {
-    let found = async {
-        while !metric(worker, line).await {
-            tokio::time::sleep(Duration::from_millis(2)).await;
-        }
-    };
-    assert!(tokio::time::timeout(PATIENCE, found).await.is_ok(), "no {line}");
-}
-
 fn computed(worker: &TestWorker) -> usize {
     worker.worker.engine().num_computed_tokens() as usize
 }
@@ -62,8 +48,8 @@ async fn a_second_turn_elsewhere_computes_only_what_is_new() {
         assert_eq!(answer.finished(), expected(&turn, NUM_NEXT), "{transport}");
         assert_eq!(computed(&new), turn.len() - NUM_CACHED + NUM_DECODED);
         assert_eq!(computed(&old), before, "the source computes nothing");
-        assert!(metric(&new, &format!("baton_prefix_fetched_tokens_total {NUM_CACHED}")).await);
-        await_metric(&old, "baton_prefixes_given_total{outcome=\"committed\"} 1").await;
+        assert!(new.has_metric(&format!("baton_prefix_fetched_tokens_total {NUM_CACHED}")).await);
+        old.await_metric("baton_prefixes_given_total{outcome=\"committed\"} 1").await;
         assert!(new.moved(transport) > 0 && old.moved(transport) == new.moved(transport));
 
         // It has all of that now: nothing moves.
@@ -150,7 +136,7 @@ async fn computes_by_itself(source: proto::PrefillPeer, new: &TestWorker, turn: 
     assert_eq!(answer.finished(), expected(turn, NUM_NEXT), "{outcome}");
     assert_eq!(computed(new) - before, turn.len() + NUM_DECODED, "{outcome}");
     let line = format!("baton_prefix_fetches_total{{outcome=\"{outcome}\"}} 1");
-    assert!(metric(new, &line).await, "{outcome}: {}", new.metrics().await);
+    assert!(new.has_metric(&line).await, "{outcome}: {}", new.metrics().await);
     new.assert_all_free().await;
 }
 
@@ -190,7 +176,7 @@ async fn a_worker_without_room_fetches_nothing_and_waits_for_room_as_ever() {
         let (client, request) = (new.client().await, next_turn(&turn, old.peer()));
         async move { generate(&client, request).await.unwrap() }
     });
-    while !metric(&new, "baton_prefix_fetches_total{outcome=\"refused\"} 1").await {
+    while !new.has_metric("baton_prefix_fetches_total{outcome=\"refused\"} 1").await {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
     drop(taken);
