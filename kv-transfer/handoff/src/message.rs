@@ -22,7 +22,7 @@ pub enum DecodeMessage {
     Begin(Begin),
     /// The first message: hand over what is cached at the front of this sequence, in full blocks. Compute nothing.
     Fetch(Begin),
-    /// Write here.
+    /// Write into these blocks.
     Grant(Grant),
     /// Everything is verified: free your blocks. The last message.
     Commit {
@@ -53,7 +53,7 @@ pub enum PrefillMessage<T> {
     Progress,
     /// Sampled.
     FirstToken(T),
-    /// These pieces lie in the granted blocks.
+    /// These pieces are in the granted blocks.
     Written(Written),
     /// Answer to `Cancel`: no byte is written after this.
     Stopped,
@@ -70,16 +70,16 @@ pub struct Begin {
     pub attempt: u32,
     /// The prefill worker this is meant for.
     pub prefill_incarnation: u64,
-    /// Who will decode.
+    /// The worker that takes the KV.
     pub decode_worker_id: String,
-    /// Which life of it.
+    /// Its incarnation.
     pub decode_incarnation: u64,
     /// Tokens of the whole sequence.
     pub num_tokens: usize,
     /// Tokens in a block of the decode worker.
     pub block_size: usize,
-    /// Both sides give up, and free, this long after `Begin` or the last `Progress`, of which the prefill worker, whose word
-    /// it is, takes a quarter longer.
+    /// The decode side gives up, and frees its blocks, this long after `Begin` or the last `Progress` that it heard. The
+    /// prefill side waits a quarter longer after a `Progress` that it sent.
     pub deadline: Duration,
 }
 

@@ -1,7 +1,6 @@
 //! KV that arrives under a grant: which pieces were named, and how many of them are not verified yet. Both machines of the
 //! decode side have it while they receive.
 
-use super::Committed;
 use crate::{
     access::Generation,
     error::KvFault,
@@ -10,6 +9,17 @@ use crate::{
     pieces::{Insert, PieceSet},
     transport::TransportKind,
 };
+
+/// All KV of a grant was written and verified.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Committed {
+    /// The grant whose blocks hold the verified KV.
+    pub generation: Generation,
+    /// What carried it; `None` when every block was cached.
+    pub transport: Option<TransportKind>,
+    /// Bytes that moved.
+    pub bytes: u64,
+}
 
 /// The pieces of one grant.
 #[derive(Debug)]

@@ -23,8 +23,11 @@ use std::{
 };
 
 use super::{
-    Abort, Committed, DecodeAction, DecodeInput, PeerStream, RECEIVING, RESERVING, Stopping,
-    incoming::Incoming, on_after_end, refuse, refuse_grant, verify_rest,
+    incoming::{Committed, Incoming},
+    side::{
+        Abort, DecodeAction, DecodeInput, PeerStream, RECEIVING, RESERVING, Stopping, on_after_end, refuse,
+        refuse_grant, verify_rest,
+    },
 };
 use crate::{
     deadlines::Deadlines,

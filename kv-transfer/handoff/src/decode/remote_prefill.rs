@@ -24,8 +24,11 @@
 use std::time::{Duration, Instant};
 
 use super::{
-    Abort, Committed, DecodeAction, DecodeInput, RECEIVING, RESERVING, Stopping, incoming::Incoming,
-    on_after_end, refuse, refuse_grant, verify_rest,
+    incoming::{Committed, Incoming},
+    side::{
+        Abort, DecodeAction, DecodeInput, RECEIVING, RESERVING, Stopping, on_after_end, refuse, refuse_grant,
+        verify_rest,
+    },
 };
 use crate::{
     access::Generation,

@@ -25,8 +25,10 @@ use std::{
 use baton_kv_cache::BlockId;
 
 use super::{
-    Abort, COMMITTING, Committing, OwnBlocks, PrefillAction, PrefillInput, Stopping, delivery::Delivery,
-    refuse, release,
+    delivery::Delivery,
+    side::{
+        Abort, COMMITTING, Committing, OwnBlocks, PrefillAction, PrefillInput, Stopping, refuse, release,
+    },
 };
 use crate::{
     deadlines::Deadlines,

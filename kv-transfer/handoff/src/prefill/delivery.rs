@@ -10,7 +10,7 @@ use std::{
 use baton_kv_cache::BlockId;
 use baton_request::{Failure, FailureKind};
 
-use super::{Abort, Committing, PrefillAction, PrefillInput};
+use super::side::{Abort, Committing, PrefillAction, PrefillInput};
 use crate::{
     access::Generation,
     deadlines::Deadlines,

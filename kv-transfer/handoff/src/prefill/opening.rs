@@ -4,7 +4,11 @@ use std::{convert::Infallible, time::Instant};
 
 use baton_request::{Failure, FailureKind};
 
-use super::{Abort, CachedHandoff, ComputedHandoff, PrefillAction, PrefillInput, refuse};
+use super::{
+    cached::CachedHandoff,
+    computed::ComputedHandoff,
+    side::{Abort, OwnBlocks, PrefillAction, PrefillInput, refuse},
+};
 use crate::{
     error::{HandoffError, Side},
     limits::Limits,
@@ -13,17 +17,6 @@ use crate::{
 
 /// What the driver of an [`Opening`] must do. It ends well only by becoming another machine.
 pub type OpeningAction<T> = PrefillAction<T, Infallible>;
-
-/// This worker, as far as a handoff depends on it.
-#[derive(Clone, Copy, Debug)]
-pub struct OwnBlocks {
-    /// Of this worker: a `Begin` for another one is refused.
-    pub incarnation: u64,
-    /// Tokens in a block.
-    pub block_size: usize,
-    /// Decoder layers.
-    pub num_layers: usize,
-}
 
 /// A stream whose first message has not come.
 #[derive(Debug)]
