@@ -9,7 +9,7 @@ use baton_worker::{
     Worker,
     convert::{request_from_generate, submit_failure},
     convert_handoff::wire_from_generate,
-    handoff::peers::Link,
+    peers::Link,
 };
 use tonic::Status;
 

@@ -1,5 +1,4 @@
-//! The stream that a router reads: token events, then exactly one end. Dropping it cancels what stands
-//! behind it.
+//! The stream that a router reads: token events, then exactly one end. Dropping it cancels the request.
 
 use std::sync::{
     Arc,
@@ -19,13 +18,13 @@ use tokio_util::{sync::CancellationToken, task::task_tracker::TaskTrackerToken};
 
 use crate::remote_prefill::RemotePrefillEvent;
 
-/// Where the next event comes from.
+/// What the next event comes from.
 enum TokenSource {
-    /// What another worker has cached is on its way; then the engine here computes the rest.
+    /// A cached prefix is fetched from another worker; then the engine here computes the rest.
     Fetch(BoxFuture<'static, ()>, Request),
     RemotePrefill(mpsc::Receiver<RemotePrefillEvent>),
     Engine(TokenStream),
-    /// One last event, decided already.
+    /// One last event.
     End(GenerateEvent),
     Over,
 }
@@ -33,14 +32,14 @@ enum TokenSource {
 /// One request's events.
 pub struct GenerateStream {
     source: TokenSource,
-    /// How often the prefill worker said that it computes.
+    /// How often the prefill worker reported that it computes.
     num_beats: Arc<AtomicU64>,
-    /// Prompt tokens that were found in a prefix cache; goes with the first token.
+    /// Prompt tokens found in a prefix cache; sent with the first token.
     cached_tokens: Option<usize>,
-    /// What was verified since the last token; goes with the next.
+    /// Drafts verified since the last token; sent with the next.
     drafts: DraftCounts,
     worker: Arc<Worker>,
-    /// Cancelled when the worker begins to leave; `None` once the router was told.
+    /// Cancelled when the worker begins to drain; `None` once the router was told.
     draining: Option<CancellationToken>,
     halted: CancellationToken,
     /// The worker waits for the stream before it ends.
@@ -53,7 +52,7 @@ impl GenerateStream {
         GenerateStream::new(worker, TokenSource::Engine(tokens), Arc::default())
     }
 
-    /// As [`local`](Self::local), once `fetch` has ended.
+    /// The same, after `fetch` has ended.
     pub fn fetching(
         worker: Arc<Worker>,
         fetch: impl Future<Output = ()> + Send + 'static,
@@ -62,7 +61,8 @@ impl GenerateStream {
         GenerateStream::new(worker, TokenSource::Fetch(Box::pin(fetch), request), Arc::default())
     }
 
-    /// A handoff supplies the first token and then the engine's stream. `num_beats` are its peer's signs of life.
+    /// A remote prefill supplies the first token and then the engine's stream. `num_beats` counts the prefill worker's
+    /// reports of progress.
     pub fn remote(
         worker: Arc<Worker>,
         events: mpsc::Receiver<RemotePrefillEvent>,
@@ -86,7 +86,7 @@ impl GenerateStream {
         }
     }
 
-    /// A count that grows as long as the engine here or the one that prefills computes, for whomever.
+    /// A count that grows while the engine here or that of the prefill worker computes, for any request.
     pub fn work(&self) -> impl Fn() -> u64 + Send + use<> {
         let (worker, num_beats) = (self.worker.clone(), self.num_beats.clone());
         move || worker.engine().num_computed_tokens() + num_beats.load(Ordering::Relaxed)

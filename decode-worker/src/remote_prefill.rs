@@ -26,10 +26,10 @@ use baton_worker::{
     convert::submit_failure,
     convert_handoff::FirstToken,
     handoff::{
-        peers::Link,
         stream::sleep_until,
         taking::{Taking, begin, failure_of, limits},
     },
+    peers::Link,
 };
 use tokio::sync::mpsc;
 

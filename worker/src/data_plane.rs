@@ -1,4 +1,4 @@
-//! Both ends of the data plane, over a worker's one block pool: any worker may receive KV, and any may send it.
+//! Both ends of the data plane over a worker's block pool: every worker may receive KV, and every worker may send it.
 
 use anyhow::Context;
 use baton_cluster::WorkerRecord;
@@ -17,12 +17,12 @@ pub enum Direction {
     Received,
 }
 
-/// What KV comes and goes through. Cheap to clone; listeners and threads end with the last clone.
+/// Moves KV. Cheap to clone; listeners and threads end with the last clone.
 #[derive(Clone)]
 pub struct DataPlane {
-    /// Lets others write into blocks of this worker.
+    /// Accepts writes of other workers into blocks of this one.
     pub receiver: Receiver,
-    /// Writes into blocks of others. It connects when it is first used.
+    /// Writes into blocks of other workers. It connects when first used.
     pub sender: Sender,
 }
 
@@ -40,10 +40,10 @@ impl Direction {
 }
 
 impl DataPlane {
-    /// Listens as the configuration says.
+    /// Listens as configured.
     ///
     /// # Errors
-    /// When it cannot.
+    /// When a listener or a library cannot be opened.
     pub(crate) fn start(
         config: &WorkerConfig,
         record: &WorkerRecord,
@@ -86,7 +86,7 @@ impl DataPlane {
         Ok(DataPlane { receiver, sender })
     }
 
-    /// What has moved.
+    /// Counts of one transport in one direction.
     pub fn read(&self, direction: Direction, kind: TransportKind) -> TransportCounts {
         match direction {
             Direction::Sent => self.sender.counters().of(kind).read(),

@@ -18,6 +18,7 @@ mod incoming;
 mod lifecycle;
 mod load;
 mod metrics;
+pub mod peers;
 mod run;
 mod scratch;
 mod server;

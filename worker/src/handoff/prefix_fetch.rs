@@ -19,11 +19,10 @@ use tokio::sync::oneshot;
 use tracing::Instrument;
 
 use super::{
-    peers::Link,
     stream::sleep_until,
     taking::{Taking, begin, limits},
 };
-use crate::{convert::submit_failure, convert_handoff::FirstToken, worker::Worker};
+use crate::{convert::submit_failure, convert_handoff::FirstToken, peers::Link, worker::Worker};
 
 /// Nothing was computed here yet.
 const UNKNOWN: Duration = Duration::from_secs(1);

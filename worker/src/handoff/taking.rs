@@ -20,12 +20,10 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Response, Status, Streaming, metadata::MetadataKey, transport::Channel};
 
-use super::{
-    peers::Link,
-    stream::{HandoffStream, StreamEvent},
-};
+use super::stream::{HandoffStream, StreamEvent};
 use crate::{
     convert_handoff::{FirstToken, Payload, decode_message_to_proto, prefill_message_from_proto},
+    peers::Link,
     worker::Worker,
 };
 

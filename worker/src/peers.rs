@@ -1,4 +1,4 @@
-//! Connections to the workers that give KV: one per address, shared by every handoff.
+//! Connections to the workers that hand KV over: one per address, shared by all handoffs.
 
 use std::{
     collections::HashMap,
@@ -13,19 +13,19 @@ use tonic::transport::Channel;
 
 use crate::server::{KEEP_ALIVE_INTERVAL, KEEP_ALIVE_TIMEOUT, MAX_MESSAGE_BYTES};
 
-/// A worker that is there accepts at once.
+/// A running worker accepts at once.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Beyond this many addresses, all are forgotten; those in use live on in their handoffs.
+/// At this many addresses all are forgotten; connections in use stay with their handoffs.
 const MAX_PEERS: usize = 1024;
 
-/// Workers by address. They connect when first used, and again when a connection was lost.
+/// Connections by address. They are made when first used, and again after a loss.
 #[derive(Debug)]
 pub struct Peers {
     dialer: Dialer,
     channels: Mutex<HashMap<String, Dialed>>,
 }
 
-/// The way to one worker.
+/// The connection to one worker.
 #[derive(Clone, Debug)]
 pub struct Link {
     peers: Arc<Peers>,
@@ -34,20 +34,20 @@ pub struct Link {
 }
 
 impl Peers {
-    /// Calls them by this dialer.
+    /// Dials with `dialer`.
     pub fn new(dialer: Dialer) -> Arc<Peers> {
         Arc::new(Peers { dialer, channels: Mutex::default() })
     }
 
-    /// How they are called.
+    /// What dials.
     pub fn dialer(&self) -> &Dialer {
         &self.dialer
     }
 
-    /// The way to the worker at `address`.
+    /// The connection to the worker at `address`.
     ///
     /// # Errors
-    /// When it is no address, or it has TLS and this worker has not.
+    /// When it is no address, or it needs TLS and this worker has none.
     pub fn link(self: &Arc<Self>, address: &str) -> Result<Link, DialError> {
         let mut channels = self.channels.lock().unwrap_or_else(PoisonError::into_inner);
         let dialed = match channels.get(address) {
@@ -81,12 +81,12 @@ impl Link {
             .max_encoding_message_size(MAX_MESSAGE_BYTES)
     }
 
-    /// Who the worker is by its certificate, once a call was answered; nobody without TLS.
+    /// The identity in the worker's certificate, once a call was answered; `None` without TLS.
     pub fn identity(&self) -> Option<Identity> {
         self.dialed.peer()
     }
 
-    /// The next handoff connects anew, and learns anew who is there. Calls that are under way go on.
+    /// The next handoff makes a new connection, and reads the certificate again. Calls under way continue.
     pub fn forget(&self) {
         self.peers.channels.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.address);
     }
