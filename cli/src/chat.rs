@@ -9,16 +9,15 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use baton_command::{
+    dial::ClientTlsArgs,
+    openai::{EventStream, OpenAi, RequestError},
+};
 use clap::Args;
 use serde_json::{Map, Value, json};
 use tokio::{
     signal::unix::{Signal, SignalKind, signal},
     sync::mpsc,
-};
-
-use crate::{
-    bench::openai::{EventStream, OpenAi, RequestError},
-    dial::ClientTlsArgs,
 };
 
 const HELP: &str = "\

@@ -8,6 +8,7 @@ use std::{fmt, path::PathBuf, time::Duration};
 
 use anyhow::{Context, bail};
 use baton_cluster::Dialer;
+use baton_command::{TlsArgs, print};
 use baton_kv_transfer::NcclFindings;
 use baton_proto::{
     v1::{LoadsRequest, inference_client::InferenceClient},
@@ -19,8 +20,6 @@ use baton_proto::{
 use clap::Args;
 use serde::Serialize;
 use tonic::transport::Channel;
-
-use crate::args::TlsArgs;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A measurement ends by itself, sooner than this.
@@ -44,7 +43,7 @@ const MIN_TELLING_BYTES: u64 = 8 << 20;
 /// Which workers.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
-pub struct DoctorArgs {
+pub(crate) struct DoctorArgs {
     /// Router whose workers are examined, each prefill worker with each decode worker.
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8080", env = "BATON_ROUTER")]
     router: String,
@@ -114,8 +113,8 @@ struct Way {
 }
 
 /// Examines, and prints the report. Fails when there is a pair between which KV cannot travel.
-pub async fn run(args: DoctorArgs) -> anyhow::Result<()> {
-    let dialer = Dialer::new(crate::roles::tls(&args.tls)?);
+pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
+    let dialer = Dialer::new(args.tls.load()?);
     let (prefill, decode) = match args.prefill.is_empty() {
         true => workers_of(&dialer, &args.router).await?,
         false => (args.prefill, args.decode),
@@ -136,7 +135,7 @@ pub async fn run(args: DoctorArgs) -> anyhow::Result<()> {
     // Loads foreign code, which takes what it takes.
     let nccl = tokio::task::spawn_blocking(move || NcclFindings::look(args.nccl.as_deref())).await?;
     let report = Report { nccl: nccl.to_string(), pairs };
-    crate::bench::print(&report, args.json.as_deref())?;
+    print(&report, args.json.as_deref())?;
     let is_well =
         |pair: &Pair| matches!(&pair.finding, Finding::Measured(measured) if !measured.chosen.is_empty());
     let num_ill = report.pairs.iter().filter(|pair| !is_well(pair)).count();

@@ -3,21 +3,10 @@
 use tokio::{sync::watch, task::JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use crate::{Dialer, DiscoveryConfig, DiscoveryError, WorkerRecord, embedded, etcd};
-
-/// How registration stands.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RegistrationState {
-    /// Not known to the discovery service, and why if that is known; being tried for ever.
-    Searching {
-        /// What went wrong last.
-        problem: Option<String>,
-    },
-    /// Known.
-    Registered,
-    /// The router does not want this worker, in its words. Tried again from time to time.
-    Refused(String),
-}
+use crate::{
+    Dialer, DiscoveryConfig, DiscoveryError, WorkerRecord, embedded, etcd,
+    registration_state::{RegistrationState, StateReport},
+};
 
 /// Keeps a worker registered until it is withdrawn or dropped.
 #[derive(Debug)]
@@ -48,7 +37,7 @@ pub fn register_over(
     record.validate().map_err(|error| DiscoveryError::Config(error.to_string()))?;
     let withdraw = CancellationToken::new();
     let (sender, state) = watch::channel(RegistrationState::Searching { problem: None });
-    let report = Report { sender };
+    let report = StateReport::new(sender);
     let task = match config {
         DiscoveryConfig::Embedded { router } if router.is_empty() => {
             let message = "a worker needs the router's address, http://host:port";
@@ -86,37 +75,5 @@ impl Registration {
         if let Err(error) = self.task.await {
             tracing::error!(%error, "the registration task broke");
         }
-    }
-}
-
-/// Where a registrar says how it stands; changes go to the log once.
-#[derive(Debug)]
-pub(crate) struct Report {
-    sender: watch::Sender<RegistrationState>,
-}
-
-impl Report {
-    pub(crate) fn set(&mut self, state: RegistrationState) {
-        self.sender.send_if_modified(|current| {
-            if *current == state {
-                return false;
-            }
-            match (&*current, &state) {
-                (_, RegistrationState::Registered) => tracing::info!("registered"),
-                (_, RegistrationState::Refused(reason)) => tracing::error!("registration refused: {reason}"),
-                (RegistrationState::Registered, RegistrationState::Searching { problem }) => {
-                    tracing::warn!(problem, "discovery lost; registering again as soon as it returns");
-                }
-                (_, RegistrationState::Searching { problem }) => {
-                    tracing::info!(problem, "not registered yet; trying on");
-                }
-            }
-            *current = state;
-            true
-        });
-    }
-
-    pub(crate) fn searching(&mut self, problem: impl std::fmt::Display) {
-        self.set(RegistrationState::Searching { problem: Some(problem.to_string()) });
     }
 }

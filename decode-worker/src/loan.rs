@@ -3,10 +3,9 @@
 
 use std::{sync::Arc, time::Duration};
 
-use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_engine::Reservation;
 use baton_kv_transfer::Granted;
-use baton_proto::worker as proto;
+use baton_proto::{kv_format_from_proto, kv_format_to_proto, worker as proto};
 use baton_tls::Identity;
 use baton_worker::{Worker, convert_handoff::grant_to_proto};
 use tokio::{

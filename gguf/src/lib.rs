@@ -5,6 +5,7 @@
 //! mean, nor how blocks become numbers.
 
 mod parse;
+mod reader;
 
 mod file;
 

@@ -1,10 +1,10 @@
-//! The fingerprint of a worker's KV, by which two workers know whether one can use what the other computed.
+//! The fingerprint of a worker's KV. Two workers compare it to know whether one can use the other's KV.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{KvDtype, KvLayout};
 
-/// Everything that gives a block's bytes their meaning.
+/// Everything that defines the meaning of a block's bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct KvFormat {
     /// Identity of the weights: a hash of the configuration and of the weight files' headers and sizes.
@@ -19,7 +19,7 @@ pub struct KvFormat {
     pub num_kv_heads: usize,
     /// Elements of one head's key.
     pub head_dim: usize,
-    /// Ranks that the heads are divided among.
+    /// Ranks among which the heads are divided.
     pub tensor_parallel: usize,
     /// Canonical text of the rotary embedding's parameters: keys are stored rotated.
     pub rope: String,
@@ -40,9 +40,8 @@ impl KvFormat {
         }
     }
 
-    /// The first difference that keeps two workers from handing KV over, in words that a message can show; `None` when
-    /// there is none. Block size and element type may differ: a [`KvMapping`](crate::KvMapping) leads from one to the
-    /// other.
+    /// The first difference that prevents a handoff between two workers, as text for a message; `None` when there is
+    /// none. Block size and element type may differ: a [`KvMapping`](crate::KvMapping) converts between them.
     pub fn difference(&self, other: &KvFormat) -> Option<String> {
         fn differ<T: PartialEq + std::fmt::Debug>(what: &str, a: &T, b: &T) -> Option<String> {
             (a != b).then(|| format!("{what} {a:?} against {b:?}"))
@@ -61,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_a_mapping_bridges_may_differ() {
+    fn only_what_a_mapping_converts_may_differ() {
         let layout =
             KvLayout { block_size: 16, num_layers: 2, num_kv_heads: 2, head_dim: 64, dtype: KvDtype::Bf16 };
         let format = KvFormat::new("r1".into(), &layout, "theta=10000".into());

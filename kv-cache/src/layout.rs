@@ -1,8 +1,8 @@
-//! How the bytes of a block are arranged.
+//! The arrangement of a block's bytes.
 //!
-//! Block-major: `[block][layer][k|v][kv_head][token][head_dim]`. A block is one contiguous run, so
-//! is a layer of it (a *piece*, the unit of the layer-wise push), and so is a range of kv heads of
-//! K or V of a layer (for different tensor-parallel degrees on the two sides).
+//! Block-major: `[block][layer][k|v][kv_head][token][head_dim]`. A block is contiguous. So is one layer of it (a
+//! *piece*, the unit of the layer-wise push), and so is a range of kv heads of K or V of a layer (for different
+//! tensor-parallel degrees on the two sides).
 //!
 //! ```text
 //! block    |<------------------------- block_bytes -------------------------->|
@@ -14,8 +14,8 @@
 //! head     | [token][head_dim] elements | [token] scales of 8-bit types, bf16 |
 //! ```
 //!
-//! An element of FP8 or INT8 stands for itself times the scale of its token: the scales of a head lie behind
-//! its elements, so that every run above stays one.
+//! The value of an FP8 or INT8 element is the element times the scale of its token. The scales of a head follow its
+//! elements, so every range above stays contiguous.
 
 use crate::BlockId;
 
@@ -31,14 +31,14 @@ pub enum KvDtype {
     F16,
     /// The upper half of single precision.
     Bf16,
-    /// E4M3 (Open Compute Project, 8-bit floating point): 448 the largest, no infinities; scaled.
+    /// E4M3 (Open Compute Project, 8-bit floating point): 448 is the largest value, there are no infinities. Scaled.
     Fp8,
-    /// Whole numbers in -127..=127; scaled.
+    /// Integers in -127..=127. Scaled.
     Int8,
 }
 
 impl KvDtype {
-    /// All of them.
+    /// All types.
     pub const ALL: [KvDtype; 5] = [KvDtype::F32, KvDtype::F16, KvDtype::Bf16, KvDtype::Fp8, KvDtype::Int8];
 
     /// Bytes of one element, without its share of a scale.
@@ -50,7 +50,7 @@ impl KvDtype {
         }
     }
 
-    /// Bytes of the scale that one head's key (or value) of one token has; 0 where elements stand for themselves.
+    /// Bytes of the scale of one head's key (or value) of one token; 0 for types without scales.
     pub fn scale_bytes(self) -> usize {
         match self {
             KvDtype::F32 | KvDtype::F16 | KvDtype::Bf16 => 0,
@@ -85,7 +85,7 @@ impl KvDtype {
     }
 }
 
-/// Sizes of one block and offsets inside it. See the module's picture.
+/// Sizes of one block and offsets inside it. See the picture in the module's documentation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct KvLayout {
     /// Tokens in a block.
@@ -126,7 +126,7 @@ impl KvLayout {
         self.block_bytes() / self.block_size
     }
 
-    /// Blocks that hold `num_tokens` tokens, the last one perhaps in part.
+    /// Blocks that `num_tokens` tokens need, the last one perhaps in part.
     pub fn num_blocks_for(&self, num_tokens: usize) -> usize {
         num_tokens.div_ceil(self.block_size)
     }
@@ -142,7 +142,7 @@ impl KvLayout {
         block.idx() * self.block_bytes() + self.layer_offset(layer_idx)
     }
 
-    /// Offset in a piece of the key of `head_idx`; its value lies [`half_bytes`](Self::half_bytes) further.
+    /// Offset in a piece of the key of `head_idx`. Its value is [`half_bytes`](Self::half_bytes) further.
     pub fn head_offset(&self, head_idx: usize) -> usize {
         debug_assert!(head_idx < self.num_kv_heads);
         head_idx * self.head_bytes()
@@ -154,7 +154,7 @@ impl KvLayout {
         token_idx * self.head_dim * self.dtype.size_bytes()
     }
 
-    /// Offset of a token's scale in its head's K (or V), where the type has scales.
+    /// Offset of a token's scale in its head's K (or V), for types with scales.
     pub fn scale_offset(&self, token_idx: usize) -> usize {
         debug_assert!(token_idx < self.block_size);
         self.block_size * self.head_dim * self.dtype.size_bytes() + token_idx * self.dtype.scale_bytes()
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn scales_lie_behind_the_elements_of_their_head() {
+    fn scales_follow_the_elements_of_their_head() {
         for dtype in [KvDtype::Fp8, KvDtype::Int8] {
             let layout = KvLayout { block_size: 5, num_layers: 2, num_kv_heads: 3, head_dim: 7, dtype };
             assert_eq!(layout.token_offset(4) + 7, layout.scale_offset(0));
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn dtype_names_come_back() {
+    fn dtype_names_round_trip() {
         for dtype in KvDtype::ALL {
             assert_eq!(KvDtype::from_name(dtype.name()), Some(dtype));
         }

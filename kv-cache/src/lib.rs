@@ -1,9 +1,9 @@
-//! What a KV cache is made of: blocks and their names ([`BlockId`], [`BlockHash`]), how a block's
-//! bytes are arranged ([`KvLayout`]), divided ([`HeadShard`], [`KvShard`]) and rounded ([`KvDtype`]), which of them belong
-//! where on another side ([`KvMapping`]), how they are coded where the way is narrow ([`WireCodec`]), what two workers must
-//! agree on to exchange them ([`KvFormat`]), and the memory that holds them ([`BlockStorage`]).
+//! The parts of a KV cache: blocks and their names ([`BlockId`], [`BlockHash`]), the arrangement of a block's bytes
+//! ([`KvLayout`]), its division among ranks ([`HeadShard`], [`KvShard`]) and its element types ([`KvDtype`]), the
+//! mapping between two arrangements ([`KvMapping`]), the encoding for slow links ([`WireCodec`]), what two workers
+//! must agree on to exchange KV ([`KvFormat`]), and the memory of blocks ([`BlockStorage`]).
 //!
-//! It does not know who owns which block (that is the engine's block pool), nor how blocks travel
+//! It does not know the owners of blocks (that is the engine's block pool), nor how blocks are transferred
 //! (`kv-transfer`).
 
 mod block;
@@ -14,11 +14,10 @@ mod element;
 mod format;
 mod layout;
 pub mod mapping;
-#[cfg(test)]
-mod mapping_grid;
+mod offload;
 mod pages;
+mod quantise;
 mod region;
-mod rounding;
 mod shard;
 mod storage;
 mod wire;
@@ -29,7 +28,8 @@ pub use divided::DividedMemory;
 pub use format::KvFormat;
 pub use layout::{KvDtype, KvLayout};
 pub use mapping::KvMapping;
+pub use quantise::INT4_GROUP;
 pub use region::Region;
 pub use shard::{HeadShard, KvShard, ShardError};
 pub use storage::BlockStorage;
-pub use wire::{INT4_GROUP, WireCodec, WireFormat, WireScratch};
+pub use wire::{WireCodec, WireFormat, WireScratch};

@@ -1,14 +1,14 @@
-//! What one tensor-parallel rank holds: which of the model's kv heads, and how they are arranged.
+//! The part of one tensor-parallel rank: which of the model's kv heads it has, and their arrangement.
 //!
-//! The heads are divided in their order. Where there are more ranks than heads (grouped-query attention),
-//! neighbours hold replicas of one:
+//! The heads are divided in order. With more ranks than heads (grouped-query attention), neighbouring ranks hold
+//! replicas of one head:
 //!
 //! ```text
 //! 8 heads, 4 ranks   | 0 1 | 2 3 | 4 5 | 6 7 |
 //! 2 heads, 4 ranks   |  0  |  0  |  1  |  1  |
 //! ```
 //!
-//! It does not know how KV gets from one shard to another (that is [`KvMapping`](crate::KvMapping)).
+//! It does not know how KV moves from one shard to another (that is [`KvMapping`](crate::KvMapping)).
 
 use std::ops::Range;
 
@@ -29,35 +29,35 @@ pub struct KvShard {
     heads: HeadShard,
 }
 
-/// Why a shard cannot be, or why KV cannot move between two.
+/// Why a shard is invalid, or why KV cannot move between two shards.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ShardError {
     /// A size is zero.
     #[error("kv with a {0} of 0")]
     Zero(&'static str),
-    /// Neither does each rank hold as many heads, nor each head lie on as many ranks.
+    /// Neither number is a multiple of the other.
     #[error("{num_kv_heads} kv heads cannot be divided among {num_ranks} ranks")]
     Indivisible {
-        /// Of the whole model.
+        /// Heads of the whole model.
         num_kv_heads: usize,
         /// The tensor-parallel degree.
         num_ranks: usize,
     },
-    /// Ranks count from 0.
+    /// The rank is too large: ranks count from 0.
     #[error("no rank {rank} of {num_ranks}")]
     NoSuchRank {
-        /// The one asked for.
+        /// The requested rank.
         rank: usize,
         /// The tensor-parallel degree.
         num_ranks: usize,
     },
-    /// No memory could hold a block.
+    /// A block exceeds the address space.
     #[error("a block of kv is too large to be addressed")]
     TooLarge,
     /// The two sides hold KV of different models.
     #[error("{what} {from} against {to}")]
     OtherModel {
-        /// What differs.
+        /// The size that differs.
         what: &'static str,
         /// The source's.
         from: usize,
@@ -67,10 +67,10 @@ pub enum ShardError {
 }
 
 impl HeadShard {
-    /// The heads of `rank` among `num_ranks`, of `num_kv_heads`.
+    /// The heads of `rank` among `num_ranks` ranks, out of `num_kv_heads`.
     ///
     /// # Errors
-    /// When they cannot be divided so; the numbers may come from a peer.
+    /// When they cannot be divided so. The numbers may come from a peer.
     pub fn new(num_kv_heads: usize, num_ranks: usize, rank: usize) -> Result<HeadShard, ShardError> {
         let sizes = [("number of kv heads", num_kv_heads), ("number of ranks", num_ranks)];
         if let Some((what, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
@@ -85,7 +85,7 @@ impl HeadShard {
         Ok(HeadShard { num_kv_heads, num_ranks, rank })
     }
 
-    /// Counted in the whole model.
+    /// The rank's heads, counted in the whole model.
     pub fn heads(&self) -> Range<usize> {
         let num_heads = (self.num_kv_heads / self.num_ranks).max(1);
         let first = match self.num_replicas() {
@@ -100,17 +100,17 @@ impl HeadShard {
         (self.num_ranks / self.num_kv_heads).max(1)
     }
 
-    /// Which of them this rank is.
+    /// Index of this rank among its replicas.
     pub fn replica_idx(&self) -> usize {
         self.rank % self.num_replicas()
     }
 }
 
 impl KvShard {
-    /// What `rank` of `num_ranks` holds of KV that is arranged as `whole` where it is not divided.
+    /// The part of `rank` among `num_ranks` ranks of KV whose undivided arrangement is `whole`.
     ///
     /// # Errors
-    /// When that does not exist; the numbers may come from a peer.
+    /// When no such part exists. The numbers may come from a peer.
     pub fn new(whole: &KvLayout, num_ranks: usize, rank: usize) -> Result<KvShard, ShardError> {
         let sizes = [
             ("block size", whole.block_size),
@@ -128,7 +128,7 @@ impl KvShard {
         Ok(KvShard { layout, heads })
     }
 
-    /// What `rank` of a worker of this format holds.
+    /// The part of `rank` of a worker with this format.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -161,7 +161,7 @@ impl KvShard {
         self.heads.num_replicas()
     }
 
-    /// Which of them this rank is.
+    /// Index of this rank among its replicas.
     pub fn replica_idx(&self) -> usize {
         self.heads.replica_idx()
     }
@@ -185,7 +185,7 @@ mod tests {
         KvLayout { block_size: 16, num_layers: 2, num_kv_heads: 6, head_dim: 8, dtype: KvDtype::Bf16 };
 
     #[test]
-    fn heads_are_divided_in_order_and_replicated_where_there_are_too_few() {
+    fn heads_are_divided_in_order_and_replicated_for_more_ranks() {
         for (num_kv_heads, num_ranks, expected) in [
             (6, 2, vec![0..3, 3..6]),
             (6, 3, vec![0..2, 2..4, 4..6]),
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_format_says_what_its_ranks_hold() {
+    fn a_format_gives_the_shards_of_its_ranks() {
         let format = KvFormat { tensor_parallel: 3, ..KvFormat::new("r1".into(), &WHOLE, "theta".into()) };
         assert_eq!(KvShard::of_format(&format, 2), KvShard::new(&WHOLE, 3, 2));
     }

@@ -31,6 +31,8 @@ pub enum FailureKind {
     Deadline,
     /// The worker is about to leave.
     Draining,
+    /// The prefill worker is about to leave.
+    PrefillDraining,
     /// The worker's engine failed.
     Internal,
     /// The worker's stream broke or could not be opened. Only the router finds this.
@@ -43,13 +45,14 @@ pub enum FailureKind {
 
 impl FailureKind {
     /// Every kind.
-    pub const ALL: [FailureKind; 10] = [
+    pub const ALL: [FailureKind; 11] = [
         FailureKind::Invalid,
         FailureKind::Full,
         FailureKind::PrefillLost,
         FailureKind::KvRejected,
         FailureKind::Deadline,
         FailureKind::Draining,
+        FailureKind::PrefillDraining,
         FailureKind::Internal,
         FailureKind::Lost,
         FailureKind::Stalled,
@@ -65,6 +68,7 @@ impl FailureKind {
             FailureKind::KvRejected => "kv_rejected",
             FailureKind::Deadline => "deadline",
             FailureKind::Draining => "draining",
+            FailureKind::PrefillDraining => "prefill_draining",
             FailureKind::Internal => "internal",
             FailureKind::Lost => "lost",
             FailureKind::Stalled => "stalled",

@@ -73,7 +73,10 @@ impl InvalidRequest {
 }
 
 /// Checks that the model has every one of these tokens.
-pub(crate) fn check_tokens(
+///
+/// # Errors
+/// Names the first token that it does not have.
+pub fn check_tokens(
     field: &'static str,
     tokens: impl IntoIterator<Item = u32>,
     vocab_size: usize,

@@ -12,6 +12,6 @@ mod failure;
 mod invalid;
 
 pub use failure::{Failure, FailureKind};
-pub use invalid::{InvalidRequest, Problem};
+pub use invalid::{InvalidRequest, Problem, check_tokens};
 pub use request::{FinishReason, Request, SpeculationMode};
 pub use sampling::{MAX_LOGPROBS, SamplingParams};

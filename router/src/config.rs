@@ -3,9 +3,10 @@
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use baton_cluster::DiscoveryConfig;
+use baton_planner::PrefixAwareConfig;
 use baton_tls::Tls;
 
-use crate::{core::Migration, plan::PrefixAwareConfig};
+use crate::core::Migration;
 
 /// A router's configuration. [`RouterConfig::new`] gives every value but the first three its default.
 #[derive(Clone, Debug)]

@@ -1,8 +1,7 @@
 //! The router: HTTP and gRPC edge, tokenising, planning, retries.
 //!
-//! [`run`] serves one model on one port. [`plan`] is the policy that decides who serves a request; it
-//! is plain code, so that a simulator can drive it too. The crate knows no model weights, no engine,
-//! and no KV.
+//! [`run`] serves one model on one port. Who serves a request is decided by `baton-planner`. The crate knows no model
+//! weights, no engine, and no KV.
 #![forbid(unsafe_code)]
 
 mod server;
@@ -11,7 +10,6 @@ mod grpc;
 mod http;
 
 mod core;
-pub mod plan;
 mod workers;
 
 mod config;

@@ -2,6 +2,7 @@
 
 use std::{sync::atomic::AtomicU64, time::Duration};
 
+use baton_planner::{Plan, Usability};
 use baton_telemetry::{Metrics, e2e_histogram, itl_histogram, ttft_histogram};
 use prometheus_client::{
     encoding::EncodeLabelSet,
@@ -9,10 +10,7 @@ use prometheus_client::{
     registry::Unit,
 };
 
-use crate::{
-    plan::{Plan, Usability},
-    workers::Workers,
-};
+use crate::workers::Workers;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Outcome {

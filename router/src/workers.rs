@@ -16,12 +16,11 @@ use std::{
 };
 
 use baton_cluster::{Dialer, Membership, Role, WorkerRecord};
+use baton_planner::{ClusterView, Load, Usability, WorkerKey, WorkerView};
 use baton_proto::v1;
 use tokio::sync::watch as notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Channel;
-
-use crate::plan::{ClusterView, Load, Usability, WorkerKey, WorkerView};
 
 /// Of the longest sequences that decode workers serve, prompt and output together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +69,8 @@ struct Worker {
     channel: Channel,
     /// The newest report; absent while it does not answer.
     report: Option<Report>,
+    /// A report has said that it drains. A process that drains never serves again.
+    is_leaving: bool,
     /// Failures in a row.
     num_failures: u32,
     spared_until: Option<Instant>,
@@ -203,6 +204,11 @@ impl Workers {
         tracing::warn!(worker = %key, ?wait, "worker failed a request and is spared");
     }
 
+    /// Whether the worker has said that it drains, or is not a member any more.
+    pub(crate) fn is_leaving(&self, key: &WorkerKey) -> bool {
+        self.lock().workers.get(key).is_none_or(|worker| worker.is_leaving)
+    }
+
     /// It answered a request.
     pub(crate) fn report_success(&self, key: &WorkerKey) {
         let mut state = self.lock();
@@ -266,6 +272,7 @@ impl Workers {
             record,
             channel,
             report: None,
+            is_leaving: false,
             num_failures: 0,
             spared_until: None,
             num_assigned: Arc::default(),
@@ -284,6 +291,7 @@ impl Workers {
             // It was away and is back: what failed before says nothing any more.
             worker.spared_until = None;
         }
+        worker.is_leaving |= report.as_ref().is_some_and(|report| report.load.draining);
         worker.report = report;
         let after = worker.view(now).usability;
         drop(state);

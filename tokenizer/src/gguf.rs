@@ -10,14 +10,16 @@ use std::{
 };
 
 use baton_gguf::{Array, Gguf, GgufError, GgufFile, Value};
-use serde::de::DeserializeOwned;
 use serde_json::{Map, json};
 use tokenizers::{
     AddedToken, DecoderWrapper, NormalizerWrapper, PostProcessorWrapper,
     models::bpe::{BPE, BpeBuilder, Vocab},
 };
 
-use crate::{ChatTemplate, GenerationDefaults, Tokenizer, TokenizerError, files, splitter::Splitter};
+use crate::{
+    ChatTemplate, GenerationDefaults, Tokenizer, TokenizerError, files,
+    splitter::{Splitter, described},
+};
 
 const TOKENS: &str = "tokenizer.ggml.tokens";
 const TOKEN_TYPES: &str = "tokenizer.ggml.token_type";
@@ -331,11 +333,6 @@ impl Vocabulary {
             "special_tokens": signs,
         }))
     }
-}
-
-/// A part of a tokenizer from its description in `tokenizer.json`.
-pub(crate) fn described<T: DeserializeOwned>(description: serde_json::Value) -> T {
-    serde_json::from_value(description).expect("descriptions made here are right")
 }
 
 fn splitter(gguf: &Gguf<'_>) -> Result<&'static Splitter, GgufError> {

@@ -1,10 +1,9 @@
 //! How byte-level vocabularies split a text, by the names that GGUF files give: each the patterns of the published
 //! `tokenizer.json` that the name stands for.
 
+use serde::de::DeserializeOwned;
 use serde_json::json;
 use tokenizers::PreTokenizerWrapper;
-
-use crate::gguf::described;
 
 /// How a text is split before BPE.
 pub(crate) struct Splitter {
@@ -120,3 +119,8 @@ const SPLITTERS: &[Splitter] = &[
         ..GPT2
     },
 ];
+
+/// A part of a tokenizer from its description in `tokenizer.json`.
+pub(crate) fn described<T: DeserializeOwned>(description: serde_json::Value) -> T {
+    serde_json::from_value(description).expect("descriptions made here are right")
+}

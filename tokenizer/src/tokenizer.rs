@@ -1,11 +1,11 @@
 //! The tokenizer of a model.
 
-use std::{fmt, path::Path, sync::Arc};
+use std::{fmt, sync::Arc};
 
 use serde_json::{Map, Value};
 
 use crate::{
-    ChatTemplate, TemplateError, TokenizerError, files, gguf,
+    ChatTemplate, TemplateError, TokenizerError,
     vocabulary::{Joining, Vocabulary},
 };
 
@@ -27,27 +27,6 @@ struct Inner {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json`, `tokenizer_config.json` and the chat template of the model directory
-    /// `model`, of which only the first must be there; or the same from the GGUF file `model`.
-    ///
-    /// # Errors
-    /// Names the file that is missing or wrong.
-    pub fn load(model: &Path) -> Result<Self, TokenizerError> {
-        if !model.is_dir() {
-            return gguf::load_tokenizer(model);
-        }
-        let dir = model;
-        let path = dir.join("tokenizer.json");
-        let tokenizer = files::read(&path)?.parse().map_err(|error| files::invalid(&path, error))?;
-        let config: Map<String, Value> =
-            files::read_json_if_present(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
-        let mut special_tokens: Map<String, Value> =
-            files::read_json_if_present(&dir.join("special_tokens_map.json"))?.unwrap_or_default();
-        special_tokens.extend(config.clone());
-        let chat_template = ChatTemplate::load(dir, &config)?;
-        Ok(Self::new(tokenizer, special_token_texts(&special_tokens), chat_template))
-    }
-
     /// Puts one together from its parts. `special_tokens` maps names such as `bos_token` to texts.
     pub fn new(
         mut tokenizer: tokenizers::Tokenizer,
@@ -170,18 +149,6 @@ impl fmt::Debug for Tokenizer {
             .field("has_chat_template", &self.has_chat_template())
             .finish_non_exhaustive()
     }
-}
-
-/// Named tokens are written as text, or as an object with the text in `content`.
-fn special_token_texts(config: &Map<String, Value>) -> Map<String, Value> {
-    config
-        .iter()
-        .filter(|(name, _)| name.ends_with("_token"))
-        .filter_map(|(name, value)| {
-            let text = value.as_str().or_else(|| value.get("content")?.as_str())?;
-            Some((name.clone(), Value::from(text)))
-        })
-        .collect()
 }
 
 fn longest_whitespace_run(text: &str) -> usize {

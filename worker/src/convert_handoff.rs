@@ -4,14 +4,13 @@
 
 use std::time::Duration;
 
-use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_engine::{Request, SampledToken};
 use baton_handoff::{
     Begin, DecodeMessage, Generation, Grant, Piece, PrefillMessage, Pushed, Secret, TransportKind,
     TransportOffer, Written,
 };
 use baton_kv_cache::{BlockId, KvFormat, WireFormat};
-use baton_proto::{v1, worker as proto};
+use baton_proto::{kv_format_from_proto, kv_format_to_proto, v1, worker as proto};
 use proto::{decode_message, prefill_message, transport_offer};
 
 use crate::convert::{WireError, token_from_proto, token_to_proto};

@@ -2,7 +2,7 @@
 
 use std::{
     io::IsTerminal,
-    path::{Path, PathBuf},
+    path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -12,8 +12,9 @@ use baton_cluster::Role;
 use baton_engine::Drafter;
 use baton_kv_cache::{BlockKernels, KvLayout, KvShard};
 use baton_model::{
-    Backend, BatchLimits, CpuList, DeviceWeightBytes, Executor, LoadOptions, LoadProgress, LoadedModel,
-    ModelOnDevices, ParallelCpuExecutor, ThreadPool, cuda_block_kernels, num_cuda_devices,
+    Backend, BatchLimits, CpuList, DeviceWeightBytes, Executor, KernelCode, LoadOptions, LoadProgress,
+    LoadedModel, ModelOnDevices, ParallelCpuExecutor, ThreadPool, cuda_block_kernels, kernel_code,
+    num_cuda_devices,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::oneshot;
@@ -106,7 +107,7 @@ fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
     let executor: Box<dyn Executor> = match ranks.len() {
         1 => Box::new(loaded.cpu_executor_on(Arc::clone(&pools[0]))),
         _ => {
-            let ranks = ranks.into_iter().zip(pools).collect();
+            let ranks = ranks.into_iter().map(LoadedModel::into_cpu).zip(pools).collect();
             Box::new(ParallelCpuExecutor::new(ranks).context("cannot start the ranks")?)
         }
     };
@@ -129,22 +130,22 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
         num_sequences: config.max_running.min(config.token_budget),
         context_length: loaded.config().context_length,
     };
-    let kernel_cache = config.weight_cache.as_ref().map(|dir| dir.join("kernels"));
+    let code = kernel_code(config.weight_cache.as_ref().map(|dir| dir.join("kernels")));
     let mut shown = Shown::new();
     let mut progress = |progress| shown.update(progress);
     let in_words = || no_gpu(ordinal);
     let ordinals = BlockDevice::ordinals(ordinal, num_ranks);
-    let kernels =
-        block_kernels(&ordinals, &loaded.kv_layout(), kernel_cache.clone()).with_context(in_words)?;
+    let kernels = block_kernels(&ordinals, &loaded.kv_layout(), &code).with_context(in_words)?;
     let nccl = config.nccl.as_deref();
-    let on_gpus = ModelOnDevices::new(ranks, &ordinals, limits, kernel_cache.clone(), nccl, &mut progress);
+    let ranks = ranks.into_iter().map(LoadedModel::into_device).collect();
+    let on_gpus = ModelOnDevices::new(ranks, &ordinals, limits, &code, nccl, &mut progress);
     shown.finish();
     let ModelOnDevices { executor, free_bytes, weight_bytes } = on_gpus.with_context(in_words)?;
     tell_weights(name, weight_bytes);
     let mut block_device = BlockDevice { ordinal, num_ranks, free_bytes, kernels };
     let drafter = match &config.drafter {
         Some(drafter) if config.role == Role::Decode => {
-            Some(load_drafter_on_gpu(drafter, &loaded, &mut block_device, limits, kernel_cache, config)?)
+            Some(load_drafter_on_gpu(drafter, &loaded, &mut block_device, limits, &code, config)?)
         }
         _ => None,
     };
@@ -155,11 +156,11 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
 fn block_kernels(
     ordinals: &[u32],
     layout: &KvLayout,
-    kernel_cache: Option<PathBuf>,
+    code: &KernelCode,
 ) -> anyhow::Result<Vec<Box<dyn BlockKernels>>> {
     let of_rank = |(rank, &ordinal)| {
         let shard = KvShard::new(layout, ordinals.len(), rank)?;
-        Ok(cuda_block_kernels(ordinal, shard.layout(), kernel_cache.clone())?)
+        Ok(cuda_block_kernels(ordinal, shard.layout(), code)?)
     };
     ordinals.iter().enumerate().map(of_rank).collect()
 }
@@ -187,7 +188,7 @@ fn load_drafter_on_gpu(
     target: &LoadedModel,
     device: &mut BlockDevice,
     limits: BatchLimits,
-    kernel_cache: Option<PathBuf>,
+    code: &KernelCode,
     config: &WorkerConfig,
 ) -> anyhow::Result<Drafter> {
     let DrafterConfig::Model(dir) = drafter else { return Ok(Drafter::Ngram) };
@@ -196,7 +197,7 @@ fn load_drafter_on_gpu(
     let mut progress = |progress| shown.update(progress);
     let cost = draft_cost(&draft, target, device.num_ranks);
     let on_gpu =
-        ModelOnDevices::new(vec![draft], &[device.ordinal], limits, kernel_cache, None, &mut progress);
+        ModelOnDevices::new(vec![draft.into_device()], &[device.ordinal], limits, code, None, &mut progress);
     shown.finish();
     let on_gpu = on_gpu.with_context(|| no_room(dir, device.ordinal))?;
     let ModelOnDevices { executor, free_bytes, weight_bytes } = on_gpu;

@@ -5,7 +5,7 @@
 use std::{sync::Arc, time::Duration};
 
 use baton_cluster::{DiscoveryConfig, Role};
-use baton_engine::testing::FakeModel;
+use baton_engine_testing::FakeModel;
 use baton_proto::worker::{DrainRequest, InfoRequest, WatchLoadRequest, worker_client::WorkerClient};
 use baton_worker::{KvMemory, Model, RoleService, Worker, WorkerConfig, service_name};
 use tokio::{

@@ -39,6 +39,8 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-cli",
         uses: &[
+            "baton-bench",
+            "baton-command",
             "baton-router",
             "baton-prefill-worker",
             "baton-decode-worker",
@@ -48,19 +50,39 @@ const ROOMS: &[Room] = &[
             "baton-handoff",
             "baton-cluster",
             "baton-kv-cache",
-            "baton-tokenizer",
             "baton-telemetry",
-            "baton-tls",
-            // `baton bench` also measures a worker without a router in between.
             "baton-proto",
         ],
         tests_use: &[],
         never: &[],
     },
+    // Also measures a worker without a router in between, and the parts of a transfer by themselves.
+    Room {
+        name: "baton-bench",
+        uses: &[
+            "baton-command",
+            "baton-handoff",
+            "baton-kv-transfer",
+            "baton-cluster",
+            "baton-kv-cache",
+            "baton-tls",
+            "baton-proto",
+        ],
+        tests_use: &[],
+        never: &["baton-router", "baton-tokenizer"],
+    },
+    // What several commands have in common, and no command.
+    Room {
+        name: "baton-command",
+        uses: &["baton-worker", "baton-model", "baton-kv-cache", "baton-tls"],
+        tests_use: &[],
+        never: &["baton-router"],
+    },
     // Tokenises and plans, and never sees a weight: it runs on machines without accelerators.
     Room {
         name: "baton-router",
         uses: &[
+            "baton-planner",
             "baton-cluster",
             "baton-kv-cache",
             "baton-tokenizer",
@@ -81,6 +103,13 @@ const ROOMS: &[Room] = &[
             "cudarc",
         ],
     },
+    // Decides, and does nothing: the simulator stands on it alone.
+    Room {
+        name: "baton-planner",
+        uses: &["baton-cluster-record", "baton-kv-cache", "baton-request"],
+        tests_use: &[],
+        never: DECIDES,
+    },
     Room {
         name: "baton-prefill-worker",
         uses: ROLE,
@@ -90,7 +119,7 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-decode-worker",
         uses: ROLE,
-        tests_use: &["baton-model", "baton-prefill-worker"],
+        tests_use: &["baton-model", "baton-prefill-worker", "baton-engine-testing"],
         never: &["baton-router", "baton-tokenizer", "tokenizers"],
     },
     Room {
@@ -107,15 +136,24 @@ const ROOMS: &[Room] = &[
             "baton-proto",
             "baton-request",
         ],
-        tests_use: &[],
+        tests_use: &["baton-engine-testing"],
         never: &["baton-router", "baton-tokenizer", "tokenizers"],
+    },
+    // A fake model for tests.
+    Room {
+        name: "baton-engine-testing",
+        uses: &["baton-engine", "baton-model", "baton-kv-cache"],
+        tests_use: &[],
+        never: &["baton-proto", "baton-kv-transfer", "baton-cluster"],
     },
     // Knows no network and no protocol.
     Room {
         name: "baton-engine",
-        uses: &["baton-model", "baton-kv-cache", "baton-request"],
-        tests_use: &[],
+        uses: &["baton-model-spec", "baton-kv-cache", "baton-request"],
+        tests_use: &["baton-engine-testing", "baton-model", "baton-cuda-emulator"],
         never: &[
+            "baton-model",
+            "baton-checkpoint",
             "baton-proto",
             "baton-handoff",
             "baton-kv-transfer",
@@ -127,12 +165,80 @@ const ROOMS: &[Room] = &[
             "h2",
         ],
     },
+    // Loads a model onto what computes it: the one crate that knows both backends.
     Room {
         name: "baton-model",
-        uses: &["baton-kv-cache", "baton-gguf", "baton-cuda"],
-        tests_use: &[],
-        never: &["baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
+        uses: &[
+            "baton-model-cuda",
+            "baton-cuda-kernels",
+            "baton-model-cpu",
+            "baton-cpu-kernels",
+            "baton-checkpoint",
+            "baton-model-spec",
+            "baton-kv-cache",
+            "baton-cuda",
+        ],
+        tests_use: &["baton-gguf", "baton-model-testing"],
+        never: &["baton-cuda-emulator", "baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
     },
+    // What kernels and models on devices run on in tests: no production code uses it.
+    Room {
+        name: "baton-cuda-emulator",
+        uses: &[
+            "baton-model-cuda",
+            "baton-cuda-kernels",
+            "baton-checkpoint",
+            "baton-model-spec",
+            "baton-kv-cache",
+            "baton-cuda",
+        ],
+        tests_use: &["baton-model-testing"],
+        never: &["tokio"],
+    },
+    // Computes on devices, behind a seam: neither panels nor kernels' texts.
+    Room {
+        name: "baton-model-cuda",
+        uses: &["baton-cuda-kernels", "baton-checkpoint", "baton-model-spec", "baton-kv-cache", "baton-cuda"],
+        tests_use: &["baton-cuda-emulator", "baton-model-cpu", "baton-model-testing"],
+        never: &["baton-cuda-emulator", "baton-cpu-kernels", "tokio"],
+    },
+    // Knows shapes and addresses, no models.
+    Room {
+        name: "baton-cuda-kernels",
+        uses: &["baton-model-spec", "baton-kv-cache", "baton-cuda"],
+        tests_use: &["baton-cuda-emulator", "baton-model-testing"],
+        never: &["baton-cuda-emulator", "baton-checkpoint", "safetensors", "tokio"],
+    },
+    // The forward pass on processors, which never see a device.
+    Room {
+        name: "baton-model-cpu",
+        uses: &["baton-cpu-kernels", "baton-checkpoint", "baton-model-spec", "baton-kv-cache"],
+        tests_use: &[],
+        never: &["baton-cuda", "cudarc", "tokio"],
+    },
+    // Kernels and the threads that run them: no weight files, no order of operations.
+    Room {
+        name: "baton-cpu-kernels",
+        uses: &["baton-model-spec", "baton-kv-cache"],
+        tests_use: &["baton-model-testing"],
+        never: &["baton-checkpoint", "baton-cuda", "safetensors", "cudarc", "tokio"],
+    },
+    // Files to matrices. What a backend makes of them is its own business.
+    Room {
+        name: "baton-checkpoint",
+        uses: &["baton-model-spec", "baton-kv-cache", "baton-gguf"],
+        tests_use: &[],
+        never: &["baton-cuda", "cudarc", "tokio"],
+    },
+    // What a model is, and the seams behind which something computes it: no weights, no devices.
+    Room {
+        name: "baton-model-spec",
+        uses: &["baton-kv-cache"],
+        tests_use: &["baton-model-testing"],
+        never: &["baton-gguf", "baton-cuda", "safetensors", "memmap2", "cudarc", "tokio"],
+    },
+    // Numbers for tests: no production code uses it.
+    Room { name: "baton-model-testing", uses: &[], tests_use: &[], never: &["tokio"] },
     // Moves blocks; whose they are is not its business.
     Room {
         name: "baton-kv-transfer",
@@ -161,10 +267,18 @@ const ROOMS: &[Room] = &[
     },
     Room {
         name: "baton-cluster",
-        uses: &["baton-kv-cache", "baton-proto", "baton-tls"],
+        uses: &["baton-cluster-record", "baton-kv-cache", "baton-proto", "baton-tls"],
         tests_use: &[],
         never: &["baton-engine", "baton-model", "baton-handoff", "baton-kv-transfer"],
     },
+    Room {
+        name: "baton-proto",
+        uses: &["baton-cluster-record", "baton-kv-cache", "baton-request"],
+        tests_use: &[],
+        never: &[],
+    },
+    // What a worker says about itself, whatever carries it.
+    Room { name: "baton-cluster-record", uses: &["baton-kv-cache"], tests_use: &[], never: DECIDES },
     Room { name: "baton-kv-cache", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
     Room {
         name: "baton-tokenizer",
@@ -179,7 +293,6 @@ const ROOMS: &[Room] = &[
     // Knows devices and memory, not what for.
     Room { name: "baton-cuda", uses: &[], tests_use: &[], never: &["tokio"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
-    Room { name: "baton-proto", uses: &["baton-request"], tests_use: &[], never: &[] },
     // What every process agrees on about a request.
     Room { name: "baton-request", uses: &[], tests_use: &[], never: PURE },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
@@ -199,20 +312,23 @@ const ROLE: &[&str] = &[
     "baton-request",
 ];
 
-/// What a room of pure decisions must not reach: runtimes, the operating system, protocols.
+/// What a room of plain data must not reach: runtimes, the operating system, protocols.
 const PURE: &[&str] = &["tokio", "libc", "tonic", "prost", "hyper", "axum", "h2"];
+
+/// What a room of pure decisions must not reach. The types of KV formats are in a crate that also maps memory (libc).
+const DECIDES: &[&str] = &["tokio", "tonic", "prost", "hyper", "axum", "h2", "baton-proto", "baton-tls"];
 
 /// Packages that one room hides from the others.
 const BEHIND: &[(&str, &[&str])] = &[
     ("etcd-client", &["baton-cluster"]),
     ("tokenizers", &["baton-tokenizer"]),
     ("minijinja", &["baton-tokenizer"]),
-    ("safetensors", &["baton-model"]),
-    ("cudarc", &["baton-cuda", "baton-model", "baton-kv-transfer"]),
+    ("safetensors", &["baton-checkpoint"]),
+    ("cudarc", &["baton-cuda", "baton-cuda-kernels", "baton-kv-transfer"]),
     ("opentelemetry-otlp", &["baton-telemetry"]),
     ("rustls", &["baton-tls"]),
     ("tokio-rustls", &["baton-tls"]),
-    ("clap", &["baton-cli", "xtask"]),
+    ("clap", &["baton-cli", "baton-bench", "baton-command", "xtask"]),
 ];
 
 pub(crate) fn check(workspace: &Workspace) -> anyhow::Result<Outcome> {
@@ -262,7 +378,7 @@ fn our_dependencies<'a>(member: Package<'a>) -> impl Iterator<Item = (&'a str, b
 }
 
 /// The shortest way from a package to one of this name, as "a -> b -> c".
-fn way_to(workspace: &Workspace, from: &str, target: &str) -> Option<String> {
+pub(crate) fn way_to(workspace: &Workspace, from: &str, target: &str) -> Option<String> {
     let names: BTreeMap<&str, &str> = workspace.packages().map(|p| (p.id(), p.name())).collect();
     let mut came_from: BTreeMap<&str, &str> = BTreeMap::new();
     let mut queue = VecDeque::from([from]);

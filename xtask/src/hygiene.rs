@@ -17,13 +17,22 @@ const OWN_WORKSPACES: [&str; 1] = [fuzz::FOLDER];
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
 /// engine, which calls the model's executor under a contract that no type can state.
-const MAY_BE_UNSAFE: [&str; 8] = [
+const MAY_BE_UNSAFE: [&str; 17] = [
+    "baton-bench",
     "baton-cuda",
+    "baton-cuda-kernels",
+    "baton-cuda-emulator",
     "baton-model",
+    "baton-model-cuda",
+    "baton-model-spec",
+    "baton-checkpoint",
+    "baton-cpu-kernels",
+    "baton-model-cpu",
     "baton-gguf",
     "baton-kv-cache",
     "baton-kv-transfer",
     "baton-engine",
+    "baton-engine-testing",
     "baton-worker",
     "baton-cli",
 ];

@@ -8,6 +8,7 @@
 mod architecture;
 mod chart;
 mod check;
+mod circles;
 mod descriptors;
 mod edges;
 mod fix;
@@ -15,11 +16,17 @@ mod fuzz;
 mod gpu;
 mod hygiene;
 mod kernels;
+mod names;
+mod pages;
+mod purity;
+mod rooms;
 mod settings;
 mod setup;
 mod soak;
+mod source;
 mod tools;
 mod verify;
+mod words;
 mod workspace;
 
 use std::process::ExitCode;

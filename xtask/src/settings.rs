@@ -1,5 +1,5 @@
 //! Whether deploy/ and helm/ speak of settings that the program has: a renamed flag would otherwise
-//! show up only in somebody's cluster.
+//! show up only in a user's cluster.
 
 use std::collections::BTreeSet;
 
@@ -7,16 +7,19 @@ use anyhow::{Context, Result};
 
 use crate::{check::Outcome, workspace::Workspace};
 
-/// Where the program's flags and variables are declared.
-const DECLARED: &str = "cli/src/args.rs";
+/// Where the program's flags and variables are declared: in the Rust files below.
+const DECLARED: &str = "cli/";
 
 const FOLDERS: [&str; 2] = ["deploy/", "helm/"];
 
 pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
-    let declared = std::fs::read_to_string(workspace.root.join(DECLARED)).context(DECLARED)?;
     let Some(files) = workspace.files()? else {
         return Ok(Outcome::Skipped("this is no git checkout".to_owned()));
     };
+    let mut declared = String::new();
+    for file in files.iter().filter(|file| file.starts_with(DECLARED) && file.ends_with(".rs")) {
+        declared += &std::fs::read_to_string(workspace.root.join(file)).context(DECLARED)?;
+    }
     let mut findings = Vec::new();
     let mut settings = BTreeSet::new();
     for file in files.iter().filter(|file| FOLDERS.iter().any(|folder| file.starts_with(folder))) {

@@ -11,7 +11,7 @@ use anyhow::{Result, bail};
 use crate::{
     architecture, chart,
     check::{self, Check, Outcome},
-    descriptors, edges, hygiene, kernels, settings,
+    circles, descriptors, edges, hygiene, kernels, names, pages, purity, rooms, settings, words,
     workspace::Workspace,
 };
 
@@ -19,6 +19,16 @@ use crate::{
 const CHECKS: &[Check] = &[
     Check { name: "format", about: "cargo fmt changes nothing", run: format },
     Check { name: "edges", about: "crates depend on each other as designed", run: edges::check },
+    Check {
+        name: "purity",
+        about: "crates that decide reach no runtime, clock or system",
+        run: purity::check,
+    },
+    Check { name: "rooms", about: "no crate is above 6,000 production lines", run: rooms::check },
+    Check { name: "circles", about: "no files of a crate use each other in a circle", run: circles::check },
+    Check { name: "names", about: "no two public types share a name", run: names::check },
+    Check { name: "words", about: "no banned word is used", run: words::check },
+    Check { name: "pages", about: "no page is longer than its limit", run: pages::check },
     Check { name: "architecture", about: "files that the documents name exist", run: architecture::check },
     Check { name: "hygiene", about: "lints, licence, lock file, file sizes, leftovers", run: hygiene::check },
     Check { name: "descriptors", about: "tools/protoc fits the locked etcd-client", run: descriptors::check },

@@ -1,9 +1,8 @@
 //! Where each worker computes: on processors that it shares with none, or on GPUs that it shares with as few as there must be.
 
+use baton_command::EngineArgs;
 use baton_model::CpuListError;
 use baton_worker::{Device, ThreadPinning};
-
-use crate::args::EngineArgs;
 
 /// What a worker gets of this machine.
 #[derive(Clone, Debug)]

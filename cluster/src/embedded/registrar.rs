@@ -13,7 +13,7 @@ use tonic::{Status, transport::Channel};
 
 use crate::{
     Dialer, DiscoveryError, RegistrationState, WorkerRecord, backoff::Backoff, config::url,
-    registration::Report,
+    registration_state::StateReport,
 };
 
 /// A router that accepts a connection and then says nothing is as good as none.
@@ -24,7 +24,7 @@ const BACKOFF_LIMIT: Duration = Duration::from_secs(2);
 pub(crate) struct Registrar {
     channel: Channel,
     record: WorkerRecord,
-    report: Report,
+    report: StateReport,
 }
 
 /// Why a session ended.
@@ -38,7 +38,7 @@ impl Registrar {
     pub(crate) fn new(
         router: &str,
         record: WorkerRecord,
-        report: Report,
+        report: StateReport,
         dialer: &Dialer,
     ) -> Result<Registrar, DiscoveryError> {
         url("router", router)?;

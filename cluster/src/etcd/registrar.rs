@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 use super::{BACKOFF_LIMIT, Connector, Lost, in_time};
 use crate::{
     DiscoveryError, EtcdConfig, Refusal, RegistrationState, WorkerRecord, backoff::Backoff, members::Roster,
-    registration::Report,
+    registration_state::StateReport,
 };
 
 /// Registers one worker.
@@ -18,7 +18,7 @@ pub(crate) struct Registrar {
     prefix: String,
     ttl: Duration,
     record: WorkerRecord,
-    report: Report,
+    report: StateReport,
 }
 
 /// Why a session ended without being lost.
@@ -31,7 +31,7 @@ impl Registrar {
     pub(crate) fn new(
         config: &EtcdConfig,
         record: WorkerRecord,
-        report: Report,
+        report: StateReport,
     ) -> Result<Registrar, DiscoveryError> {
         Ok(Registrar {
             connector: Connector::new(config)?,

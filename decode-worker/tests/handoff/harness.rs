@@ -3,7 +3,8 @@
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use baton_cluster::{DiscoveryConfig, Role};
-use baton_engine::{Drafter, IdleError, SamplingParams, testing::FakeModel};
+use baton_engine::{Drafter, IdleError, SamplingParams};
+use baton_engine_testing::FakeModel;
 use baton_handoff::TransportKind;
 use baton_kv_cache::KvDtype;
 use baton_model::Activations;

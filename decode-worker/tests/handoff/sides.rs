@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use baton_engine::testing::FakeModel;
+use baton_engine_testing::FakeModel;
 use baton_handoff::TransportKind;
 use baton_kv_cache::{KvDtype, WireCodec, WireFormat};
 use baton_proto::{v1::KvWire, worker as proto};

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use baton_cluster::WorkerRecord;
+use baton_planner::{Plan, Prefill, WorkerKey};
 use baton_proto::{
     failure_from_status,
     worker::{GenerateEvent, GenerateRequest, PrefillPeer, decode_client::DecodeClient, generate_event},
@@ -11,10 +12,7 @@ use baton_request::{Failure, FailureKind};
 use tokio::time::timeout;
 use tonic::{Request, Streaming};
 
-use crate::{
-    plan::{Plan, Prefill, WorkerKey},
-    workers::{Assignment, Workers},
-};
+use crate::workers::{Assignment, Workers};
 
 /// Dropping it cancels the request at the worker.
 #[derive(Debug)]

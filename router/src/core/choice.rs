@@ -6,23 +6,22 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_proto::worker::{self as proto, GenerateRequest, Sampling, generate_event};
-use baton_request::{Failure, FailureKind, FinishReason};
+use baton_planner::{NoPlan, Plan, Prefill, Reached, Retry, WorkerKey};
+use baton_proto::worker::{self as proto, GenerateRequest, generate_event};
+use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_tokenizer::Detokenizer;
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, Span};
 
 use super::{
-    Core, CoreError, Event, Finish, Generation, Migration, TokenOut,
+    Core, CoreError, Event, Finish, Migration, TokenOut,
     attempt::Attempt,
-    generation::Prompt,
     moves::Seat,
     output::Output,
     passage::{Cause, PAUSE, Passage, Step, TURN},
-    planner::{Moving, Wanted},
-    retry::{Reached, Retry},
+    planner::Migrating,
+    request::PreparedRequest,
 };
-use crate::plan::{NoPlan, Plan, Prefill, WorkerKey};
 
 /// What a choice waited for.
 enum Came {
@@ -37,9 +36,10 @@ enum Came {
 /// The state of one choice.
 pub(crate) struct Choice {
     core: Arc<Core>,
-    generation: Arc<Generation>,
+    prepared: Arc<PreparedRequest>,
     index: u32,
-    sampling: Sampling,
+    /// What a worker is asked for; its output is what was delivered.
+    request: Request,
     output: Output,
     retry: Retry,
     num_attempts: u32,
@@ -57,23 +57,20 @@ pub(crate) struct Choice {
 impl Choice {
     pub(crate) fn new(
         core: Arc<Core>,
-        generation: Arc<Generation>,
+        prepared: Arc<PreparedRequest>,
         index: u32,
         abort: CancellationToken,
     ) -> Choice {
-        let prompt = &generation.prompts[(index / generation.n) as usize];
-        let sampling = Sampling {
-            seed: generation.sampling.seed.wrapping_add(u64::from(index % generation.n)),
-            max_tokens: prompt.max_tokens,
-            ..generation.sampling.clone()
-        };
+        let mut request = prepared.prompts[(index / prepared.n) as usize].clone();
+        request.id = format!("{}-{index}", prepared.id);
+        request.sampling.seed = request.sampling.seed.wrapping_add(u64::from(index % prepared.n));
         Choice {
-            output: Output::new(prompt.tokens.len(), generation.stop.clone(), sampling.min_tokens),
+            output: Output::new(request.prompt.len(), prepared.stop.clone(), request.sampling.min_tokens),
             retry: Retry::new(core.config.max_attempts, core.config.recovery_timeout),
             core,
-            generation,
+            prepared,
             index,
-            sampling,
+            request,
             num_attempts: 0,
             attempt: None,
             passage: Passage::Resting,
@@ -136,13 +133,7 @@ impl Choice {
                         continue;
                     }
                     if let Some(attempt) = &self.attempt {
-                        self.core.planner.note_finished(
-                            &self.core.workers,
-                            &attempt.decode,
-                            &self.prompt().tokens,
-                            self.output.tokens(),
-                            &self.generation.cache_salt,
-                        );
+                        self.core.planner.note_finished(&self.core.workers, &attempt.decode, &self.request);
                     }
                     return Ok(self.finished(reason));
                 }
@@ -171,8 +162,8 @@ impl Choice {
                     let (attempt, token) = *arrived;
                     self.core.metrics.on_migration(cause.name(), "moved");
                     tracing::debug!(
-                        request = %self.generation.id, index = self.index, cause = cause.name(),
-                        to = %attempt.decode, delivered = self.output.tokens().len(), known = attempt.next_idx, "moved"
+                        request = %self.prepared.id, index = self.index, cause = cause.name(),
+                        to = %attempt.decode, delivered = self.request.output.len(), known = attempt.next_idx, "moved"
                     );
                     // The old one ends with this.
                     self.seat = None;
@@ -184,7 +175,7 @@ impl Choice {
                 Came::Step(Step::Arrived(cause, Err((plan, failure)))) => {
                     self.core.metrics.on_migration(cause.name(), failure.kind.name());
                     tracing::info!(
-                        request = %self.generation.id, index = self.index, cause = cause.name(),
+                        request = %self.prepared.id, index = self.index, cause = cause.name(),
                         to = %plan.decode.id, message = failure.message, "did not move"
                     );
                     self.stay(cause);
@@ -198,7 +189,7 @@ impl Choice {
         let Some(attempt) = &mut self.attempt else { return Ok(None) };
         let idx = attempt.next_idx;
         attempt.next_idx += 1;
-        match self.output.tokens().get(idx) {
+        match self.request.output.get(idx) {
             None => Ok(Some(self.on_token(token))),
             Some(&known) if known == token.id => Ok(None),
             Some(known) => {
@@ -226,10 +217,10 @@ impl Choice {
             Cause::Drain => None,
             Cause::Balance(to) => Some(to),
         };
-        match self.plan(Some(Moving { from: &attempt.plan.decode, to })) {
+        match self.plan(Some(Migrating { from: &attempt.plan.decode, to })) {
             Ok(plan) => {
                 self.core.metrics.on_plan(&plan);
-                let request = self.request();
+                let request = self.message();
                 self.num_attempts += 1;
                 let (workers, stall_timeout) = (self.core.workers.clone(), self.core.config.stall_timeout);
                 self.passage.start(cause, permit, workers, plan, request, stall_timeout);
@@ -248,17 +239,9 @@ impl Choice {
         }
     }
 
-    fn plan(&self, moving: Option<Moving<'_>>) -> Result<Plan, NoPlan> {
-        let wanted = Wanted {
-            prompt: &self.prompt().tokens,
-            output: self.output.tokens(),
-            max_tokens: self.sampling.max_tokens,
-            cache_salt: &self.generation.cache_salt,
-            prefill: self.generation.prefill,
-            excluded: self.retry.excluded(),
-            moving,
-        };
-        self.core.planner.plan(&self.core.workers, &wanted)
+    fn plan(&self, migrating: Option<Migrating<'_>>) -> Result<Plan, NoPlan> {
+        let (mode, excluded) = (self.prepared.prefill, self.retry.excluded());
+        self.core.planner.plan(&self.core.workers, &self.request, mode, excluded, migrating)
     }
 
     /// Plans until a worker takes the request.
@@ -275,7 +258,7 @@ impl Choice {
                         .lacks()
                         .and_then(|role| self.core.workers.last_usable(role))
                         .map(|at| at + self.core.config.recovery_timeout);
-                    let has_output = !self.output.tokens().is_empty();
+                    let has_output = !self.request.output.is_empty();
                     let until = self.retry.on_nobody(&no_plan, known_until, has_output, now)?;
                     // Whether somebody came or time passed: look again.
                     let _ = tokio::time::timeout_at(until.into(), changes.changed()).await;
@@ -285,10 +268,10 @@ impl Choice {
             };
             self.core.metrics.on_plan(&plan);
             tracing::debug!(
-                request = %self.generation.id, index = self.index, attempt = self.num_attempts,
-                decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.output.tokens().len(), "planned"
+                request = %self.prepared.id, index = self.index, attempt = self.num_attempts,
+                decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.request.output.len(), "planned"
             );
-            let request = self.request();
+            let request = self.message();
             self.num_attempts += 1;
             match Attempt::start(&self.core.workers, plan, request, self.core.config.stall_timeout).await {
                 Ok(attempt) => return Ok(attempt),
@@ -297,18 +280,12 @@ impl Choice {
         }
     }
 
-    fn request(&self) -> GenerateRequest {
+    /// Of the next attempt, but for its plan.
+    fn message(&self) -> GenerateRequest {
         GenerateRequest {
-            request_id: format!("{}-{}", self.generation.id, self.index),
             attempt: self.num_attempts,
-            prompt_token_ids: self.prompt().tokens.clone(),
-            output_token_ids: self.output.tokens().to_vec(),
-            sampling: Some(self.sampling.clone()),
-            cache_salt: self.generation.cache_salt.clone(),
-            prefill: None,
-            prefix_source: None,
-            speculation_mode: self.generation.speculation.into(),
-            kv_wire: self.generation.kv_wire.into(),
+            kv_wire: self.prepared.kv_wire.into(),
+            ..GenerateRequest::from(&self.request)
         }
     }
 
@@ -320,11 +297,20 @@ impl Choice {
         }
     }
 
-    fn on_failed_plan(&mut self, failure: Failure, plan: &Plan, reached: Reached) -> Result<(), CoreError> {
+    fn on_failed_plan(
+        &mut self,
+        mut failure: Failure,
+        plan: &Plan,
+        reached: Reached,
+    ) -> Result<(), CoreError> {
+        // A worker that drains closes its connections in the end. That is no crash.
+        if failure.kind == FailureKind::Lost && self.core.workers.is_leaving(&WorkerKey::of(&plan.decode)) {
+            failure.kind = FailureKind::Draining;
+        }
         self.core.metrics.on_failed_attempt(failure.kind.name());
         tracing::warn!(
-            request = %self.generation.id, index = self.index, attempt = self.num_attempts - 1,
-            decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.output.tokens().len(),
+            request = %self.prepared.id, index = self.index, attempt = self.num_attempts - 1,
+            decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.request.output.len(),
             reason = failure.kind.name(), message = failure.message, "attempt failed"
         );
         let blame = self.retry.on_failure(failure, plan, reached, Instant::now())?;
@@ -337,8 +323,9 @@ impl Choice {
     fn on_token(&mut self, token: proto::Token) -> Event {
         self.note_progress();
         let model = self.core.model().expect("a request exists only after its prompt was tokenised");
-        let prompt = &self.generation.prompts[(self.index / self.generation.n) as usize];
-        let matched = self.output.push(&token, || Detokenizer::new(&model.tokenizer, &prompt.tokens));
+        let prompt = &self.request.prompt;
+        let matched = self.output.push(&token, || Detokenizer::new(&model.tokenizer, prompt));
+        self.request.output.push(token.id);
         let finish = matched.stop.map(|stop| self.finish(FinishReason::Stop, Some(stop)));
         let tokens = vec![TokenOut { id: token.id, logprobs: token.logprobs }];
         Event { index: self.index, text: matched.text, tokens, finish }
@@ -347,7 +334,7 @@ impl Choice {
     fn note_progress(&mut self) {
         let now = Instant::now();
         match self.last_token.replace(now) {
-            None => self.core.metrics.on_first_token(now - self.generation.started),
+            None => self.core.metrics.on_first_token(now - self.prepared.started),
             Some(last) => self.core.metrics.on_next_token(now - last),
         }
         self.retry.on_progress();
@@ -371,23 +358,15 @@ impl Choice {
     }
 
     fn finish(&self, reason: FinishReason, stop: Option<usize>) -> Finish {
-        let stop = stop.map(|stop| self.generation.stop[stop].clone());
+        let stop = stop.map(|stop| self.prepared.stop[stop].clone());
         Finish { reason, stop, usage: self.output.usage() }
     }
 
     /// Whether the tokens that were delivered end the sequence, by the worker's rules.
     fn ended_already(&self) -> Option<FinishReason> {
-        let output = self.output.tokens();
-        let (last, num_output) = (output.last()?, output.len());
-        if num_output >= self.sampling.min_tokens as usize && self.sampling.stop_token_ids.contains(last) {
-            return Some(FinishReason::Stop);
-        }
-        // No more are asked for than there is context for.
-        (num_output >= self.sampling.max_tokens as usize).then_some(FinishReason::Length)
-    }
-
-    fn prompt(&self) -> &Prompt {
-        &self.generation.prompts[(self.index / self.generation.n) as usize]
+        let &last = self.request.output.last()?;
+        // No more tokens are asked for than there is context for.
+        self.request.finish_after(self.request.output.len(), last, usize::MAX)
     }
 }
 

@@ -7,7 +7,7 @@ use baton_request::FinishReason;
 use futures_util::{Stream, StreamExt, stream::SelectAll};
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::{ActiveRequest, Core, CoreError, Generation, choice::Choice};
+use super::{ActiveRequest, Core, CoreError, PreparedRequest, choice::Choice};
 
 /// A step of one choice.
 #[derive(Clone, Debug)]
@@ -81,18 +81,18 @@ pub(crate) struct Events {
 impl Events {
     pub(crate) fn new(
         core: Arc<Core>,
-        generation: Generation,
+        request: PreparedRequest,
         active: ActiveRequest,
         permit: OwnedSemaphorePermit,
     ) -> Events {
-        let prompt_tokens: usize = generation.prompts.iter().map(|prompt| prompt.tokens.len()).sum();
+        let prompt_tokens: usize = request.prompts.iter().map(|prompt| prompt.prompt.len()).sum();
         let usage = Usage { prompt_tokens: saturate(prompt_tokens), ..Usage::default() };
         core.metrics.on_start(usage.prompt_tokens);
-        let (n, endpoint, started) = (generation.n, generation.endpoint, generation.started);
-        let num_prompts = generation.prompts.len() as u32;
-        let generation = Arc::new(generation);
+        let (n, endpoint, started) = (request.n, request.endpoint, request.started);
+        let num_prompts = request.prompts.len() as u32;
+        let request = Arc::new(request);
         let choices = (0..num_prompts * n).map(|index| {
-            let choice = Choice::new(core.clone(), generation.clone(), index, active.abort_signal().clone());
+            let choice = Choice::new(core.clone(), request.clone(), index, active.abort_signal().clone());
             let events = futures_util::stream::unfold(Box::new(choice), |mut choice| async move {
                 let event = choice.next().await?;
                 Some((event, choice))

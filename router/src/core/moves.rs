@@ -6,13 +6,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_planner::{Balance, WorkerKey};
 use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 
-use crate::{
-    plan::{Balance, WorkerKey},
-    workers::Workers,
-};
+use crate::workers::Workers;
 
 /// Requests under way from one worker to another at a time. Each reads KV at one end and writes it at the other, beside
 /// steps that want the memory, too.

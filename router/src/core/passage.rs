@@ -11,6 +11,7 @@
 
 use std::{pin::Pin, sync::Arc, time::Duration};
 
+use baton_planner::{Plan, WorkerKey};
 use baton_proto::worker::{GenerateRequest, Token, generate_event::Event};
 use baton_request::{Failure, FailureKind};
 use tokio::{
@@ -21,10 +22,7 @@ use tokio_util::task::AbortOnDropHandle;
 use tracing::Instrument;
 
 use super::attempt::{Attempt, stalled};
-use crate::{
-    plan::{Plan, WorkerKey},
-    workers::Workers,
-};
+use crate::workers::Workers;
 
 /// For the new worker to say something. Its queue may be long; nobody waits for it.
 const PATIENCE: Duration = Duration::from_secs(30);

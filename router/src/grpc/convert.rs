@@ -2,13 +2,14 @@
 
 use std::time::Instant;
 
+use baton_planner::PrefillMode;
 use baton_proto::v1;
+use baton_request::SpeculationMode;
 use serde_json::json;
 use tonic::{Code, Status};
 
-use crate::{
-    core::{ChatInput, CoreError, Event, GenerationInput, PromptInput, SamplingInput, TokenOut, Usage},
-    plan::PrefillMode,
+use crate::core::{
+    ChatInput, ClientRequest, ClientSampling, CoreError, Event, FieldNames, PromptInput, TokenOut, Usage,
 };
 
 /// What a client's message asks for.
@@ -16,13 +17,13 @@ pub(super) fn input(
     request: v1::GenerateRequest,
     id: String,
     started: Instant,
-) -> Result<GenerationInput, CoreError> {
+) -> Result<ClientRequest, CoreError> {
     let prefill = match request.prefill_mode() {
         v1::PrefillMode::Unspecified => PrefillMode::Auto,
         v1::PrefillMode::Local => PrefillMode::Local,
         v1::PrefillMode::Remote => PrefillMode::Remote,
     };
-    let speculation = request.speculation_mode();
+    let speculation = SpeculationMode::from(request.speculation_mode());
     // Another form than was asked for would change the answer.
     let kv_wire = v1::KvWire::try_from(request.kv_wire).map_err(|_| {
         CoreError::invalid(
@@ -46,12 +47,11 @@ pub(super) fn input(
         }
         None => return Err(CoreError::invalid("prompt", "the prompt is missing: text, token_ids or chat")),
     };
-    Ok(GenerationInput {
+    Ok(ClientRequest {
         id,
         endpoint: "/baton.v1.Inference/Generate",
         model: request.model,
         prompts: vec![prompt],
-        prompt_param,
         n: request.n.max(1),
         stop: request.stop,
         sampling: sampling(request.sampling.unwrap_or_default()),
@@ -59,14 +59,14 @@ pub(super) fn input(
         prefill,
         speculation,
         kv_wire,
+        names: FieldNames { prompt: prompt_param, max_tokens: "max_tokens", logprobs: "logprobs" },
         started,
     })
 }
 
-fn sampling(sampling: v1::SamplingParams) -> SamplingInput {
-    SamplingInput {
+fn sampling(sampling: v1::SamplingParams) -> ClientSampling {
+    ClientSampling {
         max_tokens: sampling.max_tokens,
-        max_tokens_param: Some("max_tokens"),
         default_max_tokens: None,
         min_tokens: sampling.min_tokens,
         temperature: sampling.temperature,

@@ -6,6 +6,7 @@ use axum::{
     extract::{Request, State},
     response::Response,
 };
+use baton_request::check_tokens;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -14,7 +15,7 @@ use super::{
     error::ApiError,
     messages,
 };
-use crate::core::{ChatInput, Core, PromptInput, check_model, check_token, tokenize};
+use crate::core::{ChatInput, Core, CoreError, PromptInput, check_model, tokenize};
 
 #[derive(Debug, Deserialize)]
 struct TokenizeRequest {
@@ -94,7 +95,8 @@ pub(crate) async fn detokenize(
     let detokenized = core
         .offload(request.tokens.len(), move |core| {
             let model = core.model()?;
-            request.tokens.iter().try_for_each(|id| check_token(model, "tokens", *id))?;
+            check_tokens("tokens", request.tokens.iter().copied(), model.vocab_size)
+                .map_err(CoreError::from)?;
             Ok(Detokenized { prompt: model.tokenizer.decode(&request.tokens, false) })
         })
         .await?;

@@ -5,13 +5,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_planner::WorkerKey;
 use baton_proto::worker::{WatchLoadRequest, worker_client::WorkerClient};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, transport::Channel};
 
 use super::{Report, Workers};
-use crate::plan::WorkerKey;
 
 /// A report comes every second at least; two missing ones are silence.
 const SILENCE: Duration = Duration::from_millis(2500);

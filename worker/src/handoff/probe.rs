@@ -2,11 +2,13 @@
 
 use std::{sync::Arc, time::Duration};
 
-use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_handoff::{Grant, TransportKind, TransportOffer};
 use baton_kv_cache::{KvFormat, KvShard, WireFormat};
 use baton_kv_transfer::{copy_rate, stream_rate};
-use baton_proto::worker::{self as proto, decode_client::DecodeClient};
+use baton_proto::{
+    kv_format_from_proto, kv_format_to_proto,
+    worker::{self as proto, decode_client::DecodeClient},
+};
 use tokio::{sync::Semaphore, time::timeout};
 use tonic::Status;
 

@@ -7,8 +7,7 @@ use std::{sync::Arc, time::Duration};
 
 use baton_engine::{PrefixReservation, Reservation};
 use baton_handoff::{
-    AccessKey, Begin, DecodeMessage, Generation, Grant, HandoffError, KvFault, Limits, Piece,
-    decode::DecodeInput,
+    AccessKey, Begin, DecodeMessage, Generation, Grant, KvFault, Limits, Piece, decode::DecodeInput,
 };
 use baton_kv_cache::{BlockId, WireFormat};
 use baton_kv_transfer::Granted;
@@ -261,14 +260,6 @@ pub fn begin(
 /// The limits of a handoff with this deadline.
 pub fn limits(deadline: Duration) -> Limits {
     Limits { total: deadline, stall: deadline.min(Limits::default().stall), ..Limits::default() }
-}
-
-/// What the router hears of a handoff that failed.
-pub fn failure_of(error: &HandoffError) -> Failure {
-    match error {
-        HandoffError::Refused { failed, .. } => failed.clone(),
-        error => Failure::new(error.kind(), error.to_string()),
-    }
 }
 
 async fn open(

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
 use super::{
-    Bench,
+    bench::Bench,
     steps::{Group, last_line},
 };
 use crate::check::Outcome;
