@@ -8,7 +8,7 @@ use baton_kv_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig, Transpor
 
 use crate::config::{WorkerConfig, private_runtime_dir};
 
-/// Which way KV moves through a worker's data plane.
+/// The direction of KV through a worker's data plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Into other workers' blocks.
@@ -51,7 +51,7 @@ impl DataPlane {
     ) -> anyhow::Result<DataPlane> {
         let transports = config.usable_transports(engine.storage().is_divided())?;
         if transports.len() < config.transports.len() {
-            tracing::info!("blocks lie on several devices: kv does not travel over nccl");
+            tracing::info!("blocks are on several devices; nccl is not offered");
         }
         let offers = |kind| transports.contains(&kind);
         let shm_dir = match &config.shm_dir {
