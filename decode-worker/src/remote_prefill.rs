@@ -15,19 +15,19 @@ use std::{
 
 use baton_engine::{Reservation, SampledToken, TokenStream};
 use baton_handoff::{
-    HandoffError, PrefillMessage,
+    HandoffError, PrefillMessage, Side,
     decode::{Committed, DecodeAction, DecodeInput, RemotePrefill, RemotePrefillAction, RemotePrefilled},
 };
 use baton_kv_cache::WireFormat;
 use baton_proto::worker::PrefillPeer;
-use baton_request::{Failure, FinishReason, Request};
+use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_worker::{
     Worker,
     convert::submit_failure,
     convert_handoff::FirstToken,
     handoff::{
         stream::sleep_until,
-        taking::{Taking, begin, failure_of, limits},
+        taking::{Taking, begin, limits},
     },
     peers::Link,
 };
@@ -248,4 +248,16 @@ impl RemotePrefillDriver {
 /// Blocks for the request, and a place to decode it: they are waited for.
 async fn reserve(worker: Arc<Worker>, request: Request) -> Result<Reservation, Failure> {
     worker.engine().reserve(request).await.map_err(|error| submit_failure(&error))
+}
+
+/// What the router hears of a handoff that failed.
+fn failure_of(error: &HandoffError) -> Failure {
+    match error {
+        // The router avoids the worker that drains, which is not this one.
+        HandoffError::Refused { by: Side::Prefill, failed } if failed.kind == FailureKind::Draining => {
+            Failure::new(FailureKind::PrefillDraining, failed.message.clone())
+        }
+        HandoffError::Refused { failed, .. } => failed.clone(),
+        error => Failure::new(error.kind(), error.to_string()),
+    }
 }

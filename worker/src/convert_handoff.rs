@@ -1,6 +1,6 @@
-//! Between the protocol's handoff messages and those of `handoff`.
+//! Converts between the protocol's handoff messages and those of `baton-handoff`.
 //!
-//! `Begin` carries the request too; that part is [`request_from_begin`](crate::convert::request_from_begin)'s.
+//! `Begin` also carries the request, which [`request_from_begin`](crate::convert::request_from_begin) reads.
 
 use std::time::Duration;
 
@@ -15,10 +15,10 @@ use proto::{decode_message, prefill_message, transport_offer};
 
 use crate::convert::{WireError, token_from_proto, token_to_proto};
 
-/// A `Begin` whose decode worker takes KV in any form.
+/// The wire format of a `Begin` whose decode side accepts any.
 const ANY_WIRE_FORMAT: &str = "any";
 
-/// What the state machines carry as first token.
+/// The first token, as the state machines carry it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FirstToken {
     /// The token.
@@ -27,23 +27,23 @@ pub struct FirstToken {
     pub cached_tokens: usize,
 }
 
-/// The request that travels in `Begin`, beside what the state machine knows of it.
+/// What `Begin` carries beside the state machine's own fields.
 #[derive(Clone, Copy, Debug)]
 pub struct Payload<'a> {
-    /// What is to be computed.
+    /// The request.
     pub request: &'a Request,
-    /// What the decode worker's blocks mean.
+    /// The format of the decode worker's blocks.
     pub kv_format: &'a KvFormat,
-    /// How KV shall travel; `None`: as the prefill worker likes.
+    /// How KV may travel; `None`: as the prefill side prefers.
     pub wire: Option<WireFormat>,
-    /// Who is believed to have more of it cached than the prefill worker.
+    /// The worker that probably has more of it cached than the prefill worker.
     pub prefix_source: Option<&'a proto::PrefillPeer>,
 }
 
 /// The reason that goes with [`DecodeMessage::Done`], for prefill workers that know only `Cancel`.
 const DONE: &str = "the first token ended the request";
 
-/// For the wire; only `Begin` and `Fetch` use `payload`.
+/// Converts for the wire; only `Begin` and `Fetch` use `payload`.
 pub fn decode_message_to_proto(message: DecodeMessage, payload: Payload<'_>) -> proto::DecodeMessage {
     use decode_message::Message;
     let message = match message {
@@ -57,7 +57,7 @@ pub fn decode_message_to_proto(message: DecodeMessage, payload: Payload<'_>) -> 
     proto::DecodeMessage { message: Some(message) }
 }
 
-/// For the wire.
+/// Converts for the wire.
 pub fn grant_to_proto(grant: Grant) -> proto::Grant {
     proto::Grant {
         generation: grant.generation.0,
@@ -68,11 +68,11 @@ pub fn grant_to_proto(grant: Grant) -> proto::Grant {
     }
 }
 
-/// From the wire. An offer of a transport that is unknown here is one that cannot be taken.
+/// Converts from the wire. Offers of unknown transports are dropped.
 pub fn grant_from_proto(grant: proto::Grant) -> Grant {
     Grant {
         generation: Generation(grant.generation),
-        // Other lengths are no secret, and open nothing.
+        // A secret of another length opens nothing.
         secret: grant.token[..].try_into().map(Secret).unwrap_or_default(),
         num_cached_blocks: grant.num_cached_blocks as usize,
         block_ids: grant.block_ids.into_iter().map(BlockId).collect(),
@@ -100,10 +100,10 @@ fn begin_to_proto(begin: Begin, cached_only: bool, payload: Payload<'_>) -> prot
     }
 }
 
-/// How KV shall travel, by a request of the router's; `None`: as the decode worker likes.
+/// How the KV of a router's request may travel; `None`: as the decode worker prefers.
 ///
 /// # Errors
-/// When the form is unknown here.
+/// When the wire format is unknown here.
 pub fn wire_from_generate(message: &proto::GenerateRequest) -> Result<Option<WireFormat>, WireError> {
     Ok(match v1::KvWire::try_from(message.kv_wire) {
         Ok(v1::KvWire::Unspecified) => None,
@@ -121,8 +121,8 @@ pub fn wire_from_generate(message: &proto::GenerateRequest) -> Result<Option<Wir
     })
 }
 
-/// How KV shall travel, by a `Begin`; `None`: as the prefill worker likes. A form that is unknown here cannot be made,
-/// and as it is every decode worker takes it.
+/// How KV may travel by a `Begin`; `None`: as the prefill side prefers. Where the wire format is unknown here KV travels as it
+/// is, which every decode worker accepts.
 pub fn wire_from_begin(message: &proto::Begin) -> Option<WireFormat> {
     match message.wire_format.as_str() {
         ANY_WIRE_FORMAT => None,
@@ -130,10 +130,10 @@ pub fn wire_from_begin(message: &proto::Begin) -> Option<WireFormat> {
     }
 }
 
-/// What the state machine knows of a `Begin`, and the decode worker's KV format.
+/// The state machine's part of a `Begin`, and the decode worker's KV format.
 ///
 /// # Errors
-/// When the message is not one.
+/// When the message is invalid.
 pub fn begin_from_proto(message: &proto::Begin) -> Result<(Begin, KvFormat), WireError> {
     let format = message.kv_format.clone().ok_or(WireError::Missing("kv_format"))?;
     let dtype = format.dtype.clone();
@@ -161,10 +161,10 @@ pub fn begin_from_proto(message: &proto::Begin) -> Result<(Begin, KvFormat), Wir
     Ok((begin, format))
 }
 
-/// From the wire. What a `Begin` carries beside the handoff's own fields, the request, is read elsewhere.
+/// Converts from the wire. The request in a `Begin` is read elsewhere.
 ///
 /// # Errors
-/// When the message is not one.
+/// When the message is invalid.
 pub fn decode_message_from_proto(message: proto::DecodeMessage) -> Result<DecodeMessage, WireError> {
     use decode_message::Message;
     match message.message.ok_or(WireError::Missing("message"))? {
@@ -179,7 +179,7 @@ pub fn decode_message_from_proto(message: proto::DecodeMessage) -> Result<Decode
     }
 }
 
-/// For the wire.
+/// Converts for the wire.
 pub fn prefill_message_to_proto(message: PrefillMessage<FirstToken>) -> proto::PrefillMessage {
     use prefill_message::Message;
     let message = match message {
@@ -197,10 +197,10 @@ pub fn prefill_message_to_proto(message: PrefillMessage<FirstToken>) -> proto::P
     proto::PrefillMessage { message: Some(message) }
 }
 
-/// From the wire.
+/// Converts from the wire.
 ///
 /// # Errors
-/// When the message is not one.
+/// When the message is invalid.
 pub fn prefill_message_from_proto(
     message: proto::PrefillMessage,
 ) -> Result<PrefillMessage<FirstToken>, WireError> {
@@ -223,7 +223,7 @@ pub fn prefill_message_from_proto(
 
 fn written_to_proto(written: Written) -> proto::Written {
     let Written { generation, pushed, last } = written;
-    // Older decode workers want a transport even where nothing moved.
+    // Older decode workers need a transport even where nothing moved.
     let Pushed { pieces, transport, bytes } =
         pushed.unwrap_or(Pushed { pieces: Vec::new(), transport: TransportKind::Tcp, bytes: 0 });
     let piece = |piece: &Piece| proto::Piece {
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn what_d_says_arrives() {
+    fn messages_of_the_decode_side_survive_the_wire() {
         let request =
             Request { id: "r".into(), prompt: [1; 9].into(), output: vec![2], ..Request::default() };
         let kv_format = KvFormat::new("rev".into(), &layout(), "theta".into());
@@ -344,8 +344,8 @@ mod tests {
             let begin = proto::Begin { wire_format: unknown.into(), ..proto::Begin::default() };
             assert_eq!(wire_from_begin(&begin), Some(WireFormat::AsIs));
         }
-        let kv_format_of_nothing = KvFormat { block_size: 0, ..kv_format.clone() };
-        let wire = proto::Begin { kv_format: Some(kv_format_to_proto(&kv_format_of_nothing)), ..wire };
+        let format_without_block_size = KvFormat { block_size: 0, ..kv_format.clone() };
+        let wire = proto::Begin { kv_format: Some(kv_format_to_proto(&format_without_block_size)), ..wire };
         assert_eq!(begin_from_proto(&wire), Err(WireError::Missing("kv_format.block_size")));
 
         let messages = [
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn what_p_says_arrives() {
+    fn messages_of_the_prefill_side_survive_the_wire() {
         let messages = [
             PrefillMessage::Started,
             PrefillMessage::Held { num_tokens: 48 },

@@ -17,7 +17,7 @@ use baton_transport_tcp::{TcpReceiving, TcpSending};
 
 use crate::config::{WorkerConfig, private_runtime_dir};
 
-/// Which way KV moves through a worker's data plane.
+/// The direction of KV through a worker's data plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Into other workers' blocks.
@@ -60,7 +60,7 @@ impl DataPlane {
     ) -> anyhow::Result<DataPlane> {
         let transports = config.usable_transports(engine.storage().is_divided())?;
         if transports.len() < config.transports.len() {
-            tracing::info!("blocks lie on several devices: kv does not travel over nccl");
+            tracing::info!("blocks are on several devices; nccl is not offered");
         }
         if config.tls.is_some() && transports.contains(&TransportKind::Rdma) {
             tracing::warn!("kv that travels over rdma is not encrypted, nor is its control connection");

@@ -398,7 +398,7 @@ pub(crate) async fn next(events: &mut Streaming<GenerateEvent>) -> Result<Option
     Ok(event.map(|event| event.event.expect("an event says something")))
 }
 
-/// The tokens that the model gives, whoever computes them.
+/// The tokens that the model gives, whichever worker computes them.
 pub(crate) fn expected(prompt: &[u32], num_tokens: usize) -> Vec<u32> {
     FakeModel::new(BLOCK_SIZE).greedy(prompt, num_tokens)
 }

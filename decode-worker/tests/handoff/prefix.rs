@@ -34,7 +34,7 @@ fn computed(worker: &TestWorker) -> usize {
     worker.worker.engine().num_computed_tokens() as usize
 }
 
-/// Each token but the last is computed after it is drawn.
+/// Each token but the last is computed after it is sampled.
 const NUM_DECODED: usize = NUM_NEXT - 1;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -146,13 +146,13 @@ async fn a_source_that_cannot_give_costs_no_token() {
     let new = decode().named("d1").start().await;
     let turn = converse(&old).await;
 
-    let stranger = prompt(9, 45);
-    computes_by_itself(old.peer(), &new, &stranger, "not_cached").await;
+    let unknown = prompt(9, 45);
+    computes_by_itself(old.peer(), &new, &unknown, "not_cached").await;
     let restarted = proto::PrefillPeer { incarnation: 1, ..old.peer() };
     computes_by_itself(restarted, &new, &turn, "refused").await;
     let other_model = decode().named("d2").rope("other").start().await;
     computes_by_itself(old.peer(), &other_model, &turn, "refused").await;
-    // Somebody listens, and never answers.
+    // A listener that never answers.
     let impatient = decode().named("d3").with(|config| config.fetch_deadline = None).start().await;
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = format!("http://{}", silent.local_addr().unwrap());

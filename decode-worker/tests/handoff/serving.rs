@@ -1,4 +1,4 @@
-//! What a router gets: the same tokens, whoever computes the prompt.
+//! What a router gets: the same tokens, whichever worker computes the prompt.
 
 use baton_engine_testing::FakeModel;
 use baton_handoff::TransportKind;

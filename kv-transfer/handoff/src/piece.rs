@@ -46,7 +46,7 @@ pub enum Source {
     Tokens {
         /// Positions in the sequence.
         tokens: Range<usize>,
-        /// The blocks in which they lie, in the order of the sequence.
+        /// The blocks that hold them, in the order of the sequence.
         blocks: Arc<[BlockId]>,
     },
 }

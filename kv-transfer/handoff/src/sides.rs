@@ -1,4 +1,4 @@
-//! One sequence in the blocks of two sides that differ in how many tokens a block has: which blocks of one lie under
+//! One sequence in the blocks of two sides that differ in how many tokens a block has: which blocks of one are under
 //! which of the other's, and which of those are complete.
 //!
 //! ```text
@@ -94,7 +94,7 @@ impl Sides {
 
     /// Where the KV of the peer's block is, once it is complete.
     pub(crate) fn source(&self, peer_idx: usize) -> Source {
-        let block = |idx: usize| self.table[idx].expect("what lies under a complete block is known");
+        let block = |idx: usize| self.table[idx].expect("the blocks under a complete block are known");
         if self.own_block_size == self.peer_block_size {
             return Source::Block(block(peer_idx));
         }

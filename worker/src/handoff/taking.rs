@@ -7,8 +7,7 @@ use std::{sync::Arc, time::Duration};
 
 use baton_engine::{PrefixReservation, Reservation};
 use baton_handoff::{
-    AccessKey, Begin, DecodeMessage, Generation, Grant, HandoffError, KvFault, Limits, Piece, Side,
-    decode::DecodeInput,
+    AccessKey, Begin, DecodeMessage, Generation, Grant, KvFault, Limits, Piece, decode::DecodeInput,
 };
 use baton_kv_cache::{BlockId, WireFormat};
 use baton_proto::worker::{self as proto, PrefillPeer, prefill_client::PrefillClient};
@@ -261,18 +260,6 @@ pub fn begin(
 /// The limits of a handoff with this deadline.
 pub fn limits(deadline: Duration) -> Limits {
     Limits { total: deadline, stall: deadline.min(Limits::default().stall), ..Limits::default() }
-}
-
-/// What the router hears of a handoff that failed.
-pub fn failure_of(error: &HandoffError) -> Failure {
-    match error {
-        // The router avoids the prefill worker that drains, and not this worker.
-        HandoffError::Refused { by: Side::Prefill, failed } if failed.kind == FailureKind::Draining => {
-            Failure::new(FailureKind::PrefillDraining, failed.message.clone())
-        }
-        HandoffError::Refused { failed, .. } => failed.clone(),
-        error => Failure::new(error.kind(), error.to_string()),
-    }
 }
 
 async fn open(

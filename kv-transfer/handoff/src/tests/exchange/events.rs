@@ -8,7 +8,7 @@ pub(in crate::tests) enum Event {
     Reserved,
     Verified,
     Engine,
-    /// P's engine computes, for whomever.
+    /// P's engine computes, for any request.
     Progress,
     Routed,
     Pushed,

@@ -34,7 +34,7 @@ enum Blocks {
     Granted,
     /// Taken back, with a writer that has not left.
     Quarantined,
-    /// Free, or somebody else's.
+    /// Free, or another request's.
     Released,
     Committed,
 }
@@ -73,7 +73,7 @@ pub(super) struct World {
     to_decode: VecDeque<PrefillMessage<u32>>,
     decode_hung_up: bool,
     prefill_hung_up: bool,
-    /// What is sent is lost, and nobody notices.
+    /// What is sent is lost, and neither side notices.
     is_partitioned: bool,
     /// Told of the end of the stream: prefill, decode.
     heard_end: [bool; 2],
@@ -277,7 +277,7 @@ impl World {
                 self.is_routing = false;
                 self.is_route_open = self.blocks == Blocks::Granted;
                 if self.is_stopping {
-                    // Opened for nobody; it is closed before the route is idle.
+                    // Opened too late; it is closed before the route is idle.
                     return;
                 }
                 let result = match self.is_route_open {
@@ -368,7 +368,7 @@ impl World {
         }
     }
 
-    /// The one thing that must never be: bytes in memory that is somebody else's. Whether they landed.
+    /// The one thing that must never happen is a write into another request's memory. Returns whether the bytes landed.
     fn write(&mut self) -> bool {
         // D's own threads look first.
         if !self.is_one_sided && self.blocks != Blocks::Granted {
@@ -448,7 +448,7 @@ impl World {
                         assert_eq!(self.num_tokens, usize::from(self.sizes.cached.is_none()));
                         self.blocks = Blocks::Committed;
                     }
-                    // Nobody waits for blocks any more; but they may have been found this moment.
+                    // D does not wait for blocks any more; but they may have been found this moment.
                     self.decode_outcomes.push(result.is_ok());
                 }
                 A::Close => {

@@ -1,4 +1,4 @@
-//! Events that are drawn at random, and what must be at the end.
+//! Random events, and what must hold at the end.
 
 use proptest::prelude::*;
 
