@@ -125,7 +125,7 @@ pub struct WorkerArgs {
     /// Default: shm, tcp, and rdma where there are a device for it and NIXL.
     #[arg(long, value_enum, value_delimiter = ',', env = "BATON_TRANSPORTS")]
     pub transports: Vec<Transport>,
-    /// How KV travels over TCP: as-is, or rounded to fp8, int8 or int4, which is smaller. Default: as the other
+    /// How KV travels over TCP: as-is, or rounded to int8 or int4, which is smaller. Default: as the other
     /// worker wants. The decode worker's word counts; a prefill worker with as-is codes nothing. Over shared
     /// memory, RDMA and NCCL it stays as it is.
     #[arg(long, value_name = "FORM", value_parser = parse_kv_wire, env = "BATON_KV_WIRE")]

@@ -38,9 +38,8 @@ pub(crate) enum Direction {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Form {
-    Fp8,
-    Int8,
-    Int4,
+    Int8 = 1,
+    Int4 = 2,
 }
 
 impl Form {
@@ -48,7 +47,6 @@ impl Form {
     pub(crate) fn of(codec: &WireCodec) -> Option<Form> {
         match codec.format() {
             WireFormat::AsIs => None,
-            WireFormat::Fp8 => Some(Form::Fp8),
             WireFormat::Int8 => Some(Form::Int8),
             WireFormat::Int4 => codec.layout().head_dim.is_multiple_of(INT4_GROUP).then_some(Form::Int4),
         }
@@ -80,10 +78,8 @@ unsafe impl Kernel for CodePieces {
 
     fn name(&self) -> &'static str {
         match (self.direction, self.form) {
-            (Direction::Encoded, Form::Fp8) => "encode_fp8",
             (Direction::Encoded, Form::Int8) => "encode_int8",
             (Direction::Encoded, Form::Int4) => "encode_int4",
-            (Direction::Decoded, Form::Fp8) => "decode_fp8",
             (Direction::Decoded, Form::Int8) => "decode_int8",
             (Direction::Decoded, Form::Int4) => "decode_int4",
         }
@@ -157,8 +153,8 @@ mod tests {
     #[test]
     fn pieces_are_coded_and_decoded_to_the_bit() {
         let cases = [
-            (layout(KvDtype::Bf16, 16, 128), &[WireFormat::Fp8, WireFormat::Int8, WireFormat::Int4][..]),
-            (layout(KvDtype::F32, 3, 320), &[WireFormat::Fp8, WireFormat::Int4]),
+            (layout(KvDtype::Bf16, 16, 128), &[WireFormat::Int8, WireFormat::Int4][..]),
+            (layout(KvDtype::F32, 3, 320), &[WireFormat::Int8, WireFormat::Int4]),
             (layout(KvDtype::F16, 4, 37), &[WireFormat::Int8]),
             (layout(KvDtype::Int8, 5, 96), &[WireFormat::Int4]),
         ];
@@ -176,7 +172,7 @@ mod tests {
 
     #[test]
     fn what_is_not_finite_is_none_after_its_way() {
-        for format in [WireFormat::Fp8, WireFormat::Int8, WireFormat::Int4] {
+        for format in [WireFormat::Int8, WireFormat::Int4] {
             let layout = layout(KvDtype::F32, 3, 320);
             let codec = WireCodec::new(&layout, format).expect("it is smaller");
             let mut pool = vec![0; layout.layer_bytes()];

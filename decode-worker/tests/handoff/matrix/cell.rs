@@ -328,7 +328,9 @@ impl Cell {
         let attempt = self.attempt(&[]);
         self.reach(state, Fault::StaleWrite, kind).await;
         match (kind, state) {
-            (TransportKind::Nccl, _) => unreachable!("nccl has no cells; see kv-transfer/nccl/src/tests/faults.rs"),
+            (TransportKind::Nccl, _) => {
+                unreachable!("nccl has no cells; see kv-transfer/nccl/src/tests/faults.rs")
+            }
             (TransportKind::Shm | TransportKind::Rdma, _) => {
                 self.prefill.freeze();
                 let tokens = attempt.cancel().await;
