@@ -39,7 +39,7 @@ pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
 pub const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Calls dropped by a peer before the server came to accept them. The default, 20, guards servers of
-/// strangers against floods by closing the connection; here the peers are routers and workers, one
+/// unauthenticated peers against floods by closing the connection; here the peers are routers and workers, one
 /// connection carries every request between two of them, and a burst of cancellations is legitimate.
 const MAX_PENDING_RESETS: usize = 1 << 20;
 

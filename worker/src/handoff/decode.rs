@@ -333,7 +333,7 @@ impl Handoff {
 
     fn revoke(&mut self, generation: Generation) {
         if let Some(granted) = self.granted.take_if(|granted| granted.generation() == generation) {
-            if granted.met_stranger() {
+            if granted.was_shown_by_another() {
                 // Most likely it has a new key, which it shows to new connections only.
                 self.link.forget();
             }
