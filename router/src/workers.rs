@@ -22,6 +22,8 @@ use tokio::sync::watch as notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Channel;
 
+pub(crate) use watch::Report;
+
 /// Of the longest sequences that decode workers serve, prompt and output together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Contexts {
@@ -76,12 +78,6 @@ struct Worker {
     spared_until: Option<Instant>,
     num_assigned: Arc<AtomicUsize>,
     stop: CancellationToken,
-}
-
-#[derive(Clone, Debug)]
-pub(crate) struct Report {
-    pub(crate) load: v1::Load,
-    pub(crate) at: Instant,
 }
 
 /// A worker with its newest report, for listings.
@@ -266,7 +262,11 @@ impl Workers {
             }
         };
         let stop = self.stop.child_token();
-        let watcher = watch::Watcher::new(self.clone(), WorkerKey::of(&record), channel.clone());
+        let watcher = {
+            let (workers, key) = (self.clone(), WorkerKey::of(&record));
+            let take = move |report| workers.enter(&key, report);
+            watch::Watcher::new(WorkerKey::of(&record), channel.clone(), take)
+        };
         self.tasks.spawn(watcher.run(stop.clone()));
         Some(Worker {
             record,

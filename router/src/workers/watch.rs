@@ -1,33 +1,38 @@
 //! One worker's `WatchLoad` stream, opened again whenever it ends.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use baton_planner::WorkerKey;
-use baton_proto::worker::{WatchLoadRequest, worker_client::WorkerClient};
+use baton_proto::{
+    v1,
+    worker::{WatchLoadRequest, worker_client::WorkerClient},
+};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, transport::Channel};
-
-use super::{Report, Workers};
 
 /// A report comes every second at least; two missing ones are silence.
 const SILENCE: Duration = Duration::from_millis(2500);
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_LIMIT: Duration = Duration::from_millis(500);
 
-/// Watches one worker.
-pub(super) struct Watcher {
-    workers: Arc<Workers>,
-    key: WorkerKey,
-    channel: Channel,
+/// A worker's load, and when its report came.
+#[derive(Clone, Debug)]
+pub(crate) struct Report {
+    pub(crate) load: v1::Load,
+    pub(crate) at: Instant,
 }
 
-impl Watcher {
-    pub(super) fn new(workers: Arc<Workers>, key: WorkerKey, channel: Channel) -> Watcher {
-        Watcher { workers, key, channel }
+/// Watches one worker. Each report goes to `take`; `None` when the worker does not answer.
+pub(super) struct Watcher<F> {
+    key: WorkerKey,
+    channel: Channel,
+    take: F,
+}
+
+impl<F: Fn(Option<Report>)> Watcher<F> {
+    pub(super) fn new(key: WorkerKey, channel: Channel, take: F) -> Watcher<F> {
+        Watcher { key, channel, take }
     }
 
     pub(super) async fn run(self, stop: CancellationToken) {
@@ -44,7 +49,7 @@ impl Watcher {
                 tracing::warn!(worker = %self.key, reason = status.message(), "worker does not answer: no request is sent to it until it reports its load again");
                 wait = RETRY_FIRST;
             }
-            self.workers.enter(&self.key, None);
+            (self.take)(None);
             sleep(wait).await;
             wait = (wait * 2).min(RETRY_LIMIT);
         }
@@ -59,7 +64,7 @@ impl Watcher {
             let load = timeout(SILENCE, reports.message()).await.map_err(silent)??;
             let load = load.ok_or_else(|| Status::unavailable("it closed its load reports"))?;
             *answered = true;
-            self.workers.enter(&self.key, Some(Report { load, at: Instant::now() }));
+            (self.take)(Some(Report { load, at: Instant::now() }));
         }
     }
 }
