@@ -11,7 +11,7 @@ use baton_handoff::{
     Pushed, RouteError, Secret, TransportKind,
     decode::{DecodeAction, DecodeInput, PrefixFetch, RemotePrefill, RemotePrefilled},
     prefill::{
-        CachedHandoff, ComputeInput, ComputedHandoff, Opening, OwnBlocks, PrefillAction, PrefillInput,
+        CachedHandoff, ComputeInput, ComputedHandoff, Opening, OwnSide, PrefillAction, PrefillInput,
     },
 };
 use baton_kv_cache::{BlockId, KvDtype, KvLayout};
@@ -218,7 +218,7 @@ impl Prefill {
         let now = Instant::now();
         let limits = Limits { total: Duration::from_secs(limits.into()), ..Limits::default() };
         let KvLayout { block_size, num_layers, .. } = LAYOUT;
-        let own = OwnBlocks { incarnation: INCARNATION, block_size, num_layers };
+        let own = OwnSide { incarnation: INCARNATION, block_size, num_layers };
         Prefill {
             machine: Giving::Opening(Opening::new(own, limits, now)),
             now,
