@@ -6,10 +6,10 @@ use std::sync::Arc;
 use arbitrary::Arbitrary;
 use baton_cluster::WorkerRecord;
 use baton_fuzz::{Change, pick};
-use baton_proto::worker as proto;
 use baton_planner::{
     ClusterView, Load, PlanRequest, Policy, PrefillMode, PrefixAware, Usability, WorkerKey, WorkerView,
 };
+use baton_proto::worker as proto;
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Arbitrary, Debug)]

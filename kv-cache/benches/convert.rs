@@ -18,7 +18,7 @@ const NUM_TOKENS: usize = 32 << 10;
 fn bench(criterion: &mut Criterion) {
     let of = |dtype, block_size| KvLayout { dtype, block_size, ..LAYOUT };
     memcpy(criterion);
-    for format in [WireFormat::Fp8, WireFormat::Int8, WireFormat::Int4] {
+    for format in [WireFormat::Int8, WireFormat::Int4] {
         encode(criterion, format);
     }
     for (from, to) in [

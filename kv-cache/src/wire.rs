@@ -3,7 +3,7 @@
 //! ```text
 //! encoded piece [k|v][kv_head]   each | [token] codes | [token] scales, bf16 |
 //!
-//! fp8, int8     a code for each number, a scale for each vector: as in memory
+//! int8          a code for each number, a scale for each vector: as in memory
 //! int4          two codes in a byte, a scale for each 32 numbers of a vector
 //! ```
 //!
@@ -20,29 +20,28 @@ use crate::{
 /// Numbers that are dequantised at a time: 8 KiB.
 const VECTOR_FLOATS: usize = 2048;
 
-/// The encoding of pieces on the wire.
+/// The encoding of pieces on the wire. The numbers are those in frames over TCP. 1 was FP8: the size of INT8 at a higher
+/// cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(u16)]
 pub enum WireFormat {
     /// As in the destination's memory.
     #[default]
-    AsIs,
-    /// FP8 (E4M3), a scale for each head and token.
-    Fp8,
+    AsIs = 0,
     /// Eight bits, a scale for each head and token.
-    Int8,
+    Int8 = 2,
     /// Four bits, a scale for each 32 numbers of a head and token.
-    Int4,
+    Int4 = 3,
 }
 
 impl WireFormat {
     /// All formats.
-    pub const ALL: [WireFormat; 4] = [WireFormat::AsIs, WireFormat::Fp8, WireFormat::Int8, WireFormat::Int4];
+    pub const ALL: [WireFormat; 3] = [WireFormat::AsIs, WireFormat::Int8, WireFormat::Int4];
 
-    /// "as-is", "fp8", "int8" or "int4".
+    /// "as-is", "int8" or "int4".
     pub fn name(self) -> &'static str {
         match self {
             WireFormat::AsIs => "as-is",
-            WireFormat::Fp8 => "fp8",
             WireFormat::Int8 => "int8",
             WireFormat::Int4 => "int4",
         }
@@ -73,7 +72,7 @@ impl WireFormat {
         let KvLayout { head_dim, dtype, .. } = *layout;
         match self {
             WireFormat::AsIs => (head_dim * dtype.size_bytes(), dtype.scale_bytes()),
-            WireFormat::Fp8 | WireFormat::Int8 => (head_dim, 2),
+            WireFormat::Int8 => (head_dim, 2),
             WireFormat::Int4 => (head_dim.div_ceil(2), head_dim.div_ceil(INT4_GROUP) * 2),
         }
     }
@@ -134,7 +133,6 @@ impl WireCodec {
                 let (codes, scales) = (&mut front[codes], &mut back[..scales.len()]);
                 match self.format {
                     WireFormat::AsIs => unreachable!("has no codec"),
-                    WireFormat::Fp8 => isa.quantise(KvDtype::Fp8, vectors, head_dim, codes, scales),
                     WireFormat::Int8 => isa.quantise(KvDtype::Int8, vectors, head_dim, codes, scales),
                     WireFormat::Int4 => isa.quantise_int4(vectors, head_dim, codes, scales),
                 }
@@ -158,7 +156,6 @@ impl WireCodec {
                 let vectors = scratch.of(tokens.len() * head_dim);
                 match self.format {
                     WireFormat::AsIs => unreachable!("has no codec"),
-                    WireFormat::Fp8 => isa.dequantise(KvDtype::Fp8, codes, scales, head_dim, vectors),
                     WireFormat::Int8 => isa.dequantise(KvDtype::Int8, codes, scales, head_dim, vectors),
                     WireFormat::Int4 => isa.dequantise_int4(codes, scales, head_dim, vectors),
                 }
@@ -248,7 +245,7 @@ mod tests {
     fn encoded_pieces_read_back_within_half_a_step() {
         for dtype in [KvDtype::F32, KvDtype::F16, KvDtype::Bf16] {
             for head_dim in [1, 31, 32, 33, 64, 80] {
-                for format in [WireFormat::Fp8, WireFormat::Int8, WireFormat::Int4] {
+                for format in [WireFormat::Int8, WireFormat::Int4] {
                     let layout = KvLayout { dtype, head_dim, ..LAYOUT };
                     let Some(codec) = WireCodec::new(&layout, format) else {
                         assert_eq!(head_dim, 1, "only a scale for each number is not worth it");
@@ -277,7 +274,6 @@ mod tests {
                 for (x, read) in numbers.iter().zip(read) {
                     let step = match codec.format() {
                         WireFormat::AsIs => 0.0,
-                        WireFormat::Fp8 => (x.abs() / 8.0).max(largest / 448.0 / 512.0),
                         WireFormat::Int8 => largest / 127.0,
                         WireFormat::Int4 => largest / 7.0,
                     };
@@ -295,7 +291,6 @@ mod tests {
         let layout = KvLayout { head_dim: 128, ..LAYOUT };
         let bytes = |format| WireCodec::new(&layout, format).expect("smaller").piece_bytes();
         let num_vectors = 2 * 3 * 5;
-        assert_eq!(bytes(WireFormat::Fp8), num_vectors * (128 + 2));
         assert_eq!(bytes(WireFormat::Int8), num_vectors * (128 + 2));
         assert_eq!(bytes(WireFormat::Int4), num_vectors * (64 + 8));
     }
@@ -305,7 +300,8 @@ mod tests {
         assert_eq!(WireCodec::new(&LAYOUT, WireFormat::AsIs), None);
         let int8 = KvLayout { dtype: KvDtype::Int8, ..LAYOUT };
         assert_eq!(WireCodec::new(&int8, WireFormat::Int8), None);
-        assert_eq!(WireCodec::new(&int8, WireFormat::Fp8), None);
+        let fp8 = KvLayout { dtype: KvDtype::Fp8, ..LAYOUT };
+        assert_eq!(WireCodec::new(&fp8, WireFormat::Int8), None);
         assert!(WireCodec::new(&int8, WireFormat::Int4).is_some());
     }
 
@@ -314,7 +310,7 @@ mod tests {
         let layout = KvLayout { dtype: KvDtype::F32, block_size: 1, num_kv_heads: 1, head_dim: 64, ..LAYOUT };
         let mut piece = vec![0; layout.layer_bytes()];
         piece[40 * 4..41 * 4].copy_from_slice(&f32::INFINITY.to_ne_bytes());
-        for (format, num_nan) in [(WireFormat::Fp8, 64), (WireFormat::Int8, 64), (WireFormat::Int4, 32)] {
+        for (format, num_nan) in [(WireFormat::Int8, 64), (WireFormat::Int4, 32)] {
             let codec = WireCodec::new(&layout, format).expect("smaller");
             let (mut coded, mut decoded) = (vec![0; codec.piece_bytes()], vec![0; piece.len()]);
             let mut scratch = WireScratch::default();
@@ -328,12 +324,12 @@ mod tests {
 
     #[test]
     fn the_decode_worker_decides_unless_the_prefill_worker_does_not_encode() {
-        use WireFormat::{AsIs, Fp8, Int4};
+        use WireFormat::{AsIs, Int4, Int8};
         for (decode, prefill, expected) in [
             (None, None, AsIs),
             (Some(Int4), None, Int4),
             (None, Some(Int4), Int4),
-            (Some(Fp8), Some(Int4), Fp8),
+            (Some(Int8), Some(Int4), Int8),
             (Some(AsIs), Some(Int4), AsIs),
             (Some(Int4), Some(AsIs), AsIs),
         ] {
@@ -347,5 +343,7 @@ mod tests {
             assert_eq!(WireFormat::from_name(format.name()), Some(format));
         }
         assert_eq!(WireFormat::from_name("int2"), None);
+        assert_eq!(WireFormat::from_name("fp8"), None);
+        assert_eq!(WireFormat::ALL.map(|format| format as u16), [0, 2, 3], "as in frames");
     }
 }

@@ -108,14 +108,13 @@ pub fn wire_from_generate(message: &proto::GenerateRequest) -> Result<Option<Wir
     Ok(match v1::KvWire::try_from(message.kv_wire) {
         Ok(v1::KvWire::Unspecified) => None,
         Ok(v1::KvWire::AsIs) => Some(WireFormat::AsIs),
-        Ok(v1::KvWire::Fp8) => Some(WireFormat::Fp8),
         Ok(v1::KvWire::Int8) => Some(WireFormat::Int8),
         Ok(v1::KvWire::Int4) => Some(WireFormat::Int4),
         Err(_) => {
             return Err(WireError::Invalid {
                 field: "kv_wire",
                 value: message.kv_wire.to_string(),
-                expected: "a form that is known here",
+                expected: "0 (as configured), 1 (as is), 3 (int8) or 4 (int4)",
             });
         }
     })

@@ -36,7 +36,8 @@ pub async fn a_way_is_measured_and_everything_comes_back(transport: TestTranspor
         drop(granted);
     }
     eventually("guards are back", || guards.num_out() == 0).await;
-    assert_eq!(fabric.receiver.load(), Default::default());
+    // A one-sided writer lets go of a revoked grant a moment later.
+    eventually("grants are back", || fabric.receiver.load() == Default::default()).await;
 }
 
 /// Where the sides differ, the conversion is part of what is measured.

@@ -288,7 +288,7 @@ impl Connection {
         let _ = socket.shutdown(Shutdown::Both);
         if !lane.is_empty() {
             shared.context.counters.of(TransportKind::Nccl).failed();
-            warn!(address = %shared.address, why, num_frames = lane.len(), "nccl peer given up");
+            warn!(address = %shared.address, why, num_frames = lane.len(), "nccl connection given up: its groups did not land");
         } else if !is_evicted.load(Ordering::SeqCst) {
             info!(address = %shared.address, why, "left a peer over nccl");
         }
@@ -296,7 +296,7 @@ impl Connection {
         match &aborted {
             Ok(()) => drop(staged),
             Err(error) => {
-                error!(address = %shared.address, %error, "an nccl communicator does not end: what it reads is lost");
+                error!(address = %shared.address, %error, "nccl communicator not aborted: the memory that it reads is kept for good");
                 std::mem::forget((staged, Arc::clone(&shared.context.storage)));
             }
         }

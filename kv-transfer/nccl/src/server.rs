@@ -116,9 +116,9 @@ impl Service for Sharing {
             Err(_) if admission.is_stopping() => {}
             Err(error) if admission.is_admitted() => {
                 counters.failed();
-                warn!(peer = %peer.address, %error, "nccl peer fenced");
+                warn!(peer = %peer.address, %error, "nccl connection ended: its communicator is aborted");
             }
-            Err(error) => admission.complain(&peer.address, &error),
+            Err(error) => admission.reject(&peer.address, &error),
         }
         // The registry keeps the descriptor until its next sweep; the peer must hear of it now.
         let _ = peer.socket.shutdown(Shutdown::Both);
@@ -157,7 +157,7 @@ impl Sharing {
         };
         // Half of what the peer waits for an answer.
         let Some(slot) = self.communicators.enter(evict, self.io_timeout / 2) else {
-            warn!(peer = %peer.address, max_communicators = MAX_COMMUNICATORS, "nccl peer refused: all are busy");
+            warn!(peer = %peer.address, max_communicators = MAX_COMMUNICATORS, "nccl connection rejected: all communicators are busy");
             peer.send(Message::Busy)?;
             return Ok(None);
         };

@@ -68,10 +68,10 @@ impl<'a> Session<'a> {
                 sharing.grants.writer_gone(peer.writer);
             }
             Err(error) if has_groups => {
-                error!(peer = %peer.address, %error, "an nccl communicator does not end: its blocks are lost");
+                error!(peer = %peer.address, %error, "nccl communicator not aborted: the blocks that it writes are kept for good");
                 std::mem::forget(Arc::clone(sharing.grants.storage()));
             }
-            Err(error) => warn!(peer = %peer.address, %error, "an idle nccl communicator does not end"),
+            Err(error) => warn!(peer = %peer.address, %error, "idle nccl communicator not aborted"),
         }
         match result {
             Ok(()) if has_groups => Err(io::ErrorKind::UnexpectedEof.into()),

@@ -212,7 +212,7 @@ impl Connection {
             match transfer {
                 Ok(transfer) => transfers.push(transfer),
                 Err(error) => {
-                    warn!(address = %self.shared.address, %error, "rdma write refused: disconnecting");
+                    warn!(address = %self.shared.address, %error, "rdma connection closed: NIXL refused a write");
                     // The rest is done when the flights are looked at next.
                     self.shared.unlink(&self.socket);
                     break;
@@ -300,7 +300,7 @@ impl Connection {
         let Connection { shared, socket, ways, flights, listener, .. } = self;
         if shared.unlink(&socket) && !flights.is_empty() {
             shared.context.counters.of(TransportKind::Rdma).failed();
-            warn!(address = %shared.address, why, num_frames = flights.len(), "rdma peer given up");
+            warn!(address = %shared.address, why, num_frames = flights.len(), "rdma connection given up: its writes did not end");
         }
         let mut lost = Vec::with_capacity(flights.len());
         for Flight { transfers, frame, active, .. } in flights {
@@ -426,7 +426,7 @@ fn listen(shared: &Shared, socket: &Arc<TcpStream>) {
     };
     if shared.unlink(socket) {
         shared.context.counters.of(TransportKind::Rdma).failed();
-        warn!(address = %shared.address, %error, "rdma peer lost");
+        warn!(address = %shared.address, %error, "rdma connection lost");
     }
 }
 

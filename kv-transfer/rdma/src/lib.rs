@@ -79,6 +79,7 @@
 mod client;
 mod connection;
 mod link;
+mod network;
 pub(crate) mod nixl;
 mod server;
 #[cfg(test)]
@@ -88,11 +89,9 @@ mod wire;
 use std::path::Path;
 
 pub use client::RdmaSending;
+use network::{DEVICES, num_network_devices};
 use nixl::Nixl;
 pub use server::RdmaReceiving;
-
-/// Where the kernel lists network devices that write by themselves.
-const DEVICES: &str = "/sys/class/infiniband";
 
 /// Whether this host has what makes `rdma` better than `tcp`: a device for it, and NIXL. Where there is none,
 /// `rdma` still works if it is asked for, over sockets and slower than `tcp`.
@@ -106,9 +105,4 @@ pub fn finds_rdma(nixl: Option<&Path>) -> Result<(), String> {
         return Err(format!("no rdma device in {DEVICES}"));
     }
     Nixl::load(nixl).map(drop).map_err(|error| error.to_string())
-}
-
-/// How many devices there are that write by themselves.
-fn num_network_devices() -> usize {
-    std::fs::read_dir(DEVICES).map_or(0, Iterator::count)
 }

@@ -47,7 +47,7 @@ impl Link {
             && let Err(error) = socket::send_at_once(&self.socket, &Message::Word(word).encode())
         {
             // The peer learns it by the end of the connection. The listener sees that, too.
-            warn!(?word, %error, "cannot speak to an rdma peer: disconnecting");
+            warn!(?word, %error, "rdma connection closed: cannot send to the peer");
             let _ = self.socket.shutdown(Shutdown::Both);
         }
     }

@@ -112,9 +112,9 @@ impl Service for Sharing {
             Err(_) if admission.is_stopping() => {}
             Err(error) if admission.is_admitted() => {
                 counters.failed();
-                warn!(peer = %writer.address, %error, "rdma peer fenced");
+                warn!(peer = %writer.address, %error, "rdma connection ended: the peer can no longer write");
             }
-            Err(error) => admission.complain(&writer.address, &error),
+            Err(error) => admission.reject(&writer.address, &error),
         }
         // The registry keeps the descriptor until its next sweep; the peer must hear of it now.
         let _ = writer.socket.shutdown(Shutdown::Both);
@@ -149,7 +149,7 @@ impl OneSidedWriter for Writer {
         self.revoked().insert(generation, Instant::now());
         if let Err(error) = self.send(Word::Revoke(generation)) {
             // It is fenced by its own silence, if not by the end of its socket.
-            warn!(%generation, %error, "cannot ask an rdma peer to stop");
+            warn!(%generation, %error, "rdma peer not told of a revoked grant: its blocks stay in quarantine");
         }
     }
 }

@@ -163,7 +163,7 @@ impl Link {
             && let Err(error) = wire::send(&self.socket, Message::Word(word), None)
         {
             // The peer cannot know that writing is over unless the socket ends. The listener sees that.
-            warn!(?word, %error, "cannot speak to a shared-memory peer: disconnecting");
+            warn!(?word, %error, "shared-memory connection closed: cannot send to the peer");
             let _ = self.socket.shutdown(Shutdown::Both);
         }
     }
@@ -298,7 +298,7 @@ impl Shared {
                 let socket = Arc::clone(&link.socket);
                 drop(slot);
                 self.context.counters.of(TransportKind::Shm).failed();
-                error!(path = %self.path.display(), %error, "a device failed: what it still uses is lost");
+                error!(path = %self.path.display(), %error, "device failed: the memory that it still uses is kept for good");
                 self.unlink(Some(&socket), false);
                 // The route is never idle again, and its blocks are never freed.
                 std::mem::forget(active);
@@ -338,6 +338,6 @@ fn listen(shared: &Shared, socket: &Arc<UnixStream>) {
     };
     if shared.unlink(Some(socket), true) {
         shared.context.counters.of(TransportKind::Shm).failed();
-        warn!(path = %shared.path.display(), %error, "shared-memory peer lost");
+        warn!(path = %shared.path.display(), %error, "shared-memory connection lost: its frames are written again");
     }
 }

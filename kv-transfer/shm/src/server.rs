@@ -223,7 +223,7 @@ impl OneSidedWriter for Writer {
     fn ask_to_close(&self, generation: Generation) {
         if let Err(error) = wire::send(&self.socket, Message::Word(Word::Revoke(generation)), None) {
             // It will stop by the handoff's stream, or end.
-            warn!(%generation, %error, "cannot ask a shared-memory peer to stop");
+            warn!(%generation, %error, "shared-memory peer not told of a revoked grant: its blocks stay in quarantine");
         }
     }
 }
@@ -239,7 +239,7 @@ fn serve(sharing: &Sharing, writer: &Arc<Writer>, admission: &Admission) {
     if let Err(error) = result {
         if !admission.is_stopping() {
             counters.failed();
-            warn!(%error, "shared-memory peer broke the protocol");
+            warn!(%error, "shared-memory connection ended: the peer broke the protocol");
         }
         if admission.is_admitted() {
             // It has the memory: only the peer's own end of the socket says that it writes no more.
@@ -270,7 +270,7 @@ fn greet(sharing: &Sharing, writer: &Writer, admission: &Admission) -> io::Resul
     socket.set_read_timeout(Some(sharing.io_timeout))?;
     let peer_uid = host::peer_uid(socket)?;
     if !host::may_share(host::own_uid(), peer_uid) {
-        warn!(peer_uid, "shared memory refused to a process of another user");
+        warn!(peer_uid, "kv connection rejected: a process of another user asked for shared memory");
         wire::send(socket, Message::Word(Word::Refused), None)?;
         return Ok(false);
     }
@@ -307,7 +307,7 @@ fn greet_with(handles: &[[u8; HANDLE_BYTES]], num_blocks: u64, writer: &Writer) 
     match host::peer_process(socket) {
         Ok(process) => drop(writer.process.set(process)),
         Err(error) => {
-            warn!(%error, "device memory refused to a process whose end could not be seen");
+            warn!(%error, "kv connection rejected: the end of the peer's process cannot be watched");
             wire::send(socket, Message::Word(Word::Refused), None)?;
             return Ok(false);
         }

@@ -327,7 +327,7 @@ impl Connection {
         self.next_sequence += 1;
         // SAFETY: the head lives here, the pieces as long as `reading`, or untouched in `staging`.
         if let Err(error) = unsafe { self.writer.send_all(places) } {
-            warn!(address = %self.shared.address, %error, "kv data connection cannot send");
+            warn!(address = %self.shared.address, %error, "kv data connection closed: it takes no more bytes");
             // The thread that reads acks sees the end and answers for what is in flight.
             let _ = self.socket.shutdown(Shutdown::Both);
             return;
@@ -369,7 +369,7 @@ fn read_acks(shared: &Shared, reader: &mut Reader, socket: &TcpStream, flight: &
     shared.num_connected.fetch_sub(1, Ordering::SeqCst);
     if !lost.is_empty() {
         shared.context.counters.of(TransportKind::Tcp).failed();
-        warn!(address = %shared.address, %error, num_frames = lost.len(), "kv data connection lost");
+        warn!(address = %shared.address, %error, num_frames = lost.len(), "kv data connection lost: its frames are sent again");
     }
     // The oldest goes to the front of the queue last.
     for (frame, active) in lost.into_iter().rev() {

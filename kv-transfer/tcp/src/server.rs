@@ -93,11 +93,11 @@ impl Service for Receiving {
             Err(_) if admission.is_stopping() => {}
             Err(error) if !admission.is_admitted() => {
                 self.grants.counters().of(TransportKind::Tcp).failed();
-                admission.complain(&peer.address, &error);
+                admission.reject(&peer.address, &error);
             }
             Err(error) => {
                 self.grants.counters().of(TransportKind::Tcp).failed();
-                warn!(peer = %peer.address, %error, "kv data connection ended");
+                warn!(peer = %peer.address, %error, "kv data connection lost: what it was sending is not placed");
             }
         }
         // The registry keeps the descriptor until its next sweep; the peer must hear of it now.
@@ -135,7 +135,7 @@ impl Receiving {
         let welcome = self.greet(&mut channel, admission, deadline)?;
         channel.writer.send(&welcome.encode())?;
         if welcome == Welcome::Refused {
-            return Err(invalid("it shows no access key of a grant that is its own"));
+            return Err(invalid("no valid access key"));
         }
         let Channel { reader, writer, peer: identity } = channel;
         self.grants.counters().of(TransportKind::Tcp).routed(false);

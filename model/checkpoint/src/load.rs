@@ -140,6 +140,8 @@ impl<M> LoadedDecoder<M> {
         self.inner.activations
     }
 
+    /// Refuses ranks that cannot compute one model together.
+    ///
     /// # Panics
     /// When they are not all the parts of one model, in order.
     pub fn check_ranks<'a>(ranks: impl ExactSizeIterator<Item = &'a LoadedDecoder<M>> + Clone)

@@ -16,6 +16,7 @@ mod model;
 mod packed;
 mod parallel;
 mod rope;
+mod whole_pages;
 
 pub use executor::CpuExecutor;
 pub use load::{load, load_ranks};

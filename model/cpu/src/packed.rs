@@ -12,7 +12,6 @@
 use std::borrow::Cow;
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -20,6 +19,8 @@ use baton_checkpoint::{IntegerChoice, LoadProgress, Matrix, MatrixSink, ProductK
 use baton_cpu_kernels::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};
 use baton_model_spec::{FloatDtype, IntegerFormat, IntegerRow, Rank};
 use memmap2::{Mmap, MmapMut};
+
+use crate::whole_pages::WholePages;
 
 /// Changes with the layout: files of another one are not read.
 const LAYOUT_VERSION: u32 = 3;
@@ -304,61 +305,6 @@ impl MatrixSink for Packer {
     }
 }
 
-/// Writes a file from its beginning in large pieces that begin at multiples of their length: a system that keeps files in
-/// large pages makes some of each, and reading from them is half as fast again.
-struct WholePages<'a> {
-    file: &'a File,
-    /// Bytes before `buffer`.
-    written: usize,
-    buffer: Vec<u8>,
-}
-
-impl<'a> WholePages<'a> {
-    fn new(file: &'a File) -> WholePages<'a> {
-        WholePages { file, written: 0, buffer: Vec::with_capacity(PIECE_BYTES) }
-    }
-
-    /// Writes `bytes` at `offset`, which lies behind all that was written, and zeroes before it.
-    fn write(&mut self, offset: usize, bytes: &[u8]) -> io::Result<()> {
-        self.fill(offset)?;
-        let mut bytes = bytes;
-        while !bytes.is_empty() {
-            let (now, later) = bytes.split_at(bytes.len().min(PIECE_BYTES - self.buffer.len()));
-            self.buffer.extend_from_slice(now);
-            bytes = later;
-            self.flush_if_full()?;
-        }
-        Ok(())
-    }
-
-    /// Zeroes up to `offset`.
-    fn fill(&mut self, offset: usize) -> io::Result<()> {
-        while self.written + self.buffer.len() < offset {
-            let missing = offset - self.written - self.buffer.len();
-            self.buffer.resize((self.buffer.len() + missing).min(PIECE_BYTES), 0);
-            self.flush_if_full()?;
-        }
-        Ok(())
-    }
-
-    fn flush_if_full(&mut self) -> io::Result<()> {
-        if self.buffer.len() == PIECE_BYTES { self.flush() } else { Ok(()) }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.file.write_all_at(&self.buffer, self.written as u64)?;
-        self.written += self.buffer.len();
-        self.buffer.clear();
-        Ok(())
-    }
-
-    /// Ends the file at `size`.
-    fn finish(mut self, size: usize) -> io::Result<()> {
-        self.fill(size)?;
-        self.flush()
-    }
-}
-
 impl Job {
     fn pack(&self, panel_idx: usize, to: &mut [u8]) {
         let rows = (0..PANEL).map(|output| self.order.row(self.rows, panel_idx, output));
@@ -436,28 +382,5 @@ fn read_ahead(map: &Mmap, progress: &mut dyn FnMut(LoadProgress)) {
         }
         bytes_done += piece.len() as u64;
         progress(LoadProgress { bytes_done, bytes_total });
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn files_are_what_was_written_where() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("file");
-        let mut expected = vec![0; 2 * PIECE_BYTES + 5000];
-        let file = File::create(&path).unwrap();
-        let mut writer = WholePages::new(&file);
-        // In a piece, over the end of one, over a whole one.
-        for (value, offset, len) in
-            [(1, 0, 32), (2, 4096, 9_000_000), (3, 9_100_000, PIECE_BYTES), (4, 2 * PIECE_BYTES + 10, 90)]
-        {
-            expected[offset..offset + len].fill(value);
-            writer.write(offset, &vec![value; len]).unwrap();
-        }
-        writer.finish(expected.len()).unwrap();
-        assert!(fs::read(&path).unwrap() == expected);
     }
 }

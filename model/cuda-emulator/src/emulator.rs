@@ -51,7 +51,7 @@ impl Emulator {
     /// the same results.
     ///
     /// # Panics
-    /// When it leaves its buffers, waits for nobody, or depends on the order of its threads: emulated, perhaps not before
+    /// When it leaves its buffers, waits for a thread that does not come, or depends on the order of its threads: emulated, perhaps not before
     /// `run`.
     pub fn launch<K: Kernel>(&mut self, kernel: &K) {
         self.device.launch_twice(kernel);
@@ -73,7 +73,7 @@ impl Emulator {
 }
 
 impl Memory {
-    /// The buffer that `address` lies in, from there on.
+    /// The buffer that `address` is in, from there on.
     pub fn of(&self, address: Address) -> &[u8] {
         let holds = |(first, bytes): &&(Address, Vec<u8>)| {
             (first.0..=first.0 + bytes.len() as u64).contains(&address.0)

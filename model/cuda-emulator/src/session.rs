@@ -12,7 +12,7 @@ use crate::program::program;
 /// A process that holds memory and runs kernels in it, one after the other.
 ///
 /// # Panics
-/// Its methods, when a kernel leaves its buffers, waits for nobody, or depends on the order of its threads: perhaps not
+/// Its methods, when a kernel leaves its buffers, waits for a thread that does not come, or depends on the order of its threads: perhaps not
 /// before the next one that waits for an answer.
 pub struct Session {
     child: Child,
@@ -130,7 +130,7 @@ impl Drop for Session {
     }
 }
 
-/// Plain data as it lies in memory.
+/// Plain data as it is in memory.
 fn bytes_of<T: Copy>(value: &T) -> &[u8] {
     // SAFETY: arguments of kernels, shapes and products are plain data without padding.
     unsafe { std::slice::from_raw_parts((&raw const *value).cast::<u8>(), size_of::<T>()) }

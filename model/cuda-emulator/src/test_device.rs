@@ -253,7 +253,7 @@ pub struct GuardedDevice {
 
 impl GuardedDevice {
     /// # Panics
-    /// When the device cannot be used: somebody has asked for it.
+    /// When the device cannot be used: the environment asks for it.
     fn open(ordinal: u32, open: impl FnOnce(KernelCode) -> Result<DriverDevice, OpenError>) -> GuardedDevice {
         // As long as the process lives, that not every test begins by waking the device up.
         static KEPT: OnceLock<baton_cuda::Device> = OnceLock::new();
@@ -277,7 +277,7 @@ impl GuardedDevice {
     /// Waits for all that was asked for.
     ///
     /// # Panics
-    /// When somebody has written beside a buffer.
+    /// When something was written beside a buffer.
     fn check(&mut self) -> Result<(), CudaError> {
         let mut guard = [0; GUARD_BYTES];
         for &(at, num_bytes) in &self.buffers {
@@ -311,10 +311,10 @@ impl GuardedDevice {
     /// Runs a kernel twice on the same memory.
     ///
     /// # Errors
-    /// When the device fails: so it does from now on, whoever asks.
+    /// When the device fails: every later call fails, too.
     ///
     /// # Panics
-    /// When results differ, or somebody has written beside a buffer.
+    /// When results differ, or something was written beside a buffer.
     ///
     /// # Safety
     /// As [`Device::launch`].

@@ -161,7 +161,6 @@ struct CodePieces {
         codes::recode<form, OWN>(p.coded + nth * codes::head_bytes(form), piece + u64(blockIdx.y) * codes::head_bytes(OWN)); \
     }
 
-CODERS(kv::FP8, encode_fp8, decode_fp8)
 CODERS(kv::INT8, encode_int8, decode_int8)
 #if HEAD_DIM % 32 == 0
 CODERS(codes::INT4, encode_int4, decode_int4)

@@ -9,7 +9,7 @@ pub fn source() -> Source {
     Source { file: "blocks.cu", defines: vec![] }
 }
 
-/// Bytes that lie together on both sides: offsets from the two sides' beginnings.
+/// Bytes that are contiguous on both sides: offsets from the two sides' beginnings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct ByteRun {

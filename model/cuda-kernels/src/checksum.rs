@@ -1,4 +1,4 @@
-//! Checksums of pieces where they lie: `kernels/checksum.cu`.
+//! Checksums of pieces in place: `kernels/checksum.cu`.
 
 use crate::kernel::{Address, Kernel, LaunchShape, Source};
 

@@ -37,9 +37,8 @@ pub enum Direction {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Form {
-    Fp8,
-    Int8,
-    Int4,
+    Int8 = 1,
+    Int4 = 2,
 }
 
 impl Form {
@@ -47,7 +46,6 @@ impl Form {
     pub fn of(codec: &WireCodec) -> Option<Form> {
         match codec.format() {
             WireFormat::AsIs => None,
-            WireFormat::Fp8 => Some(Form::Fp8),
             WireFormat::Int8 => Some(Form::Int8),
             WireFormat::Int4 => codec.layout().head_dim.is_multiple_of(INT4_GROUP).then_some(Form::Int4),
         }
@@ -79,10 +77,8 @@ unsafe impl Kernel for CodePieces {
 
     fn name(&self) -> &'static str {
         match (self.direction, self.form) {
-            (Direction::Encoded, Form::Fp8) => "encode_fp8",
             (Direction::Encoded, Form::Int8) => "encode_int8",
             (Direction::Encoded, Form::Int4) => "encode_int4",
-            (Direction::Decoded, Form::Fp8) => "decode_fp8",
             (Direction::Decoded, Form::Int8) => "decode_int8",
             (Direction::Decoded, Form::Int4) => "decode_int4",
         }

@@ -196,7 +196,7 @@ mod tests {
 
     const ARCHITECTURE: Architecture = Architecture::new(9, 0);
 
-    /// Nobody compiles this.
+    /// It does not compile.
     fn broken() -> Source {
         Source { file: "x.cu", defines: vec![("HEAD_DIM", 64)] }
     }

@@ -173,7 +173,7 @@ pub struct Product {
 pub enum Fp8Products {
     /// Not at all.
     None,
-    /// As they are: whoever asks scales what comes of it.
+    /// As they are: the caller scales the result.
     Plain,
     /// With a scale for each row of both sides.
     Scaled,

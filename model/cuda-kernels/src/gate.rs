@@ -1,4 +1,4 @@
-//! What lies between the two products of an MLP: `kernels/gate.cu`.
+//! What is between the two products of an MLP: `kernels/gate.cu`.
 
 use baton_model_spec::Activation;
 

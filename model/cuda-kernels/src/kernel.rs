@@ -26,7 +26,7 @@ pub struct Source {
     pub defines: Vec<(&'static str, u64)>,
 }
 
-/// The texts of the kernel files, by name. Whoever opens a device passes them in: a changed kernel rebuilds the crate that
+/// The texts of the kernel files, by name. The caller that opens a device passes them in: a changed kernel rebuilds the crate that
 /// embeds the files, and none of those that launch them.
 #[derive(Clone, Copy, Debug)]
 pub struct KernelFiles(&'static [(&'static str, &'static str)]);

@@ -7,7 +7,7 @@ use crate::device::FP8_BLOCK;
 use crate::kernel::{Address, Kernel, LaunchShape, Source};
 use crate::rows::by_eights;
 
-/// What weights are. All lie row after row, `[n][k]`.
+/// What weights are. All are row after row, `[n][k]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u32)]
 pub enum WeightKind {

@@ -1,6 +1,6 @@
 //! Rotary position embeddings, and where keys and values go: `kernels/rope.cu`.
 //!
-//! What is the same in all layers is computed once: [`PlaceRows`] looks up where rows lie in the pool, [`RopeTable`] turns
+//! What is the same in all layers is computed once: [`PlaceRows`] looks up where rows are in the pool, [`RopeTable`] turns
 //! positions into cosines and sines. Both read what changes from step to step from memory, and rows that only fill up a
 //! batch have no slot, so that a graph of them can be replayed.
 

@@ -2,7 +2,7 @@
 //!
 //! The rules are those of the engine's sampler on the host, and so are the random numbers. Weights are added up in f32
 //! within a row's parts and in f64 across them, on the host in f64 alone: so a token differs from the host's where the
-//! random number, or what top-p asks for, lies within some 1e-6 of the whole weight of the boundary between two tokens.
+//! random number, or what top-p asks for, is within some 1e-6 of the whole weight of the boundary between two tokens.
 //! Two more differences: top-p takes tokens whose weights round to the same float in the order of their logits, the host
 //! in that of their ids; and where nothing but stop ids is finite, a token that the model excludes stays excluded.
 
@@ -164,7 +164,7 @@ pub struct TakeTokens {
     pub tokens: Address,
     /// `[num]`, u32: rows of the step before.
     pub sources: Address,
-    /// [`SampleRows::tokens`] of that step. One that is no token gives a row that nobody reads.
+    /// [`SampleRows::tokens`] of that step. One that is no token gives a row that is not read.
     pub sampled: Address,
     pub num: u64,
 }

@@ -1,6 +1,6 @@
 //! In which form a device holds a matrix, and the bytes of its rows.
 //!
-//! It knows no device: what it makes lies in the host's memory, some rows at a time.
+//! It knows no device: what it makes is in the host's memory, some rows at a time.
 
 use baton_checkpoint::{DeviceSource, Matrix, common_format};
 use baton_cuda_kernels::device::FP8_BLOCK;
@@ -27,7 +27,7 @@ pub enum Form {
 pub const MAX_SCALE_ROWS: usize = 128;
 
 impl Form {
-    /// For matrices that lie one behind the other, of as many columns.
+    /// For matrices that follow each other, of as many columns.
     pub fn of<'m>(matrices: impl Iterator<Item = &'m DeviceSource> + Clone) -> Form {
         let parts: Vec<&Matrix> = matrices.clone().flat_map(DeviceSource::parts).collect();
         let formats: Vec<_> = matrices.map(DeviceSource::integer_format).collect();
@@ -46,7 +46,7 @@ impl Form {
         }
     }
 
-    /// For a matrix that is only looked up, which nobody rounds but its file.
+    /// For a matrix that is only looked up, which is quantised as its file has it.
     pub fn of_table(table: &Matrix) -> Form {
         match table.is_integers() {
             true => Form::of_integers(&[table], common_format(std::slice::from_ref(table))),
@@ -106,8 +106,8 @@ impl Form {
         }
     }
 
-    /// Where scales lie, `[groups][rows]`: neighbours are read together. Those of [`Fp8Scaling::Blocks`](
-    /// baton_cuda_kernels::device::Fp8Scaling::Blocks) lie as its products want them. Addresses are null.
+    /// Where scales are, `[groups][rows]`: neighbours are read together. Those of [`Fp8Scaling::Blocks`](
+    /// baton_cuda_kernels::device::Fp8Scaling::Blocks) are as its products want them. Addresses are null.
     pub fn scales(self, rows: usize, cols: usize) -> Scales {
         let stride = self.num_scales(rows) as u32;
         match self {
@@ -241,7 +241,7 @@ impl Rows {
         });
     }
 
-    /// Puts the scales of these rows, of which `first` is the first, where they lie in those of all; zeros alike.
+    /// Puts the scales of these rows, of which `first` is the first, where they belong in those of all; zeros alike.
     pub fn place_scales(&self, first: usize, all: &mut Tables) {
         let num_groups = self.form.num_groups(self.cols);
         let Scales { rows_per_scale, row_stride, group_stride, .. } = all.places;

@@ -119,7 +119,7 @@ impl ForwardPass<'_> {
             eps: self.spec.norm_eps,
             lanes: lanes(self.spec.head_dim, self.weights.ropes[rope_idx].rotary_dim),
         };
-        // SAFETY: as `ForwardPass` says; nobody else has the places of these rows, by the word of who executes.
+        // SAFETY: as `ForwardPass` says; no other row has their places, by the word of the caller that executes.
         unsafe { device.launch(&kernel) }
     }
 

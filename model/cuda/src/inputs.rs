@@ -206,7 +206,7 @@ impl Inputs {
         self.append(&sources)
     }
 
-    /// Where its parts are when it lies at `base`.
+    /// Where its parts are when it begins at `base`.
     pub fn at(&self, base: Address) -> InputAddresses {
         let at = |first_word: usize| base.add(first_word * 4);
         InputAddresses {

@@ -187,7 +187,7 @@ impl Scratch {
         let (k, rows) = (matrix.num_in as u32, num_rows as u32);
         let (x, quantised, scales) = (from, self.quantised, self.row_scales);
         let given = |scales: Address| if scaling == Fp8Scaling::None { Address::NULL } else { scales };
-        // Rows up to a multiple of 4 are there, in all buffers: what comes of them is nobody's.
+        // Rows up to a multiple of 4 are there, in all buffers: their results are not read.
         let num_multiplied = if scaling == Fp8Scaling::Blocks { rows.next_multiple_of(4) } else { rows };
         // SAFETY: by the caller's word.
         unsafe {

@@ -5,7 +5,7 @@ use std::io;
 use baton_cuda_kernels::kernel::Address;
 use baton_kv_cache::DeviceMemory;
 
-/// Blocks that nobody reaches but the executor whose device allocated them.
+/// Blocks that only the executor whose device allocated them reaches.
 #[derive(Debug)]
 pub struct OwnBlocks(pub Address);
 

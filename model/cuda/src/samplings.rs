@@ -1,6 +1,6 @@
 //! How the tokens of a step are sampled, as the device reads it, behind the batch in the same copy; and what comes back.
 //!
-//! A row that the kernel cannot sample, for want of room for its lists, is left to whoever asked.
+//! A row that the kernel cannot sample, for want of room for its lists, comes back as logits.
 
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::sample::{
@@ -155,7 +155,7 @@ impl SamplingInputs {
         }
     }
 
-    /// Draws after `num_rows` rows from the `first` on, whose logits begin at `logits`; the inputs lie at `base`.
+    /// Samples after `num_rows` rows from the `first` on, whose logits begin at `logits`; the inputs begin at `base`.
     pub fn kernel(
         &self,
         parts: &SamplingParts,
@@ -203,7 +203,7 @@ impl Offsets {
 }
 
 impl Results {
-    /// Bytes to copy: of tokens alone, where nobody wants log-probabilities.
+    /// Bytes to copy: of tokens alone, where no row wants log-probabilities.
     pub fn num_bytes(&self) -> usize {
         let at = Offsets::of(self.wanted.len());
         let tells_logprobs = |wanted: &Wanted| matches!(wanted, Wanted::Token { num_top: Some(_) });

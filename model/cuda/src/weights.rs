@@ -102,7 +102,7 @@ pub struct DeviceMatrix {
 
 impl DeviceMatrix {
     /// So many rows from `first` on, a multiple of [`MAX_SCALE_ROWS`](crate::form::MAX_SCALE_ROWS) or of what a scale
-    /// serves; perhaps of a matrix that lies behind it.
+    /// serves; perhaps of a matrix that follows it.
     pub fn rows_at(self, first: usize, num_out: usize) -> DeviceMatrix {
         DeviceMatrix {
             at: self.at.add(first * self.kind.row_bytes(self.num_in)),
@@ -174,7 +174,7 @@ pub fn kinds(weights: &DecoderWeights<DeviceSource>) -> Vec<WeightKind> {
     kinds
 }
 
-/// Matrices of one shape that lie one behind the other on a device.
+/// Matrices of one shape that follow each other on a device.
 struct Stack<'m> {
     form: Form,
     parts: Vec<&'m Matrix>,

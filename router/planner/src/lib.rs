@@ -19,7 +19,7 @@ use baton_cluster_record::{Role, WorkerId, WorkerRecord};
 pub use balance::{Balance, Migration};
 pub use policy::{PrefixAware, PrefixAwareConfig};
 pub use prefix_index::PrefixIndex;
-pub use retry::{Blame, GiveUp, Reached, Retry};
+pub use retry::{AttemptStage, Blame, GiveUp, Retry};
 
 /// Decides who computes the prompt and who decodes.
 pub trait Policy: Send + Sync + fmt::Debug {

@@ -39,7 +39,7 @@ pub struct Blame {
 
 /// How far an attempt came before it failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reached {
+pub enum AttemptStage {
     /// The decode worker did not accept it.
     NoWorker,
     /// It waited or ran at the decode worker.
@@ -116,7 +116,7 @@ impl Retry {
         &mut self,
         failure: Failure,
         plan: &Plan,
-        reached: Reached,
+        stage: AttemptStage,
         now: Instant,
     ) -> Result<Blame, GiveUp> {
         if failure.kind == FailureKind::Invalid {
@@ -145,7 +145,7 @@ impl Retry {
         self.num_failures += 1;
         // A slow attempt has spent the time that it took.
         let is_slow = matches!(failure.kind, FailureKind::Deadline | FailureKind::Stalled);
-        if reached == Reached::Worker && !is_slow {
+        if stage == AttemptStage::Worker && !is_slow {
             self.deadline = None;
         }
         let deadline = *self.deadline.get_or_insert(now + self.patience);
@@ -292,7 +292,7 @@ mod tests {
         fn fail(&mut self, kind: FailureKind, after: Duration) -> Result<String, GiveUp> {
             let (plan, name) = self.ask()?;
             self.now += after;
-            self.retry.on_failure(Failure::new(kind, "why"), &plan, Reached::Worker, self.now)?;
+            self.retry.on_failure(Failure::new(kind, "why"), &plan, AttemptStage::Worker, self.now)?;
             Ok(name)
         }
     }

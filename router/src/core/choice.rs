@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_planner::{NoPlan, Plan, Prefill, Reached, Retry, WorkerKey};
+use baton_planner::{AttemptStage, NoPlan, Plan, Prefill, Retry, WorkerKey};
 use baton_proto::worker::{self as proto, GenerateRequest, generate_event};
 use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_tokenizer::Detokenizer;
@@ -275,7 +275,7 @@ impl Choice {
             self.num_attempts += 1;
             match Attempt::start(&self.core.workers, plan, request, self.core.config.stall_timeout).await {
                 Ok(attempt) => return Ok(attempt),
-                Err((plan, failure)) => self.on_failed_plan(failure, &plan, Reached::NoWorker)?,
+                Err((plan, failure)) => self.on_failed_plan(failure, &plan, AttemptStage::NoWorker)?,
             }
         }
     }
@@ -292,7 +292,7 @@ impl Choice {
     fn on_failure(&mut self, failure: Failure) -> Result<(), CoreError> {
         self.candidate = None;
         match self.attempt.take() {
-            Some(attempt) => self.on_failed_plan(failure, &attempt.plan, Reached::Worker),
+            Some(attempt) => self.on_failed_plan(failure, &attempt.plan, AttemptStage::Worker),
             None => Ok(()),
         }
     }
@@ -301,7 +301,7 @@ impl Choice {
         &mut self,
         mut failure: Failure,
         plan: &Plan,
-        reached: Reached,
+        stage: AttemptStage,
     ) -> Result<(), CoreError> {
         // A worker that drains closes its connections in the end. That is no crash.
         if failure.kind == FailureKind::Lost && self.core.workers.is_leaving(&WorkerKey::of(&plan.decode)) {
@@ -313,7 +313,7 @@ impl Choice {
             decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.request.output.len(),
             reason = failure.kind.name(), message = failure.message, "attempt failed"
         );
-        let blame = self.retry.on_failure(failure, plan, reached, Instant::now())?;
+        let blame = self.retry.on_failure(failure, plan, stage, Instant::now())?;
         if let Some(worker) = &blame.spare {
             self.core.workers.report_failure(worker);
         }

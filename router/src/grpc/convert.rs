@@ -28,7 +28,10 @@ pub(super) fn input(
     let kv_wire = v1::KvWire::try_from(request.kv_wire).map_err(|_| {
         CoreError::invalid(
             "kv_wire",
-            format!("kv_wire: {} is not a form that is known here", request.kv_wire),
+            format!(
+                "kv_wire: {} is no form in which kv travels; there are 0 (as configured), 1 (as is), 3 (int8) and 4 (int4)",
+                request.kv_wire
+            ),
         )
     })?;
     use v1::generate_request::Prompt;

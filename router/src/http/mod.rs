@@ -21,7 +21,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{get, post},
 };
-use http::{HeaderMap, StatusCode, header};
+use http::StatusCode;
 
 use crate::core::Core;
 use error::ApiError;
@@ -49,7 +49,7 @@ pub(crate) fn routes(core: Arc<Core>, grpc: impl FnOnce(Router<Arc<Core>>) -> Ro
 }
 
 async fn not_found(request: Request) -> Response {
-    if is_grpc(request.headers()) {
+    if observe::is_grpc(request.headers()) {
         let message = format!("there is no method {}", request.uri().path());
         return tonic::Status::unimplemented(message).into_http::<axum::body::Body>();
     }
@@ -60,10 +60,4 @@ async fn not_found(request: Request) -> Response {
 async fn method_not_allowed(State(_): State<Arc<Core>>, request: Request) -> Response {
     let message = format!("{} is not possible here, see the allow header", request.method());
     ApiError::new(StatusCode::METHOD_NOT_ALLOWED, message).with_code("method_not_allowed").into_response()
-}
-
-/// Whether a request or an answer is gRPC's.
-fn is_grpc(headers: &HeaderMap) -> bool {
-    let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
-    kind.is_some_and(|kind| kind.starts_with("application/grpc"))
 }

@@ -7,10 +7,9 @@ use axum::{
     middleware::Next,
     response::Response,
 };
-use http::{HeaderMap, HeaderName, HeaderValue};
+use http::{HeaderMap, HeaderName, HeaderValue, header};
 use tracing::Instrument;
 
-use super::is_grpc;
 use crate::{core::Core, trace};
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -76,4 +75,10 @@ fn status(response: &Response) -> String {
     }
     let status = response.headers().get("grpc-status").and_then(|status| status.to_str().ok());
     status.unwrap_or("0").to_owned()
+}
+
+/// Whether a request or an answer is gRPC's.
+pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
+    let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    kind.is_some_and(|kind| kind.starts_with("application/grpc"))
 }

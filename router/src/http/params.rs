@@ -144,7 +144,6 @@ pub(crate) enum KvWireName {
     /// As the workers are configured.
     Auto,
     AsIs,
-    Fp8,
     Int8,
     Int4,
 }
@@ -154,7 +153,6 @@ impl From<KvWireName> for KvWire {
         match name {
             KvWireName::Auto => KvWire::Unspecified,
             KvWireName::AsIs => KvWire::AsIs,
-            KvWireName::Fp8 => KvWire::Fp8,
             KvWireName::Int8 => KvWire::Int8,
             KvWireName::Int4 => KvWire::Int4,
         }

@@ -108,6 +108,7 @@ async fn wrong_requests_are_told_what_is_wrong() {
             "expected `auto` or `off`",
         ),
         (TEXT, r#"{"prompt":"x","kv_wire":"int2"}"#, 400, Some("kv_wire"), None, "expected one of"),
+        (TEXT, r#"{"prompt":"x","kv_wire":"fp8"}"#, 400, Some("kv_wire"), None, "`int8`, `int4`"),
         (TEXT, r#"{"prompt":"x","model":"other"}"#, 404, Some("model"), Some("model_not_found"), "\"other\""),
         (CHAT, r#"{"messages":[]}"#, 400, Some("messages"), None, "empty"),
         (CHAT, r#"{"messages":[1]}"#, 400, Some("messages[0]"), None, "expected an object"),

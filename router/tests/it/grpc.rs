@@ -135,6 +135,7 @@ async fn wrong_requests_have_the_right_status() {
         (GenerateRequest { model: "other".into(), ..text("x") }, Code::NotFound, "other"),
         (GenerateRequest { n: 129, ..text("x") }, Code::InvalidArgument, "at most 128"),
         (GenerateRequest { kv_wire: 9, ..text("x") }, Code::InvalidArgument, "kv_wire: 9"),
+        (GenerateRequest { kv_wire: 2, ..text("x") }, Code::InvalidArgument, "3 (int8) and 4 (int4)"),
         (
             GenerateRequest { request_id: "x".repeat(129), ..text("x") },
             Code::InvalidArgument,

@@ -185,7 +185,7 @@ impl<R: ReservedBlocks> Taking<R> {
     pub fn revoke(&mut self, generation: Generation) {
         match std::mem::replace(&mut self.blocks, Blocks::None) {
             Blocks::Granted { granted, .. } if granted.generation() == generation => {
-                if granted.met_stranger() {
+                if granted.was_shown_by_another() {
                     // The peer probably has a new key, which it shows to new connections only.
                     self.link.forget();
                 }

@@ -14,7 +14,7 @@ use crate::{tools, workspace::Workspace};
 pub(super) struct Programs {
     /// `model/cuda-kernels/tests/kernels/`
     pub(super) kernels: PathBuf,
-    /// `model/cuda/tests/device/`
+    /// `model/cuda/tests/models/`
     pub(super) models: PathBuf,
     /// `engine/tests/device.rs`
     pub(super) engine: PathBuf,

@@ -1,4 +1,4 @@
-//! What a stranger at an nccl port can learn, hold and exhaust: nothing, and no communicator in particular.
+//! What an unauthenticated peer at an nccl port can learn, hold and exhaust: nothing, and no communicator in particular.
 
 use std::{
     io::{Read, Write},
@@ -65,16 +65,16 @@ async fn a_wrong_pass_fails_its_own_route_alone() {
 }
 
 #[tokio::test]
-async fn a_stranger_makes_no_idle_peer_give_its_place_up() {
+async fn an_unauthenticated_peer_makes_no_idle_peer_give_its_place_up() {
     let fabric = TransferPair::new(NCCL);
     let (_, pool) = fabric.address(TransportKind::Nccl);
     let granted = fabric.receiver.grant(blocks([5]), ());
     let peers: Vec<_> =
         (0..MAX_COMMUNICATORS).map(|_| ByHand::connect(&fabric, granted.access_key())).collect();
     eventually("all have joined", || num_joined(&fabric) == MAX_COMMUNICATORS as u64).await;
-    let stranger = hello(pool, AccessKey { secret: Secret::default(), ..granted.access_key() });
+    let unauthenticated = hello(pool, AccessKey { secret: Secret::default(), ..granted.access_key() });
     for _ in 0..2 * MAX_COMMUNICATORS {
-        assert_eq!(fabric.ask(TransportKind::Nccl, &stranger.encode()), Message::Refused.encode());
+        assert_eq!(fabric.ask(TransportKind::Nccl, &unauthenticated.encode()), Message::Refused.encode());
     }
     for (sequence, peer) in peers.iter().enumerate() {
         // Of a piece that was never granted: it is answered, so the peer is still there.

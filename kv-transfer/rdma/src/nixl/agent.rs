@@ -158,7 +158,7 @@ impl Agent {
 /// Has the kernel supply a pool in huge pages before they are pinned, as they cannot become huge afterwards. Where no network
 /// device pins them, they come as they are touched.
 fn supply(storage: &BlockStorage) {
-    if crate::num_network_devices() == 0 {
+    if crate::network::num_network_devices() == 0 {
         return;
     }
     if let Err(error) = storage.populate_all() {

@@ -191,9 +191,9 @@ async fn two_connections_cannot_write_one_piece() {
 async fn whoever_does_not_speak_the_protocol_is_hung_up_on_without_a_word() {
     let fabric = TransferPair::new(TCP);
     let TransportOffer::Tcp { address, .. } = fabric.offer(TransportKind::Tcp) else { unreachable!() };
-    let mut stranger = Peer(TcpStream::connect(address).unwrap());
-    stranger.0.write_all(&[b'x'; wire::HELLO_BYTES]).unwrap();
-    assert!(stranger.is_hung_up());
+    let mut unauthenticated = Peer(TcpStream::connect(address).unwrap());
+    unauthenticated.0.write_all(&[b'x'; wire::HELLO_BYTES]).unwrap();
+    assert!(unauthenticated.is_hung_up());
 
     let granted = fabric.receiver.grant(blocks([5]), ());
     let mut peer = Peer::connect(&fabric, granted.access_key());

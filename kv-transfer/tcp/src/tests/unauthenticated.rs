@@ -1,4 +1,4 @@
-//! What a stranger at a data port can learn, hold and exhaust: nothing. And what a writer must show, with TLS and without.
+//! What an unauthenticated peer at a data port can learn, hold and exhaust: nothing. And what a writer must show, with TLS and without.
 
 use std::{
     io::{Read, Write},
@@ -207,9 +207,9 @@ async fn the_right_token_with_another_identity_is_worth_nothing() {
 
     let mut thief = connect_as(&fabric, &a).unwrap();
     assert_eq!(thief.peer, Some(a.identity()), "the receiver of these tests");
-    assert!(!granted.met_stranger());
+    assert!(!granted.was_shown_by_another());
     assert_eq!(greet(&mut thief, hello).unwrap(), Some(Welcome::Refused));
-    assert!(granted.met_stranger());
+    assert!(granted.was_shown_by_another());
     let mut writer = connect_as(&fabric, &b).unwrap();
     assert_eq!(greet(&mut writer, hello).unwrap(), Some(Welcome::Accepted));
 
@@ -262,7 +262,7 @@ async fn foreign_certificates_and_plain_peers_are_refused_either_way() {
 }
 
 #[tokio::test]
-async fn a_receiver_goes_while_strangers_are_about_to_say_something() {
+async fn a_receiver_goes_while_unauthenticated_peers_are_about_to_say_something() {
     let patient = |config: &mut ReceiverConfig| config.handshake_timeout = NEVER;
     for fabric in [TransferPair::with(TCP, patient), TransferPair::with(TLS, patient)] {
         let (address, _) = fabric.address(TransportKind::Tcp);
@@ -303,6 +303,6 @@ async fn a_sender_with_a_new_key_shows_it_for_the_next_grant() {
         let route = soon(sender.route(granted.access_key(), granted.offers(), ())).await.unwrap();
         let pushed = soon(route.push(writes(&blocks([5])))).await.unwrap();
         soon(granted.verify(pushed.pieces)).await.unwrap();
-        assert!(!granted.met_stranger());
+        assert!(!granted.was_shown_by_another());
     }
 }

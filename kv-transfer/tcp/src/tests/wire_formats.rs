@@ -6,7 +6,7 @@ use baton_kv_cache::{KvDtype, KvLayout, KvShard, VectorCodec, WireCodec, WireFor
 use crate::tests::TCP;
 use baton_transfer_conformance::{LAYOUT, Setup, TransferPair, blocks, bytes, change, fill, soon, writes};
 
-const CODED: [WireFormat; 3] = [WireFormat::Fp8, WireFormat::Int8, WireFormat::Int4];
+const CODED: [WireFormat; 2] = [WireFormat::Int8, WireFormat::Int4];
 
 /// A fabric whose source holds numbers of one magnitude.
 fn fabric(from: KvLayout, to: KvLayout) -> TransferPair {
@@ -115,7 +115,7 @@ async fn a_form_that_was_not_agreed_on_lands_nowhere() {
     let dst = blocks([7]);
     fill(&fabric.target, dst[0], 0, 0xEE);
     let peer = KvShard::new(&LAYOUT, 1, 0).unwrap();
-    for asked in [WireFormat::AsIs, WireFormat::Fp8] {
+    for asked in [WireFormat::AsIs, WireFormat::Int8] {
         let granted = fabric.receiver.grant_as(dst.clone(), Some(asked), ());
         let offers = granted.offers().to_vec();
         let routed = fabric.sender.route_to(&peer, WireFormat::Int4, granted.access_key(), &offers, ());

@@ -61,7 +61,7 @@ pub trait Service: Send + Sync + 'static {
     /// Makes `serve` end soon.
     fn hang_up(connection: &Self::Connection);
 
-    /// Until the connection ends. The peer is a stranger until the service [admits](Admission::admit) it.
+    /// Until the connection ends. The peer is unauthenticated until the service [admits](Admission::admit) it.
     fn serve(&self, connection: &Arc<Self::Connection>, admission: &Admission);
 }
 
@@ -77,25 +77,27 @@ struct Gate {
     is_stopping: AtomicBool,
     max_admitted: usize,
     num_admitted: AtomicUsize,
-    complaints: Mutex<Complaints>,
+    handshake_timeout: Duration,
+    rejections: Mutex<Rejections>,
 }
 
-/// Strangers must not fill the log either.
+/// Which of them the log has. Unauthenticated peers must not fill it.
 #[derive(Default)]
-struct Complaints {
+struct Rejections {
     last: Option<Instant>,
     num_silent: u64,
 }
 
-/// No two complaints about strangers are closer together.
-const COMPLAIN_EVERY: Duration = Duration::from_secs(1);
+/// The log has at most one rejection in this time.
+const LOG_EVERY: Duration = Duration::from_secs(1);
 
 impl Admission {
-    /// The peer is no stranger any more; `false` when there are too many that are not.
+    /// The peer has shown an access key; `false` when too many others have.
     pub fn admit(&self) -> bool {
         let has_room = |num: usize| (num < self.gate.max_admitted).then_some(num + 1);
         if self.gate.num_admitted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, has_room).is_err() {
-            self.gate.complain("too many kv peers", &self.gate.max_admitted);
+            let max_connections = self.gate.max_admitted;
+            self.gate.reject(None, &format!("{max_connections} peers are connected, which is the limit"));
             return false;
         }
         self.is_admitted.store(true, Ordering::SeqCst);
@@ -112,23 +114,29 @@ impl Admission {
         self.gate.is_stopping.load(Ordering::SeqCst)
     }
 
-    /// Says why a stranger was sent away, unless that was said of another one just now.
-    pub fn complain(&self, peer: &dyn Display, why: &dyn Display) {
-        self.gate.complain(&format!("a stranger at a kv port was sent away: {peer}"), why);
+    /// Logs why an unauthenticated peer was rejected, unless another rejection was logged just now.
+    pub fn reject(&self, peer: &dyn Display, error: &io::Error) {
+        match error.kind() {
+            io::ErrorKind::TimedOut => {
+                let seconds = self.gate.handshake_timeout.as_secs_f32();
+                self.gate.reject(Some(peer), &format!("no valid access key within {seconds} s"));
+            }
+            _ => self.gate.reject(Some(peer), error),
+        }
     }
 }
 
 impl Gate {
-    fn complain(&self, what: &str, why: &dyn Display) {
-        let mut complaints = self.complaints.lock().unwrap_or_else(PoisonError::into_inner);
-        if complaints.last.is_some_and(|last| last.elapsed() < COMPLAIN_EVERY) {
-            complaints.num_silent += 1;
+    fn reject(&self, peer: Option<&dyn Display>, why: &dyn Display) {
+        let mut rejections = self.rejections.lock().unwrap_or_else(PoisonError::into_inner);
+        if rejections.last.is_some_and(|last| last.elapsed() < LOG_EVERY) {
+            rejections.num_silent += 1;
             return;
         }
-        let num_others = std::mem::take(&mut complaints.num_silent);
-        complaints.last = Some(Instant::now());
-        drop(complaints);
-        warn!(%why, num_others, "{what}");
+        let num_others = std::mem::take(&mut rejections.num_silent);
+        rejections.last = Some(Instant::now());
+        drop(rejections);
+        warn!(peer = peer.map(tracing::field::display), num_others, "kv connection rejected: {why}");
     }
 }
 
@@ -142,9 +150,9 @@ impl Drop for Admission {
 
 /// Accepts until dropped, and then hangs up on every peer and waits for its thread; or until [stopped](Self::stop).
 ///
-/// Strangers cost a thread and a descriptor each, for a bounded time, and there are never many: one more takes the place
+/// Unauthenticated peers cost a thread and a descriptor each, for a bounded time, and there are never many: one more takes the place
 /// of the one that has been longest about saying what it wants. A peer with a grant says that within a round trip or
-/// three, so that only a flood that brings as many strangers meanwhile keeps it out.
+/// three, so that only a flood that brings as many of them meanwhile keeps it out.
 pub struct Acceptor<S: Service> {
     shared: Arc<Shared<S>>,
     thread: Option<JoinHandle<()>>,
@@ -153,7 +161,7 @@ pub struct Acceptor<S: Service> {
 struct Shared<S: Service> {
     service: Arc<S>,
     listener: S::Listener,
-    max_strangers: usize,
+    max_unauthenticated: usize,
     gate: Arc<Gate>,
     connections: Mutex<Vec<Served<S>>>,
 }
@@ -176,12 +184,13 @@ impl<S: Service> Acceptor<S> {
             is_stopping: AtomicBool::new(false),
             max_admitted: config.max_connections,
             num_admitted: AtomicUsize::new(0),
-            complaints: Mutex::default(),
+            handshake_timeout: config.handshake_timeout,
+            rejections: Mutex::default(),
         });
         let shared = Arc::new(Shared {
             service,
             listener,
-            max_strangers: config.max_unauthenticated.max(1),
+            max_unauthenticated: config.max_unauthenticated.max(1),
             gate,
             connections: Mutex::default(),
         });
@@ -231,7 +240,7 @@ impl<S: Service> Shared<S> {
             match accepted {
                 Ok(stream) => self.take(stream),
                 Err(error) => {
-                    self.gate.complain("cannot accept a kv peer", &error);
+                    self.gate.reject(None, &error);
                     // Out of descriptors, mostly: others must close first.
                     thread::sleep(Duration::from_millis(50));
                 }
@@ -242,14 +251,19 @@ impl<S: Service> Shared<S> {
     fn take(&self, stream: <S::Listener as Listen>::Stream) {
         let mut connections = self.connections();
         connections.retain(|served| !served.thread.is_finished());
-        let is_stranger = |served: &Served<S>| !served.admission.is_admitted();
-        if connections.iter().filter(|served| is_stranger(served)).count() >= 2 * self.max_strangers {
+        let is_unauthenticated = |served: &Served<S>| !served.admission.is_admitted();
+        if connections.iter().filter(|served| is_unauthenticated(served)).count()
+            >= 2 * self.max_unauthenticated
+        {
             // Those that were hung up on have not gone yet.
-            return self.gate.complain("too many strangers at a kv port", &self.max_strangers);
+            let max_unauthenticated = self.max_unauthenticated;
+            let why = format!("{max_unauthenticated} other peers have not shown an access key yet");
+            return self.gate.reject(None, &why);
         }
-        let mut strangers = connections.iter_mut().filter(|served| is_stranger(served) && !served.is_hung_up);
-        if let Some(oldest) = strangers.next()
-            && strangers.count() + 1 >= self.max_strangers
+        let mut unauthenticated =
+            connections.iter_mut().filter(|served| is_unauthenticated(served) && !served.is_hung_up);
+        if let Some(oldest) = unauthenticated.next()
+            && unauthenticated.count() + 1 >= self.max_unauthenticated
         {
             S::hang_up(&oldest.connection);
             oldest.is_hung_up = true;
@@ -264,7 +278,7 @@ impl<S: Service> Shared<S> {
         });
         match thread {
             Ok(thread) => connections.push(Served { connection, admission, is_hung_up: false, thread }),
-            Err(error) => self.gate.complain("cannot start a thread for a kv peer", &error),
+            Err(error) => self.gate.reject(None, &format!("cannot start a thread for it: {error}")),
         }
     }
 }

@@ -123,7 +123,7 @@ impl Grants {
         let grant = Arc::new(LiveGrant {
             access_key,
             writer: OnceLock::new(),
-            met_stranger: AtomicBool::new(false),
+            shown_by_another: AtomicBool::new(false),
             num_layers: self.storage.layout().num_layers,
             blocks,
             wire,
@@ -284,7 +284,7 @@ pub struct LiveGrant {
     /// Who alone may write over connections that know who is there; unset: anybody who shows the access key.
     writer: OnceLock<Identity>,
     /// Somebody else has shown the access key.
-    met_stranger: AtomicBool,
+    shown_by_another: AtomicBool,
     num_layers: usize,
     blocks: Vec<BlockId>,
     /// How pieces may travel beside as they are; `None`: in any way.
@@ -327,8 +327,8 @@ impl LiveGrant {
         let _ = self.writer.set(writer);
     }
 
-    pub(super) fn met_stranger(&self) -> bool {
-        self.met_stranger.load(Ordering::Relaxed)
+    pub(super) fn was_shown_by_another(&self) -> bool {
+        self.shown_by_another.load(Ordering::Relaxed)
     }
 
     fn admits(&self, access_key: &AccessKey, peer: Option<Identity>) -> bool {
@@ -338,8 +338,8 @@ impl LiveGrant {
         match (self.writer.get(), peer) {
             (Some(writer), Some(peer)) if *writer != peer => {
                 // A key that was changed meanwhile, or an access key that was stolen.
-                if !self.met_stranger.swap(true, Ordering::Relaxed) {
-                    warn!(generation = %access_key.generation, %writer, %peer, "another worker shows the access key of a grant: refused");
+                if !self.shown_by_another.swap(true, Ordering::Relaxed) {
+                    warn!(generation = %access_key.generation, %writer, %peer, "kv write refused: another worker shows the access key of a grant");
                 }
                 false
             }

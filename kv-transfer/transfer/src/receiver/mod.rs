@@ -86,7 +86,7 @@ impl Receiver {
         self.grant_as(blocks, Some(WireFormat::AsIs), keep)
     }
 
-    /// Lets whoever shows the access key write into `blocks`, pieces travelling as they are or as `wire` says; with
+    /// Lets the peer that shows the access key write into `blocks`, pieces travelling as they are or as `wire` says; with
     /// `None` in any form. `keep` is what holds the blocks
     /// allocated; it comes back from [`Granted::commit`] or [`Granted::revoke`], or is dropped,
     /// once no writer can reach them.
@@ -158,10 +158,10 @@ impl<K> Granted<K> {
         }
     }
 
-    /// Whether somebody else than the [bound](Self::bind) peer has shown the access key: it has another key now, or the access key was
-    /// stolen.
-    pub fn met_stranger(&self) -> bool {
-        self.receiver.shared.grants.find(self.generation()).is_some_and(|grant| grant.met_stranger())
+    /// Whether another peer than the [bound](Self::bind) one has shown the access key: the bound peer has another
+    /// certificate now, or the access key was stolen.
+    pub fn was_shown_by_another(&self) -> bool {
+        self.receiver.shared.grants.find(self.generation()).is_some_and(|grant| grant.was_shown_by_another())
     }
 
     /// Ways to reach the blocks, best first.

@@ -85,7 +85,7 @@ fn verify(grants: &Grants, generation: Generation, pieces: &[Piece]) -> Result<(
             .ok_or(KvFault::WrongGeneration)?
             .map_err(|error| {
                 let Piece { block_idx, layer_idx, .. } = group[0];
-                error!(%error, block_idx, layer_idx, "a device does not give its blocks");
+                error!(%error, block_idx, layer_idx, "kv rejected: the device did not return a granted block");
                 KvFault::Unreadable { block_idx, layer_idx }
             })?;
         if let Some((piece, _)) = group.iter().zip(sums).find(|(piece, sum)| piece.checksum != *sum) {

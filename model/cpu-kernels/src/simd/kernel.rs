@@ -9,29 +9,29 @@ macro_rules! kernel {
     ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident $(<$factor:ty>)? ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        $vis unsafe fn $name(isa: $crate::simd::Isa, $($arg: $ty),*) $(-> $out)? {
+        $vis unsafe fn $name(isa: $crate::simd::isa::Isa, $($arg: $ty),*) $(-> $out)? {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
             #[allow(clippy::too_many_arguments)]
             unsafe fn avx512($($arg: $ty),*) $(-> $out)? {
                 // SAFETY: passed on to the caller.
-                unsafe { $generic::<$crate::simd::Avx512 $(, $factor)?>($($arg),*) }
+                unsafe { $generic::<$crate::simd::x86::Avx512 $(, $factor)?>($($arg),*) }
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
             #[allow(clippy::too_many_arguments)]
             unsafe fn avx2($($arg: $ty),*) $(-> $out)? {
                 // SAFETY: passed on to the caller.
-                unsafe { $generic::<$crate::simd::Avx2 $(, $factor)?>($($arg),*) }
+                unsafe { $generic::<$crate::simd::x86::Avx2 $(, $factor)?>($($arg),*) }
             }
             // SAFETY: an `Isa` is only made when the processor has it; the rest is the caller's.
             unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
-                    $crate::simd::Isa::Avx512 => avx512($($arg),*),
+                    $crate::simd::isa::Isa::Avx512 => avx512($($arg),*),
                     #[cfg(target_arch = "x86_64")]
-                    $crate::simd::Isa::Avx2 => avx2($($arg),*),
-                    $crate::simd::Isa::Portable => $generic::<$crate::simd::Portable $(, $factor)?>($($arg),*),
+                    $crate::simd::isa::Isa::Avx2 => avx2($($arg),*),
+                    $crate::simd::isa::Isa::Portable => $generic::<$crate::simd::lanes::Portable $(, $factor)?>($($arg),*),
                 }
             }
         }

@@ -4,14 +4,14 @@
 //! plain Rust. All three compute with sixteen lanes and reduce them in the same order, so AVX-512
 //! and AVX2 machines agree bit for bit. It knows no tensors.
 
-mod isa;
+pub(crate) mod isa;
 mod kernel;
-mod lanes;
+pub(crate) mod lanes;
 mod stored;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]
-mod x86;
+pub(crate) mod x86;
 
 pub use isa::Isa;
 pub(crate) use kernel::kernel;

@@ -12,7 +12,7 @@ const NUM_OUT: usize = 2 * FP8_BLOCK;
 /// Blocks that are not a multiple of four.
 const NUM_IN: usize = 5 * FP8_BLOCK;
 
-/// Each can be done by whoever can do the next.
+/// A device that can do one can do those before it.
 pub const WAYS: [(Fp8Products, Fp8Scaling); 3] = [
     (Fp8Products::Plain, Fp8Scaling::None),
     (Fp8Products::Scaled, Fp8Scaling::Rows),

@@ -248,7 +248,7 @@ impl Drop for DriverDevice {
         if let Some(others) = &self.others {
             let _ = others.stream.synchronize();
         }
-        // Nothing is under way when its memory goes. A failure was told to whoever asked for the work.
+        // Nothing is under way when its memory goes. A failure was told to the caller that asked for the work.
         let _ = self.stream.synchronize();
     }
 }

@@ -1,11 +1,11 @@
 //! One rank's membership in what NCCL connects: nothing here waits for ever for a rank that is gone.
 //!
 //! Ranks are threads of one process. NCCL's own calls never wait (the communicator does not block), and who waits looks
-//! at three things in turn: NCCL's state, whether another rank has left, and, while all join, the time. Whoever leaves
+//! at three things in turn: NCCL's state, whether another rank has left, and, while all join, the time. A rank that leaves
 //! says so in memory that all share, and aborts its communicator, which ends its kernels; the others find out, fail, and
 //! abort theirs. No communicator is used by two threads.
 //!
-//! Not run on a GPU yet. What is checked: against a fake NCCL, who is told what, and that nobody
+//! Not run on a GPU yet. What is checked: against a fake NCCL, which rank is told what, and that none
 //! is left waiting.
 
 use std::sync::Arc;
@@ -25,8 +25,8 @@ const JOIN_PATIENCE: Duration = Duration::from_secs(120);
 /// Between two looks at what takes long.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// `lost` while nobody is.
-const NOBODY: usize = usize::MAX;
+/// `lost` while none is.
+const NO_RANK: usize = usize::MAX;
 
 /// What ranks share to join each other.
 #[derive(Clone)]
@@ -43,7 +43,7 @@ impl Group {
     /// # Errors
     /// When NCCL finds no address to listen on.
     pub fn new(nccl: Nccl) -> Result<Group, NcclError> {
-        Ok(Group { id: nccl.unique_id()?, nccl, lost: Arc::new(AtomicUsize::new(NOBODY)) })
+        Ok(Group { id: nccl.unique_id()?, nccl, lost: Arc::new(AtomicUsize::new(NO_RANK)) })
     }
 
     /// Joins the others, which do the same meanwhile, on the device that the thread is bound to.
@@ -56,7 +56,7 @@ impl Group {
 
     /// Says that a rank will not come, or not any more. The first is remembered.
     pub fn lose(&self, rank: Rank) {
-        let _ = self.lost.compare_exchange(NOBODY, rank.idx, Ordering::AcqRel, Ordering::Acquire);
+        let _ = self.lost.compare_exchange(NO_RANK, rank.idx, Ordering::AcqRel, Ordering::Acquire);
     }
 
     /// The same, with less patience.
@@ -190,7 +190,7 @@ impl Membership {
     /// The same, of the other ranks alone, which takes no call of NCCL's.
     pub fn check_others(&self) -> Result<(), CudaError> {
         match self.group.lost.load(Ordering::Acquire) {
-            NOBODY => Ok(()),
+            NO_RANK => Ok(()),
             rank => Err(CudaError::RankGone { rank }),
         }
     }

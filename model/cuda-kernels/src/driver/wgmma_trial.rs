@@ -24,7 +24,7 @@ pub fn wgmma_works<D: Device>(device: &mut D, head_dim: usize) -> Result<bool, C
     let num_heads = layout.num_kv_heads * GROUP as usize;
     let num_rows = NUM_ROWS as usize;
     let pool = device.allocate_holding(&noise::bf16(num_blocks * layout.block_bytes() / 2, 1.0))?;
-    // Blocks lie in another order than positions.
+    // Blocks are in another order than positions.
     let blocks: Vec<u32> = (0..num_blocks as u32).rev().collect();
     // So large that every row sees few of its positions, each another.
     let queries = noise::bf16(num_rows * (num_heads + 2 * layout.num_kv_heads) * head_dim, 8.0);

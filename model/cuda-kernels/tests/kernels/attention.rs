@@ -56,14 +56,14 @@ impl Case {
         1.0 / (self.layout.head_dim as f32).sqrt()
     }
 
-    /// All memory that nobody is to look at is NaN, or an impossible block.
+    /// All memory that must not be read is NaN, or an impossible block.
     fn batch(&self) -> Batch {
         let layout = &self.layout;
         let (n, num_kv_heads) = (layout.head_dim, layout.num_kv_heads);
         let num_rows: usize = self.sequences.iter().map(|sequence| sequence.1).sum();
         let lens: Vec<usize> = self.sequences.iter().map(|&(start, rows)| start + rows).collect();
         let max_blocks = lens.iter().map(|&len| layout.num_blocks_for(len)).max().unwrap_or(0) + 1;
-        // Blocks of sequences lie in each other's midst, the last ones first.
+        // Blocks of sequences are among each other's, the last ones first.
         let num_blocks = max_blocks * lens.len();
         let block_of = |sequence: usize, block: usize| num_blocks - 1 - (block * lens.len() + sequence);
         let mut pool = vec![0xff; num_blocks * layout.block_bytes()];
@@ -107,7 +107,7 @@ impl Case {
         let width = (num_heads + 2 * num_kv_heads) * n;
         let queries: Vec<f32> = noise(5, num_rows * width).into_iter().map(|x| x * self.magnitude).collect();
         let (mut q, queries) = bf16(&queries);
-        // Keys and values of the rows lie behind their queries.
+        // Keys and values of the rows follow their queries.
         q.chunks_exact_mut(2 * width).for_each(|row| row[2 * num_heads * n..].fill(0xff));
         let (mut first_row, mut expected) = (Vec::new(), Vec::new());
         let mut row_idx = 0;

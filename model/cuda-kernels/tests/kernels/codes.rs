@@ -60,8 +60,8 @@ fn layout(dtype: KvDtype, block_size: usize, head_dim: usize) -> KvLayout {
 #[test]
 fn pieces_are_coded_and_decoded_to_the_bit() {
     let cases = [
-        (layout(KvDtype::Bf16, 16, 128), &[WireFormat::Fp8, WireFormat::Int8, WireFormat::Int4][..]),
-        (layout(KvDtype::F32, 3, 320), &[WireFormat::Fp8, WireFormat::Int4]),
+        (layout(KvDtype::Bf16, 16, 128), &[WireFormat::Int8, WireFormat::Int4][..]),
+        (layout(KvDtype::F32, 3, 320), &[WireFormat::Int8, WireFormat::Int4]),
         (layout(KvDtype::F16, 4, 37), &[WireFormat::Int8]),
         (layout(KvDtype::Int8, 5, 96), &[WireFormat::Int4]),
     ];
@@ -79,7 +79,7 @@ fn groups_that_are_not_full_are_left_to_processors() {
 
 #[test]
 fn what_is_not_finite_is_none_after_its_way() {
-    for format in [WireFormat::Fp8, WireFormat::Int8, WireFormat::Int4] {
+    for format in [WireFormat::Int8, WireFormat::Int4] {
         let layout = layout(KvDtype::F32, 3, 320);
         let codec = WireCodec::new(&layout, format).expect("it is smaller");
         let mut pool = vec![0; layout.layer_bytes()];

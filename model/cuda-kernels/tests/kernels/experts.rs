@@ -103,7 +103,7 @@ fn rows_that_are_not_numbers_go_to_the_first_ones() {
 #[test]
 fn pairs_are_sorted_by_expert_and_rows_stay_in_order() {
     for (num_rows, num_active, num_experts) in [(1, 2, 4), (7, 3, 9), (700, 2, 5), (9000, 1, 3)] {
-        // Nobody goes to the expert before the last.
+        // No row goes to the expert before the last.
         let chosen = noise(5, num_rows * num_active);
         let experts: Vec<u32> = chosen
             .iter()

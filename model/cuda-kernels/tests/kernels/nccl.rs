@@ -70,7 +70,7 @@ fn sum(membership: &mut Membership, bytes: &mut [u8]) -> Result<(), CudaError> {
 fn ranks_join_sum_up_gather_and_hand_on() {
     let fake = FakeNccl::new();
     for num_ranks in [2, 3, 4] {
-        // Whoever leaves first would be missed by who is not done.
+        // A rank that leaves early is missed by those that are not done.
         let all_are_done = std::sync::Barrier::new(num_ranks);
         fake.ranks(num_ranks, |group, rank| {
             let mut membership = group.join_within(rank, LONG).unwrap();
@@ -101,7 +101,7 @@ fn ranks_join_sum_up_gather_and_hand_on() {
             assert!(membership.check().is_ok());
             all_are_done.wait();
         });
-        assert_eq!(fake.num_alive(), 0, "whoever is dropped has left");
+        assert_eq!(fake.num_alive(), 0, "a dropped rank has left");
     }
 }
 

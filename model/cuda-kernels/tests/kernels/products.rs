@@ -281,7 +281,7 @@ fn weights_become_bf16() {
             first_row: 0,
         };
         emulator.launch(&kernel);
-        // Rows that are looked up, where there are some before these and behind them; one is nobody's.
+        // Rows that are looked up, where there are some before these and behind them; one is unused.
         let (first_row, end) = (7, 7 + n as u32);
         let rows = [end - 1, first_row, NONE, first_row + 2, first_row - 1, end, 0];
         let some = Dequantise {

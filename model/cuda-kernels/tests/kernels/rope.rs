@@ -24,7 +24,7 @@ fn layout(dtype: KvDtype, head_dim: usize, block_size: usize) -> KvLayout {
     KvLayout { block_size, num_layers: NUM_LAYERS, num_kv_heads: 2, head_dim, dtype }
 }
 
-/// Each sequence's blocks lie apart; only those that rows are in exist.
+/// Each sequence's blocks are apart; only those that rows are in exist.
 fn block_tables(block_size: usize) -> (Vec<u32>, usize) {
     let max_blocks = 131_072usize.div_ceil(block_size);
     let mut tables = vec![NONE; 3 * max_blocks];

@@ -1,7 +1,7 @@
 //! Runs steps on a device: a batch goes there in one copy, and the tokens that were sampled come back in one.
 //! Or else logits, in one copy for each [`Buffers::logit_rows`] rows.
 //!
-//! Layers are told of as they become ready, without waiting for the step: behind the kernel that writes a layer's KV lies a
+//! Layers are told of as they become ready, without waiting for the step: behind the kernel that writes a layer's KV is a
 //! mark, and between the launches of later layers this thread looks which marks have been passed. `on_layer` is called
 //! here, on the executing thread, for a layer whose KV is in the device's memory, and never before; it may come later than
 //! that by the time that this thread takes to ask for a layer. After the last layer was asked for, it waits for one mark
@@ -299,7 +299,7 @@ impl<D: Device> DeviceExecutor<D> {
                 unsafe { device.download(at, bytemuck::cast_slice_mut(chunk)) }?;
             }
         }
-        // Also a step whose logits nobody wants is done when it returns.
+        // Also a step whose logits are not wanted is done when it returns.
         device.mark(0)?;
         device.wait_for(0)?;
         self.logits[0] = logits;

@@ -127,7 +127,7 @@ fn as_the_engine_decodes<D: TimedDevice>(
     ];
     let follows: Vec<usize> = (0..samplings.len()).collect();
     let launch = |executor: &mut DeviceExecutor<D>, follows: &[usize]| {
-        // SAFETY: nobody else uses the storage.
+        // SAFETY: nothing else uses the storage.
         let samples_all = unsafe { executor.launch(step, &samplings, follows, storage, &mut |_| {}) };
         samples_all.map_err(failed).map(|samples_all| assert!(samples_all, "these are sampled on the device"))
     };
@@ -173,7 +173,7 @@ fn as_the_engine_prefills<D: TimedDevice>(
     let mut seconds = Vec::with_capacity(repetitions);
     for repetition in 0..repetitions + 3 {
         let start = Instant::now();
-        // SAFETY: nobody else uses the storage.
+        // SAFETY: nothing else uses the storage.
         let logits = unsafe { executor.execute(step, storage, &mut |_| {}) };
         let elapsed = start.elapsed().as_secs_f64();
         if !logits.map_err(failed)?.iter().all(|logit| logit.is_finite()) {

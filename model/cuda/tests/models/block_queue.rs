@@ -88,7 +88,7 @@ fn check_coding(layout: KvLayout, format: WireFormat, num_pieces: usize) {
 fn pieces_are_coded_where_they_lie() {
     let (dtype, head_dim) = (KvDtype::Bf16, 64);
     let layout = KvLayout { block_size: 1, num_layers: 1, num_kv_heads: 1, head_dim, dtype };
-    check_coding(layout, WireFormat::Fp8, 3);
+    check_coding(layout, WireFormat::Int8, 3);
     check_coding(layout, WireFormat::Int4, 5);
     // More than there are of a group.
     check_coding(layout, WireFormat::Int8, MAX_RUNS + 3);

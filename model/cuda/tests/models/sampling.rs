@@ -24,7 +24,7 @@ fn launch(
 ) -> bool {
     let batch = Batch { sequences: sequences.to_vec() };
     let executor = machine.executor.sampling().unwrap();
-    // SAFETY: nobody else uses the storage.
+    // SAFETY: nothing else uses the storage.
     unsafe { executor.launch(&batch, samplings, follows, &machine.storage, &mut |_| {}) }.unwrap()
 }
 

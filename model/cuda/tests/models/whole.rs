@@ -105,7 +105,7 @@ impl<E: Executor> Machine<E> {
 
     pub(super) fn run(&mut self, sequences: Vec<BatchSequence<'_>>) -> Vec<Vec<f32>> {
         let mut layers = Vec::new();
-        // SAFETY: nobody else uses the storage.
+        // SAFETY: nothing else uses the storage.
         let logits = unsafe {
             self.executor.execute(&Batch { sequences }, &self.storage, &mut |idx| layers.push(idx)).unwrap()
         };
@@ -250,14 +250,14 @@ fn check(name: &str, kv_dtype: KvDtype, block_size: usize) {
     pair.assert_near(&in_chunks[0], &expected, "in chunks");
     pair.assert_near(&behind_a_prefix[0], &expected, "behind a cached prefix");
 
-    // One that begins, three rows of one, as drafts are verified, and one whose logits nobody wants.
+    // One that begins, three rows of one, as drafts are verified, and one whose logits are not wanted.
     tokens.extend([argmax(&expected) as u32, 7, 9]);
-    let (stranger, other) = (prompt(11, 2), prompt(6, 3));
-    let [stranger_place, other_place] = [pair.place(11), pair.place(6)];
+    let (first, other) = (prompt(11, 2), prompt(6, 3));
+    let [first_place, other_place] = [pair.place(11), pair.place(6)];
     pair.run(
-        "among strangers",
+        "among others",
         &[
-            (&stranger[..10], 0, &stranger_place, 1),
+            (&first[..10], 0, &first_place, 1),
             (&tokens[29..], 29, &place, 3),
             (&other[..5], 0, &other_place, 0),
         ],
@@ -269,7 +269,7 @@ fn check(name: &str, kv_dtype: KvDtype, block_size: usize) {
             "decoding",
             &[
                 (&tokens[31..], 31, &place, 1),
-                (&stranger[10..], 10, &stranger_place, 1),
+                (&first[10..], 10, &first_place, 1),
                 (&other[5..], 5, &other_place, 1),
             ],
         );
@@ -404,7 +404,7 @@ fn a_batch_that_is_too_large_is_an_error() {
     let tokens = prompt(LIMITS.num_rows + 1, 1);
     let blocks = device.place(16);
     let sequence = BatchSequence { tokens: &tokens, start_idx: 0, blocks: &blocks, num_logits: 1 };
-    // SAFETY: nobody else uses the storage.
+    // SAFETY: nothing else uses the storage.
     let refused = unsafe {
         device.executor.execute(&Batch { sequences: vec![sequence] }, &device.storage, &mut |_| {})
     };

@@ -211,7 +211,7 @@ async fn a_receiver_that_ends_takes_every_key_back() {
 }
 
 #[tokio::test]
-async fn strangers_get_no_key() {
+async fn unauthenticated_peers_get_no_key() {
     if !has_rdma() {
         return;
     }

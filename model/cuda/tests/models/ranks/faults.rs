@@ -1,4 +1,4 @@
-//! Ranks that fail, on emulated devices: which is named, and that nobody waits for it.
+//! Ranks that fail, on emulated devices: which is named, and that no rank waits for it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -215,7 +215,7 @@ fn a_rank_that_fails_in_a_step_ahead_is_named_and_nobody_waits_for_it() {
         let sampling = executor.sampling().unwrap();
         for (sequence, follows) in [(first, &[][..]), (second, &[0])] {
             let batch = Batch { sequences: vec![sequence] };
-            // SAFETY: nobody else uses the storage.
+            // SAFETY: nothing else uses the storage.
             unsafe { sampling.launch(&batch, &samplings, follows, storage, &mut |_| {}) }?;
         }
         for _ in 0..2 {

@@ -186,7 +186,7 @@ impl Machine {
     pub(super) fn run(&mut self, sequences: Vec<BatchSequence<'_>>) -> Result<Vec<Vec<f32>>, ExecuteError> {
         let mut layers = Vec::new();
         let (num_layers, vocab_size) = (self.storage.layout().num_layers, self.executor.vocab_size());
-        // SAFETY: nobody else uses the storage.
+        // SAFETY: nothing else uses the storage.
         let logits = unsafe {
             let batch = Batch { sequences };
             self.executor.execute(&batch, &self.storage, &mut |layer_idx| layers.push(layer_idx))
@@ -304,7 +304,7 @@ fn each_rank_has_its_own_heads_in_blocks_of_its_own() {
         std::thread::scope(|scope| {
             for rank in &mut ranks {
                 let (batch, storage) = (&batch, &storage);
-                // SAFETY: nobody else uses the storage.
+                // SAFETY: nothing else uses the storage.
                 scope.spawn(move || unsafe { rank.compute(batch, storage, &mut |_| {}) }.unwrap());
             }
         });
@@ -314,7 +314,7 @@ fn each_rank_has_its_own_heads_in_blocks_of_its_own() {
             for block in ids {
                 let mut layer = vec![0; layout.layer_bytes()];
                 let at = Address(region.piece(block, 0));
-                // SAFETY: it lies in the pool.
+                // SAFETY: it is in the pool.
                 unsafe { rank.device().download(at, &mut layer) }.unwrap();
                 heads.extend(layer.chunks(layout.head_bytes()).map(<[u8]>::to_vec));
             }

@@ -27,7 +27,7 @@ fn launch(
     let executor = machine.executor.sampling().expect("ranks sample");
     let mut layers = Vec::new();
     let mut on_layer = |layer_idx| layers.push(layer_idx);
-    // SAFETY: nobody else uses the storage.
+    // SAFETY: nothing else uses the storage.
     let launched = unsafe { executor.launch(&batch, samplings, follows, &machine.storage, &mut on_layer) };
     (launched.unwrap(), layers)
 }
