@@ -10,9 +10,7 @@ use baton_handoff::{
     Begin, DecodeMessage, Generation, Grant, KvFault, Limits, Piece, PieceWrite, PrefillMessage, PushError,
     Pushed, RouteError, Secret, TransportKind,
     decode::{DecodeAction, DecodeInput, PrefixFetch, RemotePrefill, RemotePrefilled},
-    prefill::{
-        CachedHandoff, ComputeInput, ComputedHandoff, Opening, OwnSide, PrefillAction, PrefillInput,
-    },
+    prefill::{CachedHandoff, ComputeInput, ComputedHandoff, Opening, OwnSide, PrefillAction, PrefillInput},
 };
 use baton_kv_cache::{BlockId, KvDtype, KvLayout};
 use baton_proto::worker as proto;
