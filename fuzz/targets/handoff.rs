@@ -10,9 +10,7 @@ use baton_handoff::{
     Begin, DecodeMessage, Generation, Grant, KvFault, Limits, Piece, PieceWrite, PrefillMessage, PushError,
     Pushed, RouteError, Secret, TransportKind,
     decode::{DecodeAction, DecodeInput, PrefixFetch, RemotePrefill, RemotePrefilled},
-    prefill::{
-        CachedHandoff, ComputeInput, ComputedHandoff, Opening, OwnBlocks, PrefillAction, PrefillInput,
-    },
+    prefill::{CachedHandoff, ComputeInput, ComputedHandoff, Opening, OwnSide, PrefillAction, PrefillInput},
 };
 use baton_kv_cache::{BlockId, KvDtype, KvLayout};
 use baton_proto::worker as proto;
@@ -218,7 +216,7 @@ impl Prefill {
         let now = Instant::now();
         let limits = Limits { total: Duration::from_secs(limits.into()), ..Limits::default() };
         let KvLayout { block_size, num_layers, .. } = LAYOUT;
-        let own = OwnBlocks { incarnation: INCARNATION, block_size, num_layers };
+        let own = OwnSide { incarnation: INCARNATION, block_size, num_layers };
         Prefill {
             machine: Giving::Opening(Opening::new(own, limits, now)),
             now,

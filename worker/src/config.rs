@@ -14,7 +14,7 @@ use baton_kv_cache::{KvDtype, WireFormat};
 use baton_model::{Activations, CpuList, CpuListError, Quantisation};
 use baton_tls::Tls;
 
-use crate::device::Device;
+use crate::device::ComputeDevice;
 
 /// The configuration of one worker.
 #[derive(Clone, Debug)]
@@ -60,7 +60,7 @@ pub struct WorkerConfig {
     /// How activations enter products.
     pub activations: Activations,
     /// The device to compute on.
-    pub device: Device,
+    pub device: ComputeDevice,
     /// The share of a GPU's memory for blocks, of what weights and the largest batch leave.
     pub gpu_memory_utilisation: f64,
     /// Directory for packed weights, which processes of this host share; `None`: each keeps its own.
@@ -286,7 +286,7 @@ impl WorkerConfig {
             pin_threads: ThreadPinning::None,
             quantise: None,
             activations: Activations::Auto,
-            device: Device::Cpu,
+            device: ComputeDevice::Cpu,
             gpu_memory_utilisation: 0.9,
             weight_cache: None,
             drafter: None,
@@ -329,7 +329,7 @@ impl WorkerConfig {
         if !(self.gpu_memory_utilisation > 0.0 && self.gpu_memory_utilisation <= 1.0) {
             return Err(ConfigError::Utilisation(self.gpu_memory_utilisation));
         }
-        let is_on_cpu = self.device == Device::Cpu;
+        let is_on_cpu = self.device == ComputeDevice::Cpu;
         if let Some(threads) = self.threads.filter(|&threads| is_on_cpu && threads < self.tensor_parallel) {
             return Err(ConfigError::TooFewThreads { threads, num_ranks: self.tensor_parallel });
         }
@@ -458,12 +458,15 @@ mod tests {
         }
         assert!(config().validate().is_ok());
         // On GPUs a rank has a device, however many threads there are.
-        let on_gpus = with(|c| (c.threads, c.tensor_parallel, c.device) = (Some(3), 4, Device::Cuda(0)));
+        let on_gpus =
+            with(|c| (c.threads, c.tensor_parallel, c.device) = (Some(3), 4, ComputeDevice::Cuda(0)));
         assert!(on_gpus.validate().is_ok());
         // The first of them computes a draft model, too.
         let draft = Some(DrafterConfig::Model("/models/draft".into()));
         let drafting = |num_ranks| {
-            with(|c| (c.drafter, c.tensor_parallel, c.device) = (draft.clone(), num_ranks, Device::Cuda(0)))
+            with(|c| {
+                (c.drafter, c.tensor_parallel, c.device) = (draft.clone(), num_ranks, ComputeDevice::Cuda(0))
+            })
         };
         assert!([1, 2].into_iter().all(|num_ranks| drafting(num_ranks).validate().is_ok()));
     }

@@ -19,7 +19,7 @@ use crate::config::{WorkerConfig, private_runtime_dir};
 
 /// The direction of KV through a worker's data plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
+pub enum KvDirection {
     /// Into other workers' blocks.
     Sent,
     /// Into its own.
@@ -35,15 +35,15 @@ pub struct DataPlane {
     pub sender: Sender,
 }
 
-impl Direction {
+impl KvDirection {
     /// Both.
-    pub const ALL: [Direction; 2] = [Direction::Sent, Direction::Received];
+    pub const ALL: [KvDirection; 2] = [KvDirection::Sent, KvDirection::Received];
 
     /// "sent" or "received".
     pub fn name(self) -> &'static str {
         match self {
-            Direction::Sent => "sent",
-            Direction::Received => "received",
+            KvDirection::Sent => "sent",
+            KvDirection::Received => "received",
         }
     }
 }
@@ -84,10 +84,10 @@ impl DataPlane {
     }
 
     /// Counts of one transport in one direction.
-    pub fn read(&self, direction: Direction, kind: TransportKind) -> TransportCounts {
+    pub fn read(&self, direction: KvDirection, kind: TransportKind) -> TransportCounts {
         match direction {
-            Direction::Sent => self.sender.counters().of(kind).read(),
-            Direction::Received => self.receiver.counters().of(kind).read(),
+            KvDirection::Sent => self.sender.counters().of(kind).read(),
+            KvDirection::Received => self.receiver.counters().of(kind).read(),
         }
     }
 }

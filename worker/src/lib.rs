@@ -8,6 +8,7 @@
 //! This crate does not know how requests are planned, nor who owns them.
 #![forbid(unsafe_code)]
 
+mod block_device;
 mod config;
 pub mod convert;
 pub mod convert_handoff;
@@ -27,11 +28,12 @@ mod worker;
 
 pub use baton_handoff::TransportKind;
 pub use baton_transport_rdma::finds_rdma;
+pub use block_device::BlockDevice;
 pub use config::{
     ConfigError, DrafterConfig, KvMemory, ThreadPinning, WorkerConfig, name_of, private_runtime_dir,
 };
-pub use data_plane::{DataPlane, Direction};
-pub use device::{BlockDevice, Device};
+pub use data_plane::{DataPlane, KvDirection};
+pub use device::ComputeDevice;
 pub use incoming::identity_of;
 pub use lifecycle::{Lifecycle, Phase};
 pub use load::Model;

@@ -19,8 +19,8 @@ use baton_model::{
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::oneshot;
 
+use crate::block_device::BlockDevice;
 use crate::config::{ConfigError, DrafterConfig, WorkerConfig};
-use crate::device::BlockDevice;
 
 /// A loaded model.
 pub struct Model {

@@ -15,7 +15,7 @@ use prometheus_client::{
     },
 };
 
-use crate::data_plane::{DataPlane, Direction};
+use crate::data_plane::{DataPlane, KvDirection};
 
 /// Counters and histograms that services feed.
 #[derive(Clone, Debug)]
@@ -186,7 +186,7 @@ impl Collector for EngineCollector {
             let metric_type = ConstCounter::new(0_u64).metric_type();
             let mut family = encoder.encode_descriptor(name, help, None, metric_type)?;
             for (kind, direction) in
-                TransportKind::ALL.into_iter().flat_map(|kind| Direction::ALL.map(|d| (kind, d)))
+                TransportKind::ALL.into_iter().flat_map(|kind| KvDirection::ALL.map(|d| (kind, d)))
             {
                 let labels = [("transport", kind.name()), ("direction", direction.name())];
                 let counter = ConstCounter::new(read(&self.data_plane.read(direction, kind)));

@@ -10,7 +10,7 @@ use baton_proto::v1;
 
 use crate::{
     config::WorkerConfig,
-    data_plane::{DataPlane, Direction},
+    data_plane::{DataPlane, KvDirection},
     lifecycle::Lifecycle,
     metrics::WorkerMetrics,
     peers::Peers,
@@ -95,7 +95,7 @@ impl Worker {
         let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
         let handoff_bytes = TransportKind::ALL.map(|kind| v1::TransportBytes {
             transport: kind.name().to_owned(),
-            bytes: Direction::ALL.map(|direction| self.data_plane.read(direction, kind).bytes).iter().sum(),
+            bytes: KvDirection::ALL.map(|direction| self.data_plane.read(direction, kind).bytes).iter().sum(),
         });
         v1::Load {
             num_waiting: count(load.num_waiting),

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use baton_kv_cache::KvDtype;
 use baton_model::{Activations, Quantisation};
-use baton_worker::{Device, ThreadPinning};
+use baton_worker::{ComputeDevice, ThreadPinning};
 use clap::{Args, ValueEnum};
 
 use crate::size::{Size, at_least_one, parse_size};
@@ -76,7 +76,7 @@ pub struct EngineArgs {
     /// The code for GPUs has been tested in an emulator, not yet on a GPU: so the default is cpu. With
     /// --tensor-parallel this is the device of the first rank.
     #[arg(long, value_name = "auto|cpu|cuda:N", default_value = "cpu", env = "BATON_DEVICE")]
-    pub device: Device,
+    pub device: ComputeDevice,
     /// On a GPU: the share for KV of the memory that weights and the largest step leave free.
     #[arg(long, value_name = "SHARE", default_value_t = 0.9, env = "BATON_GPU_MEMORY_UTILIZATION")]
     pub gpu_memory_utilization: f64,

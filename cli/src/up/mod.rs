@@ -167,7 +167,7 @@ fn plan(
 mod tests {
     use clap::Parser;
 
-    use baton_worker::Device;
+    use baton_worker::ComputeDevice;
 
     use super::*;
     use crate::args::{Cli, Command};
@@ -184,7 +184,7 @@ mod tests {
         let Command::Up(args) = cli.command else { panic!("not up") };
         let place = |(idx, cpus): (u32, &str)| Place {
             cpus: cpus.parse().unwrap(),
-            device: Device::Cuda(idx),
+            device: ComputeDevice::Cuda(idx),
             gpu_memory_utilization: 0.25,
         };
         let places = [(0, "0"), (1, "1"), (2, "2-3"), (3, "none")].map(place);

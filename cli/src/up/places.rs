@@ -2,13 +2,13 @@
 
 use baton_command::EngineArgs;
 use baton_model::CpuListError;
-use baton_worker::{Device, ThreadPinning};
+use baton_worker::{ComputeDevice, ThreadPinning};
 
 /// The processors or the GPU of a worker.
 #[derive(Clone, Debug)]
 pub(super) struct Place {
     pub(super) cpus: ThreadPinning,
-    pub(super) device: Device,
+    pub(super) device: ComputeDevice,
     /// Its share of the GPU's memory that weights leave free.
     pub(super) gpu_memory_utilization: f64,
 }
@@ -46,7 +46,7 @@ pub(super) fn divide(
         let num_sharing = (num_workers - nth).div_ceil(num_places);
         Place {
             cpus,
-            device: Device::Cuda(first + (nth * num_ranks) as u32),
+            device: ComputeDevice::Cuda(first + (nth * num_ranks) as u32),
             gpu_memory_utilization: engine.gpu_memory_utilization / num_sharing as f64,
         }
     };

@@ -148,3 +148,15 @@ async fn an_engine_that_breaks_ends_its_worker_and_fails_its_requests() {
     assert_eq!(answer.failed().0, Kind::Internal, "{answer:?}");
     d.assert_all_free().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_decode_worker_computes_no_prompts_for_others() {
+    let (other, d) = (decode().named("d1").start().await, decode().start().await);
+    let answer = generate(&d.client().await, request(&prompt(1, 80), 8, Some(other.peer()))).await.unwrap();
+    let (kind, message) = answer.failed();
+    assert_eq!(kind, Kind::PrefillLost, "{message}");
+    assert!(message.contains("no prefill worker"), "{message}");
+    assert_eq!(other.worker.engine().num_computed_tokens(), 0);
+    d.assert_all_free().await;
+    other.assert_all_free().await;
+}

@@ -4,9 +4,7 @@ use std::{sync::Arc, time::Instant};
 
 use baton_handoff::{
     HandoffError, Limits,
-    prefill::{
-        CachedHandoff, ComputedHandoff, Opening, OpeningAction, OwnBlocks, PrefillAction, PrefillInput,
-    },
+    prefill::{CachedHandoff, ComputedHandoff, Opening, OpeningAction, OwnSide, PrefillAction, PrefillInput},
 };
 use baton_kv_cache::{KvFormat, KvLayout, WireFormat};
 use baton_proto::worker::{self as proto, PrefillPeer};
@@ -85,7 +83,7 @@ pub async fn open(
     let total = worker.config().handoff_deadline;
     let limits = Limits { total, stall: total.min(Limits::default().stall), ..Limits::default() };
     let KvLayout { block_size, num_layers, .. } = *worker.engine().storage().layout();
-    let own = OwnBlocks { incarnation: worker.incarnation(), block_size, num_layers };
+    let own = OwnSide { incarnation: worker.incarnation(), block_size, num_layers };
     let mut opening = Opening::new(own, limits, started);
     loop {
         let over = match first(worker, &mut stream, opening.deadline()).await {

@@ -20,9 +20,7 @@ use baton_kv_layout::BlockId;
 
 use super::{
     delivery::Delivery,
-    side::{
-        Abort, COMMITTING, Committing, OwnBlocks, PrefillAction, PrefillInput, Stopping, refuse, release,
-    },
+    side::{Abort, COMMITTING, Committing, OwnSide, PrefillAction, PrefillInput, Stopping, refuse, release},
 };
 use crate::{
     deadlines::Deadlines,
@@ -38,7 +36,7 @@ pub type CachedHandoffAction<T> = PrefillAction<T, ()>;
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub struct CachedHandoff {
-    own: OwnBlocks,
+    own: OwnSide,
     limits: Limits,
     state: State,
 }
@@ -67,7 +65,7 @@ const HOLDING: &str = "looking for the prefix";
 const WRITING: &str = "writing the prefix";
 
 impl CachedHandoff {
-    pub(super) fn new(begin: &Begin, own: OwnBlocks, limits: Limits, now: Instant) -> CachedHandoff {
+    pub(super) fn new(begin: &Begin, own: OwnSide, limits: Limits, now: Instant) -> CachedHandoff {
         let total = now + begin.deadline.min(limits.total);
         let sides = Sides::new(begin.num_tokens, own.block_size, begin.block_size, own.num_layers);
         CachedHandoff { own, limits, state: State::Holding { total, sides } }

@@ -26,9 +26,7 @@ use baton_kv_layout::BlockId;
 
 use super::{
     delivery::Delivery,
-    side::{
-        Abort, COMMITTING, Committing, OwnBlocks, PrefillAction, PrefillInput, Stopping, refuse, release,
-    },
+    side::{Abort, COMMITTING, Committing, OwnSide, PrefillAction, PrefillInput, Stopping, refuse, release},
 };
 use crate::{
     deadlines::Deadlines,
@@ -114,7 +112,7 @@ struct Work {
 }
 
 impl ComputedHandoff {
-    pub(super) fn new(begin: &Begin, own: OwnBlocks, limits: Limits, now: Instant) -> ComputedHandoff {
+    pub(super) fn new(begin: &Begin, own: OwnSide, limits: Limits, now: Instant) -> ComputedHandoff {
         let deadline = begin.deadline.min(limits.total);
         let sides = Sides::new(begin.num_tokens, own.block_size, begin.block_size, own.num_layers);
         let delivery = Delivery::new(sides, limits.stall);

@@ -19,4 +19,4 @@ mod side;
 pub use cached::{CachedHandoff, CachedHandoffAction};
 pub use computed::{ComputeInput, ComputedHandoff, ComputedHandoffAction, HandedOver};
 pub use opening::{Opening, OpeningAction};
-pub use side::{OwnBlocks, PrefillAction, PrefillInput};
+pub use side::{OwnSide, PrefillAction, PrefillInput};

@@ -7,7 +7,7 @@ use baton_request::{Failure, FailureKind};
 use super::{
     cached::CachedHandoff,
     computed::ComputedHandoff,
-    side::{Abort, OwnBlocks, PrefillAction, PrefillInput, refuse},
+    side::{Abort, OwnSide, PrefillAction, PrefillInput, refuse},
 };
 use crate::{
     error::{HandoffError, Side},
@@ -22,7 +22,7 @@ pub type OpeningAction<T> = PrefillAction<T, Infallible>;
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub struct Opening {
-    own: OwnBlocks,
+    own: OwnSide,
     limits: Limits,
     until: Instant,
 }
@@ -31,7 +31,7 @@ const OPENING: &str = "waiting for Begin";
 
 impl Opening {
     /// A stream has opened. Until `Begin` comes, `limits.stall` bounds the wait.
-    pub fn new(own: OwnBlocks, limits: Limits, now: Instant) -> Opening {
+    pub fn new(own: OwnSide, limits: Limits, now: Instant) -> Opening {
         Opening { own, limits, until: now + limits.stall.min(limits.total) }
     }
 

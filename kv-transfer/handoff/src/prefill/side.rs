@@ -15,7 +15,7 @@ use crate::{
 
 /// This worker, as far as a handoff depends on it.
 #[derive(Clone, Copy, Debug)]
-pub struct OwnBlocks {
+pub struct OwnSide {
     /// Of this worker: a `Begin` for another one is refused.
     pub incarnation: u64,
     /// Tokens in a block.

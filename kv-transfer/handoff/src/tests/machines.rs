@@ -92,7 +92,7 @@ pub(super) mod prefill {
         AccessKey, DecodeMessage, HandoffError, Limits, PieceWrite, PrefillMessage, PushError, Pushed,
         RouteError, TransportOffer,
         prefill::{
-            CachedHandoff, ComputeInput, ComputedHandoff, HandedOver, Opening, OwnBlocks, PrefillAction,
+            CachedHandoff, ComputeInput, ComputedHandoff, HandedOver, Opening, OwnSide, PrefillAction,
             PrefillInput,
         },
     };
@@ -142,7 +142,7 @@ pub(super) mod prefill {
             limits: Limits,
             now: Instant,
         ) -> PrefillHandoff {
-            let own = OwnBlocks { incarnation, block_size, num_layers };
+            let own = OwnSide { incarnation, block_size, num_layers };
             PrefillHandoff::Opening(Opening::new(own, limits, now))
         }
 
