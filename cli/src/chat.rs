@@ -1,6 +1,6 @@
 //! `baton chat`: a chat in the terminal, over the OpenAI API of any server.
 //!
-//! Keeps the conversation; knows nothing of workers or models.
+//! It keeps the conversation, and knows nothing of workers or models.
 
 use std::{
     env,
@@ -9,16 +9,15 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use baton_command::{
+    dial::ClientTlsArgs,
+    openai::{EventStream, OpenAi, RequestError},
+};
 use clap::Args;
 use serde_json::{Map, Value, json};
 use tokio::{
     signal::unix::{Signal, SignalKind, signal},
     sync::mpsc,
-};
-
-use crate::{
-    bench::openai::{EventStream, OpenAi, RequestError},
-    dial::ClientTlsArgs,
 };
 
 const HELP: &str = "\
@@ -28,36 +27,36 @@ const HELP: &str = "\
 /quit           leave (or Ctrl-D)
 Ctrl-C stops an answer. A line that ends with \\ goes on in the next one.";
 
-/// An answer that comes faster says more of buffers than of a rate.
+/// The token rate of a faster answer would measure buffers only.
 const SHORTEST_RATE: Duration = Duration::from_millis(50);
 
-/// How to chat, and with whom.
+/// The arguments of `baton chat`.
 #[derive(Debug, Args)]
 #[command(after_help = "Start a server with `baton up` in another terminal first.")]
 pub(crate) struct ChatArgs {
-    /// The server: any OpenAI endpoint; https:// needs --tls-ca.
+    /// Server to chat with: any OpenAI endpoint. https:// needs --tls-ca.
     #[arg(long, default_value = "http://127.0.0.1:8080", env = "BATON_URL")]
     pub(crate) url: String,
-    /// Model to talk to. Default: the first that the server serves.
+    /// Model to chat with. Default: the first that the server lists.
     #[arg(long, value_name = "NAME")]
     pub(crate) model: Option<String>,
-    /// Sent as a bearer token.
+    /// API key, sent as a bearer token.
     #[arg(long, value_name = "KEY", env = "OPENAI_API_KEY", hide_env_values = true)]
     pub(crate) api_key: Option<String>,
-    /// How the model should behave.
+    /// System prompt: how the model should behave.
     #[arg(long, value_name = "TEXT")]
     pub(crate) system: Option<String>,
-    /// 0 always says the likeliest word. Default: the model's own.
+    /// Sampling temperature; 0 is greedy. Default: the model's own.
     #[arg(long, value_name = "T")]
     pub(crate) temperature: Option<f64>,
-    /// Longest answer in tokens. Default: what fits.
+    /// Most tokens of an answer. Default: what the context allows.
     #[arg(long, value_name = "N")]
     pub(crate) max_tokens: Option<u32>,
     #[command(flatten)]
     pub(crate) tls: ClientTlsArgs,
 }
 
-/// Talks until the user has had enough.
+/// Chats until the user quits.
 pub(crate) async fn run(args: ChatArgs) -> anyhow::Result<()> {
     let server = OpenAi::new(&args.url, args.api_key.clone(), args.tls.load(&[&args.url])?)?;
     let model = find_model(&server, args.model.as_deref()).await?;
@@ -115,7 +114,7 @@ async fn find_model(server: &OpenAi, wanted: Option<&str>) -> anyhow::Result<Str
     }
 }
 
-/// What to do about it, in words.
+/// Advice for the user about an error.
 fn advice(error: &RequestError, server: &OpenAi) -> String {
     let url = server.base();
     match error {
@@ -137,7 +136,7 @@ fn advice(error: &RequestError, server: &OpenAi) -> String {
     }
 }
 
-/// Prints the answer while it comes, until it ends or Ctrl-C. Returns what was said.
+/// Prints the answer while it arrives, until it ends or Ctrl-C. Returns its text.
 async fn answer(
     server: &OpenAi,
     body: Value,
@@ -155,7 +154,7 @@ async fn answer(
     };
     match outcome {
         Err(error) if said.text.is_empty() => Err(error),
-        // What has been said stays said.
+        // Text that was printed stays part of the conversation.
         Err(error) => {
             screen.end_answer(&format!("[{error}]"));
             Ok(said.text)
@@ -229,7 +228,7 @@ fn millis(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
-/// The conversation, and what lines mean in it.
+/// The conversation, and the meaning of input lines.
 #[derive(Debug)]
 struct Chat {
     system: Option<String>,
@@ -307,8 +306,8 @@ impl Chat {
         Value::Object(body)
     }
 
-    /// Also when the answer was stopped: that much was said. Templates want the roles to alternate, so an
-    /// answer without text takes its question with it.
+    /// Adds the answer, or its beginning if it was stopped. Roles must alternate in templates, so an answer without
+    /// text removes its question, too.
     fn answered(&mut self, text: String) {
         if text.is_empty() {
             return self.unanswered();
@@ -321,9 +320,9 @@ impl Chat {
     }
 }
 
-/// Lines of standard input, from a thread of their own: reading cannot be interrupted.
+/// Lines of standard input, read by a thread of its own: reading cannot be interrupted.
 fn read_lines() -> mpsc::Receiver<io::Result<String>> {
-    // One line waits while an answer comes; more are for the terminal to keep.
+    // One line is buffered while an answer arrives; the terminal buffers the rest.
     let (sender, receiver) = mpsc::channel(1);
     std::thread::spawn(move || {
         let mut input = io::stdin().lock();
@@ -346,7 +345,7 @@ fn read_lines() -> mpsc::Receiver<io::Result<String>> {
     receiver
 }
 
-/// Standard output; prompts and notes only where a person looks at it.
+/// Standard output. Prompts and notes are shown on a terminal only.
 struct Screen {
     for_people: bool,
     color: bool,

@@ -1,41 +1,50 @@
 //! Flags > environment > config file > defaults, as one typed value.
 //!
-//! clap knows the first two and the defaults. A file slips in between: what it says becomes the
-//! default of the flag of that name, so a value from a file is parsed and checked just like a flag.
+//! clap handles flags, environment and defaults. A value from a file becomes the default of the flag of that name, so it
+//! is parsed and checked like the flag.
 
 use std::{ffi::OsString, fmt::Write, path::Path, path::PathBuf, process::ExitCode};
 
-use clap::{ArgMatches, Command, CommandFactory, FromArgMatches, parser::ValueSource};
+use clap::{ArgMatches, Args, Command, Parser, parser::ValueSource};
 
-use crate::args::Cli;
+/// Where settings come from.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct LayerArgs {
+    /// TOML file with a table for each role; flags and environment override it.
+    #[arg(long, value_name = "FILE", env = "BATON_CONFIG")]
+    pub config: Option<PathBuf>,
+    /// Print every setting with its value and where it came from, and stop.
+    #[arg(long)]
+    pub print_config: bool,
+}
 
 /// What a command line asks for.
-pub enum Parsed {
+pub(crate) enum Parsed<C> {
     /// Run it.
-    Run(Box<Cli>),
+    Run(Box<C>),
     /// Print this and stop.
     Print(String),
 }
 
 /// A call that cannot be carried out.
 #[derive(Debug)]
-pub enum ConfigError {
+pub(crate) enum CallError {
     /// clap's message, or its help text.
     Call(clap::Error),
-    /// The file is unreadable or says something unknown.
+    /// The file is not readable, or holds an unknown setting.
     File(String),
 }
 
-impl ConfigError {
+impl CallError {
     /// Prints the message and gives the exit code: 0 for help, 2 for a mistake.
-    pub fn exit(&self) -> ExitCode {
+    pub(crate) fn exit(&self) -> ExitCode {
         match self {
-            ConfigError::Call(error) => {
+            CallError::Call(error) => {
                 // Nothing is left to do when even stderr is closed.
                 let _ = error.print();
                 ExitCode::from(error.exit_code() as u8)
             }
-            ConfigError::File(message) => {
+            CallError::File(message) => {
                 eprintln!("error: {message}");
                 ExitCode::from(2)
             }
@@ -43,33 +52,33 @@ impl ConfigError {
     }
 }
 
-impl From<clap::Error> for ConfigError {
+impl From<clap::Error> for CallError {
     fn from(error: clap::Error) -> Self {
-        ConfigError::Call(error)
+        CallError::Call(error)
     }
 }
 
 /// Parses the command line, with the file that `--config` names.
-pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, ConfigError> {
+pub(crate) fn parse<C: Parser>(args: impl IntoIterator<Item = OsString>) -> Result<Parsed<C>, CallError> {
     let args: Vec<OsString> = args.into_iter().collect();
-    let matches = Cli::command().try_get_matches_from(&args)?;
+    let matches = C::command().try_get_matches_from(&args)?;
     let Some((role, role_matches)) = matches.subcommand() else {
-        return Ok(Parsed::Run(Box::new(Cli::from_arg_matches(&matches)?)));
+        return Ok(Parsed::Run(Box::new(C::from_arg_matches(&matches)?)));
     };
     let file = match config_path(role_matches) {
-        Some(path) => Some(ConfigFile::read(&path, role)?),
+        Some(path) => Some(ConfigFile::read(&path, role, &C::command())?),
         None => None,
     };
     let matches = match &file {
-        Some(file) => file.apply(Cli::command())?.try_get_matches_from(&args)?,
+        Some(file) => file.apply(C::command())?.try_get_matches_from(&args)?,
         None => matches,
     };
     let (role, role_matches) = matches.subcommand().expect("parsed with a subcommand above");
     let wants_print = role_matches.try_get_one::<bool>("print_config").ok().flatten().copied();
     // Values are checked before they are printed: a configuration that prints is one that parses.
-    let cli = Cli::from_arg_matches(&matches)?;
+    let cli = C::from_arg_matches(&matches)?;
     if wants_print == Some(true) {
-        return Ok(Parsed::Print(origins(role, role_matches, file.as_ref())));
+        return Ok(Parsed::Print(origins(&C::command(), role, role_matches, file.as_ref())));
     }
     Ok(Parsed::Run(Box::new(cli)))
 }
@@ -86,12 +95,11 @@ struct ConfigFile {
 }
 
 impl ConfigFile {
-    fn read(path: &Path, role: &str) -> Result<ConfigFile, ConfigError> {
-        let fail = |message: String| ConfigError::File(format!("config file {}: {message}", path.display()));
+    fn read(path: &Path, role: &str, command: &Command) -> Result<ConfigFile, CallError> {
+        let fail = |message: String| CallError::File(format!("config file {}: {message}", path.display()));
         let text = std::fs::read_to_string(path).map_err(|error| fail(error.to_string()))?;
         let mut whole: toml::Table =
             text.parse().map_err(|error: toml::de::Error| fail(error.to_string()))?;
-        let command = Cli::command();
         for table in whole.keys() {
             if command.find_subcommand(table).is_none() {
                 let roles = "[router], [prefill-worker], [decode-worker] or [up]";
@@ -106,14 +114,14 @@ impl ConfigFile {
         Ok(ConfigFile { path: path.to_owned(), role: role.to_owned(), table })
     }
 
-    /// Makes what the file says the default of each flag.
-    fn apply(&self, command: Command) -> Result<Command, ConfigError> {
+    /// Makes each value in the file the default of its flag.
+    fn apply(&self, command: Command) -> Result<Command, CallError> {
         let role = command.find_subcommand(&self.role).expect("the role was parsed as a subcommand");
         let mut defaults = Vec::new();
         for (key, value) in &self.table {
             let known = role.get_arguments().find(|arg| arg.get_long() == Some(key));
             let Some(arg) = known else {
-                return Err(ConfigError::File(format!(
+                return Err(CallError::File(format!(
                     "config file {}: [{}] has no setting '{key}'; `baton {} --help` lists them",
                     self.path.display(),
                     self.role,
@@ -131,7 +139,7 @@ impl ConfigFile {
     }
 }
 
-/// A TOML value as the words one would give on the command line.
+/// A TOML value as words of a command line.
 fn texts(value: &toml::Value) -> Vec<String> {
     match value {
         toml::Value::String(text) => vec![text.clone()],
@@ -141,8 +149,7 @@ fn texts(value: &toml::Value) -> Vec<String> {
 }
 
 /// Every setting of the role with its value and where that came from, in the file's own format.
-fn origins(role: &str, matches: &ArgMatches, file: Option<&ConfigFile>) -> String {
-    let command = Cli::command();
+fn origins(command: &Command, role: &str, matches: &ArgMatches, file: Option<&ConfigFile>) -> String {
     let role_command = command.find_subcommand(role).expect("the role was parsed as a subcommand");
     let mut out = format!("[{role}]\n");
     for arg in role_command.get_arguments() {
@@ -181,13 +188,14 @@ fn quoted(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::args::Cli;
 
     fn args(line: &str) -> Vec<OsString> {
         line.split_whitespace().map(OsString::from).collect()
     }
 
     fn printed(line: &str) -> String {
-        match parse(args(line)) {
+        match parse::<Cli>(args(line)) {
             Ok(Parsed::Print(text)) => text,
             Ok(Parsed::Run(_)) => panic!("{line}: ran"),
             Err(error) => panic!("{line}: {error:?}"),
@@ -212,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_printed_is_a_file_that_says_the_same() {
+    fn a_printed_configuration_is_a_file_with_the_same_values() {
         let first = printed("baton decode-worker --listen 127.0.0.1:7 --print-config");
         let file = file(&first);
         let second =
@@ -234,15 +242,15 @@ mod tests {
         for (text, expected) in cases {
             let file = file(text);
             let line = format!("baton router --config {} --print-config", file.path().display());
-            match parse(args(&line)) {
-                Err(ConfigError::File(message)) => assert!(message.contains(expected), "{message}"),
+            match parse::<Cli>(args(&line)) {
+                Err(CallError::File(message)) => assert!(message.contains(expected), "{message}"),
                 other => panic!("{text}: {:?}", other.err()),
             }
         }
         let file = file("[router]\nlisten = \"nowhere\"\n");
         let line = format!("baton router --config {} --print-config", file.path().display());
-        match parse(args(&line)) {
-            Err(ConfigError::Call(error)) => assert!(error.to_string().contains("nowhere"), "{error}"),
+        match parse::<Cli>(args(&line)) {
+            Err(CallError::Call(error)) => assert!(error.to_string().contains("nowhere"), "{error}"),
             other => panic!("{:?}", other.err()),
         }
     }

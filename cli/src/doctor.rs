@@ -8,6 +8,7 @@ use std::{fmt, path::PathBuf, time::Duration};
 
 use anyhow::{Context, bail};
 use baton_cluster::Dialer;
+use baton_command::{TlsArgs, print};
 use baton_proto::{
     v1::{LoadsRequest, inference_client::InferenceClient},
     worker::{
@@ -20,32 +21,30 @@ use clap::Args;
 use serde::Serialize;
 use tonic::transport::Channel;
 
-use crate::args::TlsArgs;
-
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A measurement ends by itself, sooner than this.
+/// A measurement ends by itself before this.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(30);
 
 const EXAMPLES: &str = "\
-What is printed of each prefill worker, decode worker and transport:
+Printed for each pair of prefill and decode worker, and each transport:
   GB/s       of transfers of so many MiB, into blocks that the decode worker
-             lends for a moment; workers that are busy refuse
-  us         until one piece, a layer of a block, lies there
-  <- taken   what a handoff between the two takes now
-  x a copy   shm by a copy in the prefill worker's memory
-  x a plain  the others by a plain TCP stream over its loopback
+             reserves for a moment; busy workers reject the measurement
+  us         until one piece, a layer of a block, has arrived
+  <- taken   the transport that a handoff between the two uses now
+  x a copy   speed of shm, relative to a copy in the prefill worker's memory
+  x a plain  speed of the others, relative to a plain TCP stream on loopback
 and why a transport is not available, and whether handoffs fell back to it.
 
 Fails when KV cannot travel between two workers.";
 
-/// Wake-ups are a large part of smaller transfers, and caches hold them.
+/// Smaller transfers measure wake-ups and caches only.
 const MIN_TELLING_BYTES: u64 = 8 << 20;
 
-/// Which workers.
+/// The arguments of `baton doctor`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
-pub struct DoctorArgs {
-    /// Router whose workers are examined, each prefill worker with each decode worker.
+pub(crate) struct DoctorArgs {
+    /// Router whose workers are examined: each prefill worker with each decode worker.
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8080", env = "BATON_ROUTER")]
     router: String,
     /// Prefill workers to examine, instead of those of the router.
@@ -54,20 +53,20 @@ pub struct DoctorArgs {
     /// Decode workers to examine, instead of those of the router.
     #[arg(long, value_name = "URL", requires = "prefill")]
     decode: Vec<String>,
-    /// NCCL's library, libnccl.so.2 or its folder, to be looked at on this host.
+    /// NCCL's library to look for on this host: libnccl.so.2 or its folder.
     #[arg(long, value_name = "PATH", env = "BATON_NCCL")]
     nccl: Option<PathBuf>,
     #[command(flatten)]
     tls: TlsArgs,
-    /// Write the report as JSON, to a file or, with -, to standard output instead of the text.
+    /// Write the report as JSON to a file, or with - to standard output instead of the text.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
 
-/// What was found out.
+/// The report.
 #[derive(Debug, Serialize)]
 struct Report {
-    /// What nccl would find on this host.
+    /// The state of NCCL on this host.
     nccl: String,
     pairs: Vec<Pair>,
 }
@@ -93,9 +92,9 @@ enum Finding {
 struct Measured {
     /// Empty: no handoff is possible.
     chosen: String,
-    /// Of one transfer.
+    /// Bytes of one transfer.
     bytes: u64,
-    /// What becomes of blocks on their way, in words; `None`: nothing.
+    /// The conversion of blocks on their way; `None` if there is none.
     conversion: Option<String>,
     copy_gb_per_s: f64,
     stream_gb_per_s: f64,
@@ -114,8 +113,8 @@ struct Way {
 }
 
 /// Examines, and prints the report. Fails when there is a pair between which KV cannot travel.
-pub async fn run(args: DoctorArgs) -> anyhow::Result<()> {
-    let dialer = Dialer::new(crate::roles::tls(&args.tls)?);
+pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
+    let dialer = Dialer::new(args.tls.load()?);
     let (prefill, decode) = match args.prefill.is_empty() {
         true => workers_of(&dialer, &args.router).await?,
         false => (args.prefill, args.decode),
@@ -133,10 +132,10 @@ pub async fn run(args: DoctorArgs) -> anyhow::Result<()> {
             pairs.push(examine(&dialer, prefill, decode).await);
         }
     }
-    // Loads foreign code, which takes what it takes.
+    // Loading a library can block.
     let nccl = tokio::task::spawn_blocking(move || NcclFindings::look(args.nccl.as_deref())).await?;
     let report = Report { nccl: nccl.to_string(), pairs };
-    crate::bench::print(&report, args.json.as_deref())?;
+    print(&report, args.json.as_deref())?;
     let is_well =
         |pair: &Pair| matches!(&pair.finding, Finding::Measured(measured) if !measured.chosen.is_empty());
     let num_ill = report.pairs.iter().filter(|pair| !is_well(pair)).count();
@@ -151,7 +150,7 @@ pub async fn run(args: DoctorArgs) -> anyhow::Result<()> {
 
 /// Addresses of prefill and decode workers.
 async fn workers_of(dialer: &Dialer, router: &str) -> anyhow::Result<(Vec<String>, Vec<String>)> {
-    // A router also takes clients that speak plainly.
+    // A router also accepts clients without TLS.
     let plain = Dialer::default();
     let dialer = if router.starts_with("https") { dialer } else { &plain };
     let channel = connect(dialer, router).await.with_context(|| {

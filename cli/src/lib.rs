@@ -1,30 +1,34 @@
-//! Everything behind the `baton` command: one module per subcommand, and how flags, environment
-//! and file become one configuration.
+//! The `baton` command: one module per subcommand. Flags, environment and file become one configuration.
 //!
-//! A library, so that the whole-system tests can build the very same program.
+//! It is a library so that the whole-system tests can build the same program.
 
 mod args;
-mod bench;
 mod chat;
+mod completions;
 mod config;
-mod dial;
+mod discovery;
 mod doctor;
-mod embedded_model;
 mod inspect;
-mod roles;
+mod log;
+mod model;
+mod router;
+mod shutdown;
 mod up;
+mod worker;
 
 use std::{ffi::OsString, process::ExitCode};
 
+use clap::CommandFactory;
+
 use args::{Cli, Command};
-use tokio_util::sync::CancellationToken;
+use config::Parsed;
 
 /// Parses, runs one subcommand, and turns its outcome into an exit code: 0, 1 for a failure while
 /// running, 2 for a wrong call.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
-    let cli = match config::parse(args) {
-        Ok(config::Parsed::Run(cli)) => cli,
-        Ok(config::Parsed::Print(text)) => {
+    let cli = match config::parse::<Cli>(args) {
+        Ok(Parsed::Run(cli)) => cli,
+        Ok(Parsed::Print(text)) => {
             print!("{text}");
             return ExitCode::SUCCESS;
         }
@@ -42,20 +46,15 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 fn run(cli: Cli) -> anyhow::Result<()> {
     match cli.command {
         Command::Completions(args) => {
-            args.print();
+            args.print(Cli::command());
             Ok(())
         }
         Command::Up(args) => block_on(up::run(args)),
-        Command::Router(args) => block_on(roles::router(args)),
-        Command::PrefillWorker(args) => block_on(roles::prefill_worker(args)),
-        Command::DecodeWorker(args) => block_on(roles::decode_worker(args)),
+        Command::Router(args) => block_on(router::run(args)),
+        Command::PrefillWorker(args) => block_on(worker::run_prefill(args)),
+        Command::DecodeWorker(args) => block_on(worker::run_decode(args)),
         Command::Chat(args) => block_on(chat::run(args)),
-        Command::Bench(mut args) => match args.part.take() {
-            None => block_on(bench::run(args)),
-            Some(bench::Part::Overlap(args)) => block_on(bench::overlap::run(*args)),
-            Some(bench::Part::Transfer(args)) => bench::transfer::run(*args),
-            Some(bench::Part::TransferPeer) => bench::transfer::serve(),
-        },
+        Command::Bench(args) => baton_bench::run(args),
         Command::Doctor(args) => block_on(doctor::run(args)),
         Command::Inspect(args) => inspect::run(args),
     }
@@ -63,27 +62,4 @@ fn run(cli: Cli) -> anyhow::Result<()> {
 
 fn block_on(future: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(future)
-}
-
-/// A token that is cancelled by the first Ctrl-C or SIGTERM. The second one ends the process at once.
-fn shutdown_signal() -> anyhow::Result<CancellationToken> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut terminate = signal(SignalKind::terminate())?;
-    let token = CancellationToken::new();
-    let cancelled = token.clone();
-    // Lives as long as the process: a signal may come at any time.
-    tokio::spawn(async move {
-        loop {
-            tokio::select! {
-                _ = interrupt.recv() => {}
-                _ = terminate.recv() => {}
-            }
-            if cancelled.is_cancelled() {
-                std::process::exit(130);
-            }
-            cancelled.cancel();
-        }
-    });
-    Ok(token)
 }

@@ -5,8 +5,8 @@ use std::{
     time::Duration,
 };
 
-/// Doubles from 100 ms to a limit, each wait shortened at random by up to a half, so that workers which
-/// lost the same server do not return in one wave.
+/// Doubles from 100 ms to a limit. Each wait is shortened at random by up to a half, so that workers that
+/// lost the same server do not all return at once.
 #[derive(Debug)]
 pub(crate) struct Backoff {
     next: Duration,

@@ -25,7 +25,7 @@ pub struct Dialed {
 }
 
 impl Dialed {
-    /// Who has answered last; nobody without TLS. A call that is under way is on the connection to it, or on an older one
+    /// The identity of the peer that answered last; none without TLS. A call that is under way is on the connection to it, or on an older one
     /// that is lost.
     pub fn peer(&self) -> Option<Identity> {
         *self.peer.lock().unwrap_or_else(PoisonError::into_inner)
@@ -95,7 +95,7 @@ impl Dialer {
     /// A channel that is connected.
     ///
     /// # Errors
-    /// When nobody answers, or it is not who it should be.
+    /// When no peer answers, or its certificate has another name.
     pub async fn connect(&self, endpoint: Endpoint) -> Result<Channel, tonic::transport::Error> {
         match &self.tls {
             None => endpoint.connect().await,

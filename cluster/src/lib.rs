@@ -20,17 +20,16 @@ mod embedded;
 mod etcd;
 mod fixed;
 mod members;
-mod record;
 mod registration;
+mod registration_state;
 #[cfg(test)]
 mod testing;
 
+pub use baton_cluster_record::{Capacity, RecordError, Role, WorkerId, WorkerRecord};
 pub use config::{DiscoveryConfig, DiscoveryError, EtcdAuth, EtcdConfig, EtcdTls};
 pub use dial::{DialError, Dialed, Dialer};
 pub use discovery::{Discovery, watch, watch_over};
 pub use embedded::RegistryService;
 pub use members::{Members, Membership, Refusal};
-pub use record::{
-    Capacity, RecordError, Role, WorkerId, WorkerRecord, kv_format_from_proto, kv_format_to_proto,
-};
-pub use registration::{Registration, RegistrationState, register, register_over};
+pub use registration::{Registration, register, register_over};
+pub use registration_state::RegistrationState;

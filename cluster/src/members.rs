@@ -1,6 +1,6 @@
-//! The set of workers one can send to, and the rule by which a worker is let in.
+//! The set of known workers, and the rule by which a worker is admitted.
 //!
-//! Plain data and plain code: the ways to discover feed a [`Roster`], readers see [`Members`].
+//! Plain data and plain code: each kind of discovery feeds a [`Roster`], readers see [`Members`].
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -8,7 +8,7 @@ use tokio::sync::watch;
 
 use crate::{Role, WorkerId, WorkerRecord};
 
-/// The workers known now. A new full set is published whenever one comes, changes or goes.
+/// The workers known now. A new full set is published whenever a worker joins, changes or leaves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Members {
     workers: BTreeMap<WorkerId, Arc<WorkerRecord>>,
@@ -51,10 +51,10 @@ impl FromIterator<WorkerRecord> for Members {
     }
 }
 
-/// Why a worker is not let in.
+/// Why a worker is not admitted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// Its blocks mean something else than those of the workers that are there.
+    /// Its KV format differs from that of the registered workers.
     #[error(
         "worker {id} cannot exchange KV with {other} of model {model:?}: {difference}; \
          start it with the same model files and KV settings"
@@ -81,7 +81,7 @@ pub enum Refusal {
 
 /// Everyone who announced himself, in order of arrival, and who of them is let in.
 ///
-/// Of workers with the same model name the one that came first decides the KV format; whoever cannot exchange KV with
+/// Of workers with the same model name the one that came first decides the KV format; a worker that cannot exchange KV with
 /// it stays outside until the last of that format has gone. Block sizes and element types may differ.
 #[derive(Debug, Default)]
 pub(crate) struct Roster {

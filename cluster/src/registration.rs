@@ -1,23 +1,12 @@
-//! The worker's side: stay known.
+//! The worker's side: register, and stay registered.
 
 use tokio::{sync::watch, task::JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use crate::{Dialer, DiscoveryConfig, DiscoveryError, WorkerRecord, embedded, etcd};
-
-/// How registration stands.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RegistrationState {
-    /// Not known to the discovery service, and why if that is known; being tried for ever.
-    Searching {
-        /// What went wrong last.
-        problem: Option<String>,
-    },
-    /// Known.
-    Registered,
-    /// The router does not want this worker, in its words. Tried again from time to time.
-    Refused(String),
-}
+use crate::{
+    Dialer, DiscoveryConfig, DiscoveryError, WorkerRecord, embedded, etcd,
+    registration_state::{RegistrationState, StateReport},
+};
 
 /// Keeps a worker registered until it is withdrawn or dropped.
 #[derive(Debug)]
@@ -27,18 +16,18 @@ pub struct Registration {
     withdraw: DropGuard,
 }
 
-/// Registers a worker, now and again whenever the discovery service has lost it.
+/// Registers a worker, and registers it again whenever the discovery service has lost it.
 ///
 /// # Errors
-/// When the configuration cannot work. An unreachable service is no error: it is tried for ever.
+/// When the configuration is not valid. An unreachable service is no error: it is tried until it answers.
 pub fn register(config: &DiscoveryConfig, record: WorkerRecord) -> Result<Registration, DiscoveryError> {
     register_over(config, record, &Dialer::default())
 }
 
-/// As [`register`], calling the router by this dialer.
+/// Like [`register`], with a dialer for calls to the router.
 ///
 /// # Errors
-/// As there.
+/// Those of [`register`].
 pub fn register_over(
     config: &DiscoveryConfig,
     record: WorkerRecord,
@@ -48,7 +37,7 @@ pub fn register_over(
     record.validate().map_err(|error| DiscoveryError::Config(error.to_string()))?;
     let withdraw = CancellationToken::new();
     let (sender, state) = watch::channel(RegistrationState::Searching { problem: None });
-    let report = Report { sender };
+    let report = StateReport::new(sender);
     let task = match config {
         DiscoveryConfig::Embedded { router } if router.is_empty() => {
             let message = "a worker needs the router's address, http://host:port";
@@ -62,7 +51,7 @@ pub fn register_over(
             let registrar = etcd::Registrar::new(config, record, report)?;
             tokio::spawn(registrar.run(withdraw.clone()))
         }
-        // The router asks; there is nothing to do but to be there.
+        // The router calls its workers; a worker has nothing to do.
         DiscoveryConfig::Static { .. } => {
             let mut report = report;
             report.set(RegistrationState::Registered);
@@ -74,49 +63,17 @@ pub fn register_over(
 }
 
 impl Registration {
-    /// Follows how registration stands.
+    /// The state of the registration, and its changes.
     pub fn state(&self) -> watch::Receiver<RegistrationState> {
         self.state.clone()
     }
 
-    /// Leaves: no router is told of this worker any more. Returns when the discovery service knows, or
-    /// cannot be reached (then the lease ends it).
+    /// Ends the registration. Returns when the discovery service has removed the worker, or cannot be reached:
+    /// then the lease expires.
     pub async fn withdraw(self) {
         drop(self.withdraw);
         if let Err(error) = self.task.await {
-            tracing::error!(%error, "the registration task broke");
+            tracing::error!(%error, "registration task panicked; the worker is no longer registered");
         }
-    }
-}
-
-/// Where a registrar says how it stands; changes go to the log once.
-#[derive(Debug)]
-pub(crate) struct Report {
-    sender: watch::Sender<RegistrationState>,
-}
-
-impl Report {
-    pub(crate) fn set(&mut self, state: RegistrationState) {
-        self.sender.send_if_modified(|current| {
-            if *current == state {
-                return false;
-            }
-            match (&*current, &state) {
-                (_, RegistrationState::Registered) => tracing::info!("registered"),
-                (_, RegistrationState::Refused(reason)) => tracing::error!("registration refused: {reason}"),
-                (RegistrationState::Registered, RegistrationState::Searching { problem }) => {
-                    tracing::warn!(problem, "discovery lost; registering again as soon as it returns");
-                }
-                (_, RegistrationState::Searching { problem }) => {
-                    tracing::info!(problem, "not registered yet; trying on");
-                }
-            }
-            *current = state;
-            true
-        });
-    }
-
-    pub(crate) fn searching(&mut self, problem: impl std::fmt::Display) {
-        self.set(RegistrationState::Searching { problem: Some(problem.to_string()) });
     }
 }

@@ -46,12 +46,12 @@ impl Device {
         Ok(Device(context))
     }
 
-    /// As the driver counts in this process.
+    /// The number of the device, as the driver counts in this process.
     pub fn ordinal(&self) -> u32 {
         self.0.ordinal() as u32
     }
 
-    /// cudarc's.
+    /// The context of cudarc.
     pub fn context(&self) -> &Arc<CudaContext> {
         &self.0
     }
@@ -64,7 +64,7 @@ impl Device {
         self.0.bind_to_thread().map_err(|error| failed("cuCtxSetCurrent", error))
     }
 
-    /// A stream of its own, ordered after nothing else.
+    /// Creates a stream that is not ordered after any other.
     ///
     /// # Errors
     /// When the driver fails.
@@ -84,7 +84,7 @@ impl Device {
         Ok(CudaVersion::of_number(number as u32))
     }
 
-    /// Bytes that are free, and bytes that there are.
+    /// Free bytes and total bytes.
     ///
     /// # Errors
     /// When the driver fails.

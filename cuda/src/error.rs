@@ -8,13 +8,13 @@ use crate::NoLibrary;
 /// Why a device cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum CudaError {
-    /// The host has no driver of NVIDIA's, or this process (this container) cannot see it.
+    /// The host has no NVIDIA driver, or this process (this container) cannot see it.
     #[error("no CUDA driver: libcuda.so.1 not found")]
     NoDriver,
-    /// A driver without a device, or all of them hidden (CUDA_VISIBLE_DEVICES).
+    /// The driver has no device, or CUDA_VISIBLE_DEVICES hides all of them.
     #[error("no device: the CUDA driver finds none")]
     NoDevice,
-    /// Fewer devices than that.
+    /// The device does not exist.
     #[error("no device {device}: there are {num_devices}")]
     NoSuchDevice {
         /// Asked for.
@@ -25,12 +25,12 @@ pub enum CudaError {
     /// A library that is not part of the driver.
     #[error(transparent)]
     NoLibrary(#[from] NoLibrary),
-    /// The device has not so much memory left.
+    /// The device has not enough free memory.
     #[error("{num_bytes} bytes of device memory are needed, and {num_free} are left")]
     OutOfMemory {
         /// Asked for.
         num_bytes: usize,
-        /// There were; perhaps not in one piece.
+        /// Free bytes; they may be fragmented.
         num_free: usize,
     },
     /// One of the ranks that compute together has ended.

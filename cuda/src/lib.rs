@@ -1,12 +1,12 @@
-//! CUDA devices through cudarc's driver API, loaded at run time: whether there are any, memory on them, and memory of the
-//! host that they copy through; and the libraries of NVRTC, cuBLASLt and NCCL, likewise.
+//! CUDA devices through cudarc's driver API, loaded at run time: how many there are, memory on them, and pinned memory of
+//! the host. Also the libraries NVRTC, cuBLASLt and NCCL, loaded at run time.
 //!
-//! cudarc's functions panic where the driver is absent, so that everything here begins with [`num_devices`] or
-//! [`Device::open`]. Everything that is called is older than CUDA 11, so that any driver in use has it. It does not know
-//! what the memory is for, nor kernels.
+//! cudarc's functions panic without a driver, so everything starts with [`num_devices`] or [`Device::open`]. All called
+//! driver functions are older than CUDA 11, so every driver in use has them. The crate does not know what the memory is
+//! for, and no kernels.
 //!
-//! What was run: that a missing driver and a missing device are said, and what of the libraries needs no device. The rest
-//! was not run on one yet.
+//! Tested so far: the errors for a missing driver and a missing device, and the parts of the libraries that need no
+//! device. The rest has not been run on a device yet.
 
 pub mod cublaslt;
 mod device;

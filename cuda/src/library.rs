@@ -1,4 +1,4 @@
-//! Libraries that are loaded at run time: how their functions are looked up, and which of CUDA's toolkits one is taken of.
+//! Libraries that are loaded at run time: how their functions are looked up, and from which CUDA toolkit one is loaded.
 //!
 //! A driver runs what was built for its own major version of CUDA, of any minor version, and for older ones; nothing
 //! for a newer one (NVIDIA, "CUDA Compatibility"). File names end in the major version, so that the right one can be asked
@@ -105,8 +105,8 @@ impl Part {
         };
         let mut errors = Vec::new();
         for path in candidates {
-            // SAFETY: its initialisers may run at any time in any thread; whoever names another library by configuration
-            // vouches for it, as with any program that is run.
+            // SAFETY: its initialisers may run at any time in any thread; an operator who configures another library
+            // trusts it, as with any program that is run.
             match unsafe { Library::new(path.as_os_str()) } {
                 Ok(library) => return Ok((ManuallyDrop::new(library), path)),
                 Err(error) => errors.push(words(&error)),
@@ -115,7 +115,7 @@ impl Part {
         Err(self.absent(driver, errors.join("; ")))
     }
 
-    /// Whether a library that was loaded is what it was taken for: names can lie, and some were given.
+    /// Whether a loaded library has the expected version: file names can be wrong.
     pub(crate) fn check(
         &self,
         path: &Path,
@@ -153,7 +153,7 @@ fn toolkits(root: &Path) -> Vec<PathBuf> {
     });
     let mut versions: Vec<_> = versions.collect();
     versions.sort();
-    // Whoever has one linked as "cuda" means it.
+    // A library that is linked as "cuda" is meant to be used.
     let linked = root.join("cuda/lib64");
     linked
         .is_dir()
@@ -189,7 +189,7 @@ macro_rules! api {
 }
 pub(crate) use api;
 
-/// Whatever text a library has for something.
+/// Copies a text of a library.
 ///
 /// # Safety
 /// Null, or a C string.

@@ -1,4 +1,4 @@
-//! Memory of a device, and memory of the host that it copies through.
+//! Memory of a device, and pinned memory of the host for its copies.
 
 use std::{ptr::NonNull, sync::Arc};
 
@@ -15,13 +15,13 @@ pub struct Allocation {
 }
 
 impl Allocation {
-    /// With any contents.
+    /// Allocates memory with undefined contents.
     ///
     /// # Errors
-    /// When there is not so much, or the driver fails.
+    /// When the device has not enough memory, or the driver fails.
     pub fn new(device: &Device, size_bytes: usize) -> Result<Allocation, CudaError> {
         device.bind()?;
-        // SAFETY: a new allocation, which is owned from here on. The driver knows none of no bytes.
+        // SAFETY: a new allocation, which is owned from here on. The driver rejects allocations of 0 bytes.
         let address = unsafe { result::malloc_sync(size_bytes.max(1)) }
             .map_err(|error| refused("cuMemAlloc", error, size_bytes))?;
         Ok(Allocation { address, size_bytes, device: device.clone() })
@@ -33,7 +33,7 @@ impl Allocation {
     /// As [`new`](Self::new).
     pub fn zeroed(device: &Device, size_bytes: usize) -> Result<Allocation, CudaError> {
         let allocation = Allocation::new(device, size_bytes)?;
-        // SAFETY: the whole of the allocation; nobody else knows it yet.
+        // SAFETY: the whole allocation, which only this function knows yet.
         unsafe { result::memset_d8_sync(allocation.address, 0, size_bytes) }
             .map_err(|error| failed("cuMemsetD8", error))?;
         // It may return before it is done.
@@ -41,17 +41,17 @@ impl Allocation {
         Ok(allocation)
     }
 
-    /// Of its first byte.
+    /// Address of the first byte.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// As asked for.
+    /// Size in bytes, as requested.
     pub fn size_bytes(&self) -> usize {
         self.size_bytes
     }
 
-    /// Where it is.
+    /// The device that holds it.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -59,14 +59,14 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        // Nothing can be done about a failure: the process's end frees it, too.
+        // A failure cannot be handled here; the end of the process frees the memory.
         let _ = self.device.bind();
         // SAFETY: made by `new`, and not used after this.
         let _ = unsafe { result::free_sync(self.address) };
     }
 }
 
-/// Memory of the host whose pages stay where they are, so that a device copies by itself. Freed when dropped.
+/// Pinned memory of the host, which a device copies directly. Freed when dropped.
 #[derive(Debug)]
 pub struct Pinned {
     base: NonNull<u8>,
@@ -81,7 +81,7 @@ impl Pinned {
     /// Zeroed.
     ///
     /// # Errors
-    /// When the host has not so much to spare, or the driver fails.
+    /// When the host has not enough memory, or the driver fails.
     pub fn new(device: &Device, size_bytes: usize) -> Result<Pinned, CudaError> {
         device.bind()?;
         // SAFETY: a new allocation, which is owned from here on.
@@ -94,15 +94,15 @@ impl Pinned {
         Ok(pinned)
     }
 
-    /// What it holds. Whoever has a device write it waits for that first.
+    /// Its bytes. A caller that had a device write them waits for that first.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: so many bytes, written once at least.
+        // SAFETY: the allocation has this many bytes, and they are initialised.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.size_bytes) }
     }
 
-    /// The same, to be changed. Whoever has a device read it waits for that first.
+    /// Its bytes, mutable. A caller that has a device read them waits for that first.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and it is the only one who has them.
+        // SAFETY: as above, and `self` owns them.
         unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.size_bytes) }
     }
 }
@@ -115,7 +115,7 @@ impl Drop for Pinned {
     }
 }
 
-/// What copies between a device and processors, and waits for it: memory that both see, and a stream.
+/// Copies between a device and the host, and waits for them: pinned memory and a stream.
 #[derive(Debug)]
 pub struct Copier {
     pinned: Pinned,
@@ -137,13 +137,13 @@ impl Copier {
     /// When the driver fails.
     ///
     /// # Safety
-    /// So many bytes are there at `from`, and nobody writes them meanwhile.
+    /// `from` points to so many bytes, and no thread writes them meanwhile.
     pub unsafe fn read(&mut self, from: u64, bytes: &mut [u8]) -> Result<(), CudaError> {
         self.pinned.device.bind()?;
         let mut source = from;
         for chunk in bytes.chunks_mut(self.pinned.size_bytes) {
             let pinned = &mut self.pinned.bytes_mut()[..chunk.len()];
-            // SAFETY: there by the caller's word; waited for before the memory is used again.
+            // SAFETY: valid by the caller's contract; the copy ends before the memory is used again.
             unsafe { result::memcpy_dtoh_async(pinned, source, self.stream.cu_stream()) }
                 .and_then(|()| self.stream.synchronize())
                 .map_err(|error| failed("cuMemcpyDtoH", error))?;
@@ -159,7 +159,7 @@ impl Copier {
     /// When the driver fails.
     ///
     /// # Safety
-    /// There is room for them at `to`, and nobody else uses it meanwhile.
+    /// `to` has room for them, and no other thread uses it meanwhile.
     pub unsafe fn write(&mut self, to: u64, bytes: &[u8]) -> Result<(), CudaError> {
         self.pinned.device.bind()?;
         let mut target = to;

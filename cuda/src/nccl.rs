@@ -128,8 +128,8 @@ impl Nccl {
         let absent = |error: libloading::Error| NcclError::Absent(words(&error));
         let mut first_error = None;
         for path in candidates {
-            // SAFETY: NCCL's initialisers may run at any time in any thread; whoever names another library by
-            // configuration vouches for it, as with any program that is run.
+            // SAFETY: NCCL's initialisers may run at any time in any thread; an operator who names another library by
+            // configuration trusts it, as with any program that is run.
             match unsafe { Library::new(path.as_os_str()) } {
                 Ok(library) => return Nccl::of(library, path, absent),
                 Err(error) => first_error = first_error.or(Some(error)),
@@ -167,8 +167,8 @@ impl Nccl {
         Ok(UniqueId(id.internal.map(|byte| byte as u8)))
     }
 
-    /// Begins to join one rank of `num_ranks`, on the device of the thread's present CUDA context. It does not wait for the
-    /// others, nor does anything else here: [`is_ready`](Self::is_ready) tells.
+    /// Starts to join as one rank of `num_ranks`, on the device of the thread's current CUDA context. It does not wait for the
+    /// other ranks, nor does any call here: see [`is_ready`](Self::is_ready).
     ///
     /// # Errors
     /// When NCCL refuses.
@@ -196,7 +196,7 @@ impl Nccl {
         }
     }
 
-    /// Whether the last call has taken hold, so that the next may be made.
+    /// Whether the last call is complete, so that the next may be made.
     ///
     /// # Errors
     /// When the communicator has failed: it is to be aborted.
@@ -231,7 +231,7 @@ impl Nccl {
         self.check_of(handle, "ncclGroupStart", unsafe { (api.group_start)() })?;
         let mut posted = Ok(());
         for Operation { is_send, address, len, peer } in operations {
-            // SAFETY: the handle is alive; the memory and the stream by the caller's word.
+            // SAFETY: the handle is alive; the memory and the stream are valid by the caller's contract.
             posted = unsafe {
                 match is_send {
                     true => {
@@ -270,12 +270,12 @@ impl Nccl {
         stream: cudaStream_t,
     ) -> Result<(), NcclError> {
         let at = numbers as *mut c_void;
-        // SAFETY: the handle is alive; the memory and the stream by the caller's word.
+        // SAFETY: the handle is alive; the memory and the stream are valid by the caller's contract.
         let result = unsafe { (self.0.api.all_reduce)(at, at, len, of as c_int, SUM, handle.0, stream) };
         self.check_of(handle, "ncclAllReduce", result)
     }
 
-    /// Ends a communicator, whatever it does.
+    /// Aborts a communicator.
     ///
     /// # Errors
     /// When NCCL fails to.
@@ -323,12 +323,12 @@ pub struct Operation {
     pub peer: c_int,
 }
 
-/// What numbers are summed up as.
+/// The type of the numbers in a sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SumType {
     /// Single precision.
     F32 = 7,
-    /// The upper half of it.
+    /// bfloat16.
     Bf16 = 9,
 }
 

@@ -202,11 +202,11 @@ mod tests {
     use super::*;
 
     /// A folder of libraries that have all of NVRTC's names, and tell a version.
-    struct Pretended(TempDir);
+    struct FakeLibraries(TempDir);
 
-    impl Pretended {
-        fn new(majors: &[u32]) -> Pretended {
-            let folder = Pretended(TempDir::new().unwrap());
+    impl FakeLibraries {
+        fn new(majors: &[u32]) -> FakeLibraries {
+            let folder = FakeLibraries(TempDir::new().unwrap());
             for major in majors {
                 let mut text = format!(
                     "extern \"C\" int nvrtcVersion(int *major, int *minor) {{ *major = {major}; *minor = 4; return 0; }}"
@@ -247,7 +247,7 @@ mod tests {
 
     #[test]
     fn the_newest_is_taken_that_the_driver_runs() {
-        let both = Pretended::new(&[12, 13]);
+        let both = FakeLibraries::new(&[12, 13]);
         for (driver, expected) in [(None, 13), (Some(12), 12), (Some(13), 13), (Some(14), 13)] {
             assert_eq!(load(both.0.path(), driver), Ok(expected), "{driver:?}");
         }
@@ -258,7 +258,7 @@ mod tests {
     #[test]
     fn one_of_either_version_will_do() {
         for major in [12, 13] {
-            let one = Pretended::new(&[major]);
+            let one = FakeLibraries::new(&[major]);
             for place in [one.0.path().to_owned(), one.file(major)] {
                 assert_eq!(load(&place, Some(13)), Ok(major), "{}", place.display());
             }
@@ -267,7 +267,7 @@ mod tests {
 
     #[test]
     fn what_the_driver_does_not_run_is_refused() {
-        let newer = Pretended::new(&[13]);
+        let newer = FakeLibraries::new(&[13]);
         let refused = load(newer.0.path(), Some(12)).unwrap_err();
         assert!(refused.starts_with("no NVRTC for a driver of CUDA 12.2: "), "{refused}");
         assert!(

@@ -1,11 +1,10 @@
-//! Blocks lent to a prefill worker that measures its ways to them: few, for a short time, and only by a worker that has
-//! nothing better to do with them.
+//! Lends blocks to a prefill worker that measures the transports to them: few blocks, for a short time, and only while this
+//! worker is not busy.
 
 use std::{sync::Arc, time::Duration};
 
-use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_engine::Reservation;
-use baton_proto::worker as proto;
+use baton_proto::{kv_format_from_proto, kv_format_to_proto, worker as proto};
 use baton_tls::Identity;
 use baton_transfer::Granted;
 use baton_worker::{Worker, convert_handoff::grant_to_proto};
@@ -16,10 +15,11 @@ use tokio::{
 use tokio_util::task::task_tracker::TaskTrackerToken;
 use tonic::Status;
 
-/// A borrower that holds on for longer loses its grants.
+/// After that the borrower loses its grants.
 const LEASE: Duration = Duration::from_secs(10);
 
-/// For each offer: one to open it, and some to measure its latency and its rate. One more tells which is chosen.
+/// For each offer: one grant to open it, and some to measure its latency and its rate. One more grant shows which offer is
+/// chosen.
 const GRANTS_PER_OFFER: usize = 15;
 
 /// Lends one loan at a time.
@@ -29,8 +29,7 @@ pub struct Lender {
     only_one: Arc<Semaphore>,
 }
 
-/// What is lent. Dropping it takes everything back: grants are revoked, and the blocks return once no writer can reach
-/// them.
+/// Lent blocks. Dropping it revokes the grants; the blocks return once no writer can reach them.
 pub struct Loan {
     message: Option<proto::Loan>,
     deadline: Instant,
@@ -46,7 +45,7 @@ impl Lender {
         Lender { worker, only_one: Arc::new(Semaphore::new(1)) }
     }
 
-    /// Sets blocks aside, for this borrower alone where there is TLS.
+    /// Reserves blocks and grants them, with TLS to this borrower alone.
     ///
     /// # Errors
     /// `UNAVAILABLE` when the worker is busy, `FAILED_PRECONDITION` when the borrower's KV cannot be handed over here.
@@ -62,7 +61,7 @@ impl Lender {
             return Err(Status::failed_precondition(format!("the workers' KV formats differ: {difference}")));
         }
         let permit = Arc::clone(&self.only_one).try_acquire_owned();
-        let permit = permit.map_err(|_| Status::unavailable("somebody else is measuring"))?;
+        let permit = permit.map_err(|_| Status::unavailable("another measurement is running"))?;
         let reservation = self.worker.reserve_scratch(request.max_blocks as usize).await?;
         let blocks = reservation.blocks().to_vec();
         let reservation = Arc::new(reservation);

@@ -2,21 +2,16 @@
 
 use std::{pin::Pin, sync::Arc};
 
-use baton_handoff::{Extent, Failed, FailureKind};
-use baton_proto::worker::{
-    GenerateEvent, GenerateRequest, LendRequest, Loan as LoanMessage, decode_server::Decode,
+use baton_proto::{
+    failure_to_status,
+    worker::{GenerateEvent, GenerateRequest, LendRequest, Loan as LoanMessage, decode_server::Decode},
 };
 use baton_telemetry::trace_context;
 use baton_worker::{
     Worker,
-    convert::{failure_status, progress_event, request_from_generate, submit_failure},
-    convert_handoff::wire_from_generate,
-    handoff::{
-        decode::{Handoff, Plan},
-        prefix,
-        pulse::Pulse,
-    },
-    peer_of,
+    convert::{progress_event, submit_failure},
+    handoff::{prefix_fetch, pulse::Pulse},
+    identity_of,
 };
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
@@ -24,8 +19,10 @@ use tonic::{Request, Response, Status};
 use tracing::Instrument;
 
 use crate::{
-    generation::Generation,
+    admission::{Admitted, admit},
+    generate_stream::GenerateStream,
     loan::{Lender, Loan},
+    remote_prefill::RemotePrefillDriver,
 };
 
 /// A handoff says at most two things: the first token, and the stream of the others or a failure.
@@ -45,51 +42,32 @@ impl DecodeService {
         DecodeService { worker, lender }
     }
 
-    fn generation(&self, message: &GenerateRequest, span: tracing::Span) -> Result<Generation, Status> {
-        if self.worker.lifecycle().is_draining() {
-            let failed = Failed::new(FailureKind::Draining, "the decode worker is leaving");
-            return Err(failure_status(&failed));
-        }
-        let request = request_from_generate(message)?;
-        let wire = wire_from_generate(message)?.or(self.worker.config().kv_wire);
-        let engine = self.worker.engine();
-        let num_tokens = request.num_known_tokens();
+    /// Starts an accepted request.
+    fn start(&self, admitted: Admitted, span: tracing::Span) -> Result<GenerateStream, Status> {
         let worker = self.worker.clone();
-        let valid = || {
-            let valid = request.validate(engine.vocab_size(), engine.context_length());
-            valid.map_err(|error| failure_status(&submit_failure(&error.into())))
-        };
-        let Some(peer) = &message.prefill else {
-            if let Some(source) = &message.prefix_source {
-                valid()?;
+        match admitted {
+            Admitted::Local(request) => {
+                let num_tokens = request.num_known_tokens();
+                let tokens = worker.engine().generate(request);
+                let tokens = tokens.map_err(|error| failure_to_status(&submit_failure(&error)))?;
                 worker.metrics().request_taken("local", num_tokens);
-                let fetch = prefix::fetch(worker.clone(), source.clone(), message.attempt, request.clone());
-                return Ok(Generation::fetching(worker, fetch.instrument(span), request));
+                Ok(GenerateStream::local(worker, tokens))
             }
-            let tokens = engine.generate(request).map_err(|error| failure_status(&submit_failure(&error)))?;
-            worker.metrics().request_taken("local", num_tokens);
-            return Ok(Generation::local(worker, tokens));
-        };
-        valid()?;
-        let link = worker
-            .peers()
-            .link(&peer.address)
-            .map_err(|error| Status::invalid_argument(format!("prefill.address: {error}")))?;
-        worker.metrics().request_taken("remote", num_tokens);
-        let (events, received) = mpsc::channel(EVENTS_BOUND);
-        let plan = Plan {
-            request,
-            attempt: message.attempt,
-            peer: peer.clone(),
-            wire,
-            extent: Extent::Whole,
-            prefix_source: message.prefix_source.clone(),
-        };
-        let deadline = worker.config().handoff_deadline;
-        let handoff = Handoff::new(worker.clone(), link, plan, deadline, events);
-        let num_beats = handoff.num_beats();
-        worker.lifecycle().spawn(handoff.run().instrument(span));
-        Ok(Generation::remote(worker, received, num_beats))
+            Admitted::Fetch { request, source, attempt } => {
+                worker.metrics().request_taken("local", request.num_known_tokens());
+                let fetch = prefix_fetch::fetch(worker.clone(), source, attempt, request.clone());
+                Ok(GenerateStream::fetching(worker, fetch.instrument(span), request))
+            }
+            Admitted::Remote(plan, link) => {
+                worker.metrics().request_taken("remote", plan.request.num_known_tokens());
+                let (events, received) = mpsc::channel(EVENTS_BOUND);
+                let deadline = worker.config().handoff_deadline;
+                let driver = RemotePrefillDriver::new(worker.clone(), link, plan, deadline, events);
+                let num_beats = driver.num_beats();
+                worker.lifecycle().spawn(driver.run().instrument(span));
+                Ok(GenerateStream::remote(worker, received, num_beats))
+            }
+        }
     }
 }
 
@@ -107,18 +85,18 @@ impl Decode for DecodeService {
         trace_context::set_parent(&span, |name| {
             request.metadata().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
         });
-        let generation = self.generation(message, span)?;
-        // For whoever waits longer than a handoff may stand still.
-        let work = generation.work();
+        let stream = self.start(admit(&self.worker, message)?, span)?;
+        // A router may have to wait longer than a handoff may make no progress.
+        let work = stream.work();
         let pulse = Pulse::new(self.worker.config().handoff_deadline, work());
-        let state = (generation, pulse, work);
-        let events = futures_util::stream::unfold(state, |(mut generation, mut pulse, work)| async move {
+        let state = (stream, pulse, work);
+        let events = futures_util::stream::unfold(state, |(mut stream, mut pulse, work)| async move {
             let event = tokio::select! {
                 biased;
-                event = generation.next() => event?,
+                event = stream.next() => event?,
                 () = pulse.beat(&work) => progress_event(),
             };
-            Some((Ok(event), (generation, pulse, work)))
+            Some((Ok(event), (stream, pulse, work)))
         });
         Ok(Response::new(Box::pin(events)))
     }
@@ -126,7 +104,7 @@ impl Decode for DecodeService {
     type LendStream = Pin<Box<dyn Stream<Item = Result<LoanMessage, Status>> + Send>>;
 
     async fn lend(&self, request: Request<LendRequest>) -> Result<Response<Self::LendStream>, Status> {
-        let borrower = peer_of(request.extensions());
+        let borrower = identity_of(request.extensions());
         let loan = self.lender.lend(request.into_inner(), borrower).await?;
         Ok(Response::new(Box::pin(futures_util::stream::unfold(loan, Loan::next))))
     }

@@ -1,4 +1,4 @@
-//! What a step costs besides the forward pass: planning it, and sampling from its logits.
+//! The cost of a step besides the forward pass: planning it, and sampling from its logits.
 //!
 //! `cargo bench -p baton-engine`
 #![allow(missing_docs)] // criterion's macros
@@ -7,15 +7,15 @@ use std::hint::black_box;
 
 use baton_engine::{
     Request, SamplingParams,
-    plan::Plan,
+    plan::StepPlan,
     sampler::{Sampler, TokenHistory, random_unit},
     scheduler::{Scheduler, SchedulerConfig},
-    sequence::{Role, Sequence, SequenceId},
+    sequence::{Sequence, SequenceId, SequenceRole},
 };
 use baton_kv_cache::HashRoot;
 use criterion::{Criterion, criterion_group, criterion_main};
 
-/// A step in which everything decodes: plan, count, one token each.
+/// A step in which every sequence decodes: plan, count, one token each.
 fn scheduler(c: &mut Criterion) {
     const NUM_RUNNING: u64 = 256;
     let config = SchedulerConfig {
@@ -30,25 +30,25 @@ fn scheduler(c: &mut Criterion) {
         let mut scheduler = Scheduler::new(config);
         for id in 0..NUM_RUNNING {
             let prompt = (0..256).map(|idx| id as u32 * 256 + idx).collect();
-            scheduler.add(Sequence::new(SequenceId(id), Role::Generate, prompt, 4096, 16, root));
+            scheduler.add(Sequence::new(SequenceId(id), SequenceRole::Generate, prompt, 4096, 16, root));
         }
         scheduler
     };
-    let step = |scheduler: &mut Scheduler, plan: &mut Plan| {
+    let step = |scheduler: &mut Scheduler, plan: &mut StepPlan| {
         scheduler.step(plan);
         scheduler.advance(plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
             scheduler.push_token(chunk.id, 7);
         }
     };
-    let mut plan = Plan::default();
+    let mut plan = StepPlan::default();
     let mut scheduler = start();
     let mut num_steps = 0;
     c.bench_function("scheduler/256 decodes", |bencher| {
         bencher.iter(|| {
             num_steps += 1;
             if num_steps == 3500 {
-                (scheduler, num_steps) = (start(), 0); // before a sequence is too long
+                (scheduler, num_steps) = (start(), 0); // before a sequence reaches its greatest length
             }
             step(&mut scheduler, &mut plan);
             black_box(plan.chunks.len())
@@ -58,7 +58,7 @@ fn scheduler(c: &mut Criterion) {
 
 fn sampler(c: &mut Criterion) {
     const VOCAB_SIZE: u64 = 128_256;
-    // Roughly what a model says: noise, and a few that stand out.
+    // Similar to a model's logits: noise, and a few large ones.
     let logits: Vec<f32> = (0..VOCAB_SIZE)
         .map(|id| 4.0 * random_unit(1, id) as f32 + if id % 5000 == 0 { 10.0 } else { 0.0 })
         .collect();

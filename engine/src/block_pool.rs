@@ -1,5 +1,5 @@
-//! Who owns which block, and the prefix cache over them. Pure bookkeeping: it knows block ids and
-//! hashes, not bytes, tokens or sequences.
+//! The owners of blocks, and the prefix cache over them. Pure bookkeeping: it knows block ids and hashes, not bytes,
+//! tokens or sequences.
 //!
 //! ```text
 //!            allocate                     release, no hash
@@ -11,8 +11,8 @@
 //!        (reused)                              only when no block is free
 //! ```
 //!
-//! A block enters the cache while it is owned, as soon as its KV is complete, and may be acquired by
-//! others from then on. A cached block is never written again before it is evicted.
+//! A block enters the cache while it is owned, as soon as its KV is complete. Other sequences may acquire it from
+//! then on. A cached block is never written again before it is evicted.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -22,15 +22,15 @@ use baton_kv_cache::{BlockHash, BlockId};
 #[derive(Debug)]
 pub struct BlockPool {
     blocks: Vec<Block>,
-    /// Blocks without owner or hash.
+    /// Blocks without an owner or a hash.
     free: Vec<BlockId>,
-    /// Blocks without owner but with a hash, by when they were released.
+    /// Blocks without an owner but with a hash, by the time of their release.
     evictable: BTreeMap<u64, BlockId>,
     /// Every block with a hash.
     by_hash: HashMap<BlockHash, BlockId>,
     /// Counts releases into the cache.
     clock: u64,
-    /// Blocks from the front of which the last, and perhaps more, were allocated at some time.
+    /// One more than the largest id ever allocated.
     num_used: usize,
 }
 
@@ -38,24 +38,24 @@ pub struct BlockPool {
 struct Block {
     num_owners: u32,
     hash: Option<BlockHash>,
-    /// Key in `evictable`; meaningful without owner and with hash.
+    /// Key in `evictable`. Only meaningful without an owner and with a hash.
     released_at: u64,
 }
 
-/// A count of a pool's blocks by state.
+/// Counts of a pool's blocks by state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolReport {
     /// All blocks.
     pub num_total: usize,
-    /// Without owner or content.
+    /// Blocks without an owner and without content.
     pub num_free: usize,
-    /// Without owner, kept for their content.
+    /// Blocks without an owner, kept for their content.
     pub num_cached: usize,
-    /// With an owner.
+    /// Blocks with an owner.
     pub num_owned: usize,
 }
 
-/// The pool's books do not agree with each other, or with the tables of the owners.
+/// The pool's block accounting contradicts itself, or the tables of the owners.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("block pool: {0}")]
 pub struct IntegrityError(pub String);
@@ -65,7 +65,7 @@ impl BlockPool {
     pub fn new(num_blocks: usize) -> BlockPool {
         BlockPool {
             blocks: vec![Block::default(); num_blocks],
-            // Popped from the end: low ids first, which keeps the touched memory small.
+            // Popped from the end: low ids come first, which keeps the touched memory small.
             free: (0..num_blocks as u32).rev().map(BlockId).collect(),
             evictable: BTreeMap::new(),
             by_hash: HashMap::new(),
@@ -79,17 +79,17 @@ impl BlockPool {
         self.blocks.len()
     }
 
-    /// Blocks that [`allocate`](Self::allocate) can give.
+    /// Blocks that [`allocate`](Self::allocate) can return.
     pub fn num_available(&self) -> usize {
         self.free.len() + self.evictable.len()
     }
 
-    /// The first so many blocks hold all that were ever allocated.
+    /// The first so many blocks contain all that were ever allocated.
     pub fn num_used(&self) -> usize {
         self.num_used
     }
 
-    /// Whether nobody owns `block`: acquiring it makes one fewer available.
+    /// Whether `block` has no owner. Acquiring such a block makes one fewer available.
     pub fn is_unowned(&self, block: BlockId) -> bool {
         self.blocks[block.idx()].num_owners == 0
     }
@@ -114,31 +114,27 @@ impl BlockPool {
         Some(id)
     }
 
-    /// The cached blocks of the longest prefix of `hashes`, a sequence's hashes in order.
+    /// The cached blocks of the longest prefix of `hashes`, which are a sequence's hashes in order.
     pub fn find_prefix(&self, hashes: &[BlockHash]) -> Vec<BlockId> {
         hashes.iter().map_while(|hash| self.by_hash.get(hash).copied()).collect()
     }
 
-    /// One more owner for each of `blocks`, which are owned or cached.
+    /// Adds an owner to each of `blocks`, which are owned or cached.
     pub fn acquire(&mut self, blocks: &[BlockId]) {
         for id in blocks {
             let block = &mut self.blocks[id.idx()];
             if block.num_owners == 0 {
                 let removed = self.evictable.remove(&block.released_at);
-                assert_eq!(
-                    removed,
-                    Some(*id),
-                    "acquired a block that nobody owns and the cache does not hold"
-                );
+                assert_eq!(removed, Some(*id), "acquired a block that has no owner and is not cached");
             }
             block.num_owners += 1;
         }
     }
 
-    /// One owner fewer for each of `blocks`, a sequence's table in order.
+    /// Removes an owner from each of `blocks`, which are a sequence's table in order.
     pub fn release(&mut self, blocks: &[BlockId]) {
-        // Backwards: of one sequence the last block is evicted first, as it is useless without those
-        // before it.
+        // In reverse, so that the last block of a sequence is evicted first: it is useless without the blocks before
+        // it.
         for id in blocks.iter().rev() {
             let block = &mut self.blocks[id.idx()];
             assert!(block.num_owners > 0, "released {id}, which has no owner");
@@ -156,8 +152,8 @@ impl BlockPool {
         }
     }
 
-    /// Declares that the owned `block` holds what `hash` says, for good. When another block already
-    /// does, that one stays the cached one.
+    /// Declares that the owned `block` holds the KV that `hash` names, for good. When another block is cached under
+    /// `hash`, that one stays.
     pub fn cache(&mut self, block: BlockId, hash: BlockHash) {
         let entry = &mut self.blocks[block.idx()];
         debug_assert!(entry.num_owners > 0, "only an owner knows what a block holds");
@@ -167,11 +163,12 @@ impl BlockPool {
         }
     }
 
-    /// Checks every rule above, and that owners are counted right: `tables` are the block tables of
-    /// all owners.
-    ///
-    /// # Errors
-    /// Names the first rule that does not hold.
+    /// [Caches](Self::cache) each block under its hash.
+    pub fn cache_all(&mut self, blocks: impl IntoIterator<Item = (BlockId, BlockHash)>) {
+        blocks.into_iter().for_each(|(block, hash)| self.cache(block, hash));
+    }
+
+    /// Checks every rule above and the counts of owners. `tables` are the block tables of all owners.
     pub fn check_integrity<'a>(
         &self,
         tables: impl IntoIterator<Item = &'a [BlockId]>,
@@ -184,7 +181,7 @@ impl BlockPool {
         let mut is_free = vec![false; self.blocks.len()];
         for id in &self.free {
             if std::mem::replace(&mut is_free[id.idx()], true) {
-                return fail(format!("{id} is free twice"));
+                return fail(format!("{id} is in the free list twice"));
             }
         }
         let mut num_hashed = 0;
@@ -197,7 +194,7 @@ impl BlockPool {
             if let Some(hash) = &block.hash {
                 num_hashed += 1;
                 if self.by_hash.get(hash) != Some(&id) {
-                    return fail(format!("{id} has a hash that leads elsewhere"));
+                    return fail(format!("{id} has a hash that names another block"));
                 }
             }
             let is_evictable = self.evictable.get(&block.released_at) == Some(&id);
@@ -215,7 +212,7 @@ impl BlockPool {
             num_owned += usize::from(block.num_owners > 0);
         }
         if num_hashed != self.by_hash.len() {
-            return fail(format!("{} hashes lead to {num_hashed} blocks", self.by_hash.len()));
+            return fail(format!("{} hashes name {num_hashed} blocks", self.by_hash.len()));
         }
         let report = PoolReport {
             num_total: self.blocks.len(),

@@ -1,4 +1,4 @@
-//! What other threads ask of the engine thread. Closed: nothing else crosses.
+//! What other threads ask of the engine thread. `Command` is closed: nothing else crosses.
 
 use std::sync::{
     Arc,
@@ -9,36 +9,38 @@ use std::sync::{
 use baton_kv_cache::{BlockHash, BlockId};
 use tokio::sync::oneshot;
 
+use baton_model_spec::SampledToken;
+use baton_request::Request;
+
 use crate::{
     block_pool::PoolReport,
     events::{PrefillEvent, Sink, TokenEvent},
-    handle::{IdleError, Reservation},
-    request::{Request, SampledToken},
     sampler::TokenHistory,
     scheduler::PrefixBlocks,
     sequence::{Sequence, SequenceId},
+    status::IdleError,
 };
 
-/// The channel is unbounded so that a `drop` never waits; what can be in it is bounded all the same:
-/// submissions by `max_waiting`, the rest by a few per accepted request.
+/// The sender of commands. The channel is unbounded so that a `drop` never waits. Its length is bounded all the same:
+/// by `max_waiting` for submissions, and by a few commands per accepted request for the rest.
 pub(crate) type Commands = mpsc::Sender<Command>;
 
 pub(crate) enum Command {
     /// A new sequence.
     Submit(Box<Submission>),
-    /// A granted reservation's prompt is computed; continue after its first token.
+    /// The prompt of a granted reservation is computed. Continue after its first token.
     Decode { id: SequenceId, first: SampledToken, sink: Sink<TokenEvent> },
-    /// The reader of the sequence's events left.
+    /// The reader of the sequence's events is gone.
     Cancel(SequenceId),
-    /// The holder of its blocks left: a hold, or a reservation, granted or not.
+    /// The holder of its blocks is gone: of a hold, or of a reservation, granted or not.
     Release(SequenceId),
-    /// Hold what is cached of a prefix, and say which blocks that are.
+    /// Hold the cached part of a prefix, and reply with its blocks.
     HoldCached { id: SequenceId, hashes: Vec<BlockHash>, reply: oneshot::Sender<Vec<BlockId>> },
-    /// Hold what is cached of a prefix, and set blocks aside for the rest, if there is room now.
+    /// Hold the cached part of a prefix, and set blocks aside for the rest if there is room now.
     ReservePrefix { id: SequenceId, hashes: Vec<BlockHash>, reply: oneshot::Sender<Option<PrefixBlocks>> },
-    /// The blocks of a reserved prefix hold what these hashes say.
+    /// The blocks of a reserved prefix hold the KV that these hashes name.
     CachePrefix { id: SequenceId, hashes: Vec<BlockHash> },
-    /// Answer whether everything has been returned.
+    /// Reply whether everything was returned.
     CheckIdle(oneshot::Sender<Result<PoolReport, IdleError>>),
     /// End every stream, then the thread.
     Shutdown,
@@ -48,32 +50,40 @@ pub(crate) struct Submission {
     pub(crate) sequence: Sequence,
     pub(crate) request: Request,
     pub(crate) history: TokenHistory,
-    pub(crate) reply: Reply,
-    pub(crate) ticket: Ticket,
+    pub(crate) reply: ReplyChannel,
+    pub(crate) slot: QueueSlot,
 }
 
-/// Whom to tell, by role.
-pub(crate) enum Reply {
+/// Where a request's events go, by role.
+pub(crate) enum ReplyChannel {
     Tokens(Sink<TokenEvent>),
     Prefill(Sink<PrefillEvent>),
-    /// `None` once it was granted; then `Decode` brings a sink.
-    Reservation(Option<oneshot::Sender<Reservation>>),
+    /// `None` after the grant. Then `Decode` brings a sink.
+    Reservation(Option<oneshot::Sender<Grant>>),
 }
 
-/// A place in the queue, from submission until admission or the end.
+/// The blocks of a reservation, sent when it is admitted.
 #[derive(Debug)]
-pub(crate) struct Ticket(Arc<AtomicUsize>);
+pub(crate) struct Grant {
+    pub(crate) blocks: Vec<BlockId>,
+    /// So many of them at the front are cached.
+    pub(crate) num_cached_blocks: usize,
+}
 
-impl Ticket {
-    /// One of at most `max_waiting`; `Err` with their number when there is none.
-    pub(crate) fn take(num_taken: &Arc<AtomicUsize>, max_waiting: usize) -> Result<Ticket, usize> {
+/// A slot in the queue, held from submission until admission or the end.
+#[derive(Debug)]
+pub(crate) struct QueueSlot(Arc<AtomicUsize>);
+
+impl QueueSlot {
+    /// Takes one of at most `max_waiting` slots. `Err` with the number of taken slots when none is free.
+    pub(crate) fn take(num_taken: &Arc<AtomicUsize>, max_waiting: usize) -> Result<QueueSlot, usize> {
         let more = |num| (num < max_waiting).then_some(num + 1);
         num_taken.try_update(Ordering::AcqRel, Ordering::Acquire, more)?;
-        Ok(Ticket(num_taken.clone()))
+        Ok(QueueSlot(num_taken.clone()))
     }
 }
 
-impl Drop for Ticket {
+impl Drop for QueueSlot {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }
@@ -81,27 +91,27 @@ impl Drop for Ticket {
 
 /// Sends a command about a sequence when it is dropped.
 #[derive(Debug)]
-pub(crate) struct Owner {
+pub(crate) struct DropCommand {
     pub(crate) id: SequenceId,
     commands: Option<Commands>,
     at_drop: fn(SequenceId) -> Command,
 }
 
-impl Owner {
-    pub(crate) fn new(id: SequenceId, commands: Commands, at_drop: fn(SequenceId) -> Command) -> Owner {
-        Owner { id, commands: Some(commands), at_drop }
+impl DropCommand {
+    pub(crate) fn new(id: SequenceId, commands: Commands, at_drop: fn(SequenceId) -> Command) -> DropCommand {
+        DropCommand { id, commands: Some(commands), at_drop }
     }
 
-    /// The duty has passed to somebody else.
+    /// Drops it without the command: another value has taken over the duty.
     pub(crate) fn disarm(mut self) {
         self.commands = None;
     }
 }
 
-impl Drop for Owner {
+impl Drop for DropCommand {
     fn drop(&mut self) {
         if let Some(commands) = &self.commands {
-            // Fails when the engine has ended; nothing is owned then.
+            // Fails when the engine has ended. It then owns nothing.
             let _ = commands.send((self.at_drop)(self.id));
         }
     }

@@ -1,54 +1,47 @@
-//! What an engine says about a request, and the streams that carry it.
+//! What an engine says about a request, and the sinks it writes to.
 //!
-//! Each stream is bounded by what its request can produce, so the engine thread never waits for a
-//! reader, and ends with exactly one terminal event, whatever becomes of the engine: a `Sink` that
-//! is dropped without one says [`EngineError::ShuttingDown`].
+//! Each channel is bounded by what its request can produce, so the engine thread never waits for a reader. It ends
+//! with exactly one terminal event: a `Sink` that is dropped without one sends [`EngineError::ShuttingDown`].
 
-use std::{
-    ops::Range,
-    task::{Context, Poll},
-};
+use std::ops::Range;
 
 use baton_kv_cache::BlockId;
 use tokio::sync::mpsc;
 
-use crate::{
-    command::Owner,
-    request::{FinishReason, SampledToken},
-    speculation::DraftCounts,
-};
+use baton_model_spec::SampledToken;
+use baton_request::FinishReason;
 
 /// An event of a sequence that decodes.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TokenEvent {
-    /// The engine has begun to compute its prompt. Not said of one that arrives computed.
+    /// The engine started to compute its prompt. Not sent for a sequence that arrives computed.
     Started {
         /// Prompt tokens that the prefix cache supplied.
         cached_tokens: usize,
     },
-    /// A draft was verified: what the tokens that follow at once came from.
+    /// A draft was verified. The tokens that follow at once come from it.
     Verified(DraftCounts),
     /// The next output token.
     Token(SampledToken),
-    /// It is complete. Terminal.
+    /// The sequence is complete. Terminal.
     Finished(FinishReason),
-    /// It broke off. Terminal.
+    /// The sequence ended without an answer. Terminal.
     Failed(EngineError),
 }
 
 /// An event of a sequence that is computed for another engine.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PrefillEvent {
-    /// It was taken up.
+    /// The sequence was admitted.
     Started {
         /// Prompt tokens that the prefix cache supplied.
         cached_tokens: usize,
     },
-    /// From now on these blocks hold their final KV of these layers. Each layer of each block of the
-    /// sequence is named once: a cached prefix at once, a full block when a chunk completed it, a
-    /// partial last block when the prompt ends.
+    /// From now on these blocks hold their final KV of these layers. Each layer of each block is named once: of a
+    /// cached prefix at once, of a full block when a chunk completes it, of a partial last block when the prompt
+    /// ends.
     Ready {
-        /// Which layers.
+        /// Layers of the model.
         layers: Range<usize>,
         /// Index of the first of `blocks` in the sequence's table.
         first_block_idx: usize,
@@ -57,8 +50,17 @@ pub enum PrefillEvent {
     },
     /// The token after the prompt. Terminal.
     FirstToken(SampledToken),
-    /// It broke off. Terminal.
+    /// The sequence ended without an answer. Terminal.
     Failed(EngineError),
+}
+
+/// Drafted tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DraftCounts {
+    /// Tokens that were proposed and that the target verified.
+    pub drafted: u64,
+    /// Of those, the ones that equal the sampled token.
+    pub accepted: u64,
 }
 
 /// Why an accepted request ended without an answer.
@@ -67,66 +69,27 @@ pub enum EngineError {
     /// Another engine may continue the request.
     #[error("the engine is shutting down")]
     ShuttingDown,
-    /// The model computed NaN or infinite logits for this request; the others go on.
+    /// The model computed NaN or infinite logits for this request. Other requests continue.
     #[error("the model's logits are not finite")]
     InvalidLogits,
     /// The device failed. The engine has ended.
     #[error("the executor failed: {message}")]
     Executor {
-        /// What it said.
+        /// The device's message.
         message: String,
     },
-    /// There is a bug in the executor or the engine. The engine has ended.
+    /// The executor or the engine has a bug. The engine has ended.
     #[error("the engine panicked: {message}")]
     Panicked {
-        /// What the panic said.
+        /// The panic's message.
         message: String,
     },
 }
 
-/// The events of a sequence that decodes. Dropping it cancels the sequence; its blocks are free at
-/// the next step.
-#[derive(Debug)]
-pub struct TokenStream {
-    pub(crate) events: mpsc::Receiver<TokenEvent>,
-    pub(crate) _cancel: Owner,
-}
-
-impl TokenStream {
-    /// The next event; `None` after the terminal one.
-    pub async fn next(&mut self) -> Option<TokenEvent> {
-        self.events.recv().await
-    }
-
-    /// [`next`](Self::next) for implementations of streams.
-    pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<TokenEvent>> {
-        self.events.poll_recv(cx)
-    }
-}
-
-/// The events of a prefill. Dropping it cancels the computation.
-#[derive(Debug)]
-pub struct PrefillEvents {
-    pub(crate) events: mpsc::Receiver<PrefillEvent>,
-    pub(crate) _cancel: Owner,
-}
-
-impl PrefillEvents {
-    /// The next event; `None` after the terminal one.
-    pub async fn next(&mut self) -> Option<PrefillEvent> {
-        self.events.recv().await
-    }
-
-    /// [`next`](Self::next) for implementations of streams.
-    pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<PrefillEvent>> {
-        self.events.poll_recv(cx)
-    }
-}
-
-/// Where the engine puts a stream's events.
+/// Where the engine writes a stream's events.
 #[derive(Debug)]
 pub(crate) struct Sink<E: Event> {
-    /// `None` once the terminal event was sent.
+    /// `None` after the terminal event.
     events: Option<mpsc::Sender<E>>,
 }
 
@@ -147,7 +110,8 @@ impl Event for PrefillEvent {
 }
 
 impl<E: Event> Sink<E> {
-    /// A sink and its reader. `max_events` is the most that can be sent, the terminal one included.
+    /// A sink and its reader. `max_events` is the largest number of events that can be sent, the terminal one
+    /// included.
     pub(crate) fn new(max_events: usize) -> (Sink<E>, mpsc::Receiver<E>) {
         let (sender, receiver) = mpsc::channel(max_events);
         (Sink { events: Some(sender) }, receiver)
@@ -175,7 +139,7 @@ impl<E: Event> Drop for Sink<E> {
 }
 
 fn put<E>(events: &mpsc::Sender<E>, event: E) {
-    // A closed channel is a reader that left; its cancellation is under way.
+    // A closed channel has no reader any more. Its cancellation is on the way.
     let result = events.try_send(event);
     debug_assert!(
         !matches!(result, Err(mpsc::error::TrySendError::Full(_))),

@@ -1,55 +1,62 @@
-//! The engine: one thread that advances many sequences, a step at a time.
+//! The engine: one thread that advances many sequences, one step at a time.
 //!
 //! In reading order:
-//! - [`request`]: what is asked for, and when it is over;
-//! - [`block_pool`]: who owns which KV block, and the prefix cache;
-//! - [`sequence`], [`plan`] and [`scheduler`]: which tokens are computed in the next step, decided purely;
-//! - `step_time`: what steps take, and how much of prompts fits beside decodes;
+//! - [`block_pool`]: the owners of KV blocks, and the prefix cache;
+//! - [`sequence`], [`plan`] and [`scheduler`]: which tokens the next step computes, decided purely;
+//! - `step_time`: how long steps take, and how many prompt tokens fit beside decodes;
 //! - [`sampler`]: from logits to a token;
-//! - [`speculation`]: who drafts tokens, and how many;
-//! - `live`: the requests under way, from submission to their terminal event;
-//! - `compute`: plans as batches, and the calls of an executor;
-//! - `step_loop`: the thread that owns all of the above and an [`Executor`](baton_model::Executor);
-//! - [`handle`] and [`events`]: how other threads talk to it.
+//! - [`draft_length`]: how many tokens to draft for a sequence;
+//! - [`events`] and `streams`: what the engine says about a request;
+//! - `status`: what the engine publishes about itself;
+//! - `command`: what other threads ask of the engine thread;
+//! - `live`: the running requests, from submission to their terminal event;
+//! - `execution` and `batch`: calls of an executor, and what it computes for a plan;
+//! - [`speculation`]: which tokens are drafted;
+//! - `step_loop`: the thread that owns all of the above and an [`Executor`](baton_model_spec::Executor);
+//! - [`handle`] and `prefix`: how other threads use the engine;
+//! - `start`: how an engine starts.
 //!
-//! One loop serves both phases and every role. A step has no "prefill mode": each sequence has
-//! computed tokens and tokens, and a step lets the former catch up with the latter under a budget.
-//! A prefill worker's sequences end after their first token with the blocks held; a decode worker's
-//! arrive with their blocks computed.
+//! A module uses only modules above it in this list.
 //!
-//! The engine does not know the network, protocol messages, text, or how blocks travel.
+//! One loop serves both phases and every role. A step has no "prefill mode": each sequence has tokens and computed
+//! tokens, and a step lets the latter catch up with the former under a budget. On a prefill worker a sequence ends
+//! after its first token, and its blocks stay held. On a decode worker a sequence arrives with its prompt computed.
+//!
+//! The engine does not know the network, protocol messages, text, or how blocks are transferred.
 
-// One call and the fake executor need unsafe code; each says why at its place.
+// Two calls of an executor need unsafe code; each says why.
 #![deny(unsafe_code)]
 
+mod batch;
 pub mod block_pool;
-mod claims;
 mod command;
-mod compute;
 mod config;
+pub mod draft_length;
 pub mod events;
+mod execution;
 pub mod handle;
 mod live;
 mod pages;
 pub mod plan;
-pub mod request;
+mod prefix;
 pub mod sampler;
 pub mod scheduler;
 pub mod sequence;
 pub mod speculation;
+mod start;
+mod status;
 mod step_loop;
 mod step_time;
-#[doc(hidden)]
-pub mod testing;
+mod streams;
 
+pub use baton_model_spec::{SampledToken, TokenLogprobs};
+pub use baton_request::{FinishReason, InvalidRequest, Problem, Request, SamplingParams, SpeculationMode};
 pub use block_pool::{BlockPool, IntegrityError, PoolReport};
-pub use config::{EngineConfig, StartError};
-pub use events::{EngineError, PrefillEvent, PrefillEvents, TokenEvent, TokenStream};
-pub use handle::{
-    CachedPrefix, EngineHandle, EngineLoad, EngineThread, HeldBlocks, IdleError, PrefixReservation,
-    Reservation, SubmitError, start, start_over,
-};
-pub use request::{
-    FinishReason, InvalidRequest, Request, SampledToken, SamplingParams, SpeculationMode, TokenLogprobs,
-};
-pub use speculation::{DraftCounts, Drafter, Speculation};
+pub use config::{EngineConfig, EngineStartError};
+pub use events::{DraftCounts, EngineError, PrefillEvent, TokenEvent};
+pub use handle::{EngineHandle, HeldBlocks, Reservation, SubmitError};
+pub use prefix::{CachedPrefix, PrefixReservation};
+pub use speculation::{Drafter, Speculation};
+pub use start::{EngineThread, start, start_over};
+pub use status::{EngineLoad, IdleError};
+pub use streams::{PrefillEvents, TokenStream};

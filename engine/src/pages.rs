@@ -1,5 +1,5 @@
-//! Keeps the memory of a pool ready a little ahead of its use, so that nobody waits for the kernel to supply pages: not
-//! the engine, and not a prefill worker that writes into them while a client waits for its token.
+//! Populates the memory of a pool a little ahead of its use. So neither the engine nor a transfer into these blocks
+//! waits for the kernel to supply pages.
 
 use std::{
     io,
@@ -12,19 +12,19 @@ use std::{
 
 use baton_kv_cache::BlockStorage;
 
-/// Bytes that one system call is asked for: many share its fixed cost, and it ends within milliseconds.
+/// Bytes per system call: enough to share its fixed cost, and few enough to end within milliseconds.
 const STRIDE: usize = 32 << 20;
 
-/// Bytes behind the blocks in use that are kept ready. What is never used never takes memory.
+/// Bytes after the blocks in use that are kept populated. Memory that is never used is never taken.
 const AHEAD: usize = 64 << 20;
 
-/// What tells the thread to end.
+/// Tells the thread to end.
 const STOP: usize = usize::MAX;
 
-/// A thread that keeps pages ready a little ahead of the blocks in use. It ends when this is dropped.
+/// A thread that keeps pages populated a little ahead of the blocks in use. It ends when this is dropped.
 #[derive(Debug)]
 pub(crate) struct PagesAhead {
-    /// Bytes from the front that shall be ready.
+    /// Bytes from the front that shall be populated.
     wanted: Arc<AtomicUsize>,
     thread: Option<JoinHandle<()>>,
     block_bytes: usize,
@@ -32,10 +32,10 @@ pub(crate) struct PagesAhead {
 }
 
 impl PagesAhead {
-    /// Begins with the front of `storage`.
+    /// Starts at the front of `storage`.
     ///
     /// # Errors
-    /// When there is no thread to be had.
+    /// When the thread is refused.
     pub(crate) fn start(storage: Arc<BlockStorage>) -> io::Result<PagesAhead> {
         let block_bytes = storage.layout().block_bytes();
         let wanted = Arc::new(AtomicUsize::new(AHEAD));
@@ -67,7 +67,7 @@ impl Drop for PagesAhead {
         self.wanted.store(STOP, Ordering::Relaxed);
         self.wake();
         if let Some(thread) = self.thread.take() {
-            // It has nothing that could panic.
+            // The thread does not panic.
             let _ = thread.join();
         }
     }
@@ -83,7 +83,7 @@ fn keep_ready(storage: &BlockStorage, wanted: &AtomicUsize) {
             _ => {
                 let end = size.min(ready + STRIDE);
                 if let Err(error) = storage.populate(ready..end) {
-                    tracing::debug!(%error, "the kernel supplies pages of KV memory only as they are touched");
+                    tracing::debug!(%error, "KV memory is not populated ahead: its pages come on first touch");
                     return;
                 }
                 ready = end;

@@ -1,46 +1,46 @@
-//! What one step does: decided by the scheduler, carried out by the step loop.
+//! What one step does. The scheduler decides it, and the step loop carries it out.
 
 use crate::sequence::{Sequence, SequenceId};
 
 /// What the next step does. Reused from step to step.
 #[derive(Clone, Debug, Default)]
-pub struct Plan {
+pub struct StepPlan {
     /// Tokens to compute, in the order of the batch.
     pub chunks: Vec<Chunk>,
-    /// Left the queue and hold blocks now.
+    /// Sequences that left the queue and hold blocks now.
     pub admitted: Vec<Admission>,
-    /// Lost their blocks and wait again.
+    /// Sequences that lost their blocks and wait again.
     pub preempted: Vec<SequenceId>,
 }
 
 /// A run of tokens of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// Whose.
+    /// The sequence.
     pub id: SequenceId,
-    /// Position of the first of them.
+    /// Position of the first token.
     pub start_idx: usize,
-    /// At least one.
+    /// Number of tokens, at least one.
     pub num_tokens: usize,
-    /// Of them, so many at the end are a draft.
+    /// So many of them at the end are a draft.
     pub num_drafts: usize,
-    /// Whether they are the last ones known, so that the next token is to be sampled.
+    /// Whether these are the last known tokens, so that the next token is sampled.
     pub wants_token: bool,
 }
 
-/// A sequence that came to hold blocks.
+/// A sequence that was given blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Admission {
-    /// Who.
+    /// The sequence.
     pub id: SequenceId,
     /// Whole blocks at its front that the prefix cache supplied.
     pub num_cached_blocks: usize,
-    /// False when it comes back after a preemption.
+    /// False when the sequence comes back after a preemption.
     pub is_first: bool,
 }
 
-impl Plan {
-    /// Whether the step computes and changes nothing: without a word from outside, neither will the next.
+impl StepPlan {
+    /// Whether the step computes and changes nothing. Then the next one will not either, until a command arrives.
     pub fn is_empty(&self) -> bool {
         self.chunks.is_empty() && self.admitted.is_empty() && self.preempted.is_empty()
     }
@@ -50,7 +50,7 @@ impl Plan {
         self.chunks.iter().map(|chunk| chunk.num_tokens).sum()
     }
 
-    /// Of them, so many are drafts.
+    /// Drafted tokens among them.
     pub fn num_drafts(&self) -> usize {
         self.chunks.iter().map(|chunk| chunk.num_drafts).sum()
     }

@@ -1,11 +1,11 @@
-//! From a row of logits to a token. A pure function of the row, the parameters and the tokens so far:
-//! it does not know what else is in the batch.
+//! From a row of logits to a token. A pure function of the row, the parameters and the tokens so far: it does not
+//! know what else is in the batch.
 //!
-//! In this order: repetition, frequency and presence penalty; logit bias; stop ids are masked until
-//! `min_tokens`; temperature 0 takes the largest logit here (the smallest id of equals). Otherwise
-//! temperature, min-p, top-k, top-p over what top-k left, and one random number: likeliest first where
-//! top-k or top-p left some out, else in the order of ids. Log-probabilities are those of the untouched
-//! row, as OpenAI and vLLM report them.
+//! In this order: repetition, frequency and presence penalty; logit bias; stop ids are masked until `min_tokens`.
+//! Temperature 0 then takes the largest logit (the smallest id of equals). Otherwise: temperature, min-p, top-k,
+//! top-p over the remaining candidates, and one random number. It chooses among candidates in the order of their
+//! likelihood if top-k or top-p removed some, else in the order of ids. Log-probabilities are those of the unmodified
+//! row, as in OpenAI and vLLM.
 
 use std::{
     borrow::Cow,
@@ -13,29 +13,29 @@ use std::{
     collections::{HashMap, hash_map::Entry},
 };
 
-pub use baton_model::InvalidLogits;
-use baton_model::{Draw, SampledToken, TokenCount, TokenLogprobs};
+pub use baton_model_spec::InvalidLogits;
+use baton_model_spec::{SampledToken, TokenCount, TokenLogprobs, TokenSampling};
 
-use crate::request::{Request, SamplingParams};
+use baton_request::{Request, SamplingParams};
 
-/// Scaled logits this far below the largest are not considered: all together they have less than
-/// `vocab_size * e^-40` of the largest one's probability.
+/// Scaled logits this far below the largest are ignored: together they have less than `vocab_size * e^-40` of the
+/// largest one's probability.
 const NEGLIGIBLE: f32 = -40.0;
 
-/// Tokens of which top-p sorts the likeliest first; it sorts more only when these are too few.
+/// Number of the likeliest tokens that top-p sorts first. It sorts more only when these are too few.
 const NUCLEUS_GUESS: usize = 64;
 
 /// Logits that are compared at a time.
 const NUM_LANES: usize = 16;
 
-/// Chooses tokens. Holds scratch memory, nothing that outlives a call.
+/// Chooses tokens. Holds scratch memory only.
 #[derive(Debug, Default)]
 pub struct Sampler {
     logits: Vec<f32>,
     candidates: Vec<Candidate>,
 }
 
-/// What the sampler needs to know of the tokens before.
+/// The tokens before, as far as the sampler needs them.
 #[derive(Clone, Debug)]
 pub struct TokenHistory {
     num_output_tokens: usize,
@@ -46,17 +46,17 @@ pub struct TokenHistory {
 /// Tokens of prompt and output.
 #[derive(Clone, Debug, Default)]
 struct TokenCounts {
-    /// Each once; first those of the prompt, then the others in the order in which they came.
+    /// Each token once: first those of the prompt, then the others in the order of their first occurrence.
     list: Vec<TokenCount>,
     num_in_prompt: usize,
-    /// Where in the list a token is.
+    /// Index of each token in the list.
     places: HashMap<u32, usize>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Candidate {
     id: u32,
-    /// Logit minus the largest, divided by the temperature; after top-k, e to the power of that.
+    /// Logit minus the largest, divided by the temperature. After top-k: the exponential of that.
     weight: f32,
 }
 
@@ -81,7 +81,7 @@ impl TokenHistory {
         }
     }
 
-    /// Takes the newest output token back.
+    /// Removes the newest output token.
     pub fn pop(&mut self, token: u32) {
         self.num_output_tokens -= 1;
         if let Some(counts) = &mut self.counts {
@@ -89,31 +89,31 @@ impl TokenHistory {
         }
     }
 
-    /// How the next token is drawn.
-    pub fn draw<'a>(&'a self, params: &'a SamplingParams) -> Draw<'a> {
-        draw_at(self.num_output_tokens, self.counts(), params)
+    /// Sampling of the next token.
+    pub fn sampling<'a>(&'a self, params: &'a SamplingParams) -> TokenSampling<'a> {
+        sampling_at(self.num_output_tokens, self.counts(), params)
     }
 
-    /// How the token after that is drawn, but that the next one is still to be counted.
-    pub(crate) fn draw_behind<'a>(&'a self, params: &'a SamplingParams) -> Draw<'a> {
-        draw_at(self.num_output_tokens + 1, self.counts(), params)
+    /// Sampling of the token after the next one, which is not counted yet.
+    pub(crate) fn sampling_after_next<'a>(&'a self, params: &'a SamplingParams) -> TokenSampling<'a> {
+        sampling_at(self.num_output_tokens + 1, self.counts(), params)
     }
 
-    /// How the next token is drawn, and the one after each of `drafts`.
-    pub(crate) fn draws<'a>(
+    /// Sampling of the next token and of the token after each of `drafts`.
+    pub(crate) fn samplings<'a>(
         &'a self,
         drafts: &'a [u32],
         params: &'a SamplingParams,
-    ) -> impl Iterator<Item = Draw<'a>> {
+    ) -> impl Iterator<Item = TokenSampling<'a>> {
         let mut counts = if drafts.is_empty() { None } else { self.counts.clone() };
         let after = drafts.iter().enumerate().map(move |(idx, &draft)| {
             let counts = counts.as_mut().map(|counts| {
                 counts.push(draft);
                 counts.list.clone()
             });
-            draw_at(self.num_output_tokens + 1 + idx, Cow::Owned(counts.unwrap_or_default()), params)
+            sampling_at(self.num_output_tokens + 1 + idx, Cow::Owned(counts.unwrap_or_default()), params)
         });
-        std::iter::once(self.draw(params)).chain(after)
+        std::iter::once(self.sampling(params)).chain(after)
     }
 
     fn counts(&self) -> Cow<'_, [TokenCount]> {
@@ -147,23 +147,27 @@ impl TokenCounts {
         self.list[place].num_output += 1;
     }
 
-    /// Takes the newest back.
+    /// Removes the newest token.
     fn pop(&mut self, token: u32) {
         let place = self.places[&token];
         self.list[place].num_output -= 1;
         if self.list[place].num_output == 0 && place >= self.num_in_prompt {
-            debug_assert_eq!(place, self.list.len() - 1, "those that came later were taken back before");
+            debug_assert_eq!(place, self.list.len() - 1, "later tokens were removed before");
             self.places.remove(&token);
             self.list.pop();
         }
     }
 }
 
-/// How the `output_idx`th output token is drawn. With this the random number depends on neither batch, role, attempt nor
+/// Sampling of the output token with index `output_idx`. The random number does not depend on batch, role, attempt or
 /// preemption.
-fn draw_at<'a>(output_idx: usize, counts: Cow<'a, [TokenCount]>, params: &'a SamplingParams) -> Draw<'a> {
+fn sampling_at<'a>(
+    output_idx: usize,
+    counts: Cow<'a, [TokenCount]>,
+    params: &'a SamplingParams,
+) -> TokenSampling<'a> {
     let must_not_stop = output_idx < params.min_tokens as usize;
-    Draw {
+    TokenSampling {
         random: random_unit(params.seed, output_idx as u64),
         temperature: params.temperature,
         top_k: params.top_k,
@@ -180,42 +184,50 @@ fn draw_at<'a>(output_idx: usize, counts: Cow<'a, [TokenCount]>, params: &'a Sam
 }
 
 impl Sampler {
-    /// The token that follows.
+    /// Samples the next token.
     ///
     /// # Errors
-    /// When the row is not usable.
+    /// When the row is invalid.
     pub fn sample(
         &mut self,
         logits: &[f32],
         params: &SamplingParams,
         history: &TokenHistory,
     ) -> Result<SampledToken, InvalidLogits> {
-        self.draw(logits, &history.draw(params))
+        self.sample_row(logits, &history.sampling(params))
     }
 
-    /// The token that is drawn so.
+    /// Samples a token from a row.
     ///
     /// # Errors
-    /// When the row is not usable.
-    pub fn draw(&mut self, logits: &[f32], draw: &Draw<'_>) -> Result<SampledToken, InvalidLogits> {
-        let id = self.draw_id(logits, draw)?;
-        let logprobs = draw.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
+    /// When the row is invalid.
+    pub fn sample_row(
+        &mut self,
+        logits: &[f32],
+        sampling: &TokenSampling<'_>,
+    ) -> Result<SampledToken, InvalidLogits> {
+        let id = self.sample_row_id(logits, sampling)?;
+        let logprobs = sampling.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
         Ok(SampledToken { id, logprobs })
     }
 
-    /// [`draw`](Self::draw) without log-probabilities.
+    /// [`sample_row`](Self::sample_row) without log-probabilities.
     ///
     /// # Errors
-    /// When the row is not usable.
-    pub fn draw_id(&mut self, logits: &[f32], draw: &Draw<'_>) -> Result<u32, InvalidLogits> {
-        if !draw.changes_logits() {
-            return choose(logits, &mut self.candidates, draw);
+    /// When the row is invalid.
+    pub fn sample_row_id(
+        &mut self,
+        logits: &[f32],
+        sampling: &TokenSampling<'_>,
+    ) -> Result<u32, InvalidLogits> {
+        if !sampling.changes_logits() {
+            return choose(logits, &mut self.candidates, sampling);
         }
         self.logits.clear();
         self.logits.extend_from_slice(logits);
         check(&self.logits)?;
-        apply(&mut self.logits, draw);
-        choose(&self.logits, &mut self.candidates, draw)
+        apply(&mut self.logits, sampling);
+        choose(&self.logits, &mut self.candidates, sampling)
     }
 }
 
@@ -235,25 +247,28 @@ pub fn random_unit(seed: u64, output_idx: u64) -> f64 {
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
-fn apply(logits: &mut [f32], draw: &Draw<'_>) {
-    for count in &*draw.counts {
+fn apply(logits: &mut [f32], sampling: &TokenSampling<'_>) {
+    for count in &*sampling.counts {
         let logit = &mut logits[count.token as usize];
-        let mut penalised =
-            if *logit > 0.0 { *logit / draw.repetition_penalty } else { *logit * draw.repetition_penalty };
+        let mut penalised = if *logit > 0.0 {
+            *logit / sampling.repetition_penalty
+        } else {
+            *logit * sampling.repetition_penalty
+        };
         if count.num_output > 0 {
-            penalised -= draw.presence_penalty + draw.frequency_penalty * count.num_output as f32;
+            penalised -= sampling.presence_penalty + sampling.frequency_penalty * count.num_output as f32;
         }
         *logit = bounded(penalised);
     }
-    for &(token, bias) in &*draw.logit_bias {
+    for &(token, bias) in &*sampling.logit_bias {
         logits[token as usize] = bounded(logits[token as usize] + bias);
     }
-    for &token in &*draw.masked {
+    for &token in &*sampling.masked {
         logits[token as usize] = f32::NEG_INFINITY;
     }
 }
 
-/// A request may ask for so much that a number ends there; that is not the model's fault.
+/// Extreme parameters of a request may overflow; that is not an error of the model.
 fn bounded(logit: f32) -> f32 {
     logit.clamp(f32::MIN, f32::MAX)
 }
@@ -264,7 +279,7 @@ fn check(logits: &[f32]) -> Result<(), InvalidLogits> {
 
 /// Id and value of the largest logit; the smallest id of equals.
 fn largest(logits: &[f32]) -> Result<(u32, f32), InvalidLogits> {
-    // In lanes, as the order in which floats are compared is not the compiler's to change.
+    // In lanes: the compiler may not change the order of float comparisons itself.
     let mut maxima = [f32::NEG_INFINITY; NUM_LANES];
     let mut has_nan = [false; NUM_LANES];
     let (chunks, rest) = logits.as_chunks::<NUM_LANES>();
@@ -285,43 +300,47 @@ fn largest(logits: &[f32]) -> Result<(u32, f32), InvalidLogits> {
     Ok((id as u32, max))
 }
 
-fn choose(logits: &[f32], candidates: &mut Vec<Candidate>, draw: &Draw<'_>) -> Result<u32, InvalidLogits> {
+fn choose(
+    logits: &[f32],
+    candidates: &mut Vec<Candidate>,
+    sampling: &TokenSampling<'_>,
+) -> Result<u32, InvalidLogits> {
     let (likeliest, max) = largest(logits)?;
-    if draw.temperature == 0.0 || draw.top_k == 1 {
+    if sampling.temperature == 0.0 || sampling.top_k == 1 {
         return Ok(likeliest);
     }
-    let lowest = if draw.min_p > 0.0 { draw.min_p.ln().max(NEGLIGIBLE) } else { NEGLIGIBLE };
+    let lowest = if sampling.min_p > 0.0 { sampling.min_p.ln().max(NEGLIGIBLE) } else { NEGLIGIBLE };
     candidates.clear();
     for (id, &logit) in logits.iter().enumerate() {
-        let scaled = (logit - max) / draw.temperature;
+        let scaled = (logit - max) / sampling.temperature;
         if scaled >= lowest {
             candidates.push(Candidate { id: id as u32, weight: scaled });
         }
     }
-    keep_top_k(candidates, draw.top_k as usize);
+    keep_top_k(candidates, sampling.top_k as usize);
     candidates.iter_mut().for_each(|candidate| candidate.weight = candidate.weight.exp());
-    keep_top_p(candidates, draw.top_p);
+    keep_top_p(candidates, sampling.top_p);
 
-    let mut left = draw.random * total_weight(candidates);
+    let mut left = sampling.random * total_weight(candidates);
     for candidate in candidates.iter() {
         left -= f64::from(candidate.weight);
         if left < 0.0 {
             return Ok(candidate.id);
         }
     }
-    Ok(candidates.last().map_or(likeliest, |candidate| candidate.id)) // rounding used up the interval
+    Ok(candidates.last().map_or(likeliest, |candidate| candidate.id)) // the subtraction was not exact
 }
 
 fn keep_top_k(candidates: &mut Vec<Candidate>, top_k: usize) {
     if top_k > 0 && top_k < candidates.len() {
         candidates.select_nth_unstable_by(top_k - 1, Candidate::likelier);
         candidates.truncate(top_k);
-        // The selection leaves them in an order of its own, which would decide what a random number draws.
+        // The selection leaves an arbitrary order, on which the choice by the random number would depend.
         candidates.sort_unstable_by(Candidate::likelier);
     }
 }
 
-/// Keeps the fewest likeliest candidates that have `top_p` of the weight.
+/// Keeps the fewest likeliest candidates that together have `top_p` of the weight.
 fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f32) {
     if top_p >= 1.0 {
         return;
@@ -354,7 +373,7 @@ fn total_weight(candidates: &[Candidate]) -> f64 {
 }
 
 impl Candidate {
-    /// A total order (no two have the same id), so that neither a selection nor a draw depends on an algorithm.
+    /// A total order (ids are unique), so that neither a selection nor a sample depends on an algorithm.
     fn likelier(&self, other: &Candidate) -> Ordering {
         other.weight.total_cmp(&self.weight).then(self.id.cmp(&other.id))
     }
@@ -366,7 +385,7 @@ fn token_logprobs(logits: &[f32], id: u32, num_top: usize) -> TokenLogprobs {
     let log_sum = f64::from(max) + sum.ln();
     let logprob = |logit: f32| (f64::from(logit) - log_sum) as f32;
 
-    // At most 20: insertion into a sorted list beats selecting over the vocabulary.
+    // At most 20: insertion into a sorted list is faster than selection over the vocabulary.
     let mut top: Vec<(u32, f32)> = Vec::with_capacity(num_top + 1);
     for (id, &logit) in logits.iter().enumerate() {
         if top.len() == num_top && top.last().is_none_or(|&(_, least)| logit <= least) {

@@ -1,11 +1,11 @@
-//! A sequence as the scheduler sees it: tokens, how many of them are computed, and blocks. It does
-//! not know sampling, streams or who asked.
+//! A sequence as the scheduler sees it: its tokens, how many are computed, and its blocks. It does not know sampling,
+//! streams or clients.
 
 use std::fmt;
 
 use baton_kv_cache::{BlockHash, BlockId, HashRoot};
 
-/// Names a sequence of one engine. Ids grow with the order of arrival: a smaller one is older.
+/// Identifies a sequence of one engine. Ids grow in the order of arrival: a smaller one is older.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId(pub u64);
 
@@ -15,15 +15,15 @@ impl fmt::Display for SequenceId {
     }
 }
 
-/// What becomes of a sequence once it holds blocks.
+/// What a sequence does once it holds blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    /// Its prompt is computed here, then it decodes here.
+pub enum SequenceRole {
+    /// The prompt is computed here, then the sequence decodes here.
     Generate,
-    /// Its prompt is computed here for another engine; it ends after its first token. Its blocks have
-    /// a second owner, the hold, which may outlive it.
+    /// The prompt is computed here for another engine. The sequence ends after its first token. Its blocks have a
+    /// second owner, the hold, which may outlive it.
     Prefill,
-    /// Its prompt is computed elsewhere, into blocks that are set aside here; then it decodes here.
+    /// The prompt is computed elsewhere, into blocks that are set aside here. Then the sequence decodes here.
     Decode,
 }
 
@@ -36,38 +36,38 @@ pub enum Role {
 ///                                                               one more each time decoding fills the last
 /// ```
 ///
-/// The step computes the draft's KV, too. As tokens are drawn, those of the draft that they equal become
-/// tokens whose KV is computed; with the first that differs the rest of the draft is gone, and what was
-/// computed for it is overwritten. Hashes are of tokens alone.
+/// The step computes the KV of the draft, too. Draft tokens that equal the sampled tokens become
+/// tokens whose KV is computed. The first token that differs ends the draft, and the KV that was
+/// computed for the rest is overwritten. Hashes cover tokens only, never the draft.
 #[derive(Clone, Debug)]
 pub struct Sequence {
-    /// Its name.
+    /// Its id.
     pub id: SequenceId,
     /// Its role.
-    pub role: Role,
-    /// Followed by the draft.
+    pub role: SequenceRole,
+    /// Prompt and output, followed by the draft.
     tokens: Vec<u32>,
     num_drafts: usize,
     block_size: usize,
-    /// Most tokens whose KV it can ever need.
+    /// The largest number of tokens whose KV it can need.
     max_kv_tokens: usize,
-    /// Where the chain of hashes begins; `None` when the sequence shares no blocks.
+    /// Start of the chain of hashes; `None` when the sequence shares no blocks.
     root: Option<HashRoot>,
-    /// Of each full block of `tokens`, computed or not; empty without a root.
+    /// The hash of each full block of `tokens`, computed or not; empty without a root.
     hashes: Vec<BlockHash>,
     pub(crate) num_computed: usize,
     pub(crate) blocks: Vec<BlockId>,
     /// Tokens found in the prefix cache when it was first admitted; `None` before.
     pub(crate) num_cached_tokens: Option<usize>,
-    /// Its blocks were taken away once: what it has left to compute, somebody waits for in the midst of an answer.
+    /// Whether it was preempted once. Its client then waits in the middle of an answer.
     pub(crate) was_preempted: bool,
 }
 
 impl Sequence {
-    /// A sequence that has computed nothing. `max_num_tokens` is its length at its longest.
+    /// A sequence without computed tokens. `max_num_tokens` is its greatest length, prompt and output together.
     pub fn new(
         id: SequenceId,
-        role: Role,
+        role: SequenceRole,
         tokens: Vec<u32>,
         max_num_tokens: usize,
         block_size: usize,
@@ -75,7 +75,7 @@ impl Sequence {
     ) -> Sequence {
         debug_assert!(!tokens.is_empty() && tokens.len() < max_num_tokens);
         // The last token of a sequence is never fed back, so its KV is never computed.
-        let max_kv_tokens = if role == Role::Prefill { tokens.len() } else { max_num_tokens - 1 };
+        let max_kv_tokens = if role == SequenceRole::Prefill { tokens.len() } else { max_num_tokens - 1 };
         let hashes = root.iter().flat_map(|root| root.block_hashes(&tokens, block_size)).collect();
         Sequence {
             id,
@@ -103,12 +103,12 @@ impl Sequence {
         &self.tokens
     }
 
-    /// Tokens that are drafted to follow.
+    /// The drafted tokens.
     pub fn draft(&self) -> &[u32] {
         &self.tokens[self.num_tokens()..]
     }
 
-    /// Most tokens that a draft can have. The last token of a sequence is never fed back.
+    /// The largest length of a draft. The last token of a sequence is never fed back.
     pub fn max_num_drafts(&self) -> usize {
         self.max_kv_tokens.saturating_sub(self.num_tokens())
     }
@@ -118,7 +118,7 @@ impl Sequence {
         &self.blocks
     }
 
-    /// Tokens whose KV lies in the blocks.
+    /// Tokens whose KV is in the blocks.
     pub fn num_computed_tokens(&self) -> usize {
         self.num_computed
     }
@@ -142,40 +142,40 @@ impl Sequence {
         self.block_size
     }
 
-    /// Hashes of the full blocks of its tokens; none when it shares no blocks.
+    /// Hashes of the full blocks of its tokens; empty when it shares no blocks.
     pub(crate) fn hashes(&self) -> &[BlockHash] {
         &self.hashes
     }
 
-    /// Hashes of the full blocks that the cache may supply. When the engine itself must compute
-    /// logits, the last token is left to compute.
+    /// Hashes of the full blocks that the cache may supply. Where this engine computes the prompt, the last token is
+    /// left out: its logits are needed.
     pub(crate) fn sharable_hashes(&self) -> &[BlockHash] {
         let num_sharable = match self.role {
-            Role::Decode => self.num_tokens(),
-            Role::Generate | Role::Prefill => self.num_tokens() - 1,
+            SequenceRole::Decode => self.num_tokens(),
+            SequenceRole::Generate | SequenceRole::Prefill => self.num_tokens() - 1,
         };
         &self.hashes[..self.hashes.len().min(num_sharable / self.block_size)]
     }
 
-    /// Blocks that all its tokens need.
+    /// Blocks that its tokens need.
     pub(crate) fn num_blocks_needed(&self) -> usize {
         self.num_tokens().div_ceil(self.block_size)
     }
 
-    /// Blocks at its longest.
+    /// Blocks at its greatest length.
     pub fn max_num_blocks(&self) -> usize {
         self.max_kv_tokens.div_ceil(self.block_size)
     }
 
-    /// Whether it may still ask for a block beyond `num_blocks`.
+    /// Whether it may still need a block beyond `num_blocks`.
     pub(crate) fn can_grow_beyond(&self, num_blocks: usize) -> bool {
         self.max_num_blocks() > num_blocks
     }
 
-    /// Whether its blocks may be taken away and recomputed. A prefill's are perhaps being read by a
-    /// transfer; it has all it will ever need and ends by itself.
+    /// Whether its blocks may be taken away and recomputed. A transfer may be reading a prefill's blocks; and a
+    /// prefill never needs another block and ends by itself.
     pub(crate) fn is_preemptible(&self) -> bool {
-        self.role != Role::Prefill
+        self.role != SequenceRole::Prefill
     }
 
     pub(crate) fn push_draft(&mut self, token: u32) {
@@ -183,13 +183,13 @@ impl Sequence {
         self.num_drafts += 1;
     }
 
-    /// Keeps the first `num_drafts` of the draft.
+    /// Cuts the draft to its first `num_drafts` tokens.
     pub(crate) fn truncate_draft(&mut self, num_drafts: usize) {
         self.tokens.truncate(self.num_tokens() + num_drafts);
         self.num_drafts = self.num_drafts.min(num_drafts);
     }
 
-    /// Appends a token that was drawn; whether the draft had it.
+    /// Appends a sampled token. True when the draft had it.
     pub(crate) fn push(&mut self, token: u32) -> bool {
         let is_accepted = self.draft().first() == Some(&token);
         if is_accepted {
@@ -207,7 +207,7 @@ impl Sequence {
         is_accepted
     }
 
-    /// Counts `num_tokens` more tokens as computed; returns the blocks that this filled, with their hashes.
+    /// Counts `num_tokens` more tokens as computed. Returns the blocks that this filled, with their hashes.
     pub(crate) fn advance(&mut self, num_tokens: usize) -> impl Iterator<Item = (BlockId, BlockHash)> {
         let first = self.num_computed / self.block_size;
         self.num_computed += num_tokens;

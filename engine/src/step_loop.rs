@@ -1,21 +1,20 @@
-//! The engine thread: owns the executor and every live request, and moves them a step at a time.
+//! The engine thread. It owns the executor and every live request, and advances them one step at a time.
 //!
 //! ```text
-//! loop: receive commands (sleeping when nothing can move) -> plan, draft -> execute -> draw and tell
+//! loop: receive commands (sleeping when no sequence can advance) -> plan, draft -> execute -> sample, tell readers
 //! ```
 //!
-//! An executor that draws tokens itself computes while this thread does something else. Then the next step is planned and
-//! launched before this one's tokens are known, where that can be ([`Scheduler::step_ahead`]), and commands, events and
-//! the books of one step are dealt with while the next one is computed:
+//! An executor that samples itself computes while this thread does other work. Then the next step is planned and
+//! launched before this step's tokens are known, where possible ([`Scheduler::step_ahead`]). Commands, events and
+//! accounting of one step are handled while the next one is computed:
 //!
 //! ```text
 //! executor   |----- step n -----|---- step n+1 ----|---- step n+2 ----|
 //! this thread  launch n+1 ...... collect n, tell, receive, launch n+2 .. collect n+1
 //! ```
 //!
-//! A request is live from its `Submit` to its terminal event; its blocks may live longer, with a
-//! hold. Whatever ends the loop, a panic included, drops the live requests, and their sinks tell the
-//! readers.
+//! A request is live from its `Submit` to its terminal event. Its blocks may live longer, with a hold. Whatever ends
+//! the loop, even a panic, drops the live requests, and their sinks tell the readers.
 
 use std::{
     io, mem,
@@ -28,20 +27,21 @@ use std::{
 };
 
 use baton_kv_cache::BlockStorage;
-use baton_model::{Answer, Executor};
+use baton_model_spec::{Executor, SampledRow};
 use tokio::sync::watch;
 
 #[cfg(doc)]
 use crate::scheduler::Scheduler;
 use crate::{
+    batch::{Completion, announcing, batch, batch_ahead},
     command::Command,
-    compute::{Completion, announcing, batch, batch_ahead, collect, execute, launch},
     events::EngineError,
-    handle::{EngineLoad, Progress},
+    execution::{collect, execute, launch},
     live::LiveRequests,
     pages::PagesAhead,
-    plan::Plan,
+    plan::StepPlan,
     speculation::Speculator,
+    status::{EngineLoad, Progress},
 };
 
 pub(crate) struct StepLoop {
@@ -51,12 +51,12 @@ pub(crate) struct StepLoop {
     vocab_size: usize,
     live: LiveRequests,
     speculator: Option<Speculator>,
-    /// The step that is computed already, its tokens being still unknown.
+    /// The launched step whose tokens are not known yet.
     ahead: Option<Step>,
-    /// Since when the oldest step is computed.
+    /// Start of the oldest step under way.
     started: Instant,
     /// Reused from step to step.
-    plans: Vec<Plan>,
+    plans: Vec<StepPlan>,
     follows: Vec<usize>,
     inbox: Receiver<Command>,
     load: watch::Sender<EngineLoad>,
@@ -65,11 +65,11 @@ pub(crate) struct StepLoop {
     clock: fn() -> Instant,
 }
 
-/// A step that was planned.
+/// A planned step.
 struct Step {
-    plan: Plan,
+    plan: StepPlan,
     completions: Vec<Completion>,
-    /// Whether it was launched, to be collected, and another may be before that.
+    /// Whether it was launched and another step may be launched before it is collected.
     can_be_followed: bool,
 }
 
@@ -80,7 +80,7 @@ enum Next {
 
 impl StepLoop {
     /// # Errors
-    /// When there is no thread to be had.
+    /// When a thread is refused.
     #[allow(clippy::too_many_arguments)] // each is a part of the loop, given once
     pub(crate) fn new(
         executor: Box<dyn Executor>,
@@ -117,7 +117,7 @@ impl StepLoop {
     pub(crate) fn run(mut self) -> Result<(), EngineError> {
         let result = self.run_steps();
         if let Err(error) = &result {
-            tracing::error!(%error, num_live = self.live.num_live(), "the engine ends");
+            tracing::error!(%error, num_live = self.live.num_live(), "the engine failed and ends; its live requests fail");
             self.live.fail_all(error);
         }
         result
@@ -137,12 +137,12 @@ impl StepLoop {
         }
     }
 
-    /// Takes what is in the inbox; when asked to, sleeps until something is.
+    /// Handles the commands in the inbox. With `may_sleep`, waits for the first one.
     fn receive(&mut self, may_sleep: bool) -> Result<Next, EngineError> {
         if may_sleep {
             let scheduler = &self.live.scheduler;
             if cfg!(debug_assertions) && scheduler.is_idle() {
-                scheduler.check_integrity().expect("an idle pool is whole");
+                scheduler.check_integrity().expect("an idle pool has consistent accounting");
             }
             match self.inbox.recv() {
                 Ok(Command::Shutdown) | Err(_) => return Ok(Next::Shutdown),
@@ -164,7 +164,7 @@ impl StepLoop {
             Command::Decode { id, first, sink } => self.live.start_decode(id, first.id, sink),
             Command::Cancel(id) => self.live.cancel(id),
             Command::Release(id) => self.live.release(id),
-            // A reader that has left already does not matter: what it was to hold is released right after.
+            // A receiver that is gone does not matter: its `Release` follows.
             Command::HoldCached { id, hashes, reply } => {
                 drop(reply.send(self.live.scheduler.hold_cached(id, &hashes)));
             }
@@ -176,12 +176,12 @@ impl StepLoop {
                 self.finish_ahead()?;
                 drop(reply.send(self.live.check_idle()));
             }
-            Command::Shutdown => unreachable!("`receive` takes it"),
+            Command::Shutdown => unreachable!("`receive` handles it"),
         }
         Ok(())
     }
 
-    /// One step; false when nothing can move before the next command.
+    /// Runs one step. False when no sequence can advance before the next command.
     fn step(&mut self) -> Result<bool, EngineError> {
         let step = match self.ahead.take() {
             Some(step) => step,
@@ -198,17 +198,17 @@ impl StepLoop {
         };
         self.look_ahead(&step)?;
         self.finish(step)?;
-        // Nobody waits for what comes of it, and its blocks are to return.
+        // No request waits for the step ahead any more, and its blocks shall return.
         if self.ahead.as_ref().is_some_and(|ahead| !self.live.any_lives(&ahead.plan)) {
             self.finish_ahead()?;
         }
         Ok(true)
     }
 
-    fn plan(&mut self, plan: &mut Plan) -> Result<(), EngineError> {
+    fn plan(&mut self, plan: &mut StepPlan) -> Result<(), EngineError> {
         self.live.plan(plan);
         self.pages.used(self.live.scheduler.num_used_blocks());
-        // Whoever is told that it runs finds itself counted, and its place in the queue free.
+        // Published first: a client that learns of its admission finds it counted, and its slot in the queue free.
         self.publish_load();
         for admission in &plan.admitted {
             self.live.tell_admitted(admission);
@@ -219,21 +219,21 @@ impl StepLoop {
         }
     }
 
-    /// Launches the step, if the executor draws; else it is computed when it is finished.
-    fn begin(&mut self, plan: Plan) -> Result<Step, EngineError> {
+    /// Launches the step if the executor samples. Otherwise `finish` computes it.
+    fn begin(&mut self, plan: StepPlan) -> Result<Step, EngineError> {
         self.started = (self.clock)();
         let completions = Completion::all(&plan, &self.live, self.storage.layout().block_size);
         let mut can_be_followed = false;
-        if self.executor.drawing().is_some() {
+        if self.executor.sampling().is_some() {
             let (executor, batch) = (&mut *self.executor, batch(&self.live, &plan));
-            let draws: Vec<_> = self.live.draws(&plan).collect();
+            let samplings: Vec<_> = self.live.samplings(&plan).collect();
             let mut on_layer = announcing(&completions, &self.live);
-            can_be_followed = launch(executor, &batch, &draws, &[], &self.storage, &mut on_layer)?;
+            can_be_followed = launch(executor, &batch, &samplings, &[], &self.storage, &mut on_layer)?;
         }
         Ok(Step { plan, completions, can_be_followed })
     }
 
-    /// Plans and launches the step after `step`, which is being computed, if that can be.
+    /// Plans and launches the step after `step`, which is being computed, if that is possible.
     fn look_ahead(&mut self, step: &Step) -> Result<(), EngineError> {
         if !step.can_be_followed {
             return Ok(());
@@ -241,38 +241,39 @@ impl StepLoop {
         let mut plan = self.plans.pop().unwrap_or_default();
         let live = &mut self.live;
         let is_decided = live.scheduler.step_ahead(&step.plan, &mut plan, &mut self.follows)
-            // Drafts follow the tokens.
-            && self.speculator.as_mut().is_none_or(|speculator| speculator.rests(&plan, live));
+            // Drafts need the tokens first.
+            && self.speculator.as_mut().is_none_or(|speculator| speculator.drafts_nothing(&plan, live));
         if !is_decided {
             self.plans.push(plan);
             return Ok(());
         }
         self.pages.used(self.live.scheduler.num_used_blocks());
         let batch = batch_ahead(&self.live, &plan);
-        let draws: Vec<_> = self.live.draws_ahead(&plan).collect();
+        let samplings: Vec<_> = self.live.samplings_ahead(&plan).collect();
         let executor = &mut *self.executor;
-        let can_be_followed = launch(executor, &batch, &draws, &self.follows, &self.storage, &mut |_| {})?;
+        let can_be_followed =
+            launch(executor, &batch, &samplings, &self.follows, &self.storage, &mut |_| {})?;
         self.ahead = Some(Step { plan, completions: Vec::new(), can_be_followed });
         Ok(())
     }
 
-    /// Waits for the step's tokens, or computes it and draws them, and tells the readers.
+    /// Waits for the step's tokens, or computes and samples them, and tells the readers.
     fn finish(&mut self, step: Step) -> Result<(), EngineError> {
         let Step { plan, completions, .. } = step;
         let StepLoop { executor, storage, live, .. } = self;
-        let answers = {
+        let rows = {
             let mut on_layer = announcing(&completions, live);
-            if executor.drawing().is_some() {
+            if executor.sampling().is_some() {
                 collect(&mut **executor, &mut on_layer)?
             } else {
                 let logits = execute(&mut **executor, &batch(live, &plan), storage, &mut on_layer)?;
-                logits.chunks_exact(self.vocab_size).map(Answer::Logits).collect()
+                logits.chunks_exact(self.vocab_size).map(SampledRow::Logits).collect()
             }
         };
-        // Before anybody hears of a token: who counts then finds it counted.
+        // Counted before a reader gets a token, so that it finds the token counted.
         self.progress.num_computed.fetch_add(plan.num_tokens() as u64, Ordering::Relaxed);
         self.live.scheduler.computed(self.ahead.is_some());
-        self.live.advance(&plan, answers.into_iter());
+        self.live.advance(&plan, rows.into_iter());
         let now = (self.clock)();
         let elapsed = now - self.started;
         self.started = now;

@@ -1,5 +1,5 @@
-//! A whole model on a device, which is emulated unless `BATON_KERNELS_ON` names one, through the engine: what is drawn there is
-//! what the host would draw.
+//! A whole model on a device through the engine. The device is emulated unless `BATON_KERNELS_ON` names one. The
+//! device samples the same tokens as the host.
 
 mod support;
 
@@ -9,32 +9,34 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use baton_cuda_emulator::{
+    files::repository,
+    models::{
+        MEMORY_BYTES, sampled_by_host, test_model, test_model_of_ranks, test_models, test_models_of_ranks,
+    },
+};
 use baton_engine::{
     Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, Request, SampledToken,
     SamplingParams, Speculation,
 };
 use baton_kv_cache::BlockStorage;
 use baton_model::{
-    Activations, Backend, BatchLimits, Executor, LoadOptions, LoadedModel,
-    cuda::test_model::{
-        MEMORY_BYTES, drawn_by_host, test_model, test_model_of_ranks, test_models, test_models_of_ranks,
-    },
-    load, load_ranks,
+    Activations, Backend, BatchLimits, DeviceModel, Executor, LoadOptions, load, load_for_device,
+    load_ranks_for_devices,
 };
 use support::{config, kinds::read, request};
 
 const LIMITS: BatchLimits = BatchLimits { num_rows: 64, num_sequences: 8, context_length: 128 };
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Draws {
+enum SamplingSide {
     OnDevice,
     OnHost,
 }
 
-/// Where cargo says that a crate of this workspace is when it runs the tests, or when it built them.
+/// The tiny model.
 fn fixture() -> PathBuf {
-    let here = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
-    PathBuf::from(here).join("../tests/parity/fixtures/qwen3")
+    repository().join("tests/parity/fixtures/qwen3")
 }
 
 fn options(backend: Backend) -> LoadOptions {
@@ -43,8 +45,8 @@ fn options(backend: Backend) -> LoadOptions {
     LoadOptions { block_size: 8, threads, backend, activations, ..LoadOptions::default() }
 }
 
-fn loaded(dir: &Path, backend: Backend) -> LoadedModel {
-    load(dir, &options(backend), &mut |_| {}).expect("a fixture")
+fn loaded(dir: &Path) -> DeviceModel {
+    load_for_device(dir, &options(Backend::Cuda)).expect("a fixture")
 }
 
 fn engine_config() -> EngineConfig {
@@ -57,60 +59,60 @@ fn engine_config() -> EngineConfig {
     }
 }
 
-fn on_device(dir: &Path, draws: Draws, drafter: Option<Drafter>) -> (EngineHandle, EngineThread) {
-    start(test_model(loaded(dir, Backend::Cuda), LIMITS, engine_config().num_blocks), draws, drafter)
+fn on_device(dir: &Path, sampling: SamplingSide, drafter: Option<Drafter>) -> (EngineHandle, EngineThread) {
+    start(test_model(loaded(dir), LIMITS, engine_config().num_blocks), sampling, drafter)
 }
 
-fn two_ranks() -> Vec<LoadedModel> {
-    load_ranks(&fixture(), 2, &options(Backend::Cuda), &mut |_| {}).expect("a fixture")
+fn two_ranks() -> Vec<DeviceModel> {
+    load_ranks_for_devices(&fixture(), 2, &options(Backend::Cuda)).expect("a fixture")
 }
 
-fn on_two_devices(draws: Draws) -> (EngineHandle, EngineThread) {
-    start(test_model_of_ranks(two_ranks(), LIMITS, engine_config().num_blocks), draws, None)
+fn on_two_devices(sampling: SamplingSide) -> (EngineHandle, EngineThread) {
+    start(test_model_of_ranks(two_ranks(), LIMITS, engine_config().num_blocks), sampling, None)
 }
 
 fn start(
     (executor, storage): (Box<dyn Executor>, BlockStorage),
-    draws: Draws,
+    sampling: SamplingSide,
     drafter: Option<Drafter>,
 ) -> (EngineHandle, EngineThread) {
-    let executor = if draws == Draws::OnHost { drawn_by_host(executor) } else { executor };
+    let executor = if sampling == SamplingSide::OnHost { sampled_by_host(executor) } else { executor };
     let speculation = |drafter| Speculation { drafter, max_draft_tokens: 4, max_step_tokens: 40 };
     baton_engine::start_over(storage, executor, drafter.map(speculation), engine_config()).expect("it starts")
 }
 
-/// A draft model that is mostly right: the same, with weights of eight bits.
-fn loaded_draft() -> LoadedModel {
+/// A draft model that is mostly right: the same model with weights of eight bits.
+fn loaded_draft() -> DeviceModel {
     let int8 = "int8".parse().expect("it is one");
     let options = LoadOptions { quantise: Some(int8), ..options(Backend::Cuda) };
-    load(&fixture(), &options, &mut |_| {}).expect("a fixture")
+    load_for_device(&fixture(), &options).expect("a fixture")
 }
 
 fn drafter((executor, storage): (Box<dyn Executor>, BlockStorage)) -> Option<Drafter> {
     Some(Drafter::Model { executor, storage: Some(storage), cost: 0.2 })
 }
 
-/// With a draft model on the device.
-fn with_draft_model(draws: Draws) -> (EngineHandle, EngineThread) {
+/// An engine with a draft model on the device.
+fn with_draft_model(sampling: SamplingSide) -> (EngineHandle, EngineThread) {
     let num_blocks = engine_config().num_blocks;
-    let target = loaded(&fixture(), Backend::Cuda);
+    let target = loaded(&fixture());
     let models = test_models(target, loaded_draft(), LIMITS, num_blocks, MEMORY_BYTES);
     let (target, draft) = models.expect("both fit");
-    start(target, draws, drafter(draft))
+    start(target, sampling, drafter(draft))
 }
 
-/// By two ranks, with a draft model on the device of the first.
+/// An engine of two ranks, with a draft model on the device of the first.
 fn on_two_devices_with_draft_model() -> (EngineHandle, EngineThread) {
     let num_blocks = engine_config().num_blocks;
     let (target, draft) = test_models_of_ranks(two_ranks(), loaded_draft(), LIMITS, num_blocks);
-    start(target, Draws::OnDevice, drafter(draft))
+    start(target, SamplingSide::OnDevice, drafter(draft))
 }
 
 fn prompt(seed: u32, num_tokens: u32) -> Vec<u32> {
     (0..num_tokens).map(|idx| (idx * 37 + seed * 101 + idx * idx % 7) % 250).collect()
 }
 
-/// All that may be asked of a draw.
+/// Requests with every parameter of sampling.
 fn requests(max_tokens: u32) -> Vec<Request> {
     let greedy = SamplingParams::default();
     let warm = SamplingParams { temperature: 1.5, ..greedy.clone() };
@@ -129,7 +131,7 @@ fn requests(max_tokens: u32) -> Vec<Request> {
             logprobs: Some(2),
             ..warm
         },
-        // In no order: the device leaves it to the host.
+        // The biases are unsorted: the host samples.
         SamplingParams {
             temperature: 1.5,
             logit_bias: vec![(9, 2.5), (1, 4.0)],
@@ -157,7 +159,7 @@ async fn run(engine: &EngineHandle, requests: Vec<Request>) -> Vec<Seen> {
     seen
 }
 
-/// The same tokens; log-probabilities as close as sums in f32 and in f64 are.
+/// Compares tokens exactly, and log-probabilities within the difference of sums in f32 and in f64.
 fn assert_same(found: &[Seen], expected: &[Seen]) {
     assert_eq!(found.len(), expected.len());
     for (idx, (found, expected)) in found.iter().zip(expected).enumerate() {
@@ -182,77 +184,80 @@ fn assert_same(found: &[Seen], expected: &[Seen]) {
 }
 
 #[tokio::test]
-async fn the_device_draws_what_the_host_would() {
-    let (drawn, _thread) = on_device(&fixture(), Draws::OnDevice, None);
-    let (by_host, _other) = on_device(&fixture(), Draws::OnHost, None);
+async fn the_device_samples_the_tokens_of_the_host() {
+    let (by_device, _thread) = on_device(&fixture(), SamplingSide::OnDevice, None);
+    let (by_host, _other) = on_device(&fixture(), SamplingSide::OnHost, None);
     let expected = run(&by_host, requests(6)).await;
     assert!(expected.iter().any(|(_, end)| *end == Ok(FinishReason::Stop)));
-    assert_same(&run(&drawn, requests(6)).await, &expected);
+    assert_same(&run(&by_device, requests(6)).await, &expected);
 
-    // Without the last of them steps are computed ahead.
+    // Without the last request steps are computed ahead.
     let but_one: Vec<Request> = requests(5).into_iter().take(7).collect();
     let expected = run(&by_host, but_one.clone()).await;
-    assert_same(&run(&drawn, but_one).await, &expected);
+    assert_same(&run(&by_device, but_one).await, &expected);
 }
 
 #[tokio::test]
-async fn several_ranks_draw_what_the_host_would() {
-    let (drawn, _thread) = on_two_devices(Draws::OnDevice);
-    let (by_host, _other) = on_two_devices(Draws::OnHost);
+async fn several_ranks_sample_the_tokens_of_the_host() {
+    let (by_device, _thread) = on_two_devices(SamplingSide::OnDevice);
+    let (by_host, _other) = on_two_devices(SamplingSide::OnHost);
     let requests: Vec<Request> = requests(5).into_iter().take(7).collect();
     let expected = run(&by_host, requests.clone()).await;
-    assert_same(&run(&drawn, requests).await, &expected);
+    assert_same(&run(&by_device, requests).await, &expected);
 }
 
 #[tokio::test]
-async fn greedy_tokens_are_those_of_processors() {
-    let (drawn, _thread) = on_device(&fixture(), Draws::OnDevice, None);
-    let executor = loaded(&fixture(), Backend::Cpu).cpu_executor().expect("a thread");
+async fn greedy_tokens_are_those_of_the_cpu() {
+    let (by_device, _thread) = on_device(&fixture(), SamplingSide::OnDevice, None);
+    let executor = load(&fixture(), &options(Backend::Cpu), &mut |_| {})
+        .expect("a fixture")
+        .cpu_executor()
+        .expect("a thread");
     let (cpu, _other) = baton_engine::start(Box::new(executor), None, engine_config()).expect("it starts");
     let requests: Vec<Request> = (1..4).map(|seed| request(&prompt(seed, 8 + 9 * seed), 6)).collect();
-    assert_same(&run(&drawn, requests.clone()).await, &run(&cpu, requests).await);
+    assert_same(&run(&by_device, requests.clone()).await, &run(&cpu, requests).await);
 }
 
-/// One after the other, so that drafts, and with them the numbers of rows, are the same.
+/// Runs one request after the other, so that drafts and the numbers of rows are the same.
 #[tokio::test]
 async fn drafts_are_verified_on_the_device() {
-    let (drawn, _thread) = on_device(&fixture(), Draws::OnDevice, Some(Drafter::Ngram));
-    let (by_host, _other) = on_device(&fixture(), Draws::OnHost, Some(Drafter::Ngram));
+    let (by_device, _thread) = on_device(&fixture(), SamplingSide::OnDevice, Some(Drafter::Ngram));
+    let (by_host, _other) = on_device(&fixture(), SamplingSide::OnHost, Some(Drafter::Ngram));
     for idx in [0, 3, 6] {
         let request = requests(8).remove(idx);
-        // What has come before is likely to come again.
+        // A repeating text.
         let sampling = SamplingParams { logit_bias: vec![(1, 9.0), (2, 9.0), (3, 9.0)], ..request.sampling };
-        let repeating = Request { prompt: [1, 2, 3].repeat(4 + idx), sampling, ..request };
+        let repeating = Request { prompt: [1, 2, 3].repeat(4 + idx).into(), sampling, ..request };
         let expected = run(&by_host, vec![repeating.clone()]).await;
-        assert_same(&run(&drawn, vec![repeating]).await, &expected);
+        assert_same(&run(&by_device, vec![repeating]).await, &expected);
     }
-    let (_, counts) = drawn.drafts().expect("it drafts");
+    let (_, counts) = by_device.drafts().expect("it drafts");
     assert!(0 < counts.accepted && counts.accepted < counts.drafted, "{counts:?}");
-    assert_eq!(by_host.drafts(), drawn.drafts());
+    assert_eq!(by_host.drafts(), by_device.drafts());
 }
 
-/// Of each the number of drafts varies, and with it that of rows.
+/// The number of drafts varies between runs, and with it the number of rows.
 #[tokio::test]
 async fn a_draft_model_on_the_device_changes_no_token() {
-    let (plain, _thread) = on_device(&fixture(), Draws::OnDevice, None);
+    let (plain, _thread) = on_device(&fixture(), SamplingSide::OnDevice, None);
     let chosen = |range: Range<usize>| -> Vec<Request> {
         let kinds = [0, 6, 3];
         kinds[range].iter().map(|&idx| requests(9).swap_remove(idx)).collect()
     };
     let expected = run(&plain, chosen(0..3)).await;
-    // The two need not draw in the same place.
-    for (draws, range) in [(Draws::OnDevice, 0..3), (Draws::OnHost, 2..3)] {
-        let (drafted, _other) = with_draft_model(draws);
+    // Draft model and target may sample on different sides.
+    for (sampling, range) in [(SamplingSide::OnDevice, 0..3), (SamplingSide::OnHost, 2..3)] {
+        let (drafted, _other) = with_draft_model(sampling);
         assert_same(&run(&drafted, chosen(range.clone())).await, &expected[range]);
         let (_, counts) = drafted.drafts().expect("it drafts");
-        assert!(0 < counts.accepted && counts.accepted < counts.drafted, "{draws:?}: {counts:?}");
+        assert!(0 < counts.accepted && counts.accepted < counts.drafted, "{sampling:?}: {counts:?}");
     }
 }
 
-/// Neither a greedy one nor one that is drawn.
+/// Neither a greedy token nor a sampled one.
 #[tokio::test]
 async fn a_draft_model_changes_no_token_of_several_ranks() {
-    let (plain, _thread) = on_two_devices(Draws::OnDevice);
+    let (plain, _thread) = on_two_devices(SamplingSide::OnDevice);
     let (drafted, _other) = on_two_devices_with_draft_model();
     let chosen = || -> Vec<Request> { [0, 3].map(|idx| requests(7).swap_remove(idx)).into() };
     assert_same(&run(&drafted, chosen()).await, &run(&plain, chosen()).await);
@@ -266,14 +271,14 @@ fn a_draft_model_that_does_not_fit_beside_the_model_is_an_error() {
         eprintln!("SKIPPED: how much memory there is the emulator is told");
         return;
     }
-    // There is room for one of them.
-    let [target, draft] = [0; 2].map(|_| loaded(&fixture(), Backend::Cuda));
+    // There is room for one of the two models.
+    let [target, draft] = [0; 2].map(|_| loaded(&fixture()));
     let error = test_models(target, draft, LIMITS, 1, 10 << 20).err().expect("no memory").to_string();
     assert!(error.contains("bytes of device memory"), "{error}");
 }
 
 #[tokio::test]
-async fn logits_that_are_no_numbers_fail_their_request_alone() {
+async fn invalid_logits_fail_only_their_request() {
     const BAD_TOKEN: usize = 251;
     let dir = tempfile::tempdir().expect("a folder");
     fs::copy(fixture().join("config.json"), dir.path().join("config.json")).expect("a copy");
@@ -288,11 +293,11 @@ async fn logits_that_are_no_numbers_fail_their_request_alone() {
     file[row..row + row_bytes].fill(0xff);
     fs::write(dir.path().join("model.safetensors"), file).expect("a file");
 
-    let (engine, _thread) = on_device(dir.path(), Draws::OnDevice, None);
-    let (sound, _other) = on_device(&fixture(), Draws::OnDevice, None);
+    let (engine, _thread) = on_device(dir.path(), SamplingSide::OnDevice, None);
+    let (sound, _other) = on_device(&fixture(), SamplingSide::OnDevice, None);
     let mut requests: Vec<Request> = (1..4).map(|seed| request(&prompt(seed, 5 + seed), 3)).collect();
     let expected = run(&sound, requests.clone()).await;
-    requests[1].prompt[3] = BAD_TOKEN as u32;
+    std::sync::Arc::make_mut(&mut requests[1].prompt)[3] = BAD_TOKEN as u32;
     let found = run(&engine, requests).await;
     assert_eq!(found[1], (vec![], Err(EngineError::InvalidLogits)));
     assert_same(&[found[0].clone(), found[2].clone()], &[expected[0].clone(), expected[2].clone()]);

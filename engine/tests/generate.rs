@@ -5,10 +5,11 @@ mod support;
 use std::sync::mpsc;
 
 use baton_engine::{
-    EngineConfig, EngineError, FinishReason, InvalidRequest, Request, SamplingParams, StartError,
-    SubmitError, TokenEvent, testing::FakeModel,
+    EngineConfig, EngineError, EngineStartError, FinishReason, InvalidRequest, Problem, Request,
+    SamplingParams, SubmitError, TokenEvent,
 };
-use baton_model::ExecuteError;
+use baton_engine_testing::FakeModel;
+use baton_model_spec::ExecuteError;
 use support::{BLOCK_SIZE, Output, collect, config, engine, engine_of, engine_with_hook, request};
 
 fn prompt(first: u32, num_tokens: u32) -> Vec<u32> {
@@ -84,13 +85,13 @@ async fn a_cached_prefix_changes_nothing_but_the_count() {
     let expected = model.greedy(&prompt, 10);
     assert_eq!(engine.generate_all(request(&prompt, 10)).await, length(expected.clone(), 0));
     assert_eq!(engine.generate_all(request(&prompt, 10)).await, length(expected.clone(), 20));
-    // Of a prompt of whole blocks the last is computed again: it yields the logits.
+    // The last block of a prompt of whole blocks is computed again: it yields the logits.
     let whole = &prompt[..20];
     assert_eq!(engine.generate_all(request(whole, 10)).await, length(model.greedy(whole, 10), 16));
     // The output was cached with the prompt.
     let longer = [&prompt[..], &expected[..6], &[1, 2]].concat();
     assert_eq!(engine.generate_all(request(&longer, 10)).await, length(model.greedy(&longer, 10), 28));
-    // Another tenant shares nothing.
+    // Another salt shares nothing.
     let other = Request { cache_salt: "other".into(), ..request(&prompt, 10) };
     assert_eq!(engine.generate_all(other).await, length(expected, 0));
     engine.check_whole().await;
@@ -189,10 +190,10 @@ async fn logprobs_are_those_of_the_model_and_only_when_asked_for() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_served_is_refused_at_once() {
+async fn invalid_requests_are_refused_at_once() {
     let (_, engine) = engine(EngineConfig { context_length: 64, ..config() });
     let cases = [
-        (request(&[], 4), "prompt: is empty"),
+        (request(&[], 4), "prompt: has no tokens"),
         (request(&[64], 4), "prompt: token id 64 is outside the vocabulary of 64"),
         (request(&[1; 64], 4), "prompt: 64 tokens leave no room in a context of 64"),
     ];
@@ -211,7 +212,7 @@ async fn no_context_is_longer_than_the_pool() {
     assert_eq!(engine.context_length(), 32, "eight blocks of four");
     let done = engine.generate_all(request(&[1; 30], 100)).await;
     assert_eq!((done.tokens.len(), done.end), (2, Ok((FinishReason::Length, 0))));
-    let full = InvalidRequest::ContextFull { num_tokens: 32, context_length: 32 };
+    let full = InvalidRequest::new("prompt", Problem::ContextFull { num_tokens: 32, context_length: 32 });
     assert_eq!(engine.prefill(request(&[1; 32], 1)).expect_err("too long"), full.clone().into());
     assert_eq!(engine.generate(request(&[1; 32], 1)).expect_err("too long"), full.into());
     engine.check_whole().await;
@@ -226,7 +227,7 @@ async fn a_full_queue_refuses_and_recovers() {
         Ok(())
     });
     let running = engine.generate(request(&[1], 2)).expect("accepted");
-    // It has left the queue once the load says that it runs.
+    // The request has left the queue once the load counts it as running.
     engine.load().wait_for(|load| load.num_running == 1).await.expect("the engine lives");
     let waiting: Vec<_> = (0..2).map(|_| engine.generate(request(&[1], 2)).expect("accepted")).collect();
     assert_eq!(
@@ -253,7 +254,7 @@ async fn a_dropped_stream_returns_its_blocks() {
 }
 
 #[tokio::test]
-async fn bad_logits_fail_their_request_and_no_other() {
+async fn invalid_logits_fail_only_their_request() {
     let model = FakeModel { nan_after: Some(13), ..FakeModel::new(BLOCK_SIZE) };
     let (model, engine) = engine_of(model, config(), |_| Ok(()));
     let good = engine.generate(request(&[1, 2, 3], 8)).expect("accepted");
@@ -283,7 +284,7 @@ async fn a_failing_device_ends_every_stream_and_the_engine() {
     let error = EngineError::Executor { message: "fake: on fire".into() };
     let expected = Output { tokens: model.greedy(&[1], 2), end: Err(error.clone()) };
     assert_eq!(collect(running).await, expected);
-    // The engine has either taken it up or not; it ends either way.
+    // The engine has accepted the request or not. It ends either way.
     let end = collect(waiting).await.end.expect_err("the engine ended");
     assert!([error.clone(), EngineError::ShuttingDown].contains(&end), "{end}");
     engine.load().wait_for(|_| false).await.expect_err("the load closes with the engine");
@@ -311,7 +312,7 @@ async fn shutdown_ends_every_stream_once() {
         (0..6).map(|idx| engine.generate(request(&[idx], 500)).expect("accepted")).collect();
     streams[0].next().await.expect("it runs");
     engine.shutdown();
-    drop(permit); // the step under way completes, and none follows
+    drop(permit); // the current step completes, and none follows
     for stream in streams {
         assert_eq!(collect(stream).await.end, Err(EngineError::ShuttingDown));
     }
@@ -320,9 +321,9 @@ async fn shutdown_ends_every_stream_once() {
 }
 
 #[test]
-fn a_configuration_of_nothing_is_refused() {
+fn a_configuration_with_a_zero_is_refused() {
     let config = EngineConfig { token_budget: 0, ..config() };
     let error =
         baton_engine::start(FakeModel::new(BLOCK_SIZE).executor(), None, config).expect_err("refused");
-    assert!(matches!(error, StartError::Zero { field: "token_budget" }), "{error}");
+    assert!(matches!(error, EngineStartError::Zero { field: "token_budget" }), "{error}");
 }

@@ -6,8 +6,9 @@ use std::sync::mpsc;
 
 use baton_engine::{
     EngineConfig, EngineError, FinishReason, IdleError, PrefillEvent, Request, Reservation, SampledToken,
-    SamplingParams, SubmitError, testing::FakeModel,
+    SamplingParams, SubmitError,
 };
+use baton_engine_testing::FakeModel;
 use support::{
     BLOCK_SIZE, TestEngine, collect, config, engine, engine_of, engine_with_hook,
     handoff::{copy, copy_prefix, hand_off, prefill},
@@ -37,7 +38,7 @@ async fn a_remote_prompt_gives_the_tokens_of_a_local_one() {
 }
 
 #[tokio::test]
-async fn missing_blocks_show_in_the_tokens() {
+async fn missing_blocks_change_the_tokens() {
     let (model, p) = engine(config());
     let (_, d) = engine(config());
     let prompt = prompt(1, 10);
@@ -55,18 +56,18 @@ async fn both_sides_use_and_fill_their_prefix_caches() {
     let prompt = prompt(1, 18);
     hand_off(&p, &d, request(&prompt, 12)).await;
 
-    // Only the partial last block travels; all of the rest is cached on both sides.
+    // Only the partial last block is copied. The rest is cached on both sides.
     let (output, num_copied) = hand_off(&p, &d, request(&prompt, 12)).await;
     assert_eq!(output.tokens, model.greedy(&prompt, 12));
     assert_eq!(num_copied, 1);
     assert_eq!(prefill(&p, request(&prompt, 12)).await.cached_tokens, 16);
 
-    // Of a prompt of whole blocks nothing travels.
+    // Nothing is copied for a prompt of whole blocks.
     let (output, num_copied) = hand_off(&p, &d, request(&prompt[..16], 12)).await;
     assert_eq!(output.tokens, model.greedy(&prompt[..16], 12));
     assert_eq!(num_copied, 0);
 
-    // What came from remote serves a local prompt.
+    // The received blocks serve a local prompt.
     let longer = [&prompt[..], &[1, 2, 3]].concat();
     let output = d.generate_all(request(&longer, 12)).await;
     assert_eq!(output.tokens, model.greedy(&longer, 12));
@@ -101,7 +102,7 @@ async fn a_resumed_remote_request_continues_the_undisturbed_one() {
 #[tokio::test]
 async fn a_preempted_remote_prompt_gives_the_same_tokens() {
     let (model, p) = engine(config());
-    // Room for about two sequences at full length, and four at their start.
+    // Room for about two sequences at their greatest length, and for four at their start.
     let (_, d) = engine(EngineConfig { num_blocks: 24, ..config() });
     let handoffs = (0..8).map(|idx| {
         let request = request(&prompt(idx, 9), 30);
@@ -152,7 +153,7 @@ async fn held_blocks_are_not_written_while_others_need_blocks() {
     let (_, d) = engine(config());
     let text = prompt(1, 22);
     let prefilled = prefill(&p, request(&text, 10)).await;
-    // Six blocks are left, for which these fight.
+    // Six blocks are left, which is too few for these.
     let streams: Vec<_> =
         (0..6).map(|idx| p.generate(request(&prompt(idx, 5), 16)).expect("accepted")).collect();
     for (idx, stream) in (0..).zip(streams) {
@@ -176,7 +177,7 @@ async fn a_cancelled_prefill_keeps_only_what_is_held() {
     let (mut events, held) = p.prefill(request(&prompt(1, 40), 4)).expect("accepted");
     assert!(matches!(events.next().await, Some(PrefillEvent::Started { .. })));
     drop(events);
-    drop(permit); // the step under way completes, and none follows
+    drop(permit); // the current step completes, and none follows
     let busy = IdleError::Busy { num_waiting: 0, num_running: 0, num_holds: 1 };
     assert_eq!(p.check_idle_integrity().await, Err(busy));
     drop(held);
@@ -199,7 +200,7 @@ async fn a_prefill_whose_hold_is_dropped_first_still_ends() {
 }
 
 #[tokio::test]
-async fn a_failed_prefill_says_so_once() {
+async fn a_failed_prefill_fails_once() {
     let model = FakeModel { nan_after: Some(13), ..FakeModel::new(BLOCK_SIZE) };
     let (_, p) = engine_of(model, config(), |_| Ok(()));
     let (mut events, held) = p.prefill(request(&[1, 13], 4)).expect("accepted");
@@ -214,7 +215,7 @@ async fn a_failed_prefill_says_so_once() {
 
 #[tokio::test]
 async fn reservations_are_granted_in_order_and_leave_the_queue_when_dropped() {
-    // Ten blocks; each reservation takes four and wants one to grow.
+    // Ten blocks. Each reservation takes four and needs one more to grow.
     let (_, d) = engine(EngineConfig { num_blocks: 10, prefix_cache: false, ..config() });
     let wanted = request(&prompt(1, 16), 4);
     let first = d.reserve(wanted.clone()).await.expect("granted");
@@ -264,7 +265,7 @@ async fn shutdown_ends_reservations_and_prefills() {
     drop(held);
 }
 
-/// A reservation under way. Tasks of the single-threaded test runtime start in the order of the calls.
+/// Starts a reservation. Tasks of the single-threaded test runtime start in the order of the calls.
 fn reserve(engine: &TestEngine, request: Request) -> JoinHandle<Result<Reservation, SubmitError>> {
     let engine = engine.clone_handle();
     tokio::spawn(async move { engine.reserve(request).await })
@@ -276,7 +277,7 @@ async fn a_prefix_that_another_engine_has_cached_need_not_be_computed() {
     let (_, b) = engine(config());
     let turn = prompt(1, 18);
     let answer = a.generate_all(request(&turn, 12)).await.tokens;
-    // The next turn begins with question and answer: only `a` has both, in 7 full blocks.
+    // The next turn begins with question and answer. Only `a` has both, in 7 full blocks.
     let next = request(&[&turn[..], &answer, &[1, 2, 3]].concat(), 6);
     let held = a.hold_cached(&next).await.unwrap();
     assert_eq!(held.blocks().len(), 7);
@@ -291,34 +292,34 @@ async fn a_prefix_that_another_engine_has_cached_need_not_be_computed() {
     let output = b.generate_all(next.clone()).await;
     assert_eq!(output.tokens, model.greedy(&next.prompt, 6));
     assert_eq!(output.end, Ok((FinishReason::Length, num_tokens)));
-    // What is left of the prompt, and each token but the last.
+    // The rest of the prompt, and each token but the last.
     let num_left = (next.prompt.len() - num_tokens) as u64;
     assert_eq!(b.num_computed_tokens() - computed, num_left + 5);
 
-    // It is there now; another salt has nothing.
+    // The prefix is cached now. Another salt has nothing.
     let again = b.reserve_prefix(&next, num_tokens).await.unwrap().expect("there is room");
     assert_eq!(again.num_cached_blocks(), 7);
-    let stranger = Request { cache_salt: "other".into(), ..next };
-    assert!(a.hold_cached(&stranger).await.unwrap().blocks().is_empty());
+    let other_salt = Request { cache_salt: "other".into(), ..next };
+    assert!(a.hold_cached(&other_salt).await.unwrap().blocks().is_empty());
     drop(again);
     a.check_whole().await;
     b.check_whole().await;
 }
 
 #[tokio::test]
-async fn a_prefix_takes_no_block_that_somebody_here_needs_and_returns_those_of_a_fetch_that_failed() {
+async fn a_prefix_takes_no_block_that_a_request_needs_and_a_failed_fetch_returns_its_blocks() {
     let (_, b) = engine(EngineConfig { num_blocks: 8, ..config() });
     let (_, a) = engine(config());
     let long = request(&prompt(3, 31), 1);
     let reservation = b.reserve_prefix(&long, 28).await.unwrap().expect("there is room");
     assert!(b.reserve_prefix(&request(&prompt(4, 31), 1), 28).await.unwrap().is_none(), "no room");
-    // It did not come: nothing is cached.
+    // The prefix did not arrive: nothing is cached.
     drop(reservation);
     let reservation = b.reserve_prefix(&long, 28).await.unwrap().expect("they are back");
     assert_eq!(reservation.num_cached_blocks(), 0);
     drop(reservation);
 
-    // Held blocks stay while others take all the rest.
+    // Held blocks stay while other requests take all the rest.
     let turn = prompt(1, 17);
     a.generate_all(request(&turn, 1)).await;
     let held = a.hold_cached(&request(&turn, 1)).await.unwrap();

@@ -1,5 +1,5 @@
-//! Thousands of requests of every kind against a prefill and a decode engine, many of them cancelled
-//! at random moments. Whatever was not cancelled has the right tokens, and every block returns.
+//! Thousands of requests of every kind for a prefill and a decode engine, many of them cancelled at random moments.
+//! Requests that were not cancelled have the right tokens, and every block returns.
 
 mod support;
 
@@ -7,21 +7,22 @@ use std::{cell::Cell, rc::Rc, sync::atomic::Ordering};
 
 use baton_engine::{
     EngineConfig, EngineHandle, PrefillEvent, Request, SubmitError, TokenEvent, TokenStream,
-    sampler::random_unit, testing::FakeModel,
+    sampler::random_unit,
 };
+use baton_engine_testing::FakeModel;
 use support::{
-    BLOCK_SIZE, TestEngine, config, draft, drawing, drawing_draft, engine,
+    BLOCK_SIZE, TestEngine, config, draft, engine,
     handoff::{copy, copy_prefix},
-    join_all, request, speculating,
+    join_all, request, sampling_draft, sampling_engine, speculating,
 };
 
 const NUM_REQUESTS: usize = 10_000;
-/// Most of them wait.
+/// So many that most of them wait.
 const MANY_CLIENTS: usize = 48;
-/// Hardly one waits.
+/// So few that hardly any waits.
 const FEW_CLIENTS: usize = 6;
 
-/// Dice of one request: reproducible up to the interleaving of threads.
+/// Random numbers of one request: reproducible up to the interleaving of threads.
 struct Dice {
     seed: u64,
     num_thrown: Cell<u64>,
@@ -34,14 +35,14 @@ impl Dice {
     }
 }
 
-/// A client that may leave.
+/// A client that may cancel.
 struct Client {
     model: FakeModel,
     p: EngineHandle,
     d: EngineHandle,
     dice: Dice,
     request: Request,
-    /// Events until it leaves.
+    /// Events until it cancels.
     patience: u64,
     has_fetched: bool,
 }
@@ -69,7 +70,7 @@ impl Client {
             2 => self.fetch().await,
             _ => self.hand_off().await,
         };
-        // Leaving is not an error: the engines must not care.
+        // Cancellation is not an error of the engine.
         let (Ok(()) | Err(Left)) = result;
         self.has_fetched
     }
@@ -97,7 +98,7 @@ impl Client {
         self.read(stream, &expected[num_delivered..]).await
     }
 
-    /// What the other engine has cached of the prompt is fetched before it is computed.
+    /// Fetches the part of the prompt that the other engine has cached, before the prompt is computed.
     async fn fetch(&mut self) -> Result<(), Left> {
         self.use_patience()?;
         let held = self.p.hold_cached(&self.request).await.expect("valid");
@@ -107,7 +108,7 @@ impl Client {
         self.use_patience()?;
         if let Some(reservation) = reserved.filter(|it| it.num_cached_blocks() < it.blocks().len()) {
             copy_prefix(&self.p, &held, &self.d, &reservation);
-            // Others step meanwhile.
+            // Other requests advance meanwhile.
             tokio::task::yield_now().await;
             self.use_patience()?;
             self.d.cache_prefix(reservation);
@@ -134,7 +135,7 @@ impl Client {
         };
         self.use_patience()?;
         let reservation = if self.patience < 3 {
-            // Leaves while it waits in the queue, unless there is room at once.
+            // Cancels while it waits in the queue, unless there is room at once.
             let mut place = Box::pin(self.d.reserve(self.request.clone()));
             tokio::select! {
                 biased;
@@ -173,30 +174,30 @@ impl Client {
 }
 
 #[tokio::test]
-async fn whatever_clients_do_tokens_are_right_and_blocks_return() {
+async fn random_clients_get_right_tokens_and_blocks_return() {
     let (_, d) = engine(decoding());
     run_clients(d, MANY_CLIENTS).await;
 }
 
 #[tokio::test]
-async fn whatever_clients_do_drafts_change_nothing() {
+async fn random_clients_see_no_change_from_drafts() {
     let model = FakeModel::new(BLOCK_SIZE);
     let drafter = draft(FakeModel { errs_in: Some(5), ..model });
     run_clients(speculating(model, drafter, decoding()), MANY_CLIENTS).await;
 }
 
 #[tokio::test]
-async fn whatever_clients_do_steps_ahead_change_nothing() {
-    let (d, num_ahead) = drawing(FakeModel::new(BLOCK_SIZE), None, decoding(), |_| Ok(()));
+async fn random_clients_see_no_change_from_steps_ahead() {
+    let (d, num_ahead) = sampling_engine(FakeModel::new(BLOCK_SIZE), None, decoding(), |_| Ok(()));
     run_clients(d, MANY_CLIENTS).await;
     assert!(num_ahead.load(Ordering::Relaxed) > 100);
 }
 
 #[tokio::test]
-async fn whatever_clients_do_drafts_between_steps_ahead_change_nothing() {
+async fn random_clients_see_no_change_from_drafts_between_steps_ahead() {
     let model = FakeModel::new(BLOCK_SIZE);
-    let (drafter, num_drafted_ahead) = drawing_draft(FakeModel { errs_in: Some(2), ..model });
-    let (d, num_ahead) = drawing(model, Some(drafter), decoding(), |_| Ok(()));
+    let (drafter, num_drafted_ahead) = sampling_draft(FakeModel { errs_in: Some(2), ..model });
+    let (d, num_ahead) = sampling_engine(model, Some(drafter), decoding(), |_| Ok(()));
     run_clients(d, MANY_CLIENTS).await;
     for counter in [num_ahead, num_drafted_ahead] {
         assert!(counter.load(Ordering::Relaxed) > 10, "{counter:?}");
@@ -204,8 +205,8 @@ async fn whatever_clients_do_drafts_between_steps_ahead_change_nothing() {
 }
 
 #[tokio::test]
-async fn whatever_clients_do_prefixes_that_come_beside_steps_ahead_change_nothing() {
-    let (d, num_ahead) = drawing(FakeModel::new(BLOCK_SIZE), None, decoding(), |_| Ok(()));
+async fn random_clients_see_no_change_from_prefixes_beside_steps_ahead() {
+    let (d, num_ahead) = sampling_engine(FakeModel::new(BLOCK_SIZE), None, decoding(), |_| Ok(()));
     let num_fetched = run_clients(d, FEW_CLIENTS).await;
     assert!(num_fetched > 100, "{num_fetched}");
     assert!(num_ahead.load(Ordering::Relaxed) > 1000, "{num_ahead:?}");

@@ -1,4 +1,4 @@
-//! The sampler against a plain reference: which tokens may come, and how often they do.
+//! The sampler compared with a plain reference: which tokens are possible, and how often they are sampled.
 
 use baton_engine::{
     Request, SamplingParams,
@@ -10,7 +10,7 @@ const VOCAB_SIZE: usize = 200;
 
 fn history(params: &SamplingParams, prompt: &[u32], output: &[u32]) -> TokenHistory {
     TokenHistory::new(&Request {
-        prompt: prompt.to_vec(),
+        prompt: prompt.into(),
         output: output.to_vec(),
         sampling: params.clone(),
         ..Request::default()
@@ -22,7 +22,7 @@ fn sample(logits: &[f32], params: &SamplingParams, prompt: &[u32], output: &[u32
     Sampler::default().sample(logits, params, &history).expect("usable logits").id
 }
 
-/// Probabilities by the book: everything sorted, in f64, nothing shared with the sampler.
+/// Reference probabilities: everything sorted, in f64, without code of the sampler.
 fn reference(logits: &[f32], params: &SamplingParams, prompt: &[u32], output: &[u32]) -> Vec<f64> {
     let mut logits: Vec<f64> = logits.iter().map(|&logit| f64::from(logit)).collect();
     for (token, logit) in logits.iter_mut().enumerate() {
@@ -71,7 +71,7 @@ fn reference(logits: &[f32], params: &SamplingParams, prompt: &[u32], output: &[
     probabilities
 }
 
-/// Logits with some structure: a peak, a slope, and many that are alike.
+/// Logits with some structure: a peak, a slope, and many similar ones.
 fn some_logits() -> Vec<f32> {
     (0..VOCAB_SIZE)
         .map(|token| 4.0 * random_unit(3, token as u64) as f32 - 2.0 + 3.0 / (1 + token % 17) as f32)
@@ -79,7 +79,7 @@ fn some_logits() -> Vec<f32> {
 }
 
 #[test]
-fn tokens_come_as_often_as_they_should() {
+fn tokens_are_sampled_with_their_probabilities() {
     let base = SamplingParams { temperature: 1.0, max_tokens: 1000, ..SamplingParams::default() };
     let cases = [
         base.clone(),
@@ -87,7 +87,7 @@ fn tokens_come_as_often_as_they_should() {
         SamplingParams { temperature: 1.7, ..base.clone() },
         SamplingParams { top_k: 5, ..base.clone() },
         SamplingParams { top_p: 0.5, ..base.clone() },
-        SamplingParams { top_p: 0.99, ..base.clone() }, // more than the first guess of the nucleus
+        SamplingParams { top_p: 0.99, ..base.clone() }, // more tokens than top-p sorts first
         SamplingParams { min_p: 0.2, ..base.clone() },
         SamplingParams { top_k: 20, top_p: 0.8, min_p: 0.05, temperature: 0.9, ..base.clone() },
         SamplingParams {
@@ -127,7 +127,7 @@ fn tokens_come_as_often_as_they_should() {
 }
 
 #[test]
-fn a_draw_goes_from_the_likeliest_down_where_some_are_left_out() {
+fn candidates_are_in_order_of_likelihood_where_some_are_removed() {
     let logits = some_logits();
     for (top_k, top_p) in [(5, 1.0), (30, 1.0), (0, 0.7), (30, 0.9)] {
         for seed in 0..300 {
@@ -176,7 +176,7 @@ fn greedy_takes_the_largest_and_the_first_of_equals() {
 }
 
 #[test]
-fn unusable_logits_are_an_error() {
+fn invalid_logits_are_an_error() {
     let greedy = SamplingParams::default();
     let warm = SamplingParams { temperature: 1.0, ..SamplingParams::default() };
     let biased = SamplingParams { logit_bias: vec![(0, 1.0)], ..SamplingParams::default() };
@@ -197,7 +197,7 @@ fn unusable_logits_are_an_error() {
 }
 
 #[test]
-fn parameters_may_be_as_large_or_small_as_they_are_allowed() {
+fn parameters_at_their_limits_work() {
     let small = SamplingParams { repetition_penalty: f32::MIN_POSITIVE, ..SamplingParams::default() };
     assert_eq!(sample(&[1.0, 9.0, 7.0], &small, &[1], &[]), 1);
     let large = SamplingParams { repetition_penalty: f32::MAX, ..SamplingParams::default() };
@@ -217,7 +217,7 @@ fn random_numbers_are_spread_and_depend_on_seed_and_index() {
         }
     }
     assert!(buckets.iter().all(|&count| (900..1150).contains(&count)), "{buckets:?}");
-    // Neighbouring seeds do not repeat each other's numbers one step later.
+    // Consecutive seeds do not repeat each other's numbers one step later.
     assert_ne!(random_unit(1, 1), random_unit(2, 0));
     assert_ne!(random_unit(0, 1), random_unit(0x9E37_79B9_7F4A_7C15, 0));
 }

@@ -1,9 +1,9 @@
-//! The step that is decided before the tokens of the one before it are known.
+//! A step that is decided before the tokens of the step before it are known.
 
 use baton_engine::{
-    plan::Plan,
+    plan::StepPlan,
     scheduler::{Scheduler, SchedulerConfig},
-    sequence::{Role, Sequence, SequenceId},
+    sequence::{Sequence, SequenceId, SequenceRole},
 };
 use baton_kv_cache::{BlockHash, BlockId, HashRoot};
 
@@ -13,21 +13,21 @@ const TOKEN: u32 = 77;
 /// A scheduler, and the plan of its last step, whose tokens are not known yet.
 struct Stepping {
     scheduler: Scheduler,
-    plan: Plan,
+    plan: StepPlan,
 }
 
 impl Stepping {
     fn new(num_blocks: usize, max_running: usize, token_budget: usize) -> Stepping {
         let block_size = BLOCK_SIZE;
         let config = SchedulerConfig { num_blocks, block_size, max_running, token_budget, itl_target: None };
-        Stepping { scheduler: Scheduler::new(config), plan: Plan::default() }
+        Stepping { scheduler: Scheduler::new(config), plan: StepPlan::default() }
     }
 
     fn add(&mut self, id: u64, num_prompt: usize, max_num_tokens: usize) {
-        self.add_as(Role::Generate, id, num_prompt, max_num_tokens);
+        self.add_as(SequenceRole::Generate, id, num_prompt, max_num_tokens);
     }
 
-    fn add_as(&mut self, role: Role, id: u64, num_prompt: usize, max_num_tokens: usize) {
+    fn add_as(&mut self, role: SequenceRole, id: u64, num_prompt: usize, max_num_tokens: usize) {
         let prompt = vec![id as u32; num_prompt];
         self.scheduler.add(Sequence::new(SequenceId(id), role, prompt, max_num_tokens, BLOCK_SIZE, None));
     }
@@ -37,26 +37,26 @@ impl Stepping {
     }
 
     /// The blocks that the step of `plan` reads and writes.
-    fn blocks(&self, plan: &Plan) -> Vec<BlockId> {
+    fn blocks(&self, plan: &StepPlan) -> Vec<BlockId> {
         let table = |id| self.scheduler.sequence(id).expect("it runs").blocks();
         plan.chunks.iter().flat_map(|chunk| table(chunk.id)).copied().collect()
     }
 
-    /// Sets blocks aside for a prefix that nobody here has.
+    /// Sets blocks aside for a prefix that is not cached.
     fn reserve_prefix(&mut self, id: u64, num_blocks: usize) -> Option<Vec<BlockId>> {
         let found = self.scheduler.reserve_prefix(SequenceId(id), &hashes(id, num_blocks));
-        self.scheduler.check_integrity().expect("the books are right");
+        self.scheduler.check_integrity().expect("the accounting is right");
         found.map(|found| {
             assert_eq!((found.blocks.len(), found.num_cached_blocks), (num_blocks, 0));
             found.blocks
         })
     }
 
-    /// Who is in the step after `plan`, from where on, and which row is followed.
+    /// The chunks of the step after `plan`: sequence, start, and the row that it follows.
     fn ahead(&mut self) -> Option<Vec<(u64, usize, usize)>> {
-        let (mut next, mut follows) = (Plan::default(), vec![]);
+        let (mut next, mut follows) = (StepPlan::default(), vec![]);
         let is_decided = self.scheduler.step_ahead(&self.plan, &mut next, &mut follows);
-        self.scheduler.check_integrity().expect("the books are right");
+        self.scheduler.check_integrity().expect("the accounting is right");
         is_decided.then(|| {
             assert!(next.chunks.iter().all(|chunk| chunk.num_tokens == 1 && chunk.wants_token));
             let chunks = next.chunks.iter().zip(&follows);
@@ -66,8 +66,8 @@ impl Stepping {
         })
     }
 
-    /// The tokens of `plan`, which was followed or not.
-    fn collect(&mut self, plan: &Plan, is_ahead: bool) {
+    /// Completes `plan` with its tokens. Another step was launched after it or not.
+    fn collect(&mut self, plan: &StepPlan, is_ahead: bool) {
         self.scheduler.computed(is_ahead);
         self.scheduler.advance(plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
@@ -75,18 +75,18 @@ impl Stepping {
                 self.scheduler.push_token(chunk.id, TOKEN);
             }
         }
-        self.scheduler.check_integrity().expect("the books are right");
+        self.scheduler.check_integrity().expect("the accounting is right");
     }
 }
 
-/// Of a text that is `id`'s alone.
+/// Hashes of a text that only `id` has.
 fn hashes(id: u64, num_blocks: usize) -> Vec<BlockHash> {
     let tokens = vec![id as u32; num_blocks * BLOCK_SIZE];
     HashRoot::new("ahead", "", "").block_hashes(&tokens, BLOCK_SIZE).collect()
 }
 
 #[test]
-fn everybody_has_one_token_more_but_who_is_at_its_end() {
+fn every_sequence_has_one_more_token_unless_its_length_ends_it() {
     let mut all = Stepping::new(64, 8, 64);
     for (id, num_prompt, max_num_tokens) in [(1, 4, 20), (2, 7, 8), (3, 9, 11)] {
         all.add(id, num_prompt, max_num_tokens);
@@ -103,14 +103,14 @@ fn everybody_has_one_token_more_but_who_is_at_its_end() {
     all.scheduler.end(SequenceId(3));
     let third = all.plan.clone();
     all.collect(&third, false);
-    // As if every token had been waited for.
+    // The same as if every token had been known.
     all.step();
     assert_eq!((all.plan.chunks[0].start_idx, all.plan.chunks[0].num_tokens), (6, 1));
 }
 
 #[test]
-fn what_depends_on_tokens_or_on_others_is_not_decided_ahead() {
-    // Somebody who can be admitted waits; without a place nobody can.
+fn a_step_that_depends_on_tokens_or_admissions_is_not_decided_ahead() {
+    // A waiting sequence can be admitted. Without a slot none can.
     for (max_running, expected) in [(2, None), (1, Some(vec![(1, 4, 0)]))] {
         let mut all = Stepping::new(64, max_running, 64);
         all.add(1, 4, 20);
@@ -118,9 +118,9 @@ fn what_depends_on_tokens_or_on_others_is_not_decided_ahead() {
         all.add(2, 4, 20);
         assert_eq!(all.ahead(), expected);
     }
-    // Somebody runs who is not in the step.
+    // A running sequence is not in the step.
     let mut all = Stepping::new(64, 8, 64);
-    all.add_as(Role::Decode, 1, 4, 20);
+    all.add_as(SequenceRole::Decode, 1, 4, 20);
     all.add(2, 4, 20);
     all.step();
     all.scheduler.start_decode(SequenceId(1), TOKEN);
@@ -130,9 +130,9 @@ fn what_depends_on_tokens_or_on_others_is_not_decided_ahead() {
     all.add(1, 9, 20);
     all.step();
     assert_eq!(all.ahead(), None);
-    // It ends after its first token.
+    // A prefill ends after its first token.
     let mut all = Stepping::new(64, 8, 8);
-    all.add_as(Role::Prefill, 1, 4, 20);
+    all.add_as(SequenceRole::Prefill, 1, 4, 20);
     all.step();
     assert_eq!(all.ahead(), None);
     // Drafts.
@@ -145,7 +145,7 @@ fn what_depends_on_tokens_or_on_others_is_not_decided_ahead() {
     all.scheduler.push_draft(SequenceId(1), TOKEN);
     all.scheduler.plan_drafts(&mut all.plan);
     assert_eq!(all.ahead(), None);
-    // There is no block left; nobody is preempted before it must be.
+    // No block is left. A sequence is preempted only when it must be.
     let mut all = Stepping::new(4, 8, 64);
     (1..3).for_each(|id| all.add(id, 3, 12));
     for _ in 0..5 {
@@ -162,7 +162,7 @@ fn what_depends_on_tokens_or_on_others_is_not_decided_ahead() {
 }
 
 #[test]
-fn blocks_of_who_ends_meanwhile_return_after_the_step() {
+fn blocks_of_a_sequence_that_ends_meanwhile_return_after_the_step() {
     let mut all = Stepping::new(8, 8, 64);
     (1..3).for_each(|id| all.add(id, 4, 20));
     all.step();
@@ -178,13 +178,13 @@ fn blocks_of_who_ends_meanwhile_return_after_the_step() {
     all.collect(&second, true);
     assert_eq!(all.scheduler.num_free_blocks(), 6);
     all.scheduler.end(SequenceId(2));
-    assert_eq!(all.ahead(), None, "nobody is left");
+    assert_eq!(all.ahead(), None, "no sequence is left");
     all.collect(&third, false);
     assert_eq!(all.scheduler.num_free_blocks(), 8);
     assert!(all.scheduler.is_idle());
 }
 
-/// Nothing that the step under way reads or writes is taken, who ends meanwhile included; whoever runs goes on ahead.
+/// No block that the step ahead reads or writes is reused, even if its sequence ends meanwhile. Running sequences continue.
 #[test]
 fn a_prefix_is_given_no_block_of_the_step_that_is_ahead() {
     let mut all = Stepping::new(12, 8, 64);
@@ -196,7 +196,7 @@ fn a_prefix_is_given_no_block_of_the_step_that_is_ahead() {
     let under_way = all.blocks(&second);
     all.collect(&first, true);
     all.scheduler.end(SequenceId(3));
-    // Six are free; the step that is ahead writes to two of each, and two may need one more.
+    // Six are free. The step ahead writes to two of each, and two sequences may need one more.
     assert_eq!(all.reserve_prefix(10, 5), None);
     let prefix = all.reserve_prefix(10, 4).expect("there is room");
     assert!(prefix.iter().all(|block| !under_way.contains(block)), "{prefix:?} of {under_way:?}");
@@ -204,12 +204,12 @@ fn a_prefix_is_given_no_block_of_the_step_that_is_ahead() {
     assert_eq!(all.ahead(), Some(vec![(1, 5, 0), (2, 5, 1)]));
     let third = all.plan.clone();
     all.collect(&second, true);
-    // The two of who ended are back.
+    // The two blocks of the ended sequence are back.
     let other = all.reserve_prefix(11, 2).expect("there is room");
     assert_eq!(all.reserve_prefix(12, 1), None);
     all.scheduler.cache_prefix(SequenceId(10), &hashes(10, 4));
     all.scheduler.release(SequenceId(10));
-    // Whoever asks for it next is given the same blocks, before the step is over.
+    // The next hold on the prefix gets the same blocks, before the step is over.
     assert_eq!(all.scheduler.hold_cached(SequenceId(13), &hashes(10, 4)), prefix);
 
     let mut under_way = third;
@@ -229,7 +229,7 @@ fn a_prefix_is_given_no_block_of_the_step_that_is_ahead() {
 }
 
 #[test]
-fn a_prefix_is_given_no_block_of_who_is_admitted_after_the_step() {
+fn a_prefix_is_given_no_block_that_the_next_admission_needs() {
     let mut all = Stepping::new(8, 8, 64);
     all.add(1, 4, 9);
     all.step();
@@ -237,7 +237,7 @@ fn a_prefix_is_given_no_block_of_who_is_admitted_after_the_step() {
     assert_eq!(all.ahead(), Some(vec![(1, 4, 0)]));
     let second = all.plan.clone();
     all.collect(&first, true);
-    // Of six free blocks these need two and one, and may need one more each.
+    // Of six free blocks these sequences need two and one, and may need one more each.
     all.add(2, 8, 20);
     all.add(3, 4, 20);
     assert_eq!(all.reserve_prefix(10, 2), None);

@@ -1,5 +1,5 @@
-//! The pool and the scheduler under random operations: the books are right after each one, no plan
-//! breaks a limit, and everything that was added ends.
+//! The pool and the scheduler under random operations: the accounting is right after each one, no plan breaks a
+//! limit, and every added sequence ends.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -8,16 +8,16 @@ use std::{
 
 use baton_engine::{
     BlockPool,
-    plan::Plan,
+    plan::StepPlan,
     scheduler::{Scheduler, SchedulerConfig},
-    sequence::{Role, Sequence, SequenceId},
+    sequence::{Sequence, SequenceId, SequenceRole},
 };
 use baton_kv_cache::{BlockHash, BlockId, HashRoot};
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
 enum PoolOperation {
-    /// A new owner of so many new blocks, after the cached prefix of a text.
+    /// A new owner of so many new blocks, which follow the cached prefix of a text.
     Allocate {
         text: u32,
         num_blocks: usize,
@@ -48,7 +48,7 @@ proptest! {
     fn a_pool_keeps_its_books(operations in prop::collection::vec(pool_operation(), 1..120)) {
         let mut pool = BlockPool::new(12);
         let mut owners: Vec<(u32, Vec<BlockId>)> = Vec::new();
-        // What an eviction or a wrong hit would change: the last hash declared for each block.
+        // The last hash declared for each block. An eviction or a wrong hit would change it.
         let mut contents: HashMap<BlockId, BlockHash> = HashMap::new();
         for operation in operations {
             match operation {
@@ -101,7 +101,7 @@ proptest! {
 }
 
 #[test]
-fn wrong_books_are_noticed() {
+fn wrong_accounting_is_noticed() {
     let mut pool = BlockPool::new(4);
     let block = pool.allocate().expect("there are four");
     let error = pool.check_integrity([]).expect_err("the owner is missing");
@@ -113,13 +113,13 @@ fn wrong_books_are_noticed() {
 #[derive(Clone, Debug)]
 enum Operation {
     Add {
-        role: Role,
+        role: SequenceRole,
         text: u32,
         num_prompt: usize,
         num_output: usize,
     },
     Step,
-    /// With drafts of so many tokens, of which so many are right.
+    /// A step with drafts of so many tokens, of which so many are right.
     Draft {
         num_drafts: usize,
         num_right: usize,
@@ -131,9 +131,9 @@ enum Operation {
 
 fn operation() -> impl Strategy<Value = Operation> {
     let role = prop_oneof![
-        3 => Just(Role::Generate),
-        1 => Just(Role::Prefill),
-        1 => Just(Role::Decode),
+        3 => Just(SequenceRole::Generate),
+        1 => Just(SequenceRole::Prefill),
+        1 => Just(SequenceRole::Decode),
     ];
     prop_oneof![
         3 => (role, 0..3u32, 1..40usize, 1..30usize).prop_map(|(role, text, num_prompt, num_output)| {
@@ -160,7 +160,7 @@ fn config() -> impl Strategy<Value = SchedulerConfig> {
     )
 }
 
-/// What a step takes.
+/// Duration of a step.
 fn time_of(num_tokens: usize) -> Duration {
     Duration::from_millis(4 + num_tokens as u64)
 }
@@ -176,10 +176,10 @@ fn prompts_beside_decodes_come_in_chunks_that_keep_the_target() {
         itl_target: Some(itl_target),
     });
     let prompt = |id: u64, len: usize, max: usize| {
-        Sequence::new(SequenceId(id), Role::Generate, vec![id as u32; len], max, 4, None)
+        Sequence::new(SequenceId(id), SequenceRole::Generate, vec![id as u32; len], max, 4, None)
     };
     scheduler.add(prompt(0, 4, 4000));
-    let mut plan = Plan::default();
+    let mut plan = StepPlan::default();
     let mut longest = Duration::ZERO;
     let mut longest_late = Duration::ZERO;
     let mut num_steps = 0;
@@ -192,7 +192,7 @@ fn prompts_beside_decodes_come_in_chunks_that_keep_the_target() {
         scheduler.advance(&plan);
         scheduler.observe(&plan, elapsed);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
-            scheduler.push_token(chunk.id, DRAWN);
+            scheduler.push_token(chunk.id, SAMPLED);
         }
         num_steps += 1;
         longest = longest.max(elapsed);
@@ -202,21 +202,21 @@ fn prompts_beside_decodes_come_in_chunks_that_keep_the_target() {
     }
     assert!(longest <= 2 * itl_target, "{longest:?} while learning");
     assert!(longest_late <= itl_target + itl_target / 10, "{longest_late:?}");
-    // 35 tokens fit beside one that decodes: it is not kept by doing little.
+    // 35 tokens fit beside one decode: the target is not kept by computing little.
     assert!((80..130).contains(&num_steps), "{num_steps} steps for 3000 tokens");
 }
 
-/// What every sequence draws.
-const DRAWN: u32 = 9;
+/// The token that is sampled for every sequence.
+const SAMPLED: u32 = 9;
 
 /// The engine around the scheduler, without threads.
 struct Driver {
     config: SchedulerConfig,
     scheduler: Scheduler,
-    plan: Plan,
+    plan: StepPlan,
     next_id: u64,
-    /// Longest length and role of what has not ended.
-    alive: BTreeMap<SequenceId, (usize, Role)>,
+    /// The greatest length and the role of each sequence that has not ended.
+    alive: BTreeMap<SequenceId, (usize, SequenceRole)>,
     granted: Vec<SequenceId>,
     holds: Vec<SequenceId>,
 }
@@ -226,7 +226,7 @@ impl Driver {
         Driver {
             config,
             scheduler: Scheduler::new(config),
-            plan: Plan::default(),
+            plan: StepPlan::default(),
             next_id: 0,
             alive: BTreeMap::new(),
             granted: Vec::new(),
@@ -244,14 +244,14 @@ impl Driver {
                 let root = Some(HashRoot::new("random", "", ""));
                 self.scheduler.add(Sequence::new(id, role, tokens, max, self.config.block_size, root));
                 self.alive.insert(id, (max, role));
-                if role == Role::Prefill {
+                if role == SequenceRole::Prefill {
                     self.holds.push(id);
                 }
             }
             Operation::Step => self.step(&[]),
             Operation::Draft { num_drafts, num_right } => {
                 let wrong = num_drafts.saturating_sub(num_right);
-                self.step(&[vec![DRAWN; num_drafts - wrong], vec![DRAWN + 1; wrong]].concat());
+                self.step(&[vec![SAMPLED; num_drafts - wrong], vec![SAMPLED + 1; wrong]].concat());
             }
             Operation::Decode(idx) if !self.granted.is_empty() => {
                 let id = self.granted.swap_remove(idx % self.granted.len());
@@ -262,10 +262,10 @@ impl Driver {
                 let (&id, &(_, role)) = self.alive.iter().nth(idx % self.alive.len()).expect("in range");
                 // A reservation, waiting or granted, is released; a stream is cancelled.
                 if self.granted.contains(&id)
-                    || (role == Role::Decode && self.scheduler.sequence(id).is_none())
+                    || (role == SequenceRole::Decode && self.scheduler.sequence(id).is_none())
                 {
                     self.scheduler.release(id);
-                    self.scheduler.end(id); // in case it was preempted after its reservation
+                    self.scheduler.end(id); // it may have been preempted after its reservation
                 } else {
                     self.scheduler.end(id);
                 }
@@ -278,7 +278,7 @@ impl Driver {
             }
             _ => {}
         }
-        self.scheduler.check_integrity().expect("the books are right after every operation");
+        self.scheduler.check_integrity().expect("the accounting is right after every operation");
     }
 
     /// A step in which every sequence that decodes has this draft.
@@ -291,7 +291,7 @@ impl Driver {
         self.scheduler.plan_drafts(&mut self.plan);
         self.check_plan();
         for admission in &self.plan.admitted {
-            if self.alive[&admission.id].1 == Role::Decode && admission.is_first {
+            if self.alive[&admission.id].1 == SequenceRole::Decode && admission.is_first {
                 self.granted.push(admission.id);
             }
         }
@@ -300,23 +300,25 @@ impl Driver {
         self.scheduler.observe(&self.plan, time_of(num_tokens));
         let plan = std::mem::take(&mut self.plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
-            let mut num_drawn = 0;
+            let mut num_sampled = 0;
             while self.alive.contains_key(&chunk.id) {
-                let was_drafted = self.scheduler.push_token(chunk.id, DRAWN);
-                num_drawn += 1;
+                let was_drafted = self.scheduler.push_token(chunk.id, SAMPLED);
+                num_sampled += 1;
                 self.end_if_over(chunk.id);
                 if !was_drafted {
                     break;
                 }
             }
-            assert!(num_drawn <= chunk.num_drafts + 1);
+            assert!(num_sampled <= chunk.num_drafts + 1);
         }
         self.plan = plan;
     }
 
     fn end_if_over(&mut self, id: SequenceId) {
         let (max, role) = self.alive[&id];
-        if role == Role::Prefill || self.scheduler.sequence(id).expect("it runs").tokens().len() == max {
+        if role == SequenceRole::Prefill
+            || self.scheduler.sequence(id).expect("it runs").tokens().len() == max
+        {
             self.scheduler.end(id);
             self.alive.remove(&id);
         }
@@ -337,7 +339,7 @@ impl Driver {
             assert_eq!(chunk.wants_token, end - chunk.num_drafts == sequence.tokens().len());
             assert_eq!(sequence.draft().len(), chunk.num_drafts);
             let (max, role) = self.alive[&chunk.id];
-            assert!(role == Role::Prefill || end < max, "the last token is never computed");
+            assert!(role == SequenceRole::Prefill || end < max, "the last token is never computed");
             assert!(end <= sequence.blocks().len() * self.config.block_size, "a token without a block");
             for idx in chunk.start_idx..end {
                 let place = (sequence.blocks()[idx / self.config.block_size], idx % self.config.block_size);
@@ -359,7 +361,7 @@ proptest! {
         for operation in operations {
             driver.apply(operation);
         }
-        // Whoever holds something outside gives it back or uses it, sooner or later.
+        // Every hold and reservation is returned or used in the end.
         let mut num_steps = 0;
         while !driver.alive.is_empty() {
             driver.apply(Operation::Step);

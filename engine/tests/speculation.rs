@@ -1,4 +1,4 @@
-//! Speculative decoding: tokens, log-probabilities and ends are those without it, whatever is drafted.
+//! Speculative decoding: tokens, log-probabilities and ends are the same as without it, for any draft.
 
 mod support;
 
@@ -10,15 +10,16 @@ use std::sync::{
 use std::time::Duration;
 
 use baton_engine::{
-    DraftCounts, Drafter, EngineConfig, EngineError, FinishReason, Request, Speculation, SpeculationMode,
-    StartError, TokenEvent, testing::FakeModel,
+    DraftCounts, Drafter, EngineConfig, EngineError, EngineStartError, FinishReason, Request, Speculation,
+    SpeculationMode, TokenEvent,
 };
-use baton_model::{Batch, ExecuteError};
+use baton_engine_testing::FakeModel;
+use baton_model_spec::{Batch, ExecuteError};
 use support::{
-    BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, draft_with_hook, drawing_draft, engine, engine_of,
+    BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, draft_with_hook, engine, engine_of,
     handoff::hand_off,
     kinds::{prompt, read, requests},
-    request, speculating, speculating_with_hook, standing_clock,
+    request, sampling_draft, speculating, speculating_with_hook, standing_clock,
 };
 
 /// A vocabulary so small that texts repeat themselves.
@@ -34,13 +35,13 @@ fn drafters() -> Vec<(&'static str, Drafter)> {
         ("wrong in 8", errs_in(8)),
         ("wrong in 2", errs_in(2)),
         ("wrong", errs_in(1)),
-        ("drawing", drawing_draft(FakeModel { errs_in: Some(8), ..model() }).0),
+        ("sampling on the device", sampling_draft(FakeModel { errs_in: Some(8), ..model() }).0),
         ("ngram", Drafter::Ngram),
     ]
 }
 
 #[tokio::test]
-async fn what_a_client_sees_does_not_depend_on_drafts() {
+async fn a_client_sees_the_same_with_drafts() {
     let (_, plain) = engine_of(model(), config(), |_| Ok(()));
     let mut expected = Vec::new();
     for request in requests() {
@@ -49,7 +50,7 @@ async fn what_a_client_sees_does_not_depend_on_drafts() {
     }
     assert!(expected.iter().any(|(_, end)| *end == Ok(FinishReason::Stop)));
 
-    // Room for all; prompts in chunks; pools in which everybody is preempted again and again.
+    // Room for all, prompts in chunks, and pools so small that every sequence is preempted repeatedly.
     let sizes = [(256, 16, 64), (256, 16, 7), (26, 8, 16), (26, 8, 5), (20, 3, 64)];
     for (num_blocks, max_running, token_budget) in sizes {
         for prefix_cache in [true, false] {
@@ -83,8 +84,8 @@ async fn what_a_client_sees_does_not_depend_on_drafts() {
 }
 
 #[tokio::test]
-async fn a_draft_model_goes_on_well_after_a_wrong_draft() {
-    // It is wrong after some texts and right after all others, whatever was rejected before.
+async fn a_draft_model_recovers_from_a_wrong_draft() {
+    // It is wrong after some texts and right after all others, independent of earlier rejections.
     let model = FakeModel::new(BLOCK_SIZE);
     let errs = FakeModel { errs_in: Some(6), ..model };
     for token_budget in [64, 16] {
@@ -139,7 +140,7 @@ async fn a_right_draft_saves_steps() {
         let (tokens, end, counts) = read(engine.generate(request).expect("accepted")).await;
         assert_eq!((tokens.len(), end), (120, Ok(FinishReason::Length)));
         assert_eq!(counts.accepted, counts.drafted);
-        // Five drafted tokens and one more a step, once the length has grown.
+        // Five drafted tokens and one more per step, once the length has grown.
         let num_steps = num_steps.load(Ordering::Relaxed);
         assert!((20..30).contains(&num_steps), "{num_steps} steps");
         assert_eq!(num_steps as u64 + counts.accepted, 120);
@@ -166,7 +167,7 @@ async fn a_request_without_speculation_has_no_drafts() {
 }
 
 #[tokio::test]
-async fn a_prompt_that_was_computed_elsewhere_is_computed_by_the_draft_model_in_chunks() {
+async fn the_draft_model_computes_a_remote_prompt_in_chunks() {
     let (model, p) = engine(config());
     for token_budget in [64, 7] {
         let (num_tokens, count) = counter();
@@ -185,7 +186,7 @@ async fn a_prompt_that_was_computed_elsewhere_is_computed_by_the_draft_model_in_
         let computed = num_tokens.swap(0, Ordering::Relaxed);
         assert!(computed >= 50 + counts.drafted as usize, "{computed}");
 
-        // A prompt that both have cached is computed by neither.
+        // Neither model computes a prompt that both have cached.
         let (output, _) = hand_off(&p, &d, request(&prompt, 10)).await;
         assert_eq!(output.tokens, model.greedy(&prompt, 10));
         let again = num_tokens.load(Ordering::Relaxed);
@@ -196,8 +197,8 @@ async fn a_prompt_that_was_computed_elsewhere_is_computed_by_the_draft_model_in_
 }
 
 #[tokio::test]
-async fn a_draft_model_that_is_behind_does_not_keep_others_from_drafting() {
-    // Of the long prompt the draft model computes what is left of 8 tokens a step; the other sequence drafts on.
+async fn a_long_prompt_in_the_draft_model_does_not_keep_others_from_drafting() {
+    // The draft model computes the long prompt with the rest of 8 tokens per step. The other sequence still drafts.
     let (model, p) = engine(EngineConfig { token_budget: 256, ..config() });
     let d = speculating(model, draft(model), EngineConfig { token_budget: 8, ..config() });
     let long: Vec<u32> = (0..300).map(|idx| idx * 11 % 64).collect();
@@ -210,14 +211,14 @@ async fn a_draft_model_that_is_behind_does_not_keep_others_from_drafting() {
     assert!(counts.accepted > 0);
 }
 
-/// Microseconds that executors say they took.
+/// Microseconds that executors add to a fake clock.
 static ELAPSED: AtomicU64 = AtomicU64::new(0);
 
 #[tokio::test]
 async fn drafting_ends_when_it_is_measured_to_cost_more_than_it_gains() {
     let clock = || standing_clock() + Duration::from_micros(ELAPSED.load(Ordering::Relaxed));
     let model = FakeModel::new(BLOCK_SIZE);
-    // Microseconds of a step of either, and tokens that are drafted of 300.
+    // Microseconds of a step of either model, and drafted tokens out of 300.
     for (target, draft, expected) in [(1000, 50, 200..300), (1000, 1100, 1..100), (1000, 50_000, 1..100)] {
         let took = |micros: u64| {
             move |_: &Batch<'_>| {
@@ -236,7 +237,7 @@ async fn drafting_ends_when_it_is_measured_to_cost_more_than_it_gains() {
 
 #[tokio::test]
 async fn a_large_step_has_no_drafts() {
-    // As many sequences as tokens of a step that may have drafts: when all decode there are none.
+    // As many sequences as a step with drafts may have tokens: when all decode there are no drafts.
     let model = FakeModel::new(BLOCK_SIZE);
     let config = EngineConfig { max_running: MAX_STEP_TOKENS, num_blocks: 2048, ..config() };
     let engine = speculating_with_hook(model, draft(model), config, |batch| {
@@ -256,10 +257,10 @@ async fn a_large_step_has_no_drafts() {
 }
 
 #[tokio::test]
-async fn bad_logits_behind_a_draft_fail_the_request_where_they_would() {
+async fn invalid_logits_after_a_draft_fail_the_request_at_the_same_token() {
     let model = FakeModel { nan_after: Some(13), ..FakeModel::new(BLOCK_SIZE) };
     let (_, plain) = engine_of(model, config(), |_| Ok(()));
-    // The draft model does not know better, so that it drafts past the token.
+    // The draft model does not fail there, so it drafts past the token.
     let engine = speculating(model, draft(FakeModel::new(BLOCK_SIZE)), config());
     let mut num_failed = 0;
     for first in 0..12 {
@@ -306,10 +307,10 @@ async fn a_draft_model_that_fails_ends_the_engine_like_any_device() {
 }
 
 #[test]
-fn a_draft_model_of_other_tokens_is_refused() {
+fn a_draft_model_with_another_vocabulary_is_refused() {
     let other = FakeModel { vocab_size: 65, ..FakeModel::new(BLOCK_SIZE) };
     let speculation = Speculation { drafter: draft(other), max_draft_tokens: 5, max_step_tokens: 64 };
     let error = baton_engine::start(FakeModel::new(BLOCK_SIZE).executor(), Some(speculation), config())
         .expect_err("refused");
-    assert!(matches!(error, StartError::Vocabulary { draft: 65, target: 64 }), "{error}");
+    assert!(matches!(error, EngineStartError::Vocabulary { draft: 65, target: 64 }), "{error}");
 }

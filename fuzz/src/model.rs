@@ -59,6 +59,6 @@ pub fn load_and_compute(model: &Path, options: &LoadOptions) {
 
 #[allow(unsafe_code)]
 fn execute(executor: &mut impl Executor, batch: &Batch<'_>, storage: &BlockStorage) {
-    // SAFETY: nobody else uses the storage.
+    // SAFETY: no other thread uses the storage.
     let _ = unsafe { executor.execute(batch, storage, &mut |_| {}) };
 }

@@ -7,16 +7,21 @@ use std::time::{Duration, Instant};
 use arbitrary::Arbitrary;
 use baton_fuzz::{Change, pick};
 use baton_handoff::{
-    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, KvFault, Limits, Piece, PieceWrite,
-    PrefillMessage, PushError, Pushed, RouteError, Secret, TransportKind, decode, prefill,
+    Begin, DecodeMessage, Generation, Grant, KvFault, Limits, Piece, PieceWrite, PrefillMessage, PushError,
+    Pushed, RouteError, Secret, TransportKind,
+    decode::{DecodeAction, DecodeInput, PrefixFetch, RemotePrefill, RemotePrefilled},
+    prefill::{
+        CachedHandoff, ComputeInput, ComputedHandoff, Opening, OwnBlocks, PrefillAction, PrefillInput,
+    },
 };
 use baton_kv_cache::{BlockId, KvDtype, KvLayout};
 use baton_proto::worker as proto;
+use baton_request::{Failure, FailureKind};
 use baton_worker::{
     convert::request_from_begin,
     convert_handoff::{
-        FirstToken, Payload, begin_from_proto, decode_message_from_proto, decode_message_to_proto,
-        grant_from_proto, grant_to_proto, prefill_message_from_proto, prefill_message_to_proto,
+        FirstToken, Payload, decode_message_from_proto, decode_message_to_proto, grant_from_proto,
+        grant_to_proto, prefill_message_from_proto, prefill_message_to_proto,
     },
 };
 use libfuzzer_sys::fuzz_target;
@@ -63,7 +68,9 @@ enum PrefillStep<'a> {
     Commit {
         generation: bool,
     },
-    Cancel,
+    Cancel {
+        finished: bool,
+    },
     StreamClosed,
     Time(u8),
     /// Whatever the engine or the data plane owes.
@@ -96,6 +103,7 @@ enum DecodeStep<'a> {
     ReserveFailed,
     Verified(bool),
     Cancel,
+    RequestEnded,
 }
 
 fuzz_target!(|input: Input<'_>| match input {
@@ -118,8 +126,7 @@ fuzz_target!(|input: Input<'_>| match input {
     }
     Input::ToPrefill { limits, steps } => Prefill::new(limits).run(&steps),
     Input::ToDecode { num_blocks, num_cached_blocks, is_cached, steps } => {
-        let extent = if is_cached { Extent::Cached } else { Extent::Whole };
-        Decode::new(num_blocks.into(), num_cached_blocks.into(), extent).run(&steps);
+        Decode::new(num_blocks.into(), num_cached_blocks.into(), is_cached).run(&steps);
     }
 });
 
@@ -129,17 +136,19 @@ fn to_prefill(bytes: &[u8]) -> Option<DecodeMessage> {
 
 /// As a prefill worker reads it.
 fn from_decode_worker(message: proto::DecodeMessage) -> Option<DecodeMessage> {
-    let Some(proto::decode_message::Message::Begin(begin)) = &message.message else {
-        return decode_message_from_proto(message).ok();
-    };
-    let request = request_from_begin(begin).ok()?;
-    let (begin, format) = begin_from_proto(begin).ok()?;
-    assert_eq!(begin.num_blocks(), request.num_known_tokens().div_ceil(format.block_size));
-    Some(DecodeMessage::Begin(begin))
+    let mut num_tokens = None;
+    if let Some(proto::decode_message::Message::Begin(begin)) = &message.message {
+        num_tokens = Some(request_from_begin(begin).ok()?.num_known_tokens());
+    }
+    let message = decode_message_from_proto(message).ok()?;
+    if let DecodeMessage::Begin(begin) | DecodeMessage::Fetch(begin) = &message {
+        assert_eq!(Some(begin.num_tokens), num_tokens);
+    }
+    Some(message)
 }
 
 fn again(message: &DecodeMessage) {
-    if !matches!(message, DecodeMessage::Begin(_)) {
+    if !matches!(message, DecodeMessage::Begin(_) | DecodeMessage::Fetch(_)) {
         let (request, kv_format) = Default::default();
         let format = baton_kv_cache::KvFormat::new(kv_format, &LAYOUT, String::new());
         let payload = Payload { request: &request, kv_format: &format, wire: None, prefix_source: None };
@@ -156,9 +165,39 @@ fn generation(is_right: bool) -> u64 {
     if is_right { GENERATION } else { 1 }
 }
 
+/// What happens to a prefill worker.
+enum Give {
+    Engine(ComputeInput<FirstToken>),
+    Held(Vec<BlockId>),
+    Other(PrefillInput),
+}
+
+fn said(message: Option<DecodeMessage>) -> PrefillInput {
+    message.map_or_else(|| PrefillInput::StreamClosed("nonsense".into()), PrefillInput::Message)
+}
+
+/// The machine of a prefill worker. Its peer's first message says which one.
+enum Giving {
+    Opening(Opening),
+    Computed(ComputedHandoff),
+    Cached(CachedHandoff),
+    Over,
+}
+
+impl Giving {
+    fn deadline(&self) -> Option<Instant> {
+        match self {
+            Giving::Opening(opening) => Some(opening.deadline()),
+            Giving::Computed(machine) => machine.deadline(),
+            Giving::Cached(machine) => machine.deadline(),
+            Giving::Over => None,
+        }
+    }
+}
+
 /// A prefill worker whose peer says anything.
 struct Prefill {
-    machine: prefill::PrefillHandoff,
+    machine: Giving,
     now: Instant,
     is_computing: bool,
     is_holding: bool,
@@ -178,14 +217,10 @@ impl Prefill {
     fn new(limits: u8) -> Prefill {
         let now = Instant::now();
         let limits = Limits { total: Duration::from_secs(limits.into()), ..Limits::default() };
+        let KvLayout { block_size, num_layers, .. } = LAYOUT;
+        let own = OwnBlocks { incarnation: INCARNATION, block_size, num_layers };
         Prefill {
-            machine: prefill::PrefillHandoff::new(
-                INCARNATION,
-                LAYOUT.block_size,
-                LAYOUT.num_layers,
-                limits,
-                now,
-            ),
+            machine: Giving::Opening(Opening::new(own, limits, now)),
             now,
             is_computing: false,
             is_holding: false,
@@ -212,59 +247,100 @@ impl Prefill {
         for _ in 0..4 {
             if let Some(deadline) = self.machine.deadline() {
                 self.now = self.now.max(deadline);
-                self.take(prefill::Input::Tick);
+                self.take(Give::Other(PrefillInput::Tick));
             }
         }
-        assert!(self.machine.is_over() && self.is_closed);
+        assert!(self.machine.deadline().is_none() && self.is_closed);
         assert_eq!(self.num_finished, 1);
         assert_eq!(self.num_released, usize::from(self.was_computed));
     }
 
-    fn take(&mut self, input: prefill::Input<FirstToken>) {
-        for action in self.machine.on(input, self.now) {
-            self.obey(action);
-        }
+    fn take(&mut self, input: Give) {
+        let now = self.now;
+        self.machine = match (std::mem::replace(&mut self.machine, Giving::Over), input) {
+            (Giving::Opening(opening), Give::Other(PrefillInput::Message(DecodeMessage::Begin(begin)))) => {
+                match opening.begin(&begin, now) {
+                    Ok(machine) => {
+                        (self.is_computing, self.was_computed) = (true, true);
+                        Giving::Computed(machine)
+                    }
+                    Err(actions) => self.obey(actions, Giving::Over),
+                }
+            }
+            (Giving::Opening(opening), Give::Other(PrefillInput::Message(DecodeMessage::Fetch(begin)))) => {
+                match opening.fetch(&begin, now) {
+                    Ok(machine) => {
+                        (self.is_holding, self.was_computed) = (true, true);
+                        Giving::Cached(machine)
+                    }
+                    Err(actions) => self.obey(actions, Giving::Over),
+                }
+            }
+            (Giving::Opening(opening), Give::Other(input)) => match opening.on(input, now) {
+                Ok(opening) => Giving::Opening(opening),
+                Err(actions) => self.obey(actions, Giving::Over),
+            },
+            (Giving::Computed(mut machine), Give::Engine(input)) => {
+                let actions = machine.on(input, now);
+                self.obey(actions, Giving::Computed(machine))
+            }
+            (Giving::Computed(mut machine), Give::Other(input)) => {
+                let actions = machine.on(ComputeInput::Other(input), now);
+                self.obey(actions, Giving::Computed(machine))
+            }
+            (Giving::Cached(mut machine), Give::Held(blocks)) => {
+                let actions = machine.held(&blocks, now);
+                self.obey(actions, Giving::Cached(machine))
+            }
+            (Giving::Cached(mut machine), Give::Other(input)) => {
+                let actions = machine.on(input, now);
+                self.obey(actions, Giving::Cached(machine))
+            }
+            (machine, _) => machine,
+        };
     }
 
-    fn obey(&mut self, action: prefill::Action<FirstToken>) {
-        use prefill::Action as A;
-        assert!(!self.is_closed, "nothing follows Close");
-        match action {
-            A::Compute => (self.is_computing, self.was_computed) = (true, true),
-            A::Hold => (self.is_holding, self.was_computed) = (true, true),
-            A::Route { .. } => self.is_routing = true,
-            A::Push(pieces) => {
-                assert!(!self.is_stopping);
-                self.pushing.push(pieces);
+    fn obey<E>(&mut self, actions: Vec<PrefillAction<FirstToken, E>>, machine: Giving) -> Giving {
+        use PrefillAction as A;
+        for action in actions {
+            assert!(!self.is_closed, "nothing follows Close");
+            match action {
+                A::Route { .. } => self.is_routing = true,
+                A::Push(pieces) => {
+                    assert!(!self.is_stopping);
+                    self.pushing.push(pieces);
+                }
+                A::Send(message) => drop(prefill_message_to_proto(message)),
+                A::Finish(_) => self.num_finished += 1,
+                A::Stop => {
+                    (self.is_computing, self.is_routing, self.is_stopping) = (false, false, true);
+                    self.is_holding = false;
+                    self.pushing.clear();
+                }
+                A::Release => {
+                    self.num_released += 1;
+                    self.is_computing = false;
+                }
+                A::Close => self.is_closed = true,
             }
-            A::Send(message) => drop(prefill_message_to_proto(message)),
-            A::Finish(_) => self.num_finished += 1,
-            A::Stop => {
-                (self.is_computing, self.is_routing, self.is_stopping) = (false, false, true);
-                self.is_holding = false;
-                self.pushing.clear();
-            }
-            A::Release => {
-                self.num_released += 1;
-                self.is_computing = false;
-            }
-            A::Close => self.is_closed = true,
         }
+        machine
     }
 
-    fn input(&mut self, step: &PrefillStep<'_>) -> Option<prefill::Input<FirstToken>> {
-        use prefill::Input as I;
+    fn input(&mut self, step: &PrefillStep<'_>) -> Option<Give> {
+        use ComputeInput as C;
+        use PrefillInput as I;
         let sent = |message: proto::decode_message::Message| {
             let bytes = proto::DecodeMessage { message: Some(message) }.encode_to_vec();
-            Some(to_prefill(&bytes).map_or_else(|| I::StreamClosed("nonsense".into()), I::Message))
+            Some(Give::Other(said(to_prefill(&bytes))))
         };
         Some(match step {
             PrefillStep::Bytes(bytes) => {
                 let message = to_prefill(bytes);
-                if let Some(DecodeMessage::Begin(begin)) = &message {
+                if let Some(DecodeMessage::Begin(begin) | DecodeMessage::Fetch(begin)) = &message {
                     self.began(begin.num_tokens, begin.block_size);
                 }
-                message.map_or_else(|| I::StreamClosed("nonsense".into()), I::Message)
+                Give::Other(said(message))
             }
             PrefillStep::Begin {
                 num_tokens,
@@ -317,22 +393,23 @@ impl Prefill {
                 let generation = generation(*is_right);
                 return sent(proto::decode_message::Message::Commit(proto::Commit { generation }));
             }
-            PrefillStep::Cancel => {
-                return sent(proto::decode_message::Message::Cancel(proto::Cancel::default()));
+            PrefillStep::Cancel { finished } => {
+                let cancel = proto::Cancel { finished: *finished, ..proto::Cancel::default() };
+                return sent(proto::decode_message::Message::Cancel(cancel));
             }
-            PrefillStep::StreamClosed => I::StreamClosed("left".into()),
+            PrefillStep::StreamClosed => Give::Other(I::StreamClosed("left".into())),
             PrefillStep::Time(seconds) => {
                 self.now += Duration::from_secs((*seconds).into());
-                I::Tick
+                Give::Other(I::Tick)
             }
             PrefillStep::Started if self.is_computing && self.num_layers_ready == 0 => {
                 self.num_layers_ready = 1;
-                I::Started
+                Give::Engine(C::Started)
             }
             // Full blocks within the sequence, as an engine finds them.
             PrefillStep::Held { num_blocks } if std::mem::take(&mut self.is_holding) => {
                 let num_blocks = usize::from(*num_blocks).min(self.num_blocks);
-                I::Held { blocks: (0..num_blocks as u32).map(BlockId).collect() }
+                Give::Held((0..num_blocks as u32).map(BlockId).collect())
             }
             // In the order of an engine: layer by layer, all blocks, once it has started.
             PrefillStep::Ready { layers } if self.is_computing && self.num_layers_ready > 0 => {
@@ -340,21 +417,23 @@ impl Prefill {
                 let end = LAYOUT.num_layers.min(first + usize::from(*layers % 3));
                 self.num_layers_ready = end + 1;
                 let blocks = (0..self.num_blocks as u32).map(BlockId).collect();
-                I::Ready { layers: first..end, first_block_idx: 0, blocks }
+                Give::Engine(C::Ready { layers: first..end, first_block_idx: 0, blocks })
             }
             PrefillStep::FirstToken if self.is_computing && self.num_layers_ready > LAYOUT.num_layers => {
                 self.is_computing = false;
                 let token = baton_engine::SampledToken { id: 1, logprobs: None };
-                I::FirstToken(FirstToken { token, cached_tokens: 0 })
+                Give::Engine(C::FirstToken(FirstToken { token, cached_tokens: 0 }))
             }
             PrefillStep::Fail if self.is_computing => {
                 self.is_computing = false;
-                I::Fail(Failed::new(FailureKind::Internal, "broken"))
+                Give::Other(I::Fail(Failure::new(FailureKind::Internal, "broken")))
             }
-            PrefillStep::Routed(is_ok) if std::mem::take(&mut self.is_routing) => I::Routed(match is_ok {
-                true => Ok(()),
-                false => Err(RouteError::Closed),
-            }),
+            PrefillStep::Routed(is_ok) if std::mem::take(&mut self.is_routing) => {
+                Give::Other(I::Routed(match is_ok {
+                    true => Ok(()),
+                    false => Err(RouteError::Closed),
+                }))
+            }
             PrefillStep::Pushed(is_ok) => {
                 let pieces = self.pushing.pop()?;
                 let piece = |write: &PieceWrite| Piece {
@@ -362,16 +441,16 @@ impl Prefill {
                     layer_idx: write.layer_idx,
                     checksum: 0,
                 };
-                I::Pushed(match is_ok {
+                Give::Other(I::Pushed(match is_ok {
                     true => Ok(Pushed {
                         pieces: pieces.iter().map(piece).collect(),
                         transport: TransportKind::Tcp,
                         bytes: 1,
                     }),
                     false => Err(PushError::Closed),
-                })
+                }))
             }
-            PrefillStep::Idle if std::mem::take(&mut self.is_stopping) => I::Idle,
+            PrefillStep::Idle if std::mem::take(&mut self.is_stopping) => Give::Other(I::Idle),
             _ => return None,
         })
     }
@@ -386,11 +465,16 @@ impl Prefill {
     }
 }
 
+/// The machine of a decode worker.
+enum Taking {
+    Prefill(RemotePrefill),
+    Fetch(PrefixFetch),
+}
+
 /// A decode worker whose peer says anything.
 struct Decode {
-    machine: decode::DecodeHandoff,
+    machine: Taking,
     now: Instant,
-    extent: Extent,
     num_blocks: usize,
     num_cached_blocks: usize,
     is_reserving: bool,
@@ -403,7 +487,7 @@ struct Decode {
 }
 
 impl Decode {
-    fn new(num_blocks: usize, num_cached_blocks: usize, extent: Extent) -> Decode {
+    fn new(num_blocks: usize, num_cached_blocks: usize, is_fetch: bool) -> Decode {
         let now = Instant::now();
         let begin = Begin {
             request_id: "r".into(),
@@ -414,14 +498,18 @@ impl Decode {
             num_tokens: num_blocks * LAYOUT.block_size,
             block_size: LAYOUT.block_size,
             deadline: Limits::default().total,
-            extent,
         };
-        let (machine, _) =
-            decode::DecodeHandoff::begin::<FirstToken>(begin, LAYOUT.num_layers, Limits::default(), now);
+        let limits = Limits::default();
+        let machine = match is_fetch {
+            true => Taking::Fetch(PrefixFetch::begin(begin, LAYOUT.num_layers, limits, now).0),
+            false => {
+                let (machine, _) = RemotePrefill::begin::<FirstToken>(begin, LAYOUT.num_layers, limits, now);
+                Taking::Prefill(machine)
+            }
+        };
         Decode {
             machine,
             now,
-            extent,
             num_blocks,
             num_cached_blocks: num_cached_blocks.min(num_blocks),
             is_reserving: false,
@@ -436,56 +524,91 @@ impl Decode {
 
     fn run(mut self, steps: &[DecodeStep<'_>]) {
         for step in steps {
-            if let Some(input) = self.input(step) {
+            if matches!(step, DecodeStep::RequestEnded) {
+                self.end_request();
+            } else if let Some(input) = self.input(step) {
                 self.take(input);
             }
         }
         for _ in 0..4 {
-            if let Some(deadline) = self.machine.deadline() {
+            if let Some(deadline) = self.deadline() {
                 self.now = self.now.max(deadline);
-                self.take(decode::Input::Tick);
+                self.take(DecodeInput::Tick);
             }
         }
-        assert!(self.machine.is_over() && self.is_closed);
+        assert!(self.deadline().is_none() && self.is_closed);
         assert_eq!(self.num_finished, 1);
         assert!(self.num_tokens <= 1);
     }
 
-    fn take(&mut self, input: decode::Input<FirstToken>) {
-        for action in self.machine.on(input, self.now) {
-            self.obey(action);
+    fn deadline(&self) -> Option<Instant> {
+        match &self.machine {
+            Taking::Prefill(machine) => machine.deadline(),
+            Taking::Fetch(machine) => machine.deadline(),
         }
     }
 
-    fn obey(&mut self, action: decode::Action<FirstToken>) {
-        use decode::Action as A;
-        assert!(!self.is_closed || matches!(action, A::Revoke(_)), "nothing but Revoke follows Close");
-        match action {
-            A::Reserve { num_tokens } => {
-                self.is_reserving = true;
-                self.num_blocks = num_tokens.div_ceil(LAYOUT.block_size);
-                self.num_cached_blocks = self.num_cached_blocks.min(self.num_blocks);
+    fn take(&mut self, input: DecodeInput<FirstToken>) {
+        match &mut self.machine {
+            Taking::Prefill(machine) => {
+                let actions = machine.on(input, self.now);
+                self.obey(actions, |outcome| match outcome {
+                    RemotePrefilled::Committed(_) => Some(1),
+                    RemotePrefilled::Ended => None,
+                });
             }
-            A::FirstToken(_) => self.num_tokens += 1,
-            A::Verify(pieces) => self.verifying.push(pieces.len()),
-            A::Finish(result) => {
-                self.num_finished += 1;
-                self.verifying.clear();
-                self.is_reserving = false;
-                if result.is_ok() {
+            Taking::Fetch(machine) => {
+                let actions = machine.on(input, self.now);
+                self.obey(actions, |_| Some(0));
+            }
+        }
+    }
+
+    /// As its driver says after the first token.
+    fn end_request(&mut self) {
+        if let Taking::Prefill(machine) = &mut self.machine {
+            let actions = machine.request_ended::<FirstToken>(self.now);
+            self.obey(actions, |outcome| {
+                assert_eq!(outcome, RemotePrefilled::Ended);
+                None
+            });
+        }
+    }
+
+    /// `num_tokens`: how many first tokens a handoff has that ends so with KV.
+    fn obey<T, E>(&mut self, actions: Vec<DecodeAction<T, E>>, num_tokens: impl Fn(E) -> Option<usize>) {
+        use DecodeAction as A;
+        for action in actions {
+            assert!(!self.is_closed || matches!(action, A::Revoke(_)), "nothing but Revoke follows Close");
+            match action {
+                A::Reserve { num_tokens } => {
+                    self.is_reserving = true;
+                    self.num_blocks = num_tokens.div_ceil(LAYOUT.block_size);
+                    self.num_cached_blocks = self.num_cached_blocks.min(self.num_blocks);
+                }
+                A::FirstToken(_) => self.num_tokens += 1,
+                A::Verify(pieces) => self.verifying.push(pieces.len()),
+                A::Finish(result) => {
+                    self.num_finished += 1;
+                    self.verifying.clear();
+                    self.is_reserving = false;
+                    let Ok(outcome) = result else { continue };
+                    let Some(num_tokens) = num_tokens(outcome) else {
+                        assert_eq!(self.num_tokens, 1, "the first token ends a request");
+                        continue;
+                    };
                     let num_pieces = (self.num_blocks - self.num_cached_blocks) * LAYOUT.num_layers;
-                    let num_tokens = usize::from(self.extent == Extent::Whole);
                     assert!(self.is_granted && self.num_tokens == num_tokens);
                     assert_eq!(self.num_verified, num_pieces, "decodes on KV that was not verified");
                 }
+                A::Close => self.is_closed = true,
+                A::Send(_) | A::Revoke(_) | A::WriterStopped(_) => {}
             }
-            A::Close => self.is_closed = true,
-            A::Send(_) | A::Revoke(_) | A::WriterStopped(_) => {}
         }
     }
 
-    fn input(&mut self, step: &DecodeStep<'_>) -> Option<decode::Input<FirstToken>> {
-        use decode::Input as I;
+    fn input(&mut self, step: &DecodeStep<'_>) -> Option<DecodeInput<FirstToken>> {
+        use DecodeInput as I;
         use proto::prefill_message::Message as M;
         let received = |bytes: &[u8]| match to_decode(bytes) {
             Some(message) => I::Message(message),
@@ -547,7 +670,7 @@ impl Decode {
                 })
             }
             DecodeStep::ReserveFailed if std::mem::take(&mut self.is_reserving) => {
-                I::ReserveFailed(Failed::new(FailureKind::Full, "full"))
+                I::ReserveFailed(Failure::new(FailureKind::Full, "full"))
             }
             DecodeStep::Verified(is_ok) => {
                 let num_pieces = self.verifying.pop()?;

@@ -26,7 +26,7 @@ const NUM_BLOCKS: usize = 4;
 const GRANTED: [BlockId; 2] = [BlockId(1), BlockId(2)];
 const MESSAGE_BYTES: usize = 64;
 const ID_BYTES: usize = 128;
-/// Of a grant that nobody made.
+/// Of a grant that was never made.
 const NO_ACCESS_KEY: AccessKey =
     AccessKey { generation: Generation(1), secret: Secret([0; Secret::NUM_BYTES]) };
 

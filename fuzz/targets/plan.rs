@@ -7,7 +7,7 @@ use arbitrary::Arbitrary;
 use baton_cluster::WorkerRecord;
 use baton_fuzz::{Change, pick};
 use baton_proto::worker as proto;
-use baton_router::plan::{
+use baton_planner::{
     ClusterView, Load, PlanRequest, Policy, PrefillMode, PrefixAware, Usability, WorkerKey, WorkerView,
 };
 use libfuzzer_sys::fuzz_target;

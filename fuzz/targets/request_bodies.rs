@@ -104,7 +104,7 @@ static ADDRESS: LazyLock<SocketAddr> = LazyLock::new(|| {
     let address = listener.local_addr().expect("an address");
     let model = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tiny"));
     let discovery = DiscoveryConfig::Static { workers: vec!["http://127.0.0.1:1".into()] };
-    // Nobody answers there: every generation ends here.
+    // No worker listens there: every generation ends here.
     let config = RouterConfig {
         recovery_timeout: Duration::ZERO,
         ..RouterConfig::new(model, "tiny".into(), discovery)

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use arbitrary::Arbitrary;
 use baton_engine::{
     EngineConfig, EngineHandle, EngineThread, PrefillEvent, SampledToken, TokenEvent, TokenStream,
-    testing::FakeModel,
 };
+use baton_engine_testing::FakeModel;
 use baton_fuzz::Change;
 use baton_proto::worker as proto;
 use baton_worker::convert::{request_from_begin, request_from_generate};

@@ -143,18 +143,18 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
 
 /// What was not said on this connection is not said on the next.
 fn take(script: &Mutex<Script>) -> Script {
-    mem::take(&mut *script.lock().expect("nobody panics"))
+    mem::take(&mut *script.lock().expect("no holder panics"))
 }
 
 fuzz_target!(|input: Input| {
     static NEXT_POOL: Mutex<u64> = Mutex::new(0);
     let fabric = &*FABRIC;
     let pool = {
-        let mut pool = NEXT_POOL.lock().expect("nobody panics");
+        let mut pool = NEXT_POOL.lock().expect("no holder panics");
         *pool += 1;
         *pool
     };
-    *fabric.script.lock().expect("nobody panics") = input.script;
+    *fabric.script.lock().expect("no holder panics") = input.script;
     let offer = match (input.way, &fabric.rdma) {
         (Way::Tcp, _) => TransportOffer::Tcp { address: fabric.tcp.clone(), pool },
         (Way::Rdma, Some(address)) => TransportOffer::Rdma { address: address.clone(), pool },
@@ -274,7 +274,7 @@ fn memory(size: usize, is_sealed: bool) -> io::Result<OwnedFd> {
     if raw < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a new descriptor that nobody else owns.
+    // SAFETY: a new descriptor that only this function owns.
     let file = File::from(unsafe { OwnedFd::from_raw_fd(raw) });
     file.set_len(size as u64)?;
     if is_sealed {

@@ -5,26 +5,26 @@ use crate::TensorType;
 /// What is wrong with a file, without its name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GgufError {
-    /// It is something else.
+    /// The file does not begin with the magic number.
     #[error("the file begins with {found:?}, expected \"GGUF\"")]
     Magic {
         /// The first bytes, up to four.
         found: String,
     },
-    /// It is too old, too new, or of a machine that writes bytes in the other order.
+    /// The version is not supported, or the bytes are in big-endian order.
     #[error("GGUF version is {found}, expected 2 or 3 with the low byte first")]
     Version {
-        /// As it stands in the file.
+        /// The version in the file.
         found: u32,
     },
-    /// It ends inside of something.
+    /// The file is truncated.
     #[error("the file has {len} bytes, expected {end} for {what}: truncated")]
     Truncated {
         /// What does not fit.
         what: String,
         /// Bytes of the file.
         len: usize,
-        /// Where the thing would end.
+        /// Where it would end.
         end: u128,
     },
     /// A text is not UTF-8.
@@ -41,7 +41,7 @@ pub enum GgufError {
         /// The number of the type; 9 is an array.
         found: u32,
     },
-    /// A key or a tensor is there twice.
+    /// A key or a tensor occurs twice.
     #[error("{name} is there twice")]
     Duplicate {
         /// The name.
@@ -54,7 +54,7 @@ pub enum GgufError {
         key: String,
         /// Its value, shortened.
         found: String,
-        /// What would do.
+        /// What is valid.
         expected: String,
     },
     /// A tensor has a shape that no tensor has.
@@ -69,7 +69,7 @@ pub enum GgufError {
         /// Numbers in a block of the tensor's type.
         block: usize,
     },
-    /// A tensor is of a type that nobody here reads.
+    /// A tensor is of a type that is not supported.
     #[error("tensor {tensor} is of type {found}, expected one of {}", TensorType::names())]
     TensorType {
         /// Its name.

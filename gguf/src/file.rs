@@ -8,7 +8,7 @@ use memmap2::Mmap;
 
 use crate::{Gguf, GgufError};
 
-/// A mapped file. Whoever truncates it while it is in use kills the process: replace, do not rewrite.
+/// A mapped file. Truncating it while it is in use kills the process: replace files, do not rewrite them.
 #[derive(Debug)]
 pub struct GgufFile {
     map: Mmap,
@@ -26,7 +26,7 @@ impl GgufFile {
         Ok(GgufFile { map })
     }
 
-    /// What it says.
+    /// Parses the file.
     ///
     /// # Errors
     /// As [`Gguf::parse`].

@@ -1,10 +1,11 @@
 //! The GGUF container, versions 2 and 3: metadata and an index of tensors, over the bytes of a file.
 //!
-//! [`Gguf::parse`] is a pure function over bytes that somebody else may have made up: it returns what it found or
+//! [`Gguf::parse`] is a pure function over bytes that are not trusted: it returns what it found or
 //! a [`GgufError`], and what it allocates is at most a few times what it was given. It does not know what keys
 //! mean, nor how blocks become numbers.
 
 mod parse;
+mod reader;
 
 mod file;
 

@@ -1,4 +1,4 @@
-//! From bytes to what they say.
+//! Parses a GGUF file: header, metadata and the index of tensors.
 //!
 //! ```text
 //! "GGUF" version num_tensors num_values | key type value ... | name dimensions type offset ... | padding | data
@@ -8,16 +8,14 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
-use crate::{Array, GgufError, Tensor, TensorType, Value};
+use crate::{GgufError, Tensor, TensorType, Value, reader::Reader};
 
 const MAGIC: &[u8; 4] = b"GGUF";
 const ALIGNMENT_KEY: &str = "general.alignment";
 const DEFAULT_ALIGNMENT: usize = 32;
 const MAX_DIMENSIONS: u32 = 4;
-const TEXT: u32 = 8;
-const ARRAY: u32 = 9;
 
-/// What a file says. Borrows from its bytes.
+/// The metadata and tensors of a file. Borrows from its bytes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gguf<'a> {
     metadata: BTreeMap<&'a str, Value<'a>>,
@@ -43,18 +41,18 @@ impl<'a> Gguf<'a> {
         }
         let num_tensors = reader.u64("the header")?;
         let num_values = reader.u64("the header")?;
-        // Nothing is reserved by these counts: the file ends before a lie costs anything.
+        // No memory is reserved for these counts: a false count fails at the end of the file.
         let mut metadata = BTreeMap::new();
         for _ in 0..num_values {
             let key = reader.text("a metadata key")?;
             let value_type = u32::from_le_bytes(reader.array(key)?);
-            let value = reader.value(value_type, key)?;
+            let value = Value::read(&mut reader, value_type, key)?;
             insert_new(&mut metadata, key, value)?;
         }
         let alignment = alignment(&metadata)?;
         let mut tensors = BTreeMap::new();
         for _ in 0..num_tensors {
-            let (name, tensor) = reader.tensor(alignment)?;
+            let (name, tensor) = tensor(&mut reader, alignment)?;
             insert_new(&mut tensors, name, tensor)?;
         }
         let header = &bytes[..reader.position];
@@ -130,116 +128,35 @@ fn alignment(metadata: &BTreeMap<&str, Value<'_>>) -> Result<usize, GgufError> {
     })
 }
 
-/// Reads from the front.
-pub(crate) struct Reader<'a> {
-    bytes: &'a [u8],
-    position: usize,
-}
-
-impl<'a> Reader<'a> {
-    pub(crate) fn new(bytes: &'a [u8]) -> Reader<'a> {
-        Reader { bytes, position: 0 }
+/// A tensor whose `start` is counted from that of the tensors' part.
+fn tensor<'a>(reader: &mut Reader<'a>, alignment: usize) -> Result<(&'a str, Tensor), GgufError> {
+    let name = reader.text("the name of a tensor")?;
+    let num_dimensions = u32::from_le_bytes(reader.array(name)?);
+    let refuse = |found: Vec<u64>, block| GgufError::Dimensions { tensor: name.to_owned(), found, block };
+    if !(1..=MAX_DIMENSIONS).contains(&num_dimensions) {
+        return Err(refuse(vec![], 1));
     }
-
-    fn take(&mut self, len: usize, what: &str) -> Result<&'a [u8], GgufError> {
-        self.take_many(len as u64, 1, what)
+    let dimensions = (0..num_dimensions).map(|_| reader.u64(name)).collect::<Result<Vec<_>, _>>()?;
+    let id = u32::from_le_bytes(reader.array(name)?);
+    let offset = reader.u64(name)?;
+    let tensor_type =
+        TensorType::from_id(id).map_err(|found| GgufError::TensorType { tensor: name.to_owned(), found })?;
+    let block = tensor_type.block_len();
+    let sized = dimensions.iter().try_fold(1usize, |product, &dimension| {
+        product.checked_mul(usize::try_from(dimension).ok()?).filter(|product| *product > 0)
+    });
+    let size_bytes = sized
+        .filter(|_| dimensions[0].is_multiple_of(block as u64))
+        .and_then(|count| (count / block).checked_mul(tensor_type.block_bytes()))
+        .ok_or_else(|| refuse(dimensions.clone(), block))?;
+    if !offset.is_multiple_of(alignment as u64) {
+        return Err(GgufError::Misaligned { tensor: name.to_owned(), offset, alignment });
     }
-
-    fn take_many(&mut self, count: u64, size_bytes: usize, what: &str) -> Result<&'a [u8], GgufError> {
-        let end = self.position as u128 + u128::from(count) * size_bytes as u128;
-        if end > self.bytes.len() as u128 {
-            return Err(GgufError::Truncated { what: what.to_owned(), len: self.bytes.len(), end });
-        }
-        let taken = &self.bytes[self.position..end as usize];
-        self.position = end as usize;
-        Ok(taken)
-    }
-
-    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], GgufError> {
-        Ok(self.take(N, what)?.try_into().expect("as many as were asked for"))
-    }
-
-    fn u64(&mut self, what: &str) -> Result<u64, GgufError> {
-        Ok(u64::from_le_bytes(self.array(what)?))
-    }
-
-    fn text(&mut self, what: &str) -> Result<&'a str, GgufError> {
-        let len = self.u64(what)?;
-        let text = self.take_many(len, 1, what)?;
-        std::str::from_utf8(text).map_err(|_| GgufError::Text { what: what.to_owned() })
-    }
-
-    pub(crate) fn value(&mut self, value_type: u32, key: &str) -> Result<Value<'a>, GgufError> {
-        Ok(match value_type {
-            0 => Value::Unsigned(u8::from_le_bytes(self.array(key)?).into()),
-            1 => Value::Signed(i8::from_le_bytes(self.array(key)?).into()),
-            2 => Value::Unsigned(u16::from_le_bytes(self.array(key)?).into()),
-            3 => Value::Signed(i16::from_le_bytes(self.array(key)?).into()),
-            4 => Value::Unsigned(u32::from_le_bytes(self.array(key)?).into()),
-            5 => Value::Signed(i32::from_le_bytes(self.array(key)?).into()),
-            6 => Value::Float(f32::from_le_bytes(self.array(key)?).into()),
-            7 => Value::Bool(self.array(key)? != [0]),
-            TEXT => Value::Text(self.text(key)?),
-            ARRAY => Value::Array(self.elements(key)?),
-            10 => Value::Unsigned(self.u64(key)?),
-            11 => Value::Signed(i64::from_le_bytes(self.array(key)?)),
-            12 => Value::Float(f64::from_le_bytes(self.array(key)?)),
-            found => return Err(GgufError::ValueType { key: key.to_owned(), found }),
-        })
-    }
-
-    /// An array is passed over, not read: it may be large.
-    fn elements(&mut self, key: &str) -> Result<Array<'a>, GgufError> {
-        let element_type = u32::from_le_bytes(self.array(key)?);
-        let len = self.u64(key)?;
-        let start = self.position;
-        match element_type {
-            0 | 1 | 7 => self.take_many(len, 1, key)?,
-            2 | 3 => self.take_many(len, 2, key)?,
-            4..=6 => self.take_many(len, 4, key)?,
-            10..=12 => self.take_many(len, 8, key)?,
-            TEXT => {
-                for _ in 0..len {
-                    self.text(key)?;
-                }
-                &[]
-            }
-            // Arrays of arrays would let a file decide how deep a reader recurses. Nobody writes them.
-            found => return Err(GgufError::ValueType { key: key.to_owned(), found }),
-        };
-        Ok(Array { element_type, len: len as usize, bytes: &self.bytes[start..self.position] })
-    }
-
-    /// A tensor whose `start` is counted from that of the tensors' part.
-    fn tensor(&mut self, alignment: usize) -> Result<(&'a str, Tensor), GgufError> {
-        let name = self.text("the name of a tensor")?;
-        let num_dimensions = u32::from_le_bytes(self.array(name)?);
-        let refuse = |found: Vec<u64>, block| GgufError::Dimensions { tensor: name.to_owned(), found, block };
-        if !(1..=MAX_DIMENSIONS).contains(&num_dimensions) {
-            return Err(refuse(vec![], 1));
-        }
-        let dimensions = (0..num_dimensions).map(|_| self.u64(name)).collect::<Result<Vec<_>, _>>()?;
-        let id = u32::from_le_bytes(self.array(name)?);
-        let offset = self.u64(name)?;
-        let tensor_type = TensorType::from_id(id)
-            .map_err(|found| GgufError::TensorType { tensor: name.to_owned(), found })?;
-        let block = tensor_type.block_len();
-        let sized = dimensions.iter().try_fold(1usize, |product, &dimension| {
-            product.checked_mul(usize::try_from(dimension).ok()?).filter(|product| *product > 0)
-        });
-        let size_bytes = sized
-            .filter(|_| dimensions[0].is_multiple_of(block as u64))
-            .and_then(|count| (count / block).checked_mul(tensor_type.block_bytes()))
-            .ok_or_else(|| refuse(dimensions.clone(), block))?;
-        if !offset.is_multiple_of(alignment as u64) {
-            return Err(GgufError::Misaligned { tensor: name.to_owned(), offset, alignment });
-        }
-        let what = || format!("tensor {name}");
-        let len = self.bytes.len();
-        let start = usize::try_from(offset).ok().filter(|start| *start <= len).ok_or_else(|| {
-            GgufError::Truncated { what: what(), len, end: u128::from(offset) + size_bytes as u128 }
-        })?;
-        let shape = dimensions.iter().rev().map(|&dimension| dimension as usize).collect();
-        Ok((name, Tensor { tensor_type, shape, start, size_bytes }))
-    }
+    let what = || format!("tensor {name}");
+    let len = reader.bytes.len();
+    let start = usize::try_from(offset).ok().filter(|start| *start <= len).ok_or_else(|| {
+        GgufError::Truncated { what: what(), len, end: u128::from(offset) + size_bytes as u128 }
+    })?;
+    let shape = dimensions.iter().rev().map(|&dimension| dimension as usize).collect();
+    Ok((name, Tensor { tensor_type, shape, start, size_bytes }))
 }

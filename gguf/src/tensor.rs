@@ -1,6 +1,6 @@
-//! Tensors: where they lie, and in how many bytes.
+//! The index of tensors: types, shapes and places in the file.
 
-/// Where a tensor lies in the file.
+/// Where a tensor is in the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tensor {
     /// How its numbers are stored.
@@ -28,7 +28,7 @@ macro_rules! tensor_types {
                 match self { $(TensorType::$variant => $id,)* }
             }
 
-            /// As everybody writes it: "Q4_K".
+            /// The usual name, such as "Q4_K".
             pub fn name(self) -> &'static str {
                 match self { $(TensorType::$variant => $name,)* }
             }
@@ -51,7 +51,7 @@ tensor_types! {
     F32 = 0, "F32", 1 in 4;
     /// Half precision.
     F16 = 1, "F16", 1 in 2;
-    /// The upper half of single precision.
+    /// bfloat16.
     Bf16 = 30, "BF16", 1 in 2;
     /// Four bits; a scale for 32.
     Q4_0 = 2, "Q4_0", 32 in 18;
@@ -79,7 +79,7 @@ tensor_types! {
     Iq4Xs = 23, "IQ4_XS", 256 in 136;
 }
 
-/// Types that exist and that nobody here reads, so that a refusal can name them.
+/// Types that exist and are not supported, so that an error can name them.
 const OTHERS: &[(u32, &str)] = &[
     (9, "Q8_1"),
     (15, "Q8_K"),
@@ -101,7 +101,7 @@ const OTHERS: &[(u32, &str)] = &[
 ];
 
 impl TensorType {
-    /// The type of this number, or what to call it in a refusal.
+    /// The type of this number, or a name for it in errors.
     pub(crate) fn from_id(id: u32) -> Result<TensorType, String> {
         TensorType::ALL.iter().copied().find(|tensor_type| tensor_type.id() == id).ok_or_else(|| match OTHERS
             .iter()

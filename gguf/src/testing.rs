@@ -1,8 +1,8 @@
-//! A writer of GGUF files and what damages them, for tests.
+//! A writer of GGUF files, and random damage to them, for tests.
 
 use crate::TensorType;
 
-/// A file in the making. It writes what it is told, sense or not.
+/// Builds a file. It writes invalid values, too.
 #[derive(Clone, Debug)]
 pub struct Writer {
     version: u32,
@@ -40,13 +40,13 @@ impl Writer {
         self
     }
 
-    /// Another alignment than 32, said in the metadata.
+    /// Another alignment than 32, with its metadata key.
     pub fn alignment(mut self, alignment: u32) -> Writer {
         self.alignment = alignment as usize;
         self.u32("general.alignment", alignment)
     }
 
-    /// A value as it lies in the file, of a type by its number.
+    /// A value as the file stores it, of a type by its number.
     pub fn value(mut self, key: &str, value_type: u32, bytes: &[u8]) -> Writer {
         self.num_values += 1;
         text(&mut self.values, key);
@@ -99,7 +99,7 @@ impl Writer {
         self.array(key, 6, values.len() as u64, &bytes)
     }
 
-    /// An array as it lies in the file, of elements of a type by its number.
+    /// An array as the file stores it, of elements of a type by its number.
     pub fn array(self, key: &str, element_type: u32, len: u64, elements: &[u8]) -> Writer {
         let mut bytes = element_type.to_le_bytes().to_vec();
         bytes.extend(len.to_le_bytes());

@@ -1,10 +1,13 @@
-//! Metadata values. Texts and arrays stay where they are in the file.
+//! Metadata values. Texts and arrays borrow from the file.
 
 use std::fmt;
 
-use crate::parse::Reader;
+use crate::{GgufError, reader::Reader};
 
-/// A metadata value. Widths are forgotten: they say nothing that a reader needs.
+const TEXT: u32 = 8;
+const ARRAY: u32 = 9;
+
+/// A metadata value. The widths of numbers are dropped: no reader needs them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Value<'a> {
     /// Any unsigned integer.
@@ -22,6 +25,26 @@ pub enum Value<'a> {
 }
 
 impl<'a> Value<'a> {
+    /// Reads the value of the metadata key `key`.
+    pub(crate) fn read(reader: &mut Reader<'a>, value_type: u32, key: &str) -> Result<Value<'a>, GgufError> {
+        Ok(match value_type {
+            0 => Value::Unsigned(u8::from_le_bytes(reader.array(key)?).into()),
+            1 => Value::Signed(i8::from_le_bytes(reader.array(key)?).into()),
+            2 => Value::Unsigned(u16::from_le_bytes(reader.array(key)?).into()),
+            3 => Value::Signed(i16::from_le_bytes(reader.array(key)?).into()),
+            4 => Value::Unsigned(u32::from_le_bytes(reader.array(key)?).into()),
+            5 => Value::Signed(i32::from_le_bytes(reader.array(key)?).into()),
+            6 => Value::Float(f32::from_le_bytes(reader.array(key)?).into()),
+            7 => Value::Bool(reader.array(key)? != [0]),
+            TEXT => Value::Text(reader.text(key)?),
+            ARRAY => Value::Array(Array::pass_over(reader, key)?),
+            10 => Value::Unsigned(reader.u64(key)?),
+            11 => Value::Signed(i64::from_le_bytes(reader.array(key)?)),
+            12 => Value::Float(f64::from_le_bytes(reader.array(key)?)),
+            found => return Err(GgufError::ValueType { key: key.to_owned(), found }),
+        })
+    }
+
     /// The text, if it is one.
     pub fn as_text(self) -> Option<&'a str> {
         if let Value::Text(text) = self { Some(text) } else { None }
@@ -74,16 +97,38 @@ impl fmt::Display for Value<'_> {
     }
 }
 
-/// An array that was checked when the file was parsed, and is read when somebody looks.
+/// An array. It was checked when the file was parsed; its elements are read on demand.
 #[derive(Clone, Copy, PartialEq)]
 pub struct Array<'a> {
     pub(crate) element_type: u32,
     pub(crate) len: usize,
-    /// From the first element on.
+    /// The bytes of the elements.
     pub(crate) bytes: &'a [u8],
 }
 
 impl<'a> Array<'a> {
+    /// Checks an array without reading its elements: it may be large.
+    fn pass_over(reader: &mut Reader<'a>, key: &str) -> Result<Array<'a>, GgufError> {
+        let element_type = u32::from_le_bytes(reader.array(key)?);
+        let len = reader.u64(key)?;
+        let start = reader.position;
+        match element_type {
+            0 | 1 | 7 => reader.take_many(len, 1, key)?,
+            2 | 3 => reader.take_many(len, 2, key)?,
+            4..=6 => reader.take_many(len, 4, key)?,
+            10..=12 => reader.take_many(len, 8, key)?,
+            TEXT => {
+                for _ in 0..len {
+                    reader.text(key)?;
+                }
+                &[]
+            }
+            // Arrays of arrays would let a file decide how deep a reader recurses. No known file has them.
+            found => return Err(GgufError::ValueType { key: key.to_owned(), found }),
+        };
+        Ok(Array { element_type, len: len as usize, bytes: &reader.bytes[start..reader.position] })
+    }
+
     /// How many elements there are.
     pub fn len(&self) -> usize {
         self.len
@@ -97,7 +142,9 @@ impl<'a> Array<'a> {
     /// First to last.
     pub fn iter(&self) -> impl Iterator<Item = Value<'a>> + use<'a> {
         let (mut reader, element_type) = (Reader::new(self.bytes), self.element_type);
-        (0..self.len).map(move |_| reader.value(element_type, "").expect("checked when the file was parsed"))
+        (0..self.len).map(move |_| {
+            Value::read(&mut reader, element_type, "").expect("checked when the file was parsed")
+        })
     }
 }
 

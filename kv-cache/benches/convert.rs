@@ -1,23 +1,25 @@
-//! How fast KV goes from one side's layout to another's, and into and out of the forms in which it travels, in GB/s of
-//! the bytes in memory, beside a memcpy of the same pieces. Source and target are larger than the caches.
+//! How fast KV is converted from one side's layout to another's, and encoded and decoded for the wire, in GB/s of the
+//! bytes in memory, beside a memcpy of the same pieces. Source and target are larger than the caches.
 //!
 //! A piece here is 16 tokens of 8 kv heads of 128 numbers.
 
 use std::hint::black_box;
 
-use baton_kv_cache::{KvDtype, KvLayout, KvMapping, KvShard, WireCodec, WireFormat, WireScratch};
+use baton_kv_cache::{
+    KvDtype, KvLayout, KvMapping, KvShard, VectorCodec, WireCodec, WireFormat, WireScratch,
+};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 
 const LAYOUT: KvLayout =
     KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 8, head_dim: 128, dtype: KvDtype::Bf16 };
-/// Of one round: 128 MiB of bf16.
+/// Tokens of one round: 128 MiB of bf16.
 const NUM_TOKENS: usize = 32 << 10;
 
 fn bench(criterion: &mut Criterion) {
     let of = |dtype, block_size| KvLayout { dtype, block_size, ..LAYOUT };
     memcpy(criterion);
     for format in [WireFormat::Int8, WireFormat::Int4] {
-        code(criterion, format);
+        encode(criterion, format);
     }
     for (from, to) in [
         (of(KvDtype::Bf16, 16), of(KvDtype::Bf16, 64)),
@@ -53,8 +55,8 @@ fn memcpy(criterion: &mut Criterion) {
     });
 }
 
-/// Piece by piece, into and out of one coded piece, as a handoff does it.
-fn code(criterion: &mut Criterion, format: WireFormat) {
+/// Encodes and decodes piece by piece with one encoded piece, as a handoff does.
+fn encode(criterion: &mut Criterion, format: WireFormat) {
     let codec = WireCodec::new(&LAYOUT, format).expect("smaller than bf16");
     let mut memory = kv(&LAYOUT);
     let mut coded = vec![0u8; codec.piece_bytes()];
@@ -79,10 +81,10 @@ fn code(criterion: &mut Criterion, format: WireFormat) {
     });
 }
 
-/// Piece by piece of the destination, as a handoff does it.
+/// Converts piece by piece of the destination, as a handoff does.
 fn convert(criterion: &mut Criterion, from: KvLayout, to: KvLayout) {
-    let shard = |layout| KvShard::new(layout, 1, 0).expect("a layout that can be");
-    let mapping = KvMapping::new(&shard(&from), &shard(&to)).expect("of one model");
+    let shard = |layout| KvShard::new(layout, 1, 0).expect("a valid layout");
+    let mapping = KvMapping::new(&shard(&from), &shard(&to)).expect("both sides have the same model");
     let source = kv(&from);
     let mut target = vec![0u8; to.num_blocks_for(NUM_TOKENS) * to.layer_bytes()];
     let mut vectors = Vec::new();

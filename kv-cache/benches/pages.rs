@@ -1,5 +1,6 @@
-//! What the first write to a pool's memory costs: as the kernel supplies it page by page, after [`BlockStorage::populate`],
-//! and that itself; by the process that made the pool, and by a peer's mapping of it.
+//! The cost of the first write to a pool's memory: when the kernel supplies it page by page, after
+//! [`BlockStorage::populate`], and of that call itself; by the process that made the pool, and by a peer's mapping of
+//! it.
 
 use std::time::{Duration, Instant};
 
@@ -59,7 +60,7 @@ fn populate(storage: &BlockStorage) {
 fn write(storage: &BlockStorage) {
     for block in 0..NUM_BLOCKS as u32 {
         for layer_idx in 0..LAYOUT.num_layers {
-            // SAFETY: nobody else uses the memory.
+            // SAFETY: this process is the only user of the memory.
             unsafe { storage.layer_mut(BlockId(block), layer_idx).fill(1) };
         }
     }

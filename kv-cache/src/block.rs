@@ -1,28 +1,11 @@
-//! Names of blocks: where one lies ([`BlockId`]) and what it holds ([`BlockHash`]).
+//! The content of blocks: [`BlockHash`].
 
 use std::fmt;
 
-/// Index of a block in one worker's block pool.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct BlockId(pub u32);
-
-impl BlockId {
-    /// As an index into per-block tables.
-    pub fn idx(self) -> usize {
-        self.0 as usize
-    }
-}
-
-impl fmt::Display for BlockId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "b{}", self.0)
-    }
-}
-
-/// What a full block holds: a hash of its tokens and of every token before it.
+/// The content of a full block: a hash of its tokens and of every token before it.
 ///
-/// 128 bits of BLAKE3, chained from a [`HashRoot`]. Two blocks of equal hash may be shared, so the
-/// hash is a cryptographic one: a prompt cannot be crafted to read a stranger's KV.
+/// 128 bits of BLAKE3, chained from a [`HashRoot`]. Blocks of equal hash may be shared, so the hash is a
+/// cryptographic one: no crafted prompt can read the KV of another tenant.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash(u128);
 
@@ -51,7 +34,7 @@ impl fmt::Debug for BlockHash {
     }
 }
 
-/// Where chains of block hashes begin. Only requests of one root can share blocks.
+/// The start of a chain of block hashes. Only requests of one root can share blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct HashRoot(BlockHash);
 
@@ -61,7 +44,7 @@ impl HashRoot {
     pub fn new(model: &str, adapter: &str, salt: &str) -> HashRoot {
         let mut hasher = blake3::Hasher::new();
         for part in [model, adapter, salt] {
-            // The length keeps ("ab", "c") and ("a", "bc") apart.
+            // The lengths distinguish ("ab", "c") from ("a", "bc").
             hasher.update(&(part.len() as u64).to_le_bytes());
             hasher.update(part.as_bytes());
         }

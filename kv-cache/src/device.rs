@@ -1,84 +1,85 @@
-//! Memory of a device, as whoever holds blocks in it sees it. The driver is known elsewhere.
+//! Memory of a device as the storage of blocks sees it. The crates that know the device's driver implement it.
 
 use std::{fmt, io, sync::Mutex};
 
 use crate::WireCodec;
 
-/// One region of a device's memory, freed when dropped. Implemented where the device's driver is known.
+/// One region of a device's memory, freed when dropped. Implemented by crates that know the device's driver.
 ///
 /// # Safety
-/// The region stays where [`address`](Self::address) says, and as large as it was said to be, until it is dropped.
+/// Until it is dropped, the region stays at [`address`](Self::address) and keeps its size.
 pub unsafe trait DeviceMemory: fmt::Debug + Send + Sync {
     /// Number of the device, as its driver counts in this process.
     fn device(&self) -> u32;
 
-    /// Address of the first byte, for drivers and for code of the device. Not for the host. `None` where the region lies
-    /// on several devices: then it can only be copied from and to.
+    /// Address of the first byte, for drivers and device code, not for the host. `None` when the region is divided
+    /// among several devices: then it can only be copied from and to.
     fn address(&self) -> Option<u64>;
 
-    /// The regions of the ranks, in their order, where they have one each ([`DividedMemory`](crate::DividedMemory)).
+    /// The regions of the ranks, in their order, when each rank has its own
+    /// ([`DividedMemory`](crate::DividedMemory)).
     fn parts(&self) -> &[Box<dyn DeviceMemory>] {
         &[]
     }
 
-    /// Makes the device the calling thread's, for libraries that ask its driver about the memory.
+    /// Makes the device current on the calling thread, for libraries that ask its driver about the memory.
     ///
     /// # Errors
     /// When the device fails.
     fn bind(&self) -> io::Result<()>;
 
-    /// Copies `bytes.len()` bytes from `offset` on to the host, and waits for them.
+    /// Copies `bytes.len()` bytes at `offset` to the host, and waits for them.
     ///
     /// # Errors
     /// When the device fails.
     ///
     /// # Safety
-    /// The bytes lie in the region, and nobody writes them meanwhile.
+    /// The bytes are in the region, and they are not written meanwhile.
     unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()>;
 
-    /// Copies `bytes` to `offset`; they are there when it returns.
+    /// Copies `bytes` to `offset`, and waits for them.
     ///
     /// # Errors
     /// When the device fails.
     ///
     /// # Safety
-    /// They lie in the region, and nobody else uses them meanwhile.
+    /// The bytes are in the region, and they are not used otherwise meanwhile.
     unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()>;
 
-    /// A name under which other processes of this host can open the region; `None` when it has none.
+    /// A handle with which other processes of this host can open the region; `None` when it has none.
     fn handle(&self) -> Option<[u8; 64]>;
 
-    /// What the device does with blocks by itself, if it can.
+    /// The device's operations on blocks, if it has any.
     fn kernels(&self) -> Option<&Mutex<Box<dyn BlockKernels>>> {
         None
     }
 }
 
-/// What a device does with blocks by itself, on a queue of its own: it waits for nothing else that the device does, and
-/// nothing else waits for it. Implemented where kernels are known; places are the device's addresses, or offsets in memory that has
-/// none.
+/// A device's operations on blocks, on a queue of their own: they wait for no other work of the device, and no other
+/// work waits for them. Implemented by crates with kernels. Places are the device's addresses, or offsets in memory
+/// without an address.
 pub trait BlockKernels: fmt::Debug + Send {
-    /// Copies as many runs of the same length as there are `places` to the host, one behind the other in `bytes`, and waits
-    /// for them.
+    /// Copies one run from each of `places` to the host, and waits for them. All runs have the same length and follow
+    /// each other in `bytes`.
     ///
     /// # Errors
     /// When the device fails.
     ///
     /// # Safety
-    /// Each run is there, and nobody writes it meanwhile.
+    /// Each run exists, and it is not written meanwhile.
     unsafe fn gather(&mut self, places: &[u64], bytes: &mut [u8]) -> io::Result<()>;
 
-    /// Copies runs of the same length, one behind the other in `bytes`, to `places`; they are there when it returns.
+    /// Copies runs of the same length, which follow each other in `bytes`, to `places`, and waits for them.
     ///
     /// # Errors
     /// When the device fails.
     ///
     /// # Safety
-    /// There is room for each run, and nobody else uses it meanwhile.
+    /// Each run has room, and it is not used otherwise meanwhile.
     unsafe fn scatter(&mut self, places: &[u64], bytes: &[u8]) -> io::Result<()>;
 
-    /// XXH3-64, seeded with `seed`, of runs of `num_bytes` at `places`. `None` when it does not take it of such runs: then
-    /// processors do.
+    /// XXH3-64, seeded with `seed`, of runs of `num_bytes` at `places`. `None` when the device does not compute it
+    /// for such runs: then the caller does.
     ///
     /// # Errors
     /// When the device fails.
@@ -92,8 +93,8 @@ pub trait BlockKernels: fmt::Debug + Send {
         seed: u64,
     ) -> io::Result<Option<Vec<u64>>>;
 
-    /// Codes the pieces at `places`, one behind the other in `coded`, and waits for them; the checksums, seeded with `seed`,
-    /// are of what decoding makes of them. `None` when it does not code so: then processors do.
+    /// Encodes the pieces at `places` one after the other into `coded`, and waits for them. Returns checksums, seeded
+    /// with `seed`, of the decoded pieces. `None` when the device does not encode so: then the caller does.
     ///
     /// # Errors
     /// When the device fails.
@@ -108,8 +109,8 @@ pub trait BlockKernels: fmt::Debug + Send {
         seed: u64,
     ) -> io::Result<Option<Vec<u64>>>;
 
-    /// Decodes pieces, one behind the other in `coded`, to `places`; they are there when it returns. `false`, and nothing has
-    /// happened, when it does not decode so: then processors do.
+    /// Decodes pieces, which follow each other in `coded`, to `places`, and waits for them. `false`, without any
+    /// effect, when the device does not decode so: then the caller does.
     ///
     /// # Errors
     /// When the device fails.

@@ -1,12 +1,13 @@
-//! Memory of blocks whose kv heads lie on several devices: each rank of a model has those that it computes, in blocks of
-//! its own, and whoever takes or gives a block sees one of the whole model.
+//! Memory of blocks whose kv heads are divided among several devices. Each rank of a model has the heads that it
+//! computes, in blocks of its own. Readers and writers of a block see one block of the whole model.
 //!
 //! ```text
-//! whole    | K: head 0 | head 1 | head 2 | head 3 | V: head 0 | ...      offsets that others use
+//! whole    | K: head 0 | head 1 | head 2 | head 3 | V: head 0 | ...      offsets that callers use
 //! rank 0   | K: head 0 | head 1 |                 | V: head 0 | ...      the same halves, of fewer heads
 //! rank 1                        | K: head 2 | head 3 | V: ...
 //! ```
-//! Replicas, ranks that have the same heads, are all written; the first of them is read.
+//!
+//! All replicas (ranks with the same heads) are written. The first of them is read.
 
 use std::io;
 use std::ops::Range;
@@ -14,8 +15,8 @@ use std::sync::Mutex;
 
 use crate::{BlockKernels, DeviceMemory, KvLayout, KvShard, ShardError, WireCodec};
 
-/// The memories of all ranks as one, which is copied from and to but has no address: only
-/// [its parts](crate::BlockStorage::region) have.
+/// The memories of all ranks as one. It can be copied from and to, but has no address: only [its
+/// parts](crate::BlockStorage::region) have.
 #[derive(Debug)]
 pub struct DividedMemory {
     parts: Vec<Box<dyn DeviceMemory>>,
@@ -24,7 +25,7 @@ pub struct DividedMemory {
     kernels: Option<Mutex<Box<dyn BlockKernels>>>,
 }
 
-/// Bytes of one rank that an access reaches, and where they are among those of the access.
+/// Bytes of one rank that an access touches, and their position among the bytes of the access.
 struct Run {
     rank: usize,
     offset: usize,
@@ -32,29 +33,31 @@ struct Run {
 }
 
 impl DividedMemory {
-    /// The memories of the ranks, in their order, for blocks of `whole`: each has as many, of [its layout](KvShard::layout).
+    /// Joins the memories of the ranks, in their order, for blocks of `whole`. Each has as many blocks, of [its own
+    /// layout](KvShard::layout).
     ///
     /// # Errors
-    /// When the kv heads cannot be divided among so many.
+    /// When the kv heads cannot be divided among so many ranks.
     pub fn new(whole: KvLayout, parts: Vec<Box<dyn DeviceMemory>>) -> Result<DividedMemory, ShardError> {
         let shards = (0..parts.len()).map(|rank| KvShard::new(&whole, parts.len(), rank));
         Ok(DividedMemory { shards: shards.collect::<Result<_, _>>()?, parts, whole, kernels: None })
     }
 
-    /// Has the ranks' devices gather and scatter many pieces at once, each its heads of them.
+    /// Has the devices of the ranks gather and scatter many pieces at once, each its own heads.
     ///
     /// # Panics
-    /// When there is not one for each rank, or a rank's memory has no address.
+    /// When there is not one for each rank, or the memory of a rank has no address.
     pub fn with_kernels(self, kernels: Vec<Box<dyn BlockKernels>>) -> DividedMemory {
-        assert_eq!(kernels.len(), self.parts.len(), "each rank has some");
-        let bases = self.parts.iter().map(|part| part.address().expect("memory of one device"));
+        assert_eq!(kernels.len(), self.parts.len(), "each rank has kernels");
+        let bases =
+            self.parts.iter().map(|part| part.address().expect("memory of one device has an address"));
         let ranks = bases.zip(self.shards.iter().cloned()).zip(kernels);
         let ranks = ranks.map(|((base, shard), kernels)| RankKernels { base, shard, kernels }).collect();
         let kernels = DividedKernels { whole: self.whole, ranks, staged: Vec::new() };
         DividedMemory { kernels: Some(Mutex::new(Box::new(kernels))), ..self }
     }
 
-    /// What an access to so many bytes from `offset` on reaches of the ranks that `takes_part` of it.
+    /// The runs that an access to `len` bytes at `offset` touches on the ranks for which `takes_part` holds.
     fn runs(&self, offset: usize, len: usize, takes_part: fn(&KvShard) -> bool) -> Vec<Run> {
         let (half_bytes, head_bytes) = (self.whole.half_bytes(), self.whole.head_bytes());
         let mut runs = Vec::new();
@@ -74,9 +77,9 @@ impl DividedMemory {
     }
 }
 
-// SAFETY: the regions of the ranks stay where they are.
+// SAFETY: the regions of the ranks never move.
 unsafe impl DeviceMemory for DividedMemory {
-    /// That of the first rank.
+    /// The device of the first rank.
     fn device(&self) -> u32 {
         self.parts[0].device()
     }
@@ -95,7 +98,7 @@ unsafe impl DeviceMemory for DividedMemory {
 
     unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {
         for run in self.runs(offset, bytes.len(), |shard| shard.replica_idx() == 0) {
-            // SAFETY: what lies in the whole lies in the ranks' regions; unwritten by the caller's word.
+            // SAFETY: every byte of the whole is in a rank's region; the caller guarantees that it is not written.
             unsafe { self.parts[run.rank].read(run.offset, &mut bytes[run.bytes]) }?;
         }
         Ok(())
@@ -103,7 +106,7 @@ unsafe impl DeviceMemory for DividedMemory {
 
     unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()> {
         for run in self.runs(offset, bytes.len(), |_| true) {
-            // SAFETY: as above; not used by others by the caller's word.
+            // SAFETY: as above; the caller guarantees exclusive access.
             unsafe { self.parts[run.rank].write(run.offset, &bytes[run.bytes]) }?;
         }
         Ok(())
@@ -118,12 +121,12 @@ unsafe impl DeviceMemory for DividedMemory {
     }
 }
 
-/// What the ranks' devices do by themselves with their heads of whole pieces, of which a place is the offset.
+/// The operations of the ranks' devices on their heads of whole pieces. A place is an offset.
 #[derive(Debug)]
 struct DividedKernels {
     whole: KvLayout,
     ranks: Vec<RankKernels>,
-    /// One rank's heads of pieces, one behind the other.
+    /// One rank's heads of pieces, one piece after the other.
     staged: Vec<u8>,
 }
 
@@ -136,14 +139,14 @@ struct RankKernels {
 }
 
 impl RankKernels {
-    /// Where its heads of pieces are.
+    /// The addresses of its heads of pieces.
     fn places(&self, whole: &KvLayout, offsets: &[u64]) -> Vec<u64> {
         let (piece_bytes, own_bytes) = (whole.layer_bytes() as u64, self.shard.layout().layer_bytes() as u64);
         debug_assert!(offsets.iter().all(|offset| offset % piece_bytes == 0), "whole pieces");
         offsets.iter().map(|offset| self.base + offset / piece_bytes * own_bytes).collect()
     }
 
-    /// Where a head is, that begins there in the whole, if it is one of the rank's.
+    /// The address of the head at `place` of the whole, if the head is one of the rank's.
     fn head(&self, whole: &KvLayout, place: u64) -> Option<u64> {
         let (half_bytes, head_bytes) = (whole.half_bytes() as u64, whole.head_bytes() as u64);
         debug_assert!(place.is_multiple_of(head_bytes), "a head");
@@ -155,7 +158,7 @@ impl RankKernels {
         })
     }
 
-    /// Its heads of K and of V: where they are in a whole piece, and in its own.
+    /// The ranges of its heads of K and of V: in a whole piece, and in its own piece.
     fn halves(&self, whole: &KvLayout) -> [(Range<usize>, Range<usize>); 2] {
         let (own, first) = (self.shard.layout(), whole.head_offset(self.shard.heads().start));
         [0, 1].map(|half| {
@@ -173,7 +176,7 @@ impl BlockKernels for DividedKernels {
             let own_bytes = rank.shard.layout().layer_bytes();
             staged.resize(places.len() * own_bytes, 0);
             let (places, halves) = (rank.places(whole, places), rank.halves(whole));
-            // SAFETY: what lies in the whole lies in the ranks' regions; unwritten by the caller's word.
+            // SAFETY: every byte of the whole is in a rank's region; the caller guarantees that it is not written.
             unsafe { rank.kernels.gather(&places, staged) }?;
             let pieces = bytes.chunks_exact_mut(whole.layer_bytes()).zip(staged.chunks_exact(own_bytes));
             for (piece, own) in pieces {
@@ -197,13 +200,13 @@ impl BlockKernels for DividedKernels {
                     own[of_own].copy_from_slice(&piece[of_piece]);
                 }
             }
-            // SAFETY: as above; not used by others by the caller's word.
+            // SAFETY: as above; the caller guarantees exclusive access.
             unsafe { rank.kernels.scatter(&places, staged) }?;
         }
         Ok(())
     }
 
-    /// Of heads, which lie on a device each. No device has more.
+    /// Only of heads: each head is on one device, and no device has more than heads.
     unsafe fn checksums(
         &mut self,
         places: &[u64],
@@ -219,7 +222,7 @@ impl BlockKernels for DividedKernels {
             let own =
                 places.iter().enumerate().filter_map(|(idx, &place)| Some((idx, rank.head(whole, place)?)));
             let (idxs, own): (Vec<usize>, Vec<u64>) = own.unzip();
-            // SAFETY: what lies in the whole lies in the ranks' regions; unwritten by the caller's word.
+            // SAFETY: every byte of the whole is in a rank's region; the caller guarantees that it is not written.
             let Some(found) = (unsafe { rank.kernels.checksums(&own, num_bytes, seed) })? else {
                 return Ok(None);
             };
@@ -228,7 +231,7 @@ impl BlockKernels for DividedKernels {
         Ok(Some(sums))
     }
 
-    /// Its checksums would be of whole pieces.
+    /// The checksums would be of whole pieces, which no device has.
     unsafe fn gather_coded(
         &mut self,
         _: &WireCodec,
@@ -241,180 +244,5 @@ impl BlockKernels for DividedKernels {
 
     unsafe fn scatter_coded(&mut self, _: &WireCodec, _: &[u64], _: &[u8]) -> io::Result<bool> {
         Ok(false)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::storage::testing::Remote;
-    use crate::{BlockId, BlockStorage, KvDtype};
-
-    const NUM_BLOCKS: usize = 3;
-
-    fn layout(num_kv_heads: usize) -> KvLayout {
-        KvLayout { block_size: 4, num_layers: 2, num_kv_heads, head_dim: 6, dtype: KvDtype::Int8 }
-    }
-
-    fn divided(whole: KvLayout, num_ranks: usize) -> DividedMemory {
-        let part = |rank| -> Box<dyn DeviceMemory> {
-            let of_rank = *KvShard::new(&whole, num_ranks, rank).unwrap().layout();
-            Box::new(Remote::new(rank as u32, BlockStorage::bytes_of(&of_rank, NUM_BLOCKS).unwrap()))
-        };
-        DividedMemory::new(whole, (0..num_ranks).map(part).collect()).unwrap()
-    }
-
-    /// Every rank's heads are where its own layout has them, whatever range they are written by.
-    #[test]
-    fn each_rank_has_its_heads_of_every_block() {
-        for (num_kv_heads, num_ranks) in [(4, 1), (4, 2), (4, 4), (2, 4), (1, 3), (6, 3)] {
-            let whole = layout(num_kv_heads);
-            let memory = divided(whole, num_ranks);
-            let size_bytes = BlockStorage::bytes_of(&whole, NUM_BLOCKS).unwrap();
-            let bytes: Vec<u8> = (0..size_bytes).map(|i| (i * 31 + i / 251) as u8).collect();
-            for chunk_bytes in [size_bytes, 7, whole.layer_bytes() + 1] {
-                // SAFETY: this test is the only user of the memory.
-                unsafe {
-                    memory.write(0, &vec![0; size_bytes]).unwrap();
-                    for (nth, chunk) in bytes.chunks(chunk_bytes).enumerate() {
-                        memory.write(nth * chunk_bytes, chunk).unwrap();
-                    }
-                }
-                for rank in 0..num_ranks {
-                    let shard = KvShard::new(&whole, num_ranks, rank).unwrap();
-                    let of_rank = shard.layout();
-                    let mut found = vec![0; of_rank.half_bytes()];
-                    for half_idx in 0..NUM_BLOCKS * whole.num_layers * 2 {
-                        // SAFETY: as above.
-                        unsafe { memory.parts()[rank].read(half_idx * found.len(), &mut found) }.unwrap();
-                        let first = half_idx * whole.half_bytes() + whole.head_offset(shard.heads().start);
-                        assert_eq!(found, bytes[first..][..found.len()], "rank {rank} of {num_ranks}");
-                    }
-                }
-                for start in [0, 1, whole.head_bytes() - 1, size_bytes - 9] {
-                    let mut found = vec![0; (size_bytes - start).min(2 * whole.half_bytes() + 3)];
-                    // SAFETY: as above.
-                    unsafe { memory.read(start, &mut found) }.unwrap();
-                    assert_eq!(found, bytes[start..][..found.len()]);
-                }
-            }
-        }
-    }
-
-    /// A device that copies from and to addresses of the host.
-    #[derive(Debug)]
-    struct Copies;
-
-    impl BlockKernels for Copies {
-        unsafe fn gather(&mut self, places: &[u64], bytes: &mut [u8]) -> io::Result<()> {
-            let len = bytes.len() / places.len();
-            for (&place, bytes) in places.iter().zip(bytes.chunks_exact_mut(len)) {
-                // SAFETY: by the caller's word.
-                unsafe { std::ptr::copy_nonoverlapping(place as *const u8, bytes.as_mut_ptr(), len) };
-            }
-            Ok(())
-        }
-
-        unsafe fn scatter(&mut self, places: &[u64], bytes: &[u8]) -> io::Result<()> {
-            let len = bytes.len() / places.len();
-            for (&place, bytes) in places.iter().zip(bytes.chunks_exact(len)) {
-                // SAFETY: as above.
-                unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place as *mut u8, len) };
-            }
-            Ok(())
-        }
-
-        unsafe fn checksums(
-            &mut self,
-            places: &[u64],
-            num_bytes: usize,
-            seed: u64,
-        ) -> io::Result<Option<Vec<u64>>> {
-            // SAFETY: by the caller's word.
-            let run = |&place: &u64| unsafe { std::slice::from_raw_parts(place as *const u8, num_bytes) };
-            Ok(Some(places.iter().map(|place| sum(run(place), seed)).collect()))
-        }
-
-        unsafe fn gather_coded(
-            &mut self,
-            _: &WireCodec,
-            _: &[u64],
-            _: &mut [u8],
-            _: u64,
-        ) -> io::Result<Option<Vec<u64>>> {
-            unreachable!("likewise")
-        }
-
-        unsafe fn scatter_coded(&mut self, _: &WireCodec, _: &[u64], _: &[u8]) -> io::Result<bool> {
-            unreachable!("likewise")
-        }
-    }
-
-    /// A checksum of the tests.
-    fn sum(bytes: &[u8], seed: u64) -> u64 {
-        bytes.iter().fold(seed, |sum, &byte| sum.wrapping_mul(31).wrapping_add(byte.into()))
-    }
-
-    #[test]
-    fn devices_move_their_heads_of_pieces_as_copies_one_by_one_do() {
-        for (num_kv_heads, num_ranks) in [(4, 1), (4, 2), (2, 4), (1, 3), (6, 3)] {
-            let whole = layout(num_kv_heads);
-            let [plain, with_kernels] = [false, true].map(|has_kernels| {
-                let memory = divided(whole, num_ranks);
-                let kernels = (0..num_ranks).map(|_| Box::new(Copies) as Box<dyn BlockKernels>);
-                let memory = if has_kernels { memory.with_kernels(kernels.collect()) } else { memory };
-                BlockStorage::on_device(Box::new(memory), whole, NUM_BLOCKS)
-            });
-            let pieces = [(BlockId(2), 0), (BlockId(0), 1), (BlockId(2), 1)];
-            let bytes: Vec<u8> =
-                (0..pieces.len() * whole.layer_bytes()).map(|i| (i * 31 + i / 251) as u8).collect();
-            let [mut all, mut all_plain] = [0; 2].map(|_| vec![0; plain.size_bytes()]);
-            // SAFETY: this test is the only user of the memories.
-            unsafe {
-                plain.store_all(&pieces, &bytes).unwrap();
-                with_kernels.store_all(&pieces, &bytes).unwrap();
-                for rank in 0..num_ranks {
-                    let [found, expected] = [&with_kernels, &plain].map(|storage| {
-                        let mut found = vec![0; storage.size_bytes() / num_kv_heads];
-                        storage.device().unwrap().parts()[rank].read(0, &mut found).unwrap();
-                        found
-                    });
-                    assert!(found == expected, "rank {rank} of {num_ranks}, {num_kv_heads} heads");
-                }
-                with_kernels.device().unwrap().read(0, &mut all).unwrap();
-                plain.device().unwrap().read(0, &mut all_plain).unwrap();
-                let mut loaded = vec![0; bytes.len()];
-                with_kernels.load_all(&pieces, &mut loaded).unwrap();
-                assert!(loaded == bytes, "{num_kv_heads} heads of {num_ranks} ranks");
-                assert_eq!(with_kernels.checksums_there(&pieces, 1).unwrap(), None, "no device has a piece");
-                let heads = bytes.chunks_exact(whole.head_bytes()).map(|head| sum(head, 1)).collect();
-                assert_eq!(with_kernels.head_checksums_there(&pieces, 1).unwrap(), Some(heads));
-            }
-            assert!(all == all_plain, "these pieces, and no others");
-        }
-    }
-
-    #[test]
-    fn pieces_of_the_whole_go_in_and_out() {
-        let whole = layout(4);
-        let storage = BlockStorage::on_device(Box::new(divided(whole, 2)), whole, NUM_BLOCKS);
-        assert!(storage.is_divided());
-        let piece: Vec<u8> = (0..whole.layer_bytes()).map(|i| i as u8).collect();
-        let mut room = vec![1; piece.len()];
-        // SAFETY: this test is the only user of the memory.
-        unsafe {
-            storage.store(BlockId(2), 1, &piece).unwrap();
-            storage.load_all(&[(BlockId(2), 1)], &mut room).unwrap();
-            assert_eq!(room, piece);
-            storage.load_all(&[(BlockId(2), 0)], &mut room).unwrap();
-            assert!(room.iter().all(|&byte| byte == 0));
-        }
-    }
-
-    #[test]
-    fn heads_that_cannot_be_divided_are_refused() {
-        let parts = (0..4).map(|rank| -> Box<dyn DeviceMemory> { Box::new(Remote::new(rank, 1)) });
-        let error = DividedMemory::new(layout(6), parts.collect()).unwrap_err().to_string();
-        assert_eq!(error, "6 kv heads cannot be divided among 4 ranks");
     }
 }

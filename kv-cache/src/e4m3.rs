@@ -1,26 +1,28 @@
-//! FP8 E4M3 in plain Rust: how numbers become codes, and the reference of the kernels that widen them.
+//! FP8 E4M3 in plain Rust: the conversion of numbers to codes, and the reference of the kernels that convert codes to
+//! numbers.
 //!
-//! Sign, four bits of exponent (bias 7), three of mantissa, as the Open Compute Project's "8-bit Floating Point
-//! Specification" (2023) has it: no infinities, 448 the largest, all ones the only NaN.
+//! Sign, four bits of exponent (bias 7), three of mantissa, as in the Open Compute Project's "8-bit Floating Point
+//! Specification" (2023): there are no infinities, 448 is the largest number, all ones is the only NaN.
 
 /// The largest number.
 pub const MAX: f32 = 448.0;
 
-/// What a code stands for.
+/// The value of a code.
 #[inline(always)]
 pub fn to_f32(code: u8) -> f32 {
-    // As the exponent and mantissa of an f32 it is too small by the ratio of the biases, denormal codes included.
+    // Read as exponent and mantissa of an f32, the code is too small by the ratio of the biases, denormal codes
+    // included.
     let magnitude = f32::from_bits(u32::from(code & 0x7f) << 20) * f32::from_bits((127 + 120) << 23);
     let magnitude = if code & 0x7f == 0x7f { f32::NAN } else { magnitude };
     f32::from_bits(magnitude.to_bits() | u32::from(code & 0x80) << 24)
 }
 
-/// The nearest code, of two the even one; more than [`MAX`] becomes it, NaN stays.
+/// The nearest code, ties to even. Numbers beyond [`MAX`] become [`MAX`], NaN stays NaN.
 #[inline(always)]
 pub fn from_f32(x: f32) -> u8 {
     let sign = (x.to_bits() >> 24) & 0x80;
     let magnitude = f32::from_bits(x.to_bits() & 0x7fff_ffff);
-    // Steps of 1/512, as 2^14 has them: the addition rounds.
+    // Steps of 1/512, the steps of an f32 at 2^14: the addition rounds.
     let denormal = (magnitude + 16384.0).to_bits().wrapping_sub(16384.0f32.to_bits());
     let bits = if magnitude < MAX { magnitude } else { MAX }.to_bits();
     let normal = ((bits + 0x7_ffff + (bits >> 20 & 1)) >> 20).wrapping_sub(120 << 3);
@@ -45,7 +47,7 @@ mod tests {
     }
 
     #[test]
-    fn every_code_is_what_the_specification_says_and_comes_back() {
+    fn every_code_has_the_value_of_the_specification_and_round_trips() {
         for code in 0..=255u8 {
             let (got, expected) = (f64::from(to_f32(code)), reference(code));
             assert!(got == expected || got.is_nan() && expected.is_nan(), "{code:#x}: {got} not {expected}");
@@ -62,7 +64,7 @@ mod tests {
             let distance = |code: &u8| (f64::from(to_f32(*code)) - within).abs();
             let codes = || (0..=255u8).filter(|&code| !to_f32(code).is_nan());
             let best = codes().map(|code| distance(&code)).fold(f64::INFINITY, f64::min);
-            // Of two equally near the even one; of the zeroes that of the same sign.
+            // Of two equally near codes the even one; of the zeroes the one with the same sign.
             let mut ties: Vec<u8> = codes().filter(|code| distance(code) == best).collect();
             ties.retain(|&code| to_f32(code) != 0.0 || (code >= 0x80) == x.is_sign_negative());
             if ties.len() > 1 {
@@ -71,7 +73,7 @@ mod tests {
             assert_eq!(ties.len(), 1, "{x}: {ties:?}");
             ties[0]
         };
-        // Every code, every middle between two, and their neighbours.
+        // Every code, the middle between every two, and their neighbours.
         let positive: Vec<f32> = (0..0x7f).map(to_f32).collect();
         let mut points = positive.clone();
         points.extend(positive.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0));

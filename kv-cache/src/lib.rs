@@ -1,9 +1,11 @@
-//! What a KV cache is made of: blocks and their names ([`BlockId`], [`BlockHash`]), how a block's
-//! bytes are arranged ([`KvLayout`]), divided ([`HeadShard`], [`KvShard`]) and rounded ([`KvDtype`]), which of them belong
-//! where on another side ([`KvMapping`]), how they are coded where the way is narrow ([`WireCodec`]), what two workers must
-//! agree on to exchange them ([`KvFormat`]), and the memory that holds them ([`BlockStorage`]).
+//! The parts of a KV cache: blocks and their names ([`BlockId`], [`BlockHash`]), the arrangement of a block's bytes
+//! ([`KvLayout`]), its division among ranks ([`HeadShard`], [`KvShard`]) and its element types ([`KvDtype`]), the
+//! mapping between two arrangements ([`KvMapping`]), the encoding for slow links ([`WireCodec`]), what two workers
+//! must agree on to exchange KV ([`KvFormat`]), and the memory of blocks ([`BlockStorage`]).
 //!
-//! It does not know who owns which block (that is the engine's block pool), nor how blocks travel
+//! Names, layouts and formats are `baton-kv-layout`'s, which is pure.
+//!
+//! It does not know the owners of blocks (that is the engine's block pool), nor how blocks are transferred
 //! (`kv-transfer`).
 
 mod block;
@@ -11,25 +13,21 @@ mod device;
 mod divided;
 pub mod e4m3;
 mod element;
-mod format;
-mod layout;
 pub mod mapping;
-#[cfg(test)]
-mod mapping_grid;
+mod offload;
 mod pages;
+mod quantise;
 mod region;
-mod rounding;
-mod shard;
 mod storage;
 mod wire;
 
-pub use block::{BlockHash, BlockId, HashRoot};
+pub use baton_kv_layout::{BlockId, HeadShard, KvDtype, KvFormat, KvLayout, KvShard, ShardError};
+pub use block::{BlockHash, HashRoot};
 pub use device::{BlockKernels, DeviceMemory};
 pub use divided::DividedMemory;
-pub use format::KvFormat;
-pub use layout::{KvDtype, KvLayout};
+pub use element::VectorCodec;
 pub use mapping::KvMapping;
+pub use quantise::INT4_GROUP;
 pub use region::Region;
-pub use shard::{HeadShard, KvShard, ShardError};
 pub use storage::BlockStorage;
-pub use wire::{INT4_GROUP, WireCodec, WireFormat, WireScratch};
+pub use wire::{WireCodec, WireFormat, WireScratch};

@@ -1,8 +1,9 @@
 //! From one side's blocks to another's: which bytes of a source rank belong where in a destination rank, when the two
 //! differ in tensor-parallel degree, block size or element type.
 //!
-//! A [`Run`] is as long as it can be. Equal sides exchange a piece in one; ranks that share only some heads, in one for
-//! K and one for V; where a head's tokens lie in blocks of different sizes, it is cut at the ends of either:
+//! A [`Run`] is as long as possible. Equal sides exchange a piece in one run. Ranks that share only some heads
+//! exchange one run for K and one for V. With different block sizes, a head's tokens are cut at the block ends of
+//! either side:
 //!
 //! ```text
 //!                    block 0         block 1         block 2
@@ -13,23 +14,23 @@
 //!                    block 0             block 1
 //! ```
 //!
-//! Scales lie behind their head's elements, so that where a head is cut they are runs of their own. Where the types
-//! differ, a run is the vectors of consecutive tokens, to be widened and rounded.
+//! Scales follow the elements of their head, so where a head is cut they are runs of their own. With different types,
+//! a run is the vectors of consecutive tokens, which are dequantised and quantised again.
 //!
-//! Runs come by ascending source address within each source block: the source is read as one stream, in the order in
-//! which a checksum or a gather list takes it, and the destination's places lie apart in any order.
+//! Runs come in ascending order of their source address within each source block. So the source is read as one
+//! stream, in the order of a checksum or a gather list. The destination offsets are in any order.
 //!
-//! Offsets are in pieces, one layer of one block, and so the same in every layer. It knows neither memory nor block
-//! tables: blocks are counted in the sequence.
+//! Offsets are relative to a piece, one layer of one block, and so the same in every layer. The module does not know
+//! memory or block tables: blocks are counted in the sequence.
 
 use std::ops::Range;
 
-use crate::{KvLayout, KvShard, ShardError};
+use crate::{KvLayout, KvShard, ShardError, VectorCodec};
 
-/// Numbers that are widened at a time: 8 KiB.
+/// Numbers that are dequantised at a time: 8 KiB.
 const VECTOR_FLOATS: usize = 2048;
 
-/// What moves from one rank to another, of any sequence.
+/// What moves from one rank to another, for any sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvMapping {
     source: Heads,
@@ -41,47 +42,47 @@ pub struct KvMapping {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Heads {
     layout: KvLayout,
-    /// The first of those that move, counted in the rank.
+    /// The first of the heads that move, counted in the rank.
     first: usize,
 }
 
-/// Something to move, which neither side interrupts.
+/// A range to move that is contiguous on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// From here...
-    pub source: Place,
-    /// ... to here.
-    pub destination: Place,
-    /// What lies there.
-    pub extent: Extent,
+    /// Its start in the source.
+    pub source: BlockOffset,
+    /// Its start in the destination.
+    pub destination: BlockOffset,
+    /// Its size, and how it moves.
+    pub kind: RunKind,
 }
 
-/// Where a run begins.
+/// The start of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// Counted in the sequence.
+pub struct BlockOffset {
+    /// Index of the block in the sequence.
     pub block_idx: usize,
-    /// In the piece.
+    /// Offset in the piece, in bytes.
     pub offset: usize,
 }
 
-/// How much a run is, and how it moves.
+/// The size of a run, and how it moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Extent {
-    /// So many bytes, as they are.
+pub enum RunKind {
+    /// So many bytes, unchanged.
     Bytes(usize),
-    /// One head's vectors of consecutive tokens, from one type to another.
+    /// One head's vectors of consecutive tokens, converted from one type to another.
     Vectors {
-        /// So many.
+        /// Number of tokens.
         num_tokens: usize,
-        /// Offset in the source's piece of the first one's scale, where the type has scales.
+        /// Offset in the source's piece of the first scale, for types with scales.
         source_scales: usize,
-        /// Likewise in the destination's.
+        /// Offset in the destination's piece of the first scale, for types with scales.
         destination_scales: usize,
     },
 }
 
-/// What a run is made of.
+/// The content of a run.
 #[derive(Clone, Copy)]
 enum Part {
     /// K and V of all heads.
@@ -110,8 +111,8 @@ impl Heads {
 }
 
 impl KvMapping {
-    /// What `source` sends to `destination`: the heads that both hold. Of ranks that hold replicas of a head, one sends
-    /// it: the takers go round them in turn.
+    /// What `source` sends to `destination`: the heads that both hold. Of ranks with replicas of a head only one
+    /// sends it: the destinations are assigned to them in turn.
     ///
     /// # Errors
     /// When the two hold KV of models that differ in layers, heads, or their size.
@@ -134,40 +135,37 @@ impl KvMapping {
         Ok(KvMapping { source: heads(from, sent), destination: heads(to, taken), num_heads })
     }
 
-    /// Heads that move between the two ranks; 0: nothing does.
+    /// Heads that move between the two ranks; 0 when nothing moves.
     pub fn num_heads(&self) -> usize {
         self.num_heads
     }
 
-    /// Whether the two have the same pieces: each is one run.
+    /// Whether the two have the same pieces, so that each is one run.
     pub fn is_identity(&self) -> bool {
         self.keeps_heads() && self.source.are_all(self.num_heads) && self.destination.are_all(self.num_heads)
     }
 
-    /// The runs that move `tokens` of a sequence, in any layer. Allocates nothing.
+    /// The runs that move `tokens` of a sequence, in any layer. Does not allocate.
     pub fn runs(&self, tokens: Range<usize>) -> impl Iterator<Item = Run> + use<> {
         let mapping = *self;
         let tokens = if self.num_heads > 0 { tokens } else { 0..0 };
         spans(tokens, self.source.layout.block_size).flat_map(move |tokens| mapping.runs_of_block(tokens))
     }
 
-    /// `tokens`, filled up to the end of their last block where whole heads move faster than a part of them. What lies
-    /// behind a prompt is moved for nothing, and overwritten before it is read.
+    /// `tokens`, extended to the end of their last block where whole heads move faster than parts. The bytes
+    /// after a prompt are moved in vain, and overwritten before they are read.
     pub fn fill_up(&self, tokens: Range<usize>) -> Range<usize> {
         let filled = tokens.end.checked_next_multiple_of(self.source.layout.block_size);
         tokens.start..filled.filter(|_| self.keeps_heads()).unwrap_or(tokens.end)
     }
 
-    /// Moves a run from the source's piece to the destination's. `vectors` is memory for some, kept between calls.
-    ///
-    /// # Panics
-    /// When a piece is shorter than its layout says.
+    /// Moves a run from the source's piece to the destination's. `vectors` is scratch memory, kept between calls.
     pub fn apply(&self, run: &Run, source: &[u8], destination: &mut [u8], vectors: &mut Vec<f32>) {
         let (from, to) = (run.source.offset, run.destination.offset);
-        match run.extent {
-            Extent::Bytes(len) => destination[to..][..len].copy_from_slice(&source[from..][..len]),
-            Extent::Vectors { num_tokens, source_scales, destination_scales } => {
-                // As many at a time as stay in the nearest cache.
+        match run.kind {
+            RunKind::Bytes(len) => destination[to..][..len].copy_from_slice(&source[from..][..len]),
+            RunKind::Vectors { num_tokens, source_scales, destination_scales } => {
+                // As many at a time as fit in the L1 cache.
                 let most = (VECTOR_FLOATS / self.source.layout.head_dim).max(1);
                 for first in (0..num_tokens).step_by(most) {
                     let tokens = first..num_tokens.min(first + most);
@@ -177,7 +175,7 @@ impl KvMapping {
                     let dtype = self.source.layout.dtype;
                     dtype.load_vectors(&source[elements], &source[scales], head_dim, vectors);
                     let (elements, scales) = self.destination.vectors(tokens, to, destination_scales);
-                    // Scales lie behind the elements of their head.
+                    // Scales follow the elements of their head.
                     let (front, back) = destination.split_at_mut(scales.start);
                     let (elements, scales) = (&mut front[elements], &mut back[..scales.len()]);
                     self.destination.layout.dtype.store_vectors(vectors, head_dim, elements, scales);
@@ -186,11 +184,11 @@ impl KvMapping {
         }
     }
 
-    /// `tokens` are of one source block.
+    /// The runs of `tokens`, which are in one source block.
     fn runs_of_block(self, tokens: Range<usize>) -> impl Iterator<Item = Run> {
         let (from, to) = (self.source.layout, self.destination.layout);
         let is_whole = self.keeps_heads() && tokens.len() == from.block_size;
-        // How many runs, or series of them, lie behind each other: of halves, of heads, of parts of a head.
+        // The number of runs, or series of runs: of halves, of heads, of parts of a head.
         let (num_halves, num_heads, parts): (_, _, &'static [Part]) = if is_whole && self.is_identity() {
             (1, 1, &[Part::Piece])
         } else if is_whole {
@@ -209,29 +207,29 @@ impl KvMapping {
         })
     }
 
-    /// `tokens` are of one block of either side.
+    /// The run of `tokens`, which are in one block of either side.
     fn run(&self, half: usize, head: usize, part: Part, tokens: Range<usize>) -> Run {
         let places = |offset_of: fn(&KvLayout, usize) -> usize| {
             [&self.source, &self.destination].map(|Heads { layout, first }| {
                 let (block_idx, slot) = (tokens.start / layout.block_size, tokens.start % layout.block_size);
                 let head = half * layout.half_bytes() + layout.head_offset(first + head);
-                Place { block_idx, offset: head + offset_of(layout, slot) }
+                BlockOffset { block_idx, offset: head + offset_of(layout, slot) }
             })
         };
         let (elements, scales) = (places(KvLayout::token_offset), places(KvLayout::scale_offset));
         let KvLayout { head_dim, dtype, .. } = self.source.layout;
-        let ([source, destination], extent) = match part {
-            Part::Piece => (elements, Extent::Bytes(self.source.layout.layer_bytes())),
-            Part::Heads => (elements, Extent::Bytes(self.num_heads * self.source.layout.head_bytes())),
-            Part::Elements => (elements, Extent::Bytes(tokens.len() * head_dim * dtype.size_bytes())),
-            Part::Scales => (scales, Extent::Bytes(tokens.len() * dtype.scale_bytes())),
+        let ([source, destination], kind) = match part {
+            Part::Piece => (elements, RunKind::Bytes(self.source.layout.layer_bytes())),
+            Part::Heads => (elements, RunKind::Bytes(self.num_heads * self.source.layout.head_bytes())),
+            Part::Elements => (elements, RunKind::Bytes(tokens.len() * head_dim * dtype.size_bytes())),
+            Part::Scales => (scales, RunKind::Bytes(tokens.len() * dtype.scale_bytes())),
             Part::Vectors => {
                 let [source_scales, destination_scales] = scales.map(|place| place.offset);
                 let num_tokens = tokens.len();
-                (elements, Extent::Vectors { num_tokens, source_scales, destination_scales })
+                (elements, RunKind::Vectors { num_tokens, source_scales, destination_scales })
             }
         };
-        Run { source, destination, extent }
+        Run { source, destination, kind }
     }
 
     /// Whether a head of a whole block has the same bytes on both sides.
@@ -267,16 +265,16 @@ mod tests {
 
     /// `block+offset > block+offset: bytes` for each run.
     fn check(source: KvShard, destination: KvShard, tokens: Range<usize>, expected: &str) {
-        let text = |Run { source, destination, extent }: Run| {
-            let extent = match extent {
-                Extent::Bytes(len) => len.to_string(),
-                Extent::Vectors { num_tokens, source_scales, destination_scales } => {
+        let text = |Run { source, destination, kind }: Run| {
+            let kind = match kind {
+                RunKind::Bytes(len) => len.to_string(),
+                RunKind::Vectors { num_tokens, source_scales, destination_scales } => {
                     format!("{num_tokens} tokens, scales {source_scales} > {destination_scales}")
                 }
             };
             let [from, to] =
                 [source, destination].map(|place| format!("{}+{}", place.block_idx, place.offset));
-            format!("{from} > {to}: {extent}")
+            format!("{from} > {to}: {kind}")
         };
         let runs: Vec<String> =
             KvMapping::new(&source, &destination).unwrap().runs(tokens).map(text).collect();
@@ -296,8 +294,8 @@ mod tests {
     }
 
     #[test]
-    fn degrees_alone_cut_a_piece_into_keys_and_values() {
-        // Two heads of 80 bytes each; the taker's are the sender's last two.
+    fn different_degrees_cut_a_piece_into_keys_and_values() {
+        // Two heads of 80 bytes each. The destination's are the source's last two.
         check(
             shard(WHOLE, 1, 0),
             shard(WHOLE, 2, 1),
@@ -306,14 +304,14 @@ mod tests {
              0+480 > 0+160: 160",
         );
         check(shard(WHOLE, 2, 0), shard(WHOLE, 2, 1), 0..4, "");
-        // As many heads on each side, however many ranks there are.
+        // The same number of heads on each side, for any number of ranks.
         let few = KvLayout { num_kv_heads: 2, ..WHOLE };
         check(shard(few, 2, 1), shard(few, 4, 3), 0..4, "0+0 > 0+0: 160");
     }
 
     #[test]
     fn block_sizes_cut_heads_where_a_block_of_either_ends() {
-        // As the module draws it: one head, 20 bytes a token.
+        // The picture in the module's documentation: one head, 20 bytes per token.
         let one = KvLayout { num_kv_heads: 1, ..WHOLE };
         check(
             shard(one, 1, 0),
@@ -346,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn other_types_are_moved_by_vectors() {
+    fn other_types_are_moved_as_vectors() {
         let one = KvLayout { num_kv_heads: 1, ..WHOLE };
         check(
             shard(one, 1, 0),
@@ -373,7 +371,7 @@ mod tests {
                     let num_taken: usize = (0..num_from).map(|from| num_sent(from, to)).sum();
                     assert_eq!(num_taken, shard(whole, num_to, to).heads().len());
                 }
-                // What all take, divided evenly among those that can send it.
+                // The destinations' heads, divided evenly among the sources.
                 let num_taken = num_kv_heads.max(num_to);
                 for from in 0..num_from {
                     let num_sent: usize = (0..num_to).map(|to| num_sent(from, to)).sum();
@@ -387,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn kv_of_other_models_is_refused_in_words() {
+    fn kv_of_other_models_is_refused_with_a_reason() {
         for (other, message) in [
             (KvLayout { num_layers: 3, ..WHOLE }, "layers 2 against 3"),
             (KvLayout { num_kv_heads: 2, ..WHOLE }, "kv heads 4 against 2"),

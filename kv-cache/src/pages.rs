@@ -1,10 +1,10 @@
-//! Huge pages under a pool's memory.
+//! Huge pages for a pool's memory.
 //!
-//! Shared memory comes in pages of 4 KiB unless an administrator has allowed more
-//! (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), each fetched by a fault of whoever touches it first: a prefill
-//! worker that writes into a decode worker's pool, say, while a client waits for its token. A process may ask for huge
-//! pages in memory that is there already (`MADV_COLLAPSE`, Linux 6.1); asked about a range of which only one page is,
-//! the kernel supplies the rest in one go, and every later mapping of it takes one fault where it took 512.
+//! Shared memory comes in pages of 4 KiB unless an administrator allows larger ones
+//! (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`). Each page costs a fault of the thread that touches it
+//! first: for example of a prefill worker that writes into a decode worker's pool while a client waits. A process may
+//! ask for huge pages in existing memory (`MADV_COLLAPSE`, Linux 6.1). For a range of which only one page is present,
+//! the kernel supplies the rest in one operation, and every later mapping of it takes one fault instead of 512.
 
 use std::{
     io,
@@ -13,10 +13,10 @@ use std::{
     ptr::{self, NonNull},
 };
 
-/// Bytes of a huge page; mappings begin at a multiple of it.
+/// Bytes of a huge page. Mappings begin at a multiple of it.
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
 
-/// Maps the descriptor's memory at a multiple of a huge page, as only there huge pages can be mapped.
+/// Maps the descriptor's memory at a multiple of a huge page: huge pages can be mapped only there.
 ///
 /// # Errors
 /// When the kernel refuses it.
@@ -27,8 +27,8 @@ pub(crate) fn map(fd: &OwnedFd, size_bytes: usize) -> io::Result<NonNull<u8>> {
         size_bytes.checked_next_multiple_of(HUGE_PAGE).and_then(|size| size.checked_add(HUGE_PAGE));
     let reserved_bytes = reserved_bytes.ok_or_else(too_large)?;
     let reserved = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    // SAFETY: fresh mappings, the second over a part of the first that was made for it, and the rest of the first given
-    // back; results are checked.
+    // SAFETY: The mappings are new. The second is over a part of the first that was made for it, and the rest of the
+    // first is unmapped. Results are checked.
     unsafe {
         let from = libc::mmap(ptr::null_mut(), reserved_bytes, libc::PROT_NONE, reserved, -1, 0);
         if from == libc::MAP_FAILED {
@@ -53,25 +53,27 @@ pub(crate) fn map(fd: &OwnedFd, size_bytes: usize) -> io::Result<NonNull<u8>> {
     }
 }
 
-/// Backs a range of a mapping by huge pages, or at least by pages, where the kernel can. Contents stay as they are.
+/// Backs a range of a mapping with huge pages, or at least with pages, where the kernel can. Contents stay as they
+/// are.
 ///
 /// # Errors
-/// When it cannot; accesses work all the same, and pages come as they are touched.
+/// When the kernel cannot. Accesses work all the same: pages come when they are touched.
 ///
 /// # Safety
-/// `base` is that of a mapping, a multiple of [`HUGE_PAGE`], and `range` lies in it and begins at such a multiple, too.
+/// `base` is the start of a mapping and a multiple of [`HUGE_PAGE`]. `range` is in the mapping and also begins at a
+/// multiple of [`HUGE_PAGE`].
 pub(crate) unsafe fn back(base: *mut u8, range: Range<usize>) -> io::Result<()> {
     let advise = |range: Range<usize>, advice| {
-        // SAFETY: the range is mapped, by the caller's word; neither advice changes what it holds.
+        // SAFETY: the caller guarantees that the range is mapped; neither advice changes its content.
         match unsafe { libc::madvise(base.add(range.start).cast(), range.len(), advice) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
     };
-    // The rest behind the last whole huge page stays small.
+    // The rest after the last whole huge page keeps small pages.
     let whole = range.start..range.end - range.len() % HUGE_PAGE;
     let collapsed = whole.clone().step_by(HUGE_PAGE).try_for_each(|start| {
-        // Nothing is collapsed where nothing is.
+        // A huge page is collapsed only if one of its pages is present.
         advise(start..start + 1, libc::MADV_POPULATE_WRITE)
     });
     let collapsed = collapsed

@@ -2,7 +2,7 @@
 
 use crate::{BlockId, BlockStorage, DeviceMemory, KvLayout, KvShard};
 
-/// What one rank has of every block: all of it, unless the heads lie on several devices.
+/// One rank's part of every block: all of it, unless the heads are divided among several devices.
 #[derive(Clone, Copy, Debug)]
 pub struct Region<'a> {
     address: u64,
@@ -12,12 +12,12 @@ pub struct Region<'a> {
 }
 
 impl<'a> Region<'a> {
-    /// Address of the first byte, for a device that reads or writes by itself.
+    /// Address of the first byte, for a device that reads or writes directly.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Bytes from there on.
+    /// Bytes of the region.
     pub fn size_bytes(&self) -> usize {
         self.num_blocks * self.layout().block_bytes()
     }
@@ -27,7 +27,7 @@ impl<'a> Region<'a> {
         self.shard.layout()
     }
 
-    /// The device that has it, unless that is the host.
+    /// The device that holds the region; `None` for host memory.
     pub fn device(&self) -> Option<&'a dyn DeviceMemory> {
         self.device
     }
@@ -40,21 +40,24 @@ impl<'a> Region<'a> {
 }
 
 impl BlockStorage {
-    /// Ranks that have memories of their own here: more than one if the blocks [are divided](Self::is_divided).
+    /// Ranks with memory of their own here: more than one if the blocks [are divided](Self::is_divided).
     pub fn num_ranks(&self) -> usize {
         self.parts().len().max(1)
     }
 
-    /// The memory of one of them.
+    /// The memory of one rank.
     ///
     /// # Panics
     /// When there is no such rank.
     pub fn region(&self, rank: usize) -> Region<'_> {
         let (address, device) = match self.parts() {
             [] => (self.address(), self.device()),
-            parts => (parts[rank].address().expect("of one device"), Some(&*parts[rank])),
+            parts => {
+                (parts[rank].address().expect("memory of one device has an address"), Some(&*parts[rank]))
+            }
         };
-        let shard = KvShard::new(self.layout(), self.num_ranks(), rank).expect("it is divided so");
+        let shard = KvShard::new(self.layout(), self.num_ranks(), rank)
+            .expect("the memory is divided among these ranks");
         Region { address, shard, num_blocks: self.num_blocks(), device }
     }
 

@@ -1,9 +1,9 @@
-//! The memory of a block pool: one region, anonymous but with a file descriptor, so that a prefill
-//! worker of the same user on the same host can map it and write into granted blocks; or memory of a
-//! device, of which the host sees only copies.
+//! The memory of a block pool. It is one anonymous region with a file descriptor, so that a prefill worker of the
+//! same user on the same host can map it and write into granted blocks. Or it is memory of a device, of which the
+//! host sees only copies.
 //!
-//! The storage hands out places, not rights. Who may read or write a block at a time is decided by
-//! its owners (the engine's block pool, the handoff's grants); that is why the accessors are unsafe.
+//! The storage gives access to blocks, but does not decide who has the right to it. The owners of blocks do (the
+//! engine's block pool, the handoff's grants). That is why the accessors are unsafe.
 
 use std::{
     io,
@@ -14,7 +14,7 @@ use std::{
 };
 
 use crate::{
-    BlockId, BlockKernels, DeviceMemory, KvLayout, WireCodec,
+    BlockId, BlockKernels, DeviceMemory, KvLayout,
     pages::{self, HUGE_PAGE},
 };
 
@@ -24,25 +24,25 @@ pub struct BlockStorage {
     memory: Memory,
     layout: KvLayout,
     num_blocks: usize,
-    /// Whether all pages were supplied ahead, once somebody has asked for it.
+    /// The result of [`populate_all`](BlockStorage::populate_all), once it was called.
     populated: OnceLock<Result<(), io::ErrorKind>>,
 }
 
-/// Where the bytes are.
+/// The location of the bytes.
 #[derive(Debug)]
 enum Memory {
     Host { base: NonNull<u8>, fd: OwnedFd },
     Device(Box<dyn DeviceMemory>),
 }
 
-// SAFETY: the storage is a fixed region that lives until the drop; every access to its bytes goes
-// through an unsafe method whose caller vouches for exclusivity.
+// SAFETY: the storage is a fixed region that lives until the drop. Every access to its bytes goes through an unsafe
+// method whose caller guarantees exclusivity.
 unsafe impl Send for BlockStorage {}
 // SAFETY: as above.
 unsafe impl Sync for BlockStorage {}
 
 impl BlockStorage {
-    /// New zeroed memory. The kernel supplies pages as they are touched.
+    /// New zeroed memory. The kernel supplies pages on first touch.
     ///
     /// # Errors
     /// When the kernel refuses the memory.
@@ -53,14 +53,14 @@ impl BlockStorage {
         if raw < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: `raw` is a new descriptor that nobody else owns.
+        // SAFETY: `raw` is a new descriptor without another owner.
         let fd = unsafe { OwnedFd::from_raw_fd(raw) };
         let size_bytes = size_bytes(&layout, num_blocks)?;
         check(
             // SAFETY: plain system calls on an owned descriptor.
             unsafe { libc::ftruncate(fd.as_raw_fd(), size_bytes as libc::off_t) },
         )?;
-        // Neither side can pull the memory from under the other's mapping.
+        // Neither side can remove memory under the other's mapping.
         let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
         // SAFETY: as above.
         check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) })?;
@@ -70,7 +70,7 @@ impl BlockStorage {
     /// Maps another process's storage.
     ///
     /// # Errors
-    /// When the descriptor is not sealed memory of just the size that `layout` and `num_blocks` need.
+    /// When the descriptor is not sealed memory of exactly the size that `layout` and `num_blocks` need.
     pub fn from_fd(fd: OwnedFd, layout: KvLayout, num_blocks: usize) -> io::Result<BlockStorage> {
         // SAFETY: a plain system call on an owned descriptor; fails on anything but a memfd.
         let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
@@ -95,25 +95,25 @@ impl BlockStorage {
         Ok(BlockStorage { memory: Memory::Host { base, fd }, layout, num_blocks, populated: OnceLock::new() })
     }
 
-    /// Blocks in a device's memory, of [`bytes_of`](Self::bytes_of) bytes.
+    /// Blocks in a device's memory, which has [`bytes_of`](Self::bytes_of) bytes.
     pub fn on_device(memory: Box<dyn DeviceMemory>, layout: KvLayout, num_blocks: usize) -> BlockStorage {
         BlockStorage { memory: Memory::Device(memory), layout, num_blocks, populated: OnceLock::new() }
     }
 
-    /// Bytes of so many blocks.
+    /// Bytes of `num_blocks` blocks.
     ///
     /// # Errors
-    /// When no memory has that many, or they are none.
+    /// When the size is 0 or exceeds the address space.
     pub fn bytes_of(layout: &KvLayout, num_blocks: usize) -> io::Result<usize> {
         size_bytes(layout, num_blocks)
     }
 
-    /// How blocks are arranged.
+    /// The arrangement of blocks.
     pub fn layout(&self) -> &KvLayout {
         &self.layout
     }
 
-    /// Blocks that fit.
+    /// Number of blocks.
     pub fn num_blocks(&self) -> usize {
         self.num_blocks
     }
@@ -123,37 +123,38 @@ impl BlockStorage {
         self.num_blocks * self.layout.block_bytes()
     }
 
-    /// Has the kernel supply the pages of a range of bytes now, huge ones where it can, instead of one by one as they are
-    /// touched. Contents stay as they are, and may be read and written meanwhile.
+    /// Has the kernel supply the pages of a range of bytes now, huge ones where possible, instead of one by one on
+    /// first touch. Contents stay as they are, and may be read and written meanwhile.
     ///
     /// # Errors
-    /// When the kernel cannot, or has not the memory; pages then come as they are touched.
+    /// When the kernel cannot, or lacks the memory. Pages then come on first touch.
     ///
     /// # Panics
-    /// When the range does not lie in the storage, or does not begin at a multiple of 2 MiB.
+    /// When the range is not in the storage, or does not begin at a multiple of 2 MiB.
     pub fn populate(&self, range: Range<usize>) -> io::Result<()> {
         assert!(
             range.end <= self.size_bytes() && range.start.is_multiple_of(HUGE_PAGE),
             "no pages {range:?}"
         );
         match &self.memory {
-            // SAFETY: the range lies in the mapping, which begins at a multiple of a huge page.
+            // SAFETY: the range is in the mapping, which begins at a multiple of a huge page.
             Memory::Host { base, .. } => unsafe { pages::back(base.as_ptr(), range) },
-            // Allocated whole.
+            // Device memory is allocated at once.
             Memory::Device(_) => Ok(()),
         }
     }
 
-    /// [Populates](Self::populate) all of it, once: whoever asks later waits for the first, and gets the same answer.
+    /// [Populates](Self::populate) the whole storage once. Later callers wait for the first one and get the same
+    /// result.
     ///
     /// # Errors
-    /// As there.
+    /// As [`populate`](Self::populate).
     pub fn populate_all(&self) -> io::Result<()> {
         let populate = || self.populate(0..self.size_bytes()).map_err(|error| error.kind());
         Ok((*self.populated.get_or_init(populate))?)
     }
 
-    /// The device's memory, if the blocks are there.
+    /// The device's memory, if the blocks are on a device.
     pub fn device(&self) -> Option<&dyn DeviceMemory> {
         match &self.memory {
             Memory::Host { .. } => None,
@@ -161,15 +162,15 @@ impl BlockStorage {
         }
     }
 
-    /// Whether the blocks lie on several devices, some heads on each.
+    /// Whether the blocks are divided among several devices, some heads on each.
     pub fn is_divided(&self) -> bool {
         self.device().is_some_and(|memory| memory.address().is_none())
     }
 
-    /// Address of the first byte, for a device that reads or writes by itself.
+    /// Address of the first byte, for a device that reads or writes directly.
     ///
     /// # Panics
-    /// When the memory [is divided](Self::is_divided): who writes by address has asked for memory that has one.
+    /// When the memory [is divided](Self::is_divided): it has no single address.
     pub fn address(&self) -> u64 {
         match &self.memory {
             Memory::Host { base, .. } => base.as_ptr() as u64,
@@ -177,10 +178,10 @@ impl BlockStorage {
         }
     }
 
-    /// The memory's descriptor, to be given to a peer.
+    /// The memory's descriptor, for a peer.
     ///
     /// # Panics
-    /// As [`layer_ptr`](Self::layer_ptr) of blocks on a device.
+    /// When the blocks are on a device.
     pub fn fd(&self) -> BorrowedFd<'_> {
         match &self.memory {
             Memory::Host { fd, .. } => fd.as_fd(),
@@ -188,8 +189,7 @@ impl BlockStorage {
         }
     }
 
-    /// Where a piece (one layer of one block) begins, counted from the first byte;
-    /// [`KvLayout::layer_bytes`] bytes from there belong to it.
+    /// Offset of a piece (one layer of one block) from the first byte. The piece has [`KvLayout::layer_bytes`] bytes.
     ///
     /// # Panics
     /// When the block or layer does not exist: such an id was never handed out.
@@ -204,53 +204,52 @@ impl BlockStorage {
     /// First byte of a piece.
     ///
     /// # Panics
-    /// As [`layer_offset`](Self::layer_offset), and when the blocks are on a device: whoever reads and writes in
-    /// place has asked for memory of the host.
+    /// As [`layer_offset`](Self::layer_offset), and when the blocks are on a device: the host cannot address them.
     pub fn layer_ptr(&self, block: BlockId, layer_idx: usize) -> NonNull<u8> {
         let offset = self.layer_offset(block, layer_idx);
         match &self.memory {
-            // SAFETY: block and layer were checked, so the offset lies inside the mapping.
+            // SAFETY: block and layer were checked, so the offset is inside the mapping.
             Memory::Host { base, .. } => unsafe { base.add(offset) },
             Memory::Device(memory) => panic!("blocks of device {} are not the host's", memory.device()),
         }
     }
 
-    /// Writes the bytes of a piece; they are there when it returns.
+    /// Writes the bytes of a piece, and waits for them.
     ///
     /// # Errors
     /// When the device fails.
     ///
     /// # Safety
-    /// Nobody else reads or writes the piece during the call.
+    /// The piece is not read or written otherwise during the call.
     pub unsafe fn store(&self, block: BlockId, layer_idx: usize, bytes: &[u8]) -> io::Result<()> {
         assert_eq!(bytes.len(), self.layout.layer_bytes(), "bytes of a piece");
         match &self.memory {
-            // SAFETY: by the caller's word.
+            // SAFETY: the caller guarantees exclusive access.
             Memory::Host { .. } => unsafe { self.layer_mut(block, layer_idx) }.copy_from_slice(bytes),
-            // SAFETY: in bounds by `layer_offset`; exclusive by the caller's word.
+            // SAFETY: in bounds by `layer_offset`; the caller guarantees exclusive access.
             Memory::Device(memory) => unsafe { memory.write(self.layer_offset(block, layer_idx), bytes) }?,
         }
         Ok(())
     }
 
-    /// Copies pieces (layers of blocks) to `bytes`, one behind the other.
+    /// Copies pieces (layers of blocks) one after the other to `bytes`.
     ///
     /// # Errors
     /// When the device fails.
     ///
     /// # Safety
-    /// Nobody writes them during the call.
+    /// The pieces are not written during the call.
     pub unsafe fn load_all(&self, pieces: &[(BlockId, usize)], bytes: &mut [u8]) -> io::Result<()> {
         assert_eq!(bytes.len(), pieces.len() * self.layout.layer_bytes(), "bytes of the pieces");
         if let Some(mut kernels) = self.kernels() {
-            // SAFETY: in bounds by `layer_offset`; unwritten by the caller's word.
+            // SAFETY: in bounds by `layer_offset`; the caller guarantees that the pieces are not written.
             return unsafe { kernels.gather(&self.places(pieces), bytes) };
         }
         for (&(block, layer_idx), bytes) in
             pieces.iter().zip(bytes.chunks_exact_mut(self.layout.layer_bytes()))
         {
             match &self.memory {
-                // SAFETY: by the caller's word.
+                // SAFETY: the caller guarantees that the pieces are not written.
                 Memory::Host { .. } => bytes.copy_from_slice(unsafe { self.layer(block, layer_idx) }),
                 // SAFETY: as above.
                 Memory::Device(memory) => unsafe { memory.read(self.layer_offset(block, layer_idx), bytes) }?,
@@ -259,117 +258,34 @@ impl BlockStorage {
         Ok(())
     }
 
-    /// Writes pieces, one behind the other in `bytes`; they are there when it returns.
+    /// Writes pieces, which follow each other in `bytes`, and waits for them.
     ///
     /// # Errors
     /// When the device fails.
     ///
     /// # Safety
-    /// Nobody else reads or writes them during the call.
+    /// The pieces are not read or written otherwise during the call.
     pub unsafe fn store_all(&self, pieces: &[(BlockId, usize)], bytes: &[u8]) -> io::Result<()> {
         assert_eq!(bytes.len(), pieces.len() * self.layout.layer_bytes(), "bytes of the pieces");
         if let Some(mut kernels) = self.kernels() {
-            // SAFETY: in bounds by `layer_offset`; exclusive by the caller's word.
+            // SAFETY: in bounds by `layer_offset`; the caller guarantees exclusive access.
             return unsafe { kernels.scatter(&self.places(pieces), bytes) };
         }
         for (&(block, layer_idx), bytes) in pieces.iter().zip(bytes.chunks_exact(self.layout.layer_bytes())) {
-            // SAFETY: by the caller's word.
+            // SAFETY: the caller guarantees exclusive access.
             unsafe { self.store(block, layer_idx, bytes) }?;
         }
         Ok(())
     }
 
-    /// Pieces as `codec` codes them, one behind the other in `coded`, and the checksums, seeded with `seed`, of what decoding
-    /// makes of them; coded by the device that has them. `None` when none does: then it is for processors.
-    ///
-    /// # Errors
-    /// When the device fails.
-    ///
-    /// # Safety
-    /// As [`load_all`](Self::load_all).
-    pub unsafe fn encode_there(
-        &self,
-        codec: &WireCodec,
-        pieces: &[(BlockId, usize)],
-        coded: &mut [u8],
-        seed: u64,
-    ) -> io::Result<Option<Vec<u64>>> {
-        assert_eq!(coded.len(), pieces.len() * codec.piece_bytes(), "bytes of the pieces");
-        // SAFETY: in bounds by `layer_offset`; unwritten by the caller's word.
-        self.kernels().map_or(Ok(None), |mut kernels| unsafe {
-            kernels.gather_coded(codec, &self.places(pieces), coded, seed)
-        })
-    }
-
-    /// Has the device that pieces belong to decode them; they are there when it returns. `false`, and nothing has happened,
-    /// when none does: then it is for processors.
-    ///
-    /// # Errors
-    /// When the device fails.
-    ///
-    /// # Safety
-    /// As [`store_all`](Self::store_all).
-    pub unsafe fn decode_there(
-        &self,
-        codec: &WireCodec,
-        pieces: &[(BlockId, usize)],
-        coded: &[u8],
-    ) -> io::Result<bool> {
-        assert_eq!(coded.len(), pieces.len() * codec.piece_bytes(), "bytes of the pieces");
-        // SAFETY: in bounds by `layer_offset`; exclusive by the caller's word.
-        self.kernels().map_or(Ok(false), |mut kernels| unsafe {
-            kernels.scatter_coded(codec, &self.places(pieces), coded)
-        })
-    }
-
-    /// XXH3-64 of pieces, seeded with `seed`, taken by the device that has them. `None` when none does: then it is for
-    /// processors, over what [`load_all`](Self::load_all) gives.
-    ///
-    /// # Errors
-    /// When the device fails.
-    ///
-    /// # Safety
-    /// As [`load_all`](Self::load_all).
-    pub unsafe fn checksums_there(
-        &self,
-        pieces: &[(BlockId, usize)],
-        seed: u64,
-    ) -> io::Result<Option<Vec<u64>>> {
-        // SAFETY: in bounds by `layer_offset`; unwritten by the caller's word.
-        self.kernels().map_or(Ok(None), |mut kernels| unsafe {
-            kernels.checksums(&self.places(pieces), self.layout.layer_bytes(), seed)
-        })
-    }
-
-    /// The same of each head of pieces, one behind the other: those of a piece's K, then those of its V.
-    ///
-    /// # Errors
-    /// When a device fails.
-    ///
-    /// # Safety
-    /// As [`load_all`](Self::load_all).
-    pub unsafe fn head_checksums_there(
-        &self,
-        pieces: &[(BlockId, usize)],
-        seed: u64,
-    ) -> io::Result<Option<Vec<u64>>> {
-        let KvLayout { num_kv_heads, .. } = self.layout;
-        let head_bytes = self.layout.head_bytes();
-        let heads = |piece: u64| (0..2 * num_kv_heads).map(move |nth| piece + (nth * head_bytes) as u64);
-        // SAFETY: as `checksums_there`.
-        self.kernels().map_or(Ok(None), |mut kernels| unsafe {
-            let places: Vec<u64> = self.places(pieces).into_iter().flat_map(heads).collect();
-            kernels.checksums(&places, head_bytes, seed)
-        })
-    }
-
-    fn kernels(&self) -> Option<MutexGuard<'_, Box<dyn BlockKernels>>> {
+    /// The device's kernels, if it has any.
+    pub(crate) fn kernels(&self) -> Option<MutexGuard<'_, Box<dyn BlockKernels>>> {
         let kernels = self.device()?.kernels()?;
         Some(kernels.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Where pieces begin in the memory of the device; of several, their offsets.
-    fn places(&self, pieces: &[(BlockId, usize)]) -> Vec<u64> {
+    /// Addresses of pieces in the memory of the device, or their offsets in memory without an address.
+    pub(crate) fn places(&self, pieces: &[(BlockId, usize)]) -> Vec<u64> {
         let base = self.device().and_then(DeviceMemory::address).unwrap_or(0);
         pieces.iter().map(|&(block, layer_idx)| base + self.layer_offset(block, layer_idx) as u64).collect()
     }
@@ -377,21 +293,21 @@ impl BlockStorage {
     /// The bytes of a piece.
     ///
     /// # Safety
-    /// Nobody writes the piece while the slice lives.
+    /// The piece is not written while the slice lives.
     pub unsafe fn layer(&self, block: BlockId, layer_idx: usize) -> &[u8] {
-        // SAFETY: in bounds by `layer_ptr`; unwritten by the caller's word.
+        // SAFETY: in bounds by `layer_ptr`; the caller guarantees that the piece is not written.
         unsafe {
             std::slice::from_raw_parts(self.layer_ptr(block, layer_idx).as_ptr(), self.layout.layer_bytes())
         }
     }
 
-    /// The bytes of a piece, to be written.
+    /// The bytes of a piece, mutable.
     ///
     /// # Safety
-    /// Nobody else reads or writes the piece while the slice lives.
-    #[allow(clippy::mut_from_ref)] // the storage hands out places; the caller holds the right
+    /// The piece is not read or written otherwise while the slice lives.
+    #[allow(clippy::mut_from_ref)] // the caller has the exclusive right to the piece
     pub unsafe fn layer_mut(&self, block: BlockId, layer_idx: usize) -> &mut [u8] {
-        // SAFETY: in bounds by `layer_ptr`; exclusive by the caller's word.
+        // SAFETY: in bounds by `layer_ptr`; the caller guarantees exclusive access.
         unsafe {
             std::slice::from_raw_parts_mut(
                 self.layer_ptr(block, layer_idx).as_ptr(),
@@ -404,7 +320,7 @@ impl BlockStorage {
 impl Drop for BlockStorage {
     fn drop(&mut self) {
         if let Memory::Host { base, .. } = &self.memory {
-            // SAFETY: the mapping was made with this size and nothing borrowed from it is alive.
+            // SAFETY: the mapping was made with this size, and no borrow of it is alive.
             unsafe { libc::munmap(base.as_ptr().cast(), self.size_bytes()) };
         }
     }
@@ -419,151 +335,4 @@ fn size_bytes(layout: &KvLayout, num_blocks: usize) -> io::Result<usize> {
 
 fn check(result: libc::c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
-}
-
-#[cfg(test)]
-pub(crate) mod testing {
-    use std::sync::Mutex;
-
-    use super::*;
-
-    /// Memory of the host that pretends not to be.
-    #[derive(Debug)]
-    pub(crate) struct Remote(u32, Mutex<Vec<u8>>);
-
-    impl Remote {
-        /// Zeroes on the device of that number.
-        pub(crate) fn new(device: u32, size_bytes: usize) -> Remote {
-            Remote(device, vec![0; size_bytes].into())
-        }
-    }
-
-    // SAFETY: the vector keeps its size, and so its place.
-    unsafe impl DeviceMemory for Remote {
-        fn device(&self) -> u32 {
-            self.0
-        }
-
-        fn address(&self) -> Option<u64> {
-            Some(self.1.lock().unwrap().as_ptr() as u64)
-        }
-
-        fn bind(&self) -> io::Result<()> {
-            Ok(())
-        }
-
-        unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {
-            bytes.copy_from_slice(&self.1.lock().unwrap()[offset..offset + bytes.len()]);
-            Ok(())
-        }
-
-        unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()> {
-            self.1.lock().unwrap()[offset..offset + bytes.len()].copy_from_slice(bytes);
-            Ok(())
-        }
-
-        fn handle(&self) -> Option<[u8; 64]> {
-            None
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::testing::Remote;
-    use super::*;
-    use crate::KvDtype;
-
-    const LAYOUT: KvLayout =
-        KvLayout { block_size: 4, num_layers: 2, num_kv_heads: 1, head_dim: 8, dtype: KvDtype::F32 };
-
-    #[test]
-    fn a_peer_that_maps_the_descriptor_sees_the_bytes() {
-        let ours = BlockStorage::new(LAYOUT, 3).unwrap();
-        let fd = ours.fd().try_clone_to_owned().unwrap();
-        let theirs = BlockStorage::from_fd(fd, LAYOUT, 3).unwrap();
-        // SAFETY: this test is the only user of both mappings.
-        unsafe {
-            theirs.layer_mut(BlockId(2), 1).fill(7);
-            assert!(ours.layer(BlockId(2), 1).iter().all(|&byte| byte == 7));
-            assert!(ours.layer(BlockId(2), 0).iter().all(|&byte| byte == 0));
-            assert!(ours.layer(BlockId(1), 1).iter().all(|&byte| byte == 0));
-        }
-    }
-
-    #[test]
-    fn memory_that_is_supplied_ahead_keeps_what_it_holds() {
-        // Several huge pages, and a rest.
-        let layout = KvLayout { num_kv_heads: 64, head_dim: 128, num_layers: 15, ..LAYOUT };
-        let storage = BlockStorage::new(layout, 3).unwrap();
-        let size = storage.size_bytes();
-        assert!(size > 2 * HUGE_PAGE && !size.is_multiple_of(HUGE_PAGE));
-        // SAFETY: this test is the only user of the mapping.
-        unsafe { storage.layer_mut(BlockId(1), 0).fill(7) };
-        match storage.populate_all() {
-            Ok(()) => assert_eq!(resident_pages(&storage), size.div_ceil(4096)),
-            // A kernel before 5.14.
-            Err(error) => assert_eq!(error.kind(), io::ErrorKind::InvalidInput),
-        }
-        // SAFETY: as above.
-        unsafe {
-            assert!(storage.layer(BlockId(1), 0).iter().all(|&byte| byte == 7));
-            assert!(storage.layer(BlockId(1), 1).iter().all(|&byte| byte == 0));
-            assert!(storage.layer(BlockId(2), 0).iter().all(|&byte| byte == 0));
-        }
-    }
-
-    /// Pages of 4 KiB that are in memory.
-    fn resident_pages(storage: &BlockStorage) -> usize {
-        let mut pages = vec![0u8; storage.size_bytes().div_ceil(4096)];
-        // SAFETY: the range is mapped, and there is a byte for each page.
-        let result = unsafe {
-            libc::mincore(storage.address() as *mut libc::c_void, storage.size_bytes(), pages.as_mut_ptr())
-        };
-        assert_eq!(result, 0, "{}", io::Error::last_os_error());
-        pages.iter().filter(|page| **page & 1 != 0).count()
-    }
-
-    #[test]
-    fn memory_of_another_size_is_refused() {
-        let ours = BlockStorage::new(LAYOUT, 3).unwrap();
-        let fd = ours.fd().try_clone_to_owned().unwrap();
-        let error = BlockStorage::from_fd(fd, LAYOUT, 4).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
-    }
-
-    #[test]
-    fn an_ordinary_file_is_refused() {
-        let file = std::fs::File::open("/dev/null").unwrap();
-        assert!(BlockStorage::from_fd(file.into(), LAYOUT, 3).is_err());
-    }
-
-    #[test]
-    fn pieces_on_a_device_are_fetched_and_never_pointed_at() {
-        let size_bytes = BlockStorage::bytes_of(&LAYOUT, 3).unwrap();
-        let memory = Box::new(Remote::new(3, size_bytes));
-        let storage = BlockStorage::on_device(memory, LAYOUT, 3);
-        let device = storage.device().unwrap();
-        assert_eq!(device.device(), 3);
-        let offset = storage.layer_offset(BlockId(2), 1);
-        assert_eq!(offset + LAYOUT.layer_bytes(), size_bytes, "the last piece");
-        let mut room = vec![1; LAYOUT.layer_bytes()];
-        // SAFETY: this test is the only user of the memory.
-        unsafe {
-            device.write(offset, &vec![7; LAYOUT.layer_bytes()]).unwrap();
-            storage.load_all(&[(BlockId(2), 1)], &mut room).unwrap();
-            assert!(room.iter().all(|&byte| byte == 7));
-            storage.load_all(&[(BlockId(1), 1)], &mut room).unwrap();
-            assert!(room.iter().all(|&byte| byte == 0));
-        }
-        let pointed =
-            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| storage.layer_ptr(BlockId(0), 0)));
-        assert!(pointed.is_err());
-    }
-
-    #[test]
-    #[should_panic(expected = "no piece b3/0")]
-    fn a_block_that_does_not_exist_has_no_place() {
-        BlockStorage::new(LAYOUT, 3).unwrap().layer_ptr(BlockId(3), 0);
-    }
 }

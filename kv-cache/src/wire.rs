@@ -1,29 +1,31 @@
-//! KV on its way, smaller than in memory: how a piece is coded where the link between two workers is the limit.
+//! Compressed KV on the wire: the encoding of a piece where the link between two workers is the bottleneck.
 //!
 //! ```text
-//! coded piece   [k|v][kv_head]   each | [token] codes | [token] scales, bf16 |
+//! encoded piece [k|v][kv_head]   each | [token] codes | [token] scales, bf16 |
 //!
 //! int8          a code for each number, a scale for each vector: as in memory
 //! int4          two codes in a byte, a scale for each 32 numbers of a vector
 //! ```
 //!
-//! A code is of numbers as the taker's memory has them, so it does not ask what the sender's type is. Coding loses what
-//! rounding takes; decoding gives everybody the same bytes, so that a sender can say what the taker's block will hold.
+//! Codes are of numbers in the destination's type, so they do not depend on the source's type. Encoding rounds; decoding
+//! gives the same bytes everywhere, so the sender can compute the checksum of the block that the destination will hold.
 
 use std::ops::Range;
 
-use crate::{KvDtype, KvLayout, rounding::Isa};
+use crate::{
+    KvDtype, KvLayout,
+    quantise::{INT4_GROUP, Isa},
+};
 
-/// Numbers that share a scale in INT4.
-pub const INT4_GROUP: usize = 32;
-/// Numbers that are widened at a time: 8 KiB.
+/// Numbers that are dequantised at a time: 8 KiB.
 const VECTOR_FLOATS: usize = 2048;
 
-/// How pieces travel. The numbers are those of frames over TCP. 1 was FP8, which has the size of INT8 and costs more.
+/// The encoding of pieces on the wire. The numbers are those of frames over TCP. 1 was FP8, which has the size of INT8 and
+/// costs more quality.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum WireFormat {
-    /// As they are in the receiver's memory.
+    /// As in the destination's memory.
     #[default]
     AsIs = 0,
     /// Eight bits, a scale for each head and token.
@@ -33,7 +35,7 @@ pub enum WireFormat {
 }
 
 impl WireFormat {
-    /// All of them.
+    /// All formats.
     pub const ALL: [WireFormat; 3] = [WireFormat::AsIs, WireFormat::Int8, WireFormat::Int4];
 
     /// "as-is", "int8" or "int4".
@@ -50,8 +52,8 @@ impl WireFormat {
         WireFormat::ALL.into_iter().find(|format| format.name() == name)
     }
 
-    /// How pieces travel between a decode worker and a prefill worker that want these, or do not care: as the decode
-    /// worker wants, unless the prefill worker codes nothing.
+    /// The format that a decode worker and a prefill worker agree on; `None` means no preference. The decode worker
+    /// decides, unless the prefill worker does not encode.
     pub fn agreed(decode: Option<WireFormat>, prefill: Option<WireFormat>) -> WireFormat {
         match (decode, prefill) {
             (_, Some(WireFormat::AsIs)) => WireFormat::AsIs,
@@ -65,7 +67,7 @@ impl WireFormat {
         WireFormat::ALL.map(WireFormat::name).join(", ")
     }
 
-    /// Bytes of the codes of one head's key (or value) of one token, and of their scales.
+    /// Bytes of the codes and of the scales of one head's key (or value) of one token.
     fn vector_bytes(self, layout: &KvLayout) -> (usize, usize) {
         let KvLayout { head_dim, dtype, .. } = *layout;
         match self {
@@ -76,19 +78,20 @@ impl WireFormat {
     }
 }
 
-/// Codes and decodes pieces of one layout.
+/// Encodes and decodes pieces of one layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WireCodec {
     layout: KvLayout,
     format: WireFormat,
 }
 
-/// What a codec computes in, kept between calls.
+/// Scratch memory of a codec, kept between calls.
 #[derive(Debug, Default)]
 pub struct WireScratch(Vec<f32>);
 
 impl WireCodec {
-    /// A codec for pieces of `layout`; `None` where they travel as they are, because that was asked, or is as small.
+    /// A codec for pieces of `layout`; `None` where pieces are sent unchanged, because `format` says so or is not
+    /// smaller.
     pub fn new(layout: &KvLayout, format: WireFormat) -> Option<WireCodec> {
         let bytes = |format: WireFormat| {
             let (codes, scales) = format.vector_bytes(layout);
@@ -97,25 +100,25 @@ impl WireCodec {
         (bytes(format) < bytes(WireFormat::AsIs)).then_some(WireCodec { layout: *layout, format })
     }
 
-    /// How pieces travel.
+    /// The encoding.
     pub fn format(&self) -> WireFormat {
         self.format
     }
 
-    /// What pieces are in memory.
+    /// The layout of pieces in memory.
     pub fn layout(&self) -> &KvLayout {
         &self.layout
     }
 
-    /// Bytes of a coded piece.
+    /// Bytes of an encoded piece.
     pub fn piece_bytes(&self) -> usize {
         2 * self.layout.num_kv_heads * self.head_bytes()
     }
 
-    /// Codes a piece.
+    /// Encodes a piece.
     ///
     /// # Panics
-    /// When a length is not that of a piece, or of a coded one.
+    /// When `piece` or `coded` has another length.
     pub fn encode(&self, piece: &[u8], coded: &mut [u8], scratch: &mut WireScratch) {
         self.check_lengths(piece.len(), coded.len());
         let isa = Isa::detect();
@@ -124,23 +127,23 @@ impl WireCodec {
             for tokens in self.chunks() {
                 let [elements, scales] = self.memory(&tokens);
                 let vectors = scratch.of(tokens.len() * head_dim);
-                isa.load(dtype, &head[elements], &head[scales], head_dim, vectors);
+                isa.dequantise(dtype, &head[elements], &head[scales], head_dim, vectors);
                 let [codes, scales] = self.wire(&tokens);
                 let (front, back) = coded.split_at_mut(scales.start);
                 let (codes, scales) = (&mut front[codes], &mut back[..scales.len()]);
                 match self.format {
                     WireFormat::AsIs => unreachable!("has no codec"),
-                    WireFormat::Int8 => isa.store(KvDtype::Int8, vectors, head_dim, codes, scales),
-                    WireFormat::Int4 => isa.store_int4(vectors, head_dim, codes, scales),
+                    WireFormat::Int8 => isa.quantise(KvDtype::Int8, vectors, head_dim, codes, scales),
+                    WireFormat::Int4 => isa.quantise_int4(vectors, head_dim, codes, scales),
                 }
             }
         }
     }
 
-    /// The inverse of [`encode`](Self::encode), but for what rounding took.
+    /// The inverse of [`encode`](Self::encode), except for the rounding error.
     ///
     /// # Panics
-    /// As there.
+    /// As [`encode`](Self::encode).
     pub fn decode(&self, coded: &[u8], piece: &mut [u8], scratch: &mut WireScratch) {
         self.check_lengths(piece.len(), coded.len());
         let isa = Isa::detect();
@@ -153,13 +156,13 @@ impl WireCodec {
                 let vectors = scratch.of(tokens.len() * head_dim);
                 match self.format {
                     WireFormat::AsIs => unreachable!("has no codec"),
-                    WireFormat::Int8 => isa.load(KvDtype::Int8, codes, scales, head_dim, vectors),
-                    WireFormat::Int4 => isa.load_int4(codes, scales, head_dim, vectors),
+                    WireFormat::Int8 => isa.dequantise(KvDtype::Int8, codes, scales, head_dim, vectors),
+                    WireFormat::Int4 => isa.dequantise_int4(codes, scales, head_dim, vectors),
                 }
                 let [elements, scales] = self.memory(&tokens);
                 let (front, back) = head.split_at_mut(scales.start);
                 let (elements, scales) = (&mut front[elements], &mut back[..scales.len()]);
-                isa.store(dtype, vectors, head_dim, elements, scales);
+                isa.quantise(dtype, vectors, head_dim, elements, scales);
             }
         }
     }
@@ -172,13 +175,13 @@ impl WireCodec {
         piece.chunks_exact(self.layout.head_bytes())
     }
 
-    /// Of one head's coded K, or V.
+    /// Bytes of one head's encoded K, or V.
     fn head_bytes(&self) -> usize {
         let (codes, scales) = self.format.vector_bytes(&self.layout);
         self.layout.block_size * (codes + scales)
     }
 
-    /// As many tokens at a time as stay in the nearest cache.
+    /// Ranges of tokens that fit in the L1 cache.
     fn chunks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let (block_size, most) = (self.layout.block_size, (VECTOR_FLOATS / self.layout.head_dim).max(1));
         (0..block_size).step_by(most).map(move |first| first..block_size.min(first + most))
@@ -189,7 +192,7 @@ impl WireCodec {
         self.places(WireFormat::AsIs, tokens)
     }
 
-    /// Codes and scales of some tokens of a coded head.
+    /// Codes and scales of some tokens of an encoded head.
     fn wire(&self, tokens: &Range<usize>) -> [Range<usize>; 2] {
         self.places(self.format, tokens)
     }
@@ -211,6 +214,7 @@ impl WireScratch {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::VectorCodec;
 
     const LAYOUT: KvLayout =
         KvLayout { block_size: 5, num_layers: 1, num_kv_heads: 3, head_dim: 80, dtype: KvDtype::Bf16 };
@@ -238,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_coded_reads_back_within_half_a_step() {
+    fn encoded_pieces_read_back_within_half_a_step() {
         for dtype in [KvDtype::F32, KvDtype::F16, KvDtype::Bf16] {
             for head_dim in [1, 31, 32, 33, 64, 80] {
                 for format in [WireFormat::Int8, WireFormat::Int4] {
@@ -273,7 +277,7 @@ mod tests {
                         WireFormat::Int8 => largest / 127.0,
                         WireFormat::Int4 => largest / 7.0,
                     };
-                    // Scales are up to 1/128 too large, and what is read is rounded to the memory's type.
+                    // Scales are up to 1/128 too large, and the result is rounded to the memory's type.
                     let allowed = step * 1.01 / 2.0
                         + largest / 256.0 * f32::from(u8::from(layout.dtype != KvDtype::F32));
                     assert!((read - x).abs() <= allowed, "{codec:?}: {read} for {x} of {largest}");
@@ -283,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_coded_piece_has_the_size_that_the_format_promises() {
+    fn an_encoded_piece_has_the_size_of_its_format() {
         let layout = KvLayout { head_dim: 128, ..LAYOUT };
         let bytes = |format| WireCodec::new(&layout, format).expect("smaller").piece_bytes();
         let num_vectors = 2 * 3 * 5;
@@ -292,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_as_small_in_memory_travels_as_it_is() {
+    fn kv_that_is_as_small_in_memory_is_sent_unchanged() {
         assert_eq!(WireCodec::new(&LAYOUT, WireFormat::AsIs), None);
         let int8 = KvLayout { dtype: KvDtype::Int8, ..LAYOUT };
         assert_eq!(WireCodec::new(&int8, WireFormat::Int8), None);
@@ -302,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_not_finite_read_back_as_nan_with_their_group() {
+    fn a_group_with_a_number_that_is_not_finite_reads_back_as_nan() {
         let layout = KvLayout { dtype: KvDtype::F32, block_size: 1, num_kv_heads: 1, head_dim: 64, ..LAYOUT };
         let mut piece = vec![0; layout.layer_bytes()];
         piece[40 * 4..41 * 4].copy_from_slice(&f32::INFINITY.to_ne_bytes());
@@ -319,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn the_decode_worker_decides_unless_the_other_codes_nothing() {
+    fn the_decode_worker_decides_unless_the_prefill_worker_does_not_encode() {
         use WireFormat::{AsIs, Int4, Int8};
         for (decode, prefill, expected) in [
             (None, None, AsIs),
@@ -334,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn names_come_back() {
+    fn names_round_trip() {
         for format in WireFormat::ALL {
             assert_eq!(WireFormat::from_name(format.name()), Some(format));
         }

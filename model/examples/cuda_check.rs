@@ -4,12 +4,13 @@
 
 use std::process::ExitCode;
 
-use baton_model::cuda::check::{KernelReport, check_kernels};
+use baton_cuda_kernels::check::{KernelReport, check_kernels};
+use baton_model::KERNEL_FILES;
 
 fn main() -> ExitCode {
     let (mut num_spilt, mut num_stacked) = (0, 0);
     let mut num_kernels = 0;
-    let result = check_kernels(&mut |kernel: KernelReport| {
+    let result = check_kernels(KERNEL_FILES, &mut |kernel: KernelReport| {
         if num_kernels == 0 {
             let titles = ["file", "kernel", "for", "card", "registers", "spilt", "stack", "shared"];
             let [file, kernel, shape, card, registers, spilt, stack, shared] = titles;

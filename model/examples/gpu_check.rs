@@ -4,7 +4,8 @@
 
 use std::process::ExitCode;
 
-use baton_model::cuda::measure::{Amount, Figure, card, measure};
+use baton_model::kernel_code;
+use baton_model_cuda::measure::{Amount, Figure, card, measure};
 
 const NO_GPU: u8 = 2;
 const MISSED: u8 = 3;
@@ -28,7 +29,7 @@ fn main() -> ExitCode {
     let kernel_cache = std::env::current_exe().ok().map(|program| program.with_file_name("gpu-kernels"));
     println!("\n| what | median, ms | reached | of the ceiling | target |\n|---|---|---|---|---|");
     let mut num_missed = 0;
-    let measured = measure(ordinal, kernel_cache, &mut |figure| {
+    let measured = measure(ordinal, &kernel_code(kernel_cache), &mut |figure| {
         num_missed += usize::from(figure.is_missed());
         println!("{}", row(figure));
     });

@@ -1,57 +1,29 @@
-//! Configuration, weights and the forward pass of decoder-only language models.
+//! Models of decoder-only language models on what computes them: this machine's processors, or NVIDIA's devices.
 //!
-//! A Hugging Face directory or a GGUF file becomes a [`LoadedModel`] by [`load`]: its configuration is read into
-//! a [`DecoderSpec`], one decoder described by data, and its tensors are packed into the layout that kernels
-//! stream. Its [`CpuExecutor`] computes [`Batch`]es over blocks of KV.
+//! A Hugging Face directory or a GGUF file becomes a [`LoadedModel`] by [`load`], and that an
+//! [`Executor`](baton_model_spec::Executor).
 //!
 //! It does not know requests, text, or the network.
 
-mod architecture;
-mod blocks;
-mod communicator;
-mod config;
-pub mod cost;
-mod cpu;
-#[doc(hidden)]
-pub mod cuda;
-mod decoder;
-mod draw;
-mod error;
-mod executor;
-mod fields;
-mod float;
-mod gguf;
-mod gguf_files;
-mod integer_tensors;
-mod integers;
+mod kernel_files;
 mod load;
-mod matrix;
-mod packed;
-mod parallel;
-mod precision;
-mod quantised;
-mod rope;
-mod shard;
-mod spec;
-mod weights;
 
+pub use baton_checkpoint::{
+    DeviceModel, LoadOptions, LoadProgress, gguf_files, load_config, load_for_device, load_ranks_for_devices,
+};
+pub use baton_cpu_kernels::{CpuList, CpuListError, ThreadPool};
 pub use baton_cuda::num_devices as num_cuda_devices;
-pub use communicator::{Communicator, CommunicatorError, ThreadCommunicator};
-pub use config::ModelConfig;
-#[doc(hidden)]
-pub use cpu::benchmark;
-pub use cpu::{CpuExecutor, CpuList, CpuListError, ParallelCpuExecutor, ThreadPool};
-pub use cuda::{
+pub use baton_cuda_kernels::kernel::KernelCode;
+pub use baton_model_cpu::{CpuExecutor, CpuModel, ParallelCpuExecutor};
+pub use baton_model_cuda::{
     BatchLimits, DeviceWeightBytes, ModelOnDevices, StartError as CudaStartError,
     block_kernels as cuda_block_kernels,
 };
-pub use draw::{Answer, Draw, InvalidLogits, SampledToken, TokenCount, TokenLogprobs};
-pub use error::LoadError;
-pub use executor::{Batch, BatchSequence, DrawingExecutor, ExecuteError, Executor};
-pub use float::FloatDtype;
-pub use gguf_files::gguf_files;
-pub use load::{LoadOptions, LoadProgress, LoadedModel, load, load_ranks};
-pub use precision::{Activations, Backend, ParseQuantisationError, Quantisation};
-pub use rope::{RopeScaling, RopeSpec};
-pub use shard::{DecoderShard, Rank};
-pub use spec::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
+pub use baton_model_spec::{
+    Activation, Activations, Backend, Batch, BatchSequence, Communicator, CommunicatorError, DecoderShard,
+    DecoderSpec, ExecuteError, Executor, ExpertNaming, FloatDtype, InvalidLogits, LayerSpec, LoadError,
+    MlpSpec, ModelConfig, ParseQuantisationError, Quantisation, Rank, RopeScaling, RopeSpec, SampledRow,
+    SampledToken, SamplingExecutor, ThreadCommunicator, TokenCount, TokenLogprobs, TokenSampling, cost,
+};
+pub use kernel_files::{KERNEL_FILES, kernel_code};
+pub use load::{LoadedModel, load, load_ranks};

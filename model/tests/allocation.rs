@@ -48,7 +48,7 @@ fn decode_steps_do_not_allocate() {
         let model = load(&dir, &options, &mut |_| {}).unwrap();
         let ranks = load_ranks(&dir, NUM_THREADS, &options, &mut |_| {}).unwrap();
         let pool = || Arc::new(ThreadPool::new(1).unwrap());
-        let ranks = ranks.into_iter().map(|rank| (rank, pool())).collect();
+        let ranks = ranks.into_iter().map(|rank| (rank.into_cpu(), pool())).collect();
         count(name, &mut model.cpu_executor().unwrap());
         count(name, &mut ParallelCpuExecutor::new(ranks).unwrap());
     }

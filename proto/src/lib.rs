@@ -1,8 +1,12 @@
-//! The protocol's types, generated from the `.proto` files beside this folder. No logic lives here:
-//! services convert to and from these types at their edge.
+//! The protocol's types, generated from the `.proto` files beside this folder, and their one conversion from and to the
+//! types of `baton-request` and `baton-cluster-record`. Other types are converted by the services that own them, at
+//! their edge.
 #![forbid(unsafe_code)]
 // Generated; the comments are in the .proto files.
 #![allow(missing_docs, unreachable_pub, clippy::large_enum_variant)]
+
+mod record;
+mod request;
 
 // The nesting of the packages: generated code refers to its neighbours by `super`.
 mod baton {
@@ -20,6 +24,9 @@ mod baton {
 pub use baton::v1;
 /// What the router asks of workers, and workers of each other.
 pub use baton::worker::v1 as worker;
+
+pub use record::{kv_format_from_proto, kv_format_to_proto};
+pub use request::{failure_from_status, failure_to_status};
 
 /// Every file above as an encoded `FileDescriptorSet`, for gRPC reflection.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));

@@ -3,9 +3,10 @@
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use baton_cluster::DiscoveryConfig;
+use baton_planner::PrefixAwareConfig;
 use baton_tls::Tls;
 
-use crate::{core::Migration, plan::PrefixAwareConfig};
+use crate::core::MigrationMode;
 
 /// A router's configuration. [`RouterConfig::new`] gives every value but the first three its default.
 #[derive(Clone, Debug)]
@@ -21,8 +22,8 @@ pub struct RouterConfig {
     pub listen: SocketAddr,
     /// The planning policy's parameters.
     pub policy: PrefixAwareConfig,
-    /// Whether running requests move between decode workers.
-    pub migration: Migration,
+    /// Whether running requests migrate between decode workers.
+    pub migration: MigrationMode,
     /// Blocks that the prefix index remembers.
     pub prefix_index_blocks: usize,
     /// Choices (a request has one, or prompts times `n`) that run at a time; more are refused with 429.
@@ -61,7 +62,7 @@ impl RouterConfig {
             discovery,
             listen: SocketAddr::from(([127, 0, 0, 1], 8080)),
             policy: PrefixAwareConfig::default(),
-            migration: Migration::default(),
+            migration: MigrationMode::default(),
             prefix_index_blocks: 1 << 17,
             max_requests: 1024,
             max_choices: 128,

@@ -1,8 +1,7 @@
 //! The router: HTTP and gRPC edge, tokenising, planning, retries.
 //!
-//! [`run`] serves one model on one port. [`plan`] is the policy that decides who serves a request; it
-//! is plain code, so that a simulator can drive it too. The crate knows no model weights, no engine,
-//! and no KV.
+//! [`run`] serves one model on one port. Who serves a request is decided by `baton-planner`. The crate knows no model
+//! weights, no engine, and no KV.
 #![forbid(unsafe_code)]
 
 mod server;
@@ -11,7 +10,6 @@ mod grpc;
 mod http;
 
 mod core;
-pub mod plan;
 mod workers;
 
 mod config;
@@ -28,7 +26,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 pub use config::RouterConfig;
-pub use core::Migration;
+pub use core::MigrationMode;
 
 use crate::{core::Core, metrics::RouterMetrics, model::Model, workers::Workers};
 
@@ -57,12 +55,12 @@ pub async fn run_on(
     let workers = Workers::new(config.keep_alive, dialer);
     workers.follow(discovery.members());
     let metrics = RouterMetrics::new(&Metrics::new());
-    // A load that fails ends the server as a shutdown would.
+    // A model that cannot be loaded ends the server like a shutdown.
     let drain = shutdown.child_token();
     let core = Core::new(config.clone(), workers.clone(), metrics, drain.clone());
     let loading = tokio::spawn(load_model(core.clone(), drain.clone()));
-    let balancing = (config.migration == Migration::Balance)
-        .then(|| tokio::spawn(core.moves.clone().balance(workers.clone(), drain.clone())));
+    let balancing = (config.migration == MigrationMode::Balance)
+        .then(|| tokio::spawn(core.migrator.clone().balance(workers.clone(), drain.clone())));
     let readiness = grpc::Readiness::follow(core.clone());
     let routes = http::routes(core.clone(), |router| {
         grpc::mount(router, core.clone(), readiness.status(), discovery.registry())
@@ -77,16 +75,16 @@ pub async fn run_on(
         () = &mut server => unreachable!("the server runs until it is told to drain"),
     }
     tracing::info!(running = core.active.len(), "router drains");
-    // Streams without an end of their own would keep the server from draining.
+    // Watch streams never end by themselves, and would keep the server from draining.
     readiness.stop().await;
     workers.settle();
     discovery.stop().await;
     drain_requests(&mut server, &core, &abort).await;
     workers.shut_down().await;
     if let Some(balancing) = balancing {
-        balancing.await.context("balancing broke")?;
+        balancing.await.context("the balancing task failed")?;
     }
-    loading.await.context("loading the tokenizer broke")?
+    loading.await.context("the loading task failed")?
 }
 
 /// Waits for running requests, then ends them with an error, then drops the connections.
@@ -99,7 +97,10 @@ async fn drain_requests(
     if tokio::time::timeout(timeout, &mut server).await.is_ok() {
         return;
     }
-    tracing::warn!(running = core.active.len(), "requests still run after {timeout:?} and are ended");
+    tracing::warn!(
+        running = core.active.len(),
+        "requests that still run after {timeout:?} are ended with an error"
+    );
     core.closing.cancel();
     if tokio::time::timeout(LAST_WORDS, &mut server).await.is_err() {
         abort.cancel();
@@ -107,7 +108,7 @@ async fn drain_requests(
     }
 }
 
-/// What the last event of an ended stream may take to reach its client.
+/// How long the last event of an ended stream may take to reach its client.
 const LAST_WORDS: std::time::Duration = std::time::Duration::from_secs(1);
 
 async fn load_model(core: Arc<Core>, drain: CancellationToken) -> anyhow::Result<()> {
@@ -115,7 +116,7 @@ async fn load_model(core: Arc<Core>, drain: CancellationToken) -> anyhow::Result
     let loaded =
         tokio::task::spawn_blocking(move || Model::load(&loader.config.model, &loader.config.model_name))
             .await;
-    match loaded.context("the loading thread broke").and_then(|model| model) {
+    match loaded.context("the loading thread failed").and_then(|model| model) {
         Ok(model) => {
             tracing::info!(model = model.name, vocab_size = model.vocab_size, "tokenizer loaded");
             core.set_model(model);

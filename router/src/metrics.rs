@@ -2,6 +2,7 @@
 
 use std::{sync::atomic::AtomicU64, time::Duration};
 
+use baton_planner::{Plan, Usability};
 use baton_telemetry::{Metrics, e2e_histogram, itl_histogram, ttft_histogram};
 use prometheus_client::{
     encoding::EncodeLabelSet,
@@ -9,10 +10,7 @@ use prometheus_client::{
     registry::Unit,
 };
 
-use crate::{
-    plan::{Plan, Usability},
-    workers::Workers,
-};
+use crate::workers::Workers;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Outcome {
@@ -89,7 +87,7 @@ pub(crate) struct RouterMetrics {
 }
 
 impl RouterMetrics {
-    /// Registers them.
+    /// Registers every metric.
     pub(crate) fn new(metrics: &Metrics) -> RouterMetrics {
         let this = RouterMetrics {
             metrics: metrics.clone(),
@@ -243,7 +241,7 @@ impl RouterMetrics {
             };
             self.workers.get_or_create(&RoleState { role: worker.record.role.name(), state }).inc();
         }
-        // Workers that left leave no series behind.
+        // A worker that has left has no series any more.
         self.worker_running.clear();
         self.worker_waiting.clear();
         self.worker_queued_tokens.clear();

@@ -17,17 +17,17 @@ pub(crate) struct Model {
     pub(crate) architecture: String,
     /// Ids below this one exist in the model.
     pub(crate) vocab_size: usize,
-    /// As far as the model was made to reach; workers may serve less.
+    /// The context that the model was made for; workers may serve less.
     pub(crate) max_context: Option<usize>,
     pub(crate) tokenizer: Tokenizer,
     pub(crate) defaults: GenerationDefaults,
     /// Seconds since 1970 at which the router loaded it.
     pub(crate) created: u64,
-    /// Changes when the served software does.
+    /// Changes with the version of the software.
     pub(crate) fingerprint: String,
 }
 
-/// What a model says of itself, as far as a router cares.
+/// The part of a model's description that a router needs.
 #[derive(Deserialize, Default)]
 struct Description {
     #[serde(default)]

@@ -1,5 +1,5 @@
-//! The port: accepts connections, tells HTTP/1.1 from HTTP/2, bounds how long anybody may dawdle, and
-//! ends everything it began.
+//! The port: accepts connections, tells HTTP/1.1 from HTTP/2, bounds how long a client may take, and
+//! ends every connection.
 
 use std::{
     io,
@@ -33,8 +33,8 @@ const MAX_STREAMS: u32 = 4096;
 /// bound a hostile client could make the router work for nothing.
 const MAX_PENDING_RESETS: usize = 1024;
 
-/// Serves until `drain` is cancelled; then takes nothing new, and returns when what runs has ended.
-/// `abort` ends that too.
+/// Serves until `drain` is cancelled. Then it accepts no connection, and returns when the running requests have ended.
+/// `abort` ends these too.
 pub(crate) async fn serve(
     listener: TcpListener,
     routes: Router,
@@ -60,13 +60,13 @@ pub(crate) async fn serve(
         let (stream, address) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
-                // Usually out of file descriptors: some will be freed.
+                // Usually a lack of file descriptors, of which some will be freed.
                 tracing::warn!(%error, "cannot accept a connection");
                 sleep(Duration::from_millis(50)).await;
                 continue;
             }
         };
-        // Token by token: nothing is gained by waiting for more.
+        // Tokens are sent one by one: Nagle's algorithm would delay them.
         let _ = stream.set_nodelay(true);
         let (drain, abort) = (drain.clone(), abort.clone());
         let (builder, routes) = (builder.clone(), routes.clone());
@@ -86,7 +86,7 @@ pub(crate) async fn serve(
                 }
             };
             let routes = routes.map_request(move |mut request: http::Request<hyper::body::Incoming>| {
-                // Who asks, for services that are not for everybody.
+                // The peer's identity, for services that need one.
                 if let Some(peer) = peer {
                     request.extensions_mut().insert(peer);
                 }
@@ -116,7 +116,7 @@ pub(crate) async fn serve(
     tasks.wait().await;
 }
 
-/// With certificates, whoever begins with a TLS handshake gets one; clients may also speak plainly.
+/// With certificates, a connection that starts with a TLS handshake gets one; clients may also speak plain HTTP.
 async fn accept(tls: Option<&Tls>, stream: tokio::net::TcpStream, timeout: Duration) -> io::Result<Accepted> {
     match tls {
         Some(tls) => baton_tls::accept_either(tls, stream, timeout).await,
@@ -139,8 +139,8 @@ where
 
 /// A connection whose first bytes must come in time.
 ///
-/// Until they have told HTTP/1 from HTTP/2, no timeout of hyper runs: a client that sends nothing, or
-/// only `P`, would be waited for for ever.
+/// Until these tell HTTP/1 from HTTP/2, no timeout of hyper runs: a client that sends nothing, or only `P`, would hold
+/// the connection for ever.
 #[derive(Debug)]
 struct Preface {
     stream: Stream,

@@ -16,7 +16,7 @@ pub(crate) fn inject(metadata: &mut MetadataMap) {
     });
 }
 
-/// Makes `span` a child of the caller's.
+/// Makes `span` a child of the caller's span.
 pub(crate) fn set_parent(span: &Span, headers: &HeaderMap) {
     trace_context::set_parent(span, |name| Some(headers.get(name)?.to_str().ok()?.to_owned()));
 }

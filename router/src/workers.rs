@@ -1,5 +1,5 @@
 //! The workers the router can send to: follows the membership, keeps a channel to each worker, and
-//! watches its load, which is also the probe of its liveness.
+//! watches its load reports, which also show that it lives.
 //!
 //! It does not know requests or policies; it answers with a [`ClusterView`].
 
@@ -16,12 +16,11 @@ use std::{
 };
 
 use baton_cluster::{Dialer, Membership, Role, WorkerRecord};
+use baton_planner::{ClusterView, Load, Usability, WorkerKey, WorkerView};
 use baton_proto::v1;
 use tokio::sync::watch as notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Channel;
-
-use crate::plan::{ClusterView, Load, Usability, WorkerKey, WorkerView};
 
 /// Of the longest sequences that decode workers serve, prompt and output together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +69,8 @@ struct Worker {
     channel: Channel,
     /// The newest report; absent while it does not answer.
     report: Option<Report>,
+    /// A report has said that it drains. A process that drains never serves again.
+    is_leaving: bool,
     /// Failures in a row.
     num_failures: u32,
     spared_until: Option<Instant>,
@@ -101,7 +102,7 @@ impl Drop for Assignment {
 }
 
 impl Workers {
-    /// Nobody yet; [`follow`](Self::follow) fills it.
+    /// No workers yet; [`follow`](Self::follow) fills it.
     pub(crate) fn new(keep_alive: Duration, dialer: Dialer) -> Arc<Workers> {
         let stop = CancellationToken::new();
         Arc::new(Workers {
@@ -133,8 +134,8 @@ impl Workers {
         });
     }
 
-    /// From now on nobody comes or goes. Before discovery is stopped: that would look as if everybody
-    /// had gone, and running requests may still have to be planned again.
+    /// Keeps the membership as it is from now on. To be called before discovery stops: its end would look as if every
+    /// worker had left, while running requests may still need another plan.
     pub(crate) fn settle(&self) {
         self.settled.cancel();
     }
@@ -170,7 +171,7 @@ impl Workers {
         self.lock().has_usable(Role::Decode)
     }
 
-    /// What decode workers serve; `None` where nobody says.
+    /// What decode workers serve; `None` while no worker has said it.
     pub(crate) fn contexts(&self) -> Option<Contexts> {
         let state = self.lock();
         let decode = state.workers.values().filter(|worker| worker.record.role == Role::Decode);
@@ -189,7 +190,7 @@ impl Workers {
         Some((worker.channel.clone(), Assignment(worker.num_assigned.clone())))
     }
 
-    /// It broke off or could not be reached: spare it for a while.
+    /// The worker broke off or could not be reached: no request is sent to it for a while.
     pub(crate) fn report_failure(&self, key: &WorkerKey) {
         let mut state = self.lock();
         let now = Instant::now();
@@ -200,10 +201,15 @@ impl Workers {
         let wait = BACKOFF_FIRST.saturating_mul(1 << worker.num_failures.min(8)).min(BACKOFF_LIMIT);
         worker.num_failures += 1;
         worker.spared_until = Some(now + wait);
-        tracing::warn!(worker = %key, ?wait, "worker failed a request and is spared");
+        tracing::warn!(worker = %key, ?wait, "worker failed a request; no request is sent to it for a while");
     }
 
-    /// It answered a request.
+    /// Whether the worker has said that it drains, or is not a member any more.
+    pub(crate) fn is_leaving(&self, key: &WorkerKey) -> bool {
+        self.lock().workers.get(key).is_none_or(|worker| worker.is_leaving)
+    }
+
+    /// The worker answered a request.
     pub(crate) fn report_success(&self, key: &WorkerKey) {
         let mut state = self.lock();
         if let Some(worker) = state.workers.get_mut(key) {
@@ -255,7 +261,7 @@ impl Workers {
         let channel = match channel::open(&self.dialer, &record.address, self.keep_alive) {
             Ok(channel) => channel,
             Err(error) => {
-                tracing::error!(worker = %record.id, address = record.address, %error, "worker has an unusable address");
+                tracing::error!(worker = %record.id, address = record.address, %error, "worker is ignored: its address is unusable");
                 return None;
             }
         };
@@ -266,6 +272,7 @@ impl Workers {
             record,
             channel,
             report: None,
+            is_leaving: false,
             num_failures: 0,
             spared_until: None,
             num_assigned: Arc::default(),
@@ -284,6 +291,7 @@ impl Workers {
             // It was away and is back: what failed before says nothing any more.
             worker.spared_until = None;
         }
+        worker.is_leaving |= report.as_ref().is_some_and(|report| report.load.draining);
         worker.report = report;
         let after = worker.view(now).usability;
         drop(state);

@@ -1,4 +1,4 @@
-//! Sets the process up: where logs go and how they look, and whether spans are exported.
+//! Sets up logging and the export of spans for a process.
 
 use std::{
     env, fmt,
@@ -17,7 +17,7 @@ use tracing_subscriber::{
 
 use crate::{otlp, panics};
 
-/// What a process wants to be told about itself.
+/// What a process logs and exports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TelemetryConfig {
     /// What to log: a level, or directives such as `info,baton_engine=debug`.
@@ -54,7 +54,7 @@ pub enum LogFormat {
     /// For people: the time of day, the message, then its fields.
     #[default]
     Pretty,
-    /// For people who grep: full timestamps and module paths on one line.
+    /// For grep: full timestamps and module paths on one line.
     Compact,
     /// For machines: one JSON object per line.
     Json,
@@ -95,11 +95,11 @@ pub struct TelemetryGuard {
     _otlp: Option<otlp::Export>,
 }
 
-/// Starts logging to standard error, panics included, and exporting spans if there is somewhere to
-/// send them. Once per process. Needs no async runtime. Each log line is one write.
+/// Starts logging to standard error, including panics, and exporting spans if an endpoint is set. Once per process.
+/// Needs no async runtime. Each log line is one write.
 ///
 /// # Errors
-/// When the filter or the endpoint cannot be understood, or logging has been set up already.
+/// When the filter or the endpoint is not valid, or logging has been set up already.
 pub fn init(config: &TelemetryConfig) -> anyhow::Result<TelemetryGuard> {
     let log_filter = EnvFilter::builder()
         .parse(&config.log)

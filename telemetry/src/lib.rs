@@ -1,7 +1,7 @@
 //! Logs, traces and metrics.
 //!
 //! [`init`] once per process; then `tracing` macros anywhere, [`trace_context`] where a request
-//! crosses a process, and one [`Metrics`] handed to whoever has something to count. The crate knows
+//! crosses a process, and one [`Metrics`] handed to every part that counts something. The crate knows
 //! no gRPC, no HTTP and nothing of what is measured.
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! The registry of everything that is counted, and the shapes of our histograms.
+//! The registry of metrics, and the buckets of histograms.
 
 use std::{
     fmt,
@@ -25,8 +25,8 @@ impl Metrics {
         Self::default()
     }
 
-    /// Adds metrics, once, when the part that counts is built. Returns what `register` returns:
-    /// usually a struct of the counters, which then are counted without this lock.
+    /// Registers metrics, once, when the part that counts them is built. Returns what `register` returns: usually a
+    /// struct of the counters, which then count without this lock.
     pub fn register<T>(&self, register: impl FnOnce(&mut Registry) -> T) -> T {
         register(&mut self.registry.lock().unwrap_or_else(PoisonError::into_inner))
     }

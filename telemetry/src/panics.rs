@@ -1,4 +1,4 @@
-//! A panic becomes a log line like any other, so that it is found where logs are looked for.
+//! Logs panics as errors, so that they are found in the log.
 
 use std::{
     backtrace::{Backtrace, BacktraceStatus},
@@ -6,7 +6,7 @@ use std::{
     thread,
 };
 
-/// From now on panics are logged as errors. Where the filter drops errors, they are printed as before.
+/// Logs panics as errors from now on. If the filter drops errors, panics are printed as before.
 pub(crate) fn log_panics() {
     let previous = panic::take_hook();
     panic::set_hook(Box::new(move |info| {

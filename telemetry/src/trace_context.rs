@@ -1,7 +1,7 @@
 //! W3C trace context: carries a trace over a process boundary in `traceparent` and `tracestate`.
 //!
-//! Carriers are plain closures over names and values, so that gRPC metadata, HTTP headers and test
-//! maps all serve.
+//! Carriers are closures over names and values, so that gRPC metadata, HTTP headers and maps of tests can all be
+//! used.
 
 use opentelemetry::propagation::{Extractor, Injector, TextMapPropagator};
 use opentelemetry_sdk::propagation::TraceContextPropagator;
@@ -11,8 +11,8 @@ use tracing_opentelemetry::OpenTelemetrySpanExt;
 /// The names that [`set_parent`] asks for.
 pub const NAMES: [&str; 2] = ["traceparent", "tracestate"];
 
-/// Writes the current span into an outgoing call. Calls `set` with each name and value; not at all
-/// when no trace is recorded.
+/// Writes the current span into an outgoing call. Calls `set` with each name and value, or never if no trace is
+/// recorded.
 pub fn inject(set: impl FnMut(&str, String)) {
     inject_span(&Span::current(), set);
 }
@@ -29,7 +29,7 @@ pub fn inject_span(span: &Span, set: impl FnMut(&str, String)) {
 pub fn set_parent(span: &Span, get: impl Fn(&str) -> Option<String>) {
     let values = NAMES.map(|name| (name, get(name)));
     let context = TraceContextPropagator::new().extract(&Get(values));
-    // Refused when nothing records spans, which is fine.
+    // Fails when no spans are recorded, which is fine.
     let _ = span.set_parent(context);
 }
 
@@ -37,7 +37,7 @@ struct Set<F>(F);
 
 impl<F: FnMut(&str, String)> Injector for Set<F> {
     fn set(&mut self, key: &str, value: String) {
-        // An empty tracestate says nothing.
+        // An empty tracestate holds no information.
         if !value.is_empty() {
             (self.0)(key, value);
         }

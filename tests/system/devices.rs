@@ -1,4 +1,4 @@
-//! Workers on GPUs, which are pretended (`model/src/cuda/emulator/pretended/`): from their flags to the driver and back.
+//! Workers on fake GPUs (`model/cuda-emulator/fake/`): from their flags to the driver and back.
 
 use std::{path::Path, process::Command};
 
@@ -7,17 +7,17 @@ use tempfile::TempDir;
 
 use crate::{harness::Up, prompts::tasks};
 
-/// Libraries that pretend to be CUDA's, and compiled kernels.
-struct Pretended(TempDir);
+/// Fakes of CUDA's libraries, and compiled kernels.
+struct FakeLibraries(TempDir);
 
-impl Pretended {
-    fn build() -> Pretended {
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../model/src/cuda/emulator/pretended/build.sh");
+impl FakeLibraries {
+    fn build() -> FakeLibraries {
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../model/cuda-emulator/fake/build.sh");
         let dir = tempfile::tempdir().expect("a temporary directory can be made");
         let built = Command::new("sh").arg(script).arg(dir.path()).output().expect("there is a shell");
         let why = String::from_utf8_lossy(&built.stderr);
         assert!(built.status.success(), "{why}: `cargo xtask setup` installs g++");
-        Pretended(dir)
+        FakeLibraries(dir)
     }
 
     /// Asks two workers, each on as many devices of its own, what the tiny model knows.
@@ -29,9 +29,9 @@ impl Pretended {
             ("BATON_NVRTC", dir),
             ("BATON_NCCL", &nccl),
             ("BATON_TRANSPORTS", Path::new(transport)),
-            ("PRETENDED_DEVICES", Path::new(&num)),
+            ("FAKE_DEVICES", Path::new(&num)),
             // To open and to close it for the host takes as long as it is large.
-            ("PRETENDED_MEMORY_BYTES", Path::new("536870912")),
+            ("FAKE_MEMORY_BYTES", Path::new("536870912")),
         ];
         let flags = format!(
             "--device cuda:0 --tensor-parallel {num_devices} --gpu-memory-utilization 0.2 --token-budget 256 \
@@ -54,14 +54,14 @@ impl Pretended {
 /// KV goes by the driver's handles of memory from pool to pool, or by way of the host.
 #[tokio::test]
 async fn workers_on_a_gpu_recall_facts_through_a_handoff() {
-    let pretended = Pretended::build();
+    let fakes = FakeLibraries::build();
     for transport in ["shm", "tcp"] {
-        pretended.check(1, transport).await;
+        fakes.check(1, transport).await;
     }
 }
 
 /// NCCL sums up between the devices of a worker; KV goes from rank to rank.
 #[tokio::test]
 async fn workers_on_two_gpus_each_recall_facts_through_a_handoff() {
-    Pretended::build().check(2, "shm").await;
+    FakeLibraries::build().check(2, "shm").await;
 }

@@ -1,4 +1,4 @@
-//! TLS of those who only dial, such as somebody who chats: they believe an authority, and need no certificate.
+//! TLS for programs that only dial, such as `baton chat`: they trust an authority and need no certificate.
 
 use std::{fmt, io, path::PathBuf, sync::Arc};
 
@@ -67,7 +67,7 @@ impl TlsClient {
         Ok(TlsClient { config: Arc::new(config), name: files.name })
     }
 
-    /// Shakes hands with whoever answers at `host`.
+    /// Makes a TLS connection to `host`.
     ///
     /// # Errors
     /// What is wrong with the peer, in words.
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_client_is_somebody_only_if_it_has_a_certificate() {
+    async fn only_a_client_with_a_certificate_has_an_identity() {
         let config =
             TlsConfig { cert: testdata("a.pem"), key: testdata("a.key"), ca: testdata("ca.pem"), name: None };
         let server = Tls::load(config).unwrap();

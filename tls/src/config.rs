@@ -20,9 +20,9 @@ use tracing::{info, warn};
 
 use crate::{error::TlsError, identity::Identity};
 
-/// What the ports of gRPC and HTTP speak inside of TLS.
+/// The ALPN protocols of the ports of gRPC and HTTP.
 const HTTP: [&[u8]; 2] = [b"h2", b"http/1.1"];
-/// What the ports of the data plane speak: nobody takes one for the other.
+/// The ALPN protocol of the data plane: a client cannot mistake another port for it.
 const DATA: [&[u8]; 1] = [b"baton-kv"];
 
 /// Which files.
@@ -38,7 +38,7 @@ pub struct TlsConfig {
     pub name: Option<String>,
 }
 
-/// TLS as these files have it now. Cheap to clone.
+/// TLS with the current content of the files. Cheap to clone.
 #[derive(Clone)]
 pub struct Tls {
     shared: Arc<Shared>,
@@ -47,7 +47,7 @@ pub struct Tls {
 struct Shared {
     config: TlsConfig,
     loaded: RwLock<Loaded>,
-    /// When somebody was refused, as the log was told.
+    /// When a rejected connection was last logged.
     last_refusal: Mutex<Option<Instant>>,
 }
 
@@ -73,23 +73,23 @@ impl Tls {
     /// Reads the files.
     ///
     /// # Errors
-    /// When they cannot be read, do not belong together, or no peer would believe them: expired, for example.
+    /// When they cannot be read, do not belong together, or no peer would accept them: expired, for example.
     pub fn load(config: TlsConfig) -> Result<Tls, TlsError> {
         let loaded = RwLock::new(Loaded::read(&config)?);
         Ok(Tls { shared: Arc::new(Shared { config, loaded, last_refusal: Mutex::default() }) })
     }
 
-    /// Who this process is to others.
+    /// The identity of this process.
     pub fn identity(&self) -> Identity {
         self.with(|loaded| loaded.identity)
     }
 
-    /// For a port of gRPC and HTTP: a peer may show no certificate, and is nobody then.
+    /// For a port of gRPC and HTTP: a peer may show no certificate, and has no identity then.
     pub fn http_server(&self) -> Arc<ServerConfig> {
         self.with(|loaded| Arc::clone(&loaded.http_server))
     }
 
-    /// For a port of the data plane: whoever shows no certificate is hung up on.
+    /// For a port of the data plane: a peer without a certificate is disconnected.
     pub fn data_server(&self) -> Arc<ServerConfig> {
         self.with(|loaded| Arc::clone(&loaded.data_server))
     }
@@ -104,7 +104,7 @@ impl Tls {
         self.with(|loaded| Arc::clone(&loaded.data_client))
     }
 
-    /// The name that the certificate of whoever answers at `host` must have.
+    /// The name that the certificate of the peer at `host` must have.
     ///
     /// # Errors
     /// When it cannot be one.
@@ -112,16 +112,16 @@ impl Tls {
         server_name(self.shared.config.name.as_deref().unwrap_or(host))
     }
 
-    /// Says in the log that a connection was refused, once a second at most: strangers must not fill it.
+    /// Logs that a connection was rejected, at most once a second: unauthenticated peers must not fill the log.
     pub fn refused(&self, peer: impl Display, error: &io::Error) {
         let mut last = self.shared.last_refusal.lock().unwrap_or_else(PoisonError::into_inner);
         if last.is_none_or(|last| last.elapsed() >= Duration::from_secs(1)) {
             *last = Some(Instant::now());
-            warn!(%peer, %error, "a connection was refused");
+            warn!(%peer, %error, "connection rejected: TLS handshake failed");
         }
     }
 
-    /// Whatever the files hold now; what they held before, if that is of no use.
+    /// The configuration of the current files, or the previous one if the files cannot be used.
     fn with<T>(&self, get: impl Fn(&Loaded) -> T) -> T {
         let Shared { config, loaded, .. } = &*self.shared;
         let stamps = stamps(config);
@@ -135,14 +135,14 @@ impl Tls {
         if loaded.stamps != stamps {
             match Loaded::read(config) {
                 Ok(new) => {
-                    info!(identity = %new.identity, "certificates were changed, and read again");
+                    info!(identity = %new.identity, "certificates changed; new connections use them");
                     *loaded = new;
                 }
                 Err(error) => {
-                    warn!(%error, "certificates were changed, and are of no use: keeping the old ones")
+                    warn!(%error, "changed certificates cannot be used; keeping the old ones")
                 }
             }
-            // Not tried again before they change again.
+            // They are not read again until they change again.
             loaded.stamps = stamps;
         }
         get(&loaded)
@@ -151,7 +151,7 @@ impl Tls {
 
 impl Loaded {
     fn read(config: &TlsConfig) -> Result<Loaded, TlsError> {
-        // Before the files: what changes while they are read is read again.
+        // Taken before the files are read: a change meanwhile is then noticed.
         let stamps = stamps(config);
         let chain = certificates("--tls-cert", &config.cert)?;
         let key = key(&config.key)?;
@@ -174,7 +174,7 @@ impl Loaded {
             .build()
             .map_err(unusable)?;
 
-        // As peers will look at it.
+        // Verified as a peer would.
         let now = UnixTime::now();
         required.verify_client_cert(&chain[0], &chain[1..], now).map_err(refused)?;
         if let Some(name) = &config.name {
@@ -198,8 +198,8 @@ impl Loaded {
                 .with_single_cert(chain.clone(), key.clone_key())
                 .map_err(other_key)?;
             server.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
-            // No session outlives its connection: a certificate is looked at for each, and after the handshake nothing
-            // but data travels, so that the kernel can take over.
+            // No session is resumed: each connection checks the certificate. After the handshake only data is sent, so
+            // that the kernel can take over.
             server.send_tls13_tickets = 0;
             server.enable_secret_extraction = true;
             Ok::<_, TlsError>(Arc::new(server))
@@ -226,8 +226,8 @@ impl Loaded {
     }
 }
 
-/// Ring, with the cipher first that this processor is fastest at: AES with 128 bits where there are instructions for it
-/// (a fifth faster than with 256, and no less out of reach), ChaCha20 elsewhere.
+/// Ring, preferring the fastest cipher of this processor: AES-128 where it has instructions for AES (a fifth faster than
+/// AES-256, and secure), else ChaCha20.
 pub(crate) fn provider() -> CryptoProvider {
     let mut provider = rustls::crypto::ring::default_provider();
     let first = match has_aes() {
@@ -331,7 +331,7 @@ mod tests {
         let set = |name: &str| {
             copy(&format!("{name}.pem"), "tls.crt");
             copy(&format!("{name}.key"), "tls.key");
-            // Two changes may lie within one tick of the file system's clock.
+            // Two changes can fall into one tick of the file system's clock.
             let later = SystemTime::now() + std::time::Duration::from_secs(u64::from(name.as_bytes()[0]));
             fs::File::options()
                 .append(true)

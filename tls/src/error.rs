@@ -1,13 +1,13 @@
-//! What can be wrong with certificates, and with who shows them.
+//! Errors of certificates and of handshakes.
 
 use std::{io, path::PathBuf};
 
 use thiserror::Error;
 
-/// Why there is no TLS; the message says which file or option to look at.
+/// Why TLS cannot be set up. The message names the file or option.
 #[derive(Debug, Error)]
 pub enum TlsError {
-    /// A file is not there, or may not be read.
+    /// A file is missing or not readable.
     #[error("cannot read {option} {path}: {why}")]
     File {
         /// The option that names it.
@@ -27,7 +27,7 @@ pub enum TlsError {
         /// What was looked for.
         expected: &'static str,
     },
-    /// The key is another one's.
+    /// Key and certificate do not belong together.
     #[error("--tls-key {key} does not belong to --tls-cert {cert}")]
     OtherKey {
         /// The certificate's file.
@@ -35,8 +35,8 @@ pub enum TlsError {
         /// The key's file.
         key: PathBuf,
     },
-    /// No peer would believe the certificate.
-    #[error("peers will refuse --tls-cert {cert}: {why}")]
+    /// No peer would accept the certificate.
+    #[error("peers will reject --tls-cert {cert}: {why}")]
     Refused {
         /// The certificate's file.
         cert: PathBuf,
@@ -46,12 +46,12 @@ pub enum TlsError {
     /// Neither a host name nor an address.
     #[error("{0:?} is no name that a certificate could be for")]
     Name(String),
-    /// rustls does not take the files.
+    /// rustls does not accept the files.
     #[error("certificates cannot be used: {0}")]
     Unusable(#[from] rustls::Error),
 }
 
-/// A handshake's failure in words that say what to do.
+/// Describes why a handshake failed, and what to do.
 pub(crate) fn explain(error: &io::Error) -> io::Error {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
     let message = match inner {

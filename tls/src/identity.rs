@@ -1,4 +1,4 @@
-//! Who a certificate says that a peer is.
+//! The identity of a peer, from its certificate.
 
 use std::fmt;
 
@@ -10,13 +10,13 @@ use rustls::{
 /// The SHA-256 of a certificate's public key (its SubjectPublicKeyInfo), as
 /// `openssl x509 -pubkey -noout | openssl pkey -pubin -outform der | sha256sum` prints it.
 ///
-/// Of the key and not of the certificate: to show the key is to prove that one has its secret half, and a certificate that
-/// is renewed for the same key is still the same peer. A new key is a new peer.
+/// It is made from the key, not from the certificate: a handshake proves that the peer has the secret half of the key. A
+/// certificate that is renewed for the same key keeps the identity; a new key is a new identity.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Identity([u8; 32]);
 
 impl Identity {
-    /// Of whoever shows this chain; `None` when it is empty or its first certificate is none.
+    /// The identity in a certificate chain; `None` when the chain is empty or its first entry is no certificate.
     pub fn of(chain: &[CertificateDer<'_>]) -> Option<Identity> {
         let leaf = ParsedCertificate::try_from(chain.first()?).ok()?;
         let sha256 = TLS13_AES_128_GCM_SHA256.tls13()?.common.hash_provider;
@@ -26,7 +26,7 @@ impl Identity {
 }
 
 impl fmt::Debug for Identity {
-    /// Enough of it to tell peers apart.
+    /// A short form that tells peers apart.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0[..6].iter().try_for_each(|byte| write!(f, "{byte:02x}"))
     }

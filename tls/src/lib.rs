@@ -1,10 +1,10 @@
-//! Who a peer is: certificates and keys from files, and TLS connections that know the identity of the other end.
+//! Mutual TLS: certificates and keys from files, and connections that know the identity of the peer.
 //!
-//! One certificate and one authority serve everything that a process says to other processes of Baton: it shows the same
-//! certificate as a server and as a client, and believes a peer that shows one of the same authority. Only TLS 1.3 is
-//! spoken. Files that change are read again by the next handshake; connections that are open stay as they are.
+//! A process uses one certificate and one authority for all connections to other processes of Baton. It shows the same
+//! certificate as server and as client, and trusts peers with a certificate of the same authority. Only TLS 1.3 is
+//! used. A changed file is read at the next handshake; open connections stay as they are.
 //!
-//! It does not know what travels over the connections, nor what an identity may do.
+//! The crate does not know what is sent over the connections, nor what an identity may do.
 #![forbid(unsafe_code)]
 
 mod client;

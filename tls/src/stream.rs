@@ -1,4 +1,4 @@
-//! TLS over the sockets of the async runtime, or plain sockets where there is none.
+//! TLS over the sockets of the async runtime, or plain sockets without TLS.
 
 use std::{
     io::{self, IoSlice},
@@ -19,28 +19,28 @@ use crate::{Identity, Tls, error::explain};
 /// The first byte of a TLS connection: a record that holds a handshake.
 const HANDSHAKE: u8 = 0x16;
 
-/// What is said to whoever speaks HTTP to a port of TLS.
+/// The answer to a client that speaks HTTP to a port of TLS.
 const NOT_TLS: &[u8] = b"HTTP/1.0 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\nthis port speaks TLS\n";
 
 /// A connection, with or without TLS.
 #[derive(Debug)]
 pub enum Stream {
-    /// As it is.
+    /// Without TLS.
     Plain(TcpStream),
-    /// Inside of TLS.
+    /// Inside TLS.
     Tls(Box<TlsStream<TcpStream>>),
 }
 
-/// A connection that was taken.
+/// An accepted connection.
 #[derive(Debug)]
 pub struct Accepted {
     /// To read from and write to.
     pub stream: Stream,
-    /// Who is there, if it has shown a certificate of the authority.
+    /// The identity of the peer, if it has shown a certificate of the authority.
     pub peer: Option<Identity>,
 }
 
-/// Takes a connection that must be TLS, within `patience`. Whoever shows no certificate is nobody.
+/// Accepts a TLS connection within `patience`. A peer without a certificate has no identity.
 ///
 /// # Errors
 /// What is wrong with the peer, in words.
@@ -48,7 +48,7 @@ pub async fn accept(tls: &Tls, socket: TcpStream, patience: Duration) -> io::Res
     take(tls, socket, patience, false).await
 }
 
-/// Takes a connection that may be TLS or not, which its first byte tells.
+/// Accepts a connection with or without TLS; the first byte tells which.
 ///
 /// # Errors
 /// As [`accept`].
@@ -69,7 +69,7 @@ async fn take(
             return Ok(Accepted { stream: Stream::Plain(socket), peer: None });
         }
         if !is_tls {
-            // What is left unread would make the kernel take the answer back. It may have left.
+            // Unread bytes would make the kernel reset the connection and discard the answer.
             let _ = socket.try_read(&mut [0; 4096]);
             let _ = socket.write_all(NOT_TLS).await;
             return Err(io::Error::new(
@@ -87,7 +87,7 @@ async fn take(
         .unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no TLS handshake came")))
 }
 
-/// Shakes hands with whoever answers at `host`, and says who that is.
+/// Makes a TLS connection to `host` and returns the identity of the peer.
 ///
 /// # Errors
 /// What is wrong with the peer, in words.
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn strangers_and_wrong_names_are_refused_by_name() {
+    async fn unauthenticated_peers_and_wrong_names_are_refused_by_name() {
         // Of another authority, which it believes in, too: one of the two sides always sees it.
         let foreign = tls("foreign", "other-ca.pem", None);
         let a = tls("a", "ca.pem", None);

@@ -23,7 +23,7 @@ pub struct ChatTemplate {
     environment: Environment<'static>,
 }
 
-/// A chat could not be written as a prompt.
+/// Why a chat cannot be written as a prompt.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TemplateError {
     /// The model has no chat template.
@@ -32,10 +32,10 @@ pub enum TemplateError {
     /// The template does not compile; found when it is loaded.
     #[error("the chat template is not valid: {0}")]
     Syntax(String),
-    /// The template refused these messages, in its authors' words.
+    /// The template rejected the messages, with this message of its authors.
     #[error("the chat template refused the messages: {0}")]
     Raised(String),
-    /// The template failed on these messages: they have a shape that it does not expect.
+    /// The template failed on the messages: they have a shape that it does not expect.
     #[error("the chat template failed on the messages: {0}")]
     Failed(String),
 }
@@ -97,7 +97,7 @@ impl ChatTemplate {
             return Ok(template);
         }
         self.environment.get_template(DEFAULT).or_else(|error| {
-            // No default, but one template under another name: that one is meant.
+            // No default, but a single template under another name: use it.
             let mut all = self.environment.templates();
             match (all.next(), all.next()) {
                 (Some((_, only)), None) => Ok(only),
@@ -107,7 +107,7 @@ impl ChatTemplate {
     }
 }
 
-/// As transformers sets up Jinja: blocks leave no lines behind, undefined prints nothing.
+/// Jinja as transformers configures it: blocks leave no empty lines, undefined values print nothing.
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
     environment.set_syntax(

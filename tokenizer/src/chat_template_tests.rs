@@ -53,7 +53,7 @@ fn python_methods_and_jinja_statements() {
         ("{{ messages[0].content.endswith('a') }}", "ab", "False"),
         ("{{ messages[0].content.replace('a', 'b').upper() }}", "aa", "BB"),
         ("{{ messages[0].content.title().lower() }}", "Ab cd", "ab cd"),
-        ("{{ messages[0].get('name', 'nobody') }}", "", "nobody"),
+        ("{{ messages[0].get('name', 'unknown') }}", "", "unknown"),
         ("{{ messages[0].keys()|list|length }}", "", "2"),
         ("{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}", "x", "role=user;content=x;"),
         ("{{ 'b' in messages[0].content }}", "abc", "True"),

@@ -127,7 +127,7 @@ impl Bytes {
 
     fn flush(&mut self, tokenizer: &Tokenizer, text: &mut String) {
         let num_lost = match tokenizer.vocabulary().joining {
-            // The beginning of a character is lost as one, or byte by byte, as the decoder has it.
+            // An incomplete character becomes one U+FFFD, or one for each byte, as the decoder does it.
             Joining::ByteLevel => usize::from(!self.incomplete.is_empty()),
             _ => self.incomplete.len(),
         };
@@ -178,7 +178,7 @@ impl Window {
         }
         let known = tokenizer.decode(&self.ids[..self.num_known], false);
         let text = tokenizer.decode(&self.ids, false);
-        // A decoder that changes what is out already cannot be streamed: keep what is new by length.
+        // A decoder that changes text already returned cannot be streamed: keep the new part by its length.
         let new = match text.strip_prefix(&known) {
             Some(new) => new.to_owned(),
             None => text.chars().skip(known.chars().count()).collect(),

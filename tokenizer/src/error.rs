@@ -22,7 +22,7 @@ pub enum TokenizerError {
         /// What is wrong with it.
         message: String,
     },
-    /// The text cannot be tokenised faithfully: the caller should refuse it.
+    /// The text cannot be tokenised exactly: the caller should reject it.
     #[error("the text cannot be tokenised: {0}")]
     Encode(String),
 }

@@ -10,14 +10,16 @@ use std::{
 };
 
 use baton_gguf::{Array, Gguf, GgufError, GgufFile, Value};
-use serde::de::DeserializeOwned;
 use serde_json::{Map, json};
 use tokenizers::{
     AddedToken, DecoderWrapper, NormalizerWrapper, PostProcessorWrapper,
     models::bpe::{BPE, BpeBuilder, Vocab},
 };
 
-use crate::{ChatTemplate, GenerationDefaults, Tokenizer, TokenizerError, files, splitter::Splitter};
+use crate::{
+    ChatTemplate, GenerationDefaults, Tokenizer, TokenizerError, files,
+    splitter::{Splitter, described},
+};
 
 const TOKENS: &str = "tokenizer.ggml.tokens";
 const TOKEN_TYPES: &str = "tokenizer.ggml.token_type";
@@ -27,7 +29,7 @@ const MODEL: &str = "tokenizer.ggml.model";
 const SPLITTER: &str = "tokenizer.ggml.pre";
 const CHAT_TEMPLATE: &str = "tokenizer.chat_template";
 
-/// Keys of ids, the names under which templates know the tokens, and what SentencePiece has where a file says nothing.
+/// Metadata keys of ids, the names of the tokens in templates, and the ids of SentencePiece where a file has none.
 const NAMED_TOKENS: &[(&str, &str, Option<usize>)] = &[
     ("tokenizer.ggml.bos_token_id", "bos_token", Some(1)),
     ("tokenizer.ggml.eos_token_id", "eos_token", Some(2)),
@@ -37,11 +39,10 @@ const NAMED_TOKENS: &[(&str, &str, Option<usize>)] = &[
     ("tokenizer.ggml.mask_token_id", "mask_token", None),
 ];
 
-/// Looking for the ways to make a piece of two takes time that grows with the square of its length. Real ones have at
-/// most a few dozen bytes.
+/// Finding the pairs that make a piece takes time quadratic in its length. Real pieces have at most a few dozen bytes.
 const MAX_PIECE_BYTES: usize = 512;
 
-/// Tokens that end a turn. Many files say so of one of them only, where `generation_config.json` lists them all.
+/// Tokens that end a turn. Many files name only one of them; `generation_config.json` lists them all.
 const TURN_ENDS: &[&str] =
     &["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"];
 
@@ -139,7 +140,7 @@ impl Vocabulary {
             Some(types) if types.len() == tokens.len() => types
                 .iter()
                 .map(|number| match number.as_unsigned() {
-                    // An unknown text is a sign, too.
+                    // The unknown token is a special token, too.
                     Some(2 | 3) => TokenType::Control,
                     Some(4) => TokenType::UserDefined,
                     Some(6) => TokenType::Byte,
@@ -164,7 +165,7 @@ impl Vocabulary {
         Ok(vocabulary)
     }
 
-    /// The id that stands at a key.
+    /// The id at a metadata key.
     fn id(&self, gguf: &Gguf<'_>, key: &str) -> Result<Option<usize>, GgufError> {
         gguf.read(key, "the id of a token", |value| {
             usize::try_from(value.as_unsigned()?).ok().filter(|id| *id < self.tokens.len())
@@ -216,7 +217,7 @@ impl Vocabulary {
         if before.is_some() || after.is_some() {
             tokenizer.with_post_processor(Some(self.post_processor(before, after)));
         }
-        // Phi-3's signs take the white space after them along; its file does not say so, nor does any other.
+        // Phi-3's special tokens include the white space after them; GGUF files do not say so.
         let takes_space = |id: usize| {
             let is_phi = gguf.get("general.architecture") == Some(Value::Text("phi3"));
             let others = ["<unk>", "<s>", "<|endoftext|>"];
@@ -333,18 +334,13 @@ impl Vocabulary {
     }
 }
 
-/// A part of a tokenizer from its description in `tokenizer.json`.
-pub(crate) fn described<T: DeserializeOwned>(description: serde_json::Value) -> T {
-    serde_json::from_value(description).expect("descriptions made here are right")
-}
-
 fn splitter(gguf: &Gguf<'_>) -> Result<&'static Splitter, GgufError> {
     let name = gguf.read(SPLITTER, "a text", Value::as_text)?.unwrap_or(Splitter::DEFAULT);
     Splitter::named(name)
         .ok_or_else(|| gguf.refuse(SPLITTER, &format!("one of {}", Splitter::names().join(", "))))
 }
 
-/// Merges are written with a space between the two, neither of which has one or is nothing.
+/// Merges are two parts with a space between them; neither part is empty or holds a space.
 fn read_merges(gguf: &Gguf<'_>) -> Result<Vec<(String, String)>, GgufError> {
     let pair = |merge: Value<'_>| {
         let (left, right) = merge.as_text()?.split_once(' ')?;

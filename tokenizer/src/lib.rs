@@ -16,6 +16,7 @@ mod error;
 mod files;
 mod generation_defaults;
 mod gguf;
+mod load;
 mod splitter;
 
 pub use chat_template::{ChatTemplate, TemplateError};

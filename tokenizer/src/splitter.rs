@@ -1,10 +1,9 @@
-//! How byte-level vocabularies split a text, by the names that GGUF files give: each the patterns of the published
-//! `tokenizer.json` that the name stands for.
+//! How byte-level vocabularies split a text. GGUF files name the way; each name stands for the patterns of a published
+//! `tokenizer.json`.
 
+use serde::de::DeserializeOwned;
 use serde_json::json;
 use tokenizers::PreTokenizerWrapper;
-
-use crate::gguf::described;
 
 /// How a text is split before BPE.
 pub(crate) struct Splitter {
@@ -17,12 +16,12 @@ pub(crate) struct Splitter {
     pub(crate) composes: bool,
     /// A piece that is a token is that token, whatever its merges.
     pub(crate) ignores_merges: bool,
-    /// Unless the file says otherwise.
+    /// Whether a begin-of-sequence token is added, unless the file says otherwise.
     pub(crate) adds_bos: bool,
 }
 
 impl Splitter {
-    /// That of files that name none.
+    /// The name for files that give none.
     pub(crate) const DEFAULT: &'static str = "default";
 
     pub(crate) fn named(name: &str) -> Option<&'static Splitter> {
@@ -34,7 +33,7 @@ impl Splitter {
         SPLITTERS.iter().flat_map(|splitter| splitter.names).copied().collect()
     }
 
-    /// What splits, and writes bytes as characters.
+    /// The pre-tokenizer that splits a text and writes bytes as characters.
     pub(crate) fn pre_tokenizer(&self) -> PreTokenizerWrapper {
         let split = |pattern: &&str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
         let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
@@ -65,7 +64,7 @@ const LLAMA3: Splitter = Splitter {
 };
 
 const SPLITTERS: &[Splitter] = &[
-    // What llama.cpp assumes of files that do not tell, older than the names.
+    // What llama.cpp assumes for files without a name, which are older than the names.
     Splitter {
         names: &["default"],
         patterns: &[
@@ -120,3 +119,8 @@ const SPLITTERS: &[Splitter] = &[
         ..GPT2
     },
 ];
+
+/// A part of a tokenizer from its description in `tokenizer.json`.
+pub(crate) fn described<T: DeserializeOwned>(description: serde_json::Value) -> T {
+    serde_json::from_value(description).expect("descriptions made here are right")
+}

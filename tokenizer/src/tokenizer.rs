@@ -1,11 +1,11 @@
 //! The tokenizer of a model.
 
-use std::{fmt, path::Path, sync::Arc};
+use std::{fmt, sync::Arc};
 
 use serde_json::{Map, Value};
 
 use crate::{
-    ChatTemplate, TemplateError, TokenizerError, files, gguf,
+    ChatTemplate, TemplateError, TokenizerError,
     vocabulary::{Joining, Vocabulary},
 };
 
@@ -27,34 +27,13 @@ struct Inner {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json`, `tokenizer_config.json` and the chat template of the model directory
-    /// `model`, of which only the first must be there; or the same from the GGUF file `model`.
-    ///
-    /// # Errors
-    /// Names the file that is missing or wrong.
-    pub fn load(model: &Path) -> Result<Self, TokenizerError> {
-        if !model.is_dir() {
-            return gguf::load_tokenizer(model);
-        }
-        let dir = model;
-        let path = dir.join("tokenizer.json");
-        let tokenizer = files::read(&path)?.parse().map_err(|error| files::invalid(&path, error))?;
-        let config: Map<String, Value> =
-            files::read_json_if_present(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
-        let mut special_tokens: Map<String, Value> =
-            files::read_json_if_present(&dir.join("special_tokens_map.json"))?.unwrap_or_default();
-        special_tokens.extend(config.clone());
-        let chat_template = ChatTemplate::load(dir, &config)?;
-        Ok(Self::new(tokenizer, special_token_texts(&special_tokens), chat_template))
-    }
-
     /// Puts one together from its parts. `special_tokens` maps names such as `bos_token` to texts.
     pub fn new(
         mut tokenizer: tokenizers::Tokenizer,
         special_tokens: Map<String, Value>,
         chat_template: Option<ChatTemplate>,
     ) -> Self {
-        // Some files were saved with the settings of a training run. Prompts are never cut or filled up.
+        // Some files were saved with the settings of a training run. Prompts are never truncated or padded.
         tokenizer.with_truncation(None).expect("no truncation suits every tokenizer");
         tokenizer.with_padding(None);
         let vocabulary = Vocabulary::new(&tokenizer);
@@ -63,7 +42,7 @@ impl Tokenizer {
 
     /// Token ids of `text`. With `add_special_tokens`, what the model expects around a bare text
     /// (usually a begin-of-sequence token): right for completions, wrong for the output of a chat
-    /// template, which has written them already. Special tokens spelled out in `text` are recognised.
+    /// template, which contains them already. Special tokens spelled out in `text` are recognised.
     ///
     /// Takes time about linear in the text; a text of megabytes does not belong on an async runtime.
     ///
@@ -87,7 +66,7 @@ impl Tokenizer {
     /// The text of `ids`, as Hugging Face's `decode` gives it. Bytes that form no character become
     /// U+FFFD, ids without a token nothing.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
-        // Some decoders index the last token without looking whether there is one.
+        // Some decoders index the last token without checking that there is one.
         if ids.iter().all(|&id| self.is_hidden(id, skip_special)) {
             return String::new();
         }
@@ -125,12 +104,12 @@ impl Tokenizer {
         self.token_id(self.inner.special_tokens.get(name)?.as_str()?)
     }
 
-    /// Whether the id is a special token: not a part of what is said.
+    /// Whether the id is a special token, which is not part of the text.
     pub fn is_special(&self, id: u32) -> bool {
         self.inner.vocabulary.flags(id).special
     }
 
-    /// Whether [`chat_prompt`](Self::chat_prompt) can work.
+    /// Whether the model has a chat template, which [`chat_prompt`](Self::chat_prompt) needs.
     pub fn has_chat_template(&self) -> bool {
         self.inner.chat_template.is_some()
     }
@@ -170,18 +149,6 @@ impl fmt::Debug for Tokenizer {
             .field("has_chat_template", &self.has_chat_template())
             .finish_non_exhaustive()
     }
-}
-
-/// Named tokens are written as text, or as an object with the text in `content`.
-fn special_token_texts(config: &Map<String, Value>) -> Map<String, Value> {
-    config
-        .iter()
-        .filter(|(name, _)| name.ends_with("_token"))
-        .filter_map(|(name, value)| {
-            let text = value.as_str().or_else(|| value.get("content")?.as_str())?;
-            Some((name.clone(), Value::from(text)))
-        })
-        .collect()
 }
 
 fn longest_whitespace_run(text: &str) -> usize {

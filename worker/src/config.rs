@@ -1,4 +1,4 @@
-//! What a worker is started with, checked once, before anything is opened.
+//! A worker's configuration. It is checked once, before anything is opened.
 
 use std::{
     fmt,
@@ -16,7 +16,7 @@ use baton_tls::Tls;
 
 use crate::device::Device;
 
-/// One worker.
+/// The configuration of one worker.
 #[derive(Clone, Debug)]
 pub struct WorkerConfig {
     /// Which phase it serves.
@@ -37,7 +37,7 @@ pub struct WorkerConfig {
     pub block_size: usize,
     /// Type of KV elements. `None`: that of the weights.
     pub kv_dtype: Option<KvDtype>,
-    /// How KV travels over TCP. `None`: as the other worker likes.
+    /// How KV travels over TCP. `None`: as the other worker prefers.
     pub kv_wire: Option<WireFormat>,
     /// Sequences that run at once.
     pub max_running: usize,
@@ -45,29 +45,29 @@ pub struct WorkerConfig {
     pub max_waiting: usize,
     /// Tokens that one step computes at most.
     pub token_budget: usize,
-    /// Time between two tokens to aim at when prompts are computed beside answers.
+    /// Target time between two tokens while prompts are computed in the same steps.
     pub itl_target: Option<Duration>,
     /// Whether blocks are shared between requests of equal prefix.
     pub prefix_cache: bool,
     /// Threads that compute. `None`: one per core, or for each processor of `pin_threads`.
     pub threads: Option<usize>,
-    /// Ranks that the model is divided among, each with its part of the threads, or with a GPU of its own.
+    /// Ranks among which the model is divided, each with its share of the threads or with a GPU of its own.
     pub tensor_parallel: usize,
-    /// Which processors they are kept to.
+    /// The processors that these threads are pinned to.
     pub pin_threads: ThreadPinning,
-    /// Weights are rounded to integers.
+    /// Quantises weights to integers.
     pub quantise: Option<Quantisation>,
     /// How activations enter products.
     pub activations: Activations,
-    /// What computes.
+    /// The device to compute on.
     pub device: Device,
-    /// The share that blocks take of what a GPU's memory has left when weights and the largest batch have theirs.
+    /// The share of a GPU's memory for blocks, of what weights and the largest batch leave.
     pub gpu_memory_utilisation: f64,
     /// Directory for packed weights, which processes of this host share; `None`: each keeps its own.
     pub weight_cache: Option<PathBuf>,
-    /// Who drafts tokens for speculative decoding. Only decode workers speculate.
+    /// The drafter for speculative decoding. Only decode workers speculate.
     pub drafter: Option<DrafterConfig>,
-    /// Tokens that are drafted for a sequence in one step at most.
+    /// Most tokens that are drafted for a sequence in one step.
     pub max_draft_tokens: usize,
     /// How routers find this worker.
     pub discovery: DiscoveryConfig,
@@ -88,30 +88,30 @@ pub struct WorkerConfig {
     pub data_host: Option<String>,
     /// Directory of the shared-memory transport's sockets. `None`: a private one of this user.
     pub shm_dir: Option<PathBuf>,
-    /// Certificates: everything that is said between this worker and others is inside of TLS. `None`: plainly.
+    /// Certificates for TLS between this worker and others. `None`: no TLS.
     pub tls: Option<Tls>,
-    /// How long a handoff may stand still: from its begin, or from the last sign that the prefill worker computes, to
-    /// its end.
+    /// How long a handoff may make no progress: from its begin, or from the prefill worker's last report of progress, to its
+    /// end.
     pub handoff_deadline: Duration,
-    /// Time within which a cached prefix must have come from another worker. `None`: about what computing it would take.
+    /// Deadline for fetching a cached prefix from another worker. `None`: about as long as computing it would take.
     pub fetch_deadline: Option<Duration>,
-    /// Time that running requests get to move or finish when the worker is told to leave.
+    /// Time for running requests to migrate or finish when the worker drains.
     pub drain_timeout: Duration,
 }
 
-/// Which processors threads that compute are kept to, one thread to each.
+/// The processors that computing threads are pinned to, one thread to each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ThreadPinning {
-    /// To none.
+    /// Threads are not pinned.
     None,
-    /// Those that this process may use.
+    /// The processors that this process may use.
     Auto,
     /// These.
     Cpus(CpuList),
 }
 
 impl ThreadPinning {
-    /// The processors for so many threads; `None` when threads are not kept to any.
+    /// The processors for so many threads; `None` when threads are not pinned.
     ///
     /// # Errors
     /// When there are fewer, or the system does not say which there are.
@@ -147,10 +147,10 @@ impl fmt::Display for ThreadPinning {
     }
 }
 
-/// Who drafts tokens.
+/// The drafter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DrafterConfig {
-    /// What followed the same few tokens earlier in the sequence.
+    /// Proposes what followed the same few tokens earlier in the sequence.
     Ngram,
     /// A smaller model with the same vocabulary, in this directory.
     Model(PathBuf),
@@ -207,7 +207,7 @@ pub enum ConfigError {
     /// No share of anything.
     #[error("--gpu-memory-utilization is {0}; expected a number above 0 and at most 1")]
     Utilisation(f64),
-    /// Nobody can connect to "any address".
+    /// Other workers cannot connect to "any address".
     #[error("--listen {listen} is no address that others can connect to; say with --advertise which is")]
     Unadvertised {
         /// What was given.
@@ -396,8 +396,7 @@ impl WorkerConfig {
     }
 }
 
-/// The name of a model that was given none: that of its directory, or of its file without `.gguf` and without the
-/// number of a part.
+/// The default name of a model: its directory's, or its file's without `.gguf` and without the number of a part.
 pub fn name_of(model: &Path) -> String {
     let name = model.file_name().map_or("model".into(), |name| name.to_string_lossy());
     let Some(stem) = name.strip_suffix(".gguf") else { return name.into_owned() };
@@ -408,11 +407,10 @@ pub fn name_of(model: &Path) -> String {
     whole.to_owned()
 }
 
-/// A directory of this user alone, by convention the same for every worker of the user. It need not
-/// exist.
+/// A private directory of this user, the same for all workers of the user. It need not exist.
 ///
 /// # Errors
-/// When it cannot be told who the user is.
+/// When the user is unknown.
 pub fn private_runtime_dir() -> std::io::Result<PathBuf> {
     if let Some(dir) = std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()) {
         return Ok(PathBuf::from(dir).join("baton"));

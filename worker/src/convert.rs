@@ -4,12 +4,9 @@
 //! What comes from the wire is checked here for what the types cannot hold; what a request may ask of
 //! a model is checked by the engine ([`Request::validate`]).
 
-use baton_engine::{
-    DraftCounts, EngineError, FinishReason, Request, SampledToken, SamplingParams, SpeculationMode,
-    SubmitError, TokenLogprobs,
-};
-use baton_handoff::{Failed, FailureKind};
+use baton_engine::{DraftCounts, EngineError, SampledToken, SubmitError, TokenLogprobs};
 use baton_proto::{v1, worker as proto};
+use baton_request::{Failure, FailureKind, FinishReason, Request};
 use tonic::Status;
 
 /// Longest accepted request id.
@@ -48,14 +45,11 @@ pub fn request_from_generate(message: &proto::GenerateRequest) -> Result<Request
     let sampling = message.sampling.as_ref().ok_or(WireError::Missing("sampling"))?;
     Ok(Request {
         id: message.request_id.clone(),
-        prompt: message.prompt_token_ids.clone(),
+        prompt: message.prompt_token_ids.as_slice().into(),
         output: message.output_token_ids.clone(),
-        sampling: sampling_from_proto(sampling),
+        sampling: sampling.into(),
         cache_salt: message.cache_salt.clone(),
-        speculation: match message.speculation_mode() {
-            v1::SpeculationMode::Unspecified => SpeculationMode::Auto,
-            v1::SpeculationMode::Off => SpeculationMode::Off,
-        },
+        speculation: message.speculation_mode().into(),
     })
 }
 
@@ -76,9 +70,9 @@ pub fn request_from_begin(message: &proto::Begin) -> Result<Request, WireError> 
     let (prompt, output) = message.token_ids.split_at(num_prompt_tokens);
     Ok(Request {
         id: message.request_id.clone(),
-        prompt: prompt.to_vec(),
+        prompt: prompt.into(),
         output: output.to_vec(),
-        sampling: sampling_from_proto(sampling),
+        sampling: sampling.into(),
         cache_salt: message.cache_salt.clone(),
         ..Request::default()
     })
@@ -93,46 +87,6 @@ fn check_id(field: &'static str, id: &str) -> Result<(), WireError> {
         return Err(WireError::Invalid { field, value, expected: "at most 256 bytes" });
     }
     Ok(())
-}
-
-fn sampling_from_proto(sampling: &proto::Sampling) -> SamplingParams {
-    let mut logit_bias: Vec<_> = sampling.logit_bias.iter().map(|(&id, &bias)| (id, bias)).collect();
-    // A map has no order; equal requests shall be equal.
-    logit_bias.sort_by_key(|&(id, _)| id);
-    SamplingParams {
-        max_tokens: sampling.max_tokens,
-        min_tokens: sampling.min_tokens,
-        temperature: sampling.temperature,
-        top_k: sampling.top_k,
-        top_p: sampling.top_p,
-        min_p: sampling.min_p,
-        repetition_penalty: sampling.repetition_penalty,
-        presence_penalty: sampling.presence_penalty,
-        frequency_penalty: sampling.frequency_penalty,
-        logit_bias,
-        seed: sampling.seed,
-        stop_token_ids: sampling.stop_token_ids.clone(),
-        logprobs: sampling.logprobs,
-    }
-}
-
-/// For a prefill worker, or for a test that plays the router.
-pub fn sampling_to_proto(sampling: &SamplingParams) -> proto::Sampling {
-    proto::Sampling {
-        max_tokens: sampling.max_tokens,
-        min_tokens: sampling.min_tokens,
-        temperature: sampling.temperature,
-        top_k: sampling.top_k,
-        top_p: sampling.top_p,
-        min_p: sampling.min_p,
-        repetition_penalty: sampling.repetition_penalty,
-        presence_penalty: sampling.presence_penalty,
-        frequency_penalty: sampling.frequency_penalty,
-        logit_bias: sampling.logit_bias.iter().copied().collect(),
-        seed: sampling.seed,
-        stop_token_ids: sampling.stop_token_ids.clone(),
-        logprobs: sampling.logprobs,
-    }
 }
 
 /// A token for the wire.
@@ -172,11 +126,7 @@ pub fn token_event(
 
 /// A good end.
 pub fn finished_event(reason: FinishReason) -> proto::GenerateEvent {
-    let reason = match reason {
-        FinishReason::Stop => v1::FinishReason::Stop,
-        FinishReason::Length => v1::FinishReason::Length,
-        FinishReason::Abort => v1::FinishReason::Abort,
-    };
+    let reason = v1::FinishReason::from(reason);
     event(proto::generate_event::Event::Finished(proto::Finished { reason: reason.into() }))
 }
 
@@ -191,80 +141,39 @@ pub fn progress_event() -> proto::GenerateEvent {
 }
 
 /// A bad end.
-pub fn failed_event(failed: &Failed) -> proto::GenerateEvent {
-    event(proto::generate_event::Event::Failed(failed_to_proto(failed)))
+pub fn failed_event(failure: Failure) -> proto::GenerateEvent {
+    event(proto::generate_event::Event::Failed(failure.into()))
 }
 
 fn event(event: proto::generate_event::Event) -> proto::GenerateEvent {
     proto::GenerateEvent { event: Some(event) }
 }
 
-/// A failure for the wire.
-pub fn failed_to_proto(failed: &Failed) -> proto::Failed {
-    use proto::failed::Kind;
-    let kind = match failed.kind {
-        FailureKind::Invalid => Kind::Invalid,
-        FailureKind::Full => Kind::Full,
-        FailureKind::PrefillLost => Kind::PrefillLost,
-        FailureKind::KvRejected => Kind::KvRejected,
-        FailureKind::Deadline => Kind::Deadline,
-        FailureKind::Draining => Kind::Draining,
-        FailureKind::Internal => Kind::Internal,
-    };
-    proto::Failed { kind: kind.into(), message: failed.message.clone() }
-}
-
-/// A failure from the wire. A kind that is unknown here counts as internal: the router tries elsewhere.
-pub fn failed_from_proto(failed: proto::Failed) -> Failed {
-    use proto::failed::Kind;
-    let kind = match failed.kind() {
-        Kind::Invalid => FailureKind::Invalid,
-        Kind::Full => FailureKind::Full,
-        Kind::PrefillLost => FailureKind::PrefillLost,
-        Kind::KvRejected => FailureKind::KvRejected,
-        Kind::Deadline => FailureKind::Deadline,
-        Kind::Draining => FailureKind::Draining,
-        Kind::Internal | Kind::Unspecified => FailureKind::Internal,
-    };
-    Failed { kind, message: failed.message }
-}
-
 /// What a refusal by the engine means to the router.
-pub fn submit_failure(error: &SubmitError) -> Failed {
+pub fn submit_failure(error: &SubmitError) -> Failure {
     let kind = match error {
         SubmitError::Full { .. } => FailureKind::Full,
         SubmitError::Invalid(_) => FailureKind::Invalid,
         SubmitError::ShuttingDown => FailureKind::Draining,
     };
-    Failed::new(kind, error.to_string())
+    Failure::new(kind, error.to_string())
 }
 
 /// What a failure of the engine means to the router.
-pub fn engine_failure(error: &EngineError) -> Failed {
+pub fn engine_failure(error: &EngineError) -> Failure {
     let kind = match error {
         EngineError::ShuttingDown => FailureKind::Draining,
         EngineError::InvalidLogits | EngineError::Executor { .. } | EngineError::Panicked { .. } => {
             FailureKind::Internal
         }
     };
-    Failed::new(kind, error.to_string())
-}
-
-/// A failure before the first event: the call itself is refused.
-pub fn failure_status(failed: &Failed) -> Status {
-    let message = failed.message.clone();
-    match failed.kind {
-        FailureKind::Invalid => Status::invalid_argument(message),
-        FailureKind::Full => Status::resource_exhausted(message),
-        FailureKind::Draining | FailureKind::PrefillLost => Status::unavailable(message),
-        FailureKind::KvRejected => Status::data_loss(message),
-        FailureKind::Deadline => Status::deadline_exceeded(message),
-        FailureKind::Internal => Status::internal(message),
-    }
+    Failure::new(kind, error.to_string())
 }
 
 #[cfg(test)]
 mod tests {
+    use baton_request::SamplingParams;
+
     use super::*;
 
     fn generate() -> proto::GenerateRequest {
@@ -272,12 +181,15 @@ mod tests {
             request_id: "r".into(),
             prompt_token_ids: vec![1, 2],
             output_token_ids: vec![3],
-            sampling: Some(sampling_to_proto(&SamplingParams {
-                logit_bias: vec![(1, 0.5), (7, -1.0)],
-                logprobs: Some(2),
-                seed: 9,
-                ..SamplingParams::default()
-            })),
+            sampling: Some(
+                (&SamplingParams {
+                    logit_bias: vec![(1, 0.5), (7, -1.0)],
+                    logprobs: Some(2),
+                    seed: 9,
+                    ..SamplingParams::default()
+                })
+                    .into(),
+            ),
             ..proto::GenerateRequest::default()
         }
     }
@@ -289,7 +201,7 @@ mod tests {
             request_id: request.id.clone(),
             token_ids: [&request.prompt[..], &request.output].concat(),
             num_output_tokens: 1,
-            sampling: Some(sampling_to_proto(&request.sampling)),
+            sampling: Some((&request.sampling).into()),
             ..proto::Begin::default()
         };
         assert_eq!(format!("{:?}", request_from_begin(&begin).unwrap()), format!("{request:?}"));
@@ -317,14 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_and_tokens_survive_the_wire() {
-        use FailureKind as K;
-        for kind in
-            [K::Invalid, K::Full, K::PrefillLost, K::KvRejected, K::Deadline, K::Draining, K::Internal]
-        {
-            let failed = Failed::new(kind, "why");
-            assert_eq!(failed_from_proto(failed_to_proto(&failed)), failed);
-        }
+    fn tokens_survive_the_wire() {
         let token = SampledToken {
             id: 5,
             logprobs: Some(TokenLogprobs { logprob: -0.5, top: vec![(5, -0.5), (6, -2.0)] }),

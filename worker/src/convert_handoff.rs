@@ -1,27 +1,24 @@
-//! Between the protocol's handoff messages and those of `kv-transfer`.
+//! Converts between the protocol's handoff messages and those of `baton-handoff`.
 //!
-//! `Begin` carries the request too; that part is [`request_from_begin`](crate::convert::request_from_begin)'s.
+//! `Begin` also carries the request, which [`request_from_begin`](crate::convert::request_from_begin) reads.
 
 use std::time::Duration;
 
-use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_engine::{Request, SampledToken};
 use baton_handoff::{
-    Begin, DecodeMessage, Extent, Generation, Grant, Piece, PrefillMessage, Secret, TransportKind,
+    Begin, DecodeMessage, Generation, Grant, Piece, PrefillMessage, Pushed, Secret, TransportKind,
     TransportOffer, Written,
 };
 use baton_kv_cache::{BlockId, KvFormat, WireFormat};
-use baton_proto::{v1, worker as proto};
+use baton_proto::{kv_format_from_proto, kv_format_to_proto, v1, worker as proto};
 use proto::{decode_message, prefill_message, transport_offer};
 
-use crate::convert::{
-    WireError, failed_from_proto, failed_to_proto, sampling_to_proto, token_from_proto, token_to_proto,
-};
+use crate::convert::{WireError, token_from_proto, token_to_proto};
 
-/// A `Begin` whose decode worker takes KV in any form.
+/// The wire format of a `Begin` whose decode side accepts any.
 const ANY_WIRE_FORMAT: &str = "any";
 
-/// What the state machines carry as first token.
+/// The first token, as the state machines carry it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FirstToken {
     /// The token.
@@ -30,32 +27,37 @@ pub struct FirstToken {
     pub cached_tokens: usize,
 }
 
-/// The request that travels in `Begin`, beside what the state machine knows of it.
+/// What `Begin` carries beside the state machine's own fields.
 #[derive(Clone, Copy, Debug)]
 pub struct Payload<'a> {
-    /// What is to be computed.
+    /// The request.
     pub request: &'a Request,
-    /// What the decode worker's blocks mean.
+    /// The format of the decode worker's blocks.
     pub kv_format: &'a KvFormat,
-    /// How KV shall travel; `None`: as the prefill worker likes.
+    /// How KV may travel; `None`: as the prefill side prefers.
     pub wire: Option<WireFormat>,
-    /// Who is believed to have more of it cached than the prefill worker.
+    /// The worker that probably has more of it cached than the prefill worker.
     pub prefix_source: Option<&'a proto::PrefillPeer>,
 }
 
-/// For the wire; `payload` is used by `Begin` alone.
+/// The reason that goes with [`DecodeMessage::Done`], for prefill workers that know only `Cancel`.
+const DONE: &str = "the first token ended the request";
+
+/// Converts for the wire; only `Begin` and `Fetch` use `payload`.
 pub fn decode_message_to_proto(message: DecodeMessage, payload: Payload<'_>) -> proto::DecodeMessage {
     use decode_message::Message;
     let message = match message {
-        DecodeMessage::Begin(begin) => Message::Begin(begin_to_proto(begin, payload)),
+        DecodeMessage::Begin(begin) => Message::Begin(begin_to_proto(begin, false, payload)),
+        DecodeMessage::Fetch(begin) => Message::Begin(begin_to_proto(begin, true, payload)),
         DecodeMessage::Grant(grant) => Message::Grant(grant_to_proto(grant)),
         DecodeMessage::Commit { generation } => Message::Commit(proto::Commit { generation: generation.0 }),
-        DecodeMessage::Cancel { reason } => Message::Cancel(proto::Cancel { reason }),
+        DecodeMessage::Cancel { reason } => Message::Cancel(proto::Cancel { reason, finished: false }),
+        DecodeMessage::Done => Message::Cancel(proto::Cancel { reason: DONE.to_owned(), finished: true }),
     };
     proto::DecodeMessage { message: Some(message) }
 }
 
-/// For the wire.
+/// Converts for the wire.
 pub fn grant_to_proto(grant: Grant) -> proto::Grant {
     proto::Grant {
         generation: grant.generation.0,
@@ -66,11 +68,11 @@ pub fn grant_to_proto(grant: Grant) -> proto::Grant {
     }
 }
 
-/// From the wire. An offer of a transport that is unknown here is one that cannot be taken.
+/// Converts from the wire. Offers of unknown transports are dropped.
 pub fn grant_from_proto(grant: proto::Grant) -> Grant {
     Grant {
         generation: Generation(grant.generation),
-        // Other lengths are no secret, and open nothing.
+        // A secret of another length opens nothing.
         secret: grant.token[..].try_into().map(Secret).unwrap_or_default(),
         num_cached_blocks: grant.num_cached_blocks as usize,
         block_ids: grant.block_ids.into_iter().map(BlockId).collect(),
@@ -78,7 +80,7 @@ pub fn grant_from_proto(grant: proto::Grant) -> Grant {
     }
 }
 
-fn begin_to_proto(begin: Begin, payload: Payload<'_>) -> proto::Begin {
+fn begin_to_proto(begin: Begin, cached_only: bool, payload: Payload<'_>) -> proto::Begin {
     let Payload { request, kv_format, wire, prefix_source } = payload;
     proto::Begin {
         request_id: begin.request_id,
@@ -88,20 +90,20 @@ fn begin_to_proto(begin: Begin, payload: Payload<'_>) -> proto::Begin {
         decode_incarnation: begin.decode_incarnation,
         token_ids: [&request.prompt[..], &request.output].concat(),
         num_output_tokens: request.output.len() as u32,
-        sampling: Some(sampling_to_proto(&request.sampling)),
+        sampling: Some((&request.sampling).into()),
         kv_format: Some(kv_format_to_proto(kv_format)),
         cache_salt: request.cache_salt.clone(),
         deadline_ms: u64::try_from(begin.deadline.as_millis()).unwrap_or(u64::MAX),
         wire_format: wire.map_or(ANY_WIRE_FORMAT, WireFormat::name).to_owned(),
-        cached_only: begin.extent == Extent::Cached,
+        cached_only,
         prefix_source: prefix_source.cloned(),
     }
 }
 
-/// How KV shall travel, by a request of the router's; `None`: as the decode worker likes.
+/// How the KV of a router's request may travel; `None`: as the decode worker prefers.
 ///
 /// # Errors
-/// When the form is unknown here.
+/// When the wire format is unknown here.
 pub fn wire_from_generate(message: &proto::GenerateRequest) -> Result<Option<WireFormat>, WireError> {
     Ok(match v1::KvWire::try_from(message.kv_wire) {
         Ok(v1::KvWire::Unspecified) => None,
@@ -118,8 +120,8 @@ pub fn wire_from_generate(message: &proto::GenerateRequest) -> Result<Option<Wir
     })
 }
 
-/// How KV shall travel, by a `Begin`; `None`: as the prefill worker likes. A form that is unknown here cannot be made,
-/// and as it is every decode worker takes it.
+/// How KV may travel by a `Begin`; `None`: as the prefill side prefers. Where the wire format is unknown here KV travels as it
+/// is, which every decode worker accepts.
 pub fn wire_from_begin(message: &proto::Begin) -> Option<WireFormat> {
     match message.wire_format.as_str() {
         ANY_WIRE_FORMAT => None,
@@ -127,10 +129,10 @@ pub fn wire_from_begin(message: &proto::Begin) -> Option<WireFormat> {
     }
 }
 
-/// What the state machine knows of a `Begin`, and the decode worker's KV format.
+/// The state machine's part of a `Begin`, and the decode worker's KV format.
 ///
 /// # Errors
-/// When the message is not one.
+/// When the message is invalid.
 pub fn begin_from_proto(message: &proto::Begin) -> Result<(Begin, KvFormat), WireError> {
     let format = message.kv_format.clone().ok_or(WireError::Missing("kv_format"))?;
     let dtype = format.dtype.clone();
@@ -154,30 +156,29 @@ pub fn begin_from_proto(message: &proto::Begin) -> Result<(Begin, KvFormat), Wir
         num_tokens: message.token_ids.len(),
         block_size: format.block_size,
         deadline: Duration::from_millis(message.deadline_ms),
-        extent: if message.cached_only { Extent::Cached } else { Extent::Whole },
     };
     Ok((begin, format))
 }
 
-/// From the wire; anything but `Begin`, which opens a handoff and is read by itself.
+/// Converts from the wire. The request in a `Begin` is read elsewhere.
 ///
 /// # Errors
-/// When the message is not one.
+/// When the message is invalid.
 pub fn decode_message_from_proto(message: proto::DecodeMessage) -> Result<DecodeMessage, WireError> {
     use decode_message::Message;
     match message.message.ok_or(WireError::Missing("message"))? {
-        Message::Begin(_) => Err(WireError::Invalid {
-            field: "message",
-            value: "Begin".into(),
-            expected: "Grant, Commit or Cancel, a handoff having one Begin",
-        }),
+        Message::Begin(message) => {
+            let (begin, _) = begin_from_proto(&message)?;
+            Ok(if message.cached_only { DecodeMessage::Fetch(begin) } else { DecodeMessage::Begin(begin) })
+        }
         Message::Grant(grant) => Ok(DecodeMessage::Grant(grant_from_proto(grant))),
         Message::Commit(commit) => Ok(DecodeMessage::Commit { generation: Generation(commit.generation) }),
+        Message::Cancel(proto::Cancel { finished: true, .. }) => Ok(DecodeMessage::Done),
         Message::Cancel(cancel) => Ok(DecodeMessage::Cancel { reason: cancel.reason }),
     }
 }
 
-/// For the wire.
+/// Converts for the wire.
 pub fn prefill_message_to_proto(message: PrefillMessage<FirstToken>) -> proto::PrefillMessage {
     use prefill_message::Message;
     let message = match message {
@@ -188,31 +189,17 @@ pub fn prefill_message_to_proto(message: PrefillMessage<FirstToken>) -> proto::P
             token: Some(token_to_proto(&first.token)),
             cached_tokens: u32::try_from(first.cached_tokens).unwrap_or(u32::MAX),
         }),
-        PrefillMessage::Written(written) => Message::Written(proto::Written {
-            generation: written.generation.0,
-            transport: written.transport.name().to_owned(),
-            pieces: written
-                .pieces
-                .iter()
-                .map(|piece| proto::Piece {
-                    block_idx: piece.block_idx,
-                    layer_idx: piece.layer_idx,
-                    checksum: piece.checksum,
-                })
-                .collect(),
-            last: written.last,
-            bytes: written.bytes,
-        }),
+        PrefillMessage::Written(written) => Message::Written(written_to_proto(written)),
         PrefillMessage::Stopped => Message::Stopped(proto::Stopped {}),
-        PrefillMessage::Failed(failed) => Message::Failed(failed_to_proto(&failed)),
+        PrefillMessage::Failed(failed) => Message::Failed(failed.into()),
     };
     proto::PrefillMessage { message: Some(message) }
 }
 
-/// From the wire.
+/// Converts from the wire.
 ///
 /// # Errors
-/// When the message is not one.
+/// When the message is invalid.
 pub fn prefill_message_from_proto(
     message: proto::PrefillMessage,
 ) -> Result<PrefillMessage<FirstToken>, WireError> {
@@ -227,28 +214,49 @@ pub fn prefill_message_from_proto(
             token: token_from_proto(first.token.ok_or(WireError::Missing("token"))?),
             cached_tokens: first.cached_tokens as usize,
         }),
-        Message::Written(written) => PrefillMessage::Written(Written {
-            generation: Generation(written.generation),
-            transport: TransportKind::from_name(&written.transport).ok_or(WireError::Invalid {
-                field: "transport",
-                value: written.transport,
-                expected: "shm, rdma, nccl or tcp",
-            })?,
-            pieces: written
-                .pieces
-                .into_iter()
-                .map(|piece| Piece {
-                    block_idx: piece.block_idx,
-                    layer_idx: piece.layer_idx,
-                    checksum: piece.checksum,
-                })
-                .collect(),
-            last: written.last,
-            bytes: written.bytes,
-        }),
+        Message::Written(written) => PrefillMessage::Written(written_from_proto(written)?),
         Message::Stopped(proto::Stopped {}) => PrefillMessage::Stopped,
-        Message::Failed(failed) => PrefillMessage::Failed(failed_from_proto(failed)),
+        Message::Failed(failed) => PrefillMessage::Failed(failed.into()),
     })
+}
+
+fn written_to_proto(written: Written) -> proto::Written {
+    let Written { generation, pushed, last } = written;
+    // Older decode workers need a transport even where nothing moved.
+    let Pushed { pieces, transport, bytes } =
+        pushed.unwrap_or(Pushed { pieces: Vec::new(), transport: TransportKind::Tcp, bytes: 0 });
+    let piece = |piece: &Piece| proto::Piece {
+        block_idx: piece.block_idx,
+        layer_idx: piece.layer_idx,
+        checksum: piece.checksum,
+    };
+    proto::Written {
+        generation: generation.0,
+        transport: transport.name().to_owned(),
+        pieces: pieces.iter().map(piece).collect(),
+        last,
+        bytes,
+    }
+}
+
+fn written_from_proto(written: proto::Written) -> Result<Written, WireError> {
+    let proto::Written { generation, transport, pieces, last, bytes } = written;
+    let (generation, mut pushed) = (Generation(generation), None);
+    if !pieces.is_empty() {
+        let transport = TransportKind::from_name(&transport).ok_or(WireError::Invalid {
+            field: "transport",
+            value: transport,
+            expected: "shm, rdma, nccl or tcp",
+        })?;
+        let piece = |piece: proto::Piece| Piece {
+            block_idx: piece.block_idx,
+            layer_idx: piece.layer_idx,
+            checksum: piece.checksum,
+        };
+        let pieces = pieces.into_iter().map(piece).collect();
+        pushed = Some(Pushed { pieces, transport, bytes });
+    }
+    Ok(Written { generation, pushed, last })
 }
 
 fn offer_to_proto(offer: &TransportOffer) -> proto::TransportOffer {
@@ -290,8 +298,8 @@ fn offer_from_proto(offer: proto::TransportOffer) -> Option<TransportOffer> {
 
 #[cfg(test)]
 mod tests {
-    use baton_handoff::{Failed, FailureKind};
     use baton_kv_cache::{KvDtype, KvLayout};
+    use baton_request::{Failure, FailureKind};
 
     use super::*;
 
@@ -300,8 +308,9 @@ mod tests {
     }
 
     #[test]
-    fn what_d_says_arrives() {
-        let request = Request { id: "r".into(), prompt: vec![1; 9], output: vec![2], ..Request::default() };
+    fn messages_of_the_decode_side_survive_the_wire() {
+        let request =
+            Request { id: "r".into(), prompt: [1; 9].into(), output: vec![2], ..Request::default() };
         let kv_format = KvFormat::new("rev".into(), &layout(), "theta".into());
         let payload = Payload { request: &request, kv_format: &kv_format, wire: None, prefix_source: None };
         let begin = Begin {
@@ -313,29 +322,29 @@ mod tests {
             num_tokens: 10,
             block_size: 4,
             deadline: Duration::from_millis(1500),
-            extent: Extent::Whole,
         };
         let wire = decode_message_to_proto(DecodeMessage::Begin(begin.clone()), payload);
         let Some(decode_message::Message::Begin(wire)) = wire.message else { panic!("{wire:?}") };
         assert_eq!(begin_from_proto(&wire), Ok((begin.clone(), kv_format.clone())));
         let source =
             proto::PrefillPeer { worker_id: "d1".into(), incarnation: 3, address: "http://h".into() };
-        let cached = begin_to_proto(
-            Begin { extent: Extent::Cached, ..begin.clone() },
-            Payload { prefix_source: Some(&source), ..payload },
-        );
-        assert_eq!(cached.prefix_source, Some(source));
-        assert_eq!(begin_from_proto(&cached).map(|(begin, _)| begin.extent), Ok(Extent::Cached));
+        let sourced =
+            begin_to_proto(begin.clone(), false, Payload { prefix_source: Some(&source), ..payload });
+        assert_eq!(sourced.prefix_source, Some(source));
+        for message in [DecodeMessage::Begin(begin.clone()), DecodeMessage::Fetch(begin.clone())] {
+            let wire = decode_message_to_proto(message.clone(), payload);
+            assert_eq!(decode_message_from_proto(wire), Ok(message));
+        }
         for wire in [None, Some(WireFormat::AsIs), Some(WireFormat::Int4)] {
-            let wire_format = begin_to_proto(begin.clone(), Payload { wire, ..payload }).wire_format;
+            let wire_format = begin_to_proto(begin.clone(), false, Payload { wire, ..payload }).wire_format;
             assert_eq!(wire_from_begin(&proto::Begin { wire_format, ..proto::Begin::default() }), wire);
         }
         for unknown in ["", "int2"] {
             let begin = proto::Begin { wire_format: unknown.into(), ..proto::Begin::default() };
             assert_eq!(wire_from_begin(&begin), Some(WireFormat::AsIs));
         }
-        let kv_format_of_nothing = KvFormat { block_size: 0, ..kv_format.clone() };
-        let wire = proto::Begin { kv_format: Some(kv_format_to_proto(&kv_format_of_nothing)), ..wire };
+        let format_without_block_size = KvFormat { block_size: 0, ..kv_format.clone() };
+        let wire = proto::Begin { kv_format: Some(kv_format_to_proto(&format_without_block_size)), ..wire };
         assert_eq!(begin_from_proto(&wire), Err(WireError::Missing("kv_format.block_size")));
 
         let messages = [
@@ -353,6 +362,7 @@ mod tests {
             }),
             DecodeMessage::Commit { generation: Generation(5) },
             DecodeMessage::Cancel { reason: "why".into() },
+            DecodeMessage::Done,
         ];
         for message in messages {
             let wire = decode_message_to_proto(message.clone(), payload);
@@ -361,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn what_p_says_arrives() {
+    fn messages_of_the_prefill_side_survive_the_wire() {
         let messages = [
             PrefillMessage::Started,
             PrefillMessage::Held { num_tokens: 48 },
@@ -372,16 +382,35 @@ mod tests {
             }),
             PrefillMessage::Written(Written {
                 generation: Generation(5),
-                transport: TransportKind::Shm,
-                pieces: vec![Piece { block_idx: 1, layer_idx: 2, checksum: u64::MAX }],
+                pushed: Some(Pushed {
+                    pieces: vec![Piece { block_idx: 1, layer_idx: 2, checksum: u64::MAX }],
+                    transport: TransportKind::Shm,
+                    bytes: 99,
+                }),
                 last: true,
-                bytes: 99,
             }),
+            PrefillMessage::Written(Written { generation: Generation(5), pushed: None, last: true }),
             PrefillMessage::Stopped,
-            PrefillMessage::Failed(Failed::new(FailureKind::Full, "no room")),
+            PrefillMessage::Failed(Failure::new(FailureKind::Full, "no room")),
         ];
         for message in messages {
             assert_eq!(prefill_message_from_proto(prefill_message_to_proto(message.clone())), Ok(message));
         }
+    }
+
+    #[test]
+    fn older_workers_read_a_done_handoff_as_cancelled_and_nothing_written_as_tcp() {
+        let request = Request::default();
+        let kv_format = KvFormat::new("rev".into(), &layout(), "theta".into());
+        let payload = Payload { request: &request, kv_format: &kv_format, wire: None, prefix_source: None };
+        let done = decode_message_to_proto(DecodeMessage::Done, payload);
+        let Some(decode_message::Message::Cancel(cancel)) = done.message else { panic!("{done:?}") };
+        assert_eq!(cancel.reason, DONE);
+
+        let nothing = Written { generation: Generation(5), pushed: None, last: true };
+        assert_eq!(written_to_proto(nothing.clone()).transport, "tcp");
+        // Without pieces the transport is not read.
+        let wire = proto::Written { generation: 5, last: true, ..proto::Written::default() };
+        assert_eq!(written_from_proto(wire), Ok(nothing));
     }
 }

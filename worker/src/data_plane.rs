@@ -1,4 +1,4 @@
-//! Both ends of the data plane, over a worker's one block pool: any worker may receive KV, and any may send it.
+//! Both ends of the data plane over a worker's block pool: every worker may receive KV, and every worker may send it.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use baton_transport_tcp::{TcpReceiving, TcpSending};
 
 use crate::config::{WorkerConfig, private_runtime_dir};
 
-/// Which way KV moves through a worker's data plane.
+/// The direction of KV through a worker's data plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Into other workers' blocks.
@@ -26,12 +26,12 @@ pub enum Direction {
     Received,
 }
 
-/// What KV comes and goes through. Cheap to clone; listeners and threads end with the last clone.
+/// Moves KV. Cheap to clone; listeners and threads end with the last clone.
 #[derive(Clone)]
 pub struct DataPlane {
-    /// Lets others write into blocks of this worker.
+    /// Accepts writes of other workers into blocks of this one.
     pub receiver: Receiver,
-    /// Writes into blocks of others. It connects when it is first used.
+    /// Writes into blocks of other workers. It connects when first used.
     pub sender: Sender,
 }
 
@@ -49,10 +49,10 @@ impl Direction {
 }
 
 impl DataPlane {
-    /// Listens as the configuration says.
+    /// Listens as configured.
     ///
     /// # Errors
-    /// When it cannot.
+    /// When a listener or a library cannot be opened.
     pub(crate) fn start(
         config: &WorkerConfig,
         record: &WorkerRecord,
@@ -60,7 +60,7 @@ impl DataPlane {
     ) -> anyhow::Result<DataPlane> {
         let transports = config.usable_transports(engine.storage().is_divided())?;
         if transports.len() < config.transports.len() {
-            tracing::info!("blocks lie on several devices: kv does not travel over nccl");
+            tracing::info!("blocks are on several devices; nccl is not offered");
         }
         if config.tls.is_some() && transports.contains(&TransportKind::Rdma) {
             tracing::warn!("kv that travels over rdma is not encrypted, nor is its control connection");
@@ -83,7 +83,7 @@ impl DataPlane {
         Ok(DataPlane { receiver, sender })
     }
 
-    /// What has moved.
+    /// Counts of one transport in one direction.
     pub fn read(&self, direction: Direction, kind: TransportKind) -> TransportCounts {
         match direction {
             Direction::Sent => self.sender.counters().of(kind).read(),

@@ -1,4 +1,4 @@
-//! What computes: processors, or a device, whose memory blocks then lie in.
+//! The device that computes, processors or GPUs, and the memory of the blocks on it.
 
 use std::{fmt, str::FromStr};
 
@@ -9,20 +9,20 @@ use baton_transfer::cuda::{blocks_on_device, blocks_on_devices};
 
 use crate::config::ConfigError;
 
-/// What is to compute. Its text is "auto", "cpu" or "cuda:0".
+/// The device to compute on. Its text is "auto", "cpu" or "cuda:0".
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {
-    /// The first GPU, if there is one, else processors.
+    /// The first GPU, or processors where there is none.
     Auto,
     /// This machine's processors.
     Cpu,
-    /// A GPU, as CUDA counts those that this process sees; of several ranks the first's, and the others take those that
-    /// follow.
+    /// A GPU, as CUDA counts those that this process sees. With several ranks it is the first rank's, and the others take the
+    /// next ones.
     Cuda(u32),
 }
 
 impl Device {
-    /// The GPU that computes, if one does.
+    /// The GPU to compute on, if it is one.
     pub fn ordinal(self) -> Option<u32> {
         match self {
             Device::Cpu => None,
@@ -56,17 +56,17 @@ impl fmt::Display for Device {
     }
 }
 
-/// The GPU that blocks go to; of several ranks those of all, each with the blocks of its kv heads.
+/// The GPUs that hold the blocks, one for each rank, each with the blocks of its kv heads.
 #[derive(Debug)]
 pub struct BlockDevice {
-    /// Its number, or the first's, which a draft model is on, too.
+    /// The number of the first one, which also holds a draft model.
     pub(crate) ordinal: u32,
-    /// How many there are, one behind the other.
+    /// How many there are; their numbers follow each other.
     pub(crate) num_ranks: usize,
-    /// What weights, the largest batch (those of a draft model, too) and `kernels` have left of its memory, in bytes; of
-    /// several that which has the least.
+    /// Bytes of its memory that are left after the weights, the largest batch (also of a draft model) and `kernels`; the least
+    /// of all GPUs.
     pub(crate) free_bytes: usize,
-    /// With which handoffs gather, scatter and hash blocks there: each rank's.
+    /// Each rank's kernels, with which handoffs gather, scatter and hash blocks.
     pub(crate) kernels: Vec<Box<dyn BlockKernels>>,
 }
 
@@ -76,7 +76,7 @@ impl BlockDevice {
         (first..).take(num_ranks).collect()
     }
 
-    /// Blocks that a share of what is free has room for, when a draft model keeps `draft_block_bytes` beside each.
+    /// How many blocks fit into a share of the free memory, when a draft model keeps `draft_block_bytes` beside each.
     pub(crate) fn num_blocks(
         &self,
         utilisation: f64,
@@ -84,7 +84,7 @@ impl BlockDevice {
         draft_block_bytes: usize,
     ) -> anyhow::Result<usize> {
         let bytes = (self.free_bytes as f64 * utilisation) as usize;
-        // Of all ranks as many, although the first alone has a draft model's: it has the least memory left.
+        // All ranks have as many as the first one, which has the least memory left: it alone holds a draft model's blocks.
         let block_bytes = KvShard::new(layout, self.num_ranks, 0)?.layout().block_bytes() + draft_block_bytes;
         match bytes / block_bytes {
             0 => Err(ConfigError::GpuMemoryTooSmall { bytes, block_bytes }.into()),
@@ -92,12 +92,12 @@ impl BlockDevice {
         }
     }
 
-    /// The memory of a draft model's. Nobody hands these off.
+    /// The memory of a draft model's blocks. They are never handed over.
     pub(crate) fn draft_blocks(&self, layout: KvLayout, num_blocks: usize) -> std::io::Result<BlockStorage> {
         blocks_on_device(self.ordinal, layout, num_blocks, None)
     }
 
-    /// The memory of so many.
+    /// The memory of so many blocks.
     pub(crate) fn blocks(self, layout: KvLayout, config: &EngineConfig) -> std::io::Result<BlockStorage> {
         let BlockDevice { ordinal, num_ranks, mut kernels, .. } = self;
         match num_ranks {

@@ -1,4 +1,4 @@
-//! Connections to a worker's port, inside of TLS where there are certificates; and who is at the other end.
+//! Connections to a worker's port, with TLS where there are certificates, and the identity of each caller.
 
 use std::{
     io::{self, IoSlice},
@@ -22,36 +22,36 @@ use tonic::transport::server::Connected;
 /// For a TLS handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Handshakes under way at a time; who comes later waits for one to end.
+/// Handshakes under way at a time; later connections wait.
 const MAX_HANDSHAKES: usize = 256;
 
-/// Who made a request, if that is known.
+/// The caller's identity, as tonic keeps it with each request of a connection.
 #[derive(Clone, Copy, Debug)]
-pub struct Peer(Option<Identity>);
+pub struct CallerIdentity(Option<Identity>);
 
-/// Who made the request with these extensions; nobody without TLS or a certificate.
-pub fn peer_of(extensions: &Extensions) -> Option<Identity> {
-    extensions.get::<Peer>().and_then(|peer| peer.0)
+/// Whose certificate came with the connection of a request with these extensions; `None` without TLS or a certificate.
+pub fn identity_of(extensions: &Extensions) -> Option<Identity> {
+    extensions.get::<CallerIdentity>().and_then(|caller| caller.0)
 }
 
-/// A connection that tells tonic who is there.
+/// A connection that tells tonic the caller's identity.
 pub(crate) struct Connection(Accepted);
 
 impl Connected for Connection {
-    type ConnectInfo = Peer;
+    type ConnectInfo = CallerIdentity;
 
-    fn connect_info(&self) -> Peer {
-        Peer(self.0.peer)
+    fn connect_info(&self) -> CallerIdentity {
+        CallerIdentity(self.0.peer)
     }
 }
 
-/// Takes connections until `close`.
+/// Accepts connections until `close`.
 pub(crate) fn accept(
     listener: TcpListener,
     tls: Option<Tls>,
     close: CancellationToken,
 ) -> ReceiverStream<io::Result<Connection>> {
-    // The server takes them as fast as they come.
+    // The server accepts them as fast as they come.
     let (sender, connections) = mpsc::channel(1);
     let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
     tokio::spawn(async move {
@@ -64,13 +64,13 @@ pub(crate) fn accept(
             let (socket, address) = match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    // Usually out of file descriptors: some will be freed.
+                    // Usually the process has no file descriptor left; some will be closed.
                     tracing::warn!(%error, "cannot accept a connection");
                     tokio::time::sleep(Duration::from_millis(50)).await;
                     continue;
                 }
             };
-            // Token by token: nothing is gained by waiting for more.
+            // Tokens are sent one by one, so delay gains nothing.
             let _ = socket.set_nodelay(true);
             let Some(tls) = tls.clone() else {
                 let accepted = Accepted { stream: Stream::Plain(socket), peer: None };

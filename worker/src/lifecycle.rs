@@ -1,4 +1,4 @@
-//! Where a worker stands between its start and its end, and who must be waited for.
+//! The phases of a worker between its start and its end, and the tasks that it waits for.
 //!
 //! ```text
 //! Starting --ready()--> Serving --drain()--> Draining --halt()--> Draining, ends what still runs
@@ -13,18 +13,18 @@ use tokio_util::{
     task::{TaskTracker, task_tracker::TaskTrackerToken},
 };
 
-/// Where it stands.
+/// A phase of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Not yet known to a router.
+    /// No router knows it yet.
     Starting,
-    /// A router can send.
+    /// Routers can send requests.
     Serving,
-    /// About to leave: takes nothing new.
+    /// It is leaving, and accepts nothing new.
     Draining,
 }
 
-/// Shared by everything in a worker. Cheap to clone.
+/// The phase and the tasks of a worker, for all of its parts. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Lifecycle {
     inner: Arc<Inner>,
@@ -45,7 +45,7 @@ impl Default for Lifecycle {
 }
 
 impl Lifecycle {
-    /// At its start.
+    /// A worker that starts.
     pub fn new() -> Lifecycle {
         let inner = Inner {
             phase: watch::Sender::new(Phase::Starting),
@@ -56,17 +56,17 @@ impl Lifecycle {
         Lifecycle { inner: Arc::new(inner) }
     }
 
-    /// Where it stands now.
+    /// The current phase.
     pub fn phase(&self) -> Phase {
         *self.inner.phase.borrow()
     }
 
-    /// Follows where it stands.
+    /// Follows the phase.
     pub fn watch(&self) -> watch::Receiver<Phase> {
         self.inner.phase.subscribe()
     }
 
-    /// A router can send from now on.
+    /// Routers can send from now on.
     pub fn ready(&self) {
         self.inner.phase.send_if_modified(|phase| {
             let first = *phase == Phase::Starting;
@@ -77,7 +77,7 @@ impl Lifecycle {
         });
     }
 
-    /// Takes nothing new from now on. May be called again.
+    /// Accepts nothing new from now on. May be called again.
     pub fn drain(&self) {
         self.inner
             .phase
@@ -85,7 +85,7 @@ impl Lifecycle {
         self.inner.drain.cancel();
     }
 
-    /// Whether nothing new is taken.
+    /// Whether it drains.
     pub fn is_draining(&self) -> bool {
         self.phase() == Phase::Draining
     }
@@ -100,13 +100,13 @@ impl Lifecycle {
         self.inner.drain.clone()
     }
 
-    /// Ends what still runs: the time for draining is over.
+    /// Ends what still runs: the drain timeout has passed.
     pub(crate) fn halt(&self) {
         self.drain();
         self.inner.halt.cancel();
     }
 
-    /// Cancelled when what runs must end at once, with a failure that lets the router plan again.
+    /// Cancelled when running work must end at once, with a failure after which the router plans again.
     pub fn halted(&self) -> CancellationToken {
         self.inner.halt.clone()
     }
@@ -116,12 +116,12 @@ impl Lifecycle {
         self.inner.tasks.spawn(task);
     }
 
-    /// Stands for work that is no task of its own; the worker waits until it is dropped.
+    /// Stands for work without a task of its own; the worker waits until it is dropped.
     pub fn token(&self) -> TaskTrackerToken {
         self.inner.tasks.token()
     }
 
-    /// Waits for every task and token. To be called while draining.
+    /// Waits for all tasks and tokens. Called while draining.
     pub(crate) async fn idle(&self) {
         self.inner.tasks.close();
         self.inner.tasks.wait().await;

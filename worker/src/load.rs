@@ -1,8 +1,8 @@
-//! From a model's files to something an engine can run.
+//! Loads a model's files into an executor that an engine can run.
 
 use std::{
     io::IsTerminal,
-    path::{Path, PathBuf},
+    path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -12,8 +12,9 @@ use baton_cluster::Role;
 use baton_engine::Drafter;
 use baton_kv_cache::{BlockKernels, KvLayout, KvShard};
 use baton_model::{
-    Backend, BatchLimits, CpuList, DeviceWeightBytes, Executor, LoadOptions, LoadProgress, LoadedModel,
-    ModelOnDevices, ParallelCpuExecutor, ThreadPool, cuda_block_kernels, num_cuda_devices,
+    Backend, BatchLimits, CpuList, DeviceWeightBytes, Executor, KernelCode, LoadOptions, LoadProgress,
+    LoadedModel, ModelOnDevices, ParallelCpuExecutor, ThreadPool, cuda_block_kernels, kernel_code,
+    num_cuda_devices,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::oneshot;
@@ -21,13 +22,13 @@ use tokio::sync::oneshot;
 use crate::config::{ConfigError, DrafterConfig, WorkerConfig};
 use crate::device::BlockDevice;
 
-/// A model, ready to compute.
+/// A loaded model.
 pub struct Model {
-    /// What computes.
+    /// Computes steps.
     pub executor: Box<dyn Executor>,
-    /// The GPU that its blocks are to be on; `None`: memory of the host.
+    /// The GPU that holds its blocks; `None`: the host's memory does.
     pub block_device: Option<BlockDevice>,
-    /// Who drafts tokens for it.
+    /// Drafts tokens for it.
     pub drafter: Option<Drafter>,
     /// Name that clients ask for.
     pub name: String,
@@ -74,13 +75,13 @@ impl std::fmt::Debug for Model {
     }
 }
 
-/// Loads the model of `config`, showing how far it has come.
+/// Loads the model of `config` and shows the progress.
 ///
-/// On a thread of its own: a process that is told to end meanwhile need not wait for it.
+/// It loads on a thread of its own, so that a process that is told to end does not wait for it.
 pub(crate) async fn load(config: &WorkerConfig) -> anyhow::Result<Model> {
     let (config, (done, loaded)) = (config.clone(), oneshot::channel());
     std::thread::Builder::new().name("model-load".into()).spawn(move || {
-        // Nobody waits any more: fine.
+        // A caller that left needs no answer.
         let _ = done.send(load_blocking(&config));
     })?;
     loaded.await.context("loading the model broke")?
@@ -97,7 +98,7 @@ fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
     let loaded = ranks[0].clone();
     let pools = start_pools(ranks.len(), loaded.num_threads(), cpus)?;
     let drafter = match &config.drafter {
-        // The first rank's threads: the draft is computed while the ranks wait for it.
+        // The first rank's threads compute the draft while the other ranks wait.
         Some(drafter) if config.role == Role::Decode => {
             Some(load_drafter(drafter, &loaded, &pools[0], config)?)
         }
@@ -106,7 +107,7 @@ fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
     let executor: Box<dyn Executor> = match ranks.len() {
         1 => Box::new(loaded.cpu_executor_on(Arc::clone(&pools[0]))),
         _ => {
-            let ranks = ranks.into_iter().zip(pools).collect();
+            let ranks = ranks.into_iter().map(LoadedModel::into_cpu).zip(pools).collect();
             Box::new(ParallelCpuExecutor::new(ranks).context("cannot start the ranks")?)
         }
     };
@@ -129,37 +130,37 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
         num_sequences: config.max_running.min(config.token_budget),
         context_length: loaded.config().context_length,
     };
-    let kernel_cache = config.weight_cache.as_ref().map(|dir| dir.join("kernels"));
+    let code = kernel_code(config.weight_cache.as_ref().map(|dir| dir.join("kernels")));
     let mut shown = Shown::new();
     let mut progress = |progress| shown.update(progress);
     let in_words = || no_gpu(ordinal);
     let ordinals = BlockDevice::ordinals(ordinal, num_ranks);
-    let kernels =
-        block_kernels(&ordinals, &loaded.kv_layout(), kernel_cache.clone()).with_context(in_words)?;
+    let kernels = block_kernels(&ordinals, &loaded.kv_layout(), &code).with_context(in_words)?;
     let nccl = config.nccl.as_deref();
-    let on_gpus = ModelOnDevices::new(ranks, &ordinals, limits, kernel_cache.clone(), nccl, &mut progress);
+    let ranks = ranks.into_iter().map(LoadedModel::into_device).collect();
+    let on_gpus = ModelOnDevices::new(ranks, &ordinals, limits, &code, nccl, &mut progress);
     shown.finish();
     let ModelOnDevices { executor, free_bytes, weight_bytes } = on_gpus.with_context(in_words)?;
     tell_weights(name, weight_bytes);
     let mut block_device = BlockDevice { ordinal, num_ranks, free_bytes, kernels };
     let drafter = match &config.drafter {
         Some(drafter) if config.role == Role::Decode => {
-            Some(load_drafter_on_gpu(drafter, &loaded, &mut block_device, limits, kernel_cache, config)?)
+            Some(load_drafter_on_gpu(drafter, &loaded, &mut block_device, limits, &code, config)?)
         }
         _ => None,
     };
     Ok(Model::new(executor, Some(block_device), drafter, name.to_owned(), &loaded))
 }
 
-/// What each rank's GPU does with the blocks of its kv heads.
+/// The kernels with which each rank's GPU gathers, scatters and hashes the blocks of its kv heads.
 fn block_kernels(
     ordinals: &[u32],
     layout: &KvLayout,
-    kernel_cache: Option<PathBuf>,
+    code: &KernelCode,
 ) -> anyhow::Result<Vec<Box<dyn BlockKernels>>> {
     let of_rank = |(rank, &ordinal)| {
         let shard = KvShard::new(layout, ordinals.len(), rank)?;
-        Ok(cuda_block_kernels(ordinal, shard.layout(), kernel_cache.clone())?)
+        Ok(cuda_block_kernels(ordinal, shard.layout(), code)?)
     };
     ordinals.iter().enumerate().map(of_rank).collect()
 }
@@ -180,14 +181,14 @@ fn tell_weights(model: &str, bytes: DeviceWeightBytes) {
     }
 }
 
-/// A draft model goes to the GPU that its target is on, or to the first, and takes what it needs for as large a batch before
-/// blocks do: weights, and the memory of its largest step.
+/// A draft model is loaded onto the GPU of its target, or onto the first one. Its weights and its largest step take their
+/// memory before the blocks do.
 fn load_drafter_on_gpu(
     drafter: &DrafterConfig,
     target: &LoadedModel,
     device: &mut BlockDevice,
     limits: BatchLimits,
-    kernel_cache: Option<PathBuf>,
+    code: &KernelCode,
     config: &WorkerConfig,
 ) -> anyhow::Result<Drafter> {
     let DrafterConfig::Model(dir) = drafter else { return Ok(Drafter::Ngram) };
@@ -196,7 +197,7 @@ fn load_drafter_on_gpu(
     let mut progress = |progress| shown.update(progress);
     let cost = draft_cost(&draft, target, device.num_ranks);
     let on_gpu =
-        ModelOnDevices::new(vec![draft], &[device.ordinal], limits, kernel_cache, None, &mut progress);
+        ModelOnDevices::new(vec![draft.into_device()], &[device.ordinal], limits, code, None, &mut progress);
     shown.finish();
     let on_gpu = on_gpu.with_context(|| no_room(dir, device.ordinal))?;
     let ModelOnDevices { executor, free_bytes, weight_bytes } = on_gpu;
@@ -213,7 +214,7 @@ fn no_room(dir: &Path, ordinal: u32) -> String {
     )
 }
 
-/// Threads for each rank, of `num_threads` in all, or for each processor. A rank has one at least.
+/// Threads for each rank, of `num_threads` in all, or one for each processor. A rank has at least one.
 fn start_pools(
     num_ranks: usize,
     num_threads: usize,
@@ -235,7 +236,7 @@ fn start_pools(
     Ok(pools.into_iter().map(Arc::new).collect())
 }
 
-/// The parts of so many ranks.
+/// The shards of so many ranks.
 fn load_model(
     path: &Path,
     name: &str,
@@ -278,13 +279,13 @@ fn load_drafter(
 ) -> anyhow::Result<Drafter> {
     let DrafterConfig::Model(dir) = drafter else { return Ok(Drafter::Ngram) };
     let (draft, _) = load_draft_model(dir, config, Some(pool.num_threads()), Backend::Cpu)?;
-    // The two compute in turns, on the engine's thread.
+    // Both models compute in turns, on the engine's thread.
     let executor = Box::new(draft.cpu_executor_on(Arc::clone(pool)));
-    // Memory is shared by all ranks.
+    // All ranks share the memory.
     Ok(Drafter::Model { executor, storage: None, cost: draft_cost(&draft, target, 1) })
 }
 
-/// A draft model, whole, and its name. It is small: summing up what ranks have would cost more than it saves.
+/// A draft model and its name. It is not divided: for a small model the all-reduce costs more than it saves.
 fn load_draft_model(
     dir: &Path,
     config: &WorkerConfig,
@@ -297,13 +298,13 @@ fn load_draft_model(
     Ok((draft, name))
 }
 
-/// What a step of a draft model costs, in steps of the target, which so many memories hold. One of few tokens takes as long
-/// as reading the weights does. It is a guess until it is measured, and below 1, so that it is.
+/// The cost of a step of a draft model, in steps of the target, whose weights are in so many memories. A step of few tokens
+/// takes as long as reading the weights. The guess is below 1, so that the engine drafts and measures it.
 fn draft_cost(draft: &LoadedModel, target: &LoadedModel, num_memories: usize) -> f64 {
     (draft.weight_bytes() as f64 * num_memories as f64 / target.weight_bytes() as f64).min(0.9)
 }
 
-/// How progress is shown: a bar to people, a line now and then to others.
+/// Shows progress: as a bar on a terminal, else as a log line now and then.
 enum Shown {
     Bar(ProgressBar),
     Lines { next: Instant },

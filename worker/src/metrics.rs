@@ -1,4 +1,4 @@
-//! What a worker counts, under the names of `/metrics`.
+//! A worker's metrics, under their names in `/metrics`.
 
 use baton_engine::{EngineHandle, EngineLoad};
 use baton_handoff::TransportKind;
@@ -23,18 +23,17 @@ pub struct WorkerMetrics {
     handoffs: Family<Outcome, Counter>,
     /// Seconds from `Begin` to the outcome.
     pub handoff_seconds: Histogram,
-    /// Of a committed handoff's seconds, those after the first token: transfer that was not hidden
-    /// behind the computation.
+    /// Seconds of a committed handoff after the first token: transfer that no computation hid.
     pub exposed_seconds: Histogram,
     prefix_fetches: Family<Outcome, Counter>,
     prefix_fetched_tokens: Counter,
     prefixes_given: Family<Outcome, Counter>,
     /// Output tokens sent to routers.
     pub output_tokens: Counter,
-    /// Prompt tokens of requests taken.
+    /// Prompt tokens of accepted requests.
     pub prompt_tokens: Counter,
-    /// Requests taken.
-    pub requests: Family<Plan, Counter>,
+    /// Requests accepted.
+    pub requests: Family<PrefillPlace, Counter>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -44,7 +43,7 @@ struct Outcome {
 
 /// Where a request's prompt is computed, as a label.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct Plan {
+pub struct PrefillPlace {
     /// "local", "remote", or on a prefill worker "handoff".
     pub prefill: &'static str,
 }
@@ -94,43 +93,43 @@ impl WorkerMetrics {
             registry.register("baton_output_tokens", "Output tokens", ours.output_tokens.clone());
             registry.register("baton_prompt_tokens", "Prompt tokens taken", ours.prompt_tokens.clone());
             registry.register("baton_requests", "Requests taken, by plan", ours.requests.clone());
-            registry.register_collector(Box::new(State { engine: engine.clone(), data_plane }));
+            registry.register_collector(Box::new(EngineCollector { engine: engine.clone(), data_plane }));
         });
         ours
     }
 
-    /// A handoff ended; "committed" or the error's label.
+    /// A handoff ended: "committed", "finished" when the first token ended the request, or the error's label.
     pub fn handoff_ended(&self, outcome: &'static str) {
         self.handoffs.get_or_create(&Outcome { outcome }).inc();
     }
 
-    /// A prefix was fetched, so many tokens of it ("fetched"), or was not: the error's label.
+    /// A prefix was fetched ("fetched", with so many tokens), or was not: the error's label.
     pub fn prefix_fetched(&self, outcome: &'static str, num_tokens: usize) {
         self.prefix_fetches.get_or_create(&Outcome { outcome }).inc();
         self.prefix_fetched_tokens.inc_by(num_tokens as u64);
     }
 
-    /// A handoff of what is cached here ended; "committed" or the error's label.
+    /// A handoff of a cached prefix ended here: "committed" or the error's label.
     pub fn prefix_given(&self, outcome: &'static str) {
         self.prefixes_given.get_or_create(&Outcome { outcome }).inc();
     }
 
-    /// A request was taken.
+    /// A request was accepted.
     pub fn request_taken(&self, prefill: &'static str, num_prompt_tokens: usize) {
-        self.requests.get_or_create(&Plan { prefill }).inc();
+        self.requests.get_or_create(&PrefillPlace { prefill }).inc();
         self.prompt_tokens.inc_by(num_prompt_tokens as u64);
     }
 }
 
-/// Read when somebody asks.
-struct State {
+/// Read at each scrape.
+struct EngineCollector {
     engine: EngineHandle,
     data_plane: DataPlane,
 }
 
-impl std::fmt::Debug for State {
+impl std::fmt::Debug for EngineCollector {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("State")
+        f.write_str("EngineCollector")
     }
 }
 
@@ -157,7 +156,7 @@ const COUNTS: [Count; 6] = [
     ("baton_handoff_connection_failures", "Connections that broke in use", |counts| counts.failures),
 ];
 
-impl Collector for State {
+impl Collector for EngineCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
         let load = *self.engine.load().borrow();
         for (name, help, read) in GAUGES {

@@ -9,7 +9,7 @@ use anyhow::Context;
 use baton_cluster::{Capacity, Dialer, Registration, RegistrationState, Role, WorkerRecord, register_over};
 use baton_engine::{Drafter, EngineConfig, EngineHandle, EngineThread, Speculation};
 use baton_kv_cache::KvFormat;
-use baton_proto::worker::{prefill_server::PrefillServer, worker_server::WorkerServer};
+use baton_proto::worker::worker_server::WorkerServer;
 use baton_telemetry::Metrics;
 use tokio::{net::TcpListener, time::timeout};
 use tokio_util::sync::CancellationToken;
@@ -18,31 +18,30 @@ use tonic::service::Routes;
 use crate::{
     config::WorkerConfig,
     data_plane::DataPlane,
-    handoff::{peers::Peers, service::PrefillService},
     lifecycle::Lifecycle,
     load::{self, Model},
     metrics::WorkerMetrics,
-    server::{MAX_MESSAGE_BYTES, Server},
+    peers::Peers,
+    server::Server,
     service::WorkerService,
     worker::Worker,
 };
 
-/// A step with more tokens than this is bound by arithmetic on a processor: its kernels read weights once for
-/// 14 rows.
+/// On a processor, a step with more tokens is bound by arithmetic: its kernels read the weights once for 14 rows.
 const MAX_DRAFTED_STEP_TOKENS: usize = 32;
 
-/// On a GPU, by data sheets: with weights in bf16 arithmetic takes longer than reading them from 150 (A100) to 300 tokens
-/// (H100) on, and with weights of fewer bits from fewer on. It was not measured.
+/// On a GPU, by data sheets and not measured: with weights in bf16, arithmetic takes longer than reading them from 150
+/// (A100) to 300 tokens (H100) on, and from fewer tokens with smaller weights.
 const MAX_DRAFTED_STEP_TOKENS_ON_GPU: usize = 128;
 
-/// For what still runs after it was told to end.
+/// For work that was told to end.
 const HALT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What makes a worker a prefill or a decode worker.
 pub struct RoleService {
-    /// What it serves beside what every worker does.
+    /// Its services, beside those of every worker.
     pub routes: Routes,
-    /// The full name of the service that stands for it, for `grpc.health.v1`.
+    /// The full name of the service that `grpc.health.v1` reports.
     pub name: &'static str,
 }
 
@@ -77,7 +76,7 @@ where
     operate(config, loaded?, server, lifecycle, metrics, shutdown, role).await
 }
 
-/// As [`run`], with a listener and a model that are there already.
+/// As [`run`], with a listener and a loaded model.
 ///
 /// # Errors
 /// As [`run`].
@@ -128,11 +127,8 @@ where
     let peers = Peers::new(Dialer::new(config.tls.clone()));
     let worker = Arc::new(Worker { config, record, engine, lifecycle, metrics, data_plane, peers });
     let role = role(&worker);
-    let handoffs = PrefillServer::new(PrefillService::new(worker.clone()))
-        .max_decoding_message_size(MAX_MESSAGE_BYTES)
-        .max_encoding_message_size(MAX_MESSAGE_BYTES);
     let control = WorkerServer::new(WorkerService { worker: worker.clone() });
-    server.mount(role.routes.add_service(handoffs).add_service(control));
+    server.mount(role.routes.add_service(control));
     tracing::info!(
         worker = %worker.id(),
         role = %worker.record.role,
@@ -155,7 +151,7 @@ where
     worker.engine.shutdown();
     let ended = tokio::task::spawn_blocking(|| thread.join()).await.context("the engine thread")?;
     server.close().await;
-    // Listeners and threads end with the last clone of the data plane, which waits for them.
+    // Dropping the last clone of the data plane waits for its listeners and threads.
     let _ = tokio::task::spawn_blocking(|| drop(worker)).await;
     ended.context("the engine broke")
 }
@@ -228,13 +224,13 @@ fn new_incarnation() -> u64 {
     (uuid::Uuid::new_v4().as_u128() as u64).max(1)
 }
 
-/// Completes when the engine has ended, which it does by itself only when it breaks.
+/// Completes when the engine has ended. By itself it ends only when it breaks.
 async fn engine_ended(engine: &EngineHandle) {
     let mut load = engine.load();
     while load.changed().await.is_ok() {}
 }
 
-/// Ready is who can be found. Losing discovery later changes nothing: routers remember.
+/// A worker is ready once it is registered. Losing discovery later changes nothing: routers remember it.
 async fn announce_readiness(
     registration: &Registration,
     lifecycle: &Lifecycle,
@@ -249,7 +245,7 @@ async fn announce_readiness(
     std::future::pending().await
 }
 
-/// Leaves discovery, lets what runs finish, then ends it.
+/// Leaves discovery, waits for running requests, then ends the rest.
 async fn drain(worker: &Worker, registration: Registration, drain_timeout: Duration) {
     let lifecycle = &worker.lifecycle;
     lifecycle.drain();
@@ -258,9 +254,9 @@ async fn drain(worker: &Worker, registration: Registration, drain_timeout: Durat
     tokio::select! {
         () = lifecycle.idle() => return,
         () = tokio::time::sleep(drain_timeout) => {
-            tracing::warn!(num_busy = lifecycle.num_busy(), "time is up; ending what still runs");
+            tracing::warn!(num_busy = lifecycle.num_busy(), "drain timeout passed; ending the requests that still run");
         }
-        // An engine that broke says so to each of its streams; that is worth waiting for.
+        // A broken engine fails each of its streams: that is worth waiting for.
         () = engine_ended(&worker.engine) => {
             if timeout(HALT_TIMEOUT, lifecycle.idle()).await.is_ok() {
                 return;
@@ -269,7 +265,10 @@ async fn drain(worker: &Worker, registration: Registration, drain_timeout: Durat
     }
     lifecycle.halt();
     if timeout(HALT_TIMEOUT, lifecycle.idle()).await.is_err() {
-        tracing::error!(num_busy = lifecycle.num_busy(), "something does not end; leaving it behind");
+        tracing::error!(
+            num_busy = lifecycle.num_busy(),
+            "some tasks do not end after a halt; the worker ends without them"
+        );
     }
 }
 

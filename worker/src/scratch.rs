@@ -1,4 +1,4 @@
-//! Blocks that nobody computes on, set aside for a measurement of the data plane.
+//! Blocks without a sequence, reserved for a measurement of the data plane.
 
 use std::time::Duration;
 
@@ -7,15 +7,15 @@ use tonic::Status;
 
 use crate::worker::Worker;
 
-/// A measurement takes so many blocks at most, whatever is free.
+/// A measurement takes at most so many blocks, however many are free.
 pub const MAX_SCRATCH_BLOCKS: usize = 64;
 
-/// Blocks that are free are given at once.
+/// Free blocks are reserved at once.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 impl Worker {
-    /// Takes up to `max_blocks` blocks (and [`MAX_SCRATCH_BLOCKS`], and an eighth of the pool) from a worker that is
-    /// not busy. They are free again when the reservation is dropped.
+    /// Reserves blocks on a worker that is not busy: at most `max_blocks`, [`MAX_SCRATCH_BLOCKS`] and an eighth of the
+    /// pool. They are free again when the reservation is dropped.
     ///
     /// # Errors
     /// `UNAVAILABLE` when requests wait, half of the pool is taken, or the worker is leaving.
@@ -34,11 +34,11 @@ impl Worker {
             .min(load.num_total_blocks / 8)
             .min(self.engine.context_length() / block_size)
             .max(1);
-        // What a prompt of that length takes, under a salt that nobody has: no block is found in the prefix cache.
+        // As for a prompt of that length, under a random salt: no block of it is in the prefix cache.
         let salt = uuid::Uuid::new_v4().to_string();
         let request = Request {
             id: format!("scratch-{salt}"),
-            prompt: vec![0; (num_blocks * block_size).saturating_sub(1).max(1)],
+            prompt: vec![0; (num_blocks * block_size).saturating_sub(1).max(1)].into(),
             output: Vec::new(),
             sampling: SamplingParams { max_tokens: 1, ..SamplingParams::default() },
             cache_salt: salt,

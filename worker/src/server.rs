@@ -1,8 +1,8 @@
 //! One port for everything a worker serves: gRPC services, health, reflection, and over plain HTTP
 //! `/metrics`, `/livez` and `/readyz`.
 //!
-//! It listens before the model is loaded, so that probes get an answer at once; the services that need
-//! the engine are mounted when there is one.
+//! It listens before the model is loaded, so that probes get an answer at once. The services that need
+//! the engine are mounted when it runs.
 
 use std::{
     net::SocketAddr,
@@ -26,24 +26,24 @@ use tonic_health::{ServingStatus, server::HealthReporter};
 use tower::ServiceExt;
 
 use crate::{
-    incoming::{self, peer_of},
+    incoming::{self, identity_of},
     lifecycle::{Lifecycle, Phase},
 };
 
-/// Largest gRPC message taken or sent: a context of a million token ids has room.
+/// Largest gRPC message: a context of a million token ids fits.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
 
-/// How often a silent connection is asked whether it lives, and how long the answer may take.
+/// How often a silent connection is checked.
 pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
-/// See [`KEEP_ALIVE_INTERVAL`].
+/// How long the answer to a keep-alive may take.
 pub const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Calls dropped by a peer before the server came to accept them. The default, 20, guards servers of
-/// unauthenticated peers against floods by closing the connection; here the peers are routers and workers, one
-/// connection carries every request between two of them, and a burst of cancellations is legitimate.
+/// Calls that a peer may reset before the server accepts them. The default of 20 protects public servers against floods by
+/// closing the connection. Here the peers are routers and workers: one connection carries all requests between two of
+/// them, and a burst of cancellations is legitimate.
 const MAX_PENDING_RESETS: usize = 1 << 20;
 
-/// For streams that nobody reads when the server closes.
+/// For streams that are not read when the server closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A listening server.
@@ -56,7 +56,7 @@ pub(crate) struct Server {
     task: JoinHandle<Result<(), tonic::transport::Error>>,
 }
 
-/// Everything that is served only once there is an engine.
+/// Services that need the engine.
 type Services = Arc<OnceLock<Router>>;
 
 #[derive(Clone)]
@@ -64,7 +64,7 @@ struct Shared {
     lifecycle: Lifecycle,
     metrics: Metrics,
     services: Services,
-    /// Services are for peers that have shown a certificate; probes and metrics are for everybody.
+    /// Services need a certificate; probes and metrics do not.
     wants_identity: bool,
 }
 
@@ -110,13 +110,13 @@ impl Server {
         self.address
     }
 
-    /// Serves `routes` too, from now on and once.
+    /// Adds `routes`, once.
     pub(crate) fn mount(&self, routes: Routes) {
         let mounted = self.services.set(routes.prepare().into_axum_router());
         assert!(mounted.is_ok(), "services are mounted once");
     }
 
-    /// Says through `grpc.health.v1` whether `services` can be sent to.
+    /// Reports through `grpc.health.v1` whether `services` accept calls.
     pub(crate) async fn set_serving(&self, services: &[&str], serving: bool) {
         let status = if serving { ServingStatus::Serving } else { ServingStatus::NotServing };
         for service in services.iter().chain(&[""]) {
@@ -124,14 +124,14 @@ impl Server {
         }
     }
 
-    /// Takes no connection any more, lets open calls end for a moment, then cuts them.
+    /// Accepts no more connections, gives open calls a moment to end, then cuts them.
     pub(crate) async fn close(mut self) {
         self.close.cancel();
         match timeout(CLOSE_TIMEOUT, &mut self.task).await {
             Ok(Ok(Ok(()))) => {}
             Ok(Ok(Err(error))) => tracing::warn!(%error, "the server ended badly"),
             Ok(Err(error)) => tracing::error!(%error, "the server broke"),
-            // Health watches, for example, never end by themselves.
+            // Some calls, such as health watches, never end by themselves.
             Err(_) => {
                 self.task.abort();
                 tracing::debug!("closed with calls open");
@@ -160,7 +160,7 @@ async fn metrics_text(State(shared): State<Shared>) -> impl IntoResponse {
     ([(header::CONTENT_TYPE, Metrics::CONTENT_TYPE)], shared.metrics.encode())
 }
 
-/// Answering is being alive: an engine that ends takes the process with it.
+/// Always ok: the process ends when its engine ends.
 async fn livez() -> &'static str {
     "ok\n"
 }
@@ -173,14 +173,14 @@ async fn readyz(State(shared): State<Shared>) -> (StatusCode, &'static str) {
     }
 }
 
-/// Whatever is mounted later; until then a gRPC caller is told to come back.
+/// Services that are mounted later; until then gRPC calls are answered with UNAVAILABLE.
 async fn mounted(State(shared): State<Shared>, request: Request) -> Response {
     let content_type = request.headers().get(header::CONTENT_TYPE);
     if !content_type.is_some_and(|value| value.as_bytes().starts_with(b"application/grpc")) {
         return StatusCode::NOT_FOUND.into_response();
     }
-    if shared.wants_identity && peer_of(request.extensions()).is_none() {
-        let message = "this worker is called over https, by whoever shows a certificate of its --tls-ca";
+    if shared.wants_identity && identity_of(request.extensions()).is_none() {
+        let message = "unauthenticated peer: call this worker over https, with a certificate of its --tls-ca";
         return Status::unauthenticated(message).into_http();
     }
     match shared.services.get() {

@@ -1,4 +1,4 @@
-//! `baton.worker.v1.Worker`: what every worker answers.
+//! `baton.worker.v1.Worker`: information, load and drain, for every worker.
 
 use std::{pin::Pin, sync::Arc, time::Duration};
 
@@ -13,9 +13,9 @@ use tonic::{Request, Response, Status};
 
 use crate::{lifecycle::Phase, worker::Worker};
 
-/// No two load reports are closer together.
+/// Shortest time between two load reports.
 const REPORT_AT_MOST_EVERY: Duration = Duration::from_millis(50);
-/// No two are further apart.
+/// Longest time between two load reports.
 const REPORT_AT_LEAST_EVERY: Duration = Duration::from_secs(1);
 
 /// Serves `Worker`.
@@ -24,7 +24,7 @@ pub(crate) struct WorkerService {
     pub(crate) worker: Arc<Worker>,
 }
 
-/// Tells when the next report is due.
+/// Makes a report when one is due.
 struct Reports {
     worker: Arc<Worker>,
     load: watch::Receiver<EngineLoad>,
@@ -33,7 +33,7 @@ struct Reports {
 }
 
 impl Reports {
-    /// `None` when the engine has ended: the server closes, and need not wait for this stream.
+    /// `None` when the engine has ended: the server closes and does not wait for this stream.
     async fn next(&mut self) -> Option<v1::Load> {
         if let Some(last) = self.last {
             tokio::select! {
@@ -76,7 +76,7 @@ impl proto::worker_server::Worker for WorkerService {
     }
 
     async fn drain(&self, _: Request<proto::DrainRequest>) -> Result<Response<proto::DrainResponse>, Status> {
-        tracing::info!("told to drain");
+        tracing::info!("drain requested by rpc");
         self.worker.lifecycle().drain();
         Ok(Response::new(proto::DrainResponse {}))
     }

@@ -1,4 +1,4 @@
-//! A running worker, as its services see it.
+//! A running worker: what its services share.
 
 use std::sync::Arc;
 
@@ -11,9 +11,9 @@ use baton_proto::v1;
 use crate::{
     config::WorkerConfig,
     data_plane::{DataPlane, Direction},
-    handoff::peers::Peers,
     lifecycle::Lifecycle,
     metrics::WorkerMetrics,
+    peers::Peers,
 };
 
 /// What the services of one worker share.
@@ -39,12 +39,12 @@ impl Worker {
         &self.record.id
     }
 
-    /// This life of it.
+    /// Its incarnation.
     pub fn incarnation(&self) -> u64 {
         self.record.incarnation
     }
 
-    /// What others know of it.
+    /// Its record in discovery.
     pub fn record(&self) -> &WorkerRecord {
         &self.record
     }
@@ -59,27 +59,27 @@ impl Worker {
         &self.config
     }
 
-    /// How it calls routers and other workers.
+    /// What dials routers and other workers.
     pub fn dialer(&self) -> &Dialer {
         self.peers.dialer()
     }
 
-    /// What computes.
+    /// Its engine.
     pub fn engine(&self) -> &EngineHandle {
         &self.engine
     }
 
-    /// Where it stands.
+    /// Its phase and its tasks.
     pub fn lifecycle(&self) -> &Lifecycle {
         &self.lifecycle
     }
 
-    /// What it counts.
+    /// Its counters.
     pub fn metrics(&self) -> &WorkerMetrics {
         &self.metrics
     }
 
-    /// What KV comes and goes through.
+    /// Moves KV to and from other workers.
     pub fn data_plane(&self) -> &DataPlane {
         &self.data_plane
     }
@@ -89,7 +89,7 @@ impl Worker {
         &self.peers
     }
 
-    /// How busy it is.
+    /// Its load, for routers.
     pub fn load(&self) -> v1::Load {
         let load = *self.engine.load().borrow();
         let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);

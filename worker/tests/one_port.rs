@@ -5,7 +5,7 @@
 use std::{sync::Arc, time::Duration};
 
 use baton_cluster::{DiscoveryConfig, Role};
-use baton_engine::testing::FakeModel;
+use baton_engine_testing::FakeModel;
 use baton_proto::worker::{DrainRequest, InfoRequest, WatchLoadRequest, worker_client::WorkerClient};
 use baton_worker::{KvMemory, Model, RoleService, Worker, WorkerConfig, service_name};
 use tokio::{
@@ -126,7 +126,7 @@ async fn probes_metrics_health_and_services_share_one_port() {
     });
     assert_eq!(status.await.unwrap(), Ok(ServingStatus::Serving));
     assert_eq!(health(&channel, "baton.worker.v1.Decode").await, Ok(ServingStatus::Serving));
-    assert_eq!(health(&channel, "nobody.Knows").await, Err(Code::NotFound));
+    assert_eq!(health(&channel, "no.Such").await, Err(Code::NotFound));
     worker.stop().await;
 }
 
@@ -175,7 +175,7 @@ async fn reflection_lists_the_services_in_both_versions() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_that_nobody_can_find_is_alive_but_not_ready() {
-    // A port that nobody listens on.
+    // A port without a listener.
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let router = format!("http://{}", listener.local_addr().unwrap());
     drop(listener);

@@ -1,7 +1,7 @@
-//! Whether the documents still speak of files that exist.
+//! Checks that the files named in documents exist.
 //!
 //! ARCHITECTURE.md names files in backquotes, counted from the root; every document links to some.
-//! What is quoted inside a fenced block is an example and not looked at.
+//! Fenced blocks hold examples and are not checked.
 
 use crate::{check::Outcome, workspace::Workspace};
 
@@ -22,7 +22,7 @@ pub(crate) fn check(workspace: &Workspace) -> anyhow::Result<Outcome> {
     for (line, path) in quoted_paths(&page) {
         num_paths += 1;
         let exists = workspace.root.join(fixed_part(path)).exists();
-        // A bare file name may lie anywhere: the text around it says where.
+        // A bare file name may be in any folder: the text around it says which.
         let named_somewhere = || {
             let ending = format!("/{path}");
             !path.contains('/') && files.iter().flatten().any(|file| file.ends_with(&ending))

@@ -1,12 +1,12 @@
-//! What a check is, what it answers, and how the answer is printed.
+//! A check of `verify`, its outcome, and how the outcome is printed.
 
 use std::time::Duration;
 
 use crate::workspace::Workspace;
 
-/// One thing that `verify` looks at.
+/// One check of `verify`.
 pub(crate) struct Check {
-    /// As given on the command line.
+    /// Its name on the command line.
     pub(crate) name: &'static str,
     /// What holds when it passes, in one line.
     pub(crate) about: &'static str,
@@ -15,11 +15,11 @@ pub(crate) struct Check {
 
 /// What a check found.
 pub(crate) enum Outcome {
-    /// It holds; what was looked at, such as "15 crates".
+    /// It passes; what was checked, such as "15 crates".
     Passed(String),
-    /// It does not; one line per finding, each naming the place.
+    /// It fails; one line per finding, each with its place.
     Failed(Vec<String>),
-    /// It could not be looked at, and why.
+    /// It could not run, and why.
     Skipped(String),
 }
 

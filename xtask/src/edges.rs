@@ -16,7 +16,7 @@ struct Room {
     uses: &'static [&'static str],
     /// Rooms that its tests may use besides.
     tests_use: &'static [&'static str],
-    /// Packages it must not reach, over however many steps: what makes the room what it is.
+    /// Packages that it must not reach, directly or indirectly.
     never: &'static [&'static str],
 }
 
@@ -39,6 +39,8 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-cli",
         uses: &[
+            "baton-bench",
+            "baton-command",
             "baton-router",
             "baton-prefill-worker",
             "baton-decode-worker",
@@ -52,19 +54,43 @@ const ROOMS: &[Room] = &[
             "baton-handoff",
             "baton-cluster",
             "baton-kv-cache",
-            "baton-tokenizer",
             "baton-telemetry",
-            "baton-tls",
-            // `baton bench` also measures a worker without a router in between.
             "baton-proto",
         ],
         tests_use: &[],
         never: &[],
     },
-    // Tokenises and plans, and never sees a weight: it runs on machines without accelerators.
+    // Also measures a worker without a router, and transfers alone.
+    Room {
+        name: "baton-bench",
+        uses: &[
+            "baton-command",
+            "baton-handoff",
+            "baton-transport-nccl",
+            "baton-transport-rdma",
+            "baton-transport-shm",
+            "baton-transport-tcp",
+            "baton-transfer",
+            "baton-cluster",
+            "baton-kv-cache",
+            "baton-tls",
+            "baton-proto",
+        ],
+        tests_use: &[],
+        never: &["baton-router", "baton-tokenizer"],
+    },
+    // Shared by several commands; it knows no command.
+    Room {
+        name: "baton-command",
+        uses: &["baton-worker", "baton-model", "baton-kv-cache", "baton-tls"],
+        tests_use: &[],
+        never: &["baton-router"],
+    },
+    // Tokenises and plans. It loads no weights: it runs on machines without accelerators.
     Room {
         name: "baton-router",
         uses: &[
+            "baton-planner",
             "baton-cluster",
             "baton-kv-cache",
             "baton-tokenizer",
@@ -72,6 +98,7 @@ const ROOMS: &[Room] = &[
             "baton-telemetry",
             "baton-tls",
             "baton-proto",
+            "baton-request",
         ],
         tests_use: &[],
         never: &[
@@ -84,6 +111,13 @@ const ROOMS: &[Room] = &[
             "cudarc",
         ],
     },
+    // Decides, and does nothing: the simulator stands on it alone.
+    Room {
+        name: "baton-planner",
+        uses: &["baton-cluster-record", "baton-request"],
+        tests_use: &["baton-kv-cache"],
+        never: PURE,
+    },
     Room {
         name: "baton-prefill-worker",
         uses: ROLE,
@@ -93,7 +127,7 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-decode-worker",
         uses: ROLE,
-        tests_use: &["baton-model", "baton-prefill-worker"],
+        tests_use: &["baton-model", "baton-prefill-worker", "baton-engine-testing"],
         never: &["baton-router", "baton-tokenizer", "tokenizers"],
     },
     Room {
@@ -112,16 +146,26 @@ const ROOMS: &[Room] = &[
             "baton-telemetry",
             "baton-tls",
             "baton-proto",
+            "baton-request",
         ],
-        tests_use: &[],
+        tests_use: &["baton-engine-testing"],
         never: &["baton-router", "baton-tokenizer", "tokenizers"],
+    },
+    // A fake model for tests.
+    Room {
+        name: "baton-engine-testing",
+        uses: &["baton-engine", "baton-model-spec", "baton-kv-cache"],
+        tests_use: &[],
+        never: &["baton-proto", "baton-transfer", "baton-cluster"],
     },
     // Knows no network and no protocol.
     Room {
         name: "baton-engine",
-        uses: &["baton-model", "baton-kv-cache"],
-        tests_use: &[],
+        uses: &["baton-model-spec", "baton-kv-cache", "baton-request"],
+        tests_use: &["baton-engine-testing", "baton-model", "baton-cuda-emulator"],
         never: &[
+            "baton-model",
+            "baton-checkpoint",
             "baton-proto",
             "baton-handoff",
             "baton-transfer",
@@ -133,12 +177,80 @@ const ROOMS: &[Room] = &[
             "h2",
         ],
     },
+    // Loads a model onto what computes it: the one crate that knows both backends.
     Room {
         name: "baton-model",
-        uses: &["baton-kv-cache", "baton-gguf", "baton-cuda"],
-        tests_use: &[],
-        never: &["baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
+        uses: &[
+            "baton-model-cuda",
+            "baton-cuda-kernels",
+            "baton-model-cpu",
+            "baton-cpu-kernels",
+            "baton-checkpoint",
+            "baton-model-spec",
+            "baton-kv-cache",
+            "baton-cuda",
+        ],
+        tests_use: &["baton-gguf", "baton-model-testing"],
+        never: &["baton-cuda-emulator", "baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
     },
+    // What kernels and models on devices run on in tests: no production code uses it.
+    Room {
+        name: "baton-cuda-emulator",
+        uses: &[
+            "baton-model-cuda",
+            "baton-cuda-kernels",
+            "baton-checkpoint",
+            "baton-model-spec",
+            "baton-kv-cache",
+            "baton-cuda",
+        ],
+        tests_use: &["baton-model-testing"],
+        never: &["tokio"],
+    },
+    // Computes on devices, behind a seam: neither panels nor kernels' texts.
+    Room {
+        name: "baton-model-cuda",
+        uses: &["baton-cuda-kernels", "baton-checkpoint", "baton-model-spec", "baton-kv-cache", "baton-cuda"],
+        tests_use: &["baton-cuda-emulator", "baton-model-cpu", "baton-model-testing"],
+        never: &["baton-cuda-emulator", "baton-cpu-kernels", "tokio"],
+    },
+    // Knows shapes and addresses, no models.
+    Room {
+        name: "baton-cuda-kernels",
+        uses: &["baton-model-spec", "baton-kv-cache", "baton-cuda"],
+        tests_use: &["baton-cuda-emulator", "baton-model-testing"],
+        never: &["baton-cuda-emulator", "baton-checkpoint", "safetensors", "tokio"],
+    },
+    // The forward pass on processors, which never see a device.
+    Room {
+        name: "baton-model-cpu",
+        uses: &["baton-cpu-kernels", "baton-checkpoint", "baton-model-spec", "baton-kv-cache"],
+        tests_use: &[],
+        never: &["baton-cuda", "cudarc", "tokio"],
+    },
+    // Kernels and the threads that run them: no weight files, no order of operations.
+    Room {
+        name: "baton-cpu-kernels",
+        uses: &["baton-model-spec", "baton-kv-cache"],
+        tests_use: &["baton-model-testing"],
+        never: &["baton-checkpoint", "baton-cuda", "safetensors", "cudarc", "tokio"],
+    },
+    // Files to matrices. What a backend makes of them is its own business.
+    Room {
+        name: "baton-checkpoint",
+        uses: &["baton-model-spec", "baton-kv-cache", "baton-gguf"],
+        tests_use: &[],
+        never: &["baton-cuda", "cudarc", "tokio"],
+    },
+    // What a model is, and the seams behind which something computes it: no weights, no devices.
+    Room {
+        name: "baton-model-spec",
+        uses: &["baton-kv-cache"],
+        tests_use: &["baton-model-testing"],
+        never: &["baton-gguf", "baton-cuda", "safetensors", "memmap2", "cudarc", "tokio"],
+    },
+    // Numbers for tests: no production code uses it.
+    Room { name: "baton-model-testing", uses: &[], tests_use: &[], never: &["tokio"] },
     // How KV travels. A transport knows no other one.
     Room {
         name: "baton-transport-tcp",
@@ -181,7 +293,7 @@ const ROOMS: &[Room] = &[
     // The protocol of a handoff: messages in, messages and actions out. It acts through nothing but its caller.
     Room {
         name: "baton-handoff",
-        uses: &["baton-kv-cache"],
+        uses: &["baton-kv-layout", "baton-request"],
         tests_use: &[],
         never: &[
             "baton-engine",
@@ -199,11 +311,26 @@ const ROOMS: &[Room] = &[
     },
     Room {
         name: "baton-cluster",
-        uses: &["baton-kv-cache", "baton-proto", "baton-tls"],
+        uses: &["baton-cluster-record", "baton-kv-cache", "baton-proto", "baton-tls"],
         tests_use: &[],
         never: &["baton-engine", "baton-model", "baton-handoff", "baton-transfer"],
     },
-    Room { name: "baton-kv-cache", uses: &[], tests_use: &[], never: &["tokio", "tonic", "prost", "hyper"] },
+    Room {
+        name: "baton-proto",
+        uses: &["baton-cluster-record", "baton-kv-layout", "baton-request"],
+        tests_use: &[],
+        never: &[],
+    },
+    // What a worker says about itself, whatever carries it.
+    Room { name: "baton-cluster-record", uses: &["baton-kv-layout"], tests_use: &[], never: PURE },
+    Room {
+        name: "baton-kv-cache",
+        uses: &["baton-kv-layout"],
+        tests_use: &[],
+        never: &["tokio", "tonic", "prost", "hyper"],
+    },
+    // How KV is arranged, without the memory that holds it.
+    Room { name: "baton-kv-layout", uses: &[], tests_use: &[], never: PURE },
     Room {
         name: "baton-tokenizer",
         uses: &["baton-gguf"],
@@ -212,12 +339,13 @@ const ROOMS: &[Room] = &[
     },
     // Its own tests use its writer.
     Room { name: "baton-gguf", uses: &[], tests_use: &["baton-gguf"], never: &["tokio", "serde"] },
-    // Knows peers, not what they say.
+    // Knows identities of peers, not their messages.
     Room { name: "baton-tls", uses: &[], tests_use: &[], never: &["tonic", "prost", "hyper", "axum", "h2"] },
-    // Knows devices and memory, not what for.
+    // Knows devices and memory, not their use.
     Room { name: "baton-cuda", uses: &[], tests_use: &[], never: &["tokio"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
-    Room { name: "baton-proto", uses: &[], tests_use: &[], never: &[] },
+    // What every process agrees on about a request.
+    Room { name: "baton-request", uses: &[], tests_use: &[], never: PURE },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
 ];
 
@@ -236,19 +364,23 @@ const ROLE: &[&str] = &[
     "baton-telemetry",
     "baton-tls",
     "baton-proto",
+    "baton-request",
 ];
 
-/// Packages that one room hides from the others.
+/// What a room of plain data or pure decisions must not reach: runtimes, the operating system, protocols.
+const PURE: &[&str] = &["tokio", "libc", "tonic", "prost", "hyper", "axum", "h2"];
+
+/// Packages that only these rooms may use.
 const BEHIND: &[(&str, &[&str])] = &[
     ("etcd-client", &["baton-cluster"]),
     ("tokenizers", &["baton-tokenizer"]),
     ("minijinja", &["baton-tokenizer"]),
-    ("safetensors", &["baton-model"]),
-    ("cudarc", &["baton-cuda", "baton-model", "baton-transfer", "baton-transport-nccl"]),
+    ("safetensors", &["baton-checkpoint"]),
+    ("cudarc", &["baton-cuda", "baton-cuda-kernels", "baton-transfer", "baton-transport-nccl"]),
     ("opentelemetry-otlp", &["baton-telemetry"]),
     ("rustls", &["baton-tls"]),
     ("tokio-rustls", &["baton-tls"]),
-    ("clap", &["baton-cli", "xtask"]),
+    ("clap", &["baton-cli", "baton-bench", "baton-command", "xtask"]),
 ];
 
 pub(crate) fn check(workspace: &Workspace) -> anyhow::Result<Outcome> {
@@ -298,7 +430,7 @@ fn our_dependencies<'a>(member: Package<'a>) -> impl Iterator<Item = (&'a str, b
 }
 
 /// The shortest way from a package to one of this name, as "a -> b -> c".
-fn way_to(workspace: &Workspace, from: &str, target: &str) -> Option<String> {
+pub(crate) fn way_to(workspace: &Workspace, from: &str, target: &str) -> Option<String> {
     let names: BTreeMap<&str, &str> = workspace.packages().map(|p| (p.id(), p.name())).collect();
     let mut came_from: BTreeMap<&str, &str> = BTreeMap::new();
     let mut queue = VecDeque::from([from]);

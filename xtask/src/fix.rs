@@ -9,8 +9,7 @@ pub(crate) fn run(workspace: &Workspace) -> Result<bool> {
     if descriptors::write(workspace)? {
         println!("fix: made tools/protoc's descriptors anew");
     }
-    // Clippy first: its suggestions are not formatted. It must not refuse a checkout with changes,
-    // as that is where one calls it.
+    // Clippy first: its suggestions are not formatted. It must accept a checkout with uncommitted changes.
     let clippy = [
         "clippy",
         "--workspace",

@@ -13,9 +13,9 @@ use crate::{tools, workspace::Workspace};
 pub(crate) const FOLDER: &str = "fuzz";
 const VERSION: &str = "0.13.2";
 
-/// A hostile size must be refused before it is allocated, and no input may take long. Inputs may be long at once: some targets
-/// run too slowly for libFuzzer to lengthen them little by little, and a few bytes are no edit. What a thread that is just
-/// ending still holds would count as a leak.
+/// A hostile size must be rejected before it is allocated, and no input may take long. Inputs have no length limit at the
+/// start: some targets are too slow for libFuzzer to lengthen inputs step by step. Leaks are not detected: the memory of a
+/// thread that is ending would count as one.
 const LIMITS: [&str; 5] =
     ["-rss_limit_mb=2048", "-malloc_limit_mb=512", "-timeout=30", "-len_control=0", "-detect_leaks=0"];
 
@@ -65,7 +65,7 @@ fn fuzz(root: &Path, name: &str, seconds: u64) -> Result<bool> {
     let artifacts = root.join("target/fuzz/artifacts").join(name);
     fs::create_dir_all(&artifacts)?;
     let mut command = cargo_fuzz(root, "run");
-    // Whatever is compiled shall be what is released: some dependencies leave things out under `cfg(fuzzing)`.
+    // The released code is fuzzed: some dependencies leave code out under `cfg(fuzzing)`.
     command
         .args(["--target-dir", "target/fuzz", "--no-cfg-fuzzing", "--codegen-units", "16", name])
         .arg(&corpus);
@@ -75,12 +75,12 @@ fn fuzz(root: &Path, name: &str, seconds: u64) -> Result<bool> {
     }
     command.arg("--").args(LIMITS).arg(format!("-max_total_time={seconds}"));
     command.arg(format!("-artifact_prefix={}/", artifacts.display()));
-    // Of the sanitizer, which else looks for leaks once more when the process ends, with all threads of the target.
+    // Otherwise the sanitizer searches for leaks again when the process ends.
     command.env("ASAN_OPTIONS", "detect_leaks=0");
     Ok(command.status().context("run cargo fuzz")?.success())
 }
 
-/// Sanitizers are options of the compiler that the pinned one has, too, if it is told to listen.
+/// RUSTC_BOOTSTRAP lets the pinned stable compiler accept the unstable options of sanitizers.
 fn cargo_fuzz(root: &Path, what: &str) -> Command {
     let mut command = Command::new(tools::own_bin(root).join("cargo-fuzz"));
     command.args(["fuzz", what, "--fuzz-dir", FOLDER]).current_dir(root).env("RUSTC_BOOTSTRAP", "1");

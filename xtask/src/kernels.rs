@@ -1,4 +1,4 @@
-//! GPU kernels compiled for every card's architecture, by NVRTC and without a GPU.
+//! Compiles the GPU kernels for the architecture of every card, with NVRTC and without a GPU.
 
 use std::{
     path::PathBuf,

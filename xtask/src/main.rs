@@ -1,13 +1,14 @@
 //! Checks and set-up of the workspace: `cargo xtask verify | fix | setup | ci | cuda-check | gpu-check | fuzz | soak`.
 //!
-//! `verify` never writes to the checkout, `fix` does, `setup` installs. Nothing here knows what
-//! Baton does; it knows how the repository is put together.
+//! `verify` never writes to the checkout, `fix` does, `setup` installs. The program knows how the repository is built, not
+//! what Baton does.
 
 #![forbid(unsafe_code)]
 
 mod architecture;
 mod chart;
 mod check;
+mod circles;
 mod descriptors;
 mod edges;
 mod fix;
@@ -15,11 +16,17 @@ mod fuzz;
 mod gpu;
 mod hygiene;
 mod kernels;
+mod names;
+mod pages;
+mod purity;
+mod rooms;
 mod settings;
 mod setup;
 mod soak;
+mod source;
 mod tools;
 mod verify;
+mod words;
 mod workspace;
 
 use std::process::ExitCode;
@@ -46,40 +53,40 @@ enum Command {
         #[arg(long)]
         list: bool,
     },
-    /// Repair what can be repaired: formatting, clippy's suggestions, generated files.
+    /// Repair what a program can repair: formatting, clippy's suggestions, generated files.
     Fix,
     /// Install what the tests need and this machine lacks.
     Setup {
-        /// Only say what is there and what is missing.
+        /// Only report what is installed and what is missing.
         #[arg(long)]
         check: bool,
-        /// Also NCCL's library, for tests that load it: 350 MB to fetch.
+        /// Also install NCCL's library, for tests that load it. Downloads 350 MB.
         #[arg(long)]
         nccl: bool,
     },
     /// `setup`, then `verify`: what CI runs.
     Ci,
-    /// Compile every GPU kernel for every card and print what its code needs. No GPU takes part.
+    /// Compile every GPU kernel for every card, and print its registers and spills. Needs no GPU.
     CudaCheck,
     /// Check and measure everything that needs a GPU, in eight minutes at most. Not part of `verify`.
     GpuCheck(gpu::Options),
-    /// Feed decoders with what coverage leads to, one fuzz target after the other. Not part of `verify`.
+    /// Run the fuzz targets, one after the other. Not part of `verify`.
     Fuzz {
-        /// Only this target; by default all.
+        /// Run only this target. Default: all.
         target: Option<String>,
-        /// How long for each.
+        /// Seconds for each target.
         #[arg(long, default_value_t = 600)]
         seconds: u64,
     },
-    /// Requests at a steady rate under random faults, for long. Not part of `verify`, which runs half a minute of it.
+    /// Send requests at a steady rate under random faults, for a long time. `verify` runs half a minute of it.
     Soak {
-        /// For how long.
+        /// Minutes to run.
         #[arg(long, default_value_t = 30)]
         minutes: u64,
         /// Requests per second.
         #[arg(long, default_value_t = 50)]
         rate: u32,
-        /// Another one disturbs at other moments.
+        /// Seed of the faults: another seed injects them at other times.
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
@@ -96,10 +103,10 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether all is well.
+/// Runs a command. Returns whether it succeeded.
 fn run(command: Command) -> anyhow::Result<bool> {
     if let Command::GpuCheck(options) = &command {
-        // Perhaps where there is no cargo.
+        // It may run on a machine without cargo.
         return gpu::run(options);
     }
     let workspace = Workspace::load()?;
@@ -114,7 +121,7 @@ fn run(command: Command) -> anyhow::Result<bool> {
         Command::Setup { check, nccl } => {
             setup::run(&workspace, if check { Mode::Check } else { Mode::Install }, nccl)
         }
-        // What setup could not install shows up in the tests; they are worth running all the same.
+        // The tests run even if setup is incomplete: they report what is missing.
         Command::Ci => {
             let complete = setup::run(&workspace, Mode::Install, false)?;
             let verified = verify::run(&workspace, &[])?;

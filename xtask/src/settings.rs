@@ -1,5 +1,5 @@
-//! Whether deploy/ and helm/ speak of settings that the program has: a renamed flag would otherwise
-//! show up only in somebody's cluster.
+//! Checks that the flags and variables in deploy/ and helm/ exist: a renamed flag would otherwise fail in a user's cluster
+//! only.
 
 use std::collections::BTreeSet;
 
@@ -7,23 +7,26 @@ use anyhow::{Context, Result};
 
 use crate::{check::Outcome, workspace::Workspace};
 
-/// Where the program's flags and variables are declared.
-const DECLARED: &str = "cli/src/args.rs";
+/// Where the program's flags and variables are declared: in the Rust files below.
+const DECLARED: &str = "cli/";
 
 const FOLDERS: [&str; 2] = ["deploy/", "helm/"];
 
 pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
-    let declared = std::fs::read_to_string(workspace.root.join(DECLARED)).context(DECLARED)?;
     let Some(files) = workspace.files()? else {
         return Ok(Outcome::Skipped("this is no git checkout".to_owned()));
     };
+    let mut declared = String::new();
+    for file in files.iter().filter(|file| file.starts_with(DECLARED) && file.ends_with(".rs")) {
+        declared += &std::fs::read_to_string(workspace.root.join(file)).context(DECLARED)?;
+    }
     let mut findings = Vec::new();
     let mut settings = BTreeSet::new();
     for file in files.iter().filter(|file| FOLDERS.iter().any(|folder| file.starts_with(folder))) {
         let Ok(text) = std::fs::read_to_string(workspace.root.join(file)) else { continue };
         let role_flags = file.starts_with("helm/baton/templates/") && !file.ends_with("etcd.yaml");
         for line in text.lines() {
-            // What a comment says is for people.
+            // Comments are not checked.
             let line = line.split(" #").next().unwrap_or_default();
             let variables = words(line, "BATON_").filter(|name| line.contains(&format!("{name}:")));
             let flags = words(line, "--").filter(|_| role_flags && line.trim_start().starts_with("- --"));

@@ -1,7 +1,7 @@
 //! `cargo xtask setup`: installs what the tests need and the machine lacks.
 //!
-//! It says what it is about to do before it does it, changes nothing outside of target/ except
-//! through the system's package manager, and finds at the second call that nothing is left to do.
+//! It prints each step before it runs it. Outside target/ it changes the machine only through the system's package
+//! manager. A second call has nothing to do.
 
 use std::{
     path::{Path, PathBuf},
@@ -19,11 +19,11 @@ pub(crate) enum Mode {
     Check,
 }
 
-/// Something that verify uses besides the Rust toolchain.
+/// A tool that `verify` uses besides the Rust toolchain.
 struct Need {
     name: &'static str,
     what_for: &'static str,
-    /// Without it tests fail; otherwise a check is skipped, and says so.
+    /// Whether tests fail without it. If not, a check is skipped with a message.
     required: bool,
     /// Where it is, if it is there.
     find: fn(&Path) -> Result<Option<String>>,
@@ -76,7 +76,7 @@ const NEEDS: &[Need] = &[
     },
 ];
 
-/// Too large to be fetched for everybody.
+/// Too large to be installed by default.
 const NCCL_NEED: Need =
     Need { name: "nccl", what_for: "tests of nccl", required: false, find: find_nccl, install: install_nccl };
 
@@ -244,7 +244,7 @@ fn apt_install(package: &str) -> Result<()> {
     if run_shown(as_root("apt-get")?.args(install)).is_ok() {
         return Ok(());
     }
-    // Fresh machines and images know no packages until they are told.
+    // A fresh machine or image has no package lists yet.
     run_shown(as_root("apt-get")?.arg("update"))?;
     run_shown(as_root("apt-get")?.args(install))
 }

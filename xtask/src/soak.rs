@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 
 use crate::workspace::Workspace;
 
-/// Whether nothing was left behind, wrong, or grown.
+/// Whether the test passed: no wrong answer, no leak, no growth.
 pub(crate) fn run(workspace: &Workspace, minutes: u64, rate: u32, seed: u64) -> Result<bool> {
     let mut command = workspace.cargo();
     command

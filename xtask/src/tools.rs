@@ -1,4 +1,4 @@
-//! Where programs that are not part of the toolchain lie, and how to call one.
+//! Paths of programs that are not part of the toolchain, and how to call one.
 
 use std::{
     path::{Path, PathBuf},

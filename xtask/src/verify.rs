@@ -11,14 +11,24 @@ use anyhow::{Result, bail};
 use crate::{
     architecture, chart,
     check::{self, Check, Outcome},
-    descriptors, edges, hygiene, kernels, settings,
+    circles, descriptors, edges, hygiene, kernels, names, pages, purity, rooms, settings, words,
     workspace::Workspace,
 };
 
-/// Cheap ones first, so that a slip is seen at once.
+/// Cheap checks first, so that a mistake is reported at once.
 const CHECKS: &[Check] = &[
     Check { name: "format", about: "cargo fmt changes nothing", run: format },
     Check { name: "edges", about: "crates depend on each other as designed", run: edges::check },
+    Check {
+        name: "purity",
+        about: "crates that decide reach no runtime, clock or system",
+        run: purity::check,
+    },
+    Check { name: "rooms", about: "no crate is above 6,000 production lines", run: rooms::check },
+    Check { name: "circles", about: "no files of a crate use each other in a circle", run: circles::check },
+    Check { name: "names", about: "no two public types share a name", run: names::check },
+    Check { name: "words", about: "no banned word is used", run: words::check },
+    Check { name: "pages", about: "no page is longer than its limit", run: pages::check },
     Check { name: "architecture", about: "files that the documents name exist", run: architecture::check },
     Check { name: "hygiene", about: "lints, licence, lock file, file sizes, leftovers", run: hygiene::check },
     Check { name: "descriptors", about: "tools/protoc fits the locked etcd-client", run: descriptors::check },
@@ -35,7 +45,7 @@ pub(crate) fn list() {
     }
 }
 
-/// Runs the named checks, or all; whether they hold.
+/// Runs the named checks, or all. Returns whether they pass.
 pub(crate) fn run(workspace: &Workspace, names: &[String]) -> Result<bool> {
     if let Some(unknown) = names.iter().find(|name| CHECKS.iter().all(|check| check.name != **name)) {
         bail!("no check is called {unknown}; `cargo xtask verify --list` names them");
@@ -49,7 +59,7 @@ pub(crate) fn run(workspace: &Workspace, names: &[String]) -> Result<bool> {
         let started = Instant::now();
         let outcome =
             (check.run)(workspace).unwrap_or_else(|error| Outcome::Failed(vec![format!("{error:#}")]));
-        // After the tests nothing is said unless something is wrong: their total ends the output.
+        // If the tests pass, their total is the last line of the output.
         let last_word = check.name == "tests" && matches!(outcome, Outcome::Passed(_));
         if !last_word {
             check::print(check.name, &outcome, started.elapsed());
@@ -72,7 +82,7 @@ fn format(workspace: &Workspace) -> Result<Outcome> {
     Ok(Outcome::of(findings, "every crate"))
 }
 
-/// Files of the packages that are so chosen.
+/// The unformatted files of these packages.
 fn unformatted(workspace: &Workspace, packages: &[&str]) -> Result<Vec<String>> {
     let mut cargo = workspace.cargo();
     let output = cargo.arg("fmt").args(packages).args(["--check", "--", "--files-with-diff"]).output()?;
@@ -87,11 +97,11 @@ fn unformatted(workspace: &Workspace, packages: &[&str]) -> Result<Vec<String>> 
     Ok(findings)
 }
 
-/// Clippy checks what the tests compile again: cargo shares nothing but build scripts and procedural macros
-/// between the two. Tests could be compiled by clippy-driver instead, but it leaves optimisations out, and
-/// then another program would be tested than the one that is released.
+/// Clippy compiles the code once more than the tests: cargo shares only build scripts and procedural macros between the
+/// two. clippy-driver could compile the tests, but without optimisations: then another program than the released one
+/// would be tested.
 ///
-/// The fuzz targets are only ever looked at here, for building them takes minutes. They share what they can with the rest.
+/// The fuzz targets are checked here and not built, as building them takes minutes.
 fn clippy(workspace: &Workspace) -> Result<Outcome> {
     let mut findings = Vec::new();
     for packages in [&["--workspace"][..], &["--manifest-path", "fuzz/Cargo.toml", "--target-dir", "target"]]
@@ -104,7 +114,7 @@ fn clippy(workspace: &Workspace) -> Result<Outcome> {
     Ok(Outcome::of(findings, "every crate, every target, fuzz targets"))
 }
 
-/// Every test binary reports for itself, and the last ones have nothing to run: the total is counted here.
+/// Every test binary reports its own result; the total is counted here.
 fn tests(workspace: &Workspace) -> Result<Outcome> {
     let args = ["test", "--workspace", "--locked", "--no-fail-fast"];
     println!("verify: cargo {} …", args.join(" "));

@@ -16,7 +16,7 @@ pub(crate) struct Workspace {
 
 impl Workspace {
     pub(crate) fn load() -> Result<Workspace> {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask/ lies in the root")?;
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask/ is in the root")?;
         // Cargo has just built this program from the lock file, so --locked holds unless it changed since.
         let args = ["metadata", "--format-version", "1", "--locked", "--all-features"];
         let output = cargo(root).args(args).output().context("run cargo metadata")?;
@@ -124,7 +124,7 @@ impl<'a> Package<'a> {
     }
 
     pub(crate) fn folder(self) -> PathBuf {
-        self.manifest().parent().expect("a manifest lies in a folder").to_owned()
+        self.manifest().parent().expect("a manifest is in a folder").to_owned()
     }
 
     /// Names of direct dependencies, each with whether only tests use it.

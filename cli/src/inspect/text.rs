@@ -8,7 +8,7 @@ use baton_model::{
     cost::{DeviceSpeed, StepCost},
 };
 
-use super::Inspection;
+use super::inspection::Inspection;
 
 impl fmt::Display for Inspection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

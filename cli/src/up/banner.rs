@@ -1,4 +1,4 @@
-//! What a newcomer reads when everything is up: where it is, and how to call it.
+//! The message of `baton up` when all processes are ready: the URL, and how to call it.
 
 use std::{net::SocketAddr, time::Duration};
 

@@ -1,4 +1,4 @@
-//! One supervised process: start it, pass its lines on, start it again when it dies.
+//! One supervised process: start it, forward its log lines, start it again when it ends.
 
 use std::{
     io,
@@ -14,27 +14,27 @@ use tokio_util::sync::CancellationToken;
 
 use super::logs::Logs;
 
-/// A process to keep running: a subcommand of this very program.
+/// A process to keep running: a subcommand of this program.
 pub(super) struct Child {
-    /// As the log shows it.
+    /// Its name in the log.
     pub name: String,
     /// Arguments of `baton`.
     pub args: Vec<String>,
 }
 
-/// Why a process is supervised no longer.
+/// Why supervision of a process has ended.
 pub(super) enum Supervised {
-    /// It was asked to stop, and did.
+    /// It was told to stop, and has ended.
     Stopped,
-    /// It cannot be started; says why.
+    /// It cannot be started, for this reason.
     GaveUp(String),
 }
 
-/// A process that lived this long did start; its next death is met without delay.
+/// A process that ran this long has started; it is restarted without delay.
 const SETTLED: Duration = Duration::from_secs(10);
 const FIRST_DELAY: Duration = Duration::from_millis(100);
 const LONGEST_DELAY: Duration = Duration::from_secs(5);
-/// Exits by itself, in a row and before it settled, after which starting again is pointless.
+/// Supervision gives up after so many exits in a row before this time.
 const MAX_FAILED_STARTS: u32 = 3;
 /// How long a process may take to end after SIGTERM.
 const STOP_TIMEOUT: Duration = Duration::from_secs(35);
@@ -54,7 +54,7 @@ pub(super) async fn supervise(child: Child, logs: Logs, stop: CancellationToken)
             delay = FIRST_DELAY;
             failed_starts = 0;
         }
-        // A signal is somebody else's doing; an exit code is the process's own judgement.
+        // A signal comes from outside; an exit code is the process's own decision.
         if ended.status.code().is_some() {
             failed_starts += 1;
         }
@@ -76,7 +76,7 @@ struct Ended {
     last_line: Option<String>,
 }
 
-/// `None` when it ended because it was asked to.
+/// `None` when it ended because it was told to.
 async fn run_once(child: &Child, logs: &Logs, stop: &CancellationToken) -> io::Result<Option<Ended>> {
     let mut process = command(child)?.spawn()?;
     let stdout = process.stdout.take().expect("stdout is piped");
@@ -118,7 +118,7 @@ fn command(child: &Child) -> io::Result<Command> {
     // SAFETY: prctl is async-signal-safe and touches nothing of the parent.
     unsafe {
         command.pre_exec(|| {
-            // When the supervisor is killed its parts drain and end, too.
+            // When the supervisor is killed, its processes drain and end, too.
             if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) != 0 {
                 return Err(io::Error::last_os_error());
             }
@@ -128,7 +128,7 @@ fn command(child: &Child) -> io::Result<Command> {
     Ok(command)
 }
 
-/// Passes lines on until the pipe closes; returns the last one that says something.
+/// Forwards lines until the pipe closes. Returns the last line that is not empty.
 async fn forward(child: &Child, logs: &Logs, pipe: impl AsyncRead + Unpin) -> Option<String> {
     let mut lines = BufReader::new(pipe).lines();
     let mut last = None;

@@ -1,4 +1,4 @@
-//! Lines of many processes on one terminal, each behind the coloured name of its process.
+//! Log lines of many processes on one terminal, each with the coloured name of its process in front.
 
 use std::io::Write;
 
@@ -10,7 +10,7 @@ pub(super) struct Logs {
 }
 
 impl Logs {
-    /// `name_width` is that of the longest name.
+    /// `name_width` is the width of the longest name.
     pub(super) fn new(name_width: usize, colour: bool) -> Logs {
         Logs { name_width, colour }
     }
@@ -27,7 +27,7 @@ impl Logs {
 
     fn write(&self, name: &str, colour: &str, line: &str) {
         let text = format_line(name, self.name_width, self.colour.then_some(colour), line);
-        // Nothing can be done for a log that cannot be written.
+        // A failure to write the log cannot be reported anywhere.
         let _ = std::io::stderr().lock().write_all(text.as_bytes());
     }
 }
@@ -39,7 +39,7 @@ fn format_line(name: &str, width: usize, colour: Option<&str>, line: &str) -> St
     }
 }
 
-/// SGR codes: one hue a role.
+/// SGR codes: one colour per role.
 fn role_colour(name: &str) -> &'static str {
     match name.split('-').next() {
         Some("router") => "35",

@@ -16,16 +16,13 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use baton_command::{EngineArgs, TlsArgs, at_least_one, draft_model, embedded_model, model_path};
 use baton_model::num_cuda_devices;
-use clap::ValueEnum;
+use clap::Args;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::{
-    args::{EngineArgs, LogArgs, LogColor, TlsArgs, UpArgs},
-    embedded_model,
-    roles::{self, model_path},
-};
+use crate::{config::LayerArgs, log::LogArgs, shutdown};
 use child::{Child, Supervised};
 use logs::Logs;
 use places::Place;
@@ -33,19 +30,46 @@ use places::Place;
 /// How long the router gets to end its streams before the workers are told to stop.
 const ROUTER_DRAIN: Duration = Duration::from_secs(10);
 
+#[derive(Debug, Args)]
+pub(crate) struct UpArgs {
+    /// Directory of a Hugging Face model, or a .gguf file. Default: the tiny model that is embedded in this
+    /// program.
+    pub model: Option<PathBuf>,
+    /// Port of the HTTP and gRPC API.
+    #[arg(long, default_value_t = 8080, env = "BATON_PORT")]
+    pub port: u16,
+    /// Address to listen on. 0.0.0.0 accepts connections from other machines.
+    #[arg(long, default_value = "127.0.0.1", env = "BATON_HOST")]
+    pub host: std::net::IpAddr,
+    /// Prefill workers to start. With 0, decode workers compute prompts themselves.
+    #[arg(long, value_name = "N", default_value_t = 1, env = "BATON_PREFILL")]
+    pub prefill: usize,
+    /// Decode workers to start.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one, env = "BATON_DECODE")]
+    pub decode: usize,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    #[command(flatten)]
+    pub tls: TlsArgs,
+    #[command(flatten)]
+    pub log: LogArgs,
+    #[command(flatten)]
+    pub layers: LayerArgs,
+}
+
 /// Runs until Ctrl-C or SIGTERM, or until a part cannot be started.
-pub async fn run(mut args: UpArgs) -> anyhow::Result<()> {
+pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     let (model, model_name) = match &args.model {
         Some(model) => (model_path(model)?, None),
         None => (embedded_model::directory()?, Some(embedded_model::NAME)),
     };
-    args.engine.draft_model = roles::draft_model(&args.engine, args.model.is_none())?;
+    args.engine.draft_model = draft_model(&args.engine, args.model.is_none())?;
     let address = SocketAddr::new(args.host, args.port);
-    // A clear message now, as below.
-    roles::tls(&args.tls)?;
+    // Checked here for a clear message, as below.
+    args.tls.load()?;
     check_port_is_free(address)?;
 
-    let shutdown = crate::shutdown_signal()?;
+    let shutdown = shutdown::on_signal()?;
     let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let num_gpus = num_cuda_devices().unwrap_or(0);
     let places =
@@ -55,7 +79,7 @@ pub async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     let mut children = children.into_iter();
     let router = children.next().expect("the plan begins with the router");
     let mut router = tokio::spawn(child::supervise(router, logs, shutdown.clone()));
-    // Workers outlive the router's drain: their token is cancelled below, once it is gone.
+    // Workers outlive the router's drain: their token is cancelled below, after the router has ended.
     let stop_workers = CancellationToken::new();
     let mut workers = JoinSet::new();
     for child in children {
@@ -73,7 +97,7 @@ pub async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     shutdown.cancel();
     if !router.is_finished() {
         logs.note("stopping; press Ctrl-C again to stop at once");
-        // One that does not end in time is killed when its task is dropped, with the runtime.
+        // A router that does not end in time is killed when its task is dropped, with the runtime.
         let _ = tokio::time::timeout(ROUTER_DRAIN, &mut router).await;
     }
     stop_workers.cancel();
@@ -88,7 +112,7 @@ fn describe(ended: Supervised) -> anyhow::Result<()> {
     }
 }
 
-/// A clear message now beats a router that dies and is restarted for ever.
+/// Without this check, the router would fail and be restarted again and again.
 fn check_port_is_free(address: SocketAddr) -> anyhow::Result<()> {
     std::net::TcpListener::bind(address)
         .map(drop)
@@ -108,13 +132,13 @@ fn plan(
     if let Some(name) = model_name {
         common.extend(["--model-name".to_owned(), name.to_owned()]);
     }
-    common.extend(tls_flags(&args.tls));
-    common.extend(log_flags(&args.log, colour));
+    common.extend(args.tls.flags());
+    common.extend(args.log.flags(colour));
 
     let mut router = vec!["router".to_owned(), "--listen".to_owned(), address.to_string()];
     router.extend(common.clone());
 
-    // Workers reach the router on this machine whatever it listens on.
+    // Workers reach the router over loopback, for every address that it listens on.
     let scheme = if args.tls.tls_cert.is_some() { "https" } else { "http" };
     let local = match address {
         SocketAddr::V4(_) => format!("{scheme}://127.0.0.1:{}", address.port()),
@@ -131,92 +155,12 @@ fn plan(
             let place = places.next().expect("one for each worker");
             let mut flags = vec![format!("{role}-worker"), "--id".to_owned(), name.clone()];
             flags.extend(worker.clone());
-            flags.extend(engine_flags(&place.engine(&args.engine)));
+            flags.extend(place.engine(&args.engine).flags());
             flags.push(format!("--pin-threads={}", place.cpus));
             children.push(Child { name, args: flags });
         }
     }
     children
-}
-
-/// The engine's settings as a worker's flags, but for the processors, which are divided. Every field is named, so that none
-/// can be forgotten.
-pub(crate) fn engine_flags(engine: &EngineArgs) -> Vec<String> {
-    let EngineArgs {
-        kv_memory,
-        block_size,
-        kv_dtype,
-        max_running,
-        max_waiting,
-        token_budget,
-        itl_target,
-        no_prefix_cache,
-        threads,
-        tensor_parallel,
-        pin_threads: _,
-        quantize,
-        activations,
-        device,
-        gpu_memory_utilization,
-        weight_cache,
-        speculate,
-        draft_model,
-        max_draft_tokens,
-    } = engine;
-    let speculate = speculate.to_possible_value().expect("no drafter is hidden");
-    let flags = [
-        Some(format!("--kv-memory={kv_memory}")),
-        Some(format!("--block-size={block_size}")),
-        kv_dtype.map(|dtype| format!("--kv-dtype={}", dtype.name())),
-        Some(format!("--max-running={max_running}")),
-        Some(format!("--max-waiting={max_waiting}")),
-        Some(format!("--token-budget={token_budget}")),
-        itl_target.map(|ms| format!("--itl-target={ms}")),
-        no_prefix_cache.then(|| "--no-prefix-cache".to_owned()),
-        threads.map(|threads| format!("--threads={threads}")),
-        Some(format!("--tensor-parallel={tensor_parallel}")),
-        quantize.map(|quantisation| format!("--quantize={quantisation}")),
-        Some(format!("--activations={}", activations.name())),
-        Some(format!("--device={device}")),
-        Some(format!("--gpu-memory-utilization={gpu_memory_utilization}")),
-        weight_cache.as_ref().map(|dir| format!("--weight-cache={}", dir.display())),
-        Some(format!("--speculate={}", speculate.get_name())),
-        draft_model.as_ref().map(|dir| format!("--draft-model={}", dir.display())),
-        Some(format!("--max-draft-tokens={max_draft_tokens}")),
-    ];
-    flags.into_iter().flatten().collect()
-}
-
-/// The same for certificates.
-fn tls_flags(tls: &TlsArgs) -> Vec<String> {
-    let TlsArgs { tls_cert, tls_key, tls_ca, tls_name } = tls;
-    let file =
-        |flag: &str, path: &Option<PathBuf>| path.as_ref().map(|path| format!("{flag}={}", path.display()));
-    let flags = [
-        file("--tls-cert", tls_cert),
-        file("--tls-key", tls_key),
-        file("--tls-ca", tls_ca),
-        tls_name.as_ref().map(|name| format!("--tls-name={name}")),
-    ];
-    flags.into_iter().flatten().collect()
-}
-
-/// The same for logs. Their output is a pipe; whether it ends on a terminal only the supervisor can tell.
-fn log_flags(log: &LogArgs, colour: bool) -> Vec<String> {
-    let LogArgs { log, log_format, log_color, otlp_endpoint } = log;
-    let colour = match log_color {
-        LogColor::Auto => colour,
-        LogColor::Always => true,
-        LogColor::Never => false,
-    };
-    let format = log_format.to_possible_value().expect("no format is hidden");
-    let flags = [
-        Some(format!("--log={log}")),
-        Some(format!("--log-format={}", format.get_name())),
-        Some(format!("--log-color={}", if colour { "always" } else { "never" })),
-        otlp_endpoint.as_ref().map(|endpoint| format!("--otlp-endpoint={endpoint}")),
-    ];
-    flags.into_iter().flatten().collect()
 }
 
 #[cfg(test)]

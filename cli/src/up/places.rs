@@ -1,32 +1,31 @@
-//! Where each worker computes: on processors that it shares with none, or on GPUs that it shares with as few as there must be.
+//! Where each worker computes: on processors of its own, or on GPUs that as few workers as possible share.
 
+use baton_command::EngineArgs;
 use baton_model::CpuListError;
 use baton_worker::{Device, ThreadPinning};
 
-use crate::args::EngineArgs;
-
-/// What a worker gets of this machine.
+/// The processors or the GPU of a worker.
 #[derive(Clone, Debug)]
 pub(super) struct Place {
     pub(super) cpus: ThreadPinning,
     pub(super) device: Device,
-    /// Its share of what weights leave of the GPU's memory.
+    /// Its share of the GPU's memory that weights leave free.
     pub(super) gpu_memory_utilization: f64,
 }
 
 impl Place {
-    /// The settings of the worker that gets it; processors aside.
+    /// The settings of its worker, without the processors.
     pub(super) fn engine(&self, engine: &EngineArgs) -> EngineArgs {
         let Place { device, gpu_memory_utilization, .. } = *self;
         EngineArgs { device, gpu_memory_utilization, ..engine.clone() }
     }
 }
 
-/// One for each worker. Of `num_gpus` those from `--device` on are taken in turn, as many at a time as a worker has ranks; workers
-/// that meet on one divide its memory.
+/// One place for each worker. The GPUs from `--device` up to `num_gpus` are taken in turn, one for each rank of a worker.
+/// Workers on the same GPU divide its memory.
 ///
 /// # Errors
-/// When there are not so many processors.
+/// When there are too few processors.
 pub(super) fn divide(
     engine: &EngineArgs,
     num_workers: usize,
@@ -54,7 +53,7 @@ pub(super) fn divide(
     Ok(cpus.into_iter().enumerate().map(place).collect())
 }
 
-/// What each worker's threads are kept to: threads of two on one processor would wait for each other.
+/// The processors of each worker's threads. Threads of two workers on one processor would wait for each other.
 fn divide_cpus(engine: &EngineArgs, num_workers: usize) -> Result<Vec<ThreadPinning>, CpuListError> {
     let Some(cpus) = engine.pin_threads.cpus(None)? else {
         return Ok(vec![ThreadPinning::None; num_workers]);
@@ -112,7 +111,7 @@ mod tests {
         assert_eq!(divide("--device cuda:2", 2, 3), "cuda:2 0.4, cuda:2 0.4");
         assert_eq!(divide("--device cuda:0", 3, 2), "cuda:0 0.4, cuda:1 0.8, cuda:0 0.4");
         assert_eq!(divide("--device cuda:1 --tensor-parallel 2", 2, 5), "cuda:1 0.8, cuda:3 0.8");
-        // The worker says that there are too few.
+        // The worker reports that there are too few.
         assert_eq!(divide("--device cuda:1 --tensor-parallel 2", 2, 2), "cuda:1 0.4, cuda:1 0.4");
     }
 }

@@ -1,4 +1,4 @@
-//! The worker's half: holds the stream open, and opens it again whenever it ends.
+//! The worker's side: holds the stream open, and opens it again whenever it ends.
 
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ use tonic::{Status, transport::Channel};
 
 use crate::{
     Dialer, DiscoveryError, RegistrationState, WorkerRecord, backoff::Backoff, config::url,
-    registration::Report,
+    registration_state::StateReport,
 };
 
-/// A router that accepts a connection and then says nothing is as good as none.
+/// A router that accepts a connection and then stays silent counts as unreachable.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const BACKOFF_LIMIT: Duration = Duration::from_secs(2);
 
@@ -24,7 +24,7 @@ const BACKOFF_LIMIT: Duration = Duration::from_secs(2);
 pub(crate) struct Registrar {
     channel: Channel,
     record: WorkerRecord,
-    report: Report,
+    report: StateReport,
 }
 
 /// Why a session ended.
@@ -38,7 +38,7 @@ impl Registrar {
     pub(crate) fn new(
         router: &str,
         record: WorkerRecord,
-        report: Report,
+        report: StateReport,
         dialer: &Dialer,
     ) -> Result<Registrar, DiscoveryError> {
         url("router", router)?;
@@ -68,7 +68,7 @@ impl Registrar {
     }
 
     async fn session(&mut self, withdraw: &CancellationToken, backoff: &mut Backoff) -> End {
-        // One message: the record. The sender's life is the stream's.
+        // One message: the record. Dropping the sender ends the stream.
         let (records, outbound) = mpsc::channel(1);
         let record = proto::WorkerRecord::from(&self.record);
         records.try_send(record).expect("the channel is new and has room for one");
@@ -93,7 +93,7 @@ impl Registrar {
         loop {
             tokio::select! {
                 () = withdraw.cancelled() => {
-                    // Half-closing ends the lease; the router's end of stream says that it has.
+                    // Half-closing ends the lease. The router confirms by ending its side of the stream.
                     drop(records);
                     let _ = timeout(ANSWER_TIMEOUT, async { while let Ok(Some(_)) = answers.message().await {} }).await;
                     return End::Withdrawn;

@@ -1,4 +1,4 @@
-//! The router's half: a gRPC service that enters whoever holds a stream open.
+//! The router's side: a gRPC service that lists every worker that holds a stream open.
 
 use std::{
     collections::HashMap,
@@ -23,7 +23,7 @@ pub struct RegistryService {
     shared: Arc<Mutex<Shared>>,
     members: Membership,
     closing: CancellationToken,
-    /// Whoever has shown no certificate is sent away.
+    /// Peers without a certificate are rejected.
     wants_identity: bool,
 }
 
@@ -77,8 +77,8 @@ impl RegistryService {
             && holder.incarnation != record.incarnation
             && holder.address != record.address
         {
-            // At the same address the holder is a process that is gone and whose connection just has
-            // not been noticed; at another one it is a second worker of the same name.
+            // The same address: the holder has ended, and its connection is not closed yet. Another address: a
+            // second worker has the same name.
             return Err(Refusal::Taken { id: record.id.0, address: holder.address.clone() });
         }
         if let Some(refusal) = shared.roster.refusal(&record) {

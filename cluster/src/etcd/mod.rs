@@ -5,7 +5,7 @@
 //!                           nothing (an empty value)     for a moment, when it withdraws
 //! ```
 //! The empty value tells a worker that left from one whose lease ran out. The latter may be alive: an
-//! etcd that stood still for longer than the lease forgets everybody at once.
+//! etcd that stalled for longer than the lease drops all workers at once.
 
 mod registrar;
 #[cfg(test)]
@@ -41,7 +41,7 @@ impl Connector {
             .with_timeout(CALL_TIMEOUT)
             .with_keep_alive(KEEP_ALIVE_INTERVAL, CALL_TIMEOUT)
             .with_keep_alive_while_idle(true)
-            // A member cut off from the others says so instead of showing an old view.
+            // A member that is cut off from the others reports that instead of an old view.
             .with_require_leader(true);
         if let Some(auth) = &config.auth {
             options = options.with_user(&auth.user, &auth.password).with_auto_token_refresh(true);
@@ -74,7 +74,7 @@ fn tls_options(tls: &EtcdTls) -> Result<TlsOptions, DiscoveryError> {
     Ok(options)
 }
 
-/// etcd, or our place in it, is lost for now.
+/// The connection to etcd, or our key in it, is lost for now.
 #[derive(Debug, thiserror::Error)]
 enum Lost {
     #[error("etcd: {0}")]
@@ -83,9 +83,9 @@ enum Lost {
     Silent,
     #[error("etcd closed the stream")]
     Closed,
-    #[error("the lease expired while etcd or this worker stood still")]
+    #[error("the lease expired while etcd or this worker stalled")]
     Expired,
-    #[error("the worker's key has gone from etcd")]
+    #[error("the worker's key is gone from etcd")]
     KeyGone,
     #[error("etcd ended the watch: {0}")]
     WatchEnded(String),

@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 use super::{BACKOFF_LIMIT, Connector, Lost, in_time};
 use crate::{
     DiscoveryError, EtcdConfig, Refusal, RegistrationState, WorkerRecord, backoff::Backoff, members::Roster,
-    registration::Report,
+    registration_state::StateReport,
 };
 
 /// Registers one worker.
@@ -18,7 +18,7 @@ pub(crate) struct Registrar {
     prefix: String,
     ttl: Duration,
     record: WorkerRecord,
-    report: Report,
+    report: StateReport,
 }
 
 /// Why a session ended without being lost.
@@ -31,7 +31,7 @@ impl Registrar {
     pub(crate) fn new(
         config: &EtcdConfig,
         record: WorkerRecord,
-        report: Report,
+        report: StateReport,
     ) -> Result<Registrar, DiscoveryError> {
         Ok(Registrar {
             connector: Connector::new(config)?,
@@ -72,7 +72,7 @@ impl Registrar {
         self.report.set(RegistrationState::Registered);
         tokio::select! {
             () = withdraw.cancelled() => {
-                // Whoever watches learns of the departure at once; the lease would end it too.
+                // Watchers learn of the departure at once; without this, the lease would expire later.
                 let _ = in_time(client.put(self.key(), "", Some(PutOptions::new().with_lease(lease)))).await;
                 let _ = in_time(client.lease_revoke(lease)).await;
                 Ok(End::Withdrawn)
@@ -81,7 +81,7 @@ impl Registrar {
         }
     }
 
-    /// Writes the key, unless a worker that is there has a reason against it.
+    /// Writes the key, unless a registered worker conflicts with it.
     async fn enter(&self) -> Result<Result<(Client, i64), Refusal>, Lost> {
         let mut client = self.connector.connect().await?;
         let listed = in_time(client.get(self.prefix.as_str(), Some(GetOptions::new().with_prefix()))).await?;
@@ -107,7 +107,7 @@ impl Registrar {
         Ok(Ok((client, lease)))
     }
 
-    /// Three times within the life of the lease; returns when lease or key are lost.
+    /// Renews the lease three times within its life. Returns when lease or key are lost.
     async fn keep_alive(&self, mut client: Client, lease: i64) -> Lost {
         let lost = async {
             let (mut keeper, mut answers) = in_time(client.lease_keep_alive(lease)).await?;
@@ -120,7 +120,7 @@ impl Registrar {
                 if answer.ttl() <= 0 {
                     return Err(Lost::Expired);
                 }
-                // A lease can outlive its key: somebody may have deleted it.
+                // A lease can outlive its key, which an operator may have deleted.
                 let held = in_time(client.get(self.key(), None)).await?;
                 if held.kvs().first().is_none_or(|kv| kv.value() != self.record.to_json()) {
                     return Err(Lost::KeyGone);

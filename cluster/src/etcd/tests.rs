@@ -180,7 +180,7 @@ async fn an_etcd_that_lost_its_data_is_filled_again() {
 
     etcd.kill().await;
     empty(&etcd.data_dir());
-    leaves.withdraw().await; // nobody can be told
+    leaves.withdraw().await; // etcd cannot be reached
     etcd.run().await;
     until(&mut members, |members| {
         assert!(members.get(&"p0".into()).is_some(), "a live worker was never absent");

@@ -6,8 +6,8 @@
 //!              +---------- compacted ---------------------+
 //! ```
 //! After a lost connection the list is read anew instead of resuming at the last revision: an etcd that
-//! came back with an empty directory counts from 1, and a watch from a revision that lies in its future
-//! would wait there in silence.
+//! came back with an empty directory counts from 1, and a watch from a revision in its future
+//! would wait silently.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -33,12 +33,12 @@ pub(crate) struct Watcher {
     known: Known,
 }
 
-/// What is published, and who of it etcd no longer holds.
+/// The published workers, and those of them whose key is no longer in etcd.
 struct Known {
     roster: Roster,
     publisher: Publisher,
-    /// Workers whose key has gone without a word, and until when they may come back. A lease that
-    /// expired is not yet a worker that died.
+    /// Workers whose key is gone although they did not withdraw, and until when they may come back: an expired
+    /// lease does not mean that the worker is dead.
     suspects: HashMap<WorkerId, Instant>,
 }
 
@@ -65,7 +65,7 @@ impl Watcher {
                 lost = self.session(&mut backoff, &mut lost_before) => lost,
             };
             if !lost_before {
-                tracing::warn!(problem = %lost, "discovery lost; going on with the workers known last");
+                tracing::warn!(problem = %lost, "discovery lost; routing goes on with the last known workers");
                 lost_before = true;
             }
             tokio::select! {
@@ -94,11 +94,11 @@ impl Watcher {
         }
     }
 
-    /// Reads every key; the revision at which that was true.
+    /// Reads every key. Returns the revision of the list.
     async fn list(&mut self, client: &mut Client) -> Result<i64, Lost> {
         let listed = in_time(client.get(self.prefix.as_str(), Some(GetOptions::new().with_prefix()))).await?;
         let mut present: Vec<_> = listed.kvs().iter().collect();
-        // Who came first decides the KV format.
+        // The worker that registered first decides the KV format.
         present.sort_by_key(|kv| kv.create_revision());
         let mut seen = HashSet::new();
         for kv in present {
@@ -152,7 +152,7 @@ impl Watcher {
 }
 
 impl Known {
-    /// Enters what a key holds; the worker's id unless it has left or cannot be understood.
+    /// Enters the record of a key. Returns the worker's id, unless it has withdrawn or the record is not readable.
     fn put(&mut self, prefix: &str, key: &[u8], value: &[u8]) -> Option<WorkerId> {
         let id = worker_id(prefix, key)?;
         if value.is_empty() {
@@ -167,11 +167,11 @@ impl Known {
                 Some(id)
             }
             Ok(record) => {
-                tracing::warn!(key = %id, record = %record.id, "etcd key and record name different workers");
+                tracing::warn!(key = %id, record = %record.id, "etcd key and worker record name different workers; ignored");
                 None
             }
             Err(error) => {
-                tracing::warn!(key = %id, %error, "etcd holds something that is not a worker record");
+                tracing::warn!(key = %id, %error, "etcd key holds no worker record; ignored");
                 None
             }
         }
@@ -179,7 +179,7 @@ impl Known {
 
     fn suspect(&mut self, gone: impl Fn(&WorkerId) -> bool, until: Instant) {
         for id in self.roster.ids().filter(|id| gone(id)) {
-            tracing::debug!(worker = %id, "the key has gone; waiting whether it returns");
+            tracing::debug!(worker = %id, "worker key is gone from etcd; waiting for its return");
             self.suspects.entry(id.clone()).or_insert(until);
         }
     }

@@ -62,8 +62,8 @@ async fn a_prefill_worker_that_is_not_there_is_lost() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = format!("http://{}", listener.local_addr().unwrap());
     drop(listener);
-    let nobody = PrefillPeer { worker_id: "p9".into(), incarnation: 1, address };
-    let answer = generate(&client, request(&prompt(1, 80), 8, Some(nobody))).await.unwrap();
+    let absent = PrefillPeer { worker_id: "p9".into(), incarnation: 1, address };
+    let answer = generate(&client, request(&prompt(1, 80), 8, Some(absent))).await.unwrap();
     let (kind, message) = answer.failed();
     assert_eq!(kind, Kind::PrefillLost);
     assert!(message.contains("p9 at http://127.0.0.1"), "{message}");

@@ -18,7 +18,7 @@ pub(crate) fn gate() -> (Gate, StepHook) {
     let (arrive, arrivals) = mpsc::channel();
     let (permits, permitted) = mpsc::channel();
     let hook: StepHook = Box::new(move |_| {
-        // Either end may have gone: then nobody wants to stop the engine any more.
+        // Either end may be gone: then the engine is not stopped any more.
         if arrive.send(()).is_ok() {
             let _ = permitted.recv();
         }

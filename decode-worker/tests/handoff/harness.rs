@@ -3,14 +3,15 @@
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use baton_cluster::{DiscoveryConfig, Role};
-use baton_engine::{Drafter, IdleError, SamplingParams, testing::FakeModel};
+use baton_engine::{Drafter, IdleError, SamplingParams};
+use baton_engine_testing::FakeModel;
 use baton_handoff::TransportKind;
 use baton_kv_cache::KvDtype;
 use baton_model::Activations;
 use baton_proto::worker::{
     self as proto, GenerateEvent, decode_client::DecodeClient, failed::Kind, generate_event::Event,
 };
-use baton_worker::{KvMemory, Model, Phase, Worker, WorkerConfig, convert::sampling_to_proto};
+use baton_worker::{KvMemory, Model, Phase, Worker, WorkerConfig};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -242,6 +243,22 @@ impl TestWorker {
         metrics_at(&self.address()).await
     }
 
+    /// Whether `/metrics` has this line.
+    pub(crate) async fn has_metric(&self, line: &str) -> bool {
+        self.metrics().await.lines().any(|found| found == line)
+    }
+
+    /// Waits for a line of `/metrics`. The prefill side counts a handoff when it hears of the end: perhaps after the
+    /// router has its answer.
+    pub(crate) async fn await_metric(&self, line: &str) {
+        let found = async {
+            while !self.has_metric(line).await {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        assert!(timeout(PATIENCE, found).await.is_ok(), "no {line}");
+    }
+
     /// Waits until everything is given back, then demands that every block is there.
     pub(crate) async fn assert_all_free(&self) {
         let deadline = tokio::time::Instant::now() + PATIENCE;
@@ -312,7 +329,7 @@ pub(crate) fn request(
     proto::GenerateRequest {
         request_id: "r".into(),
         prompt_token_ids: prompt.to_vec(),
-        sampling: Some(sampling_to_proto(&sampling)),
+        sampling: Some((&sampling).into()),
         prefill,
         ..proto::GenerateRequest::default()
     }
@@ -381,7 +398,7 @@ pub(crate) async fn next(events: &mut Streaming<GenerateEvent>) -> Result<Option
     Ok(event.map(|event| event.event.expect("an event says something")))
 }
 
-/// The tokens that the model gives, whoever computes them.
+/// The tokens that the model gives, whichever worker computes them.
 pub(crate) fn expected(prompt: &[u32], num_tokens: usize) -> Vec<u32> {
     FakeModel::new(BLOCK_SIZE).greedy(prompt, num_tokens)
 }

@@ -2,7 +2,11 @@
 
 use std::time::Duration;
 
-use baton_proto::worker::{DrainRequest, failed::Kind, generate_event::Event, worker_client::WorkerClient};
+use baton_proto::{
+    failure_from_status,
+    worker::{DrainRequest, failed::Kind, generate_event::Event, worker_client::WorkerClient},
+};
+use baton_request::FailureKind;
 use tonic::Code;
 
 use crate::{
@@ -25,6 +29,7 @@ async fn a_draining_decode_worker_finishes_what_runs_and_takes_nothing_new() {
     control.drain(DrainRequest {}).await.unwrap();
     let status = generate(&client, request(&prompt, 8, None)).await.unwrap_err();
     assert_eq!(status.code(), Code::Unavailable);
+    assert_eq!(failure_from_status(&status).kind, FailureKind::Draining);
     steps.open();
     let rest = read(&mut events).await.unwrap().finished();
     assert_eq!(rest, expected(&prompt, 8)[1..]);
@@ -45,7 +50,7 @@ async fn a_draining_prefill_worker_hands_over_what_it_computes_and_refuses_the_r
     let mut control = WorkerClient::connect(p.address()).await.unwrap();
     control.drain(DrainRequest {}).await.unwrap();
     let refused = generate(&client, request(&prompt, 8, Some(p.peer()))).await.unwrap();
-    assert_eq!(refused.failed().0, Kind::Draining, "{refused:?}");
+    assert_eq!(refused.failed().0, Kind::PrefillDraining, "{refused:?}");
     steps.open();
     assert_eq!(read(&mut events).await.unwrap().finished(), expected(&prompt, 8));
     p.ended().await;

@@ -5,6 +5,7 @@
 mod architectures;
 mod cancel;
 mod faults;
+mod first_token;
 mod gate;
 mod harness;
 mod leaving;

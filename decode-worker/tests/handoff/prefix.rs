@@ -9,7 +9,7 @@ use baton_worker::KvMemory;
 use tokio::net::TcpListener;
 
 use crate::harness::{
-    BLOCK_SIZE, PATIENCE, TestWorker, decode, expected, generate, prefill, prompt, request, transports,
+    BLOCK_SIZE, TestWorker, decode, expected, generate, prefill, prompt, request, transports,
 };
 
 const NUM_PROMPT: usize = 30;
@@ -30,25 +30,11 @@ fn next_turn(turn: &[u32], source: proto::PrefillPeer) -> proto::GenerateRequest
     proto::GenerateRequest { prefix_source: Some(source), ..request(turn, NUM_NEXT as u32, None) }
 }
 
-async fn metric(worker: &TestWorker, line: &str) -> bool {
-    worker.metrics().await.lines().any(|found| found == line)
-}
-
-/// What a giver counts, it counts once it has heard of the commit: perhaps after the taker's answer.
-async fn await_metric(worker: &TestWorker, line: &str) {
-    let found = async {
-        while !metric(worker, line).await {
-            tokio::time::sleep(Duration::from_millis(2)).await;
-        }
-    };
-    assert!(tokio::time::timeout(PATIENCE, found).await.is_ok(), "no {line}");
-}
-
 fn computed(worker: &TestWorker) -> usize {
     worker.worker.engine().num_computed_tokens() as usize
 }
 
-/// Each token but the last is computed after it is drawn.
+/// Each token but the last is computed after it is sampled.
 const NUM_DECODED: usize = NUM_NEXT - 1;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -62,8 +48,8 @@ async fn a_second_turn_elsewhere_computes_only_what_is_new() {
         assert_eq!(answer.finished(), expected(&turn, NUM_NEXT), "{transport}");
         assert_eq!(computed(&new), turn.len() - NUM_CACHED + NUM_DECODED);
         assert_eq!(computed(&old), before, "the source computes nothing");
-        assert!(metric(&new, &format!("baton_prefix_fetched_tokens_total {NUM_CACHED}")).await);
-        await_metric(&old, "baton_prefixes_given_total{outcome=\"committed\"} 1").await;
+        assert!(new.has_metric(&format!("baton_prefix_fetched_tokens_total {NUM_CACHED}")).await);
+        old.await_metric("baton_prefixes_given_total{outcome=\"committed\"} 1").await;
         assert!(new.moved(transport) > 0 && old.moved(transport) == new.moved(transport));
 
         // It has all of that now: nothing moves.
@@ -150,7 +136,7 @@ async fn computes_by_itself(source: proto::PrefillPeer, new: &TestWorker, turn: 
     assert_eq!(answer.finished(), expected(turn, NUM_NEXT), "{outcome}");
     assert_eq!(computed(new) - before, turn.len() + NUM_DECODED, "{outcome}");
     let line = format!("baton_prefix_fetches_total{{outcome=\"{outcome}\"}} 1");
-    assert!(metric(new, &line).await, "{outcome}: {}", new.metrics().await);
+    assert!(new.has_metric(&line).await, "{outcome}: {}", new.metrics().await);
     new.assert_all_free().await;
 }
 
@@ -160,13 +146,13 @@ async fn a_source_that_cannot_give_costs_no_token() {
     let new = decode().named("d1").start().await;
     let turn = converse(&old).await;
 
-    let stranger = prompt(9, 45);
-    computes_by_itself(old.peer(), &new, &stranger, "not_cached").await;
+    let unknown = prompt(9, 45);
+    computes_by_itself(old.peer(), &new, &unknown, "not_cached").await;
     let restarted = proto::PrefillPeer { incarnation: 1, ..old.peer() };
     computes_by_itself(restarted, &new, &turn, "refused").await;
     let other_model = decode().named("d2").rope("other").start().await;
     computes_by_itself(old.peer(), &other_model, &turn, "refused").await;
-    // Somebody listens, and never answers.
+    // A listener that never answers.
     let impatient = decode().named("d3").with(|config| config.fetch_deadline = None).start().await;
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = format!("http://{}", silent.local_addr().unwrap());
@@ -184,13 +170,13 @@ async fn a_worker_without_room_fetches_nothing_and_waits_for_room_as_ever() {
     let new = decode().named("d1").with(|config| config.kv = KvMemory::Blocks(16)).start().await;
     let turn = converse(&old).await;
     let sampling = SamplingParams { max_tokens: 8, ..SamplingParams::default() };
-    let other = Request { id: "o".into(), prompt: prompt(7, 30), sampling, ..Request::default() };
+    let other = Request { id: "o".into(), prompt: prompt(7, 30).into(), sampling, ..Request::default() };
     let taken = new.worker.engine().reserve(other).await.unwrap();
     let waiting = tokio::spawn({
         let (client, request) = (new.client().await, next_turn(&turn, old.peer()));
         async move { generate(&client, request).await.unwrap() }
     });
-    while !metric(&new, "baton_prefix_fetches_total{outcome=\"refused\"} 1").await {
+    while !new.has_metric("baton_prefix_fetches_total{outcome=\"refused\"} 1").await {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
     drop(taken);

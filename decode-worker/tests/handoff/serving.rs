@@ -1,6 +1,6 @@
-//! What a router gets: the same tokens, whoever computes the prompt.
+//! What a router gets: the same tokens, whichever worker computes the prompt.
 
-use baton_engine::testing::FakeModel;
+use baton_engine_testing::FakeModel;
 use baton_handoff::TransportKind;
 use tonic::Code;
 
@@ -127,6 +127,15 @@ async fn many_requests_share_two_small_pools() {
     d.assert_all_free().await;
 }
 
+/// A request as others than our router may send it.
+fn with_sampling(
+    mut request: baton_proto::worker::GenerateRequest,
+    change: impl FnOnce(&mut baton_proto::worker::Sampling),
+) -> baton_proto::worker::GenerateRequest {
+    change(request.sampling.as_mut().expect("a request has sampling parameters"));
+    request
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn bad_requests_are_refused_by_name() {
     let (p, d) = (prefill().start().await, decode().start().await);
@@ -136,10 +145,12 @@ async fn bad_requests_are_refused_by_name() {
         let cases = [
             (baton_proto::worker::GenerateRequest { request_id: String::new(), ..good() }, "request_id"),
             (baton_proto::worker::GenerateRequest { sampling: None, ..good() }, "sampling is missing"),
-            (request(&[], 8, peer.clone()), "prompt: is empty"),
+            (request(&[], 8, peer.clone()), "prompt: has no tokens"),
             (request(&[64], 8, peer.clone()), "prompt: token id 64 is outside"),
             (request(&prompt(1, 256), 8, peer.clone()), "leave no room in a context of 256"),
             (request(&prompt(1, 10), 0, peer.clone()), "max_tokens: 0"),
+            (with_sampling(good(), |sampling| sampling.min_p = 1.0), "min_p: 1 is not"),
+            (with_sampling(good(), |sampling| sampling.temperature = 2.5), "temperature: 2.5 is not"),
         ];
         for (request, message) in cases {
             let status = generate(&client, request).await.unwrap_err();

@@ -1,10 +1,10 @@
 //! Workers that arrange their KV in different ways. Of blocks that differ in size alone every number arrives as it is, so
-//! that tokens are those of a local prefill; where types differ, the decode worker goes on with its own rounding of
+//! that tokens are those of a local prefill; where types differ, the decode worker continues with its own quantisation of
 //! the prefill worker's numbers, whatever carried them, in blocks of whatever size.
 
 use std::path::Path;
 
-use baton_engine::testing::FakeModel;
+use baton_engine_testing::FakeModel;
 use baton_handoff::TransportKind;
 use baton_kv_cache::{KvDtype, WireCodec, WireFormat};
 use baton_proto::{v1::KvWire, worker as proto};
@@ -135,7 +135,7 @@ async fn kv_travels_as_the_two_agree() {
         let what = format!("{theirs:?} and {ours:?} over {kind}");
         let tokens = answer.finished();
         assert_eq!(tokens.len(), 12);
-        // What is rounded to bits as many as these, this model's tokens survive.
+        // This model's tokens survive quantisation to so many bits.
         assert!(tokens == greedy[..12] || expected == Int4, "{what}: {tokens:?}");
 
         let num_bytes = wire_bytes(&d, prompt.len(), expected);
@@ -155,7 +155,7 @@ async fn a_request_says_how_its_own_kv_travels() {
     for (ours, theirs, expected) in [
         (None, None, [AsIs, AsIs, Int8, Int4, AsIs]),
         (Some(Int4), Some(Int8), [Int8, AsIs, Int8, Int4, Int8]),
-        // A prefill worker that rounds nothing is not talked into it.
+        // A prefill worker that quantises nothing does not do it for a request either.
         (Some(AsIs), Some(Int8), [AsIs; 5]),
     ] {
         let p = prefill().model(dir.clone()).transport(kind).with(|config| config.kv_wire = ours);

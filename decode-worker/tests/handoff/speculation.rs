@@ -2,7 +2,8 @@
 
 use std::{path::Path, time::Duration};
 
-use baton_engine::{Drafter, testing::FakeModel};
+use baton_engine::Drafter;
+use baton_engine_testing::FakeModel;
 use baton_model::Batch;
 use baton_proto::{v1::SpeculationMode, worker::generate_event::Event};
 use baton_worker::DrafterConfig;

@@ -1,6 +1,6 @@
-//! What speculative decoding gains, by what a step of the draft model costs beside one of the target: the tiny model,
-//! and wider ones that say the same. The same requests with and without drafts take turns within one run, so that a
-//! busy machine disturbs both alike.
+//! The gain of speculative decoding, by the cost of a step of the draft model relative to one of the target: for the
+//! tiny model, and for wider models with the same output. Requests with and without drafts alternate within one run,
+//! so that a busy machine disturbs both alike.
 //!
 //! `cargo bench -p baton-engine --bench speculation [-- MODEL_DIR DRAFT_DIR]`
 
@@ -18,24 +18,24 @@ use baton_engine::{
     TokenEvent, sampler::random_unit,
 };
 use baton_model::{LoadOptions, LoadedModel, ThreadPool, load};
-use steps::Costs;
+use steps::DraftCosts;
 
-/// How much wider than the tiny model's the MLPs of the targets are.
+/// Factors by which the MLPs of the targets are wider than the tiny model's.
 const FACTORS: [usize; 3] = [1, 8, 32];
-/// Turns of either kind.
+/// Rounds of either kind.
 const NUM_TURNS: u64 = 8;
 const NUM_PROMPT: u64 = 64;
 const NUM_OUTPUT: u32 = 192;
 const MAX_DRAFT_TOKENS: usize = 8;
 
-/// Some requests at once, and what became of them.
+/// The results of concurrent requests.
 #[derive(Default)]
 struct Wave {
-    /// From the first token on.
+    /// Time from the first token on.
     elapsed: Duration,
     tokens: Vec<u32>,
     num_accepted: u64,
-    /// Drafts of which a token was rejected.
+    /// Drafts with a rejected token.
     num_rejected: u64,
 }
 
@@ -66,13 +66,13 @@ fn main() {
     }
 }
 
-/// `said` has what a target said before, if it is one that says the same.
+/// `said` has the output of an earlier target with the same output, if there was one.
 fn measure(target: &LoadedModel, draft: &LoadedModel, said: &mut Vec<Vec<u32>>) {
     let pool = Arc::new(ThreadPool::new(target.num_threads()).expect("threads can be started"));
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime can be built");
     let mut saying = Vec::new();
     for num_sequences in [1, 4] {
-        let costs = Costs::measure(target, draft, &pool, num_sequences);
+        let costs = DraftCosts::measure(target, draft, &pool, num_sequences);
         for name in ["ngram", "draft"] {
             for temperature in [0.0, 0.7] {
                 let (drafter, cost) = match name {
@@ -85,7 +85,7 @@ fn measure(target: &LoadedModel, draft: &LoadedModel, said: &mut Vec<Vec<u32>>) 
                 };
                 let (engine, _thread) = start(target, &pool, drafter);
                 let mut run = |turn: u64| {
-                    // A B B A, each with a text of its own, so that no cache helps.
+                    // A B B A, each with its own text, so that no cache helps.
                     let kind = ((turn + turn / 2) % 2) as usize;
                     let mode = [SpeculationMode::Auto, SpeculationMode::Off][kind];
                     let wave = runtime.block_on(wave(&engine, turn, num_sequences as u64, temperature, mode));
@@ -126,7 +126,7 @@ fn measure(target: &LoadedModel, draft: &LoadedModel, said: &mut Vec<Vec<u32>>) 
 }
 
 /// What the best length of a draft gains when each token is accepted that often and costs so many steps; see
-/// `baton_engine::speculation::policy`.
+/// `baton_engine::draft_length`.
 fn best(acceptance: f64, cost: f64) -> f64 {
     let gain = |length: i32| {
         (0..=length).map(|n| acceptance.powi(n)).sum::<f64>() / (1.0 + f64::from(length) * cost)
@@ -155,7 +155,7 @@ fn start(target: &LoadedModel, pool: &Arc<ThreadPool>, drafter: Drafter) -> (Eng
     baton_engine::start(executor, Some(speculation), config).expect("an engine starts")
 }
 
-/// Runs so many requests at once.
+/// Runs concurrent requests.
 async fn wave(
     engine: &EngineHandle,
     turn: u64,

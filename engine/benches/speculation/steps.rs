@@ -1,4 +1,4 @@
-//! What single steps take.
+//! Durations of single steps.
 
 use std::{sync::Arc, time::Instant};
 
@@ -10,8 +10,8 @@ const CONTEXT: usize = 192;
 const NUM_DRAFTS: usize = 4;
 const NUM_ROUNDS: usize = 41;
 
-/// In steps of the target that compute a token of each sequence.
-pub(crate) struct Costs {
+/// Costs in steps of the target that compute a token of each sequence.
+pub(crate) struct DraftCosts {
     /// A step of the draft model.
     pub(crate) draft: f64,
     /// One more token of each sequence in a step of the target.
@@ -24,14 +24,14 @@ struct Steps {
     num_sequences: usize,
 }
 
-impl Costs {
-    /// Medians of steps that took turns, as when drafting.
+impl DraftCosts {
+    /// Medians of alternating steps, as when drafting.
     pub(crate) fn measure(
         target: &LoadedModel,
         draft: &LoadedModel,
         pool: &Arc<ThreadPool>,
         num_sequences: usize,
-    ) -> Costs {
+    ) -> DraftCosts {
         let [mut target, mut draft] =
             [target, draft].map(|model| Steps::new(model.cpu_executor_on(Arc::clone(pool)), num_sequences));
         let mut times = [const { Vec::new() }; 3];
@@ -44,7 +44,7 @@ impl Costs {
             times.sort_by(f64::total_cmp);
             times[NUM_ROUNDS / 2]
         });
-        Costs { draft: draft / plain, verify: (verifying / plain - 1.0) / NUM_DRAFTS as f64 }
+        DraftCosts { draft: draft / plain, verify: (verifying / plain - 1.0) / NUM_DRAFTS as f64 }
     }
 }
 
@@ -56,7 +56,7 @@ impl Steps {
         Steps { executor, storage, num_sequences }
     }
 
-    /// Seconds for so many tokens of each sequence.
+    /// Seconds of a step with so many tokens of each sequence.
     fn time(&mut self, num_tokens: usize) -> f64 {
         let blocks: Vec<_> = (0..self.storage.num_blocks() as u32).map(BlockId).collect();
         let sequences = blocks.chunks_exact(blocks.len() / self.num_sequences);
@@ -69,7 +69,7 @@ impl Steps {
         });
         let batch = Batch { sequences: sequences.collect() };
         let started = Instant::now();
-        // SAFETY: the storage is only used here.
+        // SAFETY: the storage is used only here.
         #[allow(unsafe_code)]
         unsafe { self.executor.execute(&batch, &self.storage, &mut |_| {}) }.expect("processors do not fail");
         started.elapsed().as_secs_f64()

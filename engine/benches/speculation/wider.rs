@@ -1,5 +1,6 @@
-//! A target that says exactly what another model says and costs more: its MLPs get inputs that are multiplied by zeroes.
-//! So it accepts what the smaller one accepts, and as in larger models most of a step is reading weights.
+//! A target with exactly the output of another model and a higher cost: its MLPs get additional inputs that are
+//! multiplied by zeroes. So it accepts what the smaller model would accept, and as in larger models most of a step is
+//! reading weights.
 
 use std::{fs, path::Path};
 
@@ -24,7 +25,7 @@ pub(crate) fn widen(model: &Path, factor: usize) -> TempDir {
         let given = &data[number(&tensor["data_offsets"][0])..number(&tensor["data_offsets"][1])];
         let begin = bytes.len();
         let widened = if name.contains("gate_proj") || name.contains("up_proj") {
-            // Any outputs will do.
+            // The outputs do not matter.
             bytes.extend(given.repeat(factor));
             Some(0)
         } else if name.contains("down_proj") {

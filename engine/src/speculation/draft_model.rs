@@ -1,30 +1,31 @@
-//! A smaller model as drafter. It runs a few tokens ahead of the target, on KV blocks of its own, and draws
-//! each as the target would: with the request's parameters and the random number of that output index.
-//! Where the two models agree, so do their draws, greedy or not.
+//! A smaller model as drafter. It runs a few tokens ahead of the target, on KV blocks of its own. It samples as the
+//! target would, with the request's parameters and the random number of that output index. Where the two models
+//! agree, so do their samples, greedy or not.
 //!
 //! ```text
 //! tokens    |<------------------ num_tokens ------------------>|<- draft ->|
-//! computed  |<-- num_computed -->|<--------- missing --------->|               of a prompt that was computed
-//! ahead                                                        |<----->|       elsewhere, all is missing
+//! computed  |<-- num_computed -->|<--------- missing --------->|               all is missing of a prompt that
+//! ahead                                                        |<----->|       was computed elsewhere
 //! ```
-//! Before it drafts for a sequence it computes what is missing, when so many tokens have come that this pays: at most
-//! `token_budget` tokens of all sequences in one step, and in that step drafts for those of which nothing is missing any
-//! more. What it computed ahead counts later, as far as those tokens came to be. Where the executor draws, each step is
-//! launched before the token is known that it follows.
+//!
+//! Before it drafts for a sequence it computes the missing tokens, once the output is long enough for this to pay: at
+//! most `token_budget` tokens of all sequences in one step. In that step it drafts for the sequences of which nothing
+//! is missing any more. What it computed ahead counts later, as far as these tokens were accepted. An executor that
+//! samples launches each step before the token that it follows is known.
 
 use std::{collections::HashMap, time::Instant};
 
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_model::{Answer, Batch, BatchSequence, Executor};
+use baton_model_spec::{Batch, BatchSequence, Executor, SampledRow};
 
 use crate::{
     block_pool::BlockPool,
-    compute::{UNKNOWN, collect, execute, launch},
-    config::{EngineConfig, StartError},
+    config::{EngineConfig, EngineStartError},
     events::EngineError,
+    execution::{UNKNOWN, collect, execute, launch},
     live::LiveRequests,
     sequence::{Sequence, SequenceId},
-    speculation::cost::Costs,
+    speculation::cost::DraftCosts,
 };
 
 pub(super) struct DraftModel {
@@ -33,59 +34,60 @@ pub(super) struct DraftModel {
     pool: BlockPool,
     token_budget: usize,
     kv: HashMap<SequenceId, DraftKv>,
-    /// What is drafted in this step; reused.
+    /// The drafts of this step; reused.
     runs: Vec<Run>,
 }
 
-/// What it has computed of a sequence.
+/// The KV of one sequence.
 #[derive(Debug, Default)]
 struct DraftKv {
     blocks: Vec<BlockId>,
-    /// Tokens of the sequence whose KV lies in the blocks.
+    /// Tokens of the sequence whose KV is in the blocks.
     num_computed: usize,
-    /// Drafted tokens whose KV lies behind that.
+    /// Drafted tokens whose KV is in the blocks after them.
     ahead: Vec<u32>,
 }
 
 /// A draft under way.
 struct Run {
     id: SequenceId,
-    /// To be computed next.
+    /// Tokens to compute next.
     num_tokens: usize,
-    /// Whether a token is drawn after them: nothing is missing then.
+    /// Whether a token is sampled after them, because nothing is missing then.
     is_complete: bool,
-    /// Still to be drafted.
+    /// Tokens left to draft.
     num_drafts: usize,
 }
 
 /// A step of the draft model.
 struct DraftStep {
-    /// For whom a token is drafted in it, in the order of their rows. One of them may have ended since it was launched.
+    /// The sequences that get a draft token, in the order of their rows. Their drafts may have ended since the
+    /// launch.
     drafted: Vec<SequenceId>,
     num_tokens: usize,
-    /// Whether nothing is computed but drafts.
+    /// Whether the step computes only drafts.
     is_draft: bool,
-    /// Whether it was launched, to be collected, and another may be before that.
+    /// Whether it was launched and another step may be launched before it is collected.
     can_be_followed: bool,
 }
 
 impl DraftModel {
     /// # Panics
-    /// When its blocks have not the target's size, or `storage` has not as many in its layout.
+    /// When its blocks do not have the target's size, or `storage` does not match the configuration.
     pub(super) fn new(
         executor: Box<dyn Executor>,
         storage: Option<BlockStorage>,
         config: &EngineConfig,
         vocab_size: usize,
         block_size: usize,
-    ) -> Result<DraftModel, StartError> {
+    ) -> Result<DraftModel, EngineStartError> {
         let layout = executor.kv_layout();
         assert_eq!(layout.block_size, block_size, "the draft model's blocks have the target's size");
         if executor.vocab_size() != vocab_size {
-            return Err(StartError::Vocabulary { draft: executor.vocab_size(), target: vocab_size });
+            return Err(EngineStartError::Vocabulary { draft: executor.vocab_size(), target: vocab_size });
         }
         let in_host_memory = || {
-            BlockStorage::new(layout, config.num_blocks).map_err(|source| StartError::Memory {
+            BlockStorage::new(layout, config.num_blocks).map_err(|source| EngineStartError::Memory {
                 num_blocks: config.num_blocks,
                 block_bytes: layout.block_bytes(),
                 source,
@@ -108,12 +110,12 @@ impl DraftModel {
         Ok(self.executor.attach_thread()?)
     }
 
-    /// Drafts so many tokens for each of these sequences, or fewer.
+    /// Drafts at most the wanted number of tokens for each sequence.
     pub(super) fn draft(
         &mut self,
         wanted: impl Iterator<Item = (SequenceId, usize)>,
         live: &mut LiveRequests,
-        costs: &mut Costs,
+        costs: &mut DraftCosts,
         clock: fn() -> Instant,
     ) -> Result<(), EngineError> {
         self.forget_ended(live);
@@ -126,7 +128,7 @@ impl DraftModel {
                 self.runs.push(Run { id, num_tokens, is_complete: true, num_drafts });
             }
         }
-        // Who misses least comes first: a long prompt does not keep others from drafting.
+        // The sequence with the fewest missing tokens comes first: a long prompt does not keep others from drafting.
         self.runs.sort_by_key(|run| run.num_tokens);
         let mut budget = self.token_budget;
         self.runs.retain_mut(|run| {
@@ -162,7 +164,7 @@ impl DraftModel {
         Ok(())
     }
 
-    /// Gives up the blocks of sequences that have ended or were preempted.
+    /// Releases the blocks of sequences that ended or were preempted.
     fn forget_ended(&mut self, live: &LiveRequests) {
         self.kv.retain(|&id, kv| {
             let runs = live.scheduler.sequence(id).is_some();
@@ -174,8 +176,8 @@ impl DraftModel {
         debug_assert!(self.pool.check_integrity(self.kv.values().map(|kv| &kv.blocks[..])).is_ok());
     }
 
-    /// Finds blocks for all tokens of a sequence and a draft; how many tokens are missing. `None` when it does
-    /// not pay to compute these, or there are not enough blocks: then it has none.
+    /// Finds blocks for all tokens of a sequence and a draft. Returns how many tokens are missing. `None` when it
+    /// does not pay to compute them, or blocks are missing: then the sequence gets no draft.
     fn prepare(
         &mut self,
         sequence: &Sequence,
@@ -205,28 +207,28 @@ impl DraftModel {
         Some(num_tokens - kv.num_computed)
     }
 
-    /// A step that computes the next tokens of every run, and drafts one more for those that are complete: launches it, if the
-    /// executor draws; else it is computed when it is finished.
+    /// Begins a step that computes the next tokens of every run and drafts one more token for complete runs. Launches
+    /// it if the executor samples. Otherwise `finish` computes it.
     fn begin(&mut self, live: &LiveRequests) -> Result<DraftStep, EngineError> {
         let complete = self.runs.iter().filter(|run| run.is_complete).map(|run| run.id);
         let mut step = DraftStep {
             drafted: complete.collect(),
             num_tokens: self.runs.iter().map(|run| run.num_tokens).sum(),
-            // The newest token is always missing, and when a whole draft was accepted its last.
+            // The newest token is always missing, and after a fully accepted draft also its last token.
             is_draft: self.runs.iter().all(|run| run.num_tokens <= 2),
             can_be_followed: false,
         };
-        if self.executor.drawing().is_some() {
-            let draws: Vec<_> = step.drafted.iter().map(|&id| live.draft_draw(id)).collect();
+        if self.executor.sampling().is_some() {
+            let samplings: Vec<_> = step.drafted.iter().map(|&id| live.draft_sampling(id)).collect();
             let batch = batch(&self.runs, &self.kv, live);
             let (executor, storage) = (&mut *self.executor, &self.storage);
-            step.can_be_followed = launch(executor, &batch, &draws, &[], storage, &mut |_| {})?;
+            step.can_be_followed = launch(executor, &batch, &samplings, &[], storage, &mut |_| {})?;
         }
         Ok(step)
     }
 
-    /// Launches the step after `step`, which is being computed, if there is to be one: as its tokens are not known, it is
-    /// computed in vain for those whose draft ends with them.
+    /// Launches the step after `step`, which is being computed, if another one follows. It is computed in vain for
+    /// the sequences whose draft ends with the tokens of `step`, which are not known yet.
     fn look_ahead(
         &mut self,
         step: &DraftStep,
@@ -244,41 +246,42 @@ impl DraftModel {
         });
         let batch = Batch { sequences: sequences.collect() };
         let drafted: Vec<SequenceId> = runs.map(|run| run.id).collect();
-        let row_of = |id| step.drafted.iter().position(|&other| other == id).expect("it is drafted for");
+        let row_of =
+            |id| step.drafted.iter().position(|&other| other == id).expect("the sequence gets a draft token");
         let follows: Vec<usize> = drafted.iter().map(|&id| row_of(id)).collect();
-        let draws: Vec<_> = drafted.iter().map(|&id| live.draft_draw_behind(id)).collect();
+        let samplings: Vec<_> = drafted.iter().map(|&id| live.draft_sampling_after_next(id)).collect();
         let (executor, storage) = (&mut *self.executor, &self.storage);
-        let can_be_followed = launch(executor, &batch, &draws, &follows, storage, &mut |_| {})?;
+        let can_be_followed = launch(executor, &batch, &samplings, &follows, storage, &mut |_| {})?;
         Ok(Some(DraftStep { num_tokens: drafted.len(), drafted, is_draft: true, can_be_followed }))
     }
 
-    /// Waits for a step's tokens, or computes it and draws them, and goes on with every run.
+    /// Waits for a step's tokens, or computes and samples them, and advances every run.
     fn finish(&mut self, step: &DraftStep, live: &mut LiveRequests) -> Result<(), EngineError> {
         let (executor, storage) = (&mut *self.executor, &self.storage);
-        // The storage is this drafter's alone. A batch's tokens lie in blocks that their sequence allocated, and gives up when
-        // no step is under way; blocks that sequences share are full, and nobody computes them again. So what is said of
-        // safety there holds here.
-        let answers = if executor.drawing().is_some() {
+        // Only this drafter uses the storage. A batch's tokens are in blocks that their sequence allocated and
+        // releases when no step is under way. Shared blocks are full and never computed again. So the safety argument
+        // of `execute` and `launch` holds here.
+        let rows = if executor.sampling().is_some() {
             collect(executor, &mut |_| {})?
         } else {
             let vocab_size = executor.vocab_size();
             let logits = execute(executor, &batch(&self.runs, &self.kv, live), storage, &mut |_| {})?;
-            logits.chunks_exact(vocab_size).map(Answer::Logits).collect()
+            logits.chunks_exact(vocab_size).map(SampledRow::Logits).collect()
         };
-        let mut rows = step.drafted.iter().zip(answers);
+        let mut rows = step.drafted.iter().zip(rows);
         for run in &mut self.runs {
             let sequence = live.scheduler.sequence(run.id).expect("planned sequences run");
-            let kv = self.kv.get_mut(&run.id).expect("it was prepared");
+            let kv = self.kv.get_mut(&run.id).expect("the sequence was prepared");
             if kv.num_computed < sequence.tokens().len() {
                 kv.advance(run.num_tokens, sequence, &mut self.pool);
             } else {
                 kv.ahead.extend(sequence.draft().last());
             }
-            let mut draw = || {
-                let (_, answer) = rows.find(|&(&id, _)| id == run.id).expect("one for each that is complete");
-                live.draw_draft(run.id, answer)
+            let mut sample = || {
+                let (_, row) = rows.find(|&(&id, _)| id == run.id).expect("a row for each complete run");
+                live.sample_draft(run.id, row)
             };
-            let goes_on = run.is_complete && draw();
+            let goes_on = run.is_complete && sample();
             run.num_drafts = if goes_on { run.num_drafts - 1 } else { 0 };
             run.num_tokens = 1;
         }
@@ -303,8 +306,8 @@ fn batch<'a>(runs: &[Run], kv: &'a HashMap<SequenceId, DraftKv>, live: &'a LiveR
 }
 
 impl DraftKv {
-    /// Counts what was computed ahead, as far as it came to be. The newest token is left to compute: a
-    /// draft begins with the logits after it.
+    /// Counts the KV computed ahead, as far as the tokens were accepted. The newest token is left to compute: a draft
+    /// begins with the logits after it.
     fn settle(&mut self, sequence: &Sequence, pool: &mut BlockPool) {
         let (_, tokens) = sequence.tokens().split_last().expect("a sequence has tokens");
         let came_to_be = self.ahead.iter().zip(&tokens[self.num_computed..]).take_while(|(a, b)| a == b);
@@ -313,7 +316,7 @@ impl DraftKv {
         self.advance(num_tokens, sequence, pool);
     }
 
-    /// Counts tokens of the sequence as computed; blocks that this filled may be shared.
+    /// Counts tokens of the sequence as computed. Blocks that this fills may be shared.
     fn advance(&mut self, num_tokens: usize, sequence: &Sequence, pool: &mut BlockPool) {
         let first = self.num_computed / sequence.block_size();
         self.num_computed += num_tokens;

@@ -1,26 +1,26 @@
-//! Drafts by looking up (Saxena: Prompt Lookup Decoding, 2023): where the last few tokens of a sequence
-//! stood before, what followed them there. It costs nothing, and is right where text repeats: answers
-//! that quote their prompt, code that is edited, lists.
+//! Drafts by lookup (Saxena: Prompt Lookup Decoding, 2023): where the last few tokens of a sequence occurred before,
+//! it proposes what followed them there. It costs nothing, and is right where text repeats: answers that quote their
+//! prompt, edited code, lists.
 
-/// Fewest tokens that must be equal.
+/// Fewest equal tokens of a match.
 const MIN_NGRAM: usize = 2;
-/// Most that are compared.
+/// Most tokens that are compared.
 const MAX_NGRAM: usize = 4;
-/// Newest tokens that are searched: a bound for what a step pays.
+/// Newest tokens that are searched: a bound on the cost per step.
 const WINDOW: usize = 8192;
 
-/// What follows `tokens` if they go on as they did where their last few stood before; empty if these are
-/// new. Of the longest match it is the newest. A text that repeats itself is continued without end: what
-/// follows a match runs into what is drafted.
+/// The continuation of `tokens` after the best earlier occurrence of their last few; empty if there is none. Of the
+/// longest matches the newest counts. The continuation repeats without end: what follows a match runs into the
+/// proposal itself.
 pub fn propose(tokens: &[u32]) -> impl Iterator<Item = u32> {
     let tokens = &tokens[tokens.len().saturating_sub(WINDOW)..];
     let follower_idx = find(tokens).unwrap_or(tokens.len());
     tokens[follower_idx..].iter().copied().cycle()
 }
 
-/// Whether something may be proposed once another token has followed `tokens`. Nothing is, whichever it is, when the last
-/// of `tokens` stood nowhere before.
-pub fn may_propose_behind(tokens: &[u32]) -> bool {
+/// Whether a token may be proposed after the next one, whichever that is. None is when the last of `tokens` did not
+/// occur before.
+pub fn may_propose_after_next(tokens: &[u32]) -> bool {
     let tokens = &tokens[tokens.len().saturating_sub(WINDOW - 1)..];
     tokens.split_last().is_some_and(|(last, before)| before.contains(last))
 }
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_followed_the_longest_newest_match_is_proposed() {
+    fn the_continuation_of_the_longest_newest_match_is_proposed() {
         let cases: [(&[u32], &[u32]); 9] = [
             (&[], &[]),
             (&[5], &[]),
@@ -65,24 +65,24 @@ mod tests {
     }
 
     #[test]
-    fn something_may_be_proposed_behind_an_unknown_token_when_it_is_behind_one_of_them() {
+    fn a_token_may_be_proposed_after_an_unknown_one_when_some_token_allows_it() {
         let is_proposed =
             |tokens: &[u32]| (0..4).any(|token| propose(&[tokens, &[token]].concat()).next().is_some());
-        // Every text of up to seven tokens, of which there are four.
+        // Every text of up to seven tokens over a vocabulary of four.
         for len in 0..8 {
             for text in 0..4u32.pow(len) {
                 let tokens: Vec<u32> = (0..len).map(|idx| text >> (2 * idx) & 3).collect();
-                assert_eq!(may_propose_behind(&tokens), is_proposed(&tokens), "after {tokens:?}");
+                assert_eq!(may_propose_after_next(&tokens), is_proposed(&tokens), "after {tokens:?}");
             }
         }
         for len in WINDOW - 4..WINDOW + 2 {
             let tokens = [&[1][..], &vec![3; len], &[2, 1]].concat();
-            assert_eq!(may_propose_behind(&tokens), is_proposed(&tokens), "{len} tokens after the first");
+            assert_eq!(may_propose_after_next(&tokens), is_proposed(&tokens), "{len} tokens after the first");
         }
     }
 
     #[test]
-    fn what_is_too_long_ago_is_not_searched() {
+    fn tokens_before_the_window_are_not_searched() {
         let with_gap = |len: usize| [&[1, 2, 3][..], &vec![9; len], &[1, 2]].concat();
         assert_eq!(propose(&with_gap(WINDOW - 5)).next(), Some(3));
         assert_eq!(propose(&with_gap(WINDOW)).next(), None);

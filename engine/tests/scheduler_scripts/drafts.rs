@@ -1,9 +1,9 @@
-//! Drafts: what of them is kept, and what they may take.
+//! Drafts: which tokens are accepted, and which blocks and budget they may take.
 
 use super::script::check;
 
 #[test]
-fn a_draft_is_verified_in_one_step_and_as_much_of_it_is_kept_as_is_right() {
+fn a_draft_is_verified_in_one_step_up_to_its_first_wrong_token() {
     check(
         "
         pool blocks=16 block_size=4 running=4 budget=16
@@ -65,9 +65,9 @@ fn accepted_tokens_are_cached_and_rejected_ones_never() {
         step
             1: 6..15 token draft 8 accepted 2
         end id=1
-        # The first eight tokens of a text that goes on as 1 did: six and two that were accepted.
+        # The first eight tokens of a text that continues like 1: six, and two that were accepted.
         add id=2 prompt=6 max=40 text=a output=4
-        # And as the draft went on that was rejected.
+        # And a text that continues like the rejected draft.
         add id=3 prompt=6 max=40 text=a output=2 wrong=6
         step
             admit 2 cached 2
@@ -79,7 +79,7 @@ fn accepted_tokens_are_cached_and_rejected_ones_never() {
 }
 
 #[test]
-fn drafts_get_what_nobody_else_takes() {
+fn drafts_get_only_spare_budget_and_blocks() {
     check(
         "
         pool blocks=8 block_size=4 running=4 budget=9
@@ -109,7 +109,7 @@ fn drafts_get_what_nobody_else_takes() {
 }
 
 #[test]
-fn nobody_is_preempted_for_a_draft_and_none_is_longer_than_its_sequence_may_become() {
+fn a_draft_preempts_no_sequence_and_respects_the_length_of_its_own() {
     check(
         "
         pool blocks=4 block_size=4 running=4 budget=32

@@ -33,7 +33,7 @@ fn a_prefill_ends_with_its_blocks_held() {
 }
 
 #[test]
-fn a_hold_that_is_given_up_early_lets_the_prefill_end() {
+fn a_hold_that_is_released_early_lets_the_prefill_end() {
     check(
         "
         pool blocks=8 block_size=4 running=4 budget=4
@@ -52,7 +52,7 @@ fn a_hold_that_is_given_up_early_lets_the_prefill_end() {
 }
 
 #[test]
-fn a_reservation_waits_its_turn_and_decodes_what_others_computed() {
+fn a_reservation_waits_its_turn_and_decodes_a_remote_prompt() {
     check(
         "
         pool blocks=6 block_size=4 running=4 budget=64

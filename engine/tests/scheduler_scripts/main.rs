@@ -1,4 +1,4 @@
-//! The scheduler, by scripts: what a step computes, who is admitted, and who gives way.
+//! The scheduler, by scripts: what a step computes, which sequences are admitted, and which are preempted.
 
 mod script;
 

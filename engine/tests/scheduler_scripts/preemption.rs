@@ -1,4 +1,4 @@
-//! Who gives way when there is no block left.
+//! Which sequence is preempted when no block is left.
 
 use super::script::check;
 
@@ -27,7 +27,7 @@ fn the_youngest_is_preempted_and_comes_back_before_newcomers() {
         step
             1: 11..12 token
             2: 10..11 token
-        # 1 needs its fourth block and takes those of 2; nobody is admitted in that step.
+        # 1 needs its fourth block and takes those of 2. Nothing is admitted in that step.
         step
             preempt 2
             1: 12..13 token
@@ -52,7 +52,7 @@ fn the_youngest_is_preempted_and_comes_back_before_newcomers() {
 }
 
 #[test]
-fn a_sequence_that_finds_no_younger_one_gives_way_itself() {
+fn a_sequence_without_a_younger_one_is_preempted_itself() {
     check(
         "
         pool blocks=4 block_size=4 running=4 budget=64
@@ -86,7 +86,7 @@ fn a_sequence_that_finds_no_younger_one_gives_way_itself() {
 }
 
 #[test]
-fn a_prefill_under_way_is_not_preempted() {
+fn a_running_prefill_is_not_preempted() {
     check(
         "
         pool blocks=6 block_size=4 running=4 budget=2
@@ -114,7 +114,7 @@ fn a_prefill_under_way_is_not_preempted() {
         step
             1: 7..8 token
             2: 5..6
-        # All other blocks are those of 2, which somebody may be reading, though it is the youngest.
+        # All other blocks are those of 2. A transfer may be reading them, though 2 is the youngest.
         step
             preempt 1
             2: 6..8

@@ -1,4 +1,4 @@
-//! What the cache has, and for how long.
+//! Which blocks the prefix cache holds, and for how long.
 
 use super::script::check;
 

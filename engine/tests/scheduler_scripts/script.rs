@@ -1,4 +1,4 @@
-//! Scripts: commands at the margin, what they answer indented below.
+//! Scripts: commands at the margin, and their expected output indented below.
 //!
 //! ```text
 //! pool blocks=8 block_size=4 running=4 budget=16   starts over; the first line of a script
@@ -10,19 +10,19 @@
 //! draft id=1 right=2 wrong=1                       for the next step, in which `1: 9..12 token draft 2
 //!                                                  accepted 1` is a chunk whose last two were drafted
 //! decode id=1 | end id=1 | release id=1
-//! state                                            who waits, how many run, free blocks
+//! state                                            the waiting sequences, the number of running ones, free blocks
 //! ```
 
 use std::{collections::BTreeMap, fmt::Write};
 
 use baton_engine::{
-    plan::Plan,
+    plan::StepPlan,
     scheduler::{Scheduler, SchedulerConfig},
-    sequence::{Role, Sequence, SequenceId},
+    sequence::{Sequence, SequenceId, SequenceRole},
 };
 use baton_kv_cache::HashRoot;
 
-/// Runs a script; what it answers must be what it says.
+/// Runs a script and compares its output with the expected one.
 #[track_caller]
 pub fn check(script: &str) {
     let lines: Vec<_> = script.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
@@ -69,10 +69,10 @@ impl<'a> Command<'a> {
         self.arguments[key].parse().expect("a number")
     }
 
-    /// So many tokens as are drawn, then so many `wrong` ones.
-    fn tokens(&self, drawn: &str) -> Vec<u32> {
+    /// A draft of so many right tokens, then so many `wrong` ones.
+    fn tokens(&self, sampled: &str) -> Vec<u32> {
         let number = |key| if self.arguments.contains_key(key) { self.number(key) } else { 0 };
-        [vec![DRAWN; number(drawn)], vec![WRONG; number("wrong")]].concat()
+        [vec![SAMPLED; number(sampled)], vec![WRONG; number("wrong")]].concat()
     }
 
     fn id(&self) -> SequenceId {
@@ -83,16 +83,16 @@ impl<'a> Command<'a> {
 struct Player {
     scheduler: Scheduler,
     block_size: usize,
-    plan: Plan,
-    /// Longest length, and whether it ends after one token.
+    plan: StepPlan,
+    /// The greatest length, and whether the sequence ends after one token.
     ends: BTreeMap<SequenceId, (usize, bool)>,
-    /// For the next step.
+    /// Drafts for the next step.
     drafts: Vec<(SequenceId, Vec<u32>)>,
 }
 
-/// What every sequence draws.
-const DRAWN: u32 = 77;
-/// What none does.
+/// The token that is sampled for every sequence.
+const SAMPLED: u32 = 77;
+/// A token that is never sampled.
 const WRONG: u32 = 78;
 
 impl Player {
@@ -107,7 +107,7 @@ impl Player {
         Player {
             scheduler: Scheduler::new(config),
             block_size: config.block_size,
-            plan: Plan::default(),
+            plan: StepPlan::default(),
             ends: BTreeMap::new(),
             drafts: Vec::new(),
         }
@@ -118,7 +118,7 @@ impl Player {
             "add" => self.add(command),
             "step" => self.step(),
             "decode" => {
-                self.scheduler.start_decode(command.id(), DRAWN);
+                self.scheduler.start_decode(command.id(), SAMPLED);
                 Vec::new()
             }
             "draft" => {
@@ -141,19 +141,19 @@ impl Player {
             )],
             other => panic!("no command {other}"),
         };
-        self.scheduler.check_integrity().expect("the books are right after every command");
+        self.scheduler.check_integrity().expect("the accounting is right after every command");
         answers
     }
 
     fn add(&mut self, command: &Command<'_>) -> Vec<String> {
         let id = command.id();
         let role = match command.arguments.get("role") {
-            None => Role::Generate,
-            Some(&"prefill") => Role::Prefill,
-            Some(&"decode") => Role::Decode,
+            None => SequenceRole::Generate,
+            Some(&"prefill") => SequenceRole::Prefill,
+            Some(&"decode") => SequenceRole::Decode,
             Some(other) => panic!("no role {other}"),
         };
-        // A text of its own unless the script gives one.
+        // Its own text unless the script gives one.
         let text = match command.arguments.get("text") {
             Some(text) => u32::from(text.as_bytes()[0]) * 1000,
             None => 1_000_000 + id.0 as u32 * 1000,
@@ -162,7 +162,7 @@ impl Player {
         let tokens = prompt.chain(command.tokens("output")).collect();
         let root = Some(HashRoot::new("script", "", ""));
         let max = command.number("max");
-        self.ends.insert(id, (max, role == Role::Prefill));
+        self.ends.insert(id, (max, role == SequenceRole::Prefill));
         self.scheduler.add(Sequence::new(id, role, tokens, max, self.block_size, root));
         Vec::new()
     }
@@ -191,7 +191,7 @@ impl Player {
         for chunk in &self.plan.chunks.clone() {
             let mut draft = String::new();
             if chunk.wants_token {
-                let num_accepted = self.draw(chunk.id);
+                let num_accepted = self.sample(chunk.id);
                 if chunk.num_drafts > 0 {
                     draft = format!(" draft {} accepted {num_accepted}", chunk.num_drafts);
                 }
@@ -209,10 +209,10 @@ impl Player {
         answers
     }
 
-    /// Draws until a token was not drafted, or the sequence is as long as it may be; how many were.
-    fn draw(&mut self, id: SequenceId) -> usize {
+    /// Samples until a token was not drafted or the sequence has its greatest length. Returns how many were drafted.
+    fn sample(&mut self, id: SequenceId) -> usize {
         let mut num_accepted = 0;
-        while self.scheduler.push_token(id, DRAWN) {
+        while self.scheduler.push_token(id, SAMPLED) {
             num_accepted += 1;
             if self.num_tokens(id) == self.ends[&id].0 {
                 break;

@@ -1,4 +1,4 @@
-//! Chunks under a budget, and who is in a step.
+//! Chunks under a budget, and which sequences are in a step.
 
 use super::script::check;
 
@@ -27,7 +27,7 @@ fn a_prompt_is_computed_in_block_aligned_chunks_then_decodes() {
 }
 
 #[test]
-fn a_budget_below_a_block_still_moves() {
+fn a_budget_below_a_block_still_makes_progress() {
     check(
         "
         pool blocks=16 block_size=4 running=4 budget=3
@@ -83,7 +83,7 @@ fn decodes_come_before_prompts_and_prompts_share_what_is_left() {
 }
 
 #[test]
-fn short_prompts_pass_long_ones_which_go_on() {
+fn short_prompts_pass_long_ones_which_still_make_progress() {
     check(
         "
         pool blocks=64 block_size=4 running=8 budget=16
@@ -124,7 +124,7 @@ fn short_prompts_pass_long_ones_which_go_on() {
 }
 
 #[test]
-fn the_oldest_is_admitted_whoever_is_shorter() {
+fn the_oldest_is_admitted_before_shorter_prompts() {
     check(
         "
         pool blocks=64 block_size=4 running=8 budget=16
@@ -154,7 +154,7 @@ fn the_oldest_is_admitted_whoever_is_shorter() {
 }
 
 #[test]
-fn nobody_passes_one_for_whom_there_are_no_blocks() {
+fn no_sequence_passes_one_that_lacks_blocks() {
     check(
         "
         pool blocks=8 block_size=4 running=8 budget=8
@@ -180,7 +180,7 @@ fn nobody_passes_one_for_whom_there_are_no_blocks() {
 }
 
 #[test]
-fn places_are_limited() {
+fn slots_are_limited() {
     check(
         "
         pool blocks=64 block_size=4 running=2 budget=32

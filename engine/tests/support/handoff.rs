@@ -1,4 +1,4 @@
-//! A handoff in one process: what two workers and a transport do between them.
+//! A handoff in one process: the parts of two workers and a transport.
 
 use std::collections::HashSet;
 
@@ -10,7 +10,7 @@ use baton_kv_cache::BlockId;
 
 use super::{Output, collect};
 
-/// What a prefill said, checked to be in order and complete.
+/// The events of a prefill, checked to be in order and complete.
 pub struct Prefilled {
     pub blocks: Vec<BlockId>,
     pub cached_tokens: usize,
@@ -45,7 +45,7 @@ pub async fn prefill(engine: &EngineHandle, request: Request) -> Prefilled {
     Prefilled { blocks, cached_tokens, first, held }
 }
 
-/// What a transport does, for those blocks that the receiver has not cached.
+/// Copies the blocks that the receiver has not cached, as a transport does.
 pub fn copy(from: &EngineHandle, blocks: &[BlockId], to: &EngineHandle, reservation: &Reservation) -> usize {
     assert_eq!(blocks.len(), reservation.blocks().len());
     let pairs = blocks.iter().zip(reservation.blocks()).skip(reservation.num_cached_blocks());
@@ -61,7 +61,7 @@ pub fn copy(from: &EngineHandle, blocks: &[BlockId], to: &EngineHandle, reservat
     pairs.len()
 }
 
-/// What a transport does between a prefix that is held and one that is reserved.
+/// Copies a held prefix to a reserved one, as a transport does.
 pub fn copy_prefix(
     from: &EngineHandle,
     held: &CachedPrefix,
@@ -80,7 +80,7 @@ pub fn copy_prefix(
     }
 }
 
-/// The whole handoff; returns the tokens, first one included, and the number of blocks copied.
+/// Runs the whole handoff. Returns the tokens, the first one included, and the number of copied blocks.
 pub async fn hand_off(p: &EngineHandle, d: &EngineHandle, request: Request) -> (Output, usize) {
     let prefilled = prefill(p, request.clone()).await;
     let reservation = d.reserve(request).await.expect("granted");

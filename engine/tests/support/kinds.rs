@@ -1,4 +1,4 @@
-//! Requests of every kind, over a vocabulary of three tokens, and all that a client sees of them.
+//! Requests of every kind, over a vocabulary of three tokens, and everything that a client sees of them.
 
 use baton_engine::{
     DraftCounts, EngineError, FinishReason, Request, SampledToken, SamplingParams, TokenEvent, TokenStream,
@@ -27,14 +27,14 @@ pub fn requests() -> Vec<Request> {
     ];
     let request = |(idx, kind): (u32, &SamplingParams)| Request {
         sampling: SamplingParams { max_tokens: 17 + idx, seed: u64::from(idx), ..kind.clone() },
-        // Tokens of an earlier attempt, in some.
+        // Some have tokens of an earlier attempt.
         output: if idx % 4 == 3 { vec![0, 1, 0] } else { Vec::new() },
         ..request(&prompt(idx, 2 + idx * 5 % 37), 0)
     };
     (0..).zip(kinds.iter().cycle()).take(27).map(request).collect()
 }
 
-/// What a client sees, but for what was cached, and what the drafts came to.
+/// What a client sees, without the number of cached tokens, and the counts of drafts.
 pub async fn read(
     mut stream: TokenStream,
 ) -> (Vec<SampledToken>, Result<FinishReason, EngineError>, DraftCounts) {

@@ -1,5 +1,5 @@
-//! A started engine with a fake model, and ways to talk to it in a line.
-#![allow(dead_code)] // each test file uses a part
+//! A started engine with a fake model, and short ways to use it.
+#![allow(dead_code)] // each test file uses a part of it
 
 pub mod handoff;
 pub mod kinds;
@@ -12,12 +12,13 @@ use std::{
 
 use baton_engine::{
     Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, PoolReport, Request,
-    SamplingParams, Speculation, TokenEvent, TokenStream, testing::FakeModel,
+    SamplingParams, Speculation, TokenEvent, TokenStream,
 };
-use baton_model::{Batch, ExecuteError};
+use baton_engine_testing::FakeModel;
+use baton_model_spec::{Batch, ExecuteError};
 
 pub const BLOCK_SIZE: usize = 4;
-/// Of an engine that speculates.
+/// Limit on the tokens of a step with drafts.
 pub const MAX_STEP_TOKENS: usize = 40;
 
 /// Plenty of room.
@@ -39,13 +40,13 @@ pub fn config() -> EngineConfig {
 pub fn request(prompt: &[u32], max_tokens: u32) -> Request {
     Request {
         id: "test".into(),
-        prompt: prompt.to_vec(),
+        prompt: prompt.into(),
         sampling: SamplingParams { max_tokens, ..SamplingParams::default() },
         ..Request::default()
     }
 }
 
-/// Tokens and how they ended: with reason and cached tokens, or an error.
+/// Tokens and their end: finish reason and cached tokens, or an error.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Output {
     pub tokens: Vec<u32>,
@@ -87,15 +88,15 @@ pub fn engine_of(
     (model, TestEngine { handle, thread })
 }
 
-/// With an executor that draws, and perhaps a drafter; and how many steps it launched ahead.
-pub fn drawing(
+/// An engine whose executor samples, perhaps with a drafter, and the number of steps that it launched ahead.
+pub fn sampling_engine(
     model: FakeModel,
     drafter: Option<Drafter>,
     config: EngineConfig,
     hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
 ) -> (TestEngine, Arc<AtomicUsize>) {
     let num_ahead = Arc::new(AtomicUsize::new(0));
-    let executor = model.drawing_executor_with_hook(num_ahead.clone(), hook);
+    let executor = model.sampling_executor_with_hook(num_ahead.clone(), hook);
     let speculation =
         |drafter| Speculation { drafter, max_draft_tokens: 5, max_step_tokens: MAX_STEP_TOKENS };
     let (handle, thread) =
@@ -103,7 +104,7 @@ pub fn drawing(
     (TestEngine { handle, thread }, num_ahead)
 }
 
-/// With a drafter, of drafts up to five tokens.
+/// An engine with a drafter, for drafts of up to five tokens.
 pub fn speculating(model: FakeModel, drafter: Drafter, config: EngineConfig) -> TestEngine {
     speculating_with_hook(model, drafter, config, |_| Ok(()))
 }
@@ -120,13 +121,13 @@ pub fn speculating_with_hook(
     TestEngine { handle, thread }
 }
 
-/// With it nothing is measured: drafts cost what is guessed, whatever else the machine does.
+/// A clock that stands still: nothing is measured, so drafts have their guessed cost on any machine.
 pub fn standing_clock() -> Instant {
     static NOW: LazyLock<Instant> = LazyLock::new(Instant::now);
     *NOW
 }
 
-/// A model as drafter.
+/// A draft model.
 pub fn draft(model: FakeModel) -> Drafter {
     draft_with_hook(model, |_| Ok(()))
 }
@@ -138,10 +139,10 @@ pub fn draft_with_hook(
     Drafter::Model { executor: model.executor_with_hook(hook), storage: None, cost: 0.2 }
 }
 
-/// One that draws, and how many steps it launched ahead.
-pub fn drawing_draft(model: FakeModel) -> (Drafter, Arc<AtomicUsize>) {
+/// A draft model that samples, and the number of steps that it launched ahead.
+pub fn sampling_draft(model: FakeModel) -> (Drafter, Arc<AtomicUsize>) {
     let num_ahead = Arc::new(AtomicUsize::new(0));
-    let executor = model.drawing_executor_with_hook(num_ahead.clone(), |_| Ok(()));
+    let executor = model.sampling_executor_with_hook(num_ahead.clone(), |_| Ok(()));
     (Drafter::Model { executor, storage: None, cost: 0.2 }, num_ahead)
 }
 
@@ -154,7 +155,7 @@ impl TestEngine {
         collect(self.generate(request).expect("accepted")).await
     }
 
-    /// Everything was returned and the books are right.
+    /// Checks that everything was returned and the accounting is right.
     pub async fn check_whole(&self) -> PoolReport {
         let report = self.check_idle_integrity().await.expect("idle and whole");
         assert_eq!(report.num_owned, 0);

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use baton_handoff::{KvFault, PieceWrite, PushError, RouteError, Source};
-use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout, KvShard, WireFormat};
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout, KvShard, VectorCodec, WireFormat};
 
 use crate::{Guards, LAYOUT, TestTransport, TransferPair, bytes, change, fill, soon};
 

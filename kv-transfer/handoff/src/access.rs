@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// Name of one grant: 64 bits that nobody can guess, so that a late write under an older one finds nothing.
+/// Name of one grant: 64 random bits, so that a late write under an older grant finds nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Generation(pub u64);
 

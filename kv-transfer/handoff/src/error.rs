@@ -1,8 +1,7 @@
 //! How a handoff, a route or a push can fail.
 
+use baton_request::{Failure, FailureKind};
 use thiserror::Error;
-
-use crate::message::{Failed, FailureKind};
 
 /// How a handoff ended without KV. The variants are named for what the caller can do.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -28,7 +27,7 @@ pub enum HandoffError {
     /// The other side has nothing cached of what was asked for (seen by the decode side): compute it.
     #[error("nothing of it is cached there")]
     NotCached,
-    /// Somebody no longer wants it: nothing to do.
+    /// The result is not wanted any more: nothing to do.
     #[error("cancelled: {0}")]
     Cancelled(String),
     /// A side's engine or service refused; the kind says whether anybody else would do.
@@ -37,7 +36,7 @@ pub enum HandoffError {
         /// Who refused.
         by: Side,
         /// Why.
-        failed: Failed,
+        failed: Failure,
     },
 }
 
@@ -116,7 +115,7 @@ pub enum KvFault {
         /// How many.
         missing: usize,
     },
-    /// The device does not give its bytes, so that nobody knows what they are.
+    /// The device does not give its bytes, so they cannot be compared.
     #[error("piece {block_idx}/{layer_idx} cannot be read back")]
     Unreadable {
         /// In the grant.
@@ -148,7 +147,7 @@ pub enum RouteError {
     /// Every offer was tried.
     #[error("no way to the peer's blocks: {0}")]
     Unreachable(String),
-    /// Whoever answers does not know the grant, or not this side as its writer, and says no more than that.
+    /// The peer that answers does not know the grant, or not this side as its writer, and does not say which.
     #[error("{0} refuses: it has restarted or taken the grant back, or the grant is not for this worker")]
     OtherIncarnation(String),
     /// The peer's blocks cannot hold what this side has.

@@ -1,30 +1,36 @@
-//! The handoff as two pure state machines: [`decode::DecodeHandoff`] on the worker that owns the
-//! request, [`prefill::PrefillHandoff`] on the worker that computes its prompt. Inputs and the time
-//! go in, actions come out; they know no socket, no engine and no clock. One handoff is one stream
-//! between the two workers.
+//! The handoff of a sequence's KV from one worker to another, as pure state machines. Inputs and the time go in, actions come
+//! out: no machine knows a socket, an engine or a clock. One handoff is one stream between two workers.
+//!
+//! | | decode side, takes KV | prefill side, gives KV |
+//! |---|---|---|
+//! | a prompt that is computed | [`decode::RemotePrefill`] | [`prefill::ComputedHandoff`] |
+//! | a prefix that is cached | [`decode::PrefixFetch`] | [`prefill::CachedHandoff`] |
+//!
+//! The prefill side begins as [`prefill::Opening`], until the first message says which.
 //!
 //! ```text
-//! D (decode worker)                              P (prefill worker)
+//! D (decode side)                                P (prefill side)
 //!   Begin ---------------------------------------> queued
-//!   reserve blocks <------------------------------ Started       (its scheduler took it up)
-//!   Grant ---------------------------------------> route, push   (pieces ready before are kept till now)
+//!   reserve blocks <------------------------------ Started       (its scheduler has taken the request)
+//!   Grant ---------------------------------------> route, push   (pieces that were ready before are kept until now)
 //!   pass it on <---------------------------------- FirstToken    (at any time after Started)
 //!   verify <-------------------------------------- Written       (many; the last one says so)
 //!   Commit --------------------------------------> free          (all verified, first token known)
 //! ```
 //!
-//! Blocks in messages are D's: `Grant` lists, and counts as cached, D's blocks, and a piece is one layer of one of them.
-//! Where P's have another size, P releases a piece of D when all of its own pieces under it are final.
+//! Blocks in messages are D's: `Grant` lists D's blocks and counts the cached ones, and a piece is one layer of one of them.
+//! Where P's blocks have another size, P pushes a piece of D when all of its own pieces under it are final.
 //!
-//! A handoff of what is cached ([`Extent::Cached`]) is the same, with `Held` for `Started` and without `FirstToken`: P
-//! computes nothing, says how much it has, and hands over that. It serves any two workers: D and P are sides here.
+//! A cached prefix takes `Fetch` for `Begin` and `Held` for `Started`, and has no `FirstToken`: P computes nothing, says how
+//! much it holds, and hands that over. Any two workers do this; D and P are only sides here.
 //!
-//! Instead of any of these D may send `Cancel`, which P answers with `Stopped` once nothing of it
-//! writes any more; P may send `Failed`, and then `Stopped`. A stream that breaks ends both.
+//! D may send `Cancel` at any time. P answers with `Stopped` once nothing of it writes any more. When the first token ends
+//! the request, D sends `Done` instead: P stops in the same way, and both sides have ended well. P may send `Failed`, and
+//! then `Stopped`. A stream that breaks ends both.
 //!
-//! Both machines keep these promises, which the tests check over interrupted exchanges:
-//! - exactly one `Finish`, and then exactly one `Close`, the last action but for late `Revoke`s;
-//! - D finishes well only if every granted piece was named once and verified;
+//! All machines keep these promises, which the tests check over interrupted exchanges:
+//! - exactly one `Finish`, and then exactly one `Close`, the last action except for late `Revoke`s;
+//! - D commits only if every granted piece was named once and verified;
 //! - every reservation is either committed or revoked, once;
 //! - P's blocks are released once, and after the computation and the pushes were told to stop;
 //! - in every state but the last, there is a deadline.
@@ -32,6 +38,7 @@
 #![forbid(unsafe_code)]
 
 mod access;
+mod deadlines;
 pub mod decode;
 mod error;
 mod limits;
@@ -47,6 +54,6 @@ mod transport;
 pub use access::{AccessKey, Generation, Secret};
 pub use error::{HandoffError, KvFault, PushError, RouteError, Side};
 pub use limits::Limits;
-pub use message::{Begin, DecodeMessage, Extent, Failed, FailureKind, Grant, PrefillMessage, Written};
+pub use message::{Begin, DecodeMessage, Grant, PrefillMessage, Written};
 pub use piece::{Piece, PieceWrite, Pushed, Source};
 pub use transport::{TransportKind, TransportOffer};

@@ -6,20 +6,23 @@
 
 use std::time::Duration;
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
+use baton_request::Failure;
 
 use crate::{
     access::{AccessKey, Generation, Secret},
-    piece::Piece,
-    transport::{TransportKind, TransportOffer},
+    piece::Pushed,
+    transport::TransportOffer,
 };
 
 /// Decode worker to prefill worker.
 #[derive(Clone, Debug, PartialEq)]
 pub enum DecodeMessage {
-    /// The first message: compute this.
+    /// The first message: compute this sequence, and hand its KV over.
     Begin(Begin),
-    /// Write here.
+    /// The first message: hand over what is cached at the front of this sequence, in full blocks. Compute nothing.
+    Fetch(Begin),
+    /// Write into these blocks.
     Grant(Grant),
     /// Everything is verified: free your blocks. The last message.
     Commit {
@@ -31,6 +34,8 @@ pub enum DecodeMessage {
         /// For the log.
         reason: String,
     },
+    /// The first token ended the request: its KV is not needed. Stop, and say so.
+    Done,
 }
 
 /// Prefill worker to decode worker.
@@ -38,7 +43,7 @@ pub enum DecodeMessage {
 pub enum PrefillMessage<T> {
     /// The scheduler has taken the request up: set blocks aside now.
     Started,
-    /// The same of [`Extent::Cached`]: what there is of it is held.
+    /// Answer to `Fetch`: what is cached of the sequence is held.
     Held {
         /// Tokens at the front of the sequence that will be handed over, full blocks of the decode worker; perhaps none.
         num_tokens: usize,
@@ -48,12 +53,12 @@ pub enum PrefillMessage<T> {
     Progress,
     /// Sampled.
     FirstToken(T),
-    /// These pieces lie in the granted blocks.
+    /// These pieces are in the granted blocks.
     Written(Written),
     /// Answer to `Cancel`: no byte is written after this.
     Stopped,
     /// It ends here; `Stopped` follows once no byte is written any more.
-    Failed(Failed),
+    Failed(Failure),
 }
 
 /// What the handoff must know about a request.
@@ -65,29 +70,17 @@ pub struct Begin {
     pub attempt: u32,
     /// The prefill worker this is meant for.
     pub prefill_incarnation: u64,
-    /// Who will decode.
+    /// The worker that takes the KV.
     pub decode_worker_id: String,
-    /// Which life of it.
+    /// Its incarnation.
     pub decode_incarnation: u64,
     /// Tokens of the whole sequence.
     pub num_tokens: usize,
     /// Tokens in a block of the decode worker.
     pub block_size: usize,
-    /// Both sides give up, and free, this long after `Begin` or the last `Progress`, of which the prefill worker, whose word
-    /// it is, takes a quarter longer.
+    /// The decode side gives up, and frees its blocks, this long after `Begin` or the last `Progress` that it heard. The
+    /// prefill side waits a quarter longer after a `Progress` that it sent.
     pub deadline: Duration,
-    /// How much of the sequence is wanted.
-    pub extent: Extent,
-}
-
-/// How much of a sequence is handed over.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Extent {
-    /// All of it, computed where it must be, and the token after it.
-    #[default]
-    Whole,
-    /// The front of it that is cached already, in full blocks. Nothing is computed.
-    Cached,
 }
 
 impl Begin {
@@ -122,52 +115,13 @@ impl Grant {
     }
 }
 
-/// Pieces that lie in the granted blocks now.
+/// What the granted blocks hold now, beside what was named before.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Written {
     /// Of the grant.
     pub generation: Generation,
-    /// What carried them.
-    pub transport: TransportKind,
-    /// Which, and what they hold.
-    pub pieces: Vec<Piece>,
+    /// The pieces of one push; `None` when there was nothing to write.
+    pub pushed: Option<Pushed>,
     /// Every piece has been named now.
     pub last: bool,
-    /// Bytes of these pieces.
-    pub bytes: u64,
-}
-
-/// Why a side ends a handoff; what the peer may do about it follows from the kind.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Failed {
-    /// The same kinds as on the wire.
-    pub kind: FailureKind,
-    /// For people.
-    pub message: String,
-}
-
-impl Failed {
-    /// A failure in words.
-    pub fn new(kind: FailureKind, message: impl Into<String>) -> Failed {
-        Failed { kind, message: message.into() }
-    }
-}
-
-/// Why an attempt ended without an answer, named for what the router can do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum FailureKind {
-    /// Nobody can serve the request.
-    Invalid,
-    /// No room here; another worker may have some.
-    Full,
-    /// The prefill worker broke off, was unreachable, or is another incarnation.
-    PrefillLost,
-    /// The KV that arrived was not what was promised.
-    KvRejected,
-    /// A deadline passed.
-    Deadline,
-    /// The worker is about to leave.
-    Draining,
-    /// Something broke.
-    Internal,
 }

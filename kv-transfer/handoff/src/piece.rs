@@ -2,7 +2,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
 
 use crate::transport::TransportKind;
 
@@ -46,7 +46,7 @@ pub enum Source {
     Tokens {
         /// Positions in the sequence.
         tokens: Range<usize>,
-        /// The blocks in which they lie, in the order of the sequence.
+        /// The blocks that hold them, in the order of the sequence.
         blocks: Arc<[BlockId]>,
     },
 }

@@ -1,4 +1,4 @@
-//! One sequence in the blocks of two sides that differ in how many tokens a block has: which blocks of one lie under
+//! One sequence in the blocks of two sides that differ in how many tokens a block has: which blocks of one are under
 //! which of the other's, and which of those are complete.
 //!
 //! ```text
@@ -11,7 +11,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
 
 use crate::{
     piece::Source,
@@ -59,6 +59,10 @@ impl Sides {
         self.num_tokens
     }
 
+    pub(crate) fn num_layers(&self) -> usize {
+        self.known.num_layers()
+    }
+
     pub(crate) fn num_peer_blocks(&self) -> usize {
         self.num_tokens.div_ceil(self.peer_block_size)
     }
@@ -90,7 +94,7 @@ impl Sides {
 
     /// Where the KV of the peer's block is, once it is complete.
     pub(crate) fn source(&self, peer_idx: usize) -> Source {
-        let block = |idx: usize| self.table[idx].expect("what lies under a complete block is known");
+        let block = |idx: usize| self.table[idx].expect("the blocks under a complete block are known");
         if self.own_block_size == self.peer_block_size {
             return Source::Block(block(peer_idx));
         }

@@ -33,7 +33,7 @@ impl TransportKind {
         }
     }
 
-    /// Whether it carries blocks that lie on several devices, some heads on each.
+    /// Whether it carries blocks that are on several devices, some heads on each.
     pub fn takes_ranks(self) -> bool {
         self != TransportKind::Nccl
     }
@@ -50,8 +50,8 @@ impl fmt::Display for TransportKind {
     }
 }
 
-/// A way to reach the decode worker's blocks. `pool` is the incarnation of its block pool: whoever
-/// answers at the address with another one has restarted, and is not written to.
+/// A way to reach the decode worker's blocks. `pool` is the incarnation of its block pool: a peer that answers at the address
+/// with another one has restarted, and is not written to.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum TransportOffer {
     /// Shared memory.

@@ -15,7 +15,7 @@ use std::{
 };
 
 use baton_handoff::PieceWrite;
-use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout, KvShard, WireFormat};
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout, KvShard, VectorCodec, WireFormat};
 use baton_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig};
 use baton_transport_tcp::{TcpReceiving, TcpSending};
 

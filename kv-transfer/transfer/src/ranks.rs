@@ -10,7 +10,7 @@
 
 use std::ops::RangeInclusive;
 
-use baton_kv_cache::{KvLayout, KvMapping, KvShard, ShardError, mapping::Extent};
+use baton_kv_cache::{KvLayout, KvMapping, KvShard, ShardError, mapping::RunKind};
 
 /// How many ranks a peer may say that it has: its word must not make this side register or open memory any number of times.
 pub const NUM_RANKS: RangeInclusive<u32> = 1..=64;
@@ -61,11 +61,11 @@ impl RankPair {
                 let to = KvShard::new(whole, num_targets, target)?;
                 let runs = KvMapping::new(&from, &to)?.runs(0..whole.block_size);
                 let spans: Vec<Span> = runs
-                    .map(|run| match run.extent {
-                        Extent::Bytes(len) => {
+                    .map(|run| match run.kind {
+                        RunKind::Bytes(len) => {
                             Span { source: run.source.offset, target: run.destination.offset, len }
                         }
-                        Extent::Vectors { .. } => unreachable!("of the same type"),
+                        RunKind::Vectors { .. } => unreachable!("of the same type"),
                     })
                     .collect();
                 if !spans.is_empty() {

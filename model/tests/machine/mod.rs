@@ -112,7 +112,7 @@ impl Machine {
         let ranks = load_ranks(model, num_ranks, options, &mut |_| {}).unwrap();
         let ranks = ranks.into_iter().map(|rank| {
             let pool = ThreadPool::new(rank.num_threads()).unwrap();
-            (rank, Arc::new(pool))
+            (rank.into_cpu(), Arc::new(pool))
         });
         Machine::on(Box::new(ParallelCpuExecutor::new(ranks.collect()).unwrap()))
     }

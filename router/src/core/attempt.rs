@@ -3,17 +3,16 @@
 use std::time::Duration;
 
 use baton_cluster::WorkerRecord;
-use baton_proto::worker::{
-    GenerateEvent, GenerateRequest, PrefillPeer, decode_client::DecodeClient, generate_event,
+use baton_planner::{Plan, Prefill, WorkerKey};
+use baton_proto::{
+    failure_from_status,
+    worker::{GenerateEvent, GenerateRequest, PrefillPeer, decode_client::DecodeClient, generate_event},
 };
+use baton_request::{Failure, FailureKind};
 use tokio::time::timeout;
 use tonic::{Request, Streaming};
 
-use super::retry::{Failure, FailureKind};
-use crate::{
-    plan::{Plan, Prefill, WorkerKey},
-    workers::{Assignment, Workers},
-};
+use crate::workers::{Assignment, Workers};
 
 /// Dropping it cancels the request at the worker.
 #[derive(Debug)]
@@ -22,11 +21,11 @@ pub(crate) struct Attempt {
     pub(crate) decode: WorkerKey,
     /// A token has come.
     pub(crate) answered: bool,
-    /// Position in the output of the next token that comes.
+    /// Position of the next token in the output.
     pub(crate) next_idx: usize,
     stream: Streaming<GenerateEvent>,
     _decode: Assignment,
-    /// Until the first token: then the prefill worker is done.
+    /// Until the first token, when the prefill worker is done.
     prefill: Option<Assignment>,
     stall_timeout: Duration,
 }
@@ -56,8 +55,8 @@ impl Attempt {
         crate::trace::inject(message.metadata_mut());
         let mut client = DecodeClient::new(channel);
         let answer = match timeout(stall_timeout, client.generate(message)).await {
-            Ok(answer) => answer.map_err(Failure::from),
-            Err(_) => Err(Failure::stalled(stall_timeout)),
+            Ok(answer) => answer.map_err(|status| failure_from_status(&status)),
+            Err(_) => Err(stalled(stall_timeout)),
         };
         match answer {
             Ok(response) => Ok(Attempt {
@@ -78,10 +77,10 @@ impl Attempt {
     pub(crate) async fn next(&mut self) -> Result<generate_event::Event, Failure> {
         let message = loop {
             match timeout(self.stall_timeout, self.stream.message()).await {
-                // However long a queue or a prompt is: it is not stalled.
+                // The worker computes or waits its turn: the attempt has not stalled.
                 Ok(Ok(Some(GenerateEvent { event: Some(generate_event::Event::Progress(_)) }))) => {}
-                Ok(message) => break message?,
-                Err(_) => return Err(Failure::stalled(self.stall_timeout)),
+                Ok(message) => break message.map_err(|status| failure_from_status(&status))?,
+                Err(_) => return Err(stalled(self.stall_timeout)),
             }
         };
         match message {
@@ -97,6 +96,11 @@ impl Attempt {
             None => Err(Failure::new(FailureKind::Lost, "the worker's stream ended without a last event")),
         }
     }
+}
+
+/// No message came for this long.
+pub(super) fn stalled(after: Duration) -> Failure {
+    Failure::new(FailureKind::Stalled, format!("nothing came for {after:?}"))
 }
 
 fn peer(worker: &WorkerRecord) -> PrefillPeer {

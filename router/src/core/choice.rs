@@ -1,54 +1,52 @@
-//! One choice of a request, from plan to last token: plans, sends, and on a worker's failure plans
-//! again with what was delivered, so that its reader sees every token exactly once.
+//! One choice of a request, from plan to last token. It plans, sends, and after a failure plans again with the delivered
+//! tokens, so that the client sees every token exactly once.
 
 use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use baton_proto::{
-    v1,
-    worker::{self as proto, GenerateRequest, Sampling, generate_event},
-};
+use baton_planner::{NoPlan, Plan, Prefill, Reached, Retry, WorkerKey};
+use baton_proto::worker::{self as proto, GenerateRequest, generate_event};
+use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_tokenizer::Detokenizer;
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, Span};
 
 use super::{
-    Core, CoreError, Event, Finish, FinishReason, Generation, Migration, TokenOut,
+    Core, CoreError, Event, Finish, MigrationMode, TokenOut,
     attempt::Attempt,
-    generation::Prompt,
-    moves::Seat,
+    migration::{Cause, MigrationState, MigrationStep, PAUSE, TURN},
+    migrator::Candidate,
     output::Output,
-    passage::{Cause, PAUSE, Passage, Step, TURN},
-    planner::{Moving, Wanted},
-    retry::{Failure, FailureKind, Reached, Retry},
+    planner::Migrating,
+    request::PreparedRequest,
 };
-use crate::plan::{NoPlan, Plan, Prefill, WorkerKey};
 
-/// What a choice waited for.
+/// What a choice waits for.
 enum Came {
-    /// From its worker.
+    /// An event of its worker.
     Event(Result<generate_event::Event, Failure>),
-    /// On its way to another one.
-    Step(Step),
-    /// It is to go there.
-    Asked(WorkerKey),
+    /// A step of its migration to another worker.
+    Migration(MigrationStep),
+    /// The migrator tells the request to migrate to this worker.
+    Told(WorkerKey),
 }
 
 /// The state of one choice.
 pub(crate) struct Choice {
     core: Arc<Core>,
-    generation: Arc<Generation>,
+    prepared: Arc<PreparedRequest>,
     index: u32,
-    sampling: Sampling,
+    /// What a worker is asked for; its output is what was delivered.
+    request: Request,
     output: Output,
     retry: Retry,
     num_attempts: u32,
     attempt: Option<Attempt>,
-    passage: Passage,
-    /// While it decodes, if it may be told to move.
-    seat: Option<Seat>,
+    migration: MigrationState,
+    /// While the request decodes, if it can be told to migrate.
+    candidate: Option<Candidate>,
     abort: CancellationToken,
     last_token: Option<Instant>,
     /// The client's request, also after its handler has returned.
@@ -59,27 +57,24 @@ pub(crate) struct Choice {
 impl Choice {
     pub(crate) fn new(
         core: Arc<Core>,
-        generation: Arc<Generation>,
+        prepared: Arc<PreparedRequest>,
         index: u32,
         abort: CancellationToken,
     ) -> Choice {
-        let prompt = &generation.prompts[(index / generation.n) as usize];
-        let sampling = Sampling {
-            seed: generation.sampling.seed.wrapping_add(u64::from(index % generation.n)),
-            max_tokens: prompt.max_tokens,
-            ..generation.sampling.clone()
-        };
+        let mut request = prepared.prompts[(index / prepared.n) as usize].clone();
+        request.id = format!("{}-{index}", prepared.id);
+        request.sampling.seed = request.sampling.seed.wrapping_add(u64::from(index % prepared.n));
         Choice {
-            output: Output::new(prompt.tokens.len(), generation.stop.clone(), sampling.min_tokens),
+            output: Output::new(request.prompt.len(), prepared.stop.clone(), request.sampling.min_tokens),
             retry: Retry::new(core.config.max_attempts, core.config.recovery_timeout),
             core,
-            generation,
+            prepared,
             index,
-            sampling,
+            request,
             num_attempts: 0,
             attempt: None,
-            passage: Passage::Resting,
-            seat: None,
+            migration: MigrationState::Idle,
+            candidate: None,
             abort,
             last_token: None,
             span: Span::current(),
@@ -102,26 +97,26 @@ impl Choice {
             event = self.advance().instrument(span) => event,
         };
         if !matches!(event, Ok(Event { finish: None, .. })) {
-            // Dropping the attempt cancels it at the worker, if it still runs there.
+            // Dropping the attempt cancels it at the worker.
             self.done = true;
             self.attempt = None;
-            self.passage = Passage::Resting;
-            self.seat = None;
+            self.migration = MigrationState::Idle;
+            self.candidate = None;
         }
         Some(event)
     }
 
     async fn advance(&mut self) -> Result<Event, CoreError> {
         loop {
-            if self.attempt.is_none() && !self.passage.has_started() {
-                self.passage = Passage::Resting;
+            if self.attempt.is_none() && !self.migration.has_started() {
+                self.migration = MigrationState::Idle;
                 self.attempt = Some(self.connect().await?);
             }
             let came = tokio::select! {
                 biased;
-                // The tokens last: they may always be there already.
-                step = self.passage.next() => Came::Step(step),
-                to = asked(&mut self.seat) => Came::Asked(to),
+                // Tokens last: one may always be ready, and would starve the others.
+                step = self.migration.next() => Came::Migration(step),
+                to = told(&mut self.candidate) => Came::Told(to),
                 event = next_event(&mut self.attempt) => Came::Event(event),
             };
             match came {
@@ -131,39 +126,26 @@ impl Choice {
                     }
                 }
                 Came::Event(Ok(generate_event::Event::Finished(finished))) => {
-                    let reason = match finished.reason() {
-                        v1::FinishReason::Length => FinishReason::Length,
-                        v1::FinishReason::Stop => FinishReason::Stop,
-                        v1::FinishReason::Abort | v1::FinishReason::Unspecified => {
-                            // Nobody here asked for it: the worker is shutting down.
-                            let failure = proto::Failed {
-                                kind: proto::failed::Kind::Draining.into(),
-                                message: "it aborted".into(),
-                            };
-                            self.on_failure(failure.into())?;
-                            continue;
-                        }
-                    };
+                    let reason = FinishReason::from(finished.reason());
+                    if reason == FinishReason::Abort {
+                        // The router did not ask for it: the worker is shutting down.
+                        self.on_failure(Failure::new(FailureKind::Draining, "it aborted"))?;
+                        continue;
+                    }
                     if let Some(attempt) = &self.attempt {
-                        self.core.planner.note_finished(
-                            &self.core.workers,
-                            &attempt.decode,
-                            &self.prompt().tokens,
-                            self.output.tokens(),
-                            &self.generation.cache_salt,
-                        );
+                        self.core.planner.note_finished(&self.core.workers, &attempt.decode, &self.request);
                     }
                     return Ok(self.finished(reason));
                 }
                 Came::Event(Ok(generate_event::Event::Leaving(_))) => {
                     self.leave(Cause::Drain, Duration::ZERO)
                 }
-                // `Attempt::next` waits on.
+                // `Attempt::next` goes on waiting.
                 Came::Event(Ok(generate_event::Event::Progress(_))) => {}
                 // `Attempt::next` turns it into an error.
                 Came::Event(Ok(generate_event::Event::Failed(failed))) => self.on_failure(failed.into())?,
                 Came::Event(Err(failure)) => {
-                    // The last token may have come, and only the word that it was the last be lost.
+                    // The last token may have been delivered, and only its `finished` lost.
                     let ended = self.ended_already();
                     let retried = self.on_failure(failure);
                     match ended {
@@ -171,30 +153,30 @@ impl Choice {
                         None => retried?,
                     }
                 }
-                Came::Asked(to) => {
-                    self.seat = None;
+                Came::Told(to) => {
+                    self.candidate = None;
                     self.leave(Cause::Balance(to), Duration::ZERO);
                 }
-                Came::Step(Step::Go(cause)) => self.go(cause),
-                Came::Step(Step::Arrived(cause, Ok(arrived))) => {
-                    let (attempt, token) = *arrived;
+                Came::Migration(MigrationStep::Ready(cause)) => self.migrate(cause),
+                Came::Migration(MigrationStep::Started(cause, Ok(started))) => {
+                    let (attempt, token) = *started;
                     self.core.metrics.on_migration(cause.name(), "moved");
                     tracing::debug!(
-                        request = %self.generation.id, index = self.index, cause = cause.name(),
-                        to = %attempt.decode, delivered = self.output.tokens().len(), known = attempt.next_idx, "moved"
+                        request = %self.prepared.id, index = self.index, cause = cause.name(),
+                        to = %attempt.decode, delivered = self.request.output.len(), known = attempt.next_idx, "request migrated"
                     );
-                    // The old one ends with this.
-                    self.seat = None;
+                    // This drops the old attempt.
+                    self.candidate = None;
                     self.attempt = Some(attempt);
                     if let Some(event) = self.take(token)? {
                         return Ok(event);
                     }
                 }
-                Came::Step(Step::Arrived(cause, Err((plan, failure)))) => {
+                Came::Migration(MigrationStep::Started(cause, Err((plan, failure)))) => {
                     self.core.metrics.on_migration(cause.name(), failure.kind.name());
                     tracing::info!(
-                        request = %self.generation.id, index = self.index, cause = cause.name(),
-                        to = %plan.decode.id, message = failure.message, "did not move"
+                        request = %self.prepared.id, index = self.index, cause = cause.name(),
+                        to = %plan.decode.id, reason = failure.kind.name(), message = failure.message, "request did not migrate"
                     );
                     self.stay(cause);
                 }
@@ -207,7 +189,7 @@ impl Choice {
         let Some(attempt) = &mut self.attempt else { return Ok(None) };
         let idx = attempt.next_idx;
         attempt.next_idx += 1;
-        match self.output.tokens().get(idx) {
+        match self.request.output.get(idx) {
             None => Ok(Some(self.on_token(token))),
             Some(&known) if known == token.id => Ok(None),
             Some(known) => {
@@ -218,30 +200,30 @@ impl Choice {
         }
     }
 
-    /// Wants to go elsewhere, `pause` from now.
+    /// Migrates, `pause` from now.
     fn leave(&mut self, cause: Cause, pause: Duration) {
-        if self.core.moves.migration != Migration::Off && !self.passage.has_started() {
-            self.passage.want(cause, pause);
+        if self.core.migrator.mode != MigrationMode::Off && !self.migration.has_started() {
+            self.migration.wait(cause, pause);
         }
     }
 
-    /// Begins an attempt elsewhere, if anybody is there; the old one goes on.
-    fn go(&mut self, cause: Cause) {
+    /// Starts an attempt at another worker, if there is one. The old attempt goes on.
+    fn migrate(&mut self, cause: Cause) {
         let Some(attempt) = &self.attempt else { return };
-        let Ok(permit) = self.core.moves.permits.clone().try_acquire_owned() else {
+        let Ok(permit) = self.core.migrator.permits.clone().try_acquire_owned() else {
             return self.leave(cause, TURN);
         };
         let to = match &cause {
             Cause::Drain => None,
             Cause::Balance(to) => Some(to),
         };
-        match self.plan(Some(Moving { from: &attempt.plan.decode, to })) {
+        match self.plan(Some(Migrating { from: &attempt.plan.decode, to })) {
             Ok(plan) => {
                 self.core.metrics.on_plan(&plan);
-                let request = self.request();
+                let request = self.message();
                 self.num_attempts += 1;
                 let (workers, stall_timeout) = (self.core.workers.clone(), self.core.config.stall_timeout);
-                self.passage.start(cause, permit, workers, plan, request, stall_timeout);
+                self.migration.start(cause, permit, workers, plan, request, stall_timeout);
             }
             Err(_) => {
                 self.core.metrics.on_migration(cause.name(), "nowhere");
@@ -250,24 +232,16 @@ impl Choice {
         }
     }
 
-    /// It goes on where it is for now. From a worker that leaves it tries again.
+    /// Goes on at its worker. When that drains, the request tries again after a pause.
     fn stay(&mut self, cause: Cause) {
         if cause == Cause::Drain && self.attempt.is_some() {
             self.leave(cause, PAUSE);
         }
     }
 
-    fn plan(&self, moving: Option<Moving<'_>>) -> Result<Plan, NoPlan> {
-        let wanted = Wanted {
-            prompt: &self.prompt().tokens,
-            output: self.output.tokens(),
-            max_tokens: self.sampling.max_tokens,
-            cache_salt: &self.generation.cache_salt,
-            prefill: self.generation.prefill,
-            excluded: self.retry.excluded(),
-            moving,
-        };
-        self.core.planner.plan(&self.core.workers, &wanted)
+    fn plan(&self, migrating: Option<Migrating<'_>>) -> Result<Plan, NoPlan> {
+        let (mode, excluded) = (self.prepared.prefill, self.retry.excluded());
+        self.core.planner.plan(&self.core.workers, &self.request, mode, excluded, migrating)
     }
 
     /// Plans until a worker takes the request.
@@ -279,14 +253,14 @@ impl Choice {
                 Ok(plan) => plan,
                 Err(no_plan) => {
                     let now = Instant::now();
-                    // For one who never failed, an outage is as long as it is, not as it seems.
+                    // A request that never failed counts an outage from its beginning.
                     let known_until = no_plan
                         .lacks()
                         .and_then(|role| self.core.workers.last_usable(role))
                         .map(|at| at + self.core.config.recovery_timeout);
-                    let has_output = !self.output.tokens().is_empty();
-                    let until = self.retry.on_nobody(&no_plan, known_until, has_output, now)?;
-                    // Whether somebody came or time passed: look again.
+                    let has_output = !self.request.output.is_empty();
+                    let until = self.retry.on_no_plan(&no_plan, known_until, has_output, now)?;
+                    // A worker came or time passed: look again.
                     let _ = tokio::time::timeout_at(until.into(), changes.changed()).await;
                     self.retry.look_again(Instant::now());
                     continue;
@@ -294,46 +268,49 @@ impl Choice {
             };
             self.core.metrics.on_plan(&plan);
             tracing::debug!(
-                request = %self.generation.id, index = self.index, attempt = self.num_attempts,
-                decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.output.tokens().len(), "planned"
+                request = %self.prepared.id, index = self.index, attempt = self.num_attempts,
+                decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.request.output.len(), "planned"
             );
-            let request = self.request();
+            let request = self.message();
             self.num_attempts += 1;
             match Attempt::start(&self.core.workers, plan, request, self.core.config.stall_timeout).await {
                 Ok(attempt) => return Ok(attempt),
-                Err((plan, failure)) => self.on_failed_plan(failure, &plan, Reached::Nobody)?,
+                Err((plan, failure)) => self.on_failed_plan(failure, &plan, Reached::NoWorker)?,
             }
         }
     }
 
-    fn request(&self) -> GenerateRequest {
+    /// Of the next attempt, but for its plan.
+    fn message(&self) -> GenerateRequest {
         GenerateRequest {
-            request_id: format!("{}-{}", self.generation.id, self.index),
             attempt: self.num_attempts,
-            prompt_token_ids: self.prompt().tokens.clone(),
-            output_token_ids: self.output.tokens().to_vec(),
-            sampling: Some(self.sampling.clone()),
-            cache_salt: self.generation.cache_salt.clone(),
-            prefill: None,
-            prefix_source: None,
-            speculation_mode: self.generation.speculation.into(),
-            kv_wire: self.generation.kv_wire.into(),
+            kv_wire: self.prepared.kv_wire.into(),
+            ..GenerateRequest::from(&self.request)
         }
     }
 
     fn on_failure(&mut self, failure: Failure) -> Result<(), CoreError> {
-        self.seat = None;
+        self.candidate = None;
         match self.attempt.take() {
             Some(attempt) => self.on_failed_plan(failure, &attempt.plan, Reached::Worker),
             None => Ok(()),
         }
     }
 
-    fn on_failed_plan(&mut self, failure: Failure, plan: &Plan, reached: Reached) -> Result<(), CoreError> {
+    fn on_failed_plan(
+        &mut self,
+        mut failure: Failure,
+        plan: &Plan,
+        reached: Reached,
+    ) -> Result<(), CoreError> {
+        // A worker that drains closes its connections in the end. That is no crash.
+        if failure.kind == FailureKind::Lost && self.core.workers.is_leaving(&WorkerKey::of(&plan.decode)) {
+            failure.kind = FailureKind::Draining;
+        }
         self.core.metrics.on_failed_attempt(failure.kind.name());
         tracing::warn!(
-            request = %self.generation.id, index = self.index, attempt = self.num_attempts - 1,
-            decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.output.tokens().len(),
+            request = %self.prepared.id, index = self.index, attempt = self.num_attempts - 1,
+            decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.request.output.len(),
             reason = failure.kind.name(), message = failure.message, "attempt failed"
         );
         let blame = self.retry.on_failure(failure, plan, reached, Instant::now())?;
@@ -346,8 +323,9 @@ impl Choice {
     fn on_token(&mut self, token: proto::Token) -> Event {
         self.note_progress();
         let model = self.core.model().expect("a request exists only after its prompt was tokenised");
-        let prompt = &self.generation.prompts[(self.index / self.generation.n) as usize];
-        let matched = self.output.push(&token, || Detokenizer::new(&model.tokenizer, &prompt.tokens));
+        let prompt = &self.request.prompt;
+        let matched = self.output.push(&token, || Detokenizer::new(&model.tokenizer, prompt));
+        self.request.output.push(token.id);
         let finish = matched.stop.map(|stop| self.finish(FinishReason::Stop, Some(stop)));
         let tokens = vec![TokenOut { id: token.id, logprobs: token.logprobs }];
         Event { index: self.index, text: matched.text, tokens, finish }
@@ -356,7 +334,7 @@ impl Choice {
     fn note_progress(&mut self) {
         let now = Instant::now();
         match self.last_token.replace(now) {
-            None => self.core.metrics.on_first_token(now - self.generation.started),
+            None => self.core.metrics.on_first_token(now - self.prepared.started),
             Some(last) => self.core.metrics.on_next_token(now - last),
         }
         self.retry.on_progress();
@@ -367,8 +345,8 @@ impl Choice {
             if let Prefill::Remote(worker) = &attempt.plan.prefill {
                 self.core.workers.report_success(&WorkerKey::of(worker));
             }
-            if self.core.moves.migration == Migration::Balance {
-                self.seat = Some(self.core.moves.sit(&attempt.decode));
+            if self.core.migrator.mode == MigrationMode::Balance {
+                self.candidate = Some(self.core.migrator.enter(&attempt.decode));
             }
         }
     }
@@ -380,27 +358,19 @@ impl Choice {
     }
 
     fn finish(&self, reason: FinishReason, stop: Option<usize>) -> Finish {
-        let stop = stop.map(|stop| self.generation.stop[stop].clone());
+        let stop = stop.map(|stop| self.prepared.stop[stop].clone());
         Finish { reason, stop, usage: self.output.usage() }
     }
 
-    /// Whether the tokens that were delivered end the sequence, by the worker's rules.
+    /// Why the delivered tokens end the sequence, by the worker's own rule, if they do.
     fn ended_already(&self) -> Option<FinishReason> {
-        let output = self.output.tokens();
-        let (last, num_output) = (output.last()?, output.len());
-        if num_output >= self.sampling.min_tokens as usize && self.sampling.stop_token_ids.contains(last) {
-            return Some(FinishReason::Stop);
-        }
-        // No more are asked for than there is context for.
-        (num_output >= self.sampling.max_tokens as usize).then_some(FinishReason::Length)
-    }
-
-    fn prompt(&self) -> &Prompt {
-        &self.generation.prompts[(self.index / self.generation.n) as usize]
+        let &last = self.request.output.last()?;
+        // No more tokens are asked for than there is context for.
+        self.request.finish_after(self.request.output.len(), last, usize::MAX)
     }
 }
 
-/// Forever, when there is no attempt.
+/// Pending forever without an attempt.
 async fn next_event(attempt: &mut Option<Attempt>) -> Result<generate_event::Event, Failure> {
     match attempt {
         Some(attempt) => attempt.next().await,
@@ -408,10 +378,10 @@ async fn next_event(attempt: &mut Option<Attempt>) -> Result<generate_event::Eve
     }
 }
 
-/// Forever, when nobody can ask.
-async fn asked(seat: &mut Option<Seat>) -> WorkerKey {
-    match seat {
-        Some(seat) => seat.asked().await,
+/// Pending forever without a candidate.
+async fn told(candidate: &mut Option<Candidate>) -> WorkerKey {
+    match candidate {
+        Some(candidate) => candidate.told().await,
         None => std::future::pending().await,
     }
 }

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use crate::plan::NoPlan;
+use baton_planner::{GiveUp, NoPlan};
+use baton_request::InvalidRequest;
 
 /// One error for both edges, HTTP and gRPC.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -24,7 +25,7 @@ pub(crate) enum CoreError {
     /// No room: come again.
     #[error("{message}")]
     Full { message: String, retry_after: Duration },
-    /// Nobody to serve it now: come again later.
+    /// No worker can serve it now: come again later.
     #[error("{message}")]
     Unavailable { message: String },
     /// Something broke here.
@@ -41,7 +42,7 @@ impl CoreError {
         CoreError::Unavailable { message: message.into() }
     }
 
-    /// The sequence would be longer than what anybody serves.
+    /// The sequence would be longer than any worker's context.
     pub(crate) fn too_long(param: Option<&str>, message: String) -> CoreError {
         CoreError::Invalid { message, param: param.map(str::to_owned), code: Some("context_length_exceeded") }
     }
@@ -52,6 +53,24 @@ impl CoreError {
 
     pub(crate) fn full(message: impl Into<String>) -> CoreError {
         CoreError::Full { message: message.into(), retry_after: Duration::from_secs(1) }
+    }
+}
+
+impl From<InvalidRequest> for CoreError {
+    fn from(error: InvalidRequest) -> CoreError {
+        CoreError::invalid(error.field, error.to_string())
+    }
+}
+
+impl From<GiveUp> for CoreError {
+    fn from(give_up: GiveUp) -> CoreError {
+        let message = give_up.to_string();
+        match &give_up {
+            GiveUp::Invalid(_) => CoreError::Invalid { message, param: None, code: None },
+            GiveUp::Full(_) => CoreError::full(message),
+            GiveUp::Failed { .. } => CoreError::unavailable(message),
+            GiveUp::NoPlan(no_plan) => no_plan.into(),
+        }
     }
 }
 

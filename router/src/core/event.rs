@@ -1,12 +1,13 @@
-//! What a running request tells its edge: [`Event`]s, by way of [`Events`].
+//! The [`Event`]s of a running request, which its edge reads from [`Events`].
 
 use std::{pin::Pin, sync::Arc, time::Instant};
 
 use baton_proto::v1;
+use baton_request::FinishReason;
 use futures_util::{Stream, StreamExt, stream::SelectAll};
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::{ActiveRequest, Core, CoreError, Generation, choice::Choice};
+use super::{ActiveRequest, Core, CoreError, PreparedRequest, choice::Choice};
 
 /// A step of one choice.
 #[derive(Clone, Debug)]
@@ -36,24 +37,6 @@ pub(crate) struct Finish {
     pub(crate) usage: Usage,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum FinishReason {
-    Stop,
-    Length,
-    Abort,
-}
-
-impl FinishReason {
-    /// OpenAI's name; it has none for an abort.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            FinishReason::Stop => "stop",
-            FinishReason::Length => "length",
-            FinishReason::Abort => "abort",
-        }
-    }
-}
-
 /// Tokens of one choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
@@ -67,7 +50,7 @@ pub(crate) struct Usage {
 }
 
 impl Usage {
-    /// Adds what one choice took; `is_first`: of its prompt's.
+    /// Adds the usage of one choice; `is_first` says that it is the first of its prompt.
     fn add(&mut self, choice: Usage, is_first: bool) {
         let add = |sum: &mut u32, count: u32| *sum = sum.saturating_add(count);
         add(&mut self.completion_tokens, choice.completion_tokens);
@@ -98,18 +81,18 @@ pub(crate) struct Events {
 impl Events {
     pub(crate) fn new(
         core: Arc<Core>,
-        generation: Generation,
+        request: PreparedRequest,
         active: ActiveRequest,
         permit: OwnedSemaphorePermit,
     ) -> Events {
-        let prompt_tokens: usize = generation.prompts.iter().map(|prompt| prompt.tokens.len()).sum();
+        let prompt_tokens: usize = request.prompts.iter().map(|prompt| prompt.prompt.len()).sum();
         let usage = Usage { prompt_tokens: saturate(prompt_tokens), ..Usage::default() };
         core.metrics.on_start(usage.prompt_tokens);
-        let (n, endpoint, started) = (generation.n, generation.endpoint, generation.started);
-        let num_prompts = generation.prompts.len() as u32;
-        let generation = Arc::new(generation);
+        let (n, endpoint, started) = (request.n, request.endpoint, request.started);
+        let num_prompts = request.prompts.len() as u32;
+        let request = Arc::new(request);
         let choices = (0..num_prompts * n).map(|index| {
-            let choice = Choice::new(core.clone(), generation.clone(), index, active.abort_signal().clone());
+            let choice = Choice::new(core.clone(), request.clone(), index, active.abort_signal().clone());
             let events = futures_util::stream::unfold(Box::new(choice), |mut choice| async move {
                 let event = choice.next().await?;
                 Some((event, choice))
@@ -151,7 +134,7 @@ impl Events {
 
 impl Drop for Events {
     fn drop(&mut self) {
-        // The last event was taken but the end was not asked for: the request is as complete.
+        // The edge has read the last event but not the end: the request is complete.
         let outcome =
             if self.outcome == "cancelled" && self.choices.is_empty() { "ok" } else { self.outcome };
         tracing::debug!(

@@ -1,8 +1,8 @@
 //! The one path of every request, below HTTP and gRPC:
 //!
 //! ```text
-//! GenerationInput ─prepare→ Generation ─admit→ choices ─plan→ worker stream ─→ Event …
-//!                                                  ↑___retry___|
+//! ClientRequest ─prepare→ PreparedRequest ─admit→ choices ─plan→ worker stream ─→ Event …
+//!                                                     ↑___retry___|
 //! ```
 //!
 //! It knows neither HTTP nor the client's gRPC; both are thin shells over [`Core`].
@@ -12,12 +12,11 @@ mod attempt;
 mod choice;
 mod error;
 mod event;
-mod generation;
-mod moves;
+mod migration;
+mod migrator;
 mod output;
-mod passage;
 mod planner;
-mod retry;
+mod request;
 mod sampling;
 mod stops;
 
@@ -35,12 +34,14 @@ use crate::{
 
 pub(crate) use active::{Active, ActiveRequest};
 pub(crate) use error::CoreError;
-pub(crate) use event::{Event, Events, Finish, FinishReason, TokenOut, Usage};
-pub(crate) use generation::{ChatInput, Generation, GenerationInput, PromptInput, check_model, tokenize};
-pub use moves::Migration;
-pub(crate) use moves::Moves;
+pub(crate) use event::{Event, Events, Finish, TokenOut, Usage};
+pub use migrator::MigrationMode;
+pub(crate) use migrator::Migrator;
 pub(crate) use planner::Planner;
-pub(crate) use sampling::{MAX_LOGPROBS, SamplingInput, check_token};
+pub(crate) use request::{
+    ChatInput, ClientRequest, FieldNames, PreparedRequest, PromptInput, check_model, tokenize,
+};
+pub(crate) use sampling::ClientSampling;
 
 /// Texts longer than this are tokenised off the async threads.
 const BLOCKING_BYTES: usize = 16 << 10;
@@ -55,7 +56,7 @@ pub(crate) struct Core {
     pub(crate) planner: Planner,
     pub(crate) metrics: RouterMetrics,
     pub(crate) active: Active,
-    pub(crate) moves: Arc<Moves>,
+    pub(crate) migrator: Arc<Migrator>,
     admission: Arc<Semaphore>,
     /// Cancelled when nothing new is taken.
     pub(crate) drain: CancellationToken,
@@ -74,7 +75,7 @@ impl Core {
             model: SetOnce::new(),
             planner: Planner::new(config.policy.clone(), config.prefix_index_blocks),
             active: Active::default(),
-            moves: Moves::new(config.migration),
+            migrator: Migrator::new(config.migration),
             admission: Arc::new(Semaphore::new(config.max_requests)),
             drain,
             closing: CancellationToken::new(),
@@ -129,7 +130,10 @@ impl Core {
     }
 
     /// Validates and tokenises, on another thread when that takes long.
-    pub(crate) async fn prepare(self: &Arc<Self>, input: GenerationInput) -> Result<Generation, CoreError> {
+    pub(crate) async fn prepare(
+        self: &Arc<Self>,
+        input: ClientRequest,
+    ) -> Result<PreparedRequest, CoreError> {
         let num_bytes = input.num_bytes();
         self.offload(num_bytes, move |core| {
             input.prepare(core.model()?, core.contexts(), core.config.max_choices)
@@ -153,8 +157,8 @@ impl Core {
     }
 
     /// Admits the request and begins it. Dropping the events cancels it.
-    pub(crate) fn generate(self: &Arc<Self>, generation: Generation) -> Result<Events, CoreError> {
-        let num_choices = generation.prompts.len() as u32 * generation.n;
+    pub(crate) fn generate(self: &Arc<Self>, request: PreparedRequest) -> Result<Events, CoreError> {
+        let num_choices = request.prompts.len() as u32 * request.n;
         if num_choices as usize > self.config.max_requests {
             let message = format!(
                 "{num_choices} choices were requested, this server runs at most {}",
@@ -167,7 +171,7 @@ impl Core {
                 format!("this server runs {} choices already, try again later", self.config.max_requests);
             return Err(CoreError::full(message));
         };
-        let active = self.active.enter(&generation.id)?;
-        Ok(Events::new(self.clone(), generation, active, permit))
+        let active = self.active.enter(&request.id)?;
+        Ok(Events::new(self.clone(), request, active, permit))
     }
 }

@@ -1,4 +1,4 @@
-//! What a choice has given its reader, all attempts together: tokens, their text up to a stop string, and their count.
+//! The text of the tokens that a choice has delivered, all attempts together, up to a stop string; and their count.
 
 use baton_proto::worker::Token;
 use baton_tokenizer::Detokenizer;
@@ -9,11 +9,10 @@ use super::{
     stops::{Matched, StopMatcher},
 };
 
-/// Tokens that were delivered, and what is left of their text.
+/// What is left of the delivered tokens' text.
 pub(super) struct Output {
-    tokens: Vec<u32>,
     /// No stop string matches in so many of the first tokens.
-    min_tokens: usize,
+    min_tokens: u32,
     /// Set with the first token.
     detokenizer: Option<Detokenizer>,
     stops: StopMatcher,
@@ -23,29 +22,28 @@ pub(super) struct Output {
 impl Output {
     pub(super) fn new(num_prompt_tokens: usize, stops: Vec<String>, min_tokens: u32) -> Output {
         Output {
-            tokens: Vec::new(),
-            min_tokens: min_tokens as usize,
+            min_tokens,
             detokenizer: None,
             stops: StopMatcher::new(stops),
             usage: Usage { prompt_tokens: saturate(num_prompt_tokens), ..Usage::default() },
         }
     }
 
-    pub(super) fn tokens(&self) -> &[u32] {
-        &self.tokens
-    }
-
     /// The text that the token completes. `detokenizer` is called for the first token.
     pub(super) fn push(&mut self, token: &Token, detokenizer: impl FnOnce() -> Detokenizer) -> Matched {
-        // A worker's word, for people. What whoever computed the prompt first had cached is what was cached.
-        if self.tokens.is_empty() {
+        // Cached tokens are those of the first attempt: later ones find what the first has computed.
+        if self.usage.completion_tokens == 0 {
             self.usage.cached_tokens = token.cached_tokens.unwrap_or(0).min(self.usage.prompt_tokens);
         }
         self.usage.drafted_tokens = self.usage.drafted_tokens.saturating_add(token.drafted_tokens);
         self.usage.accepted_tokens = self.usage.accepted_tokens.saturating_add(token.accepted_tokens);
-        self.tokens.push(token.id);
+        self.usage.completion_tokens = self.usage.completion_tokens.saturating_add(1);
         let text = self.detokenizer.get_or_insert_with(detokenizer).push(token.id);
-        if self.tokens.len() < self.min_tokens { Matched { text, stop: None } } else { self.stops.push(text) }
+        if self.usage.completion_tokens < self.min_tokens {
+            Matched { text, stop: None }
+        } else {
+            self.stops.push(text)
+        }
     }
 
     /// The text has ended: what is left of it.
@@ -61,6 +59,6 @@ impl Output {
     }
 
     pub(super) fn usage(&self) -> Usage {
-        Usage { completion_tokens: saturate(self.tokens.len()), ..self.usage }
+        self.usage
     }
 }

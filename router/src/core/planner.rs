@@ -1,4 +1,4 @@
-//! The policy with what it must remember: the prefix index. The lock is held for lookups only.
+//! The planner's policy and its prefix index, behind a lock that is held for lookups only.
 
 use std::{
     borrow::Cow,
@@ -8,40 +8,26 @@ use std::{
 
 use baton_cluster::{Role, WorkerRecord};
 use baton_kv_cache::{BlockHash, HashRoot};
-
-use crate::{
-    plan::{
-        ClusterView, NoPlan, Plan, PlanRequest, Policy, Prefill, PrefillMode, PrefixAware, PrefixAwareConfig,
-        PrefixIndex, WorkerKey,
-    },
-    workers::Workers,
+use baton_planner::{
+    ClusterView, NoPlan, Plan, PlanRequest, Policy, Prefill, PrefillMode, PrefixAware, PrefixAwareConfig,
+    PrefixIndex, WorkerKey,
 };
+use baton_request::Request;
+
+use crate::workers::Workers;
 
 /// Plans requests.
 #[derive(Debug)]
 pub(crate) struct Planner {
     policy: Box<dyn Policy>,
-    index: Mutex<PrefixIndex>,
+    index: Mutex<PrefixIndex<BlockHash>>,
 }
 
-/// What is to be planned.
-#[derive(Debug)]
-pub(crate) struct Wanted<'a> {
-    pub(crate) prompt: &'a [u32],
-    pub(crate) output: &'a [u32],
-    pub(crate) max_tokens: u32,
-    pub(crate) cache_salt: &'a str,
-    pub(crate) prefill: PrefillMode,
-    pub(crate) excluded: &'a [WorkerKey],
-    /// It runs, and is to go elsewhere.
-    pub(crate) moving: Option<Moving<'a>>,
-}
-
-/// A running request's way.
+/// From where to where a running request migrates.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Moving<'a> {
+pub(crate) struct Migrating<'a> {
     pub(crate) from: &'a Arc<WorkerRecord>,
-    /// `None`: whoever serves it best.
+    /// `None`: the worker that serves it best.
     pub(crate) to: Option<&'a WorkerKey>,
 }
 
@@ -54,17 +40,24 @@ impl Planner {
     }
 
     /// Plans, and remembers where the prefix is going to be.
-    pub(crate) fn plan(&self, workers: &Workers, wanted: &Wanted<'_>) -> Result<Plan, NoPlan> {
+    pub(crate) fn plan(
+        &self,
+        workers: &Workers,
+        request: &Request,
+        prefill: PrefillMode,
+        excluded: &[WorkerKey],
+        migrating: Option<Migrating<'_>>,
+    ) -> Result<Plan, NoPlan> {
         let mut view = workers.view();
-        let hashes = hashes(&view, |_| true, wanted.prompt, wanted.output, wanted.cache_salt);
+        let hashes = hashes(&view, |_| true, request);
         let mut request = PlanRequest {
-            num_tokens: wanted.prompt.len() + wanted.output.len(),
-            max_tokens: wanted.prompt.len() + wanted.max_tokens as usize,
+            num_tokens: request.num_known_tokens(),
+            max_tokens: request.max_num_tokens(usize::MAX),
             cached: self.cached(&hashes),
-            excluded: wanted.excluded.to_vec(),
-            prefill: wanted.prefill,
+            excluded: excluded.to_vec(),
+            prefill,
         };
-        if let Some(Moving { from, to }) = wanted.moving {
+        if let Some(Migrating { from, to }) = migrating {
             request.excluded.push(WorkerKey::of(from));
             // All but a part of a block is there.
             request.prefill = PrefillMode::Local;
@@ -76,7 +69,7 @@ impl Planner {
             });
         }
         let mut plan = self.policy.plan(&request, &view)?;
-        if let Some(Moving { from, .. }) = wanted.moving {
+        if let Some(Migrating { from, .. }) = migrating {
             plan.prefix_source = Some(from.clone());
         }
         let mut index = self.index();
@@ -88,15 +81,8 @@ impl Planner {
     }
 
     /// Remembers that a decode worker holds a whole conversation now: its next turn begins with it.
-    pub(crate) fn note_finished(
-        &self,
-        workers: &Workers,
-        worker: &WorkerKey,
-        prompt: &[u32],
-        output: &[u32],
-        salt: &str,
-    ) {
-        let hashes = hashes(&workers.view(), |other| other == worker, prompt, output, salt);
+    pub(crate) fn note_finished(&self, workers: &Workers, worker: &WorkerKey, request: &Request) {
+        let hashes = hashes(&workers.view(), |other| other == worker, request);
         for hashes in hashes.values() {
             self.index().insert(hashes, worker);
         }
@@ -117,7 +103,7 @@ impl Planner {
         holders.collect()
     }
 
-    fn index(&self) -> MutexGuard<'_, PrefixIndex> {
+    fn index(&self) -> MutexGuard<'_, PrefixIndex<BlockHash>> {
         self.index.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -126,20 +112,16 @@ impl Planner {
 type Hashes = BTreeMap<usize, Vec<BlockHash>>;
 
 /// The sequence's blocks, in every size that one of these workers has.
-fn hashes(
-    view: &ClusterView,
-    of: impl Fn(&WorkerKey) -> bool,
-    prompt: &[u32],
-    output: &[u32],
-    salt: &str,
-) -> Hashes {
+fn hashes(view: &ClusterView, of: impl Fn(&WorkerKey) -> bool, request: &Request) -> Hashes {
     let mut hashes = Hashes::new();
-    let tokens =
-        if output.is_empty() { Cow::Borrowed(prompt) } else { Cow::Owned([prompt, output].concat()) };
+    let tokens = match &request.output[..] {
+        [] => Cow::Borrowed(&request.prompt[..]),
+        output => Cow::Owned([&request.prompt[..], output].concat()),
+    };
     for worker in view.workers.iter().filter(|worker| of(&WorkerKey::of(&worker.record))) {
         let format = &worker.record.kv_format;
         hashes.entry(format.block_size).or_insert_with(|| {
-            let root = HashRoot::new(&format.model_revision, "", salt);
+            let root = HashRoot::new(&format.model_revision, "", &request.cache_salt);
             root.block_hashes(&tokens, format.block_size).collect()
         });
     }

@@ -8,10 +8,10 @@ pub(crate) struct StopMatcher {
     held: String,
 }
 
-/// What a piece of text brought.
+/// The result of a piece of text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Matched {
-    /// May be shown.
+    /// Text that may be shown.
     pub(crate) text: String,
     /// Which stop string follows `text`; nothing may be shown after it.
     pub(crate) stop: Option<usize>,
@@ -35,7 +35,7 @@ impl StopMatcher {
             .iter()
             .enumerate()
             .filter(|(_, stop)| !stop.is_empty())
-            // The one that is complete first, so that the result does not depend on how text is cut.
+            // The stop string that is complete first: the result must not depend on how the text is cut.
             .filter_map(|(idx, stop)| text.find(stop.as_str()).map(|at| (at + stop.len(), at, idx)))
             .min();
         if let Some((_, at, idx)) = found {
@@ -47,7 +47,7 @@ impl StopMatcher {
         Matched { text, stop: None }
     }
 
-    /// The text has ended: what was held back is text.
+    /// The text has ended: returns what was held back.
     pub(crate) fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }

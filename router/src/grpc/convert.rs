@@ -2,31 +2,29 @@
 
 use std::time::Instant;
 
+use baton_planner::PrefillMode;
 use baton_proto::v1;
+use baton_request::SpeculationMode;
 use serde_json::json;
 use tonic::{Code, Status};
 
-use crate::{
-    core::{
-        ChatInput, CoreError, Event, FinishReason, GenerationInput, PromptInput, SamplingInput, TokenOut,
-        Usage,
-    },
-    plan::PrefillMode,
+use crate::core::{
+    ChatInput, ClientRequest, ClientSampling, CoreError, Event, FieldNames, PromptInput, TokenOut, Usage,
 };
 
-/// What a client's message asks for.
+/// A client's message as a request of the core.
 pub(super) fn input(
     request: v1::GenerateRequest,
     id: String,
     started: Instant,
-) -> Result<GenerationInput, CoreError> {
+) -> Result<ClientRequest, CoreError> {
     let prefill = match request.prefill_mode() {
         v1::PrefillMode::Unspecified => PrefillMode::Auto,
         v1::PrefillMode::Local => PrefillMode::Local,
         v1::PrefillMode::Remote => PrefillMode::Remote,
     };
-    let speculation = request.speculation_mode();
-    // Another form than was asked for would change the answer.
+    let speculation = SpeculationMode::from(request.speculation_mode());
+    // Another form than the client asked for would change the answer.
     let kv_wire = v1::KvWire::try_from(request.kv_wire).map_err(|_| {
         CoreError::invalid(
             "kv_wire",
@@ -52,12 +50,11 @@ pub(super) fn input(
         }
         None => return Err(CoreError::invalid("prompt", "the prompt is missing: text, token_ids or chat")),
     };
-    Ok(GenerationInput {
+    Ok(ClientRequest {
         id,
         endpoint: "/baton.v1.Inference/Generate",
         model: request.model,
         prompts: vec![prompt],
-        prompt_param,
         n: request.n.max(1),
         stop: request.stop,
         sampling: sampling(request.sampling.unwrap_or_default()),
@@ -65,14 +62,14 @@ pub(super) fn input(
         prefill,
         speculation,
         kv_wire,
+        names: FieldNames { prompt: prompt_param, max_tokens: "max_tokens", logprobs: "logprobs" },
         started,
     })
 }
 
-fn sampling(sampling: v1::SamplingParams) -> SamplingInput {
-    SamplingInput {
+fn sampling(sampling: v1::SamplingParams) -> ClientSampling {
+    ClientSampling {
         max_tokens: sampling.max_tokens,
-        max_tokens_param: Some("max_tokens"),
         default_max_tokens: None,
         min_tokens: sampling.min_tokens,
         temperature: sampling.temperature,
@@ -90,7 +87,7 @@ fn sampling(sampling: v1::SamplingParams) -> SamplingInput {
     }
 }
 
-/// The responses that one event makes: what was generated, then how the choice ended.
+/// The responses of one event: the output, then the end of the choice.
 pub(super) fn responses(id: &str, event: Event) -> impl Iterator<Item = v1::GenerateResponse> {
     use v1::generate_response::Event as Body;
     let output = (!event.text.is_empty() || !event.tokens.is_empty()).then(|| {
@@ -99,11 +96,7 @@ pub(super) fn responses(id: &str, event: Event) -> impl Iterator<Item = v1::Gene
         Body::Output(v1::Output { text: event.text, token_ids, logprobs })
     });
     let finished = event.finish.map(|finish| {
-        let reason = match finish.reason {
-            FinishReason::Stop => v1::FinishReason::Stop,
-            FinishReason::Length => v1::FinishReason::Length,
-            FinishReason::Abort => v1::FinishReason::Abort,
-        };
+        let reason = v1::FinishReason::from(finish.reason);
         let usage = Some(usage(finish.usage));
         Body::Finished(v1::Finished { reason: reason.into(), usage, stop: finish.stop })
     });
@@ -122,7 +115,7 @@ fn usage(usage: Usage) -> v1::Usage {
     }
 }
 
-/// The right status for an error.
+/// The status of an error.
 pub(super) fn status(error: CoreError) -> Status {
     let code = match &error {
         CoreError::Invalid { .. } => Code::InvalidArgument,

@@ -41,11 +41,11 @@ impl Readiness {
         self.status.clone()
     }
 
-    /// Tells every watcher that it is over.
+    /// Ends the stream of every watcher.
     pub(crate) async fn stop(self) {
         self.stop.cancel();
         if let Err(error) = self.task.await {
-            tracing::error!(%error, "the readiness task broke");
+            tracing::error!(%error, "the readiness task failed: health checks are stale");
         }
     }
 }
@@ -99,7 +99,7 @@ impl Health for HealthService {
         request: Request<HealthCheckRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
         if !SERVICES.contains(&request.get_ref().service.as_str()) {
-            // The protocol wants no error here: the service may come yet.
+            // The protocol asks for no error here: the service may be added later.
             let unknown = HealthCheckResponse { status: ServingStatus::ServiceUnknown.into() };
             return Ok(Response::new(Box::pin(futures_util::stream::iter([Ok(unknown)]))));
         }

@@ -24,7 +24,7 @@ impl Inference {
     }
 }
 
-/// Events on their way out; one may make two responses.
+/// Events that become responses; one event may become two.
 struct Outgoing {
     id: String,
     events: Events,
@@ -67,8 +67,8 @@ impl inference_server::Inference for Inference {
             id => id.to_owned(),
         };
         let input = input(request, id.clone(), started).map_err(status)?;
-        let generation = self.core.prepare(input).await.map_err(status)?;
-        let events = self.core.generate(generation).map_err(status)?;
+        let request = self.core.prepare(input).await.map_err(status)?;
+        let events = self.core.generate(request).map_err(status)?;
         let outgoing = Outgoing { id, events, ready: VecDeque::new(), over: false };
         let stream = futures_util::stream::unfold(outgoing, |mut outgoing| async move {
             let response = outgoing.next().await?;

@@ -64,7 +64,7 @@ fn reflection() -> tonic_reflection::server::Builder<'static> {
     tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(baton_proto::DESCRIPTORS)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-        // What clients may call; the workers' protocol is not for them.
+        // The services for clients; the workers' protocol is internal.
         .with_service_name("baton.v1.Inference")
         .with_service_name("grpc.health.v1.Health")
 }
@@ -81,7 +81,7 @@ macro_rules! reflection_service {
 reflection_service!(reflection_v1, build_v1, v1);
 reflection_service!(reflection_v1alpha, build_v1alpha, v1alpha);
 
-/// The request's only message must come in time: half of one, then silence, must not stay.
+/// Bounds the time for the request's only message: a client that sends half of it and stops must not hold the call.
 fn with_deadline(request: Request<Body>, timeout: Duration) -> Request<Body> {
     let deadline = Instant::now() + timeout;
     request.map(|body| {

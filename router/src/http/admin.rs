@@ -66,7 +66,7 @@ pub(crate) async fn started(State(core): State<Arc<Core>>) -> Response {
     }
 }
 
-/// `GET /readyz`: a request would be served now.
+/// `GET /readyz`: the router can serve a request now.
 pub(crate) async fn ready(State(core): State<Arc<Core>>) -> Response {
     match core.missing() {
         None => "ok\n".into_response(),
@@ -77,7 +77,7 @@ pub(crate) async fn ready(State(core): State<Arc<Core>>) -> Response {
 #[derive(Serialize)]
 struct Health {
     status: &'static str,
-    /// What is missing when it is not "ok".
+    /// What is missing, when the status is not "ok".
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<String>,
     workers: Vec<WorkerHealth>,
@@ -91,7 +91,7 @@ struct WorkerHealth {
     answers: bool,
 }
 
-/// `GET /health`: the same for people and scripts.
+/// `GET /health`: the same as JSON.
 pub(crate) async fn health(State(core): State<Arc<Core>>) -> Response {
     let reason = core.missing();
     let workers = core.workers.list().into_iter().map(|listed| WorkerHealth {

@@ -6,7 +6,9 @@ use axum::{
     extract::{Request, State},
     response::Response,
 };
-use baton_proto::v1::{KvWire, SpeculationMode};
+use baton_planner::PrefillMode;
+use baton_proto::v1::KvWire;
+use baton_request::SpeculationMode;
 use baton_tokenizer::Tokenizer;
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -19,10 +21,7 @@ use super::{
     shape::{ChatLogprob, Head, UsageBody},
     sse::{self, Chunks, Frame},
 };
-use crate::{
-    core::{ChatInput, Core, Event, Events, GenerationInput, PromptInput, TokenOut, Usage},
-    plan::PrefillMode,
-};
+use crate::core::{ChatInput, ClientRequest, Core, Event, Events, FieldNames, PromptInput, TokenOut, Usage};
 
 request_body! {
     /// The request.
@@ -50,8 +49,8 @@ pub(crate) async fn chat_completions(
     let input = request.into_input(started)?;
     let head = Head::new(input.id.clone(), core.model()?);
     let n = input.n;
-    let generation = core.prepare(input).await?;
-    let events = core.generate(generation)?;
+    let request = core.prepare(input).await?;
+    let events = core.generate(request)?;
     let logprobs = if with_logprobs { Some(core.model()?.tokenizer.clone()) } else { None };
     if streamed {
         let chunks = ChatChunks { head, include_usage, logprobs, begun: vec![false; n as usize] };
@@ -61,15 +60,16 @@ pub(crate) async fn chat_completions(
 }
 
 impl ChatRequest {
-    fn into_input(self, started: Instant) -> Result<GenerationInput, ApiError> {
+    fn into_input(self, started: Instant) -> Result<ClientRequest, ApiError> {
         params::refuse_unsupported(&self.rest)?;
         let mut sampling = self.sampling()?;
+        let mut max_tokens = "max_tokens";
         if let Some(max) = self.max_completion_tokens {
             sampling.max_tokens = Some(max);
-            sampling.max_tokens_param = Some("max_completion_tokens");
+            max_tokens = "max_completion_tokens";
         }
         sampling.logprobs = match (self.logprobs.unwrap_or(false), self.top_logprobs) {
-            (true, top) => Some(params::check_logprobs("top_logprobs", top.unwrap_or(0))?),
+            (true, top) => Some(top.unwrap_or(0)),
             (false, None | Some(0)) => None,
             (false, Some(_)) => {
                 return Err(ApiError::invalid("top_logprobs", "top_logprobs needs logprobs to be true"));
@@ -82,12 +82,11 @@ impl ChatRequest {
         let none = self.rest.get("tool_choice").is_some_and(|choice| choice == "none");
         let tools = self.tools.filter(|tools| !tools.is_empty() && !none).map(Value::Array);
         let chat = ChatInput { messages: messages::normalise(self.messages)?, tools, extra };
-        Ok(GenerationInput {
+        Ok(ClientRequest {
             id: format!("chatcmpl-{}", uuid::Uuid::new_v4().simple()),
             endpoint: "/v1/chat/completions",
             model: self.model.unwrap_or_default(),
             prompts: vec![PromptInput::Chat(chat)],
-            prompt_param: "messages",
             n: params::num_choices(self.n)?,
             stop: self.stop.map(|stop| stop.0).unwrap_or_default(),
             sampling,
@@ -95,6 +94,7 @@ impl ChatRequest {
             prefill: self.prefill_mode.map_or(PrefillMode::Auto, PrefillMode::from),
             speculation: self.speculation_mode.map(SpeculationMode::from).unwrap_or_default(),
             kv_wire: self.kv_wire.map(KvWire::from).unwrap_or_default(),
+            names: FieldNames { prompt: "messages", max_tokens, logprobs: "top_logprobs" },
             started,
         })
     }

@@ -6,7 +6,9 @@ use axum::{
     extract::{Request, State},
     response::Response,
 };
-use baton_proto::v1::{KvWire, SpeculationMode};
+use baton_planner::PrefillMode;
+use baton_proto::v1::KvWire;
+use baton_request::SpeculationMode;
 use baton_tokenizer::Tokenizer;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -18,10 +20,7 @@ use super::{
     shape::{Head, chosen_and_top, finite, token_text},
     sse::{self, Chunks, Frame},
 };
-use crate::{
-    core::{Core, Event, Events, GenerationInput, PromptInput, TokenOut, Usage},
-    plan::PrefillMode,
-};
+use crate::core::{ClientRequest, Core, Event, Events, FieldNames, PromptInput, TokenOut, Usage};
 
 /// OpenAI's default for this endpoint.
 const DEFAULT_MAX_TOKENS: u32 = 16;
@@ -84,9 +83,9 @@ pub(crate) async fn completions(
     let with_logprobs = request.logprobs.is_some();
     let input = request.into_input(started)?;
     let head = Head::new(input.id.clone(), core.model()?);
-    let generation = core.prepare(input).await?;
-    let num_choices = generation.prompts.len() * generation.n as usize;
-    let events = core.generate(generation)?;
+    let request = core.prepare(input).await?;
+    let num_choices = request.prompts.len() * request.n as usize;
+    let events = core.generate(request)?;
     let tokenizer = if with_logprobs { Some(core.model()?.tokenizer.clone()) } else { None };
     if streamed {
         let chunks = CompletionChunks { head, include_usage, tokenizer, offsets: vec![0; num_choices] };
@@ -96,17 +95,16 @@ pub(crate) async fn completions(
 }
 
 impl CompletionRequest {
-    fn into_input(self, started: Instant) -> Result<GenerationInput, ApiError> {
+    fn into_input(self, started: Instant) -> Result<ClientRequest, ApiError> {
         params::refuse_unsupported(&self.rest)?;
         let mut sampling = self.sampling()?;
         sampling.default_max_tokens = Some(DEFAULT_MAX_TOKENS);
-        sampling.logprobs = self.logprobs.map(|num| params::check_logprobs("logprobs", num)).transpose()?;
-        Ok(GenerationInput {
+        sampling.logprobs = self.logprobs;
+        Ok(ClientRequest {
             id: format!("cmpl-{}", uuid::Uuid::new_v4().simple()),
             endpoint: "/v1/completions",
             model: self.model.unwrap_or_default(),
             prompts: self.prompt.0,
-            prompt_param: "prompt",
             n: params::num_choices(self.n)?,
             stop: self.stop.map(|stop| stop.0).unwrap_or_default(),
             sampling,
@@ -114,6 +112,7 @@ impl CompletionRequest {
             prefill: self.prefill_mode.map_or(PrefillMode::Auto, PrefillMode::from),
             speculation: self.speculation_mode.map(SpeculationMode::from).unwrap_or_default(),
             kv_wire: self.kv_wire.map(KvWire::from).unwrap_or_default(),
+            names: FieldNames { prompt: "prompt", max_tokens: "max_tokens", logprobs: "logprobs" },
             started,
         })
     }

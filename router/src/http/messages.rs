@@ -66,7 +66,7 @@ fn join_parts(path: &str, parts: Vec<Value>) -> Result<String, ApiError> {
     Ok(texts.join("\n"))
 }
 
-/// OpenAI sends a call's arguments as JSON in a string, templates expect the object.
+/// OpenAI sends the arguments of a call as JSON in a string; templates expect the object.
 fn parse_arguments(call: &mut Value) {
     let Some(arguments) = call.get_mut("function").and_then(|function| function.get_mut("arguments")) else {
         return;

@@ -16,7 +16,7 @@ use crate::{core::Core, trace};
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const MAX_ID_BYTES: usize = 128;
 
-/// Gives the request an id, unless the client has, and returns it; counts the answer.
+/// Gives the request an id, unless the client gave one, and returns the id with the answer. Counts the answer.
 pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request, next: Next) -> Response {
     let id = request_id(request.headers());
     request.headers_mut().insert(REQUEST_ID, id.clone());
@@ -44,7 +44,7 @@ fn request_id(headers: &HeaderMap) -> HeaderValue {
     })
 }
 
-/// One of a few names: whatever clients make up must not become a label.
+/// One of a few names: text of a client must not become a label.
 fn endpoint(path: &str) -> &'static str {
     const KNOWN: [&str; 18] = [
         "/v1/chat/completions",
@@ -69,7 +69,7 @@ fn endpoint(path: &str) -> &'static str {
     KNOWN.into_iter().find(|known| *known == path).unwrap_or("other")
 }
 
-/// The HTTP status; for gRPC the status of an answer without a body, else 0: its stream has begun.
+/// The HTTP status. For gRPC the status of an answer without a body, else 0, as its stream has started.
 fn status(response: &Response) -> String {
     if !is_grpc(response.headers()) {
         return response.status().as_str().to_owned();

@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use baton_proto::v1::{KvWire, SpeculationMode};
+use baton_planner::PrefillMode;
+use baton_proto::v1::KvWire;
+use baton_request::SpeculationMode;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
-use crate::{core::MAX_LOGPROBS, plan::PrefillMode};
 
 /// Defines a request body with the shared fields and its own. One struct, not two flattened into one:
 /// flattening would lose the positions and paths of errors.
@@ -47,10 +48,9 @@ macro_rules! request_body {
 
         impl $name {
             /// The sampling parameters but for those whose shape differs between endpoints.
-            pub(crate) fn sampling(&self) -> Result<crate::core::SamplingInput, crate::http::error::ApiError> {
-                Ok(crate::core::SamplingInput {
+            pub(crate) fn sampling(&self) -> Result<crate::core::ClientSampling, crate::http::error::ApiError> {
+                Ok(crate::core::ClientSampling {
                     max_tokens: self.max_tokens,
-                    max_tokens_param: Some("max_tokens"),
                     min_tokens: self.min_tokens,
                     temperature: self.temperature,
                     top_k: crate::http::params::top_k(self.top_k)?,
@@ -63,7 +63,7 @@ macro_rules! request_body {
                     seed: self.seed.map(|seed| seed as u64),
                     stop_token_ids: self.stop_token_ids.clone().unwrap_or_default(),
                     ignore_eos: self.ignore_eos.unwrap_or(false),
-                    ..crate::core::SamplingInput::default()
+                    ..crate::core::ClientSampling::default()
                 })
             }
         }
@@ -131,7 +131,7 @@ pub(crate) enum SpeculationModeName {
 impl From<SpeculationModeName> for SpeculationMode {
     fn from(name: SpeculationModeName) -> SpeculationMode {
         match name {
-            SpeculationModeName::Auto => SpeculationMode::Unspecified,
+            SpeculationModeName::Auto => SpeculationMode::Auto,
             SpeculationModeName::Off => SpeculationMode::Off,
         }
     }
@@ -185,14 +185,6 @@ pub(crate) fn logit_bias(bias: Option<&BTreeMap<String, f32>>) -> Result<Vec<(u3
         Err(_) => Err(ApiError::invalid("logit_bias", format!("logit_bias: {token:?} is not a token id"))),
     });
     entries.collect()
-}
-
-/// A number of log-probabilities within what is possible.
-pub(crate) fn check_logprobs(param: &str, num: u32) -> Result<u32, ApiError> {
-    if num <= MAX_LOGPROBS {
-        return Ok(num);
-    }
-    Err(ApiError::invalid(param, format!("{param} is {num}, it must be at most {MAX_LOGPROBS}")))
 }
 
 /// Refuses what would change the answer and is not built, wherever it asks for more than the default.

@@ -11,7 +11,7 @@ use crate::{
     model::Model,
 };
 
-/// What every chunk of one answer repeats.
+/// The fields that every chunk of one answer repeats.
 #[derive(Clone, Debug)]
 pub(crate) struct Head {
     pub(crate) id: String,
@@ -51,7 +51,7 @@ impl Head {
     }
 }
 
-/// What choices are sent in.
+/// An answer with its choices, or a chunk of one.
 #[derive(Serialize)]
 pub(crate) struct Answer<'a, C> {
     id: &'a str,
@@ -71,7 +71,7 @@ pub(crate) struct UsageBody {
     completion_tokens: u32,
     total_tokens: u32,
     prompt_tokens_details: PromptDetails,
-    /// Absent when nothing was drafted.
+    /// Absent when no tokens were drafted.
     #[serde(skip_serializing_if = "Option::is_none")]
     completion_tokens_details: Option<CompletionDetails>,
 }
@@ -81,7 +81,7 @@ struct PromptDetails {
     cached_tokens: u32,
 }
 
-/// OpenAI's names for drafts. Those that were rejected are not among `completion_tokens`.
+/// OpenAI's names for drafts. Rejected tokens are not among `completion_tokens`.
 #[derive(Clone, Copy, Debug, Serialize)]
 struct CompletionDetails {
     accepted_prediction_tokens: u32,

@@ -15,9 +15,9 @@ use crate::core::{Event, Events, Usage};
 
 /// Turns events into chunks of one of OpenAI's shapes.
 pub(crate) trait Chunks: Send + 'static {
-    /// Appends what one event means.
+    /// Appends the chunks of one event.
     fn write_event(&mut self, event: &Event, out: &mut Frame);
-    /// Appends what follows the last event.
+    /// Appends the chunks after the last event.
     fn write_end(&mut self, usage: Usage, out: &mut Frame);
 }
 
@@ -45,14 +45,14 @@ impl Frame {
 struct State<C> {
     events: Events,
     chunks: C,
-    /// The event that has been taken to see whether the request can be answered at all.
+    /// The first event, taken to see whether the request can be answered.
     first: Option<Event>,
     keep_alive: Duration,
     over: bool,
 }
 
-/// Answers with a stream. Waits for the first event, so that whatever fails before it is an
-/// error with a status of its own; but no longer than `keep_alive`: after such a silence, here and later, a comment is sent.
+/// Answers with a stream. Waits for the first event, so that a failure before it has a status of its own, but no longer
+/// than `keep_alive`. After each such silence a comment is sent.
 pub(crate) async fn stream<C: Chunks>(
     mut events: Events,
     chunks: C,
@@ -71,7 +71,7 @@ pub(crate) async fn stream<C: Chunks>(
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-    // nginx would collect the events otherwise.
+    // Otherwise nginx buffers the events.
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
     Ok(response)
 }
@@ -82,7 +82,7 @@ impl<C: Chunks> State<C> {
             return None;
         }
         let mut frame = Frame::default();
-        // An event that says nothing yet makes no frame.
+        // An event without text or tokens makes no frame.
         while frame.0.is_empty() {
             let event = match self.first.take() {
                 Some(event) => Some(Ok(event)),

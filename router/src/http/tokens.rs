@@ -6,6 +6,7 @@ use axum::{
     extract::{Request, State},
     response::Response,
 };
+use baton_request::check_tokens;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -14,7 +15,7 @@ use super::{
     error::ApiError,
     messages,
 };
-use crate::core::{ChatInput, Core, PromptInput, check_model, check_token, tokenize};
+use crate::core::{ChatInput, Core, CoreError, PromptInput, check_model, tokenize};
 
 #[derive(Debug, Deserialize)]
 struct TokenizeRequest {
@@ -54,7 +55,7 @@ pub(crate) async fn tokenize_text(
             }
             let tools = request.tools.filter(|tools| !tools.is_empty()).map(Value::Array);
             let messages = messages::normalise(messages)?;
-            // The size of a chat is not worth a walk: it goes to the other thread.
+            // A chat goes to the blocking thread, whatever its size: measuring it takes as long as tokenising.
             (PromptInput::Chat(ChatInput { messages, tools, extra }), "messages", usize::MAX)
         }
         _ => return Err(ApiError::invalid("prompt", "either prompt or messages is needed, and not both")),
@@ -94,7 +95,8 @@ pub(crate) async fn detokenize(
     let detokenized = core
         .offload(request.tokens.len(), move |core| {
             let model = core.model()?;
-            request.tokens.iter().try_for_each(|id| check_token(model, "tokens", *id))?;
+            check_tokens("tokens", request.tokens.iter().copied(), model.vocab_size)
+                .map_err(CoreError::from)?;
             Ok(Detokenized { prompt: model.tokenizer.decode(&request.tokens, false) })
         })
         .await?;

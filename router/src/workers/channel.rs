@@ -7,7 +7,7 @@ use tonic::transport::Channel;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long a ping may go unanswered, in intervals. Nobody new is sent to a worker whose load reports stop, which costs
+/// How long a ping may go unanswered, in intervals. No new request is sent to a worker whose load reports stop, which costs
 /// nothing when it was only slow; a connection that is given up costs every request on it the work that was done.
 const PATIENCE: u32 = 4;
 

@@ -5,13 +5,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_planner::WorkerKey;
 use baton_proto::worker::{WatchLoadRequest, worker_client::WorkerClient};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, transport::Channel};
 
 use super::{Report, Workers};
-use crate::plan::WorkerKey;
 
 /// A report comes every second at least; two missing ones are silence.
 const SILENCE: Duration = Duration::from_millis(2500);
@@ -31,7 +31,7 @@ impl Watcher {
     }
 
     pub(super) async fn run(self, stop: CancellationToken) {
-        // Whether stopped or not, nothing is held that a drop would not free.
+        // A drop frees everything that the watch holds.
         let _ = stop.run_until_cancelled(self.watch()).await;
     }
 
@@ -41,7 +41,7 @@ impl Watcher {
             let mut answered = false;
             let Err(status) = self.session(&mut answered).await;
             if answered {
-                tracing::warn!(worker = %self.key, reason = status.message(), "worker does not answer any more");
+                tracing::warn!(worker = %self.key, reason = status.message(), "worker does not answer: no request is sent to it until it reports its load again");
                 wait = RETRY_FIRST;
             }
             self.workers.enter(&self.key, None);

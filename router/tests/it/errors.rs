@@ -61,7 +61,7 @@ async fn wrong_requests_are_told_what_is_wrong() {
         (TEXT, r#"{"prompt":"x","stop":""}"#, 400, Some("stop"), None, "empty string"),
         (TEXT, r#"{"prompt":""}"#, 400, Some("prompt"), None, "no tokens"),
         (TEXT, r#"{"prompt":[]}"#, 400, Some("prompt"), None, "empty"),
-        (TEXT, r#"{"prompt":[1,259]}"#, 400, Some("prompt"), None, "259 is out of the vocabulary"),
+        (TEXT, r#"{"prompt":[1,259]}"#, 400, Some("prompt"), None, "259 is outside the vocabulary"),
         (TEXT, r#"{"prompt":[1,-1]}"#, 400, Some("prompt"), None, "-1 is not a token id"),
         (TEXT, r#"{"prompt":{"a":1}}"#, 400, Some("prompt"), None, "expected a string"),
         (TEXT, r#"{"prompt":"x","stop_token_ids":[300]}"#, 400, Some("stop_token_ids"), None, "300"),

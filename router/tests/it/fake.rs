@@ -12,12 +12,13 @@ use std::{
 use baton_cluster::{Capacity, Role, WorkerRecord};
 use baton_kv_cache::{KvDtype, KvFormat, KvLayout};
 use baton_proto::{
-    v1,
+    failure_to_status, v1,
     worker::{
         self as proto, DrainRequest, DrainResponse, Failed, GenerateEvent, GenerateRequest, InfoRequest,
         WatchLoadRequest, decode_server, failed::Kind, generate_event::Event, worker_server,
     },
 };
+use baton_request::{Failure, FailureKind};
 use tokio::{
     net::TcpListener,
     runtime::Runtime,
@@ -40,6 +41,8 @@ pub enum Step {
     Verified(u32, u32, u32),
     Finish(v1::FinishReason),
     Fail(Kind),
+    /// As the first step: the call itself is refused.
+    Refuse(FailureKind),
     /// The worker is about to leave.
     Leaving,
     /// The stream ends with a status, as when the process dies.
@@ -271,6 +274,9 @@ impl decode_server::Decode for Service {
         let steps = script(&request);
         self.0.requests.lock().unwrap().push(request.clone());
         let _ = self.0.arrived.send(request.request_id.clone());
+        if let Some(Step::Refuse(kind)) = steps.first() {
+            return Err(failure_to_status(&Failure::new(*kind, "scripted refusal")));
+        }
         self.0.num_live.send_modify(|num| *num += 1);
         Ok(Response::new(Play {
             num_live: self.0.num_live.clone(),
@@ -345,6 +351,7 @@ impl Stream for Play {
                 self.over = true;
                 Event::Failed(Failed { kind: kind.into(), message: format!("scripted {kind:?}") })
             }
+            Some(Step::Refuse(_)) => unreachable!("only the first step refuses"),
             Some(Step::Leaving) => Event::Leaving(proto::Leaving {}),
             Some(Step::Break) => {
                 self.over = true;

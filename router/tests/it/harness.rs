@@ -23,7 +23,7 @@ pub struct Router {
 }
 
 impl Router {
-    /// A router nobody has registered at.
+    /// A router without registered workers.
     pub async fn start(change: impl FnOnce(&mut RouterConfig)) -> Router {
         let dir = model::directory();
         let discovery = DiscoveryConfig::Embedded { router: "http://127.0.0.1:1".into() };

@@ -38,7 +38,7 @@ fn text_of(body: &[u8]) -> String {
     body.split("\"text\":\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect()
 }
 
-/// Whoever waits long for the first token has a stream that proxies keep open, and an event if nothing comes of it.
+/// A client that waits long for the first token has a stream that proxies keep open, and an event if nothing comes of it.
 #[tokio::test(flavor = "multi_thread")]
 async fn silent_streams_are_kept_open() {
     let change = |config: &mut RouterConfig| {

@@ -12,4 +12,5 @@ mod errors;
 mod grpc;
 mod load;
 mod migration;
+mod ranges;
 mod retry;

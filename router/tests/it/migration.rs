@@ -5,7 +5,7 @@ use baton_proto::{
     v1,
     worker::{GenerateRequest, failed::Kind},
 };
-use baton_router::Migration;
+use baton_router::MigrationMode;
 use serde_json::json;
 
 use crate::{
@@ -138,7 +138,7 @@ async fn a_worker_that_says_other_tokens_again_is_not_believed() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_stay_when_they_shall() {
-    let (router, old, new) = pair(|config| config.migration = Migration::Off).await;
+    let (router, old, new) = pair(|config| config.migration = MigrationMode::Off).await;
     old.script(|request| [&[Step::Leaving][..], &say(ANSWER)(request)].concat());
     assert_eq!(ask(&router).await, ANSWER);
     assert_eq!(new.requests().len(), 0);

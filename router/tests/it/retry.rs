@@ -2,6 +2,7 @@ use std::time::Duration;
 
 use baton_cluster::Role;
 use baton_proto::worker::{GenerateRequest, failed::Kind};
+use baton_request::FailureKind;
 use bytes::Bytes;
 use http_body_util::BodyExt;
 use serde_json::json;
@@ -116,6 +117,42 @@ async fn the_only_worker_is_killed_and_comes_back() {
     assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
     let continued = &worker.requests()[0];
     assert_eq!(ids("Hello")[..continued.output_token_ids.len()], continued.output_token_ids);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_drains_is_avoided_and_not_blamed() {
+    let (mut router, worker) = Router::with_worker().await;
+    worker.script(|request| match request.attempt {
+        0 => vec![Step::Refuse(FailureKind::Draining)],
+        _ => say("Hello")(request),
+    });
+    let other = FakeWorker::start("d1", Role::Decode, 1).await;
+    router.register(&other).await;
+    for num in 1..=2 {
+        let answer = router.client.post(TEXT, &json!({"prompt": "x"})).await.json();
+        assert_eq!(answer["choices"][0]["text"], "Hello");
+        // A worker that crashed would be backed off from, and not asked again.
+        assert_eq!((worker.requests().len(), other.requests().len()), (num, num));
+    }
+    router.until_metric("baton_attempt_failures_total{reason=\"draining\"} 2").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_connection_that_ends_with_its_worker_s_drain_is_no_crash() {
+    let (mut router, worker) = Router::with_worker().await;
+    worker.script(fail_once("Hello", 1, Step::Hang));
+    let request = json!({"prompt": "x", "stream": true}).to_string();
+    let json = [("content-type", "application/json")];
+    let response = router.client.begin("POST", TEXT, &json, Bytes::from(request)).await;
+    worker.next_arrived().await;
+    worker.set_draining();
+    router.until_metric("baton_workers{role=\"decode\",state=\"draining\"} 1").await;
+    let other = FakeWorker::start("d1", Role::Decode, 1).await;
+    other.script(say("Hello"));
+    router.register(&other).await;
+    worker.release(Step::Break);
+    response.into_body().collect().await.unwrap();
+    router.until_metric("baton_attempt_failures_total{reason=\"draining\"} 1").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

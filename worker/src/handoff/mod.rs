@@ -1,16 +1,21 @@
-//! Both sides of handoffs, as every worker has them: the state machines of `kv-transfer`, fed with what streams, the
-//! engine, the data plane and the clock say.
+//! Handoffs, as far as every worker has them: what both roles share, and prefixes that are fetched from another worker's
+//! cache or given from the own.
 //!
-//! [`decode`] is the side that wants KV and [`prefill`] the side that gives it, behind [`service`]. [`prefix`] asks
-//! another worker for what it has cached. [`probe`] measures the ways to a decode worker, [`peers`] are the
-//! connections, and a [`pulse`] tells who waits that somebody computes.
+//! The decode side: [`taking`] is what its drivers share, [`prefix_fetch`] asks another worker for what it has cached.
+//! The prefill side: [`opening`] reads a stream's first message, [`giving`] is what its drivers share, [`cached`] hands
+//! over what is cached here. [`service`] serves it.
+//! Both: [`stream`] is their end of a handoff's stream, a [`pulse`] reports that a computation goes on, and [`probe`]
+//! measures the ways to a decode worker.
 //!
-//! It does not know who plans, nor which role its worker has.
+//! It does not know which role its worker has: prompts that are computed for others belong to `prefill-worker`, requests
+//! whose prompt another worker computes to `decode-worker`.
 
-pub mod decode;
-pub mod peers;
-pub mod prefill;
-pub mod prefix;
+pub mod cached;
+pub mod giving;
+pub mod opening;
+pub mod prefix_fetch;
 pub mod probe;
 pub mod pulse;
 pub mod service;
+pub mod stream;
+pub mod taking;

@@ -1,11 +1,13 @@
-//! A measurement of every way from this worker's blocks to those of a decode worker, by the sender that handoffs use.
+//! Measures every transport from this worker's blocks to those of a decode worker, with the sender that handoffs use.
 
 use std::{sync::Arc, time::Duration};
 
-use baton_cluster::{kv_format_from_proto, kv_format_to_proto};
 use baton_handoff::{Grant, TransportKind, TransportOffer};
 use baton_kv_cache::{KvFormat, KvShard, WireFormat};
-use baton_proto::worker::{self as proto, decode_client::DecodeClient};
+use baton_proto::{
+    kv_format_from_proto, kv_format_to_proto,
+    worker::{self as proto, decode_client::DecodeClient},
+};
 use baton_transfer::{copy_rate, stream_rate};
 use tokio::{sync::Semaphore, time::timeout};
 use tonic::Status;
@@ -14,9 +16,9 @@ use crate::{
     convert_handoff::grant_from_proto, scratch::MAX_SCRATCH_BLOCKS, server::MAX_MESSAGE_BYTES, worker::Worker,
 };
 
-/// For the decode worker to answer.
+/// For the connection to the decode worker.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// For everything: the decode worker lends for as long.
+/// For the whole measurement: the decode worker lends blocks for as long.
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Measures one decode worker at a time.
@@ -32,13 +34,13 @@ impl Prober {
         Prober { worker, only_one: Arc::new(Semaphore::new(1)) }
     }
 
-    /// Measures the ways to the decode worker at `address`.
+    /// Measures the transports to the decode worker at `address`.
     ///
     /// # Errors
-    /// `UNAVAILABLE` when either worker is busy or the other cannot be reached; what the decode worker says otherwise.
+    /// `UNAVAILABLE` when either worker is busy or the decode worker cannot be reached; else what the decode worker says.
     pub async fn probe(&self, address: &str) -> Result<proto::ProbeReport, Status> {
         let Ok(_permit) = self.only_one.try_acquire() else {
-            return Err(Status::unavailable("somebody else is measuring"));
+            return Err(Status::unavailable("another measurement is running"));
         };
         let _busy = self.worker.lifecycle().token();
         timeout(TOTAL_TIMEOUT, self.measure(address))
@@ -48,7 +50,7 @@ impl Prober {
 
     async fn measure(&self, address: &str) -> Result<proto::ProbeReport, Status> {
         let scratch = Arc::new(self.worker.reserve_scratch(MAX_SCRATCH_BLOCKS).await?);
-        // Before anything is lent: the lease is short.
+        // Before blocks are lent: the lease is short.
         let (copy_bytes_per_second, stream_bytes_per_second) = self.limits().await?;
         let dialer = self.worker.dialer();
         let endpoint = dialer
@@ -135,7 +137,7 @@ impl Prober {
         offer.ok_or("the decode worker does not offer it; see its --transports")
     }
 
-    /// What bounds every way here: copying, and plain sockets.
+    /// What bounds every transport here: copies in memory, and plain sockets.
     async fn limits(&self) -> Result<(f64, f64), Status> {
         let piece_bytes = self.worker.engine().storage().layout().layer_bytes();
         let measured =
@@ -144,7 +146,7 @@ impl Prober {
     }
 }
 
-/// What becomes of blocks between two formats of one model, in words.
+/// How blocks of one format become blocks of another, in words.
 fn conversion(from: &KvFormat, to: &KvFormat) -> String {
     if (from.block_size, from.dtype) == (to.block_size, to.dtype) {
         return String::new();

@@ -1,10 +1,10 @@
-//! The sign of life of somebody who computes.
+//! Reports that an engine makes progress, to a peer that waits for it.
 
 use std::time::Duration;
 
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at};
 
-/// Looks now and then whether a count has grown.
+/// Checks at intervals whether a count has grown.
 #[derive(Debug)]
 pub struct Pulse {
     interval: Interval,
@@ -12,7 +12,7 @@ pub struct Pulse {
 }
 
 impl Pulse {
-    /// Several looks for whoever gives up after `deadline` without a sign. `count`: what it is now.
+    /// Checks several times within `deadline`, after which the peer would give up. `count`: its value now.
     pub fn new(deadline: Duration, count: u64) -> Pulse {
         let period = (deadline / 4).clamp(Duration::from_millis(1), Duration::from_secs(5));
         let mut interval = interval_at(Instant::now() + period, period);
@@ -20,7 +20,7 @@ impl Pulse {
         Pulse { interval, last: count }
     }
 
-    /// Completes when a look finds that `count` is another than at the look before. Nothing is lost when it is dropped.
+    /// Completes when a check finds another `count` than the check before. Nothing is lost when the future is dropped.
     pub async fn beat(&mut self, count: impl Fn() -> u64) {
         loop {
             self.interval.tick().await;
@@ -40,13 +40,13 @@ mod tests {
 
     #[tokio::test]
     async fn beats_only_while_something_is_counted() {
-        let several_looks = Duration::from_millis(100);
+        let several_checks = Duration::from_millis(100);
         let count = AtomicU64::new(7);
         let read = || count.load(Ordering::Relaxed);
         let mut pulse = Pulse::new(Duration::from_millis(40), read());
-        assert!(tokio::time::timeout(several_looks, pulse.beat(read)).await.is_err(), "nothing was counted");
+        assert!(tokio::time::timeout(several_checks, pulse.beat(read)).await.is_err(), "nothing was counted");
         count.store(8, Ordering::Relaxed);
         pulse.beat(read).await;
-        assert!(tokio::time::timeout(several_looks, pulse.beat(read)).await.is_err(), "nothing more was");
+        assert!(tokio::time::timeout(several_checks, pulse.beat(read)).await.is_err(), "nothing more was");
     }
 }

@@ -1,53 +1,87 @@
-//! `baton.worker.v1.Prefill`, which every worker serves.
+//! `baton.worker.v1.Prefill`, as far as every worker serves it: cached prefixes, and measurements of the ways to decode
+//! workers.
 
 use std::sync::Arc;
 
 use baton_proto::worker::{
     DecodeMessage, PrefillMessage, ProbeReport, ProbeRequest, prefill_server::Prefill,
 };
+use baton_request::{Failure, FailureKind};
 use baton_telemetry::trace_context;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
 
-use super::{prefill::Handoff, probe::Prober};
+use super::{
+    cached,
+    opening::{OpenedHandoff, open},
+    probe::Prober,
+};
 use crate::worker::Worker;
 
-/// Messages to the decode worker that wait in the stream; more wait in the handoff, in order.
+/// Messages to the peer that wait in the stream; more wait in the handoff, in order.
 const OUTBOUND_BOUND: usize = 16;
 
-/// Serves `Prefill`.
+/// What the peer of a handoff reads.
+pub type HandoffMessages = ReceiverStream<Result<PrefillMessage, Status>>;
+
+/// Serves `Prefill` on a worker that computes no prompts for others.
 #[derive(Clone)]
-pub struct PrefillService {
+pub struct PrefixService {
     worker: Arc<Worker>,
     prober: Prober,
 }
 
-impl PrefillService {
-    /// Computes on `worker`'s engine, and gives what is in its blocks.
-    pub fn new(worker: Arc<Worker>) -> PrefillService {
+impl PrefixService {
+    /// Gives what is in `worker`'s blocks.
+    pub fn new(worker: Arc<Worker>) -> PrefixService {
         let prober = Prober::new(worker.clone());
-        PrefillService { worker, prober }
+        PrefixService { worker, prober }
     }
 }
 
+/// Runs a handoff that another worker opens: `serve` continues it after its first message.
+pub fn accept<F>(
+    worker: &Arc<Worker>,
+    request: Request<Streaming<DecodeMessage>>,
+    serve: impl FnOnce(Arc<Worker>, OpenedHandoff) -> F + Send + 'static,
+) -> Response<HandoffMessages>
+where
+    F: Future<Output = ()> + Send,
+{
+    let span = tracing::info_span!("handoff", request_id = tracing::field::Empty);
+    trace_context::set_parent(&span, |name| {
+        request.metadata().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
+    });
+    let (outbound, messages) = mpsc::channel(OUTBOUND_BOUND);
+    let (served, inbound) = (worker.clone(), request.into_inner());
+    let handoff = async move {
+        if let Some(opened) = open(&served, inbound, outbound).await {
+            serve(served, opened).await;
+        }
+    };
+    worker.lifecycle().spawn(handoff.instrument(span));
+    Response::new(ReceiverStream::new(messages))
+}
+
 #[tonic::async_trait]
-impl Prefill for PrefillService {
-    type HandoffStream = ReceiverStream<Result<PrefillMessage, Status>>;
+impl Prefill for PrefixService {
+    type HandoffStream = HandoffMessages;
 
     async fn handoff(
         &self,
         request: Request<Streaming<DecodeMessage>>,
     ) -> Result<Response<Self::HandoffStream>, Status> {
-        let span = tracing::info_span!("handoff", request_id = tracing::field::Empty);
-        trace_context::set_parent(&span, |name| {
-            request.metadata().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
-        });
-        let (outbound, messages) = mpsc::channel(OUTBOUND_BOUND);
-        let handoff = Handoff::new(self.worker.clone(), request.into_inner(), outbound);
-        self.worker.lifecycle().spawn(handoff.run().instrument(span));
-        Ok(Response::new(ReceiverStream::new(messages)))
+        Ok(accept(&self.worker, request, |worker, opened| async move {
+            match opened {
+                OpenedHandoff::Fetch(begun) => cached::give(worker, begun).await,
+                OpenedHandoff::Compute(begun, _) => {
+                    let message = "this worker computes no prompts for others: it is no prefill worker";
+                    begun.decline(&worker, Failure::new(FailureKind::PrefillLost, message)).await;
+                }
+            }
+        }))
     }
 
     async fn probe(&self, request: Request<ProbeRequest>) -> Result<Response<ProbeReport>, Status> {

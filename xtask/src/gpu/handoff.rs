@@ -11,12 +11,12 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
 use super::{
-    Bench,
+    bench::Bench,
     steps::{Group, last_line},
 };
 use crate::check::Outcome;
 
-/// Of each of two pools, of what the device has free: the processes do not know of each other.
+/// The share of the device's free memory for each of two pools: the processes do not know each other.
 const MEMORY_SHARE: &str = "0.3";
 
 /// Prompts of some 600 tokens, from the tiny model's evaluation.
@@ -27,8 +27,8 @@ const NUM_TOKENS: usize = 24;
 const START_LIMIT: Duration = Duration::from_secs(60);
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
-/// The same answers as processors give, by each way that KV takes between two pools of one device: the driver's handles of
-/// memory (shm), and by way of the host (tcp).
+/// Checks that answers equal those on processors, over both transports between two pools of one device: the driver's
+/// memory handles (shm), and through the host (tcp).
 pub(super) fn tokens(bench: &Bench) -> Result<Outcome> {
     let file = bench.root.join("models/tiny/eval/recall-512.jsonl");
     let text = std::fs::read_to_string(&file).with_context(|| format!("read {}", file.display()))?;
@@ -102,7 +102,7 @@ fn call(port: u16, request: &str, body: &str) -> Result<(u16, String)> {
     Ok((status.context("an answer without a status")?, body.to_owned()))
 }
 
-/// What the second token waits for, of prompts that the other process computed.
+/// Measures how long the second token waits for the KV of a remote prefill.
 pub(super) fn exposed(bench: &Bench) -> Result<Outcome> {
     let mut command: Command = bench.command(&bench.programs.baton);
     command.args(["bench", "overlap", "--quiet", "--device", &bench.device, "--transports", "shm"]);

@@ -1,4 +1,4 @@
-//! Where CUDA's libraries are that the system's loader does not know of: toolkits, and wheels of Python.
+//! CUDA libraries that the system's loader does not find: those of toolkits and of Python wheels.
 
 use std::{
     collections::BTreeSet,

@@ -1,9 +1,10 @@
 //! `cargo xtask gpu-check`: everything that needs a GPU, in one run and one table.
 //!
-//! What is run lies in programs that are built before: the tests of `model/src/cuda`, of the engine on a device and of
-//! transports, `model/examples/gpu_check.rs`, and `baton`. A machine with a GPU often has no Rust: `--pack` builds them elsewhere,
+//! What is run is in programs that are built before: the tests of kernels, of models and of the engine on a device, of transports,
+//! `model/examples/gpu_check.rs`, and `baton`. A machine with a GPU often has no Rust: `--pack` builds them elsewhere,
 //! `--packed` runs them there.
 
+mod bench;
 mod handoff;
 mod libraries;
 mod programs;
@@ -18,7 +19,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 
-use self::{programs::Programs, steps::Ended};
+use self::{bench::Bench, programs::Programs};
 use crate::{check::Outcome, tools, workspace::Workspace};
 
 /// What `cargo xtask gpu-check` was asked for.
@@ -38,13 +39,13 @@ pub(crate) struct Options {
     packed: Option<PathBuf>,
 }
 
-/// For everything after the build.
+/// Time limit of everything after the build.
 const LIMIT: Duration = Duration::from_secs(8 * 60);
 
 /// What a driver of NVIDIA's, or of Windows under WSL, makes when it is there.
 const DRIVER_FILES: [&str; 3] = ["/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version"];
 
-/// Whether everything was run, holds, and is fast enough.
+/// Runs the check. Returns whether everything ran, passed and was fast enough.
 pub(crate) fn run(options: &Options) -> Result<bool> {
     if let Some(dir) = &options.pack {
         let workspace = Workspace::load()?;
@@ -68,7 +69,7 @@ pub(crate) fn run(options: &Options) -> Result<bool> {
         "{} is not the repository's root: tests need its files",
         root.display()
     );
-    let bench = Bench::new(root, programs, options.device)?;
+    let bench = Bench::new(root, programs, options.device, Instant::now() + LIMIT)?;
     let card = bench.card()?;
     let Some(card) = card else { return Ok(false) };
     println!("{card}; logs are in {}", bench.logs.display());
@@ -103,72 +104,29 @@ fn table(lines: &[Line]) -> String {
     table
 }
 
-/// Where and with what everything is run.
-struct Bench {
-    root: PathBuf,
-    programs: Programs,
-    /// "cuda:0"
-    device: String,
-    logs: PathBuf,
-    library_path: std::ffi::OsString,
-    /// Until then.
-    end: Instant,
-}
+/// Tests of models and engines that are of the emulator, or of several devices, which are emulated.
+const NOT_ON_DEVICE: [&str; 4] = ["measure::", "ranks::", "a_model_that_does_not_fit", "several_ranks"];
 
-/// Tests that are of the emulator, of this machine, or of several devices, which are emulated.
-const NOT_ON_DEVICE: [&str; 7] = [
-    "cuda::emulator::",
-    "cuda::measure::",
-    "cuda::compile::",
-    "cuda::parallel_",
-    "cuda::nccl::",
-    "a_model_that_does_not_fit",
-    "several_ranks",
-];
+/// The same, of kernels.
+const NOT_OF_KERNELS: [&str; 1] = ["nccl::"];
 
 /// What the sanitizer looks at: something of each file of kernels, that it slows down by a factor of tens.
 const SANITIZED: [&str; 11] = [
-    "cuda::attention::tests::chunks",
-    "cuda::attention::tests::windows",
-    "cuda::rope::",
-    "cuda::rows::",
-    "cuda::experts::",
-    "cuda::expert_products::",
-    "cuda::products::tests::few",
-    "cuda::blocks::",
-    "cuda::checksum::",
-    "cuda::codes::",
-    "cuda::sample::tests::the_end",
+    "attention::chunks",
+    "attention::windows",
+    "rope::",
+    "rows::",
+    "experts::",
+    "expert_products::",
+    "products::few",
+    "blocks::",
+    "checksum::",
+    "codes::",
+    "sample::the_end",
 ];
 
 impl Bench {
-    fn new(root: PathBuf, programs: Programs, device: u32) -> Result<Bench> {
-        let logs = root.join("target/gpu-check");
-        std::fs::create_dir_all(&logs).context("make target/gpu-check")?;
-        let library_path = libraries::path(&root)?;
-        let (device, end) = (format!("cuda:{device}"), Instant::now() + LIMIT);
-        Ok(Bench { root, programs, device, logs, library_path, end })
-    }
-
-    /// A program with what it needs to find libraries, the device, and the tests' files.
-    fn command(&self, program: &Path) -> Command {
-        let mut command = Command::new(program);
-        command
-            .current_dir(&self.root)
-            .env("CARGO_MANIFEST_DIR", self.root.join("model"))
-            .env("BATON_KERNELS_ON", &self.device)
-            .env("LD_LIBRARY_PATH", &self.library_path);
-        command
-    }
-
-    /// Runs it to its end, or to this many seconds, or to the end of all.
-    fn finish(&self, name: &str, seconds: u64, command: &mut Command) -> Result<Ended> {
-        let left = self.end.saturating_duration_since(Instant::now());
-        let limit = left.min(Duration::from_secs(seconds));
-        steps::finish(command, &self.logs.join(format!("{name}.log")), limit)
-    }
-
-    /// What the device says that it is; `None` where there is none, which has been said.
+    /// The name of the device; `None` if there is none, which has been printed.
     fn card(&self) -> Result<Option<String>> {
         let mut command = self.command(&self.programs.figures);
         let ended = self.finish("card", 60, command.arg("--card"))?;
@@ -182,7 +140,7 @@ impl Bench {
         }
     }
 
-    /// One thing after the other: each has the device to itself.
+    /// Runs one step after the other: each has the device for itself.
     fn check(&self) -> Vec<Line> {
         let mut lines = Vec::new();
         let mut line = |name: &'static str, run: &dyn Fn() -> Result<Outcome>| {
@@ -191,14 +149,8 @@ impl Bench {
             println!("{name}: {:.0} s", start.elapsed().as_secs_f32());
             lines.push(Line { name, outcome, took: start.elapsed() });
         };
-        line("kernels", &|| {
-            let skipped = NOT_ON_DEVICE.iter().chain(&["cuda::model_tests::"]);
-            self.tests("kernels", &self.programs.tests, 150, &["cuda::"], skipped)
-        });
-        line("models", &|| {
-            let filters = ["cuda::model_tests::"];
-            self.tests("models", &self.programs.tests, 100, &filters, NOT_ON_DEVICE.iter())
-        });
+        line("kernels", &|| self.tests("kernels", &self.programs.kernels, 110, &[], NOT_OF_KERNELS.iter()));
+        line("models", &|| self.tests("models", &self.programs.models, 140, &[], NOT_ON_DEVICE.iter()));
         line("engine", &|| self.tests("engine", &self.programs.engine, 60, &[], NOT_ON_DEVICE.iter()));
         line("figures", &|| self.figures());
         line("handoff tokens", &|| handoff::tokens(self));
@@ -236,7 +188,7 @@ impl Bench {
             return Ok(Outcome::Skipped("no compute-sanitizer here".into()));
         };
         let mut command = self.command(&sanitizer);
-        command.args(["--tool", tool, "--error-exitcode", "9"]).arg(&self.programs.tests).args(filters);
+        command.args(["--tool", tool, "--error-exitcode", "9"]).arg(&self.programs.kernels).args(filters);
         let ended = self.finish(tool, seconds, &mut command)?;
         if ended.code.is_none() {
             return Ok(Outcome::Skipped(format!("not done in {:.0} s", ended.took.as_secs_f32())));
@@ -276,7 +228,7 @@ impl Bench {
     }
 }
 
-/// The driver's own version: CUDA tells only what it is good for.
+/// The version of the driver. CUDA reports only the newest CUDA version that the driver runs.
 fn driver_version() -> String {
     let asked =
         said(Command::new("nvidia-smi").args(["--query-gpu=driver_version", "--format=csv,noheader"]));

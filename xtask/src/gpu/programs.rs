@@ -12,8 +12,10 @@ use crate::{tools, workspace::Workspace};
 
 /// Where they are.
 pub(super) struct Programs {
-    /// Tests of `baton-model`.
-    pub(super) tests: PathBuf,
+    /// `model/cuda-kernels/tests/kernels/`
+    pub(super) kernels: PathBuf,
+    /// `model/cuda/tests/device/`
+    pub(super) models: PathBuf,
     /// `engine/tests/device.rs`
     pub(super) engine: PathBuf,
     /// Tests of `baton-transport-shm`.
@@ -28,14 +30,26 @@ pub(super) struct Programs {
 }
 
 /// What they are called where they are packed, in the same order.
-const NAMES: [&str; 7] =
-    ["tests", "engine_tests", "shm_tests", "rdma_tests", "nccl_tests", "gpu_check", "baton"];
+const NAMES: [&str; 8] = [
+    "kernel_tests",
+    "model_tests",
+    "engine_tests",
+    "shm_tests",
+    "rdma_tests",
+    "nccl_tests",
+    "gpu_check",
+    "baton",
+];
 
 impl Programs {
     pub(super) fn build(workspace: &Workspace, profile: &str) -> Result<Programs> {
         let of = |arguments: &[&str], name: &str| built(workspace, profile, arguments, name);
         Ok(Programs {
-            tests: of(&["test", "--no-run", "--package", "baton-model", "--lib"], "baton_model")?,
+            kernels: of(
+                &["test", "--no-run", "--package", "baton-cuda-kernels", "--test", "kernels"],
+                "kernels",
+            )?,
+            models: of(&["test", "--no-run", "--package", "baton-model-cuda", "--test", "models"], "models")?,
             engine: of(&["test", "--no-run", "--package", "baton-engine", "--test", "device"], "device")?,
             shm: of(
                 &["test", "--no-run", "--package", "baton-transport-shm", "--lib"],
@@ -57,23 +71,31 @@ impl Programs {
     /// As [`pack`](Self::pack) has left them.
     pub(super) fn packed(dir: &Path) -> Result<Programs> {
         let dir = dir.canonicalize().with_context(|| format!("look into {}", dir.display()))?;
-        let [tests, engine, shm, rdma, nccl, figures, baton] = NAMES.map(|name| dir.join(name));
-        for program in [&tests, &engine, &shm, &rdma, &nccl, &figures, &baton] {
+        let [kernels, models, engine, shm, rdma, nccl, figures, baton] = NAMES.map(|name| dir.join(name));
+        for program in [&kernels, &models, &engine, &shm, &rdma, &nccl, &figures, &baton] {
             ensure!(
                 program.is_file(),
                 "{} is not there: `cargo xtask gpu-check --pack` makes it",
                 program.display()
             );
         }
-        Ok(Programs { tests, engine, shm, rdma, nccl, figures, baton })
+        Ok(Programs { kernels, models, engine, shm, rdma, nccl, figures, baton })
     }
 
     /// Copies them, and this program, without what debuggers need.
     pub(super) fn pack(&self, dir: &Path) -> Result<()> {
         std::fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
         let this = std::env::current_exe().context("find this program")?;
-        let programs =
-            [&self.tests, &self.engine, &self.shm, &self.rdma, &self.nccl, &self.figures, &self.baton];
+        let programs = [
+            &self.kernels,
+            &self.models,
+            &self.engine,
+            &self.shm,
+            &self.rdma,
+            &self.nccl,
+            &self.figures,
+            &self.baton,
+        ];
         for (from, name) in programs.into_iter().zip(NAMES).chain([(&this, "xtask")]) {
             let to = dir.join(name);
             std::fs::copy(from, &to).with_context(|| format!("copy {}", from.display()))?;

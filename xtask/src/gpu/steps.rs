@@ -1,4 +1,4 @@
-//! Running a program to its end, or to the end of its time, and reading what it said.
+//! Runs a program to its end or its time limit, and reads its output.
 
 use std::{
     fs::File,
@@ -14,7 +14,7 @@ use crate::{check::Outcome, tools};
 
 /// A program that has ended.
 pub(super) struct Ended {
-    /// As it exited; `None` when its time was over, or a signal ended it.
+    /// Its exit code; `None` after the time limit or a signal.
     pub(super) code: Option<i32>,
     pub(super) is_late: bool,
     /// On standard output and standard error.
@@ -22,10 +22,10 @@ pub(super) struct Ended {
     pub(super) took: Duration,
 }
 
-/// How often is looked whether a program has ended.
+/// Interval between checks whether a program has ended.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Runs a program and whatever it starts. What it says goes to `log`.
+/// Runs a program and its child processes. Their output goes to `log`.
 pub(super) fn finish(command: &mut Command, log: &Path, limit: Duration) -> Result<Ended> {
     let start = Instant::now();
     let mut group = Group::start(command, log)?;
@@ -92,7 +92,7 @@ pub(super) fn of_tests(ended: &Ended) -> Outcome {
         findings.push(format!("not done in {:.0} s", ended.took.as_secs_f32()));
     }
     match (findings.is_empty(), num_passed, ended.code) {
-        // No test is no success.
+        // A program without tests counts as failed.
         (true, Some(num_passed @ 1..), Some(0)) => Outcome::Passed(format!("{num_passed} tests")),
         (true, _, _) => Outcome::Failed(vec![last_line(&ended.output)]),
         (false, _, _) => Outcome::Failed(findings),
@@ -112,7 +112,7 @@ pub(super) fn of_figures(ended: &Ended) -> Outcome {
     }
 }
 
-/// What a program said last; that is most often why it ended.
+/// The last line of a program's output: usually the reason why it ended.
 pub(super) fn last_line(output: &str) -> String {
     output.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("it said nothing").to_owned()
 }

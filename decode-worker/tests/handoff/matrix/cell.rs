@@ -213,7 +213,7 @@ impl Cell {
                 let (end, tokens) = attempt.end().await;
                 let is_writing = matches!(state, State::Granted | State::FirstChunkWritten);
                 if is_writing && kind == TransportKind::Shm {
-                    // It may write when it wakes: its 20 blocks are nobody's.
+                    // It may write when it wakes: its 20 blocks are not reused.
                     assert_eq!(self.decode.num_free().await, 64 - 20);
                 } else {
                     // Over rdma its key is taken back first.
@@ -338,7 +338,7 @@ impl Cell {
                 assert_eq!(others, (End::Finished, undisturbed()));
                 assert_eq!(self.decode.num_free().await, 64 - 20, "kept from everybody while it may write");
                 if kind == TransportKind::Rdma {
-                    // Its key is taken back, and somebody gets the blocks before it wakes.
+                    // Its access key is revoked, and another request gets the blocks before it wakes.
                     self.decode.assert_all_free().await;
                     let others = self.local_attempt(&[]).end().await;
                     assert_eq!(others, (End::Finished, undisturbed()));

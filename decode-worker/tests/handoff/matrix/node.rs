@@ -290,7 +290,7 @@ async fn occupy(worker: &TestWorker) -> Vec<HeldBlocks> {
         let num_tokens = 28;
         let request = Request {
             id: "occupant".into(),
-            prompt: prompt(9, num_tokens),
+            prompt: prompt(9, num_tokens).into(),
             // None shares blocks with another, nor with a request of the storm: that one could go first.
             cache_salt: format!("occupant {}", held.len()),
             sampling: SamplingParams { max_tokens: 1, ..SamplingParams::default() },

@@ -27,7 +27,7 @@ async fn dropped_packets_over_rdma() {
     in_a_network_of_its_own(TransportKind::Rdma);
 }
 
-/// So that its addresses are nobody else's, and end with it.
+/// So that its addresses are its own, and end with it.
 fn in_a_network_of_its_own(kind: TransportKind) {
     if !transports().any(|here| here == kind) {
         return;

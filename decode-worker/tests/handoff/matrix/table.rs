@@ -58,7 +58,7 @@ pub(super) enum Fault {
     Reordered,
     /// The handoff is given up and its blocks may be used again; then its writer writes.
     StaleWrite,
-    /// A bit of the KV is inverted on its way, or where it lies before it is verified.
+    /// A bit of the KV is inverted on its way, or in the block before it is verified.
     BitFlip,
     /// The prefill worker is started again at its address; the router does not know yet.
     PrefillRestarted,
@@ -77,7 +77,7 @@ pub(super) enum End {
     Failed(Kind),
     /// With the connection.
     Broken,
-    /// Nobody reads it.
+    /// The client does not read it any more.
     Gone,
 }
 

@@ -172,7 +172,7 @@ impl Prefill for Service {
     }
 
     async fn probe(&self, _: Request<ProbeRequest>) -> Result<Response<ProbeReport>, Status> {
-        Err(Status::unimplemented("nobody measures through the tap"))
+        Err(Status::unimplemented("the tap passes no measurements"))
     }
 }
 
@@ -202,7 +202,7 @@ async fn relay(
         Ok::<(), Status>(())
     };
     let up = async {
-        // Nobody is called before there is something to say.
+        // The call is made once there is a message to pass.
         let Some(first) = messages.recv().await else { return Ok(()) };
         let channel = Endpoint::from_shared(format!("http://{}", shared.upstream))
             .expect("an address")

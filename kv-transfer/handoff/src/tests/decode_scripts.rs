@@ -3,26 +3,29 @@
 
 use std::time::{Duration, Instant};
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
+use baton_request::{Failure, FailureKind};
 
-use crate::{
-    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, Secret,
-    TransportKind, Written,
-};
+use crate::{Begin, DecodeMessage, Generation, Grant, Piece, PrefillMessage, Secret, TransportKind, Written};
 use crate::{HandoffError, KvFault};
-use crate::{
-    Limits,
-    decode::{Action, DecodeHandoff, Input},
-};
+use crate::{Limits, Pushed, decode::RemotePrefilled};
+
+use super::machines::decode::{Action, DecodeHandoff, Input};
 
 const LIMITS: Limits =
     Limits { total: Duration::from_secs(100), stall: Duration::from_secs(30), stop: Duration::from_secs(10) };
 
 fn check(script: &str) {
-    check_of(Extent::Whole, script);
+    check_of(Wanted::Whole, script);
 }
 
-fn check_of(extent: Extent, script: &str) {
+#[derive(Clone, Copy, PartialEq)]
+enum Wanted {
+    Whole,
+    Cached,
+}
+
+fn check_of(wanted: Wanted, script: &str) {
     let mut now = Instant::now();
     let begin = Begin {
         request_id: "r".into(),
@@ -30,17 +33,19 @@ fn check_of(extent: Extent, script: &str) {
         prefill_incarnation: 7,
         decode_worker_id: "d".into(),
         decode_incarnation: 8,
-        num_tokens: if extent == Extent::Whole { 11 } else { 12 },
+        num_tokens: if wanted == Wanted::Whole { 11 } else { 12 },
         block_size: 4,
         deadline: LIMITS.total,
-        extent,
     };
-    let (mut handoff, actions) = DecodeHandoff::begin::<u32>(begin, 2, LIMITS, now);
-    assert_eq!(show(&actions), "send Begin");
+    let (mut handoff, actions) = DecodeHandoff::begin(begin, wanted == Wanted::Cached, 2, LIMITS, now);
+    let expected = if wanted == Wanted::Whole { "send Begin" } else { "send Fetch" };
+    assert_eq!(show(&actions), expected);
     for line in script.lines().map(str::trim).filter(|line| !line.is_empty()) {
         let (input, expected) = line.split_once("=>").expect("input => actions");
-        let input = parse(input.trim(), &mut now);
-        let actions = handoff.on(input, now);
+        let actions = match input.trim() {
+            "request-ended" => handoff.request_ended(now),
+            input => handoff.on(parse(input, &mut now), now),
+        };
         assert_eq!(show(&actions), expected.trim(), "after `{line}` of {script}");
         assert_eq!(handoff.deadline().is_none(), handoff.is_over(), "after `{line}` of {script}");
     }
@@ -57,34 +62,32 @@ fn parse(input: &str, now: &mut Instant) -> Input<u32> {
         "Progress" => PrefillMessage::Progress,
         "FirstToken" => PrefillMessage::FirstToken(5),
         "Written" => {
-            let mut written = Written {
-                generation: Generation(1),
-                transport: TransportKind::Tcp,
-                pieces: vec![],
-                last: false,
-                bytes: 0,
-            };
+            let mut written = Written { generation: Generation(1), pushed: None, last: false };
+            let mut pieces = vec![];
             let mut exaggerates = false;
             for word in words {
                 match word {
                     "exaggerating" => exaggerates = true,
                     "last" => written.last = true,
                     "stale" => written.generation = Generation(2),
-                    piece => written.pieces.push(parse_piece(piece)),
+                    piece => pieces.push(parse_piece(piece)),
                 }
             }
-            written.bytes = match exaggerates {
+            let bytes = match exaggerates {
                 true => u64::MAX,
-                false => 10 * written.pieces.len() as u64,
+                false => 10 * pieces.len() as u64,
             };
+            if !pieces.is_empty() {
+                written.pushed = Some(Pushed { pieces, transport: TransportKind::Tcp, bytes });
+            }
             PrefillMessage::Written(written)
         }
         "Stopped" => PrefillMessage::Stopped,
-        "Failed" => PrefillMessage::Failed(Failed::new(FailureKind::Full, "full")),
+        "Failed" => PrefillMessage::Failed(Failure::new(FailureKind::Full, "full")),
         "granted" => return Input::Granted(grant(2)),
         "granted-nothing" => return Input::Granted(grant(0)),
         "granted-too-few" => return Input::Granted(grant(1)),
-        "no-blocks" => return Input::ReserveFailed(Failed::new(FailureKind::Draining, "draining")),
+        "no-blocks" => return Input::ReserveFailed(Failure::new(FailureKind::Draining, "draining")),
         "verified" => {
             let num_pieces = words.next().and_then(|n| n.parse().ok()).expect("a number");
             return Input::Verified { num_pieces, result: Ok(()) };
@@ -128,6 +131,8 @@ fn show(actions: &[Action<u32>]) -> String {
 fn show_one(action: &Action<u32>) -> String {
     match action {
         Action::Send(DecodeMessage::Begin(_)) => "send Begin".into(),
+        Action::Send(DecodeMessage::Fetch(_)) => "send Fetch".into(),
+        Action::Send(DecodeMessage::Done) => "send Done".into(),
         Action::Send(DecodeMessage::Grant(_)) => "send Grant".into(),
         Action::Send(DecodeMessage::Commit { .. }) => "send Commit".into(),
         Action::Send(DecodeMessage::Cancel { .. }) => "send Cancel".into(),
@@ -140,7 +145,10 @@ fn show_one(action: &Action<u32>) -> String {
         }
         Action::Revoke(_) => "revoke".into(),
         Action::WriterStopped(_) => "writer stopped".into(),
-        Action::Finish(Ok(committed)) => format!("finish with {} bytes", committed.bytes),
+        Action::Finish(Ok(RemotePrefilled::Committed(committed))) => {
+            format!("finish with {} bytes", committed.bytes)
+        }
+        Action::Finish(Ok(RemotePrefilled::Ended)) => "finish without kv".into(),
         Action::Finish(Err(HandoffError::KvRejected(fault))) => format!("finish kv_rejected: {fault}"),
         Action::Finish(Err(error)) => format!("finish {}", error.label()),
         Action::Close => "close".into(),
@@ -414,7 +422,7 @@ fn every_state_has_a_deadline() {
 #[test]
 fn of_what_is_cached_as_much_is_reserved_as_the_peer_holds_and_no_token_is_waited_for() {
     check_of(
-        Extent::Cached,
+        Wanted::Cached,
         "Held 8              => reserve 8
          granted-too-few     => send Grant
          Written 0/0 0/1 last => verify 0/0 0/1
@@ -422,7 +430,7 @@ fn of_what_is_cached_as_much_is_reserved_as_the_peer_holds_and_no_token_is_waite
     );
     // What was missing has come meanwhile, by another way.
     check_of(
-        Extent::Cached,
+        Wanted::Cached,
         "Held 4              => reserve 4
          granted-nothing     => send Grant
          Written last        => send Commit, finish with 0 bytes, close",
@@ -432,7 +440,7 @@ fn of_what_is_cached_as_much_is_reserved_as_the_peer_holds_and_no_token_is_waite
 #[test]
 fn of_what_is_not_cached_the_peer_is_told() {
     check_of(
-        Extent::Cached,
+        Wanted::Cached,
         "Held 0   => send Cancel, finish not_cached
          Stopped  => close",
     );
@@ -442,7 +450,7 @@ fn of_what_is_not_cached_the_peer_is_told() {
 fn a_peer_that_holds_what_cannot_be_is_not_believed() {
     for held in ["Held 16", "Held 3", "Started"] {
         check_of(
-            Extent::Cached,
+            Wanted::Cached,
             &format!(
                 "{held}  => send Cancel, finish prefill_lost
                  closed  => close"
@@ -451,8 +459,48 @@ fn a_peer_that_holds_what_cannot_be_is_not_believed() {
     }
     check("Held 8 => send Cancel, finish prefill_lost");
     check_of(
-        Extent::Cached,
+        Wanted::Cached,
         "Held 8     => reserve 8
          FirstToken => send Cancel, finish prefill_lost",
+    );
+}
+
+#[test]
+fn a_request_that_its_first_token_ends_is_done_without_kv() {
+    check(
+        "Started       => reserve
+         granted       => send Grant
+         Written 0/0   => verify 0/0
+         FirstToken    => first token 5
+         request-ended => revoke, send Done, finish without kv
+         Written 1/0   =>
+         verified 1    =>
+         Stopped       => writer stopped, close",
+    );
+    check(
+        "Started       => reserve
+         FirstToken    => first token 5
+         request-ended => send Done, finish without kv
+         granted       => revoke
+         Stopped       => close",
+    );
+    // The KV was there first: it is committed, and the engine hears that the request has ended.
+    check(
+        "Started                      => reserve
+         granted                      => send Grant
+         Written 0/0 1/0 0/1 1/1 last => verify 0/0 1/0 0/1 1/1
+         verified 4                   =>
+         FirstToken                   => first token 5, send Commit, finish with 40 bytes, close
+         request-ended                =>",
+    );
+    // What comes after that fails nothing any more.
+    check(
+        "Started       => reserve
+         granted       => send Grant
+         FirstToken    => first token 5
+         request-ended => revoke, send Done, finish without kv
+         Failed        =>
+         cancel        =>
+         closed        => close",
     );
 }

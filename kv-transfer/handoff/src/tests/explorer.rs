@@ -89,7 +89,7 @@ fn promises_hold_in_every_interleaving() {
         }
     }
     println!("{total} states in all");
-    // Whoever makes the world smaller should know.
+    // A change that makes the world smaller is noticed.
     assert!(total > 100_000, "{total} states are fewer than there were");
 }
 

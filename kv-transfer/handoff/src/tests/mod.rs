@@ -3,4 +3,5 @@
 mod decode_scripts;
 mod exchange;
 mod explorer;
+mod machines;
 mod prefill_scripts;

@@ -3,16 +3,13 @@
 
 use std::time::{Duration, Instant};
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
+use baton_request::{Failure, FailureKind};
 
-use crate::{
-    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PrefillMessage, Secret,
-    Source, TransportKind,
-};
-use crate::{
-    Limits,
-    prefill::{Action, Input, PrefillHandoff},
-};
+use crate::{Begin, DecodeMessage, Generation, Grant, Piece, PrefillMessage, Secret, Source, TransportKind};
+use crate::{Limits, prefill::HandedOver};
+
+use super::machines::prefill::{Action, Input, PrefillHandoff};
 use crate::{PushError, Pushed, RouteError};
 
 const LIMITS: Limits =
@@ -30,14 +27,15 @@ fn check(script: &str) {
     }
 }
 
-fn parse(input: &str, now: &mut Instant) -> Input<u32> {
+fn parse(input: &str, now: &mut Instant) -> Input {
     let mut words = input.split_whitespace();
     let message = match words.next().expect("an input") {
-        "Begin" => begin(7, 11, 4, Extent::Whole),
-        "Begin-for-another" => begin(6, 11, 4, Extent::Whole),
+        "Begin" => DecodeMessage::Begin(begin(7, 11, 4)),
+        "Begin-for-another" => DecodeMessage::Begin(begin(6, 11, 4)),
         // `begin TOKENS BLOCK_SIZE` and `grant CACHED BLOCKS`: the peer's blocks, of another size.
-        "begin" => begin(7, number(&mut words), number(&mut words), Extent::Whole),
-        "begin-cached" => begin(7, number(&mut words), number(&mut words), Extent::Cached),
+        "begin" => DecodeMessage::Begin(begin(7, number(&mut words), number(&mut words))),
+        "fetch" => DecodeMessage::Fetch(begin(7, number(&mut words), number(&mut words))),
+        "Done" => DecodeMessage::Done,
         "grant" => grant(number(&mut words), number(&mut words) as u32),
         "Grant" => grant(1, 2),
         "Grant-too-few" => grant(1, 1),
@@ -79,7 +77,7 @@ fn parse(input: &str, now: &mut Instant) -> Input<u32> {
             return Input::Pushed(Ok(Pushed { pieces, transport: TransportKind::Shm, bytes }));
         }
         "push-failed" => return Input::Pushed(Err(PushError::Revoked)),
-        "engine-failed" => return Input::Fail(Failed::new(FailureKind::Internal, "broken")),
+        "engine-failed" => return Input::Fail(Failure::new(FailureKind::Internal, "broken")),
         "idle" => return Input::Idle,
         "after" => {
             let seconds = words.next().and_then(|n| n.parse().ok()).expect("seconds");
@@ -95,8 +93,8 @@ fn number<'a>(words: &mut impl Iterator<Item = &'a str>) -> usize {
     words.next().and_then(|n| n.parse().ok()).expect("a number")
 }
 
-fn begin(prefill_incarnation: u64, num_tokens: usize, block_size: usize, extent: Extent) -> DecodeMessage {
-    DecodeMessage::Begin(Begin {
+fn begin(prefill_incarnation: u64, num_tokens: usize, block_size: usize) -> Begin {
+    Begin {
         request_id: "r".into(),
         attempt: 0,
         prefill_incarnation,
@@ -105,8 +103,7 @@ fn begin(prefill_incarnation: u64, num_tokens: usize, block_size: usize, extent:
         num_tokens,
         block_size,
         deadline: Duration::from_secs(90),
-        extent,
-    })
+    }
 }
 
 fn grant(num_cached_blocks: usize, num_blocks: u32) -> DecodeMessage {
@@ -128,12 +125,12 @@ fn source(source: &Source) -> String {
     }
 }
 
-fn show(actions: &[Action<u32>]) -> String {
+fn show(actions: &[Action]) -> String {
     let shown: Vec<String> = actions.iter().map(show_one).collect();
     shown.join(", ")
 }
 
-fn show_one(action: &Action<u32>) -> String {
+fn show_one(action: &Action) -> String {
     match action {
         Action::Compute => "compute".into(),
         Action::Hold => "hold".into(),
@@ -150,11 +147,13 @@ fn show_one(action: &Action<u32>) -> String {
         Action::Send(PrefillMessage::FirstToken(token)) => format!("send FirstToken {token}"),
         Action::Send(PrefillMessage::Written(written)) => {
             let last = if written.last { " last" } else { "" };
-            format!("send Written {} pieces{last}", written.pieces.len())
+            let num_pieces = written.pushed.as_ref().map_or(0, |pushed| pushed.pieces.len());
+            format!("send Written {num_pieces} pieces{last}")
         }
         Action::Send(PrefillMessage::Stopped) => "send Stopped".into(),
         Action::Send(PrefillMessage::Failed(failed)) => format!("send Failed {:?}", failed.kind),
-        Action::Finish(Ok(())) => "finish well".into(),
+        Action::Finish(Ok(HandedOver::Committed)) => "finish well".into(),
+        Action::Finish(Ok(HandedOver::Ended)) => "finish without kv".into(),
         Action::Finish(Err(error)) => format!("finish {}", error.label()),
         Action::Stop => "stop".into(),
         Action::Release => "release".into(),
@@ -432,7 +431,7 @@ fn every_state_has_a_deadline() {
     );
     check(
         "progress           =>
-         begin-cached 12 4  => hold
+         fetch 12 4  => hold
          progress           =>
          after 90           => send Failed Deadline, finish deadline, stop
          idle               => send Stopped, release, close",
@@ -474,7 +473,7 @@ fn every_state_has_a_deadline() {
 #[test]
 fn what_is_cached_is_handed_over_as_far_as_it_reaches_and_nothing_is_computed() {
     check(
-        "begin-cached 12 4 => hold
+        "fetch 12 4 => hold
          held 2            => send Held 8
          grant 1 1         => route
          routed            => push b11>b20@0/0 b11>b20@0/1
@@ -483,7 +482,7 @@ fn what_is_cached_is_handed_over_as_far_as_it_reaches_and_nothing_is_computed() 
     );
     // Blocks of another size: two of 4 tokens cover one of 6.
     check(
-        "begin-cached 12 6 => hold
+        "fetch 12 6 => hold
          held 2            => send Held 6
          grant 0 1         => route
          routed            => push b10+b11[0..6]>b20@0/0 b10+b11[0..6]>b20@0/1
@@ -495,7 +494,7 @@ fn what_is_cached_is_handed_over_as_far_as_it_reaches_and_nothing_is_computed() 
 #[test]
 fn who_has_nothing_cached_says_so() {
     check(
-        "begin-cached 12 4 => hold
+        "fetch 12 4 => hold
          held 0            => send Held 0
          Cancel            => finish cancelled, stop
          idle              => send Stopped, release, close",
@@ -505,12 +504,61 @@ fn who_has_nothing_cached_says_so() {
 #[test]
 fn a_grant_for_what_is_not_held_yet_is_refused() {
     check(
-        "begin-cached 12 4 => hold
+        "fetch 12 4 => hold
          grant 0 3         => send Failed Internal, finish decode_lost, stop",
     );
     check(
-        "begin-cached 12 4 => hold
+        "fetch 12 4 => hold
          held 2            => send Held 8
          grant 0 3         => send Failed Internal, finish decode_lost, stop",
+    );
+}
+
+#[test]
+fn a_request_that_its_first_token_ends_frees_its_blocks_and_ends_well() {
+    check(
+        "Begin           => compute
+         started         => send Started
+         Grant           => route
+         routed          =>
+         ready 0 0 3     => push b11>b20@0/0 b12>b21@1/0
+         ready 1 0 3     => push b11>b20@0/1 b12>b21@1/1
+         token           => send FirstToken 5
+         Done            => finish without kv, stop
+         pushed 0/0 1/0  =>
+         idle            => send Stopped, release, close",
+    );
+    // Before the grant, or after the last piece.
+    check(
+        "Begin           => compute
+         started         => send Started
+         token           => send FirstToken 5
+         Done            => finish without kv, stop
+         after 10        => release, close",
+    );
+    check(
+        "Begin            => compute
+         started          => send Started
+         Grant-all-cached => route
+         routed           => send Written 0 pieces last
+         token            => send FirstToken 5
+         Done             => finish without kv, stop
+         closed           =>
+         idle             => release, close",
+    );
+}
+
+#[test]
+fn a_request_without_a_first_token_cannot_be_done() {
+    check("Done => send Failed Internal, finish decode_lost, send Stopped, close");
+    check(
+        "Begin   => compute
+         started => send Started
+         Done    => send Failed Internal, finish decode_lost, stop",
+    );
+    check(
+        "fetch 12 4 => hold
+         held 2     => send Held 8
+         Done       => send Failed Internal, finish decode_lost, stop",
     );
 }

@@ -1,7 +1,7 @@
 //! Pieces that travel in another form than they lie in memory: what the decode worker verifies is what it decoded.
 
 use baton_handoff::{PushError, TransportKind};
-use baton_kv_cache::{KvDtype, KvLayout, KvShard, WireCodec, WireFormat, WireScratch};
+use baton_kv_cache::{KvDtype, KvLayout, KvShard, VectorCodec, WireCodec, WireFormat, WireScratch};
 
 use crate::tests::TCP;
 use baton_transfer_conformance::{LAYOUT, Setup, TransferPair, blocks, bytes, change, fill, soon, writes};

@@ -8,7 +8,7 @@ pub(in crate::tests) enum Event {
     Reserved,
     Verified,
     Engine,
-    /// P's engine computes, for whomever.
+    /// P's engine computes, for any request.
     Progress,
     Routed,
     Pushed,
@@ -16,6 +16,8 @@ pub(in crate::tests) enum Event {
     // From here on: faults.
     Time,
     Cancel,
+    /// The first token ends the request. No fault, but none of the orderly exchanges has it.
+    RequestEnds,
     Break,
     EngineFails,
     ReserveFails,

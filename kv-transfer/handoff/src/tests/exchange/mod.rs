@@ -10,15 +10,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_kv_cache::BlockId;
+use baton_kv_layout::BlockId;
+use baton_request::{Failure, FailureKind};
 
 pub(super) use self::events::{Event, Flaw};
+use crate::Limits;
 use crate::{
-    Begin, DecodeMessage, Extent, Failed, FailureKind, Generation, Grant, Piece, PieceWrite, PrefillMessage,
-    Secret, TransportKind,
+    Begin, DecodeMessage, Generation, Grant, Piece, PieceWrite, PrefillMessage, Secret, TransportKind,
 };
-use crate::{KvFault, PushError, Pushed, RouteError};
-use crate::{Limits, decode, prefill};
+use crate::{KvFault, PushError, Pushed, RouteError, decode::RemotePrefilled};
+
+use super::machines::{decode, prefill};
 
 const LAYERS: usize = 2;
 const GENERATION: Generation = Generation(1);
@@ -32,7 +34,7 @@ enum Blocks {
     Granted,
     /// Taken back, with a writer that has not left.
     Quarantined,
-    /// Free, or somebody else's.
+    /// Free, or another request's.
     Released,
     Committed,
 }
@@ -71,7 +73,7 @@ pub(super) struct World {
     to_decode: VecDeque<PrefillMessage<u32>>,
     decode_hung_up: bool,
     prefill_hung_up: bool,
-    /// What is sent is lost, and nobody notices.
+    /// What is sent is lost, and neither side notices.
     is_partitioned: bool,
     /// Told of the end of the stream: prefill, decode.
     heard_end: [bool; 2],
@@ -81,7 +83,7 @@ pub(super) struct World {
     verifying: VecDeque<Vec<Piece>>,
     verified: BTreeSet<(u32, u32)>,
     // P's engine and data plane.
-    engine: VecDeque<prefill::Input<u32>>,
+    engine: VecDeque<prefill::Input>,
     /// How often more P may say that its engine computes.
     num_progress_left: usize,
     is_routing: bool,
@@ -93,6 +95,8 @@ pub(super) struct World {
     decode_outcomes: Vec<bool>,
     decode_closes: usize,
     num_tokens: usize,
+    /// D ended well without KV.
+    is_done: bool,
     prefill_outcomes: Vec<bool>,
     prefill_closes: usize,
     num_computes: usize,
@@ -122,10 +126,9 @@ impl World {
             num_tokens,
             block_size,
             deadline: LIMITS.total,
-            extent: if cached.is_some() { Extent::Cached } else { Extent::Whole },
         };
         let num_blocks = begin.num_blocks();
-        let (decode, actions) = decode::DecodeHandoff::begin(begin, LAYERS, LIMITS, now);
+        let (decode, actions) = decode::DecodeHandoff::begin(begin, cached.is_some(), LAYERS, LIMITS, now);
         let mut world = World {
             is_one_sided,
             flaw,
@@ -155,6 +158,7 @@ impl World {
             decode_outcomes: Vec::new(),
             decode_closes: 0,
             num_tokens: 0,
+            is_done: false,
             prefill_outcomes: Vec::new(),
             prefill_closes: 0,
             num_computes: 0,
@@ -187,6 +191,7 @@ impl World {
             let time = !self.decode.is_over() || !self.prefill.is_over();
             offer(Event::Time, time);
             offer(Event::Cancel, !self.decode.is_over());
+            offer(Event::RequestEnds, self.num_tokens == 1 && self.decode_outcomes.is_empty());
             offer(Event::Break, !self.decode_hung_up || !self.prefill_hung_up);
             offer(Event::EngineFails, !self.engine.is_empty());
             offer(Event::ReserveFails, self.is_reserving);
@@ -238,7 +243,7 @@ impl World {
             }
             Event::ReserveFails => {
                 self.is_reserving = false;
-                self.give_decode(decode::Input::ReserveFailed(Failed::new(FailureKind::Full, "full")));
+                self.give_decode(decode::Input::ReserveFailed(Failure::new(FailureKind::Full, "full")));
             }
             Event::Verified => {
                 let pieces = self.verifying.pop_front().expect("enabled");
@@ -266,13 +271,13 @@ impl World {
             }
             Event::EngineFails => {
                 self.engine.clear();
-                self.give_prefill(prefill::Input::Fail(Failed::new(FailureKind::Internal, "broken")));
+                self.give_prefill(prefill::Input::Fail(Failure::new(FailureKind::Internal, "broken")));
             }
             Event::Routed => {
                 self.is_routing = false;
                 self.is_route_open = self.blocks == Blocks::Granted;
                 if self.is_stopping {
-                    // Opened for nobody; it is closed before the route is idle.
+                    // Opened too late; it is closed before the route is idle.
                     return;
                 }
                 let result = match self.is_route_open {
@@ -349,6 +354,10 @@ impl World {
                 self.give_prefill(prefill::Input::Tick);
             }
             Event::Cancel => self.give_decode(decode::Input::Cancel("client left".into())),
+            Event::RequestEnds => {
+                let actions = self.decode.request_ended(self.now);
+                self.obey_decode(actions);
+            }
             Event::Break => {
                 self.decode_hung_up = true;
                 self.prefill_hung_up = true;
@@ -359,7 +368,7 @@ impl World {
         }
     }
 
-    /// The one thing that must never be: bytes in memory that is somebody else's. Whether they landed.
+    /// The one thing that must never happen is a write into another request's memory. Returns whether the bytes landed.
     fn write(&mut self) -> bool {
         // D's own threads look first.
         if !self.is_one_sided && self.blocks != Blocks::Granted {
@@ -376,10 +385,10 @@ impl World {
     /// A dead worker says nothing more and holds nothing more.
     fn bury_prefill(&mut self) {
         while !self.prefill.is_over() {
-            let over: Vec<prefill::Action<u32>> =
+            let over: Vec<prefill::Action> =
                 self.prefill.on(prefill::Input::StreamClosed("dead".into()), self.now);
             drop(over);
-            let _: Vec<prefill::Action<u32>> = self.prefill.on(prefill::Input::Idle, self.now);
+            let _: Vec<prefill::Action> = self.prefill.on(prefill::Input::Idle, self.now);
         }
         (self.prefill_outcomes, self.prefill_closes) = (vec![false], 1);
         self.num_releases = self.num_computes;
@@ -430,7 +439,8 @@ impl World {
                     self.blocks = Blocks::Released;
                 }
                 A::Finish(result) => {
-                    if let Ok(committed) = &result {
+                    self.is_done |= result == Ok(RemotePrefilled::Ended);
+                    if let Ok(RemotePrefilled::Committed(committed)) = &result {
                         assert_eq!((committed.generation, self.blocks), (GENERATION, Blocks::Granted));
                         let num_pieces = (self.num_blocks - self.num_cached_blocks) * LAYERS;
                         assert_eq!(self.verified.len(), num_pieces, "committed without verification");
@@ -438,7 +448,7 @@ impl World {
                         assert_eq!(self.num_tokens, usize::from(self.sizes.cached.is_none()));
                         self.blocks = Blocks::Committed;
                     }
-                    // Nobody waits for blocks any more; but they may have been found this moment.
+                    // D does not wait for blocks any more; but they may have been found this moment.
                     self.decode_outcomes.push(result.is_ok());
                 }
                 A::Close => {
@@ -458,7 +468,7 @@ impl World {
         };
     }
 
-    fn give_prefill(&mut self, input: prefill::Input<u32>) {
+    fn give_prefill(&mut self, input: prefill::Input) {
         if self.flaw == Some(Flaw::NeverTicks) && matches!(input, prefill::Input::Tick) {
             return;
         }
@@ -467,7 +477,7 @@ impl World {
         assert_eq!(self.prefill.deadline().is_some(), !self.prefill.is_over());
     }
 
-    fn obey_prefill(&mut self, actions: Vec<prefill::Action<u32>>) {
+    fn obey_prefill(&mut self, actions: Vec<prefill::Action>) {
         use prefill::Action as A;
         for action in actions {
             assert_eq!(self.prefill_closes, 0, "{action:?} after Close");

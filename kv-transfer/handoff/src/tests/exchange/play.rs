@@ -1,4 +1,4 @@
-//! Events that are drawn at random, and what must be at the end.
+//! Random events, and what must hold at the end.
 
 use proptest::prelude::*;
 
@@ -30,8 +30,8 @@ impl World {
         assert_eq!(self.num_releases, self.num_computes, "P's blocks are released once");
         let is_good = self.decode_outcomes == [true];
         match self.blocks {
-            Blocks::Committed => assert!(is_good),
-            Blocks::None | Blocks::Released => assert!(!is_good),
+            Blocks::Committed => assert!(is_good && !self.is_done),
+            Blocks::None | Blocks::Released => assert_eq!(is_good, self.is_done),
             Blocks::Granted | Blocks::Quarantined => panic!("{:?} blocks at the end", self.blocks),
         }
         assert!(is_good || self.prefill_outcomes == [false], "P alone believes that it went well");

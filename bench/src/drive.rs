@@ -1,0 +1,365 @@
+//! Sends the planned requests to their targets and records when the answers arrive.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use baton_command::openai::RequestError;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    progress::Progress,
+    target::{Answer, Prepared, Target},
+    workload::{Planned, Prompts},
+};
+
+/// The planned requests and everything that is needed to send them.
+#[derive(Debug)]
+pub(crate) struct Load {
+    pub(crate) requests: Vec<Planned>,
+    pub(crate) prompts: Prompts,
+    /// One target, or two that take turns.
+    pub(crate) targets: Vec<Target>,
+    /// Requests in flight at once, if they have no planned times.
+    pub(crate) concurrency: usize,
+    pub(crate) timeout: Duration,
+    /// No request begins later than this.
+    pub(crate) duration: Option<Duration>,
+}
+
+/// The outcome of one request.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    pub(crate) target_idx: usize,
+    /// When it should have been sent. Its times count from here, so that a late load generator or a slow server
+    /// makes the numbers worse, not better (no coordinated omission).
+    pub(crate) due: Instant,
+    pub(crate) sent: Instant,
+    pub(crate) result: Result<Answer, RequestError>,
+}
+
+/// The outcomes of all requests.
+#[derive(Debug)]
+pub(crate) struct Outcomes {
+    pub(crate) requests: Vec<Outcome>,
+    /// From the first request to the last answer.
+    pub(crate) elapsed: Duration,
+}
+
+impl Load {
+    /// The target whose turn it is. Two take turns as A B B A, so that neither always comes after the other.
+    fn target_idx(&self, turn: usize) -> usize {
+        if self.targets.len() < 2 { 0 } else { (turn + turn / 2) % 2 }
+    }
+
+    fn prepare(&self, idx: usize, target_idx: usize) -> anyhow::Result<Prepared> {
+        let planned = &self.requests[idx];
+        let prompt = self.prompts.make(planned);
+        self.targets[target_idx].prepare(prompt, planned.output_tokens, planned.id)
+    }
+
+    /// Runs to the end, or until `stop`: then no request is started, running requests are dropped, and the outcomes so
+    /// far are returned.
+    pub(crate) async fn run(self, progress: Progress, stop: CancellationToken) -> anyhow::Result<Outcomes> {
+        let start = Instant::now();
+        let mut load = Running { load: Arc::new(self), progress, stop, start, tasks: JoinSet::new() };
+        let requests = if load.load.requests.iter().any(|request| request.at.is_some()) {
+            load.open_loop().await?
+        } else if load.load.targets.len() > 1 {
+            load.waves().await?
+        } else {
+            load.closed_loop().await?
+        };
+        load.progress.finish();
+        Ok(Outcomes { requests, elapsed: start.elapsed() })
+    }
+}
+
+struct Running {
+    load: Arc<Load>,
+    progress: Progress,
+    stop: CancellationToken,
+    start: Instant,
+    tasks: JoinSet<anyhow::Result<Vec<Outcome>>>,
+}
+
+impl Running {
+    /// Each of `concurrency` clients sends its next request when its last one is answered.
+    async fn closed_loop(&mut self) -> anyhow::Result<Vec<Outcome>> {
+        let next = Arc::new(AtomicUsize::new(0));
+        for _ in 0..self.load.concurrency {
+            let client = self.client();
+            let next = Arc::clone(&next);
+            self.tasks.spawn(async move {
+                let mut outcomes = Vec::new();
+                loop {
+                    let idx = next.fetch_add(1, Ordering::Relaxed);
+                    if idx >= client.load.requests.len() || client.is_over() {
+                        return Ok(outcomes);
+                    }
+                    let prepared = client.load.prepare(idx, 0)?;
+                    let Some(outcome) = client.request(0, prepared, Instant::now()).await else {
+                        return Ok(outcomes);
+                    };
+                    outcomes.push(outcome);
+                }
+            });
+        }
+        self.collect().await
+    }
+
+    /// Two targets take turns, each with `concurrency` requests while the other idles. Clients that moved on to the next
+    /// target one by one would pile up at the slower target, and the batches would differ.
+    async fn waves(&mut self) -> anyhow::Result<Vec<Outcome>> {
+        let num_requests = self.load.requests.len();
+        let mut outcomes = Vec::with_capacity(num_requests);
+        let (mut turn, mut next) = (0, 0);
+        while next < num_requests && !self.client().is_over() {
+            // The last two waves share what is left.
+            let left = if turn % 2 == 0 { (num_requests - next).div_ceil(2) } else { num_requests - next };
+            let target_idx = self.load.target_idx(turn);
+            let wave = next..next + left.min(self.load.concurrency);
+            next = wave.end;
+            turn += 1;
+            for idx in wave {
+                let prepared = self.load.prepare(idx, target_idx)?;
+                let client = self.client();
+                self.tasks.spawn(async move {
+                    Ok(client.request(target_idx, prepared, Instant::now()).await.into_iter().collect())
+                });
+            }
+            outcomes.extend(self.collect().await?);
+        }
+        Ok(outcomes)
+    }
+
+    /// Each request is sent at its time, independent of the others.
+    async fn open_loop(&mut self) -> anyhow::Result<Vec<Outcome>> {
+        let start = self.start;
+        for idx in 0..self.load.requests.len() {
+            let target_idx = self.load.target_idx(idx);
+            let prepared = self.load.prepare(idx, target_idx)?;
+            let due = start + self.load.requests[idx].at.unwrap_or_default();
+            let client = self.client();
+            if client.load.duration.is_some_and(|duration| due > start + duration) {
+                break;
+            }
+            tokio::select! {
+                () = sleep_until(due) => {}
+                () = self.stop.cancelled() => break,
+            }
+            self.tasks.spawn(async move {
+                Ok(client.request(target_idx, prepared, due).await.into_iter().collect())
+            });
+        }
+        self.collect().await
+    }
+
+    fn client(&self) -> Client {
+        Client {
+            load: Arc::clone(&self.load),
+            progress: self.progress.clone(),
+            stop: self.stop.clone(),
+            start: self.start,
+        }
+    }
+
+    async fn collect(&mut self) -> anyhow::Result<Vec<Outcome>> {
+        let mut outcomes = Vec::with_capacity(self.load.requests.len());
+        while let Some(done) = self.tasks.join_next().await {
+            outcomes.extend(done.expect("tasks neither panic nor are aborted")?);
+        }
+        outcomes.sort_by_key(|outcome| outcome.due);
+        Ok(outcomes)
+    }
+}
+
+struct Client {
+    load: Arc<Load>,
+    progress: Progress,
+    stop: CancellationToken,
+    start: Instant,
+}
+
+impl Client {
+    fn is_over(&self) -> bool {
+        self.stop.is_cancelled() || self.load.duration.is_some_and(|duration| self.start.elapsed() > duration)
+    }
+
+    /// `None` when the run was stopped meanwhile.
+    async fn request(&self, target_idx: usize, prepared: Prepared, due: Instant) -> Option<Outcome> {
+        let target = &self.load.targets[target_idx];
+        let sent = Instant::now();
+        let result = tokio::select! {
+            result = tokio::time::timeout(self.load.timeout, target.send(prepared)) => {
+                result.unwrap_or(Err(RequestError::Timeout))
+            }
+            () = self.stop.cancelled() => return None,
+        };
+        self.progress.done(result.is_ok());
+        Some(Outcome { target_idx, due, sent, result })
+    }
+}
+
+/// Sleeps with a precision of a few microseconds. The runtime's timer is up to a millisecond late: so it sleeps a
+/// millisecond less, and yields for the rest.
+async fn sleep_until(due: Instant) {
+    if let Some(early) = due.checked_sub(Duration::from_millis(1))
+        && early > Instant::now()
+    {
+        tokio::time::sleep_until(early.into()).await;
+    }
+    while Instant::now() < due {
+        tokio::task::yield_now().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::{TcpListener, TcpStream},
+    };
+
+    use baton_command::openai::OpenAi;
+
+    use super::*;
+    use crate::{
+        target::OpenAiTarget,
+        workload::{self, Lengths, Material},
+    };
+
+    const ANSWER: &str =
+        "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
+
+    /// Answers every request with two chunks; every third one with 429.
+    async fn serve(listener: TcpListener) {
+        let num_requests = Arc::new(AtomicUsize::new(0));
+        loop {
+            let (connection, _) = listener.accept().await.unwrap();
+            tokio::spawn(serve_connection(connection, Arc::clone(&num_requests)));
+        }
+    }
+
+    async fn serve_connection(mut connection: TcpStream, num_requests: Arc<AtomicUsize>) {
+        let mut received = Vec::new();
+        loop {
+            let body_end = loop {
+                if let Some(end) = request_end(&received) {
+                    break end;
+                }
+                if connection.read_buf(&mut received).await.unwrap_or(0) == 0 {
+                    return;
+                }
+            };
+            received.drain(..body_end);
+            let answer = if num_requests.fetch_add(1, Ordering::Relaxed) % 3 == 2 {
+                let body = r#"{"error": {"message": "full"}}"#;
+                format!("HTTP/1.1 429 Too Many Requests\r\ncontent-length: {}\r\n\r\n{body}", body.len())
+            } else {
+                let events = [
+                    r#"{"choices": [{"text": "a", "finish_reason": null}]}"#,
+                    r#"{"choices": [{"text": "b", "finish_reason": "length"}]}"#,
+                    r#"{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}"#,
+                    "[DONE]",
+                ];
+                let chunk = |event| {
+                    let data = format!("data: {event}\n\n");
+                    format!("{:x}\r\n{data}\r\n", data.len())
+                };
+                ANSWER.to_owned() + &events.map(chunk).concat() + "0\r\n\r\n"
+            };
+            connection.write_all(answer.as_bytes()).await.unwrap();
+        }
+    }
+
+    /// Where the first request ends, once it is whole.
+    fn request_end(received: &[u8]) -> Option<usize> {
+        let text = String::from_utf8_lossy(received);
+        let head = text.find("\r\n\r\n")? + 4;
+        let length = text.split("content-length: ").nth(1)?.split("\r\n").next()?;
+        Some(head + length.parse::<usize>().unwrap()).filter(|&end| end <= received.len())
+    }
+
+    async fn run(rate: Option<f64>, num_targets: usize) -> Outcomes {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let server = tokio::spawn(serve(listener));
+        let target = Target::OpenAi(OpenAiTarget {
+            server: OpenAi::new(&url, None, None).unwrap(),
+            chat: false,
+            model: "m".into(),
+            temperature: 0.0,
+            ignore_eos: true,
+            extra: serde_json::Map::new(),
+        });
+        let load = Load {
+            requests: workload::synthetic(30, rate, Lengths::Fixed(3), Lengths::Fixed(2), 1),
+            prompts: Prompts {
+                material: Material::Ids { low: 0, high: 9 },
+                seed: 1,
+                block_tokens: 1,
+                shared_prefix: 0,
+            },
+            targets: vec![target; num_targets],
+            concurrency: 4,
+            timeout: Duration::from_secs(60),
+            duration: None,
+        };
+        let outcomes = load.run(Progress::hidden(), CancellationToken::new()).await.unwrap();
+        server.abort();
+        outcomes
+    }
+
+    #[tokio::test]
+    async fn every_request_has_one_outcome() {
+        for rate in [None, Some(2000.0)] {
+            let outcomes = run(rate, 1).await;
+            assert_eq!(outcomes.requests.len(), 30);
+            let (ok, failed): (Vec<_>, Vec<_>) =
+                outcomes.requests.iter().partition(|outcome| outcome.result.is_ok());
+            assert_eq!((ok.len(), failed.len()), (20, 10));
+            for outcome in &failed {
+                let error = outcome.result.as_ref().unwrap_err();
+                assert_eq!((error.kind(), error.to_string()), ("http_429".into(), "HTTP 429: full".into()));
+            }
+            for outcome in &outcomes.requests {
+                assert!(outcome.due <= outcome.sent);
+            }
+            assert_eq!(ok[0].result.as_ref().unwrap().arrivals.len(), 2);
+            assert_eq!(ok[0].result.as_ref().unwrap().output_tokens, Some(2));
+        }
+    }
+
+    #[tokio::test]
+    async fn two_targets_take_turns() {
+        let outcomes = run(None, 2).await;
+        let num_b = outcomes.requests.iter().filter(|outcome| outcome.target_idx == 1).count();
+        assert_eq!(num_b, 15);
+        // Four clients: waves of four, A B B A, and the last two share what is left.
+        let turns: Vec<_> =
+            outcomes.requests.chunk_by(|a, b| a.target_idx == b.target_idx).map(<[Outcome]>::len).collect();
+        assert_eq!(turns, [4, 8, 8, 7, 3]);
+        // A wave begins when the one before it is answered.
+        let answered = |outcome: &Outcome| outcome.result.as_ref().ok().and_then(|answer| answer.finished);
+        let waves = [0..4, 4..8, 8..12, 12..16, 16..20, 20..24, 24..27, 27..30];
+        for (before, after) in waves.iter().zip(&waves[1..]) {
+            let end = outcomes.requests[before.clone()].iter().filter_map(answered).max();
+            let start = outcomes.requests[after.clone()].iter().map(|outcome| outcome.sent).min();
+            assert!(end <= start, "{before:?} and {after:?} overlap");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_server_that_is_not_there_is_a_failure_of_its_own_kind() {
+        let closed = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
+        let server = OpenAi::new(&format!("http://{closed}"), None, None).unwrap();
+        let error = server.models().await.unwrap_err();
+        assert_eq!(error.kind(), "connect", "{error}");
+    }
+}

@@ -1,0 +1,477 @@
+//! `baton bench`: loads a server, and measures latency, throughput and goodput.
+//!
+//! It knows nothing of how the target works: an OpenAI endpoint, or the gRPC service of one worker. [`transfer`] and
+//! [`overlap`] measure one part of the system alone.
+
+mod drive;
+mod overlap;
+mod progress;
+mod random;
+mod report;
+mod stats;
+mod target;
+mod trace;
+mod transfer;
+mod workload;
+
+use std::{
+    path::PathBuf,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use anyhow::{Context, bail, ensure};
+use baton_cluster::Dialer;
+use baton_command::{
+    dial::ClientTlsArgs,
+    openai::{OpenAi, RequestError},
+    print,
+};
+use clap::{Args, Subcommand, ValueEnum};
+use serde_json::{Map, Value};
+use tokio_util::sync::CancellationToken;
+
+use self::{
+    drive::Load,
+    progress::Progress,
+    report::{Comparison, Report, Slo},
+    target::{OpenAiTarget, Target, WorkerTarget},
+    trace::Fit,
+    workload::{Lengths, Material, Planned, Prompts},
+};
+
+const DEFAULT_URL: &str = "http://127.0.0.1:8080";
+const DEFAULT_REQUESTS: usize = 100;
+
+const EXAMPLES: &str = "\
+Examples:
+  8 clients and 100 requests, against `baton up`:
+    baton bench
+  A fixed rate, and goodput under limits of TTFT and TPOT:
+    baton bench --rate 5 --duration 60 --slo-ttft 500 --slo-tpot 50
+  A recorded day, ten times as fast:
+    baton bench --trace azure.csv --time-scale 10 --max-input-tokens 1500
+  The overhead of the router over a single worker:
+    baton bench --compare --concurrency 1 --prompt ids --extra-body '{\"prefill_mode\": \"local\"}' \\
+      --url http://127.0.0.1:8080 --worker http://127.0.0.1:50051
+  The gain of speculative decoding, on `baton up --speculate draft` (A / B of TPOT):
+    baton bench --compare --concurrency 1 --body-b '{\"speculation_mode\": \"off\"}'
+
+What is measured:
+  TTFT  from when a request was due to its first token
+  ITL   each gap between two arrivals
+  TPOT  (last - first arrival) / (tokens - 1)
+  E2E   from when a request was due to its last token
+A request is due by the plan (--rate, --trace), or as soon as its client is free.";
+
+/// The arguments of `baton bench`.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    pub(crate) part: Option<Part>,
+    /// OpenAI endpoint to load; https:// needs --tls-ca. [default: http://127.0.0.1:8080]
+    #[arg(long, value_name = "URL")]
+    pub(crate) url: Vec<String>,
+    /// Decode worker to load directly over gRPC; it prefills by itself. https:// needs --tls-cert, --tls-key
+    /// and --tls-ca.
+    #[arg(long, value_name = "URL")]
+    pub(crate) worker: Vec<String>,
+    /// Compare two targets: they take turns, and the report shows their difference. A is the first --url.
+    /// With --concurrency N, each turn is N requests at once to one target while the other idles.
+    #[arg(long)]
+    pub(crate) compare: bool,
+    /// Compare the --url with itself: target B gets these fields in every request body, instead of those of
+    /// --extra-body.
+    #[arg(long, value_name = "JSON", value_parser = parse_object, requires = "compare", conflicts_with = "worker")]
+    pub(crate) body_b: Option<Map<String, Value>>,
+    /// API of the endpoint.
+    #[arg(long, value_enum, default_value_t = Api::Completions)]
+    pub(crate) api: Api,
+    /// Model to request. Default: the first that the endpoint lists.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) model: Option<String>,
+    /// API key, sent as a bearer token.
+    #[arg(long, value_name = "KEY", env = "OPENAI_API_KEY", hide_env_values = true)]
+    pub(crate) api_key: Option<String>,
+
+    /// Closed loop: this many clients, each sending its next request when the last one is answered.
+    #[arg(long, value_name = "N", default_value_t = 8, conflicts_with_all = ["rate", "trace"], help_heading = "Load")]
+    pub(crate) concurrency: usize,
+    /// Open loop: requests per second at random (Poisson) times, independent of the answers.
+    #[arg(long, value_name = "R", conflicts_with = "trace", help_heading = "Load")]
+    pub(crate) rate: Option<f64>,
+    /// Replay the arrivals and lengths of a trace: Azure CSV or Mooncake jsonl.
+    #[arg(long, value_name = "FILE", help_heading = "Load")]
+    pub(crate) trace: Option<PathBuf>,
+    /// Number of requests; with --compare, to each target. [default: 100, or the whole trace]
+    #[arg(long, value_name = "M", help_heading = "Load")]
+    pub(crate) requests: Option<usize>,
+    /// Start no request after this many seconds.
+    #[arg(long, value_name = "SECONDS", help_heading = "Load")]
+    pub(crate) duration: Option<f64>,
+    /// Warm-up requests to each target before the measurement; they are not counted.
+    #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Load")]
+    pub(crate) warmup: usize,
+    /// Seconds after which a request counts as failed.
+    #[arg(long, value_name = "SECONDS", default_value_t = 600.0, help_heading = "Load")]
+    pub(crate) timeout: f64,
+    /// Replay a trace this many times faster.
+    #[arg(long, value_name = "X", default_value_t = 1.0, requires = "trace", help_heading = "Load")]
+    pub(crate) time_scale: f64,
+    /// Multiply the lengths of a trace.
+    #[arg(long, value_name = "X", default_value_t = 1.0, requires = "trace", help_heading = "Load")]
+    pub(crate) length_scale: f64,
+
+    /// Prompt tokens: 128, 64..256, normal:MEAN,DEVIATION, lognormal:MEDIAN,SIGMA or exponential:MEAN.
+    #[arg(long, value_name = "N", default_value_t = Lengths::Fixed(128), help_heading = "Requests")]
+    input_tokens: Lengths,
+    /// Tokens to generate, in the same forms.
+    #[arg(long, value_name = "N", default_value_t = Lengths::Fixed(64), help_heading = "Requests")]
+    output_tokens: Lengths,
+    /// Most tokens of a prompt.
+    #[arg(long, value_name = "N", help_heading = "Requests")]
+    pub(crate) max_input_tokens: Option<usize>,
+    /// Most tokens of an answer.
+    #[arg(long, value_name = "N", help_heading = "Requests")]
+    pub(crate) max_output_tokens: Option<usize>,
+    /// Tokens at the beginning that all prompts share.
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Requests")]
+    pub(crate) shared_prefix: usize,
+    /// Kind of prompts. Default: text; ids if --worker is given.
+    #[arg(long, value_enum, help_heading = "Requests")]
+    pub(crate) prompt: Option<PromptKind>,
+    /// Token ids that prompts are sampled from, for --prompt ids. All must be ordinary tokens of the model.
+    #[arg(long, value_name = "LOW..HIGH", default_value = "300..1800", value_parser = parse_token_range, help_heading = "Requests")]
+    pub(crate) token_range: (u32, u32),
+    /// Sampling temperature; 0 is greedy.
+    #[arg(long, value_name = "T", default_value_t = 0.0, help_heading = "Requests")]
+    pub(crate) temperature: f64,
+    /// Let the model end its answers, instead of generating all tokens (ignore_eos).
+    #[arg(long, help_heading = "Requests")]
+    pub(crate) stop_at_eos: bool,
+    /// JSON object whose fields are added to every request body.
+    #[arg(long, value_name = "JSON", value_parser = parse_object, help_heading = "Requests")]
+    pub(crate) extra_body: Option<Map<String, Value>>,
+    /// Seed of the load: the same seed makes the same requests. A server that keeps running may have their
+    /// prompts cached.
+    #[arg(long, default_value_t = 1, help_heading = "Requests")]
+    pub(crate) seed: u64,
+
+    /// Goodput limit for TTFT, in milliseconds.
+    #[arg(long, value_name = "MS", help_heading = "Report")]
+    pub(crate) slo_ttft: Option<f64>,
+    /// Goodput limit for TPOT, in milliseconds.
+    #[arg(long, value_name = "MS", help_heading = "Report")]
+    pub(crate) slo_tpot: Option<f64>,
+    /// Show no progress on standard error.
+    #[arg(long, short, help_heading = "Report")]
+    pub(crate) quiet: bool,
+    /// Write the report as JSON to a file, or with - to standard output instead of the table.
+    #[arg(long, value_name = "FILE", help_heading = "Report")]
+    pub(crate) json: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) tls: ClientTlsArgs,
+}
+
+/// One part of the system, by itself.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Part {
+    /// Measure how fast KV blocks travel between two processes, by each transport.
+    Transfer(Box<transfer::TransferArgs>),
+    /// Measure how much of the transfer of KV is hidden behind prefill.
+    Overlap(Box<overlap::OverlapArgs>),
+    /// The second process of `transfer`.
+    #[command(hide = true)]
+    TransferPeer,
+}
+
+/// Which API of an OpenAI endpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Api {
+    /// /v1/completions
+    Completions,
+    /// /v1/chat/completions
+    Chat,
+}
+
+/// What prompts are made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PromptKind {
+    /// English words. A few requests at the start measure how many tokens they are.
+    Text,
+    /// Token ids: lengths are exact.
+    Ids,
+}
+
+fn parse_token_range(text: &str) -> Result<(u32, u32), String> {
+    let range = text.split_once("..").and_then(|(low, high)| Some((low.parse().ok()?, high.parse().ok()?)));
+    range.filter(|(low, high)| low < high).ok_or_else(|| format!("{text:?} is not a range such as 300..1800"))
+}
+
+fn parse_object(text: &str) -> Result<Map<String, Value>, String> {
+    serde_json::from_str(text).map_err(|error| format!("not a JSON object: {error}"))
+}
+
+/// Runs what the arguments ask for, and prints its report.
+///
+/// # Errors
+/// When the arguments do not fit together, nothing can be measured, or the report cannot be written.
+pub fn run(mut args: BenchArgs) -> anyhow::Result<()> {
+    match args.part.take() {
+        None => block_on(load(args)),
+        Some(Part::Overlap(args)) => block_on(overlap::run(*args)),
+        Some(Part::Transfer(args)) => transfer::run(*args),
+        Some(Part::TransferPeer) => transfer::serve(),
+    }
+}
+
+fn block_on(future: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
+    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(future)
+}
+
+/// Runs the load and prints the report. Ctrl-C ends it early and reports the requests so far.
+async fn load(args: BenchArgs) -> anyhow::Result<()> {
+    let plan = args.plan()?;
+    let targets = args.targets().await?;
+    let material = args.material(&targets).await?;
+    let prompts = Prompts {
+        material,
+        seed: args.seed,
+        block_tokens: args.fit().block_tokens(),
+        shared_prefix: args.shared_prefix,
+    };
+    let timeout = seconds("--timeout", args.timeout)?;
+    let duration = args.duration.map(|value| seconds("--duration", value)).transpose()?;
+    warm_up(&targets, &prompts, args.warmup, timeout).await?;
+
+    let load = Load {
+        requests: plan,
+        prompts,
+        targets: targets.clone(),
+        concurrency: args.concurrency.max(1),
+        timeout,
+        duration,
+    };
+    let stop = CancellationToken::new();
+    let on_ctrl_c = tokio::spawn({
+        let stop = stop.clone();
+        async move {
+            if tokio::signal::ctrl_c().await.is_ok() {
+                stop.cancel();
+            }
+        }
+    });
+    let progress =
+        if args.quiet { Progress::hidden() } else { Progress::new(load.requests.len(), "requests") };
+    let outcomes = load.run(progress, stop.clone()).await;
+    on_ctrl_c.abort();
+    let outcomes = outcomes?;
+    if stop.is_cancelled() {
+        eprintln!("interrupted; the report covers the requests so far");
+    }
+
+    let slo = args.slo()?;
+    let report = |target_idx: usize| {
+        Report::of(&outcomes, target_idx, targets[target_idx].name(), args.describe_load(), slo)
+    };
+    if targets.len() == 2 {
+        print(&Comparison::of(&outcomes, [report(0), report(1)], args.seed), args.json.as_deref())?;
+    } else {
+        print(&report(0), args.json.as_deref())?;
+    }
+    ensure!(outcomes.requests.iter().any(|outcome| outcome.result.is_ok()), "no request was answered");
+    Ok(())
+}
+
+impl BenchArgs {
+    fn fit(&self) -> Fit {
+        Fit {
+            time_scale: self.time_scale,
+            length_scale: self.length_scale,
+            max_input_tokens: self.max_input_tokens.unwrap_or(usize::MAX).max(1),
+            max_output_tokens: self.max_output_tokens.unwrap_or(usize::MAX).max(1),
+        }
+    }
+
+    fn plan(&self) -> anyhow::Result<Vec<Planned>> {
+        let fit = self.fit();
+        fit.check()?;
+        let mut plan = match &self.trace {
+            Some(path) => {
+                let mut trace = trace::read(path)?;
+                trace.truncate(self.requests.unwrap_or(usize::MAX));
+                workload::of_trace(trace, &fit)
+            }
+            None => {
+                if let Some(rate) = self.rate {
+                    ensure!(rate.is_finite() && rate > 0.0, "--rate must be more than 0");
+                }
+                let by_time = self
+                    .rate
+                    .zip(self.duration)
+                    .map(|(rate, duration)| (rate * duration * 2.0) as usize + 16);
+                let num_requests = self.requests.or(by_time).unwrap_or(DEFAULT_REQUESTS);
+                workload::synthetic(num_requests, self.rate, self.input_tokens, self.output_tokens, self.seed)
+            }
+        };
+        if let Some(duration) = self.duration {
+            plan.retain(|planned| planned.at.is_none_or(|at| at.as_secs_f64() <= duration));
+        }
+        for planned in &mut plan {
+            planned.input_tokens = planned.input_tokens.min(fit.max_input_tokens);
+            planned.output_tokens = planned.output_tokens.min(fit.max_output_tokens);
+        }
+        ensure!(!plan.is_empty(), "there is nothing to send: --requests 0");
+        if self.compare {
+            // Each shape once to either target, with different text: the second must not profit from the
+            // first one's prefix cache. Clients that wait for answers send in waves, see `Load::run`.
+            let has_times = plan.iter().any(|planned| planned.at.is_some());
+            let wave = if has_times { 1 } else { self.concurrency.max(1) };
+            plan = plan.chunks(wave).flat_map(|wave| [wave, wave].concat()).collect();
+            for (idx, planned) in plan.iter_mut().enumerate() {
+                planned.id = idx as u64;
+            }
+        }
+        Ok(plan)
+    }
+
+    async fn targets(&self) -> anyhow::Result<Vec<Target>> {
+        let mut urls = self.url.clone();
+        if urls.is_empty() && self.worker.is_empty() {
+            urls.push(DEFAULT_URL.to_owned());
+        }
+        if self.body_b.is_some() {
+            ensure!(urls.len() == 1, "--body-b compares one --url with itself");
+            urls.push(urls[0].clone());
+        }
+        let num_targets = urls.len() + self.worker.len();
+        match (self.compare, num_targets) {
+            (true, 2) | (false, 1) => {}
+            (true, _) => bail!("--compare needs two targets: --url twice, --url and --worker, or --body-b"),
+            (false, _) => bail!("{num_targets} targets: add --compare to let two take turns"),
+        }
+        let all: Vec<&str> = urls.iter().chain(&self.worker).map(String::as_str).collect();
+        let tls = self.tls.load(&all)?;
+        let mut targets = Vec::new();
+        for (idx, url) in urls.into_iter().enumerate() {
+            let extra = self.body_b.as_ref().filter(|_| idx == 1).or(self.extra_body.as_ref());
+            let server = OpenAi::new(&url, self.api_key.clone(), tls.clone())?;
+            let model = match &self.model {
+                Some(model) => model.clone(),
+                None => first_model(&server).await?,
+            };
+            targets.push(Target::OpenAi(OpenAiTarget {
+                server,
+                chat: self.api == Api::Chat,
+                model,
+                temperature: self.temperature,
+                ignore_eos: !self.stop_at_eos,
+                extra: extra.cloned().unwrap_or_default(),
+            }));
+        }
+        let run = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros() as u64;
+        for address in &self.worker {
+            let dialer = Dialer::new(match address.starts_with("https:") {
+                true => self.tls.of_workers()?,
+                false => None,
+            });
+            targets.push(Target::Worker(WorkerTarget::new(&dialer, address, self.temperature, run)?));
+        }
+        Ok(targets)
+    }
+
+    async fn material(&self, targets: &[Target]) -> anyhow::Result<Material> {
+        let default = if self.worker.is_empty() { PromptKind::Text } else { PromptKind::Ids };
+        let kind = self.prompt.unwrap_or(default);
+        ensure!(
+            kind == PromptKind::Text || self.api == Api::Completions,
+            "a chat is made of text: --prompt ids needs --api completions"
+        );
+        ensure!(
+            kind == PromptKind::Ids || self.worker.is_empty(),
+            "a worker reads token ids: use --prompt ids"
+        );
+        match (kind, targets.first()) {
+            (PromptKind::Text, Some(Target::OpenAi(target))) => calibrate(target).await,
+            _ => Ok(Material::Ids { low: self.token_range.0, high: self.token_range.1 }),
+        }
+    }
+
+    fn slo(&self) -> anyhow::Result<Slo> {
+        let limit = |name, value: Option<f64>| value.map(|ms| seconds(name, ms / 1e3)).transpose();
+        Ok(Slo { ttft: limit("--slo-ttft", self.slo_ttft)?, tpot: limit("--slo-tpot", self.slo_tpot)? })
+    }
+
+    fn describe_load(&self) -> String {
+        let lengths = format!("{} tokens in, {} out", self.input_tokens, self.output_tokens);
+        match (&self.trace, self.rate) {
+            (Some(path), _) => format!("trace {} at speed {}", path.display(), self.time_scale),
+            (None, Some(rate)) => format!("{rate} requests/s, Poisson, {lengths}"),
+            (None, None) => format!("{} clients, closed loop, {lengths}", self.concurrency),
+        }
+    }
+}
+
+fn seconds(name: &str, value: f64) -> anyhow::Result<Duration> {
+    let duration = Duration::try_from_secs_f64(value).ok().filter(|duration| !duration.is_zero());
+    duration.with_context(|| format!("{name} must be more than 0"))
+}
+
+async fn first_model(server: &OpenAi) -> anyhow::Result<String> {
+    let models = server.models().await.with_context(|| {
+        format!("no answer from {}; start a server with `baton up`, or name one with --url", server.base())
+    })?;
+    models.into_iter().next().with_context(|| format!("{} serves no model", server.base()))
+}
+
+/// Measures the tokens per word: the server counts the tokens of two prompts.
+async fn calibrate(target: &OpenAiTarget) -> anyhow::Result<Material> {
+    const NUM_WORDS: [usize; 2] = [16, 112];
+    let mut counts = [0; 2];
+    for (count, num_words) in counts.iter_mut().zip(NUM_WORDS) {
+        let planned = Planned {
+            at: None,
+            input_tokens: num_words,
+            output_tokens: 1,
+            blocks: Vec::new(),
+            id: num_words as u64,
+        };
+        let plain = Material::Words { tokens_per_word: 1.0, overhead: 0.0 };
+        let prompts = Prompts { material: plain, seed: 0, block_tokens: 1, shared_prefix: 0 };
+        let workload::Prompt::Text(text) = prompts.make(&planned) else {
+            unreachable!("words make text");
+        };
+        let counted = target.count_tokens(text).await.context("the first request failed")?;
+        let Some(counted) = counted else {
+            eprintln!("the server does not count tokens; assuming 1.3 tokens per word");
+            return Ok(Material::Words { tokens_per_word: 1.3, overhead: 0.0 });
+        };
+        *count = counted;
+    }
+    let tokens_per_word = counts[1].saturating_sub(counts[0]) as f64 / (NUM_WORDS[1] - NUM_WORDS[0]) as f64;
+    let tokens_per_word = tokens_per_word.max(0.25);
+    let overhead = (counts[0] as f64 - tokens_per_word * NUM_WORDS[0] as f64).max(0.0);
+    Ok(Material::Words { tokens_per_word, overhead })
+}
+
+/// Opens connections and loads code before the measurement. If a request fails here, all would fail.
+async fn warm_up(
+    targets: &[Target],
+    prompts: &Prompts,
+    num_requests: usize,
+    timeout: Duration,
+) -> anyhow::Result<()> {
+    for target in targets {
+        for idx in 0..num_requests as u64 {
+            let planned =
+                Planned { at: None, input_tokens: 32, output_tokens: 4, blocks: Vec::new(), id: !idx };
+            let prepared = target.prepare(prompts.make(&planned), planned.output_tokens, planned.id)?;
+            let answer = tokio::time::timeout(timeout, target.send(prepared)).await;
+            answer
+                .unwrap_or(Err(RequestError::Timeout))
+                .with_context(|| format!("the first request to {} failed", target.name()))?;
+        }
+    }
+    Ok(())
+}

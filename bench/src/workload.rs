@@ -1,0 +1,318 @@
+//! The requests of a load: lengths, arrival times and prompts, all from one seed.
+
+use std::{fmt, str::FromStr, time::Duration};
+
+use super::{
+    random::Random,
+    trace::{Fit, TraceRequest},
+};
+
+/// One planned request.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Planned {
+    /// When, from the start of the load. `None`: as soon as the one before it is done.
+    pub(crate) at: Option<Duration>,
+    pub(crate) input_tokens: usize,
+    pub(crate) output_tokens: usize,
+    /// Equal ids are equal stretches of the prompt, [`Prompts::block_tokens`] long.
+    pub(crate) blocks: Vec<u64>,
+    /// Makes the rest of the prompt unique.
+    pub(crate) id: u64,
+}
+
+/// A distribution of lengths.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Lengths {
+    Fixed(usize),
+    /// Both ends included.
+    Uniform(usize, usize),
+    /// By mean and deviation.
+    Normal(f64, f64),
+    /// By median, and deviation of the logarithm.
+    LogNormal(f64, f64),
+    /// By mean.
+    Exponential(f64),
+}
+
+impl Lengths {
+    /// At least 1.
+    pub(crate) fn sample(self, random: &mut Random) -> usize {
+        let length = match self {
+            Self::Fixed(length) => return length.max(1),
+            Self::Uniform(low, high) => return low + random.below((high - low + 1) as u64) as usize,
+            Self::Normal(mean, deviation) => mean + deviation * random.normal(),
+            Self::LogNormal(median, deviation) => median * (deviation * random.normal()).exp(),
+            Self::Exponential(mean) => mean * random.exponential(),
+        };
+        (length.round() as usize).max(1)
+    }
+}
+
+impl FromStr for Lengths {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let expected = || {
+            format!(
+                "{text:?} is not a length: use 128, 64..256, normal:MEAN,DEVIATION, lognormal:MEDIAN,SIGMA or exponential:MEAN"
+            )
+        };
+        let number = |text: &str| {
+            text.trim().parse::<f64>().ok().filter(|n| n.is_finite() && *n >= 0.0).ok_or_else(expected)
+        };
+        let pair = |text: &str| {
+            let (first, second) = text.split_once(',').ok_or_else(expected)?;
+            Ok::<_, String>((number(first)?, number(second)?))
+        };
+        if let Some((kind, numbers)) = text.split_once(':') {
+            return match kind {
+                "normal" => pair(numbers).map(|(mean, deviation)| Self::Normal(mean, deviation)),
+                "lognormal" => pair(numbers).map(|(median, sigma)| Self::LogNormal(median, sigma)),
+                "exponential" => number(numbers).map(Self::Exponential),
+                _ => Err(expected()),
+            };
+        }
+        let whole = |text: &str| text.trim().parse::<usize>().ok().filter(|n| *n > 0).ok_or_else(expected);
+        match text.split_once("..") {
+            Some((low, high)) => {
+                let (low, high) = (whole(low)?, whole(high.trim_start_matches('='))?);
+                if low > high { Err(expected()) } else { Ok(Self::Uniform(low, high)) }
+            }
+            None => whole(text).map(Self::Fixed),
+        }
+    }
+}
+
+impl fmt::Display for Lengths {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fixed(length) => write!(f, "{length}"),
+            Self::Uniform(low, high) => write!(f, "{low}..{high}"),
+            Self::Normal(mean, deviation) => write!(f, "normal:{mean},{deviation}"),
+            Self::LogNormal(median, sigma) => write!(f, "lognormal:{median},{sigma}"),
+            Self::Exponential(mean) => write!(f, "exponential:{mean}"),
+        }
+    }
+}
+
+/// Requests of sampled lengths; with a rate (per second), at the times of a Poisson process.
+pub(crate) fn synthetic(
+    num_requests: usize,
+    rate: Option<f64>,
+    input: Lengths,
+    output: Lengths,
+    seed: u64,
+) -> Vec<Planned> {
+    let mut lengths = Random::stream(seed, 1);
+    let mut arrivals = Random::stream(seed, 2);
+    let mut at = 0.0;
+    (0..num_requests)
+        .map(|idx| {
+            let planned = Planned {
+                at: rate.map(|_| Duration::from_secs_f64(at)),
+                input_tokens: input.sample(&mut lengths),
+                output_tokens: output.sample(&mut lengths),
+                blocks: Vec::new(),
+                id: idx as u64,
+            };
+            if let Some(rate) = rate {
+                at += arrivals.exponential() / rate;
+            }
+            planned
+        })
+        .collect()
+}
+
+/// The requests of a trace, at its times.
+pub(crate) fn of_trace(trace: Vec<TraceRequest>, fit: &Fit) -> Vec<Planned> {
+    let plan = |(idx, mut request): (usize, TraceRequest)| {
+        fit.apply(&mut request);
+        Planned {
+            at: Some(request.at),
+            input_tokens: request.input_tokens,
+            output_tokens: request.output_tokens,
+            blocks: request.hash_ids,
+            id: idx as u64,
+        }
+    };
+    trace.into_iter().enumerate().map(plan).collect()
+}
+
+/// A prompt as it is sent.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Prompt {
+    Ids(Vec<u32>),
+    Text(String),
+}
+
+/// The units of prompts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Material {
+    /// Token ids from `low` to below `high`: lengths are exact.
+    Ids { low: u32, high: u32 },
+    /// English words: about `tokens_per_word` each, and `overhead` tokens around them.
+    Words { tokens_per_word: f64, overhead: f64 },
+}
+
+/// Makes prompts. Those of equal seed, material and request are equal.
+#[derive(Clone, Debug)]
+pub(crate) struct Prompts {
+    pub(crate) material: Material,
+    pub(crate) seed: u64,
+    /// Tokens that one id of [`Planned::blocks`] stands for.
+    pub(crate) block_tokens: usize,
+    /// Tokens at the front that all requests have in common.
+    pub(crate) shared_prefix: usize,
+}
+
+/// The stream of random numbers that a part of a prompt is sampled from.
+const BLOCKS: u64 = 1 << 62;
+const PREFIX: u64 = 2 << 62;
+const REST: u64 = 3 << 62;
+
+impl Prompts {
+    pub(crate) fn make(&self, planned: &Planned) -> Prompt {
+        match self.material {
+            Material::Ids { low, high } => {
+                let mut ids = Vec::with_capacity(planned.input_tokens);
+                self.fill(planned, planned.input_tokens, 1.0, |random| {
+                    ids.push(low + random.below(u64::from(high - low)) as u32);
+                });
+                Prompt::Ids(ids)
+            }
+            Material::Words { tokens_per_word, overhead } => {
+                let num_words = ((planned.input_tokens as f64 - overhead) / tokens_per_word).round().max(1.0);
+                let mut text = String::new();
+                self.fill(planned, num_words as usize, tokens_per_word, |random| {
+                    if !text.is_empty() {
+                        text.push(' ');
+                    }
+                    text.push_str(WORDS[random.below(WORDS.len() as u64) as usize]);
+                });
+                Prompt::Text(text)
+            }
+        }
+    }
+
+    /// Calls `push` for each of `len` units (tokens or words) with the random numbers to sample it from.
+    fn fill(&self, planned: &Planned, len: usize, tokens_per_unit: f64, mut push: impl FnMut(&mut Random)) {
+        let units = |tokens: usize| (tokens as f64 / tokens_per_unit).round() as usize;
+        let mut left = len;
+        let mut stretch = |stream: u64, wanted: usize| {
+            let mut random = Random::stream(self.seed, stream);
+            let num_units = wanted.min(left);
+            for _ in 0..num_units {
+                push(&mut random);
+            }
+            left -= num_units;
+        };
+        for block in &planned.blocks {
+            stretch(BLOCKS ^ block, units(self.block_tokens));
+        }
+        if planned.blocks.is_empty() {
+            stretch(PREFIX, units(self.shared_prefix));
+        }
+        stretch(REST ^ planned.id, usize::MAX);
+    }
+}
+
+/// Common words: one or two tokens each in most vocabularies.
+const WORDS: [&str; 64] = [
+    "the", "a", "and", "of", "to", "in", "on", "with", "for", "from", "about", "over", "under", "before",
+    "after", "when", "then", "there", "here", "every", "some", "many", "little", "big", "old", "new", "good",
+    "small", "long", "red", "blue", "green", "white", "dark", "warm", "cold", "house", "tree", "river",
+    "road", "door", "window", "book", "day", "night", "morning", "water", "bread", "stone", "hand", "child",
+    "friend", "mother", "dog", "bird", "went", "saw", "found", "gave", "told", "asked", "kept", "opened",
+    "walked",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const IDS: Material = Material::Ids { low: 100, high: 200 };
+
+    fn planned(input_tokens: usize, blocks: &[u64], id: u64) -> Planned {
+        Planned { at: None, input_tokens, output_tokens: 1, blocks: blocks.to_vec(), id }
+    }
+
+    fn prompts(material: Material) -> Prompts {
+        Prompts { material, seed: 7, block_tokens: 16, shared_prefix: 0 }
+    }
+
+    fn ids(prompts: &Prompts, planned: &Planned) -> Vec<u32> {
+        match prompts.make(planned) {
+            Prompt::Ids(ids) => ids,
+            Prompt::Text(text) => panic!("{text}"),
+        }
+    }
+
+    #[test]
+    fn equal_blocks_are_equal_text() {
+        let prompts = prompts(IDS);
+        let a = ids(&prompts, &planned(40, &[1, 2, 3], 0));
+        let b = ids(&prompts, &planned(45, &[1, 2, 4], 1));
+        assert_eq!((a.len(), b.len()), (40, 45));
+        assert_eq!(a[..32], b[..32]);
+        assert_ne!(a[32..40], b[32..40]);
+        assert!(a.iter().all(|id| (100..200).contains(id)));
+        assert_eq!(a, ids(&prompts, &planned(40, &[1, 2, 3], 0)), "the seed decides");
+    }
+
+    #[test]
+    fn shared_prefix_is_shared() {
+        let prompts = Prompts { shared_prefix: 8, ..prompts(IDS) };
+        let a = ids(&prompts, &planned(20, &[], 0));
+        let b = ids(&prompts, &planned(20, &[], 1));
+        assert_eq!(a[..8], b[..8]);
+        assert_ne!(a[8..], b[8..]);
+    }
+
+    #[test]
+    fn words_are_about_as_many_tokens() {
+        let prompts = prompts(Material::Words { tokens_per_word: 1.5, overhead: 10.0 });
+        let text = |planned: &Planned| match prompts.make(planned) {
+            Prompt::Text(text) => text,
+            Prompt::Ids(ids) => panic!("{ids:?}"),
+        };
+        assert_eq!(text(&planned(100, &[], 0)).split(' ').count(), 60);
+        assert_eq!(text(&planned(1, &[], 0)).split(' ').count(), 1);
+        let (a, b) = (text(&planned(100, &[1, 2], 0)), text(&planned(100, &[1, 3], 1)));
+        let common = a.split(' ').zip(b.split(' ')).take_while(|(a, b)| a == b).count();
+        assert!((11..15).contains(&common), "one block of 16 tokens is 11 words: {common}");
+    }
+
+    #[test]
+    fn lengths_are_parsed_and_sampled() {
+        let cases = [
+            ("128", Lengths::Fixed(128)),
+            ("64..256", Lengths::Uniform(64, 256)),
+            ("64..=256", Lengths::Uniform(64, 256)),
+            ("normal:100,10", Lengths::Normal(100.0, 10.0)),
+            ("lognormal:100,0.5", Lengths::LogNormal(100.0, 0.5)),
+            ("exponential:100", Lengths::Exponential(100.0)),
+        ];
+        let mut random = Random::new(3);
+        for (text, expected) in cases {
+            let lengths: Lengths = text.parse().unwrap();
+            assert_eq!(lengths, expected, "{text}");
+            let samples: Vec<usize> = (0..2000).map(|_| lengths.sample(&mut random)).collect();
+            let mean = samples.iter().sum::<usize>() as f64 / samples.len() as f64;
+            assert!((95.0..170.0).contains(&mean), "{text}: {mean}");
+            assert!(samples.iter().all(|&n| n >= 1), "{text}");
+        }
+        for text in ["", "0", "5..3", "-1", "normal:1", "normal:x,1", "zipf:1", "1.5", "normal:nan,1"] {
+            assert!(text.parse::<Lengths>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn arrivals_have_the_rate() {
+        let requests = synthetic(5000, Some(10.0), Lengths::Fixed(1), Lengths::Fixed(1), 1);
+        let last = requests.last().unwrap().at.unwrap().as_secs_f64();
+        assert!((480.0..520.0).contains(&last), "{last}");
+        assert!(requests.is_sorted_by_key(|request| request.at));
+        assert_eq!(requests[0].at, Some(Duration::ZERO));
+        assert_eq!(synthetic(1, None, Lengths::Fixed(1), Lengths::Fixed(1), 1)[0].at, None);
+    }
+}

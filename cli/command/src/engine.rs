@@ -1,0 +1,176 @@
+//! The flags of an engine, and the same flags for a child process.
+
+use std::path::PathBuf;
+
+use baton_kv_cache::KvDtype;
+use baton_model::{Activations, Quantisation};
+use baton_worker::{Device, ThreadPinning};
+use clap::{Args, ValueEnum};
+
+use crate::size::{Size, at_least_one, parse_size};
+
+/// Settings of the engine.
+#[derive(Clone, Debug, Args)]
+pub struct EngineArgs {
+    /// Memory for the KV cache of each worker on processors, such as 512M or 4G. GPUs: see
+    /// --gpu-memory-utilization.
+    #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_size, env = "BATON_KV_MEMORY")]
+    pub kv_memory: Size,
+    /// Tokens in a KV block.
+    #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = at_least_one, env = "BATON_BLOCK_SIZE")]
+    pub block_size: usize,
+    /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: that of the weights.
+    #[arg(long, value_name = "TYPE", value_parser = parse_kv_dtype, env = "BATON_KV_DTYPE")]
+    pub kv_dtype: Option<KvDtype>,
+    /// Sequences that run at the same time.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one, env = "BATON_MAX_RUNNING")]
+    pub max_running: usize,
+    /// Requests that may wait in a worker. Further requests are rejected.
+    #[arg(long, value_name = "N", default_value_t = 1024, env = "BATON_MAX_WAITING")]
+    pub max_waiting: usize,
+    /// Most tokens that one step computes. This is also the size of a prefill chunk.
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = at_least_one, env = "BATON_TOKEN_BUDGET")]
+    pub token_budget: usize,
+    /// Target for the time between two tokens, in milliseconds. Prompts beside running requests are then
+    /// computed in chunks that keep it, by the measured time of steps. Default: chunks of the token budget.
+    #[arg(long, value_name = "MS", value_parser = at_least_one, env = "BATON_ITL_TARGET")]
+    pub itl_target: Option<usize>,
+    /// Do not keep the KV of finished prompts for later prompts with the same beginning.
+    #[arg(long, env = "BATON_NO_PREFIX_CACHE")]
+    pub no_prefix_cache: bool,
+    /// Threads that compute. Default: one per core, at most 64.
+    #[arg(long, value_name = "N", value_parser = at_least_one, env = "BATON_THREADS")]
+    pub threads: Option<usize>,
+    /// Number of ranks that compute each step together.
+    ///
+    /// Each rank holds its part of the weights and computes with its part of the threads. Heads, neurons and
+    /// KV heads must be divisible by the number. Prefill and decode workers may have different numbers. On
+    /// GPUs each rank has its own GPU: with --device cuda:0 and 2 ranks these are cuda:0 and cuda:1,
+    /// connected by NCCL (CUDA_VISIBLE_DEVICES selects the GPUs); their KV does not travel over nccl. Not yet
+    /// run on GPUs. On processors it only tries out what GPUs do: threads alone are as fast.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one, env = "BATON_TENSOR_PARALLEL")]
+    pub tensor_parallel: usize,
+    /// Pin each computing thread to a processor of its own: none, auto, or a list such as 0-3,8.
+    ///
+    /// auto takes the processors that this process may use (by taskset, cpuset or container). A list also
+    /// sets the number of threads, unless --threads is smaller. `baton up` divides the processors among its
+    /// workers.
+    #[arg(long, value_name = "none|auto|CPUS", default_value = "none", env = "BATON_PIN_THREADS")]
+    pub pin_threads: ThreadPinning,
+    /// Quantise the weights of layers when loading: int8 or int4.
+    ///
+    /// A group size may follow, as in int4:64: that many weights share a scale. Takes half (int8) or a
+    /// quarter (int4) of the memory of bf16, and decodes that much faster.
+    #[arg(long, value_name = "TYPE", env = "BATON_QUANTIZE")]
+    pub quantize: Option<Quantisation>,
+    /// Precision of activations that meet weights in bf16: auto, f32 or bf16.
+    ///
+    /// auto takes what is faster on this processor. f32 keeps full precision, and converts the integers of
+    /// quantised files to f32. bf16 needs a processor with avx512_bf16. On a GPU activations are in bf16;
+    /// with auto, those of prompts are quantised to fp8 where the weights are in fp8 and the GPU multiplies
+    /// fp8.
+    #[arg(long, value_name = "TYPE", default_value = "auto", value_parser = parse_activations, env = "BATON_ACTIVATIONS")]
+    pub activations: Activations,
+    /// What computes: cpu, cuda:N for an NVIDIA GPU, or auto for the first GPU if there is one.
+    ///
+    /// The code for GPUs has been tested in an emulator, not yet on a GPU: so the default is cpu. With
+    /// --tensor-parallel this is the device of the first rank.
+    #[arg(long, value_name = "auto|cpu|cuda:N", default_value = "cpu", env = "BATON_DEVICE")]
+    pub device: Device,
+    /// On a GPU: the share for KV of the memory that weights and the largest step leave free.
+    #[arg(long, value_name = "SHARE", default_value_t = 0.9, env = "BATON_GPU_MEMORY_UTILIZATION")]
+    pub gpu_memory_utilization: f64,
+    /// Directory for weights in the layout of the kernels, one copy for all processes of this host. none:
+    /// each process keeps its own copy. Default: a directory in the user's cache.
+    #[arg(long, value_name = "DIR", env = "BATON_WEIGHT_CACHE")]
+    pub weight_cache: Option<PathBuf>,
+    /// Speculative decoding: propose several tokens cheaply, and verify them in one step of the model.
+    ///
+    /// The answers are the same. They come faster where reading weights limits a step: with large models and
+    /// few requests at a time. Decode workers do it; prefill workers ignore it.
+    #[arg(long, value_enum, default_value_t = Speculate::Off, env = "BATON_SPECULATE")]
+    pub speculate: Speculate,
+    /// Directory or .gguf file of the draft model, for --speculate draft.
+    ///
+    /// It is a smaller model with the same vocabulary. The embedded model brings one. Its KV counts towards
+    /// --kv-memory. On a GPU it is on the same GPU, or on the first rank's.
+    #[arg(long, value_name = "DIR|FILE", env = "BATON_DRAFT_MODEL")]
+    pub draft_model: Option<PathBuf>,
+    /// Most tokens that are proposed for a request in one step. Fewer are proposed when proposals are often
+    /// wrong.
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_one, env = "BATON_MAX_DRAFT_TOKENS")]
+    pub max_draft_tokens: usize,
+}
+
+impl EngineArgs {
+    /// These settings as flags of a worker, without `--pin-threads`: `baton up` divides the processors among its workers.
+    pub fn flags(&self) -> Vec<String> {
+        // Every field is named, so that none is forgotten.
+        let EngineArgs {
+            kv_memory,
+            block_size,
+            kv_dtype,
+            max_running,
+            max_waiting,
+            token_budget,
+            itl_target,
+            no_prefix_cache,
+            threads,
+            tensor_parallel,
+            pin_threads: _,
+            quantize,
+            activations,
+            device,
+            gpu_memory_utilization,
+            weight_cache,
+            speculate,
+            draft_model,
+            max_draft_tokens,
+        } = self;
+        let speculate = speculate.to_possible_value().expect("no drafter is hidden");
+        let flags = [
+            Some(format!("--kv-memory={kv_memory}")),
+            Some(format!("--block-size={block_size}")),
+            kv_dtype.map(|dtype| format!("--kv-dtype={}", dtype.name())),
+            Some(format!("--max-running={max_running}")),
+            Some(format!("--max-waiting={max_waiting}")),
+            Some(format!("--token-budget={token_budget}")),
+            itl_target.map(|ms| format!("--itl-target={ms}")),
+            no_prefix_cache.then(|| "--no-prefix-cache".to_owned()),
+            threads.map(|threads| format!("--threads={threads}")),
+            Some(format!("--tensor-parallel={tensor_parallel}")),
+            quantize.map(|quantisation| format!("--quantize={quantisation}")),
+            Some(format!("--activations={}", activations.name())),
+            Some(format!("--device={device}")),
+            Some(format!("--gpu-memory-utilization={gpu_memory_utilization}")),
+            weight_cache.as_ref().map(|dir| format!("--weight-cache={}", dir.display())),
+            Some(format!("--speculate={}", speculate.get_name())),
+            draft_model.as_ref().map(|dir| format!("--draft-model={}", dir.display())),
+            Some(format!("--max-draft-tokens={max_draft_tokens}")),
+        ];
+        flags.into_iter().flatten().collect()
+    }
+}
+
+/// How tokens are proposed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Speculate {
+    /// No speculation: one token a step.
+    Off,
+    /// Tokens that followed the same few tokens earlier in the text. For answers that repeat their prompt.
+    Ngram,
+    /// Tokens of a smaller model.
+    Draft,
+}
+
+fn parse_activations(text: &str) -> Result<Activations, String> {
+    Activations::from_name(text).ok_or_else(|| "expected auto, f32 or bf16".to_owned())
+}
+
+/// Parses the type of KV elements.
+///
+/// # Errors
+/// When there is no such type.
+pub fn parse_kv_dtype(name: &str) -> Result<KvDtype, String> {
+    KvDtype::from_name(name).ok_or_else(|| format!("expected one of {}", KvDtype::names()))
+}

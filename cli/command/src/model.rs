@@ -1,0 +1,41 @@
+//! The path of a model: from the user, or of the model that is embedded in this program.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+
+use crate::{
+    embedded_model,
+    engine::{EngineArgs, Speculate},
+};
+
+/// The absolute path of a model. A link to a file is not followed: its target may have a meaningless name, as blobs of a
+/// download cache have.
+///
+/// # Errors
+/// When it does not exist.
+pub fn model_path(model: &Path) -> anyhow::Result<PathBuf> {
+    let whole = match model.is_file() {
+        true => std::path::absolute(model),
+        false => model.canonicalize(),
+    };
+    whole.with_context(|| format!("model {}", model.display()))
+}
+
+/// Directory of the draft model, if the settings ask for one: the given directory, or that of the embedded model.
+///
+/// # Errors
+/// When the settings contradict each other, or the directory does not exist.
+pub fn draft_model(engine: &EngineArgs, is_embedded: bool) -> anyhow::Result<Option<PathBuf>> {
+    match (engine.speculate, &engine.draft_model) {
+        (Speculate::Draft, Some(draft)) => model_path(draft).map(Some),
+        (Speculate::Draft, None) if is_embedded => embedded_model::draft_directory().map(Some),
+        (Speculate::Draft, None) => {
+            bail!("--speculate draft needs a smaller model: say where with --draft-model")
+        }
+        (Speculate::Off | Speculate::Ngram, Some(_)) => {
+            bail!("--draft-model is for --speculate draft; give both or neither")
+        }
+        (Speculate::Off | Speculate::Ngram, None) => Ok(None),
+    }
+}

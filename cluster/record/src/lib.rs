@@ -1,0 +1,213 @@
+//! What a worker says about itself: [`WorkerRecord`], and (through serde) the JSON that etcd keeps. It does not know how
+//! a record travels, nor the protocol's message of it.
+#![forbid(unsafe_code)]
+
+use std::fmt;
+
+use baton_kv_layout::KvFormat;
+use serde::{Deserialize, Serialize};
+
+/// A worker's name: unique in the cluster and kept over restarts.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct WorkerId(pub String);
+
+impl WorkerId {
+    /// The name itself.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl From<&str> for WorkerId {
+    fn from(id: &str) -> WorkerId {
+        WorkerId(id.to_owned())
+    }
+}
+
+impl From<String> for WorkerId {
+    fn from(id: String) -> WorkerId {
+        WorkerId(id)
+    }
+}
+
+impl fmt::Display for WorkerId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Which phase a worker serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Computes prompts and hands their KV over.
+    Prefill,
+    /// Owns requests, and generates all tokens after the first.
+    Decode,
+}
+
+impl Role {
+    /// "prefill" or "decode".
+    pub fn name(self) -> &'static str {
+        match self {
+            Role::Prefill => "prefill",
+            Role::Decode => "decode",
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// How much a worker can hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Capacity {
+    /// Blocks in its pool.
+    pub num_blocks: usize,
+    /// Tokens in a block.
+    pub block_size: usize,
+    /// Sequences it computes at a time.
+    pub max_running: usize,
+    /// Tokens a sequence may have, prompt and output together.
+    pub context_length: usize,
+}
+
+/// One worker, as others know it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerRecord {
+    /// Its name.
+    pub id: WorkerId,
+    /// New at every start of the process: a worker with the same id and another incarnation has lost its state.
+    pub incarnation: u64,
+    /// What it serves.
+    pub role: Role,
+    /// Where its gRPC services listen: `http://host:port`.
+    pub address: String,
+    /// Name of the model.
+    pub model: String,
+    /// The format of its KV blocks.
+    pub kv_format: KvFormat,
+    /// How much it can hold.
+    pub capacity: Capacity,
+}
+
+/// Why a record is not valid.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RecordError {
+    /// A field is absent or empty.
+    #[error("worker record without {0}")]
+    Missing(&'static str),
+    /// A field has a value that no worker can have.
+    #[error("worker record of {id}: {field} is {value}")]
+    Invalid {
+        /// The worker.
+        id: String,
+        /// Which field.
+        field: &'static str,
+        /// What it held.
+        value: String,
+    },
+    /// The record's JSON cannot be read.
+    #[error("worker record is not readable: {0}")]
+    Json(String),
+}
+
+impl WorkerRecord {
+    /// Checks what the types cannot express.
+    ///
+    /// # Errors
+    /// Names the first field that is not valid.
+    pub fn validate(&self) -> Result<(), RecordError> {
+        let invalid = |field, value: &dyn fmt::Display| {
+            Err(RecordError::Invalid { id: self.id.0.clone(), field, value: value.to_string() })
+        };
+        if self.id.0.is_empty() {
+            return Err(RecordError::Missing("id"));
+        }
+        if self.id.0.len() > 256 || self.id.0.chars().any(|c| c == '/' || c.is_control()) {
+            return invalid(
+                "id",
+                &format!("{:?} (at most 256 bytes, no slash, no control character)", self.id.0),
+            );
+        }
+        if !is_url(&self.address) {
+            return invalid("address", &format!("{:?}, expected http://host:port", self.address));
+        }
+        if self.kv_format.block_size == 0 {
+            return invalid("kv_format.block_size", &0);
+        }
+        Ok(())
+    }
+
+    /// The form in which etcd keeps it.
+    pub fn to_json(&self) -> Vec<u8> {
+        serde_json::to_vec(self).expect("a record is plain data with string keys")
+    }
+
+    /// The inverse of [`to_json`](Self::to_json), checked.
+    ///
+    /// # Errors
+    /// When it is no record, or not a valid one.
+    pub fn from_json(json: &[u8]) -> Result<WorkerRecord, RecordError> {
+        let record: WorkerRecord =
+            serde_json::from_slice(json).map_err(|error| RecordError::Json(error.to_string()))?;
+        record.validate()?;
+        Ok(record)
+    }
+}
+
+fn is_url(address: &str) -> bool {
+    let Some(authority) = address.strip_prefix("http://").or_else(|| address.strip_prefix("https://")) else {
+        return false;
+    };
+    address.parse::<http::Uri>().is_ok_and(|uri| {
+        uri.host().is_some_and(|host| !host.is_empty())
+            && uri.port_u16().is_some_and(|port| port != 0)
+            && !authority.trim_end_matches('/').contains('/')
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_kv_layout::{KvDtype, KvLayout};
+
+    use super::*;
+
+    fn record() -> WorkerRecord {
+        let layout =
+            KvLayout { block_size: 16, num_layers: 2, num_kv_heads: 2, head_dim: 8, dtype: KvDtype::F32 };
+        WorkerRecord {
+            id: "p0".into(),
+            incarnation: 1,
+            role: Role::Prefill,
+            address: "http://127.0.0.1:9".into(),
+            model: "tiny".into(),
+            kv_format: KvFormat::new("r1".into(), &layout, "theta=10000".into()),
+            capacity: Capacity { num_blocks: 8, block_size: 16, max_running: 4, context_length: 128 },
+        }
+    }
+
+    #[test]
+    fn a_record_survives_its_json() {
+        assert_eq!(WorkerRecord::from_json(&record().to_json()), Ok(record()));
+    }
+
+    #[test]
+    fn records_that_cannot_be_true_are_refused_by_name() {
+        let cases = [
+            (WorkerRecord { id: "".into(), ..record() }, "without id"),
+            (WorkerRecord { id: "a/b".into(), ..record() }, "id is"),
+            (WorkerRecord { address: "localhost:1".into(), ..record() }, "address is \"localhost:1\""),
+            (WorkerRecord { address: "http://host".into(), ..record() }, "address is"),
+            (WorkerRecord { address: "http://:80".into(), ..record() }, "address is"),
+        ];
+        for (record, expected) in cases {
+            let error = record.validate().unwrap_err().to_string();
+            assert!(error.contains(expected), "{error:?} does not say {expected:?}");
+        }
+    }
+}

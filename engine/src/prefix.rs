@@ -1,0 +1,126 @@
+//! Prefixes that move between engines. The cached blocks of a prefix are held while another engine reads them, and a
+//! prefix from another engine is cached here.
+
+use baton_kv_cache::{BlockHash, BlockId, HashRoot};
+use tokio::sync::oneshot;
+
+use baton_request::Request;
+
+use crate::{
+    command::{Command, DropCommand},
+    handle::{EngineHandle, SubmitError},
+    sequence::SequenceId,
+};
+
+/// Held blocks of a cached prefix. They stay as they are until this is dropped.
+#[derive(Debug)]
+pub struct CachedPrefix {
+    _owner: DropCommand,
+    blocks: Vec<BlockId>,
+}
+
+impl CachedPrefix {
+    /// The full blocks at the front of the sequence that were cached; perhaps none.
+    pub fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+}
+
+/// Blocks set aside for a prefix of another engine. Dropping the reservation returns them.
+#[derive(Debug)]
+pub struct PrefixReservation {
+    owner: DropCommand,
+    blocks: Vec<BlockId>,
+    num_cached_blocks: usize,
+    hashes: Vec<BlockHash>,
+}
+
+impl PrefixReservation {
+    /// The blocks of the prefix, in its order.
+    pub fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+
+    /// Blocks at the front that are already cached. They are shared and must never be written.
+    pub fn num_cached_blocks(&self) -> usize {
+        self.num_cached_blocks
+    }
+}
+
+impl EngineHandle {
+    /// Holds the cached part of a request's known tokens. It waits only for the engine's current step, and computes
+    /// nothing.
+    ///
+    /// # Errors
+    /// When the request is invalid, or the engine ends.
+    pub async fn hold_cached(&self, request: &Request) -> Result<CachedPrefix, SubmitError> {
+        request.validate(self.vocab_size(), self.context_length())?;
+        let hashes = self.prefix_hashes(request, request.num_known_tokens());
+        let (owner, blocks) = self.ask(|id, reply| Command::HoldCached { id, hashes, reply }).await?;
+        Ok(CachedPrefix { _owner: owner, blocks })
+    }
+
+    /// Sets blocks aside for the first `num_tokens` known tokens of a request, in full blocks. `None` when they are
+    /// not free at once, or when running or waiting sequences here need them.
+    ///
+    /// # Errors
+    /// As [`hold_cached`](Self::hold_cached).
+    pub async fn reserve_prefix(
+        &self,
+        request: &Request,
+        num_tokens: usize,
+    ) -> Result<Option<PrefixReservation>, SubmitError> {
+        let hashes = self.prefix_hashes(request, num_tokens);
+        let asked = hashes.clone();
+        let (owner, found) =
+            self.ask(|id, reply| Command::ReservePrefix { id, hashes: asked, reply }).await?;
+        Ok(found.map(|found| PrefixReservation {
+            owner,
+            blocks: found.blocks,
+            num_cached_blocks: found.num_cached_blocks,
+            hashes,
+        }))
+    }
+
+    /// Enters the prefix into the prefix cache. Its KV is in the reservation's blocks now.
+    pub fn cache_prefix(&self, reservation: PrefixReservation) {
+        let PrefixReservation { owner, hashes, .. } = reservation;
+        // Fails when the engine, and so its cache, has ended. Dropping the owner then releases the blocks.
+        let _ = self.send(Command::CachePrefix { id: owner.id, hashes });
+    }
+
+    /// Tokens at the front of a request that the prefix cache may supply, in full blocks. The last token is left to
+    /// compute.
+    pub fn num_sharable_tokens(&self, request: &Request) -> usize {
+        let block_size = self.state.storage.layout().block_size;
+        match self.state.config.prefix_cache {
+            true => request.num_known_tokens().saturating_sub(1) / block_size * block_size,
+            false => 0,
+        }
+    }
+
+    fn prefix_hashes(&self, request: &Request, num_tokens: usize) -> Vec<BlockHash> {
+        let config = &self.state.config;
+        if !config.prefix_cache {
+            return Vec::new();
+        }
+        let mut tokens = [&request.prompt[..], &request.output].concat();
+        tokens.truncate(num_tokens);
+        let root = HashRoot::new(&config.model_revision, "", &request.cache_salt);
+        root.block_hashes(&tokens, self.state.storage.layout().block_size).collect()
+    }
+
+    /// Sends a command that replies with blocks. The returned owner releases them.
+    async fn ask<T>(
+        &self,
+        command: impl FnOnce(SequenceId, oneshot::Sender<T>) -> Command,
+    ) -> Result<(DropCommand, T), SubmitError> {
+        let id = self.next_id();
+        let (reply, answer) = oneshot::channel();
+        self.send(command(id, reply))?;
+        // Created before the reply, so that the blocks are released even when this future is dropped.
+        let owner = DropCommand::new(id, self.state.commands.clone(), Command::Release);
+        let answer = answer.await.map_err(|_| SubmitError::ShuttingDown)?;
+        Ok((owner, answer))
+    }
+}

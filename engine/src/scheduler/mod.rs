@@ -1,0 +1,390 @@
+//! Which tokens are computed in the next step. Plain synchronous code: sequences in, a [`StepPlan`] out.
+//! It does not know the meaning of tokens, sampling, clocks or threads.
+//!
+//! ```text
+//!                    admit: a slot and all blocks of its tokens         end
+//!   add --> waiting ------------------------------------> running ----------->
+//!              ^  |      (role Decode) --> reserved --^ start_decode
+//!              |  +-----------------------------------+
+//!              +------------ preempt: blocks taken away, recomputed later
+//! ```
+//!
+//! A step, in this order:
+//! 1. Every sequence with one token left gets it, oldest first. A sequence that needs a block when none is available
+//!    takes the blocks of the *youngest* running sequence, at worst its own. So the oldest sequence always advances,
+//!    and two sequences cannot preempt each other for ever.
+//! 2. Prompts get chunks of the remaining token budget, whether they run or wait ([`budget`]). Preempted prompts come
+//!    first, then prompts with far fewer tokens left, then the oldest. The oldest always gets a quarter of the budget.
+//!    A chunk that does not reach the end of its prompt stops at a block boundary: only full blocks can be shared or
+//!    pushed.
+//! 3. A waiting sequence is admitted if it has a chunk, or is a reservation, which computes nothing here, and if there
+//!    are a slot (`max_running`) and enough blocks: those of its tokens, and one for each present sequence that may
+//!    still grow. So admitted sequences run for a while before one is preempted. No sequence passes one that lacks
+//!    blocks, so none starves. Admission preempts nothing, and a step with a preemption admits nothing.
+//!
+//! Then [`Scheduler::plan_drafts`] may add drafted tokens, as far as budget and blocks are left over. Blocks that only
+//! rejected drafts needed return after the step. So drafts change neither admission nor preemption.
+//!
+//! An executor that samples on its device can compute the next step before this one's tokens are known
+//! ([`Scheduler::step_ahead`]). A sequence that meets a stop meanwhile was computed in vain, and its blocks return when
+//! that step is over. Waiting sequences are admitted as soon as no step is ahead.
+//!
+//! Blocks of a prefill's prompt are never taken away (see [`Sequence`]), and reserved blocks neither: their owners
+//! return them by a deadline of their own. Until then a sequence that cannot grow waits.
+
+mod ahead;
+mod budget;
+mod drafts;
+mod holds;
+mod queries;
+mod sequence_list;
+
+use std::time::Duration;
+
+use baton_kv_cache::{BlockHash, BlockId};
+
+use crate::{
+    block_pool::BlockPool,
+    plan::{Admission, Chunk, StepPlan},
+    sequence::{Sequence, SequenceId, SequenceRole},
+    step_time::{PrefillBudget, StepTime},
+};
+use ahead::StepAhead;
+use budget::{BudgetClaim, share_budget};
+use holds::Holds;
+use sequence_list::SequenceList;
+
+pub use holds::PrefixBlocks;
+
+/// So many sequences at the front of the queue are considered in a step.
+const WINDOW: usize = 16;
+
+/// Limits of one scheduler.
+#[derive(Clone, Copy, Debug)]
+pub struct SchedulerConfig {
+    /// Blocks in the pool.
+    pub num_blocks: usize,
+    /// Tokens in a block.
+    pub block_size: usize,
+    /// Sequences that hold blocks at a time, reservations included.
+    pub max_running: usize,
+    /// Tokens computed in one step.
+    pub token_budget: usize,
+    /// Target time between two tokens of a sequence while prompts are computed beside it.
+    pub itl_target: Option<Duration>,
+}
+
+/// The sequences of one engine and their blocks.
+#[derive(Debug)]
+pub struct Scheduler {
+    config: SchedulerConfig,
+    prefill_budget: PrefillBudget,
+    pool: BlockPool,
+    waiting: SequenceList,
+    running: SequenceList,
+    holds: Holds,
+    ahead: StepAhead,
+}
+
+impl Scheduler {
+    /// A scheduler with all blocks free.
+    pub fn new(config: SchedulerConfig) -> Scheduler {
+        Scheduler {
+            config,
+            prefill_budget: PrefillBudget::new(config.itl_target),
+            pool: BlockPool::new(config.num_blocks),
+            waiting: SequenceList::default(),
+            running: SequenceList::default(),
+            holds: Holds::default(),
+            ahead: StepAhead::default(),
+        }
+    }
+
+    /// Puts a sequence into the queue. A prefill's blocks get their hold with it; see [`release`](Self::release).
+    ///
+    /// # Panics
+    /// When the sequence would not fit into an empty pool: it could never be admitted.
+    pub fn add(&mut self, sequence: Sequence) {
+        assert!(sequence.max_num_blocks() <= self.pool.num_blocks(), "{} can never fit", sequence.id);
+        if sequence.role == SequenceRole::Prefill {
+            self.holds.register(sequence.id);
+        }
+        self.waiting.insert(sequence);
+    }
+
+    /// Decides the next step. Blocks move at once; [`advance`](Self::advance) counts the computed tokens.
+    pub fn step(&mut self, plan: &mut StepPlan) {
+        plan.clear();
+        let mut budget = self.config.token_budget;
+        self.plan_decodes(plan, &mut budget);
+        if !plan.chunks.is_empty() {
+            // At least a block, or a prompt would never finish.
+            let beside = self.prefill_budget.num_tokens_beside(plan.chunks.len());
+            budget = budget.min(beside.max(self.config.block_size));
+        }
+        self.plan_prompts(plan, budget);
+    }
+
+    /// Decides the step after that of `plan`, which is being computed, before its tokens are known: one more token of
+    /// every sequence that its length does not end. False when the step cannot be decided yet: a waiting sequence can
+    /// be admitted, a running sequence is not in `plan` or does not decode after it, or no block is left.
+    ///
+    /// `follows` is, for each chunk, the row of `plan` after which its token is sampled.
+    pub fn step_ahead(&mut self, plan: &StepPlan, next: &mut StepPlan, follows: &mut Vec<usize>) -> bool {
+        next.clear();
+        follows.clear();
+        !self.can_admit()
+            && ahead::plan(&mut self.running, &mut self.pool, self.config.block_size, plan, next, follows)
+    }
+
+    /// A step was computed. `is_ahead` says whether the step after it is already being computed. If so, blocks of
+    /// sequences that end meanwhile are kept until that step is over.
+    pub fn computed(&mut self, is_ahead: bool) {
+        self.ahead.computed(is_ahead, &mut self.pool);
+    }
+
+    /// The step of `plan` took `elapsed`, sampling included.
+    pub fn observe(&mut self, plan: &StepPlan, elapsed: Duration) {
+        if plan.num_drafts() == 0 {
+            self.prefill_budget.observe(plan.num_tokens(), elapsed);
+        }
+    }
+
+    /// What a step without drafts takes; `None` before the first measured step.
+    pub(crate) fn step_time(&self) -> Option<StepTime> {
+        self.prefill_budget.step()
+    }
+
+    /// Appends `token` to the draft of a running sequence.
+    pub fn push_draft(&mut self, id: SequenceId, token: u32) {
+        self.running.get_mut(id).expect("a sequence with a draft runs").push_draft(token);
+    }
+
+    /// Adds drafts to the chunks of sequences that decode, as far as budget and blocks are left.
+    pub fn plan_drafts(&mut self, plan: &mut StepPlan) {
+        let budget = self.config.token_budget - plan.num_tokens();
+        drafts::plan(&mut self.running, &mut self.pool, self.config.block_size, budget, plan);
+    }
+
+    /// Counts the plan's tokens as computed, drafts not yet. Blocks that this fills enter the prefix cache. Sequences
+    /// that ended since the plan was made are skipped.
+    pub fn advance(&mut self, plan: &StepPlan) {
+        for chunk in &plan.chunks {
+            let Some(sequence) = self.running.get_mut(chunk.id) else { continue };
+            self.pool.cache_all(sequence.advance(chunk.num_tokens - chunk.num_drafts));
+        }
+    }
+
+    /// Appends the sampled token of a running sequence. True when its draft had that token: then the token's KV is
+    /// computed, and the next token is sampled from the logits after it.
+    pub fn push_token(&mut self, id: SequenceId, token: u32) -> bool {
+        let sequence = self.running.get_mut(id).expect("a sampled sequence runs");
+        drafts::push_token(sequence, token, &mut self.pool)
+    }
+
+    /// Moves a reservation to the running sequences. Its prompt is computed now, and `first` is the token after it.
+    pub fn start_decode(&mut self, id: SequenceId, first: u32) {
+        let mut sequence = self.holds.take_reserved(id).expect("a reservation is used once");
+        self.pool.cache_all(sequence.advance(sequence.num_left()));
+        sequence.push(first);
+        sequence.role = SequenceRole::Generate; // from here on like any other, also when it is preempted
+        self.running.insert(sequence);
+    }
+
+    /// Ends a waiting or running sequence and gives up its blocks. A hold on them stays.
+    pub fn end(&mut self, id: SequenceId) {
+        match self.running.take(id) {
+            Some(sequence) => self.ahead.retire(&sequence.blocks, &mut self.pool),
+            None => drop(self.waiting.take(id)),
+        }
+    }
+
+    /// Gives up what is held outside: a prefill's hold, a prefix, or a reservation, waiting or granted.
+    pub fn release(&mut self, id: SequenceId) {
+        if !self.holds.release(id, &mut self.pool)
+            && self.waiting.get(id).is_some_and(|sequence| sequence.role == SequenceRole::Decode)
+        {
+            self.waiting.take(id);
+        }
+    }
+
+    /// Holds the cached blocks of the longest prefix of `hashes`, until [`release`](Self::release).
+    pub fn hold_cached(&mut self, id: SequenceId, hashes: &[BlockHash]) -> Vec<BlockId> {
+        self.holds.hold_cached(id, hashes, &mut self.pool)
+    }
+
+    /// Holds the cached blocks of `hashes`, and free ones for the rest, until [`release`](Self::release).
+    /// `None` when sequences here would have to wait for them: fetching a prefix is worth no preemption and delays no
+    /// waiting sequence.
+    pub fn reserve_prefix(&mut self, id: SequenceId, hashes: &[BlockHash]) -> Option<PrefixBlocks> {
+        let cached = self.pool.find_prefix(hashes);
+        // Counts the waiting sequences as if nothing of theirs were cached.
+        let num_awaited = self.waiting.iter().map(num_blocks_to_admit).sum::<usize>();
+        self.is_room_for(hashes.len() + num_awaited, &cached)
+            .then(|| self.holds.reserve_prefix(id, cached, hashes.len(), &mut self.pool))
+    }
+
+    /// Enters the blocks of a reserved prefix into the prefix cache: they now hold the KV that `hashes` name.
+    pub fn cache_prefix(&mut self, id: SequenceId, hashes: &[BlockHash]) {
+        self.holds.cache_prefix(id, hashes, &mut self.pool);
+    }
+
+    fn plan_decodes(&mut self, plan: &mut StepPlan, budget: &mut usize) {
+        let mut idx = 0;
+        while idx < self.running.len() && *budget > 0 {
+            if self.running[idx].num_left() != 1 {
+                idx += 1;
+            } else if self.grow(idx, plan) {
+                plan.chunks.push(Chunk::of(&self.running[idx], 1));
+                *budget -= 1;
+                idx += 1;
+            } // else it preempted itself, and `idx` is the next one
+        }
+    }
+
+    /// Gives the sequence a block for its last token, if it has none. False when the sequence was preempted.
+    fn grow(&mut self, idx: usize, plan: &mut StepPlan) -> bool {
+        while self.running[idx].blocks.len() < self.running[idx].num_blocks_needed() {
+            if let Some(block) = self.pool.allocate() {
+                self.running[idx].blocks.push(block);
+                continue;
+            }
+            // Not planned yet: planned sequences are not preemptible or come before `idx`.
+            let youngest = self.running.youngest(Sequence::is_preemptible);
+            let victim = youngest.expect("a sequence that grows is preemptible");
+            self.preempt(victim, plan);
+            if victim == idx {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn preempt(&mut self, idx: usize, plan: &mut StepPlan) {
+        let mut sequence = self.running.remove(idx);
+        self.pool.release(&sequence.blocks);
+        sequence.blocks.clear();
+        sequence.num_computed = 0;
+        sequence.was_preempted = true;
+        plan.preempted.push(sequence.id);
+        self.waiting.insert(sequence);
+    }
+
+    /// Gives the remaining budget to prompts, and a slot and blocks to waiting sequences.
+    fn plan_prompts(&mut self, plan: &mut StepPlan, budget: usize) {
+        let num_decodes = plan.chunks.len();
+        let mut claims = self.claims(plan.preempted.is_empty());
+        let mut spare = share_budget(&mut claims, budget, self.config.block_size);
+        let mut is_room = true;
+        for claim in claims {
+            spare += claim.share;
+            if claim.is_waiting {
+                // Sequences before this one may have taken the last slot or block.
+                let cached = if is_room { self.find_room(claim.id) } else { None };
+                is_room = cached.is_some();
+                match cached {
+                    Some(cached) if claim.share > 0 || claim.num_left == 0 => {
+                        self.admit(claim.id, &cached, plan)
+                    }
+                    _ => continue,
+                }
+            }
+            if claim.num_left > 0 && spare > 0 {
+                let sequence = self.running.get(claim.id).expect("the sequence runs now");
+                let chunk = Chunk::of(sequence, self.chunk_len(sequence, spare));
+                spare -= chunk.num_tokens;
+                plan.chunks.push(chunk);
+            }
+        }
+        // The shares of sequences that were not admitted after all, and what did not reach a block boundary.
+        for chunk in &mut plan.chunks[num_decodes..] {
+            let sequence = self.running.get(chunk.id).expect("the sequence runs");
+            spare += chunk.num_tokens;
+            *chunk = Chunk::of(sequence, self.chunk_len(sequence, spare));
+            spare -= chunk.num_tokens;
+        }
+    }
+
+    /// The claims on the step's budget, oldest first: running prompts, and sequences at the front of the queue for
+    /// which there is room. The first one without room ends the list: to pass it could make it wait for ever.
+    fn claims(&self, may_admit: bool) -> Vec<BudgetClaim> {
+        let prompts = self.running.iter().filter(|sequence| sequence.num_left() > 1);
+        let mut claims: Vec<BudgetClaim> = prompts.map(BudgetClaim::running).collect();
+        if may_admit && self.num_running() < self.config.max_running {
+            for sequence in self.waiting.iter().take(WINDOW) {
+                let cached = self.pool.find_prefix(sequence.sharable_hashes());
+                if !self.has_room_for(sequence, &cached) {
+                    break;
+                }
+                claims.push(BudgetClaim::waiting(sequence, cached.len() * self.config.block_size));
+            }
+            claims.sort_by_key(|claim| claim.id);
+        }
+        claims
+    }
+
+    /// The cached blocks of a waiting sequence, if there are a slot and blocks for it.
+    fn find_room(&self, id: SequenceId) -> Option<Vec<BlockId>> {
+        let sequence = self.waiting.get(id).expect("the sequence waits");
+        let cached = self.pool.find_prefix(sequence.sharable_hashes());
+        let is_room = self.num_running() < self.config.max_running && self.has_room_for(sequence, &cached);
+        is_room.then_some(cached)
+    }
+
+    /// Gives a waiting sequence a slot and all blocks that its tokens need, of which `cached` were found.
+    fn admit(&mut self, id: SequenceId, cached: &[BlockId], plan: &mut StepPlan) {
+        let mut sequence = self.waiting.take(id).expect("the sequence waits");
+        let num_cached_tokens = cached.len() * self.config.block_size;
+        self.pool.acquire(cached);
+        sequence.blocks.extend_from_slice(cached);
+        while sequence.blocks.len() < sequence.num_blocks_needed() {
+            sequence.blocks.push(self.pool.allocate().expect("there is room"));
+        }
+        let is_first = sequence.num_cached_tokens.is_none();
+        plan.admitted.push(Admission { id, num_cached_blocks: cached.len(), is_first });
+        sequence.num_cached_tokens.get_or_insert(num_cached_tokens);
+        self.holds.extend(&sequence, &mut self.pool);
+        if sequence.role == SequenceRole::Decode {
+            self.holds.reserve(sequence);
+        } else {
+            sequence.num_computed = num_cached_tokens;
+            self.running.insert(sequence);
+        }
+    }
+
+    /// Tokens of the next chunk: all that are left; else up to the last block boundary within the budget; else, when
+    /// the budget reaches no boundary, the budget.
+    fn chunk_len(&self, sequence: &Sequence, budget: usize) -> usize {
+        if sequence.num_left() <= budget {
+            return sequence.num_left();
+        }
+        let end = sequence.num_computed + budget;
+        let aligned = end - end % self.config.block_size;
+        if aligned > sequence.num_computed { aligned - sequence.num_computed } else { budget }
+    }
+
+    /// Whether the head of the queue could be admitted now.
+    fn can_admit(&self) -> bool {
+        let fits = |head: &Sequence| self.has_room_for(head, &self.pool.find_prefix(head.sharable_hashes()));
+        self.num_running() < self.config.max_running && self.waiting.iter().next().is_some_and(fits)
+    }
+
+    fn has_room_for(&self, sequence: &Sequence, cached: &[BlockId]) -> bool {
+        self.is_room_for(num_blocks_to_admit(sequence), cached)
+    }
+
+    /// Whether there are `num_blocks` blocks, of which `cached` are cached, and one for each present sequence that may
+    /// still grow.
+    fn is_room_for(&self, num_blocks: usize, cached: &[BlockId]) -> bool {
+        let num_revived = cached.iter().filter(|&&block| self.pool.is_unowned(block)).count();
+        let present = self.running.iter().chain(self.holds.reserved());
+        let num_growing = present.filter(|other| other.can_grow_beyond(other.blocks.len())).count();
+        num_blocks - cached.len() + num_revived + num_growing <= self.pool.num_available()
+    }
+}
+
+/// Blocks that must be available to admit a sequence: those of its tokens, and one if it may grow.
+fn num_blocks_to_admit(sequence: &Sequence) -> usize {
+    let num_blocks = sequence.num_blocks_needed();
+    num_blocks + usize::from(sequence.can_grow_beyond(num_blocks))
+}

@@ -1,0 +1,66 @@
+//! What a scheduler tells about its sequences and blocks. Nothing here changes them.
+
+use super::Scheduler;
+use crate::{
+    block_pool::{IntegrityError, PoolReport},
+    sequence::{Sequence, SequenceId, SequenceRole},
+};
+
+impl Scheduler {
+    /// A sequence that holds blocks.
+    pub fn sequence(&self, id: SequenceId) -> Option<&Sequence> {
+        self.running.get(id).or_else(|| self.holds.reservation(id))
+    }
+
+    /// Sequences and reservations in the queue.
+    pub fn num_waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Sequences that hold blocks, reservations included.
+    pub fn num_running(&self) -> usize {
+        self.running.len() + self.holds.reserved().len()
+    }
+
+    /// Prefilled prompts and prefixes whose blocks are held from outside, or will be.
+    pub fn num_holds(&self) -> usize {
+        self.holds.tables().len()
+    }
+
+    /// Blocks without an owner.
+    pub fn num_free_blocks(&self) -> usize {
+        self.pool.num_available()
+    }
+
+    /// All blocks.
+    pub fn num_total_blocks(&self) -> usize {
+        self.pool.num_blocks()
+    }
+
+    /// The first so many blocks contain all that were ever in use.
+    pub fn num_used_blocks(&self) -> usize {
+        self.pool.num_used()
+    }
+
+    /// Tokens that this engine will compute before every sequence here decodes.
+    pub fn num_queued_tokens(&self) -> usize {
+        let waiting = self.waiting.iter().filter(|sequence| sequence.role != SequenceRole::Decode);
+        let prompts = self.running.iter().filter(|sequence| sequence.num_left() > 1);
+        waiting.chain(prompts).map(Sequence::num_left).sum()
+    }
+
+    /// Whether nothing waits, runs, is reserved or held.
+    pub fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.num_running() == 0 && self.num_holds() == 0
+    }
+
+    /// Checks the pool's block accounting against every table here.
+    ///
+    /// # Errors
+    /// When they disagree.
+    pub fn check_integrity(&self) -> Result<PoolReport, IntegrityError> {
+        let sequences = self.running.iter().chain(self.holds.reserved()).chain(self.waiting.iter());
+        let tables = sequences.map(|sequence| &sequence.blocks[..]).chain([self.ahead.retired()]);
+        self.pool.check_integrity(tables.chain(self.holds.tables()))
+    }
+}

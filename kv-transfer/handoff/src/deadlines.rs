@@ -1,0 +1,19 @@
+//! The two deadlines of a handoff: one for all of it, and a shorter one while KV is expected to move.
+
+use std::time::Instant;
+
+/// When a running handoff gives up.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Deadlines {
+    /// For the whole handoff.
+    pub(crate) total: Instant,
+    /// Until the next sign of progress; `None` while no KV is expected to move.
+    pub(crate) stall: Option<Instant>,
+}
+
+impl Deadlines {
+    /// Whichever comes first.
+    pub(crate) fn next(&self) -> Instant {
+        self.stall.map_or(self.total, |stall| stall.min(self.total))
+    }
+}

@@ -1,0 +1,101 @@
+//! KV that arrives under a grant: which pieces were named, and how many of them are not verified yet. Both machines of the
+//! decode side have it while they receive.
+
+use crate::{
+    access::Generation,
+    error::KvFault,
+    message::{Grant, Written},
+    piece::{Piece, Pushed},
+    pieces::{Insert, PieceSet},
+    transport::TransportKind,
+};
+
+/// All KV of a grant was written and verified.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Committed {
+    /// The grant whose blocks hold the verified KV.
+    pub generation: Generation,
+    /// What carried it; `None` when every block was cached.
+    pub transport: Option<TransportKind>,
+    /// Bytes that moved.
+    pub bytes: u64,
+}
+
+/// The pieces of one grant.
+#[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
+pub(super) struct Incoming {
+    generation: Generation,
+    named: PieceSet,
+    num_unverified: usize,
+    is_last_named: bool,
+    transport: Option<TransportKind>,
+    bytes: u64,
+}
+
+impl Incoming {
+    /// Nothing has arrived. `None` when the grant has another number of blocks than the sequence.
+    pub(super) fn new(grant: &Grant, num_blocks: usize, num_layers: usize) -> Option<Incoming> {
+        if grant.num_cached_blocks + grant.block_ids.len() != num_blocks {
+            return None;
+        }
+        Some(Incoming {
+            generation: grant.generation,
+            named: PieceSet::new(grant.block_ids.len(), num_layers),
+            num_unverified: 0,
+            is_last_named: false,
+            transport: None,
+            bytes: 0,
+        })
+    }
+
+    pub(super) fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    /// Notes what is written and returns what must be verified.
+    pub(super) fn note(&mut self, written: Written) -> Result<Vec<Piece>, KvFault> {
+        if written.generation != self.generation {
+            return Err(KvFault::WrongGeneration);
+        }
+        let pieces = written.pushed.as_ref().map_or(&[][..], |pushed| &pushed.pieces);
+        for &Piece { block_idx, layer_idx, .. } in pieces {
+            match self.named.insert(block_idx as usize, layer_idx as usize) {
+                Insert::New => {}
+                Insert::Present => return Err(KvFault::DuplicatePiece { block_idx, layer_idx }),
+                Insert::OutOfRange => return Err(KvFault::UnknownPiece { block_idx, layer_idx }),
+            }
+        }
+        if written.last && !self.named.is_full() {
+            return Err(KvFault::MissingPieces { missing: self.named.num_missing() });
+        }
+        self.is_last_named |= written.last;
+        let Some(Pushed { pieces, transport, bytes }) = written.pushed else { return Ok(Vec::new()) };
+        self.num_unverified += pieces.len();
+        self.transport = Some(transport);
+        // The peer's word, for logs.
+        self.bytes = self.bytes.saturating_add(bytes);
+        Ok(pieces)
+    }
+
+    /// So many of the noted pieces were verified.
+    pub(super) fn verified(&mut self, num_pieces: usize, result: Result<(), KvFault>) -> Result<(), KvFault> {
+        result?;
+        self.num_unverified -= num_pieces;
+        Ok(())
+    }
+
+    /// Whether the peer has named every piece, and said so.
+    pub(super) fn is_named(&self) -> bool {
+        self.is_last_named
+    }
+
+    /// What was received, once all of it is named and verified.
+    pub(super) fn committed(&self) -> Option<Committed> {
+        if !self.is_last_named || self.num_unverified > 0 {
+            return None;
+        }
+        debug_assert!(self.named.is_full());
+        Some(Committed { generation: self.generation, transport: self.transport, bytes: self.bytes })
+    }
+}

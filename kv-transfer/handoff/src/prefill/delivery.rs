@@ -1,0 +1,231 @@
+//! KV on its way to the peer's blocks: what is ready, where it goes, and what of it was pushed. Both machines of the prefill
+//! side have it while they write.
+
+use std::{
+    collections::VecDeque,
+    ops::Range,
+    time::{Duration, Instant},
+};
+
+use baton_kv_layout::BlockId;
+use baton_request::{Failure, FailureKind};
+
+use super::side::{Abort, Committing, PrefillAction, PrefillInput};
+use crate::{
+    access::Generation,
+    deadlines::Deadlines,
+    error::{HandoffError, Side},
+    message::{DecodeMessage, Grant, PrefillMessage, Written},
+    piece::{PieceWrite, Pushed},
+    sides::Sides,
+};
+
+/// Pushes under way at a time: enough to keep every stream of a route busy. What becomes ready
+/// meanwhile is gathered into the next push.
+const MAX_PUSHES: usize = 4;
+/// Pieces of one push: bounds the size of a `Written`.
+const MAX_PUSH_PIECES: usize = 1024;
+
+/// The pieces of one handoff.
+#[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
+pub(super) struct Delivery {
+    /// The sequence in the blocks of both workers.
+    sides: Sides,
+    /// Pieces to be pushed: layer, and the peer's block as counted in the sequence.
+    waiting: VecDeque<(usize, usize)>,
+    destination: Destination,
+    stall: Duration,
+}
+
+#[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
+enum Destination {
+    /// The peer has granted nothing yet.
+    Ungranted,
+    /// A route is being opened, until then at most.
+    Routing(Granted, Instant),
+    Open(Route),
+}
+
+#[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
+struct Granted {
+    generation: Generation,
+    num_cached_blocks: usize,
+    block_ids: Vec<BlockId>,
+    num_unwritten: usize,
+}
+
+#[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
+struct Route {
+    granted: Granted,
+    num_pushing: usize,
+    /// Until then something must have moved; `None` while nothing is pushed, as while the engine computes.
+    stall: Option<Instant>,
+}
+
+impl Delivery {
+    /// Nothing is ready. `stall` bounds how long a route or a push may make no progress.
+    pub(super) fn new(sides: Sides, stall: Duration) -> Delivery {
+        Delivery { sides, waiting: VecDeque::new(), destination: Destination::Ungranted, stall }
+    }
+
+    /// Until when KV must have moved; `None` while none is expected to.
+    pub(super) fn stall(&self) -> Option<Instant> {
+        match &self.destination {
+            Destination::Ungranted => None,
+            Destination::Routing(_, until) => Some(*until),
+            Destination::Open(route) => route.stall,
+        }
+    }
+
+    /// Takes what concerns the grant and the route, and returns all other input.
+    pub(super) fn on<T, E>(
+        &mut self,
+        input: PrefillInput,
+        now: Instant,
+        actions: &mut Vec<PrefillAction<T, E>>,
+    ) -> Result<Option<PrefillInput>, Abort> {
+        match input {
+            PrefillInput::Message(DecodeMessage::Grant(grant))
+                if matches!(self.destination, Destination::Ungranted) =>
+            {
+                self.route(grant, now, actions)?;
+            }
+            PrefillInput::Routed(result) => {
+                result.map_err(|error| HandoffError::TransferFailed(error.to_string()))?;
+                self.routed(now, actions);
+            }
+            PrefillInput::Pushed(result) => {
+                let pushed = result.map_err(|error| HandoffError::TransferFailed(error.to_string()))?;
+                self.pushed(pushed, now, actions);
+            }
+            input => return Ok(Some(input)),
+        }
+        Ok(None)
+    }
+
+    fn route<T, E>(
+        &mut self,
+        grant: Grant,
+        now: Instant,
+        actions: &mut Vec<PrefillAction<T, E>>,
+    ) -> Result<(), Abort> {
+        let num_blocks = self.sides.num_peer_blocks();
+        if grant.num_cached_blocks.checked_add(grant.block_ids.len()) != Some(num_blocks) {
+            let what = format!(
+                "grant of {} + {} blocks for a sequence of {num_blocks}",
+                grant.num_cached_blocks,
+                grant.block_ids.len(),
+            );
+            return Err(HandoffError::DecodeLost(what).into());
+        }
+        let access_key = grant.access_key();
+        let Grant { generation, num_cached_blocks, block_ids, offers, .. } = grant;
+        self.waiting.retain(|&(_, block_idx)| block_idx >= num_cached_blocks);
+        let num_unwritten = block_ids.len() * self.sides.num_layers();
+        let granted = Granted { generation, num_cached_blocks, block_ids, num_unwritten };
+        self.destination = Destination::Routing(granted, now + self.stall);
+        actions.push(PrefillAction::Route { access_key, offers });
+        Ok(())
+    }
+
+    fn routed<T, E>(&mut self, now: Instant, actions: &mut Vec<PrefillAction<T, E>>) {
+        self.destination = match std::mem::replace(&mut self.destination, Destination::Ungranted) {
+            Destination::Routing(granted, _) => {
+                Destination::Open(Route { granted, num_pushing: 0, stall: None })
+            }
+            unchanged => unchanged,
+        };
+        self.push(true, now, actions);
+        // A peer that has every block already is told so.
+        if let Destination::Open(Route { granted, .. }) = &self.destination
+            && granted.num_unwritten == 0
+        {
+            let written = Written { generation: granted.generation, pushed: None, last: true };
+            actions.push(PrefillAction::Send(PrefillMessage::Written(written)));
+        }
+    }
+
+    fn pushed<T, E>(&mut self, pushed: Pushed, now: Instant, actions: &mut Vec<PrefillAction<T, E>>) {
+        let Destination::Open(route) = &mut self.destination else { return };
+        route.num_pushing -= 1;
+        route.granted.num_unwritten -= pushed.pieces.len();
+        let written = Written {
+            generation: route.granted.generation,
+            pushed: Some(pushed),
+            last: route.granted.num_unwritten == 0,
+        };
+        actions.push(PrefillAction::Send(PrefillMessage::Written(written)));
+        self.push(true, now, actions);
+    }
+
+    /// These blocks of this worker hold final KV of these layers: pushes what of the peer's is complete with them.
+    pub(super) fn ready<T, E>(
+        &mut self,
+        layers: Range<usize>,
+        first_block_idx: usize,
+        blocks: &[BlockId],
+        now: Instant,
+        actions: &mut Vec<PrefillAction<T, E>>,
+    ) -> Result<(), Abort> {
+        let num_cached_blocks = match &self.destination {
+            Destination::Ungranted => 0,
+            Destination::Routing(granted, _) | Destination::Open(Route { granted, .. }) => {
+                granted.num_cached_blocks
+            }
+        };
+        for layer_idx in layers {
+            for (block_idx, &block) in (first_block_idx..).zip(blocks) {
+                let Some(complete) = self.sides.complete(block_idx, layer_idx, block) else {
+                    let what = format!("engine finished piece {block_idx}/{layer_idx} of no such block");
+                    let failed = Failure::new(FailureKind::Internal, what);
+                    return Err(HandoffError::Refused { by: Side::Prefill, failed }.into());
+                };
+                let uncached = complete.start.max(num_cached_blocks)..complete.end;
+                self.waiting.extend(uncached.map(|block_idx| (layer_idx, block_idx)));
+            }
+        }
+        self.push(false, now, actions);
+        Ok(())
+    }
+
+    /// Pushes what is ready, as far as the route has room.
+    fn push<T, E>(&mut self, has_moved: bool, now: Instant, actions: &mut Vec<PrefillAction<T, E>>) {
+        let Destination::Open(route) = &mut self.destination else { return };
+        let granted = &route.granted;
+        while route.num_pushing < MAX_PUSHES && !self.waiting.is_empty() {
+            let num_pieces = self.waiting.len().min(MAX_PUSH_PIECES);
+            let pieces = self.waiting.drain(..num_pieces).map(|(layer_idx, seq_idx)| {
+                let block_idx = seq_idx - granted.num_cached_blocks;
+                PieceWrite {
+                    layer_idx: layer_idx as u32,
+                    block_idx: block_idx as u32,
+                    src: self.sides.source(seq_idx),
+                    dst: granted.block_ids[block_idx],
+                }
+            });
+            actions.push(PrefillAction::Push(pieces.collect()));
+            route.num_pushing += 1;
+        }
+        if route.num_pushing == 0 {
+            // Nothing moves while the engine computes: only the total deadline bounds that.
+            route.stall = None;
+        } else if has_moved || route.stall.is_none() {
+            route.stall = Some(now + self.stall);
+        }
+    }
+
+    /// What follows when every piece is written: the wait for the commit.
+    pub(super) fn committing(&self, total: Instant, now: Instant) -> Option<Committing> {
+        match &self.destination {
+            Destination::Open(Route { granted, .. }) if granted.num_unwritten == 0 => Some(Committing {
+                generation: granted.generation,
+                deadlines: Deadlines { total, stall: Some(now + self.stall) },
+            }),
+            _ => None,
+        }
+    }
+}

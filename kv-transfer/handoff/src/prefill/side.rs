@@ -1,0 +1,192 @@
+//! What the machines of the prefill side share: their inputs, their actions, and how a handoff ends.
+
+use std::time::{Duration, Instant};
+
+use baton_request::Failure;
+
+use crate::{
+    access::{AccessKey, Generation},
+    deadlines::Deadlines,
+    error::{HandoffError, PushError, RouteError, Side},
+    message::{DecodeMessage, PrefillMessage},
+    piece::{PieceWrite, Pushed},
+    transport::TransportOffer,
+};
+
+/// This worker, as far as a handoff depends on it.
+#[derive(Clone, Copy, Debug)]
+pub struct OwnBlocks {
+    /// Of this worker: a `Begin` for another one is refused.
+    pub incarnation: u64,
+    /// Tokens in a block.
+    pub block_size: usize,
+    /// Decoder layers.
+    pub num_layers: usize,
+}
+
+/// What happened to the stream, the data plane and the clock. The engine has inputs of its own.
+#[derive(Clone, Debug)]
+pub enum PrefillInput {
+    /// From the decode side.
+    Message(DecodeMessage),
+    /// The stream ended or broke, for this reason.
+    StreamClosed(String),
+    /// The engine or the service gives up.
+    Fail(Failure),
+    /// Answer to [`PrefillAction::Route`].
+    Routed(Result<(), RouteError>),
+    /// Answer to one [`PrefillAction::Push`], in any order.
+    Pushed(Result<Pushed, PushError>),
+    /// Answer to [`PrefillAction::Stop`]: the computation is dropped and the route is closed and idle.
+    Idle,
+    /// Time has passed: due at the machine's `deadline`.
+    Tick,
+}
+
+/// What the driver must do, in this order. `T` is the first token, `E` how the handoff can end well.
+#[derive(Clone, Debug, PartialEq)]
+pub enum PrefillAction<T, E> {
+    /// Open a route to the granted blocks (the blocks' guard goes with it), answer [`PrefillInput::Routed`].
+    Route {
+        /// What the grant's writer shows.
+        access_key: AccessKey,
+        /// Ways, best first.
+        offers: Vec<TransportOffer>,
+    },
+    /// Write these over the route, answer [`PrefillInput::Pushed`].
+    Push(Vec<PieceWrite>),
+    /// Send to the decode side.
+    Send(PrefillMessage<T>),
+    /// The outcome, once.
+    Finish(Result<E, HandoffError>),
+    /// Drop the computation, close the route, answer [`PrefillInput::Idle`]. No push follows.
+    Stop,
+    /// Drop the blocks and the route. Once.
+    Release,
+    /// Drop the stream. The last action.
+    Close,
+}
+
+/// Everything is written and said; the decode side verifies.
+#[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
+pub(super) struct Committing {
+    pub(super) generation: Generation,
+    pub(super) deadlines: Deadlines,
+}
+
+/// The outcome is known; the computation and the route end.
+#[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
+pub(super) struct Stopping {
+    pub(super) until: Instant,
+    pub(super) is_peer_listening: bool,
+}
+
+impl Stopping {
+    /// `None` when the handoff is over.
+    pub(super) fn on<T, E>(
+        self,
+        input: PrefillInput,
+        now: Instant,
+        actions: &mut Vec<PrefillAction<T, E>>,
+    ) -> Option<Stopping> {
+        match input {
+            PrefillInput::Idle => {
+                if self.is_peer_listening {
+                    actions.push(PrefillAction::Send(PrefillMessage::Stopped));
+                }
+            }
+            PrefillInput::Tick if now >= self.until => {}
+            PrefillInput::StreamClosed(_) => return Some(Stopping { is_peer_listening: false, ..self }),
+            // What was under way when the end came.
+            _ => return Some(self),
+        }
+        release(actions);
+        None
+    }
+}
+
+pub(super) fn release<T, E>(actions: &mut Vec<PrefillAction<T, E>>) {
+    actions.extend([PrefillAction::Release, PrefillAction::Close]);
+}
+
+/// Why a handoff ends badly.
+#[derive(Debug)]
+pub(super) struct Abort {
+    error: HandoffError,
+    pub(super) is_peer_listening: bool,
+}
+
+impl From<HandoffError> for Abort {
+    fn from(error: HandoffError) -> Abort {
+        Abort { error, is_peer_listening: true }
+    }
+}
+
+impl Abort {
+    /// Tells the peer, unless it has left or gave up itself, and finishes.
+    pub(super) fn finish<T, E>(self, actions: &mut Vec<PrefillAction<T, E>>) {
+        let error = self.error;
+        if self.is_peer_listening && !matches!(error, HandoffError::Cancelled(_)) {
+            let message = match &error {
+                HandoffError::Refused { failed, .. } => failed.message.clone(),
+                error => error.to_string(),
+            };
+            let failed = Failure { kind: error.kind(), message };
+            actions.push(PrefillAction::Send(PrefillMessage::Failed(failed)));
+        }
+        actions.push(PrefillAction::Finish(Err(error)));
+    }
+
+    /// Ends a handoff whose computation or route must stop.
+    pub(super) fn stop<T, E>(
+        self,
+        stop: Duration,
+        now: Instant,
+        actions: &mut Vec<PrefillAction<T, E>>,
+    ) -> Stopping {
+        let is_peer_listening = self.is_peer_listening;
+        self.finish(actions);
+        actions.push(PrefillAction::Stop);
+        Stopping { until: now + stop, is_peer_listening }
+    }
+}
+
+/// Input that a running state has no step of its own for: it changes nothing, or the handoff fails.
+pub(super) fn refuse(
+    input: PrefillInput,
+    doing: &'static str,
+    deadline: Instant,
+    now: Instant,
+) -> Result<(), Abort> {
+    Err(match input {
+        PrefillInput::Message(DecodeMessage::Cancel { reason }) => HandoffError::Cancelled(reason).into(),
+        PrefillInput::Message(message) => {
+            HandoffError::DecodeLost(format!("{} while {doing}", name(&message))).into()
+        }
+        PrefillInput::StreamClosed(why) => {
+            Abort { error: HandoffError::DecodeLost(why), is_peer_listening: false }
+        }
+        PrefillInput::Fail(failed) => HandoffError::Refused { by: Side::Prefill, failed }.into(),
+        PrefillInput::Tick if now >= deadline => HandoffError::Deadline { state: doing }.into(),
+        PrefillInput::Tick
+        | PrefillInput::Routed(_)
+        | PrefillInput::Pushed(_)
+        // Nothing was told to stop.
+        | PrefillInput::Idle => return Ok(()),
+    })
+}
+
+pub(super) const COMMITTING: &str = "waiting for the commit";
+
+pub(super) fn name(message: &DecodeMessage) -> &'static str {
+    match message {
+        DecodeMessage::Begin(_) => "Begin",
+        DecodeMessage::Fetch(_) => "Fetch",
+        DecodeMessage::Grant(_) => "Grant",
+        DecodeMessage::Commit { .. } => "Commit",
+        DecodeMessage::Cancel { .. } => "Cancel",
+        DecodeMessage::Done => "Done",
+    }
+}

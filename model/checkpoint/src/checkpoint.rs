@@ -1,0 +1,283 @@
+//! The weights of a model, in safetensors or in GGUF files: where each published tensor is stored.
+//!
+//! It knows names, shapes and bytes, not what they are for.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use baton_gguf::{Gguf, Value};
+use baton_model_spec::fields::{Fields, read_object};
+use baton_model_spec::{DecoderSpec, LoadError, ModelConfig, StoredQuantisation};
+use safetensors::tensor::Metadata;
+
+use crate::file::{Span, WeightFile, map};
+use crate::gguf::{Names, Place, gguf_files};
+use crate::matrix::{Matrix, Stored, StoredOrder};
+use crate::quantised;
+use crate::tensors::{StoredDtype, Tensor, Tensors};
+
+/// The weights of a model, tensor by tensor.
+pub struct Checkpoint {
+    tensors: Tensors,
+    /// How the tensors are named, if not as published.
+    names: Option<Names>,
+    /// How they were quantised, if several make up a weight.
+    quantisation: Option<StoredQuantisation>,
+    files: Vec<Arc<WeightFile>>,
+    /// Elements of the tensors that were taken.
+    num_parameters: u64,
+}
+
+impl Checkpoint {
+    fn new(path: &Path) -> Checkpoint {
+        Checkpoint {
+            tensors: Tensors { path: path.to_owned(), by_name: BTreeMap::new() },
+            names: None,
+            quantisation: None,
+            files: vec![],
+            num_parameters: 0,
+        }
+    }
+
+    /// Maps the weight files of the directory or GGUF file `model` and checks their headers.
+    pub(crate) fn open(model: &Path, config: &ModelConfig) -> Result<Checkpoint, LoadError> {
+        if !model.is_dir() {
+            return Checkpoint::open_gguf(model, &config.decoder);
+        }
+        Ok(Checkpoint { quantisation: config.quantisation, ..Checkpoint::open_directory(model)? })
+    }
+
+    #[cfg(test)]
+    pub(crate) fn open_quantised(
+        model: &Path,
+        quantisation: StoredQuantisation,
+    ) -> Result<Checkpoint, LoadError> {
+        Ok(Checkpoint { quantisation: Some(quantisation), ..Checkpoint::open_directory(model)? })
+    }
+
+    fn open_directory(model: &Path) -> Result<Checkpoint, LoadError> {
+        let single = model.join("model.safetensors");
+        let index = model.join("model.safetensors.index.json");
+        // As transformers: one whole file goes before an index.
+        if single.exists() {
+            let mut checkpoint = Checkpoint::new(&single);
+            checkpoint.tensors.by_name = checkpoint.add_file(&single)?;
+            return Ok(checkpoint);
+        }
+        if !index.exists() {
+            return Err(LoadError::NoWeights { path: model.to_owned() });
+        }
+        Checkpoint::open_index(model, &index)
+    }
+
+    fn open_gguf(first: &Path, spec: &DecoderSpec) -> Result<Checkpoint, LoadError> {
+        let mut checkpoint = Checkpoint::new(first);
+        let mut architecture = None;
+        for path in gguf_files(first)? {
+            let map = map(&path)?;
+            let gguf = Gguf::parse(&map).map_err(|error| LoadError::bad_file(&path, error))?;
+            let found = gguf.get("general.architecture").and_then(Value::as_text).map(str::to_owned);
+            architecture = architecture.or(found);
+            let tensors: Vec<(String, baton_gguf::Tensor)> =
+                gguf.tensors().iter().map(|(name, tensor)| ((*name).to_owned(), tensor.clone())).collect();
+            let header = blake3::hash(gguf.header());
+            let file = WeightFile::new(path, map, header);
+            for (name, tensor) in tensors {
+                let span = Span::new(&file, tensor.start..tensor.start + tensor.size_bytes);
+                let dtype = tensor.tensor_type.into();
+                checkpoint
+                    .tensors
+                    .by_name
+                    .insert(name, Tensor { span, shape: tensor.shape, dtype, is_taken: false });
+            }
+            checkpoint.files.push(file);
+        }
+        let separate_experts = checkpoint.tensors.by_name.contains_key("blk.0.ffn_gate.0.weight");
+        checkpoint.names = Some(Names::new(&architecture.unwrap_or_default(), separate_experts, spec));
+        Ok(checkpoint)
+    }
+
+    fn open_index(dir: &Path, index: &Path) -> Result<Checkpoint, LoadError> {
+        let object = read_object(index)?;
+        let fields = Fields::new(index, &object);
+        let expected = "an object from tensor names to file names";
+        let map = fields.get("weight_map").and_then(serde_json::Value::as_object);
+        let map = map.ok_or_else(|| fields.refuse("weight_map", expected))?;
+        let mut names_of: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for (name, file) in map {
+            let file = file.as_str().ok_or_else(|| fields.refuse("weight_map", expected))?;
+            // A file of this directory, not of another.
+            if Path::new(file).file_name() != Some(file.as_ref()) {
+                return Err(LoadError::bad_file(index, format!("{file:?} is not the name of a file")));
+            }
+            names_of.entry(file).or_default().push(name);
+        }
+        let mut checkpoint = Checkpoint::new(index);
+        for (file, names) in names_of {
+            let path = dir.join(file);
+            let mut found = checkpoint.add_file(&path)?;
+            for name in names {
+                let tensor = found.remove(name).ok_or_else(|| {
+                    LoadError::bad_file(
+                        &path,
+                        format!("tensor {name} is missing, expected by {}", index.display()),
+                    )
+                })?;
+                checkpoint.tensors.by_name.insert(name.to_owned(), tensor);
+            }
+        }
+        Ok(checkpoint)
+    }
+
+    fn add_file(&mut self, path: &Path) -> Result<BTreeMap<String, Tensor>, LoadError> {
+        let map = map(path)?;
+        let bad = |message: String| LoadError::bad_file(path, message);
+        let Some(length) = map.first_chunk::<8>() else {
+            return Err(bad(format!("the file has {} bytes, expected a safetensors header", map.len())));
+        };
+        let length = u64::from_le_bytes(*length);
+        let data = length.checked_add(8).filter(|&data| data <= map.len() as u64).ok_or_else(|| {
+            bad(format!(
+                "the file has {} bytes, expected a safetensors header of {length}: truncated, or another format",
+                map.len()
+            ))
+        })? as usize;
+        let header = &map[8..data];
+        let metadata: Metadata = serde_json::from_slice(header)
+            .map_err(|error| bad(format!("the safetensors header is broken: {error}")))?;
+        let header = blake3::hash(header);
+        let infos: Vec<_> = metadata.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
+        let size = map.len();
+        let file = WeightFile::new(path.to_owned(), map, header);
+        let mut tensors = BTreeMap::new();
+        for (name, info) in infos {
+            let (start, end) = info.data_offsets;
+            let elements = info.shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
+            let expected = elements.and_then(|n| n.checked_mul(info.dtype.bitsize())).map(|bits| bits / 8);
+            if end < start || expected != Some(end - start) {
+                return Err(bad(format!(
+                    "tensor {name} has bytes {start} to {end}, expected as many as shape {:?} of {:?} needs",
+                    info.shape, info.dtype
+                )));
+            }
+            if end.checked_add(data).is_none_or(|end| end > size) {
+                return Err(bad(format!(
+                    "the file has {size} bytes, expected {} for tensor {name}: truncated",
+                    end.saturating_add(data)
+                )));
+            }
+            let span = Span::new(&file, data + start..data + end);
+            let dtype = info.dtype.into();
+            tensors.insert(name, Tensor { span, shape: info.shape, dtype, is_taken: false });
+        }
+        self.files.push(file);
+        Ok(tensors)
+    }
+
+    /// Takes the tensor, or the tensors that make up the one, that is published as `name`.
+    pub(crate) fn take(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, LoadError> {
+        if let (Some(quantisation), &[rows, cols]) = (self.quantisation, shape)
+            && let Some(module) = name.strip_suffix(".weight")
+            && let Some(matrix) = quantised::take(&mut self.tensors, quantisation, module, [rows, cols])?
+        {
+            self.num_parameters += (rows * cols) as u64;
+            return Ok(matrix);
+        }
+        let Place { name, part, order } = match &self.names {
+            Some(names) => names.place(name),
+            None => Place { name: name.to_owned(), part: None, order: StoredOrder::AsIs },
+        };
+        let expected: Vec<usize> =
+            part.map(|(_, num_parts)| num_parts).into_iter().chain(shape.iter().copied()).collect();
+        let Some(tensor) = self.tensors.by_name.get_mut(&name) else {
+            return Err(LoadError::MissingTensor { path: self.tensors.path.clone(), tensor: name, expected });
+        };
+        let path = || tensor.span.file().path().to_owned();
+        if tensor.shape != expected {
+            return Err(LoadError::WrongShape {
+                path: path(),
+                found: tensor.shape.clone(),
+                tensor: name,
+                expected,
+            });
+        }
+        let span = match part {
+            Some((part_idx, num_parts)) => tensor.span.part(part_idx, num_parts),
+            None => tensor.span.clone(),
+        };
+        // A vector is one row, unless its elements are in the order of a matrix's rows.
+        let cols = if shape.len() == 1 && order != StoredOrder::AsIs { 1 } else { shape[shape.len() - 1] };
+        let stored = match tensor.dtype {
+            StoredDtype::Float(dtype) => Stored::Floats(span, dtype),
+            StoredDtype::Block(tensor_type) if cols.is_multiple_of(tensor_type.block_len()) => {
+                Stored::Blocks(span, tensor_type)
+            }
+            other => {
+                return Err(LoadError::WrongDtype { path: path(), tensor: name, found: other.to_string() });
+            }
+        };
+        tensor.is_taken = true;
+        let rows = shape.iter().product::<usize>() / cols;
+        self.num_parameters += (rows * cols) as u64;
+        Ok(Matrix::new(rows, cols, stored, order))
+    }
+
+    /// The file, or the index of several: for messages about tensors.
+    pub(crate) fn path(&self) -> &Path {
+        &self.tensors.path
+    }
+
+    /// Elements of the tensors that were taken.
+    pub(crate) fn num_parameters(&self) -> u64 {
+        self.num_parameters
+    }
+
+    /// Refuses tensors that nobody took, unless they may be ignored.
+    pub(crate) fn refuse_rest(
+        &self,
+        architecture: &str,
+        ignore: impl Fn(&str) -> bool,
+    ) -> Result<(), LoadError> {
+        // Quantising wrote biases where there were none, and zeros of what needs none.
+        let is_nothing = |name: &str, tensor: &Tensor| {
+            self.quantisation.is_some()
+                && (name.ends_with(".bias") || name.ends_with(".weight_zero_point"))
+                && tensor.span.iter().all(|byte| *byte == 0)
+        };
+        let is_left =
+            |name: &str, tensor: &Tensor| !tensor.is_taken && !ignore(name) && !is_nothing(name, tensor);
+        match self.tensors.by_name.iter().find(|(name, tensor)| is_left(name, tensor)) {
+            None => Ok(()),
+            Some((name, tensor)) => Err(LoadError::UnexpectedTensor {
+                path: tensor.span.file().path().to_owned(),
+                tensor: name.clone(),
+                architecture: architecture.to_owned(),
+            }),
+        }
+    }
+
+    /// Bytes of all files.
+    pub(crate) fn size_bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.bytes().len() as u64).sum()
+    }
+
+    /// Adds what identifies the weights without reading them all: headers and sizes.
+    pub(crate) fn hash_into(&self, hasher: &mut blake3::Hasher) {
+        self.files.iter().for_each(|file| file.hash_into(hasher));
+    }
+
+    /// Adds what tells these files from others with the same headers: their places, and when they were written.
+    ///
+    /// # Errors
+    /// When the system does not say.
+    pub(crate) fn hash_places_into(&self, hasher: &mut blake3::Hasher) -> Result<(), LoadError> {
+        self.files.iter().try_for_each(|file| file.hash_place_into(hasher))
+    }
+
+    /// Gives the files' pages back to the system: what was packed is read once. What is still looked up there comes
+    /// back by itself.
+    pub(crate) fn release_pages(&self) {
+        self.files.iter().for_each(|file| file.release_pages());
+    }
+}

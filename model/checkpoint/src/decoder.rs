@@ -1,0 +1,320 @@
+//! The tensors of a [`DecoderSpec`], found by their published names.
+//!
+//! It does not know what a backend makes of the matrices: that is its [`MatrixSink`]'s.
+
+use std::ops::Range;
+
+use baton_kv_cache::KvDtype;
+use baton_model_spec::{DecoderShard, DecoderSpec, ExpertNaming, LayerSpec, LoadError, MlpSpec};
+
+use crate::checkpoint::Checkpoint;
+use crate::gguf::ROPE_DIVISORS;
+use crate::integer_choice::Tolerance;
+use crate::matrix::Matrix;
+use crate::quantised::is_about_activations;
+use crate::sink::{MatrixSink, ProductKind};
+
+/// Weights in the order in which the forward pass needs them.
+#[derive(Debug)]
+pub struct DecoderWeights<M> {
+    /// Looked up, not multiplied: stays where it is mapped. `None`: that of the head, the tokens of this rank.
+    pub embedding: Option<Matrix>,
+    /// First to last.
+    pub layers: Vec<LayerWeights<M>>,
+    /// Before the head, `[hidden]`.
+    pub norm: Vec<f32>,
+    /// `[vocab][hidden]`; of one rank its tokens.
+    pub head: M,
+    /// The type of KV that goes with them.
+    pub kv_dtype: KvDtype,
+}
+
+/// Those of one layer. Norms are `[hidden]`, but for those of heads, `[head_dim]`.
+#[derive(Debug)]
+pub struct LayerWeights<M> {
+    /// Before attention.
+    pub attention_norm: Vec<f32>,
+    /// Queries, keys and values side by side.
+    pub qkv: Linear<M>,
+    /// Of each query head.
+    pub query_norm: Option<Vec<f32>>,
+    /// Of each key head.
+    pub key_norm: Option<Vec<f32>>,
+    /// The output projection of attention.
+    pub output: Linear<M>,
+    /// After attention.
+    pub attention_post_norm: Option<Vec<f32>>,
+    /// Before the MLP.
+    pub mlp_norm: Vec<f32>,
+    /// The feed-forward part.
+    pub mlp: Mlp<M>,
+    /// After the MLP.
+    pub mlp_post_norm: Option<Vec<f32>>,
+}
+
+/// Products whose outputs are side by side.
+#[derive(Debug)]
+pub struct Linear<M> {
+    /// `[outputs][inputs]`.
+    pub weight: M,
+    /// `[outputs]`.
+    pub bias: Option<Vec<f32>>,
+}
+
+/// The feed-forward part of a layer.
+#[derive(Debug)]
+pub enum Mlp<M> {
+    /// The same for every token.
+    Dense(DenseMlp<M>),
+    /// Each token goes to some of the experts.
+    Experts {
+        /// Scores experts.
+        router: Linear<M>,
+        /// All of them.
+        experts: Vec<DenseMlp<M>>,
+    },
+}
+
+/// `down(activation(gate(x)) * up(x))`
+#[derive(Debug)]
+pub struct DenseMlp<M> {
+    /// Gates, then as many rows that they let through.
+    pub gate_up: Linear<M>,
+    /// Back to the residual stream.
+    pub down: Linear<M>,
+}
+
+/// Takes what the rank of `shard` needs of the decoder `spec` out of the checkpoint and gives `sink` what is
+/// multiplied.
+pub(crate) fn take_weights<S: MatrixSink>(
+    spec: &DecoderSpec,
+    shard: &DecoderShard,
+    from: &mut Checkpoint,
+    sink: &mut S,
+) -> Result<DecoderWeights<S::Matrix>, LoadError> {
+    let prefix = &spec.tensor_prefix;
+    let embedding =
+        from.take(&format!("{prefix}embed_tokens.weight"), &[spec.vocab_size, spec.hidden_size])?;
+    let mut layers = Vec::with_capacity(spec.layers.len());
+    for (layer_idx, layer) in spec.layers.iter().enumerate() {
+        let mut taker = Taker { spec, shard, from, sink, prefix: format!("{prefix}layers.{layer_idx}.") };
+        layers.push(taker.layer(layer)?);
+    }
+    let mut taker = Taker { spec, shard, from, sink, prefix: prefix.clone() };
+    let norm = taker.norm("norm", spec.hidden_size)?;
+    let (embedding, head) = if spec.tied_head {
+        (None, embedding)
+    } else {
+        (Some(embedding), from.take("lm_head.weight", &[spec.vocab_size, spec.hidden_size])?)
+    };
+    let kv_dtype = head.kv_dtype();
+    let head = head.rows_at(shard.vocabulary());
+    let head = sink.add(vec![head], Tolerance::EightBits, ProductKind::Plain).expect("its columns are whole");
+    Ok(DecoderWeights { embedding, layers, norm, head, kv_dtype })
+}
+
+/// Tensors that may be left over: buffers that old versions saved, what the configuration has taken in, and a tied
+/// head saved twice.
+pub(crate) fn is_redundant(spec: &DecoderSpec, name: &str) -> bool {
+    name.ends_with("rotary_emb.inv_freq")
+        || name == ROPE_DIVISORS
+        || is_about_activations(name)
+        || name.ends_with("masked_bias")
+        || (spec.tied_head && name == "lm_head.weight")
+}
+
+/// A tensor of a product: its rows, and those that the rank has.
+struct Part {
+    name: String,
+    rows: usize,
+    of_rank: Vec<Range<usize>>,
+}
+
+impl Part {
+    /// All rows are the rank's.
+    fn whole(name: &str, rows: usize) -> Vec<Part> {
+        Part::some(&[(name, rows, 0..rows)], None)
+    }
+
+    /// Tensors of one input, or one tensor `fused` that has the rows of all.
+    fn some(tensors: &[(&str, usize, Range<usize>)], fused: Option<&str>) -> Vec<Part> {
+        let Some(fused) = fused else {
+            let part = |(name, rows, of_rank): &(&str, usize, Range<usize>)| Part {
+                name: (*name).to_owned(),
+                rows: *rows,
+                of_rank: vec![of_rank.clone()],
+            };
+            return tensors.iter().map(part).collect();
+        };
+        let mut whole = Part { name: fused.to_owned(), rows: 0, of_rank: vec![] };
+        for (_, rows, of_rank) in tensors {
+            whole.of_rank.push(whole.rows + of_rank.start..whole.rows + of_rank.end);
+            whole.rows += rows;
+        }
+        vec![whole]
+    }
+}
+
+/// The columns of a product's tensors, and those that the rank has.
+struct Columns {
+    all: usize,
+    of_rank: Range<usize>,
+}
+
+impl Columns {
+    fn whole(all: usize) -> Columns {
+        Columns { all, of_rank: 0..all }
+    }
+}
+
+struct Taker<'a, S> {
+    spec: &'a DecoderSpec,
+    shard: &'a DecoderShard,
+    from: &'a mut Checkpoint,
+    sink: &'a mut S,
+    prefix: String,
+}
+
+impl<S: MatrixSink> Taker<'_, S> {
+    fn layer(&mut self, layer: &LayerSpec) -> Result<LayerWeights<S::Matrix>, LoadError> {
+        let spec = self.spec;
+        let hidden = spec.hidden_size;
+        // With norms on both sides the one before the MLP has another name.
+        let (post_attention, before_mlp) = if spec.post_norms {
+            (Some("post_attention_layernorm"), "pre_feedforward_layernorm")
+        } else {
+            (None, "post_attention_layernorm")
+        };
+        let (query, kv) = (spec.query_width(), spec.kv_width());
+        let (query_rows, kv_rows) = (self.shard.query_rows(), self.shard.kv_rows());
+        let qkv =
+            [("q_proj", query, query_rows.clone()), ("k_proj", kv, kv_rows.clone()), ("v_proj", kv, kv_rows)];
+        let qkv = Part::some(&qkv, spec.fused_projections.then_some("qkv_proj"));
+        let qkv = self.linear("self_attn.", &qkv, &Columns::whole(hidden), spec.qkv_bias)?;
+        let attended = Columns { all: query, of_rank: query_rows };
+        let head_norm =
+            |taker: &mut Self, name: &str| spec.qk_norm.then(|| taker.norm(name, spec.head_dim)).transpose();
+        Ok(LayerWeights {
+            attention_norm: self.norm("input_layernorm", hidden)?,
+            qkv,
+            query_norm: head_norm(self, "self_attn.q_norm")?,
+            key_norm: head_norm(self, "self_attn.k_norm")?,
+            output: self.linear("self_attn.", &Part::whole("o_proj", hidden), &attended, spec.output_bias)?,
+            attention_post_norm: post_attention.map(|name| self.norm(name, hidden)).transpose()?,
+            mlp_norm: self.norm(before_mlp, hidden)?,
+            mlp: self.mlp(&layer.mlp)?,
+            mlp_post_norm: spec
+                .post_norms
+                .then(|| self.norm("post_feedforward_layernorm", hidden))
+                .transpose()?,
+        })
+    }
+
+    fn mlp(&mut self, mlp: &MlpSpec) -> Result<Mlp<S::Matrix>, LoadError> {
+        let hidden = self.spec.hidden_size;
+        match *mlp {
+            MlpSpec::Dense { intermediate_size: n } => {
+                let (bias, fused) =
+                    (self.spec.mlp_bias, self.spec.fused_projections.then_some("gate_up_proj"));
+                self.dense("mlp.", ["gate_proj", "up_proj", "down_proj"], fused, n, bias).map(Mlp::Dense)
+            }
+            MlpSpec::Experts { num_experts, intermediate_size: n, naming, .. } => {
+                let (block, names) = match naming {
+                    ExpertNaming::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
+                    ExpertNaming::Qwen => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
+                };
+                let router = self.product(
+                    &format!("{block}."),
+                    &Part::whole("gate", num_experts),
+                    &Columns::whole(hidden),
+                    false,
+                    (Tolerance::None, ProductKind::Plain),
+                )?;
+                // Nothing is reserved by a number that no tensor has confirmed yet.
+                let mut experts = Vec::new();
+                for expert_idx in 0..num_experts {
+                    let name = format!("{block}.experts.{expert_idx}.");
+                    experts.push(self.dense(&name, names, None, n, false)?);
+                }
+                Ok(Mlp::Experts { router, experts })
+            }
+        }
+    }
+
+    /// An MLP of `n` neurons, of which the rank has its part.
+    fn dense(
+        &mut self,
+        block: &str,
+        [gate, up, down]: [&str; 3],
+        fused: Option<&str>,
+        n: usize,
+        bias: bool,
+    ) -> Result<DenseMlp<S::Matrix>, LoadError> {
+        let (hidden, of_rank) = (self.spec.hidden_size, self.shard.rank().part_of(n));
+        // Gates, and as many rows that they let through.
+        let gate_up = Part::some(&[(gate, n, of_rank.clone()), (up, n, of_rank.clone())], fused);
+        let kind = (Tolerance::Any, ProductKind::Gated);
+        Ok(DenseMlp {
+            gate_up: self.product(block, &gate_up, &Columns::whole(hidden), bias, kind)?,
+            down: self.linear(block, &Part::whole(down, hidden), &Columns { all: n, of_rank }, bias)?,
+        })
+    }
+
+    /// `parts` are side by side in the output.
+    fn linear(
+        &mut self,
+        block: &str,
+        parts: &[Part],
+        cols: &Columns,
+        bias: bool,
+    ) -> Result<Linear<S::Matrix>, LoadError> {
+        self.product(block, parts, cols, bias, (Tolerance::Any, ProductKind::Plain))
+    }
+
+    fn product(
+        &mut self,
+        block: &str,
+        parts: &[Part],
+        cols: &Columns,
+        bias: bool,
+        (tolerance, kind): (Tolerance, ProductKind),
+    ) -> Result<Linear<S::Matrix>, LoadError> {
+        let rank = self.shard.rank();
+        let (mut matrices, mut names, mut biases) = (Vec::new(), Vec::new(), Vec::new());
+        for part in parts {
+            let name = format!("{}{block}{}.weight", self.prefix, part.name);
+            let tensor = self.from.take(&name, &[part.rows, cols.all])?.columns_at(cols.of_rank.clone());
+            let bias =
+                bias.then(|| self.vector(&format!("{block}{}.bias", part.name), part.rows)).transpose()?;
+            for rows in &part.of_rank {
+                matrices.push(tensor.rows_at(rows.clone()));
+                names.push(name.clone());
+                biases.extend(bias.iter().flat_map(|bias| &bias[rows.clone()]));
+            }
+        }
+        let weight = self.sink.add(matrices, tolerance, kind).map_err(|split| LoadError::SplitGroup {
+            path: self.from.path().to_owned(),
+            tensor: names.swap_remove(split.part_idx),
+            num_ranks: rank.num_ranks,
+            column: split.column,
+            group: split.group,
+            multiple: split.multiple,
+        })?;
+        // What ranks sum up has its bias once.
+        let is_added = cols.of_rank.len() == cols.all || rank.is_first();
+        Ok(Linear { weight, bias: (bias && is_added).then_some(biases) })
+    }
+
+    fn norm(&mut self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {
+        let mut weight = self.vector(&format!("{name}.weight"), len)?;
+        if self.spec.norm_unit_offset {
+            weight.iter_mut().for_each(|w| *w += 1.0);
+        }
+        Ok(weight)
+    }
+
+    /// Vectors are few: they are kept in f32.
+    fn vector(&mut self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {
+        Ok(self.from.take(&format!("{}{name}", self.prefix), &[len])?.to_f32())
+    }
+}

@@ -1,0 +1,271 @@
+//! The metadata of GGUF model files as the fields of `config.json`.
+//!
+//! Converters (llama.cpp's) changed a few things on the way, which are undone or taken into account here: Gemma's norms
+//! have their one added, Llama 3's frequencies became a tensor of divisors.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use baton_gguf::{GgufError, TensorType, Value};
+use baton_model_spec::architecture::{self, MAX_LAYERS};
+use baton_model_spec::fields::Fields;
+use baton_model_spec::{DecoderSpec, FloatDtype, LoadError, MlpSpec, ModelConfig, RopeScaling};
+use serde_json::{Map, json};
+
+use super::files::{Contents, with_contents};
+use super::names::{EMBEDDING, ROPE_DIVISORS};
+
+/// Metadata keys, after the architecture's name and a dot, and the fields that they are.
+const FIELDS: &[(&str, &str)] = &[
+    ("block_count", "num_hidden_layers"),
+    ("context_length", "max_position_embeddings"),
+    ("embedding_length", "hidden_size"),
+    ("feed_forward_length", "intermediate_size"),
+    ("attention.head_count", "num_attention_heads"),
+    ("attention.head_count_kv", "num_key_value_heads"),
+    ("attention.key_length", "head_dim"),
+    ("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
+    ("attention.sliding_window", "sliding_window"),
+    ("attention.sliding_window_pattern", "sliding_window_pattern"),
+    ("attn_logit_softcapping", "attn_logit_softcapping"),
+    ("final_logit_softcapping", "final_logit_softcapping"),
+    ("expert_count", "num_local_experts"),
+    ("expert_used_count", "num_experts_per_tok"),
+    ("expert_feed_forward_length", "moe_intermediate_size"),
+    ("rope.freq_base", "rope_theta"),
+    ("rope.freq_base_swa", "rope_local_base_freq"),
+];
+
+/// The same for what a field of `rope_scaling` is.
+const ROPE_SCALING_FIELDS: &[(&str, &str)] = &[
+    ("rope.scaling.factor", "factor"),
+    ("rope.scaling.original_context_length", "original_max_position_embeddings"),
+    ("rope.scaling.yarn_beta_fast", "beta_fast"),
+    ("rope.scaling.yarn_beta_slow", "beta_slow"),
+];
+
+/// Factors that the decoder does not know, and may be absent or one.
+const FOREIGN_FACTORS: &[&str] = &[
+    "expert_weights_scale",
+    "logit_scale",
+    "residual_scale",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor",
+];
+
+/// Names of architectures, and who they are.
+const ARCHITECTURES: &[(&str, &str)] = &[
+    ("llama", "LlamaForCausalLM"),
+    ("qwen2", "Qwen2ForCausalLM"),
+    ("qwen3", "Qwen3ForCausalLM"),
+    ("qwen3moe", "Qwen3MoeForCausalLM"),
+    ("gemma2", "Gemma2ForCausalLM"),
+    ("gemma3", "Gemma3ForCausalLM"),
+    ("phi3", "Phi3ForCausalLM"),
+];
+
+/// Reads the configuration of a GGUF model, of whose files `path` is the first.
+pub(crate) fn load_config(path: &Path) -> Result<ModelConfig, LoadError> {
+    with_contents(path, |contents| config(path, contents))
+}
+
+fn config(path: &Path, contents: &Contents<'_>) -> Result<ModelConfig, LoadError> {
+    let gguf = contents.gguf;
+    let bad = |error: GgufError| LoadError::bad_file(path, error);
+    let text = |key: &str| gguf.read(key, "a text", Value::as_text).map_err(bad);
+    let name = text("general.architecture")?
+        .ok_or_else(|| bad(gguf.refuse("general.architecture", "the name of one")))?;
+    let Some((_, architecture)) = ARCHITECTURES.iter().find(|(known, _)| *known == name) else {
+        let expected = ARCHITECTURES.iter().map(|(known, _)| *known).collect::<Vec<_>>().join(", ");
+        return Err(LoadError::UnknownArchitecture {
+            path: path.to_owned(),
+            found: name.to_owned(),
+            expected,
+        });
+    };
+    let has_experts =
+        gguf.get(&format!("{name}.expert_count")).and_then(Value::as_unsigned).is_some_and(|count| count > 0);
+    let architecture = if name == "llama" && has_experts { "MixtralForCausalLM" } else { architecture };
+
+    let object = config_object(contents, name);
+    let fields = Fields::new(path, &object);
+    let named = |error| name_in_file(error, name);
+    let mut decoder = architecture::decoder(architecture, &fields).map_err(named)?;
+    adjust(&mut decoder, path, contents, name)?;
+    Ok(ModelConfig {
+        architecture: architecture.to_owned(),
+        context_length: architecture::context_length(architecture, &fields).map_err(named)?,
+        eos_token_ids: fields.token_ids("eos_token_id").map_err(named)?,
+        bos_token_id: fields.token_ids("bos_token_id").map_err(named)?.first().copied(),
+        dtype: most_bytes(contents),
+        quantisation: None,
+        decoder,
+    })
+}
+
+/// The type of the floats that take most of the file, or of the scales if integers do.
+fn most_bytes(contents: &Contents<'_>) -> FloatDtype {
+    let mut bytes = HashMap::new();
+    for (tensor, _) in contents.tensors.values() {
+        *bytes.entry(tensor.tensor_type).or_insert(0) += tensor.size_bytes;
+    }
+    match bytes.into_iter().max_by_key(|(_, bytes)| *bytes) {
+        Some((TensorType::F32, _)) => FloatDtype::F32,
+        Some((TensorType::Bf16, _)) => FloatDtype::Bf16,
+        _ => FloatDtype::F16,
+    }
+}
+
+/// What `config.json` would say.
+fn config_object(contents: &Contents<'_>, name: &str) -> Map<String, serde_json::Value> {
+    let Contents { gguf, tensors } = contents;
+    let get = |key: &str| gguf.get(&format!("{name}.{key}"));
+    let read = |fields: &[(&str, &str)]| -> Map<String, serde_json::Value> {
+        let present =
+            fields.iter().filter_map(|(key, field)| Some(((*field).to_owned(), to_json(get(key)?))));
+        present.collect()
+    };
+    let mut object = read(FIELDS);
+    for field in ["sliding_window", "num_local_experts"] {
+        if object.get(field).is_some_and(|value| *value == json!(0)) {
+            object.remove(field);
+        }
+    }
+    // A list of layers, of which the true ones slide.
+    if let Some(pattern) = get("attention.sliding_window_pattern").and_then(Value::as_array) {
+        // One for each layer, or it is refused: no need to write down millions.
+        let kinds = pattern.iter().take(MAX_LAYERS + 1).map(|slides| match slides {
+            Value::Bool(false) | Value::Unsigned(0) | Value::Signed(0) => "full_attention",
+            _ => "sliding_attention",
+        });
+        object.insert("layer_types".to_owned(), json!(kinds.collect::<Vec<_>>()));
+        object.remove("sliding_window_pattern");
+    }
+    if let Some(kind) = get("rope.scaling.type").and_then(Value::as_text)
+        && kind != "none"
+    {
+        let mut scaling = read(ROPE_SCALING_FIELDS);
+        scaling.insert("rope_type".to_owned(), json!(kind));
+        object.insert("rope_scaling".to_owned(), scaling.into());
+    } else if let Some(factor) = get("rope.scale_linear") {
+        object.insert("rope_scaling".to_owned(), json!({"rope_type": "linear", "factor": to_json(factor)}));
+    }
+    for (key, field) in
+        [("tokenizer.ggml.eos_token_id", "eos_token_id"), ("tokenizer.ggml.bos_token_id", "bos_token_id")]
+    {
+        if let Some(id) = gguf.get(key) {
+            object.insert(field.to_owned(), to_json(id));
+        }
+    }
+    if let Some((embedding, _)) = tensors.get(EMBEDDING) {
+        object.insert("vocab_size".to_owned(), json!(embedding.shape[0]));
+    }
+    object.insert("tie_word_embeddings".to_owned(), json!(!tensors.contains_key("output.weight")));
+    // Not in the metadata: everybody who writes such files has it so.
+    object.insert("norm_topk_prob".to_owned(), json!(true));
+    if let Some(scores) = score_dimension(&object, name) {
+        object.insert("query_pre_attn_scalar".to_owned(), scores);
+    }
+    object
+}
+
+/// What Gemma's scores are divided by the root of: the size of a head, but for the largest of each generation, which
+/// files tell by nothing but their layers.
+fn score_dimension(object: &Map<String, serde_json::Value>, name: &str) -> Option<serde_json::Value> {
+    let size = |field: &str| object.get(field)?.as_u64().filter(|size| *size > 0);
+    match (name, size("num_hidden_layers")) {
+        ("gemma2", Some(46)) | ("gemma3", Some(62)) => {
+            Some(json!(size("hidden_size")? / size("num_attention_heads")?))
+        }
+        ("gemma2" | "gemma3", _) => Some(json!(size("head_dim")?)),
+        _ => None,
+    }
+}
+
+fn to_json(value: Value<'_>) -> serde_json::Value {
+    match value {
+        Value::Unsigned(number) => json!(number),
+        Value::Signed(number) => json!(number),
+        Value::Float(number) => json!(number),
+        Value::Bool(value) => json!(value),
+        Value::Text(text) => json!(text),
+        // For a message that will not print more of it anyway.
+        Value::Array(array) => array.iter().take(100).map(to_json).collect(),
+    }
+}
+
+/// What only the tensors say, and what conversion did.
+fn adjust(spec: &mut DecoderSpec, path: &Path, contents: &Contents<'_>, name: &str) -> Result<(), LoadError> {
+    let Contents { gguf, tensors } = contents;
+    let bad = |error: GgufError| LoadError::bad_file(path, error);
+    let has = |tensor: &str| tensors.contains_key(&*format!("blk.0.{tensor}.bias"));
+    spec.tensor_prefix = "model.".to_owned();
+    spec.norm_unit_offset = false;
+    spec.qkv_bias = has("attn_q") || has("attn_qkv");
+    spec.output_bias = has("attn_output");
+    spec.mlp_bias =
+        has("ffn_down") && spec.layers.iter().all(|layer| matches!(layer.mlp, MlpSpec::Dense { .. }));
+
+    for factor in FOREIGN_FACTORS {
+        let key = format!("{name}.{factor}");
+        if gguf.read(&key, "a number", Value::as_float).map_err(bad)?.is_some_and(|factor| factor != 1.0) {
+            return Err(bad(gguf.refuse(&key, "none, or 1")));
+        }
+    }
+    let size = |key: &str| {
+        let key = format!("{name}.{key}");
+        gguf.read(&key, "a whole number", Value::as_unsigned).map_err(bad)
+    };
+    if size("attention.value_length")?.is_some_and(|length| length != spec.head_dim as u64) {
+        let expected = format!("{}, the length of keys", spec.head_dim);
+        return Err(bad(gguf.refuse(&format!("{name}.attention.value_length"), &expected)));
+    }
+    let key = format!("{name}.attention.scale");
+    if let Some(scale) =
+        gguf.read(&key, "a number", Value::as_float).map_err(bad)?.filter(|scale| *scale > 0.0)
+    {
+        spec.attention_scale = scale as f32;
+    }
+    if let Some(dimensions) = size("rope.dimension_count")? {
+        let fits = dimensions.is_multiple_of(2) && (2..=spec.head_dim as u64).contains(&dimensions);
+        if !fits {
+            let expected = format!("an even number up to {}, the length of heads", spec.head_dim);
+            return Err(bad(gguf.refuse(&format!("{name}.rope.dimension_count"), &expected)));
+        }
+        spec.ropes.iter_mut().for_each(|rope| rope.rotary_dim = dimensions as usize);
+    }
+    if let Some((tensor, bytes)) = tensors.get(ROPE_DIVISORS) {
+        let rope = &mut spec.ropes[0];
+        let expected = [rope.rotary_dim / 2];
+        if tensor.tensor_type != TensorType::F32 || tensor.shape != expected {
+            return Err(LoadError::WrongShape {
+                path: path.to_owned(),
+                tensor: ROPE_DIVISORS.to_owned(),
+                found: tensor.shape.clone(),
+                expected: expected.to_vec(),
+            });
+        }
+        let divisors =
+            bytes.chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().expect("four bytes")));
+        rope.scaling = RopeScaling::Divided { divisors: divisors.collect() };
+    }
+    Ok(())
+}
+
+/// Has a message name the metadata key instead of the field that it became.
+fn name_in_file(error: LoadError, name: &str) -> LoadError {
+    let LoadError::Config { path, field, found, expected } = error else { return error };
+    let inner = field.strip_prefix("rope_scaling.");
+    let key = match inner {
+        Some("rope_type") => Some("rope.scaling.type"),
+        Some(inner) => ROPE_SCALING_FIELDS.iter().find(|(_, field)| *field == inner).map(|(key, _)| *key),
+        None => FIELDS.iter().find(|(_, known)| *known == field).map(|(key, _)| *key),
+    };
+    let field = match (key, &*field) {
+        (Some(key), _) => format!("{name}.{key}"),
+        (None, "vocab_size") => format!("the number of rows of {EMBEDDING}"),
+        (None, "eos_token_id" | "bos_token_id") => format!("tokenizer.ggml.{field}"),
+        (None, _) => field,
+    };
+    LoadError::Config { path, field, found, expected }
+}

@@ -1,0 +1,341 @@
+//! Safetensors that were quantised before: which tensors make up a weight, by the method of `quantization_config`.
+//!
+//! | method | levels | scales | zeros |
+//! |---|---|---|---|
+//! | awq | `qweight [K, N / 8]` | `scales [K / group, N]` | `qzeros [K / group, N / 8]` |
+//! | gptq | `qweight [K * bits / 32, N]` | `scales [groups, N]` | `qzeros [groups, N * bits / 32]`, `g_idx [K]` |
+//! | compressed-tensors | `weight_packed [N, K * bits / 32]`, or `weight [N, K]` | `weight_scale [N, groups]` | `weight_zero_point` |
+//! | fp8 | `weight [N, K]` | `weight_scale`, or `weight_scale_inv` of blocks | |
+//!
+//! N are the outputs, K the inputs. Which modules were quantised, with how many bits and in which groups, shows in the
+//! shapes of their tensors; so lists of modules that were not (`modules_to_not_convert`, `ignore`) are not read.
+//!
+//! Layouts: AutoAWQ's "gemm", AutoGPTQ and GPTQModel, vLLM's compressed-tensors, DeepSeek-V3's block scales.
+
+use baton_model_spec::{FloatDtype, IntegerWidth, LoadError, StoredQuantisation};
+use safetensors::tensor::Dtype;
+
+use crate::integer_tensors::{
+    Field, Fp8Tensors, Groups, IntegerTensors, SLOTS_IN_ORDER, Table, Zeros, listed_group,
+};
+use crate::matrix::{Matrix, Stored, StoredOrder};
+use crate::tensors::{Raw, Tensors};
+
+/// Integers of an int32, from the low end, as AWQ's kernels unpack them.
+const AWQ_SLOTS: [u8; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+const WORD_BITS: usize = 32;
+const SCALE_DTYPES: &[Dtype] = &[Dtype::F32, Dtype::F16, Dtype::BF16];
+
+/// Tensors that say how activations and KV were quantised: neither is here.
+pub(crate) fn is_about_activations(name: &str) -> bool {
+    const SUFFIXES: &[&str] = &[
+        ".activation_scale",
+        ".input_global_scale",
+        ".input_scale",
+        ".input_scale_ub",
+        ".input_zero_point",
+        ".k_scale",
+        ".output_scale",
+        ".q_scale",
+        ".v_scale",
+    ];
+    SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
+}
+
+/// Takes the weight of `module`, if it is stored as something else than floats.
+pub(crate) fn take(
+    from: &mut Tensors,
+    quantisation: StoredQuantisation,
+    module: &str,
+    [rows, cols]: [usize; 2],
+) -> Result<Option<Matrix>, LoadError> {
+    let mut taker = Taker { from, module, rows, cols };
+    let has = |suffix: &str| taker.from.dtype_of(&format!("{module}.{suffix}"));
+    let stored = match quantisation {
+        StoredQuantisation::Awq if has("qweight").is_some() => Stored::Integers(taker.awq()?),
+        StoredQuantisation::Gptq { zero_offset } if has("qweight").is_some() => {
+            Stored::Integers(taker.gptq(zero_offset)?)
+        }
+        StoredQuantisation::Named { .. } if has("weight_packed").is_some() => {
+            Stored::Integers(taker.packed()?)
+        }
+        StoredQuantisation::Named { .. } if has("weight") == Some(Dtype::I8) => {
+            Stored::Integers(taker.bytes()?)
+        }
+        StoredQuantisation::Named { block } if has("weight") == Some(Dtype::F8_E4M3) => {
+            Stored::Fp8(taker.fp8(block)?)
+        }
+        _ => return Ok(None),
+    };
+    let stored = match stored {
+        Stored::Integers(tensors) => Stored::Integers(tensors.without_needless_zeros(rows)),
+        other => other,
+    };
+    Ok(Some(Matrix::new(rows, cols, stored, StoredOrder::AsIs)))
+}
+
+/// Takes the tensors of one module.
+struct Taker<'a> {
+    from: &'a mut Tensors,
+    module: &'a str,
+    rows: usize,
+    cols: usize,
+}
+
+impl Taker<'_> {
+    fn take(&mut self, suffix: &str, dtypes: &[Dtype], shapes: &[&[usize]]) -> Result<Raw, LoadError> {
+        self.from.take_raw(&format!("{}.{suffix}", self.module), dtypes, shapes)
+    }
+
+    fn has(&self, suffix: &str) -> bool {
+        self.dtype_of(suffix).is_some()
+    }
+
+    fn dtype_of(&self, suffix: &str) -> Option<Dtype> {
+        self.from.dtype_of(&format!("{}.{suffix}", self.module))
+    }
+
+    fn shape_of(&self, suffix: &str) -> Vec<usize> {
+        self.from.shape_of(&format!("{}.{suffix}", self.module)).unwrap_or_default()
+    }
+
+    fn awq(&mut self) -> Result<IntegerTensors, LoadError> {
+        let (rows, cols) = (self.rows, self.cols);
+        let words = rows.div_ceil(8);
+        let field = |raw: Raw| Field {
+            row_shift: 3,
+            row_stride: 1,
+            col_shift: 0,
+            col_stride: words,
+            slots: AWQ_SLOTS,
+            ..in_words(raw, 4)
+        };
+        let qweight = self.take("qweight", &[Dtype::I32], &[&[cols, words]])?;
+        let num_groups = self.num_groups("scales", 0);
+        let scales = self.take("scales", SCALE_DTYPES, &[&[num_groups, rows]])?;
+        let zeros = match self.has("qzeros") {
+            true => Some(self.take("qzeros", &[Dtype::I32], &[&[num_groups, words]])?),
+            false => None,
+        };
+        Ok(IntegerTensors {
+            width: IntegerWidth::Four,
+            cols,
+            levels: field(qweight),
+            scales: Table { row_stride: 1, col_stride: rows, ..table(scales) },
+            zeros: zeros.map(|zeros| Zeros { levels: field(zeros), offset: 0 }),
+            groups: Groups::InOrder(cols / num_groups),
+            num_groups,
+        })
+    }
+
+    fn gptq(&mut self, zero_offset: i16) -> Result<IntegerTensors, LoadError> {
+        let (rows, cols) = (self.rows, self.cols);
+        let width = self.width("qweight", 0);
+        let per_word = WORD_BITS / width.bits();
+        let qweight = self.take("qweight", &[Dtype::I32], &[&[cols.div_ceil(per_word), rows]])?;
+        let num_groups = self.num_groups("scales", 0);
+        let scales = self.take("scales", SCALE_DTYPES, &[&[num_groups, rows]])?;
+        let zero_words = rows.div_ceil(per_word);
+        let qzeros = self.take("qzeros", &[Dtype::I32], &[&[num_groups, zero_words]])?;
+        Ok(IntegerTensors {
+            width,
+            cols,
+            levels: Field {
+                row_stride: 1,
+                col_shift: per_word.ilog2(),
+                col_stride: rows,
+                ..in_words(qweight, width.bits())
+            },
+            scales: Table { row_stride: 1, col_stride: rows, ..table(scales) },
+            zeros: Some(Zeros {
+                levels: Field {
+                    row_shift: per_word.ilog2(),
+                    row_stride: 1,
+                    col_stride: zero_words,
+                    ..in_words(qzeros, width.bits())
+                },
+                offset: zero_offset,
+            }),
+            groups: self.groups("g_idx", num_groups)?,
+            num_groups,
+        })
+    }
+
+    /// compressed-tensors' integers in words.
+    fn packed(&mut self) -> Result<IntegerTensors, LoadError> {
+        let (rows, cols) = (self.rows, self.cols);
+        let width = self.width("weight_packed", 1);
+        let per_word = WORD_BITS / width.bits();
+        let words = cols.div_ceil(per_word);
+        let levels = self.take("weight_packed", &[Dtype::I32], &[&[rows, words]])?;
+        if self.has("weight_shape") {
+            let shape = self.take("weight_shape", &[Dtype::I64, Dtype::I32], &[&[2]])?;
+            let numbers = shape.span.chunks_exact(shape.span.len() / 2);
+            let numbers =
+                numbers.map(|bytes| bytes.iter().rev().fold(0, |n, byte| n << 8 | u64::from(*byte)));
+            let found: Vec<usize> = numbers.map(|number| number as usize).collect();
+            if found != [rows, cols] {
+                let tensor = format!("{}.weight_shape", self.module);
+                return Err(shape.wrong_shape(tensor, found, vec![rows, cols]));
+            }
+        }
+        let (scales, num_groups) = self.scales("weight_scale")?;
+        let zeros = match self.dtype_of("weight_zero_point") {
+            None => None,
+            Some(Dtype::I32) => {
+                let shape = [rows.div_ceil(per_word), num_groups];
+                let raw = self.take("weight_zero_point", &[Dtype::I32], &[&shape])?;
+                Some(Zeros {
+                    levels: Field {
+                        row_shift: per_word.ilog2(),
+                        row_stride: num_groups,
+                        ..in_words(raw, width.bits())
+                    },
+                    offset: 0,
+                })
+            }
+            Some(_) => Some(self.byte_zeros(width, num_groups)?),
+        };
+        Ok(IntegerTensors {
+            width,
+            cols,
+            levels: Field {
+                row_stride: words,
+                col_shift: per_word.ilog2(),
+                ..in_words(levels, width.bits())
+            },
+            scales,
+            zeros,
+            groups: self.groups("weight_g_idx", num_groups)?,
+            num_groups,
+        })
+    }
+
+    /// compressed-tensors' integers in bytes.
+    fn bytes(&mut self) -> Result<IntegerTensors, LoadError> {
+        let (rows, cols) = (self.rows, self.cols);
+        let levels = self.take("weight", &[Dtype::I8], &[&[rows, cols]])?;
+        let (scales, num_groups) = self.scales("weight_scale")?;
+        let zeros = match self.has("weight_zero_point") {
+            true => Some(self.byte_zeros(IntegerWidth::Eight, num_groups)?),
+            false => None,
+        };
+        Ok(IntegerTensors {
+            width: IntegerWidth::Eight,
+            cols,
+            levels: Field { row_stride: cols, ..in_bytes(levels) },
+            scales,
+            zeros,
+            groups: self.groups("weight_g_idx", num_groups)?,
+            num_groups,
+        })
+    }
+
+    fn fp8(&mut self, [block_rows, block_cols]: [usize; 2]) -> Result<Fp8Tensors, LoadError> {
+        let (rows, cols) = (self.rows, self.cols);
+        let levels = self.take("weight", &[Dtype::F8_E4M3], &[&[rows, cols]])?.span;
+        let suffix = if self.has("weight_scale_inv") { "weight_scale_inv" } else { "weight_scale" };
+        let blocks = [rows.div_ceil(block_rows), cols.div_ceil(block_cols)];
+        let shape = self.shape_of(suffix);
+        let is_blocks = shape == blocks && !is_whole_rows(&shape, rows);
+        if !is_blocks {
+            let (scales, num_groups) = self.scales(suffix)?;
+            return Ok(Fp8Tensors { levels, cols, scales, group: cols / num_groups });
+        }
+        let scales = self.take(suffix, SCALE_DTYPES, &[&blocks])?;
+        let scales =
+            Table { rows_per_row: block_rows, row_stride: blocks[1], col_stride: 1, ..table(scales) };
+        Ok(Fp8Tensors { levels, cols, scales, group: block_cols })
+    }
+
+    /// Scales of the whole matrix, of rows, or of groups in rows; and how many groups a row has.
+    fn scales(&mut self, suffix: &str) -> Result<(Table, usize), LoadError> {
+        let num_groups = self.num_groups(suffix, 1);
+        let per_row = [self.rows, num_groups];
+        let raw = self.take(suffix, SCALE_DTYPES, &[&per_row, &[self.rows], &[1, 1], &[1], &[]])?;
+        let is_one = raw.shape.iter().product::<usize>() == 1;
+        let row_stride = if is_one { 0 } else { num_groups };
+        Ok((Table { row_stride, col_stride: 1, ..table(raw) }, num_groups))
+    }
+
+    /// Zeros in bytes, shaped as the scales.
+    fn byte_zeros(&mut self, width: IntegerWidth, num_groups: usize) -> Result<Zeros, LoadError> {
+        let per_row = [self.rows, num_groups];
+        let raw =
+            self.take("weight_zero_point", &[Dtype::I8], &[&per_row, &[self.rows], &[1, 1], &[1], &[]])?;
+        let row_stride = if raw.span.len() == 1 { 0 } else { num_groups };
+        let levels = Field { row_stride, ..in_bytes(raw) };
+        // A signed zero counts from the middle of the width.
+        Ok(Zeros { levels, offset: i16::from(width.middle()) - 128 })
+    }
+
+    fn groups(&mut self, suffix: &str, num_groups: usize) -> Result<Groups, LoadError> {
+        let size = self.cols / num_groups;
+        if !self.has(suffix) {
+            return Ok(Groups::InOrder(size));
+        }
+        let raw = self.take(suffix, &[Dtype::I32], &[&[self.cols]])?;
+        let list = &raw.span;
+        if (0..self.cols).all(|k| listed_group(list, k) == k / size) {
+            return Ok(Groups::InOrder(size));
+        }
+        if let Some(k) = (0..self.cols).find(|k| listed_group(list, *k) >= num_groups) {
+            let tensor = format!("{}.{suffix}", self.module);
+            let found = listed_group(list, k) as i32;
+            return Err(
+                raw.bad(format!("tensor {tensor} names group {found}, expected 0 to {}", num_groups - 1))
+            );
+        }
+        Ok(Groups::Listed(raw.span))
+    }
+
+    /// Four bits if the dimension of packed integers is that of four, else eight.
+    fn width(&self, suffix: &str, dimension: usize) -> IntegerWidth {
+        match self.shape_of(suffix).get(dimension) {
+            Some(words) if *words == self.cols.div_ceil(WORD_BITS / 8) => IntegerWidth::Eight,
+            _ => IntegerWidth::Four,
+        }
+    }
+
+    /// Groups in a row, by a dimension of the scales. One if there cannot be so many: then their shape is refused.
+    fn num_groups(&self, suffix: &str, dimension: usize) -> usize {
+        let shape = self.shape_of(suffix);
+        let found = if shape.len() == 2 { shape[dimension] } else { 1 };
+        if found > 0 && self.cols.is_multiple_of(found) { found } else { 1 }
+    }
+}
+
+/// Whether scales are those of rows, or one for all.
+fn is_whole_rows(shape: &[usize], rows: usize) -> bool {
+    matches!(shape, [] | [1] | [1, 1]) || shape == [rows] || shape == [rows, 1]
+}
+
+fn in_words(raw: Raw, bits: usize) -> Field {
+    Field {
+        span: raw.span,
+        bits,
+        word_bytes: 4,
+        row_shift: 0,
+        row_stride: 1,
+        col_shift: 0,
+        col_stride: 1,
+        slots: SLOTS_IN_ORDER,
+        is_signed: false,
+    }
+}
+
+fn in_bytes(raw: Raw) -> Field {
+    Field { word_bytes: 1, is_signed: true, ..in_words(raw, 8) }
+}
+
+fn table(raw: Raw) -> Table {
+    let dtype = match raw.dtype {
+        Dtype::F32 => FloatDtype::F32,
+        Dtype::F16 => FloatDtype::F16,
+        _ => FloatDtype::Bf16,
+    };
+    Table { span: raw.span, dtype, rows_per_row: 1, row_stride: 1, col_stride: 1 }
+}
+
+#[cfg(test)]
+mod tests;

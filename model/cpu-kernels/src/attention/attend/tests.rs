@@ -1,0 +1,229 @@
+//! Attention against its formula, over shapes, types and ways to divide the work.
+
+use baton_kv_cache::{BlockId, KvDtype, KvLayout};
+
+use super::*;
+use crate::attention::shape::SPAN;
+use crate::kv::store_rows;
+use crate::kv::testing::read_vector;
+use crate::products::has_pairs;
+use crate::simd::Isa;
+use baton_model_testing::noise;
+
+struct Case {
+    shape: AttentionShape,
+    block_size: usize,
+    dtype: KvDtype,
+    len: usize,
+}
+
+/// KV of one sequence in blocks that lie in no order.
+fn fill(case: &Case) -> (BlockStorage, Vec<BlockId>, Vec<f32>, Vec<f32>) {
+    let shape = &case.shape;
+    let layout = KvLayout {
+        block_size: case.block_size,
+        num_layers: 2,
+        num_kv_heads: shape.num_kv_heads,
+        head_dim: shape.head_dim,
+        dtype: case.dtype,
+    };
+    let num_blocks = layout.num_blocks_for(case.len);
+    let storage = BlockStorage::new(layout, num_blocks + 3).unwrap();
+    for block in 0..storage.num_blocks() {
+        // What is not written yet must not matter. SAFETY: the test is the only user.
+        unsafe { storage.layer_mut(BlockId(block as u32), 1) }.fill(0xff);
+    }
+    let blocks: Vec<BlockId> = (0..num_blocks).rev().map(|idx| BlockId(idx as u32 + 2)).collect();
+    let width = shape.num_kv_heads * shape.head_dim;
+    let [keys, values] = [1, 2].map(|seed| noise(seed, case.len * width));
+    for (position, (key, value)) in keys.chunks(width).zip(values.chunks(width)).enumerate() {
+        // SAFETY: the test is the only user.
+        unsafe { store_rows(&storage, 1, &blocks, position, 0, key, value) };
+    }
+    let [k, v] = [0, 1].map(|half| {
+        (0..case.len * shape.num_kv_heads)
+            .flat_map(|idx| {
+                let (position, kv_head) = (idx / shape.num_kv_heads, idx % shape.num_kv_heads);
+                let kv = HeadKv::both(&storage, 1, &blocks, kv_head)[half];
+                // SAFETY: nobody writes.
+                unsafe { read_vector(&kv, position) }
+            })
+            .collect()
+    });
+    (storage, blocks, k, v)
+}
+
+/// The formula, in f64.
+fn reference(shape: &AttentionShape, q: &[f32], k: &[f32], v: &[f32], position: usize) -> Vec<f64> {
+    let dim = shape.head_dim;
+    let group = shape.num_heads / shape.num_kv_heads;
+    let from = shape.window.map_or(0, |window| (position + 1).saturating_sub(window));
+    let mut out = vec![0.0; shape.num_heads * dim];
+    for head in 0..shape.num_heads {
+        let at = |t: usize| (t * shape.num_kv_heads + head / group) * dim;
+        let scores: Vec<f64> = (from..=position)
+            .map(|t| {
+                let dot: f64 = (0..dim).map(|i| f64::from(q[head * dim + i]) * f64::from(k[at(t) + i])).sum();
+                let score = dot * f64::from(shape.scale);
+                shape.soft_cap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+            })
+            .collect();
+        let max = scores.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
+        let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+        for (t, score) in (from..=position).zip(&scores) {
+            for i in 0..dim {
+                out[head * dim + i] += (score - max).exp() / total * f64::from(v[at(t) + i]);
+            }
+        }
+    }
+    out
+}
+
+/// Tolerance 5e-6 absolute for values of magnitude one; 2e-3, half a unit in the last place of bf16, where weights are
+/// rounded.
+fn check(isa: Isa, case: &Case) -> Vec<f32> {
+    let shape = &case.shape;
+    let (storage, blocks, k, v) = fill(case);
+    let width = shape.num_heads * shape.head_dim;
+    let stride = width + 5;
+    let mut queries: Vec<f32> = noise(3, case.len * stride).iter().map(|x| x * 4.0).collect();
+    let in_pairs = shape.bf16_pairs && case.dtype == KvDtype::Bf16;
+    if in_pairs {
+        // Then rounding the scaled ones, what the kernel does, changes nothing.
+        let scale = shape.scale * if shape.soft_cap.is_none() { std::f32::consts::LOG2_E } else { 1.0 };
+        for x in &mut queries {
+            *x = half::bf16::from_f32(*x * scale).to_f32() / scale;
+        }
+    }
+    let tolerance = if in_pairs { 2e-3 } else { 5e-6 };
+    let run = |threads: usize, chunks: &[(usize, usize)]| {
+        let mut cpu = Cpu::new(isa, threads).unwrap();
+        let mut out = vec![f32::NAN; case.len * width];
+        for &(start, num_rows) in chunks {
+            let sequence = BatchSequence {
+                tokens: &vec![0; num_rows],
+                start_idx: start,
+                blocks: &blocks,
+                num_logits: 0,
+            };
+            // SAFETY: nobody writes.
+            unsafe {
+                attend(
+                    &mut cpu,
+                    shape,
+                    &storage,
+                    1,
+                    &[sequence],
+                    &[0],
+                    &queries[start * stride..],
+                    stride,
+                    &mut out[start * width..],
+                );
+            }
+        }
+        out
+    };
+    let whole = run(2, &[(0, case.len)]);
+    for position in [0, 1, case.len / 2, case.len - 1] {
+        let expected = reference(shape, &queries[position * stride..], &k, &v, position);
+        for (i, expected) in expected.iter().enumerate() {
+            let got = f64::from(whole[position * width + i]);
+            assert!(
+                (got - expected).abs() < tolerance,
+                "{isa:?} {shape:?} {position}/{i}: {got} not {expected}"
+            );
+        }
+    }
+    let same_rows = |threads: usize, first: usize, rows: usize| {
+        let chunks: Vec<_> = (first..case.len).step_by(rows).map(|s| (s, rows.min(case.len - s))).collect();
+        let (got, expected) = (&run(threads, &chunks)[first * width..], &whole[first * width..]);
+        assert!(
+            got == expected,
+            "{isa:?} {shape:?}: {rows} rows at a time from {first} on, {threads} threads"
+        );
+    };
+    same_rows(1, 0, 7);
+    same_rows(2, 0, 3);
+    same_rows(3, case.len / 2, 300);
+    // One thread goes from span to span, several share them.
+    same_rows(1, case.len - 40, 1);
+    same_rows(5, case.len - 40, 1);
+    whole
+}
+
+/// On every instruction set; those with fused multiply-adds agree bit for bit.
+fn check_all(case: &Case) {
+    let fused = |isa: &Isa| *isa != Isa::Portable;
+    let found: Vec<_> = Isa::available().into_iter().map(|isa| (isa, check(isa, case))).collect();
+    let results: Vec<_> = found.iter().filter(|(isa, _)| fused(isa)).map(|(_, out)| out).collect();
+    assert!(results.windows(2).all(|pair| pair[0] == pair[1]), "instruction sets differ: {:?}", case.shape);
+}
+
+const BASE: AttentionShape = AttentionShape {
+    num_heads: 4,
+    num_kv_heads: 2,
+    first_kv_head: 0,
+    head_dim: 16,
+    scale: 0.25,
+    soft_cap: None,
+    window: None,
+    bf16_pairs: false,
+};
+
+#[test]
+fn attention_matches_the_formula_and_does_not_depend_on_chunks() {
+    for dtype in KvDtype::ALL {
+        check_all(&Case { shape: BASE, block_size: 16, dtype, len: 150 });
+        check_all(&Case { shape: AttentionShape { head_dim: 64, ..BASE }, block_size: 16, dtype, len: 140 });
+        let odd = AttentionShape { head_dim: 24, num_heads: 3, num_kv_heads: 1, ..BASE };
+        check_all(&Case { shape: odd, block_size: 5, dtype, len: 135 });
+    }
+    let shapes = [
+        AttentionShape { head_dim: 5, num_heads: 2, ..BASE },
+        AttentionShape { head_dim: 64, num_heads: 10, ..BASE },
+        AttentionShape { head_dim: 128, num_heads: 9, num_kv_heads: 1, ..BASE },
+        AttentionShape { num_heads: 2, window: Some(30), ..BASE },
+        AttentionShape { window: Some(1), ..BASE },
+        AttentionShape { window: Some(70), ..BASE },
+        AttentionShape { soft_cap: Some(5.0), head_dim: 80, ..BASE },
+    ];
+    for shape in shapes {
+        check_all(&Case { shape, block_size: 5, dtype: KvDtype::F32, len: 135 });
+    }
+}
+
+/// Also where numbers of a head, rows of a chunk and positions of a tile are odd.
+#[test]
+fn pairs_match_the_formula_and_do_not_depend_on_chunks() {
+    let base = AttentionShape { bf16_pairs: true, ..BASE };
+    let shapes = [
+        base,
+        AttentionShape { head_dim: 64, ..base },
+        AttentionShape { head_dim: 128, num_heads: 9, num_kv_heads: 1, ..base },
+        AttentionShape { head_dim: 24, num_heads: 3, num_kv_heads: 1, ..base },
+        AttentionShape { head_dim: 5, num_heads: 2, ..base },
+        AttentionShape { head_dim: 96, window: Some(33), ..base },
+        AttentionShape { head_dim: 64, soft_cap: Some(5.0), num_heads: 16, ..base },
+    ];
+    for shape in shapes {
+        let case = Case { shape, block_size: 5, dtype: KvDtype::Bf16, len: 135 };
+        check(Isa::Portable, &case);
+        for isa in Isa::available().into_iter().filter(|isa| has_pairs(*isa)) {
+            check(isa, &case);
+        }
+    }
+}
+
+#[test]
+fn spans_are_folded_alike_whoever_computes_them() {
+    let shapes = [
+        AttentionShape { num_heads: 2, num_kv_heads: 1, ..BASE },
+        AttentionShape { num_heads: 2, num_kv_heads: 1, window: Some(SPAN + 9), ..BASE },
+        AttentionShape { num_heads: 1, num_kv_heads: 1, soft_cap: Some(5.0), window: Some(33), ..BASE },
+    ];
+    for shape in shapes {
+        for len in [SPAN, SPAN + 1, 2 * SPAN + 70] {
+            check_all(&Case { shape, block_size: 16, dtype: KvDtype::Bf16, len });
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! Tiles of KV as factors: values as they lie, keys by columns, so that positions lie side by side in a vector. Factors
+//! are numbers widened to f32, or pairs of bf16.
+
+use baton_kv_cache::KvDtype;
+
+use super::words::{Bf16Pair, Factor, Words};
+use crate::simd::{Bf16, E4m3, F16, F32, I8, LANES, Stored, kernel};
+
+/// Where K or V of a tile's positions lies.
+#[derive(Clone, Copy)]
+pub(super) struct Positions<'a> {
+    /// At least one.
+    pub(super) rows: &'a [*const u8],
+    pub(super) dtype: KvDtype,
+    /// Numbers of a position.
+    pub(super) n: usize,
+}
+
+impl Positions<'_> {
+    /// Where position `t` lies; behind the last one, where there is nothing to read, another stands for it.
+    #[inline(always)]
+    pub(super) fn row(&self, t: usize) -> *const u8 {
+        self.rows[t.min(self.rows.len() - 1)]
+    }
+}
+
+kernel! {
+    /// Number d of position t goes to `to[d * stride + t]`, `stride` being at least the number of positions, rounded
+    /// up to the lanes. What lies there behind the last position means nothing.
+    ///
+    /// # Safety
+    /// Positions are valid for `n` numbers; `to` for as many columns as [`padded`] says.
+    pub(super) fn widen_columns / columns (positions: &Positions<'_>, to: *mut f32, stride: usize)
+}
+
+kernel! {
+    /// Number d of position t goes to `to[t * stride + d]`, zeroes behind the last; `stride` is `n` rounded up to the
+    /// lanes.
+    ///
+    /// # Safety
+    /// Positions are valid for `n` numbers, `to` for `stride` times their number.
+    pub(super) fn widen_rows / rows (positions: &Positions<'_>, to: *mut f32, stride: usize)
+}
+
+kernel! {
+    /// Numbers 2 d and 2 d + 1 of position t go to `to[d * stride + t]`, else as [`widen_columns`]; of an odd number the last
+    /// column has no second ones.
+    ///
+    /// # Safety
+    /// As [`widen_columns`], positions being bf16.
+    pub(super) fn pair_columns / columns_of_pairs (positions: &Positions<'_>, to: *mut f32, stride: usize)
+}
+
+kernel! {
+    /// Numbers d of positions 2 t and 2 t + 1 go to `to[t * stride + d]`, else as [`widen_rows`]; the last position may
+    /// stand for the one behind it.
+    ///
+    /// # Safety
+    /// As [`widen_rows`], positions being bf16.
+    pub(super) fn pair_rows / rows_of_pairs (positions: &Positions<'_>, to: *mut f32, stride: usize)
+}
+
+/// Columns that [`widen_columns`] writes for `n` numbers; those from `n` on mean nothing.
+pub(super) fn padded(n: usize) -> usize {
+    n.next_multiple_of(LANES * 4)
+}
+
+#[inline(always)]
+unsafe fn columns<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        match positions.dtype {
+            KvDtype::F32 => columns_of::<S, F32>(positions, to, stride),
+            KvDtype::F16 => columns_of::<S, F16>(positions, to, stride),
+            KvDtype::Bf16 => columns_of::<S, Bf16>(positions, to, stride),
+            KvDtype::Fp8 => columns_of::<S, E4m3>(positions, to, stride),
+            KvDtype::Int8 => columns_of::<S, I8>(positions, to, stride),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn columns_of_pairs<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
+    // SAFETY: passed on to the caller.
+    unsafe { columns_of::<S, Bf16Pair>(positions, to, stride) }
+}
+
+#[inline(always)]
+unsafe fn rows_of_pairs<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
+    // SAFETY: passed on to the caller.
+    unsafe { rows_of::<S, Bf16Pair>(positions, to, stride) }
+}
+
+#[inline(always)]
+#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
+unsafe fn columns_of<S: Words, W: Factor>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
+    let Positions { rows, n, .. } = *positions;
+    let num_bytes = n * W::Number::SIZE;
+    let mut t = 0;
+    while t < rows.len() {
+        let mut done = 0;
+        while done < num_bytes {
+            // SAFETY: bytes and columns stay below their numbers.
+            unsafe {
+                let mut words = [S::splat(0.0); LANES];
+                for r in 0..LANES {
+                    let row = positions.row(t + r).add(done);
+                    words[r] = if done + LANES * 4 <= num_bytes {
+                        S::load(row.cast())
+                    } else {
+                        let mut bytes = [0u8; LANES * 4];
+                        std::ptr::copy_nonoverlapping(row, bytes.as_mut_ptr(), num_bytes - done);
+                        S::load(bytes.as_ptr().cast())
+                    };
+                }
+                let columns = S::transpose(words);
+                let to = to.add(done / 4 * W::PER_WORD * stride + t);
+                for c in 0..LANES {
+                    for i in 0..W::PER_WORD {
+                        S::store(to.add((c * W::PER_WORD + i) * stride), W::unpack::<S>(columns[c], i));
+                    }
+                }
+            }
+            done += LANES * 4;
+        }
+        t += LANES;
+    }
+}
+
+#[inline(always)]
+unsafe fn rows<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        match positions.dtype {
+            KvDtype::F32 => rows_of::<S, F32>(positions, to, stride),
+            KvDtype::F16 => rows_of::<S, F16>(positions, to, stride),
+            KvDtype::Bf16 => rows_of::<S, Bf16>(positions, to, stride),
+            KvDtype::Fp8 => rows_of::<S, E4m3>(positions, to, stride),
+            KvDtype::Int8 => rows_of::<S, I8>(positions, to, stride),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn rows_of<S: Words, W: Factor>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
+    let n = positions.n;
+    for line in 0..positions.rows.len().div_ceil(W::NUM) {
+        let rows = [positions.row(line * W::NUM), positions.row((line + 1) * W::NUM - 1)];
+        // SAFETY: numbers stay below `n` and `stride`.
+        unsafe {
+            let to = to.add(line * stride);
+            let mut i = 0;
+            while i + LANES <= n {
+                S::store(to.add(i), W::line::<S>(rows, i * W::Number::SIZE));
+                i += LANES;
+            }
+            if i < stride {
+                let mut rest = [[0u8; LANES * 4]; 2];
+                for (rest, row) in rest.iter_mut().zip(rows) {
+                    let from = row.add(i * W::Number::SIZE);
+                    std::ptr::copy_nonoverlapping(from, rest.as_mut_ptr(), (n - i) * W::Number::SIZE);
+                }
+                S::store(to.add(i), W::line::<S>([rest[0].as_ptr(), rest[1].as_ptr()], 0));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simd::Isa;
+
+    /// Numbers whose codes are all there are, one by one against both.
+    fn check<W: Stored>(isa: Isa, dtype: KvDtype, num_rows: usize, n: usize) {
+        let row_bytes = n * W::SIZE;
+        let mut bytes: Vec<u8> = (0..num_rows * row_bytes).map(|i| (i * 37 + i / 256) as u8).collect();
+        if dtype == KvDtype::Fp8 {
+            bytes.iter_mut().filter(|code| **code & 0x7f == 0x7f).for_each(|code| *code = 0x7e);
+        }
+        let rows: Vec<*const u8> = bytes.chunks(row_bytes).map(<[u8]>::as_ptr).collect();
+        let positions = Positions { rows: &rows, dtype, n };
+        let (stride, dim) = (num_rows.next_multiple_of(LANES), n.next_multiple_of(LANES));
+        let mut by_columns = vec![0.0; padded(n) * stride];
+        let mut by_rows = vec![f32::NAN; num_rows * dim];
+        // SAFETY: sizes are those asked for.
+        unsafe {
+            widen_columns(isa, &positions, by_columns.as_mut_ptr(), stride);
+            widen_rows(isa, &positions, by_rows.as_mut_ptr(), dim);
+        }
+        for (t, row) in rows.iter().enumerate() {
+            for d in 0..n {
+                // SAFETY: the row holds `n` numbers.
+                let expected = unsafe { W::load_one(row.add(d * W::SIZE)) };
+                for got in [by_columns[d * stride + t], by_rows[t * dim + d]] {
+                    let same = got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan();
+                    assert!(same, "{isa:?} {dtype:?}: {got} not {expected} at {t},{d} of {n}");
+                }
+            }
+            assert!(by_rows[t * dim + n..(t + 1) * dim].iter().all(|&x| x == 0.0), "{n} padded to {dim}");
+        }
+    }
+
+    #[test]
+    fn tiles_hold_what_is_stored() {
+        for isa in Isa::available() {
+            for n in [1, 5, 16, 24, 64, 80, 130] {
+                for num_rows in [1, 16, 40] {
+                    check::<F32>(isa, KvDtype::F32, num_rows, n);
+                    check::<F16>(isa, KvDtype::F16, num_rows, n);
+                    check::<Bf16>(isa, KvDtype::Bf16, num_rows, n);
+                    check::<E4m3>(isa, KvDtype::Fp8, num_rows, n);
+                    check::<I8>(isa, KvDtype::Int8, num_rows, n);
+                }
+            }
+        }
+    }
+}

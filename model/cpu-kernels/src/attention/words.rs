@@ -1,0 +1,516 @@
+//! Sixteen rows of memory become sixteen columns, and columns become factors of products.
+//!
+//! Rows are turned as words of 32 bits, whatever these hold: one number of f32, two of sixteen bits, four of eight.
+//! So the narrower the type, the fewer shuffles a number costs. A turned word is then unpacked into its numbers, or is a
+//! factor as it is: two bf16 that are multiplied with two others at once.
+
+use crate::simd::{Bf16, E4m3, F16, F32, I8, LANES, Portable, Simd, Stored};
+
+/// Vectors of words.
+///
+/// # Safety (of all methods)
+/// As [`Simd`].
+pub(super) trait Words: Simd {
+    /// Lane i of row j becomes lane j of row i.
+    unsafe fn transpose(rows: [Self::V; LANES]) -> [Self::V; LANES];
+    /// The lower (0) or upper (1) bf16 of each word.
+    unsafe fn unpack_bf16(words: Self::V, idx: usize) -> Self::V;
+    /// The lower (0) or upper (1) f16 of each word.
+    unsafe fn unpack_f16(words: Self::V, idx: usize) -> Self::V;
+    /// The E4M3 in byte `idx` of each word, the lowest being 0; they are numbers, as for [`Simd::load_e4m3`].
+    unsafe fn unpack_e4m3(words: Self::V, idx: usize) -> Self::V;
+    /// The whole number in byte `idx` of each word.
+    unsafe fn unpack_i8(words: Self::V, idx: usize) -> Self::V;
+    /// Adds to each lane of `sums` the products of the two bf16 in a lane of `a` with those of `b`, the upper ones first.
+    ///
+    /// An instruction may count numbers below the normal ones as zero.
+    #[inline(always)]
+    unsafe fn dot_bf16(a: Self::V, b: Self::V, sums: Self::V) -> Self::V {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let upper = Self::fma(Self::unpack_bf16(a, 1), Self::unpack_bf16(b, 1), sums);
+            Self::fma(Self::unpack_bf16(a, 0), Self::unpack_bf16(b, 0), upper)
+        }
+    }
+    /// Sixteen bf16 at `lower` and sixteen at `upper` become the halves of sixteen words.
+    #[inline(always)]
+    unsafe fn join_bf16(lower: *const u16, upper: *const u16) -> Self::V {
+        let mut words = [0u32; LANES];
+        for (lane, word) in words.iter_mut().enumerate() {
+            // SAFETY: the caller vouches for sixteen of each.
+            let [lower, upper] = unsafe { [lower, upper].map(|half| half.add(lane).read_unaligned()) };
+            *word = u32::from(lower) | u32::from(upper) << 16;
+        }
+        // SAFETY: there are sixteen words.
+        unsafe { Self::load(words.as_ptr().cast()) }
+    }
+}
+
+/// Stored numbers, as kernels multiply them: one by one in f32, or [two at once](Bf16Pair).
+pub(super) trait Factor {
+    /// As they lie in memory.
+    type Number: Stored;
+    /// Numbers in a factor.
+    const NUM: usize;
+
+    /// Factor `idx` of each word.
+    ///
+    /// # Safety
+    /// As [`Simd`]; `idx` is below [`PER_WORD`](Self::PER_WORD).
+    unsafe fn unpack<S: Words>(words: S::V, idx: usize) -> S::V;
+
+    /// Factors in a word.
+    const PER_WORD: usize = 4 / Self::Number::SIZE / Self::NUM;
+
+    /// `x * y + sums`
+    ///
+    /// # Safety
+    /// As [`Simd`].
+    #[inline(always)]
+    unsafe fn multiply_add<S: Words>(x: S::V, y: S::V, sums: S::V) -> S::V {
+        // SAFETY: passed on to the caller.
+        unsafe { S::fma(x, y, sums) }
+    }
+
+    /// Sixteen factors of numbers that begin at byte `at` of a row each; a factor of one number reads the first row.
+    ///
+    /// # Safety
+    /// As [`Simd`].
+    #[inline(always)]
+    unsafe fn line<S: Words>(rows: [*const u8; 2], at: usize) -> S::V {
+        // SAFETY: passed on to the caller.
+        unsafe { Self::Number::load::<S>(rows[0].add(at)) }
+    }
+}
+
+/// As [`kernel!`](crate::simd::kernel), for processors that [multiply bf16](crate::products::has_pairs), and in
+/// plain Rust for tests.
+macro_rules! pair_kernel {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident $(<$factor:ty>)? ($($arg:ident: $ty:ty),* $(,)?)) => {
+        $(#[$meta])*
+        #[allow(clippy::too_many_arguments)]
+        $vis unsafe fn $name(isa: $crate::simd::Isa, $($arg: $ty),*) {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
+            #[allow(clippy::too_many_arguments)]
+            unsafe fn avx512($($arg: $ty),*) {
+                // SAFETY: passed on to the caller.
+                unsafe { $generic::<$crate::simd::Avx512 $(, $factor)?>($($arg),*) }
+            }
+            // SAFETY: passed on to the caller.
+            unsafe {
+                match isa {
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::simd::Isa::Avx512 => avx512($($arg),*),
+                    _ => $generic::<$crate::simd::Portable $(, $factor)?>($($arg),*),
+                }
+            }
+        }
+    };
+}
+pub(super) use pair_kernel;
+
+/// Two bf16 that are multiplied at once, the other side being two bf16, too.
+pub(super) struct Bf16Pair;
+
+// SAFETY of the blocks below: the callers vouch for the processor.
+impl Factor for Bf16Pair {
+    type Number = Bf16;
+    const NUM: usize = 2;
+    #[inline(always)]
+    unsafe fn unpack<S: Words>(words: S::V, _: usize) -> S::V {
+        words
+    }
+    #[inline(always)]
+    unsafe fn multiply_add<S: Words>(x: S::V, y: S::V, sums: S::V) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::dot_bf16(x, y, sums) }
+    }
+    #[inline(always)]
+    unsafe fn line<S: Words>(rows: [*const u8; 2], at: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::join_bf16(rows[0].add(at).cast(), rows[1].add(at).cast()) }
+    }
+}
+
+impl Factor for F32 {
+    type Number = F32;
+    const NUM: usize = 1;
+    #[inline(always)]
+    unsafe fn unpack<S: Words>(words: S::V, _: usize) -> S::V {
+        words
+    }
+}
+
+impl Factor for F16 {
+    type Number = F16;
+    const NUM: usize = 1;
+    #[inline(always)]
+    unsafe fn unpack<S: Words>(words: S::V, idx: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::unpack_f16(words, idx) }
+    }
+}
+
+impl Factor for Bf16 {
+    type Number = Bf16;
+    const NUM: usize = 1;
+    #[inline(always)]
+    unsafe fn unpack<S: Words>(words: S::V, idx: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::unpack_bf16(words, idx) }
+    }
+}
+
+impl Factor for E4m3 {
+    type Number = E4m3;
+    const NUM: usize = 1;
+    #[inline(always)]
+    unsafe fn unpack<S: Words>(words: S::V, idx: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::unpack_e4m3(words, idx) }
+    }
+}
+
+impl Factor for I8 {
+    type Number = I8;
+    const NUM: usize = 1;
+    #[inline(always)]
+    unsafe fn unpack<S: Words>(words: S::V, idx: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::unpack_i8(words, idx) }
+    }
+}
+
+impl Words for Portable {
+    #[inline(always)]
+    unsafe fn transpose(rows: [Self::V; LANES]) -> [Self::V; LANES] {
+        let mut columns = rows;
+        for (i, column) in columns.iter_mut().enumerate() {
+            for (j, row) in rows.iter().enumerate() {
+                column[j] = row[i];
+            }
+        }
+        columns
+    }
+    #[inline(always)]
+    unsafe fn unpack_bf16(words: Self::V, idx: usize) -> Self::V {
+        words.map(|word| f32::from_bits(word.to_bits() >> (16 * idx) << 16))
+    }
+    #[inline(always)]
+    unsafe fn unpack_f16(words: Self::V, idx: usize) -> Self::V {
+        words.map(|word| half::f16::from_bits((word.to_bits() >> (16 * idx)) as u16).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn unpack_e4m3(words: Self::V, idx: usize) -> Self::V {
+        words.map(|word| baton_kv_cache::e4m3::to_f32(word.to_bits().to_le_bytes()[idx]))
+    }
+    #[inline(always)]
+    unsafe fn unpack_i8(words: Self::V, idx: usize) -> Self::V {
+        words.map(|word| f32::from(word.to_bits().to_le_bytes()[idx] as i8))
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[allow(clippy::undocumented_unsafe_blocks)] // the trait's contract, instruction by instruction
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::{LANES, Words};
+    use crate::simd::{Avx2, Avx512, E4M3_BITS, E4M3_SCALE};
+
+    impl Words for Avx512 {
+        #[inline(always)]
+        unsafe fn transpose(r: [__m512; LANES]) -> [__m512; LANES] {
+            unsafe {
+                // Quarter l of fours[4 q + j]: column 4 l + j of rows 4 q to 4 q + 3.
+                let mut fours = r;
+                let mut q = 0;
+                while q < LANES {
+                    let (a, b) = (_mm512_unpacklo_ps(r[q], r[q + 1]), _mm512_unpackhi_ps(r[q], r[q + 1]));
+                    let (c, d) =
+                        (_mm512_unpacklo_ps(r[q + 2], r[q + 3]), _mm512_unpackhi_ps(r[q + 2], r[q + 3]));
+                    fours[q] = low_pairs(a, c);
+                    fours[q + 1] = high_pairs(a, c);
+                    fours[q + 2] = low_pairs(b, d);
+                    fours[q + 3] = high_pairs(b, d);
+                    q += 4;
+                }
+                let mut columns = r;
+                let mut j = 0;
+                while j < 4 {
+                    let (a, b) =
+                        (even_quarters(fours[j], fours[4 + j]), odd_quarters(fours[j], fours[4 + j]));
+                    let (c, d) = (
+                        even_quarters(fours[8 + j], fours[12 + j]),
+                        odd_quarters(fours[8 + j], fours[12 + j]),
+                    );
+                    columns[j] = even_quarters(a, c);
+                    columns[4 + j] = even_quarters(b, d);
+                    columns[8 + j] = odd_quarters(a, c);
+                    columns[12 + j] = odd_quarters(b, d);
+                    j += 1;
+                }
+                columns
+            }
+        }
+        #[inline(always)]
+        unsafe fn unpack_bf16(words: __m512, idx: usize) -> __m512 {
+            unsafe {
+                let words = _mm512_castps_si512(words);
+                _mm512_castsi512_ps(match idx {
+                    0 => _mm512_slli_epi32::<16>(words),
+                    _ => _mm512_and_si512(words, _mm512_set1_epi32(0xffff_0000_u32 as i32)),
+                })
+            }
+        }
+        #[inline(always)]
+        unsafe fn unpack_f16(words: __m512, idx: usize) -> __m512 {
+            unsafe {
+                let words = _mm512_castps_si512(words);
+                let words = if idx == 0 { words } else { _mm512_srli_epi32::<16>(words) };
+                _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words))
+            }
+        }
+        #[inline(always)]
+        unsafe fn unpack_e4m3(words: __m512, idx: usize) -> __m512 {
+            unsafe {
+                let words = _mm512_srai_epi32::<4>(top_byte(words, idx));
+                let bits = _mm512_and_si512(words, _mm512_set1_epi32(E4M3_BITS));
+                _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(E4M3_SCALE))
+            }
+        }
+        #[inline(always)]
+        unsafe fn unpack_i8(words: __m512, idx: usize) -> __m512 {
+            unsafe { _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(top_byte(words, idx))) }
+        }
+        #[inline(always)]
+        unsafe fn dot_bf16(a: __m512, b: __m512, sums: __m512) -> __m512 {
+            unsafe {
+                let a = std::mem::transmute::<__m512, __m512bh>(a);
+                let b = std::mem::transmute::<__m512, __m512bh>(b);
+                _mm512_dpbf16_ps(sums, a, b)
+            }
+        }
+        #[inline(always)]
+        unsafe fn join_bf16(lower: *const u16, upper: *const u16) -> __m512 {
+            unsafe {
+                let lower = _mm512_castsi256_si512(_mm256_loadu_si256(lower.cast()));
+                let upper = _mm512_castsi256_si512(_mm256_loadu_si256(upper.cast()));
+                let places = _mm512_loadu_si512(ALTERNATING.as_ptr().cast());
+                _mm512_castsi512_ps(_mm512_permutex2var_epi16(lower, places, upper))
+            }
+        }
+    }
+
+    /// Numbers of sixteen bits of one vector and of another, by turns.
+    const ALTERNATING: [u16; 32] = {
+        let mut places = [0; 32];
+        let mut lane = 0;
+        while lane < 16 {
+            places[2 * lane] = lane as u16;
+            places[2 * lane + 1] = 32 + lane as u16;
+            lane += 1;
+        }
+        places
+    };
+
+    /// Byte `idx` of each word becomes its highest.
+    #[inline(always)]
+    unsafe fn top_byte(words: __m512, idx: usize) -> __m512i {
+        unsafe { _mm512_sll_epi32(_mm512_castps_si512(words), _mm_cvtsi32_si128(24 - 8 * idx as i32)) }
+    }
+
+    #[inline(always)]
+    unsafe fn low_pairs(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))) }
+    }
+
+    #[inline(always)]
+    unsafe fn high_pairs(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))) }
+    }
+
+    /// Quarters 0 and 2 of both.
+    #[inline(always)]
+    unsafe fn even_quarters(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b) }
+    }
+
+    /// Quarters 1 and 3 of both.
+    #[inline(always)]
+    unsafe fn odd_quarters(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b) }
+    }
+
+    impl Words for Avx2 {
+        #[inline(always)]
+        #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
+        unsafe fn transpose(rows: [Self::V; LANES]) -> [Self::V; LANES] {
+            unsafe {
+                let mut columns = rows;
+                let mut quarter = [rows[0].0; 8];
+                for (half, first_column) in [(0, 0), (1, 8)] {
+                    for first_row in [0, 8] {
+                        for i in 0..8 {
+                            let row = rows[first_row + i];
+                            quarter[i] = if half == 0 { row.0 } else { row.1 };
+                        }
+                        let turned = transpose8(quarter);
+                        for i in 0..8 {
+                            if first_row == 0 {
+                                columns[first_column + i].0 = turned[i];
+                            } else {
+                                columns[first_column + i].1 = turned[i];
+                            }
+                        }
+                    }
+                }
+                columns
+            }
+        }
+        #[inline(always)]
+        unsafe fn unpack_bf16(words: Self::V, idx: usize) -> Self::V {
+            unsafe { (unpack8_bf16(words.0, idx), unpack8_bf16(words.1, idx)) }
+        }
+        #[inline(always)]
+        unsafe fn unpack_f16(words: Self::V, idx: usize) -> Self::V {
+            unsafe {
+                let count = _mm_cvtsi32_si128(16 - 16 * idx as i32);
+                let low = _mm256_sll_epi32(_mm256_castps_si256(words.0), count);
+                let high = _mm256_sll_epi32(_mm256_castps_si256(words.1), count);
+                widen_halves(_mm256_srli_epi32::<16>(low), _mm256_srli_epi32::<16>(high))
+            }
+        }
+        #[inline(always)]
+        unsafe fn unpack_e4m3(words: Self::V, idx: usize) -> Self::V {
+            unsafe { (unpack8_e4m3(words.0, idx), unpack8_e4m3(words.1, idx)) }
+        }
+        #[inline(always)]
+        unsafe fn unpack_i8(words: Self::V, idx: usize) -> Self::V {
+            unsafe {
+                let (low, high) = (top_byte8(words.0, idx), top_byte8(words.1, idx));
+                (
+                    _mm256_cvtepi32_ps(_mm256_srai_epi32::<24>(low)),
+                    _mm256_cvtepi32_ps(_mm256_srai_epi32::<24>(high)),
+                )
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn unpack8_bf16(words: __m256, idx: usize) -> __m256 {
+        unsafe {
+            let words = _mm256_castps_si256(words);
+            _mm256_castsi256_ps(match idx {
+                0 => _mm256_slli_epi32::<16>(words),
+                _ => _mm256_and_si256(words, _mm256_set1_epi32(0xffff_0000_u32 as i32)),
+            })
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn top_byte8(words: __m256, idx: usize) -> __m256i {
+        unsafe { _mm256_sll_epi32(_mm256_castps_si256(words), _mm_cvtsi32_si128(24 - 8 * idx as i32)) }
+    }
+
+    #[inline(always)]
+    unsafe fn unpack8_e4m3(words: __m256, idx: usize) -> __m256 {
+        unsafe {
+            let words = _mm256_srai_epi32::<4>(top_byte8(words, idx));
+            let bits = _mm256_and_si256(words, _mm256_set1_epi32(E4M3_BITS));
+            _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(E4M3_SCALE))
+        }
+    }
+
+    /// Widens f16 that lie in the lower halves of words, the upper ones being zero.
+    #[inline(always)]
+    unsafe fn widen_halves(low: __m256i, high: __m256i) -> (__m256, __m256) {
+        unsafe {
+            let packed = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(low, high));
+            (
+                _mm256_cvtph_ps(_mm256_castsi256_si128(packed)),
+                _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(packed)),
+            )
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn transpose8(r: [__m256; 8]) -> [__m256; 8] {
+        unsafe {
+            // Half l of fours[4 q + j]: column 4 l + j of rows 4 q to 4 q + 3.
+            let mut fours = r;
+            let mut q = 0;
+            while q < 8 {
+                let (a, b) = (_mm256_unpacklo_ps(r[q], r[q + 1]), _mm256_unpackhi_ps(r[q], r[q + 1]));
+                let (c, d) = (_mm256_unpacklo_ps(r[q + 2], r[q + 3]), _mm256_unpackhi_ps(r[q + 2], r[q + 3]));
+                fours[q] = _mm256_shuffle_ps::<0b01_00_01_00>(a, c);
+                fours[q + 1] = _mm256_shuffle_ps::<0b11_10_11_10>(a, c);
+                fours[q + 2] = _mm256_shuffle_ps::<0b01_00_01_00>(b, d);
+                fours[q + 3] = _mm256_shuffle_ps::<0b11_10_11_10>(b, d);
+                q += 4;
+            }
+            let mut columns = r;
+            let mut j = 0;
+            while j < 4 {
+                columns[j] = _mm256_permute2f128_ps::<0x20>(fours[j], fours[4 + j]);
+                columns[4 + j] = _mm256_permute2f128_ps::<0x31>(fours[j], fours[4 + j]);
+                j += 1;
+            }
+            columns
+        }
+    }
+}
+
+#[cfg(test)]
+#[cfg(target_arch = "x86_64")]
+mod tests {
+    use super::*;
+    use crate::products::has_pairs;
+    use crate::simd::Isa;
+    use baton_model_testing::noise;
+
+    pair_kernel! {
+        /// `sums += dot(join(a[0], a[1]), join(b[0], b[1]))`, sixteen of each.
+        ///
+        /// # Safety
+        /// All are valid.
+        fn dot / dot_of (a: [*const u16; 2], b: [*const u16; 2], sums: *mut f32)
+    }
+
+    #[inline(always)]
+    unsafe fn dot_of<S: Words>(a: [*const u16; 2], b: [*const u16; 2], sums: *mut f32) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let (a, b) = (S::join_bf16(a[0], a[1]), S::join_bf16(b[0], b[1]));
+            S::store(sums, S::dot_bf16(a, b, S::load(sums)));
+        }
+    }
+
+    #[test]
+    fn pairs_are_two_fused_multiply_adds_the_upper_one_first() {
+        if !has_pairs(Isa::Avx512) {
+            eprintln!("skipped: this processor has no instruction for pairs of bf16");
+            return;
+        }
+        for round in 0..100 {
+            let bits = |seed: u64| {
+                noise(100 * round + seed, LANES).iter().map(|x| (x.to_bits() >> 16) as u16).collect()
+            };
+            let [a0, a1, b0, b1]: [Vec<u16>; 4] = [1, 2, 3, 4].map(bits);
+            let mut sums = noise(100 * round + 5, LANES);
+            let expected: Vec<f32> = (0..LANES)
+                .map(|i| {
+                    let [a0, a1, b0, b1] =
+                        [&a0, &a1, &b0, &b1].map(|x| f32::from_bits(u32::from(x[i]) << 16));
+                    a0.mul_add(b0, a1.mul_add(b1, sums[i]))
+                })
+                .collect();
+            // SAFETY: there are sixteen of each, and the processor has the instruction.
+            unsafe {
+                dot(Isa::Avx512, [a0.as_ptr(), a1.as_ptr()], [b0.as_ptr(), b1.as_ptr()], sums.as_mut_ptr())
+            };
+            assert_eq!(sums, expected);
+        }
+    }
+}

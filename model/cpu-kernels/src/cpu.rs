@@ -1,0 +1,62 @@
+//! What every operation needs: the instruction set, threads, and memory for each thread.
+
+use std::sync::Arc;
+
+use crate::memory::Aligned;
+use crate::pool::ThreadPool;
+use crate::scratch::Scratch;
+use crate::simd::Isa;
+
+/// What every operation needs: the instruction set, threads, and memory for each thread.
+pub struct Cpu {
+    pub(crate) isa: Isa,
+    pub(crate) pool: Arc<ThreadPool>,
+    pub(crate) scratch: Scratch,
+    /// Rows of a product's left side, as its kernel reads them.
+    pub(crate) packed: Aligned,
+    /// What several threads found about the same rows.
+    pub(crate) partials: Aligned,
+}
+
+impl Cpu {
+    /// With threads of its own.
+    ///
+    /// # Errors
+    /// When threads cannot be started.
+    pub fn new(isa: Isa, num_threads: usize) -> std::io::Result<Cpu> {
+        Ok(Cpu::on(Arc::new(ThreadPool::new(num_threads)?), isa))
+    }
+
+    /// On threads that it shares with others.
+    pub fn on(pool: Arc<ThreadPool>, isa: Isa) -> Cpu {
+        Cpu {
+            isa,
+            pool,
+            scratch: Scratch::default(),
+            packed: Aligned::default(),
+            partials: Aligned::default(),
+        }
+    }
+
+    /// What its kernels were chosen for.
+    #[inline]
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Its threads.
+    pub fn pool(&self) -> &ThreadPool {
+        &self.pool
+    }
+
+    /// Calls `work` for every row, on several threads when there is enough to do.
+    pub fn for_rows(&mut self, num_rows: usize, elements_per_row: usize, work: impl Fn(usize) + Sync) {
+        const ELEMENTS_PER_ITEM: usize = 16 * 1024;
+        let rows_per_item = (ELEMENTS_PER_ITEM / elements_per_row.max(1)).max(1);
+        let num_items = num_rows.div_ceil(rows_per_item);
+        self.pool.for_each(num_items, |_, item_idx| {
+            let first = item_idx * rows_per_item;
+            (first..num_rows.min(first + rows_per_item)).for_each(&work);
+        });
+    }
+}

@@ -1,0 +1,215 @@
+//! Keys and values in their blocks: where a row's are written, and where positions lie.
+//!
+//! It does not know how they are rounded ([`KvDtype::store_vector`](baton_kv_cache::KvDtype::store_vector)), nor what
+//! attention does with them.
+
+use std::slice;
+
+use baton_kv_cache::{BlockId, BlockStorage, KvLayout, VectorCodec};
+
+use crate::simd::{Bf16, Stored};
+
+/// K or V of one kv head of one sequence, in one layer.
+#[derive(Clone, Copy)]
+pub(crate) struct HeadKv<'a> {
+    storage: &'a BlockStorage,
+    layer_idx: usize,
+    blocks: &'a [BlockId],
+    /// Of the head in a piece.
+    offset: usize,
+}
+
+impl<'a> HeadKv<'a> {
+    /// Its keys, and its values.
+    pub(crate) fn both(
+        storage: &'a BlockStorage,
+        layer_idx: usize,
+        blocks: &'a [BlockId],
+        kv_head: usize,
+    ) -> [HeadKv<'a>; 2] {
+        let layout = storage.layout();
+        [0, layout.half_bytes()].map(|half| {
+            let offset = half + layout.head_offset(kv_head);
+            HeadKv { storage, layer_idx, blocks, offset }
+        })
+    }
+
+    pub(crate) fn layout(&self) -> &'a KvLayout {
+        self.storage.layout()
+    }
+
+    /// Where a position lies, and how many positions follow each other from there, of at most `len`.
+    #[inline(always)]
+    pub(crate) fn run(&self, position: usize, len: usize) -> (*const u8, usize) {
+        let layout = self.layout();
+        let (head, slot) = self.place(position);
+        // SAFETY: the slot's elements lie in the head.
+        (unsafe { head.add(layout.token_offset(slot)) }, (layout.block_size - slot).min(len))
+    }
+
+    /// Copies the scales of `len` positions from `first`, where the type has scales.
+    ///
+    /// # Safety
+    /// `to` is valid for `len`; nobody writes these positions meanwhile.
+    #[inline(always)]
+    pub(crate) unsafe fn scales(&self, first: usize, len: usize, to: *mut f32) {
+        let layout = self.layout();
+        let mut done = 0;
+        while done < len {
+            let (head, slot) = self.place(first + done);
+            let run = (layout.block_size - slot).min(len - done);
+            for idx in 0..run {
+                // SAFETY: the slots' scales lie in the head; `done + idx` is below `len`.
+                unsafe {
+                    let from = head.add(layout.scale_offset(slot) + idx * layout.dtype.scale_bytes());
+                    *to.add(done + idx) = Bf16::load_one(from);
+                }
+            }
+            done += run;
+        }
+    }
+
+    /// The head in the block of a position, and the position's slot there.
+    #[inline(always)]
+    fn place(&self, position: usize) -> (*const u8, usize) {
+        let block_size = self.layout().block_size;
+        let piece = self.storage.layer_ptr(self.blocks[position / block_size], self.layer_idx);
+        // SAFETY: the head lies in the piece.
+        (unsafe { piece.as_ptr().add(self.offset) }, position % block_size)
+    }
+}
+
+/// Rounds a row's keys and values to the type of KV and writes them to their place: that of the heads from `first_head`
+/// on.
+///
+/// # Safety
+/// Nobody else reads or writes that place of the layer.
+///
+/// # Panics
+/// When the layout has not so many heads.
+pub unsafe fn store_rows(
+    storage: &BlockStorage,
+    layer_idx: usize,
+    blocks: &[BlockId],
+    position: usize,
+    first_head: usize,
+    keys: &[f32],
+    values: &[f32],
+) {
+    let layout = storage.layout();
+    let KvLayout { block_size, num_kv_heads, head_dim, dtype, .. } = *layout;
+    let (block_idx, slot) = (position / block_size, position % block_size);
+    let piece = storage.layer_ptr(blocks[block_idx], layer_idx).as_ptr();
+    for (half, row) in [keys, values].into_iter().enumerate() {
+        assert!(row.len() <= (num_kv_heads - first_head) * head_dim && row.len().is_multiple_of(head_dim));
+        for (head_idx, vector) in (first_head..).zip(row.chunks_exact(head_dim)) {
+            // SAFETY: head and slot lie in the piece; the caller vouches for the place.
+            let (elements, scale) = unsafe {
+                let head = piece.add(half * layout.half_bytes() + layout.head_offset(head_idx));
+                let (elements, scale) =
+                    (head.add(layout.token_offset(slot)), head.add(layout.scale_offset(slot)));
+                (
+                    slice::from_raw_parts_mut(elements, head_dim * dtype.size_bytes()),
+                    slice::from_raw_parts_mut(scale, dtype.scale_bytes()),
+                )
+            };
+            dtype.store_vector(vector, elements, scale);
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    use baton_kv_cache::KvDtype;
+
+    use super::*;
+    use crate::simd::{E4m3, F16, F32, I8};
+
+    /// What a position's elements stand for, read one by one.
+    ///
+    /// # Safety
+    /// Nobody writes the position meanwhile.
+    pub(crate) unsafe fn read_vector(kv: &HeadKv<'_>, position: usize) -> Vec<f32> {
+        let KvLayout { dtype, head_dim, .. } = *kv.layout();
+        let (at, _) = kv.run(position, 1);
+        // SAFETY: all lies in the position's place.
+        unsafe {
+            let mut scale = 1.0;
+            if dtype.scale_bytes() > 0 {
+                kv.scales(position, 1, &mut scale);
+            }
+            let code = |i: usize| {
+                let at = at.add(i * dtype.size_bytes());
+                match dtype {
+                    KvDtype::F32 => F32::load_one(at),
+                    KvDtype::F16 => F16::load_one(at),
+                    KvDtype::Bf16 => Bf16::load_one(at),
+                    KvDtype::Fp8 => E4m3::load_one(at),
+                    KvDtype::Int8 => I8::load_one(at),
+                }
+            };
+            (0..head_dim).map(|i| code(i) * scale).collect()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_kv_cache::KvDtype;
+
+    use super::testing::read_vector;
+    use super::*;
+    use baton_model_testing::noise;
+
+    /// Stores one token's KV in a block and reads it back.
+    fn round_trip(dtype: KvDtype, keys: &[f32], values: &[f32]) -> [Vec<f32>; 2] {
+        let layout =
+            KvLayout { block_size: 5, num_layers: 2, num_kv_heads: 2, head_dim: keys.len() / 2, dtype };
+        let storage = BlockStorage::new(layout, 3).unwrap();
+        let blocks = [BlockId(2), BlockId(0)];
+        let position = 8;
+        // SAFETY: the test is the only user.
+        unsafe { store_rows(&storage, 1, &blocks, position, 0, keys, values) };
+        let mut read = [Vec::new(), Vec::new()];
+        for kv_head in 0..2 {
+            for (half, kv) in HeadKv::both(&storage, 1, &blocks, kv_head).into_iter().enumerate() {
+                assert_eq!(kv.run(position, 10).1, 2, "to the end of the block");
+                // SAFETY: nobody writes.
+                read[half].extend(unsafe { read_vector(&kv, position) });
+            }
+        }
+        read
+    }
+
+    #[test]
+    fn what_is_stored_is_read_where_the_layout_has_it() {
+        for dtype in KvDtype::ALL {
+            let vectors = [1, 2].map(|seed| noise(seed, 14));
+            let read = round_trip(dtype, &vectors[0], &vectors[1]);
+            for (read, vector) in read.iter().zip(&vectors) {
+                for (read, head) in read.chunks(7).zip(vector.chunks(7)) {
+                    let (mut elements, mut scale) =
+                        (vec![0; 7 * dtype.size_bytes()], vec![0; dtype.scale_bytes()]);
+                    dtype.store_vector(head, &mut elements, &mut scale);
+                    let mut expected = [0.0; 7];
+                    dtype.load_vector(&elements, &scale, &mut expected);
+                    assert_eq!(read, expected, "{dtype:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn heads_without_a_scale_are_zero_or_nan() {
+        for dtype in [KvDtype::Fp8, KvDtype::Int8] {
+            let mut keys = vec![0.0; 8];
+            keys[5] = 1e-42;
+            let mut values = noise(3, 8);
+            values[2] = f32::NAN;
+            values[7] = f32::INFINITY;
+            let [keys, values] = round_trip(dtype, &keys, &values);
+            assert_eq!(keys, [0.0; 8], "{dtype:?}");
+            assert!(values.iter().all(|x| x.is_nan()), "{dtype:?}: {values:?}");
+        }
+    }
+}

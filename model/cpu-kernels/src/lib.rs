@@ -1,0 +1,34 @@
+//! What a forward pass is made of on processors: products, attention and operations on rows, and the threads that run them.
+//!
+//! Kernels read weights from panels ([`PanelsRef`]) and KV from its blocks. Sums have a fixed order: a row's result does not
+//! depend on the other rows, on tiles or on threads.
+//!
+//! It does not know models, weight files, or the order of operations.
+
+mod affinity;
+mod attention;
+mod cpu;
+mod kv;
+mod loops;
+mod memory;
+mod pool;
+mod products;
+mod rows;
+mod scratch;
+mod shared;
+mod simd;
+
+pub use affinity::{CpuList, CpuListError};
+pub use attention::{AttentionShape, attend};
+pub use cpu::Cpu;
+pub use kv::store_rows;
+pub use loops::{fma_loop, read_loop};
+pub use memory::{Aligned, anonymous};
+pub use pool::ThreadPool;
+pub use products::{
+    Output, PANEL, PanelFormat, PanelsRef, RowOrder, has_pairs, integers_loop, multiply, pack_floats,
+    pack_integers, pairs_loop,
+};
+pub use rows::{Gate, rms_norm, rms_norm_in_place, rotate, soft_cap};
+pub use shared::SharedMut;
+pub use simd::{CHAINS, Isa, LANES};

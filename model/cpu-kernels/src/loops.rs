@@ -1,0 +1,57 @@
+//! Loops of nothing but one operation, to see what a processor could do at best.
+
+use crate::simd::{CHAINS, LANES, Simd, kernel};
+
+kernel! {
+    /// Multiply-adds of f32 and nothing else.
+    ///
+    /// # Safety
+    /// None beyond the instruction set.
+    pub fn fma_loop / fmas (rounds: usize) -> f32
+}
+
+#[inline(always)]
+#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
+unsafe fn fmas<S: Simd>(rounds: usize) -> f32 {
+    // SAFETY: no pointers.
+    unsafe {
+        let mut sums = [S::splat(0.0); CHAINS];
+        let x = S::splat(std::hint::black_box(0.5));
+        for _ in 0..rounds {
+            for i in 0..CHAINS {
+                sums[i] = S::fma(x, x, sums[i]);
+            }
+        }
+        let mut all = sums[0];
+        for i in 1..CHAINS {
+            all = S::add(all, sums[i]);
+        }
+        S::sum(all)
+    }
+}
+
+kernel! {
+    /// Reads and nothing else.
+    ///
+    /// # Safety
+    /// `from` is valid for `len` numbers.
+    pub fn read_loop / reads (from: *const f32, len: usize) -> f32
+}
+
+#[inline(always)]
+#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
+unsafe fn reads<S: Simd>(from: *const f32, len: usize) -> f32 {
+    // SAFETY: vectors stay below `len`.
+    unsafe {
+        let mut sums = [S::splat(0.0); 4];
+        let mut i = 0;
+        while i + 4 * LANES <= len {
+            for j in 0..4 {
+                S::prefetch(from.wrapping_add(i + j * LANES + 1024).cast());
+                sums[j] = S::add(sums[j], S::load(from.add(i + j * LANES)));
+            }
+            i += 4 * LANES;
+        }
+        S::sum(S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3])))
+    }
+}

@@ -1,0 +1,176 @@
+//! Products of f32 with weights that are widened to f32 in registers.
+//!
+//! The kernel walks down K: one line of weights times one number of each row. So weights are read once, in order, and a
+//! tile of few rows (decode) and one of many (prefill) run the same code. An output is one chain of fused
+//! multiply-adds in the order of K.
+
+use super::panels::PANEL;
+use super::tile::TileArgs;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::{Avx2, Avx512};
+use crate::simd::{Bf16, Dtype, F16, F32, Isa, LANES, Portable, Simd, Stored, kernel};
+
+/// Panels that some kernel takes at once.
+pub(super) const MAX_PANELS: usize = 4;
+/// Bytes ahead of the kernel that are asked for.
+const PREFETCH: usize = 2048;
+
+kernel! {
+    /// # Safety
+    /// As [`TileArgs`] says.
+    pub(super) fn tile_kernel / tile (args: &TileArgs, dtype: Dtype)
+}
+
+#[inline(always)]
+unsafe fn tile<S: Simd>(args: &TileArgs, dtype: Dtype) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        match dtype {
+            Dtype::F32 => tile_of::<S, F32>(args),
+            Dtype::F16 => tile_of::<S, F16>(args),
+            Dtype::Bf16 => tile_of::<S, Bf16>(args),
+        }
+    }
+}
+
+/// Chooses the kernel. Few rows take several panels at once: one alone would wait for its own sums. Where registers
+/// are short, a panel is taken in two halves.
+#[inline(always)]
+unsafe fn tile_of<S: Simd, W: Panel>(args: &TileArgs) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        if S::PANEL_ROWS == 14 {
+            match args.rows {
+                1 => panels::<S, W, 1, 4, 2>(args),
+                2 => panels::<S, W, 2, 4, 2>(args),
+                4 => panels::<S, W, 4, 2, 2>(args),
+                6 => panels::<S, W, 6, 2, 2>(args),
+                8 => panels::<S, W, 8, 1, 2>(args),
+                10 => panels::<S, W, 10, 1, 2>(args),
+                12 => panels::<S, W, 12, 1, 2>(args),
+                _ => panels::<S, W, 14, 1, 2>(args),
+            }
+        } else {
+            match args.rows {
+                1 => panels::<S, W, 1, 2, 2>(args),
+                2 => panels::<S, W, 2, 1, 2>(args),
+                4 => panels::<S, W, 4, 1, 1>(args),
+                _ => panels::<S, W, 6, 1, 1>(args),
+            }
+        }
+    }
+}
+
+/// Rows of the largest tile; all even numbers below it are heights, too, and one.
+pub(super) fn tile_rows(isa: Isa) -> usize {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => Avx512::PANEL_ROWS,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => Avx2::PANEL_ROWS,
+        Isa::Portable => Portable::PANEL_ROWS,
+    }
+}
+
+/// All panels, `P` at a time, the last ones one by one.
+#[inline(always)]
+unsafe fn panels<S: Simd, W: Panel, const R: usize, const P: usize, const H: usize>(args: &TileArgs) {
+    let mut panel = 0;
+    // SAFETY: panels stay below their number.
+    unsafe {
+        while panel + P <= args.panels {
+            one_tile::<S, W, R, P, H, 0>(args, panel);
+            if H == 1 {
+                one_tile::<S, W, R, P, H, 1>(args, panel);
+            }
+            panel += P;
+        }
+        while panel < args.panels {
+            one_tile::<S, W, R, 1, H, 0>(args, panel);
+            if H == 1 {
+                one_tile::<S, W, R, 1, H, 1>(args, panel);
+            }
+            panel += 1;
+        }
+    }
+}
+
+/// `R` rows and `H` halves, from `FIRST` on, of each of `P` panels.
+#[inline(always)]
+#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
+unsafe fn one_tile<S, W, const R: usize, const P: usize, const H: usize, const FIRST: usize>(
+    args: &TileArgs,
+    first_panel: usize,
+) where
+    S: Simd,
+    W: Panel,
+{
+    let line = PANEL * W::SIZE;
+    let stride = args.panel_bytes;
+    // SAFETY: K and the panels stay below their numbers; what is asked for ahead need not exist.
+    unsafe {
+        let mut acc = [[[S::splat(0.0); H]; P]; R];
+        let mut ws = [[S::splat(0.0); 2]; P];
+        let mut w = args.w.add(first_panel * stride);
+        let mut a = args.a.cast::<f32>();
+        for _ in 0..args.k {
+            for p in 0..P {
+                S::prefetch(w.wrapping_add(p * stride + PREFETCH));
+                ws[p] = W::load_pair::<S>(w.add(p * stride));
+            }
+            for r in 0..R {
+                let x = S::splat(a.add(r).read_unaligned());
+                for p in 0..P {
+                    for h in 0..H {
+                        acc[r][p][h] = S::fma(x, ws[p][FIRST + h], acc[r][p][h]);
+                    }
+                }
+            }
+            w = w.add(line);
+            a = a.add(R);
+        }
+        for r in 0..R {
+            if r >= args.real_rows {
+                break;
+            }
+            for p in 0..P {
+                for h in 0..H {
+                    args.finish::<S>(r, first_panel + p, FIRST + h, acc[r][p][h]);
+                }
+            }
+        }
+    }
+}
+
+/// Stored numbers whose panels' lines widen to two vectors.
+trait Panel: Stored {
+    /// A line: outputs 0 to 15 and 16 to 31.
+    ///
+    /// # Safety
+    /// As [`Simd`], for thirty-two elements.
+    unsafe fn load_pair<S: Simd>(p: *const u8) -> [S::V; 2];
+}
+
+impl Panel for F32 {
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(p: *const u8) -> [S::V; 2] {
+        // SAFETY: passed on to the caller.
+        unsafe { [S::load(p.cast()), S::load(p.cast::<f32>().add(LANES))] }
+    }
+}
+
+impl Panel for F16 {
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(p: *const u8) -> [S::V; 2] {
+        // SAFETY: passed on to the caller.
+        unsafe { [S::load_f16(p.cast()), S::load_f16(p.cast::<u16>().add(LANES))] }
+    }
+}
+
+impl Panel for Bf16 {
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(p: *const u8) -> [S::V; 2] {
+        // SAFETY: passed on to the caller.
+        unsafe { S::load_bf16_pair(p.cast()) }
+    }
+}

@@ -1,0 +1,489 @@
+//! Products of integers: levels of weights times activations that were rounded to eight bits.
+//!
+//! Within a group sums are exact, whatever the instructions. A group's sum then becomes f32, loses its zero, and is
+//! added with the scale of its weights to the sum of those groups whose activations share a scale, and that with this
+//! scale to the row's sum, all in the order of K:
+//!
+//! ```text
+//! shared = fma(group_sum - zero * activation_sum, weight_scale, shared)
+//! sum    = fma(shared, activation_scale, sum)
+//! ```
+//! so that results do not depend on the tile, on threads, or on whether the processor has AVX-512 or AVX2.
+
+use super::panels::{GROUP_SCALE_BYTES, LINE_BYTES, PANEL, ROW_SCALE_BYTES};
+use super::tile::TileArgs;
+use crate::simd::CHAINS;
+use crate::simd::{Isa, LANES, Portable, Simd};
+use baton_model_spec::{IntegerFormat, IntegerWidth};
+
+/// Bytes ahead of the kernel that are asked for.
+const PREFETCH: usize = 4096;
+
+/// Sixteen lanes of i32 beside those of f32.
+///
+/// # Safety (of all methods)
+/// As [`Simd`]; `p` is valid for sixty-four bytes, or for the four of `activations`.
+trait IntegerSimd {
+    type Floats: Simd;
+    /// Sums.
+    type I: Copy;
+    /// Four levels for each of sixteen outputs.
+    type Levels: Copy;
+    /// Four activations for all lanes.
+    type Activations: Copy;
+    /// Rows of the largest tile whose sums stay in registers.
+    const ROWS: usize;
+    /// Halves of a panel at a time: 2 or 1.
+    const HALVES: usize;
+
+    unsafe fn splat(x: i32) -> Self::I;
+    unsafe fn levels(p: *const u8) -> Self::Levels;
+    /// Of the low nibbles and of the high ones.
+    unsafe fn nibbles(p: *const u8) -> [Self::Levels; 2];
+    unsafe fn activations(p: *const u8) -> Self::Activations;
+    /// Adds the sum of four products to every lane.
+    unsafe fn dot(sums: Self::I, levels: Self::Levels, activations: Self::Activations) -> Self::I;
+    unsafe fn to_floats(sums: Self::I) -> <Self::Floats as Simd>::V;
+}
+
+/// What the kernel of integers was chosen for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum IntegerIsa {
+    #[cfg(target_arch = "x86_64")]
+    Vnni,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    Portable,
+}
+
+impl IntegerIsa {
+    fn of(isa: Isa) -> IntegerIsa {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 if is_x86_feature_detected!("avx512vnni") => IntegerIsa::Vnni,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Avx2 => IntegerIsa::Avx2,
+            Isa::Portable => IntegerIsa::Portable,
+        }
+    }
+}
+
+/// Rows of the largest tile, if there are `num_rows`.
+pub(super) fn tile_rows(isa: Isa, num_rows: usize) -> usize {
+    match IntegerIsa::of(isa) {
+        // One tile is better than two, for the weights stream by once. It keeps some sums in memory, however.
+        #[cfg(target_arch = "x86_64")]
+        IntegerIsa::Vnni if num_rows <= 2 * x86::Vnni::ROWS => 2 * x86::Vnni::ROWS,
+        #[cfg(target_arch = "x86_64")]
+        IntegerIsa::Vnni => x86::Vnni::ROWS,
+        #[cfg(target_arch = "x86_64")]
+        IntegerIsa::Avx2 => x86::Avx2Integers::ROWS,
+        IntegerIsa::Portable => Portable::ROWS,
+    }
+}
+
+/// # Safety
+/// As [`TileArgs`] says.
+pub(super) unsafe fn tile_kernel(isa: Isa, args: &TileArgs, format: IntegerFormat) {
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")]
+    unsafe fn vnni(args: &TileArgs, format: IntegerFormat) {
+        // SAFETY: passed on to the caller.
+        unsafe { tile::<x86::Vnni>(args, format) }
+    }
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn avx2(args: &TileArgs, format: IntegerFormat) {
+        // SAFETY: passed on to the caller.
+        unsafe { tile::<x86::Avx2Integers>(args, format) }
+    }
+    // SAFETY: an instruction set is only chosen when the processor has it; the rest is the caller's.
+    unsafe {
+        match IntegerIsa::of(isa) {
+            #[cfg(target_arch = "x86_64")]
+            IntegerIsa::Vnni => vnni(args, format),
+            #[cfg(target_arch = "x86_64")]
+            IntegerIsa::Avx2 => avx2(args, format),
+            IntegerIsa::Portable => tile::<Portable>(args, format),
+        }
+    }
+}
+
+/// A loop of nothing but products, to see what is possible.
+///
+/// # Safety
+/// None beyond the instruction set.
+pub unsafe fn integers_loop(isa: Isa, rounds: usize) -> f32 {
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")]
+    unsafe fn vnni(rounds: usize) -> f32 {
+        // SAFETY: passed on to the caller.
+        unsafe { products::<x86::Vnni>(rounds) }
+    }
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn avx2(rounds: usize) -> f32 {
+        // SAFETY: passed on to the caller.
+        unsafe { products::<x86::Avx2Integers>(rounds) }
+    }
+    // SAFETY: an instruction set is only chosen when the processor has it.
+    unsafe {
+        match IntegerIsa::of(isa) {
+            #[cfg(target_arch = "x86_64")]
+            IntegerIsa::Vnni => vnni(rounds),
+            #[cfg(target_arch = "x86_64")]
+            IntegerIsa::Avx2 => avx2(rounds),
+            IntegerIsa::Portable => products::<Portable>(rounds),
+        }
+    }
+}
+
+#[inline(always)]
+#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
+unsafe fn products<S: IntegerSimd>(rounds: usize) -> f32 {
+    let bytes = std::hint::black_box([0u8; 64]);
+    // SAFETY: there are as many bytes as are read.
+    unsafe {
+        let mut sums = [S::splat(0); CHAINS];
+        let (levels, activations) = (S::levels(bytes.as_ptr()), S::activations(bytes.as_ptr()));
+        for _ in 0..rounds {
+            for i in 0..CHAINS {
+                sums[i] = S::dot(sums[i], levels, activations);
+            }
+        }
+        let mut all = S::to_floats(sums[0]);
+        for i in 1..CHAINS {
+            all = S::Floats::add(all, S::to_floats(sums[i]));
+        }
+        S::Floats::sum(all)
+    }
+}
+
+#[inline(always)]
+unsafe fn tile<S: IntegerSimd>(args: &TileArgs, format: IntegerFormat) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        match (format.width, format.has_zeros) {
+            (IntegerWidth::Eight, false) => tile_of::<S, false, false>(args, format),
+            (IntegerWidth::Eight, true) => tile_of::<S, false, true>(args, format),
+            (IntegerWidth::Four, false) => tile_of::<S, true, false>(args, format),
+            (IntegerWidth::Four, true) => tile_of::<S, true, true>(args, format),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn tile_of<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool>(
+    args: &TileArgs,
+    format: IntegerFormat,
+) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        if S::HALVES == 2 {
+            match args.rows {
+                1 => panels::<S, NIBBLES, ZEROS, 1, 2>(args, format),
+                2 => panels::<S, NIBBLES, ZEROS, 2, 2>(args, format),
+                4 => panels::<S, NIBBLES, ZEROS, 4, 2>(args, format),
+                6 => panels::<S, NIBBLES, ZEROS, 6, 2>(args, format),
+                8 => panels::<S, NIBBLES, ZEROS, 8, 2>(args, format),
+                10 => panels::<S, NIBBLES, ZEROS, 10, 2>(args, format),
+                _ => panels::<S, NIBBLES, ZEROS, 12, 2>(args, format),
+            }
+        } else {
+            match args.rows {
+                1 => panels::<S, NIBBLES, ZEROS, 1, 1>(args, format),
+                _ => panels::<S, NIBBLES, ZEROS, 2, 1>(args, format),
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn panels<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool, const R: usize, const H: usize>(
+    args: &TileArgs,
+    format: IntegerFormat,
+) {
+    for panel in 0..args.panels {
+        // SAFETY: panels stay below their number.
+        unsafe {
+            one_tile::<S, NIBBLES, ZEROS, R, H, 0>(args, format, panel);
+            if H == 1 {
+                one_tile::<S, NIBBLES, ZEROS, R, H, 1>(args, format, panel);
+            }
+        }
+    }
+}
+
+/// `R` rows and `H` halves, from `FIRST` on, of a panel.
+#[inline(always)]
+#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
+unsafe fn one_tile<
+    S: IntegerSimd,
+    const NIBBLES: bool,
+    const ZEROS: bool,
+    const R: usize,
+    const H: usize,
+    const FIRST: usize,
+>(
+    args: &TileArgs,
+    format: IntegerFormat,
+    panel: usize,
+) {
+    // SAFETY: weights and activations are packed as `panels` and `left` say; what is asked for ahead need not exist.
+    unsafe {
+        let row_scales = args.w.add(panel * args.panel_bytes);
+        let mut w = row_scales.add(ROW_SCALE_BYTES);
+        let mut a = args.a;
+        let num_groups = args.k.div_ceil(format.group);
+        // Lines to ask for with each group.
+        let ahead_lines = args.ahead.len().div_ceil(64 * args.panels * num_groups);
+        let mut ahead = args.ahead.as_ptr().wrapping_add(panel * num_groups * ahead_lines * 64);
+        let mut sums = [[S::Floats::splat(0.0); H]; R];
+        let mut left = args.k;
+        while left > 0 {
+            let mut shared_left =
+                if left < format.activation_group() { left } else { format.activation_group() };
+            left -= shared_left;
+            let mut shared = [[S::Floats::splat(0.0); H]; R];
+            let scales = a.cast::<f32>();
+            a = a.add(4 * R);
+            while shared_left > 0 {
+                let len = if shared_left < format.group { shared_left } else { format.group };
+                shared_left -= len;
+                let weight_scales = w.cast::<u16>();
+                // The scales again where there are none: then nobody asks.
+                let zeros = weight_scales.add(if ZEROS { PANEL } else { 0 });
+                w = w.add(GROUP_SCALE_BYTES * if ZEROS { 2 } else { 1 });
+                for _ in 0..ahead_lines {
+                    S::Floats::prefetch_for_later(ahead);
+                    ahead = ahead.wrapping_add(64);
+                }
+                let activation_sums = a;
+                a = a.add(4 * R);
+
+                let mut group_sums = [[S::splat(0); H]; R];
+                if !ZEROS {
+                    for r in 0..R {
+                        group_sums[r] = [S::splat(activation_sums.cast::<i32>().add(r).read_unaligned()); H];
+                    }
+                }
+                for _ in 0..len.div_ceil(if NIBBLES { 8 } else { 4 }) {
+                    for h in 0..H {
+                        S::Floats::prefetch(w.wrapping_add(PREFETCH + h * 64));
+                    }
+                    if NIBBLES {
+                        let mut halves = [S::nibbles(w.add(FIRST * 64)); H];
+                        for h in 1..H {
+                            halves[h] = S::nibbles(w.add((FIRST + h) * 64));
+                        }
+                        for part in 0..2 {
+                            for r in 0..R {
+                                let x = S::activations(a.add((part * R + r) * 4));
+                                for h in 0..H {
+                                    group_sums[r][h] = S::dot(group_sums[r][h], halves[h][part], x);
+                                }
+                            }
+                        }
+                        a = a.add(8 * R);
+                    } else {
+                        let mut halves = [S::levels(w.add(FIRST * 64)); H];
+                        for h in 1..H {
+                            halves[h] = S::levels(w.add((FIRST + h) * 64));
+                        }
+                        for r in 0..R {
+                            let x = S::activations(a.add(r * 4));
+                            for h in 0..H {
+                                group_sums[r][h] = S::dot(group_sums[r][h], halves[h], x);
+                            }
+                        }
+                        a = a.add(4 * R);
+                    }
+                    w = w.add(LINE_BYTES);
+                }
+                for h in 0..H {
+                    let weight_scale = S::Floats::load_f16(weight_scales.add((FIRST + h) * LANES));
+                    let zero = S::Floats::load_f16(zeros.add((FIRST + h) * LANES));
+                    for r in 0..R {
+                        let mut sum = S::to_floats(group_sums[r][h]);
+                        if ZEROS {
+                            let minus =
+                                S::Floats::splat(-activation_sums.cast::<f32>().add(r).read_unaligned());
+                            sum = S::Floats::fma(zero, minus, sum);
+                        }
+                        shared[r][h] = S::Floats::fma(sum, weight_scale, shared[r][h]);
+                    }
+                }
+            }
+            for r in 0..R {
+                let scale = S::Floats::splat(scales.add(r).read_unaligned());
+                for h in 0..H {
+                    sums[r][h] = S::Floats::fma(shared[r][h], scale, sums[r][h]);
+                }
+            }
+        }
+        for h in 0..H {
+            let row_scale = S::Floats::load(row_scales.cast::<f32>().add((FIRST + h) * LANES));
+            for r in 0..R {
+                if r < args.real_rows {
+                    args.finish::<S::Floats>(r, panel, FIRST + h, S::Floats::mul(sums[r][h], row_scale));
+                }
+            }
+        }
+    }
+}
+
+// SAFETY of the blocks below: the trait's contract, instruction by instruction.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl IntegerSimd for Portable {
+    type Floats = Portable;
+    type I = [i32; LANES];
+    type Levels = [[u8; 4]; LANES];
+    type Activations = [i8; 4];
+    const ROWS: usize = 2;
+    const HALVES: usize = 1;
+
+    #[inline(always)]
+    unsafe fn splat(x: i32) -> Self::I {
+        [x; LANES]
+    }
+    #[inline(always)]
+    unsafe fn levels(p: *const u8) -> Self::Levels {
+        unsafe { p.cast::<Self::Levels>().read() }
+    }
+    #[inline(always)]
+    unsafe fn nibbles(p: *const u8) -> [Self::Levels; 2] {
+        let both = unsafe { p.cast::<Self::Levels>().read() };
+        [both.map(|four| four.map(|byte| byte & 15)), both.map(|four| four.map(|byte| byte >> 4))]
+    }
+    #[inline(always)]
+    unsafe fn activations(p: *const u8) -> Self::Activations {
+        unsafe { p.cast::<[i8; 4]>().read() }
+    }
+    #[inline(always)]
+    unsafe fn dot(sums: Self::I, levels: Self::Levels, activations: Self::Activations) -> Self::I {
+        std::array::from_fn(|lane| {
+            let products = levels[lane].iter().zip(activations).map(|(w, x)| i32::from(*w) * i32::from(x));
+            sums[lane] + products.sum::<i32>()
+        })
+    }
+    #[inline(always)]
+    unsafe fn to_floats(sums: Self::I) -> [f32; LANES] {
+        sums.map(|sum| sum as f32)
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[allow(clippy::undocumented_unsafe_blocks)] // the trait's contract, instruction by instruction
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::IntegerSimd;
+    use crate::simd::{Avx2, Avx512};
+
+    /// AVX-512 with its instruction for four products at once.
+    pub(super) struct Vnni;
+
+    impl IntegerSimd for Vnni {
+        type Floats = Avx512;
+        type I = __m512i;
+        type Levels = __m512i;
+        type Activations = __m512i;
+        const ROWS: usize = 6;
+        const HALVES: usize = 2;
+
+        #[inline(always)]
+        unsafe fn splat(x: i32) -> __m512i {
+            unsafe { _mm512_set1_epi32(x) }
+        }
+        #[inline(always)]
+        unsafe fn levels(p: *const u8) -> __m512i {
+            unsafe { _mm512_loadu_si512(p.cast()) }
+        }
+        #[inline(always)]
+        unsafe fn nibbles(p: *const u8) -> [__m512i; 2] {
+            unsafe {
+                let both = _mm512_loadu_si512(p.cast());
+                let mask = _mm512_set1_epi8(15);
+                [_mm512_and_si512(both, mask), _mm512_and_si512(_mm512_srli_epi16::<4>(both), mask)]
+            }
+        }
+        #[inline(always)]
+        unsafe fn activations(p: *const u8) -> __m512i {
+            unsafe { _mm512_set1_epi32(p.cast::<i32>().read_unaligned()) }
+        }
+        #[inline(always)]
+        unsafe fn dot(sums: __m512i, levels: __m512i, activations: __m512i) -> __m512i {
+            unsafe { _mm512_dpbusd_epi32(sums, levels, activations) }
+        }
+        #[inline(always)]
+        unsafe fn to_floats(sums: __m512i) -> __m512 {
+            unsafe { _mm512_cvtepi32_ps(sums) }
+        }
+    }
+
+    /// Products of sixteen bits: those of eight would saturate.
+    pub(super) struct Avx2Integers;
+
+    impl IntegerSimd for Avx2Integers {
+        type Floats = Avx2;
+        /// Outputs 0 to 7 and 8 to 15.
+        type I = (__m256i, __m256i);
+        /// Of each half the levels 0 and 2, and 1 and 3, as pairs of i16.
+        type Levels = [[__m256i; 2]; 2];
+        /// Likewise.
+        type Activations = [__m256i; 2];
+        const ROWS: usize = 2;
+        const HALVES: usize = 1;
+
+        #[inline(always)]
+        unsafe fn splat(x: i32) -> Self::I {
+            unsafe { (_mm256_set1_epi32(x), _mm256_set1_epi32(x)) }
+        }
+        #[inline(always)]
+        unsafe fn levels(p: *const u8) -> Self::Levels {
+            unsafe { [pairs(_mm256_loadu_si256(p.cast())), pairs(_mm256_loadu_si256(p.add(32).cast()))] }
+        }
+        #[inline(always)]
+        unsafe fn nibbles(p: *const u8) -> [Self::Levels; 2] {
+            unsafe {
+                let (low, high) = (_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(32).cast()));
+                let mask = _mm256_set1_epi8(15);
+                let (next_low, next_high) = (_mm256_srli_epi16::<4>(low), _mm256_srli_epi16::<4>(high));
+                [
+                    [pairs(_mm256_and_si256(low, mask)), pairs(_mm256_and_si256(high, mask))],
+                    [pairs(_mm256_and_si256(next_low, mask)), pairs(_mm256_and_si256(next_high, mask))],
+                ]
+            }
+        }
+        #[inline(always)]
+        unsafe fn activations(p: *const u8) -> Self::Activations {
+            unsafe {
+                let four = _mm256_set1_epi32(p.cast::<i32>().read_unaligned());
+                [_mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(four)), _mm256_srai_epi16::<8>(four)]
+            }
+        }
+        #[inline(always)]
+        unsafe fn dot(sums: Self::I, levels: Self::Levels, x: Self::Activations) -> Self::I {
+            unsafe { (add_products(sums.0, levels[0], x), add_products(sums.1, levels[1], x)) }
+        }
+        #[inline(always)]
+        unsafe fn to_floats(sums: Self::I) -> (__m256, __m256) {
+            unsafe { (_mm256_cvtepi32_ps(sums.0), _mm256_cvtepi32_ps(sums.1)) }
+        }
+    }
+
+    /// Adds to each of eight sums its four products.
+    #[inline(always)]
+    unsafe fn add_products(sums: __m256i, levels: [__m256i; 2], x: [__m256i; 2]) -> __m256i {
+        unsafe {
+            let (even, odd) = (_mm256_madd_epi16(levels[0], x[0]), _mm256_madd_epi16(levels[1], x[1]));
+            _mm256_add_epi32(sums, _mm256_add_epi32(even, odd))
+        }
+    }
+
+    /// Bytes as i16: those at even places, those at odd ones.
+    #[inline(always)]
+    unsafe fn pairs(bytes: __m256i) -> [__m256i; 2] {
+        unsafe { [_mm256_and_si256(bytes, _mm256_set1_epi16(0xff)), _mm256_srli_epi16::<8>(bytes)] }
+    }
+}

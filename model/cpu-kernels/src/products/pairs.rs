@@ -1,0 +1,118 @@
+//! Products of bf16 with bf16, two at a time, for processors whose instruction for it is faster than one for f32.
+//!
+//! An output is one chain of fused multiply-adds, of each pair the second product first; products and sums are f32 and
+//! numbers below the normal ones count as zero. So results do not depend on the tile or on threads.
+
+use super::panels::PANEL;
+use super::tile::TileArgs;
+use crate::simd::CHAINS;
+use crate::simd::Isa;
+
+/// Rows of the largest tile; all even numbers below it are heights, too, and one.
+pub(super) const TILE_ROWS: usize = 14;
+/// Bytes ahead of the kernel that are asked for.
+const PREFETCH: usize = 4096;
+
+/// Whether there is a kernel for this processor.
+pub fn has_pairs(isa: Isa) -> bool {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => is_x86_feature_detected!("avx512bf16"),
+        _ => false,
+    }
+}
+
+/// # Safety
+/// As [`TileArgs`] says; the processor has the instruction.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
+pub(super) unsafe fn tile_kernel(args: &TileArgs) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        match args.rows {
+            1 => panels::<1>(args),
+            2 => panels::<2>(args),
+            4 => panels::<4>(args),
+            6 => panels::<6>(args),
+            8 => panels::<8>(args),
+            10 => panels::<10>(args),
+            12 => panels::<12>(args),
+            _ => panels::<14>(args),
+        }
+    }
+}
+
+/// # Safety
+/// Nobody calls it: no other processor has [pairs](has_pairs).
+#[cfg(not(target_arch = "x86_64"))]
+pub(super) unsafe fn tile_kernel(_args: &TileArgs) {
+    unreachable!("weights are only packed in pairs where there is a kernel for them")
+}
+
+/// A loop of nothing but products, to see what is possible.
+///
+/// # Safety
+/// The processor has the instruction.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+pub unsafe fn pairs_loop(rounds: usize) -> f32 {
+    use std::arch::x86_64::*;
+    // SAFETY: vectors of integers are vectors of bf16.
+    let x = unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(std::hint::black_box(0))) };
+    let mut sums = [_mm512_setzero_ps(); CHAINS];
+    for _ in 0..rounds {
+        for sum in &mut sums {
+            *sum = _mm512_dpbf16_ps(*sum, x, x);
+        }
+    }
+    sums.iter().fold(0.0, |all, sum| all + _mm512_reduce_add_ps(*sum))
+}
+
+/// # Safety
+/// Nobody calls it.
+#[cfg(not(target_arch = "x86_64"))]
+pub unsafe fn pairs_loop(_rounds: usize) -> f32 {
+    unreachable!("only where there is an instruction for pairs")
+}
+
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
+unsafe fn panels<const R: usize>(args: &TileArgs) {
+    use std::arch::x86_64::*;
+
+    use crate::simd::{Avx512, Simd};
+
+    const LINE_BYTES: usize = 4 * PANEL;
+    for panel in 0..args.panels {
+        // SAFETY: panels, rows and pairs stay below their numbers; what is asked for ahead need not exist.
+        unsafe {
+            let mut w = args.w.add(panel * args.panel_bytes);
+            let mut a = args.a.cast::<i32>();
+            let mut sums = [[_mm512_setzero_ps(); 2]; R];
+            for _ in 0..args.k.div_ceil(2) {
+                Avx512::prefetch(w.wrapping_add(PREFETCH));
+                Avx512::prefetch(w.wrapping_add(PREFETCH + 64));
+                let low = std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(w.cast()));
+                let high = std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(w.add(64).cast()));
+                for r in 0..R {
+                    let x = std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(
+                        a.add(r).read_unaligned(),
+                    ));
+                    sums[r][0] = _mm512_dpbf16_ps(sums[r][0], low, x);
+                    sums[r][1] = _mm512_dpbf16_ps(sums[r][1], high, x);
+                }
+                w = w.add(LINE_BYTES);
+                a = a.add(R);
+            }
+            for r in 0..R {
+                if r >= args.real_rows {
+                    break;
+                }
+                for half in 0..2 {
+                    args.finish::<Avx512>(r, panel, half, sums[r][half]);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! Memory of the threads that compute, used by one operation at a time.
+
+use crate::memory::Aligned;
+use crate::shared::SharedMut;
+
+/// Memory of the threads, used by one operation at a time.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    memory: Aligned,
+}
+
+/// One operation's view of it.
+#[derive(Clone, Copy)]
+pub(crate) struct ThreadScratch {
+    memory: SharedMut<f32>,
+    stride: usize,
+}
+
+impl Scratch {
+    /// At least `len` elements, with any contents, for each of `num_threads`.
+    pub(crate) fn reserve(&mut self, num_threads: usize, len: usize) -> ThreadScratch {
+        let stride = len.next_multiple_of(16);
+        let memory = SharedMut::new(self.memory.grown(stride * num_threads));
+        ThreadScratch { memory, stride }
+    }
+}
+
+impl ThreadScratch {
+    /// The part of one thread.
+    pub(crate) fn of(&self, thread_idx: usize) -> *mut f32 {
+        // SAFETY: `reserve` made room for every thread.
+        unsafe { self.memory.ptr().add(thread_idx * self.stride) }
+    }
+}

@@ -1,0 +1,40 @@
+//! The macro that compiles a kernel for every instruction set.
+
+/// Compiles a generic function for every instruction set and chooses by [`Isa`].
+///
+/// `kernel! { fn name / generic(args) }` makes `unsafe fn name(isa, args)` out of
+/// `generic::<S: Simd>(args)`, which must be `#[inline(always)]`; `fn name / generic<Factor>(args)` out of
+/// `generic::<S, Factor>(args)`.
+macro_rules! kernel {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident $(<$factor:ty>)? ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?) => {
+        $(#[$meta])*
+        #[allow(clippy::too_many_arguments)]
+        $vis unsafe fn $name(isa: $crate::simd::isa::Isa, $($arg: $ty),*) $(-> $out)? {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
+            #[allow(clippy::too_many_arguments)]
+            unsafe fn avx512($($arg: $ty),*) $(-> $out)? {
+                // SAFETY: passed on to the caller.
+                unsafe { $generic::<$crate::simd::x86::Avx512 $(, $factor)?>($($arg),*) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            #[allow(clippy::too_many_arguments)]
+            unsafe fn avx2($($arg: $ty),*) $(-> $out)? {
+                // SAFETY: passed on to the caller.
+                unsafe { $generic::<$crate::simd::x86::Avx2 $(, $factor)?>($($arg),*) }
+            }
+            // SAFETY: an `Isa` is only made when the processor has it; the rest is the caller's.
+            unsafe {
+                match isa {
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::simd::isa::Isa::Avx512 => avx512($($arg),*),
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::simd::isa::Isa::Avx2 => avx2($($arg),*),
+                    $crate::simd::isa::Isa::Portable => $generic::<$crate::simd::lanes::Portable $(, $factor)?>($($arg),*),
+                }
+            }
+        }
+    };
+}
+pub(crate) use kernel;

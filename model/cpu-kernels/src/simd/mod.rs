@@ -1,0 +1,25 @@
+//! Sixteen lanes of f32 on whatever the processor offers.
+//!
+//! Every kernel is written once over [`Simd`] and compiled for AVX-512, for AVX2 with FMA and for
+//! plain Rust. All three compute with sixteen lanes and reduce them in the same order, so AVX-512
+//! and AVX2 machines agree bit for bit. It knows no tensors.
+
+pub(crate) mod isa;
+mod kernel;
+pub(crate) mod lanes;
+mod stored;
+#[cfg(test)]
+mod tests;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod x86;
+
+pub use isa::Isa;
+pub(crate) use kernel::kernel;
+pub use lanes::{CHAINS, LANES};
+pub(crate) use lanes::{Portable, Simd};
+pub(crate) use stored::{Bf16, E4m3, F16, F32, I8, Stored};
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86::{Avx2, Avx512, E4M3_BITS, E4M3_SCALE};
+
+/// Type of a stored weight.
+pub(crate) type Dtype = baton_model_spec::FloatDtype;

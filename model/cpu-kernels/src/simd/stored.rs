@@ -1,0 +1,98 @@
+//! Numbers as they are stored in memory, widened to lanes of f32.
+
+use baton_kv_cache::e4m3;
+
+use super::lanes::Simd;
+
+/// Stored numbers that widen to f32.
+pub(crate) trait Stored {
+    /// Bytes of one.
+    const SIZE: usize;
+    /// Sixteen of them.
+    ///
+    /// # Safety
+    /// As [`Simd`].
+    unsafe fn load<S: Simd>(p: *const u8) -> S::V;
+    /// One of them.
+    ///
+    /// # Safety
+    /// `p` is valid for one element.
+    unsafe fn load_one(p: *const u8) -> f32;
+}
+
+pub(crate) struct F32;
+pub(crate) struct F16;
+pub(crate) struct Bf16;
+pub(crate) struct E4m3;
+pub(crate) struct I8;
+
+// SAFETY of the blocks below: the callers vouch for the elements; alignment is never assumed.
+impl Stored for F32 {
+    const SIZE: usize = 4;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const u8) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::load(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn load_one(p: *const u8) -> f32 {
+        // SAFETY: see above.
+        unsafe { p.cast::<f32>().read_unaligned() }
+    }
+}
+
+impl Stored for F16 {
+    const SIZE: usize = 2;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const u8) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::load_f16(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn load_one(p: *const u8) -> f32 {
+        // SAFETY: see above.
+        half::f16::from_bits(unsafe { p.cast::<u16>().read_unaligned() }).to_f32()
+    }
+}
+
+impl Stored for Bf16 {
+    const SIZE: usize = 2;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const u8) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::load_bf16(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn load_one(p: *const u8) -> f32 {
+        // SAFETY: see above.
+        half::bf16::from_bits(unsafe { p.cast::<u16>().read_unaligned() }).to_f32()
+    }
+}
+
+impl Stored for E4m3 {
+    const SIZE: usize = 1;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const u8) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::load_e4m3(p) }
+    }
+    #[inline(always)]
+    unsafe fn load_one(p: *const u8) -> f32 {
+        // SAFETY: see above.
+        e4m3::to_f32(unsafe { *p })
+    }
+}
+
+impl Stored for I8 {
+    const SIZE: usize = 1;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const u8) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::load_i8(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn load_one(p: *const u8) -> f32 {
+        // SAFETY: see above.
+        f32::from(unsafe { *p.cast::<i8>() })
+    }
+}

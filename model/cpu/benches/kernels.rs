@@ -1,0 +1,134 @@
+//! Kernels next to what the processor can do at best, measured in the same run.
+//!
+//!     cargo bench -p baton-model-cpu                     # everything, some minutes
+//!     cargo bench -p baton-model-cpu -- int8             # rows that contain a word
+//!
+//! A rate is the best of many runs: others on the machine can only make one slower. Products of many rows are held
+//! against a loop of nothing but multiplications, those of one row and attention of one query against a loop that only
+//! reads memory.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use baton_kv_cache::KvDtype;
+use baton_model_cpu::benchmark::{Attention, Gemm, Peak, Peaks, Weights};
+
+/// Weights of a product: more than caches hold, so that they are read from memory.
+const MATRIX_BYTES: usize = 256 << 20;
+const SHAPES: [(usize, usize); 2] = [(16384, 2048), (2048, 8192)];
+/// Time for one row of the table.
+const BUDGET: Duration = Duration::from_millis(1500);
+
+fn main() {
+    let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
+    let all = std::thread::available_parallelism().map_or(1, usize::from);
+    println!("{:<28} {:>7} {:>8} {:>10} {:>10} {:>6}", "kernel", "threads", "rows", "rate", "peak", "share");
+    for threads in if all == 1 { vec![1] } else { vec![1, all] } {
+        let mut table = Table { words: &words, threads, peaks: Peaks::new(threads, MATRIX_BYTES) };
+        products(&mut table);
+        attention(&mut table);
+    }
+}
+
+struct Table<'a> {
+    words: &'a [String],
+    threads: usize,
+    peaks: Peaks,
+}
+
+/// What a row is held against.
+#[derive(Clone, Copy)]
+enum Ceiling {
+    /// So many operations.
+    Operations(Peak, usize),
+    /// So many bytes read.
+    Bytes(usize),
+}
+
+impl Table<'_> {
+    fn wants(&self, name: &str) -> bool {
+        self.words.is_empty() || self.words.iter().any(|word| name.contains(word.as_str()))
+    }
+
+    /// Measures `run` and its ceiling in turns.
+    fn row(&mut self, name: &str, rows: usize, ceiling: Ceiling, mut run: impl FnMut()) {
+        run();
+        let (mut best, mut best_peak) = (Duration::MAX, Duration::MAX);
+        let start = Instant::now();
+        while start.elapsed() < BUDGET {
+            best = best.min(time(&mut run));
+            let mut ceiling = || match ceiling {
+                Ceiling::Operations(peak, _) => self.peaks.run(peak),
+                Ceiling::Bytes(_) => self.peaks.read(),
+            };
+            // Its threads wake up with the first.
+            ceiling();
+            best_peak = best_peak.min(time(ceiling));
+        }
+        let per_second = |amount: usize, time: Duration| amount as f64 / time.as_secs_f64() / 1e9;
+        let (unit, rate, peak) = match ceiling {
+            Ceiling::Operations(peak, operations) => {
+                let most = per_second(peak.operations(self.threads), best_peak);
+                ("GOP/s", per_second(operations, best), most)
+            }
+            Ceiling::Bytes(bytes) => ("GB/s", per_second(bytes, best), per_second(MATRIX_BYTES, best_peak)),
+        };
+        let (threads, share) = (self.threads, 100.0 * rate / peak);
+        println!("{name:<28} {threads:>7} {rows:>8} {rate:>10.1} {peak:>10.1} {share:>4.0} %  {unit}");
+    }
+}
+
+fn time(run: impl FnOnce()) -> Duration {
+    let start = Instant::now();
+    run();
+    start.elapsed()
+}
+
+fn products(table: &mut Table<'_>) {
+    for (weights_name, weights) in Weights::available() {
+        for (n, k) in SHAPES {
+            let name = format!("{weights_name} {n}x{k}");
+            if !table.wants(&name) {
+                continue;
+            }
+            for m in [1, 2, 4, 8, 16, 32, 64, 512] {
+                let bytes = weights.matrix_bytes(n, k);
+                // Several matrices in turn, so that none is still in a cache.
+                let num = if m < 64 { MATRIX_BYTES.div_ceil(bytes) } else { 1 };
+                let mut gemm = Gemm::new(m, n, k, weights, num, table.threads);
+                let ceiling = match m {
+                    1 => Ceiling::Bytes(num * bytes),
+                    _ => Ceiling::Operations(weights.peak(), 2 * num * m * n * k),
+                };
+                table.row(&name, m, ceiling, || _ = black_box(gemm.run()));
+            }
+        }
+    }
+}
+
+fn attention(table: &mut Table<'_>) {
+    // A token's key and value in 8 kv heads of 64.
+    let bytes = |dtype: KvDtype| 2 * 8 * dtype.vector_bytes(64);
+    let mut kinds = vec![("bf16", KvDtype::Bf16, Peak::F32)];
+    if Weights::available().iter().any(|(_, weights)| weights.peak() == Peak::Bf16Pairs) {
+        kinds.push(("bf16_pairs", KvDtype::Bf16, Peak::Bf16Pairs));
+    }
+    kinds.extend([("fp8", KvDtype::Fp8, Peak::F32), ("int8", KvDtype::Int8, Peak::F32)]);
+    for (kind, dtype, peak) in kinds {
+        for context in [2048, 16384] {
+            let name = format!("attention {kind} of {context}");
+            if !table.wants(&name) {
+                continue;
+            }
+            for rows in [1, 512] {
+                let ceiling = match rows {
+                    1 => Ceiling::Bytes(context * bytes(dtype)),
+                    rows => Ceiling::Operations(peak, 4 * 32 * 64 * rows * (context - rows / 2)),
+                };
+                let pairs = peak == Peak::Bf16Pairs;
+                let mut attention = Attention::new(rows, context, dtype, pairs, table.threads);
+                table.row(&name, rows, ceiling, || _ = black_box(attention.run()));
+            }
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! The executor on processors: the forward pass behind the engine's seam.
+
+use std::sync::Arc;
+
+use baton_cpu_kernels::{Cpu, Isa, ThreadPool};
+use baton_kv_cache::{BlockStorage, KvLayout};
+use baton_model_spec::{Batch, CommunicatorError, ExecuteError, Executor, Rank};
+
+use crate::forward::{Buffers, ForwardPass, Ranks};
+use crate::model::CpuModel;
+use crate::rope::RopeTables;
+
+/// Computes on this machine's processors.
+pub struct CpuExecutor {
+    model: CpuModel,
+    cpu: Cpu,
+    buffers: Buffers,
+    ropes: RopeTables,
+}
+
+impl CpuExecutor {
+    pub(crate) fn new(model: CpuModel, pool: Arc<ThreadPool>) -> CpuExecutor {
+        let isa = Isa::detect();
+        tracing::debug!(threads = pool.num_threads(), instructions = isa.name(), "cpu executor");
+        let ropes = RopeTables::new(&model.decoder().shard().spec().ropes);
+        CpuExecutor { model, cpu: Cpu::on(pool, isa), buffers: Buffers::default(), ropes }
+    }
+
+    /// The model that it computes.
+    pub fn model(&self) -> &CpuModel {
+        &self.model
+    }
+
+    /// "avx512", "avx2" or "portable".
+    pub fn instruction_set(&self) -> &'static str {
+        self.cpu.isa().name()
+    }
+}
+
+impl Executor for CpuExecutor {
+    fn kv_layout(&self) -> KvLayout {
+        self.model.decoder().kv_layout()
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.model.decoder().config().vocab_size()
+    }
+
+    fn attach_thread(&mut self) -> Result<(), ExecuteError> {
+        let refused =
+            |error| ExecuteError { device: "cpu".into(), message: format!("cannot pin a thread: {error}") };
+        self.cpu.pool().attach_thread().map_err(refused)
+    }
+
+    unsafe fn execute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<&[f32], ExecuteError> {
+        // SAFETY: by the caller's word.
+        let num_logits = unsafe { self.compute(batch, storage, on_layer, None) };
+        Ok(self.logits(num_logits.expect("no rank can be lost where there is but one")))
+    }
+}
+
+impl CpuExecutor {
+    /// The first logits of the last step.
+    pub(crate) fn logits(&self, num_logits: usize) -> &[f32] {
+        &self.buffers.logits[..num_logits]
+    }
+
+    /// One step, of a whole model or together with other `ranks`; how many logits there are, 0 for all ranks but the
+    /// first.
+    ///
+    /// # Errors
+    /// When another rank is gone.
+    ///
+    /// # Safety
+    /// As [`Executor::execute`]; all ranks execute the same batch on the same storage.
+    pub(crate) unsafe fn compute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+        ranks: Option<&mut Ranks>,
+    ) -> Result<usize, CommunicatorError> {
+        assert_eq!(*storage.layout(), self.kv_layout(), "blocks of another layout");
+        let CpuExecutor { model, cpu, buffers, ropes } = self;
+        let weights = model.decoder().weights();
+        buffers.positions.clear();
+        buffers.first_rows.clear();
+        for sequence in &batch.sequences {
+            assert!(!sequence.tokens.is_empty(), "a sequence without tokens");
+            assert!(sequence.num_logits <= sequence.tokens.len(), "more logits than tokens");
+            buffers.first_rows.push(buffers.positions.len());
+            buffers.positions.extend(sequence.start_idx..sequence.start_idx + sequence.tokens.len());
+        }
+        let mut pass = ForwardPass {
+            shard: model.decoder().shard(),
+            spec: model.decoder().shard().spec(),
+            bf16_pairs: model.bf16_pairs(),
+            cpu,
+            num_rows: buffers.positions.len(),
+            buffers,
+            sequences: &batch.sequences,
+            ranks,
+        };
+        ropes.prepare(&pass.buffers.positions);
+        let tokens = batch.sequences.iter().flat_map(|sequence| sequence.tokens);
+        pass.embed(weights, tokens)?;
+        for (layer_idx, layer) in weights.layers.iter().enumerate() {
+            pass.project(layer);
+            // SAFETY: the caller gives this call the blocks of the batch.
+            unsafe { pass.store(layer_idx, layer, ropes, storage) };
+            // A rank may attend to heads that another one writes.
+            if let Some(ranks) = &mut pass.ranks {
+                ranks.barrier()?;
+            }
+            on_layer(layer_idx);
+            // SAFETY: as above, and the layer's KV has been written.
+            unsafe { pass.attend(layer_idx, storage) };
+            pass.finish_attention(layer)?;
+            pass.mlp(&pass.spec.layers[layer_idx].mlp, layer)?;
+        }
+        let num_wanted = pass.normalise_wanted(&weights.norm);
+        pass.logits(weights.head.as_ref(), num_wanted)
+    }
+}
+
+impl CpuModel {
+    /// An executor with threads of its own, as many as the model was loaded with.
+    ///
+    /// # Errors
+    /// When threads cannot be started.
+    ///
+    /// # Panics
+    /// As [`executor_on`](Self::executor_on).
+    pub fn executor(&self) -> std::io::Result<CpuExecutor> {
+        Ok(self.executor_on(Arc::new(ThreadPool::new(self.decoder().num_threads())?)))
+    }
+
+    /// An executor on threads that it shares with others.
+    ///
+    /// # Panics
+    /// When it is one of several ranks' parts: those compute together, in a
+    /// [`ParallelCpuExecutor`](crate::ParallelCpuExecutor).
+    pub fn executor_on(&self, pool: Arc<ThreadPool>) -> CpuExecutor {
+        assert_eq!(self.decoder().shard().rank(), Rank::ONLY, "a part of a model does not compute alone");
+        CpuExecutor::new(self.clone(), pool)
+    }
+}

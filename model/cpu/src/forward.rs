@@ -1,0 +1,322 @@
+//! The decoder's forward pass over a batch: which operations, in which order, on which memory.
+//!
+//! The rows of all sequences are one after the other in one matrix of activations; only attention
+//! knows where one sequence ends. Memory grows to the largest batch seen, then nothing is allocated.
+
+use baton_checkpoint::{DecoderWeights, LayerWeights, Mlp};
+use baton_cpu_kernels::{
+    Aligned, AttentionShape, Cpu, Output, PanelsRef, SharedMut, attend, multiply, rms_norm,
+    rms_norm_in_place, soft_cap, store_rows,
+};
+use baton_kv_cache::BlockStorage;
+use baton_model_spec::{
+    BatchSequence, Communicator, CommunicatorError, DecoderShard, DecoderSpec, MlpSpec, Rank,
+};
+
+use crate::experts::{self, ExpertBuffers, Routing};
+use crate::linear::{apply, dense_mlp, gate_and_up};
+use crate::packed::PackedMatrix;
+use crate::rope::RopeTables;
+
+/// The ranks that compute a model together, as one of them reaches the others.
+pub(crate) type Ranks = dyn Communicator;
+
+/// Activations, `[rows][...]` each.
+#[derive(Default)]
+pub(crate) struct Buffers {
+    /// The residual stream, `[hidden]`.
+    pub(crate) x: Aligned,
+    /// What a norm or a projection made of it, `[hidden]`.
+    pub(crate) hidden: Aligned,
+    /// Queries, keys and values side by side.
+    pub(crate) qkv: Aligned,
+    /// What attention found, `[heads * head_dim]`.
+    pub(crate) attended: Aligned,
+    /// Inside a dense MLP, or one expert.
+    pub(crate) gated: Aligned,
+    pub(crate) experts: ExpertBuffers,
+    /// `[wanted][vocab]`; of one rank of several `[wanted][its tokens]`, until the first collects them.
+    pub(crate) logits: Aligned,
+    /// `[ranks][wanted][tokens of each]`
+    pub(crate) gathered: Aligned,
+    /// Of each row.
+    pub(crate) positions: Vec<usize>,
+    /// Of each sequence.
+    pub(crate) first_rows: Vec<usize>,
+}
+
+/// One call of `execute`.
+pub(crate) struct ForwardPass<'a> {
+    pub(crate) shard: &'a DecoderShard,
+    /// That of the shard.
+    pub(crate) spec: &'a DecoderSpec,
+    pub(crate) bf16_pairs: bool,
+    pub(crate) cpu: &'a mut Cpu,
+    pub(crate) buffers: &'a mut Buffers,
+    pub(crate) sequences: &'a [BatchSequence<'a>],
+    pub(crate) num_rows: usize,
+    /// `None` where one computes the whole model.
+    pub(crate) ranks: Option<&'a mut Ranks>,
+}
+
+impl ForwardPass<'_> {
+    pub(crate) fn embed<'t>(
+        &mut self,
+        weights: &DecoderWeights<PackedMatrix>,
+        tokens: impl Iterator<Item = &'t u32>,
+    ) -> Result<(), CommunicatorError> {
+        let own = self.shard.vocabulary();
+        let (hidden, scale) = (self.spec.hidden_size, self.spec.embedding_scale);
+        let x = self.buffers.x.grown(self.num_rows * hidden);
+        for (row, &token) in x.chunks_exact_mut(hidden).zip(tokens) {
+            let token = token as usize;
+            assert!(token < self.spec.vocab_size, "token {token} outside the vocabulary");
+            match &weights.embedding {
+                Some(embedding) => {
+                    embedding.read_row(token, row);
+                    row.iter_mut().for_each(|x| *x *= scale);
+                }
+                None if own.contains(&token) => {
+                    weights.head.as_ref().read_row(token - own.start, scale, row);
+                }
+                // Of all ranks one has the token's row.
+                None => row.fill(0.0),
+            }
+        }
+        match (&mut self.ranks, &weights.embedding) {
+            (Some(ranks), None) => ranks.all_reduce_sum(x),
+            _ => Ok(()),
+        }
+    }
+
+    /// Queries, keys and values of every row.
+    pub(crate) fn project(&mut self, layer: &LayerWeights<PackedMatrix>) {
+        let spec = self.spec;
+        let rows = self.num_rows;
+        let hidden = self.buffers.hidden.grown(rows * spec.hidden_size);
+        normalise(self.cpu, spec, &self.buffers.x, &layer.attention_norm, hidden);
+        let width = spec.query_width() + 2 * spec.kv_width();
+        let qkv = self.buffers.qkv.grown(rows * width);
+        apply(self.cpu, rows, hidden, &layer.qkv, qkv, Output::Store);
+    }
+
+    /// Norms and rotates heads in place and puts keys and values into their blocks.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes the rows' places in this layer of their blocks.
+    pub(crate) unsafe fn store(
+        &mut self,
+        layer_idx: usize,
+        layer: &LayerWeights<PackedMatrix>,
+        ropes: &RopeTables,
+        storage: &BlockStorage,
+    ) {
+        let spec = self.spec;
+        let (query, kv) = (spec.query_width(), spec.kv_width());
+        let width = query + 2 * kv;
+        let isa = self.cpu.isa();
+        let qkv = SharedMut::new(&mut self.buffers.qkv[..self.num_rows * width]);
+        let rope_idx = spec.layers[layer_idx].rope_idx;
+        let positions = &self.buffers.positions;
+        let (writes_kv, first_head) = (self.shard.writes_kv(), self.shard.kv_heads().start);
+        let (sequences, first_rows) = (self.sequences, &self.buffers.first_rows);
+        self.cpu.for_rows(self.num_rows, width, |row_idx| {
+            // SAFETY: every row is its own.
+            let row = unsafe { std::slice::from_raw_parts_mut(qkv.ptr().add(row_idx * width), width) };
+            let (queries, key_values) = row.split_at_mut(query);
+            let (keys, values) = key_values.split_at_mut(kv);
+            for (heads, norm) in [(queries, &layer.query_norm), (&mut *keys, &layer.key_norm)] {
+                for head in heads.chunks_exact_mut(spec.head_dim) {
+                    if let Some(norm) = norm {
+                        rms_norm_in_place(isa, head, norm, spec.norm_eps);
+                    }
+                    ropes.rotate(rope_idx, row_idx, head);
+                }
+            }
+            // Sequences are in the order of their rows.
+            let at = first_rows.partition_point(|&first_row| first_row <= row_idx) - 1;
+            if writes_kv {
+                let (blocks, position) = (sequences[at].blocks, positions[row_idx]);
+                // SAFETY: positions differ between rows of a sequence, sequences do not share the blocks they write, and
+                // a head has one rank that writes it; nobody else uses them by the caller's word.
+                unsafe { store_rows(storage, layer_idx, blocks, position, first_head, keys, values) };
+            }
+        });
+    }
+
+    /// # Safety
+    /// Nobody writes this layer of the batch's blocks meanwhile.
+    pub(crate) unsafe fn attend(&mut self, layer_idx: usize, storage: &BlockStorage) {
+        let spec = self.spec;
+        let shape = AttentionShape {
+            num_heads: spec.num_heads,
+            num_kv_heads: spec.num_kv_heads,
+            first_kv_head: self.shard.kv_heads().start,
+            head_dim: spec.head_dim,
+            scale: spec.attention_scale,
+            soft_cap: spec.attention_soft_cap,
+            window: spec.layers[layer_idx].window,
+            bf16_pairs: self.bf16_pairs,
+        };
+        let width = spec.query_width() + 2 * spec.kv_width();
+        let attended = self.buffers.attended.grown(self.num_rows * spec.query_width());
+        let queries = &self.buffers.qkv[..self.num_rows * width];
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let (sequences, rows) = (self.sequences, &self.buffers.first_rows);
+            attend(self.cpu, &shape, storage, layer_idx, sequences, rows, queries, width, attended);
+        };
+    }
+
+    /// How a rank's part of a sum enters the residual stream: the first adds it to what all have, the others replace what
+    /// they have, and the sum over ranks is the new stream.
+    fn to_stream(&self) -> Output {
+        if self.shard.rank().is_first() { Output::Add } else { Output::Store }
+    }
+
+    /// The output projection, added to the residual stream.
+    pub(crate) fn finish_attention(
+        &mut self,
+        layer: &LayerWeights<PackedMatrix>,
+    ) -> Result<(), CommunicatorError> {
+        let to_stream = self.to_stream();
+        let rows = self.num_rows;
+        let x = &mut self.buffers.x[..rows * self.spec.hidden_size];
+        let attended = &self.buffers.attended;
+        match &layer.attention_post_norm {
+            None => {
+                apply(self.cpu, rows, attended, &layer.output, x, to_stream);
+                sum_over(&mut self.ranks, x)?;
+            }
+            Some(norm) => {
+                let hidden = self.buffers.hidden.grown(x.len());
+                apply(self.cpu, rows, attended, &layer.output, hidden, Output::Store);
+                sum_over(&mut self.ranks, hidden)?;
+                add_normalised(self.cpu, self.spec, hidden, norm, x);
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn mlp(
+        &mut self,
+        mlp: &MlpSpec,
+        layer: &LayerWeights<PackedMatrix>,
+    ) -> Result<(), CommunicatorError> {
+        let (spec, to_stream) = (self.spec, self.to_stream());
+        let rows = self.num_rows;
+        let buffers = &mut *self.buffers;
+        let x = &mut buffers.x[..rows * spec.hidden_size];
+        let hidden = buffers.hidden.grown(x.len());
+        normalise(self.cpu, spec, x, &layer.mlp_norm, hidden);
+        match (&layer.mlp, &layer.mlp_post_norm) {
+            (Mlp::Dense(dense), None) => {
+                dense_mlp(self.cpu, spec.activation, rows, hidden, dense, &mut buffers.gated, x, to_stream);
+                sum_over(&mut self.ranks, x)
+            }
+            (Mlp::Dense(dense), Some(norm)) => {
+                // The products no longer need their input when the last one is written.
+                let gated = gate_and_up(self.cpu, spec.activation, rows, hidden, dense, &mut buffers.gated);
+                apply(self.cpu, rows, gated, &dense.down, hidden, Output::Store);
+                sum_over(&mut self.ranks, hidden)?;
+                add_normalised(self.cpu, spec, hidden, norm, x);
+                Ok(())
+            }
+            (Mlp::Experts { router, experts }, _) => {
+                let MlpSpec::Experts { num_active, renormalise, .. } = *mlp else {
+                    unreachable!("weights were taken by this spec")
+                };
+                let routing = Routing { num_active, renormalise, activation: spec.activation };
+                let memory = (&mut buffers.experts, &mut buffers.gated);
+                experts::run(self.cpu, &routing, rows, hidden, router, experts, memory, x, to_stream);
+                sum_over(&mut self.ranks, x)
+            }
+        }
+    }
+
+    /// The rows whose logits are wanted, normed; how many there are.
+    pub(crate) fn normalise_wanted(&mut self, norm: &[f32]) -> usize {
+        let size = self.spec.hidden_size;
+        let num_wanted = self.sequences.iter().map(|sequence| sequence.num_logits).sum();
+        let hidden = self.buffers.hidden.grown(num_wanted * size);
+        let rows = self.sequences.iter().zip(&self.buffers.first_rows).flat_map(|(sequence, first_row)| {
+            let end = first_row + sequence.tokens.len();
+            end - sequence.num_logits..end
+        });
+        for (row, out) in rows.zip(hidden.chunks_exact_mut(size)) {
+            let x = &self.buffers.x[row * size..(row + 1) * size];
+            rms_norm(self.cpu.isa(), x, norm, self.spec.norm_eps, out);
+        }
+        num_wanted
+    }
+
+    /// Fills in the logits; how many numbers they are.
+    pub(crate) fn logits(
+        &mut self,
+        head: PanelsRef<'_>,
+        num_wanted: usize,
+    ) -> Result<usize, CommunicatorError> {
+        let num_own = self.shard.vocabulary().len();
+        // As many numbers for each rank: what the last ones lack is left as it is.
+        let Rank { num_ranks, .. } = self.shard.rank();
+        let part = num_wanted * self.spec.vocab_size.div_ceil(num_ranks);
+        let part = self.buffers.logits.grown(part);
+        let logits = &mut part[..num_wanted * num_own];
+        multiply(self.cpu, num_wanted, &self.buffers.hidden, head, None, logits, Output::Store);
+        if let Some(cap) = self.spec.logit_soft_cap {
+            soft_cap(self.cpu.isa(), logits, cap);
+        }
+        match &mut self.ranks {
+            None => Ok(logits.len()),
+            Some(ranks) if !self.shard.rank().is_first() => ranks.gather(part, None).map(|()| 0),
+            Some(ranks) => {
+                let gathered = self.buffers.gathered.grown(num_ranks * part.len());
+                ranks.gather(part, Some(gathered))?;
+                Ok(self.interleave(num_wanted, num_ranks))
+            }
+        }
+    }
+
+    /// Makes `[wanted][vocab]` of the ranks' parts.
+    fn interleave(&mut self, num_wanted: usize, num_ranks: usize) -> usize {
+        let size = self.spec.vocab_size;
+        let len_of_part = num_wanted * size.div_ceil(num_ranks);
+        let logits = self.buffers.logits.grown(num_wanted * size);
+        for rank in Rank::all(num_ranks) {
+            let tokens = rank.part_of(size);
+            let part = &self.buffers.gathered[rank.idx * len_of_part..];
+            for (row_idx, row) in logits.chunks_exact_mut(size).enumerate() {
+                row[tokens.clone()].copy_from_slice(&part[row_idx * tokens.len()..][..tokens.len()]);
+            }
+        }
+        logits.len()
+    }
+}
+
+/// Sums up what the ranks have of `buffer`, if there are several.
+fn sum_over(ranks: &mut Option<&mut Ranks>, buffer: &mut [f32]) -> Result<(), CommunicatorError> {
+    ranks.as_mut().map_or(Ok(()), |ranks| ranks.all_reduce_sum(buffer))
+}
+
+fn normalise(cpu: &mut Cpu, spec: &DecoderSpec, x: &[f32], norm: &[f32], out: &mut [f32]) {
+    let size = spec.hidden_size;
+    let isa = cpu.isa();
+    let num_rows = out.len() / size;
+    let out = SharedMut::new(out);
+    cpu.for_rows(num_rows, size, |row| {
+        // SAFETY: every row is its own.
+        let out = unsafe { std::slice::from_raw_parts_mut(out.ptr().add(row * size), size) };
+        rms_norm(isa, &x[row * size..(row + 1) * size], norm, spec.norm_eps, out);
+    });
+}
+
+/// `x += norm(y)`, `y` is used up.
+fn add_normalised(cpu: &mut Cpu, spec: &DecoderSpec, y: &mut [f32], norm: &[f32], x: &mut [f32]) {
+    let size = spec.hidden_size;
+    for (x, y) in x.chunks_exact_mut(size).zip(y.chunks_exact_mut(size)) {
+        rms_norm_in_place(cpu.isa(), y, norm, spec.norm_eps);
+        for (x, y) in x.iter_mut().zip(y) {
+            *x += *y;
+        }
+    }
+}

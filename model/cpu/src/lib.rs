@@ -1,0 +1,25 @@
+//! Decoders on this machine's processors.
+//!
+//! [`load`] reads a model and packs its weights into the layout that kernels stream; a [`CpuExecutor`] computes batches with
+//! them, or a [`ParallelCpuExecutor`] with one for each rank.
+//!
+//! It does not know devices, requests, or the network.
+
+pub mod benchmark;
+mod executor;
+mod experts;
+mod fastest;
+mod forward;
+mod linear;
+mod load;
+mod model;
+mod packed;
+mod parallel;
+mod rope;
+mod whole_pages;
+
+pub use executor::CpuExecutor;
+pub use load::{load, load_ranks};
+pub use model::CpuModel;
+pub use packed::PackedMatrix;
+pub use parallel::ParallelCpuExecutor;

@@ -1,0 +1,76 @@
+//! Loading a model for processors: which kernels suit it, and packing its weights for them.
+
+use std::path::Path;
+
+use baton_checkpoint::{IntegerChoice, LoadOptions, LoadProgress, load_decoder};
+use baton_model_spec::{Activations, Backend, LoadError, Quantisation, Rank};
+
+use crate::fastest::{bf16_is_faster, multiplies_bf16};
+use crate::model::CpuModel;
+use crate::packed::{Packer, Packing, WeightCache};
+
+/// Loads `model`, a Hugging Face directory or a GGUF file.
+///
+/// `progress` is called now and then while the weights are read, the first time with zero bytes done.
+///
+/// # Errors
+/// When something is missing, broken or not supported: one sentence that says what.
+///
+/// # Panics
+/// When `options` are for another backend.
+pub fn load(
+    model: &Path,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<CpuModel, LoadError> {
+    load_packed(model, options, packing(options)?, progress)
+}
+
+/// Loads the parts of so many ranks, to compute together in this process. `options` are theirs, but for the rank.
+///
+/// # Errors
+/// As [`load`], and when the model cannot be divided so.
+pub fn load_ranks(
+    model: &Path,
+    num_ranks: usize,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<Vec<CpuModel>, LoadError> {
+    // What is faster is measured once, so that all compute alike.
+    let packing = packing(options)?;
+    let ranks = Rank::all(num_ranks)
+        .map(|rank| load_packed(model, &LoadOptions { rank, ..options.clone() }, packing, progress));
+    ranks.collect()
+}
+
+fn load_packed(
+    model: &Path,
+    options: &LoadOptions,
+    packing: Packing,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<CpuModel, LoadError> {
+    let bf16_pairs = packing.bf16_pairs;
+    let mut packer = Packer::new(packing, options.rank);
+    let (decoder, files) = load_decoder(model, options, &mut packer)?;
+    let cache = match &options.weight_cache {
+        None => None,
+        Some(dir) => Some(WeightCache { dir, model, key: files.key()? }),
+    };
+    let finished = packer.finish(cache.as_ref(), decoder.num_threads(), progress);
+    finished.map_err(|source| LoadError::io(model, source))?;
+    files.release_pages();
+    Ok(CpuModel::new(decoder, bf16_pairs))
+}
+
+fn packing(options: &LoadOptions) -> Result<Packing, LoadError> {
+    assert_eq!(options.backend, Backend::Cpu, "options for processors");
+    let bf16_pairs = match options.activations {
+        Activations::F32 => false,
+        Activations::Bf16 if !multiplies_bf16() => return Err(LoadError::NoBf16),
+        Activations::Bf16 => true,
+        Activations::Auto => bf16_is_faster(),
+    };
+    let quantise = options.quantise.map(Quantisation::format);
+    let integers = IntegerChoice { quantise, widen: options.activations == Activations::F32 };
+    Ok(Packing { bf16_pairs, integers })
+}

@@ -1,0 +1,28 @@
+//! A model whose weights are packed for this machine's processors.
+
+use baton_checkpoint::LoadedDecoder;
+
+use crate::packed::PackedMatrix;
+
+/// A model, or one rank's part of it, ready to compute on processors. Clones share the weights.
+#[derive(Clone, Debug)]
+pub struct CpuModel {
+    decoder: LoadedDecoder<PackedMatrix>,
+    bf16_pairs: bool,
+}
+
+impl CpuModel {
+    pub(crate) fn new(decoder: LoadedDecoder<PackedMatrix>, bf16_pairs: bool) -> CpuModel {
+        CpuModel { decoder, bf16_pairs }
+    }
+
+    /// What is known of it, and its weights.
+    pub fn decoder(&self) -> &LoadedDecoder<PackedMatrix> {
+        &self.decoder
+    }
+
+    /// Whether what is stored in bf16 is multiplied in pairs, with activations in bf16.
+    pub(crate) fn bf16_pairs(&self) -> bool {
+        self.bf16_pairs
+    }
+}

@@ -1,0 +1,386 @@
+//! Weights packed once into the layout that kernels stream, and shared by the processes of a host.
+//!
+//! ```text
+//! safetensors --- Packer::add, matrix by matrix ---> a plan --- finish ---> a file in the cache, mapped by all
+//!                                                                     \---> or memory of this process
+//! ```
+//! A packed file is named by what it was made from (the revision of the model, and place, size and time of its
+//! files) and how (the plan). It is written beside its name, synced and renamed, so it is whole or not there; of
+//! processes that start together one writes and the others wait for it. Files of the same model from before it
+//! changed are removed; those that were packed otherwise from the same weights stay. When the cache cannot be used, every process packs for itself.
+
+use std::borrow::Cow;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+use baton_checkpoint::{IntegerChoice, LoadProgress, Matrix, MatrixSink, ProductKind, SplitGroup, Tolerance};
+use baton_cpu_kernels::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};
+use baton_model_spec::{FloatDtype, IntegerFormat, IntegerRow, Rank};
+use memmap2::{Mmap, MmapMut};
+
+use crate::whole_pages::WholePages;
+
+/// Changes with the layout: files of another one are not read.
+const LAYOUT_VERSION: u32 = 3;
+/// A file begins with this many bytes, of which the first are the key.
+const HEADER_BYTES: usize = 4096;
+/// Matrices begin at multiples of this.
+const ALIGNMENT: usize = 4096;
+/// Packed between two reports of progress, about.
+const PIECE_BYTES: usize = 16 << 20;
+
+/// A matrix in packed memory. Usable once its [`Packer`] has finished.
+#[derive(Clone, Debug)]
+pub struct PackedMatrix {
+    memory: Arc<OnceLock<Memory>>,
+    offset: usize,
+    format: PanelFormat,
+    rows: usize,
+    cols: usize,
+    order: RowOrder,
+}
+
+#[derive(Debug)]
+enum Memory {
+    File(Mmap),
+    Private(MmapMut),
+}
+
+impl PackedMatrix {
+    /// Inputs of a product with it.
+    pub(crate) fn cols(&self) -> usize {
+        self.cols
+    }
+
+    pub(crate) fn as_ref(&self) -> PanelsRef<'_> {
+        let memory: &[u8] = match self.memory.get().expect("loading ends with packing") {
+            Memory::File(map) => &map[HEADER_BYTES..],
+            Memory::Private(map) => map,
+        };
+        let num_bytes = self.format.matrix_bytes(self.rows, self.cols);
+        PanelsRef::new(&memory[self.offset..][..num_bytes], self.format, self.rows, self.cols)
+            .in_order(self.order)
+    }
+}
+
+/// What weights become when they are packed.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Packing {
+    /// Weights in bf16 are multiplied in pairs, with activations in bf16.
+    pub(crate) bf16_pairs: bool,
+    /// Which weights are integers.
+    pub(crate) integers: IntegerChoice,
+}
+
+/// Collects what is to be packed.
+pub(crate) struct Packer {
+    packing: Packing,
+    /// Whose parts of tensors it is given.
+    rank: Rank,
+    memory: Arc<OnceLock<Memory>>,
+    jobs: Vec<Job>,
+    num_bytes: usize,
+}
+
+/// Matrices whose outputs lie side by side.
+struct Job {
+    parts: Vec<Matrix>,
+    /// Of rows that are not integers.
+    dtype: FloatDtype,
+    format: PanelFormat,
+    rows: usize,
+    cols: usize,
+    order: RowOrder,
+    offset: usize,
+}
+
+/// Where packed weights are kept for the next start and for other processes.
+#[derive(Clone, Debug)]
+pub(crate) struct WeightCache<'a> {
+    pub(crate) dir: &'a Path,
+    /// The directory or file of the model: packed files of it under another key are of no use.
+    pub(crate) model: &'a Path,
+    /// What the weights are: the same key, the same bytes.
+    pub(crate) key: blake3::Hash,
+}
+
+impl WeightCache<'_> {
+    /// The same key, the same weights in layouts of the same kind.
+    fn layout_key(&self) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&LAYOUT_VERSION.to_le_bytes());
+        hasher.update(self.key.as_bytes());
+        hasher.finalize()
+    }
+}
+
+impl Packer {
+    pub(crate) fn new(packing: Packing, rank: Rank) -> Packer {
+        Packer { packing, rank, memory: Arc::default(), jobs: vec![], num_bytes: 0 }
+    }
+
+    /// Packs everything on `num_threads` threads, or finds it packed; from then on the matrices may be used.
+    ///
+    /// # Errors
+    /// When there is no memory for it.
+    pub(crate) fn finish(
+        self,
+        cache: Option<&WeightCache<'_>>,
+        num_threads: usize,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> io::Result<()> {
+        progress(LoadProgress { bytes_done: 0, bytes_total: self.num_bytes as u64 });
+        let memory = match cache.map(|cache| self.cached(cache, num_threads, progress)) {
+            Some(Ok(map)) => Memory::File(map),
+            Some(Err((path, error))) => {
+                let path = path.display();
+                tracing::warn!(%path, %error, "no cache for packed weights: every process keeps its own");
+                Memory::Private(self.private(num_threads, progress)?)
+            }
+            None => Memory::Private(self.private(num_threads, progress)?),
+        };
+        assert!(self.memory.set(memory).is_ok(), "packed once");
+        Ok(())
+    }
+
+    fn private(&self, num_threads: usize, progress: &mut dyn FnMut(LoadProgress)) -> io::Result<MmapMut> {
+        let mut map = MmapMut::map_anon(self.num_bytes.max(1))?;
+        // Only a hint: fewer entries of the page table to walk.
+        let _ = map.advise(memmap2::Advice::HugePage);
+        self.pack(num_threads, progress, &mut |offset, panels| {
+            map[offset..offset + panels.len()].copy_from_slice(panels);
+            Ok(())
+        })?;
+        Ok(map)
+    }
+
+    /// Maps the file, which is made if it is not there. Errors name the path at fault.
+    fn cached(
+        &self,
+        cache: &WeightCache<'_>,
+        num_threads: usize,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Mmap, (PathBuf, io::Error)> {
+        let key = self.key(cache);
+        let model = cache.model.canonicalize().map_err(|error| (cache.model.to_owned(), error))?;
+        let place = blake3::hash(model.as_os_str().as_encoded_bytes()).to_hex();
+        let weights = format!("{}-{}", &place[..16], &cache.layout_key().to_hex()[..16]);
+        let path = cache.dir.join(format!("{weights}-{}.panels", &key.to_hex()[..16]));
+        let at = |path: &Path| {
+            let path = path.to_owned();
+            move |error| (path, error)
+        };
+        if let Some(map) = self.open(&path, &key) {
+            read_ahead(&map, progress);
+            return Ok(map);
+        }
+        fs::create_dir_all(cache.dir).map_err(at(cache.dir))?;
+        // Whoever comes second waits here and then finds the file. The lock goes with the descriptor.
+        let lock_path = cache.dir.join(format!("{}.lock", &place[..16]));
+        let lock = File::create(&lock_path).map_err(at(&lock_path))?;
+        lock.lock().map_err(at(&lock_path))?;
+        if self.open(&path, &key).is_none() {
+            let unfinished = path.with_extension("new");
+            self.write(&unfinished, &key, num_threads, progress).map_err(at(&unfinished))?;
+            fs::rename(&unfinished, &path).map_err(at(&path))?;
+            remove_old(cache.dir, &place[..16], &weights);
+            tracing::info!(path = %path.display(), bytes = self.num_bytes, "packed weights written");
+        }
+        self.open(&path, &key)
+            .ok_or_else(|| (path, io::Error::other("the file that was just written is another")))
+    }
+
+    fn write(
+        &self,
+        path: &Path,
+        key: &blake3::Hash,
+        num_threads: usize,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> io::Result<()> {
+        // Written, not mapped: a full disk is an error here, and a signal there.
+        let file = File::create(path)?;
+        let mut writer = WholePages::new(&file);
+        writer.write(0, key.as_bytes())?;
+        self.pack(num_threads, progress, &mut |offset, panels| writer.write(HEADER_BYTES + offset, panels))?;
+        writer.finish(HEADER_BYTES + self.num_bytes)?;
+        file.sync_all()
+    }
+
+    /// The file, if it is there and the right one.
+    fn open(&self, path: &Path, key: &blake3::Hash) -> Option<Mmap> {
+        let file = File::open(path).ok()?;
+        // SAFETY: a read-only mapping of a file that is replaced, never rewritten.
+        let map = unsafe { Mmap::map(&file) }.ok()?;
+        let is_right = map.len() == HEADER_BYTES + self.num_bytes && map[..32] == *key.as_bytes();
+        is_right.then_some(map)
+    }
+
+    fn key(&self, cache: &WeightCache<'_>) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(cache.layout_key().as_bytes());
+        for job in &self.jobs {
+            for number in [job.offset, job.rows, job.cols] {
+                hasher.update(&(number as u64).to_le_bytes());
+            }
+            hasher.update(format!("{:?} {:?}", job.format, job.order).as_bytes());
+        }
+        // Parts of other ranks are as large, and others.
+        if self.rank != Rank::ONLY {
+            hasher.update(format!("{:?}", self.rank).as_bytes());
+        }
+        hasher.finalize()
+    }
+
+    /// Packs everything, piece by piece on `num_threads` threads, and gives `sink` each piece and its offset.
+    fn pack(
+        &self,
+        num_threads: usize,
+        progress: &mut dyn FnMut(LoadProgress),
+        sink: &mut dyn FnMut(usize, &[u8]) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut piece = Vec::new();
+        for job in &self.jobs {
+            let panel_bytes = job.format.panel_bytes(job.cols);
+            let num_panels = job.rows.div_ceil(PANEL);
+            let panels_per_piece = (PIECE_BYTES / panel_bytes).max(num_threads);
+            for first in (0..num_panels).step_by(panels_per_piece) {
+                let num = panels_per_piece.min(num_panels - first);
+                piece.resize(num * panel_bytes, 0);
+                let panels_per_thread = num.div_ceil(num_threads);
+                std::thread::scope(|scope| {
+                    for (share_idx, share) in piece.chunks_mut(panels_per_thread * panel_bytes).enumerate() {
+                        scope.spawn(move || {
+                            for (idx, panel) in share.chunks_mut(panel_bytes).enumerate() {
+                                job.pack(first + share_idx * panels_per_thread + idx, panel);
+                            }
+                        });
+                    }
+                });
+                let offset = job.offset + first * panel_bytes;
+                sink(offset, &piece)?;
+                let bytes_done = (offset + piece.len()) as u64;
+                progress(LoadProgress { bytes_done, bytes_total: self.num_bytes as u64 });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Rows are in f32 if the types of parts differ.
+impl MatrixSink for Packer {
+    type Matrix = PackedMatrix;
+
+    fn add(
+        &mut self,
+        parts: Vec<Matrix>,
+        tolerance: Tolerance,
+        kind: ProductKind,
+    ) -> Result<PackedMatrix, SplitGroup> {
+        let (cols, first) = (parts[0].cols, parts[0].dtype());
+        assert!(parts.iter().all(|part| part.cols == cols), "parts of one product");
+        let dtype = if !self.packing.integers.widen && parts.iter().all(Matrix::is_fp8) {
+            // Four significant bits and a scale: bf16 is off by a thirty-second of their last bit.
+            FloatDtype::Bf16
+        } else if parts.iter().all(|part| part.dtype() == first) {
+            first
+        } else {
+            FloatDtype::F32
+        };
+        let rows = parts.iter().map(|part| part.rows).sum();
+        let offset = self.num_bytes;
+        let format = match self.packing.integers.format_of(&parts, tolerance)? {
+            Some(format) => PanelFormat::Integers(format),
+            None if dtype == FloatDtype::Bf16 && self.packing.bf16_pairs => PanelFormat::Bf16Pairs,
+            None => PanelFormat::Floats(dtype),
+        };
+        let order = match kind {
+            ProductKind::Plain => RowOrder::Plain,
+            ProductKind::Gated => RowOrder::Gated,
+        };
+        self.num_bytes = (offset + format.matrix_bytes(rows, cols)).next_multiple_of(ALIGNMENT);
+        self.jobs.push(Job { parts, dtype, format, rows, cols, order, offset });
+        Ok(PackedMatrix { memory: Arc::clone(&self.memory), offset, format, rows, cols, order })
+    }
+}
+
+impl Job {
+    fn pack(&self, panel_idx: usize, to: &mut [u8]) {
+        let rows = (0..PANEL).map(|output| self.order.row(self.rows, panel_idx, output));
+        match self.format {
+            PanelFormat::Integers(format) => {
+                let zeroes = || IntegerRow::zeroes(self.cols, format);
+                let rows: Vec<_> =
+                    rows.map(|row| row.map_or_else(zeroes, |row| self.integer_row(row, format))).collect();
+                pack_integers(&rows, format, self.cols, to);
+            }
+            _ => {
+                let zeroes = || Cow::Owned(vec![0; self.cols * self.dtype.size_bytes()]);
+                let rows: Vec<_> =
+                    rows.map(|row| row.map_or_else(zeroes, |row| self.float_row(row))).collect();
+                pack_floats(&rows, self.format, to);
+            }
+        }
+    }
+
+    /// The part that holds a row, and the row's place in it.
+    fn find(&self, mut row_idx: usize) -> (&Matrix, usize) {
+        let mut parts = self.parts.iter();
+        loop {
+            let part = parts.next().expect("rows are counted from the same parts");
+            if row_idx < part.rows {
+                return (part, row_idx);
+            }
+            row_idx -= part.rows;
+        }
+    }
+
+    fn integer_row(&self, row_idx: usize, format: IntegerFormat) -> IntegerRow {
+        let (part, row_idx) = self.find(row_idx);
+        part.integers_in(format, row_idx)
+    }
+
+    /// A row as it is to be stored.
+    fn float_row(&self, row_idx: usize) -> Cow<'_, [u8]> {
+        let (part, row_idx) = self.find(row_idx);
+        match part.row(row_idx) {
+            Some(bytes) if part.dtype() == self.dtype => Cow::Borrowed(bytes),
+            _ if self.dtype == FloatDtype::Bf16 => {
+                let values = part.row_values(row_idx).map(half::bf16::from_f32);
+                Cow::Owned(values.flat_map(half::bf16::to_le_bytes).collect())
+            }
+            _ => Cow::Owned(part.row_values(row_idx).flat_map(f32::to_le_bytes).collect()),
+        }
+    }
+}
+
+/// Removes packed files of the model at `place` that do not begin with `weights`. Who has one mapped keeps it.
+fn remove_old(dir: &Path, place: &str, weights: &str) {
+    let Ok(entries) = dir.read_dir() else { return };
+    for path in entries.flatten().map(|entry| entry.path()) {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if name.starts_with(place) && !name.starts_with(weights) && name.ends_with(".panels") {
+            // What stays behind costs room, nothing else.
+            let _ = fs::remove_file(&path);
+        }
+    }
+}
+
+/// Brings a mapped file into memory.
+fn read_ahead(map: &Mmap, progress: &mut dyn FnMut(LoadProgress)) {
+    let bytes_total = (map.len() - HEADER_BYTES) as u64;
+    // Only a hint: what is not there yet is read when it is used.
+    let _ = map.advise(memmap2::Advice::WillNeed);
+    let mut bytes_done = 0;
+    for (piece_idx, piece) in map[HEADER_BYTES..].chunks(PIECE_BYTES).enumerate() {
+        let offset = HEADER_BYTES + piece_idx * PIECE_BYTES;
+        // Many pages with one call, where the kernel can.
+        if map.advise_range(memmap2::Advice::PopulateRead, offset, piece.len()).is_err() {
+            let touched = piece.iter().step_by(4096).fold(0u8, |all, byte| all ^ byte);
+            std::hint::black_box(touched);
+        }
+        bytes_done += piece.len() as u64;
+        progress(LoadProgress { bytes_done, bytes_total });
+    }
+}

@@ -1,0 +1,216 @@
+//! Several ranks on this machine's processors, each with threads of its own, over one block storage.
+//!
+//! Each rank writes its kv heads where the layout of the whole model has them, so that blocks are those that one rank
+//! alone would make, and whoever takes or gives them need not know of ranks. A layer is announced when all have written.
+
+use std::io;
+use std::sync::Arc;
+
+use baton_checkpoint::LoadedDecoder;
+use baton_cpu_kernels::ThreadPool;
+use baton_kv_cache::{BlockStorage, KvLayout};
+use baton_model_spec::{
+    Batch, ExecuteError, Executor, ParallelExecutor, RankError, RankExecutor, ThreadCommunicator,
+};
+
+use crate::executor::CpuExecutor;
+use crate::forward::Ranks;
+use crate::model::CpuModel;
+
+/// Computes on this machine's processors by several ranks.
+pub struct ParallelCpuExecutor(ParallelExecutor<CpuRank>);
+
+impl ParallelCpuExecutor {
+    /// Ranks with the threads of each, in their order. A pool is one rank's alone: ranks compute at the same time.
+    ///
+    /// # Errors
+    /// When threads cannot be started, or not be kept to their processors.
+    ///
+    /// # Panics
+    /// When the ranks are not all the parts of one model, in order.
+    pub fn new(ranks: Vec<(CpuModel, Arc<ThreadPool>)>) -> io::Result<ParallelCpuExecutor> {
+        let ends = ThreadCommunicator::group(ranks.len());
+        let ends = ends.into_iter().map(|end| Box::new(end) as Box<Ranks>);
+        ParallelCpuExecutor::connected(ranks, ends)
+    }
+
+    fn connected(
+        ranks: Vec<(CpuModel, Arc<ThreadPool>)>,
+        ends: impl Iterator<Item = Box<Ranks>>,
+    ) -> io::Result<ParallelCpuExecutor> {
+        LoadedDecoder::check_ranks(ranks.iter().map(|(model, _)| model.decoder()));
+        let ranks = ranks.into_iter().zip(ends).map(|((model, pool), end)| CpuRank {
+            executor: CpuExecutor::new(model, pool),
+            communicator: Some(end),
+        });
+        ParallelExecutor::new(ranks).map(ParallelCpuExecutor)
+    }
+}
+
+impl std::fmt::Debug for ParallelCpuExecutor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ParallelCpuExecutor").field("num_ranks", &self.0.num_ranks()).finish_non_exhaustive()
+    }
+}
+
+impl Executor for ParallelCpuExecutor {
+    fn kv_layout(&self) -> KvLayout {
+        self.0.kv_layout()
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.0.vocab_size()
+    }
+
+    fn attach_thread(&mut self) -> Result<(), ExecuteError> {
+        self.0.attach_thread()
+    }
+
+    unsafe fn execute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<&[f32], ExecuteError> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.execute(batch, storage, on_layer) }
+    }
+}
+
+struct CpuRank {
+    executor: CpuExecutor,
+    /// Dropped when it leaves, so that nobody waits for it.
+    communicator: Option<Box<Ranks>>,
+}
+
+impl RankExecutor for CpuRank {
+    const MEETS_FOR_LAYERS: bool = true;
+
+    fn device(&self) -> &str {
+        "cpu"
+    }
+
+    fn kv_layout(&self) -> KvLayout {
+        self.executor.kv_layout()
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.executor.vocab_size()
+    }
+
+    fn attach_thread(&mut self) -> Result<(), ExecuteError> {
+        self.executor.attach_thread()
+    }
+
+    unsafe fn compute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<usize, RankError> {
+        let ranks = self.communicator.as_deref_mut();
+        assert!(ranks.is_some(), "a rank that has left computes no more");
+        // SAFETY: passed on to the caller.
+        let outcome = unsafe { self.executor.compute(batch, storage, on_layer, ranks) };
+        outcome.map_err(|error| RankError::Missed(error.to_string()))
+    }
+
+    fn logits(&self, num_logits: usize) -> &[f32] {
+        self.executor.logits(num_logits)
+    }
+
+    fn leave(&mut self) {
+        self.communicator = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use baton_kv_cache::BlockId;
+
+    use super::*;
+    use crate::load::load_ranks;
+    use baton_checkpoint::LoadOptions;
+    use baton_model_spec::{BatchSequence, Communicator, CommunicatorError, Rank};
+
+    /// An end of a rank that panics when it is to meet the others for the `fails_at`-th time.
+    struct Fragile {
+        end: ThreadCommunicator,
+        fails_at: usize,
+    }
+
+    impl Fragile {
+        fn count(&mut self) {
+            self.fails_at = self.fails_at.checked_sub(1).expect("a fault on purpose");
+        }
+    }
+
+    impl Communicator for Fragile {
+        fn rank(&self) -> Rank {
+            self.end.rank()
+        }
+
+        fn all_reduce_sum(&mut self, buffer: &mut [f32]) -> Result<(), CommunicatorError> {
+            self.count();
+            self.end.all_reduce_sum(buffer)
+        }
+
+        fn gather(&mut self, part: &[f32], all: Option<&mut [f32]>) -> Result<(), CommunicatorError> {
+            self.count();
+            self.end.gather(part, all)
+        }
+
+        fn barrier(&mut self) -> Result<(), CommunicatorError> {
+            self.count();
+            self.end.barrier()
+        }
+    }
+
+    fn executor(num_ranks: usize, fragile: usize, fails_at: usize) -> ParallelCpuExecutor {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/parity/fixtures/llama");
+        let options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
+        let ranks = load_ranks(&dir, num_ranks, &options, &mut |_| {}).unwrap();
+        let ranks = ranks.into_iter().map(|model| (model, Arc::new(ThreadPool::new(1).unwrap())));
+        let ends = ThreadCommunicator::group(num_ranks).into_iter().map(|end| {
+            let fails_at = if end.rank().idx == fragile { fails_at } else { usize::MAX };
+            Box::new(Fragile { end, fails_at }) as Box<Ranks>
+        });
+        ParallelCpuExecutor::connected(ranks.collect(), ends).unwrap()
+    }
+
+    fn step(executor: &mut ParallelCpuExecutor, token: u32) -> Result<Vec<f32>, ExecuteError> {
+        let storage = BlockStorage::new(executor.kv_layout(), 1).unwrap();
+        let tokens = [token, 2, 3];
+        let sequence = BatchSequence { tokens: &tokens, start_idx: 0, blocks: &[BlockId(0)], num_logits: 1 };
+        let batch = Batch { sequences: vec![sequence] };
+        // SAFETY: nobody else uses the storage.
+        unsafe { executor.execute(&batch, &storage, &mut |_| {}) }.map(<[f32]>::to_vec)
+    }
+
+    #[test]
+    fn a_rank_that_panics_is_named_and_nobody_waits_for_it() {
+        for num_ranks in [2, 4] {
+            // A barrier and two sums for each of three layers, and the logits.
+            const NUM_MEETINGS: usize = 10;
+            for fails_at in 0..2 * NUM_MEETINGS {
+                let fragile = fails_at % num_ranks;
+                let mut executor = executor(num_ranks, fragile, fails_at);
+                if fails_at >= NUM_MEETINGS {
+                    assert!(step(&mut executor, 1).is_ok());
+                }
+                let error = step(&mut executor, 1).unwrap_err().to_string();
+                assert_eq!(error, format!("cpu, rank {fragile}: panicked: a fault on purpose"));
+                let error = step(&mut executor, 1).unwrap_err().to_string();
+                assert_eq!(error, "cpu: a rank failed in an earlier step");
+            }
+        }
+    }
+
+    #[test]
+    fn a_batch_that_no_rank_can_compute_is_an_error() {
+        let error = step(&mut executor(2, 0, usize::MAX), 999).unwrap_err().to_string();
+        assert!(error.contains("panicked: token 999 outside the vocabulary"), "{error}");
+    }
+}

@@ -1,0 +1,483 @@
+// CUDA's words for one block at a time, on a processor: every thread is a fiber, and fibers take turns at barriers,
+// shuffles and matrix instructions. Slow, and exact about who waits for whom:
+//
+//   - a barrier that some threads never reach is reported, not waited for;
+//   - the order in which threads run between barriers comes from a seed, and so are warps that are held back while
+//     others run ahead, so that a missing barrier shows;
+//   - shared memory is poisoned before each block, and where an asynchronous copy is to come until it is waited for; buffers
+//     have guards of the address sanitizer around them;
+//   - products of warpgroups are done as early as they are asked for or as late as they are waited for, and see of shared memory
+//     what was copied and shown to them.
+//
+// It is included by kernels/common.cuh and ends in a `main` (run.h) that reads buffers and launches from its input.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <ucontext.h>
+#include <vector>
+
+typedef uint8_t u8;
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef unsigned long long u64;
+typedef int8_t i8;
+typedef int32_t i32;
+
+struct alignas(16) uint4 {
+    u32 x, y, z, w;
+};
+struct alignas(8) uint2 {
+    u32 x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+struct dim3 {
+    u32 x = 1, y = 1, z = 1;
+};
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __align__(n) alignas(n)
+#define __restrict__
+// One block runs at a time.
+#define __shared__ static
+
+namespace emulator {
+
+constexpr size_t STACK_BYTES = 256 << 10;
+// What the largest tiles want.
+constexpr size_t SHARED_ALIGNMENT = 1024;
+
+struct Thread {
+    // Where it begins, and where it has stopped since.
+    ucontext_t context;
+    void* stopped[5];
+    bool has_begun = false;
+    std::unique_ptr<char[]> stack;
+    dim3 idx;
+    // idx.x: blocks have one dimension.
+    u32 linear = 0;
+    bool is_done = false;
+};
+
+// Of 16 bytes, or zeroes.
+struct Copy {
+    void* to;
+    const void* from;
+    bool is_wanted;
+};
+
+// A product of a warpgroup, as one of its threads takes part in it: two rows of 16.
+struct WarpgroupProduct {
+    float (*sums)[4];
+    u32 num_columns;
+    bool is_added;
+    // The left side: what its matrix is found by, or the two rows.
+    u64 left;
+    float rows[2][16];
+    bool has_rows;
+    u64 right;
+    // Rows of the right side are columns of the product's.
+    bool is_right_transposed;
+};
+
+// Threads that wait for each other.
+struct Barrier {
+    u32 arrived = 0;
+    u64 generation = 0;
+};
+
+struct Block {
+    dim3 grid, dim, idx;
+    std::vector<Thread> threads;
+    u32 num_alive = 0;
+    Barrier all;
+    std::vector<Barrier> warps;
+    // What lanes show each other.
+    std::vector<std::array<u64, 16>> shown;
+    std::vector<u8> dynamic_shared;
+    // Copies of each thread that were begun, by group; the open one last.
+    std::vector<std::vector<std::vector<Copy>>> copies;
+    std::vector<Barrier> warpgroups;
+    // Of each thread, by group, as copies; and when they are done.
+    std::vector<std::vector<std::vector<WarpgroupProduct>>> products;
+    bool are_products_late = false;
+    // Shared memory as products see it, and where each thread's copies have come since it was shown.
+    std::vector<u8> shown_to_products;
+    std::vector<std::vector<void*>> copied;
+    u64 num_events = 0;
+};
+
+inline Block* block = nullptr;
+inline Thread* current = nullptr;
+inline void* scheduler[5];
+inline std::function<void()> body;
+
+[[noreturn]] inline void fail(const std::string& what) {
+    fprintf(stderr, "emulator: %s\n", what.c_str());
+    exit(3);
+}
+
+// Fibers take turns by the compiler's own jumps: swapcontext asks the kernel for masks of signals, and the sanitizer
+// clears what it knows of the whole stack each time.
+#define BATON_SWITCH __attribute__((noipa, no_sanitize("address", "undefined")))
+
+// The compiler does not allow it in the function that stops.
+[[noreturn]] BATON_SWITCH inline void go_on(void** at) { __builtin_longjmp(at, 1); }
+
+BATON_SWITCH inline void yield() {
+    if (__builtin_setjmp(current->stopped) == 0) go_on(scheduler);
+}
+
+// Runs a thread until it yields.
+BATON_SWITCH inline void resume(Thread& thread) {
+    current = &thread;
+    if (__builtin_setjmp(scheduler) == 0) {
+        if (thread.has_begun) go_on(thread.stopped);
+        thread.has_begun = true;
+        setcontext(&thread.context);
+    }
+}
+
+inline void arrive(Barrier& barrier, u32 expected) {
+    u64 generation = barrier.generation;
+    block->num_events += 1;
+    if (++barrier.arrived >= expected) {
+        barrier.arrived = 0;
+        barrier.generation += 1;
+        return;
+    }
+    while (barrier.generation == generation) yield();
+}
+
+// Of the warp of the running thread: all of its threads that there are.
+inline u32 warp_size() {
+    u32 first = current->linear / 32 * 32;
+    return std::min<u32>(32, u32(block->threads.size()) - first);
+}
+
+inline void sync_warp() { arrive(block->warps[current->linear / 32], warp_size()); }
+
+template <class T> inline T of_lane(T mine, u32 lane) {
+    static_assert(sizeof(T) <= 8);
+    memcpy(&block->shown[current->linear][0], &mine, sizeof(T));
+    sync_warp();
+    T theirs;
+    memcpy(&theirs, &block->shown[current->linear / 32 * 32 + lane][0], sizeof(T));
+    sync_warp();
+    return theirs;
+}
+
+inline void enter() {
+    body();
+    current->is_done = true;
+    block->num_alive -= 1;
+    block->num_events += 1;
+    // Who has left is not waited for.
+    if (block->all.arrived > 0 && block->all.arrived >= block->num_alive) {
+        block->all.arrived = 0;
+        block->all.generation += 1;
+    }
+    yield();
+}
+
+struct LaunchShape {
+    u32 grid[3];
+    u32 threads;
+    u32 shared_bytes;
+};
+
+// Runs `work` in every thread of every block.
+inline void launch(const LaunchShape& shape, u32 seed, const std::function<void()>& work) {
+    body = work;
+    std::mt19937 random(seed);
+    Block here;
+    block = &here;
+    here.grid = {shape.grid[0], shape.grid[1], shape.grid[2]};
+    here.dim = {shape.threads, 1, 1};
+    here.threads.resize(shape.threads);
+    for (u32 i = 0; i < shape.threads; ++i) {
+        here.threads[i].stack.reset(new char[STACK_BYTES]);
+        here.threads[i].idx = {i, 0, 0};
+        here.threads[i].linear = i;
+    }
+    std::vector<u32> order(shape.threads);
+    for (u32 i = 0; i < shape.threads; ++i) order[i] = i;
+    for (u32 z = 0; z < shape.grid[2]; ++z)
+        for (u32 y = 0; y < shape.grid[1]; ++y)
+            for (u32 x = 0; x < shape.grid[0]; ++x) {
+                here.idx = {x, y, z};
+                here.num_alive = shape.threads;
+                here.all = {};
+                here.warps.assign((shape.threads + 31) / 32, {});
+                here.shown.assign(shape.threads, {});
+                here.copies.assign(shape.threads, {});
+                // NaN in every type.
+                here.dynamic_shared.assign(shape.shared_bytes + SHARED_ALIGNMENT, 0xff);
+                here.warpgroups.assign((shape.threads + 127) / 128, {});
+                here.products.assign(shape.threads, {});
+                here.are_products_late = seed && (x + y + z) % 2 == 0;
+                here.shown_to_products.assign(shape.shared_bytes, 0xff);
+                here.copied.assign(shape.threads, {});
+                for (auto& thread : here.threads) {
+                    thread.is_done = thread.has_begun = false;
+                    getcontext(&thread.context);
+                    thread.context.uc_stack.ss_sp = thread.stack.get();
+                    thread.context.uc_stack.ss_size = STACK_BYTES;
+                    thread.context.uc_link = nullptr;
+                    makecontext(&thread.context, enter, 0);
+                }
+                std::vector<bool> is_held(here.warps.size());
+                for (u32 round = 0, num_idle = 0; here.num_alive > 0; ++round) {
+                    if (seed) std::shuffle(order.begin(), order.end(), random);
+                    // So that warps which do not wait for each other come far apart.
+                    if (seed && round % 128 == 0 && num_idle == 0) {
+                        for (size_t i = 0; i < is_held.size(); ++i) is_held[i] = random() % 2;
+                    }
+                    u64 before = here.num_events;
+                    for (u32 i : order) {
+                        if (here.threads[i].is_done || is_held[i / 32]) continue;
+                        resume(here.threads[i]);
+                    }
+                    num_idle = here.num_events == before ? num_idle + 1 : 0;
+                    if (num_idle == 1) {
+                        // The others' turn, while these wait.
+                        is_held.flip();
+                    } else if (num_idle == 2) {
+                        fail("threads of block " + std::to_string(x) + "," + std::to_string(y) + "," +
+                             std::to_string(z) + " wait for others that do not come");
+                    }
+                }
+            }
+    block = nullptr;
+}
+
+inline void* dynamic_shared() {
+    auto at = reinterpret_cast<uintptr_t>(block->dynamic_shared.data());
+    return reinterpret_cast<void*>((at + SHARED_ALIGNMENT - 1) / SHARED_ALIGNMENT * SHARED_ALIGNMENT);
+}
+
+struct Kernel {
+    size_t params_bytes;
+    u32 max_threads;
+    std::function<void(const void*)> call;
+};
+
+inline std::map<std::string, Kernel>& kernels() {
+    static std::map<std::string, Kernel> all;
+    return all;
+}
+
+template <class Params> struct Register {
+    Register(const char* name, u32 max_threads, void (*call)(const Params&)) {
+        kernels()[name] = {sizeof(Params), max_threads,
+                           [call](const void* params) { call(*static_cast<const Params*>(params)); }};
+    }
+};
+
+inline float bf16(u32 bits) {
+    float x;
+    bits <<= 16;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+} // namespace emulator
+
+#define threadIdx (emulator::current->idx)
+#define blockIdx (emulator::block->idx)
+#define blockDim (emulator::block->dim)
+#define gridDim (emulator::block->grid)
+
+#define KERNEL(name, Params, max_threads)                                                                              \
+    static void name(const Params& p);                                                                                 \
+    static emulator::Register<Params> name##_registered(#name, max_threads, name);                                     \
+    static void name(const Params& p)
+#define DYNAMIC_SHARED(name) u8* name = static_cast<u8*>(emulator::dynamic_shared())
+
+inline void __syncthreads() { emulator::arrive(emulator::block->all, emulator::block->num_alive); }
+inline void __syncwarp() { emulator::sync_warp(); }
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+
+inline float shuffle_xor(float value, int mask) { return emulator::of_lane(value, (emulator::current->linear % 32) ^ mask); }
+inline u32 shuffle_xor(u32 value, int mask) { return emulator::of_lane(value, (emulator::current->linear % 32) ^ mask); }
+inline u64 shuffle_xor(u64 value, int mask) { return emulator::of_lane(value, (emulator::current->linear % 32) ^ mask); }
+inline float shuffle(float value, int lane) { return emulator::of_lane(value, lane); }
+inline u32 shuffle(u32 value, int lane) { return emulator::of_lane(value, lane); }
+
+inline u32 ballot(bool value) {
+    u32 all = 0;
+    emulator::block->shown[emulator::current->linear][0] = value;
+    emulator::sync_warp();
+    u32 first = emulator::current->linear / 32 * 32;
+    for (u32 i = 0; i < emulator::warp_size(); ++i) all |= u32(emulator::block->shown[first + i][0] & 1) << i;
+    emulator::sync_warp();
+    return all;
+}
+
+inline u32 bits_of(float x) {
+    u32 bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float float_of(u32 bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+// Never fused with what follows.
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline u64 __umul64hi(u64 a, u64 b) { return u64((unsigned __int128)a * b >> 64); }
+inline float exp2_fast(float x) { return exp2f(x); }
+inline float reciprocal_fast(float x) { return 1.0f / x; }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+
+// Fibers of one thread: nothing comes between.
+template <class T> inline T atomicAdd(T* at, T value) {
+    T old = *at;
+    *at = old + value;
+    return old;
+}
+template <class T> inline T atomicMax(T* at, T value) {
+    T old = *at;
+    *at = std::max(old, value);
+    return old;
+}
+
+inline u32 pack_bf16(float low, float high) {
+    auto round = [](float x) -> u32 {
+        u32 bits = bits_of(x);
+        if (x != x) return 0x7fff;
+        return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    };
+    return round(low) | round(high) << 16;
+}
+
+inline u32 pick_bytes(u32 low, u32 high, u32 selector) {
+    u64 bytes = u64(high) << 32 | low;
+    u32 picked = 0;
+    for (u32 i = 0; i < 4; ++i) picked |= u32(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return picked;
+}
+
+inline u32 multiply_add_bf16(u32 a, u32 b, u32 c) {
+    auto of_half = [&](u32 shift) -> float {
+        using emulator::bf16;
+        // Exact but for sums of numbers that are far apart.
+        return float(double(bf16(a >> shift & 0xffff)) * bf16(b >> shift & 0xffff) + bf16(c >> shift & 0xffff));
+    };
+    return pack_bf16(of_half(0), of_half(16));
+}
+
+inline void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    auto& shown = emulator::block->shown;
+    u32 linear = emulator::current->linear, lane = linear % 32, first = linear - lane;
+    for (int i = 0; i < 4; ++i) shown[linear][i] = a[i];
+    for (int i = 0; i < 2; ++i) shown[linear][4 + i] = b[i];
+    emulator::sync_warp();
+    u32 group = lane / 4, in = lane % 4;
+    for (u32 k = 0; k < 16; ++k) {
+        u32 holder = k % 8 / 2, half = k / 8, shift = k % 2 * 16;
+        for (u32 i = 0; i < 4; ++i) {
+            u32 row = group + i / 2 * 8, column = 2 * in + i % 2;
+            u32 left = u32(shown[first + row % 8 * 4 + holder][row / 8 + 2 * half]) >> shift & 0xffff;
+            u32 right = u32(shown[first + column * 4 + holder][4 + half]) >> shift & 0xffff;
+            d[i] += emulator::bf16(left) * emulator::bf16(right);
+        }
+    }
+    emulator::sync_warp();
+}
+
+namespace emulator {
+inline void matrices(u32 (&m)[4], const void* row, bool is_transposed) {
+    auto& shown = block->shown;
+    u32 linear = current->linear, lane = linear % 32, first = linear - lane;
+    if (reinterpret_cast<uintptr_t>(row) % 16 != 0) fail("a row of a matrix is not aligned to 16 bytes");
+    shown[linear][0] = reinterpret_cast<uintptr_t>(row);
+    sync_warp();
+    for (u32 i = 0; i < 4; ++i) {
+        auto element = [&](u32 r, u32 c) -> u32 {
+            if (is_transposed) std::swap(r, c);
+            return reinterpret_cast<const u16*>(shown[first + 8 * i + r][0])[c];
+        };
+        m[i] = element(lane / 4, lane % 4 * 2) | element(lane / 4, lane % 4 * 2 + 1) << 16;
+    }
+    sync_warp();
+}
+} // namespace emulator
+
+inline void load_matrices(u32 (&m)[4], const void* row) { emulator::matrices(m, row, false); }
+inline void load_matrices_transposed(u32 (&m)[4], const void* row) { emulator::matrices(m, row, true); }
+
+namespace emulator {
+// 16 bytes of dynamic shared memory, to products.
+inline void show(const void* at) {
+    size_t offset = static_cast<const u8*>(at) - static_cast<const u8*>(dynamic_shared());
+    if (offset + 16 <= block->shown_to_products.size()) memcpy(&block->shown_to_products[offset], at, 16);
+}
+} // namespace emulator
+
+// Copied when it is waited for; poison until then.
+inline void copy_async(void* to, const void* from, bool is_wanted) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || (is_wanted && reinterpret_cast<uintptr_t>(from) % 16 != 0)) {
+        emulator::fail("an asynchronous copy is not aligned to 16 bytes");
+    }
+    auto& groups = emulator::block->copies[emulator::current->linear];
+    if (groups.empty()) groups.emplace_back();
+    groups.back().push_back({to, from, is_wanted});
+    memset(to, 0xff, 16);
+    emulator::show(to);
+}
+inline void end_copy_group() {
+    auto& groups = emulator::block->copies[emulator::current->linear];
+    if (groups.empty()) groups.emplace_back();
+    groups.emplace_back();
+}
+template <int num_groups> inline void await_copies() {
+    auto& groups = emulator::block->copies[emulator::current->linear];
+    // The last one is open: nobody has ended it.
+    while (groups.size() > size_t(num_groups) + 1) {
+        for (auto& copy : groups.front()) {
+            if (copy.is_wanted) {
+                memcpy(copy.to, copy.from, 16);
+            } else {
+                memset(copy.to, 0, 16);
+            }
+            emulator::block->copied[emulator::current->linear].push_back(copy.to);
+        }
+        groups.erase(groups.begin());
+    }
+}
+
+inline uint4 load_once(const void* from) {
+    if (reinterpret_cast<uintptr_t>(from) % 16 != 0) emulator::fail("a load of 16 bytes is not aligned");
+    uint4 v;
+    memcpy(&v, from, 16);
+    return v;
+}

@@ -1,0 +1,225 @@
+// A device for as long as its input lasts: memory, kernels and products, by commands from standard input.
+//
+//   input:   u32 seed; u32 is_compared; then commands, each a u32 and
+//     ALLOCATE  u64 bytes                      -> u64 address
+//     WRITE     u64 address, u64 bytes, bytes
+//     READ      u64 address, u64 bytes         -> bytes
+//     LAUNCH    u32 name bytes, name, LaunchShape, u32 params bytes, params
+//     MULTIPLY  Product
+//     MULTIPLY_FP8  Fp8Product
+//   Addresses are this process's own. If results are compared, kernels run twice: with threads in order, and in an order
+//   random.
+#pragma once
+
+#include "emulator.h"
+
+#include <sanitizer/asan_interface.h>
+
+namespace emulator {
+
+enum Command : u32 { ALLOCATE, WRITE, READ, LAUNCH, MULTIPLY, MULTIPLY_FP8 };
+
+// As `Product` of device.rs.
+struct Product {
+    u64 left, right, out;
+    u64 num_rows, num_out, num_in, left_stride, out_stride;
+    u32 is_out_f32;
+    float beta;
+};
+
+// As `Fp8Product` of device.rs.
+struct Fp8Product {
+    u64 left, right, out, left_scales, right_scales;
+    u64 num_rows, num_out, num_in, scaling;
+};
+
+inline void read_exactly(void* to, size_t num_bytes) {
+    if (num_bytes > 0 && fread(to, 1, num_bytes, stdin) != num_bytes) fail("the input ends early");
+}
+
+template <class T> inline T read_value() {
+    T value;
+    read_exactly(&value, sizeof value);
+    return value;
+}
+
+inline void reply(const void* from, size_t num_bytes) {
+    fwrite(from, 1, num_bytes, stdout);
+    fflush(stdout);
+}
+
+// Each an allocation of its own, so that the sanitizer sees its ends; 256 bytes aligned, as cuMemAlloc's are.
+struct Memory {
+    std::map<u8*, size_t> buffers;
+
+    u8* allocate(size_t num_bytes) {
+        void* memory = nullptr;
+        if (posix_memalign(&memory, 256, num_bytes ? num_bytes : 1) != 0) fail("no memory");
+        // NaN in every type.
+        memset(memory, 0xff, num_bytes);
+        buffers[static_cast<u8*>(memory)] = num_bytes;
+        return static_cast<u8*>(memory);
+    }
+
+    std::vector<std::vector<u8>> contents() const {
+        std::vector<std::vector<u8>> all;
+        for (auto& [data, num_bytes] : buffers) all.emplace_back(data, data + num_bytes);
+        return all;
+    }
+
+    void restore(const std::vector<std::vector<u8>>& all) const {
+        size_t idx = 0;
+        for (auto& [data, num_bytes] : buffers) std::copy(all[idx].begin(), all[idx].end(), data), ++idx;
+    }
+};
+
+inline void launch(const Memory& memory, u32 seed, bool is_compared) {
+    std::string name(read_value<u32>(), ' ');
+    read_exactly(name.data(), name.size());
+    auto shape = read_value<LaunchShape>();
+    u32 params_bytes = read_value<u32>();
+    std::vector<u64> params((params_bytes + 7) / 8);
+    read_exactly(params.data(), params_bytes);
+    auto found = kernels().find(name);
+    if (found == kernels().end()) fail("no kernel " + name);
+    const Kernel& kernel = found->second;
+    if (params_bytes != kernel.params_bytes) {
+        fail(name + " takes " + std::to_string(kernel.params_bytes) + " bytes of parameters, not " +
+             std::to_string(params_bytes));
+    }
+    if (shape.threads > kernel.max_threads) fail(name + " was compiled for fewer threads");
+    auto call = [&] { kernel.call(params.data()); };
+    if (!is_compared) return launch(shape, seed, call);
+    auto before = memory.contents();
+    launch(shape, 0, call);
+    auto after = memory.contents();
+    memory.restore(before);
+    launch(shape, seed, call);
+    if (memory.contents() != after) fail(name + ": the result depends on the order of threads");
+}
+
+// The sanitizer does not look at each element: `multiply` has asked it for whole rows.
+__attribute__((no_sanitize("address", "undefined"), optimize("O3"))) inline float
+dot(const u16* a, const u16* b, size_t num_in) {
+    float sum = 0.0f;
+    for (size_t k = 0; k < num_in; ++k) {
+        u32 left = u32(a[k]) << 16, right = u32(b[k]) << 16;
+        float x, y;
+        __builtin_memcpy(&x, &left, 4);
+        __builtin_memcpy(&y, &right, 4);
+        sum += x * y;
+    }
+    return sum;
+}
+
+inline void check(const void* at, size_t num_bytes) {
+    if (__asan_region_is_poisoned(const_cast<void*>(at), num_bytes)) fail("a product leaves its buffers");
+}
+
+// out = left right^T + beta out: [rows][in] x [out][in]^T, sums in single precision.
+inline void multiply(const Product& p) {
+    // What cuBLASLt's fast kernels want of every row.
+    if (p.left % 16 || p.right % 16 || p.out % 16 || p.num_in % 8 || p.left_stride % 8) {
+        fail("rows of a product are not aligned to 16 bytes");
+    }
+    auto left = reinterpret_cast<const u16*>(p.left), right = reinterpret_cast<const u16*>(p.right);
+    check(right, p.num_out * p.num_in * 2);
+    for (u64 row = 0; row < p.num_rows; ++row) {
+        const u16* from = left + row * p.left_stride;
+        check(from, p.num_in * 2);
+        u8* to = reinterpret_cast<u8*>(p.out) + row * p.out_stride * (p.is_out_f32 ? 4 : 2);
+        check(to, p.num_out * (p.is_out_f32 ? 4 : 2));
+        for (u64 column = 0; column < p.num_out; ++column) {
+            float sum = dot(from, right + column * p.num_in, p.num_in);
+            if (p.is_out_f32) {
+                float* out = reinterpret_cast<float*>(to) + column;
+                *out = p.beta == 0.0f ? sum : sum + p.beta * *out;
+            } else {
+                u16* out = reinterpret_cast<u16*>(to) + column;
+                if (p.beta != 0.0f) sum += p.beta * bf16(*out);
+                *out = u16(pack_bf16(sum, 0.0f));
+            }
+        }
+    }
+}
+
+// Of E4M3, by its definition.
+inline float of_e4m3(u8 code) {
+    int exponent = code >> 3 & 15, mantissa = code & 7;
+    if ((code & 0x7f) == 0x7f) return NAN;
+    float size = exponent == 0 ? ldexpf(float(mantissa), -9) : ldexpf(float(8 + mantissa), exponent - 10);
+    return code & 0x80 ? -size : size;
+}
+
+// out = left right^T of E4M3, each with its scales if there are any.
+inline void multiply_fp8(const Fp8Product& p) {
+    if (p.left % 16 || p.right % 16 || p.out % 16 || p.num_in % 16 || p.num_out % 16) {
+        fail("rows of a product in fp8 are not aligned to 16 bytes");
+    }
+    auto left = reinterpret_cast<const u8*>(p.left), right = reinterpret_cast<const u8*>(p.right);
+    auto out = reinterpret_cast<u16*>(p.out);
+    auto left_scales = reinterpret_cast<const float*>(p.left_scales);
+    auto right_scales = reinterpret_cast<const float*>(p.right_scales);
+    bool are_blocks = p.scaling == 2;
+    if (are_blocks && (p.num_in % 128 || p.num_rows % 4)) fail("a product in fp8 is of parts of blocks");
+    // Scales of what a product's sum is of so far.
+    auto scale = [&](u64 row, u64 column, u64 k) {
+        if (p.scaling == 0) return 1.0f;
+        if (!are_blocks) return left_scales[row] * right_scales[column];
+        u64 num_groups = (p.num_in / 128 + 3) / 4 * 4;
+        return left_scales[k / 128 * p.num_rows + row] * right_scales[column / 128 * num_groups + k / 128];
+    };
+    u64 group = are_blocks ? 128 : p.num_in;
+    float values[256];
+    for (u32 code = 0; code < 256; ++code) values[code] = of_e4m3(u8(code));
+    for (u64 row = 0; row < p.num_rows; ++row) {
+        for (u64 column = 0; column < p.num_out; ++column) {
+            float sum = 0.0f;
+            for (u64 first = 0; first < p.num_in; first += group) {
+                float part = 0.0f;
+                for (u64 k = first; k < first + group; ++k) {
+                    part += values[left[row * p.num_in + k]] * values[right[column * p.num_in + k]];
+                }
+                sum += part * scale(row, column, first);
+            }
+            out[row * p.num_out + column] = u16(pack_bf16(sum, 0.0f));
+        }
+    }
+}
+
+inline void serve() {
+    u32 seed = read_value<u32>();
+    bool is_compared = read_value<u32>();
+    Memory memory;
+    u32 command;
+    while (fread(&command, sizeof command, 1, stdin) == 1) {
+        switch (command) {
+        case ALLOCATE: {
+            u8* at = memory.allocate(read_value<u64>());
+            reply(&at, sizeof at);
+            break;
+        }
+        case WRITE: {
+            u8* to = read_value<u8*>();
+            read_exactly(to, read_value<u64>());
+            break;
+        }
+        case READ: {
+            u8* from = read_value<u8*>();
+            reply(from, read_value<u64>());
+            break;
+        }
+        case LAUNCH: launch(memory, seed, is_compared); break;
+        case MULTIPLY: multiply(read_value<Product>()); break;
+        case MULTIPLY_FP8: multiply_fp8(read_value<Fp8Product>()); break;
+        default: fail("no command " + std::to_string(command));
+        }
+    }
+}
+
+} // namespace emulator
+
+int main() {
+    emulator::serve();
+    return 0;
+}

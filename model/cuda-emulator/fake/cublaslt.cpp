@@ -1,0 +1,250 @@
+// A fake of cuBLASLt, on the fake driver: the products that Baton asks for, in the manual's words of
+// columns. What it does not know it refuses, as the library does.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <dlfcn.h>
+#include <map>
+#include <vector>
+
+typedef uint8_t u8;
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef uint64_t u64;
+
+#define API extern "C" __attribute__((visibility("default")))
+
+enum { SUCCESS = 0, NOT_INITIALIZED = 1, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
+enum { F32 = 0, BF16 = 14, E4M3 = 28, COMPUTE_32F = 68 };
+// Of scales: one, one for each row, for 128 numbers of a row, for 128 of 128 rows.
+enum { SCALAR = 0, OUTER_VECTOR = 3, VECTORS_OF_128 = 4, BLOCKS_OF_128 = 5 };
+
+struct Description {
+    int transposes_a = 0, transposes_b = 0, mode_a = SCALAR, mode_b = SCALAR;
+    u64 scales_a = 0, scales_b = 0;
+};
+
+struct Layout {
+    int type;
+    u64 rows, columns;
+    int64_t stride;
+
+    u64 element_bytes() const { return type == F32 ? 4 : type == BF16 ? 2 : 1; }
+    u64 size_bytes() const { return ((columns - 1) * stride + rows) * element_bytes(); }
+};
+
+struct Preference {
+    u64 workspace_bytes = 0;
+    std::map<int, u32> alignments;
+};
+
+struct Algorithm {
+    u64 data[8];
+};
+
+struct Heuristic {
+    Algorithm algorithm;
+    size_t workspace_bytes;
+    int state;
+    float waves;
+    int reserved[4];
+};
+
+static void* of_driver(const char* name) {
+    static void* library = dlopen("libcuda.so.1", RTLD_NOW);
+    void* found = library ? dlsym(library, name) : nullptr;
+    if (!found) {
+        fprintf(stderr, "fake cuBLASLt: this is not the fake driver\n");
+        abort();
+    }
+    return found;
+}
+
+API size_t cublasLtGetVersion() { return 120901; }
+API size_t cublasLtGetCudartVersion() { return 12090; }
+API const char* cublasLtGetStatusName(int status) {
+    switch (status) {
+    case SUCCESS: return "CUBLAS_STATUS_SUCCESS";
+    case NOT_INITIALIZED: return "CUBLAS_STATUS_NOT_INITIALIZED";
+    case INVALID_VALUE: return "CUBLAS_STATUS_INVALID_VALUE";
+    case NOT_SUPPORTED: return "CUBLAS_STATUS_NOT_SUPPORTED";
+    default: return "CUBLAS_STATUS_INTERNAL_ERROR";
+    }
+}
+API int cublasLtCreate(void** handle) {
+    *handle = malloc(1);
+    return SUCCESS;
+}
+API int cublasLtDestroy(void* handle) {
+    free(handle);
+    return SUCCESS;
+}
+API int cublasLtMatmulDescCreate(Description** description, int compute, int scale_type) {
+    *description = new Description;
+    return compute == COMPUTE_32F && scale_type == F32 ? SUCCESS : NOT_SUPPORTED;
+}
+API int cublasLtMatmulDescDestroy(Description* description) {
+    delete description;
+    return SUCCESS;
+}
+API int cublasLtMatmulDescSetAttribute(Description* description, int attribute, const void* value, size_t size) {
+    auto set = [&](auto& to) -> int {
+        if (size != sizeof to) return INVALID_VALUE;
+        memcpy(&to, value, size);
+        return SUCCESS;
+    };
+    switch (attribute) {
+    case 3: return set(description->transposes_a);
+    case 4: return set(description->transposes_b);
+    case 17: return set(description->scales_a);
+    case 18: return set(description->scales_b);
+    case 31: return set(description->mode_a);
+    case 32: return set(description->mode_b);
+    default: return INVALID_VALUE;
+    }
+}
+API int cublasLtMatrixLayoutCreate(Layout** layout, int type, u64 rows, u64 columns, int64_t stride) {
+    *layout = new Layout{type, rows, columns, stride};
+    return stride >= int64_t(rows) ? SUCCESS : INVALID_VALUE;
+}
+API int cublasLtMatrixLayoutDestroy(Layout* layout) {
+    delete layout;
+    return SUCCESS;
+}
+API int cublasLtMatmulPreferenceCreate(Preference** preference) {
+    *preference = new Preference;
+    return SUCCESS;
+}
+API int cublasLtMatmulPreferenceDestroy(Preference* preference) {
+    delete preference;
+    return SUCCESS;
+}
+API int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, const void* value, size_t size) {
+    if (attribute == 1 && size == 8) return memcpy(&preference->workspace_bytes, value, 8), SUCCESS;
+    // Of each matrix.
+    bool is_alignment = attribute >= 5 && attribute <= 8 && size == 4;
+    return is_alignment ? (memcpy(&preference->alignments[attribute], value, 4), SUCCESS) : INVALID_VALUE;
+}
+
+static int check(const Description* d, const Layout* a, const Layout* b, const Layout* c, const Layout* out) {
+    if (d->transposes_a != 1 || d->transposes_b != 0) return NOT_SUPPORTED;
+    if (a->rows != b->rows || out->rows != a->columns || out->columns != b->columns) return INVALID_VALUE;
+    if (memcmp(c, out, sizeof *c) != 0) return INVALID_VALUE;
+    u64 depth = a->rows;
+    if (a->type == BF16 && b->type == BF16) {
+        bool is_aligned = depth % 8 == 0 && a->stride % 8 == 0 && b->stride % 8 == 0;
+        return (out->type == BF16 || out->type == F32) && is_aligned ? SUCCESS : NOT_SUPPORTED;
+    }
+    if (a->type != E4M3 || b->type != E4M3 || out->type != BF16) return NOT_SUPPORTED;
+    if (depth % 16 || out->rows % 16 || a->stride % 16 || b->stride % 16) return NOT_SUPPORTED;
+    if (d->mode_a == BLOCKS_OF_128 && d->mode_b == VECTORS_OF_128) {
+        return depth % 128 == 0 && b->columns % 4 == 0 ? SUCCESS : NOT_SUPPORTED;
+    }
+    return d->mode_a == d->mode_b && (d->mode_a == SCALAR || d->mode_a == OUTER_VECTOR) ? SUCCESS : NOT_SUPPORTED;
+}
+
+// Algorithms are for one shape.
+static u64 mark_of(const Layout* a, const Layout* b) {
+    return u64(a->type) << 56 ^ a->rows << 40 ^ a->columns << 20 ^ b->columns;
+}
+
+API int cublasLtMatmulAlgoGetHeuristic(void* handle, const Description* description, const Layout* a, const Layout* b,
+                                       const Layout* c, const Layout* out, const Preference* preference, int num_wanted,
+                                       Heuristic* found, int* num_found) {
+    *num_found = 0;
+    if (!handle) return NOT_INITIALIZED;
+    if (num_wanted < 1 || preference->alignments.size() != 4) return INVALID_VALUE;
+    if (int status = check(description, a, b, c, out)) return status;
+    *found = {{{mark_of(a, b)}}, preference->workspace_bytes, SUCCESS, 1.0f, {}};
+    *num_found = 1;
+    return SUCCESS;
+}
+
+static float element(const void* at, u64 idx, int type) {
+    if (type == F32) return static_cast<const float*>(at)[idx];
+    if (type == BF16) {
+        u32 bits = u32(static_cast<const u16*>(at)[idx]) << 16;
+        float x;
+        memcpy(&x, &bits, 4);
+        return x;
+    }
+    u8 code = static_cast<const u8*>(at)[idx];
+    int exponent = code >> 3 & 15, mantissa = code & 7;
+    if ((code & 0x7f) == 0x7f) return NAN;
+    float size = exponent == 0 ? ldexpf(float(mantissa), -9) : ldexpf(float(8 + mantissa), exponent - 10);
+    return code & 0x80 ? -size : size;
+}
+
+struct Product {
+    Description description;
+    Layout a, b, out;
+    const void *from_a, *from_b;
+    void* to;
+    float alpha, beta;
+    void* workspace;
+};
+
+// out = alpha a^T b + beta out
+static int multiply(void* at) {
+    auto& p = *static_cast<Product*>(at);
+    // Algorithms may use it.
+    memset(p.workspace, 0xff, 4096);
+    u64 depth = p.a.rows, num_groups = (depth / 128 + 3) / 4 * 4;
+    int mode = p.description.mode_a;
+    auto* scales_a = reinterpret_cast<const float*>(p.description.scales_a);
+    auto* scales_b = reinterpret_cast<const float*>(p.description.scales_b);
+    std::vector<float> a(depth), b(p.b.columns * depth);
+    for (u64 n = 0; n < p.b.columns; ++n)
+        for (u64 k = 0; k < depth; ++k) b[n * depth + k] = element(p.from_b, n * p.b.stride + k, p.b.type);
+    for (u64 m = 0; m < p.a.columns; ++m) {
+        for (u64 k = 0; k < depth; ++k) a[k] = element(p.from_a, m * p.a.stride + k, p.a.type);
+        for (u64 n = 0; n < p.b.columns; ++n) {
+            float sum = 0.0f, part = 0.0f;
+            for (u64 k = 0; k < depth; ++k) {
+                part += a[k] * b[n * depth + k];
+                if (mode == BLOCKS_OF_128 && k % 128 == 127) {
+                    u64 group = k / 128;
+                    sum += part * scales_a[m / 128 * num_groups + group] * scales_b[group * p.b.columns + n];
+                    part = 0.0f;
+                }
+            }
+            sum += part;
+            if (mode == OUTER_VECTOR) sum *= scales_a[m] * scales_b[n];
+            u64 idx = n * p.out.stride + m;
+            sum = p.alpha * sum + (p.beta == 0.0f ? 0.0f : p.beta * element(p.to, idx, p.out.type));
+            u32 bits;
+            memcpy(&bits, &sum, 4);
+            if (p.out.type == F32) {
+                static_cast<float*>(p.to)[idx] = sum;
+            } else {
+                u32 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+                static_cast<u16*>(p.to)[idx] = sum != sum ? 0x7fff : u16(rounded);
+            }
+        }
+    }
+    return 1;
+}
+
+API int cublasLtMatmul(void* handle, const Description* description, const float* alpha, const void* from_a, const Layout* a,
+                       const void* from_b, const Layout* b, const float* beta, const void* c, const Layout* c_layout, void* to,
+                       const Layout* out, const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* stream) {
+    if (!handle) return NOT_INITIALIZED;
+    if (int status = check(description, a, b, c_layout, out)) return status;
+    if (c != to || algorithm->data[0] != mark_of(a, b)) return INVALID_VALUE;
+    if ((u64(from_a) | u64(from_b) | u64(to)) % 16 != 0) return INVALID_VALUE;
+    bool has_scales = description->mode_a != SCALAR;
+    if (has_scales != (description->scales_a != 0) || has_scales != (description->scales_b != 0)) return INVALID_VALUE;
+    auto reaches = reinterpret_cast<int (*)(u64, u64)>(of_driver("fake_reaches"));
+    if (!reaches(u64(from_a), a->size_bytes()) || !reaches(u64(from_b), b->size_bytes()) ||
+        !reaches(u64(to), out->size_bytes()) || !reaches(u64(workspace), workspace_bytes)) {
+        fprintf(stderr, "fake cuBLASLt: a product leaves the device's memory\n");
+        abort();
+    }
+    // Kept: a graph does it again.
+    auto* product = new Product{*description, *a, *b, *out, from_a, from_b, to, *alpha, *beta, workspace};
+    auto ask = reinterpret_cast<void (*)(void*, int (*)(void*), void*)>(of_driver("fake_ask"));
+    ask(stream, multiply, product);
+    return SUCCESS;
+}

@@ -1,0 +1,628 @@
+// A fake of CUDA's driver, libcuda.so.1, and its devices: the code that talks to a driver is run where there
+// is none. What a stream is asked for is done when somebody waits for it, as late as that may be, by kernels that g++ has read
+// (module.h); and where a driver is strict, it is, too: contexts of threads, what a capture does not allow, shared memory and
+// grids, the sizes of allocations. The devices' memory is out of the host's reach while none of them works.
+//
+// Environment: FAKE_DEVICES, 1 unless it is said; FAKE_MEMORY_BYTES of each.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <dlfcn.h>
+#include <elf.h>
+#include <fcntl.h>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <sys/mman.h>
+#include <type_traits>
+#include <unistd.h>
+#include <utility>
+#include <vector>
+
+typedef uint32_t u32;
+typedef uint64_t u64;
+
+#define API extern "C" __attribute__((visibility("default"))) int
+
+namespace {
+
+enum Result : int {
+    OK = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    NOT_INITIALIZED = 3,
+    INVALID_DEVICE = 101,
+    INVALID_IMAGE = 200,
+    INVALID_CONTEXT = 201,
+    NOT_FOUND = 500,
+    NOT_READY = 600,
+    LAUNCH_OUT_OF_RESOURCES = 701,
+    CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_INVALIDATED = 901,
+    CAPTURE_UNMATCHED = 903,
+};
+
+// Of an H100.
+constexpr int MULTIPROCESSORS = 132;
+constexpr u32 SHARED_BYTES = 227 << 10;
+// What a block may have without being asked for more.
+constexpr u32 DEFAULT_SHARED_BYTES = 48 << 10;
+constexpr u64 ALIGNMENT = 512;
+
+[[noreturn]] void fail(const std::string& what) {
+    fprintf(stderr, "fake driver: %s\n", what.c_str());
+    abort();
+}
+
+// Of everything below.
+std::recursive_mutex mutex;
+bool is_initialized = false;
+constexpr int MAX_DEVICES = 8;
+// Primary contexts: by their addresses.
+int contexts[MAX_DEVICES];
+thread_local int* current = nullptr;
+// Captures that this thread has begun, and not ended.
+thread_local int num_captures = 0;
+
+u64 said(const char* variable, u64 otherwise) {
+    const char* text = getenv(variable);
+    return text ? strtoull(text, nullptr, 10) : otherwise;
+}
+
+int num_devices() {
+    static int num = int(std::min(said("FAKE_DEVICES", 1), u64(MAX_DEVICES)));
+    return num;
+}
+
+// A device's memory: a file, so that other processes can open it.
+struct Memory {
+    int fd;
+    u64 base, size, num_used = 0;
+    // Offsets and sizes.
+    std::map<u64, u64> allocations;
+
+    Memory() {
+        size = said("FAKE_MEMORY_BYTES", u64(2) << 30);
+        fd = memfd_create("fake device", 0);
+        if (fd < 0 || ftruncate(fd, size) != 0) fail("no memory for a device");
+        void* at = mmap(nullptr, size, PROT_NONE, MAP_SHARED, fd, 0);
+        if (at == MAP_FAILED) fail("no addresses for a device");
+        base = reinterpret_cast<u64>(at);
+    }
+
+    // The first place that is large enough, or none.
+    bool allocate(u64 num_bytes, u64& offset) {
+        u64 wanted = (num_bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        offset = 0;
+        for (auto& [used, len] : allocations) {
+            if (used - offset >= wanted) break;
+            offset = used + len;
+        }
+        if (offset + wanted > size) return false;
+        allocations[offset] = wanted;
+        num_used += wanted;
+        return true;
+    }
+};
+
+std::vector<Memory>& memories() {
+    static auto* all = new std::vector<Memory>(num_devices());
+    return *all;
+}
+
+// Of the thread's device.
+Memory& memory() { return memories()[current - contexts]; }
+
+// While a device works, memory is there.
+struct Working {
+    static int num;
+    Working() {
+        if (num++ == 0) protect(PROT_READ | PROT_WRITE);
+    }
+    ~Working() {
+        if (--num == 0) protect(PROT_NONE);
+    }
+    static void protect(int how) {
+        for (Memory& memory : memories()) mprotect(reinterpret_cast<void*>(memory.base), memory.size, how);
+    }
+};
+int Working::num = 0;
+
+// Memory of other processes that was opened, and of the host that was registered.
+std::map<u64, u64> foreign;
+std::set<void*> pinned;
+
+// What lies in one piece with `at`, if devices reach it: the piece.
+bool piece(u64 at, u64& first, u64& len) {
+    u64 base = 0;
+    auto* pieces = &foreign;
+    for (Memory& memory : memories()) {
+        if (at >= memory.base && at < memory.base + memory.size) base = memory.base, pieces = &memory.allocations;
+    }
+    auto next = pieces->upper_bound(at - base);
+    if (next == pieces->begin()) return false;
+    --next;
+    first = base + next->first, len = next->second;
+    return at < first + len;
+}
+
+bool reaches(u64 at, u64 num_bytes) {
+    u64 first, len;
+    return num_bytes == 0 || (piece(at, first, len) && at + num_bytes <= first + len);
+}
+
+// Whether it is done: what other ranks have a part in may have to wait for them.
+typedef std::function<bool()> Work;
+
+// What was asked for while it was captured, in that order.
+struct Graph {
+    std::vector<Work> work;
+    bool is_valid = true;
+};
+
+struct Stream {
+    // What is to be done, numbered.
+    std::deque<std::pair<u64, Work>> work;
+    u64 num_asked = 0, num_done = 0;
+    std::shared_ptr<Graph> capture;
+    // It has begun its capture.
+    bool is_origin = false;
+};
+
+struct Event {
+    // Where it was recorded; never destroyed.
+    Stream* stream = nullptr;
+    u64 place = 0;
+    std::weak_ptr<Graph> captured;
+    bool was_queried = false;
+};
+
+std::set<Stream*> streams;
+
+// Does what a stream was asked for, up to `place`, as far as it can be done; whether that is all.
+bool work_until(Stream* stream, u64 place) {
+    auto is_left = [=] { return !stream->work.empty() && stream->work.front().first <= place; };
+    if (!is_left()) return true;
+    Working working;
+    while (is_left()) {
+        if (!stream->work.front().second()) return false;
+        stream->num_done = stream->work.front().first;
+        stream->work.pop_front();
+    }
+    return true;
+}
+
+// Until it is done, while other threads may ask for what it waits for.
+template <class Done> void wait_until(Done done) {
+    for (;; usleep(100)) {
+        std::lock_guard<std::recursive_mutex> guard(mutex);
+        if (done()) return;
+    }
+}
+
+void work_off(Stream* stream) {
+    wait_until([=] { return work_until(stream, stream->num_asked); });
+}
+
+void work_off_all() {
+    wait_until([] {
+        bool is_done = true;
+        for (Stream* stream : streams) is_done &= work_until(stream, stream->num_asked);
+        return is_done;
+    });
+}
+
+void ask(Stream* stream, Work work) {
+    if (stream->capture) {
+        stream->capture->work.push_back(std::move(work));
+    } else {
+        stream->work.emplace_back(++stream->num_asked, std::move(work));
+    }
+}
+
+// Something was asked for that a capture does not allow.
+Result spoil_captures() {
+    for (Stream* stream : streams) {
+        if (stream->capture) stream->capture->is_valid = false;
+    }
+    return CAPTURE_UNSUPPORTED;
+}
+
+Result check_context() {
+    if (!is_initialized) return NOT_INITIALIZED;
+    return current ? OK : INVALID_CONTEXT;
+}
+
+struct Module {
+    const void* (*find)(const char* name);
+    u32 (*params_bytes)(const void* kernel);
+    u32 (*max_threads)(const void* kernel);
+    void (*launch)(const void* kernel, const u32* shape, const void* params);
+};
+
+struct Function {
+    Module* module;
+    const void* kernel;
+    u32 shared_bytes;
+};
+
+} // namespace
+
+#define LOCK std::unique_lock<std::recursive_mutex> guard(mutex)
+#define IN_CONTEXT                                                                                                     \
+    LOCK;                                                                                                              \
+    if (Result result = check_context()) return result
+#define NOT_CAPTURING                                                                                                  \
+    IN_CONTEXT;                                                                                                        \
+    if (num_captures > 0) return spoil_captures()
+// Others go on meanwhile.
+#define WAIT(what)                                                                                                     \
+    guard.unlock();                                                                                                    \
+    what;                                                                                                              \
+    guard.lock()
+
+// For other fake libraries of CUDA's.
+extern "C" __attribute__((visibility("default"))) void fake_ask(void* stream, int (*work)(void*), void* argument) {
+    LOCK;
+    ask(static_cast<Stream*>(stream), [=] { return work(argument) != 0; });
+}
+API fake_reaches(u64 at, u64 num_bytes) {
+    LOCK;
+    return reaches(at, num_bytes);
+}
+
+API cuInit(unsigned) {
+    LOCK;
+    is_initialized = true;
+    return OK;
+}
+API cuDriverGetVersion(int* version) {
+    *version = 12090;
+    return OK;
+}
+API cuDeviceGetCount(int* count) {
+    *count = num_devices();
+    return is_initialized ? OK : NOT_INITIALIZED;
+}
+API cuDeviceGet(int* device, int ordinal) {
+    *device = ordinal;
+    return ordinal >= 0 && ordinal < num_devices() ? OK : INVALID_DEVICE;
+}
+API cuDeviceGetName(char* name, int len, int) {
+    snprintf(name, len, "a fake H100");
+    return OK;
+}
+API cuDeviceGetAttribute(int* value, int attribute, int) {
+    switch (attribute) {
+    case 16: *value = MULTIPROCESSORS; return OK;
+    // Compute capability.
+    case 75: *value = 9; return OK;
+    case 76: *value = 0; return OK;
+    case 97: *value = SHARED_BYTES; return OK;
+    // Pools of memory.
+    case 115: *value = 0; return OK;
+    default: fail("what is attribute " + std::to_string(attribute) + " of a device?");
+    }
+}
+API cuDevicePrimaryCtxRetain(int** context, int device) {
+    *context = &contexts[device];
+    return is_initialized ? OK : NOT_INITIALIZED;
+}
+API cuDevicePrimaryCtxRelease_v2(int) { return OK; }
+API cuCtxGetCurrent(int** context) {
+    *context = current;
+    return OK;
+}
+API cuCtxSetCurrent(int* context) {
+    current = context;
+    return OK;
+}
+API cuCtxSynchronize() {
+    NOT_CAPTURING;
+    WAIT(work_off_all());
+    return OK;
+}
+API cuGetErrorName(int error, const char** name) {
+    static thread_local char text[32];
+    snprintf(text, sizeof text, "CUDA_ERROR_%d", error);
+    *name = text;
+    return OK;
+}
+API cuGetErrorString(int error, const char** name) { return cuGetErrorName(error, name); }
+
+API cuMemGetInfo_v2(size_t* num_free, size_t* num_all) {
+    IN_CONTEXT;
+    *num_all = memory().size, *num_free = memory().size - memory().num_used;
+    return OK;
+}
+API cuMemAlloc_v2(u64* address, size_t num_bytes) {
+    NOT_CAPTURING;
+    u64 offset;
+    if (num_bytes == 0) return INVALID_VALUE;
+    if (!memory().allocate(num_bytes, offset)) return OUT_OF_MEMORY;
+    *address = memory().base + offset;
+    return OK;
+}
+API cuMemFree_v2(u64 address) {
+    NOT_CAPTURING;
+    WAIT(work_off_all());
+    auto found = memory().allocations.find(address - memory().base);
+    if (found == memory().allocations.end()) return INVALID_VALUE;
+    memory().num_used -= found->second;
+    memory().allocations.erase(found);
+    return OK;
+}
+API cuMemGetAddressRange_v2(u64* base, size_t* size, u64 address) {
+    IN_CONTEXT;
+    u64 first, len;
+    if (!piece(address, first, len)) return INVALID_VALUE;
+    if (base) *base = first;
+    if (size) *size = len;
+    return OK;
+}
+API cuMemHostAlloc(void** at, size_t num_bytes, unsigned) {
+    NOT_CAPTURING;
+    if (num_bytes == 0) return INVALID_VALUE;
+    if (posix_memalign(at, 4096, num_bytes) != 0) return OUT_OF_MEMORY;
+    memset(*at, 0xff, num_bytes);
+    pinned.insert(*at);
+    return OK;
+}
+API cuMemFreeHost(void* at) {
+    NOT_CAPTURING;
+    WAIT(work_off_all());
+    if (!pinned.erase(at)) return INVALID_VALUE;
+    free(at);
+    return OK;
+}
+API cuMemHostRegister_v2(void* at, size_t num_bytes, unsigned) {
+    NOT_CAPTURING;
+    foreign[reinterpret_cast<u64>(at)] = num_bytes;
+    return OK;
+}
+API cuMemHostUnregister(void* at) {
+    NOT_CAPTURING;
+    WAIT(work_off_all());
+    return foreign.erase(reinterpret_cast<u64>(at)) ? OK : INVALID_VALUE;
+}
+API cuMemHostGetDevicePointer_v2(u64* address, void* at, unsigned) {
+    IN_CONTEXT;
+    *address = reinterpret_cast<u64>(at);
+    return OK;
+}
+
+// Of an allocation, for other processes.
+struct Handle {
+    int pid, fd;
+    u64 offset, size;
+    char rest[40];
+};
+API cuIpcGetMemHandle(Handle* handle, u64 address) {
+    IN_CONTEXT;
+    auto found = memory().allocations.find(address - memory().base);
+    if (found == memory().allocations.end()) return INVALID_VALUE;
+    *handle = {getpid(), memory().fd, found->first, found->second, {}};
+    return OK;
+}
+API cuIpcOpenMemHandle_v2(u64* address, Handle handle, unsigned) {
+    IN_CONTEXT;
+    // Not by the process whose it is.
+    if (handle.pid == getpid()) return INVALID_CONTEXT;
+    std::string path = "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
+    int fd = open(path.c_str(), O_RDWR);
+    if (fd < 0) return INVALID_VALUE;
+    u64 page = handle.offset / 4096 * 4096, size = handle.size + handle.offset - page;
+    void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, page);
+    close(fd);
+    if (at == MAP_FAILED) return OUT_OF_MEMORY;
+    *address = reinterpret_cast<u64>(at) + handle.offset - page;
+    foreign[*address] = handle.size;
+    return OK;
+}
+API cuIpcCloseMemHandle(u64 address) {
+    NOT_CAPTURING;
+    WAIT(work_off_all());
+    return foreign.erase(address) ? OK : INVALID_VALUE;
+}
+
+static int copy(u64 to, u64 from, size_t len, void* stream, bool is_to_device, bool is_from_device) {
+    IN_CONTEXT;
+    if ((is_to_device && !reaches(to, len)) || (is_from_device && !reaches(from, len))) {
+        fail("a copy of " + std::to_string(len) + " bytes leaves the device's memory");
+    }
+    auto work = [=] { return memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), len), true; };
+    ask(static_cast<Stream*>(stream), work);
+    return OK;
+}
+API cuMemcpyHtoDAsync_v2(u64 to, u64 from, size_t len, void* stream) { return copy(to, from, len, stream, true, false); }
+API cuMemcpyDtoHAsync_v2(u64 to, u64 from, size_t len, void* stream) { return copy(to, from, len, stream, false, true); }
+API cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t len, void* stream) { return copy(to, from, len, stream, true, true); }
+API cuMemsetD8Async(u64 to, unsigned char byte, size_t len, void* stream) {
+    IN_CONTEXT;
+    if (!reaches(to, len)) fail("a fill leaves the device's memory");
+    ask(static_cast<Stream*>(stream), [=] { return memset(reinterpret_cast<void*>(to), byte, len), true; });
+    return OK;
+}
+API cuMemsetD8_v2(u64 to, unsigned char byte, size_t len) {
+    NOT_CAPTURING;
+    if (!reaches(to, len)) fail("a fill leaves the device's memory");
+    Working working;
+    memset(reinterpret_cast<void*>(to), byte, len);
+    return OK;
+}
+
+API cuStreamCreate(Stream** stream, unsigned) {
+    NOT_CAPTURING;
+    streams.insert(*stream = new Stream);
+    return OK;
+}
+API cuStreamDestroy_v2(Stream* stream) {
+    IN_CONTEXT;
+    WAIT(work_off(stream));
+    return streams.erase(stream) ? OK : INVALID_VALUE;
+}
+API cuStreamSynchronize(Stream* stream) {
+    NOT_CAPTURING;
+    WAIT(work_off(stream));
+    return OK;
+}
+API cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
+    IN_CONTEXT;
+    if (auto graph = event->captured.lock()) {
+        if (stream->capture && stream->capture != graph) return CAPTURE_UNMATCHED;
+        stream->capture = graph;
+        return OK;
+    }
+    if (stream->capture) return spoil_captures();
+    if (event->stream) ask(stream, [from = event->stream, place = event->place] { return work_until(from, place); });
+    return OK;
+}
+API cuEventCreate(Event** event, unsigned) {
+    IN_CONTEXT;
+    *event = new Event;
+    return OK;
+}
+API cuEventDestroy_v2(Event* event) {
+    LOCK;
+    delete event;
+    return OK;
+}
+API cuEventRecord(Event* event, Stream* stream) {
+    IN_CONTEXT;
+    event->captured = stream->capture;
+    if (stream->capture) return OK;
+    ask(stream, [] { return true; });
+    event->stream = stream, event->place = stream->num_asked, event->was_queried = false;
+    return OK;
+}
+API cuEventQuery(Event* event) {
+    LOCK;
+    if (num_captures > 0 || event->captured.lock()) return spoil_captures();
+    if (!event->stream || event->stream->num_done >= event->place) return OK;
+    // Not the first time that somebody looks.
+    if (!std::exchange(event->was_queried, true)) return NOT_READY;
+    return work_until(event->stream, event->place) ? OK : NOT_READY;
+}
+API cuEventSynchronize(Event* event) {
+    LOCK;
+    if (num_captures > 0 || event->captured.lock()) return spoil_captures();
+    if (event->stream) {
+        WAIT(wait_until([=] { return work_until(event->stream, event->place); }));
+    }
+    return OK;
+}
+API cuEventElapsedTime(float* milliseconds, Event*, Event*) {
+    *milliseconds = 1.0f;
+    return OK;
+}
+
+API cuStreamBeginCapture_v2(Stream* stream, int mode) {
+    IN_CONTEXT;
+    // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: other threads may do what they like.
+    if (mode != 1) fail("a capture that other threads can spoil");
+    if (stream->capture) return INVALID_VALUE;
+    stream->capture = std::make_shared<Graph>();
+    stream->is_origin = true;
+    num_captures += 1;
+    return OK;
+}
+API cuStreamEndCapture(Stream* stream, std::shared_ptr<Graph>** graph) {
+    IN_CONTEXT;
+    if (!stream->capture || !stream->is_origin) return INVALID_VALUE;
+    auto captured = stream->capture;
+    for (Stream* joined : streams) {
+        if (joined->capture == captured) joined->capture = nullptr;
+    }
+    stream->is_origin = false;
+    num_captures -= 1;
+    *graph = captured->is_valid ? new std::shared_ptr<Graph>(captured) : nullptr;
+    return captured->is_valid ? OK : CAPTURE_INVALIDATED;
+}
+API cuGraphInstantiateWithFlags(std::shared_ptr<Graph>** executable, std::shared_ptr<Graph>* graph, u64) {
+    NOT_CAPTURING;
+    *executable = new std::shared_ptr<Graph>(*graph);
+    return OK;
+}
+API cuGraphLaunch(std::shared_ptr<Graph>* executable, Stream* stream) {
+    IN_CONTEXT;
+    if (stream->capture) return spoil_captures();
+    for (auto& work : (*executable)->work) ask(stream, work);
+    return OK;
+}
+API cuGraphExecDestroy(std::shared_ptr<Graph>* executable) {
+    LOCK;
+    delete executable;
+    return OK;
+}
+API cuGraphDestroy(std::shared_ptr<Graph>* graph) {
+    LOCK;
+    delete graph;
+    return OK;
+}
+
+// Code is a library for processors, as the fake NVRTC makes it.
+API cuModuleLoadData(Module** module, const char* image) {
+    NOT_CAPTURING;
+    if (memcmp(image, ELFMAG, SELFMAG) != 0) return INVALID_IMAGE;
+    auto* header = reinterpret_cast<const Elf64_Ehdr*>(image);
+    u64 size = header->e_shoff + u64(header->e_shnum) * header->e_shentsize;
+    // Neither is closed: the next one would have its name, and be taken for it.
+    int fd = memfd_create("code", 0);
+    if (write(fd, image, size) != ssize_t(size)) fail("code cannot be written");
+    void* library = dlopen(("/proc/self/fd/" + std::to_string(fd)).c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (!library) fail(dlerror());
+    auto find = [&](const char* name, auto& function) {
+        function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+        if (!function) fail(std::string("code without ") + name);
+    };
+    *module = new Module;
+    find("fake_find", (*module)->find);
+    find("fake_params_bytes", (*module)->params_bytes);
+    find("fake_max_threads", (*module)->max_threads);
+    find("fake_launch", (*module)->launch);
+    return OK;
+}
+API cuModuleUnload(Module* module) {
+    LOCK;
+    WAIT(work_off_all());
+    delete module;
+    return OK;
+}
+API cuModuleGetFunction(Function** function, Module* module, const char* name) {
+    IN_CONTEXT;
+    const void* kernel = module->find(name);
+    if (!kernel) return NOT_FOUND;
+    *function = new Function{module, kernel, DEFAULT_SHARED_BYTES};
+    return OK;
+}
+API cuFuncSetAttribute(Function* function, int attribute, int value) {
+    IN_CONTEXT;
+    // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    if (attribute != 8 || value < 0 || u32(value) > SHARED_BYTES) return INVALID_VALUE;
+    function->shared_bytes = value;
+    return OK;
+}
+API cuLaunchKernel(Function* function, u32 x, u32 y, u32 z, u32 threads, u32 threads_y, u32 threads_z, u32 shared_bytes,
+                   Stream* stream, void** params, void** extra) {
+    IN_CONTEXT;
+    auto [module, kernel, most_shared_bytes] = *function;
+    if (!x || !y || !z || x > 0x7fffffff || y > 65535 || z > 65535 || threads_y != 1 || threads_z != 1 || extra) {
+        return INVALID_VALUE;
+    }
+    if (shared_bytes > most_shared_bytes) return INVALID_VALUE;
+    if (threads == 0 || threads > module->max_threads(kernel)) return LAUNCH_OUT_OF_RESOURCES;
+    u32 num_bytes = module->params_bytes(kernel);
+    std::vector<u64> copied((num_bytes + 7) / 8);
+    memcpy(copied.data(), params[0], num_bytes);
+    std::vector<u32> shape = {x, y, z, threads, shared_bytes};
+    ask(stream, [=, module = module, kernel = kernel] {
+        return module->launch(kernel, shape.data(), copied.data()), true;
+    });
+    return OK;
+}

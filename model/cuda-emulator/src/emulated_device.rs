@@ -1,0 +1,270 @@
+//! A device that is emulated: a whole forward pass where there is no GPU.
+
+use std::collections::HashMap;
+
+use baton_cuda::CudaError;
+use baton_cuda_kernels::device::{
+    Device, Fp8Product, Fp8Products, Fp8Scaling, NUM_MARKS, NUM_RETURNS, Product, TimedDevice,
+};
+use baton_cuda_kernels::kernel::{Address, Kernel, Source};
+use baton_model_spec::{Communicator, CommunicatorError, ThreadCommunicator};
+
+use crate::numbers::{bf16, floats, widened};
+use crate::session::{Session, Threads};
+
+/// All is done when it is asked for.
+pub struct EmulatedDevice {
+    session: Session,
+    /// Bytes that can still be allocated.
+    num_free: usize,
+    /// What it says that it can.
+    pub fp8_products: Fp8Products,
+    /// Which were made.
+    marks: Vec<bool>,
+    returns: [Vec<u8>; NUM_RETURNS],
+    is_repeating: bool,
+    /// `None` where it computes a whole model, or has left.
+    ranks: Option<ThreadCommunicator>,
+    sums: Sums,
+    /// That were begun and are not done.
+    begun: Vec<(Address, Vec<f32>)>,
+    /// Sums that were divided, so that a half of them could run beside a product.
+    pub num_overlapped: usize,
+    /// Under which keys work was repeated, and how often.
+    pub repeated: HashMap<u64, usize>,
+}
+
+/// When sums are done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sums {
+    /// At once, when they are begun.
+    Early,
+    /// When they have to be; until then the numbers are not to be had.
+    Late,
+}
+
+impl EmulatedDevice {
+    /// One of several ranks.
+    pub fn join(mut self, end: ThreadCommunicator, sums: Sums) -> EmulatedDevice {
+        (self.ranks, self.sums) = (Some(end), sums);
+        self
+    }
+
+    fn ranks(&mut self) -> &mut ThreadCommunicator {
+        self.ranks.as_mut().expect("one of several ranks")
+    }
+
+    fn sum(&mut self, at: Address, mut numbers: Vec<f32>) -> Result<(), CudaError> {
+        self.ranks().all_reduce_sum(&mut numbers).map_err(gone)?;
+        self.session.write(at, &bf16(&numbers).0);
+        Ok(())
+    }
+
+    /// With so much memory, and these kernels.
+    pub fn new(sources: &[Source], memory_bytes: usize, threads: Threads) -> EmulatedDevice {
+        EmulatedDevice {
+            session: Session::new(sources, threads),
+            num_free: memory_bytes,
+            fp8_products: Fp8Products::None,
+            marks: vec![false; NUM_MARKS],
+            returns: Default::default(),
+            is_repeating: false,
+            ranks: None,
+            sums: Sums::Early,
+            begun: vec![],
+            num_overlapped: 0,
+            repeated: HashMap::new(),
+        }
+    }
+
+    /// What is asked for from here on is what was asked for under this key before, until `end_repeating`.
+    pub fn begin_repeating(&mut self, key: u64) {
+        *self.repeated.entry(key).or_default() += 1;
+        self.is_repeating = true;
+    }
+
+    pub fn end_repeating(&mut self) {
+        self.is_repeating = false;
+    }
+}
+
+fn gone(error: CommunicatorError) -> CudaError {
+    match error {
+        CommunicatorError::Lost { rank } => CudaError::RankGone { rank },
+        CommunicatorError::Differs { .. } => CudaError::Failed { call: "sum", why: error.to_string() },
+    }
+}
+
+impl Device for EmulatedDevice {
+    const ROWS_TO_OVERLAP: usize = 8;
+
+    fn name(&self) -> &str {
+        "emulated"
+    }
+
+    fn free_bytes(&mut self) -> Result<usize, CudaError> {
+        Ok(self.num_free)
+    }
+
+    fn allocate(&mut self, num_bytes: usize) -> Result<Address, CudaError> {
+        assert!(!self.is_repeating, "memory is allocated before");
+        let num_free = self.num_free;
+        self.num_free =
+            num_free.checked_sub(num_bytes).ok_or(CudaError::OutOfMemory { num_bytes, num_free })?;
+        Ok(self.session.allocate(num_bytes))
+    }
+
+    unsafe fn upload(&mut self, to: Address, bytes: &[u8]) -> Result<(), CudaError> {
+        assert!(!self.is_repeating, "what is repeated does not copy");
+        self.session.write(to, bytes);
+        Ok(())
+    }
+
+    unsafe fn download(&mut self, from: Address, bytes: &mut [u8]) -> Result<(), CudaError> {
+        assert!(!self.is_repeating, "what is repeated does not wait");
+        self.session.read(from, bytes);
+        Ok(())
+    }
+
+    unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError> {
+        assert!(!self.is_repeating, "what is repeated does not copy");
+        self.returns[place].resize(num_bytes, 0);
+        self.session.read(from, &mut self.returns[place]);
+        Ok(())
+    }
+
+    fn returned(&mut self, place: usize) -> Result<&[u8], CudaError> {
+        Ok(&self.returns[place])
+    }
+
+    unsafe fn launch<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {
+        self.session.launch(kernel);
+        Ok(())
+    }
+
+    unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError> {
+        self.session.multiply(product);
+        Ok(())
+    }
+
+    fn has_wgmma(&self) -> bool {
+        true
+    }
+
+    fn fp8_products(&self) -> Fp8Products {
+        self.fp8_products
+    }
+
+    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
+        let needed = match product.scaling {
+            Fp8Scaling::None => Fp8Products::Plain,
+            Fp8Scaling::Rows => Fp8Products::Scaled,
+            Fp8Scaling::Blocks => Fp8Products::Blocks,
+        };
+        assert!(self.fp8_products >= needed, "a product that the device does not have");
+        self.session.multiply_fp8(product);
+        Ok(())
+    }
+
+    unsafe fn begin_sum(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
+        let mut bytes = vec![0; len * 2];
+        self.session.read(numbers, &mut bytes);
+        let values = widened(&bytes);
+        match self.sums {
+            Sums::Early => self.sum(numbers, values),
+            Sums::Late => {
+                self.session.write(numbers, &vec![0xff; bytes.len()]);
+                self.begun.push((numbers, values));
+                Ok(())
+            }
+        }
+    }
+
+    fn end_sums(&mut self) -> Result<(), CudaError> {
+        self.num_overlapped += usize::from(self.begun.len() > 1);
+        std::mem::take(&mut self.begun).into_iter().try_for_each(|(at, numbers)| self.sum(at, numbers))
+    }
+
+    unsafe fn gather(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
+        let mut part = vec![0; len * 4];
+        self.session.read(numbers, &mut part);
+        let ranks = self.ranks();
+        let mut all = vec![0.0; ranks.rank().num_ranks * len];
+        let room = ranks.rank().is_first().then_some(&mut *all);
+        let is_first = room.is_some();
+        ranks.gather(&floats(&part), room).map_err(gone)?;
+        if is_first {
+            self.session.write(numbers, bytemuck::cast_slice(&all));
+        }
+        Ok(())
+    }
+
+    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
+        assert!(!self.is_repeating, "not a part of what is repeated");
+        let mut bytes = vec![0; num_words * 4];
+        let is_first = self.ranks().rank().is_first();
+        if is_first {
+            self.session.read(words, &mut bytes);
+        }
+        // Bytes are numbers in f32 exactly, and so are their sums with zeroes.
+        let mut numbers: Vec<f32> = bytes.iter().map(|&byte| byte.into()).collect();
+        self.ranks().all_reduce_sum(&mut numbers).map_err(gone)?;
+        if !is_first {
+            let handed: Vec<u8> = numbers.iter().map(|&number| number as u8).collect();
+            self.session.write(words, &handed);
+        }
+        Ok(())
+    }
+
+    fn leave_ranks(&mut self) {
+        self.ranks = None;
+    }
+
+    fn mark(&mut self, mark_idx: usize) -> Result<(), CudaError> {
+        assert!(!self.is_repeating, "what is repeated is not marked");
+        self.marks[mark_idx] = true;
+        Ok(())
+    }
+
+    fn has_passed(&mut self, mark_idx: usize) -> Result<bool, CudaError> {
+        assert!(self.marks[mark_idx], "no mark {mark_idx}");
+        Ok(true)
+    }
+
+    fn wait_for(&mut self, mark_idx: usize) -> Result<(), CudaError> {
+        self.has_passed(mark_idx).map(drop)
+    }
+
+    fn repeat(
+        &mut self,
+        key: u64,
+        work: &mut dyn FnMut(&mut Self) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        self.begin_repeating(key);
+        let done = work(self);
+        self.end_repeating();
+        done
+    }
+}
+
+/// Everything takes a second.
+impl TimedDevice for EmulatedDevice {
+    type Stamp = ();
+
+    fn stamp(&mut self) -> Result<(), CudaError> {
+        Ok(())
+    }
+
+    fn seconds_between(&mut self, (): &(), (): &()) -> Result<f64, CudaError> {
+        Ok(1.0)
+    }
+
+    unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
+        let mut bytes = vec![0; num_bytes];
+        // SAFETY: by the caller's word.
+        unsafe {
+            self.download(from, &mut bytes)?;
+            self.upload(to, &bytes)
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Kernels compiled by g++ over `cpp/emulator.h`, with the address sanitizer around every buffer.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use baton_cuda_kernels::kernel::Source;
+
+use crate::files::{cpp_folder, kernel_files, kernel_folder};
+
+/// The program that holds the kernels of `sources`, and what it is made of, are kept beside the build's other products:
+/// by hashes of all that they are made of.
+pub fn program(sources: &[Source]) -> PathBuf {
+    let mut objects = vec![object("run", &cpp_folder().join("run.h"), &[])];
+    for source in sources {
+        objects.push(object(source.file, &kernel_folder().join(source.file), &source.defines));
+    }
+    let mut hasher = blake3::Hasher::new();
+    for object in &objects {
+        hasher.update(object.as_os_str().as_encoded_bytes());
+    }
+    let last = sources.last().map_or("none", |source| source.file);
+    built(&format!("{last}-{}", &hasher.finalize().to_hex()[..16]), |command| {
+        command.args(&objects);
+    })
+}
+
+/// A file compiled. Each is by itself, so that one with other numbers leaves the rest as it is.
+fn object(name: &str, file: &Path, defines: &[(&str, u64)]) -> PathBuf {
+    let mut hasher = blake3::Hasher::new();
+    for (_, header) in kernel_files().headers() {
+        hasher.update(header.as_bytes());
+    }
+    for file in [&cpp_folder().join("emulator.h"), &cpp_folder().join("warpgroup.h"), file] {
+        hasher.update(&std::fs::read(file).expect("it is in the source tree"));
+    }
+    hasher.update(format!("{defines:?}").as_bytes());
+    built(&format!("{name}-{}.o", &hasher.finalize().to_hex()[..16]), |command| {
+        // Sums of products are what the source says, on every machine.
+        command.args([
+            "-c",
+            "-ffp-contract=off",
+            "-DBATON_EMULATED",
+            "-Wall",
+            "-Wno-unused",
+            "-Wno-unknown-pragmas",
+        ]);
+        command.arg("-I").arg(cpp_folder()).arg("-I").arg(kernel_folder());
+        command.args(defines.iter().map(|(name, value)| format!("-D{name}={value}")));
+        command.args(["-x", "c++"]).arg(file);
+    })
+}
+
+/// What g++ makes, unless it is there.
+fn built(name: &str, arguments: impl FnOnce(&mut Command)) -> PathBuf {
+    let target = std::env::current_exe().expect("this is a program");
+    let dir = target.parent().expect("in a folder").join("emulated-kernels");
+    std::fs::create_dir_all(&dir).expect("the build's folder can be written");
+    let path = dir.join(name);
+    if path.exists() {
+        return path;
+    }
+    // Tests are threads, and processes.
+    let new = dir.join(format!("{name}.{}.{:?}", std::process::id(), std::thread::current().id()));
+    let mut command = Command::new("g++");
+    command.args(["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]);
+    arguments(&mut command);
+    let output = command.arg("-o").arg(&new).output();
+    let output = output.expect("g++ is there: `cargo xtask setup` installs it");
+    assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
+    std::fs::rename(&new, &path).expect("the build's folder can be written");
+    path
+}

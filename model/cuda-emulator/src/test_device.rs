@@ -1,0 +1,343 @@
+//! What tests run on: the emulator, or the device that `BATON_KERNELS_ON` names ("cuda:0"), with guards about its buffers.
+
+use std::collections::HashMap;
+use std::sync::OnceLock;
+
+use baton_cuda::CudaError;
+use baton_cuda_kernels::device::{Device, Fp8Product, Fp8Products, Product};
+use baton_cuda_kernels::driver::graphs::{self, Graphs};
+use baton_cuda_kernels::driver::{DriverDevice, OpenError};
+use baton_cuda_kernels::kernel::{Address, Kernel, KernelCode, Source};
+
+use crate::emulated_device::EmulatedDevice;
+use crate::files::kernel_files;
+use crate::session::Threads;
+
+/// Before and behind each buffer: as many bytes as buffers are aligned to.
+const GUARD_BYTES: usize = 256;
+
+/// NaN in every type, and an index that is nowhere. What is allocated is full of it, and so are the guards: what is read
+/// there shows as well as what is written.
+const POISON: u8 = 0xff;
+
+/// The number of the device that tests run on; `None`: they are emulated.
+pub fn ordinal() -> Option<u32> {
+    let name = std::env::var("BATON_KERNELS_ON").ok()?;
+    let ordinal = name.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok());
+    Some(ordinal.unwrap_or_else(|| panic!("BATON_KERNELS_ON is {name:?}, expected cuda:N")))
+}
+
+/// What a test runs on.
+#[allow(clippy::large_enum_variant)] // one a test
+pub enum TestDevice {
+    Emulated(EmulatedDevice),
+    Guarded(GuardedDevice),
+}
+
+impl TestDevice {
+    /// With these kernels; `memory_bytes` and `threads` are the emulator's.
+    pub fn new(sources: &[Source], memory_bytes: usize, threads: Threads) -> TestDevice {
+        match ordinal() {
+            None => TestDevice::Emulated(EmulatedDevice::new(sources, memory_bytes, threads)),
+            Some(ordinal) => TestDevice::Guarded(GuardedDevice::open(ordinal, |code| {
+                DriverDevice::open(ordinal, sources, code)
+            })),
+        }
+    }
+
+    /// For kernels by themselves: no products.
+    pub fn of_kernels(sources: &[Source]) -> TestDevice {
+        match ordinal() {
+            None => TestDevice::Emulated(EmulatedDevice::new(sources, usize::MAX, Threads::Compared)),
+            Some(ordinal) => TestDevice::Guarded(GuardedDevice::open(ordinal, |code| {
+                DriverDevice::without_products(ordinal, sources, code)
+            })),
+        }
+    }
+
+    /// Runs a kernel twice, with the same results.
+    ///
+    /// # Panics
+    /// When they differ, or a buffer was left, or the device fails.
+    pub fn launch_twice<K: Kernel>(&mut self, kernel: &K) {
+        // SAFETY: a test's arguments are its buffers; where they are not, this is what shows it.
+        let launched = unsafe {
+            match self {
+                // Asked to compare, it runs each twice by itself.
+                TestDevice::Emulated(device) => device.launch(kernel),
+                TestDevice::Guarded(device) => device.launch_twice(kernel),
+            }
+        };
+        launched.unwrap_or_else(|error| panic!("{}: {error}", kernel.name()));
+    }
+
+    fn graphs(&mut self) -> &mut Graphs {
+        match self {
+            TestDevice::Guarded(device) => device.driver.graphs(),
+            TestDevice::Emulated(_) => unreachable!("only asked of the other"),
+        }
+    }
+
+    /// Has it say that it multiplies E4M3 so; `false` if it cannot.
+    pub fn limit_fp8(&mut self, products: Fp8Products) -> bool {
+        let said = match self {
+            TestDevice::Emulated(device) => &mut device.fp8_products,
+            TestDevice::Guarded(GuardedDevice { driver, .. }) => {
+                if products > driver.fp8_products {
+                    return false;
+                }
+                &mut driver.fp8_products
+            }
+        };
+        *said = products;
+        true
+    }
+
+    /// How often work was repeated under each key.
+    pub fn repeated(&self) -> Vec<usize> {
+        let repeated = match self {
+            TestDevice::Emulated(device) => &device.repeated,
+            TestDevice::Guarded(device) => &device.repeated,
+        };
+        repeated.values().copied().collect()
+    }
+
+    /// # Panics
+    /// When a buffer was left.
+    pub fn check(&mut self) {
+        match self {
+            TestDevice::Emulated(_) => {}
+            TestDevice::Guarded(device) => device.check().expect("the device works"),
+        }
+    }
+}
+
+/// The same of either kind.
+macro_rules! of_either {
+    ($test_device:expr, $device:ident => $call:expr) => {
+        match $test_device {
+            TestDevice::Emulated($device) => $call,
+            TestDevice::Guarded(GuardedDevice { driver: $device, .. }) => $call,
+        }
+    };
+}
+
+impl Device for TestDevice {
+    const ROWS_TO_OVERLAP: usize = EmulatedDevice::ROWS_TO_OVERLAP;
+
+    fn name(&self) -> &str {
+        of_either!(self, device => device.name())
+    }
+
+    fn free_bytes(&mut self) -> Result<usize, CudaError> {
+        of_either!(self, device => device.free_bytes())
+    }
+
+    fn allocate(&mut self, num_bytes: usize) -> Result<Address, CudaError> {
+        match self {
+            TestDevice::Emulated(device) => device.allocate(num_bytes),
+            TestDevice::Guarded(device) => device.allocate(num_bytes),
+        }
+    }
+
+    unsafe fn upload(&mut self, to: Address, bytes: &[u8]) -> Result<(), CudaError> {
+        // SAFETY: by the caller's word.
+        unsafe { of_either!(self, device => device.upload(to, bytes)) }
+    }
+
+    unsafe fn download(&mut self, from: Address, bytes: &mut [u8]) -> Result<(), CudaError> {
+        // SAFETY: by the caller's word.
+        unsafe { of_either!(self, device => device.download(from, bytes)) }
+    }
+
+    unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError> {
+        // SAFETY: by the caller's word.
+        unsafe { of_either!(self, device => device.send_back(from, num_bytes, place)) }
+    }
+
+    fn returned(&mut self, place: usize) -> Result<&[u8], CudaError> {
+        of_either!(self, device => device.returned(place))
+    }
+
+    unsafe fn launch<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {
+        if let TestDevice::Guarded(device) = self {
+            device.last_kernel = kernel.name();
+        }
+        // SAFETY: by the caller's word.
+        unsafe { of_either!(self, device => device.launch(kernel)) }
+    }
+
+    unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError> {
+        // SAFETY: by the caller's word.
+        unsafe { of_either!(self, device => device.multiply(product)) }
+    }
+
+    fn has_wgmma(&self) -> bool {
+        of_either!(self, device => device.has_wgmma())
+    }
+
+    fn fp8_products(&self) -> Fp8Products {
+        of_either!(self, device => device.fp8_products())
+    }
+
+    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
+        // SAFETY: by the caller's word.
+        unsafe { of_either!(self, device => device.multiply_fp8(product)) }
+    }
+
+    unsafe fn begin_sum(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
+        // SAFETY: by the caller's word.
+        unsafe { of_either!(self, device => device.begin_sum(numbers, len)) }
+    }
+
+    fn end_sums(&mut self) -> Result<(), CudaError> {
+        of_either!(self, device => device.end_sums())
+    }
+
+    unsafe fn gather(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
+        // SAFETY: by the caller's word.
+        unsafe { of_either!(self, device => device.gather(numbers, len)) }
+    }
+
+    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
+        // SAFETY: by the caller's word.
+        unsafe { of_either!(self, device => device.hand_on(words, num_words)) }
+    }
+
+    fn leave_ranks(&mut self) {
+        of_either!(self, device => device.leave_ranks());
+    }
+
+    fn mark(&mut self, mark_idx: usize) -> Result<(), CudaError> {
+        of_either!(self, device => device.mark(mark_idx))
+    }
+
+    fn has_passed(&mut self, mark_idx: usize) -> Result<bool, CudaError> {
+        of_either!(self, device => device.has_passed(mark_idx))
+    }
+
+    fn wait_for(&mut self, mark_idx: usize) -> Result<(), CudaError> {
+        of_either!(self, device => device.wait_for(mark_idx))
+    }
+
+    fn repeat(
+        &mut self,
+        key: u64,
+        work: &mut dyn FnMut(&mut Self) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        match self {
+            TestDevice::Emulated(device) => {
+                device.begin_repeating(key);
+                let done = work(self);
+                if let TestDevice::Emulated(device) = self {
+                    device.end_repeating();
+                }
+                done
+            }
+            TestDevice::Guarded(device) => {
+                *device.repeated.entry(key).or_default() += 1;
+                graphs::repeat(self, TestDevice::graphs, key, work)
+            }
+        }
+    }
+}
+
+/// A device of NVIDIA's. Who waits for it has the guards of all buffers looked at.
+pub struct GuardedDevice {
+    driver: DriverDevice,
+    buffers: Vec<(Address, usize)>,
+    last_kernel: &'static str,
+    /// Under which keys work was repeated, and how often.
+    repeated: HashMap<u64, usize>,
+}
+
+impl GuardedDevice {
+    /// # Panics
+    /// When the device cannot be used: the environment asks for it.
+    fn open(ordinal: u32, open: impl FnOnce(KernelCode) -> Result<DriverDevice, OpenError>) -> GuardedDevice {
+        // As long as the process lives, that not every test begins by waking the device up.
+        static KEPT: OnceLock<baton_cuda::Device> = OnceLock::new();
+        let awake = |error| panic!("BATON_KERNELS_ON=cuda:{ordinal}: {error}");
+        KEPT.get_or_init(|| baton_cuda::Device::open(ordinal).unwrap_or_else(awake));
+        let driver = open(kernel_code());
+        let driver = driver.unwrap_or_else(|error| panic!("BATON_KERNELS_ON=cuda:{ordinal}: {error}"));
+        GuardedDevice { driver, buffers: vec![], last_kernel: "none", repeated: HashMap::new() }
+    }
+
+    fn allocate(&mut self, num_bytes: usize) -> Result<Address, CudaError> {
+        let size_bytes = num_bytes + 2 * GUARD_BYTES;
+        let at = self.driver.allocate(size_bytes)?;
+        // SAFETY: just allocated.
+        unsafe { self.driver.fill(at, POISON, size_bytes) }?;
+        let at = at.add(GUARD_BYTES);
+        self.buffers.push((at, num_bytes));
+        Ok(at)
+    }
+
+    /// Waits for all that was asked for.
+    ///
+    /// # Panics
+    /// When something was written beside a buffer.
+    fn check(&mut self) -> Result<(), CudaError> {
+        let mut guard = [0; GUARD_BYTES];
+        for &(at, num_bytes) in &self.buffers {
+            for (place, from) in
+                [("before", Address(at.0 - GUARD_BYTES as u64)), ("behind", at.add(num_bytes))]
+            {
+                // SAFETY: allocated with the buffer.
+                unsafe { self.driver.download(from, &mut guard) }?;
+                let kernel = self.last_kernel;
+                assert!(
+                    guard.iter().all(|&byte| byte == POISON),
+                    "something was written {place} a buffer of {num_bytes} bytes; the last kernel was {kernel}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// What all buffers hold.
+    fn contents(&mut self) -> Result<Vec<Vec<u8>>, CudaError> {
+        let mut all = Vec::with_capacity(self.buffers.len());
+        for &(at, num_bytes) in &self.buffers {
+            let mut bytes = vec![0; num_bytes];
+            // SAFETY: allocated so large.
+            unsafe { self.driver.download(at, &mut bytes) }?;
+            all.push(bytes);
+        }
+        Ok(all)
+    }
+
+    /// Runs a kernel twice on the same memory.
+    ///
+    /// # Errors
+    /// When the device fails: every later call fails, too.
+    ///
+    /// # Panics
+    /// When results differ, or something was written beside a buffer.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn launch_twice<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {
+        self.last_kernel = kernel.name();
+        let before = self.contents()?;
+        // SAFETY: by the caller's word.
+        unsafe { self.driver.launch(kernel) }?;
+        let after = self.contents()?;
+        for (&(at, _), bytes) in self.buffers.iter().zip(&before) {
+            // SAFETY: allocated so large.
+            unsafe { self.driver.upload(at, bytes) }?;
+        }
+        // SAFETY: by the caller's word.
+        unsafe { self.driver.launch(kernel) }?;
+        assert!(self.contents()? == after, "{}: the result differs from run to run", kernel.name());
+        self.check()
+    }
+}
+
+/// Compiled code is kept beside the test's program, so that it goes with the build.
+fn kernel_code() -> KernelCode {
+    let program = std::env::current_exe().expect("this is a program");
+    let cache_dir = program.parent().expect("in a folder").join("gpu-kernels");
+    KernelCode { files: kernel_files(), cache_dir: Some(cache_dir) }
+}

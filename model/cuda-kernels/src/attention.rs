@@ -1,0 +1,345 @@
+//! Causal attention over paged KV: `kernels/attention_*.cu`.
+//!
+//! [`DecodeAttention`] and [`MergeSplits`] take sequences of few rows, [`PrefillAttention`] those of many, in one launch
+//! each for all sequences; a batch of both kinds is given to each in part, as arrays of sequences can begin anywhere.
+//! [`WgmmaAttention`] is the latter by the products that Hopper has, of KV that [`takes_wgmma`]. [`PlainAttention`] takes what [`has_tensor_cores`] denies the others. What a sequence gets depends on nothing but
+//! itself.
+
+use baton_kv_cache::{KvDtype, KvLayout};
+
+use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kv_type;
+
+/// The kernels for heads of `layout.head_dim` elements of `layout.dtype`.
+pub fn sources(layout: &KvLayout) -> Vec<Source> {
+    let files = if !has_tensor_cores(layout) {
+        &["attention_plain.cu"][..]
+    } else {
+        let files = &["attention_decode.cu", "attention_prefill.cu", WGMMA_FILE];
+        &files[..if takes_wgmma(layout) { 3 } else { 2 }]
+    };
+    let defines = vec![("HEAD_DIM", layout.head_dim as u64), ("KV_TYPE", kv_type::number_of(layout.dtype))];
+    files.iter().map(|&file| Source { file, defines: defines.clone() }).collect()
+}
+
+/// [`sources`] for KV that models have.
+pub fn usual_sources() -> Vec<Source> {
+    let of = |head_dim, dtype| {
+        sources(&KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim, dtype })
+    };
+    let bf16 = [64, 80, 96, 128, 192, 256].map(|head_dim| of(head_dim, KvDtype::Bf16));
+    let eight_bits = [64, 80, 96, 128, 256]
+        .into_iter()
+        .flat_map(|head_dim| [of(head_dim, KvDtype::Fp8), of(head_dim, KvDtype::Int8)]);
+    let plain = [of(128, KvDtype::F16), of(128, KvDtype::F32)];
+    bf16.into_iter().chain(eight_bits).chain(plain).flatten().collect()
+}
+
+/// Whether all kernels take such KV, or [`PlainAttention`] alone.
+pub fn has_tensor_cores(layout: &KvLayout) -> bool {
+    let is_possible = match layout.dtype {
+        KvDtype::F32 | KvDtype::F16 => false,
+        KvDtype::Bf16 | KvDtype::Fp8 | KvDtype::Int8 => true,
+    };
+    // Scales behind a head's elements must leave the next one at a multiple of 16 bytes.
+    is_possible
+        && layout.head_dim.is_multiple_of(16)
+        && layout.head_dim <= 256
+        && layout.head_bytes().is_multiple_of(16)
+}
+
+/// Whether [`WgmmaAttention`] takes such KV.
+pub fn takes_wgmma(layout: &KvLayout) -> bool {
+    has_tensor_cores(layout) && layout.dtype == KvDtype::Bf16 && [64, 128].contains(&layout.head_dim)
+}
+
+/// What all of the kernels take. Keys and values of the rows are in the cache before.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Attention {
+    /// `[rows][q_stride]`, bf16; a row begins with its query heads, `[num_kv_heads * group][head_dim]`. 16 bytes aligned.
+    pub q: Address,
+    /// `[rows][num_kv_heads * group][head_dim]`, bf16.
+    pub out: Address,
+    /// The layer's piece of block 0: the pool and [`KvLayout::layer_offset`].
+    pub kv: Address,
+    /// `[num_sequences][max_blocks]`, u32. Of a sequence only blocks that a row sees are looked at.
+    pub block_tables: Address,
+    /// `[num_sequences]`, u32: each sequence's first row.
+    pub first_row: Address,
+    /// `[num_sequences]`, u32: its rows; a sequence with none is passed over, whatever else it has.
+    pub num_rows: Address,
+    /// `[num_sequences]`, u32: its first row's position, which is the number of positions in the cache before.
+    pub start_idx: Address,
+    /// [`KvLayout::block_bytes`]
+    pub block_bytes: u64,
+    /// [`KvLayout::half_bytes`]
+    pub half_bytes: u64,
+    /// [`KvLayout::head_bytes`]
+    pub head_bytes: u32,
+    pub block_size: u32,
+    pub max_blocks: u32,
+    pub num_kv_heads: u32,
+    /// Query heads of a kv head.
+    pub group: u32,
+    /// Elements from a row of `q` to the next, a multiple of 8.
+    pub q_stride: u32,
+    /// Positions that a row sees, its own included; `u32::MAX` for all.
+    pub window: u32,
+    /// Factor on scores.
+    pub scale: f32,
+    /// Scores are `cap * tanh(score / cap)`; 0 for none.
+    pub soft_cap: f32,
+    pub num_sequences: u32,
+    head_dim: u32,
+    kv_type: u32,
+}
+
+/// The addresses of [`Attention`].
+#[derive(Clone, Copy, Debug)]
+pub struct Rows {
+    pub q: Address,
+    pub out: Address,
+    pub block_tables: Address,
+    pub first_row: Address,
+    pub num_rows: Address,
+    pub start_idx: Address,
+    pub max_blocks: u32,
+    pub num_sequences: u32,
+}
+
+impl Attention {
+    /// Of layer `layer_idx` in `pool`, with neither window nor cap.
+    pub fn new(
+        layout: &KvLayout,
+        pool: Address,
+        layer_idx: usize,
+        group: usize,
+        scale: f32,
+        rows: &Rows,
+    ) -> Attention {
+        Attention {
+            q: rows.q,
+            out: rows.out,
+            kv: pool.add(layout.layer_offset(layer_idx)),
+            block_tables: rows.block_tables,
+            first_row: rows.first_row,
+            num_rows: rows.num_rows,
+            start_idx: rows.start_idx,
+            block_bytes: layout.block_bytes() as u64,
+            half_bytes: layout.half_bytes() as u64,
+            head_bytes: layout.head_bytes() as u32,
+            block_size: layout.block_size as u32,
+            max_blocks: rows.max_blocks,
+            num_kv_heads: layout.num_kv_heads as u32,
+            group: group as u32,
+            q_stride: ((group + 2) * layout.num_kv_heads * layout.head_dim) as u32,
+            window: u32::MAX,
+            scale,
+            soft_cap: 0.0,
+            num_sequences: rows.num_sequences,
+            head_dim: layout.head_dim as u32,
+            kv_type: kv_type::number_of(layout.dtype) as u32,
+        }
+    }
+
+    fn num_heads(&self) -> u32 {
+        self.num_kv_heads * self.group
+    }
+
+    fn is_scaled(&self) -> bool {
+        self.kv_type >= 3
+    }
+
+    /// Bytes of one head's key of one token, without its scale; for the tensor cores.
+    fn vector_bytes(&self) -> u32 {
+        if self.is_scaled() { self.head_dim } else { 2 * self.head_dim }
+    }
+}
+
+/// Attention of few rows of each sequence, whose context is divided into splits for as many blocks.
+///
+/// Reads each key and value once for 16 pairs of row and query head: bound by memory. Sequences whose context is one split
+/// are finished by it, others by [`MergeSplits`], launched after it.
+///
+/// The launch depends on `num_sequences` and `max_rows` alone; lengths are read on the device.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct DecodeAttention {
+    pub attention: Attention,
+    /// `[rows][heads][max_splits][head_dim]`, f32: scratch. See [`split_scratch_bytes`].
+    pub sums: Address,
+    /// `[rows][heads][max_splits][2]`, f32: scratch.
+    pub stats: Address,
+    /// The most splits of a context. See [`max_splits`].
+    pub max_splits: u32,
+    /// Positions of the shortest split, a multiple of 64. See [`MIN_SPLIT`].
+    pub min_split: u32,
+    /// No sequence has more rows.
+    pub max_rows: u32,
+    /// Zero.
+    pub unused: u32,
+}
+
+/// Puts together what [`DecodeAttention`] of the same arguments left in splits.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct MergeSplits {
+    pub decode: DecodeAttention,
+}
+
+/// Attention of many rows of each sequence. Bound by the tensor cores.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct PrefillAttention {
+    pub attention: Attention,
+    /// `[num_tiles][2]`, u32: what [`prefill_tiles`] gives; `[u32::MAX, 0]` is passed over.
+    pub tiles: Address,
+    pub num_tiles: u64,
+}
+
+/// The same, by products of warpgroups.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+pub struct WgmmaAttention(pub PrefillAttention);
+
+/// Attention of any rows, for any KV. Reads it once for each row and query head: right, not fast.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct PlainAttention {
+    pub attention: Attention,
+    /// No sequence has more rows.
+    pub max_rows: u64,
+}
+
+/// Pairs of a tile of [`DecodeAttention`].
+const DECODE_PAIRS: u32 = 16;
+/// [`DecodeAttention::min_split`]: enough that a block has more to do than to begin and to end.
+pub const MIN_SPLIT: u32 = 256;
+/// Where [`WgmmaAttention`] is.
+pub const WGMMA_FILE: &str = "attention_wgmma.cu";
+/// Positions that a tile of [`PrefillAttention`] meets at a time.
+const PREFILL_TOKENS: u32 = 32;
+
+/// [`DecodeAttention::max_splits`] of a model: a long sequence alone is to be enough for a device.
+pub fn max_splits(num_kv_heads: usize) -> u32 {
+    (128 / num_kv_heads).next_power_of_two().clamp(4, 64) as u32
+}
+
+/// Bytes of [`DecodeAttention::sums`] and [`DecodeAttention::stats`] for so many rows.
+pub fn split_scratch_bytes(
+    num_rows: usize,
+    num_heads: usize,
+    head_dim: usize,
+    max_splits: u32,
+) -> [usize; 2] {
+    let parts = num_rows * num_heads * max_splits as usize;
+    [parts * head_dim * 4, parts * 8]
+}
+
+/// Pairs of row and query head of a tile of [`PrefillAttention`].
+pub fn prefill_pairs(head_dim: usize) -> u32 {
+    if head_dim <= 128 { 128 } else { 64 }
+}
+
+/// The most tiles that `num_rows` rows of `num_sequences` sequences have.
+pub fn max_prefill_tiles(num_rows: usize, num_sequences: usize, group: usize, head_dim: usize) -> usize {
+    (num_rows * group) / prefill_pairs(head_dim) as usize + num_sequences
+}
+
+/// The work of [`PrefillAttention`] for sequences of so many rows from so many positions on: each tile's sequence and
+/// first pair. Those with most to do come first, so that blocks that begin late end early.
+pub fn prefill_tiles(
+    sequences: impl Iterator<Item = (u32, u32)>,
+    group: u32,
+    window: u32,
+    head_dim: usize,
+) -> Vec<[u32; 2]> {
+    let pairs = prefill_pairs(head_dim);
+    let mut tiles = Vec::new();
+    for (sequence_idx, (num_rows, start_idx)) in sequences.enumerate() {
+        for first_pair in (0..num_rows * group).step_by(pairs as usize) {
+            let last_pair = (first_pair + pairs).min(num_rows * group) - 1;
+            let first_seen = (start_idx + first_pair / group + 1).saturating_sub(window);
+            let end = start_idx + last_pair / group + 1;
+            tiles.push((end - first_seen, [sequence_idx as u32, first_pair]));
+        }
+    }
+    tiles.sort_by_key(|&(cost, _)| std::cmp::Reverse(cost));
+    tiles.into_iter().map(|(_, tile)| tile).collect()
+}
+
+/// Bytes of a row in shared memory: an odd number of 16, see the file.
+fn padded(num_bytes: u32) -> u32 {
+    if (num_bytes / 16).is_multiple_of(2) { num_bytes + 16 } else { num_bytes }
+}
+
+// SAFETY: as `DecodeAttention` in the file.
+unsafe impl Kernel for DecodeAttention {
+    const NAME: &'static str = "decode_attention";
+
+    fn shape(&self) -> LaunchShape {
+        let a = &self.attention;
+        debug_assert!(self.min_split.is_multiple_of(64), "splits end where tiles of warps do");
+        let num_warps = if a.head_dim <= 128 { 4 } else { 2 };
+        let num_stages = if a.is_scaled() { 4 } else { 2 };
+        let stages = num_warps * num_stages * 2 * 16 * padded(a.vector_bytes());
+        let merged = num_warps * 16 * (a.head_dim + 2) * 4;
+        let num_tiles = (self.max_rows * a.group).div_ceil(DECODE_PAIRS);
+        LaunchShape {
+            grid: [self.max_splits * num_tiles, a.num_kv_heads, a.num_sequences],
+            threads: num_warps * 32,
+            shared_bytes: stages.max(merged),
+        }
+    }
+}
+
+// SAFETY: as `MergeSplits` in the file.
+unsafe impl Kernel for MergeSplits {
+    const NAME: &'static str = "merge_splits";
+
+    fn shape(&self) -> LaunchShape {
+        let a = &self.decode.attention;
+        let num_blocks = (self.decode.max_rows * a.num_heads()).div_ceil(4);
+        LaunchShape { grid: [num_blocks, a.num_sequences, 1], threads: 128, shared_bytes: 0 }
+    }
+}
+
+// SAFETY: as `PrefillAttention` in the file.
+unsafe impl Kernel for PrefillAttention {
+    const NAME: &'static str = "prefill_attention";
+
+    fn shape(&self) -> LaunchShape {
+        let a = &self.attention;
+        let row = padded(2 * a.head_dim);
+        let num_tiles = if a.is_scaled() { 2 } else { 4 };
+        let widened = if a.is_scaled() { 2 * PREFILL_TOKENS * (a.head_dim + 4) } else { 0 };
+        let shared_bytes =
+            prefill_pairs(a.head_dim as usize) * row + num_tiles * PREFILL_TOKENS * row + widened;
+        LaunchShape { grid: [self.num_tiles as u32, a.num_kv_heads, 1], threads: 128, shared_bytes }
+    }
+}
+
+// SAFETY: as `PrefillAttention` in the file.
+unsafe impl Kernel for WgmmaAttention {
+    const NAME: &'static str = "wgmma_attention";
+
+    fn shape(&self) -> LaunchShape {
+        let PrefillAttention { attention: a, num_tiles, .. } = &self.0;
+        // Queries, two tiles of keys, two of values.
+        let shared_bytes = 5 * prefill_pairs(a.head_dim as usize) * a.head_dim * 2;
+        LaunchShape { grid: [*num_tiles as u32, a.num_kv_heads, 1], threads: 256, shared_bytes }
+    }
+}
+
+// SAFETY: as `PlainAttention` in the file.
+unsafe impl Kernel for PlainAttention {
+    const NAME: &'static str = "plain_attention";
+
+    fn shape(&self) -> LaunchShape {
+        let a = &self.attention;
+        debug_assert!(self.max_rows <= 65_535, "blocks in y");
+        let grid = [a.num_heads(), self.max_rows as u32, a.num_sequences];
+        LaunchShape { grid, threads: 256, shared_bytes: 0 }
+    }
+}

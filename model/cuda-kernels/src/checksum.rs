@@ -1,0 +1,63 @@
+//! Checksums of pieces in place: `kernels/checksum.cu`.
+
+use crate::kernel::{Address, Kernel, LaunchShape, Source};
+
+pub fn source() -> Source {
+    Source { file: "checksum.cu", defines: vec![] }
+}
+
+/// Shorter inputs have an algorithm of their own, which is left to the host.
+pub const MIN_BYTES: u64 = 241;
+
+/// XXH3-64 of pieces of the same length, as the handoff takes it.
+///
+/// Reads each byte once: bound by memory when there are pieces for all multiprocessors.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct ChecksumPieces {
+    pub base: Address,
+    /// `[pieces]`, u64: where each begins.
+    pub offsets: Address,
+    /// `[pieces]`, u64, written.
+    pub sums: Address,
+    /// Of a piece: at least [`MIN_BYTES`].
+    pub num_bytes: u64,
+    pub num_pieces: u64,
+    pub secret: Secret,
+}
+
+/// The words of a seeded secret that the algorithm takes.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Secret {
+    words: [u64; 24],
+    last: [u64; 8],
+    merge: [u64; 8],
+}
+
+impl Secret {
+    /// Of XXH3's default secret and a seed: the grant's generation.
+    pub fn new(default: &[u8; 192], seed: u64) -> Secret {
+        let mut secret = *default;
+        for (idx, word) in secret.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+            let x = u64::from_le_bytes(*word);
+            *word = if idx % 2 == 0 { x.wrapping_add(seed) } else { x.wrapping_sub(seed) }.to_le_bytes();
+        }
+        let word = |at: usize| u64::from_le_bytes(secret[at..at + 8].try_into().expect("eight bytes"));
+        Secret {
+            words: std::array::from_fn(|idx| word(8 * idx)),
+            last: std::array::from_fn(|idx| word(121 + 8 * idx)),
+            merge: std::array::from_fn(|idx| word(11 + 8 * idx)),
+        }
+    }
+}
+
+// SAFETY: as `ChecksumPieces` in the file.
+unsafe impl Kernel for ChecksumPieces {
+    const NAME: &'static str = "checksum_pieces";
+
+    fn shape(&self) -> LaunchShape {
+        debug_assert!(self.num_bytes >= MIN_BYTES, "of long inputs");
+        LaunchShape { grid: [self.num_pieces as u32, 1, 1], threads: 256, shared_bytes: 0 }
+    }
+}

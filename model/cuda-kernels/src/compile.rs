@@ -1,0 +1,274 @@
+//! Compiles kernels for a card's architecture by NVRTC, and keeps what came of it.
+//!
+//! NVRTC is loaded when a kernel is compiled that is not kept yet: with a filled cache it need not be there.
+
+use std::fmt;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use baton_cuda::nvrtc::{Compiled, Nvrtc, NvrtcError};
+use baton_cuda::{CudaVersion, NoLibrary, majors};
+use thiserror::Error;
+
+use crate::kernel::{KernelCode, KernelFiles, Source};
+
+/// An architecture as NVRTC names it, "sm_90a".
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Architecture {
+    /// Compute capability.
+    major: u32,
+    minor: u32,
+}
+
+impl Architecture {
+    /// Those that every change of a kernel is compiled for: A100, L4 and L40, H100 and H200, B200.
+    pub const CHECKED: [Architecture; 4] =
+        [Architecture::new(8, 0), Architecture::new(8, 9), Architecture::new(9, 0), Architecture::new(10, 0)];
+
+    /// Of a card with this compute capability.
+    pub const fn new(major: u32, minor: u32) -> Architecture {
+        Architecture { major, minor }
+    }
+}
+
+impl fmt::Display for Architecture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sm_{}{}", self.major, self.minor)?;
+        // wgmma is Hopper's own, and asks for the `a`: such code runs on no later card.
+        if (self.major, self.minor) == (9, 0) { f.write_str("a") } else { Ok(()) }
+    }
+}
+
+/// Why there is no code for a card.
+#[derive(Debug, Error)]
+pub enum CompileError {
+    /// The library is not there, or the driver does not run its code.
+    #[error("kernels cannot be compiled: {0}")]
+    NoNvrtc(#[from] NoLibrary),
+    /// NVRTC is older than the card.
+    #[error("NVRTC {version} knows no {architecture}: a newer one is needed")]
+    UnknownArchitecture {
+        /// Asked for.
+        architecture: String,
+        /// NVRTC's.
+        version: CudaVersion,
+    },
+    /// A kernel is broken.
+    #[error("{file} does not compile for {architecture}: {log}")]
+    Refused {
+        /// Of the kernels.
+        file: &'static str,
+        /// Compiled for.
+        architecture: String,
+        /// NVRTC's words.
+        log: String,
+    },
+    /// A call of NVRTC's failed.
+    #[error(transparent)]
+    Failed(NvrtcError),
+}
+
+/// Code for one architecture.
+pub struct Cubin {
+    pub code: Vec<u8>,
+    /// What the assembler said of its kernels; empty when the code was kept.
+    pub log: String,
+}
+
+/// Compiled code, by what it was compiled of, and by NVRTC's major version: older drivers do not run what a newer one made.
+#[derive(Debug)]
+pub struct CubinCache {
+    files: KernelFiles,
+    /// Nothing is kept without it.
+    dir: Option<PathBuf>,
+    /// That is to run the code, if one is.
+    driver: Option<CudaVersion>,
+}
+
+impl CubinCache {
+    pub fn new(code: KernelCode, driver: Option<CudaVersion>) -> CubinCache {
+        CubinCache { files: code.files, dir: code.cache_dir, driver }
+    }
+
+    /// The code of `source`, compiled if it is not kept.
+    ///
+    /// # Errors
+    /// When it must be compiled and cannot be. A cache that cannot be written is warned of.
+    pub fn get(&self, source: &Source, architecture: Architecture) -> Result<Cubin, CompileError> {
+        let key = key(&self.files, source, architecture);
+        let mut kept = majors(self.driver).filter_map(|major| self.place(&key, major));
+        if let Some(code) = kept.find_map(|path| kept_at(&path)) {
+            return Ok(Cubin { code, log: String::new() });
+        }
+        let nvrtc = Nvrtc::load(None, self.driver)?;
+        let cubin = compile(&nvrtc, &self.files, source, architecture)?;
+        if let Some(path) = self.place(&key, nvrtc.version().major)
+            && let Err(error) = keep(&path, &cubin.code)
+        {
+            tracing::warn!(path = %path.display(), %error, "a compiled kernel cannot be kept");
+        }
+        Ok(cubin)
+    }
+
+    /// Where code is kept that NVRTC of this major version has made.
+    fn place(&self, key: &str, major: u32) -> Option<PathBuf> {
+        self.dir.as_ref().map(|dir| dir.join(format!("{key}.cuda{major}.cubin")))
+    }
+}
+
+/// Code that [`keep`] has left there. What is damaged, as by a machine that went down, is as if it was not there.
+fn kept_at(path: &Path) -> Option<Vec<u8>> {
+    let mut code = std::fs::read(path).ok()?;
+    let hash = code.split_off(code.len().saturating_sub(blake3::OUT_LEN));
+    if blake3::hash(&code).as_bytes() != hash.as_slice() {
+        tracing::warn!(path = %path.display(), "a compiled kernel is damaged and compiled anew");
+        return None;
+    }
+    Some(code)
+}
+
+/// Written whole or not at all, its hash behind it.
+fn keep(path: &Path, code: &[u8]) -> std::io::Result<()> {
+    let dir = path.parent().expect("it is in the cache's directory");
+    std::fs::create_dir_all(dir)?;
+    let new = path.with_extension(format!("{}.{:?}", std::process::id(), std::thread::current().id()));
+    let mut file = std::fs::File::create(&new)?;
+    let written = file.write_all(code).and_then(|()| file.write_all(blake3::hash(code).as_bytes()));
+    written.and_then(|()| std::fs::rename(&new, path)).inspect_err(|_| {
+        // The error that is told is the one before.
+        let _ = std::fs::remove_file(&new);
+    })
+}
+
+/// Of all that the code is made of.
+fn key(files: &KernelFiles, source: &Source, architecture: Architecture) -> String {
+    let mut hasher = blake3::Hasher::new();
+    let mut add = |text: &str| {
+        hasher.update(&(text.len() as u64).to_le_bytes());
+        hasher.update(text.as_bytes());
+    };
+    add(files.text(source.file));
+    files.headers().iter().for_each(|(_, header)| add(header));
+    options(source, architecture).iter().for_each(|option| add(option));
+    hasher.finalize().to_hex()[..32].to_owned()
+}
+
+fn options(source: &Source, architecture: Architecture) -> Vec<String> {
+    let mut options = vec![
+        format!("--gpu-architecture={architecture}"),
+        "--std=c++17".into(),
+        // Register use and spills, in the log.
+        "--ptxas-options=-v".into(),
+    ];
+    options.extend(source.defines.iter().map(|(name, value)| format!("-D{name}={value}")));
+    options
+}
+
+fn compile(
+    nvrtc: &Nvrtc,
+    files: &KernelFiles,
+    source: &Source,
+    architecture: Architecture,
+) -> Result<Cubin, CompileError> {
+    let options = options(source, architecture);
+    let architecture = || architecture.to_string();
+    match nvrtc.compile(source.file, files.text(source.file), &files.headers(), &options) {
+        Ok(Compiled { cubin: code, log }) => Ok(Cubin { code, log }),
+        Err(NvrtcError::Program(log)) => {
+            Err(CompileError::Refused { file: source.file, architecture: architecture(), log })
+        }
+        Err(NvrtcError::Option(log)) if log.contains("gpu-architecture") => {
+            Err(CompileError::UnknownArchitecture { architecture: architecture(), version: nvrtc.version() })
+        }
+        Err(error) => Err(CompileError::Failed(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn architectures_are_named_as_nvrtc_does() {
+        let names = Architecture::CHECKED.map(|architecture| architecture.to_string());
+        assert_eq!(names, ["sm_80", "sm_89", "sm_90a", "sm_100"]);
+    }
+
+    const ARCHITECTURE: Architecture = Architecture::new(9, 0);
+
+    /// It does not compile.
+    fn broken() -> Source {
+        Source { file: "x.cu", defines: vec![("HEAD_DIM", 64)] }
+    }
+
+    const FILES: KernelFiles = KernelFiles::new(&[("x.cu", "not C++"), ("x.cuh", "a header")]);
+
+    fn code(cache_dir: Option<PathBuf>) -> KernelCode {
+        KernelCode { files: FILES, cache_dir }
+    }
+
+    #[test]
+    fn what_is_kept_needs_no_compiler() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = CubinCache::new(code(Some(dir.path().join("cubins"))), None);
+        let key_of_source = key(&FILES, &broken(), ARCHITECTURE);
+        keep(&cache.place(&key_of_source, 12).unwrap(), b"code").unwrap();
+        assert_eq!(cache.get(&broken(), ARCHITECTURE).unwrap().code, b"code");
+        let others = [
+            key(&FILES, &broken(), Architecture::new(8, 0)),
+            key(&FILES, &Source { defines: vec![("HEAD_DIM", 128)], ..broken() }, ARCHITECTURE),
+            key(&KernelFiles::new(&[("x.cu", "other C++"), ("x.cuh", "a header")]), &broken(), ARCHITECTURE),
+            key(&KernelFiles::new(&[("x.cu", "not C++"), ("x.cuh", "another")]), &broken(), ARCHITECTURE),
+        ];
+        assert!(others.iter().all(|other| *other != key_of_source));
+    }
+
+    #[test]
+    fn what_a_newer_compiler_has_kept_is_not_for_an_older_driver() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache =
+            |major| CubinCache::new(code(Some(dir.path().to_owned())), Some(CudaVersion { major, minor: 4 }));
+        let kept = |major| cache(major).get(&broken(), ARCHITECTURE).ok().map(|cubin| cubin.code);
+        let keep_of = |major| {
+            let path = cache(major).place(&key(&FILES, &broken(), ARCHITECTURE), major).unwrap();
+            keep(&path, format!("of {major}").as_bytes()).unwrap();
+        };
+        keep_of(13);
+        assert_eq!([kept(12), kept(13), kept(14)], [None, Some(b"of 13".into()), Some(b"of 13".into())]);
+        std::fs::remove_dir_all(dir.path()).unwrap();
+        keep_of(12);
+        assert_eq!([kept(12), kept(13)], [Some(b"of 12".into()), Some(b"of 12".into())]);
+    }
+
+    #[test]
+    fn what_was_damaged_is_not_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("code.cubin");
+        keep(&path, b"code").unwrap();
+        assert_eq!(kept_at(&path).as_deref(), Some(&b"code"[..]));
+        let whole = std::fs::read(&path).unwrap();
+        let inverted = [&[!whole[0]], &whole[1..]].concat();
+        for damaged in [&[][..], &whole[..10], &whole[..whole.len() - 1], &inverted] {
+            std::fs::write(&path, damaged).unwrap();
+            assert_eq!(kept_at(&path), None);
+        }
+    }
+
+    #[test]
+    fn what_is_broken_or_missing_is_said() {
+        let Err(error) = CubinCache::new(code(None), None).get(&broken(), ARCHITECTURE) else {
+            panic!("it compiles");
+        };
+        let text = error.to_string();
+        match error {
+            CompileError::NoNvrtc { .. } => {
+                let words = ["nvidia-cuda-nvrtc)", "nvidia-cuda-nvrtc-cu12)", "BATON_NVRTC"];
+                assert!(words.iter().all(|word| text.contains(word)), "{text}");
+            }
+            CompileError::Refused { .. } => {
+                assert!(text.starts_with("x.cu does not compile for sm_90a: "), "{text}");
+            }
+            other => panic!("{other}"),
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! How a library multiplies E4M3 on a device, by doing it: what it refuses depends on its version and on the card, and it may do
+//! so as late as at the product itself.
+
+use baton_cuda::CudaError;
+
+use crate::device::{Device, FP8_BLOCK, Fp8Product, Fp8Products, Fp8Scaling};
+use crate::kernel::Address;
+use crate::products::E4M3_ONE;
+
+const NUM_ROWS: usize = 132;
+const NUM_OUT: usize = 2 * FP8_BLOCK;
+/// Blocks that are not a multiple of four.
+const NUM_IN: usize = 5 * FP8_BLOCK;
+
+/// A device that can do one can do those before it.
+pub const WAYS: [(Fp8Products, Fp8Scaling); 3] = [
+    (Fp8Products::Plain, Fp8Scaling::None),
+    (Fp8Products::Scaled, Fp8Scaling::Rows),
+    (Fp8Products::Blocks, Fp8Scaling::Blocks),
+];
+
+/// The most that the device does; little memory is taken.
+///
+/// # Errors
+/// When the device fails. That a product is refused is none.
+pub fn fp8_products<D: Device>(device: &mut D) -> Result<Fp8Products, CudaError> {
+    let mut most = Fp8Products::None;
+    for (products, scaling) in WAYS {
+        if !multiplies(device, scaling)? {
+            break;
+        }
+        most = products;
+    }
+    Ok(most)
+}
+
+/// Whether a product with such scales is there, and right.
+pub fn multiplies<D: Device>(device: &mut D, scaling: Fp8Scaling) -> Result<bool, CudaError> {
+    let num_groups = NUM_IN / FP8_BLOCK;
+    let (num_left, num_right) = match scaling {
+        Fp8Scaling::None => (0, 0),
+        Fp8Scaling::Rows => (NUM_ROWS, NUM_OUT),
+        Fp8Scaling::Blocks => (num_groups * NUM_ROWS, NUM_OUT / FP8_BLOCK * num_groups.next_multiple_of(4)),
+    };
+    // Powers of two: their products' sums have no rounding.
+    let scales = |num: usize| (0..num).map(|idx| [1.0f32, 2.0, 4.0][(idx + idx / 7) % 3]).collect::<Vec<_>>();
+    let (left, right) = (scales(num_left), scales(num_right));
+    let of_group = |row: usize, column: usize, group: usize| match scaling {
+        Fp8Scaling::None => 1.0,
+        Fp8Scaling::Rows => left[row] * right[column],
+        Fp8Scaling::Blocks => {
+            left[group * NUM_ROWS + row] * right[column / FP8_BLOCK * num_groups.next_multiple_of(4) + group]
+        }
+    };
+    let mut scales_of = |scales: &[f32]| match scaling {
+        Fp8Scaling::None => Ok(Address::NULL),
+        Fp8Scaling::Rows | Fp8Scaling::Blocks => device.allocate_holding(bytemuck::cast_slice(scales)),
+    };
+    let (left_scales, right_scales) = (scales_of(&left)?, scales_of(&right)?);
+    let mut found = vec![0xff; NUM_ROWS * NUM_OUT * 2];
+    let product = Fp8Product {
+        left: device.allocate_holding(&[E4M3_ONE; NUM_ROWS * NUM_IN])?,
+        right: device.allocate_holding(&[E4M3_ONE; NUM_OUT * NUM_IN])?,
+        // NaN, which is no result.
+        out: device.allocate_holding(&found)?,
+        left_scales,
+        right_scales,
+        num_rows: NUM_ROWS as u64,
+        num_out: NUM_OUT as u64,
+        num_in: NUM_IN as u64,
+        scaling,
+    };
+    // SAFETY: allocated for them above.
+    unsafe {
+        if let Err(error) = device.multiply_fp8(&product) {
+            tracing::debug!(?scaling, %error, "a product in fp8 was refused");
+            return Ok(false);
+        }
+        device.download(product.out, &mut found)?;
+    }
+    Ok(found.chunks_exact(2).enumerate().all(|(idx, pair)| {
+        let sum: f32 = (0..num_groups).map(|group| of_group(idx / NUM_OUT, idx % NUM_OUT, group)).sum();
+        half::bf16::from_le_bytes([pair[0], pair[1]]).to_f32() == FP8_BLOCK as f32 * sum
+    }))
+}

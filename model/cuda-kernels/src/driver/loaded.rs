@@ -1,0 +1,91 @@
+//! Kernels on a device of NVIDIA's: compiled for it, loaded, and launched.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use baton_cuda::{CudaError, Device, failed};
+use cudarc::driver::{CudaFunction, CudaModule, CudaStream, result, sys};
+use cudarc::nvrtc::Ptx;
+
+use super::error::OpenError;
+use crate::compile::{Architecture, CubinCache};
+use crate::kernel::{Kernel, KernelCode, Source};
+
+/// The kernels of some sources.
+pub struct LoadedKernels {
+    device: Device,
+    modules: Vec<Arc<CudaModule>>,
+    functions: HashMap<&'static str, Function>,
+}
+
+struct Function {
+    function: CudaFunction,
+    /// Dynamic shared memory that it may use. What it may without being asked depends on what it has besides.
+    shared_bytes: u32,
+}
+
+impl LoadedKernels {
+    /// Those that the cache does not hold are compiled and kept there.
+    ///
+    /// # Errors
+    /// When the device is too old, or kernels cannot be compiled or loaded.
+    pub fn new(device: &Device, sources: &[Source], code: KernelCode) -> Result<LoadedKernels, OpenError> {
+        let capability = device.context().compute_capability();
+        let (major, minor) = capability.map_err(|error| failed("cuDeviceGetAttribute", error))?;
+        let (major, minor) = (major as u32, minor as u32);
+        if major < 8 {
+            return Err(OpenError::TooOld { device: device.ordinal(), major, minor });
+        }
+        let cache = CubinCache::new(code, Some(device.driver_version()?));
+        let load = |source| {
+            let cubin = cache.get(source, Architecture::new(major, minor))?;
+            let module = device.context().load_module(Ptx::from_binary(cubin.code));
+            Ok(module.map_err(|error| failed("cuModuleLoadData", error))?)
+        };
+        let modules = sources.iter().map(load).collect::<Result<_, OpenError>>()?;
+        Ok(LoadedKernels { device: device.clone(), modules, functions: HashMap::new() })
+    }
+
+    /// Launches one of them on `stream`.
+    ///
+    /// # Safety
+    /// What its arguments point to is there, until the kernel has run.
+    pub unsafe fn launch<K: Kernel>(&mut self, kernel: &K, stream: &CudaStream) -> Result<(), CudaError> {
+        let shape = kernel.shape();
+        let [x, y, z] = shape.grid;
+        if x == 0 || y == 0 || z == 0 {
+            return Ok(());
+        }
+        self.device.bind()?;
+        let function = self.function(kernel.name(), shape.shared_bytes)?;
+        let mut params = [(&raw const *kernel).cast_mut().cast::<c_void>()];
+        let (threads, stream) = ((shape.threads, 1, 1), stream.cu_stream());
+        // SAFETY: the one parameter is what the kernel takes, by the word of its type; it is copied by the call. What it
+        // points to is there by the caller's word.
+        unsafe {
+            result::launch_kernel(function, (x, y, z), threads, shape.shared_bytes, stream, &mut params)
+        }
+        .map_err(|error| CudaError::Failed { call: kernel.name(), why: format!("cuLaunchKernel: {error}") })
+    }
+
+    /// The kernel of that name, allowed so much shared memory.
+    fn function(&mut self, name: &'static str, shared_bytes: u32) -> Result<sys::CUfunction, CudaError> {
+        if !self.functions.contains_key(name) {
+            let found = self.modules.iter().find_map(|module| module.load_function(name).ok());
+            let function = found.ok_or_else(|| CudaError::Failed {
+                call: "cuModuleGetFunction",
+                why: format!("no kernel {name} in the sources"),
+            })?;
+            self.functions.insert(name, Function { function, shared_bytes: 0 });
+        }
+        let found = self.functions.get_mut(name).expect("just loaded");
+        if shared_bytes > found.shared_bytes {
+            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let set = found.function.set_attribute(attribute, shared_bytes as i32);
+            set.map_err(|error| failed("cuFuncSetAttribute", error))?;
+            found.shared_bytes = shared_bytes;
+        }
+        Ok(found.function.cu_function())
+    }
+}

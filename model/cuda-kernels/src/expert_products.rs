@@ -1,0 +1,98 @@
+//! Products of each expert's rows with its weights: `kernels/expert_products.cu`.
+
+use baton_model_spec::Activation;
+
+use crate::gate::number_of;
+use crate::kernel::{Address, Kernel, LaunchShape, Source};
+
+/// Weights' rows of a tile, and elements of the depth and stages of the pipeline that hold it, as in the file.
+const COLUMNS: u32 = 128;
+const DEPTH: u32 = 64;
+
+/// For tiles of so many rows (16, 32, 64 or 128: about as many as go to one expert), and weights that are gated or not.
+pub fn source(tile_rows: u32, gate: Option<Activation>) -> Source {
+    Source {
+        file: "expert_products.cu",
+        defines: vec![
+            ("TILE_ROWS", tile_rows.into()),
+            ("GATED", gate.is_some().into()),
+            ("ACTIVATION", gate.map_or(0, number_of)),
+        ],
+    }
+}
+
+/// For all tiles, gated as most models are and not.
+pub fn sources() -> Vec<Source> {
+    let gates = [None, Some(Activation::Silu)];
+    [16, 32, 64, 128].into_iter().flat_map(|tile_rows| gates.map(|gate| source(tile_rows, gate))).collect()
+}
+
+/// `out = a weights^T` of every expert; gated, `activation(a gates^T) * (a ups^T)`.
+///
+/// Weights are read once for each `tile_rows` rows of an expert, 2 bytes an element; 2 operations for each row and
+/// weight. Bound by memory up to some 300 rows an expert, then by tensor cores.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct ExpertProduct {
+    /// `[..][depth]`, bf16.
+    pub a: Address,
+    /// `[places]`, u32: the row of `a` at each place; null if `a` is `[places][depth]`.
+    pub rows: Address,
+    /// `[num_experts + 1]`, u32: each expert's first place ([`SortPairs`](crate::experts::SortPairs)).
+    pub offsets: Address,
+    /// `[num_experts][columns][depth]`, bf16; gated `[num_experts][2 columns][depth]`: gates, then as many that they let
+    /// through.
+    pub weights: Address,
+    /// `[places][columns]`, bf16.
+    pub out: Address,
+    /// A multiple of 8.
+    pub depth: u32,
+    /// A multiple of 2.
+    pub columns: u32,
+    pub num_experts: u32,
+    /// How many go over the tiles: as many as the device holds at a time, or as there can be tiles.
+    pub num_blocks: u16,
+    /// Of its source.
+    pub tile_rows: u16,
+}
+
+impl ExpertProduct {
+    /// Tiles that there can be when `num_places` rows are divided in any way.
+    pub fn most_tiles(
+        num_places: u32,
+        num_experts: u32,
+        columns: u32,
+        tile_rows: u32,
+        is_gated: bool,
+    ) -> u64 {
+        let row_tiles = num_places / tile_rows + num_experts.min(num_places);
+        u64::from(row_tiles) * u64::from(columns.div_ceil(if is_gated { COLUMNS / 2 } else { COLUMNS }))
+    }
+}
+
+// SAFETY: as `ExpertProduct` in the file.
+unsafe impl Kernel for ExpertProduct {
+    const NAME: &'static str = "expert_product";
+
+    fn shape(&self) -> LaunchShape {
+        debug_assert!(self.depth.is_multiple_of(8) && self.columns.is_multiple_of(2), "aligned rows");
+        let tile_rows = u32::from(self.tile_rows);
+        let (threads, stages) = if tile_rows > 64 { (256, 3) } else { (128, 4) };
+        let shared_bytes = stages * (tile_rows + COLUMNS) * DEPTH * 2 + (self.num_experts + 1) * 4;
+        LaunchShape { grid: [self.num_blocks.into(), 1, 1], threads, shared_bytes }
+    }
+}
+
+/// The same, gated.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+pub struct GatedExpertProduct(pub ExpertProduct);
+
+// SAFETY: as `ExpertProduct` in the file.
+unsafe impl Kernel for GatedExpertProduct {
+    const NAME: &'static str = "gated_expert_product";
+
+    fn shape(&self) -> LaunchShape {
+        self.0.shape()
+    }
+}

@@ -1,0 +1,49 @@
+//! What is between the two products of an MLP: `kernels/gate.cu`.
+
+use baton_model_spec::Activation;
+
+use crate::kernel::{Address, Kernel, LaunchShape, Source};
+
+pub fn source(activation: Activation) -> Source {
+    Source { file: "gate.cu", defines: vec![("ACTIVATION", number_of(activation))] }
+}
+
+/// What `activated` in `kernels/common.cuh` calls it.
+pub fn number_of(activation: Activation) -> u64 {
+    match activation {
+        Activation::Silu => 0,
+        Activation::Gelu => 1,
+        Activation::GeluTanh => 2,
+    }
+}
+
+/// `out = activation(gate) * up`. `width` is a multiple of 8.
+///
+/// Moves 6 bytes an element: bound by memory.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Gate {
+    /// `[rows][2 width]`, bf16: gates, then what they let through.
+    pub gate_up: Address,
+    /// `[rows][width]`, bf16.
+    pub out: Address,
+    pub width: u32,
+    pub num_rows: u32,
+}
+
+// SAFETY: as `Gate` in the file.
+unsafe impl Kernel for Gate {
+    const NAME: &'static str = "gate";
+
+    fn shape(&self) -> LaunchShape {
+        by_eights(self.num_rows, self.width)
+    }
+}
+
+/// A thread for each eight elements of each row.
+fn by_eights(num_rows: u32, width: u32) -> LaunchShape {
+    debug_assert!(width.is_multiple_of(8), "16 bytes at a time");
+    let chunks = width / 8;
+    let threads = chunks.next_multiple_of(32).min(256);
+    LaunchShape { grid: [num_rows, chunks.div_ceil(threads), 1], threads, shared_bytes: 0 }
+}

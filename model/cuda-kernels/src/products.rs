@@ -1,0 +1,310 @@
+//! Products of few rows with weights of all kinds, and what products of many need: `kernels/products.cu`.
+//!
+//! A row's result has the same bits whatever the other rows are, and however many. Sums are of f32; weights enter them
+//! exactly, scales and zeros are applied to the sums of groups.
+
+use crate::device::FP8_BLOCK;
+use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::rows::by_eights;
+
+/// What weights are. All are row after row, `[n][k]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u32)]
+pub enum WeightKind {
+    /// K is a multiple of 8.
+    Bf16 = 0,
+    /// E4M3, as files have it, with finite numbers only. K is a multiple of 16, groups of 64 unless they are whole rows.
+    Fp8 = 1,
+    /// As [`pack`] lays them out. K is a multiple of 8, groups of 32.
+    Int8 = 2,
+    /// The same.
+    Int4 = 3,
+}
+
+impl WeightKind {
+    pub const ALL: [WeightKind; 4] = [WeightKind::Bf16, WeightKind::Fp8, WeightKind::Int8, WeightKind::Int4];
+
+    /// Numbers in 64 bytes of a row, which four lanes read at a time.
+    fn step(self) -> usize {
+        match self {
+            WeightKind::Bf16 => 32,
+            WeightKind::Fp8 | WeightKind::Int8 => 64,
+            WeightKind::Int4 => 128,
+        }
+    }
+
+    /// Outputs of a block of threads.
+    fn outputs(self) -> u32 {
+        if self == WeightKind::Bf16 { 16 } else { 32 }
+    }
+
+    /// From one row to the next.
+    pub fn row_bytes(self, k: usize) -> usize {
+        match self {
+            WeightKind::Bf16 => 2 * k,
+            WeightKind::Fp8 => k,
+            WeightKind::Int8 | WeightKind::Int4 => k.div_ceil(self.step()) * 64,
+        }
+    }
+}
+
+/// 1 in E4M3.
+pub const E4M3_ONE: u8 = 0x38;
+
+pub fn source(kind: WeightKind) -> Source {
+    Source { file: "products.cu", defines: vec![("WEIGHTS", kind as u64)] }
+}
+
+/// For each kind of weight.
+pub fn sources() -> Vec<Source> {
+    WeightKind::ALL.map(source).into()
+}
+
+/// A row of levels in the kernels' order, into its [`row_bytes`](WeightKind::row_bytes).
+///
+/// In each step of 64 (int8) or 128 (int4) numbers there are 16 bytes for each of four lanes: of every 32 numbers lane `i`
+/// has the eight from `8 i` on. Of eight bits they are signed, less 128, in the order 0 2 1 3 and 4 6 5 7. Of four bits they
+/// are a word, numbers 0 2 4 6 in its low half from the low end on, numbers 1 3 5 7 in its high half. What is missing in
+/// the last step counts as level 0.
+pub fn pack(levels: &[u8], kind: WeightKind, to: &mut [u8]) {
+    let unit_bytes = if kind == WeightKind::Int8 { 8 } else { 4 };
+    assert_eq!(to.len(), kind.row_bytes(levels.len()), "bytes of a row");
+    to.fill(match kind {
+        WeightKind::Int8 => 0x80,
+        WeightKind::Int4 => 0,
+        WeightKind::Bf16 | WeightKind::Fp8 => unreachable!("integers are packed"),
+    });
+    for (step, to) in levels.chunks(kind.step()).zip(to.chunks_exact_mut(64)) {
+        for (idx, eight) in step.chunks(8).enumerate() {
+            let mut unit = [0; 8];
+            unit[..eight.len()].copy_from_slice(eight);
+            let (lane, unit_idx) = (idx % 4, idx / 4);
+            let to = &mut to[16 * lane + unit_bytes * unit_idx..][..unit_bytes];
+            match kind {
+                WeightKind::Int8 => {
+                    to.copy_from_slice(&[0, 2, 1, 3, 4, 6, 5, 7].map(|idx| unit[idx] ^ 0x80));
+                }
+                _ => {
+                    let pair = |first: usize| unit[first] | unit[first + 2] << 4;
+                    to.copy_from_slice(&[pair(0), pair(4), pair(1), pair(5)]);
+                }
+            }
+        }
+    }
+}
+
+/// Numbers that groups of weights share: for output `n` and input `k` at
+/// `n / rows_per_scale * row_stride + k / group * group_stride`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Scales {
+    /// f32. Not read for bf16.
+    pub scales: Address,
+    /// f32: levels that stand for zero, less the middle of the levels. Null if none; fp8 has none.
+    pub zeros: Address,
+    pub rows_per_scale: u32,
+    pub row_stride: u32,
+    pub group_stride: u32,
+    pub group: u32,
+}
+
+impl Scales {
+    /// What bf16 has.
+    pub const NONE: Scales = Scales {
+        scales: Address::NULL,
+        zeros: Address::NULL,
+        rows_per_scale: 1,
+        row_stride: 0,
+        group_stride: 0,
+        group: 64,
+    };
+
+    /// Those behind the first `first` rows, a multiple of `rows_per_scale`.
+    pub fn behind(self, first: usize) -> Scales {
+        debug_assert!(first.is_multiple_of(self.rows_per_scale as usize), "rows of a scale");
+        let offset = first / self.rows_per_scale as usize * self.row_stride as usize * 4;
+        let moved = |at: Address| if at == Address::NULL { at } else { at.add(offset) };
+        Scales { scales: moved(self.scales), zeros: moved(self.zeros), ..self }
+    }
+}
+
+/// `out[place][n] = sum of x[row][k] w[n][k] + bias[n]`, where places are rows, or an expert's places have the rows of a
+/// list and the expert's weights; rounded once.
+///
+/// Reads each weight once for 16 rows, two operations for it and each row: bound by memory, or the second cache.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct MultiplyFew {
+    /// `[..][k]`, bf16.
+    pub x: Address,
+    /// `[places]`, u32: the row of `x` at each place; null if `x` is `[places][k]`.
+    pub rows: Address,
+    /// `[num_experts + 1]`, u32: each expert's first place ([`SortPairs`](crate::experts::SortPairs)). Null where there is
+    /// one matrix, and `num_rows` places.
+    pub offsets: Address,
+    /// `[num_experts][n]`, rows of [`row_bytes`](WeightKind::row_bytes).
+    pub weights: Address,
+    /// Of all experts' outputs, one behind the other.
+    pub scales: Scales,
+    /// `[n]`, f32, or null; not with experts.
+    pub bias: Address,
+    /// `[places][n]`, bf16; f32 if `is_f32`.
+    pub out: Address,
+    pub k: u32,
+    pub n: u32,
+    pub num_rows: u32,
+    /// At least 1.
+    pub num_experts: u32,
+    /// 0 or 1.
+    pub is_f32: u32,
+    /// That of the [source](source).
+    pub kind: WeightKind,
+}
+
+// SAFETY: as `MultiplyFew` in the file.
+unsafe impl Kernel for MultiplyFew {
+    const NAME: &'static str = "multiply_few";
+
+    fn name(&self) -> &'static str {
+        match self.kind {
+            WeightKind::Bf16 => "multiply_few_bf16",
+            WeightKind::Fp8 => "multiply_few_fp8",
+            WeightKind::Int8 => "multiply_few_int8",
+            WeightKind::Int4 => "multiply_few_int4",
+        }
+    }
+
+    fn shape(&self) -> LaunchShape {
+        check(self.kind, self.k, self.scales.group);
+        let grid = [self.n.div_ceil(self.kind.outputs()), self.num_experts, 1];
+        LaunchShape { grid, threads: 256, shared_bytes: 0 }
+    }
+}
+
+/// Weights as bf16, `[n][k]`, times a factor, each rounded once. Not for those that are bf16.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Dequantise {
+    /// `[num_held]`, rows of [`row_bytes`](WeightKind::row_bytes).
+    pub weights: Address,
+    pub scales: Scales,
+    /// `[n]`, u32: which row of the weights each is, where these begin with row `first_row`; null if itself. Zeroes for
+    /// those that are not held.
+    pub rows: Address,
+    /// `[n][k]`, bf16.
+    pub out: Address,
+    pub k: u32,
+    pub n: u32,
+    pub num_held: u32,
+    pub factor: f32,
+    /// That of the [source](source).
+    pub kind: WeightKind,
+    /// 0 where `rows` is null.
+    pub first_row: u32,
+}
+
+// SAFETY: as `Dequantise` in the file.
+unsafe impl Kernel for Dequantise {
+    const NAME: &'static str = "dequantise";
+
+    fn name(&self) -> &'static str {
+        match self.kind {
+            WeightKind::Bf16 => unreachable!("nothing to do"),
+            WeightKind::Fp8 => "dequantise_fp8",
+            WeightKind::Int8 => "dequantise_int8",
+            WeightKind::Int4 => "dequantise_int4",
+        }
+    }
+
+    fn shape(&self) -> LaunchShape {
+        check(self.kind, self.k, self.scales.group);
+        let num_threads = u64::from(self.n) * (self.k as usize).div_ceil(self.kind.step()) as u64 * 4;
+        LaunchShape { grid: [num_threads.div_ceil(256) as u32, 1, 1], threads: 256, shared_bytes: 0 }
+    }
+}
+
+/// 16 bytes are of one row, and what is multiplied at a time of one group.
+fn check(kind: WeightKind, k: u32, group: u32) {
+    let (numbers, of_group) = match kind {
+        WeightKind::Bf16 | WeightKind::Int8 | WeightKind::Int4 => (8, 32),
+        WeightKind::Fp8 => (16, 64),
+    };
+    debug_assert!(k.is_multiple_of(numbers), "{k} numbers of {kind:?}");
+    debug_assert!(group >= k || group.is_multiple_of(of_group), "groups of {group} numbers of {kind:?}");
+}
+
+/// Rows of activations as E4M3, for a library's products with weights in fp8: the largest number of a row becomes 448. Of a
+/// row that has NaN or infinity the scale is NaN.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct QuantiseRows {
+    /// `[rows][k]`, bf16; k is a multiple of 8.
+    pub x: Address,
+    /// `[rows][k]`, E4M3.
+    pub out: Address,
+    /// `[rows]`, f32: what the numbers are to be multiplied with.
+    pub scales: Address,
+    pub k: u32,
+    pub num_rows: u32,
+}
+
+// SAFETY: as `QuantiseRows` in the file.
+unsafe impl Kernel for QuantiseRows {
+    const NAME: &'static str = "quantise_rows";
+
+    fn shape(&self) -> LaunchShape {
+        debug_assert!(self.k.is_multiple_of(8), "16 bytes at a time");
+        LaunchShape { grid: [self.num_rows, 1, 1], threads: 256, shared_bytes: 0 }
+    }
+}
+
+/// The same with a scale for every [`FP8_BLOCK`] numbers of a row.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct QuantiseGroups {
+    /// `[rows][k]`, bf16; k is a multiple of [`FP8_BLOCK`].
+    pub x: Address,
+    /// `[rows][k]`, E4M3.
+    pub out: Address,
+    /// `[k / 128][stride]`, f32, of which the first `num_rows` of each.
+    pub scales: Address,
+    pub k: u32,
+    pub stride: u32,
+    pub num_rows: u64,
+}
+
+// SAFETY: as `QuantiseGroups` in the file.
+unsafe impl Kernel for QuantiseGroups {
+    const NAME: &'static str = "quantise_groups";
+
+    fn shape(&self) -> LaunchShape {
+        debug_assert!((self.k as usize).is_multiple_of(FP8_BLOCK), "whole groups");
+        LaunchShape { grid: [self.num_rows as u32, 1, 1], threads: 256, shared_bytes: 0 }
+    }
+}
+
+/// `x = x * row scale * column scale`: what [`QuantiseRows`] and weights in fp8 were divided by, where the library that
+/// multiplied them does not scale.
+///
+/// Moves 4 bytes an element: bound by memory.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct ScaleProduct {
+    /// `[rows][n]`, bf16; n is a multiple of 8.
+    pub x: Address,
+    /// `[rows]`, f32.
+    pub row_scales: Address,
+    /// `[n]`, f32.
+    pub column_scales: Address,
+    pub n: u32,
+    pub num_rows: u32,
+}
+
+// SAFETY: as `ScaleProduct` in the file.
+unsafe impl Kernel for ScaleProduct {
+    const NAME: &'static str = "scale_product";
+
+    fn shape(&self) -> LaunchShape {
+        by_eights(self.num_rows, self.n)
+    }
+}

@@ -1,0 +1,40 @@
+//! What several ranks have computed, put together: `kernels/ranks.cu`.
+
+use crate::kernel::{Address, Kernel, LaunchShape, Source};
+
+pub fn source() -> Source {
+    Source { file: "ranks.cu", defines: vec![] }
+}
+
+/// Numbers that a row of a rank's logits has room for: as many for each rank, aligned to 16 bytes.
+pub fn logit_stride(vocab_size: usize, num_ranks: usize) -> usize {
+    vocab_size.div_ceil(num_ranks).next_multiple_of(4)
+}
+
+/// `out[row][token] = parts[rank of token][row][token of rank]`
+///
+/// Moves 8 bytes a number: bound by memory.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct JoinLogits {
+    /// Of each rank `rows * stride` numbers in f32, of which it has `[rows][its tokens]`; the last ranks may have fewer
+    /// tokens than the others, or none.
+    pub parts: Address,
+    /// `[rows][vocab]`, f32.
+    pub out: Address,
+    /// Tokens of the first rank.
+    pub part: u32,
+    /// [`logit_stride`]
+    pub stride: u32,
+    pub vocab: u32,
+    pub num_rows: u32,
+}
+
+// SAFETY: as `JoinLogits` in the file.
+unsafe impl Kernel for JoinLogits {
+    const NAME: &'static str = "join_logits";
+
+    fn shape(&self) -> LaunchShape {
+        LaunchShape { grid: [self.num_rows, self.vocab.div_ceil(256), 1], threads: 256, shared_bytes: 0 }
+    }
+}

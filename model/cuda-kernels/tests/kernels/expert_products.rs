@@ -1,0 +1,133 @@
+//! `kernels/expert_products.cu` against a plain reference.
+
+use baton_cuda_emulator::emulator::Emulator;
+use baton_cuda_emulator::numbers::{assert_close, bf16, widened};
+use baton_cuda_kernels::expert_products::*;
+use baton_cuda_kernels::kernel::Address;
+use baton_model_spec::Activation;
+use baton_model_testing::noise;
+
+struct Case {
+    tile_rows: u32,
+    gate: Option<Activation>,
+    /// Rows of each expert.
+    counts: &'static [u32],
+    depth: usize,
+    columns: usize,
+    is_gathered: bool,
+    num_blocks: u16,
+}
+
+fn check(case: &Case) {
+    let Case { tile_rows, gate, counts, depth, columns, is_gathered, num_blocks } = *case;
+    let mut offsets = vec![0];
+    counts.iter().for_each(|count| offsets.push(offsets[offsets.len() - 1] + count));
+    let num_places = offsets[counts.len()] as usize;
+    let num_rows = if is_gathered { num_places / 2 + 1 } else { num_places };
+    let rows: Vec<u32> = (0..num_places).map(|place| (place * 5 % num_rows) as u32).collect();
+    let width = if gate.is_some() { 2 * columns } else { columns };
+    let (a, a_values) = bf16(&noise(1, num_rows * depth));
+    let (weights, weight_values) = bf16(&noise(2, counts.len() * width * depth));
+    let mut emulator = Emulator::new(source(tile_rows, gate));
+    let kernel = ExpertProduct {
+        a: emulator.buffer(&a),
+        rows: if is_gathered { emulator.buffer(bytemuck::cast_slice(&rows)) } else { Address::NULL },
+        offsets: emulator.buffer(bytemuck::cast_slice(&offsets)),
+        weights: emulator.buffer(&weights),
+        out: emulator.poisoned(num_places * columns * 2),
+        depth: depth as u32,
+        columns: columns as u32,
+        num_experts: counts.len() as u32,
+        num_blocks,
+        tile_rows: tile_rows as u16,
+    };
+    match gate {
+        Some(_) => emulator.launch(&GatedExpertProduct(kernel)),
+        None => emulator.launch(&kernel),
+    }
+    let mut expected = vec![];
+    for (expert, places) in offsets.windows(2).enumerate() {
+        for place in places[0]..places[1] {
+            let row = if is_gathered { rows[place as usize] as usize } else { place as usize };
+            let row = &a_values[row * depth..][..depth];
+            let product = |column: usize| -> f32 {
+                let weights = &weight_values[(expert * width + column) * depth..][..depth];
+                row.iter().zip(weights).map(|(a, weight)| a * weight).sum()
+            };
+            expected.extend((0..columns).map(|column| match gate {
+                None => product(column),
+                Some(Activation::Silu) => {
+                    let gate = product(column);
+                    gate / (1.0 + (-gate).exp()) * product(columns + column)
+                }
+                Some(_) => unreachable!("not tried here"),
+            }));
+        }
+    }
+    // Half a unit in the last place of bf16; sums of products that may cancel, in another order.
+    assert_close(&widened(emulator.run().of(kernel.out)), &expected, 1.0 / 250.0, 3e-5);
+}
+
+#[test]
+fn each_row_meets_the_weights_of_its_expert() {
+    check(&Case {
+        tile_rows: 16,
+        gate: None,
+        counts: &[0, 3, 17, 0, 0, 1, 0],
+        depth: 200,
+        columns: 134,
+        is_gathered: true,
+        num_blocks: 2,
+    });
+}
+
+#[test]
+fn large_tiles_have_more_warps() {
+    check(&Case {
+        tile_rows: 128,
+        gate: None,
+        counts: &[5, 0, 131],
+        depth: 72,
+        columns: 40,
+        is_gathered: false,
+        num_blocks: 3,
+    });
+}
+
+#[test]
+fn gates_are_taken_before_anything_is_written() {
+    check(&Case {
+        tile_rows: 32,
+        gate: Some(Activation::Silu),
+        counts: &[33, 0, 2],
+        depth: 328,
+        columns: 72,
+        is_gathered: true,
+        num_blocks: 8,
+    });
+}
+
+#[test]
+fn many_experts_are_found() {
+    let counts: &[u32] = &[1; 70];
+    check(&Case {
+        tile_rows: 64,
+        gate: None,
+        counts,
+        depth: 8,
+        columns: 10,
+        is_gathered: false,
+        num_blocks: 4,
+    });
+}
+
+#[test]
+fn there_are_no_more_tiles_than_said() {
+    for counts in [&[0, 3, 17, 0, 1][..], &[16, 16], &[1, 1, 1], &[0]] {
+        let num_places = counts.iter().sum();
+        let tiles: u32 = counts.iter().map(|count: &u32| count.div_ceil(16) * 2).sum();
+        assert!(
+            u64::from(tiles) <= ExpertProduct::most_tiles(num_places, counts.len() as u32, 130, 16, false)
+        );
+    }
+}

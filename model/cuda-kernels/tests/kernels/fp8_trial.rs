@@ -1,0 +1,16 @@
+//! Products of E4M3 are what a device says of itself.
+
+use baton_cuda_emulator::session::Threads;
+use baton_cuda_emulator::test_device::TestDevice;
+use baton_cuda_kernels::driver::fp8_trial::*;
+
+#[test]
+fn what_a_device_says_that_it_can_it_can() {
+    for (products, scaling) in WAYS {
+        let mut device = TestDevice::new(&[], 8 << 20, Threads::Shuffled);
+        match device.limit_fp8(products) {
+            true => assert!(multiplies(&mut device, scaling).unwrap(), "{scaling:?}"),
+            false => println!("SKIPPED: the device does not multiply fp8 as {products:?}"),
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! Ranks that join, sum up, leave, and wait, over a fake NCCL.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::ptr;
+use std::thread;
+use std::time::Duration;
+
+use baton_cuda::CudaError;
+use baton_cuda::nccl::Nccl;
+use baton_cuda_emulator::files::cpp_folder;
+use baton_cuda_emulator::numbers::{bf16, widened};
+use baton_cuda_kernels::driver::nccl::*;
+use baton_cuda_kernels::kernel::Address;
+use baton_model_spec::Rank;
+use tempfile::TempDir;
+
+const LONG: Duration = Duration::from_secs(600);
+
+/// A fake NCCL (`nccl.cpp` of the emulator).
+struct FakeNccl {
+    nccl: Nccl,
+    path: PathBuf,
+    _dir: TempDir,
+}
+
+impl FakeNccl {
+    fn new() -> FakeNccl {
+        let dir = TempDir::new().unwrap();
+        let path = dir.path().join("libnccl.so.2");
+        let source = cpp_folder().join("nccl.cpp");
+        let mut command = Command::new("g++");
+        command.args(["-std=c++17", "-O1", "-Wall", "-shared", "-fPIC"]).arg(source).arg("-o").arg(&path);
+        let output = command.output().expect("g++ is there: `cargo xtask setup` installs it");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        FakeNccl { nccl: Nccl::load(Some(&path)).unwrap(), path, _dir: dir }
+    }
+
+    /// Communicators that were not aborted.
+    fn num_alive(&self) -> i32 {
+        // SAFETY: the library is loaded, and has this function.
+        unsafe {
+            let path = std::ffi::CString::new(self.path.to_str().unwrap()).unwrap();
+            let library = libc::dlopen(path.as_ptr(), libc::RTLD_NOW);
+            let symbol = libc::dlsym(library, c"fake_num_alive".as_ptr());
+            assert!(!symbol.is_null());
+            std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> i32>(symbol)()
+        }
+    }
+
+    /// What each of so many ranks, on a thread of its own, makes of the group.
+    fn ranks<T: Send>(&self, num_ranks: usize, run: impl Fn(&Group, Rank) -> T + Sync) -> Vec<T> {
+        let group = Group::new(self.nccl.clone()).unwrap();
+        thread::scope(|scope| {
+            let (group, run) = (&group, &run);
+            let threads: Vec<_> =
+                Rank::all(num_ranks).map(|rank| scope.spawn(move || run(group, rank))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+}
+
+fn sum(membership: &mut Membership, bytes: &mut [u8]) -> Result<(), CudaError> {
+    let at = Address(bytes.as_mut_ptr() as u64);
+    // SAFETY: there until the sum is done, which the fake library is when it is settled.
+    unsafe { membership.sum(at, bytes.len() / 2, ptr::null_mut()) }
+}
+
+#[test]
+fn ranks_join_sum_up_gather_and_hand_on() {
+    let fake = FakeNccl::new();
+    for num_ranks in [2, 3, 4] {
+        // A rank that leaves early is missed by those that are not done.
+        let all_are_done = std::sync::Barrier::new(num_ranks);
+        fake.ranks(num_ranks, |group, rank| {
+            let mut membership = group.join_within(rank, LONG).unwrap();
+            for round in 1..5usize {
+                let of = |idx: usize| (0..5).map(move |i| ((idx + 1) * round + i) as f32).collect::<Vec<_>>();
+                let mut bytes = bf16(&of(rank.idx)).0;
+                sum(&mut membership, &mut bytes).unwrap();
+                let all: Vec<Vec<f32>> = (0..num_ranks).map(of).collect();
+                let sums: Vec<f32> = (0..5).map(|i| all.iter().map(|of| of[i]).sum()).collect();
+                assert_eq!(widened(&bytes), sums);
+
+                let mut parts = vec![0u64; if rank.is_first() { num_ranks } else { 1 }];
+                parts[0] = (rank.idx * 100 + round) as u64;
+                let at = Address(parts.as_mut_ptr() as u64);
+                // SAFETY: as in `sum`.
+                unsafe { membership.gather(at, 8, ptr::null_mut()) }.unwrap();
+                if rank.is_first() {
+                    let expected = (0..num_ranks).map(|idx| (idx * 100 + round) as u64);
+                    assert_eq!(parts, expected.collect::<Vec<_>>());
+                }
+
+                let mut words = vec![(rank.idx * 1000 + round) as u64; 3];
+                let at = Address(words.as_mut_ptr() as u64);
+                // SAFETY: as in `sum`.
+                unsafe { membership.hand_on(at, 24, ptr::null_mut()) }.unwrap();
+                assert_eq!(words, [round as u64; 3]);
+            }
+            assert!(membership.check().is_ok());
+            all_are_done.wait();
+        });
+        assert_eq!(fake.num_alive(), 0, "a dropped rank has left");
+    }
+}
+
+#[test]
+fn who_waits_for_a_rank_that_does_not_join_waits_so_long() {
+    let fake = FakeNccl::new();
+    let outcomes = fake.ranks(3, |group, rank| match rank.idx {
+        1 => None,
+        _ => group.join_within(rank, Duration::from_millis(20)).err(),
+    });
+    // One gives up first, and the other misses it, or gives up, too.
+    let gave_up = |error: &CudaError| error.to_string().contains("the 3 ranks have not met within 20ms");
+    assert!(outcomes.iter().flatten().any(gave_up), "{outcomes:?}");
+    let missed = |error: &CudaError| matches!(error, CudaError::RankGone { .. });
+    assert!(outcomes.iter().flatten().all(|error| gave_up(error) || missed(error)), "{outcomes:?}");
+    assert_eq!((outcomes.iter().flatten().count(), fake.num_alive()), (2, 0));
+}
+
+#[test]
+fn whoever_leaves_ends_the_waiting_of_all() {
+    let fake = FakeNccl::new();
+    for leaving in 0..3 {
+        // Before it joins, and instead of the second sum.
+        for joins in [false, true] {
+            let outcomes = fake.ranks(3, |group, rank| {
+                if rank.idx == leaving && !joins {
+                    group.lose(rank);
+                    return Ok(());
+                }
+                let mut membership = group.join_within(rank, LONG)?;
+                let mut bytes = bf16(&[1.0; 4]).0;
+                sum(&mut membership, &mut bytes)?;
+                if rank.idx == leaving {
+                    return Ok(());
+                }
+                sum(&mut membership, &mut bytes)
+            });
+            for (idx, outcome) in outcomes.into_iter().enumerate() {
+                match (idx == leaving, outcome) {
+                    (true, outcome) => outcome.unwrap(),
+                    (false, Err(CudaError::RankGone { rank })) => assert_eq!(rank, leaving),
+                    (false, other) => panic!("{other:?}"),
+                }
+            }
+            assert_eq!(fake.num_alive(), 0);
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_has_left_asks_for_nothing() {
+    let fake = FakeNccl::new();
+    let outcomes = fake.ranks(1, |group, rank| {
+        let mut membership = group.join_within(rank, LONG).unwrap();
+        membership.leave();
+        sum(&mut membership, &mut bf16(&[1.0]).0)
+    });
+    assert_eq!(outcomes, [Err(CudaError::RankGone { rank: 0 })]);
+}

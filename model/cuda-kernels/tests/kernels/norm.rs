@@ -1,0 +1,50 @@
+//! `kernels/norm.cu` against a plain reference.
+
+use baton_cuda_emulator::emulator::Emulator;
+use baton_cuda_emulator::numbers::{assert_close, bf16, widened};
+use baton_cuda_kernels::kernel::Address;
+use baton_cuda_kernels::norm::*;
+use baton_model_testing::noise;
+
+/// What the kernel is to compute, one row after the other.
+fn add_norm(x: &mut [f32], added: Option<&[f32]>, weight: &[f32], eps: f32) -> Vec<f32> {
+    let mut out = Vec::with_capacity(x.len());
+    for (row_idx, row) in x.chunks_exact_mut(weight.len()).enumerate() {
+        if let Some(added) = added {
+            let added = &added[row_idx * weight.len()..][..weight.len()];
+            row.iter_mut().zip(added).for_each(|(x, added)| *x = half::bf16::from_f32(*x + added).to_f32());
+        }
+        let mean = row.iter().map(|x| f64::from(x * x)).sum::<f64>() / weight.len() as f64;
+        let scale = 1.0 / (mean + f64::from(eps)).sqrt();
+        out.extend(row.iter().zip(weight).map(|(x, weight)| (f64::from(x * weight) * scale) as f32));
+    }
+    out
+}
+
+#[test]
+fn rows_are_added_and_normalised() {
+    for (num_rows, hidden) in [(1, 8), (3, 40), (2, 256), (5, 2048), (2, 8200)] {
+        for is_added in [false, true] {
+            let (x, mut x_expected) = bf16(&noise(1, num_rows * hidden));
+            let (added, added_values) = bf16(&noise(2, num_rows * hidden));
+            let weight = noise(3, hidden);
+            let mut emulator = Emulator::new(source());
+            let [x, added] = [x, added].map(|bytes| emulator.buffer(&bytes));
+            let kernel = AddNorm {
+                x,
+                added: if is_added { added } else { Address::NULL },
+                weight: emulator.buffer(bytemuck::cast_slice(&weight)),
+                out: emulator.poisoned(num_rows * hidden * 2),
+                hidden: hidden as u32,
+                eps: 1e-5,
+                num_rows: num_rows as u64,
+            };
+            emulator.launch(&kernel);
+            let memory = emulator.run();
+            let expected = add_norm(&mut x_expected, is_added.then_some(&added_values), &weight, kernel.eps);
+            assert_eq!(widened(memory.of(kernel.x)), x_expected, "the stream, {num_rows} x {hidden}");
+            // Half a unit in the last place of bf16, and what f32 sums lose.
+            assert_close(&widened(memory.of(kernel.out)), &expected, 1.0 / 256.0, 1e-6);
+        }
+    }
+}

@@ -1,0 +1,325 @@
+//! What a device does with blocks beside the forward pass: gathers and scatters pieces, codes and decodes them on that way,
+//! and takes their checksums, on a queue of its own.
+//!
+//! A handoff's pieces are many and small (one layer of one block): one by one each would cost a copy that is waited for,
+//! of which the link to the host is no faster than its latency. Here a frame of them is one kernel and one copy, and a
+//! checksum is eight bytes on that link.
+
+use std::{fmt, io};
+
+use baton_cuda::CudaError;
+use baton_cuda_kernels::blocks::{self, ByteRun, CopyRuns};
+use baton_cuda_kernels::checksum::{self, ChecksumPieces, Secret};
+use baton_cuda_kernels::codes::{self, CodePieces, Direction as Coding, Form};
+use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::driver::DriverDevice;
+use baton_cuda_kernels::kernel::{Address, KernelCode, Source};
+use baton_kv_cache::{BlockKernels, KvLayout, WireCodec};
+use xxhash_rust::const_xxh3::const_custom_default_secret;
+
+use crate::error::StartError;
+
+/// Bytes that are gathered or scattered at a time.
+pub const STAGED_BYTES: usize = 8 << 20;
+
+/// Pieces of one kernel.
+pub const MAX_RUNS: usize = 4096;
+
+/// Bytes of a run that one block of threads copies.
+const PART_BYTES: usize = 16 << 10;
+
+const DEFAULT_SECRET: [u8; 192] = const_custom_default_secret(0);
+
+/// Kernels for blocks of `layout` on the `ordinal`th device, with a stream and some memory of their own. Code that
+/// `kernel_cache` does not hold is compiled, and kept there.
+///
+/// # Errors
+/// When the device or a library is missing, or the memory does not suffice.
+pub fn block_kernels(
+    ordinal: u32,
+    layout: &KvLayout,
+    code: &KernelCode,
+) -> Result<Box<dyn BlockKernels>, StartError> {
+    let device = DriverDevice::without_products(ordinal, &sources(layout), code.clone())?;
+    Ok(Box::new(BlockQueue::new(device, layout)?))
+}
+
+/// Kernels of a queue.
+pub fn sources(layout: &KvLayout) -> [Source; 3] {
+    [blocks::source(), checksum::source(), codes::source(layout)]
+}
+
+pub struct BlockQueue<D> {
+    pub device: D,
+    /// Of the pool.
+    pub layout: KvLayout,
+    /// [`MAX_RUNS`] runs, or places.
+    runs: Address,
+    /// [`STAGED_BYTES`].
+    staged: Address,
+    /// The same: what the peer will make of coded pieces.
+    decoded: Address,
+    /// [`MAX_RUNS`] checksums.
+    sums: Address,
+}
+
+impl<D> fmt::Debug for BlockQueue<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BlockQueue").finish_non_exhaustive()
+    }
+}
+
+/// Where a run goes to, or comes from, beside its place in the pool.
+#[derive(Clone, Copy)]
+enum Direction {
+    Gathered,
+    Scattered,
+}
+
+impl<D: Device> BlockQueue<D> {
+    pub fn new(mut device: D, layout: &KvLayout) -> Result<BlockQueue<D>, CudaError> {
+        Ok(BlockQueue {
+            layout: *layout,
+            runs: device.allocate(MAX_RUNS * size_of::<ByteRun>())?,
+            staged: device.allocate(STAGED_BYTES)?,
+            decoded: device.allocate(STAGED_BYTES)?,
+            sums: device.allocate(MAX_RUNS * 8)?,
+            device,
+        })
+    }
+
+    /// How many runs of `num_bytes` are moved at a time.
+    fn group(num_bytes: usize) -> usize {
+        (STAGED_BYTES / num_bytes.max(1)).clamp(1, MAX_RUNS)
+    }
+
+    /// Asks for copies between places and what is staged, run by run; at most [`STAGED_BYTES`].
+    fn copy(&mut self, places: &[u64], num_bytes: usize, direction: Direction) -> Result<(), CudaError> {
+        let (pool, offsets) = offsets(places);
+        let runs = offsets.iter().enumerate().map(|(nth, &place)| {
+            let staged = (nth * num_bytes) as u64;
+            let (from, to) = match direction {
+                Direction::Gathered => (place, staged),
+                Direction::Scattered => (staged, place),
+            };
+            ByteRun { from, to, num_bytes: num_bytes as u64 }
+        });
+        let runs: Vec<ByteRun> = runs.collect();
+        let (from, to) = match direction {
+            Direction::Gathered => (pool, self.staged),
+            Direction::Scattered => (self.staged, pool),
+        };
+        let copy = CopyRuns {
+            from,
+            to,
+            runs: self.runs,
+            num_runs: runs.len() as u32,
+            num_parts: num_bytes.div_ceil(PART_BYTES) as u32,
+        };
+        // SAFETY: there is room for so many runs; what they lead to is there by the word of whoever asks for them.
+        unsafe {
+            self.device.upload(self.runs, bytemuck::cast_slice(&runs))?;
+            self.device.launch(&copy)
+        }
+    }
+
+    /// Codes or decodes pieces at `offsets` from `pool`, which are uploaded as the `nth` list of places, between there and
+    /// what is staged.
+    ///
+    /// # Safety
+    /// The pieces are there, and nobody else uses those that are written.
+    unsafe fn code(
+        &mut self,
+        (pool, offsets): (Address, &[u64]),
+        nth: usize,
+        form: Form,
+        direction: Coding,
+    ) -> Result<Address, CudaError> {
+        let list = self.runs.add(nth * MAX_RUNS * size_of::<u64>());
+        let kernel = CodePieces {
+            pool,
+            offsets: list,
+            coded: self.staged,
+            num_pieces: offsets.len() as u32,
+            num_heads: 2 * self.layout.num_kv_heads as u32,
+            form,
+            direction,
+        };
+        // SAFETY: there is room for three such lists, and for as many coded pieces; the others are the caller's.
+        unsafe {
+            self.device.upload(list, bytemuck::cast_slice(offsets))?;
+            self.device.launch(&kernel)?;
+        }
+        Ok(list)
+    }
+
+    /// Codes a group of pieces, and takes the checksums of what decoding makes of them.
+    ///
+    /// # Safety
+    /// The pieces are there.
+    unsafe fn encode(
+        &mut self,
+        places: &[u64],
+        coded: &mut [u8],
+        form: Form,
+        seed: u64,
+    ) -> Result<Vec<u64>, CudaError> {
+        let piece_bytes = self.layout.layer_bytes() as u64;
+        let (pool, offsets) = offsets(places);
+        let behind_each_other: Vec<u64> = (0..places.len() as u64).map(|nth| nth * piece_bytes).collect();
+        let mut sums = vec![0; places.len()];
+        // SAFETY: by the caller's word; a group's pieces fit where they are decoded to.
+        unsafe {
+            self.code((pool, &offsets), 0, form, Coding::Encoded)?;
+            let list = self.code((self.decoded, &behind_each_other), 1, form, Coding::Decoded)?;
+            self.hash((self.decoded, list), piece_bytes, &Secret::new(&DEFAULT_SECRET, seed), &mut sums)?;
+            self.device.download(self.staged, coded)?;
+        }
+        Ok(sums)
+    }
+
+    /// Takes the checksums of as many pieces as there are `sums`, at offsets from `base` that lie on the device, and waits
+    /// for them.
+    ///
+    /// # Safety
+    /// The pieces are there.
+    unsafe fn hash(
+        &mut self,
+        (base, offsets): (Address, Address),
+        num_bytes: u64,
+        secret: &Secret,
+        sums: &mut [u64],
+    ) -> Result<(), CudaError> {
+        let num_pieces = sums.len() as u64;
+        let kernel =
+            ChecksumPieces { base, offsets, sums: self.sums, num_bytes, num_pieces, secret: *secret };
+        // SAFETY: there is room for a group's sums; the pieces are there by the caller's word.
+        unsafe {
+            self.device.launch(&kernel)?;
+            self.device.download(self.sums, bytemuck::cast_slice_mut(sums))
+        }
+    }
+
+    /// What `codec` is to a kernel, if there is one for it and for pieces of this size.
+    fn form(&self, codec: &WireCodec) -> Option<Form> {
+        let sizes = checksum::MIN_BYTES as usize..=STAGED_BYTES;
+        let is_known = *codec.layout() == self.layout && sizes.contains(&self.layout.layer_bytes());
+        Form::of(codec).filter(|_| is_known)
+    }
+
+    /// Waits for what was asked for.
+    fn finish(&mut self) -> Result<(), CudaError> {
+        self.device.mark(0)?;
+        self.device.wait_for(0)
+    }
+
+    /// Runs longer than what is staged are moved in parts: as many calls of `each` with the parts' places and where in
+    /// `0..num_bytes * places.len()` their bytes are.
+    pub fn in_groups(
+        &mut self,
+        places: &[u64],
+        num_bytes: usize,
+        mut each: impl FnMut(&mut Self, &[u64], usize, usize) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        if num_bytes > STAGED_BYTES {
+            for (nth, &place) in places.iter().enumerate() {
+                for at in (0..num_bytes).step_by(STAGED_BYTES) {
+                    let len = STAGED_BYTES.min(num_bytes - at);
+                    each(self, &[place + at as u64], nth * num_bytes + at, len)?;
+                }
+            }
+            return Ok(());
+        }
+        let group = Self::group(num_bytes);
+        for (nth, places) in places.chunks(group).enumerate() {
+            each(self, places, nth * group * num_bytes, num_bytes)?;
+        }
+        Ok(())
+    }
+}
+
+/// The first of these places, and how far from it each is.
+fn offsets(places: &[u64]) -> (Address, Vec<u64>) {
+    let first = places.iter().copied().min().unwrap_or(0);
+    (Address(first), places.iter().map(|place| place - first).collect())
+}
+
+impl<D: Device> BlockKernels for BlockQueue<D> {
+    unsafe fn gather(&mut self, places: &[u64], bytes: &mut [u8]) -> io::Result<()> {
+        let num_bytes = bytes.len() / places.len().max(1);
+        let gathered = self.in_groups(places, num_bytes, |queue, places, at, num_bytes| {
+            queue.copy(places, num_bytes, Direction::Gathered)?;
+            let bytes = &mut bytes[at..at + places.len() * num_bytes];
+            // SAFETY: so many were just staged.
+            unsafe { queue.device.download(queue.staged, bytes) }
+        });
+        gathered.map_err(io::Error::other)
+    }
+
+    unsafe fn scatter(&mut self, places: &[u64], bytes: &[u8]) -> io::Result<()> {
+        let num_bytes = bytes.len() / places.len().max(1);
+        let scattered = self.in_groups(places, num_bytes, |queue, places, at, num_bytes| {
+            let bytes = &bytes[at..at + places.len() * num_bytes];
+            // SAFETY: there is room for a group.
+            unsafe { queue.device.upload(queue.staged, bytes) }?;
+            queue.copy(places, num_bytes, Direction::Scattered)
+        });
+        scattered.and_then(|()| self.finish()).map_err(io::Error::other)
+    }
+
+    unsafe fn checksums(
+        &mut self,
+        places: &[u64],
+        num_bytes: usize,
+        seed: u64,
+    ) -> io::Result<Option<Vec<u64>>> {
+        if (num_bytes as u64) < checksum::MIN_BYTES {
+            return Ok(None);
+        }
+        let secret = Secret::new(&DEFAULT_SECRET, seed);
+        let mut sums = vec![0; places.len()];
+        let (base, offsets) = offsets(places);
+        for (offsets, sums) in offsets.chunks(MAX_RUNS).zip(sums.chunks_mut(MAX_RUNS)) {
+            // SAFETY: there is room for so many places; the pieces are there by the caller's word.
+            let computed = unsafe {
+                let uploaded = self.device.upload(self.runs, bytemuck::cast_slice(offsets));
+                uploaded.and_then(|()| self.hash((base, self.runs), num_bytes as u64, &secret, sums))
+            };
+            computed.map_err(io::Error::other)?;
+        }
+        Ok(Some(sums))
+    }
+
+    unsafe fn gather_coded(
+        &mut self,
+        codec: &WireCodec,
+        places: &[u64],
+        coded: &mut [u8],
+        seed: u64,
+    ) -> io::Result<Option<Vec<u64>>> {
+        let Some(form) = self.form(codec) else { return Ok(None) };
+        let group = Self::group(self.layout.layer_bytes());
+        let mut sums = Vec::with_capacity(places.len());
+        for (places, coded) in places.chunks(group).zip(coded.chunks_mut(group * codec.piece_bytes())) {
+            // SAFETY: the pieces are there by the caller's word.
+            sums.extend(unsafe { self.encode(places, coded, form, seed) }.map_err(io::Error::other)?);
+        }
+        Ok(Some(sums))
+    }
+
+    unsafe fn scatter_coded(&mut self, codec: &WireCodec, places: &[u64], coded: &[u8]) -> io::Result<bool> {
+        let Some(form) = self.form(codec) else { return Ok(false) };
+        let group = Self::group(self.layout.layer_bytes());
+        for (places, coded) in places.chunks(group).zip(coded.chunks(group * codec.piece_bytes())) {
+            let (pool, offsets) = offsets(places);
+            // SAFETY: coded pieces are smaller than those of a group, for which there is room; the others are the caller's.
+            let asked = unsafe {
+                let uploaded = self.device.upload(self.staged, coded);
+                uploaded.and_then(|()| self.code((pool, &offsets), 0, form, Coding::Decoded))
+            };
+            asked.map_err(io::Error::other)?;
+        }
+        self.finish().map_err(io::Error::other)?;
+        Ok(true)
+    }
+}

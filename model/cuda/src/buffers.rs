@@ -1,0 +1,160 @@
+//! The memory of a forward pass on a device, allocated once for the largest batch: launches that repeat find everything
+//! where it was.
+
+use baton_cuda::CudaError;
+use baton_cuda_kernels::attention::{has_tensor_cores, max_splits, split_scratch_bytes};
+use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::kernel::Address;
+use baton_cuda_kernels::ranks::logit_stride;
+use baton_kv_cache::KvLayout;
+use baton_model_spec::{DecoderSpec, MlpSpec, Rank};
+
+use crate::inputs::{BatchLimits, InputShape, Inputs, padded};
+use crate::samplings::{SamplingBuffers, SamplingInputs};
+
+/// bf16 where nothing else is said. What is written is overwritten by the next part of the pass that does the same.
+#[derive(Debug)]
+pub struct Buffers {
+    pub inputs: Address,
+    /// `[rows][hidden]`: the residual stream.
+    pub x: Address,
+    /// `[rows][hidden]`: that, normed.
+    pub hidden: Address,
+    /// `[rows][hidden]`: what a part of a layer made, to be added to the stream.
+    pub added: Address,
+    /// `[rows][query_width + 2 kv_width]`
+    pub qkv: Address,
+    /// `[rows]`, u32: where their KV goes.
+    pub slots: Address,
+    /// Of each rope, `[rows][2][rotary_dim / 2]`, f32.
+    pub cos_sin: Vec<Address>,
+    /// `[rows][query_width]`
+    pub attended: Address,
+    /// `[rows][2 intermediate]`
+    pub gate_up: Address,
+    /// `[rows][intermediate]`
+    pub gated: Address,
+    /// `[logit_rows][vocab]`, f32.
+    pub logits: Address,
+    pub logit_rows: usize,
+    /// Of the first of several ranks `[ranks][logit_rows][stride]`, f32, of the others their own; null where one computes.
+    pub logit_parts: Address,
+    /// Of attention in splits.
+    pub sums: Address,
+    pub stats: Address,
+    pub samplings: SamplingBuffers,
+    pub routed: RoutedBuffers,
+}
+
+/// Of rows on their way to experts and back, of the layer that has the most; a pair is a row and one of its experts. Null
+/// where no layer has any.
+#[derive(Debug)]
+pub struct RoutedBuffers {
+    /// `[rows][num_experts]`, f32.
+    pub logits: Address,
+    /// `[pairs]`, u32.
+    pub experts: Address,
+    /// `[pairs]`, f32.
+    pub weights: Address,
+    /// `[num_experts + 1]`, u32.
+    pub offsets: Address,
+    /// `[pairs]`, u32.
+    pub rows: Address,
+    /// `[pairs]`, u32.
+    pub places: Address,
+    /// `[pairs][hidden]`
+    pub outputs: Address,
+}
+
+impl RoutedBuffers {
+    fn new<D: Device>(device: &mut D, spec: &DecoderSpec, rows: usize) -> Result<RoutedBuffers, CudaError> {
+        let routed = spec.layers.iter().filter_map(|layer| match layer.mlp {
+            MlpSpec::Dense { .. } => None,
+            MlpSpec::Experts { num_experts, num_active, .. } => Some((num_experts, num_active)),
+        });
+        let most = routed.reduce(|(a, b), (c, d)| (a.max(c), b.max(d)));
+        let mut allocate = |len: fn(usize, usize, usize) -> usize, element_bytes: usize| match most {
+            Some((num_experts, num_active)) => {
+                device.allocate(len(num_experts, rows, rows * num_active) * element_bytes)
+            }
+            None => Ok(Address::NULL),
+        };
+        Ok(RoutedBuffers {
+            logits: allocate(|num_experts, rows, _| rows * num_experts, 4)?,
+            experts: allocate(|_, _, pairs| pairs, 4)?,
+            weights: allocate(|_, _, pairs| pairs, 4)?,
+            offsets: allocate(|num_experts, _, _| num_experts + 1, 4)?,
+            rows: allocate(|_, _, pairs| pairs, 4)?,
+            places: allocate(|_, _, pairs| pairs, 4)?,
+            outputs: allocate(|_, _, pairs| pairs, 2 * spec.hidden_size)?,
+        })
+    }
+}
+
+impl Buffers {
+    /// # Errors
+    /// When the device has not the memory.
+    pub fn new<D: Device>(
+        device: &mut D,
+        spec: &DecoderSpec,
+        layout: &KvLayout,
+        limits: &BatchLimits,
+        shape: &InputShape,
+        rank: Rank,
+    ) -> Result<Buffers, CudaError> {
+        let rows = padded(limits.num_rows);
+        let logit_rows = padded(limits.num_sequences);
+        let mut bf16 = |width: usize| device.allocate(rows * width * 2);
+        let (x, hidden, added) = (bf16(spec.hidden_size)?, bf16(spec.hidden_size)?, bf16(spec.hidden_size)?);
+        let qkv = bf16(spec.query_width() + 2 * spec.kv_width())?;
+        let attended = bf16(spec.query_width())?;
+        let dense = spec.layers.iter().map(|layer| match layer.mlp {
+            MlpSpec::Dense { intermediate_size } => intermediate_size,
+            MlpSpec::Experts { intermediate_size, num_active, .. } => intermediate_size * num_active,
+        });
+        let width = dense.max().expect("a model has layers");
+        let (gate_up, gated) = (bf16(2 * width)?, bf16(width)?);
+        let [sums, stats] = if has_tensor_cores(layout) {
+            let splits = max_splits(spec.num_kv_heads);
+            let sizes = split_scratch_bytes(shape.max_decode_rows, spec.num_heads, spec.head_dim, splits);
+            [device.allocate(sizes[0])?, device.allocate(sizes[1])?]
+        } else {
+            [Address::NULL; 2]
+        };
+        let slots = device.allocate(rows * 4)?;
+        let tables = spec.ropes.iter().map(|rope| device.allocate(rows * rope.rotary_dim * 4));
+        let cos_sin = tables.collect::<Result<_, CudaError>>()?;
+        let [results, saved] = SamplingInputs::buffer_bytes(rows);
+        let samplings =
+            SamplingBuffers { results: device.allocate(results)?, saved: device.allocate(saved)? };
+        Ok(Buffers {
+            inputs: device.allocate(Inputs::max_bytes(limits, shape) + SamplingInputs::max_bytes(rows))?,
+            x,
+            hidden,
+            added,
+            qkv,
+            slots,
+            cos_sin,
+            attended,
+            gate_up,
+            gated,
+            logits: match rank.is_first() {
+                true => device.allocate(logit_rows * spec.vocab_size * 4)?,
+                false => Address::NULL,
+            },
+            logit_rows,
+            logit_parts: match rank.num_ranks {
+                1 => Address::NULL,
+                num_ranks => {
+                    let num_parts = if rank.is_first() { num_ranks } else { 1 };
+                    let stride = logit_stride(spec.vocab_size, num_ranks);
+                    device.allocate(num_parts * logit_rows * stride * 4)?
+                }
+            },
+            sums,
+            stats,
+            samplings,
+            routed: RoutedBuffers::new(device, spec, rows)?,
+        })
+    }
+}

@@ -1,0 +1,388 @@
+//! Runs steps on a device: a batch goes there in one copy, and the tokens that were sampled come back in one.
+//! Or else logits, in one copy for each [`Buffers::logit_rows`] rows.
+//!
+//! Layers are told of as they become ready, without waiting for the step: behind the kernel that writes a layer's KV is a
+//! mark, and between the launches of later layers this thread looks which marks have been passed. `on_layer` is called
+//! here, on the executing thread, for a layer whose KV is in the device's memory, and never before; it may come later than
+//! that by the time that this thread takes to ask for a layer. After the last layer was asked for, it waits for one mark
+//! after the other.
+//!
+//! Of a model that several ranks compute each has an executor, on a device of its own: with its part of the weights, and
+//! blocks of its own kv heads. All run the same steps, and meet in the sums that the pass asks for.
+
+use std::collections::VecDeque;
+
+use baton_checkpoint::{DeviceModel, LoadProgress};
+use baton_cuda::CudaError;
+use baton_cuda_kernels::device::{Device, NUM_RETURNS};
+use baton_cuda_kernels::kernel::Address;
+use baton_kv_cache::{BlockStorage, KvLayout};
+use baton_model_spec::{
+    Activations, Batch, ExecuteError, Executor, RankError, RankExecutor, SamplingExecutor, SamplingRank,
+};
+
+use super::launched::{Collected, Launched, Told};
+use super::shape::check_shape;
+use crate::buffers::Buffers;
+use crate::error::StartError;
+use crate::forward_pass::ForwardPass;
+use crate::inputs::{BatchLimits, InputShape, Inputs, MAX_DECODE_ROWS, padded};
+use crate::multiply::Scratch;
+use crate::part::Part;
+use crate::samplings::SamplingInputs;
+use crate::weights::{self, DeviceWeightBytes, DeviceWeights};
+
+/// Left to libraries and the driver, for what they take later: code of products of other sizes, graphs.
+const SPARE_BYTES: usize = 256 << 20;
+
+/// Computes on one device a whole model, or one rank's part.
+pub struct DeviceExecutor<D> {
+    pub device: D,
+    pub part: Part,
+    pub weights: DeviceWeights,
+    pub buffers: Buffers,
+    pub scratch: Scratch,
+    pub(super) limits: BatchLimits,
+    pub shape: InputShape,
+    pub(super) inputs: Inputs,
+    pub(super) samplings: SamplingInputs,
+    /// Of the step that is executed; and of rows that were not sampled, of each step under way.
+    pub(super) logits: [Vec<f32>; NUM_RETURNS],
+    /// Steps under way, the oldest first.
+    pub(super) launched: VecDeque<Launched>,
+    /// What was sampled in the step that was collected last.
+    pub(super) collected: Collected,
+    /// Where the next one's tokens are sent to.
+    pub(super) next_place: usize,
+    /// The memory of the blocks that were computed with: what repeats knows its address.
+    pub(super) pool: Option<Address>,
+}
+
+impl<D: Device> DeviceExecutor<D> {
+    /// Takes the weights and all memory of the pass; the device has the kernels of [`sources`](super::sources).
+    ///
+    /// # Errors
+    /// When the device has not the memory, or fails, or there are no kernels for such a model.
+    pub fn new(
+        mut device: D,
+        model: DeviceModel,
+        limits: BatchLimits,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<DeviceExecutor<D>, StartError> {
+        check_shape(&model)?;
+        let part = Part::of(&model);
+        let weights =
+            weights::upload(&mut device, part.spec(), model.weights(), model.num_threads(), progress);
+        let remedy = "--quantize makes them smaller, --tensor-parallel divides them among GPUs";
+        let weights = weights.map_err(StartError::taking("the weights", remedy))?;
+        DeviceExecutor::with_weights(device, part, weights, limits, model.activations() == Activations::Auto)
+    }
+
+    /// The same, with weights that are there.
+    ///
+    /// # Errors
+    /// When the device has not the memory, or fails.
+    pub fn with_weights(
+        mut device: D,
+        part: Part,
+        weights: DeviceWeights,
+        limits: BatchLimits,
+        rounds_activations: bool,
+    ) -> Result<DeviceExecutor<D>, StartError> {
+        let (spec, layout) = (part.spec(), part.layout);
+        let shape = InputShape {
+            block_size: layout.block_size,
+            group: spec.num_heads / spec.num_kv_heads,
+            head_dim: spec.head_dim,
+            // Of one sequence alone, too, all that may be drafted.
+            max_decode_rows: (2 * padded(limits.num_sequences))
+                .max(padded(MAX_DECODE_ROWS))
+                .min(padded(limits.num_rows)),
+        };
+        let remedy = "a smaller --token-budget or --max-running takes less";
+        let no_room = StartError::taking("the largest step", remedy);
+        let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape, part.rank());
+        let buffers = buffers.map_err(no_room)?;
+        let scratch = Scratch::new(&mut device, spec, &weights, &limits, rounds_activations);
+        let scratch = scratch.map_err(no_room)?;
+        let mut executor = DeviceExecutor {
+            device,
+            part,
+            weights,
+            buffers,
+            scratch,
+            limits,
+            shape,
+            inputs: Inputs::default(),
+            samplings: SamplingInputs::default(),
+            logits: Default::default(),
+            launched: VecDeque::new(),
+            collected: Collected::default(),
+            next_place: 0,
+            pool: None,
+        };
+        executor.warm_up().map_err(no_room)?;
+        Ok(executor)
+    }
+
+    /// Bytes that are left for blocks.
+    pub fn free_bytes(&mut self) -> Result<usize, CudaError> {
+        Ok(self.device.free_bytes()?.saturating_sub(SPARE_BYTES))
+    }
+
+    /// What its matrices are.
+    pub fn weight_bytes(&self) -> DeviceWeightBytes {
+        self.weights.bytes
+    }
+
+    /// What it computes.
+    pub fn part(&self) -> &Part {
+        &self.part
+    }
+
+    /// Of its blocks.
+    pub fn layout(&self) -> KvLayout {
+        self.part.layout
+    }
+
+    /// What it computes on.
+    pub fn device(&mut self) -> &mut D {
+        &mut self.device
+    }
+
+    /// Runs steps of many sizes, the largest with all layers: what libraries and the driver load or allocate for that is
+    /// there before the rest of the memory is given to blocks. No block takes part, and what comes of it is overwritten.
+    fn warm_up(&mut self) -> Result<(), CudaError> {
+        let DeviceExecutor { device, part, weights, buffers, scratch, inputs, limits, .. } = self;
+        let smaller = std::iter::successors(Some(1), |num_rows| Some(2 * num_rows));
+        let smaller = smaller.take_while(|&num_rows| num_rows < limits.num_rows);
+        for num_rows in smaller.chain([limits.num_rows]) {
+            let num_layers = if num_rows == limits.num_rows { weights.layers.len() } else { 1 };
+            for are_decoded in [false, true] {
+                let num_sequences = if are_decoded { num_rows.min(limits.num_sequences) } else { 1 };
+                let num_rows = if are_decoded { num_sequences } else { num_rows };
+                inputs.fill_up(num_rows, num_sequences, are_decoded);
+                // SAFETY: there is room for the largest batch.
+                unsafe { device.upload(buffers.inputs, inputs.bytes()) }?;
+                let pass = part.pass(weights, buffers, scratch, inputs, Address::NULL);
+                pass.begin(device)?;
+                for layer_idx in 0..num_layers {
+                    pass.store(device, layer_idx)?;
+                    pass.finish(device, layer_idx)?;
+                }
+                pass.norm_wanted(device)?;
+                pass.logits(device, 0, inputs.num_wanted)?;
+            }
+        }
+        self.warm_up_sampling()?;
+        self.device.mark(0)?;
+        self.device.wait_for(0)
+    }
+
+    fn check_limits(&self, batch: &Batch<'_>) -> Result<(), String> {
+        let limits = &self.limits;
+        let num_rows: usize = batch.sequences.iter().map(|it| it.tokens.len()).sum();
+        let ends = batch.sequences.iter().map(|it| it.start_idx + it.tokens.len());
+        let found = BatchLimits {
+            num_rows,
+            num_sequences: batch.sequences.len(),
+            context_length: ends.max().unwrap_or(0),
+        };
+        let fits = found.num_rows <= limits.num_rows
+            && found.num_sequences <= limits.num_sequences
+            && found.context_length <= limits.context_length;
+        if fits { Ok(()) } else { Err(format!("a batch of {found:?}, expected at most {limits:?}")) }
+    }
+
+    /// The blocks of this executor's rank are where they were before.
+    fn check_blocks(&mut self, storage: &BlockStorage) {
+        assert_eq!(*storage.layout(), self.part.whole_layout, "blocks of another layout");
+        let rank = self.part.rank();
+        assert_eq!(storage.num_ranks(), rank.num_ranks, "blocks that are divided otherwise");
+        let region = storage.region(rank.idx);
+        assert!(region.device().is_some(), "blocks in the host's memory");
+        let pool = Address(region.address());
+        assert_eq!(*self.pool.get_or_insert(pool), pool, "blocks of another storage");
+    }
+
+    /// Takes down a batch, on the blocks of `storage`; or says why it is not for this executor.
+    pub(super) fn take(&mut self, batch: &Batch<'_>, storage: &BlockStorage) -> Result<(), String> {
+        self.check_blocks(storage);
+        self.check_limits(batch)?;
+        self.inputs.fill(batch, &self.shape);
+        Ok(())
+    }
+
+    pub(super) fn failed(&self, error: RankError) -> ExecuteError {
+        let (RankError::Missed(message) | RankError::Failed(message)) = error;
+        ExecuteError { device: self.device.name().to_owned(), message }
+    }
+
+    pub(super) fn upload(&mut self) -> Result<(), CudaError> {
+        // SAFETY: there is room for the largest batch, and as many samplings.
+        unsafe { self.device.upload(self.buffers.inputs, self.inputs.bytes()) }
+    }
+
+    /// The device, and the step whose inputs are there.
+    pub(super) fn pass(&mut self) -> (&mut D, ForwardPass<'_>) {
+        let DeviceExecutor { device, part, weights, buffers, scratch, inputs, pool, .. } = self;
+        let pool = pool.expect("a batch was taken");
+        (device, part.pass(weights, buffers, scratch, inputs, pool))
+    }
+
+    /// Asks for everything up to the first logits, and tells of layers that are ready meanwhile.
+    pub(super) fn forward(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Told, CudaError> {
+        let (device, pass) = self.pass();
+        let num_layers = pass.weights.layers.len();
+        let num_logits = pass.inputs.num_wanted.min(pass.buffers.logit_rows);
+        if let Some(key) = pass.inputs.key {
+            device.repeat(key, &mut |device| {
+                pass.begin(device)?;
+                for layer_idx in 0..num_layers {
+                    pass.store(device, layer_idx)?;
+                    pass.finish(device, layer_idx)?;
+                }
+                pass.norm_wanted(device)?;
+                pass.logits(device, 0, num_logits)
+            })?;
+            return Ok(Told { num_layers: 0, is_marked: false });
+        }
+        pass.begin(device)?;
+        let mut next_layer = 0;
+        for layer_idx in 0..num_layers {
+            pass.store(device, layer_idx)?;
+            device.mark(layer_idx)?;
+            pass.finish(device, layer_idx)?;
+            while next_layer <= layer_idx && device.has_passed(next_layer)? {
+                on_layer(next_layer);
+                next_layer += 1;
+            }
+        }
+        pass.norm_wanted(device)?;
+        if num_logits > 0 {
+            pass.logits(device, 0, num_logits)?;
+        }
+        Ok(Told { num_layers: next_layer, is_marked: true })
+    }
+
+    /// Tells of the layers that are left, each when it is ready.
+    pub(super) fn tell(&mut self, told: Told, on_layer: &mut dyn FnMut(usize)) -> Result<(), CudaError> {
+        for layer_idx in told.num_layers..self.weights.layers.len() {
+            if told.is_marked {
+                self.device.wait_for(layer_idx)?;
+            }
+            on_layer(layer_idx);
+        }
+        Ok(())
+    }
+
+    /// One step; the first rank has its logits in the first of `self.logits`.
+    fn step(&mut self, num_rows: usize, on_layer: &mut dyn FnMut(usize)) -> Result<(), CudaError> {
+        self.upload()?;
+        let told = self.forward(on_layer)?;
+        if told.is_marked {
+            self.tell(told, on_layer)?;
+        }
+        let vocab_size = self.part.spec().vocab_size;
+        let num_downloaded = if self.part.rank().is_first() { num_rows } else { 0 };
+        let mut logits = std::mem::take(&mut self.logits[0]);
+        logits.resize(num_downloaded * vocab_size, 0.0);
+        let (device, pass) = self.pass();
+        let (at, logit_rows) = (pass.buffers.logits, pass.buffers.logit_rows);
+        let mut chunks = logits.chunks_mut(logit_rows * vocab_size);
+        for first in (0..num_rows).step_by(logit_rows) {
+            if first > 0 {
+                pass.logits(device, first, logit_rows.min(num_rows - first))?;
+            }
+            if let Some(chunk) = chunks.next() {
+                // SAFETY: so many were just computed.
+                unsafe { device.download(at, bytemuck::cast_slice_mut(chunk)) }?;
+            }
+        }
+        // Also a step whose logits are not wanted is done when it returns.
+        device.mark(0)?;
+        device.wait_for(0)?;
+        self.logits[0] = logits;
+        if told.is_marked { Ok(()) } else { self.tell(told, on_layer) }
+    }
+}
+
+impl<D: Device + 'static> Executor for DeviceExecutor<D> {
+    fn kv_layout(&self) -> KvLayout {
+        self.part.whole_layout
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.part.spec().vocab_size
+    }
+
+    unsafe fn execute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<&[f32], ExecuteError> {
+        // SAFETY: passed on to the caller.
+        match unsafe { self.compute(batch, storage, on_layer) } {
+            Ok(num_logits) => Ok(self.logits(num_logits)),
+            Err(error) => Err(self.failed(error)),
+        }
+    }
+
+    fn sampling(&mut self) -> Option<&mut dyn SamplingExecutor> {
+        Some(self)
+    }
+}
+
+/// Whether it is this rank that failed, or another that is missed.
+pub(super) fn of_rank(error: CudaError) -> RankError {
+    match error {
+        CudaError::RankGone { .. } => RankError::Missed(error.to_string()),
+        error => RankError::Failed(error.to_string()),
+    }
+}
+
+impl<D: Device + 'static> RankExecutor for DeviceExecutor<D> {
+    const MEETS_FOR_LAYERS: bool = false;
+
+    fn device(&self) -> &str {
+        self.device.name()
+    }
+
+    fn kv_layout(&self) -> KvLayout {
+        self.part.whole_layout
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.part.spec().vocab_size
+    }
+
+    fn attach_thread(&mut self) -> Result<(), ExecuteError> {
+        Ok(())
+    }
+
+    unsafe fn compute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<usize, RankError> {
+        assert!(self.launched.is_empty(), "a step is under way");
+        self.take(batch, storage).map_err(RankError::Failed)?;
+        let num_rows = batch.sequences.iter().map(|it| it.num_logits).sum();
+        self.step(num_rows, on_layer).map_err(of_rank)?;
+        Ok(self.logits[0].len())
+    }
+
+    fn logits(&self, num_logits: usize) -> &[f32] {
+        &self.logits[0][..num_logits]
+    }
+
+    fn sampling(&mut self) -> Option<&mut dyn SamplingRank> {
+        Some(self)
+    }
+
+    fn leave(&mut self) {
+        self.device.leave_ranks();
+    }
+}

@@ -1,0 +1,176 @@
+//! Draws on the device, and comes back before it is done: a step is asked for with all that it ends with, so that the
+//! device has work while the host does something else, and perhaps asks for the next step. What that one takes from this
+//! one, its tokens, is on the device already.
+
+use baton_cuda::CudaError;
+use baton_cuda_kernels::device::{Device, NUM_RETURNS};
+use baton_cuda_kernels::sample::TakeTokens;
+use baton_kv_cache::BlockStorage;
+use baton_model_spec::{
+    Batch, ExecuteError, RankError, SampledRow, SamplingExecutor, SamplingRank, TokenSampling,
+};
+
+use super::device_executor::{DeviceExecutor, of_rank};
+use super::launched::{Collected, Launched};
+
+impl<D: Device + 'static> SamplingExecutor for DeviceExecutor<D> {
+    unsafe fn launch(
+        &mut self,
+        batch: &Batch<'_>,
+        samplings: &[TokenSampling<'_>],
+        follows: &[usize],
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<bool, ExecuteError> {
+        // SAFETY: passed on to the caller.
+        let launched = unsafe { SamplingRank::launch(self, batch, samplings, follows, storage, on_layer) };
+        launched.map_err(|error| self.failed(error))
+    }
+
+    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {
+        match SamplingRank::collect(self, on_layer) {
+            Ok(()) => Ok(self.answers()),
+            Err(error) => Err(self.failed(error)),
+        }
+    }
+}
+
+impl<D: Device + 'static> SamplingRank for DeviceExecutor<D> {
+    unsafe fn launch(
+        &mut self,
+        batch: &Batch<'_>,
+        samplings: &[TokenSampling<'_>],
+        follows: &[usize],
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<bool, RankError> {
+        assert!(self.launched.len() < NUM_RETURNS, "two steps are under way");
+        assert_eq!(self.launched.is_empty(), follows.is_empty(), "a second step follows the first");
+        let num_logits: usize = batch.sequences.iter().map(|it| it.num_logits).sum();
+        assert_eq!(num_logits, samplings.len(), "a sampling for each row");
+        self.take(batch, storage).map_err(RankError::Failed)?;
+        self.begin(samplings, follows, on_layer).map_err(of_rank)
+    }
+
+    fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<(), RankError> {
+        let Launched { place, results, told, .. } = self.launched.pop_front().expect("a step is under way");
+        if told.is_marked {
+            self.tell(told, on_layer).map_err(of_rank)?;
+        }
+        let mut bytes = std::mem::take(&mut self.collected.bytes);
+        bytes.clear();
+        bytes.extend_from_slice(self.device.returned(place).map_err(of_rank)?);
+        self.collected = Collected { place, results, bytes };
+        if !told.is_marked {
+            self.tell(told, on_layer).map_err(of_rank)?;
+        }
+        Ok(())
+    }
+
+    fn answers(&self) -> Vec<SampledRow<'_>> {
+        let Collected { place, results, bytes } = &self.collected;
+        results.read(bytes, &self.logits[*place], self.part.spec().vocab_size)
+    }
+}
+
+impl<D: Device> DeviceExecutor<D> {
+    /// Draws from the first row of logits, whatever it is.
+    pub fn warm_up_sampling(&mut self) -> Result<(), CudaError> {
+        let results = self.samplings.fill(&[TokenSampling::default()], true);
+        let parts = self.samplings.append_to(&mut self.inputs);
+        let sources = self.inputs.append(&[0]);
+        self.upload()?;
+        let base = self.buffers.inputs;
+        let (logits, vocab_size) = (self.buffers.logits, self.part.spec().vocab_size);
+        let sampled = self.buffers.samplings.results;
+        if self.part.rank().is_first() {
+            let sample =
+                self.samplings.kernel(&parts, base, &self.buffers.samplings, logits, vocab_size, (0, 1));
+            // SAFETY: a row and its sampling are there.
+            unsafe { self.device.launch(&sample) }?;
+        }
+        self.take_tokens(sources, 1, 1)?;
+        // SAFETY: its token is there; the list of tokens before is empty.
+        unsafe {
+            self.device.launch(&self.samplings.count_sampled(&parts, base, sources, sampled))?;
+            self.device.send_back(sampled, results.num_bytes(), 0)?;
+        }
+        self.device.returned(0).map(drop)
+    }
+
+    /// Puts tokens that the step before sampled after `num_sampled` rows in their places: of each of the inputs' first `num`
+    /// rows that of the row that `sources` says. Of several ranks the first has them, and hands them to the others.
+    fn take_tokens(&mut self, sources: usize, num: usize, num_sampled: usize) -> Result<(), CudaError> {
+        let (base, sampled) = (self.buffers.inputs, self.buffers.samplings.results);
+        let (tokens, sources) = (self.inputs.at(base).tokens, base.add(sources));
+        // SAFETY: so many are there, and the step before has the rows that this one follows; both it and this one read the
+        // inputs in their turn.
+        unsafe {
+            if self.part.rank().num_ranks > 1 {
+                self.device.hand_on(sampled, num_sampled)?;
+            }
+            self.device.launch(&TakeTokens { tokens, sources, sampled, num: num as u64 })
+        }
+    }
+
+    /// Asks for a step, and for the tokens after its wanted rows, which the first rank samples.
+    fn begin(
+        &mut self,
+        samplings: &[TokenSampling<'_>],
+        follows: &[usize],
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<bool, CudaError> {
+        let is_first = self.part.rank().is_first();
+        let results = self.samplings.fill(if is_first { samplings } else { &[] }, !follows.is_empty());
+        let parts = self.samplings.append_to(&mut self.inputs);
+        let sources = (!follows.is_empty()).then(|| self.inputs.append_sources(follows));
+        self.upload()?;
+        let base = self.buffers.inputs;
+        if let Some(sources) = sources {
+            let before = self.launched.back().expect("it follows a step");
+            self.take_tokens(sources, follows.len(), before.num_sampled)?;
+            if self.samplings.has_counts() {
+                let sampled = self.buffers.samplings.results;
+                let count = self.samplings.count_sampled(&parts, base, sources, sampled);
+                // SAFETY: as of the tokens.
+                unsafe { self.device.launch(&count) }?;
+            }
+        }
+        let told = self.forward(on_layer)?;
+        let place = self.next_place;
+        let vocab_size = self.part.spec().vocab_size;
+        let mut left = std::mem::take(&mut self.logits[place]);
+        left.clear();
+        let sampling_inputs = std::mem::take(&mut self.samplings);
+        let (device, pass) = self.pass();
+        let logits = pass.buffers.logits;
+        for first in (0..samplings.len()).step_by(pass.buffers.logit_rows) {
+            let num_rows = pass.buffers.logit_rows.min(samplings.len() - first);
+            if first > 0 {
+                pass.logits(device, first, num_rows)?;
+            }
+            if !is_first {
+                continue;
+            }
+            for row_idx in results.left().filter(|row_idx| (first..first + num_rows).contains(row_idx)) {
+                let start = left.len();
+                left.resize(start + vocab_size, 0.0);
+                let row = bytemuck::cast_slice_mut(&mut left[start..]);
+                // SAFETY: so many rows were just asked for.
+                unsafe { device.download(logits.add((row_idx - first) * vocab_size * 4), row) }?;
+            }
+            let range = (first, num_rows);
+            let kernel =
+                sampling_inputs.kernel(&parts, base, &pass.buffers.samplings, logits, vocab_size, range);
+            // SAFETY: there is room for as many rows and lists as `SamplingInputs` takes.
+            unsafe { device.launch(&kernel) }?;
+        }
+        // SAFETY: so much was just written, or is of rows that want none.
+        unsafe { device.send_back(pass.buffers.samplings.results, results.num_bytes(), place) }?;
+        (self.samplings, self.logits[place]) = (sampling_inputs, left);
+        self.next_place = (place + 1) % NUM_RETURNS;
+        let samples_all = results.left().next().is_none();
+        self.launched.push_back(Launched { place, results, num_sampled: samplings.len(), told });
+        Ok(samples_all)
+    }
+}

@@ -1,0 +1,87 @@
+//! Which kernels a model takes, and whether there are kernels for it.
+
+use baton_checkpoint::DeviceModel;
+use baton_cuda_kernels::device::NUM_MARKS;
+use baton_cuda_kernels::kernel::Source;
+use baton_cuda_kernels::products::{self, WeightKind};
+use baton_cuda_kernels::{attention, embed, expert_products, experts, gate, norm, ranks, rope, rows, sample};
+use baton_kv_cache::KvLayout;
+use baton_model_spec::{DecoderSpec, MlpSpec};
+
+use crate::error::StartError;
+use crate::multiply::EXPERT_TILE_ROWS;
+use crate::weights;
+
+/// All kernels of a model.
+pub fn sources(model: &DeviceModel) -> Vec<Source> {
+    let kinds = weights::kinds(model.weights()).into_iter().filter(|kind| *kind != WeightKind::Bf16);
+    let mut sources = sources_of(model.shard().spec(), &model.kv_layout_of_rank());
+    sources.extend(kinds.map(products::source));
+    sources.extend((model.shard().rank().num_ranks > 1).then(ranks::source));
+    sources
+}
+
+/// Those of a decoder, or of a rank's part of it, whose weights are bf16.
+pub fn sources_of(spec: &DecoderSpec, layout: &KvLayout) -> Vec<Source> {
+    [
+        embed::source(),
+        norm::source(),
+        rows::source(),
+        sample::source(),
+        gate::source(spec.activation),
+        rope::source(spec.ropes[0].rotary_dim, layout),
+    ]
+    .into_iter()
+    .chain(attention::sources(layout))
+    .chain(
+        is_routed(spec)
+            .then(|| {
+                let product = |gate| expert_products::source(EXPERT_TILE_ROWS, gate);
+                [experts::source(), product(None), product(Some(spec.activation))]
+            })
+            .into_iter()
+            .flatten(),
+    )
+    .collect()
+}
+
+fn is_routed(spec: &DecoderSpec) -> bool {
+    spec.layers.iter().any(|layer| matches!(layer.mlp, MlpSpec::Experts { .. }))
+}
+
+/// Whether there are kernels for such a model.
+pub fn check_shape(model: &DeviceModel) -> Result<(), StartError> {
+    let (spec, rank) = (model.shard().spec(), model.shard().rank());
+    let shape = |what, found, expected| Err(StartError::Shape { what, found, expected });
+    let mut widths = vec![
+        ("hidden_size", spec.hidden_size),
+        ("num_attention_heads * head_dim", spec.query_width()),
+        ("num_key_value_heads * head_dim", spec.kv_width()),
+    ];
+    for layer in &spec.layers {
+        let (MlpSpec::Dense { intermediate_size } | MlpSpec::Experts { intermediate_size, .. }) = layer.mlp;
+        widths.push(("intermediate_size", intermediate_size));
+        if let MlpSpec::Experts { num_active: 33.., .. } = layer.mlp {
+            return shape("num_experts_per_tok", 33, "at most 32");
+        }
+    }
+    if let Some(&(what, found)) = widths.iter().find(|(_, width)| !width.is_multiple_of(8)) {
+        let expected = match rank.num_ranks {
+            1 => "a multiple of 8",
+            _ => "a multiple of 8 in each rank's part (a smaller tensor parallel degree may give that)",
+        };
+        return shape(what, found, expected);
+    }
+    if spec.layers.len() > NUM_MARKS {
+        return shape("num_hidden_layers", spec.layers.len(), "at most 1024");
+    }
+    // Sums of parts of a row, in shared memory.
+    if spec.vocab_size > 4 << 20 {
+        return shape("vocab_size", spec.vocab_size, "at most 4194304");
+    }
+    let rotary_dim = spec.ropes[0].rotary_dim;
+    match spec.ropes.iter().find(|rope| rope.rotary_dim != rotary_dim) {
+        Some(other) => shape("rotary_dim", other.rotary_dim, "the same in all layers"),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,430 @@
+//! The decoder's forward pass on a device: which kernels and products, in which order, on which memory. As
+//! cpu/forward.rs, with activations in bf16.
+
+use std::ops::Range;
+
+use baton_cuda::CudaError;
+use baton_cuda_kernels::attention::{
+    Attention, DecodeAttention, MIN_SPLIT, MergeSplits, PlainAttention, PrefillAttention, Rows,
+    WgmmaAttention, has_tensor_cores, max_splits, takes_wgmma,
+};
+use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::embed::Embed;
+use baton_cuda_kernels::experts::{Combine, Route, SortPairs};
+use baton_cuda_kernels::gate::Gate;
+use baton_cuda_kernels::kernel::Address;
+use baton_cuda_kernels::norm::AddNorm;
+use baton_cuda_kernels::products::{Dequantise, WeightKind};
+use baton_cuda_kernels::ranks::{JoinLogits, logit_stride};
+use baton_cuda_kernels::rope::{PlaceRows, RopeTable, StoreQkv, lanes};
+use baton_cuda_kernels::rows::{NormWanted, PostNorm, SoftCap};
+use baton_kv_cache::KvLayout;
+use baton_model_spec::{DecoderSpec, MlpSpec, Rank};
+
+use crate::buffers::Buffers;
+use crate::inputs::{InputAddresses, Inputs};
+use crate::multiply::{ExpertPlaces, Scratch, look_up};
+use crate::weights::{DeviceLayer, DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
+
+/// One step. What its methods ask for is there: the executor allocated it for the largest batch.
+#[derive(Clone)]
+pub struct ForwardPass<'a> {
+    /// What this rank computes, and the layout of its blocks.
+    pub spec: &'a DecoderSpec,
+    pub layout: &'a KvLayout,
+    pub rank: Rank,
+    /// Tokens that the embedding holds, where each rank has some; `None`: all.
+    pub embedded: Option<Range<usize>>,
+    pub weights: &'a DeviceWeights,
+    pub buffers: &'a Buffers,
+    pub scratch: &'a Scratch,
+    pub inputs: &'a Inputs,
+    /// Where those are.
+    pub at: InputAddresses,
+    /// The first block.
+    pub pool: Address,
+}
+
+impl ForwardPass<'_> {
+    /// Everything before the first layer.
+    pub fn begin<D: Device>(&self, device: &mut D) -> Result<(), CudaError> {
+        let table = self.weights.embedding;
+        let held = self.embedded.clone().unwrap_or(0..self.spec.vocab_size);
+        let embed = Embed {
+            table: table.at,
+            tokens: self.at.tokens,
+            x: self.buffers.x,
+            hidden: self.spec.hidden_size as u32,
+            first_token: held.start as u32,
+            num_held: held.len() as u32,
+            scale: self.spec.embedding_scale,
+            num_rows: self.inputs.num_rows as u64,
+        };
+        let place = PlaceRows {
+            positions: self.at.positions,
+            sequence_of: self.at.row_sequences,
+            block_tables: self.at.block_tables,
+            slots: self.buffers.slots,
+            max_blocks: self.inputs.max_blocks as u32,
+            block_size: self.layout.block_size as u32,
+            num_rows: self.inputs.num_rows as u64,
+        };
+        // SAFETY: as `ForwardPass` says.
+        unsafe {
+            match table.kind {
+                WeightKind::Bf16 => device.launch(&embed)?,
+                _ => device.launch(&Dequantise {
+                    first_row: embed.first_token,
+                    ..look_up(table, embed.tokens, embed.x, self.inputs.num_rows, embed.scale)
+                })?,
+            }
+            if self.embedded.is_some() {
+                // Of all ranks one has the token's row.
+                device.begin_sum(embed.x, self.inputs.num_rows * self.spec.hidden_size)?;
+                device.end_sums()?;
+            }
+            device.launch(&place)?;
+            for (rope, &cos_sin) in self.weights.ropes.iter().zip(&self.buffers.cos_sin) {
+                device.launch(&RopeTable {
+                    positions: self.at.positions,
+                    inverse_frequencies: rope.inverse_frequencies,
+                    cos_sin,
+                    factor: rope.factor,
+                    num_rows: self.inputs.num_rows as u32,
+                    rotary_dim: rope.rotary_dim as u64,
+                })?;
+            }
+            device.launch(&self.add_norm(Address::NULL, self.weights.layers[0].attention_norm))
+        }
+    }
+
+    /// Queries, keys and values of a layer; the latter two go to their blocks.
+    pub fn store<D: Device>(&self, device: &mut D, layer_idx: usize) -> Result<(), CudaError> {
+        let layer = &self.weights.layers[layer_idx];
+        self.apply(device, &layer.qkv, self.buffers.hidden, self.buffers.qkv)?;
+        let rope_idx = self.spec.layers[layer_idx].rope_idx;
+        let kernel = StoreQkv {
+            qkv: self.buffers.qkv,
+            slots: self.buffers.slots,
+            cos_sin: self.buffers.cos_sin[rope_idx],
+            query_norm: layer.query_norm,
+            key_norm: layer.key_norm,
+            bias: layer.qkv_bias,
+            layer: self.pool.add(self.layout.layer_offset(layer_idx)),
+            block_bytes: self.layout.block_bytes() as u64,
+            num_rows: self.inputs.num_rows as u32,
+            num_heads: self.spec.num_heads as u32,
+            num_kv_heads: self.spec.num_kv_heads as u32,
+            block_size: self.layout.block_size as u32,
+            eps: self.spec.norm_eps,
+            lanes: lanes(self.spec.head_dim, self.weights.ropes[rope_idx].rotary_dim),
+        };
+        // SAFETY: as `ForwardPass` says; no other row has their places, by the word of the caller that executes.
+        unsafe { device.launch(&kernel) }
+    }
+
+    /// The rest of the layer, and the norm of the next.
+    pub fn finish<D: Device>(&self, device: &mut D, layer_idx: usize) -> Result<(), CudaError> {
+        let layer = &self.weights.layers[layer_idx];
+        let buffers = self.buffers;
+        self.attend(device, layer_idx)?;
+        self.apply_to_sum(device, &layer.output, buffers.attended)?;
+        self.add(device, layer.attention_post_norm, layer.mlp_norm)?;
+        self.mlp(device, &self.spec.layers[layer_idx].mlp, layer)?;
+        match self.weights.layers.get(layer_idx + 1) {
+            Some(next) => self.add(device, layer.mlp_post_norm, next.attention_norm),
+            // What is left to add, the norm of the wanted rows adds.
+            None if layer.mlp_post_norm == Address::NULL => Ok(()),
+            None => self.add(device, layer.mlp_post_norm, Address::NULL),
+        }
+    }
+
+    /// The wanted rows, normed, in place of what the layers normed.
+    pub fn norm_wanted<D: Device>(&self, device: &mut D) -> Result<(), CudaError> {
+        let last = self.weights.layers.last().expect("a model has layers");
+        let is_added = last.mlp_post_norm != Address::NULL;
+        let kernel = NormWanted {
+            x: self.buffers.x,
+            added: if is_added { Address::NULL } else { self.buffers.added },
+            weight: self.weights.norm,
+            indices: self.at.wanted,
+            out: self.buffers.hidden,
+            hidden: self.spec.hidden_size as u32,
+            eps: self.spec.norm_eps,
+            num_rows: self.inputs.num_wanted as u64,
+        };
+        // SAFETY: as `ForwardPass` says.
+        unsafe { device.launch(&kernel) }
+    }
+
+    /// Logits of some of the wanted rows; of several ranks the first has them.
+    pub fn logits<D: Device>(&self, device: &mut D, first: usize, num_rows: usize) -> Result<(), CudaError> {
+        let (head, rank, vocab_size) = (self.weights.head, self.rank, self.spec.vocab_size);
+        let left = self.buffers.hidden.add(first * head.num_in * 2);
+        let (x, stride) = match rank.num_ranks {
+            1 => (self.buffers.logits, vocab_size),
+            num_ranks => (self.buffers.logit_parts, logit_stride(vocab_size, num_ranks)),
+        };
+        let len = num_rows * stride;
+        // SAFETY: as `ForwardPass` says.
+        unsafe {
+            // The last of many ranks may have no tokens.
+            if head.num_out > 0 {
+                self.scratch.multiply_exactly(device, head, left, x, num_rows)?;
+            }
+            if let Some(cap) = self.spec.logit_soft_cap {
+                device.launch(&SoftCap { x, len: len as u64, cap, unused: 0 })?;
+            }
+            if rank.num_ranks == 1 {
+                return Ok(());
+            }
+            device.gather(x, len)?;
+            if !rank.is_first() {
+                return Ok(());
+            }
+            device.launch(&JoinLogits {
+                parts: x,
+                out: self.buffers.logits,
+                part: vocab_size.div_ceil(rank.num_ranks) as u32,
+                stride: stride as u32,
+                vocab: vocab_size as u32,
+                num_rows: num_rows as u32,
+            })
+        }
+    }
+
+    fn attend<D: Device>(&self, device: &mut D, layer_idx: usize) -> Result<(), CudaError> {
+        let inputs = self.inputs;
+        let (num_decoded, num_sequences) = (inputs.num_decoded, inputs.num_sequences);
+        let [max_decode_rows, max_prefill_rows] = inputs.max_rows.map(|num_rows| num_rows as u32);
+        // SAFETY: as `ForwardPass` says.
+        unsafe {
+            if !has_tensor_cores(self.layout) {
+                let attention = self.attention(layer_idx, 0, num_sequences);
+                let max_rows = u64::from(max_decode_rows.max(max_prefill_rows));
+                return device.launch(&PlainAttention { attention, max_rows });
+            }
+            if num_decoded > 0 {
+                let decode = DecodeAttention {
+                    attention: self.attention(layer_idx, 0, num_decoded),
+                    sums: self.buffers.sums,
+                    stats: self.buffers.stats,
+                    max_splits: max_splits(self.layout.num_kv_heads),
+                    min_split: MIN_SPLIT,
+                    max_rows: max_decode_rows,
+                    unused: 0,
+                };
+                device.launch(&decode)?;
+                device.launch(&MergeSplits { decode })?;
+            }
+            if num_sequences > num_decoded {
+                let attention = self.attention(layer_idx, num_decoded, num_sequences - num_decoded);
+                let (tiles, num_tiles) = (self.at.tiles, inputs.num_tiles as u64);
+                let prefill = PrefillAttention { attention, tiles, num_tiles };
+                match device.has_wgmma() && takes_wgmma(self.layout) {
+                    true => device.launch(&WgmmaAttention(prefill))?,
+                    false => device.launch(&prefill)?,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// For some of the sequences.
+    fn attention(&self, layer_idx: usize, first: usize, num_sequences: usize) -> Attention {
+        let spec = self.spec;
+        let rows = Rows {
+            q: self.buffers.qkv,
+            out: self.buffers.attended,
+            block_tables: self.at.block_tables.add(first * self.inputs.max_blocks * 4),
+            first_row: self.at.first_row.add(first * 4),
+            num_rows: self.at.num_rows.add(first * 4),
+            start_idx: self.at.start_idx.add(first * 4),
+            max_blocks: self.inputs.max_blocks as u32,
+            num_sequences: num_sequences as u32,
+        };
+        let group = spec.num_heads / spec.num_kv_heads;
+        let window = spec.layers[layer_idx].window.and_then(|window| u32::try_from(window).ok());
+        let (layout, scale) = (self.layout, spec.attention_scale);
+        let mut attention = Attention::new(layout, self.pool, layer_idx, group, scale, &rows);
+        attention.window = window.unwrap_or(u32::MAX);
+        attention.soft_cap = spec.attention_soft_cap.unwrap_or(0.0);
+        attention
+    }
+
+    /// Adds what a part of a layer made to the stream, and norms that for the next part.
+    fn add<D: Device>(&self, device: &mut D, post_weight: Address, weight: Address) -> Result<(), CudaError> {
+        let buffers = self.buffers;
+        // SAFETY: as `ForwardPass` says.
+        unsafe {
+            if post_weight == Address::NULL {
+                return device.launch(&self.add_norm(buffers.added, weight));
+            }
+            device.launch(&PostNorm {
+                x: buffers.x,
+                added: buffers.added,
+                post_weight,
+                weight,
+                out: if weight == Address::NULL { Address::NULL } else { buffers.hidden },
+                hidden: self.spec.hidden_size as u32,
+                eps: self.spec.norm_eps,
+                num_rows: self.inputs.num_rows as u64,
+            })
+        }
+    }
+
+    fn add_norm(&self, added: Address, weight: Address) -> AddNorm {
+        AddNorm {
+            x: self.buffers.x,
+            added,
+            weight,
+            out: self.buffers.hidden,
+            hidden: self.spec.hidden_size as u32,
+            eps: self.spec.norm_eps,
+            num_rows: self.inputs.num_rows as u64,
+        }
+    }
+
+    fn mlp<D: Device>(&self, device: &mut D, mlp: &MlpSpec, layer: &DeviceLayer) -> Result<(), CudaError> {
+        let buffers = self.buffers;
+        match &layer.mlp {
+            DeviceMlp::Dense { gate_up, down } => {
+                self.apply(device, gate_up, buffers.hidden, buffers.gate_up)?;
+                self.gate(device, down.weight.num_in, self.inputs.num_rows)?;
+                self.apply_to_sum(device, down, buffers.gated)
+            }
+            DeviceMlp::Experts { router, gate_up, down } => {
+                self.experts(device, mlp, *router, *gate_up, *down)?;
+                self.begin_sum(device, 0..self.inputs.num_rows)?;
+                self.end_sums(device)
+            }
+        }
+    }
+
+    /// Each row's experts. How many rows one gets only the device knows: so the step can be repeated.
+    fn experts<D: Device>(
+        &self,
+        device: &mut D,
+        mlp: &MlpSpec,
+        router: DeviceMatrix,
+        gate_up: DeviceMatrix,
+        down: DeviceMatrix,
+    ) -> Result<(), CudaError> {
+        let MlpSpec::Experts { num_experts, num_active, renormalise, .. } = *mlp else {
+            unreachable!("experts by the specification")
+        };
+        let (buffers, routed) = (self.buffers, &self.buffers.routed);
+        let (num_rows, hidden) = (self.inputs.num_rows as u32, self.spec.hidden_size as u32);
+        let (num_experts, num_active) = (num_experts as u32, num_active as u32);
+        let num_pairs = num_rows * num_active;
+        let (offsets, rows, gate_up_rows) = (routed.offsets, routed.rows, buffers.gate_up);
+        let places = ExpertPlaces { offsets, rows, gate_up: gate_up_rows, num_pairs, num_experts };
+        let in_order = ExpertPlaces { rows: Address::NULL, ..places };
+        let scratch = self.scratch;
+        // SAFETY: as `ForwardPass` says.
+        unsafe {
+            let num_all = self.inputs.num_rows;
+            scratch.multiply_exactly(device, router, buffers.hidden, routed.logits, num_all)?;
+            device.launch(&Route {
+                logits: routed.logits,
+                slots: buffers.slots,
+                experts: routed.experts,
+                weights: routed.weights,
+                num_rows,
+                num_experts,
+                num_active,
+                renormalise: renormalise.into(),
+            })?;
+            device.launch(&SortPairs {
+                experts: routed.experts,
+                offsets: routed.offsets,
+                rows: routed.rows,
+                places: routed.places,
+                num_pairs,
+                num_active,
+                num_experts,
+                unused: 0,
+            })?;
+            scratch.apply_experts(device, gate_up, &places, buffers.hidden, buffers.gated, true)?;
+            scratch.apply_experts(device, down, &in_order, buffers.gated, routed.outputs, false)?;
+            device.launch(&Combine {
+                outputs: routed.outputs,
+                places: routed.places,
+                weights: routed.weights,
+                out: buffers.added,
+                hidden,
+                num_active,
+                is_added: 0,
+                num_rows,
+            })
+        }
+    }
+
+    fn gate<D: Device>(&self, device: &mut D, width: usize, num_rows: usize) -> Result<(), CudaError> {
+        let kernel = Gate {
+            gate_up: self.buffers.gate_up,
+            out: self.buffers.gated,
+            width: width as u32,
+            num_rows: num_rows as u32,
+        };
+        // SAFETY: as `ForwardPass` says.
+        unsafe { device.launch(&kernel) }
+    }
+
+    /// What a part of a layer adds to the stream: a product of all rows, summed over ranks. Of many rows the first half is
+    /// summed beside the product of the second.
+    fn apply_to_sum<D: Device>(
+        &self,
+        device: &mut D,
+        linear: &DeviceLinear,
+        from: Address,
+    ) -> Result<(), CudaError> {
+        let (num_rows, hidden) = (self.inputs.num_rows, self.spec.hidden_size);
+        let is_divided = self.rank.num_ranks > 1 && num_rows >= D::ROWS_TO_OVERLAP;
+        let half = if is_divided { num_rows / 2 } else { num_rows };
+        for rows in [0..half, half..num_rows].into_iter().filter(|rows| !rows.is_empty()) {
+            let first = rows.start;
+            let from = from.add(first * linear.weight.num_in * 2);
+            self.apply_rows(device, linear, from, self.buffers.added.add(first * hidden * 2), rows.len())?;
+            self.begin_sum(device, rows)?;
+        }
+        self.end_sums(device)
+    }
+
+    fn end_sums<D: Device>(&self, device: &mut D) -> Result<(), CudaError> {
+        if self.rank.num_ranks == 1 { Ok(()) } else { device.end_sums() }
+    }
+
+    /// Sums some of the rows that a part of a layer made up over ranks, where there are several.
+    fn begin_sum<D: Device>(&self, device: &mut D, rows: Range<usize>) -> Result<(), CudaError> {
+        if self.rank.num_ranks == 1 {
+            return Ok(());
+        }
+        let hidden = self.spec.hidden_size;
+        // SAFETY: as `ForwardPass` says.
+        unsafe { device.begin_sum(self.buffers.added.add(rows.start * hidden * 2), rows.len() * hidden) }
+    }
+
+    /// A product of all rows, and its bias.
+    fn apply<D: Device>(
+        &self,
+        device: &mut D,
+        linear: &DeviceLinear,
+        from: Address,
+        out: Address,
+    ) -> Result<(), CudaError> {
+        self.apply_rows(device, linear, from, out, self.inputs.num_rows)
+    }
+
+    fn apply_rows<D: Device>(
+        &self,
+        device: &mut D,
+        linear: &DeviceLinear,
+        from: Address,
+        out: Address,
+        num_rows: usize,
+    ) -> Result<(), CudaError> {
+        // SAFETY: as `ForwardPass` says.
+        unsafe { self.scratch.apply(device, linear, from, out, num_rows) }
+    }
+}

@@ -1,0 +1,87 @@
+//! How large the model, the batches and the ceilings are that are measured.
+
+use baton_kv_cache::{KvDtype, KvLayout};
+use baton_model_spec::{Activation, DecoderSpec, LayerSpec, MlpSpec, RopeScaling, RopeSpec};
+
+/// How large everything is.
+#[derive(Clone, Debug)]
+pub struct Sizes {
+    /// The model.
+    pub spec: DecoderSpec,
+    /// Tokens in the cache of a sequence that decodes, the newest included.
+    pub context: usize,
+    /// Sequences that decode.
+    pub batch: usize,
+    /// Tokens of the prompt.
+    pub prompt: usize,
+    /// Of the large copy.
+    pub copied_bytes: usize,
+    /// Rows and columns of the product.
+    pub product: usize,
+    /// Of each measurement.
+    pub repetitions: usize,
+}
+
+impl Sizes {
+    /// A model of the shape of Llama 3.1 8B.
+    pub fn full() -> Sizes {
+        let (hidden_size, num_heads, num_kv_heads, head_dim) = (4096, 32, 8, 128);
+        let mlp = MlpSpec::Dense { intermediate_size: 14336 };
+        let shape = [hidden_size, num_heads, num_kv_heads, head_dim];
+        Sizes {
+            spec: llama(shape, vec![LayerSpec { window: None, rope_idx: 0, mlp }; 32], 128_256),
+            context: 4096,
+            batch: 32,
+            prompt: 8192,
+            copied_bytes: 4 << 30,
+            product: 8192,
+            repetitions: 15,
+        }
+    }
+
+    /// Of its blocks.
+    pub fn layout(&self) -> KvLayout {
+        KvLayout {
+            block_size: 16,
+            num_layers: self.spec.layers.len(),
+            num_kv_heads: self.spec.num_kv_heads,
+            head_dim: self.spec.head_dim,
+            dtype: KvDtype::Bf16,
+        }
+    }
+}
+
+/// Of such sizes: hidden, heads, kv heads, and of a head.
+pub fn llama(shape: [usize; 4], layers: Vec<LayerSpec>, vocab_size: usize) -> DecoderSpec {
+    let [hidden_size, num_heads, num_kv_heads, head_dim] = shape;
+    DecoderSpec {
+        vocab_size,
+        hidden_size,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        layers,
+        ropes: vec![RopeSpec { theta: 500_000.0, rotary_dim: head_dim, scaling: RopeScaling::None }],
+        norm_eps: 1e-5,
+        norm_unit_offset: false,
+        post_norms: false,
+        qk_norm: false,
+        qkv_bias: false,
+        output_bias: false,
+        mlp_bias: false,
+        fused_projections: false,
+        attention_scale: 1.0 / (head_dim as f32).sqrt(),
+        attention_soft_cap: None,
+        activation: Activation::Silu,
+        embedding_scale: 1.0,
+        tied_head: false,
+        logit_soft_cap: None,
+        tensor_prefix: String::new(),
+    }
+}
+
+/// Of one layer: each row meets those before it and itself, twice, by a multiplication and an addition.
+pub fn attention_operations(spec: &DecoderSpec, num_tokens: usize) -> f64 {
+    let pairs = num_tokens as f64 * (num_tokens as f64 + 1.0) / 2.0;
+    4.0 * spec.query_width() as f64 * pairs
+}

@@ -1,0 +1,421 @@
+//! How rows are multiplied with a matrix: by what it holds, and by how many rows there are.
+//!
+//! | weights | few rows | many |
+//! |---|---|---|
+//! | bf16 | cuBLASLt | cuBLASLt |
+//! | integers; fp8 in other blocks | [`MultiplyFew`] | some rows of them widened, cuBLASLt, the next |
+//! | fp8 with a scale for each row, or for 128 x 128 | [`MultiplyFew`] | activations quantised, cuBLASLt in fp8, where the device has that |
+//!
+//! Experts' products go over all experts at once, and how many rows one has only the device knows: a step is of few rows
+//! when experts have few on average.
+
+use baton_cuda::CudaError;
+use baton_cuda_kernels::device::{Device, FP8_BLOCK, Fp8Product, Fp8Products, Fp8Scaling, Product};
+use baton_cuda_kernels::expert_products::{ExpertProduct, GatedExpertProduct};
+use baton_cuda_kernels::gate::Gate;
+use baton_cuda_kernels::kernel::Address;
+use baton_cuda_kernels::products::{
+    Dequantise, MultiplyFew, QuantiseGroups, QuantiseRows, ScaleProduct, WeightKind,
+};
+use baton_cuda_kernels::rows::AddBias;
+use baton_model_spec::{DecoderSpec, MlpSpec};
+
+use crate::form::MAX_SCALE_ROWS;
+use crate::inputs::{BatchLimits, padded};
+use crate::weights::{DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
+
+/// Rows up to which weights of less than bf16 are multiplied as they are. 16 more rows read them once more, partly from the
+/// second cache; widening them reads them once, then writes and reads two bytes each. So 64 rows move four bytes for a
+/// weight of eight bits where widening moves five, and two for one of four bits where it moves four and a half. A guess
+/// until it is measured.
+pub const FEW_ROWS: usize = 64;
+
+/// Weights are widened so many bytes at a time: they come back from the second cache (40 MB on A100, 50 MB on H100) when
+/// they are multiplied.
+const WIDENED_BYTES: usize = 32 << 20;
+
+/// The same of experts, of which some are widened at a time and each is multiplied with few rows: it takes several to give
+/// a device enough to do.
+const WIDENED_EXPERT_BYTES: usize = 256 << 20;
+
+/// Rows of a tile of experts' products: few of them go to one expert, and more are several tiles.
+pub const EXPERT_TILE_ROWS: u32 = 64;
+
+/// Blocks of experts' products: more than any device holds at a time, each for as many tiles as it takes.
+const MAX_EXPERT_BLOCKS: u64 = 1024;
+
+/// Memory for what weights and activations become on their way into a product. Null where nothing needs it.
+#[derive(Debug)]
+pub struct Scratch {
+    /// Weights in bf16.
+    pub widened: Address,
+    pub widened_bytes: usize,
+    /// `[rows][in]`, E4M3: activations.
+    pub quantised: Address,
+    /// `[rows]`, f32, or `[in / 128][rows]`: their scales.
+    pub row_scales: Address,
+    pub fp8: Fp8Products,
+}
+
+impl Scratch {
+    /// For the largest batch. `quantises`: activations may be quantised to eight bits.
+    ///
+    /// # Errors
+    /// When the device has not the memory.
+    pub fn new<D: Device>(
+        device: &mut D,
+        spec: &DecoderSpec,
+        weights: &DeviceWeights,
+        limits: &BatchLimits,
+        quantises: bool,
+    ) -> Result<Scratch, CudaError> {
+        let fp8 = if quantises { device.fp8_products() } else { Fp8Products::None };
+        let mut scratch = Scratch {
+            widened: Address::NULL,
+            widened_bytes: 0,
+            quantised: Address::NULL,
+            row_scales: Address::NULL,
+            fp8,
+        };
+        let rows = padded(limits.num_rows);
+        let (mut quantised_width, mut num_row_scales) = (0, 0);
+        let mut room_for = |matrix: &DeviceMatrix, most: usize, is_exact: bool| {
+            if matrix.kind == WeightKind::Bf16 || rows <= FEW_ROWS {
+                return;
+            }
+            if let Some(scaling) = matrix.fp8_scaling(fp8).filter(|_| !is_exact) {
+                let num_groups = if scaling == Fp8Scaling::Blocks { matrix.num_in / FP8_BLOCK } else { 1 };
+                quantised_width = quantised_width.max(matrix.num_in);
+                num_row_scales = num_row_scales.max(num_groups);
+                return;
+            }
+            scratch.widened_bytes = scratch.widened_bytes.max(most);
+        };
+        let some_rows = |matrix: &DeviceMatrix| {
+            matrix.bf16_bytes().min(WIDENED_BYTES.max(matrix.num_in * 2 * MAX_SCALE_ROWS))
+        };
+        room_for(&weights.head, some_rows(&weights.head), true);
+        for (layer, layer_spec) in weights.layers.iter().zip(&spec.layers) {
+            let mut dense = vec![layer.qkv.weight, layer.output.weight];
+            match (&layer.mlp, &layer_spec.mlp) {
+                (DeviceMlp::Dense { gate_up, down }, _) => dense.extend([gate_up.weight, down.weight]),
+                (
+                    DeviceMlp::Experts { gate_up, down, .. },
+                    &MlpSpec::Experts { num_experts, num_active, .. },
+                ) if rows * num_active > FEW_ROWS * num_experts => {
+                    for matrix in [gate_up, down] {
+                        let some = (matrix.bf16_bytes() * num_experts).min(WIDENED_EXPERT_BYTES);
+                        room_for(matrix, some.max(matrix.bf16_bytes()), true);
+                    }
+                }
+                (DeviceMlp::Experts { .. }, _) => {}
+            }
+            dense.iter().for_each(|matrix| room_for(matrix, some_rows(matrix), false));
+        }
+        if scratch.widened_bytes > 0 {
+            scratch.widened = device.allocate(scratch.widened_bytes)?;
+        }
+        if quantised_width > 0 {
+            scratch.quantised = device.allocate(rows * quantised_width)?;
+            scratch.row_scales = device.allocate(rows * num_row_scales * 4)?;
+        }
+        Ok(scratch)
+    }
+
+    /// `out = from weight^T + bias`, in bf16.
+    ///
+    /// # Safety
+    /// The rows are there, at most as many as the scratch was made for, and so is room for what comes of them.
+    pub unsafe fn apply<D: Device>(
+        &self,
+        device: &mut D,
+        linear: &DeviceLinear,
+        from: Address,
+        out: Address,
+        num_rows: usize,
+    ) -> Result<(), CudaError> {
+        let matrix = linear.weight;
+        // SAFETY: by the caller's word.
+        unsafe {
+            if matrix.is_multiplied_as_it_is(num_rows) {
+                return device.launch(&few(matrix, from, out, num_rows, linear.bias));
+            }
+            match matrix.fp8_scaling(self.fp8) {
+                Some(scaling) => self.multiply_fp8(device, matrix, scaling, from, out, num_rows)?,
+                None => self.multiply_widened(device, &product(matrix, from, out, num_rows), matrix)?,
+            }
+            if linear.bias == Address::NULL {
+                return Ok(());
+            }
+            let width = matrix.num_out as u32;
+            device.launch(&AddBias { x: out, bias: linear.bias, width, num_rows: num_rows as u32 })
+        }
+    }
+
+    /// `out = from matrix^T`, in f32; activations are not quantised.
+    ///
+    /// # Safety
+    /// As [`apply`](Self::apply).
+    pub unsafe fn multiply_exactly<D: Device>(
+        &self,
+        device: &mut D,
+        matrix: DeviceMatrix,
+        from: Address,
+        out: Address,
+        num_rows: usize,
+    ) -> Result<(), CudaError> {
+        // SAFETY: by the caller's word.
+        unsafe {
+            if matrix.is_multiplied_as_it_is(num_rows) {
+                let few = few(matrix, from, out, num_rows, Address::NULL);
+                return device.launch(&MultiplyFew { is_f32: 1, ..few });
+            }
+            let product = Product { is_out_f32: 1, ..product(matrix, from, out, num_rows) };
+            self.multiply_widened(device, &product, matrix)
+        }
+    }
+
+    unsafe fn multiply_fp8<D: Device>(
+        &self,
+        device: &mut D,
+        matrix: DeviceMatrix,
+        scaling: Fp8Scaling,
+        from: Address,
+        out: Address,
+        num_rows: usize,
+    ) -> Result<(), CudaError> {
+        let (k, rows) = (matrix.num_in as u32, num_rows as u32);
+        let (x, quantised, scales) = (from, self.quantised, self.row_scales);
+        let given = |scales: Address| if scaling == Fp8Scaling::None { Address::NULL } else { scales };
+        // Rows up to a multiple of 4 are there, in all buffers: their results are not read.
+        let num_multiplied = if scaling == Fp8Scaling::Blocks { rows.next_multiple_of(4) } else { rows };
+        // SAFETY: by the caller's word.
+        unsafe {
+            match scaling {
+                Fp8Scaling::None | Fp8Scaling::Rows => {
+                    device.launch(&QuantiseRows { x, out: quantised, scales, k, num_rows: rows })?;
+                }
+                Fp8Scaling::Blocks => {
+                    let (stride, num_rows) = (num_multiplied, num_rows as u64);
+                    device.launch(&QuantiseGroups { x, out: quantised, scales, k, stride, num_rows })?;
+                }
+            }
+            device.multiply_fp8(&Fp8Product {
+                left: quantised,
+                right: matrix.at,
+                out,
+                left_scales: given(scales),
+                right_scales: given(matrix.scales.scales),
+                num_rows: num_multiplied.into(),
+                num_out: matrix.num_out as u64,
+                num_in: matrix.num_in as u64,
+                scaling,
+            })?;
+            if scaling != Fp8Scaling::None {
+                return Ok(());
+            }
+            device.launch(&ScaleProduct {
+                x: out,
+                row_scales: self.row_scales,
+                column_scales: matrix.scales.scales,
+                n: matrix.num_out as u32,
+                num_rows: rows,
+            })
+        }
+    }
+
+    /// A product, some outputs at a time: of so many are the weights widened.
+    unsafe fn multiply_widened<D: Device>(
+        &self,
+        device: &mut D,
+        product: &Product,
+        matrix: DeviceMatrix,
+    ) -> Result<(), CudaError> {
+        if matrix.kind == WeightKind::Bf16 {
+            // SAFETY: by the caller's word.
+            return unsafe { device.multiply(product) };
+        }
+        let fitting = self.widened_bytes / (matrix.num_in * 2);
+        let at_a_time =
+            if fitting < matrix.num_out { fitting / MAX_SCALE_ROWS * MAX_SCALE_ROWS } else { matrix.num_out };
+        let out_bytes = if product.is_out_f32 != 0 { 4 } else { 2 };
+        for first in (0..matrix.num_out).step_by(at_a_time) {
+            let num_out = at_a_time.min(matrix.num_out - first);
+            // SAFETY: by the caller's word; so many fit into the scratch.
+            unsafe {
+                device.launch(&self.widen(matrix.rows_at(first, num_out)))?;
+                let out = product.out.add(first * out_bytes);
+                let num_out = num_out as u64;
+                device.multiply(&Product { right: self.widened, out, num_out, ..*product })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn widen(&self, matrix: DeviceMatrix) -> Dequantise {
+        debug_assert!(matrix.bf16_bytes() <= self.widened_bytes, "room for it");
+        look_up(matrix, Address::NULL, self.widened, matrix.num_out, 1.0)
+    }
+
+    /// Each expert's rows with its weights; of gated ones the gates are taken, too.
+    ///
+    /// # Safety
+    /// As [`apply`](Self::apply).
+    pub unsafe fn apply_experts<D: Device>(
+        &self,
+        device: &mut D,
+        matrix: DeviceMatrix,
+        places: &ExpertPlaces,
+        from: Address,
+        out: Address,
+        is_gated: bool,
+    ) -> Result<(), CudaError> {
+        let ExpertPlaces { offsets, rows, gate_up, num_pairs, num_experts } = *places;
+        let columns = if is_gated { matrix.num_out / 2 } else { matrix.num_out } as u32;
+        let product = |weights: Address, first: usize, num_experts: u32| {
+            let tiles =
+                ExpertProduct::most_tiles(num_pairs, num_experts, columns, EXPERT_TILE_ROWS, is_gated);
+            ExpertProduct {
+                a: from,
+                rows,
+                offsets: offsets.add(first * 4),
+                weights,
+                out,
+                depth: matrix.num_in as u32,
+                columns,
+                num_experts,
+                num_blocks: tiles.min(MAX_EXPERT_BLOCKS) as u16,
+                tile_rows: EXPERT_TILE_ROWS as u16,
+            }
+        };
+        let launch = |device: &mut D, product: ExpertProduct| {
+            // SAFETY: by the caller's word.
+            unsafe {
+                if is_gated { device.launch(&GatedExpertProduct(product)) } else { device.launch(&product) }
+            }
+        };
+        if matrix.kind == WeightKind::Bf16 {
+            return launch(device, product(matrix.at, 0, num_experts));
+        }
+        if num_pairs as usize <= FEW_ROWS * num_experts as usize {
+            let multiplied = if is_gated { gate_up } else { out };
+            let few = few(matrix, from, multiplied, num_pairs as usize, Address::NULL);
+            // SAFETY: by the caller's word.
+            unsafe {
+                device.launch(&MultiplyFew { rows, offsets, num_experts, ..few })?;
+                if is_gated {
+                    device.launch(&Gate { gate_up, out, width: columns, num_rows: num_pairs })?;
+                }
+            }
+            return Ok(());
+        }
+        let at_a_time = (self.widened_bytes / matrix.bf16_bytes()).min(num_experts as usize);
+        for first in (0..num_experts as usize).step_by(at_a_time) {
+            let num = at_a_time.min(num_experts as usize - first);
+            let widened = matrix.rows_at(first * matrix.num_out, num * matrix.num_out);
+            // SAFETY: by the caller's word; so many fit into the scratch.
+            unsafe { device.launch(&self.widen(widened)) }?;
+            launch(device, product(self.widened, first, num as u32))?;
+        }
+        Ok(())
+    }
+}
+
+/// Rows on their way through experts: a pair is a row and one of its experts.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertPlaces {
+    /// `[num_experts + 1]`, u32: each expert's first place.
+    pub offsets: Address,
+    /// The row at each place, u32; null if it is the place's own.
+    pub rows: Address,
+    /// Room for `[pairs][2 n]`, bf16, of gated experts before their gates are taken.
+    pub gate_up: Address,
+    pub num_pairs: u32,
+    pub num_experts: u32,
+}
+
+impl DeviceMatrix {
+    fn is_multiplied_as_it_is(&self, num_rows: usize) -> bool {
+        self.kind != WeightKind::Bf16 && num_rows <= FEW_ROWS
+    }
+
+    fn bf16_bytes(&self) -> usize {
+        self.num_out * self.num_in * 2
+    }
+
+    /// Scales of a product of many rows with both sides in fp8, if there is one.
+    pub fn fp8_scaling(&self, products: Fp8Products) -> Option<Fp8Scaling> {
+        let (rows, group) = (self.scales.rows_per_scale as usize, self.scales.group as usize);
+        let is_aligned = self.num_out.is_multiple_of(16) && self.num_in.is_multiple_of(16);
+        if self.kind != WeightKind::Fp8 || !is_aligned {
+            return None;
+        }
+        match products {
+            Fp8Products::Blocks
+                if (rows, group) == (FP8_BLOCK, FP8_BLOCK) && self.num_in.is_multiple_of(FP8_BLOCK) =>
+            {
+                Some(Fp8Scaling::Blocks)
+            }
+            Fp8Products::None => None,
+            _ if rows > 1 || group < self.num_in => None,
+            Fp8Products::Plain => Some(Fp8Scaling::None),
+            Fp8Products::Scaled | Fp8Products::Blocks => Some(Fp8Scaling::Rows),
+        }
+    }
+}
+
+/// Rows of a matrix of less than bf16, times `factor`: those that `rows` says, or all of them.
+pub fn look_up(
+    matrix: DeviceMatrix,
+    rows: Address,
+    out: Address,
+    num_rows: usize,
+    factor: f32,
+) -> Dequantise {
+    Dequantise {
+        weights: matrix.at,
+        scales: matrix.scales,
+        rows,
+        out,
+        k: matrix.num_in as u32,
+        n: num_rows as u32,
+        num_held: matrix.num_out as u32,
+        factor,
+        kind: matrix.kind,
+        first_row: 0,
+    }
+}
+
+fn few(matrix: DeviceMatrix, from: Address, out: Address, num_rows: usize, bias: Address) -> MultiplyFew {
+    MultiplyFew {
+        x: from,
+        rows: Address::NULL,
+        offsets: Address::NULL,
+        weights: matrix.at,
+        scales: matrix.scales,
+        bias,
+        out,
+        k: matrix.num_in as u32,
+        n: matrix.num_out as u32,
+        num_rows: num_rows as u32,
+        num_experts: 1,
+        is_f32: 0,
+        kind: matrix.kind,
+    }
+}
+
+/// `out = from right^T`, in bf16.
+fn product(right: DeviceMatrix, from: Address, out: Address, num_rows: usize) -> Product {
+    Product {
+        left: from,
+        right: right.at,
+        out,
+        num_rows: num_rows as u64,
+        num_out: right.num_out as u64,
+        num_in: right.num_in as u64,
+        left_stride: right.num_in as u64,
+        out_stride: right.num_out as u64,
+        is_out_f32: 0,
+        beta: 0.0,
+    }
+}

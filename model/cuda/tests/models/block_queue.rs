@@ -1,0 +1,145 @@
+//! Blocks that are gathered, scattered, coded and hashed, as processors do it.
+
+use baton_cuda_emulator::session::Threads;
+use baton_cuda_emulator::test_device::TestDevice;
+use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::kernel::Address;
+use baton_kv_cache::{BlockKernels, KvLayout, VectorCodec, WireCodec};
+use baton_kv_cache::{KvDtype, WireFormat, WireScratch};
+use baton_model_cuda::block_queue::{BlockQueue, MAX_RUNS, STAGED_BYTES, sources};
+use baton_model_testing::noise;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+const LAYOUT: KvLayout =
+    KvLayout { block_size: 4, num_layers: 3, num_kv_heads: 2, head_dim: 10, dtype: KvDtype::Int8 };
+
+/// A queue, a pool of random bytes on its device, and the pool as it is.
+fn queue(num_bytes: usize) -> (BlockQueue<TestDevice>, Address, Vec<u8>) {
+    let pool: Vec<u8> = (0..num_bytes as u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let mut queue =
+        BlockQueue::new(TestDevice::new(&sources(&LAYOUT), 64 << 20, Threads::Shuffled), &LAYOUT).unwrap();
+    let at = queue.device.allocate(num_bytes).unwrap();
+    // SAFETY: just allocated.
+    unsafe { queue.device.upload(at, &pool) }.unwrap();
+    (queue, at, pool)
+}
+
+#[test]
+fn pieces_are_gathered_hashed_and_scattered() {
+    for num_bytes in [7, 240, 241, 1000, 40_000] {
+        let (mut queue, at, mut pool) = queue(5 * num_bytes);
+        let order = [3, 0, 4];
+        let places = order.map(|idx| at.0 + (idx * num_bytes) as u64);
+        let expected = order.map(|idx| pool[idx * num_bytes..][..num_bytes].to_vec());
+        let mut gathered = vec![0; 3 * num_bytes];
+        // SAFETY: all places lie in the pool.
+        unsafe {
+            queue.gather(&places, &mut gathered).unwrap();
+            assert!(gathered == expected.concat(), "{num_bytes}");
+            let sums = queue.checksums(&places, num_bytes, 9).unwrap();
+            let hashed = expected.each_ref().map(|piece| xxh3_64_with_seed(piece, 9)).to_vec();
+            assert_eq!(sums, (num_bytes > 240).then_some(hashed));
+
+            let new: Vec<u8> = gathered.iter().map(|byte| !byte).collect();
+            queue.scatter(&places, &new).unwrap();
+            for (idx, piece) in order.into_iter().zip(new.chunks_exact(num_bytes)) {
+                pool[idx * num_bytes..][..num_bytes].copy_from_slice(piece);
+            }
+            let mut found = vec![0; pool.len()];
+            queue.device.download(at, &mut found).unwrap();
+            assert!(found == pool, "{num_bytes}: these pieces, and no others");
+        }
+    }
+}
+
+/// Codes pieces of noise from a device and back to it, in as many groups as that takes.
+fn check_coding(layout: KvLayout, format: WireFormat, num_pieces: usize) {
+    let codec = WireCodec::new(&layout, format).expect("it is smaller");
+    let piece_bytes = layout.layer_bytes();
+    let mut pool = vec![0; num_pieces * piece_bytes];
+    let vectors = noise(1, num_pieces * piece_bytes / layout.dtype.size_bytes());
+    layout.dtype.store_vectors(&vectors, layout.head_dim, &mut pool, &mut []);
+    let mut scratch = WireScratch::default();
+    let (mut coded, mut decoded) = (vec![0; num_pieces * codec.piece_bytes()], vec![0; pool.len()]);
+    let coded_pieces = coded.chunks_exact_mut(codec.piece_bytes());
+    let decoded_pieces = decoded.chunks_exact_mut(piece_bytes);
+    for ((piece, coded), decoded) in pool.chunks_exact(piece_bytes).zip(coded_pieces).zip(decoded_pieces) {
+        codec.encode(piece, coded, &mut scratch);
+        codec.decode(coded, decoded, &mut scratch);
+    }
+    let sums: Vec<u64> = decoded.chunks_exact(piece_bytes).map(|piece| xxh3_64_with_seed(piece, 9)).collect();
+    let device = TestDevice::new(&sources(&layout), 64 << 20, Threads::Shuffled);
+    let mut queue = BlockQueue::new(device, &layout).unwrap();
+    let at = queue.device.allocate(pool.len()).unwrap();
+    let places: Vec<u64> = (0..num_pieces).map(|idx| at.0 + (idx * piece_bytes) as u64).collect();
+    let mut found = vec![0; coded.len()];
+    // SAFETY: all places lie in what was just allocated.
+    unsafe {
+        queue.device.upload(at, &pool).unwrap();
+        assert_eq!(queue.gather_coded(&codec, &places, &mut found, 9).unwrap(), Some(sums));
+        assert!(found == coded, "{format:?}");
+        assert!(queue.scatter_coded(&codec, &places, &coded).unwrap());
+        queue.device.download(at, &mut pool).unwrap();
+        assert!(pool == decoded, "{format:?}");
+    }
+}
+
+#[test]
+fn pieces_are_coded_where_they_lie() {
+    let (dtype, head_dim) = (KvDtype::Bf16, 64);
+    let layout = KvLayout { block_size: 1, num_layers: 1, num_kv_heads: 1, head_dim, dtype };
+    check_coding(layout, WireFormat::Int8, 3);
+    check_coding(layout, WireFormat::Int4, 5);
+    // More than there are of a group.
+    check_coding(layout, WireFormat::Int8, MAX_RUNS + 3);
+}
+
+#[test]
+fn what_no_kernel_codes_is_left_to_processors() {
+    let (mut queue, at, _) = queue(2 * LAYOUT.layer_bytes());
+    let bf16 = KvLayout { dtype: KvDtype::Bf16, ..LAYOUT };
+    let small = KvLayout { block_size: 1, ..bf16 };
+    // Another layout than the queue's, a group that is not full, a piece too short for checksums there.
+    let cases =
+        [(LAYOUT, bf16, WireFormat::Int8), (bf16, bf16, WireFormat::Int4), (small, small, WireFormat::Int8)];
+    for (own, layout, format) in cases {
+        queue.layout = own;
+        let codec = WireCodec::new(&layout, format).expect("it is smaller");
+        let mut coded = vec![0; codec.piece_bytes()];
+        // SAFETY: a piece of any of these layouts lies there.
+        unsafe {
+            assert_eq!(queue.gather_coded(&codec, &[at.0], &mut coded, 9).unwrap(), None);
+            assert!(!queue.scatter_coded(&codec, &[at.0], &coded).unwrap());
+        }
+    }
+}
+
+#[test]
+fn more_pieces_and_longer_ones_than_are_staged_are_moved_in_parts() {
+    type Queue = BlockQueue<TestDevice>;
+    let (mut queue, ..) = queue(8);
+    let parts = |queue: &mut Queue, places: &[u64], num_bytes| {
+        let mut parts = vec![];
+        let each = |_: &mut Queue, places: &[u64], at, num_bytes| {
+            parts.push((places.to_vec(), at, num_bytes));
+            Ok(())
+        };
+        queue.in_groups(places, num_bytes, each).unwrap();
+        parts
+    };
+    let half = STAGED_BYTES / 2;
+    assert_eq!(parts(&mut queue, &[10, 20, 30], half), [(vec![10, 20], 0, half), (vec![30], 2 * half, half)]);
+    let long = STAGED_BYTES + 5;
+    let rest = 1000 + STAGED_BYTES as u64;
+    assert_eq!(
+        parts(&mut queue, &[0, 1000], long),
+        [
+            (vec![0], 0, STAGED_BYTES),
+            (vec![STAGED_BYTES as u64], STAGED_BYTES, 5),
+            (vec![1000], long, STAGED_BYTES),
+            (vec![rest], long + STAGED_BYTES, 5),
+        ]
+    );
+    assert_eq!(parts(&mut queue, &vec![0; MAX_RUNS + 1], 1).len(), 2);
+    assert!(parts(&mut queue, &[], 16).is_empty());
+}

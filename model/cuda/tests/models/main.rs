@@ -1,0 +1,10 @@
+//! Executors of models, and what they are made of: on the emulator, or on the device that `BATON_KERNELS_ON` names.
+
+mod block_queue;
+mod fake_libraries;
+mod low_bit;
+mod measure;
+mod multiply;
+mod ranks;
+mod sampling;
+mod whole;

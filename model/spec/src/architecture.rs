@@ -1,0 +1,463 @@
+//! The supported architectures: how each one's `config.json` becomes a [`DecoderSpec`].
+//!
+//! Defaults are those of the `transformers` library, which leaves fields out that have them.
+
+use crate::decoder::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
+use crate::error::LoadError;
+use crate::fields::{Fields, MAX_SIZE};
+use crate::rope::{RopeScaling, RopeSpec};
+
+/// Layers of a decoder at most: a file that says more is wrong.
+pub const MAX_LAYERS: usize = 4096;
+
+/// One row per architecture: what its name implies before any field is read.
+struct Family {
+    name: &'static str,
+    tensor_prefix: &'static str,
+    /// Where a window comes from.
+    windows: Windows,
+    rope_theta: f64,
+    norm_eps: f64,
+    qkv_bias: Bias,
+    output_bias: Bias,
+    mlp_bias: Bias,
+    gemma: bool,
+    qk_norm: bool,
+    tied_head: bool,
+    fused_projections: bool,
+    experts: Option<ExpertNaming>,
+}
+
+enum Bias {
+    Always,
+    Never,
+    /// When this field is true.
+    Field(&'static str),
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Windows {
+    None,
+    /// `sliding_window` in all layers.
+    All,
+    /// `sliding_window` in all layers when `use_sliding_window`.
+    AllIfUsed,
+    /// As `layer_types` says; else from layer `max_window_layers` when `use_sliding_window`.
+    Qwen,
+    /// As `layer_types` says; else all but every so many layers.
+    Alternating(usize),
+}
+
+const LLAMA: Family = Family {
+    name: "LlamaForCausalLM",
+    tensor_prefix: "model.",
+    windows: Windows::None,
+    rope_theta: 10_000.0,
+    norm_eps: 1e-6,
+    qkv_bias: Bias::Field("attention_bias"),
+    output_bias: Bias::Field("attention_bias"),
+    mlp_bias: Bias::Field("mlp_bias"),
+    gemma: false,
+    qk_norm: false,
+    tied_head: false,
+    fused_projections: false,
+    experts: None,
+};
+
+const MISTRAL: Family = Family {
+    name: "MistralForCausalLM",
+    windows: Windows::All,
+    qkv_bias: Bias::Never,
+    output_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    ..LLAMA
+};
+
+const GEMMA2: Family = Family {
+    name: "Gemma2ForCausalLM",
+    windows: Windows::Alternating(2),
+    mlp_bias: Bias::Never,
+    gemma: true,
+    tied_head: true,
+    ..LLAMA
+};
+
+const GEMMA3: Family = Family {
+    name: "Gemma3ForCausalLM",
+    windows: Windows::Alternating(6),
+    rope_theta: 1_000_000.0,
+    qk_norm: true,
+    ..GEMMA2
+};
+
+const FAMILIES: &[Family] = &[
+    LLAMA,
+    MISTRAL,
+    Family { name: "Qwen2ForCausalLM", windows: Windows::Qwen, qkv_bias: Bias::Always, ..MISTRAL },
+    Family {
+        name: "Qwen3ForCausalLM",
+        windows: Windows::Qwen,
+        qk_norm: true,
+        mlp_bias: Bias::Never,
+        ..LLAMA
+    },
+    Family {
+        name: "MixtralForCausalLM",
+        rope_theta: 1_000_000.0,
+        norm_eps: 1e-5,
+        experts: Some(ExpertNaming::Mixtral),
+        ..MISTRAL
+    },
+    Family {
+        name: "Qwen3MoeForCausalLM",
+        windows: Windows::AllIfUsed,
+        qk_norm: true,
+        mlp_bias: Bias::Never,
+        experts: Some(ExpertNaming::Qwen),
+        ..LLAMA
+    },
+    GEMMA2,
+    GEMMA3,
+    Family { name: "Phi3ForCausalLM", norm_eps: 1e-5, fused_projections: true, ..MISTRAL },
+];
+
+fn family(name: &str, fields: &Fields<'_>) -> Result<&'static Family, LoadError> {
+    FAMILIES.iter().find(|family| family.name == name).ok_or_else(|| LoadError::UnknownArchitecture {
+        path: fields.path(),
+        found: name.to_owned(),
+        expected: FAMILIES.iter().map(|family| family.name).collect::<Vec<_>>().join(", "),
+    })
+}
+
+/// The decoder that the fields of architecture `name` describe.
+pub fn decoder(name: &str, fields: &Fields<'_>) -> Result<DecoderSpec, LoadError> {
+    let family = family(name, fields)?;
+    refuse_foreign(family, fields)?;
+    let hidden_size = fields.need_size("hidden_size")?;
+    let num_heads = fields.need_size("num_attention_heads")?;
+    let num_kv_heads = fields.size_or("num_key_value_heads", num_heads)?;
+    if !num_heads.is_multiple_of(num_kv_heads) {
+        return Err(fields.refuse("num_key_value_heads", format!("a divisor of {num_heads} attention heads")));
+    }
+    let head_dim = match fields.size("head_dim")? {
+        Some(head_dim) => head_dim,
+        None if hidden_size.is_multiple_of(num_heads) => hidden_size / num_heads,
+        None => {
+            return Err(
+                fields.refuse("num_attention_heads", format!("a divisor of hidden_size {hidden_size}"))
+            );
+        }
+    };
+    if num_heads * head_dim > MAX_SIZE {
+        let expected = format!("so small that {num_heads} heads have at most 2^31 elements together");
+        return Err(fields.refuse("head_dim", expected));
+    }
+    let vocab_size = fields.need_size("vocab_size")?;
+    let (ropes, layers) = layers(family, fields, head_dim)?;
+    let bias = |bias: &Bias| match bias {
+        Bias::Always => Ok(true),
+        Bias::Never => Ok(false),
+        Bias::Field(field) => fields.flag_or(field, false),
+    };
+    let scores = match family.gemma {
+        true => fields.positive("query_pre_attn_scalar")?.unwrap_or(256.0),
+        false => head_dim as f64,
+    };
+    let cap = |field: &str| -> Result<Option<f32>, LoadError> {
+        Ok(if family.gemma { fields.positive(field)?.map(|cap| cap as f32) } else { None })
+    };
+    Ok(DecoderSpec {
+        vocab_size,
+        hidden_size,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        layers,
+        ropes,
+        norm_eps: fields.positive("rms_norm_eps")?.unwrap_or(family.norm_eps) as f32,
+        norm_unit_offset: family.gemma,
+        post_norms: family.gemma,
+        qk_norm: family.qk_norm,
+        qkv_bias: bias(&family.qkv_bias)?,
+        output_bias: bias(&family.output_bias)?,
+        mlp_bias: bias(&family.mlp_bias)?,
+        fused_projections: family.fused_projections,
+        attention_scale: scores.powf(-0.5) as f32,
+        attention_soft_cap: cap("attn_logit_softcapping")?,
+        activation: activation(family, fields)?,
+        embedding_scale: if family.gemma { (hidden_size as f32).sqrt() } else { 1.0 },
+        tied_head: fields.flag_or("tie_word_embeddings", family.tied_head)?,
+        logit_soft_cap: cap("final_logit_softcapping")?,
+        tensor_prefix: family.tensor_prefix.to_owned(),
+    })
+}
+
+/// Fields of relatives that would change the forward pass.
+fn refuse_foreign(family: &Family, fields: &Fields<'_>) -> Result<(), LoadError> {
+    for field in [
+        "embedding_multiplier",
+        "residual_multiplier",
+        "attention_multiplier",
+        "logits_scaling",
+        "logit_scale",
+    ] {
+        if fields.number(field)?.is_some_and(|x| x != 1.0) {
+            return Err(fields.refuse(field, "none, or 1"));
+        }
+    }
+    if fields.flag_or("use_bidirectional_attention", false)? {
+        return Err(fields.refuse("use_bidirectional_attention", "false"));
+    }
+    if family.experts.is_none() && fields.size("num_local_experts")?.is_some_and(|experts| experts > 1) {
+        return Err(fields.refuse("num_local_experts", "none for this architecture"));
+    }
+    if !family.gemma {
+        for field in ["attn_logit_softcapping", "final_logit_softcapping"] {
+            if fields.get(field).is_some() {
+                return Err(fields.refuse(field, "none for this architecture"));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn activation(family: &Family, fields: &Fields<'_>) -> Result<Activation, LoadError> {
+    let (field, default) =
+        if family.gemma { ("hidden_activation", "gelu_pytorch_tanh") } else { ("hidden_act", "silu") };
+    match fields.text(field)?.unwrap_or(default) {
+        "silu" | "swish" => Ok(Activation::Silu),
+        "gelu" => Ok(Activation::Gelu),
+        "gelu_pytorch_tanh" | "gelu_new" => Ok(Activation::GeluTanh),
+        _ => Err(fields.refuse(field, "silu, gelu or gelu_pytorch_tanh")),
+    }
+}
+
+fn layers(
+    family: &Family,
+    fields: &Fields<'_>,
+    head_dim: usize,
+) -> Result<(Vec<RopeSpec>, Vec<LayerSpec>), LoadError> {
+    let num_layers = fields.need_size("num_hidden_layers")?;
+    if num_layers > MAX_LAYERS {
+        return Err(fields.refuse("num_hidden_layers", format!("at most {MAX_LAYERS}")));
+    }
+    let dual_rope = family.gemma && family.qk_norm;
+    let ropes = ropes(fields, family, head_dim, dual_rope)?;
+    let mut layers = Vec::with_capacity(num_layers);
+    for (layer_idx, window) in windows(family, fields, num_layers)?.into_iter().enumerate() {
+        let rope_idx = usize::from(dual_rope && window.is_some());
+        layers.push(LayerSpec { window, rope_idx, mlp: mlp(family, fields, layer_idx)? });
+    }
+    Ok((ropes, layers))
+}
+
+/// The window of each layer.
+fn windows(family: &Family, fields: &Fields<'_>, num_layers: usize) -> Result<Vec<Option<usize>>, LoadError> {
+    let used = match family.windows {
+        Windows::None => false,
+        Windows::All | Windows::Alternating(_) => true,
+        Windows::AllIfUsed | Windows::Qwen => fields.flag_or("use_sliding_window", false)?,
+    };
+    // Absent: Gemma and Mistral have had 4096 from the beginning, the others none.
+    let default = match (family.windows, family.name) {
+        (Windows::Alternating(_), _)
+        | (_, "Qwen2ForCausalLM" | "Qwen3ForCausalLM" | "Qwen3MoeForCausalLM") => Some(4096),
+        _ => None,
+    };
+    let window = if used { fields.size("sliding_window")?.or(default) } else { None };
+    let by_layer = matches!(family.windows, Windows::Qwen | Windows::Alternating(_));
+    if by_layer && let Some(types) = fields.list("layer_types")? {
+        let expected = format!("{num_layers} times full_attention or sliding_attention");
+        if types.len() != num_layers {
+            return Err(fields.refuse("layer_types", expected));
+        }
+        return types
+            .iter()
+            .map(|kind| match (kind.as_str(), window) {
+                (Some("full_attention"), _) => Ok(None),
+                (Some("sliding_attention"), Some(window)) => Ok(Some(window)),
+                (Some("sliding_attention"), None) => {
+                    Err(fields.refuse("sliding_window", "a size, as layer_types has sliding_attention"))
+                }
+                _ => Err(fields.refuse("layer_types", expected.clone())),
+            })
+            .collect();
+    }
+    let full_from = fields.size_or("max_window_layers", 28);
+    let pattern = match family.windows {
+        Windows::Alternating(default) => fields.size_or("sliding_window_pattern", default)?,
+        _ => 1,
+    };
+    let max_window_layers = match fields.get("max_window_layers").and_then(serde_json::Value::as_u64) {
+        Some(0) => 0,
+        _ => full_from?,
+    };
+    let slides = |layer_idx: usize| match family.windows {
+        Windows::None => false,
+        Windows::All | Windows::AllIfUsed => true,
+        Windows::Qwen => layer_idx >= max_window_layers,
+        Windows::Alternating(_) => !(layer_idx + 1).is_multiple_of(pattern),
+    };
+    Ok((0..num_layers).map(|layer_idx| window.filter(|_| slides(layer_idx))).collect())
+}
+
+fn mlp(family: &Family, fields: &Fields<'_>, layer_idx: usize) -> Result<MlpSpec, LoadError> {
+    let dense = || Ok(MlpSpec::Dense { intermediate_size: fields.need_size("intermediate_size")? });
+    let Some(naming) = family.experts else { return dense() };
+    let (field, intermediate, renormalise) = match naming {
+        ExpertNaming::Mixtral => ("num_local_experts", "intermediate_size", true),
+        ExpertNaming::Qwen => {
+            let listed = fields
+                .list("mlp_only_layers")?
+                .is_some_and(|layers| layers.iter().any(|layer| layer.as_u64() == Some(layer_idx as u64)));
+            if listed || !(layer_idx + 1).is_multiple_of(fields.size_or("decoder_sparse_step", 1)?) {
+                return dense();
+            }
+            let field = if fields.get("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
+            (field, "moe_intermediate_size", fields.flag_or("norm_topk_prob", false)?)
+        }
+    };
+    let num_experts = fields.need_size(field)?;
+    let num_active = fields.need_size("num_experts_per_tok")?;
+    if num_active > num_experts {
+        return Err(fields.refuse("num_experts_per_tok", format!("at most {num_experts} experts")));
+    }
+    let intermediate_size = fields.need_size(intermediate)?;
+    Ok(MlpSpec::Experts { num_experts, num_active, intermediate_size, renormalise, naming })
+}
+
+/// One rotary embedding; or two, that of full and that of sliding layers.
+fn ropes(
+    fields: &Fields<'_>,
+    family: &Family,
+    head_dim: usize,
+    dual: bool,
+) -> Result<Vec<RopeSpec>, LoadError> {
+    let nested = match fields.object("rope_parameters")? {
+        Some(parameters) if parameters.get("full_attention").is_some() => Some(parameters),
+        _ => None,
+    };
+    if !dual {
+        if let Some(nested) = nested {
+            return Err(nested.refuse("full_attention", "one set of parameters for all layers"));
+        }
+        let parameters = scaling_fields(fields)?;
+        return Ok(vec![rope(fields, parameters.as_ref(), "rope_theta", family.rope_theta, head_dim)?]);
+    }
+    match nested {
+        Some(nested) => {
+            let full = nested.object("full_attention")?;
+            let sliding = nested.object("sliding_attention")?;
+            Ok(vec![
+                rope(fields, full.as_ref(), "rope_theta", family.rope_theta, head_dim)?,
+                rope(fields, sliding.as_ref(), "rope_local_base_freq", 10_000.0, head_dim)?,
+            ])
+        }
+        // The scaling is for the layers that see the whole context.
+        None => {
+            let parameters = scaling_fields(fields)?;
+            Ok(vec![
+                rope(fields, parameters.as_ref(), "rope_theta", family.rope_theta, head_dim)?,
+                rope(fields, None, "rope_local_base_freq", 10_000.0, head_dim)?,
+            ])
+        }
+    }
+}
+
+/// `rope_parameters` since transformers 5, `rope_scaling` before.
+fn scaling_fields<'a>(fields: &Fields<'a>) -> Result<Option<Fields<'a>>, LoadError> {
+    match fields.object("rope_parameters")? {
+        Some(parameters) => Ok(Some(parameters)),
+        None => fields.object("rope_scaling"),
+    }
+}
+
+fn rope(
+    fields: &Fields<'_>,
+    parameters: Option<&Fields<'_>>,
+    theta_field: &str,
+    theta: f64,
+    head_dim: usize,
+) -> Result<RopeSpec, LoadError> {
+    let inner = |field: &str| parameters.map_or(Ok(None), |parameters| parameters.positive(field));
+    let theta = inner("rope_theta")?.or(fields.positive(theta_field)?).unwrap_or(theta);
+    let partial =
+        inner("partial_rotary_factor")?.or(fields.positive("partial_rotary_factor")?).unwrap_or(1.0);
+    let rotary_dim = (head_dim as f64 * partial) as usize;
+    if rotary_dim > head_dim || !rotary_dim.is_multiple_of(2) || rotary_dim == 0 {
+        return Err(fields.refuse("head_dim", "an even number, with partial_rotary_factor in 0 to 1"));
+    }
+    let scaling = match parameters {
+        Some(parameters) => scaling(fields, parameters)?,
+        None => RopeScaling::None,
+    };
+    Ok(RopeSpec { theta, rotary_dim, scaling })
+}
+
+fn scaling(fields: &Fields<'_>, parameters: &Fields<'_>) -> Result<RopeScaling, LoadError> {
+    let field = if parameters.get("rope_type").is_some() { "rope_type" } else { "type" };
+    let original = || -> Result<f64, LoadError> {
+        let size = match parameters.size("original_max_position_embeddings")? {
+            Some(size) => size,
+            None => fields.need_size("max_position_embeddings")?,
+        };
+        Ok(size as f64)
+    };
+    match parameters.text(field)?.unwrap_or("default") {
+        "default" => Ok(RopeScaling::None),
+        "linear" => Ok(RopeScaling::Linear { factor: parameters.need_positive("factor")? }),
+        "llama3" => Ok(RopeScaling::Llama3 {
+            factor: parameters.need_positive("factor")?,
+            low_freq_factor: parameters.need_positive("low_freq_factor")?,
+            high_freq_factor: parameters.need_positive("high_freq_factor")?,
+            original_context: original()?,
+        }),
+        "yarn" => {
+            let original_context = original()?;
+            let factor = match parameters.positive("factor")? {
+                Some(factor) => factor,
+                None => fields.need_size("max_position_embeddings")? as f64 / original_context,
+            };
+            let mscale = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
+            let attention_factor = match parameters.positive("attention_factor")? {
+                Some(attention_factor) => attention_factor,
+                None => match (parameters.number("mscale")?, parameters.number("mscale_all_dim")?) {
+                    (Some(one), Some(all)) if one != 0.0 && all != 0.0 => mscale(one) / mscale(all),
+                    _ => mscale(1.0),
+                },
+            };
+            Ok(RopeScaling::Yarn {
+                factor,
+                attention_factor,
+                beta_fast: parameters.positive("beta_fast")?.unwrap_or(32.0),
+                beta_slow: parameters.positive("beta_slow")?.unwrap_or(1.0),
+                original_context,
+                truncate: parameters.flag_or("truncate", true)?,
+            })
+        }
+        _ => Err(parameters.refuse(field, "default, linear, llama3 or yarn")),
+    }
+}
+
+/// Tokens that a sequence may have.
+pub fn context_length(name: &str, fields: &Fields<'_>) -> Result<usize, LoadError> {
+    let default = match name {
+        "Gemma2ForCausalLM" => 8192,
+        "Gemma3ForCausalLM" => 131_072,
+        _ => 2048,
+    };
+    let length = fields.size_or("max_position_embeddings", default)?;
+    // YaRN is often switched on by a field beside an unchanged context length.
+    if let Some(parameters) = scaling_fields(fields)?
+        && parameters.get("full_attention").is_none()
+        && let RopeScaling::Yarn { factor, original_context, .. } = scaling(fields, &parameters)?
+    {
+        let length = length.max((factor * original_context) as usize);
+        return if length <= MAX_SIZE {
+            Ok(length)
+        } else {
+            Err(parameters.refuse("factor", "one that makes a context of at most 2^31 tokens"))
+        };
+    }
+    Ok(length)
+}

@@ -1,0 +1,154 @@
+//! Ranks that are threads of one process: they read and write each other's memory while they meet.
+//!
+//! ```text
+//! all-reduce    publish the buffer -- meet -- each sums up its share of the numbers and writes it to all -- meet
+//! gather        publish the part   -- meet -- the first copies                                            -- meet
+//! barrier                             meet
+//! ```
+//! Between the two meetings nobody but these operations touches the buffers, as their owners are inside.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicUsize, Ordering};
+
+use super::contract::{Communicator, CommunicatorError};
+use super::meeting::Meeting;
+use crate::shard::Rank;
+
+/// Numbers that are summed up in registers and the first cache before they are written.
+const CHUNK: usize = 256;
+/// A rank's share of the numbers begins at a multiple of this: a cache line has one writer.
+const LINE: usize = 16;
+
+/// The end of a rank that is a thread of this process.
+pub struct ThreadCommunicator {
+    rank: Rank,
+    group: Arc<Group>,
+    /// Operations so far: the same for all whenever they meet.
+    num_operations: usize,
+}
+
+struct Group {
+    meeting: Meeting,
+    /// What each rank brings to an operation, for even and for odd ones: the first to leave an operation may publish
+    /// for the next while others still look at this one, but not for the one after.
+    offers: [Box<[Offer]>; 2],
+}
+
+#[derive(Default)]
+struct Offer {
+    operation: AtomicU8,
+    memory: AtomicPtr<f32>,
+    len: AtomicUsize,
+}
+
+#[derive(Clone, Copy)]
+enum Operation {
+    Barrier,
+    AllReduce,
+    Gather,
+}
+
+impl ThreadCommunicator {
+    /// The ends of so many ranks, in their order.
+    pub fn group(num_ranks: usize) -> Vec<ThreadCommunicator> {
+        let offers = [0, 1].map(|_| (0..num_ranks).map(|_| Offer::default()).collect());
+        let group = Arc::new(Group { meeting: Meeting::new(num_ranks), offers });
+        let ends = Rank::all(num_ranks).map(|rank| ThreadCommunicator {
+            rank,
+            group: Arc::clone(&group),
+            num_operations: 0,
+        });
+        ends.collect()
+    }
+
+    /// Meets the others for an operation; what each of them brings.
+    fn meet(
+        &mut self,
+        operation: Operation,
+        memory: *mut f32,
+        len: usize,
+    ) -> Result<&[Offer], CommunicatorError> {
+        let offers = &self.group.offers[self.num_operations % 2];
+        self.num_operations += 1;
+        let own = &offers[self.rank.idx];
+        own.operation.store(operation as u8, Ordering::Relaxed);
+        own.memory.store(memory, Ordering::Relaxed);
+        own.len.store(len, Ordering::Relaxed);
+        self.group.meeting.arrive()?;
+        let what =
+            |offer: &Offer| (offer.operation.load(Ordering::Relaxed), offer.len.load(Ordering::Relaxed));
+        // All see the same offers, so all are refused, and nobody touches another's memory.
+        match offers.iter().position(|offer| what(offer) != what(&offers[0])) {
+            Some(rank) => Err(CommunicatorError::Differs { rank }),
+            None => Ok(offers),
+        }
+    }
+}
+
+impl Communicator for ThreadCommunicator {
+    fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn all_reduce_sum(&mut self, buffer: &mut [f32]) -> Result<(), CommunicatorError> {
+        let (rank, len) = (self.rank, buffer.len());
+        let offers = self.meet(Operation::AllReduce, buffer.as_mut_ptr(), len)?;
+        let lines = rank.part_of(len.div_ceil(LINE));
+        let (mut start, end) = (lines.start * LINE, len.min(lines.end * LINE));
+        let mut sums = [0.0; CHUNK];
+        while start < end {
+            let sums = &mut sums[..CHUNK.min(end - start)];
+            for (idx, offer) in offers.iter().enumerate() {
+                // SAFETY: every rank offers `len` numbers and stays inside until all have met again; these are this
+                // rank's share, which nobody else reads or writes meanwhile.
+                let numbers = unsafe {
+                    std::slice::from_raw_parts(offer.memory.load(Ordering::Relaxed).add(start), sums.len())
+                };
+                if idx == 0 {
+                    sums.copy_from_slice(numbers);
+                } else {
+                    sums.iter_mut().zip(numbers).for_each(|(sum, number)| *sum += number);
+                }
+            }
+            for offer in offers {
+                // SAFETY: as above.
+                let numbers = unsafe {
+                    std::slice::from_raw_parts_mut(
+                        offer.memory.load(Ordering::Relaxed).add(start),
+                        sums.len(),
+                    )
+                };
+                numbers.copy_from_slice(sums);
+            }
+            start += sums.len();
+        }
+        self.group.meeting.arrive()
+    }
+
+    fn gather(&mut self, part: &[f32], all: Option<&mut [f32]>) -> Result<(), CommunicatorError> {
+        let (rank, len) = (self.rank, part.len());
+        assert_eq!(
+            all.as_deref().map(<[f32]>::len),
+            rank.is_first().then_some(rank.num_ranks * len),
+            "room for all parts at the first rank"
+        );
+        let offers = self.meet(Operation::Gather, part.as_ptr().cast_mut(), len)?;
+        let room = all.into_iter().flat_map(|all| all.chunks_exact_mut(len.max(1)));
+        for (room, offer) in room.zip(offers) {
+            // SAFETY: every rank offers `len` numbers and stays inside until all have met again; nobody writes them.
+            let part = unsafe { std::slice::from_raw_parts(offer.memory.load(Ordering::Relaxed), len) };
+            room.copy_from_slice(part);
+        }
+        self.group.meeting.arrive()
+    }
+
+    fn barrier(&mut self) -> Result<(), CommunicatorError> {
+        self.meet(Operation::Barrier, std::ptr::null_mut(), 0).map(drop)
+    }
+}
+
+impl Drop for ThreadCommunicator {
+    fn drop(&mut self) {
+        self.group.meeting.lose(self.rank.idx);
+    }
+}

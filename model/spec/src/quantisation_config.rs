@@ -1,0 +1,167 @@
+//! How the weights of a directory were quantised, by `quantization_config` of its configuration.
+//!
+//! It does not know tensors. Which modules were quantised, with how many bits and in which groups, shows in theirs.
+
+use crate::error::LoadError;
+use crate::fields::Fields;
+
+/// How the weights of a directory were quantised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StoredQuantisation {
+    /// AWQ.
+    Awq,
+    /// GPTQ.
+    Gptq {
+        /// Added to zeros: the first version of the format stores one less.
+        zero_offset: i16,
+    },
+    /// compressed-tensors, and fp8 under its other names.
+    Named {
+        /// Rows and columns of blocks that share a scale, where blocks do.
+        block: [usize; 2],
+    },
+}
+
+impl StoredQuantisation {
+    /// Reads `quantization_config`; `None` if there is none.
+    ///
+    /// # Errors
+    /// When it names a method, or a layout of one, that is not understood.
+    pub fn read(fields: &Fields<'_>) -> Result<Option<StoredQuantisation>, LoadError> {
+        let Some(config) = fields.object("quantization_config")?.or(fields.object("compression_config")?)
+        else {
+            return Ok(None);
+        };
+        let expected = "awq, gptq, compressed-tensors, fp8 or fbgemm_fp8";
+        match config.text("quant_method")?.ok_or_else(|| config.refuse("quant_method", expected))? {
+            "awq" => {
+                if config.text("version")?.is_some_and(|version| !version.eq_ignore_ascii_case("gemm")) {
+                    return Err(config.refuse("version", "gemm"));
+                }
+                need_bits(&config, &[4])?;
+                Ok(Some(StoredQuantisation::Awq))
+            }
+            "gptq" => {
+                need_bits(&config, &[4, 8])?;
+                let zero_offset = match config.text("checkpoint_format")?.unwrap_or("gptq") {
+                    "gptq" => 1,
+                    "gptq_v2" => 0,
+                    _ => return Err(config.refuse("checkpoint_format", "gptq or gptq_v2")),
+                };
+                Ok(Some(StoredQuantisation::Gptq { zero_offset }))
+            }
+            "compressed-tensors" => StoredQuantisation::read_compressed(&config).map(Some),
+            "fp8" | "fbgemm_fp8" => {
+                if config.text("fmt")?.is_some_and(|format| format != "e4m3") {
+                    return Err(config.refuse("fmt", "e4m3"));
+                }
+                Ok(Some(StoredQuantisation::Named { block: block(&config, "weight_block_size")? }))
+            }
+            _ => Err(config.refuse("quant_method", expected)),
+        }
+    }
+
+    fn read_compressed(config: &Fields<'_>) -> Result<StoredQuantisation, LoadError> {
+        const FORMATS: &[&str] = &[
+            "pack-quantized",
+            "int-quantized",
+            "float-quantized",
+            "naive-quantized",
+            "mixed-precision",
+            "dense",
+        ];
+        let check = |fields: &Fields<'_>| match fields.text("format")? {
+            Some(format) if !FORMATS.contains(&format) => Err(fields.refuse("format", FORMATS.join(", "))),
+            _ => Ok(()),
+        };
+        check(config)?;
+        if let Some(sparsity) = config.object("sparsity_config")?
+            && sparsity.text("format")?.is_some_and(|format| format != "dense")
+        {
+            return Err(sparsity.refuse("format", "dense"));
+        }
+        let mut found = [128, 128];
+        for group in config.object("config_groups")?.iter().flat_map(Fields::objects) {
+            check(&group)?;
+            if let Some(weights) = group.object("weights")?
+                && weights.get("block_structure").is_some()
+            {
+                found = block(&weights, "block_structure")?;
+            }
+        }
+        Ok(StoredQuantisation::Named { block: found })
+    }
+}
+
+fn need_bits(config: &Fields<'_>, widths: &[usize]) -> Result<(), LoadError> {
+    // AWQ has been written with either name.
+    let field = if config.get("w_bit").is_some() { "w_bit" } else { "bits" };
+    let expected = || widths.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ");
+    match config.size(field)? {
+        Some(bits) if widths.contains(&bits) => Ok(()),
+        _ => Err(config.refuse(field, expected())),
+    }
+}
+
+fn block(config: &Fields<'_>, field: &str) -> Result<[usize; 2], LoadError> {
+    let Some(sizes) = config.list(field)? else { return Ok([128, 128]) };
+    let size = |value: &serde_json::Value| value.as_u64().filter(|size| (1..=1 << 20).contains(size));
+    match sizes.iter().map(size).collect::<Option<Vec<_>>>().as_deref() {
+        Some([rows, cols]) => Ok([*rows as usize, *cols as usize]),
+        _ => Err(config.refuse(field, "two sizes")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::fields::parse_object;
+
+    fn quantisation(config: &str) -> Result<Option<StoredQuantisation>, LoadError> {
+        let path = Path::new("config.json");
+        let object = parse_object(path, format!("{{\"quantization_config\": {config}}}").as_bytes())?;
+        StoredQuantisation::read(&Fields::new(path, &object))
+    }
+
+    #[test]
+    fn configurations_that_mean_something_else_are_refused() {
+        let methods = "expected awq, gptq, compressed-tensors, fp8 or fbgemm_fp8";
+        let formats = "expected pack-quantized, int-quantized, float-quantized, naive-quantized, mixed-precision, dense";
+        for (config, expected) in [
+            (r#"{"bits": 4}"#, format!("quant_method is missing, {methods}")),
+            (r#"{"quant_method": "hqq"}"#, format!("quant_method is \"hqq\", {methods}")),
+            (r#"{"quant_method": "awq"}"#, "bits is missing, expected 4".to_owned()),
+            (
+                r#"{"quant_method": "awq", "bits": 4, "version": "gemv"}"#,
+                "version is \"gemv\", expected gemm".into(),
+            ),
+            (r#"{"quant_method": "gptq", "bits": 3}"#, "bits is 3, expected 4 or 8".into()),
+            (
+                r#"{"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}"#,
+                "checkpoint_format is \"marlin\", expected gptq or gptq_v2".into(),
+            ),
+            (
+                r#"{"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}"#,
+                format!("format is \"nvfp4-pack-quantized\", {formats}"),
+            ),
+            (
+                r#"{"quant_method": "compressed-tensors", "config_groups": {"group_0": {"format": "marlin-24"}}}"#,
+                format!("config_groups.group_0.format is \"marlin-24\", {formats}"),
+            ),
+            (
+                r#"{"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}"#,
+                "sparsity_config.format is \"sparse-24-bitmask\", expected dense".into(),
+            ),
+            (r#"{"quant_method": "fp8", "fmt": "e5m2"}"#, "fmt is \"e5m2\", expected e4m3".into()),
+            (
+                r#"{"quant_method": "fp8", "weight_block_size": [0, 1]}"#,
+                "weight_block_size is [0,1], expected two sizes".into(),
+            ),
+        ] {
+            let error = quantisation(config).unwrap_err().to_string();
+            assert_eq!(error, format!("config.json: quantization_config.{expected}"));
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! A rank and the thread that it computes on: jobs go in, outcomes come out.
+//!
+//! It does not know what a job's outcome means for the other ranks.
+
+use std::any::Any;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+
+use baton_kv_cache::BlockStorage;
+
+use super::rank::{RankError, RankExecutor, SamplingRank};
+use crate::executor::{Batch, ExecuteError};
+use crate::sampling::TokenSampling;
+
+/// A rank and which it is. It computes on the caller's thread, or on one of its own.
+pub(super) struct NumberedRank<R> {
+    pub(super) idx: usize,
+    pub(super) rank: R,
+}
+
+/// Why a rank ended.
+#[derive(Clone, Debug)]
+pub(super) struct Failure {
+    rank_idx: usize,
+    device: String,
+    what: What,
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum What {
+    Error(RankError),
+    Panic(String),
+    /// Its thread is not there.
+    Gone,
+}
+
+impl Failure {
+    /// Who misses another rank is not who began.
+    pub(super) fn or_its_cause(self, other: Failure) -> Failure {
+        if matches!(self.what, What::Error(RankError::Missed(_))) { other } else { self }
+    }
+}
+
+impl From<Failure> for ExecuteError {
+    fn from(failure: Failure) -> ExecuteError {
+        let message = match failure.what {
+            What::Error(RankError::Missed(message) | RankError::Failed(message)) => message,
+            What::Panic(message) => format!("panicked: {message}"),
+            What::Gone => "its thread has ended".to_owned(),
+        };
+        ExecuteError { device: format!("{}, rank {}", failure.device, failure.rank_idx), message }
+    }
+}
+
+impl<R: RankExecutor> NumberedRank<R> {
+    /// The rank's part of a job; what comes of it. After a failure it has left the others.
+    ///
+    /// # Errors
+    /// When it fails or panics, or another rank is gone.
+    pub(super) fn run<T>(&mut self, work: impl FnOnce(&mut R) -> Result<T, RankError>) -> Result<T, Failure> {
+        // What a panic leaves behind is not used again.
+        let outcome = catch_unwind(AssertUnwindSafe(|| work(&mut self.rank)));
+        let what = match outcome {
+            Ok(Ok(done)) => return Ok(done),
+            Ok(Err(error)) => What::Error(error),
+            Err(panic) => What::Panic(message_of(&*panic)),
+        };
+        self.rank.leave();
+        Err(Failure { rank_idx: self.idx, device: self.rank.device().to_owned(), what })
+    }
+
+    /// Does a job, as one of the others.
+    ///
+    /// # Safety
+    /// What it points to is there, and is as [`RankExecutor::compute`] or [`SamplingRank::launch`] needs it.
+    unsafe fn serve(&mut self, job: Job, on_layer: &mut dyn FnMut(usize)) -> Result<(), Failure> {
+        self.run(|rank| {
+            // SAFETY: by the caller's word.
+            unsafe {
+                match job {
+                    Job::Compute(Lent { batch, storage }) => {
+                        rank.compute(&*batch, &*storage, on_layer).map(drop)
+                    }
+                    Job::Launch { lent: Lent { batch, storage }, samplings, follows } => as_sampling(rank)
+                        .launch(&*batch, &*samplings, &*follows, &*storage, on_layer)
+                        .map(drop),
+                    Job::Collect => as_sampling(rank).collect(on_layer),
+                }
+            }
+        })
+    }
+}
+
+fn message_of(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+}
+
+/// What a rank is to do. It points to what the caller of the executor lends until every rank has answered.
+#[derive(Clone, Copy)]
+pub(super) enum Job {
+    Compute(Lent),
+    /// As [`SamplingExecutor::launch`].
+    Launch {
+        lent: Lent,
+        samplings: *const [TokenSampling<'static>],
+        follows: *const [usize],
+    },
+    /// As [`SamplingExecutor::collect`].
+    Collect,
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Lent {
+    pub(super) batch: *const Batch<'static>,
+    pub(super) storage: *const BlockStorage,
+}
+
+// SAFETY: batches, storages, samplings and numbers may be shared between threads, and these are lent until the answer.
+unsafe impl Send for Job {}
+
+/// A rank on a thread of its own.
+pub(super) struct RankThread {
+    idx: usize,
+    device: String,
+    /// Holds one: the rank takes a job before it is given the next. `None` once the rank is to end.
+    jobs: Option<SyncSender<Job>>,
+    /// One for each job.
+    outcomes: Receiver<Result<(), Failure>>,
+    /// Layers of this job's step that it has told of.
+    num_written: Arc<AtomicUsize>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl RankThread {
+    pub(super) fn start<R: RankExecutor>(mut numbered: NumberedRank<R>) -> io::Result<RankThread> {
+        let (idx, device) = (numbered.idx, numbered.rank.device().to_owned());
+        let (jobs, inbox) = sync_channel(1);
+        let (answer, outcomes) = sync_channel(1);
+        let (attached, is_attached) = sync_channel(1);
+        let num_written = Arc::new(AtomicUsize::new(0));
+        let written = Arc::clone(&num_written);
+        let run = move || {
+            let outcome = numbered.rank.attach_thread();
+            let failed = outcome.is_err();
+            if attached.send(outcome).is_err() || failed {
+                return;
+            }
+            serve(numbered, &inbox, &answer, &written);
+        };
+        let thread = std::thread::Builder::new().name(format!("baton-rank-{idx}")).spawn(run)?;
+        let thread =
+            RankThread { idx, device, jobs: Some(jobs), outcomes, num_written, thread: Some(thread) };
+        match is_attached.recv() {
+            Ok(outcome) => outcome.map(|()| thread).map_err(io::Error::other),
+            Err(_) => Err(io::Error::other(format!("the thread of rank {idx} has ended"))),
+        }
+    }
+
+    /// A job of a step of which it has told of so many layers. A rank whose thread has ended shows it when it is waited for.
+    pub(super) fn give(&self, job: Job, num_written: usize) {
+        // It waits for the job.
+        self.num_written.store(num_written, Ordering::Relaxed);
+        let _ = self.jobs.as_ref().expect("until it is dropped").send(job);
+    }
+
+    pub(super) fn num_written(&self) -> usize {
+        self.num_written.load(Ordering::Acquire)
+    }
+
+    pub(super) fn wait(&self) -> Result<(), Failure> {
+        let gone = || Failure { rank_idx: self.idx, device: self.device.clone(), what: What::Gone };
+        self.outcomes.recv().unwrap_or_else(|_| Err(gone()))
+    }
+}
+
+impl Drop for RankThread {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take() {
+            // It does not panic: what panics in a job is returned.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn serve<R: RankExecutor>(
+    mut numbered: NumberedRank<R>,
+    jobs: &Receiver<Job>,
+    answer: &SyncSender<Result<(), Failure>>,
+    num_written: &AtomicUsize,
+) {
+    for job in jobs {
+        let mut on_layer = |layer_idx: usize| num_written.store(layer_idx + 1, Ordering::Release);
+        // SAFETY: whoever gave the job waits for the answer before what it points to goes away, and vouches for the
+        // blocks of the batch.
+        let outcome = unsafe { numbered.serve(job, &mut on_layer) };
+        if answer.send(outcome).is_err() {
+            return;
+        }
+    }
+}
+
+/// The rank as one that samples.
+pub(super) fn as_sampling<R: RankExecutor>(rank: &mut R) -> &mut dyn SamplingRank {
+    rank.sampling().expect("all ranks sample where the first does")
+}

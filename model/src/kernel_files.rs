@@ -1,0 +1,58 @@
+//! The texts of the kernels for GPUs: they enter programs here.
+//!
+//! Crates that launch kernels do not embed them: a changed kernel rebuilds this crate and what stands above it.
+
+use std::path::PathBuf;
+
+use baton_cuda_kernels::kernel::{KernelCode, KernelFiles};
+
+macro_rules! files {
+    ($($name:literal,)*) => {
+        KernelFiles::new(&[$(($name, include_str!(concat!("../cuda-kernels/kernels/", $name)))),*])
+    };
+}
+
+/// All of `cuda-kernels/kernels/`.
+pub const KERNEL_FILES: KernelFiles = files![
+    "attention.cuh",
+    "attention_decode.cu",
+    "attention_plain.cu",
+    "attention_prefill.cu",
+    "attention_tiles.cuh",
+    "attention_wgmma.cu",
+    "blocks.cu",
+    "checksum.cu",
+    "codes.cu",
+    "common.cuh",
+    "embed.cu",
+    "expert_products.cu",
+    "experts.cu",
+    "gate.cu",
+    "norm.cu",
+    "products.cu",
+    "ranks.cu",
+    "rope.cu",
+    "rows.cu",
+    "sample.cu",
+    "warpgroup.cuh",
+];
+
+/// Kernels that are compiled from [`KERNEL_FILES`], and kept in `cache_dir`.
+pub fn kernel_code(cache_dir: Option<PathBuf>) -> KernelCode {
+    KernelCode { files: KERNEL_FILES, cache_dir }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kernel_is_embedded() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/cuda-kernels/kernels");
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_str().unwrap();
+            assert_eq!(KERNEL_FILES.text(name), std::fs::read_to_string(&path).unwrap(), "{name}");
+        }
+    }
+}

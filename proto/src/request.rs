@@ -1,0 +1,231 @@
+//! Between the messages and the types of `baton-request`: sampling parameters, a request as a decode worker gets it,
+//! reasons to finish, and failures, both as messages and as the status of a refused call.
+//!
+//! Every process converts here, so that all of them mean the same.
+
+use baton_request::{Failure, FailureKind, FinishReason, Request, SamplingParams, SpeculationMode};
+use tonic::{Code, Status, metadata::MetadataValue};
+
+use crate::{v1, worker};
+
+impl From<&SamplingParams> for worker::Sampling {
+    fn from(sampling: &SamplingParams) -> worker::Sampling {
+        worker::Sampling {
+            max_tokens: sampling.max_tokens,
+            min_tokens: sampling.min_tokens,
+            temperature: sampling.temperature,
+            top_k: sampling.top_k,
+            top_p: sampling.top_p,
+            min_p: sampling.min_p,
+            repetition_penalty: sampling.repetition_penalty,
+            presence_penalty: sampling.presence_penalty,
+            frequency_penalty: sampling.frequency_penalty,
+            logit_bias: sampling.logit_bias.iter().copied().collect(),
+            seed: sampling.seed,
+            stop_token_ids: sampling.stop_token_ids.clone(),
+            logprobs: sampling.logprobs,
+        }
+    }
+}
+
+impl From<&worker::Sampling> for SamplingParams {
+    fn from(sampling: &worker::Sampling) -> SamplingParams {
+        let mut logit_bias: Vec<_> = sampling.logit_bias.iter().map(|(&id, &bias)| (id, bias)).collect();
+        // A map has no order; equal requests must be equal.
+        logit_bias.sort_by_key(|&(id, _)| id);
+        SamplingParams {
+            max_tokens: sampling.max_tokens,
+            min_tokens: sampling.min_tokens,
+            temperature: sampling.temperature,
+            top_k: sampling.top_k,
+            top_p: sampling.top_p,
+            min_p: sampling.min_p,
+            repetition_penalty: sampling.repetition_penalty,
+            presence_penalty: sampling.presence_penalty,
+            frequency_penalty: sampling.frequency_penalty,
+            logit_bias,
+            seed: sampling.seed,
+            stop_token_ids: sampling.stop_token_ids.clone(),
+            logprobs: sampling.logprobs,
+        }
+    }
+}
+
+/// Without a plan: attempt, peers and wire format are the sender's to add.
+impl From<&Request> for worker::GenerateRequest {
+    fn from(request: &Request) -> worker::GenerateRequest {
+        worker::GenerateRequest {
+            request_id: request.id.clone(),
+            prompt_token_ids: request.prompt.to_vec(),
+            output_token_ids: request.output.clone(),
+            sampling: Some((&request.sampling).into()),
+            cache_salt: request.cache_salt.clone(),
+            speculation_mode: v1::SpeculationMode::from(request.speculation).into(),
+            ..worker::GenerateRequest::default()
+        }
+    }
+}
+
+impl From<SpeculationMode> for v1::SpeculationMode {
+    fn from(mode: SpeculationMode) -> v1::SpeculationMode {
+        match mode {
+            SpeculationMode::Auto => v1::SpeculationMode::Unspecified,
+            SpeculationMode::Off => v1::SpeculationMode::Off,
+        }
+    }
+}
+
+impl From<v1::SpeculationMode> for SpeculationMode {
+    fn from(mode: v1::SpeculationMode) -> SpeculationMode {
+        match mode {
+            v1::SpeculationMode::Unspecified => SpeculationMode::Auto,
+            v1::SpeculationMode::Off => SpeculationMode::Off,
+        }
+    }
+}
+
+impl From<FinishReason> for v1::FinishReason {
+    fn from(reason: FinishReason) -> v1::FinishReason {
+        match reason {
+            FinishReason::Stop => v1::FinishReason::Stop,
+            FinishReason::Length => v1::FinishReason::Length,
+            FinishReason::Abort => v1::FinishReason::Abort,
+        }
+    }
+}
+
+impl From<v1::FinishReason> for FinishReason {
+    fn from(reason: v1::FinishReason) -> FinishReason {
+        match reason {
+            v1::FinishReason::Stop => FinishReason::Stop,
+            v1::FinishReason::Length => FinishReason::Length,
+            v1::FinishReason::Abort | v1::FinishReason::Unspecified => FinishReason::Abort,
+        }
+    }
+}
+
+impl From<Failure> for worker::Failed {
+    fn from(failure: Failure) -> worker::Failed {
+        use worker::failed::Kind;
+        let kind = match failure.kind {
+            FailureKind::Invalid => Kind::Invalid,
+            FailureKind::Full => Kind::Full,
+            FailureKind::PrefillLost => Kind::PrefillLost,
+            FailureKind::KvRejected => Kind::KvRejected,
+            FailureKind::Deadline => Kind::Deadline,
+            FailureKind::Draining => Kind::Draining,
+            FailureKind::PrefillDraining => Kind::PrefillDraining,
+            // The last three are what a router finds of a worker; no worker says them.
+            FailureKind::Internal | FailureKind::Lost | FailureKind::Stalled | FailureKind::Diverged => {
+                Kind::Internal
+            }
+        };
+        worker::Failed { kind: kind.into(), message: failure.message }
+    }
+}
+
+/// A kind that is unknown here counts as internal: the router tries elsewhere.
+impl From<worker::Failed> for Failure {
+    fn from(failed: worker::Failed) -> Failure {
+        use worker::failed::Kind;
+        let kind = match failed.kind() {
+            Kind::Invalid => FailureKind::Invalid,
+            Kind::Full => FailureKind::Full,
+            Kind::PrefillLost => FailureKind::PrefillLost,
+            Kind::KvRejected => FailureKind::KvRejected,
+            Kind::Deadline => FailureKind::Deadline,
+            Kind::Draining => FailureKind::Draining,
+            Kind::PrefillDraining => FailureKind::PrefillDraining,
+            Kind::Internal | Kind::Unspecified => FailureKind::Internal,
+        };
+        Failure::new(kind, failed.message)
+    }
+}
+
+/// Metadata of a refused call: the [name](FailureKind::name) of the failure's kind, which the code does not tell.
+const FAILURE_KIND: &str = "baton-failure-kind";
+
+/// A failure before the first event: the call itself is refused.
+pub fn failure_to_status(failure: &Failure) -> Status {
+    let code = match failure.kind {
+        FailureKind::Invalid => Code::InvalidArgument,
+        FailureKind::Full => Code::ResourceExhausted,
+        FailureKind::Draining
+        | FailureKind::PrefillDraining
+        | FailureKind::PrefillLost
+        | FailureKind::Lost => Code::Unavailable,
+        FailureKind::KvRejected => Code::DataLoss,
+        FailureKind::Deadline | FailureKind::Stalled => Code::DeadlineExceeded,
+        FailureKind::Internal | FailureKind::Diverged => Code::Internal,
+    };
+    let mut status = Status::new(code, failure.message.clone());
+    status.metadata_mut().insert(FAILURE_KIND, MetadataValue::from_static(failure.kind.name()));
+    status
+}
+
+/// Why a call was refused or broke. A status without a kind is a lost worker: most come of a broken connection.
+pub fn failure_from_status(status: &Status) -> Failure {
+    let named = status.metadata().get(FAILURE_KIND).and_then(|name| name.to_str().ok());
+    let kind = match (named.and_then(FailureKind::from_name), status.code()) {
+        (Some(kind), _) => kind,
+        (None, Code::InvalidArgument) => FailureKind::Invalid,
+        (None, Code::ResourceExhausted) => FailureKind::Full,
+        (None, _) => FailureKind::Lost,
+    };
+    let message = match cause(status) {
+        Some(cause) => format!("{}: {cause}", status.message()),
+        None => status.message().to_owned(),
+    };
+    Failure::new(kind, message)
+}
+
+/// The innermost cause: "transport error" alone says little.
+fn cause(status: &Status) -> Option<String> {
+    let mut error = std::error::Error::source(status)?;
+    while let Some(source) = error.source() {
+        error = source;
+    }
+    Some(error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_and_its_sampling_survive_the_wire() {
+        let request = Request {
+            id: "r".into(),
+            prompt: [1, 2].into(),
+            output: vec![3],
+            sampling: SamplingParams {
+                logit_bias: vec![(1, 0.5), (7, -1.0)],
+                logprobs: Some(2),
+                seed: 9,
+                ..SamplingParams::default()
+            },
+            cache_salt: "salt".into(),
+            speculation: SpeculationMode::Off,
+        };
+        let message = worker::GenerateRequest::from(&request);
+        assert_eq!(SamplingParams::from(message.sampling.as_ref().unwrap()), request.sampling);
+        assert_eq!(SpeculationMode::from(message.speculation_mode()), request.speculation);
+        assert_eq!((message.prompt_token_ids, message.output_token_ids), (vec![1, 2], vec![3]));
+    }
+
+    #[test]
+    fn failures_keep_their_kind_as_messages_and_as_statuses() {
+        for kind in FailureKind::ALL {
+            let failure = Failure::new(kind, "why");
+            assert_eq!(failure_from_status(&failure_to_status(&failure)), failure);
+            let said = Failure::from(worker::Failed::from(failure.clone()));
+            let expected = match kind {
+                FailureKind::Lost | FailureKind::Stalled | FailureKind::Diverged => FailureKind::Internal,
+                kind => kind,
+            };
+            assert_eq!(said, Failure::new(expected, "why"));
+        }
+        let broken = Status::unavailable("connection refused");
+        assert_eq!(failure_from_status(&broken), Failure::new(FailureKind::Lost, "connection refused"));
+    }
+}

@@ -1,0 +1,83 @@
+//! Why an attempt to serve a request ended without an answer.
+
+/// A failed attempt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// What the router can do about it.
+    pub kind: FailureKind,
+    /// For people.
+    pub message: String,
+}
+
+impl Failure {
+    /// A failure in words.
+    pub fn new(kind: FailureKind, message: impl Into<String>) -> Failure {
+        Failure { kind, message: message.into() }
+    }
+}
+
+/// Why an attempt failed, named for what the router can do about it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FailureKind {
+    /// No worker can serve the request.
+    Invalid,
+    /// The worker has no room; another worker may have some.
+    Full,
+    /// The prefill worker broke off, was unreachable, or is another incarnation.
+    PrefillLost,
+    /// The KV that arrived was not what was promised.
+    KvRejected,
+    /// A deadline of the handoff passed.
+    Deadline,
+    /// The worker is about to leave.
+    Draining,
+    /// The prefill worker is about to leave.
+    PrefillDraining,
+    /// The worker's engine failed.
+    Internal,
+    /// The worker's stream broke or could not be opened. Only the router finds this.
+    Lost,
+    /// The worker sent nothing for too long. Only the router finds this.
+    Stalled,
+    /// The worker repeated delivered tokens with other values. Only the router finds this.
+    Diverged,
+}
+
+impl FailureKind {
+    /// Every kind.
+    pub const ALL: [FailureKind; 11] = [
+        FailureKind::Invalid,
+        FailureKind::Full,
+        FailureKind::PrefillLost,
+        FailureKind::KvRejected,
+        FailureKind::Deadline,
+        FailureKind::Draining,
+        FailureKind::PrefillDraining,
+        FailureKind::Internal,
+        FailureKind::Lost,
+        FailureKind::Stalled,
+        FailureKind::Diverged,
+    ];
+
+    /// The label in metrics, and the name in gRPC metadata.
+    pub fn name(self) -> &'static str {
+        match self {
+            FailureKind::Invalid => "invalid",
+            FailureKind::Full => "full",
+            FailureKind::PrefillLost => "prefill_lost",
+            FailureKind::KvRejected => "kv_rejected",
+            FailureKind::Deadline => "deadline",
+            FailureKind::Draining => "draining",
+            FailureKind::PrefillDraining => "prefill_draining",
+            FailureKind::Internal => "internal",
+            FailureKind::Lost => "lost",
+            FailureKind::Stalled => "stalled",
+            FailureKind::Diverged => "diverged",
+        }
+    }
+
+    /// The inverse of [`name`](Self::name).
+    pub fn from_name(name: &str) -> Option<FailureKind> {
+        FailureKind::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+}

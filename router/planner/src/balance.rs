@@ -1,0 +1,172 @@
+//! When a running request migrates from a fuller decode worker to an emptier one. Reports and the time are arguments.
+//!
+//! ```text
+//! fullness of two workers   |----------------|---------------------|
+//! differs by                0               STOP                 START       start above, go on until below
+//! ```
+//!
+//! One request migrates at a time. The next one waits until load reports show the effect, so that no worker is emptied
+//! too far and has to take requests back.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use baton_cluster_record::Role;
+
+use crate::{ClusterView, Usability, WorkerKey, WorkerView};
+
+/// A difference in the part of blocks in use. A migration costs a transfer and a pause as long: less is not worth it.
+const START: f64 = 0.3;
+/// Half as much, so that balanced workers stay balanced.
+const STOP: f64 = 0.15;
+/// Reports come every second at least.
+const INTERVAL: Duration = Duration::from_millis(1500);
+/// A worker below this fullness loses nothing by being the fuller one: a step reads every weight for a small batch too.
+const CROWDED: f64 = 0.5;
+
+/// The decisions of the last seconds.
+#[derive(Debug, Default)]
+pub struct Balance {
+    /// The worker that gives and the one that takes, until they are even.
+    pair: Option<(WorkerKey, WorkerKey)>,
+    last: Option<Instant>,
+}
+
+/// One request migrates.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Migration {
+    /// Where it runs.
+    pub from: WorkerKey,
+    /// Where it is to run.
+    pub to: WorkerKey,
+}
+
+impl Balance {
+    /// The next migration, if one is due. `num_running` counts this router's requests at each decode worker: requests of
+    /// other routers cannot migrate.
+    pub fn next(
+        &mut self,
+        view: &ClusterView,
+        num_running: &BTreeMap<WorkerKey, usize>,
+        now: Instant,
+    ) -> Option<Migration> {
+        if self.last.is_some_and(|last| now < last + INTERVAL) {
+            return None;
+        }
+        let ready = |worker: &&WorkerView| {
+            worker.record.role == Role::Decode
+                && worker.usability == Usability::Ready
+                && worker.load.num_total_blocks > 0
+        };
+        let by_fullness = |a: &&WorkerView, b: &&WorkerView| fullness(a).total_cmp(&fullness(b));
+        let workers = view.workers.iter().filter(ready);
+        let fullest = workers
+            .clone()
+            .filter(|worker| num_running.get(&WorkerKey::of(&worker.record)).is_some_and(|&num| num > 1))
+            .max_by(by_fullness)?;
+        let emptiest = workers
+            .filter(|worker| worker.record.kv_format.difference(&fullest.record.kv_format).is_none())
+            .min_by(by_fullness)?;
+        let pair = (WorkerKey::of(&fullest.record), WorkerKey::of(&emptiest.record));
+        let difference = fullness(fullest) - fullness(emptiest);
+        let bound = if self.pair.as_ref() == Some(&pair) { STOP } else { START };
+        if difference <= bound || fullness(fullest) < CROWDED {
+            self.pair = None;
+            return None;
+        }
+        self.pair = Some(pair.clone());
+        self.last = Some(now);
+        Some(Migration { from: pair.0, to: pair.1 })
+    }
+}
+
+/// The part of its blocks that is taken; requests that wait for blocks count as if they had them all.
+fn fullness(worker: &WorkerView) -> f64 {
+    let load = &worker.load;
+    if load.num_waiting > 0 {
+        return 1.0;
+    }
+    1.0 - load.num_free_blocks.min(load.num_total_blocks) as f64 / load.num_total_blocks as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::view;
+
+    /// `running` as `d0=3 d1=1`.
+    fn running(text: &str) -> BTreeMap<WorkerKey, usize> {
+        let pairs = text.split_whitespace().map(|word| {
+            let (id, num) = word.split_once('=').expect("<id>=<number>");
+            (WorkerKey { id: id.into(), incarnation: 1 }, num.parse().expect("a number"))
+        });
+        pairs.collect()
+    }
+
+    fn show(next: Option<Migration>) -> String {
+        next.map_or_else(|| "-".into(), |next| format!("{}>{}", next.from, next.to))
+    }
+
+    #[test]
+    fn the_fullest_gives_to_the_emptiest_when_they_differ_much() {
+        let cases = [
+            ("even", "d0 decode free=40\n d1 decode free=60", "d0=4 d1=4", "-"),
+            ("uneven", "d0 decode free=20\n d1 decode free=90", "d0=4 d1=4", "d0>d1"),
+            ("uneven, and far from full", "d0 decode free=60\n d1 decode free=100", "d0=4", "-"),
+            ("a single request stays", "d0 decode free=20\n d1 decode free=90", "d0=1", "-"),
+            ("requests of other routers stay", "d0 decode free=20\n d1 decode free=90", "d1=4", "-"),
+            ("no other worker", "d0 decode free=5", "d0=4", "-"),
+            ("not to one that leaves", "d0 decode free=5\n d1 decode free=99 draining", "d0=4", "-"),
+            ("not from one that leaves", "d0 decode free=5 draining\n d1 decode free=99", "d0=4", "-"),
+            ("prefill workers are no place", "d0 decode free=5\n p0 prefill free=99", "d0=4", "-"),
+            ("nor those of another model", "d0 decode free=5\n d1 decode free=99 other-format", "d0=4", "-"),
+            (
+                "the extremes of many",
+                "d0 decode free=50\n d1 decode free=10\n d2 decode free=80\n d3 decode free=95",
+                "d0=4 d1=4 d2=4 d3=4",
+                "d1>d3",
+            ),
+            ("a queue is fullness", "d0 decode free=50 waiting=2\n d1 decode free=80", "d0=9 d1=9", "d0>d1"),
+        ];
+        for (name, workers, num_running, expected) in cases {
+            let next = Balance::default().next(&view(workers), &running(num_running), Instant::now());
+            assert_eq!(show(next), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn what_has_begun_goes_on_until_they_are_nearly_even_and_then_stays() {
+        let mut balance = Balance::default();
+        let mut now = Instant::now();
+        let mut says = |free0: usize, free1: usize, expected: &str| {
+            now += INTERVAL;
+            let view = view(&format!("d0 decode free={free0}\n d1 decode free={free1}"));
+            let next = balance.next(&view, &running("d0=9 d1=9"), now);
+            assert_eq!(show(next), expected, "{free0} {free1}");
+        };
+        says(30, 55, "-");
+        says(20, 60, "d0>d1");
+        says(25, 50, "d0>d1");
+        says(30, 46, "d0>d1");
+        says(35, 45, "-");
+        says(30, 55, "-");
+        // Not straight back.
+        says(60, 35, "-");
+        says(66, 35, "d1>d0");
+    }
+
+    #[test]
+    fn no_two_migrations_are_closer_than_the_reports_that_show_them() {
+        let mut balance = Balance::default();
+        let start = Instant::now();
+        let view = view("d0 decode free=0\n d1 decode free=100");
+        let mut num_migrations = 0;
+        for ms in 0..10_000 {
+            let next = balance.next(&view, &running("d0=9"), start + Duration::from_millis(ms));
+            num_migrations += usize::from(next.is_some());
+        }
+        assert_eq!(num_migrations, 7);
+    }
+}

@@ -1,0 +1,203 @@
+//! The default policy: a request goes where its prefix is cached, else to the least loaded worker.
+//!
+//! Costs are counted in tokens that a worker computes before the request's first token, so that a
+//! cached prefix and a queue weigh against each other in one unit.
+
+use std::sync::Arc;
+
+use baton_cluster_record::{Role, WorkerRecord};
+
+use crate::{
+    ClusterView, Load, NoPlan, Plan, PlanRequest, Policy, Prefill, PrefillMode, Usability, WorkerKey,
+    WorkerView,
+};
+
+/// The policy's parameters.
+#[derive(Clone, Debug)]
+pub struct PrefixAwareConfig {
+    /// A prompt with fewer uncached tokens than this is computed by the decode worker: handing over
+    /// would take longer than the work itself.
+    pub local_prefill_below: usize,
+    /// What one running or waiting sequence weighs, in tokens.
+    pub tokens_per_sequence: u64,
+    /// A prefix is fetched from another worker when that has at least so many tokens more of it.
+    pub fetch_prefix_from: usize,
+    /// The speed at which KV is transferred between workers. Only the choice between fetching and computing a prefix
+    /// depends on it, so the order of magnitude is enough.
+    pub transfer_bytes_per_second: f64,
+}
+
+/// The part of a fetch that does not depend on its bytes: a call, a grant, a first write, a commit.
+const FETCH_SECONDS: f64 = 0.005;
+
+impl Default for PrefixAwareConfig {
+    fn default() -> PrefixAwareConfig {
+        PrefixAwareConfig {
+            local_prefill_below: 32,
+            tokens_per_sequence: 64,
+            fetch_prefix_from: 64,
+            // 10 Gbit/s.
+            transfer_bytes_per_second: 1e9,
+        }
+    }
+}
+
+/// Prefers, per phase, the worker with the least left to compute before the first token.
+#[derive(Clone, Debug, Default)]
+pub struct PrefixAware {
+    config: PrefixAwareConfig,
+}
+
+impl PrefixAware {
+    /// With these parameters.
+    pub fn new(config: PrefixAwareConfig) -> PrefixAware {
+        PrefixAware { config }
+    }
+
+    fn cost(&self, worker: &WorkerView, request: &PlanRequest) -> u64 {
+        let uncached = uncached(&worker.record, request);
+        let sequences = (worker.load.num_running + worker.load.num_waiting).max(worker.num_assigned);
+        // A worker may report any number.
+        let mut cost = (uncached as u64)
+            .saturating_add(worker.load.num_queued_tokens)
+            .saturating_add((sequences as u64).saturating_mul(self.config.tokens_per_sequence));
+        if lacks_blocks(&worker.load, uncached, worker.record.kv_format.block_size) {
+            // The request would wait until others end: any worker with room is better.
+            cost = cost.saturating_add(1 << 32);
+        }
+        cost
+    }
+}
+
+impl PrefixAware {
+    /// The worker that has so much more of the sequence cached than `worker` that fetching is quicker than computing, and
+    /// how many tokens more.
+    fn source(
+        &self,
+        worker: &WorkerView,
+        request: &PlanRequest,
+        view: &ClusterView,
+    ) -> (Option<Arc<WorkerRecord>>, usize) {
+        let lacking = uncached(&worker.record, request);
+        // The last token is computed in any case.
+        let most = lacking.saturating_sub(1);
+        let sources = view.workers.iter().filter(|other| {
+            other.record.id != worker.record.id
+                && matches!(other.usability, Usability::Ready | Usability::Draining)
+                && other.record.kv_format.difference(&worker.record.kv_format).is_none()
+                && !excluded(&other.record, request)
+        });
+        let gain = |other: &WorkerView| lacking.saturating_sub(uncached(&other.record, request)).min(most);
+        let best = sources
+            .map(|other| (gain(other), other))
+            .filter(|&(gain, _)| {
+                gain >= self.config.fetch_prefix_from.max(1) && self.is_quicker(worker, gain)
+            })
+            .max_by_key(|&(gain, other)| (gain, std::cmp::Reverse(other.num_assigned)));
+        best.map_or((None, 0), |(gain, other)| (Some(other.record.clone()), gain))
+    }
+
+    /// Whether `worker` gets so many tokens sooner by fetching than by computing them. A worker that has computed nothing
+    /// yet is assumed to be slow.
+    fn is_quicker(&self, worker: &WorkerView, num_tokens: usize) -> bool {
+        if worker.load.prefill_tokens_per_second == 0 {
+            return true;
+        }
+        let format = &worker.record.kv_format;
+        // A worker may report any number.
+        let sizes = [2, format.num_layers, format.num_kv_heads, format.dtype.vector_bytes(format.head_dim)];
+        let token_bytes: f64 = sizes.iter().map(|&size| size as f64).product();
+        let fetching =
+            FETCH_SECONDS + num_tokens as f64 * token_bytes / self.config.transfer_bytes_per_second;
+        fetching < num_tokens as f64 / worker.load.prefill_tokens_per_second as f64
+    }
+}
+
+impl Policy for PrefixAware {
+    fn plan(&self, request: &PlanRequest, view: &ClusterView) -> Result<Plan, NoPlan> {
+        let candidates = decode_candidates(request, view)?;
+        let decode = least(candidates, |worker| self.cost(worker, request)).ok_or(NoPlan::NoDecodeWorker)?;
+        let (source, num_fetched) = self.source(decode, request, view);
+        let worth_it = match request.prefill {
+            PrefillMode::Local => false,
+            PrefillMode::Remote => true,
+            PrefillMode::Auto => {
+                uncached(&decode.record, request) - num_fetched >= self.config.local_prefill_below
+            }
+        };
+        let prefill = if worth_it {
+            let peers = view.workers.iter().filter(|worker| {
+                worker.record.role == Role::Prefill
+                    && worker.usability == Usability::Ready
+                    && worker.record.kv_format.difference(&decode.record.kv_format).is_none()
+                    && fits(&worker.record, request.num_tokens + 1)
+                    && !excluded(&worker.record, request)
+            });
+            least(peers, |worker| self.cost(worker, request))
+        } else {
+            None
+        };
+        let prefill = match (prefill, request.prefill) {
+            (Some(worker), _) => {
+                (Prefill::Remote(worker.record.clone()), self.source(worker, request, view).0)
+            }
+            (None, PrefillMode::Remote) => return Err(NoPlan::NoPrefillWorker),
+            (None, _) => (Prefill::Local, source),
+        };
+        let (prefill, prefix_source) = prefill;
+        Ok(Plan { decode: decode.record.clone(), prefill, prefix_source })
+    }
+}
+
+/// The decode workers that may be asked, or the check that the last of them failed.
+fn decode_candidates<'a>(
+    request: &PlanRequest,
+    view: &'a ClusterView,
+) -> Result<Vec<&'a WorkerView>, NoPlan> {
+    let all: Vec<_> = view.workers.iter().filter(|worker| worker.record.role == Role::Decode).collect();
+    let pass = |workers: Vec<&'a WorkerView>, keep: &dyn Fn(&WorkerView) -> bool, otherwise: NoPlan| {
+        let kept: Vec<_> = workers.into_iter().filter(|worker| keep(worker)).collect();
+        if kept.is_empty() { Err(otherwise) } else { Ok(kept) }
+    };
+    let workers = pass(all, &|_| true, NoPlan::NoDecodeWorker)?;
+    // First, because a worker that comes back has the same context.
+    let num_tokens = request.max_tokens.max(request.num_tokens + 1);
+    let workers = pass(workers, &|w| fits(&w.record, num_tokens), NoPlan::DecodeTooSmall { num_tokens })?;
+    let num = workers.len();
+    let workers =
+        pass(workers, &|w| w.usability != Usability::Unreachable, NoPlan::DecodeUnreachable { num })?;
+    let workers = pass(workers, &|w| w.usability != Usability::Draining, NoPlan::DecodeDraining)?;
+    pass(
+        workers,
+        &|w| w.usability != Usability::BackingOff && !excluded(&w.record, request),
+        NoPlan::DecodeFailed,
+    )
+}
+
+/// A worker that does not say its context takes anything.
+fn fits(record: &WorkerRecord, num_tokens: usize) -> bool {
+    record.capacity.context_length == 0 || num_tokens <= record.capacity.context_length
+}
+
+fn excluded(record: &WorkerRecord, request: &PlanRequest) -> bool {
+    request.excluded.iter().any(|key| key.id == record.id && key.incarnation == record.incarnation)
+}
+
+/// Tokens of the request that the worker must compute or fetch.
+fn uncached(record: &Arc<WorkerRecord>, request: &PlanRequest) -> usize {
+    let key = WorkerKey::of(record);
+    let cached = request.cached.iter().find(|(holder, _)| *holder == key).map_or(0, |(_, tokens)| *tokens);
+    request.num_tokens.saturating_sub(cached)
+}
+
+fn lacks_blocks(load: &Load, num_tokens: usize, block_size: usize) -> bool {
+    load.num_total_blocks > 0 && num_tokens.div_ceil(block_size.max(1)) > load.num_free_blocks
+}
+
+/// The cheapest; of equals the one with the fewest of our requests, then the first by name.
+fn least<'a>(
+    workers: impl IntoIterator<Item = &'a WorkerView>,
+    cost: impl Fn(&WorkerView) -> u64,
+) -> Option<&'a WorkerView> {
+    workers.into_iter().min_by_key(|worker| (cost(worker), worker.num_assigned))
+}

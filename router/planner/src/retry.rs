@@ -1,0 +1,373 @@
+//! When a failed request is tried again, and which workers are avoided. Plain bookkeeping: the time is an argument.
+
+use std::time::{Duration, Instant};
+
+use baton_request::{Failure, FailureKind};
+
+use crate::{NoPlan, Plan, Prefill, WorkerKey};
+
+/// Why a request is not tried again, in words for the client.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GiveUp {
+    /// The request is at fault.
+    #[error("{0}")]
+    Invalid(String),
+    /// No worker has room; the last one's words.
+    #[error("every worker is full, try again later; the last: {0}")]
+    Full(String),
+    /// Too many attempts failed, or they took too long.
+    #[error("the request failed {num_failures} times in a row, last: {last}")]
+    Failed {
+        /// Since the last token.
+        num_failures: u32,
+        /// What the last failure said.
+        last: String,
+    },
+    /// There is no plan, and no worker to wait for.
+    #[error(transparent)]
+    NoPlan(NoPlan),
+}
+
+/// Which workers of a failed plan are avoided, and by which requests.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Blame {
+    /// Workers that this request's next attempt avoids.
+    pub exclude: Vec<WorkerKey>,
+    /// A worker that every request avoids for a while.
+    pub spare: Option<WorkerKey>,
+}
+
+/// How far an attempt came before it failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reached {
+    /// The decode worker did not accept it.
+    NoWorker,
+    /// It waited or ran at the decode worker.
+    Worker,
+}
+
+/// When every worker has failed a request, all are asked again after this pause; the next pause is twice as long.
+const PAUSE_FIRST: Duration = Duration::from_millis(250);
+const PAUSE_LIMIT: Duration = Duration::from_secs(5);
+
+/// The attempts of one choice.
+///
+/// A worker that failed the request is not asked again while another worker can be. Patience is the time for finding a
+/// worker. A request that waited in the queue of a worker that then broke has not spent it: on a busy cluster one broken
+/// connection must not end hundreds of requests that another worker would serve.
+#[derive(Debug)]
+pub struct Retry {
+    max_attempts: u32,
+    patience: Duration,
+    /// Failures since the last token.
+    num_failures: u32,
+    /// When patience ends; set by the first failure since the last token.
+    deadline: Option<Instant>,
+    excluded: Vec<WorkerKey>,
+    /// Pauses since the last token.
+    num_pauses: u32,
+    /// When workers that failed the request may be asked again, once all of them have.
+    paused_until: Option<Instant>,
+    /// The decode and prefill worker of the last attempt, when the prefill worker was blamed.
+    suspect: Option<(WorkerKey, WorkerKey)>,
+    last: Option<Failure>,
+    /// Every failure so far was a lack of room.
+    only_full: bool,
+}
+
+impl Retry {
+    /// Gives up after so many failures in a row, or after so long without a worker.
+    pub fn new(max_attempts: u32, patience: Duration) -> Retry {
+        Retry {
+            max_attempts,
+            patience,
+            num_failures: 0,
+            deadline: None,
+            excluded: Vec::new(),
+            num_pauses: 0,
+            paused_until: None,
+            suspect: None,
+            last: None,
+            only_full: true,
+        }
+    }
+
+    /// Workers that the next plan must not name.
+    pub fn excluded(&self) -> &[WorkerKey] {
+        &self.excluded
+    }
+
+    /// A token was delivered.
+    pub fn on_progress(&mut self) {
+        if self.num_failures > 0 {
+            self.num_failures = 0;
+            self.num_pauses = 0;
+            self.deadline = None;
+            self.forget();
+            self.only_full = false;
+        }
+    }
+
+    /// An attempt with this plan failed.
+    ///
+    /// # Errors
+    /// When another attempt is useless, or this was the last.
+    pub fn on_failure(
+        &mut self,
+        failure: Failure,
+        plan: &Plan,
+        reached: Reached,
+        now: Instant,
+    ) -> Result<Blame, GiveUp> {
+        if failure.kind == FailureKind::Invalid {
+            return Err(GiveUp::Invalid(failure.message));
+        }
+        let mut blame = blame(failure.kind, plan);
+        if blames_prefill(failure.kind)
+            && let Prefill::Remote(prefill) = &plan.prefill
+        {
+            let (decode, prefill) = (WorkerKey::of(&plan.decode), WorkerKey::of(prefill));
+            match self.suspect.take() {
+                // Two prefill workers failed in a row: the fault is rather with the decode worker, which reaches neither.
+                Some((suspect, first)) if suspect == decode && first != prefill => {
+                    self.excluded.retain(|worker| *worker != first);
+                    blame.exclude = vec![decode];
+                }
+                _ => self.suspect = Some((decode, prefill)),
+            }
+        } else {
+            self.suspect = None;
+        }
+        self.excluded.extend(blame.exclude.iter().cloned());
+        // A new worker was found during the pause, and failed the request too.
+        self.paused_until = None;
+        self.only_full &= failure.kind == FailureKind::Full;
+        self.num_failures += 1;
+        // A slow attempt has spent the time that it took.
+        let is_slow = matches!(failure.kind, FailureKind::Deadline | FailureKind::Stalled);
+        if reached == Reached::Worker && !is_slow {
+            self.deadline = None;
+        }
+        let deadline = *self.deadline.get_or_insert(now + self.patience);
+        self.last = Some(failure);
+        if self.num_failures >= self.max_attempts || now >= deadline {
+            return Err(self.give_up());
+        }
+        Ok(blame)
+    }
+
+    /// No worker can be asked. Returns until when to wait at most; `known_until` is for a request that has not failed
+    /// yet. Call [`look_again`](Self::look_again) whenever the workers have changed.
+    ///
+    /// # Errors
+    /// When waiting is over, or cannot help.
+    pub fn on_no_plan(
+        &mut self,
+        no_plan: &NoPlan,
+        known_until: Option<Instant>,
+        has_output: bool,
+        now: Instant,
+    ) -> Result<Instant, GiveUp> {
+        if let Some(last) = self.last.as_ref().filter(|_| self.only_full && !has_output) {
+            return Err(GiveUp::Full(last.message.clone()));
+        }
+        match self.deadline.or(known_until) {
+            Some(until) if now < until => {
+                if self.excluded.is_empty() {
+                    return Ok(until.min(now + PAUSE_FIRST));
+                }
+                let pause = PAUSE_FIRST.saturating_mul(1 << self.num_pauses.min(8)).min(PAUSE_LIMIT);
+                let paused_until = *self.paused_until.get_or_insert(now + pause);
+                // The end of a worker's back-off is not announced.
+                Ok(until.min(paused_until).min(now + PAUSE_FIRST))
+            }
+            _ if self.deadline.is_some() => Err(self.give_up()),
+            _ => Err(GiveUp::NoPlan(*no_plan)),
+        }
+    }
+
+    /// Time has passed or the workers have changed. After the pause, workers that failed may be asked again.
+    pub fn look_again(&mut self, now: Instant) {
+        if self.paused_until.is_some_and(|until| now >= until) {
+            self.num_pauses += 1;
+            self.forget();
+        }
+    }
+
+    fn forget(&mut self) {
+        self.excluded.clear();
+        self.paused_until = None;
+        self.suspect = None;
+    }
+
+    fn give_up(&self) -> GiveUp {
+        let last = self.last.as_ref().map(|failure| failure.message.clone()).unwrap_or_default();
+        GiveUp::Failed { num_failures: self.num_failures, last }
+    }
+}
+
+/// Whether the prefill worker of the plan, if it has one, is avoided after this failure.
+fn blames_prefill(kind: FailureKind) -> bool {
+    matches!(
+        kind,
+        FailureKind::PrefillLost
+            | FailureKind::PrefillDraining
+            | FailureKind::KvRejected
+            | FailureKind::Deadline
+    )
+}
+
+fn blame(kind: FailureKind, plan: &Plan) -> Blame {
+    let decode = WorkerKey::of(&plan.decode);
+    let prefill = match &plan.prefill {
+        Prefill::Remote(worker) => Some(WorkerKey::of(worker)),
+        Prefill::Local => None,
+    };
+    match kind {
+        FailureKind::Invalid => Blame::default(),
+        FailureKind::Full => {
+            Blame { exclude: [Some(decode), prefill].into_iter().flatten().collect(), spare: None }
+        }
+        FailureKind::Draining => Blame { exclude: vec![decode], spare: None },
+        FailureKind::PrefillLost => {
+            let worker = prefill.unwrap_or(decode);
+            Blame { exclude: vec![worker.clone()], spare: Some(worker) }
+        }
+        // A worker that is slow, wrong or draining has not crashed: it may still serve other requests.
+        FailureKind::PrefillDraining | FailureKind::KvRejected | FailureKind::Deadline => {
+            Blame { exclude: vec![prefill.unwrap_or(decode)], spare: None }
+        }
+        FailureKind::Internal | FailureKind::Stalled | FailureKind::Diverged => {
+            Blame { exclude: vec![decode], spare: None }
+        }
+        FailureKind::Lost => Blame { exclude: vec![decode.clone()], spare: Some(decode) },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{NoPlan, Policy, PrefixAware, tests};
+
+    const CLUSTER: &str = "d0 decode\n d1 decode running=1\n p0 prefill\n p1 prefill running=1";
+
+    /// One request, planned by the real policy on a cluster that looks the same at all times.
+    struct Play {
+        retry: Retry,
+        cluster: &'static str,
+        start: Instant,
+        now: Instant,
+    }
+
+    impl Play {
+        fn new(cluster: &'static str) -> Play {
+            let now = Instant::now();
+            Play { retry: Retry::new(16, Duration::from_secs(60)), cluster, start: now, now }
+        }
+
+        fn plan(&self) -> Result<Plan, NoPlan> {
+            let mut request = tests::request("tokens=200 remote");
+            request.excluded = self.retry.excluded().to_vec();
+            PrefixAware::default().plan(&request, &tests::view(self.cluster))
+        }
+
+        /// Waits for a plan, and returns it with its workers' names.
+        fn ask(&mut self) -> Result<(Plan, String), GiveUp> {
+            loop {
+                match self.plan() {
+                    Ok(plan) => {
+                        let Prefill::Remote(prefill) = &plan.prefill else { panic!("remote") };
+                        let name = format!("{}<-{}", plan.decode.id, prefill.id);
+                        return Ok((plan, name));
+                    }
+                    Err(no_plan) => {
+                        self.now = self.retry.on_no_plan(&no_plan, None, false, self.now)?;
+                        self.retry.look_again(self.now);
+                    }
+                }
+            }
+        }
+
+        /// An attempt that fails after so long. Who was asked.
+        fn fail(&mut self, kind: FailureKind, after: Duration) -> Result<String, GiveUp> {
+            let (plan, name) = self.ask()?;
+            self.now += after;
+            self.retry.on_failure(Failure::new(kind, "why"), &plan, Reached::Worker, self.now)?;
+            Ok(name)
+        }
+    }
+
+    #[test]
+    fn waiting_for_ones_turn_is_not_spent_patience() {
+        let mut play = Play::new(CLUSTER);
+        // A queue as long as patience, and three connections that break.
+        for expected in ["d0<-p0", "d1<-p0", "d0<-p0"] {
+            assert_eq!(play.fail(FailureKind::Lost, Duration::from_secs(50)).expect("goes on"), expected);
+        }
+    }
+
+    #[test]
+    fn what_is_too_slow_spends_patience() {
+        let mut play = Play::new(CLUSTER);
+        assert_eq!(play.fail(FailureKind::Deadline, Duration::from_secs(61)).expect("goes on"), "d0<-p0");
+        assert!(play.fail(FailureKind::Deadline, Duration::from_secs(61)).is_err());
+    }
+
+    #[test]
+    fn an_outage_of_all_workers_ends_with_patience() {
+        let mut play = Play::new("d0 decode\n p0 prefill");
+        play.fail(FailureKind::Lost, Duration::ZERO).expect("goes on");
+        play.cluster = "d0 decode unreachable\n p0 prefill";
+        assert!(play.ask().is_err());
+        assert_eq!(play.now - play.start, Duration::from_secs(60));
+    }
+
+    #[test]
+    fn attempts_that_fail_at_once_are_spread_over_a_while() {
+        let mut play = Play::new(CLUSTER);
+        let mut asked = Vec::new();
+        while let Ok(name) = play.fail(FailureKind::Lost, Duration::ZERO) {
+            asked.push(name);
+        }
+        assert_eq!(asked, ["d0<-p0", "d1<-p0"].repeat(8)[..15], "no worker twice before the other one");
+        // 250 ms, 500 ms, 1 s, 2 s, 4 s, 5 s, 5 s.
+        assert_eq!(play.now - play.start, Duration::from_millis(17750));
+    }
+
+    #[test]
+    fn who_comes_during_a_pause_is_asked_at_once_and_ends_it() {
+        let mut play = Play::new("d0 decode\n p0 prefill");
+        play.fail(FailureKind::Lost, Duration::ZERO).expect("goes on");
+        let no_plan = play.plan().expect_err("no worker is left");
+        let until = play.retry.on_no_plan(&no_plan, None, false, play.now).expect("there is time");
+        assert_eq!(until - play.now, PAUSE_FIRST);
+        play.retry.look_again(play.now);
+        play.cluster = "d0 decode\n d1 decode\n p0 prefill";
+        assert_eq!(play.fail(FailureKind::Lost, Duration::from_secs(1)).expect("goes on"), "d1<-p0");
+        let before = play.now;
+        assert_eq!(play.fail(FailureKind::Lost, Duration::ZERO).expect("goes on"), "d0<-p0");
+        assert_eq!(play.now - before, PAUSE_FIRST, "it begins anew");
+    }
+
+    #[test]
+    fn a_decode_worker_that_loses_every_prefill_worker_is_avoided() {
+        for kind in [FailureKind::PrefillLost, FailureKind::KvRejected, FailureKind::Deadline] {
+            let mut play = Play::new(CLUSTER);
+            assert_eq!(play.fail(kind, Duration::ZERO).expect("goes on"), "d0<-p0");
+            assert_eq!(play.fail(kind, Duration::ZERO).expect("goes on"), "d0<-p1");
+            // The worker that may be asked again first.
+            let asked = play.fail(kind, Duration::ZERO).expect("goes on");
+            assert_eq!(asked, "d1<-p0", "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn a_token_makes_everything_good() {
+        let mut play = Play::new(CLUSTER);
+        for _ in 0..100 {
+            assert_eq!(play.fail(FailureKind::Lost, Duration::ZERO).expect("goes on"), "d0<-p0");
+            play.retry.on_progress();
+        }
+        assert_eq!(play.now, play.start);
+    }
+}

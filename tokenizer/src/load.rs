@@ -1,0 +1,163 @@
+//! A model's tokenizer and its defaults for generation, from a model directory or a GGUF file.
+
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use crate::{ChatTemplate, GenerationDefaults, Tokenizer, TokenizerError, files, gguf};
+
+impl Tokenizer {
+    /// Reads `tokenizer.json`, `tokenizer_config.json` and the chat template of the model directory
+    /// `model`, of which only the first must be there; or the same from the GGUF file `model`.
+    ///
+    /// # Errors
+    /// Names the file that is missing or wrong.
+    pub fn load(model: &Path) -> Result<Self, TokenizerError> {
+        if !model.is_dir() {
+            return gguf::load_tokenizer(model);
+        }
+        let dir = model;
+        let path = dir.join("tokenizer.json");
+        let tokenizer = files::read(&path)?.parse().map_err(|error| files::invalid(&path, error))?;
+        let config: Map<String, Value> =
+            files::read_json_if_present(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
+        let mut special_tokens: Map<String, Value> =
+            files::read_json_if_present(&dir.join("special_tokens_map.json"))?.unwrap_or_default();
+        special_tokens.extend(config.clone());
+        let chat_template = ChatTemplate::load(dir, &config)?;
+        Ok(Self::new(tokenizer, special_token_texts(&special_tokens), chat_template))
+    }
+}
+
+impl GenerationDefaults {
+    /// Reads them from a model directory, whose files may be absent: then nothing is known; or from a
+    /// GGUF file.
+    ///
+    /// # Errors
+    /// When a file is there and cannot be read, is not what it should be, or a value has the wrong type.
+    pub fn load(model: &Path) -> Result<Self, TokenizerError> {
+        if !model.is_dir() {
+            return gguf::load_defaults(model);
+        }
+        let dir = model;
+        let generation: File =
+            files::read_json_if_present(&dir.join("generation_config.json"))?.unwrap_or_default();
+        let model: Ids = files::read_json_if_present(&dir.join("config.json"))?.unwrap_or_default();
+        let ids = generation.ids;
+        let eos = ids.eos_token_id.or(model.eos_token_id);
+        Ok(Self {
+            eos_token_ids: eos.map(OneOrMany::into_vec).unwrap_or_default(),
+            bos_token_id: ids.bos_token_id.or(model.bos_token_id).and_then(OneOrMany::into_first),
+            pad_token_id: ids.pad_token_id.or(model.pad_token_id).and_then(OneOrMany::into_first),
+            do_sample: generation.do_sample,
+            temperature: generation.temperature,
+            top_p: generation.top_p,
+            top_k: generation.top_k,
+            min_p: generation.min_p,
+            repetition_penalty: generation.repetition_penalty,
+            max_new_tokens: generation.max_new_tokens,
+        })
+    }
+}
+
+#[derive(Default, Deserialize)]
+struct File {
+    #[serde(flatten)]
+    ids: Ids,
+    do_sample: Option<bool>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<u32>,
+    min_p: Option<f32>,
+    repetition_penalty: Option<f32>,
+    max_new_tokens: Option<u32>,
+}
+
+#[derive(Default, Deserialize)]
+struct Ids {
+    eos_token_id: Option<OneOrMany>,
+    bos_token_id: Option<OneOrMany>,
+    pad_token_id: Option<OneOrMany>,
+}
+
+// Signed: some published files say -1 for "none".
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum OneOrMany {
+    One(i64),
+    Many(Vec<i64>),
+}
+
+impl OneOrMany {
+    fn into_vec(self) -> Vec<u32> {
+        let ids = match self {
+            Self::One(id) => vec![id],
+            Self::Many(ids) => ids,
+        };
+        ids.into_iter().filter_map(|id| u32::try_from(id).ok()).collect()
+    }
+
+    fn into_first(self) -> Option<u32> {
+        self.into_vec().first().copied()
+    }
+}
+
+/// Named tokens are written as text, or as an object with the text in `content`.
+fn special_token_texts(config: &Map<String, Value>) -> Map<String, Value> {
+    config
+        .iter()
+        .filter(|(name, _)| name.ends_with("_token"))
+        .filter_map(|(name, value)| {
+            let text = value.as_str().or_else(|| value.get("content")?.as_str())?;
+            Some((name.clone(), Value::from(text)))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(files: &[(&str, &str)]) -> Result<GenerationDefaults, TokenizerError> {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            std::fs::write(dir.path().join(name), text).unwrap();
+        }
+        GenerationDefaults::load(dir.path())
+    }
+
+    #[test]
+    fn eos_is_one_id_or_a_list() {
+        let one = load(&[("generation_config.json", r#"{"eos_token_id": 2, "top_k": 20}"#)]).unwrap();
+        assert_eq!(one.eos_token_ids, [2]);
+        assert_eq!(one.top_k, Some(20));
+        let many = load(&[("generation_config.json", r#"{"eos_token_id": [7, 9]}"#)]).unwrap();
+        assert_eq!(many.eos_token_ids, [7, 9]);
+    }
+
+    #[test]
+    fn model_config_fills_in_token_ids() {
+        let defaults = load(&[
+            ("generation_config.json", r#"{"temperature": 0.6, "bos_token_id": null}"#),
+            ("config.json", r#"{"eos_token_id": 3, "bos_token_id": 1, "pad_token_id": -1, "top_k": 4}"#),
+        ])
+        .unwrap();
+        assert_eq!(defaults.eos_token_ids, [3]);
+        assert_eq!(defaults.bos_token_id, Some(1));
+        assert_eq!(defaults.pad_token_id, None);
+        assert_eq!(defaults.temperature, Some(0.6));
+        assert_eq!(defaults.top_k, None, "the model's config holds no sampling defaults");
+    }
+
+    #[test]
+    fn nothing_there_is_nothing_known() {
+        assert_eq!(load(&[]).unwrap(), GenerationDefaults::default());
+    }
+
+    #[test]
+    fn wrong_type_names_the_file() {
+        let error = load(&[("generation_config.json", r#"{"top_p": "high"}"#)]).unwrap_err();
+        assert!(error.to_string().contains("generation_config.json"), "{error}");
+    }
+}

@@ -1,0 +1,276 @@
+//! The decode side of a handoff, as far as a remote prefill and a prefix fetch do it the same way: the stream to the peer,
+//! the grant, and the verification of what arrives.
+//!
+//! It decides nothing: a state machine of `baton-handoff` says what to do.
+
+use std::{sync::Arc, time::Duration};
+
+use baton_engine::{PrefixReservation, Reservation};
+use baton_handoff::{
+    AccessKey, Begin, DecodeMessage, Generation, Grant, KvFault, Limits, Piece, decode::DecodeInput,
+};
+use baton_kv_cache::{BlockId, WireFormat};
+use baton_proto::worker::{self as proto, PrefillPeer, prefill_client::PrefillClient};
+use baton_request::{Failure, FailureKind, Request};
+use baton_telemetry::trace_context;
+use baton_transfer::Granted;
+use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Response, Status, Streaming, metadata::MetadataKey, transport::Channel};
+
+use super::stream::{HandoffStream, StreamEvent};
+use crate::{
+    convert_handoff::{FirstToken, Payload, decode_message_to_proto, prefill_message_from_proto},
+    peers::Link,
+    worker::Worker,
+};
+
+/// Messages to the peer that wait in the stream: all that one handoff can have, the first one, `Grant`, and `Commit` or
+/// `Cancel`.
+const OUTBOUND_BOUND: usize = 4;
+
+type Verifying = BoxFuture<'static, (usize, Result<(), KvFault>)>;
+
+/// Blocks of this worker's engine that a grant can be made of.
+pub trait ReservedBlocks: Send + 'static {
+    /// The block table of what is handed over.
+    fn blocks(&self) -> &[BlockId];
+    /// Blocks at its front that hold their KV already.
+    fn num_cached_blocks(&self) -> usize;
+}
+
+impl ReservedBlocks for Reservation {
+    fn blocks(&self) -> &[BlockId] {
+        self.blocks()
+    }
+
+    fn num_cached_blocks(&self) -> usize {
+        self.num_cached_blocks()
+    }
+}
+
+impl ReservedBlocks for PrefixReservation {
+    fn blocks(&self) -> &[BlockId] {
+        self.blocks()
+    }
+
+    fn num_cached_blocks(&self) -> usize {
+        self.num_cached_blocks()
+    }
+}
+
+/// One handoff's stream to the peer and its blocks here.
+pub struct Taking<R> {
+    worker: Arc<Worker>,
+    link: Link,
+    peer: PrefillPeer,
+    /// How KV may travel; `None`: as the peer prefers.
+    wire: Option<WireFormat>,
+    stream: HandoffStream<proto::PrefillMessage, proto::DecodeMessage>,
+    blocks: Blocks<R>,
+}
+
+enum Blocks<R> {
+    None,
+    Reserving(BoxFuture<'static, Result<R, Failure>>),
+    Granted { granted: Granted<R>, verifying: FuturesUnordered<Verifying> },
+}
+
+enum BlocksEvent<R> {
+    Reserved(Result<R, Failure>),
+    Verified { num_pieces: usize, result: Result<(), KvFault> },
+}
+
+impl<R: ReservedBlocks> Taking<R> {
+    /// Opens the stream to the peer.
+    pub fn new(worker: Arc<Worker>, link: Link, peer: PrefillPeer, wire: Option<WireFormat>) -> Taking<R> {
+        let (outbound, messages) = mpsc::channel(OUTBOUND_BOUND);
+        let opening = Box::pin(open(link.client(), messages));
+        let stream = HandoffStream::opening(opening, outbound);
+        Taking { worker, link, peer, wire, stream, blocks: Blocks::None }
+    }
+
+    /// The worker that takes.
+    pub fn worker(&self) -> &Arc<Worker> {
+        &self.worker
+    }
+
+    /// The worker that gives.
+    pub fn peer(&self) -> &PrefillPeer {
+        &self.peer
+    }
+
+    /// Waits for the next input of the state machine. Nothing is lost when the future is dropped.
+    pub async fn next(&mut self) -> DecodeInput<FirstToken> {
+        loop {
+            tokio::select! {
+                biased;
+                event = self.stream.next() => match event {
+                    StreamEvent::Received(message) => return self.received(message),
+                    // The other half of the stream will say why.
+                    StreamEvent::Dropped => {}
+                },
+                event = self.blocks.next() => return match event {
+                    BlocksEvent::Reserved(reserved) => self.reserved(reserved),
+                    BlocksEvent::Verified { num_pieces, result } => DecodeInput::Verified { num_pieces, result },
+                },
+            }
+        }
+    }
+
+    fn received(
+        &mut self,
+        message: Result<Option<proto::PrefillMessage>, Status>,
+    ) -> DecodeInput<FirstToken> {
+        let why = match message.map(|message| message.map(prefill_message_from_proto)) {
+            Ok(Some(Ok(message))) => return DecodeInput::Message(message),
+            Ok(Some(Err(error))) => format!("the prefill worker sent an invalid message: {error}"),
+            Ok(None) => "the prefill worker ended the stream".to_owned(),
+            Err(status) => {
+                let PrefillPeer { worker_id, address, .. } = &self.peer;
+                format!("{worker_id} at {address}: {}", status.message())
+            }
+        };
+        self.stream.close();
+        DecodeInput::StreamClosed(why)
+    }
+
+    fn reserved(&mut self, reserved: Result<R, Failure>) -> DecodeInput<FirstToken> {
+        self.blocks = Blocks::None;
+        let reservation = match reserved {
+            Ok(reservation) => reservation,
+            Err(failure) => return DecodeInput::ReserveFailed(failure),
+        };
+        let num_cached_blocks = reservation.num_cached_blocks();
+        let block_ids = reservation.blocks()[num_cached_blocks..].to_vec();
+        let granted = self.worker.data_plane().receiver.grant_as(block_ids.clone(), self.wire, reservation);
+        if self.worker.config().tls.is_some() {
+            // Only the worker that answers the stream may write.
+            match self.link.identity() {
+                Some(identity) => granted.bind(identity),
+                None => {
+                    let message = "the prefill worker showed no certificate";
+                    return DecodeInput::ReserveFailed(Failure::new(FailureKind::Internal, message));
+                }
+            }
+        }
+        let offers = granted.offers().to_vec();
+        let AccessKey { generation, secret } = granted.access_key();
+        self.blocks = Blocks::Granted { granted, verifying: FuturesUnordered::new() };
+        DecodeInput::Granted(Grant { generation, secret, num_cached_blocks, block_ids, offers })
+    }
+
+    /// Sends a message; the first one carries the request.
+    pub fn send(&mut self, message: DecodeMessage, request: &Request, prefix_source: Option<&PrefillPeer>) {
+        let payload = Payload { request, kv_format: self.worker.kv_format(), wire: self.wire, prefix_source };
+        self.stream.send(decode_message_to_proto(message, payload));
+    }
+
+    /// Waits for these blocks, and grants them to the peer.
+    pub fn reserve(&mut self, reserving: BoxFuture<'static, Result<R, Failure>>) {
+        self.blocks = Blocks::Reserving(reserving);
+    }
+
+    /// Compares pieces that were written with their checksums.
+    pub fn verify(&mut self, pieces: Vec<Piece>) {
+        // Pieces are named only under a grant.
+        let Blocks::Granted { granted, verifying } = &self.blocks else { return };
+        let num_pieces = pieces.len();
+        let verified = granted.verify(pieces);
+        verifying.push(Box::pin(async move { (num_pieces, verified.await) }));
+    }
+
+    /// Takes the grant back. Its blocks return once no writer can reach them.
+    pub fn revoke(&mut self, generation: Generation) {
+        match std::mem::replace(&mut self.blocks, Blocks::None) {
+            Blocks::Granted { granted, .. } if granted.generation() == generation => {
+                if granted.was_shown_by_another() {
+                    // The peer probably has a new key, which it shows to new connections only.
+                    self.link.forget();
+                }
+                // The reservation goes with the grant.
+                drop(granted.revoke());
+            }
+            other => self.blocks = other,
+        }
+    }
+
+    /// The peer says that it writes no more.
+    pub fn writer_stopped(&self, generation: Generation) {
+        self.worker.data_plane().receiver.writer_stopped(generation);
+    }
+
+    /// Stops waiting for blocks.
+    pub fn give_up(&mut self) {
+        self.blocks = Blocks::None;
+    }
+
+    /// Everything was verified: the blocks, once no writer can reach them.
+    ///
+    /// # Errors
+    /// When the receiver was torn down.
+    pub async fn commit(&mut self) -> Result<R, Failure> {
+        let torn_down = || Failure::new(FailureKind::Internal, "the receiver was torn down");
+        match std::mem::replace(&mut self.blocks, Blocks::None) {
+            Blocks::Granted { granted, .. } => granted.commit().await.ok_or_else(torn_down),
+            Blocks::None | Blocks::Reserving(_) => Err(torn_down()),
+        }
+    }
+
+    /// Sends what is queued, and ends the stream.
+    pub async fn end(self) {
+        self.stream.end().await;
+    }
+}
+
+impl<R> Blocks<R> {
+    async fn next(&mut self) -> BlocksEvent<R> {
+        match self {
+            Blocks::None => std::future::pending().await,
+            Blocks::Reserving(reserving) => BlocksEvent::Reserved(reserving.await),
+            Blocks::Granted { verifying, .. } => match verifying.next().await {
+                Some((num_pieces, result)) => BlocksEvent::Verified { num_pieces, result },
+                None => std::future::pending().await,
+            },
+        }
+    }
+}
+
+/// The first message of a handoff that `worker` takes.
+pub fn begin(
+    worker: &Worker,
+    peer: &PrefillPeer,
+    attempt: u32,
+    request: &Request,
+    deadline: Duration,
+) -> Begin {
+    Begin {
+        request_id: request.id.clone(),
+        attempt,
+        prefill_incarnation: peer.incarnation,
+        decode_worker_id: worker.id().0.clone(),
+        decode_incarnation: worker.incarnation(),
+        num_tokens: request.num_known_tokens(),
+        block_size: worker.engine().storage().layout().block_size,
+        deadline,
+    }
+}
+
+/// The limits of a handoff with this deadline.
+pub fn limits(deadline: Duration) -> Limits {
+    Limits { total: deadline, stall: deadline.min(Limits::default().stall), ..Limits::default() }
+}
+
+async fn open(
+    mut client: PrefillClient<Channel>,
+    messages: mpsc::Receiver<proto::DecodeMessage>,
+) -> Result<Response<Streaming<proto::PrefillMessage>>, Status> {
+    let mut request = tonic::Request::new(ReceiverStream::new(messages));
+    trace_context::inject(|name, value| {
+        if let (Ok(name), Ok(value)) = (MetadataKey::from_bytes(name.as_bytes()), value.parse()) {
+            request.metadata_mut().insert(name, value);
+        }
+    });
+    client.handoff(request).await
+}

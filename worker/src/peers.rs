@@ -1,0 +1,93 @@
+//! Connections to the workers that hand KV over: one per address, shared by all handoffs.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use baton_cluster::{DialError, Dialed, Dialer};
+use baton_proto::worker::prefill_client::PrefillClient;
+use baton_tls::Identity;
+use tonic::transport::Channel;
+
+use crate::server::{KEEP_ALIVE_INTERVAL, KEEP_ALIVE_TIMEOUT, MAX_MESSAGE_BYTES};
+
+/// A running worker accepts at once.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// At this many addresses all are forgotten; connections in use stay with their handoffs.
+const MAX_PEERS: usize = 1024;
+
+/// Connections by address. They are made when first used, and again after a loss.
+#[derive(Debug)]
+pub struct Peers {
+    dialer: Dialer,
+    channels: Mutex<HashMap<String, Dialed>>,
+}
+
+/// The connection to one worker.
+#[derive(Clone, Debug)]
+pub struct Link {
+    peers: Arc<Peers>,
+    address: String,
+    dialed: Dialed,
+}
+
+impl Peers {
+    /// Dials with `dialer`.
+    pub fn new(dialer: Dialer) -> Arc<Peers> {
+        Arc::new(Peers { dialer, channels: Mutex::default() })
+    }
+
+    /// What dials.
+    pub fn dialer(&self) -> &Dialer {
+        &self.dialer
+    }
+
+    /// The connection to the worker at `address`.
+    ///
+    /// # Errors
+    /// When it is no address, or it needs TLS and this worker has none.
+    pub fn link(self: &Arc<Self>, address: &str) -> Result<Link, DialError> {
+        let mut channels = self.channels.lock().unwrap_or_else(PoisonError::into_inner);
+        let dialed = match channels.get(address) {
+            Some(dialed) => dialed.clone(),
+            None => {
+                let endpoint = self
+                    .dialer
+                    .endpoint(address)?
+                    .connect_timeout(CONNECT_TIMEOUT)
+                    .tcp_nodelay(true)
+                    .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
+                    .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
+                    .http2_adaptive_window(true);
+                let dialed = self.dialer.dial(endpoint);
+                if channels.len() >= MAX_PEERS {
+                    channels.clear();
+                }
+                channels.insert(address.to_owned(), dialed.clone());
+                dialed
+            }
+        };
+        Ok(Link { peers: Arc::clone(self), address: address.to_owned(), dialed })
+    }
+}
+
+impl Link {
+    /// A client of the worker.
+    pub fn client(&self) -> PrefillClient<Channel> {
+        PrefillClient::new(self.dialed.channel.clone())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES)
+    }
+
+    /// The identity in the worker's certificate, once a call was answered; `None` without TLS.
+    pub fn identity(&self) -> Option<Identity> {
+        self.dialed.peer()
+    }
+
+    /// The next handoff makes a new connection, and reads the certificate again. Calls under way continue.
+    pub fn forget(&self) {
+        self.peers.channels.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.address);
+    }
+}
