@@ -20,8 +20,8 @@ use crate::{
 /// Numbers that are dequantised at a time: 8 KiB.
 const VECTOR_FLOATS: usize = 2048;
 
-/// The encoding of pieces on the wire. The numbers are those in frames over TCP. 1 was FP8: the size of INT8 at a higher
-/// cost.
+/// The encoding of pieces on the wire. The numbers are those of frames over TCP. 1 was FP8, which has the size of INT8 and
+/// costs more quality.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum WireFormat {
