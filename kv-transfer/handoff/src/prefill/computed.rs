@@ -30,6 +30,7 @@ use super::{
 };
 use crate::{
     deadlines::Deadlines,
+    error::{HandoffError, PushError, RouteError},
     limits::Limits,
     message::{Begin, DecodeMessage, PrefillMessage},
     sides::Sides,
@@ -109,14 +110,28 @@ struct Work {
     total: Instant,
     has_first_token: bool,
     delivery: Delivery,
+    withdrawn: Option<Withdrawn>,
 }
+
+/// The data plane said that the grant is gone. The decode side sends the reason on the stream, which may arrive later.
+#[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
+struct Withdrawn {
+    /// The transfer failed if there is no reason by then.
+    until: Instant,
+    error: HandoffError,
+}
+
+/// How long the reason for a withdrawn grant may take after the data plane's word. Both leave the decode side together.
+const REASON_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl ComputedHandoff {
     pub(super) fn new(begin: &Begin, own: OwnSide, limits: Limits, now: Instant) -> ComputedHandoff {
         let deadline = begin.deadline.min(limits.total);
         let sides = Sides::new(begin.num_tokens, own.block_size, begin.block_size, own.num_layers);
         let delivery = Delivery::new(sides, limits.stall);
-        let work = Work { deadline, total: now + deadline, has_first_token: false, delivery };
+        let work =
+            Work { deadline, total: now + deadline, has_first_token: false, delivery, withdrawn: None };
         ComputedHandoff { limits, state: State::Queued(work) }
     }
 
@@ -223,7 +238,8 @@ fn done<T>(stop: Duration, now: Instant, actions: &mut Vec<ComputedHandoffAction
 
 impl Work {
     fn deadlines(&self) -> Deadlines {
-        Deadlines { total: self.total, stall: self.delivery.stall() }
+        let withdrawn = self.withdrawn.as_ref().map(|withdrawn| withdrawn.until);
+        Deadlines { total: self.total, stall: withdrawn.or(self.delivery.stall()) }
     }
 
     /// What the queue and the computation have in common. Returns the way out when the request has ended.
@@ -252,6 +268,21 @@ impl Work {
             ComputeInput::Other(PrefillInput::Message(DecodeMessage::Done)) if self.has_first_token => {
                 return Ok(Some(done(stop, now, actions)));
             }
+            ComputeInput::Other(PrefillInput::Pushed(Err(error @ PushError::Revoked)))
+                if self.has_first_token =>
+            {
+                self.withdraw(error.to_string(), now);
+            }
+            ComputeInput::Other(PrefillInput::Routed(Err(error @ RouteError::OtherIncarnation(_))))
+                if self.has_first_token =>
+            {
+                self.withdraw(error.to_string(), now);
+            }
+            ComputeInput::Other(PrefillInput::Tick)
+                if self.withdrawn.as_ref().is_some_and(|withdrawn| now >= withdrawn.until) =>
+            {
+                return Err(self.withdrawn.take().expect("just seen").error.into());
+            }
             ComputeInput::Other(input) => {
                 if let Some(input) = self.delivery.on(input, now, actions)? {
                     refuse(input, doing, self.deadlines().next(), now)?;
@@ -259,5 +290,11 @@ impl Work {
             }
         }
         Ok(None)
+    }
+
+    /// The grant is gone, and after the first token that is no failure: the token may have ended the request.
+    fn withdraw(&mut self, error: String, now: Instant) {
+        let error = HandoffError::TransferFailed(error);
+        self.withdrawn.get_or_insert(Withdrawn { until: now + REASON_TIMEOUT, error });
     }
 }

@@ -77,6 +77,7 @@ fn parse(input: &str, now: &mut Instant) -> Input {
             return Input::Pushed(Ok(Pushed { pieces, transport: TransportKind::Shm, bytes }));
         }
         "push-failed" => return Input::Pushed(Err(PushError::Revoked)),
+        "route-refused" => return Input::Routed(Err(RouteError::OtherIncarnation("d".into()))),
         "engine-failed" => return Input::Fail(Failure::new(FailureKind::Internal, "broken")),
         "idle" => return Input::Idle,
         "after" => {
@@ -561,4 +562,38 @@ fn a_request_without_a_first_token_cannot_be_done() {
          held 2     => send Held 8
          Done       => send Failed Internal, finish decode_lost, stop",
     );
+}
+
+#[test]
+fn a_grant_that_is_gone_after_the_first_token_waits_for_the_reason() {
+    let granted = "Begin          => compute
+         started        => send Started
+         Grant          => route";
+    for gone in [
+        "token          => send FirstToken 5
+         route-refused  =>",
+        "routed         =>
+         ready 0 0 3    => push b11>b20@0/0 b12>b21@1/0
+         token          => send FirstToken 5
+         push-failed    =>",
+    ] {
+        check(&format!(
+            "{granted}
+             {gone}
+             Done           => finish without kv, stop
+             idle           => send Stopped, release, close"
+        ));
+        check(&format!(
+            "{granted}
+             {gone}
+             Cancel         => finish cancelled, stop
+             idle           => send Stopped, release, close"
+        ));
+        check(&format!(
+            "{granted}
+             {gone}
+             after 1        => send Failed PrefillLost, finish transfer_failed, stop
+             idle           => send Stopped, release, close"
+        ));
+    }
 }
