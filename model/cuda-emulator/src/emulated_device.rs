@@ -4,9 +4,9 @@ use std::collections::HashMap;
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::device::{
-    Device, Fp8Product, Fp8Products, Fp8Scaling, NUM_MARKS, NUM_RETURNS, Product, TimedDevice,
+    Fp8Product, Fp8Products, Fp8Scaling, KernelDevice, NUM_MARKS, NUM_RETURNS, Product, TimedDevice,
 };
-use baton_cuda_kernels::kernel::{Address, Kernel, Source};
+use baton_cuda_kernels::kernel::{Address, Kernel, KernelSource};
 use baton_model_spec::{Communicator, CommunicatorError, ThreadCommunicator};
 
 use crate::numbers::{bf16, floats, widened};
@@ -61,7 +61,7 @@ impl EmulatedDevice {
     }
 
     /// With so much memory, and these kernels.
-    pub fn new(sources: &[Source], memory_bytes: usize, threads: Threads) -> EmulatedDevice {
+    pub fn new(sources: &[KernelSource], memory_bytes: usize, threads: Threads) -> EmulatedDevice {
         EmulatedDevice {
             session: Session::new(sources, threads),
             num_free: memory_bytes,
@@ -95,7 +95,7 @@ fn gone(error: CommunicatorError) -> CudaError {
     }
 }
 
-impl Device for EmulatedDevice {
+impl KernelDevice for EmulatedDevice {
     const ROWS_TO_OVERLAP: usize = 8;
 
     fn name(&self) -> &str {

@@ -1,7 +1,7 @@
 //! What a kernel's test runs it with: buffers, launches, and what the buffers hold in the end.
 
-use baton_cuda_kernels::device::Device;
-use baton_cuda_kernels::kernel::{Address, Kernel, Source};
+use baton_cuda_kernels::device::KernelDevice;
+use baton_cuda_kernels::kernel::{Address, Kernel, KernelSource};
 
 use crate::test_device::TestDevice;
 
@@ -18,12 +18,12 @@ pub struct Memory {
 
 impl Emulator {
     /// Compiles `source`, unless that has been done.
-    pub fn new(source: Source) -> Emulator {
+    pub fn new(source: KernelSource) -> Emulator {
         Emulator::of(&[source])
     }
 
     /// The same, for several.
-    pub fn of(sources: &[Source]) -> Emulator {
+    pub fn of(sources: &[KernelSource]) -> Emulator {
         Emulator { device: TestDevice::of_kernels(sources), buffers: vec![] }
     }
 

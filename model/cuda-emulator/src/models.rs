@@ -2,13 +2,13 @@
 //! executors.
 
 use baton_checkpoint::DeviceModel;
-use baton_cuda_kernels::device::{Device, Fp8Products};
+use baton_cuda_kernels::device::{Fp8Products, KernelDevice};
 use baton_kv_cache::{BlockStorage, DeviceMemory, DividedMemory, KvLayout};
 use baton_model_cuda::error::StartError;
 use baton_model_cuda::executor::{DeviceExecutor, check_shape, sources};
 use baton_model_cuda::inputs::BatchLimits;
 use baton_model_cuda::parallel::start_ranks;
-use baton_model_cuda::pool::OwnBlocks;
+use baton_model_cuda::pool::PoolAddress;
 use baton_model_spec::{Batch, ExecuteError, Executor, ParallelExecutor, Rank, ThreadCommunicator};
 
 use crate::emulated_device::{EmulatedDevice, Sums};
@@ -84,11 +84,14 @@ pub fn blocks(executor: &mut DeviceExecutor<TestDevice>, num_blocks: usize) -> B
 }
 
 /// Blocks of all ranks.
-pub fn blocks_of<D: Device + 'static>(ranks: &mut [DeviceExecutor<D>], num_blocks: usize) -> BlockStorage {
+pub fn blocks_of<D: KernelDevice + 'static>(
+    ranks: &mut [DeviceExecutor<D>],
+    num_blocks: usize,
+) -> BlockStorage {
     let whole = Executor::kv_layout(&ranks[0]);
     let mut pools = ranks.iter_mut().map(|rank| -> Box<dyn DeviceMemory> {
         let size_bytes = BlockStorage::bytes_of(&rank.layout(), num_blocks).expect("a number of bytes");
-        Box::new(OwnBlocks(rank.device().allocate(size_bytes).expect("there is room")))
+        Box::new(PoolAddress(rank.device().allocate(size_bytes).expect("there is room")))
     });
     let memory: Box<dyn DeviceMemory> = match pools.len() {
         1 => pools.next().expect("one"),

@@ -3,13 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use baton_cuda_kernels::kernel::Source;
+use baton_cuda_kernels::kernel::KernelSource;
 
 use crate::files::{cpp_folder, kernel_files, kernel_folder};
 
 /// The program that holds the kernels of `sources`, and what it is made of, are kept beside the build's other products:
 /// by hashes of all that they are made of.
-pub fn program(sources: &[Source]) -> PathBuf {
+pub fn program(sources: &[KernelSource]) -> PathBuf {
     let mut objects = vec![object("run", &cpp_folder().join("run.h"), &[])];
     for source in sources {
         objects.push(object(source.file, &kernel_folder().join(source.file), &source.defines));

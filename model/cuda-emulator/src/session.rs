@@ -5,7 +5,7 @@ use std::io::{Read, Seek, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use baton_cuda_kernels::device::{Fp8Product, Product};
-use baton_cuda_kernels::kernel::{Address, Kernel, LaunchShape, Source};
+use baton_cuda_kernels::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
 use crate::program::program;
 
@@ -45,7 +45,7 @@ enum Order {
 
 impl Session {
     /// Compiles `sources`, as far as that has not been done, and starts.
-    pub fn new(sources: &[Source], threads: Threads) -> Session {
+    pub fn new(sources: &[KernelSource], threads: Threads) -> Session {
         let messages = tempfile::tempfile().expect("a temporary file");
         let mut child = Command::new(program(sources))
             // Stacks of fibers are not those of the thread.

@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::sync::OnceLock;
 
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::{Device, Fp8Product, Fp8Products, Product};
+use baton_cuda_kernels::device::{Fp8Product, Fp8Products, KernelDevice, Product};
 use baton_cuda_kernels::driver::graphs::{self, Graphs};
 use baton_cuda_kernels::driver::{DriverDevice, OpenError};
-use baton_cuda_kernels::kernel::{Address, Kernel, KernelCode, Source};
+use baton_cuda_kernels::kernel::{Address, Kernel, KernelCode, KernelSource};
 
 use crate::emulated_device::EmulatedDevice;
 use crate::files::kernel_files;
@@ -36,7 +36,7 @@ pub enum TestDevice {
 
 impl TestDevice {
     /// With these kernels; `memory_bytes` and `threads` are the emulator's.
-    pub fn new(sources: &[Source], memory_bytes: usize, threads: Threads) -> TestDevice {
+    pub fn new(sources: &[KernelSource], memory_bytes: usize, threads: Threads) -> TestDevice {
         match ordinal() {
             None => TestDevice::Emulated(EmulatedDevice::new(sources, memory_bytes, threads)),
             Some(ordinal) => TestDevice::Guarded(GuardedDevice::open(ordinal, |code| {
@@ -46,7 +46,7 @@ impl TestDevice {
     }
 
     /// For kernels by themselves: no products.
-    pub fn of_kernels(sources: &[Source]) -> TestDevice {
+    pub fn of_kernels(sources: &[KernelSource]) -> TestDevice {
         match ordinal() {
             None => TestDevice::Emulated(EmulatedDevice::new(sources, usize::MAX, Threads::Compared)),
             Some(ordinal) => TestDevice::Guarded(GuardedDevice::open(ordinal, |code| {
@@ -122,7 +122,7 @@ macro_rules! of_either {
     };
 }
 
-impl Device for TestDevice {
+impl KernelDevice for TestDevice {
     const ROWS_TO_OVERLAP: usize = EmulatedDevice::ROWS_TO_OVERLAP;
 
     fn name(&self) -> &str {

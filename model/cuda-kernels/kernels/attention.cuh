@@ -12,7 +12,7 @@
 #pragma once
 #include "common.cuh"
 
-struct Attention {
+struct AttentionArgs {
     // [rows][q_stride], bf16: the query heads of a row come first.
     const u16* q;
     // [rows][num_kv_heads * group][HEAD_DIM], bf16
@@ -58,7 +58,7 @@ struct Rule {
     float cap;
 };
 
-__device__ __forceinline__ Rule rule_of(const Attention& a) {
+__device__ __forceinline__ Rule rule_of(const AttentionArgs& a) {
     if (a.soft_cap == 0.0f) return {a.scale * LOG2_E, 0.0f};
     return {a.scale * LOG2_E * 2.0f / a.soft_cap, a.soft_cap * LOG2_E};
 }
@@ -96,17 +96,17 @@ struct Keys {
     }
 };
 
-__device__ __forceinline__ Keys keys_of(const Attention& a, u32 sequence, u32 kv_head) {
+__device__ __forceinline__ Keys keys_of(const AttentionArgs& a, u32 sequence, u32 kv_head) {
     return {a.kv + u64(kv_head) * a.head_bytes, a.block_tables + u64(sequence) * a.max_blocks, a.block_bytes, a.block_size};
 }
 
 // Where a pair's query is, and its result: elements from a.q and a.out.
-__device__ __forceinline__ const u16* query_of(const Attention& a, u32 first_row, u32 kv_head, u32 pair) {
+__device__ __forceinline__ const u16* query_of(const AttentionArgs& a, u32 first_row, u32 kv_head, u32 pair) {
     u32 row = pair / a.group, head = kv_head * a.group + pair % a.group;
     return a.q + u64(first_row + row) * a.q_stride + head * u32(DIM);
 }
 
-__device__ __forceinline__ u64 head_row(const Attention& a, u32 first_row, u32 kv_head, u32 pair) {
+__device__ __forceinline__ u64 head_row(const AttentionArgs& a, u32 first_row, u32 kv_head, u32 pair) {
     return u64(first_row + pair / a.group) * (a.num_kv_heads * a.group) + kv_head * a.group + pair % a.group;
 }
 

@@ -2,7 +2,7 @@
 #include "attention_tiles.cuh"
 
 struct DecodeAttention {
-    Attention a;
+    AttentionArgs a;
     // [rows][heads][max_splits][HEAD_DIM]: weighted sums of a split's values ...
     float* sums;
     // [rows][heads][max_splits][2]: ... the greatest score, and the sum of weights relative to it.
@@ -136,7 +136,7 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
     using namespace attention;
     using namespace attention::decode;
     DYNAMIC_SHARED(shared);
-    const Attention& a = p.a;
+    const AttentionArgs& a = p.a;
     // Blocks of the same split begin together: what one reads the others find in the second cache.
     u32 num_tiles = (p.max_rows * a.group + 15) / 16, split = blockIdx.x / num_tiles;
     u32 sequence = blockIdx.z, kv_head = blockIdx.y, first_pair = blockIdx.x % num_tiles * 16;
@@ -289,7 +289,7 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
 KERNEL(merge_splits, MergeSplits, 4 * WARP) {
     using namespace attention;
     const DecodeAttention& d = p.decode;
-    const Attention& a = d.a;
+    const AttentionArgs& a = d.a;
     u32 sequence = blockIdx.y, num_heads = a.num_kv_heads * a.group;
     u32 idx = blockIdx.x * 4 + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     u32 num_rows = a.num_rows[sequence];

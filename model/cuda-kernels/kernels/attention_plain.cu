@@ -2,7 +2,7 @@
 #include "attention.cuh"
 
 struct PlainAttention {
-    Attention a;
+    AttentionArgs a;
     // The most rows that a sequence has.
     u64 max_rows;
 };
@@ -29,7 +29,7 @@ KERNEL(plain_attention, PlainAttention, 256) {
     constexpr u32 WARPS = 8, PARTS = (DIM + WARP - 1) / WARP;
     __shared__ float stats[2][WARPS];
     __shared__ float outs[WARPS][PARTS * WARP];
-    const Attention& a = p.a;
+    const AttentionArgs& a = p.a;
     u32 sequence = blockIdx.z, row = blockIdx.y, kv_head = blockIdx.x / a.group, pair = row * a.group + blockIdx.x % a.group;
     if (row >= a.num_rows[sequence]) return;
     u32 first_row = a.first_row[sequence], position = a.start_idx[sequence] + row;

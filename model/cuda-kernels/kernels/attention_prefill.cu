@@ -60,7 +60,7 @@ KERNEL(prefill_attention, PrefillAttention, attention::prefill::THREADS) {
     using namespace attention;
     using namespace attention::prefill;
     DYNAMIC_SHARED(shared);
-    const Attention& a = p.a;
+    const AttentionArgs& a = p.a;
     PrefillTile tile;
     if (!tile.find(p, PAIRS)) return;
     u32 first_pair = tile.first_pair, num_pairs = tile.num_pairs, first_row = tile.first_row, kv_head = blockIdx.y;

@@ -6,7 +6,7 @@
 static_assert(KV_TYPE >= 2 && HEAD_DIM % 16 == 0 && HEAD_DIM <= 256, "attention_plain.cu is for others");
 
 struct PrefillAttention {
-    Attention a;
+    AttentionArgs a;
     // [num_tiles]: sequence (none if all ones), and the tile's first pair
     const uint2* tiles;
     u64 num_tiles;
@@ -26,7 +26,7 @@ struct PrefillTile {
 
     // That of the block, of at most so many pairs; whether there is anything.
     __device__ __forceinline__ bool find(const PrefillAttention& p, u32 most_pairs) {
-        const Attention& a = p.a;
+        const AttentionArgs& a = p.a;
         sequence = p.tiles[blockIdx.x].x, first_pair = p.tiles[blockIdx.x].y;
         if (sequence == ~0u) return false;
         start = a.start_idx[sequence], first_row = a.first_row[sequence];
@@ -133,7 +133,7 @@ struct Seen {
     }
 };
 
-__device__ __forceinline__ Seen seen_by(const Attention& a, u32 start, u32 pair, u32 num_pairs) {
+__device__ __forceinline__ Seen seen_by(const AttentionArgs& a, u32 start, u32 pair, u32 num_pairs) {
     Seen seen;
     for (int r = 0; r < 2; ++r) {
         // Pairs that are not there see what the last one does.

@@ -66,7 +66,7 @@ KERNEL(wgmma_attention, PrefillAttention, attention::wgmma::THREADS) {
     using namespace attention;
     using namespace attention::wgmma;
     DYNAMIC_SHARED(shared);
-    const Attention& a = p.a;
+    const AttentionArgs& a = p.a;
     PrefillTile tile;
     if (!tile.find(p, PAIRS)) return;
     u32 first_pair = tile.first_pair, num_pairs = tile.num_pairs, first_row = tile.first_row, kv_head = blockIdx.y;

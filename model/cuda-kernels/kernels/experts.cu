@@ -17,7 +17,7 @@ __device__ __forceinline__ u32 warp_sum(u32 value) {
 
 } // namespace experts
 
-struct Route {
+struct RouteToExperts {
     // [rows][num_experts]
     const float* logits;
     // [rows]: NONE where a row is not wanted; all are if null.
@@ -35,7 +35,7 @@ struct Route {
 
 // Softmax over all, the largest few; of equals the first. A warp for each row, which keeps its chances in shared memory.
 // Reads 4 bytes a logit; latency is all, of num_active times ten shuffles.
-KERNEL(route, Route, 128) {
+KERNEL(route, RouteToExperts, 128) {
     DYNAMIC_SHARED(shared);
     u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = blockIdx.x * (blockDim.x / WARP) + warp;
     float* chances = reinterpret_cast<float*>(shared) + warp * p.num_experts;

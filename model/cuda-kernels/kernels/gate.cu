@@ -3,7 +3,7 @@
 //   ACTIVATION   which function
 #include "common.cuh"
 
-struct Gate {
+struct ApplyGate {
     // [rows][2 width]: gates, then what they let through.
     const u16* gate_up;
     // [rows][width]
@@ -14,7 +14,7 @@ struct Gate {
 
 // out = activation(gate) * up, eight elements a thread.
 // Reads 4 bytes an element and writes 2, some ten operations, of the error function forty; bound by memory.
-KERNEL(gate, Gate, 256) {
+KERNEL(gate, ApplyGate, 256) {
     u32 i = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
     if (i >= p.width) return;
     const u16* row = p.gate_up + u64(blockIdx.x) * 2 * p.width;

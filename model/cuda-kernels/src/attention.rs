@@ -7,11 +7,11 @@
 
 use baton_kv_cache::{KvDtype, KvLayout};
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 use crate::kv_type;
 
 /// The kernels for heads of `layout.head_dim` elements of `layout.dtype`.
-pub fn sources(layout: &KvLayout) -> Vec<Source> {
+pub fn sources(layout: &KvLayout) -> Vec<KernelSource> {
     let files = if !has_tensor_cores(layout) {
         &["attention_plain.cu"][..]
     } else {
@@ -19,11 +19,11 @@ pub fn sources(layout: &KvLayout) -> Vec<Source> {
         &files[..if takes_wgmma(layout) { 3 } else { 2 }]
     };
     let defines = vec![("HEAD_DIM", layout.head_dim as u64), ("KV_TYPE", kv_type::number_of(layout.dtype))];
-    files.iter().map(|&file| Source { file, defines: defines.clone() }).collect()
+    files.iter().map(|&file| KernelSource { file, defines: defines.clone() }).collect()
 }
 
 /// [`sources`] for KV that models have.
-pub fn usual_sources() -> Vec<Source> {
+pub fn usual_sources() -> Vec<KernelSource> {
     let of = |head_dim, dtype| {
         sources(&KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim, dtype })
     };
@@ -56,7 +56,7 @@ pub fn takes_wgmma(layout: &KvLayout) -> bool {
 /// What all of the kernels take. Keys and values of the rows are in the cache before.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct Attention {
+pub struct AttentionArgs {
     /// `[rows][q_stride]`, bf16; a row begins with its query heads, `[num_kv_heads * group][head_dim]`. 16 bytes aligned.
     pub q: Address,
     /// `[rows][num_kv_heads * group][head_dim]`, bf16.
@@ -95,9 +95,9 @@ pub struct Attention {
     kv_type: u32,
 }
 
-/// The addresses of [`Attention`].
+/// The addresses of [`AttentionArgs`].
 #[derive(Clone, Copy, Debug)]
-pub struct Rows {
+pub struct AttentionRows {
     pub q: Address,
     pub out: Address,
     pub block_tables: Address,
@@ -108,7 +108,7 @@ pub struct Rows {
     pub num_sequences: u32,
 }
 
-impl Attention {
+impl AttentionArgs {
     /// Of layer `layer_idx` in `pool`, with neither window nor cap.
     pub fn new(
         layout: &KvLayout,
@@ -116,9 +116,9 @@ impl Attention {
         layer_idx: usize,
         group: usize,
         scale: f32,
-        rows: &Rows,
-    ) -> Attention {
-        Attention {
+        rows: &AttentionRows,
+    ) -> AttentionArgs {
+        AttentionArgs {
             q: rows.q,
             out: rows.out,
             kv: pool.add(layout.layer_offset(layer_idx)),
@@ -166,7 +166,7 @@ impl Attention {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct DecodeAttention {
-    pub attention: Attention,
+    pub attention: AttentionArgs,
     /// `[rows][heads][max_splits][head_dim]`, f32: scratch. See [`split_scratch_bytes`].
     pub sums: Address,
     /// `[rows][heads][max_splits][2]`, f32: scratch.
@@ -192,7 +192,7 @@ pub struct MergeSplits {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct PrefillAttention {
-    pub attention: Attention,
+    pub attention: AttentionArgs,
     /// `[num_tiles][2]`, u32: what [`prefill_tiles`] gives; `[u32::MAX, 0]` is passed over.
     pub tiles: Address,
     pub num_tiles: u64,
@@ -207,7 +207,7 @@ pub struct WgmmaAttention(pub PrefillAttention);
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct PlainAttention {
-    pub attention: Attention,
+    pub attention: AttentionArgs,
     /// No sequence has more rows.
     pub max_rows: u64,
 }

@@ -3,10 +3,10 @@
 //! What moves is what [`KvMapping`](baton_kv_cache::KvMapping) finds where the two sides have the same type: pieces, ranges
 //! of heads, parts of heads where block sizes differ.
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-pub fn source() -> Source {
-    Source { file: "blocks.cu", defines: vec![] }
+pub fn source() -> KernelSource {
+    KernelSource { file: "blocks.cu", defines: vec![] }
 }
 
 /// Bytes that are contiguous on both sides: offsets from the two sides' beginnings.

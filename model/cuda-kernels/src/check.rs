@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use crate::compile::{Architecture, CompileError, CubinCache};
-use crate::kernel::{KernelCode, KernelFiles, Source};
+use crate::kernel::{KernelCode, KernelFiles, KernelSource};
 use crate::sources::all_sources;
 
 /// What the assembler said of one kernel.
@@ -33,7 +33,7 @@ pub struct KernelReport {
 /// # Errors
 /// When NVRTC is missing, or a kernel does not compile.
 pub fn check_kernels(files: KernelFiles, report: &mut dyn FnMut(KernelReport)) -> Result<(), CompileError> {
-    let jobs: Vec<(Source, Architecture)> = all_sources()
+    let jobs: Vec<(KernelSource, Architecture)> = all_sources()
         .into_iter()
         .flat_map(|source| Architecture::CHECKED.map(|architecture| (source.clone(), architecture)))
         .collect();
@@ -59,7 +59,7 @@ pub fn check_kernels(files: KernelFiles, report: &mut dyn FnMut(KernelReport)) -
 
 fn reports(
     files: KernelFiles,
-    source: &Source,
+    source: &KernelSource,
     architecture: Architecture,
 ) -> Result<Vec<KernelReport>, CompileError> {
     let log = CubinCache::new(KernelCode { files, cache_dir: None }, None).get(source, architecture)?.log;

@@ -1,9 +1,9 @@
 //! Checksums of pieces in place: `kernels/checksum.cu`.
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-pub fn source() -> Source {
-    Source { file: "checksum.cu", defines: vec![] }
+pub fn source() -> KernelSource {
+    KernelSource { file: "checksum.cu", defines: vec![] }
 }
 
 /// Shorter inputs have an algorithm of their own, which is left to the host.
@@ -23,28 +23,28 @@ pub struct ChecksumPieces {
     /// Of a piece: at least [`MIN_BYTES`].
     pub num_bytes: u64,
     pub num_pieces: u64,
-    pub secret: Secret,
+    pub secret: HashSecret,
 }
 
 /// The words of a seeded secret that the algorithm takes.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct Secret {
+pub struct HashSecret {
     words: [u64; 24],
     last: [u64; 8],
     merge: [u64; 8],
 }
 
-impl Secret {
+impl HashSecret {
     /// Of XXH3's default secret and a seed: the grant's generation.
-    pub fn new(default: &[u8; 192], seed: u64) -> Secret {
+    pub fn new(default: &[u8; 192], seed: u64) -> HashSecret {
         let mut secret = *default;
         for (idx, word) in secret.as_chunks_mut::<8>().0.iter_mut().enumerate() {
             let x = u64::from_le_bytes(*word);
             *word = if idx % 2 == 0 { x.wrapping_add(seed) } else { x.wrapping_sub(seed) }.to_le_bytes();
         }
         let word = |at: usize| u64::from_le_bytes(secret[at..at + 8].try_into().expect("eight bytes"));
-        Secret {
+        HashSecret {
             words: std::array::from_fn(|idx| word(8 * idx)),
             last: std::array::from_fn(|idx| word(121 + 8 * idx)),
             merge: std::array::from_fn(|idx| word(11 + 8 * idx)),

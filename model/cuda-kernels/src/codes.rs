@@ -2,12 +2,12 @@
 
 use baton_kv_cache::{INT4_GROUP, KvDtype, KvLayout, WireCodec, WireFormat};
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 use crate::kv_type;
 
 /// For pools of this layout.
-pub fn source(layout: &KvLayout) -> Source {
-    Source {
+pub fn source(layout: &KvLayout) -> KernelSource {
+    KernelSource {
         file: "codes.cu",
         defines: vec![
             ("HEAD_DIM", layout.head_dim as u64),
@@ -18,7 +18,7 @@ pub fn source(layout: &KvLayout) -> Source {
 }
 
 /// Of pools of sixteen bits, and of eight, which INT4 makes smaller.
-pub fn sources() -> Vec<Source> {
+pub fn sources() -> Vec<KernelSource> {
     let layout = |dtype| KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim: 128, dtype };
     [KvDtype::Bf16, KvDtype::Fp8].map(|dtype| source(&layout(dtype))).into()
 }
@@ -26,7 +26,7 @@ pub fn sources() -> Vec<Source> {
 /// Which way pieces go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Direction {
+pub enum CodeDirection {
     /// From the pool.
     Encoded,
     /// To the pool.
@@ -36,18 +36,20 @@ pub enum Direction {
 /// What pieces are coded as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Form {
+pub enum CodeFormat {
     Int8 = 1,
     Int4 = 2,
 }
 
-impl Form {
+impl CodeFormat {
     /// `None`: there is no kernel for it, so that processors do it.
-    pub fn of(codec: &WireCodec) -> Option<Form> {
+    pub fn of(codec: &WireCodec) -> Option<CodeFormat> {
         match codec.format() {
             WireFormat::AsIs => None,
-            WireFormat::Int8 => Some(Form::Int8),
-            WireFormat::Int4 => codec.layout().head_dim.is_multiple_of(INT4_GROUP).then_some(Form::Int4),
+            WireFormat::Int8 => Some(CodeFormat::Int8),
+            WireFormat::Int4 => {
+                codec.layout().head_dim.is_multiple_of(INT4_GROUP).then_some(CodeFormat::Int4)
+            }
         }
     }
 }
@@ -67,8 +69,8 @@ pub struct CodePieces {
     pub num_pieces: u32,
     /// Of a piece, of K and V: twice the kv heads.
     pub num_heads: u32,
-    pub form: Form,
-    pub direction: Direction,
+    pub form: CodeFormat,
+    pub direction: CodeDirection,
 }
 
 // SAFETY: as `CodePieces` in the file.
@@ -77,10 +79,10 @@ unsafe impl Kernel for CodePieces {
 
     fn name(&self) -> &'static str {
         match (self.direction, self.form) {
-            (Direction::Encoded, Form::Int8) => "encode_int8",
-            (Direction::Encoded, Form::Int4) => "encode_int4",
-            (Direction::Decoded, Form::Int8) => "decode_int8",
-            (Direction::Decoded, Form::Int4) => "decode_int4",
+            (CodeDirection::Encoded, CodeFormat::Int8) => "encode_int8",
+            (CodeDirection::Encoded, CodeFormat::Int4) => "encode_int4",
+            (CodeDirection::Decoded, CodeFormat::Int8) => "decode_int8",
+            (CodeDirection::Decoded, CodeFormat::Int4) => "decode_int4",
         }
     }
 

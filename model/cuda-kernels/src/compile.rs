@@ -10,7 +10,7 @@ use baton_cuda::nvrtc::{Compiled, Nvrtc, NvrtcError};
 use baton_cuda::{CudaVersion, NoLibrary, majors};
 use thiserror::Error;
 
-use crate::kernel::{KernelCode, KernelFiles, Source};
+use crate::kernel::{KernelCode, KernelFiles, KernelSource};
 
 /// An architecture as NVRTC names it, "sm_90a".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -94,7 +94,7 @@ impl CubinCache {
     ///
     /// # Errors
     /// When it must be compiled and cannot be. A cache that cannot be written is warned of.
-    pub fn get(&self, source: &Source, architecture: Architecture) -> Result<Cubin, CompileError> {
+    pub fn get(&self, source: &KernelSource, architecture: Architecture) -> Result<Cubin, CompileError> {
         let key = key(&self.files, source, architecture);
         let mut kept = majors(self.driver).filter_map(|major| self.place(&key, major));
         if let Some(code) = kept.find_map(|path| kept_at(&path)) {
@@ -141,7 +141,7 @@ fn keep(path: &Path, code: &[u8]) -> std::io::Result<()> {
 }
 
 /// Of all that the code is made of.
-fn key(files: &KernelFiles, source: &Source, architecture: Architecture) -> String {
+fn key(files: &KernelFiles, source: &KernelSource, architecture: Architecture) -> String {
     let mut hasher = blake3::Hasher::new();
     let mut add = |text: &str| {
         hasher.update(&(text.len() as u64).to_le_bytes());
@@ -153,7 +153,7 @@ fn key(files: &KernelFiles, source: &Source, architecture: Architecture) -> Stri
     hasher.finalize().to_hex()[..32].to_owned()
 }
 
-fn options(source: &Source, architecture: Architecture) -> Vec<String> {
+fn options(source: &KernelSource, architecture: Architecture) -> Vec<String> {
     let mut options = vec![
         format!("--gpu-architecture={architecture}"),
         "--std=c++17".into(),
@@ -167,7 +167,7 @@ fn options(source: &Source, architecture: Architecture) -> Vec<String> {
 fn compile(
     nvrtc: &Nvrtc,
     files: &KernelFiles,
-    source: &Source,
+    source: &KernelSource,
     architecture: Architecture,
 ) -> Result<Cubin, CompileError> {
     let options = options(source, architecture);
@@ -197,8 +197,8 @@ mod tests {
     const ARCHITECTURE: Architecture = Architecture::new(9, 0);
 
     /// It does not compile.
-    fn broken() -> Source {
-        Source { file: "x.cu", defines: vec![("HEAD_DIM", 64)] }
+    fn broken() -> KernelSource {
+        KernelSource { file: "x.cu", defines: vec![("HEAD_DIM", 64)] }
     }
 
     const FILES: KernelFiles = KernelFiles::new(&[("x.cu", "not C++"), ("x.cuh", "a header")]);
@@ -216,7 +216,7 @@ mod tests {
         assert_eq!(cache.get(&broken(), ARCHITECTURE).unwrap().code, b"code");
         let others = [
             key(&FILES, &broken(), Architecture::new(8, 0)),
-            key(&FILES, &Source { defines: vec![("HEAD_DIM", 128)], ..broken() }, ARCHITECTURE),
+            key(&FILES, &KernelSource { defines: vec![("HEAD_DIM", 128)], ..broken() }, ARCHITECTURE),
             key(&KernelFiles::new(&[("x.cu", "other C++"), ("x.cuh", "a header")]), &broken(), ARCHITECTURE),
             key(&KernelFiles::new(&[("x.cu", "not C++"), ("x.cuh", "another")]), &broken(), ARCHITECTURE),
         ];

@@ -7,7 +7,7 @@ use baton_cuda::CudaError;
 use crate::kernel::{Address, Kernel};
 
 /// A device and one queue of work on it. What it allocated lives until the device is dropped.
-pub trait Device: Send {
+pub trait KernelDevice: Send {
     /// Rows of a product from which on it pays to ask for it in two halves, and to sum up one beside the other.
     const ROWS_TO_OVERLAP: usize;
 
@@ -123,7 +123,7 @@ pub trait Device: Send {
 }
 
 /// A device with a clock, that copies within its memory.
-pub trait TimedDevice: Device + 'static {
+pub trait TimedDevice: KernelDevice + 'static {
     /// A place of the queue.
     type Stamp;
 

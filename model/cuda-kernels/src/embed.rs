@@ -1,9 +1,9 @@
 //! Rows of the embedding: `kernels/embed.cu`.
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-pub fn source() -> Source {
-    Source { file: "embed.cu", defines: vec![] }
+pub fn source() -> KernelSource {
+    KernelSource { file: "embed.cu", defines: vec![] }
 }
 
 /// `x = table[token] * scale`. Rows are `[hidden]`, a multiple of 8.

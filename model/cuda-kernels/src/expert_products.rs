@@ -3,15 +3,15 @@
 use baton_model_spec::Activation;
 
 use crate::gate::number_of;
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
 /// Weights' rows of a tile, and elements of the depth and stages of the pipeline that hold it, as in the file.
 const COLUMNS: u32 = 128;
 const DEPTH: u32 = 64;
 
 /// For tiles of so many rows (16, 32, 64 or 128: about as many as go to one expert), and weights that are gated or not.
-pub fn source(tile_rows: u32, gate: Option<Activation>) -> Source {
-    Source {
+pub fn source(tile_rows: u32, gate: Option<Activation>) -> KernelSource {
+    KernelSource {
         file: "expert_products.cu",
         defines: vec![
             ("TILE_ROWS", tile_rows.into()),
@@ -22,7 +22,7 @@ pub fn source(tile_rows: u32, gate: Option<Activation>) -> Source {
 }
 
 /// For all tiles, gated as most models are and not.
-pub fn sources() -> Vec<Source> {
+pub fn sources() -> Vec<KernelSource> {
     let gates = [None, Some(Activation::Silu)];
     [16, 32, 64, 128].into_iter().flat_map(|tile_rows| gates.map(|gate| source(tile_rows, gate))).collect()
 }

@@ -1,10 +1,10 @@
 //! Routed experts: `kernels/experts.cu`. Rows choose as the processor's pass has them choose, pairs of row and expert are
 //! sorted by expert, [`ExpertProduct`](crate::expert_products::ExpertProduct)s are taken, and rows gather what was made.
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-pub fn source() -> Source {
-    Source { file: "experts.cu", defines: vec![] }
+pub fn source() -> KernelSource {
+    KernelSource { file: "experts.cu", defines: vec![] }
 }
 
 /// Softmax over all experts, the largest few; of equals the first.
@@ -12,7 +12,7 @@ pub fn source() -> Source {
 /// Reads 4 bytes a logit; a warp a row, bound by latency.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct Route {
+pub struct RouteToExperts {
     /// `[rows][num_experts]`, f32.
     pub logits: Address,
     /// `[rows]`, u32: `NONE` where a row is not wanted ([`PlaceRows`](crate::rope::PlaceRows)); null if all are.
@@ -29,8 +29,8 @@ pub struct Route {
     pub renormalise: u32,
 }
 
-// SAFETY: as `Route` in the file.
-unsafe impl Kernel for Route {
+// SAFETY: as `RouteToExperts` in the file.
+unsafe impl Kernel for RouteToExperts {
     const NAME: &'static str = "route";
 
     fn shape(&self) -> LaunchShape {
@@ -49,7 +49,7 @@ unsafe impl Kernel for Route {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct SortPairs {
-    /// `[pairs]`, by [`Route`]; aligned to 16 bytes.
+    /// `[pairs]`, by [`RouteToExperts`]; aligned to 16 bytes.
     pub experts: Address,
     /// `[num_experts + 1]`, u32, written: each expert's first place.
     pub offsets: Address,
@@ -83,7 +83,7 @@ pub struct Combine {
     pub outputs: Address,
     /// `[rows][num_active]`, by [`SortPairs`].
     pub places: Address,
-    /// `[rows][num_active]`, by [`Route`].
+    /// `[rows][num_active]`, by [`RouteToExperts`].
     pub weights: Address,
     /// `[rows][hidden]`, bf16.
     pub out: Address,

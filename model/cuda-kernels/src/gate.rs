@@ -2,10 +2,10 @@
 
 use baton_model_spec::Activation;
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-pub fn source(activation: Activation) -> Source {
-    Source { file: "gate.cu", defines: vec![("ACTIVATION", number_of(activation))] }
+pub fn source(activation: Activation) -> KernelSource {
+    KernelSource { file: "gate.cu", defines: vec![("ACTIVATION", number_of(activation))] }
 }
 
 /// What `activated` in `kernels/common.cuh` calls it.
@@ -22,7 +22,7 @@ pub fn number_of(activation: Activation) -> u64 {
 /// Moves 6 bytes an element: bound by memory.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct Gate {
+pub struct ApplyGate {
     /// `[rows][2 width]`, bf16: gates, then what they let through.
     pub gate_up: Address,
     /// `[rows][width]`, bf16.
@@ -31,8 +31,8 @@ pub struct Gate {
     pub num_rows: u32,
 }
 
-// SAFETY: as `Gate` in the file.
-unsafe impl Kernel for Gate {
+// SAFETY: as `ApplyGate` in the file.
+unsafe impl Kernel for ApplyGate {
     const NAME: &'static str = "gate";
 
     fn shape(&self) -> LaunchShape {

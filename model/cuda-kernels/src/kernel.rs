@@ -19,7 +19,7 @@ impl Address {
 
 /// A file of kernels, and what is fixed when it is compiled.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Source {
+pub struct KernelSource {
     /// "norm.cu"
     pub file: &'static str,
     /// Macros and their values, such as the size of a head.

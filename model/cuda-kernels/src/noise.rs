@@ -2,7 +2,7 @@
 
 use baton_cuda::CudaError;
 
-use crate::device::{Device, TimedDevice};
+use crate::device::{KernelDevice, TimedDevice};
 use crate::kernel::Address;
 
 /// Bytes of noise that the host makes; the device copies them as often as it needs.
@@ -12,7 +12,7 @@ const NOISE_BYTES: usize = 1 << 20;
 pub struct Noise(Address);
 
 impl Noise {
-    pub fn new<D: Device>(device: &mut D) -> Result<Noise, CudaError> {
+    pub fn new<D: KernelDevice>(device: &mut D) -> Result<Noise, CudaError> {
         Ok(Noise(device.allocate_holding(&bf16(NOISE_BYTES / 2, 1.0 / 32.0))?))
     }
 

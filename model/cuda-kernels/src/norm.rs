@@ -1,9 +1,9 @@
 //! Norms of rows: `kernels/norm.cu`.
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-pub fn source() -> Source {
-    Source { file: "norm.cu", defines: vec![] }
+pub fn source() -> KernelSource {
+    KernelSource { file: "norm.cu", defines: vec![] }
 }
 
 /// `out = norm(x + added) * weight`, and x keeps the sum. Rows are `[hidden]`, a multiple of 8.

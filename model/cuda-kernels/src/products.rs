@@ -4,7 +4,7 @@
 //! exactly, scales and zeros are applied to the sums of groups.
 
 use crate::device::FP8_BLOCK;
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 use crate::rows::by_eights;
 
 /// What weights are. All are row after row, `[n][k]`.
@@ -51,12 +51,12 @@ impl WeightKind {
 /// 1 in E4M3.
 pub const E4M3_ONE: u8 = 0x38;
 
-pub fn source(kind: WeightKind) -> Source {
-    Source { file: "products.cu", defines: vec![("WEIGHTS", kind as u64)] }
+pub fn source(kind: WeightKind) -> KernelSource {
+    KernelSource { file: "products.cu", defines: vec![("WEIGHTS", kind as u64)] }
 }
 
 /// For each kind of weight.
-pub fn sources() -> Vec<Source> {
+pub fn sources() -> Vec<KernelSource> {
     WeightKind::ALL.map(source).into()
 }
 

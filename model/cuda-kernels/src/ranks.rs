@@ -1,9 +1,9 @@
 //! What several ranks have computed, put together: `kernels/ranks.cu`.
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-pub fn source() -> Source {
-    Source { file: "ranks.cu", defines: vec![] }
+pub fn source() -> KernelSource {
+    KernelSource { file: "ranks.cu", defines: vec![] }
 }
 
 /// Numbers that a row of a rank's logits has room for: as many for each rank, aligned to 16 bytes.

@@ -6,12 +6,12 @@
 
 use baton_kv_cache::KvLayout;
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 use crate::kv_type;
 
 /// For heads of which the first `rotary_dim` elements are rotated, and KV of this layout.
-pub fn source(rotary_dim: usize, layout: &KvLayout) -> Source {
-    Source {
+pub fn source(rotary_dim: usize, layout: &KvLayout) -> KernelSource {
+    KernelSource {
         file: "rope.cu",
         defines: vec![
             ("HEAD_DIM", layout.head_dim as u64),

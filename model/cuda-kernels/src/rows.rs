@@ -1,9 +1,9 @@
 //! What else is done to rows by themselves: `kernels/rows.cu`. Widths are multiples of 8.
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-pub fn source() -> Source {
-    Source { file: "rows.cu", defines: vec![] }
+pub fn source() -> KernelSource {
+    KernelSource { file: "rows.cu", defines: vec![] }
 }
 
 /// A row, a sequence, a slot, an expert or a place that stands for none: what is made of it is zero. Graphs of a fixed number

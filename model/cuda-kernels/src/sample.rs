@@ -9,18 +9,18 @@
 #[cfg(doc)]
 use baton_model_spec::TokenCount;
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
 /// Threads of a block, and tokens that it can sort at a time.
 pub const THREADS: u32 = 512;
 
-pub fn source() -> Source {
+pub fn source() -> KernelSource {
     source_with(THREADS)
 }
 
 /// The same, with so many threads to a block.
-pub fn source_with(threads: u32) -> Source {
-    Source { file: "sample.cu", defines: vec![("SAMPLE_THREADS", u64::from(threads))] }
+pub fn source_with(threads: u32) -> KernelSource {
+    KernelSource { file: "sample.cu", defines: vec![("SAMPLE_THREADS", u64::from(threads))] }
 }
 
 /// How the token of a row is chosen: what the kernel reads of each row, a step. Lists are ranges of the lists of all rows.

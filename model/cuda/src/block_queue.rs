@@ -9,11 +9,11 @@ use std::{fmt, io};
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::blocks::{self, ByteRun, CopyRuns};
-use baton_cuda_kernels::checksum::{self, ChecksumPieces, Secret};
-use baton_cuda_kernels::codes::{self, CodePieces, Direction as Coding, Form};
-use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::checksum::{self, ChecksumPieces, HashSecret};
+use baton_cuda_kernels::codes::{self, CodeDirection, CodeFormat, CodePieces};
+use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::driver::DriverDevice;
-use baton_cuda_kernels::kernel::{Address, KernelCode, Source};
+use baton_cuda_kernels::kernel::{Address, KernelCode, KernelSource};
 use baton_kv_cache::{BlockKernels, KvLayout, WireCodec};
 use xxhash_rust::const_xxh3::const_custom_default_secret;
 
@@ -45,7 +45,7 @@ pub fn block_kernels(
 }
 
 /// Kernels of a queue.
-pub fn sources(layout: &KvLayout) -> [Source; 3] {
+pub fn sources(layout: &KvLayout) -> [KernelSource; 3] {
     [blocks::source(), checksum::source(), codes::source(layout)]
 }
 
@@ -71,12 +71,12 @@ impl<D> fmt::Debug for BlockQueue<D> {
 
 /// Where a run goes to, or comes from, beside its place in the pool.
 #[derive(Clone, Copy)]
-enum Direction {
+enum CopyDirection {
     Gathered,
     Scattered,
 }
 
-impl<D: Device> BlockQueue<D> {
+impl<D: KernelDevice> BlockQueue<D> {
     pub fn new(mut device: D, layout: &KvLayout) -> Result<BlockQueue<D>, CudaError> {
         Ok(BlockQueue {
             layout: *layout,
@@ -94,20 +94,20 @@ impl<D: Device> BlockQueue<D> {
     }
 
     /// Asks for copies between places and what is staged, run by run; at most [`STAGED_BYTES`].
-    fn copy(&mut self, places: &[u64], num_bytes: usize, direction: Direction) -> Result<(), CudaError> {
+    fn copy(&mut self, places: &[u64], num_bytes: usize, direction: CopyDirection) -> Result<(), CudaError> {
         let (pool, offsets) = offsets(places);
         let runs = offsets.iter().enumerate().map(|(nth, &place)| {
             let staged = (nth * num_bytes) as u64;
             let (from, to) = match direction {
-                Direction::Gathered => (place, staged),
-                Direction::Scattered => (staged, place),
+                CopyDirection::Gathered => (place, staged),
+                CopyDirection::Scattered => (staged, place),
             };
             ByteRun { from, to, num_bytes: num_bytes as u64 }
         });
         let runs: Vec<ByteRun> = runs.collect();
         let (from, to) = match direction {
-            Direction::Gathered => (pool, self.staged),
-            Direction::Scattered => (self.staged, pool),
+            CopyDirection::Gathered => (pool, self.staged),
+            CopyDirection::Scattered => (self.staged, pool),
         };
         let copy = CopyRuns {
             from,
@@ -132,8 +132,8 @@ impl<D: Device> BlockQueue<D> {
         &mut self,
         (pool, offsets): (Address, &[u64]),
         nth: usize,
-        form: Form,
-        direction: Coding,
+        form: CodeFormat,
+        direction: CodeDirection,
     ) -> Result<Address, CudaError> {
         let list = self.runs.add(nth * MAX_RUNS * size_of::<u64>());
         let kernel = CodePieces {
@@ -161,7 +161,7 @@ impl<D: Device> BlockQueue<D> {
         &mut self,
         places: &[u64],
         coded: &mut [u8],
-        form: Form,
+        form: CodeFormat,
         seed: u64,
     ) -> Result<Vec<u64>, CudaError> {
         let piece_bytes = self.layout.layer_bytes() as u64;
@@ -170,9 +170,9 @@ impl<D: Device> BlockQueue<D> {
         let mut sums = vec![0; places.len()];
         // SAFETY: by the caller's word; a group's pieces fit where they are decoded to.
         unsafe {
-            self.code((pool, &offsets), 0, form, Coding::Encoded)?;
-            let list = self.code((self.decoded, &behind_each_other), 1, form, Coding::Decoded)?;
-            self.hash((self.decoded, list), piece_bytes, &Secret::new(&DEFAULT_SECRET, seed), &mut sums)?;
+            self.code((pool, &offsets), 0, form, CodeDirection::Encoded)?;
+            let list = self.code((self.decoded, &behind_each_other), 1, form, CodeDirection::Decoded)?;
+            self.hash((self.decoded, list), piece_bytes, &HashSecret::new(&DEFAULT_SECRET, seed), &mut sums)?;
             self.device.download(self.staged, coded)?;
         }
         Ok(sums)
@@ -187,7 +187,7 @@ impl<D: Device> BlockQueue<D> {
         &mut self,
         (base, offsets): (Address, Address),
         num_bytes: u64,
-        secret: &Secret,
+        secret: &HashSecret,
         sums: &mut [u64],
     ) -> Result<(), CudaError> {
         let num_pieces = sums.len() as u64;
@@ -201,10 +201,10 @@ impl<D: Device> BlockQueue<D> {
     }
 
     /// What `codec` is to a kernel, if there is one for it and for pieces of this size.
-    fn form(&self, codec: &WireCodec) -> Option<Form> {
+    fn form(&self, codec: &WireCodec) -> Option<CodeFormat> {
         let sizes = checksum::MIN_BYTES as usize..=STAGED_BYTES;
         let is_known = *codec.layout() == self.layout && sizes.contains(&self.layout.layer_bytes());
-        Form::of(codec).filter(|_| is_known)
+        CodeFormat::of(codec).filter(|_| is_known)
     }
 
     /// Waits for what was asked for.
@@ -244,11 +244,11 @@ fn offsets(places: &[u64]) -> (Address, Vec<u64>) {
     (Address(first), places.iter().map(|place| place - first).collect())
 }
 
-impl<D: Device> BlockKernels for BlockQueue<D> {
+impl<D: KernelDevice> BlockKernels for BlockQueue<D> {
     unsafe fn gather(&mut self, places: &[u64], bytes: &mut [u8]) -> io::Result<()> {
         let num_bytes = bytes.len() / places.len().max(1);
         let gathered = self.in_groups(places, num_bytes, |queue, places, at, num_bytes| {
-            queue.copy(places, num_bytes, Direction::Gathered)?;
+            queue.copy(places, num_bytes, CopyDirection::Gathered)?;
             let bytes = &mut bytes[at..at + places.len() * num_bytes];
             // SAFETY: so many were just staged.
             unsafe { queue.device.download(queue.staged, bytes) }
@@ -262,7 +262,7 @@ impl<D: Device> BlockKernels for BlockQueue<D> {
             let bytes = &bytes[at..at + places.len() * num_bytes];
             // SAFETY: there is room for a group.
             unsafe { queue.device.upload(queue.staged, bytes) }?;
-            queue.copy(places, num_bytes, Direction::Scattered)
+            queue.copy(places, num_bytes, CopyDirection::Scattered)
         });
         scattered.and_then(|()| self.finish()).map_err(io::Error::other)
     }
@@ -276,7 +276,7 @@ impl<D: Device> BlockKernels for BlockQueue<D> {
         if (num_bytes as u64) < checksum::MIN_BYTES {
             return Ok(None);
         }
-        let secret = Secret::new(&DEFAULT_SECRET, seed);
+        let secret = HashSecret::new(&DEFAULT_SECRET, seed);
         let mut sums = vec![0; places.len()];
         let (base, offsets) = offsets(places);
         for (offsets, sums) in offsets.chunks(MAX_RUNS).zip(sums.chunks_mut(MAX_RUNS)) {
@@ -315,7 +315,7 @@ impl<D: Device> BlockKernels for BlockQueue<D> {
             // SAFETY: coded pieces are smaller than those of a group, for which there is room; the others are the caller's.
             let asked = unsafe {
                 let uploaded = self.device.upload(self.staged, coded);
-                uploaded.and_then(|()| self.code((pool, &offsets), 0, form, Coding::Decoded))
+                uploaded.and_then(|()| self.code((pool, &offsets), 0, form, CodeDirection::Decoded))
             };
             asked.map_err(io::Error::other)?;
         }

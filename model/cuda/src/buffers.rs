@@ -3,7 +3,7 @@
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::attention::{has_tensor_cores, max_splits, split_scratch_bytes};
-use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::ranks::logit_stride;
 use baton_kv_cache::KvLayout;
@@ -67,7 +67,11 @@ pub struct RoutedBuffers {
 }
 
 impl RoutedBuffers {
-    fn new<D: Device>(device: &mut D, spec: &DecoderSpec, rows: usize) -> Result<RoutedBuffers, CudaError> {
+    fn new<D: KernelDevice>(
+        device: &mut D,
+        spec: &DecoderSpec,
+        rows: usize,
+    ) -> Result<RoutedBuffers, CudaError> {
         let routed = spec.layers.iter().filter_map(|layer| match layer.mlp {
             MlpSpec::Dense { .. } => None,
             MlpSpec::Experts { num_experts, num_active, .. } => Some((num_experts, num_active)),
@@ -94,7 +98,7 @@ impl RoutedBuffers {
 impl Buffers {
     /// # Errors
     /// When the device has not the memory.
-    pub fn new<D: Device>(
+    pub fn new<D: KernelDevice>(
         device: &mut D,
         spec: &DecoderSpec,
         layout: &KvLayout,

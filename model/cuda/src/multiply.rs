@@ -10,9 +10,9 @@
 //! when experts have few on average.
 
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::{Device, FP8_BLOCK, Fp8Product, Fp8Products, Fp8Scaling, Product};
+use baton_cuda_kernels::device::{FP8_BLOCK, Fp8Product, Fp8Products, Fp8Scaling, KernelDevice, Product};
 use baton_cuda_kernels::expert_products::{ExpertProduct, GatedExpertProduct};
-use baton_cuda_kernels::gate::Gate;
+use baton_cuda_kernels::gate::ApplyGate;
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::products::{
     Dequantise, MultiplyFew, QuantiseGroups, QuantiseRows, ScaleProduct, WeightKind,
@@ -46,7 +46,7 @@ const MAX_EXPERT_BLOCKS: u64 = 1024;
 
 /// Memory for what weights and activations become on their way into a product. Null where nothing needs it.
 #[derive(Debug)]
-pub struct Scratch {
+pub struct ProductScratch {
     /// Weights in bf16.
     pub widened: Address,
     pub widened_bytes: usize,
@@ -57,20 +57,20 @@ pub struct Scratch {
     pub fp8: Fp8Products,
 }
 
-impl Scratch {
+impl ProductScratch {
     /// For the largest batch. `quantises`: activations may be quantised to eight bits.
     ///
     /// # Errors
     /// When the device has not the memory.
-    pub fn new<D: Device>(
+    pub fn new<D: KernelDevice>(
         device: &mut D,
         spec: &DecoderSpec,
         weights: &DeviceWeights,
         limits: &BatchLimits,
         quantises: bool,
-    ) -> Result<Scratch, CudaError> {
+    ) -> Result<ProductScratch, CudaError> {
         let fp8 = if quantises { device.fp8_products() } else { Fp8Products::None };
-        let mut scratch = Scratch {
+        let mut scratch = ProductScratch {
             widened: Address::NULL,
             widened_bytes: 0,
             quantised: Address::NULL,
@@ -126,7 +126,7 @@ impl Scratch {
     ///
     /// # Safety
     /// The rows are there, at most as many as the scratch was made for, and so is room for what comes of them.
-    pub unsafe fn apply<D: Device>(
+    pub unsafe fn apply<D: KernelDevice>(
         &self,
         device: &mut D,
         linear: &DeviceLinear,
@@ -156,7 +156,7 @@ impl Scratch {
     ///
     /// # Safety
     /// As [`apply`](Self::apply).
-    pub unsafe fn multiply_exactly<D: Device>(
+    pub unsafe fn multiply_exactly<D: KernelDevice>(
         &self,
         device: &mut D,
         matrix: DeviceMatrix,
@@ -175,7 +175,7 @@ impl Scratch {
         }
     }
 
-    unsafe fn multiply_fp8<D: Device>(
+    unsafe fn multiply_fp8<D: KernelDevice>(
         &self,
         device: &mut D,
         matrix: DeviceMatrix,
@@ -225,7 +225,7 @@ impl Scratch {
     }
 
     /// A product, some outputs at a time: of so many are the weights widened.
-    unsafe fn multiply_widened<D: Device>(
+    unsafe fn multiply_widened<D: KernelDevice>(
         &self,
         device: &mut D,
         product: &Product,
@@ -261,7 +261,7 @@ impl Scratch {
     ///
     /// # Safety
     /// As [`apply`](Self::apply).
-    pub unsafe fn apply_experts<D: Device>(
+    pub unsafe fn apply_experts<D: KernelDevice>(
         &self,
         device: &mut D,
         matrix: DeviceMatrix,
@@ -304,7 +304,7 @@ impl Scratch {
             unsafe {
                 device.launch(&MultiplyFew { rows, offsets, num_experts, ..few })?;
                 if is_gated {
-                    device.launch(&Gate { gate_up, out, width: columns, num_rows: num_pairs })?;
+                    device.launch(&ApplyGate { gate_up, out, width: columns, num_rows: num_pairs })?;
                 }
             }
             return Ok(());

@@ -5,7 +5,7 @@ use std::path::Path;
 use baton_checkpoint::{DeviceModel, LoadProgress};
 use baton_cuda::CudaError;
 use baton_cuda::nccl::Nccl;
-use baton_cuda_kernels::driver::nccl::Group;
+use baton_cuda_kernels::driver::nccl::NcclGroup;
 use baton_cuda_kernels::driver::{DriverDevice, OpenError};
 use baton_cuda_kernels::kernel::KernelCode;
 use baton_model_spec::{Executor, ParallelExecutor, Rank};
@@ -57,7 +57,7 @@ impl ModelOnDevices {
         for model in &ranks {
             check_shape(model)?;
         }
-        let group = if ranks.len() > 1 { Some(Group::new(Nccl::load(nccl)?)?) } else { None };
+        let group = if ranks.len() > 1 { Some(NcclGroup::new(Nccl::load(nccl)?)?) } else { None };
         // One after the other: what the first compiles, the others find.
         let open = |(model, &ordinal): (DeviceModel, &u32)| {
             let device = DriverDevice::open(ordinal, &sources(&model), code.clone());

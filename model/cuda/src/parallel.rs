@@ -5,7 +5,7 @@ use std::thread;
 
 use baton_checkpoint::{DeviceModel, LoadProgress};
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::device::KernelDevice;
 use baton_model_spec::Rank;
 
 use crate::error::StartError;
@@ -17,7 +17,7 @@ use crate::inputs::BatchLimits;
 ///
 /// # Errors
 /// Of the rank that failed first, if others only missed it.
-pub fn start_ranks<D: Device + 'static>(
+pub fn start_ranks<D: KernelDevice + 'static>(
     ranks: Vec<(D, DeviceModel)>,
     limits: BatchLimits,
     join: impl Fn(&mut D, Rank) -> Result<(), CudaError> + Sync,

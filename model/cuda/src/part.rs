@@ -8,7 +8,7 @@ use baton_model_spec::{DecoderShard, DecoderSpec, Rank};
 use crate::buffers::Buffers;
 use crate::forward_pass::ForwardPass;
 use crate::inputs::Inputs;
-use crate::multiply::Scratch;
+use crate::multiply::ProductScratch;
 use crate::weights::DeviceWeights;
 
 #[derive(Debug)]
@@ -50,7 +50,7 @@ impl Part {
         &'a self,
         weights: &'a DeviceWeights,
         buffers: &'a Buffers,
-        scratch: &'a Scratch,
+        scratch: &'a ProductScratch,
         inputs: &'a Inputs,
         pool: Address,
     ) -> ForwardPass<'a> {

@@ -7,10 +7,10 @@ use baton_kv_cache::DeviceMemory;
 
 /// Blocks that only the executor whose device allocated them reaches.
 #[derive(Debug)]
-pub struct OwnBlocks(pub Address);
+pub struct PoolAddress(pub Address);
 
 // SAFETY: a device frees what it allocated when it is dropped, and its executor with it.
-unsafe impl DeviceMemory for OwnBlocks {
+unsafe impl DeviceMemory for PoolAddress {
     fn device(&self) -> u32 {
         0
     }

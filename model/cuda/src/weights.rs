@@ -6,12 +6,12 @@ use baton_checkpoint::{
     DecoderWeights, DenseMlp, DeviceSource, LayerWeights, Linear, LoadProgress, Matrix, Mlp,
 };
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::products::{Scales, WeightKind};
 use baton_model_spec::{DecoderSpec, RopeSpec};
 
-use crate::form::{Form, Rows, Tables};
+use crate::form::{Tables, WeightForm, WeightRows};
 
 /// As [`DecoderWeights`].
 #[derive(Debug)]
@@ -143,7 +143,7 @@ const STAGED_BYTES: usize = 8 << 20;
 ///
 /// # Errors
 /// When the device has not the memory, or fails.
-pub fn upload<D: Device>(
+pub fn upload<D: KernelDevice>(
     device: &mut D,
     spec: &DecoderSpec,
     weights: &DecoderWeights<DeviceSource>,
@@ -176,7 +176,7 @@ pub fn kinds(weights: &DecoderWeights<DeviceSource>) -> Vec<WeightKind> {
 
 /// Matrices of one shape that follow each other on a device.
 struct Stack<'m> {
-    form: Form,
+    form: WeightForm,
     parts: Vec<&'m Matrix>,
     /// Rows of one of them.
     num_out: usize,
@@ -186,18 +186,23 @@ struct Stack<'m> {
 impl<'m> Stack<'m> {
     fn of(matrices: impl Iterator<Item = &'m DeviceSource> + Clone) -> Stack<'m> {
         let first = matrices.clone().next().expect("there is one");
-        let form = Form::of(matrices.clone());
+        let form = WeightForm::of(matrices.clone());
         let (num_out, num_in) = (first.rows, first.cols);
         Stack { form, parts: matrices.flat_map(DeviceSource::parts).collect(), num_out, num_in }
     }
 
     fn of_table(table: &'m Matrix) -> Stack<'m> {
-        Stack { form: Form::of_table(table), parts: vec![table], num_out: table.rows, num_in: table.cols }
+        Stack {
+            form: WeightForm::of_table(table),
+            parts: vec![table],
+            num_out: table.rows,
+            num_in: table.cols,
+        }
     }
 
     /// It chooses experts: as exactly as activations are.
     fn of_router(router: &'m DeviceSource) -> Stack<'m> {
-        Stack { form: Form::Bf16, ..Stack::of(std::iter::once(router)) }
+        Stack { form: WeightForm::Bf16, ..Stack::of(std::iter::once(router)) }
     }
 
     fn num_rows(&self) -> usize {
@@ -239,7 +244,7 @@ struct Uploader<'a, D> {
     bytes: DeviceWeightBytes,
 }
 
-impl<D: Device> Uploader<'_, D> {
+impl<D: KernelDevice> Uploader<'_, D> {
     fn layer(&mut self, layer: &LayerWeights<DeviceSource>) -> Result<DeviceLayer, CudaError> {
         let qkv = self.linear(&layer.qkv)?;
         Ok(DeviceLayer {
@@ -280,7 +285,7 @@ impl<D: Device> Uploader<'_, D> {
         let at = self.device.allocate(num_rows * row_bytes)?;
         let places: Vec<(&Matrix, usize)> =
             parts.iter().flat_map(|part| (0..part.rows).map(|row_idx| (*part, row_idx))).collect();
-        let mut rows = Rows::new(*form, *num_in);
+        let mut rows = WeightRows::new(*form, *num_in);
         let mut tables = Tables::new(*form, num_rows, *num_in);
         let rows_per_piece = (STAGED_BYTES / row_bytes).max(1);
         for (nth, places) in places.chunks(rows_per_piece).enumerate() {
@@ -292,7 +297,7 @@ impl<D: Device> Uploader<'_, D> {
             self.advance(rows.bytes.len());
         }
         let mut scales = form.scales(num_rows, *num_in);
-        if *form != Form::Bf16 {
+        if *form != WeightForm::Bf16 {
             scales.scales = self.vector(&tables.scales)?;
             self.advance(tables.scales.len() * 4);
         }
@@ -302,7 +307,7 @@ impl<D: Device> Uploader<'_, D> {
         }
         let size_bytes = stack.size_bytes() as u64;
         *self.bytes.of(form.kind()) += size_bytes;
-        if *form == Form::Bf16 && parts.iter().any(|part| part.is_integers() || part.is_fp8()) {
+        if *form == WeightForm::Bf16 && parts.iter().any(|part| part.is_integers() || part.is_fp8()) {
             self.bytes.widened += size_bytes;
         }
         Ok(DeviceMatrix { at, kind: form.kind(), scales, num_out: *num_out, num_in: *num_in })

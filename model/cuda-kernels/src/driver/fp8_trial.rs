@@ -3,7 +3,7 @@
 
 use baton_cuda::CudaError;
 
-use crate::device::{Device, FP8_BLOCK, Fp8Product, Fp8Products, Fp8Scaling};
+use crate::device::{FP8_BLOCK, Fp8Product, Fp8Products, Fp8Scaling, KernelDevice};
 use crate::kernel::Address;
 use crate::products::E4M3_ONE;
 
@@ -23,7 +23,7 @@ pub const WAYS: [(Fp8Products, Fp8Scaling); 3] = [
 ///
 /// # Errors
 /// When the device fails. That a product is refused is none.
-pub fn fp8_products<D: Device>(device: &mut D) -> Result<Fp8Products, CudaError> {
+pub fn fp8_products<D: KernelDevice>(device: &mut D) -> Result<Fp8Products, CudaError> {
     let mut most = Fp8Products::None;
     for (products, scaling) in WAYS {
         if !multiplies(device, scaling)? {
@@ -35,7 +35,7 @@ pub fn fp8_products<D: Device>(device: &mut D) -> Result<Fp8Products, CudaError>
 }
 
 /// Whether a product with such scales is there, and right.
-pub fn multiplies<D: Device>(device: &mut D, scaling: Fp8Scaling) -> Result<bool, CudaError> {
+pub fn multiplies<D: KernelDevice>(device: &mut D, scaling: Fp8Scaling) -> Result<bool, CudaError> {
     let num_groups = NUM_IN / FP8_BLOCK;
     let (num_left, num_right) = match scaling {
         Fp8Scaling::None => (0, 0),

@@ -58,7 +58,7 @@ impl Graphs {
     }
 }
 
-/// [`Device::repeat`](crate::device::Device::repeat) of an owner of graphs: the second time that work is asked for under a key it
+/// [`KernelDevice::repeat`](crate::device::KernelDevice::repeat) of an owner of graphs: the second time that work is asked for under a key it
 /// becomes a graph.
 ///
 /// # Errors

@@ -10,7 +10,7 @@ use cudarc::nvrtc::Ptx;
 
 use super::error::OpenError;
 use crate::compile::{Architecture, CubinCache};
-use crate::kernel::{Kernel, KernelCode, Source};
+use crate::kernel::{Kernel, KernelCode, KernelSource};
 
 /// The kernels of some sources.
 pub struct LoadedKernels {
@@ -30,7 +30,11 @@ impl LoadedKernels {
     ///
     /// # Errors
     /// When the device is too old, or kernels cannot be compiled or loaded.
-    pub fn new(device: &Device, sources: &[Source], code: KernelCode) -> Result<LoadedKernels, OpenError> {
+    pub fn new(
+        device: &Device,
+        sources: &[KernelSource],
+        code: KernelCode,
+    ) -> Result<LoadedKernels, OpenError> {
         let capability = device.context().compute_capability();
         let (major, minor) = capability.map_err(|error| failed("cuDeviceGetAttribute", error))?;
         let (major, minor) = (major as u32, minor as u32);

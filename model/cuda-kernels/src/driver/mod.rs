@@ -17,12 +17,12 @@ use fp8_trial::fp8_products;
 use graphs::{Graphs, repeat};
 use loaded::LoadedKernels;
 use lt::Products;
-use nccl::{Group, Membership};
+use nccl::{NcclGroup, NcclMember};
 use wgmma_trial::wgmma_works;
 
 use crate::attention::WGMMA_FILE;
-use crate::device::{Device, Fp8Product, Fp8Products, NUM_MARKS, NUM_RETURNS, Product, TimedDevice};
-use crate::kernel::{Address, Kernel, KernelCode, Source};
+use crate::device::{Fp8Product, Fp8Products, KernelDevice, NUM_MARKS, NUM_RETURNS, Product, TimedDevice};
+use crate::kernel::{Address, Kernel, KernelCode, KernelSource};
 
 pub use error::OpenError;
 
@@ -71,7 +71,7 @@ unsafe impl Send for DriverDevice {}
 
 /// The ranks that it computes with.
 struct Others {
-    membership: Membership,
+    membership: NcclMember,
     stream: Arc<CudaStream>,
     /// Behind what sums begin behind, and behind the sums.
     asked: CudaEvent,
@@ -96,7 +96,7 @@ impl DriverDevice {
     ///
     /// # Errors
     /// What is missing, or broken.
-    pub fn open(ordinal: u32, sources: &[Source], code: KernelCode) -> Result<DriverDevice, OpenError> {
+    pub fn open(ordinal: u32, sources: &[KernelSource], code: KernelCode) -> Result<DriverDevice, OpenError> {
         let mut device = DriverDevice::without_products(ordinal, sources, code)?;
         device.products = Some(Products::new(&device.device, &device.stream)?);
         // Ada is the first that multiplies E4M3.
@@ -116,7 +116,7 @@ impl DriverDevice {
     }
 
     /// Whether attention by products of warpgroups finds what it should.
-    fn try_wgmma(&mut self, source: &Source) -> Result<bool, CudaError> {
+    fn try_wgmma(&mut self, source: &KernelSource) -> Result<bool, CudaError> {
         let head_dim = source.defines.iter().find(|(name, _)| *name == "HEAD_DIM").expect("it is defined").1;
         let works = self.try_out(|device| wgmma_works(device, head_dim as usize))?;
         match works {
@@ -147,7 +147,7 @@ impl DriverDevice {
     /// As [`open`](Self::open).
     pub fn without_products(
         ordinal: u32,
-        sources: &[Source],
+        sources: &[KernelSource],
         code: KernelCode,
     ) -> Result<DriverDevice, OpenError> {
         let device = baton_cuda::Device::open(ordinal)?;
@@ -189,7 +189,7 @@ impl DriverDevice {
     ///
     /// # Errors
     /// When they do not come, or NCCL fails.
-    pub fn join(&mut self, group: &Group, rank: Rank) -> Result<(), CudaError> {
+    pub fn join(&mut self, group: &NcclGroup, rank: Rank) -> Result<(), CudaError> {
         self.device.bind()?;
         let event = || self.device.context().new_event(None).map_err(|error| failed("cuEventCreate", error));
         let (stream, asked, done) = (self.device.stream()?, event()?, event()?);
@@ -270,7 +270,7 @@ fn wait(event: &CudaEvent, others: Option<&mut Others>) -> Result<(), CudaError>
     Ok(())
 }
 
-impl Device for DriverDevice {
+impl KernelDevice for DriverDevice {
     // A guess: a product of half as many rows still fills a device, and its sum takes longer than to begin it.
     const ROWS_TO_OVERLAP: usize = 1024;
 

@@ -30,27 +30,27 @@ const NO_RANK: usize = usize::MAX;
 
 /// What ranks share to join each other.
 #[derive(Clone)]
-pub struct Group {
+pub struct NcclGroup {
     nccl: Nccl,
     id: UniqueId,
     /// Who left first.
     lost: Arc<AtomicUsize>,
 }
 
-impl Group {
+impl NcclGroup {
     /// A new one; the ranks join it each on a thread of its own.
     ///
     /// # Errors
     /// When NCCL finds no address to listen on.
-    pub fn new(nccl: Nccl) -> Result<Group, NcclError> {
-        Ok(Group { id: nccl.unique_id()?, nccl, lost: Arc::new(AtomicUsize::new(NO_RANK)) })
+    pub fn new(nccl: Nccl) -> Result<NcclGroup, NcclError> {
+        Ok(NcclGroup { id: nccl.unique_id()?, nccl, lost: Arc::new(AtomicUsize::new(NO_RANK)) })
     }
 
     /// Joins the others, which do the same meanwhile, on the device that the thread is bound to.
     ///
     /// # Errors
     /// When NCCL fails, a rank leaves, or they do not come within two minutes.
-    pub fn join(&self, rank: Rank) -> Result<Membership, CudaError> {
+    pub fn join(&self, rank: Rank) -> Result<NcclMember, CudaError> {
         self.join_within(rank, JOIN_PATIENCE)
     }
 
@@ -63,9 +63,9 @@ impl Group {
     ///
     /// # Errors
     /// As [`join`](Self::join).
-    pub fn join_within(&self, rank: Rank, patience: Duration) -> Result<Membership, CudaError> {
+    pub fn join_within(&self, rank: Rank, patience: Duration) -> Result<NcclMember, CudaError> {
         // From here on it leaves when it is dropped.
-        let mut membership = Membership { group: self.clone(), rank, handle: None };
+        let mut membership = NcclMember { group: self.clone(), rank, handle: None };
         let (num_ranks, idx) = (rank.num_ranks as i32, rank.idx as i32);
         membership.handle = Some(self.nccl.join(&self.id, num_ranks, idx).map_err(failed)?);
         let begun = Instant::now();
@@ -88,14 +88,14 @@ fn failed(error: NcclError) -> CudaError {
 }
 
 /// One rank's, until it leaves; dropped, it does.
-pub struct Membership {
-    group: Group,
+pub struct NcclMember {
+    group: NcclGroup,
     rank: Rank,
     /// Until it is aborted.
     handle: Option<Handle>,
 }
 
-impl Membership {
+impl NcclMember {
     /// Posts the sum over ranks of `len` numbers in bf16.
     ///
     /// # Errors
@@ -226,7 +226,7 @@ impl Membership {
     }
 }
 
-impl Drop for Membership {
+impl Drop for NcclMember {
     fn drop(&mut self) {
         self.leave();
     }

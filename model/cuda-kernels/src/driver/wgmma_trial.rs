@@ -4,8 +4,8 @@
 use baton_cuda::CudaError;
 use baton_kv_cache::{KvDtype, KvLayout};
 
-use crate::attention::{Attention, PrefillAttention, Rows, WgmmaAttention, prefill_tiles};
-use crate::device::Device;
+use crate::attention::{AttentionArgs, AttentionRows, PrefillAttention, WgmmaAttention, prefill_tiles};
+use crate::device::KernelDevice;
 use crate::kernel::Address;
 use crate::noise;
 
@@ -18,7 +18,7 @@ const GROUP: u32 = 3;
 ///
 /// # Errors
 /// When the device fails.
-pub fn wgmma_works<D: Device>(device: &mut D, head_dim: usize) -> Result<bool, CudaError> {
+pub fn wgmma_works<D: KernelDevice>(device: &mut D, head_dim: usize) -> Result<bool, CudaError> {
     let layout = KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 2, head_dim, dtype: KvDtype::Bf16 };
     let num_blocks = layout.num_blocks_for((START_IDX + NUM_ROWS) as usize);
     let num_heads = layout.num_kv_heads * GROUP as usize;
@@ -28,7 +28,7 @@ pub fn wgmma_works<D: Device>(device: &mut D, head_dim: usize) -> Result<bool, C
     let blocks: Vec<u32> = (0..num_blocks as u32).rev().collect();
     // So large that every row sees few of its positions, each another.
     let queries = noise::bf16(num_rows * (num_heads + 2 * layout.num_kv_heads) * head_dim, 8.0);
-    let rows = Rows {
+    let rows = AttentionRows {
         q: device.allocate_holding(&queries)?,
         out: Address::NULL,
         block_tables: device.allocate_holding(bytemuck::cast_slice(&blocks))?,
@@ -44,9 +44,9 @@ pub fn wgmma_works<D: Device>(device: &mut D, head_dim: usize) -> Result<bool, C
     let mut outs = [vec![], vec![]];
     for (idx, out) in outs.iter_mut().enumerate() {
         out.resize(num_rows * num_heads * head_dim * 2, 0xff);
-        let rows = Rows { out: device.allocate_holding(out)?, ..rows };
+        let rows = AttentionRows { out: device.allocate_holding(out)?, ..rows };
         let scale = 1.0 / (head_dim as f32).sqrt();
-        let attention = Attention::new(&layout, pool, 0, GROUP as usize, scale, &rows);
+        let attention = AttentionArgs::new(&layout, pool, 0, GROUP as usize, scale, &rows);
         let prefill = PrefillAttention { attention, tiles, num_tiles };
         // SAFETY: all was just allocated for them.
         unsafe {

@@ -4,7 +4,7 @@ use baton_cuda_emulator::emulator::Emulator;
 use baton_cuda_emulator::numbers::{bf16, widened};
 use baton_cuda_emulator::test_device::{self, TestDevice};
 use baton_cuda_kernels::attention::*;
-use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::driver::wgmma_trial::wgmma_works;
 use baton_cuda_kernels::kernel::Address;
 use baton_kv_cache::{KvDtype, KvLayout, VectorCodec};
@@ -175,7 +175,7 @@ impl Case {
         let words = |words: &[u32]| -> Vec<u8> { bytemuck::cast_slice(words).to_vec() };
         let num_rows = self.sequences.iter().map(|sequence| sequence.1).sum::<usize>();
         let num_heads = self.group * self.layout.num_kv_heads;
-        let rows = Rows {
+        let rows = AttentionRows {
             q: emulator.buffer(&batch.q),
             out: Address::NULL,
             block_tables: emulator.buffer(&words(&batch.block_tables)),
@@ -188,8 +188,9 @@ impl Case {
         let pool = emulator.buffer(&batch.pool);
         let out_bytes = num_rows * num_heads * self.layout.head_dim * 2;
         let attention = |emulator: &mut Emulator| {
-            let rows = Rows { out: emulator.poisoned(out_bytes), ..rows };
-            let mut attention = Attention::new(&self.layout, pool, LAYER, self.group, self.scale(), &rows);
+            let rows = AttentionRows { out: emulator.poisoned(out_bytes), ..rows };
+            let mut attention =
+                AttentionArgs::new(&self.layout, pool, LAYER, self.group, self.scale(), &rows);
             attention.window = self.window.map_or(u32::MAX, |window| window as u32);
             attention.soft_cap = self.soft_cap;
             attention

@@ -19,7 +19,7 @@ fn pieces_have_the_checksums_that_the_host_takes() {
                 sums: emulator.poisoned(offsets.len() * 8),
                 num_bytes,
                 num_pieces: offsets.len() as u64,
-                secret: Secret::new(&default, seed),
+                secret: HashSecret::new(&default, seed),
             };
             emulator.launch(&kernel);
             let expected: Vec<u8> = offsets

@@ -26,7 +26,7 @@ fn check_routes(logits: &[f32], num_experts: usize, num_active: usize, slots: Op
     let num_rows = logits.len() / num_experts;
     for renormalise in [false, true] {
         let mut emulator = Emulator::new(source());
-        let kernel = Route {
+        let kernel = RouteToExperts {
             logits: emulator.buffer(bytemuck::cast_slice(logits)),
             slots: slots.map_or(Address::NULL, |slots| emulator.buffer(bytemuck::cast_slice(slots))),
             experts: emulator.poisoned(num_rows * num_active * 4),
@@ -83,7 +83,7 @@ fn rows_that_are_not_numbers_go_to_the_first_ones() {
     let mut logits = noise(4, 2 * 40);
     logits[13] = f32::NAN;
     let mut emulator = Emulator::new(source());
-    let kernel = Route {
+    let kernel = RouteToExperts {
         logits: emulator.buffer(bytemuck::cast_slice(&logits)),
         slots: Address::NULL,
         experts: emulator.poisoned(2 * 3 * 4),

@@ -52,7 +52,7 @@ fn gates_let_through_what_their_function_says() {
         for (num_rows, width) in [(1, 8), (3, 40), (2, 2056)] {
             let (gate_up, values) = bf16(&gates(num_rows * 2 * width));
             let mut emulator = Emulator::new(source(activation));
-            let kernel = Gate {
+            let kernel = ApplyGate {
                 gate_up: emulator.buffer(&gate_up),
                 out: emulator.poisoned(num_rows * width * 2),
                 width: width as u32,

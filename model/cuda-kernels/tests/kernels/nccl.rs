@@ -49,8 +49,8 @@ impl FakeNccl {
     }
 
     /// What each of so many ranks, on a thread of its own, makes of the group.
-    fn ranks<T: Send>(&self, num_ranks: usize, run: impl Fn(&Group, Rank) -> T + Sync) -> Vec<T> {
-        let group = Group::new(self.nccl.clone()).unwrap();
+    fn ranks<T: Send>(&self, num_ranks: usize, run: impl Fn(&NcclGroup, Rank) -> T + Sync) -> Vec<T> {
+        let group = NcclGroup::new(self.nccl.clone()).unwrap();
         thread::scope(|scope| {
             let (group, run) = (&group, &run);
             let threads: Vec<_> =
@@ -60,7 +60,7 @@ impl FakeNccl {
     }
 }
 
-fn sum(membership: &mut Membership, bytes: &mut [u8]) -> Result<(), CudaError> {
+fn sum(membership: &mut NcclMember, bytes: &mut [u8]) -> Result<(), CudaError> {
     let at = Address(bytes.as_mut_ptr() as u64);
     // SAFETY: there until the sum is done, which the fake library is when it is settled.
     unsafe { membership.sum(at, bytes.len() / 2, ptr::null_mut()) }

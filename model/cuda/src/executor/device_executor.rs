@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 
 use baton_checkpoint::{DeviceModel, LoadProgress};
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::{Device, NUM_RETURNS};
+use baton_cuda_kernels::device::{KernelDevice, NUM_RETURNS};
 use baton_cuda_kernels::kernel::Address;
 use baton_kv_cache::{BlockStorage, KvLayout};
 use baton_model_spec::{
@@ -27,7 +27,7 @@ use crate::buffers::Buffers;
 use crate::error::StartError;
 use crate::forward_pass::ForwardPass;
 use crate::inputs::{BatchLimits, InputShape, Inputs, MAX_DECODE_ROWS, padded};
-use crate::multiply::Scratch;
+use crate::multiply::ProductScratch;
 use crate::part::Part;
 use crate::samplings::SamplingInputs;
 use crate::weights::{self, DeviceWeightBytes, DeviceWeights};
@@ -41,7 +41,7 @@ pub struct DeviceExecutor<D> {
     pub part: Part,
     pub weights: DeviceWeights,
     pub buffers: Buffers,
-    pub scratch: Scratch,
+    pub scratch: ProductScratch,
     pub(super) limits: BatchLimits,
     pub shape: InputShape,
     pub(super) inputs: Inputs,
@@ -58,7 +58,7 @@ pub struct DeviceExecutor<D> {
     pub(super) pool: Option<Address>,
 }
 
-impl<D: Device> DeviceExecutor<D> {
+impl<D: KernelDevice> DeviceExecutor<D> {
     /// Takes the weights and all memory of the pass; the device has the kernels of [`sources`](super::sources).
     ///
     /// # Errors
@@ -103,7 +103,7 @@ impl<D: Device> DeviceExecutor<D> {
         let no_room = StartError::taking("the largest step", remedy);
         let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape, part.rank());
         let buffers = buffers.map_err(no_room)?;
-        let scratch = Scratch::new(&mut device, spec, &weights, &limits, rounds_activations);
+        let scratch = ProductScratch::new(&mut device, spec, &weights, &limits, rounds_activations);
         let scratch = scratch.map_err(no_room)?;
         let mut executor = DeviceExecutor {
             device,
@@ -307,7 +307,7 @@ impl<D: Device> DeviceExecutor<D> {
     }
 }
 
-impl<D: Device + 'static> Executor for DeviceExecutor<D> {
+impl<D: KernelDevice + 'static> Executor for DeviceExecutor<D> {
     fn kv_layout(&self) -> KvLayout {
         self.part.whole_layout
     }
@@ -342,7 +342,7 @@ pub(super) fn of_rank(error: CudaError) -> RankError {
     }
 }
 
-impl<D: Device + 'static> RankExecutor for DeviceExecutor<D> {
+impl<D: KernelDevice + 'static> RankExecutor for DeviceExecutor<D> {
     const MEETS_FOR_LAYERS: bool = false;
 
     fn device(&self) -> &str {

@@ -3,7 +3,7 @@
 //! one, its tokens, is on the device already.
 
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::{Device, NUM_RETURNS};
+use baton_cuda_kernels::device::{KernelDevice, NUM_RETURNS};
 use baton_cuda_kernels::sample::TakeTokens;
 use baton_kv_cache::BlockStorage;
 use baton_model_spec::{
@@ -13,7 +13,7 @@ use baton_model_spec::{
 use super::device_executor::{DeviceExecutor, of_rank};
 use super::launched::{Collected, Launched};
 
-impl<D: Device + 'static> SamplingExecutor for DeviceExecutor<D> {
+impl<D: KernelDevice + 'static> SamplingExecutor for DeviceExecutor<D> {
     unsafe fn launch(
         &mut self,
         batch: &Batch<'_>,
@@ -35,7 +35,7 @@ impl<D: Device + 'static> SamplingExecutor for DeviceExecutor<D> {
     }
 }
 
-impl<D: Device + 'static> SamplingRank for DeviceExecutor<D> {
+impl<D: KernelDevice + 'static> SamplingRank for DeviceExecutor<D> {
     unsafe fn launch(
         &mut self,
         batch: &Batch<'_>,
@@ -73,7 +73,7 @@ impl<D: Device + 'static> SamplingRank for DeviceExecutor<D> {
     }
 }
 
-impl<D: Device> DeviceExecutor<D> {
+impl<D: KernelDevice> DeviceExecutor<D> {
     /// Draws from the first row of logits, whatever it is.
     pub fn warm_up_sampling(&mut self) -> Result<(), CudaError> {
         let results = self.samplings.fill(&[TokenSampling::default()], true);

@@ -2,7 +2,7 @@
 
 use baton_checkpoint::DeviceModel;
 use baton_cuda_kernels::device::NUM_MARKS;
-use baton_cuda_kernels::kernel::Source;
+use baton_cuda_kernels::kernel::KernelSource;
 use baton_cuda_kernels::products::{self, WeightKind};
 use baton_cuda_kernels::{attention, embed, expert_products, experts, gate, norm, ranks, rope, rows, sample};
 use baton_kv_cache::KvLayout;
@@ -13,7 +13,7 @@ use crate::multiply::EXPERT_TILE_ROWS;
 use crate::weights;
 
 /// All kernels of a model.
-pub fn sources(model: &DeviceModel) -> Vec<Source> {
+pub fn sources(model: &DeviceModel) -> Vec<KernelSource> {
     let kinds = weights::kinds(model.weights()).into_iter().filter(|kind| *kind != WeightKind::Bf16);
     let mut sources = sources_of(model.shard().spec(), &model.kv_layout_of_rank());
     sources.extend(kinds.map(products::source));
@@ -22,7 +22,7 @@ pub fn sources(model: &DeviceModel) -> Vec<Source> {
 }
 
 /// Those of a decoder, or of a rank's part of it, whose weights are bf16.
-pub fn sources_of(spec: &DecoderSpec, layout: &KvLayout) -> Vec<Source> {
+pub fn sources_of(spec: &DecoderSpec, layout: &KvLayout) -> Vec<KernelSource> {
     [
         embed::source(),
         norm::source(),

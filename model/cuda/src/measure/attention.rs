@@ -2,7 +2,7 @@
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::attention::{
-    Attention, DecodeAttention, MIN_SPLIT, MergeSplits, PrefillAttention, Rows, WgmmaAttention,
+    AttentionArgs, AttentionRows, DecodeAttention, MIN_SPLIT, MergeSplits, PrefillAttention, WgmmaAttention,
     max_prefill_tiles, max_splits, prefill_tiles, split_scratch_bytes, takes_wgmma,
 };
 use baton_cuda_kernels::device::TimedDevice;
@@ -34,7 +34,7 @@ pub fn measure<D: TimedDevice>(
         let words = |value: usize| vec![value as u32; num_sequences];
         let first_rows: Vec<u32> = (0..num_sequences).map(|idx| (idx * num_rows) as u32).collect();
         let all_rows = num_sequences * num_rows;
-        let rows = Rows {
+        let rows = AttentionRows {
             q: noise.fill_new(device, all_rows * (group + 2) * spec.kv_width() * 2)?,
             out: device.allocate(all_rows * spec.query_width() * 2)?,
             block_tables: device.allocate_holding(bytemuck::cast_slice(&tables))?,
@@ -44,7 +44,7 @@ pub fn measure<D: TimedDevice>(
             max_blocks: blocks_of(start_idx + num_rows) as u32,
             num_sequences: num_sequences as u32,
         };
-        Ok::<_, CudaError>(Attention::new(&layout, pool, 0, group, spec.attention_scale, &rows))
+        Ok::<_, CudaError>(AttentionArgs::new(&layout, pool, 0, group, spec.attention_scale, &rows))
     };
 
     let max_splits = max_splits(spec.num_kv_heads);

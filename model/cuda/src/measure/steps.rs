@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::{Device, TimedDevice};
+use baton_cuda_kernels::device::{KernelDevice, TimedDevice};
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::noise::Noise;
 use baton_kv_cache::{BlockId, BlockStorage};
@@ -20,7 +20,7 @@ use crate::error::StartError;
 use crate::executor::DeviceExecutor;
 use crate::inputs::{BatchLimits, Inputs};
 use crate::part::Part;
-use crate::pool::OwnBlocks;
+use crate::pool::PoolAddress;
 use crate::weights::{DeviceLayer, DeviceMlp};
 
 /// Steps that decode, few and many sequences, and a prompt.
@@ -36,7 +36,7 @@ pub fn measure<D: TimedDevice>(
     let weights = random_weights(&mut device, spec, &noise)?;
     let num_blocks = (batch * layout.num_blocks_for(*context)).max(layout.num_blocks_for(*prompt));
     let pool = noise.fill_new(&mut device, num_blocks * layout.block_bytes())?;
-    let storage = BlockStorage::on_device(Box::new(OwnBlocks(pool)), layout, num_blocks);
+    let storage = BlockStorage::on_device(Box::new(PoolAddress(pool)), layout, num_blocks);
     let limits =
         BatchLimits { num_rows: *prompt, num_sequences: *batch, context_length: (*context).max(*prompt) };
     let mut executor =
@@ -74,7 +74,7 @@ pub fn measure<D: TimedDevice>(
 }
 
 /// Numbers in matrices, that of the head included.
-fn num_multiplied<D: Device>(executor: &DeviceExecutor<D>) -> usize {
+fn num_multiplied<D: KernelDevice>(executor: &DeviceExecutor<D>) -> usize {
     let of_layer = |layer: &DeviceLayer| {
         let DeviceMlp::Dense { gate_up, down } = &layer.mlp else { unreachable!("no experts here") };
         let matrices = [layer.qkv.weight, layer.output.weight, gate_up.weight, down.weight];

@@ -2,7 +2,7 @@
 
 use baton_cuda_emulator::session::Threads;
 use baton_cuda_emulator::test_device::TestDevice;
-use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::kernel::Address;
 use baton_kv_cache::{BlockKernels, KvLayout, VectorCodec, WireCodec};
 use baton_kv_cache::{KvDtype, WireFormat, WireScratch};

@@ -3,7 +3,7 @@
 use baton_cuda_emulator::numbers::{assert_close, bf16, floats};
 use baton_cuda_emulator::session::Threads;
 use baton_cuda_emulator::test_device::TestDevice;
-use baton_cuda_kernels::device::{Device, FP8_BLOCK, Fp8Products};
+use baton_cuda_kernels::device::{FP8_BLOCK, Fp8Products, KernelDevice};
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::products::WeightKind;
 use baton_cuda_kernels::products::{Scales, pack, source};
@@ -52,7 +52,7 @@ fn weights_are_widened_some_at_a_time() {
     let mut device = TestDevice::new(&[source(WeightKind::Int4)], 1 << 20, Threads::Shuffled);
     let (matrix, values) = uploaded(&mut device, num_out, num_in);
     let widened_bytes = (MAX_SCALE_ROWS + 5) * num_in * 2;
-    let scratch = Scratch {
+    let scratch = ProductScratch {
         widened: device.allocate(widened_bytes).unwrap(),
         widened_bytes,
         quantised: Address::NULL,
@@ -90,7 +90,7 @@ fn experts_are_widened_some_at_a_time() {
     let (all, values) = uploaded(&mut device, num_experts * num_out, num_in);
     let matrix = DeviceMatrix { num_out, ..all };
     let widened_bytes = 2 * num_out * num_in * 2 + 6;
-    let scratch = Scratch {
+    let scratch = ProductScratch {
         widened: device.allocate(widened_bytes).unwrap(),
         widened_bytes,
         quantised: Address::NULL,
@@ -164,7 +164,7 @@ fn both_sides_in_fp8_have_their_scales() {
         let at = upload(&mut device, &codes);
         let weight = DeviceMatrix { at, kind: WeightKind::Fp8, scales, num_out, num_in };
         let room = num_rows.next_multiple_of(4);
-        let scratch = Scratch {
+        let scratch = ProductScratch {
             widened: Address::NULL,
             widened_bytes: 0,
             quantised: device.allocate(room * num_in).unwrap(),

@@ -8,7 +8,7 @@ use baton_cuda::CudaError;
 use baton_cuda_emulator::emulated_device::{EmulatedDevice, Sums};
 use baton_cuda_emulator::models::devices;
 use baton_cuda_emulator::session::Threads;
-use baton_cuda_kernels::device::{Device, Fp8Product, Fp8Products, Product};
+use baton_cuda_kernels::device::{Fp8Product, Fp8Products, KernelDevice, Product};
 use baton_cuda_kernels::kernel::{Address, Kernel};
 use baton_kv_cache::{BlockId, KvDtype};
 use baton_model_cuda::error::StartError;
@@ -39,7 +39,7 @@ impl Fragile {
     }
 }
 
-impl Device for Fragile {
+impl KernelDevice for Fragile {
     const ROWS_TO_OVERLAP: usize = EmulatedDevice::ROWS_TO_OVERLAP;
 
     fn name(&self) -> &str {

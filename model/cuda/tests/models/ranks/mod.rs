@@ -11,7 +11,7 @@ use baton_checkpoint::{DeviceModel, LoadOptions, load_ranks_for_devices};
 use baton_cuda_emulator::emulated_device::Sums;
 use baton_cuda_emulator::files::repository;
 use baton_cuda_emulator::models::{blocks_of, devices};
-use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::kernel::Address;
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
 use baton_model_cuda::error::StartError;
@@ -148,14 +148,14 @@ pub(super) fn load_parts(dir: &Path, num_ranks: usize, kv_dtype: KvDtype) -> Vec
     load_ranks_for_devices(dir, num_ranks, &options).unwrap()
 }
 
-pub(super) fn started<D: Device + 'static>(
+pub(super) fn started<D: KernelDevice + 'static>(
     ranks: Vec<(D, DeviceModel)>,
     limits: BatchLimits,
 ) -> Result<Vec<DeviceExecutor<D>>, StartError> {
     start_ranks(ranks, limits, |_, _| Ok(()), &mut |_| {})
 }
 
-fn blocks<D: Device + 'static>(ranks: &mut [DeviceExecutor<D>]) -> BlockStorage {
+fn blocks<D: KernelDevice + 'static>(ranks: &mut [DeviceExecutor<D>]) -> BlockStorage {
     blocks_of(ranks, NUM_BLOCKS)
 }
 
@@ -167,7 +167,10 @@ pub(super) struct Machine {
 }
 
 impl Machine {
-    pub(super) fn new<D: Device + 'static>(ranks: Vec<(D, DeviceModel)>, limits: BatchLimits) -> Machine {
+    pub(super) fn new<D: KernelDevice + 'static>(
+        ranks: Vec<(D, DeviceModel)>,
+        limits: BatchLimits,
+    ) -> Machine {
         let mut ranks = started(ranks, limits).unwrap();
         let storage = blocks(&mut ranks);
         let executor: Box<dyn Executor> = match ranks.len() {
