@@ -261,7 +261,7 @@ impl TimedDevice for EmulatedDevice {
 
     unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
         let mut bytes = vec![0; num_bytes];
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe {
             self.download(from, &mut bytes)?;
             self.upload(to, &bytes)

@@ -141,17 +141,17 @@ impl KernelDevice for TestDevice {
     }
 
     unsafe fn upload(&mut self, to: Address, bytes: &[u8]) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.upload(to, bytes)) }
     }
 
     unsafe fn download(&mut self, from: Address, bytes: &mut [u8]) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.download(from, bytes)) }
     }
 
     unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.send_back(from, num_bytes, place)) }
     }
 
@@ -163,12 +163,12 @@ impl KernelDevice for TestDevice {
         if let TestDevice::Guarded(device) = self {
             device.last_kernel = kernel.name();
         }
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.launch(kernel)) }
     }
 
     unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.multiply(product)) }
     }
 
@@ -181,12 +181,12 @@ impl KernelDevice for TestDevice {
     }
 
     unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.multiply_fp8(product)) }
     }
 
     unsafe fn begin_sum(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.begin_sum(numbers, len)) }
     }
 
@@ -195,12 +195,12 @@ impl KernelDevice for TestDevice {
     }
 
     unsafe fn gather(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.gather(numbers, len)) }
     }
 
     unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.hand_on(words, num_words)) }
     }
 
@@ -321,14 +321,14 @@ impl GuardedDevice {
     unsafe fn launch_twice<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {
         self.last_kernel = kernel.name();
         let before = self.contents()?;
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { self.driver.launch(kernel) }?;
         let after = self.contents()?;
         for (&(at, _), bytes) in self.buffers.iter().zip(&before) {
             // SAFETY: allocated so large.
             unsafe { self.driver.upload(at, bytes) }?;
         }
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { self.driver.launch(kernel) }?;
         assert!(self.contents()? == after, "{}: the result differs from run to run", kernel.name());
         self.check()

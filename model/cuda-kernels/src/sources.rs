@@ -1,4 +1,4 @@
-//! All kernels, for the shapes that models have: what `cargo xtask cuda-check` compiles.
+//! All kernels, for the shapes of common models. `cargo xtask cuda-check` compiles them.
 
 use baton_kv_cache::{KvDtype, KvLayout};
 use baton_model_spec::Activation;
@@ -9,7 +9,7 @@ use crate::{
     rows, sample,
 };
 
-/// Every file, for the shapes that models have.
+/// Every file, for the shapes of common models.
 pub fn all_sources() -> Vec<KernelSource> {
     let layout =
         |head_dim, dtype| KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim, dtype };

@@ -1,33 +1,35 @@
-//! In which form a device holds a matrix, and the bytes of its rows.
+//! The form in which a device holds a matrix, and the bytes of its rows.
 //!
-//! It knows no device: what it makes is in the host's memory, some rows at a time.
+//! This module does not know devices. It fills host memory, some rows at a time.
 
 use baton_checkpoint::{DeviceSource, Matrix, common_format};
 use baton_cuda_kernels::device::FP8_BLOCK;
 use baton_cuda_kernels::products::{Scales, WeightKind, pack};
 use baton_model_spec::{FloatDtype, IntegerFormat, IntegerWidth};
 
-/// The form of a matrix on a device: that which the file has or `--quantize` asks for, where there are kernels for it.
+/// The form of a matrix on a device: the format of its file or of `--quantize` if there are kernels for it, otherwise
+/// bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightForm {
     Bf16,
-    /// A scale for so many rows and `group` columns.
+    /// A scale for each block of `rows` rows and `group` columns.
     Fp8 {
         rows: usize,
         group: usize,
     },
-    /// A scale, and a zero if the format has them, for `group` columns: those of the format, or of a whole row.
+    /// A scale, and a zero if the format has zeros, for each `group` columns of a row. `group` is the format's, or a
+    /// whole row.
     Integers {
         format: IntegerFormat,
         group: usize,
     },
 }
 
-/// Rows that share a scale at most: parts of a matrix begin at multiples of it.
+/// The largest number of rows that share a scale. Parts of a matrix start at multiples of it.
 pub const MAX_SCALE_ROWS: usize = 128;
 
 impl WeightForm {
-    /// For matrices that follow each other, of as many columns.
+    /// The form of consecutive matrices with the same number of columns.
     pub fn of<'m>(matrices: impl Iterator<Item = &'m DeviceSource> + Clone) -> WeightForm {
         let parts: Vec<&Matrix> = matrices.clone().flat_map(DeviceSource::parts).collect();
         let formats: Vec<_> = matrices.map(DeviceSource::integer_format).collect();
@@ -36,7 +38,7 @@ impl WeightForm {
             Some(first) if formats.iter().all(|format| *format == Some(first)) => {
                 WeightForm::of_integers(&parts, first)
             }
-            // As for parts of one matrix that differ.
+            // Parts of one matrix with different formats become the same.
             Some(_) if are_integers => WeightForm::of_integers(
                 &parts,
                 IntegerFormat { width: IntegerWidth::Eight, group: 32, has_zeros: false },
@@ -46,7 +48,7 @@ impl WeightForm {
         }
     }
 
-    /// For a matrix that is only looked up, which is quantised as its file has it.
+    /// The form of a matrix that is only used for lookups. It keeps the quantisation of its file.
     pub fn of_table(table: &Matrix) -> WeightForm {
         match table.is_integers() {
             true => WeightForm::of_integers(&[table], common_format(std::slice::from_ref(table))),
@@ -63,7 +65,7 @@ impl WeightForm {
     fn of_floats(parts: &[&Matrix]) -> WeightForm {
         let cols = parts[0].cols;
         let scales: Option<Vec<_>> = parts.iter().map(|part| part.fp8_scales()).collect();
-        // What kernels take: 16 bytes are of one row, 64 numbers of one group.
+        // Kernels require that 16 bytes belong to one row and 64 numbers to one group.
         let Some(scales) = scales.filter(|_| cols.is_multiple_of(16)) else { return WeightForm::Bf16 };
         let group = scales[0].group.min(cols);
         let are_equal = scales.iter().all(|scales| scales.group.min(cols) == group);
@@ -90,7 +92,7 @@ impl WeightForm {
         matches!(self, WeightForm::Integers { format, .. } if format.has_zeros)
     }
 
-    /// Scales of a row; zeros, too, where there are any.
+    /// Number of scales of a row, and of zeros if there are any.
     pub fn num_groups(self, cols: usize) -> usize {
         match self {
             WeightForm::Bf16 => 0,
@@ -98,7 +100,7 @@ impl WeightForm {
         }
     }
 
-    /// Scales of a column of groups.
+    /// Number of scales of a column of groups.
     fn num_scales(self, rows: usize) -> usize {
         match self {
             WeightForm::Fp8 { rows: of_scale, .. } => rows.div_ceil(of_scale),
@@ -106,8 +108,9 @@ impl WeightForm {
         }
     }
 
-    /// Where scales are, `[groups][rows]`: neighbours are read together. Those of [`Fp8Scaling::Blocks`](
-    /// baton_cuda_kernels::device::Fp8Scaling::Blocks) are as its products want them. Addresses are null.
+    /// The layout of the scales, with null addresses. It is `[groups][rows]`, because kernels read the scales of
+    /// neighbouring rows together. [`Fp8Scaling::Blocks`](baton_cuda_kernels::device::Fp8Scaling::Blocks) has the
+    /// layout of its library.
     pub fn scales(self, rows: usize, cols: usize) -> Scales {
         let stride = self.num_scales(rows) as u32;
         match self {
@@ -129,27 +132,27 @@ impl WeightForm {
             WeightForm::Integers { group, .. } => Scales {
                 row_stride: 1,
                 group_stride: stride,
-                // No step of a kernel is of two groups.
+                // No step of a kernel contains two groups.
                 group: if group == cols { cols.next_multiple_of(128) as u32 } else { group as u32 },
                 ..Scales::NONE
             },
         }
     }
 
-    /// Numbers of a table of scales.
+    /// Numbers in a table of scales.
     fn table_len(self, rows: usize, cols: usize) -> usize {
         let scales = self.scales(rows, cols);
         let [row_stride, group_stride] = [scales.row_stride, scales.group_stride].map(|it| it as usize);
         (self.num_scales(rows) * row_stride).max(self.num_groups(cols) * group_stride)
     }
 
-    /// Bytes of a matrix and its scales.
+    /// Bytes of a matrix with its scales.
     pub fn size_bytes(self, rows: usize, cols: usize) -> usize {
         let tables = if self.has_zeros() { 2 } else { 1 };
         rows * self.kind().row_bytes(cols) + tables * self.table_len(rows, cols) * 4
     }
 
-    /// A row's bytes, and the scales and zeros of its groups.
+    /// Writes a row's bytes, and the scales and zeros of its groups.
     fn write_row(self, part: &Matrix, row_idx: usize, to: &mut Row<'_>) {
         match self {
             WeightForm::Bf16 => match part.row(row_idx) {
@@ -166,7 +169,7 @@ impl WeightForm {
                 let (codes, scales) = part.fp8_row(row_idx);
                 to.bytes.copy_from_slice(codes);
                 for ((to, scale), codes) in to.scales.iter_mut().zip(scales).zip(codes.chunks(group)) {
-                    // Kernels have no NaN among weights: it is the group's.
+                    // Kernels do not support NaN weights. The whole group gets a NaN scale instead.
                     let is_nan = codes.iter().any(|code| code & 0x7f == 0x7f);
                     *to = if is_nan { f32::NAN } else { scale };
                 }
@@ -174,7 +177,7 @@ impl WeightForm {
             WeightForm::Integers { format, .. } => {
                 let row = part.integers_in(format, row_idx);
                 pack(&row.levels, self.kind(), to.bytes);
-                // Of a whole row all are the same.
+                // A whole-row group has one scale for the row; all are equal.
                 to.scales.iter_mut().zip(row.scales).for_each(|(to, scale)| *to = scale);
                 let middle = f32::from(format.width.middle());
                 to.zeros.iter_mut().zip(row.zeros).for_each(|(to, zero)| *to = zero - middle);
@@ -196,12 +199,12 @@ struct Row<'a> {
     zeros: &'a mut [f32],
 }
 
-/// Some rows of a matrix, as a device has them.
+/// Some rows of a matrix in the device's form.
 pub struct WeightRows {
     form: WeightForm,
     cols: usize,
     pub bytes: Vec<u8>,
-    /// `[rows][groups]`, if there are any groups; zeros alike.
+    /// `[rows][groups]`, like the zeros. Empty without groups.
     scales: Vec<f32>,
     zeros: Vec<f32>,
 }
@@ -211,10 +214,10 @@ impl WeightRows {
         WeightRows { form, cols, bytes: vec![], scales: vec![], zeros: vec![] }
     }
 
-    /// Becomes the rows `places` say, each a row of a part, on so many threads.
+    /// Replaces the contents by the rows at `places` (a part and a row of it), on `num_threads` threads.
     pub fn fill(&mut self, places: &[(&Matrix, usize)], num_threads: usize) {
         let (form, row_bytes) = (self.form, self.form.kind().row_bytes(self.cols));
-        // Room for one also where there is none.
+        // Without groups, each row still gets one number, so that the chunks below are not empty.
         let num_groups = form.num_groups(self.cols).max(1);
         self.bytes.resize(places.len() * row_bytes, 0);
         self.scales.resize(places.len() * num_groups, 0.0);
@@ -241,7 +244,8 @@ impl WeightRows {
         });
     }
 
-    /// Puts the scales of these rows, of which `first` is the first, where they belong in those of all; zeros alike.
+    /// Copies the scales and zeros of these rows into the tables of the whole matrix. `first` is the index of the
+    /// first row.
     pub fn place_scales(&self, first: usize, all: &mut Tables) {
         let num_groups = self.form.num_groups(self.cols);
         let Scales { rows_per_scale, row_stride, group_stride, .. } = all.places;
@@ -250,7 +254,7 @@ impl WeightRows {
             let row = first + idx;
             for (group, scale) in scales.iter().enumerate().take(num_groups) {
                 let place = group * group_stride as usize + row / of_scale * row_stride as usize;
-                // What is not a number in any row is none for all.
+                // If any row of a block has a NaN scale, the block has it.
                 if row.is_multiple_of(of_scale) || scale.is_nan() {
                     all.scales[place] = *scale;
                 }
@@ -262,7 +266,7 @@ impl WeightRows {
     }
 }
 
-/// Scales and zeros of a matrix, as [`WeightForm::scales`] says.
+/// Scales and zeros of a matrix in the layout of [`WeightForm::scales`].
 pub struct Tables {
     pub scales: Vec<f32>,
     pub zeros: Vec<f32>,

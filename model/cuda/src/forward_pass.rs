@@ -1,5 +1,5 @@
-//! The decoder's forward pass on a device: which kernels and products, in which order, on which memory. As
-//! cpu/forward.rs, with activations in bf16.
+//! The decoder's forward pass on a device: its kernels and products, their order, and their memory. It computes what
+//! the forward pass on processors computes, with activations in bf16.
 
 use std::ops::Range;
 
@@ -26,27 +26,27 @@ use crate::inputs::{InputAddresses, Inputs};
 use crate::multiply::{ExpertPlaces, ProductScratch, look_up};
 use crate::weights::{DeviceLayer, DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
 
-/// One step. What its methods ask for is there: the executor allocated it for the largest batch.
+/// One step. The executor has allocated all addresses for the largest batch.
 #[derive(Clone)]
 pub struct ForwardPass<'a> {
-    /// What this rank computes, and the layout of its blocks.
+    /// The decoder, or this rank's part of it, and the layout of its blocks.
     pub spec: &'a DecoderSpec,
     pub layout: &'a KvLayout,
     pub rank: Rank,
-    /// Tokens that the embedding holds, where each rank has some; `None`: all.
+    /// The tokens of this rank's part of the embedding. `None`: this rank has the whole embedding.
     pub embedded: Option<Range<usize>>,
     pub weights: &'a DeviceWeights,
     pub buffers: &'a Buffers,
     pub scratch: &'a ProductScratch,
     pub inputs: &'a Inputs,
-    /// Where those are.
+    /// The addresses of the inputs.
     pub at: InputAddresses,
-    /// The first block.
+    /// The address of the first block.
     pub pool: Address,
 }
 
 impl ForwardPass<'_> {
-    /// Everything before the first layer.
+    /// Queues everything before the first layer.
     pub fn begin<D: KernelDevice>(&self, device: &mut D) -> Result<(), CudaError> {
         let table = self.weights.embedding;
         let held = self.embedded.clone().unwrap_or(0..self.spec.vocab_size);
@@ -79,7 +79,7 @@ impl ForwardPass<'_> {
                 })?,
             }
             if self.embedded.is_some() {
-                // Of all ranks one has the token's row.
+                // Exactly one rank holds the token's row. The others have zeros.
                 device.begin_sum(embed.x, self.inputs.num_rows * self.spec.hidden_size)?;
                 device.end_sums()?;
             }
@@ -98,7 +98,7 @@ impl ForwardPass<'_> {
         }
     }
 
-    /// Queries, keys and values of a layer; the latter two go to their blocks.
+    /// Queues the queries, keys and values of a layer, and the stores of keys and values in their blocks.
     pub fn store<D: KernelDevice>(&self, device: &mut D, layer_idx: usize) -> Result<(), CudaError> {
         let layer = &self.weights.layers[layer_idx];
         self.apply(device, &layer.qkv, self.buffers.hidden, self.buffers.qkv)?;
@@ -119,11 +119,11 @@ impl ForwardPass<'_> {
             eps: self.spec.norm_eps,
             lanes: lanes(self.spec.head_dim, self.weights.ropes[rope_idx].rotary_dim),
         };
-        // SAFETY: as `ForwardPass` says; no other row has their places, by the word of the caller that executes.
+        // SAFETY: as `ForwardPass` says. The caller of the executor guarantees that no other row has these slots.
         unsafe { device.launch(&kernel) }
     }
 
-    /// The rest of the layer, and the norm of the next.
+    /// Queues the rest of the layer and the norm of the next layer.
     pub fn finish<D: KernelDevice>(&self, device: &mut D, layer_idx: usize) -> Result<(), CudaError> {
         let layer = &self.weights.layers[layer_idx];
         let buffers = self.buffers;
@@ -133,13 +133,13 @@ impl ForwardPass<'_> {
         self.mlp(device, &self.spec.layers[layer_idx].mlp, layer)?;
         match self.weights.layers.get(layer_idx + 1) {
             Some(next) => self.add(device, layer.mlp_post_norm, next.attention_norm),
-            // What is left to add, the norm of the wanted rows adds.
+            // The norm of the wanted rows adds the last output.
             None if layer.mlp_post_norm == Address::NULL => Ok(()),
             None => self.add(device, layer.mlp_post_norm, Address::NULL),
         }
     }
 
-    /// The wanted rows, normed, in place of what the layers normed.
+    /// Norms the wanted rows into `hidden`.
     pub fn norm_wanted<D: KernelDevice>(&self, device: &mut D) -> Result<(), CudaError> {
         let last = self.weights.layers.last().expect("a model has layers");
         let is_added = last.mlp_post_norm != Address::NULL;
@@ -157,7 +157,7 @@ impl ForwardPass<'_> {
         unsafe { device.launch(&kernel) }
     }
 
-    /// Logits of some of the wanted rows; of several ranks the first has them.
+    /// Computes logits of `num_rows` wanted rows from `first` on. The first of several ranks gets them.
     pub fn logits<D: KernelDevice>(
         &self,
         device: &mut D,
@@ -235,7 +235,7 @@ impl ForwardPass<'_> {
         Ok(())
     }
 
-    /// For some of the sequences.
+    /// Arguments for `num_sequences` sequences from `first` on.
     fn attention(&self, layer_idx: usize, first: usize, num_sequences: usize) -> AttentionArgs {
         let spec = self.spec;
         let rows = AttentionRows {
@@ -257,7 +257,7 @@ impl ForwardPass<'_> {
         attention
     }
 
-    /// Adds what a part of a layer made to the stream, and norms that for the next part.
+    /// Adds the output of a part of a layer to the residual stream, and norms the stream for the next part.
     fn add<D: KernelDevice>(
         &self,
         device: &mut D,
@@ -316,7 +316,7 @@ impl ForwardPass<'_> {
         }
     }
 
-    /// Each row's experts. How many rows one gets only the device knows: so the step can be repeated.
+    /// Computes each row's experts. Only the device knows how many rows an expert has, so the step can be repeated.
     fn experts<D: KernelDevice>(
         &self,
         device: &mut D,
@@ -386,8 +386,8 @@ impl ForwardPass<'_> {
         unsafe { device.launch(&kernel) }
     }
 
-    /// What a part of a layer adds to the stream: a product of all rows, summed over ranks. Of many rows the first half is
-    /// summed beside the product of the second.
+    /// The output of a part of a layer: a product of all rows, summed over ranks. With many rows, the sum of the
+    /// first half overlaps the product of the second.
     fn apply_to_sum<D: KernelDevice>(
         &self,
         device: &mut D,
@@ -410,7 +410,7 @@ impl ForwardPass<'_> {
         if self.rank.num_ranks == 1 { Ok(()) } else { device.end_sums() }
     }
 
-    /// Sums some of the rows that a part of a layer made up over ranks, where there are several.
+    /// Queues the sum of some output rows over the ranks, if there are several ranks.
     fn begin_sum<D: KernelDevice>(&self, device: &mut D, rows: Range<usize>) -> Result<(), CudaError> {
         if self.rank.num_ranks == 1 {
             return Ok(());
@@ -420,7 +420,7 @@ impl ForwardPass<'_> {
         unsafe { device.begin_sum(self.buffers.added.add(rows.start * hidden * 2), rows.len() * hidden) }
     }
 
-    /// A product of all rows, and its bias.
+    /// A product of all rows, plus its bias.
     fn apply<D: KernelDevice>(
         &self,
         device: &mut D,

@@ -1,4 +1,4 @@
-//! Several devices of this host that compute one model together: a rank on each, with a thread of its own.
+//! Starts several devices of this host that compute one model together, with a rank on each and a thread for each.
 
 use std::panic::resume_unwind;
 use std::thread;
@@ -12,11 +12,11 @@ use crate::error::StartError;
 use crate::executor::DeviceExecutor;
 use crate::inputs::BatchLimits;
 
-/// Has all ranks, or one that is alone, join each other and take what they need of their devices: at once, each on a thread,
-/// as they meet there.
+/// Joins the ranks and starts their executors. The ranks meet in these calls, so each runs on a thread of its own, at
+/// the same time.
 ///
 /// # Errors
-/// Of the rank that failed first, if others only missed it.
+/// The error of the rank that failed first. Errors of ranks that only lost another rank come last.
 pub fn start_ranks<D: KernelDevice + 'static>(
     ranks: Vec<(D, DeviceModel)>,
     limits: BatchLimits,
@@ -44,7 +44,7 @@ pub fn start_ranks<D: KernelDevice + 'static>(
             Err(source) => failures.push((rank, device, source)),
         }
     }
-    // Who misses another rank is not who began.
+    // A rank that lost another rank is not the cause.
     failures.sort_by_key(|(_, _, source)| matches!(source, StartError::Cuda(CudaError::RankGone { .. })));
     match failures.into_iter().next() {
         None => Ok(executors),

@@ -60,10 +60,10 @@ impl FakeNccl {
     }
 }
 
-fn sum(membership: &mut NcclMember, bytes: &mut [u8]) -> Result<(), CudaError> {
+fn sum(member: &mut NcclMember, bytes: &mut [u8]) -> Result<(), CudaError> {
     let at = Address(bytes.as_mut_ptr() as u64);
     // SAFETY: there until the sum is done, which the fake library is when it is settled.
-    unsafe { membership.sum(at, bytes.len() / 2, ptr::null_mut()) }
+    unsafe { member.sum(at, bytes.len() / 2, ptr::null_mut()) }
 }
 
 #[test]
@@ -73,11 +73,11 @@ fn ranks_join_sum_up_gather_and_hand_on() {
         // A rank that leaves early is missed by those that are not done.
         let all_are_done = std::sync::Barrier::new(num_ranks);
         fake.ranks(num_ranks, |group, rank| {
-            let mut membership = group.join_within(rank, LONG).unwrap();
+            let mut member = group.join_within(rank, LONG).unwrap();
             for round in 1..5usize {
                 let of = |idx: usize| (0..5).map(move |i| ((idx + 1) * round + i) as f32).collect::<Vec<_>>();
                 let mut bytes = bf16(&of(rank.idx)).0;
-                sum(&mut membership, &mut bytes).unwrap();
+                sum(&mut member, &mut bytes).unwrap();
                 let all: Vec<Vec<f32>> = (0..num_ranks).map(of).collect();
                 let sums: Vec<f32> = (0..5).map(|i| all.iter().map(|of| of[i]).sum()).collect();
                 assert_eq!(widened(&bytes), sums);
@@ -86,7 +86,7 @@ fn ranks_join_sum_up_gather_and_hand_on() {
                 parts[0] = (rank.idx * 100 + round) as u64;
                 let at = Address(parts.as_mut_ptr() as u64);
                 // SAFETY: as in `sum`.
-                unsafe { membership.gather(at, 8, ptr::null_mut()) }.unwrap();
+                unsafe { member.gather(at, 8, ptr::null_mut()) }.unwrap();
                 if rank.is_first() {
                     let expected = (0..num_ranks).map(|idx| (idx * 100 + round) as u64);
                     assert_eq!(parts, expected.collect::<Vec<_>>());
@@ -95,10 +95,10 @@ fn ranks_join_sum_up_gather_and_hand_on() {
                 let mut words = vec![(rank.idx * 1000 + round) as u64; 3];
                 let at = Address(words.as_mut_ptr() as u64);
                 // SAFETY: as in `sum`.
-                unsafe { membership.hand_on(at, 24, ptr::null_mut()) }.unwrap();
+                unsafe { member.hand_on(at, 24, ptr::null_mut()) }.unwrap();
                 assert_eq!(words, [round as u64; 3]);
             }
-            assert!(membership.check().is_ok());
+            assert!(member.check().is_ok());
             all_are_done.wait();
         });
         assert_eq!(fake.num_alive(), 0, "a dropped rank has left");
@@ -113,7 +113,7 @@ fn who_waits_for_a_rank_that_does_not_join_waits_so_long() {
         _ => group.join_within(rank, Duration::from_millis(20)).err(),
     });
     // One gives up first, and the other misses it, or gives up, too.
-    let gave_up = |error: &CudaError| error.to_string().contains("the 3 ranks have not met within 20ms");
+    let gave_up = |error: &CudaError| error.to_string().contains("the 3 ranks did not all join within 20ms");
     assert!(outcomes.iter().flatten().any(gave_up), "{outcomes:?}");
     let missed = |error: &CudaError| matches!(error, CudaError::RankGone { .. });
     assert!(outcomes.iter().flatten().all(|error| gave_up(error) || missed(error)), "{outcomes:?}");
@@ -131,13 +131,13 @@ fn whoever_leaves_ends_the_waiting_of_all() {
                     group.lose(rank);
                     return Ok(());
                 }
-                let mut membership = group.join_within(rank, LONG)?;
+                let mut member = group.join_within(rank, LONG)?;
                 let mut bytes = bf16(&[1.0; 4]).0;
-                sum(&mut membership, &mut bytes)?;
+                sum(&mut member, &mut bytes)?;
                 if rank.idx == leaving {
                     return Ok(());
                 }
-                sum(&mut membership, &mut bytes)
+                sum(&mut member, &mut bytes)
             });
             for (idx, outcome) in outcomes.into_iter().enumerate() {
                 match (idx == leaving, outcome) {
@@ -155,9 +155,9 @@ fn whoever_leaves_ends_the_waiting_of_all() {
 fn a_rank_that_has_left_asks_for_nothing() {
     let fake = FakeNccl::new();
     let outcomes = fake.ranks(1, |group, rank| {
-        let mut membership = group.join_within(rank, LONG).unwrap();
-        membership.leave();
-        sum(&mut membership, &mut bf16(&[1.0]).0)
+        let mut member = group.join_within(rank, LONG).unwrap();
+        member.leave();
+        sum(&mut member, &mut bf16(&[1.0]).0)
     });
     assert_eq!(outcomes, [Err(CudaError::RankGone { rank: 0 })]);
 }

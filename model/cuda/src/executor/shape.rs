@@ -1,4 +1,4 @@
-//! Which kernels a model takes, and whether there are kernels for it.
+//! The kernels that a model needs, and whether there are kernels for its shape.
 
 use baton_checkpoint::DeviceModel;
 use baton_cuda_kernels::device::NUM_MARKS;
@@ -21,7 +21,7 @@ pub fn sources(model: &DeviceModel) -> Vec<KernelSource> {
     sources
 }
 
-/// Those of a decoder, or of a rank's part of it, whose weights are bf16.
+/// The kernels of a decoder, or of a rank's part of it, with bf16 weights.
 pub fn sources_of(spec: &DecoderSpec, layout: &KvLayout) -> Vec<KernelSource> {
     [
         embed::source(),
@@ -49,7 +49,7 @@ fn is_routed(spec: &DecoderSpec) -> bool {
     spec.layers.iter().any(|layer| matches!(layer.mlp, MlpSpec::Experts { .. }))
 }
 
-/// Whether there are kernels for such a model.
+/// Checks that there are kernels for the model's shape.
 pub fn check_shape(model: &DeviceModel) -> Result<(), StartError> {
     let (spec, rank) = (model.shard().spec(), model.shard().rank());
     let shape = |what, found, expected| Err(StartError::Shape { what, found, expected });
@@ -75,7 +75,7 @@ pub fn check_shape(model: &DeviceModel) -> Result<(), StartError> {
     if spec.layers.len() > NUM_MARKS {
         return shape("num_hidden_layers", spec.layers.len(), "at most 1024");
     }
-    // Sums of parts of a row, in shared memory.
+    // The sampling kernel keeps a sum for each part of a row in shared memory.
     if spec.vocab_size > 4 << 20 {
         return shape("vocab_size", spec.vocab_size, "at most 4194304");
     }
