@@ -5,7 +5,7 @@ use baton_cuda_kernels::blocks::{ByteRun, CopyRuns, source as kernels_of_file};
 use baton_kv_cache::mapping::RunKind;
 use baton_kv_cache::{KvDtype, KvLayout, KvMapping, KvShard};
 
-/// Where the sequence's blocks are on either side.
+/// The sequence's blocks on both sides.
 const SOURCE_BLOCKS: [usize; 4] = [4, 1, 3, 0];
 const DESTINATION_BLOCKS: [usize; 4] = [2, 0, 3, 1];
 const LAYER_IDX: usize = 1;

@@ -6,7 +6,7 @@ use baton_kv_cache::WireScratch;
 use baton_kv_cache::{KvDtype, KvLayout, VectorCodec, WireCodec, WireFormat};
 use baton_model_testing::noise;
 
-/// Pieces, one behind the other: vectors of several magnitudes, and one of zeroes in each head.
+/// Consecutive pieces with vectors of several magnitudes, and a zero vector in each head.
 fn pieces(layout: &KvLayout, num_pieces: usize) -> Vec<u8> {
     let mut pieces = vec![0; num_pieces * layout.layer_bytes()];
     for (idx, head) in pieces.chunks_exact_mut(layout.head_bytes()).enumerate() {

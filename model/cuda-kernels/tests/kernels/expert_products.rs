@@ -64,7 +64,7 @@ fn check(case: &Case) {
             }));
         }
     }
-    // Half a unit in the last place of bf16; sums of products that may cancel, in another order.
+    // Half a unit in the last place of bf16, plus a different order of sums that may cancel.
     assert_close(&widened(emulator.run().of(kernel.out)), &expected, 1.0 / 250.0, 3e-5);
 }
 

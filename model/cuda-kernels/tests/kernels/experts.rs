@@ -7,13 +7,13 @@ use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::rows::NONE;
 use baton_model_testing::noise;
 
-/// As `cpu/experts.rs` chooses: experts by ascending number, and their weights.
+/// The router of the forward pass on processors: experts in ascending order, and their weights.
 fn choose(logits: &[f32], num_active: usize, renormalise: bool) -> (Vec<u32>, Vec<f32>) {
     let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
     let powers: Vec<f32> = logits.iter().map(|x| (x - max).exp()).collect();
     let total: f32 = powers.iter().sum();
     let mut best: Vec<usize> = (0..logits.len()).collect();
-    // Stable: of equals the first.
+    // The sort is stable: equal weights keep the lower index first.
     best.sort_by(|&a, &b| powers[b].partial_cmp(&powers[a]).expect("numbers"));
     best.truncate(num_active);
     let sum: f32 = best.iter().map(|&idx| powers[idx] / total).sum();
@@ -50,7 +50,7 @@ fn check_routes(logits: &[f32], num_experts: usize, num_active: usize, slots: Op
             weights.extend(chosen.1);
         }
         assert_eq!(words(memory.of(kernel.experts)), experts, "{num_active} of {num_experts}");
-        // Sums in another order.
+        // The order of the sum differs.
         assert_close(&floats(memory.of(kernel.weights)), &weights, 1e-6, 0.0);
     }
 }
@@ -103,7 +103,7 @@ fn rows_that_are_not_numbers_go_to_the_first_ones() {
 #[test]
 fn pairs_are_sorted_by_expert_and_rows_stay_in_order() {
     for (num_rows, num_active, num_experts) in [(1, 2, 4), (7, 3, 9), (700, 2, 5), (9000, 1, 3)] {
-        // No row goes to the expert before the last.
+        // The last expert but one gets no row.
         let chosen = noise(5, num_rows * num_active);
         let experts: Vec<u32> = chosen
             .iter()
@@ -148,7 +148,7 @@ fn rows_add_up_what_their_experts_made() {
             let (outputs, made) = bf16(&noise(1, num_pairs * hidden));
             let (x, x_values) = bf16(&noise(2, num_rows * hidden));
             let weights = noise(3, num_pairs);
-            // Some pairs have none.
+            // Some pairs have no place.
             let places: Vec<u32> = (0..num_pairs as u32)
                 .map(|pair| (pair + 1) * 7 % num_pairs as u32)
                 .map(|place| if num_rows > 1 && place < num_active as u32 { NONE } else { place })

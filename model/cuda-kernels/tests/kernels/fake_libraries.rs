@@ -1,8 +1,8 @@
-//! The driver behind the seam, on fakes of CUDA's libraries.
+//! The driver behind the seam, on fake CUDA libraries.
 
 use baton_cuda_emulator::fake_libraries::run_own_tests;
 
-/// What is tried when a device is opened, and products of every kind.
+/// The trials at the opening of a device, and products of every kind.
 #[test]
 fn a_driver_is_talked_to_as_it_wants() {
     run_own_tests(&[

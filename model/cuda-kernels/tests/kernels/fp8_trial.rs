@@ -1,4 +1,4 @@
-//! Products of E4M3 are what a device says of itself.
+//! The trial of E4M3 products finds what the device claims.
 
 use baton_cuda_emulator::session::Threads;
 use baton_cuda_emulator::test_device::TestDevice;

@@ -1,4 +1,4 @@
-//! Ranks that join, sum up, leave, and wait, over a fake NCCL.
+//! Ranks that join, sum, leave and wait, with a fake NCCL.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -38,7 +38,7 @@ impl FakeNccl {
 
     /// Communicators that were not aborted.
     fn num_alive(&self) -> i32 {
-        // SAFETY: the library is loaded, and has this function.
+        // SAFETY: the library is loaded and has this function.
         unsafe {
             let path = std::ffi::CString::new(self.path.to_str().unwrap()).unwrap();
             let library = libc::dlopen(path.as_ptr(), libc::RTLD_NOW);
@@ -48,7 +48,7 @@ impl FakeNccl {
         }
     }
 
-    /// What each of so many ranks, on a thread of its own, makes of the group.
+    /// Runs `run` for each rank on a thread of its own, and returns the results.
     fn ranks<T: Send>(&self, num_ranks: usize, run: impl Fn(&NcclGroup, Rank) -> T + Sync) -> Vec<T> {
         let group = NcclGroup::new(self.nccl.clone()).unwrap();
         thread::scope(|scope| {
@@ -62,7 +62,7 @@ impl FakeNccl {
 
 fn sum(member: &mut NcclMember, bytes: &mut [u8]) -> Result<(), CudaError> {
     let at = Address(bytes.as_mut_ptr() as u64);
-    // SAFETY: there until the sum is done, which the fake library is when it is settled.
+    // SAFETY: the bytes outlive the sum. The fake library has computed it when the call returns.
     unsafe { member.sum(at, bytes.len() / 2, ptr::null_mut()) }
 }
 
@@ -70,7 +70,7 @@ fn sum(member: &mut NcclMember, bytes: &mut [u8]) -> Result<(), CudaError> {
 fn ranks_join_sum_up_gather_and_hand_on() {
     let fake = FakeNccl::new();
     for num_ranks in [2, 3, 4] {
-        // A rank that leaves early is missed by those that are not done.
+        // Ranks that are not done notice a rank that leaves early.
         let all_are_done = std::sync::Barrier::new(num_ranks);
         fake.ranks(num_ranks, |group, rank| {
             let mut member = group.join_within(rank, LONG).unwrap();
@@ -112,7 +112,7 @@ fn who_waits_for_a_rank_that_does_not_join_waits_so_long() {
         1 => None,
         _ => group.join_within(rank, Duration::from_millis(20)).err(),
     });
-    // One gives up first, and the other misses it, or gives up, too.
+    // One rank times out first. The other times out too, or notices that the first one left.
     let gave_up = |error: &CudaError| error.to_string().contains("the 3 ranks did not all join within 20ms");
     assert!(outcomes.iter().flatten().any(gave_up), "{outcomes:?}");
     let missed = |error: &CudaError| matches!(error, CudaError::RankGone { .. });
@@ -124,7 +124,7 @@ fn who_waits_for_a_rank_that_does_not_join_waits_so_long() {
 fn whoever_leaves_ends_the_waiting_of_all() {
     let fake = FakeNccl::new();
     for leaving in 0..3 {
-        // Before it joins, and instead of the second sum.
+        // The rank leaves before it joins, or instead of the second sum.
         for joins in [false, true] {
             let outcomes = fake.ranks(3, |group, rank| {
                 if rank.idx == leaving && !joins {
