@@ -117,7 +117,7 @@ mod tests {
 
     /// Needs no device. Where the linker finds the library, all its functions must exist.
     #[test]
-    fn the_library_of_either_version_is_found_or_said_to_be_missing() {
+    fn either_version_is_found_or_reported_missing() {
         match CublasLt::load(None) {
             Ok(library) => {
                 let text = format!("{library:?}");

@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_missing_is_said() {
+    fn missing_drivers_and_devices_are_reported() {
         match num_devices() {
             Ok(num_devices) => {
                 let device = num_devices as u32;

@@ -207,13 +207,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_read_as_they_are_told() {
+    fn versions_are_parsed() {
         let versions = [12000, 12080, 13010].map(|number| CudaVersion::of_number(number).to_string());
         assert_eq!(versions, ["12.0", "12.8", "13.1"]);
     }
 
     #[test]
-    fn the_toolkit_that_is_linked_comes_first_then_the_newest() {
+    fn the_linked_toolkit_comes_first_then_the_newest() {
         let dir = tempfile::tempdir().unwrap();
         for name in ["cuda-12.9", "cuda-13.10", "cuda-13.2", "cuda-old", "other"] {
             std::fs::create_dir_all(dir.path().join(name).join("lib64")).unwrap();

@@ -336,7 +336,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_absent_library_is_an_error_in_words() {
+    fn a_missing_library_is_reported() {
         for place in ["/nowhere/libnccl.so.2", "/nowhere"] {
             let error = Nccl::load(Some(Path::new(place))).unwrap_err().to_string();
             assert!(error.contains("no NCCL"), "{error}");
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn another_library_is_not_taken_for_nccl() {
+    fn another_library_is_not_mistaken_for_nccl() {
         // Every host has the C library.
         let error = Nccl::load(Some(Path::new("libc.so.6"))).unwrap_err().to_string();
         assert!(error.contains("ncclGetVersion"), "{error}");

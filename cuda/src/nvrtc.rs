@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_is_taken_that_the_driver_runs() {
+    fn the_newest_version_that_the_driver_supports_is_loaded() {
         let both = FakeLibraries::new(&[12, 13]);
         for (driver, expected) in [(None, 13), (Some(12), 12), (Some(13), 13), (Some(14), 13)] {
             assert_eq!(load(both.0.path(), driver), Ok(expected), "{driver:?}");
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn one_of_either_version_will_do() {
+    fn either_version_is_accepted() {
         for major in [12, 13] {
             let one = FakeLibraries::new(&[major]);
             for place in [one.0.path().to_owned(), one.file(major)] {
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_driver_does_not_run_is_refused() {
+    fn versions_that_the_driver_does_not_support_are_rejected() {
         let newer = FakeLibraries::new(&[13]);
         let refused = load(newer.0.path(), Some(12)).unwrap_err();
         assert!(refused.starts_with("no NVRTC for a driver of CUDA 12.2: "), "{refused}");

@@ -1,4 +1,5 @@
-// Products of warpgroups, as kernels/warpgroup.cuh has them. They find their matrices by the same descriptors as the hardware.
+// Products of warpgroups, with the interface of kernels/warpgroup.cuh. They decode the same matrix descriptors as the
+// hardware.
 #pragma once
 #include "emulator.h"
 
@@ -20,7 +21,7 @@ inline void show_to_products() {
 
 namespace emulator {
 
-// An element of a matrix with the swizzle of 128 bytes; `row` counts what is 128 bytes apart, `column` what is two.
+// An element of a matrix with the 128-byte swizzle. `row` is in units of 128 bytes, `column` in units of two bytes.
 inline float element(u64 matrix, u32 row, u32 column) {
     u32 panel_bytes = u32(matrix >> 16 & 0x3fff) << 4, atom_bytes = u32(matrix >> 32 & 0x3fff) << 4;
     u32 at = (u32(matrix & 0x3fff) << 4) + column / 64 * panel_bytes + column % 64 * 2 + row / 8 * atom_bytes + row % 8 * 128;

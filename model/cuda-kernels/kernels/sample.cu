@@ -370,7 +370,7 @@ __device__ __noinline__ u32 find(Shared& shared, const Candidates& all, Search& 
 }
 
 // Samples from all candidates in the order of ids, with the sums of segments.
-__device__ __noinline__ u32 draw_by_id(Shared& shared, const Candidates& all, float* segments, double random,
+__device__ __noinline__ u32 sample_by_id(Shared& shared, const Candidates& all, float* segments, double random,
                                        u32 likeliest) {
     u32 lane = threadIdx.x % WARP, num_segments = (all.vocab + SEGMENT - 1) / SEGMENT;
     // A lane's numbers of a segment.
@@ -439,13 +439,13 @@ __device__ __noinline__ u32 draw_by_id(Shared& shared, const Candidates& all, fl
 __device__ __forceinline__ u32 sample_token(Shared& shared, const Candidates& all, const Row& row, float* segments,
                                     u32 likeliest) {
     bool has_top_p = row.top_p < 1.0f;
-    if (row.top_k == 0 && !has_top_p) return draw_by_id(shared, all, segments, row.random, likeliest);
+    if (row.top_k == 0 && !has_top_p) return sample_by_id(shared, all, segments, row.random, likeliest);
     const Search everything = {0, u64(Candidates::key_of(row.lowest)) << 32 | 0xffffffffu, 0, 0.0};
     weigh(shared, all, everything, true);
     u32 num_candidates = shared.counts[NUM_PIVOTS - 1];
     double total = shared.weights[NUM_PIVOTS - 1];
     bool has_top_k = row.top_k > 0 && row.top_k < num_candidates;
-    if (!has_top_k && !has_top_p) return draw_by_id(shared, all, segments, row.random, likeliest);
+    if (!has_top_k && !has_top_p) return sample_by_id(shared, all, segments, row.random, likeliest);
 
     Search at = everything;
     // The remaining candidates. The list is still empty.

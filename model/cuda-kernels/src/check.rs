@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_assemblers_words_are_read() {
+    fn the_assemblers_report_is_parsed() {
         let log = "ptxas info    : 0 bytes gmem\n\
                    ptxas info    : Compiling entry function 'add_norm' for 'sm_80'\n\
                    ptxas info    : Function properties for add_norm\n    \

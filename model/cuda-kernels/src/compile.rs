@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_needs_no_compiler() {
+    fn cached_code_needs_no_compiler() {
         let dir = tempfile::tempdir().unwrap();
         let cache = CubinCache::new(code(Some(dir.path().join("cubins"))), None);
         let key_of_source = key(&FILES, &broken(), ARCHITECTURE);
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_newer_compiler_has_kept_is_not_for_an_older_driver() {
+    fn code_of_a_newer_compiler_is_not_for_an_older_driver() {
         let dir = tempfile::tempdir().unwrap();
         let cache =
             |major| CubinCache::new(code(Some(dir.path().to_owned())), Some(CudaVersion { major, minor: 4 }));
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_damaged_is_not_taken() {
+    fn damaged_code_is_not_loaded() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("code.cubin");
         keep(&path, b"code").unwrap();
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_broken_or_missing_is_said() {
+    fn broken_kernels_and_missing_compilers_are_reported() {
         let Err(error) = CubinCache::new(code(None), None).get(&broken(), ARCHITECTURE) else {
             panic!("it compiles");
         };

@@ -264,13 +264,13 @@ const EDGES: [(usize, usize); 9] =
     [(0, 1), (14, 1), (15, 1), (16, 1), (0, 0), (62, 1), (63, 1), (64, 1), (299, 1)];
 
 #[test]
-fn contexts_of_every_length_are_seen_whole() {
+fn contexts_of_every_length_are_attended_to() {
     case(KvDtype::Bf16, 64, &EDGES).check();
     case(KvDtype::Fp8, 64, &EDGES).check();
 }
 
 #[test]
-fn chunks_see_what_is_cached_and_themselves() {
+fn chunks_attend_to_the_cache_and_themselves() {
     let chunks = [(0, 1), (0, 33), (7, 0), (31, 17), (60, 70), (290, 3)];
     case(KvDtype::Bf16, 64, &chunks).check();
     Case { group: 7, ..case(KvDtype::Bf16, 64, &chunks[3..5]) }.check();
@@ -292,13 +292,13 @@ fn heads_of_every_size_and_type() {
 }
 
 #[test]
-fn warpgroups_meet_several_tiles() {
+fn warpgroups_compute_several_tiles() {
     let layout = KvLayout { num_kv_heads: 2, ..case(KvDtype::Bf16, 128, &[]).layout };
     Case { layout, group: 3, ..case(KvDtype::Bf16, 128, &[(450, 50)]) }.check();
 }
 
 #[test]
-fn a_device_that_multiplies_by_warpgroups_is_tried() {
+fn warpgroup_attention_is_tested_on_the_device() {
     for head_dim in [64, 128] {
         let mut device = TestDevice::of_kernels(&sources(&case(KvDtype::Bf16, head_dim, &[]).layout));
         if device.has_wgmma() {
@@ -308,7 +308,7 @@ fn a_device_that_multiplies_by_warpgroups_is_tried() {
 }
 
 #[test]
-fn any_kv_is_taken_plainly() {
+fn plain_attention_supports_any_kv() {
     let batch = [(40, 1), (0, 0), (5, 9), (99, 2)];
     let with_blocks = |block_size: usize, case: Case| {
         assert!(!has_tensor_cores(&KvLayout { block_size, ..case.layout }));
@@ -341,7 +341,7 @@ fn windows_and_caps_hold() {
 }
 
 #[test]
-fn great_scores_are_no_trouble() {
+fn large_scores_stay_within_the_tolerance() {
     // Products of magnitude up to a hundred thousand, of both signs.
     Case { magnitude: 300.0, ..case(KvDtype::Bf16, 64, &[(100, 1), (40, 30)]) }.check();
     Case { magnitude: 300.0, soft_cap: 50.0, ..case(KvDtype::Bf16, 64, &[(100, 1), (40, 30)]) }.check();
@@ -359,7 +359,7 @@ fn a_sequence_does_not_depend_on_the_batch() {
 
 /// Sizes of real models: the longest splits, many tiles, many sums. Only a device is fast enough.
 #[test]
-fn long_contexts_are_seen_whole_on_a_device() {
+fn long_contexts_are_attended_to_on_a_device() {
     if test_device::ordinal().is_none() {
         println!("SKIPPED: BATON_KERNELS_ON names no device");
         return;
@@ -384,7 +384,7 @@ fn splits(start_idx: u32, num_rows: u32, window: u32, max_splits: u32, min_split
 }
 
 #[test]
-fn splits_cover_what_is_seen() {
+fn splits_cover_the_window() {
     for (start, rows, window) in
         [(0, 1, u32::MAX), (1000, 4, u32::MAX), (5000, 1, 300), (255, 1, u32::MAX), (100_000, 2, u32::MAX)]
     {

@@ -47,7 +47,7 @@ fn check(from: KvLayout, to: KvLayout, num_ranks: usize, num_parts: u32) {
 }
 
 #[test]
-fn blocks_arrive_as_the_mapping_says() {
+fn copied_blocks_match_the_mapping() {
     let bf16 = layout(KvDtype::Bf16, 4, 16);
     // Pieces, then ranges of heads, then parts of heads.
     check(bf16, bf16, 1, 1);

@@ -6,7 +6,7 @@ use xxhash_rust::const_xxh3::const_custom_default_secret;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 #[test]
-fn pieces_have_the_checksums_that_the_host_takes() {
+fn checksums_match_the_host() {
     let bytes: Vec<u8> = (0..150_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     let default = const_custom_default_secret(0);
     // Only a last stripe, complete or not; whole KiB and partial ones; more KiB than are summed at once.

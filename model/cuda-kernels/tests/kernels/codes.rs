@@ -58,7 +58,7 @@ fn layout(dtype: KvDtype, block_size: usize, head_dim: usize) -> KvLayout {
 }
 
 #[test]
-fn pieces_are_coded_and_decoded_to_the_bit() {
+fn codes_match_the_host_to_the_bit() {
     let cases = [
         (layout(KvDtype::Bf16, 16, 128), &[WireFormat::Int8, WireFormat::Int4][..]),
         (layout(KvDtype::F32, 3, 320), &[WireFormat::Int8, WireFormat::Int4]),
@@ -71,14 +71,14 @@ fn pieces_are_coded_and_decoded_to_the_bit() {
 }
 
 #[test]
-fn groups_that_are_not_full_are_left_to_processors() {
+fn partial_groups_are_left_to_processors() {
     let codec = |head_dim| WireCodec::new(&layout(KvDtype::Bf16, 4, head_dim), WireFormat::Int4).unwrap();
     assert_eq!(CodeFormat::of(&codec(80)), None);
     assert_eq!(CodeFormat::of(&codec(96)), Some(CodeFormat::Int4));
 }
 
 #[test]
-fn what_is_not_finite_is_none_after_its_way() {
+fn infinity_is_decoded_as_nan() {
     for format in [WireFormat::Int8, WireFormat::Int4] {
         let layout = layout(KvDtype::F32, 3, 320);
         let codec = WireCodec::new(&layout, format).expect("it is smaller");

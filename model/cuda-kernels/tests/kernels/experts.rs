@@ -56,7 +56,7 @@ fn check_routes(logits: &[f32], num_experts: usize, num_active: usize, slots: Op
 }
 
 #[test]
-fn rows_choose_as_the_processors_pass_has_them_choose() {
+fn rows_choose_the_experts_of_the_host() {
     for (num_rows, num_experts, num_active) in [(1, 2, 1), (6, 8, 2), (5, 60, 4), (9, 128, 8), (2, 33, 32)] {
         let logits: Vec<f32> = noise(1, num_rows * num_experts).iter().map(|x| x * 6.0).collect();
         check_routes(&logits, num_experts, num_active, None);
@@ -64,7 +64,7 @@ fn rows_choose_as_the_processors_pass_has_them_choose() {
 }
 
 #[test]
-fn of_equals_the_first_is_chosen() {
+fn the_first_of_equal_experts_is_chosen() {
     let mut logits = vec![1.0; 3 * 70];
     logits[5] = 2.0;
     logits[69] = 2.0;
@@ -74,12 +74,12 @@ fn of_equals_the_first_is_chosen() {
 }
 
 #[test]
-fn rows_that_fill_up_a_batch_choose_nobody() {
+fn padding_rows_choose_no_expert() {
     check_routes(&noise(3, 5 * 16), 16, 3, Some(&[9, NONE, 0, 4, NONE]));
 }
 
 #[test]
-fn rows_that_are_not_numbers_go_to_the_first_ones() {
+fn rows_of_nan_choose_the_first_experts() {
     let mut logits = noise(4, 2 * 40);
     logits[13] = f32::NAN;
     let mut emulator = Emulator::new(source());
@@ -141,7 +141,7 @@ fn pairs_are_sorted_by_expert_and_rows_stay_in_order() {
 }
 
 #[test]
-fn rows_add_up_what_their_experts_made() {
+fn rows_sum_the_outputs_of_their_experts() {
     for (num_rows, num_active, hidden) in [(1, 1, 8), (5, 3, 264), (2, 8, 2056)] {
         for is_added in [false, true] {
             let num_pairs = num_rows * num_active;

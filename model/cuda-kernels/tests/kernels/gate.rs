@@ -47,7 +47,7 @@ fn gates(len: usize) -> Vec<f32> {
 }
 
 #[test]
-fn gates_let_through_what_their_function_says() {
+fn gates_apply_their_activation() {
     for activation in ALL {
         for (num_rows, width) in [(1, 8), (3, 40), (2, 2056)] {
             let (gate_up, values) = bf16(&gates(num_rows * 2 * width));

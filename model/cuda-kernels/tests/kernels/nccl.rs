@@ -67,7 +67,7 @@ fn sum(member: &mut NcclMember, bytes: &mut [u8]) -> Result<(), CudaError> {
 }
 
 #[test]
-fn ranks_join_sum_up_gather_and_hand_on() {
+fn ranks_join_sum_gather_and_broadcast() {
     let fake = FakeNccl::new();
     for num_ranks in [2, 3, 4] {
         // Ranks that are not done notice a rank that leaves early.
@@ -106,7 +106,7 @@ fn ranks_join_sum_up_gather_and_hand_on() {
 }
 
 #[test]
-fn who_waits_for_a_rank_that_does_not_join_waits_so_long() {
+fn waiting_for_a_missing_rank_times_out() {
     let fake = FakeNccl::new();
     let outcomes = fake.ranks(3, |group, rank| match rank.idx {
         1 => None,
@@ -121,7 +121,7 @@ fn who_waits_for_a_rank_that_does_not_join_waits_so_long() {
 }
 
 #[test]
-fn whoever_leaves_ends_the_waiting_of_all() {
+fn a_rank_that_leaves_ends_all_waits() {
     let fake = FakeNccl::new();
     for leaving in 0..3 {
         // The rank leaves before it joins, or instead of the second sum.
@@ -152,7 +152,7 @@ fn whoever_leaves_ends_the_waiting_of_all() {
 }
 
 #[test]
-fn a_rank_that_has_left_asks_for_nothing() {
+fn a_rank_that_has_left_makes_no_calls() {
     let fake = FakeNccl::new();
     let outcomes = fake.ranks(1, |group, rank| {
         let mut member = group.join_within(rank, LONG).unwrap();

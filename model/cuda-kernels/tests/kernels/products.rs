@@ -198,7 +198,7 @@ fn few_rows_are_multiplied() {
 }
 
 #[test]
-fn each_place_meets_the_weights_of_its_expert() {
+fn each_place_is_multiplied_with_its_experts_weights() {
     // Experts without rows, with few rows, and with more rows than one pass covers.
     let counts = [0, 3, 21, 0, 8];
     for (n, all) in [
@@ -245,7 +245,7 @@ fn each_place_meets_the_weights_of_its_expert() {
 }
 
 #[test]
-fn a_row_has_the_same_bits_with_any_others() {
+fn the_bits_of_a_row_do_not_depend_on_other_rows() {
     for weights in every_kind().iter().filter(|weights| weights.values.len() > 5000) {
         let (n, k) = (weights.n, weights.k);
         let (x, _) = bf16(&noise(8, 40 * k));
@@ -263,7 +263,7 @@ fn a_row_has_the_same_bits_with_any_others() {
 }
 
 #[test]
-fn weights_become_bf16() {
+fn weights_are_dequantised_to_bf16() {
     for weights in every_kind().iter().filter(|weights| weights.kind != WeightKind::Bf16) {
         let (n, k) = (weights.n, weights.k);
         let mut emulator = Emulator::new(source(weights.kind));
@@ -309,7 +309,7 @@ fn weights_become_bf16() {
 }
 
 #[test]
-fn products_get_the_scales_of_both_sides() {
+fn products_are_scaled_on_both_sides() {
     for (num_rows, n) in [(1, 8), (5, 264), (3, 2056)] {
         let (x, values) = bf16(&noise(1, num_rows * n));
         let (row_scales, column_scales) = (noise(2, num_rows), noise(3, n));
@@ -330,7 +330,7 @@ fn products_get_the_scales_of_both_sides() {
 }
 
 #[test]
-fn activations_become_fp8_as_on_the_host() {
+fn activations_are_quantised_as_on_the_host() {
     for (num_rows, k) in [(1, 8), (5, 264), (3, 2056)] {
         let mut values = noise(9, num_rows * k);
         // Numbers that are small beside the largest, a row of zeros, and a row with NaN.
@@ -366,7 +366,7 @@ fn activations_become_fp8_as_on_the_host() {
 }
 
 #[test]
-fn groups_of_activations_become_fp8_each() {
+fn groups_of_activations_are_quantised_separately() {
     let (num_rows, stride) = (3, 4);
     for k in [128, 384, 2048 + 256] {
         let mut values = noise(9, num_rows * k);
@@ -402,7 +402,7 @@ fn groups_of_activations_become_fp8_each() {
 }
 
 #[test]
-fn integers_lie_where_lanes_read_them() {
+fn integers_are_packed_in_the_order_of_lanes() {
     let levels = |len: usize, top: usize| (0..len).map(|k| (k % top) as u8).collect::<Vec<_>>();
     let mut bytes = vec![0xff; WeightKind::Int8.row_bytes(72)];
     assert_eq!(bytes.len(), 128);

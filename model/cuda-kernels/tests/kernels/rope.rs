@@ -237,7 +237,7 @@ fn heads_are_normed_before_they_are_rotated() {
 }
 
 #[test]
-fn cosines_and_sines_are_those_of_the_processors_pass() {
+fn cosines_and_sines_match_the_host() {
     let (rotary_dim, layout) = (128, layout(KvDtype::Bf16, 128, 16));
     let found = run(rotary_dim, &layout, &bf16(&rows(&layout)).0, None, None);
     let frequencies = frequencies(rotary_dim);

@@ -65,7 +65,7 @@ fn wanted_rows_are_normed_and_the_stream_stays() {
 }
 
 #[test]
-fn norms_behind_a_part_are_added_and_normed_again() {
+fn post_norms_are_added_and_normed_again() {
     for (num_rows, hidden) in [(1, 8), (3, 40), (2, 2304), (1, 8200)] {
         for is_last in [false, true] {
             let (x, x_values) = bf16(&noise(1, num_rows * hidden));

@@ -311,14 +311,14 @@ fn cases(vocab: usize) -> Vec<Case> {
 }
 
 #[test]
-fn tokens_are_those_of_the_host() {
+fn tokens_match_the_host() {
     // Lists of 64 tokens: larger cases need the search.
     check(&cases(13), true);
     check(&cases(515).into_iter().step_by(2).collect::<Vec<_>>(), true);
 }
 
 #[test]
-fn as_many_threads_as_on_a_device_draw_the_same() {
+fn the_thread_count_of_a_device_samples_the_same_tokens() {
     check(&cases(600).into_iter().skip(6).step_by(36).collect::<Vec<_>>(), false);
 }
 
@@ -356,7 +356,7 @@ fn the_end_of_the_interval_is_a_token() {
 }
 
 #[test]
-fn rows_that_cannot_be_used_are_marked() {
+fn unusable_rows_are_marked() {
     let good = noise(9, 600);
     let with = |token: usize, value: f32| {
         let mut logits = good.clone();
@@ -392,7 +392,7 @@ fn rows_that_cannot_be_used_are_marked() {
 }
 
 #[test]
-fn a_drawn_token_is_counted_once_wherever_it_is() {
+fn a_sampled_token_is_counted_once() {
     let count = |token, num_output| TokenCount { token, num_output };
     let none = count(NO_TOKEN, 0);
     // The counts before, the sampled tokens, and the expected counts.
@@ -430,7 +430,7 @@ fn a_drawn_token_is_counted_once_wherever_it_is() {
 }
 
 #[test]
-fn a_place_without_a_token_is_passed_over() {
+fn an_entry_without_a_token_is_skipped() {
     let case = |with_none: bool| {
         let mut case = Case::new(noise(9, 600));
         case.counts = (0..40).map(|token| TokenCount { token: token * 9, num_output: token % 3 }).collect();
