@@ -199,7 +199,7 @@ impl KernelDevice for EmulatedDevice {
         Ok(())
     }
 
-    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
+    unsafe fn broadcast(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
         assert!(!self.is_repeating, "not a part of what is repeated");
         let mut bytes = vec![0; num_words * 4];
         let is_first = self.ranks().rank().is_first();

@@ -200,9 +200,9 @@ impl KernelDevice for TestDevice {
         unsafe { of_either!(self, device => device.gather(numbers, len)) }
     }
 
-    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
+    unsafe fn broadcast(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
         // SAFETY: the caller guarantees it.
-        unsafe { of_either!(self, device => device.hand_on(words, num_words)) }
+        unsafe { of_either!(self, device => device.broadcast(words, num_words)) }
     }
 
     fn leave_ranks(&mut self) {

@@ -60,7 +60,7 @@ __device__ __forceinline__ void load(const u8* head, u32 vector, u32 chunk, floa
         kv::load<alignment(form)>(from + chunk * CHUNK * kv::size_bytes(form), elements);
         float scale = 1.0f;
         if constexpr (scale_bytes(form) > 0) scale = load_scale(scales);
-        kv::widen(elements, scale, x);
+        kv::dequantise(elements, scale, x);
     }
 }
 
@@ -111,7 +111,7 @@ __device__ __forceinline__ void store(u8* head, u32 vector, bool is_wanted, cons
             for (u32& word : codes.words) word |= shuffle_xor(word, 2) << 4;
             if (is_there && nibble_shift(chunk) == 0) kv::store<alignment(form)>(to + nibbles_at(chunk), codes);
         } else if (is_there) {
-            kv::store<alignment(form)>(to + chunk * CHUNK * kv::size_bytes(form), kv::round<form>(x[i], inverse));
+            kv::store<alignment(form)>(to + chunk * CHUNK * kv::size_bytes(form), kv::quantise<form>(x[i], inverse));
         }
     }
 }

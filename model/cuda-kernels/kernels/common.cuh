@@ -247,7 +247,7 @@ __device__ __forceinline__ float widen_f16(u32 x) {
     return float_of(sign | bits);
 }
 
-__device__ __forceinline__ u32 round_e4m3(float x) {
+__device__ __forceinline__ u32 quantise_e4m3(float x) {
     u32 sign = bits_of(x) >> 24 & 0x80u;
     float magnitude = float_of(bits_of(x) & 0x7fffffffu);
     u32 denormal = bits_of(__fadd_rn(magnitude, 16384.0f)) - bits_of(16384.0f);
@@ -265,7 +265,7 @@ __device__ __forceinline__ float widen_e4m3(u32 code) {
 }
 
 // The nearest whole number, in the lowest byte.
-__device__ __forceinline__ u32 round_int8(float x) { return bits_of(__fadd_rn(x, 12582912.0f)) & 0xffu; }
+__device__ __forceinline__ u32 quantise_int8(float x) { return bits_of(__fadd_rn(x, 12582912.0f)) & 0xffu; }
 
 // The smallest bf16 by which the vector with this largest magnitude (its bits) can be divided; NaN if that is not finite.
 template <int dtype> __device__ __forceinline__ float scale_of(u32 largest) {
@@ -282,7 +282,7 @@ template <int dtype, int num> struct Elements {
 
 // `inverse` is the inverse of the scale. The numbers become zeros if the scale is NaN.
 template <int dtype, int num>
-__device__ __forceinline__ Elements<dtype, num> round(const float (&x)[num], float inverse) {
+__device__ __forceinline__ Elements<dtype, num> quantise(const float (&x)[num], float inverse) {
     Elements<dtype, num> elements;
     for (u32& word : elements.words) word = 0;
 #pragma unroll
@@ -291,8 +291,8 @@ __device__ __forceinline__ Elements<dtype, num> round(const float (&x)[num], flo
         if constexpr (dtype == F32) code = bits_of(x[i]);
         if constexpr (dtype == F16) code = round_f16(x[i]);
         if constexpr (dtype == BF16) code = round_bf16(x[i]);
-        if constexpr (dtype == FP8) code = round_e4m3(__fmul_rn(x[i], inverse));
-        if constexpr (dtype == INT8) code = round_int8(__fmul_rn(x[i], inverse));
+        if constexpr (dtype == FP8) code = quantise_e4m3(__fmul_rn(x[i], inverse));
+        if constexpr (dtype == INT8) code = quantise_int8(__fmul_rn(x[i], inverse));
         if constexpr (dtype >= FP8) code = inverse == inverse ? code : 0;
         constexpr int size = size_bytes(dtype);
         elements.words[i * size / 4] |= code << i * size % 4 * 8;
@@ -301,7 +301,7 @@ __device__ __forceinline__ Elements<dtype, num> round(const float (&x)[num], flo
 }
 
 template <int dtype, int num>
-__device__ __forceinline__ void widen(const Elements<dtype, num>& elements, float scale, float (&x)[num]) {
+__device__ __forceinline__ void dequantise(const Elements<dtype, num>& elements, float scale, float (&x)[num]) {
 #pragma unroll
     for (int i = 0; i < num; ++i) {
         constexpr int size = size_bytes(dtype);

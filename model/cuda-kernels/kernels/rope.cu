@@ -29,13 +29,13 @@ typedef kv::Elements<kv::BF16, CHUNK> Chunk;
 __device__ __forceinline__ void load(const u16* from, float (&to)[CHUNK]) {
     Chunk chunk;
     kv::load<16>(reinterpret_cast<const u8*>(from), chunk);
-    kv::widen(chunk, 1.0f, to);
+    kv::dequantise(chunk, 1.0f, to);
 }
 
 __device__ __forceinline__ void load(const float* from, float (&to)[CHUNK]) {
     kv::Elements<kv::F32, CHUNK> chunk;
     kv::load<16>(reinterpret_cast<const u8*>(from), chunk);
-    kv::widen(chunk, 1.0f, to);
+    kv::dequantise(chunk, 1.0f, to);
 }
 
 // The reduction over the lanes of a head.
@@ -223,8 +223,8 @@ KERNEL(store_qkv, StoreQkv, 128) {
             u32 pair = lane + i * LANES;
             if (pair >= PAIRS) continue;
             u8 *first = reinterpret_cast<u8*>(from + first_of(pair)), *second = reinterpret_cast<u8*>(from + second_of(pair));
-            kv::store<16>(first, kv::round<kv::BF16>(x[i][0], 1.0f));
-            if (second_of(pair) < HEAD_DIM) kv::store<16>(second, kv::round<kv::BF16>(x[i][1], 1.0f));
+            kv::store<16>(first, kv::quantise<kv::BF16>(x[i][0], 1.0f));
+            if (second_of(pair) < HEAD_DIM) kv::store<16>(second, kv::quantise<kv::BF16>(x[i][1], 1.0f));
         }
         return;
     }
@@ -248,7 +248,7 @@ KERNEL(store_qkv, StoreQkv, 128) {
     for (u32 i = 0; i < PAIRS_PER_LANE; ++i) {
         u32 pair = lane + i * LANES;
         if (pair >= PAIRS) continue;
-        kv::store<ALIGN>(place + first_of(pair) * size, kv::round<KV>(x[i][0], inverse));
-        if (second_of(pair) < HEAD_DIM) kv::store<ALIGN>(place + second_of(pair) * size, kv::round<KV>(x[i][1], inverse));
+        kv::store<ALIGN>(place + first_of(pair) * size, kv::quantise<KV>(x[i][0], inverse));
+        if (second_of(pair) < HEAD_DIM) kv::store<ALIGN>(place + second_of(pair) * size, kv::quantise<KV>(x[i][1], inverse));
     }
 }

@@ -46,7 +46,7 @@ pub enum CompileError {
     #[error("kernels cannot be compiled: {0}")]
     NoNvrtc(#[from] NoLibrary),
     /// NVRTC is older than the GPU.
-    #[error("NVRTC {version} knows no {architecture}: a newer one is needed")]
+    #[error("NVRTC {version} does not support {architecture}: install a newer version")]
     UnknownArchitecture {
         /// The architecture that was requested.
         architecture: String,

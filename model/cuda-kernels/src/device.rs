@@ -109,7 +109,7 @@ pub trait KernelDevice: Send {
     ///
     /// # Safety
     /// As for [`begin_sum`](Self::begin_sum).
-    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError>;
+    unsafe fn broadcast(&mut self, words: Address, num_words: usize) -> Result<(), CudaError>;
 
     /// Leaves the group of ranks. The other ranks fail with [`CudaError::RankGone`] instead of waiting.
     fn leave_ranks(&mut self);

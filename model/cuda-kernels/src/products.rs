@@ -122,7 +122,7 @@ impl Scales {
     };
 
     /// The scales after the first `first` rows. `first` is a multiple of `rows_per_scale`.
-    pub fn behind(self, first: usize) -> Scales {
+    pub fn after(self, first: usize) -> Scales {
         debug_assert!(first.is_multiple_of(self.rows_per_scale as usize), "rows of a scale");
         let offset = first / self.rows_per_scale as usize * self.row_stride as usize * 4;
         let moved = |at: Address| if at == Address::NULL { at } else { at.add(offset) };

@@ -315,11 +315,11 @@ impl<D: KernelDevice> BlockKernels for BlockQueue<D> {
             let (pool, offsets) = offsets(places);
             // SAFETY: encoded pieces are smaller than the pieces of a group, which fit. The caller guarantees the
             // pool.
-            let asked = unsafe {
+            let decoded = unsafe {
                 let uploaded = self.device.upload(self.staged, coded);
                 uploaded.and_then(|()| self.code((pool, &offsets), 0, form, CodeDirection::Decoded))
             };
-            asked.map_err(io::Error::other)?;
+            decoded.map_err(io::Error::other)?;
         }
         self.finish().map_err(io::Error::other)?;
         Ok(true)

@@ -23,7 +23,7 @@ pub enum StartError {
         remedy: &'static str,
     },
     /// NCCL, which several devices need, is missing or failed.
-    #[error("several devices compute one model by NCCL: {0}")]
+    #[error("a model on several devices needs NCCL: {0}")]
     Nccl(#[from] NcclError),
     /// One of several ranks failed to start.
     #[error("rank {rank} on {device}: {why}")]

@@ -23,7 +23,7 @@ use baton_model_spec::{DecoderSpec, MlpSpec, Rank};
 
 use crate::buffers::Buffers;
 use crate::inputs::{InputAddresses, Inputs};
-use crate::multiply::{ExpertPlaces, ProductScratch, look_up};
+use crate::multiply::{ExpertPlaces, ProductScratch, dequantise_rows};
 use crate::weights::{DeviceLayer, DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
 
 /// One step. The executor has allocated all addresses for the largest batch.
@@ -75,7 +75,7 @@ impl ForwardPass<'_> {
                 WeightKind::Bf16 => device.launch(&embed)?,
                 _ => device.launch(&Dequantise {
                     first_row: embed.first_token,
-                    ..look_up(table, embed.tokens, embed.x, self.inputs.num_rows, embed.scale)
+                    ..dequantise_rows(table, embed.tokens, embed.x, self.inputs.num_rows, embed.scale)
                 })?,
             }
             if self.embedded.is_some() {

@@ -1,10 +1,10 @@
 //! Products of rows with a matrix. The method depends on the format of the matrix and on the number of rows.
 //!
-//! | weights | few rows | many |
+//! | weights | few rows | many rows |
 //! |---|---|---|
 //! | bf16 | cuBLASLt | cuBLASLt |
-//! | integers; fp8 in other blocks | [`MultiplyFew`] | some rows of them widened, cuBLASLt, the next |
-//! | fp8 with a scale for each row, or for 128 x 128 | [`MultiplyFew`] | activations quantised, cuBLASLt in fp8, where the device has that |
+//! | integers; fp8 in other blocks | [`MultiplyFew`] | widened in parts, cuBLASLt for each part |
+//! | fp8 with a scale for each row, or for 128 x 128 | [`MultiplyFew`] | activations quantised, cuBLASLt in fp8; widened where the device has no such product |
 //!
 //! Products of experts cover all experts in one launch. Only the device knows how many rows an expert has, so the
 //! choice between few and many rows uses the average.
@@ -138,7 +138,7 @@ impl ProductScratch {
         let matrix = linear.weight;
         // SAFETY: the caller guarantees it.
         unsafe {
-            if matrix.is_multiplied_as_it_is(num_rows) {
+            if matrix.is_multiplied_directly(num_rows) {
                 return device.launch(&few(matrix, from, out, num_rows, linear.bias));
             }
             match matrix.fp8_scaling(self.fp8) {
@@ -167,7 +167,7 @@ impl ProductScratch {
     ) -> Result<(), CudaError> {
         // SAFETY: the caller guarantees it.
         unsafe {
-            if matrix.is_multiplied_as_it_is(num_rows) {
+            if matrix.is_multiplied_directly(num_rows) {
                 let few = few(matrix, from, out, num_rows, Address::NULL);
                 return device.launch(&MultiplyFew { is_f32: 1, ..few });
             }
@@ -255,7 +255,7 @@ impl ProductScratch {
 
     fn widen(&self, matrix: DeviceMatrix) -> Dequantise {
         debug_assert!(matrix.bf16_bytes() <= self.widened_bytes, "room for it");
-        look_up(matrix, Address::NULL, self.widened, matrix.num_out, 1.0)
+        dequantise_rows(matrix, Address::NULL, self.widened, matrix.num_out, 1.0)
     }
 
     /// Multiplies each expert's rows with its weights. If gated, also applies the gate.
@@ -336,7 +336,7 @@ pub struct ExpertPlaces {
 }
 
 impl DeviceMatrix {
-    fn is_multiplied_as_it_is(&self, num_rows: usize) -> bool {
+    fn is_multiplied_directly(&self, num_rows: usize) -> bool {
         self.kind != WeightKind::Bf16 && num_rows <= FEW_ROWS
     }
 
@@ -367,7 +367,7 @@ impl DeviceMatrix {
 
 /// Dequantises rows of a matrix and multiplies them by `factor`: the rows in the list `rows`, or all rows if it is
 /// null.
-pub fn look_up(
+pub fn dequantise_rows(
     matrix: DeviceMatrix,
     rows: Address,
     out: Address,

@@ -208,8 +208,8 @@ impl Results {
     /// Bytes to copy back. Without log-probabilities these are the tokens only.
     pub fn num_bytes(&self) -> usize {
         let at = Offsets::of(self.wanted.len());
-        let tells_logprobs = |wanted: &Wanted| matches!(wanted, Wanted::Token { num_top: Some(_) });
-        if self.wanted.iter().any(tells_logprobs) { at.end } else { at.logprobs }
+        let has_logprobs = |wanted: &Wanted| matches!(wanted, Wanted::Token { num_top: Some(_) });
+        if self.wanted.iter().any(has_logprobs) { at.end } else { at.logprobs }
     }
 
     /// Rows that were not sampled.

@@ -106,7 +106,7 @@ impl DeviceMatrix {
     pub fn rows_at(self, first: usize, num_out: usize) -> DeviceMatrix {
         DeviceMatrix {
             at: self.at.add(first * self.kind.row_bytes(self.num_in)),
-            scales: self.scales.behind(first),
+            scales: self.scales.after(first),
             num_out,
             ..self
         }

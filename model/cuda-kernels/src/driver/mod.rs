@@ -102,7 +102,7 @@ impl DriverDevice {
         device.products = Some(Products::new(&device.device, &device.stream)?);
         // Ada is the first architecture with E4M3 products.
         if device.capability()? >= (8, 9) {
-            device.fp8_products = device.try_out(fp8_products)?;
+            device.fp8_products = device.with_temporary_memory(fp8_products)?;
             tracing::info!(products = ?device.fp8_products, "fp8 products were tested");
         }
         if let Some(source) = sources.iter().find(|source| source.file == WGMMA_FILE && device.has_wgmma) {
@@ -119,7 +119,7 @@ impl DriverDevice {
     /// Whether attention with warpgroup products computes correct results.
     fn try_wgmma(&mut self, source: &KernelSource) -> Result<bool, CudaError> {
         let head_dim = source.defines.iter().find(|(name, _)| *name == "HEAD_DIM").expect("it is defined").1;
-        let works = self.try_out(|device| wgmma_works(device, head_dim as usize))?;
+        let works = self.with_temporary_memory(|device| wgmma_works(device, head_dim as usize))?;
         match works {
             true => tracing::info!("prefill attention uses warpgroup products"),
             false => tracing::error!(
@@ -130,7 +130,7 @@ impl DriverDevice {
     }
 
     /// Does some work, then frees the memory that it allocated.
-    fn try_out<T>(
+    fn with_temporary_memory<T>(
         &mut self,
         work: impl FnOnce(&mut DriverDevice) -> Result<T, CudaError>,
     ) -> Result<T, CudaError> {
@@ -199,7 +199,7 @@ impl DriverDevice {
     }
 
     /// The link to the other ranks. Its stream now waits for all work queued so far.
-    fn behind(&mut self) -> Result<&mut Others, CudaError> {
+    fn link_to_others(&mut self) -> Result<&mut Others, CudaError> {
         self.device.bind()?;
         let others = self.others.as_mut().expect("one of several ranks");
         others.asked.record(&self.stream).map_err(|error| failed("cuEventRecord", error))?;
@@ -382,7 +382,7 @@ impl KernelDevice for DriverDevice {
     }
 
     unsafe fn begin_sum(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
-        let others = self.behind()?;
+        let others = self.link_to_others()?;
         // SAFETY: the stream lives as long as the member of the group. The caller guarantees the numbers.
         unsafe { others.member.sum(numbers, len, others.stream.cu_stream().cast()) }
     }
@@ -394,16 +394,16 @@ impl KernelDevice for DriverDevice {
     }
 
     unsafe fn gather(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
-        let others = self.behind()?;
+        let others = self.link_to_others()?;
         // SAFETY: as above.
         unsafe { others.member.gather(numbers, len * 4, others.stream.cu_stream().cast()) }?;
         self.end_sums()
     }
 
-    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
-        let others = self.behind()?;
+    unsafe fn broadcast(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
+        let others = self.link_to_others()?;
         // SAFETY: as above.
-        unsafe { others.member.hand_on(words, num_words * 4, others.stream.cu_stream().cast()) }?;
+        unsafe { others.member.broadcast(words, num_words * 4, others.stream.cu_stream().cast()) }?;
         self.end_sums()
     }
 

@@ -147,7 +147,7 @@ impl NcclMember {
     ///
     /// # Safety
     /// As for [`sum`](Self::sum).
-    pub unsafe fn hand_on(
+    pub unsafe fn broadcast(
         &mut self,
         at: Address,
         len_bytes: usize,

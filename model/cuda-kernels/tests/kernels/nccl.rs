@@ -95,7 +95,7 @@ fn ranks_join_sum_gather_and_broadcast() {
                 let mut words = vec![(rank.idx * 1000 + round) as u64; 3];
                 let at = Address(words.as_mut_ptr() as u64);
                 // SAFETY: as in `sum`.
-                unsafe { member.hand_on(at, 24, ptr::null_mut()) }.unwrap();
+                unsafe { member.broadcast(at, 24, ptr::null_mut()) }.unwrap();
                 assert_eq!(words, [round as u64; 3]);
             }
             assert!(member.check().is_ok());

@@ -20,7 +20,7 @@ use baton_model_spec::{
     Activations, Batch, ExecuteError, Executor, RankError, RankExecutor, SamplingExecutor, SamplingRank,
 };
 
-use super::launched::{Collected, Launched, Told};
+use super::launched::{Collected, Launched, Reported};
 use super::shape::check_shape;
 use crate::buffers::Buffers;
 use crate::error::StartError;
@@ -232,7 +232,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
     }
 
     /// Queues all work up to the first logits. Reports layers that become ready meanwhile.
-    pub(super) fn forward(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Told, CudaError> {
+    pub(super) fn forward(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Reported, CudaError> {
         let (device, pass) = self.pass();
         let num_layers = pass.weights.layers.len();
         let num_logits = pass.inputs.num_wanted.min(pass.buffers.logit_rows);
@@ -246,7 +246,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
                 pass.norm_wanted(device)?;
                 pass.logits(device, 0, num_logits)
             })?;
-            return Ok(Told { num_layers: 0, is_marked: false });
+            return Ok(Reported { num_layers: 0, is_marked: false });
         }
         pass.begin(device)?;
         let mut next_layer = 0;
@@ -263,13 +263,17 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         if num_logits > 0 {
             pass.logits(device, 0, num_logits)?;
         }
-        Ok(Told { num_layers: next_layer, is_marked: true })
+        Ok(Reported { num_layers: next_layer, is_marked: true })
     }
 
     /// Reports the remaining layers, each when it is ready.
-    pub(super) fn tell(&mut self, told: Told, on_layer: &mut dyn FnMut(usize)) -> Result<(), CudaError> {
-        for layer_idx in told.num_layers..self.weights.layers.len() {
-            if told.is_marked {
+    pub(super) fn report(
+        &mut self,
+        reported: Reported,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<(), CudaError> {
+        for layer_idx in reported.num_layers..self.weights.layers.len() {
+            if reported.is_marked {
                 self.device.wait_for(layer_idx)?;
             }
             on_layer(layer_idx);
@@ -280,9 +284,9 @@ impl<D: KernelDevice> DeviceExecutor<D> {
     /// Runs one step. The first rank gets the logits in `self.logits[0]`.
     fn step(&mut self, num_rows: usize, on_layer: &mut dyn FnMut(usize)) -> Result<(), CudaError> {
         self.upload()?;
-        let told = self.forward(on_layer)?;
-        if told.is_marked {
-            self.tell(told, on_layer)?;
+        let reported = self.forward(on_layer)?;
+        if reported.is_marked {
+            self.report(reported, on_layer)?;
         }
         let vocab_size = self.part.spec().vocab_size;
         let num_downloaded = if self.part.rank().is_first() { num_rows } else { 0 };
@@ -304,7 +308,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         device.mark(0)?;
         device.wait_for(0)?;
         self.logits[0] = logits;
-        if told.is_marked { Ok(()) } else { self.tell(told, on_layer) }
+        if reported.is_marked { Ok(()) } else { self.report(reported, on_layer) }
     }
 }
 

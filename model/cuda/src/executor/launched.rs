@@ -5,7 +5,7 @@ use crate::samplings::Results;
 /// Number of layers that were reported during the launch, and whether the others have marks. Layers without marks are
 /// ready when the step is done.
 #[derive(Clone, Copy)]
-pub struct Told {
+pub struct Reported {
     pub num_layers: usize,
     pub is_marked: bool,
 }
@@ -17,7 +17,7 @@ pub struct Launched {
     pub results: Results,
     /// Rows with a sampled token, over all ranks.
     pub num_sampled: usize,
-    pub told: Told,
+    pub reported: Reported,
 }
 
 /// The results of a step.

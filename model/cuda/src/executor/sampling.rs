@@ -53,16 +53,17 @@ impl<D: KernelDevice + 'static> SamplingRank for DeviceExecutor<D> {
     }
 
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<(), RankError> {
-        let Launched { place, results, told, .. } = self.launched.pop_front().expect("a step is in flight");
-        if told.is_marked {
-            self.tell(told, on_layer).map_err(of_rank)?;
+        let Launched { place, results, reported, .. } =
+            self.launched.pop_front().expect("a step is in flight");
+        if reported.is_marked {
+            self.report(reported, on_layer).map_err(of_rank)?;
         }
         let mut bytes = std::mem::take(&mut self.collected.bytes);
         bytes.clear();
         bytes.extend_from_slice(self.device.returned(place).map_err(of_rank)?);
         self.collected = Collected { place, results, bytes };
-        if !told.is_marked {
-            self.tell(told, on_layer).map_err(of_rank)?;
+        if !reported.is_marked {
+            self.report(reported, on_layer).map_err(of_rank)?;
         }
         Ok(())
     }
@@ -108,7 +109,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         // queue.
         unsafe {
             if self.part.rank().num_ranks > 1 {
-                self.device.hand_on(sampled, num_sampled)?;
+                self.device.broadcast(sampled, num_sampled)?;
             }
             self.device.launch(&TakeTokens { tokens, sources, sampled, num: num as u64 })
         }
@@ -137,7 +138,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
                 unsafe { self.device.launch(&count) }?;
             }
         }
-        let told = self.forward(on_layer)?;
+        let reported = self.forward(on_layer)?;
         let place = self.next_place;
         let vocab_size = self.part.spec().vocab_size;
         let mut left = std::mem::take(&mut self.logits[place]);
@@ -171,7 +172,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         (self.samplings, self.logits[place]) = (sampling_inputs, left);
         self.next_place = (place + 1) % NUM_RETURNS;
         let samples_all = results.left().next().is_none();
-        self.launched.push_back(Launched { place, results, num_sampled: samplings.len(), told });
+        self.launched.push_back(Launched { place, results, num_sampled: samplings.len(), reported });
         Ok(samples_all)
     }
 }

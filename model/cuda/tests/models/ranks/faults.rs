@@ -118,10 +118,10 @@ impl KernelDevice for Fragile {
         unsafe { self.device.gather(numbers, len) }
     }
 
-    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
+    unsafe fn broadcast(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
         self.count()?;
         // SAFETY: as above.
-        unsafe { self.device.hand_on(words, num_words) }
+        unsafe { self.device.broadcast(words, num_words) }
     }
 
     fn leave_ranks(&mut self) {
