@@ -82,7 +82,7 @@ inline void launch(const Memory& memory, u32 seed, bool is_compared) {
     std::vector<u64> params((params_bytes + 7) / 8);
     read_exactly(params.data(), params_bytes);
     auto found = kernels().find(name);
-    if (found == kernels().end()) fail("no kernel " + name);
+    if (found == kernels().end()) fail("unknown kernel " + name);
     const Kernel& kernel = found->second;
     if (params_bytes != kernel.params_bytes) {
         fail(name + " takes " + std::to_string(kernel.params_bytes) + " bytes of parameters, not " +
@@ -155,14 +155,14 @@ inline float of_e4m3(u8 code) {
 // out = left right^T of E4M3 numbers, each times its scale if there are scales.
 inline void multiply_fp8(const Fp8Product& p) {
     if (p.left % 16 || p.right % 16 || p.out % 16 || p.num_in % 16 || p.num_out % 16) {
-        fail("rows of a product in fp8 are not aligned to 16 bytes");
+        fail("rows of an fp8 product are not aligned to 16 bytes");
     }
     auto left = reinterpret_cast<const u8*>(p.left), right = reinterpret_cast<const u8*>(p.right);
     auto out = reinterpret_cast<u16*>(p.out);
     auto left_scales = reinterpret_cast<const float*>(p.left_scales);
     auto right_scales = reinterpret_cast<const float*>(p.right_scales);
     bool are_blocks = p.scaling == 2;
-    if (are_blocks && (p.num_in % 128 || p.num_rows % 4)) fail("a product in fp8 is of parts of blocks");
+    if (are_blocks && (p.num_in % 128 || p.num_rows % 4)) fail("the sizes of an fp8 product are not multiples of its blocks");
     // The scales of the sum so far.
     auto scale = [&](u64 row, u64 column, u64 k) {
         if (p.scaling == 0) return 1.0f;
@@ -213,7 +213,7 @@ inline void serve() {
         case LAUNCH: launch(memory, seed, is_compared); break;
         case MULTIPLY: multiply(read_value<Product>()); break;
         case MULTIPLY_FP8: multiply_fp8(read_value<Fp8Product>()); break;
-        default: fail("no command " + std::to_string(command));
+        default: fail("unknown command " + std::to_string(command));
         }
     }
 }

@@ -7,7 +7,7 @@ namespace warpgroup {
 
 inline u64 matrix_of(const void* at, u32 panel_bytes) {
     u64 offset = static_cast<const u8*>(at) - static_cast<const u8*>(emulator::dynamic_shared());
-    if (offset % 128 != 0 || offset >= 1 << 18) emulator::fail("a matrix is not where products find it");
+    if (offset % 128 != 0 || offset >= 1 << 18) emulator::fail("a matrix is misaligned or beyond the reach of descriptors");
     return offset >> 4 | u64(panel_bytes >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 
@@ -26,7 +26,7 @@ inline float element(u64 matrix, u32 row, u32 column) {
     u32 panel_bytes = u32(matrix >> 16 & 0x3fff) << 4, atom_bytes = u32(matrix >> 32 & 0x3fff) << 4;
     u32 at = (u32(matrix & 0x3fff) << 4) + column / 64 * panel_bytes + column % 64 * 2 + row / 8 * atom_bytes + row % 8 * 128;
     at ^= (at >> 7 & 7) << 4;
-    if (at + 2 > block->shown_to_products.size()) fail("a product reads behind shared memory");
+    if (at + 2 > block->shown_to_products.size()) fail("a product reads beyond shared memory");
     u16 bits;
     memcpy(&bits, &block->shown_to_products[at], 2);
     return bf16(bits);

@@ -307,7 +307,7 @@ API cuDeviceGetAttribute(int* value, int attribute, int) {
     case 97: *value = SHARED_BYTES; return OK;
     // Support of memory pools.
     case 115: *value = 0; return OK;
-    default: fail("what is attribute " + std::to_string(attribute) + " of a device?");
+    default: fail("unknown device attribute " + std::to_string(attribute));
     }
 }
 API cuDevicePrimaryCtxRetain(int** context, int device) {
@@ -525,7 +525,7 @@ API cuEventElapsedTime(float* milliseconds, Event*, Event*) {
 API cuStreamBeginCapture_v2(Stream* stream, int mode) {
     IN_CONTEXT;
     // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: other threads are not restricted.
-    if (mode != 1) fail("a capture that other threads can spoil");
+    if (mode != 1) fail("a capture must be thread-local");
     if (stream->capture) return INVALID_VALUE;
     stream->capture = std::make_shared<Graph>();
     stream->is_origin = true;
@@ -574,7 +574,7 @@ API cuModuleLoadData(Module** module, const char* image) {
     u64 size = header->e_shoff + u64(header->e_shnum) * header->e_shentsize;
     // The library and the file stay open: a later one with the same name would be mistaken for it.
     int fd = memfd_create("code", 0);
-    if (write(fd, image, size) != ssize_t(size)) fail("code cannot be written");
+    if (write(fd, image, size) != ssize_t(size)) fail("cannot write the code");
     void* library = dlopen(("/proc/self/fd/" + std::to_string(fd)).c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library) fail(dlerror());
     auto find = [&](const char* name, auto& function) {

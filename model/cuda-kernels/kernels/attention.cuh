@@ -7,8 +7,8 @@
 // read once for all of them. Softmax uses powers of two and a running maximum. Codes of 8-bit KV are exact in bf16:
 // the scales of keys are multiplied into scores, those of values into weights.
 //
-//   HEAD_DIM  for tensor cores a multiple of 16, up to 256
-//   KV_TYPE   0 f32, 1 f16, 2 bf16, 3 fp8 (E4M3), 4 int8
+//   HEAD_DIM  elements of a head; for tensor cores a multiple of 16, up to 256
+//   KV_TYPE   type of KV elements: 0 f32, 1 f16, 2 bf16, 3 fp8 (E4M3), 4 int8
 #pragma once
 #include "common.cuh"
 

@@ -1,8 +1,8 @@
 // Encodes pieces of KV for the transfer and decodes them. The bits equal those of kv-cache/src/wire.rs, except for
 // NaN.
 //
-//   HEAD_DIM, BLOCK_SIZE    numbers of a vector, and vectors of a head in a piece
-//   OWN                     the pool's type (kv::)
+//   HEAD_DIM, BLOCK_SIZE    elements of a vector, and vectors of a head in a piece
+//   OWN                     element type of the pool (kv::)
 #include "common.cuh"
 
 namespace codes {

@@ -264,17 +264,18 @@ __device__ __forceinline__ float widen_e4m3(u32 code) {
     return float_of(bits | (code & 0x80u) << 24);
 }
 
-// The nearest whole number, in the lowest byte.
+// Rounds to the nearest integer, in the lowest byte.
 __device__ __forceinline__ u32 quantise_int8(float x) { return bits_of(__fadd_rn(x, 12582912.0f)) & 0xffu; }
 
-// The smallest bf16 by which the vector with this largest magnitude (its bits) can be divided; NaN if that is not finite.
+// The scale of a vector whose largest magnitude has these bits: the smallest bf16 whose codes hold the vector. NaN if
+// the magnitude is not finite.
 template <int dtype> __device__ __forceinline__ float scale_of(u32 largest) {
     if (largest >= INFINITE) return float_of(0x7fc00000u);
     float scale = max_of(float_of(largest) / (dtype == FP8 ? 448.0f : dtype == INT8 ? 127.0f : 7.0f), float_of(0x00800000u));
     return float_of((bits_of(scale) + 0xffffu) & 0xffff0000u);
 }
 
-// Of so many numbers, as words; the last is filled up with zeroes.
+// `num` elements as words. The last word is padded with zeros.
 template <int dtype, int num> struct Elements {
     static constexpr int BYTES = num * size_bytes(dtype);
     u32 words[(BYTES + 3) / 4];

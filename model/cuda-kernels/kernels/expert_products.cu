@@ -1,8 +1,8 @@
 // Products of each expert's rows with its weights, all experts in one launch.
 //
 //   TILE_ROWS    rows of an output tile: 16, 32, 64 or 128
-//   GATED        1: weights are gates, then as many that they let through; the output is activation(gate) * up
-//   ACTIVATION   of gated ones
+//   GATED        1: weights are gate rows, then up rows; the output is activation(gate) * up
+//   ACTIVATION   activation of the gates
 #include "common.cuh"
 
 #if GATED

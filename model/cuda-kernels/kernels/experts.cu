@@ -1,9 +1,9 @@
 // Routed experts: the choice of experts, the order of pairs, and the combination of outputs. The products are in
 // expert_products.cu.
 //
-//   route        logits of each row        -> its experts, by ascending number, and their weights
-//   sort_pairs   pairs of row and expert   -> places, expert by expert, rows in order
-//   combine      what experts made, by place -> the weighted sum of each row
+//   route        logits of each row        -> its experts in ascending order, and their weights
+//   sort_pairs   pairs of row and expert   -> places, sorted by expert, then by row
+//   combine      outputs of experts        -> the weighted sum of each row
 #include "common.cuh"
 
 namespace experts {

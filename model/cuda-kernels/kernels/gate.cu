@@ -1,6 +1,6 @@
 // The activation between the two products of an MLP.
 //
-//   ACTIVATION   which function
+//   ACTIVATION   number of the activation (`activated` in common.cuh)
 #include "common.cuh"
 
 struct ApplyGate {

@@ -8,7 +8,7 @@
 //
 // WEIGHTS is the format of the weights. All formats are row-major, [n][k]:
 //   0 bf16
-//   1 fp8 (E4M3), as files have it; its two NaNs become +-480
+//   1 fp8 (E4M3), as in files; its two NaNs become +-480
 //   2 int8, in the order below
 //   3 int4, levels from 0 on, in the order below
 // Integers: the 16 bytes that a lane reads of a row hold, for each 32 numbers that its warp multiplies, the eight

@@ -1,8 +1,8 @@
 // Rotary position embeddings, and the stores of keys and values.
 //
 //   HEAD_DIM, ROTARY_DIM   elements of a head, and how many of them are rotated
-//   KV                     type of the pool's elements (kv::)
-//   ALIGN                  of every vector in the pool, in bytes; at most 16
+//   KV                     element type of the pool (kv::)
+//   ALIGN                  alignment of every vector in the pool, in bytes; at most 16
 #include "common.cuh"
 
 namespace rope {
