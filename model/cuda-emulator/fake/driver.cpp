@@ -171,7 +171,7 @@ struct Stream {
     std::deque<std::pair<u64, Work>> work;
     u64 num_asked = 0, num_done = 0;
     std::shared_ptr<Graph> capture;
-    // The stream that started its capture.
+    // Whether this stream started its capture.
     bool is_origin = false;
 };
 

@@ -79,7 +79,7 @@ __device__ __forceinline__ void store(u8* head, u32 vector, bool is_wanted, cons
             largest[i] = largest[i] > bits ? largest[i] : bits;
         }
     }
-    // The lanes that share a scale.
+    // The number of lanes that share a scale.
     constexpr u32 sharing = form == INT4 ? 4 : LANES;
     if constexpr (form != INT4) {
         for (u32 i = 1; i < CHUNKS_PER_LANE; ++i) largest[0] = largest[0] > largest[i] ? largest[0] : largest[i];

@@ -267,8 +267,8 @@ __device__ __forceinline__ float widen_e4m3(u32 code) {
 // Rounds to the nearest integer, in the lowest byte.
 __device__ __forceinline__ u32 quantise_int8(float x) { return bits_of(__fadd_rn(x, 12582912.0f)) & 0xffu; }
 
-// The scale of a vector whose largest magnitude has these bits: the smallest bf16 whose codes hold the vector. NaN if
-// the magnitude is not finite.
+// The scale of a vector whose largest magnitude has these bits. It is rounded up to bf16, so that the codes can hold
+// the vector. NaN if the magnitude is not finite.
 template <int dtype> __device__ __forceinline__ float scale_of(u32 largest) {
     if (largest >= INFINITE) return float_of(0x7fc00000u);
     float scale = max_of(float_of(largest) / (dtype == FP8 ? 448.0f : dtype == INT8 ? 127.0f : 7.0f), float_of(0x00800000u));

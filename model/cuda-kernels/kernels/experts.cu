@@ -65,7 +65,7 @@ KERNEL(route, RouteToExperts, 128) {
         u32 best = experts::NONE;
         float chance = 0.0f;
         for (u32 i = lane; i < p.num_experts; i += WARP) {
-            // Chosen before. NaN fails both comparisons.
+            // -1 marks an expert that was chosen before. NaN never equals it.
             if (chances[i] == -1.0f) continue;
             if (best == experts::NONE || chances[i] > chance) best = i, chance = chances[i];
         }

@@ -206,7 +206,7 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, float* 
                 }
             }
             if (!HAS_SCALES || (unit + 1 < UNITS && !has_short_groups)) continue;
-            // Applies the scale of a group to the sums in `part`. The first number selects the group.
+            // Applies the scale and the zero of a group to the sums in `part`. `of_group` is one of the group's numbers.
             const u32 of_group = has_short_groups ? step * STEP + 32 * unit : step * STEP;
             if (of_group >= p.k) continue;
 #pragma unroll
@@ -349,7 +349,7 @@ __device__ __forceinline__ u32 quantise_fp8(float x) {
     return sign | ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
 }
 
-// The factor that quantises the numbers. It is zero if all numbers are zero, or too small for a scale.
+// The factor that quantises numbers of this scale. It is zero if all numbers are zero, or too small to scale.
 __device__ __forceinline__ float inverse_of(float scale) { return scale > 1e-37f ? 1.0f / scale : 0.0f; }
 
 __device__ __forceinline__ uint2 quantise_fp8(const float (&x)[8], float inverse) {

@@ -145,7 +145,8 @@ __device__ __noinline__ void find_largest(Shared& shared, const float* logits, u
     __syncthreads();
 }
 
-// A request can make a logit minus infinity by its bias. Tokens that the model itself excludes stay excluded.
+// A request's bias or penalty can exceed the finite numbers, so the result is clamped. Tokens that the model itself
+// excludes stay excluded.
 __device__ __forceinline__ float bounded(float logit, float before) {
     if (before == -SAMPLE_INFINITY) return before;
     return min_of(max_of(logit, LOWEST), -LOWEST);

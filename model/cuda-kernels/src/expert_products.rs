@@ -54,7 +54,7 @@ pub struct ExpertProduct {
     /// Blocks of threads that share the tiles: as many as the device runs at a time, or the number of tiles if that
     /// is smaller.
     pub num_blocks: u16,
-    /// The `tile_rows` of its [source](source).
+    /// The `tile_rows` of its [`source`].
     pub tile_rows: u16,
 }
 

@@ -160,7 +160,7 @@ pub struct MultiplyFew {
     pub num_experts: u32,
     /// 0 or 1.
     pub is_f32: u32,
-    /// The kind of its [source](source).
+    /// The kind of its [`source`].
     pub kind: WeightKind,
 }
 
@@ -200,7 +200,7 @@ pub struct Dequantise {
     pub n: u32,
     pub num_held: u32,
     pub factor: f32,
-    /// The kind of its [source](source).
+    /// The kind of its [`source`].
     pub kind: WeightKind,
     /// 0 where `rows` is null.
     pub first_row: u32,

@@ -81,7 +81,7 @@ unsafe impl Kernel for RopeTable {
 
 /// Adds the projection's bias, norms and rotates the heads of queries and keys, writes queries back, and stores keys
 /// and values in their blocks. Stored bits equal those of
-/// [`KvDtype::store_vector`](baton_kv_cache::KvDtype::store_vector). The keys and values in `qkv` keep the output of
+/// [`store_vector`](baton_kv_cache::VectorCodec::store_vector). The keys and values in `qkv` keep the output of
 /// the projection.
 ///
 /// Moves 4 bytes per element of queries, 3 to 6 per element of keys and values, and 4 `rotary_dim` bytes per row:
