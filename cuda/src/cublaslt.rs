@@ -1,6 +1,6 @@
-//! cuBLASLt's library, loaded at run time: the functions that are used, as they are. What is multiplied is others' business.
+//! cuBLASLt, loaded at run time: its raw functions. This module does not know the products that callers compute.
 //!
-//! The types are cudarc's, and the same in CUDA 12 and 13.
+//! The types are cudarc's. They are the same in CUDA 12 and 13.
 
 use std::{
     ffi::{c_char, c_int, c_void},
@@ -67,7 +67,7 @@ api! {
 
 /// The library.
 pub struct CublasLt {
-    /// To be called as cublasLt.h says; [`check`](Self::check) has the words for what comes back.
+    /// Raw functions of `cublasLt.h`. [`check`](Self::check) converts their status.
     pub api: Api,
     path: PathBuf,
     _library: ManuallyDrop<Library>,
@@ -84,11 +84,11 @@ impl fmt::Debug for CublasLt {
 }
 
 impl CublasLt {
-    /// Loads the newest that the driver runs, from where `BATON_CUBLASLT` says, or where the system's loader or a toolkit
-    /// has it.
+    /// Loads the newest version that the driver supports: from `BATON_CUBLASLT`, from the system's loader, or from a
+    /// toolkit.
     ///
     /// # Errors
-    /// When there is none.
+    /// When no version is found.
     pub fn load(driver: Option<CudaVersion>) -> Result<CublasLt, NoLibrary> {
         let (library, path) = PART.load(None, driver)?;
         let api = Api::find(&library).map_err(|error| PART.absent(driver, words(&error)))?;
@@ -98,14 +98,14 @@ impl CublasLt {
         Ok(CublasLt { api, path, _library: library })
     }
 
-    /// What a status is.
+    /// Converts a status to a result.
     ///
     /// # Errors
-    /// When it is not that of success.
+    /// When the status is not success.
     pub fn check(&self, call: &'static str, status: c_int) -> Result<(), CudaError> {
         match status {
             SUCCESS => Ok(()),
-            // SAFETY: any number has a name, which is static.
+            // SAFETY: every number has a name, and names are static.
             status => Err(CudaError::Failed { call, why: unsafe { text((self.api.status_name)(status)) } }),
         }
     }
@@ -115,9 +115,9 @@ impl CublasLt {
 mod tests {
     use super::*;
 
-    /// Needs no device. Where the linker finds the library, all its functions must be there.
+    /// Needs no device. Where the linker finds the library, all its functions must exist.
     #[test]
-    fn the_library_of_either_version_is_found_or_said_to_be_missing() {
+    fn either_version_is_found_or_reported_missing() {
         match CublasLt::load(None) {
             Ok(library) => {
                 let text = format!("{library:?}");

@@ -1,4 +1,4 @@
-//! Devices: how many there are, and one of them.
+//! CUDA devices: their number, and the handle of one device.
 
 use std::sync::Arc;
 
@@ -10,10 +10,10 @@ use cudarc::driver::{
 
 use crate::{CudaError, CudaVersion, failed};
 
-/// How many devices this process can use: at least one.
+/// The number of devices that this process can use: at least one.
 ///
 /// # Errors
-/// What is missing.
+/// When the driver or a device is missing.
 pub fn num_devices() -> Result<usize, CudaError> {
     // SAFETY: loads the driver, if there is one, as any CUDA program does.
     if !unsafe { sys::is_culib_present() } {
@@ -27,12 +27,12 @@ pub fn num_devices() -> Result<usize, CudaError> {
     }
 }
 
-/// One device, by its primary context: the one that the CUDA runtime, and so NCCL, uses.
+/// One device, with its primary context. The CUDA runtime, and therefore NCCL, uses the same context.
 #[derive(Clone, Debug)]
 pub struct Device(Arc<CudaContext>);
 
 impl Device {
-    /// The `ordinal`th that this process sees.
+    /// Opens device `ordinal` of those that this process sees.
     ///
     /// # Errors
     /// When there is no such device, or the driver fails.
@@ -46,17 +46,17 @@ impl Device {
         Ok(Device(context))
     }
 
-    /// The number of the device, as the driver counts in this process.
+    /// The device's index in this process.
     pub fn ordinal(&self) -> u32 {
         self.0.ordinal() as u32
     }
 
-    /// The context of cudarc.
+    /// cudarc's context.
     pub fn context(&self) -> &Arc<CudaContext> {
         &self.0
     }
 
-    /// Makes it the calling thread's device.
+    /// Makes this device the calling thread's current device.
     ///
     /// # Errors
     /// When the driver fails.
@@ -72,13 +72,13 @@ impl Device {
         self.0.new_stream().map_err(|error| failed("cuStreamCreate", error))
     }
 
-    /// The newest CUDA that its driver runs.
+    /// The newest CUDA version that the driver supports.
     ///
     /// # Errors
     /// When the driver fails.
     pub fn driver_version(&self) -> Result<CudaVersion, CudaError> {
         let mut number = 0;
-        // SAFETY: the out pointer is valid, and the driver is there.
+        // SAFETY: the out pointer is valid, and the driver is loaded.
         let asked = unsafe { sys::cuDriverGetVersion(&mut number) };
         asked.result().map_err(|error| failed("cuDriverGetVersion", error))?;
         Ok(CudaVersion::of_number(number as u32))
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_missing_is_said() {
+    fn missing_drivers_and_devices_are_reported() {
         match num_devices() {
             Ok(num_devices) => {
                 let device = num_devices as u32;

@@ -17,9 +17,9 @@ pub enum CudaError {
     /// The device does not exist.
     #[error("no device {device}: there are {num_devices}")]
     NoSuchDevice {
-        /// Asked for.
+        /// The requested device.
         device: u32,
-        /// There are.
+        /// The number of devices.
         num_devices: usize,
     },
     /// A library that is not part of the driver.
@@ -28,33 +28,33 @@ pub enum CudaError {
     /// The device has not enough free memory.
     #[error("{num_bytes} bytes of device memory are needed, and {num_free} are left")]
     OutOfMemory {
-        /// Asked for.
+        /// The requested bytes.
         num_bytes: usize,
         /// Free bytes; they may be fragmented.
         num_free: usize,
     },
-    /// One of the ranks that compute together has ended.
+    /// One of the ranks of a group has ended.
     #[error("rank {rank} is gone")]
     RankGone {
-        /// Which.
+        /// Its index.
         rank: usize,
     },
     /// A call failed.
     #[error("{call} failed: {why}")]
     Failed {
-        /// Of the driver, or of a library.
+        /// The function of the driver or of a library.
         call: &'static str,
-        /// Its words.
+        /// The text of the failure.
         why: String,
     },
 }
 
-/// What a failed call of the driver is.
+/// The error of a failed driver call.
 pub fn failed(call: &'static str, error: DriverError) -> CudaError {
     CudaError::Failed { call, why: error.to_string() }
 }
 
-/// The same, of a call that asks for memory.
+/// The error of a failed driver call that allocates memory.
 pub(crate) fn refused(call: &'static str, error: DriverError, num_bytes: usize) -> CudaError {
     match error {
         DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY) => {

@@ -1,9 +1,9 @@
-//! CUDA devices through cudarc's driver API, loaded at run time: how many there are, memory on them, and pinned memory of
-//! the host. Also the libraries NVRTC, cuBLASLt and NCCL, loaded at run time.
+//! CUDA devices through cudarc's driver API: their number, their memory, and pinned host memory. Also the libraries
+//! NVRTC, cuBLASLt and NCCL. The driver and the libraries are loaded at run time.
 //!
 //! cudarc's functions panic without a driver, so everything starts with [`num_devices`] or [`Device::open`]. All called
-//! driver functions are older than CUDA 11, so every driver in use has them. The crate does not know what the memory is
-//! for, and no kernels.
+//! driver functions are older than CUDA 11, so every driver in use has them. This crate does not know kernels,
+//! nor the use of the memory.
 //!
 //! Tested so far: the errors for a missing driver and a missing device, and the parts of the libraries that need no
 //! device. The rest has not been run on a device yet.

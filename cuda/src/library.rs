@@ -1,8 +1,8 @@
-//! Libraries that are loaded at run time: how their functions are looked up, and from which CUDA toolkit one is loaded.
+//! Looks up functions of libraries at run time, and finds the libraries of CUDA toolkits.
 //!
-//! A driver runs what was built for its own major version of CUDA, of any minor version, and for older ones; nothing
-//! for a newer one (NVIDIA, "CUDA Compatibility"). File names end in the major version, so that the right one can be asked
-//! for. `libNAME.so` comes with the headers, may be of any version, and is not asked for.
+//! A driver supports libraries of its own major version of CUDA, with any minor version, and of older major versions
+//! (NVIDIA, "CUDA Compatibility"). File names end in the major version, so a search can ask for the right one.
+//! `libNAME.so` comes with the headers and can have any version, so it is not used.
 
 use std::{
     error::Error as _,
@@ -14,16 +14,16 @@ use std::{
 use libloading::Library;
 use thiserror::Error;
 
-/// Major versions of CUDA in which the functions that are called are the same, the newest first.
+/// Major versions of CUDA in which the called functions are the same, the newest first.
 const MAJORS: [u32; 2] = [13, 12];
 
-/// The first driver of the oldest of them.
+/// The first driver of the oldest of these versions.
 const OLDEST_DRIVER: u32 = 525;
 
-/// Where toolkits are installed: `cuda-12.9`, and one that `cuda` links to.
+/// The folder of installed toolkits, such as `cuda-12.9`. `cuda` links to one of them.
 const TOOLKITS: &str = "/usr/local";
 
-/// A version of CUDA: the one that a library is of, or the newest that a driver runs.
+/// A version of CUDA: of a library, or the newest that a driver supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaVersion {
     /// 12 of 12.8.
@@ -33,7 +33,7 @@ pub struct CudaVersion {
 }
 
 impl CudaVersion {
-    /// As the driver and libraries tell it: 12080 is 12.8.
+    /// Converts the number that the driver and libraries return: 12080 is 12.8.
     pub(crate) fn of_number(number: u32) -> CudaVersion {
         CudaVersion { major: number / 1000, minor: number % 1000 / 10 }
     }
@@ -45,22 +45,22 @@ impl fmt::Display for CudaVersion {
     }
 }
 
-/// Major versions whose libraries and code a driver runs, the newest first; all where there is no driver to run them.
+/// Major versions that a driver supports, the newest first. Without a driver: all versions.
 pub fn majors(driver: Option<CudaVersion>) -> impl Iterator<Item = u32> {
     MAJORS.into_iter().filter(move |major| driver.is_none_or(|driver| *major <= driver.major))
 }
 
-/// A library of CUDA's toolkit is not there, or the driver does not run it.
+/// A library of a CUDA toolkit is missing, or the driver does not support it.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("no {name}{}: {why}; {remedy}", .driver.map_or(String::new(), |driver| format!(" for a driver of CUDA {driver}")))]
 pub struct NoLibrary {
     /// "NVRTC"
     pub name: &'static str,
-    /// That is to run it, or its code.
+    /// The driver version that must support the library, or its code.
     pub driver: Option<CudaVersion>,
-    /// What was tried, and the loader's words.
+    /// The files that were tried, with the loader's messages.
     pub why: String,
-    /// What to do.
+    /// What to do about it.
     pub remedy: String,
 }
 
@@ -70,15 +70,16 @@ pub(crate) struct Part {
     pub(crate) name: &'static str,
     /// "libnvrtc"
     pub(crate) stem: &'static str,
-    /// The variable that can name its file or folder.
+    /// The environment variable that can name its file or folder.
     pub(crate) variable: &'static str,
-    /// Packages that it is in, for each of [`MAJORS`].
+    /// The packages that contain it, for each of [`MAJORS`].
     pub(crate) packages: [&'static str; MAJORS.len()],
 }
 
 impl Part {
-    /// Loads the newest that the driver runs, of those that the dynamic linker finds, then of toolkits; or of those that
-    /// `place` has, if that is a folder; or the file `place`. Without a `place` the part's variable may name one. It is never unloaded: threads and exit handlers of such libraries outlive every handle.
+    /// Loads the newest version that the driver supports. `place` is a file or a folder; without it, the library's
+    /// environment variable may name one. Without both, the search covers the dynamic linker's libraries, then
+    /// toolkits. The library is never unloaded, because its threads and exit handlers outlive every handle.
     pub(crate) fn load(
         &self,
         place: Option<&Path>,
@@ -105,8 +106,8 @@ impl Part {
         };
         let mut errors = Vec::new();
         for path in candidates {
-            // SAFETY: its initialisers may run at any time in any thread; an operator who configures another library
-            // trusts it, as with any program that is run.
+            // SAFETY: its initialisers may run at any time in any thread. An operator who configures another library
+            // trusts it, as with any program.
             match unsafe { Library::new(path.as_os_str()) } {
                 Ok(library) => return Ok((ManuallyDrop::new(library), path)),
                 Err(error) => errors.push(words(&error)),
@@ -115,7 +116,7 @@ impl Part {
         Err(self.absent(driver, errors.join("; ")))
     }
 
-    /// Whether a loaded library has the expected version: file names can be wrong.
+    /// Checks the version of a loaded library: file names can be wrong.
     pub(crate) fn check(
         &self,
         path: &Path,
@@ -142,8 +143,8 @@ impl Part {
     }
 }
 
-/// Folders of libraries of the toolkits that are installed there, of the newest first. The dynamic linker is told of them
-/// only by some of the ways to install one.
+/// Library folders of the installed toolkits, the newest first. Some ways of installation do not tell the dynamic
+/// linker about them.
 fn toolkits(root: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(root).into_iter().flatten().flatten();
     let versions = entries.filter_map(|entry| {
@@ -153,7 +154,7 @@ fn toolkits(root: &Path) -> Vec<PathBuf> {
     });
     let mut versions: Vec<_> = versions.collect();
     versions.sort();
-    // A library that is linked as "cuda" is meant to be used.
+    // The operator chose the toolkit that `cuda` links to.
     let linked = root.join("cuda/lib64");
     linked
         .is_dir()
@@ -163,13 +164,13 @@ fn toolkits(root: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// The loader's, which name the file.
+/// The loader's messages, which name the file.
 pub(crate) fn words(error: &libloading::Error) -> String {
     error.source().map_or_else(|| error.to_string(), ToString::to_string)
 }
 
-/// Functions of a library, looked up once. Their types are those of its header; with `int` for its enums, no value of a newer
-/// library is a surprise.
+/// Functions of a library, looked up once. Their types follow the header, with `int` for enums, because a newer
+/// library may return new values.
 macro_rules! api {
     ($vis:vis struct $api:ident { $($name:ident: $symbol:literal fn($($arg:ty),*) -> $result:ty;)* }) => {
         #[doc = "Functions, looked up once."]
@@ -180,7 +181,7 @@ macro_rules! api {
         impl $api {
             fn find(library: &std::mem::ManuallyDrop<libloading::Library>) -> Result<$api, libloading::Error> {
                 Ok($api {
-                    // SAFETY: the types are the header's, and the library is never unloaded.
+                    // SAFETY: the types follow the header, and the library is never unloaded.
                     $($name: *unsafe { library.get($symbol.as_bytes()) }?,)*
                 })
             }
@@ -189,10 +190,10 @@ macro_rules! api {
 }
 pub(crate) use api;
 
-/// Copies a text of a library.
+/// Copies a C string.
 ///
 /// # Safety
-/// Null, or a C string.
+/// The pointer is null or a C string.
 pub(crate) unsafe fn text(pointer: *const std::ffi::c_char) -> String {
     match pointer.is_null() {
         true => String::new(),
@@ -206,13 +207,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_read_as_they_are_told() {
+    fn versions_are_parsed() {
         let versions = [12000, 12080, 13010].map(|number| CudaVersion::of_number(number).to_string());
         assert_eq!(versions, ["12.0", "12.8", "13.1"]);
     }
 
     #[test]
-    fn the_toolkit_that_is_linked_comes_first_then_the_newest() {
+    fn the_linked_toolkit_comes_first_then_the_newest() {
         let dir = tempfile::tempdir().unwrap();
         for name in ["cuda-12.9", "cuda-13.10", "cuda-13.2", "cuda-old", "other"] {
             std::fs::create_dir_all(dir.path().join(name).join("lib64")).unwrap();

@@ -1,4 +1,4 @@
-//! Memory of a device, and pinned memory of the host for its copies.
+//! Memory of a device, and pinned host memory for copies.
 
 use std::{ptr::NonNull, sync::Arc};
 
@@ -27,16 +27,16 @@ impl Allocation {
         Ok(Allocation { address, size_bytes, device: device.clone() })
     }
 
-    /// Zeroed.
+    /// Like [`new`](Self::new), filled with zeros.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// As for [`new`](Self::new).
     pub fn zeroed(device: &Device, size_bytes: usize) -> Result<Allocation, CudaError> {
         let allocation = Allocation::new(device, size_bytes)?;
-        // SAFETY: the whole allocation, which only this function knows yet.
+        // SAFETY: the range is the whole allocation, which nothing else uses yet.
         unsafe { result::memset_d8_sync(allocation.address, 0, size_bytes) }
             .map_err(|error| failed("cuMemsetD8", error))?;
-        // It may return before it is done.
+        // The call may return before the memory is set.
         result::ctx::synchronize().map_err(|error| failed("cuCtxSynchronize", error))?;
         Ok(allocation)
     }
@@ -66,7 +66,7 @@ impl Drop for Allocation {
     }
 }
 
-/// Pinned memory of the host, which a device copies directly. Freed when dropped.
+/// Pinned host memory, which a device copies directly. Freed when dropped.
 #[derive(Debug)]
 pub struct Pinned {
     base: NonNull<u8>,
@@ -74,11 +74,11 @@ pub struct Pinned {
     device: Device,
 }
 
-// SAFETY: plain memory that it owns.
+// SAFETY: the type owns plain memory.
 unsafe impl Send for Pinned {}
 
 impl Pinned {
-    /// Zeroed.
+    /// Allocates memory filled with zeros.
     ///
     /// # Errors
     /// When the host has not enough memory, or the driver fails.
@@ -94,13 +94,13 @@ impl Pinned {
         Ok(pinned)
     }
 
-    /// Its bytes. A caller that had a device write them waits for that first.
+    /// Its bytes. A caller whose device writes them must wait for the device first.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: the allocation has this many bytes, and they are initialised.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.size_bytes) }
     }
 
-    /// Its bytes, mutable. A caller that has a device read them waits for that first.
+    /// Its bytes, mutable. A caller whose device reads them must wait for the device first.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and `self` owns them.
         unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.size_bytes) }
@@ -115,7 +115,7 @@ impl Drop for Pinned {
     }
 }
 
-/// Copies between a device and the host, and waits for them: pinned memory and a stream.
+/// Synchronous copies between a device and the host, with pinned memory and a stream.
 #[derive(Debug)]
 pub struct Copier {
     pinned: Pinned,
@@ -123,10 +123,10 @@ pub struct Copier {
 }
 
 impl Copier {
-    /// Copies of `chunk_bytes` at a time.
+    /// Copies in chunks of `chunk_bytes`.
     ///
     /// # Errors
-    /// When there is no such memory, or the driver fails.
+    /// When there is not enough memory, or the driver fails.
     pub fn new(device: &Device, chunk_bytes: usize) -> Result<Copier, CudaError> {
         Ok(Copier { stream: device.stream()?, pinned: Pinned::new(device, chunk_bytes)? })
     }
@@ -137,7 +137,7 @@ impl Copier {
     /// When the driver fails.
     ///
     /// # Safety
-    /// `from` points to so many bytes, and no thread writes them meanwhile.
+    /// `from` points to as many bytes, and no thread writes them meanwhile.
     pub unsafe fn read(&mut self, from: u64, bytes: &mut [u8]) -> Result<(), CudaError> {
         self.pinned.device.bind()?;
         let mut source = from;
@@ -153,13 +153,13 @@ impl Copier {
         Ok(())
     }
 
-    /// Copies `bytes` to the device; they are there when it returns.
+    /// Copies `bytes` to the device and waits for the copy.
     ///
     /// # Errors
     /// When the driver fails.
     ///
     /// # Safety
-    /// `to` has room for them, and no other thread uses it meanwhile.
+    /// `to` has room for the bytes, and no other thread uses it meanwhile.
     pub unsafe fn write(&mut self, to: u64, bytes: &[u8]) -> Result<(), CudaError> {
         self.pinned.device.bind()?;
         let mut target = to;

@@ -1,9 +1,8 @@
-//! NCCL's library, loaded at run time: the functions that are used, as they are. Who joins whom, and who waits for what, is
-//! others' business.
+//! NCCL, loaded at run time: its raw functions. This module does not know the ranks' protocol, nor how they wait.
 //!
-//! The types are cudarc's. Its own lookups are not used: they know `libnccl.so` only, which comes with the headers,
-//! where `libnccl.so.2` is what hosts and wheels have; and they panic where something is missing. The functions are
-//! unchanged since 2.14.
+//! The types are cudarc's, but its lookup is not used. cudarc searches only for `libnccl.so`, which comes with the
+//! headers, while hosts and Python wheels have `libnccl.so.2`; and it panics when something is missing. The functions
+//! have not changed since 2.14.
 
 use std::{
     ffi::{c_char, c_int, c_void},
@@ -20,7 +19,7 @@ use thiserror::Error;
 
 use crate::library::{api, text, words};
 
-/// What ranks must all have to find each other.
+/// The id of a group. All ranks need it to connect.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct UniqueId(pub [u8; UniqueId::BYTES]);
 
@@ -30,32 +29,32 @@ impl UniqueId {
 }
 
 impl fmt::Debug for UniqueId {
-    /// It is an address, and the right to join.
+    /// It contains an address, and gives the right to join.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("UniqueId(…)")
     }
 }
 
-/// Why NCCL does not do something.
+/// Why an NCCL operation failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum NcclError {
-    /// No library, or one that lacks something.
+    /// The library is missing, or lacks a function.
     #[error(
         "no NCCL: {0}; install it (the wheel nvidia-nccl-cu12 or, for CUDA 13, nvidia-nccl-cu13 has it), and let BATON_NCCL name \
          libnccl.so.2 or its folder"
     )]
     Absent(String),
-    /// A call failed. What it had begun may go on until the communicator is aborted.
+    /// A call failed. Its work may go on until the communicator is aborted.
     #[error("{call} failed: {why}")]
     Failed {
-        /// Which.
+        /// The function.
         call: &'static str,
-        /// Its words.
+        /// NCCL's message.
         why: String,
     },
 }
 
-/// The file that NCCL 2 is in, and the link to it that comes with its headers.
+/// The file of NCCL 2, and the link to it that comes with its headers.
 const LIBRARIES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 /// The first version whose configuration has the fields of cudarc's type: 2.18.
@@ -107,11 +106,11 @@ impl fmt::Debug for Nccl {
     }
 }
 
-/// A communicator's handle, until it is aborted.
+/// The handle of a communicator, until it is aborted.
 #[derive(Debug)]
 pub struct Handle(ncclComm_t);
 
-// SAFETY: NCCL lets any thread call, one at a time, which `&mut` makes sure of.
+// SAFETY: NCCL allows calls from any thread, one at a time. `&mut` guarantees that.
 unsafe impl Send for Handle {}
 
 impl Nccl {
@@ -128,8 +127,8 @@ impl Nccl {
         let absent = |error: libloading::Error| NcclError::Absent(words(&error));
         let mut first_error = None;
         for path in candidates {
-            // SAFETY: NCCL's initialisers may run at any time in any thread; an operator who names another library by
-            // configuration trusts it, as with any program that is run.
+            // SAFETY: NCCL's initialisers may run at any time in any thread. An operator who configures another
+            // library trusts it, as with any program.
             match unsafe { Library::new(path.as_os_str()) } {
                 Ok(library) => return Nccl::of(library, path, absent),
                 Err(error) => first_error = first_error.or(Some(error)),
@@ -156,7 +155,7 @@ impl Nccl {
         }
     }
 
-    /// A new id. Begins to listen for the other ranks, on an address that NCCL_SOCKET_IFNAME can choose.
+    /// Creates an id. NCCL starts to listen for the other ranks on an address that NCCL_SOCKET_IFNAME can choose.
     ///
     /// # Errors
     /// When NCCL finds no such address.
@@ -167,14 +166,15 @@ impl Nccl {
         Ok(UniqueId(id.internal.map(|byte| byte as u8)))
     }
 
-    /// Starts to join as one rank of `num_ranks`, on the device of the thread's current CUDA context. It does not wait for the
-    /// other ranks, nor does any call here: see [`is_ready`](Self::is_ready).
+    /// Starts to join a group as one of `num_ranks` ranks, on the device of the thread's current CUDA context.
+    /// Neither this call nor any other waits for the other ranks; see [`is_ready`](Self::is_ready).
     ///
     /// # Errors
-    /// When NCCL refuses.
+    /// When NCCL rejects the call.
     pub fn join(&self, id: &UniqueId, num_ranks: c_int, rank: c_int) -> Result<Handle, NcclError> {
         let id = ncclUniqueId { internal: id.0.map(|byte| byte as c_char) };
-        // As nccl.h's initialiser, but that no call waits. A newer library fills in what it has besides.
+        // The values of nccl.h's initialiser, with non-blocking calls. A newer library fills in its additional
+        // fields.
         let mut config = ncclConfig_t {
             size: size_of::<ncclConfig_t>(),
             magic: 0xcafe_beef,
@@ -196,10 +196,10 @@ impl Nccl {
         }
     }
 
-    /// Whether the last call is complete, so that the next may be made.
+    /// Whether the last call is complete, so that the next call is allowed.
     ///
     /// # Errors
-    /// When the communicator has failed: it is to be aborted.
+    /// When the communicator has failed and must be aborted.
     pub fn is_ready(&self, handle: &mut Handle) -> Result<bool, NcclError> {
         let mut state = SUCCESS;
         // SAFETY: the handle is alive and the out pointer valid.
@@ -212,14 +212,13 @@ impl Nccl {
         }
     }
 
-    /// Posts one group on a stream of the communicator's device.
+    /// Queues the operations as one group, on a stream of the communicator's device.
     ///
     /// # Errors
-    /// When NCCL refuses.
+    /// When NCCL rejects a call.
     ///
     /// # Safety
-    /// The stream is alive, and the memory can be used by the device until the group is done or the communicator was
-    /// aborted.
+    /// The stream is alive. The device can access the memory until the group is done or the communicator is aborted.
     pub unsafe fn post(
         &self,
         handle: &mut Handle,
@@ -231,7 +230,7 @@ impl Nccl {
         self.check_of(handle, "ncclGroupStart", unsafe { (api.group_start)() })?;
         let mut posted = Ok(());
         for Operation { is_send, address, len, peer } in operations {
-            // SAFETY: the handle is alive; the memory and the stream are valid by the caller's contract.
+            // SAFETY: the handle is alive. The caller guarantees the memory and the stream.
             posted = unsafe {
                 match is_send {
                     true => {
@@ -248,19 +247,19 @@ impl Nccl {
                 break;
             }
         }
-        // Also after an error: the group is the thread's, not the communicator's.
+        // Ends the group also after an error: the group belongs to the thread, not to the communicator.
         // SAFETY: no arguments.
         let ended = unsafe { (api.group_end)() };
         posted.and_then(|()| self.check_of(handle, "ncclGroupEnd", ended))
     }
 
-    /// Posts the sum over all ranks of `[len]` numbers, in place, on a stream of the communicator's device.
+    /// Queues the sum over all ranks of `[len]` numbers, in place, on a stream of the communicator's device.
     ///
     /// # Errors
-    /// When NCCL refuses.
+    /// When NCCL rejects the call.
     ///
     /// # Safety
-    /// As [`post`](Self::post).
+    /// As for [`post`](Self::post).
     pub unsafe fn all_reduce_sum(
         &self,
         handle: &mut Handle,
@@ -270,7 +269,7 @@ impl Nccl {
         stream: cudaStream_t,
     ) -> Result<(), NcclError> {
         let at = numbers as *mut c_void;
-        // SAFETY: the handle is alive; the memory and the stream are valid by the caller's contract.
+        // SAFETY: the handle is alive. The caller guarantees the memory and the stream.
         let result = unsafe { (self.0.api.all_reduce)(at, at, len, of as c_int, SUM, handle.0, stream) };
         self.check_of(handle, "ncclAllReduce", result)
     }
@@ -278,23 +277,23 @@ impl Nccl {
     /// Aborts a communicator.
     ///
     /// # Errors
-    /// When NCCL fails to.
+    /// When NCCL fails to abort it.
     pub fn abort(&self, handle: Handle) -> Result<(), NcclError> {
-        // SAFETY: the handle is alive, and consumed.
+        // SAFETY: the handle is alive, and this call consumes it.
         self.check("ncclCommAbort", unsafe { (self.0.api.abort)(handle.0) })
     }
 
     fn check(&self, call: &'static str, result: c_int) -> Result<(), NcclError> {
         match result {
             SUCCESS | IN_PROGRESS => Ok(()),
-            // SAFETY: any number has a text, which is static.
+            // SAFETY: every number has a static text.
             error => Err(self.failed(call, unsafe { text((self.0.api.error_string)(error)) })),
         }
     }
 
     fn check_of(&self, handle: &Handle, call: &'static str, result: c_int) -> Result<(), NcclError> {
         self.check(call, result).map_err(|error| {
-            // SAFETY: the handle is alive; the text is copied before anything else is called.
+            // SAFETY: the handle is alive. The text is copied before the next call.
             let last = unsafe { text((self.0.api.last_error)(handle.0)) };
             match error {
                 NcclError::Failed { call, why } if !last.is_empty() => {
@@ -313,11 +312,11 @@ impl Nccl {
 /// A send or a receive of a group.
 #[derive(Clone, Copy, Debug)]
 pub struct Operation {
-    /// Or a receive.
+    /// Otherwise a receive.
     pub is_send: bool,
-    /// Of the first byte, as the device sees it.
+    /// Address of the first byte on the device.
     pub address: u64,
-    /// In bytes.
+    /// Number of bytes.
     pub len: usize,
     /// The other rank.
     pub peer: c_int,
@@ -337,7 +336,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_absent_library_is_an_error_in_words() {
+    fn a_missing_library_is_reported() {
         for place in ["/nowhere/libnccl.so.2", "/nowhere"] {
             let error = Nccl::load(Some(Path::new(place))).unwrap_err().to_string();
             assert!(error.contains("no NCCL"), "{error}");
@@ -346,8 +345,8 @@ mod tests {
     }
 
     #[test]
-    fn another_library_is_not_taken_for_nccl() {
-        // The C library is everywhere.
+    fn another_library_is_not_mistaken_for_nccl() {
+        // Every host has the C library.
         let error = Nccl::load(Some(Path::new("libc.so.6"))).unwrap_err().to_string();
         assert!(error.contains("ncclGetVersion"), "{error}");
     }

@@ -1,4 +1,4 @@
-//! NVRTC's library, loaded at run time. What is compiled, and what for, is others' business.
+//! NVRTC, loaded at run time. This module does not know the programs that callers compile.
 
 use std::{
     ffi::{CStr, CString, c_char, c_int},
@@ -50,60 +50,60 @@ pub struct Nvrtc {
     _library: ManuallyDrop<Library>,
 }
 
-/// Code, and what was said of it.
+/// Compiled code, and the compiler's log.
 pub struct Compiled {
-    /// For the architecture of the options.
+    /// Code for the architecture in the options.
     pub cubin: Vec<u8>,
-    /// Warnings, and the assembler's words.
+    /// Warnings, and the assembler's report.
     pub log: String,
 }
 
-/// Why NVRTC does not compile something.
+/// Why NVRTC did not compile a program.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum NvrtcError {
-    /// The program is broken: NVRTC's words.
+    /// The program is broken. Contains NVRTC's log.
     #[error("{0}")]
     Program(String),
-    /// There is no such option, or no such value of it: NVRTC's words.
+    /// An option, or its value, does not exist. Contains NVRTC's log.
     #[error("{0}")]
     Option(String),
     /// A call failed.
     #[error("{call} failed: {why}")]
     Failed {
-        /// Which.
+        /// The function.
         call: &'static str,
-        /// Its words.
+        /// NVRTC's message.
         why: String,
     },
 }
 
 impl Nvrtc {
-    /// Loads the newest whose code the driver runs, from `place` (the file or its folder), or from where
-    /// `BATON_NVRTC` says, or where the system's loader or a toolkit has it.
+    /// Loads the newest version whose code the driver supports: from `place` (a file or a folder), from
+    /// `BATON_NVRTC`, from the system's loader, or from a toolkit.
     ///
     /// # Errors
-    /// When there is none, or `place` is another.
+    /// When no version is found, or `place` holds another library.
     pub fn load(place: Option<&Path>, driver: Option<CudaVersion>) -> Result<Nvrtc, NoLibrary> {
         let (library, path) = PART.load(place, driver)?;
         let api = Api::find(&library).map_err(|error| PART.absent(driver, words(&error)))?;
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: the out pointers are valid. It fails on none other.
+        // SAFETY: the out pointers are valid. The function fails for invalid pointers only.
         unsafe { (api.version)(&mut major, &mut minor) };
         let version = CudaVersion { major: major as u32, minor: minor as u32 };
         PART.check(&path, version, driver)?;
         Ok(Nvrtc { api, version, _library: library })
     }
 
-    /// Of the toolkit that it is of.
+    /// The version of its toolkit.
     pub fn version(&self) -> CudaVersion {
         self.version
     }
 
-    /// Compiles `program`, whose file is to be called `name` and may include `headers` (names and texts). An option names a
-    /// real architecture, of which there is code to be had.
+    /// Compiles `program` as a file `name` that may include `headers` (names and texts). The options must name a real
+    /// architecture, so that the result is machine code.
     ///
     /// # Errors
-    /// When it does not compile.
+    /// When the program does not compile.
     pub fn compile(
         &self,
         name: &str,
@@ -153,22 +153,22 @@ impl Nvrtc {
     }
 
     fn failed(&self, call: &'static str, code: c_int) -> NvrtcError {
-        // SAFETY: any number has a text, which is static.
+        // SAFETY: every number has a static text.
         NvrtcError::Failed { call, why: unsafe { text((self.api.error_string)(code)) } }
     }
 }
 
-/// A program of NVRTC's.
+/// A program of NVRTC.
 struct Program<'a> {
     api: &'a Api,
     program: nvrtcProgram,
 }
 
 impl Program<'_> {
-    /// Something of it, of a size that it is asked for first.
+    /// Reads data of the program: one function returns its size, the other copies it.
     ///
     /// # Safety
-    /// The functions belong together: the second writes as many bytes as the first says.
+    /// The functions belong together: the second one writes as many bytes as the first one returns.
     unsafe fn read(
         &self,
         size: unsafe extern "C" fn(nvrtcProgram, *mut usize) -> c_int,
@@ -176,7 +176,7 @@ impl Program<'_> {
     ) -> Result<Vec<u8>, c_int> {
         let ok = |code| if code == SUCCESS { Ok(()) } else { Err(code) };
         let mut num_bytes = 0;
-        // SAFETY: the program is alive, and the out pointers have room, by the caller's word.
+        // SAFETY: the program is alive. The caller guarantees that the out pointers have room.
         unsafe {
             ok(size(self.program, &mut num_bytes))?;
             let mut bytes = vec![0u8; num_bytes];
@@ -188,7 +188,7 @@ impl Program<'_> {
 
 impl Drop for Program<'_> {
     fn drop(&mut self) {
-        // SAFETY: made by `compile`, or null, which is an error that says nothing; destroyed once.
+        // SAFETY: `compile` created it, or it is null, which only returns an error. It is destroyed once.
         unsafe { (self.api.destroy)(&mut self.program) };
     }
 }
@@ -201,7 +201,7 @@ mod tests {
 
     use super::*;
 
-    /// A folder of libraries that have all of NVRTC's names, and tell a version.
+    /// A folder of libraries with all of NVRTC's names that report a version.
     struct FakeLibraries(TempDir);
 
     impl FakeLibraries {
@@ -246,17 +246,17 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_is_taken_that_the_driver_runs() {
+    fn the_newest_version_that_the_driver_supports_is_loaded() {
         let both = FakeLibraries::new(&[12, 13]);
         for (driver, expected) in [(None, 13), (Some(12), 12), (Some(13), 13), (Some(14), 13)] {
             assert_eq!(load(both.0.path(), driver), Ok(expected), "{driver:?}");
         }
-        // One that is named is taken as long as the driver runs it.
+        // A library that the operator names is used if the driver supports its code.
         assert_eq!(load(&both.file(12), Some(13)), Ok(12));
     }
 
     #[test]
-    fn one_of_either_version_will_do() {
+    fn either_version_is_accepted() {
         for major in [12, 13] {
             let one = FakeLibraries::new(&[major]);
             for place in [one.0.path().to_owned(), one.file(major)] {
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_driver_does_not_run_is_refused() {
+    fn versions_that_the_driver_does_not_support_are_rejected() {
         let newer = FakeLibraries::new(&[13]);
         let refused = load(newer.0.path(), Some(12)).unwrap_err();
         assert!(refused.starts_with("no NVRTC for a driver of CUDA 12.2: "), "{refused}");
@@ -277,7 +277,7 @@ mod tests {
         assert!(!refused.contains("nvidia-cuda-nvrtc)"), "of no use: {refused}");
         let refused = load(&newer.file(13), Some(12)).unwrap_err();
         assert!(refused.contains("libnvrtc.so.13 is of CUDA 13.4"), "{refused}");
-        // The C library is everywhere.
+        // Every host has the C library.
         let refused = load(Path::new("libc.so.6"), None).unwrap_err();
         assert!(refused.contains("nvrtcVersion"), "{refused}");
         for place in [newer.0.path().to_owned(), newer.file(13)] {

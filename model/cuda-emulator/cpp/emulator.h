@@ -1,15 +1,15 @@
-// CUDA's words for one block at a time, on a processor: every thread is a fiber, and fibers take turns at barriers,
-// shuffles and matrix instructions. Slow, and exact about who waits for whom:
+// The CUDA constructs that kernels use, on a processor, one block at a time. Every thread is a fiber; fibers take
+// turns at barriers, shuffles and matrix instructions. Slow, but exact about synchronisation:
 //
-//   - a barrier that some threads never reach is reported, not waited for;
-//   - the order in which threads run between barriers comes from a seed, and so are warps that are held back while
-//     others run ahead, so that a missing barrier shows;
-//   - shared memory is poisoned before each block, and where an asynchronous copy is to come until it is waited for; buffers
-//     have guards of the address sanitizer around them;
-//   - products of warpgroups are done as early as they are asked for or as late as they are waited for, and see of shared memory
-//     what was copied and shown to them.
+//   - a barrier that some threads never reach is reported as an error;
+//   - the order of threads between barriers comes from a seed, and some warps are held back while others run ahead, so
+//     that a missing barrier shows;
+//   - shared memory is poisoned before each block, and the target of an asynchronous copy until the copy is waited for;
+//     buffers have guards of the address sanitizer around them;
+//   - warpgroup products run as early as their start or as late as their wait, and see only those copies to shared memory
+//     that were shown to them.
 //
-// It is included by kernels/common.cuh and ends in a `main` (run.h) that reads buffers and launches from its input.
+// kernels/common.cuh includes this file. It ends in a `main` (run.h) that reads buffers and launches from its input.
 #pragma once
 
 #include <algorithm>
@@ -66,39 +66,39 @@ struct dim3 {
 namespace emulator {
 
 constexpr size_t STACK_BYTES = 256 << 10;
-// What the largest tiles want.
+// The alignment that the largest tiles need.
 constexpr size_t SHARED_ALIGNMENT = 1024;
 
 struct Thread {
-    // Where it begins, and where it has stopped since.
+    // The context at its start, then the point at which it stopped.
     ucontext_t context;
     void* stopped[5];
     bool has_begun = false;
     std::unique_ptr<char[]> stack;
     dim3 idx;
-    // idx.x: blocks have one dimension.
+    // Equals idx.x: blocks have one dimension.
     u32 linear = 0;
     bool is_done = false;
 };
 
-// Of 16 bytes, or zeroes.
+// A copy of 16 bytes, or of zeros.
 struct Copy {
     void* to;
     const void* from;
     bool is_wanted;
 };
 
-// A product of a warpgroup, as one of its threads takes part in it: two rows of 16.
+// One thread's part of a warpgroup product: two rows of 16.
 struct WarpgroupProduct {
     float (*sums)[4];
     u32 num_columns;
     bool is_added;
-    // The left side: what its matrix is found by, or the two rows.
+    // The left side: the descriptor of its matrix, or the two rows.
     u64 left;
     float rows[2][16];
     bool has_rows;
     u64 right;
-    // Rows of the right side are columns of the product's.
+    // Rows of the right side are columns of the product.
     bool is_right_transposed;
 };
 
@@ -114,16 +114,16 @@ struct Block {
     u32 num_alive = 0;
     Barrier all;
     std::vector<Barrier> warps;
-    // What lanes show each other.
+    // The values that lanes exchange.
     std::vector<std::array<u64, 16>> shown;
     std::vector<u8> dynamic_shared;
-    // Copies of each thread that were begun, by group; the open one last.
+    // The copies of each thread, by group. The open group is last.
     std::vector<std::vector<std::vector<Copy>>> copies;
     std::vector<Barrier> warpgroups;
-    // Of each thread, by group, as copies; and when they are done.
+    // The products of each thread, by group, like copies, and when they are computed.
     std::vector<std::vector<std::vector<WarpgroupProduct>>> products;
     bool are_products_late = false;
-    // Shared memory as products see it, and where each thread's copies have come since it was shown.
+    // Shared memory as products see it, and the targets of each thread's copies since it was last shown.
     std::vector<u8> shown_to_products;
     std::vector<std::vector<void*>> copied;
     u64 num_events = 0;
@@ -139,11 +139,11 @@ inline std::function<void()> body;
     exit(3);
 }
 
-// Fibers take turns by the compiler's own jumps: swapcontext asks the kernel for masks of signals, and the sanitizer
-// clears what it knows of the whole stack each time.
+// Fibers switch with the compiler's own jumps. swapcontext would call the kernel for signal masks, and would make the
+// sanitizer clear its state of the whole stack each time.
 #define BATON_SWITCH __attribute__((noipa, no_sanitize("address", "undefined")))
 
-// The compiler does not allow it in the function that stops.
+// The compiler does not allow this call in the function that stops.
 [[noreturn]] BATON_SWITCH inline void go_on(void** at) { __builtin_longjmp(at, 1); }
 
 BATON_SWITCH inline void yield() {
@@ -171,7 +171,7 @@ inline void arrive(Barrier& barrier, u32 expected) {
     while (barrier.generation == generation) yield();
 }
 
-// Of the warp of the running thread: all of its threads that there are.
+// The existing threads of the running thread's warp.
 inline u32 warp_size() {
     u32 first = current->linear / 32 * 32;
     return std::min<u32>(32, u32(block->threads.size()) - first);
@@ -194,7 +194,7 @@ inline void enter() {
     current->is_done = true;
     block->num_alive -= 1;
     block->num_events += 1;
-    // Who has left is not waited for.
+    // Barriers do not wait for a thread that has returned.
     if (block->all.arrived > 0 && block->all.arrived >= block->num_alive) {
         block->all.arrived = 0;
         block->all.generation += 1;
@@ -251,7 +251,7 @@ inline void launch(const LaunchShape& shape, u32 seed, const std::function<void(
                 std::vector<bool> is_held(here.warps.size());
                 for (u32 round = 0, num_idle = 0; here.num_alive > 0; ++round) {
                     if (seed) std::shuffle(order.begin(), order.end(), random);
-                    // So that warps which do not wait for each other come far apart.
+                    // Lets warps that do not wait for each other drift far apart.
                     if (seed && round % 128 == 0 && num_idle == 0) {
                         for (size_t i = 0; i < is_held.size(); ++i) is_held[i] = random() % 2;
                     }
@@ -262,7 +262,7 @@ inline void launch(const LaunchShape& shape, u32 seed, const std::function<void(
                     }
                     num_idle = here.num_events == before ? num_idle + 1 : 0;
                     if (num_idle == 1) {
-                        // The others' turn, while these wait.
+                        // The other threads run while these wait.
                         is_held.flip();
                     } else if (num_idle == 2) {
                         fail("threads of block " + std::to_string(x) + "," + std::to_string(y) + "," +
@@ -347,7 +347,7 @@ inline float float_of(u32 bits) {
     memcpy(&x, &bits, 4);
     return x;
 }
-// Never fused with what follows.
+// Never fused with the operation that follows.
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
@@ -358,7 +358,7 @@ inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
-// Fibers of one thread: nothing comes between.
+// Fibers share one thread, so nothing can interrupt this.
 template <class T> inline T atomicAdd(T* at, T value) {
     T old = *at;
     *at = old + value;
@@ -389,7 +389,7 @@ inline u32 pick_bytes(u32 low, u32 high, u32 selector) {
 inline u32 multiply_add_bf16(u32 a, u32 b, u32 c) {
     auto of_half = [&](u32 shift) -> float {
         using emulator::bf16;
-        // Exact but for sums of numbers that are far apart.
+        // Exact except for sums of numbers of very different magnitude.
         return float(double(bf16(a >> shift & 0xffff)) * bf16(b >> shift & 0xffff) + bf16(c >> shift & 0xffff));
     };
     return pack_bf16(of_half(0), of_half(16));
@@ -436,14 +436,14 @@ inline void load_matrices(u32 (&m)[4], const void* row) { emulator::matrices(m, 
 inline void load_matrices_transposed(u32 (&m)[4], const void* row) { emulator::matrices(m, row, true); }
 
 namespace emulator {
-// 16 bytes of dynamic shared memory, to products.
+// 16 bytes of dynamic shared memory, made visible to products.
 inline void show(const void* at) {
     size_t offset = static_cast<const u8*>(at) - static_cast<const u8*>(dynamic_shared());
     if (offset + 16 <= block->shown_to_products.size()) memcpy(&block->shown_to_products[offset], at, 16);
 }
 } // namespace emulator
 
-// Copied when it is waited for; poison until then.
+// The copy happens at the wait. Until then its target holds poison.
 inline void copy_async(void* to, const void* from, bool is_wanted) {
     if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || (is_wanted && reinterpret_cast<uintptr_t>(from) % 16 != 0)) {
         emulator::fail("an asynchronous copy is not aligned to 16 bytes");
@@ -461,7 +461,7 @@ inline void end_copy_group() {
 }
 template <int num_groups> inline void await_copies() {
     auto& groups = emulator::block->copies[emulator::current->linear];
-    // The last one is open: nobody has ended it.
+    // The last group is still open.
     while (groups.size() > size_t(num_groups) + 1) {
         for (auto& copy : groups.front()) {
             if (copy.is_wanted) {

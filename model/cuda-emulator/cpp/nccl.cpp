@@ -1,6 +1,6 @@
-// A fake of NCCL where there is no GPU, with memory of the host in the place of devices', so that it can be seen what is
-// asked of it, and who waits for whom. Nothing blocks: ranks join when all are there, and what is posted is in progress until
-// all ranks have posted as much, and done then.
+// A fake NCCL for machines without a GPU. Host memory stands for device memory, so that tests can inspect the
+// operations and the waits of each rank. No call blocks: ranks have joined when all have called join, and an
+// operation is in progress until all ranks have posted theirs, and done then.
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -53,7 +53,7 @@ float widened(uint16_t bits) {
     return value;
 }
 
-// Test data is exact in bf16: to cut off is to round.
+// Test data is exact in bf16, so truncation is exact.
 uint16_t rounded(float value) {
     uint32_t word;
     std::memcpy(&word, &value, 4);
@@ -68,7 +68,7 @@ bool all_have(Group& group, size_t num_posted) {
     return true;
 }
 
-// The last rank to post a sum computes it for all.
+// The last rank that posts a sum computes it for all ranks.
 void sum_if_all(Group& group, size_t idx) {
     if (!all_have(group, idx + 1) || !group.comms[0]->posted[idx].is_sum) return;
     for (size_t i = 0; i < group.comms[0]->posted[idx].len; ++i) {
@@ -78,7 +78,7 @@ void sum_if_all(Group& group, size_t idx) {
     }
 }
 
-// The last rank to post moves what all have: what one receives another sends to it.
+// The last rank that posts copies the data of all ranks. Each receive has a matching send.
 void move_if_all(Group& group, size_t idx) {
     if (!all_have(group, idx + 1)) return;
     for (auto& [rank, comm] : group.comms) {
@@ -93,7 +93,8 @@ void move_if_all(Group& group, size_t idx) {
     for (auto& [_, comm] : group.comms) comm->moved.clear();
 }
 
-// One group is one operation; the first rank's are of all others, in their order, and the others' of the first.
+// A group is one operation. The first rank's group has the operations with all other ranks, in their order; another
+// rank's group has the operation with the first rank.
 int post(Moved moved, int type, Comm* comm) {
     int last = comm->rank == 0 ? comm->group->num_ranks - 1 : 0;
     if (type != 1 || (moved.peer == 0) != (comm->rank != 0) || group_depth != 1) return InvalidUsage;

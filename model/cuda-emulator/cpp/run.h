@@ -1,4 +1,4 @@
-// A device for as long as its input lasts: memory, kernels and products, by commands from standard input.
+// A device that lives as long as its input: memory, kernels and products, by commands from standard input.
 //
 //   input:   u32 seed; u32 is_compared; then commands, each a u32 and
 //     ALLOCATE  u64 bytes                      -> u64 address
@@ -7,8 +7,8 @@
 //     LAUNCH    u32 name bytes, name, LaunchShape, u32 params bytes, params
 //     MULTIPLY  Product
 //     MULTIPLY_FP8  Fp8Product
-//   Addresses are this process's own. If results are compared, kernels run twice: with threads in order, and in an order
-//   random.
+// Addresses are those of this process. If results are compared, kernels run twice: with threads in order, and in a
+// random order.
 #pragma once
 
 #include "emulator.h"
@@ -19,7 +19,7 @@ namespace emulator {
 
 enum Command : u32 { ALLOCATE, WRITE, READ, LAUNCH, MULTIPLY, MULTIPLY_FP8 };
 
-// As `Product` of device.rs.
+// The struct `Product` of device.rs.
 struct Product {
     u64 left, right, out;
     u64 num_rows, num_out, num_in, left_stride, out_stride;
@@ -27,7 +27,7 @@ struct Product {
     float beta;
 };
 
-// As `Fp8Product` of device.rs.
+// The struct `Fp8Product` of device.rs.
 struct Fp8Product {
     u64 left, right, out, left_scales, right_scales;
     u64 num_rows, num_out, num_in, scaling;
@@ -48,7 +48,8 @@ inline void reply(const void* from, size_t num_bytes) {
     fflush(stdout);
 }
 
-// Each an allocation of its own, so that the sanitizer sees its ends; 256 bytes aligned, as cuMemAlloc's are.
+// Each buffer is an allocation of its own, so that the sanitizer detects its ends. Aligned to 256 bytes, like
+// cuMemAlloc.
 struct Memory {
     std::map<u8*, size_t> buffers;
 
@@ -81,7 +82,7 @@ inline void launch(const Memory& memory, u32 seed, bool is_compared) {
     std::vector<u64> params((params_bytes + 7) / 8);
     read_exactly(params.data(), params_bytes);
     auto found = kernels().find(name);
-    if (found == kernels().end()) fail("no kernel " + name);
+    if (found == kernels().end()) fail("unknown kernel " + name);
     const Kernel& kernel = found->second;
     if (params_bytes != kernel.params_bytes) {
         fail(name + " takes " + std::to_string(kernel.params_bytes) + " bytes of parameters, not " +
@@ -98,7 +99,7 @@ inline void launch(const Memory& memory, u32 seed, bool is_compared) {
     if (memory.contents() != after) fail(name + ": the result depends on the order of threads");
 }
 
-// The sanitizer does not look at each element: `multiply` has asked it for whole rows.
+// `multiply` has checked whole rows with the sanitizer, so elements are not checked.
 __attribute__((no_sanitize("address", "undefined"), optimize("O3"))) inline float
 dot(const u16* a, const u16* b, size_t num_in) {
     float sum = 0.0f;
@@ -116,9 +117,9 @@ inline void check(const void* at, size_t num_bytes) {
     if (__asan_region_is_poisoned(const_cast<void*>(at), num_bytes)) fail("a product leaves its buffers");
 }
 
-// out = left right^T + beta out: [rows][in] x [out][in]^T, sums in single precision.
+// out = left right^T + beta out: [rows][in] x [out][in]^T, with sums in f32.
 inline void multiply(const Product& p) {
-    // What cuBLASLt's fast kernels want of every row.
+    // The alignment that cuBLASLt's fast kernels need for every row.
     if (p.left % 16 || p.right % 16 || p.out % 16 || p.num_in % 8 || p.left_stride % 8) {
         fail("rows of a product are not aligned to 16 bytes");
     }
@@ -143,7 +144,7 @@ inline void multiply(const Product& p) {
     }
 }
 
-// Of E4M3, by its definition.
+// E4M3 by its definition.
 inline float of_e4m3(u8 code) {
     int exponent = code >> 3 & 15, mantissa = code & 7;
     if ((code & 0x7f) == 0x7f) return NAN;
@@ -151,18 +152,18 @@ inline float of_e4m3(u8 code) {
     return code & 0x80 ? -size : size;
 }
 
-// out = left right^T of E4M3, each with its scales if there are any.
+// out = left right^T of E4M3 numbers, each times its scale if there are scales.
 inline void multiply_fp8(const Fp8Product& p) {
     if (p.left % 16 || p.right % 16 || p.out % 16 || p.num_in % 16 || p.num_out % 16) {
-        fail("rows of a product in fp8 are not aligned to 16 bytes");
+        fail("rows of an fp8 product are not aligned to 16 bytes");
     }
     auto left = reinterpret_cast<const u8*>(p.left), right = reinterpret_cast<const u8*>(p.right);
     auto out = reinterpret_cast<u16*>(p.out);
     auto left_scales = reinterpret_cast<const float*>(p.left_scales);
     auto right_scales = reinterpret_cast<const float*>(p.right_scales);
     bool are_blocks = p.scaling == 2;
-    if (are_blocks && (p.num_in % 128 || p.num_rows % 4)) fail("a product in fp8 is of parts of blocks");
-    // Scales of what a product's sum is of so far.
+    if (are_blocks && (p.num_in % 128 || p.num_rows % 4)) fail("the sizes of an fp8 product are not multiples of its blocks");
+    // The scales of the sum so far.
     auto scale = [&](u64 row, u64 column, u64 k) {
         if (p.scaling == 0) return 1.0f;
         if (!are_blocks) return left_scales[row] * right_scales[column];
@@ -212,7 +213,7 @@ inline void serve() {
         case LAUNCH: launch(memory, seed, is_compared); break;
         case MULTIPLY: multiply(read_value<Product>()); break;
         case MULTIPLY_FP8: multiply_fp8(read_value<Fp8Product>()); break;
-        default: fail("no command " + std::to_string(command));
+        default: fail("unknown command " + std::to_string(command));
         }
     }
 }

@@ -1,4 +1,5 @@
-// Products of warpgroups, as kernels/warpgroup.cuh has them. They find their matrices by the same descriptors as the hardware.
+// Products of warpgroups, with the interface of kernels/warpgroup.cuh. They decode the same matrix descriptors as the
+// hardware.
 #pragma once
 #include "emulator.h"
 
@@ -6,7 +7,7 @@ namespace warpgroup {
 
 inline u64 matrix_of(const void* at, u32 panel_bytes) {
     u64 offset = static_cast<const u8*>(at) - static_cast<const u8*>(emulator::dynamic_shared());
-    if (offset % 128 != 0 || offset >= 1 << 18) emulator::fail("a matrix is not where products find it");
+    if (offset % 128 != 0 || offset >= 1 << 18) emulator::fail("a matrix is misaligned or beyond the reach of descriptors");
     return offset >> 4 | u64(panel_bytes >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 
@@ -20,12 +21,12 @@ inline void show_to_products() {
 
 namespace emulator {
 
-// An element of a matrix with the swizzle of 128 bytes; `row` counts what is 128 bytes apart, `column` what is two.
+// An element of a matrix with the 128-byte swizzle. `row` is in units of 128 bytes, `column` in units of two bytes.
 inline float element(u64 matrix, u32 row, u32 column) {
     u32 panel_bytes = u32(matrix >> 16 & 0x3fff) << 4, atom_bytes = u32(matrix >> 32 & 0x3fff) << 4;
     u32 at = (u32(matrix & 0x3fff) << 4) + column / 64 * panel_bytes + column % 64 * 2 + row / 8 * atom_bytes + row % 8 * 128;
     at ^= (at >> 7 & 7) << 4;
-    if (at + 2 > block->shown_to_products.size()) fail("a product reads behind shared memory");
+    if (at + 2 > block->shown_to_products.size()) fail("a product reads beyond shared memory");
     u16 bits;
     memcpy(&bits, &block->shown_to_products[at], 2);
     return bf16(bits);

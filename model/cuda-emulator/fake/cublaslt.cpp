@@ -1,5 +1,5 @@
-// A fake of cuBLASLt, on the fake driver: the products that Baton asks for, in the manual's words of
-// columns. What it does not know it refuses, as the library does.
+// A fake cuBLASLt on the fake driver: the products that Baton uses, in the manual's column-major terms. It rejects
+// everything else, as the library does.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -18,7 +18,7 @@ typedef uint64_t u64;
 
 enum { SUCCESS = 0, NOT_INITIALIZED = 1, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
 enum { F32 = 0, BF16 = 14, E4M3 = 28, COMPUTE_32F = 68 };
-// Of scales: one, one for each row, for 128 numbers of a row, for 128 of 128 rows.
+// Modes of scales: one scale, one for each row, for each 128 numbers of a row, for each block of 128 x 128.
 enum { SCALAR = 0, OUTER_VECTOR = 3, VECTORS_OF_128 = 4, BLOCKS_OF_128 = 5 };
 
 struct Description {
@@ -123,7 +123,7 @@ API int cublasLtMatmulPreferenceDestroy(Preference* preference) {
 }
 API int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, const void* value, size_t size) {
     if (attribute == 1 && size == 8) return memcpy(&preference->workspace_bytes, value, 8), SUCCESS;
-    // Of each matrix.
+    // Attributes of each matrix.
     bool is_alignment = attribute >= 5 && attribute <= 8 && size == 4;
     return is_alignment ? (memcpy(&preference->alignments[attribute], value, 4), SUCCESS) : INVALID_VALUE;
 }
@@ -145,7 +145,7 @@ static int check(const Description* d, const Layout* a, const Layout* b, const L
     return d->mode_a == d->mode_b && (d->mode_a == SCALAR || d->mode_a == OUTER_VECTOR) ? SUCCESS : NOT_SUPPORTED;
 }
 
-// Algorithms are for one shape.
+// An algorithm is valid for one shape.
 static u64 mark_of(const Layout* a, const Layout* b) {
     return u64(a->type) << 56 ^ a->rows << 40 ^ a->columns << 20 ^ b->columns;
 }
@@ -186,10 +186,10 @@ struct Product {
     void* workspace;
 };
 
-// out = alpha a^T b + beta out
+// out = alpha a^T b + beta out.
 static int multiply(void* at) {
     auto& p = *static_cast<Product*>(at);
-    // Algorithms may use it.
+    // Algorithms may use the workspace.
     memset(p.workspace, 0xff, 4096);
     u64 depth = p.a.rows, num_groups = (depth / 128 + 3) / 4 * 4;
     int mode = p.description.mode_a;
@@ -242,7 +242,7 @@ API int cublasLtMatmul(void* handle, const Description* description, const float
         fprintf(stderr, "fake cuBLASLt: a product leaves the device's memory\n");
         abort();
     }
-    // Kept: a graph does it again.
+    // The graph keeps a copy and runs it again.
     auto* product = new Product{*description, *a, *b, *out, from_a, from_b, to, *alpha, *beta, workspace};
     auto ask = reinterpret_cast<void (*)(void*, int (*)(void*), void*)>(of_driver("fake_ask"));
     ask(stream, multiply, product);

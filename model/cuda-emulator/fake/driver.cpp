@@ -1,9 +1,9 @@
-// A fake of CUDA's driver, libcuda.so.1, and its devices: the code that talks to a driver is run where there
-// is none. What a stream is asked for is done when somebody waits for it, as late as that may be, by kernels that g++ has read
-// (module.h); and where a driver is strict, it is, too: contexts of threads, what a capture does not allow, shared memory and
-// grids, the sizes of allocations. The devices' memory is out of the host's reach while none of them works.
+// A fake CUDA driver, libcuda.so.1, with fake devices: it runs the code that calls a driver on machines without one.
+// A stream does its work as late as possible, when a thread waits for it, with kernels that g++ compiled (module.h).
+// The fake is as strict as a driver: contexts of threads, operations that a capture forbids, limits of shared memory
+// and grids, the sizes of allocations. The host cannot access the devices' memory while none of them works.
 //
-// Environment: FAKE_DEVICES, 1 unless it is said; FAKE_MEMORY_BYTES of each.
+// Environment: FAKE_DEVICES, 1 by default, and FAKE_MEMORY_BYTES of each device.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -48,10 +48,10 @@ enum Result : int {
     CAPTURE_UNMATCHED = 903,
 };
 
-// Of an H100.
+// The limit of an H100.
 constexpr int MULTIPROCESSORS = 132;
 constexpr u32 SHARED_BYTES = 227 << 10;
-// What a block may have without being asked for more.
+// The limit of a block without an attribute.
 constexpr u32 DEFAULT_SHARED_BYTES = 48 << 10;
 constexpr u64 ALIGNMENT = 512;
 
@@ -60,14 +60,14 @@ constexpr u64 ALIGNMENT = 512;
     abort();
 }
 
-// Of everything below.
+// Protects everything below.
 std::recursive_mutex mutex;
 bool is_initialized = false;
 constexpr int MAX_DEVICES = 8;
-// Primary contexts: by their addresses.
+// Primary contexts. Their addresses identify them.
 int contexts[MAX_DEVICES];
 thread_local int* current = nullptr;
-// Captures that this thread has begun, and not ended.
+// Captures that this thread has started and not ended.
 thread_local int num_captures = 0;
 
 u64 said(const char* variable, u64 otherwise) {
@@ -84,7 +84,7 @@ int num_devices() {
 struct Memory {
     int fd;
     u64 base, size, num_used = 0;
-    // Offsets and sizes.
+    // Offsets and sizes of allocations.
     std::map<u64, u64> allocations;
 
     Memory() {
@@ -96,7 +96,7 @@ struct Memory {
         base = reinterpret_cast<u64>(at);
     }
 
-    // The first place that is large enough, or none.
+    // The first free range that is large enough.
     bool allocate(u64 num_bytes, u64& offset) {
         u64 wanted = (num_bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
         offset = 0;
@@ -116,10 +116,10 @@ std::vector<Memory>& memories() {
     return *all;
 }
 
-// Of the thread's device.
+// The memory of the thread's device.
 Memory& memory() { return memories()[current - contexts]; }
 
-// While a device works, memory is there.
+// While a device works, its memory is accessible.
 struct Working {
     static int num;
     Working() {
@@ -134,11 +134,11 @@ struct Working {
 };
 int Working::num = 0;
 
-// Memory of other processes that was opened, and of the host that was registered.
+// Opened memory of other processes, and registered memory of the host.
 std::map<u64, u64> foreign;
 std::set<void*> pinned;
 
-// What lies in one piece with `at`, if devices reach it: the piece.
+// The contiguous range that contains `at`, if devices can access it.
 bool piece(u64 at, u64& first, u64& len) {
     u64 base = 0;
     auto* pieces = &foreign;
@@ -157,26 +157,26 @@ bool reaches(u64 at, u64 num_bytes) {
     return num_bytes == 0 || (piece(at, first, len) && at + num_bytes <= first + len);
 }
 
-// Whether it is done: what other ranks have a part in may have to wait for them.
+// Returns whether it is done. An operation with other ranks may have to wait for them.
 typedef std::function<bool()> Work;
 
-// What was asked for while it was captured, in that order.
+// The captured operations, in order.
 struct Graph {
     std::vector<Work> work;
     bool is_valid = true;
 };
 
 struct Stream {
-    // What is to be done, numbered.
+    // The numbered operations that are not done.
     std::deque<std::pair<u64, Work>> work;
     u64 num_asked = 0, num_done = 0;
     std::shared_ptr<Graph> capture;
-    // It has begun its capture.
+    // Whether this stream started its capture.
     bool is_origin = false;
 };
 
 struct Event {
-    // Where it was recorded; never destroyed.
+    // The place in the stream where it was recorded. Never destroyed.
     Stream* stream = nullptr;
     u64 place = 0;
     std::weak_ptr<Graph> captured;
@@ -185,7 +185,7 @@ struct Event {
 
 std::set<Stream*> streams;
 
-// Does what a stream was asked for, up to `place`, as far as it can be done; whether that is all.
+// Does a stream's operations up to `place`, as far as possible. Returns whether all are done.
 bool work_until(Stream* stream, u64 place) {
     auto is_left = [=] { return !stream->work.empty() && stream->work.front().first <= place; };
     if (!is_left()) return true;
@@ -198,7 +198,7 @@ bool work_until(Stream* stream, u64 place) {
     return true;
 }
 
-// Until it is done, while other threads may ask for what it waits for.
+// Polls `done`. Between two polls, other threads may queue the operations that it waits for.
 template <class Done> void wait_until(Done done) {
     for (;; usleep(100)) {
         std::lock_guard<std::recursive_mutex> guard(mutex);
@@ -226,7 +226,7 @@ void ask(Stream* stream, Work work) {
     }
 }
 
-// Something was asked for that a capture does not allow.
+// An operation was queued that a capture forbids.
 Result spoil_captures() {
     for (Stream* stream : streams) {
         if (stream->capture) stream->capture->is_valid = false;
@@ -261,13 +261,13 @@ struct Function {
 #define NOT_CAPTURING                                                                                                  \
     IN_CONTEXT;                                                                                                        \
     if (num_captures > 0) return spoil_captures()
-// Others go on meanwhile.
+// Other threads continue meanwhile.
 #define WAIT(what)                                                                                                     \
     guard.unlock();                                                                                                    \
     what;                                                                                                              \
     guard.lock()
 
-// For other fake libraries of CUDA's.
+// For the other fake libraries.
 extern "C" __attribute__((visibility("default"))) void fake_ask(void* stream, int (*work)(void*), void* argument) {
     LOCK;
     ask(static_cast<Stream*>(stream), [=] { return work(argument) != 0; });
@@ -305,9 +305,9 @@ API cuDeviceGetAttribute(int* value, int attribute, int) {
     case 75: *value = 9; return OK;
     case 76: *value = 0; return OK;
     case 97: *value = SHARED_BYTES; return OK;
-    // Pools of memory.
+    // Support of memory pools.
     case 115: *value = 0; return OK;
-    default: fail("what is attribute " + std::to_string(attribute) + " of a device?");
+    default: fail("unknown device attribute " + std::to_string(attribute));
     }
 }
 API cuDevicePrimaryCtxRetain(int** context, int device) {
@@ -397,7 +397,7 @@ API cuMemHostGetDevicePointer_v2(u64* address, void* at, unsigned) {
     return OK;
 }
 
-// Of an allocation, for other processes.
+// A handle of an allocation for other processes.
 struct Handle {
     int pid, fd;
     u64 offset, size;
@@ -412,7 +412,7 @@ API cuIpcGetMemHandle(Handle* handle, u64 address) {
 }
 API cuIpcOpenMemHandle_v2(u64* address, Handle handle, unsigned) {
     IN_CONTEXT;
-    // Not by the process whose it is.
+    // The process that allocated the memory must not open it.
     if (handle.pid == getpid()) return INVALID_CONTEXT;
     std::string path = "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
     int fd = open(path.c_str(), O_RDWR);
@@ -505,7 +505,7 @@ API cuEventQuery(Event* event) {
     LOCK;
     if (num_captures > 0 || event->captured.lock()) return spoil_captures();
     if (!event->stream || event->stream->num_done >= event->place) return OK;
-    // Not the first time that somebody looks.
+    // An event is never complete at the first query.
     if (!std::exchange(event->was_queried, true)) return NOT_READY;
     return work_until(event->stream, event->place) ? OK : NOT_READY;
 }
@@ -524,8 +524,8 @@ API cuEventElapsedTime(float* milliseconds, Event*, Event*) {
 
 API cuStreamBeginCapture_v2(Stream* stream, int mode) {
     IN_CONTEXT;
-    // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: other threads may do what they like.
-    if (mode != 1) fail("a capture that other threads can spoil");
+    // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: other threads are not restricted.
+    if (mode != 1) fail("a capture must be thread-local");
     if (stream->capture) return INVALID_VALUE;
     stream->capture = std::make_shared<Graph>();
     stream->is_origin = true;
@@ -566,15 +566,15 @@ API cuGraphDestroy(std::shared_ptr<Graph>* graph) {
     return OK;
 }
 
-// Code is a library for processors, as the fake NVRTC makes it.
+// Code is a shared library for processors, from the fake NVRTC.
 API cuModuleLoadData(Module** module, const char* image) {
     NOT_CAPTURING;
     if (memcmp(image, ELFMAG, SELFMAG) != 0) return INVALID_IMAGE;
     auto* header = reinterpret_cast<const Elf64_Ehdr*>(image);
     u64 size = header->e_shoff + u64(header->e_shnum) * header->e_shentsize;
-    // Neither is closed: the next one would have its name, and be taken for it.
+    // The library and the file stay open: a later one with the same name would be mistaken for it.
     int fd = memfd_create("code", 0);
-    if (write(fd, image, size) != ssize_t(size)) fail("code cannot be written");
+    if (write(fd, image, size) != ssize_t(size)) fail("cannot write the code");
     void* library = dlopen(("/proc/self/fd/" + std::to_string(fd)).c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library) fail(dlerror());
     auto find = [&](const char* name, auto& function) {

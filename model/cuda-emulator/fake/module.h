@@ -1,4 +1,4 @@
-// Behind a file of kernels that was compiled for processors: what the fake driver calls.
+// Appended to a kernel file that was compiled for processors: the functions that the fake driver calls.
 #pragma once
 #include "emulator.h"
 

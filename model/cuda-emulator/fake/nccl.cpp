@@ -1,5 +1,5 @@
-// A fake of NCCL, for the devices of the fake driver: what is posted on a stream is done when every rank's
-// stream has come to it, and blocks the stream until then.
+// A fake NCCL for the devices of the fake driver. An operation on a stream blocks that stream until every rank's
+// stream has reached it, and is then done.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -25,7 +25,7 @@ struct Moved {
     int peer;
 };
 
-// A sum, or else sends and receives of one group.
+// A sum, or the sends and receives of one group.
 struct Posted {
     struct Comm* comm;
     u16* numbers;
@@ -33,7 +33,7 @@ struct Posted {
     std::vector<Moved> moved;
 };
 
-// What the ranks have come to, each its own; done when all have.
+// The operation that each rank has reached. It is done when all ranks have reached it.
 struct Meeting {
     std::map<int, Posted*> posted;
     int num_left = 0;
@@ -48,7 +48,7 @@ struct Group {
 struct Comm {
     Group* group;
     int rank;
-    // Of the meeting that its stream has come to, or comes to next.
+    // The index of the operation that its stream has reached or reaches next.
     u64 nth = 0;
     bool has_come = false;
     bool is_aborted = false;
@@ -57,7 +57,7 @@ struct Comm {
 static std::mutex mutex;
 static std::map<std::string, Group> groups;
 static int num_ids = 0;
-// Of this thread's group.
+// The open group of this thread.
 static thread_local int depth = 0;
 static thread_local Posted* open = nullptr;
 static thread_local void* open_stream = nullptr;
@@ -93,7 +93,8 @@ static void meet(Meeting& meeting) {
     }
 }
 
-// The stream has come to it; whether it may go on. By the driver, which has opened its devices' memory.
+// The driver calls this when the stream reaches the operation, with the devices' memory accessible. Returns whether
+// the stream may continue.
 static int come(void* at) {
     auto* posted = static_cast<Posted*>(at);
     Comm* comm = posted->comm;
@@ -111,7 +112,7 @@ static int come(void* at) {
     return 1;
 }
 
-// Kept: a graph does it again.
+// The graph keeps a copy and runs it again.
 static void ask(Posted* posted, void* stream) {
     static void* library = dlopen("libcuda.so.1", RTLD_NOW);
     static void* found = library ? dlsym(library, "fake_ask") : nullptr;
@@ -156,7 +157,7 @@ API int ncclCommGetAsyncError(Comm* comm, int* state) {
     *state = comm->group->num_joined == comm->group->num_ranks ? SUCCESS : IN_PROGRESS;
     return SUCCESS;
 }
-// What it was asked for may still be in a stream.
+// Its operations may still be in a stream.
 API int ncclCommAbort(Comm* comm) {
     std::lock_guard<std::mutex> guard(mutex);
     comm->is_aborted = true;

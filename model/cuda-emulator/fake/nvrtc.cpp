@@ -1,6 +1,6 @@
-// A fake of NVRTC: g++ compiles programs for the fake driver, as the emulator has them compiled.
+// A fake NVRTC: g++ compiles programs for the fake driver, with the flags of the emulator.
 //
-// FAKE_DIR is the folder that this file is in.
+// FAKE_DIR is the folder of this file.
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -40,7 +40,7 @@ API nvrtcCompileProgram(Program* program, int num_options, const char* const* op
     std::string dir = made, file = dir + "/" + program->name;
     for (auto& [name, text] : program->headers) std::ofstream(dir + "/" + name) << text;
     std::ofstream(file) << program->text << "\n#include \"module.h\"\n";
-    // Every module has its own of what a header defines.
+    // Every module has its own copy of what a header defines.
     std::string command = "g++ -shared -fPIC -std=c++17 -O1 -w -fno-gnu-unique -fvisibility=hidden -ffp-contract=off "
                           "-DBATON_EMULATED -I" FAKE_DIR " -I" FAKE_DIR "/../cpp -I" + dir;
     bool is_known = false;

@@ -1,50 +1,50 @@
-//! A device that is emulated: a whole forward pass where there is no GPU.
+//! An emulated device: a whole forward pass on a machine without a GPU.
 
 use std::collections::HashMap;
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::device::{
-    Device, Fp8Product, Fp8Products, Fp8Scaling, NUM_MARKS, NUM_RETURNS, Product, TimedDevice,
+    Fp8Product, Fp8Products, Fp8Scaling, KernelDevice, NUM_MARKS, NUM_RETURNS, Product, TimedDevice,
 };
-use baton_cuda_kernels::kernel::{Address, Kernel, Source};
+use baton_cuda_kernels::kernel::{Address, Kernel, KernelSource};
 use baton_model_spec::{Communicator, CommunicatorError, ThreadCommunicator};
 
 use crate::numbers::{bf16, floats, widened};
 use crate::session::{Session, Threads};
 
-/// All is done when it is asked for.
+/// Does all work at once, when it is queued.
 pub struct EmulatedDevice {
     session: Session,
     /// Bytes that can still be allocated.
     num_free: usize,
-    /// What it says that it can.
+    /// The fp8 products that it claims to have.
     pub fp8_products: Fp8Products,
-    /// Which were made.
+    /// The marks that were set.
     marks: Vec<bool>,
     returns: [Vec<u8>; NUM_RETURNS],
     is_repeating: bool,
-    /// `None` where it computes a whole model, or has left.
+    /// `None`: it computes a whole model, or has left the ranks.
     ranks: Option<ThreadCommunicator>,
     sums: Sums,
-    /// That were begun and are not done.
+    /// Sums that were queued and are not done.
     begun: Vec<(Address, Vec<f32>)>,
-    /// Sums that were divided, so that a half of them could run beside a product.
+    /// Number of sums in two halves, of which the first could overlap a product.
     pub num_overlapped: usize,
-    /// Under which keys work was repeated, and how often.
+    /// Keys of repeated work, and how often each was repeated.
     pub repeated: HashMap<u64, usize>,
 }
 
-/// When sums are done.
+/// When sums are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sums {
-    /// At once, when they are begun.
+    /// At once, when they are queued.
     Early,
-    /// When they have to be; until then the numbers are not to be had.
+    /// As late as possible. Until then the numbers are unusable.
     Late,
 }
 
 impl EmulatedDevice {
-    /// One of several ranks.
+    /// The link to the other ranks.
     pub fn join(mut self, end: ThreadCommunicator, sums: Sums) -> EmulatedDevice {
         (self.ranks, self.sums) = (Some(end), sums);
         self
@@ -60,8 +60,8 @@ impl EmulatedDevice {
         Ok(())
     }
 
-    /// With so much memory, and these kernels.
-    pub fn new(sources: &[Source], memory_bytes: usize, threads: Threads) -> EmulatedDevice {
+    /// A device with `memory_bytes` bytes and the kernels of `sources`.
+    pub fn new(sources: &[KernelSource], memory_bytes: usize, threads: Threads) -> EmulatedDevice {
         EmulatedDevice {
             session: Session::new(sources, threads),
             num_free: memory_bytes,
@@ -77,7 +77,7 @@ impl EmulatedDevice {
         }
     }
 
-    /// What is asked for from here on is what was asked for under this key before, until `end_repeating`.
+    /// Checks, until `end_repeating`, that the work under this key is the work that was recorded for it.
     pub fn begin_repeating(&mut self, key: u64) {
         *self.repeated.entry(key).or_default() += 1;
         self.is_repeating = true;
@@ -95,7 +95,7 @@ fn gone(error: CommunicatorError) -> CudaError {
     }
 }
 
-impl Device for EmulatedDevice {
+impl KernelDevice for EmulatedDevice {
     const ROWS_TO_OVERLAP: usize = 8;
 
     fn name(&self) -> &str {
@@ -199,14 +199,14 @@ impl Device for EmulatedDevice {
         Ok(())
     }
 
-    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
+    unsafe fn broadcast(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
         assert!(!self.is_repeating, "not a part of what is repeated");
         let mut bytes = vec![0; num_words * 4];
         let is_first = self.ranks().rank().is_first();
         if is_first {
             self.session.read(words, &mut bytes);
         }
-        // Bytes are numbers in f32 exactly, and so are their sums with zeroes.
+        // f32 holds a byte exactly. A sum of a byte and zeros is the byte.
         let mut numbers: Vec<f32> = bytes.iter().map(|&byte| byte.into()).collect();
         self.ranks().all_reduce_sum(&mut numbers).map_err(gone)?;
         if !is_first {
@@ -247,7 +247,7 @@ impl Device for EmulatedDevice {
     }
 }
 
-/// Everything takes a second.
+/// Everything takes one second.
 impl TimedDevice for EmulatedDevice {
     type Stamp = ();
 
@@ -261,7 +261,7 @@ impl TimedDevice for EmulatedDevice {
 
     unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
         let mut bytes = vec![0; num_bytes];
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe {
             self.download(from, &mut bytes)?;
             self.upload(to, &bytes)

@@ -1,33 +1,33 @@
-//! What a kernel's test runs it with: buffers, launches, and what the buffers hold in the end.
+//! The environment of a kernel test: buffers, launches, and the final contents of the buffers.
 
-use baton_cuda_kernels::device::Device;
-use baton_cuda_kernels::kernel::{Address, Kernel, Source};
+use baton_cuda_kernels::device::KernelDevice;
+use baton_cuda_kernels::kernel::{Address, Kernel, KernelSource};
 
 use crate::test_device::TestDevice;
 
-/// Buffers and launches of a kernel's test: emulated, or on the device that [`test_device`](crate::test_device) names.
+/// Buffers and launches of a kernel test, emulated or on the device of [`test_device`](crate::test_device).
 pub struct Emulator {
     device: TestDevice,
     buffers: Vec<(Address, usize)>,
 }
 
-/// What buffers hold in the end.
+/// The final contents of the buffers.
 pub struct Memory {
     buffers: Vec<(Address, Vec<u8>)>,
 }
 
 impl Emulator {
-    /// Compiles `source`, unless that has been done.
-    pub fn new(source: Source) -> Emulator {
+    /// Compiles `source`, unless a compiled program is cached.
+    pub fn new(source: KernelSource) -> Emulator {
         Emulator::of(&[source])
     }
 
-    /// The same, for several.
-    pub fn of(sources: &[Source]) -> Emulator {
+    /// Like [`new`](Self::new), for several sources.
+    pub fn of(sources: &[KernelSource]) -> Emulator {
         Emulator { device: TestDevice::of_kernels(sources), buffers: vec![] }
     }
 
-    /// Whether products of warpgroups can be asked for.
+    /// Whether warpgroup products are available.
     pub fn has_wgmma(&self) -> bool {
         self.device.has_wgmma()
     }
@@ -35,7 +35,7 @@ impl Emulator {
     /// A buffer that holds `bytes`.
     pub fn buffer(&mut self, bytes: &[u8]) -> Address {
         let address = self.poisoned(bytes.len());
-        // SAFETY: just allocated for them.
+        // SAFETY: the allocation has this length.
         unsafe { self.device.upload(address, bytes) }.expect("the device works");
         address
     }
@@ -47,12 +47,11 @@ impl Emulator {
         address
     }
 
-    /// Runs the kernel after those before it: twice, the second time with its threads in random order, with
-    /// the same results.
+    /// Runs a kernel twice, the second time with its threads in random order, and compares the results.
     ///
     /// # Panics
-    /// When it leaves its buffers, waits for a thread that does not come, or depends on the order of its threads: emulated, perhaps not before
-    /// `run`.
+    /// When the kernel leaves its buffers, waits for a thread that never arrives, or depends on the order of its
+    /// threads. The emulator may report it only at `run`.
     pub fn launch<K: Kernel>(&mut self, kernel: &K) {
         self.device.launch_twice(kernel);
     }
@@ -60,11 +59,11 @@ impl Emulator {
     /// Waits until all kernels have run.
     ///
     /// # Panics
-    /// As `launch`.
+    /// As for `launch`.
     pub fn run(&mut self) -> Memory {
         let read = |&(address, num_bytes): &(Address, usize)| {
             let mut bytes = vec![0; num_bytes];
-            // SAFETY: allocated so large.
+            // SAFETY: the buffers have these lengths.
             unsafe { self.device.download(address, &mut bytes) }.expect("the device works");
             (address, bytes)
         };
@@ -73,7 +72,7 @@ impl Emulator {
 }
 
 impl Memory {
-    /// The buffer that `address` is in, from there on.
+    /// The bytes of a buffer from `address` on.
     pub fn of(&self, address: Address) -> &[u8] {
         let holds = |(first, bytes): &&(Address, Vec<u8>)| {
             (first.0..=first.0 + bytes.len() as u64).contains(&address.0)

@@ -1,5 +1,5 @@
-//! The code that talks to CUDA's libraries, run on fakes of them (`fake/`): by way of cudarc, NVRTC and cuBLASLt, with streams,
-//! events and graphs. What is run is a test program's own tests, as on a device.
+//! Runs the code that calls CUDA's libraries on fake libraries (`fake/`): cudarc, NVRTC and cuBLASLt, with streams,
+//! events and graphs. A test program runs its own tests again, as on a device.
 
 use std::ffi::OsString;
 use std::process::Command;
@@ -7,17 +7,18 @@ use std::process::Command;
 use crate::files::fake_folder;
 use crate::test_device;
 
-/// Runs these tests of this test program on the fake libraries. Where `BATON_KERNELS_ON` names a device nothing is done.
+/// Runs these tests of the current test program on the fake libraries. Does nothing where `BATON_KERNELS_ON` names a
+/// device.
 ///
 /// # Panics
-/// When one does not pass, or is skipped.
+/// When a test fails or is skipped.
 pub fn run_own_tests(names: &[&str]) {
     if test_device::ordinal().is_some() {
         return println!("SKIPPED: BATON_KERNELS_ON names a device");
     }
     let program = std::env::current_exe().expect("this is a program");
     let dir = tempfile::tempdir_in(program.parent().expect("in a folder")).expect("it can be written");
-    // Compiled kernels are kept beside the program: these are for no other.
+    // The cache of compiled kernels is beside the program, apart from real ones.
     let tests = dir.path().join("tests");
     std::fs::hard_link(&program, &tests).expect("in one file system");
     let built = Command::new("sh").arg(fake_folder().join("build.sh")).arg(dir.path()).output();

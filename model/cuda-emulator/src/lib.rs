@@ -1,8 +1,9 @@
-//! What kernels and models run on in tests: an emulated GPU, fake libraries of CUDA's, or the GPU that `BATON_KERNELS_ON` names.
+//! Runs kernels and models in tests: on an emulated GPU, on fake CUDA libraries, or on the GPU that
+//! `BATON_KERNELS_ON` names.
 //!
-//! Kernels are compiled by g++ over `cpp/emulator.h` and run in a process of their own ([`session`]); [`emulated_device`] is a
-//! device over that, [`test_device`] either that or a GPU with guards about its buffers. For tests alone: no production crate
-//! depends on it.
+//! g++ compiles the kernels with `cpp/emulator.h`, and a separate process runs them ([`session`]).
+//! [`emulated_device`] is a device on top of that. [`test_device`] is either the emulated device or a GPU with guards
+//! around its buffers. This crate is for tests only; no production crate depends on it.
 
 #![allow(missing_docs)] // for tests
 

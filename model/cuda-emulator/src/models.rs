@@ -1,27 +1,26 @@
-//! Whole models on what tests run on, the emulated device or another one: for tests of this crate, and of those that use
-//! executors.
+//! Whole models on the emulated device or on a GPU, for tests of this crate and of users of executors.
 
 use baton_checkpoint::DeviceModel;
-use baton_cuda_kernels::device::{Device, Fp8Products};
+use baton_cuda_kernels::device::{Fp8Products, KernelDevice};
 use baton_kv_cache::{BlockStorage, DeviceMemory, DividedMemory, KvLayout};
 use baton_model_cuda::error::StartError;
 use baton_model_cuda::executor::{DeviceExecutor, check_shape, sources};
 use baton_model_cuda::inputs::BatchLimits;
 use baton_model_cuda::parallel::start_ranks;
-use baton_model_cuda::pool::OwnBlocks;
+use baton_model_cuda::pool::PoolAddress;
 use baton_model_spec::{Batch, ExecuteError, Executor, ParallelExecutor, Rank, ThreadCommunicator};
 
 use crate::emulated_device::{EmulatedDevice, Sums};
 use crate::session::Threads;
 use crate::test_device::TestDevice;
 
-/// What the emulated device has: enough.
+/// Memory of the emulated device: enough for all tests.
 pub const MEMORY_BYTES: usize = 64 << 20;
 
-/// An executor and the blocks that it computes on.
+/// An executor and its blocks.
 pub type OnBlocks = (Box<dyn Executor>, BlockStorage);
 
-/// An executor of `model` and blocks that it computes on, full of NaN: what is not written yet must not matter.
+/// An executor of `model` and its blocks. The blocks are full of NaN, so that a read of an unwritten block shows.
 ///
 /// # Panics
 /// When the model was loaded for processors, or does not fit.
@@ -30,14 +29,14 @@ pub fn test_model(model: DeviceModel, limits: BatchLimits, num_blocks: usize) ->
     with_blocks(executor, num_blocks)
 }
 
-/// The same, and a draft model beside it: each takes what it needs of the device's memory, and both have as many blocks in
-/// what is left. The emulated device has `memory_bytes`.
+/// Like [`test_model`], with a draft model on the same device. Each model allocates its own memory, and the rest
+/// becomes an equal number of blocks for both. The emulated device has `memory_bytes` bytes.
 ///
 /// # Errors
-/// When the draft model cannot be had.
+/// When the draft model cannot start.
 ///
 /// # Panics
-/// As [`test_model`], and when there is no room for the blocks.
+/// As for [`test_model`], and when there is no room for the blocks.
 pub fn test_models(
     model: DeviceModel,
     draft: DeviceModel,
@@ -58,7 +57,7 @@ fn with_blocks(mut executor: DeviceExecutor<TestDevice>, num_blocks: usize) -> O
     (Box::new(executor), storage)
 }
 
-/// Multiplying E4M3 so.
+/// Sets the E4M3 products of the device.
 pub fn on_device(
     model: DeviceModel,
     limits: BatchLimits,
@@ -84,11 +83,14 @@ pub fn blocks(executor: &mut DeviceExecutor<TestDevice>, num_blocks: usize) -> B
 }
 
 /// Blocks of all ranks.
-pub fn blocks_of<D: Device + 'static>(ranks: &mut [DeviceExecutor<D>], num_blocks: usize) -> BlockStorage {
+pub fn blocks_of<D: KernelDevice + 'static>(
+    ranks: &mut [DeviceExecutor<D>],
+    num_blocks: usize,
+) -> BlockStorage {
     let whole = Executor::kv_layout(&ranks[0]);
     let mut pools = ranks.iter_mut().map(|rank| -> Box<dyn DeviceMemory> {
         let size_bytes = BlockStorage::bytes_of(&rank.layout(), num_blocks).expect("a number of bytes");
-        Box::new(OwnBlocks(rank.device().allocate(size_bytes).expect("there is room")))
+        Box::new(PoolAddress(rank.device().allocate(size_bytes).expect("there is room")))
     });
     let memory: Box<dyn DeviceMemory> = match pools.len() {
         1 => pools.next().expect("one"),
@@ -97,18 +99,18 @@ pub fn blocks_of<D: Device + 'static>(ranks: &mut [DeviceExecutor<D>], num_block
     BlockStorage::on_device(memory, whole, num_blocks)
 }
 
-/// An executor of several ranks, each on an emulated device of its own, and blocks that it computes on.
+/// An executor of several ranks, each on an emulated device of its own, and its blocks.
 ///
 /// # Panics
-/// As [`test_model`], and when they are not all the ranks of a model.
+/// As for [`test_model`], and when these are not all the ranks of a model.
 pub fn test_model_of_ranks(ranks: Vec<DeviceModel>, limits: BatchLimits, num_blocks: usize) -> OnBlocks {
     ranks_with_blocks(emulated_ranks(ranks, limits), num_blocks)
 }
 
-/// The same, and a draft model that takes what it needs of the first rank's memory.
+/// Like [`test_model_of_ranks`], with a draft model on the first rank's device.
 ///
 /// # Panics
-/// As [`test_model_of_ranks`].
+/// As for [`test_model_of_ranks`].
 pub fn test_models_of_ranks(
     ranks: Vec<DeviceModel>,
     draft: DeviceModel,
@@ -132,7 +134,7 @@ fn ranks_with_blocks(mut ranks: Vec<DeviceExecutor<EmulatedDevice>>, num_blocks:
     (Box::new(ParallelExecutor::new(ranks).expect("threads")), storage)
 }
 
-/// Devices that have joined each other, and their parts.
+/// Devices that have joined each other, with their parts of the model.
 pub fn devices(models: Vec<DeviceModel>, sums: Sums) -> Vec<(EmulatedDevice, DeviceModel)> {
     let ends = ThreadCommunicator::group(models.len());
     let joined = models.into_iter().zip(ends).map(|(model, end)| {
@@ -142,7 +144,7 @@ pub fn devices(models: Vec<DeviceModel>, sums: Sums) -> Vec<(EmulatedDevice, Dev
     joined.collect()
 }
 
-/// The same executor, but for sampling: its logits come to the host.
+/// The same executor without sampling: it returns logits to the host.
 pub fn sampled_by_host(executor: Box<dyn Executor>) -> Box<dyn Executor> {
     Box::new(SampledByHost(executor))
 }
@@ -164,7 +166,7 @@ impl Executor for SampledByHost {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<&[f32], ExecuteError> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller has the same duties.
         unsafe { self.0.execute(batch, storage, on_layer) }
     }
 }

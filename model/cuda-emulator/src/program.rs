@@ -1,15 +1,15 @@
-//! Kernels compiled by g++ over `cpp/emulator.h`, with the address sanitizer around every buffer.
+//! Compiles kernels with g++ and `cpp/emulator.h`, with the address sanitizer around every buffer.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use baton_cuda_kernels::kernel::Source;
+use baton_cuda_kernels::kernel::KernelSource;
 
 use crate::files::{cpp_folder, kernel_files, kernel_folder};
 
-/// The program that holds the kernels of `sources`, and what it is made of, are kept beside the build's other products:
-/// by hashes of all that they are made of.
-pub fn program(sources: &[Source]) -> PathBuf {
+/// The program with the kernels of `sources`. The program and its object files are cached beside the build's other
+/// outputs, by a hash of everything that affects them.
+pub fn program(sources: &[KernelSource]) -> PathBuf {
     let mut objects = vec![object("run", &cpp_folder().join("run.h"), &[])];
     for source in sources {
         objects.push(object(source.file, &kernel_folder().join(source.file), &source.defines));
@@ -24,7 +24,7 @@ pub fn program(sources: &[Source]) -> PathBuf {
     })
 }
 
-/// A file compiled. Each is by itself, so that one with other numbers leaves the rest as it is.
+/// Compiles one file. Each file is an object of its own, so that a change of one constant leaves the others.
 fn object(name: &str, file: &Path, defines: &[(&str, u64)]) -> PathBuf {
     let mut hasher = blake3::Hasher::new();
     for (_, header) in kernel_files().headers() {
@@ -35,7 +35,7 @@ fn object(name: &str, file: &Path, defines: &[(&str, u64)]) -> PathBuf {
     }
     hasher.update(format!("{defines:?}").as_bytes());
     built(&format!("{name}-{}.o", &hasher.finalize().to_hex()[..16]), |command| {
-        // Sums of products are what the source says, on every machine.
+        // Forbids fused multiplications, so that results are the same on every machine.
         command.args([
             "-c",
             "-ffp-contract=off",
@@ -50,7 +50,7 @@ fn object(name: &str, file: &Path, defines: &[(&str, u64)]) -> PathBuf {
     })
 }
 
-/// What g++ makes, unless it is there.
+/// Runs g++, unless its output is cached.
 fn built(name: &str, arguments: impl FnOnce(&mut Command)) -> PathBuf {
     let target = std::env::current_exe().expect("this is a program");
     let dir = target.parent().expect("in a folder").join("emulated-kernels");
@@ -59,7 +59,7 @@ fn built(name: &str, arguments: impl FnOnce(&mut Command)) -> PathBuf {
     if path.exists() {
         return path;
     }
-    // Tests are threads, and processes.
+    // Tests run as threads and as processes, so the name must be unique among both.
     let new = dir.join(format!("{name}.{}.{:?}", std::process::id(), std::thread::current().id()));
     let mut command = Command::new("g++");
     command.args(["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]);

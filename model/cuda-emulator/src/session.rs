@@ -1,37 +1,37 @@
-//! A process that holds memory and runs kernels in it: what is emulated happens there.
+//! A process that holds the emulated memory and runs kernels in it.
 
 use std::fs::File;
 use std::io::{Read, Seek, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use baton_cuda_kernels::device::{Fp8Product, Product};
-use baton_cuda_kernels::kernel::{Address, Kernel, LaunchShape, Source};
+use baton_cuda_kernels::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
 use crate::program::program;
 
-/// A process that holds memory and runs kernels in it, one after the other.
+/// A process that holds the emulated memory and runs kernels in it, one after the other.
 ///
 /// # Panics
-/// Its methods, when a kernel leaves its buffers, waits for a thread that does not come, or depends on the order of its threads: perhaps not
-/// before the next one that waits for an answer.
+/// Its methods panic when a kernel leaves its buffers, waits for a thread that never arrives, or depends on the order
+/// of its threads. The panic may come as late as the next method that waits for an answer.
 pub struct Session {
     child: Child,
     input: Option<ChildStdin>,
     output: ChildStdout,
-    /// What it says about its end.
+    /// Its standard error.
     messages: File,
 }
 
-/// In which order the threads of a kernel run.
+/// The order in which the threads of a kernel run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Threads {
-    /// In random order.
+    /// Random order.
     Shuffled,
-    /// Also in their own order, with the same results.
+    /// Random order and index order, with the results compared.
     Compared,
 }
 
-/// As in emulator/run.h.
+/// Commands, with the numbers of `cpp/run.h`.
 #[derive(Clone, Copy)]
 #[repr(u32)]
 enum Order {
@@ -44,11 +44,11 @@ enum Order {
 }
 
 impl Session {
-    /// Compiles `sources`, as far as that has not been done, and starts.
-    pub fn new(sources: &[Source], threads: Threads) -> Session {
+    /// Compiles `sources`, unless the program is cached, and starts the process.
+    pub fn new(sources: &[KernelSource], threads: Threads) -> Session {
         let messages = tempfile::tempfile().expect("a temporary file");
         let mut child = Command::new(program(sources))
-            // Stacks of fibers are not those of the thread.
+            // Fibers have stacks of their own. This check of the sanitizer does not support them.
             .env("ASAN_OPTIONS", "detect_stack_use_after_return=0:detect_leaks=0")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -62,7 +62,7 @@ impl Session {
         session
     }
 
-    /// New memory, full of NaN.
+    /// Allocates memory full of NaN.
     pub fn allocate(&mut self, num_bytes: usize) -> Address {
         self.order(Order::Allocate, &[&(num_bytes as u64).to_le_bytes()]);
         let mut address = [0; 8];
@@ -112,7 +112,7 @@ impl Session {
         }
     }
 
-    /// It has ended before it was told to.
+    /// The process ended too early.
     fn fail(&mut self) -> ! {
         let status = self.child.wait().expect("the emulator ends");
         let mut text = Vec::new();
@@ -124,13 +124,13 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        // The end of its input is its end.
+        // Closing the input ends the process.
         self.input = None;
         let _ = self.child.wait();
     }
 }
 
-/// Plain data as it is in memory.
+/// The bytes of plain data.
 fn bytes_of<T: Copy>(value: &T) -> &[u8] {
     // SAFETY: arguments of kernels, shapes and products are plain data without padding.
     unsafe { std::slice::from_raw_parts((&raw const *value).cast::<u8>(), size_of::<T>()) }
@@ -185,7 +185,7 @@ mod tests {
                 session.read(out.0, &mut bytes);
                 let found = if is_out_f32 { floats(&bytes) } else { widened(&bytes) };
                 let expected = expected(&left_values, &right_values, &out_values, beta, num_in);
-                // Half a unit in the last place of bf16, and what sums in f32 lose.
+                // Half a unit in the last place of bf16, and the error of f32 sums.
                 let relative = if is_out_f32 { 1e-5 } else { 1.0 / 256.0 };
                 assert_close(&found, &expected, relative, 1e-5);
             }

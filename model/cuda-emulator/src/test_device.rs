@@ -1,33 +1,34 @@
-//! What tests run on: the emulator, or the device that `BATON_KERNELS_ON` names ("cuda:0"), with guards about its buffers.
+//! The device of tests: the emulator, or the device that `BATON_KERNELS_ON` names ("cuda:0"), with guards around its
+//! buffers.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;
 
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::{Device, Fp8Product, Fp8Products, Product};
+use baton_cuda_kernels::device::{Fp8Product, Fp8Products, KernelDevice, Product};
 use baton_cuda_kernels::driver::graphs::{self, Graphs};
 use baton_cuda_kernels::driver::{DriverDevice, OpenError};
-use baton_cuda_kernels::kernel::{Address, Kernel, KernelCode, Source};
+use baton_cuda_kernels::kernel::{Address, Kernel, KernelCode, KernelSource};
 
 use crate::emulated_device::EmulatedDevice;
 use crate::files::kernel_files;
 use crate::session::Threads;
 
-/// Before and behind each buffer: as many bytes as buffers are aligned to.
+/// Bytes of the guards before and after each buffer. Buffers are aligned to as many bytes.
 const GUARD_BYTES: usize = 256;
 
-/// NaN in every type, and an index that is nowhere. What is allocated is full of it, and so are the guards: what is read
-/// there shows as well as what is written.
+/// NaN in every type, and an invalid index. New buffers and all guards hold this byte, so that wrong reads show as
+/// well as wrong writes.
 const POISON: u8 = 0xff;
 
-/// The number of the device that tests run on; `None`: they are emulated.
+/// The index of the device that tests run on. `None`: tests are emulated.
 pub fn ordinal() -> Option<u32> {
     let name = std::env::var("BATON_KERNELS_ON").ok()?;
     let ordinal = name.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok());
     Some(ordinal.unwrap_or_else(|| panic!("BATON_KERNELS_ON is {name:?}, expected cuda:N")))
 }
 
-/// What a test runs on.
+/// The device of a test.
 #[allow(clippy::large_enum_variant)] // one a test
 pub enum TestDevice {
     Emulated(EmulatedDevice),
@@ -35,8 +36,8 @@ pub enum TestDevice {
 }
 
 impl TestDevice {
-    /// With these kernels; `memory_bytes` and `threads` are the emulator's.
-    pub fn new(sources: &[Source], memory_bytes: usize, threads: Threads) -> TestDevice {
+    /// A device with these kernels. `memory_bytes` and `threads` apply to the emulator only.
+    pub fn new(sources: &[KernelSource], memory_bytes: usize, threads: Threads) -> TestDevice {
         match ordinal() {
             None => TestDevice::Emulated(EmulatedDevice::new(sources, memory_bytes, threads)),
             Some(ordinal) => TestDevice::Guarded(GuardedDevice::open(ordinal, |code| {
@@ -45,8 +46,8 @@ impl TestDevice {
         }
     }
 
-    /// For kernels by themselves: no products.
-    pub fn of_kernels(sources: &[Source]) -> TestDevice {
+    /// A device for kernels only, without products.
+    pub fn of_kernels(sources: &[KernelSource]) -> TestDevice {
         match ordinal() {
             None => TestDevice::Emulated(EmulatedDevice::new(sources, usize::MAX, Threads::Compared)),
             Some(ordinal) => TestDevice::Guarded(GuardedDevice::open(ordinal, |code| {
@@ -55,15 +56,15 @@ impl TestDevice {
         }
     }
 
-    /// Runs a kernel twice, with the same results.
+    /// Runs a kernel twice and compares the results.
     ///
     /// # Panics
-    /// When they differ, or a buffer was left, or the device fails.
+    /// When the results differ, a kernel left its buffers, or the device failed.
     pub fn launch_twice<K: Kernel>(&mut self, kernel: &K) {
-        // SAFETY: a test's arguments are its buffers; where they are not, this is what shows it.
+        // SAFETY: a test passes its own buffers. The guards detect the tests that do not.
         let launched = unsafe {
             match self {
-                // Asked to compare, it runs each twice by itself.
+                // The emulator runs each kernel twice by itself.
                 TestDevice::Emulated(device) => device.launch(kernel),
                 TestDevice::Guarded(device) => device.launch_twice(kernel),
             }
@@ -78,7 +79,7 @@ impl TestDevice {
         }
     }
 
-    /// Has it say that it multiplies E4M3 so; `false` if it cannot.
+    /// Sets the E4M3 products of the device. Returns `false` if it does not have them.
     pub fn limit_fp8(&mut self, products: Fp8Products) -> bool {
         let said = match self {
             TestDevice::Emulated(device) => &mut device.fp8_products,
@@ -103,7 +104,7 @@ impl TestDevice {
     }
 
     /// # Panics
-    /// When a buffer was left.
+    /// When a kernel left its buffers.
     pub fn check(&mut self) {
         match self {
             TestDevice::Emulated(_) => {}
@@ -112,7 +113,7 @@ impl TestDevice {
     }
 }
 
-/// The same of either kind.
+/// Calls the same method on both variants.
 macro_rules! of_either {
     ($test_device:expr, $device:ident => $call:expr) => {
         match $test_device {
@@ -122,7 +123,7 @@ macro_rules! of_either {
     };
 }
 
-impl Device for TestDevice {
+impl KernelDevice for TestDevice {
     const ROWS_TO_OVERLAP: usize = EmulatedDevice::ROWS_TO_OVERLAP;
 
     fn name(&self) -> &str {
@@ -141,17 +142,17 @@ impl Device for TestDevice {
     }
 
     unsafe fn upload(&mut self, to: Address, bytes: &[u8]) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.upload(to, bytes)) }
     }
 
     unsafe fn download(&mut self, from: Address, bytes: &mut [u8]) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.download(from, bytes)) }
     }
 
     unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.send_back(from, num_bytes, place)) }
     }
 
@@ -163,12 +164,12 @@ impl Device for TestDevice {
         if let TestDevice::Guarded(device) = self {
             device.last_kernel = kernel.name();
         }
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.launch(kernel)) }
     }
 
     unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.multiply(product)) }
     }
 
@@ -181,12 +182,12 @@ impl Device for TestDevice {
     }
 
     unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.multiply_fp8(product)) }
     }
 
     unsafe fn begin_sum(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.begin_sum(numbers, len)) }
     }
 
@@ -195,13 +196,13 @@ impl Device for TestDevice {
     }
 
     unsafe fn gather(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.gather(numbers, len)) }
     }
 
-    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
-        unsafe { of_either!(self, device => device.hand_on(words, num_words)) }
+    unsafe fn broadcast(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
+        // SAFETY: the caller guarantees it.
+        unsafe { of_either!(self, device => device.broadcast(words, num_words)) }
     }
 
     fn leave_ranks(&mut self) {
@@ -242,20 +243,20 @@ impl Device for TestDevice {
     }
 }
 
-/// A device of NVIDIA's. Who waits for it has the guards of all buffers looked at.
+/// An NVIDIA device. Waiting for it checks the guards of all buffers.
 pub struct GuardedDevice {
     driver: DriverDevice,
     buffers: Vec<(Address, usize)>,
     last_kernel: &'static str,
-    /// Under which keys work was repeated, and how often.
+    /// Keys of repeated work, and how often each was repeated.
     repeated: HashMap<u64, usize>,
 }
 
 impl GuardedDevice {
     /// # Panics
-    /// When the device cannot be used: the environment asks for it.
+    /// When the device that the environment names cannot be used.
     fn open(ordinal: u32, open: impl FnOnce(KernelCode) -> Result<DriverDevice, OpenError>) -> GuardedDevice {
-        // As long as the process lives, that not every test begins by waking the device up.
+        // Kept as long as the process lives, so that the driver initialises the device only once.
         static KEPT: OnceLock<baton_cuda::Device> = OnceLock::new();
         let awake = |error| panic!("BATON_KERNELS_ON=cuda:{ordinal}: {error}");
         KEPT.get_or_init(|| baton_cuda::Device::open(ordinal).unwrap_or_else(awake));
@@ -267,24 +268,24 @@ impl GuardedDevice {
     fn allocate(&mut self, num_bytes: usize) -> Result<Address, CudaError> {
         let size_bytes = num_bytes + 2 * GUARD_BYTES;
         let at = self.driver.allocate(size_bytes)?;
-        // SAFETY: just allocated.
+        // SAFETY: the allocation has this length.
         unsafe { self.driver.fill(at, POISON, size_bytes) }?;
         let at = at.add(GUARD_BYTES);
         self.buffers.push((at, num_bytes));
         Ok(at)
     }
 
-    /// Waits for all that was asked for.
+    /// Waits for all queued work.
     ///
     /// # Panics
-    /// When something was written beside a buffer.
+    /// When a kernel wrote outside its buffers.
     fn check(&mut self) -> Result<(), CudaError> {
         let mut guard = [0; GUARD_BYTES];
         for &(at, num_bytes) in &self.buffers {
             for (place, from) in
                 [("before", Address(at.0 - GUARD_BYTES as u64)), ("behind", at.add(num_bytes))]
             {
-                // SAFETY: allocated with the buffer.
+                // SAFETY: the guard is part of the buffer's allocation.
                 unsafe { self.driver.download(from, &mut guard) }?;
                 let kernel = self.last_kernel;
                 assert!(
@@ -296,12 +297,12 @@ impl GuardedDevice {
         Ok(())
     }
 
-    /// What all buffers hold.
+    /// The contents of all buffers.
     fn contents(&mut self) -> Result<Vec<Vec<u8>>, CudaError> {
         let mut all = Vec::with_capacity(self.buffers.len());
         for &(at, num_bytes) in &self.buffers {
             let mut bytes = vec![0; num_bytes];
-            // SAFETY: allocated so large.
+            // SAFETY: the buffers have these lengths.
             unsafe { self.driver.download(at, &mut bytes) }?;
             all.push(bytes);
         }
@@ -311,31 +312,31 @@ impl GuardedDevice {
     /// Runs a kernel twice on the same memory.
     ///
     /// # Errors
-    /// When the device fails: every later call fails, too.
+    /// When the device fails. Every later call then fails, too.
     ///
     /// # Panics
-    /// When results differ, or something was written beside a buffer.
+    /// When the results differ, or a kernel wrote outside its buffers.
     ///
     /// # Safety
-    /// As [`Device::launch`].
+    /// As for [`KernelDevice::launch`].
     unsafe fn launch_twice<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {
         self.last_kernel = kernel.name();
         let before = self.contents()?;
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { self.driver.launch(kernel) }?;
         let after = self.contents()?;
         for (&(at, _), bytes) in self.buffers.iter().zip(&before) {
-            // SAFETY: allocated so large.
+            // SAFETY: the buffers have these lengths.
             unsafe { self.driver.upload(at, bytes) }?;
         }
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { self.driver.launch(kernel) }?;
         assert!(self.contents()? == after, "{}: the result differs from run to run", kernel.name());
         self.check()
     }
 }
 
-/// Compiled code is kept beside the test's program, so that it goes with the build.
+/// The cache of compiled kernels is beside the test program, so that cleaning the build removes it.
 fn kernel_code() -> KernelCode {
     let program = std::env::current_exe().expect("this is a program");
     let cache_dir = program.parent().expect("in a folder").join("gpu-kernels");

@@ -1,15 +1,15 @@
-// Attention of few rows of a sequence, in splits of its context. See attention.cuh.
+// Attention for few rows of a sequence, in splits of its context. See attention.cuh.
 #include "attention_tiles.cuh"
 
 struct DecodeAttention {
-    Attention a;
-    // [rows][heads][max_splits][HEAD_DIM]: weighted sums of a split's values ...
+    AttentionArgs a;
+    // [rows][heads][max_splits][HEAD_DIM]: the weighted sum of a split's values.
     float* sums;
-    // [rows][heads][max_splits][2]: ... the greatest score, and the sum of weights relative to it.
+    // [rows][heads][max_splits][2]: the largest score, and the sum of the weights relative to it.
     float* stats;
     u32 max_splits;
     u32 min_split;
-    // The most rows that a sequence has.
+    // The largest number of rows of a sequence.
     u32 max_rows;
     u32 unused;
 };
@@ -20,7 +20,8 @@ struct MergeSplits {
 
 namespace attention {
 
-// How a sequence's positions are divided: a function of its own length, so that its result does not depend on the batch.
+// How a sequence's positions are split. It depends on the sequence's own length only, so that the result does not
+// depend on the batch.
 struct Splits {
     u32 begin, tokens, num;
 };
@@ -35,20 +36,20 @@ __device__ __forceinline__ Splits splits_of(const DecodeAttention& p, u32 start,
 namespace decode {
 
 constexpr int WARPS = DIM <= 128 ? 4 : 2;
-// Positions that a warp takes at a time.
+// Positions that a warp processes at a time.
 constexpr int TOKENS = 16;
 constexpr int STAGES = IS_SCALED ? 4 : 2;
 constexpr int ROW = padded(VECTOR_BYTES);
 constexpr int STAGE_BYTES = 2 * TOKENS * ROW;
 // 16-byte pieces of a vector.
 constexpr int PIECES = VECTOR_BYTES / 16;
-// Of eight-bit values a lane reads so many neighbouring columns at once, which belong to as many products: column c of
-// product n is number (n / SPREAD * 8 + c) * SPREAD + n % SPREAD of the head.
+// With 8-bit values a lane reads SPREAD adjacent columns at once, which belong to SPREAD products. Column c of
+// product n is element (n / SPREAD * 8 + c) * SPREAD + n % SPREAD of the head.
 constexpr int SPREAD = !IS_SCALED ? 1 : DIM % 32 == 0 ? 4 : 2;
 
 __device__ __forceinline__ int dim_of(int n, int column) { return (n / SPREAD * 8 + column) * SPREAD + n % SPREAD; }
 
-// The left side of the scores' product, in the order in which keys come.
+// Loads the left side of the scores' product, in the element order of the keys.
 __device__ __forceinline__ void load_query(u32 (&q)[DIM / 16][4], int row, const u16* query, u32 in) {
 #pragma unroll
     for (int step = 0; step < DIM / 16; ++step) {
@@ -125,19 +126,21 @@ __device__ __forceinline__ void add(float (&out)[DIM / 8][4], const u32 (&weight
 
 } // namespace attention
 
-// Attention of few rows: a block for each split of the context, 16 pairs of a kv head, and sequence; its warps take turns
-// at 16 positions each, every warp with a pipeline of its own. One split writes `out`, several leave sums to merge_splits.
+// Attention for few rows. There is a block for each split of the context, 16 pairs of a kv head, and sequence. Its
+// warps take turns at 16 positions each, and each warp has a pipeline of its own. A single split writes `out`;
+// several splits write sums for merge_splits.
 //
-// Reads each key and value once for 16 pairs: 4 HEAD_DIM bytes a position and kv head in bf16, half of it in eight bits,
-// for 32 HEAD_DIM multiplications. By an H100's data sheet that is a tenth of what its tensor cores do meanwhile, a
-// fifth of eight bits: bound by memory. With heads of 128 three blocks fit a multiprocessor, and a tile of 8 KiB under
-// way for each of their warps is some 100 KB, five times its share of the bandwidth times half a microsecond.
+// Reads each key and value once per 16 pairs: 4 HEAD_DIM bytes per position and kv head in bf16, half of that in
+// eight bits, for 32 HEAD_DIM multiplications. By an H100's data sheet the tensor cores are a tenth busy, or a fifth
+// with eight bits: bound by memory bandwidth. With heads of 128 elements three blocks fit a multiprocessor. Each of
+// their warps has a tile of 8 KiB in flight, about 100 KB in all: five times the multiprocessor's share of the
+// bandwidth times half a microsecond of latency.
 KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
     using namespace attention;
     using namespace attention::decode;
     DYNAMIC_SHARED(shared);
-    const Attention& a = p.a;
-    // Blocks of the same split begin together: what one reads the others find in the second cache.
+    const AttentionArgs& a = p.a;
+    // Blocks of the same split start together, so that the later readers hit the L2 cache.
     u32 num_tiles = (p.max_rows * a.group + 15) / 16, split = blockIdx.x / num_tiles;
     u32 sequence = blockIdx.z, kv_head = blockIdx.y, first_pair = blockIdx.x % num_tiles * 16;
     u32 num_rows = a.num_rows[sequence], num_pairs = num_rows * a.group;
@@ -145,7 +148,7 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
     u32 start = a.start_idx[sequence], first_row = a.first_row[sequence];
     Splits splits = splits_of(p, start, num_rows);
     if (split >= splits.num) return;
-    // Nobody sees positions outside of these.
+    // No pair attends to positions outside of this range.
     u32 seen_begin = first_seen(start, a.window), seen_end = start + num_rows;
     u32 begin = splits.begin + split * splits.tokens;
     u32 end = begin + splits.tokens < seen_end ? begin + splits.tokens : seen_end;
@@ -153,9 +156,10 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
     u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, in = lane % 4;
     Keys keys = keys_of(a, sequence, kv_head);
     u8* stages = shared + warp * (STAGES * STAGE_BYTES);
-    // Of the stages, the oldest first: lanes 0 to 15 have scales of keys, the others of values; bf16.
+    // A register per stage, the oldest first: lanes 0 to 15 hold scales of keys, the others scales of values, in
+    // bf16.
     u32 scales[STAGES] = {};
-    // A lane finds the place of one position: its block, read a tile ahead, and its place in that.
+    // A lane computes the address of one position: its block, read one tile ahead, and its offset in the block.
     u32 block = 0, token = 0;
     bool is_mine_wanted = false;
     auto find_block = [&](u32 tile) {
@@ -198,7 +202,7 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
         load_query(q, r, pair < num_pairs ? query_of(a, first_row, kv_head, pair) : nullptr, in);
     }
     Seen seen = seen_by(a, start, first_pair + group, num_pairs);
-    // Columns that every pair sees.
+    // Positions that every pair attends to.
     u32 last_pair = first_pair + 15 < num_pairs ? first_pair + 15 : num_pairs - 1;
     u32 common_begin = first_seen(start + last_pair / a.group, a.window), common_end = start + first_pair / a.group + 1;
     Rule rule = rule_of(a);
@@ -245,7 +249,7 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
     }
     running.end();
 
-    // Warps put together what they found, always in the same order.
+    // Merges the results of the warps, always in the same order.
     __syncthreads();
     float* stats = reinterpret_cast<float*>(shared); // [2][WARPS][16]
     float* outs = stats + 2 * WARPS * 16;            // [WARPS][16][DIM]
@@ -284,12 +288,12 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
     }
 }
 
-// Puts the splits of each pair together, a warp for each, always in the same order; nothing where there was one.
-// Reads 4 (HEAD_DIM + 2) bytes a split, mostly from the second cache; bound by latency.
+// Merges the splits of each pair, one warp per pair, always in the same order. Does nothing for a single split. Reads
+// 4 (HEAD_DIM + 2) bytes per split, mostly from the L2 cache: bound by latency.
 KERNEL(merge_splits, MergeSplits, 4 * WARP) {
     using namespace attention;
     const DecodeAttention& d = p.decode;
-    const Attention& a = d.a;
+    const AttentionArgs& a = d.a;
     u32 sequence = blockIdx.y, num_heads = a.num_kv_heads * a.group;
     u32 idx = blockIdx.x * 4 + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     u32 num_rows = a.num_rows[sequence];

@@ -1,15 +1,15 @@
-// Attention of any rows and any KV. See attention.cuh.
+// Attention for any number of rows and any KV. See attention.cuh.
 #include "attention.cuh"
 
 struct PlainAttention {
-    Attention a;
-    // The most rows that a sequence has.
+    AttentionArgs a;
+    // The largest number of rows of a sequence.
     u64 max_rows;
 };
 
 namespace attention {
 
-// Number `i` of a vector, as it is stored.
+// Element `i` of a vector in its stored type.
 __device__ __forceinline__ float load_element(const u8* vector, u32 i) {
     if (TYPE == 0) return reinterpret_cast<const float*>(vector)[i];
     if (TYPE == 1) return kv::widen_f16(reinterpret_cast<const u16*>(vector)[i]);
@@ -22,14 +22,14 @@ __device__ __forceinline__ float load_element(const u8* vector, u32 i) {
 
 } // namespace attention
 
-// Attention of any rows, KV types and block sizes: a block for each row and query head, whose warps take turns at
-// positions. Reads KV once for every row and head, an element at a time: right, not fast.
+// Attention for any number of rows, KV type and block size. There is a block for each row and query head; its warps
+// take turns at positions. Reads the KV once per row and head, one element at a time: correct, but slow.
 KERNEL(plain_attention, PlainAttention, 256) {
     using namespace attention;
     constexpr u32 WARPS = 8, PARTS = (DIM + WARP - 1) / WARP;
     __shared__ float stats[2][WARPS];
     __shared__ float outs[WARPS][PARTS * WARP];
-    const Attention& a = p.a;
+    const AttentionArgs& a = p.a;
     u32 sequence = blockIdx.z, row = blockIdx.y, kv_head = blockIdx.x / a.group, pair = row * a.group + blockIdx.x % a.group;
     if (row >= a.num_rows[sequence]) return;
     u32 first_row = a.first_row[sequence], position = a.start_idx[sequence] + row;

@@ -1,4 +1,4 @@
-// Attention of many rows of a sequence. See attention.cuh.
+// Attention for many rows of a sequence. See attention.cuh.
 #include "attention_tiles.cuh"
 
 namespace attention {
@@ -7,18 +7,19 @@ namespace prefill {
 
 constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * WARP;
-// Tiles of 16 pairs that a warp has: what it reads of keys and values serves all of them.
+// Tiles of 16 pairs per warp. All of them use the keys and values that the warp reads.
 constexpr int TILES = DIM <= 128 ? 2 : 1;
 constexpr int PAIRS = WARPS * TILES * 16;
-// Positions at a time.
+// Positions of a tile of keys and values.
 constexpr int TOKENS = 32;
 constexpr int ROW = padded(DIM * 2);
 constexpr int KV_BYTES = TOKENS * ROW;
-// 16-byte pieces of a vector as it is in the cache.
+// 16-byte pieces of a vector in the cache.
 constexpr int PIECES = VECTOR_BYTES / 16;
 
-// Shared memory: queries (later results), keys and values in bf16 (two tiles where they are copied as they are), a tile on
-// its way where they are widened, and its scales. What pads the first rows of queries has the places of positions.
+// Shared memory: queries (later results), and keys and values in bf16. Keys and values have two tiles if they are
+// copied directly. If they are widened, there is one tile, a staging tile of stored bytes, and its scales. The
+// padding of the first query rows holds the addresses of positions.
 constexpr int KV_AT = PAIRS * ROW;
 constexpr int RAW_AT = KV_AT + (IS_SCALED ? 2 : 4) * KV_BYTES;
 constexpr int SCALES_AT = RAW_AT + (IS_SCALED ? 2 * TOKENS * VECTOR_BYTES : 0);
@@ -26,12 +27,12 @@ constexpr int SHARED_BYTES = SCALES_AT + (IS_SCALED ? 2 * TOKENS * 4 : 0);
 static_assert(SHARED_BYTES <= 99 << 10, "what a block of sm_89 has");
 static_assert(ROW >= DIM * 2 + 8 && PAIRS >= 2 * TOKENS, "room for places");
 
-// Bytes from a head's first key to a position's, for two tiles of positions.
+// Bytes from a head's first key to the key of each position, for two tiles of positions.
 __device__ __forceinline__ u64& place(u8* shared, u32 buffer, u32 i) {
     return *reinterpret_cast<u64*>(shared + (buffer * TOKENS + i) * ROW + DIM * 2);
 }
 
-// Sixteen codes become 32 bytes. Half of the lanes begin with the second 16, so that eight lanes are in eight banks.
+// Widens 16 codes to 32 bytes. Half of the lanes start with the second 16 bytes, so that eight lanes use eight banks.
 __device__ __forceinline__ void store_widened(u8* to, uint4 codes, bool is_second_first) {
     u32 words[4] = {codes.x, codes.y, codes.z, codes.w}, wide[8];
 #pragma unroll
@@ -50,17 +51,19 @@ __device__ __forceinline__ void store_widened(u8* to, uint4 codes, bool is_secon
 
 } // namespace attention
 
-// Attention of many rows: a block for each tile of pairs and kv head. Keys and values pass by in tiles, the next one on its
-// way while the tensor cores are at this one; tiles that no pair sees are left out, and only those at the edges are masked.
+// Attention for many rows. There is a block for each tile of pairs and kv head. Keys and values are loaded in tiles;
+// the next tile is copied while the tensor cores work on the current one. Tiles outside of all windows are skipped,
+// and only tiles at the edges are masked.
 //
-// 4 HEAD_DIM multiplications for each pair and position seen, 4 HEAD_DIM bytes of KV (from the second cache but for
-// the first block) for each tile and position: with 128 pairs bound by the tensor cores. A warp's 32 pairs use each
-// matrix from shared memory twice: it gives 24 KiB for 128 products, three quarters of an A100's time for them.
+// Takes 4 HEAD_DIM multiplications per pair and position, and reads 4 HEAD_DIM bytes of KV per tile and position,
+// from the L2 cache except for the first block. With 128 pairs it is bound by the tensor cores. The 32 pairs of a
+// warp use each matrix from shared memory twice: 24 KiB per 128 products, three quarters of an A100's time for those
+// products.
 KERNEL(prefill_attention, PrefillAttention, attention::prefill::THREADS) {
     using namespace attention;
     using namespace attention::prefill;
     DYNAMIC_SHARED(shared);
-    const Attention& a = p.a;
+    const AttentionArgs& a = p.a;
     PrefillTile tile;
     if (!tile.find(p, PAIRS)) return;
     u32 first_pair = tile.first_pair, num_pairs = tile.num_pairs, first_row = tile.first_row, kv_head = blockIdx.y;
@@ -70,10 +73,11 @@ KERNEL(prefill_attention, PrefillAttention, attention::prefill::THREADS) {
     Keys keys = keys_of(a, tile.sequence, kv_head);
     Rule rule = rule_of(a);
     float* shared_scales = reinterpret_cast<float*>(shared + SCALES_AT);
-    // The scale of the position that this thread has, of its key (first half of the threads) or value.
+    // The scale of this thread's position: of its key in the first half of the threads, of its value in the second
+    // half.
     float next_scale = 0.0f;
 
-    // A thread finds the place of one position.
+    // A thread computes the address of one position.
     auto find_places = [&](u32 first, u32 buffer) {
         u32 position = first + threadIdx.x % TOKENS;
         bool is_wanted = position >= seen_begin && position < seen_end;
@@ -124,7 +128,7 @@ KERNEL(prefill_attention, PrefillAttention, attention::prefill::THREADS) {
         bool is_last = first + TOKENS >= seen_end;
         if (!is_last) find_places(first + TOKENS, buffer ^ 1);
         await_copies<0>();
-        // The tile is there for all, and all are done with the one before.
+        // All threads have copied this tile, and all are done with the previous one.
         __syncthreads();
         const u8* tile_keys = shared + KV_AT + (IS_SCALED ? 0 : buffer * 2 * KV_BYTES);
         if (IS_SCALED) {
@@ -205,7 +209,7 @@ KERNEL(prefill_attention, PrefillAttention, attention::prefill::THREADS) {
         }
     }
 
-    // A warp's results take the place of its queries, and leave from there 16 bytes at a time.
+    // A warp's results replace its queries in shared memory, and are then stored 16 bytes at a time.
     __syncwarp();
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {

@@ -1,32 +1,32 @@
-// Attention by tensor cores: softmax and masks of tiles of 16 pairs, of which a lane has the two in rows `lane / 4` and that
-// + 8 of what `mma_bf16` gives.
+// Attention with tensor cores: softmax and masks of tiles of 16 pairs. A lane holds the two pairs of rows `lane / 4`
+// and `lane / 4 + 8` in the layout of `mma_bf16`.
 #pragma once
 #include "attention.cuh"
 
 static_assert(KV_TYPE >= 2 && HEAD_DIM % 16 == 0 && HEAD_DIM <= 256, "attention_plain.cu is for others");
 
 struct PrefillAttention {
-    Attention a;
-    // [num_tiles]: sequence (none if all ones), and the tile's first pair
+    AttentionArgs a;
+    // [num_tiles]: the sequence, or all ones for no tile, and the tile's first pair.
     const uint2* tiles;
     u64 num_tiles;
 };
 
 namespace attention {
 
-// What a block of many rows has to do.
+// The work of a block of many rows.
 struct PrefillTile {
     u32 sequence, first_pair;
-    // Of the sequence.
+    // Rows and pairs of the sequence.
     u32 start, first_row, num_pairs;
-    // Nobody sees positions outside of these.
+    // No pair attends to positions outside of this range.
     u32 seen_begin, seen_end;
-    // Positions that every pair sees.
+    // Positions that every pair attends to.
     u32 common_begin, common_end;
 
-    // That of the block, of at most so many pairs; whether there is anything.
+    // Computes the work of this block, which has at most `num_pairs` pairs. Returns whether there is any.
     __device__ __forceinline__ bool find(const PrefillAttention& p, u32 most_pairs) {
-        const Attention& a = p.a;
+        const AttentionArgs& a = p.a;
         sequence = p.tiles[blockIdx.x].x, first_pair = p.tiles[blockIdx.x].y;
         if (sequence == ~0u) return false;
         start = a.start_idx[sequence], first_row = a.first_row[sequence];
@@ -39,20 +39,20 @@ struct PrefillTile {
         return true;
     }
 
-    // Whether every pair sees all of these positions.
+    // Whether every pair attends to all of these positions.
     __device__ __forceinline__ bool is_common(u32 first, u32 num) const {
         return first >= common_begin && first + num <= common_end;
     }
 };
 
-// Rows in shared memory are an odd number of 16 bytes apart: eight rows, 16 bytes of each, are then in different banks,
-// for copies as well as for ldmatrix.
+// Rows in shared memory are an odd multiple of 16 bytes apart. The same 16 bytes of eight rows are then in different
+// banks, for copies and for ldmatrix.
 __device__ constexpr int padded(int num_bytes) { return num_bytes / 16 % 2 == 0 ? num_bytes + 16 : num_bytes; }
 
-// The softmax of 16 pairs so far.
+// The running softmax of 16 pairs.
 struct Running {
     float max[2];
-    // Of this lane's columns.
+    // Sums of this lane's columns only.
     float sum[2];
     float out[DIM / 8][4];
 
@@ -64,7 +64,7 @@ struct Running {
             for (int k = 0; k < 4; ++k) out[n][k] = 0.0f;
     }
 
-    // Scores of so many more columns, times `scale`, become weights; what has been found is to be rescaled by `factor`.
+    // Turns the scores of more columns, times `scale`, into weights. `factor` rescales the earlier results.
     template <int N> __device__ __forceinline__ void weigh(float (&scores)[N][4], float scale, float (&factor)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -87,7 +87,7 @@ struct Running {
         }
     }
 
-    // After the first tiles the maximum seldom grows.
+    // After the first tiles the maximum rarely grows.
     __device__ __forceinline__ void rescale(const float (&factor)[2]) {
         if (ballot(factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
@@ -104,7 +104,7 @@ struct Running {
         rescale(factor);
     }
 
-    // The sums of all columns.
+    // Adds up the sums of all columns.
     __device__ __forceinline__ void end() {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -114,13 +114,14 @@ struct Running {
     }
 };
 
-// Weights of 16 columns as the left side of the next product.
+// The weights of 16 columns as the left side of the next product.
 __device__ __forceinline__ void pack_weights(const float (&low)[4], const float (&high)[4], u32 (&a)[4]) {
     a[0] = pack_bf16(low[0], low[1]), a[1] = pack_bf16(low[2], low[3]);
     a[2] = pack_bf16(high[0], high[1]), a[3] = pack_bf16(high[2], high[3]);
 }
 
-// Positions `begin` to `end` that each of the lane's two pairs sees; those of other columns weigh nothing.
+// Masks columns outside of the positions `begin` to `end` of each of the lane's two pairs. Masked columns have weight
+// zero.
 struct Seen {
     u32 begin[2], end[2];
 
@@ -133,17 +134,17 @@ struct Seen {
     }
 };
 
-__device__ __forceinline__ Seen seen_by(const Attention& a, u32 start, u32 pair, u32 num_pairs) {
+__device__ __forceinline__ Seen seen_by(const AttentionArgs& a, u32 start, u32 pair, u32 num_pairs) {
     Seen seen;
     for (int r = 0; r < 2; ++r) {
-        // Pairs that are not there see what the last one does.
+        // Missing pairs use the positions of the last pair.
         u32 position = start + (pair + 8 * r < num_pairs ? pair + 8 * r : num_pairs - 1) / a.group;
         seen.begin[r] = first_seen(position, a.window), seen.end[r] = position + 1;
     }
     return seen;
 }
 
-// Four codes of eight bits as bf16: bytes 0 and 2, 1 and 3.
+// Converts four 8-bit codes to bf16: bytes 0 and 2, and bytes 1 and 3.
 __device__ __forceinline__ void widen_codes(u32 codes, u32& even, u32& odd) {
     if (TYPE == 3) {
         widen_e4m3(codes, even, odd);

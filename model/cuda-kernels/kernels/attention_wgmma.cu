@@ -1,4 +1,5 @@
-// Attention of many rows of a sequence on Hopper: as attention_prefill.cu, by products of warpgroups. See attention.cuh.
+// Attention for many rows of a sequence on Hopper: like attention_prefill.cu, with warpgroup products. See
+// attention.cuh.
 #include "attention_tiles.cuh"
 #include "warpgroup.cuh"
 
@@ -10,28 +11,28 @@ namespace wgmma {
 
 constexpr int WARPS = 8;
 constexpr int THREADS = WARPS * WARP;
-// Of a tile: a warpgroup has 64 of them, a warp 16.
+// Pairs of a tile: 64 per warpgroup, 16 per warp.
 constexpr int PAIRS = WARPS * 16;
-// Positions at a time, of which each warp copies 16.
+// Positions of a tile. Each warp copies 16 of them.
 constexpr int TOKENS = WARPS * 16;
 // 16-byte pieces of a vector.
 constexpr int PIECES = DIM / 8;
 // Vectors that a warp copies at once.
 constexpr int AT_ONCE = WARP / PIECES;
-// Of queries as well as of keys and values.
+// Bytes of a tile of queries, keys or values.
 constexpr int ROWS = PAIRS;
 constexpr int PANEL_BYTES = ROWS * warpgroup::PANEL_ROW;
 constexpr int MATRIX_BYTES = DIM / warpgroup::PANEL * PANEL_BYTES;
 static_assert(TOKENS == ROWS, "matrices of one shape");
 
-// Shared memory: queries (later results), two tiles of keys, two of values.
+// Shared memory: queries (later results), two tiles of keys, two tiles of values.
 constexpr int KEYS_AT = MATRIX_BYTES, VALUES_AT = 3 * MATRIX_BYTES;
 
-// scores = Q K^T: begun, as one group.
+// Starts scores = Q K^T as one group.
 __device__ __forceinline__ void begin_scores(float (&scores)[TOKENS / 8][4], u64 queries, u64 keys) {
 #pragma unroll
     for (int step = 0; step < DIM / 16; ++step) {
-        // Four steps of 32 bytes to a panel.
+        // A panel has four steps of 32 bytes.
         u64 offset = (step / 4 * PANEL_BYTES + step % 4 * 32) >> 4;
         if (step == 0) {
             warpgroup::multiply<false>(scores, queries, keys);
@@ -42,7 +43,7 @@ __device__ __forceinline__ void begin_scores(float (&scores)[TOKENS / 8][4], u64
     warpgroup::end_product_group();
 }
 
-// out += weights V: begun, as one group.
+// Starts out += weights V as one group.
 __device__ __forceinline__ void begin_adding(float (&out)[DIM / 8][4], const u32 (&weights)[TOKENS / 16][4], u64 values) {
 #pragma unroll
     for (int step = 0; step < TOKENS / 16; ++step)
@@ -54,19 +55,19 @@ __device__ __forceinline__ void begin_adding(float (&out)[DIM / 8][4], const u32
 
 } // namespace attention
 
-// Attention of many rows: a block for each tile of 128 pairs and kv head, two warpgroups of 64 pairs each. Of the next tile the
-// scores, and of this one what its weights take of the values, are multiplied while softmax goes over the scores before; a tile's
-// keys are copied while the tile before it is worked on, its values one tile later.
+// Attention for many rows. There is a block for each tile of 128 pairs and kv head, with two warpgroups of 64 pairs
+// each. While softmax processes the scores of a tile, the tensor cores compute the scores of the next tile and the
+// weighted values of this one. The keys of a tile are copied one tile ahead, its values one tile later.
 //
-// 4 HEAD_DIM multiplications for each pair and position seen, 4 HEAD_DIM bytes of KV for each tile and position: 128
-// operations a byte, which the second cache of an H100 gives about as fast as its tensor cores take it. With heads of 128 a
-// block has 160 KiB of shared memory and a multiprocessor to itself.
+// Takes 4 HEAD_DIM multiplications per pair and position, and reads 4 HEAD_DIM bytes of KV per tile and position: 128
+// operations per byte, which is about the ratio of an H100's tensor cores to its L2 cache. With heads of 128 elements
+// a block uses 160 KiB of shared memory and has a multiprocessor to itself.
 KERNEL(wgmma_attention, PrefillAttention, attention::wgmma::THREADS) {
 #if defined(BATON_EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using namespace attention;
     using namespace attention::wgmma;
     DYNAMIC_SHARED(shared);
-    const Attention& a = p.a;
+    const AttentionArgs& a = p.a;
     PrefillTile tile;
     if (!tile.find(p, PAIRS)) return;
     u32 first_pair = tile.first_pair, num_pairs = tile.num_pairs, first_row = tile.first_row, kv_head = blockIdx.y;
@@ -76,7 +77,8 @@ KERNEL(wgmma_attention, PrefillAttention, attention::wgmma::THREADS) {
     Keys keys = keys_of(a, tile.sequence, kv_head);
     Rule rule = rule_of(a);
 
-    // Bytes from a head's first key to a position's: a lane finds one of the 16 that its warp copies of a tile.
+    // Bytes from a head's first key to the key of a position. A lane computes one of the 16 positions that its warp
+    // copies of a tile.
     auto find_place = [&](u32 first) {
         u32 position = first + warp * 16 + lane % 16;
         return position >= seen_begin && position < seen_end ? keys.offset(position) : 0;
@@ -113,13 +115,13 @@ KERNEL(wgmma_attention, PrefillAttention, attention::wgmma::THREADS) {
 
     float scores[TOKENS / 8][4];
     u32 weights[TOKENS / 16][4];
-    // What was copied is there for all, and all are done with the tile before.
+    // All threads have copied this tile, and all are done with the previous one.
     auto meet = [&] {
         await_copies<0>();
         warpgroup::show_to_products();
         __syncthreads();
     };
-    // Of tile `idx` the values, of the one behind it the keys.
+    // Copies the values of tile `idx` and the keys of the next tile.
     auto begin_next_copies = [&](u32 idx) {
         u32 first = begin + idx * TOKENS;
         begin_copies(value_tiles + idx % 2 * MATRIX_BYTES, keys.head + a.half_bytes, first, place);
@@ -129,8 +131,8 @@ KERNEL(wgmma_attention, PrefillAttention, attention::wgmma::THREADS) {
         }
         end_copy_group();
     };
-    // Scores become weights, not rounded yet. Two ways, that join behind all of it: where the products under way are waited
-    // for, next, the assembler does not come before a joint.
+    // Turns scores into weights, which are not rounded yet. Both branches join at the end: the assembler inserts a
+    // wait for the products in flight before any earlier join.
     auto weigh = [&](u32 idx, float (&factor)[2]) {
         u32 first = begin + idx * TOKENS;
         if (rule.cap == 0.0f && tile.is_common(first, TOKENS)) {
@@ -174,7 +176,7 @@ KERNEL(wgmma_attention, PrefillAttention, attention::wgmma::THREADS) {
         warpgroup::await_products<1>();
         warpgroup::hold(scores);
         weigh(idx, factor);
-        // Before the products of weights and values are waited for.
+        // Must come before the wait for the products of weights and values.
         warpgroup::hold(scores);
         warpgroup::await_products<0>();
         warpgroup::hold(running.out);
@@ -191,7 +193,7 @@ KERNEL(wgmma_attention, PrefillAttention, attention::wgmma::THREADS) {
     warpgroup::hold(weights);
     running.end();
 
-    // A warp's results take the place of its queries, and leave from there 16 bytes at a time.
+    // A warp's results replace its queries in shared memory, and are then stored 16 bytes at a time.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         float whole = 1.0f / running.sum[r];

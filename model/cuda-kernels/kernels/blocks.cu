@@ -1,5 +1,5 @@
-// Copies runs of bytes between pools and staging buffers: pieces, ranges of heads, parts of heads, as kv-cache/src/mapping.rs
-// finds them.
+// Copies runs of bytes between pools and staging buffers: pieces, ranges of heads, parts of heads.
+// kv-cache/src/mapping.rs computes the runs.
 #include "common.cuh"
 
 namespace blocks {
@@ -13,7 +13,7 @@ template <class Unit> __device__ __forceinline__ void copy(u8* to, const u8* fro
 
 } // namespace blocks
 
-// Bytes that lie together on both sides.
+// A run of bytes that is contiguous on both sides.
 struct ByteRun {
     u64 from;
     u64 to;
@@ -26,12 +26,12 @@ struct CopyRuns {
     // [runs]
     const ByteRun* runs;
     u32 num_runs;
-    // That share a run.
+    // Blocks that share a run.
     u32 num_parts;
 };
 
-// Reads and writes each byte once, 16 at a time where all is aligned; bound by memory, or by the link that one side is
-// behind.
+// Reads and writes each byte once, 16 bytes at a time where everything is aligned. Bound by memory bandwidth, or by
+// the link to one of the sides.
 KERNEL(copy_runs, CopyRuns, 256) {
     ByteRun run = p.runs[blockIdx.x];
     const u8* from = p.from + run.from;

@@ -1,15 +1,15 @@
 // XXH3-64 of pieces, the checksum of the handoff (kv-transfer/transfer/src/checksum).
 //
-// The algorithm is that of https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md for inputs of more than 240
-// bytes. Eight accumulators take stripes of 64 bytes and are scrambled after each 16 of them, which are a KiB. What a stripe adds
-// does not depend on what was before, so that all KiB of a piece are summed up at once; only the scrambling goes from
-// one to the next, eight steps of a few operations side by side.
+// Implements https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md for inputs of more than 240 bytes. Eight
+// accumulators add stripes of 64 bytes and are scrambled after every 16 stripes, which are 1 KiB. The contribution of
+// a stripe does not depend on earlier stripes, so all KiB of a piece are summed in parallel. Only the scrambles form
+// a chain: eight independent steps of a few operations per KiB.
 #include "common.cuh"
 
 namespace checksum {
 
 constexpr u32 STRIPE = 64, STRIPES = 16;
-// KiB that are summed up between two walks along the chain.
+// KiB that are summed between two walks along the chain.
 constexpr u32 KIBS = 64;
 
 constexpr u64 PRIME32_1 = 0x9E3779B1ull, PRIME32_2 = 0x85EBCA77ull, PRIME32_3 = 0xC2B2AE3Dull;
@@ -23,7 +23,8 @@ __device__ __forceinline__ u64 load(const u8* from, bool is_aligned) {
     return x;
 }
 
-// What one of eight numbers of a stripe adds to its own accumulator; the number itself goes to the neighbour's.
+// The contribution of one of a stripe's eight numbers to its own accumulator. The number itself is added to the
+// neighbour's.
 __device__ __forceinline__ u64 product(u64 data, u64 secret) {
     u64 key = data ^ secret;
     return (key & 0xffffffffull) * (key >> 32);
@@ -33,21 +34,21 @@ __device__ __forceinline__ u64 product(u64 data, u64 secret) {
 
 struct ChecksumPieces {
     const u8* base;
-    // [pieces]: where each begins.
+    // [pieces]: the start of each piece.
     const u64* offsets;
-    // [pieces], out.
+    // [pieces], output.
     u64* sums;
-    // Of a piece; more than 240.
+    // Bytes of a piece, more than 240.
     u64 num_bytes;
     u64 num_pieces;
-    // Seeded: its words, those from byte 121, those from byte 11.
+    // The seeded secret: its words, the words from byte 121, and the words from byte 11.
     u64 secret[24];
     u64 last_secret[8];
     u64 merge_secret[8];
 };
 
-// A block for each piece. Reads each byte once, some two operations a byte; bound by memory when there are pieces for all
-// multiprocessors: the chain alone takes about forty cycles a KiB, and blocks beside each other hide it.
+// One block per piece. Reads each byte once, with about two operations per byte. With pieces for all multiprocessors
+// it is bound by memory bandwidth: the chain takes about forty cycles per KiB, which other blocks hide.
 KERNEL(checksum_pieces, ChecksumPieces, 256) {
     using namespace checksum;
     __shared__ u64 added[KIBS][8];
@@ -55,9 +56,9 @@ KERNEL(checksum_pieces, ChecksumPieces, 256) {
     const u8* piece = p.base + p.offsets[blockIdx.x];
     bool is_aligned = reinterpret_cast<u64>(piece) % 8 == 0;
     u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, num_warps = blockDim.x / WARP;
-    // The last stripe, whole or not, is taken by itself, from the end backwards.
+    // The last 64 bytes are a stripe of their own. It may overlap the stripe before.
     u64 num_stripes = (p.num_bytes - 1) / STRIPE, num_kibs = (num_stripes + STRIPES - 1) / STRIPES;
-    // Of each stripe four lanes take two numbers each; of a KiB a lane's stripes are two.
+    // Four lanes share a stripe with two numbers each. A lane has two stripes of a KiB.
     u32 pair = lane % 4 * 2, stripe = lane / 4;
     u64 secret[2][2];
     for (u32 i = 0; i < 2; ++i) {
@@ -94,7 +95,7 @@ KERNEL(checksum_pieces, ChecksumPieces, 256) {
         if (threadIdx.x < 8) {
             for (u32 kib = 0; kib < kibs; ++kib) {
                 sum += added[kib][threadIdx.x];
-                // The last KiB may not be whole.
+                // The last KiB may be partial.
                 if ((begin + kib + 1) * STRIPES <= num_stripes) sum = (sum ^ sum >> 47 ^ scramble) * PRIME32_1;
             }
         }

@@ -1,7 +1,8 @@
-// What every kernel is written with. Nothing else is included, so that NVRTC needs no headers of a toolkit.
+// Shared code of all kernels. It includes nothing else, so that NVRTC needs no headers of a toolkit.
 //
-// The same text is compiled by g++ with BATON_EMULATED, which gives these names by threads that take turns
-// (../emulator/emulator.h): kernels are checked against their references where there is no GPU.
+// With BATON_EMULATED, g++ compiles the same text. The emulator then provides these names, with threads that take
+// turns (model/cuda-emulator/cpp/emulator.h). Tests compare the kernels with their references on machines without a
+// GPU.
 #pragma once
 
 #ifdef BATON_EMULATED
@@ -15,11 +16,11 @@ typedef unsigned long long u64;
 typedef signed char i8;
 typedef int i32;
 
-// One kernel: its parameters are one struct by value, `p`, as the Rust side has it (#[repr(C)]).
+// Defines a kernel. Its only parameter is a struct by value, `p`, with the layout of the Rust struct (#[repr(C)]).
 #define KERNEL(name, Params, max_threads)                                                                              \
     extern "C" __global__ void __launch_bounds__(max_threads) name(const __grid_constant__ Params p)
 
-// Shared memory whose size the launch says.
+// Shared memory whose size the launch sets.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 
 __device__ __forceinline__ float shuffle_xor(float value, int mask) {
@@ -39,41 +40,42 @@ __device__ __forceinline__ u32 ballot(bool value) { return __ballot_sync(0xfffff
 __device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ float float_of(u32 bits) { return __uint_as_float(bits); }
 
-// 2^x, two units in the last place.
+// 2^x, within two units in the last place.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// 1 / x, one unit in the last place; 0 of infinity.
+// 1 / x, within one unit in the last place. 0 for infinity.
 __device__ __forceinline__ float reciprocal_fast(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// Bytes of `low` (0 to 3) and `high` (4 to 7), as the four digits of `selector` name them, the last one first.
+// Selects bytes of `low` (0 to 3) and `high` (4 to 7). The four digits of `selector` name them, from the last byte to
+// the first.
 __device__ __forceinline__ u32 pick_bytes(u32 low, u32 high, u32 selector) {
     return __byte_perm(low, high, selector);
 }
 
-// a * b + c of both bf16 of a pair, rounded once; denormals are kept.
+// a * b + c for both bf16 numbers of a pair, rounded once. Keeps denormal numbers.
 __device__ __forceinline__ u32 multiply_add_bf16(u32 a, u32 b, u32 c) {
     u32 d;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
 
-// Two floats as bf16, `low` in the lower half; nearest, ties to even.
+// Two floats as bf16, `low` in the lower half. Rounds to nearest, ties to even.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
-// d += a b: a is 16 x 16 (rows), b is 16 x 8 (columns), both bf16, d is 16 x 8 in f32; of a warp, as PTX deals out
-// `mma.m16n8k16`: with group = lane / 4 and in = lane % 4
+// d += a b. a is 16 x 16, row by row, b is 16 x 8, column by column, both bf16; d is 16 x 8 in f32. A warp shares the
+// elements as PTX defines for `mma.m16n8k16`. With group = lane / 4 and in = lane % 4:
 //   a: [0] row group, columns 2 in and 2 in + 1; [1] row group + 8; [2], [3] the same, columns + 8
 //   b: [0] rows 2 in and 2 in + 1 of column group; [1] rows + 8
 //   d: [0], [1] row group, columns 2 in and 2 in + 1; [2], [3] row group + 8
@@ -84,8 +86,8 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], const
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Four 8 x 8 matrices of 16-bit elements from shared memory: lane 8 i + j gives the address of row j of matrix i; of
-// matrix i a lane gets, in m[i], the elements 2 (lane % 4) and the next of row lane / 4.
+// Loads four 8 x 8 matrices of 16-bit elements from shared memory. Lane 8 i + j passes the address of row j of matrix
+// i. A lane receives in m[i] the elements 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4 of matrix i.
 __device__ __forceinline__ void load_matrices(u32 (&m)[4], const void* row) {
     u32 at = static_cast<u32>(__cvta_generic_to_shared(row));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -94,7 +96,7 @@ __device__ __forceinline__ void load_matrices(u32 (&m)[4], const void* row) {
                  : "memory");
 }
 
-// The same, each matrix transposed on its way.
+// Like load_matrices, with each matrix transposed.
 __device__ __forceinline__ void load_matrices_transposed(u32 (&m)[4], const void* row) {
     u32 at = static_cast<u32>(__cvta_generic_to_shared(row));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -103,22 +105,22 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&m)[4], const void
                  : "memory");
 }
 
-// Begins to copy 16 bytes from global to shared memory; zeroes instead where `is_wanted` does not hold.
+// Starts a copy of 16 bytes from global to shared memory. Writes zeros if `is_wanted` is false.
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool is_wanted) {
     u32 at = static_cast<u32>(__cvta_generic_to_shared(to));
     int num_bytes = is_wanted ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(num_bytes) : "memory");
 }
 
-// What was begun since the last of these is one group.
+// Ends a group of copies: all copies that were started since the last call.
 __device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most the newest `num_groups` groups of this thread are under way.
+// Waits until at most the newest `num_groups` groups of this thread are in flight.
 template <int num_groups> __device__ __forceinline__ void await_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(num_groups) : "memory");
 }
 
-// 16 bytes that are read once: not kept in the first cache.
+// Loads 16 bytes that are read once. They bypass the L1 cache.
 __device__ __forceinline__ uint4 load_once(const void* from) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -142,7 +144,7 @@ __device__ __forceinline__ float low_bf16(u32 pair) { return float_of(pair << 16
 __device__ __forceinline__ float high_bf16(u32 pair) { return float_of(pair & 0xffff0000u); }
 __device__ __forceinline__ u16 round_bf16(float x) { return u16(pack_bf16(x, 0.0f)); }
 
-// Eight numbers of a 16-byte load.
+// The eight numbers of a 16-byte load.
 __device__ __forceinline__ void widen_bf16(uint4 from, float (&to)[8]) {
     to[0] = low_bf16(from.x), to[1] = high_bf16(from.x);
     to[2] = low_bf16(from.y), to[3] = high_bf16(from.y);
@@ -157,7 +159,7 @@ __device__ __forceinline__ uint4 pack_bf16(const float (&from)[8]) {
     return to;
 }
 
-// Of all lanes of a warp, in every lane.
+// The reduction over all lanes of a warp. Every lane receives the result.
 __device__ __forceinline__ float warp_sum(float value) {
     for (int mask = WARP / 2; mask > 0; mask /= 2) value += shuffle_xor(value, mask);
     return value;
@@ -168,8 +170,8 @@ __device__ __forceinline__ float warp_max(float value) {
     return value;
 }
 
-// Of all threads of a block, in every thread. `scratch` is shared memory of a float for each warp, free again when
-// all threads have passed the next barrier.
+// The reduction over all threads of a block. Every thread receives the result. `scratch` is shared memory with a
+// float per warp; it is free again when all threads have passed the next barrier.
 __device__ __forceinline__ float block_sum(float value, float* scratch) {
     value = warp_sum(value);
     if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = value;
@@ -179,8 +181,9 @@ __device__ __forceinline__ float block_sum(float value, float* scratch) {
     return warp_sum(value);
 }
 
-// Four E4M3 codes as bf16, exactly: bytes 0 and 2, and bytes 1 and 3. As exponent and mantissa of a bf16 a code is too
-// small by the ratio of the biases, denormal codes included. (NaN becomes 480: a vector that holds one has a NaN for scale.)
+// Converts four E4M3 codes to bf16 exactly: bytes 0 and 2, and bytes 1 and 3. The bits of a code, read as exponent
+// and mantissa of a bf16, are too small by the ratio of the exponent biases, also for denormal codes. NaN becomes
+// 480: a vector with a NaN has a NaN scale.
 __device__ __forceinline__ void widen_e4m3(u32 codes, u32& even, u32& odd) {
     const u32 factor = 0x7b807b80, zero = 0x80008000;
     u32 low = codes << 8;
@@ -188,7 +191,8 @@ __device__ __forceinline__ void widen_e4m3(u32 codes, u32& even, u32& odd) {
     odd = multiply_add_bf16((codes & 0x80008000) | (codes >> 4 & 0x07f007f0), factor, zero);
 }
 
-// Four whole numbers of eight bits as bf16, in the same order: 128 + x % 128 less 128 or, where x is negative, 256.
+// Converts four signed 8-bit integers to bf16, in the same order: 128 + x % 128, minus 128, or minus 256 for negative
+// x.
 __device__ __forceinline__ void widen_i8(u32 codes, u32& even, u32& odd) {
     const u32 base = 0x43004300, minus_one = 0xbf80bf80;
     u32 high = codes >> 8;
@@ -198,7 +202,7 @@ __device__ __forceinline__ void widen_i8(u32 codes, u32& even, u32& odd) {
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + exp2_fast(-LOG2_E * x)); }
 
-// An MLP's: 0 x sigmoid(x), 1 GELU by the error function, 2 GELU by its tanh approximation.
+// Activations of an MLP: 0 is x sigmoid(x), 1 is GELU with the error function, 2 is GELU with its tanh approximation.
 template <int activation> __device__ __forceinline__ float activated(float x) {
     if constexpr (activation == 0) {
         return x * sigmoid(x);
@@ -210,13 +214,13 @@ template <int activation> __device__ __forceinline__ float activated(float x) {
     }
 }
 
-// Elements of KV, as kv-cache/src/rounding has them: the same bits, whoever writes. No multiplication is fused with an
-// addition here, and nothing is compiled for fast and inexact division.
+// Elements of KV, with the bits of kv-cache/src/quantise. No multiplication here is fused with an addition, and no
+// fast inexact division is compiled.
 namespace kv {
 
-// As `KvDtype::ALL` counts them.
+// The order of `KvDtype::ALL`.
 constexpr int F32 = 0, F16 = 1, BF16 = 2, FP8 = 3, INT8 = 4;
-// Only on its way.
+// In the transfer only.
 constexpr int INT4 = 5;
 
 __device__ constexpr int size_bytes(int dtype) { return dtype == F32 ? 4 : dtype <= BF16 ? 2 : 1; }
@@ -224,10 +228,10 @@ __device__ constexpr int scale_bytes(int dtype) { return dtype >= FP8 ? 2 : 0; }
 
 constexpr u32 INFINITE = 0x7f800000u;
 
-// Of NaN the bits may differ.
+// The bits of NaN may differ.
 __device__ __forceinline__ u32 round_f16(float x) {
     u32 sign = bits_of(x) >> 16 & 0x8000u, bits = bits_of(x) & 0x7fffffffu;
-    // Steps of 2^-24, as 1/2 has them: the addition rounds.
+    // Steps of 2^-24, which is the precision of f32 at 1/2: the addition rounds.
     u32 denormal = bits_of(__fadd_rn(float_of(bits), 0.5f)) - bits_of(0.5f);
     u32 normal = (bits - (112u << 23) + 0xfffu + (bits >> 13 & 1)) >> 13;
     u32 magnitude = bits < 113u << 23 ? denormal : normal;
@@ -237,13 +241,13 @@ __device__ __forceinline__ u32 round_f16(float x) {
 
 __device__ __forceinline__ float widen_f16(u32 x) {
     u32 sign = (x & 0x8000u) << 16, magnitude = x & 0x7fffu;
-    // Too small by the ratio of the biases, denormal numbers included.
+    // Too small by the ratio of the exponent biases, also for denormal numbers.
     u32 bits = bits_of(float_of(magnitude << 13) * float_of((127u + 112u) << 23));
     if (magnitude >= 0x7c00u) bits = INFINITE | magnitude << 13;
     return float_of(sign | bits);
 }
 
-__device__ __forceinline__ u32 round_e4m3(float x) {
+__device__ __forceinline__ u32 quantise_e4m3(float x) {
     u32 sign = bits_of(x) >> 24 & 0x80u;
     float magnitude = float_of(bits_of(x) & 0x7fffffffu);
     u32 denormal = bits_of(__fadd_rn(magnitude, 16384.0f)) - bits_of(16384.0f);
@@ -260,25 +264,26 @@ __device__ __forceinline__ float widen_e4m3(u32 code) {
     return float_of(bits | (code & 0x80u) << 24);
 }
 
-// The nearest whole number, in the lowest byte.
-__device__ __forceinline__ u32 round_int8(float x) { return bits_of(__fadd_rn(x, 12582912.0f)) & 0xffu; }
+// Rounds to the nearest integer, in the lowest byte.
+__device__ __forceinline__ u32 quantise_int8(float x) { return bits_of(__fadd_rn(x, 12582912.0f)) & 0xffu; }
 
-// The smallest bf16 by which the vector with this largest magnitude (its bits) can be divided; NaN if that is not finite.
+// The scale of a vector whose largest magnitude has these bits. It is rounded up to bf16, so that the codes can hold
+// the vector. NaN if the magnitude is not finite.
 template <int dtype> __device__ __forceinline__ float scale_of(u32 largest) {
     if (largest >= INFINITE) return float_of(0x7fc00000u);
     float scale = max_of(float_of(largest) / (dtype == FP8 ? 448.0f : dtype == INT8 ? 127.0f : 7.0f), float_of(0x00800000u));
     return float_of((bits_of(scale) + 0xffffu) & 0xffff0000u);
 }
 
-// Of so many numbers, as words; the last is filled up with zeroes.
+// `num` elements as words. The last word is padded with zeros.
 template <int dtype, int num> struct Elements {
     static constexpr int BYTES = num * size_bytes(dtype);
     u32 words[(BYTES + 3) / 4];
 };
 
-// `inverse` is that of the scale; zeroes where the scale is NaN.
+// `inverse` is the inverse of the scale. The numbers become zeros if the scale is NaN.
 template <int dtype, int num>
-__device__ __forceinline__ Elements<dtype, num> round(const float (&x)[num], float inverse) {
+__device__ __forceinline__ Elements<dtype, num> quantise(const float (&x)[num], float inverse) {
     Elements<dtype, num> elements;
     for (u32& word : elements.words) word = 0;
 #pragma unroll
@@ -287,8 +292,8 @@ __device__ __forceinline__ Elements<dtype, num> round(const float (&x)[num], flo
         if constexpr (dtype == F32) code = bits_of(x[i]);
         if constexpr (dtype == F16) code = round_f16(x[i]);
         if constexpr (dtype == BF16) code = round_bf16(x[i]);
-        if constexpr (dtype == FP8) code = round_e4m3(__fmul_rn(x[i], inverse));
-        if constexpr (dtype == INT8) code = round_int8(__fmul_rn(x[i], inverse));
+        if constexpr (dtype == FP8) code = quantise_e4m3(__fmul_rn(x[i], inverse));
+        if constexpr (dtype == INT8) code = quantise_int8(__fmul_rn(x[i], inverse));
         if constexpr (dtype >= FP8) code = inverse == inverse ? code : 0;
         constexpr int size = size_bytes(dtype);
         elements.words[i * size / 4] |= code << i * size % 4 * 8;
@@ -297,7 +302,7 @@ __device__ __forceinline__ Elements<dtype, num> round(const float (&x)[num], flo
 }
 
 template <int dtype, int num>
-__device__ __forceinline__ void widen(const Elements<dtype, num>& elements, float scale, float (&x)[num]) {
+__device__ __forceinline__ void dequantise(const Elements<dtype, num>& elements, float scale, float (&x)[num]) {
 #pragma unroll
     for (int i = 0; i < num; ++i) {
         constexpr int size = size_bytes(dtype);
@@ -310,7 +315,7 @@ __device__ __forceinline__ void widen(const Elements<dtype, num>& elements, floa
     }
 }
 
-// The longest unit, in bytes, of which places aligned to `align` hold `num_bytes`.
+// The longest unit in bytes such that addresses aligned to `align` and `num_bytes` are multiples of it.
 __device__ constexpr int unit_of(int num_bytes, int align) {
     int unit = 1;
     while (unit < 16 && unit < align && num_bytes % (unit * 2) == 0) unit *= 2;

@@ -1,8 +1,8 @@
-// Rows of the embedding.
+// Embedding lookup.
 #include "common.cuh"
 
 struct Embed {
-    // [num_held][hidden]: tokens first_token and those behind it.
+    // [num_held][hidden]: the rows of tokens first_token, first_token + 1, ..
     const u16* table;
     // [rows]
     const u32* tokens;
@@ -15,8 +15,8 @@ struct Embed {
     u64 num_rows;
 };
 
-// x = table[token] * scale, a block for each row; zeroes for tokens that the table does not hold.
-// Reads and writes 2 bytes an element, one multiplication; bound by memory.
+// x = table[token] * scale, one block per row. Tokens that the table does not hold become zeros. Reads and writes 2
+// bytes per element, with one multiplication: bound by memory bandwidth.
 KERNEL(embed, Embed, 256) {
     u32 token = p.tokens[blockIdx.x] - p.first_token;
     bool is_held = token < p.num_held;

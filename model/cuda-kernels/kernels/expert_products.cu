@@ -1,35 +1,35 @@
 // Products of each expert's rows with its weights, all experts in one launch.
 //
 //   TILE_ROWS    rows of an output tile: 16, 32, 64 or 128
-//   GATED        1: weights are gates, then as many that they let through; the output is activation(gate) * up
-//   ACTIVATION   of gated ones
+//   GATED        1: weights are gate rows, then up rows; the output is activation(gate) * up
+//   ACTIVATION   activation of the gates
 #include "common.cuh"
 
 #if GATED
-// A program may have both.
+// A program may contain both variants.
 #define expert_products gated_expert_products
 #endif
 
 namespace expert_products {
 
-// Weights' rows and elements of the depth that a stage of the pipeline holds.
+// Weight rows of a tile, and the depth of a pipeline stage in elements.
 constexpr u32 COLUMNS = 128, DEPTH = 64;
 constexpr u32 STAGES = TILE_ROWS > 64 ? 3 : 4;
-// Warps share the columns in four, and large tiles' rows in two.
+// Four groups of warps share the columns. Large tiles have two groups that share the rows.
 constexpr u32 WARPS_DOWN = TILE_ROWS > 64 ? 2 : 1, THREADS = WARPS_DOWN * 4 * WARP;
 constexpr u32 WARP_ROWS = TILE_ROWS / WARPS_DOWN, ROW_TILES = WARP_ROWS / 16;
 // Columns of the output.
 constexpr u32 TILE_COLUMNS = GATED ? COLUMNS / 2 : COLUMNS;
 constexpr u32 STAGE_BYTES = (TILE_ROWS + COLUMNS) * DEPTH * 2;
-// A row of a stage is eight chunks of 16 bytes; so many rows are copied at a time.
+// A row of a stage is eight chunks of 16 bytes. This many rows are copied at a time.
 constexpr u32 COPIED = THREADS / 8;
 
-// Chunks are swapped so that the same chunk of eight neighbours lies in different banks.
+// Swaps chunks so that the same chunk of eight adjacent rows is in different banks.
 __device__ __forceinline__ u8* chunk_at(u8* rows, u32 row, u32 chunk) {
     return rows + row * DEPTH * 2 + (chunk ^ row % 8) * 16;
 }
 
-// Place of the first tile of each expert, and of none: [num_experts + 1], by the first warp.
+// The index of each expert's first tile, and the number of tiles: [num_experts + 1], computed by the first warp.
 __device__ __forceinline__ void count_tiles(const u32* offsets, u32 num_experts, u32* first_tiles) {
     u32 lane = threadIdx.x, done = 0;
     for (u32 first = 0; first < num_experts; first += WARP) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void count_tiles(const u32* offsets, u32 num_experts,
 struct ExpertProduct {
     // [..][depth]
     const u16* a;
-    // [places]: the row of a at each place; the place itself if null.
+    // [places]: the row of a at each place. Null: the place itself.
     const u32* rows;
     // [num_experts + 1]: each expert's first place.
     const u32* offsets;
@@ -61,15 +61,15 @@ struct ExpertProduct {
     u32 depth;
     u32 columns;
     u32 num_experts;
-    // For the launch.
+    // Read by the launch only.
     u16 num_blocks;
     u16 tile_rows;
 };
 
-// out = a weights^T. Blocks go over the tiles that there are, which they find from the offsets: nobody but the device
-// knows how many. Tiles of the same weights follow each other.
-// Weights are read once for each TILE_ROWS rows of an expert: 2 bytes an element; 2 operations for each row and weight.
-// Bound by memory up to some 300 rows an expert, then by tensor cores.
+// out = a weights^T. The blocks share the tiles, which they derive from the offsets: only the device knows their
+// number. Tiles with the same weights follow each other. Reads the weights once per TILE_ROWS rows of an expert, 2
+// bytes per element, with 2 operations per row and weight. Bound by memory bandwidth up to about 300 rows per expert,
+// then by tensor cores.
 #if GATED
 KERNEL(gated_expert_product, ExpertProduct, expert_products::THREADS) {
 #else
@@ -84,11 +84,11 @@ KERNEL(expert_product, ExpertProduct, expert_products::THREADS) {
     u32 warp_row = warp / 4 * WARP_ROWS, warp_column = warp % 4;
     u32 column_tiles = (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS, num_steps = (p.depth + DEPTH - 1) / DEPTH;
     u64 num_tiles = u64(first_tiles[p.num_experts]) * column_tiles;
-    // What a thread copies of each row.
+    // The chunks that a thread copies of each row.
     u32 chunk = threadIdx.x % 8, copied_row = threadIdx.x / 8;
 
     for (u64 tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-        // The last expert whose first tile is not behind it.
+        // Finds the expert of the tile.
         u32 row_tile = u32(tile / column_tiles), expert = 0;
         for (u32 end = p.num_experts; end - expert > 1;) {
             u32 middle = (expert + end) / 2;
@@ -135,14 +135,15 @@ KERNEL(expert_product, ExpertProduct, expert_products::THREADS) {
         }
         for (u32 step = 0; step < num_steps; ++step) {
             await_copies<STAGES - 2>();
-            // Everybody's copies have arrived, and the stage before is free.
+            // All threads have copied this stage, and the stage before is free.
             __syncthreads();
             if (step + STAGES - 1 < num_steps) copy(step + STAGES - 1);
             end_copy_group();
             u8 *a = shared + step % STAGES * STAGE_BYTES, *b = a + TILE_ROWS * DEPTH * 2;
 #pragma unroll
             for (u32 k = 0; k < DEPTH / 16; ++k) {
-                // Columns 8 j to 8 j + 7 of the warp; if gated, two of gates, then two of what they let through.
+                // Columns 8 j to 8 j + 7 of the warp. If gated: two groups of gates, then the two matching groups of
+                // up values.
                 u32 columns[4][2];
 #pragma unroll
                 for (u32 j = 0; j < 2; ++j) {
@@ -160,7 +161,7 @@ KERNEL(expert_product, ExpertProduct, expert_products::THREADS) {
                 }
             }
         }
-        // The next tile's first copies go where others may still read.
+        // The first copies of the next tile overwrite memory that other threads may still read.
         __syncthreads();
 
 #pragma unroll

@@ -1,13 +1,14 @@
-// Routed experts: who goes where, and what comes back. Their products are in expert_products.cu.
+// Routed experts: the choice of experts, the order of pairs, and the combination of outputs. The products are in
+// expert_products.cu.
 //
-//   route        logits of each row        -> its experts, by ascending number, and their weights
-//   sort_pairs   pairs of row and expert   -> places, expert by expert, rows in order
-//   combine      what experts made, by place -> the weighted sum of each row
+//   route        logits of each row        -> its experts in ascending order, and their weights
+//   sort_pairs   pairs of row and expert   -> places, sorted by expert, then by row
+//   combine      outputs of experts        -> the weighted sum of each row
 #include "common.cuh"
 
 namespace experts {
 
-// Of a row that only fills up a batch: no expert, no place.
+// For padding rows: no expert, no place.
 constexpr u32 NONE = 0xffffffffu;
 
 __device__ __forceinline__ u32 warp_sum(u32 value) {
@@ -17,29 +18,30 @@ __device__ __forceinline__ u32 warp_sum(u32 value) {
 
 } // namespace experts
 
-struct Route {
+struct RouteToExperts {
     // [rows][num_experts]
     const float* logits;
-    // [rows]: NONE where a row is not wanted; all are if null.
+    // [rows]: NONE where a row is not wanted. Null: all rows are wanted.
     const u32* slots;
-    // [rows][num_active], out.
+    // [rows][num_active], output.
     u32* experts;
-    // [rows][num_active], out.
+    // [rows][num_active], output.
     float* weights;
     u32 num_rows;
     u32 num_experts;
     u32 num_active;
-    // Weights are divided by their sum.
+    // 1: weights are divided by their sum.
     u32 renormalise;
 };
 
-// Softmax over all, the largest few; of equals the first. A warp for each row, which keeps its chances in shared memory.
-// Reads 4 bytes a logit; latency is all, of num_active times ten shuffles.
-KERNEL(route, Route, 128) {
+// Softmax over all experts, then the experts with the largest weights; the first one among equals. One warp per row
+// keeps its probabilities in shared memory. Reads 4 bytes per logit: bound by the latency of ten shuffles per active
+// expert.
+KERNEL(route, RouteToExperts, 128) {
     DYNAMIC_SHARED(shared);
     u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = blockIdx.x * (blockDim.x / WARP) + warp;
     float* chances = reinterpret_cast<float*>(shared) + warp * p.num_experts;
-    // All lanes of a warp leave, or none.
+    // All lanes of a warp return, or none.
     if (row >= p.num_rows) return;
     u64 first = u64(row) * p.num_active;
     if (p.slots && p.slots[row] == experts::NONE) {
@@ -51,7 +53,7 @@ KERNEL(route, Route, 128) {
     }
     const float* logits = p.logits + u64(row) * p.num_experts;
     float most = -float_of(kv::INFINITE), total = 0.0f;
-    // A lane touches its own numbers alone.
+    // A lane accesses its own numbers only.
     for (u32 i = lane; i < p.num_experts; i += WARP) most = max_of(chances[i] = logits[i], most);
     most = warp_max(most);
     for (u32 i = lane; i < p.num_experts; i += WARP) total += chances[i] = expf(chances[i] - most);
@@ -63,7 +65,7 @@ KERNEL(route, Route, 128) {
         u32 best = experts::NONE;
         float chance = 0.0f;
         for (u32 i = lane; i < p.num_experts; i += WARP) {
-            // Chosen before; NaN is neither.
+            // -1 marks an expert that was chosen before. NaN never equals it.
             if (chances[i] == -1.0f) continue;
             if (best == experts::NONE || chances[i] > chance) best = i, chance = chances[i];
         }
@@ -77,7 +79,7 @@ KERNEL(route, Route, 128) {
         }
         if (lane == best % WARP) chances[best] = -1.0f;
         if (lane == n) mine = best, my_chance = chance;
-        // Best first, as the processor's pass adds them.
+        // Largest first, the order of the sum on processors.
         chosen += chance;
     }
     u32 rank = 0;
@@ -89,13 +91,13 @@ KERNEL(route, Route, 128) {
 }
 
 struct SortPairs {
-    // [pairs], by route: [rows][num_active].
+    // [pairs], from route: [rows][num_active].
     const u32* experts;
-    // [num_experts + 1], out: each expert's first place.
+    // [num_experts + 1], output: each expert's first place.
     u32* offsets;
-    // [pairs], out: the row of each place.
+    // [pairs], output: the row of each place.
     u32* rows;
-    // [pairs], out: the place of each pair, or NONE.
+    // [pairs], output: the place of each pair, or NONE.
     u32* places;
     u32 num_pairs;
     u32 num_active;
@@ -103,9 +105,9 @@ struct SortPairs {
     u32 unused;
 };
 
-// Pairs by their expert, those of one expert in their order: a block for each expert counts the pairs of those before
-// it, then gives its own their places; nothing is added atomically, so that the order is always the same.
-// Reads 8 bytes a pair for each expert, from the second cache; some ten operations for each.
+// Sorts pairs by expert; pairs of one expert keep their order. The block of an expert counts the pairs of all experts
+// before it, then assigns places to its own pairs. It uses no atomics, so the order is always the same. Reads 8 bytes
+// per pair and expert from the L2 cache, with about ten operations each.
 KERNEL(sort_pairs, SortPairs, 1024) {
     __shared__ u32 sums[32];
     __shared__ u32 counts[2][32];
@@ -123,7 +125,7 @@ KERNEL(sort_pairs, SortPairs, 1024) {
     for (u32 i = 0; i < num_warps; ++i) place += sums[i];
     if (threadIdx.x == 0) p.offsets[expert] = place;
     u32 turn = 0;
-    // Four neighbours a thread.
+    // Four adjacent pairs per thread.
     for (u32 first = 0; first < p.num_pairs; first += blockDim.x * 4, turn ^= 1) {
         u32 pair = first + threadIdx.x * 4, found[4], below = 0, in_warp = 0;
         if (pair + 4 <= p.num_pairs) {
@@ -138,7 +140,7 @@ KERNEL(sort_pairs, SortPairs, 1024) {
             in_warp += __popc(all);
         }
         if (lane == 0) counts[turn][warp] = in_warp;
-        // Whoever comes here has read what was counted two turns ago.
+        // The counts of two iterations ago are free: every thread that arrives here has read them.
         __syncthreads();
         for (u32 i = 0; i < num_warps; ++i) {
             if (i < warp) below += counts[turn][i];
@@ -157,21 +159,21 @@ KERNEL(sort_pairs, SortPairs, 1024) {
 struct Combine {
     // [places][hidden]
     const u16* outputs;
-    // [rows][num_active], by sort_pairs.
+    // [rows][num_active], from sort_pairs.
     const u32* places;
-    // [rows][num_active], by route.
+    // [rows][num_active], from route.
     const float* weights;
     // [rows][hidden]
     u16* out;
     u32 hidden;
     u32 num_active;
-    // The sum is added to `out`.
+    // 1: the sum is added to `out`.
     u32 is_added;
     u32 num_rows;
 };
 
-// The sum of what a row's experts made, times their weights, in the order of their numbers; eight elements a thread.
-// Reads 2 bytes an element of each expert and writes 2; bound by memory.
+// The weighted sum of a row's expert outputs, in the order of the experts. A thread computes eight elements. Reads 2
+// bytes per element and expert and writes 2: bound by memory bandwidth.
 KERNEL(combine, Combine, 256) {
     u32 i = (blockIdx.y * blockDim.x + threadIdx.x) * 8, row = blockIdx.x;
     if (i >= p.hidden) return;

@@ -1,10 +1,10 @@
-// What lies between the two products of an MLP.
+// The activation between the two products of an MLP.
 //
-//   ACTIVATION   which function
+//   ACTIVATION   number of the activation (`activated` in common.cuh)
 #include "common.cuh"
 
-struct Gate {
-    // [rows][2 width]: gates, then what they let through.
+struct ApplyGate {
+    // [rows][2 width]: gates, then up values.
     const u16* gate_up;
     // [rows][width]
     u16* out;
@@ -12,9 +12,9 @@ struct Gate {
     u32 num_rows;
 };
 
-// out = activation(gate) * up, eight elements a thread.
-// Reads 4 bytes an element and writes 2, some ten operations, of the error function forty; bound by memory.
-KERNEL(gate, Gate, 256) {
+// out = activation(gate) * up, eight elements per thread. Reads 4 bytes per element and writes 2, with about ten
+// operations, or forty for the error function: bound by memory bandwidth.
+KERNEL(gate, ApplyGate, 256) {
     u32 i = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
     if (i >= p.width) return;
     const u16* row = p.gate_up + u64(blockIdx.x) * 2 * p.width;

@@ -1,10 +1,10 @@
-// Root-mean-square norms of rows, with the residual stream that they come from.
+// Root-mean-square norms of rows, and the addition to the residual stream before them.
 #include "common.cuh"
 
 struct AddNorm {
-    // [rows][hidden], the residual stream; read, and written if something is added.
+    // [rows][hidden], the residual stream. Written only if something is added.
     u16* x;
-    // [rows][hidden], added to x before the norm; nothing if null.
+    // [rows][hidden], added to x before the norm. Null: nothing is added.
     const u16* added;
     // [hidden]
     const float* weight;
@@ -15,8 +15,8 @@ struct AddNorm {
     u64 num_rows;
 };
 
-// out = (x + added) / sqrt(mean((x + added)^2) + eps) * weight, a block for each row; the sum is kept in bf16.
-// Reads and writes each row once: 6 or 8 bytes an element; bound by memory.
+// out = (x + added) / sqrt(mean((x + added)^2) + eps) * weight, one block per row. The sum is kept in bf16. Reads and
+// writes each row once, 6 or 8 bytes per element: bound by memory bandwidth.
 KERNEL(add_norm, AddNorm, 1024) {
     __shared__ float scratch[32];
     u64 row = u64(blockIdx.x) * p.hidden;
@@ -36,7 +36,7 @@ KERNEL(add_norm, AddNorm, 1024) {
         for (int k = 0; k < 8; ++k) sum += here[k] * here[k];
     }
     float scale = rsqrtf(block_sum(sum, scratch) / float(p.hidden) + p.eps);
-    // Each thread reads what it wrote.
+    // Each thread reads only what it wrote itself.
     for (u32 i = threadIdx.x * 8; i < p.hidden; i += blockDim.x * 8) {
         float here[8];
         widen_bf16(*reinterpret_cast<const uint4*>(x + i), here);

@@ -1,28 +1,28 @@
-// Products of few rows with weights of all kinds: out[row][n] = sum over k of x[row][k] w[n][k], 16 rows at a time; and
-// what larger batches need to be multiplied by a library: weights as bf16, activations as fp8.
+// Products of few rows with weights of all formats: out[row][n] = sum over k of x[row][k] w[n][k], 16 rows at a time.
+// Also the conversions around a library's products of many rows: weights to bf16, activations to fp8.
 //
-// Weights are widened in registers to bf16, exactly, and multiplied by tensor cores with f32 sums; scales are applied
-// to the sums of groups, in f32. A row's result has the same bits whatever the other rows are and however many: a row
-// is a column of its own in every matrix instruction, and K is divided among warps in one way, their sums added in one
-// order.
+// Weights are widened to bf16 in registers, exactly, and multiplied by tensor cores with f32 sums. Scales are applied
+// to the sums of groups, in f32. The bits of a row's result do not depend on the other rows or their number: a row is
+// a column of its own in every matrix instruction, K is always divided among warps in the same way, and their sums
+// are added in the same order.
 //
-// WEIGHTS says what weights are; all are row-major [n][k]:
+// WEIGHTS is the format of the weights. All formats are row-major, [n][k]:
 //   0 bf16
-//   1 fp8 (E4M3), as files have it; its two NaNs become +-480
+//   1 fp8 (E4M3), as in files; its two NaNs become +-480
 //   2 int8, in the order below
 //   3 int4, levels from 0 on, in the order below
-// A lane's 16 bytes of a row are, of integers, for each 32 numbers that its warp multiplies, eight: 8 in to 8 in + 7
-// where in = lane % 4; so that all numbers of an instruction are of one group. In a row, step by step of 64 (int8) or
-// 128 (int4) numbers: the four lanes' 16 bytes. An int8 word has numbers 0 2 1 3 of its four, less 128; an int4 word 0
-// 2 4 6 of its eight in the low half, from the low end on, 1 3 5 7 in the high half. The last step is full: pack in
-// ../products.rs.
+// Integers: the 16 bytes that a lane reads of a row hold, for each 32 numbers that its warp multiplies, the eight
+// numbers 8 in to 8 in + 7 with in = lane % 4. All numbers of an instruction are then of one group. A row is stored
+// in steps of 64 (int8) or 128 (int4) numbers: the 16 bytes of each of the four lanes. An int8 word holds its four
+// numbers in the order 0 2 1 3, minus 128. An int4 word holds numbers 0 2 4 6 in its low half, from the lowest bits
+// on, and 1 3 5 7 in its high half. The last step is padded: see pack in ../src/products.rs.
 #include "common.cuh"
 
 #ifndef WEIGHTS
 #define WEIGHTS 0
 #endif
 
-// A model has weights of several kinds, so its program has this file several times.
+// A model has weights of several kinds, so its program contains this file several times.
 #if WEIGHTS == 0
 #define OF_KIND(name) name##_bf16
 #elif WEIGHTS == 1
@@ -32,18 +32,19 @@
 #else
 #define OF_KIND(name) name##_int4
 #endif
-// The name expanded.
+// Expands the macro.
 #define NAMED_KERNEL(name, Params, max_threads) KERNEL(name, Params, max_threads)
 
 namespace products {
 
 struct Scales {
-    // Of output n and number k: [n / rows_per_scale * row_stride + k / group * group_stride].
+    // For output n and number k: [n / rows_per_scale * row_stride + k / group * group_stride].
     const float* scales;
-    // As scales: the level that stands for zero, less the middle (8 or 128); null if none.
+    // Like scales: the level that stands for zero, minus the middle level (8 or 128). Null if the format has no
+    // zeros.
     const float* zeros;
     u32 rows_per_scale, row_stride, group_stride;
-    // A multiple of 32; of 64 for fp8.
+    // A multiple of 32, for fp8 of 64.
     u32 group;
 
     __device__ __forceinline__ u64 place(u32 n, u32 k) const {
@@ -60,15 +61,15 @@ constexpr bool IS_INTEGER = WEIGHTS >= INT8;
 constexpr bool HAS_SCALES = WEIGHTS != BF16;
 // Numbers of a row in the 16 bytes of four lanes.
 constexpr u32 STEP = WEIGHTS == BF16 ? 32 : WEIGHTS == INT4 ? 128 : 64;
-// Instructions take 16 numbers, a unit is two of them.
+// An instruction takes 16 numbers. A unit is two instructions.
 constexpr u32 UNITS = STEP / 32;
-// Tiles of 16 outputs of a warp: the smaller weights are, the more it counts how often activations are read.
+// Tiles of 16 outputs per warp. With smaller weights, the reads of activations weigh more.
 constexpr u32 TILES = WEIGHTS == BF16 ? 1 : 2;
 constexpr u32 OUTPUTS = 16 * TILES;
 constexpr u32 WARPS = 8;
 constexpr u32 NO_ROW = 0xffffffffu;
 
-// Where a lane's eight numbers of a unit are, from the step's first.
+// Offset of a lane's eight numbers of a unit, from the start of the step.
 __device__ __forceinline__ u32 numbers_at(u32 in, u32 unit) {
     return WEIGHTS == FP8 ? 16 * in + 8 * unit : 32 * unit + 8 * in;
 }
@@ -80,7 +81,7 @@ __device__ __forceinline__ u64 row_bytes(u32 k) {
     return u64(k + STEP - 1) / STEP * 64;
 }
 
-// Eight numbers of a unit as four pairs of bf16; integers less their middle.
+// The eight numbers of a unit as four pairs of bf16. Integers have their middle level subtracted.
 __device__ __forceinline__ void widen_unit(uint4 from, u32 unit, u32 (&to)[4]) {
     const u32 words[4] = {from.x, from.y, from.z, from.w};
     if (WEIGHTS == BF16) {
@@ -102,21 +103,21 @@ __device__ __forceinline__ void widen_unit(uint4 from, u32 unit, u32 (&to)[4]) {
 
 } // namespace OF_KIND(products)
 
-// out = x w^T (+ bias); with experts, each place's row and the weights of the expert that it belongs to.
+// out = x w^T (+ bias). With experts, each place has its row and the weights of its expert.
 struct MultiplyFew {
-    // [..][k], bf16; k is a multiple of 8, of 16 for fp8.
+    // [..][k], bf16. k is a multiple of 8, for fp8 of 16.
     const u16* x;
-    // [places]: the row of x at each place; the place itself if null.
+    // [places]: the row of x at each place. Null: the place itself.
     const u32* rows;
-    // [num_experts + 1]: each expert's first place. Null: one matrix, and num_rows places.
+    // [num_experts + 1]: each expert's first place. Null: there is one matrix and num_rows places.
     const u32* offsets;
     // [num_experts][n]
     const u8* weights;
-    // Of output n of expert e as of output e n + n.
+    // The scale of output n of expert e is that of output e * (number of outputs) + n.
     products::Scales scales;
-    // [n], or null; not with experts.
+    // [n], or null. Null with experts.
     const float* bias;
-    // [places][n], bf16, or f32 if is_f32.
+    // [places][n]: f32 if is_f32, otherwise bf16.
     void* out;
     u32 k, n;
     u32 num_rows;
@@ -134,24 +135,24 @@ __device__ __forceinline__ u32 end_place(const MultiplyFew& p) {
     return p.offsets ? p.offsets[blockIdx.y + 1] : p.num_rows;
 }
 
-// Up to 16 places, behind those that are done.
+// The next 16 places, or fewer.
 template <u32 COLUMN_TILES>
 __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, float* sums) {
     const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, in = lane % 4;
-    // Of the expert's weights.
+    // The weights of this expert.
     const u32 first_row = blockIdx.y * p.n;
     const u32 first = blockIdx.x * OUTPUTS, num_steps = (p.k + STEP - 1) / STEP;
     const u64 stride = row_bytes(p.k);
     const u8* weights = p.weights + first_row * stride + in * 16;
     const u32 place = first_place(p) + done, num_places = end_place(p) - place;
-    // Where rows of x begin, in eights.
+    // The start of the rows of x, in units of eight numbers.
     u32 rows[COLUMN_TILES];
 #pragma unroll
     for (u32 c = 0; c < COLUMN_TILES; ++c) {
         const u32 of_tile = c * 8 + group, at = place + of_tile;
         rows[c] = of_tile < num_places ? (p.rows ? p.rows[at] : at) * (p.k / 8) : NO_ROW;
     }
-    // Whether a group ends within a step.
+    // Whether a group ends inside a step.
     const bool has_short_groups = IS_INTEGER && p.scales.group % STEP != 0;
     const bool has_zeros = IS_INTEGER && p.scales.zeros;
     float total[TILES][COLUMN_TILES][4] = {};
@@ -175,7 +176,7 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, float* 
         for (u32 i = 0; i < 2 * TILES; ++i) now[i / 2][i % 2] = next[i / 2][i % 2];
         load(step + WARPS);
         float part[TILES][COLUMN_TILES][4] = {};
-        // Of the activations of a group, for their product with its zero.
+        // The sums of a group's activations, for the product with its zero.
         float sum_of_x[COLUMN_TILES][4] = {};
 #pragma unroll
         for (u32 unit = 0; unit < UNITS; ++unit) {
@@ -205,7 +206,7 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, float* 
                 }
             }
             if (!HAS_SCALES || (unit + 1 < UNITS && !has_short_groups)) continue;
-            // One group of all that is in `part`; the first number says which.
+            // Applies the scale and the zero of a group to the sums in `part`. `of_group` is one of the group's numbers.
             const u32 of_group = has_short_groups ? step * STEP + 32 * unit : step * STEP;
             if (of_group >= p.k) continue;
 #pragma unroll
@@ -241,15 +242,15 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, float* 
 
 } // namespace OF_KIND(products)
 
-// A block for each 16 outputs of bf16, or 32 of what is smaller, and each expert; its warps take every eighth step of K
-// each. For every 16 rows it reads each weight once (2, 1 or 1/2 bytes, and a scale of 4 bytes for a group), from memory
-// the first time and mostly from the second cache after that, as activations. Two operations a weight and row, some 1 to
-// 2.5 more to widen a weight for 16 rows: bound by memory, the next step's weights on their way while this one's are
-// multiplied.
+// One block per expert and 16 outputs of bf16, or 32 outputs of smaller weights. Its warps take turns at steps of K,
+// every eighth step each. For every 16 rows it reads each weight once (2, 1 or 1/2 bytes, and 4 bytes of scale per
+// group): from memory the first time, mostly from the L2 cache after that, like activations. Two operations per
+// weight and row, and about 1 to 2.5 more to widen a weight for 16 rows: bound by memory bandwidth. The next step's
+// weights are loaded while the current ones are multiplied.
 NAMED_KERNEL(OF_KIND(multiply_few), MultiplyFew, 256) {
     using namespace OF_KIND(products);
     __shared__ float sums[WARPS * 16 * OUTPUTS];
-    // Registers are scarce: both ends are read again for every 16 places.
+    // Registers are scarce, so both ends are read again for every 16 places.
     for (u32 done = 0;; done += 16) {
         if (first_place(p) + done >= end_place(p)) return;
         if (end_place(p) - first_place(p) - done <= 8) {
@@ -281,8 +282,8 @@ NAMED_KERNEL(OF_KIND(multiply_few), MultiplyFew, 256) {
 struct Dequantise {
     const u8* weights;
     products::Scales scales;
-    // [n]: which row of the weights each is, counted from first_row before them; itself if null. Zeroes for those that are
-    // not among the num_held.
+    // [n]: the row of the weights for each output row, counted from first_row. Null: row n itself. Rows outside of
+    // num_held become zeros.
     const u32* rows;
     // [n][k], bf16.
     u16* out;
@@ -294,8 +295,8 @@ struct Dequantise {
     u32 first_row;
 };
 
-// Weights as bf16, times a factor, each rounded once: for the products of many rows, and of an embedding; a thread for 16
-// bytes. Writes 2 bytes a weight and reads 1 or 1/2: bound by memory.
+// Dequantises weights to bf16, times a factor, each rounded once: for products of many rows and for embeddings. A
+// thread converts 16 bytes. Writes 2 bytes per weight and reads 1 or 1/2: bound by memory bandwidth.
 NAMED_KERNEL(OF_KIND(dequantise), Dequantise, 256) {
     using namespace OF_KIND(products);
     const u32 chunks = (p.k + STEP - 1) / STEP * 4;
@@ -332,7 +333,7 @@ struct QuantiseRows {
     const u16* x;
     // [rows][k], E4M3.
     u8* out;
-    // [rows]: what numbers are to be multiplied with.
+    // [rows]: the factors that restore the numbers.
     float* scales;
     u32 k;
     u32 num_rows;
@@ -340,15 +341,15 @@ struct QuantiseRows {
 
 namespace products {
 
-// The nearest of E4M3, ties to even, of a number of at most 448.
+// Quantises a number of magnitude at most 448 to the nearest E4M3 number, ties to even.
 __device__ __forceinline__ u32 quantise_fp8(float x) {
     u32 bits = bits_of(x), sign = bits >> 24 & 0x80, size = bits & 0x7fffffffu;
-    // Below 2^-6 steps are of 2^-9, as of floats from 2^14 on.
+    // Below 2^-6 the steps are 2^-9, like those of floats from 2^14 on.
     if (size < 0x3c800000u) return sign | (bits_of(float_of(size) + 16384.0f) - 0x46800000u);
     return sign | ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
 }
 
-// What the numbers are to be multiplied with to be quantised: zeroes, if there are only such, or so little that the scale is none.
+// The factor that quantises numbers of this scale. It is zero if all numbers are zero, or too small to scale.
 __device__ __forceinline__ float inverse_of(float scale) { return scale > 1e-37f ? 1.0f / scale : 0.0f; }
 
 __device__ __forceinline__ uint2 quantise_fp8(const float (&x)[8], float inverse) {
@@ -363,14 +364,14 @@ __device__ __forceinline__ uint2 quantise_fp8(const float (&x)[8], float inverse
 
 } // namespace products
 
-// Rows of activations as E4M3, the largest of a row as 448; a block for each row. Reads 2 bytes, writes 1: bound by
-// memory; the second reading is from a cache.
+// Quantises rows of activations to E4M3. The largest number of a row becomes 448. One block per row. Reads 2 bytes
+// and writes 1: bound by memory bandwidth; the second read hits a cache.
 KERNEL(quantise_rows, QuantiseRows, 256) {
     using namespace products;
     __shared__ float largest[8], poisons[8];
     const u16* x = p.x + u64(blockIdx.x) * p.k;
     float max = 0.0f;
-    // 0, or not a number if one of the row is none, or infinite: what is multiplied with the scale shows it.
+    // 0, or NaN if the row holds NaN or infinity. A product with the scale then shows it.
     float poison = 0.0f;
     for (u32 k = threadIdx.x * 8; k < p.k; k += 256 * 8) {
         float here[8];
@@ -406,7 +407,8 @@ struct QuantiseGroups {
     u64 num_rows;
 };
 
-// The same of every 128 numbers of a row, 16 lanes for each. Reads 2 bytes, writes 1: bound by memory.
+// Like quantise_rows, for each 128 numbers of a row, with 16 lanes each. Reads 2 bytes and writes 1: bound by memory
+// bandwidth.
 KERNEL(quantise_groups, QuantiseGroups, 256) {
     using namespace products;
     u64 row = blockIdx.x;
@@ -437,8 +439,8 @@ struct ScaleProduct {
     u32 num_rows;
 };
 
-// x = x * row scale * column scale: for a library that multiplies fp8 and does not scale; a thread for eight numbers.
-// Moves 4 bytes an element: bound by memory.
+// x = x * row scale * column scale, for a library whose fp8 products do not scale. A thread scales eight numbers.
+// Moves 4 bytes per element: bound by memory bandwidth.
 KERNEL(scale_product, ScaleProduct, 256) {
     const u32 n = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
     if (n >= p.n) return;

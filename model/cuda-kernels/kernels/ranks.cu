@@ -1,20 +1,20 @@
-// What several ranks have computed, put together.
+// Joins results of several ranks.
 #include "common.cuh"
 
 struct JoinLogits {
-    // Of each rank rows * stride numbers, of which it has [rows][its tokens].
+    // rows * stride numbers per rank, of which [rows][tokens of the rank] are used.
     const float* parts;
     // [rows][vocab]
     float* out;
-    // Tokens of each rank but the last ones, which have fewer.
+    // Tokens of each rank. The last ranks have fewer.
     u32 part;
     u32 stride;
     u32 vocab;
     u32 num_rows;
 };
 
-// out[row][token] = parts[token / part][row][token % part], where rows are as long as the rank has tokens.
-// Reads and writes 4 bytes a number; bound by memory.
+// out[row][token] = parts[token / part][row][token % part]. A row is as long as its rank has tokens. Reads and writes
+// 4 bytes per number: bound by memory bandwidth.
 KERNEL(join_logits, JoinLogits, 256) {
     u32 row = blockIdx.x, token = blockIdx.y * blockDim.x + threadIdx.x;
     if (token >= p.vocab) return;

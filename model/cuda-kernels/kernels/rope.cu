@@ -1,13 +1,13 @@
-// Rotary position embeddings, and where keys and values go.
+// Rotary position embeddings, and the stores of keys and values.
 //
 //   HEAD_DIM, ROTARY_DIM   elements of a head, and how many of them are rotated
-//   KV                     type of the pool's elements (kv::)
-//   ALIGN                  of every vector in the pool, in bytes; at most 16
+//   KV                     element type of the pool (kv::)
+//   ALIGN                  alignment of every vector in the pool, in bytes; at most 16
 #include "common.cuh"
 
 namespace rope {
 
-// Of a row that nobody wants: it fills up a batch.
+// The slot of a padding row.
 constexpr u32 NONE = 0xffffffffu;
 
 constexpr u32 HALF = ROTARY_DIM / 2, REST = HEAD_DIM - ROTARY_DIM;
@@ -16,29 +16,29 @@ constexpr u32 HALF = ROTARY_DIM / 2, REST = HEAD_DIM - ROTARY_DIM;
 __device__ constexpr bool fits(u32 num) { return HALF % num == 0 && HEAD_DIM % num == 0; }
 constexpr u32 CHUNK = fits(8) ? 8 : fits(4) ? 4 : fits(2) ? 2 : 1;
 
-// Two chunks make a pair: those that are rotated together, then the others, side by side.
+// Two chunks form a pair. Rotated chunks pair up with their partners, the others with their neighbours.
 constexpr u32 TURNED = HALF / CHUNK, PAIRS = TURNED + (REST / CHUNK + 1) / 2;
 
-// Lanes of a head: a power of two, so that they meet by shuffles.
+// Lanes of a head: a power of two, because they exchange data by shuffles.
 __device__ constexpr u32 lanes(u32 num) { return num >= PAIRS || num == WARP ? num : lanes(num * 2); }
 constexpr u32 LANES = lanes(1), PAIRS_PER_LANE = (PAIRS + LANES - 1) / LANES;
 
-// Elements of a row and of a head's norm.
+// Offsets of an element in the row and in the head's norm.
 typedef kv::Elements<kv::BF16, CHUNK> Chunk;
 
 __device__ __forceinline__ void load(const u16* from, float (&to)[CHUNK]) {
     Chunk chunk;
     kv::load<16>(reinterpret_cast<const u8*>(from), chunk);
-    kv::widen(chunk, 1.0f, to);
+    kv::dequantise(chunk, 1.0f, to);
 }
 
 __device__ __forceinline__ void load(const float* from, float (&to)[CHUNK]) {
     kv::Elements<kv::F32, CHUNK> chunk;
     kv::load<16>(reinterpret_cast<const u8*>(from), chunk);
-    kv::widen(chunk, 1.0f, to);
+    kv::dequantise(chunk, 1.0f, to);
 }
 
-// Of the lanes of a head.
+// The reduction over the lanes of a head.
 __device__ __forceinline__ float sum(float x) {
     for (u32 mask = LANES / 2; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
     return x;
@@ -57,18 +57,19 @@ __device__ __forceinline__ u32 largest(u32 x) {
 struct PlaceRows {
     // [rows]
     const u32* positions;
-    // [rows]: which row of the tables, or NONE.
+    // [rows]: the row's block table, or NONE.
     const u32* sequence_of;
     // [sequences][max_blocks]
     const u32* block_tables;
-    // [rows], out: block * block_size + the position's place in it, or NONE.
+    // [rows], output: block * block_size + offset of the position in the block, or NONE.
     u32* slots;
     u32 max_blocks;
     u32 block_size;
     u64 num_rows;
 };
 
-// Looks rows' places in the pool up, once for all layers: 16 bytes a row, nothing beside a layer's work.
+// Looks up the slots of rows in the pool, once for all layers. Moves 16 bytes per row, which is negligible beside a
+// layer.
 KERNEL(place_rows, PlaceRows, 256) {
     u32 row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= p.num_rows) return;
@@ -84,19 +85,20 @@ KERNEL(place_rows, PlaceRows, 256) {
 struct RopeTable {
     // [rows]
     const u32* positions;
-    // [ROTARY_DIM / 2]: angle per position of each pair.
+    // [ROTARY_DIM / 2]: the angle per position of each pair.
     const float* inverse_frequencies;
-    // [rows][2][ROTARY_DIM / 2], out: cosines, then sines.
+    // [rows][2][ROTARY_DIM / 2], output: cosines, then sines.
     float* cos_sin;
     float factor;
     u32 num_rows;
-    // For the launch.
+    // Read by the launch only.
     u64 rotary_dim;
 };
 
-// Cosines and sines of a batch, once for all layers. The angle is rounded to f32 as the models' training code does, and
-// what it is the angle of, is computed in f64 as the processor's pass does: f32 would need many steps for long contexts.
-// Writes 4 bytes a number, some hundred operations of f64 each; bound by those, and far less than one layer.
+// Cosines and sines of a batch, once for all layers. The angle is rounded to f32, as in the training code of the
+// models. Its cosine and sine are computed in f64, as on processors: f32 would need many steps for long contexts.
+// Writes 4 bytes per number, with some hundred f64 operations each: bound by arithmetic, and far cheaper than one
+// layer.
 KERNEL(rope_table, RopeTable, 256) {
     u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x;
     u32 row = u32(i / rope::HALF), pair = u32(i % rope::HALF);
@@ -111,16 +113,16 @@ KERNEL(rope_table, RopeTable, 256) {
 struct StoreQkv {
     // [rows][(num_heads + 2 num_kv_heads) * HEAD_DIM]: queries, keys, values. Queries are rotated in place.
     u16* qkv;
-    // [rows], by place_rows.
+    // [rows], from place_rows.
     const u32* slots;
-    // [rows][2][ROTARY_DIM / 2], by rope_table.
+    // [rows][2][ROTARY_DIM / 2], from rope_table.
     const float* cos_sin;
-    // [HEAD_DIM], of norms of query and key heads; null if there are none.
+    // [HEAD_DIM], the norms of query and key heads. Null: the model has none.
     const float* query_norm;
     const float* key_norm;
-    // [(num_heads + 2 num_kv_heads) * HEAD_DIM], of the projection; null if there is none.
+    // [(num_heads + 2 num_kv_heads) * HEAD_DIM], of the projection. Null: the model has none.
     const float* bias;
-    // The layer in block 0.
+    // The layer's piece of block 0.
     u8* layer;
     u64 block_bytes;
     u32 num_rows;
@@ -128,24 +130,24 @@ struct StoreQkv {
     u32 num_kv_heads;
     u32 block_size;
     float eps;
-    // For the launch: LANES.
+    // Read by the launch only: LANES.
     u32 lanes;
 };
 
-// Adds the bias, norms and rotates query and key heads, writes queries back and keys and values to their blocks. A few
-// lanes a head: of 128 elements eight, with sixteen each.
-// Reads the row (2 bytes an element) and its cosines and sines, writes queries (2) and KV (1 to 4); bound by memory.
+// Adds the bias, norms and rotates query and key heads, writes queries back, and stores keys and values in their
+// blocks. A few lanes share a head: eight lanes with 16 elements each for 128 elements. Reads the row (2 bytes per
+// element) and its cosines and sines, writes queries (2) and KV (1 to 4): bound by memory bandwidth.
 KERNEL(store_qkv, StoreQkv, 128) {
     using namespace rope;
     u32 width = p.num_heads + 2 * p.num_kv_heads;
     u64 unit = u64(blockIdx.x) * (blockDim.x / LANES) + threadIdx.x / LANES;
     u32 row = u32(unit / width), head = u32(unit % width), lane = threadIdx.x % LANES;
     u32 slot = row < p.num_rows ? p.slots[row] : NONE;
-    // Nobody leaves: lanes of a warp meet, whatever their rows are.
+    // No lane returns early: the lanes of a warp exchange data, whatever their rows are.
     bool is_wanted = slot != NONE;
     bool is_query = head < p.num_heads, is_value = head >= p.num_heads + p.num_kv_heads;
     u16* from = p.qkv + (u64(row) * width + head) * HEAD_DIM;
-    // Where each chunk of a pair begins; a pair of the rest may have only one.
+    // The start of each chunk of a pair. The last pair of unrotated chunks may have only one.
     auto first_of = [&](u32 pair) { return pair < TURNED ? pair * CHUNK : ROTARY_DIM + (pair - TURNED) * 2 * CHUNK; };
     auto second_of = [&](u32 pair) { return pair < TURNED ? HALF + pair * CHUNK : first_of(pair) + CHUNK; };
     float x[PAIRS_PER_LANE][2][CHUNK];
@@ -192,7 +194,7 @@ KERNEL(store_qkv, StoreQkv, 128) {
             float cosine[CHUNK], sine[CHUNK];
             load(table, cosine);
             load(table + HALF, sine);
-            // Rounded step by step, as the processor's pass does.
+            // Rounds after each step, as on processors.
             for (u32 k = 0; k < CHUNK; ++k) {
                 float a = x[i][0][k], b = x[i][1][k];
                 x[i][0][k] = __fadd_rn(__fmul_rn(a, cosine[k]), -__fmul_rn(b, sine[k]));
@@ -202,7 +204,7 @@ KERNEL(store_qkv, StoreQkv, 128) {
     }
     float kv_scale = 1.0f;
     if constexpr (kv::scale_bytes(KV) > 0) {
-        // Magnitudes are ordered as their bits are.
+        // Magnitudes have the order of their bits.
         u32 most = 0;
         for (auto& pair : x) {
             for (auto& chunk : pair) {
@@ -221,8 +223,8 @@ KERNEL(store_qkv, StoreQkv, 128) {
             u32 pair = lane + i * LANES;
             if (pair >= PAIRS) continue;
             u8 *first = reinterpret_cast<u8*>(from + first_of(pair)), *second = reinterpret_cast<u8*>(from + second_of(pair));
-            kv::store<16>(first, kv::round<kv::BF16>(x[i][0], 1.0f));
-            if (second_of(pair) < HEAD_DIM) kv::store<16>(second, kv::round<kv::BF16>(x[i][1], 1.0f));
+            kv::store<16>(first, kv::quantise<kv::BF16>(x[i][0], 1.0f));
+            if (second_of(pair) < HEAD_DIM) kv::store<16>(second, kv::quantise<kv::BF16>(x[i][1], 1.0f));
         }
         return;
     }
@@ -234,7 +236,7 @@ KERNEL(store_qkv, StoreQkv, 128) {
     if constexpr (kv::scale_bytes(KV) > 0) {
         u8* scales = place + u64(p.block_size) * HEAD_DIM;
         u16 bits = u16(bits_of(kv_scale) >> 16);
-        // They may be at odd places.
+        // Scales may be at odd addresses.
         if (lane == 0) {
             scales[token * 2] = u8(bits);
             scales[token * 2 + 1] = u8(bits >> 8);
@@ -246,7 +248,7 @@ KERNEL(store_qkv, StoreQkv, 128) {
     for (u32 i = 0; i < PAIRS_PER_LANE; ++i) {
         u32 pair = lane + i * LANES;
         if (pair >= PAIRS) continue;
-        kv::store<ALIGN>(place + first_of(pair) * size, kv::round<KV>(x[i][0], inverse));
-        if (second_of(pair) < HEAD_DIM) kv::store<ALIGN>(place + second_of(pair) * size, kv::round<KV>(x[i][1], inverse));
+        kv::store<ALIGN>(place + first_of(pair) * size, kv::quantise<KV>(x[i][0], inverse));
+        if (second_of(pair) < HEAD_DIM) kv::store<ALIGN>(place + second_of(pair) * size, kv::quantise<KV>(x[i][1], inverse));
     }
 }

@@ -1,12 +1,12 @@
-// What else is done to rows by themselves: gathering, norms behind a layer, biases, soft caps.
+// Other operations on single rows: gathers, norms after a layer, biases, soft caps.
 #include "common.cuh"
 
 namespace rows {
 
-// No row: the output's is zero.
+// No row. Its output is zero.
 constexpr u32 NONE = 0xffffffffu;
 
-// x + added as the residual stream holds it.
+// x + added, rounded as in the residual stream.
 __device__ __forceinline__ void load_sum(const u16* x, const u16* added, float (&sum)[8]) {
     widen_bf16(*reinterpret_cast<const uint4*>(x), sum);
     if (!added) return;
@@ -33,11 +33,11 @@ __device__ __forceinline__ void scale_by(float (&x)[8], float scale, const float
 struct NormWanted {
     // [..][hidden], the residual stream.
     const u16* x;
-    // [..][hidden], added to x before the norm; nothing if null.
+    // [..][hidden], added to x before the norm. Null: nothing is added.
     const u16* added;
     // [hidden]
     const float* weight;
-    // [rows]: which, or NONE.
+    // [rows]: the row of x, or NONE.
     const u32* indices;
     // [rows][hidden]
     u16* out;
@@ -46,8 +46,8 @@ struct NormWanted {
     u64 num_rows;
 };
 
-// out[i] = norm(x + added) * weight of row indices[i]: the last norm, of the rows whose logits are wanted alone; a block
-// for each. Reads 2 or 4 bytes an element and writes 2; bound by memory.
+// out[i] = norm(x + added) * weight for row indices[i]: the last norm, only for rows whose logits are wanted. One
+// block per row. Reads 2 or 4 bytes per element and writes 2: bound by memory bandwidth.
 KERNEL(norm_wanted, NormWanted, 1024) {
     __shared__ float scratch[32];
     u32 idx = p.indices[blockIdx.x];
@@ -74,23 +74,23 @@ KERNEL(norm_wanted, NormWanted, 1024) {
 }
 
 struct PostNorm {
-    // [rows][hidden], the residual stream; read and written.
+    // [rows][hidden], the residual stream, read and written.
     u16* x;
-    // [rows][hidden], what the layer's part made.
+    // [rows][hidden], the output of a part of the layer.
     const u16* added;
-    // [hidden], of the norm behind it.
+    // [hidden], the norm after the part.
     const float* post_weight;
-    // [hidden], of the norm before the next part; null if there is none.
+    // [hidden], the norm before the next part. Null: there is none.
     const float* weight;
-    // [rows][hidden]; null with it.
+    // [rows][hidden]. Null if `weight` is null.
     u16* out;
     u32 hidden;
     float eps;
     u64 num_rows;
 };
 
-// x += norm(added) * post_weight; out = norm(x) * weight, a block for each row; the sum is kept in bf16.
-// Reads 4 bytes an element and writes 4; bound by memory.
+// x += norm(added) * post_weight; out = norm(x) * weight, one block per row. The sum is kept in bf16. Reads 4 bytes
+// per element and writes 4: bound by memory bandwidth.
 KERNEL(post_norm, PostNorm, 1024) {
     __shared__ float scratch[2][32];
     u64 row = u64(blockIdx.x) * p.hidden;
@@ -115,7 +115,7 @@ KERNEL(post_norm, PostNorm, 1024) {
     }
     if (!p.weight) return;
     scale = rsqrtf(block_sum(sum, scratch[1]) / float(p.hidden) + p.eps);
-    // Each thread reads what it wrote.
+    // Each thread reads only what it wrote itself.
     for (u32 i = threadIdx.x * 8; i < p.hidden; i += blockDim.x * 8) {
         widen_bf16(*reinterpret_cast<const uint4*>(x + i), here);
         rows::scale_by(here, scale, p.weight + i);
@@ -132,7 +132,7 @@ struct AddBias {
     u32 num_rows;
 };
 
-// x += bias. Reads and writes 2 bytes an element; bound by memory.
+// x += bias. Reads and writes 2 bytes per element: bound by memory bandwidth.
 KERNEL(add_bias, AddBias, 256) {
     u32 i = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
     if (i >= p.width) return;
@@ -150,8 +150,8 @@ struct SoftCap {
     u32 unused;
 };
 
-// x = cap * tanh(x / cap), four numbers a thread.
-// Reads and writes 4 bytes a number, some twenty operations; bound by memory.
+// x = cap * tanh(x / cap), four numbers per thread. Reads and writes 4 bytes per number, with about twenty
+// operations: bound by memory bandwidth.
 KERNEL(soft_cap, SoftCap, 256) {
     u64 i = (u64(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
     if (i + 4 <= p.len) {

@@ -1,11 +1,11 @@
-// From rows of logits to tokens, as engine/src/sampler.rs does it on the host: penalties, bias and stop ids; then the
-// largest, or a sample of what min-p, top-k and top-p leave. A block for each row.
+// Samples tokens from rows of logits by the rules of the host's sampler (engine/src/sampler.rs): penalties, bias and
+// stop ids; then the largest logit, or a sample from what min-p, top-k and top-p leave. One block per row.
 //
-// No floats are added by atomics, and every sum has an order of its own: a row gives the same token whatever else is in
-// the batch, each time. Where the host samples in the order of ids, so does the kernel; where it samples likeliest first,
-// tokens have places: how far they are below the largest logit, then their id. Where a place is reached (by so many
-// tokens, by so much weight) is searched by counting at a few pivots between two ends, until the tokens between them
-// fit into shared memory, where they are sorted.
+// No floats are added by atomics, and every sum has a fixed order: a row gives the same token in every batch and
+// every run. Where the host samples in the order of ids, so does the kernel. Where the host samples the likeliest
+// first, each token has a place: its distance below the largest logit, then its id. The kernel searches for the place
+// at which a goal is reached (a number of tokens, or a sum of weights). It counts and weighs tokens at a few pivots
+// between two ends, until the tokens between the ends fit into shared memory, and sorts those.
 #include "common.cuh"
 
 #ifndef SAMPLE_THREADS
@@ -15,9 +15,9 @@
 namespace sampling {
 
 struct TokenCount {
-    // INVALID for none.
+    // INVALID for no token.
     u32 token;
-    // How often the output has it; 0 for one that only the prompt has.
+    // How often the output contains the token. 0: only the prompt contains it.
     u32 num_output;
 };
 
@@ -29,22 +29,24 @@ struct TokenBias {
 struct Row {
     // In [0, 1).
     double random;
-    // Places in the lists of all rows: tokens to penalise, each once; tokens with a bias, each once; tokens to mask.
+    // Ranges in the lists of all rows: tokens to penalise, tokens with a bias, tokens to mask. A token occurs once in
+    // a range.
     u32 first_count, num_counts;
     u32 first_bias, num_biases;
     u32 first_stop, num_stops;
-    // Where num_counts + num_biases logits are kept as they were, if log-probabilities are wanted.
+    // The place of num_counts + num_biases original logits, if log-probabilities are wanted.
     u32 first_saved;
     float repetition, presence, frequency;
-    // 0 takes the largest.
+    // 0: takes the largest logit.
     float temperature;
-    // Scaled logits below this are no candidates.
+    // Tokens with a lower scaled logit are no candidates.
     float lowest;
-    // 0 is off.
+    // 0: off.
     u32 top_k;
-    // 1 is off.
+    // 1: off.
     float top_p;
-    // Of so many of the likeliest the log-probabilities are wanted, and of the token; NO_LOGPROBS for none at all.
+    // Number of likeliest tokens whose log-probabilities are wanted, besides the sampled token. NO_LOGPROBS: none at
+    // all.
     u32 num_top;
     u32 padding;
 };
@@ -57,25 +59,26 @@ struct Lists {
 };
 
 constexpr u32 NO_LOGPROBS = 0xffffffff;
-// In place of a token: the row has NaN, or no finite largest number.
+// Instead of a token: the row holds NaN, or its maximum is not finite.
 constexpr u32 INVALID = 0xffffffff;
 constexpr u32 NUM_WARPS = SAMPLE_THREADS / WARP;
-// What a list holds.
+// Entries of a list.
 constexpr u32 CAPACITY = SAMPLE_THREADS;
 constexpr u32 NUM_PIVOTS = 8;
-// Ids that a warp looks at at a time: so many loads of a lane are under way.
+// Ids that a warp processes at a time, so that a lane has several loads in flight.
 constexpr u32 LOADS = 16;
 constexpr u32 SEGMENT = WARP * LOADS;
 constexpr float LOWEST = -3.402823466e38f;
 #define SAMPLE_INFINITY float_of(0x7f800000u)
 
 struct Shared {
-    // Of tokens from place `list_from` on, in order; and the weight up to and with each, from the very first on.
+    // Tokens from place `list_from` on, in order, and the total weight up to and including each, from the very first
+    // token on.
     u64 list[CAPACITY];
     double prefix[CAPACITY];
     double warp_weights[NUM_PIVOTS][NUM_WARPS];
     u32 warp_counts[NUM_PIVOTS][NUM_WARPS];
-    // Tokens and weight from the start of the range up to each pivot.
+    // Number and weight of the tokens from the start of the range up to each pivot.
     double weights[NUM_PIVOTS];
     u32 counts[NUM_PIVOTS];
     float values[NUM_WARPS];
@@ -85,12 +88,12 @@ struct Shared {
     u32 id;
 };
 
-// Largest first, the smallest id of equals.
+// Orders by logit, the largest first, then by id, the smallest first.
 __device__ __forceinline__ bool is_before(float value, u32 id, float other, u32 other_id) {
     return value > other || (value == other && id < other_id);
 }
 
-// Calls `look(id, number)` for all of a row, in rising order of ids for each thread.
+// Calls `look(id, number)` for all numbers of a row, for each thread in ascending order of ids.
 template <class Look> __device__ __forceinline__ void look_at_all(const float* logits, u32 vocab, const Look& look) {
     for (u32 start = threadIdx.x / WARP * SEGMENT; start < vocab; start += NUM_WARPS * SEGMENT) {
         float here[LOADS];
@@ -114,7 +117,7 @@ __device__ __forceinline__ void warp_best(float& value, u32& id) {
     }
 }
 
-// The best of all warps, in every thread.
+// The best entry of all warps, in every thread.
 __device__ __forceinline__ void block_best(Shared& shared, float& value, u32& id) {
     __syncthreads();
     if (threadIdx.x % WARP == 0) shared.values[threadIdx.x / WARP] = value, shared.ids[threadIdx.x / WARP] = id;
@@ -125,7 +128,7 @@ __device__ __forceinline__ void block_best(Shared& shared, float& value, u32& id
     warp_best(value, id);
 }
 
-// Largest logit and its id, in every thread; whether a number of the row cannot be used is noted.
+// The largest logit and its id, in every thread. Notes whether the row holds an unusable number.
 __device__ __noinline__ void find_largest(Shared& shared, const float* logits, u32 vocab, float& max, u32& id) {
     bool has_nan = false;
     max = -SAMPLE_INFINITY, id = INVALID;
@@ -135,14 +138,15 @@ __device__ __noinline__ void find_largest(Shared& shared, const float* logits, u
     });
     warp_best(max, id);
     has_nan = ballot(has_nan) != 0;
-    // Before the barriers of block_best.
+    // Must come before the barriers of block_best.
     if (has_nan && threadIdx.x % WARP == 0) shared.is_invalid = 1;
     block_best(shared, max, id);
     if (!(max < SAMPLE_INFINITY && max > -SAMPLE_INFINITY)) shared.is_invalid = 1;
     __syncthreads();
 }
 
-// A request may ask for so much that a number ends there; what the model itself excludes remains so.
+// A request's bias or penalty can exceed the finite numbers, so the result is clamped. Tokens that the model itself
+// excludes stay excluded.
 __device__ __forceinline__ float bounded(float logit, float before) {
     if (before == -SAMPLE_INFINITY) return before;
     return min_of(max_of(logit, LOWEST), -LOWEST);
@@ -160,7 +164,7 @@ __device__ __noinline__ void change(Shared& shared, const Row& row, const Lists&
         check(logit);
         if (saved) saved[i] = logit;
         float penalised = logit > 0.0f ? logit / row.repetition : __fmul_rn(logit, row.repetition);
-        // Not fused: as the host rounds.
+        // Not fused, to round like the host.
         float price = __fadd_rn(row.presence, __fmul_rn(row.frequency, float(count.num_output)));
         if (count.num_output > 0) penalised -= price;
         logits[count.token] = bounded(penalised, logit);
@@ -182,7 +186,7 @@ __device__ __noinline__ void change(Shared& shared, const Row& row, const Lists&
     __syncthreads();
 }
 
-// The logit of a token before it was changed, in every thread.
+// The original logit of a token, in every thread.
 __device__ __forceinline__ float before_change(Shared& shared, const Row& row, const Lists& lists, const float* logits,
                                                u32 id) {
     __syncthreads();
@@ -192,7 +196,7 @@ __device__ __forceinline__ float before_change(Shared& shared, const Row& row, c
         if (lists.biases[row.first_bias + i].token == id)
             shared.values[0] = lists.saved[row.first_saved + row.num_counts + i];
     }
-    // What is penalised and biased was penalised first.
+    // A token with both a penalty and a bias was penalised first.
     __syncthreads();
     for (u32 i = threadIdx.x; i < row.num_counts; i += SAMPLE_THREADS) {
         if (lists.counts[row.first_count + i].token == id) shared.values[0] = lists.saved[row.first_saved + i];
@@ -201,13 +205,13 @@ __device__ __forceinline__ float before_change(Shared& shared, const Row& row, c
     return shared.values[0];
 }
 
-// Candidates of a row, likeliest first.
+// The order of a row's candidates, the likeliest first.
 struct Candidates {
     const float* logits;
     u32 vocab;
     float max, temperature, lowest;
 
-    // 0, then minus 0, then the numbers below.
+    // 0, then minus 0, then the smaller numbers.
     __device__ __forceinline__ static u32 key_of(float scaled) {
         u32 bits = bits_of(scaled);
         return bits ? bits - 0x7fffffffu : 0;
@@ -228,23 +232,23 @@ struct Candidates {
     }
 };
 
-// Where the search is: `count` and `weight` are of the places before `from`.
+// The state of the search. `count` and `weight` are those of the places before `from`.
 struct Search {
     u64 from, to;
     u32 count;
     double weight;
 };
 
-// The pivot j of a range; the last one is its end.
+// Pivot j of a range. The last pivot is the end of the range.
 __device__ __forceinline__ u64 pivot_of(const Search& at, u32 j, bool is_first) {
     if (j == NUM_PIVOTS - 1) return at.to;
-    // 1/8, 1/2, 1, 2, 4, 8, 16 below the largest: logits lie like that.
+    // 1/8, 1/2, 1, 2, 4, 8, 16 below the largest, a typical spacing of logits.
     if (is_first) return u64(Candidates::key_of(j == 0 ? -0.125f : -float(1u << j) * 0.25f)) << 32 | 0xffffffffu;
     u64 step = (at.to - at.from) / NUM_PIVOTS;
     return at.from + step * (j + 1);
 }
 
-// Counts and weighs candidates up to each pivot. Reads the row once; some 30 operations a number.
+// Counts and weighs the candidates up to each pivot. Reads the row once, with about 30 operations per number.
 __device__ __noinline__ void weigh(Shared& shared, const Candidates& all, const Search& at, bool is_first) {
     u64 pivots[NUM_PIVOTS];
     u32 counts[NUM_PIVOTS] = {};
@@ -280,7 +284,7 @@ __device__ __noinline__ void weigh(Shared& shared, const Candidates& all, const 
     __syncthreads();
 }
 
-// Puts the candidates of a range, at most CAPACITY, in order, and adds up their weights.
+// Sorts the candidates of a range, at most CAPACITY, and sums up their weights.
 __device__ __noinline__ void list(Shared& shared, const Candidates& all, const Search& at) {
     u32 mine = threadIdx.x;
     __syncthreads();
@@ -289,7 +293,7 @@ __device__ __noinline__ void list(Shared& shared, const Candidates& all, const S
     __syncthreads();
     all.look_at(at.from, at.to, [&](u64 place, float) { shared.list[atomicAdd(&shared.num_listed, 1u)] = place; });
     __syncthreads();
-    // Bitonic.
+    // Bitonic sort.
     for (u32 size = 2; size <= CAPACITY; size *= 2) {
         for (u32 stride = size / 2; stride > 0; stride /= 2) {
             u32 other = mine ^ stride;
@@ -312,9 +316,10 @@ __device__ __noinline__ void list(Shared& shared, const Candidates& all, const S
     __syncthreads();
 }
 
-// What is looked for: the first place with so many tokens, or so much weight (or more than that) up to it.
+// The goal of a search: the first place up to which there are this many tokens, or this much weight, or more than
+// this weight.
 struct Goal {
-    // If not 0.
+    // Used if not 0.
     u32 count;
     double weight;
     bool is_exceeded;
@@ -325,7 +330,7 @@ struct Goal {
     }
 };
 
-// The first of the first `num` of a list that reaches the goal; the last if rounding has it that none does.
+// The first of the first `num` entries of the list that reaches the goal. If rounding hides it: the last one.
 __device__ __forceinline__ u32 find_in_list(const Shared& shared, const Search& at, const Goal& goal, u32 num) {
     u32 low = 0, high = num - 1;
     while (low < high) {
@@ -339,14 +344,14 @@ __device__ __forceinline__ u32 find_in_list(const Shared& shared, const Search& 
     return low;
 }
 
-// Lists the tokens around the goal, where `at` then begins, and says which of them reaches it. All candidates must have
-// been weighed last.
+// Lists the tokens around the goal and returns which of them reaches it. `at` moves to the start of the list. All
+// candidates must have been weighed by the last call.
 __device__ __noinline__ u32 find(Shared& shared, const Candidates& all, Search& at, const Goal& goal) {
     for (bool is_first = true;; is_first = false) {
         if (!is_first) weigh(shared, all, at, false);
         u32 j = 0;
         while (j < NUM_PIVOTS - 1 && !goal.is_reached(at.count + shared.counts[j], at.weight + shared.weights[j])) ++j;
-        // None does, by rounding: then the last tokens.
+        // No token reaches the goal because of rounding: take the last tokens.
         while (j > 0 && shared.counts[j - 1] == shared.counts[j]) --j;
         Search next = {at.from, pivot_of(at, j, is_first), at.count, at.weight};
         u32 num = shared.counts[j];
@@ -357,7 +362,7 @@ __device__ __noinline__ u32 find(Shared& shared, const Candidates& all, Search& 
             num -= shared.counts[j - 1];
         }
         at = next;
-        // All have read what the next ones write.
+        // All threads have read the values that are overwritten next.
         __syncthreads();
         if (num <= CAPACITY) break;
     }
@@ -365,11 +370,11 @@ __device__ __noinline__ u32 find(Shared& shared, const Candidates& all, Search& 
     return find_in_list(shared, at, goal, shared.num_listed);
 }
 
-// Draws from all candidates in the order of ids, by the sums of segments.
-__device__ __noinline__ u32 draw_by_id(Shared& shared, const Candidates& all, float* segments, double random,
+// Samples from all candidates in the order of ids, with the sums of segments.
+__device__ __noinline__ u32 sample_by_id(Shared& shared, const Candidates& all, float* segments, double random,
                                        u32 likeliest) {
     u32 lane = threadIdx.x % WARP, num_segments = (all.vocab + SEGMENT - 1) / SEGMENT;
-    // Of a segment, a lane's.
+    // A lane's numbers of a segment.
     float weights[LOADS];
     auto weigh_segment = [&](u32 segment) {
         u32 id = segment * SEGMENT + lane;
@@ -392,7 +397,7 @@ __device__ __noinline__ u32 draw_by_id(Shared& shared, const Candidates& all, fl
     }
     __syncthreads();
     if (threadIdx.x < WARP) {
-        // Parts of segments, segments, rows of a warp, lanes.
+        // Finds the part of the segments, then the segment, the warp's row, and the lane.
         u32 num = (num_segments + WARP - 1) / WARP;
         double total = 0.0;
         for (u32 i = lane * num; i < (lane + 1) * num && i < num_segments; ++i) total += segments[i];
@@ -406,7 +411,7 @@ __device__ __noinline__ u32 draw_by_id(Shared& shared, const Candidates& all, fl
         u32 segment = part * num;
         while (segment + 1 < num_segments && left >= segments[segment]) left -= segments[segment++];
         weigh_segment(segment);
-        // Where rounding used up the interval, the last one of the segment that has weight.
+        // If rounding uses up the interval: the last token of the segment with a weight.
         u32 chosen = likeliest;
         bool is_found = false;
 #pragma unroll
@@ -435,19 +440,19 @@ __device__ __noinline__ u32 draw_by_id(Shared& shared, const Candidates& all, fl
 __device__ __forceinline__ u32 sample_token(Shared& shared, const Candidates& all, const Row& row, float* segments,
                                     u32 likeliest) {
     bool has_top_p = row.top_p < 1.0f;
-    if (row.top_k == 0 && !has_top_p) return draw_by_id(shared, all, segments, row.random, likeliest);
+    if (row.top_k == 0 && !has_top_p) return sample_by_id(shared, all, segments, row.random, likeliest);
     const Search everything = {0, u64(Candidates::key_of(row.lowest)) << 32 | 0xffffffffu, 0, 0.0};
     weigh(shared, all, everything, true);
     u32 num_candidates = shared.counts[NUM_PIVOTS - 1];
     double total = shared.weights[NUM_PIVOTS - 1];
     bool has_top_k = row.top_k > 0 && row.top_k < num_candidates;
-    if (!has_top_k && !has_top_p) return draw_by_id(shared, all, segments, row.random, likeliest);
+    if (!has_top_k && !has_top_p) return sample_by_id(shared, all, segments, row.random, likeliest);
 
     Search at = everything;
-    // Of the list, what is left; nothing is listed yet.
+    // The remaining candidates. The list is still empty.
     u32 num_left = 0;
     auto look_for = [&](const Goal& goal) {
-        // A later goal is never further down, and mostly in the same list.
+        // A later goal is never at a later place, and mostly in the same list.
         if (num_left > 0 && !goal.is_reached(at.count, at.weight)) return find_in_list(shared, at, goal, num_left);
         if (num_left > 0) weigh(shared, all, everything, true);
         at = everything;
@@ -465,15 +470,15 @@ __device__ __forceinline__ u32 sample_token(Shared& shared, const Candidates& al
     return u32(shared.list[chosen]);
 }
 
-// Log-probabilities of the likeliest tokens, likeliest first, the smallest id of equals; in every thread what to
-// subtract from a logit for its own.
+// Log-probabilities of the likeliest tokens, in descending order, the smallest id first among equals. Every thread
+// receives the number to subtract from a logit for its log-probability.
 __device__ __noinline__ float list_likeliest(Shared& shared, const float* logits, u32 vocab, float max, u32 num_top,
                                              u32* ids, float* logprobs) {
     float sum = 0.0f;
     look_at_all(logits, vocab, [&](u32, float logit) { sum += expf(logit - max); });
     __syncthreads();
     float log_sum = logf(block_sum(sum, shared.values));
-    // A warp finds the best of its segments, and the next of them when one was taken.
+    // A warp finds the best token of its segments, and the next one when that was taken.
     float value;
     u32 id;
     auto find_after = [&](float bar, u32 bar_id) {
@@ -497,7 +502,7 @@ __device__ __noinline__ float list_likeliest(Shared& shared, const float* logits
 } // namespace sampling
 
 struct SampleRows {
-    // [rows][vocab]; changed by penalties, bias and stop ids.
+    // [rows][vocab]. Penalties, bias and stop ids are written into them.
     float* logits;
     // [rows]
     const sampling::Row* rows;
@@ -505,9 +510,9 @@ struct SampleRows {
     const sampling::TokenBias* biases;
     const u32* stops;
     float* saved;
-    // [rows]; INVALID for a row that cannot be used.
+    // [rows]. INVALID for an unusable row.
     u32* tokens;
-    // [rows], of the token; written where log-probabilities are wanted.
+    // [rows], the log-probability of the token. Written only where log-probabilities are wanted.
     float* logprobs;
     // [rows][max_top]
     u32* top_ids;
@@ -517,10 +522,10 @@ struct SampleRows {
     u64 num_rows;
 };
 
-// A token for each row. Reads 4 bytes a logit once for the largest, once more to sample in the order of ids, three times
-// for top-k or top-p (weigh, list; seldom more often), twice for log-probabilities and a part of the row for each
-// likely token; the first reading is from memory, later ones from the second cache. Some 10 operations a logit, 40 when
-// weighing: bound by what a multiprocessor can read, not by arithmetic.
+// Samples a token for each row. Reads 4 bytes per logit: once for the largest, once more to sample in the order of
+// ids, three times for top-k or top-p (weigh, list; rarely more often), twice for log-probabilities, and a part of
+// the row per likely token. The first read is from memory, later ones are from the L2 cache. About 10 operations per
+// logit, 40 when weighing: bound by a multiprocessor's read bandwidth, not by arithmetic.
 KERNEL(sample_rows, SampleRows, SAMPLE_THREADS) {
     using namespace sampling;
     __shared__ Shared shared;
@@ -570,8 +575,8 @@ struct CountSampled {
     u64 num_rows;
 };
 
-// Counts sampled[sources[row]] in the list of each row that has one; its last place is for a token that is new. A block for
-// each row. Reads 8 bytes a token of the lists.
+// Counts sampled[sources[row]] in the list of each row that has one. The last entry of the list is free for a new
+// token. One block per row. Reads 8 bytes per token of the lists.
 KERNEL(count_sampled, CountSampled, 256) {
     using namespace sampling;
     __shared__ u32 is_new;
@@ -597,7 +602,7 @@ struct TakeTokens {
     u64 num;
 };
 
-// tokens[i] = sampled[sources[i]]
+// tokens[i] = sampled[sources[i]].
 KERNEL(take_tokens, TakeTokens, 256) {
     u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < p.num) p.tokens[i] = p.sampled[p.sources[i]];

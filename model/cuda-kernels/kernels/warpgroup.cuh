@@ -1,14 +1,15 @@
-// Products by a warpgroup, four neighbouring warps, on Hopper's tensor cores (`wgmma`): what is in shared memory they read by
-// themselves, while the threads go on. Only sm_90a has them.
+// Products of a warpgroup, four adjacent warps, on Hopper's tensor cores (`wgmma`). They read shared memory
+// asynchronously, while the threads continue. Only sm_90a has them.
 //
-// A matrix in shared memory is panels of 64 columns of bf16. A row of a panel is 128 bytes, eight rows are an atom of 1024,
-// which is aligned to that; of row r, piece i (16 bytes) lies at place i ^ r % 8 (the swizzle of 128 bytes), so that eight
-// rows' pieces of a column are in different banks. How both sides' elements are found in it: PTX ISA, "Asynchronous Warpgroup
-// Level Matrix Shared Memory Layout".
+// A matrix in shared memory consists of panels of 64 columns of bf16. A row of a panel has 128 bytes. Eight rows are
+// an atom of 1024 bytes, aligned to 1024. Piece i (16 bytes) of row r is stored at place i ^ r % 8 (the 128-byte
+// swizzle), so that the pieces of one column in eight rows are in different banks. The layout of both sides: PTX ISA,
+// "Asynchronous Warpgroup Level Matrix Shared Memory Layout".
 //
-// The order of things: copies are waited for, `show_to_products` by whoever copied, a barrier; `begin_products` before the
-// first of some products, `end_product_group` behind them, `await_products`, and only then are the sums there, which were
-// not to be touched since; nor were registers of the left side, or shared memory.
+// The order of calls: wait for the copies, `show_to_products` by each thread that copied, and a barrier;
+// `begin_products` before the first product of a group, `end_product_group` after the last, and `await_products`.
+// Only then are the sums valid. Between the first and the last of these calls the sums, the registers of the left
+// side and the shared memory must not be touched.
 #pragma once
 #include "common.cuh"
 
@@ -19,7 +20,7 @@ constexpr int THREADS = 4 * WARP;
 constexpr int PANEL = 64, PANEL_ROW = 2 * PANEL;
 constexpr int ATOM_BYTES = 8 * PANEL_ROW;
 
-// Bytes to piece `piece` (16 bytes) of a row, in a matrix of so many rows.
+// Bytes to piece `piece` (16 bytes) of a row, in a matrix of `num_rows` rows.
 template <int rows> __device__ __forceinline__ u32 piece_at(u32 row, u32 piece) {
     return piece / 8 * (rows * PANEL_ROW) + row * PANEL_ROW + ((piece ^ row) % 8) * 16;
 }
@@ -32,7 +33,7 @@ template <int rows> __device__ __forceinline__ u32 piece_at(u32 row, u32 piece) 
 
 namespace warpgroup {
 
-// How a product finds a matrix, of whose panels the next is `panel_bytes` further. Adding 1 to it is 16 bytes.
+// The descriptor of a matrix whose panels are `panel_bytes` apart. Adding 1 to it moves it by 16 bytes.
 __device__ __forceinline__ u64 matrix_of(const void* at, u32 panel_bytes) {
     u64 address = __cvta_generic_to_shared(at);
     return (address & 0x3ffff) >> 4 | u64(panel_bytes >> 4) << 16 | u64(ATOM_BYTES >> 4) << 32 | u64(1) << 62;
@@ -44,12 +45,12 @@ __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.syn
 
 __device__ __forceinline__ void end_product_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most the newest `num_groups` groups are under way.
+// Waits until at most the newest `num_groups` groups are in flight.
 template <int num_groups> __device__ __forceinline__ void await_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(num_groups) : "memory");
 }
 
-// Neither looked at before here nor given up before: the compiler knows nothing of products that are under way.
+// Marks registers as changed here: the compiler does not know about products in flight.
 template <int N> __device__ __forceinline__ void hold(float (&d)[N][4]) {
 #pragma unroll
     for (int n = 0; n < N; ++n) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
@@ -71,15 +72,15 @@ template <int N> __device__ __forceinline__ void hold(u32 (&a)[N][4]) {
     BATON_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55," \
                    "%56,%57,%58,%59,%60,%61,%62,%63"
 
-// d = a b^T, or d += a b^T: a is 64 x 16, b is 128 x 16, rows of both as they lie. Of d, 64 x 128, a warp has 16 rows, and
-// of each eight columns what `mma_bf16` gives.
+// d = a b^T, or d += a b^T. a is 64 x 16, b is 128 x 16, both row by row in shared memory. d is 64 x 128: a warp has
+// 16 rows, and eight columns at a time in the layout of `mma_bf16`.
 template <bool is_added> __device__ __forceinline__ void multiply(float (&d)[16][4], u64 a, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" BATON_NAMES_64 "}, %64, %65, %66, 1, 1, 0, 0;"
                  : BATON_SUMS_64(d)
                  : "l"(a), "l"(b), "n"(int(is_added)));
 }
 
-// d += a b: a is 64 x 16, of which a warp has 16 rows as `mma_bf16` takes them; b is 16 rows as they lie.
+// d += a b. a is 64 x 16; a warp has 16 of its rows in the layout of `mma_bf16`. b is 16 rows in shared memory.
 __device__ __forceinline__ void add_product(float (&d)[8][4], const u32 (&a)[4], u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" BATON_NAMES_32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
                  : BATON_SUMS_32(d)

@@ -1,17 +1,18 @@
 //! Causal attention over paged KV: `kernels/attention_*.cu`.
 //!
-//! [`DecodeAttention`] and [`MergeSplits`] take sequences of few rows, [`PrefillAttention`] those of many, in one launch
-//! each for all sequences; a batch of both kinds is given to each in part, as arrays of sequences can begin anywhere.
-//! [`WgmmaAttention`] is the latter by the products that Hopper has, of KV that [`takes_wgmma`]. [`PlainAttention`] takes what [`has_tensor_cores`] denies the others. What a sequence gets depends on nothing but
-//! itself.
+//! [`DecodeAttention`] and [`MergeSplits`] compute sequences of few rows, [`PrefillAttention`] computes sequences of
+//! many rows. Each takes all its sequences in one launch. A batch of both kinds is split: an array of sequences can
+//! start at any address. [`WgmmaAttention`] is [`PrefillAttention`] with Hopper's warpgroup products, for KV that
+//! [`takes_wgmma`]. [`PlainAttention`] computes KV for which [`has_tensor_cores`] is false. The result of a sequence
+//! does not depend on the other sequences.
 
 use baton_kv_cache::{KvDtype, KvLayout};
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 use crate::kv_type;
 
 /// The kernels for heads of `layout.head_dim` elements of `layout.dtype`.
-pub fn sources(layout: &KvLayout) -> Vec<Source> {
+pub fn sources(layout: &KvLayout) -> Vec<KernelSource> {
     let files = if !has_tensor_cores(layout) {
         &["attention_plain.cu"][..]
     } else {
@@ -19,11 +20,11 @@ pub fn sources(layout: &KvLayout) -> Vec<Source> {
         &files[..if takes_wgmma(layout) { 3 } else { 2 }]
     };
     let defines = vec![("HEAD_DIM", layout.head_dim as u64), ("KV_TYPE", kv_type::number_of(layout.dtype))];
-    files.iter().map(|&file| Source { file, defines: defines.clone() }).collect()
+    files.iter().map(|&file| KernelSource { file, defines: defines.clone() }).collect()
 }
 
-/// [`sources`] for KV that models have.
-pub fn usual_sources() -> Vec<Source> {
+/// [`sources`] for the KV layouts of common models.
+pub fn usual_sources() -> Vec<KernelSource> {
     let of = |head_dim, dtype| {
         sources(&KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim, dtype })
     };
@@ -35,41 +36,42 @@ pub fn usual_sources() -> Vec<Source> {
     bf16.into_iter().chain(eight_bits).chain(plain).flatten().collect()
 }
 
-/// Whether all kernels take such KV, or [`PlainAttention`] alone.
+/// Whether the tensor core kernels support this KV. Otherwise only [`PlainAttention`] does.
 pub fn has_tensor_cores(layout: &KvLayout) -> bool {
     let is_possible = match layout.dtype {
         KvDtype::F32 | KvDtype::F16 => false,
         KvDtype::Bf16 | KvDtype::Fp8 | KvDtype::Int8 => true,
     };
-    // Scales behind a head's elements must leave the next one at a multiple of 16 bytes.
+    // A head's scales follow its elements. The next head must still start at a multiple of 16 bytes.
     is_possible
         && layout.head_dim.is_multiple_of(16)
         && layout.head_dim <= 256
         && layout.head_bytes().is_multiple_of(16)
 }
 
-/// Whether [`WgmmaAttention`] takes such KV.
+/// Whether [`WgmmaAttention`] supports this KV.
 pub fn takes_wgmma(layout: &KvLayout) -> bool {
     has_tensor_cores(layout) && layout.dtype == KvDtype::Bf16 && [64, 128].contains(&layout.head_dim)
 }
 
-/// What all of the kernels take. Keys and values of the rows are in the cache before.
+/// Arguments of all attention kernels. The keys and values of the rows are already in the cache.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct Attention {
-    /// `[rows][q_stride]`, bf16; a row begins with its query heads, `[num_kv_heads * group][head_dim]`. 16 bytes aligned.
+pub struct AttentionArgs {
+    /// `[rows][q_stride]`, bf16, aligned to 16 bytes. A row starts with its query heads, `[num_kv_heads *
+    /// group][head_dim]`.
     pub q: Address,
     /// `[rows][num_kv_heads * group][head_dim]`, bf16.
     pub out: Address,
-    /// The layer's piece of block 0: the pool and [`KvLayout::layer_offset`].
+    /// The layer's piece of block 0: the pool plus [`KvLayout::layer_offset`].
     pub kv: Address,
-    /// `[num_sequences][max_blocks]`, u32. Of a sequence only blocks that a row sees are looked at.
+    /// `[num_sequences][max_blocks]`, u32. The kernels read only blocks that a row attends to.
     pub block_tables: Address,
     /// `[num_sequences]`, u32: each sequence's first row.
     pub first_row: Address,
-    /// `[num_sequences]`, u32: its rows; a sequence with none is passed over, whatever else it has.
+    /// `[num_sequences]`, u32: the number of rows. A sequence without rows is skipped.
     pub num_rows: Address,
-    /// `[num_sequences]`, u32: its first row's position, which is the number of positions in the cache before.
+    /// `[num_sequences]`, u32: the position of the first row. It equals the number of earlier positions in the cache.
     pub start_idx: Address,
     /// [`KvLayout::block_bytes`]
     pub block_bytes: u64,
@@ -80,24 +82,24 @@ pub struct Attention {
     pub block_size: u32,
     pub max_blocks: u32,
     pub num_kv_heads: u32,
-    /// Query heads of a kv head.
+    /// Query heads per kv head.
     pub group: u32,
-    /// Elements from a row of `q` to the next, a multiple of 8.
+    /// Elements between two rows of `q`, a multiple of 8.
     pub q_stride: u32,
-    /// Positions that a row sees, its own included; `u32::MAX` for all.
+    /// Positions that a row attends to, its own included. `u32::MAX`: all.
     pub window: u32,
-    /// Factor on scores.
+    /// Factor of the scores.
     pub scale: f32,
-    /// Scores are `cap * tanh(score / cap)`; 0 for none.
+    /// Scores become `cap * tanh(score / cap)`. 0: no cap.
     pub soft_cap: f32,
     pub num_sequences: u32,
     head_dim: u32,
     kv_type: u32,
 }
 
-/// The addresses of [`Attention`].
+/// The addresses of [`AttentionArgs`].
 #[derive(Clone, Copy, Debug)]
-pub struct Rows {
+pub struct AttentionRows {
     pub q: Address,
     pub out: Address,
     pub block_tables: Address,
@@ -108,17 +110,17 @@ pub struct Rows {
     pub num_sequences: u32,
 }
 
-impl Attention {
-    /// Of layer `layer_idx` in `pool`, with neither window nor cap.
+impl AttentionArgs {
+    /// Arguments for layer `layer_idx` of `pool`, without window and cap.
     pub fn new(
         layout: &KvLayout,
         pool: Address,
         layer_idx: usize,
         group: usize,
         scale: f32,
-        rows: &Rows,
-    ) -> Attention {
-        Attention {
+        rows: &AttentionRows,
+    ) -> AttentionArgs {
+        AttentionArgs {
             q: rows.q,
             out: rows.out,
             kv: pool.add(layout.layer_offset(layer_idx)),
@@ -151,82 +153,82 @@ impl Attention {
         self.kv_type >= 3
     }
 
-    /// Bytes of one head's key of one token, without its scale; for the tensor cores.
+    /// Bytes of one head's key of one token without its scale, for the tensor cores.
     fn vector_bytes(&self) -> u32 {
         if self.is_scaled() { self.head_dim } else { 2 * self.head_dim }
     }
 }
 
-/// Attention of few rows of each sequence, whose context is divided into splits for as many blocks.
+/// Attention for few rows of each sequence. Splits divide the context among several blocks of threads.
 ///
-/// Reads each key and value once for 16 pairs of row and query head: bound by memory. Sequences whose context is one split
-/// are finished by it, others by [`MergeSplits`], launched after it.
+/// Reads each key and value once per 16 pairs of row and query head: bound by memory bandwidth. The kernel itself
+/// finishes sequences with a single split. [`MergeSplits`] runs after it and finishes the others.
 ///
-/// The launch depends on `num_sequences` and `max_rows` alone; lengths are read on the device.
+/// The launch shape depends only on `num_sequences` and `max_rows`. The device reads the lengths.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct DecodeAttention {
-    pub attention: Attention,
+    pub attention: AttentionArgs,
     /// `[rows][heads][max_splits][head_dim]`, f32: scratch. See [`split_scratch_bytes`].
     pub sums: Address,
     /// `[rows][heads][max_splits][2]`, f32: scratch.
     pub stats: Address,
-    /// The most splits of a context. See [`max_splits`].
+    /// The largest number of splits of a context. See [`max_splits`].
     pub max_splits: u32,
     /// Positions of the shortest split, a multiple of 64. See [`MIN_SPLIT`].
     pub min_split: u32,
-    /// No sequence has more rows.
+    /// The largest number of rows of a sequence.
     pub max_rows: u32,
-    /// Zero.
+    /// Always 0.
     pub unused: u32,
 }
 
-/// Puts together what [`DecodeAttention`] of the same arguments left in splits.
+/// Merges the splits of a [`DecodeAttention`] with the same arguments.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct MergeSplits {
     pub decode: DecodeAttention,
 }
 
-/// Attention of many rows of each sequence. Bound by the tensor cores.
+/// Attention for many rows of each sequence. Bound by the tensor cores.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct PrefillAttention {
-    pub attention: Attention,
-    /// `[num_tiles][2]`, u32: what [`prefill_tiles`] gives; `[u32::MAX, 0]` is passed over.
+    pub attention: AttentionArgs,
+    /// `[num_tiles][2]`, u32, from [`prefill_tiles`]. `[u32::MAX, 0]` is skipped.
     pub tiles: Address,
     pub num_tiles: u64,
 }
 
-/// The same, by products of warpgroups.
+/// [`PrefillAttention`] with warpgroup products.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
 pub struct WgmmaAttention(pub PrefillAttention);
 
-/// Attention of any rows, for any KV. Reads it once for each row and query head: right, not fast.
+/// Attention for any number of rows and any KV. Reads the KV once per row and query head: correct, but slow.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct PlainAttention {
-    pub attention: Attention,
-    /// No sequence has more rows.
+    pub attention: AttentionArgs,
+    /// The largest number of rows of a sequence.
     pub max_rows: u64,
 }
 
-/// Pairs of a tile of [`DecodeAttention`].
+/// Pairs of row and query head in a tile of [`DecodeAttention`].
 const DECODE_PAIRS: u32 = 16;
-/// [`DecodeAttention::min_split`]: enough that a block has more to do than to begin and to end.
+/// [`DecodeAttention::min_split`]: large enough that the work of a block outweighs its start and end.
 pub const MIN_SPLIT: u32 = 256;
-/// Where [`WgmmaAttention`] is.
+/// The file of [`WgmmaAttention`].
 pub const WGMMA_FILE: &str = "attention_wgmma.cu";
-/// Positions that a tile of [`PrefillAttention`] meets at a time.
+/// Positions of a key and value tile of [`PrefillAttention`].
 const PREFILL_TOKENS: u32 = 32;
 
-/// [`DecodeAttention::max_splits`] of a model: a long sequence alone is to be enough for a device.
+/// [`DecodeAttention::max_splits`] for a model. A single long sequence should fill a device.
 pub fn max_splits(num_kv_heads: usize) -> u32 {
     (128 / num_kv_heads).next_power_of_two().clamp(4, 64) as u32
 }
 
-/// Bytes of [`DecodeAttention::sums`] and [`DecodeAttention::stats`] for so many rows.
+/// Bytes of [`DecodeAttention::sums`] and of [`DecodeAttention::stats`] for `num_rows` rows.
 pub fn split_scratch_bytes(
     num_rows: usize,
     num_heads: usize,
@@ -237,18 +239,19 @@ pub fn split_scratch_bytes(
     [parts * head_dim * 4, parts * 8]
 }
 
-/// Pairs of row and query head of a tile of [`PrefillAttention`].
+/// Pairs of row and query head in a tile of [`PrefillAttention`].
 pub fn prefill_pairs(head_dim: usize) -> u32 {
     if head_dim <= 128 { 128 } else { 64 }
 }
 
-/// The most tiles that `num_rows` rows of `num_sequences` sequences have.
+/// The largest number of tiles for `num_rows` rows of `num_sequences` sequences.
 pub fn max_prefill_tiles(num_rows: usize, num_sequences: usize, group: usize, head_dim: usize) -> usize {
     (num_rows * group) / prefill_pairs(head_dim) as usize + num_sequences
 }
 
-/// The work of [`PrefillAttention`] for sequences of so many rows from so many positions on: each tile's sequence and
-/// first pair. Those with most to do come first, so that blocks that begin late end early.
+/// The tiles of [`PrefillAttention`], each the index of its sequence and its first pair. `sequences` yields the
+/// number of rows and the first position of each sequence. The most expensive tiles come first, so that blocks that
+/// start late end early.
 pub fn prefill_tiles(
     sequences: impl Iterator<Item = (u32, u32)>,
     group: u32,
@@ -269,12 +272,12 @@ pub fn prefill_tiles(
     tiles.into_iter().map(|(_, tile)| tile).collect()
 }
 
-/// Bytes of a row in shared memory: an odd number of 16, see the file.
+/// Bytes of a row in shared memory: an odd multiple of 16 bytes. The kernel file says why.
 fn padded(num_bytes: u32) -> u32 {
     if (num_bytes / 16).is_multiple_of(2) { num_bytes + 16 } else { num_bytes }
 }
 
-// SAFETY: as `DecodeAttention` in the file.
+// SAFETY: the fields are those of `DecodeAttention` in the kernel file.
 unsafe impl Kernel for DecodeAttention {
     const NAME: &'static str = "decode_attention";
 
@@ -294,7 +297,7 @@ unsafe impl Kernel for DecodeAttention {
     }
 }
 
-// SAFETY: as `MergeSplits` in the file.
+// SAFETY: the fields are those of `MergeSplits` in the kernel file.
 unsafe impl Kernel for MergeSplits {
     const NAME: &'static str = "merge_splits";
 
@@ -305,7 +308,7 @@ unsafe impl Kernel for MergeSplits {
     }
 }
 
-// SAFETY: as `PrefillAttention` in the file.
+// SAFETY: the fields are those of `PrefillAttention` in the kernel file.
 unsafe impl Kernel for PrefillAttention {
     const NAME: &'static str = "prefill_attention";
 
@@ -320,19 +323,19 @@ unsafe impl Kernel for PrefillAttention {
     }
 }
 
-// SAFETY: as `PrefillAttention` in the file.
+// SAFETY: the fields are those of `PrefillAttention` in the kernel file.
 unsafe impl Kernel for WgmmaAttention {
     const NAME: &'static str = "wgmma_attention";
 
     fn shape(&self) -> LaunchShape {
         let PrefillAttention { attention: a, num_tiles, .. } = &self.0;
-        // Queries, two tiles of keys, two of values.
+        // Queries, two tiles of keys, two tiles of values.
         let shared_bytes = 5 * prefill_pairs(a.head_dim as usize) * a.head_dim * 2;
         LaunchShape { grid: [*num_tiles as u32, a.num_kv_heads, 1], threads: 256, shared_bytes }
     }
 }
 
-// SAFETY: as `PlainAttention` in the file.
+// SAFETY: the fields are those of `PlainAttention` in the kernel file.
 unsafe impl Kernel for PlainAttention {
     const NAME: &'static str = "plain_attention";
 

@@ -1,15 +1,15 @@
 //! Copies KV between pools and staging buffers of a device: `kernels/blocks.cu`.
 //!
-//! What moves is what [`KvMapping`](baton_kv_cache::KvMapping) finds where the two sides have the same type: pieces, ranges
-//! of heads, parts of heads where block sizes differ.
+//! [`KvMapping`](baton_kv_cache::KvMapping) computes the runs for two sides of the same element type: pieces, ranges
+//! of heads, or parts of heads where block sizes differ.
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-pub fn source() -> Source {
-    Source { file: "blocks.cu", defines: vec![] }
+pub fn source() -> KernelSource {
+    KernelSource { file: "blocks.cu", defines: vec![] }
 }
 
-/// Bytes that are contiguous on both sides: offsets from the two sides' beginnings.
+/// A run of contiguous bytes, as offsets from the start of both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct ByteRun {
@@ -18,12 +18,13 @@ pub struct ByteRun {
     pub num_bytes: u64,
 }
 
-// SAFETY: three words.
+// SAFETY: three words without padding.
 unsafe impl bytemuck::NoUninit for ByteRun {}
 
-/// Copies runs, none of which overlap.
+/// Copies runs. Runs do not overlap.
 ///
-/// Moves each byte twice, 16 at a time where all is aligned: bound by memory, or by the link that one side is behind.
+/// Moves each byte twice, 16 bytes at a time where everything is aligned. Bound by memory bandwidth, or by the link
+/// to one of the sides.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct CopyRuns {
@@ -32,11 +33,11 @@ pub struct CopyRuns {
     /// `[runs]`, [`ByteRun`].
     pub runs: Address,
     pub num_runs: u32,
-    /// How many blocks of threads share a run; one for each 16 KiB of the longest is enough.
+    /// Blocks of threads that share a run. One for each 16 KiB of the longest run is enough.
     pub num_parts: u32,
 }
 
-// SAFETY: as `CopyRuns` in the file.
+// SAFETY: the fields are those of `CopyRuns` in the kernel file.
 unsafe impl Kernel for CopyRuns {
     const NAME: &'static str = "copy_runs";
 

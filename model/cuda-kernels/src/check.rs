@@ -1,18 +1,18 @@
-//! Every kernel compiled for every architecture, and what its code needs: for `cargo xtask cuda-check`.
+//! Compiles every kernel for every architecture and reports its registers and memory, for `cargo xtask cuda-check`.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use crate::compile::{Architecture, CompileError, CubinCache};
-use crate::kernel::{KernelCode, KernelFiles, Source};
+use crate::kernel::{KernelCode, KernelFiles, KernelSource};
 use crate::sources::all_sources;
 
-/// What the assembler said of one kernel.
+/// Resources of one kernel, as the assembler reports them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelReport {
     /// "norm.cu"
     pub file: &'static str,
-    /// What it was compiled for: "HEAD_DIM=64 KV=2".
+    /// The constants it was compiled with: "HEAD_DIM=64 KV=2".
     pub defines: String,
     /// The kernel's name.
     pub name: String,
@@ -20,20 +20,20 @@ pub struct KernelReport {
     pub architecture: String,
     /// Registers of a thread.
     pub num_registers: u32,
-    /// Bytes of registers that a thread keeps in memory instead.
+    /// Bytes of registers that a thread spills to memory.
     pub spill_bytes: u32,
-    /// Bytes of memory that a thread has besides, for arrays that registers cannot hold.
+    /// Bytes of stack memory of a thread, for arrays that do not fit registers.
     pub stack_bytes: u32,
     /// Static shared memory of a block.
     pub shared_bytes: u32,
 }
 
-/// Compiles everything, on all processors; `report` is called for each kernel.
+/// Compiles everything on all processors and calls `report` for each kernel.
 ///
 /// # Errors
 /// When NVRTC is missing, or a kernel does not compile.
 pub fn check_kernels(files: KernelFiles, report: &mut dyn FnMut(KernelReport)) -> Result<(), CompileError> {
-    let jobs: Vec<(Source, Architecture)> = all_sources()
+    let jobs: Vec<(KernelSource, Architecture)> = all_sources()
         .into_iter()
         .flat_map(|source| Architecture::CHECKED.map(|architecture| (source.clone(), architecture)))
         .collect();
@@ -59,7 +59,7 @@ pub fn check_kernels(files: KernelFiles, report: &mut dyn FnMut(KernelReport)) -
 
 fn reports(
     files: KernelFiles,
-    source: &Source,
+    source: &KernelSource,
     architecture: Architecture,
 ) -> Result<Vec<KernelReport>, CompileError> {
     let log = CubinCache::new(KernelCode { files, cache_dir: None }, None).get(source, architecture)?.log;
@@ -73,7 +73,7 @@ fn reports(
     Ok(named.collect())
 }
 
-/// What a log of the assembler's tells of each kernel.
+/// Reads the kernels from a log of the assembler.
 fn kernels(log: &str) -> Vec<KernelReport> {
     let mut kernels: Vec<KernelReport> = Vec::new();
     for line in log.lines() {
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_assemblers_words_are_read() {
+    fn the_assemblers_report_is_parsed() {
         let log = "ptxas info    : 0 bytes gmem\n\
                    ptxas info    : Compiling entry function 'add_norm' for 'sm_80'\n\
                    ptxas info    : Function properties for add_norm\n    \

@@ -1,13 +1,14 @@
-//! Codes pieces of KV for their way, and decodes them: `kernels/codes.cu`, what [`WireCodec`] does on processors.
+//! Encodes pieces of KV for the transfer and decodes them: `kernels/codes.cu`. [`WireCodec`] does the same on
+//! processors.
 
 use baton_kv_cache::{INT4_GROUP, KvDtype, KvLayout, WireCodec, WireFormat};
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 use crate::kv_type;
 
-/// For pools of this layout.
-pub fn source(layout: &KvLayout) -> Source {
-    Source {
+/// The kernels for pools of this layout.
+pub fn source(layout: &KvLayout) -> KernelSource {
+    KernelSource {
         file: "codes.cu",
         defines: vec![
             ("HEAD_DIM", layout.head_dim as u64),
@@ -17,75 +18,77 @@ pub fn source(layout: &KvLayout) -> Source {
     }
 }
 
-/// Of pools of sixteen bits, and of eight, which INT4 makes smaller.
-pub fn sources() -> Vec<Source> {
+/// The kernels for pools of 16-bit elements, and of 8-bit elements, which INT4 halves.
+pub fn sources() -> Vec<KernelSource> {
     let layout = |dtype| KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim: 128, dtype };
     [KvDtype::Bf16, KvDtype::Fp8].map(|dtype| source(&layout(dtype))).into()
 }
 
-/// Which way pieces go.
+/// Whether pieces are encoded or decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Direction {
-    /// From the pool.
+pub enum CodeDirection {
+    /// Pieces are read from the pool.
     Encoded,
-    /// To the pool.
+    /// Pieces are written to the pool.
     Decoded,
 }
 
-/// What pieces are coded as.
+/// The format of an encoded piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Form {
+pub enum CodeFormat {
     Int8 = 1,
     Int4 = 2,
 }
 
-impl Form {
-    /// `None`: there is no kernel for it, so that processors do it.
-    pub fn of(codec: &WireCodec) -> Option<Form> {
+impl CodeFormat {
+    /// Returns `None` where there is no kernel. Processors then do the work.
+    pub fn of(codec: &WireCodec) -> Option<CodeFormat> {
         match codec.format() {
             WireFormat::AsIs => None,
-            WireFormat::Int8 => Some(Form::Int8),
-            WireFormat::Int4 => codec.layout().head_dim.is_multiple_of(INT4_GROUP).then_some(Form::Int4),
+            WireFormat::Int8 => Some(CodeFormat::Int8),
+            WireFormat::Int4 => {
+                codec.layout().head_dim.is_multiple_of(INT4_GROUP).then_some(CodeFormat::Int4)
+            }
         }
     }
 }
 
-/// Codes pieces that lie anywhere in a pool to others that lie one behind the other, or the reverse. The bytes are those that
-/// [`WireCodec`] gives; of NaN they may differ.
+/// Encodes pieces from anywhere in a pool into consecutive pieces, or decodes them back. The bytes equal those of
+/// [`WireCodec`], except for NaN.
 ///
-/// Moves the elements of both forms once: bound by memory.
+/// Moves the elements of both forms once: bound by memory bandwidth.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct CodePieces {
     pub pool: Address,
-    /// `[pieces]`, u64: where each begins, counted from `pool`.
+    /// `[pieces]`, u64: the start of each piece, counted from `pool`.
     pub offsets: Address,
-    /// `[pieces]`, as long as [`WireCodec::piece_bytes`] says.
+    /// `[pieces][WireCodec::piece_bytes]`.
     pub coded: Address,
     pub num_pieces: u32,
-    /// Of a piece, of K and V: twice the kv heads.
+    /// Heads of a piece, of keys and values together: twice the kv heads.
     pub num_heads: u32,
-    pub form: Form,
-    pub direction: Direction,
+    pub form: CodeFormat,
+    pub direction: CodeDirection,
 }
 
-// SAFETY: as `CodePieces` in the file.
+// SAFETY: the fields are those of `CodePieces` in the kernel file.
 unsafe impl Kernel for CodePieces {
     const NAME: &'static str = "code_pieces";
 
     fn name(&self) -> &'static str {
         match (self.direction, self.form) {
-            (Direction::Encoded, Form::Int8) => "encode_int8",
-            (Direction::Encoded, Form::Int4) => "encode_int4",
-            (Direction::Decoded, Form::Int8) => "decode_int8",
-            (Direction::Decoded, Form::Int4) => "decode_int4",
+            (CodeDirection::Encoded, CodeFormat::Int8) => "encode_int8",
+            (CodeDirection::Encoded, CodeFormat::Int4) => "encode_int4",
+            (CodeDirection::Decoded, CodeFormat::Int8) => "decode_int8",
+            (CodeDirection::Decoded, CodeFormat::Int4) => "decode_int4",
         }
     }
 
     fn shape(&self) -> LaunchShape {
-        // A block of threads goes round a head: of heads there are enough.
+        // One block of threads per head: there are enough heads to fill a device.
         LaunchShape { grid: [self.num_pieces, self.num_heads, 1], threads: 128, shared_bytes: 0 }
     }
 }

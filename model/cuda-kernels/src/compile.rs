@@ -1,6 +1,6 @@
-//! Compiles kernels for a card's architecture by NVRTC, and keeps what came of it.
+//! Compiles kernels for a GPU's architecture with NVRTC and caches the result.
 //!
-//! NVRTC is loaded when a kernel is compiled that is not kept yet: with a filled cache it need not be there.
+//! NVRTC is loaded only when a kernel is not in the cache. With a full cache it need not be installed.
 
 use std::fmt;
 use std::io::Write;
@@ -10,9 +10,9 @@ use baton_cuda::nvrtc::{Compiled, Nvrtc, NvrtcError};
 use baton_cuda::{CudaVersion, NoLibrary, majors};
 use thiserror::Error;
 
-use crate::kernel::{KernelCode, KernelFiles, Source};
+use crate::kernel::{KernelCode, KernelFiles, KernelSource};
 
-/// An architecture as NVRTC names it, "sm_90a".
+/// An architecture with NVRTC's name for it, "sm_90a".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Architecture {
     /// Compute capability.
@@ -21,11 +21,11 @@ pub struct Architecture {
 }
 
 impl Architecture {
-    /// Those that every change of a kernel is compiled for: A100, L4 and L40, H100 and H200, B200.
+    /// `cuda-check` compiles for these: A100, L4 and L40, H100 and H200, B200.
     pub const CHECKED: [Architecture; 4] =
         [Architecture::new(8, 0), Architecture::new(8, 9), Architecture::new(9, 0), Architecture::new(10, 0)];
 
-    /// Of a card with this compute capability.
+    /// The architecture of a GPU with this compute capability.
     pub const fn new(major: u32, minor: u32) -> Architecture {
         Architecture { major, minor }
     }
@@ -34,36 +34,36 @@ impl Architecture {
 impl fmt::Display for Architecture {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "sm_{}{}", self.major, self.minor)?;
-        // wgmma is Hopper's own, and asks for the `a`: such code runs on no later card.
+        // wgmma exists on Hopper only and needs the suffix `a`. Such code runs on no later GPU.
         if (self.major, self.minor) == (9, 0) { f.write_str("a") } else { Ok(()) }
     }
 }
 
-/// Why there is no code for a card.
+/// Why there is no code for a GPU.
 #[derive(Debug, Error)]
 pub enum CompileError {
-    /// The library is not there, or the driver does not run its code.
+    /// The library is missing, or the driver cannot run its code.
     #[error("kernels cannot be compiled: {0}")]
     NoNvrtc(#[from] NoLibrary),
-    /// NVRTC is older than the card.
-    #[error("NVRTC {version} knows no {architecture}: a newer one is needed")]
+    /// NVRTC is older than the GPU.
+    #[error("NVRTC {version} does not support {architecture}: install a newer version")]
     UnknownArchitecture {
-        /// Asked for.
+        /// The architecture that was requested.
         architecture: String,
-        /// NVRTC's.
+        /// NVRTC's version.
         version: CudaVersion,
     },
-    /// A kernel is broken.
+    /// NVRTC rejected the text of a kernel.
     #[error("{file} does not compile for {architecture}: {log}")]
     Refused {
-        /// Of the kernels.
+        /// The kernel file.
         file: &'static str,
-        /// Compiled for.
+        /// The architecture that was requested.
         architecture: String,
-        /// NVRTC's words.
+        /// NVRTC's log.
         log: String,
     },
-    /// A call of NVRTC's failed.
+    /// A call to NVRTC failed.
     #[error(transparent)]
     Failed(NvrtcError),
 }
@@ -71,17 +71,18 @@ pub enum CompileError {
 /// Code for one architecture.
 pub struct Cubin {
     pub code: Vec<u8>,
-    /// What the assembler said of its kernels; empty when the code was kept.
+    /// The assembler's report on the kernels. Empty when the code was in the cache.
     pub log: String,
 }
 
-/// Compiled code, by what it was compiled of, and by NVRTC's major version: older drivers do not run what a newer one made.
+/// Compiled code on disk. The key covers the source, its options and NVRTC's major version: older drivers cannot run
+/// code of a newer NVRTC.
 #[derive(Debug)]
 pub struct CubinCache {
     files: KernelFiles,
-    /// Nothing is kept without it.
+    /// `None`: nothing is cached.
     dir: Option<PathBuf>,
-    /// That is to run the code, if one is.
+    /// The version of the driver that will run the code, if there is one.
     driver: Option<CudaVersion>,
 }
 
@@ -90,11 +91,11 @@ impl CubinCache {
         CubinCache { files: code.files, dir: code.cache_dir, driver }
     }
 
-    /// The code of `source`, compiled if it is not kept.
+    /// The code of `source`. It is compiled if it is not in the cache.
     ///
     /// # Errors
-    /// When it must be compiled and cannot be. A cache that cannot be written is warned of.
-    pub fn get(&self, source: &Source, architecture: Architecture) -> Result<Cubin, CompileError> {
+    /// When the compiler is missing or fails. A cache that cannot be written only logs a warning.
+    pub fn get(&self, source: &KernelSource, architecture: Architecture) -> Result<Cubin, CompileError> {
         let key = key(&self.files, source, architecture);
         let mut kept = majors(self.driver).filter_map(|major| self.place(&key, major));
         if let Some(code) = kept.find_map(|path| kept_at(&path)) {
@@ -105,29 +106,29 @@ impl CubinCache {
         if let Some(path) = self.place(&key, nvrtc.version().major)
             && let Err(error) = keep(&path, &cubin.code)
         {
-            tracing::warn!(path = %path.display(), %error, "a compiled kernel cannot be kept");
+            tracing::warn!(path = %path.display(), %error, "a compiled kernel could not be cached: it is compiled again at the next start");
         }
         Ok(cubin)
     }
 
-    /// Where code is kept that NVRTC of this major version has made.
+    /// The cache file for code of this major version of NVRTC.
     fn place(&self, key: &str, major: u32) -> Option<PathBuf> {
         self.dir.as_ref().map(|dir| dir.join(format!("{key}.cuda{major}.cubin")))
     }
 }
 
-/// Code that [`keep`] has left there. What is damaged, as by a machine that went down, is as if it was not there.
+/// Code that [`keep`] wrote. Returns `None` for a damaged file, for example after a crash of the machine.
 fn kept_at(path: &Path) -> Option<Vec<u8>> {
     let mut code = std::fs::read(path).ok()?;
     let hash = code.split_off(code.len().saturating_sub(blake3::OUT_LEN));
     if blake3::hash(&code).as_bytes() != hash.as_slice() {
-        tracing::warn!(path = %path.display(), "a compiled kernel is damaged and compiled anew");
+        tracing::warn!(path = %path.display(), "a cached kernel is damaged and is compiled again");
         return None;
     }
     Some(code)
 }
 
-/// Written whole or not at all, its hash behind it.
+/// Writes the code and its hash. The file appears complete or not at all.
 fn keep(path: &Path, code: &[u8]) -> std::io::Result<()> {
     let dir = path.parent().expect("it is in the cache's directory");
     std::fs::create_dir_all(dir)?;
@@ -135,13 +136,13 @@ fn keep(path: &Path, code: &[u8]) -> std::io::Result<()> {
     let mut file = std::fs::File::create(&new)?;
     let written = file.write_all(code).and_then(|()| file.write_all(blake3::hash(code).as_bytes()));
     written.and_then(|()| std::fs::rename(&new, path)).inspect_err(|_| {
-        // The error that is told is the one before.
+        // The first error is the one to report.
         let _ = std::fs::remove_file(&new);
     })
 }
 
-/// Of all that the code is made of.
-fn key(files: &KernelFiles, source: &Source, architecture: Architecture) -> String {
+/// The hash of everything that affects the code.
+fn key(files: &KernelFiles, source: &KernelSource, architecture: Architecture) -> String {
     let mut hasher = blake3::Hasher::new();
     let mut add = |text: &str| {
         hasher.update(&(text.len() as u64).to_le_bytes());
@@ -153,11 +154,11 @@ fn key(files: &KernelFiles, source: &Source, architecture: Architecture) -> Stri
     hasher.finalize().to_hex()[..32].to_owned()
 }
 
-fn options(source: &Source, architecture: Architecture) -> Vec<String> {
+fn options(source: &KernelSource, architecture: Architecture) -> Vec<String> {
     let mut options = vec![
         format!("--gpu-architecture={architecture}"),
         "--std=c++17".into(),
-        // Register use and spills, in the log.
+        // Adds registers and spills to the log.
         "--ptxas-options=-v".into(),
     ];
     options.extend(source.defines.iter().map(|(name, value)| format!("-D{name}={value}")));
@@ -167,7 +168,7 @@ fn options(source: &Source, architecture: Architecture) -> Vec<String> {
 fn compile(
     nvrtc: &Nvrtc,
     files: &KernelFiles,
-    source: &Source,
+    source: &KernelSource,
     architecture: Architecture,
 ) -> Result<Cubin, CompileError> {
     let options = options(source, architecture);
@@ -196,9 +197,9 @@ mod tests {
 
     const ARCHITECTURE: Architecture = Architecture::new(9, 0);
 
-    /// It does not compile.
-    fn broken() -> Source {
-        Source { file: "x.cu", defines: vec![("HEAD_DIM", 64)] }
+    /// A source that does not compile.
+    fn broken() -> KernelSource {
+        KernelSource { file: "x.cu", defines: vec![("HEAD_DIM", 64)] }
     }
 
     const FILES: KernelFiles = KernelFiles::new(&[("x.cu", "not C++"), ("x.cuh", "a header")]);
@@ -208,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_needs_no_compiler() {
+    fn cached_code_needs_no_compiler() {
         let dir = tempfile::tempdir().unwrap();
         let cache = CubinCache::new(code(Some(dir.path().join("cubins"))), None);
         let key_of_source = key(&FILES, &broken(), ARCHITECTURE);
@@ -216,7 +217,7 @@ mod tests {
         assert_eq!(cache.get(&broken(), ARCHITECTURE).unwrap().code, b"code");
         let others = [
             key(&FILES, &broken(), Architecture::new(8, 0)),
-            key(&FILES, &Source { defines: vec![("HEAD_DIM", 128)], ..broken() }, ARCHITECTURE),
+            key(&FILES, &KernelSource { defines: vec![("HEAD_DIM", 128)], ..broken() }, ARCHITECTURE),
             key(&KernelFiles::new(&[("x.cu", "other C++"), ("x.cuh", "a header")]), &broken(), ARCHITECTURE),
             key(&KernelFiles::new(&[("x.cu", "not C++"), ("x.cuh", "another")]), &broken(), ARCHITECTURE),
         ];
@@ -224,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_newer_compiler_has_kept_is_not_for_an_older_driver() {
+    fn code_of_a_newer_compiler_is_not_for_an_older_driver() {
         let dir = tempfile::tempdir().unwrap();
         let cache =
             |major| CubinCache::new(code(Some(dir.path().to_owned())), Some(CudaVersion { major, minor: 4 }));
@@ -241,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_damaged_is_not_taken() {
+    fn damaged_code_is_not_loaded() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("code.cubin");
         keep(&path, b"code").unwrap();
@@ -255,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_broken_or_missing_is_said() {
+    fn broken_kernels_and_missing_compilers_are_reported() {
         let Err(error) = CubinCache::new(code(None), None).get(&broken(), ARCHITECTURE) else {
             panic!("it compiles");
         };

@@ -1,14 +1,17 @@
-//! The seam between the forward pass and a device: memory, kernels, products, and sums with other ranks' devices.
+//! The seam between the forward pass and a device: memory, kernels, matrix products, and sums over the devices of
+//! other ranks.
 //!
-//! What is asked for is done in that order, and nothing is waited for, except where a method says so.
+//! A device executes its calls in the order in which they were made. A call returns without waiting for the device,
+//! except where its comment says that it waits.
 
 use baton_cuda::CudaError;
 
 use crate::kernel::{Address, Kernel};
 
-/// A device and one queue of work on it. What it allocated lives until the device is dropped.
-pub trait Device: Send {
-    /// Rows of a product from which on it pays to ask for it in two halves, and to sum up one beside the other.
+/// A device and one queue of work on it. Its allocations live until the device is dropped.
+pub trait KernelDevice: Send {
+    /// Products of at least this many rows are queued in two halves. The sum of the first half then overlaps the
+    /// product of the second.
     const ROWS_TO_OVERLAP: usize;
 
     /// "cuda:0".
@@ -17,104 +20,112 @@ pub trait Device: Send {
     /// Bytes that can still be allocated.
     fn free_bytes(&mut self) -> Result<usize, CudaError>;
 
-    /// New memory with any contents, aligned to 256 bytes.
+    /// Allocates memory, aligned to 256 bytes. Its contents are undefined.
     ///
     /// # Errors
-    /// When there is not so much.
+    /// When the device has less free memory.
     fn allocate(&mut self, num_bytes: usize) -> Result<Address, CudaError>;
 
-    /// New memory that holds `bytes`.
+    /// Allocates memory and copies `bytes` into it.
     ///
     /// # Errors
-    /// When there is not so much.
+    /// When the device has less free memory.
     fn allocate_holding(&mut self, bytes: &[u8]) -> Result<Address, CudaError> {
         let at = self.allocate(bytes.len())?;
-        // SAFETY: allocated for them.
+        // SAFETY: the allocation has the length of `bytes`.
         unsafe { self.upload(at, bytes) }?;
         Ok(at)
     }
 
-    /// Copies `bytes` to the device; they may be changed when it returns.
+    /// Copies `bytes` to the device. The caller may change them when the call returns.
     ///
     /// # Safety
-    /// There is room for them.
+    /// The memory at `to` has room for `bytes`.
     unsafe fn upload(&mut self, to: Address, bytes: &[u8]) -> Result<(), CudaError>;
 
-    /// Fills `bytes` from the device, and waits for that.
+    /// Fills `bytes` from the device and waits for the copy.
     ///
     /// # Safety
-    /// There are so many.
+    /// The memory at `from` holds as many bytes.
     unsafe fn download(&mut self, from: Address, bytes: &mut [u8]) -> Result<(), CudaError>;
 
-    /// Asks for a copy of so many bytes to the host, to one of [`NUM_RETURNS`] places there. What was there before is gone.
+    /// Queues a copy of `num_bytes` bytes to one of [`NUM_RETURNS`] places in host memory. It overwrites what the
+    /// place held.
     ///
     /// # Safety
-    /// There are so many.
+    /// The memory at `from` holds `num_bytes` bytes.
     unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError>;
 
-    /// Waits for what was last sent to the place, and so for all that was asked for before it.
+    /// Waits for the last copy to this place, and so for all work queued before that copy. Returns its bytes.
     fn returned(&mut self, place: usize) -> Result<&[u8], CudaError>;
 
-    /// Runs a kernel of the sources that the device was opened with.
+    /// Runs a kernel of the sources with which the device was opened.
     ///
     /// # Safety
-    /// What its arguments point to is there, until the kernel has run.
+    /// The memory that the arguments point to is valid until the kernel has run.
     unsafe fn launch<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError>;
 
+    /// Queues a matrix product.
+    ///
     /// # Safety
-    /// The three matrices are there, until the product is done.
+    /// The three matrices are valid until the product is done.
     unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError>;
 
-    /// Whether its kernels can multiply by warpgroups (`kernels/warpgroup.cuh`).
+    /// Whether the device has warpgroup products (`kernels/warpgroup.cuh`).
     fn has_wgmma(&self) -> bool;
 
-    /// How it multiplies numbers in E4M3.
+    /// Which products of E4M3 numbers the device has.
     fn fp8_products(&self) -> Fp8Products;
 
+    /// Queues a matrix product of E4M3 numbers.
+    ///
     /// # Safety
-    /// The matrices and scales are there, until the product is done.
+    /// The matrices and scales are valid until the product is done.
     ///
     /// # Errors
-    /// Where the device has no such products, too.
+    /// Also when the device has no such products.
     unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError>;
 
-    /// Sums up `len` numbers in bf16 over the ranks, all of which ask for it with as many; each then has the same bits. It
-    /// may run beside what is asked for before [`end_sums`](Self::end_sums), which leaves these numbers alone.
+    /// Queues a sum of `len` bf16 numbers over all ranks. Every rank calls this with the same `len`, and every rank
+    /// gets the same bits. The sum may overlap other work that is queued before [`end_sums`](Self::end_sums); that
+    /// work does not touch these numbers.
     ///
     /// # Safety
-    /// They are there, until the sum is done.
+    /// The numbers are valid until the sum is done.
     unsafe fn begin_sum(&mut self, numbers: Address, len: usize) -> Result<(), CudaError>;
 
-    /// What is asked for from here on is done after every sum that was begun.
+    /// Work queued after this call starts when all sums queued before it are done.
     fn end_sums(&mut self) -> Result<(), CudaError>;
 
-    /// Collects `len` numbers in f32 of each rank: the first has room for all at `numbers`, its own first, and the others
-    /// have theirs there.
+    /// Collects `len` f32 numbers of each rank at the first rank. The first rank has room for all of them at
+    /// `numbers` and its own numbers first. The other ranks have theirs at `numbers`.
     ///
     /// # Safety
-    /// As of [`begin_sum`](Self::begin_sum).
+    /// As for [`begin_sum`](Self::begin_sum).
     unsafe fn gather(&mut self, numbers: Address, len: usize) -> Result<(), CudaError>;
 
-    /// Gives `num_words` words of 32 bits of the first rank to the others, which have room for them at `words`.
+    /// Sends `num_words` words of 32 bits from the first rank to all others. Every rank has its words, or room for
+    /// them, at `words`.
     ///
     /// # Safety
-    /// As of [`begin_sum`](Self::begin_sum).
-    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError>;
+    /// As for [`begin_sum`](Self::begin_sum).
+    unsafe fn broadcast(&mut self, words: Address, num_words: usize) -> Result<(), CudaError>;
 
-    /// Takes no part in sums any more: the other ranks are told ([`CudaError::RankGone`]) instead of waiting.
+    /// Leaves the group of ranks. The other ranks fail with [`CudaError::RankGone`] instead of waiting.
     fn leave_ranks(&mut self);
 
-    /// Marks this place of the queue by a number below [`NUM_MARKS`], in place of an older mark of that number.
+    /// Marks the current end of the queue with a number below [`NUM_MARKS`]. It replaces an older mark of the same
+    /// number.
     fn mark(&mut self, mark_idx: usize) -> Result<(), CudaError>;
 
-    /// Whether all that was asked for before the mark is done.
+    /// Whether all work queued before the mark is done.
     fn has_passed(&mut self, mark_idx: usize) -> Result<bool, CudaError>;
 
-    /// Waits until it is.
+    /// Waits until all work queued before the mark is done.
     fn wait_for(&mut self, mark_idx: usize) -> Result<(), CudaError>;
 
-    /// Asks for what `work` asks for: it is the same each time under the same key, and may be remembered. It neither
-    /// allocates, copies, marks nor waits.
+    /// Queues the work that `work` queues. Work under one key is the same every time, so the device may record and
+    /// replay it. `work` does not allocate, copy, mark or wait.
     fn repeat(
         &mut self,
         key: u64,
@@ -122,83 +133,86 @@ pub trait Device: Send {
     ) -> Result<(), CudaError>;
 }
 
-/// A device with a clock, that copies within its memory.
-pub trait TimedDevice: Device + 'static {
-    /// A place of the queue.
+/// A device that has a clock and copies within its memory.
+pub trait TimedDevice: KernelDevice + 'static {
+    /// A point in time in the queue.
     type Stamp;
 
-    /// Looks at the clock when all that was asked for is done.
+    /// Takes the time when all work queued so far is done.
     fn stamp(&mut self) -> Result<Self::Stamp, CudaError>;
 
-    /// Waits for both.
+    /// Waits for both stamps.
     fn seconds_between(&mut self, from: &Self::Stamp, to: &Self::Stamp) -> Result<f64, CudaError>;
 
+    /// Copies within the device's memory.
+    ///
     /// # Safety
-    /// Both places are there, and do not overlap.
+    /// Both ranges are valid and do not overlap.
     unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError>;
 }
 
-/// More than any model has layers.
+/// Marks of one device. No model has more layers.
 pub const NUM_MARKS: usize = 1024;
 
-/// Steps that may be under way at a time.
+/// Steps that can be in flight at a time.
 pub const NUM_RETURNS: usize = 2;
 
-/// `out = left right^T + beta out`, sums in f32. Rows of all matrices are aligned to 16 bytes.
+/// `out = left right^T + beta out`, with sums in f32. Rows of all matrices are aligned to 16 bytes.
 ///
-/// 2 rows out in operations; reads and writes each matrix about once: bound by the memory that the right side is read
-/// from while rows are few, by arithmetic when they are many.
+/// Takes `2 rows out in` operations and moves each matrix about once. With few rows it is bound by the memory
+/// bandwidth of the right side, with many rows by arithmetic.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Product {
-    /// `[rows][left_stride]`, bf16, of which the first `in` of each row.
+    /// `[rows][left_stride]`, bf16. The product reads the first `in` numbers of each row.
     pub left: Address,
     /// `[out][in]`, bf16.
     pub right: Address,
-    /// `[rows][out_stride]`, of which the first `out` of each row.
+    /// `[rows][out_stride]`. The product writes the first `out` numbers of each row.
     pub out: Address,
     pub num_rows: u64,
     pub num_out: u64,
     pub num_in: u64,
     pub left_stride: u64,
     pub out_stride: u64,
-    /// f32, or else bf16.
+    /// 1: `out` is f32. 0: `out` is bf16.
     pub is_out_f32: u32,
     /// 0 or 1.
     pub beta: f32,
 }
 
-/// How a device multiplies numbers in E4M3; who can do more can do less.
+/// Products of E4M3 numbers that a device has. Each level includes the levels before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Fp8Products {
-    /// Not at all.
+    /// No such products.
     None,
-    /// As they are: the caller scales the result.
+    /// Unscaled products. The caller scales the result.
     Plain,
-    /// With a scale for each row of both sides.
+    /// Products with a scale for each row of both sides.
     Scaled,
-    /// Also with one for each block of both sides.
+    /// Products with a scale for each block of both sides.
     Blocks,
 }
 
-/// Scales of a product in E4M3.
+/// Scales of a product of E4M3 numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u64)]
 pub enum Fp8Scaling {
-    /// Both are null.
+    /// No scales. Both addresses are null.
     None = 0,
-    /// `[rows]` and `[out]`.
+    /// A scale for each row of both sides: `[rows]` and `[out]`.
     Rows = 1,
-    /// Of the left side one for each row and [`FP8_BLOCK`] columns, `[in / 128][rows]`; of the right side one for as many rows
-    /// and columns, `[out / 128][in / 128]`, where the last is a multiple of 4. `in` is a multiple of 128, `rows` of 4.
+    /// The left side has a scale for each row and [`FP8_BLOCK`] columns, `[in / 128][rows]`. The right side has a
+    /// scale for each block of [`FP8_BLOCK`] rows and columns, `[out / 128][in / 128]`; its last dimension is padded
+    /// to a multiple of 4. `in` is a multiple of 128, `rows` is a multiple of 4.
     Blocks = 2,
 }
 
-/// Numbers of a block of [`Fp8Scaling::Blocks`], in a row and in a column.
+/// Rows, and columns, of a block of [`Fp8Scaling::Blocks`].
 pub const FP8_BLOCK: usize = 128;
 
-/// `out[row][n] = sum of left[row][k] right[n][k]`, each with its scales if there are any; sums in f32. Rows of all matrices
-/// are aligned to 16 bytes, `in` and `out` are multiples of 16.
+/// `out[row][n] = sum over k of left[row][k] right[n][k]`, each number times its scale if there are scales. Sums are
+/// in f32. Rows of all matrices are aligned to 16 bytes. `in` and `out` are multiples of 16.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Fp8Product {
@@ -208,7 +222,7 @@ pub struct Fp8Product {
     pub right: Address,
     /// `[rows][out]`, bf16.
     pub out: Address,
-    /// f32.
+    /// f32, in the shape of [`Fp8Scaling`].
     pub left_scales: Address,
     pub right_scales: Address,
     pub num_rows: u64,

@@ -1,16 +1,17 @@
-//! Rows of the embedding: `kernels/embed.cu`.
+//! Embedding lookup: `kernels/embed.cu`.
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-pub fn source() -> Source {
-    Source { file: "embed.cu", defines: vec![] }
+pub fn source() -> KernelSource {
+    KernelSource { file: "embed.cu", defines: vec![] }
 }
 
 /// `x = table[token] * scale`. Rows are `[hidden]`, a multiple of 8.
 ///
-/// The table holds all tokens, or those of one rank; the rows of others become zero, so that the sum over ranks is whole.
+/// The table holds all tokens, or the tokens of one rank. Tokens of other ranks become rows of zeros, so that the sum
+/// over the ranks is complete.
 ///
-/// Moves 4 bytes an element: bound by memory.
+/// Moves 4 bytes per element: bound by memory bandwidth.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Embed {
@@ -21,7 +22,7 @@ pub struct Embed {
     /// `[rows][hidden]`, bf16.
     pub x: Address,
     pub hidden: u32,
-    /// The table's first row is this token's.
+    /// The token of the table's first row.
     pub first_token: u32,
     /// Rows of the table.
     pub num_held: u32,
@@ -29,7 +30,7 @@ pub struct Embed {
     pub num_rows: u64,
 }
 
-// SAFETY: as `Embed` in the file.
+// SAFETY: the fields are those of `Embed` in the kernel file.
 unsafe impl Kernel for Embed {
     const NAME: &'static str = "embed";
 

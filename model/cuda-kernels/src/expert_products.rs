@@ -3,15 +3,16 @@
 use baton_model_spec::Activation;
 
 use crate::gate::number_of;
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-/// Weights' rows of a tile, and elements of the depth and stages of the pipeline that hold it, as in the file.
+/// Weight rows of a tile, and the depth of a pipeline stage in elements, as in the kernel file.
 const COLUMNS: u32 = 128;
 const DEPTH: u32 = 64;
 
-/// For tiles of so many rows (16, 32, 64 or 128: about as many as go to one expert), and weights that are gated or not.
-pub fn source(tile_rows: u32, gate: Option<Activation>) -> Source {
-    Source {
+/// For tiles of `tile_rows` rows, with or without a gate. `tile_rows` is 16, 32, 64 or 128: about the number of rows
+/// of one expert.
+pub fn source(tile_rows: u32, gate: Option<Activation>) -> KernelSource {
+    KernelSource {
         file: "expert_products.cu",
         defines: vec![
             ("TILE_ROWS", tile_rows.into()),
@@ -21,27 +22,27 @@ pub fn source(tile_rows: u32, gate: Option<Activation>) -> Source {
     }
 }
 
-/// For all tiles, gated as most models are and not.
-pub fn sources() -> Vec<Source> {
+/// For all tile sizes, without a gate and with the most common one.
+pub fn sources() -> Vec<KernelSource> {
     let gates = [None, Some(Activation::Silu)];
     [16, 32, 64, 128].into_iter().flat_map(|tile_rows| gates.map(|gate| source(tile_rows, gate))).collect()
 }
 
-/// `out = a weights^T` of every expert; gated, `activation(a gates^T) * (a ups^T)`.
+/// `out = a weights^T` for every expert, or `activation(a gates^T) * (a ups^T)` if gated.
 ///
-/// Weights are read once for each `tile_rows` rows of an expert, 2 bytes an element; 2 operations for each row and
-/// weight. Bound by memory up to some 300 rows an expert, then by tensor cores.
+/// Reads the weights once per `tile_rows` rows of an expert, 2 bytes per element, and takes 2 operations per row and
+/// weight. Bound by memory bandwidth up to about 300 rows per expert, then by tensor cores.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct ExpertProduct {
     /// `[..][depth]`, bf16.
     pub a: Address,
-    /// `[places]`, u32: the row of `a` at each place; null if `a` is `[places][depth]`.
+    /// `[places]`, u32: the row of `a` at each place. Null: `a` is `[places][depth]`.
     pub rows: Address,
     /// `[num_experts + 1]`, u32: each expert's first place ([`SortPairs`](crate::experts::SortPairs)).
     pub offsets: Address,
-    /// `[num_experts][columns][depth]`, bf16; gated `[num_experts][2 columns][depth]`: gates, then as many that they let
-    /// through.
+    /// `[num_experts][columns][depth]`, bf16. Gated: `[num_experts][2 columns][depth]`, first the gate rows, then the
+    /// up rows.
     pub weights: Address,
     /// `[places][columns]`, bf16.
     pub out: Address,
@@ -50,14 +51,15 @@ pub struct ExpertProduct {
     /// A multiple of 2.
     pub columns: u32,
     pub num_experts: u32,
-    /// How many go over the tiles: as many as the device holds at a time, or as there can be tiles.
+    /// Blocks of threads that share the tiles: as many as the device runs at a time, or the number of tiles if that
+    /// is smaller.
     pub num_blocks: u16,
-    /// Of its source.
+    /// The `tile_rows` of its [`source`].
     pub tile_rows: u16,
 }
 
 impl ExpertProduct {
-    /// Tiles that there can be when `num_places` rows are divided in any way.
+    /// The largest number of tiles, over all ways to divide `num_places` rows among the experts.
     pub fn most_tiles(
         num_places: u32,
         num_experts: u32,
@@ -70,7 +72,7 @@ impl ExpertProduct {
     }
 }
 
-// SAFETY: as `ExpertProduct` in the file.
+// SAFETY: the fields are those of `ExpertProduct` in the kernel file.
 unsafe impl Kernel for ExpertProduct {
     const NAME: &'static str = "expert_product";
 
@@ -83,12 +85,12 @@ unsafe impl Kernel for ExpertProduct {
     }
 }
 
-/// The same, gated.
+/// [`ExpertProduct`] with gated weights.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
 pub struct GatedExpertProduct(pub ExpertProduct);
 
-// SAFETY: as `ExpertProduct` in the file.
+// SAFETY: the fields are those of `ExpertProduct` in the kernel file.
 unsafe impl Kernel for GatedExpertProduct {
     const NAME: &'static str = "gated_expert_product";
 

@@ -1,25 +1,27 @@
-//! Routed experts: `kernels/experts.cu`. Rows choose as the processor's pass has them choose, pairs of row and expert are
-//! sorted by expert, [`ExpertProduct`](crate::expert_products::ExpertProduct)s are taken, and rows gather what was made.
+//! Routed experts: `kernels/experts.cu`. The router chooses experts for each row, by the rules of the forward pass on
+//! processors. Pairs of row and expert are sorted by expert,
+//! [`ExpertProduct`](crate::expert_products::ExpertProduct)s are computed, and the outputs are combined for each row.
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-pub fn source() -> Source {
-    Source { file: "experts.cu", defines: vec![] }
+pub fn source() -> KernelSource {
+    KernelSource { file: "experts.cu", defines: vec![] }
 }
 
-/// Softmax over all experts, the largest few; of equals the first.
+/// Softmax over all experts, then the experts with the largest weights. Equal weights go to the lower index.
 ///
-/// Reads 4 bytes a logit; a warp a row, bound by latency.
+/// Reads 4 bytes per logit. One warp computes a row: bound by latency.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct Route {
+pub struct RouteToExperts {
     /// `[rows][num_experts]`, f32.
     pub logits: Address,
-    /// `[rows]`, u32: `NONE` where a row is not wanted ([`PlaceRows`](crate::rope::PlaceRows)); null if all are.
+    /// `[rows]`, u32: `NONE` where a row is not wanted ([`PlaceRows`](crate::rope::PlaceRows)). Null: all rows are
+    /// wanted.
     pub slots: Address,
-    /// `[rows][num_active]`, u32, written: ascending.
+    /// `[rows][num_active]`, u32, output, in ascending order.
     pub experts: Address,
-    /// `[rows][num_active]`, f32, written.
+    /// `[rows][num_active]`, f32, output.
     pub weights: Address,
     pub num_rows: u32,
     pub num_experts: u32,
@@ -29,8 +31,8 @@ pub struct Route {
     pub renormalise: u32,
 }
 
-// SAFETY: as `Route` in the file.
-unsafe impl Kernel for Route {
+// SAFETY: the fields are those of `RouteToExperts` in the kernel file.
+unsafe impl Kernel for RouteToExperts {
     const NAME: &'static str = "route";
 
     fn shape(&self) -> LaunchShape {
@@ -43,19 +45,19 @@ unsafe impl Kernel for Route {
     }
 }
 
-/// Gives each pair of row and expert its place: expert by expert, the rows of one in their order.
+/// Assigns a place to each pair of row and expert. Places are sorted by expert, then by row.
 ///
-/// Reads 8 bytes a pair for each expert, most of them from the second cache.
+/// Reads 8 bytes per pair and expert, mostly from the L2 cache.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct SortPairs {
-    /// `[pairs]`, by [`Route`]; aligned to 16 bytes.
+    /// `[pairs]`, from [`RouteToExperts`], aligned to 16 bytes.
     pub experts: Address,
-    /// `[num_experts + 1]`, u32, written: each expert's first place.
+    /// `[num_experts + 1]`, u32, output: the first place of each expert.
     pub offsets: Address,
-    /// `[pairs]`, u32, written: the row of each place.
+    /// `[pairs]`, u32, output: the row of each place.
     pub rows: Address,
-    /// `[pairs]`, u32, written: the place of each pair, or [`NONE`](crate::rows::NONE).
+    /// `[pairs]`, u32, output: the place of each pair, or [`NONE`](crate::rows::NONE).
     pub places: Address,
     pub num_pairs: u32,
     pub num_active: u32,
@@ -63,7 +65,7 @@ pub struct SortPairs {
     pub unused: u32,
 }
 
-// SAFETY: as `SortPairs` in the file.
+// SAFETY: the fields are those of `SortPairs` in the kernel file.
 unsafe impl Kernel for SortPairs {
     const NAME: &'static str = "sort_pairs";
 
@@ -73,17 +75,17 @@ unsafe impl Kernel for SortPairs {
     }
 }
 
-/// The sum of what a row's experts made, times their weights, in the order of their numbers. `hidden` is a multiple of 8.
+/// The weighted sum of a row's expert outputs, in the order of the experts. `hidden` is a multiple of 8.
 ///
-/// Moves 2 bytes an element for each active expert, and 2 or 4: bound by memory.
+/// Moves 2 bytes per element and active expert, plus 2 or 4 bytes: bound by memory bandwidth.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Combine {
     /// `[places][hidden]`, bf16.
     pub outputs: Address,
-    /// `[rows][num_active]`, by [`SortPairs`].
+    /// `[rows][num_active]`, from [`SortPairs`].
     pub places: Address,
-    /// `[rows][num_active]`, by [`Route`].
+    /// `[rows][num_active]`, from [`RouteToExperts`].
     pub weights: Address,
     /// `[rows][hidden]`, bf16.
     pub out: Address,
@@ -94,7 +96,7 @@ pub struct Combine {
     pub num_rows: u32,
 }
 
-// SAFETY: as `Combine` in the file.
+// SAFETY: the fields are those of `Combine` in the kernel file.
 unsafe impl Kernel for Combine {
     const NAME: &'static str = "combine";
 

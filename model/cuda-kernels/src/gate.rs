@@ -1,14 +1,14 @@
-//! What is between the two products of an MLP: `kernels/gate.cu`.
+//! The activation between the two products of an MLP: `kernels/gate.cu`.
 
 use baton_model_spec::Activation;
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-pub fn source(activation: Activation) -> Source {
-    Source { file: "gate.cu", defines: vec![("ACTIVATION", number_of(activation))] }
+pub fn source(activation: Activation) -> KernelSource {
+    KernelSource { file: "gate.cu", defines: vec![("ACTIVATION", number_of(activation))] }
 }
 
-/// What `activated` in `kernels/common.cuh` calls it.
+/// The number of the activation in `activated` of `kernels/common.cuh`.
 pub fn number_of(activation: Activation) -> u64 {
     match activation {
         Activation::Silu => 0,
@@ -19,11 +19,11 @@ pub fn number_of(activation: Activation) -> u64 {
 
 /// `out = activation(gate) * up`. `width` is a multiple of 8.
 ///
-/// Moves 6 bytes an element: bound by memory.
+/// Moves 6 bytes per element: bound by memory bandwidth.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct Gate {
-    /// `[rows][2 width]`, bf16: gates, then what they let through.
+pub struct ApplyGate {
+    /// `[rows][2 width]`, bf16: the gates of a row, then its up values.
     pub gate_up: Address,
     /// `[rows][width]`, bf16.
     pub out: Address,
@@ -31,8 +31,8 @@ pub struct Gate {
     pub num_rows: u32,
 }
 
-// SAFETY: as `Gate` in the file.
-unsafe impl Kernel for Gate {
+// SAFETY: the fields are those of `ApplyGate` in the kernel file.
+unsafe impl Kernel for ApplyGate {
     const NAME: &'static str = "gate";
 
     fn shape(&self) -> LaunchShape {
@@ -40,7 +40,7 @@ unsafe impl Kernel for Gate {
     }
 }
 
-/// A thread for each eight elements of each row.
+/// One thread per 8 elements of a row.
 fn by_eights(num_rows: u32, width: u32) -> LaunchShape {
     debug_assert!(width.is_multiple_of(8), "16 bytes at a time");
     let chunks = width / 8;

@@ -1,33 +1,33 @@
-//! What a kernel is on the host's side: a file, the numbers that it is compiled for, and the struct that it takes.
+//! A kernel on the host's side: its file, the constants it is compiled for, and the struct of its arguments.
 
 use std::path::PathBuf;
 
-/// A place in a device's memory.
+/// An address in a device's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Address(pub u64);
 
 impl Address {
-    /// No place: what a kernel can do without.
+    /// No address, for an optional argument of a kernel.
     pub const NULL: Address = Address(0);
 
-    /// So many bytes further.
+    /// The address `offset` bytes further.
     pub fn add(self, offset: usize) -> Address {
         Address(self.0 + offset as u64)
     }
 }
 
-/// A file of kernels, and what is fixed when it is compiled.
+/// A file of kernels and the constants it is compiled with.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Source {
+pub struct KernelSource {
     /// "norm.cu"
     pub file: &'static str,
-    /// Macros and their values, such as the size of a head.
+    /// Macros and their values, such as the head size.
     pub defines: Vec<(&'static str, u64)>,
 }
 
-/// The texts of the kernel files, by name. The caller that opens a device passes them in: a changed kernel rebuilds the crate that
-/// embeds the files, and none of those that launch them.
+/// The text of the kernel files, by name. The caller that opens a device passes them in. A changed kernel therefore
+/// rebuilds only the crate that embeds the files, not the crates that launch the kernels.
 #[derive(Clone, Copy, Debug)]
 pub struct KernelFiles(&'static [(&'static str, &'static str)]);
 
@@ -37,7 +37,7 @@ impl KernelFiles {
         KernelFiles(files)
     }
 
-    /// The text of one.
+    /// The text of one file.
     ///
     /// # Panics
     /// When there is no such file.
@@ -46,46 +46,46 @@ impl KernelFiles {
         found.unwrap_or_else(|| panic!("no kernel file {name}")).1
     }
 
-    /// Files that others include.
+    /// The names and texts of the headers.
     pub fn headers(&self) -> Vec<(&'static str, &'static str)> {
         self.0.iter().copied().filter(|(file, _)| file.ends_with(".cuh")).collect()
     }
 }
 
-/// Where the code of kernels comes from.
+/// The text of the kernels and the cache of compiled code.
 #[derive(Clone, Debug)]
 pub struct KernelCode {
-    /// What is compiled.
+    /// The text that is compiled.
     pub files: KernelFiles,
-    /// Where compiled code is kept; `None`: it is compiled each time.
+    /// The folder of compiled code. `None`: kernels are compiled at every start.
     pub cache_dir: Option<PathBuf>,
 }
 
-/// How many threads run a kernel.
+/// Threads and shared memory of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct LaunchShape {
-    /// Blocks, in x, y and z.
+    /// Blocks in x, y and z.
     pub grid: [u32; 3],
-    /// Of a block; all in x.
+    /// Threads of a block, all in x.
     pub threads: u32,
     /// Dynamic shared memory of a block.
     pub shared_bytes: u32,
 }
 
-/// The arguments of a kernel, passed to it as they are.
+/// The arguments of a kernel. The launch passes the struct by value.
 ///
 /// # Safety
-/// The type is `repr(C)`, without padding, and field by field what the kernel of this name takes.
+/// The type is `repr(C)` without padding, and its fields are those of the kernel's own struct.
 pub unsafe trait Kernel: Copy {
-    /// What its file calls it.
+    /// The kernel's name in its file.
     const NAME: &'static str;
 
-    /// The same; of a file that a program has several times, what it is called there.
+    /// The kernel's name in a program. It differs from `NAME` where a program compiles one file several times.
     fn name(&self) -> &'static str {
         Self::NAME
     }
 
-    /// How it is to be launched with these arguments.
+    /// Threads and shared memory for these arguments.
     fn shape(&self) -> LaunchShape;
 }

@@ -1,12 +1,13 @@
-//! Kernels for NVIDIA's GPUs, and the device that they run on.
+//! Kernels for NVIDIA's GPUs, and the device that runs them.
 //!
-//! Each file of `kernels/` has a module here: the arguments of its kernels and how they are launched. [`device`] is the seam: what
-//! a forward pass asks of a device. [`driver`] is a GPU behind it, `baton-cuda-emulator` an emulated device.
+//! Each file of `kernels/` has a module here. The module holds the arguments of the kernels and their launch shapes.
+//! [`device`] is the seam: the calls that a forward pass makes. [`driver`] implements it with a GPU,
+//! `baton-cuda-emulator` with an emulated device.
 //!
-//! Texts of kernels are not part of this crate ([`kernel::KernelFiles`]): one can be changed without rebuilding those that launch
-//! it. It does not know models: shapes and addresses are arguments.
+//! The text of the kernels is not part of this crate ([`kernel::KernelFiles`]). A changed kernel therefore does not
+//! rebuild the code that launches it. This crate does not know models: shapes and addresses are arguments.
 
-// Fields of arguments are named as in the kernel files, which say what they are where the name does not.
+// Arguments have the names of the kernel files. A comment explains an argument where the name does not.
 #![allow(missing_docs)]
 
 pub mod kernel;

@@ -1,33 +1,33 @@
-//! Memory of a device full of numbers that mean nothing: for trials and measurements.
+//! Device memory full of random numbers, for trials and measurements.
 
 use baton_cuda::CudaError;
 
-use crate::device::{Device, TimedDevice};
+use crate::device::{KernelDevice, TimedDevice};
 use crate::kernel::Address;
 
-/// Bytes of noise that the host makes; the device copies them as often as it needs.
+/// Bytes of noise that the host generates. The device repeats them.
 const NOISE_BYTES: usize = 1 << 20;
 
-/// Numbers of bf16 in -1/32..1/32, for weights of some thousand columns: they neither grow nor vanish.
+/// bf16 numbers in -1/32..1/32. As weights of some thousand columns they keep the magnitude of activations.
 pub struct Noise(Address);
 
 impl Noise {
-    pub fn new<D: Device>(device: &mut D) -> Result<Noise, CudaError> {
+    pub fn new<D: KernelDevice>(device: &mut D) -> Result<Noise, CudaError> {
         Ok(Noise(device.allocate_holding(&bf16(NOISE_BYTES / 2, 1.0 / 32.0))?))
     }
 
-    /// New memory full of it.
+    /// Allocates memory and fills it with noise.
     pub fn fill_new<D: TimedDevice>(&self, device: &mut D, num_bytes: usize) -> Result<Address, CudaError> {
         let at = device.allocate(num_bytes)?;
         for from in (0..num_bytes).step_by(NOISE_BYTES) {
-            // SAFETY: within the two allocations.
+            // SAFETY: both ranges are inside their allocations.
             unsafe { device.copy(at.add(from), self.0, NOISE_BYTES.min(num_bytes - from)) }?;
         }
         Ok(at)
     }
 }
 
-/// So many numbers of bf16 in `-magnitude..magnitude`.
+/// `num` bf16 numbers in `-magnitude..magnitude`.
 pub fn bf16(num: usize, magnitude: f32) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let numbers = (0..num).flat_map(|_| {

@@ -1,14 +1,14 @@
-//! Norms of rows: `kernels/norm.cu`.
+//! RMS norms of rows: `kernels/norm.cu`.
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-pub fn source() -> Source {
-    Source { file: "norm.cu", defines: vec![] }
+pub fn source() -> KernelSource {
+    KernelSource { file: "norm.cu", defines: vec![] }
 }
 
-/// `out = norm(x + added) * weight`, and x keeps the sum. Rows are `[hidden]`, a multiple of 8.
+/// `x += added; out = norm(x) * weight`. Rows are `[hidden]`, a multiple of 8.
 ///
-/// Moves 6 bytes an element, 10 with something added; a few operations each: bound by memory.
+/// Moves 6 bytes per element, 10 with `added`, and takes a few operations: bound by memory bandwidth.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct AddNorm {
@@ -25,7 +25,7 @@ pub struct AddNorm {
     pub num_rows: u64,
 }
 
-// SAFETY: as `AddNorm` in the file.
+// SAFETY: the fields are those of `AddNorm` in the kernel file.
 unsafe impl Kernel for AddNorm {
     const NAME: &'static str = "add_norm";
 

@@ -1,30 +1,31 @@
-//! Products of few rows with weights of all kinds, and what products of many need: `kernels/products.cu`.
+//! Products of few rows with weights of all formats, and the kernels around a library's products of many rows:
+//! `kernels/products.cu`.
 //!
-//! A row's result has the same bits whatever the other rows are, and however many. Sums are of f32; weights enter them
-//! exactly, scales and zeros are applied to the sums of groups.
+//! The bits of a row's result do not depend on the other rows or their number. Sums are f32. Weights enter the sums
+//! exactly; scales and zeros are applied to the sum of each group.
 
 use crate::device::FP8_BLOCK;
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 use crate::rows::by_eights;
 
-/// What weights are. All are row after row, `[n][k]`.
+/// Formats of weights. All are row-major, `[n][k]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u32)]
 pub enum WeightKind {
     /// K is a multiple of 8.
     Bf16 = 0,
-    /// E4M3, as files have it, with finite numbers only. K is a multiple of 16, groups of 64 unless they are whole rows.
+    /// E4M3, as in the files, finite numbers only. K is a multiple of 16. Groups are multiples of 64, or whole rows.
     Fp8 = 1,
-    /// As [`pack`] lays them out. K is a multiple of 8, groups of 32.
+    /// In the layout of [`pack`]. K is a multiple of 8, groups are multiples of 32.
     Int8 = 2,
-    /// The same.
+    /// As [`Int8`](WeightKind::Int8).
     Int4 = 3,
 }
 
 impl WeightKind {
     pub const ALL: [WeightKind; 4] = [WeightKind::Bf16, WeightKind::Fp8, WeightKind::Int8, WeightKind::Int4];
 
-    /// Numbers in 64 bytes of a row, which four lanes read at a time.
+    /// Numbers in 64 bytes of a row. Four lanes read them together.
     fn step(self) -> usize {
         match self {
             WeightKind::Bf16 => 32,
@@ -38,7 +39,7 @@ impl WeightKind {
         if self == WeightKind::Bf16 { 16 } else { 32 }
     }
 
-    /// From one row to the next.
+    /// Bytes from one row to the next.
     pub fn row_bytes(self, k: usize) -> usize {
         match self {
             WeightKind::Bf16 => 2 * k,
@@ -51,21 +52,21 @@ impl WeightKind {
 /// 1 in E4M3.
 pub const E4M3_ONE: u8 = 0x38;
 
-pub fn source(kind: WeightKind) -> Source {
-    Source { file: "products.cu", defines: vec![("WEIGHTS", kind as u64)] }
+pub fn source(kind: WeightKind) -> KernelSource {
+    KernelSource { file: "products.cu", defines: vec![("WEIGHTS", kind as u64)] }
 }
 
 /// For each kind of weight.
-pub fn sources() -> Vec<Source> {
+pub fn sources() -> Vec<KernelSource> {
     WeightKind::ALL.map(source).into()
 }
 
-/// A row of levels in the kernels' order, into its [`row_bytes`](WeightKind::row_bytes).
+/// Packs a row of levels in the order of the kernels, into its [`row_bytes`](WeightKind::row_bytes).
 ///
-/// In each step of 64 (int8) or 128 (int4) numbers there are 16 bytes for each of four lanes: of every 32 numbers lane `i`
-/// has the eight from `8 i` on. Of eight bits they are signed, less 128, in the order 0 2 1 3 and 4 6 5 7. Of four bits they
-/// are a word, numbers 0 2 4 6 in its low half from the low end on, numbers 1 3 5 7 in its high half. What is missing in
-/// the last step counts as level 0.
+/// A step is 64 (int8) or 128 (int4) numbers: 16 bytes for each of four lanes. Lane `i` has the eight numbers from `8
+/// i` on of every 32. Int8 numbers are stored as `level - 128`, signed, in the order 0 2 1 3 and 4 6 5 7. Eight int4
+/// numbers are one word: numbers 0 2 4 6 in the low half, from the lowest bits on, numbers 1 3 5 7 in the high half.
+/// The end of the last step is filled up with level 0.
 pub fn pack(levels: &[u8], kind: WeightKind, to: &mut [u8]) {
     let unit_bytes = if kind == WeightKind::Int8 { 8 } else { 4 };
     assert_eq!(to.len(), kind.row_bytes(levels.len()), "bytes of a row");
@@ -93,14 +94,15 @@ pub fn pack(levels: &[u8], kind: WeightKind, to: &mut [u8]) {
     }
 }
 
-/// Numbers that groups of weights share: for output `n` and input `k` at
-/// `n / rows_per_scale * row_stride + k / group * group_stride`.
+/// Scales and zeros that groups of weights share. Output `n` and input `k` find theirs at `n / rows_per_scale *
+/// row_stride + k / group * group_stride`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Scales {
     /// f32. Not read for bf16.
     pub scales: Address,
-    /// f32: levels that stand for zero, less the middle of the levels. Null if none; fp8 has none.
+    /// f32: the level that stands for zero, minus the middle of the levels. Null: the format has no zeros. Fp8 never
+    /// has.
     pub zeros: Address,
     pub rows_per_scale: u32,
     pub row_stride: u32,
@@ -109,7 +111,7 @@ pub struct Scales {
 }
 
 impl Scales {
-    /// What bf16 has.
+    /// The scales of bf16.
     pub const NONE: Scales = Scales {
         scales: Address::NULL,
         zeros: Address::NULL,
@@ -119,8 +121,8 @@ impl Scales {
         group: 64,
     };
 
-    /// Those behind the first `first` rows, a multiple of `rows_per_scale`.
-    pub fn behind(self, first: usize) -> Scales {
+    /// The scales after the first `first` rows. `first` is a multiple of `rows_per_scale`.
+    pub fn after(self, first: usize) -> Scales {
         debug_assert!(first.is_multiple_of(self.rows_per_scale as usize), "rows of a scale");
         let offset = first / self.rows_per_scale as usize * self.row_stride as usize * 4;
         let moved = |at: Address| if at == Address::NULL { at } else { at.add(offset) };
@@ -128,27 +130,28 @@ impl Scales {
     }
 }
 
-/// `out[place][n] = sum of x[row][k] w[n][k] + bias[n]`, where places are rows, or an expert's places have the rows of a
-/// list and the expert's weights; rounded once.
+/// `out[place][n] = sum over k of x[row][k] w[n][k] + bias[n]`, rounded to the output's type once. Without experts a
+/// place is a row. With experts `rows` gives the row of each place, and `w` is the matrix of the place's expert.
 ///
-/// Reads each weight once for 16 rows, two operations for it and each row: bound by memory, or the second cache.
+/// Reads each weight once per 16 rows, with two operations per weight and row: bound by memory bandwidth, or by the
+/// L2 cache.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct MultiplyFew {
     /// `[..][k]`, bf16.
     pub x: Address,
-    /// `[places]`, u32: the row of `x` at each place; null if `x` is `[places][k]`.
+    /// `[places]`, u32: the row of `x` at each place. Null: `x` is `[places][k]`.
     pub rows: Address,
-    /// `[num_experts + 1]`, u32: each expert's first place ([`SortPairs`](crate::experts::SortPairs)). Null where there is
-    /// one matrix, and `num_rows` places.
+    /// `[num_experts + 1]`, u32: each expert's first place ([`SortPairs`](crate::experts::SortPairs)). Null: there is
+    /// one matrix and `num_rows` places.
     pub offsets: Address,
     /// `[num_experts][n]`, rows of [`row_bytes`](WeightKind::row_bytes).
     pub weights: Address,
-    /// Of all experts' outputs, one behind the other.
+    /// The scales of all experts' outputs, in their order.
     pub scales: Scales,
-    /// `[n]`, f32, or null; not with experts.
+    /// `[n]`, f32, or null. Null with experts.
     pub bias: Address,
-    /// `[places][n]`, bf16; f32 if `is_f32`.
+    /// `[places][n]`: f32 if `is_f32`, otherwise bf16.
     pub out: Address,
     pub k: u32,
     pub n: u32,
@@ -157,11 +160,11 @@ pub struct MultiplyFew {
     pub num_experts: u32,
     /// 0 or 1.
     pub is_f32: u32,
-    /// That of the [source](source).
+    /// The kind of its [`source`].
     pub kind: WeightKind,
 }
 
-// SAFETY: as `MultiplyFew` in the file.
+// SAFETY: the fields are those of `MultiplyFew` in the kernel file.
 unsafe impl Kernel for MultiplyFew {
     const NAME: &'static str = "multiply_few";
 
@@ -181,15 +184,15 @@ unsafe impl Kernel for MultiplyFew {
     }
 }
 
-/// Weights as bf16, `[n][k]`, times a factor, each rounded once. Not for those that are bf16.
+/// Dequantises weights to bf16, `[n][k]`, times a factor. Each number is rounded once. Not for bf16 weights.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Dequantise {
     /// `[num_held]`, rows of [`row_bytes`](WeightKind::row_bytes).
     pub weights: Address,
     pub scales: Scales,
-    /// `[n]`, u32: which row of the weights each is, where these begin with row `first_row`; null if itself. Zeroes for
-    /// those that are not held.
+    /// `[n]`, u32: the row of the weights for each output row, counted from `first_row`. Null: row `n` itself. Rows
+    /// that are not held become zeros.
     pub rows: Address,
     /// `[n][k]`, bf16.
     pub out: Address,
@@ -197,13 +200,13 @@ pub struct Dequantise {
     pub n: u32,
     pub num_held: u32,
     pub factor: f32,
-    /// That of the [source](source).
+    /// The kind of its [`source`].
     pub kind: WeightKind,
     /// 0 where `rows` is null.
     pub first_row: u32,
 }
 
-// SAFETY: as `Dequantise` in the file.
+// SAFETY: the fields are those of `Dequantise` in the kernel file.
 unsafe impl Kernel for Dequantise {
     const NAME: &'static str = "dequantise";
 
@@ -223,7 +226,7 @@ unsafe impl Kernel for Dequantise {
     }
 }
 
-/// 16 bytes are of one row, and what is multiplied at a time of one group.
+/// 16 bytes belong to one row, and the numbers of one multiplication to one group.
 fn check(kind: WeightKind, k: u32, group: u32) {
     let (numbers, of_group) = match kind {
         WeightKind::Bf16 | WeightKind::Int8 | WeightKind::Int4 => (8, 32),
@@ -233,8 +236,8 @@ fn check(kind: WeightKind, k: u32, group: u32) {
     debug_assert!(group >= k || group.is_multiple_of(of_group), "groups of {group} numbers of {kind:?}");
 }
 
-/// Rows of activations as E4M3, for a library's products with weights in fp8: the largest number of a row becomes 448. Of a
-/// row that has NaN or infinity the scale is NaN.
+/// Quantises rows of activations to E4M3 for a library's fp8 products. The largest number of a row becomes 448. A row
+/// with NaN or infinity gets the scale NaN.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct QuantiseRows {
@@ -242,13 +245,13 @@ pub struct QuantiseRows {
     pub x: Address,
     /// `[rows][k]`, E4M3.
     pub out: Address,
-    /// `[rows]`, f32: what the numbers are to be multiplied with.
+    /// `[rows]`, f32: the factors that restore the numbers.
     pub scales: Address,
     pub k: u32,
     pub num_rows: u32,
 }
 
-// SAFETY: as `QuantiseRows` in the file.
+// SAFETY: the fields are those of `QuantiseRows` in the kernel file.
 unsafe impl Kernel for QuantiseRows {
     const NAME: &'static str = "quantise_rows";
 
@@ -258,7 +261,7 @@ unsafe impl Kernel for QuantiseRows {
     }
 }
 
-/// The same with a scale for every [`FP8_BLOCK`] numbers of a row.
+/// [`QuantiseRows`] with a scale for every [`FP8_BLOCK`] numbers of a row.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct QuantiseGroups {
@@ -266,14 +269,14 @@ pub struct QuantiseGroups {
     pub x: Address,
     /// `[rows][k]`, E4M3.
     pub out: Address,
-    /// `[k / 128][stride]`, f32, of which the first `num_rows` of each.
+    /// `[k / 128][stride]`, f32. The first `num_rows` of each row are written.
     pub scales: Address,
     pub k: u32,
     pub stride: u32,
     pub num_rows: u64,
 }
 
-// SAFETY: as `QuantiseGroups` in the file.
+// SAFETY: the fields are those of `QuantiseGroups` in the kernel file.
 unsafe impl Kernel for QuantiseGroups {
     const NAME: &'static str = "quantise_groups";
 
@@ -283,10 +286,10 @@ unsafe impl Kernel for QuantiseGroups {
     }
 }
 
-/// `x = x * row scale * column scale`: what [`QuantiseRows`] and weights in fp8 were divided by, where the library that
-/// multiplied them does not scale.
+/// `x = x * row scale * column scale`. Undoes the scaling of [`QuantiseRows`] and of fp8 weights after a library's
+/// unscaled product.
 ///
-/// Moves 4 bytes an element: bound by memory.
+/// Moves 4 bytes per element: bound by memory bandwidth.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct ScaleProduct {
@@ -300,7 +303,7 @@ pub struct ScaleProduct {
     pub num_rows: u32,
 }
 
-// SAFETY: as `ScaleProduct` in the file.
+// SAFETY: the fields are those of `ScaleProduct` in the kernel file.
 unsafe impl Kernel for ScaleProduct {
     const NAME: &'static str = "scale_product";
 

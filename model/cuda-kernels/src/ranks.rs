@@ -1,24 +1,24 @@
-//! What several ranks have computed, put together: `kernels/ranks.cu`.
+//! Joins results of several ranks: `kernels/ranks.cu`.
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-pub fn source() -> Source {
-    Source { file: "ranks.cu", defines: vec![] }
+pub fn source() -> KernelSource {
+    KernelSource { file: "ranks.cu", defines: vec![] }
 }
 
-/// Numbers that a row of a rank's logits has room for: as many for each rank, aligned to 16 bytes.
+/// Numbers reserved for a row of a rank's logits: the same for each rank, aligned to 16 bytes.
 pub fn logit_stride(vocab_size: usize, num_ranks: usize) -> usize {
     vocab_size.div_ceil(num_ranks).next_multiple_of(4)
 }
 
 /// `out[row][token] = parts[rank of token][row][token of rank]`
 ///
-/// Moves 8 bytes a number: bound by memory.
+/// Moves 8 bytes per number: bound by memory bandwidth.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct JoinLogits {
-    /// Of each rank `rows * stride` numbers in f32, of which it has `[rows][its tokens]`; the last ranks may have fewer
-    /// tokens than the others, or none.
+    /// `rows * stride` f32 numbers per rank, of which `[rows][tokens of the rank]` are used. The last ranks may have
+    /// fewer tokens than the others, or none.
     pub parts: Address,
     /// `[rows][vocab]`, f32.
     pub out: Address,
@@ -30,7 +30,7 @@ pub struct JoinLogits {
     pub num_rows: u32,
 }
 
-// SAFETY: as `JoinLogits` in the file.
+// SAFETY: the fields are those of `JoinLogits` in the kernel file.
 unsafe impl Kernel for JoinLogits {
     const NAME: &'static str = "join_logits";
 

@@ -1,17 +1,17 @@
-//! Rotary position embeddings, and where keys and values go: `kernels/rope.cu`.
+//! Rotary position embeddings, and the stores of keys and values: `kernels/rope.cu`.
 //!
-//! What is the same in all layers is computed once: [`PlaceRows`] looks up where rows are in the pool, [`RopeTable`] turns
-//! positions into cosines and sines. Both read what changes from step to step from memory, and rows that only fill up a
-//! batch have no slot, so that a graph of them can be replayed.
+//! Values that all layers share are computed once: [`PlaceRows`] looks up the slots of rows in the pool,
+//! [`RopeTable`] computes cosines and sines of positions. Both read per-step values from memory, and padding rows
+//! have no slot. A graph of the launches can therefore be replayed.
 
 use baton_kv_cache::KvLayout;
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 use crate::kv_type;
 
-/// For heads of which the first `rotary_dim` elements are rotated, and KV of this layout.
-pub fn source(rotary_dim: usize, layout: &KvLayout) -> Source {
-    Source {
+/// For heads whose first `rotary_dim` elements are rotated, and KV of this layout.
+pub fn source(rotary_dim: usize, layout: &KvLayout) -> KernelSource {
+    KernelSource {
         file: "rope.cu",
         defines: vec![
             ("HEAD_DIM", layout.head_dim as u64),
@@ -22,24 +22,25 @@ pub fn source(rotary_dim: usize, layout: &KvLayout) -> Source {
     }
 }
 
-/// Looks rows' places in the pool up. 16 bytes a row.
+/// Looks up the slots of rows in the pool. Moves 16 bytes per row.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct PlaceRows {
     /// `[rows]`, u32.
     pub positions: Address,
-    /// `[rows]`, u32: which row of the tables, or [`NONE`](crate::rows::NONE).
+    /// `[rows]`, u32: the row's block table, or [`NONE`](crate::rows::NONE).
     pub sequence_of: Address,
     /// `[sequences][max_blocks]`, u32.
     pub block_tables: Address,
-    /// `[rows]`, u32, written: block * block_size + the position's place in it, or [`NONE`](crate::rows::NONE).
+    /// `[rows]`, u32, output: block * block_size + offset of the position in the block, or
+    /// [`NONE`](crate::rows::NONE).
     pub slots: Address,
     pub max_blocks: u32,
     pub block_size: u32,
     pub num_rows: u64,
 }
 
-// SAFETY: as `PlaceRows` in the file.
+// SAFETY: the fields are those of `PlaceRows` in the kernel file.
 unsafe impl Kernel for PlaceRows {
     const NAME: &'static str = "place_rows";
 
@@ -48,10 +49,10 @@ unsafe impl Kernel for PlaceRows {
     }
 }
 
-/// Cosines and sines of a batch's positions. Angles are rounded to f32, and their cosines and sines computed in f64, as
-/// the processor's pass does.
+/// Cosines and sines of a batch's positions. Angles are rounded to f32; their cosines and sines are computed in f64,
+/// as on processors.
 ///
-/// Some hundred operations of f64 a number: bound by those, once a batch.
+/// Takes some hundred f64 operations per number, once per batch: bound by arithmetic.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RopeTable {
@@ -59,16 +60,16 @@ pub struct RopeTable {
     pub positions: Address,
     /// `[rotary_dim / 2]`, f32: [`RopeSpec::inverse_frequencies`](baton_model_spec::RopeSpec::inverse_frequencies).
     pub inverse_frequencies: Address,
-    /// `[rows][2][rotary_dim / 2]`, f32, written: cosines, then sines.
+    /// `[rows][2][rotary_dim / 2]`, f32, output: cosines, then sines.
     pub cos_sin: Address,
-    /// On both: [`RopeSpec::attention_factor`](baton_model_spec::RopeSpec::attention_factor).
+    /// Factor of both: [`RopeSpec::attention_factor`](baton_model_spec::RopeSpec::attention_factor).
     pub factor: f32,
     pub num_rows: u32,
-    /// For the shape.
+    /// Read by the launch shape only.
     pub rotary_dim: u64,
 }
 
-// SAFETY: as `RopeTable` in the file.
+// SAFETY: the fields are those of `RopeTable` in the kernel file.
 unsafe impl Kernel for RopeTable {
     const NAME: &'static str = "rope_table";
 
@@ -78,28 +79,30 @@ unsafe impl Kernel for RopeTable {
     }
 }
 
-/// Adds the projection's bias, norms and rotates heads of queries and keys, writes queries back, and keys and values to their blocks, rounded as
-/// [`KvDtype::store_vector`](baton_kv_cache::KvDtype::store_vector) does to the bit. Keys and values stay in the row as
-/// the projection made them.
+/// Adds the projection's bias, norms and rotates the heads of queries and keys, writes queries back, and stores keys
+/// and values in their blocks. Stored bits equal those of
+/// [`store_vector`](baton_kv_cache::VectorCodec::store_vector). The keys and values in `qkv` keep the output of
+/// the projection.
 ///
-/// Moves 4 bytes an element of queries, 3 to 6 of keys and values, and 4 of `rotary_dim` a row: bound by memory.
+/// Moves 4 bytes per element of queries, 3 to 6 per element of keys and values, and 4 `rotary_dim` bytes per row:
+/// bound by memory bandwidth.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct StoreQkv {
     /// `[rows][(num_heads + 2 num_kv_heads) * head_dim]`, bf16: queries, keys, values.
     pub qkv: Address,
-    /// `[rows]`, by [`PlaceRows`].
+    /// `[rows]`, from [`PlaceRows`].
     pub slots: Address,
-    /// By [`RopeTable`].
+    /// From [`RopeTable`].
     pub cos_sin: Address,
     /// `[head_dim]`, f32, or null.
     pub query_norm: Address,
     /// `[head_dim]`, f32, or null.
     pub key_norm: Address,
-    /// `[(num_heads + 2 num_kv_heads) * head_dim]`, f32, or null. Here, and not with the product: it costs no pass over the rows,
-    /// and the sum is not rounded.
+    /// `[(num_heads + 2 num_kv_heads) * head_dim]`, f32, or null. This kernel adds the bias instead of the product:
+    /// that saves a pass over the rows and a rounding of the sum.
     pub bias: Address,
-    /// The layer in block 0, aligned to 16 bytes.
+    /// The layer's piece of block 0, aligned to 16 bytes.
     pub layer: Address,
     pub block_bytes: u64,
     pub num_rows: u32,
@@ -111,7 +114,7 @@ pub struct StoreQkv {
     pub lanes: u32,
 }
 
-/// Lanes that a head takes.
+/// Lanes that share a head.
 pub fn lanes(head_dim: usize, rotary_dim: usize) -> u32 {
     let half = rotary_dim / 2;
     let chunk = 1 << (half | head_dim | 8).trailing_zeros();
@@ -119,7 +122,7 @@ pub fn lanes(head_dim: usize, rotary_dim: usize) -> u32 {
     pairs.next_power_of_two().min(32) as u32
 }
 
-// SAFETY: as `StoreQkv` in the file.
+// SAFETY: the fields are those of `StoreQkv` in the kernel file.
 unsafe impl Kernel for StoreQkv {
     const NAME: &'static str = "store_qkv";
 

@@ -1,19 +1,19 @@
-//! What else is done to rows by themselves: `kernels/rows.cu`. Widths are multiples of 8.
+//! Other operations on single rows: `kernels/rows.cu`. Widths are multiples of 8.
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-pub fn source() -> Source {
-    Source { file: "rows.cu", defines: vec![] }
+pub fn source() -> KernelSource {
+    KernelSource { file: "rows.cu", defines: vec![] }
 }
 
-/// A row, a sequence, a slot, an expert or a place that stands for none: what is made of it is zero. Graphs of a fixed number
-/// of rows are filled up with it.
+/// A missing row, sequence, slot, expert or place. Its result is zero. Graphs of a fixed number of rows are padded
+/// with it.
 pub const NONE: u32 = u32::MAX;
 
-/// `out[i] = norm(x[j] + added[j]) * weight`, where j is `indices[i]`: the norm before the head, of the rows whose logits
-/// are wanted alone. What is normed is rounded as [`AddNorm`](crate::norm::AddNorm) keeps it; x stays as it is.
+/// `out[i] = norm(x[j] + added[j]) * weight` with `j = indices[i]`: the norm before the head, only for rows whose
+/// logits are wanted. The sum is rounded as in [`AddNorm`](crate::norm::AddNorm); x does not change.
 ///
-/// Moves 4 bytes an element, 6 with something added: bound by memory.
+/// Moves 4 bytes per element, 6 with `added`: bound by memory bandwidth.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct NormWanted {
@@ -32,7 +32,7 @@ pub struct NormWanted {
     pub num_rows: u64,
 }
 
-// SAFETY: as `NormWanted` in the file.
+// SAFETY: the fields are those of `NormWanted` in the kernel file.
 unsafe impl Kernel for NormWanted {
     const NAME: &'static str = "norm_wanted";
 
@@ -41,29 +41,29 @@ unsafe impl Kernel for NormWanted {
     }
 }
 
-/// `x += norm(added) * post_weight; out = norm(x) * weight`: what follows a part of a layer that has a norm behind it as
-/// well as before (Gemma 2 and 3).
+/// `x += norm(added) * post_weight; out = norm(x) * weight`, for models with a norm before and after each part of a
+/// layer (Gemma 2 and 3).
 ///
-/// Moves 8 bytes an element: bound by memory.
+/// Moves 8 bytes per element: bound by memory bandwidth.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct PostNorm {
     /// `[rows][hidden]`, bf16: the residual stream.
     pub x: Address,
-    /// `[rows][hidden]`, bf16: what the part made.
+    /// `[rows][hidden]`, bf16: the output of the part.
     pub added: Address,
     /// `[hidden]`, f32.
     pub post_weight: Address,
-    /// `[hidden]`, f32; null when the next norm is of other rows ([`NormWanted`]).
+    /// `[hidden]`, f32. Null: other rows are normed next ([`NormWanted`]).
     pub weight: Address,
-    /// `[rows][hidden]`, bf16; null with `weight`.
+    /// `[rows][hidden]`, bf16. Null if `weight` is null.
     pub out: Address,
     pub hidden: u32,
     pub eps: f32,
     pub num_rows: u64,
 }
 
-// SAFETY: as `PostNorm` in the file.
+// SAFETY: the fields are those of `PostNorm` in the kernel file.
 unsafe impl Kernel for PostNorm {
     const NAME: &'static str = "post_norm";
 
@@ -72,9 +72,9 @@ unsafe impl Kernel for PostNorm {
     }
 }
 
-/// `x += bias`, for products whose library does not add it.
+/// `x += bias`, for products of a library that does not add it.
 ///
-/// Moves 4 bytes an element: bound by memory.
+/// Moves 4 bytes per element: bound by memory bandwidth.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct AddBias {
@@ -86,7 +86,7 @@ pub struct AddBias {
     pub num_rows: u32,
 }
 
-// SAFETY: as `AddBias` in the file.
+// SAFETY: the fields are those of `AddBias` in the kernel file.
 unsafe impl Kernel for AddBias {
     const NAME: &'static str = "add_bias";
 
@@ -95,9 +95,9 @@ unsafe impl Kernel for AddBias {
     }
 }
 
-/// `x = cap * tanh(x / cap)` of logits, in place.
+/// `x = cap * tanh(x / cap)` for logits, in place.
 ///
-/// Moves 8 bytes a number: bound by memory.
+/// Moves 8 bytes per number: bound by memory bandwidth.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct SoftCap {
@@ -108,7 +108,7 @@ pub struct SoftCap {
     pub unused: u32,
 }
 
-// SAFETY: as `SoftCap` in the file.
+// SAFETY: the fields are those of `SoftCap` in the kernel file.
 unsafe impl Kernel for SoftCap {
     const NAME: &'static str = "soft_cap";
 
@@ -117,7 +117,7 @@ unsafe impl Kernel for SoftCap {
     }
 }
 
-/// A thread for each eight elements of each row.
+/// One thread per 8 elements of a row.
 pub fn by_eights(num_rows: u32, width: u32) -> LaunchShape {
     debug_assert!(width.is_multiple_of(8), "16 bytes at a time");
     let chunks = width / 8;
@@ -125,7 +125,7 @@ pub fn by_eights(num_rows: u32, width: u32) -> LaunchShape {
     LaunchShape { grid: [num_rows, chunks.div_ceil(threads), 1], threads, shared_bytes: 0 }
 }
 
-/// A block for each row.
+/// One block of threads per row.
 fn by_rows(num_rows: u64, hidden: u32) -> LaunchShape {
     debug_assert!(hidden.is_multiple_of(8), "16 bytes at a time");
     let threads = (hidden / 8).next_multiple_of(32).min(1024);

@@ -1,114 +1,117 @@
-//! Tokens from rows of logits: `kernels/sample.cu`.
+//! Samples tokens from rows of logits: `kernels/sample.cu`.
 //!
-//! The rules are those of the engine's sampler on the host, and so are the random numbers. Weights are added up in f32
-//! within a row's parts and in f64 across them, on the host in f64 alone: so a token differs from the host's where the
-//! random number, or what top-p asks for, is within some 1e-6 of the whole weight of the boundary between two tokens.
-//! Two more differences: top-p takes tokens whose weights round to the same float in the order of their logits, the host
-//! in that of their ids; and where nothing but stop ids is finite, a token that the model excludes stays excluded.
+//! The rules and the random numbers are those of the engine's sampler on the host. The kernel adds weights in f32
+//! within a part of a row and in f64 across parts; the host adds all of them in f64. The token therefore differs from
+//! the host's when the random number, or the limit of top-p, is within about 1e-6 of the boundary between two tokens,
+//! relative to the total weight. There are two more differences. Among tokens whose weights round to the same float,
+//! top-p prefers the larger logit; the host prefers the smaller id. If only stop ids are finite, a token that the
+//! model excludes stays excluded.
 
 #[cfg(doc)]
 use baton_model_spec::TokenCount;
 
-use crate::kernel::{Address, Kernel, LaunchShape, Source};
+use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
-/// Threads of a block, and tokens that it can sort at a time.
+/// Threads of a block, which is also the number of tokens that it sorts at a time.
 pub const THREADS: u32 = 512;
 
-pub fn source() -> Source {
+pub fn source() -> KernelSource {
     source_with(THREADS)
 }
 
-/// The same, with so many threads to a block.
-pub fn source_with(threads: u32) -> Source {
-    Source { file: "sample.cu", defines: vec![("SAMPLE_THREADS", u64::from(threads))] }
+/// [`source`] with another number of threads per block.
+pub fn source_with(threads: u32) -> KernelSource {
+    KernelSource { file: "sample.cu", defines: vec![("SAMPLE_THREADS", u64::from(threads))] }
 }
 
-/// How the token of a row is chosen: what the kernel reads of each row, a step. Lists are ranges of the lists of all rows.
+/// How the token of one row is sampled. Lists are ranges in the lists of all rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct RowSampling {
-    /// In [0, 1): the one that the host's sampler takes for this output token.
+    /// In [0, 1): the random number of the host's sampler for this output token.
     pub random: f64,
-    /// In [`SampleRows::counts`].
+    /// Index in [`SampleRows::counts`].
     pub first_count: u32,
     pub num_counts: u32,
-    /// In [`SampleRows::biases`].
+    /// Index in [`SampleRows::biases`].
     pub first_bias: u32,
     pub num_biases: u32,
-    /// In [`SampleRows::stops`]; none once there are `min_tokens`.
+    /// Index in [`SampleRows::stops`]. The list is empty once the output has `min_tokens` tokens.
     pub first_stop: u32,
     pub num_stops: u32,
-    /// In [`SampleRows::saved`]: a range of `num_counts + num_biases` of the row's own, where log-probabilities are wanted.
+    /// Index in [`SampleRows::saved`]: the row's own `num_counts + num_biases` numbers, if log-probabilities are
+    /// wanted.
     pub first_saved: u32,
     pub repetition_penalty: f32,
     pub presence_penalty: f32,
     pub frequency_penalty: f32,
-    /// 0 takes the largest.
+    /// 0: the token with the largest logit.
     pub temperature: f32,
-    /// Candidates are at least this far from the largest, when divided by the temperature: [`lowest_scaled`].
+    /// The lowest logit of a candidate, relative to the largest and divided by the temperature: [`lowest_scaled`].
     pub lowest_scaled: f32,
-    /// 0 is off.
+    /// 0: off.
     pub top_k: u32,
-    /// 1 is off.
+    /// 1: off.
     pub top_p: f32,
-    /// Of so many of the likeliest tokens the log-probabilities are wanted, at most [`SampleRows::max_top`];
-    /// [`NO_LOGPROBS`] if not even that of the token.
+    /// Number of likeliest tokens whose log-probabilities are wanted, at most [`SampleRows::max_top`].
+    /// [`NO_LOGPROBS`]: not even that of the sampled token.
     pub num_top: u32,
     pub padding: u32,
 }
 
-// SAFETY: numbers without padding, and all zeroes are numbers.
+// SAFETY: numbers without padding. All zero bits are valid.
 unsafe impl bytemuck::Zeroable for RowSampling {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for RowSampling {}
 
 pub const NO_LOGPROBS: u32 = u32::MAX;
 
-/// A token of a list that is to be passed over.
+/// An entry of a list that is skipped.
 pub const NO_TOKEN: u32 = u32::MAX;
 
-/// What a row came to.
+/// The result of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowOutcome {
     Token(u32),
-    /// The row holds NaN, or no finite largest number.
+    /// The row holds NaN, or its maximum is not finite.
     InvalidLogits,
 }
 
 impl RowOutcome {
-    /// What the kernel wrote for a row.
+    /// Reads the kernel's output for a row.
     pub fn read(word: u32) -> RowOutcome {
         if word == u32::MAX { RowOutcome::InvalidLogits } else { RowOutcome::Token(word) }
     }
 }
 
-/// What `min_p` leaves as [`RowSampling::lowest_scaled`]: nothing below e^-40 of the largest, as on the host.
+/// [`RowSampling::lowest_scaled`] for `min_p`. Candidates below e^-40 of the largest are dropped, as on the host.
 pub fn lowest_scaled(min_p: f32) -> f32 {
     if min_p > 0.0 { min_p.ln().max(-40.0) } else { -40.0 }
 }
 
-/// A token for each row, and log-probabilities where they are wanted.
+/// Samples a token for each row, and computes log-probabilities where they are wanted.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct SampleRows {
-    /// `[rows][vocab]`, f32. Penalties, bias and stop ids are written into them.
+    /// `[rows][vocab]`, f32. The kernel overwrites them with penalties, biases and stop ids applied.
     pub logits: Address,
     /// `[rows]`, [`RowSampling`].
     pub rows: Address,
-    /// [`TokenCount`]s, a token once in a row's range.
+    /// [`TokenCount`]s. A token occurs once in a row's range.
     pub counts: Address,
-    /// `[..][2]`: a token, u32, and what is added to its logit after the penalties, f32. A token once in a row's range; rows may
-    /// share ranges.
+    /// `[..][2]`: a token, u32, and the f32 that is added to its logit after the penalties. A token occurs once in a
+    /// row's range. Rows may share ranges.
     pub biases: Address,
-    /// Token ids; rows may share ranges.
+    /// Token ids. Rows may share ranges.
     pub stops: Address,
-    /// f32. Scratch.
+    /// f32, scratch.
     pub saved: Address,
-    /// `[rows]`: a token's id, to be read as [`RowOutcome`].
+    /// `[rows]`, output: token ids, decoded by [`RowOutcome::read`].
     pub tokens: Address,
-    /// `[rows]`, f32: of the token, in the row as it came. Not written for rows that want none, or cannot be used.
+    /// `[rows]`, f32, output: the token's log-probability before penalties. Not written for rows that want none or
+    /// have invalid logits.
     pub logprobs: Address,
-    /// `[rows][max_top]`, u32: the likeliest tokens, likeliest first, the smallest id of equals.
+    /// `[rows][max_top]`, u32, output: the likeliest tokens in descending order, the smaller id first among equals.
     pub top_ids: Address,
     /// `[rows][max_top]`, f32.
     pub top_logprobs: Address,
@@ -117,21 +120,22 @@ pub struct SampleRows {
     pub num_rows: u64,
 }
 
-// SAFETY: as `SampleRows` in the file.
+// SAFETY: the fields are those of `SampleRows` in the kernel file.
 unsafe impl Kernel for SampleRows {
     const NAME: &'static str = "sample_rows";
 
     fn shape(&self) -> LaunchShape {
-        // A sum for every segment: of 512 numbers, as the file has it.
+        // A sum for each segment of 512 numbers, as in the kernel file.
         let shared_bytes = self.vocab.div_ceil(512) * 4;
         LaunchShape { grid: [self.num_rows as u32, 1, 1], threads: THREADS, shared_bytes }
     }
 }
 
-/// Counts `sampled[sources[row]]` in the list of each row that has one: a step that follows another is told of the tokens
-/// before that one's. The last place of such a list is left for a token that is new; [`NO_TOKEN`] until then.
+/// Counts `sampled[sources[row]]` in the count list of each row. A step that follows another one in flight knows only
+/// the tokens before that step's. The last entry of such a list is free for a new token and holds [`NO_TOKEN`] until
+/// then.
 ///
-/// Reads 8 bytes a token of the lists: bound by memory.
+/// Reads 8 bytes per token of the lists: bound by memory bandwidth.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct CountSampled {
@@ -139,14 +143,14 @@ pub struct CountSampled {
     pub rows: Address,
     /// [`SampleRows::counts`]
     pub counts: Address,
-    /// `[rows]`, u32: rows of the step before.
+    /// `[rows]`, u32: rows of the previous step.
     pub sources: Address,
-    /// [`SampleRows::tokens`] of that step.
+    /// [`SampleRows::tokens`] of the previous step.
     pub sampled: Address,
     pub num_rows: u64,
 }
 
-// SAFETY: as `CountSampled` in the file.
+// SAFETY: the fields are those of `CountSampled` in the kernel file.
 unsafe impl Kernel for CountSampled {
     const NAME: &'static str = "count_sampled";
 
@@ -155,21 +159,21 @@ unsafe impl Kernel for CountSampled {
     }
 }
 
-/// `tokens[i] = sampled[sources[i]]`: a step that follows another takes what that one sampled. 12 bytes a token: bound by the
-/// launch.
+/// `tokens[i] = sampled[sources[i]]`: a step takes the tokens that the previous step sampled. Moves 12 bytes per
+/// token: bound by the launch.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct TakeTokens {
     /// `[num]`, u32.
     pub tokens: Address,
-    /// `[num]`, u32: rows of the step before.
+    /// `[num]`, u32: rows of the previous step.
     pub sources: Address,
-    /// [`SampleRows::tokens`] of that step. One that is no token gives a row that is not read.
+    /// [`SampleRows::tokens`] of the previous step. An invalid token produces a row that is not read.
     pub sampled: Address,
     pub num: u64,
 }
 
-// SAFETY: as `TakeTokens` in the file.
+// SAFETY: the fields are those of `TakeTokens` in the kernel file.
 unsafe impl Kernel for TakeTokens {
     const NAME: &'static str = "take_tokens";
 

@@ -1,16 +1,16 @@
-//! All kernels, for the shapes that models have: what `cargo xtask cuda-check` compiles.
+//! All kernels, for the shapes of common models. `cargo xtask cuda-check` compiles them.
 
 use baton_kv_cache::{KvDtype, KvLayout};
 use baton_model_spec::Activation;
 
-use crate::kernel::Source;
+use crate::kernel::KernelSource;
 use crate::{
     attention, blocks, checksum, codes, embed, expert_products, experts, gate, norm, products, ranks, rope,
     rows, sample,
 };
 
-/// Every file, for the shapes that models have.
-pub fn all_sources() -> Vec<Source> {
+/// Every file, for the shapes of common models.
+pub fn all_sources() -> Vec<KernelSource> {
     let layout =
         |head_dim, dtype| KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim, dtype };
     let ropes = [64, 128]

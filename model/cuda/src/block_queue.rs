@@ -1,28 +1,28 @@
-//! What a device does with blocks beside the forward pass: gathers and scatters pieces, codes and decodes them on that way,
-//! and takes their checksums, on a queue of its own.
+//! Works on KV blocks beside the forward pass, on a queue of its own: gathers and scatters pieces, encodes and
+//! decodes them, and computes their checksums.
 //!
-//! A handoff's pieces are many and small (one layer of one block): one by one each would cost a copy that is waited for,
-//! of which the link to the host is no faster than its latency. Here a frame of them is one kernel and one copy, and a
-//! checksum is eight bytes on that link.
+//! A handoff moves many small pieces (one layer of one block). A copy for each piece would pay the latency of the
+//! link to the host every time. The queue moves a frame of pieces with one kernel and one copy, and a checksum is
+//! only eight bytes on that link.
 
 use std::{fmt, io};
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::blocks::{self, ByteRun, CopyRuns};
-use baton_cuda_kernels::checksum::{self, ChecksumPieces, Secret};
-use baton_cuda_kernels::codes::{self, CodePieces, Direction as Coding, Form};
-use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::checksum::{self, ChecksumPieces, HashSecret};
+use baton_cuda_kernels::codes::{self, CodeDirection, CodeFormat, CodePieces};
+use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::driver::DriverDevice;
-use baton_cuda_kernels::kernel::{Address, KernelCode, Source};
+use baton_cuda_kernels::kernel::{Address, KernelCode, KernelSource};
 use baton_kv_cache::{BlockKernels, KvLayout, WireCodec};
 use xxhash_rust::const_xxh3::const_custom_default_secret;
 
 use crate::error::StartError;
 
-/// Bytes that are gathered or scattered at a time.
+/// Bytes that are staged at a time.
 pub const STAGED_BYTES: usize = 8 << 20;
 
-/// Pieces of one kernel.
+/// Pieces of one launch.
 pub const MAX_RUNS: usize = 4096;
 
 /// Bytes of a run that one block of threads copies.
@@ -30,11 +30,11 @@ const PART_BYTES: usize = 16 << 10;
 
 const DEFAULT_SECRET: [u8; 192] = const_custom_default_secret(0);
 
-/// Kernels for blocks of `layout` on the `ordinal`th device, with a stream and some memory of their own. Code that
-/// `kernel_cache` does not hold is compiled, and kept there.
+/// Opens a queue on device `ordinal` for blocks of `layout`, with its own stream and staging memory. Kernels that the
+/// cache of `code` does not hold are compiled and added to it.
 ///
 /// # Errors
-/// When the device or a library is missing, or the memory does not suffice.
+/// When the device or a library is missing, or there is too little memory.
 pub fn block_kernels(
     ordinal: u32,
     layout: &KvLayout,
@@ -44,20 +44,20 @@ pub fn block_kernels(
     Ok(Box::new(BlockQueue::new(device, layout)?))
 }
 
-/// Kernels of a queue.
-pub fn sources(layout: &KvLayout) -> [Source; 3] {
+/// The kernels of a queue.
+pub fn sources(layout: &KvLayout) -> [KernelSource; 3] {
     [blocks::source(), checksum::source(), codes::source(layout)]
 }
 
 pub struct BlockQueue<D> {
     pub device: D,
-    /// Of the pool.
+    /// Layout of the pool.
     pub layout: KvLayout,
-    /// [`MAX_RUNS`] runs, or places.
+    /// [`MAX_RUNS`] runs, or piece offsets.
     runs: Address,
-    /// [`STAGED_BYTES`].
+    /// [`STAGED_BYTES`] bytes: pieces on their way to or from the host.
     staged: Address,
-    /// The same: what the peer will make of coded pieces.
+    /// [`STAGED_BYTES`] bytes: encoded pieces after decoding, as the peer will see them.
     decoded: Address,
     /// [`MAX_RUNS`] checksums.
     sums: Address,
@@ -69,14 +69,14 @@ impl<D> fmt::Debug for BlockQueue<D> {
     }
 }
 
-/// Where a run goes to, or comes from, beside its place in the pool.
+/// Direction of copies between the pool and the staging memory.
 #[derive(Clone, Copy)]
-enum Direction {
+enum CopyDirection {
     Gathered,
     Scattered,
 }
 
-impl<D: Device> BlockQueue<D> {
+impl<D: KernelDevice> BlockQueue<D> {
     pub fn new(mut device: D, layout: &KvLayout) -> Result<BlockQueue<D>, CudaError> {
         Ok(BlockQueue {
             layout: *layout,
@@ -88,26 +88,26 @@ impl<D: Device> BlockQueue<D> {
         })
     }
 
-    /// How many runs of `num_bytes` are moved at a time.
+    /// Runs of `num_bytes` bytes that are moved at a time.
     fn group(num_bytes: usize) -> usize {
         (STAGED_BYTES / num_bytes.max(1)).clamp(1, MAX_RUNS)
     }
 
-    /// Asks for copies between places and what is staged, run by run; at most [`STAGED_BYTES`].
-    fn copy(&mut self, places: &[u64], num_bytes: usize, direction: Direction) -> Result<(), CudaError> {
+    /// Queues copies between runs in the pool, at `places`, and the staging memory. At most [`STAGED_BYTES`] bytes.
+    fn copy(&mut self, places: &[u64], num_bytes: usize, direction: CopyDirection) -> Result<(), CudaError> {
         let (pool, offsets) = offsets(places);
         let runs = offsets.iter().enumerate().map(|(nth, &place)| {
             let staged = (nth * num_bytes) as u64;
             let (from, to) = match direction {
-                Direction::Gathered => (place, staged),
-                Direction::Scattered => (staged, place),
+                CopyDirection::Gathered => (place, staged),
+                CopyDirection::Scattered => (staged, place),
             };
             ByteRun { from, to, num_bytes: num_bytes as u64 }
         });
         let runs: Vec<ByteRun> = runs.collect();
         let (from, to) = match direction {
-            Direction::Gathered => (pool, self.staged),
-            Direction::Scattered => (self.staged, pool),
+            CopyDirection::Gathered => (pool, self.staged),
+            CopyDirection::Scattered => (self.staged, pool),
         };
         let copy = CopyRuns {
             from,
@@ -116,24 +116,24 @@ impl<D: Device> BlockQueue<D> {
             num_runs: runs.len() as u32,
             num_parts: num_bytes.div_ceil(PART_BYTES) as u32,
         };
-        // SAFETY: there is room for so many runs; what they lead to is there by the word of whoever asks for them.
+        // SAFETY: there is room for this many runs. The caller guarantees the memory that they refer to.
         unsafe {
             self.device.upload(self.runs, bytemuck::cast_slice(&runs))?;
             self.device.launch(&copy)
         }
     }
 
-    /// Codes or decodes pieces at `offsets` from `pool`, which are uploaded as the `nth` list of places, between there and
-    /// what is staged.
+    /// Encodes pieces from the pool into the staging memory, or decodes them back. `offsets` count from `pool` and
+    /// are uploaded as list `nth`. Returns the list's address.
     ///
     /// # Safety
-    /// The pieces are there, and nobody else uses those that are written.
+    /// The pieces are valid. No other work uses the pieces that are written.
     unsafe fn code(
         &mut self,
         (pool, offsets): (Address, &[u64]),
         nth: usize,
-        form: Form,
-        direction: Coding,
+        form: CodeFormat,
+        direction: CodeDirection,
     ) -> Result<Address, CudaError> {
         let list = self.runs.add(nth * MAX_RUNS * size_of::<u64>());
         let kernel = CodePieces {
@@ -145,7 +145,7 @@ impl<D: Device> BlockQueue<D> {
             form,
             direction,
         };
-        // SAFETY: there is room for three such lists, and for as many coded pieces; the others are the caller's.
+        // SAFETY: there is room for three lists and for the encoded pieces. The caller guarantees the pieces.
         unsafe {
             self.device.upload(list, bytemuck::cast_slice(offsets))?;
             self.device.launch(&kernel)?;
@@ -153,68 +153,69 @@ impl<D: Device> BlockQueue<D> {
         Ok(list)
     }
 
-    /// Codes a group of pieces, and takes the checksums of what decoding makes of them.
+    /// Encodes a group of pieces into `coded` and returns the checksums of the pieces after decoding.
     ///
     /// # Safety
-    /// The pieces are there.
+    /// The pieces are valid.
     unsafe fn encode(
         &mut self,
         places: &[u64],
         coded: &mut [u8],
-        form: Form,
+        form: CodeFormat,
         seed: u64,
     ) -> Result<Vec<u64>, CudaError> {
         let piece_bytes = self.layout.layer_bytes() as u64;
         let (pool, offsets) = offsets(places);
         let behind_each_other: Vec<u64> = (0..places.len() as u64).map(|nth| nth * piece_bytes).collect();
         let mut sums = vec![0; places.len()];
-        // SAFETY: by the caller's word; a group's pieces fit where they are decoded to.
+        // SAFETY: the caller guarantees the pieces. The decoded pieces of a group fit their memory.
         unsafe {
-            self.code((pool, &offsets), 0, form, Coding::Encoded)?;
-            let list = self.code((self.decoded, &behind_each_other), 1, form, Coding::Decoded)?;
-            self.hash((self.decoded, list), piece_bytes, &Secret::new(&DEFAULT_SECRET, seed), &mut sums)?;
+            self.code((pool, &offsets), 0, form, CodeDirection::Encoded)?;
+            let list = self.code((self.decoded, &behind_each_other), 1, form, CodeDirection::Decoded)?;
+            self.hash((self.decoded, list), piece_bytes, &HashSecret::new(&DEFAULT_SECRET, seed), &mut sums)?;
             self.device.download(self.staged, coded)?;
         }
         Ok(sums)
     }
 
-    /// Takes the checksums of as many pieces as there are `sums`, at offsets from `base` that lie on the device, and waits
-    /// for them.
+    /// Computes the checksums of `sums.len()` pieces and waits for them. The pieces start at the `offsets` from
+    /// `base`; the list of offsets is on the device.
     ///
     /// # Safety
-    /// The pieces are there.
+    /// The pieces are valid.
     unsafe fn hash(
         &mut self,
         (base, offsets): (Address, Address),
         num_bytes: u64,
-        secret: &Secret,
+        secret: &HashSecret,
         sums: &mut [u64],
     ) -> Result<(), CudaError> {
         let num_pieces = sums.len() as u64;
         let kernel =
             ChecksumPieces { base, offsets, sums: self.sums, num_bytes, num_pieces, secret: *secret };
-        // SAFETY: there is room for a group's sums; the pieces are there by the caller's word.
+        // SAFETY: there is room for a group's checksums. The caller guarantees the pieces.
         unsafe {
             self.device.launch(&kernel)?;
             self.device.download(self.sums, bytemuck::cast_slice_mut(sums))
         }
     }
 
-    /// What `codec` is to a kernel, if there is one for it and for pieces of this size.
-    fn form(&self, codec: &WireCodec) -> Option<Form> {
+    /// The kernel format of `codec`, if there is a kernel for it and for pieces of this size.
+    fn form(&self, codec: &WireCodec) -> Option<CodeFormat> {
         let sizes = checksum::MIN_BYTES as usize..=STAGED_BYTES;
         let is_known = *codec.layout() == self.layout && sizes.contains(&self.layout.layer_bytes());
-        Form::of(codec).filter(|_| is_known)
+        CodeFormat::of(codec).filter(|_| is_known)
     }
 
-    /// Waits for what was asked for.
+    /// Waits for all queued work.
     fn finish(&mut self) -> Result<(), CudaError> {
         self.device.mark(0)?;
         self.device.wait_for(0)
     }
 
-    /// Runs longer than what is staged are moved in parts: as many calls of `each` with the parts' places and where in
-    /// `0..num_bytes * places.len()` their bytes are.
+    /// Splits work into groups that fit the staging memory. Calls `each` with the places of a group, the offset of
+    /// its bytes in `0..num_bytes * places.len()`, and the bytes of each run. A run larger than the staging memory is
+    /// split into parts.
     pub fn in_groups(
         &mut self,
         places: &[u64],
@@ -238,19 +239,19 @@ impl<D: Device> BlockQueue<D> {
     }
 }
 
-/// The first of these places, and how far from it each is.
+/// The lowest of these places, and the distance of each place from it.
 fn offsets(places: &[u64]) -> (Address, Vec<u64>) {
     let first = places.iter().copied().min().unwrap_or(0);
     (Address(first), places.iter().map(|place| place - first).collect())
 }
 
-impl<D: Device> BlockKernels for BlockQueue<D> {
+impl<D: KernelDevice> BlockKernels for BlockQueue<D> {
     unsafe fn gather(&mut self, places: &[u64], bytes: &mut [u8]) -> io::Result<()> {
         let num_bytes = bytes.len() / places.len().max(1);
         let gathered = self.in_groups(places, num_bytes, |queue, places, at, num_bytes| {
-            queue.copy(places, num_bytes, Direction::Gathered)?;
+            queue.copy(places, num_bytes, CopyDirection::Gathered)?;
             let bytes = &mut bytes[at..at + places.len() * num_bytes];
-            // SAFETY: so many were just staged.
+            // SAFETY: this many bytes were just staged.
             unsafe { queue.device.download(queue.staged, bytes) }
         });
         gathered.map_err(io::Error::other)
@@ -262,7 +263,7 @@ impl<D: Device> BlockKernels for BlockQueue<D> {
             let bytes = &bytes[at..at + places.len() * num_bytes];
             // SAFETY: there is room for a group.
             unsafe { queue.device.upload(queue.staged, bytes) }?;
-            queue.copy(places, num_bytes, Direction::Scattered)
+            queue.copy(places, num_bytes, CopyDirection::Scattered)
         });
         scattered.and_then(|()| self.finish()).map_err(io::Error::other)
     }
@@ -276,11 +277,11 @@ impl<D: Device> BlockKernels for BlockQueue<D> {
         if (num_bytes as u64) < checksum::MIN_BYTES {
             return Ok(None);
         }
-        let secret = Secret::new(&DEFAULT_SECRET, seed);
+        let secret = HashSecret::new(&DEFAULT_SECRET, seed);
         let mut sums = vec![0; places.len()];
         let (base, offsets) = offsets(places);
         for (offsets, sums) in offsets.chunks(MAX_RUNS).zip(sums.chunks_mut(MAX_RUNS)) {
-            // SAFETY: there is room for so many places; the pieces are there by the caller's word.
+            // SAFETY: there is room for this many offsets. The caller guarantees the pieces.
             let computed = unsafe {
                 let uploaded = self.device.upload(self.runs, bytemuck::cast_slice(offsets));
                 uploaded.and_then(|()| self.hash((base, self.runs), num_bytes as u64, &secret, sums))
@@ -301,7 +302,7 @@ impl<D: Device> BlockKernels for BlockQueue<D> {
         let group = Self::group(self.layout.layer_bytes());
         let mut sums = Vec::with_capacity(places.len());
         for (places, coded) in places.chunks(group).zip(coded.chunks_mut(group * codec.piece_bytes())) {
-            // SAFETY: the pieces are there by the caller's word.
+            // SAFETY: the caller guarantees the pieces.
             sums.extend(unsafe { self.encode(places, coded, form, seed) }.map_err(io::Error::other)?);
         }
         Ok(Some(sums))
@@ -312,12 +313,13 @@ impl<D: Device> BlockKernels for BlockQueue<D> {
         let group = Self::group(self.layout.layer_bytes());
         for (places, coded) in places.chunks(group).zip(coded.chunks(group * codec.piece_bytes())) {
             let (pool, offsets) = offsets(places);
-            // SAFETY: coded pieces are smaller than those of a group, for which there is room; the others are the caller's.
-            let asked = unsafe {
+            // SAFETY: encoded pieces are smaller than the pieces of a group, which fit. The caller guarantees the
+            // pool.
+            let decoded = unsafe {
                 let uploaded = self.device.upload(self.staged, coded);
-                uploaded.and_then(|()| self.code((pool, &offsets), 0, form, Coding::Decoded))
+                uploaded.and_then(|()| self.code((pool, &offsets), 0, form, CodeDirection::Decoded))
             };
-            asked.map_err(io::Error::other)?;
+            decoded.map_err(io::Error::other)?;
         }
         self.finish().map_err(io::Error::other)?;
         Ok(true)

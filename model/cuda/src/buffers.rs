@@ -1,9 +1,9 @@
-//! The memory of a forward pass on a device, allocated once for the largest batch: launches that repeat find everything
-//! where it was.
+//! Device memory of a forward pass. It is allocated once, for the largest batch, so that repeated launches find the
+//! same addresses.
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::attention::{has_tensor_cores, max_splits, split_scratch_bytes};
-use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::ranks::logit_stride;
 use baton_kv_cache::KvLayout;
@@ -12,21 +12,21 @@ use baton_model_spec::{DecoderSpec, MlpSpec, Rank};
 use crate::inputs::{BatchLimits, InputShape, Inputs, padded};
 use crate::samplings::{SamplingBuffers, SamplingInputs};
 
-/// bf16 where nothing else is said. What is written is overwritten by the next part of the pass that does the same.
+/// Numbers are bf16 unless a comment says otherwise. Each layer overwrites the results of the layer before.
 #[derive(Debug)]
 pub struct Buffers {
     pub inputs: Address,
     /// `[rows][hidden]`: the residual stream.
     pub x: Address,
-    /// `[rows][hidden]`: that, normed.
+    /// `[rows][hidden]`: the normed residual stream.
     pub hidden: Address,
-    /// `[rows][hidden]`: what a part of a layer made, to be added to the stream.
+    /// `[rows][hidden]`: the output of a part of a layer, which the next norm adds to the stream.
     pub added: Address,
     /// `[rows][query_width + 2 kv_width]`
     pub qkv: Address,
-    /// `[rows]`, u32: where their KV goes.
+    /// `[rows]`, u32: the slots of their KV in the pool.
     pub slots: Address,
-    /// Of each rope, `[rows][2][rotary_dim / 2]`, f32.
+    /// For each rope, `[rows][2][rotary_dim / 2]`, f32.
     pub cos_sin: Vec<Address>,
     /// `[rows][query_width]`
     pub attended: Address,
@@ -37,17 +37,18 @@ pub struct Buffers {
     /// `[logit_rows][vocab]`, f32.
     pub logits: Address,
     pub logit_rows: usize,
-    /// Of the first of several ranks `[ranks][logit_rows][stride]`, f32, of the others their own; null where one computes.
+    /// f32: `[ranks][logit_rows][stride]` on the first of several ranks, `[logit_rows][stride]` on the others. Null
+    /// for a single rank.
     pub logit_parts: Address,
-    /// Of attention in splits.
+    /// Scratch of decode attention.
     pub sums: Address,
     pub stats: Address,
     pub samplings: SamplingBuffers,
     pub routed: RoutedBuffers,
 }
 
-/// Of rows on their way to experts and back, of the layer that has the most; a pair is a row and one of its experts. Null
-/// where no layer has any.
+/// Buffers of rows on their way through experts, for the layer that needs most. A pair is a row and one of its
+/// experts. Null for models without experts.
 #[derive(Debug)]
 pub struct RoutedBuffers {
     /// `[rows][num_experts]`, f32.
@@ -67,7 +68,11 @@ pub struct RoutedBuffers {
 }
 
 impl RoutedBuffers {
-    fn new<D: Device>(device: &mut D, spec: &DecoderSpec, rows: usize) -> Result<RoutedBuffers, CudaError> {
+    fn new<D: KernelDevice>(
+        device: &mut D,
+        spec: &DecoderSpec,
+        rows: usize,
+    ) -> Result<RoutedBuffers, CudaError> {
         let routed = spec.layers.iter().filter_map(|layer| match layer.mlp {
             MlpSpec::Dense { .. } => None,
             MlpSpec::Experts { num_experts, num_active, .. } => Some((num_experts, num_active)),
@@ -93,8 +98,8 @@ impl RoutedBuffers {
 
 impl Buffers {
     /// # Errors
-    /// When the device has not the memory.
-    pub fn new<D: Device>(
+    /// When the device has too little memory.
+    pub fn new<D: KernelDevice>(
         device: &mut D,
         spec: &DecoderSpec,
         layout: &KvLayout,

@@ -1,4 +1,4 @@
-//! Why no executor on a device can be had.
+//! Why a model cannot start on a device.
 
 use baton_cuda::CudaError;
 use baton_cuda::nccl::NcclError;
@@ -6,10 +6,10 @@ use baton_cuda_kernels::driver::OpenError;
 use baton_model_spec::Rank;
 use thiserror::Error;
 
-/// Why a model cannot be computed on a device. Each says what to do, where something can be done.
+/// Why a model cannot be computed on a device. The message says what to do, where something can be done.
 #[derive(Debug, Error)]
 pub enum StartError {
-    /// The device, or a library, is missing, full, or broken.
+    /// The device or a library is missing, out of memory, or broken.
     #[error(transparent)]
     Cuda(#[from] CudaError),
     /// The device has too little memory.
@@ -17,41 +17,41 @@ pub enum StartError {
     NoRoom {
         /// "the weights"
         what: &'static str,
-        /// How much is missing: in the message, too.
+        /// The failed allocation. It is part of the message.
         why: CudaError,
-        /// What takes less.
+        /// A setting that needs less memory.
         remedy: &'static str,
     },
-    /// Several devices compute together by NCCL.
-    #[error("several devices compute one model by NCCL: {0}")]
+    /// NCCL, which several devices need, is missing or failed.
+    #[error("a model on several devices needs NCCL: {0}")]
     Nccl(#[from] NcclError),
-    /// One of several ranks cannot be had.
+    /// One of several ranks failed to start.
     #[error("rank {rank} on {device}: {why}")]
     Rank {
-        /// Which.
+        /// Its index.
         rank: usize,
         /// "cuda:1"
         device: String,
-        /// Why: in the message, so no source besides.
+        /// The cause. It is part of the message and therefore not a source.
         why: Box<StartError>,
     },
-    /// The device cannot be opened.
+    /// The device could not be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// Kernels are not written for such a model.
+    /// There are no kernels for a model of this shape.
     #[error("{what} is {found}, expected {expected} on a device")]
     Shape {
         /// "head_dim"
         what: &'static str,
-        /// In the model.
+        /// The model's value.
         found: usize,
-        /// What there are kernels for.
+        /// The values that kernels support.
         expected: &'static str,
     },
 }
 
 impl StartError {
-    /// That of taking memory for `what`.
+    /// Converts an error of allocating memory for `what`.
     pub fn taking(what: &'static str, remedy: &'static str) -> impl Fn(CudaError) -> StartError + Copy {
         move |error| match error {
             why @ CudaError::OutOfMemory { .. } => StartError::NoRoom { what, why, remedy },
@@ -59,7 +59,7 @@ impl StartError {
         }
     }
 
-    /// Says which of several ranks it is of, and on which device. One that is alone needs no telling apart.
+    /// Adds the rank and its device to the error. A single rank needs no such addition.
     pub fn of(self, rank: Rank, device: String) -> StartError {
         match rank {
             Rank::ONLY => self,

@@ -1,17 +1,17 @@
-//! The decoder's forward pass on a device: which kernels and products, in which order, on which memory. As
-//! cpu/forward.rs, with activations in bf16.
+//! The decoder's forward pass on a device: its kernels and products, their order, and their memory. It computes what
+//! the forward pass on processors computes, with activations in bf16.
 
 use std::ops::Range;
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::attention::{
-    Attention, DecodeAttention, MIN_SPLIT, MergeSplits, PlainAttention, PrefillAttention, Rows,
+    AttentionArgs, AttentionRows, DecodeAttention, MIN_SPLIT, MergeSplits, PlainAttention, PrefillAttention,
     WgmmaAttention, has_tensor_cores, max_splits, takes_wgmma,
 };
-use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::embed::Embed;
-use baton_cuda_kernels::experts::{Combine, Route, SortPairs};
-use baton_cuda_kernels::gate::Gate;
+use baton_cuda_kernels::experts::{Combine, RouteToExperts, SortPairs};
+use baton_cuda_kernels::gate::ApplyGate;
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::norm::AddNorm;
 use baton_cuda_kernels::products::{Dequantise, WeightKind};
@@ -23,31 +23,31 @@ use baton_model_spec::{DecoderSpec, MlpSpec, Rank};
 
 use crate::buffers::Buffers;
 use crate::inputs::{InputAddresses, Inputs};
-use crate::multiply::{ExpertPlaces, Scratch, look_up};
+use crate::multiply::{ExpertPlaces, ProductScratch, dequantise_rows};
 use crate::weights::{DeviceLayer, DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
 
-/// One step. What its methods ask for is there: the executor allocated it for the largest batch.
+/// One step. The executor has allocated all addresses for the largest batch.
 #[derive(Clone)]
 pub struct ForwardPass<'a> {
-    /// What this rank computes, and the layout of its blocks.
+    /// The decoder, or this rank's part of it, and the layout of its blocks.
     pub spec: &'a DecoderSpec,
     pub layout: &'a KvLayout,
     pub rank: Rank,
-    /// Tokens that the embedding holds, where each rank has some; `None`: all.
+    /// The tokens of this rank's part of the embedding. `None`: this rank has the whole embedding.
     pub embedded: Option<Range<usize>>,
     pub weights: &'a DeviceWeights,
     pub buffers: &'a Buffers,
-    pub scratch: &'a Scratch,
+    pub scratch: &'a ProductScratch,
     pub inputs: &'a Inputs,
-    /// Where those are.
+    /// The addresses of the inputs.
     pub at: InputAddresses,
-    /// The first block.
+    /// The address of the first block.
     pub pool: Address,
 }
 
 impl ForwardPass<'_> {
-    /// Everything before the first layer.
-    pub fn begin<D: Device>(&self, device: &mut D) -> Result<(), CudaError> {
+    /// Queues everything before the first layer.
+    pub fn begin<D: KernelDevice>(&self, device: &mut D) -> Result<(), CudaError> {
         let table = self.weights.embedding;
         let held = self.embedded.clone().unwrap_or(0..self.spec.vocab_size);
         let embed = Embed {
@@ -75,11 +75,11 @@ impl ForwardPass<'_> {
                 WeightKind::Bf16 => device.launch(&embed)?,
                 _ => device.launch(&Dequantise {
                     first_row: embed.first_token,
-                    ..look_up(table, embed.tokens, embed.x, self.inputs.num_rows, embed.scale)
+                    ..dequantise_rows(table, embed.tokens, embed.x, self.inputs.num_rows, embed.scale)
                 })?,
             }
             if self.embedded.is_some() {
-                // Of all ranks one has the token's row.
+                // Exactly one rank holds the token's row. The others have zeros.
                 device.begin_sum(embed.x, self.inputs.num_rows * self.spec.hidden_size)?;
                 device.end_sums()?;
             }
@@ -98,8 +98,8 @@ impl ForwardPass<'_> {
         }
     }
 
-    /// Queries, keys and values of a layer; the latter two go to their blocks.
-    pub fn store<D: Device>(&self, device: &mut D, layer_idx: usize) -> Result<(), CudaError> {
+    /// Queues the queries, keys and values of a layer, and the stores of keys and values in their blocks.
+    pub fn store<D: KernelDevice>(&self, device: &mut D, layer_idx: usize) -> Result<(), CudaError> {
         let layer = &self.weights.layers[layer_idx];
         self.apply(device, &layer.qkv, self.buffers.hidden, self.buffers.qkv)?;
         let rope_idx = self.spec.layers[layer_idx].rope_idx;
@@ -119,12 +119,12 @@ impl ForwardPass<'_> {
             eps: self.spec.norm_eps,
             lanes: lanes(self.spec.head_dim, self.weights.ropes[rope_idx].rotary_dim),
         };
-        // SAFETY: as `ForwardPass` says; no other row has their places, by the word of the caller that executes.
+        // SAFETY: as `ForwardPass` says. The caller of the executor guarantees that no other row has these slots.
         unsafe { device.launch(&kernel) }
     }
 
-    /// The rest of the layer, and the norm of the next.
-    pub fn finish<D: Device>(&self, device: &mut D, layer_idx: usize) -> Result<(), CudaError> {
+    /// Queues the rest of the layer and the norm of the next layer.
+    pub fn finish<D: KernelDevice>(&self, device: &mut D, layer_idx: usize) -> Result<(), CudaError> {
         let layer = &self.weights.layers[layer_idx];
         let buffers = self.buffers;
         self.attend(device, layer_idx)?;
@@ -133,14 +133,14 @@ impl ForwardPass<'_> {
         self.mlp(device, &self.spec.layers[layer_idx].mlp, layer)?;
         match self.weights.layers.get(layer_idx + 1) {
             Some(next) => self.add(device, layer.mlp_post_norm, next.attention_norm),
-            // What is left to add, the norm of the wanted rows adds.
+            // The norm of the wanted rows adds the last output.
             None if layer.mlp_post_norm == Address::NULL => Ok(()),
             None => self.add(device, layer.mlp_post_norm, Address::NULL),
         }
     }
 
-    /// The wanted rows, normed, in place of what the layers normed.
-    pub fn norm_wanted<D: Device>(&self, device: &mut D) -> Result<(), CudaError> {
+    /// Norms the wanted rows into `hidden`.
+    pub fn norm_wanted<D: KernelDevice>(&self, device: &mut D) -> Result<(), CudaError> {
         let last = self.weights.layers.last().expect("a model has layers");
         let is_added = last.mlp_post_norm != Address::NULL;
         let kernel = NormWanted {
@@ -157,8 +157,13 @@ impl ForwardPass<'_> {
         unsafe { device.launch(&kernel) }
     }
 
-    /// Logits of some of the wanted rows; of several ranks the first has them.
-    pub fn logits<D: Device>(&self, device: &mut D, first: usize, num_rows: usize) -> Result<(), CudaError> {
+    /// Computes logits of `num_rows` wanted rows from `first` on. The first of several ranks gets them.
+    pub fn logits<D: KernelDevice>(
+        &self,
+        device: &mut D,
+        first: usize,
+        num_rows: usize,
+    ) -> Result<(), CudaError> {
         let (head, rank, vocab_size) = (self.weights.head, self.rank, self.spec.vocab_size);
         let left = self.buffers.hidden.add(first * head.num_in * 2);
         let (x, stride) = match rank.num_ranks {
@@ -193,7 +198,7 @@ impl ForwardPass<'_> {
         }
     }
 
-    fn attend<D: Device>(&self, device: &mut D, layer_idx: usize) -> Result<(), CudaError> {
+    fn attend<D: KernelDevice>(&self, device: &mut D, layer_idx: usize) -> Result<(), CudaError> {
         let inputs = self.inputs;
         let (num_decoded, num_sequences) = (inputs.num_decoded, inputs.num_sequences);
         let [max_decode_rows, max_prefill_rows] = inputs.max_rows.map(|num_rows| num_rows as u32);
@@ -230,10 +235,10 @@ impl ForwardPass<'_> {
         Ok(())
     }
 
-    /// For some of the sequences.
-    fn attention(&self, layer_idx: usize, first: usize, num_sequences: usize) -> Attention {
+    /// Arguments for `num_sequences` sequences from `first` on.
+    fn attention(&self, layer_idx: usize, first: usize, num_sequences: usize) -> AttentionArgs {
         let spec = self.spec;
-        let rows = Rows {
+        let rows = AttentionRows {
             q: self.buffers.qkv,
             out: self.buffers.attended,
             block_tables: self.at.block_tables.add(first * self.inputs.max_blocks * 4),
@@ -246,14 +251,19 @@ impl ForwardPass<'_> {
         let group = spec.num_heads / spec.num_kv_heads;
         let window = spec.layers[layer_idx].window.and_then(|window| u32::try_from(window).ok());
         let (layout, scale) = (self.layout, spec.attention_scale);
-        let mut attention = Attention::new(layout, self.pool, layer_idx, group, scale, &rows);
+        let mut attention = AttentionArgs::new(layout, self.pool, layer_idx, group, scale, &rows);
         attention.window = window.unwrap_or(u32::MAX);
         attention.soft_cap = spec.attention_soft_cap.unwrap_or(0.0);
         attention
     }
 
-    /// Adds what a part of a layer made to the stream, and norms that for the next part.
-    fn add<D: Device>(&self, device: &mut D, post_weight: Address, weight: Address) -> Result<(), CudaError> {
+    /// Adds the output of a part of a layer to the residual stream, and norms the stream for the next part.
+    fn add<D: KernelDevice>(
+        &self,
+        device: &mut D,
+        post_weight: Address,
+        weight: Address,
+    ) -> Result<(), CudaError> {
         let buffers = self.buffers;
         // SAFETY: as `ForwardPass` says.
         unsafe {
@@ -285,7 +295,12 @@ impl ForwardPass<'_> {
         }
     }
 
-    fn mlp<D: Device>(&self, device: &mut D, mlp: &MlpSpec, layer: &DeviceLayer) -> Result<(), CudaError> {
+    fn mlp<D: KernelDevice>(
+        &self,
+        device: &mut D,
+        mlp: &MlpSpec,
+        layer: &DeviceLayer,
+    ) -> Result<(), CudaError> {
         let buffers = self.buffers;
         match &layer.mlp {
             DeviceMlp::Dense { gate_up, down } => {
@@ -301,8 +316,8 @@ impl ForwardPass<'_> {
         }
     }
 
-    /// Each row's experts. How many rows one gets only the device knows: so the step can be repeated.
-    fn experts<D: Device>(
+    /// Computes each row's experts. Only the device knows how many rows an expert has, so the step can be repeated.
+    fn experts<D: KernelDevice>(
         &self,
         device: &mut D,
         mlp: &MlpSpec,
@@ -325,7 +340,7 @@ impl ForwardPass<'_> {
         unsafe {
             let num_all = self.inputs.num_rows;
             scratch.multiply_exactly(device, router, buffers.hidden, routed.logits, num_all)?;
-            device.launch(&Route {
+            device.launch(&RouteToExperts {
                 logits: routed.logits,
                 slots: buffers.slots,
                 experts: routed.experts,
@@ -360,8 +375,8 @@ impl ForwardPass<'_> {
         }
     }
 
-    fn gate<D: Device>(&self, device: &mut D, width: usize, num_rows: usize) -> Result<(), CudaError> {
-        let kernel = Gate {
+    fn gate<D: KernelDevice>(&self, device: &mut D, width: usize, num_rows: usize) -> Result<(), CudaError> {
+        let kernel = ApplyGate {
             gate_up: self.buffers.gate_up,
             out: self.buffers.gated,
             width: width as u32,
@@ -371,9 +386,9 @@ impl ForwardPass<'_> {
         unsafe { device.launch(&kernel) }
     }
 
-    /// What a part of a layer adds to the stream: a product of all rows, summed over ranks. Of many rows the first half is
-    /// summed beside the product of the second.
-    fn apply_to_sum<D: Device>(
+    /// The output of a part of a layer: a product of all rows, summed over ranks. With many rows, the sum of the
+    /// first half overlaps the product of the second.
+    fn apply_to_sum<D: KernelDevice>(
         &self,
         device: &mut D,
         linear: &DeviceLinear,
@@ -391,12 +406,12 @@ impl ForwardPass<'_> {
         self.end_sums(device)
     }
 
-    fn end_sums<D: Device>(&self, device: &mut D) -> Result<(), CudaError> {
+    fn end_sums<D: KernelDevice>(&self, device: &mut D) -> Result<(), CudaError> {
         if self.rank.num_ranks == 1 { Ok(()) } else { device.end_sums() }
     }
 
-    /// Sums some of the rows that a part of a layer made up over ranks, where there are several.
-    fn begin_sum<D: Device>(&self, device: &mut D, rows: Range<usize>) -> Result<(), CudaError> {
+    /// Queues the sum of some output rows over the ranks, if there are several ranks.
+    fn begin_sum<D: KernelDevice>(&self, device: &mut D, rows: Range<usize>) -> Result<(), CudaError> {
         if self.rank.num_ranks == 1 {
             return Ok(());
         }
@@ -405,8 +420,8 @@ impl ForwardPass<'_> {
         unsafe { device.begin_sum(self.buffers.added.add(rows.start * hidden * 2), rows.len() * hidden) }
     }
 
-    /// A product of all rows, and its bias.
-    fn apply<D: Device>(
+    /// A product of all rows, plus its bias.
+    fn apply<D: KernelDevice>(
         &self,
         device: &mut D,
         linear: &DeviceLinear,
@@ -416,7 +431,7 @@ impl ForwardPass<'_> {
         self.apply_rows(device, linear, from, out, self.inputs.num_rows)
     }
 
-    fn apply_rows<D: Device>(
+    fn apply_rows<D: KernelDevice>(
         &self,
         device: &mut D,
         linear: &DeviceLinear,

@@ -1,56 +1,56 @@
-//! What a step tells the device: the tokens of a batch, where they are and where their KV goes, in one piece of memory
-//! that is copied at once.
+//! The inputs of a step: the tokens of a batch, their positions, and the blocks of their KV. They are one piece of
+//! memory and one copy.
 //!
-//! Sequences of few rows come first, then those of many, whatever their order in the batch: attention takes each kind by
-//! itself. Logits come back in the order of the batch all the same.
+//! Sequences of few rows come before sequences of many rows, because attention has a kernel for each kind. Logits
+//! keep the order of the batch.
 
 use baton_cuda_kernels::attention::{max_prefill_tiles, prefill_tiles};
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::rows::NONE;
 use baton_model_spec::{Batch, BatchSequence};
 
-/// The largest batch.
+/// Limits of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchLimits {
     /// Tokens of all sequences of a step.
     pub num_rows: usize,
     /// Sequences of a step.
     pub num_sequences: usize,
-    /// Tokens of one sequence, those in the cache included.
+    /// Tokens of one sequence, including those in the cache.
     pub context_length: usize,
 }
 
-/// Sequences of so many rows at most are decoded: their context is what takes time. A token and as many drafts as a worker
-/// has verified at a time unless it is told otherwise.
+/// Sequences of at most this many rows use the decode kernel, whose time depends on the context. Enough for one token
+/// and the default number of drafts of a worker.
 pub const MAX_DECODE_ROWS: usize = 9;
 
-/// Words that parts of the memory begin at multiples of: 16 bytes.
+/// Alignment of the parts in words: 16 bytes.
 const ALIGNED_WORDS: usize = 4;
 
-/// The batch of one step, as the device reads it.
+/// The batch of one step in the device's format.
 #[derive(Debug, Default)]
 pub struct Inputs {
     words: Vec<u32>,
-    /// Where they begin.
+    /// The first word of each part.
     parts: Parts,
     pub num_rows: usize,
     pub num_sequences: usize,
-    /// Of them, those that are decoded: the first.
+    /// The number of decoded sequences. They come first.
     pub num_decoded: usize,
-    /// The most rows of one that is decoded, and of any other.
+    /// The largest number of rows of a decoded sequence, and of another sequence.
     pub max_rows: [usize; 2],
     pub num_tiles: usize,
     pub num_wanted: usize,
-    /// Blocks in a row of the tables.
+    /// Blocks in a row of the block tables.
     pub max_blocks: usize,
-    /// Set where the launches are those of every batch of as many rows: all sequences decode one token, and are filled up
-    /// by some of no row to a round number.
+    /// The key of repeated work. Set when every batch of this size has the same launches: all sequences decode one
+    /// token, and the batch is padded with empty sequences to a round size.
     pub key: Option<u64>,
     order: Vec<usize>,
     first_rows: Vec<usize>,
 }
 
-/// In words.
+/// Offsets in words.
 #[derive(Clone, Copy, Debug, Default)]
 struct Parts {
     tokens: usize,
@@ -64,22 +64,22 @@ struct Parts {
     block_tables: usize,
 }
 
-/// Where the device finds each, all u32.
+/// Addresses of the parts on the device. All numbers are u32.
 #[derive(Clone, Copy, Debug)]
 pub struct InputAddresses {
-    /// `[rows]`; [`NONE`] where the batch was filled up.
+    /// `[rows]`. [`NONE`] for padding.
     pub tokens: Address,
-    /// `[rows]`, likewise.
+    /// `[rows]`. [`NONE`] for padding.
     pub positions: Address,
-    /// `[rows]`: the sequence of each, likewise.
+    /// `[rows]`: the sequence of each row. [`NONE`] for padding.
     pub row_sequences: Address,
     /// `[sequences]`
     pub first_row: Address,
-    /// `[sequences]`; 0 where the batch was filled up.
+    /// `[sequences]`. 0 for padding.
     pub num_rows: Address,
     /// `[sequences]`
     pub start_idx: Address,
-    /// `[wanted]`: rows; [`NONE`] where the batch was filled up.
+    /// `[wanted]`: rows whose logits are wanted. [`NONE`] for padding.
     pub wanted: Address,
     /// `[tiles][2]`
     pub tiles: Address,
@@ -87,19 +87,19 @@ pub struct InputAddresses {
     pub block_tables: Address,
 }
 
-/// What attention and the store of KV are for.
+/// Properties of the model that attention and the stores of KV depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct InputShape {
     pub block_size: usize,
-    /// Query heads of a kv head.
+    /// Query heads per kv head.
     pub group: usize,
     pub head_dim: usize,
-    /// Rows that may be decoded in one step.
+    /// The largest number of decoded rows of a step.
     pub max_decode_rows: usize,
 }
 
 impl Inputs {
-    /// Bytes for the largest of them.
+    /// Bytes of the largest inputs.
     pub fn max_bytes(limits: &BatchLimits, shape: &InputShape) -> usize {
         let (rows, sequences) = (padded(limits.num_rows), padded(limits.num_sequences));
         let max_blocks = limits.context_length.div_ceil(shape.block_size).next_power_of_two();
@@ -108,10 +108,10 @@ impl Inputs {
         (words + 16 * ALIGNED_WORDS) * 4
     }
 
-    /// Takes down `batch`.
+    /// Fills the inputs with `batch`.
     ///
     /// # Panics
-    /// When a sequence has no tokens, or not the blocks that they need.
+    /// When a sequence has no tokens or too few blocks.
     pub fn fill(&mut self, batch: &Batch<'_>, shape: &InputShape) {
         let sequences = &batch.sequences;
         let is_repeated = sequences.iter().all(|it| it.tokens.len() == 1 && it.num_logits == 1);
@@ -161,8 +161,8 @@ impl Inputs {
         self.parts.block_tables = part(words, self.num_sequences * max_blocks, 0, tables);
     }
 
-    /// Takes down a batch that is filling and nothing else: so many rows, and sequences that have none of them, which are
-    /// decoded or not. Launched, it takes what a batch of this size takes, and touches no block.
+    /// Fills the inputs with padding only: `num_rows` rows and `num_sequences` empty sequences, decoded or not. Such
+    /// a step needs the resources of a real step of this size, but touches no block.
     pub fn fill_up(&mut self, num_rows: usize, num_sequences: usize, are_decoded: bool) {
         self.num_rows = num_rows;
         self.num_sequences = num_sequences;
@@ -185,28 +185,28 @@ impl Inputs {
         parts.block_tables = part(words, num_sequences, 0, std::iter::empty());
     }
 
-    /// What is to be copied.
+    /// The bytes to copy to the device.
     pub fn bytes(&self) -> &[u8] {
         bytemuck::cast_slice(&self.words)
     }
 
-    /// Adds more that the device reads, behind the batch; where that is, in bytes from the first word.
+    /// Appends data for the device. Returns its offset from the first word in bytes.
     pub fn append(&mut self, more: &[u32]) -> usize {
         4 * part(&mut self.words, more.len(), 0, more.iter().copied())
     }
 
-    /// Adds where the token of each row comes from: of each sequence, which has no other.
+    /// Appends the row of the previous step from which each row takes its token. Every sequence has one token.
     ///
     /// # Panics
-    /// When a sequence has not one token.
+    /// When a sequence has another number of tokens.
     pub fn append_sources(&mut self, follows: &[usize]) -> usize {
-        // Then rows are in the order of the batch, as samplings are.
+        // The rows are then in the order of the batch, like the samplings.
         assert!(self.first_rows.iter().copied().eq(0..follows.len()), "one token of each sequence");
         let sources: Vec<u32> = follows.iter().map(|&row_idx| row_idx as u32).collect();
         self.append(&sources)
     }
 
-    /// Where its parts are when it begins at `base`.
+    /// The addresses of the parts if the inputs start at `base`.
     pub fn at(&self, base: Address) -> InputAddresses {
         let at = |first_word: usize| base.add(first_word * 4);
         InputAddresses {
@@ -222,7 +222,7 @@ impl Inputs {
         }
     }
 
-    /// In which order sequences come, and where their rows begin.
+    /// Computes the order of the sequences and the first row of each.
     fn arrange(&mut self, batch: &Batch<'_>, shape: &InputShape) {
         self.order.clear();
         let mut num_decoded_rows = 0;
@@ -238,7 +238,7 @@ impl Inputs {
             }
         }
         self.num_decoded = self.order.len();
-        // Those that are decoded are in order themselves.
+        // The decoded sequences are in the order of the batch.
         let mut decoded = self.order.clone().into_iter().peekable();
         for (idx, sequence) in batch.sequences.iter().enumerate() {
             if decoded.next_if_eq(&idx).is_none() {
@@ -257,7 +257,7 @@ impl Inputs {
     }
 }
 
-/// Adds `values`, filled up to `len`, and to where the next part may begin; where it does.
+/// Appends `values`, padded to `len` and to the alignment of the next part. Returns the part's first word.
 fn part(words: &mut Vec<u32>, len: usize, filling: u32, values: impl Iterator<Item = u32>) -> usize {
     let start = words.len();
     words.extend(values);
@@ -266,7 +266,7 @@ fn part(words: &mut Vec<u32>, len: usize, filling: u32, values: impl Iterator<It
     start
 }
 
-/// The next of the sizes that batches are filled up to.
+/// The next size to which batches are padded.
 pub fn padded(count: usize) -> usize {
     match count {
         0..=8 => count.next_power_of_two(),

@@ -1,8 +1,8 @@
-//! Models on NVIDIA's GPUs: weights, the forward pass and its executor over the kernels of `baton-cuda-kernels`.
+//! Models on NVIDIA GPUs: weights, the forward pass and its executor, on top of the kernels of `baton-cuda-kernels`.
 //!
 //! Hidden modules are for tests and for `baton-cuda-emulator`.
 //!
-//! It does not know how kernels are written, nor whether the device is a GPU or emulated.
+//! This crate does not know how kernels are written, nor whether the device is a GPU or emulated.
 
 pub use block_queue::block_kernels;
 pub use error::StartError;

@@ -1,18 +1,18 @@
-//! How rows are multiplied with a matrix: by what it holds, and by how many rows there are.
+//! Products of rows with a matrix. The method depends on the format of the matrix and on the number of rows.
 //!
-//! | weights | few rows | many |
+//! | weights | few rows | many rows |
 //! |---|---|---|
 //! | bf16 | cuBLASLt | cuBLASLt |
-//! | integers; fp8 in other blocks | [`MultiplyFew`] | some rows of them widened, cuBLASLt, the next |
-//! | fp8 with a scale for each row, or for 128 x 128 | [`MultiplyFew`] | activations quantised, cuBLASLt in fp8, where the device has that |
+//! | integers; fp8 in other blocks | [`MultiplyFew`] | widened in parts, cuBLASLt for each part |
+//! | fp8 with a scale for each row, or for 128 x 128 | [`MultiplyFew`] | activations quantised, cuBLASLt in fp8; widened where the device has no such product |
 //!
-//! Experts' products go over all experts at once, and how many rows one has only the device knows: a step is of few rows
-//! when experts have few on average.
+//! Products of experts cover all experts in one launch. Only the device knows how many rows an expert has, so the
+//! choice between few and many rows uses the average.
 
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::{Device, FP8_BLOCK, Fp8Product, Fp8Products, Fp8Scaling, Product};
+use baton_cuda_kernels::device::{FP8_BLOCK, Fp8Product, Fp8Products, Fp8Scaling, KernelDevice, Product};
 use baton_cuda_kernels::expert_products::{ExpertProduct, GatedExpertProduct};
-use baton_cuda_kernels::gate::Gate;
+use baton_cuda_kernels::gate::ApplyGate;
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::products::{
     Dequantise, MultiplyFew, QuantiseGroups, QuantiseRows, ScaleProduct, WeightKind,
@@ -24,53 +24,53 @@ use crate::form::MAX_SCALE_ROWS;
 use crate::inputs::{BatchLimits, padded};
 use crate::weights::{DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
 
-/// Rows up to which weights of less than bf16 are multiplied as they are. 16 more rows read them once more, partly from the
-/// second cache; widening them reads them once, then writes and reads two bytes each. So 64 rows move four bytes for a
-/// weight of eight bits where widening moves five, and two for one of four bits where it moves four and a half. A guess
-/// until it is measured.
+/// Quantised weights are multiplied directly up to this number of rows. [`MultiplyFew`] reads the weights once per 16
+/// rows, partly from the L2 cache. Widening reads them once, then writes and reads two bytes each. With 64 rows an
+/// 8-bit weight moves four bytes directly and five bytes widened; a 4-bit weight moves two bytes directly and four
+/// and a half widened. The limit is a guess until it is measured.
 pub const FEW_ROWS: usize = 64;
 
-/// Weights are widened so many bytes at a time: they come back from the second cache (40 MB on A100, 50 MB on H100) when
-/// they are multiplied.
+/// Weights are widened in pieces of this size, so that the product reads them from the L2 cache (40 MB on A100, 50 MB
+/// on H100).
 const WIDENED_BYTES: usize = 32 << 20;
 
-/// The same of experts, of which some are widened at a time and each is multiplied with few rows: it takes several to give
-/// a device enough to do.
+/// Weights of experts are widened in larger pieces: each expert has few rows, and it takes several experts to fill a
+/// device.
 const WIDENED_EXPERT_BYTES: usize = 256 << 20;
 
-/// Rows of a tile of experts' products: few of them go to one expert, and more are several tiles.
+/// Rows of a tile of experts' products. An expert has few rows; more rows take more tiles.
 pub const EXPERT_TILE_ROWS: u32 = 64;
 
-/// Blocks of experts' products: more than any device holds at a time, each for as many tiles as it takes.
+/// Blocks of threads of experts' products. No device runs more at a time; each block computes several tiles.
 const MAX_EXPERT_BLOCKS: u64 = 1024;
 
-/// Memory for what weights and activations become on their way into a product. Null where nothing needs it.
+/// Device memory for converted weights and activations. Addresses are null where no product needs them.
 #[derive(Debug)]
-pub struct Scratch {
+pub struct ProductScratch {
     /// Weights in bf16.
     pub widened: Address,
     pub widened_bytes: usize,
-    /// `[rows][in]`, E4M3: activations.
+    /// `[rows][in]`, E4M3: quantised activations.
     pub quantised: Address,
-    /// `[rows]`, f32, or `[in / 128][rows]`: their scales.
+    /// `[rows]` or `[in / 128][rows]`, f32: the scales of the activations.
     pub row_scales: Address,
     pub fp8: Fp8Products,
 }
 
-impl Scratch {
-    /// For the largest batch. `quantises`: activations may be quantised to eight bits.
+impl ProductScratch {
+    /// Allocates scratch memory for the largest batch. `quantises`: activations may be quantised to eight bits.
     ///
     /// # Errors
-    /// When the device has not the memory.
-    pub fn new<D: Device>(
+    /// When the device has too little memory.
+    pub fn new<D: KernelDevice>(
         device: &mut D,
         spec: &DecoderSpec,
         weights: &DeviceWeights,
         limits: &BatchLimits,
         quantises: bool,
-    ) -> Result<Scratch, CudaError> {
+    ) -> Result<ProductScratch, CudaError> {
         let fp8 = if quantises { device.fp8_products() } else { Fp8Products::None };
-        let mut scratch = Scratch {
+        let mut scratch = ProductScratch {
             widened: Address::NULL,
             widened_bytes: 0,
             quantised: Address::NULL,
@@ -125,8 +125,9 @@ impl Scratch {
     /// `out = from weight^T + bias`, in bf16.
     ///
     /// # Safety
-    /// The rows are there, at most as many as the scratch was made for, and so is room for what comes of them.
-    pub unsafe fn apply<D: Device>(
+    /// `from` has `num_rows` rows, `out` has room for as many, and the scratch memory was allocated for at least as
+    /// many.
+    pub unsafe fn apply<D: KernelDevice>(
         &self,
         device: &mut D,
         linear: &DeviceLinear,
@@ -135,9 +136,9 @@ impl Scratch {
         num_rows: usize,
     ) -> Result<(), CudaError> {
         let matrix = linear.weight;
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe {
-            if matrix.is_multiplied_as_it_is(num_rows) {
+            if matrix.is_multiplied_directly(num_rows) {
                 return device.launch(&few(matrix, from, out, num_rows, linear.bias));
             }
             match matrix.fp8_scaling(self.fp8) {
@@ -152,11 +153,11 @@ impl Scratch {
         }
     }
 
-    /// `out = from matrix^T`, in f32; activations are not quantised.
+    /// `out = from matrix^T`, in f32. Activations are not quantised.
     ///
     /// # Safety
-    /// As [`apply`](Self::apply).
-    pub unsafe fn multiply_exactly<D: Device>(
+    /// As for [`apply`](Self::apply).
+    pub unsafe fn multiply_exactly<D: KernelDevice>(
         &self,
         device: &mut D,
         matrix: DeviceMatrix,
@@ -164,9 +165,9 @@ impl Scratch {
         out: Address,
         num_rows: usize,
     ) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe {
-            if matrix.is_multiplied_as_it_is(num_rows) {
+            if matrix.is_multiplied_directly(num_rows) {
                 let few = few(matrix, from, out, num_rows, Address::NULL);
                 return device.launch(&MultiplyFew { is_f32: 1, ..few });
             }
@@ -175,7 +176,7 @@ impl Scratch {
         }
     }
 
-    unsafe fn multiply_fp8<D: Device>(
+    unsafe fn multiply_fp8<D: KernelDevice>(
         &self,
         device: &mut D,
         matrix: DeviceMatrix,
@@ -187,9 +188,9 @@ impl Scratch {
         let (k, rows) = (matrix.num_in as u32, num_rows as u32);
         let (x, quantised, scales) = (from, self.quantised, self.row_scales);
         let given = |scales: Address| if scaling == Fp8Scaling::None { Address::NULL } else { scales };
-        // Rows up to a multiple of 4 are there, in all buffers: their results are not read.
+        // All buffers have rows up to a multiple of 4. The results of the extra rows are not read.
         let num_multiplied = if scaling == Fp8Scaling::Blocks { rows.next_multiple_of(4) } else { rows };
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe {
             match scaling {
                 Fp8Scaling::None | Fp8Scaling::Rows => {
@@ -224,15 +225,15 @@ impl Scratch {
         }
     }
 
-    /// A product, some outputs at a time: of so many are the weights widened.
-    unsafe fn multiply_widened<D: Device>(
+    /// A product with widened weights, a range of outputs at a time.
+    unsafe fn multiply_widened<D: KernelDevice>(
         &self,
         device: &mut D,
         product: &Product,
         matrix: DeviceMatrix,
     ) -> Result<(), CudaError> {
         if matrix.kind == WeightKind::Bf16 {
-            // SAFETY: by the caller's word.
+            // SAFETY: the caller guarantees it.
             return unsafe { device.multiply(product) };
         }
         let fitting = self.widened_bytes / (matrix.num_in * 2);
@@ -241,7 +242,7 @@ impl Scratch {
         let out_bytes = if product.is_out_f32 != 0 { 4 } else { 2 };
         for first in (0..matrix.num_out).step_by(at_a_time) {
             let num_out = at_a_time.min(matrix.num_out - first);
-            // SAFETY: by the caller's word; so many fit into the scratch.
+            // SAFETY: the caller guarantees the rows. The scratch memory holds this many outputs.
             unsafe {
                 device.launch(&self.widen(matrix.rows_at(first, num_out)))?;
                 let out = product.out.add(first * out_bytes);
@@ -254,14 +255,14 @@ impl Scratch {
 
     fn widen(&self, matrix: DeviceMatrix) -> Dequantise {
         debug_assert!(matrix.bf16_bytes() <= self.widened_bytes, "room for it");
-        look_up(matrix, Address::NULL, self.widened, matrix.num_out, 1.0)
+        dequantise_rows(matrix, Address::NULL, self.widened, matrix.num_out, 1.0)
     }
 
-    /// Each expert's rows with its weights; of gated ones the gates are taken, too.
+    /// Multiplies each expert's rows with its weights. If gated, also applies the gate.
     ///
     /// # Safety
-    /// As [`apply`](Self::apply).
-    pub unsafe fn apply_experts<D: Device>(
+    /// As for [`apply`](Self::apply).
+    pub unsafe fn apply_experts<D: KernelDevice>(
         &self,
         device: &mut D,
         matrix: DeviceMatrix,
@@ -289,7 +290,7 @@ impl Scratch {
             }
         };
         let launch = |device: &mut D, product: ExpertProduct| {
-            // SAFETY: by the caller's word.
+            // SAFETY: the caller guarantees it.
             unsafe {
                 if is_gated { device.launch(&GatedExpertProduct(product)) } else { device.launch(&product) }
             }
@@ -300,11 +301,11 @@ impl Scratch {
         if num_pairs as usize <= FEW_ROWS * num_experts as usize {
             let multiplied = if is_gated { gate_up } else { out };
             let few = few(matrix, from, multiplied, num_pairs as usize, Address::NULL);
-            // SAFETY: by the caller's word.
+            // SAFETY: the caller guarantees it.
             unsafe {
                 device.launch(&MultiplyFew { rows, offsets, num_experts, ..few })?;
                 if is_gated {
-                    device.launch(&Gate { gate_up, out, width: columns, num_rows: num_pairs })?;
+                    device.launch(&ApplyGate { gate_up, out, width: columns, num_rows: num_pairs })?;
                 }
             }
             return Ok(());
@@ -313,7 +314,7 @@ impl Scratch {
         for first in (0..num_experts as usize).step_by(at_a_time) {
             let num = at_a_time.min(num_experts as usize - first);
             let widened = matrix.rows_at(first * matrix.num_out, num * matrix.num_out);
-            // SAFETY: by the caller's word; so many fit into the scratch.
+            // SAFETY: the caller guarantees the rows. The scratch memory holds this many experts.
             unsafe { device.launch(&self.widen(widened)) }?;
             launch(device, product(self.widened, first, num as u32))?;
         }
@@ -321,21 +322,21 @@ impl Scratch {
     }
 }
 
-/// Rows on their way through experts: a pair is a row and one of its experts.
+/// Places of rows that are routed through experts. A pair is a row and one of its experts.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertPlaces {
     /// `[num_experts + 1]`, u32: each expert's first place.
     pub offsets: Address,
-    /// The row at each place, u32; null if it is the place's own.
+    /// `[pairs]`, u32: the row at each place. Null: the place is the row.
     pub rows: Address,
-    /// Room for `[pairs][2 n]`, bf16, of gated experts before their gates are taken.
+    /// Room for `[pairs][2 n]`, bf16: the results of gated experts before the gate.
     pub gate_up: Address,
     pub num_pairs: u32,
     pub num_experts: u32,
 }
 
 impl DeviceMatrix {
-    fn is_multiplied_as_it_is(&self, num_rows: usize) -> bool {
+    fn is_multiplied_directly(&self, num_rows: usize) -> bool {
         self.kind != WeightKind::Bf16 && num_rows <= FEW_ROWS
     }
 
@@ -343,7 +344,7 @@ impl DeviceMatrix {
         self.num_out * self.num_in * 2
     }
 
-    /// Scales of a product of many rows with both sides in fp8, if there is one.
+    /// The scaling of a product of many rows with both sides in fp8. `None`: there is no such product.
     pub fn fp8_scaling(&self, products: Fp8Products) -> Option<Fp8Scaling> {
         let (rows, group) = (self.scales.rows_per_scale as usize, self.scales.group as usize);
         let is_aligned = self.num_out.is_multiple_of(16) && self.num_in.is_multiple_of(16);
@@ -364,8 +365,9 @@ impl DeviceMatrix {
     }
 }
 
-/// Rows of a matrix of less than bf16, times `factor`: those that `rows` says, or all of them.
-pub fn look_up(
+/// Dequantises rows of a matrix and multiplies them by `factor`: the rows in the list `rows`, or all rows if it is
+/// null.
+pub fn dequantise_rows(
     matrix: DeviceMatrix,
     rows: Address,
     out: Address,

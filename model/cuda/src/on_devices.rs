@@ -1,11 +1,11 @@
-//! A model on NVIDIA's devices: one that computes it alone, or several with a rank each.
+//! A model on NVIDIA devices: on one device, or on several with a rank each.
 
 use std::path::Path;
 
 use baton_checkpoint::{DeviceModel, LoadProgress};
 use baton_cuda::CudaError;
 use baton_cuda::nccl::Nccl;
-use baton_cuda_kernels::driver::nccl::Group;
+use baton_cuda_kernels::driver::nccl::NcclGroup;
 use baton_cuda_kernels::driver::{DriverDevice, OpenError};
 use baton_cuda_kernels::kernel::KernelCode;
 use baton_model_spec::{Executor, ParallelExecutor, Rank};
@@ -16,34 +16,35 @@ use crate::inputs::BatchLimits;
 use crate::parallel::start_ranks;
 use crate::weights::DeviceWeightBytes;
 
-/// A model on one of NVIDIA's devices, or on several by NCCL, a rank on each; with activations in bf16. Not run on a GPU
-/// yet: the same pass, over the same kernels, was run by emulators, of which several meet in the host's memory.
+/// A model on one NVIDIA device, or on several devices that are connected by NCCL, with a rank on each. Activations
+/// are bf16. It has not run on a GPU yet; emulators have run the same pass with the same kernels, with several
+/// emulated devices connected in host memory.
 ///
-/// Attention, and whatever else is done to a row, depends on the sequence alone. Products are cuBLASLt's: it may add in
-/// another order for another number of rows, so that logits can differ in their last bits by what else is in the batch and
-/// how a prompt is cut into chunks. The same batch gives the same bits. Sums of several devices are rounded to bf16 in
-/// another place than those of one: logits differ in their last bits.
+/// The result of a row depends on its sequence only, with one exception: cuBLASLt may add in a different order for a
+/// different number of rows. Logits can therefore differ in their last bits with the rest of the batch and with the
+/// chunks of a prompt. The same batch gives the same bits. Several devices round their sums to bf16 at another point
+/// than one device does; their logits differ in the last bits too.
 pub struct ModelOnDevices {
-    /// What computes it.
+    /// Runs the steps.
     pub executor: Box<dyn Executor>,
-    /// Bytes that are left for blocks, weights and the memory of the largest batch being taken; of several devices on that
-    /// which has the fewest. Each rank's blocks are of its own kv heads.
+    /// Bytes left for blocks after the weights and the memory of the largest batch. With several devices: the
+    /// smallest of their values. The blocks of a rank hold its own kv heads.
     pub free_bytes: usize,
-    /// What the matrices of all ranks are, together; some are on each.
+    /// Bytes of the matrices of all ranks together.
     pub weight_bytes: DeviceWeightBytes,
 }
 
 impl ModelOnDevices {
-    /// `ranks` in their order, each on the device of `ordinals` that has its place, for batches within `limits`. Kernels
-    /// come from `code`. Several need NCCL's library: it is `nccl`, the file or its
-    /// folder, or where the system's loader finds it. `progress` tells of the first rank's weights that are copied.
+    /// Starts the model. Rank `i` runs on device `ordinals[i]`. Batches stay within `limits`. Kernels come from
+    /// `code`. Several ranks need NCCL's library: `nccl` is the file or its folder, and without it the system's
+    /// loader finds it. `progress` reports the upload of the first rank's weights.
     ///
     /// # Errors
-    /// When a device or a library is missing, the memory does not suffice, the devices do not meet, or there are no kernels
-    /// for such a model.
+    /// When a device or a library is missing, there is too little memory, the devices cannot connect, or there are no
+    /// kernels for the model's shape.
     ///
     /// # Panics
-    /// When the ranks are not all the parts of one model, in order, with a device each.
+    /// When the ranks are not all parts of one model in order, or the number of devices differs.
     pub fn new(
         ranks: Vec<DeviceModel>,
         ordinals: &[u32],
@@ -57,8 +58,8 @@ impl ModelOnDevices {
         for model in &ranks {
             check_shape(model)?;
         }
-        let group = if ranks.len() > 1 { Some(Group::new(Nccl::load(nccl)?)?) } else { None };
-        // One after the other: what the first compiles, the others find.
+        let group = if ranks.len() > 1 { Some(NcclGroup::new(Nccl::load(nccl)?)?) } else { None };
+        // One device after the other: the first one fills the cache of compiled kernels for the rest.
         let open = |(model, &ordinal): (DeviceModel, &u32)| {
             let device = DriverDevice::open(ordinal, &sources(&model), code.clone());
             let of_rank = |error: OpenError| {

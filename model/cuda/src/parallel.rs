@@ -1,23 +1,23 @@
-//! Several devices of this host that compute one model together: a rank on each, with a thread of its own.
+//! Starts several devices of this host that compute one model together, with a rank on each and a thread for each.
 
 use std::panic::resume_unwind;
 use std::thread;
 
 use baton_checkpoint::{DeviceModel, LoadProgress};
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::device::KernelDevice;
 use baton_model_spec::Rank;
 
 use crate::error::StartError;
 use crate::executor::DeviceExecutor;
 use crate::inputs::BatchLimits;
 
-/// Has all ranks, or one that is alone, join each other and take what they need of their devices: at once, each on a thread,
-/// as they meet there.
+/// Joins the ranks and starts their executors. The ranks meet in these calls, so each runs on a thread of its own, at
+/// the same time.
 ///
 /// # Errors
-/// Of the rank that failed first, if others only missed it.
-pub fn start_ranks<D: Device + 'static>(
+/// The error of the rank that failed first. Errors of ranks that only lost another rank come last.
+pub fn start_ranks<D: KernelDevice + 'static>(
     ranks: Vec<(D, DeviceModel)>,
     limits: BatchLimits,
     join: impl Fn(&mut D, Rank) -> Result<(), CudaError> + Sync,
@@ -44,7 +44,7 @@ pub fn start_ranks<D: Device + 'static>(
             Err(source) => failures.push((rank, device, source)),
         }
     }
-    // Who misses another rank is not who began.
+    // A rank that lost another rank is not the cause.
     failures.sort_by_key(|(_, _, source)| matches!(source, StartError::Cuda(CudaError::RankGone { .. })));
     match failures.into_iter().next() {
         None => Ok(executors),

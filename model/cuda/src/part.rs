@@ -1,4 +1,4 @@
-//! What an executor computes: a whole decoder, or one rank's part of it.
+//! The part of a model that an executor computes: the whole decoder, or one rank's part of it.
 
 use baton_checkpoint::DeviceModel;
 use baton_cuda_kernels::kernel::Address;
@@ -8,22 +8,22 @@ use baton_model_spec::{DecoderShard, DecoderSpec, Rank};
 use crate::buffers::Buffers;
 use crate::forward_pass::ForwardPass;
 use crate::inputs::Inputs;
-use crate::multiply::Scratch;
+use crate::multiply::ProductScratch;
 use crate::weights::DeviceWeights;
 
 #[derive(Debug)]
 pub struct Part {
     pub shard: DecoderShard,
-    /// Of the rank's blocks.
+    /// Layout of this rank's blocks.
     pub layout: KvLayout,
-    /// Of those of all ranks.
+    /// Layout of the blocks of all ranks together.
     pub whole_layout: KvLayout,
-    /// The embedding holds the rank's tokens alone.
+    /// Whether the embedding holds this rank's tokens only.
     is_embedding_divided: bool,
 }
 
 impl Part {
-    /// A decoder that one device computes.
+    /// A whole decoder on one device.
     pub fn whole(spec: &DecoderSpec, layout: KvLayout) -> Part {
         let shard = DecoderShard::new(spec, Rank::ONLY).expect("one rank has all of it");
         Part { shard, layout, whole_layout: layout, is_embedding_divided: false }
@@ -45,12 +45,12 @@ impl Part {
         self.shard.rank()
     }
 
-    /// A step of it, whose inputs are there, on blocks of which the first is at `pool`.
+    /// A step with inputs that are on the device, on blocks that start at `pool`.
     pub fn pass<'a>(
         &'a self,
         weights: &'a DeviceWeights,
         buffers: &'a Buffers,
-        scratch: &'a Scratch,
+        scratch: &'a ProductScratch,
         inputs: &'a Inputs,
         pool: Address,
     ) -> ForwardPass<'a> {

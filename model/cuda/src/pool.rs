@@ -1,16 +1,16 @@
-//! The memory of blocks that no one but their executor uses.
+//! Block memory that only its executor uses.
 
 use std::io;
 
 use baton_cuda_kernels::kernel::Address;
 use baton_kv_cache::DeviceMemory;
 
-/// Blocks that only the executor whose device allocated them reaches.
+/// The address of blocks that the executor's own device allocated.
 #[derive(Debug)]
-pub struct OwnBlocks(pub Address);
+pub struct PoolAddress(pub Address);
 
-// SAFETY: a device frees what it allocated when it is dropped, and its executor with it.
-unsafe impl DeviceMemory for OwnBlocks {
+// SAFETY: the device frees the memory when it is dropped, together with its executor.
+unsafe impl DeviceMemory for PoolAddress {
     fn device(&self) -> u32 {
         0
     }

@@ -1,6 +1,7 @@
-//! How the tokens of a step are sampled, as the device reads it, behind the batch in the same copy; and what comes back.
+//! The sampling inputs of a step in the device's format, and the results. The inputs follow the batch in the same
+//! copy.
 //!
-//! A row that the kernel cannot sample, for want of room for its lists, comes back as logits.
+//! A row that the kernel cannot sample, because its lists do not fit, comes back as logits.
 
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::sample::{
@@ -10,16 +11,16 @@ use baton_model_spec::{InvalidLogits, SampledRow, SampledToken, TokenLogprobs, T
 
 use crate::inputs::Inputs;
 
-/// Of the likeliest tokens, so many at most.
+/// The largest number of likeliest tokens that are returned.
 const MAX_TOP: usize = 20;
 
-/// Words of all lists of a step: the tokens before, if there are penalties, for some hundred thousand tokens in all.
+/// Words of all lists of a step. With penalties that is enough for some hundred thousand earlier tokens.
 const MAX_LISTED: usize = 1 << 20;
 
-/// Memory of a device that sampling needs besides the inputs.
+/// Device memory of sampling, in addition to the inputs.
 #[derive(Debug)]
 pub struct SamplingBuffers {
-    /// The tokens of a step's rows, then log-probabilities.
+    /// The tokens of a step's rows, then their log-probabilities.
     pub results: Address,
     /// Scratch.
     pub saved: Address,
@@ -33,18 +34,18 @@ pub struct SamplingInputs {
     biases: Vec<u32>,
     stops: Vec<u32>,
     num_saved: usize,
-    /// Of each row, whether it is sampled here, and how many likely tokens are told.
+    /// The wanted result of each row.
     wanted: Vec<Wanted>,
 }
 
-/// What a row came to, and where.
+/// The result of a row: a token with its `num_top` likeliest tokens, or logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wanted {
     Token { num_top: Option<usize> },
     Logits,
 }
 
-/// Where the parts are, in bytes from the first word of the inputs.
+/// Offsets of the parts, in bytes from the first word of the inputs.
 #[derive(Clone, Copy, Debug)]
 pub struct SamplingParts {
     rows: usize,
@@ -53,25 +54,25 @@ pub struct SamplingParts {
     stops: usize,
 }
 
-/// What is copied back of the rows of a step.
+/// The layout of a step's results.
 #[derive(Debug, Default)]
 pub struct Results {
     wanted: Vec<Wanted>,
 }
 
 impl SamplingInputs {
-    /// Bytes for so many rows, and where the token of each comes from.
+    /// Bytes of the inputs for `num_rows` rows, including the source of each row's token.
     pub fn max_bytes(num_rows: usize) -> usize {
         num_rows * (size_of::<RowSampling>() + 4) + MAX_LISTED * 4 + 5 * 16
     }
 
-    /// Bytes of [`SamplingBuffers`] for so many rows: of results, and of scratch.
+    /// Bytes of [`SamplingBuffers`] for `num_rows` rows: results and scratch.
     pub fn buffer_bytes(num_rows: usize) -> [usize; 2] {
         [num_rows * (8 + 8 * MAX_TOP), MAX_LISTED / 2 * 4]
     }
 
-    /// Takes them down; what the device then sends back. Lists of a step that follows another have a place for what that
-    /// one samples.
+    /// Fills the inputs with `samplings`. Returns the layout of the results. In a step that follows another step in
+    /// flight, each count list has a free entry for the token that the other step samples.
     pub fn fill(&mut self, samplings: &[TokenSampling<'_>], is_following: bool) -> Results {
         let SamplingInputs { rows, counts, biases, stops, num_saved, wanted } = self;
         rows.clear();
@@ -123,7 +124,7 @@ impl SamplingInputs {
         Results { wanted: wanted.clone() }
     }
 
-    /// Adds them to what is copied to the device.
+    /// Appends the parts to the inputs of the step.
     pub fn append_to(&self, inputs: &mut Inputs) -> SamplingParts {
         SamplingParts {
             rows: inputs.append(bytemuck::cast_slice(&self.rows)),
@@ -133,12 +134,12 @@ impl SamplingInputs {
         }
     }
 
-    /// Whether any row has a list of the tokens before.
+    /// Whether any row has a list of counts.
     pub fn has_counts(&self) -> bool {
         !self.counts.is_empty()
     }
 
-    /// Counts what the step before sampled, after the rows that `sources` says.
+    /// The kernel that counts the tokens of the previous step's rows `sources`.
     pub fn count_sampled(
         &self,
         parts: &SamplingParts,
@@ -155,7 +156,8 @@ impl SamplingInputs {
         }
     }
 
-    /// Samples after `num_rows` rows from the `first` on, whose logits begin at `logits`; the inputs begin at `base`.
+    /// The kernel that samples for `num_rows` rows from `first` on. Their logits start at `logits`, the inputs at
+    /// `base`.
     pub fn kernel(
         &self,
         parts: &SamplingParts,
@@ -185,7 +187,7 @@ impl SamplingInputs {
     }
 }
 
-/// Where parts of the results of a step are, in bytes behind its tokens.
+/// Offsets of the parts of a step's results, in bytes.
 struct Offsets {
     logprobs: usize,
     top_ids: usize,
@@ -203,11 +205,11 @@ impl Offsets {
 }
 
 impl Results {
-    /// Bytes to copy: of tokens alone, where no row wants log-probabilities.
+    /// Bytes to copy back. Without log-probabilities these are the tokens only.
     pub fn num_bytes(&self) -> usize {
         let at = Offsets::of(self.wanted.len());
-        let tells_logprobs = |wanted: &Wanted| matches!(wanted, Wanted::Token { num_top: Some(_) });
-        if self.wanted.iter().any(tells_logprobs) { at.end } else { at.logprobs }
+        let has_logprobs = |wanted: &Wanted| matches!(wanted, Wanted::Token { num_top: Some(_) });
+        if self.wanted.iter().any(has_logprobs) { at.end } else { at.logprobs }
     }
 
     /// Rows that were not sampled.
@@ -216,7 +218,7 @@ impl Results {
         rows.filter(|(_, wanted)| **wanted == Wanted::Logits).map(|(row_idx, _)| row_idx)
     }
 
-    /// What `bytes` say, and the `logits` of those that were not sampled.
+    /// Reads results from `bytes`, and takes the unsampled rows from `logits`.
     pub fn read<'a>(&self, bytes: &[u8], logits: &'a [f32], vocab_size: usize) -> Vec<SampledRow<'a>> {
         let at = Offsets::of(self.wanted.len());
         let word = |offset: usize, idx: usize| {

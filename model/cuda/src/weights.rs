@@ -1,44 +1,44 @@
-//! Weights on a device: matrices in the [form](crate::form) that suits them, norms and biases in f32.
+//! Weights on a device: matrices in a suitable [form](crate::form), norms and biases in f32.
 //!
-//! They are read where they are mapped, a few rows at a time: no second copy of them is made in the host's memory.
+//! Weights are read from their mapped file a few rows at a time. Host memory holds no second copy of them.
 
 use baton_checkpoint::{
     DecoderWeights, DenseMlp, DeviceSource, LayerWeights, Linear, LoadProgress, Matrix, Mlp,
 };
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::products::{Scales, WeightKind};
 use baton_model_spec::{DecoderSpec, RopeSpec};
 
-use crate::form::{Form, Rows, Tables};
+use crate::form::{Tables, WeightForm, WeightRows};
 
-/// As [`DecoderWeights`].
+/// The weights of [`DecoderWeights`] on a device.
 #[derive(Debug)]
 pub struct DeviceWeights {
-    /// `[vocab][hidden]`. With a tied head it is the head, too.
+    /// `[vocab][hidden]`. With a tied head this matrix is also the head.
     pub embedding: DeviceMatrix,
     pub layers: Vec<DeviceLayer>,
-    /// `[hidden]`, f32, as all norms.
+    /// `[hidden]`, f32, like all norms.
     pub norm: Address,
     pub head: DeviceMatrix,
-    /// As [`DecoderSpec::ropes`].
+    /// In the order of [`DecoderSpec::ropes`].
     pub ropes: Vec<DeviceRope>,
     pub bytes: DeviceWeightBytes,
 }
 
-/// Bytes of matrices on a device, scales included.
+/// Bytes of matrices on a device, including scales.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceWeightBytes {
-    /// Each is two bytes.
+    /// Matrices in bf16.
     pub bf16: u64,
-    /// E4M3.
+    /// Matrices in E4M3.
     pub fp8: u64,
-    /// Eight bits.
+    /// Matrices in 8-bit integers.
     pub int8: u64,
-    /// Four bits.
+    /// Matrices in 4-bit integers.
     pub int4: u64,
-    /// Of those in bf16: what files hold in fewer bits, for which there are no kernels.
+    /// The part of `bf16` that files hold in fewer bits, in formats without kernels.
     pub widened: u64,
 }
 
@@ -53,7 +53,7 @@ impl DeviceWeightBytes {
     }
 }
 
-/// Of several devices together.
+/// The bytes of several devices together.
 impl std::iter::Sum for DeviceWeightBytes {
     fn sum<I: Iterator<Item = DeviceWeightBytes>>(all: I) -> DeviceWeightBytes {
         all.fold(DeviceWeightBytes::default(), |sum, it| DeviceWeightBytes {
@@ -77,9 +77,9 @@ pub struct DeviceRope {
 #[derive(Debug)]
 pub struct DeviceLayer {
     pub attention_norm: Address,
-    /// Without its bias, which is added where its heads are stored.
+    /// Without its bias. The kernel that stores the heads adds it.
     pub qkv: DeviceLinear,
-    /// Null where there is none; so the others.
+    /// Null if the model has none, like the other optional vectors.
     pub qkv_bias: Address,
     pub query_norm: Address,
     pub key_norm: Address,
@@ -101,12 +101,12 @@ pub struct DeviceMatrix {
 }
 
 impl DeviceMatrix {
-    /// So many rows from `first` on, a multiple of [`MAX_SCALE_ROWS`](crate::form::MAX_SCALE_ROWS) or of what a scale
-    /// serves; perhaps of a matrix that follows it.
+    /// `num_out` rows from `first` on. `first` is a multiple of [`MAX_SCALE_ROWS`](crate::form::MAX_SCALE_ROWS) or of
+    /// the rows per scale. The rows may belong to a matrix that follows this one.
     pub fn rows_at(self, first: usize, num_out: usize) -> DeviceMatrix {
         DeviceMatrix {
             at: self.at.add(first * self.kind.row_bytes(self.num_in)),
-            scales: self.scales.behind(first),
+            scales: self.scales.after(first),
             num_out,
             ..self
         }
@@ -116,34 +116,34 @@ impl DeviceMatrix {
 #[derive(Debug)]
 pub struct DeviceLinear {
     pub weight: DeviceMatrix,
-    /// `[num_out]`, f32; null where there is none.
+    /// `[num_out]`, f32. Null if there is none.
     pub bias: Address,
 }
 
 #[derive(Debug)]
 pub enum DeviceMlp {
     Dense {
-        /// Gates, then as many rows that they let through.
+        /// The gate rows, then the up rows.
         gate_up: DeviceLinear,
         down: DeviceLinear,
     },
     Experts {
         /// In bf16.
         router: DeviceMatrix,
-        /// Of the first expert; those of the others follow.
+        /// The first expert's matrix. The matrices of the other experts follow it.
         gate_up: DeviceMatrix,
         down: DeviceMatrix,
     },
 }
 
-/// Bytes that are put together before they are copied.
+/// Bytes that are assembled before each copy.
 const STAGED_BYTES: usize = 8 << 20;
 
-/// Copies the weights of a model that was loaded for a device; rows are made on so many threads.
+/// Uploads the weights of a model that was loaded for a device. Prepares rows on `num_threads` threads.
 ///
 /// # Errors
-/// When the device has not the memory, or fails.
-pub fn upload<D: Device>(
+/// When the device has too little memory, or fails.
+pub fn upload<D: KernelDevice>(
     device: &mut D,
     spec: &DecoderSpec,
     weights: &DecoderWeights<DeviceSource>,
@@ -166,7 +166,7 @@ pub fn upload<D: Device>(
     Ok(DeviceWeights { embedding, layers: layers?, norm, head, ropes: ropes?, bytes: uploader.bytes })
 }
 
-/// The kinds that a device will hold of these weights, each once.
+/// The kinds of matrices that a device will hold, each once.
 pub fn kinds(weights: &DecoderWeights<DeviceSource>) -> Vec<WeightKind> {
     let mut kinds: Vec<WeightKind> = stacks(weights).map(|stack| stack.form.kind()).collect();
     kinds.sort_unstable();
@@ -174,11 +174,11 @@ pub fn kinds(weights: &DecoderWeights<DeviceSource>) -> Vec<WeightKind> {
     kinds
 }
 
-/// Matrices of one shape that follow each other on a device.
+/// Matrices of one shape that follow each other in device memory.
 struct Stack<'m> {
-    form: Form,
+    form: WeightForm,
     parts: Vec<&'m Matrix>,
-    /// Rows of one of them.
+    /// Rows of one matrix.
     num_out: usize,
     num_in: usize,
 }
@@ -186,18 +186,23 @@ struct Stack<'m> {
 impl<'m> Stack<'m> {
     fn of(matrices: impl Iterator<Item = &'m DeviceSource> + Clone) -> Stack<'m> {
         let first = matrices.clone().next().expect("there is one");
-        let form = Form::of(matrices.clone());
+        let form = WeightForm::of(matrices.clone());
         let (num_out, num_in) = (first.rows, first.cols);
         Stack { form, parts: matrices.flat_map(DeviceSource::parts).collect(), num_out, num_in }
     }
 
     fn of_table(table: &'m Matrix) -> Stack<'m> {
-        Stack { form: Form::of_table(table), parts: vec![table], num_out: table.rows, num_in: table.cols }
+        Stack {
+            form: WeightForm::of_table(table),
+            parts: vec![table],
+            num_out: table.rows,
+            num_in: table.cols,
+        }
     }
 
-    /// It chooses experts: as exactly as activations are.
+    /// The router chooses experts, so it has the precision of activations.
     fn of_router(router: &'m DeviceSource) -> Stack<'m> {
-        Stack { form: Form::Bf16, ..Stack::of(std::iter::once(router)) }
+        Stack { form: WeightForm::Bf16, ..Stack::of(std::iter::once(router)) }
     }
 
     fn num_rows(&self) -> usize {
@@ -209,7 +214,7 @@ impl<'m> Stack<'m> {
     }
 }
 
-/// All that a device will hold.
+/// Everything that a device will hold.
 fn stacks(weights: &DecoderWeights<DeviceSource>) -> impl Iterator<Item = Stack<'_>> {
     fn one(matrix: &DeviceSource) -> Stack<'_> {
         Stack::of(std::iter::once(matrix))
@@ -239,7 +244,7 @@ struct Uploader<'a, D> {
     bytes: DeviceWeightBytes,
 }
 
-impl<D: Device> Uploader<'_, D> {
+impl<D: KernelDevice> Uploader<'_, D> {
     fn layer(&mut self, layer: &LayerWeights<DeviceSource>) -> Result<DeviceLayer, CudaError> {
         let qkv = self.linear(&layer.qkv)?;
         Ok(DeviceLayer {
@@ -273,26 +278,26 @@ impl<D: Device> Uploader<'_, D> {
         self.stack(&Stack::of(std::iter::once(matrix)))
     }
 
-    /// The first matrix.
+    /// Uploads the stack and returns its first matrix.
     fn stack(&mut self, stack: &Stack<'_>) -> Result<DeviceMatrix, CudaError> {
         let Stack { form, parts, num_out, num_in, .. } = stack;
         let (num_rows, row_bytes) = (stack.num_rows(), form.kind().row_bytes(*num_in));
         let at = self.device.allocate(num_rows * row_bytes)?;
         let places: Vec<(&Matrix, usize)> =
             parts.iter().flat_map(|part| (0..part.rows).map(|row_idx| (*part, row_idx))).collect();
-        let mut rows = Rows::new(*form, *num_in);
+        let mut rows = WeightRows::new(*form, *num_in);
         let mut tables = Tables::new(*form, num_rows, *num_in);
         let rows_per_piece = (STAGED_BYTES / row_bytes).max(1);
         for (nth, places) in places.chunks(rows_per_piece).enumerate() {
             let first = nth * rows_per_piece;
             rows.fill(places, self.num_threads);
             rows.place_scales(first, &mut tables);
-            // SAFETY: allocated for all rows.
+            // SAFETY: the allocation has room for all rows.
             unsafe { self.device.upload(at.add(first * row_bytes), &rows.bytes) }?;
             self.advance(rows.bytes.len());
         }
         let mut scales = form.scales(num_rows, *num_in);
-        if *form != Form::Bf16 {
+        if *form != WeightForm::Bf16 {
             scales.scales = self.vector(&tables.scales)?;
             self.advance(tables.scales.len() * 4);
         }
@@ -302,7 +307,7 @@ impl<D: Device> Uploader<'_, D> {
         }
         let size_bytes = stack.size_bytes() as u64;
         *self.bytes.of(form.kind()) += size_bytes;
-        if *form == Form::Bf16 && parts.iter().any(|part| part.is_integers() || part.is_fp8()) {
+        if *form == WeightForm::Bf16 && parts.iter().any(|part| part.is_integers() || part.is_fp8()) {
             self.bytes.widened += size_bytes;
         }
         Ok(DeviceMatrix { at, kind: form.kind(), scales, num_out: *num_out, num_in: *num_in })

@@ -5,23 +5,23 @@ use thiserror::Error;
 
 use crate::compile::CompileError;
 
-/// Why a device cannot be opened for some kernels. Each says what to do, where something can be done.
+/// Why a device cannot be opened. The message says what to do, where something can be done.
 #[derive(Debug, Error)]
 pub enum OpenError {
-    /// The device, or a library, is missing, full, or broken.
+    /// The device or a library is missing, out of memory, or broken.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// There is no code of the kernels.
+    /// The kernels could not be compiled.
     #[error(transparent)]
     Compile(#[from] CompileError),
-    /// The device has no bf16.
+    /// The device does not support bf16.
     #[error("device {device} has compute capability {major}.{minor}, expected 8.0 (A100) or newer")]
     TooOld {
-        /// As the driver counts.
+        /// The driver's index of the device.
         device: u32,
-        /// Of its capability.
+        /// Major part of the compute capability.
         major: u32,
-        /// Of its capability.
+        /// Minor part of the compute capability.
         minor: u32,
     },
 }

@@ -1,29 +1,29 @@
-//! How a library multiplies E4M3 on a device, by doing it: what it refuses depends on its version and on the card, and it may do
-//! so as late as at the product itself.
+//! Finds out which E4M3 products a library has on a device, by trying them. Support depends on the version and on the
+//! GPU, and the library may reject a product as late as at the call.
 
 use baton_cuda::CudaError;
 
-use crate::device::{Device, FP8_BLOCK, Fp8Product, Fp8Products, Fp8Scaling};
+use crate::device::{FP8_BLOCK, Fp8Product, Fp8Products, Fp8Scaling, KernelDevice};
 use crate::kernel::Address;
 use crate::products::E4M3_ONE;
 
 const NUM_ROWS: usize = 132;
 const NUM_OUT: usize = 2 * FP8_BLOCK;
-/// Blocks that are not a multiple of four.
+/// A number of blocks that is not a multiple of four.
 const NUM_IN: usize = 5 * FP8_BLOCK;
 
-/// A device that can do one can do those before it.
+/// In order: a device that has one of these also has those before it.
 pub const WAYS: [(Fp8Products, Fp8Scaling); 3] = [
     (Fp8Products::Plain, Fp8Scaling::None),
     (Fp8Products::Scaled, Fp8Scaling::Rows),
     (Fp8Products::Blocks, Fp8Scaling::Blocks),
 ];
 
-/// The most that the device does; little memory is taken.
+/// The highest level that the device supports. Takes little memory.
 ///
 /// # Errors
-/// When the device fails. That a product is refused is none.
-pub fn fp8_products<D: Device>(device: &mut D) -> Result<Fp8Products, CudaError> {
+/// When the device fails. A rejected product is not an error.
+pub fn fp8_products<D: KernelDevice>(device: &mut D) -> Result<Fp8Products, CudaError> {
     let mut most = Fp8Products::None;
     for (products, scaling) in WAYS {
         if !multiplies(device, scaling)? {
@@ -34,15 +34,15 @@ pub fn fp8_products<D: Device>(device: &mut D) -> Result<Fp8Products, CudaError>
     Ok(most)
 }
 
-/// Whether a product with such scales is there, and right.
-pub fn multiplies<D: Device>(device: &mut D, scaling: Fp8Scaling) -> Result<bool, CudaError> {
+/// Whether the device has products with this scaling and computes them correctly.
+pub fn multiplies<D: KernelDevice>(device: &mut D, scaling: Fp8Scaling) -> Result<bool, CudaError> {
     let num_groups = NUM_IN / FP8_BLOCK;
     let (num_left, num_right) = match scaling {
         Fp8Scaling::None => (0, 0),
         Fp8Scaling::Rows => (NUM_ROWS, NUM_OUT),
         Fp8Scaling::Blocks => (num_groups * NUM_ROWS, NUM_OUT / FP8_BLOCK * num_groups.next_multiple_of(4)),
     };
-    // Powers of two: their products' sums have no rounding.
+    // Powers of two, so that the sums of products are exact.
     let scales = |num: usize| (0..num).map(|idx| [1.0f32, 2.0, 4.0][(idx + idx / 7) % 3]).collect::<Vec<_>>();
     let (left, right) = (scales(num_left), scales(num_right));
     let of_group = |row: usize, column: usize, group: usize| match scaling {
@@ -61,7 +61,7 @@ pub fn multiplies<D: Device>(device: &mut D, scaling: Fp8Scaling) -> Result<bool
     let product = Fp8Product {
         left: device.allocate_holding(&[E4M3_ONE; NUM_ROWS * NUM_IN])?,
         right: device.allocate_holding(&[E4M3_ONE; NUM_OUT * NUM_IN])?,
-        // NaN, which is no result.
+        // NaN, which is never the correct result.
         out: device.allocate_holding(&found)?,
         left_scales,
         right_scales,
@@ -70,10 +70,10 @@ pub fn multiplies<D: Device>(device: &mut D, scaling: Fp8Scaling) -> Result<bool
         num_in: NUM_IN as u64,
         scaling,
     };
-    // SAFETY: allocated for them above.
+    // SAFETY: all were allocated above with these shapes.
     unsafe {
         if let Err(error) = device.multiply_fp8(&product) {
-            tracing::debug!(?scaling, %error, "a product in fp8 was refused");
+            tracing::debug!(?scaling, %error, "the library rejected an fp8 product");
             return Ok(false);
         }
         device.download(product.out, &mut found)?;

@@ -1,4 +1,4 @@
-//! Work that is asked for again and again, as graphs.
+//! CUDA graphs of repeated work.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -6,21 +6,21 @@ use std::sync::Arc;
 use baton_cuda::{CudaError, failed};
 use cudarc::driver::{CudaGraph, CudaStream, DriverError, sys};
 
-/// Graphs that are kept: as many as there are sizes of a step, and some.
+/// Graphs that are kept: enough for all sizes of a step, with some to spare.
 const MAX_GRAPHS: usize = 512;
 
-/// Work on one stream, by its key.
+/// Repeated work of one stream, by key.
 pub struct Graphs {
     repeated: HashMap<u64, Repeated>,
     stream: Arc<CudaStream>,
 }
 
-/// Work that was asked for under one key.
+/// State of the work of one key.
 enum Repeated {
-    /// Once: what it needed at first is there, such as plans of products.
+    /// It ran once. Resources of a first run, such as plans of products, now exist.
     Seen,
     Captured(CudaGraph),
-    /// Twice, and there was no memory for a graph: as if it was not repeated.
+    /// It ran twice, and there was no memory for a graph. It runs without one from now on.
     Plain,
 }
 
@@ -29,7 +29,7 @@ impl Graphs {
         Graphs { repeated: HashMap::new(), stream: Arc::clone(stream) }
     }
 
-    /// Forgets all.
+    /// Drops all graphs.
     pub fn clear(&mut self) {
         self.repeated.clear();
     }
@@ -42,12 +42,12 @@ impl Graphs {
     }
 
     fn begin_capture(&self) -> Result<(), CudaError> {
-        // Other threads of this process, such as those of handoffs, may allocate meanwhile.
+        // Other threads of this process, such as those of handoffs, may allocate during the capture.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         self.stream.begin_capture(mode).map_err(|error| failed("cuStreamBeginCapture", error))
     }
 
-    /// What was asked for since, as a graph, if there is memory for it.
+    /// The captured graph. `None`: there was no memory for it.
     fn end_capture(&self) -> Result<Option<CudaGraph>, CudaError> {
         match self.stream.end_capture(sys::CUgraphInstantiate_flags(0)) {
             Ok(Some(graph)) => Ok(Some(graph)),
@@ -58,11 +58,11 @@ impl Graphs {
     }
 }
 
-/// [`Device::repeat`](crate::device::Device::repeat) of an owner of graphs: the second time that work is asked for under a key it
-/// becomes a graph.
+/// Implements [`KernelDevice::repeat`](crate::device::KernelDevice::repeat) for an owner of graphs. The second run of
+/// a key records a graph.
 ///
 /// # Errors
-/// When the work fails, or the driver.
+/// When the work or the driver fails.
 pub fn repeat<D>(
     owner: &mut D,
     graphs: fn(&mut D) -> &mut Graphs,
@@ -78,12 +78,14 @@ pub fn repeat<D>(
         Some(Repeated::Seen) => {
             graphs(owner).begin_capture()?;
             let asked = work(owner);
-            // Also after a failure: the stream is of no use while it is captured.
+            // The capture ends also after a failure: a stream cannot be used while it is captured.
             let graph = graphs(owner).end_capture();
             asked?;
             let repeated = graph?.map_or(Repeated::Plain, Repeated::Captured);
             if let Repeated::Plain = repeated {
-                tracing::warn!("no memory for a graph: these steps are launched kernel by kernel");
+                tracing::warn!(
+                    "no memory for a CUDA graph: steps of this size launch their kernels one by one"
+                );
             }
             graphs(owner).insert(key, repeated);
         }

@@ -1,4 +1,4 @@
-//! Kernels on a device of NVIDIA's: compiled for it, loaded, and launched.
+//! Kernels on an NVIDIA device: compiled, loaded and launched.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -10,7 +10,7 @@ use cudarc::nvrtc::Ptx;
 
 use super::error::OpenError;
 use crate::compile::{Architecture, CubinCache};
-use crate::kernel::{Kernel, KernelCode, Source};
+use crate::kernel::{Kernel, KernelCode, KernelSource};
 
 /// The kernels of some sources.
 pub struct LoadedKernels {
@@ -21,16 +21,21 @@ pub struct LoadedKernels {
 
 struct Function {
     function: CudaFunction,
-    /// Dynamic shared memory that it may use. What it may without being asked depends on what it has besides.
+    /// Dynamic shared memory that was requested so far. The default limit depends on the kernel's static shared
+    /// memory.
     shared_bytes: u32,
 }
 
 impl LoadedKernels {
-    /// Those that the cache does not hold are compiled and kept there.
+    /// Loads the kernels. Those that the cache does not hold are compiled and added to it.
     ///
     /// # Errors
-    /// When the device is too old, or kernels cannot be compiled or loaded.
-    pub fn new(device: &Device, sources: &[Source], code: KernelCode) -> Result<LoadedKernels, OpenError> {
+    /// When the device is too old, or a kernel cannot be compiled or loaded.
+    pub fn new(
+        device: &Device,
+        sources: &[KernelSource],
+        code: KernelCode,
+    ) -> Result<LoadedKernels, OpenError> {
         let capability = device.context().compute_capability();
         let (major, minor) = capability.map_err(|error| failed("cuDeviceGetAttribute", error))?;
         let (major, minor) = (major as u32, minor as u32);
@@ -47,10 +52,10 @@ impl LoadedKernels {
         Ok(LoadedKernels { device: device.clone(), modules, functions: HashMap::new() })
     }
 
-    /// Launches one of them on `stream`.
+    /// Launches a kernel on `stream`.
     ///
     /// # Safety
-    /// What its arguments point to is there, until the kernel has run.
+    /// The memory that the arguments point to is valid until the kernel has run.
     pub unsafe fn launch<K: Kernel>(&mut self, kernel: &K, stream: &CudaStream) -> Result<(), CudaError> {
         let shape = kernel.shape();
         let [x, y, z] = shape.grid;
@@ -61,15 +66,15 @@ impl LoadedKernels {
         let function = self.function(kernel.name(), shape.shared_bytes)?;
         let mut params = [(&raw const *kernel).cast_mut().cast::<c_void>()];
         let (threads, stream) = ((shape.threads, 1, 1), stream.cu_stream());
-        // SAFETY: the one parameter is what the kernel takes, by the word of its type; it is copied by the call. What it
-        // points to is there by the caller's word.
+        // SAFETY: the type guarantees that the one parameter is the kernel's own; the call copies it. The caller
+        // guarantees the memory that it points to.
         unsafe {
             result::launch_kernel(function, (x, y, z), threads, shape.shared_bytes, stream, &mut params)
         }
         .map_err(|error| CudaError::Failed { call: kernel.name(), why: format!("cuLaunchKernel: {error}") })
     }
 
-    /// The kernel of that name, allowed so much shared memory.
+    /// The kernel of this name, with its limit of dynamic shared memory raised to `shared_bytes`.
     fn function(&mut self, name: &'static str, shared_bytes: u32) -> Result<sys::CUfunction, CudaError> {
         if !self.functions.contains_key(name) {
             let found = self.modules.iter().find_map(|module| module.load_function(name).ok());

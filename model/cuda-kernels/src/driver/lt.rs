@@ -1,7 +1,7 @@
-//! Products by cuBLASLt: how each shape is multiplied best is asked once.
+//! Matrix products with cuBLASLt. The algorithm for each shape is looked up once.
 //!
-//! cuBLASLt counts in columns: a row-major `[rows][columns]` is its matrix of so many columns of `columns` elements. So
-//! `out = left right^T` is asked for as `out^T = right left^T`.
+//! cuBLASLt is column-major: a row-major `[rows][columns]` is its matrix of `columns` rows and `rows` columns. `out =
+//! left right^T` is therefore computed as `out^T = right left^T`.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
@@ -17,13 +17,13 @@ use cudarc::driver::CudaStream;
 use crate::device::{Fp8Product, Fp8Scaling, Product};
 use crate::kernel::Address;
 
-/// What algorithms may use; NVIDIA's advice for Hopper.
+/// Workspace of algorithms, of the size that NVIDIA recommends for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// Shapes whose plans are kept. A prompt has any number of rows.
+/// Shapes whose plans are kept. Prompts have any number of rows, so there is a limit.
 const MAX_PLANS: usize = 4096;
 
-/// Of each row and matrix: what device.rs asks for.
+/// Alignment of each row and matrix, as `device.rs` requires it.
 const ALIGNMENT_BYTES: u32 = 16;
 
 pub struct Products {
@@ -34,7 +34,7 @@ pub struct Products {
     stream: Arc<CudaStream>,
 }
 
-/// What a plan depends on.
+/// Everything that a plan depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Shape {
     num_rows: u64,
@@ -47,24 +47,24 @@ struct Shape {
     numbers: Numbers,
 }
 
-/// What both sides are.
+/// Number format of both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Numbers {
     Bf16,
-    /// E4M3. Scales of rows and of blocks are since CUDA 12.9, on Hopper.
+    /// E4M3. Scales of rows and of blocks need CUDA 12.9 and Hopper.
     Fp8(Fp8Scaling),
 }
 
-/// Values of `cublasLtMatmulMatrixScale_t` that are newer than the bindings: a scale for each row (`OUTER_VEC_32F`), for 128
-/// numbers of a row (`VEC128_32F`), for 128 of 128 rows (`BLK128x128_32F`).
+/// Values of `cublasLtMatmulMatrixScale_t` that the bindings lack: a scale for each row (`OUTER_VEC_32F`), for each
+/// 128 numbers of a row (`VEC128_32F`), and for each block of 128 x 128 (`BLK128x128_32F`).
 const OUTER_VECTOR: i32 = 3;
 const VECTORS_OF_128: i32 = 4;
 const BLOCKS_OF_128: i32 = 5;
 
-/// CUBLAS_STATUS_NOT_SUPPORTED: no algorithm is found.
+/// CUBLAS_STATUS_NOT_SUPPORTED: there is no algorithm.
 const NOT_SUPPORTED: c_int = 15;
 
-/// What is multiplied once.
+/// Addresses of one product.
 struct Operands {
     left: Address,
     right: Address,
@@ -74,7 +74,7 @@ struct Operands {
     right_scales: Address,
 }
 
-/// How one shape is multiplied.
+/// Descriptors and algorithm for one shape.
 struct Plan {
     library: Arc<CublasLt>,
     product: sys::cublasLtMatmulDesc_t,
@@ -97,7 +97,7 @@ impl Products {
     }
 
     /// # Safety
-    /// The three matrices are there until the stream has done it.
+    /// The three matrices are valid until the stream has computed the product.
     pub unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError> {
         let shape = Shape {
             num_rows: product.num_rows,
@@ -117,15 +117,14 @@ impl Products {
             left_scales: Address::NULL,
             right_scales: Address::NULL,
         };
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { self.run(shape, &operands) }
     }
 
-    /// Sums are those of the matrix units, promoted to f32 on the way: fast accumulation, which Hopper has besides, keeps
-    /// fewer bits.
+    /// Accumulates in f32: Hopper's fast accumulation would keep fewer bits.
     ///
     /// # Safety
-    /// As [`multiply`](Self::multiply), for the scales, too.
+    /// As for [`multiply`](Self::multiply), and the scales are valid too.
     pub unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
         let shape = Shape {
             num_rows: product.num_rows,
@@ -139,12 +138,12 @@ impl Products {
         };
         let Fp8Product { left, right, out, left_scales, right_scales, .. } = *product;
         let operands = Operands { left, right, out, beta: 0.0, left_scales, right_scales };
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { self.run(shape, &operands) }
     }
 
     /// # Safety
-    /// The matrices, and the scales of a shape that has some, are there until the stream has done it.
+    /// The matrices, and the scales of a shape that has scales, are valid until the stream has computed the product.
     unsafe fn run(&mut self, shape: Shape, operands: &Operands) -> Result<(), CudaError> {
         if !self.plans.contains_key(&shape) {
             if self.plans.len() == MAX_PLANS {
@@ -157,7 +156,7 @@ impl Products {
         plan.set_scales(&shape, operands)?;
         let (alpha, beta) = (1.0f32, operands.beta);
         let out = operands.out.0 as *mut c_void;
-        // SAFETY: the plan is for this shape, the matrices are there by the caller's word; the factors are read by the call.
+        // SAFETY: the plan is for this shape. The caller guarantees the matrices. The call reads the factors.
         let multiplied = unsafe {
             (self.library.api.multiply)(
                 self.handle,
@@ -185,7 +184,7 @@ impl Products {
 impl Drop for Products {
     fn drop(&mut self) {
         self.plans.clear();
-        // SAFETY: made by `new`, and not used after this.
+        // SAFETY: `new` created it, and nothing uses it after this.
         unsafe { (self.library.api.destroy)(self.handle) };
     }
 }
@@ -215,14 +214,14 @@ impl Plan {
             // SAFETY: plain data; the library fills it in below.
             algorithm: unsafe { std::mem::zeroed() },
         };
-        // Each is destroyed with the plan, also when a later one fails.
+        // The plan destroys each descriptor, also when creating a later one fails.
         let (sums, scales) = (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType::CUDA_R_32F);
         // SAFETY: the out pointer is valid.
         let created = unsafe { (library.api.create_product)(&mut plan.product, sums, scales) };
         library.check("cublasLtMatmulDescCreate", created)?;
         // CUBLAS_OP_T
         plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, 1i32)?;
-        // What is on the right here is cuBLASLt's A.
+        // The right side here is cuBLASLt's A.
         let modes = match shape.numbers {
             Numbers::Bf16 | Numbers::Fp8(Fp8Scaling::None) => None,
             Numbers::Fp8(Fp8Scaling::Rows) => Some([OUTER_VECTOR; 2]),
@@ -232,7 +231,7 @@ impl Plan {
             plan.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, a)?;
             plan.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, b)?;
         }
-        // Algorithms may depend on whether there are scales.
+        // The choice of algorithm may depend on whether there are scales.
         plan.set_scales(shape, operands)?;
         for (layout, number_type, num_rows, num_columns, stride) in [
             (&mut plan.right, in_type, shape.num_in, shape.num_out, shape.num_in),
@@ -257,7 +256,7 @@ impl Plan {
             preference.set(matrix, ALIGNMENT_BYTES)?;
         }
         let (mut found, mut num_found) = (MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed(), 0);
-        // SAFETY: all were just made, and there is room for the one result that is asked for.
+        // SAFETY: all descriptors were created above, and there is room for the one requested result.
         let asked = unsafe {
             (library.api.find_algorithms)(
                 handle,
@@ -273,7 +272,8 @@ impl Plan {
             )
         };
         library.check("cublasLtMatmulAlgoGetHeuristic", asked)?;
-        // SAFETY: zeroes, or what was found. The state is read as the number that it is: a newer library may have others.
+        // SAFETY: the memory holds zeros or a result. The state is read as an integer because a newer library may
+        // have new values.
         let (algorithm, state) = unsafe {
             let found = found.as_ptr();
             ((*found).algo, (&raw const (*found).state).cast::<c_int>().read())
@@ -290,12 +290,12 @@ impl Plan {
         value: T,
     ) -> Result<(), CudaError> {
         let value: *const c_void = (&raw const value).cast();
-        // SAFETY: the description is there, and the attribute is of this type.
+        // SAFETY: the descriptor is valid, and the attribute has this type.
         let set = unsafe { (self.library.api.set_product)(self.product, attribute, value, size_of::<T>()) };
         self.library.check("cublasLtMatmulDescSetAttribute", set)
     }
 
-    /// Scales that the next product of this shape reads.
+    /// Sets the scales of the next product of this shape.
     fn set_scales(&self, shape: &Shape, operands: &Operands) -> Result<(), CudaError> {
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
 
@@ -309,7 +309,7 @@ impl Plan {
 
 impl Drop for Plan {
     fn drop(&mut self) {
-        // SAFETY: each was made by `new`, if it is there. Nothing can be done about a failure.
+        // SAFETY: `new` created each descriptor that is not null. A failure has no remedy.
         unsafe {
             if !self.product.is_null() {
                 (self.library.api.destroy_product)(self.product);
@@ -323,7 +323,7 @@ impl Drop for Plan {
     }
 }
 
-/// What is asked of an algorithm.
+/// Requirements on an algorithm.
 struct Preferences<'a> {
     library: &'a CublasLt,
     preference: sys::cublasLtMatmulPreference_t,
@@ -344,7 +344,7 @@ impl Preferences<'_> {
         value: T,
     ) -> Result<(), CudaError> {
         let value: *const c_void = (&raw const value).cast();
-        // SAFETY: the preferences are there, and the attribute is of this type.
+        // SAFETY: the preferences are valid, and the attribute has this type.
         let set =
             unsafe { (self.library.api.set_preference)(self.preference, attribute, value, size_of::<T>()) };
         self.library.check("cublasLtMatmulPreferenceSetAttribute", set)
@@ -353,7 +353,7 @@ impl Preferences<'_> {
 
 impl Drop for Preferences<'_> {
     fn drop(&mut self) {
-        // SAFETY: made with it, and not used after this.
+        // SAFETY: `new` created it, and nothing uses it after this.
         unsafe { (self.library.api.destroy_preference)(self.preference) };
     }
 }
@@ -362,7 +362,8 @@ impl Drop for Preferences<'_> {
 mod tests {
     use super::*;
 
-    /// Asking for an algorithm is the first that takes a device: what comes before it is right for this library.
+    /// The search for an algorithm is the first call that needs a device. The calls before it must succeed without
+    /// one.
     #[test]
     fn products_are_described_without_a_device() {
         let library = match CublasLt::load(None) {

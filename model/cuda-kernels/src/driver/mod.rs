@@ -1,12 +1,12 @@
-//! A device of NVIDIA's behind the seam: one stream, kernels compiled by NVRTC, products by cuBLASLt, graphs; and a second
-//! stream for what it does with other ranks, by NCCL.
+//! An NVIDIA device behind the seam: one stream of work, kernels compiled by NVRTC, products by cuBLASLt, and graphs.
+//! A second stream carries the NCCL operations with other ranks.
 //!
-//! Sums begin behind what was asked for before them, and the first stream waits for them where they end, both by events:
-//! so they are part of graphs, too. One rank of several never waits for its device without looking whether the others
-//! are still there, as its device may be waiting for them.
+//! An event makes each NCCL operation wait for the work queued before it. Another event makes the first stream wait
+//! for the operation. Both events are part of graphs. While a rank waits for its device, it also checks that the
+//! other ranks are still there: the device may be waiting for them.
 //!
-//! Not run on a GPU yet: what is checked is that it gets along with a fake driver (`baton-cuda-emulator`), and that
-//! missing libraries are said.
+//! It has not run on a GPU yet. The tests run it against a fake driver (`baton-cuda-emulator`) and check the errors
+//! for missing libraries.
 
 use std::sync::Arc;
 
@@ -17,12 +17,12 @@ use fp8_trial::fp8_products;
 use graphs::{Graphs, repeat};
 use loaded::LoadedKernels;
 use lt::Products;
-use nccl::{Group, Membership};
+use nccl::{NcclGroup, NcclMember};
 use wgmma_trial::wgmma_works;
 
 use crate::attention::WGMMA_FILE;
-use crate::device::{Device, Fp8Product, Fp8Products, NUM_MARKS, NUM_RETURNS, Product, TimedDevice};
-use crate::kernel::{Address, Kernel, KernelCode, Source};
+use crate::device::{Fp8Product, Fp8Products, KernelDevice, NUM_MARKS, NUM_RETURNS, Product, TimedDevice};
+use crate::kernel::{Address, Kernel, KernelCode, KernelSource};
 
 pub use error::OpenError;
 
@@ -34,27 +34,27 @@ mod lt;
 pub mod nccl;
 pub mod wgmma_trial;
 
-/// Bytes that are copied between the host and the device at a time.
+/// Bytes of one staged copy between the host and the device.
 const STAGED_BYTES: usize = 4 << 20;
 
-/// Bytes that there is room for at first in what is sent back: sampled tokens, and some log-probabilities.
+/// Initial size of the memory for returned bytes: sampled tokens and some log-probabilities.
 const RETURNED_BYTES: usize = 64 << 10;
 
-/// Looks at an event between two looks at NCCL's state.
+/// Event queries between two queries of NCCL's state.
 const LOOKS: u32 = 256;
 
-/// One device, and one stream of work on it.
+/// One device and one stream of work on it.
 pub struct DriverDevice {
     name: String,
-    /// Before what they refer to.
+    /// Dropped before the resources that they refer to.
     graphs: Graphs,
-    /// Unless none are asked for.
+    /// `None`: the device was opened without products.
     products: Option<Products>,
     pub fp8_products: Fp8Products,
     has_wgmma: bool,
     kernels: LoadedKernels,
     marks: Vec<Option<CudaEvent>>,
-    /// `None` where it computes a whole model, or has left.
+    /// `None`: this device computes a whole model.
     others: Option<Others>,
     uploads: [Staging; 2],
     next_upload: usize,
@@ -65,44 +65,45 @@ pub struct DriverDevice {
     device: baton_cuda::Device,
 }
 
-// SAFETY: handles of cuBLASLt and of graphs may be used by any thread, one at a time; who has the device mutably is the
-// only one.
+// SAFETY: handles of cuBLASLt and of graphs may move between threads as long as one thread uses them at a time.
+// `&mut` guarantees that.
 unsafe impl Send for DriverDevice {}
 
-/// The ranks that it computes with.
+/// The link to the other ranks.
 struct Others {
-    membership: Membership,
+    member: NcclMember,
     stream: Arc<CudaStream>,
-    /// Behind what sums begin behind, and behind the sums.
+    /// The end of the work queued before an operation.
     asked: CudaEvent,
+    /// The end of an operation.
     done: CudaEvent,
 }
 
-/// Memory that bytes wait in, and when the device has them.
+/// Pinned memory of a copy, and the event of its end.
 struct Staging {
     pinned: Pinned,
     copied: CudaEvent,
 }
 
-/// What was sent to the host last.
+/// The last bytes that were sent to a place in host memory.
 struct Returned {
     staging: Staging,
     num_bytes: usize,
 }
 
 impl DriverDevice {
-    /// Opens the device and loads the kernels of `sources`; those that the cache does not hold are compiled and kept
-    /// there.
+    /// Opens the device and loads the kernels of `sources`. Kernels that the cache does not hold are compiled and
+    /// added to it.
     ///
     /// # Errors
-    /// What is missing, or broken.
-    pub fn open(ordinal: u32, sources: &[Source], code: KernelCode) -> Result<DriverDevice, OpenError> {
+    /// When something is missing or broken.
+    pub fn open(ordinal: u32, sources: &[KernelSource], code: KernelCode) -> Result<DriverDevice, OpenError> {
         let mut device = DriverDevice::without_products(ordinal, sources, code)?;
         device.products = Some(Products::new(&device.device, &device.stream)?);
-        // Ada is the first that multiplies E4M3.
+        // Ada is the first architecture with E4M3 products.
         if device.capability()? >= (8, 9) {
-            device.fp8_products = device.try_out(fp8_products)?;
-            tracing::info!(products = ?device.fp8_products, "products in fp8 were tried");
+            device.fp8_products = device.with_temporary_memory(fp8_products)?;
+            tracing::info!(products = ?device.fp8_products, "fp8 products were tested");
         }
         if let Some(source) = sources.iter().find(|source| source.file == WGMMA_FILE && device.has_wgmma) {
             device.has_wgmma = device.try_wgmma(source)?;
@@ -115,21 +116,21 @@ impl DriverDevice {
         capability.map_err(|error| failed("cuDeviceGetAttribute", error))
     }
 
-    /// Whether attention by products of warpgroups finds what it should.
-    fn try_wgmma(&mut self, source: &Source) -> Result<bool, CudaError> {
+    /// Whether attention with warpgroup products computes correct results.
+    fn try_wgmma(&mut self, source: &KernelSource) -> Result<bool, CudaError> {
         let head_dim = source.defines.iter().find(|(name, _)| *name == "HEAD_DIM").expect("it is defined").1;
-        let works = self.try_out(|device| wgmma_works(device, head_dim as usize))?;
+        let works = self.with_temporary_memory(|device| wgmma_works(device, head_dim as usize))?;
         match works {
-            true => tracing::info!("prefill attention is multiplied by warpgroups"),
+            true => tracing::info!("prefill attention uses warpgroup products"),
             false => tracing::error!(
-                "prefill attention by warpgroups is wrong on this device and is not used: please report this"
+                "warpgroup attention computes wrong results on this device and is not used: please report this"
             ),
         }
         Ok(works)
     }
 
-    /// Does something; the memory that it took is free again.
-    fn try_out<T>(
+    /// Does some work, then frees the memory that it allocated.
+    fn with_temporary_memory<T>(
         &mut self,
         work: impl FnOnce(&mut DriverDevice) -> Result<T, CudaError>,
     ) -> Result<T, CudaError> {
@@ -141,13 +142,13 @@ impl DriverDevice {
         done
     }
 
-    /// The same, for kernels alone: cuBLASLt need not be there.
+    /// Like [`open`](Self::open), but for kernels only: cuBLASLt need not be installed.
     ///
     /// # Errors
-    /// As [`open`](Self::open).
+    /// As for [`open`](Self::open).
     pub fn without_products(
         ordinal: u32,
-        sources: &[Source],
+        sources: &[KernelSource],
         code: KernelCode,
     ) -> Result<DriverDevice, OpenError> {
         let device = baton_cuda::Device::open(ordinal)?;
@@ -175,30 +176,30 @@ impl DriverDevice {
             stream,
             device,
         };
-        // Neither before Hopper nor after it.
+        // Only Hopper has wgmma; later architectures do not.
         device.has_wgmma = device.capability()? == (9, 0);
         Ok(device)
     }
 
-    /// The graphs of what is repeated.
+    /// The graphs of repeated work.
     pub fn graphs(&mut self) -> &mut Graphs {
         &mut self.graphs
     }
 
-    /// Joins the other ranks, each of which does so on a thread of its own.
+    /// Joins the other ranks. Each rank calls this on a thread of its own.
     ///
     /// # Errors
-    /// When they do not come, or NCCL fails.
-    pub fn join(&mut self, group: &Group, rank: Rank) -> Result<(), CudaError> {
+    /// When a rank does not join, or NCCL fails.
+    pub fn join(&mut self, group: &NcclGroup, rank: Rank) -> Result<(), CudaError> {
         self.device.bind()?;
         let event = || self.device.context().new_event(None).map_err(|error| failed("cuEventCreate", error));
         let (stream, asked, done) = (self.device.stream()?, event()?, event()?);
-        self.others = Some(Others { membership: group.join(rank)?, stream, asked, done });
+        self.others = Some(Others { member: group.join(rank)?, stream, asked, done });
         Ok(())
     }
 
-    /// The ranks that it computes with; what is asked of their stream comes behind what was asked for so far.
-    fn behind(&mut self) -> Result<&mut Others, CudaError> {
+    /// The link to the other ranks. Its stream now waits for all work queued so far.
+    fn link_to_others(&mut self) -> Result<&mut Others, CudaError> {
         self.device.bind()?;
         let others = self.others.as_mut().expect("one of several ranks");
         others.asked.record(&self.stream).map_err(|error| failed("cuEventRecord", error))?;
@@ -206,13 +207,13 @@ impl DriverDevice {
         Ok(others)
     }
 
-    /// Fills memory with `byte`.
+    /// Sets `num_bytes` bytes to `byte`.
     ///
     /// # Safety
-    /// There are so many bytes.
+    /// The memory at `at` has `num_bytes` bytes.
     pub unsafe fn fill(&mut self, at: Address, byte: u8, num_bytes: usize) -> Result<(), CudaError> {
         self.device.bind()?;
-        // SAFETY: there by the caller's word.
+        // SAFETY: the caller guarantees the memory.
         unsafe { result::memset_d8_async(at.0, byte, num_bytes, self.stream.cu_stream()) }
             .map_err(|error| failed("cuMemsetD8Async", error))
     }
@@ -235,7 +236,7 @@ impl TimedDevice for DriverDevice {
 
     unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
         self.device.bind()?;
-        // SAFETY: there by the caller's word.
+        // SAFETY: the caller guarantees the memory.
         unsafe { result::memcpy_dtod_async(to.0, from.0, num_bytes, self.stream.cu_stream()) }
             .map_err(|error| failed("cuMemcpyDtoDAsync", error))
     }
@@ -243,17 +244,17 @@ impl TimedDevice for DriverDevice {
 
 impl Drop for DriverDevice {
     fn drop(&mut self) {
-        // Kernels that wait for other ranks end.
+        // Ends kernels that wait for other ranks.
         self.leave_ranks();
         if let Some(others) = &self.others {
             let _ = others.stream.synchronize();
         }
-        // Nothing is under way when its memory goes. A failure was told to the caller that asked for the work.
+        // The device must be idle before its memory is freed. Earlier calls have reported failures to their callers.
         let _ = self.stream.synchronize();
     }
 }
 
-/// Waits for an event, unless another rank is gone: then it may never come.
+/// Waits for an event. Fails if another rank is gone, because the event may then never happen.
 fn wait(event: &CudaEvent, others: Option<&mut Others>) -> Result<(), CudaError> {
     let Some(others) = others else {
         return event.synchronize().map_err(|error| failed("cuEventSynchronize", error));
@@ -262,16 +263,16 @@ fn wait(event: &CudaEvent, others: Option<&mut Others>) -> Result<(), CudaError>
     while !event.try_is_complete().map_err(|error| failed("cuEventQuery", error))? {
         num_looks = num_looks.wrapping_add(1);
         match num_looks.is_multiple_of(LOOKS) {
-            true => others.membership.check()?,
-            false => others.membership.check_others()?,
+            true => others.member.check()?,
+            false => others.member.check_others()?,
         }
         std::hint::spin_loop();
     }
     Ok(())
 }
 
-impl Device for DriverDevice {
-    // A guess: a product of half as many rows still fills a device, and its sum takes longer than to begin it.
+impl KernelDevice for DriverDevice {
+    // A guess: half of the rows still fill a device, and the sum takes longer than its launch.
     const ROWS_TO_OVERLAP: usize = 1024;
 
     fn name(&self) -> &str {
@@ -295,11 +296,11 @@ impl Device for DriverDevice {
         for chunk in bytes.chunks(STAGED_BYTES) {
             let staging = &mut self.uploads[self.next_upload];
             self.next_upload = 1 - self.next_upload;
-            // One that was never recorded is complete.
+            // An event that was never recorded counts as complete.
             wait(&staging.copied, self.others.as_mut())?;
             let pinned = &mut staging.pinned.bytes_mut()[..chunk.len()];
             pinned.copy_from_slice(chunk);
-            // SAFETY: there is room by the caller's word; the memory is used again when the copy is done.
+            // SAFETY: the caller guarantees the room. The staging memory is reused only after the copy.
             unsafe { result::memcpy_htod_async(target, pinned, self.stream.cu_stream()) }
                 .map_err(|error| failed("cuMemcpyHtoDAsync", error))?;
             staging.copied.record(&self.stream).map_err(|error| failed("cuEventRecord", error))?;
@@ -314,7 +315,7 @@ impl Device for DriverDevice {
         for chunk in bytes.chunks_mut(STAGED_BYTES) {
             let Staging { pinned, copied } = &mut self.downloads;
             let room = &mut pinned.bytes_mut()[..chunk.len()];
-            // SAFETY: there by the caller's word; waited for before the memory is looked at.
+            // SAFETY: the caller guarantees the memory. The bytes are read only after the copy.
             unsafe { result::memcpy_dtoh_async(room, source, self.stream.cu_stream()) }
                 .map_err(|error| failed("cuMemcpyDtoHAsync", error))?;
             copied.record(&self.stream).map_err(|error| failed("cuEventRecord", error))?;
@@ -328,7 +329,7 @@ impl Device for DriverDevice {
     unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError> {
         self.device.bind()?;
         let Returned { staging, num_bytes: len } = &mut self.returns[place];
-        // What was sent there before is still to be written otherwise. One that was never recorded is complete.
+        // The last copy to this place must end first. An event that was never recorded counts as complete.
         wait(&staging.copied, self.others.as_mut())?;
         if staging.pinned.bytes().len() < num_bytes {
             staging.pinned = Pinned::new(&self.device, num_bytes.next_power_of_two())?;
@@ -336,7 +337,7 @@ impl Device for DriverDevice {
         *len = num_bytes;
         if num_bytes > 0 {
             let pinned = &mut staging.pinned.bytes_mut()[..num_bytes];
-            // SAFETY: there by the caller's word; it is read when the event has passed.
+            // SAFETY: the caller guarantees the memory. The bytes are read only after the event.
             unsafe { result::memcpy_dtoh_async(pinned, from.0, self.stream.cu_stream()) }
                 .map_err(|error| failed("cuMemcpyDtoHAsync", error))?;
         }
@@ -350,7 +351,7 @@ impl Device for DriverDevice {
     }
 
     unsafe fn launch<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { self.kernels.launch(kernel, &self.stream) }
     }
 
@@ -359,7 +360,7 @@ impl Device for DriverDevice {
             return Ok(());
         }
         self.device.bind()?;
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { self.products.as_mut().expect("opened for products").multiply(product) }
     }
 
@@ -376,14 +377,14 @@ impl Device for DriverDevice {
             return Ok(());
         }
         self.device.bind()?;
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { self.products.as_mut().expect("opened for products").multiply_fp8(product) }
     }
 
     unsafe fn begin_sum(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
-        let others = self.behind()?;
-        // SAFETY: the stream lives as long as the membership; the numbers by the caller's word.
-        unsafe { others.membership.sum(numbers, len, others.stream.cu_stream().cast()) }
+        let others = self.link_to_others()?;
+        // SAFETY: the stream lives as long as the member of the group. The caller guarantees the numbers.
+        unsafe { others.member.sum(numbers, len, others.stream.cu_stream().cast()) }
     }
 
     fn end_sums(&mut self) -> Result<(), CudaError> {
@@ -393,24 +394,24 @@ impl Device for DriverDevice {
     }
 
     unsafe fn gather(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
-        let others = self.behind()?;
+        let others = self.link_to_others()?;
         // SAFETY: as above.
-        unsafe { others.membership.gather(numbers, len * 4, others.stream.cu_stream().cast()) }?;
+        unsafe { others.member.gather(numbers, len * 4, others.stream.cu_stream().cast()) }?;
         self.end_sums()
     }
 
-    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
-        let others = self.behind()?;
+    unsafe fn broadcast(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
+        let others = self.link_to_others()?;
         // SAFETY: as above.
-        unsafe { others.membership.hand_on(words, num_words * 4, others.stream.cu_stream().cast()) }?;
+        unsafe { others.member.broadcast(words, num_words * 4, others.stream.cu_stream().cast()) }?;
         self.end_sums()
     }
 
     fn leave_ranks(&mut self) {
-        // A communicator ends when the graphs that have its operations have.
+        // NCCL requires that graphs with its operations are destroyed before the communicator.
         self.graphs.clear();
         if let Some(others) = &mut self.others {
-            others.membership.leave();
+            others.member.leave();
         }
     }
 

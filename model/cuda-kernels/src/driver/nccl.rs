@@ -1,12 +1,12 @@
-//! One rank's membership in what NCCL connects: nothing here waits for ever for a rank that is gone.
+//! One rank of an NCCL group. No call here waits forever for a rank that is gone.
 //!
-//! Ranks are threads of one process. NCCL's own calls never wait (the communicator does not block), and who waits looks
-//! at three things in turn: NCCL's state, whether another rank has left, and, while all join, the time. A rank that leaves
-//! says so in memory that all share, and aborts its communicator, which ends its kernels; the others find out, fail, and
-//! abort theirs. No communicator is used by two threads.
+//! Ranks are threads of one process. The communicator is non-blocking, so NCCL's calls return at once. A waiting rank
+//! polls NCCL's state and the shared record of lost ranks, and, while the group forms, the clock. A rank that leaves
+//! sets the shared record and aborts its communicator, which ends its kernels. The other ranks notice, fail, and
+//! abort theirs. Each communicator is used by one thread.
 //!
-//! Not run on a GPU yet. What is checked: against a fake NCCL, which rank is told what, and that none
-//! is left waiting.
+//! It has not run on a GPU yet. The tests use a fake NCCL and check the error of each rank, and that no rank waits
+//! forever.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -19,64 +19,64 @@ use cudarc::nccl::sys::cudaStream_t;
 
 use crate::kernel::Address;
 
-/// How long all ranks may take to join: NCCL looks for ways between devices, and connects them.
+/// Time limit for all ranks to join. NCCL discovers and connects the links between devices meanwhile.
 const JOIN_PATIENCE: Duration = Duration::from_secs(120);
 
-/// Between two looks at what takes long.
+/// Time between two polls of a slow operation.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// `lost` while none is.
+/// Value of `lost` while all ranks are there.
 const NO_RANK: usize = usize::MAX;
 
-/// What ranks share to join each other.
+/// The state that the ranks of a group share.
 #[derive(Clone)]
-pub struct Group {
+pub struct NcclGroup {
     nccl: Nccl,
     id: UniqueId,
-    /// Who left first.
+    /// The first rank that left.
     lost: Arc<AtomicUsize>,
 }
 
-impl Group {
-    /// A new one; the ranks join it each on a thread of its own.
+impl NcclGroup {
+    /// Creates a group. Each rank joins it on a thread of its own.
     ///
     /// # Errors
     /// When NCCL finds no address to listen on.
-    pub fn new(nccl: Nccl) -> Result<Group, NcclError> {
-        Ok(Group { id: nccl.unique_id()?, nccl, lost: Arc::new(AtomicUsize::new(NO_RANK)) })
+    pub fn new(nccl: Nccl) -> Result<NcclGroup, NcclError> {
+        Ok(NcclGroup { id: nccl.unique_id()?, nccl, lost: Arc::new(AtomicUsize::new(NO_RANK)) })
     }
 
-    /// Joins the others, which do the same meanwhile, on the device that the thread is bound to.
+    /// Joins the other ranks, which call this concurrently. Uses the device that is bound to the thread.
     ///
     /// # Errors
-    /// When NCCL fails, a rank leaves, or they do not come within two minutes.
-    pub fn join(&self, rank: Rank) -> Result<Membership, CudaError> {
+    /// When NCCL fails, a rank leaves, or the ranks do not all join within two minutes.
+    pub fn join(&self, rank: Rank) -> Result<NcclMember, CudaError> {
         self.join_within(rank, JOIN_PATIENCE)
     }
 
-    /// Says that a rank will not come, or not any more. The first is remembered.
+    /// Records that a rank is lost. Only the first lost rank is kept.
     pub fn lose(&self, rank: Rank) {
         let _ = self.lost.compare_exchange(NO_RANK, rank.idx, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// The same, with less patience.
+    /// Like [`join`](Self::join), with another time limit.
     ///
     /// # Errors
-    /// As [`join`](Self::join).
-    pub fn join_within(&self, rank: Rank, patience: Duration) -> Result<Membership, CudaError> {
-        // From here on it leaves when it is dropped.
-        let mut membership = Membership { group: self.clone(), rank, handle: None };
+    /// As for [`join`](Self::join).
+    pub fn join_within(&self, rank: Rank, patience: Duration) -> Result<NcclMember, CudaError> {
+        // From here on, dropping the member leaves the group.
+        let mut member = NcclMember { group: self.clone(), rank, handle: None };
         let (num_ranks, idx) = (rank.num_ranks as i32, rank.idx as i32);
-        membership.handle = Some(self.nccl.join(&self.id, num_ranks, idx).map_err(failed)?);
+        member.handle = Some(self.nccl.join(&self.id, num_ranks, idx).map_err(failed)?);
         let begun = Instant::now();
-        while !membership.is_ready()? {
+        while !member.is_ready()? {
             if begun.elapsed() >= patience {
-                let why = format!("the {num_ranks} ranks have not met within {patience:?}");
+                let why = format!("the {num_ranks} ranks did not all join within {patience:?}");
                 return Err(CudaError::Failed { call: "ncclCommInitRankConfig", why });
             }
             std::thread::sleep(PAUSE);
         }
-        Ok(membership)
+        Ok(member)
     }
 }
 
@@ -87,22 +87,22 @@ fn failed(error: NcclError) -> CudaError {
     }
 }
 
-/// One rank's, until it leaves; dropped, it does.
-pub struct Membership {
-    group: Group,
+/// One rank of a group. Dropping it leaves the group.
+pub struct NcclMember {
+    group: NcclGroup,
     rank: Rank,
-    /// Until it is aborted.
+    /// `None` once the communicator is aborted.
     handle: Option<Handle>,
 }
 
-impl Membership {
-    /// Posts the sum over ranks of `len` numbers in bf16.
+impl NcclMember {
+    /// Queues the sum of `len` bf16 numbers over the ranks.
     ///
     /// # Errors
     /// When NCCL fails, or another rank is gone.
     ///
     /// # Safety
-    /// The stream is alive, and the numbers are there until the sum is done or the membership ended.
+    /// The stream is alive. The numbers are valid until the sum is done or the member has left.
     pub unsafe fn sum(
         &mut self,
         numbers: Address,
@@ -111,19 +111,20 @@ impl Membership {
     ) -> Result<(), CudaError> {
         self.check()?;
         let nccl = self.group.nccl.clone();
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { nccl.all_reduce_sum(self.handle()?, numbers.0, len, SumType::Bf16, stream) }
             .map_err(failed)?;
         self.settle()
     }
 
-    /// Posts that the first rank gets `len_bytes` of each, behind its own, which are there.
+    /// Queues copies of `len_bytes` bytes of each rank to the first rank, in the order of the ranks. The first rank's
+    /// bytes are already in place.
     ///
     /// # Errors
-    /// As [`sum`](Self::sum).
+    /// As for [`sum`](Self::sum).
     ///
     /// # Safety
-    /// Likewise.
+    /// As for [`sum`](Self::sum).
     pub unsafe fn gather(
         &mut self,
         at: Address,
@@ -135,18 +136,18 @@ impl Membership {
             true => others.map(|idx| (false, at.add(idx * len_bytes), idx)).collect(),
             false => vec![(true, at, 0)],
         };
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { self.post(operations, len_bytes, stream) }
     }
 
-    /// Posts that the others get `len_bytes` of the first rank.
+    /// Queues copies of `len_bytes` bytes of the first rank to all others.
     ///
     /// # Errors
-    /// As [`sum`](Self::sum).
+    /// As for [`sum`](Self::sum).
     ///
     /// # Safety
-    /// Likewise.
-    pub unsafe fn hand_on(
+    /// As for [`sum`](Self::sum).
+    pub unsafe fn broadcast(
         &mut self,
         at: Address,
         len_bytes: usize,
@@ -157,11 +158,12 @@ impl Membership {
             true => others.map(|idx| (true, at, idx)).collect(),
             false => vec![(false, at, 0)],
         };
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { self.post(operations, len_bytes, stream) }
     }
 
-    /// Sends, or else receives, as many bytes each, from or to where they are, to or from a rank; at once.
+    /// Queues sends and receives of `len` bytes as one NCCL group. Each operation is (is it a send, address, peer
+    /// rank).
     unsafe fn post(
         &mut self,
         operations: Vec<(bool, Address, usize)>,
@@ -174,12 +176,12 @@ impl Membership {
             Operation { is_send, address, len, peer }
         });
         let nccl = self.group.nccl.clone();
-        // SAFETY: by the caller's word.
+        // SAFETY: the caller guarantees it.
         unsafe { nccl.post(self.handle()?, operations, stream) }.map_err(failed)?;
         self.settle()
     }
 
-    /// Whether nothing speaks against waiting on: for who waits for a device that waits for the other ranks.
+    /// Checks that waiting still makes sense. For a caller that waits for a device which waits for other ranks.
     ///
     /// # Errors
     /// When NCCL fails, or another rank is gone.
@@ -187,7 +189,7 @@ impl Membership {
         self.is_ready().map(drop)
     }
 
-    /// The same, of the other ranks alone, which takes no call of NCCL's.
+    /// Like [`check`](Self::check), but only for the other ranks and without a call to NCCL.
     pub fn check_others(&self) -> Result<(), CudaError> {
         match self.group.lost.load(Ordering::Acquire) {
             NO_RANK => Ok(()),
@@ -195,18 +197,18 @@ impl Membership {
         }
     }
 
-    /// Ends it: kernels that wait for other ranks end, and the other ranks are told. Graphs that have its operations are
-    /// gone before.
+    /// Leaves the group: kernels that wait for other ranks end, and the other ranks notice. Graphs with the
+    /// communicator's operations must be destroyed before.
     pub fn leave(&mut self) {
         self.group.lose(self.rank);
         let Some(handle) = self.handle.take() else { return };
         if let Err(error) = self.group.nccl.abort(handle) {
-            tracing::warn!(%error, rank = self.rank.idx, "a rank does not leave the others");
+            tracing::warn!(%error, rank = self.rank.idx, "the NCCL communicator of a rank could not be aborted");
         }
     }
 
-    /// Waits until NCCL has taken what was posted: while ways between devices are connected at their first use, that takes
-    /// the other ranks.
+    /// Waits until NCCL has accepted the last operation. The first operation on a link connects it, which needs the
+    /// other ranks.
     fn settle(&mut self) -> Result<(), CudaError> {
         while !self.is_ready()? {
             std::thread::yield_now();
@@ -226,7 +228,7 @@ impl Membership {
     }
 }
 
-impl Drop for Membership {
+impl Drop for NcclMember {
     fn drop(&mut self) {
         self.leave();
     }

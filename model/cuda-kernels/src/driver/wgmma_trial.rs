@@ -1,34 +1,35 @@
-//! Whether [`WgmmaAttention`] is right on a device, tried when it is opened: what it multiplies is found by descriptors that no
-//! compiler looks at.
+//! Tests [`WgmmaAttention`] on the device when it is opened. The kernel addresses its matrices through descriptors
+//! that no compiler checks.
 
 use baton_cuda::CudaError;
 use baton_kv_cache::{KvDtype, KvLayout};
 
-use crate::attention::{Attention, PrefillAttention, Rows, WgmmaAttention, prefill_tiles};
-use crate::device::Device;
+use crate::attention::{AttentionArgs, AttentionRows, PrefillAttention, WgmmaAttention, prefill_tiles};
+use crate::device::KernelDevice;
 use crate::kernel::Address;
 use crate::noise;
 
-/// Positions in the cache before, and rows: several tiles of both.
+/// Earlier positions in the cache, and rows: several tiles of both.
 const START_IDX: u32 = 200;
 const NUM_ROWS: u32 = 90;
 const GROUP: u32 = 3;
 
-/// Whether both kernels find the same. The device has those of bf16 and `head_dim`, and little memory is taken.
+/// Whether [`WgmmaAttention`] and [`PrefillAttention`] agree. The device has both kernels for bf16 and `head_dim`.
+/// Takes little memory.
 ///
 /// # Errors
 /// When the device fails.
-pub fn wgmma_works<D: Device>(device: &mut D, head_dim: usize) -> Result<bool, CudaError> {
+pub fn wgmma_works<D: KernelDevice>(device: &mut D, head_dim: usize) -> Result<bool, CudaError> {
     let layout = KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 2, head_dim, dtype: KvDtype::Bf16 };
     let num_blocks = layout.num_blocks_for((START_IDX + NUM_ROWS) as usize);
     let num_heads = layout.num_kv_heads * GROUP as usize;
     let num_rows = NUM_ROWS as usize;
     let pool = device.allocate_holding(&noise::bf16(num_blocks * layout.block_bytes() / 2, 1.0))?;
-    // Blocks are in another order than positions.
+    // The order of the blocks differs from the order of the positions.
     let blocks: Vec<u32> = (0..num_blocks as u32).rev().collect();
-    // So large that every row sees few of its positions, each another.
+    // Large queries, so that each row attends to a few positions, and different rows to different ones.
     let queries = noise::bf16(num_rows * (num_heads + 2 * layout.num_kv_heads) * head_dim, 8.0);
-    let rows = Rows {
+    let rows = AttentionRows {
         q: device.allocate_holding(&queries)?,
         out: Address::NULL,
         block_tables: device.allocate_holding(bytemuck::cast_slice(&blocks))?,
@@ -44,11 +45,11 @@ pub fn wgmma_works<D: Device>(device: &mut D, head_dim: usize) -> Result<bool, C
     let mut outs = [vec![], vec![]];
     for (idx, out) in outs.iter_mut().enumerate() {
         out.resize(num_rows * num_heads * head_dim * 2, 0xff);
-        let rows = Rows { out: device.allocate_holding(out)?, ..rows };
+        let rows = AttentionRows { out: device.allocate_holding(out)?, ..rows };
         let scale = 1.0 / (head_dim as f32).sqrt();
-        let attention = Attention::new(&layout, pool, 0, GROUP as usize, scale, &rows);
+        let attention = AttentionArgs::new(&layout, pool, 0, GROUP as usize, scale, &rows);
         let prefill = PrefillAttention { attention, tiles, num_tiles };
-        // SAFETY: all was just allocated for them.
+        // SAFETY: everything was allocated above with these shapes.
         unsafe {
             match idx {
                 0 => device.launch(&prefill)?,
@@ -60,11 +61,11 @@ pub fn wgmma_works<D: Device>(device: &mut D, head_dim: usize) -> Result<bool, C
     Ok(are_close(&outs[0], &outs[1]))
 }
 
-/// Means of numbers below one, rounded to bf16.
+/// Compares means of numbers below one, rounded to bf16.
 fn are_close(left: &[u8], right: &[u8]) -> bool {
     let numbers = |bytes: &[u8]| -> Vec<f32> {
         bytes.chunks_exact(2).map(|pair| half::bf16::from_le_bytes([pair[0], pair[1]]).to_f32()).collect()
     };
-    // Not a number is close to nothing.
+    // NaN fails the comparison.
     numbers(left).iter().zip(numbers(right)).all(|(left, right)| (left - right).abs() <= 1.0 / 64.0)
 }

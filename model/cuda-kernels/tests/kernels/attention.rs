@@ -1,10 +1,10 @@
-//! Every kernel against plain softmax over what the cache holds.
+//! Every attention kernel against a plain softmax over the contents of the cache.
 
 use baton_cuda_emulator::emulator::Emulator;
 use baton_cuda_emulator::numbers::{bf16, widened};
 use baton_cuda_emulator::test_device::{self, TestDevice};
 use baton_cuda_kernels::attention::*;
-use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::driver::wgmma_trial::wgmma_works;
 use baton_cuda_kernels::kernel::Address;
 use baton_kv_cache::{KvDtype, KvLayout, VectorCodec};
@@ -15,11 +15,11 @@ use baton_model_testing::noise;
 struct Case {
     layout: KvLayout,
     group: usize,
-    /// Positions in the cache before, and rows.
+    /// Earlier positions in the cache, and rows, of each sequence.
     sequences: Vec<(usize, usize)>,
     window: Option<usize>,
     soft_cap: f32,
-    /// Of queries and keys.
+    /// Magnitude of queries and keys.
     magnitude: f32,
     max_splits: u32,
 }
@@ -38,7 +38,7 @@ fn case(dtype: KvDtype, head_dim: usize, sequences: &[(usize, usize)]) -> Case {
     }
 }
 
-/// A case's memory, and what is to be found.
+/// Memory of a case, and its expected results.
 struct Batch {
     pool: Vec<u8>,
     max_blocks: usize,
@@ -47,7 +47,7 @@ struct Batch {
     num_rows: Vec<u32>,
     start_idx: Vec<u32>,
     q: Vec<u8>,
-    /// Of each row and head: what is found, and how far off it may be.
+    /// For each row and head: the expected values and their tolerance.
     expected: Vec<(f64, f64)>,
 }
 
@@ -56,14 +56,14 @@ impl Case {
         1.0 / (self.layout.head_dim as f32).sqrt()
     }
 
-    /// All memory that must not be read is NaN, or an impossible block.
+    /// Memory that must not be read holds NaN, or invalid block indices.
     fn batch(&self) -> Batch {
         let layout = &self.layout;
         let (n, num_kv_heads) = (layout.head_dim, layout.num_kv_heads);
         let num_rows: usize = self.sequences.iter().map(|sequence| sequence.1).sum();
         let lens: Vec<usize> = self.sequences.iter().map(|&(start, rows)| start + rows).collect();
         let max_blocks = lens.iter().map(|&len| layout.num_blocks_for(len)).max().unwrap_or(0) + 1;
-        // Blocks of sequences are among each other's, the last ones first.
+        // Blocks of different sequences alternate, in descending order.
         let num_blocks = max_blocks * lens.len();
         let block_of = |sequence: usize, block: usize| num_blocks - 1 - (block * lens.len() + sequence);
         let mut pool = vec![0xff; num_blocks * layout.block_bytes()];
@@ -107,7 +107,7 @@ impl Case {
         let width = (num_heads + 2 * num_kv_heads) * n;
         let queries: Vec<f32> = noise(5, num_rows * width).into_iter().map(|x| x * self.magnitude).collect();
         let (mut q, queries) = bf16(&queries);
-        // Keys and values of the rows follow their queries.
+        // Keys and values of a row follow its queries.
         q.chunks_exact_mut(2 * width).for_each(|row| row[2 * num_heads * n..].fill(0xff));
         let (mut first_row, mut expected) = (Vec::new(), Vec::new());
         let mut row_idx = 0;
@@ -138,8 +138,8 @@ impl Case {
         (position + 1).saturating_sub(self.window.unwrap_or(usize::MAX))
     }
 
-    /// The reference: softmax of one row and head in f64. Weights and what is found are rounded to bf16, half a unit in
-    /// the last place each; scores are f32, of which a power is taken.
+    /// The reference: softmax of one row and head in f64. The tolerance covers the rounding of weights and results to
+    /// bf16, half a unit in the last place each, and the exponentials of f32 scores.
     fn found(&self, query: &[f32], keys: &[f32], values: &[f32], position: usize) -> Vec<(f64, f64)> {
         let n = query.len();
         let seen = self.first_seen(position)..position + 1;
@@ -168,14 +168,15 @@ impl Case {
             .collect()
     }
 
-    /// Runs what takes this case, and gives what the kernels of few and of many rows found, or the plain one.
+    /// Runs the kernels that support this case. Returns the results of the decode and prefill kernels, or of the
+    /// plain kernel.
     fn check(&self) -> Vec<Vec<u8>> {
         let batch = self.batch();
         let mut emulator = Emulator::of(&sources(&self.layout));
         let words = |words: &[u32]| -> Vec<u8> { bytemuck::cast_slice(words).to_vec() };
         let num_rows = self.sequences.iter().map(|sequence| sequence.1).sum::<usize>();
         let num_heads = self.group * self.layout.num_kv_heads;
-        let rows = Rows {
+        let rows = AttentionRows {
             q: emulator.buffer(&batch.q),
             out: Address::NULL,
             block_tables: emulator.buffer(&words(&batch.block_tables)),
@@ -188,8 +189,9 @@ impl Case {
         let pool = emulator.buffer(&batch.pool);
         let out_bytes = num_rows * num_heads * self.layout.head_dim * 2;
         let attention = |emulator: &mut Emulator| {
-            let rows = Rows { out: emulator.poisoned(out_bytes), ..rows };
-            let mut attention = Attention::new(&self.layout, pool, LAYER, self.group, self.scale(), &rows);
+            let rows = AttentionRows { out: emulator.poisoned(out_bytes), ..rows };
+            let mut attention =
+                AttentionArgs::new(&self.layout, pool, LAYER, self.group, self.scale(), &rows);
             attention.window = self.window.map_or(u32::MAX, |window| window as u32);
             attention.soft_cap = self.soft_cap;
             attention
@@ -201,7 +203,7 @@ impl Case {
             emulator.launch(&plain);
             outs.push(plain.attention.out);
         }
-        // Each is asked for what it is for, and somewhat more: the emulator is slow.
+        // Each kernel gets its typical cases and a few more. The emulator is slow.
         if has_tensor_cores(&self.layout) && max_rows as usize * self.group <= 64 {
             let [sums, stats] =
                 split_scratch_bytes(num_rows, num_heads, self.layout.head_dim, self.max_splits);
@@ -248,7 +250,7 @@ impl Case {
                 let (head, column) = (i / self.layout.head_dim, i % self.layout.head_dim);
                 let place =
                     format!("kernel {kernel}, row {}, head {}, {column}", head / num_heads, head % num_heads);
-                // Not a number is close to nothing.
+                // NaN fails the comparison.
                 let is_close = (f64::from(*found) - expected).abs() <= *allowed;
                 assert!(is_close, "{place}: {found}, expected {expected} within {allowed}");
             }
@@ -257,18 +259,18 @@ impl Case {
     }
 }
 
-/// Contexts about the edges of tiles and splits, and padding.
+/// Contexts around the edges of tiles and splits, and padding.
 const EDGES: [(usize, usize); 9] =
     [(0, 1), (14, 1), (15, 1), (16, 1), (0, 0), (62, 1), (63, 1), (64, 1), (299, 1)];
 
 #[test]
-fn contexts_of_every_length_are_seen_whole() {
+fn contexts_of_every_length_are_attended_to() {
     case(KvDtype::Bf16, 64, &EDGES).check();
     case(KvDtype::Fp8, 64, &EDGES).check();
 }
 
 #[test]
-fn chunks_see_what_is_cached_and_themselves() {
+fn chunks_attend_to_the_cache_and_themselves() {
     let chunks = [(0, 1), (0, 33), (7, 0), (31, 17), (60, 70), (290, 3)];
     case(KvDtype::Bf16, 64, &chunks).check();
     Case { group: 7, ..case(KvDtype::Bf16, 64, &chunks[3..5]) }.check();
@@ -290,13 +292,13 @@ fn heads_of_every_size_and_type() {
 }
 
 #[test]
-fn warpgroups_meet_several_tiles() {
+fn warpgroups_compute_several_tiles() {
     let layout = KvLayout { num_kv_heads: 2, ..case(KvDtype::Bf16, 128, &[]).layout };
     Case { layout, group: 3, ..case(KvDtype::Bf16, 128, &[(450, 50)]) }.check();
 }
 
 #[test]
-fn a_device_that_multiplies_by_warpgroups_is_tried() {
+fn warpgroup_attention_is_tested_on_the_device() {
     for head_dim in [64, 128] {
         let mut device = TestDevice::of_kernels(&sources(&case(KvDtype::Bf16, head_dim, &[]).layout));
         if device.has_wgmma() {
@@ -306,7 +308,7 @@ fn a_device_that_multiplies_by_warpgroups_is_tried() {
 }
 
 #[test]
-fn any_kv_is_taken_plainly() {
+fn plain_attention_supports_any_kv() {
     let batch = [(40, 1), (0, 0), (5, 9), (99, 2)];
     let with_blocks = |block_size: usize, case: Case| {
         assert!(!has_tensor_cores(&KvLayout { block_size, ..case.layout }));
@@ -339,8 +341,8 @@ fn windows_and_caps_hold() {
 }
 
 #[test]
-fn great_scores_are_no_trouble() {
-    // Products up to a hundred thousand, both ways.
+fn large_scores_stay_within_the_tolerance() {
+    // Products of magnitude up to a hundred thousand, of both signs.
     Case { magnitude: 300.0, ..case(KvDtype::Bf16, 64, &[(100, 1), (40, 30)]) }.check();
     Case { magnitude: 300.0, soft_cap: 50.0, ..case(KvDtype::Bf16, 64, &[(100, 1), (40, 30)]) }.check();
 }
@@ -348,16 +350,16 @@ fn great_scores_are_no_trouble() {
 #[test]
 fn a_sequence_does_not_depend_on_the_batch() {
     let alone = case(KvDtype::Bf16, 64, &[(150, 3)]).check();
-    // The same numbers are sampled for the first sequence, and its rows come first.
+    // Both batches have the same numbers for the first sequence, whose rows come first.
     let among = case(KvDtype::Bf16, 64, &[(150, 3), (400, 1), (0, 20)]).check();
     for (alone, among) in alone.iter().zip(&among) {
         assert!(*alone == among[..alone.len()]);
     }
 }
 
-/// As many as models have: splits of splits' longest, tiles of many, sums of many. Only a device is fast enough.
+/// Sizes of real models: the longest splits, many tiles, many sums. Only a device is fast enough.
 #[test]
-fn long_contexts_are_seen_whole_on_a_device() {
+fn long_contexts_are_attended_to_on_a_device() {
     if test_device::ordinal().is_none() {
         println!("SKIPPED: BATON_KERNELS_ON names no device");
         return;
@@ -372,8 +374,8 @@ fn long_contexts_are_seen_whole_on_a_device() {
     Case { group: 2, max_splits: 64, ..case(KvDtype::Bf16, 256, &[(20_000, 2)]) }.check();
 }
 
-/// As the kernel has it: positions of each split, and the number of splits, of a sequence; a function of itself and constants,
-/// so that what it gets does not depend on the batch.
+/// The kernel's rule: positions per split and number of splits. It depends on the sequence and on constants only, so
+/// that the result does not depend on the batch.
 fn splits(start_idx: u32, num_rows: u32, window: u32, max_splits: u32, min_split: u32) -> (u32, u32) {
     let first = (start_idx + 1).saturating_sub(window) / 16 * 16;
     let span = start_idx + num_rows - first;
@@ -382,7 +384,7 @@ fn splits(start_idx: u32, num_rows: u32, window: u32, max_splits: u32, min_split
 }
 
 #[test]
-fn splits_cover_what_is_seen() {
+fn splits_cover_the_window() {
     for (start, rows, window) in
         [(0, 1, u32::MAX), (1000, 4, u32::MAX), (5000, 1, 300), (255, 1, u32::MAX), (100_000, 2, u32::MAX)]
     {

@@ -5,7 +5,7 @@ use baton_cuda_kernels::blocks::{ByteRun, CopyRuns, source as kernels_of_file};
 use baton_kv_cache::mapping::RunKind;
 use baton_kv_cache::{KvDtype, KvLayout, KvMapping, KvShard};
 
-/// Where the sequence's blocks are on either side.
+/// The sequence's blocks on both sides.
 const SOURCE_BLOCKS: [usize; 4] = [4, 1, 3, 0];
 const DESTINATION_BLOCKS: [usize; 4] = [2, 0, 3, 1];
 const LAYER_IDX: usize = 1;
@@ -47,7 +47,7 @@ fn check(from: KvLayout, to: KvLayout, num_ranks: usize, num_parts: u32) {
 }
 
 #[test]
-fn blocks_arrive_as_the_mapping_says() {
+fn copied_blocks_match_the_mapping() {
     let bf16 = layout(KvDtype::Bf16, 4, 16);
     // Pieces, then ranges of heads, then parts of heads.
     check(bf16, bf16, 1, 1);

@@ -6,10 +6,10 @@ use xxhash_rust::const_xxh3::const_custom_default_secret;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 #[test]
-fn pieces_have_the_checksums_that_the_host_takes() {
+fn checksums_match_the_host() {
     let bytes: Vec<u8> = (0..150_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     let default = const_custom_default_secret(0);
-    // A last stripe alone, whole and not; KiB that are whole and not; more than are summed up at once.
+    // Only a last stripe, complete or not; whole KiB and partial ones; more KiB than are summed at once.
     for num_bytes in [241, 256, 1024, 1025, 1088, 1089, 2048, 3000, 4096, 65_536, 66_600, 140_001] {
         for (seed, offsets) in [(0, [0, 17]), (0x9000_0000_0000_0007, [9000, 8])] {
             let mut emulator = Emulator::new(source());
@@ -19,7 +19,7 @@ fn pieces_have_the_checksums_that_the_host_takes() {
                 sums: emulator.poisoned(offsets.len() * 8),
                 num_bytes,
                 num_pieces: offsets.len() as u64,
-                secret: Secret::new(&default, seed),
+                secret: HashSecret::new(&default, seed),
             };
             emulator.launch(&kernel);
             let expected: Vec<u8> = offsets

@@ -6,7 +6,7 @@ use baton_kv_cache::WireScratch;
 use baton_kv_cache::{KvDtype, KvLayout, VectorCodec, WireCodec, WireFormat};
 use baton_model_testing::noise;
 
-/// Pieces, one behind the other: vectors of several magnitudes, and one of zeroes in each head.
+/// Consecutive pieces with vectors of several magnitudes, and a zero vector in each head.
 fn pieces(layout: &KvLayout, num_pieces: usize) -> Vec<u8> {
     let mut pieces = vec![0; num_pieces * layout.layer_bytes()];
     for (idx, head) in pieces.chunks_exact_mut(layout.head_bytes()).enumerate() {
@@ -21,7 +21,7 @@ fn pieces(layout: &KvLayout, num_pieces: usize) -> Vec<u8> {
 
 fn check(layout: KvLayout, format: WireFormat) {
     let codec = WireCodec::new(&layout, format).expect("it is smaller");
-    let form = Form::of(&codec).expect("there is a kernel");
+    let form = CodeFormat::of(&codec).expect("there is a kernel");
     let piece_bytes = layout.layer_bytes();
     let order = [2, 0, 3];
     let pool = pieces(&layout, 4);
@@ -44,10 +44,10 @@ fn check(layout: KvLayout, format: WireFormat) {
         num_pieces: order.len() as u32,
         num_heads: 2 * layout.num_kv_heads as u32,
         form,
-        direction: Direction::Encoded,
+        direction: CodeDirection::Encoded,
     };
     emulator.launch(&encode);
-    emulator.launch(&CodePieces { pool: to, direction: Direction::Decoded, ..encode });
+    emulator.launch(&CodePieces { pool: to, direction: CodeDirection::Decoded, ..encode });
     let memory = emulator.run();
     assert!(memory.of(between) == coded, "{layout:?} as {format:?}");
     assert!(memory.of(to) == decoded, "{layout:?} from {format:?}: these pieces, and no others");
@@ -58,7 +58,7 @@ fn layout(dtype: KvDtype, block_size: usize, head_dim: usize) -> KvLayout {
 }
 
 #[test]
-fn pieces_are_coded_and_decoded_to_the_bit() {
+fn codes_match_the_host_to_the_bit() {
     let cases = [
         (layout(KvDtype::Bf16, 16, 128), &[WireFormat::Int8, WireFormat::Int4][..]),
         (layout(KvDtype::F32, 3, 320), &[WireFormat::Int8, WireFormat::Int4]),
@@ -71,14 +71,14 @@ fn pieces_are_coded_and_decoded_to_the_bit() {
 }
 
 #[test]
-fn groups_that_are_not_full_are_left_to_processors() {
+fn partial_groups_are_left_to_processors() {
     let codec = |head_dim| WireCodec::new(&layout(KvDtype::Bf16, 4, head_dim), WireFormat::Int4).unwrap();
-    assert_eq!(Form::of(&codec(80)), None);
-    assert_eq!(Form::of(&codec(96)), Some(Form::Int4));
+    assert_eq!(CodeFormat::of(&codec(80)), None);
+    assert_eq!(CodeFormat::of(&codec(96)), Some(CodeFormat::Int4));
 }
 
 #[test]
-fn what_is_not_finite_is_none_after_its_way() {
+fn infinity_is_decoded_as_nan() {
     for format in [WireFormat::Int8, WireFormat::Int4] {
         let layout = layout(KvDtype::F32, 3, 320);
         let codec = WireCodec::new(&layout, format).expect("it is smaller");
@@ -89,11 +89,11 @@ fn what_is_not_finite_is_none_after_its_way() {
         let coded = emulator.poisoned(codec.piece_bytes());
         let to = emulator.poisoned(pool.len());
         let offsets = emulator.buffer(&[0; 8]);
-        let form = Form::of(&codec).expect("there is a kernel");
-        let direction = Direction::Encoded;
+        let form = CodeFormat::of(&codec).expect("there is a kernel");
+        let direction = CodeDirection::Encoded;
         let encode = CodePieces { pool: from, offsets, coded, num_pieces: 1, num_heads: 6, form, direction };
         emulator.launch(&encode);
-        emulator.launch(&CodePieces { pool: to, direction: Direction::Decoded, ..encode });
+        emulator.launch(&CodePieces { pool: to, direction: CodeDirection::Decoded, ..encode });
         let memory = emulator.run();
         let (numbers, _) = memory.of(to).as_chunks::<4>();
         let read: Vec<f32> = numbers.iter().map(|&bytes| f32::from_ne_bytes(bytes)).collect();

@@ -64,12 +64,12 @@ fn check(case: &Case) {
             }));
         }
     }
-    // Half a unit in the last place of bf16; sums of products that may cancel, in another order.
+    // Half a unit in the last place of bf16, plus a different order of sums that may cancel.
     assert_close(&widened(emulator.run().of(kernel.out)), &expected, 1.0 / 250.0, 3e-5);
 }
 
 #[test]
-fn each_row_meets_the_weights_of_its_expert() {
+fn each_row_is_multiplied_with_its_experts_weights() {
     check(&Case {
         tile_rows: 16,
         gate: None,
@@ -95,7 +95,7 @@ fn large_tiles_have_more_warps() {
 }
 
 #[test]
-fn gates_are_taken_before_anything_is_written() {
+fn gates_are_applied_before_the_output_is_written() {
     check(&Case {
         tile_rows: 32,
         gate: Some(Activation::Silu),
@@ -108,7 +108,7 @@ fn gates_are_taken_before_anything_is_written() {
 }
 
 #[test]
-fn many_experts_are_found() {
+fn tiles_find_their_expert_among_many() {
     let counts: &[u32] = &[1; 70];
     check(&Case {
         tile_rows: 64,
@@ -122,7 +122,7 @@ fn many_experts_are_found() {
 }
 
 #[test]
-fn there_are_no_more_tiles_than_said() {
+fn the_number_of_tiles_stays_within_the_bound() {
     for counts in [&[0, 3, 17, 0, 1][..], &[16, 16], &[1, 1, 1], &[0]] {
         let num_places = counts.iter().sum();
         let tiles: u32 = counts.iter().map(|count: &u32| count.div_ceil(16) * 2).sum();

@@ -7,13 +7,13 @@ use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::rows::NONE;
 use baton_model_testing::noise;
 
-/// As `cpu/experts.rs` chooses: experts by ascending number, and their weights.
+/// The router of the forward pass on processors: experts in ascending order, and their weights.
 fn choose(logits: &[f32], num_active: usize, renormalise: bool) -> (Vec<u32>, Vec<f32>) {
     let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
     let powers: Vec<f32> = logits.iter().map(|x| (x - max).exp()).collect();
     let total: f32 = powers.iter().sum();
     let mut best: Vec<usize> = (0..logits.len()).collect();
-    // Stable: of equals the first.
+    // The sort is stable: equal weights keep the lower index first.
     best.sort_by(|&a, &b| powers[b].partial_cmp(&powers[a]).expect("numbers"));
     best.truncate(num_active);
     let sum: f32 = best.iter().map(|&idx| powers[idx] / total).sum();
@@ -26,7 +26,7 @@ fn check_routes(logits: &[f32], num_experts: usize, num_active: usize, slots: Op
     let num_rows = logits.len() / num_experts;
     for renormalise in [false, true] {
         let mut emulator = Emulator::new(source());
-        let kernel = Route {
+        let kernel = RouteToExperts {
             logits: emulator.buffer(bytemuck::cast_slice(logits)),
             slots: slots.map_or(Address::NULL, |slots| emulator.buffer(bytemuck::cast_slice(slots))),
             experts: emulator.poisoned(num_rows * num_active * 4),
@@ -50,13 +50,13 @@ fn check_routes(logits: &[f32], num_experts: usize, num_active: usize, slots: Op
             weights.extend(chosen.1);
         }
         assert_eq!(words(memory.of(kernel.experts)), experts, "{num_active} of {num_experts}");
-        // Sums in another order.
+        // The order of the sum differs.
         assert_close(&floats(memory.of(kernel.weights)), &weights, 1e-6, 0.0);
     }
 }
 
 #[test]
-fn rows_choose_as_the_processors_pass_has_them_choose() {
+fn rows_choose_the_experts_of_the_host() {
     for (num_rows, num_experts, num_active) in [(1, 2, 1), (6, 8, 2), (5, 60, 4), (9, 128, 8), (2, 33, 32)] {
         let logits: Vec<f32> = noise(1, num_rows * num_experts).iter().map(|x| x * 6.0).collect();
         check_routes(&logits, num_experts, num_active, None);
@@ -64,7 +64,7 @@ fn rows_choose_as_the_processors_pass_has_them_choose() {
 }
 
 #[test]
-fn of_equals_the_first_is_chosen() {
+fn the_first_of_equal_experts_is_chosen() {
     let mut logits = vec![1.0; 3 * 70];
     logits[5] = 2.0;
     logits[69] = 2.0;
@@ -74,16 +74,16 @@ fn of_equals_the_first_is_chosen() {
 }
 
 #[test]
-fn rows_that_fill_up_a_batch_choose_nobody() {
+fn padding_rows_choose_no_expert() {
     check_routes(&noise(3, 5 * 16), 16, 3, Some(&[9, NONE, 0, 4, NONE]));
 }
 
 #[test]
-fn rows_that_are_not_numbers_go_to_the_first_ones() {
+fn rows_of_nan_choose_the_first_experts() {
     let mut logits = noise(4, 2 * 40);
     logits[13] = f32::NAN;
     let mut emulator = Emulator::new(source());
-    let kernel = Route {
+    let kernel = RouteToExperts {
         logits: emulator.buffer(bytemuck::cast_slice(&logits)),
         slots: Address::NULL,
         experts: emulator.poisoned(2 * 3 * 4),
@@ -103,7 +103,7 @@ fn rows_that_are_not_numbers_go_to_the_first_ones() {
 #[test]
 fn pairs_are_sorted_by_expert_and_rows_stay_in_order() {
     for (num_rows, num_active, num_experts) in [(1, 2, 4), (7, 3, 9), (700, 2, 5), (9000, 1, 3)] {
-        // No row goes to the expert before the last.
+        // The last expert but one gets no row.
         let chosen = noise(5, num_rows * num_active);
         let experts: Vec<u32> = chosen
             .iter()
@@ -141,14 +141,14 @@ fn pairs_are_sorted_by_expert_and_rows_stay_in_order() {
 }
 
 #[test]
-fn rows_add_up_what_their_experts_made() {
+fn rows_sum_the_outputs_of_their_experts() {
     for (num_rows, num_active, hidden) in [(1, 1, 8), (5, 3, 264), (2, 8, 2056)] {
         for is_added in [false, true] {
             let num_pairs = num_rows * num_active;
             let (outputs, made) = bf16(&noise(1, num_pairs * hidden));
             let (x, x_values) = bf16(&noise(2, num_rows * hidden));
             let weights = noise(3, num_pairs);
-            // Some pairs have none.
+            // Some pairs have no place.
             let places: Vec<u32> = (0..num_pairs as u32)
                 .map(|pair| (pair + 1) * 7 % num_pairs as u32)
                 .map(|place| if num_rows > 1 && place < num_active as u32 { NONE } else { place })

@@ -1,12 +1,12 @@
-//! The driver behind the seam, on fakes of CUDA's libraries.
+//! The driver behind the seam, on fake CUDA libraries.
 
 use baton_cuda_emulator::fake_libraries::run_own_tests;
 
-/// What is tried when a device is opened, and products of every kind.
+/// The trials at the opening of a device, and products of every kind.
 #[test]
-fn a_driver_is_talked_to_as_it_wants() {
+fn a_strict_driver_accepts_all_calls() {
     run_own_tests(&[
-        "attention::a_device_that_multiplies_by_warpgroups_is_tried",
-        "fp8_trial::what_a_device_says_that_it_can_it_can",
+        "attention::warpgroup_attention_is_tested_on_the_device",
+        "fp8_trial::the_trial_finds_the_fp8_products_of_a_device",
     ]);
 }

@@ -1,11 +1,11 @@
-//! Products of E4M3 are what a device says of itself.
+//! The trial of E4M3 products finds what the device claims.
 
 use baton_cuda_emulator::session::Threads;
 use baton_cuda_emulator::test_device::TestDevice;
 use baton_cuda_kernels::driver::fp8_trial::*;
 
 #[test]
-fn what_a_device_says_that_it_can_it_can() {
+fn the_trial_finds_the_fp8_products_of_a_device() {
     for (products, scaling) in WAYS {
         let mut device = TestDevice::new(&[], 8 << 20, Threads::Shuffled);
         match device.limit_fp8(products) {

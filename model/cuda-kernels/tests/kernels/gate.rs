@@ -8,7 +8,7 @@ use baton_model_testing::noise;
 
 const ALL: [Activation; 3] = [Activation::Silu, Activation::Gelu, Activation::GeluTanh];
 
-/// What bf16 rounds, and where GELU is a difference of nearly equals, what f32 loses.
+/// The rounding to bf16, and the error of f32 where GELU subtracts nearly equal numbers.
 const RELATIVE: f32 = 1.0 / 256.0;
 const ABSOLUTE: f32 = 3e-6;
 
@@ -24,7 +24,7 @@ fn formula(activation: Activation, x: f32) -> f32 {
     y as f32
 }
 
-/// By its series, which alternates: good to 1e-12 up to 4, where it is 1 to f32.
+/// The error function by its alternating series. It is exact to 1e-12 up to 4, where the result is 1 in f32.
 fn erf(x: f64) -> f64 {
     if x.abs() > 4.0 {
         return x.signum();
@@ -37,7 +37,7 @@ fn erf(x: f64) -> f64 {
     sum * std::f64::consts::FRAC_2_SQRT_PI
 }
 
-/// In -12..12, with a few far out.
+/// In -12..12, with a few outliers.
 fn gates(len: usize) -> Vec<f32> {
     let mut gates: Vec<f32> = noise(1, len).iter().map(|x| x * 12.0).collect();
     for (gate, far) in gates.iter_mut().zip([0.0, -0.0, 300.0, -300.0, 1e30, -1e30]) {
@@ -47,12 +47,12 @@ fn gates(len: usize) -> Vec<f32> {
 }
 
 #[test]
-fn gates_let_through_what_their_function_says() {
+fn gates_apply_their_activation() {
     for activation in ALL {
         for (num_rows, width) in [(1, 8), (3, 40), (2, 2056)] {
             let (gate_up, values) = bf16(&gates(num_rows * 2 * width));
             let mut emulator = Emulator::new(source(activation));
-            let kernel = Gate {
+            let kernel = ApplyGate {
                 gate_up: emulator.buffer(&gate_up),
                 out: emulator.poisoned(num_rows * width * 2),
                 width: width as u32,

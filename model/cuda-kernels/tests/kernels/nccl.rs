@@ -1,4 +1,4 @@
-//! Ranks that join, sum up, leave, and wait, over a fake NCCL.
+//! Ranks that join, sum, leave and wait, with a fake NCCL.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -38,7 +38,7 @@ impl FakeNccl {
 
     /// Communicators that were not aborted.
     fn num_alive(&self) -> i32 {
-        // SAFETY: the library is loaded, and has this function.
+        // SAFETY: the library is loaded and has this function.
         unsafe {
             let path = std::ffi::CString::new(self.path.to_str().unwrap()).unwrap();
             let library = libc::dlopen(path.as_ptr(), libc::RTLD_NOW);
@@ -48,9 +48,9 @@ impl FakeNccl {
         }
     }
 
-    /// What each of so many ranks, on a thread of its own, makes of the group.
-    fn ranks<T: Send>(&self, num_ranks: usize, run: impl Fn(&Group, Rank) -> T + Sync) -> Vec<T> {
-        let group = Group::new(self.nccl.clone()).unwrap();
+    /// Runs `run` for each rank on a thread of its own, and returns the results.
+    fn ranks<T: Send>(&self, num_ranks: usize, run: impl Fn(&NcclGroup, Rank) -> T + Sync) -> Vec<T> {
+        let group = NcclGroup::new(self.nccl.clone()).unwrap();
         thread::scope(|scope| {
             let (group, run) = (&group, &run);
             let threads: Vec<_> =
@@ -60,24 +60,24 @@ impl FakeNccl {
     }
 }
 
-fn sum(membership: &mut Membership, bytes: &mut [u8]) -> Result<(), CudaError> {
+fn sum(member: &mut NcclMember, bytes: &mut [u8]) -> Result<(), CudaError> {
     let at = Address(bytes.as_mut_ptr() as u64);
-    // SAFETY: there until the sum is done, which the fake library is when it is settled.
-    unsafe { membership.sum(at, bytes.len() / 2, ptr::null_mut()) }
+    // SAFETY: the bytes outlive the sum. The fake library has computed it when the call returns.
+    unsafe { member.sum(at, bytes.len() / 2, ptr::null_mut()) }
 }
 
 #[test]
-fn ranks_join_sum_up_gather_and_hand_on() {
+fn ranks_join_sum_gather_and_broadcast() {
     let fake = FakeNccl::new();
     for num_ranks in [2, 3, 4] {
-        // A rank that leaves early is missed by those that are not done.
+        // Ranks that are not done notice a rank that leaves early.
         let all_are_done = std::sync::Barrier::new(num_ranks);
         fake.ranks(num_ranks, |group, rank| {
-            let mut membership = group.join_within(rank, LONG).unwrap();
+            let mut member = group.join_within(rank, LONG).unwrap();
             for round in 1..5usize {
                 let of = |idx: usize| (0..5).map(move |i| ((idx + 1) * round + i) as f32).collect::<Vec<_>>();
                 let mut bytes = bf16(&of(rank.idx)).0;
-                sum(&mut membership, &mut bytes).unwrap();
+                sum(&mut member, &mut bytes).unwrap();
                 let all: Vec<Vec<f32>> = (0..num_ranks).map(of).collect();
                 let sums: Vec<f32> = (0..5).map(|i| all.iter().map(|of| of[i]).sum()).collect();
                 assert_eq!(widened(&bytes), sums);
@@ -86,7 +86,7 @@ fn ranks_join_sum_up_gather_and_hand_on() {
                 parts[0] = (rank.idx * 100 + round) as u64;
                 let at = Address(parts.as_mut_ptr() as u64);
                 // SAFETY: as in `sum`.
-                unsafe { membership.gather(at, 8, ptr::null_mut()) }.unwrap();
+                unsafe { member.gather(at, 8, ptr::null_mut()) }.unwrap();
                 if rank.is_first() {
                     let expected = (0..num_ranks).map(|idx| (idx * 100 + round) as u64);
                     assert_eq!(parts, expected.collect::<Vec<_>>());
@@ -95,10 +95,10 @@ fn ranks_join_sum_up_gather_and_hand_on() {
                 let mut words = vec![(rank.idx * 1000 + round) as u64; 3];
                 let at = Address(words.as_mut_ptr() as u64);
                 // SAFETY: as in `sum`.
-                unsafe { membership.hand_on(at, 24, ptr::null_mut()) }.unwrap();
+                unsafe { member.broadcast(at, 24, ptr::null_mut()) }.unwrap();
                 assert_eq!(words, [round as u64; 3]);
             }
-            assert!(membership.check().is_ok());
+            assert!(member.check().is_ok());
             all_are_done.wait();
         });
         assert_eq!(fake.num_alive(), 0, "a dropped rank has left");
@@ -106,14 +106,14 @@ fn ranks_join_sum_up_gather_and_hand_on() {
 }
 
 #[test]
-fn who_waits_for_a_rank_that_does_not_join_waits_so_long() {
+fn waiting_for_a_missing_rank_times_out() {
     let fake = FakeNccl::new();
     let outcomes = fake.ranks(3, |group, rank| match rank.idx {
         1 => None,
         _ => group.join_within(rank, Duration::from_millis(20)).err(),
     });
-    // One gives up first, and the other misses it, or gives up, too.
-    let gave_up = |error: &CudaError| error.to_string().contains("the 3 ranks have not met within 20ms");
+    // One rank times out first. The other times out too, or notices that the first one left.
+    let gave_up = |error: &CudaError| error.to_string().contains("the 3 ranks did not all join within 20ms");
     assert!(outcomes.iter().flatten().any(gave_up), "{outcomes:?}");
     let missed = |error: &CudaError| matches!(error, CudaError::RankGone { .. });
     assert!(outcomes.iter().flatten().all(|error| gave_up(error) || missed(error)), "{outcomes:?}");
@@ -121,23 +121,23 @@ fn who_waits_for_a_rank_that_does_not_join_waits_so_long() {
 }
 
 #[test]
-fn whoever_leaves_ends_the_waiting_of_all() {
+fn a_rank_that_leaves_ends_all_waits() {
     let fake = FakeNccl::new();
     for leaving in 0..3 {
-        // Before it joins, and instead of the second sum.
+        // The rank leaves before it joins, or instead of the second sum.
         for joins in [false, true] {
             let outcomes = fake.ranks(3, |group, rank| {
                 if rank.idx == leaving && !joins {
                     group.lose(rank);
                     return Ok(());
                 }
-                let mut membership = group.join_within(rank, LONG)?;
+                let mut member = group.join_within(rank, LONG)?;
                 let mut bytes = bf16(&[1.0; 4]).0;
-                sum(&mut membership, &mut bytes)?;
+                sum(&mut member, &mut bytes)?;
                 if rank.idx == leaving {
                     return Ok(());
                 }
-                sum(&mut membership, &mut bytes)
+                sum(&mut member, &mut bytes)
             });
             for (idx, outcome) in outcomes.into_iter().enumerate() {
                 match (idx == leaving, outcome) {
@@ -152,12 +152,12 @@ fn whoever_leaves_ends_the_waiting_of_all() {
 }
 
 #[test]
-fn a_rank_that_has_left_asks_for_nothing() {
+fn a_rank_that_has_left_makes_no_calls() {
     let fake = FakeNccl::new();
     let outcomes = fake.ranks(1, |group, rank| {
-        let mut membership = group.join_within(rank, LONG).unwrap();
-        membership.leave();
-        sum(&mut membership, &mut bf16(&[1.0]).0)
+        let mut member = group.join_within(rank, LONG).unwrap();
+        member.leave();
+        sum(&mut member, &mut bf16(&[1.0]).0)
     });
     assert_eq!(outcomes, [Err(CudaError::RankGone { rank: 0 })]);
 }

@@ -6,7 +6,7 @@ use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::norm::*;
 use baton_model_testing::noise;
 
-/// What the kernel is to compute, one row after the other.
+/// The expected output, row by row.
 fn add_norm(x: &mut [f32], added: Option<&[f32]>, weight: &[f32], eps: f32) -> Vec<f32> {
     let mut out = Vec::with_capacity(x.len());
     for (row_idx, row) in x.chunks_exact_mut(weight.len()).enumerate() {
@@ -43,7 +43,7 @@ fn rows_are_added_and_normalised() {
             let memory = emulator.run();
             let expected = add_norm(&mut x_expected, is_added.then_some(&added_values), &weight, kernel.eps);
             assert_eq!(widened(memory.of(kernel.x)), x_expected, "the stream, {num_rows} x {hidden}");
-            // Half a unit in the last place of bf16, and what f32 sums lose.
+            // Half a unit in the last place of bf16, and the error of f32 sums.
             assert_close(&widened(memory.of(kernel.out)), &expected, 1.0 / 256.0, 1e-6);
         }
     }

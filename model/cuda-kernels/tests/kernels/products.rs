@@ -9,7 +9,7 @@ use baton_kv_cache::e4m3;
 use baton_model_spec::{IntegerFormat, IntegerRow, IntegerWidth};
 use baton_model_testing::noise;
 
-/// Weights of some kind: what a device holds, and what they stand for.
+/// Weights of one kind: the device's form and the numbers that they stand for.
 struct Weights {
     kind: WeightKind,
     n: usize,
@@ -31,7 +31,7 @@ fn integers(width: IntegerWidth, n: usize, k: usize, group: usize, has_zeros: bo
     let num_groups = k.div_ceil(group);
     let format = IntegerFormat { width, group, has_zeros };
     let (mut bytes, mut values) = (vec![], vec![]);
-    // [groups][n]: neighbours are read together.
+    // `[groups][n]`: kernels read the scales of neighbouring rows together.
     let (mut scales, mut zeros) = (vec![0.0; num_groups * n], vec![0.0; num_groups * n]);
     for row_idx in 0..n {
         let seed = row_idx as u64 + 10;
@@ -40,7 +40,7 @@ fn integers(width: IntegerWidth, n: usize, k: usize, group: usize, has_zeros: bo
         let row = IntegerRow {
             levels: noise(seed, k).iter().map(level).collect(),
             scales: noise(seed + 1000, num_groups).iter().map(|x| x * 0.01).collect(),
-            // Also such as are no level.
+            // Some zeros are between two levels.
             zeros: noise(seed + 2000, if has_zeros { num_groups } else { 0 })
                 .iter()
                 .map(|x| (x + 1.0) / 2.0 * top)
@@ -61,9 +61,9 @@ fn integers(width: IntegerWidth, n: usize, k: usize, group: usize, has_zeros: bo
     Weights { kind, n, k, bytes, scales, zeros: if has_zeros { zeros } else { vec![] }, places, values }
 }
 
-/// With a scale for each block of rows and columns.
+/// A scale for each block of rows and columns.
 fn fp8(n: usize, k: usize, rows_per_scale: usize, group: usize) -> Weights {
-    // All codes but NaN, also the small ones.
+    // All codes but NaN, including denormal numbers.
     let codes: Vec<u8> = noise(3, n * k).iter().map(|x| (x.to_bits() >> 5) as u8).collect();
     let codes: Vec<u8> =
         codes.into_iter().map(|code| if code & 0x7f == 0x7f { 0x01 } else { code }).collect();
@@ -128,7 +128,7 @@ impl Weights {
     }
 }
 
-/// The kernel's own result for `x`, and what was launched.
+/// The kernel's result for `x`, and the launch.
 fn multiply(
     weights: &Weights,
     x: &[u8],
@@ -158,7 +158,7 @@ fn multiply(
     (emulator.run(), kernel)
 }
 
-/// Rows of `x` times the rows of `weights` from `first` on, `n` of them; and what sums of that size lose.
+/// Rows of `x` times `n` rows of `weights` from `first` on, and the error of sums of this size.
 fn expected(weights: &Weights, x: &[f32], first: usize, n: usize) -> (Vec<f32>, f32) {
     let k = weights.k;
     let (mut sums, mut largest) = (vec![], 0.0f64);
@@ -166,7 +166,7 @@ fn expected(weights: &Weights, x: &[f32], first: usize, n: usize) -> (Vec<f32>, 
         for weights_row in weights.values[first * k..][..n * k].chunks_exact(k) {
             let products = row.iter().zip(weights_row).map(|(x, weight)| f64::from(*x) * weight);
             let size: f64 = products.clone().map(f64::abs).sum();
-            // A level and its zero are multiplied apart.
+            // The kernel multiplies a level and its zero separately.
             largest = largest.max(if weights.zeros.is_empty() { size } else { 4.0 * size });
             sums.push(products.sum::<f64>() as f32);
         }
@@ -198,8 +198,8 @@ fn few_rows_are_multiplied() {
 }
 
 #[test]
-fn each_place_meets_the_weights_of_its_expert() {
-    // Experts without rows, with a few, and with more than are multiplied at a time.
+fn each_place_is_multiplied_with_its_experts_weights() {
+    // Experts without rows, with few rows, and with more rows than one pass covers.
     let counts = [0, 3, 21, 0, 8];
     for (n, all) in [
         (8, integers(IntegerWidth::Four, 40, 160, 32, true)),
@@ -245,7 +245,7 @@ fn each_place_meets_the_weights_of_its_expert() {
 }
 
 #[test]
-fn a_row_has_the_same_bits_with_any_others() {
+fn the_bits_of_a_row_do_not_depend_on_other_rows() {
     for weights in every_kind().iter().filter(|weights| weights.values.len() > 5000) {
         let (n, k) = (weights.n, weights.k);
         let (x, _) = bf16(&noise(8, 40 * k));
@@ -263,7 +263,7 @@ fn a_row_has_the_same_bits_with_any_others() {
 }
 
 #[test]
-fn weights_become_bf16() {
+fn weights_are_dequantised_to_bf16() {
     for weights in every_kind().iter().filter(|weights| weights.kind != WeightKind::Bf16) {
         let (n, k) = (weights.n, weights.k);
         let mut emulator = Emulator::new(source(weights.kind));
@@ -281,7 +281,7 @@ fn weights_become_bf16() {
             first_row: 0,
         };
         emulator.launch(&kernel);
-        // Rows that are looked up, where there are some before these and behind them; one is unused.
+        // Looked-up rows with other rows before and after them. One row is unused.
         let (first_row, end) = (7, 7 + n as u32);
         let rows = [end - 1, first_row, NONE, first_row + 2, first_row - 1, end, 0];
         let some = Dequantise {
@@ -295,7 +295,7 @@ fn weights_become_bf16() {
         emulator.launch(&some);
         let memory = emulator.run();
         let expected: Vec<f32> = weights.values.iter().map(|value| *value as f32).collect();
-        // Half a unit in the last place of bf16; a level less its zero is rounded as a float, in another order.
+        // Half a unit in the last place of bf16. A level minus its zero is rounded to f32, in a different order.
         assert_close(&widened(memory.of(kernel.out)), &expected, 1.0 / 256.0, 1e-6);
         let looked_up: Vec<f32> = rows
             .iter()
@@ -309,7 +309,7 @@ fn weights_become_bf16() {
 }
 
 #[test]
-fn products_get_the_scales_of_both_sides() {
+fn products_are_scaled_on_both_sides() {
     for (num_rows, n) in [(1, 8), (5, 264), (3, 2056)] {
         let (x, values) = bf16(&noise(1, num_rows * n));
         let (row_scales, column_scales) = (noise(2, num_rows), noise(3, n));
@@ -330,10 +330,10 @@ fn products_get_the_scales_of_both_sides() {
 }
 
 #[test]
-fn activations_become_fp8_as_on_the_host() {
+fn activations_are_quantised_as_on_the_host() {
     for (num_rows, k) in [(1, 8), (5, 264), (3, 2056)] {
         let mut values = noise(9, num_rows * k);
-        // Some that are small beside the largest, a row of zeroes and one that is not finite.
+        // Numbers that are small beside the largest, a row of zeros, and a row with NaN.
         values.iter_mut().step_by(3).for_each(|x| *x *= 1e-3);
         if num_rows > 2 {
             values[k..2 * k].fill(0.0);
@@ -366,12 +366,12 @@ fn activations_become_fp8_as_on_the_host() {
 }
 
 #[test]
-fn groups_of_activations_become_fp8_each() {
+fn groups_of_activations_are_quantised_separately() {
     let (num_rows, stride) = (3, 4);
     for k in [128, 384, 2048 + 256] {
         let mut values = noise(9, num_rows * k);
         values.iter_mut().enumerate().for_each(|(idx, x)| *x *= (1 + idx / 128 % 5) as f32);
-        // A group of zeroes, and one that is not finite.
+        // A group of zeros, and a group with NaN.
         values[k..k + 128].fill(0.0);
         values[3 * k - 2] = f32::NAN;
         let (x, x_values) = bf16(&values);
@@ -402,12 +402,12 @@ fn groups_of_activations_become_fp8_each() {
 }
 
 #[test]
-fn integers_lie_where_lanes_read_them() {
+fn integers_are_packed_in_the_order_of_lanes() {
     let levels = |len: usize, top: usize| (0..len).map(|k| (k % top) as u8).collect::<Vec<_>>();
     let mut bytes = vec![0xff; WeightKind::Int8.row_bytes(72)];
     assert_eq!(bytes.len(), 128);
     pack(&levels(72, 256), WeightKind::Int8, &mut bytes);
-    // The second lane: 8 to 15, and 40 to 47; the last step is filled up.
+    // The second lane: 8 to 15 and 40 to 47. The last step is padded.
     let signed = |levels: &[u8]| levels.iter().map(|level| level ^ 0x80).collect::<Vec<u8>>();
     assert_eq!(bytes[16..32], signed(&[8, 10, 9, 11, 12, 14, 13, 15, 40, 42, 41, 43, 44, 46, 45, 47]));
     assert_eq!(bytes[64..74], signed(&[64, 66, 65, 67, 68, 70, 69, 71, 0, 0]));

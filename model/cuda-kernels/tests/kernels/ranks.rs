@@ -7,11 +7,11 @@ use baton_model_spec::Rank;
 use baton_model_testing::noise;
 
 #[test]
-fn logits_of_ranks_lie_side_by_side() {
+fn logits_of_ranks_are_joined() {
     for (vocab_size, num_ranks, num_rows) in [(256, 2, 3), (203, 4, 2), (5, 4, 1), (600, 3, 5), (7, 1, 2)] {
         let whole = noise(1, num_rows * vocab_size);
         let stride = logit_stride(vocab_size, num_ranks);
-        // What follows the rows is of no account.
+        // The padding after the rows is not read.
         let mut parts = vec![f32::NAN; num_ranks * num_rows * stride];
         for rank in Rank::all(num_ranks) {
             let tokens = rank.part_of(vocab_size);

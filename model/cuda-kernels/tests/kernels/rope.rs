@@ -13,7 +13,7 @@ const FACTOR: f32 = 1.25;
 const EPS: f32 = 1e-6;
 const NUM_LAYERS: usize = 2;
 const LAYER_IDX: usize = 1;
-/// Of rows: where, and whose.
+/// Position and sequence of each row.
 const ROWS: [(u32, u32); 5] = [(131_071, 1), (0, 0), (77, NONE), (1, 0), (9, 2)];
 
 fn frequencies(rotary_dim: usize) -> Vec<f32> {
@@ -24,7 +24,7 @@ fn layout(dtype: KvDtype, head_dim: usize, block_size: usize) -> KvLayout {
     KvLayout { block_size, num_layers: NUM_LAYERS, num_kv_heads: 2, head_dim, dtype }
 }
 
-/// Each sequence's blocks are apart; only those that rows are in exist.
+/// The blocks of each sequence are separate. Only blocks with rows exist.
 fn block_tables(block_size: usize) -> (Vec<u32>, usize) {
     let max_blocks = 131_072usize.div_ceil(block_size);
     let mut tables = vec![NONE; 3 * max_blocks];
@@ -48,7 +48,7 @@ struct Found {
     storage: Address,
 }
 
-/// Runs all three.
+/// Runs all three kernels.
 fn run(
     rotary_dim: usize,
     layout: &KvLayout,
@@ -120,7 +120,7 @@ fn rotate(position: u32, rotary_dim: usize, head: &mut [f32]) {
     }
 }
 
-/// What queries become, and the pool.
+/// The expected queries and the expected pool.
 fn reference(
     rotary_dim: usize,
     layout: &KvLayout,
@@ -176,7 +176,7 @@ fn rows(layout: &KvLayout) -> Vec<f32> {
     noise(7, ROWS.len() * width).iter().enumerate().map(|(i, x)| x * 10f32.powi(i as i32 % 5 - 2)).collect()
 }
 
-/// Of each row what begins it.
+/// The start of each row.
 fn heads(rows: &[f32], width: usize, len: usize) -> Vec<f32> {
     rows.chunks_exact(width).flat_map(|row| &row[..len]).copied().collect()
 }
@@ -194,7 +194,7 @@ fn rotated_heads_are_stored_to_the_bit() {
     for (dtype, head_dim, rotary_dim, block_size) in cases {
         let layout = layout(dtype, head_dim, block_size);
         let mut qkv = rows(&layout);
-        // Of the second row the values: a head of zeroes, and one with a number that is not finite.
+        // Values of the second row: a head of zeros, and a head with a NaN.
         let values = &mut qkv[2 * (NUM_HEADS + 4) * head_dim - 2 * head_dim..][..2 * head_dim];
         values[..head_dim].fill(0.0);
         values[head_dim + 3] = f32::NEG_INFINITY;
@@ -227,7 +227,7 @@ fn heads_are_normed_before_they_are_rotated() {
     let norms = Some([&weights[0][..], &weights[1]]);
     let (queries, storage) = reference(rotary_dim, &layout, &qkv, norms);
     let found = run(rotary_dim, &layout, &bytes, norms, None);
-    // Half a unit in the last place of bf16; sums of f32 in another order, of differences that may cancel.
+    // Half a unit in the last place of bf16, and f32 sums in a different order, whose differences may cancel.
     assert_close(&widened(found.memory.of(found.kernel.qkv)), &queries, 1.0 / 256.0, 2e-6);
     let finite = |numbers: Vec<f32>| {
         numbers.into_iter().map(|x| if x.is_nan() { -1e9 } else { x }).collect::<Vec<_>>()
@@ -237,7 +237,7 @@ fn heads_are_normed_before_they_are_rotated() {
 }
 
 #[test]
-fn cosines_and_sines_are_those_of_the_processors_pass() {
+fn cosines_and_sines_match_the_host() {
     let (rotary_dim, layout) = (128, layout(KvDtype::Bf16, 128, 16));
     let found = run(rotary_dim, &layout, &bf16(&rows(&layout)).0, None, None);
     let frequencies = frequencies(rotary_dim);

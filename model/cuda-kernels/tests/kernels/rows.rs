@@ -6,7 +6,7 @@ use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::rows::*;
 use baton_model_testing::noise;
 
-/// Half a unit in the last place of bf16, and what f32 sums lose.
+/// Half a unit in the last place of bf16, and the error of f32 sums.
 const RELATIVE: f32 = 1.0 / 256.0;
 const ABSOLUTE: f32 = 1e-6;
 const EPS: f32 = 1e-5;
@@ -65,7 +65,7 @@ fn wanted_rows_are_normed_and_the_stream_stays() {
 }
 
 #[test]
-fn norms_behind_a_part_are_added_and_normed_again() {
+fn post_norms_are_added_and_normed_again() {
     for (num_rows, hidden) in [(1, 8), (3, 40), (2, 2304), (1, 8200)] {
         for is_last in [false, true] {
             let (x, x_values) = bf16(&noise(1, num_rows * hidden));
@@ -135,7 +135,7 @@ fn logits_stay_below_their_cap() {
         let memory = emulator.run();
         let found = floats(memory.of(kernel.x));
         let expected: Vec<f32> = x.iter().map(|x| (30.0 * (f64::from(*x) / 30.0).tanh()) as f32).collect();
-        // Two units in the last place of tanh, and the rounding of what goes in and comes out.
+        // Two units in the last place of tanh, and the rounding of input and output.
         assert_close(&found, &expected, 1e-6, 0.0);
     }
 }

@@ -6,7 +6,7 @@ use baton_cuda_kernels::sample::*;
 use baton_model_spec::TokenCount;
 use baton_model_testing::noise;
 
-/// A row with all that says how its token is chosen.
+/// A row with all settings of its sampling.
 #[derive(Clone, Debug)]
 struct Case {
     logits: Vec<f32>,
@@ -31,14 +31,14 @@ struct Result {
     top: Vec<(u32, f32)>,
 }
 
-/// [`SampleRows`] by fewer threads.
+/// [`SampleRows`] with fewer threads.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 struct Narrow(SampleRows);
 
 const NARROW: u32 = 64;
 
-// SAFETY: the same.
+// SAFETY: as for [`SampleRows`].
 unsafe impl Kernel for Narrow {
     const NAME: &'static str = SampleRows::NAME;
 
@@ -77,7 +77,7 @@ impl Case {
     }
 }
 
-/// Plain data as bytes.
+/// The bytes of plain data.
 fn bytes<T: Copy>(values: &[T]) -> Vec<u8> {
     // SAFETY: these structs have no padding.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }.to_vec()
@@ -142,7 +142,7 @@ fn run(cases: &[Case], is_narrow: bool) -> Vec<Result> {
     rows.iter().enumerate().map(result).collect()
 }
 
-/// The host's sampler, in plain words: the engine's, which this crate cannot name.
+/// The rules of the host's sampler in plain code. The engine's own sampler is out of reach of this crate.
 fn reference(case: &Case) -> RowOutcome {
     let largest = |logits: &[f32]| -> Option<(u32, f32)> {
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -201,7 +201,7 @@ fn reference(case: &Case) -> RowOutcome {
     RowOutcome::Token(candidates.last().unwrap().0 as u32)
 }
 
-/// Whether the host could have sampled that, had it rounded otherwise.
+/// Whether the host could have sampled this token with slightly different rounding.
 fn is_on_a_boundary(case: &Case, sampled: RowOutcome) -> bool {
     let near = [-2e-6, 0.0, 2e-6];
     near.into_iter().flat_map(|random| near.map(|top_p| (random, top_p))).any(|(random, top_p)| {
@@ -243,7 +243,7 @@ fn check(cases: &[Case], is_narrow: bool) {
     assert!(num_moved * 50 <= cases.len(), "{num_moved} of {} were on a boundary", cases.len());
 }
 
-/// Rows of several shapes: narrow, wide, flat, with ties, with tokens that are excluded.
+/// Rows of several shapes: narrow, wide, flat, with ties, with excluded tokens.
 fn rows(vocab: usize) -> Vec<Vec<f32>> {
     let normal = |seed: u64| -> Vec<f32> {
         let parts: Vec<Vec<f32>> = (0..6).map(|part| noise(seed * 6 + part, vocab)).collect();
@@ -261,7 +261,7 @@ fn rows(vocab: usize) -> Vec<Vec<f32>> {
     ]
 }
 
-/// What may be asked of a row, in all ways that matter.
+/// All settings of a row, in combinations that matter.
 fn cases(vocab: usize) -> Vec<Case> {
     let mut cases = vec![];
     let randoms = noise(77, 10_000);
@@ -311,14 +311,14 @@ fn cases(vocab: usize) -> Vec<Case> {
 }
 
 #[test]
-fn tokens_are_those_of_the_host() {
-    // Lists of 64 tokens: whatever needs more is searched.
+fn tokens_match_the_host() {
+    // Lists of 64 tokens: larger cases need the search.
     check(&cases(13), true);
     check(&cases(515).into_iter().step_by(2).collect::<Vec<_>>(), true);
 }
 
 #[test]
-fn as_many_threads_as_on_a_device_draw_the_same() {
+fn the_thread_count_of_a_device_samples_the_same_tokens() {
     check(&cases(600).into_iter().skip(6).step_by(36).collect::<Vec<_>>(), false);
 }
 
@@ -356,7 +356,7 @@ fn the_end_of_the_interval_is_a_token() {
 }
 
 #[test]
-fn rows_that_cannot_be_used_are_marked() {
+fn unusable_rows_are_marked() {
     let good = noise(9, 600);
     let with = |token: usize, value: f32| {
         let mut logits = good.clone();
@@ -370,7 +370,7 @@ fn rows_that_cannot_be_used_are_marked() {
             for temperature in [0.0, 1.0] {
                 let mut case = bad.clone().with(|row| row.temperature = temperature);
                 if is_changed {
-                    // Also the bad number itself is changed.
+                    // The invalid number itself may be changed.
                     case.stops = vec![599];
                     case.counts = vec![TokenCount { token: 0, num_output: 1 }];
                     case.row.presence_penalty = 1.0;
@@ -380,7 +380,7 @@ fn rows_that_cannot_be_used_are_marked() {
             }
         }
     }
-    // A good one stays good beside them, and one without anything left does not.
+    // A valid row stays valid beside invalid ones. A row without any candidate is invalid.
     cases.push(with(3, f32::NEG_INFINITY));
     let mut empty = Case::new(good.clone());
     empty.stops = (0..600).collect();
@@ -392,10 +392,10 @@ fn rows_that_cannot_be_used_are_marked() {
 }
 
 #[test]
-fn a_drawn_token_is_counted_once_wherever_it_is() {
+fn a_sampled_token_is_counted_once() {
     let count = |token, num_output| TokenCount { token, num_output };
     let none = count(NO_TOKEN, 0);
-    // As they are told, what was sampled, and what becomes of them.
+    // The counts before, the sampled tokens, and the expected counts.
     let long: Vec<TokenCount> = (0..700).map(|token| count(token, token % 3)).chain([none]).collect();
     let mut longer = long.clone();
     longer[699].num_output += 1;
@@ -413,7 +413,7 @@ fn a_drawn_token_is_counted_once_wherever_it_is() {
         rows.push(RowSampling { first_count, num_counts, ..Case::new(vec![]).row });
         counts.extend(list);
     }
-    // In another order there.
+    // The same lists in another order.
     let sampled: Vec<u32> = lists.iter().rev().map(|(_, token, _)| *token).collect();
     let sources: Vec<u32> = (0..lists.len() as u32).rev().collect();
     let mut emulator = Emulator::new(source_with(NARROW));
@@ -430,7 +430,7 @@ fn a_drawn_token_is_counted_once_wherever_it_is() {
 }
 
 #[test]
-fn a_place_without_a_token_is_passed_over() {
+fn an_entry_without_a_token_is_skipped() {
     let case = |with_none: bool| {
         let mut case = Case::new(noise(9, 600));
         case.counts = (0..40).map(|token| TokenCount { token: token * 9, num_output: token % 3 }).collect();

@@ -1,68 +1,68 @@
-//! Runs steps on a device: a batch goes there in one copy, and the tokens that were sampled come back in one.
-//! Or else logits, in one copy for each [`Buffers::logit_rows`] rows.
+//! Runs steps on a device. One copy carries a batch to the device, and one copy carries the sampled tokens back. A
+//! step without sampling copies its logits back, [`Buffers::logit_rows`] rows at a time.
 //!
-//! Layers are told of as they become ready, without waiting for the step: behind the kernel that writes a layer's KV is a
-//! mark, and between the launches of later layers this thread looks which marks have been passed. `on_layer` is called
-//! here, on the executing thread, for a layer whose KV is in the device's memory, and never before; it may come later than
-//! that by the time that this thread takes to ask for a layer. After the last layer was asked for, it waits for one mark
-//! after the other.
+//! Layers are reported as soon as their KV is in the device's memory, while the step goes on. A mark follows the
+//! kernel that writes a layer's KV. Between the launches of later layers, this thread queries the marks and calls
+//! `on_layer` for those that have passed. A report can therefore be late by the time of one layer's launches, but
+//! never early. After the last launch the thread waits for the remaining marks in order.
 //!
-//! Of a model that several ranks compute each has an executor, on a device of its own: with its part of the weights, and
-//! blocks of its own kv heads. All run the same steps, and meet in the sums that the pass asks for.
+//! Each rank of a model has an executor on a device of its own, with its part of the weights and blocks of its own kv
+//! heads. All ranks run the same steps and meet in the sums of the pass.
 
 use std::collections::VecDeque;
 
 use baton_checkpoint::{DeviceModel, LoadProgress};
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::{Device, NUM_RETURNS};
+use baton_cuda_kernels::device::{KernelDevice, NUM_RETURNS};
 use baton_cuda_kernels::kernel::Address;
 use baton_kv_cache::{BlockStorage, KvLayout};
 use baton_model_spec::{
     Activations, Batch, ExecuteError, Executor, RankError, RankExecutor, SamplingExecutor, SamplingRank,
 };
 
-use super::launched::{Collected, Launched, Told};
+use super::launched::{Collected, Launched, Reported};
 use super::shape::check_shape;
 use crate::buffers::Buffers;
 use crate::error::StartError;
 use crate::forward_pass::ForwardPass;
 use crate::inputs::{BatchLimits, InputShape, Inputs, MAX_DECODE_ROWS, padded};
-use crate::multiply::Scratch;
+use crate::multiply::ProductScratch;
 use crate::part::Part;
 use crate::samplings::SamplingInputs;
 use crate::weights::{self, DeviceWeightBytes, DeviceWeights};
 
-/// Left to libraries and the driver, for what they take later: code of products of other sizes, graphs.
+/// Memory left to libraries and the driver for later allocations: code for other product sizes, graphs.
 const SPARE_BYTES: usize = 256 << 20;
 
-/// Computes on one device a whole model, or one rank's part.
+/// Computes a whole model, or one rank's part, on one device.
 pub struct DeviceExecutor<D> {
     pub device: D,
     pub part: Part,
     pub weights: DeviceWeights,
     pub buffers: Buffers,
-    pub scratch: Scratch,
+    pub scratch: ProductScratch,
     pub(super) limits: BatchLimits,
     pub shape: InputShape,
     pub(super) inputs: Inputs,
     pub(super) samplings: SamplingInputs,
-    /// Of the step that is executed; and of rows that were not sampled, of each step under way.
+    /// Logits of the step that `execute` runs, or of the unsampled rows of each step in flight.
     pub(super) logits: [Vec<f32>; NUM_RETURNS],
-    /// Steps under way, the oldest first.
+    /// Steps in flight, the oldest first.
     pub(super) launched: VecDeque<Launched>,
-    /// What was sampled in the step that was collected last.
+    /// The samples of the step that was collected last.
     pub(super) collected: Collected,
-    /// Where the next one's tokens are sent to.
+    /// The return place of the next step's tokens.
     pub(super) next_place: usize,
-    /// The memory of the blocks that were computed with: what repeats knows its address.
+    /// The memory of the blocks. Repeated work contains its address, so it must not change.
     pub(super) pool: Option<Address>,
 }
 
-impl<D: Device> DeviceExecutor<D> {
-    /// Takes the weights and all memory of the pass; the device has the kernels of [`sources`](super::sources).
+impl<D: KernelDevice> DeviceExecutor<D> {
+    /// Uploads the weights and allocates all memory of the pass. The device was opened with the kernels of
+    /// [`sources`](super::sources).
     ///
     /// # Errors
-    /// When the device has not the memory, or fails, or there are no kernels for such a model.
+    /// When the device has too little memory or fails, or there are no kernels for the model's shape.
     pub fn new(
         mut device: D,
         model: DeviceModel,
@@ -78,23 +78,23 @@ impl<D: Device> DeviceExecutor<D> {
         DeviceExecutor::with_weights(device, part, weights, limits, model.activations() == Activations::Auto)
     }
 
-    /// The same, with weights that are there.
+    /// Like [`new`](Self::new), with weights that are on the device already.
     ///
     /// # Errors
-    /// When the device has not the memory, or fails.
+    /// When the device has too little memory or fails.
     pub fn with_weights(
         mut device: D,
         part: Part,
         weights: DeviceWeights,
         limits: BatchLimits,
-        rounds_activations: bool,
+        quantises_activations: bool,
     ) -> Result<DeviceExecutor<D>, StartError> {
         let (spec, layout) = (part.spec(), part.layout);
         let shape = InputShape {
             block_size: layout.block_size,
             group: spec.num_heads / spec.num_kv_heads,
             head_dim: spec.head_dim,
-            // Of one sequence alone, too, all that may be drafted.
+            // Enough rows for all drafts of a sequence, also when it runs alone.
             max_decode_rows: (2 * padded(limits.num_sequences))
                 .max(padded(MAX_DECODE_ROWS))
                 .min(padded(limits.num_rows)),
@@ -103,7 +103,7 @@ impl<D: Device> DeviceExecutor<D> {
         let no_room = StartError::taking("the largest step", remedy);
         let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape, part.rank());
         let buffers = buffers.map_err(no_room)?;
-        let scratch = Scratch::new(&mut device, spec, &weights, &limits, rounds_activations);
+        let scratch = ProductScratch::new(&mut device, spec, &weights, &limits, quantises_activations);
         let scratch = scratch.map_err(no_room)?;
         let mut executor = DeviceExecutor {
             device,
@@ -130,28 +130,29 @@ impl<D: Device> DeviceExecutor<D> {
         Ok(self.device.free_bytes()?.saturating_sub(SPARE_BYTES))
     }
 
-    /// What its matrices are.
+    /// The bytes of its matrices.
     pub fn weight_bytes(&self) -> DeviceWeightBytes {
         self.weights.bytes
     }
 
-    /// What it computes.
+    /// The part of the model that it computes.
     pub fn part(&self) -> &Part {
         &self.part
     }
 
-    /// Of its blocks.
+    /// The layout of its blocks.
     pub fn layout(&self) -> KvLayout {
         self.part.layout
     }
 
-    /// What it computes on.
+    /// Its device.
     pub fn device(&mut self) -> &mut D {
         &mut self.device
     }
 
-    /// Runs steps of many sizes, the largest with all layers: what libraries and the driver load or allocate for that is
-    /// there before the rest of the memory is given to blocks. No block takes part, and what comes of it is overwritten.
+    /// Runs steps of many sizes, the largest one with all layers. Libraries and the driver thereby load code and
+    /// allocate memory before the rest of the memory goes to blocks. The steps touch no block, and later steps
+    /// overwrite their results.
     fn warm_up(&mut self) -> Result<(), CudaError> {
         let DeviceExecutor { device, part, weights, buffers, scratch, inputs, limits, .. } = self;
         let smaller = std::iter::successors(Some(1), |num_rows| Some(2 * num_rows));
@@ -194,18 +195,18 @@ impl<D: Device> DeviceExecutor<D> {
         if fits { Ok(()) } else { Err(format!("a batch of {found:?}, expected at most {limits:?}")) }
     }
 
-    /// The blocks of this executor's rank are where they were before.
+    /// Checks that the blocks of this executor's rank have not moved.
     fn check_blocks(&mut self, storage: &BlockStorage) {
         assert_eq!(*storage.layout(), self.part.whole_layout, "blocks of another layout");
         let rank = self.part.rank();
-        assert_eq!(storage.num_ranks(), rank.num_ranks, "blocks that are divided otherwise");
+        assert_eq!(storage.num_ranks(), rank.num_ranks, "blocks divided among another number of ranks");
         let region = storage.region(rank.idx);
         assert!(region.device().is_some(), "blocks in the host's memory");
         let pool = Address(region.address());
         assert_eq!(*self.pool.get_or_insert(pool), pool, "blocks of another storage");
     }
 
-    /// Takes down a batch, on the blocks of `storage`; or says why it is not for this executor.
+    /// Fills the inputs with a batch on the blocks of `storage`. Returns the reason if this executor cannot run it.
     pub(super) fn take(&mut self, batch: &Batch<'_>, storage: &BlockStorage) -> Result<(), String> {
         self.check_blocks(storage);
         self.check_limits(batch)?;
@@ -219,19 +220,19 @@ impl<D: Device> DeviceExecutor<D> {
     }
 
     pub(super) fn upload(&mut self) -> Result<(), CudaError> {
-        // SAFETY: there is room for the largest batch, and as many samplings.
+        // SAFETY: there is room for the largest batch and its samplings.
         unsafe { self.device.upload(self.buffers.inputs, self.inputs.bytes()) }
     }
 
-    /// The device, and the step whose inputs are there.
+    /// The device, and the pass of the current inputs.
     pub(super) fn pass(&mut self) -> (&mut D, ForwardPass<'_>) {
         let DeviceExecutor { device, part, weights, buffers, scratch, inputs, pool, .. } = self;
         let pool = pool.expect("a batch was taken");
         (device, part.pass(weights, buffers, scratch, inputs, pool))
     }
 
-    /// Asks for everything up to the first logits, and tells of layers that are ready meanwhile.
-    pub(super) fn forward(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Told, CudaError> {
+    /// Queues all work up to the first logits. Reports layers that become ready meanwhile.
+    pub(super) fn forward(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Reported, CudaError> {
         let (device, pass) = self.pass();
         let num_layers = pass.weights.layers.len();
         let num_logits = pass.inputs.num_wanted.min(pass.buffers.logit_rows);
@@ -245,7 +246,7 @@ impl<D: Device> DeviceExecutor<D> {
                 pass.norm_wanted(device)?;
                 pass.logits(device, 0, num_logits)
             })?;
-            return Ok(Told { num_layers: 0, is_marked: false });
+            return Ok(Reported { num_layers: 0, is_marked: false });
         }
         pass.begin(device)?;
         let mut next_layer = 0;
@@ -262,13 +263,17 @@ impl<D: Device> DeviceExecutor<D> {
         if num_logits > 0 {
             pass.logits(device, 0, num_logits)?;
         }
-        Ok(Told { num_layers: next_layer, is_marked: true })
+        Ok(Reported { num_layers: next_layer, is_marked: true })
     }
 
-    /// Tells of the layers that are left, each when it is ready.
-    pub(super) fn tell(&mut self, told: Told, on_layer: &mut dyn FnMut(usize)) -> Result<(), CudaError> {
-        for layer_idx in told.num_layers..self.weights.layers.len() {
-            if told.is_marked {
+    /// Reports the remaining layers, each when it is ready.
+    pub(super) fn report(
+        &mut self,
+        reported: Reported,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<(), CudaError> {
+        for layer_idx in reported.num_layers..self.weights.layers.len() {
+            if reported.is_marked {
                 self.device.wait_for(layer_idx)?;
             }
             on_layer(layer_idx);
@@ -276,12 +281,12 @@ impl<D: Device> DeviceExecutor<D> {
         Ok(())
     }
 
-    /// One step; the first rank has its logits in the first of `self.logits`.
+    /// Runs one step. The first rank gets the logits in `self.logits[0]`.
     fn step(&mut self, num_rows: usize, on_layer: &mut dyn FnMut(usize)) -> Result<(), CudaError> {
         self.upload()?;
-        let told = self.forward(on_layer)?;
-        if told.is_marked {
-            self.tell(told, on_layer)?;
+        let reported = self.forward(on_layer)?;
+        if reported.is_marked {
+            self.report(reported, on_layer)?;
         }
         let vocab_size = self.part.spec().vocab_size;
         let num_downloaded = if self.part.rank().is_first() { num_rows } else { 0 };
@@ -295,19 +300,19 @@ impl<D: Device> DeviceExecutor<D> {
                 pass.logits(device, first, logit_rows.min(num_rows - first))?;
             }
             if let Some(chunk) = chunks.next() {
-                // SAFETY: so many were just computed.
+                // SAFETY: this many logits were just computed.
                 unsafe { device.download(at, bytemuck::cast_slice_mut(chunk)) }?;
             }
         }
-        // Also a step whose logits are not wanted is done when it returns.
+        // A step without logits must be done too when this returns.
         device.mark(0)?;
         device.wait_for(0)?;
         self.logits[0] = logits;
-        if told.is_marked { Ok(()) } else { self.tell(told, on_layer) }
+        if reported.is_marked { Ok(()) } else { self.report(reported, on_layer) }
     }
 }
 
-impl<D: Device + 'static> Executor for DeviceExecutor<D> {
+impl<D: KernelDevice + 'static> Executor for DeviceExecutor<D> {
     fn kv_layout(&self) -> KvLayout {
         self.part.whole_layout
     }
@@ -322,7 +327,7 @@ impl<D: Device + 'static> Executor for DeviceExecutor<D> {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<&[f32], ExecuteError> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller has the same duties.
         match unsafe { self.compute(batch, storage, on_layer) } {
             Ok(num_logits) => Ok(self.logits(num_logits)),
             Err(error) => Err(self.failed(error)),
@@ -334,7 +339,7 @@ impl<D: Device + 'static> Executor for DeviceExecutor<D> {
     }
 }
 
-/// Whether it is this rank that failed, or another that is missed.
+/// Whether this rank failed, or another rank is gone.
 pub(super) fn of_rank(error: CudaError) -> RankError {
     match error {
         CudaError::RankGone { .. } => RankError::Missed(error.to_string()),
@@ -342,7 +347,7 @@ pub(super) fn of_rank(error: CudaError) -> RankError {
     }
 }
 
-impl<D: Device + 'static> RankExecutor for DeviceExecutor<D> {
+impl<D: KernelDevice + 'static> RankExecutor for DeviceExecutor<D> {
     const MEETS_FOR_LAYERS: bool = false;
 
     fn device(&self) -> &str {
@@ -367,7 +372,7 @@ impl<D: Device + 'static> RankExecutor for DeviceExecutor<D> {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<usize, RankError> {
-        assert!(self.launched.is_empty(), "a step is under way");
+        assert!(self.launched.is_empty(), "a step is in flight");
         self.take(batch, storage).map_err(RankError::Failed)?;
         let num_rows = batch.sequences.iter().map(|it| it.num_logits).sum();
         self.step(num_rows, on_layer).map_err(of_rank)?;

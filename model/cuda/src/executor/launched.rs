@@ -1,25 +1,26 @@
-//! Steps under way, and what came of one.
+//! Steps in flight, and results of a step.
 
 use crate::samplings::Results;
 
-/// Layers that were told of, and whether the others are marked; else they are ready when the step is.
+/// Number of layers that were reported during the launch, and whether the others have marks. Layers without marks are
+/// ready when the step is done.
 #[derive(Clone, Copy)]
-pub struct Told {
+pub struct Reported {
     pub num_layers: usize,
     pub is_marked: bool,
 }
 
-/// A step under way.
+/// A step in flight.
 pub struct Launched {
-    /// That its tokens are sent to.
+    /// The return place of its tokens.
     pub place: usize,
     pub results: Results,
-    /// Rows after which tokens are sampled, by whichever rank.
+    /// Rows with a sampled token, over all ranks.
     pub num_sampled: usize,
-    pub told: Told,
+    pub reported: Reported,
 }
 
-/// What came of a step.
+/// The results of a step.
 #[derive(Default)]
 pub struct Collected {
     pub place: usize,

@@ -1,9 +1,9 @@
-//! Draws on the device, and comes back before it is done: a step is asked for with all that it ends with, so that the
-//! device has work while the host does something else, and perhaps asks for the next step. What that one takes from this
-//! one, its tokens, is on the device already.
+//! Samples on the device, asynchronously. `launch` queues a step with its sampling and returns, so that the host can
+//! do other work and even launch the next step while the device computes. The next step takes the sampled tokens from
+//! the device's memory.
 
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::{Device, NUM_RETURNS};
+use baton_cuda_kernels::device::{KernelDevice, NUM_RETURNS};
 use baton_cuda_kernels::sample::TakeTokens;
 use baton_kv_cache::BlockStorage;
 use baton_model_spec::{
@@ -13,7 +13,7 @@ use baton_model_spec::{
 use super::device_executor::{DeviceExecutor, of_rank};
 use super::launched::{Collected, Launched};
 
-impl<D: Device + 'static> SamplingExecutor for DeviceExecutor<D> {
+impl<D: KernelDevice + 'static> SamplingExecutor for DeviceExecutor<D> {
     unsafe fn launch(
         &mut self,
         batch: &Batch<'_>,
@@ -22,7 +22,7 @@ impl<D: Device + 'static> SamplingExecutor for DeviceExecutor<D> {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<bool, ExecuteError> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller has the same duties.
         let launched = unsafe { SamplingRank::launch(self, batch, samplings, follows, storage, on_layer) };
         launched.map_err(|error| self.failed(error))
     }
@@ -35,7 +35,7 @@ impl<D: Device + 'static> SamplingExecutor for DeviceExecutor<D> {
     }
 }
 
-impl<D: Device + 'static> SamplingRank for DeviceExecutor<D> {
+impl<D: KernelDevice + 'static> SamplingRank for DeviceExecutor<D> {
     unsafe fn launch(
         &mut self,
         batch: &Batch<'_>,
@@ -44,7 +44,7 @@ impl<D: Device + 'static> SamplingRank for DeviceExecutor<D> {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<bool, RankError> {
-        assert!(self.launched.len() < NUM_RETURNS, "two steps are under way");
+        assert!(self.launched.len() < NUM_RETURNS, "two steps are in flight");
         assert_eq!(self.launched.is_empty(), follows.is_empty(), "a second step follows the first");
         let num_logits: usize = batch.sequences.iter().map(|it| it.num_logits).sum();
         assert_eq!(num_logits, samplings.len(), "a sampling for each row");
@@ -53,16 +53,17 @@ impl<D: Device + 'static> SamplingRank for DeviceExecutor<D> {
     }
 
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<(), RankError> {
-        let Launched { place, results, told, .. } = self.launched.pop_front().expect("a step is under way");
-        if told.is_marked {
-            self.tell(told, on_layer).map_err(of_rank)?;
+        let Launched { place, results, reported, .. } =
+            self.launched.pop_front().expect("a step is in flight");
+        if reported.is_marked {
+            self.report(reported, on_layer).map_err(of_rank)?;
         }
         let mut bytes = std::mem::take(&mut self.collected.bytes);
         bytes.clear();
         bytes.extend_from_slice(self.device.returned(place).map_err(of_rank)?);
         self.collected = Collected { place, results, bytes };
-        if !told.is_marked {
-            self.tell(told, on_layer).map_err(of_rank)?;
+        if !reported.is_marked {
+            self.report(reported, on_layer).map_err(of_rank)?;
         }
         Ok(())
     }
@@ -73,8 +74,8 @@ impl<D: Device + 'static> SamplingRank for DeviceExecutor<D> {
     }
 }
 
-impl<D: Device> DeviceExecutor<D> {
-    /// Draws from the first row of logits, whatever it is.
+impl<D: KernelDevice> DeviceExecutor<D> {
+    /// Samples from the first row of logits, whatever it holds.
     pub fn warm_up_sampling(&mut self) -> Result<(), CudaError> {
         let results = self.samplings.fill(&[TokenSampling::default()], true);
         let parts = self.samplings.append_to(&mut self.inputs);
@@ -86,11 +87,11 @@ impl<D: Device> DeviceExecutor<D> {
         if self.part.rank().is_first() {
             let sample =
                 self.samplings.kernel(&parts, base, &self.buffers.samplings, logits, vocab_size, (0, 1));
-            // SAFETY: a row and its sampling are there.
+            // SAFETY: the row and its sampling are in the buffers.
             unsafe { self.device.launch(&sample) }?;
         }
         self.take_tokens(sources, 1, 1)?;
-        // SAFETY: its token is there; the list of tokens before is empty.
+        // SAFETY: its token is in the buffers, and its list of counts is empty.
         unsafe {
             self.device.launch(&self.samplings.count_sampled(&parts, base, sources, sampled))?;
             self.device.send_back(sampled, results.num_bytes(), 0)?;
@@ -98,22 +99,23 @@ impl<D: Device> DeviceExecutor<D> {
         self.device.returned(0).map(drop)
     }
 
-    /// Puts tokens that the step before sampled after `num_sampled` rows in their places: of each of the inputs' first `num`
-    /// rows that of the row that `sources` says. Of several ranks the first has them, and hands them to the others.
+    /// Fills in the tokens of the first `num` input rows. Row `i` takes the token that the previous step sampled
+    /// after its row `sources[i]`. The first of several ranks has the `num_sampled` tokens and sends them to the
+    /// others.
     fn take_tokens(&mut self, sources: usize, num: usize, num_sampled: usize) -> Result<(), CudaError> {
         let (base, sampled) = (self.buffers.inputs, self.buffers.samplings.results);
         let (tokens, sources) = (self.inputs.at(base).tokens, base.add(sources));
-        // SAFETY: so many are there, and the step before has the rows that this one follows; both it and this one read the
-        // inputs in their turn.
+        // SAFETY: the previous step has all of these rows. It and this step read the inputs in the order of the
+        // queue.
         unsafe {
             if self.part.rank().num_ranks > 1 {
-                self.device.hand_on(sampled, num_sampled)?;
+                self.device.broadcast(sampled, num_sampled)?;
             }
             self.device.launch(&TakeTokens { tokens, sources, sampled, num: num as u64 })
         }
     }
 
-    /// Asks for a step, and for the tokens after its wanted rows, which the first rank samples.
+    /// Queues a step and the sampling of its wanted rows, which the first rank does.
     fn begin(
         &mut self,
         samplings: &[TokenSampling<'_>],
@@ -132,11 +134,11 @@ impl<D: Device> DeviceExecutor<D> {
             if self.samplings.has_counts() {
                 let sampled = self.buffers.samplings.results;
                 let count = self.samplings.count_sampled(&parts, base, sources, sampled);
-                // SAFETY: as of the tokens.
+                // SAFETY: as for the tokens.
                 unsafe { self.device.launch(&count) }?;
             }
         }
-        let told = self.forward(on_layer)?;
+        let reported = self.forward(on_layer)?;
         let place = self.next_place;
         let vocab_size = self.part.spec().vocab_size;
         let mut left = std::mem::take(&mut self.logits[place]);
@@ -156,21 +158,21 @@ impl<D: Device> DeviceExecutor<D> {
                 let start = left.len();
                 left.resize(start + vocab_size, 0.0);
                 let row = bytemuck::cast_slice_mut(&mut left[start..]);
-                // SAFETY: so many rows were just asked for.
+                // SAFETY: this many rows were just queued.
                 unsafe { device.download(logits.add((row_idx - first) * vocab_size * 4), row) }?;
             }
             let range = (first, num_rows);
             let kernel =
                 sampling_inputs.kernel(&parts, base, &pass.buffers.samplings, logits, vocab_size, range);
-            // SAFETY: there is room for as many rows and lists as `SamplingInputs` takes.
+            // SAFETY: there is room for the rows and lists that `SamplingInputs` accepts.
             unsafe { device.launch(&kernel) }?;
         }
-        // SAFETY: so much was just written, or is of rows that want none.
+        // SAFETY: the kernel writes these bytes. Bytes of rows without log-probabilities are not read.
         unsafe { device.send_back(pass.buffers.samplings.results, results.num_bytes(), place) }?;
         (self.samplings, self.logits[place]) = (sampling_inputs, left);
         self.next_place = (place + 1) % NUM_RETURNS;
         let samples_all = results.left().next().is_none();
-        self.launched.push_back(Launched { place, results, num_sampled: samplings.len(), told });
+        self.launched.push_back(Launched { place, results, num_sampled: samplings.len(), reported });
         Ok(samples_all)
     }
 }

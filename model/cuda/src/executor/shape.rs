@@ -1,8 +1,8 @@
-//! Which kernels a model takes, and whether there are kernels for it.
+//! The kernels that a model needs, and whether there are kernels for its shape.
 
 use baton_checkpoint::DeviceModel;
 use baton_cuda_kernels::device::NUM_MARKS;
-use baton_cuda_kernels::kernel::Source;
+use baton_cuda_kernels::kernel::KernelSource;
 use baton_cuda_kernels::products::{self, WeightKind};
 use baton_cuda_kernels::{attention, embed, expert_products, experts, gate, norm, ranks, rope, rows, sample};
 use baton_kv_cache::KvLayout;
@@ -13,7 +13,7 @@ use crate::multiply::EXPERT_TILE_ROWS;
 use crate::weights;
 
 /// All kernels of a model.
-pub fn sources(model: &DeviceModel) -> Vec<Source> {
+pub fn sources(model: &DeviceModel) -> Vec<KernelSource> {
     let kinds = weights::kinds(model.weights()).into_iter().filter(|kind| *kind != WeightKind::Bf16);
     let mut sources = sources_of(model.shard().spec(), &model.kv_layout_of_rank());
     sources.extend(kinds.map(products::source));
@@ -21,8 +21,8 @@ pub fn sources(model: &DeviceModel) -> Vec<Source> {
     sources
 }
 
-/// Those of a decoder, or of a rank's part of it, whose weights are bf16.
-pub fn sources_of(spec: &DecoderSpec, layout: &KvLayout) -> Vec<Source> {
+/// The kernels of a decoder, or of a rank's part of it, with bf16 weights.
+pub fn sources_of(spec: &DecoderSpec, layout: &KvLayout) -> Vec<KernelSource> {
     [
         embed::source(),
         norm::source(),
@@ -49,7 +49,7 @@ fn is_routed(spec: &DecoderSpec) -> bool {
     spec.layers.iter().any(|layer| matches!(layer.mlp, MlpSpec::Experts { .. }))
 }
 
-/// Whether there are kernels for such a model.
+/// Checks that there are kernels for the model's shape.
 pub fn check_shape(model: &DeviceModel) -> Result<(), StartError> {
     let (spec, rank) = (model.shard().spec(), model.shard().rank());
     let shape = |what, found, expected| Err(StartError::Shape { what, found, expected });
@@ -75,7 +75,7 @@ pub fn check_shape(model: &DeviceModel) -> Result<(), StartError> {
     if spec.layers.len() > NUM_MARKS {
         return shape("num_hidden_layers", spec.layers.len(), "at most 1024");
     }
-    // Sums of parts of a row, in shared memory.
+    // The sampling kernel keeps a sum for each part of a row in shared memory.
     if spec.vocab_size > 4 << 20 {
         return shape("vocab_size", spec.vocab_size, "at most 4194304");
     }

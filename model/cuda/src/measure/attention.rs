@@ -1,8 +1,8 @@
-//! Attention by itself, of one layer.
+//! Measures attention alone, for one layer.
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::attention::{
-    Attention, DecodeAttention, MIN_SPLIT, MergeSplits, PrefillAttention, Rows, WgmmaAttention,
+    AttentionArgs, AttentionRows, DecodeAttention, MIN_SPLIT, MergeSplits, PrefillAttention, WgmmaAttention,
     max_prefill_tiles, max_splits, prefill_tiles, split_scratch_bytes, takes_wgmma,
 };
 use baton_cuda_kernels::device::TimedDevice;
@@ -15,7 +15,7 @@ use super::sizes::{Sizes, attention_operations};
 use super::timing::median;
 use crate::error::StartError;
 
-/// Of sequences that decode, and of a prompt.
+/// Attention of decoding sequences, and of a prompt.
 pub fn measure<D: TimedDevice>(
     device: &mut D,
     sizes: &Sizes,
@@ -28,13 +28,13 @@ pub fn measure<D: TimedDevice>(
     let blocks_of = |num_tokens: usize| layout.num_blocks_for(num_tokens);
     let num_blocks = (batch * blocks_of(*context)).max(blocks_of(*prompt));
     let pool = noise.fill_new(device, num_blocks * layout.block_bytes())?;
-    // As many as there are: of the sequences that decode, each its own.
+    // Each decoding sequence has its own blocks.
     let tables: Vec<u32> = (0..num_blocks as u32).collect();
     let attention = |device: &mut D, num_sequences: usize, num_rows: usize, start_idx: usize| {
         let words = |value: usize| vec![value as u32; num_sequences];
         let first_rows: Vec<u32> = (0..num_sequences).map(|idx| (idx * num_rows) as u32).collect();
         let all_rows = num_sequences * num_rows;
-        let rows = Rows {
+        let rows = AttentionRows {
             q: noise.fill_new(device, all_rows * (group + 2) * spec.kv_width() * 2)?,
             out: device.allocate(all_rows * spec.query_width() * 2)?,
             block_tables: device.allocate_holding(bytemuck::cast_slice(&tables))?,
@@ -44,7 +44,7 @@ pub fn measure<D: TimedDevice>(
             max_blocks: blocks_of(start_idx + num_rows) as u32,
             num_sequences: num_sequences as u32,
         };
-        Ok::<_, CudaError>(Attention::new(&layout, pool, 0, group, spec.attention_scale, &rows))
+        Ok::<_, CudaError>(AttentionArgs::new(&layout, pool, 0, group, spec.attention_scale, &rows))
     };
 
     let max_splits = max_splits(spec.num_kv_heads);
@@ -58,7 +58,7 @@ pub fn measure<D: TimedDevice>(
         max_rows: 1,
         unused: 0,
     };
-    // SAFETY: all was just allocated for these.
+    // SAFETY: everything was just allocated with these shapes.
     let seconds = median(*repetitions, device, &mut |device| unsafe {
         device.launch(&decode)?;
         device.launch(&MergeSplits { decode })

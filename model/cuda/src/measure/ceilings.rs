@@ -1,4 +1,4 @@
-//! What nothing can be faster than: a large copy, and a large product.
+//! Measures the ceilings of a device: a large copy and a large product.
 
 use baton_cuda_kernels::device::{Product, TimedDevice};
 use baton_cuda_kernels::noise::Noise;
@@ -8,7 +8,7 @@ use super::sizes::Sizes;
 use super::timing::median;
 use crate::error::StartError;
 
-/// What nothing can be faster than.
+/// The upper limits of all other measurements.
 pub struct Ceilings {
     bytes_per_second: f64,
     operations_per_second: f64,
@@ -22,7 +22,7 @@ impl Ceilings {
     ) -> Result<Ceilings, StartError> {
         let (noise, bytes) = (Noise::new(device)?, sizes.copied_bytes);
         let [from, to] = [noise.fill_new(device, bytes)?, device.allocate(bytes)?];
-        // SAFETY: both are so large.
+        // SAFETY: both allocations have this size.
         let seconds =
             median(sizes.repetitions, device, &mut |device| unsafe { device.copy(to, from, bytes) })?;
         let copied = 2.0 * bytes as f64;
@@ -54,7 +54,7 @@ impl Ceilings {
             is_out_f32,
             beta,
         };
-        // SAFETY: the three are so large.
+        // SAFETY: the three allocations have these sizes.
         let seconds = median(sizes.repetitions, device, &mut |device| unsafe { device.multiply(&product) })?;
         let operations = 2.0 * (n as f64).powi(3);
         report(&figure(

@@ -1,33 +1,33 @@
-//! What a measurement says.
+//! One result of a measurement.
 
-/// What was measured of one thing.
+/// One result of a measurement.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Figure {
     /// "decode attention, 32 x 4096"
     pub what: String,
-    /// Seconds, the median.
+    /// Median of the seconds.
     pub seconds: f64,
-    /// Bytes, or operations, in that time.
+    /// Bytes or operations in that time.
     pub amount: Amount,
-    /// Of the ceiling; `None` of a ceiling itself.
+    /// Share of the ceiling. `None` for a ceiling itself.
     pub share: Option<f64>,
-    /// What the share is to be at least.
+    /// The share that is expected at least.
     pub target: Option<f64>,
 }
 
 impl Figure {
-    /// Whether it is below what it is to be.
+    /// Whether the share is below the expected one.
     pub fn is_missed(&self) -> bool {
-        // Not a number is no success.
+        // NaN is a failure.
         matches!((self.share, self.target), (Some(share), Some(target)) if share.is_nan() || share < target)
     }
 }
 
-/// What takes time.
+/// The amount of work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Amount {
-    /// Through the device's memory.
+    /// Bytes to and from the device's memory.
     Bytes(f64),
-    /// Of the matrix units.
+    /// Operations of the tensor cores.
     Operations(f64),
 }

@@ -1,8 +1,8 @@
-//! How fast a device is, and how much of that the kernels and whole steps reach: for `cargo xtask gpu-check`.
+//! Measures a device, and how close the kernels and whole steps come to its limits, for `cargo xtask gpu-check`.
 //!
-//! Ceilings are measured in the same run: a large copy, counted as bytes read and written, and a large product of bf16.
-//! Times are medians, by the device's clock, or by the host's where a step is as the engine sees it. Weights and KV are
-//! noise: of zeroes products are quicker than of anything else.
+//! The same run measures the ceilings: a large copy, counted in bytes read and written, and a large bf16 product.
+//! Times are medians, measured with the device's clock, or with the host's clock for steps as the engine sees them.
+//! Weights and KV are noise, because products of zeros are faster than others.
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::device::TimedDevice;
@@ -24,21 +24,21 @@ mod steps;
 mod timing;
 mod weights;
 
-/// What a device is.
+/// Properties of a device.
 #[derive(Clone, Debug)]
 pub struct Card {
     /// "NVIDIA H100 80GB HBM3"
     pub name: String,
     /// Compute capability.
     pub capability: (i32, i32),
-    /// Of all its memory.
+    /// Bytes of all its memory.
     pub memory_bytes: usize,
 }
 
-/// The `ordinal`th device.
+/// The device with index `ordinal`.
 ///
 /// # Errors
-/// What is missing.
+/// When the driver or the device is missing.
 pub fn card(ordinal: u32) -> Result<Card, CudaError> {
     let device = baton_cuda::Device::open(ordinal)?;
     let failed = |error| baton_cuda::failed("cuDeviceGetAttribute", error);
@@ -47,20 +47,21 @@ pub fn card(ordinal: u32) -> Result<Card, CudaError> {
     Ok(Card { name, capability, memory_bytes: device.memory()?.1 })
 }
 
-/// Measures a model of the shape of Llama 3.1 8B; `report` is told of each figure as it comes.
+/// Measures a model of the shape of Llama 3.1 8B. Calls `report` for each figure.
 ///
 /// # Errors
-/// When something is missing, the memory does not suffice, or the device fails.
+/// When a library is missing, there is too little memory, or the device fails.
 pub fn measure(ordinal: u32, code: &KernelCode, report: &mut dyn FnMut(&Figure)) -> Result<(), StartError> {
     let sizes = Sizes::full();
     let sources = sources_of(&sizes.spec, &sizes.layout());
     measure_on(&sizes, || Ok(DriverDevice::open(ordinal, &sources, code.clone())?), report)
 }
 
-/// The same of other sizes, on a device that is opened anew for each part: what one allocates is free again for the next.
+/// Like [`measure`], for other sizes. The device is opened again for each part, which frees the memory of the part
+/// before.
 ///
 /// # Errors
-/// As [`measure`].
+/// As for [`measure`].
 pub fn measure_on<D: TimedDevice>(
     sizes: &Sizes,
     open: impl Fn() -> Result<D, StartError>,

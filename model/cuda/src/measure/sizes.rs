@@ -1,24 +1,24 @@
-//! How large the model, the batches and the ceilings are that are measured.
+//! Sizes of the measured model, batches and ceilings.
 
 use baton_kv_cache::{KvDtype, KvLayout};
 use baton_model_spec::{Activation, DecoderSpec, LayerSpec, MlpSpec, RopeScaling, RopeSpec};
 
-/// How large everything is.
+/// Sizes of all measurements.
 #[derive(Clone, Debug)]
 pub struct Sizes {
     /// The model.
     pub spec: DecoderSpec,
-    /// Tokens in the cache of a sequence that decodes, the newest included.
+    /// Tokens in the cache of a decoding sequence, including the newest.
     pub context: usize,
-    /// Sequences that decode.
+    /// Number of decoding sequences.
     pub batch: usize,
     /// Tokens of the prompt.
     pub prompt: usize,
-    /// Of the large copy.
+    /// Bytes of the large copy.
     pub copied_bytes: usize,
-    /// Rows and columns of the product.
+    /// Rows and columns of the large product.
     pub product: usize,
-    /// Of each measurement.
+    /// Repetitions of each measurement.
     pub repetitions: usize,
 }
 
@@ -39,7 +39,7 @@ impl Sizes {
         }
     }
 
-    /// Of its blocks.
+    /// Layout of its blocks.
     pub fn layout(&self) -> KvLayout {
         KvLayout {
             block_size: 16,
@@ -51,7 +51,7 @@ impl Sizes {
     }
 }
 
-/// Of such sizes: hidden, heads, kv heads, and of a head.
+/// A model of the Llama architecture. `shape` is the hidden size, the heads, the kv heads and the head size.
 pub fn llama(shape: [usize; 4], layers: Vec<LayerSpec>, vocab_size: usize) -> DecoderSpec {
     let [hidden_size, num_heads, num_kv_heads, head_dim] = shape;
     DecoderSpec {
@@ -80,7 +80,7 @@ pub fn llama(shape: [usize; 4], layers: Vec<LayerSpec>, vocab_size: usize) -> De
     }
 }
 
-/// Of one layer: each row meets those before it and itself, twice, by a multiplication and an addition.
+/// Operations of one layer's attention: each row takes two multiplications and additions with each row up to itself.
 pub fn attention_operations(spec: &DecoderSpec, num_tokens: usize) -> f64 {
     let pairs = num_tokens as f64 * (num_tokens as f64 + 1.0) / 2.0;
     4.0 * spec.query_width() as f64 * pairs

@@ -1,9 +1,9 @@
-//! Whole steps of a model of noise, and their products by themselves.
+//! Measures whole steps of a model of noise, and their products alone.
 
 use std::time::Instant;
 
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::{Device, TimedDevice};
+use baton_cuda_kernels::device::{KernelDevice, TimedDevice};
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::noise::Noise;
 use baton_kv_cache::{BlockId, BlockStorage};
@@ -20,10 +20,10 @@ use crate::error::StartError;
 use crate::executor::DeviceExecutor;
 use crate::inputs::{BatchLimits, Inputs};
 use crate::part::Part;
-use crate::pool::OwnBlocks;
+use crate::pool::PoolAddress;
 use crate::weights::{DeviceLayer, DeviceMlp};
 
-/// Steps that decode, few and many sequences, and a prompt.
+/// Measures decode steps with few and with many sequences, and a prompt.
 pub fn measure<D: TimedDevice>(
     mut device: D,
     sizes: &Sizes,
@@ -36,7 +36,7 @@ pub fn measure<D: TimedDevice>(
     let weights = random_weights(&mut device, spec, &noise)?;
     let num_blocks = (batch * layout.num_blocks_for(*context)).max(layout.num_blocks_for(*prompt));
     let pool = noise.fill_new(&mut device, num_blocks * layout.block_bytes())?;
-    let storage = BlockStorage::on_device(Box::new(OwnBlocks(pool)), layout, num_blocks);
+    let storage = BlockStorage::on_device(Box::new(PoolAddress(pool)), layout, num_blocks);
     let limits =
         BatchLimits { num_rows: *prompt, num_sequences: *batch, context_length: (*context).max(*prompt) };
     let mut executor =
@@ -73,8 +73,8 @@ pub fn measure<D: TimedDevice>(
     Ok(())
 }
 
-/// Numbers in matrices, that of the head included.
-fn num_multiplied<D: Device>(executor: &DeviceExecutor<D>) -> usize {
+/// Numbers in all matrices, including the head.
+fn num_multiplied<D: KernelDevice>(executor: &DeviceExecutor<D>) -> usize {
     let of_layer = |layer: &DeviceLayer| {
         let DeviceMlp::Dense { gate_up, down } = &layer.mlp else { unreachable!("no experts here") };
         let matrices = [layer.qkv.weight, layer.output.weight, gate_up.weight, down.weight];
@@ -84,7 +84,7 @@ fn num_multiplied<D: Device>(executor: &DeviceExecutor<D>) -> usize {
     executor.weights.layers.iter().map(of_layer).sum::<usize>() + head.num_out * head.num_in
 }
 
-/// Seconds of all products of a step, and of nothing else.
+/// Seconds of all products of a step, without anything else.
 fn products<D: TimedDevice>(
     executor: &mut DeviceExecutor<D>,
     num_rows: usize,
@@ -100,21 +100,21 @@ fn products<D: TimedDevice>(
                 (gate_up, buffers.hidden, buffers.gate_up),
                 (down, buffers.gated, buffers.added),
             ] {
-                // SAFETY: weights and buffers are there, these for so many rows.
+                // SAFETY: weights and buffers are allocated for this many rows.
                 unsafe { scratch.apply(device, linear, from, to, num_rows) }?;
             }
         }
         // SAFETY: as above.
         unsafe { scratch.multiply_exactly(device, weights.head, buffers.hidden, buffers.logits, num_rows) }
     };
-    // Below the keys of steps, which have blocks in their upper half.
+    // Smaller than the keys of steps, whose upper half is the number of blocks.
     median(repetitions, device, &mut |device| device.repeat(num_rows as u64, &mut work))
 }
 
-/// Seconds from the tokens of one step to those of the next, as an engine decodes: tokens are sampled on the device, and
-/// before those of a step are waited for, the next step is launched, which takes them over there.
+/// Seconds from the tokens of one step to the tokens of the next, as an engine decodes: the device samples, and the
+/// host launches the next step before it waits for the tokens of the current one.
 ///
-/// All steps are the same, at one position, so that each has as long a context.
+/// All steps are at one position, so that all have the same context length.
 fn as_the_engine_decodes<D: TimedDevice>(
     executor: &mut DeviceExecutor<D>,
     step: &Batch<'_>,
@@ -146,7 +146,7 @@ fn as_the_engine_decodes<D: TimedDevice>(
     Ok(middle(seconds))
 }
 
-/// Waits for a step, which must have a token for every row.
+/// Waits for a step, which must sample a token for every row.
 fn are_sampled<D: TimedDevice>(executor: &mut DeviceExecutor<D>) -> Result<(), CudaError> {
     let answers = executor.collect(&mut |_| {}).map_err(failed)?;
     match answers.iter().all(|answer| matches!(answer, SampledRow::Sampled(Ok(_)))) {
@@ -163,7 +163,7 @@ fn not_finite() -> CudaError {
     CudaError::Failed { call: "a step", why: "logits that are not finite".into() }
 }
 
-/// Seconds of `execute`: what it copies and launches, and until logits are in the host's memory.
+/// Seconds of `execute`: copies, launches, and the wait for the logits in host memory.
 fn as_the_engine_prefills<D: TimedDevice>(
     executor: &mut DeviceExecutor<D>,
     step: &Batch<'_>,
@@ -186,7 +186,7 @@ fn as_the_engine_prefills<D: TimedDevice>(
     Ok(middle(seconds))
 }
 
-/// Seconds of what a repeated step launches.
+/// Seconds of the launches of a repeated step.
 fn on_the_device<D: TimedDevice>(
     executor: &mut DeviceExecutor<D>,
     step: &Batch<'_>,

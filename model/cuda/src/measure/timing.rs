@@ -1,9 +1,9 @@
-//! Medians of repetitions.
+//! Medians of repeated measurements.
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::device::TimedDevice;
 
-/// Seconds by the device's clock, of so many repetitions after three that do not count.
+/// Median seconds of `repetitions` runs on the device's clock, after three warm-up runs.
 pub fn median<D: TimedDevice>(
     repetitions: usize,
     device: &mut D,

@@ -1,4 +1,4 @@
-//! Weights that mean nothing: for measurements.
+//! Random weights for measurements.
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::device::TimedDevice;
@@ -11,7 +11,7 @@ use crate::weights::{
     DeviceLayer, DeviceLinear, DeviceMatrix, DeviceMlp, DeviceRope, DeviceWeightBytes, DeviceWeights,
 };
 
-/// Of a model without experts, biases and norms of heads.
+/// Weights of a model without experts, biases and head norms.
 pub fn random_weights<D: TimedDevice>(
     device: &mut D,
     spec: &DecoderSpec,

@@ -1,8 +1,8 @@
-//! Blocks that are gathered, scattered, coded and hashed, as processors do it.
+//! The block queue gathers, scatters, encodes and hashes pieces with the results of processors.
 
 use baton_cuda_emulator::session::Threads;
 use baton_cuda_emulator::test_device::TestDevice;
-use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::kernel::Address;
 use baton_kv_cache::{BlockKernels, KvLayout, VectorCodec, WireCodec};
 use baton_kv_cache::{KvDtype, WireFormat, WireScratch};
@@ -13,13 +13,13 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 const LAYOUT: KvLayout =
     KvLayout { block_size: 4, num_layers: 3, num_kv_heads: 2, head_dim: 10, dtype: KvDtype::Int8 };
 
-/// A queue, a pool of random bytes on its device, and the pool as it is.
+/// A queue, a pool of random bytes on its device, and a copy of the pool.
 fn queue(num_bytes: usize) -> (BlockQueue<TestDevice>, Address, Vec<u8>) {
     let pool: Vec<u8> = (0..num_bytes as u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     let mut queue =
         BlockQueue::new(TestDevice::new(&sources(&LAYOUT), 64 << 20, Threads::Shuffled), &LAYOUT).unwrap();
     let at = queue.device.allocate(num_bytes).unwrap();
-    // SAFETY: just allocated.
+    // SAFETY: the allocation has this length.
     unsafe { queue.device.upload(at, &pool) }.unwrap();
     (queue, at, pool)
 }
@@ -32,7 +32,7 @@ fn pieces_are_gathered_hashed_and_scattered() {
         let places = order.map(|idx| at.0 + (idx * num_bytes) as u64);
         let expected = order.map(|idx| pool[idx * num_bytes..][..num_bytes].to_vec());
         let mut gathered = vec![0; 3 * num_bytes];
-        // SAFETY: all places lie in the pool.
+        // SAFETY: all pieces are inside the pool.
         unsafe {
             queue.gather(&places, &mut gathered).unwrap();
             assert!(gathered == expected.concat(), "{num_bytes}");
@@ -52,7 +52,7 @@ fn pieces_are_gathered_hashed_and_scattered() {
     }
 }
 
-/// Codes pieces of noise from a device and back to it, in as many groups as that takes.
+/// Encodes random pieces on a device and decodes them back, in as many groups as needed.
 fn check_coding(layout: KvLayout, format: WireFormat, num_pieces: usize) {
     let codec = WireCodec::new(&layout, format).expect("it is smaller");
     let piece_bytes = layout.layer_bytes();
@@ -73,7 +73,7 @@ fn check_coding(layout: KvLayout, format: WireFormat, num_pieces: usize) {
     let at = queue.device.allocate(pool.len()).unwrap();
     let places: Vec<u64> = (0..num_pieces).map(|idx| at.0 + (idx * piece_bytes) as u64).collect();
     let mut found = vec![0; coded.len()];
-    // SAFETY: all places lie in what was just allocated.
+    // SAFETY: all pieces are inside the new allocation.
     unsafe {
         queue.device.upload(at, &pool).unwrap();
         assert_eq!(queue.gather_coded(&codec, &places, &mut found, 9).unwrap(), Some(sums));
@@ -85,28 +85,28 @@ fn check_coding(layout: KvLayout, format: WireFormat, num_pieces: usize) {
 }
 
 #[test]
-fn pieces_are_coded_where_they_lie() {
+fn pieces_are_encoded_and_decoded_in_the_pool() {
     let (dtype, head_dim) = (KvDtype::Bf16, 64);
     let layout = KvLayout { block_size: 1, num_layers: 1, num_kv_heads: 1, head_dim, dtype };
     check_coding(layout, WireFormat::Int8, 3);
     check_coding(layout, WireFormat::Int4, 5);
-    // More than there are of a group.
+    // More pieces than a group holds.
     check_coding(layout, WireFormat::Int8, MAX_RUNS + 3);
 }
 
 #[test]
-fn what_no_kernel_codes_is_left_to_processors() {
+fn formats_without_a_kernel_are_left_to_processors() {
     let (mut queue, at, _) = queue(2 * LAYOUT.layer_bytes());
     let bf16 = KvLayout { dtype: KvDtype::Bf16, ..LAYOUT };
     let small = KvLayout { block_size: 1, ..bf16 };
-    // Another layout than the queue's, a group that is not full, a piece too short for checksums there.
+    // A layout that is not the queue's, a partial group, and a piece too short for the kernel's checksums.
     let cases =
         [(LAYOUT, bf16, WireFormat::Int8), (bf16, bf16, WireFormat::Int4), (small, small, WireFormat::Int8)];
     for (own, layout, format) in cases {
         queue.layout = own;
         let codec = WireCodec::new(&layout, format).expect("it is smaller");
         let mut coded = vec![0; codec.piece_bytes()];
-        // SAFETY: a piece of any of these layouts lies there.
+        // SAFETY: the pool is large enough for a piece of each of these layouts.
         unsafe {
             assert_eq!(queue.gather_coded(&codec, &[at.0], &mut coded, 9).unwrap(), None);
             assert!(!queue.scatter_coded(&codec, &[at.0], &coded).unwrap());
@@ -115,7 +115,7 @@ fn what_no_kernel_codes_is_left_to_processors() {
 }
 
 #[test]
-fn more_pieces_and_longer_ones_than_are_staged_are_moved_in_parts() {
+fn pieces_beyond_the_staging_memory_are_moved_in_parts() {
     type Queue = BlockQueue<TestDevice>;
     let (mut queue, ..) = queue(8);
     let parts = |queue: &mut Queue, places: &[u64], num_bytes| {

@@ -1,5 +1,5 @@
-//! Whole models with weights of less than bf16 on the emulated device, against processors that compute with f32 and the
-//! numbers that the weights stand for: few rows, many, and both after each other.
+//! Whole models with quantised weights on the emulated device, against processors that compute in f32 with the
+//! dequantised weights: few rows, many rows, and both in turn.
 
 use std::fs;
 use std::path::Path;
@@ -21,10 +21,10 @@ use tempfile::TempDir;
 
 use super::whole::{Pair, TOLERANCE, check_routed, fixtures, of_side, on_device};
 
-/// Tokens of a prompt that is of many rows.
+/// Tokens of a prompt with many rows.
 const MANY: usize = FEW_ROWS + 9;
 
-/// A suffix, and what is stored under it.
+/// A suffix, and the tensor that is stored under it.
 pub(super) type Stored = (&'static str, Dtype, Vec<usize>, Vec<u8>);
 
 fn options(backend: Backend) -> LoadOptions {
@@ -51,7 +51,7 @@ fn pair(what: &str, cpu: &Path, device: &Path, quantise: Option<Quantisation>, f
     Pair::of(what.into(), &cpu, loaded(device, quantise), MANY, fp8)
 }
 
-/// Many rows at once, and a few behind them, as drafts are verified.
+/// Many rows at once, then a few rows after them, like drafts that are verified.
 fn check(pair: &mut Pair) {
     let tokens = pair.prompt(MANY + 3, 1);
     let place = pair.place(tokens.len());
@@ -60,7 +60,7 @@ fn check(pair: &mut Pair) {
     println!("{}: off by {:.4} at most", pair.what, pair.largest_error);
 }
 
-/// The same; a prompt in chunks; batches of few rows and of many, and steps that are repeated.
+/// The same, and a prompt in chunks, batches of few and of many rows, and repeated steps.
 fn check_every_way(pair: &mut Pair) {
     check(pair);
     let tokens = pair.prompt(MANY, 4);
@@ -105,7 +105,7 @@ fn floats_of(view: &TensorView<'_>) -> Vec<f32> {
     }
 }
 
-/// A fixture with the numbers that `--quantize` makes of its weights.
+/// A fixture whose weights `--quantize` has quantised.
 fn rounded(name: &str, format: IntegerFormat) -> TempDir {
     let from = fixtures().join(name);
     let config: serde_json::Value =
@@ -130,7 +130,7 @@ fn rounded(name: &str, format: IntegerFormat) -> TempDir {
     write(&config, &tensors)
 }
 
-/// A Llama of random numbers, whose layers' matrices are stored by `store`.
+/// A random Llama. `store` writes the matrices of its layers.
 pub(super) fn llama(
     intermediate: usize,
     quantization_config: serde_json::Value,
@@ -170,7 +170,7 @@ pub(super) fn llama(
         .into_iter()
         .enumerate()
         {
-            // Tensors of one product are of different size, and so are rows and groups.
+            // The tensors of one product have different magnitudes, and so have rows and groups.
             let size = (idx + 1) as f32 / 24.0;
             let mut values = noise((10 * layer + idx + 3) as u64, rows * cols);
             for (place, value) in values.iter_mut().enumerate() {
@@ -186,7 +186,7 @@ pub(super) fn llama(
     write(&config, &tensors)
 }
 
-/// Integers of so many bits in groups; with zeros, from the least to the largest number.
+/// Integers of `bits` bits in groups. With zeros, the levels span the least to the largest number.
 pub(super) fn integers(
     values: &[f32],
     rows: usize,
@@ -255,7 +255,7 @@ pub(super) fn fp8(
 fn quantising_for_a_device_is_as_for_processors() {
     for (name, quantise, tolerance) in [
         ("llama", "int8", TOLERANCE),
-        // With the same numbers in bf16 it is as far from processors behind so many tokens.
+        // After this many tokens, the same numbers in bf16 are as far from the reference.
         ("qwen2", "int4", 2.0 * TOLERANCE),
         ("phi3", "int4:64", TOLERANCE),
     ] {
@@ -270,7 +270,7 @@ fn quantising_for_a_device_is_as_for_processors() {
 }
 
 #[test]
-fn integers_of_files_are_multiplied_as_they_are() {
+fn integers_of_files_are_multiplied_directly() {
     let config = json!({"quant_method": "compressed-tensors", "format": "pack-quantized"});
     for (bits, group, has_zeros) in [(8, 0, true), (4, 32, true), (4, 64, false)] {
         let group_of = |cols| if group == 0 { cols } else { group };
@@ -284,17 +284,17 @@ fn integers_of_files_are_multiplied_as_they_are() {
 }
 
 #[test]
-fn blocks_of_gguf_are_multiplied_as_they_are() {
+fn blocks_of_gguf_are_multiplied_directly() {
     for name in ["llama-q4_0", "gemma3-q8_0"] {
         let path = fixtures().join(format!("../../gguf/fixtures/{name}.gguf"));
         check(&mut pair(name, &path, &path, None, Fp8Products::None));
     }
 }
 
-/// Of few rows, and of so many that experts' weights are widened. With the same numbers in bf16 one row in nine of the
-/// first model is far, as rows go to other experts.
+/// Few rows, and so many that the experts' weights are widened. With the same numbers in bf16, one row in nine of the
+/// first model is far off, because rows take other experts.
 #[test]
-fn experts_have_weights_of_less_than_bf16() {
+fn experts_can_have_quantised_weights() {
     for name in ["mixtral-q8_0", "qwen3moe-q5_1"] {
         let path = fixtures().join(format!("../../gguf/fixtures/{name}.gguf"));
         let mut pair = pair(name, &path, &path, None, Fp8Products::None);
@@ -316,9 +316,9 @@ fn can_be(products: Fp8Products) -> bool {
     TestDevice::new(&[], 0, Threads::Shuffled).limit_fp8(products)
 }
 
-/// Of the largest logit, where activations are rounded to E4M3: four significant bits are off by 2^-4 at most, 2^-5.5 on
-/// average, independently of each other; so is a sum of their products, once for each of 8 products of two layers:
-/// together some 0.06, at the worst of 256 logits three times that.
+/// Relative to the largest logit, with activations quantised to E4M3: four significant bits are off by 2^-4 at most
+/// and by 2^-5.5 on average, independently. So is a sum of their products, once for each of the 8 products of two
+/// layers: about 0.06 in all, and three times that for the worst of 256 logits.
 const TOLERANCE_OF_ROUNDED: f32 = 0.2;
 
 #[test]
@@ -327,7 +327,8 @@ fn fp8_is_multiplied_with_any_scales() {
     let large = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]});
     use Fp8Products::{Blocks, None, Plain, Scaled};
 
-    // A scale for each row, one for all, one for each block: products in fp8 are of the first two, and of blocks of one size.
+    // A scale for each row, for the whole matrix, or for each block. fp8 products support the first two, and blocks
+    // of one size.
     for (blocks, ways) in [
         ([1, 0], &[None, Plain, Scaled, Blocks][..]),
         ([usize::MAX, 0], &[Scaled]),
@@ -356,7 +357,7 @@ fn fp8_is_multiplied_with_any_scales() {
 }
 
 #[test]
-fn what_is_not_a_number_in_fp8_is_none_on_a_device() {
+fn nan_in_fp8_stays_nan_on_a_device() {
     let config = json!({"quant_method": "fp8", "fmt": "e4m3"});
     let dir = llama(192, config, |values, rows, cols| {
         let mut stored = fp8(values, rows, cols, [1, cols]);
@@ -371,13 +372,13 @@ fn what_is_not_a_number_in_fp8_is_none_on_a_device() {
 }
 
 #[test]
-fn memory_is_that_of_the_form() {
+fn memory_matches_the_form() {
     let bytes = |dir: &Path, quantise: Option<&str>| -> DeviceWeightBytes {
         let quantise = quantise.map(|text| text.parse().unwrap());
         let model = loaded(dir, quantise);
         on_device(model, 1, Fp8Products::None).unwrap().weight_bytes()
     };
-    // Numbers in the layers, in the head and in the embedding.
+    // Numbers in the layers, the head and the embedding.
     let (layers, head) = (2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 200 * 128), 256 * 128);
     let none = DeviceWeightBytes::default();
     let plain = llama(200, json!(null), |values, rows, cols| {
@@ -385,7 +386,7 @@ fn memory_is_that_of_the_form() {
     });
     let all = bytes(plain.path(), None);
     assert_eq!(all, DeviceWeightBytes { bf16: (layers + 2 * head) * 2, ..none });
-    // Rows of 200 are filled up to steps of 128 numbers, and have a scale for 32 or what is left.
+    // Rows of 200 are padded to steps of 128 numbers. They have a scale for each 32 numbers or the rest.
     let down = |row: u64| 2 * 128 * row;
     let int4 = bytes(plain.path(), Some("int4"));
     let others = layers - down(200);
@@ -396,7 +397,7 @@ fn memory_is_that_of_the_form() {
         ..none
     };
     assert_eq!(int4, expected);
-    // There is no kernel for rows of 200 in fp8.
+    // There is no fp8 kernel for rows of 200.
     let config = json!({"quant_method": "fp8", "fmt": "e4m3"});
     let in_fp8 = llama(200, config, |values, rows, cols| fp8(values, rows, cols, [1, cols]));
     let widened = down(200 * 2);

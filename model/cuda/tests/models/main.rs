@@ -1,4 +1,4 @@
-//! Executors of models, and what they are made of: on the emulator, or on the device that `BATON_KERNELS_ON` names.
+//! Executors of models and their parts, on the emulator or on the device that `BATON_KERNELS_ON` names.
 
 mod block_queue;
 mod fake_libraries;

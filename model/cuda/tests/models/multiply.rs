@@ -1,9 +1,9 @@
-//! Products of all kinds of weights, with few and many rows.
+//! Products of all weight formats, with few and many rows.
 
 use baton_cuda_emulator::numbers::{assert_close, bf16, floats};
 use baton_cuda_emulator::session::Threads;
 use baton_cuda_emulator::test_device::TestDevice;
-use baton_cuda_kernels::device::{Device, FP8_BLOCK, Fp8Products};
+use baton_cuda_kernels::device::{FP8_BLOCK, Fp8Products, KernelDevice};
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::products::WeightKind;
 use baton_cuda_kernels::products::{Scales, pack, source};
@@ -15,7 +15,7 @@ use baton_model_testing::noise;
 
 const FORMAT: IntegerFormat = IntegerFormat { width: IntegerWidth::Four, group: 32, has_zeros: false };
 
-/// Rows in int4 on a device, and what they stand for.
+/// int4 rows on a device, and the numbers that they stand for.
 fn uploaded(device: &mut TestDevice, num_out: usize, num_in: usize) -> (DeviceMatrix, Vec<f32>) {
     let kind = WeightKind::Int4;
     let (row_bytes, num_groups) = (kind.row_bytes(num_in), num_in.div_ceil(32));
@@ -40,19 +40,19 @@ fn uploaded(device: &mut TestDevice, num_out: usize, num_in: usize) -> (DeviceMa
 
 fn upload(device: &mut TestDevice, bytes: &[u8]) -> Address {
     let at = device.allocate(bytes.len()).unwrap();
-    // SAFETY: allocated for them.
+    // SAFETY: the allocations have these lengths.
     unsafe { device.upload(at, bytes).unwrap() };
     at
 }
 
-/// More outputs than are widened at a time, the last of them fewer than a whole part.
+/// More outputs than are widened at a time. The last part is smaller than the others.
 #[test]
-fn weights_are_widened_some_at_a_time() {
+fn weights_are_widened_in_parts() {
     let (num_rows, num_out, num_in) = (FEW_ROWS + 3, 2 * MAX_SCALE_ROWS + 40, 72);
     let mut device = TestDevice::new(&[source(WeightKind::Int4)], 1 << 20, Threads::Shuffled);
     let (matrix, values) = uploaded(&mut device, num_out, num_in);
     let widened_bytes = (MAX_SCALE_ROWS + 5) * num_in * 2;
-    let scratch = Scratch {
+    let scratch = ProductScratch {
         widened: device.allocate(widened_bytes).unwrap(),
         widened_bytes,
         quantised: Address::NULL,
@@ -63,7 +63,7 @@ fn weights_are_widened_some_at_a_time() {
     let from = upload(&mut device, &x);
     let out = device.allocate(num_rows * num_out * 4).unwrap();
     let mut found = vec![0; num_rows * num_out * 4];
-    // SAFETY: allocated for so many rows.
+    // SAFETY: the allocations have this many rows.
     unsafe {
         scratch.multiply_exactly(&mut device, matrix, from, out, num_rows).unwrap();
         device.download(out, &mut found).unwrap();
@@ -74,13 +74,14 @@ fn weights_are_widened_some_at_a_time() {
             .chunks_exact(num_in)
             .map(|weights| row.iter().zip(weights).map(|(x, weight)| x * weight).sum::<f32>())
     });
-    // Each weight is rounded to bf16: 72 of them up to 1 are off by 2^-9 at most, and by less than a tenth of that together.
+    // Each weight is rounded to bf16: 72 of them, up to 1, are off by 2^-9 at most each, and by less than a tenth of
+    // that together.
     assert_close(&floats(&found), &sums.collect::<Vec<_>>(), 1.0 / 256.0, 72.0 / 512.0 / 4.0);
 }
 
-/// The same of experts: two are widened at a time, and one is left.
+/// The same for experts. Two are widened at a time, and one is left.
 #[test]
-fn experts_are_widened_some_at_a_time() {
+fn experts_are_widened_in_parts() {
     use baton_cuda_emulator::numbers::widened;
     use baton_cuda_kernels::expert_products;
 
@@ -90,7 +91,7 @@ fn experts_are_widened_some_at_a_time() {
     let (all, values) = uploaded(&mut device, num_experts * num_out, num_in);
     let matrix = DeviceMatrix { num_out, ..all };
     let widened_bytes = 2 * num_out * num_in * 2 + 6;
-    let scratch = Scratch {
+    let scratch = ProductScratch {
         widened: device.allocate(widened_bytes).unwrap(),
         widened_bytes,
         quantised: Address::NULL,
@@ -110,7 +111,7 @@ fn experts_are_widened_some_at_a_time() {
     let from = upload(&mut device, &x);
     let out = device.allocate(num_pairs * num_out * 2).unwrap();
     let mut found = vec![0; num_pairs * num_out * 2];
-    // SAFETY: allocated for so many rows.
+    // SAFETY: the allocations have this many rows.
     unsafe {
         scratch.apply_experts(&mut device, matrix, &places, from, out, false).unwrap();
         device.download(out, &mut found).unwrap();
@@ -125,13 +126,13 @@ fn experts_are_widened_some_at_a_time() {
                 .map(|weights| row.iter().zip(weights).map(|(x, weight)| x * weight).sum::<f32>())
         })
         .collect();
-    // As above, of 40, and what comes of it is rounded, too.
+    // As above with 40 weights. The result is rounded, too.
     assert_close(&widened(&found), &expected, 1.0 / 128.0, 40.0 / 512.0 / 4.0);
 }
 
-/// One product of every way, against numbers that were quantised as the kernels do.
+/// One product of each scaling, against numbers that are quantised like the kernels do.
 #[test]
-fn both_sides_in_fp8_have_their_scales() {
+fn fp8_products_apply_the_scales_of_both_sides() {
     use baton_cuda_emulator::numbers::widened;
     use baton_kv_cache::e4m3;
 
@@ -144,7 +145,7 @@ fn both_sides_in_fp8_have_their_scales() {
             continue;
         }
         let are_blocks = fp8 == Fp8Products::Blocks;
-        // Not a multiple of four rows, nor of four groups; blocks of which the last has fewer rows.
+        // The rows and the groups are not multiples of four. The last block has fewer rows.
         let (num_rows, num_out) = (FEW_ROWS + 2, if are_blocks { FP8_BLOCK + 16 } else { 48 });
         let num_groups = if are_blocks { 3 } else { 1 };
         let num_in = num_groups * group;
@@ -164,7 +165,7 @@ fn both_sides_in_fp8_have_their_scales() {
         let at = upload(&mut device, &codes);
         let weight = DeviceMatrix { at, kind: WeightKind::Fp8, scales, num_out, num_in };
         let room = num_rows.next_multiple_of(4);
-        let scratch = Scratch {
+        let scratch = ProductScratch {
             widened: Address::NULL,
             widened_bytes: 0,
             quantised: device.allocate(room * num_in).unwrap(),
@@ -179,7 +180,7 @@ fn both_sides_in_fp8_have_their_scales() {
         let out = device.allocate(room * num_out * 2).unwrap();
         let mut found = vec![0; num_rows * num_out * 2];
         let linear = DeviceLinear { weight, bias: Address::NULL };
-        // SAFETY: allocated for so many rows.
+        // SAFETY: the allocations have this many rows.
         unsafe {
             scratch.apply(&mut device, &linear, from, out, num_rows).unwrap();
             device.download(out, &mut found).unwrap();
@@ -200,7 +201,7 @@ fn both_sides_in_fp8_have_their_scales() {
                 expected.push(row.iter().enumerate().map(|(k, x)| x * weight(k)).sum::<f32>());
             }
         }
-        // Half a unit in the last place of bf16, twice; sums that may cancel, in another order.
+        // Half a unit in the last place of bf16, twice, and sums in a different order that may cancel.
         let largest = expected.iter().fold(0.0f32, |max, x| max.max(x.abs()));
         assert_close(&widened(&found), &expected, 1.0 / 120.0, 1e-5 * largest);
     }

@@ -1,4 +1,4 @@
-//! Tokens that are sampled on a device against the logits of the same steps.
+//! Tokens that a device samples, against the logits of the same steps.
 
 use baton_cuda_emulator::test_device::TestDevice;
 use baton_cuda_kernels::device::Fp8Products;
@@ -44,10 +44,10 @@ fn token(answer: &SampledRow<'_>) -> u32 {
 }
 
 #[test]
-fn tokens_are_those_of_the_logits() {
+fn tokens_match_the_logits() {
     let mut machine = on_device();
     let (tokens, blocks) = (prompt(30, 1), machine.place(30));
-    // More rows than there is room for logits of.
+    // More rows than the buffer of logits holds.
     let sequence = BatchSequence { tokens: &tokens, start_idx: 0, blocks: &blocks, num_logits: 12 };
     let logits = machine.run(vec![sequence]);
     let mut samplings = vec![TokenSampling::default(); 12];
@@ -83,7 +83,7 @@ fn tokens_are_those_of_the_logits() {
         assert_eq!(sampled.id as usize, argmax(&logits), "row {row_idx}");
     }
 
-    // What it cannot sample as it is told comes back as logits.
+    // Rows with unsupported settings come back as logits.
     let twice = [(3, 1.0), (3, 1.0)];
     let many: Vec<_> = (0..600_000).map(|_| 7).collect();
     (samplings[2].logit_bias, samplings[10].logprobs) = (twice[..].into(), Some(21));
@@ -94,7 +94,7 @@ fn tokens_are_those_of_the_logits() {
         assert_eq!(matches!(answer, SampledRow::Logits(row) if *row == logits), is_left, "row {row_idx}");
         assert_eq!(matches!(answer, SampledRow::Sampled(Ok(_))), !is_left, "row {row_idx}: {answer:?}");
     }
-    // All are excluded but those below it.
+    // Row 1 excludes all tokens.
     let all: Vec<u32> = (0..logits[0].len() as u32).collect();
     let mut samplings = vec![TokenSampling::default(); 12];
     samplings[1].masked = all[..].into();
@@ -103,7 +103,7 @@ fn tokens_are_those_of_the_logits() {
 }
 
 #[test]
-fn a_step_follows_another_before_that_is_collected() {
+fn a_step_is_launched_before_the_last_one_is_collected() {
     let mut machine = on_device();
     let prompts = [prompt(13, 1), prompt(22, 2), prompt(9, 3)];
     let blocks: Vec<Vec<BlockId>> = prompts.iter().map(|_| machine.place(40)).collect();
@@ -120,7 +120,7 @@ fn a_step_follows_another_before_that_is_collected() {
     ));
     let mut last: Vec<u32> = collect(&mut machine).iter().map(token).collect();
     let mut starts = [13, 22, 9];
-    // The third is left out after a while.
+    // The third sequence ends after a while.
     let mut members: Vec<usize> = vec![0, 1, 2];
     let mut found = vec![];
     let first: Vec<_> = members.iter().map(|&it| one(&last[it], starts[it], &blocks[it])).collect();
@@ -139,7 +139,7 @@ fn a_step_follows_another_before_that_is_collected() {
     let tokens: Vec<u32> = collect(&mut machine).iter().map(token).collect();
     found.push((members, starts, tokens));
 
-    // One after the other, by the host.
+    // One step after the other, sampled by the host.
     for (members, starts, tokens) in found {
         let sequences: Vec<_> = members.iter().map(|&it| one(&last[it], starts[it], &blocks[it])).collect();
         let logits = machine.run(sequences);

@@ -1,4 +1,4 @@
-//! Whole models on the emulated device against processors with f32 activations: every architecture, every path.
+//! Whole models on the emulated device against processors with f32 activations: every architecture and every path.
 
 use std::path::PathBuf;
 
@@ -18,11 +18,12 @@ use baton_model_cuda::inputs::BatchLimits;
 use baton_model_spec::{Activations, Backend, Batch, BatchSequence, Executor};
 use safetensors::SafeTensors;
 
-/// Of the largest logit. Activations of processors in bf16 are held to the same (tests/parity.rs): a rounding to eight bits
-/// is off by 2^-9 at most, some ten of them in each of three layers by a few hundredths together.
+/// Relative to the largest logit. bf16 activations on processors have the same tolerance (tests/parity.rs): a
+/// rounding to eight bits is off by 2^-9 at most, and some ten roundings in each of three layers by a few hundredths
+/// in all.
 pub(super) const TOLERANCE: f32 = 0.06;
 
-/// With KV of eight bits: a number that is rounded to the other side is off by a whole step, up to 2^-3 of it.
+/// With 8-bit KV: a number that is rounded to the other side is off by a whole step, up to 2^-3 of it.
 const TOLERANCE_OF_EIGHT_BITS: f32 = 0.12;
 
 const LIMITS: BatchLimits = BatchLimits { num_rows: 64, num_sequences: 6, context_length: 256 };
@@ -56,7 +57,7 @@ fn loaded_on_cpu(name: &str, kv_dtype: KvDtype, block_size: usize) -> CpuModel {
     baton_model_cpu::load(&dir, &options, &mut |_| {}).unwrap()
 }
 
-/// For so many rows in a step, and multiplying E4M3 so.
+/// With this many rows per step and these E4M3 products.
 pub(super) fn on_device(
     model: DeviceModel,
     num_rows: usize,
@@ -65,7 +66,7 @@ pub(super) fn on_device(
     models::on_device(model, BatchLimits { num_rows, ..LIMITS }, fp8_products)
 }
 
-/// An executor, and blocks of its own.
+/// An executor with blocks of its own.
 pub(super) struct Machine<E> {
     pub(super) executor: E,
     pub(super) storage: BlockStorage,
@@ -83,7 +84,7 @@ impl Machine<CpuExecutor> {
 }
 
 impl Machine<DeviceExecutor<TestDevice>> {
-    /// Its blocks are full of NaN: what is not written yet must not matter.
+    /// Blocks are full of NaN, so that a read of an unwritten block shows.
     pub(super) fn device(model: DeviceModel, num_rows: usize, fp8_products: Fp8Products) -> Self {
         let mut executor = on_device(model, num_rows, fp8_products).unwrap();
         let block_size = executor.kv_layout().block_size;
@@ -93,7 +94,7 @@ impl Machine<DeviceExecutor<TestDevice>> {
 }
 
 impl<E: Executor> Machine<E> {
-    /// Blocks for so many tokens, some way apart.
+    /// Blocks for this many tokens, not adjacent.
     pub(super) fn place(&mut self, num_tokens: usize) -> Vec<BlockId> {
         let next = |_| {
             self.next_block += 1;
@@ -127,7 +128,8 @@ pub(super) fn argmax(logits: &[f32]) -> usize {
     (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap()
 }
 
-/// As far apart as roundings explain; the best token is the same, or one that is not behind it by more than that.
+/// Asserts that the logits differ by no more than roundings explain. The best token is the same, or within that
+/// distance.
 fn assert_near(found: &[f32], expected: &[f32], tolerance: f32, what: &str) -> f32 {
     let error = error_of(found, expected);
     assert!(error <= tolerance, "{what}: off by {error} of {}", largest(expected));
@@ -136,15 +138,15 @@ fn assert_near(found: &[f32], expected: &[f32], tolerance: f32, what: &str) -> f
     error
 }
 
-/// The largest difference, in parts of the largest logit.
+/// The largest difference, relative to the largest logit.
 fn error_of(found: &[f32], expected: &[f32]) -> f32 {
     assert_eq!(found.len(), expected.len());
     let apart = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
-    // Of NaN there is no maximum.
+    // max ignores NaN, so NaN needs a check of its own.
     apart.fold(0.0, |max: f32, x| if x > max || x.is_nan() { x } else { max }) / largest(expected)
 }
 
-/// Tokens, the position of the first, blocks on both sides, and how many logits are wanted.
+/// Tokens, the position of the first, blocks on both sides, and the number of wanted logits.
 pub(super) type Planned<'a> = (&'a [u32], usize, &'a [Vec<BlockId>; 2], usize);
 
 pub(super) fn of_side<'a>(sequences: &[Planned<'a>], side: usize) -> Vec<BatchSequence<'a>> {
@@ -203,7 +205,7 @@ impl Pair {
         self.largest_error = self.largest_error.max(error);
     }
 
-    /// The same batch on both, and near each other; the first row of what is expected.
+    /// Runs the same batch on both and compares them. Returns the first row of the processors' logits.
     pub(super) fn run(&mut self, path: &str, sequences: &[Planned<'_>]) -> Vec<f32> {
         let expected = self.cpu.run(of_side(sequences, 0));
         let found = self.device.run(of_side(sequences, 1));
@@ -224,14 +226,15 @@ fn check_briefly(name: &str) {
     pair.run("decoding", &[(&tokens[29..], 29, &place, 1)]);
 }
 
-/// A prompt at once, in chunks, behind what another sequence has cached; then tokens one by one, among strangers.
+/// A prompt at once, in chunks, and after a prefix that another sequence cached; then tokens one by one, in batches
+/// with other sequences.
 fn check(name: &str, kv_dtype: KvDtype, block_size: usize) {
     let mut pair = Pair::new(name, kv_dtype, block_size);
     let mut tokens = prompt(29, 1);
     let place = pair.place(32);
     let expected = pair.run("at once", &[(&tokens, 0, &place, 1)]);
 
-    // Chunks of many and of few, the last among others' blocks.
+    // Chunks of many and of few rows, in alternating blocks.
     let chunked = pair.device.place(32);
     let mut chunk = |start_idx: usize, end: usize, blocks: &[BlockId], num_logits: usize| {
         pair.device.run(vec![BatchSequence {
@@ -250,7 +253,8 @@ fn check(name: &str, kv_dtype: KvDtype, block_size: usize) {
     pair.assert_near(&in_chunks[0], &expected, "in chunks");
     pair.assert_near(&behind_a_prefix[0], &expected, "behind a cached prefix");
 
-    // One that begins, three rows of one, as drafts are verified, and one whose logits are not wanted.
+    // A sequence that starts, three rows of one sequence, like drafts that are verified, and a sequence without
+    // wanted logits.
     tokens.extend([argmax(&expected) as u32, 7, 9]);
     let (first, other) = (prompt(11, 2), prompt(6, 3));
     let [first_place, other_place] = [pair.place(11), pair.place(6)];
@@ -263,7 +267,8 @@ fn check(name: &str, kv_dtype: KvDtype, block_size: usize) {
         ],
     );
 
-    // A token of each of three, filled up to four; repeated: asked for, remembered, and asked for by what is remembered.
+    // A token of each of three sequences, padded to four. The first run launches, the second records, the third
+    // replays.
     for _ in 0..3 {
         pair.run(
             "decoding",
@@ -300,8 +305,9 @@ fn every_architecture_is_near_processors() {
     }
 }
 
-/// What `transformers` computed in f32 (tests/parity), of weights that are rounded to bf16 here, after some of the prompt's
-/// tokens: of all four places where that takes no time. One may be farther off than from processors, on the whole they are not.
+/// The logits of `transformers` in f32 (tests/parity) after some tokens of the prompt, against bf16 weights. All four
+/// positions are checked where that is fast. A single one may be farther from `transformers` than from processors,
+/// but not all in all.
 #[test]
 fn every_architecture_is_near_transformers() {
     let num_places = if test_device::ordinal().is_some() { 4 } else { 2 };
@@ -340,16 +346,16 @@ fn every_architecture_is_near_transformers() {
     assert!(mean <= TOLERANCE / 2.0, "{mean}");
 }
 
-/// Where two experts are as good, a rounding decides who gets the row: of few rows, and those are far from what
-/// processors say.
+/// A row whose best experts are nearly equal may take another expert because of a rounding. Only few rows do; they
+/// are far from the reference.
 #[test]
-fn rows_go_to_the_experts_that_processors_choose() {
+fn rows_take_the_experts_that_processors_choose() {
     for name in ["mixtral", "qwen3-moe-sparse-step"] {
         check_routed(&mut Pair::new(name, KvDtype::Bf16, 8), 4, 30, 0.05);
     }
 }
 
-/// So many prompts, each of so many tokens, every row of them; this share of the rows may be far.
+/// `num_prompts` prompts with all of their rows. A share of the rows may be far off.
 pub(super) fn check_routed(pair: &mut Pair, num_prompts: u32, num_tokens: usize, most_far: f32) {
     let mut errors = Vec::new();
     for seed in 1..=num_prompts {
@@ -391,7 +397,7 @@ fn a_model_that_does_not_fit_is_an_error() {
     let error = started(1 << 16).err().expect("no memory").to_string();
     assert!(error.starts_with("no room for the weights: ") && error.contains("--quantize"), "{error}");
     let weight_bytes = started(1 << 30).unwrap().weight_bytes().bf16;
-    // Norms are besides.
+    // Norms come on top of that.
     let error = started(weight_bytes as usize + (1 << 16)).err().expect("no memory").to_string();
     let expected = "no room for the largest step: ";
     assert!(error.starts_with(expected) && error.contains("--token-budget"), "{error}");
@@ -413,7 +419,7 @@ fn a_batch_that_is_too_large_is_an_error() {
 }
 
 #[test]
-fn activations_for_processors_alone_are_refused() {
+fn activations_of_processors_are_rejected() {
     let (dir, options) = options("qwen3", KvDtype::Bf16, 16, Backend::Cuda);
     let options = LoadOptions { activations: Activations::F32, ..options };
     let error = load_for_device(&dir, &options).unwrap_err().to_string();

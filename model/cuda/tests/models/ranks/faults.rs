@@ -1,4 +1,4 @@
-//! Ranks that fail, on emulated devices: which is named, and that no rank waits for it.
+//! Ranks that fail on emulated devices: the error names the right rank, and no rank waits for it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,7 +8,7 @@ use baton_cuda::CudaError;
 use baton_cuda_emulator::emulated_device::{EmulatedDevice, Sums};
 use baton_cuda_emulator::models::devices;
 use baton_cuda_emulator::session::Threads;
-use baton_cuda_kernels::device::{Device, Fp8Product, Fp8Products, Product};
+use baton_cuda_kernels::device::{Fp8Product, Fp8Products, KernelDevice, Product};
 use baton_cuda_kernels::kernel::{Address, Kernel};
 use baton_kv_cache::{BlockId, KvDtype};
 use baton_model_cuda::error::StartError;
@@ -17,10 +17,10 @@ use baton_model_spec::{Batch, BatchSequence, ExecuteError, TokenSampling};
 
 use super::{Machine, TIED, load_parts, prompt, started};
 
-/// As little as a step can be: ranks start often here.
+/// The smallest possible step, because these tests start ranks often.
 const FEW: BatchLimits = BatchLimits { num_rows: 2, num_sequences: 1, context_length: 8 };
 
-/// A device that fails when it is asked for something for the `fails_at`-th time.
+/// A device whose `fails_at`-th call fails.
 struct Fragile {
     device: EmulatedDevice,
     name: String,
@@ -39,7 +39,7 @@ impl Fragile {
     }
 }
 
-impl Device for Fragile {
+impl KernelDevice for Fragile {
     const ROWS_TO_OVERLAP: usize = EmulatedDevice::ROWS_TO_OVERLAP;
 
     fn name(&self) -> &str {
@@ -55,7 +55,7 @@ impl Device for Fragile {
     }
 
     unsafe fn upload(&mut self, to: Address, bytes: &[u8]) -> Result<(), CudaError> {
-        // SAFETY: passed on, as below.
+        // SAFETY: the caller has the same duties.
         unsafe { self.device.upload(to, bytes) }
     }
 
@@ -118,10 +118,10 @@ impl Device for Fragile {
         unsafe { self.device.gather(numbers, len) }
     }
 
-    unsafe fn hand_on(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
+    unsafe fn broadcast(&mut self, words: Address, num_words: usize) -> Result<(), CudaError> {
         self.count()?;
         // SAFETY: as above.
-        unsafe { self.device.hand_on(words, num_words) }
+        unsafe { self.device.broadcast(words, num_words) }
     }
 
     fn leave_ranks(&mut self) {
@@ -149,7 +149,7 @@ impl Device for Fragile {
     }
 }
 
-/// Ranks of which one fails; and what each has been asked for.
+/// Ranks of which one fails, and the number of calls of each.
 fn fragile(
     models: Vec<DeviceModel>,
     failing: usize,
@@ -172,7 +172,7 @@ fn fragile(
 }
 
 #[test]
-fn a_rank_that_fails_in_a_step_is_named_and_nobody_waits_for_it() {
+fn a_rank_that_fails_in_a_step_is_named_and_ends_all_waits() {
     let dir = TIED.write();
     let tokens = prompt(2, 1);
     let step = |machine: &mut Machine| {
@@ -180,7 +180,7 @@ fn a_rank_that_fails_in_a_step_is_named_and_nobody_waits_for_it() {
         machine.run(vec![BatchSequence { tokens: &tokens, start_idx: 0, blocks: &blocks, num_logits: 1 }])
     };
     let load = |num_ranks| load_parts(dir.path(), num_ranks, KvDtype::Bf16);
-    // Where a step begins and ends, as the first rank and another count.
+    // The first and last call of a step, as counted by the first rank and by another one.
     let [first, other] = [0, 1].map(|failing| {
         let (ranks, num_asked) = fragile(load(2), failing, usize::MAX, false);
         let mut machine = Machine::new(ranks, FEW);
@@ -202,9 +202,9 @@ fn a_rank_that_fails_in_a_step_is_named_and_nobody_waits_for_it() {
     }
 }
 
-/// A step that samples, and one that follows it before it is collected.
+/// A step that samples, and a step that is launched before the first one is collected.
 #[test]
-fn a_rank_that_fails_in_a_step_ahead_is_named_and_nobody_waits_for_it() {
+fn a_rank_that_fails_in_a_step_ahead_is_named_and_ends_all_waits() {
     let dir = TIED.write();
     let tokens = prompt(2, 1);
     let steps = |machine: &mut Machine| -> Result<(), ExecuteError> {
@@ -244,14 +244,14 @@ fn a_rank_that_cannot_start_ends_the_start_of_all() {
     let dir = TIED.write();
     let load = |num_ranks| load_parts(dir.path(), num_ranks, KvDtype::Bf16);
     for (num_ranks, failing) in [(2, 0), (2, 1), (4, 2)] {
-        // While it takes memory, and while it meets the others to warm up.
+        // During its allocations, and during the warm-up with the other ranks.
         let (ranks, _) = fragile(load(num_ranks), failing, 5, false);
         let error = started(ranks, FEW).err().expect("it fails").to_string();
         let expected = format!("rank {failing} on cuda:{failing}: cuLaunchKernel failed: a fault on purpose");
         assert_eq!(error, expected);
         let mut ranks = devices(load(num_ranks), Sums::Late);
         let small = EmulatedDevice::new(&[], 1 << 16, Threads::Shuffled);
-        // The end of the one that it replaces is dropped: so it would be if the rank had failed by itself.
+        // Drops the old device, which leaves the ranks, as after a failure of its own.
         ranks[failing].0 = small;
         let error = started(ranks, FEW).err().expect("no memory");
         let StartError::Rank { rank, why, .. } = error else { panic!("{error}") };
@@ -261,7 +261,7 @@ fn a_rank_that_cannot_start_ends_the_start_of_all() {
 }
 
 #[test]
-fn a_rank_that_is_alone_is_not_named() {
+fn a_single_rank_is_not_named() {
     let dir = TIED.write();
     let (ranks, _) = fragile(load_parts(dir.path(), 1, KvDtype::Bf16), 0, 5, false);
     let error = started(ranks, FEW).err().expect("it fails").to_string();

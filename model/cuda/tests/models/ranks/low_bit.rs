@@ -1,5 +1,5 @@
-//! Whole models with weights of less than bf16, divided among emulated devices, against one with the same numbers. How they are
-//! multiplied, as they are or widened, `low_bit_tests` tries; here they are as they are.
+//! Whole models with quantised weights, divided among emulated devices, against one device with the same numbers. The
+//! module `low_bit` tests direct and widened products; here they are direct.
 
 use std::path::Path;
 
@@ -24,7 +24,7 @@ fn loaded(model: &Path, num_ranks: usize, quantise: Option<&str>) -> Vec<DeviceM
     load_ranks_for_devices(model, num_ranks, &LoadOptions { quantise, ..options() }).unwrap()
 }
 
-/// What they say of as many tokens of a prompt as a step takes, then of two tokens at once.
+/// The logits of a prompt with the largest number of tokens per step, then of two tokens at once.
 fn answers(devices: Vec<(EmulatedDevice, DeviceModel)>) -> Vec<Vec<f32>> {
     let vocab_size = devices[0].1.config().decoder.vocab_size as u32;
     let mut machine = Machine::new(devices, LIMITS);
@@ -40,7 +40,7 @@ fn answers(devices: Vec<(EmulatedDevice, DeviceModel)>) -> Vec<Vec<f32>> {
     said
 }
 
-/// Numbers of which some columns are smaller than others: the scales of one rank would not do for another's.
+/// Numbers with smaller columns: the scales of one rank would be wrong for another one.
 fn uneven(values: &[f32], cols: usize) -> Vec<f32> {
     let factor = |place: usize| [1.0, 0.2, 0.5][place % cols / 128 % 3];
     values.iter().enumerate().map(|(place, value)| value * factor(place)).collect()
@@ -74,22 +74,22 @@ impl Case<'_> {
     }
 }
 
-/// Each has a part of the embedding, which is the head.
+/// Each rank has a part of the embedding, which is also the head.
 #[test]
-fn weights_that_are_rounded_when_they_are_loaded_are_divided() {
+fn weights_quantised_at_load_are_divided() {
     let dir = TIED.of_neurons(128).write();
     let case = Case { what: "int4", quantise: Some("int4"), ..Case::of(dir.path()) };
     case.check(&[4]);
 }
 
 #[test]
-fn experts_of_less_than_bf16_are_divided() {
+fn quantised_experts_are_divided() {
     let dir = EXPERTS.of_neurons(128).write();
     let case = Case { what: "experts in int8", quantise: Some("int8:32"), ..Case::of(dir.path()) };
     Case { tolerance: TOLERANCE_OF_EXPERTS, ..case }.check(&[2]);
 }
 
-/// In groups, within which the second rank begins, and in rows of one scale where half a row is no number of groups.
+/// Groups that cross the border of the ranks, and rows with one scale whose halves are not a multiple of a group.
 #[test]
 fn integers_of_files_are_divided() {
     let config = json!({"quant_method": "compressed-tensors", "format": "pack-quantized"});
@@ -102,9 +102,9 @@ fn integers_of_files_are_divided() {
     }
 }
 
-/// There are smaller groups where kernels have some; weights that are rounded here have those that were asked for.
+/// Ranks use smaller groups where kernels support them. Weights that are quantised at load keep the requested groups.
 #[test]
-fn integers_are_refused_where_no_group_ends() {
+fn integers_are_rejected_where_no_group_ends() {
     let check = |group, num_ranks, quantise: Option<&str>, expected: &str| {
         let config = json!({"quant_method": "compressed-tensors", "format": "pack-quantized"});
         let dir = llama(192, config, |values, rows, cols| match quantise {
@@ -134,7 +134,7 @@ fn blocks_of_gguf_are_divided() {
     Case { what: "q4_0", ..Case::of(&path) }.check(&[2]);
 }
 
-/// With a scale for each row; and for blocks, within which the second rank begins.
+/// A scale for each row, and blocks that cross the border of the ranks.
 #[test]
 fn fp8_is_divided() {
     let config = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 128]});
@@ -149,9 +149,10 @@ fn fp8_is_divided() {
     Case { what: "fp8, scales of blocks", ..Case::of(dir.path()) }.check(&[2]);
 }
 
-/// Of FP8 whose blocks the second half begins within: in the middle, at a quarter, and at a number that no kernel takes.
+/// FP8 blocks that cross the border of the ranks: in the middle, at a quarter, and at a number that no kernel
+/// supports.
 #[test]
-fn memory_of_ranks_is_that_of_their_forms() {
+fn memory_of_ranks_matches_their_forms() {
     let config = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 128]});
     for (intermediate, is_widened) in [(384, false), (640, false), (192, true)] {
         let dir = llama(intermediate, config.clone(), |values, rows, cols| {
@@ -164,11 +165,11 @@ fn memory_of_ranks_is_that_of_their_forms() {
             let half = intermediate as u64 / 2;
             let is_second = !model.shard().rank().is_first();
             let widened = if is_second && is_widened { 2 * 128 * half * 2 } else { 0 };
-            // The head's tokens are divided, the embedding is not.
+            // The head is divided by tokens; the embedding is not.
             let bf16 = (256 + 128) * 128 * 2 + widened;
             let found = uploaded.bytes;
             assert_eq!((found.bf16, found.widened), (bf16, widened), "{intermediate}, {is_second}");
-            // Scales beside them: four bytes for 32 rows of 64 numbers at most.
+            // Plus scales: at most four bytes for 32 rows of 64 numbers.
             let numbers = 2 * (128 * (64 + 2 * 32) + 128 * 64 + 3 * 128 * half) - widened / 2;
             assert!((numbers..numbers + numbers / 128).contains(&found.fp8), "{found:?}, {numbers} in fp8");
         }

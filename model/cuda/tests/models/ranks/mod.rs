@@ -1,4 +1,4 @@
-//! Whole models by several emulated devices, which meet in the host's memory, against one: logits, tokens, blocks.
+//! Whole models on several emulated devices, connected in host memory, against one device: logits, tokens, blocks.
 
 mod faults;
 mod low_bit;
@@ -11,7 +11,7 @@ use baton_checkpoint::{DeviceModel, LoadOptions, load_ranks_for_devices};
 use baton_cuda_emulator::emulated_device::Sums;
 use baton_cuda_emulator::files::repository;
 use baton_cuda_emulator::models::{blocks_of, devices};
-use baton_cuda_kernels::device::Device;
+use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::kernel::Address;
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
 use baton_model_cuda::error::StartError;
@@ -25,11 +25,11 @@ use baton_model_testing::noise;
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
-/// Of the largest logit, against one device: both round sums to bf16, in other places, by 2^-9 of themselves at most; some
-/// ten of these in each of two layers are a hundredth or two together.
+/// Relative to the largest logit, against one device. Both round sums to bf16 at different points, by 2^-9 at most;
+/// some ten of these roundings in each of two layers make one or two hundredths in all.
 pub(super) const TOLERANCE: f32 = 0.03;
 
-/// With experts, whose weights in a sum are a softmax: what its input is off by, these are off by in parts of themselves.
+/// With experts, whose weights are a softmax: an error of its input is a relative error of the weights.
 pub(super) const TOLERANCE_OF_EXPERTS: f32 = 0.06;
 
 const LIMITS: BatchLimits = BatchLimits { num_rows: 9, num_sequences: 2, context_length: 64 };
@@ -38,7 +38,7 @@ const BLOCK_SIZE: usize = 8;
 const NUM_BLOCKS: usize = 32;
 pub(super) const NUM_LAYERS: usize = 2;
 
-/// A model of random weights that four ranks can divide: eight heads, and a vocabulary that is not a multiple of anything.
+/// A random model that four ranks can divide: eight heads, and a vocabulary without a suitable divisor.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tiny {
     num_kv_heads: usize,
@@ -49,7 +49,7 @@ pub(super) struct Tiny {
 
 pub(super) const GROUPED: Tiny = Tiny { num_kv_heads: 4, is_tied: false, num_experts: 0, num_neurons: 96 };
 pub(super) const TIED: Tiny = Tiny { num_kv_heads: 4, is_tied: true, num_experts: 0, num_neurons: 96 };
-/// Of four ranks two have the same kv head.
+/// Of four ranks, two share a kv head.
 const REPLICATED: Tiny = Tiny { num_kv_heads: 2, is_tied: true, num_experts: 0, num_neurons: 96 };
 pub(super) const EXPERTS: Tiny = Tiny { num_kv_heads: 2, is_tied: false, num_experts: 4, num_neurons: 96 };
 const CASES: [Tiny; 4] = [GROUPED, TIED, REPLICATED, EXPERTS];
@@ -59,7 +59,7 @@ impl Tiny {
     const HEAD_DIM: usize = 16;
     pub(super) const VOCAB: usize = 203;
 
-    /// In each MLP, or of each expert.
+    /// The intermediate size of each MLP or expert.
     pub(super) fn of_neurons(self, num_neurons: usize) -> Tiny {
         Tiny { num_neurons, ..self }
     }
@@ -111,7 +111,7 @@ impl Tiny {
             shapes.extend(layer_shapes.into_iter().map(named));
         }
         let bytes_of = |seed: usize, name: &str, shape: &[usize]| -> Vec<u8> {
-            // So that what comes out is about as large as what goes in; a router decides clearly.
+            // Keeps the magnitude of activations. A router decides clearly.
             let scale = match shape {
                 [len] => return [0x80, 0x3f].repeat(*len),
                 _ if name.ends_with("moe.gate") => 4.0,
@@ -148,18 +148,18 @@ pub(super) fn load_parts(dir: &Path, num_ranks: usize, kv_dtype: KvDtype) -> Vec
     load_ranks_for_devices(dir, num_ranks, &options).unwrap()
 }
 
-pub(super) fn started<D: Device + 'static>(
+pub(super) fn started<D: KernelDevice + 'static>(
     ranks: Vec<(D, DeviceModel)>,
     limits: BatchLimits,
 ) -> Result<Vec<DeviceExecutor<D>>, StartError> {
     start_ranks(ranks, limits, |_, _| Ok(()), &mut |_| {})
 }
 
-fn blocks<D: Device + 'static>(ranks: &mut [DeviceExecutor<D>]) -> BlockStorage {
+fn blocks<D: KernelDevice + 'static>(ranks: &mut [DeviceExecutor<D>]) -> BlockStorage {
     blocks_of(ranks, NUM_BLOCKS)
 }
 
-/// An executor of one device or several, and its blocks.
+/// An executor of one device or several, with its blocks.
 pub(super) struct Machine {
     pub(super) executor: Box<dyn Executor>,
     pub(super) storage: BlockStorage,
@@ -167,7 +167,10 @@ pub(super) struct Machine {
 }
 
 impl Machine {
-    pub(super) fn new<D: Device + 'static>(ranks: Vec<(D, DeviceModel)>, limits: BatchLimits) -> Machine {
+    pub(super) fn new<D: KernelDevice + 'static>(
+        ranks: Vec<(D, DeviceModel)>,
+        limits: BatchLimits,
+    ) -> Machine {
         let mut ranks = started(ranks, limits).unwrap();
         let storage = blocks(&mut ranks);
         let executor: Box<dyn Executor> = match ranks.len() {
@@ -204,7 +207,7 @@ pub(super) fn argmax(logits: &[f32]) -> u32 {
     (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32
 }
 
-/// The largest difference, in parts of the largest number; NaN if there is one.
+/// The largest difference, relative to the largest number. NaN if there is one.
 pub(super) fn difference(found: &[f32], expected: &[f32]) -> f32 {
     assert_eq!(found.len(), expected.len());
     let largest = expected.iter().fold(0.0f32, |max, x| max.max(x.abs()));
@@ -212,8 +215,8 @@ pub(super) fn difference(found: &[f32], expected: &[f32]) -> f32 {
     apart.fold(0.0, |max: f32, x| if x > max || x.is_nan() { x } else { max }) / largest
 }
 
-/// What a machine says: a prompt of many rows whose logits are all wanted in several pieces, then tokens of two sequences
-/// one by one, the second of which begins in chunks.
+/// The logits of a test run: a prompt of many rows whose logits are computed in several pieces, then tokens of two
+/// sequences one by one. The second sequence starts in chunks.
 fn answers(machine: &mut Machine, forced: Option<&[[u32; 2]]>) -> (Vec<Vec<f32>>, Vec<[u32; 2]>) {
     let (first, second) = (prompt(9, 1), prompt(5, 2));
     let places = [machine.place(16), machine.place(16)];
@@ -233,7 +236,7 @@ fn answers(machine: &mut Machine, forced: Option<&[[u32; 2]]>) -> (Vec<Vec<f32>>
     said.extend(beginning);
     let mut tokens = vec![next];
     for step in 0..3 {
-        // The same tokens on all machines, so that one that differs does not make all that follow differ.
+        // All machines get the same tokens, so that one difference does not change all later steps.
         let given = forced.map_or(next, |forced| forced[step]);
         let [a, b] = given.map(|token| [token]);
         let batch = vec![sequence((&a, 9 + step, 1), place), sequence((&b, 5 + step, 1), other)];
@@ -261,7 +264,7 @@ fn ranks_give_the_logits_and_tokens_of_one_device() {
             assert!(most <= tolerance, "{tiny:?} by {num_ranks}, {sums:?}: off by {most}");
             let mut num_ahead = 0;
             for (found, expected) in found.iter().zip(&expected) {
-                // The best, unless others are as good as far as can be told.
+                // The best token, or any other that is equally good within the tolerance.
                 let (best, largest) =
                     (argmax(expected), expected.iter().fold(0.0f32, |max, x| max.max(x.abs())));
                 let others = expected.iter().enumerate().filter(|&(token, _)| token != best as usize);
@@ -277,7 +280,7 @@ fn ranks_give_the_logits_and_tokens_of_one_device() {
 }
 
 #[test]
-fn ranks_round_kv_as_one_device_does() {
+fn ranks_quantise_kv_like_one_device() {
     let dir = REPLICATED.write();
     let load = |num_ranks| load_parts(dir.path(), num_ranks, KvDtype::Fp8);
     let (expected, tokens) = answers(&mut Machine::new(devices(load(1), Sums::Early), LIMITS), None);
@@ -289,7 +292,7 @@ fn ranks_round_kv_as_one_device_does() {
     }
 }
 
-/// The first layer's KV comes before any sum that is rounded otherwise.
+/// The first layer's KV does not depend on any sum over ranks.
 #[test]
 fn each_rank_has_its_own_heads_in_blocks_of_its_own() {
     let dir = REPLICATED.write();
@@ -314,11 +317,11 @@ fn each_rank_has_its_own_heads_in_blocks_of_its_own() {
             for block in ids {
                 let mut layer = vec![0; layout.layer_bytes()];
                 let at = Address(region.piece(block, 0));
-                // SAFETY: it is in the pool.
+                // SAFETY: the range is inside the pool.
                 unsafe { rank.device().download(at, &mut layer) }.unwrap();
                 heads.extend(layer.chunks(layout.head_bytes()).map(<[u8]>::to_vec));
             }
-            // Block by block keys, then values, of each head.
+            // For each block: keys, then values, of each head.
             (rank.part().shard.kv_heads(), heads)
         });
         layers.collect::<Vec<_>>()
@@ -329,14 +332,14 @@ fn each_rank_has_its_own_heads_in_blocks_of_its_own() {
         for ((heads, found), expected) in blocks_of(num_ranks).into_iter().zip(expected) {
             assert_eq!(heads, expected);
             let halves = whole.chunks(num_heads).flat_map(|half| half[heads.clone()].to_vec());
-            // What no token has been written to holds NaN on both sides.
+            // Places of missing tokens hold NaN on both sides.
             assert_eq!(found, halves.collect::<Vec<_>>(), "heads {heads:?} of {num_ranks} ranks");
         }
     }
 }
 
 #[test]
-fn parts_that_kernels_cannot_take_are_refused_with_what_to_do() {
+fn parts_without_kernels_are_rejected_with_a_remedy() {
     let dir = repository().join("tests/parity/fixtures/qwen3");
     let models = load_parts(&dir, 4, KvDtype::Bf16);
     let error = check_shape(&models[0]).unwrap_err().to_string();

@@ -1,5 +1,5 @@
-//! Tokens that the first of several emulated devices samples, and that all take: against what the logits that they compute
-//! together say on the host.
+//! The first of several emulated devices samples tokens, and all devices use them. The tokens are compared with the
+//! host's samples from the same logits.
 
 use baton_cuda_emulator::emulated_device::Sums;
 use baton_cuda_emulator::models::devices;
@@ -16,7 +16,7 @@ fn machine(tiny: Tiny, num_ranks: usize) -> Machine {
     Machine::new(devices(load_parts(dir.path(), num_ranks, KvDtype::Bf16), Sums::Late), LIMITS)
 }
 
-/// What was told of the layers of a step meanwhile.
+/// The layers that were reported during a step.
 fn launch(
     machine: &mut Machine,
     sequences: &[BatchSequence<'_>],
@@ -32,7 +32,7 @@ fn launch(
     (launched.unwrap(), layers)
 }
 
-/// The rest of its layers are told of.
+/// The remaining layers are reported.
 fn collect(machine: &mut Machine, mut layers: Vec<usize>) -> Vec<SampledRow<'_>> {
     let answers = machine.executor.sampling().expect("ranks sample").collect(&mut |idx| layers.push(idx));
     assert_eq!(layers, (0..NUM_LAYERS).collect::<Vec<_>>(), "layers, in order and once");
@@ -46,9 +46,9 @@ fn token(answer: &SampledRow<'_>) -> u32 {
     }
 }
 
-/// Rows of which there are more than there is room for logits of, and one that is left to the host.
+/// More rows than the buffer of logits holds, and one row that the host samples.
 #[test]
-fn tokens_of_ranks_are_those_of_their_logits() {
+fn tokens_of_ranks_match_their_logits() {
     let mut machine = machine(GROUPED, 2);
     let (tokens, blocks) = (prompt(12, 1), machine.place(12));
     let sequence = BatchSequence { tokens: &tokens, start_idx: 0, blocks: &blocks, num_logits: 12 };
@@ -78,8 +78,8 @@ fn tokens_of_ranks_are_those_of_their_logits() {
     }
 }
 
-/// Each step follows the one before in another order, and then without the last: a rank that took other tokens would
-/// bring another part of the sums.
+/// Each step follows the one before in another order, and then without its last row. A rank with other tokens would
+/// add wrong parts to the sums.
 #[test]
 fn ranks_step_ahead_of_the_host() {
     for (tiny, num_ranks) in [(GROUPED, 2), (TIED, 2)] {
@@ -122,7 +122,7 @@ fn ranks_step_ahead_of_the_host() {
         let tokens: Vec<u32> = collect(&mut machine, layers).iter().map(token).collect();
         found.push((members, starts, tokens));
 
-        // One after the other, by the host, on the same ranks.
+        // One step after the other, sampled by the host, on the same ranks.
         let mut last: [Vec<u32>; 3] = prompts;
         for (members, ends, tokens) in found {
             let sequences = members.iter().map(|&it| BatchSequence {
