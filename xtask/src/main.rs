@@ -15,6 +15,7 @@ mod fix;
 mod fuzz;
 mod gpu;
 mod hygiene;
+mod invariants;
 mod kernels;
 mod names;
 mod pages;

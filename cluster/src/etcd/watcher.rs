@@ -65,6 +65,7 @@ impl Watcher {
                 lost = self.session(&mut backoff, &mut lost_before) => lost,
             };
             if !lost_before {
+                // Invariant 10: `known` stays as it is, and so does the membership that routers read.
                 tracing::warn!(problem = %lost, "discovery lost; routing goes on with the last known workers");
                 lost_before = true;
             }
@@ -105,6 +106,7 @@ impl Watcher {
             seen.extend(self.known.put(&self.prefix, kv.key(), kv.value()));
         }
         let until = Instant::now() + 2 * self.ttl;
+        // Invariant 10: a key that is missing after an outage gets time to return before its worker is dropped.
         self.known.suspects.clear();
         self.known.suspect(|id| !seen.contains(id), until);
         self.known.publish();
