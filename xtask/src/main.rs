@@ -19,6 +19,7 @@ mod invariants;
 mod kernels;
 mod names;
 mod pages;
+mod pictures;
 mod purity;
 mod rooms;
 mod settings;

@@ -11,7 +11,7 @@ use anyhow::{Result, bail};
 use crate::{
     architecture, chart,
     check::{self, Check, Outcome},
-    circles, descriptors, edges, hygiene, kernels, names, pages, purity, rooms, settings, words,
+    circles, descriptors, edges, hygiene, kernels, names, pages, pictures, purity, rooms, settings, words,
     workspace::Workspace,
 };
 
@@ -34,6 +34,7 @@ const CHECKS: &[Check] = &[
         about: "files that the documents name exist, every invariant is cited",
         run: architecture::check,
     },
+    Check { name: "pictures", about: "docs/images/*.svg fit their sources", run: pictures::check },
     Check { name: "hygiene", about: "lints, licence, lock file, file sizes, leftovers", run: hygiene::check },
     Check { name: "descriptors", about: "tools/protoc fits the locked etcd-client", run: descriptors::check },
     Check { name: "settings", about: "deploy/ and helm/ use flags that exist", run: settings::check },
