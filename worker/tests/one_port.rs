@@ -174,7 +174,7 @@ async fn reflection_lists_the_services_in_both_versions() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_nobody_can_find_is_alive_but_not_ready() {
+async fn an_unregistered_worker_is_alive_but_not_ready() {
     // A port without a listener.
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let router = format!("http://{}", listener.local_addr().unwrap());
