@@ -5,9 +5,9 @@
 //!              ^                                          |
 //!              +---------- compacted ---------------------+
 //! ```
-//! After a lost connection the list is read anew instead of resuming at the last revision: an etcd that
-//! came back with an empty directory counts from 1, and a watch from a revision in its future
-//! would wait silently.
+//! After a lost connection the list is read again instead of resuming at the last revision: an etcd that
+//! restarted with an empty directory counts from 1, and a watch from a later revision would wait
+//! for ever.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -76,7 +76,7 @@ impl Watcher {
         }
     }
 
-    /// Follows etcd until it is lost.
+    /// Follows etcd until the connection is lost.
     async fn session(&mut self, backoff: &mut Backoff, lost_before: &mut bool) -> Lost {
         let followed: Result<std::convert::Infallible, Lost> = async {
             let mut client = self.connector.connect().await?;
