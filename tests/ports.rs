@@ -1,19 +1,19 @@
-//! Ports for servers that are told their port, or are to come back at the one they had.
+//! Ports for servers that need a fixed port, or restart at the same one.
 
 use std::{
     net::{Ipv4Addr, TcpListener},
     sync::atomic::{AtomicU16, Ordering},
 };
 
-/// Below those that Linux gives to connections and to whoever asks for any port (from 32768 unless it was told
-/// otherwise), so that nobody is given one of these while its server is away.
+/// Below the ephemeral ports of Linux (from 32768 by default), so that no other program gets one of these while its server
+/// is down.
 const FIRST: u16 = 12_000;
 const NUM_PORTS: u16 = 20_000;
 
 /// A free port of this host. No other call of this program gets it.
 pub(crate) fn free_port() -> u16 {
     static NUM_TRIED: AtomicU16 = AtomicU16::new(0);
-    // Programs that run at the same time begin at different places.
+    // Concurrent programs start at different ports.
     let begin = std::process::id().wrapping_mul(97) % u32::from(NUM_PORTS);
     for _ in 0..NUM_PORTS {
         let tried = u32::from(NUM_TRIED.fetch_add(1, Ordering::Relaxed));

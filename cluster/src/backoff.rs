@@ -1,4 +1,4 @@
-//! How long to wait before the next attempt.
+//! The wait before the next attempt.
 
 use std::{
     hash::{BuildHasher, RandomState},
@@ -20,7 +20,7 @@ impl Backoff {
         Backoff { next: FIRST, limit }
     }
 
-    /// An attempt succeeded: the next failure waits shortly again.
+    /// After a successful attempt: the next wait is short again.
     pub(crate) fn reset(&mut self) {
         self.next = FIRST;
     }
@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waits_grow_to_the_limit_and_are_never_nothing() {
+    fn waits_grow_to_the_limit_and_are_never_zero() {
         let mut backoff = Backoff::new(Duration::from_secs(1));
         for full_ms in [100, 200, 400, 800, 1000, 1000] {
             let full = Duration::from_millis(full_ms);

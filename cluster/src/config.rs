@@ -1,36 +1,36 @@
-//! How discovery is configured. Plain data; the layers of flags, environment and file are `cli`'s.
+//! The configuration of discovery. Plain data. `cli` merges flags, environment and file.
 
 use std::{path::PathBuf, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
-/// Where workers announce themselves and the router looks for them.
+/// The kind of discovery.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", tag = "kind")]
 pub enum DiscoveryConfig {
-    /// Inside the router. No further service is needed.
+    /// Inside the router, without another service.
     Embedded {
         /// The router's address, `http://host:port`. Only workers use it.
         router: String,
     },
     /// An etcd cluster. Routers and workers survive each other.
     Etcd(EtcdConfig),
-    /// A fixed list, which the router asks one by one.
+    /// A fixed list of addresses, which the router polls.
     Static {
         /// Addresses of workers, `http://host:port`. Only the router uses it.
         workers: Vec<String>,
     },
 }
 
-/// How to reach etcd.
+/// The connection to etcd.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EtcdConfig {
     /// `http://host:port` or `https://host:port`, at least one.
     pub endpoints: Vec<String>,
-    /// What keys begin with; a worker's is `<prefix>/workers/<id>`.
+    /// The prefix of keys. A worker's key is `<prefix>/workers/<id>`.
     pub prefix: String,
-    /// How long a worker that fell silent stays registered. Whole seconds, at least 2.
+    /// How long a silent worker stays registered. Whole seconds, at least 2.
     pub lease_ttl: Duration,
     /// Certificates, for `https`.
     pub tls: Option<EtcdTls>,
@@ -81,7 +81,7 @@ impl std::fmt::Debug for EtcdAuth {
     }
 }
 
-/// A configuration that cannot work.
+/// A configuration that is not valid.
 #[derive(Debug, thiserror::Error)]
 pub enum DiscoveryError {
     /// A value is wrong.
@@ -102,7 +102,7 @@ impl DiscoveryConfig {
     ///
     /// # Errors
     /// Says which value is wrong and what is expected. [`register`](crate::register) and
-    /// [`discover`](crate::discover) ask more: that the part they use is there.
+    /// [`watch`](crate::watch()) also check that the part they use is present.
     pub fn validate(&self) -> Result<(), DiscoveryError> {
         match self {
             DiscoveryConfig::Embedded { router } if router.is_empty() => Ok(()),

@@ -1,4 +1,4 @@
-//! How processes of Baton call each other: gRPC, inside of TLS where there are certificates.
+//! gRPC connections between the processes of Baton, over TLS where certificates are configured.
 
 use std::{
     io,
@@ -16,7 +16,7 @@ pub struct Dialer {
     tls: Option<Tls>,
 }
 
-/// A channel, and who answers at its other end.
+/// A channel, and the identity of its peer.
 #[derive(Clone, Debug)]
 pub struct Dialed {
     /// Connects when it is first used, and again when it is used after a loss.
@@ -25,7 +25,7 @@ pub struct Dialed {
 }
 
 impl Dialed {
-    /// The identity of the peer that answered last; none without TLS. A call that is under way is on the connection to it, or on an older one
+    /// The identity of the newest connection's peer; none without TLS. A running call uses that connection, or an older one
     /// that is lost.
     pub fn peer(&self) -> Option<Identity> {
         *self.peer.lock().unwrap_or_else(PoisonError::into_inner)
@@ -35,12 +35,12 @@ impl Dialed {
 /// An address that cannot be dialled, and why.
 #[derive(Debug, thiserror::Error)]
 pub enum DialError {
-    /// No URL.
+    /// The address is no URL.
     #[error("{address:?} is no address: {why}")]
     Address {
-        /// What was given.
+        /// The given address.
         address: String,
-        /// Why not.
+        /// Why it cannot be dialled.
         why: String,
     },
     /// This process speaks TLS, the other one does not.
@@ -48,13 +48,13 @@ pub enum DialError {
         "{0} does not speak TLS, and this process speaks nothing else to workers and routers: give both the same options, and write https://"
     )]
     Plain(String),
-    /// The other way round.
+    /// The other process speaks TLS, this one does not.
     #[error("{0} speaks TLS: give this process --tls-cert, --tls-key and --tls-ca, too")]
     NoCertificates(String),
 }
 
 impl Dialer {
-    /// With these certificates; plainly without.
+    /// A dialer with these certificates. Without certificates it does not use TLS.
     pub fn new(tls: Option<Tls>) -> Dialer {
         Dialer { tls }
     }
@@ -64,16 +64,16 @@ impl Dialer {
         self.tls.is_some()
     }
 
-    /// An endpoint of this address, to be given timeouts.
+    /// An endpoint for this address. The caller sets timeouts.
     ///
     /// # Errors
-    /// When it is no URL, or one side has TLS and the other has not.
+    /// When the address is no URL, or only one side uses TLS.
     pub fn endpoint(&self, address: &str) -> Result<Endpoint, DialError> {
         let wrong = |why: String| DialError::Address { address: address.to_owned(), why };
         let uri: Uri = address.parse().map_err(|error| wrong(format!("{error}")))?;
         match (uri.scheme_str(), &self.tls) {
             (Some("http"), None) => Endpoint::from_shared(address.to_owned()),
-            // This module does what tonic would do for https, and it must not do so, too.
+            // This module opens the TLS connection itself, so tonic must not.
             (Some("https"), Some(_)) => Endpoint::from_shared(address.replacen("https", "http", 1)),
             (Some("http"), Some(_)) => return Err(DialError::Plain(address.to_owned())),
             (Some("https"), None) => return Err(DialError::NoCertificates(address.to_owned())),
@@ -92,7 +92,7 @@ impl Dialer {
         Dialed { channel, peer }
     }
 
-    /// A channel that is connected.
+    /// A connected channel.
     ///
     /// # Errors
     /// When no peer answers, or its certificate has another name.
@@ -122,7 +122,7 @@ fn connector(
             let socket = TcpStream::connect(format!("{host}:{}", uri.port_u16().unwrap_or(443))).await?;
             socket.set_nodelay(true)?;
             let (stream, identity) = baton_tls::connect(&tls, host, socket).await?;
-            // Before anything is said over it.
+            // Known before the first call is sent.
             *peer.lock().unwrap_or_else(PoisonError::into_inner) = Some(identity);
             Ok(TokioIo::new(stream))
         }

@@ -1,4 +1,4 @@
-//! The router's side: know who is there.
+//! The router's side: follows the membership.
 
 use baton_proto::worker::registry_server::RegistryServer;
 use tokio::task::JoinHandle;
@@ -15,17 +15,17 @@ pub struct Discovery {
     stop: CancellationToken,
 }
 
-/// Begins to look for workers.
+/// Starts discovery.
 ///
-/// With embedded discovery workers come to this process: mount [`Discovery::registry`].
+/// With embedded discovery workers register with this process: mount [`Discovery::registry`].
 ///
 /// # Errors
-/// When the configuration cannot work. An unreachable service is no error: it is tried for ever.
+/// When the configuration is not valid. An unreachable service is no error: it is retried for ever.
 pub fn watch(config: &DiscoveryConfig) -> Result<Discovery, DiscoveryError> {
     watch_over(config, &Dialer::default())
 }
 
-/// As [`watch()`], calling workers by this dialer. With one that speaks TLS, only workers that show a certificate of the
+/// As [`watch()`], with a dialer for calls to workers. With a TLS dialer, only workers with a certificate of the
 /// authority may register.
 ///
 /// # Errors
@@ -62,7 +62,7 @@ impl Discovery {
         self.registry.clone().map(RegistryServer::new)
     }
 
-    /// Ends: registration streams are closed, so that a server that drains need not wait for them.
+    /// Ends discovery. Registration streams are closed, so a draining server need not wait for them.
     pub async fn stop(mut self) {
         self.stop.cancel();
         if let Some(task) = self.task.take()

@@ -1,6 +1,6 @@
-//! Discovery by a fixed list of addresses: each is asked who it is, again and again.
+//! Discovery by a fixed list of addresses. The record of each is requested periodically.
 //!
-//! An address that does not answer changes nothing: its worker stays known as it was. One that answers
+//! If an address does not answer, its worker stays known. One that answers
 //! with a new incarnation replaces it.
 
 use std::{
@@ -23,7 +23,7 @@ use crate::{
 };
 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
-/// How soon a restarted worker is noticed.
+/// The interval in which a restarted worker is noticed.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
 type Shared = Arc<Mutex<(Roster, Publisher)>>;
@@ -56,7 +56,7 @@ pub(crate) fn watch(
     Ok((members, task))
 }
 
-/// Asks one address for ever.
+/// Polls one address until discovery ends.
 async fn poll(channel: Channel, address: String, shared: Shared) {
     let mut backoff = Backoff::new(ASK_AGAIN);
     let mut current: Option<WorkerId> = None;
@@ -67,7 +67,7 @@ async fn poll(channel: Channel, address: String, shared: Shared) {
                 complained = false;
                 backoff.reset();
                 let (roster, publisher) = &mut *shared.lock().unwrap_or_else(PoisonError::into_inner);
-                // Another worker lives at the address now.
+                // Another worker listens at the address now.
                 if let Some(previous) = current.replace(record.id.clone()).filter(|id| *id != record.id) {
                     roster.remove(&previous);
                 }
@@ -77,7 +77,7 @@ async fn poll(channel: Channel, address: String, shared: Shared) {
             }
             Err(problem) => {
                 if !std::mem::replace(&mut complained, true) {
-                    tracing::warn!(%address, "worker does not say who it is: {problem}");
+                    tracing::warn!(%address, "worker did not return its record, so it is not updated: {problem}");
                 }
                 backoff.next()
             }
@@ -108,7 +108,7 @@ mod tests {
         testing::{record, until},
     };
 
-    /// A worker that says who it is and nothing else.
+    /// A worker that only answers with its record.
     struct Someone(WorkerRecord);
 
     #[tonic::async_trait]

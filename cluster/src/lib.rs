@@ -1,15 +1,15 @@
-//! Who is there: worker records ([`WorkerRecord`]) and the ways to discover them.
+//! Membership: worker records ([`WorkerRecord`]) and the kinds of discovery.
 //!
 //! A worker calls [`register`] and stays known until it withdraws. A router calls [`watch()`] and reads
-//! the newest [`Members`]. Whichever way is configured ([`DiscoveryConfig`]):
+//! the newest [`Members`]. With every kind of discovery ([`DiscoveryConfig`]):
 //!
 //! - Losing the discovery service changes nothing: the last known membership stays, and registration
 //!   is renewed when the service returns, however long that takes.
-//! - A worker whose KV format differs from its model's is refused, with a sentence that says in what.
+//! - A worker whose KV format differs from its model's is refused with a message that names the difference.
 //!
-//! How they call each other, with certificates or without, is [`Dialer`]'s.
+//! [`Dialer`] opens connections between processes, with certificates or without.
 //!
-//! This crate does not know whether a worker answers, how busy it is, or who should serve a request.
+//! This crate does not know whether a worker answers, how busy it is, or which worker should serve a request.
 #![forbid(unsafe_code)]
 
 mod backoff;

@@ -8,7 +8,7 @@ use tokio::sync::watch;
 
 use crate::{Role, WorkerId, WorkerRecord};
 
-/// The workers known now. A new full set is published whenever a worker joins, changes or leaves.
+/// The known workers. A new full set is published whenever a worker joins, changes or leaves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Members {
     workers: BTreeMap<WorkerId, Arc<WorkerRecord>>,
@@ -33,12 +33,12 @@ impl Members {
         self.workers.get(id)
     }
 
-    /// How many there are.
+    /// The number of workers.
     pub fn len(&self) -> usize {
         self.workers.len()
     }
 
-    /// Whether there is none.
+    /// Whether no worker is known.
     pub fn is_empty(&self) -> bool {
         self.workers.is_empty()
     }
@@ -60,9 +60,9 @@ pub enum Refusal {
          start it with the same model files and KV settings"
     )]
     KvFormat {
-        /// Who is refused.
+        /// The refused worker.
         id: WorkerId,
-        /// Who was there first.
+        /// The worker that registered first.
         other: WorkerId,
         /// Name of the model of both.
         model: String,
@@ -74,15 +74,15 @@ pub enum Refusal {
     Taken {
         /// The name.
         id: String,
-        /// Where its owner listens.
+        /// The address of the worker that has the name.
         address: String,
     },
 }
 
-/// Everyone who announced himself, in order of arrival, and who of them is let in.
+/// The records of all announced workers in order of arrival, and which of them are members.
 ///
-/// Of workers with the same model name the one that came first decides the KV format; a worker that cannot exchange KV with
-/// it stays outside until the last of that format has gone. Block sizes and element types may differ.
+/// Among workers with the same model name the first one decides the KV format. A worker that cannot exchange KV with
+/// it is refused until the last worker of that format has left. Block sizes and element types may differ.
 #[derive(Debug, Default)]
 pub(crate) struct Roster {
     candidates: BTreeMap<WorkerId, Candidate>,
@@ -99,7 +99,7 @@ impl Roster {
     /// Enters or replaces a record.
     pub(crate) fn insert(&mut self, record: WorkerRecord) {
         let arrival = match self.candidates.get(&record.id) {
-            // A worker that comes back unchanged in format keeps its place.
+            // A worker that returns with the same format keeps its position.
             Some(old)
                 if old.record.model == record.model
                     && old.record.kv_format.difference(&record.kv_format).is_none() =>
@@ -114,7 +114,7 @@ impl Roster {
         self.candidates.insert(record.id.clone(), Candidate { arrival, record: Arc::new(record) });
     }
 
-    /// Removes a worker; whether it was there.
+    /// Removes a worker. Returns whether it was known.
     pub(crate) fn remove(&mut self, id: &WorkerId) -> bool {
         self.candidates.remove(id).is_some()
     }
@@ -127,7 +127,7 @@ impl Roster {
         self.candidates.keys()
     }
 
-    /// Who is in, and why the others are not.
+    /// The members, and why the other workers are refused.
     pub(crate) fn admit(&self) -> (Members, Vec<Refusal>) {
         let mut by_arrival: Vec<_> = self.candidates.values().collect();
         by_arrival.sort_by_key(|candidate| candidate.arrival);
@@ -151,7 +151,7 @@ impl Roster {
         (members, refusals)
     }
 
-    /// Why `record` would stay outside.
+    /// Why `record` is refused, if it is.
     pub(crate) fn refusal(&self, record: &WorkerRecord) -> Option<Refusal> {
         let first = self
             .candidates
@@ -168,8 +168,8 @@ impl Roster {
     }
 }
 
-/// Publishes a roster's members whenever they differ from the published ones, and says in the log who
-/// came, changed, went or was refused.
+/// Publishes a roster's members whenever they differ from the published ones, and logs which workers
+/// joined, changed, left or were refused.
 #[derive(Debug)]
 pub(crate) struct Publisher {
     members: watch::Sender<Arc<Members>>,
@@ -253,7 +253,7 @@ mod tests {
         assert_eq!(roster.refusal(&other_blocks(record("c", Role::Decode))), None);
         let (members, refusals) = roster.admit();
         assert_eq!((ids(&members), refusals), (vec!["a", "b"], vec![]));
-        // Nor does it cost a worker its place to return with others.
+        // A worker keeps its position when it returns with others.
         roster.insert(other_blocks(record("b", Role::Decode)));
         roster.insert(other_format(record("c", Role::Decode)));
         assert_eq!(ids(&roster.admit().0), ["a", "b"]);

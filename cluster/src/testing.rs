@@ -8,7 +8,7 @@ use tokio::time::timeout;
 
 use crate::{Capacity, Members, Membership, Registration, RegistrationState, Role, WorkerRecord};
 
-/// A plausible record.
+/// A valid record.
 pub(crate) fn record(id: &str, role: Role) -> WorkerRecord {
     let layout =
         KvLayout { block_size: 16, num_layers: 2, num_kv_heads: 2, head_dim: 8, dtype: KvDtype::F32 };
@@ -23,7 +23,7 @@ pub(crate) fn record(id: &str, role: Role) -> WorkerRecord {
     }
 }
 
-/// The same with keys that are rotated in another way.
+/// The same with another rotation of keys.
 pub(crate) fn other_format(mut record: WorkerRecord) -> WorkerRecord {
     record.kv_format.rope = "theta=500000".into();
     record
@@ -36,10 +36,10 @@ pub(crate) fn other_blocks(mut record: WorkerRecord) -> WorkerRecord {
     record
 }
 
-/// A bound for what should take milliseconds; a test that reaches it has failed.
+/// A bound for waits that should take milliseconds. A test that reaches it has failed.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Waits for a membership of which `is` holds.
+/// Waits for a membership for which `is` holds.
 pub(crate) async fn until(membership: &mut Membership, is: impl FnMut(&Arc<Members>) -> bool) {
     let reached = timeout(PATIENCE, membership.wait_for(is)).await.map(|reached| reached.map(|_| ()));
     match reached {
@@ -48,7 +48,7 @@ pub(crate) async fn until(membership: &mut Membership, is: impl FnMut(&Arc<Membe
     }
 }
 
-/// Waits for a registration of which `is` holds, and returns how it stands then.
+/// Waits for a registration state for which `is` holds, and returns it.
 pub(crate) async fn until_state(
     registration: &Registration,
     is: impl FnMut(&RegistrationState) -> bool,

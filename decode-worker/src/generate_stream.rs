@@ -176,6 +176,7 @@ impl GenerateStream {
     }
 
     fn fail(&mut self, failure: Failure) -> GenerateEvent {
+        // Invariant 2: the failure is typed, and no event follows it.
         self.source = TokenSource::Over;
         tracing::debug!(kind = failure.kind.name(), "generation failed: {}", failure.message);
         failed_event(failure)

@@ -98,6 +98,7 @@ impl Loan {
         if let Some(message) = self.message.take() {
             return Some((Ok(message), self));
         }
+        // Invariant 6: the runtime's timer ends the loan, whatever the borrower and the engine do.
         sleep_until(self.deadline).await;
         None
     }

@@ -145,6 +145,7 @@ impl RemotePrefillDriver {
         let why = tokio::select! {
             // Time first, so that nothing busy outlives its deadline.
             biased;
+            // Invariant 6: the deadline of the reservation.
             () = sleep_until(deadline) => return DecodeInput::Tick,
             input = self.taking.next() => {
                 if let DecodeInput::Message(PrefillMessage::Progress) = &input {
@@ -213,6 +214,7 @@ impl RemotePrefillDriver {
             Err(error) => {
                 self.taking.give_up();
                 tracing::info!(prefill = %peer, ?elapsed, %error, "handoff ended");
+                // Invariant 9: a failed handoff is reported, not repeated. The router plans again.
                 self.tell(RemotePrefillEvent::Failed(failure_of(&error)));
             }
         }
@@ -221,6 +223,7 @@ impl RemotePrefillDriver {
 
     /// The KV is here: gives the blocks to the engine.
     async fn decode(&mut self, committed: &Committed, peer: &str, elapsed: Duration) {
+        // Invariant 4: only the machine's commit leads here, so the engine never sees unverified blocks.
         let committed_blocks = self.taking.commit().await;
         // A router that left, or whose request has ended, needs no more tokens: the blocks return.
         let Told::First(token, sampled) = std::mem::replace(&mut self.told, Told::End) else { return };
@@ -230,6 +233,7 @@ impl RemotePrefillDriver {
         let transport = committed.transport.map_or("none", |kind| kind.name());
         tracing::info!(prefill = %peer, transport, bytes = committed.bytes, ?elapsed, ?exposed, "kv received");
         let decoding = committed_blocks.and_then(|reservation| {
+            // Invariant 1: the engine starts after the first token, which the router has already.
             worker.engine().decode(reservation, token).map_err(|error| submit_failure(&error))
         });
         let event = decoding.map_or_else(RemotePrefillEvent::Failed, RemotePrefillEvent::Decoding);

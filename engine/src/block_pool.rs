@@ -139,6 +139,7 @@ impl BlockPool {
             let block = &mut self.blocks[id.idx()];
             assert!(block.num_owners > 0, "released {id}, which has no owner");
             block.num_owners -= 1;
+            // Invariant 5: the block returns with its last owner.
             if block.num_owners > 0 {
                 continue;
             }

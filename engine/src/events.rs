@@ -133,6 +133,7 @@ impl<E: Event> Sink<E> {
 impl<E: Event> Drop for Sink<E> {
     fn drop(&mut self) {
         if let Some(events) = self.events.take() {
+            // Invariant 2: a request that ends without a terminal event gets this one, also when the engine stops or panics.
             put(&events, E::failed(EngineError::ShuttingDown));
         }
     }

@@ -300,6 +300,7 @@ impl LiveRequests {
             let token_id = token.id;
             self.sampled.tokens.push(token);
             live.history.push(token_id);
+            // Invariant 7: the sampled token is kept. A draft token that differs from it is dropped.
             let was_drafted = self.scheduler.push_token(id, token_id);
             self.sampled.num_accepted += usize::from(was_drafted);
             let finish = live.finish_after(token_id, self.context_length);

@@ -168,6 +168,7 @@ fn sampling_at<'a>(
 ) -> TokenSampling<'a> {
     let must_not_stop = output_idx < params.min_tokens as usize;
     TokenSampling {
+        // Invariant 7: seed and index are the same in every attempt, batch and role.
         random: random_unit(params.seed, output_idx as u64),
         temperature: params.temperature,
         top_k: params.top_k,
@@ -238,6 +239,7 @@ impl Sampler {
 /// Generators, 2014), once over the seed and once over the sum with the index's Weyl step.
 pub fn random_unit(seed: u64, output_idx: u64) -> f64 {
     const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
+    // Invariant 8: no state, only seed and index.
     let mix = |mut z: u64| {
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -336,6 +338,7 @@ fn keep_top_k(candidates: &mut Vec<Candidate>, top_k: usize) {
         candidates.select_nth_unstable_by(top_k - 1, Candidate::likelier);
         candidates.truncate(top_k);
         // The selection leaves an arbitrary order, on which the choice by the random number would depend.
+        // Invariant 7: ids break ties, so this order is the only one.
         candidates.sort_unstable_by(Candidate::likelier);
     }
 }

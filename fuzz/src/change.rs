@@ -2,7 +2,7 @@
 
 use arbitrary::Arbitrary;
 
-/// What becomes of a number: mostly something near it, or near a power of two.
+/// A change of a number, mostly to a value near it or near a power of two.
 #[derive(Arbitrary, Clone, Copy, Debug)]
 pub enum Change {
     /// A small number instead.
@@ -11,13 +11,13 @@ pub enum Change {
     Short(u16),
     /// Any number.
     Any(u64),
-    /// A little more or less.
+    /// Adds a small number.
     Plus(i8),
-    /// So many times.
+    /// Multiplies.
     Times(u8),
-    /// A part.
+    /// Divides.
     DividedBy(u8),
-    /// About a power of two.
+    /// A number near a power of two.
     PowerOfTwo {
         /// The exponent, modulo 64.
         exponent: u8,

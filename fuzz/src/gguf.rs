@@ -6,7 +6,7 @@ use baton_gguf::{Gguf, TensorType, Value};
 
 use crate::{Change, pick};
 
-/// Ends of metadata keys, after the architecture's name, that some reader knows.
+/// Metadata keys that some reader knows, without the architecture's name in front.
 const KEYS: &[&str] = &[
     "block_count",
     "context_length",
@@ -37,7 +37,7 @@ const KEYS: &[&str] = &[
     "rope.scale_linear",
 ];
 
-/// Metadata keys that are whole.
+/// Complete metadata keys.
 const WHOLE_KEYS: &[&str] = &[
     "general.architecture",
     "general.alignment",
@@ -60,7 +60,7 @@ const WHOLE_KEYS: &[&str] = &[
     "general.sampling.top_k",
 ];
 
-/// Texts that mean something somewhere.
+/// Texts that some reader knows.
 const WORDS: &[&str] = &[
     "",
     "llama",
@@ -96,10 +96,10 @@ const WORDS: &[&str] = &[
     "{{ messages[0].content }}",
 ];
 
-/// Tensors larger than this are not made to fit.
+/// Tensors larger than this do not get bytes that fit.
 const MAX_TENSOR_BYTES: usize = 1 << 17;
 
-/// A damaged file: some valid one, edited.
+/// A damaged file: a valid one with edits.
 #[derive(Arbitrary, Debug)]
 pub struct Case {
     file: u8,
@@ -112,7 +112,7 @@ enum Edit {
         key: Key,
         value: NewValue,
     },
-    /// A number of the metadata; of an array every one, or just one.
+    /// A number of the metadata. In an array, one number or all.
     Number {
         value: u8,
         element: Option<u16>,
@@ -121,7 +121,7 @@ enum Edit {
     NoValue {
         value: u8,
     },
-    /// An array of other length.
+    /// An array of another length.
     Length {
         value: u8,
         change: Change,
@@ -204,7 +204,7 @@ enum Owned {
 struct Tensor {
     name: String,
     tensor_type: u32,
-    /// As the file has them.
+    /// Unchanged.
     dimensions: Vec<u64>,
     data: Vec<u8>,
 }
@@ -215,7 +215,7 @@ struct File {
 }
 
 impl Case {
-    /// One of `files`, edited.
+    /// One of `files`, with edits.
     pub fn file(&self, files: &[&[u8]]) -> Vec<u8> {
         let file = *pick(files, self.file);
         let mut file = File::read(file);

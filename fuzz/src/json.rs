@@ -16,7 +16,7 @@ pub enum Json {
     Whole(Change),
     /// Any number.
     Number(f64),
-    /// A word that means something.
+    /// A known word.
     Word(u8),
     /// Any text.
     Text(String),
@@ -29,7 +29,7 @@ pub enum Json {
 }
 
 impl Json {
-    /// The value; words are of `words`.
+    /// The value. Words come from `words`.
     pub fn value(&self, words: &[&str]) -> Value {
         match self {
             Json::Null => Value::Null,
@@ -57,11 +57,11 @@ pub enum Edit {
     SetInner(u8, u8, Json),
     /// A number changes.
     Number(u8, Change),
-    /// A field goes.
+    /// A field is removed.
     Remove(u8),
 }
 
-/// Applies the edits; fields and texts are of `words`.
+/// Applies the edits. Fields and texts come from `words`.
 pub fn edit(object: &mut Map<String, Value>, edits: &[Edit], words: &[&str]) {
     let word = |idx: u8| (*pick(words, idx)).to_owned();
     for edit in edits {

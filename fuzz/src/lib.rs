@@ -1,7 +1,7 @@
-//! What several fuzz targets share: inputs that are edits of something valid, and a model that is loaded and computes.
+//! Shared by several fuzz targets: inputs that are edits of valid files or messages, and a model that computes.
 //!
-//! Random bytes seldom get past a magic number. So where a format has structure, an input is a list of edits, applied to a
-//! file or message that would be accepted, and what is left of its sense decides how deep the decoder goes.
+//! Random bytes rarely pass a check of magic numbers. So where a format has structure, an input is a list of edits of a valid
+//! file or message. A decoder then reads far before it rejects the input.
 #![deny(unsafe_code)]
 
 mod change;
@@ -20,7 +20,7 @@ use std::time::Duration;
 use arbitrary::Arbitrary;
 use tempfile::TempDir;
 
-/// A folder of this process, in memory where the system has such.
+/// A folder of this process, in memory where the system supports that.
 pub fn folder() -> &'static Path {
     static FOLDER: LazyLock<TempDir> = LazyLock::new(|| {
         let memory = Path::new("/dev/shm");
@@ -30,7 +30,7 @@ pub fn folder() -> &'static Path {
     FOLDER.path()
 }
 
-/// Writes a file in the [folder], by a new inode: the old one may still be mapped.
+/// Writes a file in the [folder] as a new inode, because the old one may still be mapped.
 pub fn write(name: &str, bytes: &[u8]) -> PathBuf {
     let path = folder().join(name);
     let _ = std::fs::remove_file(&path);
@@ -38,17 +38,17 @@ pub fn write(name: &str, bytes: &[u8]) -> PathBuf {
     path
 }
 
-/// Where NIXL is, if it is: as the environment says, or where `cargo xtask setup` puts it.
+/// The folder of NIXL, if it is installed: from the environment, or where `cargo xtask setup` puts it.
 pub fn nixl() -> Option<PathBuf> {
     let own = concat!(env!("CARGO_MANIFEST_DIR"), "/../target/nixl/.nixl_cu12.mesonpy.libs");
     let path = std::env::var_os("BATON_NIXL").map_or_else(|| own.into(), PathBuf::from);
     path.exists().then_some(path)
 }
 
-/// What comes of `future` within ten seconds, of which a pause of the whole machine is a tenth of one.
+/// The output of `future` within ten seconds. A pause of the machine counts as a tenth of a second.
 ///
 /// # Errors
-/// When nothing does.
+/// When it takes longer.
 pub async fn soon<T>(future: impl Future<Output = T>) -> Result<T, tokio::time::error::Elapsed> {
     let mut future = pin!(future);
     let mut outcome = Err(());
@@ -64,12 +64,12 @@ pub async fn soon<T>(future: impl Future<Output = T>) -> Result<T, tokio::time::
     }
 }
 
-/// One of `items`, whatever the index.
+/// One of `items`, for any index.
 pub fn pick<T>(items: &[T], idx: impl Into<usize>) -> &T {
     &items[idx.into() % items.len()]
 }
 
-/// Another byte somewhere in `bytes`, if there are any.
+/// Changes a byte of `bytes`, if there are any.
 fn overwrite(bytes: &mut [u8], at: u32, byte: u8) {
     let at = at as usize % bytes.len().max(1);
     if let Some(place) = bytes.get_mut(at) {
@@ -77,14 +77,14 @@ fn overwrite(bytes: &mut [u8], at: u32, byte: u8) {
     }
 }
 
-/// A word of a message is another.
+/// A change of one word of a message.
 #[derive(Arbitrary, Clone, Copy, Debug)]
 pub struct Field {
     word: u8,
     change: Change,
 }
 
-/// Changes words of `message`, which holds one at least.
+/// Changes words of `message`, which has at least one.
 pub fn edit(message: &mut [u8], fields: &[Field]) {
     for Field { word, change } in fields {
         let at = usize::from(*word) % (message.len() / 4) * 4;

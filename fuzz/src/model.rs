@@ -1,4 +1,4 @@
-//! A model that is loaded and computes.
+//! Loads a model and computes with it.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use baton_model::{Activations, Batch, BatchSequence, Executor, LoadOptions, load
 
 use crate::pick;
 
-/// How a model is to be used.
+/// How a model is used.
 #[derive(Arbitrary, Clone, Copy, Debug)]
 pub struct Options {
     activations: u8,
@@ -28,8 +28,8 @@ impl Options {
     }
 }
 
-/// What `Auto` may choose on this processor, without its measurement: that would take most of the time, and would decide the
-/// same input now so, now so.
+/// One of the choices of `Auto` on this processor, without a measurement: that would take most of the time and make runs
+/// of one input differ.
 pub fn own_activations() -> Activations {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx512bf16") {
@@ -40,7 +40,7 @@ pub fn own_activations() -> Activations {
 
 /// Loads the model and, if there is one, has it compute two tokens.
 pub fn load_and_compute(model: &Path, options: &LoadOptions) {
-    // A refusal must say something.
+    // A refusal must have a message.
     let loaded = match load(model, options, &mut |_| {}) {
         Ok(loaded) => loaded,
         Err(error) => return assert!(!error.to_string().is_empty()),
@@ -52,7 +52,7 @@ pub fn load_and_compute(model: &Path, options: &LoadOptions) {
     for (start_idx, token) in [0, last].iter().enumerate() {
         let tokens = std::slice::from_ref(token);
         let sequence = BatchSequence { tokens, start_idx, blocks: &blocks, num_logits: 1 };
-        // Weights may be anything, so logits may be, too; an error is as good.
+        // Weights are arbitrary, so any logits are valid, and so is an error.
         execute(&mut executor, &Batch { sequences: vec![sequence] }, &storage);
     }
 }

@@ -1,5 +1,5 @@
-//! Model directories: a small decoder whose weights are stored in one of the ways that are read, with edits of its
-//! configuration and of its tensors.
+//! Model directories: a small decoder with weights in one of the supported formats, and edits of its configuration and
+//! tensors.
 
 use arbitrary::Arbitrary;
 use serde_json::{Map, Value, json};
@@ -14,7 +14,7 @@ const HEAD_DIM: usize = 32;
 /// Inputs that share a scale.
 const GROUP: usize = 32;
 
-/// Fields of `config.json` and texts in it that some reader knows.
+/// Fields and texts of `config.json` that some reader knows.
 pub const WORDS: &[&str] = &[
     "architectures",
     "hidden_size",
@@ -192,7 +192,7 @@ struct Tensor {
     dtype: &'static str,
     shape: Vec<usize>,
     data: Vec<u8>,
-    /// Added to the place that the header tells.
+    /// Added to the offset in the header.
     offsets: [Option<Change>; 2],
 }
 
@@ -203,7 +203,7 @@ fn tensor(name: String, dtype: &'static str, shape: &[usize]) -> Tensor {
 }
 
 impl Tensor {
-    /// As many bytes as type and shape need, unless that is a lot.
+    /// As many bytes as type and shape need, up to a limit.
     fn fit(&mut self) {
         let bits = DTYPES.iter().find(|(name, _)| *name == self.dtype).map_or(8, |(_, bits)| *bits);
         let count = self.shape.iter().try_fold(1usize, |count, dimension| count.checked_mul(*dimension));
@@ -211,7 +211,7 @@ impl Tensor {
         if len <= 1 << 17 {
             let number = |k: usize| match self.dtype {
                 "F32" => (k as f32 / 7.0).sin().to_le_bytes().to_vec(),
-                // About one, in either.
+                // About 1 in both formats.
                 "F16" | "BF16" => vec![(k % 251) as u8, 0x3c],
                 _ => vec![(k * 37 % 251) as u8],
             };

@@ -1,4 +1,4 @@
-//! Chat templates, which models bring along, over messages, which clients send.
+//! Chat templates of models, rendered with messages of clients.
 #![no_main]
 
 use arbitrary::Arbitrary;

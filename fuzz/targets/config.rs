@@ -42,7 +42,7 @@ fuzz_target!(|input: Input<'_>| {
     let _ = (cost.prefill(config.context_length, 1), cost.decode(3, config.context_length));
     for rope in &spec.ropes {
         assert!(rope.rotary_dim <= spec.head_dim, "a head is rotated beyond its end");
-        // A head as large as a field may say takes a while.
+        // The frequencies of a very large head take long to compute.
         if rope.rotary_dim <= 1 << 12 {
             assert_eq!(rope.inverse_frequencies().len(), rope.rotary_dim / 2);
         }

@@ -1,5 +1,5 @@
-//! What the two sides of a handoff say to each other: any messages from the peer, while this side's engine and data plane
-//! keep to the state machines' rules.
+//! Messages between the two sides of a handoff: any messages from the peer, while this side's engine and data plane
+//! follow the rules of the state machines.
 #![no_main]
 
 use std::time::{Duration, Instant};
@@ -32,7 +32,7 @@ const GENERATION: u64 = 11;
 
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
-    /// As bytes on the wire.
+    /// A message as bytes.
     Bytes(&'a [u8]),
     ToPrefill {
         limits: u8,
@@ -71,7 +71,7 @@ enum PrefillStep<'a> {
     },
     StreamClosed,
     Time(u8),
-    /// Whatever the engine or the data plane owes.
+    /// The next answer that the engine or the data plane owes.
     Started,
     Held {
         num_blocks: u8,
@@ -106,17 +106,17 @@ enum DecodeStep<'a> {
 
 fuzz_target!(|input: Input<'_>| match input {
     Input::Bytes(bytes) => {
-        // What is understood is said back in the same words.
+        // A message that is accepted is converted back to the same message.
         if let Some(message) = to_prefill(bytes) {
             again(&message);
         }
         if let Some(message) = to_decode(bytes) {
             let said = prefill_message_to_proto(message.clone());
-            // NaN is not itself.
+            // NaN does not equal itself.
             let heard = prefill_message_from_proto(said).expect("own words");
             assert_eq!(format!("{heard:?}"), format!("{message:?}"));
         }
-        // What a decode worker lends to be measured.
+        // Blocks that a decode worker lends for a measurement.
         for grant in proto::Loan::decode(bytes).into_iter().flat_map(|loan| loan.grants).map(grant_from_proto)
         {
             assert_eq!(grant_from_proto(grant_to_proto(grant.clone())), grant);
@@ -132,7 +132,7 @@ fn to_prefill(bytes: &[u8]) -> Option<DecodeMessage> {
     from_decode_worker(proto::DecodeMessage::decode(bytes).ok()?)
 }
 
-/// As a prefill worker reads it.
+/// Converts a message as a prefill worker does.
 fn from_decode_worker(message: proto::DecodeMessage) -> Option<DecodeMessage> {
     let mut num_tokens = None;
     if let Some(proto::decode_message::Message::Begin(begin)) = &message.message {
@@ -163,7 +163,7 @@ fn generation(is_right: bool) -> u64 {
     if is_right { GENERATION } else { 1 }
 }
 
-/// What happens to a prefill worker.
+/// An event at a prefill worker.
 enum Give {
     Engine(ComputeInput<FirstToken>),
     Held(Vec<BlockId>),
@@ -193,7 +193,7 @@ impl Giving {
     }
 }
 
-/// A prefill worker whose peer says anything.
+/// A prefill worker whose peer sends any messages.
 struct Prefill {
     machine: Giving,
     now: Instant,
@@ -241,7 +241,7 @@ impl Prefill {
                 self.take(input);
             }
         }
-        // However it was left, it comes to an end by itself.
+        // The machine ends by itself from every state.
         for _ in 0..4 {
             if let Some(deadline) = self.machine.deadline() {
                 self.now = self.now.max(deadline);
@@ -404,7 +404,7 @@ impl Prefill {
                 self.num_layers_ready = 1;
                 Give::Engine(C::Started)
             }
-            // Full blocks within the sequence, as an engine finds them.
+            // Full blocks within the sequence, as in an engine's prefix cache.
             PrefillStep::Held { num_blocks } if std::mem::take(&mut self.is_holding) => {
                 let num_blocks = usize::from(*num_blocks).min(self.num_blocks);
                 Give::Held((0..num_blocks as u32).map(BlockId).collect())
@@ -469,7 +469,7 @@ enum Taking {
     Fetch(PrefixFetch),
 }
 
-/// A decode worker whose peer says anything.
+/// A decode worker whose peer sends any messages.
 struct Decode {
     machine: Taking,
     now: Instant,
@@ -562,7 +562,7 @@ impl Decode {
         }
     }
 
-    /// As its driver says after the first token.
+    /// The call of the driver after a first token that ends the request.
     fn end_request(&mut self) {
         if let Taking::Prefill(machine) = &mut self.machine {
             let actions = machine.request_ended::<FirstToken>(self.now);
@@ -573,7 +573,7 @@ impl Decode {
         }
     }
 
-    /// `num_tokens`: how many first tokens a handoff has that ends so with KV.
+    /// `num_tokens`: the number of first tokens of a handoff that commits.
     fn obey<T, E>(&mut self, actions: Vec<DecodeAction<T, E>>, num_tokens: impl Fn(E) -> Option<usize>) {
         use DecodeAction as A;
         for action in actions {

@@ -1,7 +1,7 @@
-//! What either end of an nccl control connection may say to the other, with communicators that need no device: they
-//! join at once, and nothing ever comes through them.
+//! Messages on an nccl control connection in both directions, with communicators that need no device: they join at once
+//! and never deliver data.
 //!
-//! Whatever comes, the connection ends, the grant can be taken back, and every push is answered.
+//! With any messages, the connection ends, the grant can be revoked, and every push is answered.
 #![no_main]
 
 use std::io::{Read, Write};
@@ -26,15 +26,15 @@ const NUM_BLOCKS: usize = 4;
 const GRANTED: [BlockId; 2] = [BlockId(1), BlockId(2)];
 const MESSAGE_BYTES: usize = 64;
 const ID_BYTES: usize = 128;
-/// Of a grant that was never made.
+/// The access key of a grant that does not exist.
 const NO_ACCESS_KEY: AccessKey =
     AccessKey { generation: Generation(1), secret: Secret([0; Secret::NUM_BYTES]) };
 
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
-    /// A prefill worker's words.
+    /// Messages of a prefill worker.
     Prefill { hello: Vec<Field>, words: Vec<Word<'a>> },
-    /// A decode worker's.
+    /// Messages of a decode worker.
     Decode { welcome: Vec<Field>, words: Vec<Word<'a>>, pieces: Vec<(u8, u8)> },
 }
 
@@ -51,11 +51,11 @@ enum Word<'a> {
         fields: Vec<Field>,
     },
     Bytes(&'a [u8]),
-    /// The decode worker changes its mind.
+    /// The decode worker revokes the grant.
     Revoke,
 }
 
-/// Communicators that join at once, alone, and through which nothing ever comes.
+/// Communicators without peers that join at once and never deliver data.
 #[derive(Debug)]
 struct Alone;
 
@@ -142,7 +142,7 @@ fuzz_target!(|input: Input<'_>| {
                 right,
             );
             edit(&mut bytes, &hello);
-            // The peer may have hung up already.
+            // The peer may have closed the connection already.
             let _ = socket.write_all(&bytes);
             for (sequence, word) in (0..).zip(&words) {
                 if let Word::Revoke = word {
@@ -153,17 +153,17 @@ fuzz_target!(|input: Input<'_>| {
             let _ = socket.shutdown(Shutdown::Write);
             let _ = socket.read_to_end(&mut Vec::new());
             if let Some(granted) = granted {
-                // The writer is gone, so this does not wait for long.
+                // The writer is gone, so this wait is short.
                 let fenced = runtime.block_on(async { tokio::time::timeout(within, granted.revoke()).await });
                 assert_eq!(fenced, Ok(Some(())), "the grant cannot be taken back");
             }
-            // Nothing comes through these communicators.
+            // These communicators deliver no data.
             assert!(is_zero(&ends.storage));
         }
         Input::Decode { welcome, words, pieces } => {
-            // Something is always announced, so that there is something to answer.
+            // At least one piece is announced, so that there is a message to answer.
             let pieces = if pieces.is_empty() { vec![(0, 0)] } else { pieces };
-            // Each has an address of its own: ports that were used a moment ago are not given again.
+            // Each peer has an address of its own, because ports are not reused for a while.
             static NEXT_HOST: AtomicU32 = AtomicU32::new(1);
             let [_, a, b, c] = NEXT_HOST.fetch_add(1, Ordering::Relaxed).to_be_bytes();
             let listener = TcpListener::bind((Ipv4Addr::new(127, a, b, c), 0)).expect("a port");
@@ -176,11 +176,11 @@ fuzz_target!(|input: Input<'_>| {
             std::thread::scope(|scope| {
                 let peer = scope.spawn(move || {
                     let (mut socket, _) = listener.accept().expect("a connection");
-                    // What is announced once more is refused at once.
+                    // A further connection is refused at once.
                     drop(listener);
                     let _ = socket.read_exact(&mut [0; MESSAGE_BYTES]);
                     let _ = socket.write_all(bytes);
-                    // Answers are to something.
+                    // The first announcement, to which the words are answers.
                     let _ = socket.read_exact(&mut [0; MESSAGE_BYTES]);
                     for (sequence, word) in (0..).zip(words) {
                         let _ = socket.write_all(&word.encode(sequence, NO_ACCESS_KEY));
@@ -248,7 +248,7 @@ impl Word<'_> {
 #[allow(unsafe_code)]
 fn is_zero(storage: &BlockStorage) -> bool {
     (0..NUM_BLOCKS as u32).all(|block| {
-        // SAFETY: nothing is written; that it is not is what is looked for.
+        // SAFETY: no code writes the block. The test looks for a write.
         (0..LAYOUT.num_layers).all(|layer_idx| {
             unsafe { storage.layer(BlockId(block), layer_idx) }.iter().all(|byte| *byte == 0)
         })

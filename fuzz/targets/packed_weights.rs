@@ -1,4 +1,4 @@
-//! Packed weights in the cache, damaged by whatever may happen to a file.
+//! Damaged files of packed weights in the cache.
 #![no_main]
 
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ enum Damage {
         bytes: Vec<u8>,
     },
     Length(Change),
-    /// Nothing but these bytes.
+    /// Only these bytes.
     Whole(Vec<u8>),
     Folder,
     Lock(Vec<u8>),
@@ -49,7 +49,7 @@ static CACHED: LazyLock<Cached> = LazyLock::new(|| {
 fuzz_target!(|damage: Vec<Damage>| {
     let Cached { model, options, file, bytes } = &*CACHED;
     let mut bytes = bytes.clone();
-    // A new inode: what is mapped is never rewritten.
+    // A new inode: a mapped file is never rewritten.
     let _ = std::fs::remove_file(file);
     let _ = std::fs::remove_dir(file);
     for damage in &damage {

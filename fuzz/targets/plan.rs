@@ -1,4 +1,4 @@
-//! What workers say of themselves, as the router plans with it.
+//! Plans over arbitrary records and loads of workers.
 #![no_main]
 
 use std::sync::Arc;
@@ -52,7 +52,7 @@ fuzz_target!(|input: Input| {
         }
         let [num_waiting, num_running, num_free_blocks, num_total_blocks, num_queued_tokens, speed] =
             worker.load.map(|change| change.of(4));
-        // As wide as on the wire.
+        // As many bits as in the message.
         let load = Load {
             num_waiting: num_waiting as u32 as usize,
             num_running: num_running as u32 as usize,

@@ -1,7 +1,7 @@
-//! What a prefill worker may write to a decode worker's data plane, over sockets, beside shared memory and, where NIXL is,
-//! to get the key of its memory.
+//! Messages of a prefill worker to a decode worker's data plane: over tcp, on the control socket of shm, and, where NIXL is
+//! installed, to get the key of its memory.
 //!
-//! Whatever comes, bytes lie in granted blocks only, the connection ends, and the grant can be taken back.
+//! With any messages, only granted blocks change, the connection ends, and the grant can be revoked.
 #![no_main]
 
 use std::io::{Read, Write};
@@ -45,7 +45,7 @@ enum Frame<'a> {
         missing: Option<u8>,
     },
     Bytes(&'a [u8]),
-    /// The decode worker changes its mind.
+    /// The decode worker revokes the grant.
     Revoke,
 }
 
@@ -61,7 +61,7 @@ struct Fabric {
     receiver: Receiver,
     address: String,
     socket: PathBuf,
-    /// There if NIXL is.
+    /// `None` without NIXL.
     rdma: Option<String>,
     pool: u64,
 }
@@ -105,7 +105,7 @@ fuzz_target!(|input: Input<'_>| {
     for block in 0..NUM_BLOCKS as u32 {
         fill(&fabric.storage, BlockId(block), 0);
     }
-    // The form that was agreed upon, or any.
+    // The agreed wire format, or any.
     let wire = match &input {
         Input::Tcp { wire, .. } => *pick(&WIRES, *wire),
         _ => Some(WireFormat::AsIs),
@@ -117,7 +117,7 @@ fuzz_target!(|input: Input<'_>| {
         Input::Tcp { wire: _, hello, frames } => {
             let mut socket = TcpStream::connect(&fabric.address).expect("a connection");
             let _ = socket.set_nodelay(true);
-            // The peer may have hung up already.
+            // The peer may have closed the connection already.
             let _ = socket.write_all(&hello_message(fabric.pool, right, &hello));
             for frame in &frames {
                 if let Frame::Revoke = frame {
@@ -156,7 +156,7 @@ fuzz_target!(|input: Input<'_>| {
         runtime.block_on(async {
             let pieces = vec![Piece { block_idx: generation as u32 % 4, layer_idx: 1, checksum: 1 }];
             assert!(granted.verify(pieces).await.is_err());
-            // The writer is gone, so this does not wait for long.
+            // The writer is gone, so this wait is short.
             let fenced = soon(granted.revoke()).await;
             assert_eq!(fenced, Ok(Some(())), "the grant cannot be taken back");
         });
@@ -221,7 +221,7 @@ impl Message {
         bytes
     }
 
-    /// Hello, Open or Close, mostly.
+    /// Mostly Hello, Open or Close.
     fn encode_rdma(&self, pool: u64, right: u64) -> Vec<u8> {
         let is_hello = self.kind == 1;
         let mut bytes = b"BKVrdm01".to_vec();
@@ -246,7 +246,7 @@ fn fill(storage: &BlockStorage, block: BlockId, byte: u8) {
 
 #[allow(unsafe_code)]
 fn is_filled(storage: &BlockStorage, block: BlockId, expected: u8) -> bool {
-    // SAFETY: the block is not granted; a write into it is what is looked for.
+    // SAFETY: the block is not granted, so no writer may write it. The test looks for such a write.
     (0..LAYOUT.num_layers)
         .all(|layer_idx| unsafe { storage.layer(block, layer_idx) }.iter().all(|b| *b == expected))
 }

@@ -1,4 +1,4 @@
-//! Workers' records, as they come from etcd and from workers that register.
+//! Records of workers, from etcd and from workers that register.
 #![no_main]
 
 use arbitrary::Arbitrary;

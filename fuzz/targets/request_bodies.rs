@@ -1,4 +1,4 @@
-//! What clients send to the router: JSON bodies of every endpoint, through the router itself, whose worker is not there.
+//! JSON bodies that clients send to each endpoint of a router without workers.
 #![no_main]
 
 use std::io::{self, Read, Write};
@@ -86,7 +86,7 @@ const WORDS: &[&str] = &[
 enum Input<'a> {
     /// A body.
     Text { path: u8, body: &'a [u8] },
-    /// Fields of a body that would do.
+    /// Fields of a valid body.
     Fields { path: u8, messages: Vec<Message>, edits: Vec<Edit> },
 }
 
@@ -104,7 +104,7 @@ static ADDRESS: LazyLock<SocketAddr> = LazyLock::new(|| {
     let address = listener.local_addr().expect("an address");
     let model = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tiny"));
     let discovery = DiscoveryConfig::Static { workers: vec!["http://127.0.0.1:1".into()] };
-    // No worker listens there: every generation ends here.
+    // No worker listens at this address, so every generation fails.
     let config = RouterConfig {
         recovery_timeout: Duration::ZERO,
         ..RouterConfig::new(model, "tiny".into(), discovery)
@@ -116,7 +116,7 @@ static ADDRESS: LazyLock<SocketAddr> = LazyLock::new(|| {
             baton_router::run_on(listener, config, Default::default()).await.expect("a router");
         });
     });
-    // The tokenizer is there when it says so.
+    // `/tokenize` answers once the tokenizer is loaded.
     while post(&mut connect(address), "/tokenize", b"{\"prompt\": \"a\"}").is_ok_and(|status| status != 200) {
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -162,7 +162,7 @@ fn fields(messages: Vec<Message>, edits: &[Edit]) -> Vec<u8> {
     Value::Object(body).to_string().into_bytes()
 }
 
-/// The status of the answer.
+/// The status of the response.
 fn post(socket: &mut TcpStream, path: &str, body: &[u8]) -> io::Result<u16> {
     let head = format!("POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {}\r\n\r\n", body.len());
     socket.write_all(&[head.as_bytes(), body].concat())?;

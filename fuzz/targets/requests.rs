@@ -25,7 +25,7 @@ enum Input<'a> {
 #[derive(Arbitrary, Debug)]
 struct Fields<'a> {
     to_prefill: bool,
-    /// The token after the prompt comes from elsewhere.
+    /// The first token comes from a prefill worker.
     first: Option<Change>,
     id: &'a str,
     cache_salt: &'a str,

@@ -1,7 +1,7 @@
-//! What a decode worker's data plane may answer a prefill worker, over sockets, beside shared memory and, where NIXL is,
-//! when it is asked for the key of its memory.
+//! Answers of a decode worker's data plane to a prefill worker: over tcp, on the control socket of shm, and, where NIXL is
+//! installed, for the key of its memory.
 //!
-//! Whatever comes, opening a route and pushing over it end, once the peer is gone at the latest.
+//! With any answers, opening a route and pushing over it end, at the latest when the peer is gone.
 #![no_main]
 
 use std::fs::File;
@@ -27,7 +27,7 @@ const LAYOUT: KvLayout =
     KvLayout { block_size: 4, num_layers: 2, num_kv_heads: 1, head_dim: 8, dtype: KvDtype::F32 };
 const NUM_BLOCKS: usize = 4;
 const GENERATION: u64 = 11;
-/// Of the grant; the fuzzed decode worker does not look at tokens.
+/// The access key of the grant. The fuzzed decode worker does not check it.
 const ACCESS_KEY: AccessKey =
     AccessKey { generation: Generation(GENERATION), secret: Secret([0; Secret::NUM_BYTES]) };
 
@@ -45,7 +45,7 @@ enum Way {
     Rdma,
 }
 
-/// What the peer answers to what it is sent, one by one; then it is gone.
+/// The peer's answers to messages, in order. Then it closes the connection.
 #[derive(Arbitrary, Clone, Debug, Default)]
 struct Script {
     greeting: Vec<Field>,
@@ -55,14 +55,14 @@ struct Script {
 
 #[derive(Arbitrary, Clone, Debug)]
 struct Answer {
-    /// Of an ack, or the kind of a message.
+    /// The status of an ack, or the kind of a message.
     status: u8,
     fields: Vec<Field>,
-    /// Says it unasked.
+    /// Sent without a message to answer.
     unasked: bool,
 }
 
-/// What comes along with the peer's welcome.
+/// The descriptor that is sent with the peer's welcome.
 #[derive(Arbitrary, Clone, Copy, Debug, Default)]
 enum Descriptor {
     #[default]
@@ -78,16 +78,16 @@ struct Fabric {
     host_id: String,
     tcp: String,
     shm: std::path::PathBuf,
-    /// There if NIXL is.
+    /// `None` without NIXL.
     rdma: Option<String>,
     script: Arc<Mutex<Script>>,
-    // Of the peers.
+    // Its host id and its folder are those of the peers.
     _receiver: Receiver,
 }
 
 static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
     let storage = || Arc::new(BlockStorage::new(LAYOUT, NUM_BLOCKS).expect("memory"));
-    // Tells the name of this host.
+    // This receiver only supplies the id of this host.
     let shm = ShmReceiving { dir: baton_fuzz::folder().join("kv") };
     let receiver = Receiver::start(storage(), &ReceiverConfig::default(), vec![Box::new(shm)]);
     let receiver = receiver.expect("a receiver");
@@ -111,7 +111,7 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
         let script = Arc::clone(&script);
         move || {
             for socket in listener.incoming() {
-                // The sender may be gone.
+                // The sender may have closed the connection.
                 let _ = answer_tcp(socket.expect("a connection"), take(&script));
             }
         }
@@ -141,7 +141,7 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
     Fabric { sender, host_id: host_id.clone(), tcp, shm, rdma, script, _receiver: receiver }
 });
 
-/// What was not said on this connection is not said on the next.
+/// Answers that were not sent on this connection are not sent on the next.
 fn take(script: &Mutex<Script>) -> Script {
     mem::take(&mut *script.lock().expect("no holder panics"))
 }
@@ -166,7 +166,7 @@ fuzz_target!(|input: Input| {
         layer_idx: u32::from(*layer),
         block_idx: idx as u32,
         src: BlockId(idx as u32 % NUM_BLOCKS as u32).into(),
-        // The peer names its blocks itself: one may be beyond what it gives.
+        // The peer names its blocks. A block may be outside its memory.
         dst: BlockId(u32::from(*dst % 6)),
     });
     let writes: Vec<PieceWrite> = writes.collect();
@@ -212,7 +212,7 @@ fn answer_tcp(mut socket: TcpStream, script: Script) -> io::Result<()> {
     Ok(())
 }
 
-/// A welcome, and then it is gone: what NIXL makes of another's metadata is its own.
+/// A welcome, and then the end: how NIXL reads metadata of a peer is not fuzzed.
 fn answer_rdma(mut socket: TcpStream, script: Script) -> io::Result<()> {
     socket.set_read_timeout(Some(Duration::from_millis(100)))?;
     socket.read_exact(&mut [0; 48])?;
@@ -247,7 +247,7 @@ fn answer_shm(mut socket: UnixStream, script: Script) -> io::Result<()> {
         if !answer.unasked {
             socket.read_exact(&mut [0; 32])?;
         }
-        // 6 is Opened, what a sender waits for.
+        // 6 is Opened, for which a sender waits.
         let kind = 5 + (1 + u32::from(answer.status)) % 6;
         socket.write_all(&message(kind, GENERATION, &answer.fields))?;
     }

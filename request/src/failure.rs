@@ -5,12 +5,12 @@
 pub struct Failure {
     /// What the router can do about it.
     pub kind: FailureKind,
-    /// For people.
+    /// The message for people.
     pub message: String,
 }
 
 impl Failure {
-    /// A failure in words.
+    /// A failure with this message.
     pub fn new(kind: FailureKind, message: impl Into<String>) -> Failure {
         Failure { kind, message: message.into() }
     }
@@ -23,15 +23,15 @@ pub enum FailureKind {
     Invalid,
     /// The worker has no room; another worker may have some.
     Full,
-    /// The prefill worker broke off, was unreachable, or is another incarnation.
+    /// The prefill worker failed, was unreachable, or is another incarnation.
     PrefillLost,
-    /// The KV that arrived was not what was promised.
+    /// The KV that arrived failed verification.
     KvRejected,
     /// A deadline of the handoff passed.
     Deadline,
-    /// The worker is about to leave.
+    /// The worker drains.
     Draining,
-    /// The prefill worker is about to leave.
+    /// The prefill worker drains.
     PrefillDraining,
     /// The worker's engine failed.
     Internal,

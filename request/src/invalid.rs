@@ -1,4 +1,4 @@
-//! What is wrong with a request: which field, and why.
+//! Why a request is invalid: the field and the problem.
 
 /// A request that no engine of this model serves. The field's name is that of OpenAI's `param` and of the field in
 /// gRPC messages.
@@ -7,11 +7,11 @@
 pub struct InvalidRequest {
     /// The first bad field.
     pub field: &'static str,
-    /// What is wrong with it.
+    /// Its problem.
     pub problem: Problem,
 }
 
-/// What is wrong with a field.
+/// The problem of a field.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Problem {
     /// A prompt without tokens.
@@ -75,7 +75,7 @@ impl InvalidRequest {
 /// Checks that the model has every one of these tokens.
 ///
 /// # Errors
-/// Names the first token that it does not have.
+/// Names the first token that the model does not have.
 pub fn check_tokens(
     field: &'static str,
     tokens: impl IntoIterator<Item = u32>,

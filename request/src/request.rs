@@ -1,4 +1,4 @@
-//! One sequence to be continued, and when it is over.
+//! A request for one sequence, and when the sequence ends.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use crate::{
     sampling::SamplingParams,
 };
 
-/// One sequence to be continued.
+/// A request: one sequence to continue.
 #[derive(Clone, Debug, Default)]
 pub struct Request {
     /// For logs; need not be unique.
@@ -19,7 +19,7 @@ pub struct Request {
     pub output: Vec<u32>,
     /// How tokens are sampled, and when to stop.
     pub sampling: SamplingParams,
-    /// Only requests of equal salt share blocks; a tenant's secret, or empty.
+    /// Only requests with equal salts share blocks. A secret of a tenant, or empty.
     pub cache_salt: String,
     /// Whether tokens may be drafted. It never changes them.
     pub speculation: SpeculationMode,
@@ -28,10 +28,10 @@ pub struct Request {
 /// Whether the tokens of a request may be drafted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SpeculationMode {
-    /// If the engine has a drafter.
+    /// Drafts if the engine has a drafter.
     #[default]
     Auto,
-    /// Never: one token a step.
+    /// Never drafts: one token per step.
     Off,
 }
 
@@ -42,12 +42,12 @@ pub enum FinishReason {
     Stop,
     /// `max_tokens` or the context is used up.
     Length,
-    /// The client asked for it. An engine never says this: a dropped stream hears nothing.
+    /// The client asked for it. An engine never reports this, because it cancels only dropped streams.
     Abort,
 }
 
 impl FinishReason {
-    /// OpenAI's name; it has none for an abort.
+    /// OpenAI's name; none for an abort.
     pub fn name(self) -> &'static str {
         match self {
             FinishReason::Stop => "stop",
@@ -58,7 +58,7 @@ impl FinishReason {
 }
 
 impl Request {
-    /// Checks whether a model of this vocabulary and context can serve it. Names the first bad field.
+    /// Checks whether a model with this vocabulary and context can serve the request. Names the first invalid field.
     ///
     /// # Errors
     /// When it cannot.

@@ -1,5 +1,4 @@
-//! How tokens are sampled and when a sequence stops, with every default filled in, and the one place that says which
-//! values are possible.
+//! How tokens are sampled and when a sequence stops, with all defaults filled in, and the only check of these values.
 
 use std::collections::HashSet;
 
@@ -68,7 +67,7 @@ impl SamplingParams {
     pub fn validate(&self, vocab_size: usize) -> Result<(), InvalidRequest> {
         check_tokens("stop_token_ids", self.stop_token_ids.iter().copied(), vocab_size)?;
         check_tokens("logit_bias", self.logit_bias.iter().map(|&(token, _)| token), vocab_size)?;
-        // Written so that NaN is outside of every range.
+        // Written so that NaN is outside every range.
         let checks = [
             ("max_tokens", self.max_tokens >= 1, f64::from(self.max_tokens), "at least 1"),
             between("temperature", self.temperature, 0.0, 2.0, "between 0 and 2"),

@@ -9,7 +9,7 @@ _checks: list[tuple[str, Callable]] = []
 
 
 def check(function: Callable) -> Callable:
-    """Registers a function; its name, read as a sentence, is what it shows."""
+    """Registers a function. Its name is the sentence that it checks."""
     _checks.append((function.__name__.replace("_", " "), function))
     return function
 
@@ -21,7 +21,7 @@ def run(*args) -> None:
         started = time.monotonic()
         try:
             function(*args)
-        except Exception:  # a check may fail in any way; the others are still worth running
+        except Exception:  # a check may raise any exception; the other checks still run
             traceback.print_exc(file=sys.stdout)
             failed.append(name)
         word = "FAILED" if name in failed else "ok"
@@ -31,7 +31,7 @@ def run(*args) -> None:
 
 
 def raises(kind: type[Exception], function: Callable, *args, **kwargs) -> Exception:
-    """The exception of that very kind that the call raises."""
+    """Returns the exception of exactly this type that the call raises."""
     try:
         function(*args, **kwargs)
     except kind as error:

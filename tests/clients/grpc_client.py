@@ -26,7 +26,7 @@ CHAT = "Mara keeps the red key. Tell me a story about Mara and the key."
 
 
 def generated_modules():
-    """Our messages and stubs, made by protoc into a folder that goes with this process."""
+    """Our messages and stubs, compiled by protoc into a temporary folder."""
     folder = tempfile.mkdtemp(prefix="baton-grpc-")
     out = [f"--python_out={folder}", f"--grpc_python_out={folder}"]
     assert protoc.main(["protoc", f"--proto_path={PROTO}", *out, "baton/v1/inference.proto"]) == 0
@@ -44,13 +44,13 @@ class Server:
     inference: pb_grpc.InferenceStub
 
     def generate(self, **request):
-        """The call; the prompt is TEXT unless the request names one."""
+        """Starts the call. The default prompt is TEXT."""
         if not {"text", "token_ids", "chat"} & request.keys():
             request["text"] = TEXT
         return self.inference.Generate(pb.GenerateRequest(**request), timeout=120)
 
     def outputs(self, **request) -> list["Choice"]:
-        """Every choice, whole; checks the order of events."""
+        """Reads every choice to its end and checks the order of events."""
         choices = [Choice() for _ in range(max(1, request.get("n", 1)))]
         for response in self.generate(**request):
             choice = choices[response.index]
@@ -74,7 +74,7 @@ class Choice:
 
 
 def fixed(max_tokens: int, **params) -> "pb.SamplingParams":
-    """Greedy and of a known length, so that answers can be compared and counted."""
+    """Greedy and of a fixed length, so that answers can be compared and counted."""
     return pb.SamplingParams(**{"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **params})
 
 
@@ -83,7 +83,7 @@ def chat(*contents: str) -> "pb.ChatMessages":
 
 
 def fails_with(code: grpc.StatusCode, call) -> str:
-    """The message of the status with which reading the call ends."""
+    """The message of the status that ends the call."""
     error = raises(grpc.RpcError, lambda: list(call))
     assert error.code() == code, f"{error.code()}: {error.details()}"
     assert error.details(), "the status says nothing"
@@ -140,7 +140,7 @@ def local_and_remote_prefill_give_the_same_tokens(server: Server) -> None:
     before = moved()
     prompt = " ".join(f"Story {uuid.uuid4()}. {TEXT}" for _ in range(8))
     modes = (pb.PREFILL_MODE_LOCAL, pb.PREFILL_MODE_REMOTE)
-    # Different salts: neither finds the other's blocks.
+    # With different salts the requests share no blocks.
     choices = [
         server.outputs(text=prompt, prefill_mode=mode, cache_salt=str(mode), sampling=fixed(24))[0] for mode in modes
     ]
@@ -216,7 +216,7 @@ def dropping_the_call_ends_the_request(server: Server) -> None:
     call = server.generate(request_id=request_id, sampling=fixed(1500))
     next(call)
     call.cancel()
-    # Its id is free again once nothing of it is left.
+    # The id can be used again after the request has ended.
     deadline = time.monotonic() + 10
     while True:
         try:
@@ -255,7 +255,7 @@ def mistakes_get_the_right_status(server: Server) -> None:
 @check
 def bytes_that_are_no_message_are_refused(server: Server) -> None:
     raw = server.channel.unary_stream("/baton.v1.Inference/Generate")  # no serialiser: bytes as they are
-    # Field 3, a string, of invalid UTF-8; then a length that promises more than there is.
+    # Field 3, a string, of invalid UTF-8; then a length beyond the end of the message.
     for message in (b"\x1a\x02\xff\xfe", b"\x1a\x7f"):
         fails_with(grpc.StatusCode.INVALID_ARGUMENT, raw(message, timeout=30))
     error = raises(grpc.RpcError, server.channel.unary_unary("/baton.v1.Inference/Nothing"), b"")

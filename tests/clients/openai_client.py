@@ -1,4 +1,4 @@
-"""The official OpenAI client against a running Baton: does it understand every answer?
+"""The official OpenAI client against a running Baton: it must understand every answer.
 
     python openai_client.py --base-url http://127.0.0.1:8080
 
@@ -20,7 +20,7 @@ from checks import check, raises, run
 EVAL = Path(__file__).resolve().parents[2] / "models/tiny/eval"
 MESSAGES = [{"role": "user", "content": "Mara keeps the red key. Tell me a story about Mara and the key."}]
 PROMPT = "Mara keeps the red key in the box near the river. "
-# Greedy and of a known length, so that answers can be compared and counted.
+# Greedy and of a fixed length, so that answers can be compared and counted.
 FIXED = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
@@ -94,7 +94,7 @@ def a_stream_ends_with_usage_when_asked(server: Server) -> None:
 def the_streaming_helper_reassembles_the_answer(server: Server) -> None:
     whole = server.chat(max_tokens=48, **FIXED).choices[0].message.content
     stop = whole[len(whole) // 2 :][:4]
-    # Ended by a stop string: of a length limit the helper makes an exception.
+    # Ended by a stop string: the helper raises an exception for a length limit.
     params = {"model": server.model, "messages": MESSAGES, "max_tokens": 48, "stop": stop, **FIXED}
     with server.client.chat.completions.stream(**params) as stream:
         for _ in stream:
@@ -238,7 +238,7 @@ def mistakes_raise_the_right_exception(server: Server) -> None:
     for prompt in ("word " * 5000, [1_000_000_000], []):
         error = raises(bad_request, server.complete, prompt=prompt, max_tokens=4)
         assert error.param == "prompt", error.body
-    # Also when a stream was asked for, the error comes before it begins.
+    # A streamed request gets its error before the stream begins, too.
     raises(bad_request, server.chat, n=0, stream=True)
 
 
@@ -256,7 +256,7 @@ def the_tiny_model_recalls_what_it_was_told(server: Server) -> None:
     num_right = 0
     for task in tasks:
         answer = server.chat(messages=task["messages"], max_tokens=48, temperature=0).choices[0].message.content
-        # A sentence that ends with what was asked for.
+        # A sentence that ends with the requested fact.
         num_right += answer.strip().removesuffix(".").endswith(task["answer"])
     assert num_right >= 6, f"{num_right} of {len(tasks)} answers are right"
 
@@ -265,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base-url", required=True, help="of the router, without /v1")
     url = parser.parse_args().base_url.rstrip("/").removesuffix("/v1")
-    # No retries: what fails once should be seen.
+    # No retries: a single failure must be visible.
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120)
     run(Server(client, client.models.list().data[0].id, url))
 

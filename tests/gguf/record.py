@@ -16,7 +16,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 # The package can write the first, and only read the others.
 TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0]
 READ_TYPES = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS]
-# Where the scale of a block lies in it, and its minimum if it has one.
+# Offsets of the scale in a block, and of its minimum if it has one.
 HALVES = {
     Type.Q2_K: (80, 82),
     Type.Q3_K: (108,),
@@ -95,7 +95,7 @@ def record_types():
         if kind in TYPES:
             data = gguf.quants.quantize(random.standard_normal((3, 64), dtype=np.float32), kind)
         else:
-            # All bits are used; the scales are such that numbers are about 1.
+            # All bits are used. With these scales, numbers are about 1.
             _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             data = random.integers(0, 256, (3, block_bytes), dtype=np.uint8)
             for half, scale in zip(HALVES[kind], (0.01, 0.02)):
@@ -177,7 +177,7 @@ def add_metadata(writer, config, kind, head_dim):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
-    # As llama.cpp wants to hear it of a model without a tokenizer.
+    # llama.cpp requires this for a model without a tokenizer.
     writer.add_vocab_size(VOCAB)
     writer.add_tokenizer_model("none")
 
@@ -204,7 +204,7 @@ def record_model(name):
     experts = {}
 
     def add(tensor_name, tensor, members):
-        """Writes a tensor; what was written goes back to the published tensors that are `members`."""
+        """Writes a tensor. The written numbers are copied back to the published tensors `members`."""
         data = tensor.to(torch.float32).numpy()
         tensor_type = matrix_type if data.ndim > 1 and "ffn_gate_inp" not in tensor_name else Type.F32
         stored = gguf.quants.quantize(data, tensor_type)

@@ -32,7 +32,7 @@ BASE = dict(
     eos_token_id=2,
     pad_token_id=0,
 )
-# As many as the test reaches; the scaled variants say that they were trained on a quarter.
+# As many as the test reaches. The scaled variants claim to be trained on a quarter of them.
 SCALED = dict(max_position_embeddings=128)
 GEMMA = dict(head_dim=16, sliding_window=24, query_pre_attn_scalar=20)
 MOE = dict(num_experts_per_tok=2, intermediate_size=32)
@@ -179,7 +179,7 @@ def make_legacy(directory, options):
 
 @torch.no_grad()
 def record(name, seed):
-    """Writes the fixture if the draw of this seed is a good one."""
+    """Writes the fixture if the weights of this seed are suitable."""
     kind, fields, dtype, options = CASES[name]
     config = AutoConfig.for_model(kind, **(BASE | fields))
     model = AutoModelForCausalLM.from_config(config)
@@ -193,7 +193,7 @@ def record(name, seed):
     if options.get("legacy"):
         make_legacy(directory, options)
 
-    # What counts is what is in the directory.
+    # The values in the directory count.
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     model.eval()
     generator = torch.Generator().manual_seed(seed + 1)

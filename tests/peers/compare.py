@@ -36,7 +36,7 @@ PAUSE_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Point:
-    """Decodes `num_sequences` with `context` tokens each; none: computes a prompt of that length."""
+    """Decodes `num_sequences` with `context` tokens each; without sequences, computes a prompt of that length."""
 
     num_sequences: int
     context: int
@@ -59,7 +59,7 @@ class Point:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the measured time makes."""
+        """Tokens that are computed in the measured time."""
         return self.num_sequences or self.context
 
     def measure(self, peer: Peer) -> float:
@@ -71,7 +71,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Build:
-    """A llama.cpp to measure, and whether only for prompts in bf16: its other products use no BLAS."""
+    """A build of llama.cpp, and whether it is measured only for prompts in bf16: its other products use no BLAS."""
 
     name: str
     library: Path
@@ -92,7 +92,7 @@ INTERLEAVED = {"bf16": ("bf16_r16", 232), "int8": ("q8_0_r8", 207), "int4": ("q4
 
 
 def gguf_file(model: Path, kind: tuple[str, int | None], library: Path) -> Path:
-    """The model in one of the types above, written if it is not there."""
+    """The model in one of the types above. The file is written if it does not exist."""
     plain = model / "model-bf16.gguf"
     if not plain.exists():
         write_gguf(model, plain)
@@ -108,7 +108,7 @@ def gguf_file(model: Path, kind: tuple[str, int | None], library: Path) -> Path:
 
 
 def measure_in_turns(peers: list[Peer], point: Point, num_rounds: int) -> dict[Peer, list[float]]:
-    """Seconds of each in each round. Who begins changes from round to round."""
+    """Seconds of each peer in each round. The order changes from round to round."""
     times: dict[Peer, list[float]] = {peer: [] for peer in peers}
     for round_idx in range(num_rounds):
         begin = round_idx % len(peers)
@@ -118,13 +118,13 @@ def measure_in_turns(peers: list[Peer], point: Point, num_rounds: int) -> dict[P
 
 
 def ratio(ours: list[float], theirs: list[float]) -> str:
-    """How many times as fast we are: the median of rounds, and from where to where."""
+    """The speed of Baton relative to a peer: the median of rounds, the least and the largest."""
     ratios = [their / our for our, their in zip(ours, theirs)]
     return f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def table_rows(point: Point, times: dict[Peer, list[float]], names: list[str]) -> list[str]:
-    """One for each Baton, with a column for each build of llama.cpp."""
+    """One row for each Baton, with a column for each build of llama.cpp."""
     def rate(seconds: list[float]) -> str:
         return f"{point.num_tokens / statistics.median(seconds):.1f}"
 
@@ -140,7 +140,7 @@ def table_rows(point: Point, times: dict[Peer, list[float]], names: list[str]) -
 
 
 def kv_row(model: Path, peer: Peer, weights: str, long: Point, short_seconds: float, long_seconds: float) -> str:
-    """What a longer context costs beside the bytes of KV that it adds."""
+    """The time of a longer context beside the bytes of KV that it adds."""
     config = json.loads((model / "config.json").read_text())
     element_bytes = 2
     token_bytes = (
@@ -156,7 +156,7 @@ def kv_row(model: Path, peer: Peer, weights: str, long: Point, short_seconds: fl
 
 
 def compare(args: argparse.Namespace, builds: list[Build], weights: str, threads: int) -> list[str]:
-    """Prints the rates of one type of weights; what longer contexts cost."""
+    """Prints the rates of one type of weights. Returns the costs of longer contexts."""
     names = [build.name for build in builds]
     rounding = [] if weights == "bf16" else ["--quantize", weights]
     medians: dict[tuple[Peer, Point], float] = {}

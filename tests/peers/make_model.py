@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes a Llama of random bf16 weights: something of a real model's size to measure with, nothing to talk to.
+"""Writes a Llama of random bf16 weights: it has the size of a real model, for measurements only.
 
     python make_model.py /tmp/llama-1b                # 1.24 B parameters, 2.5 GB
     python make_model.py /tmp/small --layers 2

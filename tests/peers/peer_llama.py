@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures llama.cpp, or what was forked from it, through the C API of a shared library: `compare.py` starts one for
+"""Measures llama.cpp, or a fork of it, through the C API of a shared library: `compare.py` starts one for
 each library and asks it by lines of JSON.
 
     ./peer_llama.py libllama.so model.gguf --threads 2
@@ -40,12 +40,12 @@ class Batch(ctypes.Structure):
 
 
 class Library:
-    """The C functions, by the names that all versions have in common."""
+    """The C functions, by names that are the same for all versions."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         self._library = library
-        # Before llama.cpp gave its memory a name, there was the KV cache.
+        # Older versions of llama.cpp call their memory KV cache.
         self._has_memory = hasattr(library, "llama_get_memory")
         for name, result in (
             ("llama_model_default_params", Params), ("llama_context_default_params", Params),
@@ -55,7 +55,7 @@ class Library:
         ):
             if hasattr(library, name):
                 getattr(library, name).restype = result
-        # It says much; errors show as null pointers.
+        # Its log is long, and errors appear as null pointers.
         self._silence = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)(lambda *_: None)
         library.llama_log_set(self._silence, None)
         library.llama_backend_init()
@@ -68,7 +68,7 @@ class Library:
 
     def new_context(self, model: c_void_p, num_sequences: int, num_tokens: int, threads: int) -> c_void_p:
         params = self._library.llama_context_default_params()
-        # n_ctx, n_batch, n_ubatch and n_seq_max stand together; their defaults say where.
+        # n_ctx, n_batch, n_ubatch and n_seq_max are adjacent. Their default values show the offset.
         defaults = [512, 2048, 512, 1]
         at = next((at for at in range(8) if params.words[at : at + 4] == defaults), None)
         if at is None:
@@ -89,7 +89,7 @@ class Library:
         self._library.llama_synchronize(context)
 
     def forget(self, context: c_void_p, sequence: int, from_position: int) -> None:
-        """Drops what a sequence has from there on."""
+        """Drops the KV of a sequence from this position on."""
         if self._has_memory:
             memory = c_void_p(self._library.llama_get_memory(context))
             self._library.llama_memory_seq_rm(memory, sequence, from_position, -1)
@@ -97,17 +97,17 @@ class Library:
             self._library.llama_kv_cache_seq_rm(context, sequence, from_position, -1)
 
     def copy(self, context: c_void_p, sequence: int, to: range) -> None:
-        """Gives others a KV like a sequence's, in memory of their own."""
+        """Copies the KV of a sequence to other sequences, into separate memory."""
         size = self._library.llama_state_seq_get_size(context, sequence, 0)
         state = (ctypes.c_uint8 * size)()
-        # The last argument, flags, is only there in some versions; others never look where it is passed.
+        # Only some versions have the last argument, flags. The others ignore it.
         self._library.llama_state_seq_get_data(context, state, c_size_t(size), sequence, 0)
         for other in to:
             if self._library.llama_state_seq_set_data(context, state, c_size_t(size), other, 0) == 0:
                 raise SystemExit("llama.cpp cannot copy a sequence")
 
     def quantize(self, plain: Path, to: Path, ftype: int) -> None:
-        """Rounds the weights of a file; `ftype` is of `enum llama_ftype`."""
+        """Quantises the weights of a file; `ftype` is of `enum llama_ftype`."""
         self._library.llama_model_quantize_default_params.restype = Params
         params = self._library.llama_model_quantize_default_params()
         params.words[0:2] = [0, ftype]  # as many threads as there are cores
@@ -160,7 +160,7 @@ class Peer:
         self.prepared = None
 
     def _compute(self, rows: list[tuple[int, int, bool]]) -> float:
-        """Computes (sequence, position, wants logits) rows; seconds."""
+        """Computes rows of (sequence, position, wants logits). Returns the seconds."""
         batch = self.batch
         for idx, (sequence, position, wants_logits) in enumerate(rows):
             batch.tokens[idx] = 300 + (sequence * 31 + position * 7) % 1000

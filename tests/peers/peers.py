@@ -1,5 +1,5 @@
-"""What compare.py measures: Baton, and llama.cpp in its builds. Each is a process of its own that answers the same two
-questions: how long a prompt takes, and how long a step of decoding."""
+"""The programs that compare.py measures: Baton and builds of llama.cpp. Each is a process of its own with the same two
+measurements: the time of a prompt, and the time of a decoding step."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ class Peer(Protocol):
         """Seconds to the first token of one prompt."""
 
     def decode(self, num_sequences: int, context: int) -> float:
-        """Seconds between two tokens when so many sequences of `context` tokens decode at once."""
+        """Seconds between two tokens while `num_sequences` sequences of `context` tokens decode at once."""
 
 
 class LlamaCpp:
@@ -53,16 +53,16 @@ PEER_LLAMA = Path(__file__).parent / "peer_llama.py"
 def llama_up(name: str, library: Path, file: Path, threads: int) -> Iterator[LlamaCpp]:
     command = [sys.executable, PEER_LLAMA, library, file, "--threads", str(threads)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield LlamaCpp(name, process, file.stat().st_size)  # it ends when its input does
+        yield LlamaCpp(name, process, file.stat().st_size)  # it ends with its input
 
 
 def quantize(library: Path, plain: Path, to: Path, ftype: int) -> None:
-    """Rounds the weights of a GGUF file as llama.cpp does."""
+    """Quantises the weights of a GGUF file with llama.cpp."""
     subprocess.run([sys.executable, PEER_LLAMA, library, plain, "--quantize", str(ftype), to], check=True)
 
 
 class Baton:
-    """A decode worker that computes prompts itself, asked over gRPC by `baton bench`."""
+    """A decode worker that computes prompts itself, measured over gRPC by `baton bench`."""
 
     def __init__(self, name: str, program: Path, worker: str, weight_bytes: int) -> None:
         self.name, self.program, self.worker, self.weight_bytes = name, program, worker, weight_bytes
@@ -85,11 +85,11 @@ class Baton:
         return self.num_prompts
 
     def prefill(self, num_tokens: int) -> float:
-        """Of a prompt of which nothing is cached."""
+        """Seconds of a prompt without cached blocks."""
         return self._bench(self._new_seed(), 1, num_tokens, 1)["ttft_ms"]["p50"] / 1000
 
     def decode(self, num_sequences: int, context: int) -> float:
-        """All begin to decode at once: their prompts are cached, each in memory of its own."""
+        """Seconds of a step. All sequences begin to decode at once: their prompts are cached, each in separate memory."""
         key = (num_sequences, context)
         if key not in self.prepared:
             self.prepared[key] = self._new_seed()
@@ -99,7 +99,7 @@ class Baton:
 
 @contextmanager
 def baton_up(name: str, program: Path, model: list[str | Path], threads: int, port: int) -> Iterator[Baton]:
-    """`model` is what `baton up` is told of it. KV has two bytes an element, as llama.cpp's has."""
+    """`model` is an argument of `baton up`. KV has two bytes per element, as in llama.cpp."""
     command = [program, "up", *model, "--prefill", "0", "--port", port, "--threads", threads]
     command += ["--kv-memory", "1G", "--kv-dtype", "bf16"]
     process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

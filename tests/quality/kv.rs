@@ -1,4 +1,4 @@
-//! Types of KV against KV in f32.
+//! KV in other number formats, compared with KV in f32.
 
 use baton_kv_cache::{KvDtype, WireFormat};
 use baton_model::{Activations, LoadOptions};

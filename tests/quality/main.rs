@@ -1,5 +1,5 @@
-//! What a compression costs in quality, by the tiny model's held-out prompts: answers that are right, and how far
-//! the logits move from those of the reference.
+//! The loss of quality by compression, measured with the tiny model's held-out prompts: the share of right answers, and
+//! the divergence of the logits from those of the reference.
 //!
 //! `cargo test --release -p baton-tests --test quality -- --nocapture` prints the tables.
 

@@ -1,4 +1,4 @@
-//! The tiny model's held-out tasks as token ids, and when a reply is right.
+//! The tiny model's held-out tasks as token ids, and the check of a reply.
 
 use std::path::{Path, PathBuf};
 

@@ -15,21 +15,21 @@ pub(crate) struct Runner {
     executor: CpuExecutor,
     storage: BlockStorage,
     blocks: Vec<BlockId>,
-    /// Of a prompt's KV on its way to the reply.
+    /// Wire format of a prompt's KV.
     codec: Option<WireCodec>,
     end: u32,
 }
 
-/// What follows a prompt.
+/// The tokens after a prompt.
 pub(crate) struct Reply {
     /// Without the token that ends it.
     pub(crate) tokens: Vec<u32>,
-    /// Those that chose each of the tokens, and the end.
+    /// The logits from which each token and the end were chosen.
     pub(crate) logits: Vec<Vec<f32>>,
 }
 
 impl Runner {
-    /// `wire` is how a prompt's KV travels before its reply is decoded; `end` is the token that ends a reply.
+    /// `wire` is the wire format of a prompt's KV, `end` the token that ends a reply.
     pub(crate) fn new(options: &LoadOptions, wire: WireFormat, end: u32) -> Runner {
         let model = load(&model_dir(), options, &mut |_| {}).expect("the tiny model loads");
         let layout = model.kv_layout();
@@ -57,7 +57,7 @@ impl Runner {
         }
     }
 
-    /// The logits with which this model meets another's reply.
+    /// The logits of this model at each token of another model's reply.
     pub(crate) fn follow(&mut self, prompt: &[u32], reply: &[u32]) -> Vec<Vec<f32>> {
         let mut logits = vec![self.prefill(prompt)];
         for (idx, &token) in reply.iter().enumerate() {
@@ -66,7 +66,7 @@ impl Runner {
         logits
     }
 
-    /// Computes a prompt and hands its KV over to whoever decodes.
+    /// Computes a prompt and converts its KV to the wire format and back.
     fn prefill(&mut self, prompt: &[u32]) -> Vec<f32> {
         let logits = self.step(prompt, 0);
         if let Some(codec) = &self.codec {
@@ -74,7 +74,7 @@ impl Runner {
             let (mut coded, mut scratch) = (vec![0; codec.piece_bytes()], WireScratch::default());
             for &block in &self.blocks[..layout.num_blocks_for(prompt.len())] {
                 for layer_idx in 0..layout.num_layers {
-                    // SAFETY: nobody else uses the storage.
+                    // SAFETY: no other code uses the storage.
                     let piece = unsafe { self.storage.layer_mut(block, layer_idx) };
                     codec.encode(piece, &mut coded, &mut scratch);
                     codec.decode(&coded, piece, &mut scratch);
@@ -87,7 +87,7 @@ impl Runner {
     fn step(&mut self, tokens: &[u32], start_idx: usize) -> Vec<f32> {
         let sequence = BatchSequence { tokens, start_idx, blocks: &self.blocks, num_logits: 1 };
         let batch = Batch { sequences: vec![sequence] };
-        // SAFETY: nobody else uses the storage.
+        // SAFETY: no other code uses the storage.
         let logits = unsafe { self.executor.execute(&batch, &self.storage, &mut |_| {}) };
         logits.expect("processors do not fail").to_vec()
     }

@@ -1,4 +1,4 @@
-//! Rounded weights, and activations in bf16, against bf16 weights with activations in f32.
+//! Quantised weights, and activations in bf16, compared with bf16 weights and activations in f32.
 
 use baton_kv_cache::WireFormat;
 use baton_model::{Activations, LoadOptions};
@@ -6,18 +6,18 @@ use baton_model::{Activations, LoadOptions};
 use crate::comparison::{Compression, compare};
 
 #[test]
-fn rounded_weights_recall_what_bf16_recalls() {
+fn quantised_weights_recall_what_bf16_recalls() {
     let exact = LoadOptions { activations: Activations::F32, ..LoadOptions::default() };
     let quantised = |name, right, divergence| Compression {
         name,
-        options: LoadOptions { quantise: Some(name.parse().expect("one of ours")), ..exact.clone() },
+        options: LoadOptions { quantise: Some(name.parse().expect("a name of a format")), ..exact.clone() },
         wire: WireFormat::AsIs,
         right,
         divergence,
     };
     let compressions = [
         Compression {
-            // On a processor without an instruction for pairs of bf16 it is as exact as it gets.
+            // On a processor without an instruction for pairs of bf16, activations stay in f32.
             name: "bf16",
             options: LoadOptions { activations: Activations::Auto, ..exact.clone() },
             wire: WireFormat::AsIs,

@@ -1,6 +1,6 @@
-//! KV in smaller forms on its way from prefill to decode worker, against KV that travels as it is.
+//! KV that is quantised for the transfer from prefill to decode worker, compared with KV that is transferred unchanged.
 //!
-//! The prompt is computed on one side, the tokens that follow on the other: its KV is coded and decoded once, after
+//! The prompt is computed on one side and the reply on the other. The prompt's KV is quantised and dequantised once, after
 //! the logits of the first token.
 
 use baton_kv_cache::WireFormat;
@@ -9,7 +9,7 @@ use baton_model::{Activations, LoadOptions};
 use crate::comparison::{Compression, compare};
 
 #[test]
-fn kv_that_travelled_smaller_recalls_what_it_did() {
+fn kv_quantised_in_transit_recalls_what_bf16_recalls() {
     // KV in bf16, as the weights are.
     let options = LoadOptions { activations: Activations::F32, ..LoadOptions::default() };
     let bounds =

@@ -106,7 +106,7 @@ def compressed(name, kind, bits, strategy, group, cols=K, symmetric=True, group_
 
 def fp8(name, scales, spread, config, suffix="weight_scale"):
     weight = torch.from_numpy(random.standard_normal((N, K)).astype(np.float32) * 40).to(torch.float8_e4m3fn)
-    # All that a byte can be, but for the two that are no number.
+    # All values of a byte, except for the two that are no number.
     weight.view(torch.uint8).view(-1)[:256] = torch.arange(256, dtype=torch.uint8)
     weight.view(torch.uint8).view(-1)[[0x7F, 0xFF]] = 0
     expected = weight.to(torch.float32).numpy() * spread(scales.astype(np.float32))

@@ -98,7 +98,7 @@ def say(what):
 
 
 def install():
-    """Whatever is missing, by apt."""
+    """Installs missing packages with apt."""
     def is_installed(package):
         query = ["dpkg-query", "--show", "--showformat", "${db:Status-Status}", package]
         return subprocess.run(query, capture_output=True, text=True).stdout == "installed"
@@ -134,7 +134,7 @@ def ask_alone(baton, folder):
 
 
 def ask(url, **fields):
-    """The answer, or None while there is none to be had."""
+    """The answer, or None while the server does not answer."""
     post = urllib.request.Request(f"{url}/v1/completions", json.dumps(REQUEST | fields).encode(),
                                   {"content-type": "application/json"})
     try:
@@ -165,14 +165,14 @@ def build(baton, folder):
     root = folder / "root"
     for directory in ("bin", "proc", "sys", "dev", "modules", "nixl", "tmp", "usr/bin", "etc/libibverbs.d"):
         (root / directory).mkdir(parents=True)
-    # Verbs look for their providers there.
+    # Verbs look for their providers in this folder.
     (root / "usr/lib").symlink_to("/lib")
     found = {path.name.replace(".ko", ""): path for path in (packages / "x/lib/modules").rglob("*.ko")}
     for module in MODULES:
         shutil.copy(found[module], root / f"modules/{module}.ko")
     shutil.copy("/bin/busybox", root / "bin/busybox")
     subprocess.run(["strip", "-o", root / "bin/baton", baton], check=True)
-    # The system's verbs know rxe, NIXL's own do not: they are put in the place of NIXL's.
+    # The system's verbs support rxe, those of NIXL do not, so they replace NIXL's.
     shutil.copy("/etc/libibverbs.d/rxe.driver", root / "etc/libibverbs.d")
     provider = next((VERBS / "libibverbs").glob("librxe-*.so"))
     nixl = [NIXL / LIBRARY / "libnixl_capi.so", NIXL / LIBRARY / "plugins/libplugin_UCX.so",
@@ -192,7 +192,7 @@ def build(baton, folder):
 
 
 def closure(paths):
-    """These files and the libraries that they load, by the paths at which they are looked for."""
+    """These files and the libraries that they load, by the paths where the loader looks for them."""
     files = set()
     for path in paths:
         listed = subprocess.run(["ldd", path], capture_output=True, text=True).stdout
@@ -225,7 +225,7 @@ def archive(root, init, place):
 
 
 class Machine:
-    """A QEMU process, and what its console says."""
+    """A QEMU process, and the output of its console."""
 
     def __init__(self, name, kernel, initrd, networks, verbose):
         devices = []
@@ -249,7 +249,7 @@ class Machine:
             self.lines.append(line)
 
     def num_sent(self):
-        """Packets that the device sent, as of now: the second count from here, as the first may be older."""
+        """Packets that the device has sent. Reads the second count from now, as the first may be older."""
         seen = len(self.lines)
         while True:
             counts = [re.search(r"GUEST sent (\d+)", line) for line in self.lines[seen:]]
@@ -271,12 +271,12 @@ class Machine:
 
 
 class Machines:
-    """Both of them, joined by a wire; the router can be reached from this host."""
+    """Both machines, joined by a network. The router can be reached from this host."""
 
     def __init__(self, kernel, root, folder, arguments):
         wire, router, metrics = free_port(), free_port(), free_port()
         self.router, self.metrics = f"http://127.0.0.1:{router}", f"http://127.0.0.1:{metrics}/metrics"
-        # Whoever is frozen or loops is not waited for.
+        # A frozen or looping machine is not waited for.
         self.watch = threading.Timer(arguments.timeout, self.expire)
         self.watch.daemon = True
         outside = f"user,hostfwd=tcp:127.0.0.1:{router}-:8080,hostfwd=tcp:127.0.0.1:{metrics}-:9002"
@@ -315,7 +315,7 @@ class Machines:
 
 
 def check(expected, machines):
-    # Until both workers are there and have met.
+    # Until both workers are registered and connected.
     machines.ask(prompt="The fox", prefill_mode="remote")
     say("both workers serve; asking for the long prompt")
     sent_before = machines.prefill.num_sent()
@@ -338,7 +338,7 @@ def check(expected, machines):
 
 
 def handoff_bytes(url):
-    """Received by the decode worker, for each transport."""
+    """Bytes that the decode worker received, for each transport."""
     with urllib.request.urlopen(url, timeout=60) as answer:
         found = re.findall(r'^baton_handoff_bytes_total\{transport="(\w+)".*\} (\d+)$', answer.read().decode(), re.M)
     return {kind: int(count) for kind, count in found}

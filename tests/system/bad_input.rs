@@ -1,4 +1,4 @@
-//! Every mistake gets a clear, typed answer, and leaves nothing behind.
+//! Every invalid request gets a clear, typed error and frees its blocks.
 
 use serde_json::{Value, json};
 use tokio::{
@@ -28,7 +28,7 @@ fn completion(changes: Value) -> Value {
 async fn mistakes_are_named_in_openai_shape() {
     let cluster = Cluster::new().start().await;
     let long = "word ".repeat(6000);
-    // Path, body, status, and a word that the message must hold.
+    // Path, body, status, and a word that the message must contain.
     let cases = [
         ("/v1/chat/completions", chat(json!({"temperature": -1})), 400, "temperature"),
         ("/v1/chat/completions", chat(json!({"temperature": "hot"})), 400, "temperature"),
@@ -56,7 +56,7 @@ async fn mistakes_are_named_in_openai_shape() {
 }
 
 #[tokio::test]
-async fn half_a_request_and_then_silence_is_ended() {
+async fn an_incomplete_request_is_closed_after_a_while() {
     let cluster = Cluster::new().start().await;
     let address = cluster.base.trim_start_matches("http://").to_owned();
     let halves = [
@@ -67,7 +67,7 @@ async fn half_a_request_and_then_silence_is_ended() {
         let mut socket = TcpStream::connect(&address).await.expect("the router listens");
         socket.write_all(half.as_bytes()).await.expect("the router reads");
         let mut rest = Vec::new();
-        // Ends when the router closes: that it does is the test.
+        // The test is that the router closes the connection.
         let read = tokio::time::timeout(std::time::Duration::from_secs(90), socket.read_to_end(&mut rest));
         read.await.expect("the router ends a silent request").ok();
         let answer = String::from_utf8_lossy(&rest);
@@ -76,8 +76,8 @@ async fn half_a_request_and_then_silence_is_ended() {
     cluster.assert_all_blocks_free().await;
 }
 
-/// A pool smaller than the model's context shortens that: who asks for no length gets what there is room for, and who asks
-/// for more is told at once.
+/// A pool smaller than the model's context limits the context. A request without a length gets the tokens that fit, and a
+/// request for more is refused at once.
 #[tokio::test]
 async fn a_pool_smaller_than_the_context_shortens_it() {
     // 32 KiB a block of 16 tokens.

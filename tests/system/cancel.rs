@@ -1,4 +1,4 @@
-//! Clients that leave at random moments leave nothing behind.
+//! Requests that are cancelled at random moments free every block.
 
 use std::{
     sync::atomic::{AtomicUsize, Ordering},
@@ -51,7 +51,7 @@ async fn ten_thousand_requests_of_which_a_third_is_cancelled_leave_every_block_f
     println!("{num_done} done, {num_cancelled} cancelled");
     assert!(num_cancelled > NUM_REQUESTS / 20, "too few were cancelled in flight: {num_cancelled}");
     cluster.assert_all_blocks_free().await;
-    // And it still answers.
+    // The cluster still answers.
     assert!(!cluster.chat("Hello!").await.is_empty());
 }
 

@@ -1,4 +1,4 @@
-//! Other people's clients: the official OpenAI one, and grpcio with code made from our .proto files.
+//! Third-party clients: the official OpenAI client, and grpcio with code generated from our .proto files.
 
 use std::path::Path;
 

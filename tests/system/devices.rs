@@ -20,7 +20,7 @@ impl FakeLibraries {
         FakeLibraries(dir)
     }
 
-    /// Asks two workers, each on as many devices of its own, what the tiny model knows.
+    /// Asks the tiny model questions, on two workers with `num_devices` devices each.
     async fn check(&self, num_devices: usize, transport: &str) {
         let dir = self.0.path();
         let (nccl, num) = (dir.join("libnccl.so.2"), num_devices.to_string());
@@ -30,7 +30,7 @@ impl FakeLibraries {
             ("BATON_NCCL", &nccl),
             ("BATON_TRANSPORTS", Path::new(transport)),
             ("FAKE_DEVICES", Path::new(&num)),
-            // To open and to close it for the host takes as long as it is large.
+            // Opening and closing a pool for the host takes time in proportion to its size.
             ("FAKE_MEMORY_BYTES", Path::new("536870912")),
         ];
         let flags = format!(
@@ -51,7 +51,7 @@ impl FakeLibraries {
     }
 }
 
-/// KV goes by the driver's handles of memory from pool to pool, or by way of the host.
+/// KV moves between the pools through the driver's memory handles, or through the host.
 #[tokio::test]
 async fn workers_on_a_gpu_recall_facts_through_a_handoff() {
     let fakes = FakeLibraries::build();
@@ -60,7 +60,7 @@ async fn workers_on_a_gpu_recall_facts_through_a_handoff() {
     }
 }
 
-/// NCCL sums up between the devices of a worker; KV goes from rank to rank.
+/// NCCL reduces between the devices of a worker. KV moves from rank to rank.
 #[tokio::test]
 async fn workers_on_two_gpus_each_recall_facts_through_a_handoff() {
     FakeLibraries::build().check(2, "shm").await;

@@ -11,7 +11,7 @@ fn doctor(args: &[&str]) -> Output {
 }
 
 #[tokio::test]
-async fn doctor_measures_every_way_between_workers_and_leaves_nothing_behind() {
+async fn doctor_measures_every_transport_between_workers_and_frees_its_blocks() {
     let cluster = Cluster::new().start().await;
     let output = doctor(&["--router", &cluster.base, "--json", "-"]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -33,7 +33,7 @@ async fn doctor_measures_every_way_between_workers_and_leaves_nothing_behind() {
 }
 
 #[tokio::test]
-async fn doctor_says_which_way_is_missing_and_why() {
+async fn doctor_says_which_transport_is_missing_and_why() {
     let cluster = Cluster::new().worker_flags("--transports tcp").start().await;
     let output = doctor(&["--router", &cluster.base]);
     let text = String::from_utf8_lossy(&output.stdout);
@@ -44,9 +44,9 @@ async fn doctor_says_which_way_is_missing_and_why() {
     );
     assert!(text.contains("tcp is the only one"), "{text}");
 
-    let nobody = doctor(&["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1"]);
-    let text = String::from_utf8_lossy(&nobody.stdout);
-    assert!(!nobody.status.success() && text.contains("no worker at http://127.0.0.1:1"), "{text}");
+    let without_workers = doctor(&["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1"]);
+    let text = String::from_utf8_lossy(&without_workers.stdout);
+    assert!(!without_workers.status.success() && text.contains("no worker at http://127.0.0.1:1"), "{text}");
 }
 
 #[tokio::test]

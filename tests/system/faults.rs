@@ -1,4 +1,4 @@
-//! Workers are killed, etcd goes away: a client loses time, not tokens.
+//! Workers are killed and etcd is stopped: a client loses time, but no tokens.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::{
 const NUM_STREAMS: usize = 16;
 
 fn body(idx: usize, num_words: usize, max_tokens: u32, salt: &str) -> Value {
-    // Half greedy, half sampled: both must go on exactly.
+    // Half of the streams are greedy, half are sampled. Both must continue exactly.
     let temperature = if idx.is_multiple_of(2) { 0.0 } else { 0.8 };
     json!({
         "model": "baton-tiny", "prompt": filler(100 + idx, num_words), "max_tokens": max_tokens,
@@ -22,7 +22,7 @@ fn body(idx: usize, num_words: usize, max_tokens: u32, salt: &str) -> Value {
     })
 }
 
-/// What a streamed completion delivered; `on_text(num_chunks)` is called as chunks arrive.
+/// The text of a streamed completion. `on_chunk(num_chunks)` is called as chunks arrive.
 async fn streamed(http: &Http, body: &Value, mut on_chunk: impl FnMut(usize)) -> String {
     let mut events = http.stream("/v1/completions", body).await.expect("the stream begins");
     let mut text = String::new();
@@ -39,8 +39,8 @@ async fn streamed(http: &Http, body: &Value, mut on_chunk: impl FnMut(usize)) ->
     text
 }
 
-/// Runs the streams twice, the second time with `fault` once the first of them got `after_chunks`
-/// chunks (0: as soon as all are sent), and demands equal texts.
+/// Runs the streams twice, the second time with a `fault` after the first stream got `after_chunks`
+/// chunks (0: as soon as all are sent). The texts must be equal.
 async fn undisturbed_and_disturbed_agree(
     http: &Http,
     num_words: usize,
@@ -75,7 +75,7 @@ async fn undisturbed_and_disturbed_agree(
     }
 }
 
-/// Waits until a prefill worker computes, so that its death is one in the middle of a prefill.
+/// Waits until a prefill worker computes, so that it is killed during a prefill.
 async fn prefill_runs(base: &str) {
     let cluster_http = Http::new(base.to_owned());
     eventually("a prefill worker that computes", Duration::from_secs(30), async || {
@@ -137,7 +137,7 @@ async fn losing_etcd_for_a_minute_changes_nothing_and_a_death_meanwhile_costs_no
     })
     .await;
 
-    // The minute is what is tested: every lease has run out by then.
+    // The test needs the whole minute: every lease has expired by then.
     tokio::time::sleep_until(stopped + Duration::from_secs(60)).await;
     assert!(!streamed(&http, &body(3, 60, 24, "out"), |_| {}).await.is_empty());
 

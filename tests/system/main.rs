@@ -1,4 +1,4 @@
-//! Baton as its users meet it: real processes, real sockets, real etcd, real faults.
+//! Tests of the whole system: real processes, real sockets, real etcd, real faults.
 
 mod bad_input;
 mod bench;
@@ -20,7 +20,7 @@ mod sides;
 mod soak;
 mod tls;
 mod up;
-/// The same stretch of network that the handoff's fault matrix disturbs.
+/// The proxy that the handoff's fault matrix uses to disturb connections.
 #[path = "../../decode-worker/tests/handoff/matrix/wire.rs"]
 #[allow(dead_code)] // the matrix uses more of it
 mod wire;

@@ -1,4 +1,4 @@
-//! What fetched prefixes and migration save. Measures and asserts nothing:
+//! Measures what fetched prefixes and migration save, and asserts nothing:
 //! `cargo test -p baton-tests -- --ignored --nocapture measure_migration`.
 
 use std::time::{Duration, Instant};
@@ -21,8 +21,7 @@ fn median(mut times: Vec<Duration>) -> Duration {
     times[times.len() / 2]
 }
 
-/// From the second turn's request to its first token, the prompt being computed by a prefill worker that has not seen
-/// the first turn.
+/// Times from the second turn's request to its first token. The prefill worker has not computed the first turn.
 async fn second_turns(num_tokens: u32, fetch_from: &str, times: &mut Vec<Duration>) {
     let flags = format!("--fetch-prefix-from {fetch_from}");
     let cluster = Cluster::new().router_flags(&flags).start().await;
@@ -33,7 +32,7 @@ async fn second_turns(num_tokens: u32, fetch_from: &str, times: &mut Vec<Duratio
         let turn = [question, first, (0..40).map(|idx| 400 + idx * 3).collect()].concat();
         let began = Instant::now();
         answer(&cluster, &turn, 1, PrefillMode::Remote, &salt).await;
-        // The first one connects the workers, and teaches each what its steps take.
+        // The first conversation connects the workers and measures their steps.
         if seed > 0 {
             times.push(began.elapsed());
         }
@@ -55,7 +54,7 @@ async fn a_second_turn_with_and_without_fetching_its_history() {
     }
 }
 
-/// From SIGTERM to the end of the process, with streams that have just begun, and until the last stream has ended.
+/// The times from SIGTERM to the end of the process and to the end of the last stream. The streams have just begun.
 async fn leave(migration: &str) -> (Duration, Duration) {
     let flags = format!("--migration {migration}");
     let mut cluster = all_on_one(Cluster::new().router_flags(&flags)).await;

@@ -1,4 +1,4 @@
-//! Requests that move while they run: real workers, real KV.
+//! Requests that migrate while they run, with real workers and real KV.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use crate::{
 };
 
 pub(crate) fn body(idx: usize, num_words: usize, max_tokens: u32, salt: &str) -> Value {
-    // Half greedy, half sampled: both must go on exactly.
+    // Half of the streams are greedy, half are sampled. Both must continue exactly.
     let temperature = if idx.is_multiple_of(2) { 0.0 } else { 0.8 };
     json!({
         "model": "baton-tiny", "prompt": filler(300 + idx, num_words), "max_tokens": max_tokens,
@@ -22,7 +22,7 @@ pub(crate) fn body(idx: usize, num_words: usize, max_tokens: u32, salt: &str) ->
     })
 }
 
-/// The whole text; `reached` is told when `after_chunks` have come.
+/// The whole text. `reached` is notified after `after_chunks` chunks.
 pub(crate) async fn streamed(http: &Http, body: &Value, after_chunks: usize, reached: &Notify) -> String {
     let mut events = http.stream("/v1/completions", body).await.expect("the stream begins");
     let (mut text, mut num_chunks) = (String::new(), 0);
@@ -41,10 +41,10 @@ async fn router_metric(cluster: &Cluster, name: &str, labels: &[&str]) -> f64 {
 }
 
 const NUM_STREAMS: usize = 16;
-/// Tokens of a stream that still runs when a worker has started meanwhile.
+/// Tokens of a stream that is long enough for a worker to start meanwhile.
 const LONG: u32 = 1500;
 
-/// Two decode workers, of which only the first is there at first: everything runs on it.
+/// A cluster of two decode workers of which the second is stopped, so that all requests run on the first.
 pub(crate) async fn all_on_one(builder: ClusterBuilder) -> Cluster {
     let mut cluster = builder.prefill(0).decode(2).worker_flags(PATIENT).start().await;
     cluster.kill("decode-1");
@@ -52,7 +52,7 @@ pub(crate) async fn all_on_one(builder: ClusterBuilder) -> Cluster {
     cluster
 }
 
-/// Runs the streams with what `disturb` does once each of them has begun; texts must be those of a calm run.
+/// Runs the streams and calls `disturb` after each has begun. The texts must equal those of an undisturbed run.
 async fn undisturbed_and_disturbed_agree(
     cluster: &mut Cluster,
     max_tokens: u32,
@@ -78,7 +78,7 @@ async fn undisturbed_and_disturbed_agree(
 }
 
 #[tokio::test]
-async fn a_worker_that_leaves_hands_over_its_streams_and_nobody_computes_a_prompt_again() {
+async fn a_draining_worker_hands_over_its_streams_and_no_prompt_is_computed_again() {
     let mut cluster = all_on_one(Cluster::new().router_flags("--migration drain")).await;
     undisturbed_and_disturbed_agree(&mut cluster, LONG, async |cluster| {
         cluster.start_again("decode-1");
@@ -93,8 +93,8 @@ async fn a_worker_that_leaves_hands_over_its_streams_and_nobody_computes_a_promp
     assert_eq!(moved, NUM_STREAMS as f64);
     assert_eq!(router_metric(&cluster, "baton_attempt_failures_total", &[]).await, 0.0);
 
-    // Every token that it computed was new, but for a part of a block of each stream, and what the old worker said
-    // while the KV was on its way.
+    // The new worker computed only new tokens, a part of a block for each stream, and the tokens that the old worker
+    // sampled during the transfer.
     let address = address_of(&cluster, "decode-1").await;
     let output = cluster.metric(&address, "baton_output_tokens_total", &[]).await;
     let computed = computed(&cluster, "decode-1").await;
@@ -106,14 +106,14 @@ async fn a_worker_that_leaves_hands_over_its_streams_and_nobody_computes_a_promp
 }
 
 #[tokio::test]
-async fn killing_the_worker_that_leaves_costs_no_token() {
+async fn killing_the_draining_worker_costs_no_token() {
     let mut cluster = all_on_one(Cluster::new().router_flags("--migration drain")).await;
     undisturbed_and_disturbed_agree(&mut cluster, LONG, async |cluster| {
         cluster.start_again("decode-1");
         cluster.wait_for_workers(0, 2).await;
         cluster.signal("decode-0", libc::SIGTERM);
         let http = cluster.http.clone();
-        // Some are on their way, some have moved, and some have not begun to.
+        // At this moment some streams migrate, some have migrated, and some have not begun to.
         eventually("the first stream that has moved", Duration::from_secs(60), async || {
             let metrics = http.get("/metrics").await.ok()?.text;
             (sum_metric(&metrics, "baton_migrations_total", &["drain"]) >= 1.0).then_some(())
@@ -126,7 +126,7 @@ async fn killing_the_worker_that_leaves_costs_no_token() {
 }
 
 #[tokio::test]
-async fn a_worker_with_nowhere_to_send_its_streams_finishes_them() {
+async fn a_draining_worker_without_a_successor_finishes_its_streams() {
     let mut cluster = Cluster::new().prefill(0).decode(1).start().await;
     undisturbed_and_disturbed_agree(&mut cluster, 200, async |cluster| {
         cluster.signal("decode-0", libc::SIGTERM);
@@ -136,8 +136,8 @@ async fn a_worker_with_nowhere_to_send_its_streams_finishes_them() {
 }
 
 #[tokio::test]
-async fn streams_of_a_crowded_worker_move_to_an_empty_one() {
-    // 16 streams come to need about 43 MB.
+async fn streams_of_a_crowded_worker_migrate_to_an_empty_one() {
+    // In the end 16 streams need about 43 MB.
     let builder = Cluster::new().flags_of("decode-0", "--kv-memory 24M");
     let mut cluster = all_on_one(builder).await;
     undisturbed_and_disturbed_agree(&mut cluster, 1200, async |cluster| {

@@ -1,4 +1,4 @@
-//! Prefixes that one worker has cached and another one needs: real workers, real KV.
+//! Prefixes that one worker has cached and another one fetches, with real workers and real KV.
 
 use baton_proto::v1::{
     GenerateRequest, PrefillMode, SamplingParams, TokenIds, generate_request::Prompt,
@@ -9,7 +9,7 @@ use crate::harness::Cluster;
 
 pub(crate) const BLOCK_SIZE: usize = 16;
 
-/// However slow this machine is, nothing is computed because a fetch was late.
+/// A long fetch deadline: a slow machine must not compute a prefix because its fetch was late.
 pub(crate) const PATIENT: &str = "--fetch-deadline 60000";
 
 pub(crate) async fn address_of(cluster: &Cluster, id: &str) -> String {
@@ -23,7 +23,7 @@ pub(crate) async fn computed(cluster: &Cluster, id: &str) -> f64 {
     cluster.metric(&address, "baton_engine_computed_tokens_total", &[]).await
 }
 
-/// The greedy answer of so many tokens.
+/// The greedy answer of `max_tokens` tokens.
 pub(crate) async fn answer(
     cluster: &Cluster,
     prompt: &[u32],
@@ -66,7 +66,7 @@ fn next_question() -> Vec<u32> {
 }
 
 #[tokio::test]
-async fn a_prefill_worker_takes_the_history_of_a_conversation_from_the_decode_worker() {
+async fn a_prefill_worker_fetches_the_history_of_a_conversation_from_the_decode_worker() {
     let cluster = Cluster::new().worker_flags(PATIENT).start().await;
     let first = answer(&cluster, &question(), 60, PrefillMode::Local, "a").await;
     assert_eq!(computed(&cluster, "prefill-0").await, 0.0);
@@ -81,7 +81,7 @@ async fn a_prefill_worker_takes_the_history_of_a_conversation_from_the_decode_wo
 }
 
 #[tokio::test]
-async fn a_decode_worker_takes_what_a_prefill_worker_has() {
+async fn a_decode_worker_fetches_a_prefix_from_a_prefill_worker() {
     let mut cluster = Cluster::new().decode(2).worker_flags(PATIENT).start().await;
     cluster.kill("decode-1");
     cluster.wait_for_workers(1, 1).await;

@@ -1,4 +1,4 @@
-//! Prompts of the tiny model's own kind, with answers that can be checked.
+//! Prompts that the tiny model was trained for, with known answers.
 
 use std::path::Path;
 

@@ -41,7 +41,7 @@ async fn remote_requests_move_their_kv(transport: &str, flags: &str) {
     let remote = complete("remote", "b").await;
     assert_eq!(remote["choices"][0]["text"], local["choices"][0]["text"]);
 
-    // Every block of the prompt travelled: 2 (k, v) x layers x kv heads x head dim x 2 bytes a token.
+    // Every block of the prompt was transferred: 2 (k, v) x layers x kv heads x head dim x 2 bytes a token.
     let config: serde_json::Value =
         serde_json::from_str(include_str!("../../models/tiny/config.json")).expect("config.json is JSON");
     let number = |key: &str| config[key].as_u64().unwrap_or_else(|| panic!("config.json has {key}"));
@@ -52,7 +52,7 @@ async fn remote_requests_move_their_kv(transport: &str, flags: &str) {
     let expected = prompt_tokens.div_ceil(16) * 16 * token_bytes;
     assert_eq!(received_bytes(&cluster, transport).await, expected as f64);
 
-    // The router shows the same once a load report has come: what was sent, and what was received.
+    // The router shows the same sent and received bytes after the next load report.
     let label = format!("transport=\"{transport}\"");
     eventually("the bytes moved, in the router's metrics", Duration::from_secs(20), async || {
         let metrics = cluster.http.get("/metrics").await.expect("metrics are served").text;
@@ -60,7 +60,7 @@ async fn remote_requests_move_their_kv(transport: &str, flags: &str) {
     })
     .await;
 
-    // Asked again, the decode worker has all full blocks: only the last one travels.
+    // For a second request the decode worker has cached all full blocks. Only the last block is transferred.
     let again = complete("remote", "b").await;
     assert_eq!(again["choices"][0]["text"], local["choices"][0]["text"]);
     let moved = received_bytes(&cluster, transport).await - expected as f64;
@@ -75,10 +75,10 @@ async fn remote_requests_move_their_kv_over_shm() {
 
 #[tokio::test]
 async fn remote_requests_move_their_kv_over_rdma() {
-    // Where `cargo xtask setup` puts it. UCX carries it over sockets here: there is no device for it.
+    // `cargo xtask setup` puts NIXL here. Without an RDMA device, UCX uses sockets.
     let nixl = concat!(env!("CARGO_MANIFEST_DIR"), "/../target/nixl/.nixl_cu12.mesonpy.libs");
     if !Path::new(nixl).exists() {
-        // Past the test harness, which would hide it.
+        // Written to stderr directly: the test framework would capture it.
         let line = format!("SKIPPED serving over rdma: no NIXL in {nixl}; see `cargo xtask setup`\n");
         let _ = io::stderr().write_all(line.as_bytes());
         return;
@@ -113,7 +113,7 @@ async fn the_tiny_model_recalls_facts_through_a_handoff() {
 }
 
 #[tokio::test]
-async fn seeded_samples_do_not_depend_on_where_or_with_whom_they_are_computed() {
+async fn seeded_samples_do_not_depend_on_worker_or_batch() {
     let cluster = Cluster::new().start().await;
     let body = |seed: u64, mode: &str, salt: &str| {
         json!({
@@ -125,7 +125,7 @@ async fn seeded_samples_do_not_depend_on_where_or_with_whom_they_are_computed() 
     let alone = cluster.complete(&body(7, "local", "alone")).await["choices"][0]["text"].clone();
     let other = cluster.complete(&body(8, "local", "alone")).await["choices"][0]["text"].clone();
     assert_ne!(alone, other, "the seed has no effect");
-    // The same request, in both modes, with a prefix cached (equal salt) or not, among strangers.
+    // The same request in both modes, with and without a cached prefix (equal salt), batched with other requests.
     let together = (0..12).map(|idx| {
         let (seed, mode) = (7 + idx % 3, if idx % 2 == 0 { "remote" } else { "local" });
         let body = body(seed, mode, if idx < 6 { "alone" } else { "apart" });

@@ -1,4 +1,4 @@
-//! Workers that arrange their KV in different ways, as real processes.
+//! Workers whose KV layouts differ, as real processes.
 
 use serde_json::json;
 
@@ -23,7 +23,7 @@ async fn blocks_of_other_sizes_give_the_tokens_of_a_local_prefill(transport: &st
             });
             texts.push(cluster.complete(&body).await["choices"][0]["text"].clone());
         }
-        // The third is of blocks that the decode worker has cached by then.
+        // The decode worker has cached the blocks of the third request.
         assert_eq!(texts[1..], [texts[0].clone(), texts[0].clone()], "{num_words} words");
     }
     let label = format!("transport=\"{transport}\"");
@@ -44,10 +44,10 @@ async fn blocks_of_other_sizes_give_the_tokens_of_a_local_prefill_over_tcp() {
     blocks_of_other_sizes_give_the_tokens_of_a_local_prefill("tcp").await;
 }
 
-/// With types that differ there is no local prefill to compare with: the prompt's KV is computed in one type and read
-/// in another. What must hold is that facts are recalled as well.
+/// With different number formats there is no local prefill to compare with: the prompt's KV is computed in one format and
+/// read in another. Facts must be recalled as well.
 #[tokio::test]
-async fn the_tiny_model_recalls_facts_from_kv_of_another_type() {
+async fn the_tiny_model_recalls_facts_from_kv_of_another_number_format() {
     let cluster = Cluster::new()
         .router_flags("--local-prefill-below 0")
         .prefill_flags("--block-size 8 --kv-dtype bf16")

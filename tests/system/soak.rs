@@ -1,5 +1,5 @@
-//! Requests at a steady rate while workers are killed and frozen, connections are reset and clients leave, at random but seeded
-//! moments: at the end no block is missing, no token was wrong, and no process has grown.
+//! Requests at a steady rate while workers are killed and frozen, connections are reset and clients leave, at seeded random
+//! moments. At the end every block is free, every token was right, and no process has grown.
 //!
 //! `cargo xtask soak` runs it for half an hour; a form of half a minute runs with all tests.
 
@@ -23,19 +23,19 @@ use crate::{
     wire::Wire,
 };
 
-/// Requests that differ; each comes many times.
+/// Different requests. Each is sent many times.
 const NUM_KINDS: usize = 120;
 /// One in so many clients leaves early.
 const LEAVES_ONE_IN: u32 = 8;
-/// Of what ends with an error. At most one worker is away at a time, so that there is somebody else for every request; but a
-/// client whose idle connection was closed while the machine stood still learns it by sending.
+/// The largest share of requests that end with an error. At most one worker is down at a time, so another one can serve each
+/// request. But a client whose idle connection was closed during a pause of the machine notices it only when it sends.
 const MAX_FAILED_SHARE: f64 = 0.002;
 /// One freeze in so many lasts 30 s.
 const LONG_ONE_IN: u32 = 12;
-/// What a process that was never killed may grow by in the last two thirds: what allocators keep and what the router
-/// remembers of prefixes until that is full (some 25 MiB, half of them before), not what leaks.
+/// The largest growth of a process in the last two thirds of the run, if it was never killed. It covers memory that allocators
+/// keep and the router's prefix index until that is full (some 25 MiB, half of them before), but no leak.
 const MAX_GROWTH_BYTES: u64 = 16 << 20;
-/// Requests under way at once; a tick that finds more is left out, and counted.
+/// Concurrent requests. A tick that finds more sends no request and is counted.
 const MAX_AT_ONCE: usize = 500;
 
 /// Never killed, so that their memory can be compared.
@@ -48,7 +48,7 @@ struct Soak {
     seed: u64,
 }
 
-/// What became of requests, and what was done to the cluster.
+/// The outcomes of requests, and the faults.
 #[derive(Debug, Default)]
 struct Tally {
     num_right: usize,
@@ -66,7 +66,7 @@ impl Tally {
 }
 
 #[tokio::test]
-async fn half_a_minute_of_random_faults_leaves_nothing_behind() {
+async fn half_a_minute_of_random_faults_costs_no_block_and_no_token() {
     Soak { duration: Duration::from_secs(30), rate: 25, seed: 1 }.run().await;
 }
 
@@ -89,17 +89,17 @@ impl Soak {
         let undisturbed: Rc<Vec<String>> = Rc::new(
             stream::iter(0..NUM_KINDS)
                 .map(async |kind| {
-                    complete(&http, kind, "calm", usize::MAX).await.expect("nothing disturbs it")
+                    complete(&http, kind, "calm", usize::MAX).await.expect("no fault happens yet")
                 })
                 .buffered(8)
                 .collect()
                 .await,
         );
-        // As many at once as there will ever be: what that takes is no growth later.
+        // The largest number of concurrent requests: the memory for them must not count as growth later.
         let burst = (0..MAX_AT_ONCE)
             .map(async |num| complete(&http, num % NUM_KINDS, &num.to_string(), usize::MAX).await);
         for outcome in join_all(burst).await {
-            outcome.expect("nothing disturbs it");
+            outcome.expect("no fault happens yet");
         }
         let tally = Rc::<RefCell<Tally>>::default();
         let cluster = Rc::new(tokio::sync::Mutex::new(cluster));
@@ -146,7 +146,7 @@ impl Soak {
     }
 }
 
-/// Two of each role, behind wires; one decode worker takes KV over tcp only.
+/// Two workers of each role, behind wires. One decode worker receives KV over tcp only.
 async fn start() -> (Cluster, BTreeMap<&'static str, Wire>) {
     let mut wires = BTreeMap::new();
     let mut cluster = Cluster::new().prefill(2).decode(2).worker_flags("--kv-memory 16M --threads 1");
@@ -196,7 +196,7 @@ async fn complete(http: &Http, kind: usize, salt: &str, max_chunks: usize) -> an
 async fn request(http: Http, seed: u64, num: u64, undisturbed: Rc<Vec<String>>, tally: Rc<RefCell<Tally>>) {
     let mut rng = StdRng::seed_from_u64(seed ^ num.wrapping_mul(0x9e37_79b9_7f4a_7c15));
     let kind = rng.random_range(0..NUM_KINDS);
-    // Most share no cached block with others, so that their KV has to travel.
+    // Most requests share no cached block with others, so that their KV is transferred.
     let salt = if rng.random_bool(0.7) { num.to_string() } else { "shared".into() };
     let leaves = rng.random_ratio(1, LEAVES_ONE_IN);
     if leaves {
@@ -215,7 +215,7 @@ async fn request(http: Http, seed: u64, num: u64, undisturbed: Rc<Vec<String>>, 
     }
 }
 
-/// One fault after the other, on one worker at a time. The wires are given back: they end when they are dropped.
+/// Causes one fault after the other, on one worker at a time. Returns the wires, which end when they are dropped.
 async fn disturb(
     cluster: Rc<tokio::sync::Mutex<Cluster>>,
     wires: BTreeMap<&'static str, Wire>,
@@ -238,7 +238,7 @@ async fn disturb(
             }
             0 | 1 => {
                 cluster.lock().await.signal(worker, libc::SIGSTOP);
-                // Short enough to be waited for, too long for keep-alive, or for half a minute.
+                // Shorter than the keep-alive timeout, longer than it, or half a minute.
                 let is_long = rng.random_ratio(1, LONG_ONE_IN);
                 let millis = if is_long { 30_000 } else { rng.random_range(200..9000) };
                 tokio::time::sleep(Duration::from_millis(millis)).await;
@@ -254,7 +254,7 @@ async fn disturb(
     }
 }
 
-/// Resident bytes of those who live from start to end.
+/// Resident bytes of the processes that live from start to end.
 fn memory(cluster: &Cluster) -> BTreeMap<&'static str, u64> {
     let resident = |name| {
         let status = fs::read_to_string(format!("/proc/{}/status", cluster.pid(name))).expect("it lives");

@@ -1,4 +1,4 @@
-//! Everything between processes inside of TLS, and those that are not let in.
+//! TLS between all processes, and peers that are refused.
 
 use std::{
     io::{Read, Write},
@@ -26,14 +26,14 @@ fn words(text: &str) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn a_prompt_is_handed_over_inside_of_tls() {
+async fn a_prompt_is_handed_over_over_tls() {
     let cluster = Cluster::new().with_tls().worker_flags("--transports tcp").start().await;
     let mut texts = Vec::new();
     for (mode, salt) in [("local", "a"), ("remote", "b")] {
         texts.push(cluster.complete(&body(mode, salt)).await["choices"][0]["text"].clone());
     }
     assert_eq!(texts[0], texts[1]);
-    // Reports come a moment after what they tell.
+    // Load reports arrive with a delay.
     let workers = eventually("KV that both ends have counted", Duration::from_secs(10), async || {
         let workers = cluster.loads().await;
         let have_moved = workers.iter().all(|worker| {
@@ -50,7 +50,7 @@ async fn a_prompt_is_handed_over_inside_of_tls() {
     let log = cluster.log("decode-0");
     let opened =
         log.lines().find(|line| line.contains("kv data connection opened")).expect("a data connection");
-    assert!(opened.contains("identity"), "nobody is known to be there: {opened}");
+    assert!(opened.contains("identity"), "the log names no identity: {opened}");
 
     // The doctor sees the workers only with a certificate.
     let doctor = |flags: &str| {
@@ -63,7 +63,7 @@ async fn a_prompt_is_handed_over_inside_of_tls() {
     assert!(!unknown.status.success());
     assert!(String::from_utf8_lossy(&unknown.stdout).contains("give this process --tls-cert"));
 
-    // A worker's port says nothing but that it speaks TLS.
+    // A worker's port tells a plain client only that it speaks TLS.
     let address = workers[0].address.trim_start_matches("https://").to_owned();
     let mut socket = TcpStream::connect(address).expect("the worker listens");
     socket.set_read_timeout(Some(Duration::from_secs(30))).expect("a socket has timeouts");
@@ -73,12 +73,12 @@ async fn a_prompt_is_handed_over_inside_of_tls() {
     assert!(answer.starts_with("HTTP/1.0 400") && answer.ends_with("this port speaks TLS\n"), "{answer}");
 }
 
-/// What the program says on both outputs when it is given a line, and whether it succeeds.
+/// Whether the program succeeds with one line of input, and its output on both streams.
 fn said_by(args: &str) -> (bool, String) {
     let mut command = Command::new(BATON);
     command.args(args.split_whitespace()).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("the program runs");
-    // It may have ended already.
+    // The program may have ended already.
     let _ = child.stdin.take().expect("piped").write_all(b"What is the colour of the sky?\n");
     let output = child.wait_with_output().expect("it ends");
     let said = [output.stdout, output.stderr].concat();
@@ -86,7 +86,7 @@ fn said_by(args: &str) -> (bool, String) {
 }
 
 #[tokio::test]
-async fn chat_and_bench_speak_tls_and_say_who_does_not() {
+async fn chat_and_bench_speak_tls_and_report_a_peer_that_does_not() {
     let cluster = Cluster::new().with_tls().prefill(0).start().await;
     let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../tls/testdata");
     let secure = cluster.base.replacen("http", "https", 1);
@@ -97,7 +97,7 @@ async fn chat_and_bench_speak_tls_and_say_who_does_not() {
     for args in [
         format!("{chat} --url {secure} {ca}"),
         format!("{chat} --url {secure} {}", tls_flags("b", "ca.pem")),
-        // The router speaks plainly with clients, too.
+        // The router also accepts clients without TLS.
         format!("{chat} --url {}", cluster.base),
         format!("{bench} --url {secure} {ca}"),
         format!("{bench} --worker {worker} {}", tls_flags("b", "ca.pem")),
@@ -137,7 +137,7 @@ async fn chat_and_bench_speak_tls_and_say_who_does_not() {
 #[tokio::test]
 async fn workers_with_foreign_certificates_or_none_are_refused() {
     let cluster = Cluster::new().with_tls().prefill(0).start().await;
-    // The foreign worker would believe the router; it is the router that does not believe the worker.
+    // The foreign worker trusts the router's authority. The router does not trust the worker's.
     let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../tls/testdata");
     let both = tempfile::NamedTempFile::new().expect("a file can be made");
     let read = |name: &str| std::fs::read_to_string(format!("{dir}/{name}")).expect("it is there");
@@ -149,7 +149,7 @@ async fn workers_with_foreign_certificates_or_none_are_refused() {
         both.path().display()
     );
     let plain = format!("prefill-worker --id plain --router {} --kv-memory 64M", cluster.base);
-    // The router's log says why; a worker whose certificate is refused learns no more than that its connection ends.
+    // The router's log has the reason. A worker whose certificate is refused only sees its connection end.
     for (name, args, expected) in
         [("foreign", foreign, "UnknownIssuer"), ("plain", plain, "a worker registers over https")]
     {
@@ -161,7 +161,7 @@ async fn workers_with_foreign_certificates_or_none_are_refused() {
         let health = cluster.http.get("/health").await.expect("the router answers").text;
         assert!(!health.contains(name), "{health}");
     }
-    // A certificate that cannot work is refused at start.
+    // An expired certificate is refused at start.
     let expired = tls_flags("expired", "ca.pem");
     let args = format!("decode-worker --id late --router {secure} {expired}");
     let output = Command::new(BATON).args(args.split_whitespace()).output().expect("the program runs");

@@ -1,4 +1,4 @@
-//! `baton up`, the first thing a newcomer runs.
+//! `baton up`, the first command that a newcomer runs.
 
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ async fn everything_ends_with_the_supervisor() {
 }
 
 #[tokio::test]
-async fn speculation_changes_what_is_counted_and_not_what_is_said() {
+async fn speculation_changes_counters_and_no_token() {
     let up = Up::start("--speculate draft").await;
     let complete = async |mode: &str, seed: usize| {
         let body = json!({
@@ -48,7 +48,7 @@ async fn speculation_changes_what_is_counted_and_not_what_is_said() {
         let (with, without) = (complete("auto", seed).await, complete("off", seed).await);
         assert_eq!(with["choices"][0]["text"], without["choices"][0]["text"]);
         assert_eq!(with["usage"]["completion_tokens"], 40);
-        // How often it pays to draft depends on the machine.
+        // How often drafting pays depends on the machine.
         is_drafted |= with["usage"].get("completion_tokens_details").is_some();
         assert!(without["usage"].get("completion_tokens_details").is_none(), "{without}");
     }
@@ -56,7 +56,7 @@ async fn speculation_changes_what_is_counted_and_not_what_is_said() {
 }
 
 #[tokio::test]
-async fn ranks_serve_what_one_serves() {
+async fn ranks_answer_like_one_worker() {
     let mut texts = Vec::new();
     for flags in ["", "--tensor-parallel 2", "--tensor-parallel 4 --speculate draft"] {
         let up = Up::start(&format!("--activations f32 {flags}")).await;
@@ -87,7 +87,7 @@ async fn pinned_workers_have_processors_of_their_own_and_draft_models_no_threads
     let flags = "--prefill 0 --pin-threads auto --speculate draft";
     let up = Up::start(flags).await;
     let pid = up.pid_of("decode-0").expect("it runs");
-    // The engine's thread is one of those that compute.
+    // The engine's thread is one of the computing threads.
     let mut cpus = Vec::new();
     for task in std::fs::read_dir(format!("/proc/{pid}/task")).expect("it runs") {
         let task = task.expect("it runs").path();
@@ -112,7 +112,7 @@ async fn pinned_workers_have_processors_of_their_own_and_draft_models_no_threads
     assert!(!output.status.success() && error.contains("this machine has no CPU 8191"), "{error}");
 }
 
-/// What the kernel says of a thread.
+/// The processors on which a thread may run, by `/proc`.
 fn allowed_cpus(status: impl AsRef<std::path::Path>) -> String {
     let status = std::fs::read_to_string(status).expect("the thread runs");
     let line = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
@@ -136,7 +136,7 @@ fn a_model_that_cannot_be_loaded_is_one_clear_sentence() {
 
 #[test]
 fn a_gpu_that_is_missing_is_one_clear_sentence() {
-    // There may be a GPU, but no hundredth.
+    // A machine with GPUs has no hundredth one.
     let output = std::process::Command::new(BATON)
         .args(["decode-worker", "--device", "cuda:99"])
         .output()

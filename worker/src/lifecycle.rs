@@ -69,6 +69,7 @@ impl Lifecycle {
     /// Routers can send from now on.
     pub fn ready(&self) {
         self.inner.phase.send_if_modified(|phase| {
+            // Invariant 11: no other call leaves `Starting` for `Serving`, and a draining worker stays draining.
             let first = *phase == Phase::Starting;
             if first {
                 *phase = Phase::Serving;

@@ -238,6 +238,7 @@ async fn announce_readiness(
     names: &[&str],
 ) -> std::convert::Infallible {
     let mut state = registration.state();
+    // Invariant 11: only a registered worker is ready. Invariant 10: losing discovery later does not change that.
     if state.wait_for(|state| *state == RegistrationState::Registered).await.is_ok() {
         lifecycle.ready();
         server.set_serving(names, true).await;
@@ -263,6 +264,7 @@ async fn drain(worker: &Worker, registration: Registration, drain_timeout: Durat
             }
         }
     }
+    // Invariant 2: each request that still runs ends with a typed failure before the process ends.
     lifecycle.halt();
     if timeout(HALT_TIMEOUT, lifecycle.idle()).await.is_err() {
         tracing::error!(

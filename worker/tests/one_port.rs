@@ -1,5 +1,5 @@
-//! What a worker serves besides its role: probes, metrics, health, reflection, load reports; all on
-//! one port.
+//! The services of every worker beside those of its role: probes, metrics, health, reflection and load reports, on one
+//! port.
 #![forbid(unsafe_code)]
 
 use std::{sync::Arc, time::Duration};
@@ -116,7 +116,7 @@ async fn probes_metrics_health_and_services_share_one_port() {
     let info = WorkerClient::new(channel.clone()).info(InfoRequest {}).await.unwrap().into_inner();
     assert_eq!((info.id.as_str(), info.incarnation), ("d0", worker.worker.incarnation()));
     let status = timeout(PATIENCE, async {
-        // Ready is said inside first, a moment before health says it.
+        // The worker is ready internally a moment before its health reports it.
         loop {
             match health(&channel, "").await {
                 Ok(ServingStatus::NotServing) => tokio::task::yield_now().await,
@@ -174,7 +174,7 @@ async fn reflection_lists_the_services_in_both_versions() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_nobody_can_find_is_alive_but_not_ready() {
+async fn an_unregistered_worker_is_alive_but_not_ready() {
     // A port without a listener.
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let router = format!("http://{}", listener.local_addr().unwrap());
@@ -196,10 +196,10 @@ async fn load_reports_come_at_once_at_changes_and_every_second() {
     let mut reports = client.watch_load(WatchLoadRequest {}).await.unwrap().into_inner();
     let first = timeout(PATIENCE, reports.message()).await.unwrap().unwrap().unwrap();
     assert_eq!((first.num_free_blocks, first.num_total_blocks, first.draining), (8, 8, false));
-    // Nothing changes; one comes all the same.
+    // A report comes although the load has not changed.
     let second = timeout(PATIENCE, reports.message()).await.unwrap().unwrap().unwrap();
     assert_eq!(second, first);
-    // Draining is told, before the server closes.
+    // The report of draining comes before the server closes.
     client.drain(DrainRequest {}).await.unwrap();
     let told = timeout(PATIENCE, async {
         while let Ok(Some(report)) = reports.message().await {

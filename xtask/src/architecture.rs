@@ -1,9 +1,9 @@
-//! Checks that the files named in documents exist.
+//! Checks that the files named in documents exist, and that code and ARCHITECTURE.md agree on the invariants.
 //!
 //! ARCHITECTURE.md names files in backquotes, counted from the root; every document links to some.
 //! Fenced blocks hold examples and are not checked.
 
-use crate::{check::Outcome, workspace::Workspace};
+use crate::{check::Outcome, invariants, workspace::Workspace};
 
 /// The page whose quoted paths must exist.
 const PAGE: &str = "ARCHITECTURE.md";
@@ -42,7 +42,14 @@ pub(crate) fn check(workspace: &Workspace) -> anyhow::Result<Outcome> {
             }
         }
     }
-    Ok(Outcome::of(findings, format!("{num_paths} paths and links in {} pages", pages.len().max(1))))
+    let mut looked_at = format!("{num_paths} paths and links in {} pages", pages.len().max(1));
+    // Without git there is no list of files.
+    if let Some(files) = &files {
+        let (found, num_citations) = invariants::check(workspace, files, &page)?;
+        findings.extend(found);
+        looked_at += &format!(", {num_citations} citations of invariants");
+    }
+    Ok(Outcome::of(findings, looked_at))
 }
 
 /// Lines outside of fenced blocks, counted from 1.

@@ -51,7 +51,7 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
     Ok(Outcome::of(findings, looked_at))
 }
 
-/// What it printed, or what it complained about in one line.
+/// Its output, or its error message in one line.
 fn run(helm: &Path, args: &[&str], root: &Path) -> Result<String, String> {
     let output =
         Command::new(helm).args(args).current_dir(root).output().map_err(|error| error.to_string())?;

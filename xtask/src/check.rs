@@ -15,7 +15,7 @@ pub(crate) struct Check {
 
 /// What a check found.
 pub(crate) enum Outcome {
-    /// It passes; what was checked, such as "15 crates".
+    /// It passes. Says what was checked, such as "15 crates".
     Passed(String),
     /// It fails; one line per finding, each with its place.
     Failed(Vec<String>),

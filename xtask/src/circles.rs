@@ -1,8 +1,8 @@
-//! Circles of files inside a crate: files that use each other, directly or over others.
+//! Circles of files inside a crate: files that use each other, directly or through others.
 //!
-//! A file uses another when it names an item of it, in a `use` or by a path. A name that a file only passes on
-//! (`pub use child::Item`) makes no arrow: who imports it from there uses the file that defines it. `mod child;`
-//! makes none either. A parent that uses its child's items and defines what the child uses is a circle of two.
+//! A file uses another when it names an item of it, in a `use` or by a path. A re-export (`pub use child::Item`) makes no
+//! arrow: a file that imports it from there uses the file that defines it. `mod child;` makes no arrow either. A parent
+//! that uses its child's items and defines items that the child uses is a circle of two.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,7 +17,7 @@ use crate::{
 /// Crates whose circles are still to be cut. This list only shrinks; it ends empty.
 const NOT_YET_CUT: &[&str] = &[];
 
-/// How many re-exports a name is followed over.
+/// The largest number of re-exports that are followed for a name.
 const MAX_STEPS: usize = 8;
 /// Arrows shown of one circle.
 const MAX_SHOWN: usize = 12;
@@ -94,7 +94,7 @@ fn circles(files: &[SourceFile]) -> Vec<Circle> {
 /// From file to file, with the line and the path of the first use.
 type Arrows<'a> = BTreeMap<(&'a str, &'a str), (usize, String)>;
 
-/// What can be reached over one arrow or more.
+/// The files that can be reached by one arrow or more.
 fn reachable<'a>(arrows: &Arrows<'a>, from: &str) -> BTreeSet<&'a str> {
     let mut reached = BTreeSet::new();
     let mut open = vec![from];
@@ -119,7 +119,7 @@ struct Module<'a> {
     children: BTreeMap<String, &'a str>,
 }
 
-/// Where a path leads.
+/// The target of a path.
 #[derive(Clone, Copy)]
 struct Target<'a> {
     file: &'a str,
@@ -189,7 +189,7 @@ impl<'a> Modules<'a> {
         arrows
     }
 
-    /// Where a path leads that is written in `file`; `None` where it leaves the crate or names something local.
+    /// The target of a path in `file`; `None` where it leaves the crate or names a local item.
     fn resolve(&self, file: &'a str, path: &[String], steps: usize) -> Option<Target<'a>> {
         let module = &self.files[file];
         let (first, mut rest) = path.split_first()?;
@@ -216,7 +216,7 @@ impl<'a> Modules<'a> {
                 ("super", _) => module.parent?,
                 (_, Some(child)) => child,
                 (name, None) => {
-                    // A module that is passed on, or an item.
+                    // A re-exported module, or an item.
                     if let Some(import) = binding(module, name).filter(|_| steps > 0)
                         && let Some(target) = self.resolve(at, &import.path, steps - 1)
                         && !target.is_item
@@ -233,7 +233,7 @@ impl<'a> Modules<'a> {
         Some(Target { file: at, is_item: false })
     }
 
-    /// The file that defines what is called so in `file`.
+    /// The file that defines the item with this name in `file`.
     fn definer(&self, file: &'a str, name: &str, steps: usize) -> Option<&'a str> {
         let module = &self.files[file];
         if module.paths.defined.contains(name) {

@@ -42,7 +42,7 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
     Ok(Outcome::of(findings, name))
 }
 
-/// Writes the file that `check` wants to see, and says whether something changed.
+/// Writes the file that `check` expects. Returns whether it changed.
 pub(crate) fn write(workspace: &Workspace) -> Result<bool> {
     let (name, bytes) = compile(workspace)?;
     let folder = workspace.root.join(FOLDER);

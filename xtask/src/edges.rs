@@ -1,4 +1,4 @@
-//! Who may depend on whom: the arrows of ARCHITECTURE.md as data, checked against cargo's own graph.
+//! The allowed dependencies between crates: the edges of ARCHITECTURE.md as data, checked against cargo's graph.
 //!
 //! A new edge is a design change: it is made here and in ARCHITECTURE.md, in the same commit.
 
@@ -9,12 +9,12 @@ use crate::{
     workspace::{Package, Workspace},
 };
 
-/// One crate of the workspace and what it may see.
+/// One crate of the workspace, and the crates that it may use.
 struct Room {
     name: &'static str,
     /// Rooms it may depend on directly.
     uses: &'static [&'static str],
-    /// Rooms that its tests may use besides.
+    /// Further rooms that only its tests may use.
     tests_use: &'static [&'static str],
     /// Packages that it must not reach, directly or indirectly.
     never: &'static [&'static str],
@@ -111,7 +111,7 @@ const ROOMS: &[Room] = &[
             "cudarc",
         ],
     },
-    // Decides, and does nothing: the simulator stands on it alone.
+    // Pure decisions. A simulator can use it alone.
     Room {
         name: "baton-planner",
         uses: &["baton-cluster-record", "baton-request"],
@@ -177,7 +177,7 @@ const ROOMS: &[Room] = &[
             "h2",
         ],
     },
-    // Loads a model onto what computes it: the one crate that knows both backends.
+    // Loads a model onto a backend. The only crate that knows both backends.
     Room {
         name: "baton-model",
         uses: &[
@@ -193,7 +193,7 @@ const ROOMS: &[Room] = &[
         tests_use: &["baton-gguf", "baton-model-testing"],
         never: &["baton-cuda-emulator", "baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
     },
-    // What kernels and models on devices run on in tests: no production code uses it.
+    // Emulates devices for tests of kernels and models. No production code uses it.
     Room {
         name: "baton-cuda-emulator",
         uses: &[
@@ -207,7 +207,7 @@ const ROOMS: &[Room] = &[
         tests_use: &["baton-model-testing"],
         never: &["tokio"],
     },
-    // Computes on devices, behind a seam: neither panels nor kernels' texts.
+    // The forward pass on devices, without panels and without the source of kernels.
     Room {
         name: "baton-model-cuda",
         uses: &["baton-cuda-kernels", "baton-checkpoint", "baton-model-spec", "baton-kv-cache", "baton-cuda"],
@@ -235,14 +235,14 @@ const ROOMS: &[Room] = &[
         tests_use: &["baton-model-testing"],
         never: &["baton-checkpoint", "baton-cuda", "safetensors", "cudarc", "tokio"],
     },
-    // Files to matrices. What a backend makes of them is its own business.
+    // Files to matrices. It does not know how a backend stores them.
     Room {
         name: "baton-checkpoint",
         uses: &["baton-model-spec", "baton-kv-cache", "baton-gguf"],
         tests_use: &[],
         never: &["baton-cuda", "cudarc", "tokio"],
     },
-    // What a model is, and the seams behind which something computes it: no weights, no devices.
+    // The description of a model, and the seams of its backends: no weights, no devices.
     Room {
         name: "baton-model-spec",
         uses: &["baton-kv-cache"],
@@ -276,21 +276,21 @@ const ROOMS: &[Room] = &[
         tests_use: &["baton-transfer-conformance"],
         never: NO_ENGINE,
     },
-    // What the tests of transports stand on. Nothing but tests uses it.
+    // The conformance suite of transports. Only tests use it.
     Room {
         name: "baton-transfer-conformance",
         uses: &["baton-transfer", "baton-handoff", "baton-kv-cache", "baton-tls"],
         tests_use: &[],
         never: NO_ENGINE,
     },
-    // Moves blocks; whose they are, and how bytes travel, is not its business.
+    // Moves blocks. It knows neither their owners nor the transports.
     Room {
         name: "baton-transfer",
         uses: &["baton-handoff", "baton-kv-cache", "baton-cuda", "baton-tls"],
         tests_use: &["baton-transfer-conformance", "baton-transport-shm", "baton-transport-tcp"],
         never: NO_ENGINE,
     },
-    // The protocol of a handoff: messages in, messages and actions out. It acts through nothing but its caller.
+    // The protocol of a handoff: messages in, messages and actions out. Its caller acts.
     Room {
         name: "baton-handoff",
         uses: &["baton-kv-layout", "baton-request"],
@@ -321,7 +321,7 @@ const ROOMS: &[Room] = &[
         tests_use: &[],
         never: &[],
     },
-    // What a worker says about itself, whatever carries it.
+    // The record of a worker, without the protocols that carry it.
     Room { name: "baton-cluster-record", uses: &["baton-kv-layout"], tests_use: &[], never: PURE },
     Room {
         name: "baton-kv-cache",
@@ -329,7 +329,7 @@ const ROOMS: &[Room] = &[
         tests_use: &[],
         never: &["tokio", "tonic", "prost", "hyper"],
     },
-    // How KV is arranged, without the memory that holds it.
+    // The layout of KV, without its memory.
     Room { name: "baton-kv-layout", uses: &[], tests_use: &[], never: PURE },
     Room {
         name: "baton-tokenizer",
@@ -344,16 +344,16 @@ const ROOMS: &[Room] = &[
     // Knows devices and memory, not their use.
     Room { name: "baton-cuda", uses: &[], tests_use: &[], never: &["tokio"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
-    // What every process agrees on about a request.
+    // The definition of a request, shared by all processes.
     Room { name: "baton-request", uses: &[], tests_use: &[], never: PURE },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
 ];
 
-/// What moves KV knows neither who computes it nor how workers speak to each other.
+/// A crate that moves KV knows neither the engine nor the protocol between workers.
 const NO_ENGINE: &[&str] =
     &["baton-engine", "baton-model", "baton-proto", "tonic", "prost", "hyper", "axum", "h2"];
 
-/// Both roles are thin and alike.
+/// The dependencies of both roles are the same.
 const ROLE: &[&str] = &[
     "baton-worker",
     "baton-engine",
@@ -367,7 +367,7 @@ const ROLE: &[&str] = &[
     "baton-request",
 ];
 
-/// What a room of plain data or pure decisions must not reach: runtimes, the operating system, protocols.
+/// Packages that rooms of plain data or pure decisions must not reach: runtimes, the operating system, protocols.
 const PURE: &[&str] = &["tokio", "libc", "tonic", "prost", "hyper", "axum", "h2"];
 
 /// Packages that only these rooms may use.

@@ -1,7 +1,7 @@
-//! `cargo xtask fuzz`: every fuzz target in turn, for some time each. Installs what that needs.
+//! `cargo xtask fuzz`: runs every fuzz target for some time each. Installs the tools for that.
 //!
-//! Inputs that reached something new stay in target/fuzz/corpus, so that the next run goes on from there; an input that
-//! breaks something is kept in target/fuzz/artifacts, and its name is in the output.
+//! Inputs that reached new code stay in target/fuzz/corpus, and the next run starts with them. An input that fails is kept
+//! in target/fuzz/artifacts, and its name is in the output.
 
 use std::{fs, path::Path, process::Command};
 

@@ -12,7 +12,7 @@ const LICENSE: &str = "Apache-2.0";
 const EDITION: &str = "2024";
 const MAX_FILE_BYTES: u64 = 20 << 20;
 
-/// Packages that are workspaces of their own: whatever is fuzzed is built with other instrumentation.
+/// Packages that are workspaces of their own: fuzz targets are built with other instrumentation.
 const OWN_WORKSPACES: [&str; 1] = [fuzz::FOLDER];
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
@@ -111,7 +111,7 @@ fn of_lock_file(workspace: &Workspace, folder: &str) -> Option<String> {
     if !workspace.git(&["ls-files", "--error-unmatch", &lock_file]) {
         return Some(format!("{lock_file} is not committed"));
     }
-    // Cargo brings the lock file up to date by itself, so a stale one shows up as a change of its own.
+    // Cargo updates the lock file by itself, so an outdated one appears as a change.
     let lock_changed = !workspace.git(&["diff", "--quiet", "HEAD", "--", &lock_file]);
     let manifests_unchanged = workspace.git(&["diff", "--quiet", "HEAD", "--", "*Cargo.toml"]);
     (lock_changed && manifests_unchanged)

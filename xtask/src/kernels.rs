@@ -29,7 +29,7 @@ pub(crate) fn run(workspace: &Workspace) -> Result<bool> {
     Ok(command(workspace, nvrtc).status()?.success())
 }
 
-/// The one that is named, or `setup`'s.
+/// The NVRTC that the environment names, or that of `setup`.
 fn nvrtc(workspace: &Workspace) -> Option<PathBuf> {
     let of_setup = || Some(tools::nvrtc(&workspace.root)).filter(|file| file.exists());
     std::env::var_os("BATON_NVRTC").map(PathBuf::from).or_else(of_setup)

@@ -10,14 +10,14 @@ use crate::{
     workspace::Workspace,
 };
 
-/// Names that every crate may use, because the path in front of them says whose they are.
+/// Names that every crate may use, because the path in front of them names the crate.
 const EVERY_CRATE: [&str; 2] = [
     // What a crate is started with: `router::Config`.
     "Config", // A crate's own error: `tls::Error`.
     "Error",
 ];
 
-/// Crates that are not part of what runs.
+/// Crates that are not part of the programs.
 const ONLY_FOR_TESTS: [&str; 3] = ["baton-tests", "baton-cuda-emulator", "xtask"];
 
 /// Names whose sharing is still to be ended. This list only shrinks; it ends empty.
@@ -45,7 +45,7 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
     ))
 }
 
-/// Of each name, the files that define a public type called so: "crate file:line".
+/// For each name, the files that define a public type of this name: "crate file:line".
 type Places = BTreeMap<String, Vec<String>>;
 
 fn add_types(places: &mut Places, package: &str, files: &[SourceFile]) {

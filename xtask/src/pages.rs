@@ -1,4 +1,4 @@
-//! How long the pages are: one that is longer than a sitting is not read.
+//! The lengths of pages. A long page is not read.
 
 use anyhow::Result;
 

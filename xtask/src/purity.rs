@@ -1,7 +1,6 @@
 //! Whether the crates that decide are pure: no runtime, no operating system, no clock, no chance, no unsafe code.
 //!
-//! What holds for them can then be checked by a program that plays every order of events, and a simulator can
-//! stand on them.
+//! A program can then check them with every order of events, and a simulator can run them.
 
 use anyhow::Result;
 
@@ -12,10 +11,10 @@ use crate::{
     workspace::Workspace,
 };
 
-/// Crates that decide and touch nothing.
+/// Crates that only decide.
 const PURE: [&str; 3] = ["baton-handoff", "baton-planner", "baton-request"];
 
-/// Packages that a pure crate must not reach, over however many steps.
+/// Packages that a pure crate must not reach, directly or indirectly.
 const NEVER: [&str; 5] = ["tokio", "libc", "rand", "getrandom", "memmap2"];
 
 /// Beginnings of paths that its code must not name.
@@ -50,7 +49,7 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
     ))
 }
 
-/// What in a file is not pure, each with its line.
+/// The impure parts of a file, each with its line.
 fn impure(file: &SourceFile) -> Vec<String> {
     let paths = Paths::of(&file.code);
     let imported = paths.imports.iter().map(|import| (import.line, import.path.join("::")));

@@ -1,4 +1,4 @@
-//! How large each crate is: production lines, with a limit, so that a crate fits into a head.
+//! The size of each crate in production lines, with a limit, so that one person can know a whole crate.
 //!
 //! Production lines are all lines of `.rs` files below `src/` but those of tests. Kernels in CUDA and generated
 //! files are not counted.

@@ -1,5 +1,5 @@
-//! Checks that the flags and variables in deploy/ and helm/ exist: a renamed flag would otherwise fail in a user's cluster
-//! only.
+//! Checks that the flags and variables in deploy/ and helm/ exist. Otherwise a renamed flag would fail only in a user's
+//! cluster.
 
 use std::collections::BTreeSet;
 

@@ -25,7 +25,7 @@ struct Need {
     what_for: &'static str,
     /// Whether tests fail without it. If not, a check is skipped with a message.
     required: bool,
-    /// Where it is, if it is there.
+    /// Its path, if it is installed.
     find: fn(&Path) -> Result<Option<String>>,
     install: fn(&Path) -> Result<()>,
 }
@@ -90,7 +90,7 @@ const NVRTC: &str = "nvidia-cuda-nvrtc-cu12==12.9.86";
 /// NIXL's libraries, with the UCX that belongs to them. CUDA is not needed to use them.
 const NIXL: &str = "nixl-cu12==1.5.1";
 
-/// Where the wheel has the library with the C API, and what of the wheel is of no use here.
+/// The path of the library with the C API in the wheel, and the parts of the wheel that are not used.
 const NIXL_LIBRARY: &str = ".nixl_cu12.mesonpy.libs/libnixl_capi.so";
 const NIXL_EXTRAS: [&str; 2] = ["nixl_ep_cu12", "nixl_cu12"];
 
@@ -99,7 +99,7 @@ const HELM: &str = "helm.sh/helm/v3/cmd/helm@v3.22.0";
 
 const REQUIREMENTS: &str = "tests/clients/requirements.txt";
 
-/// Whether everything required is there at the end.
+/// Whether every required tool is installed at the end.
 pub(crate) fn run(workspace: &Workspace, mode: Mode, with_nccl: bool) -> Result<bool> {
     let root = &workspace.root;
     let mut complete = true;
@@ -129,7 +129,7 @@ fn find_etcd(_: &Path) -> Result<Option<String>> {
     Ok(tools::on_path("etcd").map(|path| path.display().to_string()))
 }
 
-/// Debian and Ubuntu package etcd; elsewhere its owner knows better how programs get there.
+/// Debian and Ubuntu package etcd. On other systems the owner of the machine installs it.
 fn install_etcd(_: &Path) -> Result<()> {
     println!(
         "setup: etcd is not on PATH: installing Debian's etcd-server (the tests start their own instances)"
@@ -156,14 +156,14 @@ fn install_venv(root: &Path) -> Result<()> {
         apt_install("python3-venv")?;
     }
     if venv.exists() {
-        // Half a one, or one of older requirements.
+        // An incomplete environment, or one of older requirements.
         std::fs::remove_dir_all(&venv).with_context(|| format!("remove {}", venv.display()))?;
     }
     run_shown(Command::new(&python).args(["-m", "venv"]).arg(&venv))?;
     let requirements = root.join(REQUIREMENTS);
     let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--requirement"];
     run_shown(Command::new(venv.join("bin/python")).args(pip).arg(&requirements))?;
-    // Last, so that it is there only if everything before it worked.
+    // Written last, so that it exists only if every step before succeeded.
     std::fs::copy(&requirements, stamp(&venv))?;
     Ok(())
 }
@@ -201,7 +201,7 @@ fn install_nccl(root: &Path) -> Result<()> {
     unpack(root, NCCL, &tools::nccl(root), &[])
 }
 
-/// A wheel, without what of it is of no use.
+/// Unpacks a wheel without the parts that are not used.
 fn unpack(root: &Path, wheel: &str, place: &Path, extras: &[&str]) -> Result<()> {
     println!("setup: unpacking {wheel} from PyPI into {}", place.display());
     let python = tools::venv(root).join("bin/python");
@@ -216,7 +216,7 @@ fn unpack(root: &Path, wheel: &str, place: &Path, extras: &[&str]) -> Result<()>
     for extra in extras {
         std::fs::remove_dir_all(new.join(extra)).with_context(|| format!("remove {extra}"))?;
     }
-    // Last, so that it is there only if everything before it worked.
+    // Written last, so that it exists only if every step before succeeded.
     std::fs::rename(&new, place).with_context(|| format!("rename {}", new.display()))
 }
 

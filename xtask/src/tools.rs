@@ -22,7 +22,7 @@ pub(crate) fn own_bin(root: &Path) -> PathBuf {
     root.join("target/tools/bin")
 }
 
-/// Python with what the client tests import.
+/// Python with the packages that the client tests import.
 pub(crate) fn venv(root: &Path) -> PathBuf {
     root.join("target/venv")
 }
@@ -42,7 +42,7 @@ pub(crate) fn nvrtc(root: &Path) -> PathBuf {
     root.join("target/nvrtc/nvidia/cuda_nvrtc/lib/libnvrtc.so.12")
 }
 
-/// The command as one would type it.
+/// The command line as a user types it.
 pub(crate) fn shown(command: &Command) -> String {
     let mut words = vec![command.get_program().to_string_lossy().into_owned()];
     words.extend(command.get_args().map(|arg| arg.to_string_lossy().into_owned()));

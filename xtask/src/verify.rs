@@ -11,7 +11,7 @@ use anyhow::{Result, bail};
 use crate::{
     architecture, chart,
     check::{self, Check, Outcome},
-    circles, descriptors, edges, hygiene, kernels, names, pages, purity, rooms, settings, words,
+    circles, descriptors, edges, hygiene, kernels, names, pages, pictures, purity, rooms, settings, words,
     workspace::Workspace,
 };
 
@@ -29,7 +29,12 @@ const CHECKS: &[Check] = &[
     Check { name: "names", about: "no two public types share a name", run: names::check },
     Check { name: "words", about: "no banned word is used", run: words::check },
     Check { name: "pages", about: "no page is longer than its limit", run: pages::check },
-    Check { name: "architecture", about: "files that the documents name exist", run: architecture::check },
+    Check {
+        name: "architecture",
+        about: "files that the documents name exist, every invariant is cited",
+        run: architecture::check,
+    },
+    Check { name: "pictures", about: "docs/images/*.svg fit their sources", run: pictures::check },
     Check { name: "hygiene", about: "lints, licence, lock file, file sizes, leftovers", run: hygiene::check },
     Check { name: "descriptors", about: "tools/protoc fits the locked etcd-client", run: descriptors::check },
     Check { name: "settings", about: "deploy/ and helm/ use flags that exist", run: settings::check },

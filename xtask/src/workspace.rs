@@ -45,7 +45,7 @@ impl Workspace {
         array(&self.metadata["packages"]).map(Package)
     }
 
-    /// What the package of this id depends on when it is built (not: when it is tested).
+    /// The packages that this package depends on when it is built, without those of its tests.
     pub(crate) fn build_dependencies(&self, id: &str) -> Vec<&str> {
         let Some(node) = array(&self.metadata["resolve"]["nodes"]).find(|node| node["id"] == id) else {
             return Vec::new();
@@ -86,7 +86,7 @@ impl Workspace {
     }
 }
 
-/// One package in the words of `cargo metadata`.
+/// One package of `cargo metadata`.
 #[derive(Clone, Copy)]
 pub(crate) struct Package<'a>(&'a Value);
 

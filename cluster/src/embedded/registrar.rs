@@ -89,6 +89,7 @@ impl Registrar {
             Ok(Ok((answers, Some(_)))) => answers,
         };
         backoff.reset();
+        // Invariant 11: the router has answered, so it knows the record.
         self.report.set(RegistrationState::Registered);
         loop {
             tokio::select! {

@@ -31,7 +31,7 @@ pub struct RegistryService {
 struct Shared {
     roster: Roster,
     publisher: Publisher,
-    /// Which stream holds a worker's record.
+    /// The stream that holds each worker's record.
     holders: HashMap<WorkerId, u64>,
     num_streams: u64,
 }

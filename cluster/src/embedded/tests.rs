@@ -1,4 +1,4 @@
-//! Workers and a registry over real sockets.
+//! Workers and a registry, connected by real sockets.
 
 use std::net::SocketAddr;
 
@@ -13,7 +13,7 @@ use crate::{
     watch,
 };
 
-/// A router with nothing but the registry.
+/// A router that serves only the registry.
 struct Router {
     discovery: Discovery,
     address: SocketAddr,
@@ -73,7 +73,7 @@ async fn a_worker_is_known_while_its_stream_lives() {
 }
 
 #[tokio::test]
-async fn a_worker_that_breaks_off_is_forgotten() {
+async fn a_worker_whose_stream_breaks_is_removed() {
     let router = Router::start("127.0.0.1:0").await;
     let mut members = router.members();
     let registration = router.register(record("p0", Role::Prefill));
@@ -99,7 +99,7 @@ async fn a_worker_returns_to_a_router_that_was_restarted() {
 }
 
 #[tokio::test]
-async fn a_different_kv_format_is_refused_in_words_and_let_in_when_the_other_has_gone() {
+async fn a_different_kv_format_is_refused_with_a_reason_until_the_other_has_left() {
     let router = Router::start("127.0.0.1:0").await;
     let first = router.register(record("p0", Role::Prefill));
     until(&mut router.members(), |members| members.len() == 1).await;
@@ -131,7 +131,7 @@ async fn a_second_worker_of_the_same_name_is_refused_but_a_restarted_one_is_not(
     assert!(reason.contains("taken by a running worker at http://127.0.0.1:9"), "{reason}");
     second.withdraw().await;
 
-    // The same address: the old process is gone, though its connection lives on here.
+    // The same address: the old process has ended, although its connection is still open here.
     let restarted = router.register(WorkerRecord { incarnation: 3, ..record("p0", Role::Prefill) });
     until(&mut members, |members| members.get(&"p0".into()).is_some_and(|p0| p0.incarnation == 3)).await;
     drop(first);
@@ -145,7 +145,7 @@ async fn a_second_worker_of_the_same_name_is_refused_but_a_restarted_one_is_not(
 }
 
 #[tokio::test]
-async fn a_record_that_cannot_be_true_does_not_get_in() {
+async fn an_invalid_record_is_refused() {
     let router = Router::start("127.0.0.1:0").await;
     let bad = WorkerRecord { address: "nowhere".into(), ..record("p0", Role::Prefill) };
     let error = register(&router.config(), bad).unwrap_err().to_string();

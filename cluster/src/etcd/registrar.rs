@@ -1,4 +1,4 @@
-//! The worker's side: a key under a lease, kept alive, and made anew whenever either is lost.
+//! The worker's side: a key under a lease that is kept alive. Both are created again whenever one is lost.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Workers and a router with a real etcd between them.
+//! Workers and a router that share a real etcd.
 
 #[path = "../../../tests/ports.rs"]
 mod ports;
@@ -110,7 +110,7 @@ async fn a_worker_is_known_from_registration_to_withdrawal() {
     until(&mut members, |members| members.get(&"p0".into()).is_some()).await;
     assert_eq!(etcd.get("/baton/").await.unwrap(), ["/baton/workers/p0"]);
 
-    // A router that comes later finds the worker in the list.
+    // A router that starts later finds the worker in the list.
     let late = watch(&etcd.config()).unwrap();
     until(&mut late.members(), |members| members.len() == 1).await;
 
@@ -122,11 +122,11 @@ async fn a_worker_is_known_from_registration_to_withdrawal() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_dies_is_forgotten_when_its_lease_ends() {
+async fn a_dead_worker_is_removed_when_its_lease_expires() {
     let etcd = Etcd::start().await;
     let discovery = watch(&etcd.config()).unwrap();
     let mut members = discovery.members();
-    // A runtime of its own: dropping it is as sudden as a kill.
+    // A runtime of its own: dropping it ends the worker like a kill.
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let registration = {
         let _guard = runtime.enter();
@@ -153,7 +153,7 @@ async fn etcd_stopped_and_started_again_changes_nothing() {
     assert_eq!(members.borrow().len(), 1);
     etcd.run().await;
     until_state(&registration, |state| *state == RegistrationState::Registered).await;
-    // The watcher follows again: it sees a worker that came after the restart.
+    // The watcher follows again: it sees a worker that registered after the restart.
     let later = register(&etcd.config(), record("d0", Role::Decode)).unwrap();
     until(&mut members, |members| members.get(&"d0".into()).is_some()).await;
     assert!(members.borrow().get(&"p0".into()).is_some());
@@ -194,7 +194,7 @@ async fn an_etcd_that_lost_its_data_is_filled_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lease_that_ran_out_under_a_live_worker_is_renewed_unseen() {
+async fn an_expired_lease_of_a_live_worker_is_renewed_without_a_membership_change() {
     let etcd = Etcd::start().await;
     let discovery = watch(&etcd.config()).unwrap();
     let mut members = discovery.members();
@@ -202,7 +202,7 @@ async fn a_lease_that_ran_out_under_a_live_worker_is_renewed_unseen() {
     until_state(&registration, |state| *state == RegistrationState::Registered).await;
     until(&mut members, |members| members.len() == 1).await;
 
-    // The lease is taken away under the worker, as an etcd that stood still for too long does.
+    // The test revokes the lease of the live worker, as an etcd does that was frozen for too long.
     let mut client = Client::connect([&etcd.client_url], None).await.unwrap();
     let lease = client.leases().await.unwrap().leases()[0].id();
     client.lease_revoke(lease).await.unwrap();
@@ -221,7 +221,7 @@ async fn a_lease_that_ran_out_under_a_live_worker_is_renewed_unseen() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_etcd_that_stands_still_is_noticed_and_returned_to() {
+async fn a_frozen_etcd_is_noticed_and_used_again_later() {
     let etcd = Etcd::start().await;
     let discovery = watch(&etcd.config()).unwrap();
     let mut members = discovery.members();
@@ -242,7 +242,7 @@ async fn an_etcd_that_stands_still_is_noticed_and_returned_to() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_different_kv_format_is_refused_in_words() {
+async fn a_different_kv_format_is_refused_with_a_reason() {
     let etcd = Etcd::start().await;
     let first = register(&etcd.config(), record("p0", Role::Prefill)).unwrap();
     until_state(&first, |state| *state == RegistrationState::Registered).await;

@@ -5,9 +5,9 @@
 //!              ^                                          |
 //!              +---------- compacted ---------------------+
 //! ```
-//! After a lost connection the list is read anew instead of resuming at the last revision: an etcd that
-//! came back with an empty directory counts from 1, and a watch from a revision in its future
-//! would wait silently.
+//! After a lost connection the list is read again instead of resuming at the last revision: an etcd that
+//! restarted with an empty directory counts from 1, and a watch from a later revision would wait
+//! for ever.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -65,6 +65,7 @@ impl Watcher {
                 lost = self.session(&mut backoff, &mut lost_before) => lost,
             };
             if !lost_before {
+                // Invariant 10: `known` stays as it is, and so does the membership that routers read.
                 tracing::warn!(problem = %lost, "discovery lost; routing goes on with the last known workers");
                 lost_before = true;
             }
@@ -75,7 +76,7 @@ impl Watcher {
         }
     }
 
-    /// Follows etcd until it is lost.
+    /// Follows etcd until the connection is lost.
     async fn session(&mut self, backoff: &mut Backoff, lost_before: &mut bool) -> Lost {
         let followed: Result<std::convert::Infallible, Lost> = async {
             let mut client = self.connector.connect().await?;
@@ -105,6 +106,7 @@ impl Watcher {
             seen.extend(self.known.put(&self.prefix, kv.key(), kv.value()));
         }
         let until = Instant::now() + 2 * self.ttl;
+        // Invariant 10: a key that is missing after an outage gets time to return before its worker is dropped.
         self.known.suspects.clear();
         self.known.suspect(|id| !seen.contains(id), until);
         self.known.publish();

@@ -21,11 +21,11 @@ async fn remote_tokens_are_those_of_transformers_for_every_architecture() {
         let (prompt, greedy) = (&recorded["prompt"], &recorded["greedy"]);
 
         let p = prefill().model(dir.clone()).start().await;
-        // Its own draft: each token of that is accepted, if rows do not depend on how they are computed.
+        // The model is its own draft model. Each draft token is accepted if a row does not depend on its batch.
         let drafter = DrafterConfig::Model(dir.clone());
         let d = decode().model(dir).with(|config| {
             config.drafter = Some(drafter);
-            // The draft computes a prompt in one step: how often it pays depends on the machine.
+            // The draft model computes a prompt in one step. How often drafting pays depends on the machine.
             config.token_budget = 512;
         });
         let d = d.start().await;
@@ -46,12 +46,12 @@ async fn remote_tokens_are_those_of_transformers_for_every_architecture() {
         d.assert_all_free().await;
         num_fixtures += 1;
     }
-    assert!(num_drafted > 0, "it is tried, if it does not pay in all");
-    assert!(num_fixtures >= 17, "{num_fixtures} fixtures; some are lost");
+    assert!(num_drafted > 0, "some drafts are tried, even where they do not pay");
+    assert!(num_fixtures >= 17, "only {num_fixtures} fixtures were found");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_type_of_kv_is_handed_over_as_it_is() {
+async fn every_kv_format_is_handed_over_unchanged() {
     let dir = Path::new(FIXTURES).join("llama");
     let prompt = &token_ids(&dir.join("expected.safetensors"))["prompt"];
     for dtype in KvDtype::ALL {
@@ -80,7 +80,7 @@ async fn every_type_of_kv_is_handed_over_as_it_is() {
     }
 }
 
-/// By so many ranks on the prefill side, and on the decode side: what is handed over is the KV of the whole model.
+/// The degrees of the prefill and the decode side. The KV of the whole model is handed over.
 #[tokio::test(flavor = "multi_thread")]
 async fn workers_of_different_tensor_parallel_degrees_hand_over_to_each_other() {
     let degrees = [("llama", 2, 1), ("gemma3", 1, 2), ("qwen3-moe", 4, 2), ("llama-bf16-sharded", 2, 4)];

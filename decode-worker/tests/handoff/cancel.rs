@@ -1,4 +1,4 @@
-//! Streams that are dropped: nothing stays behind, on either side.
+//! Dropped streams free every block on both sides.
 
 use baton_handoff::TransportKind;
 use baton_proto::worker::generate_event::Event;
@@ -17,7 +17,7 @@ async fn cancelled_before_the_prefill_is_computed() {
     let events = client.generate(request(&prompt(1, 80), 8, Some(p.peer()))).await.unwrap();
     steps.pass(0);
     drop(events);
-    // The decode worker holds nothing as soon as it noticed, though the prefill worker stands still.
+    // The decode worker frees its blocks as soon as it notices, although the prefill worker is stopped.
     d.assert_all_free().await;
     steps.open();
     p.assert_all_free().await;
@@ -68,7 +68,7 @@ async fn cancelled_while_waiting_for_blocks_of_the_decode_worker() {
         let (client, request) = (client.clone(), request(&large, 8, Some(p.peer())));
         async move { generate(&client, request).await.unwrap().finished() }
     });
-    // It decodes, and stands before its first step.
+    // It decodes, and waits before its first step.
     tokio::task::block_in_place(|| steps.pass(0));
     let mut second = client.generate(request(&prompt(2, 100), 8, Some(p.peer()))).await.unwrap().into_inner();
     assert!(
@@ -109,7 +109,7 @@ async fn cancelled_at_any_moment(kind: TransportKind) {
             let prompt = prompt(seed, 1 + (seed as usize * 37) % 120);
             let call = client.generate(request(&prompt, 24, Some(peer)));
             match seed % 5 {
-                // Dropped before it is answered.
+                // Dropped before the response.
                 0 => drop(tokio::time::timeout(std::time::Duration::from_micros(seed.into()), call).await),
                 // Dropped after some of its events.
                 1..4 => {
@@ -118,7 +118,7 @@ async fn cancelled_at_any_moment(kind: TransportKind) {
                         next(&mut events).await.unwrap();
                     }
                 }
-                // Read to its end, among all the others.
+                // Read to its end, concurrently with the others.
                 _ => {
                     let answer = crate::harness::read(&mut call.await.unwrap().into_inner()).await.unwrap();
                     assert_eq!(answer.finished(), expected(&prompt, 24), "request {seed}");

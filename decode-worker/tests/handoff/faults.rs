@@ -1,4 +1,4 @@
-//! Prefill workers that die, are not there, or are not who they should be.
+//! Prefill workers that die, are absent, or have another identity than the plan says.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::{
 };
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_prefill_worker_killed_mid_way_is_lost_in_words_and_costs_no_block() {
+async fn a_prefill_worker_killed_during_a_handoff_is_reported_as_lost_and_costs_no_block() {
     for num_steps in [0, 2] {
         let (steps, hook) = gate();
         let mut p = prefill().hook(hook).start().await;
@@ -30,14 +30,14 @@ async fn a_prefill_worker_killed_mid_way_is_lost_in_words_and_costs_no_block() {
         steps.open();
         d.assert_all_free().await;
 
-        // The router plans again; the decode worker is none the worse.
+        // The router plans again. The decode worker still serves.
         let answer = generate(&client, request(&prompt, 8, None)).await.unwrap();
         assert_eq!(answer.finished(), expected(&prompt, 8));
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_decode_worker_killed_mid_way_costs_the_prefill_worker_no_block() {
+async fn a_decode_worker_killed_during_a_handoff_costs_the_prefill_worker_no_block() {
     for kind in transports() {
         let (steps, hook) = gate();
         let p = prefill().transport(kind).hook(hook).start().await;
@@ -56,7 +56,7 @@ async fn a_decode_worker_killed_mid_way_costs_the_prefill_worker_no_block() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_prefill_worker_that_is_not_there_is_lost() {
+async fn an_absent_prefill_worker_is_reported_as_lost() {
     let d = decode().start().await;
     let client = d.client().await;
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -96,7 +96,7 @@ async fn a_prefill_worker_of_another_kv_format_refuses() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_prefill_worker_that_stands_still_runs_into_the_deadline() {
+async fn a_prefill_worker_without_progress_runs_into_the_deadline() {
     let (steps, hook) = gate();
     let p = prefill().hook(hook).start().await;
     let soon = Duration::from_millis(300);
@@ -110,9 +110,9 @@ async fn a_prefill_worker_that_stands_still_runs_into_the_deadline() {
     p.assert_all_free().await;
 }
 
-/// Of ten steps each takes a part of the deadline, and the second prompt waits for those of the first.
+/// Ten steps take longer than the deadline together, and the second prompt waits for those of the first.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_prefill_worker_that_goes_on_does_not_run_into_the_deadline() {
+async fn a_prefill_worker_with_progress_does_not_run_into_the_deadline() {
     let deadline = Duration::from_secs(4);
     let p = prefill().with(|config| config.token_budget = 8);
     let p = p.hook(Box::new(|_| {

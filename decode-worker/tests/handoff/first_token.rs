@@ -26,7 +26,7 @@ async fn a_request_that_its_first_token_ends_counts_as_finished_on_both_sides() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn requests_that_their_first_token_ends_leave_nothing_behind_however_far_their_kv_came() {
+async fn requests_that_their_first_token_ends_free_every_block_in_every_state_of_the_transfer() {
     let (p, d) = (prefill().start().await, decode().start().await);
     let client = d.client().await;
     for seed in 0..20 {

@@ -4,10 +4,10 @@ use std::sync::mpsc;
 
 use baton_model::{Batch, ExecuteError};
 
-/// What the fake executor calls before a step.
+/// A function that the fake executor calls before each step.
 pub(crate) type StepHook = Box<dyn FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send>;
 
-/// What the test holds. Dropping it opens the gate for good.
+/// The test's end of a gate. Dropping it opens the gate permanently.
 pub(crate) struct Gate {
     arrivals: mpsc::Receiver<()>,
     permits: mpsc::Sender<()>,
@@ -18,7 +18,7 @@ pub(crate) fn gate() -> (Gate, StepHook) {
     let (arrive, arrivals) = mpsc::channel();
     let (permits, permitted) = mpsc::channel();
     let hook: StepHook = Box::new(move |_| {
-        // Either end may be gone: then the engine is not stopped any more.
+        // If the test's end was dropped, the engine is not stopped any more.
         if arrive.send(()).is_ok() {
             let _ = permitted.recv();
         }
@@ -28,7 +28,7 @@ pub(crate) fn gate() -> (Gate, StepHook) {
 }
 
 impl Gate {
-    /// Lets `num_steps` steps pass and returns when the engine stands before the next.
+    /// Lets `num_steps` steps pass and returns when the engine waits before the next.
     pub(crate) fn pass(&self, num_steps: usize) {
         for _ in 0..num_steps {
             self.arrivals.recv().expect("the engine steps");
@@ -37,7 +37,7 @@ impl Gate {
         self.arrivals.recv().expect("the engine steps");
     }
 
-    /// Opens the gate for good. The engine stands before it.
+    /// Opens the gate permanently. The engine must be waiting at it.
     pub(crate) fn open(self) {
         self.permits.send(()).expect("the engine waits");
     }

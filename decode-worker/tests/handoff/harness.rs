@@ -1,4 +1,4 @@
-//! Workers to start, kill and ask.
+//! Workers that a test can start, kill and query.
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
@@ -25,7 +25,7 @@ use tonic::{Status, Streaming, transport::Channel};
 
 use crate::gate::StepHook;
 
-/// A bound for what should take milliseconds; a test that reaches it has failed.
+/// A bound for waits that should take milliseconds. A test that reaches it has failed.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
 pub(crate) const BLOCK_SIZE: usize = 4;
@@ -40,7 +40,7 @@ pub(crate) struct TestWorker {
     _dir: tempfile::TempDir,
 }
 
-/// What a worker is started with.
+/// The configuration and the model of a worker.
 pub(crate) struct Builder {
     config: WorkerConfig,
     model: FakeModel,
@@ -68,7 +68,7 @@ fn nixl() -> PathBuf {
     std::env::var_os("BATON_NIXL").map_or_else(|| own.into(), PathBuf::from)
 }
 
-/// What can be tested here. What cannot is said where the test harness does not hide it.
+/// The transports that can be tested on this machine. Reports the others as skipped.
 pub(crate) fn transports() -> impl Iterator<Item = TransportKind> {
     let is_here = nixl().exists();
     if !is_here {
@@ -76,13 +76,13 @@ pub(crate) fn transports() -> impl Iterator<Item = TransportKind> {
     }
     TransportKind::ALL.into_iter().filter(move |&kind| match kind {
         TransportKind::Rdma => is_here,
-        // Needs a device for each worker; its conformance suite has memory in their place.
+        // Needs a device for each worker. Its conformance suite uses fake devices.
         TransportKind::Nccl => false,
         TransportKind::Shm | TransportKind::Tcp => true,
     })
 }
 
-/// Says that something is not tested here, and why, where the test harness does not hide it.
+/// Reports that `what` is not tested here, and why, on stderr, which the test framework does not capture.
 pub(crate) fn skipped(what: &str, why: &str) {
     let test = std::thread::current().name().unwrap_or_default().to_owned();
     let line = format!("SKIPPED {what} in {test}: {why}\n");
@@ -99,7 +99,7 @@ impl Builder {
         // Prompts come in several chunks.
         config.token_budget = 24;
         config.shm_dir = Some(dir.path().join("shm"));
-        // However slow this machine is.
+        // So long that a slow machine does not reach it.
         config.fetch_deadline = Some(PATIENCE);
         Builder {
             config,
@@ -112,7 +112,7 @@ impl Builder {
         }
     }
 
-    /// One more of its kind.
+    /// Another id, for a second worker of the same role.
     pub(crate) fn named(self, id: &str) -> Builder {
         self.with(|config| config.id = id.into())
     }
@@ -238,7 +238,7 @@ impl TestWorker {
         bytes.expect("every transport is reported").bytes
     }
 
-    /// What `/metrics` says.
+    /// The text of `/metrics`.
     pub(crate) async fn metrics(&self) -> String {
         metrics_at(&self.address()).await
     }
@@ -248,8 +248,8 @@ impl TestWorker {
         self.metrics().await.lines().any(|found| found == line)
     }
 
-    /// Waits for a line of `/metrics`. The prefill side counts a handoff when it hears of the end: perhaps after the
-    /// router has its answer.
+    /// Waits for a line of `/metrics`. The prefill side may count a handoff after the router has its
+    /// answer.
     pub(crate) async fn await_metric(&self, line: &str) {
         let found = async {
             while !self.has_metric(line).await {
@@ -259,7 +259,7 @@ impl TestWorker {
         assert!(timeout(PATIENCE, found).await.is_ok(), "no {line}");
     }
 
-    /// Waits until everything is given back, then demands that every block is there.
+    /// Waits until the engine is idle, then checks that every block is free.
     pub(crate) async fn assert_all_free(&self) {
         let deadline = tokio::time::Instant::now() + PATIENCE;
         let report = loop {
@@ -276,7 +276,7 @@ impl TestWorker {
         assert_eq!(report.num_free + report.num_cached, report.num_total, "{}: {report:?}", self.worker.id());
     }
 
-    /// As sudden as a kill: every task stops where it stands.
+    /// Ends the worker like a kill: every task stops where it is.
     pub(crate) fn kill(&mut self) {
         self.runtime.take().expect("killed once").shutdown_background();
     }
@@ -303,7 +303,7 @@ impl Drop for TestWorker {
     }
 }
 
-/// What `/metrics` says at a worker's address.
+/// The text of `/metrics` at a worker's address.
 pub(crate) async fn metrics_at(address: &str) -> String {
     let host = address.trim_start_matches("http://");
     let mut stream = TcpStream::connect(host).await.expect("the worker listens");
@@ -314,7 +314,7 @@ pub(crate) async fn metrics_at(address: &str) -> String {
     answer
 }
 
-/// Something of a prompt: `num_tokens` tokens, different for each `seed`.
+/// A prompt of `num_tokens` tokens, different for each `seed`.
 pub(crate) fn prompt(seed: u32, num_tokens: usize) -> Vec<u32> {
     (0..num_tokens as u32).map(|idx| (idx * 7 + seed * 13 + idx * idx * seed) % 64).collect()
 }
@@ -335,7 +335,7 @@ pub(crate) fn request(
     }
 }
 
-/// What one request gave.
+/// The outcome of one request.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Answer {
     pub(crate) tokens: Vec<u32>,
@@ -398,7 +398,7 @@ pub(crate) async fn next(events: &mut Streaming<GenerateEvent>) -> Result<Option
     Ok(event.map(|event| event.event.expect("an event says something")))
 }
 
-/// The tokens that the model gives, whichever worker computes them.
+/// The tokens of the model, the same on every worker.
 pub(crate) fn expected(prompt: &[u32], num_tokens: usize) -> Vec<u32> {
     FakeModel::new(BLOCK_SIZE).greedy(prompt, num_tokens)
 }

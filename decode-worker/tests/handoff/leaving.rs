@@ -1,4 +1,4 @@
-//! Workers that drain: what runs is finished, what is new goes elsewhere.
+//! Workers that drain finish running requests and refuse new ones.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use crate::{
 };
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_draining_decode_worker_finishes_what_runs_and_takes_nothing_new() {
+async fn a_draining_decode_worker_finishes_running_requests_and_refuses_new_ones() {
     let p = prefill().start().await;
     let (steps, hook) = gate();
     let mut d = decode().hook(hook).start().await;
@@ -38,7 +38,7 @@ async fn a_draining_decode_worker_finishes_what_runs_and_takes_nothing_new() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_draining_prefill_worker_hands_over_what_it_computes_and_refuses_the_rest() {
+async fn a_draining_prefill_worker_finishes_its_handoffs_and_refuses_new_ones() {
     let (steps, hook) = gate();
     let mut p = prefill().hook(hook).start().await;
     let d = decode().start().await;
@@ -58,7 +58,7 @@ async fn a_draining_prefill_worker_hands_over_what_it_computes_and_refuses_the_r
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn when_the_time_to_drain_is_over_streams_end_with_a_failure_that_says_so() {
+async fn streams_end_with_a_draining_failure_when_the_drain_timeout_passes() {
     let p = prefill().start().await;
     let (steps, hook) = gate();
     let mut d =

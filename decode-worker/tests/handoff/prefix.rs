@@ -1,4 +1,4 @@
-//! Prefixes that one worker has cached and another one needs, between any two.
+//! Prefixes that one worker has cached and another one fetches.
 
 use std::time::Duration;
 
@@ -16,14 +16,14 @@ const NUM_PROMPT: usize = 30;
 const NUM_ANSWER: usize = 11;
 const NUM_NEXT: usize = 8;
 
-/// A first turn at `d`: it alone has prompt and answer. Returns the second turn's prompt.
+/// Runs a first turn on `d`, which alone caches prompt and answer. Returns the second turn's prompt.
 async fn converse(d: &TestWorker) -> Vec<u32> {
     let first = prompt(3, NUM_PROMPT);
     let answer = generate(&d.client().await, request(&first, NUM_ANSWER as u32, None)).await.unwrap();
     [first, answer.finished(), prompt(5, 6)].concat()
 }
 
-/// What `d` has of it: the answer's last token was never computed.
+/// Cached tokens on `d`: the KV of the answer's last token was never computed.
 const NUM_CACHED: usize = (NUM_PROMPT + NUM_ANSWER - 1) / BLOCK_SIZE * BLOCK_SIZE;
 
 fn next_turn(turn: &[u32], source: proto::PrefillPeer) -> proto::GenerateRequest {
@@ -52,7 +52,7 @@ async fn a_second_turn_elsewhere_computes_only_what_is_new() {
         old.await_metric("baton_prefixes_given_total{outcome=\"committed\"} 1").await;
         assert!(new.moved(transport) > 0 && old.moved(transport) == new.moved(transport));
 
-        // It has all of that now: nothing moves.
+        // The new worker has the prefix now, so no KV moves.
         let (moved, before) = (new.moved(transport), computed(&new));
         let again = generate(&new.client().await, next_turn(&turn, old.peer())).await.unwrap();
         assert_eq!(again.finished(), expected(&turn, NUM_NEXT));
@@ -97,7 +97,7 @@ async fn a_decode_worker_takes_what_a_prefill_worker_has_cached() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn blocks_of_another_size_are_put_together() {
+async fn a_prefix_is_fetched_into_blocks_of_another_size() {
     for (old_size, new_size) in [(4, 6), (6, 4)] {
         let old = decode().block_size(old_size).start().await;
         let new = decode().named("d1").block_size(new_size).start().await;
@@ -113,11 +113,11 @@ async fn blocks_of_another_size_are_put_together() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_leaves_still_gives_what_it_has() {
+async fn a_draining_worker_still_hands_over_cached_prefixes() {
     let mut old = decode().start().await;
     let new = decode().named("d1").start().await;
     let turn = converse(&old).await;
-    // Something keeps it from leaving at once.
+    // A running request keeps the worker from ending at once.
     let busy = old.worker.lifecycle().token();
     let mut control = WorkerClient::connect(old.address()).await.unwrap();
     control.drain(DrainRequest {}).await.unwrap();
@@ -129,7 +129,7 @@ async fn a_worker_that_leaves_still_gives_what_it_has() {
     new.assert_all_free().await;
 }
 
-/// The source cannot give anything: the tokens come all the same, and why is counted.
+/// The prefix source fails. The worker computes the prompt itself and counts the reason.
 async fn computes_by_itself(source: proto::PrefillPeer, new: &TestWorker, turn: &[u32], outcome: &str) {
     let before = computed(new);
     let answer = generate(&new.client().await, next_turn(turn, source)).await.unwrap();
@@ -165,7 +165,7 @@ async fn a_source_that_cannot_give_costs_no_token() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_without_room_fetches_nothing_and_waits_for_room_as_ever() {
+async fn a_worker_without_free_blocks_fetches_no_prefix_and_queues_the_request() {
     let old = decode().start().await;
     let new = decode().named("d1").with(|config| config.kv = KvMemory::Blocks(16)).start().await;
     let turn = converse(&old).await;
@@ -187,13 +187,13 @@ async fn a_worker_without_room_fetches_nothing_and_waits_for_room_as_ever() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_client_that_leaves_while_a_prefix_is_fetched_leaves_nothing() {
+async fn cancelling_during_a_prefix_fetch_frees_every_block() {
     let old = decode().transport(TransportKind::Tcp).start().await;
     let new = decode().named("d1").transport(TransportKind::Tcp).start().await;
     let turn = converse(&old).await;
     let client = new.client().await;
     for delay in 0..40 {
-        // A salt that only its own first turn shares: each is fetched anew.
+        // Each conversation has a salt of its own, so each prefix is fetched anew.
         let salt = format!("s{delay}");
         let first = proto::GenerateRequest {
             cache_salt: salt.clone(),

@@ -1,4 +1,4 @@
-//! What a router gets: the same tokens, whichever worker computes the prompt.
+//! What a router receives: the same tokens with local and with remote prefill.
 
 use baton_engine_testing::FakeModel;
 use baton_handoff::TransportKind;
@@ -19,7 +19,7 @@ async fn remote_tokens_are_local_tokens(kind: TransportKind) {
         assert_eq!(local, expected(&prompt, 20));
         assert_eq!(d.moved(kind), expected_bytes, "a local prefill moves nothing");
 
-        // The decode worker holds the prompt's full blocks now; another salt makes it forget them.
+        // The decode worker has cached the prompt's full blocks. Another salt hides them.
         let mut remote = request(&prompt, 20, Some(p.peer()));
         remote.cache_salt = "other".into();
         assert_eq!(generate(&client, remote).await.unwrap().finished(), local, "{num_tokens} tokens");
@@ -29,7 +29,7 @@ async fn remote_tokens_are_local_tokens(kind: TransportKind) {
     }
     p.assert_all_free().await;
     d.assert_all_free().await;
-    // The prefill worker counts a handoff when it hears of the commit, and frees its blocks after that.
+    // The prefill worker counts a handoff when it receives the commit, and frees its blocks after that.
     for (worker, direction) in [(&p, "sent"), (&d, "received")] {
         let metrics = worker.metrics().await;
         let bytes = format!(
@@ -61,7 +61,7 @@ async fn remote_tokens_are_local_tokens_over_shm() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_the_decode_worker_has_cached_does_not_travel() {
+async fn blocks_that_the_decode_worker_has_cached_are_not_transferred() {
     let (p, d) = (prefill().start().await, decode().start().await);
     let client = d.client().await;
     let prompt = prompt(9, 64);
@@ -71,12 +71,12 @@ async fn what_the_decode_worker_has_cached_does_not_travel() {
     let second = generate(&client, request(&prompt, 8, Some(p.peer()))).await.unwrap();
     assert_eq!(second.tokens, first.tokens);
     let again = d.moved(TransportKind::Shm) - moved;
-    assert!(again < moved / 4, "{again} of {moved} bytes travelled again");
+    assert!(again < moved / 4, "{again} of {moved} bytes were transferred again");
     assert!(format!("{:?}", second.end).contains("cached_tokens: 6"), "60 of 64 or so: {second:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_request_goes_on_where_an_earlier_attempt_stopped() {
+async fn a_request_continues_where_an_earlier_attempt_stopped() {
     let (p, d) = (prefill().start().await, decode().start().await);
     let client = d.client().await;
     let prompt = prompt(3, 40);
@@ -90,7 +90,7 @@ async fn a_request_goes_on_where_an_earlier_attempt_stopped() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_first_token_that_is_all_needs_no_kv() {
+async fn a_request_for_one_token_needs_no_kv() {
     let (p, d) = (prefill().start().await, decode().start().await);
     let client = d.client().await;
     let prompt = prompt(3, 40);
@@ -102,7 +102,7 @@ async fn a_first_token_that_is_all_needs_no_kv() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn many_requests_share_two_small_pools() {
-    // A few sequences fill either pool: the others wait their turn.
+    // A few sequences fill either pool. The others wait.
     let small = |config: &mut baton_worker::WorkerConfig| {
         config.kv = baton_worker::KvMemory::Blocks(40);
         config.max_running = 4;
@@ -127,7 +127,7 @@ async fn many_requests_share_two_small_pools() {
     d.assert_all_free().await;
 }
 
-/// A request as others than our router may send it.
+/// A request with sampling parameters that our router would refuse.
 fn with_sampling(
     mut request: baton_proto::worker::GenerateRequest,
     change: impl FnOnce(&mut baton_proto::worker::Sampling),

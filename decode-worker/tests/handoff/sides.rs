@@ -1,6 +1,6 @@
-//! Workers that arrange their KV in different ways. Of blocks that differ in size alone every number arrives as it is, so
-//! that tokens are those of a local prefill; where types differ, the decode worker continues with its own quantisation of
-//! the prefill worker's numbers, whatever carried them, in blocks of whatever size.
+//! Workers whose KV layouts differ. Where only the block size differs, every number arrives unchanged, so the tokens are
+//! those of a local prefill. Where the number formats differ, the decode worker quantises the prefill worker's numbers to
+//! its own format, over any transport and into blocks of any size.
 
 use std::path::Path;
 
@@ -26,7 +26,7 @@ async fn blocks_of_other_sizes_hold_the_same_tokens() {
             let client = d.client().await;
             let block_bytes = FakeModel::new(theirs).layout.block_bytes() as u64;
             let mut expected_bytes = 0;
-            // Shorter than a block, full blocks of both, several chunks, a last block that is full on neither side.
+            // Shorter than a block; full blocks on both sides; several chunks; a last block that is full on neither side.
             for (seed, num_tokens) in [(1, 1), (2, 56), (4, 101), (5, 24)] {
                 let prompt = prompt(seed, num_tokens);
                 let answer = generate(&client, request(&prompt, 20, Some(p.peer()))).await.unwrap();
@@ -42,7 +42,7 @@ async fn blocks_of_other_sizes_hold_the_same_tokens() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cached_blocks_are_counted_as_the_decode_worker_has_them() {
+async fn cached_blocks_are_counted_in_blocks_of_the_decode_worker() {
     for (ours, theirs) in BLOCK_SIZES {
         let (p, d) = (prefill().block_size(ours).start().await, decode().block_size(theirs).start().await);
         let client = d.client().await;
@@ -62,7 +62,7 @@ async fn cached_blocks_are_counted_as_the_decode_worker_has_them() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn many_at_a_time_get_along_in_blocks_of_other_sizes() {
+async fn concurrent_handoffs_between_block_sizes_keep_their_tokens() {
     let (p, d) = (prefill().block_size(8).start().await, decode().block_size(6).start().await);
     let client = d.client().await;
     let tasks: Vec<_> = (0..24)
@@ -83,7 +83,7 @@ async fn many_at_a_time_get_along_in_blocks_of_other_sizes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn another_type_is_rounded_once_whatever_carries_it() {
+async fn another_number_format_is_quantised_once_over_any_transport() {
     let dir = Path::new(FIXTURES).join("llama");
     let recorded = token_ids(&dir.join("expected.safetensors"));
     let (prompt, greedy) = (&recorded["prompt"], &recorded["greedy"]);
@@ -97,8 +97,8 @@ async fn another_type_is_rounded_once_whatever_carries_it() {
         d.assert_all_free().await;
         remote.finished()
     };
-    // The prefill worker computes as the recording did; what follows is decoded in f16 and bf16, which this model's
-    // tokens survive.
+    // The prefill worker computes like the recording. Decoding with KV in f16 or bf16 does not change this model's
+    // tokens.
     for dtype in [KvDtype::F16, KvDtype::Bf16] {
         let remote = tokens((16, KvDtype::F32), (16, dtype), TransportKind::Shm).await;
         assert_eq!(remote, greedy[..12], "{}", dtype.name());
@@ -115,7 +115,7 @@ async fn another_type_is_rounded_once_whatever_carries_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn kv_travels_as_the_two_agree() {
+async fn kv_travels_in_the_wire_format_that_both_sides_allow() {
     let dir = Path::new(FIXTURES).join("llama");
     let recorded = token_ids(&dir.join("expected.safetensors"));
     let (prompt, greedy) = (&recorded["prompt"], &recorded["greedy"]);
@@ -135,7 +135,7 @@ async fn kv_travels_as_the_two_agree() {
         let what = format!("{theirs:?} and {ours:?} over {kind}");
         let tokens = answer.finished();
         assert_eq!(tokens.len(), 12);
-        // This model's tokens survive quantisation to eight bits.
+        // Quantisation to eight bits does not change this model's tokens.
         assert!(tokens == greedy[..12] || expected == Int4, "{what}: {tokens:?}");
 
         let num_bytes = wire_bytes(&d, prompt.len(), expected);
@@ -146,7 +146,7 @@ async fn kv_travels_as_the_two_agree() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_request_says_how_its_own_kv_travels() {
+async fn a_request_chooses_the_wire_format_of_its_kv() {
     let dir = Path::new(FIXTURES).join("llama");
     let recorded = token_ids(&dir.join("expected.safetensors"));
     let (prompt, greedy) = (&recorded["prompt"], &recorded["greedy"]);
@@ -155,7 +155,7 @@ async fn a_request_says_how_its_own_kv_travels() {
     for (ours, theirs, expected) in [
         (None, None, [AsIs, AsIs, Int8, Int4, AsIs]),
         (Some(Int4), Some(Int8), [Int8, AsIs, Int8, Int4, Int8]),
-        // A prefill worker that quantises nothing does not do it for a request either.
+        // A prefill worker that never quantises does not do so for a request either.
         (Some(AsIs), Some(Int8), [AsIs; 5]),
     ] {
         let p = prefill().model(dir.clone()).transport(kind).with(|config| config.kv_wire = ours);
@@ -167,7 +167,7 @@ async fn a_request_says_how_its_own_kv_travels() {
         for (idx, (asked, expected)) in asked.into_iter().zip(expected).enumerate() {
             let before = d.moved(kind);
             let mut request = request(prompt, 12, Some(p.peer()));
-            // Each moves all of its prompt.
+            // Each request moves its whole prompt.
             request.cache_salt = idx.to_string();
             request.set_kv_wire(asked);
             let tokens = generate(&client, request).await.unwrap().finished();
@@ -184,7 +184,7 @@ async fn a_request_says_how_its_own_kv_travels() {
     }
 }
 
-/// What a prompt's KV weighs on its way.
+/// Bytes of a prompt's KV in transit.
 fn wire_bytes(worker: &TestWorker, num_tokens: usize, format: WireFormat) -> u64 {
     let layout = worker.worker.engine().storage().layout();
     let piece_bytes =

@@ -1,4 +1,4 @@
-//! A decode worker that speculates gives the tokens of one that does not, wherever the prompt was computed.
+//! A decode worker with drafts gives the tokens of one without, with local and with remote prefill.
 
 use std::{path::Path, time::Duration};
 
@@ -10,7 +10,7 @@ use baton_worker::DrafterConfig;
 
 use crate::harness::{BLOCK_SIZE, TestWorker, decode, expected, generate, next, prefill, prompt, request};
 
-/// A worker whose steps take a millisecond, and whose draft model, mostly right, takes next to nothing.
+/// A worker whose steps take a millisecond. Its draft model is mostly right and takes almost no time.
 async fn speculating() -> TestWorker {
     let slow = Box::new(|_: &Batch<'_>| {
         std::thread::sleep(Duration::from_millis(1));
@@ -79,7 +79,7 @@ async fn tokens_tell_what_was_drafted_and_a_request_can_opt_out() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_draft_beside_the_tiny_model_changes_no_token() {
+async fn the_draft_model_of_the_tiny_model_changes_no_token() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tiny");
     let p = prefill().model(dir.clone()).start().await;
     let plain = decode().model(dir.clone()).start().await;
@@ -93,17 +93,17 @@ async fn the_draft_beside_the_tiny_model_changes_no_token() {
     for (seed, temperature) in [(1, 0.0), (2, 0.0), (3, 0.7), (4, 1.0)] {
         let prompt: Vec<u32> = prompt(seed, 90).into_iter().map(|token| token * 20 + 300).collect();
         let mut request = request(&prompt, 80, Some(p.peer()));
-        let sampling = request.sampling.as_mut().expect("it was made with them");
+        let sampling = request.sampling.as_mut().expect("the request has sampling parameters");
         (sampling.temperature, sampling.seed) = (temperature, u64::from(seed));
         let expected = generate(&plain_client, request.clone()).await.unwrap().finished();
         assert_eq!(generate(&client, request).await.unwrap().finished(), expected, "seed {seed}");
     }
-    // How often it pays depends on the machine.
+    // How often drafting pays depends on the machine.
     assert!(counts(&speculating, "draft").await.0 > 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_text_that_repeats_is_looked_up() {
+async fn a_repetitive_text_is_drafted_from_n_grams() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tiny");
     let plain = decode().model(dir.clone()).start().await;
     let ngram = |config: &mut baton_worker::WorkerConfig| config.drafter = Some(DrafterConfig::Ngram);

@@ -39,6 +39,7 @@ impl Holds {
     pub(super) fn extend(&mut self, sequence: &Sequence, pool: &mut BlockPool) {
         if let Some(table) = self.tables.get_mut(&sequence.id) {
             table.extend_from_slice(&sequence.blocks);
+            // Invariant 5: the transfer owns the blocks too, and they outlive the sequence until it is over.
             pool.acquire(&sequence.blocks);
         }
     }
@@ -59,6 +60,7 @@ impl Holds {
             Some(table) => Some(table),
             None => self.reserved.remove(&id).map(|sequence| sequence.blocks),
         };
+        // Invariant 5: the table is removed first, so a second release finds nothing.
         blocks.map(|blocks| pool.release(&blocks)).is_some()
     }
 

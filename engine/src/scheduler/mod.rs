@@ -144,6 +144,7 @@ impl Scheduler {
     }
 
     /// The step of `plan` took `elapsed`, sampling included.
+    /// Invariant 12: the duration is an argument, so the scheduler reads no clock.
     pub fn observe(&mut self, plan: &StepPlan, elapsed: Duration) {
         if plan.num_drafts() == 0 {
             self.prefill_budget.observe(plan.num_tokens(), elapsed);

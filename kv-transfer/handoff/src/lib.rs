@@ -35,6 +35,7 @@
 //! - P's blocks are released once, and after the computation and the pushes were told to stop;
 //! - in every state but the last, there is a deadline.
 
+// Invariant 12: `cargo xtask verify purity` checks that this crate reaches no runtime, clock or socket.
 #![forbid(unsafe_code)]
 
 mod access;

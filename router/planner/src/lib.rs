@@ -3,6 +3,7 @@
 //!
 //! Pure: it reads no clock, takes no lock and sends nothing. Time comes in as an argument, so that a simulator drives the
 //! same decisions under its own time. It does not know HTTP, the protocol, or how a worker is reached.
+// Invariant 12: `cargo xtask verify purity` checks that this crate reaches no runtime and no clock.
 #![forbid(unsafe_code)]
 
 mod balance;

@@ -50,6 +50,7 @@ impl Attempt {
             request.prefill = Some(peer(worker));
         }
         request.prefix_source = plan.prefix_source.as_deref().map(peer);
+        // Invariant 1: the worker continues after the delivered tokens, which the request carries.
         let next_idx = request.output_token_ids.len();
         let mut message = Request::new(request);
         crate::trace::inject(message.metadata_mut());

@@ -98,6 +98,7 @@ impl Choice {
         };
         if !matches!(event, Ok(Event { finish: None, .. })) {
             // Dropping the attempt cancels it at the worker.
+            // Invariant 2: no event follows a terminal one.
             self.done = true;
             self.attempt = None;
             self.migration = MigrationState::Idle;
@@ -189,6 +190,7 @@ impl Choice {
         let Some(attempt) = &mut self.attempt else { return Ok(None) };
         let idx = attempt.next_idx;
         attempt.next_idx += 1;
+        // Invariant 1: the index says whether this token was delivered, by this attempt or an earlier one.
         match self.request.output.get(idx) {
             None => Ok(Some(self.on_token(token))),
             Some(&known) if known == token.id => Ok(None),
@@ -313,6 +315,7 @@ impl Choice {
             decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.request.output.len(),
             reason = failure.kind.name(), message = failure.message, "attempt failed"
         );
+        // Invariant 9: the only place of the system that tries a request again.
         let blame = self.retry.on_failure(failure, plan, stage, Instant::now())?;
         if let Some(worker) = &blame.spare {
             self.core.workers.report_failure(worker);

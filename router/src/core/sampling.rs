@@ -51,6 +51,7 @@ impl ClientSampling {
             frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
             logit_bias: self.logit_bias.clone(),
             // Known here, so that a retry samples what the lost attempt would have sampled.
+            // Invariant 7.
             seed: self.seed.unwrap_or_else(random_seed),
             stop_token_ids,
             logprobs: self.logprobs,

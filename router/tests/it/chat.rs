@@ -14,7 +14,7 @@ fn ask(extra: Value) -> Value {
     body
 }
 
-/// Replaces what differs from run to run.
+/// Replaces the values that differ between runs.
 fn masked(text: &str) -> String {
     let mask = |text: &str, after: &str, until: char| {
         let mut pieces = text.split(after);
@@ -41,7 +41,7 @@ async fn a_stream_is_what_openai_sends() {
     let expected = [
         r#"{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}"#,
         r#"{"content":"H"},"logprobs":null,"finish_reason":null}]}"#,
-        // One character of two tokens is one chunk.
+        // A character of two tokens comes in one chunk.
         r#"{"content":"é"},"logprobs":null,"finish_reason":null}]}"#,
         r#"{},"logprobs":null,"finish_reason":"stop"}]}"#,
     ];
@@ -56,7 +56,7 @@ async fn usage_is_null_until_the_last_chunk() {
     let mut events = router.client.post("/v1/chat/completions", &body).await.events();
     let last = events.pop().unwrap();
     assert_eq!(last["choices"], json!([]));
-    // <|user|>, H, i, <|assistant|>; five letters and the end token; the fake says 3 were cached.
+    // <|user|>, H, i, <|assistant|>; five letters and the end token; the fake reports 3 cached tokens.
     let usage = json!({"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10,
                        "prompt_tokens_details": {"cached_tokens": 3}});
     assert_eq!(last["usage"], usage);
@@ -88,7 +88,7 @@ async fn drafts_are_accounted_for_also_when_a_stop_string_ends_the_answer() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_counts_drafts_beyond_all_numbers_breaks_nothing() {
+async fn draft_counts_that_overflow_are_saturated() {
     let (router, worker) = Router::with_worker().await;
     worker.script(|_| {
         let token = Step::Verified(u32::from(b'a'), u32::MAX, u32::MAX);
@@ -100,7 +100,7 @@ async fn a_worker_that_counts_drafts_beyond_all_numbers_breaks_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_answer_in_one_piece() {
+async fn an_answer_without_streaming() {
     let (router, worker) = Router::with_worker().await;
     let answer = router.client.post("/v1/chat/completions", &ask(json!({"max_tokens": 4, "seed": 7}))).await;
     let body = answer.json();
@@ -166,12 +166,12 @@ async fn stop_strings_end_a_stream_across_tokens_and_cancel_the_worker() {
     assert_eq!(events.last().unwrap()["choices"][0]["finish_reason"], "stop");
     worker.next_dropped().await;
 
-    // The usage is complete, though the worker never said its last word.
+    // The usage is complete, although the worker sent no terminal event.
     let answer = router.client.post("/v1/chat/completions", &ask(json!({"stop": "woth"}))).await.json();
     assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], 3, "{answer}");
     worker.next_dropped().await;
 
-    // What was held back and became no stop string is text.
+    // Held back text that became no stop string is delivered.
     worker.script(say("one twof"));
     let body = ask(json!({"stop": "twofold"}));
     let answer = router.client.post("/v1/chat/completions", &body).await.json();
@@ -179,7 +179,7 @@ async fn stop_strings_end_a_stream_across_tokens_and_cancel_the_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn n_choices_are_requests_of_their_own_with_seeds_in_a_row() {
+async fn n_choices_are_separate_requests_with_consecutive_seeds() {
     let (router, worker) = Router::with_worker().await;
     worker.script(|request| {
         let seed = request.sampling.as_ref().unwrap().seed;

@@ -15,7 +15,7 @@ pub struct Client {
     http: legacy::Client<legacy::connect::HttpConnector, Full<Bytes>>,
 }
 
-/// A whole answer.
+/// A complete response.
 #[derive(Debug)]
 pub struct Answer {
     pub status: u16,
@@ -54,7 +54,7 @@ impl Client {
         Answer { status: parts.status.as_u16(), headers: parts.headers, body }
     }
 
-    /// Sends, and leaves the body to the caller.
+    /// Sends a request. The caller reads the body.
     pub async fn begin(
         &self,
         method: &str,

@@ -43,7 +43,7 @@ async fn probes_models_and_version_answer() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn request_ids_are_returned_or_given() {
+async fn request_ids_are_returned_or_generated() {
     let (router, _worker) = Router::with_worker().await;
     let given = router.client.get("/livez").await;
     assert_eq!(given.header("x-request-id").len(), 36);
@@ -117,7 +117,7 @@ async fn a_client_that_leaves_cancels_its_request() {
         .await;
 }
 
-/// Sends bytes, then nothing, and returns what comes until the router closes.
+/// Sends bytes, then nothing, and reads until the router closes the connection.
 async fn dawdle(router: &Router, bytes: &[u8]) -> String {
     let mut connection = TcpStream::connect(router.address).await.unwrap();
     connection.write_all(bytes).await.unwrap();
@@ -128,7 +128,7 @@ async fn dawdle(router: &Router, bytes: &[u8]) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn half_a_request_then_silence_is_ended() {
+async fn an_incomplete_request_is_closed_after_a_while() {
     let (router, _worker) = Router::with_worker_and(|config| {
         config.header_timeout = Duration::from_millis(300);
         config.body_timeout = Duration::from_millis(300);
@@ -162,7 +162,7 @@ async fn a_shutdown_lets_running_requests_end() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_shutdown_that_waited_long_enough_ends_streams_with_an_error() {
+async fn streams_end_with_an_error_when_the_shutdown_timeout_passes() {
     let (router, worker) =
         Router::with_worker_and(|config| config.drain_timeout = Duration::from_millis(100)).await;
     worker.script(|_| vec![Step::Token(97), Step::Hang]);

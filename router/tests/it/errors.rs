@@ -8,14 +8,14 @@ use crate::{
     harness::Router,
 };
 
-/// path, body, status, param, code, a part of the message
+/// Path, body, status, `param`, `code`, and a part of the message.
 type Case<'a> = (&'a str, &'a str, u16, Option<&'a str>, Option<&'a str>, &'a str);
 
 const CHAT: &str = "/v1/chat/completions";
 const TEXT: &str = "/v1/completions";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn wrong_requests_are_told_what_is_wrong() {
+async fn invalid_requests_are_refused_with_the_field_and_the_reason() {
     let (router, worker) = Router::with_worker().await;
     let long = format!("{{\"prompt\":\"{}\"}}", "x".repeat(512));
     let cases: &[Case<'_>] = &[
@@ -189,7 +189,7 @@ async fn other_media_types_and_large_bodies_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_workers_it_says_which_are_missing() {
+async fn without_workers_the_error_names_the_missing_role() {
     let mut router = Router::start(|_| {}).await;
     let answer = router.client.post(TEXT, &json!({"prompt": "x"})).await;
     assert_eq!(answer.status, 503);
@@ -224,7 +224,7 @@ async fn a_full_router_and_full_workers_are_429() {
     let answer = router.client.post(TEXT, &json!({"prompt": "x"})).await;
     assert_eq!((answer.status, answer.header("retry-after")), (429, "1"), "{}", answer.text());
 
-    // When the first has gone there is room again.
+    // After the first request has ended there is room again.
     drop(running);
     worker.next_dropped().await;
     router.until_metric("baton_requests_running 0").await;
@@ -247,7 +247,7 @@ async fn an_error_after_the_first_byte_is_an_event() {
     assert!(error["error"]["message"].as_str().unwrap().contains("scripted break"), "{error}");
 }
 
-/// Pools differ by a few blocks, and so do contexts.
+/// Pools of workers differ by a few blocks, and their contexts differ with them.
 #[tokio::test(flavor = "multi_thread")]
 async fn contexts_may_differ() {
     let mut router = Router::start(|_| {}).await;
@@ -261,7 +261,7 @@ async fn contexts_may_differ() {
     let lengths_of = |worker: &FakeWorker| -> Vec<u32> {
         worker.requests().iter().map(|request| request.sampling.as_ref().unwrap().max_tokens).collect()
     };
-    // Who names no length can be sent to any of them: the second to the one that is free.
+    // A request without a length fits any worker. The second one goes to the idle worker.
     let json = [("content-type", "application/json")];
     let open = json!({"messages": [{"role": "user", "content": "Hi"}], "stream": true});
     let mut streams = Vec::new();
@@ -276,7 +276,7 @@ async fn contexts_may_differ() {
         worker.script(say("Hello"));
     }
     drop(streams);
-    // What only one of them has room for goes there, asked for or not.
+    // A request that fits only one worker goes there, with and without a given length.
     let asked = json!({"prompt": [1, 1], "max_tokens": 510});
     assert_eq!(router.client.post(TEXT, &asked).await.status, 200);
     assert_eq!(lengths_of(&workers[1]).last(), Some(&510));

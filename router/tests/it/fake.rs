@@ -1,4 +1,4 @@
-//! A worker without an engine: it says what its script says.
+//! A fake worker without an engine. It sends the events of a script.
 
 use std::{
     collections::VecDeque,
@@ -29,33 +29,33 @@ use tonic::{Request, Response, Status};
 
 use crate::model::{CONTEXT, END, MODEL, ids};
 
-/// Prompt tokens that the fake says were cached.
+/// Prompt tokens that the fake reports as cached.
 const NUM_CACHED: u32 = 3;
 
-/// What a stream does next.
+/// A step of a script.
 #[derive(Clone, Debug)]
 pub enum Step {
     Token(u32),
     Logprobs(u32, f32, Vec<(u32, f32)>),
-    /// A token, the first after a draft of so many tokens, of which so many were accepted.
+    /// A token after a draft: the numbers of drafted and of accepted tokens.
     Verified(u32, u32, u32),
     Finish(v1::FinishReason),
     Fail(Kind),
-    /// As the first step: the call itself is refused.
+    /// Refuses the call. Only as the first step.
     Refuse(FailureKind),
-    /// The worker is about to leave.
+    /// Reports that the worker drains.
     Leaving,
     /// The stream ends with a status, as when the process dies.
     Break,
     /// The stream ends without a last event.
     End,
-    /// After so long: what is waited for goes on.
+    /// Reports progress after this time.
     Progress(Duration),
-    /// Nothing comes until it is released.
+    /// Sends nothing until it is released.
     Hang,
-    /// Nothing comes any more.
+    /// Sends nothing more.
     Silence,
-    /// The whole process stands still, as at `kill -STOP`, until the worker is dropped.
+    /// Freezes the whole process, like `kill -STOP`, until the worker is dropped.
     Freeze,
 }
 
@@ -66,12 +66,12 @@ pub struct FakeWorker {
     pub record: WorkerRecord,
     pub address: SocketAddr,
     shared: Arc<Shared>,
-    /// A stream's request id, when the router drops the stream before its end.
+    /// Request ids of the streams that the router drops before their end.
     dropped: tokio::sync::Mutex<mpsc::UnboundedReceiver<String>>,
-    /// A request's id when it arrives.
+    /// Ids of requests when they arrive.
     arrived: tokio::sync::Mutex<mpsc::UnboundedReceiver<String>>,
     load: watch::Sender<v1::Load>,
-    /// Its own, so that ending it breaks every connection, as `kill -9` does.
+    /// A runtime of its own, so that ending it breaks every connection, like `kill -9`.
     process: Option<Runtime>,
 }
 
@@ -87,14 +87,14 @@ struct Shared {
     gate: Arc<Mutex<Gate>>,
 }
 
-/// What streams that hang do once they are released.
+/// The step of hanging streams after their release.
 #[derive(Default)]
 struct Gate {
     step: Option<Step>,
     waiting: Vec<Waker>,
 }
 
-/// Says `answer`, from where earlier attempts stopped, then ends.
+/// Continues `answer` after the tokens of earlier attempts, then finishes.
 pub fn say(answer: &str) -> impl Fn(&GenerateRequest) -> Vec<Step> + Send + Sync + 'static {
     let answer = answer.to_owned();
     move |request| {
@@ -171,9 +171,9 @@ impl FakeWorker {
         }
     }
 
-    /// Ends it as `kill -9` does; its address can be taken by another.
+    /// Ends the worker like `kill -9`. Another one can take its address.
     pub fn kill(mut self) -> SocketAddr {
-        // Not in the background: the port must be free.
+        // Waits for the end, so that the port is free.
         let process = self.process.take().expect("it lives");
         tokio::task::block_in_place(|| process.shutdown_timeout(crate::harness::SOON));
         self.address
@@ -200,21 +200,21 @@ impl FakeWorker {
         self.arrived.lock().await.recv().await.expect("the worker lives")
     }
 
-    /// Streams that hang go on with this step.
+    /// Lets hanging streams continue with this step.
     pub fn release(&self, step: Step) {
         let mut gate = self.shared.gate.lock().unwrap();
         gate.step = Some(step);
         gate.waiting.drain(..).for_each(Waker::wake);
     }
 
-    /// Waits until no stream is left.
+    /// Waits until every stream has ended.
     pub async fn until_idle(&self) {
         let mut num_live = self.shared.num_live.subscribe();
         let idle = tokio::time::timeout(crate::harness::SOON, num_live.wait_for(|num| *num == 0)).await;
         assert!(idle.is_ok(), "streams stay behind");
     }
 
-    /// Says how much it has.
+    /// Reports this load.
     pub fn set_free_blocks(&self, num: u32) {
         self.load.send_modify(|load| load.num_free_blocks = num);
     }
@@ -298,7 +298,7 @@ impl decode_server::Decode for Service {
     }
 }
 
-/// A script that is being played.
+/// A running script.
 pub struct Play {
     id: String,
     steps: VecDeque<Step>,
@@ -377,12 +377,12 @@ impl Stream for Play {
                 self.pause = None;
                 Event::Progress(proto::Progress {})
             }
-            // Ended by the router's drop of the stream.
+            // Ends when the router drops the stream.
             Some(Step::Silence) => {
                 self.steps.push_front(Step::Silence);
                 return Poll::Pending;
             }
-            // Or by `release`.
+            // Ends with `release`.
             Some(Step::Hang) => {
                 let gate = self.gate.clone();
                 let mut gate = gate.lock().unwrap();

@@ -35,7 +35,7 @@ fn text(prompt: &str) -> GenerateRequest {
     GenerateRequest { prompt: Some(Prompt::Text(prompt.into())), ..GenerateRequest::default() }
 }
 
-/// Text per choice, and how each ended.
+/// The text of each choice, and its finish reason.
 async fn generate(
     client: &mut InferenceClient<Channel>,
     request: GenerateRequest,
@@ -122,7 +122,7 @@ async fn an_aborted_request_ends_with_that_reason() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn wrong_requests_have_the_right_status() {
+async fn invalid_requests_get_the_right_status() {
     let (router, worker) = Router::with_worker_and(|config| config.max_body_bytes = 2000).await;
     let mut client = client(&router).await;
     let sampling = |sampling| GenerateRequest { sampling: Some(sampling), ..text("x") };
@@ -291,7 +291,7 @@ fn framed(message: &[u8]) -> Bytes {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn messages_that_cannot_be_read_are_the_callers_fault() {
+async fn unreadable_messages_are_invalid_arguments() {
     let (router, _worker) =
         Router::with_worker_and(|config| config.body_timeout = Duration::from_millis(300)).await;
     let path = "/baton.v1.Inference/Generate";
@@ -301,7 +301,7 @@ async fn messages_that_cannot_be_read_are_the_callers_fault() {
     let (status, message) = raw(&router, path, Full::new(framed(&message)).boxed()).await;
     assert_eq!(status, (Code::InvalidArgument as i32).to_string(), "{message}");
 
-    // Half a message, then silence.
+    // An incomplete message.
     let half = framed(&text("x").encode_to_vec()).slice(..4);
     let pieces = tokio_stream::once(Ok(hyper::body::Frame::data(half))).chain(tokio_stream::pending());
     let (status, message) = raw(&router, path, BodyExt::boxed(StreamBody::new(pieces))).await;

@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{client::Client, fake::FakeWorker, model};
 
-/// Bounds every wait of a test; never reached when the code is right.
+/// A bound for every wait of a test. A test that reaches it has failed.
 pub const SOON: Duration = Duration::from_secs(60);
 
 pub struct Router {
@@ -70,7 +70,7 @@ impl Router {
         self.registrations.remove(0).withdraw().await;
     }
 
-    /// Asks until the path answers with the status.
+    /// Polls until the path answers with the status.
     pub async fn until(&self, path: &str, status: u16) {
         let asking = async {
             while self.client.get(path).await.status != status {
@@ -80,7 +80,7 @@ impl Router {
         tokio::time::timeout(SOON, asking).await.unwrap_or_else(|_| panic!("{path} never answered {status}"));
     }
 
-    /// Asks until the state is the wanted one.
+    /// Polls until the workers have the expected state.
     pub async fn until_health(&self, wanted: impl Fn(&serde_json::Value) -> bool) {
         let asking = async {
             while !wanted(&self.client.get("/health").await.json()) {
@@ -90,7 +90,7 @@ impl Router {
         tokio::time::timeout(SOON, asking).await.expect("the workers' state is reached");
     }
 
-    /// Asks until `/metrics` has the line.
+    /// Polls until `/metrics` has the line.
     pub async fn until_metric(&self, line: &str) {
         let mut text = String::new();
         let asking = async {

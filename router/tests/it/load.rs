@@ -23,7 +23,7 @@ use crate::{
 const TEXT: &str = "/v1/completions";
 const JSON: [(&str, &str); 1] = [("content-type", "application/json")];
 
-/// What the fake says for a seed.
+/// The answer of the fake worker for a seed.
 fn answer(seed: u64) -> String {
     format!("answer {seed}: ") + &"é".repeat(seed as usize % 7)
 }
@@ -38,7 +38,7 @@ fn text_of(body: &[u8]) -> String {
     body.split("\"text\":\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect()
 }
 
-/// A client that waits long for the first token has a stream that proxies keep open, and an event if nothing comes of it.
+/// While a client waits for the first token, comments keep its stream open through proxies. A failure comes as an event.
 #[tokio::test(flavor = "multi_thread")]
 async fn silent_streams_are_kept_open() {
     let change = |config: &mut RouterConfig| {
@@ -96,7 +96,7 @@ async fn sixteen_streams_survive_the_death_of_their_only_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nothing_stays_behind_when_workers_fail_and_clients_leave_at_random() {
+async fn random_failures_and_cancellations_leave_no_stream_open() {
     let (mut router, worker) = Router::with_worker_and(|config| config.max_attempts = 1000).await;
     let other = FakeWorker::start("d1", Role::Decode, 1).await;
     router.register(&other).await;
@@ -104,13 +104,13 @@ async fn nothing_stays_behind_when_workers_fail_and_clients_leave_at_random() {
         worker.script(|request| {
             let seed = request.sampling.as_ref().unwrap().seed;
             let mut steps = say(&answer(seed))(request);
-            // Some first attempts fail, somewhere, somehow.
+            // Some first attempts fail at a random token in a random way.
             if request.attempt == 0 && seed % 3 == 0 {
                 steps.truncate(seed as usize % 11 + 1);
                 let ends = [Step::Break, Step::End, Step::Fail(Kind::Internal), Step::Fail(Kind::Deadline)];
                 steps.push(ends[seed as usize % 4].clone());
             } else if seed % 10 == 7 {
-                // These are left by their client, or never end.
+                // These clients leave, or their streams never end.
                 steps.truncate(seed as usize % 5);
                 steps.push(Step::Hang);
             }

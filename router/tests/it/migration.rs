@@ -1,4 +1,4 @@
-//! Requests that go from one decode worker to another while they run.
+//! Requests that migrate from one decode worker to another while they run.
 
 use baton_cluster::Role;
 use baton_proto::{
@@ -17,7 +17,7 @@ use crate::{
 const TEXT: &str = "/v1/completions";
 const ANSWER: &str = "Hello";
 
-/// The first tokens, then `then`, and it says no more until it is released.
+/// The first tokens, then `then`. More tokens follow after a release.
 fn begin(num_tokens: usize, then: Step) -> impl Fn(&GenerateRequest) -> Vec<Step> + Send + Sync + 'static {
     move |request| {
         let mut steps = say(ANSWER)(request);
@@ -31,7 +31,7 @@ async fn pair(change: impl FnOnce(&mut baton_router::RouterConfig)) -> (Router, 
     let (mut router, old) = Router::with_worker_and(change).await;
     let new = FakeWorker::start("d1", Role::Decode, 1).await;
     router.register(&new).await;
-    // The first by name has the request, others being equal.
+    // The request is at the first worker by name: both are idle.
     (router, old, new)
 }
 
@@ -42,7 +42,7 @@ async fn ask(router: &Router) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_leaves_is_the_source_of_what_goes_on_elsewhere() {
+async fn a_draining_worker_is_the_prefix_source_of_the_migrated_request() {
     let (router, old, new) = pair(|_| {}).await;
     old.script(begin(2, Step::Leaving));
     new.script(say(ANSWER));
@@ -52,20 +52,20 @@ async fn a_worker_that_leaves_is_the_source_of_what_goes_on_elsewhere() {
     assert!(request.prefill.is_none());
     let source = request.prefix_source.as_ref().expect("it is told who has the KV");
     assert_eq!((source.worker_id.as_str(), source.incarnation), ("d0", 1));
-    // The old stream is dropped, since it had not ended.
+    // The old stream is dropped before its end.
     tokio::time::timeout(SOON, old.next_dropped()).await.expect("the old worker is let go");
     router.until_metric("baton_migrations_total{cause=\"drain\",outcome=\"moved\"} 1").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_fails_on_the_way_costs_nothing() {
+async fn a_failed_migration_costs_no_token() {
     let (router, old, new) = pair(|_| {}).await;
     old.script(begin(2, Step::Leaving));
     new.script(|_| vec![Step::Fail(Kind::Full)]);
     let text = ask(&router);
     let rest = async {
         router.until_metric("baton_migrations_total{cause=\"drain\",outcome=\"full\"} 1").await;
-        // The old worker goes on.
+        // The old worker continues.
         old.release(Step::Finish(v1::FinishReason::Length));
     };
     let (text, ()) = tokio::join!(text, rest);
@@ -75,7 +75,7 @@ async fn what_fails_on_the_way_costs_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_new_worker_takes_over_when_the_old_one_dies_on_the_way() {
+async fn the_new_worker_takes_over_when_the_old_one_dies_during_the_migration() {
     let (router, old, new) = pair(|_| {}).await;
     old.script(begin(2, Step::Leaving));
     new.script(|request| [vec![Step::Hang], say(ANSWER)(request)[1..].to_vec()].concat());
@@ -91,7 +91,7 @@ async fn the_new_worker_takes_over_when_the_old_one_dies_on_the_way() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tokens_that_the_old_worker_said_meanwhile_come_once() {
+async fn tokens_that_the_old_worker_sends_meanwhile_come_once() {
     let (router, old, new) = pair(|_| {}).await;
     old.script(|request| {
         let all = say(ANSWER)(request);
@@ -101,7 +101,7 @@ async fn tokens_that_the_old_worker_said_meanwhile_come_once() {
     let text = ask(&router);
     let rest = async {
         tokio::time::timeout(SOON, new.next_arrived()).await.expect("it is asked");
-        // One more while the new worker prepares, which says it again.
+        // The old worker sends one more token while the new one prepares. The new worker sends it again.
         old.release(Step::Token(ids(ANSWER)[1]));
         router.until_metric("baton_output_tokens_total 3").await;
         new.release(Step::Token(ids(ANSWER)[1]));
@@ -111,7 +111,7 @@ async fn tokens_that_the_old_worker_said_meanwhile_come_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_says_other_tokens_again_is_not_believed() {
+async fn a_worker_that_repeats_a_token_differently_fails_the_attempt() {
     let (router, old, new) = pair(|_| {}).await;
     old.script(|request| match request.attempt {
         0 => {
@@ -137,7 +137,7 @@ async fn a_worker_that_says_other_tokens_again_is_not_believed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn requests_stay_when_they_shall() {
+async fn requests_stay_when_migration_is_off() {
     let (router, old, new) = pair(|config| config.migration = MigrationMode::Off).await;
     old.script(|request| [&[Step::Leaving][..], &say(ANSWER)(request)].concat());
     assert_eq!(ask(&router).await, ANSWER);
@@ -145,7 +145,7 @@ async fn requests_stay_when_they_shall() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_request_of_a_crowded_worker_goes_to_an_empty_one() {
+async fn a_request_of_a_crowded_worker_migrates_to_an_empty_one() {
     let (router, old, new) = pair(|_| {}).await;
     old.script(begin(2, Step::Token(ids(ANSWER)[2])));
     new.script(begin(2, Step::Token(ids(ANSWER)[2])));
@@ -157,7 +157,7 @@ async fn a_request_of_a_crowded_worker_goes_to_an_empty_one() {
                 _ = new.next_arrived() => {}
             }
         }
-        // Whichever has two of the three is full.
+        // The worker with two of the three requests is full.
         let (full, empty) = if old.requests().len() > 1 { (&old, &new) } else { (&new, &old) };
         let num_before = empty.requests().len();
         empty.script(say(ANSWER));
@@ -165,7 +165,7 @@ async fn a_request_of_a_crowded_worker_goes_to_an_empty_one() {
         router.until_metric("baton_migrations_total{cause=\"balance\",outcome=\"moved\"} 1").await;
         let moved = empty.requests()[num_before].clone();
         assert_eq!(moved.prefix_source.map(|source| source.worker_id), Some(full.record.id.0.clone()));
-        // A single request is left there, and stays.
+        // One request remains there and stays.
         full.set_free_blocks(64);
         old.release(Step::Finish(v1::FinishReason::Length));
         new.release(Step::Finish(v1::FinishReason::Length));

@@ -1,5 +1,5 @@
-//! A model directory with a tokenizer whose tokens are single bytes, so that every test can tell the
-//! ids of a text and characters are cut by tokens.
+//! A model directory with a tokenizer whose tokens are single bytes. So every test knows the ids of a text, and tokens
+//! split characters.
 
 use std::path::Path;
 

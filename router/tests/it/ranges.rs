@@ -1,4 +1,4 @@
-//! A sampling parameter out of its range is refused at both edges by its name, before a worker is asked.
+//! A sampling parameter outside its range is refused over HTTP and gRPC with its name, before a worker is called.
 
 use baton_proto::v1::{
     GenerateRequest, SamplingParams, generate_request::Prompt, inference_client::InferenceClient,
@@ -8,11 +8,11 @@ use tonic::Code;
 
 use crate::harness::Router;
 
-/// The field, its value over HTTP, the same over gRPC.
+/// The field, its value over HTTP, and its value over gRPC.
 type Case = (&'static str, Value, fn(&mut SamplingParams));
 
 #[tokio::test(flavor = "multi_thread")]
-async fn values_out_of_range_are_refused_by_the_field_s_name() {
+async fn values_out_of_range_are_refused_with_the_name_of_the_field() {
     let (router, worker) = Router::with_worker().await;
     let address = format!("http://{}", router.address);
     let mut grpc = InferenceClient::connect(address).await.unwrap();
@@ -54,7 +54,7 @@ async fn values_out_of_range_are_refused_by_the_field_s_name() {
         let request = GenerateRequest { prompt, sampling: Some(sampling), ..GenerateRequest::default() };
         let status = grpc.generate(request).await.unwrap_err();
         assert_eq!(status.code(), Code::InvalidArgument, "{field} {value}: {status}");
-        // A context that is too small is told in OpenAI's words.
+        // The error for a too small context has OpenAI's wording.
         let names = status.message().starts_with(&format!("{field}: ")) || value == 512;
         assert!(names, "{status} does not name {field}");
     }

@@ -16,7 +16,7 @@ use crate::{
 
 const TEXT: &str = "/v1/completions";
 
-/// Says `answer`; the first attempt ends like `end` after `num_tokens`.
+/// Sends `answer`. The first attempt ends with `end` after `num_tokens` tokens.
 fn fail_once(
     answer: &str,
     num_tokens: usize,
@@ -34,7 +34,7 @@ fn fail_once(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whatever_fails_tokens_come_exactly_once() {
+async fn every_token_comes_exactly_once_after_any_failure() {
     let ends = [
         Step::Break,
         Step::End,
@@ -48,7 +48,7 @@ async fn whatever_fails_tokens_come_exactly_once() {
     for end in ends {
         for num_tokens in [0, 1, 3] {
             if num_tokens == 0 && matches!(end, Step::Fail(Kind::Full)) {
-                continue; // Full before the first token is the client's to know.
+                continue; // Before the first token the client is told that all workers are full.
             }
             let (router, worker) = Router::with_worker().await;
             worker.script(fail_once("Hé!!", num_tokens, end.clone()));
@@ -71,7 +71,7 @@ async fn whatever_fails_tokens_come_exactly_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_long_prompt_that_goes_on_is_waited_for() {
+async fn a_long_prompt_with_progress_does_not_time_out() {
     let (router, worker) =
         Router::with_worker_and(|config| config.stall_timeout = Duration::from_secs(3)).await;
     worker.script(|request| {
@@ -131,7 +131,7 @@ async fn a_worker_that_drains_is_avoided_and_not_blamed() {
     for num in 1..=2 {
         let answer = router.client.post(TEXT, &json!({"prompt": "x"})).await.json();
         assert_eq!(answer["choices"][0]["text"], "Hello");
-        // A worker that crashed would be backed off from, and not asked again.
+        // After a crash the router would avoid the worker for a while.
         assert_eq!((worker.requests().len(), other.requests().len()), (num, num));
     }
     router.until_metric("baton_attempt_failures_total{reason=\"draining\"} 2").await;
@@ -170,7 +170,7 @@ async fn another_worker_takes_over_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lost_last_word_is_not_asked_for_again() {
+async fn a_lost_terminal_event_costs_no_second_attempt() {
     for (tokens, max_tokens, reason) in [(vec![104, END], 16, "stop"), (vec![104, 105], 2, "length")] {
         let (router, worker) = Router::with_worker().await;
         worker.script(move |_| tokens.iter().map(|id| Step::Token(*id)).chain([Step::Break]).collect());
@@ -194,7 +194,7 @@ async fn attempts_without_progress_are_bounded() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_says_nothing_is_given_up() {
+async fn a_silent_worker_is_abandoned_after_the_stall_timeout() {
     let (mut router, worker) =
         Router::with_worker_and(|config| config.stall_timeout = Duration::from_millis(200)).await;
     worker.script(|_| vec![Step::Token(72), Step::Hang]);
@@ -206,13 +206,13 @@ async fn a_worker_that_says_nothing_is_given_up() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_stands_still_is_noticed_and_left() {
+async fn a_frozen_worker_is_detected_by_keep_alive() {
     let (mut router, worker) =
         Router::with_worker_and(|config| config.keep_alive = Duration::from_millis(300)).await;
     worker.script(|_| ids("He").into_iter().map(Step::Token).chain([Step::Freeze]).collect());
     let other = FakeWorker::start("d1", Role::Decode, 1).await;
     router.register(&other).await;
-    // The connection stays open, so only the unanswered ping tells. Well before `stall_timeout`.
+    // The connection stays open. Only the unanswered ping reveals the freeze, long before `stall_timeout`.
     let answer = router.client.post(TEXT, &json!({"prompt": "x"})).await.json();
     assert_eq!(answer["choices"][0]["text"], "Hello");
     let delivered = &other.requests()[0].output_token_ids;
@@ -228,7 +228,7 @@ async fn a_running_request_is_planned_again_while_the_router_drains() {
     let body = Bytes::from(json!({"prompt": "x", "stream": true}).to_string());
     let response = router.client.begin("POST", TEXT, &json, body).await;
     router.begin_shutdown();
-    // Its worker breaks off when the router has ceased to take new connections.
+    // The worker fails after the router has stopped to accept connections.
     while Client::new(router.address).try_connect().await {
         tokio::task::yield_now().await;
     }
@@ -258,7 +258,7 @@ async fn a_short_outage_is_a_pause_for_new_requests_too() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn long_prompts_go_by_way_of_a_prefill_worker_that_may_fail() {
+async fn long_prompts_use_a_prefill_worker_that_may_fail() {
     let (mut router, worker) = Router::with_worker().await;
     let prefill = FakeWorker::start("p0", Role::Prefill, 7).await;
     router.register(&prefill).await;
@@ -269,7 +269,7 @@ async fn long_prompts_go_by_way_of_a_prefill_worker_that_may_fail() {
     assert_eq!((peer.worker_id.as_str(), peer.incarnation), ("p0", 7));
     assert_eq!(peer.address, prefill.record.address);
 
-    // The whole prompt is known to lie with the decode worker now.
+    // The router now knows that the decode worker has cached the whole prompt.
     assert_eq!(router.client.post(TEXT, &long('a')).await.status, 200);
     assert!(worker.requests()[1].prefill.is_none(), "cached prompts stay");
 
@@ -281,7 +281,7 @@ async fn long_prompts_go_by_way_of_a_prefill_worker_that_may_fail() {
     router.until_metric("baton_plans_total{prefill=\"remote\"} 2").await;
     router.until_metric("baton_plans_total{prefill=\"local\"} 2").await;
 
-    // One that demands remote prefill waits until the prefill worker is not spared any more.
+    // A request that demands remote prefill waits until the prefill worker may be used again.
     let mut remote = long('c');
     remote["prefill_mode"] = json!("remote");
     assert_eq!(router.client.post(TEXT, &remote).await.status, 200);

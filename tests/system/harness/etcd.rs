@@ -1,4 +1,4 @@
-//! A real etcd for one test, which can be stopped and started again over the same data.
+//! A real etcd for one test. It can be stopped and started again with the same data.
 
 use std::{path::Path, time::Duration};
 
@@ -44,7 +44,7 @@ impl Etcd {
 
 const POLL: Duration = Duration::from_millis(20);
 
-/// Calls `check` until it gives a value; panics with `what` after `limit`, of which a pause of the whole machine is one poll.
+/// Calls `check` until it returns a value. Panics with `what` after `limit`, in which a pause of the machine counts as one poll.
 pub(crate) async fn eventually<T>(
     what: &str,
     limit: Duration,
@@ -54,7 +54,7 @@ pub(crate) async fn eventually<T>(
         if let Some(value) = check().await {
             return value;
         }
-        // The interval of a poll, not a guess at how long something takes.
+        // The interval of polls, not a guess of a duration.
         tokio::time::sleep(POLL).await;
     }
     panic!("not within {limit:?}: {what}");

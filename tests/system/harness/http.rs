@@ -57,7 +57,7 @@ impl Http {
             .expect("a request of fixed parts is well-formed")
     }
 
-    /// Begins a streamed completion; `body` says `"stream": true`.
+    /// Begins a streamed completion. `body` has `"stream": true`.
     pub(crate) async fn stream(&self, path: &str, body: &Value) -> anyhow::Result<Events> {
         let response = self.client.request(self.json_request(path, body)).await?;
         let status = response.status();
@@ -70,7 +70,7 @@ impl Http {
     }
 }
 
-/// The events of a stream. Dropping it closes the connection: the client went away.
+/// The events of a stream. Dropping it closes the connection, as a client that leaves does.
 pub(crate) struct Events {
     body: hyper::body::Incoming,
     buffer: BytesMut,

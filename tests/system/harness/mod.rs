@@ -25,7 +25,7 @@ pub(crate) use process::{Process, children_of, signal_pid};
 /// The program under test.
 pub(crate) const BATON: &str = env!("CARGO_BIN_EXE_baton-under-test");
 
-/// One cluster at a time: tests that measure faults on two cores should not disturb each other.
+/// One cluster at a time: tests of faults disturb each other on two cores.
 static TURN: Mutex<()> = Mutex::const_new(());
 
 /// How long a whole cluster may take to be ready on a loaded machine.
@@ -87,7 +87,7 @@ impl ClusterBuilder {
         self
     }
 
-    /// Every process has certificates of one authority: the prefill workers one, all others another.
+    /// Every process has a certificate of one authority: the prefill workers share one, all others share another.
     pub(crate) fn with_tls(mut self) -> Self {
         self.has_tls = true;
         self.router_flags(&tls_flags("a", "ca.pem"))
@@ -150,7 +150,7 @@ impl ClusterBuilder {
     }
 }
 
-/// Flags for the certificates of this name, which believe in this authority.
+/// Flags for the certificate of this name, with this trusted authority.
 pub(crate) fn tls_flags(name: &str, ca: &str) -> String {
     let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../tls/testdata");
     format!("--tls-cert {dir}/{name}.pem --tls-key {dir}/{name}.key --tls-ca {dir}/{ca}")
@@ -188,7 +188,7 @@ impl Cluster {
         Process::start(name, BATON, args, self.dir.path())
     }
 
-    /// What a process has written to its log.
+    /// The log of a process.
     pub(crate) fn log(&self, name: &str) -> String {
         self.processes[name].log()
     }
@@ -198,7 +198,7 @@ impl Cluster {
         process.kill();
     }
 
-    /// Waits until a process that was told to end has ended well.
+    /// Waits until a process that was told to end has ended with success.
     pub(crate) async fn wait_for_end(&mut self, name: &str) {
         let mut process = self.processes.remove(name).unwrap_or_else(|| panic!("no process {name}"));
         let status = eventually(&format!("the end of {name}"), Duration::from_secs(120), async || {
@@ -229,7 +229,7 @@ impl Cluster {
             async || {
                 let answer = self.http.get("/health").await.ok()?;
                 let health = answer.json();
-                // Workers may be there before the router has loaded its tokenizer.
+                // Workers may be registered before the router has loaded its tokenizer.
                 let ready = answer.status.is_success();
                 let num = |role| num_workers(&health, role);
                 (ready && num("prefill") == num_prefill && num("decode") == num_decode).then_some(())
@@ -268,7 +268,7 @@ impl Cluster {
         sum_metric(&text, name, labels)
     }
 
-    /// Waits until no worker runs anything, then demands that every block is free.
+    /// Waits until every worker is idle, then checks that every block is free.
     pub(crate) async fn assert_all_blocks_free(&self) {
         let loads = eventually("idle workers with every block free", Duration::from_secs(60), async || {
             let loads = self.loads().await;
@@ -315,12 +315,12 @@ pub(crate) struct Up {
 }
 
 impl Up {
-    /// Starts it and waits until it says that it is ready.
+    /// Starts it and waits until it reports that it is ready.
     pub(crate) async fn start(flags: &str) -> Up {
         Up::start_in(&[], &format!("--kv-memory 64M {flags}")).await
     }
 
-    /// The same with more variables in its environment, and as much memory for KV as it takes.
+    /// The same with more environment variables and the default memory for KV.
     pub(crate) async fn start_in(environment: &[(&str, &Path)], flags: &str) -> Up {
         let turn = TURN.lock().await;
         let dir = tempfile::tempdir().expect("a temporary directory can be made");
@@ -346,7 +346,7 @@ impl Up {
 
 impl Drop for Up {
     fn drop(&mut self) {
-        // The parts end with their supervisor; a killed one could not tell them.
+        // The parts end with their supervisor, but a killed supervisor cannot tell them.
         if self.supervisor.exit_status().is_none() {
             self.supervisor.signal(libc::SIGTERM);
             self.supervisor.wait();

@@ -48,7 +48,7 @@ impl Process {
         signal_pid(self.pid(), signal);
     }
 
-    /// SIGKILL, and gone when this returns.
+    /// Sends SIGKILL and waits for the end of the process.
     pub(crate) fn kill(&mut self) {
         self.child.kill().expect("our own child can be killed");
         self.child.wait().expect("our own child can be waited for");
@@ -78,7 +78,7 @@ impl Drop for Process {
                 eprintln!("{line}");
             }
         }
-        // Gone already is as good as killed.
+        // The process may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -94,10 +94,10 @@ pub(crate) fn signal_pid(pid: i32, signal: libc::c_int) {
 /// Children of `parent` by the value of their `--id` flag, or their subcommand when they have none.
 pub(crate) fn children_of(parent: i32) -> Vec<(String, i32)> {
     let mut children = Vec::new();
-    for entry in fs::read_dir("/proc").expect("/proc is there").flatten() {
+    for entry in fs::read_dir("/proc").expect("/proc is mounted").flatten() {
         let Ok(pid) = entry.file_name().to_string_lossy().parse::<i32>() else { continue };
         let Ok(stat) = fs::read_to_string(entry.path().join("stat")) else { continue };
-        // "pid (name) state ppid …": the name may hold anything, so count from its end.
+        // "pid (name) state ppid …". The name may contain any character, so this counts from its end.
         let Some((_, rest)) = stat.rsplit_once(')') else { continue };
         let mut fields = rest.split_whitespace();
         let is_zombie = fields.next() == Some("Z");

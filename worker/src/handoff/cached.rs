@@ -75,6 +75,7 @@ impl CachedHandoffDriver {
         tokio::select! {
             // Time first, so that nothing busy outlives its deadline; leaving last, since what just happened says more.
             biased;
+            // Invariant 6: the deadline of the held prefix.
             () = sleep_until(deadline) => Event::Input(PrefillInput::Tick),
             input = self.giving.next() => Event::Input(input),
             held = self.prefix.held() => Event::Held(held),

@@ -38,6 +38,7 @@ impl PeerBlocks {
     /// # Errors
     /// When KV of `worker` cannot be used there.
     pub fn accept(worker: &Worker, theirs: &KvFormat, wire: WireFormat) -> Result<PeerBlocks, Failure> {
+        // Invariant 4: the formats are compared before any KV moves.
         if let Some(difference) = worker.kv_format().difference(theirs) {
             let message = format!("the workers' KV formats differ: {difference}");
             return Err(Failure::new(FailureKind::KvRejected, message));

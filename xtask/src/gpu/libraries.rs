@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 
 use crate::tools;
 
-/// What programs look for; which version of one, the driver decides.
+/// Libraries that programs look for. The driver decides the version.
 const NAMES: [&str; 4] = ["libnvrtc.so.13", "libnvrtc.so.12", "libcublasLt.so.13", "libcublasLt.so.12"];
 
 /// `LD_LIBRARY_PATH` for programs that need them.

@@ -1,6 +1,6 @@
 //! `cargo xtask gpu-check`: everything that needs a GPU, in one run and one table.
 //!
-//! What is run is in programs that are built before: the tests of kernels, of models and of the engine on a device, of transports,
+//! It runs programs that were built before: the tests of kernels, of models and of the engine on a device, of transports,
 //! `model/examples/gpu_check.rs`, and `baton`. A machine with a GPU often has no Rust: `--pack` builds them elsewhere,
 //! `--packed` runs them there.
 
@@ -22,7 +22,7 @@ use anyhow::{Context, Result, ensure};
 use self::{bench::Bench, programs::Programs};
 use crate::{check::Outcome, tools, workspace::Workspace};
 
-/// What `cargo xtask gpu-check` was asked for.
+/// The options of `cargo xtask gpu-check`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
     /// Number of the GPU, as CUDA counts.
@@ -42,7 +42,7 @@ pub(crate) struct Options {
 /// Time limit of everything after the build.
 const LIMIT: Duration = Duration::from_secs(8 * 60);
 
-/// What a driver of NVIDIA's, or of Windows under WSL, makes when it is there.
+/// Device files of NVIDIA's driver, or of Windows under WSL.
 const DRIVER_FILES: [&str; 3] = ["/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version"];
 
 /// Runs the check. Returns whether everything ran, passed and was fast enough.
@@ -104,13 +104,13 @@ fn table(lines: &[Line]) -> String {
     table
 }
 
-/// Tests of models and engines that are of the emulator, or of several devices, which are emulated.
+/// Tests of models and engines that need the emulator: tests of it, or of several devices.
 const NOT_ON_DEVICE: [&str; 4] = ["measure::", "ranks::", "a_model_that_does_not_fit", "several_ranks"];
 
-/// The same, of kernels.
+/// The same for kernels.
 const NOT_OF_KERNELS: [&str; 1] = ["nccl::"];
 
-/// What the sanitizer looks at: something of each file of kernels, that it slows down by a factor of tens.
+/// Tests under the sanitizer: a few of each file of kernels, because it slows them down by a factor of tens.
 const SANITIZED: [&str; 11] = [
     "attention::chunks",
     "attention::windows",
@@ -211,7 +211,7 @@ impl Bench {
         Ok(steps::of_figures(&ended))
     }
 
-    /// What goes to docs/benchmarks/gpu.md.
+    /// The text for docs/benchmarks/gpu.md.
     fn report(&self, card: &str, table: &str) -> String {
         let date = said(Command::new("date").args(["-u", "+%F"])).unwrap_or_else(|| "undated".into());
         let commit = said(Command::new("git").args(["rev-parse", "--short", "HEAD"]).current_dir(&self.root));

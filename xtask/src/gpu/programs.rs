@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::{tools, workspace::Workspace};
 
-/// Where they are.
+/// The paths of the programs.
 pub(super) struct Programs {
     /// `model/cuda-kernels/tests/kernels/`
     pub(super) kernels: PathBuf,
@@ -29,7 +29,7 @@ pub(super) struct Programs {
     pub(super) baton: PathBuf,
 }
 
-/// What they are called where they are packed, in the same order.
+/// The names of the packed programs, in the same order.
 const NAMES: [&str; 8] = [
     "kernel_tests",
     "model_tests",
@@ -82,7 +82,7 @@ impl Programs {
         Ok(Programs { kernels, models, engine, shm, rdma, nccl, figures, baton })
     }
 
-    /// Copies them, and this program, without what debuggers need.
+    /// Copies them and this program, without debug information.
     pub(super) fn pack(&self, dir: &Path) -> Result<()> {
         std::fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
         let this = std::env::current_exe().context("find this program")?;
@@ -99,7 +99,7 @@ impl Programs {
         for (from, name) in programs.into_iter().zip(NAMES).chain([(&this, "xtask")]) {
             let to = dir.join(name);
             std::fs::copy(from, &to).with_context(|| format!("copy {}", from.display()))?;
-            // They are only larger without it.
+            // If stripping fails, the programs are only larger.
             let _ = Command::new("strip").arg(&to).status();
             println!("{}: {} MB", to.display(), std::fs::metadata(&to)?.len() / 1_000_000);
         }

@@ -46,7 +46,7 @@ pub(super) fn finish(command: &mut Command, log: &Path, limit: Duration) -> Resu
     Ok(Ended { code, is_late, output, took: start.elapsed() })
 }
 
-/// A process and those that it starts; killed when dropped.
+/// A process and its child processes. They are killed when it is dropped.
 pub(super) struct Group(pub(super) Child);
 
 impl Group {
@@ -78,7 +78,7 @@ impl Drop for Group {
     }
 }
 
-/// What a program of tests found.
+/// The outcome of a test program.
 pub(super) fn of_tests(ended: &Ended) -> Outcome {
     let mut findings: Vec<String> = ended
         .output
@@ -99,7 +99,7 @@ pub(super) fn of_tests(ended: &Ended) -> Outcome {
     }
 }
 
-/// What `gpu_check` found.
+/// The outcome of `gpu_check`.
 pub(super) fn of_figures(ended: &Ended) -> Outcome {
     let rows = || ended.output.lines().filter(|line| line.starts_with('|') && !line.starts_with("|--"));
     let missed = rows().filter(|line| line.contains("MISSED")).map(|line| line.trim_matches(['|', ' ']));

@@ -122,7 +122,7 @@ fn child_file<'a, T>(files: &'a BTreeMap<&str, T>, parent: &str, child: &str) ->
         .map(|(name, value)| (*name, value))
 }
 
-/// Where the modules are that a file declares, with a slash at its end unless empty.
+/// The folder of the modules that a file declares, with a slash at its end unless empty.
 pub(crate) fn folder_of_children(file: &str) -> String {
     let (folder, name) =
         file.rsplit_once('/').map_or((String::new(), file), |(folder, name)| (format!("{folder}/"), name));

@@ -160,7 +160,7 @@ fn continues_a_word(bytes: &[u8], at: usize) -> bool {
     }
 }
 
-/// Where the bracket that opens at `open` closes.
+/// The position of the bracket that closes the one at `open`.
 pub(super) fn closing(bytes: &[u8], open: usize) -> usize {
     let mut depth = 0;
     for (at, byte) in bytes.iter().enumerate().skip(open) {
@@ -202,7 +202,7 @@ const ITEMS: [&str; 17] = [
 /// Items that end with a semicolon even when they hold braces.
 const ENDED_BY_SEMICOLON: [&str; 5] = ["use", "const", "static", "type", "let"];
 
-/// Where the item ends that begins behind its attribute's end.
+/// The end of the item after an attribute.
 fn item_end(masked: &str, from: usize) -> usize {
     let bytes = masked.as_bytes();
     let mut at = from;
@@ -234,7 +234,7 @@ fn item_end(masked: &str, from: usize) -> usize {
                 }
             }
             b'(' | b'[' => at = closing(bytes, at),
-            // The end of what the field, arm or expression is in.
+            // The end of the list or block around the field, arm or expression.
             b')' | b']' | b'}' => return at,
             _ => {}
         }

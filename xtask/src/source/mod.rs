@@ -1,7 +1,6 @@
 //! Rust source as text: what is code, what is compiled for tests only, which module a file is, which paths it names.
 //!
-//! No parser of the language and no name resolution of the compiler's: enough of both for the checks of `verify`.
-//! It knows no rule; the checks do.
+//! This is no full parser or name resolution, but enough of both for the checks of `verify`. It does not know their rules.
 
 mod crates;
 mod mask;

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::mask::closing;
 
-/// What one file says about names.
+/// The names and paths in one file.
 #[derive(Debug, Default)]
 pub(crate) struct Paths {
     pub(crate) imports: Vec<Import>,
@@ -24,7 +24,7 @@ pub(crate) struct Import {
     pub(crate) line: usize,
     /// Without the `*` of a glob.
     pub(crate) path: Vec<String>,
-    /// The name it is called by here; `None` for a glob or `_`.
+    /// Its name in this file; `None` for a glob or `_`.
     pub(crate) name: Option<String>,
     pub(crate) glob: bool,
     /// `pub`, `pub(crate)`, …

@@ -1,4 +1,4 @@
-//! One cell of the matrix: the parts of a small cluster, brought to a state, disturbed, and checked.
+//! One cell of the matrix: a small cluster is brought to a state, disturbed and checked.
 
 use std::{net::Ipv4Addr, time::Duration};
 
@@ -22,17 +22,17 @@ struct Cell {
     prefill: Node,
     decode: Node,
     tap: Tap,
-    /// The stream's, on both sides of the tap.
+    /// Of the handoff's stream, on both sides of the tap.
     wires: [Wire; 2],
-    /// Between the prefill worker and everybody else, where packets are dropped.
+    /// Between the prefill worker and all other processes. Only for a fault that drops packets.
     network: Option<Network>,
     expected: Expected,
     kind: TransportKind,
-    /// Of the fault.
+    /// When the fault happened.
     start: Clock,
 }
 
-/// Returns the time from the fault to the last freed block.
+/// Runs a cell. Returns the time from the fault to the last freed block.
 pub(super) async fn run(state: State, fault: Fault, kind: TransportKind, expected: Expected) -> Duration {
     let mut cell = Cell::start(state, fault, kind, expected).await;
     match fault {
@@ -69,13 +69,13 @@ impl Cell {
         let prefill_hold = match state {
             State::Granted => Some(0),
             State::FirstChunkWritten => Some(1),
-            // What is to come in another order must be more than one.
+            // Reordering takes more than one message.
             State::LastChunkUnacknowledged if fault == Fault::Reordered => Some(1),
             _ => None,
         };
         let (num_blocks, decode_hold) = match (fault, state) {
             (_, State::Committed) => (64, Some(1)),
-            // Who comes next must take the same blocks, and is to be met while it decodes.
+            // The next request must take the same blocks, and must still decode when the stale write comes.
             (Fault::StaleWrite, _) if kind == TransportKind::Tcp => (28, Some(5)),
             _ => (64, None),
         };
@@ -95,9 +95,9 @@ impl Cell {
             (Fault::Duplicate, _) => ends.zip(Some(Twist::Twice)),
             (Fault::Reordered, State::LastChunkUnacknowledged) => ends.zip(Some(Twist::Reversed)),
             (Fault::Reordered, _) => ends.zip(Some(Twist::AfterTheNext)),
-            // In memory a chunk is damaged before it is verified.
-            (Fault::BitFlip, _) if !is_flipped_on_its_way(state, kind) => ends.zip(Some(Twist::Held)),
-            // Here the engine, or its lack of blocks, keeps the state.
+            // A chunk in memory is damaged before it is verified.
+            (Fault::BitFlip, _) if !is_flipped_in_transit(state, kind) => ends.zip(Some(Twist::Held)),
+            // The engine keeps these states: it stops before a step, or has too few blocks.
             (_, State::Queued | State::Granted | State::FirstChunkWritten) => None,
             _ => ends.zip(Some(Twist::Held)),
         };
@@ -129,12 +129,12 @@ impl Cell {
         Attempt::start(self.decode.address, request(Some(peer), output))
     }
 
-    /// An attempt of which no prefill worker knows.
+    /// An attempt without a prefill worker.
     fn local_attempt(&self, output: &[u32]) -> Attempt {
         Attempt::start(self.decode.address, request(None, output))
     }
 
-    /// Returns when the handoff stands where it should.
+    /// Waits until the handoff is in the state.
     async fn reach(&mut self, state: State, fault: Fault, kind: TransportKind) {
         let reached = async {
             if fault == Fault::Reordered && state == State::LastChunkUnacknowledged {
@@ -143,7 +143,7 @@ impl Cell {
             }
             match state {
                 _ if matches!(fault, Fault::Duplicate | Fault::Reordered) => self.tap.twisted(1).await,
-                _ if fault == Fault::BitFlip && !is_flipped_on_its_way(state, kind) => {
+                _ if fault == Fault::BitFlip && !is_flipped_in_transit(state, kind) => {
                     self.tap.twisted(1).await
                 }
                 State::Queued => {
@@ -160,11 +160,11 @@ impl Cell {
                 _ => self.tap.twisted(1).await,
             }
         };
-        timeout(2 * PATIENCE, reached).await.expect("the handoff gets there");
+        timeout(2 * PATIENCE, reached).await.expect("the handoff reaches its state");
         self.start = Clock::now();
     }
 
-    /// What kept the state keeps it no longer.
+    /// Removes everything that kept the handoff in its state.
     fn let_go(&mut self) {
         self.tap.straighten();
         self.prefill.tell("open");
@@ -193,7 +193,7 @@ impl Cell {
                 self.prefill.start_again().await;
                 self.let_go();
                 let (end, tokens) = attempt.end().await;
-                // The router has not heard of it yet.
+                // The router does not know the new incarnation yet.
                 let again = Attempt::start(self.decode.address, request(Some(old), &tokens));
                 if end != End::Finished {
                     assert_eq!(
@@ -213,13 +213,13 @@ impl Cell {
                 let (end, tokens) = attempt.end().await;
                 let is_writing = matches!(state, State::Granted | State::FirstChunkWritten);
                 if is_writing && kind == TransportKind::Shm {
-                    // It may write when it wakes: its 20 blocks are not reused.
+                    // The prefill worker may write when it wakes, so its 20 blocks are not reused.
                     assert_eq!(self.decode.num_free().await, 64 - 20);
                 } else {
-                    // Over rdma its key is taken back first.
+                    // Over rdma its key is revoked first.
                     self.decode.assert_all_free().await;
                 }
-                // Others do not wait for it.
+                // Other requests do not wait for the frozen worker.
                 let others = self.local_attempt(&[]).end().await;
                 assert_eq!(others, (End::Finished, undisturbed()));
                 if fault == Fault::PrefillFrozenLong {
@@ -256,7 +256,7 @@ impl Cell {
                 }
             }
             Fault::Duplicate | Fault::Reordered => {}
-            Fault::BitFlip if is_flipped_on_its_way(state, kind) => {
+            Fault::BitFlip if is_flipped_in_transit(state, kind) => {
                 self.tap.data().await.iter().for_each(|wire| wire.flip_next());
             }
             Fault::BitFlip => {
@@ -280,7 +280,7 @@ impl Cell {
         self.tap.data().await.iter().for_each(|wire| wire.set_dead(is_dead));
     }
 
-    /// All that is demanded of every cell; `tokens` were delivered.
+    /// Checks what holds after every fault. `tokens` were delivered.
     async fn check(&mut self, fault: Fault, end: End, tokens: Vec<u32>) -> Duration {
         assert!(self.expected.end.contains(&end), "the stream ended {end:?}, not {:?}", self.expected.end);
         let has_decode = !self.expected.decode.is_empty();
@@ -303,13 +303,13 @@ impl Cell {
         let bound = fault.bound(self.kind);
         assert!(elapsed < bound, "took {elapsed:?}, not {bound:?}");
 
-        // The router plans again what did not end, with what was delivered.
+        // The router plans an unfinished request again, with the delivered tokens.
         let all = match end {
             End::Finished => tokens,
             _ => {
                 let (mut end, mut rest) = self.attempt(&tokens).end().await;
                 if self.network.is_some() && end != End::Finished && rest.is_empty() {
-                    // It met a connection that was being made before packets passed again.
+                    // This attempt used a connection that was opened while packets were dropped.
                     (end, rest) = self.attempt(&tokens).end().await;
                 }
                 assert_eq!(end, End::Finished, "planned again");
@@ -317,7 +317,7 @@ impl Cell {
             }
         };
         assert_eq!(all, undisturbed());
-        // And nothing is wrong with what is cached, on either side.
+        // The prefix caches of both sides are correct.
         assert_eq!(self.attempt(&[]).end().await, (End::Finished, undisturbed()));
         self.decode.assert_all_free().await;
         self.prefill.assert_all_free().await;
@@ -336,9 +336,13 @@ impl Cell {
                 let tokens = attempt.cancel().await;
                 let others = self.local_attempt(&[]).end().await;
                 assert_eq!(others, (End::Finished, undisturbed()));
-                assert_eq!(self.decode.num_free().await, 64 - 20, "kept from everybody while it may write");
+                assert_eq!(
+                    self.decode.num_free().await,
+                    64 - 20,
+                    "the blocks are in quarantine while the writer may write"
+                );
                 if kind == TransportKind::Rdma {
-                    // Its access key is revoked, and another request gets the blocks before it wakes.
+                    // The access key is revoked, and another request gets the blocks before the writer wakes.
                     self.decode.assert_all_free().await;
                     let others = self.local_attempt(&[]).end().await;
                     assert_eq!(others, (End::Finished, undisturbed()));
@@ -356,7 +360,7 @@ impl Cell {
             (TransportKind::Tcp, _) => {
                 let data = self.tap.data().await;
                 if state == State::Granted {
-                    // What it writes now arrives when it is too late.
+                    // What the prefill worker writes from now on arrives after the grant is revoked.
                     data.iter().for_each(|wire| wire.set_dead(true));
                     self.prefill.tell("open");
                     futures_util::future::select_all(data.iter().map(|wire| Box::pin(wire.kept()))).await;
@@ -364,16 +368,16 @@ impl Cell {
                 let tokens = attempt.cancel().await;
                 self.tap.straighten();
                 self.prefill.tell("open");
-                // There are blocks for one: those of the first attempt.
+                // The pool has blocks for one request, so this one gets those of the first attempt.
                 let second = self.local_attempt(&[]);
                 until(async || {
                     self.decode.metric("baton_output_tokens_total", "").await > tokens.len() as u64
                 })
                 .await;
                 if state == State::Granted {
-                    let before = self.num_turned_away().await;
+                    let before = self.num_rejected().await;
                     data.iter().for_each(|wire| wire.set_dead(false));
-                    until(async || self.num_turned_away().await > before).await;
+                    until(async || self.num_rejected().await > before).await;
                 } else {
                     self.replay_late().await;
                 }
@@ -384,29 +388,28 @@ impl Cell {
         }
     }
 
-    /// Everything that was written is written once more; nothing of it may land.
+    /// Writes everything once more that was written. None of it may reach the blocks.
     async fn replay_late(&self) {
-        let before = self.num_turned_away().await;
+        let before = self.num_rejected().await;
         for wire in self.tap.data().await {
             wire.replay().await;
         }
-        assert!(self.num_turned_away().await > before, "it was written, and counted as late");
+        assert!(self.num_rejected().await > before, "the late writes are counted");
     }
 
-    /// Bytes that came too late over a connection that was let in, and connections that were not: they show the pass of
-    /// a grant that has gone.
-    async fn num_turned_away(&self) -> u64 {
+    /// Late bytes over admitted connections, and refused connections: both show the access key of a revoked grant.
+    async fn num_rejected(&self) -> u64 {
         let late_bytes = self.decode.metric("baton_handoff_late_bytes_total", "").await;
         late_bytes + self.decode.metric("baton_handoff_connection_failures_total", "tcp").await
     }
 }
 
-/// The chunk after the first, where there is a way.
-fn is_flipped_on_its_way(state: State, kind: TransportKind) -> bool {
+/// Whether the bit is flipped in transit: in the chunk after the first, over a transport with a connection.
+fn is_flipped_in_transit(state: State, kind: TransportKind) -> bool {
     kind == TransportKind::Tcp && state == State::FirstChunkWritten
 }
 
-/// Waits until one handoff has ended, and demands that it was counted under one of these labels.
+/// Waits until one handoff has ended. It must be counted under one of these labels.
 async fn counted(node: &Node, labels: &[&str]) {
     if labels.contains(&"") && node.metric("baton_handoffs_total", "").await == 0 {
         return;

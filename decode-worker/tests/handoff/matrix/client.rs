@@ -1,4 +1,4 @@
-//! One attempt at a request, read as a router reads it; in a task, or in a process that can be killed.
+//! One attempt of a request, read as a router reads it, in a task or in a process that can be killed.
 
 use std::{
     net::SocketAddr,
@@ -23,7 +23,7 @@ pub(super) fn request(prefill: Option<proto::PrefillPeer>, output: &[u32]) -> pr
     }
 }
 
-/// What an undisturbed run gives.
+/// The tokens of an undisturbed run.
 pub(super) fn undisturbed() -> Vec<u32> {
     harness::expected(&prompt(1, 80), MAX_TOKENS as usize)
 }
@@ -48,7 +48,7 @@ impl Attempt {
         self.tokens.lock().expect("no panic").clone()
     }
 
-    /// How it ends, and the tokens that came.
+    /// The end of the stream, and the delivered tokens.
     pub(super) async fn end(self) -> (End, Vec<u32>) {
         let end = timeout(2 * PATIENCE, self.reading).await.expect("the stream ends").expect("no panic");
         (end, self.tokens.lock().expect("no panic").clone())
@@ -93,7 +93,7 @@ impl Router {
         Router(child)
     }
 
-    /// SIGKILL, and gone when this returns.
+    /// Sends SIGKILL and waits for the end of the process.
     pub(super) fn kill(&mut self) {
         self.0.kill().expect("our own child");
         self.0.wait().expect("our own child");
@@ -102,23 +102,23 @@ impl Router {
 
 impl Drop for Router {
     fn drop(&mut self) {
-        // It may be gone.
+        // The process may have ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Not a test of its own: what a [`Router`] runs.
+/// Not a test: the program of a [`Router`].
 #[tokio::test]
 #[ignore = "run by the fault matrix, as a process of its own"]
 async fn router() {
     let Ok(decode) = std::env::var("BATON_MATRIX_DECODE") else { return };
-    let peer = std::env::var("BATON_MATRIX_PREFILL").expect("said together");
+    let peer = std::env::var("BATON_MATRIX_PREFILL").expect("set together with the other variable");
     let (incarnation, address) = peer.split_once(' ').expect("two words");
     let incarnation = incarnation.parse().expect("a number");
     let peer = proto::PrefillPeer { worker_id: "p0".into(), incarnation, address: address.into() };
     let decode = decode.parse().expect("an address");
     Attempt::start(decode, request(Some(peer), &[])).end().await;
-    // It is killed before or after this; it must not leave by itself, but with its parent.
+    // The test kills it before or after this. It must end with its parent, not by itself.
     let _ = tokio::task::spawn_blocking(|| std::io::stdin().read_line(&mut String::new())).await;
 }

@@ -1,4 +1,4 @@
-//! Time that does not pass while the machine stands still.
+//! A clock that stops while the machine is paused.
 
 use std::{
     sync::{

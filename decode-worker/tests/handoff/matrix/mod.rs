@@ -1,5 +1,5 @@
 //! Every state of a handoff x every fault, over every transport, with real processes ([`node`]) and real connections
-//! between them that can be disturbed ([`wire`], [`tap`]). What must come of each is data: [`table`].
+//! between them that can be disturbed ([`wire`], [`tap`]). The outcomes are data: [`table`].
 //!
 //! ```text
 //!  attempt --> decode worker ==[wire]==> tap ==[wire]==> prefill worker
@@ -7,10 +7,10 @@
 //!                   +-- KV: shared memory, tcp ==[wire]==, or rdma: its control connection ==[wire]== -+
 //! ```
 //!
-//! A cell brings a handoff into its state and keeps it there, lets the fault happen, lets go, and then demands, within
+//! A cell brings a handoff into its state, keeps it there, causes the fault, releases the handoff, and then checks within
 //! the bound of the fault: the stream ended as the table says; both sides counted the handoff under a label that the
 //! table allows; every block of both sides is free; and the request, planned again as a router would, ends with the
-//! tokens of an undisturbed run. The fake model says other tokens when a byte of its KV is wrong.
+//! tokens of an undisturbed run. The fake model gives other tokens when a byte of its KV is wrong.
 
 mod cell;
 mod client;
@@ -36,7 +36,7 @@ use self::{
 };
 use crate::harness::{PATIENCE, transports};
 
-/// One test for each fault and transport, so that a failure has a name; the states run beside each other.
+/// One test for each fault and transport, so that a failure has a name. The states run concurrently.
 macro_rules! matrix {
     ($($name:ident: $fault:ident),* $(,)?) => {
         matrix!(@over tcp Tcp $($name: $fault)*);
@@ -72,7 +72,7 @@ matrix!(
     abort_storm: AbortStorm,
 );
 
-/// The freeze of the issue, with the deadlines of production: longer than anything else here, so run by itself.
+/// A freeze under the deadlines of production. It takes longer than all other tests here, so it is run by hand.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "takes 45 s: cargo test -p baton-decode-worker --test handoff -- --ignored frozen_for_30_seconds"]
 async fn frozen_for_30_seconds() {
@@ -88,7 +88,7 @@ async fn row(fault: Fault, kind: TransportKind) {
     cells(fault, kind).await;
 }
 
-/// The states beside each other.
+/// Runs the states concurrently.
 async fn cells(fault: Fault, kind: TransportKind) {
     let mut cells = Vec::new();
     let local = LocalSet::new();
@@ -112,7 +112,7 @@ async fn cells(fault: Fault, kind: TransportKind) {
     assert!(failed.is_empty(), "{failed:#?}: see the panics above");
 }
 
-/// One cell, or again if the machine stood still meanwhile: then every deadline has passed at once.
+/// Runs a cell, and again if the machine was paused meanwhile: then every deadline has passed at once.
 async fn until_undisturbed(state: State, fault: Fault, kind: TransportKind) -> Duration {
     loop {
         let (start, ran) = (Instant::now(), Clock::now());
@@ -124,7 +124,7 @@ async fn until_undisturbed(state: State, fault: Fault, kind: TransportKind) -> D
         let stood_still = start.elapsed().saturating_sub(ran.elapsed());
         match outcome {
             Ok(took) => return took,
-            // On a busy machine the clock lags a little, too.
+            // On a busy machine the clock lags a little as well.
             Err(_) if stood_still > Duration::from_secs(1).max(start.elapsed() / 3) => {
                 println!(
                     "{state:?} x {fault:?} over {kind}: again, the machine stood still for {stood_still:.1?}"
@@ -135,12 +135,12 @@ async fn until_undisturbed(state: State, fault: Fault, kind: TransportKind) -> D
     }
 }
 
-/// Asks again and again; a bound for what should take milliseconds.
+/// Polls until the condition holds. It should take milliseconds.
 async fn until(mut condition: impl AsyncFnMut() -> bool) {
     let reached = async {
         while !condition().await {
             tokio::time::sleep(std::time::Duration::from_millis(2)).await;
         }
     };
-    timeout(2 * PATIENCE, reached).await.expect("it comes about in time");
+    timeout(2 * PATIENCE, reached).await.expect("the condition holds in time");
 }

@@ -1,5 +1,5 @@
-//! A worker as a process of its own, so that it can really be killed, frozen and started again at the same address.
-//! The process is this test program; the test tells it what to do in lines on its standard input.
+//! A worker in a process of its own, so that it can be killed, frozen and started again at the same address.
+//! The process runs this test program. The test sends it commands as lines on its standard input.
 
 use std::{
     fmt::Write as _,
@@ -23,9 +23,9 @@ use crate::{
     harness::{PATIENCE, TestWorker, decode, metrics_at, prefill, prompt},
 };
 
-/// In what a process is told by its parent.
+/// The environment variable that carries the specification.
 const ROLE: &str = "BATON_MATRIX_NODE";
-/// Before what it says to its parent: the test framework writes there, too.
+/// Prefix of lines for the parent. The test framework writes to the same output.
 const MARK: &str = "node: ";
 
 /// What a process is started with.
@@ -35,13 +35,13 @@ pub(super) struct Spec {
     pub(super) transport: TransportKind,
     pub(super) num_blocks: usize,
     pub(super) handoff_deadline: Duration,
-    /// The engine stops before this step, until it is told to go on.
+    /// The engine stops before this step until `open` is sent.
     pub(super) hold_before_step: Option<usize>,
-    /// Of calls and of KV; in another life, too.
+    /// For calls and for KV. A restarted process uses the same ones.
     pub(super) ports: [u16; 2],
     /// Where it listens.
     pub(super) host: Ipv4Addr,
-    /// The network namespace that it is in, unless in that of the test.
+    /// The process's network namespace; `None` for that of the test.
     pub(super) namespace: Option<String>,
 }
 
@@ -90,7 +90,7 @@ impl Node {
     pub(super) async fn start(spec: Spec) -> Node {
         let this = std::env::current_exe().expect("this is a program");
         let mut command = match &spec.namespace {
-            // It becomes the program.
+            // `ip` replaces itself with the program.
             Some(namespace) => {
                 let mut command = Command::new("ip");
                 command.args(["netns", "exec", namespace]).arg(this);
@@ -125,7 +125,7 @@ impl Node {
         node
     }
 
-    /// Another life at the same address; this one must have ended.
+    /// Starts a new process at the same address. The old one must have ended.
     pub(super) async fn start_again(&mut self) {
         *self = Node::start(Spec { hold_before_step: None, ..self.spec.clone() }).await;
     }
@@ -135,9 +135,9 @@ impl Node {
         answer.expect("the process goes on")
     }
 
-    /// Tells it something; it need not run to be told.
+    /// Sends a command without waiting for an answer. The process may be frozen.
     pub(super) fn tell(&mut self, command: &str) {
-        // A process that is gone hears nothing.
+        // Sending to a process that has ended has no effect.
         let _ = writeln!(self.commands, "{command}");
     }
 
@@ -146,7 +146,7 @@ impl Node {
         self.answer().await
     }
 
-    /// Waits until every block is free and the books are right.
+    /// Waits until every block is free and the pool's accounting is consistent.
     pub(super) async fn assert_all_free(&mut self) {
         assert_eq!(self.ask("idle").await, "idle");
     }
@@ -156,20 +156,20 @@ impl Node {
         self.ask("free").await.parse().expect("a number")
     }
 
-    /// A number of `/metrics`: the sum of what has all `labels`.
+    /// The sum of a metric's samples in `/metrics` whose line contains `labels`.
     pub(super) async fn metric(&self, name: &str, labels: &str) -> u64 {
         let text = metrics_at(&format!("http://{}", self.address)).await;
         let lines = text.lines().filter(|line| line.starts_with(name) && line.contains(labels));
         lines.map(|line| line.rsplit(' ').next().and_then(|n| n.parse::<u64>().ok()).expect("a count")).sum()
     }
 
-    /// SIGKILL, and gone when this returns.
+    /// Sends SIGKILL and waits for the end of the process.
     pub(super) fn kill(&mut self) {
         self.child.kill().expect("our own child");
         self.child.wait().expect("our own child");
     }
 
-    /// SIGSTOP, and stopped when this returns.
+    /// Sends SIGSTOP and waits until the process is stopped.
     pub(super) fn freeze(&self) {
         self.signal("STOP");
         let stat = format!("/proc/{}/stat", self.child.id());
@@ -196,13 +196,13 @@ impl Node {
 
 impl Drop for Node {
     fn drop(&mut self) {
-        // It may be gone.
+        // The process may have ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Not a test of its own: what a [`Node`] runs.
+/// Not a test: the program of a [`Node`].
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "run by the fault matrix, as a process of its own"]
 async fn process() {
@@ -233,7 +233,7 @@ async fn process() {
         }
     });
     let mut held = Vec::new();
-    // Until the parent is gone.
+    // The loop ends with the parent.
     while let Some(command) = commands.recv().await {
         match command.split(' ').collect::<Vec<_>>()[..] {
             ["open"] => drop(go_on.send(())),
@@ -251,7 +251,7 @@ async fn process() {
                 say("idle");
             }
             ["free"] => say(&worker.worker.load().num_free_blocks.to_string()),
-            ref other => panic!("what is {other:?}?"),
+            ref other => panic!("unknown command {other:?}"),
         }
     }
     std::process::exit(0);
@@ -264,7 +264,7 @@ fn say(what: &str) {
     stdout.write_all(line.as_bytes()).and_then(|()| stdout.flush()).expect("the parent reads");
 }
 
-/// A hook that stops before one step, and what lets it go on.
+/// A hook that stops before one step, and the sender that lets it continue.
 fn hold_before(step: Option<usize>) -> (mpsc::Sender<()>, StepHook) {
     let (go_on, told) = mpsc::channel();
     let mut steps_left = step;
@@ -272,7 +272,7 @@ fn hold_before(step: Option<usize>) -> (mpsc::Sender<()>, StepHook) {
         match steps_left {
             Some(0) => {
                 steps_left = None;
-                // The test may have gone.
+                // An error means that the test has ended.
                 let _ = told.recv();
             }
             Some(left) => steps_left = Some(left - 1),
@@ -291,7 +291,7 @@ async fn occupy(worker: &TestWorker) -> Vec<HeldBlocks> {
         let request = Request {
             id: "occupant".into(),
             prompt: prompt(9, num_tokens).into(),
-            // None shares blocks with another, nor with a request of the storm: that one could go first.
+            // The occupants share no blocks with each other or with a request of the storm, which could then go first.
             cache_salt: format!("occupant {}", held.len()),
             sampling: SamplingParams { max_tokens: 1, ..SamplingParams::default() },
             ..Request::default()

@@ -1,7 +1,7 @@
-//! A partition as a network makes it: between the prefill worker's namespace and everybody else every packet is dropped, in
-//! each state, until both sides have noticed; then it heals.
+//! A network partition: in each state, every packet between the prefill worker's namespace and all others is dropped until
+//! both sides have noticed. Then packets pass again.
 //!
-//! That takes root, `ip`, `unshare` and `iptables`. Where they are not, the tests say SKIPPED and why.
+//! That takes root, `ip`, `unshare` and `iptables`. Without them the tests say SKIPPED and why.
 
 use std::{
     net::Ipv4Addr,
@@ -14,7 +14,7 @@ use baton_handoff::TransportKind;
 use super::{cells, table::Fault};
 use crate::harness::{skipped, transports};
 
-/// In what a process in a namespace of its own is told by its parent.
+/// The environment variable that tells the child process which transport to test.
 const KIND: &str = "BATON_MATRIX_PARTITION";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -27,7 +27,7 @@ async fn dropped_packets_over_rdma() {
     in_a_network_of_its_own(TransportKind::Rdma);
 }
 
-/// So that its addresses are its own, and end with it.
+/// Runs the row in a network namespace, whose addresses end with it.
 fn in_a_network_of_its_own(kind: TransportKind) {
     if !transports().any(|here| here == kind) {
         return;
@@ -49,7 +49,7 @@ fn in_a_network_of_its_own(kind: TransportKind) {
     assert!(status.expect("it can be started").success(), "see above");
 }
 
-/// Not a test of its own: every state, in a network of its own.
+/// Not a test: runs every state inside the network namespace.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "run by the fault matrix, as a process of its own"]
 async fn inside() {
@@ -58,7 +58,7 @@ async fn inside() {
     cells(Fault::DroppedPackets, TransportKind::from_name(&kind).expect("a transport")).await;
 }
 
-/// A namespace for each worker; everybody else is here, between them.
+/// A namespace for each worker. All other processes run in a third one between them.
 ///
 /// ```text
 ///  decode worker .2 --- .1 here: router, tap .1 --- .2 prefill worker
@@ -71,7 +71,7 @@ pub(super) struct Network {
 
 impl Network {
     pub(super) fn new() -> Network {
-        // Devices live a little longer than the namespace that they were made for.
+        // A device exists a little longer than its namespace, so names are not reused.
         static NUM: AtomicU8 = AtomicU8::new(0);
         let subnet = NUM.fetch_add(1, Ordering::Relaxed);
         let names = ["decode", "prefill"].map(|role| format!("baton-{}-{subnet}-{role}", std::process::id()));
@@ -99,12 +99,12 @@ impl Network {
         (&self.names[idx], self.address(idx, 2))
     }
 
-    /// Where the decode worker sees who stands for its peers.
+    /// The address at which the decode worker reaches the proxies of its peers.
     pub(super) fn gateway(&self) -> Ipv4Addr {
         self.address(0, 1)
     }
 
-    /// Drops every packet from now on, both ways: all of the prefill worker's, and what the decode worker exchanges with
+    /// Drops packets in both directions: all of the prefill worker, and those between the decode worker and
     /// `peer_port`. The router still reaches the decode worker.
     pub(super) fn cut(&self, peer_port: u16) {
         let [decode, prefill] = &self.names;
@@ -127,7 +127,7 @@ impl Network {
 impl Drop for Network {
     fn drop(&mut self) {
         for name in &self.names {
-            // Its device goes with it, and it with its last process.
+            // The device ends with its namespace, and the namespace with its last process.
             let _ = Command::new("ip").args(["netns", "del", name]).status();
         }
     }

@@ -19,7 +19,7 @@ use crate::{
 };
 
 const NUM_REQUESTS: usize = 1000;
-/// Of so many, both pools have the blocks.
+/// Both pools have blocks for this many requests.
 const NUM_AT_ONCE: usize = 50;
 const NUM_BLOCKS: usize = 512;
 
@@ -52,7 +52,7 @@ pub(super) async fn run(state: State, kind: TransportKind, expected: Expected) -
         let attempts: Vec<_> = (0..NUM_AT_ONCE)
             .map(|idx| {
                 let num = num_before + idx;
-                // Those that are committed decode until they are cancelled. None shares blocks with another.
+                // A committed request decodes until it is cancelled. The requests share no blocks.
                 let request = harness::request(&prompt(num as u32, 32), 200, Some(prefill.peer(tap.address)));
                 let request = proto::GenerateRequest { cache_salt: num.to_string(), ..request };
                 Attempt::start(decode.address, request)

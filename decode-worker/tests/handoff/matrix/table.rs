@@ -1,4 +1,4 @@
-//! Every state of a handoff with every fault, and what must come of it; or why the two cannot meet.
+//! Every state of a handoff with every fault: the outcome, or why the pair cannot occur.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use baton_proto::worker::failed::Kind;
 use Fault::*;
 use State::*;
 
-/// Where a handoff stands when the fault comes.
+/// The state of a handoff when the fault happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
     /// The prefill worker has not heard of it: `Begin` is on its way.
@@ -40,7 +40,7 @@ pub(super) enum Fault {
     PrefillFrozen,
     /// SIGSTOP for half a minute, with the deadlines of production.
     PrefillFrozenLong,
-    /// Between the workers nothing passes, of the stream and of TCP data.
+    /// No bytes pass between the workers, neither of the stream nor of TCP data.
     Partition,
     /// The same, as dropped packets between two network namespaces.
     DroppedPackets,
@@ -56,15 +56,15 @@ pub(super) enum Fault {
     Duplicate,
     /// The message that ends the state comes after the next.
     Reordered,
-    /// The handoff is given up and its blocks may be used again; then its writer writes.
+    /// The handoff was given up and its blocks may be reused. Then its writer writes.
     StaleWrite,
-    /// A bit of the KV is inverted on its way, or in the block before it is verified.
+    /// A bit of the KV is inverted in transit, or in the block before it is verified.
     BitFlip,
     /// The prefill worker is started again at its address; the router does not know yet.
     PrefillRestarted,
     /// The decode worker is started again at its addresses; the prefill worker does not know.
     DecodeRestarted,
-    /// A thousand requests get as far, and their clients leave.
+    /// A thousand requests reach the state, and their clients leave.
     AbortStorm,
 }
 
@@ -81,13 +81,13 @@ pub(super) enum End {
     Gone,
 }
 
-/// What must come of a fault. Where more than one thing is named, two messages meet on their way.
+/// The outcome of a fault. Several are named where two messages race.
 #[derive(Debug)]
 pub(super) struct Expected {
     pub(super) end: Vec<End>,
-    /// Labels under which the decode worker may count the handoff. None: it is dead.
+    /// Labels under which the decode worker may count the handoff. Empty when it is dead.
     pub(super) decode: &'static [&'static str],
-    /// The same of the prefill worker; "" when it never hears of the handoff.
+    /// The same for the prefill worker; "" when the handoff never reaches it.
     pub(super) prefill: &'static [&'static str],
 }
 
@@ -95,33 +95,33 @@ impl Fault {
     /// From the fault to the last freed block, on both sides.
     pub(super) fn bound(self, kind: TransportKind) -> Duration {
         let bound = Duration::from_secs(match self {
-            // Nothing has to run out: milliseconds, on a machine that is not busy.
+            // No deadline has to pass: milliseconds on an idle machine.
             ClientCancels | PrefillKilled | DecodeKilled | ConnectionReset | DataReset | RouterKilled
             | Duplicate | Reordered | StaleWrite | BitFlip | PrefillRestarted | DecodeRestarted => 15,
             // The deadline, `handoff_deadline`.
             PrefillFrozen | Deadline => 20,
-            // HTTP/2 keep-alive, 7 s; then 10 s until a data connection that is silent is given up.
+            // HTTP/2 keep-alive takes 7 s. A silent data connection is closed 10 s later.
             Partition | DroppedPackets => 35,
             PrefillFrozenLong => 45,
-            // All of the thousand.
+            // For all of the thousand requests.
             AbortStorm => 90,
         });
-        // A writer that does not let go keeps its key for 10 s, whatever has become of the handoff.
+        // A writer that does not answer keeps its key for 10 s, also after the end of the handoff.
         if kind == Rdma { bound + Duration::from_secs(10) } else { bound }
     }
 
-    /// A handoff's deadline where that is what ends it: instead of a minute, with a freeze of 30 s.
+    /// The deadline of a handoff: short where it must pass, else a minute, longer than the freeze of 30 s.
     pub(super) fn handoff_deadline(self) -> Duration {
         Duration::from_secs(if matches!(self, PrefillFrozen | Deadline) { 4 } else { 60 })
     }
 }
 
-/// What must come of it, or why it cannot be.
+/// The outcome of a pair, or why it cannot occur.
 pub(super) fn expected(state: State, fault: Fault, kind: TransportKind) -> Result<Expected, &'static str> {
     const LOST: End = End::Failed(Kind::PrefillLost);
     const REJECTED: End = End::Failed(Kind::KvRejected);
     const BROKEN_PROTOCOL: End = End::Failed(Kind::Internal);
-    /// A prefill worker that writes hears of the end by its writes, or by its stream.
+    /// A prefill worker that writes learns of the end from its writes or from its stream.
     const STOPPED: &[&str] = &["cancelled", "decode_lost", "transfer_failed"];
     let on = |end: &[End], decode: &'static [&'static str], prefill: &'static [&'static str]| {
         Ok(Expected { end: end.to_vec(), decode, prefill })
@@ -137,17 +137,17 @@ pub(super) fn expected(state: State, fault: Fault, kind: TransportKind) -> Resul
         (ClientCancels | RouterKilled, _) => on(&[End::Gone], &["cancelled"], STOPPED),
 
         (PrefillKilled | PrefillRestarted, Committed) => goes_on(&[]),
-        // All that it had to say is on its way; the news of its end may overtake the verification.
+        // All its messages are in transit. The end of its stream may be seen before the verification is done.
         (PrefillKilled | PrefillRestarted, LastChunkUnacknowledged) => {
             on(&[End::Finished, LOST], &["committed", "prefill_lost"], &[])
         }
-        // The new life reads what was meant for the old one.
+        // The new process receives the `Begin` that was meant for the old one.
         (PrefillRestarted, BeforeBegin) => on(&[LOST], &["refused"], &["refused"]),
         (PrefillKilled | PrefillRestarted, _) => on(&[LOST], &["prefill_lost"], &[]),
         (DecodeKilled | DecodeRestarted, _) => on(&[End::Broken], &[], cut_off),
 
         (PrefillFrozen | PrefillFrozenLong, LastChunkUnacknowledged | Committed) | (Deadline, Committed) => {
-            // The decode worker does not wait until it is heard.
+            // The decode worker does not wait for an answer to `Commit`.
             goes_on(&["committed", "deadline", "decode_lost"])
         }
         (PrefillFrozen | Deadline, _) => on(
@@ -157,7 +157,7 @@ pub(super) fn expected(state: State, fault: Fault, kind: TransportKind) -> Resul
         ),
 
         (Partition | DroppedPackets | ConnectionReset, Committed) => goes_on(cut_off),
-        // By the stream's keep-alive.
+        // Detected by the stream's keep-alive.
         (Partition | DroppedPackets | PrefillFrozenLong | ConnectionReset, _) => {
             on(&[LOST], &["prefill_lost"], cut_off)
         }
@@ -165,11 +165,11 @@ pub(super) fn expected(state: State, fault: Fault, kind: TransportKind) -> Resul
         (DataReset, BeforeBegin | Queued) => Err("no data connection before a grant"),
         (DataReset, _) => goes_on(&["committed"]),
 
-        // A peer that says something twice does not keep the protocol.
+        // A repeated message breaks the protocol.
         (Duplicate, BeforeBegin | Granted) => on(&[BROKEN_PROTOCOL], &["refused"], &["decode_lost"]),
         (Duplicate, Queued) => on(&[LOST], &["prefill_lost"], STOPPED),
         (Duplicate, FirstChunkWritten) => on(&[REJECTED], &["kv_rejected"], STOPPED),
-        // It may have committed before the second one comes.
+        // The decode worker may have committed before the second message arrives.
         (Duplicate, LastChunkUnacknowledged) => {
             on(&[REJECTED, End::Finished], &["kv_rejected", "committed"], &["cancelled", "committed"])
         }
@@ -177,27 +177,27 @@ pub(super) fn expected(state: State, fault: Fault, kind: TransportKind) -> Resul
 
         (Reordered, BeforeBegin) => Err("nothing follows Begin before it is answered"),
         (Reordered, Queued) => on(&[LOST], &["prefill_lost"], STOPPED),
-        (Reordered, Granted) => Err("nothing follows Grant but Commit, which waits for what Grant brings"),
-        // Chunks may come in any order, but for the last.
+        (Reordered, Granted) => Err("only Commit follows Grant, and it waits for the KV that Grant allows"),
+        // Chunks may arrive in any order, except for the last.
         (Reordered, FirstChunkWritten) => {
             on(&[REJECTED, End::Finished], &["kv_rejected", "committed"], &["cancelled", "committed"])
         }
         (Reordered, LastChunkUnacknowledged) => on(&[REJECTED], &["kv_rejected"], &["cancelled"]),
         (Reordered, Committed) => Err("Commit is the last message"),
 
-        (StaleWrite, BeforeBegin | Queued) => Err("without a grant there is nothing to write to"),
+        (StaleWrite, BeforeBegin | Queued) => Err("without a grant no block can be written"),
         (StaleWrite, Committed) if kind != Tcp => {
-            Err("the writer has said that it is done: its own code writes under open grants only")
+            Err("the writer has closed the grant, and its code writes under open grants only")
         }
         (StaleWrite, Committed) => goes_on(&["committed"]),
         (StaleWrite, _) => on(&[End::Gone], &["cancelled"], STOPPED),
 
-        (BitFlip, BeforeBegin | Queued | Granted) => Err("there is no KV to be damaged yet"),
+        (BitFlip, BeforeBegin | Queued | Granted) => Err("no KV has arrived that could be damaged"),
         (BitFlip, FirstChunkWritten | LastChunkUnacknowledged) => on(&[REJECTED], &["kv_rejected"], STOPPED),
-        (BitFlip, Committed) => Err("all is verified and nothing arrives any more"),
+        (BitFlip, Committed) => Err("all KV is verified and no more arrives"),
 
         (AbortStorm, Committed) => on(&[End::Gone], &["committed"], &["committed", "decode_lost"]),
-        // What is let go may overtake the news that a client has left.
+        // A released message may arrive before the cancellation.
         (AbortStorm, _) => {
             let prefill = &["committed", "cancelled", "decode_lost", "transfer_failed"];
             on(&[End::Gone], &["cancelled", "committed"], prefill)
@@ -205,9 +205,9 @@ pub(super) fn expected(state: State, fault: Fault, kind: TransportKind) -> Resul
     }
 }
 
-/// How often what cannot be is said to be so: a new gap in the table must be argued for here.
+/// A new pair that cannot occur must be justified here.
 #[test]
-fn what_cannot_meet_is_as_little_as_it_was() {
+fn the_table_has_no_new_gaps() {
     for (kind, num_gaps) in [(Tcp, 11), (Shm, 16), (Rdma, 12)] {
         let gaps =
             STATES.iter().flat_map(|&state| ALL.iter().map(move |&fault| expected(state, fault, kind)));

@@ -1,5 +1,5 @@
-//! Stands between a decode and a prefill worker and sees every message of their handoffs: it can hold one back,
-//! which holds the handoff in a state, or say it twice or too late.
+//! A proxy between a decode and a prefill worker that sees every message of their handoffs. It can hold a message back,
+//! which keeps the handoff in a state, repeat it, or deliver it late.
 
 use std::{
     collections::HashMap,
@@ -36,10 +36,10 @@ pub(super) enum Point {
     Begin,
     Started,
     Grant,
-    /// One that names pieces, and is not the last.
+    /// Names pieces and is not the last message of its kind.
     Written,
     LastWritten,
-    /// The first of these two.
+    /// `Written` or `LastWritten`, whichever comes first.
     AnyWritten,
     Commit,
 }
@@ -53,15 +53,15 @@ impl Point {
 /// What happens to a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Twist {
-    /// It, and what follows it that way, waits for [`Tap::release`].
+    /// The message and all that follow it in its direction wait for [`Tap::release`].
     Held,
     Twice,
     AfterTheNext,
-    /// It and every `Written` before it come in the opposite order.
+    /// The message and every `Written` before it are delivered in the opposite order.
     Reversed,
 }
 
-/// A server of handoffs that passes them on.
+/// A handoff server that forwards to the prefill worker.
 #[derive(Clone)]
 pub(super) struct Tap {
     pub(super) address: SocketAddr,
@@ -72,13 +72,13 @@ pub(super) struct Tap {
 struct Shared {
     upstream: SocketAddr,
     twist: Mutex<Option<(Point, Twist)>>,
-    /// Grows with every release: what was held then, goes on.
+    /// Grows with every release, which lets all held messages continue.
     num_releases: watch::Sender<usize>,
     /// Messages that were twisted.
     num_twisted: watch::Sender<usize>,
-    /// To every data port, or control port of rdma, that was offered, by its address; `None` when data goes its own way.
+    /// Wires to the offered data ports, and control ports of rdma, by address. `None` when data bypasses the tap.
     data: Option<tokio::sync::Mutex<HashMap<String, Arc<Wire>>>>,
-    /// Of the last grant.
+    /// Blocks of the last grant.
     blocks: Mutex<Vec<u32>>,
 }
 
@@ -91,12 +91,12 @@ impl Drop for AbortOnDrop {
 }
 
 impl Tap {
-    /// Passes handoffs on to `upstream`, of which the first message at `twist.0` of each is twisted.
+    /// Forwards handoffs to `upstream`. The first message at `twist.0` of each handoff is twisted.
     pub(super) async fn to(upstream: SocketAddr, twist: Option<(Point, Twist)>) -> Tap {
         Tap::start(upstream, twist, Some(tokio::sync::Mutex::default())).await
     }
 
-    /// The same, but data goes its own way.
+    /// The same, but data bypasses the tap.
     pub(super) async fn beside_data(upstream: SocketAddr, twist: Option<(Point, Twist)>) -> Tap {
         Tap::start(upstream, twist, None).await
     }
@@ -124,18 +124,18 @@ impl Tap {
         Tap { address, shared, _server: Arc::new(AbortOnDrop(server)) }
     }
 
-    /// Waits until so many messages were twisted, of all handoffs.
+    /// Waits until `num` messages of all handoffs were twisted.
     pub(super) async fn twisted(&self, num: usize) {
         let mut twisted = self.shared.num_twisted.subscribe();
         twisted.wait_for(|twisted| *twisted >= num).await.expect("the tap is there");
     }
 
-    /// Lets everything go that is held; the twist stays for handoffs that begin later.
+    /// Delivers all held messages. The twist stays for handoffs that begin later.
     pub(super) fn release(&self) {
         self.shared.num_releases.send_modify(|num| *num += 1);
     }
 
-    /// Twists nothing any more, and lets everything go.
+    /// Stops twisting, and delivers all held messages.
     pub(super) fn straighten(&self) {
         *self.shared.twist.lock().expect("no panic") = None;
         self.release();
@@ -172,11 +172,11 @@ impl Prefill for Service {
     }
 
     async fn probe(&self, _: Request<ProbeRequest>) -> Result<Response<ProbeReport>, Status> {
-        Err(Status::unimplemented("the tap passes no measurements"))
+        Err(Status::unimplemented("the tap forwards no measurements"))
     }
 }
 
-/// Until either side leaves; the other one then sees what it would see without a tap.
+/// Relays until either side leaves. The other side then sees what it would see without a tap.
 async fn relay(
     shared: Arc<Shared>,
     mut from_decode: Streaming<DecodeMessage>,
@@ -194,7 +194,7 @@ async fn relay(
                 _ => None,
             };
             for message in line.pass(point, message).await {
-                // A prefill worker that left: the other direction says so.
+                // If the prefill worker has left, the other direction reports it.
                 let _ = to_prefill.send(message).await;
             }
         }
@@ -202,7 +202,7 @@ async fn relay(
         Ok::<(), Status>(())
     };
     let up = async {
-        // The call is made once there is a message to pass.
+        // The call is made with the first message.
         let Some(first) = messages.recv().await else { return Ok(()) };
         let channel = Endpoint::from_shared(format!("http://{}", shared.upstream))
             .expect("an address")
@@ -233,7 +233,7 @@ async fn relay(
         tokio::select! {
             ended = &mut down, if !is_down_over => match ended {
                 Ok(()) => is_down_over = true,
-                // Reset: so is the other stream, by being dropped.
+                // The stream was reset. Returning drops the other one, which resets it too.
                 Err(_) => return,
             },
             ended = &mut up => {
@@ -248,7 +248,7 @@ async fn relay(
 }
 
 impl Shared {
-    /// Data goes over a wire of ours.
+    /// Leads data over a wire of the test.
     async fn redirect(&self, message: &mut DecodeMessage) {
         let Some(D::Grant(grant)) = &mut message.message else { return };
         *self.blocks.lock().expect("no panic") = grant.block_ids.clone();
@@ -256,7 +256,7 @@ impl Shared {
         for offer in &mut grant.transports {
             let address = match &mut offer.transport {
                 Some(Transport::Tcp(tcp)) => &mut tcp.address,
-                // Its control connection; where the data goes, the two libraries agree between them.
+                // Only the control connection. The two libraries agree on where the data goes.
                 Some(Transport::Rdma(rdma)) => &mut rdma.address,
                 _ => continue,
             };
@@ -273,7 +273,7 @@ impl Shared {
 /// One direction of one handoff.
 struct Line<'a, M> {
     shared: &'a Shared,
-    /// Its one message has been twisted.
+    /// Whether its message was twisted.
     is_done: bool,
     kept: Vec<M>,
 }
@@ -283,7 +283,7 @@ impl<'a, M: Clone> Line<'a, M> {
         Line { shared, is_done: false, kept: Vec::new() }
     }
 
-    /// What is to be sent now that `message` has come.
+    /// The messages to send now that `message` has arrived.
     async fn pass(&mut self, point: Option<Point>, message: M) -> Vec<M> {
         let twist = *self.shared.twist.lock().expect("no panic");
         let twist = twist.filter(|_| !self.is_done);
@@ -291,7 +291,7 @@ impl<'a, M: Clone> Line<'a, M> {
             twist.filter(|&(at, _)| point.is_some_and(|point| at.is_at(point))).map(|(_, twist)| twist);
         if arrived.is_some() {
             self.is_done = true;
-            // Subscribed before anybody can know that it is held.
+            // Subscribed before the test can learn that the message is held.
             let mut releases = self.shared.num_releases.subscribe();
             self.shared.num_twisted.send_modify(|num| *num += 1);
             if arrived == Some(Twist::Held) {
@@ -315,7 +315,7 @@ impl<'a, M: Clone> Line<'a, M> {
                 self.kept.push(message);
                 Vec::new()
             }
-            // What had to let the next one pass.
+            // The kept message follows the next one.
             None if self.is_done => [message].into_iter().chain(std::mem::take(&mut self.kept)).collect(),
             None => vec![message],
         }

@@ -1,4 +1,4 @@
-//! A stretch of network that the test can disturb: bytes of one address go to another.
+//! A network connection that the test can disturb: a proxy from one address to another.
 
 use std::{
     io,
@@ -19,7 +19,7 @@ use tokio::{
 /// A kilobyte here is hundreds of pieces of the fake model.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// Connections to `address` continue to the target. They end when it is dropped.
+/// Forwards connections to `address` to the target. They end when it is dropped.
 pub(super) struct Wire {
     pub(super) address: SocketAddr,
     shared: Arc<Shared>,
@@ -28,14 +28,14 @@ pub(super) struct Wire {
 
 struct Shared {
     target: SocketAddr,
-    /// Nothing passes, as if every packet were dropped; what waits passes when it ends.
+    /// No bytes pass, as if every packet were dropped. They pass when this ends.
     is_dead: watch::Sender<bool>,
-    /// Of the connections there are, each of which has a receiver until it is closed: whether they are to be reset.
+    /// Whether the open connections must be reset. Each holds a receiver until it is closed.
     resets: Mutex<watch::Sender<bool>>,
     flips_next: AtomicBool,
-    /// Bytes, and connections, that came while nothing passed.
+    /// Bytes and connections that arrived while none passed.
     num_kept: watch::Sender<usize>,
-    /// What clients sent, by connection; `None` when it is not to be sent again.
+    /// Bytes that clients sent, by connection; `None` when they are not recorded.
     sent: Option<Mutex<Vec<Vec<u8>>>>,
 }
 
@@ -44,12 +44,12 @@ impl Wire {
         Wire::at(Ipv4Addr::LOCALHOST, target).await
     }
 
-    /// One that is reached at `host`.
+    /// A wire that listens at `host`.
     pub(super) async fn at(host: Ipv4Addr, target: SocketAddr) -> Wire {
         Wire::start(host, target, None).await
     }
 
-    /// One that remembers what clients send, for [`Wire::replay`].
+    /// A wire that records what clients send, for [`Wire::replay`].
     pub(super) async fn recording(target: SocketAddr) -> Wire {
         Wire::start(Ipv4Addr::LOCALHOST, target, Some(Mutex::default())).await
     }
@@ -74,23 +74,23 @@ impl Wire {
         self.shared.is_dead.send_replace(is_dead);
     }
 
-    /// Waits until a client has sent something that did not pass.
+    /// Waits until a client has sent bytes that did not pass.
     pub(super) async fn kept(&self) {
         let mut num_kept = self.shared.num_kept.subscribe();
         num_kept.wait_for(|num| *num > 0).await.expect("the wire is there");
     }
 
-    /// Resets every connection; nothing that is sent after this has returned passes over one of them.
+    /// Resets every connection. Bytes sent after this returns do not pass over them.
     pub(super) async fn reset(&self) {
         self.shared.reset_connections().closed().await;
     }
 
-    /// Inverts a bit of the last byte that a client sends next: of a frame, that is payload.
+    /// Inverts a bit in the last byte of the next write of a client, which is payload of a frame.
     pub(super) fn flip_next(&self) {
         self.shared.flips_next.store(true, Ordering::SeqCst);
     }
 
-    /// Sends what every client has sent once more, on connections of its own.
+    /// Sends the recorded bytes of every client once more, on new connections.
     pub(super) async fn replay(&self) {
         let sent = self.shared.sent.as_ref().expect("a wire that records");
         let sent = sent.lock().expect("no panic").clone();
@@ -98,7 +98,7 @@ impl Wire {
             let mut stream = TcpStream::connect(self.shared.target).await.expect("the target listens");
             stream.write_all(&bytes).await.expect("the target reads");
             stream.shutdown().await.expect("the target reads");
-            // It reads everything before it closes.
+            // The target reads everything before it closes.
             let _ = stream.read_to_end(&mut Vec::new()).await;
         }
     }
@@ -112,7 +112,7 @@ impl Drop for Wire {
 }
 
 impl Shared {
-    /// What returns is closed when the last of them is.
+    /// Resets the open connections. The returned sender is closed with the last of them.
     fn reset_connections(&self) -> watch::Sender<bool> {
         let connections = std::mem::take(&mut *self.resets.lock().expect("no panic"));
         connections.send_replace(true);
@@ -125,14 +125,14 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
     loop {
         let Ok((client, _)) = listener.accept().await else { return };
         if *is_dead.borrow() {
-            // It may be all that comes: a client with several connections sends over any.
+            // A connection counts even without bytes: a client with several connections uses any of them.
             shared.num_kept.send_modify(|num| *num += 1);
         }
         let _ = is_dead.wait_for(|is_dead| !is_dead).await;
         let shared = Arc::clone(&shared);
         let mut reset = shared.resets.lock().expect("no panic").subscribe();
         tokio::spawn(async move {
-            // A target that is gone resets its client.
+            // If the target is gone, the client is reset.
             match TcpStream::connect(shared.target).await {
                 Ok(server) => carry(&shared, client, server, &mut reset).await,
                 Err(_) => drop(client.set_zero_linger()),
@@ -143,7 +143,7 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
     }
 }
 
-/// Until both ends have no more to say, one breaks, or both are `reset`.
+/// Carries bytes until both ends have finished, one breaks, or both are `reset`.
 async fn carry(
     shared: &Shared,
     mut client: TcpStream,
@@ -192,7 +192,7 @@ async fn exchange(
             num_up = 0;
         }
         tokio::select! {
-            // What comes when packets are dropped does not pass because this runs late.
+            // Bytes that arrived while packets were dropped must not pass only because this task runs late.
             biased;
             _ = is_dead.changed() => {}
             read = client_read.read(&mut up[num_up..]), if !up_ended && num_up < BUFFER_BYTES => {

@@ -55,6 +55,7 @@ impl Incoming {
 
     /// Notes what is written and returns what must be verified.
     pub(super) fn note(&mut self, written: Written) -> Result<Vec<Piece>, KvFault> {
+        // Invariant 4: the generation and, below, the count of pieces.
         if written.generation != self.generation {
             return Err(KvFault::WrongGeneration);
         }
@@ -92,6 +93,7 @@ impl Incoming {
 
     /// What was received, once all of it is named and verified.
     pub(super) fn committed(&self) -> Option<Committed> {
+        // Invariant 4: both machines of the decode side commit only what this returns.
         if !self.is_last_named || self.num_unverified > 0 {
             return None;
         }

@@ -92,6 +92,7 @@ impl Stopping {
         actions: &mut Vec<PrefillAction<T, E>>,
     ) -> Option<Stopping> {
         match input {
+            // Invariant 3: the blocks are released below, after the engine and the route have stopped.
             PrefillInput::Idle => {
                 if self.is_peer_listening {
                     actions.push(PrefillAction::Send(PrefillMessage::Stopped));

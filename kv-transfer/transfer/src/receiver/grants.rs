@@ -257,6 +257,7 @@ impl Grants {
 impl Drop for Grants {
     fn drop(&mut self) {
         for (_, entry) in self.entries.get_mut().unwrap_or_else(PoisonError::into_inner).drain() {
+            // Invariant 3: blocks that a writer may still reach are never reused.
             (entry.release)(if entry.writers.is_empty() { End::Fenced } else { End::Abandoned });
         }
     }
@@ -265,6 +266,7 @@ impl Drop for Grants {
 /// Removes a grant that is fenced. Its release runs outside of the lock: it may be anybody's code.
 fn settle(entries: &mut HashMap<Generation, Entry>, generation: Generation) -> Option<Release> {
     let entry = entries.get(&generation)?;
+    // Invariant 3: the blocks return only after every one-sided writer has left. Time does not count.
     if entry.is_revoked && entry.writers.is_empty() {
         entries.remove(&generation).map(|entry| entry.release)
     } else {
@@ -365,6 +367,7 @@ impl LiveGrant {
     /// revocation waits for it.
     pub fn with_fence<R>(&self, touch: impl FnOnce() -> R) -> Option<R> {
         let is_revoked = self.is_revoked.read().unwrap_or_else(PoisonError::into_inner);
+        // Invariant 3: the read lock is held while memory is written, and a revocation takes the write lock.
         (!*is_revoked).then(touch)
     }
 

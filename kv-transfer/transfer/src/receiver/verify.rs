@@ -88,6 +88,7 @@ fn verify(grants: &Grants, generation: Generation, pieces: &[Piece]) -> Result<(
                 error!(%error, block_idx, layer_idx, "kv rejected: the device did not return a granted block");
                 KvFault::Unreadable { block_idx, layer_idx }
             })?;
+        // Invariant 4: the checksum covers the generation, so KV of an older grant does not match either.
         if let Some((piece, _)) = group.iter().zip(sums).find(|(piece, sum)| piece.checksum != *sum) {
             return Err(KvFault::Checksum { block_idx: piece.block_idx, layer_idx: piece.layer_idx });
         }

@@ -176,6 +176,7 @@ unsafe fn fold_spans(isa: Isa, args: &ItemArgs<'_>, first: *mut f32, stride: usi
     // SAFETY: passed on to the caller.
     unsafe {
         clear(queries, memory.totals);
+        // Invariant 8: spans are folded from first to last, the order of `compute_item`.
         for idx in 0..num_spans {
             fold_all(isa, queries, memory.totals, first.add(idx * stride));
         }

@@ -120,6 +120,7 @@ impl<'a> Division<'a> {
 
     fn spans_of(&self, sequence: &BatchSequence<'_>) -> Range<usize> {
         let first_seen = (sequence.start_idx + 1).saturating_sub(self.window);
+        // Invariant 8: spans start at multiples of `SPAN`, whatever the chunk.
         first_seen / SPAN..(sequence.start_idx + sequence.tokens.len()).div_ceil(SPAN)
     }
 }

@@ -113,6 +113,7 @@ unsafe fn one_tile<S, W, const R: usize, const P: usize, const H: usize, const F
         let mut ws = [[S::splat(0.0); 2]; P];
         let mut w = args.w.add(first_panel * stride);
         let mut a = args.a.cast::<f32>();
+        // Invariant 8: each output adds its products in the order of K, whatever `R`, `P` and `H`.
         for _ in 0..args.k {
             for p in 0..P {
                 S::prefetch(w.wrapping_add(p * stride + PREFETCH));
