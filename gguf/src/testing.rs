@@ -1,8 +1,8 @@
-//! A writer of GGUF files, and random damage to them, for tests.
+//! For tests: writes GGUF files and damages them at random.
 
 use crate::TensorType;
 
-/// Builds a file. It writes invalid values, too.
+/// Builds a file. It can write invalid values.
 #[derive(Clone, Debug)]
 pub struct Writer {
     version: u32,
@@ -34,19 +34,19 @@ fn text(to: &mut Vec<u8>, text: &str) {
 }
 
 impl Writer {
-    /// Another version than 3.
+    /// Sets another version than 3.
     pub fn version(mut self, version: u32) -> Writer {
         self.version = version;
         self
     }
 
-    /// Another alignment than 32, with its metadata key.
+    /// Sets another alignment than 32, with its metadata key.
     pub fn alignment(mut self, alignment: u32) -> Writer {
         self.alignment = alignment as usize;
         self.u32("general.alignment", alignment)
     }
 
-    /// A value as the file stores it, of a type by its number.
+    /// Adds a value in its stored form, of a type given by number.
     pub fn value(mut self, key: &str, value_type: u32, bytes: &[u8]) -> Writer {
         self.num_values += 1;
         text(&mut self.values, key);

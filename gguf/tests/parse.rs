@@ -131,14 +131,14 @@ fn check_refusal(bytes: &[u8], expected: &str) {
 
 #[test]
 fn files_that_are_something_else_are_refused() {
-    check_refusal(b"", "the file begins with \"\", expected \"GGUF\"");
-    check_refusal(b"PK\x03\x04....", "the file begins with \"PK\\u{3}\\u{4}\", expected \"GGUF\"");
+    check_refusal(b"", "the file starts with \"\", expected \"GGUF\"");
+    check_refusal(b"PK\x03\x04....", "the file starts with \"PK\\u{3}\\u{4}\", expected \"GGUF\"");
     check_refusal(b"GGUF", "the file has 4 bytes, expected 8 for the header: truncated");
     let version = |version| Writer::default().version(version).finish();
-    check_refusal(&version(1), "GGUF version is 1, expected 2 or 3 with the low byte first");
+    check_refusal(&version(1), "GGUF version is 1, expected 2 or 3 in little-endian order");
     check_refusal(
         &version(3u32.swap_bytes()),
-        "GGUF version is 50331648, expected 2 or 3 with the low byte first",
+        "GGUF version is 50331648, expected 2 or 3 in little-endian order",
     );
 }
 
@@ -154,7 +154,7 @@ fn lies_are_refused() {
             "tensor t has dimensions {found}, expected 1 to 4 of at least 1, the first a multiple of {block}"
         )
     };
-    let values = "expected a scalar, a text, or an array of these";
+    let values = "expected a scalar, a string, or an array of these";
     let types = "expected one of F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, \
                  IQ4_NL, IQ4_XS";
     check_refusal(&with(13, &[0; 8]), &format!("k is of type 13, {values}"));
@@ -164,9 +164,9 @@ fn lies_are_refused() {
     );
     check_refusal(&with(8, &[&2u64.to_le_bytes()[..], &[0xff, 0xfe]].concat()), "k is not UTF-8");
     let twice = Writer::default().u32("k", 1).u32("k", 2).finish();
-    check_refusal(&twice, "k is there twice");
+    check_refusal(&twice, "k occurs twice");
     let twice = Writer::default().tensor("t", TensorType::F32, &[1], &[0; 4]);
-    check_refusal(&twice.tensor("t", TensorType::F32, &[1], &[0; 4]).finish(), "t is there twice");
+    check_refusal(&twice.tensor("t", TensorType::F32, &[1], &[0; 4]).finish(), "t occurs twice");
     check_refusal(&tensor(&[]), &dimensions("[]", 1));
     check_refusal(&tensor(&[1; 5]), &dimensions("[]", 1));
     check_refusal(&tensor(&[4, 0]), &dimensions("[4, 0]", 1));
@@ -190,7 +190,7 @@ fn lies_are_refused() {
     let mut bytes = narrow.tensor("t", TensorType::F32, &[1], &[0; 4]).finish();
     let offset = bytes.windows(8).rposition(|word| word == 32u64.to_le_bytes()).unwrap();
     bytes[offset] = 4;
-    check_refusal(&bytes, "tensor t begins at 4, expected a multiple of 32");
+    check_refusal(&bytes, "tensor t starts at 4, expected a multiple of 32");
 
     let truncated = |bytes: &[u8]| matches!(Gguf::parse(bytes), Err(GgufError::Truncated { .. }));
     assert!(truncated(&with(8, &long)) && truncated(&huge_array));

@@ -416,7 +416,7 @@ fn split_models_are_loaded_whole() {
     fs::remove_file(part(3)).unwrap();
     assert!(load(&part(1)).ends_with("llama-00003-of-00003.gguf: No such file or directory (os error 2)"));
     fs::copy(part(2), part(3)).unwrap();
-    assert!(load(&part(1)).contains(" is there twice"), "{}", load(&part(1)));
+    assert!(load(&part(1)).contains(" occurs twice"), "{}", load(&part(1)));
 }
 
 /// The refusal of a file with these bytes, without the temporary directory's name.
@@ -451,7 +451,7 @@ fn llama_without(missing: &str) -> Writer {
 
 #[test]
 fn files_that_mean_something_else_are_refused() {
-    check_refusal(b"{}", "the file begins with \"{}\", expected \"GGUF\"");
+    check_refusal(b"{}", "the file starts with \"{}\", expected \"GGUF\"");
     check_refusal(&Writer::default().finish(), "general.architecture is missing, expected the name of one");
     check_refusal(
         &Writer::default().text("general.architecture", "mamba").finish(),

@@ -230,7 +230,7 @@ fn damaged_weight_files_are_refused() {
     let end = whole.len() - 1;
     check(&whole[..end], &format!("the file has {end} bytes, expected {} for tensor ", end + 1));
     check(&[&[0xff; 8], &whole[8..]].concat(), "expected a safetensors header of 18446744073709551615");
-    check(&[&whole[..8], b"!!", &whole[10..]].concat(), "the safetensors header is broken: ");
+    check(&[&whole[..8], b"!!", &whole[10..]].concat(), "the safetensors header is malformed: ");
     check(b"version https://git-lfs.github.com/spec/v1\n", "truncated, or another format");
 
     fs::remove_file(&path).unwrap();
@@ -251,7 +251,7 @@ fn indices_that_lie_are_refused() {
     );
 
     fs::write(model.path(INDEX), text.replacen("model-00002", "../model-00002", 1)).unwrap();
-    assert!(model.refusal().contains("is not the name of a file"), "{}", model.refusal());
+    assert!(model.refusal().contains("is not a file name"), "{}", model.refusal());
 
     fs::write(model.path(INDEX), text.replace("model-00002", "model-00009")).unwrap();
     assert_eq!(model.refusal(), "model-00009-of-00004.safetensors: No such file or directory (os error 2)");

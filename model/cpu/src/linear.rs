@@ -1,4 +1,4 @@
-//! Products of a layer with packed weights: one, or an MLP of them.
+//! Products of a layer with packed weights, and the MLP made of them.
 
 use baton_checkpoint::{DenseMlp, Linear};
 use baton_cpu_kernels::{Aligned, Cpu, Gate, Output, multiply};

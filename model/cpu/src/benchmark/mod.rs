@@ -1,4 +1,4 @@
-//! Kernels on made-up data, and the processor's ceilings, for `cargo bench`. Not part of the crate's interface.
+//! Kernels on generated data and the CPU's peak rates, for `cargo bench`. Not part of the crate's interface.
 
 mod kernels;
 mod peaks;

@@ -1,23 +1,23 @@
-//! A place where a fixed number of threads wait for each other, again and again, unless one is gone.
+//! A reusable barrier for a fixed number of threads. It fails when a thread is lost.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 
 use super::contract::CommunicatorError;
 
-/// Looks before a thread sleeps: some 20 to 50 microseconds. A layer has three meetings, and who computes as much as the
-/// others comes soon.
+/// Polls before a thread sleeps: about 20 to 50 microseconds. A layer has three barriers, and ranks with equal work
+/// arrive soon.
 const SPINS: u32 = 4000;
-/// Looks after which a thread lets others have the processor: whoever it waits for may need it.
+/// Polls between two calls of `yield_now`: the thread that is waited for may need this CPU.
 const SPINS_PER_YIELD: u32 = 256;
-/// `lost` while nobody is.
+/// The value of `lost` while no thread is lost.
 const NOBODY: usize = usize::MAX;
 
-/// Threads meet when the last of them has arrived.
+/// A barrier: all threads continue when the last has arrived.
 pub(super) struct Meeting {
     num_members: usize,
     num_arrived: AtomicUsize,
-    /// Meetings that were.
+    /// Barriers completed so far.
     num_held: AtomicUsize,
     lost: AtomicUsize,
     num_sleeping: AtomicUsize,
@@ -38,21 +38,21 @@ impl Meeting {
         }
     }
 
-    /// Waits until every member has arrived. What each did before, all see after.
+    /// Waits until every thread has arrived. All threads then see what each wrote to memory before.
     ///
-    /// A meeting that all have come to is held, also if somebody leaves right after it: so either every member's call
-    /// succeeds, or none does.
+    /// A barrier at which all threads arrived succeeds, even if a thread leaves right after it. So either every
+    /// thread's call succeeds, or none does.
     ///
     /// # Errors
-    /// When a member is gone without having arrived; from then on always.
+    /// When a thread was lost before it arrived, and in every later call.
     pub(super) fn arrive(&self) -> Result<(), CommunicatorError> {
-        // Who was refused once would be counted twice. Whoever is gone has left the meetings before, so nobody is still
-        // on the way to those.
+        // A thread that got an error must not be counted again. A lost thread has completed all earlier barriers, so
+        // no thread still waits in one of them.
         if let Some(error) = self.lost() {
             return Err(error);
         }
         let num_held = self.num_held.load(Ordering::Acquire);
-        // Whoever is gone never arrives, so no meeting without it is held.
+        // A lost thread never arrives, so no barrier completes without it.
         if self.num_arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.num_members {
             self.num_arrived.store(0, Ordering::Relaxed);
             self.num_held.store(num_held.wrapping_add(1), Ordering::SeqCst);
@@ -76,7 +76,8 @@ impl Meeting {
             }
         }
         let mut guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
-        // Announced before the last look: either that sees the change, or whoever makes it sees a sleeper to wake.
+        // `num_sleeping` rises before the last check: either the check sees the change, or the thread that makes the
+        // change sees a sleeper and wakes it.
         self.num_sleeping.fetch_add(1, Ordering::SeqCst);
         let outcome = loop {
             if let Some(outcome) = outcome() {
@@ -88,7 +89,7 @@ impl Meeting {
         outcome
     }
 
-    /// Says that a member will not come any more. The first that is lost is remembered.
+    /// Records that a thread is lost and never arrives again. The first lost thread is kept.
     pub(super) fn lose(&self, rank: usize) {
         let _ = self.lost.compare_exchange(NOBODY, rank, Ordering::SeqCst, Ordering::SeqCst);
         self.wake();

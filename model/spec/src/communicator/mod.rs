@@ -1,5 +1,4 @@
-//! How ranks that compute a model together on processors exchange numbers: the contract, and threads of one process that
-//! keep it.
+//! How ranks on CPUs exchange numbers: the interface, and its implementation for threads of one process.
 
 mod contract;
 mod meeting;

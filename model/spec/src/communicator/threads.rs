@@ -1,11 +1,11 @@
-//! Ranks that are threads of one process: they read and write each other's memory while they meet.
+//! A communicator for threads of one process. Each reads and writes the others' memory between two barriers.
 //!
 //! ```text
 //! all-reduce    publish the buffer -- meet -- each sums up its share of the numbers and writes it to all -- meet
 //! gather        publish the part   -- meet -- the first copies                                            -- meet
 //! barrier                             meet
 //! ```
-//! Between the two meetings nobody but these operations touches the buffers, as their owners are inside.
+//! Between the two barriers only these operations access the buffers: the threads that own them are inside the call.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicUsize, Ordering};
@@ -14,23 +14,23 @@ use super::contract::{Communicator, CommunicatorError};
 use super::meeting::Meeting;
 use crate::shard::Rank;
 
-/// Numbers that are summed up in registers and the first cache before they are written.
+/// Numbers that are summed in registers and the first-level cache before they are written.
 const CHUNK: usize = 256;
-/// A rank's share of the numbers begins at a multiple of this: a cache line has one writer.
+/// A rank's share starts at a multiple of this many numbers, so a cache line has one writer.
 const LINE: usize = 16;
 
-/// The end of a rank that is a thread of this process.
+/// The end of one rank, a thread of this process.
 pub struct ThreadCommunicator {
     rank: Rank,
     group: Arc<Group>,
-    /// Operations so far: the same for all whenever they meet.
+    /// Operations so far: equal on all ranks at every barrier.
     num_operations: usize,
 }
 
 struct Group {
     meeting: Meeting,
-    /// What each rank brings to an operation, for even and for odd ones: the first to leave an operation may publish
-    /// for the next while others still look at this one, but not for the one after.
+    /// Each rank's buffer, for even and for odd operations. The first rank to leave an operation may publish its
+    /// buffer for the next while others still read this one, but not for the one after the next.
     offers: [Box<[Offer]>; 2],
 }
 
@@ -49,7 +49,7 @@ enum Operation {
 }
 
 impl ThreadCommunicator {
-    /// The ends of so many ranks, in their order.
+    /// The ends of a group of `num_ranks` ranks, in rank order.
     pub fn group(num_ranks: usize) -> Vec<ThreadCommunicator> {
         let offers = [0, 1].map(|_| (0..num_ranks).map(|_| Offer::default()).collect());
         let group = Arc::new(Group { meeting: Meeting::new(num_ranks), offers });
@@ -61,7 +61,7 @@ impl ThreadCommunicator {
         ends.collect()
     }
 
-    /// Meets the others for an operation; what each of them brings.
+    /// Publishes this rank's buffer, waits for the others and returns all buffers.
     fn meet(
         &mut self,
         operation: Operation,
@@ -77,7 +77,7 @@ impl ThreadCommunicator {
         self.group.meeting.arrive()?;
         let what =
             |offer: &Offer| (offer.operation.load(Ordering::Relaxed), offer.len.load(Ordering::Relaxed));
-        // All see the same offers, so all are refused, and nobody touches another's memory.
+        // All ranks see the same offers, so all return the error and none accesses another's memory.
         match offers.iter().position(|offer| what(offer) != what(&offers[0])) {
             Some(rank) => Err(CommunicatorError::Differs { rank }),
             None => Ok(offers),
@@ -99,8 +99,8 @@ impl Communicator for ThreadCommunicator {
         while start < end {
             let sums = &mut sums[..CHUNK.min(end - start)];
             for (idx, offer) in offers.iter().enumerate() {
-                // SAFETY: every rank offers `len` numbers and stays inside until all have met again; these are this
-                // rank's share, which nobody else reads or writes meanwhile.
+                // SAFETY: every rank offers `len` numbers and stays inside until the second barrier. These numbers
+                // are this rank's share, which no other rank reads or writes before that.
                 let numbers = unsafe {
                     std::slice::from_raw_parts(offer.memory.load(Ordering::Relaxed).add(start), sums.len())
                 };
@@ -130,12 +130,13 @@ impl Communicator for ThreadCommunicator {
         assert_eq!(
             all.as_deref().map(<[f32]>::len),
             rank.is_first().then_some(rank.num_ranks * len),
-            "room for all parts at the first rank"
+            "the first rank needs room for exactly all parts"
         );
         let offers = self.meet(Operation::Gather, part.as_ptr().cast_mut(), len)?;
         let room = all.into_iter().flat_map(|all| all.chunks_exact_mut(len.max(1)));
         for (room, offer) in room.zip(offers) {
-            // SAFETY: every rank offers `len` numbers and stays inside until all have met again; nobody writes them.
+            // SAFETY: every rank offers `len` numbers and stays inside until the second barrier. No rank writes them
+            // before that.
             let part = unsafe { std::slice::from_raw_parts(offer.memory.load(Ordering::Relaxed), len) };
             room.copy_from_slice(part);
         }

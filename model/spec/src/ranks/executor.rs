@@ -1,6 +1,7 @@
-//! The executor of several ranks: it gives each its part of a step and tells of the layers that all have written.
+//! The executor of several ranks. It gives each rank its part of a step and reports a layer when all ranks have
+//! written it.
 //!
-//! It does not know what a rank computes with, nor how ranks meet.
+//! It does not know how a rank computes, nor how ranks communicate.
 
 use std::collections::VecDeque;
 use std::io;
@@ -11,26 +12,27 @@ use super::rank::{RankError, RankExecutor};
 use super::thread::{Job, Lent, NumberedRank, RankThread};
 use crate::executor::{Batch, ExecuteError, Executor, SamplingExecutor};
 
-/// Computes by several ranks.
+/// Computes one model with several ranks.
 pub struct ParallelExecutor<R> {
     pub(super) first: NumberedRank<R>,
     others: Vec<RankThread>,
-    /// Every rank computed every step so far.
+    /// Every rank has computed every step so far.
     is_whole: bool,
-    /// Of steps that were launched, the oldest first.
+    /// Progress of the launched steps, the oldest first.
     pub(super) under_way: VecDeque<Written>,
-    /// Of steps that have been computed, for others: steps allocate nothing.
+    /// Progress records of collected steps, kept for reuse: a step allocates no memory.
     done: Vec<Written>,
 }
 
 impl<R: RankExecutor> ParallelExecutor<R> {
-    /// Of ranks in their order: the first computes on the caller's thread, the others each on a new one.
+    /// Creates an executor from ranks in their order. The first computes on the caller's thread, each other on a new
+    /// thread.
     ///
     /// # Errors
-    /// When threads cannot be started, or not be attached.
+    /// When a thread cannot be started or attached.
     ///
     /// # Panics
-    /// When there are none.
+    /// When there are no ranks.
     pub fn new(ranks: impl IntoIterator<Item = R>) -> io::Result<ParallelExecutor<R>> {
         let mut numbered = ranks.into_iter().enumerate().map(|(idx, rank)| NumberedRank { idx, rank });
         let first = numbered.next().expect("a model has at least one part");
@@ -38,19 +40,20 @@ impl<R: RankExecutor> ParallelExecutor<R> {
         Ok(ParallelExecutor { first, others, is_whole: true, under_way: VecDeque::new(), done: Vec::new() })
     }
 
-    /// How many ranks there are.
+    /// The number of ranks.
     pub fn num_ranks(&self) -> usize {
         self.others.len() + 1
     }
 
-    /// Gives the others `job` and does `work`, the first rank's part of it, here; what comes of that. Tells of the layers
-    /// that all have written by then.
+    /// Sends `job` to the other ranks and runs `work`, the first rank's part, on this thread. Returns the result of
+    /// `work`. Reports the layers that all ranks have written by then.
     ///
     /// # Errors
-    /// When a rank fails, or has failed before.
+    /// When a rank fails, or failed in an earlier step.
     ///
     /// # Safety
-    /// What `job` points to is there, and is as [`RankExecutor::compute`] or [`SamplingRank::launch`](super::SamplingRank::launch) needs it.
+    /// The memory that `job` points to is valid, and satisfies [`RankExecutor::compute`] or
+    /// [`SamplingRank::launch`](super::SamplingRank::launch).
     pub(super) unsafe fn run<T>(
         &mut self,
         job: Job,
@@ -73,7 +76,7 @@ impl<R: RankExecutor> ParallelExecutor<R> {
                 written.tell(by_others.min(layer_idx + 1), on_layer);
             })
         });
-        // What the job points to is borrowed until every rank has answered. Nothing above unwinds: a rank returns its
+        // The job's memory stays borrowed until every rank has answered. Nothing above unwinds: a rank returns its
         // panics.
         let outcome = others.iter().map(RankThread::wait).fold(first, |before, outcome| match outcome {
             Ok(()) => before,
@@ -91,7 +94,7 @@ impl<R: RankExecutor> ParallelExecutor<R> {
         })
     }
 
-    /// Of a step that begins.
+    /// The progress of a step that starts.
     pub(super) fn nothing_written(&mut self) -> Written {
         let mut written =
             self.done.pop().unwrap_or_else(|| Written { num_told: 0, by_others: vec![0; self.others.len()] });
@@ -100,18 +103,18 @@ impl<R: RankExecutor> ParallelExecutor<R> {
         written
     }
 
-    /// Tells of the layers that are left: all ranks have written all.
+    /// Reports the remaining layers: all ranks have written all layers.
     pub(super) fn finish(&mut self, mut written: Written, on_layer: &mut dyn FnMut(usize)) {
         written.tell(self.first.rank.kv_layout().num_layers, on_layer);
         self.done.push(written);
     }
 }
 
-/// How far a step has come.
+/// The progress of a step.
 pub(super) struct Written {
-    /// Layers that were told of.
+    /// Layers that were reported to the caller.
     num_told: usize,
-    /// Layers that each of the others has told of.
+    /// Layers that each of the other ranks has reported.
     by_others: Vec<usize>,
 }
 
@@ -143,7 +146,7 @@ impl<R: RankExecutor> Executor for ParallelExecutor<R> {
     ) -> Result<&[f32], ExecuteError> {
         let job = Job::Compute(Lent { batch: std::ptr::from_ref(batch).cast(), storage });
         let mut written = self.nothing_written();
-        // SAFETY: by the caller's word; every rank is given the same.
+        // SAFETY: guaranteed by the caller; every rank gets the same batch and storage.
         let num_logits = unsafe {
             self.run(job, &mut written, on_layer, |rank, on_layer| rank.compute(batch, storage, on_layer))
         }?;

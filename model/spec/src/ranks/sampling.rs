@@ -1,5 +1,5 @@
-//! Several ranks that sample: the first has all logits where it computes, samples there, and hands its tokens to the
-//! others when a step follows, so that all take them without the host.
+//! Sampling with several ranks. The first rank has all logits and samples on its device. If a step follows, it hands
+//! the tokens to the other ranks directly, without the host.
 
 use std::ptr;
 
@@ -24,7 +24,7 @@ impl<R: RankExecutor> SamplingExecutor for ParallelExecutor<R> {
         let samplings_lent = ptr::slice_from_raw_parts(samplings.as_ptr().cast(), samplings.len());
         let job = Job::Launch { lent, samplings: samplings_lent, follows };
         let mut written = self.nothing_written();
-        // SAFETY: by the caller's word; every rank is given the same.
+        // SAFETY: guaranteed by the caller; every rank gets the same batch, samplings and storage.
         let samples_all = unsafe {
             self.run(job, &mut written, on_layer, |rank, on_layer| {
                 as_sampling(rank).launch(batch, samplings, follows, storage, on_layer)
@@ -35,8 +35,8 @@ impl<R: RankExecutor> SamplingExecutor for ParallelExecutor<R> {
     }
 
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {
-        let mut written = self.under_way.pop_front().expect("a step is under way");
-        // SAFETY: the job points to nothing.
+        let mut written = self.under_way.pop_front().expect("a step was launched");
+        // SAFETY: this job holds no pointers.
         unsafe {
             self.run(Job::Collect, &mut written, on_layer, |rank, on_layer| {
                 as_sampling(rank).collect(on_layer)
