@@ -1,4 +1,4 @@
-//! What is read, what is refused, and that nothing that bytes say can do harm.
+//! Parses valid and invalid GGUF files. No input may cause harm.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -7,30 +7,30 @@ use baton_gguf::testing::Writer;
 use baton_gguf::{Gguf, GgufError, TensorType, Value};
 use proptest::prelude::*;
 
-/// Knows the largest allocation of a thread: a count that a file made up must not become one.
-struct Watched;
+/// An allocator that records a thread's largest allocation: a false count in a file must not become one.
+struct LargestAllocation;
 
 thread_local! {
     static LARGEST: Cell<usize> = const { Cell::new(0) };
 }
 
-// SAFETY: it only passes on.
-unsafe impl GlobalAlloc for Watched {
+// SAFETY: all calls are forwarded to the system's allocator.
+unsafe impl GlobalAlloc for LargestAllocation {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // A thread that ends has no such cell any more.
         let _ = LARGEST.try_with(|largest| largest.set(largest.get().max(layout.size())));
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
 
 #[global_allocator]
-static ALLOCATOR: Watched = Watched;
+static ALLOCATOR: LargestAllocation = LargestAllocation;
 
 fn example() -> Writer {
     example_in(Writer::default())
@@ -130,7 +130,7 @@ fn check_refusal(bytes: &[u8], expected: &str) {
 }
 
 #[test]
-fn files_that_are_something_else_are_refused() {
+fn other_files_are_refused() {
     check_refusal(b"", "the file starts with \"\", expected \"GGUF\"");
     check_refusal(b"PK\x03\x04....", "the file starts with \"PK\\u{3}\\u{4}\", expected \"GGUF\"");
     check_refusal(b"GGUF", "the file has 4 bytes, expected 8 for the header: truncated");
@@ -143,7 +143,7 @@ fn files_that_are_something_else_are_refused() {
 }
 
 #[test]
-fn lies_are_refused() {
+fn false_counts_and_offsets_are_refused() {
     let long = u64::MAX.to_le_bytes();
     let with = |value_type, bytes: &[u8]| Writer::default().value("k", value_type, bytes).finish();
     let huge_array = Writer::default().array("k", 12, u64::MAX, &[]).finish();
@@ -213,7 +213,7 @@ fn a_file_cut_short_anywhere_is_refused() {
     }
 }
 
-/// A change that damage or malice could make.
+/// A change to a file, by damage or by malice.
 #[derive(Clone, Debug)]
 enum Mutation {
     Flip { at: prop::sample::Index, bit: u8 },
@@ -280,7 +280,7 @@ proptest! {
         ..ProptestConfig::default()
     })]
 
-    /// Whatever is done to a file, it is read or refused; it is never believed about how much to allocate.
+    /// A changed file is parsed or refused. It never determines the size of an allocation.
     #[test]
     fn damaged_files_are_read_or_refused(mutations in mutations()) {
         let mut bytes = example().finish();

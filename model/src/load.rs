@@ -81,7 +81,7 @@ impl LoadedModel {
     pub fn into_cpu(self) -> CpuModel {
         match self {
             LoadedModel::Cpu(model) => model,
-            LoadedModel::Cuda(_) => panic!("nothing was packed for processors"),
+            LoadedModel::Cuda(_) => panic!("the model was loaded for a GPU"),
         }
     }
 
@@ -92,7 +92,7 @@ impl LoadedModel {
     pub fn into_device(self) -> DeviceModel {
         match self {
             LoadedModel::Cuda(model) => model,
-            LoadedModel::Cpu(_) => panic!("weights were packed for processors"),
+            LoadedModel::Cpu(_) => panic!("the model was loaded for CPUs"),
         }
     }
 

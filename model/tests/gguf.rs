@@ -52,7 +52,7 @@ fn logits(model: &LoadedModel, prompt: &[u32]) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn recorded_models_compute_what_transformers_computed() {
+fn recorded_models_match_transformers() {
     let mut found: Vec<String> = fs::read_dir(FIXTURES)
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -377,7 +377,7 @@ fn integer_products_stay_near_the_exact_ones() {
 }
 
 #[test]
-fn integers_compute_what_their_numbers_compute() {
+fn stored_integers_match_their_dequantised_numbers() {
     for name in ["llama-q8_0", "mixtral-q8_0", "qwen3-q8_0", "gemma3-q8_0"] {
         let path = Path::new(FIXTURES).join(format!("{name}.gguf"));
         let bytes = fs::read(&path).unwrap();

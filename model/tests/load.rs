@@ -381,14 +381,14 @@ fn weights_that_are_packed_in_two_ways_are_kept_in_both() {
     let (model, cache) = (Model::new("llama"), TempDir::new().unwrap());
     let whole = logits(&model, Some(cache.path()));
     let [file] = packed_files(cache.path()).try_into().unwrap();
-    let rounded = logits_with(&model, Some(cache.path()), Some("int8"));
-    assert_ne!(rounded, whole);
-    assert_eq!(rounded, logits_with(&model, None, Some("int8")));
+    let quantised = logits_with(&model, Some(cache.path()), Some("int8"));
+    assert_ne!(quantised, whole);
+    assert_eq!(quantised, logits_with(&model, None, Some("int8")));
     let files = packed_files(cache.path());
     assert!(files.len() == 2 && files.contains(&file), "{files:?}");
     model.set("rms_norm_eps", "1e-5");
     logits(&model, Some(cache.path()));
-    assert_eq!(packed_files(cache.path()).len(), 1, "the old ones are gone");
+    assert_eq!(packed_files(cache.path()).len(), 1, "the old files are removed");
 }
 
 #[test]

@@ -83,7 +83,7 @@ fn logits(dir: &TempDir) -> (Vec<f32>, u64) {
 }
 
 #[test]
-fn quantised_weights_compute_what_their_numbers_compute() {
+fn quantised_weights_match_their_dequantised_numbers() {
     let config = serde_json::json!({
         "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}},

@@ -73,7 +73,7 @@ fn every_path_gives_the_same_bits_by_ranks() {
 }
 
 #[test]
-fn blocks_of_ranks_are_those_of_one() {
+fn several_ranks_write_the_blocks_of_a_single_rank() {
     for name in CASES {
         let dir = dir_of(name);
         let expected = expected(&dir);
@@ -97,7 +97,7 @@ fn blocks_of_ranks_are_those_of_one() {
 }
 
 #[test]
-fn gguf_files_are_divided_where_blocks_are_not() {
+fn gguf_files_are_divided_inside_blocks() {
     // A rank's part of a row is 12 to 40 numbers; a block holds 32.
     for name in ["llama-q4_0", "qwen3-q8_0", "qwen3moe-q5_1", "phi3-f16", "gemma3-q8_0"] {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../tests/gguf/fixtures/{name}.gguf"));
@@ -234,7 +234,7 @@ fn packed_files(cache: &TempDir) -> Vec<PathBuf> {
 }
 
 #[test]
-fn ranks_have_packed_weights_of_their_own() {
+fn each_rank_packs_its_own_weights() {
     let (model, cache) = (wide(), TempDir::new().unwrap());
     let cached = LoadOptions { weight_cache: Some(cache.path().to_owned()), ..one_thread() };
     let expected = bits(&logits(Machine::parallel(model.path(), &one_thread(), 2)));

@@ -210,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn e4m3_is_known_at_some_points() {
+    fn e4m3_matches_known_values() {
         for (byte, value) in [
             (0x00, 0.0),
             (0x01, 0.001953125),

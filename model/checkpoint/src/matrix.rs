@@ -39,7 +39,7 @@ pub(crate) enum Stored {
     Fp8(Fp8Tensors),
 }
 
-/// Blocks of E4M3 numbers that share a scale: so many rows, counted from the first, and columns.
+/// Blocks of E4M3 numbers that share a scale. Block rows are counted from the matrix's first row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fp8Scales {
     /// Rows of a block; 1 if the first row is inside a block.

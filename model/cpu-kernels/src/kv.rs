@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_without_a_finite_scale_are_zero_or_nan() {
+    fn heads_without_a_usable_scale_are_zero_or_nan() {
         for dtype in [KvDtype::Fp8, KvDtype::Int8] {
             let mut keys = vec![0.0; 8];
             keys[5] = 1e-42;

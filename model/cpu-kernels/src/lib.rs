@@ -29,6 +29,6 @@ pub use products::{
     Output, PANEL, PanelFormat, PanelsRef, RowOrder, has_pairs, integers_loop, multiply, pack_floats,
     pack_integers, pairs_loop,
 };
-pub use rows::{Gate, rms_norm, rms_norm_in_place, rotate, soft_cap};
+pub use rows::{GateFunction, rms_norm, rms_norm_in_place, rotate, soft_cap};
 pub use shared::SharedMut;
 pub use simd::{CHAINS, Isa, LANES};

@@ -4,7 +4,7 @@ use crate::simd::{Isa, LANES, Simd, kernel};
 
 /// Activation functions of a gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Gate {
+pub enum GateFunction {
     /// `x / (1 + e^-x)`
     Silu,
     /// GELU with its tanh approximation.
@@ -73,17 +73,17 @@ unsafe fn rms_norm_of<S: Simd>(x: *const f32, weight: *const f32, eps: f32, out:
 /// As for [`Simd`].
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
-pub(crate) unsafe fn gated<S: Simd>(gate: Gate, x: S::V, up: S::V) -> S::V {
+pub(crate) unsafe fn gated<S: Simd>(gate: GateFunction, x: S::V, up: S::V) -> S::V {
     // SAFETY: the arrays have as many numbers as are loaded and stored.
     unsafe {
         let arg = match gate {
-            Gate::Silu => S::mul(x, S::splat(-1.0)),
-            Gate::GeluTanh => {
+            GateFunction::Silu => S::mul(x, S::splat(-1.0)),
+            GateFunction::GeluTanh => {
                 let cube = S::mul(S::mul(x, x), x);
                 let inner = S::fma(cube, S::splat(0.044_715), x);
                 S::mul(inner, S::splat(-1.595_769))
             }
-            Gate::GeluErf => {
+            GateFunction::GeluErf => {
                 let mut lanes = [0.0; LANES];
                 S::store(lanes.as_mut_ptr(), x);
                 for i in 0..LANES {
@@ -209,18 +209,20 @@ mod tests {
     #[test]
     fn gates_match_their_formulas_to_1e_6() {
         fn check<S: Simd>() {
-            let formula = |gate: Gate, x: f64| match gate {
-                Gate::Silu => x / (1.0 + (-x).exp()),
-                Gate::GeluTanh => {
+            let formula = |gate: GateFunction, x: f64| match gate {
+                GateFunction::Silu => x / (1.0 + (-x).exp()),
+                GateFunction::GeluTanh => {
                     let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
                     0.5 * x * (1.0 + inner.tanh())
                 }
-                Gate::GeluErf => 0.5 * x * (1.0 + f64::from(erf((x / std::f64::consts::SQRT_2) as f32))),
+                GateFunction::GeluErf => {
+                    0.5 * x * (1.0 + f64::from(erf((x / std::f64::consts::SQRT_2) as f32)))
+                }
             };
             for seed in 0..20 {
                 let (x, up) =
                     (noise(seed, LANES).iter().map(|x| x * 8.0).collect::<Vec<_>>(), noise(9, LANES));
-                for gate in [Gate::Silu, Gate::GeluTanh, Gate::GeluErf] {
+                for gate in [GateFunction::Silu, GateFunction::GeluTanh, GateFunction::GeluErf] {
                     let mut out = [0.0; LANES];
                     // SAFETY: only called with the CPU's instruction sets; sixteen numbers each.
                     unsafe {

@@ -1,4 +1,4 @@
-//! A model whose weights are packed for this machine's processors.
+//! A model whose weights are packed for this machine's CPUs.
 
 use baton_checkpoint::LoadedDecoder;
 

@@ -137,18 +137,18 @@ mod tests {
     use baton_model_spec::{BatchSequence, Communicator, CommunicatorError, Rank};
 
     /// A communicator that panics at its `fails_at`-th operation.
-    struct Fragile {
+    struct FailingCommunicator {
         end: ThreadCommunicator,
         fails_at: usize,
     }
 
-    impl Fragile {
+    impl FailingCommunicator {
         fn count(&mut self) {
             self.fails_at = self.fails_at.checked_sub(1).expect("a fault on purpose");
         }
     }
 
-    impl Communicator for Fragile {
+    impl Communicator for FailingCommunicator {
         fn rank(&self) -> Rank {
             self.end.rank()
         }
@@ -169,14 +169,14 @@ mod tests {
         }
     }
 
-    fn executor(num_ranks: usize, fragile: usize, fails_at: usize) -> ParallelCpuExecutor {
+    fn executor(num_ranks: usize, failing: usize, fails_at: usize) -> ParallelCpuExecutor {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/parity/fixtures/llama");
         let options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
         let ranks = load_ranks(&dir, num_ranks, &options, &mut |_| {}).unwrap();
         let ranks = ranks.into_iter().map(|model| (model, Arc::new(ThreadPool::new(1).unwrap())));
         let ends = ThreadCommunicator::group(num_ranks).into_iter().map(|end| {
-            let fails_at = if end.rank().idx == fragile { fails_at } else { usize::MAX };
-            Box::new(Fragile { end, fails_at }) as Box<Ranks>
+            let fails_at = if end.rank().idx == failing { fails_at } else { usize::MAX };
+            Box::new(FailingCommunicator { end, fails_at }) as Box<Ranks>
         });
         ParallelCpuExecutor::connected(ranks.collect(), ends).unwrap()
     }
@@ -196,13 +196,13 @@ mod tests {
             // A barrier and two sums for each of three layers, and the gathered logits.
             const NUM_MEETINGS: usize = 10;
             for fails_at in 0..2 * NUM_MEETINGS {
-                let fragile = fails_at % num_ranks;
-                let mut executor = executor(num_ranks, fragile, fails_at);
+                let failing = fails_at % num_ranks;
+                let mut executor = executor(num_ranks, failing, fails_at);
                 if fails_at >= NUM_MEETINGS {
                     assert!(step(&mut executor, 1).is_ok());
                 }
                 let error = step(&mut executor, 1).unwrap_err().to_string();
-                assert_eq!(error, format!("cpu, rank {fragile}: panicked: a fault on purpose"));
+                assert_eq!(error, format!("cpu, rank {failing}: panicked: a fault on purpose"));
                 let error = step(&mut executor, 1).unwrap_err().to_string();
                 assert_eq!(error, "cpu: a rank failed in an earlier step");
             }

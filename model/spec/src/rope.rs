@@ -94,7 +94,7 @@ impl RopeSpec {
             }
             RopeScaling::Yarn { factor, beta_fast, beta_slow, original_context, truncate, .. } => {
                 let dim = self.rotary_dim as f64;
-                // The dimension that turns so many times within the original context.
+                // The dimension that makes this many rotations within the original context.
                 let dim_of = |rotations: f64| {
                     dim * (original_context / (rotations * 2.0 * PI)).ln() / (2.0 * self.theta.ln())
                 };

@@ -203,7 +203,8 @@ unsafe fn tile(
     let next = if following.len > 0 { following } else { places };
     let next = [0, 1].map(|half| next.positions(half, layout));
     let direct = direct::is_possible(queries.len(), head_dim, dtype);
-    // Kernels for few queries may continue past the last one, so none may be skipped here.
+    // Kernels for few queries may process rows after the last query. Such a row must not be a query of this item that
+    // sees other tiles only, so all queries are taken.
     let some = if direct { 0..queries.len() } else { queries.that_see(first..first + len) };
     let num = some.len();
     let mut scaling = Scaling { scales: std::ptr::null(), soft_cap: queries.soft_cap, to_bf16: bf16_pairs };

@@ -490,7 +490,7 @@ mod tests {
     #[test]
     fn a_pair_is_two_fused_multiply_adds_with_the_upper_one_first() {
         if !has_pairs(Isa::Avx512) {
-            eprintln!("skipped: this processor has no instruction for pairs of bf16");
+            eprintln!("skipped: this CPU has no instruction for pairs of bf16");
             return;
         }
         for round in 0..100 {

@@ -229,7 +229,7 @@ pub fn pack_integers(rows: &[IntegerRow], format: IntegerFormat, cols: usize, to
     for (group_idx, first) in (0..cols).step_by(format.group).enumerate() {
         let len = format.group.min(cols - first);
         let (head, lines) = rest.split_at_mut(group_head_bytes(format));
-        let (lines, behind) = lines.split_at_mut(len.div_ceil(per_line) * LINE_BYTES);
+        let (lines, after) = lines.split_at_mut(len.div_ceil(per_line) * LINE_BYTES);
         for (output, (row, row_scale)) in rows.iter().zip(&scales).enumerate() {
             let mut put = |at: usize, value: f32| {
                 head[at * 2..][..2].copy_from_slice(&f16::from_f32(value).to_le_bytes());
@@ -246,7 +246,7 @@ pub fn pack_integers(rows: &[IntegerRow], format: IntegerFormat, cols: usize, to
                 };
             }
         }
-        rest = behind;
+        rest = after;
     }
 }
 

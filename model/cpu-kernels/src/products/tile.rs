@@ -1,7 +1,7 @@
 //! Arguments of a product kernel: a tile of rows, some panels, and the use of their sums.
 
 use super::panels::PANEL;
-use crate::rows::{Gate, gated};
+use crate::rows::{GateFunction, gated};
 use crate::simd::{LANES, Simd};
 
 /// How the products are written.
@@ -13,7 +13,7 @@ pub enum Output {
     Add,
     /// `C = gate(G) U`, where `G` is the first half of the rows of `A W^T + bias` and `U` the second. The weights are
     /// in [gated order](super::RowOrder::Gated).
-    Gated(Gate),
+    Gated(GateFunction),
 }
 
 /// Some panels for one tile of rows. Pointers are valid for the sizes beside them.

@@ -77,7 +77,7 @@ impl Gemm {
 }
 
 /// Attention of one sequence in one layer.
-pub struct Attention {
+pub struct AttentionRun {
     cpu: Cpu,
     shape: AttentionShape,
     storage: BlockStorage,
@@ -88,10 +88,10 @@ pub struct Attention {
     out: Vec<f32>,
 }
 
-impl Attention {
+impl AttentionRun {
     /// Attention of the last `num_rows` rows of a context of `context` tokens, with 32 heads of 64 and 8 KV heads.
     /// `pairs` of bf16 need a CPU that has [weights](Weights::available) of that kind.
-    pub fn new(num_rows: usize, context: usize, dtype: KvDtype, pairs: bool, threads: usize) -> Attention {
+    pub fn new(num_rows: usize, context: usize, dtype: KvDtype, pairs: bool, threads: usize) -> AttentionRun {
         let shape = AttentionShape {
             num_heads: 32,
             num_kv_heads: 8,
@@ -106,7 +106,7 @@ impl Attention {
         assert!(!pairs || multiplies_bf16(), "this CPU does not multiply bf16");
         let num_blocks = context.div_ceil(16);
         let width = shape.num_heads * shape.head_dim;
-        Attention {
+        AttentionRun {
             cpu: Cpu::new(Isa::detect(), threads).expect("threads start"),
             shape,
             storage: BlockStorage::new(layout, num_blocks).expect("memory for the blocks"),

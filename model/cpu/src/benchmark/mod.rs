@@ -3,5 +3,5 @@
 mod kernels;
 mod peaks;
 
-pub use kernels::{Attention, Gemm, Weights};
+pub use kernels::{AttentionRun, Gemm, Weights};
 pub use peaks::{Peak, Peaks};

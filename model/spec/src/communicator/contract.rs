@@ -38,7 +38,7 @@ pub trait Communicator: Send {
     fn barrier(&mut self) -> Result<(), CommunicatorError>;
 }
 
-/// The group of ranks is broken. The only thing left to do with the communicator is to drop it.
+/// Ranks can no longer communicate. The only thing left to do with the communicator is to drop it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CommunicatorError {
     /// A rank has ended.

@@ -1,7 +1,7 @@
 //! How ranks on CPUs exchange numbers: the interface, and its implementation for threads of one process.
 
+mod barrier;
 mod contract;
-mod meeting;
 #[cfg(test)]
 mod tests;
 mod threads;

@@ -27,30 +27,30 @@ pub(super) struct NumberedRank<R> {
 pub(super) struct Failure {
     rank_idx: usize,
     device: String,
-    what: What,
+    cause: Cause,
 }
 
 #[derive(Clone, Debug)]
-pub(super) enum What {
+pub(super) enum Cause {
     Error(RankError),
     Panic(String),
     /// The rank's thread has ended.
-    Gone,
+    ThreadEnded,
 }
 
 impl Failure {
     /// The cause of a failure: a rank that lost another rank is not the cause, so `other` is.
-    pub(super) fn or_its_cause(self, other: Failure) -> Failure {
-        if matches!(self.what, What::Error(RankError::Missed(_))) { other } else { self }
+    pub(super) fn or_the_cause(self, other: Failure) -> Failure {
+        if matches!(self.cause, Cause::Error(RankError::Missed(_))) { other } else { self }
     }
 }
 
 impl From<Failure> for ExecuteError {
     fn from(failure: Failure) -> ExecuteError {
-        let message = match failure.what {
-            What::Error(RankError::Missed(message) | RankError::Failed(message)) => message,
-            What::Panic(message) => format!("panicked: {message}"),
-            What::Gone => "its thread has ended".to_owned(),
+        let message = match failure.cause {
+            Cause::Error(RankError::Missed(message) | RankError::Failed(message)) => message,
+            Cause::Panic(message) => format!("panicked: {message}"),
+            Cause::ThreadEnded => "its thread has ended".to_owned(),
         };
         ExecuteError { device: format!("{}, rank {}", failure.device, failure.rank_idx), message }
     }
@@ -64,13 +64,13 @@ impl<R: RankExecutor> NumberedRank<R> {
     pub(super) fn run<T>(&mut self, work: impl FnOnce(&mut R) -> Result<T, RankError>) -> Result<T, Failure> {
         // The state that a panic leaves is not used again.
         let outcome = catch_unwind(AssertUnwindSafe(|| work(&mut self.rank)));
-        let what = match outcome {
+        let cause = match outcome {
             Ok(Ok(done)) => return Ok(done),
-            Ok(Err(error)) => What::Error(error),
-            Err(panic) => What::Panic(message_of(&*panic)),
+            Ok(Err(error)) => Cause::Error(error),
+            Err(panic) => Cause::Panic(message_of(&*panic)),
         };
         self.rank.leave();
-        Err(Failure { rank_idx: self.idx, device: self.rank.device().to_owned(), what })
+        Err(Failure { rank_idx: self.idx, device: self.rank.device().to_owned(), cause })
     }
 
     /// Runs a job on a rank that is not the first.
@@ -83,12 +83,14 @@ impl<R: RankExecutor> NumberedRank<R> {
             // SAFETY: guaranteed by the caller.
             unsafe {
                 match job {
-                    Job::Compute(Lent { batch, storage }) => {
+                    Job::Compute(Borrowed { batch, storage }) => {
                         rank.compute(&*batch, &*storage, on_layer).map(drop)
                     }
-                    Job::Launch { lent: Lent { batch, storage }, samplings, follows } => as_sampling(rank)
-                        .launch(&*batch, &*samplings, &*follows, &*storage, on_layer)
-                        .map(drop),
+                    Job::Launch { borrowed: Borrowed { batch, storage }, samplings, follows } => {
+                        as_sampling(rank)
+                            .launch(&*batch, &*samplings, &*follows, &*storage, on_layer)
+                            .map(drop)
+                    }
                     Job::Collect => as_sampling(rank).collect(on_layer),
                 }
             }
@@ -104,10 +106,10 @@ fn message_of(panic: &(dyn Any + Send)) -> String {
 /// A rank's job. It points to memory that the executor's caller lends until every rank has answered.
 #[derive(Clone, Copy)]
 pub(super) enum Job {
-    Compute(Lent),
+    Compute(Borrowed),
     /// As [`SamplingExecutor::launch`](crate::SamplingExecutor::launch).
     Launch {
-        lent: Lent,
+        borrowed: Borrowed,
         samplings: *const [TokenSampling<'static>],
         follows: *const [usize],
     },
@@ -116,12 +118,12 @@ pub(super) enum Job {
 }
 
 #[derive(Clone, Copy)]
-pub(super) struct Lent {
+pub(super) struct Borrowed {
     pub(super) batch: *const Batch<'static>,
     pub(super) storage: *const BlockStorage,
 }
 
-// SAFETY: batches, storages, samplings and numbers may be shared between threads. They are lent until the answer.
+// SAFETY: batches, storages, samplings and numbers may be shared between threads. They are borrowed until the answer.
 unsafe impl Send for Job {}
 
 /// A rank that runs on its own thread.
@@ -164,7 +166,7 @@ impl RankThread {
 
     /// Sends a job of a step of which the rank has reported `num_written` layers. If the thread has ended, `wait`
     /// says so.
-    pub(super) fn give(&self, job: Job, num_written: usize) {
+    pub(super) fn send(&self, job: Job, num_written: usize) {
         // The rank waits for the job, so it does not access the counter now.
         self.num_written.store(num_written, Ordering::Relaxed);
         let _ = self.jobs.as_ref().expect("present until drop").send(job);
@@ -175,8 +177,8 @@ impl RankThread {
     }
 
     pub(super) fn wait(&self) -> Result<(), Failure> {
-        let gone = || Failure { rank_idx: self.idx, device: self.device.clone(), what: What::Gone };
-        self.outcomes.recv().unwrap_or_else(|_| Err(gone()))
+        let ended = || Failure { rank_idx: self.idx, device: self.device.clone(), cause: Cause::ThreadEnded };
+        self.outcomes.recv().unwrap_or_else(|_| Err(ended()))
     }
 }
 

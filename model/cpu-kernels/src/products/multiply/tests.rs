@@ -2,7 +2,7 @@ use half::bf16;
 
 use super::*;
 use crate::products::{has_pairs, pack_floats, pack_integers};
-use crate::rows::Gate;
+use crate::rows::GateFunction;
 use crate::simd::Dtype;
 use baton_model_spec::{IntegerFormat, IntegerRow, IntegerWidth};
 use baton_model_testing::noise;
@@ -180,7 +180,7 @@ fn check_gated(isa: Isa, threads: usize, case: &Case) {
 
     let mut out = vec![f32::NAN; m * n];
     let panels = PanelsRef::new(&beside, format, 2 * n, k).in_order(RowOrder::Gated);
-    multiply(&mut cpu, m, &a, panels, Some(&bias), &mut out, Output::Gated(Gate::Silu));
+    multiply(&mut cpu, m, &a, panels, Some(&bias), &mut out, Output::Gated(GateFunction::Silu));
     for (row, (out, both)) in out.chunks(n).zip(both.chunks(2 * n)).enumerate() {
         for (col, out) in out.iter().enumerate() {
             let (gate, up) = (f64::from(both[col]), f64::from(both[n + col]));

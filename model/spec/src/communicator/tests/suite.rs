@@ -11,13 +11,13 @@ pub(super) fn run<C: Communicator>(group: impl Fn(usize) -> Vec<C>) {
     for num_ranks in 1..=5 {
         sums_are_in_the_order_of_ranks(group(num_ranks));
         parts_are_gathered_in_the_order_of_ranks(group(num_ranks));
-        what_came_before_a_barrier_is_seen_after(group(num_ranks));
+        writes_before_a_barrier_are_seen_after_it(group(num_ranks));
     }
     for num_ranks in 2..=4 {
         for lost in 0..num_ranks {
-            who_is_gone_fails_the_others(group(num_ranks), lost, false);
-            who_is_gone_fails_the_others(group(num_ranks), lost, true);
-            who_does_something_else_fails_all(group(num_ranks), lost);
+            a_lost_rank_fails_the_others(group(num_ranks), lost, false);
+            a_lost_rank_fails_the_others(group(num_ranks), lost, true);
+            a_different_operation_fails_all_ranks(group(num_ranks), lost);
         }
     }
 }
@@ -68,7 +68,7 @@ fn parts_are_gathered_in_the_order_of_ranks<C: Communicator>(ends: Vec<C>) {
     });
 }
 
-fn what_came_before_a_barrier_is_seen_after<C: Communicator>(ends: Vec<C>) {
+fn writes_before_a_barrier_are_seen_after_it<C: Communicator>(ends: Vec<C>) {
     let num_ranks = ends.len();
     let num_written = AtomicUsize::new(0);
     on_threads(ends, |mut end| {
@@ -82,7 +82,7 @@ fn what_came_before_a_barrier_is_seen_after<C: Communicator>(ends: Vec<C>) {
 }
 
 /// After some rounds one rank is dropped. The waiting ranks get an error, and so does each later call.
-fn who_is_gone_fails_the_others<C: Communicator>(ends: Vec<C>, lost: usize, panics: bool) {
+fn a_lost_rank_fails_the_others<C: Communicator>(ends: Vec<C>, lost: usize, panics: bool) {
     let num_waiting = AtomicUsize::new(0);
     let num_others = ends.len() - 1;
     let outcomes = on_threads(ends, |mut end| {
@@ -98,7 +98,7 @@ fn who_is_gone_fails_the_others<C: Communicator>(ends: Vec<C>, lost: usize, pani
             std::thread::sleep(std::time::Duration::from_millis(1));
             if panics {
                 let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
-                    let _gone = end;
+                    let _dropped = end;
                     panic!("on purpose");
                 }));
                 assert!(panicked.is_err());
@@ -119,7 +119,7 @@ fn who_is_gone_fails_the_others<C: Communicator>(ends: Vec<C>, lost: usize, pani
     }
 }
 
-fn who_does_something_else_fails_all<C: Communicator>(ends: Vec<C>, other: usize) {
+fn a_different_operation_fails_all_ranks<C: Communicator>(ends: Vec<C>, other: usize) {
     let outcomes = on_threads(ends, |mut end| {
         let outcome = match end.rank().idx == other {
             true if other.is_multiple_of(2) => end.all_reduce_sum(&mut [1.0; 41]),

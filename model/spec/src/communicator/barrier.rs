@@ -11,27 +11,27 @@ const SPINS: u32 = 4000;
 /// Polls between two calls of `yield_now`: the thread that is waited for may need this CPU.
 const SPINS_PER_YIELD: u32 = 256;
 /// The value of `lost` while no thread is lost.
-const NOBODY: usize = usize::MAX;
+const NO_RANK: usize = usize::MAX;
 
 /// A barrier: all threads continue when the last has arrived.
-pub(super) struct Meeting {
-    num_members: usize,
+pub(super) struct Barrier {
+    num_threads: usize,
     num_arrived: AtomicUsize,
     /// Barriers completed so far.
-    num_held: AtomicUsize,
+    num_completed: AtomicUsize,
     lost: AtomicUsize,
     num_sleeping: AtomicUsize,
     lock: Mutex<()>,
     changed: Condvar,
 }
 
-impl Meeting {
-    pub(super) fn new(num_members: usize) -> Meeting {
-        Meeting {
-            num_members,
+impl Barrier {
+    pub(super) fn new(num_threads: usize) -> Barrier {
+        Barrier {
+            num_threads,
             num_arrived: AtomicUsize::new(0),
-            num_held: AtomicUsize::new(0),
-            lost: AtomicUsize::new(NOBODY),
+            num_completed: AtomicUsize::new(0),
+            lost: AtomicUsize::new(NO_RANK),
             num_sleeping: AtomicUsize::new(0),
             lock: Mutex::new(()),
             changed: Condvar::new(),
@@ -45,22 +45,22 @@ impl Meeting {
     ///
     /// # Errors
     /// When a thread was lost before it arrived, and in every later call.
-    pub(super) fn arrive(&self) -> Result<(), CommunicatorError> {
+    pub(super) fn wait(&self) -> Result<(), CommunicatorError> {
         // A thread that got an error must not be counted again. A lost thread has completed all earlier barriers, so
         // no thread still waits in one of them.
         if let Some(error) = self.lost() {
             return Err(error);
         }
-        let num_held = self.num_held.load(Ordering::Acquire);
+        let num_completed = self.num_completed.load(Ordering::Acquire);
         // A lost thread never arrives, so no barrier completes without it.
-        if self.num_arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.num_members {
+        if self.num_arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.num_threads {
             self.num_arrived.store(0, Ordering::Relaxed);
-            self.num_held.store(num_held.wrapping_add(1), Ordering::SeqCst);
+            self.num_completed.store(num_completed.wrapping_add(1), Ordering::SeqCst);
             self.wake();
             return Ok(());
         }
         let outcome = || {
-            if self.num_held.load(Ordering::SeqCst) != num_held {
+            if self.num_completed.load(Ordering::SeqCst) != num_completed {
                 return Some(Ok(()));
             }
             self.lost().map(Err)
@@ -90,14 +90,14 @@ impl Meeting {
     }
 
     /// Records that a thread is lost and never arrives again. The first lost thread is kept.
-    pub(super) fn lose(&self, rank: usize) {
-        let _ = self.lost.compare_exchange(NOBODY, rank, Ordering::SeqCst, Ordering::SeqCst);
+    pub(super) fn mark_lost(&self, rank: usize) {
+        let _ = self.lost.compare_exchange(NO_RANK, rank, Ordering::SeqCst, Ordering::SeqCst);
         self.wake();
     }
 
     fn lost(&self) -> Option<CommunicatorError> {
         match self.lost.load(Ordering::SeqCst) {
-            NOBODY => None,
+            NO_RANK => None,
             rank => Some(CommunicatorError::Lost { rank }),
         }
     }
