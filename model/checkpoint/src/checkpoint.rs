@@ -240,13 +240,13 @@ impl Checkpoint {
         ignore: impl Fn(&str) -> bool,
     ) -> Result<(), LoadError> {
         // Quantisation tools write biases of zero where the model has none, and zero points that are not needed.
-        let is_nothing = |name: &str, tensor: &Tensor| {
+        let is_zero = |name: &str, tensor: &Tensor| {
             self.quantisation.is_some()
                 && (name.ends_with(".bias") || name.ends_with(".weight_zero_point"))
                 && tensor.span.iter().all(|byte| *byte == 0)
         };
         let is_left =
-            |name: &str, tensor: &Tensor| !tensor.is_taken && !ignore(name) && !is_nothing(name, tensor);
+            |name: &str, tensor: &Tensor| !tensor.is_taken && !ignore(name) && !is_zero(name, tensor);
         match self.tensors.by_name.iter().find(|(name, tensor)| is_left(name, tensor)) {
             None => Ok(()),
             Some((name, tensor)) => Err(LoadError::UnexpectedTensor {

@@ -31,7 +31,7 @@ pub(crate) fn bf16_is_faster() -> bool {
         // SAFETY: as above.
         bf16 = bf16.min(time(|| unsafe { pairs_loop(ROUNDS) }));
     }
-    tracing::debug!(?f32, ?bf16, "as many instructions measured for f32 and for pairs of bf16");
+    tracing::debug!(?f32, ?bf16, "measured the time of as many f32 and bf16 pair instructions");
     bf16 < 2 * f32
 }
 

@@ -4,7 +4,7 @@
 //! safetensors --- Packer::add, matrix by matrix ---> a plan --- finish ---> a file in the cache, mapped by all
 //!                                                                     \---> or memory of this process
 //! ```
-//! The name of a packed file has its origin (the model's revision, and the path, size and time of its files) and its
+//! The name of a packed file encodes its origin (the model's revision, and the path, size and time of its files) and its
 //! layout (the plan). The file is written under a temporary name, synced and renamed, so it is complete or absent. Of
 //! processes that start together one writes the file and the others wait for it. Files of an older state of the same
 //! model are removed; files of the same weights in another layout stay. If the cache cannot be used, every process
@@ -137,7 +137,7 @@ impl Packer {
             Some(Ok(map)) => Memory::File(map),
             Some(Err((path, error))) => {
                 let path = path.display();
-                tracing::warn!(%path, %error, "no cache for packed weights: every process keeps its own");
+                tracing::warn!(%path, %error, "cannot use the cache of packed weights: this process packs a copy of its own");
                 Memory::Private(self.private(num_threads, progress)?)
             }
             None => Memory::Private(self.private(num_threads, progress)?),
@@ -190,7 +190,7 @@ impl Packer {
             tracing::info!(path = %path.display(), bytes = self.num_bytes, "packed weights written");
         }
         self.open(&path, &key)
-            .ok_or_else(|| (path, io::Error::other("the file that was just written is another")))
+            .ok_or_else(|| (path, io::Error::other("the file that was just written has another key")))
     }
 
     fn write(
