@@ -1,7 +1,7 @@
 //! Loads decoder-only language models onto a backend: this machine's CPUs or NVIDIA GPUs.
 //!
 //! [`load`] makes a [`LoadedModel`] of a Hugging Face directory or a GGUF file, and that makes an
-//! [`Executor`](baton_model_spec::Executor).
+//! [`Executor`].
 //!
 //! This crate does not know requests, text or the network.
 

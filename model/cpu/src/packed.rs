@@ -32,7 +32,7 @@ const ALIGNMENT: usize = 4096;
 /// Bytes packed between two progress reports, about.
 const PIECE_BYTES: usize = 16 << 20;
 
-/// A matrix in packed memory. Usable after its [`Packer`] has finished.
+/// A matrix in packed memory. Usable after its packer has finished.
 #[derive(Clone, Debug)]
 pub struct PackedMatrix {
     memory: Arc<OnceLock<Memory>>,
