@@ -258,7 +258,7 @@ fn each_rank_packs_its_own_weights() {
 }
 
 #[test]
-#[should_panic(expected = "a part of a model does not compute alone")]
+#[should_panic(expected = "a part of a model needs its other ranks")]
 fn a_part_needs_its_other_ranks() {
     let options = LoadOptions { rank: Rank { idx: 1, num_ranks: 2 }, ..one_thread() };
     let _ = load(&dir_of("llama"), &options, &mut |_| {}).unwrap().cpu_executor();

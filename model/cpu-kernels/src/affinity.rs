@@ -176,13 +176,13 @@ mod tests {
             assert_eq!(list.to_string(), written);
         }
         for (text, expected) in [
-            ("", "'' is no CPU"),
-            ("1,", "'' is no CPU"),
-            ("3-1", "'3-1' is no CPU"),
-            ("-1", "'-1' is no CPU"),
-            ("auto", "'auto' is no CPU"),
+            ("", "'' is not a CPU"),
+            ("1,", "'' is not a CPU"),
+            ("3-1", "'3-1' is not a CPU"),
+            ("-1", "'-1' is not a CPU"),
+            ("auto", "'auto' is not a CPU"),
             ("0-3,2", "CPU 2 is listed twice"),
-            ("0-99999999999", "CPU 99999999999 is beyond"),
+            ("0-99999999999", "CPU 99999999999 is too large"),
         ] {
             let error = text.parse::<CpuList>().unwrap_err().to_string();
             assert!(error.contains(expected), "{text}: {error}");
